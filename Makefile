@@ -1,0 +1,36 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: test slow lint types demo clean
+.NOTPARALLEL:
+
+test: .venv/test
+	$(BIN)/python -m pytest
+
+slow: .venv/test
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: .venv/dev
+	$(BIN)/mypy fshard
+
+demo: .venv/examples
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 examples/train_gpt.py
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Each stamp records that the extras of its name are installed as pyproject.toml and constraints.txt now say.
+.venv/test: EXTRAS := test,examples
+.venv/dev: EXTRAS := dev
+.venv/examples: EXTRAS := examples
+.venv/test .venv/dev .venv/examples: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -c constraints.txt -e '.[$(EXTRAS)]'
+	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv .venv

@@ -1,0 +1,270 @@
+"""Differentiable collectives on trees, each with its transpose, jvp and vmap rule.
+
+The convention is that of jax.shard_map: inside a local loss, values vary between ranks; psum and pmean of varying
+values give varying ones and are their own transposes. `psum_invariant` and `pvary` are the typed pair: the first makes
+a value that agrees between ranks, the second hands such a value to each rank's own maths.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from fshard import comm
+from fshard.errors import Problem, leaf_error
+from fshard.tree import Axis, Tree, flatten, is_sharded, tree_leaves, tree_map
+
+Tensors = Sequence[torch.Tensor]
+LinearMap = Callable[[Tensors], Tensors]
+
+
+class _LinearCall(Function):
+    @staticmethod
+    def forward(fun: LinearMap, transpose: LinearMap, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = fun(tensors)
+        # autograd needs a new tensor where fun returns its input, but no copy.
+        return tuple(out.view_as(out) if any(out is tensor for tensor in tensors) else out for out in outputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.fun, ctx.transpose = inputs[:2]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, *_LinearCall.apply(ctx.transpose, ctx.fun, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _fun: None, _transpose: None, *tangents: torch.Tensor) -> Any:
+        return _LinearCall.apply(ctx.fun, ctx.transpose, *tangents)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], fun: LinearMap, transpose: LinearMap, *tensors: torch.Tensor) -> Any:
+        # The batch dim goes last, so that the dims that fun counts keep their numbers.
+        dims = in_dims[2:]
+        moved = [t if d is None else t.movedim(d, -1) for t, d in zip(tensors, dims, strict=True)]
+        outputs = _LinearCall.apply(fun, transpose, *moved)
+        return outputs, tuple(None if d is None else out.dim() - 1 for out, d in zip(outputs, dims, strict=True))
+
+
+def linear_call(fun: LinearMap, transpose: LinearMap, tensors: Tensors) -> list[torch.Tensor]:
+    """Call a linear map on a list of tensors, with its transpose for the backward pass.
+
+    One autograd node for the whole list. Output i may depend on input i alone, and both maps must leave trailing dims
+    they do not know of alone: vmap puts its batch there. Follows jax.custom_derivatives.linear_call.
+
+    Args:
+        fun: Maps the tensors to as many outputs.
+        transpose: Maps cotangents of the outputs to cotangents of the tensors.
+        tensors: The operands.
+
+    Returns:
+        fun's outputs, differentiable to any order in both modes.
+    """
+    return list(_LinearCall.apply(fun, transpose, *tensors)) if tensors else []
+
+
+def _on_tree(tree: Tree, fun: LinearMap, transpose: LinearMap) -> Tree:
+    outputs = iter(linear_call(fun, transpose, tree_leaves(tree)))
+    return tree_map(lambda _: next(outputs), tree)
+
+
+def psum(tree: Tree, axis: Axis) -> Tree:
+    """Sum each tensor over the ranks of an axis, inside a local loss.
+
+    Its own transpose: where every rank goes on to its own loss, a rank's value reaches all of those losses. Follows
+    jax.lax.psum of varying values.
+
+    Args:
+        tree: Tensors of equal shapes and dtypes on every rank.
+        axis: The mesh axis to sum over.
+
+    Returns:
+        The tree of sums, in rank order where the algorithm is direct.
+    """
+    total = partial(comm.all_reduce, axis=axis, label="psum")
+    return _on_tree(tree, total, total)
+
+
+def pmean(tree: Tree, axis: Axis) -> Tree:
+    """Average each tensor over the ranks of an axis, inside a local loss; see `psum`.
+
+    Args:
+        tree: Floating tensors of equal shapes and dtypes on every rank.
+        axis: The mesh axis to average over.
+
+    Returns:
+        The tree of means.
+    """
+    return tree_map(lambda tensor: tensor / axis.size, psum(tree, axis))
+
+
+def pvary(tree: Tree, axis: Axis) -> Tree:
+    """Hand a value that agrees between ranks to each rank's own maths; its cotangents are summed over the ranks.
+
+    The transpose of `psum_invariant`. Follows jax.lax.pvary.
+
+    Args:
+        tree: Tensors that agree between the ranks of `axis`.
+        axis: The mesh axis.
+
+    Returns:
+        The same values.
+    """
+    return _on_tree(tree, tuple, partial(comm.all_reduce, axis=axis, label="pvary"))
+
+
+def psum_invariant(tree: Tree, axis: Axis) -> Tree:
+    """Sum over the ranks of an axis into a value that agrees between them, such as an objective.
+
+    The transpose of `pvary`. Follows jax.lax.psum from varying to invariant.
+
+    Args:
+        tree: Tensors of equal shapes and dtypes on every rank.
+        axis: The mesh axis to sum over.
+
+    Returns:
+        The tree of sums.
+    """
+    return _on_tree(tree, partial(comm.all_reduce, axis=axis, label="psum_invariant"), tuple)
+
+
+def all_gather(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
+    """Concatenate every rank's tensors along a dim; the transpose of `reduce_scatter`.
+
+    Args:
+        tree: Tensors of equal shapes and dtypes on every rank.
+        axis: The mesh axis to gather over.
+        dim: The dim to concatenate along, counted from the front.
+
+    Returns:
+        Tensors axis.size times as long along `dim`.
+    """
+    return _on_tree(tree, partial(_concatenate, axis=axis, dim=dim), partial(_scatter, axis=axis, dim=dim))
+
+
+def reduce_scatter(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
+    """Sum over ranks and keep this rank's piece of a dim; the transpose of `all_gather`.
+
+    Args:
+        tree: Tensors of equal shapes and dtypes on every rank.
+        axis: The mesh axis to sum over.
+        dim: The dim to split, counted from the front; its size must be a multiple of axis.size.
+
+    Returns:
+        Tensors 1 / axis.size as long along `dim`.
+
+    Raises:
+        ValueError: if a dim does not divide, with the leaf's path.
+    """
+    flat = flatten(tree)
+    problems = [
+        Problem(path, f"size {leaf.shape[dim]} of dim {dim}", f"a multiple of {axis.size}")
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if isinstance(leaf, torch.Tensor) and leaf.shape[dim] % axis.size
+    ]
+    if problems:
+        raise leaf_error(f"reduce_scatter over {axis.name!r}: dims do not divide", problems, "pad the dim")
+    return _on_tree(tree, partial(_scatter, axis=axis, dim=dim), partial(_concatenate, axis=axis, dim=dim))
+
+
+def _concatenate(tensors: Tensors, axis: Axis, dim: int) -> Tensors:
+    return [
+        rows.movedim(0, dim).flatten(dim, dim + 1) for rows in comm.all_gather(tensors, axis=axis, label="all_gather")
+    ]
+
+
+def _scatter(tensors: Tensors, axis: Axis, dim: int) -> Tensors:
+    stacks = [tensor.unflatten(dim, (axis.size, -1)).movedim(dim, 0) for tensor in tensors]
+    return comm.reduce_scatter(stacks, axis=axis, label="reduce_scatter")
+
+
+def reduction_axes(like: Tree, what: str) -> tuple[Axis, ...]:
+    """The mesh axes that the gradients of `like` are summed over: those its transforms gather or replicate on.
+
+    Args:
+        like: Any tree; leaves that are not Sharded are passed over.
+        what: The verb that asks, for its error.
+
+    Returns:
+        The axes, which are the same for every leaf; none where no leaf is Sharded.
+
+    Raises:
+        ValueError: if leaves disagree.
+    """
+    flat = flatten(like)
+    axes = [
+        (path, leaf.spec.transform.axes) for path, leaf in zip(flat.paths, flat.leaves, strict=True) if is_sharded(leaf)
+    ]
+    if not axes:
+        return ()
+    (first, needed), *rest = axes
+    names = [axis.name for axis in needed]
+    problems = [
+        Problem(path, f"axes {[axis.name for axis in found]}", f"{names} of one mesh, as for {first}")
+        for path, found in rest
+        if set(found) != set(needed)
+    ]
+    if problems:
+        raise leaf_error(f"{what}: leaves are reduced over different axes", problems, "shard the tree on one mesh")
+    return needed
+
+
+Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def objective(loss: Loss, like: Tree, reduce: str = "mean") -> torch.Tensor:
+    """Close a local loss into the objective that agrees between ranks.
+
+    `value_and_grad` calls it for you; code under torch.func calls it itself.
+
+    Args:
+        loss: This rank's scalar loss; for "weighted" the pair (sum, count).
+        like: Parameters, whose specs tell the ranks.
+        reduce: "mean" over ranks, "sum" over ranks, or "weighted": sum of sums divided by the sum of counts.
+
+    Returns:
+        The objective, a scalar equal on every rank and differentiable.
+
+    Raises:
+        ValueError: if `reduce` is another word, or `loss` is not what it asks for.
+    """
+    axes = reduction_axes(like, "objective")
+    check_loss(loss, reduce, "objective")
+    value, count = loss if isinstance(loss, tuple) else (loss, None)
+    return divided(total(value, axes), denominator(count, axes, reduce))
+
+
+def total(tree: Tree, axes: Sequence[Axis]) -> Tree:
+    """Sum over several mesh axes into values that agree between all their ranks."""
+    for axis in axes:
+        tree = psum_invariant(tree, axis)
+    return tree
+
+
+def denominator(count: Any, axes: Sequence[Axis], reduce: str) -> Any:
+    """What summed losses and gradients are divided by: 1, the number of ranks, or the sum of counts."""
+    if reduce == "weighted":
+        return total(count, axes)
+    return math.prod(axis.size for axis in axes) if reduce == "mean" else 1
+
+
+def divided(value: torch.Tensor, divisor: Any) -> torch.Tensor:
+    """Divide a sum by its denominator; nothing is computed where that is the number one."""
+    return value if isinstance(divisor, int) and divisor == 1 else value / divisor
+
+
+def check_loss(loss: Any, reduce: str, what: str) -> None:
+    """Refuse a loss that does not fit `reduce`, before any collective."""
+    if reduce not in ("mean", "sum", "weighted"):
+        raise ValueError(f'{what}: reduce is {reduce!r}, needed "mean", "sum" or "weighted"')
+    parts = loss if isinstance(loss, tuple) else (loss,)
+    if len(parts) != (2 if reduce == "weighted" else 1):
+        needed = "the pair (sum, count)" if reduce == "weighted" else "one scalar tensor"
+        raise ValueError(f"{what}: the loss is a {type(loss).__name__} of {len(parts)}, needed {needed} for {reduce!r}")
+    for part in parts:
+        if not isinstance(part, torch.Tensor) or part.dim():
+            found = f"shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else type(part).__name__
+            raise ValueError(f"{what}: the loss has {found}, needed a scalar tensor; reduce it over this rank's batch")

@@ -1,0 +1,33 @@
+"""The only issuer of collectives: start and finish operators per backend, and a recorder."""
+
+from fshard.comm.agree import disagreement
+from fshard.comm.collective import (
+    ALGORITHMS as ALGORITHMS,
+)
+from fshard.comm.collective import (
+    Algorithm as Algorithm,
+)
+from fshard.comm.collective import (
+    all_gather,
+    all_reduce,
+    rank,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from fshard.comm.record import Collective, Record, record
+
+__all__ = [
+    "Collective",
+    "Record",
+    "all_gather",
+    "all_reduce",
+    "disagreement",
+    "rank",
+    "record",
+    "reduce_scatter",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_reduce_scatter",
+]

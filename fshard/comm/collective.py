@@ -1,0 +1,230 @@
+"""Start and finish collectives on lists of plain tensors; nothing here is differentiable."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fshard import _compat
+from fshard.comm import ops
+from fshard.tree import Axis
+
+Algorithm = Literal["auto", "direct", "coalesced", "flat"]
+ALGORITHMS = ("auto", "direct", "coalesced", "flat")
+
+# A tensor smaller than this travels in one buffer with the other small ones of its dtype: below it latency costs more
+# than the copy. Measured with gloo on two cores; in bytes of the full tensor.
+PACK_BYTES = 256 * 1024
+
+# Up to this many bytes a sum is cheaper as one exchange of everything than as reduce-scatter and all-gather.
+EXCHANGE_BYTES = 32 * 1024
+
+
+def rank(axis: Axis) -> int:
+    """Look up this rank's coordinate on an axis.
+
+    Args:
+        axis: A mesh axis.
+
+    Returns:
+        A number from 0 to axis.size - 1.
+    """
+    return 0 if axis.size == 1 else dist.get_rank(_compat.resolve_process_group(axis.group_name))
+
+
+def resolve(algorithm: Algorithm, axis: Axis) -> Algorithm:
+    """Choose by backend where `algorithm` is "auto": coalesced for NCCL, direct elsewhere."""
+    if algorithm != "auto":
+        return algorithm
+    backend = dist.get_backend(_compat.resolve_process_group(axis.group_name))
+    return "coalesced" if backend == "nccl" else "direct"
+
+
+class Packing(NamedTuple):
+    """Which tensors travel alone and which share a buffer: groups of indices, singletons first."""
+
+    groups: list[list[int]]
+
+    def pack(self, tensors: Sequence[torch.Tensor], keep: int) -> list[torch.Tensor]:
+        """Join each group's tensors along everything behind their first `keep` dims."""
+        return [
+            tensors[group[0]] if len(group) == 1 else torch.cat([_flat(tensors[i], keep) for i in group], dim=keep)
+            for group in self.groups
+        ]
+
+    def unpack(self, buffers: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+        """Undo `pack` on buffers whose dims end in those packed; `shapes` are the tensors' own."""
+        out: dict[int, torch.Tensor] = {}
+        for group, buffer in zip(self.groups, buffers, strict=True):
+            if len(group) == 1:
+                out[group[0]] = buffer
+                continue
+            parts = buffer.split([shapes[i].numel() for i in group], dim=-1)
+            out.update({i: part.reshape((*part.shape[:-1], *shapes[i])) for i, part in zip(group, parts, strict=True)})
+        return [out[i] for i in range(len(out))]
+
+
+def _flat(tensor: torch.Tensor, keep: int) -> torch.Tensor:
+    return tensor.reshape((*tensor.shape[:keep], tensor.shape[keep:].numel()))
+
+
+def packing(tensors: Sequence[torch.Tensor], copies: int, algorithm: Algorithm) -> Packing:
+    """Group tensors of one dtype that travel together; a coalesced collective needs no packing."""
+    alone: list[list[int]] = []
+    small: dict[torch.dtype, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if algorithm == "coalesced" or copies * tensor.numel() * tensor.element_size() >= PACK_BYTES:
+            alone.append([i])
+        else:
+            small.setdefault(tensor.dtype, []).append(i)
+    return Packing([*alone, *small.values()])
+
+
+Finish = Callable[[], list[torch.Tensor]]
+
+
+def start_all_gather(shards: Sequence[torch.Tensor], axis: Axis, label: str, algorithm: Algorithm = "auto") -> Finish:
+    """Start gathering every rank's shards.
+
+    Args:
+        shards: One tensor per leaf, of the same shapes and dtypes on every rank.
+        axis: The ranks that take part.
+        label: Who asks, for the recorder.
+        algorithm: See `fshard.comm.ops`.
+
+    Returns:
+        A function that waits and returns tensors of shape (axis.size, *shard.shape), in rank order.
+    """
+    if axis.size == 1 or not shards:
+        return lambda: [shard.unsqueeze(0) for shard in shards]
+    algorithm = resolve(algorithm, axis)
+    packed = packing(shards, axis.size, algorithm)
+    shapes = [shard.shape for shard in shards]
+    buffers = ops.all_gather(packed.pack(shards, 0), axis.name, axis.size, axis.group_name, algorithm, label)
+    return lambda: packed.unpack([_compat.wait_tensor(buffer) for buffer in buffers], shapes)
+
+
+def start_reduce_scatter(
+    stacks: Sequence[torch.Tensor], axis: Axis, label: str, algorithm: Algorithm = "auto"
+) -> Finish:
+    """Start summing over ranks and keeping this rank's row.
+
+    Args:
+        stacks: One tensor per leaf of shape (axis.size, *shape): row i goes to rank i.
+        axis: The ranks that take part.
+        label: Who asks, for the recorder.
+        algorithm: See `fshard.comm.ops`.
+
+    Returns:
+        A function that waits and returns tensors of `shape`, summed in rank order by the direct algorithm.
+    """
+    if axis.size == 1 or not stacks:
+        return lambda: [stack[0] for stack in stacks]
+    algorithm = resolve(algorithm, axis)
+    packed = packing(stacks, 1, algorithm)
+    shapes = [stack.shape[1:] for stack in stacks]
+    buffers = ops.reduce_scatter(packed.pack(stacks, 1), axis.name, axis.size, axis.group_name, algorithm, label)
+    return lambda: packed.unpack([_sum_rows(_compat.wait_tensor(buffer)) for buffer in buffers], shapes)
+
+
+def start_all_reduce(tensors: Sequence[torch.Tensor], axis: Axis, label: str, algorithm: Algorithm = "auto") -> Finish:
+    """Start summing over ranks.
+
+    Args:
+        tensors: One tensor per leaf, of the same shapes and dtypes on every rank.
+        axis: The ranks that take part.
+        label: Who asks, for the recorder.
+        algorithm: See `fshard.comm.ops`.
+
+    Returns:
+        A function that waits and returns the sums, in rank order by the direct algorithm.
+    """
+    if axis.size == 1 or not tensors:
+        return lambda: list(tensors)
+    algorithm = resolve(algorithm, axis)
+    packed = packing(tensors, 1, algorithm)
+    shapes = [tensor.shape for tensor in tensors]
+    buffers = packed.pack(tensors, 0)
+    exchanged = [algorithm != "direct" or b.numel() * b.element_size() <= EXCHANGE_BYTES for b in buffers]
+    small = [i for i, yes in enumerate(exchanged) if yes]
+    large = [i for i, yes in enumerate(exchanged) if not yes]
+    scattering = start_reduce_scatter([_rows(buffers[i], axis.size) for i in large], axis, label, algorithm)
+    arguments = (axis.name, axis.size, axis.group_name, algorithm, label)
+    flying = ops.all_reduce([buffers[i] for i in small], *arguments) if small else []
+
+    def finish() -> list[torch.Tensor]:
+        gathering = start_all_gather(scattering(), axis, label, algorithm)
+        sums = dict(zip(small, [_sum_rows(_compat.wait_tensor(buffer)) for buffer in flying], strict=True))
+        for i, rows in zip(large, gathering(), strict=True):
+            sums[i] = rows.reshape(-1)[: buffers[i].numel()].view(buffers[i].shape)
+        return packed.unpack([sums[i] for i in range(len(buffers))], shapes)
+
+    return finish
+
+
+def _rows(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """Cut a tensor's elements into `size` equal rows, the last one filled up with zeros."""
+    flat = tensor.reshape(-1)
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % size)).view(size, -1)
+
+
+def _sum_rows(buffer: torch.Tensor) -> torch.Tensor:
+    """Add the rows one after another: torch.sum's order depends on the shape."""
+    if len(buffer) == 1:
+        return buffer[0]
+    total = buffer[0] + buffer[1]
+    for row in buffer[2:]:
+        total += row
+    return total
+
+
+def all_gather(
+    shards: Sequence[torch.Tensor], axis: Axis, label: str, algorithm: Algorithm = "auto"
+) -> list[torch.Tensor]:
+    """Gather every rank's shards and wait for them.
+
+    Args:
+        shards: As for `start_all_gather`.
+        axis: The ranks that take part.
+        label: Who asks, for the recorder.
+        algorithm: See `fshard.comm.ops`.
+
+    Returns:
+        Tensors of shape (axis.size, *shard.shape), in rank order.
+    """
+    return start_all_gather(shards, axis, label, algorithm)()
+
+
+def reduce_scatter(
+    stacks: Sequence[torch.Tensor], axis: Axis, label: str, algorithm: Algorithm = "auto"
+) -> list[torch.Tensor]:
+    """Sum over ranks, keep this rank's row and wait for it.
+
+    Args:
+        stacks: As for `start_reduce_scatter`.
+        axis: The ranks that take part.
+        label: Who asks, for the recorder.
+        algorithm: See `fshard.comm.ops`.
+
+    Returns:
+        Tensors without the stacks' first dim, summed in rank order by the direct algorithm.
+    """
+    return start_reduce_scatter(stacks, axis, label, algorithm)()
+
+
+def all_reduce(
+    tensors: Sequence[torch.Tensor], axis: Axis, label: str, algorithm: Algorithm = "auto"
+) -> list[torch.Tensor]:
+    """Sum over ranks and wait.
+
+    Args:
+        tensors: As for `start_all_reduce`.
+        axis: The ranks that take part.
+        label: Who asks, for the recorder.
+        algorithm: See `fshard.comm.ops`.
+
+    Returns:
+        The sums, in rank order by the direct algorithm.
+    """
+    return start_all_reduce(tensors, axis, label, algorithm)()

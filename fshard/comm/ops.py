@@ -1,0 +1,108 @@
+"""The collectives as torch.library operators, so that eager code, traced graphs and compilers run the same thing.
+
+Each operator starts a collective on a list of tensors and returns buffers in flight; `_compat.wait_tensor` finishes a
+buffer. Dim 0 of a buffer counts ranks, or is 1 where the backend has summed already.
+
+Algorithms:
+    direct: a broadcast from each rank and an all-to-all, straight into the buffers, sums left to the caller. About
+        twice as fast as gloo's own collectives, and sums are in rank order: bitwise the same for every strategy.
+    coalesced: one fused collective for the whole list, which is what NCCL does best.
+    flat: the backend's own collective for each tensor.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from fshard import _compat
+
+Tensors = list[torch.Tensor]
+
+_LIBRARY = torch.library.Library("fshard", "DEF")
+_SIGNATURE = "(Tensor[] tensors, str axis, int size, str group, str algorithm, str label) -> Tensor[]"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes: moving data is then the same for every dtype, also those that gloo does not know."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _all_gather(tensors: Tensors, axis: str, size: int, group: str, algorithm: str, label: str) -> Tensors:
+    if algorithm != "direct":
+        sources = [_bytes(tensor.contiguous()) for tensor in tensors]
+        gathered = _compat.start_all_gather(sources, size, group, fused=algorithm == "coalesced")
+        pairs = zip(gathered, tensors, strict=True)
+        return [buffer.view(tensor.dtype).view(size, *tensor.shape) for buffer, tensor in pairs]
+    process_group = _compat.resolve_process_group(group)
+    buffers = _all_gather_like(tensors, size)
+    for tensor, buffer in zip(tensors, buffers, strict=True):
+        buffer[dist.get_rank(process_group)].copy_(tensor)
+        for source, row in enumerate(buffer if tensor.numel() else ()):
+            work = dist.broadcast(_bytes(row), group=process_group, group_src=source, async_op=True)
+            _compat.register_work(buffer, work)
+    return buffers
+
+
+def _all_gather_like(tensors: Tensors, size: int) -> Tensors:
+    return [tensor.new_empty((size, *tensor.shape)) for tensor in tensors]
+
+
+def _reduce_scatter(tensors: Tensors, axis: str, size: int, group: str, algorithm: str, label: str) -> Tensors:
+    sources = [tensor.contiguous() for tensor in tensors]
+    if algorithm != "direct":
+        fused = algorithm == "coalesced"
+        return _per_dtype(sources, lambda same: _compat.start_reduce_scatter(same, size, group, fused))
+    process_group = _compat.resolve_process_group(group)
+    buffers = _reduce_scatter_like(tensors, algorithm)
+    for source, buffer in zip(sources, buffers, strict=True):
+        if source.numel():
+            work = dist.all_to_all_single(_bytes(buffer), _bytes(source), group=process_group, async_op=True)
+            _compat.register_work(buffer, work)
+    return buffers
+
+
+def _per_dtype(tensors: Tensors, start: Callable[[Tensors], Tensors]) -> Tensors:
+    """Call `start` once for each dtype: gloo does not fuse sums of different ones."""
+    buffers: dict[int, torch.Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        same = [i for i, tensor in enumerate(tensors) if tensor.dtype is dtype]
+        buffers.update(zip(same, start([tensors[i] for i in same]), strict=True))
+    return [buffers[i] for i in range(len(tensors))]
+
+
+def _reduce_scatter_like(tensors: Tensors, algorithm: str) -> Tensors:
+    rows = (len(tensor) if algorithm == "direct" else 1 for tensor in tensors)
+    return [tensor.new_empty((n, *tensor.shape[1:])) for n, tensor in zip(rows, tensors, strict=True)]
+
+
+def _all_reduce(tensors: Tensors, axis: str, size: int, group: str, algorithm: str, label: str) -> Tensors:
+    if algorithm == "direct":
+        return _all_gather(tensors, axis, size, group, algorithm, label)
+    sums = _per_dtype(tensors, lambda same: _compat.start_all_reduce(same, group, fused=algorithm == "coalesced"))
+    return [total.unsqueeze(0) for total in sums]
+
+
+def _define(name: str, kernel, fake) -> None:  # type: ignore[no-untyped-def]
+    _LIBRARY.define(f"{name}{_SIGNATURE}")
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fshard::{name}", fake, lib=_LIBRARY)
+
+
+_define("all_gather", _all_gather, lambda tensors, axis, size, *_: _all_gather_like(tensors, size))
+_define(
+    "reduce_scatter",
+    _reduce_scatter,
+    lambda tensors, axis, size, group, algorithm, label: _reduce_scatter_like(tensors, algorithm),
+)
+_define(
+    "all_reduce",
+    _all_reduce,
+    lambda tensors, axis, size, group, algorithm, label: _all_gather_like(
+        tensors, size if algorithm == "direct" else 1
+    ),
+)
+
+all_gather = torch.ops.fshard.all_gather.default
+reduce_scatter = torch.ops.fshard.reduce_scatter.default
+all_reduce = torch.ops.fshard.all_reduce.default

@@ -1,0 +1,75 @@
+"""A recorder of collectives: off unless entered, per thread, and without a hook on anything."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from fshard import _compat
+from fshard.comm import ops
+
+
+class Collective(NamedTuple):
+    """One collective as it was issued.
+
+    Attributes:
+        op: "all_gather", "reduce_scatter" or "all_reduce".
+        axis: Name of the mesh axis.
+        size: Ranks on it.
+        label: Who asked for it.
+        bytes: Padded bytes of the full tensors.
+        tensors: Buffers it carried.
+        scalar: Whether it carried single numbers only.
+    """
+
+    op: str
+    axis: str
+    size: int
+    label: str
+    bytes: int
+    tensors: int
+    scalar: bool
+
+    @property
+    def sent(self) -> float:
+        """Bytes each rank sends, in nominal ring terms: (N-1)/N of the bytes, twice that for an all-reduce."""
+        return (2 if self.op == "all_reduce" else 1) * self.bytes * (self.size - 1) / self.size
+
+
+class Record(list[Collective]):
+    """The collectives of a recording, in the order of their issue."""
+
+    def bytes_sent(self) -> float:
+        """Bytes each rank sent, in nominal ring terms, scalars left out."""
+        return sum(entry.sent for entry in self if not entry.scalar)
+
+    def scalar_bytes_sent(self) -> float:
+        """Bytes each rank sent in collectives that carry single numbers only."""
+        return sum(entry.sent for entry in self if entry.scalar)
+
+
+class _Recorder(_compat.DispatchMode):
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (ops.all_gather, ops.reduce_scatter, ops.all_reduce):
+            tensors, axis, size, _, _, label = args
+            full = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            full *= size if func is ops.all_gather else 1
+            scalar = all(tensor.numel() == (size if func is ops.reduce_scatter else 1) for tensor in tensors)
+            name = func.name().removeprefix("fshard::").removesuffix(".default")
+            self.record.append(Collective(name, axis, size, label, full, len(tensors), scalar))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def record() -> Iterator[Record]:
+    """Record every collective this thread issues inside the context, those of a backward pass included.
+
+    Yields:
+        A list of Collective that grows as collectives are issued.
+    """
+    entries = Record()
+    with _Recorder(entries):
+        yield entries

@@ -1,0 +1,120 @@
+"""To and from torch's DTensor, the leaf type of FSDP2; torch.distributed.tensor is imported on first use."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from fshard.checks import check_local
+from fshard.errors import Problem, leaf_error
+from fshard.mesh import Mesh, axis_of
+from fshard.shard import without_padding
+from fshard.tree import Axis, Sharded, Spec, Tree, flatten, is_sharded, on_axis, split, unflatten
+
+
+def from_dtensor(tree: Tree, strategy: Any) -> Tree:
+    """Turn DTensor leaves into Sharded ones with the layout they have, without a copy where the split is even.
+
+    Args:
+        tree: Pytree with DTensor leaves, such as the state dict of an FSDP2 model; other leaves stay as they are.
+        strategy: The ShardTransform to gather and scatter them with from now on, on the axes of their mesh.
+
+    Returns:
+        The tree with Sharded leaves that share memory with the DTensors.
+
+    Raises:
+        ValueError: if a leaf has partial or strided placements, or lives on other axes than the strategy's.
+    """
+    from torch.distributed.tensor import DTensor
+
+    flat = flatten(tree)
+    problems: list[Problem] = []
+    leaves = [
+        _from_dtensor(path, leaf, strategy, problems) if isinstance(leaf, DTensor) else leaf
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+    ]
+    if problems:
+        raise leaf_error(
+            "from_dtensor: leaves cannot be taken over", problems, "use the strategy's mesh and Shard or Replicate"
+        )
+    return unflatten(flat.treedef, leaves)
+
+
+def _from_dtensor(path: str, leaf: Any, strategy: Any, problems: list[Problem]) -> Any:
+    from torch.distributed.tensor import Replicate, Shard
+
+    axes = [axis_of(leaf.device_mesh, name) for name in leaf.device_mesh.mesh_dim_names or ()]
+    if set(axes) != set(strategy.axes):
+        problems.append(Problem(path, _named(axes), _named(strategy.axes)))
+        return leaf
+    spec = Spec(
+        tuple(leaf.shape), frozen=not leaf.requires_grad and leaf.is_leaf and isinstance(leaf, torch.nn.Parameter)
+    )
+    for axis, placement in zip(axes, leaf.placements, strict=True):
+        if type(placement) is Shard:
+            spec = split(spec, axis, placement.dim)
+        elif type(placement) is Replicate:
+            spec = on_axis(spec, axis)
+        else:
+            problems.append(Problem(path, f"placement {placement}", "Shard or Replicate"))
+            return leaf
+    local = leaf.to_local().detach()
+    missing = [n - k for n, k in zip(spec.local_shape, local.shape, strict=True)]
+    if any(missing):
+        local = pad(local, [n for size in reversed(missing) for n in (0, size)])
+    return Sharded(local, replace(spec, transform=strategy))
+
+
+def to_dtensor(tree: Tree, mesh: Mesh) -> Tree:
+    """Turn Sharded leaves into DTensors of the same layout, without a copy where the split is even.
+
+    Args:
+        tree: Pytree with Sharded leaves; other leaves stay as they are.
+        mesh: The mesh that they are sharded on, whose axes the placements refer to.
+
+    Returns:
+        The tree with DTensor leaves that share memory with the shards.
+
+    Raises:
+        ValueError: if a leaf lives on an axis that the mesh lacks, or splits a dim over axes in another order.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    flat = flatten(tree)
+    check_local("to_dtensor", flat)
+    axes = [axis_of(mesh, name) for name in mesh.mesh_dim_names or ()]
+    problems = [
+        Problem(
+            path, f"{leaf.spec.partition!r} over {_named(leaf.spec.axes)}", f"dims split in the order of {_named(axes)}"
+        )
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if is_sharded(leaf) and not _expressible(leaf.spec, axes)
+    ]
+    if problems:
+        raise leaf_error("to_dtensor: leaves are not on this mesh", problems, "pass the mesh they were sharded with")
+
+    def convert(leaf: Any) -> Any:
+        if not is_sharded(leaf):
+            return leaf
+        dims = [leaf.spec.dim_of(axis) for axis in axes]
+        placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+        local = without_padding(leaf)
+        shape = torch.Size(leaf.spec.shape)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    return unflatten(flat.treedef, [convert(leaf) for leaf in flat.leaves])
+
+
+def _expressible(spec: Spec, axes: list[Axis]) -> bool:
+    orders = (
+        [axis for axis in axes if axis in split] == list(split)
+        for split in map(spec.split_axes, range(len(spec.shape)))
+    )
+    return set(spec.axes) <= set(axes) and all(orders)
+
+
+def _named(axes: Iterable[Axis]) -> str:
+    return ", ".join(f"{axis.name}={axis.size} in group {axis.group_name!r}" for axis in axes) or "no named axes"

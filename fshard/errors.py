@@ -1,0 +1,32 @@
+"""Errors that name the leaf, what was found, what was needed and the remedy."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Problem(NamedTuple):
+    """One leaf that is wrong: its path, what was found there and what was needed."""
+
+    path: str
+    found: str
+    needed: str
+
+
+def leaf_error(what: str, problems: Sequence[Problem], remedy: str) -> ValueError:
+    """Collect every failing leaf in one error, as JAX's shard_map does.
+
+    Args:
+        what: The verb that refused and why, in a few words.
+        problems: Every failing leaf, in tree order.
+        remedy: What the caller can do about it.
+
+    Returns:
+        The error, for the caller to raise.
+
+    >>> print(leaf_error("gather: wrong shard", [Problem("['w']", "shape (2,)", "shape (3,)")], "shard again"))
+    gather: wrong shard
+      ['w']: found shape (2,), needed shape (3,)
+    To fix: shard again.
+    """
+    lines = [f"  {path}: found {found}, needed {needed}" for path, found, needed in problems]
+    return ValueError("\n".join([what, *lines, f"To fix: {remedy.rstrip('.')}."]))

@@ -1,0 +1,46 @@
+"""Verb 1: gather, from stored shards to the full tensors that a model computes with."""
+
+from functools import partial
+
+from fshard.checks import check_local
+from fshard.collectives import linear_call
+from fshard.transforms import ShardTransform
+from fshard.tree import Tree, flatten, is_sharded, unflatten
+
+
+def gather(tree: Tree) -> Tree:
+    """Turn Sharded leaves into full tensors, differentiably and with their transform's casts.
+
+    Its transpose is `scatter_grads`: under autograd and torch.func, gradients arrive sharded and summed over ranks.
+    Leaves that travel together share one autograd node; frozen and integer ones take no gradient.
+
+    Args:
+        tree: Pytree with Sharded leaves; full tensors stay as they are, so it may be gathered already.
+
+    Returns:
+        The tree with full tensors of the leaves' global shapes.
+
+    Raises:
+        ValueError: if a leaf's shape does not match its spec.
+
+    >>> import torch
+    >>> import fshard as fs
+    >>> params = fs.shard({"w": torch.eye(2)}, fs.ddp(fs.init_mesh({"shard": -1}, device="cpu")))
+    >>> fs.gather(params)["w"].shape
+    torch.Size([2, 2])
+    """
+    flat = flatten(tree)
+    check_local("gather", flat)
+    groups: dict[tuple[ShardTransform, bool], list[int]] = {}
+    for i, leaf in enumerate(flat.leaves):
+        if is_sharded(leaf):
+            still = leaf.spec.frozen or not (leaf.local.is_floating_point() or leaf.local.is_complex())
+            groups.setdefault((leaf.spec.transform, still), []).append(i)
+    leaves = list(flat.leaves)
+    for (transform, still), group in groups.items():
+        shards = [leaves[i].local.detach() if still else leaves[i].local for i in group]
+        specs = tuple(leaves[i].spec for i in group)
+        run, transpose = partial(transform.gather, specs=specs), partial(transform.scatter, specs=specs)
+        for i, full in zip(group, linear_call(run, transpose, shards), strict=True):
+            leaves[i] = full
+    return unflatten(flat.treedef, leaves)

@@ -1,0 +1,117 @@
+"""Device meshes: init_mesh, and the Axis values that specs hold instead of a mesh."""
+
+import atexit
+import math
+import os
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fshard import _compat
+from fshard.tree import Axis
+
+Mesh = DeviceMesh
+
+
+def init_mesh(shape: Mapping[str, int], device: str | None = None) -> Mesh:
+    """Make a device mesh over all ranks, starting torch.distributed if nobody has.
+
+    Under torchrun the ranks are the launcher's; with no launcher at all there is one. A process group that this call
+    started is destroyed at interpreter exit.
+
+    Args:
+        shape: Size of each named axis, outermost first; one of them may be -1 for "the rest of the ranks".
+        device: "cpu" or "cuda"; by default "cuda" where there is one.
+
+    Returns:
+        A torch DeviceMesh of that shape with named axes.
+
+    Raises:
+        ValueError: if the sizes do not multiply to the number of ranks, there is no such device, or torch.distributed
+            runs already on a backend that does not serve the device.
+
+    >>> init_mesh({"shard": -1}, device="cpu").size()
+    1
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f'init_mesh: device is {device!r}, needed "cpu" or "cuda"')
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError('init_mesh: device is "cuda" and torch finds no CUDA device; pass device="cpu" or None')
+    if dist.is_initialized():
+        _check_backend(device)
+    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    sizes = _sizes(shape, ranks)
+    if not dist.is_initialized():
+        _start(device)
+    mesh = init_device_mesh(device, sizes, mesh_dim_names=tuple(shape))
+    _compat.release_groups_at_exit(mesh)
+    return mesh
+
+
+def axis_of(mesh: Mesh | Axis, name: str | None = None) -> Axis:
+    """Read one axis of a mesh.
+
+    Args:
+        mesh: A mesh, or an Axis, which is returned as it is.
+        name: The axis; may be left out for a mesh of one axis.
+
+    Returns:
+        The axis with its size and the name of its process group.
+
+    Raises:
+        ValueError: if the mesh has no such axis, or several and none was named.
+    """
+    if isinstance(mesh, Axis):
+        return mesh
+    names = mesh.mesh_dim_names or ()
+    if name is None and len(names) != 1:
+        raise ValueError(f"mesh has the axes {names}, needed one: name it, as in mesh['shard']")
+    name = names[0] if name is None else name
+    if name not in names:
+        raise ValueError(f"mesh has no axis {name!r}, only {names}; pass axis= or name it in init_mesh")
+    _compat.release_groups_at_exit(mesh)
+    return Axis(name, mesh.size(names.index(name)), mesh.get_group(name).group_name)
+
+
+def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:
+    sizes = list(shape.values())
+    if not sizes or sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
+        raise ValueError(f"init_mesh: shape is {dict(shape)}, needed positive sizes, one of which may be -1")
+    known = math.prod(size for size in sizes if size != -1)
+    filled = tuple(ranks // known if size == -1 else size for size in sizes)
+    if math.prod(filled) != ranks:
+        raise ValueError(
+            f"init_mesh: {dict(shape)} holds {math.prod(filled)} ranks and {ranks} run; "
+            "choose sizes whose product is the number of ranks, or -1 for one of them"
+        )
+    return filled
+
+
+def _check_backend(device: str) -> None:
+    backend = dist.get_backend()
+    serves = {"gloo": ("cpu", "cuda"), "nccl": ("cuda",)}.get(backend, ("cpu", "cuda"))
+    if device not in serves:
+        raise ValueError(
+            f"init_mesh: torch.distributed runs on {backend!r} already, which does not serve {device!r}; "
+            f"call torch.distributed.destroy_process_group() first or pass device={serves[0]!r}"
+        )
+
+
+def _start(device: str) -> None:
+    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    atexit.register(_stop)
+
+
+def _stop() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,95 @@
+"""Verb 3: scatter_grads, from each rank's full gradients to reduced shards of them."""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+
+from fshard.checks import same_structure
+from fshard.collectives import denominator, divided, linear_call, reduction_axes
+from fshard.errors import Problem, leaf_error
+from fshard.transforms import ShardTransform
+from fshard.tree import Sharded, Spec, Tree, flatten, is_sharded, unflatten
+
+
+def scatter_grads(grads: Tree, like: Tree, reduce: str = "mean", *, count: torch.Tensor | None = None) -> Tree:
+    """Reduce this rank's full gradients over ranks and keep its shards: the transpose of `gather`.
+
+    Args:
+        grads: Gradients of this rank's loss with respect to gathered parameters: full tensors in the structure of
+            `like`. None counts as zeros, so that a rank which did not use a leaf still takes part.
+        like: The sharded parameters.
+        reduce: "mean" over ranks, "sum", or "weighted": the sum divided by the sum of counts.
+        count: For "weighted", how many items (tokens, samples) this rank's loss summed over: a scalar tensor.
+
+    Returns:
+        Gradients in the structure of `like`: Sharded leaves of the same specs and dtypes, None where frozen.
+
+    Raises:
+        ValueError: before any collective, if structures or shapes differ, or a gradient is sharded already.
+    """
+    if reduce not in ("mean", "sum", "weighted") or (reduce == "weighted") != (count is not None):
+        found = f"reduce={reduce!r} {'without' if count is None else 'with'} count"
+        raise ValueError(f'scatter_grads: got {found}, needed "mean", "sum", or "weighted" with count=')
+    flat, params = flatten(grads), flatten(like)
+    same_structure("scatter_grads of gradients", flat, params)
+    axes = reduction_axes(like, "scatter_grads")
+    problems = [
+        Problem(path, *problem)
+        for path, grad, param in zip(flat.paths, flat.leaves, params.leaves, strict=True)
+        if (problem := _problem(grad, param, among_sharded=bool(axes)))
+    ]
+    if problems:
+        remedy = "pass the gradients of full leaves, as from torch.func.grad at fs.gather(like)"
+        raise leaf_error("scatter_grads: gradients do not fit `like`", problems, remedy)
+    divisor = denominator(count, axes, reduce)
+    leaves: list[Any] = list(flat.leaves)
+    groups: dict[ShardTransform, list[int]] = {}
+    for i, param in enumerate(params.leaves):
+        if not is_sharded(param):
+            leaves[i] = None if leaves[i] is None else divided(leaves[i], divisor)
+        elif param.spec.frozen:
+            leaves[i] = None
+        else:
+            groups.setdefault(param.spec.transform, []).append(i)
+    for transform, group in groups.items():
+        specs = tuple(params.leaves[i].spec for i in group)
+        run, transpose = partial(transform.scatter, specs=specs), partial(transform.gather, specs=specs)
+        full = [_or_zeros(leaves[i], params.leaves[i]) for i in group]
+        for i, spec, grad in zip(group, specs, linear_call(run, transpose, full), strict=True):
+            leaves[i] = Sharded(divided(grad.to(params.leaves[i].local.dtype), divisor), spec)
+    return unflatten(flat.treedef, leaves)
+
+
+def _gathered_shape(spec: Spec) -> tuple[int, ...]:
+    """The shape of a gathered leaf: global, but for dims split over axes that its transform leaves alone."""
+    shape = list(spec.shape)
+    gathered = spec.transform.axes if spec.transform else ()
+    for dim in range(len(shape)):
+        kept = math.prod([axis.size for axis in spec.split_axes(dim) if axis not in gathered])
+        if kept > 1:
+            shape[dim] = spec.padded_shape[dim] // kept
+    return tuple(shape)
+
+
+def _problem(grad: Any, param: Any, among_sharded: bool) -> tuple[str, str] | None:
+    """What was found and what was needed, where a gradient does not fit its parameter."""
+    if not is_sharded(param):
+        return ("a parameter that is not sharded", "a Sharded one, like the others") if among_sharded else None
+    if param.spec.frozen or grad is None:
+        return None
+    needed = _gathered_shape(param.spec)
+    if is_sharded(grad):
+        return "a sharded gradient", f"a full one of shape {needed}"
+    if not isinstance(grad, torch.Tensor):
+        return f"a {type(grad).__name__}", f"a tensor of shape {needed}"
+    if not param.local.is_floating_point() and not param.local.is_complex():
+        return f"a leaf of {param.local.dtype}", "a floating one, or frozen"
+    if tuple(grad.shape) != needed:
+        return f"shape {tuple(grad.shape)}", f"shape {needed}"
+    return None
+
+
+def _or_zeros(grad: torch.Tensor | None, param: Sharded) -> torch.Tensor:
+    return param.local.new_zeros(_gathered_shape(param.spec)) if grad is None else grad

@@ -1,0 +1,203 @@
+"""Storage: shard full tensors, unshard them again, reshard from one layout to another."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from fshard import comm
+from fshard.checks import check_local
+from fshard.errors import Problem, leaf_error
+from fshard.transforms import LayoutError, ShardTransform
+from fshard.tree import Sharded, Spec, Tree, flatten, is_sharded, unflatten
+
+
+def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str], bool] | None = None) -> Tree:
+    """Keep this rank's piece of every tensor, after checking that all ranks hold the same tree and values.
+
+    Args:
+        full_tree: Pytree of full tensors, the same on every rank; None leaves stay None.
+        transform: A strategy or any other ShardTransform.
+        frozen: Says by a leaf's path whether it takes no gradient. Parameters that do not require one are frozen too.
+
+    Returns:
+        The tree with Sharded leaves that own their storage.
+
+    Raises:
+        ValueError: on every rank alike, if ranks hold different trees, shapes, dtypes or values, a leaf is not a
+            tensor, or a shape does not fit the transform.
+
+    >>> import fshard as fs
+    >>> fs.shard({"w": torch.ones(4, 512)}, fs.zero2(fs.init_mesh({"shard": -1}, device="cpu")))
+    {'w': Sharded(float32[4, 512], P('shard'), local [4, 512])}
+    """
+    _check_transform(transform, "shard")
+    flat = flatten(full_tree)
+    lines = [f"{path} = {_describe(leaf)}" for path, leaf in zip(flat.paths, flat.leaves, strict=True)]
+    difference = comm.disagreement(lines, transform.axes, "shard")
+    if difference:
+        raise ValueError(
+            f"shard: ranks hold different trees\n  {difference}\n"
+            "To fix: build the same tree on every rank, for instance from one seed."
+        )
+    problems: list[Problem] = []
+    out: list[Any] = []
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            spec = Spec(tuple(leaf.shape), frozen=_is_frozen(path, leaf, frozen))
+            out.append((leaf.detach(), _layout(path, spec, transform, problems)))
+            continue
+        out.append(leaf)
+        if is_sharded(leaf):
+            problems.append(Problem(path, "a Sharded leaf", "a full tensor; reshard changes layouts"))
+        elif leaf is not None:
+            problems.append(Problem(path, f"a {type(leaf).__name__}", "a tensor"))
+    if problems:
+        raise leaf_error("shard: leaves cannot be sharded", problems, "pass full tensors whose shapes fit the strategy")
+    return unflatten(flat.treedef, [leaf and Sharded(local_piece(*leaf), leaf[1]) for leaf in out])
+
+
+def unshard(tree: Tree) -> Tree:
+    """Put full tensors together again: the exact inverse of `shard`, for export and comparison.
+
+    Args:
+        tree: Pytree with Sharded leaves; other leaves stay as they are.
+
+    Returns:
+        The tree with full tensors, bitwise what was sharded. A leaf that this rank holds whole is returned without a
+        copy.
+
+    Raises:
+        ValueError: if a leaf's shape does not match its spec.
+    """
+    flat = flatten(tree)
+    check_local("unshard", flat)
+    sharded = [i for i, leaf in enumerate(flat.leaves) if is_sharded(leaf)]
+    full = _unshard([flat.leaves[i].local for i in sharded], [flat.leaves[i].spec for i in sharded])
+    leaves = list(flat.leaves)
+    for i, tensor in zip(sharded, full, strict=True):
+        leaves[i] = tensor
+    return unflatten(flat.treedef, leaves)
+
+
+def reshard(tree: Tree, transform: ShardTransform) -> Tree:
+    """Move Sharded leaves to another layout, strategy or mesh of the same ranks, bitwise; one leaf is full at a time.
+
+    Works on parameters, optimizer state, or a whole TrainState.
+
+    Args:
+        tree: Pytree with Sharded leaves; other leaves stay as they are.
+        transform: The strategy that the result is sharded with.
+
+    Returns:
+        The tree with the same values in the new layout, in storage of its own.
+
+    Raises:
+        ValueError: if a leaf's shape does not match its spec or does not fit the transform.
+    """
+    _check_transform(transform, "reshard")
+    flat = flatten(tree)
+    check_local("reshard", flat)
+    problems: list[Problem] = []
+    out: list[Any] = []
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        spec = None
+        if is_sharded(leaf):
+            spec = _layout(path, Spec(leaf.spec.shape, frozen=leaf.spec.frozen), transform, problems)
+        out.append((leaf, spec))
+    if problems:
+        raise leaf_error("reshard: leaves do not fit", problems, "choose a strategy that fits their shapes")
+    leaves = [leaf if spec is None else Sharded(_move(leaf, spec), spec) for leaf, spec in out]
+    return unflatten(flat.treedef, leaves)
+
+
+def local_piece(full: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """Cut this rank's shard out of a full tensor, padded with zeros, in storage of its own."""
+    piece = full.reshape(spec.full_shape)
+    for dim, (start, size) in enumerate(_ranges(spec)):
+        piece = piece.narrow(dim, start, size)
+    missing = [n - k for n, k in zip(spec.local_shape, piece.shape, strict=True)]
+    if any(missing):
+        return pad(piece, [n for size in reversed(missing) for n in (0, size)])
+    return piece.clone(memory_format=torch.contiguous_format)
+
+
+def _ranges(spec: Spec) -> list[tuple[int, int]]:
+    """Where this rank's elements of the full tensor start along each dim, and how many there are."""
+    ranges = []
+    for dim, (full, local) in enumerate(zip(spec.full_shape, spec.local_shape, strict=True)):
+        index = 0
+        for axis in spec.split_axes(dim):
+            index = index * axis.size + comm.rank(axis)
+        start = min(index * local, full)
+        ranges.append((start, min(local, full - start)))
+    return ranges
+
+
+def without_padding(leaf: Sharded) -> torch.Tensor:
+    """This rank's elements of a leaf without the padding at its ends: a view of leaf.local, perhaps empty."""
+    local = leaf.local
+    for dim, (_, size) in enumerate(_ranges(leaf.spec)):
+        local = local.narrow(dim, 0, size)
+    return local
+
+
+def _unshard(shards: Sequence[torch.Tensor], specs: Sequence[Spec]) -> list[torch.Tensor]:
+    out = list(shards)
+    # Minor axes first within a dim; leaves whose next axis is the same travel together.
+    plans = [
+        [(axis, dim) for dim in range(len(spec.partition)) for axis in reversed(spec.split_axes(dim))] for spec in specs
+    ]
+    while any(plans):
+        axis = next(plan[0][0] for plan in plans if plan)
+        together = [i for i, plan in enumerate(plans) if plan and plan[0][0] == axis]
+        stacks = comm.all_gather([out[i] for i in together], axis, "unshard")
+        for i, rows in zip(together, stacks, strict=True):
+            _, dim = plans[i].pop(0)
+            out[i] = rows.movedim(0, dim).flatten(dim, dim + 1)
+    for i, spec in enumerate(specs):
+        for dim, size in enumerate(spec.full_shape):
+            out[i] = out[i].narrow(dim, 0, size)
+        out[i] = out[i].reshape(spec.shape)
+    return out
+
+
+def _move(leaf: Sharded, spec: Spec) -> torch.Tensor:
+    if (leaf.spec.partition, leaf.spec.partition_axes()) == (spec.partition, spec.partition_axes()):
+        return leaf.local.clone()
+    (full,) = _unshard([leaf.local], [leaf.spec])
+    return local_piece(full, spec)
+
+
+def _layout(path: str, spec: Spec, transform: ShardTransform, problems: list[Problem]) -> Spec:
+    try:
+        return replace(transform.layout(spec), transform=transform)
+    except LayoutError as error:
+        problems.append(Problem(path, error.found, error.needed))
+        return spec
+
+
+def _is_frozen(path: str, leaf: torch.Tensor, frozen: Callable[[str], bool] | None) -> bool:
+    fixed = isinstance(leaf, torch.nn.Parameter) and not leaf.requires_grad
+    return fixed or (frozen is not None and frozen(path))
+
+
+def _describe(leaf: Any) -> str:
+    """What ranks must agree on: a leaf's kind, shape, dtype and a hash of its values."""
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf).__name__
+    dense = leaf.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    # A single element counts as contiguous whatever its stride, which a view as bytes does not allow.
+    flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+    values = hashlib.blake2b(flat.numpy().data, digest_size=8).hexdigest()
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    return f"{dtype}{list(leaf.shape)} with values of hash {values}"
+
+
+def _check_transform(transform: Any, verb: str) -> None:
+    if not isinstance(transform, ShardTransform):
+        found = type(transform).__name__
+        raise ValueError(f"{verb}: strategy is a {found}, needed a ShardTransform such as fs.zero2(mesh)")

@@ -1,0 +1,18 @@
+"""Tools to test sharded programs: ranks to run them on, and comparisons that name the leaf."""
+
+from fshard.testing.adjoint import check_adjoint
+from fshard.testing.against_ddp import Match, assert_matches_ddp
+from fshard.testing.compare import assert_trees_close
+from fshard.testing.rank_error import RankError
+from fshard.testing.spmd import spmd
+from fshard.testing.workers import Workers
+
+__all__ = [
+    "Match",
+    "RankError",
+    "Workers",
+    "assert_matches_ddp",
+    "assert_trees_close",
+    "check_adjoint",
+    "spmd",
+]

@@ -1,0 +1,69 @@
+"""check_adjoint: a transform's scatter is the transpose of its gather."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from fshard import comm
+from fshard.errors import Problem, leaf_error
+from fshard.shard import shard
+from fshard.transforms import ShardTransform
+from fshard.tree import Axis
+
+
+def check_adjoint(
+    transform: ShardTransform,
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> None:
+    """Check by random inner products that scatter is gather's transpose, leaf by leaf.
+
+    The sum over ranks of <gather(x), y> must equal that of <x, scatter(y)>, an element that several ranks store counted
+    once. Call it on every rank of the transform's mesh. Follows autograd's check_vjp.
+
+    Args:
+        transform: A transform that is linear in its leaves.
+        shapes: Global shapes of the leaves to try it on, all at once.
+        dtype: Dtype of the leaves; floating.
+        seed: Seed of the random values.
+
+    Raises:
+        AssertionError: on every rank, with each leaf whose two products differ by more than rounding, and by how much.
+    """
+    together, apart = (torch.Generator().manual_seed(seed) for _ in range(2))
+    place = 0
+    for axis in transform.axes:
+        place = place * axis.size + comm.rank(axis)
+    apart.manual_seed(seed + 1 + place)
+    full = [torch.randn(shape, generator=together, dtype=torch.float64).to(dtype) for shape in shapes]
+    shards = shard(full, transform)
+    specs = [leaf.spec for leaf in shards]
+    stored = [leaf.local for leaf in shards]
+    gathered = transform.gather(stored, specs)
+    cotangents = [torch.randn(x.shape, generator=apart, dtype=torch.float64).to(x.dtype) for x in gathered]
+    scattered = transform.scatter(cotangents, specs)
+    problems = []
+    for i, spec in enumerate(specs):
+        copies = math.prod(axis.size for axis in transform.axes if spec.dim_of(axis) is None)
+        left, size = _dot(gathered[i], cotangents[i], transform.axes, 1)
+        right, _ = _dot(stored[i], scattered[i], transform.axes, copies)
+        # Each product rounds, and each sum over ranks; the roundings of that many terms add up at worst.
+        bound = torch.finfo(dtype).eps * size * (4 + sum(axis.size for axis in transform.axes))
+        if not abs(left - right) <= bound:
+            found = f"<gather(x), y> = {left!r} and <x, scatter(y)> = {right!r}, apart by {abs(left - right):.3g}"
+            problems.append(Problem(f"[{i}]", found, f"equal to within {bound:.3g} (shape {spec.shape})"))
+    if problems:
+        remedy = "make scatter the transpose of gather, with the sum over ranks"
+        raise AssertionError(leaf_error("check_adjoint: scatter is not gather's transpose", problems, remedy).args[0])
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor, axes: Sequence[Axis], copies: int) -> tuple[float, float]:
+    """The inner product over all ranks, and the same of magnitudes."""
+    products = (a.to(torch.float64) * b.to(torch.float64)).reshape(-1) / copies
+    sums = torch.stack([products.sum(), products.abs().sum()])
+    for axis in axes:
+        (sums,) = comm.all_reduce([sums], axis, "check_adjoint")
+    return float(sums[0]), float(sums[1])

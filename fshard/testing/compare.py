@@ -1,0 +1,81 @@
+"""assert_trees_close: two trees agree leaf by leaf, sharded or full."""
+
+from typing import Any
+
+import torch
+
+from fshard.checks import same_structure
+from fshard.errors import Problem, leaf_error
+from fshard.shard import unshard, without_padding
+from fshard.tree import Tree, flatten, is_sharded
+
+
+def assert_trees_close(
+    actual: Tree, expected: Tree, *, rtol: float | None = None, atol: float | None = None, exact: bool = False
+) -> None:
+    """Assert that two trees hold the same values, whatever their leaves are stored as.
+
+    Shards of equal specs are compared in place, without their padding; where only one side is sharded it is unsharded
+    first, on every rank. Floating leaves of different dtypes are compared in the wider one.
+
+    Args:
+        actual: Pytree of Sharded leaves, tensors, arrays or numbers.
+        expected: A tree of the same structure.
+        rtol: Relative tolerance; by default that of torch.testing.assert_close for the leaf's dtype.
+        atol: Absolute tolerance; by default likewise.
+        exact: Ask for equal values bit for bit (NaN equals NaN) and equal dtypes instead.
+
+    Raises:
+        ValueError: if structures differ.
+        AssertionError: with the path of every leaf that differs, by how much and where.
+
+    >>> assert_trees_close({"w": torch.ones(2)}, {"w": torch.ones(2, dtype=torch.float64)})
+    """
+    found, needed = flatten(actual), flatten(expected)
+    same_structure("assert_trees_close", found, needed)
+    alike = [
+        is_sharded(a) and is_sharded(b) and a.spec == b.spec for a, b in zip(found.leaves, needed.leaves, strict=True)
+    ]
+    # One side of these is sharded differently, so both are compared in full.
+    left, right = (
+        unshard([leaf for leaf, same in zip(leaves, alike, strict=True) if not same])
+        for leaves in (found.leaves, needed.leaves)
+    )
+    left, right = iter(left), iter(right)
+    problems = []
+    for path, a, b, same in zip(found.paths, found.leaves, needed.leaves, alike, strict=True):
+        a, b = (without_padding(a), without_padding(b)) if same else (next(left), next(right))
+        difference = _difference(a, b, rtol, atol, exact)
+        if difference:
+            problems.append(Problem(path, *difference))
+    if problems:
+        raise AssertionError(leaf_error("trees differ", problems, "look at the first leaf that differs").args[0])
+
+
+def _difference(a: Any, b: Any, rtol: float | None, atol: float | None, exact: bool) -> tuple[str, str] | None:
+    """What was found and what was needed, where two leaves differ."""
+    if a is None or b is None:
+        return None if a is b else (f"{a!r}", f"{b!r}")
+    a, b = (torch.as_tensor(leaf).detach() for leaf in (a, b))
+    if a.shape != b.shape or (exact and a.dtype != b.dtype):
+        return f"{a.dtype} of {tuple(a.shape)}", f"{b.dtype} of {tuple(b.shape)}"
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    default = default_tolerances(dtype)
+    rtol, atol = (0.0, 0.0) if exact else (default[0] if rtol is None else rtol, default[1] if atol is None else atol)
+    a, b = a.to(dtype), b.to(dtype)
+    wrong = ~torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
+    if not wrong.any():
+        return None
+    distance = (a.to(torch.float64) - b.to(torch.float64)).abs().masked_fill(~wrong, 0.0).nan_to_num(nan=torch.inf)
+    worst = tuple(int(i) for i in torch.unravel_index(distance.argmax(), distance.shape))
+    count = f"{int(wrong.sum())} of {a.numel()} elements differ, most by {float(distance.max()):.3g} at {worst}"
+    return f"{a[worst].item()!r} there ({count})", f"{b[worst].item()!r} within rtol={rtol:.3g}, atol={atol:.3g}"
+
+
+def default_tolerances(dtype: torch.dtype) -> tuple[float, float]:
+    """The relative and absolute tolerance that torch.testing.assert_close has for a dtype."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0, 0.0
+    return {torch.float16: (1e-3, 1e-5), torch.bfloat16: (1.6e-2, 1e-5), torch.float32: (1.3e-6, 1e-5)}.get(
+        dtype, (1e-7, 1e-7)
+    )

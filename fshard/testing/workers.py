@@ -1,0 +1,288 @@
+"""Ranks that are processes, kept from one program to the next."""
+
+import faulthandler
+import io
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fshard.testing.rank_error import RankError
+
+T = TypeVar("T")
+
+# Seconds in which the other ranks may still reply once one has failed.
+GRACE = 2.0
+
+# A worker's own limit on a collective: never the first to strike, because the pool's limit shows the stacks.
+NEVER = timedelta(days=1)
+
+
+class Workers:
+    """Worker processes with a process group, which run one program after another.
+
+    After a failure the workers are replaced, so that the next program finds all ranks in step. Programs travel by
+    cloudpickle; modules that they name are imported along this process's `sys.path`.
+
+    Args:
+        world_size: Number of ranks.
+        timeout: Seconds that starting, a program and closing may take.
+        backend: Backend of the process group.
+        warnings_as_errors: Whether a warning makes a program fail.
+
+    Raises:
+        ImportError: cloudpickle is missing.
+        RankError: A worker failed to start.
+
+    >>> with Workers(world_size=2) as workers:
+    ...     workers.run(dist.get_rank)
+    [0, 1]
+    """
+
+    def __init__(
+        self, world_size: int, timeout: float = 60.0, backend: str = "gloo", warnings_as_errors: bool = True
+    ) -> None:
+        if world_size < 1:
+            raise ValueError(f"Workers: found world_size={world_size}, needed at least 1")
+        _dumps(None)
+        self.world_size = world_size
+        self.timeout = timeout
+        self.backend = backend
+        self.warnings_as_errors = warnings_as_errors
+        self._closed = False
+        self._start()
+
+    def run(self, f: Callable[[], T], timeout: float | None = None) -> list[T]:
+        """Run `f` on every rank.
+
+        Args:
+            f: The program of one rank. `torch.distributed` is initialised when it is called.
+            timeout: Seconds after which ranks that have not replied are stuck; by default the pool's.
+
+        Returns:
+            What `f` returned on each rank, in rank order.
+
+        Raises:
+            RankError: A rank raised, was killed, exited, or was stuck when the time was up.
+            RuntimeError: The workers are closed.
+        """
+        if self._closed:
+            raise RuntimeError("Workers: run was called after close; make new Workers")
+        request = pickle.dumps((sys.path, _dumps(f)))
+        if not self._kill.alive:
+            self._start()
+        self._send(request)
+        return self._collect(self.timeout if timeout is None else timeout)
+
+    def close(self) -> None:
+        """Destroy the process group and end the workers.
+
+        Raises:
+            RankError: A worker's exit code was not 0, or it did not exit in time.
+        """
+        self._closed = True
+        if not self._kill.alive:
+            return
+        self._send(b"")
+        deadline = time.monotonic() + self.timeout
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = {rank: process.exitcode for rank, process in enumerate(self._processes)}
+        stuck = [rank for rank, code in codes.items() if code is None]
+        stacks = self._stacks(stuck)
+        self._kill()
+        if stuck:
+            raise RankError(f"closing timed out after {self.timeout} s: ranks {stuck} did not exit\n{stacks}")
+        for rank, code in codes.items():
+            if code:
+                raise RankError(f"rank {rank} of {self.world_size} {_ending(code)} at close")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+        context: Any = multiprocessing.get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload(["torch", __name__])
+        self._directory = Path(tempfile.mkdtemp(prefix="fshard-"))
+        self._connections: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        self._kill = weakref.finalize(self, _kill, self._processes, self._directory)
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, self.world_size, self.backend, self.warnings_as_errors, self._directory, theirs)
+            process = context.Process(target=_worker, args=arguments, name=f"rank {rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+        self._collect(self.timeout)
+
+    def _send(self, request: bytes) -> None:
+        for connection in self._connections:
+            # A worker that has died meanwhile is found out by the reply that it does not send.
+            with suppress(OSError):
+                connection.send_bytes(request)
+
+    def _collect(self, timeout: float) -> list[Any]:
+        """Return the workers' replies; if a rank failed or is stuck, end the workers and raise."""
+        try:
+            replies = self._replies(timeout)
+            # A rank that ended comes first: by that it made its peers fail, whatever their numbers.
+            failed = sorted((not reply.ended, rank) for rank, reply in replies.items() if reply.failed)
+            if failed:
+                rank = failed[0][1]
+                raise RankError(f"rank {rank} of {self.world_size} {replies[rank].failed}")
+            stuck = [rank for rank in range(self.world_size) if rank not in replies]
+            if stuck:
+                headline = f"timed out after {timeout} s: ranks {sorted(replies)} finished, ranks {stuck} did not"
+                raise RankError(f"{headline}\n{self._stacks(stuck)}")
+        except BaseException:
+            self._kill()
+            raise
+        return [replies[rank].value for rank in range(self.world_size)]
+
+    def _replies(self, timeout: float) -> dict[int, "_Reply"]:
+        """Receive what the ranks reply in time, which is short once one has failed."""
+        replies: dict[int, _Reply] = {}
+        pending: dict[Any, int] = {connection: rank for rank, connection in enumerate(self._connections)}
+        deadline = time.monotonic() + timeout
+        while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
+            for connection in ready:
+                rank = pending.pop(connection)
+                replies[rank] = self._receive(rank)
+                if replies[rank].failed:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        return replies
+
+    def _receive(self, rank: int) -> "_Reply":
+        try:
+            reply: _Reply = pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, ConnectionError):
+            self._processes[rank].join(GRACE)
+            return _Reply(None, _ending(self._processes[rank].exitcode), ended=True)
+        return reply
+
+    def _stacks(self, ranks: Sequence[int]) -> str:
+        """Terminate ranks, which then write their stacks, and return these."""
+        for rank in ranks:
+            self._processes[rank].terminate()
+        for rank in ranks:
+            self._processes[rank].join(GRACE)
+        files = {rank: _stack_file(self._directory, rank) for rank in ranks}
+        return "\n".join(f"rank {rank}:\n{file.read_text() if file.exists() else ''}" for rank, file in files.items())
+
+
+class _Reply(NamedTuple):
+    """What a program returned on a rank, how it failed, and whether the process ended by it."""
+
+    value: Any
+    failed: str | None
+    ended: bool = False
+
+
+def _ending(code: int | None) -> str:
+    """Describe an exit code."""
+    if code is not None and code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"exited with code {code}"
+
+
+def _dumps(value: Any) -> bytes:
+    """Pickle a value, with the functions in it that no module holds."""
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise ImportError(
+            "Workers needs cloudpickle to send programs; install it by: pip install 'fshard[test]'"
+        ) from error
+
+    class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+        # A function that says torch.ops refers to it as to a submodule, and it is not one.
+        dispatch_table = cloudpickle.CloudPickler.dispatch_table.new_child(
+            {type(torch.ops): lambda ops: (getattr, (torch, "ops"))}
+        )
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _kill(processes: list[BaseProcess], directory: Path) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+    shutil.rmtree(directory)
+
+
+def _stack_file(directory: Path, rank: int) -> Path:
+    return directory / f"stack_{rank}"
+
+
+def _worker(
+    rank: int, world_size: int, backend: str, warnings_as_errors: bool, directory: Path, connection: Connection
+) -> None:
+    """Serve one rank until the pool closes or its process is gone."""
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    stack_file = _stack_file(directory, rank).open("w")
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(signal.SIGTERM, stack_file, chain=True)
+    torch.set_num_threads(1)
+    store = f"file://{directory / 'store'}"
+    join = partial(dist.init_process_group, backend, store, timeout=NEVER, world_size=world_size, rank=rank)
+    connection.send_bytes(_reply(join))
+    while request := connection.recv_bytes():
+        connection.send_bytes(_reply(partial(_run, request, warnings_as_errors)))
+    dist.destroy_process_group()
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _run(request: bytes, warnings_as_errors: bool) -> Any:
+    sys.path[:], program = pickle.loads(request)
+    f = pickle.loads(program)
+    with warnings.catch_warnings():
+        if warnings_as_errors:
+            warnings.simplefilter("error")
+            # What torch imports late may deprecate what other parts of it use.
+            warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.")
+        return f()
+
+
+def _reply(f: Callable[[], Any]) -> bytes:
+    """Pickle what `f` returns, or the traceback of what it raises."""
+    try:
+        reply = _dumps(_Reply(f(), None))
+    except BaseException as error:
+        reply = pickle.dumps(_Reply(None, "failed:\n" + "".join(traceback.format_exception(error))))
+    sys.stdout.flush()
+    return reply

@@ -1,0 +1,51 @@
+"""TrainState: everything a training run is, as one value."""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from fshard.tree import Tree
+
+
+class _Initialises(Protocol):
+    @property
+    def init(self) -> Callable[[Tree], Tree]: ...
+
+
+class TrainState(NamedTuple):
+    """All that a train step reads and makes anew; a pytree, so that saving it saves everything.
+
+    Attributes:
+        step: Updates made so far: an int64 tensor of shape ().
+        params: Parameters, with Sharded leaves.
+        opt_state: The optimizer's state, sharded as the parameters are.
+        buffers: The model's buffers by name.
+        key: Random key of the run, or None.
+    """
+
+    step: torch.Tensor
+    params: Tree
+    opt_state: Tree
+    buffers: Tree
+    key: torch.Tensor | None
+
+    @classmethod
+    def create(
+        cls, params: Tree, tx: _Initialises, *, buffers: Tree = None, key: torch.Tensor | None = None
+    ) -> "TrainState":
+        """Make the state before the first step.
+
+        Args:
+            params: Parameters from `model.init` or `shard`.
+            tx: The optimizer, whose `init` is called on them.
+            buffers: The model's buffers, such as model.buffers.
+            key: Random key of the run.
+
+        Returns:
+            The state, at step 0.
+
+        Raises:
+            ValueError: if the optimizer refuses the parameters.
+        """
+        return cls(torch.zeros((), dtype=torch.int64), params, tx.init(params), buffers, key)

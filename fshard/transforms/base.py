@@ -1,0 +1,117 @@
+"""ShardTransform, the one extension point, and compose."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fshard.tree import Axis, Spec
+
+Tensors = Sequence[torch.Tensor]
+
+
+class LayoutError(ValueError):
+    """A leaf's shape does not fit a transform: what was found and what was needed."""
+
+    def __init__(self, found: str, needed: str) -> None:
+        """Keep both parts, so that `shard` can add the leaf's path."""
+        super().__init__(f"found {found}, needed {needed}")
+        self.found, self.needed = found, needed
+
+
+@dataclass(frozen=True)
+class ShardTransform:
+    """A pure pair: gather turns stored tensors into the ones computed with, scatter is its transpose for gradients.
+
+    Subclass as a frozen dataclass: transforms live in specs, are compared by value and must be hashable. Both methods
+    take all leaves that travel together and return as many, output i from input i alone; they change nothing they are
+    given, and leave trailing dims they do not know of alone (vmap puts its batch there).
+    """
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The mesh axes that gather or scatter communicate over."""
+        return ()
+
+    def layout(self, spec: Spec) -> Spec:
+        """Say how this transform stores a leaf.
+
+        Args:
+            spec: The leaf as the transform to the right leaves it.
+
+        Returns:
+            The spec with what this transform adds: axes, and dims split over them.
+
+        Raises:
+            LayoutError: if the leaf's shape does not fit.
+        """
+        return spec
+
+    def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
+        """Turn stored tensors into the ones to the right of this transform.
+
+        Args:
+            leaves: One tensor per leaf.
+            specs: The leaves' storage specs.
+
+        Returns:
+            One tensor per leaf.
+        """
+        return leaves
+
+    def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
+        """Turn gradients of gather's outputs into gradients of its inputs, summed over this transform's axes.
+
+        Args:
+            grads: One tensor per leaf, shaped as gather's outputs.
+            specs: The leaves' storage specs.
+
+        Returns:
+            One tensor per leaf, shaped as gather's inputs.
+        """
+        return grads
+
+
+@dataclass(frozen=True)
+class _Composed(ShardTransform):
+    stages: tuple[ShardTransform, ...]
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return tuple(axis for stage in self.stages for axis in stage.axes)
+
+    def layout(self, spec: Spec) -> Spec:
+        for stage in reversed(self.stages):
+            spec = stage.layout(spec)
+        return spec
+
+    def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
+        for stage in self.stages:
+            leaves = stage.gather(leaves, specs)
+        return leaves
+
+    def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
+        for stage in reversed(self.stages):
+            grads = stage.scatter(grads, specs)
+        return grads
+
+
+def compose(*transforms: ShardTransform) -> ShardTransform:
+    """Chain transforms, storage first: gather runs left to right, scatter right to left.
+
+    Args:
+        *transforms: From the one next to storage to the one next to the computation.
+
+    Returns:
+        Their composition, equal to any other of equal parts.
+
+    Raises:
+        ValueError: if two of them use the same mesh axis.
+    """
+    stages = tuple(s for t in transforms for s in (t.stages if isinstance(t, _Composed) else (t,)))
+    composed = _Composed(stages)
+    names = [axis.name for axis in composed.axes]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"compose: the axes {twice} are used by two transforms, needed one each; drop one of the two")
+    return composed

@@ -1,0 +1,99 @@
+"""fully_shard: each leaf in equal pieces over one mesh axis."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.nn.functional import pad
+
+from fshard import comm
+from fshard.mesh import Mesh, axis_of
+from fshard.transforms.base import LayoutError, ShardTransform, Tensors
+from fshard.tree import Axis, Spec, on_axis, split
+
+
+@dataclass(frozen=True)
+class _FullyShard(ShardTransform):
+    axis: Axis
+    dim: int
+    min_shard_elements: int
+    algorithm: comm.Algorithm
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return (self.axis,)
+
+    def layout(self, spec: Spec) -> Spec:
+        if math.prod(spec.shape) < self.min_shard_elements:
+            return on_axis(spec, self.axis)
+        dims = max(len(spec.shape), 1)
+        if not -dims <= self.dim < dims:
+            raise LayoutError(f"shape {spec.shape}", f"a dim {self.dim} to split over {self.axis.name!r}")
+        return split(spec, self.axis, self.dim % dims)
+
+    def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
+        out = list(leaves)
+        dims = self._dims(specs)
+        stacks = [leaves[i] for i in dims]
+        gathered = comm.all_gather(stacks, self.axis, "gather", self.algorithm)
+        for (i, dim), rows in zip(dims.items(), gathered, strict=True):
+            full = rows.movedim(0, dim).flatten(dim, dim + 1)
+            if self._outermost(specs[i], dim):
+                full = full.narrow(dim, 0, specs[i].full_shape[dim])
+                full = full if specs[i].shape else full.select(0, 0)
+            out[i] = full
+        return out
+
+    def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
+        out = list(grads)
+        dims = self._dims(specs)
+        stacks = []
+        for i, dim in dims.items():
+            grad = grads[i]
+            if self._outermost(specs[i], dim):
+                grad = grad if specs[i].shape else grad.unsqueeze(0)
+                missing = specs[i].padded_shape[dim] - grad.shape[dim]
+                grad = pad(grad, (0, 0) * (grad.dim() - dim - 1) + (0, missing)) if missing else grad
+            stacks.append(grad.unflatten(dim, (self.axis.size, -1)).movedim(dim, 0))
+        whole = [i for i in range(len(grads)) if i not in dims]
+        scattering = comm.start_reduce_scatter(stacks, self.axis, "scatter", self.algorithm)
+        summing = comm.start_all_reduce([grads[i] for i in whole], self.axis, "scatter", self.algorithm)
+        for i, shard in zip((*dims, *whole), (*scattering(), *summing()), strict=True):
+            out[i] = shard
+        return out
+
+    def _dims(self, specs: Sequence[Spec]) -> dict[int, int]:
+        """The leaves that are split over this axis and the dim of each; the others are replicated."""
+        dims = ((i, spec.dim_of(self.axis)) for i, spec in enumerate(specs))
+        return {i: dim for i, dim in dims if dim is not None}
+
+    def _outermost(self, spec: Spec, dim: int) -> bool:
+        """Whether this axis is the last one gathered along `dim`, after which the padding goes."""
+        return spec.split_axes(dim)[0] == self.axis
+
+
+def fully_shard(
+    mesh: Mesh | Axis, *, dim: int = 0, min_shard_elements: int = 0, algorithm: comm.Algorithm = "auto"
+) -> ShardTransform:
+    """Split each leaf in equal pieces over a mesh axis: gather is an all-gather, scatter a reduce-scatter.
+
+    A dim that does not divide is padded at its end, as FSDP2 does. Tiny leaves stay whole on every rank and have their
+    gradients summed together, as with min_weight_size in JAX's FSDP.
+
+    Args:
+        mesh: A mesh of one axis, such as mesh["shard"], or an Axis.
+        dim: The dim to split; may count from the end.
+        min_shard_elements: Leaves of fewer elements stay whole.
+        algorithm: How collectives run; "auto" chooses by backend. See `fshard.comm.ops`.
+
+    Returns:
+        The transform.
+
+    Raises:
+        ValueError: if the mesh has several axes, or an argument is out of range.
+    """
+    if algorithm not in comm.ALGORITHMS:
+        raise ValueError(f"fully_shard: algorithm is {algorithm!r}, needed one of {comm.ALGORITHMS}")
+    if min_shard_elements < 0:
+        raise ValueError(f"fully_shard: min_shard_elements is {min_shard_elements}, needed 0 or more")
+    return _FullyShard(axis_of(mesh), dim, min_shard_elements, algorithm)

@@ -1,0 +1,43 @@
+"""replicate: every rank of an axis holds the whole leaf."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fshard import comm
+from fshard.mesh import Mesh, axis_of
+from fshard.transforms.base import ShardTransform, Tensors
+from fshard.tree import Axis, Spec, on_axis
+
+
+@dataclass(frozen=True)
+class _Replicate(ShardTransform):
+    axis: Axis
+    algorithm: comm.Algorithm
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return (self.axis,)
+
+    def layout(self, spec: Spec) -> Spec:
+        return on_axis(spec, self.axis)
+
+    def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
+        return comm.all_reduce(grads, self.axis, "scatter", self.algorithm)
+
+
+def replicate(mesh: Mesh | Axis, *, algorithm: comm.Algorithm = "auto") -> ShardTransform:
+    """Keep each leaf the same on every rank of a mesh axis: gather communicates nothing, scatter sums.
+
+    Args:
+        mesh: A mesh of one axis, such as mesh["replicate"], or an Axis.
+        algorithm: How collectives run; "auto" chooses by backend. See `fshard.comm.ops`.
+
+    Returns:
+        The transform.
+
+    Raises:
+        ValueError: if the mesh has several axes, or the algorithm is unknown.
+    """
+    if algorithm not in comm.ALGORITHMS:
+        raise ValueError(f"replicate: algorithm is {algorithm!r}, needed one of {comm.ALGORITHMS}")
+    return _Replicate(axis_of(mesh), algorithm)

@@ -1,0 +1,264 @@
+"""The rules of the house, each a function from source files or objects to a list of breaches."""
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+# A module imports only from rooms that stand before its own.
+ROOMS = (
+    "errors",
+    "_compat",
+    "tree",
+    "checks",
+    "comm",
+    "mesh",
+    "collectives",
+    "transforms",
+    "shard",
+    "dtensor",
+    "strategies",
+    "residency",
+    "gather",
+    "apply",
+    "scatter_grads",
+    "value_and_grad",
+    "train_state",
+    "update",
+    "optim",
+    "init",
+    "jit",
+    "plan",
+    "trace",
+    "checkpoint",
+    "testing",
+)
+DISTRIBUTED_ROOMS = {"_compat", "comm", "mesh", "dtensor", "checkpoint", "testing"}
+MAX_LINES = 300
+MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+MUTABLE_CALLS = {
+    *("list", "dict", "set", "bytearray", "Counter", "OrderedDict", "defaultdict", "deque"),
+    *("WeakKeyDictionary", "WeakSet", "WeakValueDictionary"),
+}
+NAMEDTUPLE_METHODS = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
+
+
+class Source(NamedTuple):
+    """One file of the package, parsed."""
+
+    path: Path
+    parts: tuple[str, ...]  # ("fshard", "comm", "ops"); a package's own file has the package's name
+    tree: ast.Module
+
+    @property
+    def room(self) -> str:
+        return self.parts[1] if len(self.parts) > 1 else "__init__"
+
+    def at(self, node: ast.AST) -> str:
+        return f"{self.path}:{getattr(node, 'lineno', 1)}"
+
+
+def read_sources(package: Path) -> list[Source]:
+    def parts(path: Path) -> tuple[str, ...]:
+        names = path.relative_to(package.parent).with_suffix("").parts
+        return names[:-1] if names[-1] == "__init__" else names
+
+    return [Source(path, parts(path), ast.parse(path.read_text())) for path in sorted(package.rglob("*.py"))]
+
+
+class Import(NamedTuple):
+    """One imported name: the absolute dotted target, and the local name it binds with what that name then means."""
+
+    node: ast.stmt
+    target: str
+    name: str
+    meaning: str
+
+
+def imports(source: Source) -> Iterator[Import]:
+    """Every import, wherever it stands."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                root = alias.name.split(".")[0]
+                yield Import(node, alias.name, alias.asname or root, alias.name if alias.asname else root)
+        elif isinstance(node, ast.ImportFrom):
+            is_package = source.path.name == "__init__.py"
+            base = source.parts[: len(source.parts) - node.level + is_package] if node.level else ()
+            module = [*base, node.module] if node.module else base
+            for alias in node.names:
+                target = ".".join([*module, alias.name])
+                yield Import(node, target, alias.asname or alias.name, target)
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` as a string; empty when the expression is anything else."""
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value)
+        return base and f"{base}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def references(source: Source) -> Iterator[tuple[ast.AST, str]]:
+    """Every dotted name the source imports or spells, with aliases resolved: `dist.send` is torch.distributed.send."""
+    meanings = {}
+    for node, target, name, meaning in imports(source):
+        meanings[name] = meaning
+        yield node, target
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute):
+            root, _, rest = dotted(node).partition(".")
+            if root in meanings:
+                yield node, f"{meanings[root]}.{rest}"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def import_direction(package: Path) -> list[str]:
+    """A module imports only from earlier rooms, and never from the package's own face."""
+    errors = []
+    for source in read_sources(package):
+        if source.room == "__init__":
+            continue
+        if source.room not in ROOMS:
+            errors.append(f"{source.path}: no room is called {source.room}; give it its place in ROOMS")
+            continue
+        for node, target, *_ in imports(source):
+            root, *rest = target.split(".")
+            if root != package.name:
+                continue
+            room = rest[0] if rest and rest[0] in ROOMS else "__init__"
+            if room == "__init__" or ROOMS.index(room) > ROOMS.index(source.room):
+                errors.append(f"{source.at(node)}: {source.room} imports from {room}, a later room")
+    return errors
+
+
+def face_reexports_only(package: Path) -> list[str]:
+    """The package's own `__init__` holds a docstring, imports, `__all__` and `__version__`."""
+    source = next(source for source in read_sources(package) if source.room == "__init__")
+    errors = []
+    for node in source.tree.body:
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        named = isinstance(node, ast.Assign) and {ast.unparse(t) for t in node.targets} <= {"__all__", "__version__"}
+        if not (docstring or named or isinstance(node, ast.Import | ast.ImportFrom)):
+            errors.append(f"{source.at(node)}: __init__ re-exports, nothing else")
+    return errors
+
+
+def rooms_of_libraries(package: Path) -> list[str]:
+    """optree, torch.distributed and private torch modules are used only in their rooms."""
+    errors = {}
+    for source in read_sources(package):
+        for node, name in references(source):
+            parts = name.split(".")
+            private = next((i for i, part in enumerate(parts) if is_private(part)), None)
+            if parts[0] == "optree" and source.room != "tree":
+                errors[f"{source.at(node)}: {source.room} uses optree, which belongs to tree"] = None
+            if parts[:2] == ["torch", "distributed"] and source.room not in DISTRIBUTED_ROOMS:
+                errors[f"{source.at(node)}: {source.room} uses torch.distributed; leave it to comm or mesh"] = None
+            if parts[0] == "torch" and private and source.room != "_compat":
+                prefix = ".".join(parts[: private + 1])
+                errors[f"{source.at(node)}: {source.room} uses {prefix}; wrap it in _compat"] = None
+    return list(errors)
+
+
+def private_attributes(package: Path) -> list[str]:
+    """A private attribute is one that fshard itself defines; those of torch's objects are reached through _compat."""
+    sources = read_sources(package)
+    own = NAMEDTUPLE_METHODS.union(*(defined_names(source.tree) for source in sources))
+    errors = []
+    for source in sources:
+        if source.room == "_compat":
+            continue
+        imported = {entry.name for entry in imports(source)}
+        for node in ast.walk(source.tree):
+            foreign = isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own
+            if foreign and dotted(node).split(".")[0] not in imported:
+                errors.append(f"{source.at(node)}: {source.room} uses {ast.unparse(node)}; wrap it in _compat")
+    return errors
+
+
+def defined_names(tree: ast.Module) -> Iterator[str]:
+    """Names of functions, classes, fields and variables, and attributes assigned on self."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) == "self":
+            yield node.attr
+
+
+def file_lengths(package: Path) -> list[str]:
+    """A file of more than 300 lines is asking to be two."""
+    lengths = {source.path: len(source.path.read_text().splitlines()) for source in read_sources(package)}
+    return [f"{path}: {length} lines, at most {MAX_LINES}" for path, length in lengths.items() if length > MAX_LINES]
+
+
+def module_state(package: Path) -> list[str]:
+    """No mutable containers at module level, no `global`, and no environment outside mesh."""
+    errors = []
+    for source in read_sources(package):
+        for node in module_level(source.tree):
+            if not isinstance(node, ast.Assign | ast.AnnAssign):
+                continue
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            name = ast.unparse(targets[0])
+            value = node.value
+            call = ast.unparse(value.func).split(".")[-1] if isinstance(value, ast.Call) else ""
+            if name != "__all__" and (isinstance(value, MUTABLE_DISPLAYS) or call in MUTABLE_CALLS):
+                errors.append(f"{source.at(node)}: {name} is a mutable container at module level")
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Global):
+                errors.append(f"{source.at(node)}: global {', '.join(node.names)}")
+        for node, dotted in references(source):
+            if dotted in {"os.environ", "os.environb", "os.getenv", "os.getenvb"} and source.room != "mesh":
+                errors.append(f"{source.at(node)}: {source.room} uses {dotted}; only mesh reads the environment")
+    return errors
+
+
+def module_level(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements that run when the module is imported, those under `if`, `try` and `with` included."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            yield child
+            yield from module_level(child)
+
+
+def public_objects(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """Every public name of a module with its object; those of public submodules too."""
+    for name in module.__all__:
+        value = getattr(module, name)
+        if name.startswith("__"):
+            continue
+        yield f"{module.__name__}.{name}", value
+        if isinstance(value, ModuleType):
+            yield from public_objects(value)
+
+
+def documentation(name: str, value: Any) -> list[str]:
+    """A public name is a function, class or module with a docstring; a function's is complete, and so are its types."""
+    if not isinstance(value, FunctionType | ModuleType | type):
+        return [f"{name}: is a {type(value).__name__}; public names are functions, classes and modules"]
+    doc = vars(value).get("__doc__") if isinstance(value, type) else value.__doc__
+    doc = inspect.cleandoc(doc or "")
+    errors = []
+    # The docstrings that dataclasses and NamedTuples make up are signatures, which no full stop ends.
+    if not re.match(r"\w.*?\s.*?[.:](\s|$)", doc.split("\n\n")[0], re.DOTALL):
+        errors.append(f"{name}: needs a docstring that begins with a sentence")
+    if isinstance(value, FunctionType):
+        signature = inspect.signature(value)
+        parameters = signature.parameters.values()
+        errors += [f"{name}: {p.name} has no annotation" for p in parameters if p.annotation is p.empty]
+        if signature.return_annotation is signature.empty:
+            errors.append(f"{name}: the result has no annotation")
+        if parameters and "Args:" not in doc:
+            errors.append(f"{name}: takes arguments but has no Args section")
+        if signature.return_annotation not in (None, "None") and "Returns:" not in doc and "Yields:" not in doc:
+            errors.append(f"{name}: returns something but has no Returns section")
+    return errors

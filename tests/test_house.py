@@ -1,0 +1,262 @@
+"""The architecture of fshard, and that the rules which guard it find what they should."""
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import NamedTuple
+
+import pytest
+
+from tests import house
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "fshard"
+VERBS = ("gather", "apply", "scatter_grads", "value_and_grad", "update", "shard", "jit", "plan", "trace")
+HEAVY = ("torch.distributed.tensor", "torch.testing", "torch._dynamo", "torch._inductor", "matplotlib", "cloudpickle")
+
+has_face = pytest.mark.skipif(not (PACKAGE / "__init__.py").read_text(), reason="fshard/__init__.py is still empty")
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        house.import_direction,
+        house.face_reexports_only,
+        house.rooms_of_libraries,
+        house.private_attributes,
+        house.file_lengths,
+        house.module_state,
+    ],
+)
+def test_source_keeps_the_rule(rule):
+    assert house.read_sources(PACKAGE)
+    errors = rule(PACKAGE)
+    assert not errors, "\n".join(errors)
+
+
+BREACHES = [
+    (house.import_direction, "tree.py", "from fshard import gather", "1: tree imports from gather, a later room"),
+    (house.import_direction, "tree.py", "import fshard.comm.ops", "1: tree imports from comm, a later room"),
+    (house.import_direction, "tree.py", "from .comm import ops", "1: tree imports from comm, a later room"),
+    (house.import_direction, "comm/ops.py", "from ..mesh import axis_of", "1: comm imports from mesh, a later room"),
+    (
+        house.import_direction,
+        "comm/ops.py",
+        "def f():\n    from .. import jit",
+        "2: comm imports from jit, a later room",
+    ),
+    (house.import_direction, "comm/__init__.py", "from .. import mesh", "1: comm imports from mesh, a later room"),
+    (house.import_direction, "mesh.py", "import fshard as fs", "1: mesh imports from __init__, a later room"),
+    (house.import_direction, "mesh.py", "from fshard import Spec", "1: mesh imports from __init__, a later room"),
+    (house.import_direction, "cellar.py", "", " no room is called cellar; give it its place in ROOMS"),
+    (house.face_reexports_only, "__init__.py", "def f(): ...", "1: __init__ re-exports, nothing else"),
+    (house.face_reexports_only, "__init__.py", "x, __all__ = 1, []", "1: __init__ re-exports, nothing else"),
+    (house.rooms_of_libraries, "jit.py", "import optree.pytree", "1: jit uses optree, which belongs to tree"),
+    (
+        house.rooms_of_libraries,
+        "gather.py",
+        "import torch\n\nx = torch.distributed.get_rank()",
+        "3: gather uses torch.distributed; leave it to comm or mesh",
+    ),
+    (
+        house.rooms_of_libraries,
+        "gather.py",
+        "from torch import distributed as dist",
+        "1: gather uses torch.distributed; leave it to comm or mesh",
+    ),
+    (
+        house.rooms_of_libraries,
+        "comm/ops.py",
+        "from torch.testing._internal import common_utils",
+        "1: comm uses torch.testing._internal; wrap it in _compat",
+    ),
+    (
+        house.rooms_of_libraries,
+        "comm/ops.py",
+        "import torch\nwait = torch.ops._c10d_functional.wait_tensor",
+        "2: comm uses torch.ops._c10d_functional; wrap it in _compat",
+    ),
+    (
+        house.rooms_of_libraries,
+        "comm/ops.py",
+        "from torch import utils as u\nmap = u._pytree.tree_map",
+        "2: comm uses torch.utils._pytree; wrap it in _compat",
+    ),
+    (house.private_attributes, "tree.py", "def f(x): return x._version", "1: tree uses x._version; wrap it in _compat"),
+    (
+        house.private_attributes,
+        "tree.py",
+        "def f(x): return x.untyped_storage()._cdata",
+        "1: tree uses x.untyped_storage()._cdata; wrap it in _compat",
+    ),
+    (house.file_lengths, "tree.py", "\n" * 301, " 301 lines, at most 300"),
+    (house.module_state, "tree.py", "cache: dict[str, int] = {}", "1: cache is a mutable container at module level"),
+    (house.module_state, "tree.py", "if 1:\n    a = set()", "2: a is a mutable container at module level"),
+    (
+        house.module_state,
+        "tree.py",
+        "import collections\nx = collections.defaultdict(int)",
+        "2: x is a mutable container at module level",
+    ),
+    (house.module_state, "tree.py", "def f():\n    global x\n    x = 1", "2: global x"),
+    (
+        house.module_state,
+        "tree.py",
+        "import os\nx = os.environ.get('X')",
+        "2: tree uses os.environ; only mesh reads the environment",
+    ),
+    (
+        house.module_state,
+        "tree.py",
+        "from os import getenv",
+        "1: tree uses os.getenv; only mesh reads the environment",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "file", "text", "message"), BREACHES)
+def test_rule_finds_a_breach(rule, file, text, message, tmp_path):
+    path = write(tmp_path, file, text)
+    assert rule(tmp_path / "fshard") == [f"{path}:{message}"]
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("jit.py", "from fshard import tree\nfrom fshard.comm import ops"),
+        ("comm/ops.py", "from . import record\nfrom fshard.comm.record import x\nimport torch.distributed as dist"),
+        ("_compat.py", "import torch\nx = torch._C.y\ndef f(x): return x._version"),
+        ("tree.py", "import optree\nimport torch\nx = torch.__version__\n__all__ = ['x']"),
+        ("mesh.py", "import os\nx = os.environ['X']\ndef f():\n    y = {}\n    os._exit(len(y))"),
+        ("tree.py", "class A:\n    def f(self, b):\n        self._x = []\n        return b._x, b._replace()"),
+        ("__init__.py", '"""Face."""\n\nfrom fshard.jit import jit\n\n__all__ = ["jit"]\n__version__ = "1"'),
+    ],
+)
+def test_rules_pass_what_is_allowed(file, text, tmp_path):
+    write(tmp_path, file, text)
+    for rule in dict.fromkeys(rule for rule, *_ in BREACHES):
+        assert rule(tmp_path / "fshard") == []
+
+
+def write(folder: Path, file: str, text: str) -> Path:
+    """Write one file of a package called fshard, whose face is empty unless it is the file."""
+    path = folder / "fshard" / file
+    path.parent.mkdir(parents=True)
+    (folder / "fshard" / "__init__.py").touch()
+    path.write_text(text)
+    return path
+
+
+@has_face
+def test_public_names_are_documented():
+    fshard = importlib.import_module("fshard")
+    errors = [error for name, value in house.public_objects(fshard) for error in house.documentation(name, value)]
+    assert not errors, "\n".join(errors)
+
+
+def described(x: int, *rest: int) -> Iterator[int]:
+    """Do something with numbers.
+
+    Args:
+        x: A number.
+        *rest: More numbers.
+
+    Yields:
+        Numbers.
+    """
+    yield from (x, *rest)
+
+
+def undescribed(x, y: int = 0):
+    """undescribed(x, y)"""
+
+
+def unsectioned(x: int) -> int:
+    """Do something with a number."""
+    return x
+
+
+class Pair(NamedTuple):
+    left: int
+
+
+@dataclass
+class Point:
+    """A point on a line."""
+
+    x: int
+
+
+DOCSTRING = "f: needs a docstring that begins with a sentence"
+
+
+@pytest.mark.parametrize(
+    ("value", "errors"),
+    [
+        (described, []),
+        (
+            undescribed,
+            [
+                DOCSTRING,
+                "f: x has no annotation",
+                "f: the result has no annotation",
+                "f: takes arguments but has no Args section",
+                "f: returns something but has no Returns section",
+            ],
+        ),
+        (
+            unsectioned,
+            ["f: takes arguments but has no Args section", "f: returns something but has no Returns section"],
+        ),
+        (Pair, [DOCSTRING]),
+        (Point, []),
+        (dataclass(type("Made", (), {})), [DOCSTRING]),
+        (ModuleType("f"), [DOCSTRING]),
+        (partial(described, 1), ["f: is a partial; public names are functions, classes and modules"]),
+    ],
+)
+def test_documentation_rule(value: object, errors: Sequence[str]):
+    assert house.documentation("f", value) == errors
+
+
+@has_face
+@pytest.mark.parametrize("verb", VERBS)
+def test_verb_is_a_function_after_every_submodule_was_imported(verb):
+    if not [*PACKAGE.glob(f"{verb}.py"), *PACKAGE.glob(f"{verb}/__init__.py")]:
+        pytest.skip(f"there is no fshard/{verb}.py yet")
+    fshard = importlib.import_module("fshard")
+    for module in pkgutil.walk_packages(fshard.__path__, "fshard."):
+        importlib.import_module(module.name)
+    assert isinstance(getattr(fshard, verb), FunctionType)
+    assert verb in fshard.__all__
+
+
+@has_face
+def test_version_is_that_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert importlib.import_module("fshard").__version__ == project["version"]
+
+
+@has_face
+def test_import_takes_under_a_fifth_of_a_second_beyond_torch():
+    code = "import time, torch; start = time.perf_counter(); import fshard; print(time.perf_counter() - start)"
+    assert min(float(python(code)) for _ in range(5)) < 0.2
+
+
+@has_face
+def test_import_is_light():
+    code = "import sys, torch; before = set(sys.modules); import fshard; print(*sys.modules.keys() - before)"
+    loaded = python(code).split()
+    assert "fshard" in loaded
+    assert not [name for name in loaded if any(f"{name}.".startswith(f"{heavy}.") for heavy in HEAVY)]

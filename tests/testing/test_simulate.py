@@ -1,0 +1,395 @@
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fshard.testing.rank_error import RankError
+from fshard.testing.simulate import simulate
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    # torch's forward-mode AD scripts functions when it is first used.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
+]
+
+
+def process_state():
+    with forward_ad.dual_level() as level:
+        return sys.excepthook, dist.is_initialized(), torch.get_default_dtype(), torch.get_num_threads(), level
+
+
+@pytest.fixture(autouse=True)
+def process_stays_usable():
+    before = process_state()
+    yield
+    assert process_state() == before
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("rank ")] == []
+    assert simulate(ranks_summed, 3) == [3.0, 3.0, 3.0]
+
+
+def ranks_summed(group=None):
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total, group=group)
+    return total.item()
+
+
+def failure(f, world_size, timeout=60.0):
+    """The error of a simulation, which must come long before the timeout."""
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        simulate(f, world_size, timeout)
+    assert time.monotonic() - start < 20
+    return caught.value
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_results_come_in_rank_order(world_size):
+    assert simulate(lambda: (dist.get_rank(), dist.get_world_size()), world_size) == [
+        (rank, world_size) for rank in range(world_size)
+    ]
+
+
+def test_world_size_must_be_positive():
+    with pytest.raises(ValueError, match="found world_size=0, needed at least 1"):
+        simulate(dist.get_rank, 0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_collectives(world_size):
+    ranks = torch.arange(float(world_size))
+
+    def program():
+        rank, results = dist.get_rank(), {}
+        mine = torch.tensor([float(rank)])
+        for name in ("SUM", "MAX", "PRODUCT"):
+            results[name] = mine.clone()
+            dist.all_reduce(results[name], getattr(dist.ReduceOp, name))
+        results["all_gather"] = torch.empty(world_size)
+        dist.all_gather(list(results["all_gather"].split(1)), mine)
+        results["reduce_scatter"] = torch.empty(1)
+        dist.reduce_scatter(results["reduce_scatter"], list((ranks + rank).split(1)))
+        results["all_to_all"] = torch.empty(world_size)
+        dist.all_to_all_single(results["all_to_all"], ranks + 10 * rank)
+        results["broadcast"] = mine.clone()
+        dist.broadcast(results["broadcast"], src=world_size - 1)
+        results["scatter"] = torch.empty(1)
+        dist.scatter(results["scatter"], list(ranks.split(1)) if rank == 0 else None, src=0)
+        objects = [None] * world_size
+        dist.all_gather_object(objects, {"rank": rank})
+        dist.barrier()
+        return {name: value.tolist() for name, value in results.items()}, objects
+
+    for rank, (results, objects) in enumerate(simulate(program, world_size)):
+        total = ranks.sum().item()
+        assert results == {
+            "SUM": [total],
+            "MAX": [world_size - 1.0],
+            "PRODUCT": [0.0],
+            "all_gather": ranks.tolist(),
+            "reduce_scatter": [world_size * rank + total],
+            "all_to_all": (10 * ranks + rank).tolist(),
+            "broadcast": [world_size - 1.0],
+            "scatter": [float(rank)],
+        }
+        assert objects == [{"rank": other} for other in range(world_size)]
+
+
+def test_functional_collectives():
+    def program():
+        ops, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
+        rank = torch.full((2,), float(dist.get_rank()))
+        gathered = ops.all_gather_into_tensor_coalesced([rank, rank[:1]], 2, group)
+        scattered = ops.reduce_scatter_tensor_coalesced([rank], "sum", 2, group)
+        return [
+            ops.wait_tensor(tensor).tolist() for tensor in [*gathered, *scattered, ops.all_reduce(rank, "sum", group)]
+        ]
+
+    assert simulate(program, 2) == [[[0, 0, 1, 1], [0, 1], [1], [1, 1]]] * 2
+
+
+def test_device_mesh_with_subgroups():
+    def program():
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("replicate", "shard"))
+        return [ranks_summed(mesh[name].get_group()) for name in mesh.mesh_dim_names]
+
+    assert simulate(program, 6) == [[column * 2 + 3, row * 9 + 3] for row in (0, 1) for column in (0, 1, 2)]
+
+
+def test_failing_rank_releases_the_others():
+    error = ValueError("bad batch")
+
+    def program():
+        if dist.get_rank() == 3:
+            raise error
+        ranks_summed()
+
+    caught = failure(program, 4)
+    assert str(caught).startswith("rank 3 of 4 failed:\nTraceback (most recent call last):\n")
+    assert str(caught).endswith("ValueError: bad batch\n")
+    assert "in program" in str(caught)
+    assert caught.__cause__ is error
+
+
+def test_lowest_failing_rank_is_reported():
+    def program():
+        if dist.get_rank() == 0:
+            return ranks_summed()
+        raise ValueError(f"from rank {dist.get_rank()}")
+
+    assert str(failure(program, 4)).endswith("ValueError: from rank 1\n")
+
+
+def test_exit_of_a_rank_is_a_failure():
+    assert "rank 0 of 2 failed:" in str(failure(lambda: sys.exit(3), 2))
+
+
+def test_released_rank_cannot_go_on():
+    went_on = []
+
+    def program():
+        if dist.get_rank() == 0:
+            raise ValueError("bad batch")
+        try:
+            ranks_summed()
+        except Exception:
+            went_on.append(dist.get_rank())
+
+    assert "rank 0 of 2 failed:" in str(failure(program, 2))
+    assert went_on == []
+
+
+def test_skipped_collective_is_a_deadlock():
+    def program():
+        if dist.get_rank() != 1:
+            ranks_summed()
+
+    text = str(failure(program, 3))
+    assert text.startswith("deadlock: ranks [1] of 3 finished, ranks [0, 2] did not\n")
+    assert "rank 2 waits in AllReduce(op=RedOpType.SUM) of torch.float32 () with ranks [0, 1, 2]:\n" in text
+    assert "in ranks_summed\n" in text
+    assert "rank 1 waits" not in text
+
+
+def test_crossed_groups_are_a_deadlock():
+    def program():
+        groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+        ranks_summed(groups[dist.get_rank()])
+
+    assert str(failure(program, 2)).startswith("deadlock: ranks [] of 2 finished, ranks [0, 1] did not\n")
+
+
+@pytest.mark.parametrize("endless", ["computing", "waiting"])
+def test_stuck_rank_is_reported_at_the_timeout(endless):
+    release, went_on = threading.Event(), []
+
+    def computing():
+        while True:
+            pass
+
+    def program():
+        if dist.get_rank() == 1:
+            computing() if endless == "computing" else release.wait()
+            went_on.append(True)
+        if dist.get_rank() == 2:
+            ranks_summed()
+
+    text = str(failure(program, 3, timeout=0.5))
+    assert text.startswith("timed out after 0.5 s: ranks [0] of 3 finished, ranks [1, 2] did not\n")
+    assert "rank 1 runs:\n" in text
+    assert ("in computing\n" if endless == "computing" else "release.wait()\n") in text
+    assert "rank 2 waits in AllReduce" in text
+    # A rank that waits outside of collectives ends when its wait does, and does nothing more.
+    release.set()
+    for thread in threading.enumerate():
+        if thread.name == "rank 1":
+            thread.join(timeout=20)
+    assert went_on == []
+
+
+def mismatched_kinds():
+    if dist.get_rank() == 0:
+        return ranks_summed()
+    return dist.all_gather([torch.empty(1), torch.empty(1)], torch.ones(1))
+
+
+def mismatched_operations():
+    dist.all_reduce(torch.ones(1), dist.ReduceOp.SUM if dist.get_rank() == 0 else dist.ReduceOp.MAX)
+
+
+def mismatched_sources():
+    dist.broadcast(torch.ones(1), src=dist.get_rank())
+
+
+def mismatched_shapes():
+    dist.broadcast(torch.ones(1 + dist.get_rank()), src=0)
+
+
+def mismatched_dtypes():
+    ones = torch.ones(1, dtype=[torch.float32, torch.float64][dist.get_rank()])
+    dist.reduce_scatter(torch.empty_like(ones), [ones, ones])
+
+
+@pytest.mark.parametrize(
+    "program, first, second",
+    [
+        (mismatched_kinds, "AllReduce(op=RedOpType.SUM) of torch.float32 ()", "AllGather()"),
+        (mismatched_operations, "AllReduce(op=RedOpType.SUM)", "AllReduce(op=RedOpType.MAX)"),
+        (mismatched_sources, "Broadcast(src=0)", "Broadcast(src=1)"),
+        (mismatched_shapes, "Broadcast(src=0) of torch.float32 (1,)", "Broadcast(src=0) of torch.float32 (2,)"),
+        (
+            mismatched_dtypes,
+            "ReduceScatter(op=RedOpType.SUM) of torch.float32",
+            "of torch.float64 (1,), torch.float64 (1,)",
+        ),
+    ],
+)
+def test_mismatched_collectives(program, first, second):
+    text = str(failure(program, 2))
+    assert text.startswith(
+        "different collectives at once: ranks [] of 2 finished, ranks [0, 1] did not\nrank 0 waits in "
+    )
+    assert f"rank 0 waits in {first}" in text
+    assert second in text[text.index("rank 1 waits in ") :]
+
+
+def test_failing_collective_names_itself():
+    text = str(failure(lambda: dist.all_gather([torch.empty(2), torch.empty(2)], torch.ones(3)), 2))
+    assert text.startswith("AllGather() failed: ")
+
+
+def test_nested_simulation_is_refused():
+    error = failure(lambda: simulate(dist.get_rank, 2), 2).__cause__
+    assert isinstance(error, RuntimeError)
+    assert "simulated ranks are already running in this process" in str(error)
+
+
+def test_thread_of_a_rank_is_no_rank():
+    caught = []
+
+    def program():
+        group = dist.group.WORLD
+
+        def helper():
+            try:
+                group.allreduce([torch.ones(1)])
+            except Exception as error:
+                caught.append(str(error))
+
+        thread = threading.Thread(target=helper)
+        thread.start()
+        thread.join()
+
+    simulate(program, 1)
+    operation = "AllReduce(op=RedOpType.SUM) of torch.float32 (1,)"
+    assert caught == [f"{operation} was called on a thread that is no rank of the running simulation"]
+
+
+def test_real_process_group_is_restored(tmp_path):
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert simulate(ranks_summed, 3) == [3.0] * 3
+        with pytest.raises(RankError):
+            simulate(lambda: 1 / 0, 2)
+        assert dist.group.WORLD is group
+        assert dist.get_world_size() == 1
+        assert dist.get_backend() == "gloo"
+        assert ranks_summed() == 0.0
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = sys.__excepthook__
+
+
+def test_program_may_destroy_its_process_group():
+    simulate(dist.destroy_process_group, 2)
+
+
+def test_forward_mode_derivatives_on_all_ranks_at_once():
+    def cubes(x):
+        return (x**3).sum()
+
+    def program():
+        dist.barrier()
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(40):
+            x, t = torch.randn(2, 4, generator=generator, dtype=torch.float64)
+            torch.testing.assert_close(torch.func.jvp(torch.sin, (x,), (t,)), (x.sin(), x.cos() * t))
+            hvp = torch.func.jvp(torch.func.grad(cubes), (x,), (t,))[1]
+            torch.testing.assert_close(hvp, 6 * x * t)
+            torch.testing.assert_close(torch.func.jacfwd(torch.exp)(x), x.exp().diag())
+            torch.testing.assert_close(torch.func.hessian(cubes)(x), (6 * x).diag())
+            with forward_ad.dual_level():
+                dual = forward_ad.make_dual(x, t)
+                torch.testing.assert_close(forward_ad.unpack_dual(dual * dual).tangent, 2 * x * t)
+
+    simulate(program, 4)
+
+
+def test_forward_mode_with_collectives():
+    def program():
+        def f(x):
+            dist.barrier()
+            return x**2
+
+        return torch.func.jvp(f, (torch.tensor(3.0),), (torch.tensor(float(dist.get_rank())),))[1].item()
+
+    assert simulate(program, 4) == [0.0, 6.0, 12.0, 18.0]
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_dispatch_modes_see_the_rank_only():
+    def program():
+        x = torch.ones(3)
+        with Seen() as seen:
+            for _ in range(dist.get_rank()):
+                x = x + 1
+            dist.all_reduce(x)
+        return [name for name in seen.names if "add" in name or "copy" in name or "stack" in name]
+
+    assert simulate(program, 3) == [[], ["aten.add.Tensor"], ["aten.add.Tensor"] * 2]
+
+
+def test_collectives_on_inference_tensors():
+    def program():
+        with torch.inference_mode():
+            return ranks_summed()
+
+    assert simulate(program, 3) == [3.0] * 3
+
+
+def test_collectives_inside_torch_func():
+    def program():
+        total = torch.tensor(float(dist.get_rank()))
+
+        def loss(x):
+            dist.all_reduce(total)
+            return x * total
+
+        return torch.func.grad(loss)(torch.tensor(1.0)).item()
+
+    assert simulate(program, 3) == [3.0] * 3
+
+
+def test_backward_of_a_sharded_program():
+    def program():
+        x = torch.tensor([dist.get_rank() + 1.0], requires_grad=True)
+        (x**2).sum().backward()
+        dist.all_reduce(x.grad)
+        return x.grad.item(), x.grad._version
+
+    assert simulate(program, 2) == [(6.0, 1)] * 2

@@ -1,0 +1,283 @@
+import gc
+import multiprocessing.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from fshard.testing.rank_error import RankError
+from fshard.testing.spmd import spmd
+from fshard.testing.workers import Workers
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Workers(2) as workers:
+        yield workers
+
+
+@pytest.fixture
+def workers(pool):
+    """The pool, which must work after every test."""
+    yield pool
+    assert pool.run(ranks_summed) == [1.0, 1.0]
+
+
+def ranks_summed(group=None):
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total, group=group)
+    return total.item()
+
+
+def failure(workers, f, **kwargs):
+    """The text of a run's error, which must come long before the timeout."""
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        workers.run(f, **kwargs)
+    assert time.monotonic() - start < 20
+    return str(caught.value)
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_results_come_in_rank_order(workers):
+    offset = torch.arange(3)
+    results = workers.run(lambda: (dist.get_world_size(), dist.get_backend(), offset + dist.get_rank()))
+    assert [result[:2] for result in results] == [(2, "gloo")] * 2
+    assert [result[2].tolist() for result in results] == [[0, 1, 2], [1, 2, 3]]
+
+
+def test_workers_persist_and_use_one_thread(workers):
+    pids = workers.run(os.getpid)
+    assert len({os.getpid(), *pids}) == 3
+    assert workers.run(lambda: (os.getpid(), torch.get_num_threads())) == [(pid, 1) for pid in pids]
+
+
+def test_functions_that_use_torch_ops(workers):
+    def program():
+        total = torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD.group_name)
+        return torch.ops._c10d_functional.wait_tensor(total).tolist()
+
+    assert workers.run(program) == [[2.0, 2.0]] * 2
+
+
+def test_modules_are_found_on_the_callers_path(workers, tmp_path, monkeypatch):
+    (tmp_path / "only_here.py").write_text("def answer():\n    return 42\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import only_here
+
+    assert workers.run(only_here.answer) == [42, 42]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_same_program_on_simulated_and_real_ranks(workers):
+    def program():
+        x, t = torch.tensor([3.0]), torch.tensor([dist.get_rank() + 1.0])
+        tangent = torch.func.jvp(torch.square, (x,), (t,))[1]
+        dist.all_reduce(tangent)
+        return tangent.item()
+
+    assert spmd(program, workers) == spmd(program, 2) == [18.0, 18.0]
+
+
+def test_device_mesh_with_subgroups():
+    def program():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        return [ranks_summed(mesh[name].get_group()) for name in mesh.mesh_dim_names]
+
+    with Workers(4) as four:
+        assert four.run(program) == [[2.0, 1.0], [4.0, 1.0], [2.0, 5.0], [4.0, 5.0]]
+
+
+def test_failing_rank_ends_its_hanging_peers(workers):
+    def program():
+        if dist.get_rank() == 1:
+            raise ValueError("bad batch")
+        ranks_summed()
+
+    text = failure(workers, program)
+    assert text.startswith("rank 1 of 2 failed:\nTraceback (most recent call last):\n")
+    assert text.endswith("ValueError: bad batch\n")
+    assert "in program" in text
+
+
+def test_lowest_failing_rank_is_reported(workers):
+    def program():
+        raise ValueError(f"from rank {dist.get_rank()}")
+
+    assert failure(workers, program).endswith("ValueError: from rank 0\n")
+
+
+@pytest.mark.parametrize(
+    "end, ending",
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
+        (lambda: os._exit(7), "exited with code 7"),
+        (lambda: os._exit(0), "exited with code 0"),
+    ],
+)
+def test_ended_rank_is_named(workers, end, ending):
+    def program():
+        if dist.get_rank() == 1:
+            end()
+        ranks_summed()
+
+    assert failure(workers, program) == f"rank 1 of 2 {ending}"
+
+
+def test_rank_killed_between_programs_is_named(workers):
+    os.kill(workers.run(os.getpid)[1], signal.SIGKILL)
+    assert failure(workers, dist.get_rank) == "rank 1 of 2 was killed by SIGKILL"
+
+
+def test_stuck_rank_shows_its_stack_at_the_timeout(workers):
+    def program():
+        if dist.get_rank() == 1:
+            ranks_summed()
+
+    text = failure(workers, program, timeout=1.0)
+    assert text.startswith("timed out after 1.0 s: ranks [0] finished, ranks [1] did not\nrank 1:\n")
+    assert "in ranks_summed\n" in text
+    assert "rank 0:" not in text
+
+
+def test_every_stuck_rank_shows_its_stack_at_the_timeout(workers):
+    def endless():
+        while True:
+            pass
+
+    def program():
+        ranks_summed() if dist.get_rank() == 0 else endless()
+
+    text = failure(workers, program, timeout=1.0)
+    assert text.startswith("timed out after 1.0 s: ranks [] finished, ranks [0, 1] did not\nrank 0:\n")
+    first, second = text.split("\nrank 1:\n")
+    assert "in ranks_summed\n" in first
+    assert "in endless\n" in second
+
+
+def test_result_that_cannot_be_sent_is_a_failure(workers):
+    assert "rank 0 of 2 failed:\n" in failure(workers, threading.Lock)
+
+
+def test_program_that_cannot_be_sent_does_no_harm(workers):
+    pids, lock = workers.run(os.getpid), threading.Lock()
+    with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object"):
+        workers.run(lambda: lock)
+    assert workers.run(os.getpid) == pids
+
+
+def test_warning_is_an_error(workers):
+    text = failure(workers, lambda: warnings.warn("rounding", stacklevel=1))
+    assert text.endswith("UserWarning: rounding\n")
+    with Workers(1, warnings_as_errors=False) as tolerant:
+        assert tolerant.run(lambda: warnings.warn("rounding", stacklevel=1)) == [None]
+
+
+def test_failure_to_start_is_reported():
+    with pytest.raises(RankError, match="rank 0 of 2 failed:\n"):
+        Workers(2, backend="carrier-pigeon")
+
+
+def test_world_size_must_be_positive():
+    with pytest.raises(ValueError, match="found world_size=0, needed at least 1"):
+        Workers(0)
+
+
+def test_missing_cloudpickle_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(ImportError, match=r"pip install 'fshard\[test\]'"):
+        Workers(1)
+
+
+def test_close_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Workers(2) as two:
+        pids = two.run(os.getpid)
+        assert len(list(tmp_path.iterdir())) == 1
+    assert list(tmp_path.iterdir()) == []
+    assert not any(is_alive(pid) for pid in pids)
+    two.close()
+    with pytest.raises(RuntimeError, match="run was called after close"):
+        two.run(os.getpid)
+
+
+def test_garbage_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    two = Workers(2)
+    pids = two.run(os.getpid)
+    del two
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_exit_code_counts_at_close():
+    def program():
+        if dist.get_rank() == 1:
+            multiprocessing.util.Finalize(None, os._exit, args=(3,), exitpriority=1)
+
+    two = Workers(2)
+    two.run(program)
+    with pytest.raises(RankError, match=r"^rank 1 of 2 exited with code 3 at close$"):
+        two.close()
+
+
+def test_worker_that_does_not_exit_shows_its_stack():
+    def program():
+        threading.Thread(target=threading.Event().wait).start()
+
+    one = Workers(1, timeout=10)
+    one.timeout = 0.5
+    one.run(program)
+    with pytest.raises(
+        RankError, match=r"closing timed out after 0.5 s: ranks \[0\] did not exit\nrank 0:\n"
+    ) as caught:
+        one.close()
+    assert "in _shutdown\n" in str(caught.value)
+
+
+def test_killed_parent_leaves_nothing_behind(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+            import os, signal, threading
+            import torch.distributed as dist
+            from fshard.testing.workers import Workers
+
+            if __name__ == "__main__":
+                parent = os.getpid()
+
+                def program():
+                    print("printed by a worker", flush=True)
+                    dist.barrier()
+                    if dist.get_rank() == 0:
+                        os.kill(parent, signal.SIGKILL)
+                    threading.Event().wait()
+
+                Workers(2).run(program)
+        """)
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
+    # The output ends when the last process that could write to it has ended.
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=40)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout.count("printed by a worker") == 2
