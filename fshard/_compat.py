@@ -12,6 +12,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+# torch.func imports this module late, and its functions' defaults then hold the process group for good (`group=WORLD`);
+# imported before there is a group, they hold none. See `release_groups_at_exit`. Checked on 2.13.
+import torch.distributed.nn.functional
+
 # Checked on 2.13. torch.distributed's own functional collectives are built on these.
 from torch._C._distributed_c10d import _register_work as register_work
 from torch._C._distributed_c10d import _resolve_process_group
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DispatchMode",
     "ThreadedCollective",
+    "forget_flat_weights",
+    "group_size",
     "init_optimizer_state",
     "register_torch_pytree",
     "register_work",
@@ -45,6 +51,14 @@ Tensors = list[torch.Tensor]
 def resolve_process_group(name: str) -> torch.distributed.ProcessGroup:
     """The process group of a name, on this thread. Checked on 2.13."""
     return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def group_size(name: str) -> int | None:
+    """The number of ranks in the process group of a name; None where this process has none. Checked on 2.13."""
+    try:
+        return resolve_process_group(name).size()
+    except RuntimeError:
+        return None
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,9 +110,19 @@ def release_groups_at_exit(mesh: "DeviceMesh") -> None:
         weakref.finalize(mesh, registry.clear)
 
 
+def forget_flat_weights(module: torch.nn.Module) -> None:
+    """Let recurrent modules drop the list of weights that their last forward kept. Checked on 2.13."""
+    for submodule in module.modules():
+        if isinstance(submodule, torch.nn.RNNBase):
+            submodule._init_flat_weights()
+
+
 def version(tensor: torch.Tensor) -> int:
-    """The number of in-place writes to a tensor's memory, counted by autograd. Checked on 2.13."""
-    return tensor._version
+    """The number of in-place writes to a tensor's memory, counted by autograd. Checked on 2.13.
+
+    Always 0 for a tensor made in inference mode, whose writes autograd does not count.
+    """
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fshard import _compat
+from fshard.checks import kind
 from fshard.tree import Axis
 
 Mesh = DeviceMesh
@@ -29,8 +30,9 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None) -> Mesh:
         A torch DeviceMesh of that shape with named axes.
 
     Raises:
-        ValueError: if the sizes do not multiply to the number of ranks, there is no such device, or torch.distributed
-            runs already on a backend that does not serve the device.
+        ValueError: before torch.distributed is started, if the sizes do not multiply to the number of ranks, there is
+            no such device, torch.distributed runs already on a backend that does not serve the device, or the
+            environment is half a launcher's.
 
     >>> init_mesh({"shard": -1}, device="cpu").size()
     1
@@ -42,8 +44,7 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None) -> Mesh:
         raise ValueError('init_mesh: device is "cuda" and torch finds no CUDA device; pass device="cpu" or None')
     if dist.is_initialized():
         _check_backend(device)
-    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
-    sizes = _sizes(shape, ranks)
+    sizes = _sizes(shape, dist.get_world_size() if dist.is_initialized() else _launched())
     if not dist.is_initialized():
         _start(device)
     mesh = init_device_mesh(device, sizes, mesh_dim_names=tuple(shape))
@@ -66,6 +67,8 @@ def axis_of(mesh: Mesh | Axis, name: str | None = None) -> Axis:
     """
     if isinstance(mesh, Axis):
         return mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh is {kind(mesh)}, needed a DeviceMesh or an Axis; make one by fs.init_mesh")
     names = mesh.mesh_dim_names or ()
     if name is None and len(names) != 1:
         raise ValueError(f"mesh has the axes {names}, needed one: name it, as in mesh['shard']")
@@ -77,26 +80,35 @@ def axis_of(mesh: Mesh | Axis, name: str | None = None) -> Axis:
 
 
 def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:
+    if not isinstance(shape, Mapping):
+        raise ValueError(f"init_mesh: shape is {kind(shape)}, needed a mapping from names of axes to their sizes")
     sizes = list(shape.values())
-    if not sizes or sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-        raise ValueError(f"init_mesh: shape is {dict(shape)}, needed positive sizes, one of which may be -1")
+    if not sizes or sizes.count(-1) > 1 or any(type(size) is not int or (size < 1 and size != -1) for size in sizes):
+        raise ValueError(f"init_mesh: shape is {dict(shape)}, needed positive whole sizes, one of which may be -1")
     known = math.prod(size for size in sizes if size != -1)
-    filled = tuple(ranks // known if size == -1 else size for size in sizes)
-    if math.prod(filled) != ranks:
-        raise ValueError(
-            f"init_mesh: {dict(shape)} holds {math.prod(filled)} ranks and {ranks} run; "
-            "choose sizes whose product is the number of ranks, or -1 for one of them"
-        )
-    return filled
+    if ranks % known or (-1 not in sizes and known != ranks):
+        needed = f"a multiple of {known}" if -1 in sizes else str(known)
+        remedy = "choose sizes whose product is the number of ranks, or -1 for one of them"
+        raise ValueError(f"init_mesh: the number of ranks is {ranks}, needed {needed} for {dict(shape)}; {remedy}")
+    return tuple(ranks // known if size == -1 else size for size in sizes)
+
+
+def _launched() -> int:
+    """The number of ranks that a launcher started, 1 without one."""
+    given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+    if len(given) == 1:
+        remedy = "run under torchrun, which sets both, or unset it"
+        raise ValueError(f"init_mesh: the environment has {given[0]} alone, needed RANK and WORLD_SIZE; {remedy}")
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _check_backend(device: str) -> None:
-    backend = dist.get_backend()
-    serves = {"gloo": ("cpu", "cuda"), "nccl": ("cuda",)}.get(backend, ("cpu", "cuda"))
+    # Pairs such as "cpu:gloo,cuda:nccl".
+    serves = [pair.split(":")[0] for pair in dist.get_backend_config().split(",")]
     if device not in serves:
         raise ValueError(
-            f"init_mesh: torch.distributed runs on {backend!r} already, which does not serve {device!r}; "
-            f"call torch.distributed.destroy_process_group() first or pass device={serves[0]!r}"
+            f"init_mesh: torch.distributed runs on {dist.get_backend()!r} already, which serves {serves}, needed "
+            f"{device!r}; call torch.distributed.destroy_process_group() first or pass another device"
         )
 
 

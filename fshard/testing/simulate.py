@@ -85,6 +85,7 @@ class _Simulation:
         self.inbox: queue.SimpleQueue[_Call | _End] = queue.SimpleQueue()
         self.waiting: dict[int, _Call] = {}
         self.ended: dict[int, _End] = {}
+        self.over = threading.Event()
         store = dist.HashStore()  # type: ignore[attr-defined]
         self.threads = [
             threading.Thread(target=self._rank, args=(f, rank, store), name=f"rank {rank}", daemon=True)
@@ -99,7 +100,8 @@ class _Simulation:
             try:
                 value = f()
             finally:
-                if dist.is_initialized():
+                # A rank that ends after its simulation sees the process's own group, which is not its to destroy.
+                if not self.over.is_set() and dist.is_initialized():
                     dist.destroy_process_group()
             self.inbox.put(_End(rank, value, None))
         except BaseException as error:
@@ -171,6 +173,7 @@ class _Simulation:
 
     def _stop(self) -> None:
         """End all ranks: those in a collective at once, others when they call one, at last by an interrupt."""
+        self.over.set()
         self._drain()
         for rank, thread in enumerate(self.threads):
             if rank not in self.ended and thread.ident is not None:

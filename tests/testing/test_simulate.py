@@ -164,6 +164,24 @@ def test_released_rank_cannot_go_on():
     assert went_on == []
 
 
+def test_rank_that_ends_late_leaves_the_process_its_own_group():
+    own, hook = not dist.is_initialized(), sys.excepthook
+    if own:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    release = threading.Event()
+    failure(release.wait, 2, timeout=0.1)
+    release.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("rank "):
+            thread.join(timeout=20)
+    try:
+        assert dist.get_world_size() == 1
+    finally:
+        if own:
+            dist.destroy_process_group()
+        sys.excepthook = hook
+
+
 def test_skipped_collective_is_a_deadlock():
     def program():
         if dist.get_rank() != 1:
