@@ -2,16 +2,36 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from fshard import _compat
 from fshard.errors import Problem, leaf_error
-from fshard.tree import Flat, is_sharded
+from fshard.tree import Axis, Flat, Tree, flatten, is_sharded, outline, tree_leaves
+
+
+def kind(leaf: Any) -> str:
+    """Say what a leaf is, for an error.
+
+    >>> kind(1.5), kind(3), kind(torch.ones(2))
+    ('a float', 'an int', 'a float32 Tensor of shape (2,)')
+    """
+    if leaf is None or is_sharded(leaf):
+        return "None" if leaf is None else "a Sharded leaf"
+    name = type(leaf).__name__
+    if isinstance(leaf, torch.Tensor):
+        name = f"{str(leaf.dtype).removeprefix('torch.')} {name} of shape {tuple(leaf.shape)}"
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
+def is_reachable(axis: Axis) -> bool:
+    """Whether this process can communicate over an axis: its group exists here and has as many ranks."""
+    return axis.size == 1 or _compat.group_size(axis.group_name) == axis.size
 
 
 def check_local(what: str, flat: Flat) -> None:
-    """Refuse Sharded leaves whose local tensor is not what their spec says.
+    """Refuse Sharded leaves whose local tensor is not what their spec says, or that live on no mesh of this process.
 
     Args:
         what: The verb that asks, for its error.
@@ -26,13 +46,132 @@ def check_local(what: str, flat: Flat) -> None:
             continue
         local, needed = leaf.local, f"a local tensor of shape {leaf.spec.local_shape}"
         if not isinstance(local, torch.Tensor):
-            problems.append(Problem(path, f"a local {type(local).__name__}", needed))
+            problems.append(Problem(path, f"{kind(local)} as local tensor", needed))
         elif tuple(local.shape) != leaf.spec.local_shape:
             problems.append(Problem(path, f"a local tensor of shape {tuple(local.shape)}", needed))
     if problems:
         raise leaf_error(
             f"{what}: shards do not match their specs", problems, "keep a leaf's shape when mapping over it"
         )
+    check_axes(what, flat)
+
+
+def check_axes(what: str, flat: Flat) -> None:
+    """Refuse Sharded leaves of another mesh than this process is on.
+
+    Args:
+        what: The verb that asks, for its error.
+        flat: The tree.
+
+    Raises:
+        ValueError: with the path of every leaf that lives on an axis whose process group this process does not have.
+    """
+    reachable: dict[Axis, bool] = {}
+    problems = []
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        for axis in leaf.spec.axes if is_sharded(leaf) else ():
+            if axis not in reachable:
+                reachable[axis] = is_reachable(axis)
+            if not reachable[axis]:
+                found = f"axis {axis.name!r} of {axis.size} ranks in group {axis.group_name!r}"
+                problems.append(Problem(path, found, "a group of that size that this process is in"))
+    if problems:
+        raise leaf_error(f"{what}: leaves of another mesh", problems, "shard the tree on a mesh of this process")
+
+
+def check_transforms(what: str, flat: Flat) -> None:
+    """Refuse Sharded leaves whose spec does not say how to gather them.
+
+    Args:
+        what: The verb that asks, for its error.
+        flat: The tree.
+
+    Raises:
+        ValueError: with the path of every leaf whose spec has no transform.
+    """
+    problems = [
+        Problem(path, "a spec without a transform", "one with it")
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if is_sharded(leaf) and leaf.spec.transform is None
+    ]
+    if problems:
+        raise leaf_error(f"{what}: leaves cannot be gathered", problems, "make them by fs.shard or fs.reshard")
+
+
+def check_floating(what: str, flat: Flat) -> None:
+    """Refuse leaves that cannot take a gradient and are not frozen.
+
+    Args:
+        what: The verb that asks, for its error.
+        flat: The parameters; None leaves and frozen ones are passed over.
+
+    Raises:
+        ValueError: with the path of every other leaf that is no floating or complex tensor.
+    """
+    problems = []
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        if leaf is None or (is_sharded(leaf) and leaf.spec.frozen):
+            continue
+        tensor = leaf.local if is_sharded(leaf) else leaf
+        if not (isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex())):
+            problems.append(Problem(path, kind(tensor), "a floating tensor"))
+    if problems:
+        remedy = "shard these leaves with frozen=, or keep them out of the parameters"
+        raise leaf_error(f"{what}: leaves cannot take a gradient", problems, remedy)
+
+
+def check_operands(what: str, tree: Tree, axis: Axis, dim: int | None = None) -> None:
+    """Refuse what a collective over an axis cannot take.
+
+    Args:
+        what: The collective, for its error.
+        tree: Its operands.
+        axis: Its axis.
+        dim: The dim it counts on, if any.
+
+    Raises:
+        ValueError: if `axis` is no Axis, or with the path of every leaf that is no tensor or has no such dim.
+    """
+    if not isinstance(axis, Axis):
+        raise ValueError(f"{what}: axis is {kind(axis)}, needed an Axis; take it from a mesh by fs.axis_of")
+
+    def fits(leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) and (dim is None or 0 <= dim < leaf.dim())
+
+    if all(map(fits, tree_leaves(tree))):
+        return
+    flat = flatten(tree)
+    needed = "a tensor" if dim is None else f"a tensor with a dim {dim}, counted from the front"
+    problems = [
+        Problem(path, kind(tensor), needed)
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if leaf is not None and not fits(tensor := leaf.local if is_sharded(leaf) else leaf)
+    ]
+    remedy = "pass tensors" if dim is None else "pass tensors of more dims, or another dim"
+    raise leaf_error(f"{what} over {axis.name!r}: leaves do not fit", problems, remedy)
+
+
+def check_reduce(reduce: str, what: str) -> None:
+    """Refuse an unknown way to reduce."""
+    if reduce not in ("mean", "sum", "weighted"):
+        raise ValueError(f'{what}: reduce is {reduce!r}, needed "mean", "sum" or "weighted"')
+
+
+def check_loss(loss: Any, reduce: str, what: str) -> None:
+    """Refuse a loss that does not fit `reduce`, before it is reduced."""
+    weighted = reduce == "weighted"
+    if weighted and not (isinstance(loss, tuple) and len(loss) == 2):
+        raise ValueError(f'{what}: the loss is {kind(loss)}, needed the pair (sum, count) for reduce="weighted"')
+    for name, part in zip(("sum", "count"), loss, strict=True) if weighted else [("loss", loss)]:
+        scalar = isinstance(part, torch.Tensor) and not part.dim()
+        if scalar and (part.is_floating_point() or name == "count"):
+            continue
+        needed = "a floating scalar tensor; sum or average over the batch"
+        if name == "count":
+            needed = "a scalar tensor; torch.tensor makes one"
+        elif isinstance(part, tuple):
+            needed = "a floating scalar tensor alone; value_and_grad takes (loss, aux) by has_aux=True"
+        raise ValueError(f"{what}: the {name} is {kind(part)}, needed {needed}")
 
 
 def same_structure(what: str, flat: Flat, needed: Flat) -> None:
@@ -51,7 +190,11 @@ def same_structure(what: str, flat: Flat, needed: Flat) -> None:
     here, there = dict.fromkeys(flat.paths), dict.fromkeys(needed.paths)
     problems = [Problem(path, "nothing", "a leaf") for path in there if path not in here]
     problems += [Problem(path, "a leaf", "nothing") for path in here if path not in there]
-    problems = problems or [Problem("(root)", str(flat.treedef), str(needed.treedef))]
+    if not problems:
+        # Nodes of other types, or of one type with other data of their own.
+        pair = outline(flat.treedef), outline(needed.treedef)
+        pair = pair if pair[0] != pair[1] else (str(flat.treedef), str(needed.treedef))
+        problems = [Problem("(structure)", *pair)]
     raise leaf_error(f"{what}: trees differ in structure", problems, "pass trees made from the same parameters")
 
 

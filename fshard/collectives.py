@@ -14,6 +14,7 @@ import torch
 from torch.autograd import Function
 
 from fshard import comm
+from fshard.checks import check_axes, check_loss, check_operands, check_reduce, check_transforms, kind
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Tree, flatten, is_sharded, tree_leaves, tree_map
 
@@ -84,6 +85,7 @@ def psum(tree: Tree, axis: Axis) -> Tree:
     Returns:
         The tree of sums, in rank order where the algorithm is direct.
     """
+    check_operands("psum", tree, axis)
     total = partial(comm.all_reduce, axis=axis, label="psum")
     return _on_tree(tree, total, total)
 
@@ -98,6 +100,7 @@ def pmean(tree: Tree, axis: Axis) -> Tree:
     Returns:
         The tree of means.
     """
+    check_operands("pmean", tree, axis)
     return tree_map(lambda tensor: tensor / axis.size, psum(tree, axis))
 
 
@@ -113,6 +116,7 @@ def pvary(tree: Tree, axis: Axis) -> Tree:
     Returns:
         The same values.
     """
+    check_operands("pvary", tree, axis)
     return _on_tree(tree, tuple, partial(comm.all_reduce, axis=axis, label="pvary"))
 
 
@@ -128,6 +132,7 @@ def psum_invariant(tree: Tree, axis: Axis) -> Tree:
     Returns:
         The tree of sums.
     """
+    check_operands("psum_invariant", tree, axis)
     return _on_tree(tree, partial(comm.all_reduce, axis=axis, label="psum_invariant"), tuple)
 
 
@@ -142,6 +147,7 @@ def all_gather(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     Returns:
         Tensors axis.size times as long along `dim`.
     """
+    check_operands("all_gather", tree, axis, dim)
     return _on_tree(tree, partial(_concatenate, axis=axis, dim=dim), partial(_scatter, axis=axis, dim=dim))
 
 
@@ -157,15 +163,17 @@ def reduce_scatter(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
         Tensors 1 / axis.size as long along `dim`.
 
     Raises:
-        ValueError: if a dim does not divide, with the leaf's path.
+        ValueError: if a leaf has no such dim, or it does not divide, with the leaf's path.
     """
-    flat = flatten(tree)
-    problems = [
-        Problem(path, f"size {leaf.shape[dim]} of dim {dim}", f"a multiple of {axis.size}")
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if isinstance(leaf, torch.Tensor) and leaf.shape[dim] % axis.size
-    ]
-    if problems:
+    check_operands("reduce_scatter", tree, axis, dim)
+    if any(leaf.shape[dim] % axis.size for leaf in tree_leaves(tree)):
+        flat = flatten(tree)
+        problems = [
+            Problem(path, f"size {tensor.shape[dim]} of dim {dim}", f"a multiple of {axis.size}")
+            for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+            for tensor in tree_leaves(leaf)
+            if tensor.shape[dim] % axis.size
+        ]
         raise leaf_error(f"reduce_scatter over {axis.name!r}: dims do not divide", problems, "pad the dim")
     return _on_tree(tree, partial(_scatter, axis=axis, dim=dim), partial(_concatenate, axis=axis, dim=dim))
 
@@ -185,22 +193,32 @@ def reduction_axes(like: Tree, what: str) -> tuple[Axis, ...]:
     """The mesh axes that the gradients of `like` are summed over: those its transforms gather or replicate on.
 
     Args:
-        like: Any tree; leaves that are not Sharded are passed over.
+        like: A tree whose leaves are all Sharded, or none; None counts as neither.
         what: The verb that asks, for its error.
 
     Returns:
         The axes, which are the same for every leaf; none where no leaf is Sharded.
 
     Raises:
-        ValueError: if leaves disagree.
+        ValueError: if leaves disagree, or only some are Sharded.
     """
     flat = flatten(like)
+    check_axes(what, flat)
+    check_transforms(what, flat)
     axes = [
         (path, leaf.spec.transform.axes) for path, leaf in zip(flat.paths, flat.leaves, strict=True) if is_sharded(leaf)
     ]
     if not axes:
         return ()
     (first, needed), *rest = axes
+    problems = [
+        Problem(path, kind(leaf), f"a Sharded leaf, as {first} is")
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if leaf is not None and not is_sharded(leaf)
+    ]
+    if problems:
+        remedy = "shard the whole tree (fs.ddp keeps leaves whole), or keep other leaves out of the parameters"
+        raise leaf_error(f"{what}: plain leaves among Sharded ones", problems, remedy)
     names = [axis.name for axis in needed]
     problems = [
         Problem(path, f"axes {[axis.name for axis in found]}", f"{names} of one mesh, as for {first}")
@@ -231,8 +249,9 @@ def objective(loss: Loss, like: Tree, reduce: str = "mean") -> torch.Tensor:
     Raises:
         ValueError: if `reduce` is another word, or `loss` is not what it asks for.
     """
-    axes = reduction_axes(like, "objective")
+    check_reduce(reduce, "objective")
     check_loss(loss, reduce, "objective")
+    axes = reduction_axes(like, "objective")
     value, count = loss if isinstance(loss, tuple) else (loss, None)
     return divided(total(value, axes), denominator(count, axes, reduce))
 
@@ -254,17 +273,3 @@ def denominator(count: Any, axes: Sequence[Axis], reduce: str) -> Any:
 def divided(value: torch.Tensor, divisor: Any) -> torch.Tensor:
     """Divide a sum by its denominator; nothing is computed where that is the number one."""
     return value if isinstance(divisor, int) and divisor == 1 else value / divisor
-
-
-def check_loss(loss: Any, reduce: str, what: str) -> None:
-    """Refuse a loss that does not fit `reduce`, before any collective."""
-    if reduce not in ("mean", "sum", "weighted"):
-        raise ValueError(f'{what}: reduce is {reduce!r}, needed "mean", "sum" or "weighted"')
-    parts = loss if isinstance(loss, tuple) else (loss,)
-    if len(parts) != (2 if reduce == "weighted" else 1):
-        needed = "the pair (sum, count)" if reduce == "weighted" else "one scalar tensor"
-        raise ValueError(f"{what}: the loss is a {type(loss).__name__} of {len(parts)}, needed {needed} for {reduce!r}")
-    for part in parts:
-        if not isinstance(part, torch.Tensor) or part.dim():
-            found = f"shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else type(part).__name__
-            raise ValueError(f"{what}: the loss has {found}, needed a scalar tensor; reduce it over this rank's batch")

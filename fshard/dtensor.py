@@ -1,5 +1,6 @@
 """To and from torch's DTensor, the leaf type of FSDP2; torch.distributed.tensor is imported on first use."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from torch.nn.functional import pad
 from fshard.checks import check_local
 from fshard.errors import Problem, leaf_error
 from fshard.mesh import Mesh, axis_of
-from fshard.shard import without_padding
+from fshard.shard import check_transform, without_padding
 from fshard.tree import Axis, Sharded, Spec, Tree, flatten, is_sharded, on_axis, split, unflatten
 
 
@@ -25,10 +26,12 @@ def from_dtensor(tree: Tree, strategy: Any) -> Tree:
         The tree with Sharded leaves that share memory with the DTensors.
 
     Raises:
-        ValueError: if a leaf has partial or strided placements, or lives on other axes than the strategy's.
+        ValueError: if a leaf has partial or strided placements, a dim that several axes split unevenly, or lives on
+            other axes than the strategy's.
     """
     from torch.distributed.tensor import DTensor
 
+    check_transform(strategy, "from_dtensor")
     flat = flatten(tree)
     problems: list[Problem] = []
     leaves = [
@@ -60,6 +63,9 @@ def _from_dtensor(path: str, leaf: Any, strategy: Any, problems: list[Problem]) 
         else:
             problems.append(Problem(path, f"placement {placement}", "Shard or Replicate"))
             return leaf
+    if misfit := _uneven(spec):
+        problems.append(Problem(path, *misfit))
+        return leaf
     local = leaf.to_local().detach()
     missing = [n - k for n, k in zip(spec.local_shape, local.shape, strict=True)]
     if any(missing):
@@ -78,7 +84,8 @@ def to_dtensor(tree: Tree, mesh: Mesh) -> Tree:
         The tree with DTensor leaves that share memory with the shards.
 
     Raises:
-        ValueError: if a leaf lives on an axis that the mesh lacks, or splits a dim over axes in another order.
+        ValueError: if a leaf lives on an axis that the mesh lacks, splits a dim over axes in another order or unevenly
+            over several, or is a number that is split.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -94,6 +101,14 @@ def to_dtensor(tree: Tree, mesh: Mesh) -> Tree:
     ]
     if problems:
         raise leaf_error("to_dtensor: leaves are not on this mesh", problems, "pass the mesh they were sharded with")
+    problems = [
+        Problem(path, *misfit)
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if is_sharded(leaf) and (misfit := _uneven(leaf.spec))
+    ]
+    if problems:
+        remedy = "reshard these leaves; min_shard_elements keeps small ones whole"
+        raise leaf_error("to_dtensor: DTensor has no such layout", problems, remedy)
 
     def convert(leaf: Any) -> Any:
         if not is_sharded(leaf):
@@ -114,6 +129,18 @@ def _expressible(spec: Spec, axes: list[Axis]) -> bool:
         for split in map(spec.split_axes, range(len(spec.shape)))
     )
     return set(spec.axes) <= set(axes) and all(orders)
+
+
+def _uneven(spec: Spec) -> tuple[str, str] | None:
+    """What was found and what was needed, where DTensor pads a split otherwise: a number, or a dim over two axes."""
+    if spec.partition and not spec.shape:
+        return f"a 0-d leaf split as {spec.partition!r}", "a whole one"
+    for dim, size in enumerate(spec.shape):
+        axes = [axis for axis in spec.split_axes(dim) if axis.size > 1]
+        if len(axes) > 1 and size != spec.padded_shape[dim]:
+            ranks = math.prod(axis.size for axis in axes)
+            return f"dim {dim} of size {size} over {[axis.name for axis in axes]}", f"a multiple of {ranks}"
+    return None
 
 
 def _named(axes: Iterable[Axis]) -> str:

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from fshard.checks import check_local
+from fshard.checks import check_local, check_transforms
 from fshard.collectives import linear_call
 from fshard.transforms import ShardTransform
 from fshard.tree import Tree, flatten, is_sharded, unflatten
@@ -31,6 +31,7 @@ def gather(tree: Tree) -> Tree:
     """
     flat = flatten(tree)
     check_local("gather", flat)
+    check_transforms("gather", flat)
     groups: dict[tuple[ShardTransform, bool], list[int]] = {}
     for i, leaf in enumerate(flat.leaves):
         if is_sharded(leaf):

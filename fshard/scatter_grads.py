@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fshard.checks import same_structure
+from fshard.checks import check_floating, check_local, kind, same_structure
 from fshard.collectives import denominator, divided, linear_call, reduction_axes
 from fshard.errors import Problem, leaf_error
 from fshard.transforms import ShardTransform
@@ -32,13 +32,17 @@ def scatter_grads(grads: Tree, like: Tree, reduce: str = "mean", *, count: torch
     if reduce not in ("mean", "sum", "weighted") or (reduce == "weighted") != (count is not None):
         found = f"reduce={reduce!r} {'without' if count is None else 'with'} count"
         raise ValueError(f'scatter_grads: got {found}, needed "mean", "sum", or "weighted" with count=')
+    if count is not None and (not isinstance(count, torch.Tensor) or count.dim()):
+        raise ValueError(f"scatter_grads: count is {kind(count)}, needed a scalar tensor; torch.tensor makes one")
     flat, params = flatten(grads), flatten(like)
     same_structure("scatter_grads of gradients", flat, params)
     axes = reduction_axes(like, "scatter_grads")
+    check_local("scatter_grads of `like`", params)
+    check_floating("scatter_grads", params)
     problems = [
         Problem(path, *problem)
         for path, grad, param in zip(flat.paths, flat.leaves, params.leaves, strict=True)
-        if (problem := _problem(grad, param, among_sharded=bool(axes)))
+        if (problem := _problem(grad, param))
     ]
     if problems:
         remedy = "pass the gradients of full leaves, as from torch.func.grad at fs.gather(like)"
@@ -73,22 +77,14 @@ def _gathered_shape(spec: Spec) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _problem(grad: Any, param: Any, among_sharded: bool) -> tuple[str, str] | None:
+def _problem(grad: Any, param: Any) -> tuple[str, str] | None:
     """What was found and what was needed, where a gradient does not fit its parameter."""
-    if not is_sharded(param):
-        return ("a parameter that is not sharded", "a Sharded one, like the others") if among_sharded else None
-    if param.spec.frozen or grad is None:
+    if grad is None or (is_sharded(param) and param.spec.frozen):
         return None
-    needed = _gathered_shape(param.spec)
-    if is_sharded(grad):
-        return "a sharded gradient", f"a full one of shape {needed}"
-    if not isinstance(grad, torch.Tensor):
-        return f"a {type(grad).__name__}", f"a tensor of shape {needed}"
-    if not param.local.is_floating_point() and not param.local.is_complex():
-        return f"a leaf of {param.local.dtype}", "a floating one, or frozen"
-    if tuple(grad.shape) != needed:
-        return f"shape {tuple(grad.shape)}", f"shape {needed}"
-    return None
+    needed = _gathered_shape(param.spec) if is_sharded(param) else None if param is None else tuple(param.shape)
+    if isinstance(grad, torch.Tensor) and tuple(grad.shape) == needed:
+        return None
+    return kind(grad), "None" if needed is None else f"a full tensor of shape {needed}"
 
 
 def _or_zeros(grad: torch.Tensor | None, param: Sharded) -> torch.Tensor:

@@ -9,10 +9,10 @@ import torch
 from torch.nn.functional import pad
 
 from fshard import comm
-from fshard.checks import check_local
+from fshard.checks import check_local, is_reachable, kind
 from fshard.errors import Problem, leaf_error
 from fshard.transforms import LayoutError, ShardTransform
-from fshard.tree import Sharded, Spec, Tree, flatten, is_sharded, unflatten
+from fshard.tree import Sharded, Spec, Tree, flatten, is_sharded, outline, unflatten
 
 
 def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str], bool] | None = None) -> Tree:
@@ -34,27 +34,28 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str],
     >>> fs.shard({"w": torch.ones(4, 512)}, fs.zero2(fs.init_mesh({"shard": -1}, device="cpu")))
     {'w': Sharded(float32[4, 512], P('shard'), local [4, 512])}
     """
-    _check_transform(transform, "shard")
+    check_transform(transform, "shard")
     flat = flatten(full_tree)
-    lines = [f"{path} = {_describe(leaf)}" for path, leaf in zip(flat.paths, flat.leaves, strict=True)]
-    difference = comm.disagreement(lines, transform.axes, "shard")
-    if difference:
-        raise ValueError(
-            f"shard: ranks hold different trees\n  {difference}\n"
-            "To fix: build the same tree on every rank, for instance from one seed."
-        )
     problems: list[Problem] = []
     out: list[Any] = []
+    entries: dict[str, str] = {}
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-        if isinstance(leaf, torch.Tensor):
-            spec = Spec(tuple(leaf.shape), frozen=_is_frozen(path, leaf, frozen))
-            out.append((leaf.detach(), _layout(path, spec, transform, problems)))
+        unfit = _unfit(leaf)
+        if leaf is None or unfit:
+            problems += [Problem(path, *unfit)] if unfit else []
+            out.append(None)
+            entries[path] = unfit[0] if unfit else "None"
             continue
-        out.append(leaf)
-        if is_sharded(leaf):
-            problems.append(Problem(path, "a Sharded leaf", "a full tensor; reshard changes layouts"))
-        elif leaf is not None:
-            problems.append(Problem(path, f"a {type(leaf).__name__}", "a tensor"))
+        spec = Spec(tuple(leaf.shape), frozen=_is_frozen(path, leaf, frozen))
+        spec = _layout(path, spec, transform, problems)
+        out.append((leaf.detach(), spec))
+        entries[path] = _describe(leaf, spec)
+    entries["(structure)"] = outline(flat.treedef)
+    # Ranks compare before any of them refuses its tree: a tree may be wrong on one rank alone.
+    difference = comm.disagreement(entries, transform.axes, "shard")
+    if difference:
+        remedy = "build the same tree on every rank, for instance from one seed"
+        raise leaf_error("shard: ranks hold different trees", [difference], remedy)
     if problems:
         raise leaf_error("shard: leaves cannot be sharded", problems, "pass full tensors whose shapes fit the strategy")
     return unflatten(flat.treedef, [leaf and Sharded(local_piece(*leaf), leaf[1]) for leaf in out])
@@ -98,7 +99,7 @@ def reshard(tree: Tree, transform: ShardTransform) -> Tree:
     Raises:
         ValueError: if a leaf's shape does not match its spec or does not fit the transform.
     """
-    _check_transform(transform, "reshard")
+    check_transform(transform, "reshard")
     flat = flatten(tree)
     check_local("reshard", flat)
     problems: list[Problem] = []
@@ -185,19 +186,34 @@ def _is_frozen(path: str, leaf: torch.Tensor, frozen: Callable[[str], bool] | No
     return fixed or (frozen is not None and frozen(path))
 
 
-def _describe(leaf: Any) -> str:
-    """What ranks must agree on: a leaf's kind, shape, dtype and a hash of its values."""
-    if not isinstance(leaf, torch.Tensor):
-        return type(leaf).__name__
-    dense = leaf.detach().cpu().contiguous().resolve_conj().resolve_neg()
+def _unfit(leaf: Any) -> tuple[str, str] | None:
+    """What was found and what was needed, where a leaf is nothing that can be cut."""
+    if is_sharded(leaf):
+        return "a Sharded leaf", "a full tensor; reshard changes layouts"
+    if leaf is not None and type(leaf) not in (torch.Tensor, torch.nn.Parameter):
+        return kind(leaf), "a tensor" + ("; from_dtensor takes DTensors over" if isinstance(leaf, torch.Tensor) else "")
+    if leaf is not None and (leaf.is_meta or leaf.layout != torch.strided):
+        layout = str(leaf.layout).removeprefix("torch.")
+        return f"a {layout} tensor on device {leaf.device}", "a strided tensor with values"
+    return None
+
+
+def _describe(leaf: torch.Tensor, spec: Spec) -> str:
+    """What ranks must agree on: a leaf's dtype, shape, layout and a hash of its values."""
+    dense = leaf.detach().cpu().contiguous()
     # A single element counts as contiguous whatever its stride, which a view as bytes does not allow.
     flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
     values = hashlib.blake2b(flat.numpy().data, digest_size=8).hexdigest()
     dtype = str(leaf.dtype).removeprefix("torch.")
-    return f"{dtype}{list(leaf.shape)} with values of hash {values}"
+    return f"{'frozen ' if spec.frozen else ''}{dtype}{list(leaf.shape)} of hash {values} split by {spec.partition!r}"
 
 
-def _check_transform(transform: Any, verb: str) -> None:
+def check_transform(transform: Any, verb: str) -> None:
+    """Refuse what is no transform, or one of another mesh than this process is on."""
     if not isinstance(transform, ShardTransform):
-        found = type(transform).__name__
-        raise ValueError(f"{verb}: strategy is a {found}, needed a ShardTransform such as fs.zero2(mesh)")
+        raise ValueError(f"{verb}: strategy is {kind(transform)}, needed a ShardTransform such as fs.zero2(mesh)")
+    for axis in transform.axes:
+        if not is_reachable(axis):
+            found = f"the strategy has axis {axis.name!r} of {axis.size} ranks in group {axis.group_name!r}"
+            needed = "a group of that size that this process is in; make it of a mesh of this process"
+            raise ValueError(f"{verb}: {found}, needed {needed}")

@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from fshard.checks import kind
 from fshard.tree import Tree
 
 
@@ -48,4 +49,6 @@ class TrainState(NamedTuple):
         Raises:
             ValueError: if the optimizer refuses the parameters.
         """
+        if not callable(getattr(tx, "init", None)):
+            raise ValueError(f"TrainState.create: tx is {kind(tx)}, needed an Optimizer; make one by fs.from_torch")
         return cls(torch.zeros((), dtype=torch.int64), params, tx.init(params), buffers, key)

@@ -1,5 +1,6 @@
 """Leaves and their specs: Sharded, Spec, Axis, P; pytrees of them; shape arithmetic."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -190,8 +191,20 @@ def is_sharded(node: Any) -> bool:
 def flatten(tree: Tree) -> Flat:
     """Take a tree apart without looking inside Sharded leaves; None counts as a leaf."""
     leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
-    accessors = optree.treespec_accessors(treedef)
-    return Flat([accessor.codify("") or "(root)" for accessor in accessors], leaves, treedef)
+    return Flat(list(_paths(treedef)), leaves, treedef)
+
+
+@functools.lru_cache(maxsize=256)
+def _paths(treedef: Treedef) -> tuple[str, ...]:
+    """Spell out the leaves' paths, as in ['blocks'][0]; slow enough to remember."""
+    return tuple(accessor.codify("") or "(root)" for accessor in optree.treespec_accessors(treedef))
+
+
+def outline(treedef: Treedef) -> str:
+    """The node types of a structure, without keys or the nodes' own data, whose text may differ between processes."""
+    if treedef.type is None:
+        return "*"
+    return f"{treedef.type.__name__}({', '.join(map(outline, treedef.children()))})"
 
 
 def unflatten(treedef: Treedef, leaves: list[Any]) -> Tree:

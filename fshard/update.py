@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard.checks import same_structure
+from fshard.checks import kind, same_structure
 from fshard.errors import Problem, leaf_error
 from fshard.train_state import TrainState
-from fshard.tree import Tree, flatten, is_sharded
+from fshard.tree import Spec, Tree, flatten, is_sharded
 
 
 class Optimizer(NamedTuple):
@@ -50,8 +50,11 @@ def update(tx: Optimizer, state: TrainState, grads: Tree) -> TrainState:
         ValueError: before any collective, if the gradients are not those of state.params, or tx is no optimizer.
     """
     if not isinstance(tx, Optimizer):
-        found = type(tx).__name__
-        raise ValueError(f"update: tx is a {found}, needed an Optimizer; end the chain with one, such as fs.from_torch")
+        raise ValueError(
+            f"update: tx is {kind(tx)}, needed an Optimizer; end the chain with one, such as fs.from_torch"
+        )
+    if not isinstance(state, TrainState):
+        raise ValueError(f"update: state is {kind(state)}, needed a TrainState; make one by fs.TrainState.create")
     _check_gradients(grads, state.params)
     params, opt_state = tx.update(grads, state.opt_state, state.params)
     return state._replace(step=state.step + 1, params=params, opt_state=opt_state)
@@ -67,8 +70,11 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
         The Optimizer; without one at the end, a GradientTransformation.
 
     Raises:
-        ValueError: if an optimizer stands anywhere but last.
+        ValueError: if an optimizer stands anywhere but last, or something is neither.
     """
+    for part in transformations:
+        if not isinstance(part, GradientTransformation | Optimizer):
+            raise ValueError(f"chain: got {kind(part)}, needed gradient transformations and an Optimizer at the end")
     if any(isinstance(part, Optimizer) for part in transformations[:-1]):
         raise ValueError("chain: an optimizer stands before the end, needed last; it returns parameters, not gradients")
 
@@ -76,6 +82,10 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
         return tuple(part.init(params) for part in transformations)
 
     def run(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        if not isinstance(state, tuple) or len(state) != len(transformations):
+            found = f"a tuple of {len(state)}" if isinstance(state, tuple) else kind(state)
+            needed = f"one of {len(transformations)}; update with the optimizer that made the state"
+            raise ValueError(f"chain: the state is {found}, needed {needed}")
         states = []
         for part, part_state in zip(transformations, state, strict=True):
             grads, part_state = part.update(grads, part_state, params)
@@ -101,26 +111,28 @@ def _check_gradients(grads: Tree, params: Tree) -> None:
 
 def _problem(grad: Any, param: Any) -> tuple[str, str] | None:
     """What was found and what was needed, where a gradient does not fit its parameter."""
-    if is_sharded(param) and param.spec.frozen:
-        return None if grad is None else ("a gradient", "None for a frozen leaf")
+    if param is None or (is_sharded(param) and param.spec.frozen):
+        leaf = "a frozen leaf" if is_sharded(param) else "None"
+        return None if grad is None else ("a gradient", f"None for {leaf}")
     if is_sharded(param) != is_sharded(grad):
-        return _kind(grad), _kind(param)
+        return kind(grad), kind(param)
     if not is_sharded(param):
         same = isinstance(grad, torch.Tensor) and grad.shape == param.shape
-        return None if same else (_kind(grad), _kind(param))
+        return None if same else (kind(grad), kind(param))
     if grad.spec != param.spec:
-        return f"a gradient of {_layout(grad.spec)}", _layout(param.spec)
+        return _differences(grad.spec, param.spec)
     if grad.local.shape != param.local.shape or grad.local.dtype != param.local.dtype:
-        return f"{grad.local.dtype} of {tuple(grad.local.shape)}", f"{param.local.dtype} of {tuple(param.local.shape)}"
+        return f"{kind(grad.local)} as shard", kind(param.local)
     return None
 
 
-def _kind(leaf: Any) -> str:
-    if is_sharded(leaf):
-        return "a Sharded leaf"
-    return f"a full tensor of {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
+def _differences(found: Spec, needed: Spec) -> tuple[str, str]:
+    """What two specs say differently; the transforms alone, which are long, where they agree otherwise."""
 
+    def parts(spec: Spec) -> list[str]:
+        axes = ", ".join(f"{axis.name}={axis.size} in group {axis.group_name!r}" for axis in spec.axes)
+        return [f"shape {spec.shape}", f"{spec.partition!r}", f"axes {axes}", f"frozen={spec.frozen}"]
 
-def _layout(spec: Any) -> str:
-    axes = ", ".join(f"{axis.name}={axis.size} in group {axis.group_name!r}" for axis in spec.axes)
-    return f"shape {spec.shape}, {spec.partition!r} over {axes} by {spec.transform}"
+    pairs = [(a, b) for a, b in zip(parts(found), parts(needed), strict=True) if a != b]
+    pairs = pairs or [(f"transform {found.transform}", f"transform {needed.transform}")]
+    return tuple("; ".join(side) for side in zip(*pairs, strict=True))  # type: ignore[return-value]

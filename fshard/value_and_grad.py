@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from fshard.checks import check_local, refuse_writes
-from fshard.collectives import check_loss, denominator, divided, reduction_axes, total
-from fshard.errors import Problem, leaf_error
+from fshard.checks import check_floating, check_local, check_loss, check_reduce, kind, refuse_writes
+from fshard.collectives import denominator, divided, reduction_axes, total
 from fshard.tree import Sharded, Tree, flatten, is_sharded, tree_leaves, tree_map, unflatten
 
 
@@ -28,17 +27,17 @@ def value_and_grad(f: Callable[..., Any], *, reduce: str = "mean", has_aux: bool
         on every rank; grads have the parameters' structure, specs and dtypes, and None where a leaf is frozen.
 
     Raises:
-        ValueError: (by the function returned) if `reduce` is unknown, the loss does not fit it, a leaf that takes a
-            gradient is not floating, or `f` wrote to a parameter.
+        ValueError: if `reduce` is unknown; by the function returned, if the loss does not fit it, a leaf that takes a
+            gradient is not floating, leaves are plain among Sharded ones, or `f` wrote to a parameter.
     """
+    check_reduce(reduce, "value_and_grad")
 
     def run(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         flat = flatten(params)
         check_local("value_and_grad", flat)
         axes = reduction_axes(params, "value_and_grad")
         trained = [i for i, leaf in enumerate(flat.leaves) if _takes_gradient(leaf)]
-        _check_floating([(flat.paths[i], _tensor(flat.leaves[i])) for i in trained])
-
+        check_floating("value_and_grad", flat)
         parts: list[Tree] = []
 
         def local(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -46,6 +45,10 @@ def value_and_grad(f: Callable[..., Any], *, reduce: str = "mean", has_aux: bool
             for i, tensor in zip(trained, tensors, strict=True):
                 leaves[i] = Sharded(tensor, leaves[i].spec) if is_sharded(leaves[i]) else tensor
             out = f(unflatten(flat.treedef, leaves), *args, **kwargs)
+            if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+                raise ValueError(
+                    f"value_and_grad: f returned {kind(out)}, needed the pair (loss, aux) for has_aux=True"
+                )
             loss, aux = out if has_aux else (out, None)
             check_loss(loss, reduce, "value_and_grad")
             value, count = loss if reduce == "weighted" else (loss, None)
@@ -71,19 +74,8 @@ def value_and_grad(f: Callable[..., Any], *, reduce: str = "mean", has_aux: bool
 
 
 def _takes_gradient(leaf: Any) -> bool:
-    return not leaf.spec.frozen if is_sharded(leaf) else isinstance(leaf, torch.Tensor)
+    return not leaf.spec.frozen if is_sharded(leaf) else leaf is not None
 
 
-def _tensor(leaf: Any) -> torch.Tensor:
+def _tensor(leaf: Any) -> Any:
     return leaf.local if is_sharded(leaf) else leaf
-
-
-def _check_floating(leaves: list[tuple[str, torch.Tensor]]) -> None:
-    problems = [
-        Problem(path, f"dtype {tensor.dtype}", "a floating one")
-        for path, tensor in leaves
-        if not tensor.is_floating_point()
-    ]
-    if problems:
-        remedy = "shard these leaves with frozen=, or keep them out of the parameters"
-        raise leaf_error("value_and_grad: leaves cannot take a gradient", problems, remedy)

@@ -25,7 +25,8 @@ _SIGNATURE = "(Tensor[] tensors, str axis, int size, str group, str algorithm, s
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as bytes: moving data is then the same for every dtype, also those that gloo does not know."""
-    return tensor.view(-1).view(torch.uint8)
+    # A single element counts as contiguous whatever its stride, which view does not allow.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _all_gather(tensors: Tensors, axis: str, size: int, group: str, algorithm: str, label: str) -> Tensors:

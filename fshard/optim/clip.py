@@ -1,12 +1,14 @@
 """Clipping by norms that span ranks."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from fshard.collectives import all_gather, psum_invariant, pvary, total
+from fshard import comm
+from fshard.collectives import linear_call, pvary, total
 from fshard.shard import without_padding
 from fshard.tree import Axis, Tree, flatten, is_sharded, tree_map, unflatten
 from fshard.update import GradientTransformation
@@ -19,8 +21,8 @@ def clip_by_global_norm(max_norm: float, p: float = 2.0) -> GradientTransformati
     """Scale gradients down so that the norm of all of them together is at most `max_norm`.
 
     What torch.nn.utils.clip_grad_norm_ does to full gradients, with the norm taken in float64: each element counts
-    once, however many ranks store it, and padding does not count. Costs one sum of a single number over each axis that
-    gradients are split over.
+    once, however many ranks store it, and padding does not count. Costs one collective of a single number over each
+    axis that gradients are split over, for each set of axes that some leaf is split over.
 
     Args:
         max_norm: The largest norm to let through, 0 or more.
@@ -100,11 +102,15 @@ def _largest(tensors: list[torch.Tensor], axes: tuple[Axis, ...]) -> torch.Tenso
     norms = [torch.cat([tensor.new_zeros(1), tensor.reshape(-1).abs()]).amax().double() for tensor in tensors]
     norm = torch.stack(norms).amax()
     for axis in axes:
-        # The ranks that hold the largest magnitude share its cotangent.
-        holds = (norm == all_gather(norm.detach().reshape(1), axis).amax()).to(norm.dtype)
-        held, holders = psum_invariant([norm * holds, holds], axis)
-        norm = held / holders
+        # What follows agrees between ranks, so each one's norm gets its own cotangent as it is, without a sum.
+        gather, own = partial(comm.all_gather, axis=axis, label="clip"), partial(_own_rows, axis=axis)
+        (rows,) = linear_call(gather, own, [norm])
+        norm = rows.amax(0)
     return norm
+
+
+def _own_rows(stacks: Sequence[torch.Tensor], axis: Axis) -> list[torch.Tensor]:
+    return [stack[comm.rank(axis)] for stack in stacks]
 
 
 def _scaled(leaf: Any, scale: torch.Tensor) -> Any:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fshard.checks import kind
 from fshard.tree import Axis, Spec
 
 Tensors = Sequence[torch.Tensor]
@@ -106,8 +107,11 @@ def compose(*transforms: ShardTransform) -> ShardTransform:
         Their composition, equal to any other of equal parts.
 
     Raises:
-        ValueError: if two of them use the same mesh axis.
+        ValueError: if two of them use the same mesh axis, or something is no transform.
     """
+    for transform in transforms:
+        if not isinstance(transform, ShardTransform):
+            raise ValueError(f"compose: got {kind(transform)}, needed ShardTransforms such as fs.fully_shard(mesh)")
     stages = tuple(s for t in transforms for s in (t.stages if isinstance(t, _Composed) else (t,)))
     composed = _Composed(stages)
     names = [axis.name for axis in composed.axes]

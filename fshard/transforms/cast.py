@@ -46,6 +46,6 @@ def cast(*, gather: torch.dtype | None = None, scatter: torch.dtype | None = Non
     True
     """
     for dtype in (gather, scatter):
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"cast: dtype is {dtype}, needed a floating one")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"cast: dtype is {dtype!r}, needed a floating torch.dtype such as torch.bfloat16")
     return _Cast(gather, scatter)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.nn.functional import pad
 
 from fshard import comm
@@ -37,11 +38,9 @@ class _FullyShard(ShardTransform):
         stacks = [leaves[i] for i in dims]
         gathered = comm.all_gather(stacks, self.axis, "gather", self.algorithm)
         for (i, dim), rows in zip(dims.items(), gathered, strict=True):
-            full = rows.movedim(0, dim).flatten(dim, dim + 1)
-            if self._outermost(specs[i], dim):
-                full = full.narrow(dim, 0, specs[i].full_shape[dim])
-                full = full if specs[i].shape else full.select(0, 0)
-            out[i] = full
+            outermost = self._outermost(specs[i], dim)
+            full = _joined(rows, dim, specs[i].full_shape[dim] if outermost else self.axis.size * rows.shape[dim + 1])
+            out[i] = full if specs[i].shape or not outermost else full.select(0, 0)
         return out
 
     def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
@@ -70,6 +69,17 @@ class _FullyShard(ShardTransform):
     def _outermost(self, spec: Spec, dim: int) -> bool:
         """Whether this axis is the last one gathered along `dim`, after which the padding goes."""
         return spec.split_axes(dim)[0] == self.axis
+
+
+def _joined(rows: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Put every rank's piece side by side along `dim` and cut them to `size`, row-major: kernels round by strides."""
+    length = rows.shape[dim + 1]
+    if dim == 0:
+        return rows.flatten(0, 1).narrow(0, 0, size).contiguous()
+    if size == len(rows) * length:
+        return rows.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+    kept = (min(max(size - i * length, 0), length) for i in range(len(rows)))
+    return torch.cat([row.narrow(dim, 0, n) for row, n in zip(rows, kept, strict=True)], dim)
 
 
 def fully_shard(

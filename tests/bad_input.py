@@ -1,0 +1,127 @@
+"""What a bad call must do on every rank, and the world of good values that the tables of bad calls start from."""
+
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fshard as fs
+from fshard.testing import Workers, spmd
+from tests.trees import assert_same_bits
+
+PLACEHOLDERS = {"{hash}": "[0-9a-f]{16}", "{group}": "'[^']*'"}
+
+
+class Row(NamedTuple):
+    """A bad call, made on every rank.
+
+    `arguments` are made from the rank's world, and may issue collectives; `call` is what must refuse them, with the
+    text `error`, before any collective but those of the labels in `issued`.
+    """
+
+    name: str
+    arguments: Callable[["World"], tuple[Any, ...]]
+    call: Callable[..., Any]
+    error: str
+    issued: tuple[str, ...] = ()
+    ranks: int = 2
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class World(NamedTuple):
+    """Good values of one rank: two meshes of all ranks, a tree in full and sharded, and all that a step takes."""
+
+    rank: int
+    mesh: Any
+    grid: Any
+    other: Any
+    zero2: fs.ShardTransform
+    full: Any
+    params: Any
+    full_grads: Any
+    grads: Any
+    tx: fs.Optimizer
+    state: fs.TrainState
+
+
+def make_world() -> World:
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    grid = fs.init_mesh({"replicate": 2 - mesh.size() % 2, "shard": -1}, device="cpu")
+    # On its own axis, and so in other process groups than the first one's.
+    other = fs.init_mesh({"data": -1, "unit": 1}, device="cpu")
+    zero2 = fs.zero2(mesh, min_shard_elements=0)
+    draw = torch.Generator().manual_seed(0)
+    full = {"a": torch.randn(5, 3, generator=draw), "b": [torch.randn(4, generator=draw)]}
+    params = fs.shard(full, zero2)
+    full_grads = fs.tree_map(lambda x: x * (dist.get_rank() + 1), full)
+    grads = fs.scatter_grads(full_grads, like=params)
+    tx = fs.chain(fs.clip_by_global_norm(1.0), fs.from_torch(torch.optim.AdamW, lr=0.1))
+    state = fs.TrainState.create(params, tx)
+    return World(dist.get_rank(), mesh, grid, other, zero2, full, params, full_grads, grads, tx, state)
+
+
+def loss(params: Any) -> torch.Tensor:
+    """A good local loss, different on every rank."""
+    return sum((x.square() * (dist.get_rank() + 1)).mean() for x in fs.tree_leaves(fs.gather(params)))
+
+
+def good_calls(world: World) -> Any:
+    """A whole step from the world's state, and the world's tree sharded anew."""
+    value, grads = fs.value_and_grad(loss)(world.state.params)
+    state = fs.update(world.tx, world.state, grads)
+    return {"loss": value, "params": fs.unshard(state.params), "full": fs.unshard(fs.shard(world.full, world.zero2))}
+
+
+class Refusal(NamedTuple):
+    """What a bad call did on one rank."""
+
+    kind: type[Exception]
+    text: str
+    issued: list[tuple[str, int]]
+
+
+def refusal(row: Row) -> Refusal:
+    """Make a bad call on this rank; nothing may have changed by it, and good calls must work as before."""
+    world = make_world()
+    before = good_calls(world)
+    arguments = row.arguments(world)
+    tensors = list(held_tensors((world, arguments)))
+    copies = [tensor.detach().clone() for tensor in tensors]
+    with fs.comm.record() as record:
+        try:
+            result = row.call(*arguments)
+        except Exception as error:
+            found = Refusal(type(error), str(error), [(entry.label, entry.bytes) for entry in record])
+        else:
+            raise AssertionError(f"{row.name}: no error, but {result}")
+    assert_same_bits([tensor.detach() for tensor in tensors], copies)
+    assert_same_bits(good_calls(world), before)
+    return found
+
+
+def held_tensors(values: Any) -> Iterable[torch.Tensor]:
+    """Every tensor with values that some arguments hold, those of modules included."""
+    for leaf in fs.tree_leaves(values):
+        tensors = [*leaf.parameters(), *leaf.buffers()] if isinstance(leaf, nn.Module) else [leaf]
+        for tensor in tensors:
+            if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta:
+                yield tensor
+
+
+def assert_refused(row: Row, world: int | Workers) -> list[Refusal]:
+    """Assert that a bad call does on every rank what its row says, and return what it did."""
+    refusals = spmd(partial(refusal, row), world, timeout=30.0)
+    pattern = re.escape(row.error)
+    for placeholder, meaning in PLACEHOLDERS.items():
+        pattern = pattern.replace(re.escape(placeholder), meaning)
+    for found in refusals:
+        assert found.kind is ValueError
+        assert re.fullmatch(pattern, found.text), f"found:\n{found.text}\nneeded:\n{row.error}"
+        assert tuple(label for label, _ in found.issued) == row.issued
+    return refusals

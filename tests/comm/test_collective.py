@@ -1,0 +1,215 @@
+"""Every algorithm of the collectives, on simulated ranks and on processes: values, order of sums, memory."""
+
+from functools import reduce
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import comm
+from fshard.comm.collective import EXCHANGE_BYTES, PACK_BYTES
+from fshard.testing import spmd
+from tests.trees import as_bytes, assert_same_bits, one_axis
+
+ALGORITHMS = ("auto", "direct", "coalesced", "flat")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
+MORE_DTYPES = (torch.bool, torch.int8, torch.float16, torch.complex64, torch.float8_e4m3fn)
+
+# Elements of float64: none, one, few; summed in one exchange and just not; packed and just not.
+SIZES = (0, 1, 5, EXCHANGE_BYTES // 8, EXCHANGE_BYTES // 8 + 1, PACK_BYTES // 8 - 1, PACK_BYTES // 8)
+
+
+@pytest.fixture(params=["2 threads", "3 threads", "2 processes", "3 processes"])
+def world(request, workers):
+    size, kind = request.param.split()
+    return int(size) if kind == "threads" else workers(int(size))
+
+
+def axis():
+    return fs.axis_of(one_axis())
+
+
+def values(shapes, dtypes, seed):
+    """Tensors of some shapes, as each dtype of some can hold them."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [3 * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [tensor.to(dtype) for dtype in dtypes for tensor in drawn]
+
+
+def of_ranks(size, shapes, dtypes):
+    """The values of every rank, rank by rank."""
+    return [values(shapes, dtypes, seed) for seed in range(size)]
+
+
+def added(tensors):
+    """The sum one after another, in rank order."""
+    return reduce(torch.add, tensors)
+
+
+def assert_sums(actual, parts, in_rank_order):
+    """Assert that `actual` is the sum of parts: bitwise, or within what another order can round otherwise."""
+    expected = added(parts)
+    if in_rank_order or not expected.is_floating_point():
+        assert_same_bits(actual, expected)
+        return
+    # Each of the additions rounds by eps / 2 of at most the sum of magnitudes, in the one order as in the other.
+    bound = len(parts) * torch.finfo(expected.dtype).eps * added([part.double().abs() for part in parts])
+    assert actual.dtype == expected.dtype
+    assert bool(((actual.double() - expected.double()).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_all_gather(world, algorithm):
+    def program():
+        line = axis()
+        ranks = of_ranks(line.size, [(n,) for n in SIZES] + [(), (5, 0), (3, 4, 5)], DTYPES + MORE_DTYPES)
+        mine = ranks[comm.rank(line)]
+        assert_same_bits(comm.all_gather(mine, line, "test", algorithm), list(map(torch.stack, zip(*ranks))))
+
+    spmd(program, world)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_reduce_scatter(world, algorithm):
+    def program():
+        line = axis()
+        shapes = [(line.size, n // line.size) for n in SIZES] + [(line.size,), (line.size, 5, 0), (line.size, 3, 4, 5)]
+        ranks = of_ranks(line.size, shapes, DTYPES)
+        me = comm.rank(line)
+        sums = comm.reduce_scatter(ranks[me], line, "test", algorithm)
+        for total, *stacks in zip(sums, *ranks, strict=True):
+            assert_sums(total, [stack[me] for stack in stacks], algorithm in ("auto", "direct"))
+
+    spmd(program, world)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_all_reduce(world, algorithm):
+    def program():
+        line = axis()
+        ranks = of_ranks(line.size, [(n,) for n in SIZES] + [(), (5, 0), (3, 4, 5)], DTYPES)
+        sums = comm.all_reduce(ranks[comm.rank(line)], line, "test", algorithm)
+        for total, *parts in zip(sums, *ranks, strict=True):
+            assert_sums(total, parts, algorithm in ("auto", "direct"))
+        return [as_bytes(total) for total in sums]
+
+    first, *others = spmd(program, world)
+    for other in others:
+        assert_same_bits(other, first)
+
+
+@pytest.mark.parametrize("elements", (1, EXCHANGE_BYTES // 8 + 1, PACK_BYTES // 8))
+def test_direct_sums_are_in_rank_order(workers, elements):
+    """(1e16 + 1) - 1e16 is 0 and (1e16 - 1e16) + 1 is 1: the order shows in every element."""
+
+    def program():
+        line = axis()
+        value = torch.full((elements,), [1e16, 1.0, -1e16][comm.rank(line)], dtype=torch.float64)
+        (total,) = comm.all_reduce([value], line, "test", "direct")
+        (piece,) = comm.reduce_scatter([value.repeat(3, 1)], line, "test", "direct")
+        return total.abs().max().item(), piece.abs().max().item()
+
+    for world in (3, workers(3)):
+        assert spmd(program, world) == [(0.0, 0.0)] * 3
+
+
+def strided():
+    """Views of one shape or another that are not laid out as new tensors are, some of a single element."""
+    base = torch.arange(96.0, dtype=torch.float64).view(8, 12)
+    turned = torch.complex(base, -base).conj()
+    return [
+        base.T[::2, 1:7],
+        base[0, 0].expand(6, 4),
+        base[:6:5, ::3].unsqueeze(-1),
+        turned[:6],
+        turned[:6].imag,
+    ]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_strided_inputs(world, algorithm):
+    def program():
+        line = axis()
+        tensors, one = strided(), torch.arange(8.0)[3:4].as_strided((1,), (5,))
+        expected = [torch.stack([tensor] * line.size) for tensor in (*tensors, one)]
+        assert_same_bits(comm.all_gather([*tensors, one], line, "test", algorithm), expected)
+        for tensor in (*tensors, one):
+            assert_same_bits(comm.all_gather([tensor], line, "test", algorithm), [torch.stack([tensor] * line.size)])
+            assert_same_bits(comm.all_reduce([tensor], line, "test", algorithm), [tensor * line.size])
+        for tensor in tensors:
+            stack = tensor[:6].unflatten(0, (line.size, -1)) if len(tensor) == 6 else tensor[:1].expand(line.size, 4, 1)
+            expected = stack[comm.rank(line)] * line.size
+            assert_same_bits(comm.reduce_scatter([stack], line, "test", algorithm), [expected])
+
+    spmd(program, world)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_inputs_are_left_alone_and_results_are_new(world, algorithm):
+    def program():
+        line = axis()
+        for n in SIZES[1:]:
+            tensor, stack = torch.ones(n), torch.ones(line.size, n)
+            results = [
+                *comm.all_gather([tensor], line, "test", algorithm),
+                *comm.reduce_scatter([stack], line, "test", algorithm),
+                *comm.all_reduce([tensor], line, "test", algorithm),
+            ]
+            for result in results:
+                result.fill_(7.0)
+            assert bool((tensor == 1).all())
+            assert bool((stack == 1).all())
+
+    spmd(program, world)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_collectives_in_flight_finish_in_any_order(world, algorithm):
+    def program():
+        line = axis()
+        mine = torch.full((6,), comm.rank(line) + 1.0)
+        finish = [
+            comm.start_all_gather([mine], line, "first", algorithm),
+            comm.start_all_reduce([mine], line, "second", algorithm),
+            comm.start_reduce_scatter([mine.view(line.size, -1)], line, "third", algorithm),
+        ]
+        (scattered,), (total,), (gathered,) = (wait() for wait in reversed(finish))
+        ranks = range(1, line.size + 1)
+        assert gathered.tolist() == [[float(rank)] * 6 for rank in ranks]
+        assert total.tolist() == [float(sum(ranks))] * 6
+        assert scattered.tolist() == [float(sum(ranks))] * (6 // line.size)
+
+    spmd(program, world)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("size", (1, 2))
+def test_nothing_to_send_is_no_collective(size, algorithm):
+    def program():
+        line = axis()
+        with comm.record() as record:
+            for collective in (comm.all_gather, comm.reduce_scatter, comm.all_reduce):
+                assert collective([], line, "test", algorithm) == []
+        assert record == []
+
+    spmd(program, size)
+
+
+def test_one_rank_gets_its_own_tensors_back():
+    def program():
+        line, tensor = axis(), torch.ones(1, 3)
+        (gathered,), (scattered,), (total,) = (
+            collective([tensor], line, "test") for collective in (comm.all_gather, comm.reduce_scatter, comm.all_reduce)
+        )
+        assert (gathered.shape, scattered.shape, total.shape) == ((1, 1, 3), (3,), (1, 3))
+        assert {t.data_ptr() for t in (gathered, scattered, total)} == {tensor.data_ptr()}
+
+    spmd(program, 1)
+
+
+def test_rank_is_the_coordinate_on_the_axis():
+    def program():
+        mesh = fs.init_mesh({"a": 2, "b": 3}, device="cpu")
+        return tuple(comm.rank(fs.axis_of(mesh, name)) for name in ("a", "b"))
+
+    assert spmd(program, 6) == [(a, b) for a in range(2) for b in range(3)]

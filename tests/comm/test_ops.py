@@ -1,0 +1,49 @@
+"""The operators on fake tensors, and in graphs."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fshard as fs
+from fshard import comm
+from fshard.comm.collective import PACK_BYTES
+from fshard.testing import spmd
+from tests.trees import assert_same_bits, normal, one_axis
+
+ALGORITHMS = ("direct", "coalesced", "flat")
+FAKE_AXIS = fs.Axis("shard", 3, "a group that no process has")
+FAKE_CALLS = {
+    "all_gather": (comm.all_gather, [(2, 5), (), (PACK_BYTES,)], [(3, 2, 5), (3,), (3, PACK_BYTES)]),
+    "reduce_scatter": (comm.reduce_scatter, [(3, 2, 5), (3,), (3, PACK_BYTES)], [(2, 5), (), (PACK_BYTES,)]),
+    "all_reduce": (comm.all_reduce, [(2, 5), (), (PACK_BYTES,)], [(2, 5), (), (PACK_BYTES,)]),
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("name", FAKE_CALLS)
+def test_fake_tensors_need_no_ranks(name, algorithm):
+    collective, shapes, expected = FAKE_CALLS[name]
+    with FakeTensorMode():
+        outputs = collective([torch.ones(shape).bfloat16() for shape in shapes], FAKE_AXIS, "test", algorithm)
+    assert [tuple(output.shape) for output in outputs] == expected
+    assert {output.dtype for output in outputs} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("name", FAKE_CALLS)
+def test_traced_collectives_are_the_same(workers, name, algorithm):
+    """A graph holds the operators themselves, each with a wait, and computes what eager code does."""
+    collective, shapes, _ = FAKE_CALLS[name]
+
+    def program():
+        line = fs.axis_of(one_axis())
+        draw = normal(comm.rank(line))
+        tensors = [draw(*shape) for shape in shapes]
+        graph = make_fx(lambda tensors: collective(tensors, line, "test", algorithm), tracing_mode="fake")(tensors)
+        targets = [str(node.target) for node in graph.graph.nodes]
+        assert any(target.startswith("fshard.") for target in targets)
+        assert any(target.startswith("_c10d_functional.wait_tensor") for target in targets)
+        assert_same_bits(graph(tensors), collective(tensors, line, "test", algorithm))
+
+    spmd(program, workers(3))

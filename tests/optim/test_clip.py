@@ -1,0 +1,278 @@
+"""clip_by_global_norm: torch's clipping, on shards."""
+
+import math
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard.optim.clip import global_norm
+from fshard.shard import without_padding
+from fshard.testing import assert_trees_close, spmd
+from tests.trees import ONE_AXIS, STRATEGIES, assert_same_bits, meshes, normal, one_axis
+
+ORDERS = (1.0, 2.0, 3.0, math.inf)
+SHAPES = {"w": (5, 3), "wide": (3, 70), "vector": (7,), "one": (1,), "scalar": (), "empty": (0, 3)}
+ELEMENTS = 15 + 210 + 7 + 1 + 1
+
+ALL_SPLIT = ("zero2 of every leaf", "last dim", "one dim over two axes")
+
+# "zero1" and "zero2" keep leaves as small as these whole, as "ddp" does.
+LAYOUTS = {name: make for name, make in STRATEGIES.items() if name not in ("zero1", "zero2")}
+
+
+def gradients(dtype=torch.float64, seed=0):
+    draw = normal(seed)
+    return {name: draw(*shape, dtype=dtype) for name, shape in SHAPES.items()} | {"frozen": None}
+
+
+def clip(grads, max_norm, p=2.0):
+    clipped, state = fs.clip_by_global_norm(max_norm, p).update(grads, (), None)
+    assert state == ()
+    return clipped
+
+
+def torch_clip(full, max_norm, p=2.0):
+    """torch's own clipping of full gradients, and the norm it found."""
+    params = {name: torch.nn.Parameter(torch.zeros_like(grad)) for name, grad in full.items() if grad is not None}
+    for name, param in params.items():
+        param.grad = full[name].clone()
+    # torch has no largest magnitude of no elements.
+    norm = torch.nn.utils.clip_grad_norm_([param for param in params.values() if param.numel()], max_norm, p)
+    return {name: param.grad for name, param in params.items()} | {"frozen": None}, norm
+
+
+def rounding(dtype, p):
+    """How far two norms may be apart, relatively: powers and sums of ELEMENTS terms, then a root, on either side."""
+    return 0.0 if math.isinf(p) else 2 * (ELEMENTS + 4) * torch.finfo(dtype).eps
+
+
+def assert_clipped_as_by_torch(clipped, full, max_norm, p):
+    expected, norm = torch_clip(full, max_norm, p)
+    # The norm's rounding, and those of the quotient and the product.
+    rtol = rounding(norm.dtype, p) + 4 * torch.finfo(norm.dtype).eps
+    assert_trees_close(clipped, expected, rtol=rtol, atol=0.0)
+
+
+@pytest.mark.parametrize("p", ORDERS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+@pytest.mark.parametrize("world_size", (1, 2, 3, 4))
+def test_every_strategy_clips_as_torch_does(world_size, dtype, p):
+    full = gradients(dtype)
+    norm = torch_clip(full, 1.0, p)[1]
+
+    def program():
+        on = meshes()
+        results = {}
+        for name, make in LAYOUTS.items():
+            grads = fs.shard(full, make(on))
+            torch.testing.assert_close(global_norm(grads, p), norm, rtol=rounding(dtype, p), atol=0.0)
+            for max_norm in (0.0, 0.5, 1e6):
+                clipped = clip(grads, max_norm, p)
+                assert [leaf.spec for leaf in specs(clipped)] == [leaf.spec for leaf in specs(grads)]
+                results[name, max_norm] = fs.unshard(clipped)
+                assert_clipped_as_by_torch(results[name, max_norm], full, max_norm, p)
+        return results
+
+    ranks = spmd(program, world_size)
+    for results in ranks:
+        assert_same_bits(results, ranks[0])
+        for (_, max_norm), clipped in results.items():
+            if max_norm == 0.0:
+                assert all(not leaf.any() for leaf in fs.tree_leaves(clipped))
+            if max_norm == 1e6:
+                assert_same_bits(clipped, full)
+            # The norm is taken in float64 and agrees in float32 however leaves are split.
+            if dtype == torch.float32 or math.isinf(p):
+                assert_same_bits(clipped, results["ddp", max_norm])
+
+
+def specs(tree):
+    return [leaf for leaf in tree.values() if leaf is not None]
+
+
+@pytest.mark.parametrize("p", ORDERS)
+def test_full_gradients_are_clipped_too(p):
+    full = gradients()
+    assert_clipped_as_by_torch(clip(full, 0.5, p), full, 0.5, p)
+
+
+@pytest.mark.parametrize("poison", (math.nan, math.inf, 1e30))
+@pytest.mark.parametrize("p", ORDERS)
+def test_padding_does_not_count(p, poison):
+    full = gradients()
+
+    def poisoned(leaf):
+        local = torch.full_like(leaf.local, poison)
+        padded = fs.Sharded(local, leaf.spec)
+        without_padding(padded).copy_(without_padding(leaf))
+        return padded, local.numel() - without_padding(padded).numel()
+
+    def program():
+        padding = 0
+        on = meshes()
+        for name in ALL_SPLIT:
+            clean = fs.shard(full, STRATEGIES[name](on))
+            grads = dict(clean)
+            for path, leaf in clean.items():
+                if leaf is not None:
+                    grads[path], missing = poisoned(leaf)
+                    padding += missing
+            assert_same_bits(fs.unshard(clip(grads, 0.5, p)), fs.unshard(clip(clean, 0.5, p)))
+        return padding
+
+    # On every rank there was some to poison but for the first, whose shards are full.
+    assert all(spmd(program, 4)[1:])
+
+
+@pytest.mark.parametrize("p", ORDERS)
+@pytest.mark.parametrize("world_size", (2, 3, 4))
+def test_whole_leaves_count_once_beside_split_ones(p, world_size):
+    full = gradients()
+
+    def program():
+        grads = fs.shard(full, fs.zero2(one_axis(), min_shard_elements=20))
+        assert {path for path, leaf in grads.items() if leaf and leaf.spec.partition} == {"wide"}
+        assert_clipped_as_by_torch(fs.unshard(clip(grads, 0.5, p)), full, 0.5, p)
+
+    spmd(program, world_size)
+
+
+@pytest.mark.parametrize("p", ORDERS)
+def test_no_gradients_and_zeros(p):
+    def program():
+        zeros = fs.tree_map(torch.zeros_like, gradients())
+        grads = fs.shard(zeros, fs.zero2(one_axis(), min_shard_elements=0))
+        for tree in ({}, {"frozen": None}, grads):
+            for max_norm in (0.0, 1.0):
+                clipped = clip(tree, max_norm, p)
+                assert_same_bits(fs.tree_leaves(clipped), fs.tree_leaves(tree))
+                assert global_norm(tree, p).item() == 0.0
+
+    spmd(program, 3)
+
+
+@pytest.mark.parametrize("p", ORDERS)
+@pytest.mark.parametrize("bad", (math.nan, math.inf))
+def test_what_is_not_finite_spreads_as_with_torch(bad, p):
+    full = gradients()
+    full["wide"][2, 5] = bad
+
+    def program():
+        for name in ("ddp", *ALL_SPLIT):
+            assert_clipped_as_by_torch(
+                fs.unshard(clip(fs.shard(full, STRATEGIES[name](meshes())), 0.5, p)), full, 0.5, p
+            )
+
+    spmd(program, 4)
+
+
+def test_half_precision_is_summed_in_more():
+    """In bfloat16 itself the sum would stand still at 256."""
+    ones = {"w": torch.ones(4096, dtype=torch.bfloat16)}
+
+    def program():
+        for name, make in ONE_AXIS.items():
+            grads = fs.shard(ones, make(meshes()))
+            norm = global_norm(grads)
+            assert (norm.dtype, norm.item()) == (torch.float32, 64.0), name
+            clipped = fs.unshard(clip(grads, 32.0))["w"]
+            assert_same_bits(clipped, torch.full((4096,), 0.5, dtype=torch.bfloat16))
+
+    spmd(program, 2)
+
+
+@pytest.mark.parametrize("p", ORDERS)
+@pytest.mark.parametrize("world_size", (1, 2, 4))
+def test_collectives(world_size, p):
+    """One number over each axis that gradients are split over, and nothing else."""
+    full = gradients()
+
+    def program():
+        on, counted = meshes(), {}
+        for name, make in STRATEGIES.items():
+            grads = fs.shard(full, make(on))
+            with fs.comm.record() as record:
+                clip(grads, 0.5, p)
+            counted[name] = [(entry.op, entry.axis, entry.bytes, entry.scalar) for entry in record]
+        return counted
+
+    def one_number(axis, ranks):
+        largest = ("all_gather", axis, 8 * ranks, True)
+        return [] if ranks == 1 else [largest if math.isinf(p) else ("all_reduce", axis, 8, True)]
+
+    outer, inner = (2, world_size // 2) if world_size > 1 else (1, 1)
+    expected = {
+        "ddp": [],
+        "zero1": [],  # all leaves are small
+        "zero2": [],
+        "zero2 of every leaf": one_number("shard", world_size),
+        "last dim": one_number("shard", world_size),
+        "hsdp": one_number("shard", inner),
+        "one dim over two axes": one_number("shard", inner) + one_number("replicate", outer),
+        # Tiny leaves are split over the outer axis alone, vectors over the inner one first, matrices over the outer.
+        "two dims": [],
+    }
+    matrices, vectors = (("replicate", outer), ("shard", inner)), (("shard", inner), ("replicate", outer))
+    for axes in (matrices[:1], vectors, matrices) if inner > 1 else (matrices[:1],):
+        expected["two dims"] += [entry for axis in axes for entry in one_number(*axis)]
+    for counted in spmd(program, world_size):
+        assert counted == expected
+
+
+@pytest.mark.parametrize("p, max_norm", [*((p, 0.5) for p in ORDERS), (2.0, 1e6)])
+@pytest.mark.parametrize("world_size", (1, 2, 4))
+def test_derivative_is_that_of_full_gradients(world_size, p, max_norm):
+    """Through gather and a loss that differs between ranks, as when a learning rate or a loss is learned."""
+    full = {name: grad for name, grad in gradients().items() if grad is not None and grad.numel()}
+    direction = {name: grad for name, grad in gradients(seed=1).items() if name in full}
+
+    def local_loss(grads, share):
+        return share * sum((clip_leaf * direction[name]).sin().sum() for name, clip_leaf in grads.items())
+
+    shares = sum(range(1, world_size + 1))
+    largest = max(leaf.abs().max().item() for leaf in direction.values())
+
+    def dense(grads):
+        # torch's clip, written out to be differentiable.
+        flat = torch.cat([grad.reshape(-1) for grad in grads.values()])
+        scale = (max_norm / (torch.linalg.vector_norm(flat, p) + 1e-6)).clamp(max=1.0)
+        return local_loss({name: grad * scale for name, grad in grads.items()}, shares)
+
+    expected = torch.func.grad(dense)(full)
+    tangent = torch.func.jvp(dense, (full,), (direction,))[1]
+
+    def program():
+        on = meshes()
+        share = 1 + torch.distributed.get_rank()
+        for make in LAYOUTS.values():
+            params = fs.shard(full, make(on))
+
+            def sharded(grads):
+                return fs.objective(local_loss(fs.gather(clip(grads, max_norm, p)), share), grads, reduce="sum")
+
+            # Both sum over the elements and the ranks, terms no larger than the shares times the largest direction.
+            atol = 2 * (ELEMENTS + world_size) * torch.finfo(torch.float64).eps * shares * largest
+            found = fs.unshard(torch.func.grad(sharded)(params))
+            assert_trees_close(found, expected, rtol=0.0, atol=atol)
+            directions = fs.shard(direction, make(on))
+            found = torch.func.jvp(sharded, (params,), (directions,))[1]
+            torch.testing.assert_close(found, tangent, rtol=0.0, atol=ELEMENTS * atol)
+
+    spmd(program, world_size)
+
+
+@pytest.mark.parametrize("p", ORDERS)
+def test_derivative_at_zero_is_finite(p):
+    zeros = {name: torch.zeros_like(grad) for name, grad in gradients().items() if grad is not None}
+
+    def program():
+        params = fs.shard(zeros, fs.zero2(one_axis(), min_shard_elements=0))
+
+        def total(grads):
+            return fs.objective(sum(leaf.sum() for leaf in fs.gather(clip(grads, 1.0, p)).values()), grads)
+
+        derivative = fs.unshard(torch.func.grad(total)(params))
+        assert_same_bits(derivative, fs.tree_map(torch.ones_like, zeros))
+
+    spmd(program, 2)

@@ -1,0 +1,228 @@
+"""Bad meshes and transforms: what everything before the first shard refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fshard as fs
+from fshard.testing import spmd
+from tests.bad_input import Row, assert_refused, make_world
+
+CPU = partial(fs.init_mesh, device="cpu")
+SIZES = "needed positive whole sizes, one of which may be -1"
+PRODUCT = "choose sizes whose product is the number of ranks, or -1 for one of them"
+ALGORITHMS = "algorithm is 'ring', needed one of ('auto', 'direct', 'coalesced', 'flat')"
+FLOATING = "needed a floating torch.dtype such as torch.bfloat16"
+
+
+def setup(name, call, error, *arguments):
+    """A row whose arguments are values, or functions of the world."""
+    return Row(name, lambda world: tuple(a(world) if callable(a) else a for a in arguments), call, error)
+
+
+MESHES = [
+    setup(
+        "ranks that do not divide",
+        CPU,
+        "init_mesh: the number of ranks is 2, needed a multiple of 3 for {'replicate': 3, 'shard': -1}; " + PRODUCT,
+        {"replicate": 3, "shard": -1},
+    ),
+    setup(
+        "too many ranks",
+        CPU,
+        "init_mesh: the number of ranks is 2, needed 4 for {'replicate': 2, 'shard': 2}; " + PRODUCT,
+        {"replicate": 2, "shard": 2},
+    ),
+    setup(
+        "too few ranks", CPU, "init_mesh: the number of ranks is 2, needed 1 for {'shard': 1}; " + PRODUCT, {"shard": 1}
+    ),
+    *(
+        setup(f"sizes {shape}", CPU, f"init_mesh: shape is {shape}, {SIZES}", shape)
+        for shape in ({"a": -1, "b": -1}, {"a": 0, "b": -1}, {"a": -2}, {"a": 2.0}, {"a": True, "b": 2}, {})
+    ),
+    setup("no mapping", CPU, "init_mesh: shape is a list, needed a mapping from names of axes to their sizes", [-1]),
+    setup(
+        "no such device",
+        partial(fs.init_mesh, device="tpu"),
+        'init_mesh: device is \'tpu\', needed "cpu" or "cuda"',
+        {"shard": -1},
+    ),
+]
+
+AXES = [
+    *(
+        setup(
+            f"{strategy.__name__} on an axis that the mesh lacks",
+            strategy,
+            "mesh has no axis 'data', only ('shard',); pass axis= or name it in init_mesh",
+            lambda world: world.mesh,
+            "data",
+        )
+        for strategy in (fs.ddp, fs.zero1, fs.zero2, fs.axis_of)
+    ),
+    *(
+        setup(
+            f"{transform.__name__} on a mesh of two axes",
+            transform,
+            "mesh has the axes ('replicate', 'shard'), needed one: name it, as in mesh['shard']",
+            lambda world: world.grid,
+        )
+        for transform in (fs.fully_shard, fs.replicate, fs.axis_of)
+    ),
+    *(
+        setup(
+            f"{transform.__name__} on no mesh",
+            transform,
+            "mesh is a str, needed a DeviceMesh or an Axis; make one by fs.init_mesh",
+            "shard",
+        )
+        for transform in (fs.fully_shard, fs.replicate, fs.zero2)
+    ),
+]
+
+TRANSFORMS = [
+    setup(
+        "one axis twice",
+        fs.compose,
+        "compose: the axes ['shard'] are used by two transforms, needed one each; drop one of the two",
+        lambda world: fs.replicate(world.mesh),
+        lambda world: fs.compose(fs.cast(gather=torch.bfloat16), fs.fully_shard(world.mesh)),
+    ),
+    setup(
+        "compose of a mesh",
+        fs.compose,
+        "compose: got a DeviceMesh, needed ShardTransforms such as fs.fully_shard(mesh)",
+        lambda world: world.zero2,
+        lambda world: world.mesh,
+    ),
+    setup(
+        "cast to integers", lambda dtype: fs.cast(gather=dtype), f"cast: dtype is torch.int8, {FLOATING}", torch.int8
+    ),
+    setup("cast by a name", lambda dtype: fs.cast(scatter=dtype), f"cast: dtype is 'bf16', {FLOATING}", "bf16"),
+    *(
+        setup(
+            f"{transform.__name__} by an unknown algorithm",
+            partial(transform, algorithm="ring"),
+            f"{transform.__name__}: {ALGORITHMS}",
+            lambda world: world.mesh,
+        )
+        for transform in (fs.fully_shard, fs.replicate)
+    ),
+    *(
+        setup(
+            f"{strategy.__name__} of less than no elements",
+            partial(strategy, min_shard_elements=-1),
+            "fully_shard: min_shard_elements is -1, needed 0 or more",
+            lambda world: world.mesh,
+        )
+        for strategy in (fs.fully_shard, fs.zero1, fs.zero2)
+    ),
+]
+
+
+@pytest.mark.parametrize("row", MESHES + AXES + TRANSFORMS, ids=repr)
+def test_bad_setup_is_refused(row):
+    assert_refused(row, row.ranks)
+
+
+def test_strategies_refuse_nothing_that_fits():
+    def program():
+        world = make_world()
+        assert fs.axis_of(world.mesh) == fs.axis_of(world.mesh, "shard") == fs.axis_of(world.grid["shard"])
+        assert fs.compose() == fs.compose(fs.compose())
+
+    spmd(program, 3)
+
+
+# Calls of init_mesh in a process without CUDA: (environment, backend that runs already, shape, device, error).
+PROCESS = {
+    "CUDA where there is none": (
+        {},
+        None,
+        {"shard": -1},
+        "cuda",
+        'init_mesh: device is "cuda" and torch finds no CUDA device; pass device="cpu" or None',
+    ),
+    "a launcher's ranks that do not divide": (
+        {"RANK": "1", "WORLD_SIZE": "3"},
+        None,
+        {"replicate": 2, "shard": -1},
+        "cpu",
+        "init_mesh: the number of ranks is 3, needed a multiple of 2 for {'replicate': 2, 'shard': -1}; " + PRODUCT,
+    ),
+    "no launcher and two ranks": (
+        {},
+        None,
+        {"replicate": 2, "shard": -1},
+        "cpu",
+        "init_mesh: the number of ranks is 1, needed a multiple of 2 for {'replicate': 2, 'shard': -1}; " + PRODUCT,
+    ),
+    **{
+        f"{name} alone": (
+            {name: "1"},
+            None,
+            {"shard": -1},
+            "cpu",
+            f"init_mesh: the environment has {name} alone, needed RANK and WORLD_SIZE; "
+            "run under torchrun, which sets both, or unset it",
+        )
+        for name in ("RANK", "WORLD_SIZE")
+    },
+    "a backend of another device": (
+        {},
+        # Stands for "nccl", which does not start without CUDA.
+        "cuda:fake",
+        {"shard": -1},
+        "cpu",
+        "init_mesh: torch.distributed runs on 'cuda:fake' already, which serves ['cuda'], needed 'cpu'; "
+        "call torch.distributed.destroy_process_group() first or pass another device",
+    ),
+}
+
+
+def refused_in_process():
+    """Make the calls of PROCESS one after another, and a good one at the end; return each one's error."""
+    from torch.testing._internal.distributed import fake_pg
+
+    errors = {}
+    for name, (environment, backend, shape, device, _) in PROCESS.items():
+        os.environ.update(environment)
+        if backend:
+            dist.init_process_group(backend, rank=0, world_size=2, store=fake_pg.FakeStore())
+        try:
+            fs.init_mesh(shape, device=device)
+        except ValueError as error:
+            errors[name] = str(error)
+        assert dist.is_initialized() == bool(backend)
+        if backend:
+            assert (dist.get_backend(), dist.get_world_size()) == (backend, 2)
+            dist.destroy_process_group()
+        for variable in environment:
+            del os.environ[variable]
+    mesh = fs.init_mesh({"shard": -1})
+    assert (mesh.device_type, mesh.size(), dist.get_backend()) == ("cpu", 1, "gloo")
+    assert fs.unshard(fs.shard({"w": torch.ones(3)}, fs.zero2(mesh)))["w"].tolist() == [1.0, 1.0, 1.0]
+    return errors
+
+
+def test_bad_calls_in_a_process_of_its_own_are_refused():
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in launched}
+    code = "import json; from tests.test_bad_setup import refused_in_process; print(json.dumps(refused_in_process()))"
+    found = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=Path(__file__).parents[1],
+        env={**environment, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout.splitlines()[-1]) == {name: case[-1] for name, case in PROCESS.items()}

@@ -1,0 +1,297 @@
+"""Bad trees: what shard, unshard, reshard, gather and the DTensor conversions refuse, before they communicate."""
+
+from collections import OrderedDict
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+import fshard as fs
+from tests.bad_input import Row, assert_refused
+
+FIT = "\nTo fix: pass full tensors whose shapes fit the strategy."
+ALIKE = "\nTo fix: build the same tree on every rank, for instance from one seed."
+KEEP = "\nTo fix: keep a leaf's shape when mapping over it."
+TEXT = "of hash {hash} split by"
+
+
+def differs(name, tree, found, needed, **keywords):
+    """A row where ranks shard different trees: `tree` is made from whether this is the last rank."""
+
+    def arguments(world):
+        return tree(world.rank == world.mesh.size() - 1), world.zero2
+
+    error = f"shard: ranks hold different trees\n  {found} on rank shard={{last}}, needed {needed} as on rank shard=0"
+    return Row(name, arguments, partial(fs.shard, **keywords), error + ALIKE, ("shard", "shard"))
+
+
+ones = torch.ones
+
+# Each is one rank's fault, and every rank raises.
+DIFFERENT = [
+    differs(
+        "a leaf more on one rank",
+        lambda last: {"a": ones(2), **({"b": ones(3)} if last else {}), "c": ones(1)},
+        f"['b']: found float32[3] {TEXT} P('shard')",
+        "nothing",
+    ),
+    differs(
+        "a leaf less on one rank",
+        lambda last: [ones(2)] if last else [ones(2), ones(3)],
+        "[1]: found nothing",
+        f"float32[3] {TEXT} P('shard')",
+    ),
+    differs(
+        "a leaf where others have a tree",
+        lambda last: {"a": ones(2) if last else {"w": ones(2)}},
+        "['a']['w']: found nothing",
+        f"float32[2] {TEXT} P('shard')",
+    ),
+    differs(
+        "another kind of node",
+        lambda last: {"a": [ones(2)] if last else (ones(2),), "b": []},
+        "(structure): found dict(list(*), list())",
+        "dict(tuple(*), list())",
+    ),
+    differs(
+        "another order of keys",
+        lambda last: OrderedDict(a=ones(2), b=ones(3)) if last else {"a": ones(2), "b": ones(3)},
+        "(structure): found OrderedDict(*, *)",
+        "dict(*, *)",
+    ),
+    differs(
+        "an empty node more",
+        lambda last: {"a": ones(2), **({"b": ()} if last else {})},
+        "(structure): found dict(*, tuple())",
+        "dict(*)",
+    ),
+    differs(
+        "another shape",
+        lambda last: {"a": ones(2), "b": ones(3 + last), "c": ones(1 + last)},
+        f"['b']: found float32[4] {TEXT} P('shard')",
+        f"float32[3] {TEXT} P('shard')",
+    ),
+    differs(
+        "another dtype",
+        lambda last: ones(2, dtype=torch.float64 if last else torch.bfloat16),
+        f"(root): found float64[2] {TEXT} P('shard')",
+        f"bfloat16[2] {TEXT} P('shard')",
+    ),
+    differs(
+        "another value",
+        lambda last: {"a": ones(2), "b": torch.tensor([0.0, -0.0 if last else 0.0])},
+        f"['b']: found float32[2] {TEXT} P('shard')",
+        f"float32[2] {TEXT} P('shard')",
+    ),
+    differs(
+        "None on one rank",
+        lambda last: {"a": None if last else ones(2)},
+        "['a']: found None",
+        f"float32[2] {TEXT} P('shard')",
+    ),
+    differs(
+        "no tensor on one rank",
+        lambda last: {"a": 1.5 if last else ones(2)},
+        "['a']: found a float",
+        f"float32[2] {TEXT} P('shard')",
+    ),
+    differs(
+        "frozen on one rank",
+        lambda last: {"a": torch.nn.Parameter(ones(2), requires_grad=not last)},
+        f"['a']: found frozen float32[2] {TEXT} P('shard')",
+        f"float32[2] {TEXT} P('shard')",
+    ),
+    Row(
+        "another value on the first rank",
+        lambda world: ({"a": torch.full((2,), float(world.rank == 0))}, world.zero2),
+        fs.shard,
+        f"shard: ranks hold different trees\n  ['a']: found float32[2] {TEXT} P('shard') on rank shard=1, "
+        f"needed float32[2] {TEXT} P('shard') as on rank shard=0{ALIKE}",
+        ("shard", "shard"),
+    ),
+    Row(
+        "another strategy on one rank",
+        lambda world: (world.full, fs.ddp(world.mesh) if world.rank == 1 else world.zero2),
+        fs.shard,
+        f"shard: ranks hold different trees\n  ['a']: found float32[5, 3] {TEXT} P() on rank shard=1, "
+        f"needed float32[5, 3] {TEXT} P('shard') as on rank shard=0{ALIKE}",
+        ("shard", "shard"),
+    ),
+]
+
+ROWS = [
+    Row(
+        "another value on a mesh of two axes",
+        lambda world: (
+            {"a": torch.tensor(float(world.rank == 2))},
+            fs.compose(fs.replicate(world.grid["replicate"]), fs.fully_shard(world.grid["shard"])),
+        ),
+        fs.shard,
+        f"shard: ranks hold different trees\n  ['a']: found float32[] {TEXT} P('shard') on rank replicate=1, shard=0, "
+        f"needed float32[] {TEXT} P('shard') as on rank replicate=0, shard=0{ALIKE}",
+        ("shard",) * 4,
+        ranks=4,
+    ),
+    Row(
+        "leaves that are no tensors",
+        lambda world: ({"a": ones(2), "n": [3, None], "s": "x", "v": ones(2).numpy()}, world.zero2),
+        fs.shard,
+        "shard: leaves cannot be sharded\n"
+        "  ['n'][0]: found an int, needed a tensor\n"
+        "  ['s']: found a str, needed a tensor\n"
+        "  ['v']: found a ndarray, needed a tensor" + FIT,
+        ("shard",),
+    ),
+    Row(
+        "sharding twice",
+        lambda world: (world.params, world.zero2),
+        fs.shard,
+        "shard: leaves cannot be sharded\n"
+        "  ['a']: found a Sharded leaf, needed a full tensor; reshard changes layouts\n"
+        "  ['b'][0]: found a Sharded leaf, needed a full tensor; reshard changes layouts" + FIT,
+        ("shard",),
+    ),
+    Row(
+        "tensors that cannot be cut",
+        lambda world: ({"m": ones(2, device="meta"), "s": torch.eye(2).to_sparse(), "w": ones(2)}, world.zero2),
+        fs.shard,
+        "shard: leaves cannot be sharded\n"
+        "  ['m']: found a strided tensor on device meta, needed a strided tensor with values\n"
+        "  ['s']: found a sparse_coo tensor on device cpu, needed a strided tensor with values" + FIT,
+        ("shard",),
+    ),
+    Row(
+        "DTensors",
+        lambda world: ({"a": fs.to_dtensor(world.params, world.mesh)["a"]}, world.zero2),
+        fs.shard,
+        "shard: leaves cannot be sharded\n  ['a']: found a float32 DTensor of shape (5, 3), "
+        "needed a tensor; from_dtensor takes DTensors over" + FIT,
+        ("shard",),
+    ),
+    Row(
+        "a dim that some leaves lack",
+        lambda world: ({"a": ones(4, 2), "b": [ones(4), ones(())]}, fs.fully_shard(world.mesh, dim=1)),
+        fs.shard,
+        "shard: leaves cannot be sharded\n"
+        "  ['b'][0]: found shape (4,), needed a dim 1 to split over 'shard'\n"
+        "  ['b'][1]: found shape (), needed a dim 1 to split over 'shard'" + FIT,
+        ("shard",),
+    ),
+    Row(
+        "a dim counted from the end that some leaves lack",
+        lambda world: ([ones(4, 2), ones(4)], fs.fully_shard(world.mesh, dim=-2)),
+        fs.shard,
+        "shard: leaves cannot be sharded\n  [1]: found shape (4,), needed a dim -2 to split over 'shard'" + FIT,
+        ("shard",),
+    ),
+    Row(
+        "resharding over a dim that some leaves lack",
+        lambda world: (world.params, fs.fully_shard(world.mesh, dim=1)),
+        fs.reshard,
+        "reshard: leaves do not fit\n  ['b'][0]: found shape (4,), needed a dim 1 to split over 'shard'\n"
+        "To fix: choose a strategy that fits their shapes.",
+    ),
+    *(
+        Row(
+            f"{verb.__name__} of leaves whose shape was changed",
+            lambda world, rest=rest: (fs.tree_map(lambda x: x[:1], world.params), *rest(world)),
+            verb,
+            f"{verb.__name__}: shards do not match their specs\n"
+            "  ['a']: found a local tensor of shape (1, 3), needed a local tensor of shape (3, 3)\n"
+            "  ['b'][0]: found a local tensor of shape (1,), needed a local tensor of shape (2,)" + KEEP,
+        )
+        for verb, rest in [
+            (fs.gather, lambda world: ()),
+            (fs.unshard, lambda world: ()),
+            (fs.reshard, lambda world: (fs.ddp(world.mesh),)),
+            (fs.to_dtensor, lambda world: (world.mesh,)),
+        ]
+    ),
+    Row(
+        "gather of leaves that were mapped to numbers",
+        lambda world: (fs.tree_map(lambda x: 1, world.params),),
+        fs.gather,
+        "gather: shards do not match their specs\n"
+        "  ['a']: found an int as local tensor, needed a local tensor of shape (3, 3)\n"
+        "  ['b'][0]: found an int as local tensor, needed a local tensor of shape (2,)" + KEEP,
+    ),
+    Row(
+        "gather of leaves without a transform",
+        lambda world: ({"a": replace(world.params["a"], spec=replace(world.params["a"].spec, transform=None))},),
+        fs.gather,
+        "gather: leaves cannot be gathered\n  ['a']: found a spec without a transform, needed one with it\n"
+        "To fix: make them by fs.shard or fs.reshard.",
+    ),
+    *(
+        Row(
+            f"{verb.__name__} of leaves of a mesh that is gone",
+            lambda world, axis=axis: ({"a": replace(world.params["a"], spec=fs.Spec((5, 3), fs.P("shard"), (axis,)))},),
+            verb,
+            f"{verb.__name__}: leaves of another mesh\n  ['a']: found axis 'shard' of {axis.size} ranks in group "
+            f"{axis.group_name!r}, needed a group of that size that this process is in\n"
+            "To fix: shard the tree on a mesh of this process.",
+        )
+        for verb, axis in [(fs.gather, fs.Axis("shard", 2, "gone")), (fs.unshard, fs.Axis("shard", 2, "gone"))]
+    ),
+    Row(
+        "a strategy of a mesh that is gone",
+        lambda world: (world.full, fs.fully_shard(fs.Axis("shard", 2, "gone"))),
+        fs.shard,
+        "shard: the strategy has axis 'shard' of 2 ranks in group 'gone', "
+        "needed a group of that size that this process is in; make it of a mesh of this process",
+    ),
+    Row(
+        "a strategy of more ranks than its group has",
+        lambda world: (world.full, fs.ddp(replace(fs.axis_of(world.mesh), size=3))),
+        fs.shard,
+        "shard: the strategy has axis 'shard' of 3 ranks in group {group}, "
+        "needed a group of that size that this process is in; make it of a mesh of this process",
+    ),
+    *(
+        Row(
+            f"{verb.__name__} by no strategy",
+            lambda world, tree=tree: (getattr(world, tree), fs.zero2),
+            verb,
+            f"{verb.__name__}: strategy is a function, needed a ShardTransform such as fs.zero2(mesh)",
+        )
+        for verb, tree in [(fs.shard, "full"), (fs.reshard, "params"), (fs.from_dtensor, "full")]
+    ),
+    Row(
+        "DTensors of another mesh",
+        lambda world: (world.params, world.other),
+        fs.to_dtensor,
+        "to_dtensor: leaves are not on this mesh\n"
+        "  ['a']: found P('shard') over shard=2 in group {group}, needed dims split in the order of "
+        "data=2 in group {group}, unit=1 in group {group}\n"
+        "  ['b'][0]: found P('shard') over shard=2 in group {group}, needed dims split in the order of "
+        "data=2 in group {group}, unit=1 in group {group}\nTo fix: pass the mesh they were sharded with.",
+    ),
+    Row(
+        "DTensors taken over by a strategy of another mesh",
+        lambda world: ({"a": fs.to_dtensor(world.params, world.mesh)["a"]}, fs.ddp(world.other, "data")),
+        fs.from_dtensor,
+        "from_dtensor: leaves cannot be taken over\n"
+        "  ['a']: found shard=2 in group {group}, needed data=2 in group {group}\n"
+        "To fix: use the strategy's mesh and Shard or Replicate.",
+    ),
+]
+
+
+@pytest.mark.parametrize("world", [2, 3, "processes"])
+@pytest.mark.parametrize("row", DIFFERENT, ids=repr)
+def test_every_rank_refuses_what_one_rank_has_differently(row, world, workers):
+    size = 2 if world == "processes" else world
+    row = row._replace(error=row.error.replace("{last}", str(size - 1)))
+    texts = set()
+    for found in assert_refused(row, workers(2) if world == "processes" else size):
+        (_, digest), (_, text) = found.issued
+        assert digest == 3 * 8 * size
+        assert text > digest
+        texts.add(found.text)
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("row", ROWS, ids=repr)
+def test_bad_trees_are_refused(row):
+    assert_refused(row, row.ranks)

@@ -1,0 +1,279 @@
+"""Bad optimizers, states and gradients for them: what update and what makes its arguments refuse."""
+
+import pytest
+import torch
+from torch import optim
+
+import fshard as fs
+from fshard.testing import spmd
+from tests.bad_input import Row, assert_refused, make_world
+from tests.trees import assert_same_bits
+
+FROM = "\nTo fix: pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned."
+OTHER_STATE = "update with the optimizer that made the state"
+
+
+class Normed(optim.Optimizer):
+    """Divides a gradient by its norm along some dims, as trust-ratio methods do."""
+
+    def __init__(self, params, lr=0.1, dim=None):
+        super().__init__(params, {"lr": lr, "dim": dim})
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad / torch.linalg.vector_norm(p.grad, dim=group["dim"], keepdim=True)
+
+
+def update_with(name, grads, error, issued=()):
+    return Row(
+        f"update: {name}", lambda world: (world.tx, world.state, grads(world)), fs.update, f"update{error}", issued
+    )
+
+
+def on_axis_data(world, tree):
+    return fs.reshard(tree, fs.fully_shard(world.other["data"]))
+
+
+ROWS = [
+    update_with(
+        "full gradients",
+        lambda world: world.full_grads,
+        ": gradients do not fit the parameters\n"
+        "  ['a']: found a float32 Tensor of shape (5, 3), needed a Sharded leaf\n"
+        "  ['b'][0]: found a float32 Tensor of shape (4,), needed a Sharded leaf" + FROM,
+    ),
+    update_with(
+        "another tree",
+        lambda world: {"a": world.grads["a"], "c": world.grads["a"]},
+        " with gradients: trees differ in structure\n  ['b'][0]: found nothing, needed a leaf\n"
+        "  ['c']: found a leaf, needed nothing\nTo fix: pass trees made from the same parameters.",
+    ),
+    update_with(
+        "another kind of node",
+        lambda world: {"a": world.grads["a"], "b": tuple(world.grads["b"])},
+        " with gradients: trees differ in structure\n  (structure): found dict(*, tuple(*)), needed dict(*, list(*))\n"
+        "To fix: pass trees made from the same parameters.",
+    ),
+    update_with(
+        "a gradient less",
+        lambda world: {"a": world.grads["a"], "b": [None]},
+        ": gradients do not fit the parameters\n  ['b'][0]: found None, needed a Sharded leaf" + FROM,
+    ),
+    update_with(
+        "another layout",
+        lambda world: {"a": world.grads["a"], "b": fs.reshard(world.grads["b"], fs.ddp(world.mesh))},
+        ": gradients do not fit the parameters\n  ['b'][0]: found P(), needed P('shard')" + FROM,
+    ),
+    update_with(
+        "another mesh",
+        lambda world: {"a": world.grads["a"], "b": on_axis_data(world, world.grads["b"])},
+        ": gradients do not fit the parameters\n  ['b'][0]: found P('data'); axes data=2 in group {group}, "
+        "needed P('shard'); axes shard=2 in group {group}" + FROM,
+    ),
+    update_with(
+        "another global shape",
+        lambda world: fs.shard({"a": torch.ones(6, 3), "b": [torch.ones(4)]}, world.zero2),
+        ": gradients do not fit the parameters\n  ['a']: found shape (6, 3), needed shape (5, 3)" + FROM,
+    ),
+    update_with(
+        "another local shape",
+        lambda world: fs.tree_map(lambda x: x[:1], world.grads),
+        ": gradients do not fit the parameters\n"
+        "  ['a']: found a float32 Tensor of shape (1, 3) as shard, needed a float32 Tensor of shape (3, 3)\n"
+        "  ['b'][0]: found a float32 Tensor of shape (1,) as shard, needed a float32 Tensor of shape (2,)" + FROM,
+    ),
+    update_with(
+        "another dtype",
+        lambda world: {"a": fs.tree_map(torch.Tensor.double, world.grads["a"]), "b": world.grads["b"]},
+        ": gradients do not fit the parameters\n"
+        "  ['a']: found a float64 Tensor of shape (3, 3) as shard, needed a float32 Tensor of shape (3, 3)" + FROM,
+    ),
+    Row(
+        "update: gradients of frozen leaves",
+        lambda world: (
+            world.tx,
+            fs.TrainState.create(fs.shard(world.full, world.zero2, frozen=lambda path: path == "['a']"), world.tx),
+            world.grads,
+        ),
+        fs.update,
+        "update: gradients do not fit the parameters\n  ['a']: found a gradient, needed None for a frozen leaf" + FROM,
+    ),
+    Row(
+        "update: other gradient transforms",
+        lambda world: (
+            world.tx,
+            world.state,
+            fs.reshard(world.grads, fs.compose(fs.cast(scatter=torch.float32), world.zero2)),
+        ),
+        fs.update,
+        "update: gradients do not fit the parameters\n"
+        + "".join(
+            f"  {path}: found transform _Composed(stages=(_Cast(gather_dtype=None, scatter_dtype=torch.float32), "
+            "_FullyShard(axis=Axis(name='shard', size=2, group_name={group}), dim=0, min_shard_elements=0, "
+            "algorithm='auto'))), needed transform _FullyShard(axis=Axis(name='shard', size=2, group_name={group}), "
+            "dim=0, min_shard_elements=0, algorithm='auto')\n"
+            for path in ("['a']", "['b'][0]")
+        ).rstrip()
+        + FROM,
+    ),
+    *(
+        Row(
+            f"update by {kind}",
+            lambda world, tx=tx: (tx, world.state, world.grads),
+            fs.update,
+            f"update: tx is {kind}, needed an Optimizer; end the chain with one, such as fs.from_torch",
+        )
+        for tx, kind in [
+            (fs.clip_by_global_norm(1.0), "a GradientTransformation"),
+            (optim.AdamW, "a type"),
+        ]
+    ),
+    Row(
+        "update of no state",
+        lambda world: (world.tx, world.params, world.grads),
+        fs.update,
+        "update: state is a dict, needed a TrainState; make one by fs.TrainState.create",
+    ),
+    Row(
+        "update of a state of a chain",
+        lambda world: (fs.from_torch(optim.AdamW), world.state, world.grads),
+        fs.update,
+        f"from_torch: the state is a tuple, needed a TorchState; {OTHER_STATE}",
+    ),
+    Row(
+        "update of a state of another chain",
+        lambda world: (fs.chain(world.tx), world.state, world.grads),
+        fs.update,
+        f"chain: the state is a tuple of 2, needed one of 1; {OTHER_STATE}",
+    ),
+    Row(
+        "a state of a torch class",
+        lambda world: (world.params, optim.AdamW),
+        fs.TrainState.create,
+        "TrainState.create: tx is a type, needed an Optimizer; make one by fs.from_torch",
+    ),
+    Row(
+        "an optimizer in the middle of a chain",
+        lambda world: (world.tx, fs.clip_by_global_norm(1.0)),
+        fs.chain,
+        "chain: an optimizer stands before the end, needed last; it returns parameters, not gradients",
+    ),
+    Row(
+        "a chain with a number",
+        lambda world: (1.0, world.tx),
+        fs.chain,
+        "chain: got a float, needed gradient transformations and an Optimizer at the end",
+    ),
+    *(
+        Row(
+            f"clip_by_global_norm({max_norm}, {p})",
+            lambda _, max_norm=max_norm, p=p: (max_norm, p),
+            fs.clip_by_global_norm,
+            f"clip_by_global_norm: {error}",
+        )
+        for max_norm, p, error in [
+            (-1.0, 2.0, "max_norm is -1.0, needed a finite number, 0 or more"),
+            (float("nan"), 2.0, "max_norm is nan, needed a finite number, 0 or more"),
+            (float("inf"), 2.0, "max_norm is inf, needed a finite number, 0 or more"),
+            (1.0, 0.0, "p is 0.0, needed a number above 0"),
+            (1.0, -1.0, "p is -1.0, needed a number above 0"),
+            (1.0, float("nan"), "p is nan, needed a number above 0"),
+        ]
+    ),
+    *(
+        Row(
+            f"from_torch of {name}",
+            lambda _, cls=cls: (cls,),
+            fs.from_torch,
+            f"from_torch: {error}",
+        )
+        for name, cls, error in [
+            ("LBFGS", optim.LBFGS, "LBFGS needs a closure, which an update does not have; use AdamW or SGD"),
+            (
+                "a kind of LBFGS",
+                type("MyLBFGS", (optim.LBFGS,), {}),
+                "MyLBFGS needs a closure, which an update does not have; use AdamW or SGD",
+            ),
+            (
+                "SparseAdam",
+                optim.SparseAdam,
+                "SparseAdam needs sparse gradients, which an update does not have; use AdamW or SGD",
+            ),
+            (
+                "an object",
+                optim.SGD([torch.zeros(1)], lr=1.0),
+                "got a SGD, needed a torch.optim class; pass its arguments by name",
+            ),
+            ("no class", "AdamW", "got a str, needed a torch.optim class; pass its arguments by name"),
+        ]
+    ),
+]
+
+# Optimizers that look across elements, with hyperparameters under which that may be hard to see.
+ACROSS = [
+    (optim.Muon, {}),
+    (optim.Adafactor, {}),
+    (optim.Adafactor, {"lr": lambda count: 0.1 * float(count)}),
+    (optim.Muon, {"lr": 1e-15}),
+    (Normed, {}),
+    (Normed, {"dim": 0, "lr": 0.0}),
+    (Normed, {"dim": 1}),
+]
+ROWS += [
+    Row(
+        f"{cls.__name__} {sorted(hyper)} on sharded leaves",
+        lambda world, cls=cls, hyper=hyper: (
+            fs.shard(
+                {"a": torch.ones(4, 3), "b": torch.ones(2, 2), "c": torch.ones(2)},
+                fs.zero2(world.mesh, min_shard_elements=3),
+            ),
+            fs.from_torch(cls, **hyper),
+        ),
+        fs.TrainState.create,
+        f"from_torch: {cls.__name__} looks across the elements of a leaf\n"
+        "  ['a']: found a leaf split over ['shard'], needed a whole one\n"
+        "  ['b']: found a leaf split over ['shard'], needed a whole one\n"
+        "To fix: keep leaves whole with fs.ddp, or choose an elementwise optimizer.",
+    )
+    for cls, hyper in ACROSS
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=repr)
+def test_bad_updates_are_refused(row):
+    assert_refused(row, row.ranks)
+
+
+@pytest.mark.parametrize(("cls", "hyper"), [pair for pair in ACROSS if pair[1] != {"lr": 1e-15}])
+def test_whole_leaves_take_any_optimizer(cls, hyper):
+    def program():
+        world = make_world()
+        full = {"a": world.full["a"], "b": world.full["a"].T @ world.full["a"]}
+        params = fs.shard(full, fs.ddp(world.mesh))
+        tx = fs.from_torch(cls, **hyper)
+        state = fs.TrainState.create(params, tx)
+        modules = {name: torch.nn.Parameter(leaf.clone()) for name, leaf in full.items()}
+        evaluated = {name: value(0) if callable(value) else value for name, value in hyper.items()}
+        optimizer = cls(list(modules.values()), **evaluated)
+        for step in range(3):
+            for group in optimizer.param_groups:
+                group.update({name: value(step) for name, value in hyper.items() if callable(value)})
+            for leaf in modules.values():
+                leaf.grad = leaf.detach().cos()
+            grads = fs.tree_map(torch.cos, state.params)
+            with torch.no_grad():
+                optimizer.step()
+            state = fs.update(tx, state, grads)
+        assert_same_bits(fs.unshard(state.params), {name: leaf.detach() for name, leaf in modules.items()})
+
+    spmd(program, 2)
+
+
+def test_elementwise_optimizers_take_sharded_leaves():
+    def program():
+        world = make_world()
+        for cls in (optim.SGD, optim.AdamW, optim.RMSprop, optim.Rprop, optim.ASGD):
+            fs.TrainState.create(world.params, fs.from_torch(cls, lr=lambda count: 0.1 * float(count)))
+
+    spmd(program, 2)

@@ -1,0 +1,202 @@
+"""To and from DTensor, against FSDP2's own parameters."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import fshard as fs
+from fshard.testing import spmd
+from tests.trees import assert_same_bits, normal, one_axis
+
+
+def module():
+    """Its first dims are 12, 12, 5 and 5: the ones are even for 2 and 3 ranks, the others for neither."""
+    layers, draw = nn.Sequential(nn.Linear(4, 12), nn.Linear(12, 5)).double(), normal()
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.copy_(draw(*parameter.shape))
+    return layers
+
+
+EVEN = ("0.weight", "0.bias")
+
+
+def full_values():
+    return {name: parameter.detach() for name, parameter in module().named_parameters()}
+
+
+def every_leaf(mesh):
+    return fs.zero2(mesh, min_shard_elements=0)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_parameters_of_fsdp2_are_taken_over(workers, world_size):
+    def program():
+        mesh, fsdp2 = one_axis(), module()
+        fully_shard(fsdp2, mesh=mesh)
+        theirs = dict(fsdp2.named_parameters())
+        params = fs.from_dtensor(theirs, every_leaf(mesh))
+        # The layout is the one that `shard` itself gives, so that everything else goes on from here.
+        ours = fs.shard(full_values(), every_leaf(mesh))
+        assert {name: leaf.spec for name, leaf in params.items()} == {name: leaf.spec for name, leaf in ours.items()}
+        assert_same_bits(fs.tree_leaves(params), fs.tree_leaves(ours))
+        assert_same_bits(fs.unshard(params), full_values())
+        for name in EVEN:
+            assert params[name].local.data_ptr() == theirs[name].to_local().data_ptr()
+        assert not any(leaf.requires_grad for leaf in fs.tree_leaves(params))
+
+    spmd(program, workers(world_size))
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_shards_become_the_dtensors_of_fsdp2(workers, world_size):
+    def program():
+        mesh, fsdp2 = one_axis(), module()
+        fully_shard(fsdp2, mesh=mesh)
+        params = fs.shard(full_values(), every_leaf(mesh))
+        ours = fs.to_dtensor(params, mesh)
+        for name, theirs in fsdp2.named_parameters():
+            assert (ours[name].shape, ours[name].stride()) == (theirs.shape, theirs.stride())
+            assert ours[name].placements == theirs.placements
+            assert ours[name].to_local().equal(theirs.to_local().detach())
+            assert ours[name].full_tensor().equal(full_values()[name])
+            if name in EVEN:
+                assert ours[name].to_local().data_ptr() == params[name].local.data_ptr()
+        # So an FSDP2 model loads them.
+        fsdp2.load_state_dict(fs.to_dtensor(fs.tree_map(lambda t: 2 * t, params), mesh))
+        assert_same_bits(fs.unshard(fs.from_dtensor(dict(fsdp2.named_parameters()), every_leaf(mesh))), doubled())
+
+    spmd(program, workers(world_size))
+
+
+def doubled():
+    return {name: 2 * tensor for name, tensor in full_values().items()}
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_there_and_back_is_the_same(workers, world_size):
+    """Also whole and empty leaves, numbers that stay whole, other dims, and leaves that are no tensors of ours."""
+
+    def program():
+        mesh, draw, plain = one_axis(), normal(), torch.ones(2)
+        full = {"w": draw(5, 4), "matrix": draw(12, 7), "row": draw(1, 4), "empty": draw(0, 3), "none": None}
+        strategies = (
+            every_leaf(mesh),
+            fs.zero2(mesh, min_shard_elements=30),
+            fs.ddp(mesh),
+            fs.fully_shard(mesh, dim=-1),
+        )
+        for strategy in strategies:
+            numbers = {} if strategy in (strategies[0], strategies[-1]) else {"number": draw()}
+            params = fs.shard(full | numbers, strategy)
+            dtensors = fs.to_dtensor({"params": params, "plain": plain}, mesh)
+            assert dtensors["plain"] is plain
+            assert isinstance(dtensors["params"]["w"], DTensor)
+            again = fs.from_dtensor(dtensors, strategy)["params"]
+            assert_same_bits(fs.tree_leaves(again), fs.tree_leaves(params))
+            assert [leaf and leaf.spec for leaf in again.values()] == [leaf and leaf.spec for leaf in params.values()]
+
+    spmd(program, workers(world_size))
+
+
+def two_axes():
+    """A mesh of two times two, and a transform that splits a dim over its axes in their order."""
+    mesh = fs.init_mesh({"major": 2, "minor": 2}, device="cpu")
+    return mesh, fs.compose(fs.fully_shard(mesh["minor"]), fs.fully_shard(mesh["major"]))
+
+
+def test_a_dim_over_two_axes():
+    def program():
+        mesh, strategy = two_axes()
+        params = fs.shard({"w": normal()(8, 3)}, strategy)
+        dtensor = fs.to_dtensor(params, mesh)["w"]
+        assert dtensor.placements == (Shard(0), Shard(0))
+        assert dtensor.to_local().equal(distribute_tensor(normal()(8, 3), mesh, dtensor.placements).to_local())
+        assert_same_bits(fs.unshard(fs.from_dtensor({"w": dtensor}, strategy)), {"w": normal()(8, 3)})
+
+    spmd(program, 4)
+
+
+def test_layouts_that_dtensor_pads_otherwise_are_refused():
+    """DTensor cuts five rows over two times two ranks into 2, 1, 1 and 1, not 2, 2, 1 and 0; a number it cannot cut."""
+
+    def program():
+        mesh, strategy = two_axes()
+        errors = []
+        for convert in (
+            lambda: fs.to_dtensor(fs.shard({"w": torch.ones(5, 3), "n": torch.ones(())}, strategy), mesh),
+            lambda: fs.from_dtensor({"w": distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)] * 2)}, strategy),
+        ):
+            with pytest.raises(ValueError, match="dtensor") as caught:
+                convert()
+            errors.append(str(caught.value))
+        return errors
+
+    rows = "  ['w']: found dim 0 of size 5 over ['major', 'minor'], needed a multiple of 4\n"
+    assert spmd(program, 4)[0] == [
+        "to_dtensor: DTensor has no such layout\n"
+        "  ['n']: found a 0-d leaf split as P(('major', 'minor')), needed a whole one\n"
+        f"{rows}To fix: reshard these leaves; min_shard_elements keeps small ones whole.",
+        f"from_dtensor: leaves cannot be taken over\n{rows}To fix: use the strategy's mesh and Shard or Replicate.",
+    ]
+
+
+def test_hsdp(workers):
+    def program():
+        mesh = fs.init_mesh({"replicate": 1, "shard": -1}, device="cpu")
+        hsdp = fs.compose(fs.replicate(mesh["replicate"]), fs.fully_shard(mesh["shard"]))
+        params = fs.shard({"w": normal()(5, 4)}, hsdp)
+        dtensor = fs.to_dtensor(params, mesh)["w"]
+        assert dtensor.placements == (Replicate(), Shard(0))
+        again = fs.from_dtensor({"w": dtensor}, hsdp)
+        assert_same_bits(fs.unshard(again), {"w": normal()(5, 4)})
+        assert set(again["w"].spec.axes) == set(params["w"].spec.axes)
+
+    spmd(program, workers(2))
+
+
+def test_parameters_that_take_no_gradient_are_frozen(workers):
+    def program():
+        mesh = one_axis()
+        tensors = [distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]) for _ in range(3)]
+        tree = [nn.Parameter(tensors[0]), nn.Parameter(tensors[1], requires_grad=False), tensors[2]]
+        return [leaf.spec.frozen for leaf in fs.from_dtensor(tree, every_leaf(mesh))]
+
+    assert spmd(program, workers(2)) == [[False, True, False]] * 2
+
+
+def test_dtensors_that_cannot_be_taken_over_are_all_named(workers):
+    def program():
+        mesh, other = one_axis(), fs.init_mesh({"other": -1}, device="cpu")
+        tree = {
+            "fits": distribute_tensor(torch.ones(4), mesh, [Replicate()]),
+            "partial": DTensor.from_local(torch.ones(4), mesh, [Partial()]),
+            "elsewhere": distribute_tensor(torch.ones(4), other, [Shard(0)]),
+        }
+        with pytest.raises(ValueError, match="from_dtensor: leaves cannot be taken over") as caught:
+            fs.from_dtensor(tree, every_leaf(mesh))
+        return str(caught.value).splitlines()[1:]
+
+    for lines in spmd(program, workers(2)):
+        elsewhere, partial, remedy = lines
+        assert elsewhere.startswith("  ['elsewhere']: found other=2 in group ")
+        assert ", needed shard=2 in group " in elsewhere
+        assert partial == "  ['partial']: found placement P(sum), needed Shard or Replicate"
+        assert remedy == "To fix: use the strategy's mesh and Shard or Replicate."
+
+
+def test_leaves_that_dtensor_cannot_express_are_all_named(workers):
+    def program():
+        line, grid = one_axis(), fs.init_mesh({"replicate": 1, "shard": -1}, device="cpu")
+        full = {"w": torch.ones(4, 4)}
+        both = fs.shard(full, fs.compose(fs.fully_shard(grid["replicate"]), fs.fully_shard(grid["shard"])))
+        for params, mesh in (
+            (fs.shard(full, every_leaf(line)), fs.init_mesh({"other": -1}, device="cpu")),
+            (both, grid),
+        ):
+            with pytest.raises(ValueError, match=r"to_dtensor: leaves are not on this mesh\n  \['w'\]: found P\("):
+                fs.to_dtensor(params, mesh)
+
+    spmd(program, workers(2))

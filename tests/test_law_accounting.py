@@ -1,0 +1,238 @@
+"""Law 8: bytes equal the formula, scalars apart, and the collectives of a step are those stated here."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from fshard.comm.collective import EXCHANGE_BYTES, PACK_BYTES
+from fshard.testing import spmd
+from fshard.tree import flatten
+from tests.trees import FLOATING, ONE_AXIS, STRATEGIES, meshes, normal, one_axis
+
+SGD = fs.from_torch(torch.optim.SGD, lr=0.1)
+CLIPPED = fs.chain(fs.clip_by_global_norm(1.0), SGD)
+
+
+def total(params):
+    """A loss that uses every element."""
+    return sum(tensor.double().sum() for tensor in fs.tree_leaves(fs.gather(params)))
+
+
+def in_one_call(state, tx):
+    loss, grads = fs.value_and_grad(total)(state.params)
+    return fs.update(tx, state, grads), loss
+
+
+def with_four_verbs(state, tx):
+    full = fs.gather(state.params)
+    grads = fs.scatter_grads(fs.tree_map(torch.ones_like, full), like=state.params)
+    return fs.update(tx, state, grads), fs.objective(total(full), like=state.params)
+
+
+def recorded(step, strategy, full, tx=SGD):
+    """The collectives of one step on this rank, and the parameters it stepped."""
+    state = fs.TrainState.create(fs.shard(full, strategy), tx)
+    with fs.comm.record() as record:
+        step(state, tx)
+    return record, state.params
+
+
+def padded_bytes(params, ranks):
+    """The n of the law, for float64 leaves.
+
+    A leaf that ranks split counts with its padding. Leaves that stay whole are summed, small ones in one buffer
+    together; a buffer that is not exchanged whole is cut in pieces, and filled up to a multiple of the ranks for that.
+    """
+    leaves = [leaf for leaf in flatten(params).leaves if leaf is not None]
+    split = [math.prod(leaf.spec.padded_shape) * 8 for leaf in leaves if leaf.spec.partition_axes()]
+    whole = [leaf.local.numel() * 8 for leaf in leaves if not leaf.spec.partition_axes()]
+    buffers = [sum(n for n in whole if n < PACK_BYTES), *(n for n in whole if n >= PACK_BYTES)]
+    filled = [n if n <= EXCHANGE_BYTES else math.ceil(n / 8 / ranks) * 8 * ranks for n in buffers]
+    return sum(split) + sum(filled)
+
+
+@pytest.mark.parametrize("world_size", (2, 3, 4, 8))
+@pytest.mark.parametrize("step", (in_one_call, with_four_verbs))
+@pytest.mark.parametrize("tree", FLOATING)
+def test_a_step_moves_two_n(tree, step, world_size):
+    """Every strategy on one axis, gathered once or not at all and reduced once: 2n (N - 1) / N, and the objective."""
+
+    def program():
+        on = meshes()
+        for strategy in ONE_AXIS.values():
+            record, params = recorded(step, strategy(on), FLOATING[tree]())
+            tensors, scalars = ([entry for entry in record if entry.scalar is scalar] for scalar in (False, True))
+            full = sum((2 if entry.op == "all_reduce" else 1) * entry.bytes for entry in tensors)
+            assert full == 2 * padded_bytes(params, world_size)
+            # One rounding for each collective and each sum of two.
+            rounding = 2 * len(record) * torch.finfo(torch.float64).eps
+            expected = pytest.approx(full * (world_size - 1) / world_size, rel=rounding)
+            assert record.bytes_sent() == expected
+            assert [(entry.op, entry.label, entry.bytes) for entry in scalars] == [("all_reduce", "psum_invariant", 8)]
+            assert record.scalar_bytes_sent() == pytest.approx(16 * (world_size - 1) / world_size, rel=rounding)
+
+    spmd(program, world_size)
+
+
+def small_and_large():
+    """Above `min_shard_elements`, above what travels in a buffer with others, above what is exchanged whole."""
+    draw = normal()
+    return {"bias": draw(5), "scale": draw(), "matrix": draw(67, 65), "alone": draw(257, 129)}
+
+
+# (op, axis, label, buffers, bytes) of every collective in the order of its issue, on four ranks or two times two.
+# The matrix has 67 * 65 * 8 = 34840 bytes, 68 * 65 * 8 = 35360 with its rows filled up to a multiple of four or of two;
+# the one that goes alone 257 * 129 * 8 = 265224, 260 * 129 * 8 = 268320 for four and 258 * 129 * 8 = 266256 for two.
+# The small leaves have 48 bytes together, 8 * 8 + 4 * 8 = 96 cut into four and 6 * 8 + 2 * 8 = 64 cut into two.
+OBJECTIVE = ("all_reduce", "shard", "psum_invariant", 1, 8)
+STEPS = {
+    "ddp": [
+        # Bias, scale and matrix in one buffer; both are filled up to four pieces of whole elements.
+        ("reduce_scatter", "shard", "scatter", 2, 265248 + 34912),
+        ("all_gather", "shard", "scatter", 2, 265248 + 34912),
+        OBJECTIVE,
+    ],
+    "zero2": [
+        ("all_gather", "shard", "gather", 2, 268320 + 35360),
+        ("reduce_scatter", "shard", "scatter", 2, 268320 + 35360),
+        ("all_reduce", "shard", "scatter", 1, 48),
+        OBJECTIVE,
+    ],
+    "zero2 of every leaf": [
+        ("all_gather", "shard", "gather", 2, 268320 + 35360 + 96),
+        ("reduce_scatter", "shard", "scatter", 2, 268320 + 35360 + 96),
+        OBJECTIVE,
+    ],
+    "hsdp": [
+        ("all_gather", "shard", "gather", 2, 266256 + 35360 + 64),
+        ("reduce_scatter", "shard", "scatter", 2, 266256 + 35360 + 64),
+        # The shards are half as large, all small enough to go together, and filled up to an even number of elements.
+        ("reduce_scatter", "replicate", "scatter", 1, (266256 + 35360 + 64) // 2 + 8),
+        ("all_gather", "replicate", "scatter", 1, (266256 + 35360 + 64) // 2 + 8),
+        ("all_reduce", "replicate", "psum_invariant", 1, 8),
+        OBJECTIVE,
+    ],
+    "one dim over two axes": [
+        ("all_gather", "replicate", "gather", 1, (268320 + 35360 + 96) // 2),
+        ("all_gather", "shard", "gather", 2, 268320 + 35360 + 96),
+        ("reduce_scatter", "shard", "scatter", 2, 268320 + 35360 + 96),
+        ("reduce_scatter", "replicate", "scatter", 1, (268320 + 35360 + 96) // 2),
+        ("all_reduce", "replicate", "psum_invariant", 1, 8),
+        OBJECTIVE,
+    ],
+}
+
+
+def told(record):
+    return [(entry.op, entry.axis, entry.label, entry.tensors, entry.bytes) for entry in record]
+
+
+@pytest.mark.parametrize("strategy", STEPS)
+def test_the_collectives_of_a_step(strategy):
+    """They are the same on every rank and in both spellings."""
+
+    def program():
+        transform = STRATEGIES[strategy](meshes())
+        return [told(recorded(step, transform, small_and_large())[0]) for step in (in_one_call, with_four_verbs)]
+
+    assert spmd(program, 4) == [[STEPS[strategy]] * 2] * 4
+
+
+@pytest.mark.parametrize(
+    "strategy, axes", [("zero2 of every leaf", ["shard"]), ("one dim over two axes", ["shard", "replicate"])]
+)
+def test_update_communicates_one_number_per_axis_to_clip_and_else_nothing(strategy, axes):
+    def program():
+        params = fs.shard(small_and_large(), STRATEGIES[strategy](meshes()))
+        numbers = []
+        for tx in (SGD, CLIPPED):
+            state = fs.TrainState.create(params, tx)
+            with fs.comm.record() as record:
+                fs.update(tx, state, params)
+            numbers.append([(entry.op, entry.axis, entry.scalar) for entry in record])
+        return numbers
+
+    assert spmd(program, 4) == [[[], [("all_reduce", axis, True) for axis in axes]]] * 4
+
+
+def test_clipping_whole_leaves_communicates_nothing():
+    def program():
+        state = fs.TrainState.create(fs.shard(small_and_large(), fs.ddp(one_axis())), CLIPPED)
+        with fs.comm.record() as record:
+            fs.update(CLIPPED, state, state.params)
+        return told(record)
+
+    assert spmd(program, 2) == [[], []]
+
+
+@pytest.mark.parametrize("world_size", (2, 3, 4))
+def test_order_is_the_same_on_all_ranks_whatever_a_rank_uses(world_size):
+    def program():
+        on, records = meshes(), []
+        rank = fs.comm.rank(fs.axis_of(on.line))
+
+        def loss_fn(params):
+            full = fs.gather(params)
+            return sum(tensor.sum() for tensor in list(full.values())[: rank % 4]) + full["scale"]
+
+        for strategy in STRATEGIES.values():
+            params = fs.shard(small_and_large(), strategy(on))
+            with fs.comm.record() as record:
+                fs.value_and_grad(loss_fn)(params)
+            records.append(record)
+        return records
+
+    first, *others = spmd(program, world_size)
+    assert others == [first] * (world_size - 1)
+    assert all(first)
+
+
+def test_bfloat16_halves_what_is_gathered():
+    def program():
+        mesh, sent = one_axis(), []
+        full = {"w": normal()(64, 32, dtype=torch.float32), "b": normal()(6, dtype=torch.float32)}
+        sharded = fs.zero2(mesh, min_shard_elements=0)
+        half, single = fs.cast(gather=torch.bfloat16), fs.cast(scatter=torch.float32)
+        for strategy in (sharded, fs.compose(half, sharded), fs.compose(half, sharded, single)):
+            record, _ = recorded(in_one_call, strategy, full)
+            sent.append([entry.bytes for entry in record if not entry.scalar])
+        return sent
+
+    n = (64 * 32 + 6) * 4
+    assert spmd(program, 2) == [[[n, n], [n // 2, n // 2], [n // 2, n]]] * 2
+
+
+def test_one_number_is_a_scalar_and_two_are_not():
+    def program():
+        axis = fs.axis_of(one_axis())
+        with fs.comm.record() as record:
+            fs.psum(torch.ones(()), axis)
+            fs.psum([torch.ones(()), torch.ones(())], axis)
+            fs.all_gather(torch.ones(1), axis)
+        return [(entry.op, entry.size, entry.bytes, entry.sent, entry.scalar) for entry in record]
+
+    expected = [("all_reduce", 2, 4, 4.0, True), ("all_reduce", 2, 8, 8.0, False), ("all_gather", 2, 8, 4.0, True)]
+    assert spmd(program, 2) == [expected] * 2
+
+
+@pytest.mark.parametrize("strategy", ("ddp", "zero1", "zero2 of every leaf"))
+def test_a_step_of_a_module_on_processes(workers, strategy):
+    """The same formula where tied weights count once and frozen ones are gathered but have no gradient."""
+    module = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 32), nn.Linear(32, 50, bias=False)).double()
+    module[2].weight = module[0].weight
+    module[1].bias.requires_grad_(False)
+    n, frozen = (50 * 32 + 32 * 32) * 8, 32 * 8
+
+    def program():
+        model = fs.functionalize(module)
+        params = model.init(STRATEGIES[strategy](meshes()))
+        tokens = torch.arange(4) + fs.comm.rank(fs.axis_of(one_axis()))
+        with fs.comm.record() as record:
+            fs.value_and_grad(lambda p: model.apply(p, tokens).square().mean())(params)
+        return record.bytes_sent(), record.scalar_bytes_sent()
+
+    gathered = n + (frozen if strategy == "zero2 of every leaf" else 0)
+    assert spmd(program, workers(2)) == [((gathered + n) / 2, 8.0)] * 2
