@@ -1,6 +1,6 @@
 """fshard: fully sharded data parallelism as pure functions for PyTorch."""
 
-from fshard import comm
+from fshard import comm, testing
 from fshard.apply import Model, apply, functionalize, sync_buffers
 from fshard.collectives import all_gather, objective, pmean, psum, psum_invariant, pvary, reduce_scatter
 from fshard.dtensor import from_dtensor, to_dtensor
@@ -54,6 +54,7 @@ __all__ = [
     "scatter_grads",
     "shard",
     "sync_buffers",
+    "testing",
     "to_dtensor",
     "tree_leaves",
     "tree_map",

@@ -200,7 +200,7 @@ def _unfit(leaf: Any) -> tuple[str, str] | None:
 
 def _describe(leaf: torch.Tensor, spec: Spec) -> str:
     """What ranks must agree on: a leaf's dtype, shape, layout and a hash of its values."""
-    dense = leaf.detach().cpu().contiguous()
+    dense = leaf.detach().cpu().contiguous().resolve_conj().resolve_neg()
     # A single element counts as contiguous whatever its stride, which a view as bytes does not allow.
     flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
     values = hashlib.blake2b(flat.numpy().data, digest_size=8).hexdigest()

@@ -1,21 +1,36 @@
+"""Fixtures of all tests."""
+
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
+import torch.distributed as dist
 
 from fshard.testing import Workers
 
 
+@pytest.fixture(autouse=True)
+def process_group_ends_with_the_test() -> Iterator[None]:
+    """A mesh made outside simulated ranks starts a process group of one rank, which the next test must not find."""
+    excepthook = sys.excepthook
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        # torch puts its own there and leaves it.
+        sys.excepthook = excepthook
+
+
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Callable[[int], Workers]]:
-    """Real processes to run programs on: workers(2) and workers(3) start once and serve the whole session."""
+    """Real processes to run programs on: workers(2) and workers(3) start on first use and serve the whole session."""
     pools: dict[int, Workers] = {}
+    # Leaving the stack closes every pool, which raises where a worker's exit code is not 0.
+    with ExitStack() as stack:
 
-    def of_size(world_size: int) -> Workers:
-        if world_size not in pools:
-            pools[world_size] = Workers(world_size)
-        return pools[world_size]
+        def of_size(world_size: int) -> Workers:
+            if world_size not in pools:
+                pools[world_size] = stack.enter_context(Workers(world_size))
+            return pools[world_size]
 
-    yield of_size
-    # Closing raises where a worker's exit code is not 0.
-    for pool in pools.values():
-        pool.close()
+        yield of_size

@@ -190,6 +190,25 @@ def test_order_is_the_same_on_all_ranks_whatever_a_rank_uses(world_size):
     assert all(first)
 
 
+def test_frozen_leaves_are_gathered_and_never_scattered():
+    """Also where a gradient with respect to them is asked for, which is zero; they travel apart from the others."""
+
+    def program():
+        full = {"w": torch.ones(4, 3), "fixed": torch.ones(4, 3), "count": torch.ones(2, dtype=torch.int64)}
+        params = fs.shard(full, fs.zero2(one_axis(), min_shard_elements=0), frozen=lambda path: "fixed" in path)
+        counts = {"count": params.pop("count")}
+        with fs.comm.record() as record:
+            grads = torch.func.grad(lambda p: total(p | counts))(params)
+        assert bool((grads["w"].local == 2).all())
+        assert bool((grads["fixed"].local == 0).all())
+        return told(record)
+
+    trained, still = 4 * 3 * 4, 4 * 3 * 4 + 2 * 8
+    gathered = [("all_gather", "shard", "gather", 2, still), ("all_gather", "shard", "gather", 1, trained)]
+    expected = [*gathered, ("reduce_scatter", "shard", "scatter", 1, trained)]
+    assert spmd(program, 2) == [expected] * 2
+
+
 def test_bfloat16_halves_what_is_gathered():
     def program():
         mesh, sent = one_axis(), []

@@ -104,13 +104,14 @@ def test_direct_sums_are_in_rank_order(workers, elements):
 
     def program():
         line = axis()
-        value = torch.full((elements,), [1e16, 1.0, -1e16][comm.rank(line)], dtype=torch.float64)
+        value = torch.full((elements,), [1e16, 1.0, -1e16, 1.0][comm.rank(line)], dtype=torch.float64)
         (total,) = comm.all_reduce([value], line, "test", "direct")
-        (piece,) = comm.reduce_scatter([value.repeat(3, 1)], line, "test", "direct")
-        return total.abs().max().item(), piece.abs().max().item()
+        (piece,) = comm.reduce_scatter([value.repeat(line.size, 1)], line, "test", "direct")
+        return {*total.tolist(), *piece.tolist()}
 
     for world in (3, workers(3)):
-        assert spmd(program, world) == [(0.0, 0.0)] * 3
+        assert spmd(program, world) == [{0.0}] * 3
+    assert spmd(program, 4) == [{1.0}] * 4
 
 
 def strided():
