@@ -25,9 +25,9 @@ LinearMap = Callable[[Tensors], Tensors]
 class _LinearCall(Function):
     @staticmethod
     def forward(fun: LinearMap, transpose: LinearMap, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs = fun(tensors)
+        given = {id(tensor) for tensor in tensors}
         # autograd needs a new tensor where fun returns its input, but no copy.
-        return tuple(out.view_as(out) if any(out is tensor for tensor in tensors) else out for out in outputs)
+        return tuple(out.view_as(out) if id(out) in given else out for out in fun(tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

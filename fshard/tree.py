@@ -90,12 +90,12 @@ class Spec:
         """The global shape as stored: a split 0-d leaf is stored with one dim."""
         return (1,) if self.partition and not self.shape else self.shape
 
-    @property
+    @functools.cached_property
     def padded_shape(self) -> tuple[int, ...]:
         """The global shape with every split dim rounded up to a multiple of its axes' sizes."""
         return tuple(-(-n // k) * k for n, k in zip(self.full_shape, self._splits(), strict=True))
 
-    @property
+    @functools.cached_property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of one rank's shard."""
         return tuple(-(-n // k) for n, k in zip(self.full_shape, self._splits(), strict=True))

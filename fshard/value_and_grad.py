@@ -13,9 +13,10 @@ from fshard.tree import Sharded, Tree, flatten, is_sharded, tree_leaves, tree_ma
 def value_and_grad(f: Callable[..., Any], *, reduce: str = "mean", has_aux: bool = False) -> Callable[..., Any]:
     """Turn a local loss into a function of its objective and the gradients, sharded as the parameters are.
 
-    `f` gets the sharded parameters and gathers where it needs them, by `model.apply` or `fs.gather`. In one line this
-    is torch.func.grad_and_value(lambda p: fs.objective(f(fs.gather(p)), like=p))(params), except that gradients are
-    summed before they are divided, as `scatter_grads` does. Follows jax.value_and_grad.
+    `f` gets the sharded parameters and gathers where it needs them, by `model.apply` or `fs.gather`. It may compute on
+    shards before; a leaf that ranks hold whole it must gather, or `fs.pvary`, because its gradient is summed there. In
+    one line this is torch.func.grad_and_value(lambda p: fs.objective(f(fs.gather(p)), like=p))(params), except that
+    gradients are summed before they are divided, as `scatter_grads` does. Follows jax.value_and_grad.
 
     Args:
         f: Called as f(params, *args, **kwargs); returns this rank's scalar loss, or (sum, count) for "weighted".
