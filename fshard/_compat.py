@@ -4,7 +4,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 __all__ = [
     "DispatchMode",
     "ThreadedCollective",
+    "below_autograd",
     "forget_flat_weights",
     "group_size",
     "init_optimizer_state",
+    "is_held_elsewhere",
     "register_torch_pytree",
     "register_work",
     "release_groups_at_exit",
@@ -59,6 +61,16 @@ def group_size(name: str) -> int | None:
         return resolve_process_group(name).size()
     except RuntimeError:
         return None
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """Compute as kernels do, so that a view holds no reference to its base. Checked on 2.13."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def is_held_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether torch's own code holds a tensor beside Python. Checked on 2.13."""
+    return tensor._use_count() > 1  # type: ignore[attr-defined]
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -102,7 +102,7 @@ def start_all_gather(shards: Sequence[torch.Tensor], axis: Axis, label: str, alg
     packed = packing(shards, axis.size, algorithm)
     shapes = [shard.shape for shard in shards]
     buffers = ops.all_gather(packed.pack(shards, 0), axis.name, axis.size, axis.group_name, algorithm, label)
-    return lambda: packed.unpack([_compat.wait_tensor(buffer) for buffer in buffers], shapes)
+    return lambda: packed.unpack([ops.wait(buffer) for buffer in buffers], shapes)
 
 
 def start_reduce_scatter(
@@ -125,7 +125,7 @@ def start_reduce_scatter(
     packed = packing(stacks, 1, algorithm)
     shapes = [stack.shape[1:] for stack in stacks]
     buffers = ops.reduce_scatter(packed.pack(stacks, 1), axis.name, axis.size, axis.group_name, algorithm, label)
-    return lambda: packed.unpack([_sum_rows(_compat.wait_tensor(buffer)) for buffer in buffers], shapes)
+    return lambda: packed.unpack([_sum_rows(ops.wait(buffer)) for buffer in buffers], shapes)
 
 
 def start_all_reduce(tensors: Sequence[torch.Tensor], axis: Axis, label: str, algorithm: Algorithm = "auto") -> Finish:
@@ -155,7 +155,7 @@ def start_all_reduce(tensors: Sequence[torch.Tensor], axis: Axis, label: str, al
 
     def finish() -> list[torch.Tensor]:
         gathering = start_all_gather(scattering(), axis, label, algorithm)
-        sums = dict(zip(small, [_sum_rows(_compat.wait_tensor(buffer)) for buffer in flying], strict=True))
+        sums = dict(zip(small, [_sum_rows(ops.wait(buffer)) for buffer in flying], strict=True))
         for i, rows in zip(large, gathering(), strict=True):
             sums[i] = rows.reshape(-1)[: buffers[i].numel()].view(buffers[i].shape)
         return packed.unpack([sums[i] for i in range(len(buffers))], shapes)

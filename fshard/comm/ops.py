@@ -1,7 +1,7 @@
 """The collectives as torch.library operators, so that eager code, traced graphs and compilers run the same thing.
 
-Each operator starts a collective on a list of tensors and returns buffers in flight; `_compat.wait_tensor` finishes a
-buffer. Dim 0 of a buffer counts ranks, or is 1 where the backend has summed already.
+Each operator starts a collective on a list of tensors and returns buffers in flight; `wait` finishes a buffer. Dim 0 of
+a buffer counts ranks, or is 1 where the backend has summed already.
 
 Algorithms:
     direct: a broadcast from each rank and an all-to-all, straight into the buffers, sums left to the caller. About
@@ -10,6 +10,7 @@ Algorithms:
     flat: the backend's own collective for each tensor.
 """
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,9 @@ import torch.distributed as dist
 from fshard import _compat
 
 Tensors = list[torch.Tensor]
+
+# How often to look whether the backend has let go, which it usually has at the first look.
+LETTING_GO = 1000
 
 _LIBRARY = torch.library.Library("fshard", "DEF")
 _SIGNATURE = "(Tensor[] tensors, str axis, int size, str group, str algorithm, str label) -> Tensor[]"
@@ -36,13 +40,37 @@ def _all_gather(tensors: Tensors, axis: str, size: int, group: str, algorithm: s
         pairs = zip(gathered, tensors, strict=True)
         return [buffer.view(tensor.dtype).view(size, *tensor.shape) for buffer, tensor in pairs]
     process_group = _compat.resolve_process_group(group)
-    buffers = _all_gather_like(tensors, size)
-    for tensor, buffer in zip(tensors, buffers, strict=True):
-        buffer[dist.get_rank(process_group)].copy_(tensor)
-        for source, row in enumerate(buffer if tensor.numel() else ()):
-            work = dist.broadcast(_bytes(row), group=process_group, group_src=source, async_op=True)
-            _compat.register_work(buffer, work)
+    with _compat.below_autograd():
+        buffers = _all_gather_like(tensors, size)
+        for tensor, buffer in zip(tensors, buffers, strict=True):
+            buffer[dist.get_rank(process_group)].copy_(tensor)
+            rows = [_bytes(row) for row in buffer] if tensor.numel() else []
+            for source, row in enumerate(rows):
+                work = dist.broadcast(row, group=process_group, group_src=source, async_op=True)
+                _compat.register_work(buffer, work)
+            _keep(buffer, rows)
     return buffers
+
+
+def _keep(buffer: torch.Tensor, under_way: Tensors) -> None:
+    """Keep what gloo works on until `wait` has seen it let go.
+
+    Else a thread of gloo is the last to hold these tensors. It asks for the interpreter to free them, and where that is
+    on its way out, as right after a program's last collective, the process aborts.
+    """
+    buffer.__dict__["under_way"] = under_way
+
+
+def wait(buffer: torch.Tensor) -> torch.Tensor:
+    """Wait for a buffer in flight, and for the backend to let go of the tensors that it worked on."""
+    landed = _compat.wait_tensor(buffer)
+    under_way = buffer.__dict__.pop("under_way", ())
+    for _ in range(LETTING_GO):
+        if not any(map(_compat.is_held_elsewhere, under_way)):
+            break
+        # The thread that finished the work is about to let go; it may need this core for it.
+        os.sched_yield()
+    return landed
 
 
 def _all_gather_like(tensors: Tensors, size: int) -> Tensors:
@@ -50,16 +78,19 @@ def _all_gather_like(tensors: Tensors, size: int) -> Tensors:
 
 
 def _reduce_scatter(tensors: Tensors, axis: str, size: int, group: str, algorithm: str, label: str) -> Tensors:
-    sources = [tensor.contiguous() for tensor in tensors]
     if algorithm != "direct":
+        sources = [tensor.contiguous() for tensor in tensors]
         fused = algorithm == "coalesced"
         return _per_dtype(sources, lambda same: _compat.start_reduce_scatter(same, size, group, fused))
     process_group = _compat.resolve_process_group(group)
-    buffers = _reduce_scatter_like(tensors, algorithm)
-    for source, buffer in zip(sources, buffers, strict=True):
-        if source.numel():
-            work = dist.all_to_all_single(_bytes(buffer), _bytes(source), group=process_group, async_op=True)
-            _compat.register_work(buffer, work)
+    with _compat.below_autograd():
+        buffers = _reduce_scatter_like(tensors, algorithm)
+        for tensor, buffer in zip(tensors, buffers, strict=True):
+            if tensor.numel():
+                source, target = _bytes(tensor.contiguous()), _bytes(buffer)
+                work = dist.all_to_all_single(target, source, group=process_group, async_op=True)
+                _compat.register_work(buffer, work)
+                _keep(buffer, [source, target])
     return buffers
 
 
