@@ -45,7 +45,7 @@ def simulate(f: Callable[[], T], world_size: int, timeout: float = 60.0) -> list
     >>> simulate(dist.get_rank, world_size=3)
     [0, 1, 2]
 
-    Built on torch's `torch.testing._internal.distributed.multi_threaded_pg`.
+    Built on the threaded process groups that torch has for its own tests.
     """
     if world_size < 1:
         raise ValueError(f"simulate: found world_size={world_size}, needed at least 1")
