@@ -1,15 +1,19 @@
 """fshard: fully sharded data parallelism as pure functions for PyTorch."""
 
 from fshard import comm, testing
-from fshard.apply import Model, apply, functionalize, sync_buffers
+from fshard.accumulate import accumulate
+from fshard.apply import Model, apply, functionalize
+from fshard.buffers import sync_buffers
 from fshard.collectives import all_gather, objective, pmean, psum, psum_invariant, pvary, reduce_scatter
 from fshard.dtensor import from_dtensor, to_dtensor
 from fshard.gather import gather
 from fshard.mesh import axis_of, init_mesh
 from fshard.optim import clip_by_global_norm, from_torch
+from fshard.random import fold_in
+from fshard.remat import remat
 from fshard.scatter_grads import scatter_grads
 from fshard.shard import reshard, shard, unshard
-from fshard.strategies import ddp, zero1, zero2
+from fshard.strategies import ddp, zero1, zero2, zero3
 from fshard.train_state import TrainState
 from fshard.transforms import ShardTransform, cast, compose, fully_shard, replicate
 from fshard.tree import Axis, P, Sharded, Spec, tree_leaves, tree_map
@@ -28,6 +32,7 @@ __all__ = [
     "Sharded",
     "Spec",
     "TrainState",
+    "accumulate",
     "all_gather",
     "apply",
     "axis_of",
@@ -37,6 +42,7 @@ __all__ = [
     "comm",
     "compose",
     "ddp",
+    "fold_in",
     "from_dtensor",
     "from_torch",
     "fully_shard",
@@ -49,6 +55,7 @@ __all__ = [
     "psum_invariant",
     "pvary",
     "reduce_scatter",
+    "remat",
     "replicate",
     "reshard",
     "scatter_grads",
@@ -63,4 +70,5 @@ __all__ = [
     "value_and_grad",
     "zero1",
     "zero2",
+    "zero3",
 ]

@@ -1,24 +1,23 @@
 """Verb 2: apply, and functionalize: any nn.Module as a pure function of its parameters."""
 
-import copy
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from fshard import _compat, comm
-from fshard.checks import check_operands, kind, refuse_writes
-from fshard.collectives import reduction_axes
+from fshard import _compat
+from fshard.checks import check_local, check_transforms, kind, refuse_writes
 from fshard.errors import Problem, leaf_error
 from fshard.gather import gather
+from fshard.init import copied, drawn
+from fshard.random import seeded
+from fshard.residency import Call, Unit, call_of, forward_only
 from fshard.shard import shard
+from fshard.skeleton import Skeleton
 from fshard.transforms import ShardTransform
-from fshard.tree import Tree, is_sharded, tree_leaves, tree_map
-
-# torch's default generator belongs to the process, so simulated ranks take turns to seed it.
-_SEEDING = threading.Lock()
+from fshard.tree import Flat, Residency, Tree, flatten, is_sharded, tree_map
+from fshard.unit_rules import Units, plan_units
 
 Buffers = dict[str, torch.Tensor]
 
@@ -33,7 +32,7 @@ class Model:
         buffers: The module's buffers when it was functionalized, by name.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, units: Units = None) -> None:
         """Copy the module without its weights; see `functionalize`."""
         if not isinstance(module, nn.Module):
             raise ValueError(f"functionalize: got {kind(module)}, needed an nn.Module; call its class first")
@@ -41,11 +40,11 @@ class Model:
         self.buffers: Buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
         self._module = module
         self._shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-        self._skeleton = _copied(module, lambda tensor: torch.empty_like(tensor, device="meta"))
-        self._places = _places(self._skeleton)
-        self._recurrent = any(isinstance(submodule, nn.RNNBase) for submodule in module.modules())
+        self._bare = copied(module, lambda tensor: torch.empty_like(tensor, device="meta"))
+        self._places = _places(self._bare)
+        self._units = plan_units(module, units, {name: self._places[name] for name in self._shapes})
         # Calls that overlap (threads, a model called inside itself) each need a copy of their own.
-        self._idle: list[nn.Module] = []
+        self._idle: list[Skeleton] = []
 
     def init(self, strategy: ShardTransform, *, seed: int | None = None) -> dict[str, Any]:
         """Make sharded parameters, from the module's own values or anew from a seed.
@@ -67,61 +66,134 @@ class Model:
         if seed is None and empty:
             problems = [Problem(f"[{name!r}]", "a tensor on the meta device", "one with values") for name in empty]
             raise leaf_error("model.init: parameters have no values", problems, "pass seed= to draw them")
-        module = self._module if seed is None else _drawn(self._module, self.buffers, seed)
+        module = self._module if seed is None else drawn(self._module, self.buffers, seed)
         return shard(dict(module.named_parameters()), strategy)
 
-    def apply(self, params: Mapping[str, Any], *args: Any, buffers: Buffers | None = None, **kwargs: Any) -> Any:
+    def apply(
+        self,
+        params: Mapping[str, Any],
+        *args: Any,
+        buffers: Buffers | None = None,
+        key: torch.Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Run the module's forward on given parameters.
+
+        Inside `value_and_grad`, and where nothing is differentiated, units are gathered just in time. Where parameters
+        take part in a graph of the caller's or in a torch.func transform, all are gathered at the start.
 
         Args:
             params: Parameters by name, Sharded or full; Sharded ones are gathered, differentiably.
             *args: Passed to the module's forward.
             buffers: Buffers by name. None takes the module's own and refuses to lose an update of them.
+            key: Where random numbers come from, such as dropout's: the same key gives the same numbers. Make one for
+                each step and, if masks are to differ between ranks, for each rank by `fold_in`. None takes torch's
+                own generator as it is.
             **kwargs: Passed to the module's forward.
 
         Returns:
             The forward's output; with `buffers`, the pair of it and the updated buffers, which stay this rank's own.
 
         Raises:
-            ValueError: if names or shapes do not match, or the module wrote to a parameter, or to a buffer that was not
-                passed.
+            ValueError: if names or shapes do not match, a leaf outlived the call that lent it, or the module wrote to a
+                parameter, or to a buffer that was not passed.
         """
         _check_names("apply: parameters", params, self._shapes)
         given = self.buffers if buffers is None else buffers
         _check_names("apply: buffers", given, dict.fromkeys(self.buffers))
-        full = gather(dict(params))
+        flat = flatten(dict(params))
         copies = {name: buffer.clone() for name, buffer in given.items()}
-        values = full | copies
-        swapped = {place: value for name, value in values.items() for place in self._places[name]}
-        try:
-            skeleton = self._idle.pop()
-        except IndexError:
-            skeleton = copy.deepcopy(self._skeleton)
-        with refuse_writes("apply", [f"[{name!r}]" for name in full], list(full.values())):
-            out = torch.func.functional_call(skeleton, swapped, args, kwargs, tie_weights=False)
-        if self._recurrent:
-            _compat.forget_flat_weights(skeleton)
-        self._idle.append(skeleton)
+        policy = next((leaf.spec.residency for leaf in flat.leaves if is_sharded(leaf) and leaf.spec.residency), None)
+        policy = policy or Residency()
+        args, kwargs = _cast((args, kwargs), policy.inputs)
+        with seeded(key):
+            out, after = self._run(flat, params, copies, args, kwargs)
+        out = _cast(out, policy.outputs)
         if buffers is not None:
-            return out, {name: swapped[name] for name in copies}
-        _refuse_lost_updates(copies, swapped)
+            return out, after
+        _refuse_lost_updates(copies, after)
         return out
 
+    def _run(
+        self, flat: Flat, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any
+    ) -> tuple[Any, Buffers]:
+        call = call_of("apply", flat)
+        sharded = [leaf.local for leaf in flat.leaves if is_sharded(leaf)]
+        outer = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sharded)
+        if not sharded or _compat.transforms_active() or any(map(_compat.is_dual, sharded)) or (outer and call is None):
+            return self._run_full(gather(dict(params)), buffers, args, kwargs)
+        if call is not None:
+            return self._run_units(call, params, buffers, args, kwargs)
+        check_local("apply", flat)
+        check_transforms("apply", flat)
+        axes = dict.fromkeys(axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.transform.axes)
+        with forward_only("apply", flat, list(axes)) as call:
+            lent = {
+                name: call.lent(call.slot_of(f"[{name!r}]", leaf)) if is_sharded(leaf) else leaf
+                for name, leaf in params.items()
+            }
+            return call.forward(lambda: self._run_units(call, lent, buffers, args, kwargs))
 
-def functionalize(module: nn.Module) -> Model:
+    def _run_full(self, full: dict[str, Any], buffers: Buffers, args: Any, kwargs: Any) -> tuple[Any, Buffers]:
+        skeleton = self._skeleton()
+        skeleton.bind(full, buffers)
+        with refuse_writes("apply", [f"[{name!r}]" for name in full], list(full.values())):
+            out = skeleton.module(*args, **kwargs)
+        after = skeleton.buffers()
+        # A graph of the caller's may run parts of this copy again in its backward, with these values.
+        outer = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in full.values())
+        if not outer or _compat.transforms_active():
+            skeleton.release()
+            self._idle.append(skeleton)
+        return out, after
+
+    def _run_units(
+        self, call: Call, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any
+    ) -> tuple[Any, Buffers]:
+        slots = {name: call.slot_of(f"[{name!r}]", leaf) for name, leaf in params.items() if is_sharded(leaf)}
+        units = [Unit(unit.path or "(root)", tuple(slots[n] for n in unit.names if n in slots)) for unit in self._units]
+        skeleton = self._skeleton()
+
+        def release() -> None:
+            skeleton.release()
+            self._idle.append(skeleton)
+
+        call.at_end.append(release)
+        walk = call.begin_walk(type(self._module).__name__, units, [unit.end for unit in self._units])
+        skeleton.bind({name: leaf for name, leaf in params.items() if name not in slots}, buffers)
+        skeleton.follow(call, walk, slots)
+        out = skeleton.module(*args, **kwargs)
+        walk.end()
+        return out, skeleton.buffers()
+
+    def _skeleton(self) -> Skeleton:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return Skeleton(self._bare, self._units, self._places)
+
+
+def functionalize(module: nn.Module, units: Units = None) -> Model:
     """Turn any nn.Module into functions of its parameters, without touching it.
 
     Follows torch.func.functional_call and Flax's init and apply. For a model that trains with dropout and evaluates
-    without, functionalize it in both modes; the parameters serve both.
+    without, functionalize it in both modes; the parameters serve both. What torch.compile made of a submodule is
+    gathered as a whole.
 
     Args:
         module: The module, with values or on the meta device; tied and frozen parameters keep their meaning.
+        units: Which submodules' parameters are gathered together, just before the submodule runs: a module class or a
+            tuple of classes; a glob pattern of names, in which `*` stands for what lies between two dots; a number, for
+            the smallest submodules of at least so many parameters; a function of (name, module); or a list of such,
+            which then also says in which order they are gathered, where the module's own order is not that of its
+            forward. Other parameters form a unit for each submodule that owns some. None gathers all at once.
 
     Returns:
         A Model with `init` and `apply`.
 
     Raises:
-        ValueError: if the module has lazy parameters whose shapes are not known yet.
+        ValueError: if the module has lazy parameters whose shapes are not known yet, or `units` matches nothing, or two
+            parts of a list match the same submodule.
 
     >>> import fshard as fs
     >>> model = fs.functionalize(nn.Linear(2, 3))
@@ -129,18 +201,17 @@ def functionalize(module: nn.Module) -> Model:
     >>> model.apply(params, torch.ones(5, 2)).shape
     torch.Size([5, 3])
     """
-    return Model(module)
+    return Model(module, units)
 
 
-def apply(model: Model, params: Mapping[str, Any], *args: Any, buffers: Buffers | None = None, **kwargs: Any) -> Any:
+def apply(model: Model, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Run a model on parameters, sharded or full; `model.apply` is this with the model filled in.
 
     Args:
         model: What `functionalize` returned.
         params: Parameters by name.
         *args: Passed to the module's forward.
-        buffers: Buffers by name, or None to take the module's own.
-        **kwargs: Passed to the module's forward.
+        **kwargs: `buffers` and `key`, as for `Model.apply`; others are passed to the module's forward.
 
     Returns:
         The forward's output; with `buffers`, the pair of it and the updated buffers.
@@ -150,42 +221,7 @@ def apply(model: Model, params: Mapping[str, Any], *args: Any, buffers: Buffers 
     """
     if not isinstance(model, Model):
         raise ValueError(f"apply: model is {kind(model)}, needed a Model; make one by fs.functionalize")
-    return model.apply(params, *args, buffers=buffers, **kwargs)
-
-
-def sync_buffers(buffers: Tree, like: Tree, by: str = "rank0") -> Tree:
-    """Make buffers agree between ranks, as DDP does before each forward.
-
-    Args:
-        buffers: Any tree of tensors, such as the buffers that `apply` returned.
-        like: Sharded parameters, whose specs tell the ranks.
-        by: "rank0" takes the first rank's; "mean" averages the floating ones and takes the first rank's of others.
-
-    Returns:
-        The tree with the same values on every rank.
-
-    Raises:
-        ValueError: if `by` is another word.
-    """
-    if by not in ("rank0", "mean"):
-        raise ValueError(f'sync_buffers: by is {by!r}, needed "rank0" or "mean"')
-    for axis in reduction_axes(like, "sync_buffers"):
-        check_operands("sync_buffers", buffers, axis)
-        rows = iter(comm.all_gather(tree_leaves(buffers), axis, "sync_buffers"))
-        buffers = tree_map(lambda _, rows=rows: _merged(next(rows), by), buffers)
-    return buffers
-
-
-def _merged(rows: torch.Tensor, by: str) -> torch.Tensor:
-    return rows.mean(0) if by == "mean" and rows.is_floating_point() else rows[0].clone()
-
-
-def _copied(module: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """Copy a module with other tensors for its parameters and buffers; what was tied stays tied."""
-    memo: dict[int, torch.Tensor] = {id(buffer): replace(buffer) for buffer in module.buffers()}
-    for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(replace(parameter), requires_grad=parameter.requires_grad)
-    return copy.deepcopy(module, memo)
+    return model.apply(params, *args, **kwargs)
 
 
 def _places(module: nn.Module) -> dict[str, list[str]]:
@@ -202,54 +238,6 @@ def _places(module: nn.Module) -> dict[str, list[str]]:
     return {places[0]: places for places in names.values()}
 
 
-def _drawn(module: nn.Module, buffers: Buffers, seed: int) -> nn.Module:
-    """A copy of the module with values drawn anew."""
-
-    def fresh(tensor: torch.Tensor) -> torch.Tensor:
-        device = torch.get_default_device() if tensor.is_meta else tensor.device
-        # NaN, so that what nobody draws is found.
-        return torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 0, device=device)
-
-    drawn = _copied(module, fresh)
-    problems = []
-    for path, submodule in drawn.named_modules():
-        if _reset_of(submodule) is None and any(True for _ in submodule.parameters(recurse=False)):
-            found = f"{type(submodule).__name__} without reset_parameters"
-            problems.append(Problem(path or "(root)", found, "a way to draw its values"))
-    remedy = "add reset_parameters to these modules, or leave out seed to take the values the module has"
-    if not problems:
-        with _SEEDING, torch.random.fork_rng(), torch.no_grad():
-            torch.manual_seed(seed)
-            for submodule in _children_first(drawn, set()):
-                reset = _reset_of(submodule)
-                if reset is not None:
-                    reset()
-            for name, buffer in drawn.named_buffers():
-                if not buffers[name].is_meta:
-                    buffer.copy_(buffers[name])
-        for name, parameter in drawn.named_parameters():
-            if parameter.isnan().any():
-                problems.append(Problem(f"[{name!r}]", "elements left out by reset_parameters", "a value for each"))
-        remedy = "draw them in reset_parameters, or leave out seed to take the values the module has"
-    if problems:
-        raise leaf_error("model.init: values cannot be drawn from a seed", problems, remedy)
-    return drawn
-
-
-def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    """What draws a module's own values."""
-    return getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-
-
-def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Every submodule once, in the order in which constructors end."""
-    if module not in seen:
-        seen.add(module)
-        for child in module.children():
-            yield from _children_first(child, seen)
-        yield module
-
-
 def _refuse_lazy(module: nn.Module) -> None:
     lazy = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
     tensors = [*module.named_parameters(), *module.named_buffers()]
@@ -258,6 +246,13 @@ def _refuse_lazy(module: nn.Module) -> None:
     ]
     if problems:
         raise leaf_error("functionalize: lazy parameters", problems, "run the module once before")
+
+
+def _cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
+    """Cast the floating tensors of a tree."""
+    if dtype is None:
+        return tree
+    return tree_map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, tree)
 
 
 def _check_names(what: str, found: Any, needed: Mapping[str, tuple[int, ...] | None]) -> None:

@@ -66,13 +66,14 @@ def check_axes(what: str, flat: Flat) -> None:
     Raises:
         ValueError: with the path of every leaf that lives on an axis whose process group this process does not have.
     """
-    reachable: dict[Axis, bool] = {}
+    # By identity: leaves share their axes, which are slow to hash.
+    reachable: dict[int, bool] = {}
     problems = []
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         for axis in leaf.spec.axes if is_sharded(leaf) else ():
-            if axis not in reachable:
-                reachable[axis] = is_reachable(axis)
-            if not reachable[axis]:
+            if id(axis) not in reachable:
+                reachable[id(axis)] = is_reachable(axis)
+            if not reachable[id(axis)]:
                 found = f"axis {axis.name!r} of {axis.size} ranks in group {axis.group_name!r}"
                 problems.append(Problem(path, found, "a group of that size that this process is in"))
     if problems:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from fshard import comm
+from fshard import _compat, comm
 from fshard.checks import check_axes, check_loss, check_operands, check_reduce, check_transforms, kind
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Tree, flatten, is_sharded, tree_leaves, tree_map
@@ -205,12 +205,17 @@ def reduction_axes(like: Tree, what: str) -> tuple[Axis, ...]:
     flat = flatten(like)
     check_axes(what, flat)
     check_transforms(what, flat)
-    axes = [
-        (path, leaf.spec.transform.axes) for path, leaf in zip(flat.paths, flat.leaves, strict=True) if is_sharded(leaf)
-    ]
-    if not axes:
+    # Leaves share their transforms: by identity, each is looked at once.
+    transforms = {
+        id(leaf.spec.transform): (path, leaf.spec.transform)
+        for path, leaf in zip(reversed(flat.paths), reversed(flat.leaves), strict=True)
+        if is_sharded(leaf)
+    }
+    if not transforms:
         return ()
-    (first, needed), *rest = axes
+    sharded = {path: transform.axes for path, transform in transforms.values()}
+    first = next(path for path, leaf in zip(flat.paths, flat.leaves, strict=True) if is_sharded(leaf))
+    needed = sharded[first]
     problems = [
         Problem(path, kind(leaf), f"a Sharded leaf, as {first} is")
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
@@ -219,11 +224,13 @@ def reduction_axes(like: Tree, what: str) -> tuple[Axis, ...]:
     if problems:
         remedy = "shard the whole tree (fs.ddp keeps leaves whole), or keep other leaves out of the parameters"
         raise leaf_error(f"{what}: plain leaves among Sharded ones", problems, remedy)
+    if all(set(axes) == set(needed) for axes in sharded.values()):
+        return needed
     names = [axis.name for axis in needed]
     problems = [
         Problem(path, f"axes {[axis.name for axis in found]}", f"{names} of one mesh, as for {first}")
-        for path, found in rest
-        if set(found) != set(needed)
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if is_sharded(leaf) and set(found := leaf.spec.transform.axes) != set(needed)
     ]
     if problems:
         raise leaf_error(f"{what}: leaves are reduced over different axes", problems, "shard the tree on one mesh")
@@ -273,3 +280,10 @@ def denominator(count: Any, axes: Sequence[Axis], reduce: str) -> Any:
 def divided(value: torch.Tensor, divisor: Any) -> torch.Tensor:
     """Divide a sum by its denominator; nothing is computed where that is the number one."""
     return value if isinstance(divisor, int) and divisor == 1 else value / divisor
+
+
+def divided_own(value: torch.Tensor, divisor: Any) -> torch.Tensor:
+    """Divide a sum that the caller gives up by its denominator, in place where nobody else can see it."""
+    if isinstance(divisor, int) and divisor == 1:
+        return value
+    return value.div_(divisor) if _compat.is_sole_owner(value) else value / divisor

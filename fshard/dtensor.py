@@ -70,7 +70,9 @@ def _from_dtensor(path: str, leaf: Any, strategy: Any, problems: list[Problem]) 
     missing = [n - k for n, k in zip(spec.local_shape, local.shape, strict=True)]
     if any(missing):
         local = pad(local, [n for size in reversed(missing) for n in (0, size)])
-    return Sharded(local, replace(spec, transform=strategy))
+    # The layout is the DTensor's; how long the full tensor stays is for the strategy to say.
+    residency = strategy.layout(Spec(spec.shape)).residency
+    return Sharded(local, replace(spec, transform=strategy, residency=residency))
 
 
 def to_dtensor(tree: Tree, mesh: Mesh) -> Tree:

@@ -2,8 +2,10 @@
 
 from functools import partial
 
+from fshard import _compat
 from fshard.checks import check_local, check_transforms
 from fshard.collectives import linear_call
+from fshard.residency import call_of
 from fshard.transforms import ShardTransform
 from fshard.tree import Tree, flatten, is_sharded, unflatten
 
@@ -12,7 +14,9 @@ def gather(tree: Tree) -> Tree:
     """Turn Sharded leaves into full tensors, differentiably and with their transform's casts.
 
     Its transpose is `scatter_grads`: under autograd and torch.func, gradients arrive sharded and summed over ranks.
-    Leaves that travel together share one autograd node; frozen and integer ones take no gradient.
+    Leaves that travel together share one autograd node; frozen and integer ones take no gradient. Inside
+    `value_and_grad` the leaves of one call are one unit: what autograd saves of them is dropped and gathered again in
+    the backward, as their strategy says.
 
     Args:
         tree: Pytree with Sharded leaves; full tensors stay as they are, so it may be gathered already.
@@ -21,7 +25,7 @@ def gather(tree: Tree) -> Tree:
         The tree with full tensors of the leaves' global shapes.
 
     Raises:
-        ValueError: if a leaf's shape does not match its spec.
+        ValueError: if a leaf's shape does not match its spec, or a leaf outlived the call that lent it.
 
     >>> import torch
     >>> import fshard as fs
@@ -32,12 +36,18 @@ def gather(tree: Tree) -> Tree:
     flat = flatten(tree)
     check_local("gather", flat)
     check_transforms("gather", flat)
+    leaves = list(flat.leaves)
+    call = call_of("gather", flat)
+    if call is not None and not _compat.transforms_active():
+        lent = [i for i, leaf in enumerate(leaves) if is_sharded(leaf) and leaf.spec.call is not None]
+        gathered = call.gather([flat.paths[i] for i in lent], [leaves[i] for i in lent])
+        for i, full in zip(lent, gathered, strict=True):
+            leaves[i] = full
     groups: dict[tuple[ShardTransform, bool], list[int]] = {}
-    for i, leaf in enumerate(flat.leaves):
+    for i, leaf in enumerate(leaves):
         if is_sharded(leaf):
             still = leaf.spec.frozen or not (leaf.local.is_floating_point() or leaf.local.is_complex())
             groups.setdefault((leaf.spec.transform, still), []).append(i)
-    leaves = list(flat.leaves)
     for (transform, still), group in groups.items():
         shards = [leaves[i].local.detach() if still else leaves[i].local for i in group]
         specs = tuple(leaves[i].spec for i in group)

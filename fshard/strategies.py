@@ -1,14 +1,19 @@
 """Strategies: compositions of transforms under the field's names, with no mechanism of their own."""
 
+from collections.abc import Callable
+
+import torch
+
 from fshard.mesh import Mesh, axis_of
-from fshard.transforms import ShardTransform, fully_shard, replicate
+from fshard.transforms import ShardTransform, cast, compose, fully_shard, replicate, resident
+from fshard.tree import Residency
 
 # Leaves below this stay whole: a bias or a norm costs more to gather than to keep.
 MIN_SHARD_ELEMENTS = 1024
 
 
 def ddp(mesh: Mesh, axis: str = "shard") -> ShardTransform:
-    """Distributed data parallelism: everything whole on every rank, gradients summed.
+    """Distributed data parallelism: everything whole on every rank, gradients summed as they appear.
 
     Args:
         mesh: The device mesh.
@@ -20,11 +25,11 @@ def ddp(mesh: Mesh, axis: str = "shard") -> ShardTransform:
     Raises:
         ValueError: if the mesh has no such axis.
     """
-    return replicate(axis_of(mesh, axis))
+    return compose(replicate(axis_of(mesh, axis)), resident(Residency(regather=False)))
 
 
 def zero1(mesh: Mesh, axis: str = "shard", *, min_shard_elements: int = MIN_SHARD_ELEMENTS) -> ShardTransform:
-    """ZeRO-1: optimizer state and stored parameters sharded, gathered once a step; gradients reduced once.
+    """ZeRO-1: stored parameters and optimizer state sharded; gathered once a step, and reduced after the backward.
 
     Follows Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020).
 
@@ -39,14 +44,14 @@ def zero1(mesh: Mesh, axis: str = "shard", *, min_shard_elements: int = MIN_SHAR
     Raises:
         ValueError: if the mesh has no such axis.
     """
-    return fully_shard(axis_of(mesh, axis), min_shard_elements=min_shard_elements)
+    layout = fully_shard(axis_of(mesh, axis), min_shard_elements=min_shard_elements)
+    return compose(layout, resident(Residency(regather=False, early=False)))
 
 
 def zero2(mesh: Mesh, axis: str = "shard", *, min_shard_elements: int = MIN_SHARD_ELEMENTS) -> ShardTransform:
-    """ZeRO-2: as ZeRO-1, and accumulated gradients sharded too.
+    """ZeRO-2: as ZeRO-1, with each gradient reduced as it appears, so that only shards of them are held.
 
-    Where the whole model is gathered at once, as by the four verbs, gradients of both are reduced in one go and the two
-    are the same. Follows Rajbhandari et al. (2020).
+    Follows Rajbhandari et al. (2020).
 
     Args:
         mesh: The device mesh.
@@ -59,4 +64,52 @@ def zero2(mesh: Mesh, axis: str = "shard", *, min_shard_elements: int = MIN_SHAR
     Raises:
         ValueError: if the mesh has no such axis.
     """
-    return zero1(mesh, axis, min_shard_elements=min_shard_elements)
+    layout = fully_shard(axis_of(mesh, axis), min_shard_elements=min_shard_elements)
+    return compose(layout, resident(Residency(regather=False)))
+
+
+def zero3(
+    mesh: Mesh,
+    axis: str = "shard",
+    *,
+    regather: bool | str | tuple[str, ...] | Callable[[str], bool] = True,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
+    prefetch: int = 1,
+    merge_bytes: int = Residency.merge_bytes,
+    min_shard_elements: int = MIN_SHARD_ELEMENTS,
+) -> ShardTransform:
+    """ZeRO-3: parameters too are held as shards, and full only unit by unit, while a unit computes.
+
+    Follows Rajbhandari et al. (2020) and torch's fully_shard (FSDP2), whose MixedPrecisionPolicy the dtypes are.
+
+    Args:
+        mesh: The device mesh.
+        axis: The mesh axis to shard over.
+        regather: Whether a unit is dropped after its forward and gathered again in the backward: a bool for all units,
+            a glob pattern or several of the names of those that are, or a function of the name.
+        param_dtype: Dtype that parameters are gathered and a model's floating inputs are cast to; None keeps theirs.
+        reduce_dtype: Dtype that gradients are reduced in; None means the dtype they are computed in.
+        output_dtype: Dtype that a model's floating outputs are cast to; None keeps theirs.
+        prefetch: How many units are gathered ahead of the one that computes.
+        merge_bytes: Neighbouring units are gathered together up to this many bytes; 0 keeps them apart.
+        min_shard_elements: Leaves of fewer elements stay whole on every rank.
+
+    Returns:
+        The transform to `shard` parameters with.
+
+    Raises:
+        ValueError: if the mesh has no such axis, a dtype is not floating, or `prefetch` is negative.
+    """
+    if not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(f"zero3: prefetch is {prefetch!r}, needed a number of units, 0 or more")
+    patterns = regather if isinstance(regather, tuple) else (regather,)
+    if not (isinstance(regather, bool) or callable(regather) or all(isinstance(p, str) for p in patterns)):
+        needed = "a bool, glob patterns of units' names, or a function of the name"
+        raise ValueError(f"zero3: regather is {regather!r}, needed {needed}")
+    layout = fully_shard(axis_of(mesh, axis), min_shard_elements=min_shard_elements)
+    casts_in = [cast(gather=param_dtype)] if param_dtype else []
+    casts_out = [cast(scatter=reduce_dtype)] if reduce_dtype else []
+    residency = Residency(regather, prefetch, merge_bytes, inputs=param_dtype, outputs=output_dtype)
+    return compose(*casts_in, layout, *casts_out, resident(residency))

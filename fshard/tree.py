@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import optree
@@ -68,6 +68,29 @@ class Transform(Protocol):
 
 
 @dataclass(frozen=True)
+class Residency:
+    """How long full tensors stay, inside `value_and_grad` and in forward passes of sharded parameters.
+
+    Attributes:
+        regather: Whether units are dropped after their forward and gathered again in the backward: for all of them,
+            for those whose names match a glob pattern or a function of the name, or for none.
+        prefetch: How many units are gathered ahead of the one that computes.
+        merge_bytes: Neighbours are gathered together up to this many bytes, because latency would cost more than the
+            transfer.
+        early: Whether gradients are reduced as they appear, rather than after the backward.
+        inputs: Dtype that a model's floating inputs are cast to.
+        outputs: Dtype that a model's floating outputs are cast to.
+    """
+
+    regather: bool | str | tuple[str, ...] | Callable[[str], bool] = True
+    prefetch: int = 1
+    merge_bytes: int = 2 * 1024 * 1024
+    early: bool = True
+    inputs: torch.dtype | None = None
+    outputs: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
 class Spec:
     """Static, hashable description of one leaf: its global shape and how it is split, not its dtype or rank.
 
@@ -77,6 +100,8 @@ class Spec:
         axes: Every mesh axis the leaf lives on, split or replicated.
         frozen: True when the leaf takes no gradient.
         transform: The ShardTransform that gathers the leaf and scatters its gradient.
+        residency: How long the full tensor stays; None means a plain Residency().
+        call: Weak reference to the running call of `value_and_grad` that lent the leaf; no part of what a spec is.
     """
 
     shape: tuple[int, ...]
@@ -84,6 +109,22 @@ class Spec:
     axes: tuple[Axis, ...] = ()
     frozen: bool = False
     transform: Transform | None = None
+    residency: Residency | None = None
+    call: Callable[[], Any] | None = field(default=None, compare=False, repr=False)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Specs are looked up often, and what they hold is slow to hash."""
+        return hash((self.shape, self.partition, self.axes, self.frozen, self.transform, self.residency))
+
+    def lent_by(self, call: Callable[[], Any] | None) -> "Spec":
+        """The same spec with another reference to a call; faster than dataclasses.replace."""
+        spec = object.__new__(Spec)
+        spec.__dict__.update(self.__dict__, call=call)
+        return spec
 
     @property
     def full_shape(self) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Verb 4: update, and the pure optimizers and gradient transformations that it runs."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,13 @@ class Optimizer(NamedTuple):
     Attributes:
         init: init(params) returns the optimizer's state.
         update: update(grads, state, params) returns (params, state).
+        update_donated: As `update`, and may write to the state and the parameters that it is given; None where the
+            optimizer has no use for that.
     """
 
     init: Callable[[Tree], Tree]
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+    update_donated: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]] | None = None
 
 
 class GradientTransformation(NamedTuple):
@@ -35,13 +39,15 @@ class GradientTransformation(NamedTuple):
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 
 
-def update(tx: Optimizer, state: TrainState, grads: Tree) -> TrainState:
+def update(tx: Optimizer, state: TrainState, grads: Tree, *, donate: bool = False) -> TrainState:
     """Make the next state from reduced gradients: new parameters, new optimizer state, one step more.
 
     Args:
         tx: The optimizer that `state` was created with.
-        state: The state before; nothing in it changes.
+        state: The state before; nothing in it changes unless it is donated.
         grads: Sharded gradients from `scatter_grads` or `value_and_grad`.
+        donate: Whether the caller gives up `state`, so that the next one may be written in its place: half the memory
+            and no copies. Do not use the old state afterwards.
 
     Returns:
         The state after.
@@ -56,7 +62,8 @@ def update(tx: Optimizer, state: TrainState, grads: Tree) -> TrainState:
     if not isinstance(state, TrainState):
         raise ValueError(f"update: state is {kind(state)}, needed a TrainState; make one by fs.TrainState.create")
     _check_gradients(grads, state.params)
-    params, opt_state = tx.update(grads, state.opt_state, state.params)
+    run = tx.update_donated if donate and tx.update_donated else tx.update
+    params, opt_state = run(grads, state.opt_state, state.params)
     return state._replace(step=state.step + 1, params=params, opt_state=opt_state)
 
 
@@ -81,19 +88,21 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
     def init(params: Tree) -> Tree:
         return tuple(part.init(params) for part in transformations)
 
-    def run(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+    def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> tuple[Tree, Tree]:
         if not isinstance(state, tuple) or len(state) != len(transformations):
             found = f"a tuple of {len(state)}" if isinstance(state, tuple) else kind(state)
             needed = f"one of {len(transformations)}; update with the optimizer that made the state"
             raise ValueError(f"chain: the state is {found}, needed {needed}")
         states = []
         for part, part_state in zip(transformations, state, strict=True):
-            grads, part_state = part.update(grads, part_state, params)
+            donated = part.update_donated if donate and isinstance(part, Optimizer) else None
+            grads, part_state = (donated or part.update)(grads, part_state, params)
             states.append(part_state)
         return grads, tuple(states)
 
-    ends = bool(transformations) and isinstance(transformations[-1], Optimizer)
-    return (Optimizer if ends else GradientTransformation)(init, run)
+    if transformations and isinstance(transformations[-1], Optimizer):
+        return Optimizer(init, run, partial(run, donate=True))
+    return GradientTransformation(init, run)
 
 
 def _check_gradients(grads: Tree, params: Tree) -> None:
@@ -119,7 +128,7 @@ def _problem(grad: Any, param: Any) -> tuple[str, str] | None:
     if not is_sharded(param):
         same = isinstance(grad, torch.Tensor) and grad.shape == param.shape
         return None if same else (kind(grad), kind(param))
-    if grad.spec != param.spec:
+    if grad.spec is not param.spec and grad.spec != param.spec:
         return _differences(grad.spec, param.spec)
     if grad.local.shape != param.local.shape or grad.local.dtype != param.local.dtype:
         return f"{kind(grad.local)} as shard", kind(param.local)

@@ -1,27 +1,46 @@
 """value_and_grad: the loss and its sharded, reduced gradients in one call."""
 
-from collections.abc import Callable
-from typing import Any
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from fshard import _compat
 from fshard.checks import check_floating, check_local, check_loss, check_reduce, kind, refuse_writes
-from fshard.collectives import denominator, divided, reduction_axes, total
-from fshard.tree import Sharded, Tree, flatten, is_sharded, tree_leaves, tree_map, unflatten
+from fshard.collectives import denominator, divided, divided_own, reduction_axes, total
+from fshard.residency import Call, FunctionTransform, settled
+from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tree_leaves, tree_map, unflatten
+
+Schedule = Callable[[Tree], Sequence[Tree]]
 
 
-def value_and_grad(f: Callable[..., Any], *, reduce: str = "mean", has_aux: bool = False) -> Callable[..., Any]:
+def value_and_grad(
+    f: Callable[..., Any],
+    *,
+    argnums: int | Sequence[int] = 0,
+    reduce: str = "mean",
+    has_aux: bool = False,
+    schedule: Schedule | None = None,
+) -> Callable[..., Any]:
     """Turn a local loss into a function of its objective and the gradients, sharded as the parameters are.
 
     `f` gets the sharded parameters and gathers where it needs them, by `model.apply` or `fs.gather`. It may compute on
-    shards before; a leaf that ranks hold whole it must gather, or `fs.pvary`, because its gradient is summed there. In
-    one line this is torch.func.grad_and_value(lambda p: fs.objective(f(fs.gather(p)), like=p))(params), except that
-    gradients are summed before they are divided, as `scatter_grads` does. Follows jax.value_and_grad.
+    shards before; a leaf that ranks hold whole it must gather, or `fs.pvary`, because its gradient is summed there. The
+    result is that of torch.func.grad_and_value(lambda p: fs.objective(f(fs.gather(p)), like=p))(params), except that
+    gradients are summed before they are divided, as `scatter_grads` does; but units are gathered just in time, dropped
+    and gathered again in the backward as their strategy says, and gradients are reduced as they appear. Under a
+    torch.func transform, or where parameters are part of an outer graph, it is that very expression. Follows
+    jax.value_and_grad.
 
     Args:
-        f: Called as f(params, *args, **kwargs); returns this rank's scalar loss, or (sum, count) for "weighted".
+        f: Called with all arguments; returns this rank's scalar loss, or (sum, count) for "weighted".
+        argnums: Which arguments are parameters; with several, gradients come as a tuple.
         reduce: "mean" over ranks, "sum", or "weighted": sum of sums divided by the sum of counts.
         has_aux: Whether f returns (loss, aux) instead; aux is any tree of tensors and stays this rank's own.
+        schedule: For functions that gather parts of a tree: maps the parameters to those parts, in the order in which f
+            will gather them, so that they are gathered ahead. Models know theirs.
 
     Returns:
         A function of f's arguments. It returns (objective, grads), or ((objective, aux), grads): the objective is equal
@@ -29,49 +48,185 @@ def value_and_grad(f: Callable[..., Any], *, reduce: str = "mean", has_aux: bool
 
     Raises:
         ValueError: if `reduce` is unknown; by the function returned, if the loss does not fit it, a leaf that takes a
-            gradient is not floating, leaves are plain among Sharded ones, or `f` wrote to a parameter.
+            gradient is not floating, leaves are plain among Sharded ones, ranks gather different units, or `f` wrote to
+            a parameter.
+        RuntimeError: by the function returned, if another rank failed.
     """
     check_reduce(reduce, "value_and_grad")
+    single = isinstance(argnums, int)
+    places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
-    def run(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
-        flat = flatten(params)
-        check_local("value_and_grad", flat)
-        axes = reduction_axes(params, "value_and_grad")
-        trained = [i for i, leaf in enumerate(flat.leaves) if _takes_gradient(leaf)]
-        check_floating("value_and_grad", flat)
-        parts: list[Tree] = []
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+        if not all(-len(args) <= place < len(args) for place in places):
+            raise ValueError(f"value_and_grad: argnums is {argnums}, but {len(args)} arguments were given by position")
+        params = args[places[0]] if single else tuple(args[place] for place in places)
 
-        def local(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-            leaves = list(flat.leaves)
-            for i, tensor in zip(trained, tensors, strict=True):
-                leaves[i] = Sharded(tensor, leaves[i].spec) if is_sharded(leaves[i]) else tensor
-            out = f(unflatten(flat.treedef, leaves), *args, **kwargs)
-            if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-                raise ValueError(
-                    f"value_and_grad: f returned {kind(out)}, needed the pair (loss, aux) for has_aux=True"
-                )
-            loss, aux = out if has_aux else (out, None)
-            check_loss(loss, reduce, "value_and_grad")
-            value, count = loss if reduce == "weighted" else (loss, None)
-            # torch.func carries tensors alone out of the transform; the rest of the tree waits here.
-            parts.append((count, aux))
-            return value, [leaf for leaf in tree_leaves((count, aux)) if isinstance(leaf, torch.Tensor)]
+        def with_params(tree: Tree) -> Any:
+            given = list(args)
+            for place, part in zip(places, (tree,) if single else tree, strict=True):
+                given[place] = part
+            return f(*given, **kwargs)
 
-        tensors = [_tensor(flat.leaves[i]) for i in trained]
-        with refuse_writes("value_and_grad", [flat.paths[i] for i in trained], tensors):
-            grads, (value, outputs) = torch.func.grad_and_value(local, has_aux=True)(tensors)
-        carried = iter(outputs)
-        count, aux = tree_map(lambda leaf: next(carried) if isinstance(leaf, torch.Tensor) else leaf, parts.pop())
-        divisor = denominator(count, axes, reduce)
-        leaves: list[Any] = [None] * len(flat.leaves)
-        for i, grad in zip(trained, grads, strict=True):
-            leaves[i] = divided(grad, divisor)
-            if is_sharded(flat.leaves[i]):
-                leaves[i] = Sharded(leaves[i], flat.leaves[i].spec)
-        value = divided(total(value, axes), divisor)
-        return ((value, aux) if has_aux else value), unflatten(flat.treedef, leaves)
+        value, (aux,), grads = differentiate(
+            "value_and_grad", [with_params], params, reduce, has_aux, schedule=schedule
+        )
+        return ((value, aux) if has_aux else value), grads
 
     return run
+
+
+Parts = tuple[torch.Tensor, Any, Any]
+Local = Callable[[list[Any]], Parts]
+
+
+def differentiate(
+    what: str,
+    functions: Sequence[Callable[[Tree], Any]],
+    params: Tree,
+    reduce: str,
+    has_aux: bool,
+    *,
+    schedule: Schedule | None = None,
+    once: bool = False,
+) -> tuple[torch.Tensor, list[Any], Tree]:
+    """Differentiate the objective of several local losses, one after another.
+
+    Args:
+        what: The verb that runs, for errors.
+        functions: Each maps the parameters to this rank's loss of one microbatch, as `value_and_grad` takes it.
+        params: The parameters.
+        reduce: As for `value_and_grad`; "mean" is over microbatches too.
+        has_aux: As for `value_and_grad`.
+        schedule: As for `value_and_grad`.
+        once: Whether full gradients are summed over microbatches before they are reduced.
+
+    Returns:
+        The objective, each function's aux, and the gradients.
+    """
+    flat = flatten(params)
+    check_local(what, flat)
+    axes = reduction_axes(params, what)
+    check_floating(what, flat)
+    run = _Run(what, functions, flat, axes, reduce, has_aux, schedule, once)
+    value, auxes, grads = run.reference() if _is_outer(flat) else run.engine()
+    wrapped = [
+        Sharded(grad, leaf.spec) if is_sharded(leaf) and grad is not None else grad
+        for grad, leaf in zip(grads, flat.leaves, strict=True)
+    ]
+    return value, auxes, unflatten(flat.treedef, wrapped)
+
+
+Found = tuple[torch.Tensor, list[Any], list[Any]]
+
+
+class _Run(NamedTuple):
+    """One differentiation, in either form."""
+
+    what: str
+    functions: Sequence[Callable[[Tree], Any]]
+    flat: Flat
+    axes: Sequence[Axis]
+    reduce: str
+    has_aux: bool
+    schedule: Schedule | None
+    once: bool
+
+    def local(self, function: Callable[[Tree], Any], leaves: list[Any]) -> Parts:
+        """This rank's loss of one microbatch, count and aux."""
+        out = function(unflatten(self.flat.treedef, leaves))
+        if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise ValueError(f"{self.what}: f returned {kind(out)}, needed the pair (loss, aux) for has_aux=True")
+        loss, aux = out if self.has_aux else (out, None)
+        check_loss(loss, self.reduce, self.what)
+        value, count = loss if self.reduce == "weighted" else (loss, None)
+        return value, count, aux
+
+    def divisor(self, counts: list[Any]) -> Any:
+        """What sums over ranks and microbatches are divided by."""
+        if self.reduce == "weighted":
+            return denominator(functools.reduce(operator.add, counts), self.axes, self.reduce)
+        return denominator(None, self.axes, self.reduce) * (len(self.functions) if self.reduce == "mean" else 1)
+
+    def engine(self) -> Found:
+        """Run the residency engine."""
+        call = Call(self.what, self.flat, self.axes)
+        try:
+            return self._engine(call)
+        except FunctionTransform:
+            return self.reference()
+        finally:
+            call.end()
+
+    def _engine(self, call: Call) -> Found:
+        leaves = [call.lent(slot) if slot is not None else None for slot in call.slots]
+        trained = [i for i, slot in enumerate(call.slots) if slot is not None and slot.trained]
+        stored, paths = [self.flat.leaves[i].local for i in trained], [self.flat.paths[i] for i in trained]
+        schedule = self.schedule(unflatten(self.flat.treedef, leaves)) if self.schedule else ()
+        values, counts, auxes = [], [], []
+        single = len(self.functions) == 1
+        divisor: Any = 1
+        for i, function in enumerate(self.functions):
+            with torch.enable_grad(), refuse_writes(self.what, paths, stored):
+                run = functools.partial(self.local, function, leaves)
+                value, count, aux = call.forward(run, schedule)
+            count, aux = settled((count, aux))
+            # With one microbatch each gradient can be divided as soon as it is reduced.
+            divisor = self.divisor([count]) if single else 1
+            last = i == len(self.functions) - 1
+            call.backward(value, divisor, reduce=last or not self.once, last=last)
+            values.append(value.detach())
+            counts.append(count)
+            auxes.append(aux)
+            del value
+        grads = [None if slot is None else slot.gradient() for slot in call.slots]
+        if not single:
+            divisor = self.divisor(counts)
+            grads = [None if grad is None else divided_own(grad, divisor) for grad in grads]
+        return divided(total(functools.reduce(operator.add, values), self.axes), divisor), auxes, grads
+
+    def reference(self) -> Found:
+        """Differentiate by torch.func, with every unit gathered when a function asks for it and kept."""
+        trained = [i for i, leaf in enumerate(self.flat.leaves) if _takes_gradient(leaf)]
+        tensors = [_tensor(self.flat.leaves[i]) for i in trained]
+        values, counts, auxes = [], [], []
+        sums: list[torch.Tensor] | None = None
+        for function in self.functions:
+            parts: list[Tree] = []
+            loss_of = functools.partial(self._loss_of, function, trained, parts)
+            with refuse_writes(self.what, [self.flat.paths[i] for i in trained], tensors):
+                found, (value, outputs) = torch.func.grad_and_value(loss_of, has_aux=True)(tensors)
+            carried = iter(outputs)
+            count, aux = tree_map(
+                lambda leaf: next(carried) if isinstance(leaf, torch.Tensor) else leaf,  # noqa: B023
+                parts.pop(),
+            )
+            sums = list(found) if sums is None else [a + b for a, b in zip(sums, found, strict=True)]
+            values.append(value)
+            counts.append(count)
+            auxes.append(aux)
+        divisor = self.divisor(counts)
+        grads: list[Any] = [None] * len(self.flat.leaves)
+        for i, grad in zip(trained, sums or [], strict=True):
+            grads[i] = divided(grad, divisor)
+        return divided(total(functools.reduce(operator.add, values), self.axes), divisor), auxes, grads
+
+    def _loss_of(
+        self, function: Callable[[Tree], Any], trained: list[int], parts: list[Tree], tensors: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        leaves = list(self.flat.leaves)
+        for i, tensor in zip(trained, tensors, strict=True):
+            leaves[i] = Sharded(tensor, leaves[i].spec) if is_sharded(leaves[i]) else tensor
+        value, count, aux = self.local(function, leaves)
+        # torch.func carries tensors alone out of the transform; the rest of the tree waits here.
+        parts.append((count, aux))
+        return value, [leaf for leaf in tree_leaves((count, aux)) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_outer(flat: Flat) -> bool:
+    """Whether what is returned must be differentiable itself, or there is nothing to gather."""
+    tensors = [leaf.local for leaf in flat.leaves if is_sharded(leaf)]
+    outer = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return not tensors or outer or _compat.transforms_active() or any(map(_compat.is_dual, tensors))
 
 
 def _takes_gradient(leaf: Any) -> bool:

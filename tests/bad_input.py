@@ -20,7 +20,7 @@ class Row(NamedTuple):
     """A bad call, made on every rank.
 
     `arguments` are made from the rank's world, and may issue collectives; `call` is what must refuse them, with the
-    text `error`, before any collective but those of the labels in `issued`.
+    text `error`, before any collective but those of the labels in `issued` and the numbers by which ranks agree.
     """
 
     name: str
@@ -97,7 +97,8 @@ def refusal(row: Row) -> Refusal:
         try:
             result = row.call(*arguments)
         except Exception as error:
-            found = Refusal(type(error), str(error), [(entry.label, entry.bytes) for entry in record])
+            issued = [(entry.label, entry.bytes) for entry in record if entry.label != fs.comm.AGREE]
+            found = Refusal(type(error), str(error), issued)
         else:
             raise AssertionError(f"{row.name}: no error, but {result}")
     assert_same_bits([tensor.detach() for tensor in tensors], copies)

@@ -6,9 +6,14 @@ from torch import optim
 
 import fshard as fs
 from fshard.testing import spmd
+from fshard.tree import Residency
 from tests.bad_input import Row, assert_refused, make_world
 from tests.trees import assert_same_bits
 
+STAGES = (
+    "_FullyShard(axis=Axis(name='shard', size=2, group_name={group}), dim=0, min_shard_elements=0, algorithm='auto'), "
+    f"_Resident(residency={Residency(regather=False)!r})"
+)
 FROM = "\nTo fix: pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned."
 OTHER_STATE = "update with the optimizer that made the state"
 
@@ -110,9 +115,7 @@ ROWS = [
         "update: gradients do not fit the parameters\n"
         + "".join(
             f"  {path}: found transform _Composed(stages=(_Cast(gather_dtype=None, scatter_dtype=torch.float32), "
-            "_FullyShard(axis=Axis(name='shard', size=2, group_name={group}), dim=0, min_shard_elements=0, "
-            "algorithm='auto'))), needed transform _FullyShard(axis=Axis(name='shard', size=2, group_name={group}), "
-            "dim=0, min_shard_elements=0, algorithm='auto')\n"
+            f"{STAGES})), needed transform _Composed(stages=({STAGES}))\n"
             for path in ("['a']", "['b'][0]")
         ).rstrip()
         + FROM,

@@ -1,8 +1,13 @@
 """The only issuer of collectives: start and finish operators per backend, and a recorder."""
 
-from fshard.comm.agree import disagreement
+from fshard.comm.agree import BITS as BITS
+from fshard.comm.agree import WORDS as WORDS
+from fshard.comm.agree import Vote, disagreement, vote
 from fshard.comm.collective import (
     ALGORITHMS as ALGORITHMS,
+)
+from fshard.comm.collective import (
+    PACK_BYTES as PACK_BYTES,
 )
 from fshard.comm.collective import (
     Algorithm as Algorithm,
@@ -16,11 +21,13 @@ from fshard.comm.collective import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from fshard.comm.record import AGREE as AGREE
 from fshard.comm.record import Collective, Record, record
 
 __all__ = [
     "Collective",
     "Record",
+    "Vote",
     "all_gather",
     "all_reduce",
     "disagreement",
@@ -30,4 +37,5 @@ __all__ = [
     "start_all_gather",
     "start_all_reduce",
     "start_reduce_scatter",
+    "vote",
 ]

@@ -1,9 +1,12 @@
 """Ranks compare notes: one small collective per axis, and the texts only where they differ."""
 
+import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,6 +15,21 @@ from fshard import _compat
 from fshard.comm.collective import all_gather
 from fshard.errors import Problem
 from fshard.tree import Axis
+
+# 12 words of 63 bits: room for what one step of a large model has to say.
+WORDS, BITS = 12, 63
+
+
+class Vote(NamedTuple):
+    """What ranks found when they compared notes.
+
+    Attributes:
+        problem: The first thing they differ in, or None.
+        flags: Numbers that any rank put forward.
+    """
+
+    problem: Problem | None
+    flags: frozenset[int]
 
 
 def disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: str) -> Problem | None:
@@ -26,15 +44,41 @@ def disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: str) -
         None where all ranks agree, else the first entry that differs; the same on every rank. Entries that only some
         ranks have come before those whose texts differ.
     """
+    return _compare(entries, [], axes, label).problem
+
+
+def vote(entries: Mapping[str, str], flags: Iterable[int], axes: Sequence[Axis], label: str) -> Vote:
+    """Compare named entries between all ranks of some axes, and collect flags, in one message per axis.
+
+    Args:
+        entries: What this rank has, by the name of each thing that must agree.
+        flags: Numbers from 0 to WORDS * BITS - 1 that this rank puts forward; larger ones are left out.
+        axes: The mesh axes to compare over.
+        label: Who asks, for the recorder.
+
+    Returns:
+        What the ranks found, the same on every rank.
+    """
+    words = [0] * WORDS
+    for flag in flags:
+        if flag < WORDS * BITS:
+            words[flag // BITS] |= 1 << flag % BITS
+    return _compare(entries, words, axes, label)
+
+
+def _compare(entries: Mapping[str, str], words: list[int], axes: Sequence[Axis], label: str) -> Vote:
     axes = [axis for axis in axes if axis.size > 1]
     text = json.dumps(dict(entries)).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
     agreed, longest = 1, len(text)
     for axis in axes:
-        rows = _exchange(torch.tensor([digest, agreed, longest]), axis, label).tolist()
+        rows = _exchange(torch.tensor([digest, agreed, longest, *words]), axis, label).tolist()
         agreed = int(all(row[:2] == [digest, 1] for row in rows))
         longest = max(row[2] for row in rows)
-    return None if agreed else _first_difference(text.ljust(longest), axes, label)
+        words = [functools.reduce(operator.or_, column) for column in list(zip(*rows, strict=True))[3:]]
+    problem = None if agreed else _first_difference(text.ljust(longest), axes, label)
+    raised = (i * BITS + bit for i, word in enumerate(words) for bit in range(word.bit_length()) if word >> bit & 1)
+    return Vote(problem, frozenset(raised))
 
 
 def _exchange(tensor: torch.Tensor, axis: Axis, label: str) -> torch.Tensor:

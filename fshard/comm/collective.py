@@ -124,7 +124,12 @@ def start_reduce_scatter(
     algorithm = resolve(algorithm, axis)
     packed = packing(stacks, 1, algorithm)
     shapes = [stack.shape[1:] for stack in stacks]
-    buffers = ops.reduce_scatter(packed.pack(stacks, 1), axis.name, axis.size, axis.group_name, algorithm, label)
+    sources = packed.pack(stacks, 1)
+    buffers = ops.reduce_scatter(sources, axis.name, axis.size, axis.group_name, algorithm, label)
+    if algorithm == "direct" and axis.size == 2:
+        own = [source[rank(axis)] for source in sources]
+        # The sum of two is the same in either order.
+        return lambda: packed.unpack([ops.wait(b)[0].add_(mine) for b, mine in zip(buffers, own, strict=True)], shapes)
     return lambda: packed.unpack([_sum_rows(ops.wait(buffer)) for buffer in buffers], shapes)
 
 
@@ -146,7 +151,9 @@ def start_all_reduce(tensors: Sequence[torch.Tensor], axis: Axis, label: str, al
     packed = packing(tensors, 1, algorithm)
     shapes = [tensor.shape for tensor in tensors]
     buffers = packed.pack(tensors, 0)
-    exchanged = [algorithm != "direct" or b.numel() * b.element_size() <= EXCHANGE_BYTES for b in buffers]
+    # Between two ranks an exchange of everything moves no more bytes, and is over in one round.
+    once = algorithm != "direct" or axis.size == 2
+    exchanged = [once or b.numel() * b.element_size() <= EXCHANGE_BYTES for b in buffers]
     small = [i for i, yes in enumerate(exchanged) if yes]
     large = [i for i, yes in enumerate(exchanged) if not yes]
     scattering = start_reduce_scatter([_rows(buffers[i], axis.size) for i in large], axis, label, algorithm)

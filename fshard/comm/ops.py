@@ -6,6 +6,7 @@ a buffer counts ranks, or is 1 where the backend has summed already.
 Algorithms:
     direct: a broadcast from each rank and an all-to-all, straight into the buffers, sums left to the caller. About
         twice as fast as gloo's own collectives, and sums are in rank order: bitwise the same for every strategy.
+        Between two ranks the buffer of a reduce-scatter is the other rank's row alone.
     coalesced: one fused collective for the whole list, which is what NCCL does best.
     flat: the backend's own collective for each tensor.
 """
@@ -83,12 +84,16 @@ def _reduce_scatter(tensors: Tensors, axis: str, size: int, group: str, algorith
         fused = algorithm == "coalesced"
         return _per_dtype(sources, lambda same: _compat.start_reduce_scatter(same, size, group, fused))
     process_group = _compat.resolve_process_group(group)
+    own = dist.get_rank(process_group)
     with _compat.below_autograd():
-        buffers = _reduce_scatter_like(tensors, algorithm)
+        buffers = _reduce_scatter_like(tensors, size, algorithm)
         for tensor, buffer in zip(tensors, buffers, strict=True):
             if tensor.numel():
-                source, target = _bytes(tensor.contiguous()), _bytes(buffer)
-                work = dist.all_to_all_single(target, source, group=process_group, async_op=True)
+                # Between two ranks only the other's row travels; more rows would have to be moved together for that.
+                rows = tensor if size > 2 else tensor[1 - own]
+                source, target = _bytes(rows.contiguous()), _bytes(buffer)
+                splits = [0 if size == 2 and i == own else source.numel() // len(buffer) for i in range(size)]
+                work = dist.all_to_all_single(target, source, splits, splits, group=process_group, async_op=True)
                 _compat.register_work(buffer, work)
                 _keep(buffer, [source, target])
     return buffers
@@ -103,9 +108,9 @@ def _per_dtype(tensors: Tensors, start: Callable[[Tensors], Tensors]) -> Tensors
     return [buffers[i] for i in range(len(tensors))]
 
 
-def _reduce_scatter_like(tensors: Tensors, algorithm: str) -> Tensors:
-    rows = (len(tensor) if algorithm == "direct" else 1 for tensor in tensors)
-    return [tensor.new_empty((n, *tensor.shape[1:])) for n, tensor in zip(rows, tensors, strict=True)]
+def _reduce_scatter_like(tensors: Tensors, size: int, algorithm: str) -> Tensors:
+    rows = 1 if algorithm != "direct" or size == 2 else size
+    return [tensor.new_empty((rows, *tensor.shape[1:])) for tensor in tensors]
 
 
 def _all_reduce(tensors: Tensors, axis: str, size: int, group: str, algorithm: str, label: str) -> Tensors:
@@ -125,7 +130,7 @@ _define("all_gather", _all_gather, lambda tensors, axis, size, *_: _all_gather_l
 _define(
     "reduce_scatter",
     _reduce_scatter,
-    lambda tensors, axis, size, group, algorithm, label: _reduce_scatter_like(tensors, algorithm),
+    lambda tensors, axis, size, group, algorithm, label: _reduce_scatter_like(tensors, size, algorithm),
 )
 _define(
     "all_reduce",

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 from fshard import _compat
 from fshard.comm import ops
 
+# The label of what ranks compare while they run.
+AGREE = "agree"
+
 
 class Collective(NamedTuple):
     """One collective as it was issued.
@@ -18,7 +21,7 @@ class Collective(NamedTuple):
         label: Who asked for it.
         bytes: Padded bytes of the full tensors.
         tensors: Buffers it carried.
-        scalar: Whether it carried single numbers only.
+        scalar: Whether it carried single numbers only, or the few by which ranks agree on what comes next.
     """
 
     op: str
@@ -57,7 +60,8 @@ class _Recorder(_compat.DispatchMode):
             tensors, axis, size, _, _, label = args
             full = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             full *= size if func is ops.all_gather else 1
-            scalar = all(tensor.numel() == (size if func is ops.reduce_scatter else 1) for tensor in tensors)
+            single = all(tensor.numel() == (size if func is ops.reduce_scatter else 1) for tensor in tensors)
+            scalar = single or label == AGREE
             name = func.name().removeprefix("fshard::").removesuffix(".default")
             self.record.append(Collective(name, axis, size, label, full, len(tensors), scalar))
         return func(*args, **(kwargs or {}))

@@ -1,6 +1,7 @@
 """from_torch: any elementwise torch.optim class as a pure optimizer."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from fshard import _compat
 from fshard.checks import check_floating, kind
 from fshard.errors import Problem, leaf_error
-from fshard.tree import Flat, Sharded, Tree, flatten, is_sharded, unflatten
+from fshard.tree import Flat, Sharded, Tree, flatten, is_sharded, tree_leaves, unflatten
 from fshard.update import Optimizer
 
 Hyper = dict[str, Any]
@@ -67,13 +68,16 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
         _start(optimizer, tensors, habits.late)
         return TorchState(count.clone(), _slots(optimizer, tensors, flat, habits.scalars))
 
-    def update(grads: Tree, state: TorchState, params: Tree) -> tuple[Tree, TorchState]:
+    def update(grads: Tree, state: TorchState, params: Tree, donate: bool = False) -> tuple[Tree, TorchState]:
         if not isinstance(state, TorchState):
             remedy = "update with the optimizer that made the state"
             raise ValueError(f"from_torch: the state is {kind(state)}, needed a TorchState; {remedy}")
         flat, gradients = flatten(params), flatten(grads).leaves
         trained = _trained(flat)
-        new = [_copied(_tensor(flat.leaves[i])) for i in trained]
+        # CPU fused kernels ignore strides, so what they write to in place must have none of its own.
+        donate = donate and all(leaf.is_contiguous() for leaf in tree_leaves((params, state.slots)) if _is_tensor(leaf))
+        own = _detached if donate else _copied
+        new = [own(_tensor(flat.leaves[i])) for i in trained]
         optimizer = _build(
             cls, _evaluated(hyper, state.updates), new, [_tensor(gradients[i]).detach().contiguous() for i in trained]
         )
@@ -83,9 +87,14 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
             values = flatten(slot).leaves
             for i, tensor in zip(trained, new, strict=True):
                 if values[i] is not None:
-                    optimizer.state[tensor][name] = _copied(_tensor(values[i]))
+                    optimizer.state[tensor][name] = own(_tensor(values[i]))
+        given = {tensor: dict(optimizer.state[tensor]) for tensor in new} if donate else {}
         with torch.no_grad():
             optimizer.step()
+        if donate and _is_in_place(optimizer, given):
+            for tensor in new:
+                tensor.grad = None
+            return params, TorchState(state.updates + 1, state.slots)
         leaves = list(flat.leaves)
         for i, tensor in zip(trained, new, strict=True):
             # Else parameters would keep gradients alive.
@@ -94,7 +103,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
         slots = _slots(optimizer, new, flat, habits.scalars)
         return unflatten(flat.treedef, leaves), TorchState(state.updates + 1, slots)
 
-    return Optimizer(init, update)
+    return Optimizer(init, update, partial(update, donate=True))
 
 
 def _trained(flat: Flat) -> list[int]:
@@ -111,6 +120,21 @@ def _copied(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _is_in_place(optimizer: torch.optim.Optimizer, given: dict[torch.Tensor, State]) -> bool:
+    """Whether a step has written its state to the tensors that it was given."""
+    return all(
+        value is state.get(name) for tensor, state in given.items() for name, value in optimizer.state[tensor].items()
+    )
 
 
 def _like(leaf: Any, tensor: torch.Tensor) -> Any:

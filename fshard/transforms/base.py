@@ -1,7 +1,9 @@
 """ShardTransform, the one extension point, and compose."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -9,6 +11,7 @@ from fshard.checks import kind
 from fshard.tree import Axis, Spec
 
 Tensors = Sequence[torch.Tensor]
+Finish = Callable[[], Tensors]
 
 
 class LayoutError(ValueError):
@@ -72,6 +75,32 @@ class ShardTransform:
         """
         return grads
 
+    def start_gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Finish:
+        """Start a gather whose communication may overlap what runs until it is finished.
+
+        Args:
+            leaves: As for `gather`.
+            specs: As for `gather`.
+
+        Returns:
+            A function that finishes and returns gather's result; here all is done at the start.
+        """
+        gathered = self.gather(leaves, specs)
+        return lambda: gathered
+
+    def start_scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Finish:
+        """Start a scatter whose communication may overlap what runs until it is finished.
+
+        Args:
+            grads: As for `scatter`.
+            specs: As for `scatter`.
+
+        Returns:
+            A function that finishes and returns scatter's result; here all is done at the start.
+        """
+        scattered = self.scatter(grads, specs)
+        return lambda: scattered
+
 
 @dataclass(frozen=True)
 class _Composed(ShardTransform):
@@ -95,6 +124,28 @@ class _Composed(ShardTransform):
         for stage in reversed(self.stages):
             grads = stage.scatter(grads, specs)
         return grads
+
+    def start_gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Finish:
+        return _start([(s, s.start_gather, s.gather) for s in self.stages], leaves, specs)
+
+    def start_scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Finish:
+        return _start([(s, s.start_scatter, s.scatter) for s in reversed(self.stages)], grads, specs)
+
+
+def _start(stages: Sequence[tuple[ShardTransform, Any, Any]], tensors: Tensors, specs: Sequence[Spec]) -> Finish:
+    """Run stages up to the last one that communicates, and leave those behind it for the end."""
+
+    def done() -> Tensors:
+        return tensors
+
+    finish: Finish = done
+    for stage, start, run in stages:
+        finish = start(finish(), specs) if stage.axes else partial(_then, finish, run, specs)
+    return finish
+
+
+def _then(finish: Finish, run: Any, specs: Sequence[Spec]) -> Tensors:
+    return run(finish(), specs)
 
 
 def compose(*transforms: ShardTransform) -> ShardTransform:

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from fshard import comm
 from fshard.mesh import Mesh, axis_of
-from fshard.transforms.base import LayoutError, ShardTransform, Tensors
+from fshard.transforms.base import Finish, LayoutError, ShardTransform, Tensors
 from fshard.tree import Axis, Spec, on_axis, split
 
 
@@ -33,18 +33,28 @@ class _FullyShard(ShardTransform):
         return split(spec, self.axis, self.dim % dims)
 
     def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
-        out = list(leaves)
-        dims = self._dims(specs)
-        stacks = [leaves[i] for i in dims]
-        gathered = comm.all_gather(stacks, self.axis, "gather", self.algorithm)
-        for (i, dim), rows in zip(dims.items(), gathered, strict=True):
-            outermost = self._outermost(specs[i], dim)
-            full = _joined(rows, dim, specs[i].full_shape[dim] if outermost else self.axis.size * rows.shape[dim + 1])
-            out[i] = full if specs[i].shape or not outermost else full.select(0, 0)
-        return out
+        return self.start_gather(leaves, specs)()
 
     def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
-        out = list(grads)
+        return self.start_scatter(grads, specs)()
+
+    def start_gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Finish:
+        dims = self._dims(specs)
+        gathering = comm.start_all_gather([leaves[i] for i in dims], self.axis, "gather", self.algorithm)
+        whole = {i: leaf for i, leaf in enumerate(leaves) if i not in dims}
+
+        def finish() -> Tensors:
+            out = dict(whole)
+            for (i, dim), rows in zip(dims.items(), gathering(), strict=True):
+                outermost = self._outermost(specs[i], dim)
+                size = specs[i].full_shape[dim] if outermost else self.axis.size * rows.shape[dim + 1]
+                full = _joined(rows, dim, size)
+                out[i] = full if specs[i].shape or not outermost else full.select(0, 0)
+            return [out[i] for i in range(len(out))]
+
+        return finish
+
+    def start_scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Finish:
         dims = self._dims(specs)
         stacks = []
         for i, dim in dims.items():
@@ -57,9 +67,12 @@ class _FullyShard(ShardTransform):
         whole = [i for i in range(len(grads)) if i not in dims]
         scattering = comm.start_reduce_scatter(stacks, self.axis, "scatter", self.algorithm)
         summing = comm.start_all_reduce([grads[i] for i in whole], self.axis, "scatter", self.algorithm)
-        for i, shard in zip((*dims, *whole), (*scattering(), *summing()), strict=True):
-            out[i] = shard
-        return out
+
+        def finish() -> Tensors:
+            out = dict(zip((*dims, *whole), (*scattering(), *summing()), strict=True))
+            return [out[i] for i in range(len(out))]
+
+        return finish
 
     def _dims(self, specs: Sequence[Spec]) -> dict[int, int]:
         """The leaves that are split over this axis and the dim of each; the others are replicated."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fshard import comm
 from fshard.mesh import Mesh, axis_of
-from fshard.transforms.base import ShardTransform, Tensors
+from fshard.transforms.base import Finish, ShardTransform, Tensors
 from fshard.tree import Axis, Spec, on_axis
 
 
@@ -22,7 +22,10 @@ class _Replicate(ShardTransform):
         return on_axis(spec, self.axis)
 
     def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
-        return comm.all_reduce(grads, self.axis, "scatter", self.algorithm)
+        return self.start_scatter(grads, specs)()
+
+    def start_scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Finish:
+        return comm.start_all_reduce(grads, self.axis, "scatter", self.algorithm)
 
 
 def replicate(mesh: Mesh | Axis, *, algorithm: comm.Algorithm = "auto") -> ShardTransform:

@@ -17,10 +17,8 @@ RECORDS = {
     "direct": [
         ("all_gather", 2 * (SMALL + 32 + ALONE), 3, False),
         ("reduce_scatter", SMALL + 32 + ALONE, 3, False),
-        # What is too large to exchange whole is cut into pieces, which are summed and gathered.
-        ("reduce_scatter", ALONE, 1, False),
-        ("all_reduce", SMALL + 32, 2, False),
-        ("all_gather", ALONE, 1, False),
+        # Two ranks exchange everything whole, whatever its size.
+        ("all_reduce", SMALL + 32 + ALONE, 3, False),
         ("all_reduce", 8, 1, True),
     ],
     "flat": [

@@ -1,0 +1,81 @@
+"""Every private torch API that fshard uses, each with the versions it was checked on."""
+
+# Checked on 2.13. torch.distributed's own functional collectives are built on it.
+from torch._C._distributed_c10d import _register_work as register_work
+
+# Checked on 2.13. It keeps the address of a storage that is gone from being given to another.
+from torch.multiprocessing.reductions import StorageWeakRef
+
+# Checked on 2.13.
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+
+from fshard._compat.autograd import (
+    below_autograd,
+    inside_checkpoint,
+    is_dual,
+    is_held_elsewhere,
+    is_sole_owner,
+    is_transformed,
+    next_sequence_number,
+    refuses_saved_tensor_hooks,
+    register_torch_pytree,
+    running_sequence_number,
+    shared_dual_level,
+    storage_key,
+    transforms_active,
+    version,
+)
+from fshard._compat.collectives import (
+    group_size,
+    release_groups_at_exit,
+    resolve_process_group,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+    wait_tensor,
+)
+from fshard._compat.modules import (
+    forget_flat_weights,
+    init_optimizer_state,
+    is_compiled,
+    parameters_of,
+    set_flat_weights,
+)
+from fshard._compat.threads import (
+    ThreadedCollective,
+    threaded_process_groups,
+)
+
+__all__ = [
+    "DispatchMode",
+    "StorageWeakRef",
+    "ThreadedCollective",
+    "below_autograd",
+    "forget_flat_weights",
+    "group_size",
+    "init_optimizer_state",
+    "inside_checkpoint",
+    "is_compiled",
+    "is_dual",
+    "is_held_elsewhere",
+    "is_sole_owner",
+    "is_transformed",
+    "next_sequence_number",
+    "parameters_of",
+    "refuses_saved_tensor_hooks",
+    "register_torch_pytree",
+    "register_work",
+    "release_groups_at_exit",
+    "resolve_process_group",
+    "running_sequence_number",
+    "set_flat_weights",
+    "shared_dual_level",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_reduce_scatter",
+    "storage_key",
+    "threaded_process_groups",
+    "transforms_active",
+    "version",
+    "wait_tensor",
+]

@@ -1,0 +1,106 @@
+"""Private APIs of autograd, torch.func and tensors, each with the versions it was checked on."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+
+def version(tensor: torch.Tensor) -> int:
+    """The number of in-place writes to a tensor's memory, counted by autograd. Checked on 2.13.
+
+    Always 0 for a tensor made in inference mode, whose writes autograd does not count.
+    """
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a torch.func transform holds a tensor, whose storage then is not to be had. Checked on 2.13."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def transforms_active() -> bool:
+    """Whether code runs under a torch.func transform. Checked on 2.13."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_dual(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a tangent of forward-mode AD. Checked on 2.13."""
+    from torch.autograd import forward_ad
+
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def next_sequence_number() -> int:
+    """The number that autograd will give its next node; a backward runs nodes from high to low. Checked on 2.13."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def running_sequence_number() -> int | None:
+    """The number of the node that a backward is running; None outside a backward. Checked on 2.13."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def inside_checkpoint() -> bool:
+    """Whether torch.utils.checkpoint (not reentrant) will run again what runs now. Checked on 2.13."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return top is not None and top[0].__qualname__.startswith("_checkpoint_hook.")
+
+
+def refuses_saved_tensor_hooks(error: Exception) -> bool:
+    """Whether an error says that torch.func was entered under saved-tensor hooks. Checked on 2.13."""
+    return isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error)
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """Compute as kernels do, so that a view holds no reference to its base. Checked on 2.13."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that all views of the same memory share, as long as a StorageWeakRef to it lives. Checked on 2.13."""
+    return tensor.untyped_storage()._cdata
+
+
+def is_held_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether torch's own code holds a tensor beside Python. Checked on 2.13."""
+    return tensor._use_count() > 1  # type: ignore[attr-defined]
+
+
+def is_sole_owner(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor, view or saved value shares a tensor's memory. Checked on 2.13."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) <= 2
+
+
+def register_torch_pytree(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., Any], name: str) -> None:
+    """Make `cls` a node of torch's own pytrees, which torch.func maps over. Checked on 2.13."""
+    from torch.utils._pytree import GetAttrKey, register_pytree_node
+
+    def flatten_with_keys(node: Any) -> Any:
+        children, context = flatten(node)
+        return [(GetAttrKey("local"), child) for child in children], context
+
+    register_pytree_node(cls, flatten, unflatten, serialized_type_name=name, flatten_with_keys_fn=flatten_with_keys)
+
+
+@contextmanager
+def shared_dual_level() -> Iterator[None]:
+    """Hold one level of forward-mode AD for all threads, which then neither enter nor leave one. Checked on 2.13.
+
+    The level, and functorch's count of nested `jvp`s that decides when to enter it, belong to the process: a thread
+    that leaves the level takes the tangents of all others away. Inside, `forward_ad.dual_level()` does nothing, and
+    tangents made under it last until this context is left.
+    """
+    from torch._functorch import eager_transforms
+    from torch.autograd import forward_ad
+
+    with (
+        forward_ad.dual_level() as level,
+        patch.multiple(forward_ad, enter_dual_level=lambda: level, exit_dual_level=lambda *, level=None: None),
+        patch.object(eager_transforms, "JVP_NESTING", eager_transforms.JVP_NESTING),
+    ):
+        yield

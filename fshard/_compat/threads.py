@@ -1,0 +1,90 @@
+"""Private APIs by which ranks are threads of one process, each with the versions it was checked on."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+
+class ThreadedCollective(NamedTuple):
+    """One rank's call of a collective.
+
+    Attributes:
+        group: Name of the process group.
+        ranks: Global ranks of its members, in group order.
+        kind: What is called; the same text on every member of a legal collective.
+        data: This rank's input and output tensors.
+        run: Moves the data, given every member's in group order.
+    """
+
+    group: str
+    ranks: list[int]
+    kind: str
+    data: Any
+    run: Callable[[list[Any]], None]
+
+
+@contextmanager
+def threaded_process_groups(join: Callable[[ThreadedCollective], None]) -> Iterator[None]:
+    """Give each thread process groups of its own (backend "threaded"), as a process has. Checked on 2.13.
+
+    Args:
+        join: Called on the thread of each rank that calls a collective; returns when the data is in place.
+
+    Raises:
+        RuntimeError: Threaded process groups are already in use.
+    """
+    # Imported here because the import registers a backend.
+    from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]
+    from torch.testing._internal.distributed import multi_threaded_pg
+
+    if isinstance(dist.distributed_c10d._world, multi_threaded_pg.ThreadLocalWorld):
+        raise RuntimeError("simulated ranks are already running in this process; they cannot simulate ranks themselves")
+
+    def start(operation: Any, group: Any) -> SimpleNamespace:
+        def meet(_: int, data: Any) -> Any:
+            ranks = list(group._world().pg_group_ranks[group])
+            join(ThreadedCollective(group.pg_name, ranks, _kind(operation, data), data, operation.work))
+            return multi_threaded_pg.ret_work(data)
+
+        return SimpleNamespace(join=meet)
+
+    # `init_process_group` sets all of these.
+    own_world = patch.multiple(
+        dist.distributed_c10d,
+        _world=multi_threaded_pg.ThreadLocalWorld(),
+        _backend=dist.distributed_c10d._backend,
+        _default_pg_init_method=dist.distributed_c10d._default_pg_init_method,
+    )
+    own_hook = patch.object(sys, "excepthook", sys.excepthook)
+    own_join = patch.multiple(
+        multi_threaded_pg.ProcessLocalGroup,
+        _start_coll=staticmethod(start),
+        _end_coll=staticmethod(lambda *_: None),
+    )
+    with own_world, own_hook, own_join:
+        _set_thread_isolation_mode(True)
+        try:
+            yield
+        finally:
+            _set_thread_isolation_mode(False)
+
+
+def _kind(operation: Any, data: Any) -> str:
+    """Name an operation, its arguments, and the tensors that all ranks must pass alike."""
+    arguments = ", ".join(f"{name}={getattr(value, 'op', value)}" for name, value in vars(operation).items())
+    kind = f"{type(operation).__name__}({arguments})"
+    match type(operation).__name__:
+        case "AllReduce" | "Broadcast":
+            alike = data
+        case "ReduceScatter":
+            alike = data[1]
+        case _:
+            return kind
+    tensors = torch.utils._pytree.tree_leaves(alike)
+    return f"{kind} of {', '.join(f'{tensor.dtype} {tuple(tensor.shape)}' for tensor in tensors)}"

@@ -1,0 +1,67 @@
+"""accumulate: the loss and gradients of several microbatches, as if they were one batch."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from fshard.checks import check_reduce, kind
+from fshard.tree import Residency, Tree, flatten, is_sharded
+from fshard.value_and_grad import Schedule, differentiate
+
+
+def accumulate(
+    f: Callable[..., Any],
+    *,
+    reduce: str = "mean",
+    has_aux: bool = False,
+    communicate: str | None = None,
+    schedule: Schedule | None = None,
+) -> Callable[..., Any]:
+    """Turn a local loss of one microbatch into a function of many: `value_and_grad` of their common objective.
+
+    Activations of one microbatch are held at a time. The objective is the mean over microbatches and ranks, or with
+    "weighted" the true mean over all items, however unequally they are spread.
+
+    Args:
+        f: Called as f(params, microbatch, *args, **kwargs); returns this rank's scalar loss, or (sum, count) for
+            "weighted".
+        reduce: As for `value_and_grad`; "mean" and "sum" are over microbatches too.
+        has_aux: Whether f returns (loss, aux) instead.
+        communicate: "each" reduces gradients in every microbatch and sums shards of them, which needs least memory;
+            "once" sums full gradients and reduces them in the last one, which sends least. None leaves it to the
+            strategy: once for ZeRO-1, else each.
+        schedule: As for `value_and_grad`.
+
+    Returns:
+        A function of (params, microbatches, *args, **kwargs), where microbatches is a sequence, as long on every rank.
+        It returns (objective, grads), or ((objective, auxes), grads) with a list of every microbatch's aux.
+
+    Raises:
+        ValueError: if `reduce` or `communicate` is unknown; by the function returned, if there are no microbatches, and
+            as for `value_and_grad`.
+    """
+    check_reduce(reduce, "accumulate")
+    if communicate not in (None, "each", "once"):
+        raise ValueError(f'accumulate: communicate is {communicate!r}, needed "each", "once" or None')
+
+    def run(params: Tree, microbatches: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+        if not isinstance(microbatches, Sequence) or not microbatches:
+            found = kind(microbatches) if microbatches else "none"
+            raise ValueError(f"accumulate: the microbatches are {found}, needed a sequence of one or more")
+        functions = [partial(_on, f, microbatch, args, kwargs) for microbatch in microbatches]
+        once = communicate == "once" or (communicate is None and not _reduces_early(params))
+        value, auxes, grads = differentiate(
+            "accumulate", functions, params, reduce, has_aux, schedule=schedule, once=once
+        )
+        return ((value, auxes) if has_aux else value), grads
+
+    return run
+
+
+def _on(f: Callable[..., Any], microbatch: Any, args: Any, kwargs: Any, params: Tree) -> Any:
+    return f(params, microbatch, *args, **kwargs)
+
+
+def _reduces_early(params: Tree) -> bool:
+    policies = [leaf.spec.residency or Residency() for leaf in flatten(params).leaves if is_sharded(leaf)]
+    return all(policy.early for policy in policies)

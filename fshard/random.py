@@ -1,0 +1,57 @@
+"""Random keys: explicit ones for models that draw random numbers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from fshard import comm
+from fshard.tree import Axis
+
+
+def fold_in(key: torch.Tensor | int, data: torch.Tensor | int | Axis) -> torch.Tensor:
+    """Make another key of a key, such as one for each step and each rank.
+
+    Follows jax.random.fold_in, with the finalizer of SplitMix64 (Steele et al., "Fast Splittable Pseudorandom Number
+    Generators", 2014).
+
+    Args:
+        key: An int64 tensor of shape (), or a number.
+        data: What the new key is for: a number, an int64 tensor of shape (), or a mesh axis, which stands for this
+            rank's coordinate on it: keys then differ between its ranks.
+
+    Returns:
+        An int64 tensor of shape ().
+
+    >>> fold_in(0, 1).equal(fold_in(0, 1)), fold_in(0, 1).equal(fold_in(0, 2))
+    (True, False)
+    """
+    number = comm.rank(data) if isinstance(data, Axis) else data
+    mixed = _mix(torch.as_tensor(key, dtype=torch.int64)) + torch.as_tensor(number, dtype=torch.int64)
+    return _mix(mixed - 0x61C8864680B583EB)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finalizer on int64, whose products wrap around."""
+    x = (x ^ _shifted(x, 30)) * -0x40A7B892E31B1A47
+    x = (x ^ _shifted(x, 27)) * -0x6B2FB644ECCEEE15
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+    """Shift right without keeping the sign."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+@contextmanager
+def seeded(key: torch.Tensor | int | None) -> Iterator[None]:
+    """Draw torch's random numbers from a key, and put the generators' states back; None changes nothing.
+
+    torch.utils.checkpoint keeps the generators' states itself, so that what it computes again draws the same.
+    """
+    if key is None:
+        yield
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(int(key) & (1 << 63) - 1)
+        yield

@@ -1,0 +1,258 @@
+"""Backward: units gathered again and gradients reduced, in one order on every rank."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fshard import _compat
+from fshard.collectives import divided_own
+from fshard.residency.slots import Slot, summed
+from fshard.residency.units import Unit, Use
+
+# Reductions under way may hold this many bytes of gradients; a larger one travels alone.
+IN_FLIGHT_BYTES = 32 * 1024 * 1024
+
+# Small gradients are collected up to this many bytes and reduced together.
+BUCKET_BYTES = 1024 * 1024
+
+
+class Step(NamedTuple):
+    """One step of the order.
+
+    Attributes:
+        kind: "exit" where the backward enters a use, "reduce" for one leaf of it, "enter" where it leaves the use.
+        use: The use.
+        place: The leaf, for "reduce".
+        gathers: The uses whose gathers start here.
+    """
+
+    kind: str
+    use: Use
+    place: int = -1
+    gathers: tuple[Use, ...] = ()
+
+
+def order(events: Sequence[tuple[str, Use]], reduce: bool) -> list[Step]:
+    """Turn the events of a forward around.
+
+    Args:
+        events: "enter" and "exit" of each use, in their order.
+        reduce: Whether gradients of the call's own leaves are reduced in this backward.
+
+    Returns:
+        What to do, in this order on every rank: a unit's gradients are complete when the backward has come to where the
+        unit was entered, and its tensors are needed from where its turn ended.
+    """
+    events = events[::-1]
+    # A frozen unit is gathered again too, where its tensors were saved.
+    again = [use for kind, use in events if kind == "exit" and use.regathered and use.saved]
+    place = {use.index: number for number, use in enumerate(again)}
+    steps: list[Step] = []
+    started = passed = 0
+    for kind, use in events:
+        if kind == "exit":
+            passed = max(passed, place.get(use.index, -1) + 1)
+            ahead = min(len(again), passed + use.unit.residency.prefetch)
+            steps.append(Step("exit", use, gathers=tuple(again[started:ahead])))
+            started = max(started, ahead)
+            continue
+        slots = use.unit.slots
+        mine = [i for i, slot in enumerate(slots) if slot.trained and slot.first is use]
+        for i in mine:
+            slots[i].owed = True
+        due = [i for i in mine if reduce or slots[i].derived]
+        # Large leaves come first: small ones share a node, which autograd reaches last.
+        due.sort(key=lambda i: (slots[i].derived, not slots[i].alone, -i))
+        steps += [Step("reduce", use, i) for i in due]
+        steps.append(Step("enter", use))
+    return steps
+
+
+class _Bucket(NamedTuple):
+    slots: list[Slot]
+    grads: list[torch.Tensor]
+    nbytes: int
+
+
+class _Flight(NamedTuple):
+    slots: list[Slot]
+    finish: Any
+    nbytes: int
+
+
+class Backward:
+    """One backward pass over the uses of a forward."""
+
+    def __init__(
+        self,
+        events: Sequence[tuple[str, Use]],
+        log: list[str],
+        *,
+        divisor: Any,
+        reduce: bool,
+        early: bool,
+        release: bool,
+    ) -> None:
+        """Before the first step.
+
+        Args:
+            events: Those of the forward, as for `order`.
+            log: Where collectives are noted.
+            divisor: What reduced gradients of the call's own leaves are divided by.
+            reduce: Whether gradients of the call's own leaves are reduced in this backward.
+            early: Whether they are as they appear.
+            release: Whether tensors kept from use to use may go.
+        """
+        self._divisor, self._log, self._reduces = divisor, log, reduce
+        self._uses = [use for kind, use in events if kind == "enter"]
+        self._steps = order(events, reduce)
+        self._early, self._release = early, release
+        self._at = 0
+        self._ready: set[tuple[int, int]] = set()
+        self._place = {(s.kind, s.use.index, s.place): n for n, s in enumerate(self._steps)}
+        self._buckets: dict[Any, _Bucket] = {}
+        self._late: list[Slot] = []
+        self._flying: deque[_Flight] = deque()
+
+    def fetch(self, use: Use, index: int) -> torch.Tensor:
+        """A gathered tensor that was saved in the forward."""
+        self._advance(self._place["exit", use.index, -1] + 1)
+        full = use.wait()[index]
+        if full is None:
+            # Dropped already: autograd came back to a leaf whose gradient it had finished.
+            use.full = None
+            full = use.wait()[index]
+            assert full is not None
+        return full
+
+    def again(self, unit: Unit) -> Use:
+        """The use whose forward runs again: the unit's last one that the backward has not left."""
+        self._pass_left()
+        for use in reversed(self._uses):
+            if use.unit.slots == unit.slots and self._at <= self._place["enter", use.index, -1]:
+                return use
+        raise RuntimeError(f"unit {unit.name} is computed again in the backward but was not gathered in the forward")
+
+    def recomputed(self, uses: Sequence[Use]) -> None:
+        """Gather uses again whose forward is about to run again, with all that the backward needs before them.
+
+        Their gradients come later, after those of the uses behind them: only gathers are taken out of turn.
+        """
+        self._pass_left()
+        to = max(self._place["exit", use.index, -1] for use in uses)
+        if all(step.kind == "exit" for step in self._steps[self._at : to]):
+            self._advance(to + 1)
+        for step in self._steps[self._at : to + 1]:
+            for use in step.gathers:
+                use.start()
+
+    def _pass_left(self) -> None:
+        """Take the steps of uses that autograd has left: all nodes that may have used them have run."""
+        running = _compat.running_sequence_number()
+        if running is not None:
+            left = [self._place["enter", use.index, -1] for use in self._uses if use.sequence > running]
+            self._advance(max(left, default=-1) + 1)
+
+    def arrived(self, use: Use, group: Sequence[int], grads: Sequence[torch.Tensor | None]) -> None:
+        """Take this rank's full gradients for some leaves of a use."""
+        for i, grad in zip(group, grads, strict=True):
+            slot = use.unit.slots[i]
+            if grad is not None:
+                slot.partial = summed(slot.partial, grad)
+            if use.full is not None and (use.regathered or self._release):
+                use.full[i] = None
+            self._ready.add((use.index, i))
+        while self._at < len(self._steps):
+            step = self._steps[self._at]
+            if step.kind != "reduce" or (step.use.index, step.place) not in self._ready:
+                break
+            self._take(step)
+
+    def reduced_now(self, use: Use, group: Sequence[int]) -> list[torch.Tensor]:
+        """Finish the gradients of leaves that autograd goes on from."""
+        last = max(self._place["reduce", use.index, i] for i in group)
+        self._advance(last + 1)
+        self._flush()
+        while self._flying:
+            self._land()
+        out = []
+        for i in group:
+            slot = use.unit.slots[i]
+            assert slot.grad is not None
+            out.append(slot.grad)
+            slot.grad = None
+        return out
+
+    def finish(self, slots: Sequence[Slot]) -> None:
+        """Take every step that is left, with zeros for what this rank did not use, and wait for all reductions.
+
+        Args:
+            slots: All leaves of the call.
+        """
+        self._advance(len(self._steps))
+        late, self._late = self._late, []
+        # Some may only have been used in microbatches before, which left the reduction to this one.
+        for slot in (*late, *(slot for slot in slots if slot.owed and slot not in late)) if self._reduces else ():
+            self._reduce(slot)
+        self._flush()
+        while self._flying:
+            self._land()
+
+    def _advance(self, to: int) -> None:
+        while self._at < to:
+            self._take(self._steps[self._at])
+
+    def _take(self, step: Step) -> None:
+        self._at += 1
+        if step.kind == "enter":
+            step.use.settle()
+            if step.use.regathered or self._release:
+                step.use.full = None
+        elif step.kind == "exit":
+            for use in step.gathers:
+                use.start()
+        else:
+            slot = step.use.unit.slots[step.place]
+            if self._early or slot.derived:
+                self._reduce(slot)
+            else:
+                self._late.append(slot)
+
+    def _reduce(self, slot: Slot) -> None:
+        grad, slot.partial, slot.owed = slot.partial, None, False
+        grad = slot.zeros() if grad is None else grad
+        transform = slot.spec.transform
+        nbytes = grad.numel() * grad.element_size()
+        if slot.alone:
+            self._start(transform, _Bucket([slot], [grad], nbytes))
+            return
+        slots, grads, before = self._buckets.get(transform, _Bucket([], [], 0))
+        slots.append(slot)
+        grads.append(grad)
+        self._buckets[transform] = bucket = _Bucket(slots, grads, before + nbytes)
+        if bucket.nbytes >= BUCKET_BYTES:
+            self._start(transform, self._buckets.pop(transform))
+
+    def _flush(self) -> None:
+        for transform, bucket in self._buckets.items():
+            self._start(transform, bucket)
+        self._buckets = {}
+
+    def _start(self, transform: Any, bucket: _Bucket) -> None:
+        while self._flying and bucket.nbytes + sum(flight.nbytes for flight in self._flying) > IN_FLIGHT_BYTES:
+            self._land()
+        self._log.append(f"reduce {', '.join(slot.path for slot in bucket.slots)}")
+        with torch.no_grad():
+            finish = transform.start_scatter(bucket.grads, tuple(slot.spec for slot in bucket.slots))
+        self._flying.append(_Flight(bucket.slots, finish, bucket.nbytes))
+
+    def _land(self) -> None:
+        slots, finish, _ = self._flying.popleft()
+        with torch.no_grad():
+            for slot, grad in zip(slots, finish(), strict=True):
+                grad = grad.to(slot.stored.dtype)
+                # Now, while it is in the processor's cache.
+                grad = grad if slot.derived else divided_own(grad, self._divisor)
+                slot.add(grad)

@@ -1,0 +1,300 @@
+"""Call: the bookkeeping of one run of `value_and_grad`, which the leaves that it lends lead back to."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from fshard import _compat
+from fshard.collectives import divided
+from fshard.residency.backward import Backward
+from fshard.residency.consensus import Consensus
+from fshard.residency.saved import Saved
+from fshard.residency.slots import Slot, policy_of
+from fshard.residency.timeline import Timeline
+from fshard.residency.units import Unit, Use, deliver, scattered
+from fshard.residency.walk import Walk, schedule
+from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded
+
+
+class FunctionTransform(Exception):  # noqa: N818
+    """The function calls torch.func, which does not go with saved-tensor hooks."""
+
+
+class Call:
+    """Lends leaves to a function, gathers what it asks for and collects gradients.
+
+    Attributes:
+        slots: The parameters, by their place in the tree; None for leaves that are not Sharded.
+        in_backward: Whether the function has returned and gradients are on their way.
+        at_end: What to do when the call has ended.
+    """
+
+    def __init__(self, what: str, flat: Flat, axes: Sequence[Axis], *, differentiable: bool = True) -> None:
+        """Take parameters in.
+
+        Args:
+            what: The verb that runs, for errors.
+            flat: Its parameters.
+            axes: The mesh axes that they live on.
+            differentiable: Whether gradients will be asked for.
+        """
+        self._what, self._differentiable = what, differentiable
+        self._self = weakref.ref(self)
+        self._consensus = Consensus(what, axes)
+        self.slots = [
+            self._lend(path, leaf) if is_sharded(leaf) else None
+            for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        ]
+        self._saved = Saved(self._fetch)
+        self._kept: dict[Slot, torch.Tensor] = {}
+        self.at_end: list[Callable[[], None]] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Before a forward."""
+        self._by_tensor = {id(slot.tensor): slot for slot in self.slots if slot is not None}
+        for slot in self._by_tensor.values():
+            slot.first = None
+        self._log: list[str] = []
+        alone = not self._consensus.axes
+        self.timeline = Timeline(self._what, self._saved, self._kept, self._log, alone=alone)
+        self._walks: list[Walk] = []
+        self._plain: Use | None = None
+        self._refetched: Use | None = None
+        self._backward: Backward | None = None
+        self.in_backward = False
+
+    def _lend(self, path: str, leaf: Sharded) -> Slot:
+        local = leaf.local.detach()
+        if self._differentiable and not leaf.spec.frozen:
+            local.requires_grad_()
+        return Slot(path, Sharded(local, leaf.spec))
+
+    def lent(self, slot: Slot) -> Sharded:
+        """The leaf that the function gets, whose spec leads back to this call."""
+        return Sharded(slot.tensor, slot.spec.lent_by(self._self))
+
+    def slot_of(self, path: str, leaf: Sharded) -> Slot:
+        """The slot of a leaf that this call lent, or that was computed from such."""
+        slot = self._by_tensor.get(id(leaf.local))
+        if slot is None:
+            derived = Sharded(leaf.local, leaf.spec.lent_by(None))
+            slot = self._by_tensor[id(leaf.local)] = Slot(path, derived, derived=True)
+        return slot
+
+    def begin_walk(self, name: str, units: Sequence[Unit], ends: Sequence[int]) -> Walk:
+        """Begin a pass over a schedule of units."""
+        self._leave_plain()
+        self._consensus.agree(f"{len(units)} units of {name}")
+        walk = Walk(self, schedule(units, ends))
+        self._walks.append(walk)
+        return walk
+
+    def gather(self, paths: Sequence[str], leaves: Sequence[Sharded]) -> list[torch.Tensor]:
+        """Gather leaves in a plain function, as one unit."""
+        unit = Unit(", ".join(paths), tuple(self.slot_of(path, leaf) for path, leaf in zip(paths, leaves, strict=True)))
+        walk = next((walk for walk in self._walks if walk.has(unit)), None)
+        use = self._enter(unit) if walk is None else walk.find(unit.slots[0])[0]
+        out = [self.output(use, use.unit.places[slot]) for slot in unit.slots]
+        use.outputs = {} if walk is None else use.outputs
+        return out
+
+    def _enter(self, unit: Unit) -> Use:
+        """Gather a unit outside any schedule; its scope ends where the next one begins, as far as anybody can know."""
+        if self.in_backward:
+            return self.again(unit)
+        self._leave_plain()
+        self._consensus.agree(f"gather {unit.name}")
+        self._plain = self.timeline.use_of(unit)
+        self.open(self._plain)
+        return self._plain
+
+    def _leave_plain(self) -> None:
+        use, self._plain = self._plain, None
+        if use is not None:
+            self.timeline.leave(use)
+
+    def open(self, use: Use, inside: Sequence[Use] = ()) -> None:
+        """Enter a use into the order of the forward."""
+        self.timeline.open(use, inside)
+        derived = [i for i, slot in enumerate(use.unit.slots) if slot.derived and slot.trained]
+        if derived and torch.is_grad_enabled():
+            deliver(self, use, derived)
+
+    def leave(self, use: Use) -> None:
+        """Leave a use's scope."""
+        if self.in_backward:
+            use.close()
+        else:
+            self.timeline.leave(use)
+
+    def again(self, unit: Unit) -> Use:
+        """Find a unit's tensors again, for a checkpoint that runs its forward once more in the backward."""
+        assert self._backward is not None
+        use = self._backward.again(unit)
+        self.recomputed([use])
+        return use
+
+    def recomputed(self, uses: Sequence[Use]) -> None:
+        """A checkpoint runs the forward of these uses once more, in the backward."""
+        assert self._backward is not None
+        self._backward.recomputed(uses)
+
+    def output(self, use: Use, index: int) -> torch.Tensor:
+        """What a function gets for one leaf of an open use."""
+        if not self.in_backward and _compat.inside_checkpoint():
+            use.saved = True
+        out = use.outputs.get(index)
+        if out is None and use.unit.slots[index].trained and torch.is_grad_enabled():
+            deliver(self, use, use.sharing_node(index))
+            out = use.outputs[index]
+        if out is None:
+            out = use.wait()[index]
+        assert out is not None
+        return out
+
+    def _fetch(self, use: Use, index: int) -> torch.Tensor:
+        """A gathered tensor that autograd saved."""
+        if self._backward is not None:
+            return self._backward.fetch(use, index)
+        # The function itself differentiates: gather again for as long as it stays with this unit.
+        if use.full is None:
+            if self._refetched is not None:
+                self._refetched.full = None
+            self._refetched = use
+            use.wait()
+            self._saved.watch(use)
+        full = use.wait()[index]
+        assert full is not None
+        return full
+
+    def deliver(self, use: Use, group: list[int], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Take the gradients of a use's outputs, and return what autograd is to go on with."""
+        slots = use.unit.slots
+        if self._backward is None:
+            return list(scattered(slots, group, grads))
+        self._backward.arrived(use, group, grads)
+        if slots[group[0]].derived:
+            return list(self._backward.reduced_now(use, group))
+        return [None] * len(group)
+
+    def _hooks(self) -> AbstractContextManager[None]:
+        """What must be active while the function runs, so that autograd saves no gathered tensor."""
+        policies = [policy_of([slot]) for slot in self.slots if slot is not None]
+        if not self._consensus.axes or all(policy.regather is False for policy in policies):
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._saved.unpack)
+
+    def forward(self, f: Callable[[], Any], schedule: Sequence[Tree] = ()) -> Any:
+        """Run the function, then see whether every rank has.
+
+        Args:
+            f: The function.
+            schedule: Trees of leaves that it will gather in this order, if that is known.
+
+        Returns:
+            What the function returned.
+
+        Raises:
+            FunctionTransform: if it calls torch.func.
+            RuntimeError: if another rank failed.
+            ValueError: if ranks do not gather the same units.
+        """
+        self._begin()
+        try:
+            with self._hooks():
+                if schedule:
+                    units = [self._unit_of(part) for part in schedule]
+                    self.begin_walk("the schedule", units, range(1, len(units) + 1))
+                out = f()
+            self._leave_plain()
+            for walk in self._walks:
+                walk.end()
+            self.timeline.close_but(())
+        except Exception as error:
+            if _compat.refuses_saved_tensor_hooks(error):
+                error = FunctionTransform("f calls torch.func")
+            # The others wait for this rank's part of what is scheduled; then they hear of it.
+            for walk in reversed(self._walks):
+                walk.abandon()
+            self._conclude("f", error)
+            raise error
+        self._conclude("f")
+        return out
+
+    def _unit_of(self, part: Tree) -> Unit:
+        flat = flatten(part)
+        pairs = zip(flat.paths, flat.leaves, strict=True)
+        slots = tuple(self.slot_of(path, leaf) for path, leaf in pairs if is_sharded(leaf))
+        return Unit(", ".join(slot.path for slot in slots), slots)
+
+    def _conclude(self, phase: str, error: Exception | None = None) -> None:
+        if not self._consensus.axes:
+            return
+        done = [*(f"{kind} {use.unit.name}" for kind, use in self.timeline.events), *self._log]
+        self._log.clear()
+        last = self.timeline.last()
+        flags = [1 + use.index for use in self.timeline.uses if use.saved]
+        if last is not None and last.full is None:
+            flags.append(0)
+        numbered = {f"event {i}": event for i, event in enumerate(done)}
+        found = self._consensus.conclude(phase, numbered, flags, error)
+        for use in self.timeline.uses:
+            use.saved = 1 + use.index in found
+            if use.regathered and (use is not last or 0 in found):
+                use.full = None
+            elif use is last:
+                # What was computed last is needed first: it is kept rather than gathered again.
+                use.saved = False
+
+    def backward(self, loss: torch.Tensor, divisor: Any, *, reduce: bool = True, last: bool = True) -> None:
+        """Differentiate the loss of the last forward and add its gradients to the slots.
+
+        Args:
+            loss: This rank's scalar loss, attached to the graph.
+            divisor: What gradients are divided by once they are summed.
+            reduce: Whether gathered leaves' gradients are reduced now, rather than kept in full.
+            last: Whether no other forward follows, so that tensors that were kept may go.
+        """
+        self.in_backward = True
+        slots = [slot for slot in self.slots if slot is not None and slot.trained]
+        early = any(policy_of([slot]).early for slot in slots)
+        events, uses = self.timeline.events, self.timeline.uses
+        self._backward = Backward(events, self._log, divisor=divisor, reduce=reduce, early=early, release=last)
+        if last:
+            self._kept.clear()
+        anchors = [use.anchor for use in uses if use.anchor is not None]
+        outputs = [out for out in (loss, *anchors) if out.requires_grad]
+        starts = [torch.ones_like(out) if out is loss else torch.zeros_like(out) for out in outputs]
+        failed: Exception | None = None
+        direct: Sequence[torch.Tensor | None] = [None] * len(slots)
+        try:
+            if outputs and slots:
+                direct = torch.autograd.grad(outputs, [slot.tensor for slot in slots], starts, allow_unused=True)
+        except Exception as error:
+            failed = error
+        self._backward.finish(slots)
+        for use in uses:
+            use.close()
+        self._conclude("the backward", failed)
+        if failed is not None:
+            raise failed
+        # What came past gathering, from maths on shards, is this rank's own part of the sum already.
+        for slot, grad in zip(slots, direct, strict=True):
+            if grad is not None:
+                slot.add(divided(grad, divisor))
+
+    def end(self) -> None:
+        """Let go of everything: calls are many and hold much, and nothing may wait for the garbage collector."""
+        for use in self.timeline.uses:
+            use.close()
+        for release in self.at_end:
+            release()
+        self.at_end = []
+        self._begin()
+        self._by_tensor = {}
+        self._kept.clear()
+        del self._saved, self.timeline

@@ -1,0 +1,61 @@
+"""What autograd saves: a gathered tensor is saved as a note of where it came from, and gathered again when needed."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from fshard import _compat
+from fshard.residency.units import Use
+
+
+class Note(NamedTuple):
+    """A saved view of a gathered tensor, without the tensor."""
+
+    use: Use
+    place: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+
+
+class Saved:
+    """The two hooks of torch.autograd.graph.saved_tensors_hooks, and the storages that they know."""
+
+    def __init__(self, fetch: Callable[[Use, int], torch.Tensor]) -> None:
+        """Call `fetch` when a gathered tensor is needed."""
+        self._fetch = fetch
+        # A weak reference keeps a storage's address from being used anew, so that no other is taken for it.
+        self._known: dict[int, tuple[object, Use, int]] = {}
+
+    def watch(self, use: Use) -> None:
+        """Know a use's tensors, except those that it shares with stored shards."""
+        if use.full is None or not use.regathered:
+            return
+        for place, (slot, tensor) in enumerate(zip(use.unit.slots, use.full, strict=True)):
+            if tensor is not None:
+                key = _compat.storage_key(tensor)
+                if key != _compat.storage_key(slot.stored):
+                    self._known[key] = (_compat.StorageWeakRef(tensor.untyped_storage()), use, place)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Note:
+        """Save a tensor, or a note of it."""
+        if tensor.layout is not torch.strided or _compat.is_transformed(tensor):
+            return tensor
+        found = self._known.get(_compat.storage_key(tensor))
+        # What is computed with a unit's tensors after its turn keeps them: the backward needs them before their turn.
+        if found is None or found[1].closed:
+            return tensor
+        _, use, place = found
+        use.saved = True
+        return Note(use, place, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def unpack(self, saved: torch.Tensor | Note) -> torch.Tensor:
+        """Give back what was saved."""
+        if not isinstance(saved, Note):
+            return saved
+        full = self._fetch(saved.use, saved.place)
+        if full.dtype is not saved.dtype:
+            full = full.view(saved.dtype)
+        return full.as_strided(saved.size, saved.stride, saved.offset)

@@ -1,0 +1,213 @@
+"""Units and uses: leaves that are gathered together, and one such gathering."""
+
+import fnmatch
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from fshard import _compat
+from fshard.collectives import linear_call
+from fshard.errors import Problem, leaf_error
+from fshard.residency.slots import Slot, policy_of, specs_of
+from fshard.tree import Residency
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Leaves that are gathered together.
+
+    Attributes:
+        name: For errors and rules.
+        slots: The leaves.
+    """
+
+    name: str
+    slots: tuple[Slot, ...]
+
+    @functools.cached_property
+    def places(self) -> dict[Slot, int]:
+        """Where each leaf stands among them."""
+        return {slot: i for i, slot in enumerate(self.slots)}
+
+    @functools.cached_property
+    def residency(self) -> Residency:
+        """The policy of its leaves, which share one strategy."""
+        return policy_of(self.slots)
+
+
+def is_regathered(unit: Unit) -> bool:
+    """Whether a unit's policy drops it after its forward."""
+    rule = unit.residency.regather
+    if isinstance(rule, bool):
+        return rule
+    if callable(rule):
+        return bool(rule(unit.name))
+    patterns = (rule,) if isinstance(rule, str) else rule
+    return any(fnmatch.fnmatchcase(unit.name, pattern) for pattern in patterns)
+
+
+class Use:
+    """One gathering of a unit, from its start to the last reduction of its gradients.
+
+    Attributes:
+        unit: What is gathered.
+        index: Its number among the uses of a call.
+        regathered: Whether its tensors are dropped after the forward.
+        kept: Tensors that need no gathering, until the others are gathered.
+        full: The gathered tensors while they are held, by slot; single ones are dropped in the backward.
+        outputs: Those handed out, which autograd knows, while the unit is open.
+        closed: Whether its turn in the order is over.
+        saved: Whether the backward will need its tensors: autograd saved a note of one, or a checkpoint will run its
+            forward again.
+        sequence: Number of the first autograd node that may have used it.
+        anchor: Output of a node that must be reached on every rank.
+        on_close: Where tensors that were handed out are to be taken from again.
+    """
+
+    __slots__ = (
+        *(
+            "_finish",
+            "_log",
+            "_versions",
+            "anchor",
+            "closed",
+            "full",
+            "index",
+            "kept",
+            "on_close",
+            "outputs",
+            "regathered",
+        ),
+        *("saved", "sequence", "unit"),
+    )
+
+    def __init__(self, unit: Unit, regathered: bool, kept: Mapping[Slot, torch.Tensor], log: list[str]) -> None:
+        """Nothing is gathered yet."""
+        self.unit, self.regathered, self.kept, self._log = unit, regathered, kept, log
+        self.index = -1
+        self.full: list[torch.Tensor | None] | None = None
+        self.outputs: dict[int, torch.Tensor] = {}
+        self.closed = self.saved = False
+        self.sequence = 0
+        self.anchor: torch.Tensor | None = None
+        self.on_close: list[tuple[dict[str, Any], str]] = []
+        self._finish: list[tuple[list[int], Callable[[], Sequence[torch.Tensor]]]] | None = None
+        self._versions: list[int] = []
+
+    def start(self) -> None:
+        """Start gathering what is not there, unless that is under way."""
+        if self.full is not None or self._finish is not None:
+            return
+        slots = self.unit.slots
+        groups: dict[Any, list[int]] = {}
+        for i, slot in enumerate(slots):
+            if slot not in self.kept:
+                groups.setdefault(slot.spec.transform, []).append(i)
+        if groups:
+            self._log.append(f"gather {self.unit.name}")
+        with torch.no_grad():
+            self._finish = [
+                (group, transform.start_gather([slots[i].stored for i in group], specs_of(slots, group)))
+                for transform, group in groups.items()
+            ]
+
+    def wait(self) -> list[torch.Tensor | None]:
+        """Start gathering if need be, and wait for it."""
+        if self.full is None:
+            self.start()
+            assert self._finish is not None
+            slots = self.unit.slots
+            full: list[torch.Tensor | None] = [self.kept.get(slot) for slot in slots]
+            with torch.no_grad():
+                for group, finish in self._finish:
+                    for i, gathered in zip(group, finish(), strict=True):
+                        full[i] = gathered
+            self._finish, self.full, self.kept = None, full, {}
+            self._versions = [-1 if tensor is None else _compat.version(tensor) for tensor in full]
+            for slot, tensor in zip(slots, full, strict=True):
+                if slot.like is None and tensor is not None:
+                    slot.set_like(tensor)
+        return self.full
+
+    def settle(self) -> None:
+        """Wait for a gather that this rank had no use for."""
+        if self._finish is not None:
+            self.wait()
+
+    def sharing_node(self, index: int) -> list[int]:
+        """The leaves that share an autograd node with one: small ones do, and so a buffer of gradients."""
+        slots = self.unit.slots
+        if slots[index].alone:
+            return [index]
+        return [
+            i
+            for i, slot in enumerate(slots)
+            if i not in self.outputs and slot.trained and not slot.derived and not slot.alone
+        ]
+
+    def close(self) -> None:
+        """Take back what was handed out: outside its scope nobody finds a unit's tensors."""
+        self.outputs = {}
+        for holder, key in self.on_close:
+            holder.pop(key, None)
+        self.on_close = []
+
+    def check_writes(self, what: str) -> None:
+        """Refuse in-place writes to gathered tensors, which would not reach the parameters, or reach them unseen."""
+        if self.full is None:
+            return
+        problems = [
+            Problem(slot.path, f"{_compat.version(tensor) - version} in-place writes", "none")
+            for slot, tensor, version in zip(self.unit.slots, self.full, self._versions, strict=True)
+            if tensor is not None and _compat.version(tensor) != version
+        ]
+        if problems:
+            remedy = "compute a new tensor instead; the values written may already have reached the caller's state"
+            raise leaf_error(f"{what}: parameters were written to", problems, remedy)
+
+
+class _Deliver(Function):
+    """Hand gathered tensors to autograd, and their gradients to the call."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, use: Use, group: list[int], full: list[Any], *_: torch.Tensor) -> Any:
+        ctx.call, ctx.use, ctx.group = call, use, group
+        ctx.set_materialize_grads(False)
+        # The last output keeps the node within reach of a rank that uses none of the others.
+        anchor = [torch.zeros(())] if use.unit.slots[group[0]].derived else []
+        return (*(tensor.detach() for tensor in full), *anchor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        return None, None, None, None, *ctx.call.deliver(ctx.use, ctx.group, grads[: len(ctx.group)])
+
+
+def deliver(call: Any, use: Use, group: list[int]) -> None:
+    """Make a use's outputs for some of its slots, with one autograd node for all of them."""
+    full = use.wait()
+    tensors = [use.unit.slots[i].tensor for i in group]
+    outputs = _Deliver.apply(call, use, group, [full[i] for i in group], *tensors)
+    use.outputs.update(zip(group, outputs, strict=False))
+    if len(outputs) > len(group):
+        use.anchor = outputs[-1]
+
+
+def scattered(slots: Sequence[Slot], group: Sequence[int], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Reduce gradients differentiably and at once, for code that differentiates inside the call."""
+    out: dict[int, torch.Tensor] = {}
+    by_transform: dict[Any, list[int]] = {}
+    for position, i in enumerate(group):
+        by_transform.setdefault(slots[i].spec.transform, []).append(position)
+    for transform, positions in by_transform.items():
+        specs = specs_of(slots, [group[p] for p in positions])
+        full = [slots[group[p]].zeros() if (grad := grads[p]) is None else grad for p in positions]
+        run, transpose = (
+            functools.partial(transform.scatter, specs=specs),
+            functools.partial(transform.gather, specs=specs),
+        )
+        out.update(zip(positions, linear_call(run, transpose, full), strict=True))
+    return [out[position].to(slots[i].stored.dtype) for position, i in enumerate(group)]

@@ -1,0 +1,189 @@
+"""Skeleton: a copy of a module without weights, whose parameters come from the running call when they are read."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fshard import _compat
+from fshard.residency import Call, Slot, Walk
+from fshard.unit_rules import ModuleUnit
+
+Places = Mapping[str, Sequence[str]]
+
+
+class Skeleton:
+    """One copy of a module, for one call at a time.
+
+    Attributes:
+        module: The copy, to be called.
+    """
+
+    def __init__(self, module: nn.Module, units: Sequence[ModuleUnit], places: Places) -> None:
+        """Copy a module that holds no values.
+
+        Args:
+            module: The module; its tensors are on the meta device.
+            units: Which parameters are gathered together.
+            places: All names of each parameter and buffer, by its first.
+        """
+        self.module = copy.deepcopy(module)
+        self.values: Mapping[str, torch.Tensor] = {}
+        self._call: Call | None = None
+        self._walk: Walk | None = None
+        self._slots: Mapping[str, Slot] = {}
+        self._read: list[tuple[dict[str, Any], str]] = []
+        submodules = dict(self.module.named_modules())
+        first = {name: canonical for canonical, names in places.items() for name in names}
+        self._buffers: dict[str, list[tuple[nn.Module, str]]] = {}
+        self._bare: dict[tuple[nn.Module, str], torch.Tensor] = {}
+        self._compiled: dict[int, list[dict[str, Any]]] = {}
+        for path, submodule in submodules.items():
+            prefix = f"{path}." if path else ""
+            names = {
+                key: p if p is None else first[prefix + key] for key, p in _compat.parameters_of(submodule).items()
+            }
+            submodule.__dict__["_parameters"] = _Weights(self, names)
+            for key, buffer in submodule._buffers.items():
+                if buffer is not None:
+                    self._buffers.setdefault(first[prefix + key], []).append((submodule, key))
+                    self._bare[submodule, key] = buffer
+        classes: dict[type, type] = {}
+        numbers = {unit.path: number for number, unit in enumerate(units)}
+        for path, submodule in submodules.items():
+            scope = _Scope(self, numbers.get(path), _inside(path, units), isinstance(submodule, nn.RNNBase))
+            if scope[1:] == (None, None, False):
+                continue
+            cls = type(submodule)
+            submodule.__class__ = classes.setdefault(cls, _scoped(cls))
+            submodule.__dict__["_fshard_scope"] = scope
+            if path in numbers and _compat.is_compiled(submodule):
+                # A compiler reads parameters past Python's own lookup: they must be there before.
+                self._compiled[numbers[path]] = [_compat.parameters_of(m) for m in submodule.modules()]
+
+    def bind(self, values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+        """Give the copy full parameters and buffers, by name."""
+        self.values = values
+        for name, buffer in buffers.items():
+            for submodule, key in self._buffers[name]:
+                submodule._buffers[key] = buffer
+
+    def follow(self, call: Call, walk: Walk, slots: Mapping[str, Slot]) -> None:
+        """Take the other parameters from a call."""
+        self._call, self._walk, self._slots = call, walk, slots
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers as the module left them."""
+        return {name: places[0][0]._buffers[places[0][1]] for name, places in self._buffers.items()}  # type: ignore[misc]
+
+    def release(self) -> None:
+        """Let go of all values."""
+        for places in self._buffers.values():
+            for submodule, key in places:
+                submodule._buffers[key] = self._bare[submodule, key]
+        self.values, self._slots, self._call, self._walk = {}, {}, None, None
+        for weights, key in self._read:
+            weights.pop(key, None)
+        self._read = []
+
+    def fetch(self, weights: "_Weights", key: str, name: str) -> torch.Tensor:
+        """Read a parameter, gathering its unit where that is not open."""
+        value = self.values.get(name)
+        if value is not None:
+            self._read.append((weights, key))
+        elif self._walk is not None and self._call is not None and name in self._slots:
+            use, index = self._walk.find(self._slots[name])
+            value = self._call.output(use, index)
+            use.on_close.append((weights, key))
+        else:
+            raise RuntimeError(
+                f"apply: parameter {name!r} was read after apply had returned, as by activation checkpointing in a "
+                "backward of your own; call apply inside fs.value_and_grad, which keeps it"
+            )
+        dict.__setitem__(weights, key, value)
+        return value
+
+    def enter(self, scope: "_Scope") -> None:
+        """A submodule starts to run."""
+        if self._walk is not None and scope.inside is not None:
+            self._walk.begin(scope.inside)
+        if self._walk is not None and scope.number is not None:
+            self._walk.enter(scope.number)
+        for weights in self._compiled.get(scope.number, ()) if scope.number is not None else ():
+            for key in weights:
+                weights[key]
+
+    def leave(self, scope: "_Scope") -> None:
+        """It has run."""
+        if self._walk is not None and scope.number is not None:
+            self._walk.leave(scope.number)
+        if self._walk is not None and scope.inside is not None:
+            self._walk.finish(scope.inside)
+
+
+class _Scope(NamedTuple):
+    skeleton: Skeleton
+    number: int | None
+    inside: range | None
+    recurrent: bool
+
+
+def _inside(path: str, units: Sequence[ModuleUnit]) -> range | None:
+    """Numbers of the units inside a submodule, if it has several; the whole module always runs, so it has none."""
+    found = [i for i, unit in enumerate(units) if path and unit.path.startswith(f"{path}.")]
+    return range(found[0], found[-1] + 1) if len(found) > 1 else None
+
+
+class _Weights(dict[str, Any]):
+    """A submodule's `_parameters`: it holds those that were read, and looks others up."""
+
+    def __init__(self, skeleton: Skeleton, names: Mapping[str, str | None]) -> None:
+        super().__init__((key, None) for key, name in names.items() if name is None)
+        self._skeleton, self._names = skeleton, names
+
+    def __missing__(self, key: str) -> torch.Tensor:
+        name = self._names[key]
+        assert name is not None
+        return self._skeleton.fetch(self, key, name)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self._names else default
+
+    def keys(self) -> Any:
+        return self._names.keys()
+
+    def values(self) -> Any:
+        return (self[key] for key in self._names)
+
+    def items(self) -> Any:
+        return ((key, self[key]) for key in self._names)
+
+
+def _scoped(cls: type[nn.Module]) -> type[nn.Module]:
+    """A class like `cls` whose calls open and close the scope of a unit."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        scope: _Scope = self.__dict__["_fshard_scope"]
+        scope.skeleton.enter(scope)
+        if scope.recurrent:
+            _compat.set_flat_weights(self)
+        try:
+            return cls.__call__(self, *args, **kwargs)
+        finally:
+            if scope.recurrent:
+                _compat.forget_flat_weights(self)
+            scope.skeleton.leave(scope)
+
+    run: Callable[..., Any] = call
+    return type(cls.__name__, (cls,), {"__call__": run, "__module__": cls.__module__, "__qualname__": cls.__qualname__})

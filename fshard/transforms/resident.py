@@ -1,0 +1,26 @@
+"""resident: how long full tensors stay; it changes no value."""
+
+from dataclasses import dataclass, replace
+
+from fshard.transforms.base import ShardTransform
+from fshard.tree import Residency, Spec
+
+
+@dataclass(frozen=True)
+class _Resident(ShardTransform):
+    residency: Residency
+
+    def layout(self, spec: Spec) -> Spec:
+        return replace(spec, residency=self.residency)
+
+
+def resident(residency: Residency) -> ShardTransform:
+    """Say in a composition how long full tensors stay; see `Residency`.
+
+    Args:
+        residency: The policy, which the leaves' specs then carry.
+
+    Returns:
+        The transform, which passes tensors through.
+    """
+    return _Resident(residency)

@@ -1,0 +1,169 @@
+"""Unit rules: which of a module's parameters are gathered together, and in which order."""
+
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fshard import _compat
+from fshard.checks import kind
+
+Rule = type[nn.Module] | str | int | Callable[[str, nn.Module], bool]
+Units = Rule | Sequence[Rule] | None
+
+
+class ModuleUnit(NamedTuple):
+    """Parameters of a module that are gathered when one of its submodules is entered.
+
+    Attributes:
+        path: The submodule's name; "" is the whole module.
+        names: Their names.
+        end: Number of the first unit behind this one that does not lie inside it.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    end: int
+
+
+def plan_units(module: nn.Module, units: Units, places: Mapping[str, Sequence[str]]) -> list[ModuleUnit]:
+    """Cut a module's parameters into units.
+
+    Args:
+        module: The module.
+        units: The rule, as `functionalize` takes it.
+        places: For each parameter by its first name all its names; tied ones belong to every unit that uses them.
+
+    Returns:
+        The units in the order of their gathering. Parameters outside every unit that the rule selects form units of
+        their own, one for each submodule that has some.
+
+    Raises:
+        ValueError: if the rule selects nothing, or selects a submodule twice.
+    """
+    if not places:
+        return []
+    if units is None:
+        return [ModuleUnit("", tuple(places), 1)]
+    compiled = {path for path, submodule in module.named_modules() if _compat.is_compiled(submodule)}
+    ranks = _select(module, units)
+    selected = {_outermost(path, compiled) or path: rank for path, rank in sorted(ranks.items(), key=lambda x: -x[1])}
+    owned: dict[str, dict[str, None]] = {path: {} for path, _ in module.named_modules()}
+    for name, names in places.items():
+        for place in names:
+            holder = place.rpartition(".")[0]
+            owner = next(
+                (path for path in _upwards(holder) if path in selected), _outermost(holder, compiled) or holder
+            )
+            owned.setdefault(owner, {})[name] = None
+    paths = [path for path, names in owned.items() if names]
+    ordered = _in_order(paths, selected)
+    ends = [
+        next((j for j in range(i + 1, len(ordered)) if not _inside(ordered[j], path)), len(ordered))
+        for i, path in enumerate(ordered)
+    ]
+    return [ModuleUnit(path, tuple(owned[path]), end) for path, end in zip(ordered, ends, strict=True)]
+
+
+def _select(module: nn.Module, units: Any) -> dict[str, int]:
+    """The submodules that a rule selects, each with the number of the part of the rule that did."""
+    rules = list(units) if isinstance(units, list | tuple) else [units]
+    together = not isinstance(units, list)
+    selected: dict[str, int] = {}
+    for rank, rule in enumerate(rules):
+        found = [path for path, submodule in module.named_modules() if _test(rule)(path, submodule)]
+        if isinstance(rule, int):
+            found = list(_of_size(module, rule))
+        if not found:
+            raise ValueError(f"functionalize: units={rule!r} matches no submodule; name one of named_modules()")
+        for path in found:
+            if path in selected and not together:
+                raise ValueError(
+                    f"functionalize: units overlap: {rules[selected[path]]!r} and {rule!r} both match {path!r}; "
+                    "let one rule match it"
+                )
+            selected.setdefault(path, 0 if together else rank)
+    return selected
+
+
+def _test(rule: Any) -> Callable[[str, nn.Module], bool]:
+    if isinstance(rule, type) and issubclass(rule, nn.Module):
+        return lambda path, submodule: isinstance(submodule, rule)
+    if isinstance(rule, str):
+        return lambda path, submodule: _matches(path, rule)
+    if isinstance(rule, int) and not isinstance(rule, bool) and rule > 0:
+        return lambda path, submodule: False
+    if callable(rule) and not isinstance(rule, nn.Module):
+        return lambda path, submodule: bool(rule(path, submodule))
+    needed = (
+        "a module class, a glob pattern of names, a number of parameters, a function (name, module), or a list of such"
+    )
+    raise ValueError(f"functionalize: units is {kind(rule)}, needed {needed}")
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Whether a name matches a pattern part by part: `*` stands for one part between dots."""
+    parts, wanted = path.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
+def _of_size(module: nn.Module, threshold: int) -> Iterator[str]:
+    """The smallest submodules that hold at least `threshold` parameters, without those already taken by others."""
+    seen: set[nn.Parameter] = set()
+
+    def rest(path: str, submodule: nn.Module) -> Iterator[str | int]:
+        size = 0
+        for name, child in submodule.named_children():
+            for found in rest(f"{path}.{name}" if path else name, child):
+                if isinstance(found, int):
+                    size += found
+                else:
+                    yield found
+        own = [p for p in submodule.parameters(recurse=False) if p not in seen]
+        seen.update(own)
+        size += sum(parameter.numel() for parameter in own)
+        if size >= threshold:
+            yield path
+            size = 0
+        yield size
+
+    return (found for found in rest("", module) if isinstance(found, str))
+
+
+def _in_order(paths: list[str], ranks: Mapping[str, int]) -> list[str]:
+    """Siblings in the order of the rule's parts, others where they stand; what lies inside a unit stays behind it."""
+
+    def rank_of(path: str, before: int) -> int:
+        inside = [rank for other, rank in ranks.items() if _inside(other, path) or other == path]
+        return min(inside, default=before)
+
+    siblings: list[tuple[str, list[str]]] = []
+    for path in paths:
+        if siblings and _inside(path, siblings[-1][0]):
+            siblings[-1][1].append(path)
+        else:
+            siblings.append((path, []))
+    keyed, before = [], 0
+    for path, inside in siblings:
+        before = rank_of(path, before)
+        keyed.append((before, path, inside))
+    keyed.sort(key=lambda entry: entry[0])
+    return [found for _, path, inside in keyed for found in (path, *_in_order(inside, ranks))]
+
+
+def _inside(path: str, other: str) -> bool:
+    return path != other and (other == "" or path.startswith(f"{other}."))
+
+
+def _upwards(path: str) -> Iterator[str]:
+    """A name and those of the modules around it, innermost first."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
+def _outermost(path: str, among: set[str]) -> str | None:
+    """The outermost of some modules that a module is, or lies inside: a compiled one is entered as a whole."""
+    return next((found for found in reversed(list(_upwards(path))) if found in among), None)
