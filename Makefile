@@ -1,13 +1,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test slow lint types demo clean
+.PHONY: test slow lint types demo bench clean
 .NOTPARALLEL:
 
 test: .venv/test
 	$(BIN)/python -m pytest
 
-slow: .venv/test
+slow: .venv/models
 	$(BIN)/python -m pytest -m slow
 
 lint: .venv/dev
@@ -20,15 +20,24 @@ types: .venv/dev
 demo: .venv/examples
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 examples/train_gpt.py
 
+bench: .venv/examples
+	for configuration in d512-L8-B4-T256 d1024-L8-B1-T128 d64-L48-B1-T16; do \
+	    OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 benchmarks/peers.py \
+	        --configuration $$configuration --compiled || exit 1; \
+	done
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py --world-size-1
+	$(BIN)/python benchmarks/memory.py
+
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Each stamp records that the extras of its name are installed as pyproject.toml and constraints.txt now say.
 .venv/test: EXTRAS := test,examples
+.venv/models: EXTRAS := test,examples,models
 .venv/dev: EXTRAS := dev
 .venv/examples: EXTRAS := examples
-.venv/test .venv/dev .venv/examples: pyproject.toml constraints.txt | $(BIN)/python
+.venv/test .venv/models .venv/dev .venv/examples: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -c constraints.txt -e '.[$(EXTRAS)]'
 	touch $@
 

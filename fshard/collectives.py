@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from fshard import _compat, comm
+from fshard import comm
 from fshard.checks import check_axes, check_loss, check_operands, check_reduce, check_transforms, kind
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Tree, flatten, is_sharded, tree_leaves, tree_map
@@ -280,10 +280,3 @@ def denominator(count: Any, axes: Sequence[Axis], reduce: str) -> Any:
 def divided(value: torch.Tensor, divisor: Any) -> torch.Tensor:
     """Divide a sum by its denominator; nothing is computed where that is the number one."""
     return value if isinstance(divisor, int) and divisor == 1 else value / divisor
-
-
-def divided_own(value: torch.Tensor, divisor: Any) -> torch.Tensor:
-    """Divide a sum that the caller gives up by its denominator, in place where nobody else can see it."""
-    if isinstance(divisor, int) and divisor == 1:
-        return value
-    return value.div_(divisor) if _compat.is_sole_owner(value) else value / divisor

@@ -60,6 +60,10 @@ class Transform(Protocol):
     def axes(self) -> tuple[Axis, ...]:
         """The mesh axes it communicates over."""
 
+    @property
+    def new_gradients(self) -> bool | None:
+        """Whether scatter returns new tensors; None where it returns what it was given."""
+
     def gather(self, leaves: Sequence[torch.Tensor], specs: Sequence["Spec"]) -> Sequence[torch.Tensor]:
         """Stored tensors to computed ones."""
 

@@ -9,7 +9,7 @@ import torch
 
 from fshard import _compat
 from fshard.checks import check_floating, check_local, check_loss, check_reduce, kind, refuse_writes
-from fshard.collectives import denominator, divided, divided_own, reduction_axes, total
+from fshard.collectives import denominator, divided, reduction_axes, total
 from fshard.residency import Call, FunctionTransform, settled
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tree_leaves, tree_map, unflatten
 
@@ -178,10 +178,9 @@ class _Run(NamedTuple):
             counts.append(count)
             auxes.append(aux)
             del value
-        grads = [None if slot is None else slot.gradient() for slot in call.slots]
-        if not single:
-            divisor = self.divisor(counts)
-            grads = [None if grad is None else divided_own(grad, divisor) for grad in grads]
+        rest = 1 if single else self.divisor(counts)
+        grads = [None if slot is None else slot.gradient(rest) for slot in call.slots]
+        divisor = divisor if single else rest
         return divided(total(functools.reduce(operator.add, values), self.axes), divisor), auxes, grads
 
     def reference(self) -> Found:

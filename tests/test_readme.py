@@ -14,7 +14,7 @@ import fshard as fs
 from fshard.testing import assert_trees_close, check_adjoint, spmd
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-TRAIN_STEP, FOUR_VERBS, TRANSFORMS, TESTING = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+TRAIN_STEP, FOUR_VERBS, TRANSFORMS, UNITS, TESTING = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
 def names(seed):
@@ -23,7 +23,7 @@ def names(seed):
     batch = SimpleNamespace(
         x=torch.randint(7, (2, 3), generator=torch_generator), y=torch.randint(7, (2, 3), generator=torch_generator)
     )
-    return {"torch": torch, "F": F, "module": module, "dataclass": dataclass, "fs": fs}, batch
+    return {"torch": torch, "F": F, "module": module, "Block": nn.Linear, "dataclass": dataclass, "fs": fs}, batch
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -43,6 +43,26 @@ def test_both_train_steps_give_the_same_bits(world_size):
 
     losses = spmd(program, world_size)
     assert len(set(losses)) == 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_units_of_a_plain_function(world_size):
+    draw = torch.Generator().manual_seed(0)
+    blocks = [{"weight": torch.randn(8, 8, generator=draw), "bias": torch.randn(8, generator=draw)} for _ in range(3)]
+
+    def program():
+        mesh = fs.init_mesh({"shard": -1}, device="cpu")
+        x = torch.linspace(-1.0, 1.0, 16).reshape(2, 8)
+        params = fs.shard({"blocks": blocks}, fs.zero3(mesh, min_shard_elements=0, merge_bytes=0))
+        scope = {"torch": torch, "fs": fs, "params": params, "x": x}
+        with fs.comm.record() as record:
+            exec(UNITS, scope)
+        # Of three, neither the first, whose input needs no gradient, nor the last, which is kept, is gathered again.
+        assert sum(entry.label == "gather" for entry in record) == (4 if world_size > 1 else 0)
+        expected = torch.func.grad(scope["loss_fn"])({"blocks": blocks}, x)
+        assert_trees_close(fs.unshard(scope["grads"]), expected, rtol=1e-5, atol=1e-7)
+
+    spmd(program, world_size)
 
 
 def test_transforms_are_adjoint():

@@ -70,12 +70,6 @@ def is_held_elsewhere(tensor: torch.Tensor) -> bool:
     return tensor._use_count() > 1  # type: ignore[attr-defined]
 
 
-def is_sole_owner(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor, view or saved value shares a tensor's memory. Checked on 2.13."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) <= 2
-
-
 def register_torch_pytree(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., Any], name: str) -> None:
     """Make `cls` a node of torch's own pytrees, which torch.func maps over. Checked on 2.13."""
     from torch.utils._pytree import GetAttrKey, register_pytree_node

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat
-from fshard.collectives import divided_own
-from fshard.residency.slots import Slot, summed
+from fshard.residency.slots import Slot
 from fshard.residency.units import Unit, Use
 
 # Reductions under way may hold this many bytes of gradients; a larger one travels alone.
@@ -160,7 +159,7 @@ class Backward:
         for i, grad in zip(group, grads, strict=True):
             slot = use.unit.slots[i]
             if grad is not None:
-                slot.partial = summed(slot.partial, grad)
+                slot.take_partial(grad)
             if use.full is not None and (use.regathered or self._release):
                 use.full[i] = None
             self._ready.add((use.index, i))
@@ -252,7 +251,7 @@ class Backward:
         slots, finish, _ = self._flying.popleft()
         with torch.no_grad():
             for slot, grad in zip(slots, finish(), strict=True):
-                grad = grad.to(slot.stored.dtype)
-                # Now, while it is in the processor's cache.
-                grad = grad if slot.derived else divided_own(grad, self._divisor)
-                slot.add(grad)
+                stored = grad.to(slot.stored.dtype)
+                own = stored is not grad or bool(slot.spec.transform and slot.spec.transform.new_gradients)
+                # Divided now, while it is in the processor's cache.
+                slot.take(stored, 1 if slot.derived else self._divisor, own)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from fshard import _compat
-from fshard.collectives import divided
 from fshard.residency.backward import Backward
 from fshard.residency.consensus import Consensus
 from fshard.residency.saved import Saved
@@ -285,7 +284,7 @@ class Call:
         # What came past gathering, from maths on shards, is this rank's own part of the sum already.
         for slot, grad in zip(slots, direct, strict=True):
             if grad is not None:
-                slot.add(divided(grad, divisor))
+                slot.take(grad, divisor, own=False)
 
     def end(self) -> None:
         """Let go of everything: calls are many and hold much, and nothing may wait for the garbage collector."""

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard import _compat
+from fshard.collectives import divided
 from fshard.comm import PACK_BYTES
 from fshard.tree import Residency, Sharded, Spec
 
@@ -38,18 +38,8 @@ class Slot:
     """
 
     __slots__ = (
-        "alone",
-        "derived",
-        "first",
-        "grad",
-        "like",
-        "owed",
-        "partial",
-        "path",
-        "spec",
-        "stored",
-        "tensor",
-        "trained",
+        *("alone", "derived", "first", "grad", "like", "owed", "own_grad", "own_partial", "partial", "path", "spec"),
+        *("stored", "tensor", "trained"),
     )
 
     def __init__(self, path: str, leaf: Sharded, derived: bool = False) -> None:
@@ -63,22 +53,41 @@ class Slot:
         self.partial: torch.Tensor | None = None
         self.owed = False
         self.grad: torch.Tensor | None = None
+        self.own_grad = self.own_partial = False
 
     def set_like(self, full: torch.Tensor) -> None:
         """Note the dtype and shape of what was gathered, the same on every rank."""
         self.like = Like(full.shape, full.dtype, full.device)
         self.alone = full.numel() * full.element_size() >= PACK_BYTES
 
-    def gradient(self) -> torch.Tensor | None:
-        """Give up the finished gradient; None where the leaf takes none."""
+    def take_partial(self, grad: torch.Tensor) -> None:
+        """Add to this rank's full gradient; the first part may be anybody's, a sum is the slot's own."""
+        if self.partial is None:
+            self.partial, self.own_partial = grad, False
+        else:
+            self.partial = self.partial.add_(grad) if self.own_partial else self.partial + grad
+            self.own_partial = True
+
+    def take(self, grad: torch.Tensor, divisor: Any, own: bool) -> None:
+        """Add a reduced part of the gradient, divided.
+
+        Args:
+            grad: The part.
+            divisor: What it is to be divided by.
+            own: Whether it may be written to.
+        """
+        if not (isinstance(divisor, int) and divisor == 1):
+            grad, own = grad.div_(divisor) if own else grad / divisor, True
+        if self.grad is not None:
+            grad, own = self.grad.add_(grad) if self.own_grad else self.grad + grad, True
+        self.grad, self.own_grad = grad, own
+
+    def gradient(self, divisor: Any = 1) -> torch.Tensor | None:
+        """Give up the finished gradient, divided; None where the leaf takes none."""
         grad, self.grad = self.grad, None
         if not self.trained:
             return None
-        return torch.zeros_like(self.stored) if grad is None else grad
-
-    def add(self, grad: torch.Tensor) -> None:
-        """Add a part of the finished gradient."""
-        self.grad = summed(self.grad, grad)
+        return torch.zeros_like(self.stored) if grad is None else divided(grad, divisor)
 
     def zeros(self) -> torch.Tensor:
         """The gradient of a rank that did not use the leaf."""
@@ -89,13 +98,6 @@ class Slot:
 def policy_of(slots: Sequence[Slot]) -> Residency:
     """The policy of leaves that share one strategy; the plain one where their specs say nothing."""
     return next((slot.spec.residency for slot in slots if slot.spec.residency), _PLAIN)
-
-
-def summed(total: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
-    """Add to a sum that the caller gives up, in place where nobody else can see it."""
-    if total is None:
-        return grad
-    return total.add_(grad) if _compat.is_sole_owner(total) and total.is_contiguous() else total + grad
 
 
 def specs_of(slots: Sequence[Slot], group: Sequence[int]) -> tuple[Spec, ...]:

@@ -37,6 +37,11 @@ class ShardTransform:
         """The mesh axes that gather or scatter communicate over."""
         return ()
 
+    @property
+    def new_gradients(self) -> bool | None:
+        """Whether scatter returns new tensors, which may be written to; None where it returns what it was given."""
+        return False
+
     def layout(self, spec: Spec) -> Spec:
         """Say how this transform stores a leaf.
 
@@ -109,6 +114,10 @@ class _Composed(ShardTransform):
     @property
     def axes(self) -> tuple[Axis, ...]:
         return tuple(axis for stage in self.stages for axis in stage.axes)
+
+    @property
+    def new_gradients(self) -> bool | None:
+        return next((stage.new_gradients for stage in self.stages if stage.new_gradients is not None), None)
 
     def layout(self, spec: Spec) -> Spec:
         for stage in reversed(self.stages):

@@ -14,6 +14,10 @@ class _Cast(ShardTransform):
     gather_dtype: torch.dtype | None
     scatter_dtype: torch.dtype | None
 
+    @property
+    def new_gradients(self) -> bool | None:
+        return None if self.scatter_dtype is None else False
+
     def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
         return _to(leaves, self.gather_dtype)
 

@@ -24,6 +24,10 @@ class _FullyShard(ShardTransform):
     def axes(self) -> tuple[Axis, ...]:
         return (self.axis,)
 
+    @property
+    def new_gradients(self) -> bool | None:
+        return True if self.axis.size > 1 else None
+
     def layout(self, spec: Spec) -> Spec:
         if math.prod(spec.shape) < self.min_shard_elements:
             return on_axis(spec, self.axis)

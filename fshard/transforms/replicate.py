@@ -18,6 +18,10 @@ class _Replicate(ShardTransform):
     def axes(self) -> tuple[Axis, ...]:
         return (self.axis,)
 
+    @property
+    def new_gradients(self) -> bool | None:
+        return True if self.axis.size > 1 else None
+
     def layout(self, spec: Spec) -> Spec:
         return on_axis(spec, self.axis)
 

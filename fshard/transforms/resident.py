@@ -10,6 +10,10 @@ from fshard.tree import Residency, Spec
 class _Resident(ShardTransform):
     residency: Residency
 
+    @property
+    def new_gradients(self) -> None:
+        return None
+
     def layout(self, spec: Spec) -> Spec:
         return replace(spec, residency=self.residency)
 
