@@ -46,7 +46,7 @@ def accumulate(
 
     def run(params: Tree, microbatches: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         if not isinstance(microbatches, Sequence) or not microbatches:
-            found = kind(microbatches) if microbatches else "none"
+            found = "none" if isinstance(microbatches, Sequence) else kind(microbatches)
             raise ValueError(f"accumulate: the microbatches are {found}, needed a sequence of one or more")
         functions = [partial(_on, f, microbatch, args, kwargs) for microbatch in microbatches]
         once = communicate == "once" or (communicate is None and not _reduces_early(params))

@@ -16,7 +16,7 @@ from fshard.residency import Call, Unit, call_of, forward_only
 from fshard.shard import shard
 from fshard.skeleton import Skeleton
 from fshard.transforms import ShardTransform
-from fshard.tree import Flat, Residency, Tree, flatten, is_sharded, tree_map
+from fshard.tree import Flat, Residency, Tree, flatten, is_sharded, tree_map, unflatten
 from fshard.unit_rules import Units, plan_units
 
 Buffers = dict[str, torch.Tensor]
@@ -128,10 +128,8 @@ class Model:
         check_transforms("apply", flat)
         axes = dict.fromkeys(axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.transform.axes)
         with forward_only("apply", flat, list(axes)) as call:
-            lent = {
-                name: call.lent(call.slot_of(f"[{name!r}]", leaf)) if is_sharded(leaf) else leaf
-                for name, leaf in params.items()
-            }
+            pairs = zip(call.slots, flat.leaves, strict=True)
+            lent = unflatten(flat.treedef, [leaf if slot is None else call.lent(slot) for slot, leaf in pairs])
             return call.forward(lambda: self._run_units(call, lent, buffers, args, kwargs))
 
     def _run_full(self, full: dict[str, Any], buffers: Buffers, args: Any, kwargs: Any) -> tuple[Any, Buffers]:
@@ -159,7 +157,8 @@ class Model:
             self._idle.append(skeleton)
 
         call.at_end.append(release)
-        walk = call.begin_walk(type(self._module).__name__, units, [unit.end for unit in self._units])
+        ends, apart = [unit.end for unit in self._units], [unit.apart for unit in self._units]
+        walk = call.begin_walk(type(self._module).__name__, units, ends, apart)
         skeleton.bind({name: leaf for name, leaf in params.items() if name not in slots}, buffers)
         skeleton.follow(call, walk, slots)
         out = skeleton.module(*args, **kwargs)

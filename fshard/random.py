@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from fshard import comm
+from fshard.checks import kind
 from fshard.tree import Axis
 
 
@@ -23,9 +25,13 @@ def fold_in(key: torch.Tensor | int, data: torch.Tensor | int | Axis) -> torch.T
     Returns:
         An int64 tensor of shape ().
 
+    Raises:
+        ValueError: if `key` is none.
+
     >>> fold_in(0, 1).equal(fold_in(0, 1)), fold_in(0, 1).equal(fold_in(0, 2))
     (True, False)
     """
+    _check_key(key, "fold_in")
     number = comm.rank(data) if isinstance(data, Axis) else data
     mixed = _mix(torch.as_tensor(key, dtype=torch.int64)) + torch.as_tensor(number, dtype=torch.int64)
     return _mix(mixed - 0x61C8864680B583EB)
@@ -43,6 +49,14 @@ def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
+def _check_key(key: Any, what: str) -> None:
+    number = isinstance(key, int) and not isinstance(key, bool)
+    tensor = isinstance(key, torch.Tensor) and not key.dim() and key.dtype == torch.int64
+    if not (number or tensor):
+        needed = "an int64 tensor of shape () or a whole number; make one by fs.fold_in"
+        raise ValueError(f"{what}: key is {kind(key)}, needed {needed}")
+
+
 @contextmanager
 def seeded(key: torch.Tensor | int | None) -> Iterator[None]:
     """Draw torch's random numbers from a key, and put the generators' states back; None changes nothing.
@@ -52,6 +66,7 @@ def seeded(key: torch.Tensor | int | None) -> Iterator[None]:
     if key is None:
         yield
         return
+    _check_key(key, "apply")
     with torch.random.fork_rng():
         torch.manual_seed(int(key) & (1 << 63) - 1)
         yield

@@ -12,6 +12,11 @@ from fshard import _compat
 from fshard.checks import kind
 from fshard.tree import Tree, tree_leaves, tree_map
 
+Flat = Callable[..., tuple[torch.Tensor, ...]]
+
+# Stands for a tensor in a structure.
+_PLACE = object()
+
 
 def remat(f: Callable[..., Any]) -> Callable[..., Any]:
     """Keep a function's arguments instead of what it computes on the way, and run it again in the backward.
@@ -21,7 +26,7 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         f: A function of pytrees of tensors; under torch.func it must take everything that is differentiated as an
-            argument. torch's random numbers are drawn again as they were.
+            argument. torch's CPU generator draws again what it drew.
 
     Returns:
         A function of the same arguments and result.
@@ -46,11 +51,11 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
                 lambda leaf: next(given) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
             )
             out = f(*again_args, **again_kwargs)
-            structure.append(out)
+            structure[:] = [tree_map(lambda leaf: _PLACE if isinstance(leaf, torch.Tensor) else leaf, out)]
             return tuple(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
 
-        outputs = iter(_Remat.apply(flat, *leaves))
-        return tree_map(lambda leaf: next(outputs) if isinstance(leaf, torch.Tensor) else leaf, structure[0])
+        outputs = iter(_Remat.apply(flat, _drawing_from(flat, _compat.random_state()), *leaves))
+        return tree_map(lambda leaf: next(outputs) if leaf is _PLACE else leaf, structure[0])
 
     return run
 
@@ -63,7 +68,8 @@ class _ArgumentsOnly(TorchFunctionMode):
         self.passed = {id(tensor) for tensor in passed}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in tree_leaves((args, kwargs or {})):
+        # Below a transform of f's own everything is wrapped.
+        for tensor in () if _compat.transforms_active() else tree_leaves((args, kwargs or {})):
             if not isinstance(tensor, torch.Tensor) or id(tensor) in self.passed:
                 continue
             if _compat.is_transformed(tensor) or (tensor.requires_grad and not torch.is_grad_enabled()):
@@ -74,38 +80,64 @@ class _ArgumentsOnly(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _drawing_from(flat: Flat, state: torch.Tensor) -> Flat:
+    """Run a function with torch's CPU generator in an earlier state."""
+
+    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        now = _compat.random_state()
+        torch.default_generator.set_state(state)
+        try:
+            return flat(*tensors)
+        finally:
+            torch.default_generator.set_state(now)
+
+    return run
+
+
 class _Remat(Function):
     @staticmethod
-    def forward(flat: Callable[..., Any], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(flat: Flat, again: Flat, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with _ArgumentsOnly(tensors):
             out = flat(*tensors)
         return tuple(tensor.detach() if any(tensor is given for given in tensors) else tensor for tensor in out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.flat, tensors = inputs[0], inputs[1:]
+        ctx.again, tensors = inputs[1], inputs[2:]
+        ctx.mark_non_differentiable(*(tensor for tensor in output if not _is_differentiable(tensor)))
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors
-        floating = [i for i, tensor in enumerate(tensors) if tensor.is_floating_point() or tensor.is_complex()]
+        trained = [i for i, tensor in enumerate(tensors) if _is_differentiable(tensor)]
 
-        def of_floating(*some: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def run(*some: torch.Tensor) -> tuple[torch.Tensor, ...]:
             given = list(tensors)
-            for i, tensor in zip(floating, some, strict=True):
+            for i, tensor in zip(trained, some, strict=True):
                 given[i] = tensor
-            return ctx.flat(*given)
+            return tuple(tensor for tensor in ctx.again(*given) if _is_differentiable(tensor))
 
-        _, pull_back, *_ = torch.func.vjp(of_floating, *(tensors[i] for i in floating))
+        outputs, pull_back, *_ = torch.func.vjp(run, *(tensors[i] for i in trained))
+        wanted = [grad for grad in grads if grad is not None and _is_differentiable(grad)]
         found: list[torch.Tensor | None] = [None] * len(tensors)
-        for i, grad in zip(floating, pull_back(grads), strict=True):
+        for i, grad in zip(trained, pull_back(tuple(wanted[: len(outputs)])), strict=True):
             found[i] = grad
-        return None, *found
+        return None, None, *found
 
     @staticmethod
-    def jvp(ctx: Any, _flat: None, *tangents: torch.Tensor | None) -> Any:
+    def jvp(ctx: Any, _flat: None, _again: None, *tangents: torch.Tensor | None) -> Any:
         tensors = ctx.saved_tensors
         filled = [torch.zeros_like(x) if t is None else t for x, t in zip(tensors, tangents, strict=True)]
-        return torch.func.jvp(ctx.flat, tuple(tensors), tuple(filled))[1]
+        return torch.func.jvp(ctx.again, tuple(tensors), tuple(filled))[1]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], flat: Flat, again: Flat, *tensors: torch.Tensor) -> Any:
+        both = (torch.func.vmap(f, in_dims=in_dims[2:], randomness=info.randomness) for f in (flat, again))
+        outputs = _Remat.apply(*both, *tensors)
+        return outputs, (0,) * len(outputs)
+
+
+def _is_differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -100,10 +100,16 @@ def zero3(
         The transform to `shard` parameters with.
 
     Raises:
-        ValueError: if the mesh has no such axis, a dtype is not floating, or `prefetch` is negative.
+        ValueError: if the mesh has no such axis, a dtype is not floating, or a number is
+            negative.
     """
     if not isinstance(prefetch, int) or prefetch < 0:
         raise ValueError(f"zero3: prefetch is {prefetch!r}, needed a number of units, 0 or more")
+    if not isinstance(merge_bytes, int) or merge_bytes < 0:
+        raise ValueError(f"zero3: merge_bytes is {merge_bytes!r}, needed a number of bytes, 0 or more")
+    if output_dtype is not None and not (isinstance(output_dtype, torch.dtype) and output_dtype.is_floating_point):
+        needed = "a floating torch.dtype such as torch.bfloat16"
+        raise ValueError(f"zero3: output_dtype is {output_dtype!r}, needed {needed}")
     patterns = regather if isinstance(regather, tuple) else (regather,)
     if not (isinstance(regather, bool) or callable(regather) or all(isinstance(p, str) for p in patterns)):
         needed = "a bool, glob patterns of units' names, or a function of the name"

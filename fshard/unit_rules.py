@@ -9,6 +9,9 @@ from torch import nn
 from fshard import _compat
 from fshard.checks import kind
 
+# They hold submodules and have no forward.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
 Rule = type[nn.Module] | str | int | Callable[[str, nn.Module], bool]
 Units = Rule | Sequence[Rule] | None
 
@@ -20,11 +23,13 @@ class ModuleUnit(NamedTuple):
         path: The submodule's name; "" is the whole module.
         names: Their names.
         end: Number of the first unit behind this one that does not lie inside it.
+        apart: Whether it lies inside a submodule with a forward of its own, which may choose among its units.
     """
 
     path: str
     names: tuple[str, ...]
     end: int
+    apart: bool
 
 
 def plan_units(module: nn.Module, units: Units, places: Mapping[str, Sequence[str]]) -> list[ModuleUnit]:
@@ -45,17 +50,15 @@ def plan_units(module: nn.Module, units: Units, places: Mapping[str, Sequence[st
     if not places:
         return []
     if units is None:
-        return [ModuleUnit("", tuple(places), 1)]
+        return [ModuleUnit("", tuple(places), 1, False)]
     compiled = {path for path, submodule in module.named_modules() if _compat.is_compiled(submodule)}
     ranks = _select(module, units)
-    selected = {_outermost(path, compiled) or path: rank for path, rank in sorted(ranks.items(), key=lambda x: -x[1])}
+    selected = {_entered(path, compiled): rank for path, rank in sorted(ranks.items(), key=lambda x: -x[1])}
     owned: dict[str, dict[str, None]] = {path: {} for path, _ in module.named_modules()}
     for name, names in places.items():
         for place in names:
             holder = place.rpartition(".")[0]
-            owner = next(
-                (path for path in _upwards(holder) if path in selected), _outermost(holder, compiled) or holder
-            )
+            owner = next((path for path in _upwards(holder) if path in selected), _entered(holder, compiled))
             owned.setdefault(owner, {})[name] = None
     paths = [path for path, names in owned.items() if names]
     ordered = _in_order(paths, selected)
@@ -63,7 +66,11 @@ def plan_units(module: nn.Module, units: Units, places: Mapping[str, Sequence[st
         next((j for j in range(i + 1, len(ordered)) if not _inside(ordered[j], path)), len(ordered))
         for i, path in enumerate(ordered)
     ]
-    return [ModuleUnit(path, tuple(owned[path]), end) for path, end in zip(ordered, ends, strict=True)]
+    running = {path for path, submodule in module.named_modules() if path and not isinstance(submodule, _CONTAINERS)}
+    apart = [any(around in running for around in _upwards(path.rpartition(".")[0])) for path in ordered]
+    return [
+        ModuleUnit(path, tuple(owned[path]), end, alone) for path, end, alone in zip(ordered, ends, apart, strict=True)
+    ]
 
 
 def _select(module: nn.Module, units: Any) -> dict[str, int]:
@@ -94,7 +101,7 @@ def _test(rule: Any) -> Callable[[str, nn.Module], bool]:
         return lambda path, submodule: _matches(path, rule)
     if isinstance(rule, int) and not isinstance(rule, bool) and rule > 0:
         return lambda path, submodule: False
-    if callable(rule) and not isinstance(rule, nn.Module):
+    if callable(rule) and not isinstance(rule, nn.Module | type):
         return lambda path, submodule: bool(rule(path, submodule))
     needed = (
         "a module class, a glob pattern of names, a number of parameters, a function (name, module), or a list of such"
@@ -144,10 +151,12 @@ def _in_order(paths: list[str], ranks: Mapping[str, int]) -> list[str]:
             siblings[-1][1].append(path)
         else:
             siblings.append((path, []))
-    keyed, before = [], 0
+    keyed, highest = [], 0
     for path, inside in siblings:
-        before = rank_of(path, before)
-        keyed.append((before, path, inside))
+        # What no part of the rule matches stays behind everything before it.
+        rank = rank_of(path, highest)
+        highest = max(highest, rank)
+        keyed.append((rank, path, inside))
     keyed.sort(key=lambda entry: entry[0])
     return [found for _, path, inside in keyed for found in (path, *_in_order(inside, ranks))]
 
@@ -164,6 +173,6 @@ def _upwards(path: str) -> Iterator[str]:
     yield ""
 
 
-def _outermost(path: str, among: set[str]) -> str | None:
-    """The outermost of some modules that a module is, or lies inside: a compiled one is entered as a whole."""
-    return next((found for found in reversed(list(_upwards(path))) if found in among), None)
+def _entered(path: str, compiled: set[str]) -> str:
+    """A module, or the outermost compiled one that it lies inside, which is entered as a whole."""
+    return next((found for found in reversed(list(_upwards(path))) if found in compiled), path)

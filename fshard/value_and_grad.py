@@ -54,18 +54,22 @@ def value_and_grad(
     """
     check_reduce(reduce, "value_and_grad")
     single = isinstance(argnums, int)
-    places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    places = _places(argnums)
 
     def run(*args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         if not all(-len(args) <= place < len(args) for place in places):
-            raise ValueError(f"value_and_grad: argnums is {argnums}, but {len(args)} arguments were given by position")
+            raise ValueError(
+                f"value_and_grad: argnums is {argnums!r}, but {len(args)} arguments were given by position"
+            )
+        if len({place % len(args) for place in places}) < len(places):
+            raise ValueError(f"value_and_grad: argnums is {argnums!r}, {EACH_ONCE}")
         params = args[places[0]] if single else tuple(args[place] for place in places)
 
         def with_params(tree: Tree) -> Any:
-            given = list(args)
+            arguments = list(args)
             for place, part in zip(places, (tree,) if single else tree, strict=True):
-                given[place] = part
-            return f(*given, **kwargs)
+                arguments[place] = part
+            return f(*arguments, **kwargs)
 
         value, (aux,), grads = differentiate(
             "value_and_grad", [with_params], params, reduce, has_aux, schedule=schedule
@@ -75,8 +79,18 @@ def value_and_grad(
     return run
 
 
+EACH_ONCE = "needed a number or several, each once"
+
+
+def _places(argnums: Any) -> tuple[int, ...]:
+    """The argument numbers as a tuple."""
+    places = tuple(argnums) if isinstance(argnums, list | tuple) else (argnums,)
+    if not places or len(set(places)) < len(places) or not all(isinstance(place, int) for place in places):
+        raise ValueError(f"value_and_grad: argnums is {argnums!r}, {EACH_ONCE}")
+    return places
+
+
 Parts = tuple[torch.Tensor, Any, Any]
-Local = Callable[[list[Any]], Parts]
 
 
 def differentiate(
@@ -159,21 +173,28 @@ class _Run(NamedTuple):
 
     def _engine(self, call: Call) -> Found:
         leaves = [call.lent(slot) if slot is not None else None for slot in call.slots]
-        trained = [i for i, slot in enumerate(call.slots) if slot is not None and slot.trained]
-        stored, paths = [self.flat.leaves[i].local for i in trained], [self.flat.paths[i] for i in trained]
+        sharded = [i for i, slot in enumerate(call.slots) if slot is not None]
+        stored, paths = [self.flat.leaves[i].local for i in sharded], [self.flat.paths[i] for i in sharded]
+        unchanged = functools.partial(refuse_writes, self.what, paths, stored)
         schedule = self.schedule(unflatten(self.flat.treedef, leaves)) if self.schedule else ()
         values, counts, auxes = [], [], []
         single = len(self.functions) == 1
+        if self.what == "accumulate":
+            call.consensus.agree(f"{len(self.functions)} microbatches")
         divisor: Any = 1
         for i, function in enumerate(self.functions):
-            with torch.enable_grad(), refuse_writes(self.what, paths, stored):
-                run = functools.partial(self.local, function, leaves)
-                value, count, aux = call.forward(run, schedule)
+
+            def run(function: Callable[[Tree], Any] = function) -> Parts:
+                with torch.enable_grad(), unchanged():
+                    return self.local(function, leaves)
+
+            value, count, aux = call.forward(run, schedule)
             count, aux = settled((count, aux))
             # With one microbatch each gradient can be divided as soon as it is reduced.
             divisor = self.divisor([count]) if single else 1
             last = i == len(self.functions) - 1
-            call.backward(value, divisor, reduce=last or not self.once, last=last)
+            with unchanged():
+                call.backward(value, divisor, reduce=last or not self.once, last=last)
             values.append(value.detach())
             counts.append(count)
             auxes.append(aux)

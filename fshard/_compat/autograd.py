@@ -26,6 +26,14 @@ def transforms_active() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def random_state() -> torch.Tensor:
+    """The state of torch's CPU generator as a plain tensor, under torch.func too. Checked on 2.13."""
+    state = torch.get_rng_state()
+    while is_transformed(state):
+        state = torch._C._functorch.get_unwrapped(state)
+    return state
+
+
 def is_dual(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a tangent of forward-mode AD. Checked on 2.13."""
     from torch.autograd import forward_ad

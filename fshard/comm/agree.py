@@ -92,7 +92,7 @@ def _first_difference(text: bytes, axes: Sequence[Axis], label: str) -> Problem:
         rows = _exchange(rows, axis, label)
     first, *others = ranks = [json.loads(bytes(row.tolist())) for row in rows.reshape(-1, len(text))]
     keys = dict.fromkeys(key for entries in ranks for key in entries)
-    for key in sorted(keys, key=lambda key: all(key in entries for entries in ranks)):
+    for key in sorted(keys, key=lambda key: (key != "what comes next", all(key in entries for entries in ranks))):
         for index, entries in enumerate(others, start=1):
             if entries.get(key) != first.get(key):
                 found, needed = (entries.get(key, "nothing"), first.get(key, "nothing"))

@@ -1,5 +1,6 @@
 """Backward: units gathered again and gradients reduced, in one order on every rank."""
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -51,22 +52,39 @@ def order(events: Sequence[tuple[str, Use]], reduce: bool) -> list[Step]:
     steps: list[Step] = []
     started = passed = 0
     for kind, use in events:
+        due = _due(use, reduce)
+        turn = _before_last_quarter(use, due)
         if kind == "exit":
             passed = max(passed, place.get(use.index, -1) + 1)
-            ahead = min(len(again), passed + use.unit.residency.prefetch)
+            # The next unit comes when most of this one has gone, unless that is all at once.
+            ahead = passed if turn else min(len(again), passed + use.unit.residency.prefetch)
             steps.append(Step("exit", use, gathers=tuple(again[started:ahead])))
             started = max(started, ahead)
             continue
-        slots = use.unit.slots
-        mine = [i for i, slot in enumerate(slots) if slot.trained and slot.first is use]
-        for i in mine:
-            slots[i].owed = True
-        due = [i for i in mine if reduce or slots[i].derived]
-        # Large leaves come first: small ones share a node, which autograd reaches last.
-        due.sort(key=lambda i: (slots[i].derived, not slots[i].alone, -i))
-        steps += [Step("reduce", use, i) for i in due]
+        for n, i in enumerate(due, start=1):
+            ahead = min(len(again), passed + use.unit.residency.prefetch) if n == turn else started
+            steps.append(Step("reduce", use, i, tuple(again[started:ahead])))
+            started = max(started, ahead)
         steps.append(Step("enter", use))
     return steps
+
+
+def _due(use: Use, reduce: bool) -> list[int]:
+    """The leaves whose gradients are reduced where the backward leaves a use, in their order."""
+    slots = use.unit.slots
+    # What was computed from leaves hands its gradient on at each use; leaves have theirs complete at the first.
+    mine = [i for i, slot in enumerate(slots) if slot.trained and (slot.derived or slot.first is use)]
+    for i in mine:
+        slots[i].owed = not slots[i].derived
+    # Large leaves come first: small ones share a node, which autograd reaches last.
+    due = [i for i in mine if reduce or slots[i].derived]
+    return sorted(due, key=lambda i: (slots[i].derived, not slots[i].alone, -i))
+
+
+def _before_last_quarter(use: Use, due: Sequence[int]) -> int:
+    """How many leaves come first without the last quarter of the bytes; their full tensors have gone by then."""
+    sums = list(itertools.accumulate(use.unit.slots[i].nbytes for i in due))
+    return sum(4 * total <= 3 * sums[-1] for total in sums)
 
 
 class _Bucket(NamedTuple):
@@ -126,13 +144,11 @@ class Backward:
             assert full is not None
         return full
 
-    def again(self, unit: Unit) -> Use:
+    def find(self, unit: Unit) -> Use | None:
         """The use whose forward runs again: the unit's last one that the backward has not left."""
         self._pass_left()
-        for use in reversed(self._uses):
-            if use.unit.slots == unit.slots and self._at <= self._place["enter", use.index, -1]:
-                return use
-        raise RuntimeError(f"unit {unit.name} is computed again in the backward but was not gathered in the forward")
+        left = (use for use in reversed(self._uses) if use.unit.slots == unit.slots)
+        return next((use for use in left if self._at <= self._place["enter", use.index, -1]), None)
 
     def recomputed(self, uses: Sequence[Use]) -> None:
         """Gather uses again whose forward is about to run again, with all that the backward needs before them.
@@ -163,11 +179,15 @@ class Backward:
             if use.full is not None and (use.regathered or self._release):
                 use.full[i] = None
             self._ready.add((use.index, i))
-        while self._at < len(self._steps):
-            step = self._steps[self._at]
-            if step.kind != "reduce" or (step.use.index, step.place) not in self._ready:
-                break
-            self._take(step)
+        while self._at < len(self._steps) and self._is_ready(self._steps[self._at]):
+            self._take(self._steps[self._at])
+
+    def _is_ready(self, step: Step) -> bool:
+        """Whether a step can be taken before the backward has come to it."""
+        if step.kind == "reduce":
+            return (step.use.index, step.place) in self._ready
+        # Tensors that are gathered again come when they are needed, and stay until nobody does.
+        return not step.gathers if step.kind == "exit" else not step.use.regathered
 
     def reduced_now(self, use: Use, group: Sequence[int]) -> list[torch.Tensor]:
         """Finish the gradients of leaves that autograd goes on from."""
@@ -218,6 +238,8 @@ class Backward:
                 self._reduce(slot)
             else:
                 self._late.append(slot)
+            for use in step.gathers:
+                use.start()
 
     def _reduce(self, slot: Slot) -> None:
         grad, slot.partial, slot.owed = slot.partial, None, False

@@ -19,7 +19,7 @@ from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded
 
 
 class FunctionTransform(Exception):  # noqa: N818
-    """The function calls torch.func, which does not go with saved-tensor hooks."""
+    """The function calls torch.func, which takes no saved-tensor hooks."""
 
 
 class Call:
@@ -27,8 +27,9 @@ class Call:
 
     Attributes:
         slots: The parameters, by their place in the tree; None for leaves that are not Sharded.
-        in_backward: Whether the function has returned and gradients are on their way.
-        at_end: What to do when the call has ended.
+        consensus: What ranks agree by.
+        in_backward: Whether the function has returned.
+        at_end, ended: What to do when the call ends, and whether it has.
     """
 
     def __init__(self, what: str, flat: Flat, axes: Sequence[Axis], *, differentiable: bool = True) -> None:
@@ -42,7 +43,7 @@ class Call:
         """
         self._what, self._differentiable = what, differentiable
         self._self = weakref.ref(self)
-        self._consensus = Consensus(what, axes)
+        self.consensus = Consensus(what, axes)
         self.slots = [
             self._lend(path, leaf) if is_sharded(leaf) else None
             for path, leaf in zip(flat.paths, flat.leaves, strict=True)
@@ -50,6 +51,7 @@ class Call:
         self._saved = Saved(self._fetch)
         self._kept: dict[Slot, torch.Tensor] = {}
         self.at_end: list[Callable[[], None]] = []
+        self.ended = False
         self._begin()
 
     def _begin(self) -> None:
@@ -58,7 +60,7 @@ class Call:
         for slot in self._by_tensor.values():
             slot.first = None
         self._log: list[str] = []
-        alone = not self._consensus.axes
+        alone = not self.consensus.axes
         self.timeline = Timeline(self._what, self._saved, self._kept, self._log, alone=alone)
         self._walks: list[Walk] = []
         self._plain: Use | None = None
@@ -84,29 +86,30 @@ class Call:
             slot = self._by_tensor[id(leaf.local)] = Slot(path, derived, derived=True)
         return slot
 
-    def begin_walk(self, name: str, units: Sequence[Unit], ends: Sequence[int]) -> Walk:
-        """Begin a pass over a schedule of units."""
-        self._leave_plain()
-        self._consensus.agree(f"{len(units)} units of {name}")
-        walk = Walk(self, schedule(units, ends))
-        self._walks.append(walk)
-        return walk
+    def begin_walk(self, name: str, units: Sequence[Unit], ends: Sequence[int], apart: Sequence[bool]) -> Walk:
+        """Begin a pass over a schedule of units; see `schedule`."""
+        if not self.in_backward:
+            self._leave_plain()
+            self.consensus.agree(f"{len(units)} units of {name}")
+        self._walks.append(Walk(self, schedule(units, ends, apart)))
+        return self._walks[-1]
 
     def gather(self, paths: Sequence[str], leaves: Sequence[Sharded]) -> list[torch.Tensor]:
         """Gather leaves in a plain function, as one unit."""
-        unit = Unit(", ".join(paths), tuple(self.slot_of(path, leaf) for path, leaf in zip(paths, leaves, strict=True)))
+        slots = tuple(self.slot_of(path, leaf) for path, leaf in zip(paths, leaves, strict=True))
+        unit = Unit(", ".join(slot.path for slot in slots), slots)
         walk = next((walk for walk in self._walks if walk.has(unit)), None)
-        use = self._enter(unit) if walk is None else walk.find(unit.slots[0])[0]
-        out = [self.output(use, use.unit.places[slot]) for slot in unit.slots]
+        use = self._enter(unit) if walk is None else walk.find(slots[0], in_turn=True)[0]
+        out = [self.output(use, use.unit.places[slot]) for slot in slots]
         use.outputs = {} if walk is None else use.outputs
         return out
 
     def _enter(self, unit: Unit) -> Use:
         """Gather a unit outside any schedule; its scope ends where the next one begins, as far as anybody can know."""
         if self.in_backward:
-            return self.again(unit)
+            return self.again([unit])[0]
         self._leave_plain()
-        self._consensus.agree(f"gather {unit.name}")
+        self.consensus.agree(f"gather {unit.name}")
         self._plain = self.timeline.use_of(unit)
         self.open(self._plain)
         return self._plain
@@ -130,17 +133,13 @@ class Call:
         else:
             self.timeline.leave(use)
 
-    def again(self, unit: Unit) -> Use:
-        """Find a unit's tensors again, for a checkpoint that runs its forward once more in the backward."""
+    def again(self, units: Sequence[Unit]) -> list[Use]:
+        """Find the uses of units again that a checkpoint computes once more, all gathered in one order."""
         assert self._backward is not None
-        use = self._backward.again(unit)
-        self.recomputed([use])
-        return use
-
-    def recomputed(self, uses: Sequence[Use]) -> None:
-        """A checkpoint runs the forward of these uses once more, in the backward."""
-        assert self._backward is not None
-        self._backward.recomputed(uses)
+        uses = [use for unit in units if (use := self._backward.find(unit)) is not None]
+        if uses:
+            self._backward.recomputed(uses)
+        return uses
 
     def output(self, use: Use, index: int) -> torch.Tensor:
         """What a function gets for one leaf of an open use."""
@@ -159,7 +158,7 @@ class Call:
         """A gathered tensor that autograd saved."""
         if self._backward is not None:
             return self._backward.fetch(use, index)
-        # The function itself differentiates: gather again for as long as it stays with this unit.
+        # The function itself differentiates: gather again while it stays with this unit.
         if use.full is None:
             if self._refetched is not None:
                 self._refetched.full = None
@@ -183,7 +182,7 @@ class Call:
     def _hooks(self) -> AbstractContextManager[None]:
         """What must be active while the function runs, so that autograd saves no gathered tensor."""
         policies = [policy_of([slot]) for slot in self.slots if slot is not None]
-        if not self._consensus.axes or all(policy.regather is False for policy in policies):
+        if not (self.consensus.axes and self._differentiable) or all(policy.regather is False for policy in policies):
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._saved.unpack)
 
@@ -207,7 +206,7 @@ class Call:
             with self._hooks():
                 if schedule:
                     units = [self._unit_of(part) for part in schedule]
-                    self.begin_walk("the schedule", units, range(1, len(units) + 1))
+                    self.begin_walk("the schedule", units, range(1, len(units) + 1), [False] * len(units))
                 out = f()
             self._leave_plain()
             for walk in self._walks:
@@ -216,7 +215,6 @@ class Call:
         except Exception as error:
             if _compat.refuses_saved_tensor_hooks(error):
                 error = FunctionTransform("f calls torch.func")
-            # The others wait for this rank's part of what is scheduled; then they hear of it.
             for walk in reversed(self._walks):
                 walk.abandon()
             self._conclude("f", error)
@@ -225,13 +223,12 @@ class Call:
         return out
 
     def _unit_of(self, part: Tree) -> Unit:
-        flat = flatten(part)
-        pairs = zip(flat.paths, flat.leaves, strict=True)
-        slots = tuple(self.slot_of(path, leaf) for path, leaf in pairs if is_sharded(leaf))
+        flat = zip(*flatten(part)[:2], strict=True)
+        slots = tuple(self.slot_of(path, leaf) for path, leaf in flat if is_sharded(leaf))
         return Unit(", ".join(slot.path for slot in slots), slots)
 
     def _conclude(self, phase: str, error: Exception | None = None) -> None:
-        if not self._consensus.axes:
+        if not self.consensus.axes:
             return
         done = [*(f"{kind} {use.unit.name}" for kind, use in self.timeline.events), *self._log]
         self._log.clear()
@@ -240,7 +237,7 @@ class Call:
         if last is not None and last.full is None:
             flags.append(0)
         numbered = {f"event {i}": event for i, event in enumerate(done)}
-        found = self._consensus.conclude(phase, numbered, flags, error)
+        found = self.consensus.conclude(phase, numbered, flags, error)
         for use in self.timeline.uses:
             use.saved = 1 + use.index in found
             if use.regathered and (use is not last or 0 in found):
@@ -268,7 +265,7 @@ class Call:
         anchors = [use.anchor for use in uses if use.anchor is not None]
         outputs = [out for out in (loss, *anchors) if out.requires_grad]
         starts = [torch.ones_like(out) if out is loss else torch.zeros_like(out) for out in outputs]
-        failed: Exception | None = None
+        failed = None
         direct: Sequence[torch.Tensor | None] = [None] * len(slots)
         try:
             if outputs and slots:
@@ -290,9 +287,11 @@ class Call:
         """Let go of everything: calls are many and hold much, and nothing may wait for the garbage collector."""
         for use in self.timeline.uses:
             use.close()
+            for slot in use.unit.slots:
+                slot.first = None
         for release in self.at_end:
             release()
-        self.at_end = []
+        self.at_end, self.ended = [], True
         self._begin()
         self._by_tensor = {}
         self._kept.clear()

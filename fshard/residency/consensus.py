@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from fshard import comm
-from fshard.errors import Problem, leaf_error
+from fshard.errors import leaf_error
 from fshard.tree import Axis
 
 _FAILED = 0
@@ -21,10 +21,11 @@ class Consensus:
         """
         self.axes = [axis for axis in axes if axis.size > 1]
         self._what = what
+        self._over = False
 
     def agree(self, event: str) -> None:
         """Refuse on every rank alike where ranks are about to do different things."""
-        self._refuse(comm.vote({"what comes next": event}, (), self.axes, comm.AGREE).problem)
+        self._judge(comm.vote({"what comes next": event}, (), self.axes, comm.AGREE))
 
     def conclude(
         self, phase: str, done: Mapping[str, str], flags: Iterable[int], error: Exception | None
@@ -44,18 +45,23 @@ class Consensus:
             RuntimeError: if another rank failed.
             ValueError: if ranks have not done the same.
         """
+        if self._over:
+            # Ranks have parted already, and no other would answer.
+            return frozenset()
         event = f"{phase} ended" if error is None else f"{phase} raised {type(error).__name__}: {error}"
         raised = [*([_FAILED] if error is not None else []), *(1 + flag for flag in flags)]
         vote = comm.vote({"what comes next": event, **done}, raised, self.axes, comm.AGREE)
-        if error is None and vote.problem is not None and _FAILED in vote.flags:
-            failure = f"{vote.problem.found}, where {vote.problem.needed}"
-            raise RuntimeError(f"{self._what}: another rank failed, and this one stops with it: {failure}")
         if error is None:
-            self._refuse(vote.problem)
+            self._judge(vote)
         too_large = (flag - 1 for flag in raised if flag >= comm.WORDS * comm.BITS)
         return frozenset(flag - 1 for flag in vote.flags if flag != _FAILED) | frozenset(too_large)
 
-    def _refuse(self, problem: Problem | None) -> None:
-        if problem is not None:
-            remedy = "let every rank gather the same units in the same order; one that has no use for a unit takes part"
-            raise leaf_error(f"{self._what}: ranks do not do the same", [problem], remedy)
+    def _judge(self, vote: comm.Vote) -> None:
+        if vote.problem is None:
+            return
+        self._over = True
+        if _FAILED in vote.flags:
+            failure = f"{vote.problem.found}, where {vote.problem.needed}"
+            raise RuntimeError(f"{self._what}: another rank failed, and this one stops with it: {failure}")
+        remedy = "let every rank gather the same units in the same order; one that has no use for a unit takes part"
+        raise leaf_error(f"{self._what}: ranks do not do the same", [vote.problem], remedy)

@@ -28,7 +28,7 @@ def call_of(what: str, flat: Flat) -> Call | None:
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         if is_sharded(leaf) and leaf.spec.call is not None:
             call = leaf.spec.call()
-            if call is None:
+            if call is None or call.ended:
                 problems.append(Problem(path, "a leaf that value_and_grad lent to a call now over", "the caller's own"))
             found = call or found
     if problems:

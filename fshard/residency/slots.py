@@ -58,7 +58,7 @@ class Slot:
     def set_like(self, full: torch.Tensor) -> None:
         """Note the dtype and shape of what was gathered, the same on every rank."""
         self.like = Like(full.shape, full.dtype, full.device)
-        self.alone = full.numel() * full.element_size() >= PACK_BYTES
+        self.alone = self.nbytes >= PACK_BYTES
 
     def take_partial(self, grad: torch.Tensor) -> None:
         """Add to this rank's full gradient; the first part may be anybody's, a sum is the slot's own."""
@@ -88,6 +88,12 @@ class Slot:
         if not self.trained:
             return None
         return torch.zeros_like(self.stored) if grad is None else divided(grad, divisor)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gathered tensor."""
+        assert self.like is not None
+        return self.like.shape.numel() * self.like.dtype.itemsize
 
     def zeros(self) -> torch.Tensor:
         """The gradient of a rank that did not use the leaf."""

@@ -23,10 +23,12 @@ class Unit:
     Attributes:
         name: For errors and rules.
         slots: The leaves.
+        regathered: Whether their policy drops them after their forward; None asks it.
     """
 
     name: str
     slots: tuple[Slot, ...]
+    regathered: bool | None = None
 
     @functools.cached_property
     def places(self) -> dict[Slot, int]:
@@ -41,7 +43,7 @@ class Unit:
 
 def is_regathered(unit: Unit) -> bool:
     """Whether a unit's policy drops it after its forward."""
-    rule = unit.residency.regather
+    rule = unit.residency.regather if unit.regathered is None else unit.regathered
     if isinstance(rule, bool):
         return rule
     if callable(rule):
@@ -141,6 +143,8 @@ class Use:
     def sharing_node(self, index: int) -> list[int]:
         """The leaves that share an autograd node with one: small ones do, and so a buffer of gradients."""
         slots = self.unit.slots
+        if slots[index].derived:
+            return [i for i, slot in enumerate(slots) if i not in self.outputs and slot.trained and slot.derived]
         if slots[index].alone:
             return [index]
         return [

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from fshard.residency.slots import Slot
-from fshard.residency.units import Unit, Use
+from fshard.residency.units import Unit, Use, is_regathered
 
 if TYPE_CHECKING:
     from fshard.residency.call import Call
@@ -29,12 +29,13 @@ class Stop(NamedTuple):
     small: bool
 
 
-def schedule(units: Sequence[Unit], ends: Sequence[int]) -> list[Stop]:
+def schedule(units: Sequence[Unit], ends: Sequence[int], apart: Sequence[bool]) -> list[Stop]:
     """Merge small neighbours of a sequence of units.
 
     Args:
         units: In the order of their gathering, each before those that lie inside it.
         ends: For each unit, the number of the first unit behind it that does not lie inside it.
+        apart: Which units are never merged, because ranks may enter them in an order of their own.
 
     Returns:
         The schedule. Units that hold others or lie in different ones are not merged.
@@ -48,14 +49,15 @@ def schedule(units: Sequence[Unit], ends: Sequence[int]) -> list[Stop]:
         parent = around[-1] if around else -1
         nbytes = _bytes(unit)
         last = stops[-1] if stops else None
-        alike = last is not None and last.unit.residency == unit.residency and parent == last_parent
+        again = is_regathered(unit)
+        alike = last is not None and is_regathered(last.unit) == again and parent == last_parent
         # What is stored whole costs nothing to gather, and can go with any.
         fits = nbytes == 0 or size + nbytes <= unit.residency.merge_bytes
-        if last is not None and alike and last.end == i == ends[i] - 1 and fits:
+        if last is not None and alike and last.end == i == ends[i] - 1 and fits and not (apart[i] or apart[i - 1]):
             slots = tuple(dict.fromkeys((*last.unit.slots, *unit.slots)))
             name = f"{last.unit.name.partition(' to ')[0]} to {unit.name}"
             size += nbytes
-            stops[-1] = Stop(Unit(name, slots), last.first, i, i + 1, size < unit.residency.merge_bytes)
+            stops[-1] = Stop(Unit(name, slots, again), last.first, i, i + 1, size < unit.residency.merge_bytes)
         else:
             size = nbytes
             stops.append(Stop(unit, i, i, ends[i], size < unit.residency.merge_bytes))
@@ -113,7 +115,8 @@ class Walk:
         """A submodule that holds these units starts to run."""
         self._running.append(units)
         if self._call.in_backward:
-            self._call.recomputed([self._latest[s] for s, stop in enumerate(self.stops) if stop.first in units])
+            inside = (stop for stop in self.stops if stop.first < units.stop and stop.last >= units.start)
+            self._call.again([stop.unit for stop in inside])
 
     def finish(self, units: range) -> None:
         """It has run."""
@@ -128,14 +131,14 @@ class Walk:
         stop = self._of_slot.get(unit.slots[0])
         return stop is not None and all(slot in self.stops[stop].unit.places for slot in unit.slots)
 
-    def find(self, slot: Slot) -> tuple[Use, int]:
+    def find(self, slot: Slot, in_turn: bool = False) -> tuple[Use, int]:
         """Find the use that holds a leaf, innermost scope first; opens its unit where none does."""
         for number in reversed(self._scopes):
             use = self._open[self._of_unit[number]]
             if slot in use.unit.places:
                 return use, use.unit.places[slot]
         found = next((use for use in self._open.values() if slot in use.unit.places), None)
-        use = found or self._reach(self._of_slot[slot], in_turn=False)
+        use = found or self._reach(self._of_slot[slot], in_turn)
         return use, use.unit.places[slot]
 
     def end(self) -> None:
@@ -165,7 +168,7 @@ class Walk:
         if stop in self._open:
             return self._open[stop]
         if self._call.in_backward:
-            use = self._call.again(self.stops[stop].unit)
+            (use,) = self._call.again([self.stops[stop].unit])
         elif stop in self._held:
             use = self._held.pop(stop)
         elif stop < self._next or not (in_turn or stop == self._next or self._is_held(self._next, stop)):

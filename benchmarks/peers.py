@@ -1,0 +1,235 @@
+"""Step times of fshard and of torch's own ways to train, interleaved and compared round by round.
+
+Two ranks, one thread each, for the three configurations of the project's targets:
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/peers.py --configuration d512-L8-B4-T256
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/peers.py --configuration d1024-L8-B1-T128
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/peers.py --configuration d64-L48-B1-T16
+
+--compiled adds FSDP2 with compiled blocks, which takes minutes to compile. On one rank, without a launcher, fshard
+against plain PyTorch, for the whole step and for forward and backward alone:
+
+    OMP_NUM_THREADS=1 python benchmarks/peers.py --world-size-1 --configuration d512-L8-B4-T256
+
+All systems live in one process. Where they would need more than --memory-fraction of the memory that is available, they
+are measured in groups one after another, with the reference in each; one group that does not fit is refused.
+
+Ratios are medians over rounds of the ratio to the reference (FSDP2, or plain PyTorch) in the same round. The time of
+the main thread is CPU time, which waiting does not add to: what it exceeds plain PyTorch's by is overhead of the host.
+"""
+
+import argparse
+import gc
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import report
+import torch
+import torch.distributed as dist
+from gpt import Configuration
+from rivals import SYSTEMS, make, mean_over_ranks, total_bytes
+
+import fshard as fs
+
+# Those that are to be compared with each other stand together, so that they share a group.
+ACROSS_RANKS = (
+    *("fsdp2", "ddp", "fshard-ddp", "fshard-zero2", "fshard-zero3"),
+    *("fshard-zero1", "fsdp1", "fsdp2-fine", "zero-redundancy"),
+)
+ON_ONE_RANK = ("plain", "fshard-ddp", "fshard-zero2", "fshard-zero3")
+
+# What a system keeps between steps, in sizes of the parameters, where it does not shard everything.
+COPIES = {"plain": 3.0, "ddp": 4.0, "zero-redundancy": 3.0, "fshard-ddp": 3.0}
+# A running step gathers parameters and makes gradients; and the allocator keeps much of what was freed.
+RUNNING_COPIES, ALLOCATOR_FACTOR = 2.0, 1.5
+
+# Losses of one round agree to rounding, which the steps before multiply; below 1, where the batch is learnt by heart,
+# this is an absolute difference.
+LOSS_TOLERANCE = 1e-3
+
+
+class Samples(NamedTuple):
+    """Of each round that counts: wall time on rank 0, CPU time of its main thread, and the mean loss over ranks."""
+
+    seconds: list[float]
+    main_thread_seconds: list[float]
+    losses: list[float]
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(1)
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    if (mesh.size() == 1) != args.world_size_1:
+        needed = "one rank and no launcher" if args.world_size_1 else "several: run under torchrun, or --world-size-1"
+        raise SystemExit(f"peers.py: the number of ranks is {mesh.size()}, needed {needed}")
+    names = args.systems or (ON_ONE_RANK if args.world_size_1 else ACROSS_RANKS)
+    names = [*names, "fsdp2-compiled"] if args.compiled else list(names)
+    wanted = "plain" if args.world_size_1 else "fsdp2"
+    reference = wanted if wanted in names else names[0]
+
+    groups = grouped(names, reference, args, mesh.size())
+    samples: dict[str, list[dict[str, Samples]]] = {"step": [], "gradients": []}
+    for group in groups:
+        systems = {name: make(name, args.configuration, mesh) for name in group}
+        steps = {name: system.step for name, system in systems.items()}
+        samples["step"].append(measure(steps, args.dropped, args.rounds))
+        if args.world_size_1:
+            gradients = {name: system.gradients for name, system in systems.items()}
+            samples["gradients"].append(measure(gradients, args.dropped, args.rounds))
+            del gradients
+        # The next group needs the memory.
+        del systems, steps
+        gc.collect()
+    if mesh.get_rank() == 0:
+        write(args, mesh.size(), reference, {part: measured for part, measured in samples.items() if measured})
+
+
+def grouped(names: Sequence[str], reference: str, args: argparse.Namespace, ranks: int) -> list[list[str]]:
+    """Split the systems into groups that fit into memory, the reference in each."""
+    with torch.device("meta"):
+        size = total_bytes(args.configuration.module().parameters())
+    # The mean, because every rank must come to the same groups.
+    budget = args.memory_fraction * mean_over_ranks(torch.tensor(available_memory(), dtype=torch.float64))
+
+    def needed(group: Sequence[str]) -> float:
+        copies = RUNNING_COPIES + sum(COPIES.get(name, 3.0 / ranks + 0.5) for name in group)
+        return ALLOCATOR_FACTOR * ranks * size * copies
+
+    groups = [[reference]]
+    for name in (name for name in names if name != reference):
+        if needed([*groups[-1], name]) > budget and len(groups[-1]) > 1:
+            groups.append([reference])
+        groups[-1].append(name)
+    for group in groups:
+        if needed(group) > budget:
+            found = f"{budget / 2**30:.1f} GiB of memory may be used, needed about {needed(group) / 2**30:.1f}"
+            raise SystemExit(f"peers.py: {found} for {', '.join(group)}; choose a smaller configuration")
+    return groups
+
+
+def available_memory() -> int:
+    """Bytes that can be allocated without swapping; everything there is where the system does not tell."""
+    information = Path("/proc/meminfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    sizes = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return next(sizes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def measure(programs: Mapping[str, Callable[[], torch.Tensor]], dropped: int, rounds: int) -> dict[str, Samples]:
+    """Run every program once a round, in an order that changes from round to round."""
+    samples = {name: Samples([], [], []) for name in programs}
+    for number in range(dropped + rounds):
+        if number == dropped:
+            # Otherwise the objects of all systems would be walked again and again in the time of whichever runs.
+            gc.collect()
+            gc.freeze()
+        # The same order on every rank, without which they would wait for each other.
+        for name in random.Random(number).sample(list(programs), len(programs)):
+            dist.barrier()
+            start, cpu_start = time.perf_counter(), time.thread_time()
+            loss = programs[name]()
+            cpu_seconds = time.thread_time() - cpu_start
+            dist.barrier()
+            seconds = time.perf_counter() - start
+            mean = mean_over_ranks(loss)
+            if number >= dropped:
+                for values, value in zip(samples[name], (seconds, cpu_seconds, mean)):
+                    values.append(value)
+    gc.unfreeze()
+    check_losses(samples)
+    return samples
+
+
+def check_losses(samples: Mapping[str, Samples]) -> None:
+    """Refuse to compare systems that did not do the same work; `plain` on several ranks does not, by design."""
+    compared = {name: s.losses for name, s in samples.items() if name != "plain" or dist.get_world_size() == 1}
+    for number, losses in enumerate(zip(*compared.values())):
+        if max(losses) - min(losses) > LOSS_TOLERANCE * max(1.0, *losses):
+            raise RuntimeError(f"losses differ in round {number}: {dict(zip(compared, losses))}")
+
+
+def summary(samples: Samples, group: Mapping[str, Samples], reference: str) -> dict[str, Any]:
+    """Medians over rounds, of times and of ratios to the same round of the reference and of DDP."""
+    ratios = paired(samples.seconds, group[reference].seconds)
+    lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    cpu_ratios = paired(samples.main_thread_seconds, group[reference].main_thread_seconds)
+    to_ddp = statistics.median(paired(samples.seconds, group["ddp"].seconds)) if "ddp" in group else None
+    return {
+        "median_seconds": statistics.median(samples.seconds),
+        "median_main_thread_seconds": statistics.median(samples.main_thread_seconds),
+        "ratio": median,
+        "ratio_quartiles": [lower, upper],
+        "main_thread_ratio": statistics.median(cpu_ratios),
+        "ratio_to_ddp": to_ddp,
+        **samples._asdict(),
+    }
+
+
+def paired(mine: list[float], others: list[float]) -> list[float]:
+    return [a / b for a, b in zip(mine, others)]
+
+
+def write(
+    args: argparse.Namespace, ranks: int, reference: str, samples: Mapping[str, list[dict[str, Samples]]]
+) -> None:
+    name = args.configuration.name
+    results = report.circumstances("peers")
+    results |= {
+        "configuration": {"name": name, **args.configuration._asdict()},
+        **{"ranks": ranks, "backend": dist.get_backend(), "threads": torch.get_num_threads()},
+        **{"reference": reference, "rounds": args.rounds, "dropped_rounds": args.dropped},
+    }
+    columns = ("ms", "ratio", "quartiles", "to ddp", "main thread ms", "ratio")
+    bars = {}
+    for part, groups in samples.items():
+        results[part] = [{system: summary(group[system], group, reference) for system in group} for group in groups]
+        title = {"step": "Train step", "gradients": "Forward and backward alone"}[part]
+        for number, summaries in enumerate(results[part], start=1):
+            of = f", group {number} of {len(groups)}" if len(groups) > 1 else ""
+            rows = {system: cells(values) for system, values in summaries.items()}
+            report.print_table(f"{title}, {name}, ranks: {ranks}{of}; {reference} = 1", columns, rows)
+            label = "{}" if part == "step" else "{}, gradients"
+            bars |= {label.format(system): values["ratio"] for system, values in summaries.items()}
+    file = args.results / f"{'one-rank' if ranks == 1 else 'peers'}-{name}.json"
+    report.write_json(file, results)
+    title = f"Time of a train step, {name}, ranks: {ranks}"
+    marks = [report.Mark(1.0, reference)]
+    report.write_bars(file.with_suffix(".png"), title, f"ratio to {reference}, lower is better", bars, marks)
+
+
+def cells(values: Mapping[str, Any]) -> list[str]:
+    lower, upper = values["ratio_quartiles"]
+    return [
+        f"{1e3 * values['median_seconds']:.1f}",
+        f"{values['ratio']:.3f}",
+        f"{lower:.3f} to {upper:.3f}",
+        "-" if values["ratio_to_ddp"] is None else f"{values['ratio_to_ddp']:.3f}",
+        f"{1e3 * values['median_main_thread_seconds']:.1f}",
+        f"{values['main_thread_ratio']:.3f}",
+    ]
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configuration", type=Configuration.parse, default="d512-L8-B4-T256")
+    parser.add_argument("--systems", type=lambda names: names.split(","), help=f"of {','.join(SYSTEMS)}")
+    parser.add_argument("--compiled", action="store_true", help="also FSDP2 with compiled blocks")
+    parser.add_argument("--world-size-1", action="store_true", help="against plain PyTorch on one rank")
+    parser.add_argument("--rounds", type=int, default=11, help="rounds that count")
+    parser.add_argument("--dropped", type=int, default=2, help="rounds before them")
+    parser.add_argument("--memory-fraction", type=float, default=0.8, help="of the available memory, to use at most")
+    parser.add_argument("--results", type=Path, default=report.RESULTS)
+    args = parser.parse_args()
+    if unknown := set(args.systems or ()) - set(SYSTEMS):
+        parser.error(f"no system is called {', '.join(sorted(unknown))}; there are {', '.join(SYSTEMS)}")
+    return args
+
+
+if __name__ == "__main__":
+    main()

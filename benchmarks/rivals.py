@@ -1,0 +1,182 @@
+"""Every system under one interface: a model, its optimizer and a train step, ready to run."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from gpt import SEED, Block, Configuration
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import fshard as fs
+
+ADAMW = {"lr": 1e-3, "fused": True}
+
+# A Linear or an Embedding from this many elements on is a unit of its own among FSDP2's fine units.
+FINE_UNIT = 2**19
+
+
+class Stored(NamedTuple):
+    """Bytes that this rank keeps from one step to the next."""
+
+    parameters: int
+    optimizer: int
+
+
+class System(NamedTuple):
+    """A way to train.
+
+    Attributes:
+        step: Forward, backward and update; returns the loss, this rank's own or the mean over ranks.
+        gradients: Forward and backward alone, the gradients dropped; returns the same.
+        stored: What is kept now.
+    """
+
+    step: Callable[[], torch.Tensor]
+    gradients: Callable[[], torch.Tensor]
+    stored: Callable[[], Stored]
+
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+Maker = Callable[[Configuration, DeviceMesh, Batch], System]
+
+
+def make(name: str, configuration: Configuration, mesh: DeviceMesh) -> System:
+    """Make a system; all start from the same parameters and train on the same batches."""
+    return SYSTEMS[name](configuration, mesh, configuration.tokens(mesh.get_rank()))
+
+
+def plain(configuration: Configuration, mesh: DeviceMesh, batch: Batch) -> System:
+    """PyTorch in one process: on several ranks, each trains alone."""
+    module = configuration.module()
+    return torch_system(module, adamw(module), batch)
+
+
+def ddp(configuration: Configuration, mesh: DeviceMesh, batch: Batch) -> System:
+    module = DistributedDataParallel(configuration.module(), gradient_as_bucket_view=True)
+    return torch_system(module, adamw(module), batch)
+
+
+def zero_redundancy(configuration: Configuration, mesh: DeviceMesh, batch: Batch) -> System:
+    module = DistributedDataParallel(configuration.module(), gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, **ADAMW)
+    return torch_system(module, optimizer, batch)
+
+
+def fsdp1(configuration: Configuration, mesh: DeviceMesh, batch: Batch) -> System:
+    module = FullyShardedDataParallel(
+        configuration.module(),
+        process_group=mesh.get_group(),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+    return torch_system(module, adamw(module), batch)
+
+
+def fsdp2(fine: bool = False, compiled: bool = False) -> Maker:
+    """FSDP2 with a unit for each block, and for each large layer where they are fine; the rest is the root's."""
+
+    def maker(configuration: Configuration, mesh: DeviceMesh, batch: Batch) -> System:
+        module = configuration.module()
+        layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear | nn.Embedding)]
+        if compiled:
+            for block in module.blocks:
+                block.compile()
+        for unit in [layer for layer in layers if fine and layer.weight.numel() >= FINE_UNIT]:
+            fully_shard(unit, mesh=mesh)
+        for unit in (*module.blocks, module):
+            fully_shard(unit, mesh=mesh)
+        return torch_system(module, adamw(module), batch)
+
+    return maker
+
+
+def fshard(strategy: Callable[[DeviceMesh], fs.ShardTransform]) -> Maker:
+    def maker(configuration: Configuration, mesh: DeviceMesh, batch: Batch) -> System:
+        # A Model holds its module: on the meta device that costs no memory, and the seed draws the same values.
+        with torch.device("meta"):
+            module = configuration.module()
+        model = fs.functionalize(module, units=Block)
+        tx = fs.from_torch(torch.optim.AdamW, **ADAMW)
+        value_and_grad = fs.value_and_grad(model.apply)
+        state = fs.TrainState.create(model.init(strategy(mesh), seed=SEED), tx)
+
+        def step() -> torch.Tensor:
+            nonlocal state
+            loss, grads = value_and_grad(state.params, *batch)
+            state = fs.update(tx, state, grads, donate=True)
+            return loss
+
+        def gradients() -> torch.Tensor:
+            return value_and_grad(state.params, *batch)[0]
+
+        def stored() -> Stored:
+            return Stored(*(total_bytes(fs.tree_leaves(tree)) for tree in (state.params, state.opt_state)))
+
+        return System(step, gradients, stored)
+
+    return maker
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), **ADAMW)
+
+
+def torch_system(module: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> System:
+    def backward() -> torch.Tensor:
+        loss = module(*batch)
+        loss.backward()
+        return loss.detach()
+
+    def step() -> torch.Tensor:
+        loss = backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def gradients() -> torch.Tensor:
+        loss = backward()
+        optimizer.zero_grad()
+        return loss
+
+    def stored() -> Stored:
+        # ZeroRedundancyOptimizer keeps this rank's share in an optimizer of its own.
+        local = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+        slots = [value for state in local.state.values() for value in state.values()]
+        return Stored(total_bytes(module.parameters()), total_bytes(slots))
+
+    return System(step, gradients, stored)
+
+
+def total_bytes(leaves: Iterable[Any]) -> int:
+    """Bytes of this rank's own parts of tensors; other leaves count nothing."""
+    tensors = (leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in leaves)
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+
+def mean_over_ranks(value: torch.Tensor) -> float:
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+SYSTEMS: dict[str, Maker] = {
+    "plain": plain,
+    "ddp": ddp,
+    "zero-redundancy": zero_redundancy,
+    "fsdp1": fsdp1,
+    "fsdp2": fsdp2(),
+    "fsdp2-fine": fsdp2(fine=True),
+    "fsdp2-compiled": fsdp2(compiled=True),
+    "fshard-ddp": fshard(fs.ddp),
+    "fshard-zero1": fshard(fs.zero1),
+    "fshard-zero2": fshard(fs.zero2),
+    "fshard-zero3": fshard(fs.zero3),
+}

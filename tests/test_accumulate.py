@@ -1,0 +1,273 @@
+"""accumulate: several microbatches give the loss and gradients of one batch, in the bytes of law 8."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.func import grad
+
+import fshard as fs
+from fshard.testing import assert_trees_close, spmd
+from tests.bad_input import Row, assert_refused, loss
+from tests.trees import assert_same_bits, normal, one_axis
+
+# A few hundred products of numbers around one, summed in another order, in float64.
+ATOL = 1e-12
+
+MICROBATCHES = 3
+
+
+def stack():
+    return nn.Sequential(
+        nn.Embedding(7, 5), nn.Linear(5, 11), nn.Tanh(), nn.Linear(11, 3), nn.Tanh(), nn.Linear(3, 13)
+    ).double()
+
+
+def strategies(mesh):
+    every = {"min_shard_elements": 0}
+    return {
+        "zero3": fs.zero3(mesh, merge_bytes=0, **every),
+        "zero3 of merged units": fs.zero3(mesh, **every),
+        "zero3 that keeps": fs.zero3(mesh, merge_bytes=0, regather=False, **every),
+        "zero3 that keeps some": fs.zero3(mesh, merge_bytes=0, regather="1", **every),
+        "zero3 of small whole leaves": fs.zero3(mesh, merge_bytes=0, min_shard_elements=20),
+        "zero2": fs.zero2(mesh, **every),
+        "zero1": fs.zero1(mesh, **every),
+        "ddp": fs.ddp(mesh),
+    }
+
+
+def tokens(rank, number):
+    """From one to four tokens."""
+    return (torch.arange(1 + (2 * rank + 3 * number) % 4) + rank + number) % 7
+
+
+def this_rank():
+    return fs.comm.rank(fs.axis_of(one_axis()))
+
+
+def microbatches():
+    return [tokens(this_rank(), number) for number in range(MICROBATCHES)]
+
+
+def per_token(run, params, batch):
+    return -run(params, batch).log_softmax(-1)[:, 0]
+
+
+def local(run, reduce, params, batch):
+    """A loss of one microbatch, as every `reduce` takes it."""
+    values = per_token(run, params, batch)
+    return (values.sum(), torch.tensor(len(batch))) if reduce == "weighted" else values.mean()
+
+
+def in_one_process(module, reduce, ranks):
+    """The objective and gradients of all tokens; on a copy, because functional_call writes to the module."""
+    module = copy.deepcopy(module)
+    named = dict(module.named_parameters())
+    full = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in named.items()}
+    batches = [tokens(rank, number) for rank in range(ranks) for number in range(MICROBATCHES)]
+    values = [per_token(partial(torch.func.functional_call, module), full, batch) for batch in batches]
+    value = torch.cat(values).mean() if reduce == "weighted" else sum(v.mean() for v in values)
+    value = value / len(values) if reduce == "mean" else value
+    trained = [name for name in full if full[name].requires_grad]
+    grads = dict(zip(trained, torch.autograd.grad(value, [full[name] for name in trained])))
+    return value.detach(), {name: grads.get(name) for name in full}
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+@pytest.mark.parametrize("communicate", ("each", "once"))
+@pytest.mark.parametrize("reduce", ("mean", "sum", "weighted"))
+def test_it_is_one_process_on_all_tokens(reduce, communicate, world_size):
+    """Weighted: the true mean over all tokens, though every microbatch of every rank has another number of them."""
+    module = stack()
+
+    def program():
+        model = fs.functionalize(module, units=(nn.Embedding, nn.Linear))
+        value, grads = in_one_process(module, reduce, world_size)
+        for transform in strategies(one_axis()).values():
+            params = model.init(transform)
+            f = fs.accumulate(partial(local, model.apply, reduce), reduce=reduce, communicate=communicate)
+            found = f(params, microbatches())
+            assert_trees_close((found[0], fs.unshard(found[1])), (value, grads), rtol=ATOL, atol=ATOL)
+            assert_same_bits(fs.tree_leaves(f(params, microbatches())), fs.tree_leaves(found))
+
+    spmd(program, world_size)
+
+
+@pytest.mark.parametrize("reduce", ("mean", "sum", "weighted"))
+@pytest.mark.parametrize("communicate", ("each", "once"))
+def test_one_microbatch_is_value_and_grad(communicate, reduce):
+    module = stack()
+
+    def program():
+        model = fs.functionalize(module, units=(nn.Embedding, nn.Linear))
+        f, batch = partial(local, model.apply, reduce), tokens(this_rank(), 0)
+        for transform in strategies(one_axis()).values():
+            params = model.init(transform)
+            found = fs.accumulate(f, reduce=reduce, communicate=communicate)(params, [batch])
+            expected = fs.value_and_grad(f, reduce=reduce)(params, batch)
+            assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
+
+    spmd(program, 2)
+
+
+# The units "0", "1", "3" and "5" of `stack`: in each microbatch all are gathered, and these again in its backward.
+AGAIN = {"zero3": "31", "zero3 that keeps some": "1"}
+# Whether strategies that keep what they gathered hold sharded sums or full ones when nothing is said.
+ONCE = ("zero1",)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("communicate", ("each", "once", None))
+@pytest.mark.parametrize("strategy", ("zero3", "zero3 that keeps", "zero3 that keeps some", "zero2", "zero1", "ddp"))
+def test_bytes_are_those_of_the_law(strategy, communicate, world_size):
+    """3Mn where each microbatch is reduced, (2M + 1)n where full gradients are summed, and 2n gathered once too."""
+    module = stack()
+
+    def program():
+        model = fs.functionalize(module, units=(nn.Embedding, nn.Linear))
+        params = model.init(strategies(one_axis())[strategy])
+        f = fs.accumulate(partial(local, model.apply, "mean"), communicate=communicate)
+        with fs.comm.record() as record:
+            f(params, microbatches())
+        sizes = dict.fromkeys("0135", 0)
+        for name, leaf in params.items():
+            sizes[name[0]] += math.prod(leaf.spec.padded_shape) * 8
+        n, regathered = sum(sizes.values()), sum(sizes[unit] for unit in AGAIN.get(strategy, ""))
+        once = communicate == "once" or (communicate is None and strategy in ONCE)
+        # Of a strategy that keeps some, those that it drops are gathered again in every microbatch.
+        dropped = {"zero3": n, "zero3 that keeps some": sizes["1"]}.get(strategy, 0)
+        gathered = 0 if strategy == "ddp" else n + (MICROBATCHES - 1) * dropped + MICROBATCHES * regathered
+        reduced = (1 if once else MICROBATCHES) * n * (2 if strategy == "ddp" else 1)
+        sent = (gathered + reduced) * (world_size - 1) / world_size
+        assert record.bytes_sent() == pytest.approx(sent, rel=1e-12)
+        assert [entry.op for entry in record if entry.scalar and entry.label != fs.comm.AGREE] == ["all_reduce"]
+        return record
+
+    first, *others = spmd(program, world_size)
+    assert others == [first] * (world_size - 1)
+
+
+def test_frozen_units_have_no_gradient():
+    module = stack()
+    module[3].requires_grad_(False)
+
+    def program():
+        model = fs.functionalize(module, units=(nn.Embedding, nn.Linear))
+        value, grads = in_one_process(module, "mean", 2)
+        for transform in strategies(one_axis()).values():
+            for communicate in ("each", "once"):
+                f = fs.accumulate(partial(local, model.apply, "mean"), communicate=communicate)
+                found = f(model.init(transform), microbatches())
+                assert found[1]["3.weight"] is None
+                assert_trees_close((found[0], fs.unshard(found[1])), (value, grads), rtol=ATOL, atol=ATOL)
+
+    spmd(program, 2)
+
+
+def test_every_microbatch_has_its_aux_and_other_arguments_are_passed_on():
+    def program():
+        params = fs.shard({"w": normal()(5, 3)}, fs.zero3(one_axis(), min_shard_elements=0))
+
+        def f(params, batch, scale, *, shift):
+            value = (fs.gather(params)["w"] * batch * scale + shift).sum()
+            return value, {"value": value, "number": int(batch)}
+
+        (value, auxes), grads = fs.accumulate(f, has_aux=True)(params, (torch.tensor(1), torch.tensor(3)), 2.0, shift=1)
+        total = fs.unshard(params)["w"].sum()
+        assert [aux["number"] for aux in auxes] == [1, 3]
+        expected = [scale * total + 15 for scale in (2, 6)]
+        assert_trees_close([aux["value"] for aux in auxes], expected, rtol=ATOL, atol=ATOL)
+        assert not any(aux["value"].requires_grad for aux in auxes)
+        assert_trees_close(value, 4 * total + 15, rtol=ATOL, atol=ATOL)
+        assert_trees_close(fs.unshard(grads)["w"], torch.full((5, 3), 4.0).double(), rtol=ATOL, atol=ATOL)
+
+    spmd(program, 2)
+
+
+@pytest.mark.parametrize("communicate", ("each", "once"))
+def test_maths_on_shards_and_schedules(communicate):
+    """What autograd returns for the shards themselves is summed too."""
+    full = {"a": normal()(5, 3), "b": normal(1)(3, 4)}
+
+    def program():
+        x = [normal(2 + 3 * this_rank() + i)(2, 5) for i in range(MICROBATCHES)]
+        for transform in strategies(one_axis()).values():
+            params = fs.shard(full, transform)
+
+            def f(params, x):
+                a = fs.tree_map(lambda a, b: a + 0.5 * b, params["a"], params["a"])
+                return torch.tanh(x @ fs.gather(a) @ fs.gather(params["b"])).sum() + (fs.gather(params["a"])).sum()
+
+            found = fs.accumulate(f, communicate=communicate, schedule=lambda p: [p["b"]])(params, x)
+            mean = fs.value_and_grad(lambda p, f=f: sum(f(p, part) for part in x) / MICROBATCHES)(params)
+            assert_trees_close(found, mean, rtol=ATOL, atol=ATOL)
+
+    spmd(program, 2)
+
+
+def test_under_torch_func_it_is_the_same():
+    def program():
+        params = fs.shard({"w": normal()(5, 3)}, fs.zero3(one_axis(), min_shard_elements=0))
+        x = [normal(1 + 3 * this_rank() + i)(2, 5) for i in range(MICROBATCHES)]
+
+        def f(params, x):
+            return torch.tanh(x @ fs.gather(params)["w"]).square().sum()
+
+        def length(step, *args):
+            return lambda params: step(params, *args)[1]["w"].local.square().sum()
+
+        mean = fs.value_and_grad(lambda p: sum(f(p, part) for part in x) / MICROBATCHES)
+        found, expected = grad(length(fs.accumulate(f), x))(params), grad(length(mean))(params)
+        assert_trees_close(found, expected, rtol=ATOL, atol=ATOL)
+
+    spmd(program, 2)
+
+
+ROWS = [
+    Row(
+        f"{name}={value!r}",
+        lambda _, name=name, value=value: ({name: value},),
+        lambda keywords: fs.accumulate(loss, **keywords),
+        error,
+    )
+    for name, value, error in [
+        ("communicate", "twice", 'accumulate: communicate is \'twice\', needed "each", "once" or None'),
+        ("reduce", "max", 'accumulate: reduce is \'max\', needed "mean", "sum" or "weighted"'),
+    ]
+] + [
+    Row(
+        f"microbatches that are {found}",
+        lambda world, batches=batches: (world.params, batches),
+        lambda params, batches: fs.accumulate(lambda p, _: loss(p))(
+            params, batches() if callable(batches) else batches
+        ),
+        f"accumulate: the microbatches are {found}, needed a sequence of one or more",
+    )
+    for batches, found in [
+        ([], "none"),
+        (torch.ones(3), "a float32 Tensor of shape (3,)"),
+        (lambda: iter([1]), "a list_iterator"),
+    ]
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=repr)
+def test_bad_arguments_are_refused(row):
+    assert_refused(row, row.ranks)
+
+
+@pytest.mark.parametrize("communicate", ("each", "once"))
+def test_other_numbers_of_microbatches_on_other_ranks_are_refused(communicate):
+    def program():
+        params = fs.shard({"w": normal()(5, 3)}, fs.zero3(one_axis(), min_shard_elements=0))
+        step = fs.accumulate(lambda p, x: (fs.gather(p)["w"] * x).sum(), communicate=communicate)
+        expected = step(params, [1.0, 2.0])
+        with pytest.raises(ValueError, match="accumulate: ranks do not do the same"):
+            step(params, [1.0, 2.0, 3.0][: 2 + this_rank()])
+        assert_same_bits(fs.tree_leaves(step(params, [1.0, 2.0])), fs.tree_leaves(expected))
+
+    spmd(program, 2, timeout=20.0)

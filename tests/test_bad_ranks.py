@@ -1,0 +1,285 @@
+"""Ranks that do not do the same, or of which one fails: every rank hears of it, by name, and goes on as before."""
+
+import re
+import time
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import Function
+
+import fshard as fs
+from fshard.testing import spmd
+from tests.trees import assert_same_bits, normal, one_axis
+
+# A call that some rank never comes to would wait for the timeout of the process group, which is minutes.
+SECONDS = 20.0
+
+
+class BrokenError(Exception):
+    pass
+
+
+class BreaksInBackward(Function):
+    @staticmethod
+    def forward(x, text):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.text = inputs[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise BrokenError(ctx.text)
+
+
+class Outcome(NamedTuple):
+    """What a call did on one rank."""
+
+    kind: str
+    text: str
+
+
+def full_values():
+    """Of one shape, so that nothing but their names can tell them apart."""
+    draw = normal()
+    return {"blocks": [draw(4, 4) for _ in range(4)]}
+
+
+def strategies(mesh):
+    """Of two ranks; how three of them agree depends on none of it."""
+    found = {
+        "zero3": fs.zero3(mesh, min_shard_elements=0),
+        "zero3 that keeps": fs.zero3(mesh, min_shard_elements=0, regather=False),
+        "zero2": fs.zero2(mesh, min_shard_elements=0),
+        "ddp": fs.ddp(mesh),
+    }
+    return found if mesh.size() == 2 else {"zero3": found["zero3"]}
+
+
+def outcomes(call, good, params):
+    """Make a call that fails, then one that does not, which must be as if there had been no other."""
+    expected, before = good(params), fs.tree_map(torch.clone, params)
+    started = time.monotonic()
+    try:
+        found = Outcome("no error", str(call(params)))
+    except Exception as error:
+        found = Outcome(type(error).__name__, str(error))
+    assert time.monotonic() - started < SECONDS / 2
+    assert_same_bits(fs.tree_leaves(params), fs.tree_leaves(before))
+    assert_same_bits(fs.tree_leaves(good(params)), fs.tree_leaves(expected))
+    return found
+
+
+def chain(params, order=(0, 1, 2, 3), broken=lambda place, x: x):
+    """A loss that gathers blocks one by one in some order; `broken` is called between them."""
+    x = torch.ones(2, 4, dtype=torch.float64)
+    for place, i in enumerate(order):
+        x = torch.tanh(broken(place, x) @ fs.gather(params["blocks"][i]))
+    return broken(len(order), x).square().sum()
+
+
+# The orders in which ranks gather, by rank, and what of the difference must be named.
+ORDERS = {
+    "one more on the first rank": ([(0, 1, 2, 3), (0, 1, 2)], ["['blocks'][3]"]),
+    "one more on the other rank": ([(0, 1, 2), (0, 1, 2, 3)], ["['blocks'][3]"]),
+    "one more at the start": ([(0, 1, 2), (1, 2)], ["['blocks'][0]"]),
+    "one more in between": ([(0, 1, 3), (0, 1, 2, 3)], ["['blocks'][2]", "['blocks'][3]"]),
+    "none on the first rank": ([(), (0,)], ["['blocks'][0]"]),
+    "none on the other rank": ([(0,), ()], ["['blocks'][0]"]),
+    "another order": ([(0, 1, 2, 3), (0, 2, 1, 3)], ["['blocks'][1]", "['blocks'][2]"]),
+    "another one": ([(0, 1), (0, 3)], ["['blocks'][1]", "['blocks'][3]"]),
+    "one twice": ([(0, 1), (0, 0, 1)], ["['blocks'][1]", "['blocks'][0]"]),
+}
+
+
+def of_rank(table):
+    """This rank's entry; ranks beyond the table take its last one."""
+    rank = fs.comm.rank(fs.axis_of(one_axis()))
+    return table[min(rank, len(table) - 1)]
+
+
+def program_of_orders(name):
+    orders, _ = ORDERS[name]
+
+    def call(params):
+        return fs.value_and_grad(lambda p: chain(p, of_rank(orders)))(params)
+
+    def program():
+        found = {}
+        for strategy, transform in strategies(one_axis()).items():
+            found[strategy] = outcomes(call, fs.value_and_grad(chain), fs.shard(full_values(), transform))
+        return found
+
+    return program
+
+
+def assert_all_refuse(rows, names):
+    for row in rows:
+        for strategy, found in row.items():
+            assert found.kind == "ValueError", (strategy, found)
+            assert found.text.startswith("value_and_grad: ranks do not do the same\n"), (strategy, found)
+            assert any(name in found.text for name in names), (strategy, found)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("name", ORDERS)
+def test_ranks_that_gather_different_things_are_all_told(name, world_size):
+    assert_all_refuse(spmd(program_of_orders(name), world_size, timeout=SECONDS), ORDERS[name][1])
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_ranks_that_gather_leaves_of_other_shapes_are_all_told(world_size):
+    """Before anything is sent that does not fit."""
+    full = {"few": torch.ones(2, 3), "many": torch.ones(5, 4), "rest": torch.ones(3)}
+
+    def program():
+        order = of_rank([("few", "many", "rest"), ("many", "few", "rest")])
+
+        def call(params):
+            return fs.value_and_grad(lambda p: sum(fs.gather(p[name]).sum() for name in order))(params)
+
+        def good(params):
+            return fs.value_and_grad(lambda p: fs.gather(p)["rest"].sum())(params)
+
+        return {"zero3": outcomes(call, good, fs.shard(full, fs.zero3(one_axis(), min_shard_elements=0)))}
+
+    assert_all_refuse(spmd(program, world_size, timeout=SECONDS), ["['few']", "['many']"])
+
+
+def test_processes_that_gather_different_things_are_all_told(workers):
+    for name in ("one more on the first rank", "one more on the other rank", "another order"):
+        assert_all_refuse(spmd(program_of_orders(name), workers(2), timeout=SECONDS), ORDERS[name][1])
+
+
+class Chain(nn.ModuleList):
+    """As the function `chain`, of modules."""
+
+    def forward(self, broken):
+        x = torch.ones(2, 4, dtype=torch.float64)
+        for place, layer in enumerate(self):
+            x = torch.tanh(layer(broken(place, x)))
+        return broken(len(self), x).square().sum()
+
+
+def breaking(where, what):
+    """What to do between the layers: at one of them raise an error, now or in the backward."""
+
+    def broken(place, x):
+        # The backward does not come to the input, but to what the first layer made of it.
+        if what == "in the backward" and where is not None and place == max(where, 1):
+            return BreaksInBackward.apply(x, f"at {where}")
+        if what == "in the forward" and place == where:
+            raise BrokenError(f"at {where}")
+        return x
+
+    return broken
+
+
+# On which rank and where between the layers it breaks: before the first one, between two, behind the last one.
+PLACES = [{0: 0}, {1: 0}, {0: 2}, {1: 2}, {0: 4}, {1: 4}]
+# On several ranks, in different places.
+SEVERAL = [{0: 1, 1: 3}, {0: 3, 1: 1}, {0: 0, 1: 4}, {0: 2, 1: 2}]
+
+
+def program_of_breaks(place, what, spelling):
+    module = Chain([nn.Linear(4, 4, bias=False).double() for _ in range(4)]) if spelling == "a module" else None
+
+    def program():
+        rank = fs.comm.rank(fs.axis_of(one_axis()))
+        model = fs.functionalize(module, units=nn.Linear) if module is not None else None
+
+        def run(params, broken):
+            return chain(params, broken=broken) if model is None else model.apply(params, broken)
+
+        def good(params):
+            return fs.value_and_grad(run)(params, lambda place, x: x)
+
+        def call(params):
+            return fs.value_and_grad(run)(params, breaking(place.get(rank), what))
+
+        found = {}
+        for strategy, transform in strategies(one_axis()).items():
+            full = full_values() if module is None else dict(module.named_parameters())
+            found[strategy] = outcomes(call, good, fs.shard(full, transform))
+        return found
+
+    return program
+
+
+def is_own(found, rank, place):
+    return rank in place and found == Outcome("BrokenError", f"at {place[rank]}")
+
+
+def names_another(found, rank, place):
+    """Whether a rank was told of another's error, and of where."""
+    others = (
+        rf"BrokenError: at {where}( as)? on rank shard={number}" for number, where in place.items() if number != rank
+    )
+    told = found.kind == "RuntimeError" and "another rank failed" in found.text
+    return told and any(re.search(pattern, found.text) for pattern in others)
+
+
+def assert_each_is_told(rows, place):
+    for strategy in rows[0]:
+        found = [row[strategy] for row in rows]
+        own = [rank for rank, outcome in enumerate(found) if is_own(outcome, rank, place)]
+        # One that would fail later may hear of the other first.
+        assert own, (strategy, found)
+        assert len(place) > 1 or own == list(place), (strategy, found)
+        for rank, outcome in enumerate(found):
+            assert rank in own or names_another(outcome, rank, place), (strategy, rank, outcome)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("what", ("in the forward", "in the backward"))
+@pytest.mark.parametrize("spelling", ("a function", "a module"))
+@pytest.mark.parametrize("place", PLACES + SEVERAL, ids=str)
+def test_a_rank_that_fails_raises_its_own_error_and_the_others_name_it(place, spelling, what, world_size):
+    rows = spmd(program_of_breaks(place, what, spelling), world_size, timeout=SECONDS)
+    assert_each_is_told(rows, place)
+
+
+@pytest.mark.parametrize("what", ("in the forward", "in the backward"))
+@pytest.mark.parametrize("spelling", ("a function", "a module"))
+def test_a_process_that_fails_raises_its_own_error_and_the_others_name_it(spelling, what, workers):
+    for place in ({0: 0}, {1: 2}, {0: 4}):
+        rows = spmd(program_of_breaks(place, what, spelling), workers(2), timeout=SECONDS)
+        assert_each_is_told(rows, place)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_evaluation_that_fails_on_one_rank_is_told_to_the_others(place, world_size):
+    module = Chain([nn.Linear(4, 4, bias=False).double() for _ in range(4)])
+
+    def program():
+        rank = fs.comm.rank(fs.axis_of(one_axis()))
+        model = fs.functionalize(module, units=nn.Linear)
+        params = model.init(fs.zero3(one_axis(), min_shard_elements=0))
+
+        def good(params):
+            return model.apply(params, lambda place, x: x)
+
+        def call(params):
+            return model.apply(params, breaking(place.get(rank), "in the forward"))
+
+        return outcomes(call, good, params)
+
+    for rank, found in enumerate(spmd(program, world_size, timeout=SECONDS)):
+        assert is_own(found, rank, place) or names_another(found, rank, place), (rank, found)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_rank_that_fails_under_a_schedule_of_some_is_told_to_the_others(place):
+    """What is gathered beside the schedule and what the failing rank owes to the schedule do not mix."""
+
+    def program():
+        rank = fs.comm.rank(fs.axis_of(one_axis()))
+        step = fs.value_and_grad(chain, schedule=lambda p: [p["blocks"][1], p["blocks"][3]])
+        params = fs.shard(full_values(), fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))
+        return {"zero3": outcomes(lambda p: step(p, broken=breaking(place.get(rank), "in the forward")), step, params)}
+
+    assert_each_is_told(spmd(program, 2, timeout=SECONDS), place)

@@ -1,0 +1,241 @@
+"""Bad use of units: leaves that outlive their call, writes to gathered weights, and bad arguments."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from fshard.testing import spmd
+from tests.bad_input import Row, assert_refused, loss
+from tests.trees import assert_same_bits, normal, one_axis
+
+ENDED = "found a leaf that value_and_grad lent to a call now over, needed the caller's own"
+LENT = "\nTo fix: gather the parameters that you passed, or those that the running call lends."
+
+
+def kept(world, hold):
+    """The leaves that a call lent, after it has ended; `hold` keeps its graph alive too."""
+    found = []
+
+    def f(params):
+        full = fs.gather(params)
+        found.extend([params, full] if hold else [params])
+        return full["a"].sum()
+
+    fs.value_and_grad(f)(world.params)
+    return found
+
+
+def linear():
+    return fs.functionalize(nn.Linear(3, 2))
+
+
+def kept_of_a_model(world, hold):
+    model, found = linear(), []
+
+    def f(params):
+        out = model.apply(params, torch.ones(4, 3))
+        found.extend([params, out] if hold else [params])
+        return out.sum()
+
+    fs.value_and_grad(f)(model.init(fs.zero3(world.mesh, min_shard_elements=0), seed=0))
+    return found
+
+
+KEPT = [
+    row
+    for hold in (False, True)
+    for graph in ["whose graph lives on" if hold else "whose graph is gone"]
+    for row in [
+        Row(
+            f"gather of leaves of an ended call {graph}",
+            partial(kept, hold=hold),
+            lambda params, *_: fs.gather(params),
+            f"gather: leaves of an ended call\n  ['a']: {ENDED}\n  ['b'][0]: {ENDED}{LENT}",
+        ),
+        Row(
+            f"value_and_grad of leaves of an ended call {graph}",
+            partial(kept, hold=hold),
+            lambda params, *_: fs.value_and_grad(loss)(params),
+            f"gather: leaves of an ended call\n  ['a']: {ENDED}\n  ['b'][0]: {ENDED}{LENT}",
+        ),
+        Row(
+            f"a leaf of an ended call {graph} among others",
+            lambda world, hold=hold: (world.params, *kept(world, hold)),
+            lambda params, old, *_: fs.value_and_grad(lambda p: loss({**p, "a": old["a"]}))(params),
+            f"gather: leaves of an ended call\n  ['a']: {ENDED}{LENT}",
+        ),
+        Row(
+            f"apply of leaves of an ended call {graph}",
+            partial(kept_of_a_model, hold=hold),
+            lambda params, *_: linear().apply(params, torch.ones(4, 3)),
+            f"apply: leaves of an ended call\n  ['bias']: {ENDED}\n  ['weight']: {ENDED}{LENT}",
+        ),
+    ]
+]
+
+GIVEN = "were given by position"
+KEY = "needed an int64 tensor of shape () or a whole number; make one by fs.fold_in"
+FLOATING = "needed a floating torch.dtype such as torch.bfloat16"
+REGATHER = "needed a bool, glob patterns of units' names, or a function of the name"
+ARGUMENTS = [
+    *(
+        Row(
+            f"zero3 with {name}={value!r}",
+            lambda world, name=name, value=value: (world.mesh, {name: value}),
+            lambda mesh, keywords: fs.zero3(mesh, **keywords),
+            error,
+        )
+        for name, value, error in [
+            ("prefetch", -1, "zero3: prefetch is -1, needed a number of units, 0 or more"),
+            ("prefetch", 1.5, "zero3: prefetch is 1.5, needed a number of units, 0 or more"),
+            ("prefetch", None, "zero3: prefetch is None, needed a number of units, 0 or more"),
+            ("regather", 3, f"zero3: regather is 3, {REGATHER}"),
+            ("regather", None, f"zero3: regather is None, {REGATHER}"),
+            ("regather", ("blocks.*", 3), f"zero3: regather is ('blocks.*', 3), {REGATHER}"),
+            ("merge_bytes", -1, "zero3: merge_bytes is -1, needed a number of bytes, 0 or more"),
+            ("merge_bytes", None, "zero3: merge_bytes is None, needed a number of bytes, 0 or more"),
+            ("param_dtype", torch.int32, f"cast: dtype is torch.int32, {FLOATING}"),
+            ("param_dtype", "bfloat16", f"cast: dtype is 'bfloat16', {FLOATING}"),
+            ("reduce_dtype", torch.int8, f"cast: dtype is torch.int8, {FLOATING}"),
+            ("output_dtype", torch.int64, f"zero3: output_dtype is torch.int64, {FLOATING}"),
+            ("output_dtype", "half", f"zero3: output_dtype is 'half', {FLOATING}"),
+            ("min_shard_elements", -1, "fully_shard: min_shard_elements is -1, needed 0 or more"),
+        ]
+    ),
+    Row(
+        "zero3 over an axis that is not there",
+        lambda world: (world.mesh, "shards"),
+        fs.zero3,
+        "mesh has no axis 'shards', only ('shard',); pass axis= or name it in init_mesh",
+    ),
+    *(
+        Row(
+            f"argnums={argnums!r}",
+            lambda world, argnums=argnums: (argnums, world.params),
+            lambda argnums, params: fs.value_and_grad(loss, argnums=argnums)(params),
+            f"value_and_grad: argnums is {argnums!r}, {error}",
+        )
+        for argnums, error in [
+            (1, f"but 1 arguments {GIVEN}"),
+            (-2, f"but 1 arguments {GIVEN}"),
+            ((0, 1), f"but 1 arguments {GIVEN}"),
+            ("0", "needed a number or several, each once"),
+            (None, "needed a number or several, each once"),
+            ((0, 0), "needed a number or several, each once"),
+            ((0, -1), "needed a number or several, each once"),
+        ]
+    ),
+    Row(
+        "parameters by keyword",
+        lambda world: (world.params,),
+        lambda params: fs.value_and_grad(lambda params: loss(params))(params=params),
+        f"value_and_grad: argnums is 0, but 0 arguments {GIVEN}",
+    ),
+    *(
+        Row(
+            f"apply with a key that is {kind}",
+            lambda world, key=key: (linear().init(world.zero2, seed=0), key),
+            lambda params, key: linear().apply(params, torch.ones(4, 3), key=key),
+            f"apply: key is {kind}, {KEY}",
+        )
+        for key, kind in [
+            ("seed", "a str"),
+            (1.5, "a float"),
+            (torch.ones(()), "a float32 Tensor of shape ()"),
+            (torch.ones(2, dtype=torch.int64), "an int64 Tensor of shape (2,)"),
+        ]
+    ),
+    *(
+        Row(
+            f"fold_in of {kind}",
+            lambda world, key=key: (key,),
+            lambda key: fs.fold_in(key, 1),
+            f"fold_in: key is {kind}, {KEY}",
+        )
+        for key, kind in [("seed", "a str"), (1.5, "a float"), (torch.ones(()), "a float32 Tensor of shape ()")]
+    ),
+]
+
+
+@pytest.mark.parametrize("row", KEPT + ARGUMENTS, ids=repr)
+def test_bad_arguments_are_refused(row):
+    assert_refused(row, row.ranks)
+
+
+STILL = {"nothing frozen": (), "frozen": ("a",)}
+
+
+@pytest.mark.parametrize("when", ("in its turn", "after its turn", "in the backward"))
+@pytest.mark.parametrize("still", STILL)
+@pytest.mark.parametrize("min_shard_elements", (0, 1000), ids=("split", "whole"))
+def test_a_write_to_a_gathered_weight_is_named_or_reaches_nothing(min_shard_elements, still, when):
+    """What ranks hold whole is handed out as it is stored; what they split is a copy of the function's own."""
+    full = {"a": normal()(5, 3), "b": normal(1)(3, 4)}
+
+    def program():
+        strategy = fs.zero3(one_axis(), min_shard_elements=min_shard_elements)
+        params = fs.shard(full, strategy, frozen=lambda path: path[2:3] in STILL[still])
+        before = fs.tree_map(torch.clone, params)
+
+        def f(params, write):
+            def now(name, tensor):
+                if write == name:
+                    with torch.no_grad():
+                        tensor.add_(1)
+
+            a = fs.gather(params["a"])
+            value = a.square().sum()
+            now("in its turn", a)
+            b = fs.gather(params["b"])
+            now("after its turn", a)
+            b.register_hook(lambda _: now("in the backward", a))
+            return value + b.square().sum()
+
+        _, expected = fs.value_and_grad(f)(params, "never")
+        refused, grads = None, expected
+        try:
+            _, grads = fs.value_and_grad(f)(params, when)
+        except ValueError as error:
+            refused = str(error)
+        assert (refused is not None) or when != "in its turn"
+        if refused is not None:
+            assert "value_and_grad: parameters were written to\n  ['a']: found 1 in-place writes" in refused
+            return
+        assert_same_bits(fs.tree_leaves(params), fs.tree_leaves(before))
+        assert_same_bits(fs.tree_leaves(grads), fs.tree_leaves(expected))
+
+    spmd(program, 2)
+
+
+class Writing(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        with torch.no_grad():
+            self.weight.mul_(2.0)
+        return y
+
+
+@pytest.mark.parametrize("min_shard_elements", (0, 1000), ids=("split", "whole"))
+@pytest.mark.parametrize("frozen", (False, True))
+def test_a_module_that_writes_to_a_weight_of_its_unit_is_refused(frozen, min_shard_elements):
+    module = nn.Sequential(nn.Linear(3, 3), Writing(3, 3), nn.Linear(3, 3))
+
+    def program():
+        model = fs.functionalize(module, units=nn.Linear)
+        params = fs.shard(
+            dict(module.named_parameters()),
+            fs.zero3(one_axis(), min_shard_elements=min_shard_elements, merge_bytes=0),
+            frozen=lambda path: frozen and "1." in path,
+        )
+        before = fs.tree_map(torch.clone, params)
+        with pytest.raises(
+            ValueError, match=r"were written to\n  \['1.weight'\]: found 1 in-place writes, needed none"
+        ):
+            fs.value_and_grad(lambda p: model.apply(p, torch.ones(4, 3)).sum())(params)
+        if not min_shard_elements:
+            assert_same_bits(fs.tree_leaves(params), fs.tree_leaves(before))
+
+    spmd(program, 2)

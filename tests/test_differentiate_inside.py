@@ -1,0 +1,229 @@
+"""A function that differentiates by itself, or has saved-tensor hooks of its own, inside value_and_grad."""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.func import grad, grad_and_value
+from torch.utils.checkpoint import checkpoint
+
+import fshard as fs
+from fshard.testing import assert_trees_close, spmd
+from tests.trees import assert_same_bits, normal, one_axis
+
+# Gradients of gradients: a few hundred sums and products of numbers around one, in float64.
+ATOL = 1e-12
+
+
+def full_values():
+    draw = normal()
+    return {"first": draw(5, 3), "second": draw(3, 4), "third": draw(4)}
+
+
+def strategies(mesh):
+    keywords = {"min_shard_elements": 0}
+    if mesh.size() != 2:
+        return {"zero3": fs.zero3(mesh, **keywords), "ddp": fs.ddp(mesh)}
+    return {
+        "zero3": fs.zero3(mesh, **keywords),
+        "zero3 without prefetch": fs.zero3(mesh, prefetch=0, **keywords),
+        "zero3 that keeps": fs.zero3(mesh, regather=False, **keywords),
+        "zero3 that keeps one": fs.zero3(mesh, regather="*second*", **keywords),
+        "zero2": fs.zero2(mesh, **keywords),
+        "ddp": fs.ddp(mesh),
+    }
+
+
+def batch():
+    """Another one on every rank."""
+    return normal(1 + fs.comm.rank(fs.axis_of(one_axis())))(2, 5)
+
+
+def perceptron(params, x):
+    h = torch.tanh(x @ fs.gather(params["first"]))
+    h = torch.tanh(h @ fs.gather(params["second"]))
+    return (h * fs.gather(params["third"])).square().sum()
+
+
+def on_full_tensors(f, params, *args):
+    """What f's objective and gradients are by autograd alone, on full tensors."""
+    full = fs.tree_map(lambda tensor: tensor.clone().requires_grad_(), fs.unshard(params))
+    value = f(full, *args)
+    names = list(full)
+    grads = dict(zip(names, torch.autograd.grad(value, [full[name] for name in names])))
+    return fs.objective(value.detach(), like=params), fs.scatter_grads(grads, like=params)
+
+
+def penalty_on_weights(params, x):
+    """Differentiates twice with respect to gathered weights."""
+    full = [fs.gather(params[name]) for name in ("first", "second", "third")]
+    h = torch.tanh(torch.tanh(x @ full[0]) @ full[1])
+    value = (h * full[2]).square().sum()
+    return value + sum(g.square().sum() for g in torch.autograd.grad(value, full, create_graph=True))
+
+
+def penalty_on_weights_of_one_gather(params, x):
+    full = fs.gather(params)
+    value = perceptron(full, x)
+    found = torch.autograd.grad(value, list(full.values()), create_graph=True)
+    return value + sum(g.square().sum() for g in found)
+
+
+def penalty_on_inputs(params, x):
+    """And so twice through the gathered weights."""
+    x = x.clone().requires_grad_()
+    value = perceptron(params, x)
+    (g,) = torch.autograd.grad(value, x, create_graph=True)
+    return value + g.square().sum()
+
+
+def third_order(params, x):
+    x = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(perceptron(params, x), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+    return second.square().sum()
+
+
+def gradient_without_graph(params, x):
+    """As an adversarial example is made, before the loss proper."""
+    x = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(perceptron(params, x), x)
+    return perceptron(params, x.detach() + 0.1 * g)
+
+
+def saved_on_cpu(params, x):
+    with save_on_cpu():
+        return perceptron(params, x)
+
+
+def packed_by_the_user(params, x):
+    with saved_tensors_hooks(lambda tensor: [tensor], lambda box: box[0]):
+        return perceptron(params, x)
+
+
+def copied_by_the_user(params, x):
+    with saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+        return perceptron(params, x)
+
+
+def hooks_around_some(params, x):
+    """Entered and left between two gathers."""
+    with save_on_cpu():
+        h = torch.tanh(x @ fs.gather(params["first"]))
+    h = torch.tanh(h @ fs.gather(params["second"]))
+    with saved_tensors_hooks(lambda tensor: tensor.numpy(), torch.from_numpy):
+        return (h * fs.gather(params["third"])).square().sum()
+
+
+def hooks_and_a_checkpoint(params, x):
+    with save_on_cpu():
+        return checkpoint(perceptron, params, x, use_reentrant=False)
+
+
+FUNCTIONS = {
+    f.__name__: f
+    for f in (
+        penalty_on_weights,
+        penalty_on_weights_of_one_gather,
+        penalty_on_inputs,
+        third_order,
+        gradient_without_graph,
+        saved_on_cpu,
+        packed_by_the_user,
+        copied_by_the_user,
+        hooks_around_some,
+        hooks_and_a_checkpoint,
+    )
+}
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_it_is_what_autograd_does_on_full_tensors(name, world_size):
+    f = FUNCTIONS[name]
+
+    def program():
+        x = batch()
+        for transform in strategies(one_axis()).values():
+            params = fs.shard(full_values(), transform)
+            found, expected = fs.value_and_grad(f)(params, x), on_full_tensors(f, params, x)
+            assert_trees_close(found, expected, rtol=ATOL, atol=ATOL)
+            assert_same_bits(fs.tree_leaves(fs.value_and_grad(f)(params, x)), fs.tree_leaves(found))
+
+    spmd(program, world_size)
+
+
+def nested(params, x):
+    _, grads = fs.value_and_grad(perceptron)(params, x)
+    return sum(tensor.square().sum() for tensor in fs.gather(grads).values())
+
+
+def one_step_of_maml(params, x):
+    """Takes a step on the shards and gathers what it leads to."""
+    _, grads = fs.value_and_grad(perceptron)(params, x)
+    return perceptron(fs.tree_map(lambda p, g: p - 0.1 * g, params, grads), x)
+
+
+def func_inside(params, x):
+    """torch.func on gathered weights."""
+    weight = fs.gather(params["first"])
+    return perceptron(params, x) + grad(lambda w: torch.tanh(x @ w).square().sum())(weight).square().sum()
+
+
+NESTED = {f.__name__: f for f in (nested, one_step_of_maml, func_inside)}
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+@pytest.mark.parametrize("name", NESTED)
+def test_value_and_grad_inside_is_torch_func_inside(name, world_size):
+    """Under either of them, and by either of them."""
+    f = NESTED[name]
+
+    def program():
+        x = batch()
+        for transform in strategies(one_axis()).values():
+            params = fs.shard(full_values(), transform)
+            grads, value = grad_and_value(lambda p: fs.objective(f(p, x), like=p))(params)
+            assert_trees_close(fs.value_and_grad(f)(params, x), (value, grads), rtol=ATOL, atol=ATOL)
+
+    spmd(program, world_size)
+
+
+def test_torch_func_over_value_and_grad_is_torch_func_twice():
+    def program():
+        x = batch()
+        params = fs.shard(full_values(), strategies(one_axis())["zero3"])
+
+        def by_torch(params):
+            found, _ = grad_and_value(lambda p: fs.objective(perceptron(p, x), like=p))(params)
+            return sum(tensor.square().sum() for tensor in fs.tree_leaves(found))
+
+        def by_fshard(params):
+            _, found = fs.value_and_grad(perceptron)(params, x)
+            return sum(tensor.square().sum() for tensor in fs.tree_leaves(found))
+
+        assert_trees_close(grad(by_fshard)(params), grad(by_torch)(params), rtol=ATOL, atol=ATOL)
+
+    spmd(program, 2)
+
+
+def test_a_model_of_units_in_a_gradient_penalty():
+    """Units are found again while the function differentiates, before its own backward."""
+    module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+
+    def program():
+        for units in (None, nn.Linear):
+            model = fs.functionalize(module, units=units)
+
+            def f(params, x, model=model):
+                x = x.clone().requires_grad_()
+                value = model.apply(params, x).square().sum()
+                (g,) = torch.autograd.grad(value, x, create_graph=True)
+                return value + g.square().sum()
+
+            for keywords in ({}, {"merge_bytes": 0}, {"merge_bytes": 0, "regather": "2"}):
+                params = model.init(fs.zero3(one_axis(), min_shard_elements=0, **keywords))
+                found = fs.value_and_grad(f)(params, batch())
+                assert_trees_close(found, on_full_tensors(f, params, batch()), rtol=ATOL, atol=ATOL)
+
+    spmd(program, 2)

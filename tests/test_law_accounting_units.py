@@ -1,0 +1,288 @@
+"""Law 8 for units: what zero3 gathers, gathers again and reduces, in one order on every rank."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from fshard.testing import spmd
+from tests.trees import normal, one_axis
+
+# What the units of `stack` are, in the order of its forward.
+UNITS = ("0", "1", "3", "5")
+
+
+def stack():
+    """An embedding and three layers, of sizes that tell them apart and that no number of ranks divides."""
+    return nn.Sequential(
+        nn.Embedding(7, 5), nn.Linear(5, 11), nn.Tanh(), nn.Linear(11, 3), nn.Tanh(), nn.Linear(3, 13)
+    ).double()
+
+
+def every_leaf(mesh, **keywords):
+    """Strategies that split every leaf and gather every unit by itself."""
+    return fs.zero3(mesh, **{"merge_bytes": 0, "min_shard_elements": 0, **keywords})
+
+
+def told(record):
+    """A record without the few numbers by which ranks agree, and without the objective."""
+    return [entry for entry in record if not entry.scalar]
+
+
+def bytes_of(record, label):
+    return [entry.bytes for entry in told(record) if entry.label == label]
+
+
+def unit_bytes(params):
+    """The padded bytes of each unit; its first number is its name."""
+    sizes = {}
+    for name, leaf in params.items():
+        unit = name.partition(".")[0]
+        sizes[unit] = sizes.get(unit, 0) + math.prod(leaf.spec.padded_shape) * leaf.local.element_size()
+    return sizes
+
+
+def recorded(module, strategy, loss=None, frozen=(), **keywords):
+    """The collectives of one call of value_and_grad on this rank, and the padded bytes of the units."""
+    model = fs.functionalize(module, **{"units": (nn.Embedding, nn.Linear), **keywords})
+    params = fs.shard(dict(module.named_parameters()), strategy, frozen=lambda path: path[2:3] in frozen)
+    tokens = torch.arange(4) + fs.comm.rank(fs.axis_of(one_axis()))
+    with fs.comm.record() as record:
+        fs.value_and_grad(loss or (lambda p: model.apply(p, tokens).square().mean()))(params)
+    return record, unit_bytes(params)
+
+
+# Which units are gathered again: not the last one, which is kept, nor an embedding, whose backward needs no weight.
+RULES = {
+    "all": (True, "31"),
+    "none": (False, ""),
+    "a pattern": ("[13]", "31"),
+    "patterns": (("3", "5", "none of them"), "3"),
+    "a function": (lambda name: name == "1", "1"),
+    "the last one": ("5", ""),
+}
+
+
+@pytest.mark.parametrize("world_size", (2, 3, 4))
+@pytest.mark.parametrize("prefetch", (0, 1, 2, 9))
+@pytest.mark.parametrize("rule", RULES)
+def test_zero3_moves_n_and_what_is_gathered_again_and_n(rule, prefetch, world_size):
+    module = stack()
+    regather, again = RULES[rule]
+
+    def program():
+        strategy = every_leaf(one_axis(), regather=regather, prefetch=prefetch)
+        record, sizes = recorded(module, strategy)
+        assert bytes_of(record, "gather") == [sizes[unit] for unit in (*UNITS, *again)]
+        assert bytes_of(record, "scatter") == [sum(sizes.values())]
+        n, regathered = sum(sizes.values()), sum(sizes[unit] for unit in again)
+        assert record.bytes_sent() == pytest.approx((n + regathered + n) * (world_size - 1) / world_size, rel=1e-12)
+        return record
+
+    first, *others = spmd(program, world_size)
+    assert others == [first] * (world_size - 1)
+
+
+@pytest.mark.parametrize("units", (None, (nn.Embedding, nn.Linear)), ids=("one unit", "units"))
+@pytest.mark.parametrize("world_size", (2, 3, 4))
+@pytest.mark.parametrize("strategy", ("ddp", "zero1", "zero2"))
+def test_the_others_move_two_n(strategy, world_size, units):
+    """Units are gathered once a step, and what ddp does not gather it sums, which counts twice."""
+    module = stack()
+    make = {
+        "ddp": fs.ddp,
+        "zero1": partial(fs.zero1, min_shard_elements=0),
+        "zero2": partial(fs.zero2, min_shard_elements=0),
+    }
+
+    def program():
+        record, sizes = recorded(module, make[strategy](one_axis()), units=units)
+        assert record.bytes_sent() == pytest.approx(2 * sum(sizes.values()) * (world_size - 1) / world_size, rel=1e-12)
+        return record
+
+    first, *others = spmd(program, world_size)
+    assert others == [first] * (world_size - 1)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize(
+    "frozen, again",
+    [
+        # Gradients pass through a unit inside, which therefore is needed again.
+        ("3", "31"),
+        ("35", "31"),
+        # Nothing before the first trained unit is.
+        ("0", "3"),
+        ("01", ""),
+        ("013", ""),
+    ],
+)
+def test_frozen_units_are_gathered_and_never_reduced(frozen, again, world_size):
+    module = stack()
+
+    def program():
+        record, sizes = recorded(module, every_leaf(one_axis()), frozen=frozen)
+        assert bytes_of(record, "gather") == [sizes[unit] for unit in (*UNITS, *again)]
+        assert bytes_of(record, "scatter") == [sum(sizes[unit] for unit in UNITS if unit not in frozen)]
+
+    spmd(program, world_size)
+
+
+def test_all_frozen_is_an_objective_and_no_gradient():
+    module = stack()
+
+    def program():
+        record, sizes = recorded(module, every_leaf(one_axis()), frozen=UNITS)
+        assert (bytes_of(record, "gather"), bytes_of(record, "scatter")) == ([sizes[unit] for unit in UNITS], [])
+
+    spmd(program, 2)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_evaluation_gathers_each_unit_once(world_size):
+    module = stack()
+
+    def program():
+        model = fs.functionalize(module, units=(nn.Embedding, nn.Linear))
+        params = model.init(every_leaf(one_axis()))
+        with fs.comm.record() as record:
+            model.apply(params, torch.arange(4))
+        sizes = unit_bytes(params)
+        assert [entry.bytes for entry in told(record)] == [sizes[unit] for unit in UNITS]
+
+    spmd(program, world_size)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_a_unit_that_a_rank_skips_is_gathered_and_reduced_in_its_turn(world_size):
+    """And is gathered again for those that did not skip it."""
+
+    class Skipping(nn.Sequential):
+        def forward(self, tokens):
+            x = self[2](self[1](self[0](tokens)))
+            # Tokens begin with the number of the rank.
+            return self[5](self[4](self[3](x)) if int(tokens[0]) else x[:, :3])
+
+    module = Skipping(*stack())
+
+    def program():
+        record, sizes = recorded(module, every_leaf(one_axis()))
+        assert bytes_of(record, "gather") == [sizes[unit] for unit in (*UNITS, *"31")]
+        assert bytes_of(record, "scatter") == [sum(sizes.values())]
+        return record
+
+    first, *others = spmd(program, world_size)
+    assert others == [first] * (world_size - 1)
+
+
+# Bytes that may travel together, and which of the units "0" (1152 bytes), "1" (2496), "3" (2400) and "5" (1248) do.
+MERGES = [
+    (0, ("0", "1", "3", "5")),
+    (2400 + 1248 - 1, ("0", "1", "3", "5")),
+    (2400 + 1248, ("01", "35")),
+    (1152 + 2496 + 2400, ("013", "5")),
+    (1152 + 2496 + 2400 + 1248, ("0135",)),
+]
+
+
+def even():
+    """As `stack`, of sizes that all numbers of ranks below five divide."""
+    return nn.Sequential(
+        nn.Embedding(12, 12), nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 12), nn.Tanh(), nn.Linear(12, 12)
+    ).double()
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("merge_bytes, groups", MERGES)
+def test_small_neighbours_are_gathered_together(merge_bytes, groups, world_size):
+    module = even()
+
+    def program():
+        record, sizes = recorded(module, every_leaf(one_axis(), merge_bytes=merge_bytes))
+        assert sizes == {"0": 1152, "1": 2496, "3": 2400, "5": 1248}
+        found = [sum(sizes[unit] for unit in group) for group in groups]
+        # An embedding alone is not gathered again, as part of a group it is.
+        again = [n for n, group in zip(found, groups) if group != "0"][:-1]
+        assert bytes_of(record, "gather") == found + again[::-1]
+
+    spmd(program, world_size)
+
+
+@pytest.mark.parametrize("rule", ("1", ("0", "1"), lambda name: name == "1"), ids=("pattern", "patterns", "function"))
+def test_a_rule_knows_small_units_by_their_own_names(rule):
+    """They travel together only with those that it treats alike."""
+    module = even()
+
+    def program():
+        merged, sizes = recorded(module, every_leaf(one_axis(), regather=rule, merge_bytes=2**20))
+        alone, _ = recorded(module, every_leaf(one_axis(), regather=rule))
+        again = sum(bytes_of(merged, "gather")) - sum(sizes.values())
+        assert sizes["1"] <= again <= sizes["0"] + sizes["1"]
+        assert again >= sum(bytes_of(alone, "gather")) - sum(sizes.values())
+
+    spmd(program, 2)
+
+
+def test_tied_weights_are_gathered_with_every_unit_and_reduced_once():
+    """With zero2, which keeps them, they are gathered once."""
+    module = nn.Sequential(nn.Embedding(12, 24), nn.Linear(24, 24, bias=False), nn.Linear(24, 12, bias=False)).double()
+    module[2].weight = module[0].weight
+    tied, inner = 12 * 24 * 8, 24 * 24 * 8
+
+    def program():
+        record, _ = recorded(module, every_leaf(one_axis()))
+        assert bytes_of(record, "gather") == [tied, inner, tied, inner]
+        assert sum(bytes_of(record, "scatter")) == tied + inner
+        record, _ = recorded(module, fs.zero2(one_axis(), min_shard_elements=0))
+        assert sum(bytes_of(record, "gather")) == tied + inner
+        assert sum(bytes_of(record, "scatter")) == tied + inner
+
+    spmd(program, 2)
+
+
+# Three leaves large enough to be reduced by themselves, of sizes that tell them apart.
+LARGE = {"first": (64, 512), "second": (512, 128), "third": (128, 257)}
+FIRST, SECOND, THIRD = (("{}", name) for name in LARGE)
+
+# What is issued in the forward, and in the backward around the hooks of the activations between the leaves.
+FORWARD = "gather first, gather second, gather third, "
+EARLY = "scatter third, hook second, scatter second, hook first, scatter first"
+ORDERS = {
+    "zero1": (fs.zero1, FORWARD + "hook second, hook first, scatter third, scatter second, scatter first"),
+    "zero2": (fs.zero2, FORWARD + EARLY),
+    "zero3": (fs.zero3, FORWARD + "gather second, " + EARLY),
+    "zero3 without prefetch": (
+        partial(fs.zero3, prefetch=0),
+        FORWARD + "scatter third, hook second, gather second, scatter second, hook first, scatter first",
+    ),
+    "ddp": (fs.ddp, EARLY),
+}
+
+
+@pytest.mark.parametrize("strategy", ORDERS)
+def test_gradients_are_reduced_as_they_appear_except_by_zero1(strategy):
+    make, order = ORDERS[strategy]
+    draw = normal()
+    full = {name: draw(*shape) / 16 for name, shape in LARGE.items()}
+    x = draw(3, 64)
+    names = {math.prod(shape) * 8: name for name, shape in LARGE.items()}
+
+    def program():
+        params = fs.shard(full, make(one_axis()))
+        with fs.comm.record() as record:
+
+            def f(params):
+                h = torch.tanh(x @ fs.gather(params["first"]))
+                h.register_hook(lambda _: record.append("hook first"))
+                h = torch.tanh(h @ fs.gather(params["second"]))
+                h.register_hook(lambda _: record.append("hook second"))
+                return (h @ fs.gather(params["third"])).square().sum()
+
+            fs.value_and_grad(f)(params)
+        entries = [e for e in record if isinstance(e, str) or not e.scalar]
+        return ", ".join(e if isinstance(e, str) else f"{e.label} {names[e.bytes]}" for e in entries)
+
+    assert spmd(program, 2) == [order] * 2

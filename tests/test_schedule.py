@@ -1,0 +1,276 @@
+"""The module-free form: plain functions that gather parts of a tree, with and without a schedule."""
+
+import pytest
+import torch
+from torch.func import grad_and_value
+
+import fshard as fs
+from fshard.testing import assert_trees_close, spmd
+from tests.trees import normal, one_axis
+
+# A few hundred products of numbers around one, summed in another order, in float64.
+ATOL = 1e-12
+
+VOCAB, WIDTH, BLOCKS = 7, 5, 3
+
+
+def full_values():
+    draw = normal()
+    return {
+        "embed": draw(VOCAB, WIDTH),
+        "blocks": [{"up": draw(WIDTH, 9), "bias": draw(9), "down": draw(9, WIDTH)} for _ in range(BLOCKS)],
+        "scale": draw(),
+    }
+
+
+def strategies(mesh):
+    every = {"min_shard_elements": 0}
+    return {
+        "zero3": fs.zero3(mesh, merge_bytes=0, **every),
+        "zero3 without prefetch": fs.zero3(mesh, merge_bytes=0, prefetch=0, **every),
+        "zero3 of merged units": fs.zero3(mesh, prefetch=3, **every),
+        "zero3 that keeps some": fs.zero3(mesh, merge_bytes=0, regather="*blocks*", **every),
+        "zero3 of small whole leaves": fs.zero3(mesh, merge_bytes=0, min_shard_elements=20),
+        "zero2": fs.zero2(mesh, **every),
+        "ddp": fs.ddp(mesh),
+    }
+
+
+def rank():
+    return fs.comm.rank(fs.axis_of(one_axis()))
+
+
+def tokens():
+    """As many as the rank's number says, and two."""
+    return torch.arange(2 + rank()) % VOCAB
+
+
+def run_block(block, x):
+    return x + torch.tanh(x @ block["up"] + block["bias"]) @ block["down"]
+
+
+def negative_log_likelihood(params, x, embed):
+    logits = x @ embed.T * fs.gather(params["scale"])
+    return -logits.log_softmax(-1)[:, 0].mean()
+
+
+def in_order(params):
+    """The embedding is kept from its first use to its last."""
+    embed = fs.gather(params["embed"])
+    x = embed[tokens()]
+    for block in params["blocks"]:
+        x = run_block(fs.gather(block), x)
+    return negative_log_likelihood(params, x, embed)
+
+
+def embedding_twice(params):
+    x = fs.gather(params["embed"])[tokens()]
+    for block in params["blocks"]:
+        x = run_block(fs.gather(block), x)
+    return negative_log_likelihood(params, x, fs.gather(params["embed"]))
+
+
+def all_at_once(params):
+    full = fs.gather(params)
+    x = full["embed"][tokens()]
+    for block in full["blocks"]:
+        x = run_block(block, x)
+    return negative_log_likelihood(full, x, full["embed"])
+
+
+def leaf_by_leaf(params):
+    x = fs.gather(params["embed"])[tokens()]
+    for block in params["blocks"]:
+        x = run_block({name: fs.gather(leaf) for name, leaf in block.items()}, x)
+    return negative_log_likelihood(params, x, fs.gather(params["embed"]))
+
+
+def a_block_three_times(params):
+    """And each time gathered anew."""
+    embed = fs.gather(params["embed"])
+    x = embed[tokens()]
+    for i in (0, 1, 0, 2, 0):
+        x = run_block(fs.gather(params["blocks"][i]), x)
+    return negative_log_likelihood(params, x, embed)
+
+
+def backwards(params):
+    x = fs.gather(params["embed"])[tokens()]
+    for block in reversed(params["blocks"]):
+        x = run_block(fs.gather(block), x)
+    return negative_log_likelihood(params, x, fs.gather(params["embed"]))
+
+
+def gathered_before_it_is_needed(params):
+    blocks = [fs.gather(block) for block in params["blocks"]]
+    embed = fs.gather(params["embed"])
+    x = embed[tokens()]
+    for block in blocks:
+        x = run_block(block, x)
+    return negative_log_likelihood(params, x, embed)
+
+
+def unused(params):
+    """Every rank gathers a block that only some compute with."""
+    embed = fs.gather(params["embed"])
+    x = embed[tokens()]
+    for i, block in enumerate(params["blocks"]):
+        full = fs.gather(block)
+        x = run_block(full, x) if i != 1 or rank() else x
+    return negative_log_likelihood(params, x, embed)
+
+
+def no_parameter_on_one_rank(params):
+    value = in_order(params)
+    return torch.ones((), dtype=torch.float64) if rank() == 0 else value
+
+
+def no_parameter_anywhere(params):
+    return in_order(params).detach()
+
+
+def some_never_gathered(params):
+    return negative_log_likelihood(params, fs.gather(params["embed"]), fs.gather(params["embed"]))
+
+
+def maths_on_shards(params):
+    """A low-rank sum, and a penalty on what ranks hold."""
+    params = {**params, "embed": fs.tree_map(lambda e, d: e + 0.5 * d, params["embed"], params["embed"])}
+    return in_order(params)
+
+
+FUNCTIONS = {
+    f.__name__: f
+    for f in (
+        in_order,
+        embedding_twice,
+        all_at_once,
+        leaf_by_leaf,
+        a_block_three_times,
+        backwards,
+        gathered_before_it_is_needed,
+        unused,
+        no_parameter_on_one_rank,
+        no_parameter_anywhere,
+        some_never_gathered,
+        maths_on_shards,
+    )
+}
+
+
+def reference(f, params):
+    """By torch.func, whose collectives follow the graph; by autograd alone where ranks have different ones."""
+    if f.__name__ not in ("unused", "no_parameter_on_one_rank", "some_blocks"):
+        grads, value = grad_and_value(lambda p: fs.objective(f(fs.gather(p)), like=p))(params)
+        return value, grads
+    full = fs.tree_map(lambda tensor: tensor.clone().requires_grad_(), fs.unshard(params))
+    value, leaves = f(full), fs.tree_leaves(full)
+    found = [torch.zeros_like(leaf) for leaf in leaves]
+    if value.requires_grad:
+        found = torch.autograd.grad(value, leaves, materialize_grads=True)
+    grads = dict(zip(map(id, leaves), found))
+    grads = fs.tree_map(lambda leaf: grads[id(leaf)], full)
+    return fs.objective(value.detach(), like=params), fs.scatter_grads(grads, like=params)
+
+
+# Also such as the function does not follow: they only say what is gathered ahead.
+SCHEDULES = {
+    "none": None,
+    "in order": lambda p: [p["embed"], *p["blocks"], p["scale"]],
+    "in order, to the embedding's last use": lambda p: [p["embed"], *p["blocks"], p["embed"], p["scale"]],
+    "backwards": lambda p: [p["scale"], *reversed(p["blocks"]), p["embed"]],
+    "of some": lambda p: p["blocks"][1:],
+    "of pairs": lambda p: [[p["embed"], p["scale"]], p["blocks"][:2], p["blocks"][2:]],
+    "of everything at once": lambda p: [p],
+}
+
+
+def assert_is_the_reference(f, schedules, names):
+    """On this rank, with some strategies; their references differ by nothing but rounding."""
+    for name, transform in strategies(one_axis()).items():
+        if name in names:
+            params = fs.shard(full_values(), transform)
+            expected = reference(f, params)
+            for schedule in schedules:
+                found = fs.value_and_grad(f, schedule=SCHEDULES[schedule])(params)
+                assert_trees_close(found, expected, rtol=ATOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_it_is_the_reference(name, world_size):
+    def program():
+        some = strategies(one_axis()) if world_size == 2 else ("zero3", "zero3 of small whole leaves", "ddp")
+        assert_is_the_reference(FUNCTIONS[name], ("none", "in order"), some)
+
+    spmd(program, world_size)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_it_is_the_reference_with_schedules_that_it_does_not_follow(name):
+    def program():
+        assert_is_the_reference(FUNCTIONS[name], SCHEDULES, ("zero3", "zero3 of merged units"))
+
+    spmd(program, 2)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("skipped", ([0], [1], [2], [0, 1, 2]), ids=str)
+def test_a_rank_may_skip_what_is_scheduled(skipped, world_size):
+    """It takes part in the gathers and reductions all the same."""
+
+    def some_blocks(params):
+        embed = fs.gather(params["embed"])
+        x = embed[tokens()]
+        for i, block in enumerate(params["blocks"]):
+            x = run_block(fs.gather(block), x) if rank() or i not in skipped else x
+        return negative_log_likelihood(params, x, embed)
+
+    def program():
+        records = []
+        for transform in strategies(one_axis()).values():
+            params = fs.shard(full_values(), transform)
+            with fs.comm.record() as record:
+                found = fs.value_and_grad(some_blocks, schedule=SCHEDULES["in order"])(params)
+            assert_trees_close(found, reference(some_blocks, params), rtol=ATOL, atol=ATOL)
+            records.append(record)
+        return records
+
+    first, *others = spmd(program, world_size)
+    assert others == [first] * (world_size - 1)
+
+
+# Units in the order of their issue; in brackets, where each block computes, forward and backward.
+RECORDS = {
+    ("none", 1): "0 [0] 1 [1] 2 [2] (2) 1 (1) 0 (0)",
+    ("in order", 0): "0 [0] 1 [1] 2 [2] (2) (1) 1 (0) 0",
+    ("in order", 1): "0 1 [0] 2 [1] [2] (2) 1 (1) 0 (0)",
+    ("in order", 2): "0 1 2 [0] [1] [2] (2) 1 0 (1) (0)",
+}
+
+
+@pytest.mark.parametrize("schedule, prefetch", RECORDS)
+def test_what_is_scheduled_is_gathered_ahead(schedule, prefetch):
+    full = {"blocks": [normal(i)(6, 6) for i in range(3)]}
+    schedules = {"none": None, "in order": lambda p: p["blocks"]}
+
+    def program():
+        strategy = fs.zero3(one_axis(), merge_bytes=0, min_shard_elements=0, prefetch=prefetch)
+        params, x = fs.shard(full, strategy), normal(9)(2, 6).requires_grad_()
+        with fs.comm.record() as record:
+
+            def f(params):
+                h = x
+                for i, block in enumerate(params["blocks"]):
+                    weight = fs.gather(block)
+                    record.append(f"[{i}]")
+                    h = torch.tanh(h @ weight)
+                    h.register_hook(lambda _, i=i: record.append(f"({i})"))
+                return h.sum()
+
+            fs.value_and_grad(f, schedule=schedules[schedule])(params)
+        return [e if isinstance(e, str) else e.label for e in record if isinstance(e, str) or e.label == "gather"]
+
+    found = spmd(program, 2)
+    expected = [e if e[0] in "[(" else "gather" for e in RECORDS[schedule, prefetch].split()]
+    assert found == [expected] * 2

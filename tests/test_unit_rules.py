@@ -1,0 +1,262 @@
+"""Unit rules: what every form of `units=` selects, in which order, and what it refuses."""
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from fshard.testing import assert_trees_close, spmd
+from tests.bad_input import Row, assert_refused
+from tests.trees import normal, one_axis
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mixer = nn.Linear(4, 4, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 4, bias=False))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x + self.scale * self.mlp(self.mixer(x))
+
+
+class Tower(nn.Module):
+    """Blocks between an embedding and a head that is tied to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(4, 6)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def of_block(i):
+    return [f"blocks.{i}.scale", f"blocks.{i}.mixer.weight", f"blocks.{i}.mlp.0.weight", f"blocks.{i}.mlp.2.weight"]
+
+
+EMBED = ("embed", ["embed.weight"])
+# A tied weight is in every unit that uses it, by the first of its names.
+HEAD = ("head", ["embed.weight", "head.bias"])
+BLOCKS = [("blocks.0", of_block(0)), ("blocks.1", of_block(1))]
+BY_BLOCK = [EMBED, *BLOCKS, HEAD]
+ALL = ["embed.weight", *of_block(0), *of_block(1), "head.bias"]
+# A feed-forward network each; what else a block owns is one unit around them, and one for each other submodule.
+BY_MLP = [
+    EMBED,
+    *(
+        unit
+        for i in range(2)
+        for unit in [
+            (f"blocks.{i}", of_block(i)[:1]),
+            (f"blocks.{i}.mixer", of_block(i)[1:2]),
+            (f"blocks.{i}.mlp", of_block(i)[2:]),
+        ]
+    ),
+    HEAD,
+]
+BY_LAYER = [
+    EMBED,
+    *(
+        unit
+        for i in range(2)
+        for unit in [
+            (f"blocks.{i}", of_block(i)[:1]),
+            (f"blocks.{i}.mixer", of_block(i)[1:2]),
+            (f"blocks.{i}.mlp.0", of_block(i)[2:3]),
+            (f"blocks.{i}.mlp.2", of_block(i)[3:]),
+        ]
+    ),
+    HEAD,
+]
+
+# What a rule selects of a Tower, as pairs of a submodule and its parameters, in the order of their gathering.
+RULES = {
+    "None": (None, [("", ALL)]),
+    "a class": (Block, BY_BLOCK),
+    "a class of everything": (nn.Module, BY_LAYER),
+    "a tuple of classes": ((Block, nn.Embedding), BY_BLOCK),
+    "a tuple whose parts overlap": (("blocks.*", Block, "blocks.0"), BY_BLOCK),
+    "the class of the module": (Tower, [("", ALL)]),
+    "the name of the module": ("", [("", ALL)]),
+    "a name": ("blocks.1", [*BY_LAYER[:5], BLOCKS[1], HEAD]),
+    "the name of a list": ("blocks", [EMBED, ("blocks", of_block(0) + of_block(1)), HEAD]),
+    "a pattern": ("blocks.*", BY_BLOCK),
+    "a pattern of one part": ("*", [EMBED, ("blocks", of_block(0) + of_block(1)), HEAD]),
+    "a pattern inside": ("blocks.?.mlp", BY_MLP),
+    "a set of characters": ("blocks.[!0]", [*BY_LAYER[:5], BLOCKS[1], HEAD]),
+    "a function of the name": (lambda name, module: name.endswith("mlp"), BY_MLP),
+    "a function of the module": (lambda name, module: hasattr(module, "mixer"), BY_BLOCK),
+    # There are 84 parameters in a block, 24 in the embedding and 6 in the head without the tied weight.
+    "a number": (84, BY_BLOCK),
+    "a number that a block just misses": (85, [EMBED, ("blocks", of_block(0) + of_block(1)), HEAD]),
+    # Two layers of 32 each, and 40 that they leave to both blocks.
+    "a small number": (
+        32,
+        [
+            EMBED,
+            ("blocks", of_block(0)[:2] + of_block(1)[:2]),
+            *(BY_LAYER[i] for i in (3, 4, 7, 8)),
+            HEAD,
+        ],
+    ),
+    "1": (1, BY_LAYER),
+    "all parameters": (198, [("", ALL)]),
+    "a list": (["embed", Block, "head"], BY_BLOCK),
+    "a list in another order": (["head", "blocks.1", "blocks.0", "embed"], [HEAD, *BLOCKS[::-1], EMBED]),
+    # What no part matches stays where it stands, behind everything before it.
+    "a list of some": (["blocks.1", "blocks.0"], [EMBED, *BLOCKS[::-1], HEAD]),
+    "a list of patterns": (["head", "blocks.*"], [EMBED, HEAD, *BLOCKS]),
+    "a list of other forms": (
+        [lambda name, module: name == "head", nn.Sequential, "blocks.0"],
+        [EMBED, HEAD, ("blocks.0", of_block(0)[:2]), BY_MLP[3], *BY_MLP[4:7]],
+    ),
+    "a list of one": ([84], BY_BLOCK),
+    # Submodules inside a unit come after it whatever the list says.
+    "a list of one inside another": (
+        ["blocks.1.mlp", "blocks.1"],
+        [*BY_LAYER[:5], ("blocks.1", of_block(1)[:2]), ("blocks.1.mlp", of_block(1)[2:]), HEAD],
+    ),
+}
+
+
+def selected(module, units):
+    return [(unit.path, list(unit.names)) for unit in fs.functionalize(module, units=units)._units]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_selects_these_units_in_this_order(rule):
+    units, expected = RULES[rule]
+    assert selected(Tower(), units) == expected
+
+
+def test_a_unit_ends_where_the_first_one_outside_it_begins():
+    units = fs.functionalize(Tower(), units="blocks.?.mlp")._units
+    assert [(unit.path, unit.end) for unit in units] == [
+        ("embed", 1),
+        ("blocks.0", 4),
+        ("blocks.0.mixer", 3),
+        ("blocks.0.mlp", 4),
+        ("blocks.1", 7),
+        ("blocks.1.mixer", 6),
+        ("blocks.1.mlp", 7),
+        ("head", 8),
+    ]
+
+
+def test_a_module_without_parameters_has_no_units():
+    for units in (None, nn.ReLU, "0"):
+        assert selected(nn.Sequential(nn.ReLU()), units) == []
+
+
+def test_tied_modules_are_one_unit_and_tied_parameters_are_in_many():
+    """A submodule under two names is entered under either of them."""
+    shared, other = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+    other.weight = shared.weight
+    module = nn.Sequential(shared, shared, other)
+    assert selected(module, nn.Linear) == [("0", ["0.weight", "0.bias"]), ("2", ["0.weight"])]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_computes_the_same(rule):
+    """Whichever units there are, and in whichever order they are gathered."""
+    module, units = Tower().double(), RULES[rule][0]
+    draw = normal()
+    for parameter in module.parameters():
+        parameter.data = draw(*parameter.shape)
+
+    def program():
+        strategy = fs.zero3(one_axis(), merge_bytes=0, min_shard_elements=0)
+        tokens = torch.arange(5) + fs.comm.rank(fs.axis_of(one_axis()))
+        results = []
+        for model in (fs.functionalize(module), fs.functionalize(module, units=units)):
+            params = model.init(strategy)
+            out = model.apply(params, tokens[:2])
+            value, grads = fs.value_and_grad(lambda p, m=model: m.apply(p, tokens).square().mean())(params)
+            results.append((out, value, fs.unshard(grads)))
+        assert_trees_close(results[1], results[0], rtol=1e-12, atol=1e-12)
+
+    spmd(program, 2)
+
+
+@pytest.mark.parametrize("units, gathered", [(nn.Linear, [0, 1, 2, 1, 0, 1]), (["2", "1", "0"], [2, 1, 0, 1])])
+def test_a_list_in_the_order_of_the_forward_saves_gathers(units, gathered):
+    """Where a module's own order is not that of its forward."""
+
+    class Reversed(nn.Sequential):
+        def forward(self, x):
+            for layer in reversed(self):
+                x = layer(x)
+            return x
+
+    module = Reversed(nn.Linear(6, 2, bias=False), nn.Linear(4, 6, bias=False), nn.Linear(8, 4, bias=False))
+
+    def program():
+        model = fs.functionalize(module, units=units)
+        params = model.init(fs.zero3(one_axis(), merge_bytes=0, min_shard_elements=0))
+        with fs.comm.record() as record:
+            fs.value_and_grad(lambda p: model.apply(p, torch.ones(3, 8)).sum())(params)
+        names = {12 * 4: 0, 24 * 4: 1, 32 * 4: 2}
+        return [names[entry.bytes] for entry in record if entry.label == "gather"]
+
+    assert spmd(program, 2) == [gathered] * 2
+
+
+NEEDED = (
+    "needed a module class, a glob pattern of names, a number of parameters, a function (name, module), "
+    "or a list of such"
+)
+
+# Rules that functionalize refuses, and with what.
+REFUSED = {
+    "a class that no submodule is of": (nn.LSTM, "units=<class 'torch.nn.modules.rnn.LSTM'> matches no submodule"),
+    "a pattern that matches nothing": ("block.*", "units='block.*' matches no submodule"),
+    "a pattern of parameters": ("blocks.0.scale", "units='blocks.0.scale' matches no submodule"),
+    "a star that spans dots": ("blocks*0", "units='blocks*0' matches no submodule"),
+    "too large a number": (199, "units=199 matches no submodule"),
+    "a part of a list that matches nothing": (["embed", "tail"], "units='tail' matches no submodule"),
+    "a part of a tuple that matches nothing": (
+        (Block, nn.LSTM),
+        "units=<class 'torch.nn.modules.rnn.LSTM'> matches no submodule",
+    ),
+    "parts that overlap": (
+        ["blocks.1", Block],
+        f"units overlap: 'blocks.1' and {Block!r} both match 'blocks.1'; let one rule match it",
+    ),
+    "a part twice": (["head", "head"], "units overlap: 'head' and 'head' both match 'head'; let one rule match it"),
+    "a number that overlaps": (
+        [84, Block],
+        f"units overlap: 84 and {Block!r} both match 'blocks.0'; let one rule match it",
+    ),
+    "zero": (0, f"units is an int, {NEEDED}"),
+    "less than zero": (-1, f"units is an int, {NEEDED}"),
+    "a bool": (True, f"units is a bool, {NEEDED}"),
+    "a float": (1.5, f"units is a float, {NEEDED}"),
+    "a set": ({"blocks.0"}, f"units is a set, {NEEDED}"),
+    "a module": (nn.ReLU(), f"units is a ReLU, {NEEDED}"),
+    "a class of no modules": (dict, f"units is a type, {NEEDED}"),
+    "a list in a list": ([["embed"]], f"units is a list, {NEEDED}"),
+}
+
+
+@pytest.mark.parametrize("rule", REFUSED)
+def test_a_bad_rule_is_refused(rule):
+    units, text = REFUSED[rule]
+    text += "; name one of named_modules()" if text.endswith("no submodule") else ""
+    row = Row(rule, lambda _: (Tower(), units), fs.functionalize, f"functionalize: {text}")
+    assert_refused(row, row.ranks)
+
+
+def test_what_a_function_raises_passes():
+    def rule(name, module):
+        raise KeyError(name)
+
+    with pytest.raises(KeyError):
+        fs.functionalize(Tower(), units=rule)

@@ -1,0 +1,202 @@
+"""What is held when: gathered weights are freed as soon as their unit has run, and frozen leaves cost no gradient."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import fshard as fs
+from fshard.testing import spmd
+from tests.trees import one_axis
+from tests.unit_models import WIDTH, filled, vectors, zero3
+
+LAYERS = 6
+
+
+class Log:
+    """Full tensors that came and went, by the number of their layer; ranks have one each."""
+
+    def __init__(self):
+        self.gathered: list[tuple[int, StorageWeakRef]] = []
+        self.grads: list[tuple[int, StorageWeakRef]] = []
+        self.notes: list[tuple[str, int, set[int], set[int]]] = []
+
+    def note(self, event, layer):
+        held = [{number for number, ref in refs if not ref.expired()} for refs in (self.gathered, self.grads)]
+        self.notes.append((event, layer, *held))
+
+
+@dataclass(frozen=True)
+class Watched(fs.ShardTransform):
+    """Looks at full tensors on their way in, and at full gradients on their way out."""
+
+    log: Any
+
+    def gather(self, leaves, specs):
+        self.log.gathered += references(leaves)
+        return leaves
+
+    def scatter(self, grads, specs):
+        self.log.grads += references(grads)
+        return grads
+
+
+def references(tensors):
+    """The layers of weights, which have as many rows as 100 and their number."""
+    found = [tensor for tensor in tensors if tensor.dim() == 2]
+    return [(max(tensor.shape) - 100, StorageWeakRef(tensor.untyped_storage())) for tensor in found]
+
+
+class Layer(nn.Module):
+    """Notes what is held when its forward begins and ends, and when the backward comes to it and has left it."""
+
+    def __init__(self, number, checkpointed):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(100 + number, WIDTH)), nn.Parameter(torch.empty(WIDTH))
+        self.number, self.checkpointed = number, checkpointed
+
+    def forward(self, x, log):
+        log.note("begin", self.number)
+        y = checkpoint(self.run, x, use_reentrant=False) if self.checkpointed else self.run(x)
+        log.note("end", self.number)
+        if y.requires_grad:
+            y.register_hook(lambda grad: log.note("backward begins", self.number))
+        if x.requires_grad:
+            x.register_hook(lambda grad: log.note("backward ends", self.number))
+        return y
+
+    def run(self, x):
+        return x + torch.tanh(x @ self.weight.T) @ self.weight + self.bias
+
+
+class Layers(nn.Module):
+    def __init__(self, checkpointed=False):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(number, checkpointed) for number in range(LAYERS))
+
+    def forward(self, x, log):
+        for layer in self.layers:
+            x = layer(x, log)
+        return x.square().mean()
+
+
+def noted(module, world_size, frozen=(), **options):
+    """What each rank noted, with everything that it logged, and its gradients."""
+    batches = vectors(world_size)
+
+    def program():
+        mesh, log = one_axis(), Log()
+        model = fs.functionalize(module, Layer)
+        params = model.init(fs.compose(zero3(**options)(mesh), Watched(log)))
+        (x,) = batches[mesh.get_rank()]
+        with fs.comm.record() as record:
+            _, grads = fs.value_and_grad(lambda p: model.apply(p, x, log))(params)
+        log.note("returned", -1)
+        return log, record, grads
+
+    return spmd(program, world_size)
+
+
+@pytest.mark.parametrize("checkpointed", (False, True))
+@pytest.mark.parametrize("prefetch", (0, 1, 2))
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_a_unit_s_weight_is_freed_after_its_turn(world_size, prefetch, checkpointed):
+    """In the forward and the backward, but for units gathered ahead; gradients go as they are reduced."""
+    for log, _, _ in noted(filled(Layers(checkpointed)), world_size, prefetch=prefetch):
+        events = [(event, layer) for event, layer, _, _ in log.notes]
+        assert events[-1] == ("returned", -1)
+        assert {("backward begins", n) for n in range(LAYERS)} < set(events)
+        for event, layer, weights, grads in log.notes:
+            if event in ("begin", "end"):
+                assert {layer} <= weights <= set(range(layer, layer + prefetch + 1)), (event, layer, weights)
+                assert not grads
+            elif event.startswith("backward"):
+                # What was computed again lets go of its weight once all of it has been differentiated.
+                last = layer + (checkpointed and event == "backward begins")
+                assert weights <= set(range(layer - prefetch - 1, last + 1)), (event, layer, weights)
+                assert len(weights) <= prefetch + 2
+                assert grads <= {layer, layer + 1}, (event, layer, grads)
+        assert log.notes[-1][2:] == (set(), set())
+        # The last unit is kept for the backward, others are gathered twice.
+        assert Counter(layer for layer, _ in log.gathered) == Counter(
+            {n: 1 if n == LAYERS - 1 else 2 for n in range(LAYERS)}
+        )
+
+
+@pytest.mark.parametrize("regather", (False, "layers.[024]", ("layers.1", "layers.2"), lambda name: name == "layers.3"))
+def test_units_are_kept_by_rule(regather):
+    """Those that are not gathered again are held until the backward is through with them."""
+    again = {
+        False: set(),
+        "layers.[024]": {0, 2, 4},
+        ("layers.1", "layers.2"): {1, 2},
+    }.get(regather, {3})
+    for log, _, _ in noted(filled(Layers()), 2, regather=regather, prefetch=0):
+        for event, layer, weights, _ in log.notes:
+            if event == "begin":
+                assert weights == {n for n in range(layer) if n not in again} | {layer}, (event, layer, weights)
+            elif event == "backward ends":
+                assert {n for n in range(layer) if n not in again} <= weights
+                assert not any(n in weights for n in range(layer + 1, LAYERS)), (event, layer, weights)
+        assert Counter(layer for layer, _ in log.gathered) == Counter({n: 1 + (n in again) for n in range(LAYERS)})
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+def test_nothing_is_held_after_evaluation(world_size):
+    module = filled(Layers())
+
+    def program():
+        mesh, log = one_axis(), Log()
+        model = fs.functionalize(module, Layer)
+        params = model.init(fs.compose(zero3()(mesh), Watched(log)))
+        (x,) = vectors(world_size)[mesh.get_rank()]
+        model.apply(params, x, log)
+        log.note("returned", -1)
+        return log
+
+    for log in spmd(program, world_size):
+        for event, layer, weights, _ in log.notes:
+            # One rank needs no copies: what it gathers is what it stores.
+            if event in ("begin", "end") and world_size > 1:
+                assert weights <= {layer, layer + 1}, (event, layer, weights)
+        assert [layer for layer, _ in log.gathered] == list(range(LAYERS))
+        assert log.notes[-1][2] == set() or world_size == 1
+
+
+FROZEN = {
+    "a unit": {2},
+    "the first units": {0, 1, 2},
+    "the last unit": {5},
+    "every other": {0, 2, 4},
+    "all": set(range(LAYERS)),
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+def test_frozen_units_cost_no_gradient(world_size, frozen):
+    """No gradient is held or reduced, and what nobody differentiates through is not gathered again."""
+    module, numbers = filled(Layers()), FROZEN[frozen]
+    for number in numbers:
+        module.layers[number].requires_grad_(False)
+    trained = [n for n in range(LAYERS) if n not in numbers]
+    for log, record, grads in noted(module, world_size):
+        assert {name for name, grad in grads.items() if grad is None} == {
+            f"layers.{n}.{leaf}" for n in numbers for leaf in ("weight", "bias")
+        }
+        assert [layer for layer, _ in log.grads] == trained[::-1]
+        assert not any(layer in numbers for _, _, _, held in log.notes for layer in held)
+        scattered = [entry.bytes for entry in record if entry.op != "all_gather" and not entry.scalar]
+        rows = [
+            -(-(100 + n) // world_size) * world_size + -(-WIDTH // world_size) * world_size / WIDTH for n in trained
+        ]
+        assert sum(scattered) == (sum(rows) * WIDTH * 8 if world_size > 1 else 0)
+        # Before the first trained layer nothing is differentiated; the last layer is kept.
+        differentiated = range(min(trained, default=LAYERS), LAYERS - 1)
+        again = Counter(range(LAYERS)) + Counter(differentiated)
+        assert Counter(layer for layer, _ in log.gathered) == (again if world_size > 1 else Counter(range(LAYERS)))

@@ -1,0 +1,141 @@
+"""Units that a rank skips: a mixture of experts whose routing differs between ranks has one process's numbers."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fshard as fs
+from tests.unit_models import (
+    CHOSEN,
+    HIDDEN,
+    RANKS,
+    STRATEGIES,
+    VOCABULARY,
+    WIDTH,
+    Perceptron,
+    assert_one_process,
+    filled,
+    tokens,
+)
+
+EXPERTS = 3
+
+# For each rank the experts of two layers, in the order of their use.
+ROUTINGS = {
+    "different": [([0, 1], [2]), ([1], [0, 2]), ([0, 2], [1])],
+    "in another order": [([0, 1], [2]), ([2, 0], [1]), ([1], [2, 0])],
+    "first ranks have none": [([], []), ([], [1]), ([2, 1, 0], [])],
+    "nobody has some": [([1], []), ([], []), ([1], [])],
+    "nobody has any": [([], []), ([], []), ([], [])],
+    "backwards": [([2, 1, 0], [2, 1, 0]), ([0, 1, 2], [1, 0]), ([1, 2, 0], [0])],
+}
+
+
+class Mixture(nn.Module):
+    """Experts whose gate is registered before or after them, and used before."""
+
+    def __init__(self, gate_last, checkpointed=False):
+        super().__init__()
+        if not gate_last:
+            self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(Perceptron(hidden) for hidden in (13, HIDDEN, 11))
+        if gate_last:
+            self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.bias = nn.Parameter(torch.empty(WIDTH))
+        self.checkpointed = checkpointed
+
+    def forward(self, x, picks):
+        weights, out = F.softmax(self.gate(x), -1), x
+        for e in picks:
+            y = checkpoint(self.experts[e], x, use_reentrant=False) if self.checkpointed else self.experts[e](x)
+            out = out + weights[..., e : e + 1] * y
+        return out + self.bias
+
+
+class Switching(nn.Module):
+    """A language model of two mixtures, with a layer and a parameter that only some ranks use."""
+
+    def __init__(self, gate_last=False, tied=False, inner=False, outer=False, around=False):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.first, self.second = Mixture(gate_last, inner), Mixture(gate_last, inner)
+        self.some = Perceptron()
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+            self.second.experts[0].inner.weight = self.first.experts[0].inner.weight
+            self.second.experts[2].outer.bias = self.some.outer.bias
+        self.outer, self.around = outer, around
+
+    def hidden(self, h, picks):
+        for mixture, picked in zip((self.first, self.second), picks):
+            h = checkpoint(mixture, h, picked, use_reentrant=False) if self.outer else mixture(h, picked)
+        return h
+
+    def forward(self, tokens, picks):
+        h = self.embedding(tokens)
+        h = checkpoint(self.hidden, h, picks, use_reentrant=False) if self.around else self.hidden(h, picks)
+        if len(picks[0]) != 1:
+            h = self.some(h)
+        return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), tokens.flatten())
+
+
+MODELS = {
+    "gate first": {},
+    "gate last": dict(gate_last=True),
+    "tied": dict(tied=True, gate_last=True),
+    "each expert checkpointed": dict(inner=True),
+    "each mixture checkpointed": dict(outer=True),
+    "both mixtures checkpointed together": dict(around=True, gate_last=True),
+    "experts and mixtures checkpointed": dict(inner=True, outer=True),
+}
+NO_CHECKPOINTS = dict(inner=False, outer=False, around=False)
+
+RULES = {"experts": Perceptron, "mixtures and experts": (Mixture, Perceptron), "every module": nn.Module}
+MORE_RULES = RULES | {"one unit": None, "mixtures": Mixture, "parts of experts": "*.experts.*.*"}
+
+
+def batches(routing, world_size):
+    return [(batch, picks) for (batch,), picks in zip(tokens(world_size), ROUTINGS[routing])]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("model", MODELS)
+def test_routing_differs_between_ranks(model, rule):
+    module = filled(Switching(**MODELS[model]))
+    for world_size, strategies in CHOSEN.items():
+        assert_one_process(module, batches("different", world_size), RULES[rule], strategies)
+
+
+@pytest.mark.parametrize("strategy", ("prefetch 1", "merged"))
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("model", ("gate last", "each expert checkpointed"))
+def test_every_rank_takes_part_whatever_its_routing(model, routing, strategy):
+    module = filled(Switching(**MODELS[model]))
+    assert_one_process(module, batches(routing, RANKS), Perceptron, {strategy: STRATEGIES[strategy]}, again=True)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_parameters_made_of_shards(model):
+    """Gradients that autograd goes on from are finished on every rank in the same order, whatever it has used."""
+    module, plain = filled(Switching(**MODELS[model])), filled(Switching(**MODELS[model] | NO_CHECKPOINTS))
+
+    def loss(apply, params, *batch):
+        return apply(fs.tree_map(lambda leaf: 1.5 * torch.tanh(leaf), params), *batch)
+
+    for world_size, strategies in CHOSEN.items():
+        assert_one_process(
+            module, batches("different", world_size), RULES["experts"], strategies, loss=loss, reference=plain
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("rule", MORE_RULES)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_strategy(model, rule, routing):
+    module = filled(Switching(**MODELS[model]))
+    for world_size in (1, 2, RANKS):
+        assert_one_process(module, batches(routing, world_size), MORE_RULES[rule], STRATEGIES, again=True)

@@ -1,0 +1,222 @@
+"""Maths on shards before gathering, inside a loss of a model cut into units, has one process's numbers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+import fshard as fs
+from fshard.testing import assert_trees_close, spmd
+from tests.trees import normal, one_axis
+from tests.unit_models import (
+    BOUND,
+    CHOSEN,
+    HIDDEN,
+    RULES,
+    WIDTH,
+    Block,
+    Language,
+    assert_one_process,
+    filled,
+    full,
+    mean_of,
+    of_module,
+    tokens,
+    vectors,
+    zero3,
+)
+
+RATE = 0.1
+
+
+class Regression(nn.Module):
+    """Blocks whose output is the loss; `checkpointed` computes each again in the backward."""
+
+    def __init__(self, checkpointed=False):
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Block, (13, HIDDEN, 11)))
+        self.scale = nn.Parameter(torch.empty(WIDTH))
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return torch.tanh(x * self.scale).square().mean()
+
+
+def scaled(params, names=("",)):
+    """Some parameters made anew of what they are."""
+    chosen = {name: leaf for name, leaf in params.items() if any(part in name for part in names)}
+    return dict(params) | fs.tree_map(lambda x: 1.5 * torch.tanh(x), chosen)
+
+
+def tied(model):
+    model.head.weight = model.embedding.weight
+
+
+LOSSES = {
+    "all of them": lambda apply, p, *batch: apply(scaled(p), *batch),
+    "some of them": lambda apply, p, *batch: apply(scaled(p, ["blocks.1", "scale"]), *batch),
+    "one of a unit": lambda apply, p, *batch: apply(scaled(p, ["inner.weight"]), *batch),
+    "and as they are": lambda apply, p, *batch: apply(scaled(p), *batch) + apply(p, *batch),
+    "twice": lambda apply, p, *batch: apply(q := scaled(p), *batch) * apply(q, *batch) ** 2,
+    "of what was made": lambda apply, p, *batch: apply(scaled(scaled(p)), *batch),
+    "target without gradient": lambda apply, p, *batch: (
+        (apply(p, *batch) - apply(fs.tree_map(lambda x: x.detach() * 0.9, p), *batch)) ** 2
+    ),
+    "gathered before": lambda apply, p, *batch: apply(fs.gather(p), *batch),
+    "gathered after maths": lambda apply, p, *batch: apply(scaled(fs.gather(scaled(p))), *batch),
+}
+# functional_call puts parameters back before a checkpoint computes again, so one process goes without checkpoints.
+MODELS = {
+    "language": (Language, Language, tokens),
+    "tied": (lambda: Language(tied), lambda: Language(tied), tokens),
+    "regression": (Regression, Regression, vectors),
+    "regression, checkpointed": (lambda: Regression(checkpointed=True), Regression, vectors),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_parameters_made_of_shards(name, model):
+    build, plain, batches = MODELS[model]
+    module, reference = filled(build()), filled(plain())
+    for world_size, strategies in CHOSEN.items():
+        options = dict(loss=LOSSES[name], reference=reference)
+        assert_one_process(module, batches(world_size), RULES["two classes"], strategies, **options)
+
+
+def square_of_shards(params):
+    """Each rank's part of the sum of squares; padding is zero."""
+    return sum(leaf.square().sum() for leaf in fs.tree_leaves(params))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_regulariser_on_shards(rule):
+    """Ranks' parts add up to one regulariser, so the mean of the losses has a part of it."""
+
+    def loss(apply, params, *batch):
+        return apply(params, *batch) + RATE * square_of_shards(params)
+
+    def objective(apply, params, batches):
+        return mean_of(of_module)(apply, params, batches) + RATE * square_of_shards(params) / len(batches)
+
+    for world_size, strategies in CHOSEN.items():
+        assert_one_process(
+            filled(Regression()), vectors(world_size), RULES[rule], strategies, loss=loss, objective=objective
+        )
+
+
+def adapted_by_func(apply, params, x):
+    """A step of gradient descent by torch.func; the gradient of a rank's loss by shards is the sum over ranks."""
+    grads = torch.func.grad(lambda p: apply(p, x))(params)
+    return apply(fs.tree_map(lambda p, g: p - RATE * g, params, grads), x)
+
+
+def adapted_by_autograd(apply, params, x):
+    leaves = fs.tree_leaves(params)
+    grads = iter(torch.autograd.grad(apply(params, x), leaves, create_graph=True))
+    return apply(fs.tree_map(lambda p: p - RATE * next(grads), params), x)
+
+
+def adapted_by_model_value_and_grad(apply, params, x):
+    """A train step inside the loss: the inner gradients are those of the mean over ranks."""
+    _, grads = fs.value_and_grad(lambda p: apply(p, x), reduce="sum")(params)
+    return apply(fs.tree_map(lambda p, g: p - RATE * g, params, grads), x)
+
+
+def adapted(apply, params, batches):
+    inner = sum(apply(params, *batch) for batch in batches)
+    grads = dict(zip(params, torch.autograd.grad(inner, list(params.values()), create_graph=True)))
+    moved = {name: leaf - RATE * grads[name] for name, leaf in params.items()}
+    return mean_of(of_module)(apply, moved, batches)
+
+
+@pytest.mark.parametrize("rule", ("a class", "two classes"))
+@pytest.mark.parametrize(
+    "loss", (adapted_by_func, adapted_by_autograd, adapted_by_model_value_and_grad), ids=lambda f: f.__name__
+)
+def test_a_step_inside_the_loss(loss, rule):
+    """MAML: the gradient goes through the inner gradient."""
+    for world_size, strategies in CHOSEN.items():
+        assert_one_process(
+            filled(Regression()), vectors(world_size), RULES[rule], strategies, loss=loss, objective=adapted
+        )
+
+
+@pytest.mark.parametrize("rule", ("a class", "every module"))
+@pytest.mark.parametrize("which", ("trained", "frozen", "no argument"))
+def test_low_rank_adaptation(which, rule):
+    """LoRA: rows of a weight and of its adapter are split alike, so each rank merges its own."""
+    module = filled(Regression())
+    names = [name for name, p in module.named_parameters() if p.dim() == 2]
+    draw = normal(5)
+    base = {name: p.detach() for name, p in module.named_parameters()}
+    adapters = {name: {"a": draw(base[name].shape[0], 2), "b": draw(2, base[name].shape[1]) / 8} for name in names}
+
+    def objective(base, adapters, batches):
+        merged = base | {name: base[name] + ab["a"] @ ab["b"] for name, ab in adapters.items()}
+        return sum(functional_call(module, merged, batch) for batch in batches) / len(batches)
+
+    for world_size, strategies in CHOSEN.items():
+        batches = vectors(world_size)
+        expected_grads, expected = torch.func.grad_and_value(objective, argnums=(0, 1))(base, adapters, batches)
+        expected_grads = (expected_grads[0] if which == "trained" else dict.fromkeys(base), expected_grads[1])
+
+        def program(strategies=strategies, batches=batches, expected=(expected, expected_grads)):
+            mesh, model = one_axis(), fs.functionalize(module, RULES[rule])
+            (x,) = batches[mesh.get_rank()]
+
+            def merge(w, a, b):
+                # A frozen leaf that something trained was added to is no longer frozen.
+                return fs.Sharded(w.local + a.local @ b, replace(w.spec, frozen=False))
+
+            def loss(base, adapters):
+                b = fs.gather({name: ab["b"] for name, ab in adapters.items()})
+                merged = {name: merge(base[name], ab["a"], b[name]) for name, ab in adapters.items()}
+                return model.apply(base | merged, x)
+
+            for strategy in strategies.values():
+                params = fs.shard(base, strategy(mesh), frozen=lambda path: which != "trained")
+                delta = fs.shard(adapters, strategy(mesh))
+                if which == "no argument":
+                    value, grads = fs.value_and_grad(lambda adapters: loss(params, adapters))(delta)  # noqa: B023
+                    found = value, (dict.fromkeys(base), grads)
+                else:
+                    found = fs.value_and_grad(loss, argnums=(0, 1))(params, delta)
+                assert_trees_close(full(found), expected, rtol=0, atol=BOUND)
+
+        spmd(program, world_size)
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+def test_interpolation_of_two_arguments(world_size):
+    """Both trees are parameters, and the model runs on a mixture of them."""
+    module, other = filled(Regression()), filled(Regression())
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(0.7)
+    batches = vectors(world_size)
+    one, two = ({name: p.detach() for name, p in m.named_parameters()} for m in (module, other))
+
+    def mixed(p, q, x):
+        return functional_call(module, {name: p[name] * 0.3 + q[name] * 0.7 for name in p}, (x,))
+
+    grads, value = torch.func.grad_and_value(
+        lambda p, q: sum(mixed(p, q, x) for (x,) in batches) / world_size, argnums=(0, 1)
+    )(one, two)
+
+    def program():
+        mesh, model = one_axis(), fs.functionalize(module, Block)
+        (x,) = batches[mesh.get_rank()]
+        params = [fs.shard(tree, zero3()(mesh)) for tree in (one, two)]
+
+        def loss(p, q):
+            return model.apply(fs.tree_map(lambda a, b: a * 0.3 + b * 0.7, p, q), x)
+
+        assert_trees_close(full(fs.value_and_grad(loss, argnums=(0, 1))(*params)), (value, grads), rtol=0, atol=BOUND)
+
+    spmd(program, world_size)
