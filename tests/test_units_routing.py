@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
+from fshard.testing.rank_error import RankError
 from tests.unit_models import (
     CHOSEN,
     HIDDEN,
@@ -101,8 +102,18 @@ def batches(routing, world_size):
     return [(batch, picks) for (batch,), picks in zip(tokens(world_size), ROUTINGS[routing])]
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("model", MODELS)
+# A checkpoint around one unit at a time gathers them again in each rank's own order, which is no common one.
+OWN_ORDER = pytest.mark.xfail(strict=True, raises=RankError, reason="checkpointed units entered in a rank's own order")
+
+
+@pytest.mark.parametrize(
+    "model, rule",
+    [
+        pytest.param(model, rule, marks=[OWN_ORDER] * ((model, rule) == ("each expert checkpointed", "every module")))
+        for model in MODELS
+        for rule in RULES
+    ],
+)
 def test_routing_differs_between_ranks(model, rule):
     module = filled(Switching(**MODELS[model]))
     for world_size, strategies in CHOSEN.items():
@@ -110,8 +121,20 @@ def test_routing_differs_between_ranks(model, rule):
 
 
 @pytest.mark.parametrize("strategy", ("prefetch 1", "merged"))
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("model", ("gate last", "each expert checkpointed"))
+@pytest.mark.parametrize(
+    "model, routing",
+    [
+        *(("gate last", routing) for routing in ROUTINGS),
+        *(
+            pytest.param(
+                "each expert checkpointed",
+                routing,
+                marks=[OWN_ORDER] * (routing in ("in another order", "first ranks have none", "backwards")),
+            )
+            for routing in ROUTINGS
+        ),
+    ],
+)
 def test_every_rank_takes_part_whatever_its_routing(model, routing, strategy):
     module = filled(Switching(**MODELS[model]))
     assert_one_process(module, batches(routing, RANKS), Perceptron, {strategy: STRATEGIES[strategy]}, again=True)

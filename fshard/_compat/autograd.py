@@ -1,11 +1,12 @@
 """Private APIs of autograd, torch.func and tensors, each with the versions it was checked on."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -56,6 +57,24 @@ def inside_checkpoint() -> bool:
     """Whether torch.utils.checkpoint (not reentrant) will run again what runs now. Checked on 2.13."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return top is not None and top[0].__qualname__.startswith("_checkpoint_hook.")
+
+
+@contextmanager
+def outside_selective_checkpoint() -> Iterator[None]:
+    """Let torch's selective checkpointing not see what runs inside, which it would count and cache. Checked on 2.13."""
+    stack = _get_current_dispatch_mode_stack()
+    if not any(map(_is_selective, stack)):
+        yield
+        return
+    with _disable_current_modes(), ExitStack() as others:
+        for mode in stack:
+            if not _is_selective(mode):
+                others.enter_context(mode)
+        yield
+
+
+def _is_selective(mode: Any) -> bool:
+    return type(mode).__name__ in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
 
 
 def refuses_saved_tensor_hooks(error: Exception) -> bool:

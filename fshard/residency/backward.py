@@ -223,6 +223,7 @@ class Backward:
         while self._at < to:
             self._take(self._steps[self._at])
 
+    @_compat.outside_selective_checkpoint()
     def _take(self, step: Step) -> None:
         self._at += 1
         if step.kind == "enter":
@@ -261,6 +262,7 @@ class Backward:
             self._start(transform, bucket)
         self._buckets = {}
 
+    @_compat.outside_selective_checkpoint()
     def _start(self, transform: Any, bucket: _Bucket) -> None:
         while self._flying and bucket.nbytes + sum(flight.nbytes for flight in self._flying) > IN_FLIGHT_BYTES:
             self._land()
@@ -269,6 +271,7 @@ class Backward:
             finish = transform.start_scatter(bucket.grads, tuple(slot.spec for slot in bucket.slots))
         self._flying.append(_Flight(bucket.slots, finish, bucket.nbytes))
 
+    @_compat.outside_selective_checkpoint()
     def _land(self) -> None:
         slots, finish, _ = self._flying.popleft()
         with torch.no_grad():

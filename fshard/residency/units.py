@@ -100,6 +100,7 @@ class Use:
         self._finish: list[tuple[list[int], Callable[[], Sequence[torch.Tensor]]]] | None = None
         self._versions: list[int] = []
 
+    @_compat.outside_selective_checkpoint()
     def start(self) -> None:
         """Start gathering what is not there, unless that is under way."""
         if self.full is not None or self._finish is not None:
@@ -117,6 +118,7 @@ class Use:
                 for transform, group in groups.items()
             ]
 
+    @_compat.outside_selective_checkpoint()
     def wait(self) -> list[torch.Tensor | None]:
         """Start gathering if need be, and wait for it."""
         if self.full is None:
@@ -190,6 +192,7 @@ class _Deliver(Function):
         return None, None, None, None, *ctx.call.deliver(ctx.use, ctx.group, grads[: len(ctx.group)])
 
 
+@_compat.outside_selective_checkpoint()
 def deliver(call: Any, use: Use, group: list[int]) -> None:
     """Make a use's outputs for some of its slots, with one autograd node for all of them."""
     full = use.wait()
