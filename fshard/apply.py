@@ -102,6 +102,8 @@ class Model:
         given = self.buffers if buffers is None else buffers
         _check_names("apply: buffers", given, dict.fromkeys(self.buffers))
         flat = flatten(dict(params))
+        check_local("apply", flat)
+        check_transforms("apply", flat)
         copies = {name: buffer.clone() for name, buffer in given.items()}
         policy = next((leaf.spec.residency for leaf in flat.leaves if is_sharded(leaf) and leaf.spec.residency), None)
         policy = policy or Residency()
@@ -124,8 +126,6 @@ class Model:
             return self._run_full(gather(dict(params)), buffers, args, kwargs)
         if call is not None:
             return self._run_units(call, params, buffers, args, kwargs)
-        check_local("apply", flat)
-        check_transforms("apply", flat)
         axes = dict.fromkeys(axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.transform.axes)
         with forward_only("apply", flat, list(axes)) as call:
             pairs = zip(call.slots, flat.leaves, strict=True)

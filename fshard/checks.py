@@ -8,7 +8,7 @@ import torch
 
 from fshard import _compat
 from fshard.errors import Problem, leaf_error
-from fshard.tree import Axis, Flat, Tree, flatten, is_sharded, outline, tree_leaves
+from fshard.tree import Axis, Flat, Tree, Treedef, flatten, is_sharded, tree_leaves
 
 
 def kind(leaf: Any) -> str:
@@ -81,14 +81,15 @@ def check_axes(what: str, flat: Flat) -> None:
 
 
 def check_transforms(what: str, flat: Flat) -> None:
-    """Refuse Sharded leaves whose spec does not say how to gather them.
+    """Refuse Sharded leaves whose spec does not say how to gather them, or calls frozen what a gradient goes through.
 
     Args:
         what: The verb that asks, for its error.
         flat: The tree.
 
     Raises:
-        ValueError: with the path of every leaf whose spec has no transform.
+        ValueError: with the path of every leaf whose spec has no transform, or is frozen around a computed tensor that
+            requires a gradient.
     """
     problems = [
         Problem(path, "a spec without a transform", "one with it")
@@ -97,6 +98,14 @@ def check_transforms(what: str, flat: Flat) -> None:
     ]
     if problems:
         raise leaf_error(f"{what}: leaves cannot be gathered", problems, "make them by fs.shard or fs.reshard")
+    problems = [
+        Problem(path, "a computed tensor that requires a gradient", "none, because its spec is frozen")
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if is_sharded(leaf) and leaf.spec.frozen and leaf.local.requires_grad and not leaf.local.is_leaf
+    ]
+    if problems and torch.is_grad_enabled():
+        remedy = "give the result the spec of the leaf that is trained, or detach it"
+        raise leaf_error(f"{what}: a frozen leaf would lose its gradient", problems, remedy)
 
 
 def check_floating(what: str, flat: Flat) -> None:
@@ -173,6 +182,13 @@ def check_loss(loss: Any, reduce: str, what: str) -> None:
         elif isinstance(part, tuple):
             needed = "a floating scalar tensor alone; value_and_grad takes (loss, aux) by has_aux=True"
         raise ValueError(f"{what}: the {name} is {kind(part)}, needed {needed}")
+
+
+def outline(treedef: Treedef) -> str:
+    """The node types of a structure, without keys or the nodes' own data, whose text may differ between processes."""
+    if treedef.type is None:
+        return "*"
+    return f"{treedef.type.__name__}({', '.join(map(outline, treedef.children()))})"
 
 
 def same_structure(what: str, flat: Flat, needed: Flat) -> None:

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from fshard.checks import check_local
 from fshard.errors import Problem, leaf_error
 from fshard.mesh import Mesh, axis_of
-from fshard.shard import check_transform, without_padding
+from fshard.shard import check_transform, laid_out, without_padding
 from fshard.tree import Axis, Sharded, Spec, Tree, flatten, is_sharded, on_axis, split, unflatten
 
 
@@ -71,7 +71,7 @@ def _from_dtensor(path: str, leaf: Any, strategy: Any, problems: list[Problem]) 
     if any(missing):
         local = pad(local, [n for size in reversed(missing) for n in (0, size)])
     # The layout is the DTensor's; how long the full tensor stays is for the strategy to say.
-    residency = strategy.layout(Spec(spec.shape)).residency
+    residency = laid_out(path, Spec(spec.shape), strategy, problems).residency
     return Sharded(local, replace(spec, transform=strategy, residency=residency))
 
 

@@ -9,10 +9,10 @@ import torch
 from torch.nn.functional import pad
 
 from fshard import comm
-from fshard.checks import check_local, is_reachable, kind
+from fshard.checks import check_local, is_reachable, kind, outline
 from fshard.errors import Problem, leaf_error
 from fshard.transforms import LayoutError, ShardTransform
-from fshard.tree import Sharded, Spec, Tree, flatten, is_sharded, outline, unflatten
+from fshard.tree import Sharded, Spec, Tree, flatten, is_sharded, unflatten
 
 
 def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str], bool] | None = None) -> Tree:
@@ -47,7 +47,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str],
             entries[path] = unfit[0] if unfit else "None"
             continue
         spec = Spec(tuple(leaf.shape), frozen=_is_frozen(path, leaf, frozen))
-        spec = _layout(path, spec, transform, problems)
+        spec = laid_out(path, spec, transform, problems)
         out.append((leaf.detach(), spec))
         entries[path] = _describe(leaf, spec)
     entries["(structure)"] = outline(flat.treedef)
@@ -107,7 +107,7 @@ def reshard(tree: Tree, transform: ShardTransform) -> Tree:
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         spec = None
         if is_sharded(leaf):
-            spec = _layout(path, Spec(leaf.spec.shape, frozen=leaf.spec.frozen), transform, problems)
+            spec = laid_out(path, Spec(leaf.spec.shape, frozen=leaf.spec.frozen), transform, problems)
         out.append((leaf, spec))
     if problems:
         raise leaf_error("reshard: leaves do not fit", problems, "choose a strategy that fits their shapes")
@@ -173,7 +173,8 @@ def _move(leaf: Sharded, spec: Spec) -> torch.Tensor:
     return local_piece(full, spec)
 
 
-def _layout(path: str, spec: Spec, transform: ShardTransform, problems: list[Problem]) -> Spec:
+def laid_out(path: str, spec: Spec, transform: ShardTransform, problems: list[Problem]) -> Spec:
+    """The spec that a transform gives a leaf; where it cannot, the problem is noted."""
     try:
         return replace(transform.layout(spec), transform=transform)
     except LayoutError as error:

@@ -103,7 +103,7 @@ def zero3(
         ValueError: if the mesh has no such axis, a dtype is not floating, or a number is
             negative.
     """
-    if not isinstance(prefetch, int) or prefetch < 0:
+    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
         raise ValueError(f"zero3: prefetch is {prefetch!r}, needed a number of units, 0 or more")
     if not isinstance(merge_bytes, int) or merge_bytes < 0:
         raise ValueError(f"zero3: merge_bytes is {merge_bytes!r}, needed a number of bytes, 0 or more")

@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Protocol
 
 import optree
@@ -11,6 +11,7 @@ import torch
 from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
 
 from fshard import _compat
+from fshard.errors import Problem, leaf_error
 
 Tree = Any
 Treedef = optree.PyTreeSpec
@@ -203,8 +204,7 @@ def _flatten_sharded(node: Sharded) -> tuple[tuple[torch.Tensor], Spec]:
 
 
 def _unflatten_sharded(spec: Spec, children: Any) -> Sharded:
-    (local,) = children
-    return Sharded(local, spec)
+    return Sharded(children[0], spec)
 
 
 # Users' own optree calls must see into Sharded too, hence optree's global namespace.
@@ -245,13 +245,6 @@ def _paths(treedef: Treedef) -> tuple[str, ...]:
     return tuple(accessor.codify("") or "(root)" for accessor in optree.treespec_accessors(treedef))
 
 
-def outline(treedef: Treedef) -> str:
-    """The node types of a structure, without keys or the nodes' own data, whose text may differ between processes."""
-    if treedef.type is None:
-        return "*"
-    return f"{treedef.type.__name__}({', '.join(map(outline, treedef.children()))})"
-
-
 def unflatten(treedef: Treedef, leaves: list[Any]) -> Tree:
     """Put leaves back into the structure that `flatten` returned."""
     return optree.tree_unflatten(treedef, leaves)
@@ -268,10 +261,28 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     Returns:
         A tree of f's results.
 
+    Raises:
+        ValueError: if structures or specs differ.
+
     >>> tree_map(lambda x: x + 1, {"a": 1, "b": (2, None)})
     {'a': 2, 'b': (3, None)}
     """
-    return optree.tree_map(f, tree, *rest)
+    try:
+        return optree.tree_map(f, tree, *rest)
+    except ValueError:
+        if problems := [problem for other in rest for problem in _differing_specs(flatten(tree), flatten(other))]:
+            raise leaf_error("tree_map: specs differ", problems, "shard both alike, frozen= included") from None
+        raise
+
+
+def _differing_specs(flat: Flat, other: Flat) -> Iterator[Problem]:
+    pairs = zip(flat.paths, flat.leaves, other.leaves, strict=True) if flat.treedef == other.treedef else ()
+    for path, *leaves in pairs:
+        specs = [leaf.spec for leaf in leaves if is_sharded(leaf)]
+        names = [f.name for f in fields(Spec) if f.compare and len({getattr(spec, f.name) for spec in specs}) > 1]
+        if names:
+            needed, found = (", ".join(f"{name}={getattr(spec, name)!r}" for name in names) for spec in specs)
+            yield Problem(path, found, needed)
 
 
 def tree_leaves(tree: Tree) -> list[Any]:

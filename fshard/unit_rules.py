@@ -76,6 +76,8 @@ def plan_units(module: nn.Module, units: Units, places: Mapping[str, Sequence[st
 def _select(module: nn.Module, units: Any) -> dict[str, int]:
     """The submodules that a rule selects, each with the number of the part of the rule that did."""
     rules = list(units) if isinstance(units, list | tuple) else [units]
+    if not rules:
+        raise ValueError(f"functionalize: units is {units!r}, which matches no submodule; pass None for one unit")
     together = not isinstance(units, list)
     selected: dict[str, int] = {}
     for rank, rule in enumerate(rules):
@@ -84,6 +86,8 @@ def _select(module: nn.Module, units: Any) -> dict[str, int]:
             found = list(_of_size(module, rule))
         if not found:
             raise ValueError(f"functionalize: units={rule!r} matches no submodule; name one of named_modules()")
+        if not any(True for path in found for _ in module.get_submodule(path).parameters()):
+            raise ValueError(f"functionalize: units={rule!r} matches only submodules without parameters; name others")
         for path in found:
             if path in selected and not together:
                 raise ValueError(

@@ -176,7 +176,8 @@ class _Run(NamedTuple):
         sharded = [i for i, slot in enumerate(call.slots) if slot is not None]
         stored, paths = [self.flat.leaves[i].local for i in sharded], [self.flat.paths[i] for i in sharded]
         unchanged = functools.partial(refuse_writes, self.what, paths, stored)
-        schedule = self.schedule(unflatten(self.flat.treedef, leaves)) if self.schedule else ()
+        rule = self.schedule
+        schedule = (lambda: rule(unflatten(self.flat.treedef, leaves))) if rule else tuple
         values, counts, auxes = [], [], []
         single = len(self.functions) == 1
         if self.what == "accumulate":

@@ -108,6 +108,29 @@ def test_the_others_move_two_n(strategy, world_size, units):
 
 
 @pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("strategy", ("ddp", "zero1", "zero2", "kept"))
+def test_a_tied_weight_that_is_kept_is_gathered_once_though_small_units_are_gathered_ahead(strategy, world_size):
+    """The unit between lies inside another, so that the two that share the weight are not merged."""
+    nested = nn.Sequential(nn.Sequential(nn.Linear(5, 11), nn.Linear(11, 5)))
+    module = nn.Sequential(nn.Embedding(7, 5), nested, nn.Linear(5, 7, bias=False)).double()
+    module[2].weight = module[0].weight
+    make = {
+        "ddp": fs.ddp,
+        "zero1": partial(fs.zero1, min_shard_elements=0),
+        "zero2": partial(fs.zero2, min_shard_elements=0),
+        "kept": partial(fs.zero3, min_shard_elements=0, regather=False, prefetch=2),
+    }
+
+    def program():
+        record, sizes = recorded(module, make[strategy](one_axis()), units=("0", "1", "1.0.0", "1.0.1", "2"))
+        assert record.bytes_sent() == pytest.approx(2 * sum(sizes.values()) * (world_size - 1) / world_size, rel=1e-12)
+        return record
+
+    first, *others = spmd(program, world_size)
+    assert others == [first] * (world_size - 1)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
 @pytest.mark.parametrize(
     "frozen, again",
     [

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import fshard as fs
-from fshard.testing.rank_error import RankError
 from tests.unit_models import (
     CHOSEN,
     HIDDEN,
@@ -47,8 +46,13 @@ class Mixture(nn.Module):
         self.bias = nn.Parameter(torch.empty(WIDTH))
         self.checkpointed = checkpointed
 
+    def picked(self, x, weights, picks):
+        return sum((weights[..., e : e + 1] * self.experts[e](x) for e in picks), torch.zeros_like(x))
+
     def forward(self, x, picks):
         weights, out = F.softmax(self.gate(x), -1), x
+        if self.checkpointed == "together":
+            return out + checkpoint(self.picked, x, weights, picks, use_reentrant=False) + self.bias
         for e in picks:
             y = checkpoint(self.experts[e], x, use_reentrant=False) if self.checkpointed else self.experts[e](x)
             out = out + weights[..., e : e + 1] * y
@@ -88,6 +92,8 @@ MODELS = {
     "gate last": dict(gate_last=True),
     "tied": dict(tied=True, gate_last=True),
     "each expert checkpointed": dict(inner=True),
+    "experts checkpointed together": dict(inner="together"),
+    "experts checkpointed in a checkpoint": dict(inner=True, around=True),
     "each mixture checkpointed": dict(outer=True),
     "both mixtures checkpointed together": dict(around=True, gate_last=True),
     "experts and mixtures checkpointed": dict(inner=True, outer=True),
@@ -102,18 +108,8 @@ def batches(routing, world_size):
     return [(batch, picks) for (batch,), picks in zip(tokens(world_size), ROUTINGS[routing])]
 
 
-# A checkpoint around one unit at a time gathers them again in each rank's own order, which is no common one.
-OWN_ORDER = pytest.mark.xfail(strict=True, raises=RankError, reason="checkpointed units entered in a rank's own order")
-
-
-@pytest.mark.parametrize(
-    "model, rule",
-    [
-        pytest.param(model, rule, marks=[OWN_ORDER] * ((model, rule) == ("each expert checkpointed", "every module")))
-        for model in MODELS
-        for rule in RULES
-    ],
-)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("rule", RULES)
 def test_routing_differs_between_ranks(model, rule):
     module = filled(Switching(**MODELS[model]))
     for world_size, strategies in CHOSEN.items():
@@ -124,20 +120,25 @@ def test_routing_differs_between_ranks(model, rule):
 @pytest.mark.parametrize(
     "model, routing",
     [
-        *(("gate last", routing) for routing in ROUTINGS),
-        *(
-            pytest.param(
-                "each expert checkpointed",
-                routing,
-                marks=[OWN_ORDER] * (routing in ("in another order", "first ranks have none", "backwards")),
-            )
-            for routing in ROUTINGS
-        ),
+        (model, routing)
+        for model in ("gate last", *(model for model in MODELS if model.startswith(("each exp", "experts"))))
+        for routing in ROUTINGS
     ],
 )
 def test_every_rank_takes_part_whatever_its_routing(model, routing, strategy):
     module = filled(Switching(**MODELS[model]))
     assert_one_process(module, batches(routing, RANKS), Perceptron, {strategy: STRATEGIES[strategy]}, again=True)
+
+
+@pytest.mark.parametrize("model", [model for model in MODELS if "checkpointed" in model])
+def test_checkpoints_that_run_to_their_end(model):
+    """They read weights again whose gradients are finished, and which the backward no longer needs."""
+    module = filled(Switching(**MODELS[model]))
+    with set_checkpoint_early_stop(False):
+        for rule in (Perceptron, nn.Module):
+            assert_one_process(
+                module, batches("different", RANKS), rule, {name: STRATEGIES[name] for name in ("prefetch 1", "zero2")}
+            )
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 from fshard._compat.autograd import (
     below_autograd,
-    inside_checkpoint,
+    checkpoints,
     is_dual,
     is_held_elsewhere,
     is_transformed,
@@ -52,10 +52,10 @@ __all__ = [
     "StorageWeakRef",
     "ThreadedCollective",
     "below_autograd",
+    "checkpoints",
     "forget_flat_weights",
     "group_size",
     "init_optimizer_state",
-    "inside_checkpoint",
     "is_compiled",
     "is_dual",
     "is_held_elsewhere",

@@ -53,10 +53,15 @@ def running_sequence_number() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
-def inside_checkpoint() -> bool:
-    """Whether torch.utils.checkpoint (not reentrant) will run again what runs now. Checked on 2.13."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return top is not None and top[0].__qualname__.startswith("_checkpoint_hook.")
+def checkpoints() -> list[Any]:
+    """One object for each torch.utils.checkpoint (not reentrant) that will run again what runs now. Checked on 2.13."""
+    autograd, hooks = torch._C._autograd, []
+    while (top := autograd._top_saved_tensors_default_hooks(False)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    for pack, unpack in reversed(hooks):
+        autograd._push_saved_tensors_default_hooks(pack, unpack)
+    return [pack for pack, _ in hooks if getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.")]
 
 
 @contextmanager

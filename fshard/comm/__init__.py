@@ -2,7 +2,7 @@
 
 from fshard.comm.agree import BITS as BITS
 from fshard.comm.agree import WORDS as WORDS
-from fshard.comm.agree import Vote, disagreement, vote
+from fshard.comm.agree import Vote, disagreement, highest, vote
 from fshard.comm.collective import (
     ALGORITHMS as ALGORITHMS,
 )
@@ -31,6 +31,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "disagreement",
+    "highest",
     "rank",
     "record",
     "reduce_scatter",

@@ -66,6 +66,23 @@ def vote(entries: Mapping[str, str], flags: Iterable[int], axes: Sequence[Axis],
     return _compare(entries, words, axes, label)
 
 
+def highest(numbers: Sequence[int], axes: Sequence[Axis], label: str) -> list[int]:
+    """Find for each of several numbers the highest that any rank has.
+
+    Args:
+        numbers: As many on every rank.
+        axes: The mesh axes to compare over.
+        label: Who asks, for the recorder.
+
+    Returns:
+        The highest ones, the same on every rank.
+    """
+    found = torch.tensor(numbers)
+    for axis in axes:
+        found = _exchange(found, axis, label).reshape(axis.size, -1).amax(0) if axis.size > 1 else found
+    return found.tolist()
+
+
 def _compare(entries: Mapping[str, str], words: list[int], axes: Sequence[Axis], label: str) -> Vote:
     axes = [axis for axis in axes if axis.size > 1]
     text = json.dumps(dict(entries)).encode()

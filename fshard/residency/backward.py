@@ -131,6 +131,7 @@ class Backward:
         self._place = {(s.kind, s.use.index, s.place): n for n, s in enumerate(self._steps)}
         self._buckets: dict[Any, _Bucket] = {}
         self._late: list[Slot] = []
+        self._pinned: list[Use] = []
         self._flying: deque[_Flight] = deque()
 
     def fetch(self, use: Use, index: int) -> torch.Tensor:
@@ -145,16 +146,20 @@ class Backward:
         return full
 
     def find(self, unit: Unit) -> Use | None:
-        """The use whose forward runs again: the unit's last one that the backward has not left."""
+        """The use whose forward runs again: the unit's last one that the backward has not left, or still holds."""
         self._pass_left()
-        left = (use for use in reversed(self._uses) if use.unit.slots == unit.slots)
-        return next((use for use in left if self._at <= self._place["enter", use.index, -1]), None)
+        uses = (use for use in reversed(self._uses) if use.unit.slots == unit.slots)
+        left = (use for use in uses if self._at <= self._place["enter", use.index, -1] or use in self._pinned)
+        return next(left, None)
 
     def recomputed(self, uses: Sequence[Use]) -> None:
         """Gather uses again whose forward is about to run again, with all that the backward needs before them.
 
         Their gradients come later, after those of the uses behind them: only gathers are taken out of turn.
         """
+        for use in uses:
+            # A checkpoint runs once, but several, or one in another, may need a use one after another.
+            use.until = None if use.checkpoints == 1 else use.until
         self._pass_left()
         to = max(self._place["exit", use.index, -1] for use in uses)
         if all(step.kind == "exit" for step in self._steps[self._at : to]):
@@ -176,7 +181,7 @@ class Backward:
             slot = use.unit.slots[i]
             if grad is not None:
                 slot.take_partial(grad)
-            if use.full is not None and (use.regathered or self._release):
+            if use.full is not None and use.until is None and (use.regathered or self._release):
                 use.full[i] = None
             self._ready.add((use.index, i))
         while self._at < len(self._steps) and self._is_ready(self._steps[self._at]):
@@ -228,8 +233,11 @@ class Backward:
         self._at += 1
         if step.kind == "enter":
             step.use.settle()
-            if step.use.regathered or self._release:
-                step.use.full = None
+            self._pinned.append(step.use)
+            for use in self._pinned:
+                if (use.regathered or self._release) and (use.until is None or use.until >= step.use.index):
+                    use.full = None
+            self._pinned = [use for use in self._pinned if use.until is not None and use.until < step.use.index]
         elif step.kind == "exit":
             for use in step.gathers:
                 use.start()

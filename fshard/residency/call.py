@@ -12,7 +12,7 @@ from fshard.residency.backward import Backward
 from fshard.residency.consensus import Consensus
 from fshard.residency.saved import Saved
 from fshard.residency.slots import Slot, policy_of
-from fshard.residency.timeline import Timeline
+from fshard.residency.timeline import CHECKPOINTED, Timeline
 from fshard.residency.units import Unit, Use, deliver, scattered
 from fshard.residency.walk import Walk, schedule
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded
@@ -143,8 +143,8 @@ class Call:
 
     def output(self, use: Use, index: int) -> torch.Tensor:
         """What a function gets for one leaf of an open use."""
-        if not self.in_backward and _compat.inside_checkpoint():
-            use.saved = True
+        if not self.in_backward:
+            self.timeline.compute(use)
         out = use.outputs.get(index)
         if out is None and use.unit.slots[index].trained and torch.is_grad_enabled():
             deliver(self, use, use.sharing_node(index))
@@ -186,12 +186,12 @@ class Call:
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._saved.unpack)
 
-    def forward(self, f: Callable[[], Any], schedule: Sequence[Tree] = ()) -> Any:
+    def forward(self, f: Callable[[], Any], schedule: Callable[[], Sequence[Tree]] = tuple) -> Any:
         """Run the function, then see whether every rank has.
 
         Args:
             f: The function.
-            schedule: Trees of leaves that it will gather in this order, if that is known.
+            schedule: Makes the trees of leaves that it will gather in this order, if that is known.
 
         Returns:
             What the function returned.
@@ -204,8 +204,8 @@ class Call:
         self._begin()
         try:
             with self._hooks():
-                if schedule:
-                    units = [self._unit_of(part) for part in schedule]
+                units = [self._unit_of(part) for part in schedule()]
+                if units:
                     self.begin_walk("the schedule", units, range(1, len(units) + 1), [False] * len(units))
                 out = f()
             self._leave_plain()
@@ -228,23 +228,16 @@ class Call:
         return Unit(", ".join(slot.path for slot in slots), slots)
 
     def _conclude(self, phase: str, error: Exception | None = None) -> None:
+        needed = [] if self.in_backward else self.timeline.needed()
         if not self.consensus.axes:
             return
         done = [*(f"{kind} {use.unit.name}" for kind, use in self.timeline.events), *self._log]
         self._log.clear()
-        last = self.timeline.last()
-        flags = [1 + use.index for use in self.timeline.uses if use.saved]
-        if last is not None and last.full is None:
-            flags.append(0)
         numbered = {f"event {i}": event for i, event in enumerate(done)}
-        found = self.consensus.conclude(phase, numbered, flags, error)
-        for use in self.timeline.uses:
-            use.saved = 1 + use.index in found
-            if use.regathered and (use is not last or 0 in found):
-                use.full = None
-            elif use is last:
-                # What was computed last is needed first: it is kept rather than gathered again.
-                use.saved = False
+        found = self.consensus.conclude(phase, numbered, self.timeline.flags(needed), error)
+        self.timeline.drop(found)
+        if CHECKPOINTED in found and error is None:
+            self.timeline.postpone(self.consensus.highest(needed))
 
     def backward(self, loss: torch.Tensor, divisor: Any, *, reduce: bool = True, last: bool = True) -> None:
         """Differentiate the loss of the last forward and add its gradients to the slots.

@@ -56,6 +56,10 @@ class Consensus:
         too_large = (flag - 1 for flag in raised if flag >= comm.WORDS * comm.BITS)
         return frozenset(flag - 1 for flag in vote.flags if flag != _FAILED) | frozenset(too_large)
 
+    def highest(self, numbers: Sequence[int]) -> list[int]:
+        """For each number the highest that any rank has."""
+        return comm.highest(numbers, self.axes, comm.AGREE)
+
     def _judge(self, vote: comm.Vote) -> None:
         if vote.problem is None:
             return

@@ -66,6 +66,9 @@ class Use:
         saved: Whether the backward will need its tensors: autograd saved a note of one, or a checkpoint will run its
             forward again.
         sequence: Number of the first autograd node that may have used it.
+        checkpoints: How many checkpoints of this rank's compute with it.
+        until: Number of the use that the backward must have left before the tensors may go, because a checkpoint of
+            this rank's may need them until then; None where none does.
         anchor: Output of a node that must be reached on every rank.
         on_close: Where tensors that were handed out are to be taken from again.
     """
@@ -84,7 +87,7 @@ class Use:
             "outputs",
             "regathered",
         ),
-        *("saved", "sequence", "unit"),
+        *("checkpoints", "saved", "sequence", "unit", "until"),
     )
 
     def __init__(self, unit: Unit, regathered: bool, kept: Mapping[Slot, torch.Tensor], log: list[str]) -> None:
@@ -94,7 +97,8 @@ class Use:
         self.full: list[torch.Tensor | None] | None = None
         self.outputs: dict[int, torch.Tensor] = {}
         self.closed = self.saved = False
-        self.sequence = 0
+        self.sequence = self.checkpoints = 0
+        self.until: int | None = None
         self.anchor: torch.Tensor | None = None
         self.on_close: list[tuple[dict[str, Any], str]] = []
         self._finish: list[tuple[list[int], Callable[[], Sequence[torch.Tensor]]]] | None = None

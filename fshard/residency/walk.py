@@ -86,12 +86,16 @@ class Walk:
         self.stops = stops
         self._call = call
         self._ahead: list[Use] = []
-        self._next = 0
+        self._next = self._entered = 0
         self._of_unit = {i: number for number, stop in enumerate(stops) for i in range(stop.first, stop.last + 1)}
         self._of_slot: dict[Slot, int] = {}
+        # For each stop the one before it that keeps a leaf of its, which is not to be gathered twice.
+        self._kept_by = [-1] * len(stops)
         for number, stop in enumerate(stops):
             for slot in stop.unit.slots:
-                self._of_slot.setdefault(slot, number)
+                first = self._of_slot.setdefault(slot, number)
+                if first < number and not is_regathered(stop.unit):
+                    self._kept_by[number] = max(self._kept_by[number], first)
         self._open: dict[int, Use] = {}
         self._held: dict[int, Use] = {}
         self._latest: dict[int, Use] = {}
@@ -114,9 +118,6 @@ class Walk:
     def begin(self, units: range) -> None:
         """A submodule that holds these units starts to run."""
         self._running.append(units)
-        if self._call.in_backward:
-            inside = (stop for stop in self.stops if stop.first < units.stop and stop.last >= units.start)
-            self._call.again([stop.unit for stop in inside])
 
     def finish(self, units: range) -> None:
         """It has run."""
@@ -153,7 +154,8 @@ class Walk:
     def abandon(self) -> None:
         """Take part in what is left of the schedule without using it, because this rank has failed."""
         while self._next < len(self.stops):
-            self._take().wait()
+            self._call.timeline.keep(self._take())
+            self._entered = self._next
 
     def _in_scope(self, stop: int) -> bool:
         return any(self._of_unit[number] == stop for number in self._scopes)
@@ -197,7 +199,7 @@ class Walk:
         return len(firsts) == 2 and any(all(first in units for first in firsts) for units in self._running)
 
     def _enter(self, stop: int, use: Use) -> None:
-        self._latest[stop] = use
+        self._latest[stop], self._entered = use, stop + 1
         around = (s for s in range(stop) if self.stops[s].end > self.stops[stop].first)
         self._call.open(use, inside=[self._latest[s] for s in around])
 
@@ -211,9 +213,10 @@ class Walk:
     def _look_ahead(self, count: int) -> None:
         """Start gathers until `count` large ones, and what is small before them, are under way."""
         while count and self._next + len(self._ahead) < len(self.stops):
-            stop = self.stops[self._next + len(self._ahead)]
+            number = self._next + len(self._ahead)
+            stop = self.stops[number]
             large = sum(not self.stops[self._next + i].small for i in range(len(self._ahead)))
-            if large + (not stop.small) > count:
+            if large + (not stop.small) > count or self._kept_by[number] >= self._entered:
                 break
             use = self._call.timeline.use_of(stop.unit)
             self._call.timeline.make_room()
