@@ -272,19 +272,7 @@ def test_evaluation_that_fails_on_one_rank_is_told_to_the_others(place, world_si
         assert is_own(found, rank, place) or names_another(found, rank, place), (rank, found)
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        pytest.param(
-            place,
-            marks=pytest.mark.xfail(strict=True, reason="it owes the schedule what the others do not wait for yet"),
-        )
-        if place in ({0: 0}, {1: 0})
-        else place
-        for place in PLACES
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("place", PLACES, ids=str)
 def test_a_rank_that_fails_under_a_schedule_of_some_is_told_to_the_others(place):
     """What is gathered beside the schedule and what the failing rank owes to the schedule do not mix."""
 
@@ -295,3 +283,18 @@ def test_a_rank_that_fails_under_a_schedule_of_some_is_told_to_the_others(place)
         return {"zero3": outcomes(lambda p: step(p, broken=breaking(place.get(rank), "in the forward")), step, params)}
 
     assert_each_is_told(spmd(program, 2, timeout=SECONDS), place)
+
+
+@pytest.mark.parametrize("rank", (0, 1))
+def test_a_schedule_that_fails_on_one_rank_is_told_to_the_others(rank):
+    def schedule(params):
+        if fs.comm.rank(fs.axis_of(one_axis())) == rank:
+            raise BrokenError(f"at {rank}")
+        return params["blocks"]
+
+    def program():
+        params = fs.shard(full_values(), fs.zero3(one_axis(), min_shard_elements=0))
+        good = fs.value_and_grad(chain)
+        return {"zero3": outcomes(fs.value_and_grad(chain, schedule=schedule), good, params)}
+
+    assert_each_is_told(spmd(program, 2, timeout=SECONDS), {rank: rank})

@@ -28,6 +28,23 @@ def differs(name, tree, found, needed, **keywords):
 
 ones = torch.ones
 
+
+class Only(torch.nn.Module):
+    """A module of one parameter."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.a = torch.nn.Parameter(value)
+
+    def forward(self):
+        return self.a * 1
+
+
+def adapted(base, delta):
+    """What adds a trained tensor to a frozen one and keeps the spec of the frozen one."""
+    return {"a": replace(base["a"], local=base["a"].local + delta["a"].local)}
+
+
 # Each is one rank's fault, and every rank raises.
 DIFFERENT = [
     differs(
@@ -215,6 +232,27 @@ ROWS = [
         "gather: shards do not match their specs\n"
         "  ['a']: found an int as local tensor, needed a local tensor of shape (3, 3)\n"
         "  ['b'][0]: found an int as local tensor, needed a local tensor of shape (2,)" + KEEP,
+    ),
+    *(
+        Row(
+            f"{name} of a frozen leaf that was computed from trained ones",
+            lambda world: (fs.shard(world.full, world.zero2, frozen=lambda path: True), world.params),
+            lambda base, params, call=call: fs.value_and_grad(lambda p: call(adapted(base, p)))(params),
+            f"{name}: a frozen leaf would lose its gradient\n"
+            "  ['a']: found a computed tensor that requires a gradient, needed none, because its spec is frozen\n"
+            "To fix: give the result the spec of the leaf that is trained, or detach it.",
+        )
+        for name, call in [
+            ("gather", lambda p: fs.gather(p)["a"].sum()),
+            ("apply", lambda p: fs.functionalize(Only(torch.ones(5, 3))).apply(p).sum()),
+        ]
+    ),
+    Row(
+        "tree_map over frozen and trained leaves",
+        lambda world: (fs.shard(world.full, world.zero2, frozen=lambda path: path == "['a']"), world.params),
+        partial(fs.tree_map, torch.add),
+        "tree_map: specs differ\n  ['a']: found frozen=False, needed frozen=True\n"
+        "To fix: shard both alike, frozen= included.",
     ),
     Row(
         "gather of leaves without a transform",

@@ -91,6 +91,7 @@ ARGUMENTS = [
         for name, value, error in [
             ("prefetch", -1, "zero3: prefetch is -1, needed a number of units, 0 or more"),
             ("prefetch", 1.5, "zero3: prefetch is 1.5, needed a number of units, 0 or more"),
+            ("prefetch", True, "zero3: prefetch is True, needed a number of units, 0 or more"),
             ("prefetch", None, "zero3: prefetch is None, needed a number of units, 0 or more"),
             ("regather", 3, f"zero3: regather is 3, {REGATHER}"),
             ("regather", None, f"zero3: regather is None, {REGATHER}"),

@@ -143,6 +143,19 @@ def test_layouts_that_dtensor_pads_otherwise_are_refused():
     ]
 
 
+def test_a_strategy_that_does_not_fit_names_the_leaf(workers):
+    def program():
+        mesh = one_axis()
+        tree = {"w": distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])}
+        with pytest.raises(ValueError, match="dtensor") as caught:
+            fs.from_dtensor(tree, fs.fully_shard(fs.axis_of(mesh), dim=2))
+        return str(caught.value)
+
+    row = "  ['w']: found shape (4, 3), needed a dim 2 to split over 'shard'\n"
+    needed = f"from_dtensor: leaves cannot be taken over\n{row}To fix: use the strategy's mesh and Shard or Replicate."
+    assert spmd(program, workers(2)) == [needed] * 2
+
+
 def test_hsdp(workers):
     def program():
         mesh = fs.init_mesh({"replicate": 1, "shard": -1}, device="cpu")

@@ -226,6 +226,12 @@ REFUSED = {
         (Block, nn.LSTM),
         "units=<class 'torch.nn.modules.rnn.LSTM'> matches no submodule",
     ),
+    "an empty list": ([], "units is [], which matches no submodule; pass None for one unit"),
+    "an empty tuple": ((), "units is (), which matches no submodule; pass None for one unit"),
+    "a class without parameters": (
+        nn.ReLU,
+        "units=<class 'torch.nn.modules.activation.ReLU'> matches only submodules without parameters; name others",
+    ),
     "parts that overlap": (
         ["blocks.1", Block],
         f"units overlap: 'blocks.1' and {Block!r} both match 'blocks.1'; let one rule match it",

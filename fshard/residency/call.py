@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,16 +10,12 @@ import torch
 from fshard import _compat
 from fshard.residency.backward import Backward
 from fshard.residency.consensus import Consensus
-from fshard.residency.saved import Saved
+from fshard.residency.saved import FunctionTransform, Saved
 from fshard.residency.slots import Slot, policy_of
 from fshard.residency.timeline import CHECKPOINTED, Timeline
 from fshard.residency.units import Unit, Use, deliver, scattered
 from fshard.residency.walk import Walk, schedule
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded
-
-
-class FunctionTransform(Exception):  # noqa: N818
-    """The function calls torch.func, which takes no saved-tensor hooks."""
 
 
 class Call:
@@ -63,6 +59,7 @@ class Call:
         alone = not self.consensus.axes
         self.timeline = Timeline(self._what, self._saved, self._kept, self._log, alone=alone)
         self._walks: list[Walk] = []
+        self._scheduled: Walk | None = None
         self._plain: Use | None = None
         self._refetched: Use | None = None
         self._backward: Backward | None = None
@@ -89,7 +86,7 @@ class Call:
     def begin_walk(self, name: str, units: Sequence[Unit], ends: Sequence[int], apart: Sequence[bool]) -> Walk:
         """Begin a pass over a schedule of units; see `schedule`."""
         if not self.in_backward:
-            self._leave_plain()
+            self._turn_away()
             self.consensus.agree(f"{len(units)} units of {name}")
         self._walks.append(Walk(self, schedule(units, ends, apart)))
         return self._walks[-1]
@@ -98,7 +95,9 @@ class Call:
         """Gather leaves in a plain function, as one unit."""
         slots = tuple(self.slot_of(path, leaf) for path, leaf in zip(paths, leaves, strict=True))
         unit = Unit(", ".join(slot.path for slot in slots), slots)
-        walk = next((walk for walk in self._walks if walk.has(unit)), None)
+        # What a checkpoint computes again may have been gathered by itself, though a schedule names it too.
+        alone = self._backward is not None and self._backward.find(unit) is not None
+        walk = None if alone else next((walk for walk in self._walks if walk.has(unit)), None)
         use = self._enter(unit) if walk is None else walk.find(slots[0], in_turn=True)[0]
         out = [self.output(use, use.unit.places[slot]) for slot in slots]
         use.outputs = {} if walk is None else use.outputs
@@ -108,11 +107,21 @@ class Call:
         """Gather a unit outside any schedule; its scope ends where the next one begins, as far as anybody can know."""
         if self.in_backward:
             return self.again([unit])[0]
-        self._leave_plain()
+        self._turn_away()
         self.consensus.agree(f"gather {unit.name}")
         self._plain = self.timeline.use_of(unit)
         self.open(self._plain)
         return self._plain
+
+    def _turn_away(self) -> None:
+        """Leave what was gathered last for what no schedule names.
+
+        A rank that fails takes part in the rest of a schedule and then says so: only there can others hear it.
+        """
+        self._leave_plain()
+        scheduled, self._scheduled = self._scheduled, None
+        if scheduled is not None:
+            scheduled.end()
 
     def _leave_plain(self) -> None:
         use, self._plain = self._plain, None
@@ -179,12 +188,10 @@ class Call:
             return list(self._backward.reduced_now(use, group))
         return [None] * len(group)
 
-    def _hooks(self) -> AbstractContextManager[None]:
-        """What must be active while the function runs, so that autograd saves no gathered tensor."""
+    def _drops(self) -> bool:
+        """Whether some tensors are gathered again in the backward."""
         policies = [policy_of([slot]) for slot in self.slots if slot is not None]
-        if not (self.consensus.axes and self._differentiable) or all(policy.regather is False for policy in policies):
-            return nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._saved.unpack)
+        return bool(self.consensus.axes) and self._differentiable and any(p.regather is not False for p in policies)
 
     def forward(self, f: Callable[[], Any], schedule: Callable[[], Sequence[Tree]] = tuple) -> Any:
         """Run the function, then see whether every rank has.
@@ -203,10 +210,11 @@ class Call:
         """
         self._begin()
         try:
-            with self._hooks():
+            with self._saved.hooks() if self._drops() else nullcontext():
                 units = [self._unit_of(part) for part in schedule()]
                 if units:
-                    self.begin_walk("the schedule", units, range(1, len(units) + 1), [False] * len(units))
+                    ends, apart = range(1, len(units) + 1), [False] * len(units)
+                    self._scheduled = self.begin_walk("the schedule", units, ends, apart)
                 out = f()
             self._leave_plain()
             for walk in self._walks:

@@ -1,12 +1,17 @@
 """What autograd saves: a gathered tensor is saved as a note of where it came from, and gathered again when needed."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 
 from fshard import _compat
 from fshard.residency.units import Use
+
+
+class FunctionTransform(Exception):  # noqa: N818
+    """The function calls torch.func, which takes no saved-tensor hooks."""
 
 
 class Note(NamedTuple):
@@ -28,6 +33,10 @@ class Saved:
         self._fetch = fetch
         # A weak reference keeps a storage's address from being used anew, so that no other is taken for it.
         self._known: dict[int, tuple[object, Use, int]] = {}
+
+    def hooks(self) -> AbstractContextManager[None]:
+        """What must be active while the function runs, so that autograd saves no gathered tensor."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def watch(self, use: Use) -> None:
         """Know a use's tensors, except those that it shares with stored shards."""

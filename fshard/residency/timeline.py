@@ -11,8 +11,8 @@ from fshard.residency.saved import Saved
 from fshard.residency.slots import Slot
 from fshard.residency.units import Unit, Use, is_regathered
 
-# What ranks tell each other at the end of a phase: whether a checkpoint will run something again, whether tensors of the
-# last use are gone, and from the third number on which uses were saved.
+# What ranks tell each other at the end of a phase: whether a checkpoint will run something again, whether the last use
+# has lost tensors, and from the third number on which uses were saved.
 CHECKPOINTED, _LAST_GONE, _SAVED = 0, 1, 2
 
 

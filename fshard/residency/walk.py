@@ -87,6 +87,7 @@ class Walk:
         self._call = call
         self._ahead: list[Use] = []
         self._next = self._entered = 0
+        self._over = False
         self._of_unit = {i: number for number, stop in enumerate(stops) for i in range(stop.first, stop.last + 1)}
         self._of_slot: dict[Slot, int] = {}
         # For each stop the one before it that keeps a leaf of its, which is not to be gathered twice.
@@ -128,8 +129,10 @@ class Walk:
                 self._call.leave(self._held.pop(stop))
 
     def has(self, unit: Unit) -> bool:
-        """Whether a stop of the schedule holds all leaves of a unit."""
+        """Whether a stop of the schedule holds all leaves of a unit, and may still come, or come again."""
         stop = self._of_slot.get(unit.slots[0])
+        if self._over and not self._call.in_backward:
+            return False
         return stop is not None and all(slot in self.stops[stop].unit.places for slot in unit.slots)
 
     def find(self, slot: Slot, in_turn: bool = False) -> tuple[Use, int]:
@@ -144,6 +147,7 @@ class Walk:
 
     def end(self) -> None:
         """Take part in what is left of the schedule, and close everything."""
+        self._over = True
         self._scopes, self._running = [], []
         for use in (*self._open.values(), *self._held.values()):
             self._call.leave(use)
