@@ -1,5 +1,6 @@
 """Private APIs of autograd, torch.func and tensors, each with the versions it was checked on."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -95,6 +96,17 @@ def below_autograd() -> AbstractContextManager[None]:
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that all views of the same memory share, as long as a StorageWeakRef to it lives. Checked on 2.13."""
     return tensor.untyped_storage()._cdata
+
+
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether anything but this tensor holds its memory: a view, its base, autograd or an array. Checked on 2.13."""
+    return _holders(tensor) != _holders(torch.empty(0))
+
+
+def _holders(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many hold the memory, and how many Python's one object for it."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
 def is_held_elsewhere(tensor: torch.Tensor) -> bool:

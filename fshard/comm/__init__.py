@@ -23,6 +23,7 @@ from fshard.comm.collective import (
 )
 from fshard.comm.record import AGREE as AGREE
 from fshard.comm.record import Collective, Record, record
+from fshard.comm.spares import reusable, reusing, spare
 
 __all__ = [
     "Collective",
@@ -35,6 +36,9 @@ __all__ = [
     "rank",
     "record",
     "reduce_scatter",
+    "reusable",
+    "reusing",
+    "spare",
     "start_all_gather",
     "start_all_reduce",
     "start_reduce_scatter",

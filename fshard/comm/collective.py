@@ -126,11 +126,8 @@ def start_reduce_scatter(
     shapes = [stack.shape[1:] for stack in stacks]
     sources = packed.pack(stacks, 1)
     buffers = ops.reduce_scatter(sources, axis.name, axis.size, axis.group_name, algorithm, label)
-    if algorithm == "direct" and axis.size == 2:
-        own = [source[rank(axis)] for source in sources]
-        # The sum of two is the same in either order.
-        return lambda: packed.unpack([ops.wait(b)[0].add_(mine) for b, mine in zip(buffers, own, strict=True)], shapes)
-    return lambda: packed.unpack([_sum_rows(ops.wait(buffer)) for buffer in buffers], shapes)
+    own = [source[rank(axis)] for source in sources] if _from_the_other(algorithm, axis) else None
+    return lambda: packed.unpack(_sums(buffers, own), shapes)
 
 
 def start_all_reduce(tensors: Sequence[torch.Tensor], axis: Axis, label: str, algorithm: Algorithm = "auto") -> Finish:
@@ -158,11 +155,13 @@ def start_all_reduce(tensors: Sequence[torch.Tensor], axis: Axis, label: str, al
     large = [i for i, yes in enumerate(exchanged) if not yes]
     scattering = start_reduce_scatter([_rows(buffers[i], axis.size) for i in large], axis, label, algorithm)
     arguments = (axis.name, axis.size, axis.group_name, algorithm, label)
-    flying = ops.all_reduce([buffers[i] for i in small], *arguments) if small else []
+    sources = [buffers[i] for i in small]
+    flying = ops.all_reduce(sources, *arguments) if small else []
+    own = sources if _from_the_other(algorithm, axis) else None
 
     def finish() -> list[torch.Tensor]:
         gathering = start_all_gather(scattering(), axis, label, algorithm)
-        sums = dict(zip(small, [_sum_rows(ops.wait(buffer)) for buffer in flying], strict=True))
+        sums = dict(zip(small, _sums(flying, own), strict=True))
         for i, rows in zip(large, gathering(), strict=True):
             sums[i] = rows.reshape(-1)[: buffers[i].numel()].view(buffers[i].shape)
         return packed.unpack([sums[i] for i in range(len(buffers))], shapes)
@@ -174,6 +173,19 @@ def _rows(tensor: torch.Tensor, size: int) -> torch.Tensor:
     """Cut a tensor's elements into `size` equal rows, the last one filled up with zeros."""
     flat = tensor.reshape(-1)
     return torch.nn.functional.pad(flat, (0, -flat.numel() % size)).view(size, -1)
+
+
+def _from_the_other(algorithm: Algorithm, axis: Axis) -> bool:
+    """Whether sums arrive as what the other of two ranks sent."""
+    return algorithm == "direct" and axis.size == 2
+
+
+def _sums(buffers: Sequence[torch.Tensor], own: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
+    """Wait for what all ranks sent and add it up, or for what the other one sent and add this rank's own to it."""
+    if own is None:
+        return [_sum_rows(ops.wait(buffer)) for buffer in buffers]
+    # The sum of two is the same in either order.
+    return [ops.wait(buffer)[0].add_(mine) for buffer, mine in zip(buffers, own, strict=True)]
 
 
 def _sum_rows(buffer: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ a buffer counts ranks, or is 1 where the backend has summed already.
 Algorithms:
     direct: a broadcast from each rank and an all-to-all, straight into the buffers, sums left to the caller. About
         twice as fast as gloo's own collectives, and sums are in rank order: bitwise the same for every strategy.
-        Between two ranks the buffer of a reduce-scatter is the other rank's row alone.
+        Between two ranks the buffer of a sum is what the other rank sent, and nothing else.
     coalesced: one fused collective for the whole list, which is what NCCL does best.
     flat: the backend's own collective for each tensor.
 """
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fshard import _compat
+from fshard.comm import spares
 
 Tensors = list[torch.Tensor]
 
@@ -42,7 +43,7 @@ def _all_gather(tensors: Tensors, axis: str, size: int, group: str, algorithm: s
         return [buffer.view(tensor.dtype).view(size, *tensor.shape) for buffer, tensor in pairs]
     process_group = _compat.resolve_process_group(group)
     with _compat.below_autograd():
-        buffers = _all_gather_like(tensors, size)
+        buffers = [spares.empty(tensor, (size, *tensor.shape)) for tensor in tensors]
         for tensor, buffer in zip(tensors, buffers, strict=True):
             buffer[dist.get_rank(process_group)].copy_(tensor)
             rows = [_bytes(row) for row in buffer] if tensor.numel() else []
@@ -83,20 +84,26 @@ def _reduce_scatter(tensors: Tensors, axis: str, size: int, group: str, algorith
         sources = [tensor.contiguous() for tensor in tensors]
         fused = algorithm == "coalesced"
         return _per_dtype(sources, lambda same: _compat.start_reduce_scatter(same, size, group, fused))
-    process_group = _compat.resolve_process_group(group)
-    own = dist.get_rank(process_group)
+    own = dist.get_rank(_compat.resolve_process_group(group))
     with _compat.below_autograd():
         buffers = _reduce_scatter_like(tensors, size, algorithm)
         for tensor, buffer in zip(tensors, buffers, strict=True):
-            if tensor.numel():
-                # Between two ranks only the other's row travels; more rows would have to be moved together for that.
-                rows = tensor if size > 2 else tensor[1 - own]
-                source, target = _bytes(rows.contiguous()), _bytes(buffer)
-                splits = [0 if size == 2 and i == own else source.numel() // len(buffer) for i in range(size)]
-                work = dist.all_to_all_single(target, source, splits, splits, group=process_group, async_op=True)
-                _compat.register_work(buffer, work)
-                _keep(buffer, [source, target])
+            # Between two ranks only the other's row travels; more rows would have to be moved together for that.
+            _exchange(tensor if size > 2 else tensor[1 - own], buffer, size, group)
     return buffers
+
+
+def _exchange(rows: torch.Tensor, buffer: torch.Tensor, size: int, group: str) -> None:
+    """Send each rank its row and receive one of each; between two ranks all to the other, and nothing to oneself."""
+    if not rows.numel():
+        return
+    process_group = _compat.resolve_process_group(group)
+    own = dist.get_rank(process_group)
+    source, target = _bytes(rows.contiguous()), _bytes(buffer)
+    splits = [0 if size == 2 and i == own else source.numel() // len(buffer) for i in range(size)]
+    work = dist.all_to_all_single(target, source, splits, splits, group=process_group, async_op=True)
+    _compat.register_work(buffer, work)
+    _keep(buffer, [source, target])
 
 
 def _per_dtype(tensors: Tensors, start: Callable[[Tensors], Tensors]) -> Tensors:
@@ -114,6 +121,12 @@ def _reduce_scatter_like(tensors: Tensors, size: int, algorithm: str) -> Tensors
 
 
 def _all_reduce(tensors: Tensors, axis: str, size: int, group: str, algorithm: str, label: str) -> Tensors:
+    if algorithm == "direct" and size == 2:
+        with _compat.below_autograd():
+            buffers = _all_gather_like(tensors, 1)
+            for tensor, buffer in zip(tensors, buffers, strict=True):
+                _exchange(tensor, buffer, size, group)
+        return buffers
     if algorithm == "direct":
         return _all_gather(tensors, axis, size, group, algorithm, label)
     sums = _per_dtype(tensors, lambda same: _compat.start_all_reduce(same, group, fused=algorithm == "coalesced"))
@@ -136,7 +149,7 @@ _define(
     "all_reduce",
     _all_reduce,
     lambda tensors, axis, size, group, algorithm, label: _all_gather_like(
-        tensors, size if algorithm == "direct" else 1
+        tensors, size if algorithm == "direct" and size > 2 else 1
     ),
 )
 

@@ -130,6 +130,7 @@ class Backward:
         self._ready: set[tuple[int, int]] = set()
         self._place = {(s.kind, s.use.index, s.place): n for n, s in enumerate(self._steps)}
         self._buckets: dict[Any, _Bucket] = {}
+        self._last_gather = max((n for n, step in enumerate(self._steps) if step.gathers), default=-1)
         self._late: list[Slot] = []
         self._pinned: list[Use] = []
         self._flying: deque[_Flight] = deque()
@@ -182,7 +183,7 @@ class Backward:
             if grad is not None:
                 slot.take_partial(grad)
             if use.full is not None and use.until is None and (use.regathered or self._release):
-                use.full[i] = None
+                use.drop(i, spare=self._at <= self._last_gather)
             self._ready.add((use.index, i))
         while self._at < len(self._steps) and self._is_ready(self._steps[self._at]):
             self._take(self._steps[self._at])

@@ -159,8 +159,9 @@ class Call:
             deliver(self, use, use.sharing_node(index))
             out = use.outputs[index]
         if out is None:
-            out = use.wait()[index]
-        assert out is not None
+            full = use.wait()[index]
+            assert full is not None
+            out = full.detach()
         return out
 
     def _fetch(self, use: Use, index: int) -> torch.Tensor:
@@ -170,7 +171,7 @@ class Call:
         # The function itself differentiates: gather again while it stays with this unit.
         if use.full is None:
             if self._refetched is not None:
-                self._refetched.full = None
+                self._refetched.drop_all()
             self._refetched = use
             use.wait()
             self._saved.watch(use)

@@ -37,17 +37,26 @@ class Timeline:
         self.events: list[tuple[str, Use]] = []
         self.uses: list[Use] = []
         self._what, self._saved, self._kept, self._log, self._alone = what, saved, kept, log, alone
+        # Memory of dropped tensors that the next gather may write to.
+        self._spares: list[torch.Tensor] = []
         self._open: list[Use] = []
         self._checkpointed: WeakKeyDictionary[Any, tuple[int, dict[Use, None]]] = WeakKeyDictionary()
         self._lingering: Use | None = None
 
     def use_of(self, unit: Unit) -> Use:
         """Make a new use of a unit, with the tensors where the policy has kept them."""
-        return Use(unit, regathered=not self._alone and is_regathered(unit), kept=self._kept, log=self._log)
+        return Use(
+            unit,
+            regathered=not self._alone and is_regathered(unit),
+            kept=self._kept,
+            log=self._log,
+            spares=self._spares,
+        )
 
     def open(self, use: Use, inside: Sequence[Use] = ()) -> None:
         """Enter a use, wait for its tensors, and close those that it does not lie inside."""
         self.make_room()
+        self._spares.clear()
         self.close_but(inside)
         self.events.append(("enter", use))
         self._open.append(use)
@@ -111,12 +120,13 @@ class Timeline:
         use.close()
         use.check_writes(self._what)
         self.make_room()
+        self._spares.clear()
         self._lingering = use if use.regathered else None
 
     def make_room(self) -> None:
         """Drop the tensors of the use that was left last."""
         if self._lingering is not None:
-            self._lingering.full = None
+            self._lingering.drop_all()
             self._lingering = None
 
     def flags(self, needed: Sequence[int]) -> list[int]:

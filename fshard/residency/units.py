@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from fshard import _compat
+from fshard import _compat, comm
 from fshard.collectives import linear_call
 from fshard.errors import Problem, leaf_error
 from fshard.residency.slots import Slot, policy_of, specs_of
@@ -77,6 +77,7 @@ class Use:
         *(
             "_finish",
             "_log",
+            "_spares",
             "_versions",
             "anchor",
             "closed",
@@ -90,9 +91,16 @@ class Use:
         *("checkpoints", "saved", "sequence", "unit", "until"),
     )
 
-    def __init__(self, unit: Unit, regathered: bool, kept: Mapping[Slot, torch.Tensor], log: list[str]) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        regathered: bool,
+        kept: Mapping[Slot, torch.Tensor],
+        log: list[str],
+        spares: list[torch.Tensor],
+    ) -> None:
         """Nothing is gathered yet."""
-        self.unit, self.regathered, self.kept, self._log = unit, regathered, kept, log
+        self.unit, self.regathered, self.kept, self._log, self._spares = unit, regathered, kept, log, spares
         self.index = -1
         self.full: list[torch.Tensor | None] | None = None
         self.outputs: dict[int, torch.Tensor] = {}
@@ -116,7 +124,7 @@ class Use:
                 groups.setdefault(slot.spec.transform, []).append(i)
         if groups:
             self._log.append(f"gather {self.unit.name}")
-        with torch.no_grad():
+        with torch.no_grad(), comm.reusing(self._spares):
             self._finish = [
                 (group, transform.start_gather([slots[i].stored for i in group], specs_of(slots, group)))
                 for transform, group in groups.items()
@@ -133,13 +141,31 @@ class Use:
             with torch.no_grad():
                 for group, finish in self._finish:
                     for i, gathered in zip(group, finish(), strict=True):
-                        full[i] = gathered
+                        full[i] = comm.reusable(gathered)
             self._finish, self.full, self.kept = None, full, {}
             self._versions = [-1 if tensor is None else _compat.version(tensor) for tensor in full]
             for slot, tensor in zip(slots, full, strict=True):
                 if slot.like is None and tensor is not None:
                     slot.set_like(tensor)
         return self.full
+
+    def drop(self, index: int, spare: bool = True) -> None:
+        """Let go of a gathered tensor.
+
+        Args:
+            index: Its number.
+            spare: Whether the gather that starts next may write to its memory.
+        """
+        if self.full is not None:
+            tensor, self.full[index] = self.full[index], None
+            memory = comm.spare(tensor) if spare and self.regathered and tensor is not None else None
+            self._spares.extend([] if memory is None else [memory])
+
+    def drop_all(self) -> None:
+        """Let go of all of them."""
+        for index in range(len(self.full or ())):
+            self.drop(index)
+        self.full = None
 
     def settle(self) -> None:
         """Wait for a gather that this rank had no use for."""
