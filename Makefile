@@ -27,6 +27,7 @@ bench: .venv/examples
 	done
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py --world-size-1
 	$(BIN)/python benchmarks/memory.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/update.py
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build dist

@@ -9,7 +9,7 @@ import torch
 from fshard.checks import kind, same_structure
 from fshard.errors import Problem, leaf_error
 from fshard.train_state import TrainState
-from fshard.tree import Spec, Tree, flatten, is_sharded
+from fshard.tree import Flat, Spec, Tree, Treedef, flatten, is_sharded
 
 
 class Optimizer(NamedTuple):
@@ -20,11 +20,14 @@ class Optimizer(NamedTuple):
         update: update(grads, state, params) returns (params, state).
         update_donated: As `update`, and may write to the state and the parameters that it is given; None where the
             optimizer has no use for that.
+        resume: As `update_donated`, where it can go on from what that returned last, and the gradients fit, which it
+            sees for itself; None, with nothing changed, elsewhere.
     """
 
     init: Callable[[Tree], Tree]
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
     update_donated: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]] | None = None
+    resume: Callable[[Tree, Tree, Tree], tuple[Tree, Tree] | None] | None = None
 
 
 class GradientTransformation(NamedTuple):
@@ -61,9 +64,12 @@ def update(tx: Optimizer, state: TrainState, grads: Tree, *, donate: bool = Fals
         )
     if not isinstance(state, TrainState):
         raise ValueError(f"update: state is {kind(state)}, needed a TrainState; make one by fs.TrainState.create")
-    _check_gradients(grads, state.params)
-    run = tx.update_donated if donate and tx.update_donated else tx.update
-    params, opt_state = run(grads, state.opt_state, state.params)
+    done = tx.resume(grads, state.opt_state, state.params) if donate and tx.resume else None
+    if done is None:
+        _check_gradients(grads, state.params)
+        run = tx.update_donated if donate and tx.update_donated else tx.update
+        done = run(grads, state.opt_state, state.params)
+    params, opt_state = done
     return state._replace(step=state.step + 1, params=params, opt_state=opt_state)
 
 
@@ -103,6 +109,53 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
     if transformations and isinstance(transformations[-1], Optimizer):
         return Optimizer(init, run, partial(run, donate=True))
     return GradientTransformation(init, run)
+
+
+class Targets(NamedTuple):
+    """Tensors of parameters that a torch optimizer steps, so that gradients can be checked as they are given to it.
+
+    Attributes:
+        treedef: Structure of the parameters.
+        tensors: For each leaf the tensor whose grad is set, or None where the leaf takes no gradient.
+        specs: For each leaf the spec that its gradient has, or None.
+    """
+
+    treedef: Treedef
+    tensors: list[Any]
+    specs: list[Spec | None]
+
+    @classmethod
+    def of(cls, params: Flat) -> "Targets":
+        """The leaves' own tensors."""
+        leaves: list[Any] = [None if is_sharded(leaf) and leaf.spec.frozen else leaf for leaf in params.leaves]
+        specs = [leaf.spec if is_sharded(leaf) else None for leaf in leaves]
+        return cls(params.treedef, [leaf.local if is_sharded(leaf) else leaf for leaf in leaves], specs)
+
+    def take(self, grads: Tree) -> bool:
+        """Set every grad; False, and none set, unless all gradients fit, with the very specs of the parameters."""
+        try:
+            if self._set(self.treedef.flatten_up_to(grads)):
+                return True
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            # Another structure, or no leaf of the kind needed; and torch itself refuses another shape, dtype or device.
+            pass
+        for tensor in self.tensors:
+            if tensor is not None:
+                tensor.grad = None
+        return False
+
+    def _set(self, grads: list[Any]) -> bool:
+        for tensor, spec, grad in zip(self.tensors, self.specs, grads, strict=True):
+            if spec is not None:
+                if grad.spec is not spec:
+                    return False
+                grad = grad.local
+            elif tensor is grad is None:
+                continue
+            tensor.grad = grad
+            if not grad.is_contiguous():
+                tensor.grad = grad.contiguous()
+        return True
 
 
 def _check_gradients(grads: Tree, params: Tree) -> None:

@@ -1,6 +1,7 @@
 """The README's programs run as printed."""
 
 import re
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ import fshard as fs
 from fshard.testing import assert_trees_close, check_adjoint, spmd
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-TRAIN_STEP, FOUR_VERBS, TRANSFORMS, UNITS, TESTING = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+TRAIN_STEP, FOUR_VERBS, TRANSFORMS, UNITS, OPTIMIZERS, TESTING = re.findall(
+    r"```python\n(.*?)```", README, flags=re.DOTALL
+)
 
 
 def names(seed):
@@ -63,6 +66,30 @@ def test_units_of_a_plain_function(world_size):
         assert_trees_close(fs.unshard(scope["grads"]), expected, rtol=1e-5, atol=1e-7)
 
     spmd(program, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_optimizers_of_groups_train(world_size):
+    block = nn.Sequential(OrderedDict(norm=nn.LayerNorm(8), linear=nn.Linear(8, 8)))
+    module = nn.Sequential(
+        OrderedDict(embedding=nn.Embedding(7, 8), blocks=nn.ModuleList([block]), head=nn.Linear(8, 7))
+    )
+    full = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+    def program():
+        schedule = fs.from_torch_scheduler(torch.optim.lr_scheduler.LinearLR, lr=0.1, steps=4, total_iters=2)
+        scope = {"torch": torch, "fs": fs, "schedule": schedule}
+        exec(OPTIMIZERS, scope)
+        strategy = fs.zero3(fs.init_mesh({"shard": -1}, device="cpu"), min_shard_elements=0)
+        state = fs.TrainState.create(fs.shard(full, strategy), scope["tx"])
+        grads = fs.shard({name: torch.ones_like(value) for name, value in full.items()}, strategy)
+        for _ in range(3):
+            state = fs.update(scope["tx"], state, grads, donate=True)
+        return fs.unshard(state.params), fs.unshard(state.opt_state.average)
+
+    for params, average in spmd(program, world_size):
+        assert all(not params[name].equal(full[name]) for name in full)
+        assert all(not average[name].equal(params[name]) for name in full)
 
 
 def test_transforms_are_adjoint():

@@ -23,6 +23,7 @@ from fshard.comm.collective import (
 )
 from fshard.comm.record import AGREE as AGREE
 from fshard.comm.record import Collective, Record, record
+from fshard.comm.rows import all_to_all
 from fshard.comm.spares import reusable, reusing, spare
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Vote",
     "all_gather",
     "all_reduce",
+    "all_to_all",
     "disagreement",
     "highest",
     "rank",

@@ -133,6 +133,18 @@ def _all_reduce(tensors: Tensors, axis: str, size: int, group: str, algorithm: s
     return [total.unsqueeze(0) for total in sums]
 
 
+def _all_to_all(
+    rows: torch.Tensor, send: list[int], receive: list[int], axis: str, size: int, group: str, label: str
+) -> torch.Tensor:
+    with _compat.below_autograd():
+        buffer = rows.new_empty(sum(receive))
+        process_group = _compat.resolve_process_group(group)
+        work = dist.all_to_all_single(buffer, rows, receive, send, group=process_group, async_op=True)
+        _compat.register_work(buffer, work)
+        _keep(buffer, [rows])
+    return buffer
+
+
 def _define(name: str, kernel, fake) -> None:  # type: ignore[no-untyped-def]
     _LIBRARY.define(f"{name}{_SIGNATURE}")
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
@@ -153,6 +165,15 @@ _define(
     ),
 )
 
+_LIBRARY.define(
+    "all_to_all(Tensor rows, int[] send, int[] receive, str axis, int size, str group, str label) -> Tensor"
+)
+_LIBRARY.impl("all_to_all", _all_to_all, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "fshard::all_to_all", lambda rows, send, receive, *_: rows.new_empty(sum(receive)), lib=_LIBRARY
+)
+
 all_gather = torch.ops.fshard.all_gather.default
 reduce_scatter = torch.ops.fshard.reduce_scatter.default
 all_reduce = torch.ops.fshard.all_reduce.default
+all_to_all = torch.ops.fshard.all_to_all.default

@@ -15,11 +15,11 @@ class Collective(NamedTuple):
     """One collective as it was issued.
 
     Attributes:
-        op: "all_gather", "reduce_scatter" or "all_reduce".
+        op: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
         axis: Name of the mesh axis.
         size: Ranks on it.
         label: Who asked for it.
-        bytes: Padded bytes of the full tensors.
+        bytes: Padded bytes of the full tensors; of an all-to-all, those that this rank holds.
         tensors: Buffers it carried.
         scalar: Whether it carried single numbers only, or the few by which ranks agree on what comes next.
     """
@@ -64,6 +64,9 @@ class _Recorder(_compat.DispatchMode):
             scalar = single or label == AGREE
             name = func.name().removeprefix("fshard::").removesuffix(".default")
             self.record.append(Collective(name, axis, size, label, full, len(tensors), scalar))
+        if func is ops.all_to_all:
+            rows, _, _, axis, size, _, label = args
+            self.record.append(Collective("all_to_all", axis, size, label, rows.numel(), 1, False))
         return func(*args, **(kwargs or {}))
 
 

@@ -1,20 +1,12 @@
-"""Leaves and their specs: Sharded, Spec, Axis, P; pytrees of them; shape arithmetic."""
+"""Specs: what one leaf is and how it is split; axes, partitions and their shape arithmetic."""
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-import optree
 import torch
-from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
-
-from fshard import _compat
-from fshard.errors import Problem, leaf_error
-
-Tree = Any
-Treedef = optree.PyTreeSpec
 
 
 @dataclass(frozen=True)
@@ -175,126 +167,3 @@ def split(spec: Spec, axis: Axis, dim: int) -> Spec:
 def on_axis(spec: Spec, axis: Axis) -> Spec:
     """Place the leaf on `axis` too, without splitting it."""
     return spec if axis in spec.axes else replace(spec, axes=(*spec.axes, axis))
-
-
-@dataclass(frozen=True, eq=False)
-class Sharded:
-    """This rank's shard of a leaf and the spec that says what it is a shard of.
-
-    A pytree node of optree and torch whose one child is the local tensor, so tree_map, torch.func and optimizers see
-    plain tensors and every result keeps its spec. Not a tensor: nothing communicates unless a verb is called.
-
-    Attributes:
-        local: This rank's tensor, of shape spec.local_shape.
-        spec: The leaf's description, equal on every rank of one mesh row.
-    """
-
-    local: torch.Tensor
-    spec: Spec
-
-    def __repr__(self) -> str:
-        if not isinstance(self.local, torch.Tensor):
-            return f"Sharded({self.local!r}, {self.spec.partition})"
-        dtype = str(self.local.dtype).removeprefix("torch.")
-        return f"Sharded({dtype}{list(self.spec.shape)}, {self.spec.partition}, local {list(self.local.shape)})"
-
-
-def _flatten_sharded(node: Sharded) -> tuple[tuple[torch.Tensor], Spec]:
-    return (node.local,), node.spec
-
-
-def _unflatten_sharded(spec: Spec, children: Any) -> Sharded:
-    return Sharded(children[0], spec)
-
-
-# Users' own optree calls must see into Sharded too, hence optree's global namespace.
-optree.register_pytree_node(
-    Sharded,  # type: ignore[arg-type]
-    lambda node: (*_flatten_sharded(node), ("local",)),  # type: ignore[arg-type]
-    _unflatten_sharded,  # type: ignore[arg-type]
-    path_entry_type=optree.GetAttrEntry,
-    namespace=GLOBAL_NAMESPACE,
-)
-_compat.register_torch_pytree(
-    Sharded, _flatten_sharded, lambda children, spec: _unflatten_sharded(spec, children), "fshard.Sharded"
-)
-
-
-class Flat(NamedTuple):
-    """A tree taken apart: one path per leaf, the leaves (Sharded and None kept whole) and the structure."""
-
-    paths: list[str]
-    leaves: list[Any]
-    treedef: Treedef
-
-
-def is_sharded(node: Any) -> bool:
-    """Whether `node` is a Sharded leaf."""
-    return isinstance(node, Sharded)
-
-
-def flatten(tree: Tree) -> Flat:
-    """Take a tree apart without looking inside Sharded leaves; None counts as a leaf."""
-    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
-    return Flat(list(_paths(treedef)), leaves, treedef)
-
-
-@functools.lru_cache(maxsize=256)
-def _paths(treedef: Treedef) -> tuple[str, ...]:
-    """Spell out the leaves' paths, as in ['blocks'][0]; slow enough to remember."""
-    return tuple(accessor.codify("") or "(root)" for accessor in optree.treespec_accessors(treedef))
-
-
-def unflatten(treedef: Treedef, leaves: list[Any]) -> Tree:
-    """Put leaves back into the structure that `flatten` returned."""
-    return optree.tree_unflatten(treedef, leaves)
-
-
-def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """Map `f` over the plain tensors of a tree, those inside Sharded leaves included; specs are kept.
-
-    Args:
-        f: Called with one tensor of each tree.
-        tree: The tree whose structure and specs the result has.
-        *rest: Trees of the same structure.
-
-    Returns:
-        A tree of f's results.
-
-    Raises:
-        ValueError: if structures or specs differ.
-
-    >>> tree_map(lambda x: x + 1, {"a": 1, "b": (2, None)})
-    {'a': 2, 'b': (3, None)}
-    """
-    try:
-        return optree.tree_map(f, tree, *rest)
-    except ValueError:
-        if problems := [problem for other in rest for problem in _differing_specs(flatten(tree), flatten(other))]:
-            raise leaf_error("tree_map: specs differ", problems, "shard both alike, frozen= included") from None
-        raise
-
-
-def _differing_specs(flat: Flat, other: Flat) -> Iterator[Problem]:
-    pairs = zip(flat.paths, flat.leaves, other.leaves, strict=True) if flat.treedef == other.treedef else ()
-    for path, *leaves in pairs:
-        specs = [leaf.spec for leaf in leaves if is_sharded(leaf)]
-        names = [f.name for f in fields(Spec) if f.compare and len({getattr(spec, f.name) for spec in specs}) > 1]
-        if names:
-            needed, found = (", ".join(f"{name}={getattr(spec, name)!r}" for name in names) for spec in specs)
-            yield Problem(path, found, needed)
-
-
-def tree_leaves(tree: Tree) -> list[Any]:
-    """List the plain tensors of a tree, the local tensors of Sharded leaves included.
-
-    Args:
-        tree: Any pytree.
-
-    Returns:
-        Its leaves, dict entries in the order of their sorted keys.
-
-    >>> tree_leaves({"b": 2, "a": (1, None)})
-    [1, 2]
-    """
-    return optree.tree_leaves(tree)

@@ -1,0 +1,218 @@
+"""Optimizers of our own whose updates are differentiable: sgd, adam and adamw."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from fshard.checks import check_floating
+from fshard.optim.leaves import check_real, check_state, joined, leafwise, zeros
+from fshard.tree import Tree, flatten
+from fshard.update import Optimizer
+
+Number = float | torch.Tensor
+Rate = Number | Callable[[torch.Tensor], Number]
+
+
+class SgdState(NamedTuple):
+    """State of `sgd`.
+
+    Attributes:
+        updates: Updates made: an int64 tensor of shape ().
+        momentum: The momentum of each leaf, sharded as it is; None without momentum.
+    """
+
+    updates: torch.Tensor
+    momentum: Tree
+
+
+def sgd(
+    lr: Rate,
+    momentum: Number = 0.0,
+    *,
+    dampening: Number = 0.0,
+    weight_decay: Number = 0.0,
+    nesterov: bool = False,
+) -> Optimizer:
+    """Stochastic gradient descent that can itself be differentiated.
+
+    Follows torch.optim.SGD. Nothing is detached and numbers may be tensors: torch.func.grad through an update gives
+    gradients with respect to parameters (MAML) and to the learning rate.
+
+    Args:
+        lr: Learning rate: a number, a tensor of shape (), or a schedule of the number of updates made.
+        momentum: How much of the last step stays.
+        dampening: How much of the gradient does not go into the momentum, but for the first one.
+        weight_decay: How much of the parameters is added to their gradients.
+        nesterov: Whether the gradient is taken where the momentum leads.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: if `nesterov` is asked for without momentum or with dampening.
+    """
+    has_momentum = isinstance(momentum, torch.Tensor) or momentum != 0
+    if nesterov and (not has_momentum or isinstance(dampening, torch.Tensor) or dampening != 0):
+        raise ValueError("sgd: nesterov needs a momentum above 0 and no dampening")
+
+    def init(params: Tree) -> SgdState:
+        check_floating("sgd", flatten(params))
+        return SgdState(torch.zeros((), dtype=torch.int64), zeros(params) if has_momentum else None)
+
+    def update(grads: Tree, state: SgdState, params: Tree) -> tuple[Tree, SgdState]:
+        check_state("sgd", state, SgdState)
+        rate, first = value_of(lr, state.updates), state.updates == 0
+
+        def plain(grad: Any, param: Any, rate: Any, decay: Any) -> tuple[torch.Tensor, ...]:
+            return (param - rate * (grad + decay * param),)
+
+        def heavy(
+            grad: Any, param: Any, old: Any, rate: Any, decay: Any, momentum: Any, dampening: Any
+        ) -> tuple[torch.Tensor, ...]:
+            grad = grad + decay * param
+            new = torch.where(first, grad, momentum * old + (1 - dampening) * grad)
+            return param - rate * (grad + momentum * new if nesterov else new), new
+
+        if has_momentum:
+            numbers = (rate, weight_decay, momentum, dampening)
+            outs = leafwise(heavy, grads, params, state.momentum, numbers=numbers, first=1)
+        else:
+            outs = leafwise(plain, grads, params, numbers=(rate, weight_decay), first=1)
+        new = joined(outs[0], params) if outs else params
+        return new, SgdState(state.updates + 1, outs[1] if has_momentum and outs else state.momentum)
+
+    return Optimizer(init, update)
+
+
+class AdamState(NamedTuple):
+    """State of `adam` and `adamw`.
+
+    Attributes:
+        updates: Updates made: an int64 tensor of shape ().
+        mean: Running average of the gradients, sharded as they are.
+        square: Running average of their squares.
+    """
+
+    updates: torch.Tensor
+    mean: Tree
+    square: Tree
+
+
+def adam(
+    lr: Rate, betas: tuple[Number, Number] = (0.9, 0.999), eps: Number = 1e-8, *, weight_decay: Number = 0.0
+) -> Optimizer:
+    """Adam that can itself be differentiated; see `sgd`.
+
+    Follows Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), and torch.optim.Adam.
+
+    Args:
+        lr: Learning rate: a number, a tensor of shape (), or a schedule of the number of updates made.
+        betas: How much stays of the averages of gradients and of their squares.
+        eps: What is added to the root of the squares.
+        weight_decay: How much of the parameters is added to their gradients.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: from init, if a leaf is no real floating tensor.
+    """
+    return _adam("adam", lr, betas, eps, weight_decay, decoupled=False)
+
+
+def adamw(
+    lr: Rate, betas: tuple[Number, Number] = (0.9, 0.999), eps: Number = 1e-8, *, weight_decay: Number = 0.01
+) -> Optimizer:
+    """AdamW that can itself be differentiated; see `sgd`.
+
+    Follows Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), and torch.optim.AdamW.
+
+    Args:
+        lr: Learning rate: a number, a tensor of shape (), or a schedule of the number of updates made.
+        betas: How much stays of the averages of gradients and of their squares.
+        eps: What is added to the root of the squares.
+        weight_decay: How much parameters shrink in an update, times the learning rate.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: from init, if a leaf is no real floating tensor.
+    """
+    return _adam("adamw", lr, betas, eps, weight_decay, decoupled=True)
+
+
+def _adam(
+    what: str, lr: Rate, betas: tuple[Number, Number], eps: Number, weight_decay: Number, *, decoupled: bool
+) -> Optimizer:
+    def init(params: Tree) -> AdamState:
+        check_real(what, flatten(params))
+        return AdamState(torch.zeros((), dtype=torch.int64), zeros(params), zeros(params))
+
+    def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
+        check_state(what, state, AdamState)
+        rate = value_of(lr, state.updates)
+
+        def step(
+            grad: Any, param: Any, mean: Any, square: Any, rate: Any, decay: Any, *rest: Any
+        ) -> tuple[torch.Tensor, ...]:
+            if decoupled:
+                param = param * (1 - rate * decay)
+            else:
+                grad = grad + decay * param
+            found, *averages = adam_direction(grad, mean, square, state.updates, *rest)
+            return param - rate * found, *averages
+
+        numbers = (rate, weight_decay, *betas, eps)
+        outs = leafwise(step, grads, params, state.mean, state.square, numbers=numbers, first=1)
+        if not outs:
+            return params, state._replace(updates=state.updates + 1)
+        return joined(outs[0], params), AdamState(state.updates + 1, *outs[1:])
+
+    return Optimizer(init, update)
+
+
+def adam_direction(
+    grad: torch.Tensor,
+    mean: torch.Tensor,
+    square: torch.Tensor,
+    updates: torch.Tensor,
+    beta1: Number,
+    beta2: Number,
+    eps: Number,
+) -> tuple[torch.Tensor, ...]:
+    """What Adam subtracts from a leaf, before the learning rate, and the two averages after it.
+
+    Args:
+        grad: The gradient.
+        mean: The average of gradients before.
+        square: The average of their squares before.
+        updates: Updates made before.
+        beta1: As for `adam`, the first of `betas`.
+        beta2: The second.
+        eps: As for `adam`.
+
+    Returns:
+        The direction, and the averages.
+    """
+    count = (updates + 1).double()
+    bias1, bias2 = 1 - beta1**count, (1 - beta2**count).sqrt()
+    mean = mean + (1 - beta1) * (grad - mean)
+    square = beta2 * square + (1 - beta2) * grad * grad
+    return mean / bias1.to(mean.dtype) / (_root(square) / bias2.to(mean.dtype) + eps), mean, square
+
+
+def _root(square: torch.Tensor) -> torch.Tensor:
+    """The root, with a derivative of zero at zero rather than none."""
+    zero = square == 0
+    return torch.where(zero, 0, torch.where(zero, 1, square).sqrt())
+
+
+def value_of(rate: Rate, count: torch.Tensor) -> Any:
+    """A learning rate after some updates; a number that is not finite is refused."""
+    value = rate(count) if callable(rate) else rate
+    if isinstance(value, int | float) and not math.isfinite(value):
+        raise ValueError(f"update: the learning rate is {value} after {int(count)} updates, needed a finite number")
+    return value

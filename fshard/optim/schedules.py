@@ -1,0 +1,64 @@
+"""Schedules: hyperparameters as functions of the number of updates made."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fshard.checks import kind
+
+Schedule = Callable[[torch.Tensor], torch.Tensor]
+
+
+def from_torch_scheduler(
+    cls: Callable[..., Any], lr: float, steps: int, *, name: str = "lr", momentum: float = 0.9, **arguments: Any
+) -> Schedule:
+    """Make a schedule of a class of torch.optim.lr_scheduler, with its own values.
+
+    The values are taken down once, here: a schedule is a look-up, which a trace can hold and which never traces anew.
+
+    Args:
+        cls: The class, such as torch.optim.lr_scheduler.CosineAnnealingLR, or a function from an optimizer to a
+            scheduler, for those that join several.
+        lr: The learning rate that it starts from.
+        steps: How many updates there will be; later ones get the last value.
+        name: Which hyperparameter it is for: "lr", or "momentum" for those that cycle it too.
+        momentum: The momentum that it starts from.
+        **arguments: Its keyword arguments.
+
+    Returns:
+        The schedule: it maps the number of updates made, an int64 tensor of shape (), to a float64 tensor of shape ().
+
+    Raises:
+        ValueError: if it needs a metric, or a value is not finite.
+
+    >>> import torch
+    >>> schedule = from_torch_scheduler(torch.optim.lr_scheduler.StepLR, lr=1.0, steps=4, step_size=2, gamma=0.5)
+    >>> [float(schedule(torch.tensor(count))) for count in range(5)]
+    [1.0, 1.0, 0.5, 0.5, 0.5]
+    """
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ValueError(f"from_torch_scheduler: steps is {steps!r}, needed a number of updates, 1 or more")
+    if cls is torch.optim.lr_scheduler.ReduceLROnPlateau:
+        remedy = "keep the learning rate in the state instead, by from_torch(..., inject=True)"
+        raise ValueError(f"from_torch_scheduler: ReduceLROnPlateau needs a metric at every step; {remedy}")
+    optimizer = torch.optim.SGD([torch.zeros(())], lr=lr, momentum=momentum)
+    scheduler = cls(optimizer, **arguments)
+    values = []
+    for count in range(steps):
+        if count:
+            optimizer.step()
+            scheduler.step()
+        value = float(optimizer.param_groups[0][name])
+        if not math.isfinite(value):
+            raise ValueError(f"from_torch_scheduler: {name} is {value} after {count} updates, needed a finite number")
+        values.append(value)
+    table = torch.tensor(values, dtype=torch.float64)
+
+    def schedule(count: torch.Tensor) -> torch.Tensor:
+        if not isinstance(count, torch.Tensor):
+            raise ValueError(f"schedule: the count is {kind(count)}, needed an int64 tensor of shape ()")
+        return table.to(count.device)[count.clamp(0, steps - 1)]
+
+    return schedule

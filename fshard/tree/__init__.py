@@ -1,0 +1,35 @@
+"""Leaves and their specs: Sharded, Spec, Axis, P; pytrees of them; shape arithmetic."""
+
+from fshard.tree.nodes import (
+    Flat,
+    Sharded,
+    Tree,
+    Treedef,
+    flatten,
+    is_sharded,
+    names_of,
+    tree_leaves,
+    tree_map,
+    unflatten,
+)
+from fshard.tree.specs import Axis, P, Residency, Spec, Transform, on_axis, split
+
+__all__ = [
+    "Axis",
+    "Flat",
+    "P",
+    "Residency",
+    "Sharded",
+    "Spec",
+    "Transform",
+    "Tree",
+    "Treedef",
+    "flatten",
+    "is_sharded",
+    "names_of",
+    "on_axis",
+    "split",
+    "tree_leaves",
+    "tree_map",
+    "unflatten",
+]

@@ -1,0 +1,295 @@
+"""skip_nonfinite, dynamic_loss_scale, every_k and ema: one decision on all ranks, and torch's own numbers."""
+
+import math
+import re
+
+import pytest
+import torch
+from torch import optim
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+import fshard as fs
+from fshard.optim.guards import all_finite
+from fshard.shard import without_padding
+from fshard.testing import assert_trees_close, spmd
+from fshard.tree import flatten
+from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
+
+SHAPES = {"w": (5, 3), "vector": (7,), "scalar": (), "empty": (0, 3)}
+LAYOUTS = ("ddp", "zero2", "zero2 of every leaf", "last dim", "hsdp", "two dims")
+INNER = {
+    "AdamW": lambda: fs.from_torch(optim.AdamW, lr=0.1),
+    "SGD momentum": lambda: fs.from_torch(optim.SGD, lr=0.1, momentum=0.9),
+    "clipped": lambda: fs.chain(fs.clip_by_global_norm(0.5), fs.from_torch(optim.SGD, lr=0.1, momentum=0.9)),
+    "adam": lambda: fs.adam(0.1),
+}
+
+
+def tree(seed, dtype=torch.float32):
+    draw = normal(seed)
+    return {name: draw(*shape, dtype=dtype) for name, shape in SHAPES.items()}
+
+
+def copied(tree):
+    return fs.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def step(tx, donate):
+    """The tx's update; a donated one gets copies, so that the caller's values stay."""
+    if not donate:
+        return tx.update
+    return lambda grads, state, params: tx.update_donated(grads, copied(state), copied(params))
+
+
+def assert_same_shards(actual, expected):
+    """As assert_same_bits, of what each rank holds."""
+    assert flatten(actual).treedef == flatten(expected).treedef
+    assert_same_bits(fs.tree_leaves(actual), fs.tree_leaves(expected))
+
+
+def poisoned(grads, value, name="vector"):
+    """With one element bad in what this rank holds of a leaf."""
+    local = grads[name].local.clone()
+    local.view(-1)[0] = value
+    return grads | {name: fs.Sharded(local, grads[name].spec)}
+
+
+@pytest.mark.parametrize("donate", (False, True))
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("wrap", ("skip_nonfinite", "dynamic_loss_scale"))
+@pytest.mark.parametrize("value", (math.inf, -math.inf, math.nan))
+def test_one_bad_rank_skips_on_all(value, wrap, inner, donate):
+    tx = getattr(fs, wrap)(INNER[inner]())
+    update = step(tx, donate)
+
+    def program():
+        for name in LAYOUTS:
+            strategy = STRATEGIES[name](meshes())
+            params, *grads = (fs.shard(tree(seed), strategy) for seed in range(3))
+            start = update(grads[0], tx.init(params), params)
+            for culprit in range(3):
+                bad = poisoned(grads[1], value) if torch.distributed.get_rank() == culprit else grads[1]
+                new, state = update(bad, start[1], start[0])
+                assert (state.skipped.item(), state.skipped.dtype) == (1, torch.int64)
+                assert_same_shards(new, start[0])
+                assert_same_shards(state.inner, start[1].inner)
+                # As if it had never been.
+                again, onward = update(grads[1], state, new), update(grads[1], start[1], start[0])
+                assert again[1].skipped.item() == 1
+                if wrap == "skip_nonfinite":
+                    assert_same_shards((again[0], again[1].inner), (onward[0], onward[1].inner))
+
+    spmd(program, 3)
+
+
+def test_good_gradients_update_as_without():
+    plain, tx = INNER["AdamW"](), fs.skip_nonfinite(INNER["AdamW"]())
+    params, large = tree(0), {name: torch.full_like(leaf, 3e38) for name, leaf in tree(1).items()}
+    for grads in (tree(1), large):
+        new, state = tx.update(grads, tx.init(params), params)
+        assert state.skipped.item() == 0
+        assert_same_shards((new, state.inner), plain.update(grads, plain.init(params), params))
+
+
+@pytest.mark.parametrize("value", (math.inf, math.nan))
+def test_padding_does_not_count(value):
+    def program():
+        leaf = fs.shard(torch.ones(5), fs.zero2(one_axis(), min_shard_elements=0))
+        padded = fs.Sharded(torch.full_like(leaf.local, value), leaf.spec)
+        without_padding(padded).copy_(without_padding(leaf))
+        return all_finite({"w": padded, "frozen": None}).item()
+
+    assert spmd(program, 3) == [True] * 3
+
+
+def test_transforms_look_at_every_rank():
+    """Under torch.func both outcomes are computed, and one is chosen on every rank alike."""
+    tx = fs.skip_nonfinite(fs.sgd(0.5))
+
+    def program():
+        params = fs.shard(tree(0, torch.float64), fs.zero2(one_axis(), min_shard_elements=0))
+        found = []
+        for grads in (params, poisoned(params, math.inf) if torch.distributed.get_rank() == 1 else params):
+
+            def loss(params, grads=grads):
+                new, _ = tx.update(grads, tx.init(params), params)
+                return fs.objective(sum(leaf.sum() for leaf in fs.gather(new).values()), params)
+
+            found.append(fs.unshard(torch.func.grad(loss)(params)))
+        return found
+
+    ones = fs.tree_map(torch.ones_like, tree(0, torch.float64))
+    for found in spmd(program, 2):
+        assert_same_bits(found, [ones, ones])
+
+
+SCALES = {
+    "powers of two": {"init_scale": 2.0**4, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2},
+    "others": {"init_scale": 11.0, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 1},
+    "torch's own": {"init_scale": 2.0**16},
+}
+FINITE = (True, True, False, True, True, True, False, False, True, True, True, True)
+
+
+def scaled_gradients(dtype):
+    made = [tree(seed, dtype) for seed in range(1, len(FINITE) + 1)]
+    for k, finite in enumerate(FINITE):
+        if not finite:
+            made[k]["w"][k % 5, 1] = math.inf if k % 2 else math.nan
+    return made
+
+
+@pytest.mark.parametrize("cls, hyper", [(optim.AdamW, {"lr": 0.1}), (optim.SGD, {"lr": 0.1, "momentum": 0.9})])
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
+@pytest.mark.parametrize("case", SCALES)
+def test_loss_scale_is_that_of_torch(case, dtype, cls, hyper):
+    scaler = torch.amp.GradScaler(device="cpu", **SCALES[case])
+    scaler.scale(torch.ones(()))
+    theirs = {name: torch.nn.Parameter(leaf) for name, leaf in tree(0, dtype).items()}
+    optimizer = cls(list(theirs.values()), **hyper)
+    tx = fs.dynamic_loss_scale(fs.from_torch(cls, **hyper), **SCALES[case])
+    ours = {donate: (tree(0, dtype), tx.init(tree(0, dtype))) for donate in (False, True)}
+    for grads in scaled_gradients(dtype):
+        for name, param in theirs.items():
+            param.grad = grads[name].clone()
+        scaler.step(optimizer)
+        scaler.update()
+        for donate, (params, state) in ours.items():
+            params, state = (tx.update_donated if donate else tx.update)(grads, state, params)
+            assert (state.scale.item(), state.scale.dtype) == (scaler.get_scale(), torch.float32)
+            assert state.good.item() == scaler._get_growth_tracker()
+            assert_same_shards(params, {name: param.detach() for name, param in theirs.items()})
+            ours[donate] = params, state
+    assert all(state.skipped.item() == FINITE.count(False) for _, state in ours.values())
+
+
+def test_half_precision_keeps_gradients_of_a_large_scale():
+    """The inverse of 2 ** 26 is no number of float16, and yet gradients times it are."""
+    tx = fs.dynamic_loss_scale(fs.sgd(1.0), init_scale=2.0**26)
+    grads, params = torch.full((3,), 2.0**14, dtype=torch.float16), torch.zeros(3, dtype=torch.float16)
+    assert_same_shards(tx.update(grads, tx.init(params), params)[0], torch.full_like(params, -(2.0**-12)))
+
+
+def test_clipping_inside_sees_true_gradients():
+    def clipped():
+        return fs.chain(fs.clip_by_global_norm(0.5), fs.from_torch(optim.SGD, lr=1.0))
+
+    tx, plain = fs.dynamic_loss_scale(clipped(), init_scale=2.0**10), clipped()
+
+    def program():
+        params, grads = (fs.shard(tree(k), fs.zero2(one_axis(), min_shard_elements=0)) for k in (0, 1))
+        scaled = fs.tree_map(lambda grad: grad * 2.0**10, grads)
+        assert_same_shards(
+            tx.update(scaled, tx.init(params), params)[0], plain.update(grads, plain.init(params), params)[0]
+        )
+
+    spmd(program, 2)
+
+
+@pytest.mark.parametrize("donate", (False, True))
+def test_a_scale_that_becomes_zero_is_refused(donate):
+    """With the state whole, so that a caller can save it."""
+    tx = fs.dynamic_loss_scale(fs.from_torch(optim.SGD, lr=0.1, momentum=0.9), init_scale=2.0**-149)
+    params = tree(0)
+    state = tx.init(params)
+    before = copied((params, state))
+    text = "dynamic_loss_scale: the scale has become 0, needed more; look for a nan in the loss itself"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        (tx.update_donated if donate else tx.update)(
+            {name: torch.full_like(leaf, math.nan) for name, leaf in params.items()}, state, params
+        )
+    assert_same_shards((params, state), before)
+
+
+def test_a_scale_does_not_grow_to_infinity():
+    tx = fs.dynamic_loss_scale(fs.sgd(0.1), init_scale=2.0**126, growth_interval=1)
+    params = tree(0)
+    state, scales = tx.init(params), []
+    for _ in range(3):
+        params, state = tx.update(params, state, params)
+        scales.append(state.scale.item())
+    assert scales == [2.0**127] * 3
+
+
+def test_updates_in_a_vmap_are_skipped_alike():
+    def program():
+        params = fs.shard({"w": torch.ones(5, 3)}, fs.zero2(one_axis(), min_shard_elements=0))
+        tx = fs.skip_nonfinite(fs.sgd(0.1))
+
+        def step(scale):
+            return tx.update(fs.tree_map(lambda x: x * scale, params), tx.init(params), params)[0]["w"].local
+
+        return torch.func.vmap(step)(torch.tensor([1.0, math.inf]))[:, 0, 0].tolist()
+
+    assert spmd(program, 2) == [[torch.tensor(0.9).item(), 1.0]] * 2
+
+
+@pytest.mark.parametrize("donate", (False, True))
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("k", (1, 2, 3))
+def test_every_k_is_an_update_with_the_mean(k, inner, donate):
+    tx, plain = fs.every_k(INNER[inner](), k), INNER[inner]()
+    update, dtype = (tx.update_donated if donate else tx.update), torch.float64
+
+    def program():
+        strategy = fs.zero2(one_axis(), min_shard_elements=0)
+        params, grads = fs.shard(tree(0, dtype), strategy), [fs.shard(tree(s, dtype), strategy) for s in range(1, 7)]
+        expected, expected_state = params, plain.init(params)
+        state = tx.init(params)
+        params = copied(params)
+        for i in range(6 // k * k):
+            before, given = copied((params, state.inner)), copied(grads[i])
+            params, state = update(grads[i], state, params)
+            assert_same_shards(grads[i], given)
+            assert state.collected.item() == (i + 1) % k
+            assert state.collected.dtype == torch.int64
+            if (i + 1) % k:
+                assert_same_shards((params, state.inner), before)
+                continue
+            means = fs.tree_map(lambda *leaves: sum(leaves) / k, *grads[i + 1 - k : i + 1])
+            expected, expected_state = plain.update(means, expected_state, expected)
+            assert not any(leaf.any() for leaf in fs.tree_leaves(state.mean))
+            # Means differ by k + 2 roundings, which Adam divides by a gradient as small as 1e-2.
+            tolerance = 6 * 100 * (k + 2) * torch.finfo(dtype).eps
+            assert_trees_close(params, expected, rtol=tolerance, atol=tolerance)
+
+    spmd(program, 2)
+
+
+def test_every_k_leaves_what_the_state_inside_keeps():
+    """A transformation may keep gradients in its state, which is not every_k's to write to."""
+    last = fs.GradientTransformation(lambda params: params, lambda grads, state, params: (grads, grads))
+    tx = fs.every_k(fs.chain(last, fs.from_torch(optim.SGD, lr=0.1)), 2)
+    for donate in (False, True):
+        params, grads = tree(0), fs.tree_map(torch.ones_like, tree(1))
+        state = tx.init(copied(params))
+        for _ in range(2):
+            params, state = (tx.update_donated if donate else tx.update)(grads, state, params)
+        assert_same_shards(state.inner[0], grads)
+
+
+@pytest.mark.parametrize("donate", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
+@pytest.mark.parametrize("decay", (0.0, 0.3, 0.9, 0.999, 1.0))
+def test_ema_gets_the_bits_of_torch(decay, dtype, donate):
+    inner = fs.from_torch(optim.AdamW, lr=0.1)
+    tx, average = fs.ema(inner, decay), get_ema_multi_avg_fn(decay)
+
+    def program():
+        for name in LAYOUTS:
+            strategy = STRATEGIES[name](meshes())
+            params = fs.shard(tree(0, dtype), strategy)
+            state = tx.init(params)
+            assert_same_bits(fs.unshard(state.average), tree(0, dtype))
+            expected = list(tree(0, dtype).values())
+            alone = params, inner.init(params)
+            params = copied(params)
+            for seed in range(1, 6):
+                grads = fs.shard(tree(seed, dtype), strategy)
+                alone = inner.update(grads, alone[1], alone[0])
+                params, state = (tx.update_donated if donate else tx.update)(grads, state, params)
+                assert_same_shards((params, state.inner), alone)
+                average(expected, list(fs.unshard(params).values()), seed)
+                assert_same_bits(list(fs.unshard(state.average).values()), expected)
+
+    spmd(program, 2)

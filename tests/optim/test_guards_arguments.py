@@ -1,0 +1,139 @@
+"""What every optimizer and wrapper does alike: frozen leaves pass through, and bad arguments and states are refused."""
+
+import re
+
+import pytest
+import torch
+from torch import optim
+
+import fshard as fs
+from fshard.testing import spmd
+from tests.trees import assert_same_bits, normal, one_axis
+
+
+def sgd():
+    return fs.from_torch(optim.SGD, lr=0.1, momentum=0.9)
+
+
+WRAPPERS = {
+    "skip_nonfinite": fs.skip_nonfinite,
+    "dynamic_loss_scale": fs.dynamic_loss_scale,
+    "every_k": lambda tx: fs.every_k(tx, 1),
+    "every_k, 2": lambda tx: fs.every_k(tx, 2),
+    "ema": lambda tx: fs.ema(tx, 0.9),
+}
+OPTIMIZERS = {
+    **{name: lambda wrap=wrap: wrap(sgd()) for name, wrap in WRAPPERS.items()},
+    **{name: lambda name=name: getattr(fs, name)(0.1) for name in ("sgd", "adam", "adamw", "lamb", "lars")},
+    "sgd momentum": lambda: fs.sgd(0.1, 0.9),
+    "clip_by_norm": lambda: fs.chain(fs.clip_by_norm(0.5), sgd()),
+    "clip_by_value": lambda: fs.chain(fs.clip_by_value(0.5), sgd()),
+    "add_decayed_weights": lambda: fs.chain(fs.add_decayed_weights(0.1), sgd()),
+    "all at once": lambda: fs.ema(fs.skip_nonfinite(fs.dynamic_loss_scale(fs.every_k(fs.adamw(0.1), 1))), 0.5),
+}
+
+
+@pytest.mark.parametrize("donate", (False, True))
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_frozen_and_absent_leaves_pass_through(case, donate):
+    tx = OPTIMIZERS[case]()
+    draw = normal()
+    # A length that does not divide: its norm must not see the padding, and its bits do not depend on the order of sums.
+    full = {"fixed": draw(5, 3), "trained": draw(1), "absent": None}
+    grads = [draw(1) for _ in range(2)]
+
+    def program():
+        strategy = fs.zero2(one_axis(), min_shard_elements=0)
+        params = fs.shard(full, strategy, frozen=lambda path: "fixed" in path)
+        fixed = params["fixed"]
+        state = fs.TrainState.create(params, tx)
+        alone, alone_state = full["trained"], tx.init(full["trained"])
+        for grad in grads:
+            gradients = {"fixed": None, "trained": fs.shard(grad, strategy), "absent": None}
+            state = fs.update(tx, state, gradients, donate=donate)
+            alone, alone_state = tx.update(grad, alone_state, alone)
+        assert state.step.item() == 2
+        assert state.params["fixed"] is fixed
+        assert_same_bits(fs.unshard(fixed), full["fixed"])
+        if hasattr(state.opt_state, "average"):
+            assert state.opt_state.average["fixed"] is fixed
+        assert state.params["absent"] is None
+        assert_same_bits(fs.unshard(state.params)["trained"], alone)
+
+    spmd(program, 2)
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_nothing_to_train(case):
+    tx = OPTIMIZERS[case]()
+    frozen = fs.shard({"w": torch.ones(3)}, fs.ddp(one_axis()), frozen=lambda path: True)
+    for params, grads in (({}, {}), (frozen, {"w": None})):
+        for update in (tx.update, tx.update_donated or tx.update):
+            new, _ = update(grads, tx.init(params), params)
+            assert fs.tree_leaves(new) == fs.tree_leaves(params)
+
+
+@pytest.mark.parametrize("case", WRAPPERS)
+def test_no_optimizer_is_refused(case):
+    name = case.split(",")[0]
+    end = "fs.from_torch" + ("" if name == "ema" else " or an fs.chain with one")
+    text = f"{name}: tx is a GradientTransformation, needed an Optimizer, such as {end}"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        WRAPPERS[case](fs.clip_by_value(1.0))
+
+
+STATES = {
+    "skip_nonfinite": "SkipState",
+    "dynamic_loss_scale": "ScaleState",
+    "every_k": "EveryState",
+    "ema": "EmaState",
+}
+
+
+@pytest.mark.parametrize("donate", (False, True))
+@pytest.mark.parametrize("name", STATES)
+def test_state_of_another_optimizer_is_refused(name, donate):
+    tx = WRAPPERS[name](sgd())
+    params = torch.ones(2)
+    text = f"{name}: the state is a TorchState, needed a {STATES[name]}; update with the optimizer that made the state"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        (tx.update_donated if donate else tx.update)(params, sgd().init(params), params)
+    assert_same_bits(params, torch.ones(2))
+
+
+def scale_error(**changes):
+    values = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000} | changes
+    return (
+        f"dynamic_loss_scale: {', '.join(f'{name}={value!r}' for name, value in values.items())}; needed a finite "
+        "scale above 0, growth above 1, backoff between 0 and 1 and an interval of 1 or more"
+    )
+
+
+BAD = {
+    **{
+        f"{name}={value}": (fs.dynamic_loss_scale, {name: value}, scale_error(**{name: value}))
+        for name, values in {
+            # The scale is kept in float32, where 1e39 is inf and 1e-50 is 0.
+            "init_scale": (0.0, -1.0, float("inf"), float("nan"), 1e39, 1e-50),
+            "growth_factor": (1.0, 0.5, float("nan")),
+            "backoff_factor": (0.0, 1.0, float("nan")),
+            "growth_interval": (0, -1),
+        }.items()
+        for value in values
+    },
+    **{
+        f"k={k}": (fs.every_k, {"k": k}, f"every_k: k is {k!r}, needed a number of gradients, 1 or more")
+        for k in (0, -1, 1.0, True, None)
+    },
+    **{
+        f"decay={decay}": (fs.ema, {"decay": decay}, f"ema: decay is {decay}, needed a number from 0 to 1")
+        for decay in (-0.1, 1.1, float("nan"))
+    },
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments(case):
+    wrap, arguments, text = BAD[case]
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        wrap(sgd(), **arguments)

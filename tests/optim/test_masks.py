@@ -1,0 +1,137 @@
+"""partition, masked and freeze: parts of an optimizer for parts of a tree."""
+
+import pytest
+import torch
+from torch import nn, optim
+
+import fshard as fs
+from fshard.testing import spmd
+from fshard.tree import flatten, names_of
+from tests.trees import Layer, assert_same_bits, normal, one_axis
+
+STEPS = 3
+
+
+def module():
+    made = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)).double()
+    draw = normal(0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(draw(*parameter.shape))
+    return made
+
+
+def gradients(step):
+    draw = normal(step)
+    return {name: draw(*parameter.shape) for name, parameter in module().named_parameters()}
+
+
+def is_norm(name):
+    return name.startswith("1.")
+
+
+def test_groups_are_those_of_torch_bit_for_bit():
+    """Weights, biases and a norm that decay and learn each in their own way."""
+    made = module()
+    params = dict(made.named_parameters())
+    norm = [param for name, param in params.items() if is_norm(name)]
+    biases = [param for name, param in params.items() if name.endswith("bias") and not is_norm(name)]
+    rest = [param for name, param in params.items() if name.endswith("weight") and not is_norm(name)]
+    groups = [{"params": norm, "lr": 0.3, "weight_decay": 0.0}, {"params": biases, "lr": 0.2}, {"params": rest}]
+    optimizer = optim.AdamW(groups, lr=0.1, weight_decay=0.1)
+    for step in range(1, STEPS + 1):
+        for name, grad in gradients(step).items():
+            params[name].grad = grad
+        optimizer.step()
+    expected = {name: param.detach() for name, param in params.items()}
+
+    def program():
+        strategy = fs.zero2(one_axis(), min_shard_elements=0)
+        adamw = lambda **hyper: fs.from_torch(optim.AdamW, **{"lr": 0.1, "weight_decay": 0.1, **hyper})  # noqa: E731
+        tx = fs.partition({is_norm: adamw(lr=0.3, weight_decay=0.0), "*bias": adamw(lr=0.2), "*": adamw()})
+        state = fs.TrainState.create(fs.shard(dict(module().named_parameters()), strategy), tx)
+        for step in range(1, STEPS + 1):
+            state = fs.update(tx, state, fs.shard(gradients(step), strategy), donate=step > 1)
+        return fs.unshard(state.params)
+
+    for world_size in (1, 2, 3):
+        for found in spmd(program, world_size):
+            assert_same_bits(found, expected)
+
+
+def test_names_are_keys_joined_by_dots():
+    tree = {"blocks": [Layer(1, None), Layer(2, 3)], "head.weight": 4}
+    assert list(names_of(flatten(tree).treedef)) == [
+        *("blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "blocks.1.bias", "head.weight"),
+    ]
+
+
+def test_frozen_leaves_keep_their_bits_and_have_no_state():
+    params = {"a": torch.ones(3), "b": torch.ones(2)}
+    tx = fs.freeze(fs.from_torch(optim.AdamW, lr=0.1), "b")
+    state = tx.init(params)
+    assert [tensor.shape for tensor in fs.tree_leaves(state) if tensor.dim()] == [(3,), (3,)]
+    new, _ = tx.update(params, state, params)
+    assert new["b"] is params["b"]
+    assert not new["a"].equal(params["a"])
+
+
+def test_masked_passes_the_other_gradients_through():
+    grads = {"a": torch.full((3,), 2.0), "b": torch.full((2,), 2.0), "c": None}
+    out, state = fs.masked(fs.clip_by_value(1.0), ("a", "c")).update(grads, ((), ()), {**grads, "c": torch.ones(1)})
+    assert out["b"] is grads["b"]
+    assert out["c"] is None
+    assert out["a"].tolist() == [1.0] * 3
+    assert state == ((), ())
+
+
+PARAMS = {"a": torch.ones(2), "b": torch.ones(2)}
+NEEDED = "needed a glob pattern of leaves' names, several, or a function of the name"
+REFUSED = {
+    "a pattern that means nothing": (
+        lambda: fs.masked(fs.sgd(0.1), "bias").init(PARAMS),
+        "masked: the mask 'bias' means no leaf of a, b; name some of these",
+    ),
+    "one of several": (
+        lambda: fs.partition({"a": fs.sgd(0.1), "c*": fs.sgd(0.1), "*": fs.sgd(0.1)}).init(PARAMS),
+        "partition: the mask 'c*' means no leaf of a, b; name some of these",
+    ),
+    "decay of nothing": (
+        lambda: fs.chain(fs.add_decayed_weights(0.1, "w*"), fs.sgd(0.1)).init(PARAMS),
+        "masked: the mask 'w*' means no leaf of a, b; name some of these",
+    ),
+    "freezing nothing": (
+        lambda: fs.freeze(fs.sgd(0.1), ()).init(PARAMS),
+        "freeze: the mask is a tuple, " + NEEDED,
+    ),
+    "leaves that are left": (
+        lambda: fs.partition({"a": fs.sgd(0.1)}).init(PARAMS),
+        'partition: no mask means b; add one for "*", which means all that are left',
+    ),
+    "no parts": (
+        lambda: fs.partition({}),
+        "partition: got nothing, needed Optimizers alone or GradientTransformations alone",
+    ),
+    "parts of both kinds": (
+        lambda: fs.partition({"a": fs.sgd(0.1), "*": fs.clip_by_value(1.0)}),
+        "partition: got an Optimizer, a GradientTransformation, "
+        "needed Optimizers alone or GradientTransformations alone",
+    ),
+    "a class": (
+        lambda: fs.masked(optim.AdamW, "a"),
+        "masked: tx is a type, needed an Optimizer or a GradientTransformation; make one by fs.from_torch",
+    ),
+    "a mask of another kind": (lambda: fs.masked(fs.sgd(0.1), 3), "masked: the mask is an int, " + NEEDED),
+    "another optimizer's state": (
+        lambda: fs.masked(fs.sgd(0.1), "a").update(PARAMS, fs.sgd(0.1).init(PARAMS)[:1], PARAMS),
+        "masked: the state is a tuple, needed that of the optimizer which made it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_refused(name):
+    call, error = REFUSED[name]
+    with pytest.raises(ValueError, match=r"mask|partition|freeze") as caught:
+        call()
+    assert str(caught.value) == error

@@ -1,0 +1,263 @@
+"""sgd, adam, adamw, lamb and lars: the arithmetic of torch and of the papers, on full trees and shards."""
+
+import re
+
+import pytest
+import torch
+from torch import optim
+
+import fshard as fs
+from fshard.testing import assert_trees_close, spmd
+from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
+
+STEPS = 5
+EPS = torch.finfo(torch.float64).eps
+SHAPES = {"w": (5, 3), "vector": (7,), "one": (1,), "scalar": (), "empty": (0, 3)}
+LAYOUTS = {name: STRATEGIES[name] for name in ("ddp", "zero2 of every leaf", "last dim", "hsdp", "two dims")} | {
+    "some whole": lambda on: fs.zero2(on.line, min_shard_elements=10)
+}
+
+
+def tree(seed, dtype=torch.float64, shapes=SHAPES):
+    """Of seed 0 the parameters, of k the gradients of step k."""
+    draw = normal(seed)
+    return {name: draw(*shape, dtype=dtype) for name, shape in shapes.items()}
+
+
+def run(tx, place=lambda full: full, make=tree):
+    params = place(make(0))
+    state = tx.init(params)
+    for step in range(1, STEPS + 1):
+        params, state = tx.update(place(make(step)), state, params)
+    assert state.updates.item() == STEPS
+    assert state.updates.dtype == torch.int64
+    return params, state
+
+
+SGD, ADAM, ADAMW = (fs.sgd, optim.SGD), (fs.adam, optim.Adam), (fs.adamw, optim.AdamW)
+MOMENTUM, BETAS = {"lr": 0.1, "momentum": 0.9}, {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3}
+
+AGAINST_TORCH = {
+    "sgd": (*SGD, {"lr": 0.1}),
+    "sgd weight decay": (*SGD, {"lr": 0.1, "weight_decay": 0.1}),
+    "sgd momentum": (*SGD, MOMENTUM),
+    "sgd dampening": (*SGD, MOMENTUM | {"dampening": 0.5, "weight_decay": 0.1}),
+    "sgd nesterov": (*SGD, MOMENTUM | {"nesterov": True}),
+    "sgd nesterov weight decay": (*SGD, MOMENTUM | {"nesterov": True, "weight_decay": 0.1}),
+    "adam": (*ADAM, {"lr": 0.1}),
+    "adam betas": (*ADAM, BETAS),
+    "adam weight decay": (*ADAM, BETAS | {"weight_decay": 0.1}),
+    "adamw": (*ADAMW, {"lr": 0.1}),
+    "adamw without decay": (*ADAMW, {"lr": 0.1, "weight_decay": 0.0}),
+    "adamw betas": (*ADAMW, BETAS | {"weight_decay": 0.1}),
+}
+SCHEDULES = {
+    "constant": lambda count: 0.1,
+    "numbers": lambda count: 0.1 * 0.5 ** int(count),
+    "tensors": lambda count: 0.1 / (1 + count.double()),
+    "from zero": lambda count: 0.05 * count.double(),
+}
+
+
+def with_torch(cls, hyper, rate, make=tree):
+    params = {name: torch.nn.Parameter(value) for name, value in make(0).items()}
+    optimizer = cls(list(params.values()), **hyper)
+    for step in range(1, STEPS + 1):
+        optimizer.param_groups[0]["lr"] = float(rate(torch.tensor(step - 1)))
+        for name, grad in make(step).items():
+            params[name].grad = grad
+        optimizer.step()
+    return {name: param.detach() for name, param in params.items()}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("case", AGAINST_TORCH)
+def test_full_trees_follow_torch(case, schedule):
+    ours, cls, hyper = AGAINST_TORCH[case]
+    params, _ = run(ours(**hyper | {"lr": SCHEDULES[schedule]}))
+    # A step rounds the parameter; its change, below 1, comes of some 8 roundings.
+    expected = with_torch(cls, hyper, SCHEDULES[schedule])
+    assert_trees_close(params, expected, rtol=STEPS * EPS, atol=STEPS * 8 * EPS)
+
+
+@pytest.mark.parametrize("hyper", ({"lr": 0.1}, MOMENTUM | {"nesterov": True, "weight_decay": 0.1}))
+def test_complex_leaves_follow_torch(hyper):
+    def make(seed):
+        return {"w": torch.view_as_complex(normal(seed)(5, 3, 2))}
+
+    params, _ = run(fs.sgd(**hyper), make=make)
+    expected = with_torch(optim.SGD, hyper, SCHEDULES["constant"], make)
+    assert_trees_close(params, expected, rtol=STEPS * EPS, atol=STEPS * 8 * EPS)
+
+
+@pytest.mark.parametrize("name", ("adam", "adamw", "lamb", "lars"))
+def test_complex_leaves_are_refused(name):
+    text = (
+        f"{name}: leaves are complex\n  ['w']: found a complex64 Tensor of shape (2,), needed a real tensor\n"
+        "To fix: keep torch.view_as_real of them as parameters, or step them by fs.sgd."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        getattr(fs, name)(0.1).init({"w": torch.ones(2, dtype=torch.complex64)})
+
+
+def slow_lamb(param, grads, lr, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0):
+    """Algorithm 2 of You et al. (2020), with phi the identity."""
+    mean, square = torch.zeros_like(param), torch.zeros_like(param)
+    for step, grad in enumerate(grads, 1):
+        mean = betas[0] * mean + (1 - betas[0]) * grad
+        square = betas[1] * square + (1 - betas[1]) * grad**2
+        direction = (mean / (1 - betas[0] ** step)) / ((square / (1 - betas[1] ** step)).sqrt() + eps)
+        direction = direction + weight_decay * param
+        size, length = param.norm(), direction.norm()
+        param = param - lr * (size / length if size > 0 and length > 0 else 1.0) * direction
+    return param
+
+
+def slow_lars(param, grads, lr, momentum=0.9, weight_decay=0.0, trust_coefficient=0.001, eps=0.0):
+    """optax.lars: decay, trust ratio, learning rate, then trace."""
+    trace = torch.zeros_like(param)
+    for grad in grads:
+        decayed = grad + weight_decay * param
+        size, length = param.norm(), decayed.norm()
+        trust = trust_coefficient * size / (length + eps) if size > 0 and length > 0 else 1.0
+        trace = -lr * trust * decayed + momentum * trace
+        param = param + trace
+    return param
+
+
+LAYERWISE = {
+    "lamb": (fs.lamb, slow_lamb, {"lr": 0.1}),
+    "lamb betas": (fs.lamb, slow_lamb, BETAS | {"weight_decay": 0.1}),
+    "lars": (fs.lars, slow_lars, {"lr": 0.1}),
+    "lars weight decay": (fs.lars, slow_lars, MOMENTUM | {"weight_decay": 0.1, "trust_coefficient": 0.5, "eps": 0.01}),
+    "lars plain": (fs.lars, slow_lars, {"lr": 0.1, "momentum": 0.0, "trust_coefficient": 1.0}),
+}
+
+
+def layers(seed):
+    """A leaf that starts from zero, one that gets no gradient and one that gets none at first."""
+    zeros = {"from zero": seed == 0, "idle": seed > 0, "late": seed in (1, 2)}
+    made = tree(seed, shapes=SHAPES | dict.fromkeys(zeros, (4,)))
+    return made | {name: torch.zeros(4, dtype=torch.float64) for name, zero in zeros.items() if zero}
+
+
+@pytest.mark.parametrize("case", LAYERWISE)
+@pytest.mark.parametrize("world_size", (0, 1, 2, 3))
+def test_layerwise_follows_the_papers(case, world_size):
+    ours, slow, hyper = LAYERWISE[case]
+    grads = [layers(step) for step in range(1, STEPS + 1)]
+    expected = {name: slow(param, [grad[name] for grad in grads], **hyper) for name, param in layers(0).items()}
+    # Each norm sums 15 squares and takes a root, on either side; with 16 roundings of the step itself, which is no
+    # longer than a leaf, 8 at most, times a rate of 0.1; momentum adds up to five of them.
+    tolerance = {"rtol": STEPS * EPS, "atol": STEPS * (2 * 2 * (15 + 1) + 16) * EPS * 0.1 * 8}
+
+    def program():
+        for make in LAYOUTS.values():
+            strategy = make(meshes())
+            params, _ = run(ours(**hyper), lambda full: fs.shard(full, strategy), layers)  # noqa: B023
+            assert_trees_close(fs.unshard(params), expected, **tolerance)
+
+    if world_size:
+        spmd(program, world_size)
+    else:
+        assert_trees_close(run(ours(**hyper), make=layers)[0], expected, **tolerance)
+
+
+@pytest.mark.parametrize("case", AGAINST_TORCH)
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+def test_shards_get_the_bits_of_full_trees(case, world_size):
+    ours, _, hyper = AGAINST_TORCH[case]
+    params, state = run(ours(**hyper))
+
+    def program():
+        for make in LAYOUTS.values():
+            strategy = make(meshes())
+            found = run(ours(**hyper), lambda full: fs.shard(full, strategy))  # noqa: B023
+            assert_same_bits(fs.unshard(found), (params, state))
+
+    spmd(program, world_size)
+
+
+def number(value):
+    return torch.tensor(value, dtype=torch.float64)
+
+
+OURS = {
+    "sgd": (fs.sgd, {"lr": 0.3, "weight_decay": 0.1}),
+    "sgd momentum": (fs.sgd, {"lr": 0.3, "momentum": 0.7, "dampening": 0.2, "weight_decay": 0.1}),
+    "adam": (fs.adam, {"lr": 0.1, "betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.1}),
+    "adamw": (fs.adamw, {"lr": 0.1, "betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.1}),
+    "lamb": (fs.lamb, {"lr": 0.1, "betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.1}),
+    "lars": (fs.lars, {"lr": 0.3, "momentum": 0.7, "weight_decay": 0.1, "trust_coefficient": 0.5, "eps": 0.1}),
+}
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", OURS)
+def test_leaves_keep_their_dtype(case, dtype):
+    """A schedule from torch gives float64, which must not widen a leaf of shape ()."""
+    ours, hyper = OURS[case]
+    for lr in (0.1, number(0.1), SCHEDULES["tensors"]):
+        params, state = run(ours(**hyper | {"lr": lr}), make=lambda seed: tree(seed, dtype))
+        found = {leaf.dtype for leaf in fs.tree_leaves((params, tuple(state)[1:]))}
+        assert found == {dtype}
+
+
+@pytest.mark.parametrize("case", OURS)
+def test_update_changes_no_input(case):
+    ours, hyper = OURS[case]
+    tx = ours(**hyper)
+    params = fs.shard(tree(0), fs.zero2(one_axis(), min_shard_elements=0))
+    inputs = (params, tx.init(params), params)
+    tensors = [leaf for leaf in fs.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    before = [(leaf.clone(), leaf._version) for leaf in tensors]
+    tx.update(*inputs)
+    assert_same_bits(tensors, [value for value, _ in before])
+    assert [leaf._version for leaf in tensors] == [version for _, version in before]
+
+
+@pytest.mark.parametrize("case", OURS)
+def test_gradients_of_another_dtype_leave_that_of_parameters(case):
+    ours, hyper = OURS[case]
+    tx = ours(**hyper)
+    params, grads = tree(0, torch.float32), tree(1, torch.bfloat16)
+    new, state = tx.update(grads, tx.init(params), params)
+    assert {leaf.dtype for leaf in fs.tree_leaves((new, tuple(state)[1:]))} == {torch.float32}
+
+
+STATES = {"sgd": "SgdState", "adam": "AdamState", "adamw": "AdamState", "lamb": "AdamState", "lars": "LarsState"}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_bad_arguments(name):
+    tx = getattr(fs, name)(0.1)
+    text = f"{name}: the state is a tuple, needed a {STATES[name]}; update with the optimizer that made the state"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        tx.update(torch.ones(2), (), torch.ones(2))
+    text = (
+        f"{name}: leaves cannot take a gradient\n  ['i']: found an int64 Tensor of shape (2,), needed a floating tensor"
+        "\nTo fix: shard these leaves with frozen=, or keep them out of the parameters."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        tx.init({"i": torch.arange(2)})
+    diverging = getattr(fs, name)(lambda count: float("inf"))
+    text = "update: the learning rate is inf after 0 updates, needed a finite number"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        diverging.update(torch.ones(2), diverging.init(torch.ones(2)), torch.ones(2))
+
+
+@pytest.mark.parametrize("hyper", ({}, {"momentum": 0.9, "dampening": 0.1}, {"momentum": 0.9, "dampening": number(0)}))
+def test_nesterov_needs_momentum_alone(hyper):
+    with pytest.raises(ValueError, match=r"^sgd: nesterov needs a momentum above 0 and no dampening$"):
+        fs.sgd(0.1, nesterov=True, **hyper)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_nothing_to_train(name):
+    tx = getattr(fs, name)(0.1)
+    frozen = fs.shard({"w": torch.ones(3)}, fs.ddp(one_axis()), frozen=lambda path: True)
+    for params, grads in (({}, {}), (frozen, {"w": None})):
+        new, state = tx.update(grads, tx.init(params), params)
+        assert fs.tree_leaves(new) == fs.tree_leaves(params)
+        assert state.updates.item() == 1

@@ -1,0 +1,215 @@
+"""from_torch_scheduler: torch's own values, looked up by the number of updates made."""
+
+import re
+
+import pytest
+import torch
+from torch import optim
+from torch.optim import lr_scheduler
+
+import fshard as fs
+from tests.trees import assert_same_bits, normal
+
+STEPS = 12
+
+
+def warmed_up(optimizer, warmup):
+    """A function for several schedulers: a linear warm-up, then a cosine."""
+    parts = [
+        lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=warmup),
+        lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS - warmup),
+    ]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[warmup])
+
+
+def both(optimizer, gamma):
+    return lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(optimizer, 0.5, total_iters=3), lr_scheduler.ExponentialLR(optimizer, gamma)]
+    )
+
+
+SCHEDULERS = {
+    "StepLR": (lr_scheduler.StepLR, {"step_size": 3, "gamma": 0.3}),
+    "MultiStepLR": (lr_scheduler.MultiStepLR, {"milestones": [2, 7], "gamma": 0.3}),
+    "CosineAnnealingLR": (lr_scheduler.CosineAnnealingLR, {"T_max": STEPS, "eta_min": 0.01}),
+    "CosineAnnealingLR that ends early": (lr_scheduler.CosineAnnealingLR, {"T_max": 5}),
+    "CosineAnnealingWarmRestarts": (lr_scheduler.CosineAnnealingWarmRestarts, {"T_0": 3, "T_mult": 2}),
+    "OneCycleLR": (lr_scheduler.OneCycleLR, {"max_lr": 0.5, "total_steps": STEPS}),
+    "OneCycleLR, linear": (
+        lr_scheduler.OneCycleLR,
+        {"max_lr": 0.5, "total_steps": STEPS + 1, "anneal_strategy": "linear", "three_phase": True},
+    ),
+    "CyclicLR": (lr_scheduler.CyclicLR, {"base_lr": 0.1, "max_lr": 0.5, "step_size_up": 4}),
+    "LinearLR": (lr_scheduler.LinearLR, {"start_factor": 0.1, "total_iters": 5}),
+    "ExponentialLR": (lr_scheduler.ExponentialLR, {"gamma": 0.7}),
+    "PolynomialLR": (lr_scheduler.PolynomialLR, {"total_iters": 9, "power": 2.0}),
+    "LambdaLR": (lr_scheduler.LambdaLR, {"lr_lambda": lambda count: 1 / (1 + count)}),
+    "MultiplicativeLR": (lr_scheduler.MultiplicativeLR, {"lr_lambda": lambda count: 0.9}),
+    "ConstantLR": (lr_scheduler.ConstantLR, {"factor": 0.3, "total_iters": 4}),
+    "SequentialLR": (warmed_up, {"warmup": 4}),
+    "ChainedScheduler": (both, {"gamma": 0.9}),
+}
+# Those that cycle the momentum too, by the name it has in SGD.
+CYCLES = ("OneCycleLR", "OneCycleLR, linear", "CyclicLR")
+
+
+def taken_down(case, name, lr=0.1, momentum=0.9):
+    """Each step's value in torch's own loop: optimizer.step(), then scheduler.step()."""
+    cls, arguments = SCHEDULERS[case]
+    optimizer = optim.SGD([torch.zeros(1)], lr=lr, momentum=momentum)
+    scheduler = cls(optimizer, **arguments)
+    values = []
+    for _ in range(STEPS):
+        values.append(optimizer.param_groups[0][name])
+        optimizer.step()
+        scheduler.step()
+    return values
+
+
+@pytest.mark.parametrize(
+    "case, name", [*((case, "lr") for case in SCHEDULERS), *((case, "momentum") for case in CYCLES)]
+)
+def test_values_are_those_of_torch(case, name):
+    cls, arguments = SCHEDULERS[case]
+    expected = taken_down(case, name)
+    assert len(set(expected)) > 1
+    schedule = fs.from_torch_scheduler(cls, 0.1, STEPS, name=name, **arguments)
+    for count, value in enumerate(expected):
+        found = schedule(torch.tensor(count))
+        assert (found.dtype, found.shape) == (torch.float64, ())
+        assert float(found) == value, count
+
+
+@pytest.mark.parametrize("name, value", [("lr", 0.3), ("momentum", 0.8)])
+def test_starts_from_the_given_value(name, value):
+    cls, arguments = SCHEDULERS["CyclicLR"] if name == "momentum" else SCHEDULERS["StepLR"]
+    arguments = arguments | ({"cycle_momentum": False} if name == "momentum" else {})
+    schedule = fs.from_torch_scheduler(cls, lr=0.3, steps=2, momentum=0.8, name=name, **arguments)
+    assert float(schedule(torch.tensor(0))) == value
+
+
+# By whether torch keeps the learning rate as a tensor in a kernel of its own.
+IMPLEMENTATIONS = {"plain": {}, "foreach": {"foreach": True}, "for-loop": {"foreach": False}, "fused": {"fused": True}}
+
+
+@pytest.mark.parametrize("how", IMPLEMENTATIONS)
+@pytest.mark.parametrize("optimizer", (optim.AdamW, optim.SGD))
+@pytest.mark.parametrize("case", SCHEDULERS)
+def test_training_gets_the_bits_of_torch(case, optimizer, how):
+    cls, arguments = SCHEDULERS[case]
+    # OneCycleLR and CyclicLR would cycle the momentum, or AdamW's first beta.
+    arguments = arguments | ({"cycle_momentum": False} if case in CYCLES else {})
+    hyper = {"weight_decay": 0.1} | IMPLEMENTATIONS[how]
+    start = {"w": normal(0)(5, 3, dtype=torch.float32), "scalar": normal(1)(dtype=torch.float64)}
+    grads = [{name: normal(2 + k)(*leaf.shape, dtype=leaf.dtype) for name, leaf in start.items()} for k in range(STEPS)]
+
+    params = {name: torch.nn.Parameter(leaf.clone()) for name, leaf in start.items()}
+    theirs = optimizer(list(params.values()), lr=0.1, **hyper)
+    scheduler = cls(theirs, **arguments)
+    tx = fs.from_torch(optimizer, lr=fs.from_torch_scheduler(cls, 0.1, STEPS, **arguments), **hyper)
+    ours, state = start, tx.init(start)
+    for grad in grads:
+        for name, param in params.items():
+            param.grad = grad[name].clone()
+        theirs.step()
+        scheduler.step()
+        ours, state = tx.update(grad, state, ours)
+        assert_same_bits(ours, {name: param.detach() for name, param in params.items()})
+
+
+def test_cycled_momentum_gets_the_bits_of_torch():
+    cls, arguments = SCHEDULERS["OneCycleLR"]
+    lr, momentum = (fs.from_torch_scheduler(cls, 0.1, STEPS, name=name, **arguments) for name in ("lr", "momentum"))
+    param = torch.nn.Parameter(torch.ones(3))
+    theirs = optim.SGD([param], lr=0.1, momentum=0.9)
+    scheduler = cls(theirs, **arguments)
+    tx = fs.from_torch(optim.SGD, lr=lr, momentum=momentum)
+    ours = torch.ones(3)
+    state = tx.init(ours)
+    for step in range(STEPS):
+        param.grad = normal(step)(3, dtype=torch.float32)
+        ours, state = tx.update(param.grad.clone(), state, ours)
+        theirs.step()
+        scheduler.step()
+        assert_same_bits(ours, param.detach())
+
+
+def test_later_counts_get_the_last_value():
+    schedule = fs.from_torch_scheduler(lr_scheduler.ExponentialLR, lr=1.0, steps=3, gamma=0.5)
+    counts = [0, 1, 2, 3, 4, 10**12]
+    assert [float(schedule(torch.tensor(count))) for count in counts] == [1.0, 0.5, 0.25, 0.25, 0.25, 0.25]
+
+
+@pytest.mark.parametrize("case", SCHEDULERS)
+def test_no_rate_is_negative(case):
+    """A count beyond the steps must not leave the range of the schedule."""
+    cls, arguments = SCHEDULERS[case]
+    arguments = arguments | ({"total_steps": STEPS} if "total_steps" in arguments else {})
+    schedule = fs.from_torch_scheduler(cls, 0.1, STEPS, **arguments)
+    assert all(float(schedule(torch.tensor(count))) >= 0 for count in range(STEPS + 3))
+
+
+def test_look_up_is_a_trace_s():
+    schedule = fs.from_torch_scheduler(lr_scheduler.ExponentialLR, lr=1.0, steps=3, gamma=0.5)
+    found = torch.func.vmap(schedule)(torch.arange(5))
+    assert_same_bits(found, torch.tensor([1.0, 0.5, 0.25, 0.25, 0.25], dtype=torch.float64))
+
+
+def exploding(optimizer, value):
+    return lr_scheduler.LambdaLR(optimizer, lambda count: value if count == 2 else 1.0)
+
+
+STEP = (lr_scheduler.StepLR, {"lr": 0.1, "step_size": 2})
+BAD = {
+    "no steps": (*STEP, {"steps": 0}, "steps is 0, needed a number of updates, 1 or more"),
+    "negative steps": (*STEP, {"steps": -1}, "steps is -1, needed a number of updates, 1 or more"),
+    "steps of a float": (*STEP, {"steps": 2.0}, "steps is 2.0, needed a number of updates, 1 or more"),
+    "steps of a bool": (*STEP, {"steps": True}, "steps is True, needed a number of updates, 1 or more"),
+    "plateau": (
+        lr_scheduler.ReduceLROnPlateau,
+        {"lr": 0.1},
+        {"steps": 3},
+        "ReduceLROnPlateau needs a metric at every step; keep the learning rate in the state instead, by "
+        "from_torch(..., inject=True)",
+    ),
+    "nan at first": (
+        *STEP,
+        {"steps": 3, "lr": float("nan")},
+        "lr is nan after 0 updates, needed a finite number",
+    ),
+    "inf later": (
+        exploding,
+        {"lr": 0.1, "value": float("inf")},
+        {"steps": 3},
+        "lr is inf after 2 updates, needed a finite number",
+    ),
+    "nan later": (
+        exploding,
+        {"lr": 0.1, "value": float("nan")},
+        {"steps": 3},
+        "lr is nan after 2 updates, needed a finite number",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments(case):
+    cls, arguments, changes, text = BAD[case]
+    with pytest.raises(ValueError, match=f"^{re.escape('from_torch_scheduler: ' + text)}$"):
+        fs.from_torch_scheduler(cls, **arguments | changes)
+
+
+def test_count_must_be_a_tensor():
+    schedule = fs.from_torch_scheduler(lr_scheduler.StepLR, lr=0.1, steps=2, step_size=1)
+    text = "schedule: the count is an int, needed an int64 tensor of shape ()"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        schedule(1)
+
+
+def test_a_schedule_that_is_not_finite_is_refused_where_it_is_used():
+    tx = fs.from_torch(optim.SGD, lr=lambda count: 1.0 / (1 - count))
+    params = {"w": torch.ones(2)}
+    params, state = tx.update(params, tx.init(params), params)
+    text = "from_torch: lr is inf after 1 updates, needed a finite number; mend the schedule"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        tx.update(params, state, params)

@@ -1,0 +1,241 @@
+"""What every optimizer and every transformation must do, as one table: sharded or not, donated or not."""
+
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+from torch import optim
+
+import fshard as fs
+from fshard.testing import assert_trees_close, spmd
+from fshard.tree import flatten, is_sharded
+from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
+
+STEPS = 4
+
+# No size is a multiple of the number of ranks, and one is smaller.
+SHAPES = {
+    "w": (5, 3),
+    "wide": (3, 37),
+    "tall": (37, 6),
+    "vector.bias": (7,),
+    "one": (1,),
+    "scalar": (),
+    "empty": (0, 3),
+}
+MATRICES = ("w", "wide", "tall")
+
+
+class Row(NamedTuple):
+    """One optimizer.
+
+    Attributes:
+        make: Makes it.
+        donated: Whether a donated update writes its parameters and state in place.
+        rounds: How many additions each number in an update depends on that ranks may do in another order; 0 where a
+            sharded update has the dense one's bits.
+        axes: Over how many axes it lets one leaf be split.
+    """
+
+    make: Any
+    donated: bool = False
+    rounds: int = 0
+    axes: int = 2
+
+
+def from_torch(cls=optim.AdamW, **hyper):
+    return fs.from_torch(cls, **{"lr": 0.1, **hyper})
+
+
+def with_matrices(tx):
+    """An optimizer of matrices, and another one for the rest."""
+    return fs.partition({MATRICES: tx, "*": fs.adam(0.1)})
+
+
+# Norms add up the squares of each leaf, rank by rank.
+NORM = sum(torch.Size(shape).numel() for shape in SHAPES.values())
+TABLE = {
+    "sgd": Row(lambda: fs.sgd(0.1)),
+    "sgd momentum": Row(lambda: fs.sgd(0.1, 0.9, nesterov=True, weight_decay=0.1)),
+    "adam": Row(lambda: fs.adam(0.1, weight_decay=0.1)),
+    "adamw": Row(lambda: fs.adamw(lambda count: 0.1 / (1 + count))),
+    "lamb": Row(lambda: fs.lamb(0.1, weight_decay=0.1), rounds=NORM),
+    "lars": Row(lambda: fs.lars(0.1, weight_decay=0.1), rounds=NORM),
+    "adafactor": Row(lambda: fs.adafactor(0.1, weight_decay=0.1), rounds=NORM),
+    "from_torch SGD": Row(lambda: from_torch(optim.SGD, momentum=0.9), donated=True),
+    # Fused kernels round the elements behind their last full vector in another way, a few times an update.
+    "from_torch AdamW fused": Row(lambda: from_torch(fused=True), donated=True, rounds=8),
+    "from_torch Adam foreach": Row(lambda: from_torch(optim.Adam, foreach=True, amsgrad=True), donated=True),
+    "from_torch RMSprop": Row(lambda: from_torch(optim.RMSprop, centered=True), donated=True),
+    "clip_by_global_norm": Row(
+        lambda: fs.chain(fs.clip_by_global_norm(0.5), from_torch(fused=True)), donated=True, rounds=NORM
+    ),
+    "clip_by_norm": Row(lambda: fs.chain(fs.clip_by_norm(0.5), fs.sgd(0.1)), rounds=NORM),
+    "clip_by_norm of order inf": Row(lambda: fs.chain(fs.clip_by_norm(0.5, float("inf")), fs.sgd(0.1))),
+    "clip_by_value": Row(lambda: fs.chain(fs.clip_by_value(0.5), fs.sgd(0.1))),
+    "add_decayed_weights": Row(lambda: fs.chain(fs.add_decayed_weights(0.1, "w*"), fs.sgd(0.1))),
+    "masked transformation": Row(lambda: fs.chain(fs.masked(fs.clip_by_value(0.1), "*bias"), fs.sgd(0.1))),
+    "masked optimizer": Row(lambda: fs.masked(from_torch(), lambda name: name != "w"), donated=True),
+    "partition": Row(lambda: fs.partition({"*bias": from_torch(optim.SGD), "*": from_torch()}), donated=True),
+    "freeze": Row(lambda: fs.freeze(from_torch(), ("w", "wide")), donated=True),
+    "skip_nonfinite": Row(lambda: fs.skip_nonfinite(from_torch()), donated=True),
+    "dynamic_loss_scale": Row(lambda: fs.dynamic_loss_scale(from_torch(), growth_interval=2), donated=True),
+    # It hands its gradients over, and collects the next ones elsewhere.
+    "every_k": Row(lambda: fs.every_k(from_torch(), 2)),
+    "ema": Row(lambda: fs.ema(from_torch(), 0.9), donated=True),
+    "whole": Row(lambda: fs.whole(fs.adam(0.1)), axes=1),
+    # Adafactor cannot step a leaf without elements.
+    "whole Adafactor": Row(lambda: fs.masked(fs.whole(from_torch(optim.Adafactor)), lambda n: n != "empty"), axes=1),
+    "whole Muon": Row(lambda: with_matrices(fs.whole(from_torch(optim.Muon))), axes=1),
+}
+
+
+def tree(seed):
+    draw = normal(seed)
+    return {name: draw(*shape) for name, shape in SHAPES.items()} | {"fixed": draw(4, 3)}
+
+
+def gradients(step):
+    return {**tree(step), "fixed": None}
+
+
+def run(tx, params, grads, state=None):
+    """The parameters and the state after some updates."""
+    state = tx.init(params) if state is None else state
+    for grad in grads:
+        params, state = tx.update(grad, state, params)
+    return params, state
+
+
+def sharded(tree, strategy):
+    return fs.shard(tree, strategy, frozen=lambda path: "fixed" in path)
+
+
+def values():
+    """The parameters and the gradients of each step, in full; one leaf is frozen."""
+    return tree(0), [gradients(step) for step in range(1, STEPS + 1)]
+
+
+def dense(name):
+    params, grads = values()
+    frozen = params.pop("fixed")
+    out, _ = run(TABLE[name].make(), params, [{k: v for k, v in grad.items() if v is not None} for grad in grads])
+    return {**out, "fixed": frozen}
+
+
+def on_shards(strategy):
+    params, grads = values()
+    params = sharded(params, strategy)
+    shards = [fs.shard({k: v for k, v in grad.items() if v is not None}, strategy) for grad in grads]
+    return params, [{**shard, "fixed": None} for shard in shards]
+
+
+def every_leaf():
+    return fs.zero2(one_axis(), min_shard_elements=0)
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3, 4))
+@pytest.mark.parametrize("name", TABLE)
+def test_sharded_is_dense(name, world_size):
+    expected, row = dense(name), TABLE[name]
+
+    def program():
+        found = {}
+        for strategy, make in STRATEGIES.items():
+            transform = make(meshes())
+            params, grads = on_shards(transform)
+            split = max(len(leaf.spec.partition_axes()) for leaf in flatten(params).leaves)
+            if row.axes >= min(split, world_size):
+                found[strategy] = fs.unshard(run(row.make(), params, grads)[0])
+        return found
+
+    for found in spmd(program, world_size):
+        for params in found.values():
+            if row.rounds:
+                # Clipped gradients and parameters are about 1; STEPS updates each hand on what the one before had.
+                bound = STEPS * row.rounds * torch.finfo(torch.float64).eps
+                assert_trees_close(params, expected, rtol=bound, atol=bound)
+            else:
+                assert_same_bits(params, expected)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_state_is_sharded_as_the_parameters_and_keeps_its_structure(name):
+    def program():
+        params, grads = on_shards(every_leaf())
+        tx = TABLE[name].make()
+        before = tx.init(params)
+        specs = {leaf.spec for leaf in flatten(params).leaves}
+        rows = [leaf for leaf in flatten(before).leaves if is_sharded(leaf) and leaf.spec not in specs]
+        # Adafactor keeps rows and columns of a leaf, split as far as the leaf is, or by `whole` along their first dim.
+        assert not rows or "adafactor" in name.lower()
+        assert {leaf.spec.partition for leaf in rows} <= {fs.P("shard"), fs.P()}
+        for leaf in flatten(before).leaves:
+            assert is_sharded(leaf) or not isinstance(leaf, torch.Tensor) or not leaf.dim()
+        describe = fs.tree_map(lambda x: (x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x), before)
+        for grad in grads:
+            params, state = tx.update(grad, before, params)
+            after = fs.tree_map(lambda x: (x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x), state)
+            assert fs.tree_leaves(after) == fs.tree_leaves(describe)
+            assert flatten(state).treedef == flatten(before).treedef
+            pairs = zip(flatten(state).leaves, flatten(before).leaves, strict=True)
+            assert all(a.spec == b.spec for a, b in pairs if is_sharded(a))
+            before = state
+
+    spmd(program, 2)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_an_update_is_pure(name):
+    def program():
+        params, grads = on_shards(every_leaf())
+        tx = TABLE[name].make()
+        params, state = run(tx, params, grads[:1])
+        given = (grads[1], state, params)
+        copies = fs.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, given)
+        first, second = tx.update(*given), tx.update(*given)
+        assert_same_bits(fs.tree_leaves(given), fs.tree_leaves(copies))
+        assert_same_bits(fs.tree_leaves(first), fs.tree_leaves(second))
+
+    spmd(program, 2)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_donated_update_has_the_same_bits_and_the_same_addresses(name):
+    def program():
+        params, grads = on_shards(every_leaf())
+        tx = TABLE[name].make()
+        state = fs.TrainState.create(params, tx)
+        expected = state
+        for grad in grads:
+            expected = fs.update(tx, expected, grad)
+        state = state._replace(params=fs.tree_map(torch.clone, state.params))
+        places = addresses((state.params, state.opt_state))
+        for grad in grads:
+            state = fs.update(tx, state, grad, donate=True)
+        assert_same_bits(fs.tree_leaves(state), fs.tree_leaves(expected))
+        if TABLE[name].donated:
+            assert addresses((state.params, state.opt_state)) == places
+
+    spmd(program, 2)
+
+
+def addresses(tree):
+    """Where the tensors of Sharded leaves lie."""
+    return [leaf.local.data_ptr() for leaf in flatten(tree).leaves if is_sharded(leaf)]
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_state_survives_numpy(name):
+    def program():
+        params, grads = on_shards(every_leaf())
+        tx = TABLE[name].make()
+        params, state = run(tx, params, grads[:2])
+        arrays = fs.tree_map(lambda x: x.numpy().copy() if isinstance(x, torch.Tensor) else x, (params, state))
+        assert any(isinstance(x, numpy.ndarray) for x in fs.tree_leaves(arrays))
+        back = fs.tree_map(lambda x: torch.from_numpy(x) if isinstance(x, numpy.ndarray) else x, arrays)
+        again = run(tx, back[0], grads[2:], back[1])
+        assert_same_bits(fs.tree_leaves(again), fs.tree_leaves(run(tx, params, grads[2:], state)))
+
+    spmd(program, 2)

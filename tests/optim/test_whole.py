@@ -1,0 +1,163 @@
+"""whole: optimizers of whole matrices on shards, what they send, and who does the work."""
+
+import pytest
+import torch
+from torch import optim
+
+import fshard as fs
+from fshard.optim.owners import assign, flops_of
+from fshard.testing import spmd
+from fshard.tree import flatten, is_sharded
+from tests.trees import assert_same_bits, normal, one_axis
+
+STEPS = 3
+SHAPES = {"w": (7, 5), "wide": (3, 37), "tall": (37, 6), "square": (8, 8)}
+
+
+class Shampoo(optim.Optimizer):
+    """A matrix method from outside torch, whose state has other shapes than its leaf and a count in Python."""
+
+    def __init__(self, params, lr=1e-1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                state, grad = self.state[param], param.grad
+                if not state:
+                    rows, columns = param.shape
+                    state.update(step=0, left=grad.new_zeros(rows, rows), right=grad.new_zeros(columns, columns))
+                state["step"] += 1
+                state["left"].add_(grad @ grad.T)
+                state["right"].add_(grad.T @ grad)
+                roots = []
+                for name in ("left", "right"):
+                    values, vectors = torch.linalg.eigh(state[name] + 1e-3 * torch.eye(len(state[name])).to(grad))
+                    roots.append(vectors @ torch.diag(values ** (-1 / 4)) @ vectors.T)
+                param.sub_(group["lr"] / state["step"] * (roots[0] @ grad @ roots[1]))
+
+
+CLASSES = {
+    "Muon": (optim.Muon, {"lr": 0.1, "weight_decay": 0.1}),
+    "Muon nesterov": (optim.Muon, {"lr": 0.1, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"}),
+    "Adafactor": (optim.Adafactor, {"lr": 0.1}),
+    "Shampoo": (Shampoo, {}),
+    "AdamW": (optim.AdamW, {"lr": 0.1, "amsgrad": True}),
+}
+
+
+def tree(seed):
+    draw = normal(seed)
+    return {name: draw(*shape) for name, shape in SHAPES.items()}
+
+
+def stateful(cls, hyper):
+    params = {name: torch.nn.Parameter(value) for name, value in tree(0).items()}
+    optimizer = cls(params.values(), **hyper)
+    for step in range(1, STEPS + 1):
+        for name, grad in tree(step).items():
+            params[name].grad = grad
+        optimizer.step()
+    return {name: param.detach() for name, param in params.items()}
+
+
+LAYOUTS = {
+    "rows": lambda mesh: fs.zero2(mesh, min_shard_elements=0),
+    "columns": lambda mesh: fs.fully_shard(mesh, dim=-1),
+    "large ones alone": lambda mesh: fs.zero2(mesh, min_shard_elements=100),
+    "none": fs.ddp,
+}
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3, 4))
+@pytest.mark.parametrize("name", CLASSES)
+def test_it_is_the_class_itself_bit_for_bit(name, world_size):
+    cls, hyper = CLASSES[name]
+    expected = stateful(cls, hyper)
+
+    def program():
+        found = []
+        for make in LAYOUTS.values():
+            strategy = make(one_axis())
+            tx = fs.whole(fs.from_torch(cls, **hyper))
+            state = fs.TrainState.create(fs.shard(tree(0), strategy), tx)
+            for step in range(1, STEPS + 1):
+                state = fs.update(tx, state, fs.shard(tree(step), strategy))
+            found.append(fs.unshard(state.params))
+        return found
+
+    for row in spmd(program, world_size):
+        for found in row:
+            assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("world_size", (2, 3, 4))
+def test_a_rank_sends_its_share_of_what_is_stepped(world_size):
+    """In go parameters, gradients and state, out come parameters and state; padding and single numbers aside."""
+    shapes = {f"w{i}": (12 * world_size, 8) for i in range(2 * world_size)}
+    full = {name: torch.ones(shape) for name, shape in shapes.items()}
+
+    def program():
+        strategy = fs.zero2(one_axis(), min_shard_elements=0)
+        tx = fs.whole(fs.from_torch(optim.Muon, lr=0.1))
+        params = fs.shard(full, strategy)
+        state = tx.init(params)
+        with fs.comm.record() as record:
+            tx.update(params, state, params)
+        return [(entry.op, entry.label, entry.bytes) for entry in record]
+
+    n = sum(value.nbytes for value in full.values())
+    for found in spmd(program, world_size):
+        there, back, numbers = found
+        assert there == ("all_to_all", "whole", 3 * n // world_size)
+        assert back == ("all_to_all", "whole", 2 * n // world_size)
+        # Muon counts nothing; from_torch counts updates once for each leaf, in 16 bytes.
+        assert numbers == ("all_to_all", "whole", 16 * 2 * world_size)
+
+
+def test_work_is_balanced():
+    costs = [flops_of(shape) for shape in [(1024, 1024)] * 5 + [(4096, 1024)] * 3 + [(1024, 64)] * 20]
+    owners = assign(costs, 4)
+    loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(4)]
+    # The greedy rule is at most 4/3 - 1/12 of the best (Graham, 1969), which is at least the mean or the largest.
+    assert max(loads) <= (4 / 3 - 1 / 12) * max(sum(costs) / 4, max(costs))
+    assert assign([1.0] * 8, 4) == [0, 1, 2, 3] * 2
+    assert assign([], 3) == []
+
+
+def test_between_updates_everything_is_sharded():
+    def program():
+        params = fs.shard(tree(0), fs.zero2(one_axis(), min_shard_elements=0))
+        state = fs.whole(fs.from_torch(Shampoo)).init(params)
+        shapes = [tuple(leaf.spec.shape) for leaf in flatten(state).leaves if is_sharded(leaf)]
+        whole = [leaf for leaf in flatten(state).leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        assert whole == []
+        return shapes
+
+    expected = [shape for rows, columns in SHAPES.values() for shape in ((rows, rows), (columns, columns))]
+    assert sorted(spmd(program, 2)[0]) == sorted(expected)
+
+
+def test_a_leaf_over_several_axes_is_refused():
+    def program():
+        mesh = fs.init_mesh({"replicate": 2, "shard": -1}, device="cpu")
+        strategy = fs.compose(fs.fully_shard(mesh["replicate"]), fs.fully_shard(mesh["shard"], dim=1))
+        with pytest.raises(ValueError, match="whole") as caught:
+            fs.whole(fs.adam(0.1)).init(fs.shard({"w": torch.ones(4, 4)}, strategy))
+        return str(caught.value)
+
+    expected = (
+        "whole: leaves cannot be sent to an owner\n"
+        "  ['w']: found a split over ['replicate', 'shard'], needed one over 'replicate' alone\n"
+        "To fix: split these leaves over one axis, or keep them out by fs.partition."
+    )
+    assert spmd(program, 4) == [expected] * 4
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="whole: tx is a type, needed an Optimizer"):
+        fs.whole(optim.Muon)
+    tx = fs.whole(fs.adam(0.1))
+    with pytest.raises(ValueError, match="whole: the state is a tuple, needed a WholeState"):
+        tx.update({"w": torch.ones(2)}, (), {"w": torch.ones(2)})
