@@ -30,17 +30,21 @@ class TorchState(NamedTuple):
         updates: Updates made, which schedules are called with: an int64 tensor of shape ().
         slots: What the torch class keeps for each parameter, by its names for it (exp_avg, momentum_buffer, ...): trees
             in the structure of the parameters, Sharded as they are.
+        hyper: Hyperparameters that were injected, by name: float64 tensors of shape (), which a caller may replace.
     """
 
     updates: torch.Tensor
     slots: dict[str, Tree]
+    hyper: dict[str, torch.Tensor]
 
 
-def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
+def from_torch(cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), **hyper: Any) -> Optimizer:
     """Make a pure optimizer of a torch.optim class, bit for bit the class's own arithmetic.
 
     Args:
         cls: The class, such as torch.optim.AdamW; its maths must be elementwise where leaves are sharded.
+        inject: Names of numbers among its arguments that the state is to hold, as optax.inject_hyperparams does: they
+            can be read there, after a schedule too, and replaced without a new optimizer.
         **hyper: Its keyword arguments (lr, betas, fused, ...). A function stands for a schedule: it is called with the
             number of updates made so far, an int64 tensor of shape (), and returns the value, as in Optax.
 
@@ -48,8 +52,8 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
         The optimizer. Its state keeps the parameters' specs.
 
     Raises:
-        ValueError: if the class cannot work without a closure or on dense gradients; from init, if a leaf cannot take
-            a gradient, or the class looks across the elements of one that is sharded.
+        ValueError: if the class cannot work without a closure or on dense gradients, or what is injected is no number;
+            from init, if a leaf cannot take a gradient, or the class looks across the elements of one that is sharded.
 
     >>> import fshard as fs
     >>> tx = from_torch(torch.optim.SGD, lr=lambda count: 0.1 * 0.5 ** int(count))
@@ -63,6 +67,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
         needs = "a closure" if issubclass(cls, torch.optim.LBFGS) else "sparse gradients"
         raise ValueError(f"from_torch: {cls.__name__} needs {needs}, which an update does not have; use AdamW or SGD")
     count = torch.zeros((), dtype=torch.int64)
+    injected = _injected(inject, hyper, evaluated(hyper, count))
     habits = observe(cls, on_cpu(evaluated(hyper, count)))
 
     def init(params: Tree) -> TorchState:
@@ -73,7 +78,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
         refuse_across_elements(cls, values, flat)
         optimizer = build(cls, values, tensors, [torch.zeros_like(tensor) for tensor in tensors])
         start_state(optimizer, tensors, habits.late)
-        return TorchState(count.clone(), _slots(optimizer, tensors, flat, habits.scalars))
+        return TorchState(count.clone(), _slots(optimizer, tensors, flat, habits.scalars), dict(injected))
 
     def update(grads: Tree, state: TorchState, params: Tree, donate: bool = False) -> tuple[Tree, TorchState]:
         check_state("from_torch", state, TorchState)
@@ -84,7 +89,8 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
         donate = donate and _can_be_written([*given, *(tensor_of(v) for slot in slots.values() for v in slot.leaves)])
         new = [_written(tensor) if donate else copied(tensor) for tensor in given]
         taken = [gradients[i].detach().contiguous() for i in chosen]
-        optimizer = build(cls, evaluated(hyper, state.updates), new, taken)
+        values_now = evaluated(hyper | fixed(state), state.updates)
+        optimizer = build(cls, values_now, new, taken)
         for name, slot in slots.items():
             if name in habits.withheld and not int(state.updates):
                 continue
@@ -96,22 +102,35 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
         if donate and in_place:
             if all(map(operator.is_, new, given)):
                 running[count] = _Running(optimizer, new, values, Targets.of(flat), flat, slots)
-            return params, TorchState(count, state.slots)
+            return params, TorchState(count, state.slots, used(state, values_now))
         leaves = list(flat.leaves)
         for i, tensor in zip(chosen, new, strict=True):
             leaves[i] = like(leaves[i], tensor)
-        return unflatten(flat.treedef, leaves), TorchState(count, _slots(optimizer, new, flat, habits.scalars))
+        slots_after = _slots(optimizer, new, flat, habits.scalars)
+        return unflatten(flat.treedef, leaves), TorchState(count, slots_after, used(state, values_now))
+
+    def fixed(state: TorchState) -> dict[str, float]:
+        """Injected numbers that no schedule makes."""
+        return {name: float(value) for name, value in state.hyper.items() if not callable(hyper[name])}
+
+    def used(state: TorchState, values: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """What the state holds after an update: what schedules gave it."""
+        return {
+            name: torch.tensor(float(values[name]), dtype=torch.float64) if callable(hyper[name]) else tensor
+            for name, tensor in state.hyper.items()
+        }
 
     # By the count in the state that a donated update has returned, and gone with it.
     running: MutableMapping[torch.Tensor, _Running] = WeakTensorKeyDictionary()
-    schedules = any(map(callable, hyper.values()))
+    varies = bool(inject) or any(map(callable, hyper.values()))
 
     def resume(grads: Tree, state: TorchState, params: Tree) -> tuple[Tree, TorchState] | None:
         run = running.pop(state.updates, None) if isinstance(state, TorchState) else None
         if run is None or not run.is_of(state, params):
             return None
-        if schedules:
-            optimizer = cls([{"params": run.tensors}], **evaluated(hyper, state.updates))
+        values_now = evaluated(hyper | fixed(state), state.updates) if varies else {}
+        if varies:
+            optimizer = cls([{"params": run.tensors}], **values_now)
             optimizer.state = run.optimizer.state
             run = run._replace(optimizer=optimizer)
         if not run.targets.take(grads):
@@ -120,12 +139,21 @@ def from_torch(cls: type[torch.optim.Optimizer], **hyper: Any) -> Optimizer:
         if in_place:
             running[count] = run
         slots = state.slots if in_place else _slots(run.optimizer, run.tensors, run.params, habits.scalars)
-        return params, TorchState(count, slots)
+        return params, TorchState(count, slots, used(state, values_now))
 
     def update_donated(grads: Tree, state: TorchState, params: Tree) -> tuple[Tree, TorchState]:
         return resume(grads, state, params) or update(grads, state, params, donate=True)
 
     return Optimizer(init, update, update_donated, resume)
+
+
+def _injected(names: Sequence[str], hyper: dict[str, Any], values: dict[str, Any]) -> dict[str, torch.Tensor]:
+    for name in names:
+        value = values.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            found = "not among its arguments" if name not in hyper else kind(value)
+            raise ValueError(f"from_torch: inject names {name!r}, which is {found}, needed a number")
+    return {name: torch.tensor(float(values[name]), dtype=torch.float64) for name in names}
 
 
 class _Running(NamedTuple):

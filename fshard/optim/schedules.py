@@ -41,7 +41,7 @@ def from_torch_scheduler(
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ValueError(f"from_torch_scheduler: steps is {steps!r}, needed a number of updates, 1 or more")
     if cls is torch.optim.lr_scheduler.ReduceLROnPlateau:
-        remedy = "keep the learning rate in the state instead, by from_torch(..., inject=True)"
+        remedy = "keep the learning rate in the state instead, by from_torch(..., inject=['lr'])"
         raise ValueError(f"from_torch_scheduler: ReduceLROnPlateau needs a metric at every step; {remedy}")
     optimizer = torch.optim.SGD([torch.zeros(())], lr=lr, momentum=momentum)
     scheduler = cls(optimizer, **arguments)

@@ -24,14 +24,14 @@ def copied(value: Any) -> Any:
 def evaluated(hyper: Hyper, count: torch.Tensor) -> Hyper:
     """Hyperparameters after some updates, schedules called; torch's classes take numbers everywhere, tensors not."""
     values = dict(hyper)
-    for name, schedule in hyper.items():
-        if callable(schedule):
-            value = schedule(count)
+    for name, value in hyper.items():
+        if callable(value):
+            value = value(count)
             value = value.item() if isinstance(value, torch.Tensor) and not hyper.get("capturable") else value
-            if isinstance(value, float) and not math.isfinite(value):
-                needed = "a finite number; mend the schedule"
-                raise ValueError(f"from_torch: {name} is {value} after {int(count)} updates, needed {needed}")
-            values[name] = value
+        if isinstance(value, float) and not math.isfinite(value):
+            needed = "a finite number; mend the schedule"
+            raise ValueError(f"from_torch: {name} is {value} after {int(count)} updates, needed {needed}")
+        values[name] = value
     return values
 
 

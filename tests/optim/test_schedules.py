@@ -170,7 +170,7 @@ BAD = {
         {"lr": 0.1},
         {"steps": 3},
         "ReduceLROnPlateau needs a metric at every step; keep the learning rate in the state instead, by "
-        "from_torch(..., inject=True)",
+        "from_torch(..., inject=['lr'])",
     ),
     "nan at first": (
         *STEP,
