@@ -1,7 +1,7 @@
 """from_torch: any elementwise torch.optim class as a pure optimizer."""
 
 import operator
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -121,7 +121,7 @@ def from_torch(cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), 
         }
 
     # By the count in the state that a donated update has returned, and gone with it.
-    running: MutableMapping[torch.Tensor, _Running] = WeakTensorKeyDictionary()
+    running = _RunningByCount()
     varies = bool(inject) or any(map(callable, hyper.values()))
 
     def resume(grads: Tree, state: TorchState, params: Tree) -> tuple[Tree, TorchState] | None:
@@ -154,6 +154,16 @@ def _injected(names: Sequence[str], hyper: dict[str, Any], values: dict[str, Any
             found = "not among its arguments" if name not in hyper else kind(value)
             raise ValueError(f"from_torch: inject names {name!r}, which is {found}, needed a number")
     return {name: torch.tensor(float(values[name]), dtype=torch.float64) for name in names}
+
+
+class _RunningByCount(WeakTensorKeyDictionary):
+    """What goes on after donated updates; a copy, or another process's, has nothing to go on from."""
+
+    def __reduce__(self) -> tuple[type["_RunningByCount"], tuple[()]]:
+        return _RunningByCount, ()
+
+    def __deepcopy__(self, memo: Any) -> "_RunningByCount":
+        return _RunningByCount()
 
 
 class _Running(NamedTuple):

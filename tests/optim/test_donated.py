@@ -154,3 +154,18 @@ def test_nothing_is_kept_alive(name):
         return held() is None
 
     assert spmd(program, 2) == [True, True]
+
+
+def test_an_optimizer_that_has_run_goes_to_another_process(workers):
+    tx = CASES["AdamW"]()
+    state = fs.TrainState.create({"w": torch.ones(3)}, tx)
+    for _ in range(2):
+        state = fs.update(tx, state, {"w": torch.ones(3)}, donate=True)
+
+    def program():
+        fresh = fs.TrainState.create(fs.shard({"w": torch.ones(3)}, fs.ddp(one_axis())), tx)
+        return fs.unshard(fs.update(tx, fresh, fresh.params, donate=True).params)["w"]
+
+    first, second = spmd(program, workers(2))
+    assert first.equal(second)
+    assert copy.deepcopy(tx).init({"w": torch.ones(3)})
