@@ -40,7 +40,8 @@ def value_and_grad(
         reduce: "mean" over ranks, "sum", or "weighted": sum of sums divided by the sum of counts.
         has_aux: Whether f returns (loss, aux) instead; aux is any tree of tensors and stays this rank's own.
         schedule: For functions that gather parts of a tree: maps the parameters to those parts, in the order in which f
-            will gather them, so that they are gathered ahead. Models know theirs.
+            will gather them, so that they are gathered ahead. It should name all of them: at the first gather that it
+            does not name, ranks go through the rest of it, and nothing more comes ahead. Models know theirs.
 
     Returns:
         A function of f's arguments. It returns (objective, grads), or ((objective, aux), grads): the objective is equal

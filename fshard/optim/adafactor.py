@@ -104,7 +104,7 @@ def adafactor(
             length_of_step = (size / root).clamp(min=eps[1]) * torch.minimum(rate, step**-0.5)
             scale = varying(length_of_step / (length / (root * d)).clamp(min=1.0), partition_axes(leaf))
             param = tensor_of(leaf)
-            param = param * (1 - rate * weight_decay).to(param.dtype)
+            param = param * varying(1 - rate * weight_decay, partition_axes(leaf)).to(param.dtype)
             leaves[i] = like(leaf, param - scale.to(param.dtype) * tensor_of(steps[i]))
         trees = (unflatten(flat.treedef, found) for found in (rows, columns))
         return unflatten(flat.treedef, leaves), AdafactorState(state.updates + 1, *trees)

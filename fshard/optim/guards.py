@@ -108,7 +108,7 @@ def dynamic_loss_scale(
 
     def init(params: Tree) -> ScaleState:
         zero = torch.zeros((), dtype=torch.int64)
-        return ScaleState(torch.tensor(init_scale, dtype=torch.float32), zero, zero.clone(), tx.init(params))
+        return ScaleState(start.clone(), zero, zero.clone(), tx.init(params))
 
     def run(grads: Tree, state: ScaleState, params: Tree, donate: bool = False) -> tuple[Tree, ScaleState]:
         check_state("dynamic_loss_scale", state, ScaleState)

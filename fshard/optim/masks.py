@@ -10,7 +10,6 @@ from fshard.tree import Tree, Treedef, flatten, names_of, unflatten
 from fshard.update import GradientTransformation, Optimizer
 
 Mask = str | tuple[str, ...] | Callable[[str], bool]
-Transformation = GradientTransformation | Optimizer
 
 
 def masked(tx: Any, mask: Mask) -> Any:

@@ -6,7 +6,7 @@ import torch
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
 from tests.optim.test_native import EPS, LAYOUTS, OURS, SHAPES, STEPS, number, run, tree
-from tests.trees import assert_same_bits, meshes
+from tests.trees import assert_same_bits, meshes, one_axis
 
 ELEMENTS = 15 + 7 + 1 + 1
 
@@ -117,3 +117,32 @@ def test_vmap_over_learning_rates(case):
     # A norm of several copies at once sums up to 15 squares in another order, and takes a root, for leaves and steps; a
     # step is no longer than a leaf, 8 at most, times the rate; momentum adds up to five of them.
     assert_trees_close(found, expected, rtol=STEPS * EPS, atol=STEPS * 2 * 2 * (15 + 1) * EPS * 0.5 * 8)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_adafactor_learns_its_rate_and_decay_on_shards(world_size):
+    numbers = {"lr": number(0.05), "weight_decay": number(0.3)}
+    full, grads = ({name: leaf for name, leaf in tree(seed).items() if leaf.numel()} for seed in (0, 1))
+
+    def loss(numbers, params, grads, close):
+        tx = fs.adafactor(**numbers)
+        return close(tx.update(grads, tx.init(params), params)[0])
+
+    def squares(params):
+        return sum((leaf**2).sum() for leaf in params.values())
+
+    expected = torch.func.grad(lambda n: loss(n, full, grads, squares))(numbers)
+
+    def program():
+        strategy = fs.zero2(one_axis(), min_shard_elements=0)
+        params, shards = fs.shard(full, strategy), fs.shard(grads, strategy)
+
+        def close(new):
+            return fs.objective(squares(fs.gather(new)), params)
+
+        found = torch.func.grad(lambda n: loss(n, params, shards, close))(numbers)
+        # Sums over all elements in another order, of terms that the largest derivative bounds.
+        largest = max(value.abs().item() for value in expected.values())
+        assert_trees_close(found, expected, rtol=0.0, atol=5 * (ELEMENTS + world_size + 16) * EPS * largest)
+
+    spmd(program, world_size)
