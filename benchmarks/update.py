@@ -4,7 +4,8 @@
     OMP_NUM_THREADS=1 python benchmarks/update.py --cases 1000x64 --optimizers adamw-fused --rounds 101
 
 One process. fshard's parameters are sharded by fs.zero2; the stateful torch optimizer has tensors of the same local
-shapes, and the same gradients. Ratios are medians over rounds of the ratio to the torch optimizer in the same round.
+shapes, and the same gradients; its time is that of step() and zero_grad(), because an update leaves no gradients behind
+either. Ratios are medians over rounds of the ratio to the torch optimizer in the same round.
 
 Peak memory is what a step allocates beyond what is there between steps, in another process, in which a small C library
 counts allocations; where that cannot be compiled and loaded, resident memory is measured, and table and JSON say so.
@@ -54,6 +55,13 @@ class Case(NamedTuple):
         return f"{self.leaves}x{self.width}"
 
 
+class Step(NamedTuple):
+    """What autograd does before a step, which is not timed, and the step."""
+
+    prepare: Callable[[], None]
+    run: Callable[[], None]
+
+
 def main() -> None:
     args = parse_args()
     torch.set_num_threads(args.threads)
@@ -70,7 +78,7 @@ def main() -> None:
     write(args, counter.reason, times(args, mesh), memory)
 
 
-def systems(name: str, case: Case, mesh: Any) -> dict[str, Callable[[], Callable[[], object]]]:
+def systems(name: str, case: Case, mesh: Any) -> dict[str, Callable[[], Step]]:
     """What makes the steps that are compared."""
     cls, hyper = OPTIMIZERS[name]
     strategy = fs.zero2(mesh)
@@ -78,13 +86,21 @@ def systems(name: str, case: Case, mesh: Any) -> dict[str, Callable[[], Callable
     full = {f"{i:04}": torch.randn(case.width, case.width, generator=draw) for i in range(case.leaves)}
     grads = fs.shard(fs.tree_map(torch.cos, full), strategy)
 
-    def stateful() -> Callable[[], object]:
+    def stateful() -> Step:
         tensors = [torch.nn.Parameter(tensor.clone()) for tensor in fs.tree_leaves(fs.shard(full, strategy))]
-        for tensor, grad in zip(tensors, fs.tree_leaves(grads)):
-            tensor.grad = grad
-        return cls(tensors, **hyper).step
+        optimizer = cls(tensors, **hyper)
 
-    def pure(donate: bool) -> Callable[[], object]:
+        def step() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def give() -> None:
+            for tensor, grad in zip(tensors, fs.tree_leaves(grads)):
+                tensor.grad = grad
+
+        return Step(give, step)
+
+    def pure(donate: bool) -> Step:
         tx = fs.from_torch(cls, **hyper)
         params = fs.shard(fs.tree_map(torch.clone, full), strategy)
         # In the specs of the parameters, as value_and_grad makes them.
@@ -95,7 +111,7 @@ def systems(name: str, case: Case, mesh: Any) -> dict[str, Callable[[], Callable
             nonlocal state
             state = fs.update(tx, state, own, donate=donate)
 
-        return step
+        return Step(lambda: None, step)
 
     return {REFERENCE: stateful, "fshard donated": lambda: pure(True), "fshard": lambda: pure(False)}
 
@@ -112,8 +128,9 @@ def times(args: argparse.Namespace, mesh: Any) -> dict[str, dict[str, list[float
                 gc.collect()
                 gc.freeze()
             for system in random.Random(number).sample(list(steps), len(steps)):
+                steps[system].prepare()
                 start = time.perf_counter()
-                steps[system]()
+                steps[system].run()
                 if number >= args.dropped:
                     seconds[system].append(time.perf_counter() - start)
         gc.unfreeze()
@@ -130,12 +147,14 @@ def peaks(args: argparse.Namespace, mesh: Any) -> dict[str, Any]:
         for system, make in systems(name, case, mesh).items():
             step = make()
             for _ in range(2):
-                step()
+                step.prepare()
+                step.run()
             gc.collect()
             memory.reset()
             kept = memory.current()
             for _ in range(3):
-                step()
+                step.prepare()
+                step.run()
             sizes[system] = memory.peak() - kept
             del step
             gc.collect()

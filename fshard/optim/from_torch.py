@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -194,8 +195,11 @@ def _step(optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor], val
     finally:
         for tensor in tensors:
             tensor.grad = None
-    after = [value for state in optimizer.state.values() for value in state.values()]
-    return len(after) == len(values) and all(map(operator.is_, after, values)) and groups == optimizer.param_groups
+    kept = optimizer.state.values()
+    same = sum(map(len, kept)) == len(values) and all(
+        map(operator.is_, chain.from_iterable(map(dict.values, kept)), values)
+    )
+    return same and groups == optimizer.param_groups
 
 
 def _can_be_written(values: Sequence[Any]) -> bool:
