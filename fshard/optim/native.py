@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fshard._compat import is_transformed
 from fshard.checks import check_floating
 from fshard.optim.leaves import check_real, check_state, joined, leafwise, zeros
 from fshard.tree import Tree, flatten
@@ -213,6 +214,8 @@ def _root(square: torch.Tensor) -> torch.Tensor:
 def value_of(rate: Rate, count: torch.Tensor) -> Any:
     """A learning rate after some updates; a number that is not finite is refused."""
     value = rate(count) if callable(rate) else rate
-    if isinstance(value, int | float) and not math.isfinite(value):
-        raise ValueError(f"update: the learning rate is {value} after {int(count)} updates, needed a finite number")
+    # What a transform holds, or a trace, has no value yet; what lies on another device would be waited for.
+    known = type(value) is torch.Tensor and value.is_cpu and not is_transformed(value)
+    if not (math.isfinite(value) if isinstance(value, int | float) or known else True):
+        raise ValueError(f"update: the learning rate is {float(value)} after {int(count)} updates, needed a finite number")
     return value

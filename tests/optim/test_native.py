@@ -241,10 +241,11 @@ def test_bad_arguments(name):
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         tx.init({"i": torch.arange(2)})
-    diverging = getattr(fs, name)(lambda count: float("inf"))
-    text = "update: the learning rate is inf after 0 updates, needed a finite number"
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        diverging.update(torch.ones(2), diverging.init(torch.ones(2)), torch.ones(2))
+    for rate in (float("inf"), torch.tensor(float("inf"))):
+        diverging = getattr(fs, name)(lambda count, rate=rate: rate)
+        text = "update: the learning rate is inf after 0 updates, needed a finite number"
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            diverging.update(torch.ones(2), diverging.init(torch.ones(2)), torch.ones(2))
 
 
 @pytest.mark.parametrize("hyper", ({}, {"momentum": 0.9, "dampening": 0.1}, {"momentum": 0.9, "dampening": number(0)}))
