@@ -215,7 +215,10 @@ def value_of(rate: Rate, count: torch.Tensor) -> Any:
     """A learning rate after some updates; a number that is not finite is refused."""
     value = rate(count) if callable(rate) else rate
     # What a transform holds, or a trace, has no value yet; what lies on another device would be waited for.
-    known = type(value) is torch.Tensor and value.is_cpu and not is_transformed(value)
-    if not (math.isfinite(value) if isinstance(value, int | float) or known else True):
-        raise ValueError(f"update: the learning rate is {float(value)} after {int(count)} updates, needed a finite number")
+    if type(value) is torch.Tensor and value.is_cpu and not is_transformed(value):
+        known = value.detach().item()
+    else:
+        known = value if isinstance(value, int | float) else 0.0
+    if not math.isfinite(known):
+        raise ValueError(f"update: the learning rate is {known} after {int(count)} updates, needed a finite number")
     return value
