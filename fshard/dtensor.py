@@ -12,7 +12,7 @@ from fshard.checks import check_local
 from fshard.errors import Problem, leaf_error
 from fshard.mesh import Mesh, axis_of
 from fshard.shard import check_transform, laid_out, without_padding
-from fshard.tree import Axis, Sharded, Spec, Tree, flatten, is_sharded, on_axis, split, unflatten
+from fshard.tree import Axis, Sharded, Spec, Tree, flatten, is_sharded, unflatten
 
 
 def from_dtensor(tree: Tree, strategy: Any) -> Tree:
@@ -57,9 +57,9 @@ def _from_dtensor(path: str, leaf: Any, strategy: Any, problems: list[Problem]) 
     )
     for axis, placement in zip(axes, leaf.placements, strict=True):
         if type(placement) is Shard:
-            spec = split(spec, axis, placement.dim)
+            spec = spec.split(axis, placement.dim)
         elif type(placement) is Replicate:
-            spec = on_axis(spec, axis)
+            spec = spec.on(axis)
         else:
             problems.append(Problem(path, f"placement {placement}", "Shard or Replicate"))
             return leaf

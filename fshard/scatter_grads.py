@@ -1,6 +1,5 @@
 """Verb 3: scatter_grads, from each rank's full gradients to reduced shards of them."""
 
-import math
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ from fshard.checks import check_floating, check_local, kind, same_structure
 from fshard.collectives import denominator, divided, linear_call, reduction_axes
 from fshard.errors import Problem, leaf_error
 from fshard.transforms import ShardTransform
-from fshard.tree import Sharded, Spec, Tree, flatten, is_sharded, unflatten
+from fshard.tree import Sharded, Tree, flatten, is_sharded, unflatten
 
 
 def scatter_grads(grads: Tree, like: Tree, reduce: str = "mean", *, count: torch.Tensor | None = None) -> Tree:
@@ -66,26 +65,15 @@ def scatter_grads(grads: Tree, like: Tree, reduce: str = "mean", *, count: torch
     return unflatten(flat.treedef, leaves)
 
 
-def _gathered_shape(spec: Spec) -> tuple[int, ...]:
-    """The shape of a gathered leaf: global, but for dims split over axes that its transform leaves alone."""
-    shape = list(spec.shape)
-    gathered = spec.transform.axes if spec.transform else ()
-    for dim in range(len(shape)):
-        kept = math.prod([axis.size for axis in spec.split_axes(dim) if axis not in gathered])
-        if kept > 1:
-            shape[dim] = spec.padded_shape[dim] // kept
-    return tuple(shape)
-
-
 def _problem(grad: Any, param: Any) -> tuple[str, str] | None:
     """What was found and what was needed, where a gradient does not fit its parameter."""
     if grad is None or (is_sharded(param) and param.spec.frozen):
         return None
-    needed = _gathered_shape(param.spec) if is_sharded(param) else None if param is None else tuple(param.shape)
+    needed = param.spec.gathered_shape if is_sharded(param) else None if param is None else tuple(param.shape)
     if isinstance(grad, torch.Tensor) and tuple(grad.shape) == needed:
         return None
     return kind(grad), "None" if needed is None else f"a full tensor of shape {needed}"
 
 
 def _or_zeros(grad: torch.Tensor | None, param: Sharded) -> torch.Tensor:
-    return param.local.new_zeros(_gathered_shape(param.spec)) if grad is None else grad
+    return param.local.new_zeros(param.spec.gathered_shape) if grad is None else grad

@@ -129,12 +129,13 @@ def local_piece(full: torch.Tensor, spec: Spec) -> torch.Tensor:
 def _ranges(spec: Spec) -> list[tuple[int, int]]:
     """Where this rank's elements of the full tensor start along each dim, and how many there are."""
     ranges = []
-    for dim, (full, local) in enumerate(zip(spec.full_shape, spec.local_shape, strict=True)):
-        index = 0
+    for dim, left in enumerate(spec.full_shape):
+        start, nominal = 0, left
         for axis in spec.split_axes(dim):
-            index = index * axis.size + comm.rank(axis)
-        start = min(index * local, full)
-        ranges.append((start, min(local, full - start)))
+            nominal = -(-nominal // axis.size)
+            skipped = min(comm.rank(axis) * nominal, left)
+            start, left = start + skipped, min(nominal, left - skipped)
+        ranges.append((start, left))
     return ranges
 
 
@@ -158,10 +159,8 @@ def _unshard(shards: Sequence[torch.Tensor], specs: Sequence[Spec]) -> list[torc
         stacks = comm.all_gather([out[i] for i in together], axis, "unshard")
         for i, rows in zip(together, stacks, strict=True):
             _, dim = plans[i].pop(0)
-            out[i] = rows.movedim(0, dim).flatten(dim, dim + 1)
+            out[i] = rows.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, specs[i].shared_out(dim, axis))
     for i, spec in enumerate(specs):
-        for dim, size in enumerate(spec.full_shape):
-            out[i] = out[i].narrow(dim, 0, size)
         out[i] = out[i].reshape(spec.shape)
     return out
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import fshard as fs
 from fshard.checks import outline
-from fshard.tree import flatten, on_axis, split, unflatten
+from fshard.tree import flatten, unflatten
 from tests.trees import Layer
 
 SHARD, TENSOR = fs.Axis("shard", 3, "group 0"), fs.Axis("tensor", 2, "group 1")
@@ -24,7 +24,7 @@ def spec(shape, *splits):
     """A spec with dims split over axes one after another."""
     result = fs.Spec(shape)
     for axis, dim in splits:
-        result = split(result, axis, dim)
+        result = result.split(axis, dim)
     return result
 
 
@@ -62,8 +62,8 @@ def test_split_axes_are_major_first():
     assert found.dim_of(fs.Axis("other", 2, "group 2")) is None
 
 
-def test_on_axis_places_without_splitting():
-    found = on_axis(on_axis(spec((5, 3), (SHARD, 0)), TENSOR), TENSOR)
+def test_on_an_axis_places_without_splitting():
+    found = spec((5, 3), (SHARD, 0)).on(TENSOR).on(TENSOR)
     assert found.axes == (SHARD, TENSOR)
     assert found.partition_axes() == (SHARD,)
     assert found.dim_of(TENSOR) is None

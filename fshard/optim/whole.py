@@ -9,7 +9,7 @@ from fshard.checks import kind
 from fshard.optim.leaves import check_state, like, partition_axes, tensor_of, trained
 from fshard.optim.owners import assign, flops_of, from_owners, split_axis, to_owners
 from fshard.shard import local_piece, unshard
-from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, is_sharded, split, unflatten
+from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, is_sharded, unflatten
 from fshard.update import Optimizer
 
 
@@ -93,7 +93,7 @@ def _cut(value: Any, leaf: Any) -> Any:
     if not axes or not isinstance(value, torch.Tensor) or not value.dim():
         return value
     same = value.shape == leaf.spec.shape
-    spec = leaf.spec if same else split(Spec(tuple(value.shape), transform=leaf.spec.transform), axes[0], 0)
+    spec = leaf.spec if same else Spec(tuple(value.shape), transform=leaf.spec.transform).split(axes[0], 0)
     return Sharded(local_piece(value, spec), spec)
 
 

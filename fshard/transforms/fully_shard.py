@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from fshard import comm
 from fshard.mesh import Mesh, axis_of
 from fshard.transforms.base import Finish, LayoutError, ShardTransform, Tensors
-from fshard.tree import Axis, Spec, on_axis, split
+from fshard.tree import Axis, Spec
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class _FullyShard(ShardTransform):
 
     def layout(self, spec: Spec) -> Spec:
         if math.prod(spec.shape) < self.min_shard_elements:
-            return on_axis(spec, self.axis)
+            return spec.on(self.axis)
         dims = max(len(spec.shape), 1)
         if not -dims <= self.dim < dims:
             raise LayoutError(f"shape {spec.shape}", f"a dim {self.dim} to split over {self.axis.name!r}")
-        return split(spec, self.axis, self.dim % dims)
+        return spec.split(self.axis, self.dim % dims)
 
     def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
         return self.start_gather(leaves, specs)()
@@ -50,10 +50,8 @@ class _FullyShard(ShardTransform):
         def finish() -> Tensors:
             out = dict(whole)
             for (i, dim), rows in zip(dims.items(), gathering(), strict=True):
-                outermost = self._outermost(specs[i], dim)
-                size = specs[i].full_shape[dim] if outermost else self.axis.size * rows.shape[dim + 1]
-                full = _joined(rows, dim, size)
-                out[i] = full if specs[i].shape or not outermost else full.select(0, 0)
+                full = _joined(rows, dim, specs[i].shared_out(dim, self.axis))
+                out[i] = full if specs[i].shape or not self._outermost(specs[i], dim) else full.select(0, 0)
             return [out[i] for i in range(len(out))]
 
         return finish
@@ -65,8 +63,8 @@ class _FullyShard(ShardTransform):
             grad = grads[i]
             if self._outermost(specs[i], dim):
                 grad = grad if specs[i].shape else grad.unsqueeze(0)
-                missing = specs[i].padded_shape[dim] - grad.shape[dim]
-                grad = pad(grad, (0, 0) * (grad.dim() - dim - 1) + (0, missing)) if missing else grad
+            missing = -grad.shape[dim] % self.axis.size
+            grad = pad(grad, (0, 0) * (grad.dim() - dim - 1) + (0, missing)) if missing else grad
             stacks.append(grad.unflatten(dim, (self.axis.size, -1)).movedim(dim, 0))
         whole = [i for i in range(len(grads)) if i not in dims]
         scattering = comm.start_reduce_scatter(stacks, self.axis, "scatter", self.algorithm)
@@ -84,7 +82,7 @@ class _FullyShard(ShardTransform):
         return {i: dim for i, dim in dims if dim is not None}
 
     def _outermost(self, spec: Spec, dim: int) -> bool:
-        """Whether this axis is the last one gathered along `dim`, after which the padding goes."""
+        """Whether this axis is the last one gathered along `dim`, after which a number has no dim left."""
         return spec.split_axes(dim)[0] == self.axis
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fshard import comm
 from fshard.mesh import Mesh, axis_of
 from fshard.transforms.base import Finish, ShardTransform, Tensors
-from fshard.tree import Axis, Spec, on_axis
+from fshard.tree import Axis, Spec
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class _Replicate(ShardTransform):
         return True if self.axis.size > 1 else None
 
     def layout(self, spec: Spec) -> Spec:
-        return on_axis(spec, self.axis)
+        return spec.on(self.axis)
 
     def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
         return self.start_scatter(grads, specs)()

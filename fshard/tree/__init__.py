@@ -12,7 +12,7 @@ from fshard.tree.nodes import (
     tree_map,
     unflatten,
 )
-from fshard.tree.specs import Axis, P, Residency, Spec, Transform, on_axis, split
+from fshard.tree.specs import Axis, P, Residency, Spec, Transform
 
 __all__ = [
     "Axis",
@@ -27,8 +27,6 @@ __all__ = [
     "flatten",
     "is_sharded",
     "names_of",
-    "on_axis",
-    "split",
     "tree_leaves",
     "tree_map",
     "unflatten",

@@ -152,18 +152,28 @@ class Spec:
         dims = (dim for dim in range(len(self.partition)) if axis.name in self.partition.names(dim))
         return next(dims, None)
 
+    @functools.cached_property
+    def gathered_shape(self) -> tuple[int, ...]:
+        """The shape that the transform gathers: the global one, but for dims split over axes that it leaves alone."""
+        gathered = self.transform.axes if self.transform else ()
+        kept = (math.prod(a.size for a in self.split_axes(d) if a not in gathered) for d in range(len(self.shape)))
+        return tuple(-(-n // k) for n, k in zip(self.shape, kept, strict=True))
+
+    def shared_out(self, dim: int, axis: Axis) -> int:
+        """How many elements of `dim` the ranks of an axis share: those that the axes major to it leave to each rank."""
+        axes = self.split_axes(dim)
+        return -(-self.full_shape[dim] // math.prod(major.size for major in axes[: axes.index(axis)]))
+
+    def split(self, axis: Axis, dim: int) -> "Spec":
+        """Split `dim`, counted from the front, over `axis` as well, minor to the axes that split it already."""
+        entries = [self.partition.names(d) for d in range(max(len(self.partition), dim + 1))]
+        entries[dim] = (*entries[dim], axis.name)
+        partition = P(*(names if len(names) > 1 else names[0] if names else None for names in entries))
+        return replace(self, partition=partition).on(axis)
+
+    def on(self, axis: Axis) -> "Spec":
+        """Place the leaf on `axis` too, without splitting it."""
+        return self if axis in self.axes else replace(self, axes=(*self.axes, axis))
+
     def _splits(self) -> tuple[int, ...]:
         return tuple(math.prod(axis.size for axis in self.split_axes(d)) for d in range(len(self.full_shape)))
-
-
-def split(spec: Spec, axis: Axis, dim: int) -> Spec:
-    """Split `dim` over `axis` as well, minor to the axes that split it already."""
-    entries = [spec.partition.names(d) for d in range(max(len(spec.partition), dim + 1))]
-    entries[dim] = (*entries[dim], axis.name)
-    partition = P(*(names if len(names) > 1 else names[0] if names else None for names in entries))
-    return on_axis(replace(spec, partition=partition), axis)
-
-
-def on_axis(spec: Spec, axis: Axis) -> Spec:
-    """Place the leaf on `axis` too, without splitting it."""
-    return spec if axis in spec.axes else replace(spec, axes=(*spec.axes, axis))
