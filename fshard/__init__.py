@@ -34,9 +34,20 @@ from fshard.random import fold_in
 from fshard.remat import remat
 from fshard.scatter_grads import scatter_grads
 from fshard.shard import reshard, shard, unshard
-from fshard.strategies import ddp, zero1, zero2, zero3
+from fshard.strategies import ddp, hsdp, zero1, zero2, zero3
 from fshard.train_state import TrainState
-from fshard.transforms import ShardTransform, cast, compose, fully_shard, replicate
+from fshard.transforms import (
+    ShardTransform,
+    bucket,
+    cast,
+    compose,
+    fully_shard,
+    hybrid_shard,
+    offload,
+    quantize,
+    replicate,
+    split_dim,
+)
 from fshard.tree import Axis, P, Sharded, Spec, tree_leaves, tree_map
 from fshard.update import GradientTransformation, Optimizer, chain, update
 from fshard.value_and_grad import value_and_grad
@@ -61,6 +72,7 @@ __all__ = [
     "all_gather",
     "apply",
     "axis_of",
+    "bucket",
     "cast",
     "chain",
     "clip_by_global_norm",
@@ -80,16 +92,20 @@ __all__ = [
     "fully_shard",
     "functionalize",
     "gather",
+    "hsdp",
+    "hybrid_shard",
     "init_mesh",
     "lamb",
     "lars",
     "masked",
     "objective",
+    "offload",
     "partition",
     "pmean",
     "psum",
     "psum_invariant",
     "pvary",
+    "quantize",
     "reduce_scatter",
     "remat",
     "replicate",
@@ -98,6 +114,7 @@ __all__ = [
     "sgd",
     "shard",
     "skip_nonfinite",
+    "split_dim",
     "sync_buffers",
     "testing",
     "to_dtensor",

@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 from fshard.checks import check_local
 from fshard.errors import Problem, leaf_error
 from fshard.mesh import Mesh, axis_of
-from fshard.shard import check_transform, laid_out, without_padding
-from fshard.tree import Axis, Sharded, Spec, Tree, flatten, is_sharded, unflatten
+from fshard.shard import check_masks, check_transform, laid_out, without_padding
+from fshard.tree import Axis, Sharded, Spec, Tree, flatten, is_sharded, names_of, unflatten
 
 
 def from_dtensor(tree: Tree, strategy: Any) -> Tree:
@@ -33,10 +33,12 @@ def from_dtensor(tree: Tree, strategy: Any) -> Tree:
 
     check_transform(strategy, "from_dtensor")
     flat = flatten(tree)
+    names = names_of(flat.treedef)
+    check_masks("from_dtensor", strategy, names)
     problems: list[Problem] = []
     leaves = [
-        _from_dtensor(path, leaf, strategy, problems) if isinstance(leaf, DTensor) else leaf
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        _from_dtensor(path, leaf, strategy.at(name), problems) if isinstance(leaf, DTensor) else leaf
+        for path, name, leaf in zip(flat.paths, names, flat.leaves, strict=True)
     ]
     if problems:
         raise leaf_error(
@@ -49,8 +51,8 @@ def _from_dtensor(path: str, leaf: Any, strategy: Any, problems: list[Problem]) 
     from torch.distributed.tensor import Replicate, Shard
 
     axes = [axis_of(leaf.device_mesh, name) for name in leaf.device_mesh.mesh_dim_names or ()]
-    if set(axes) != set(strategy.axes):
-        problems.append(Problem(path, _named(axes), _named(strategy.axes)))
+    if set(axes) != set(strategy.layout_axes):
+        problems.append(Problem(path, _named(axes), _named(strategy.layout_axes)))
         return leaf
     spec = Spec(
         tuple(leaf.shape), frozen=not leaf.requires_grad and leaf.is_leaf and isinstance(leaf, torch.nn.Parameter)

@@ -12,7 +12,7 @@ from fshard import comm
 from fshard.checks import check_local, is_reachable, kind, outline
 from fshard.errors import Problem, leaf_error
 from fshard.transforms import LayoutError, ShardTransform
-from fshard.tree import Sharded, Spec, Tree, flatten, is_sharded, unflatten
+from fshard.tree import Flat, Sharded, Spec, Tree, flatten, is_sharded, means, names_of, unflatten
 
 
 def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str], bool] | None = None) -> Tree:
@@ -36,10 +36,12 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str],
     """
     check_transform(transform, "shard")
     flat = flatten(full_tree)
+    names = names_of(flat.treedef)
+    check_masks("shard", transform, names)
     problems: list[Problem] = []
     out: list[Any] = []
     entries: dict[str, str] = {}
-    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+    for path, name, leaf in zip(flat.paths, names, flat.leaves, strict=True):
         unfit = _unfit(leaf)
         if leaf is None or unfit:
             problems += [Problem(path, *unfit)] if unfit else []
@@ -47,18 +49,18 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str],
             entries[path] = unfit[0] if unfit else "None"
             continue
         spec = Spec(tuple(leaf.shape), frozen=_is_frozen(path, leaf, frozen))
-        spec = laid_out(path, spec, transform, problems)
+        spec = laid_out(path, spec, transform.at(name), problems)
         out.append((leaf.detach(), spec))
         entries[path] = _describe(leaf, spec)
     entries["(structure)"] = outline(flat.treedef)
     # Ranks compare before any of them refuses its tree: a tree may be wrong on one rank alone.
-    difference = comm.disagreement(entries, transform.axes, "shard")
+    difference = comm.disagreement(entries, transform.layout_axes, "shard")
     if difference:
         remedy = "build the same tree on every rank, for instance from one seed"
         raise leaf_error("shard: ranks hold different trees", [difference], remedy)
     if problems:
         raise leaf_error("shard: leaves cannot be sharded", problems, "pass full tensors whose shapes fit the strategy")
-    return unflatten(flat.treedef, [leaf and Sharded(local_piece(*leaf), leaf[1]) for leaf in out])
+    return unflatten(flat.treedef, [leaf and Sharded(_stored(local_piece(*leaf), leaf[1]), leaf[1]) for leaf in out])
 
 
 def unshard(tree: Tree) -> Tree:
@@ -97,21 +99,29 @@ def reshard(tree: Tree, transform: ShardTransform) -> Tree:
         The tree with the same values in the new layout, in storage of its own.
 
     Raises:
-        ValueError: if a leaf's shape does not match its spec or does not fit the transform.
+        ValueError: if a leaf's shape does not match its spec or does not fit the transform, or a leaf has no transform,
+            as the state of one has not.
     """
     check_transform(transform, "reshard")
     flat = flatten(tree)
     check_local("reshard", flat)
+    names = _names_of_parameters(tree, flat)
+    check_masks("reshard", transform, names)
     problems: list[Problem] = []
     out: list[Any] = []
-    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+    for path, name, leaf in zip(flat.paths, names, flat.leaves, strict=True):
         spec = None
         if is_sharded(leaf):
-            spec = laid_out(path, Spec(leaf.spec.shape, frozen=leaf.spec.frozen), transform, problems)
+            if leaf.spec.transform is None:
+                problems.append(Problem(path, "state of a transform, this rank's own", "leaves that have a transform"))
+            spec = laid_out(path, Spec(leaf.spec.shape, frozen=leaf.spec.frozen), transform.at(name), problems)
         out.append((leaf, spec))
+    if any(is_sharded(leaf) and leaf.spec.transform is None for leaf in flat.leaves):
+        remedy = "reshard without it, and make it anew by fs.transform_state"
+        raise leaf_error("reshard: leaves belong to their ranks", problems, remedy)
     if problems:
         raise leaf_error("reshard: leaves do not fit", problems, "choose a strategy that fits their shapes")
-    leaves = [leaf if spec is None else Sharded(_move(leaf, spec), spec) for leaf, spec in out]
+    leaves = [leaf if spec is None else Sharded(_stored(_move(leaf, spec), spec), spec) for leaf, spec in out]
     return unflatten(flat.treedef, leaves)
 
 
@@ -165,6 +175,19 @@ def _unshard(shards: Sequence[torch.Tensor], specs: Sequence[Spec]) -> list[torc
     return out
 
 
+def _stored(piece: torch.Tensor, spec: Spec) -> torch.Tensor:
+    return spec.transform.store(piece) if spec.transform else piece
+
+
+def _names_of_parameters(tree: Tree, flat: Flat) -> tuple[str, ...]:
+    """The leaves' names; in a TrainState those of the parameters that they belong to."""
+    names = names_of(flat.treedef)
+    if not hasattr(tree, "params"):
+        return names
+    known = sorted(names_of(flatten(tree.params).treedef), key=len, reverse=True)
+    return tuple(next((own for own in known if f".{name}".endswith(f".{own}")), name) for name in names)
+
+
 def _move(leaf: Sharded, spec: Spec) -> torch.Tensor:
     if (leaf.spec.partition, leaf.spec.partition_axes()) == (spec.partition, spec.partition_axes()):
         return leaf.local.clone()
@@ -212,8 +235,16 @@ def check_transform(transform: Any, verb: str) -> None:
     """Refuse what is no transform, or one of another mesh than this process is on."""
     if not isinstance(transform, ShardTransform):
         raise ValueError(f"{verb}: strategy is {kind(transform)}, needed a ShardTransform such as fs.zero2(mesh)")
-    for axis in transform.axes:
+    for axis in transform.layout_axes:
         if not is_reachable(axis):
             found = f"the strategy has axis {axis.name!r} of {axis.size} ranks in group {axis.group_name!r}"
             needed = "a group of that size that this process is in; make it of a mesh of this process"
             raise ValueError(f"{verb}: {found}, needed {needed}")
+
+
+def check_masks(verb: str, transform: ShardTransform, names: Sequence[str]) -> None:
+    """Refuse a transform for leaves of names that there are not."""
+    for mask in transform.masks:
+        if not any(means(mask, name) for name in names):
+            shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+            raise ValueError(f"{verb}: the mask {mask!r} means no leaf of {shown}; name some of these")

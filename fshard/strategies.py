@@ -1,11 +1,12 @@
 """Strategies: compositions of transforms under the field's names, with no mechanism of their own."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from fshard.mesh import Mesh, axis_of
-from fshard.transforms import ShardTransform, cast, compose, fully_shard, replicate, resident
+from fshard.transforms import ShardTransform, cast, compose, fully_shard, hybrid_shard, replicate, resident
 from fshard.tree import Residency
 
 # Leaves below this stay whole: a bias or a norm costs more to gather than to keep.
@@ -79,6 +80,7 @@ def zero3(
     prefetch: int = 1,
     merge_bytes: int = Residency.merge_bytes,
     min_shard_elements: int = MIN_SHARD_ELEMENTS,
+    layout: ShardTransform | None = None,
 ) -> ShardTransform:
     """ZeRO-3: parameters too are held as shards, and full only unit by unit, while a unit computes.
 
@@ -95,6 +97,7 @@ def zero3(
         prefetch: How many units are gathered ahead of the one that computes.
         merge_bytes: Neighbouring units are gathered together up to this many bytes; 0 keeps them apart.
         min_shard_elements: Leaves of fewer elements stay whole on every rank.
+        layout: What to shard with in the place of fully_shard over `axis`, such as `quantize` or one's own.
 
     Returns:
         The transform to `shard` parameters with.
@@ -114,8 +117,38 @@ def zero3(
     if not (isinstance(regather, bool) or callable(regather) or all(isinstance(p, str) for p in patterns)):
         needed = "a bool, glob patterns of units' names, or a function of the name"
         raise ValueError(f"zero3: regather is {regather!r}, needed {needed}")
-    layout = fully_shard(axis_of(mesh, axis), min_shard_elements=min_shard_elements)
+    if layout is None:
+        layout = fully_shard(axis_of(mesh, axis), min_shard_elements=min_shard_elements)
     casts_in = [cast(gather=param_dtype)] if param_dtype else []
     casts_out = [cast(scatter=reduce_dtype)] if reduce_dtype else []
     residency = Residency(regather, prefetch, merge_bytes, inputs=param_dtype, outputs=output_dtype)
     return compose(*casts_in, layout, *casts_out, resident(residency))
+
+
+def hsdp(
+    mesh: Mesh,
+    axis: str = "shard",
+    replicate: str = "replicate",
+    *,
+    min_shard_elements: int = MIN_SHARD_ELEMENTS,
+    **options: Any,
+) -> ShardTransform:
+    """Hybrid sharding: ZeRO-3 inside a node, whose shards every node holds.
+
+    Follows torch's HYBRID_SHARD (Zhao et al., "PyTorch FSDP", 2023).
+
+    Args:
+        mesh: The device mesh, of two axes.
+        axis: The mesh axis to shard over, inside a node.
+        replicate: The mesh axis across nodes, over which shards are the same and their gradients are summed.
+        min_shard_elements: Leaves of fewer elements stay whole on every rank.
+        **options: As for `zero3`.
+
+    Returns:
+        The transform to `shard` parameters with.
+
+    Raises:
+        ValueError: if the mesh has no such axes, and as for `zero3`.
+    """
+    layout = hybrid_shard(mesh, axis, replicate, min_shard_elements=min_shard_elements)
+    return zero3(mesh, axis, layout=layout, **options)

@@ -23,7 +23,7 @@ from fshard.comm.collective import (
 )
 from fshard.comm.record import AGREE as AGREE
 from fshard.comm.record import Collective, Record, record
-from fshard.comm.rows import all_to_all
+from fshard.comm.rows import all_to_all, start_all_to_all
 from fshard.comm.spares import reusable, reusing, spare
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "spare",
     "start_all_gather",
     "start_all_reduce",
+    "start_all_to_all",
     "start_reduce_scatter",
     "vote",
 ]

@@ -69,22 +69,38 @@ def _flat(tensor: torch.Tensor, keep: int) -> torch.Tensor:
     return tensor.reshape((*tensor.shape[:keep], tensor.shape[keep:].numel()))
 
 
-def packing(tensors: Sequence[torch.Tensor], copies: int, algorithm: Algorithm) -> Packing:
-    """Group tensors of one dtype that travel together; a coalesced collective needs no packing."""
-    alone: list[list[int]] = []
-    small: dict[torch.dtype, list[int]] = {}
+def packing(
+    tensors: Sequence[torch.Tensor], copies: int, algorithm: Algorithm, bucket_bytes: int | None = None
+) -> Packing:
+    """Group tensors of one dtype that travel together; a coalesced collective needs no packing.
+
+    Without a size for buckets what is small shares one buffer; with one all that is smaller shares buffers up to it.
+    """
+    groups: list[list[int]] = []
+    filling: dict[torch.dtype, tuple[list[int], int]] = {}
     for i, tensor in enumerate(tensors):
-        if algorithm == "coalesced" or copies * tensor.numel() * tensor.element_size() >= PACK_BYTES:
-            alone.append([i])
-        else:
-            small.setdefault(tensor.dtype, []).append(i)
-    return Packing([*alone, *small.values()])
+        nbytes = copies * tensor.numel() * tensor.element_size()
+        if algorithm == "coalesced" or nbytes >= (bucket_bytes or PACK_BYTES):
+            groups.append([i])
+            continue
+        group, size = filling.get(tensor.dtype, ([], 0))
+        if bucket_bytes is not None and size + nbytes > bucket_bytes:
+            groups.append(group)
+            group, size = [], 0
+        filling[tensor.dtype] = ([*group, i], size + nbytes)
+    return Packing([*groups, *(group for group, _ in filling.values())])
 
 
 Finish = Callable[[], list[torch.Tensor]]
 
 
-def start_all_gather(shards: Sequence[torch.Tensor], axis: Axis, label: str, algorithm: Algorithm = "auto") -> Finish:
+def start_all_gather(
+    shards: Sequence[torch.Tensor],
+    axis: Axis,
+    label: str,
+    algorithm: Algorithm = "auto",
+    bucket_bytes: int | None = None,
+) -> Finish:
     """Start gathering every rank's shards.
 
     Args:
@@ -92,6 +108,7 @@ def start_all_gather(shards: Sequence[torch.Tensor], axis: Axis, label: str, alg
         axis: The ranks that take part.
         label: Who asks, for the recorder.
         algorithm: See `fshard.comm.ops`.
+        bucket_bytes: Tensors smaller than this share buffers of up to this many bytes; None packs what is small.
 
     Returns:
         A function that waits and returns tensors of shape (axis.size, *shard.shape), in rank order.
@@ -99,14 +116,18 @@ def start_all_gather(shards: Sequence[torch.Tensor], axis: Axis, label: str, alg
     if axis.size == 1 or not shards:
         return lambda: [shard.unsqueeze(0) for shard in shards]
     algorithm = resolve(algorithm, axis)
-    packed = packing(shards, axis.size, algorithm)
+    packed = packing(shards, axis.size, algorithm, bucket_bytes)
     shapes = [shard.shape for shard in shards]
     buffers = ops.all_gather(packed.pack(shards, 0), axis.name, axis.size, axis.group_name, algorithm, label)
     return lambda: packed.unpack([ops.wait(buffer) for buffer in buffers], shapes)
 
 
 def start_reduce_scatter(
-    stacks: Sequence[torch.Tensor], axis: Axis, label: str, algorithm: Algorithm = "auto"
+    stacks: Sequence[torch.Tensor],
+    axis: Axis,
+    label: str,
+    algorithm: Algorithm = "auto",
+    bucket_bytes: int | None = None,
 ) -> Finish:
     """Start summing over ranks and keeping this rank's row.
 
@@ -115,6 +136,7 @@ def start_reduce_scatter(
         axis: The ranks that take part.
         label: Who asks, for the recorder.
         algorithm: See `fshard.comm.ops`.
+        bucket_bytes: Tensors smaller than this share buffers of up to this many bytes; None packs what is small.
 
     Returns:
         A function that waits and returns tensors of `shape`, summed in rank order by the direct algorithm.
@@ -122,7 +144,7 @@ def start_reduce_scatter(
     if axis.size == 1 or not stacks:
         return lambda: [stack[0] for stack in stacks]
     algorithm = resolve(algorithm, axis)
-    packed = packing(stacks, 1, algorithm)
+    packed = packing(stacks, 1, algorithm, bucket_bytes)
     shapes = [stack.shape[1:] for stack in stacks]
     sources = packed.pack(stacks, 1)
     buffers = ops.reduce_scatter(sources, axis.name, axis.size, axis.group_name, algorithm, label)
@@ -130,7 +152,13 @@ def start_reduce_scatter(
     return lambda: packed.unpack(_sums(buffers, own), shapes)
 
 
-def start_all_reduce(tensors: Sequence[torch.Tensor], axis: Axis, label: str, algorithm: Algorithm = "auto") -> Finish:
+def start_all_reduce(
+    tensors: Sequence[torch.Tensor],
+    axis: Axis,
+    label: str,
+    algorithm: Algorithm = "auto",
+    bucket_bytes: int | None = None,
+) -> Finish:
     """Start summing over ranks.
 
     Args:
@@ -138,6 +166,7 @@ def start_all_reduce(tensors: Sequence[torch.Tensor], axis: Axis, label: str, al
         axis: The ranks that take part.
         label: Who asks, for the recorder.
         algorithm: See `fshard.comm.ops`.
+        bucket_bytes: Tensors smaller than this share buffers of up to this many bytes; None packs what is small.
 
     Returns:
         A function that waits and returns the sums, in rank order by the direct algorithm.
@@ -145,7 +174,7 @@ def start_all_reduce(tensors: Sequence[torch.Tensor], axis: Axis, label: str, al
     if axis.size == 1 or not tensors:
         return lambda: list(tensors)
     algorithm = resolve(algorithm, axis)
-    packed = packing(tensors, 1, algorithm)
+    packed = packing(tensors, 1, algorithm, bucket_bytes)
     shapes = [tensor.shape for tensor in tensors]
     buffers = packed.pack(tensors, 0)
     # Between two ranks an exchange of everything moves no more bytes, and is over in one round.

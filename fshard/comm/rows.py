@@ -1,6 +1,6 @@
 """Send other tensors to each rank: an all-to-all of rows of different lengths."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,24 +16,43 @@ Kind = tuple[torch.Size, torch.dtype]
 def all_to_all(
     send: Sequence[Sequence[torch.Tensor]], receive: Sequence[Sequence[Kind]], axis: Axis, label: str
 ) -> list[list[torch.Tensor]]:
-    """Send each rank tensors of its own, in one message to each.
+    """Send each rank tensors of its own, in one message to each, and wait for theirs.
 
     Args:
-        send: For each rank of the axis the tensors that it gets.
-        receive: For each rank the shapes and dtypes of what it sends here.
+        send: As for `start_all_to_all`.
+        receive: As for `start_all_to_all`.
         axis: The ranks that take part.
         label: Who asks, for the recorder.
 
     Returns:
         For each rank what it has sent.
     """
+    return start_all_to_all(send, receive, axis, label)()
+
+
+def start_all_to_all(
+    send: Sequence[Sequence[torch.Tensor]], receive: Sequence[Sequence[Kind]], axis: Axis, label: str
+) -> Callable[[], list[list[torch.Tensor]]]:
+    """Start to send each rank tensors of its own, in one message to each.
+
+    Args:
+        send: For each rank of the axis the tensors that it gets, all on one device.
+        receive: For each rank the shapes and dtypes of what it sends here.
+        axis: The ranks that take part.
+        label: Who asks, for the recorder.
+
+    Returns:
+        A function that waits and returns for each rank what it has sent.
+    """
     if axis.size == 1:
-        return [list(row) for row in send]
+        return lambda: [list(row) for row in send]
     flat = [_packed(row) for row in send]
     sizes = [sum(_padded(shape.numel() * dtype.itemsize) for shape, dtype in row) for row in receive]
-    rows = torch.cat(flat)
+    # Where a rank is sent nothing there is no tensor to tell the device.
+    device = next((tensor.device for row in send for tensor in row), None)
+    rows = torch.cat([row.to(device) for row in flat])
     buffer = ops.all_to_all(rows, [row.numel() for row in flat], sizes, axis.name, axis.size, axis.group_name, label)
-    return [_unpacked(part, kinds) for part, kinds in zip(ops.wait(buffer).split(sizes), receive, strict=True)]
+    return lambda: [_unpacked(part, kinds) for part, kinds in zip(ops.wait(buffer).split(sizes), receive, strict=True)]
 
 
 def _padded(nbytes: int) -> int:

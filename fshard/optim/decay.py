@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 from fshard.optim.leaves import leafwise
-from fshard.optim.masks import Mask, masked
-from fshard.tree import Tree
+from fshard.optim.masks import masked
+from fshard.tree import Mask, Tree
 from fshard.update import GradientTransformation
 
 

@@ -1,32 +1,43 @@
 """Masks: which leaves a part of an optimizer is for."""
 
-import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
 from fshard.checks import kind
-from fshard.tree import Tree, Treedef, flatten, names_of, unflatten
+from fshard.transforms import ShardTransform, masked_transform
+from fshard.tree import Mask, Tree, Treedef, flatten, is_mask, means, names_of, unflatten
 from fshard.update import GradientTransformation, Optimizer
 
-Mask = str | tuple[str, ...] | Callable[[str], bool]
 
-
-def masked(tx: Any, mask: Mask) -> Any:
-    """Apply a transformation or an optimizer to some leaves, and leave the others as they are, as in Optax.
+def masked(tx: Any, mask: Mask, otherwise: ShardTransform | None = None) -> Any:
+    """Apply a transformation, an optimizer or a sharding transform to some leaves, as in Optax.
 
     Args:
-        tx: The GradientTransformation or Optimizer. Others' gradients pass through the one; the other does not change
-            their parameters.
+        tx: The GradientTransformation, Optimizer or ShardTransform. Others' gradients pass through the first; the
+            second does not change their parameters; the third leaves them to `otherwise`.
         mask: Which leaves: a glob pattern of their names or several, where a name is a leaf's keys joined by dots, such
             as "blocks.0.norm.weight", and `*` stands for anything; or a function of the name.
+        otherwise: For a ShardTransform: that of all other leaves, over the same axes; None changes nothing in them.
 
     Returns:
         What `tx` is, with a state for those leaves only.
 
     Raises:
-        ValueError: if `tx` or `mask` is neither; from init, if no leaf is meant.
+        ValueError: if `tx` or `mask` is none of these, or the axes differ; from init, or shard, if no leaf is meant.
+
+    >>> import torch
+    >>> import fshard as fs
+    >>> mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    >>> strategy = fs.compose(fs.masked(fs.cast(gather=torch.bfloat16), "*weight"), fs.fully_shard(mesh))
+    >>> params = fs.shard({"weight": torch.ones(2), "bias": torch.ones(2)}, strategy)
+    >>> fs.tree_map(lambda leaf: leaf.dtype, fs.gather(params))
+    {'weight': torch.bfloat16, 'bias': torch.float32}
     """
+    if isinstance(tx, ShardTransform):
+        return masked_transform(tx, mask, otherwise)
+    if otherwise is not None:
+        raise ValueError(f"masked: otherwise is for ShardTransforms, not for {kind(tx)}; partition has parts")
     return partition({mask: tx, ("*",): _pass("masked", tx)}, "masked")
 
 
@@ -74,7 +85,7 @@ def partition(parts: Mapping[Mask, Any], what: str = "partition") -> Any:
         found = ", ".join(map(kind, members)) or "nothing"
         raise ValueError(f"{what}: got {found}, needed Optimizers alone or GradientTransformations alone")
     for mask in masks:
-        if not (callable(mask) or isinstance(mask, str) or _all(str, mask)):
+        if not is_mask(mask):
             needed = "a glob pattern of leaves' names, several, or a function of the name"
             raise ValueError(f"{what}: the mask is {kind(mask)}, needed {needed}")
     owners = lru_cache(maxsize=16)(partial(_owners, tuple(masks)))
@@ -99,13 +110,6 @@ def partition(parts: Mapping[Mask, Any], what: str = "partition") -> Any:
     if isinstance(members[0], Optimizer):
         return Optimizer(init, run, partial(run, donate=True))
     return GradientTransformation(init, run)
-
-
-def means(mask: Mask, name: str) -> bool:
-    """Whether a mask means the leaf of a name."""
-    if callable(mask):
-        return bool(mask(name))
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in ((mask,) if isinstance(mask, str) else mask))
 
 
 def _all(cls: type, values: Any) -> bool:

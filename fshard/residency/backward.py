@@ -263,7 +263,7 @@ class Backward:
         slots.append(slot)
         grads.append(grad)
         self._buckets[transform] = bucket = _Bucket(slots, grads, before + nbytes)
-        if bucket.nbytes >= BUCKET_BYTES:
+        if bucket.nbytes >= ((transform and transform.bucket_bytes) or BUCKET_BYTES):
             self._start(transform, self._buckets.pop(transform))
 
     def _flush(self) -> None:

@@ -58,7 +58,8 @@ class Slot:
     def set_like(self, full: torch.Tensor) -> None:
         """Note the dtype and shape of what was gathered, the same on every rank."""
         self.like = Like(full.shape, full.dtype, full.device)
-        self.alone = self.nbytes >= PACK_BYTES
+        transform = self.spec.transform
+        self.alone = self.nbytes >= ((transform and transform.bucket_bytes) or PACK_BYTES)
 
     def take_partial(self, grad: torch.Tensor) -> None:
         """Add to this rank's full gradient; the first part may be anybody's, a sum is the slot's own."""

@@ -1,17 +1,16 @@
-"""ShardTransform, the one extension point, and compose."""
+"""ShardTransform, the one extension point."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 
-from fshard.checks import kind
-from fshard.tree import Axis, Spec
+from fshard.tree import Axis, Mask, Spec, Tree
 
 Tensors = Sequence[torch.Tensor]
+States = Sequence[Tree]
 Finish = Callable[[], Tensors]
+FinishWithState = Callable[[], tuple[Tensors, States]]
 
 
 class LayoutError(ValueError):
@@ -30,12 +29,35 @@ class ShardTransform:
     Subclass as a frozen dataclass: transforms live in specs, are compared by value and must be hashable. Both methods
     take all leaves that travel together and return as many, output i from input i alone; they change nothing they are
     given, and leave trailing dims they do not know of alone (vmap puts its batch there).
+
+    A transform that remembers something from step to step, such as what a lossy scatter left out, defines `init` and
+    `scatter_with_state` in the place of `scatter`. Gather has no state: it runs as often as a strategy wants.
     """
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The mesh axes that gather or scatter communicate over."""
         return ()
+
+    @property
+    def layout_axes(self) -> tuple[Axis, ...]:
+        """The mesh axes that leaves are placed on: those of `axes`, and such that leaves stay split over."""
+        return self.axes
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """The size of the buffers that leaves travel in; None where only what is small shares one."""
+        return None
+
+    @property
+    def masks(self) -> tuple[Mask, ...]:
+        """By which leaves are chosen in it; each must mean one."""
+        return ()
+
+    @property
+    def has_state(self) -> bool:
+        """Whether scatter has a state."""
+        return type(self).init is not ShardTransform.init
 
     @property
     def new_gradients(self) -> bool | None:
@@ -55,6 +77,48 @@ class ShardTransform:
             LayoutError: if the leaf's shape does not fit.
         """
         return spec
+
+    def misplaced(self, before: Sequence["ShardTransform"], behind: Sequence["ShardTransform"]) -> str | None:
+        """Say why this transform makes no sense in a composition.
+
+        Args:
+            before: The transforms between it and storage.
+            behind: Those between it and the computation.
+
+        Returns:
+            The reason; None where it does.
+        """
+        return None
+
+    def at(self, name: str) -> "ShardTransform":
+        """The transform of one leaf.
+
+        Args:
+            name: The leaf's keys joined by dots, such as "blocks.0.norm.weight".
+
+        Returns:
+            This transform, but for those that depend on the name.
+        """
+        return self
+
+    def bucketed(self, nbytes: int) -> "ShardTransform":
+        """This transform with leaves that travel in buffers of a size; the same where it has no say in that."""
+        return self
+
+    def store(self, shard: torch.Tensor) -> torch.Tensor:
+        """Bring a new shard to where it is kept.
+
+        Args:
+            shard: A local tensor in storage of its own, where the full tensor was.
+
+        Returns:
+            The tensor, perhaps on another device.
+        """
+        return shard
+
+    def beside(self) -> torch.Stream | None:
+        """A stream to start gathers on, beside the one that computes; None where that one serves."""
+        return None
 
     def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
         """Turn stored tensors into the ones to the right of this transform.
@@ -77,8 +141,40 @@ class ShardTransform:
 
         Returns:
             One tensor per leaf, shaped as gather's inputs.
+
+        Raises:
+            ValueError: if the transform has a state, which autograd and torch.func cannot carry.
         """
+        if self.has_state:
+            raise ValueError(
+                f"scatter: {self} has a state, which autograd cannot carry through fs.gather; differentiate at "
+                "gathered parameters and call fs.scatter_grads with transform_state=, or use fs.value_and_grad"
+            )
         return grads
+
+    def init(self, grad: torch.Tensor) -> Tree:
+        """Make the state of one leaf.
+
+        Args:
+            grad: Zeros in the shape, on the device and in the stored dtype of gradients that scatter is given.
+
+        Returns:
+            A tree of tensors, this rank's own; None where the leaf needs none.
+        """
+        return None
+
+    def scatter_with_state(self, grads: Tensors, specs: Sequence[Spec], states: States) -> tuple[Tensors, States]:
+        """Scatter, with a state for each leaf.
+
+        Args:
+            grads: As for `scatter`.
+            specs: As for `scatter`.
+            states: What `init` or the last call returned for each leaf; not to be written to.
+
+        Returns:
+            What `scatter` returns, and the new states.
+        """
+        return self.scatter(grads, specs), states
 
     def start_gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Finish:
         """Start a gather whose communication may overlap what runs until it is finished.
@@ -106,76 +202,19 @@ class ShardTransform:
         scattered = self.scatter(grads, specs)
         return lambda: scattered
 
+    def start_scatter_with_state(self, grads: Tensors, specs: Sequence[Spec], states: States) -> FinishWithState:
+        """Start a scatter with states whose communication may overlap what runs until it is finished.
 
-@dataclass(frozen=True)
-class _Composed(ShardTransform):
-    stages: tuple[ShardTransform, ...]
+        Args:
+            grads: As for `scatter`.
+            specs: As for `scatter`.
+            states: As for `scatter_with_state`.
 
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        return tuple(axis for stage in self.stages for axis in stage.axes)
-
-    @property
-    def new_gradients(self) -> bool | None:
-        return next((stage.new_gradients for stage in self.stages if stage.new_gradients is not None), None)
-
-    def layout(self, spec: Spec) -> Spec:
-        for stage in reversed(self.stages):
-            spec = stage.layout(spec)
-        return spec
-
-    def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
-        for stage in self.stages:
-            leaves = stage.gather(leaves, specs)
-        return leaves
-
-    def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
-        for stage in reversed(self.stages):
-            grads = stage.scatter(grads, specs)
-        return grads
-
-    def start_gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Finish:
-        return _start([(s, s.start_gather, s.gather) for s in self.stages], leaves, specs)
-
-    def start_scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Finish:
-        return _start([(s, s.start_scatter, s.scatter) for s in reversed(self.stages)], grads, specs)
-
-
-def _start(stages: Sequence[tuple[ShardTransform, Any, Any]], tensors: Tensors, specs: Sequence[Spec]) -> Finish:
-    """Run stages up to the last one that communicates, and leave those behind it for the end."""
-
-    def done() -> Tensors:
-        return tensors
-
-    finish: Finish = done
-    for stage, start, run in stages:
-        finish = start(finish(), specs) if stage.axes else partial(_then, finish, run, specs)
-    return finish
-
-
-def _then(finish: Finish, run: Any, specs: Sequence[Spec]) -> Tensors:
-    return run(finish(), specs)
-
-
-def compose(*transforms: ShardTransform) -> ShardTransform:
-    """Chain transforms, storage first: gather runs left to right, scatter right to left.
-
-    Args:
-        *transforms: From the one next to storage to the one next to the computation.
-
-    Returns:
-        Their composition, equal to any other of equal parts.
-
-    Raises:
-        ValueError: if two of them use the same mesh axis, or something is no transform.
-    """
-    for transform in transforms:
-        if not isinstance(transform, ShardTransform):
-            raise ValueError(f"compose: got {kind(transform)}, needed ShardTransforms such as fs.fully_shard(mesh)")
-    stages = tuple(s for t in transforms for s in (t.stages if isinstance(t, _Composed) else (t,)))
-    composed = _Composed(stages)
-    names = [axis.name for axis in composed.axes]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"compose: the axes {twice} are used by two transforms, needed one each; drop one of the two")
-    return composed
+        Returns:
+            A function that finishes and returns the result of `scatter_with_state`; here all is done at the start.
+        """
+        if self.has_state:
+            done = self.scatter_with_state(grads, specs, states)
+            return lambda: done
+        finish = self.start_scatter(grads, specs)
+        return lambda: (finish(), states)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import pad
@@ -15,10 +15,13 @@ from fshard.tree import Axis, Spec
 
 @dataclass(frozen=True)
 class _FullyShard(ShardTransform):
+    """What `fully_shard` returns; a transform that only sends otherwise overrides `start_rows` and `start_sums`."""
+
     axis: Axis
     dim: int
     min_shard_elements: int
     algorithm: comm.Algorithm
+    bucket_bytes: int | None = None
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -27,6 +30,9 @@ class _FullyShard(ShardTransform):
     @property
     def new_gradients(self) -> bool | None:
         return True if self.axis.size > 1 else None
+
+    def bucketed(self, nbytes: int) -> ShardTransform:
+        return replace(self, bucket_bytes=nbytes)
 
     def layout(self, spec: Spec) -> Spec:
         if math.prod(spec.shape) < self.min_shard_elements:
@@ -42,9 +48,17 @@ class _FullyShard(ShardTransform):
     def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
         return self.start_scatter(grads, specs)()
 
+    def start_rows(self, shards: Tensors) -> Finish:
+        """Start sending every rank all shards; finished, each has the ranks' rows as its first dim."""
+        return comm.start_all_gather(shards, self.axis, "gather", self.algorithm, self.bucket_bytes)
+
+    def start_sums(self, stacks: Tensors) -> Finish:
+        """Start sending each rank its row of every stack; finished, each is the sum of what ranks sent."""
+        return comm.start_reduce_scatter(stacks, self.axis, "scatter", self.algorithm, self.bucket_bytes)
+
     def start_gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Finish:
-        dims = self._dims(specs)
-        gathering = comm.start_all_gather([leaves[i] for i in dims], self.axis, "gather", self.algorithm)
+        dims = self.split_dims(specs)
+        gathering = self.start_rows([leaves[i] for i in dims])
         whole = {i: leaf for i, leaf in enumerate(leaves) if i not in dims}
 
         def finish() -> Tensors:
@@ -57,18 +71,12 @@ class _FullyShard(ShardTransform):
         return finish
 
     def start_scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Finish:
-        dims = self._dims(specs)
-        stacks = []
-        for i, dim in dims.items():
-            grad = grads[i]
-            if self._outermost(specs[i], dim):
-                grad = grad if specs[i].shape else grad.unsqueeze(0)
-            missing = -grad.shape[dim] % self.axis.size
-            grad = pad(grad, (0, 0) * (grad.dim() - dim - 1) + (0, missing)) if missing else grad
-            stacks.append(grad.unflatten(dim, (self.axis.size, -1)).movedim(dim, 0))
+        dims = self.split_dims(specs)
         whole = [i for i in range(len(grads)) if i not in dims]
-        scattering = comm.start_reduce_scatter(stacks, self.axis, "scatter", self.algorithm)
-        summing = comm.start_all_reduce([grads[i] for i in whole], self.axis, "scatter", self.algorithm)
+        scattering = self.start_sums([self.stack(grads[i], specs[i], dim) for i, dim in dims.items()])
+        summing = comm.start_all_reduce(
+            [grads[i] for i in whole], self.axis, "scatter", self.algorithm, self.bucket_bytes
+        )
 
         def finish() -> Tensors:
             out = dict(zip((*dims, *whole), (*scattering(), *summing()), strict=True))
@@ -76,7 +84,15 @@ class _FullyShard(ShardTransform):
 
         return finish
 
-    def _dims(self, specs: Sequence[Spec]) -> dict[int, int]:
+    def stack(self, grad: torch.Tensor, spec: Spec, dim: int) -> torch.Tensor:
+        """Cut a gradient in the ranks' pieces along a new first dim."""
+        if self._outermost(spec, dim):
+            grad = grad if spec.shape else grad.unsqueeze(0)
+        missing = -grad.shape[dim] % self.axis.size
+        grad = pad(grad, (0, 0) * (grad.dim() - dim - 1) + (0, missing)) if missing else grad
+        return grad.unflatten(dim, (self.axis.size, -1)).movedim(dim, 0)
+
+    def split_dims(self, specs: Sequence[Spec]) -> dict[int, int]:
         """The leaves that are split over this axis and the dim of each; the others are replicated."""
         dims = ((i, spec.dim_of(self.axis)) for i, spec in enumerate(specs))
         return {i: dim for i, dim in dims if dim is not None}

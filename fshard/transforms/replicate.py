@@ -1,7 +1,7 @@
 """replicate: every rank of an axis holds the whole leaf."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fshard import comm
 from fshard.mesh import Mesh, axis_of
@@ -13,6 +13,7 @@ from fshard.tree import Axis, Spec
 class _Replicate(ShardTransform):
     axis: Axis
     algorithm: comm.Algorithm
+    bucket_bytes: int | None = None
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -22,6 +23,9 @@ class _Replicate(ShardTransform):
     def new_gradients(self) -> bool | None:
         return True if self.axis.size > 1 else None
 
+    def bucketed(self, nbytes: int) -> ShardTransform:
+        return replace(self, bucket_bytes=nbytes)
+
     def layout(self, spec: Spec) -> Spec:
         return spec.on(self.axis)
 
@@ -29,7 +33,7 @@ class _Replicate(ShardTransform):
         return self.start_scatter(grads, specs)()
 
     def start_scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Finish:
-        return comm.start_all_reduce(grads, self.axis, "scatter", self.algorithm)
+        return comm.start_all_reduce(grads, self.axis, "scatter", self.algorithm, self.bucket_bytes)
 
 
 def replicate(mesh: Mesh | Axis, *, algorithm: comm.Algorithm = "auto") -> ShardTransform:

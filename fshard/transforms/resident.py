@@ -1,5 +1,6 @@
 """resident: how long full tensors stay; it changes no value."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fshard.transforms.base import ShardTransform
@@ -12,6 +13,11 @@ class _Resident(ShardTransform):
 
     @property
     def new_gradients(self) -> None:
+        return None
+
+    def misplaced(self, before: Sequence[ShardTransform], behind: Sequence[ShardTransform]) -> str | None:
+        if any(isinstance(stage, _Resident) for stage in before):
+            return "two strategies say how long full tensors stay, needed one; take the other's parts by themselves"
         return None
 
     def layout(self, spec: Spec) -> Spec:

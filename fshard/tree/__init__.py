@@ -1,5 +1,6 @@
 """Leaves and their specs: Sharded, Spec, Axis, P; pytrees of them; shape arithmetic."""
 
+from fshard.tree.masks import Mask, is_mask, means
 from fshard.tree.nodes import (
     Flat,
     Sharded,
@@ -17,6 +18,7 @@ from fshard.tree.specs import Axis, P, Residency, Spec, Transform
 __all__ = [
     "Axis",
     "Flat",
+    "Mask",
     "P",
     "Residency",
     "Sharded",
@@ -25,7 +27,9 @@ __all__ = [
     "Tree",
     "Treedef",
     "flatten",
+    "is_mask",
     "is_sharded",
+    "means",
     "names_of",
     "tree_leaves",
     "tree_map",

@@ -57,6 +57,17 @@ class Transform(Protocol):
     def new_gradients(self) -> bool | None:
         """Whether scatter returns new tensors; None where it returns what it was given."""
 
+    @property
+    def has_state(self) -> bool:
+        """Whether scatter has a state."""
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """The size of the buffers that leaves travel in."""
+
+    def store(self, shard: torch.Tensor) -> torch.Tensor:
+        """Bring a new shard to where it is kept."""
+
     def gather(self, leaves: Sequence[torch.Tensor], specs: Sequence["Spec"]) -> Sequence[torch.Tensor]:
         """Stored tensors to computed ones."""
 
