@@ -36,6 +36,7 @@ from fshard.scatter_grads import scatter_grads
 from fshard.shard import reshard, shard, unshard
 from fshard.strategies import ddp, hsdp, zero1, zero2, zero3
 from fshard.train_state import TrainState
+from fshard.transform_state import transform_state
 from fshard.transforms import (
     ShardTransform,
     bucket,
@@ -118,6 +119,7 @@ __all__ = [
     "sync_buffers",
     "testing",
     "to_dtensor",
+    "transform_state",
     "tree_leaves",
     "tree_map",
     "unshard",

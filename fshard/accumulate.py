@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from fshard.checks import check_reduce, kind
+from fshard.transform_state import ABSENT, Absent
 from fshard.tree import Residency, Tree, flatten, is_sharded
 from fshard.value_and_grad import Schedule, differentiate
 
@@ -16,6 +17,7 @@ def accumulate(
     has_aux: bool = False,
     communicate: str | None = None,
     schedule: Schedule | None = None,
+    transform_state: Tree | Absent = ABSENT,
 ) -> Callable[..., Any]:
     """Turn a local loss of one microbatch into a function of many: `value_and_grad` of their common objective.
 
@@ -31,10 +33,12 @@ def accumulate(
             "once" sums full gradients and reduces them in the last one, which sends least. None leaves it to the
             strategy: once for ZeRO-1, else each.
         schedule: As for `value_and_grad`.
+        transform_state: As for `value_and_grad`; it goes from microbatch to microbatch where each is reduced.
 
     Returns:
         A function of (params, microbatches, *args, **kwargs), where microbatches is a sequence, as long on every rank.
-        It returns (objective, grads), or ((objective, auxes), grads) with a list of every microbatch's aux.
+        It returns (objective, grads), or ((objective, auxes), grads) with a list of every microbatch's aux; with
+        `transform_state` the new state comes third.
 
     Raises:
         ValueError: if `reduce` or `communicate` is unknown; by the function returned, if there are no microbatches, and
@@ -44,16 +48,23 @@ def accumulate(
     if communicate not in (None, "each", "once"):
         raise ValueError(f'accumulate: communicate is {communicate!r}, needed "each", "once" or None')
 
-    def run(params: Tree, microbatches: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+    def run(params: Tree, microbatches: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         if not isinstance(microbatches, Sequence) or not microbatches:
             found = "none" if isinstance(microbatches, Sequence) else kind(microbatches)
             raise ValueError(f"accumulate: the microbatches are {found}, needed a sequence of one or more")
         functions = [partial(_on, f, microbatch, args, kwargs) for microbatch in microbatches]
         once = communicate == "once" or (communicate is None and not _reduces_early(params))
-        value, auxes, grads = differentiate(
-            "accumulate", functions, params, reduce, has_aux, schedule=schedule, once=once
+        value, auxes, *rest = differentiate(
+            "accumulate",
+            functions,
+            params,
+            reduce,
+            has_aux,
+            schedule=schedule,
+            once=once,
+            transform_state=transform_state,
         )
-        return ((value, auxes) if has_aux else value), grads
+        return (value, auxes) if has_aux else value, *rest
 
     return run
 

@@ -174,11 +174,11 @@ def check_loss(loss: Any, reduce: str, what: str) -> None:
         raise ValueError(f'{what}: the loss is {kind(loss)}, needed the pair (sum, count) for reduce="weighted"')
     for name, part in zip(("sum", "count"), loss, strict=True) if weighted else [("loss", loss)]:
         scalar = isinstance(part, torch.Tensor) and not part.dim()
-        if scalar and (part.is_floating_point() or name == "count"):
+        if scalar and (part.is_floating_point() or (name == "count" and not part.is_complex())):
             continue
         needed = "a floating scalar tensor; sum or average over the batch"
         if name == "count":
-            needed = "a scalar tensor; torch.tensor makes one"
+            needed = "a real scalar tensor; torch.tensor makes one"
         elif isinstance(part, tuple):
             needed = "a floating scalar tensor alone; value_and_grad takes (loss, aux) by has_aux=True"
         raise ValueError(f"{what}: the {name} is {kind(part)}, needed {needed}")

@@ -273,10 +273,11 @@ def total(tree: Tree, axes: Sequence[Axis]) -> Tree:
 def denominator(count: Any, axes: Sequence[Axis], reduce: str) -> Any:
     """What summed losses and gradients are divided by: 1, the number of ranks, or the sum of counts."""
     if reduce == "weighted":
-        return total(count, axes)
+        # In one dtype whatever a rank counts in, and a wide one; the count is no part of the graph.
+        return total(count.detach().to(torch.float64), axes)
     return math.prod(axis.size for axis in axes) if reduce == "mean" else 1
 
 
 def divided(value: torch.Tensor, divisor: Any) -> torch.Tensor:
-    """Divide a sum by its denominator; nothing is computed where that is the number one."""
-    return value if isinstance(divisor, int) and divisor == 1 else value / divisor
+    """Divide a sum by its denominator, in the sum's dtype; nothing is computed where that is the number one."""
+    return value if isinstance(divisor, int) and divisor == 1 else (value / divisor).to(value.dtype)

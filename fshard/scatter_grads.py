@@ -8,11 +8,19 @@ import torch
 from fshard.checks import check_floating, check_local, kind, same_structure
 from fshard.collectives import denominator, divided, linear_call, reduction_axes
 from fshard.errors import Problem, leaf_error
+from fshard.transform_state import ABSENT, Absent, joined, states_of
 from fshard.transforms import ShardTransform
 from fshard.tree import Sharded, Tree, flatten, is_sharded, unflatten
 
 
-def scatter_grads(grads: Tree, like: Tree, reduce: str = "mean", *, count: torch.Tensor | None = None) -> Tree:
+def scatter_grads(
+    grads: Tree,
+    like: Tree,
+    reduce: str = "mean",
+    *,
+    count: torch.Tensor | None = None,
+    transform_state: Tree | Absent = ABSENT,
+) -> Tree:
     """Reduce this rank's full gradients over ranks and keep its shards: the transpose of `gather`.
 
     Args:
@@ -21,18 +29,21 @@ def scatter_grads(grads: Tree, like: Tree, reduce: str = "mean", *, count: torch
         like: The sharded parameters.
         reduce: "mean" over ranks, "sum", or "weighted": the sum divided by the sum of counts.
         count: For "weighted", how many items (tokens, samples) this rank's loss summed over: a scalar tensor.
+        transform_state: The state of transforms that have one, as `fs.transform_state` makes it.
 
     Returns:
-        Gradients in the structure of `like`: Sharded leaves of the same specs and dtypes, None where frozen.
+        Gradients in the structure of `like`: Sharded leaves of the same specs and dtypes, None where frozen. With
+        `transform_state`, the pair of them and the new state.
 
     Raises:
-        ValueError: before any collective, if structures or shapes differ, or a gradient is sharded already.
+        ValueError: before any collective, if structures or shapes differ, a gradient is sharded already, or
+            `transform_state` is missing or not that of `like`.
     """
     if reduce not in ("mean", "sum", "weighted") or (reduce == "weighted") != (count is not None):
         found = f"reduce={reduce!r} {'without' if count is None else 'with'} count"
         raise ValueError(f'scatter_grads: got {found}, needed "mean", "sum", or "weighted" with count=')
-    if count is not None and (not isinstance(count, torch.Tensor) or count.dim()):
-        raise ValueError(f"scatter_grads: count is {kind(count)}, needed a scalar tensor; torch.tensor makes one")
+    if count is not None and (not isinstance(count, torch.Tensor) or count.dim() or count.is_complex()):
+        raise ValueError(f"scatter_grads: count is {kind(count)}, needed a real scalar tensor; torch.tensor makes one")
     flat, params = flatten(grads), flatten(like)
     same_structure("scatter_grads of gradients", flat, params)
     axes = reduction_axes(like, "scatter_grads")
@@ -46,6 +57,7 @@ def scatter_grads(grads: Tree, like: Tree, reduce: str = "mean", *, count: torch
     if problems:
         remedy = "pass the gradients of full leaves, as from torch.func.grad at fs.gather(like)"
         raise leaf_error("scatter_grads: gradients do not fit `like`", problems, remedy)
+    states = states_of("scatter_grads", like, transform_state)
     divisor = denominator(count, axes, reduce)
     leaves: list[Any] = list(flat.leaves)
     groups: dict[ShardTransform, list[int]] = {}
@@ -58,11 +70,18 @@ def scatter_grads(grads: Tree, like: Tree, reduce: str = "mean", *, count: torch
             groups.setdefault(param.spec.transform, []).append(i)
     for transform, group in groups.items():
         specs = tuple(params.leaves[i].spec for i in group)
-        run, transpose = partial(transform.scatter, specs=specs), partial(transform.gather, specs=specs)
         full = [_or_zeros(leaves[i], params.leaves[i]) for i in group]
-        for i, spec, grad in zip(group, specs, linear_call(run, transpose, full), strict=True):
+        if transform.has_state:
+            scattered, after = transform.scatter_with_state(full, specs, [states[i] for i in group])
+            for i, state in zip(group, after, strict=True):
+                states[i] = state
+        else:
+            run, transpose = partial(transform.scatter, specs=specs), partial(transform.gather, specs=specs)
+            scattered = linear_call(run, transpose, full)
+        for i, spec, grad in zip(group, specs, scattered, strict=True):
             leaves[i] = Sharded(divided(grad.to(params.leaves[i].local.dtype), divisor), spec)
-    return unflatten(flat.treedef, leaves)
+    reduced = unflatten(flat.treedef, leaves)
+    return reduced if transform_state is ABSENT else (reduced, joined(like, states, transform_state))
 
 
 def _problem(grad: Any, param: Any) -> tuple[str, str] | None:

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from fshard.checks import kind
+from fshard.transform_state import transform_state
 from fshard.tree import Tree
 
 
@@ -23,6 +24,7 @@ class TrainState(NamedTuple):
         opt_state: The optimizer's state, sharded as the parameters are.
         buffers: The model's buffers by name.
         key: Random key of the run, or None.
+        transform_state: What the parameters' transforms remember, such as what a lossy scatter left out; mostly None.
     """
 
     step: torch.Tensor
@@ -30,6 +32,7 @@ class TrainState(NamedTuple):
     opt_state: Tree
     buffers: Tree
     key: torch.Tensor | None
+    transform_state: Tree = None
 
     @classmethod
     def create(
@@ -51,4 +54,5 @@ class TrainState(NamedTuple):
         """
         if not callable(getattr(tx, "init", None)):
             raise ValueError(f"TrainState.create: tx is {kind(tx)}, needed an Optimizer; make one by fs.from_torch")
-        return cls(torch.zeros((), dtype=torch.int64), params, tx.init(params), buffers, key)
+        step = torch.zeros((), dtype=torch.int64)
+        return cls(step, params, tx.init(params), buffers, key, transform_state(params))

@@ -9,6 +9,7 @@ import torch
 from fshard.checks import kind, same_structure
 from fshard.errors import Problem, leaf_error
 from fshard.train_state import TrainState
+from fshard.transform_state import ABSENT, Absent
 from fshard.tree import Flat, Spec, Tree, Treedef, flatten, is_sharded
 
 
@@ -42,7 +43,14 @@ class GradientTransformation(NamedTuple):
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 
 
-def update(tx: Optimizer, state: TrainState, grads: Tree, *, donate: bool = False) -> TrainState:
+def update(
+    tx: Optimizer,
+    state: TrainState,
+    grads: Tree,
+    *,
+    donate: bool = False,
+    transform_state: Tree | Absent = ABSENT,
+) -> TrainState:
     """Make the next state from reduced gradients: new parameters, new optimizer state, one step more.
 
     Args:
@@ -51,6 +59,7 @@ def update(tx: Optimizer, state: TrainState, grads: Tree, *, donate: bool = Fals
         grads: Sharded gradients from `scatter_grads` or `value_and_grad`.
         donate: Whether the caller gives up `state`, so that the next one may be written in its place: half the memory
             and no copies. Do not use the old state afterwards.
+        transform_state: What `value_and_grad` or `scatter_grads` returned besides the gradients, for the next step.
 
     Returns:
         The state after.
@@ -70,7 +79,8 @@ def update(tx: Optimizer, state: TrainState, grads: Tree, *, donate: bool = Fals
         run = tx.update_donated if donate and tx.update_donated else tx.update
         done = run(grads, state.opt_state, state.params)
     params, opt_state = done
-    return state._replace(step=state.step + 1, params=params, opt_state=opt_state)
+    after = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
+    return after if transform_state is ABSENT else after._replace(transform_state=transform_state)
 
 
 def chain(*transformations: GradientTransformation | Optimizer) -> Any:

@@ -11,6 +11,7 @@ from fshard import _compat
 from fshard.checks import check_floating, check_local, check_loss, check_reduce, kind, refuse_writes
 from fshard.collectives import denominator, divided, reduction_axes, total
 from fshard.residency import Call, FunctionTransform, settled
+from fshard.transform_state import ABSENT, Absent, joined, states_of
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tree_leaves, tree_map, unflatten
 
 Schedule = Callable[[Tree], Sequence[Tree]]
@@ -23,6 +24,7 @@ def value_and_grad(
     reduce: str = "mean",
     has_aux: bool = False,
     schedule: Schedule | None = None,
+    transform_state: Tree | Absent = ABSENT,
 ) -> Callable[..., Any]:
     """Turn a local loss into a function of its objective and the gradients, sharded as the parameters are.
 
@@ -37,15 +39,19 @@ def value_and_grad(
     Args:
         f: Called with all arguments; returns this rank's scalar loss, or (sum, count) for "weighted".
         argnums: Which arguments are parameters; with several, gradients come as a tuple.
-        reduce: "mean" over ranks, "sum", or "weighted": sum of sums divided by the sum of counts.
+        reduce: "mean" over ranks, "sum", or "weighted": sum of sums divided by the sum of counts,
+            which is NaN where nobody counts anything; `skip_nonfinite` leaves such a step out.
         has_aux: Whether f returns (loss, aux) instead; aux is any tree of tensors and stays this rank's own.
         schedule: For functions that gather parts of a tree: maps the parameters to those parts, in the order in which f
             will gather them, so that they are gathered ahead. It should name all of them: at the first gather that it
             does not name, ranks go through the rest of it, and nothing more comes ahead. Models know theirs.
+        transform_state: The state of transforms that have one, such as state.transform_state of a TrainState. Where it
+            is passed, be it None, its successor is returned too.
 
     Returns:
         A function of f's arguments. It returns (objective, grads), or ((objective, aux), grads): the objective is equal
-        on every rank; grads have the parameters' structure, specs and dtypes, and None where a leaf is frozen.
+        on every rank; grads have the parameters' structure, specs and dtypes, and None where a leaf is frozen. With
+        `transform_state` the new state comes third.
 
     Raises:
         ValueError: if `reduce` is unknown; by the function returned, if the loss does not fit it, a leaf that takes a
@@ -57,7 +63,7 @@ def value_and_grad(
     single = isinstance(argnums, int)
     places = _places(argnums)
 
-    def run(*args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+    def run(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         if not all(-len(args) <= place < len(args) for place in places):
             raise ValueError(
                 f"value_and_grad: argnums is {argnums!r}, but {len(args)} arguments were given by position"
@@ -72,10 +78,10 @@ def value_and_grad(
                 arguments[place] = part
             return f(*arguments, **kwargs)
 
-        value, (aux,), grads = differentiate(
-            "value_and_grad", [with_params], params, reduce, has_aux, schedule=schedule
+        value, (aux,), *rest = differentiate(
+            "value_and_grad", [with_params], params, reduce, has_aux, schedule=schedule, transform_state=transform_state
         )
-        return ((value, aux) if has_aux else value), grads
+        return (value, aux) if has_aux else value, *rest
 
     return run
 
@@ -103,7 +109,8 @@ def differentiate(
     *,
     schedule: Schedule | None = None,
     once: bool = False,
-) -> tuple[torch.Tensor, list[Any], Tree]:
+    transform_state: Tree | Absent = ABSENT,
+) -> tuple[Any, ...]:
     """Differentiate the objective of several local losses, one after another.
 
     Args:
@@ -114,21 +121,24 @@ def differentiate(
         has_aux: As for `value_and_grad`.
         schedule: As for `value_and_grad`.
         once: Whether full gradients are summed over microbatches before they are reduced.
+        transform_state: As for `value_and_grad`.
 
     Returns:
-        The objective, each function's aux, and the gradients.
+        The objective, each function's aux, the gradients, and the new state where one was passed.
     """
     flat = flatten(params)
     check_local(what, flat)
     axes = reduction_axes(params, what)
     check_floating(what, flat)
-    run = _Run(what, functions, flat, axes, reduce, has_aux, schedule, once)
+    states = states_of(what, params, transform_state)
+    run = _Run(what, functions, flat, axes, reduce, has_aux, schedule, once, states)
     value, auxes, grads = run.reference() if _is_outer(flat) else run.engine()
     wrapped = [
         Sharded(grad, leaf.spec) if is_sharded(leaf) and grad is not None else grad
         for grad, leaf in zip(grads, flat.leaves, strict=True)
     ]
-    return value, auxes, unflatten(flat.treedef, wrapped)
+    found = value, auxes, unflatten(flat.treedef, wrapped)
+    return found if transform_state is ABSENT else (*found, joined(params, states, transform_state))
 
 
 Found = tuple[torch.Tensor, list[Any], list[Any]]
@@ -145,6 +155,7 @@ class _Run(NamedTuple):
     has_aux: bool
     schedule: Schedule | None
     once: bool
+    states: list[Tree]
 
     def local(self, function: Callable[[Tree], Any], leaves: list[Any]) -> Parts:
         """This rank's loss of one microbatch, count and aux."""
@@ -159,12 +170,17 @@ class _Run(NamedTuple):
     def divisor(self, counts: list[Any]) -> Any:
         """What sums over ranks and microbatches are divided by."""
         if self.reduce == "weighted":
-            return denominator(functools.reduce(operator.add, counts), self.axes, self.reduce)
+            return denominator(
+                torch.stack([count.detach().to(torch.float64) for count in counts]).sum(), self.axes, self.reduce
+            )
         return denominator(None, self.axes, self.reduce) * (len(self.functions) if self.reduce == "mean" else 1)
 
     def engine(self) -> Found:
         """Run the residency engine."""
         call = Call(self.what, self.flat, self.axes)
+        for slot, state in zip(call.slots, self.states, strict=True):
+            if slot is not None:
+                slot.state = state
         try:
             return self._engine(call)
         except FunctionTransform:
@@ -188,7 +204,10 @@ class _Run(NamedTuple):
 
             def run(function: Callable[[Tree], Any] = function) -> Parts:
                 with torch.enable_grad(), unchanged():
-                    return self.local(function, leaves)
+                    parts = self.local(function, leaves)
+                # What ranks are about to sum must be alike.
+                call.timeline.note(f"a loss of dtype {str(parts[0].dtype).removeprefix('torch.')}")
+                return parts
 
             value, count, aux = call.forward(run, schedule)
             count, aux = settled((count, aux))
@@ -203,11 +222,15 @@ class _Run(NamedTuple):
             del value
         rest = 1 if single else self.divisor(counts)
         grads = [None if slot is None else slot.gradient(rest) for slot in call.slots]
+        self.states[:] = [None if slot is None else slot.state for slot in call.slots]
         divisor = divisor if single else rest
         return divided(total(functools.reduce(operator.add, values), self.axes), divisor), auxes, grads
 
     def reference(self) -> Found:
         """Differentiate by torch.func, with every unit gathered when a function asks for it and kept."""
+        if any(state is not None for state in self.states):
+            needed = "none; differentiate at gathered parameters, and call fs.scatter_grads outside of it"
+            raise ValueError(f"{self.what}: transforms have a state inside a torch.func transform, needed {needed}")
         trained = [i for i, leaf in enumerate(self.flat.leaves) if _takes_gradient(leaf)]
         tensors = [_tensor(self.flat.leaves[i]) for i in trained]
         values, counts, auxes = [], [], []

@@ -18,6 +18,7 @@ ROOMS = (
     "mesh",
     "collectives",
     "transforms",
+    "transform_state",
     "shard",
     "dtensor",
     "strategies",

@@ -154,11 +154,11 @@ ROWS = [
             ({"count": scalar(3)}, 'got reduce=\'mean\' with count, needed "mean", "sum", or "weighted" with count='),
             (
                 {"reduce": "weighted", "count": 3},
-                "count is an int, needed a scalar tensor; torch.tensor makes one",
+                "count is an int, needed a real scalar tensor; torch.tensor makes one",
             ),
             (
                 {"reduce": "weighted", "count": ones(2)},
-                "count is a float32 Tensor of shape (2,), needed a scalar tensor; torch.tensor makes one",
+                "count is a float32 Tensor of shape (2,), needed a real scalar tensor; torch.tensor makes one",
             ),
         ]
     ),
@@ -187,7 +187,7 @@ LOSSES = [
         "a count that is no tensor",
         "weighted",
         lambda x: (x, 3),
-        "the count is an int, needed a scalar tensor; torch.tensor makes one",
+        "the count is an int, needed a real scalar tensor; torch.tensor makes one",
     ),
     (
         "a sum that is no scalar",

@@ -137,26 +137,28 @@ STEPS = {
             ("all_reduce", "replicate", "scatter", 1, (266256 + 35360 + 64) // 2),
         ],
         [
+            # What the second axis sums waits for the first, which goes on beside the computation.
             ("reduce_scatter", "shard", "scatter", 1, 266256),
-            ("all_reduce", "replicate", "scatter", 1, 266256 // 2),
             ("reduce_scatter", "shard", "scatter", 1, 35360 + 64),
+            ("all_reduce", "replicate", "scatter", 1, 266256 // 2),
             ("all_reduce", "replicate", "scatter", 1, (35360 + 64) // 2),
         ],
         OBJECTIVES,
     ),
     "one dim over two axes": (
+        # The axis gathered last moves what the ranks of the other have put together and cut to half of the dim.
         [
             ("all_gather", "replicate", "gather", 1, (268320 + 35360 + 96) // 2),
-            ("all_gather", "shard", "gather", 2, 268320 + 35360 + 96),
+            ("all_gather", "shard", "gather", 2, 266256 + 35360 + 64),
         ],
         [
-            ("reduce_scatter", "shard", "scatter", 2, 268320 + 35360 + 96),
+            ("reduce_scatter", "shard", "scatter", 2, 266256 + 35360 + 64),
             ("reduce_scatter", "replicate", "scatter", 1, (268320 + 35360 + 96) // 2),
         ],
         [
-            ("reduce_scatter", "shard", "scatter", 1, 268320),
+            ("reduce_scatter", "shard", "scatter", 1, 266256),
+            ("reduce_scatter", "shard", "scatter", 1, 35360 + 64),
             ("reduce_scatter", "replicate", "scatter", 1, 268320 // 2),
-            ("reduce_scatter", "shard", "scatter", 1, 35360 + 96),
             ("reduce_scatter", "replicate", "scatter", 1, (35360 + 96) // 2),
         ],
         OBJECTIVES,

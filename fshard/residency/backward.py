@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat
-from fshard.residency.slots import Slot
+from fshard.residency.slots import Slot, start_scatter
 from fshard.residency.units import Unit, Use
 
 # Reductions under way may hold this many bytes of gradients; a larger one travels alone.
@@ -257,27 +257,27 @@ class Backward:
         transform = slot.spec.transform
         nbytes = grad.numel() * grad.element_size()
         if slot.alone:
-            self._start(transform, _Bucket([slot], [grad], nbytes))
+            self._start(_Bucket([slot], [grad], nbytes))
             return
         slots, grads, before = self._buckets.get(transform, _Bucket([], [], 0))
         slots.append(slot)
         grads.append(grad)
         self._buckets[transform] = bucket = _Bucket(slots, grads, before + nbytes)
         if bucket.nbytes >= ((transform and transform.bucket_bytes) or BUCKET_BYTES):
-            self._start(transform, self._buckets.pop(transform))
+            self._start(self._buckets.pop(transform))
 
     def _flush(self) -> None:
-        for transform, bucket in self._buckets.items():
-            self._start(transform, bucket)
+        for bucket in self._buckets.values():
+            self._start(bucket)
         self._buckets = {}
 
     @_compat.outside_selective_checkpoint()
-    def _start(self, transform: Any, bucket: _Bucket) -> None:
+    def _start(self, bucket: _Bucket) -> None:
         while self._flying and bucket.nbytes + sum(flight.nbytes for flight in self._flying) > IN_FLIGHT_BYTES:
             self._land()
         self._log.append(f"reduce {', '.join(slot.path for slot in bucket.slots)}")
         with torch.no_grad():
-            finish = transform.start_scatter(bucket.grads, tuple(slot.spec for slot in bucket.slots))
+            finish = start_scatter(bucket.slots, bucket.grads)
         self._flying.append(_Flight(bucket.slots, finish, bucket.nbytes))
 
     @_compat.outside_selective_checkpoint()

@@ -1,12 +1,13 @@
 """Slots: each leaf as one call sees it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fshard.collectives import divided
 from fshard.comm import PACK_BYTES
+from fshard.errors import Problem, leaf_error
 from fshard.tree import Residency, Sharded, Spec
 
 _PLAIN = Residency()
@@ -35,11 +36,12 @@ class Slot:
         partial: This rank's full gradient so far.
         owed: Whether a reduction of it is due on every rank, whatever this one has.
         grad: Its reduced gradient.
+        state: That of its transform, if it has one.
     """
 
     __slots__ = (
         *("alone", "derived", "first", "grad", "like", "owed", "own_grad", "own_partial", "partial", "path", "spec"),
-        *("stored", "tensor", "trained"),
+        *("state", "stored", "tensor", "trained"),
     )
 
     def __init__(self, path: str, leaf: Sharded, derived: bool = False) -> None:
@@ -47,6 +49,11 @@ class Slot:
         self.path, self.spec, self.tensor, self.derived = path, leaf.spec, leaf.local, derived
         self.stored = leaf.local.detach()
         self.trained = leaf.local.requires_grad
+        transform = leaf.spec.transform
+        if derived and self.trained and transform and transform.has_state:
+            found = "a leaf computed from others whose transform has a state"
+            remedy = "gather leaves as they are, or give the result the spec of one whose transform has no state"
+            raise leaf_error("gather: no state", [Problem(path, found, "one of the parameters")], remedy)
         self.like: Like | None = None
         self.alone = False
         self.first: Any = None
@@ -54,6 +61,7 @@ class Slot:
         self.owed = False
         self.grad: torch.Tensor | None = None
         self.own_grad = self.own_partial = False
+        self.state: Any = None
 
     def set_like(self, full: torch.Tensor) -> None:
         """Note the dtype and shape of what was gathered, the same on every rank."""
@@ -78,7 +86,7 @@ class Slot:
             own: Whether it may be written to.
         """
         if not (isinstance(divisor, int) and divisor == 1):
-            grad, own = grad.div_(divisor) if own else grad / divisor, True
+            grad, own = grad.div_(divisor) if own else divided(grad, divisor), True
         if self.grad is not None:
             grad, own = self.grad.add_(grad) if self.own_grad else self.grad + grad, True
         self.grad, self.own_grad = grad, own
@@ -110,3 +118,20 @@ def policy_of(slots: Sequence[Slot]) -> Residency:
 def specs_of(slots: Sequence[Slot], group: Sequence[int]) -> tuple[Spec, ...]:
     """The specs of some slots, as transforms take them."""
     return tuple(slots[i].spec for i in group)
+
+
+def start_scatter(slots: Sequence[Slot], grads: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
+    """Start reducing gradients of slots that share a transform; when that is finished, its states are new."""
+    transform, specs = slots[0].spec.transform, tuple(slot.spec for slot in slots)
+    assert transform is not None
+    if not transform.has_state:
+        return transform.start_scatter(grads, specs)
+    finish = transform.start_scatter_with_state(grads, specs, [slot.state for slot in slots])
+
+    def finish_states() -> Sequence[torch.Tensor]:
+        scattered, states = finish()
+        for slot, state in zip(slots, states, strict=True):
+            slot.state = state
+        return scattered
+
+    return finish_states

@@ -43,6 +43,10 @@ class Timeline:
         self._checkpointed: WeakKeyDictionary[Any, tuple[int, dict[Use, None]]] = WeakKeyDictionary()
         self._lingering: Use | None = None
 
+    def note(self, what: str) -> None:
+        """Add to what ranks compare at the end of a phase."""
+        self._log.append(what)
+
     def use_of(self, unit: Unit) -> Use:
         """Make a new use of a unit, with the tensors where the policy has kept them."""
         return Use(

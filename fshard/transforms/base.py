@@ -146,8 +146,9 @@ class ShardTransform:
             ValueError: if the transform has a state, which autograd and torch.func cannot carry.
         """
         if self.has_state:
+            name = type(self).__name__.strip("_")
             raise ValueError(
-                f"scatter: {self} has a state, which autograd cannot carry through fs.gather; differentiate at "
+                f"scatter: {name} has a state, which autograd cannot carry through fs.gather; differentiate at "
                 "gathered parameters and call fs.scatter_grads with transform_state=, or use fs.value_and_grad"
             )
         return grads

@@ -74,6 +74,14 @@ class Transform(Protocol):
     def scatter(self, grads: Sequence[torch.Tensor], specs: Sequence["Spec"]) -> Sequence[torch.Tensor]:
         """Gradients back to storage."""
 
+    def start_scatter(self, grads: Sequence[torch.Tensor], specs: Sequence["Spec"]) -> Callable[[], Any]:
+        """Start that."""
+
+    def start_scatter_with_state(
+        self, grads: Sequence[torch.Tensor], specs: Sequence["Spec"], states: Sequence[Any]
+    ) -> Callable[[], Any]:
+        """Start that with states."""
+
 
 @dataclass(frozen=True)
 class Residency:

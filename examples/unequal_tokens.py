@@ -1,0 +1,117 @@
+"""Train on lines of very unequal lengths: the gradient of the mean over all tokens, however they are spread.
+
+Run on two ranks, or on one without a launcher:
+
+    torchrun --standalone --nproc_per_node 2 examples/unequal_tokens.py --strategy zero3
+    python examples/unequal_tokens.py --steps 20
+
+Lines of Python's standard library are sorted by length, so that little is padded; some microbatches then hold ten
+times the tokens of others. It prints how far two gradients of the first batch are from that of the mean over all of its
+tokens: the mean over ranks and microbatches of their means, and `reduce="weighted"`, which the training then uses.
+"""
+
+import argparse
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gpt import GPT, Block, standard_library
+
+import fshard as fs
+
+STRATEGIES = {"ddp": fs.ddp, "zero1": fs.zero1, "zero2": fs.zero2, "zero3": fs.zero3}
+IGNORED = -100  # a target that cross_entropy passes over
+CONTEXT = 120  # bytes kept of a line
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def main() -> None:
+    args = parse_args()
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    rank, ranks = mesh.get_rank(), mesh.size()
+    lines = [line.strip() for line in standard_library()[0].numpy().tobytes().splitlines() if len(line.strip()) > 1]
+    torch.manual_seed(args.seed)
+    module = GPT(args.width, args.layers, heads=4, context=CONTEXT)
+    model = fs.functionalize(module, units=Block)
+    tx = fs.chain(fs.clip_by_global_norm(1.0), fs.from_torch(torch.optim.AdamW, lr=args.lr))
+    state = fs.TrainState.create(model.init(STRATEGIES[args.strategy](mesh)), tx)
+
+    def token_sum(params: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of the losses of this microbatch's tokens, and their number: what "weighted" asks for."""
+        x, y = batch
+        logits = model.apply(params, x).flatten(0, 1)
+        return F.cross_entropy(logits, y.flatten(), ignore_index=IGNORED, reduction="sum"), tokens(batch)
+
+    def token_mean(params: Any, batch: Batch) -> torch.Tensor:
+        value, count = token_sum(params, batch)
+        return value / count
+
+    batches = deal(lines, ranks, args, step=0)
+    everything = padded([line for row in batches for group in row for line in group])
+    mine = [padded(group) for group in batches[rank]]
+    expected = torch.func.grad(token_mean)(fs.gather(state.params), everything)
+    means = fs.accumulate(token_mean, reduce="mean")(state.params, mine)[1]
+    weighted = fs.accumulate(token_sum, reduce="weighted")(state.params, mine)[1]
+    distances = [distance(fs.unshard(grads), expected) for grads in (means, weighted)]
+    if rank == 0:
+        print(f"distance from the gradient of the mean over all {int(tokens(everything))} tokens, of its norm")
+        print(f"  mean of means {distances[0]:.1e}")
+        print(f"  weighted      {distances[1]:.1e}\n")
+        print("step  " + "  ".join(f"{f'tokens of rank {i}':>16}" for i in range(ranks)) + "    loss")
+
+    for step in range(args.steps):
+        batches = deal(lines, ranks, args, step)
+        mine = [padded(group) for group in batches[rank]]
+        loss, grads = fs.accumulate(token_sum, reduce="weighted")(state.params, mine)
+        state = fs.update(tx, state, grads, donate=True)
+        if rank == 0:
+            # Every rank deals the lines of all of them, and so knows their tokens.
+            counts = [sum(int(tokens(padded(group))) for group in row) for row in batches]
+            print(f"{step:>4}  " + "  ".join(f"{count:>16}" for count in counts) + f"  {loss.item():6.3f}")
+
+
+def deal(lines: list[bytes], ranks: int, args: argparse.Namespace, step: int) -> list[list[list[bytes]]]:
+    """Random lines, the same on every rank, sorted by length: for each rank its microbatches."""
+    groups = ranks * args.microbatches
+    generator = torch.Generator().manual_seed(args.seed + step)
+    chosen = torch.randint(len(lines), (groups * args.lines,), generator=generator).tolist()
+    drawn = sorted((lines[i] for i in chosen), key=len)
+    return [
+        [drawn[i * args.lines : (i + 1) * args.lines] for i in range(first, first + args.microbatches)]
+        for first in range(0, groups, args.microbatches)
+    ]
+
+
+def padded(lines: list[bytes]) -> Batch:
+    """The bytes of lines and those that follow each, as two int64 tensors of shape (lines, longest line - 1)."""
+    rows = [torch.tensor(list(line[: CONTEXT + 1])) for line in lines]
+    x = torch.nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True)
+    return x, torch.nn.utils.rnn.pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=IGNORED)
+
+
+def tokens(batch: Batch) -> torch.Tensor:
+    return (batch[1] != IGNORED).sum()
+
+
+def distance(grads: Any, expected: Any) -> float:
+    """The norm of a difference of two trees, as a part of the second one's."""
+    gap = sum(float((grads[name] - value).double().square().sum()) for name, value in expected.items())
+    return (gap / sum(float(value.double().square().sum()) for value in expected.values())) ** 0.5
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategy", choices=STRATEGIES, default="zero3")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--microbatches", type=int, default=3, help="of each rank in a step")
+    parser.add_argument("--lines", type=int, default=8, help="of each microbatch")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

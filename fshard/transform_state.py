@@ -1,0 +1,145 @@
+"""transform_state: what stateful transforms remember from step to step, as a tree of its own."""
+
+import enum
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fshard.checks import check_local, kind
+from fshard.errors import Problem, leaf_error
+from fshard.tree import P, Sharded, Spec, Tree, flatten, is_sharded, unflatten
+
+
+class Absent(enum.Enum):
+    """Where a verb is called without a state, because None is what transforms without one have."""
+
+    ABSENT = enum.auto()
+
+
+ABSENT = Absent.ABSENT
+
+
+def transform_state(params: Tree) -> Tree:
+    """Make the state of the parameters' transforms, such as what a lossy scatter left out; `TrainState.create` does.
+
+    It belongs to ranks: each leaf of it is Sharded, of shape (ranks, ...), a row for every rank.
+
+    Args:
+        params: Pytree with Sharded leaves.
+
+    Returns:
+        A tree in the structure of `params`, with the state of each leaf in its place, None where it has none; None
+        where no transform has a state.
+
+    Raises:
+        ValueError: if a leaf's shape does not match its spec.
+    """
+    flat = flatten(params)
+    check_local("transform_state", flat)
+    if not any(_has_state(leaf) for leaf in flat.leaves):
+        return None
+    leaves: list[Any] = [None] * len(flat.leaves)
+    for i, leaf in enumerate(flat.leaves):
+        if _has_state(leaf):
+            # Zeros that take no memory.
+            grad = leaf.local.detach().new_zeros(()).expand(leaf.spec.gathered_shape)
+            leaves[i] = _wrapped(leaf.spec.transform.init(grad), leaf.spec)
+    return unflatten(flat.treedef, leaves)
+
+
+def states_of(what: str, params: Tree, state: Tree | Absent) -> list[Tree]:
+    """Take a state apart: for each leaf of the parameters its own tensors, or None.
+
+    Args:
+        what: The verb that asks, for errors.
+        params: The parameters.
+        state: What `transform_state` or the verb returned last.
+
+    Returns:
+        One tree for each leaf.
+
+    Raises:
+        ValueError: before any collective, if the state is not that of these parameters, or there is none where a
+            transform needs one.
+    """
+    flat = flatten(params)
+    remedy = "pass transform_state=, first as fs.transform_state(params) makes it, then as this verb returns it"
+    if state is ABSENT or state is None:
+        problems = [
+            Problem(path, "no state", "that of its transform")
+            for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+            if _has_state(leaf)
+        ]
+        if problems:
+            raise leaf_error(f"{what}: transforms need their state", problems, remedy)
+        return [None] * len(flat.leaves)
+    try:
+        parts = flat.treedef.flatten_up_to(state)
+    except ValueError:
+        found = flatten(state).paths
+        raise ValueError(
+            f"{what}: transform_state has leaves {', '.join(found[:4])}{', ...' * (len(found) > 4)}, needed the "
+            f"structure of the parameters; {remedy}"
+        ) from None
+    problems = [
+        Problem(path, *misfit)
+        for path, leaf, part in zip(flat.paths, flat.leaves, parts, strict=True)
+        if (misfit := _misfit(leaf, part))
+    ]
+    if problems:
+        raise leaf_error(f"{what}: transform_state does not fit the parameters", problems, remedy)
+    return [_unwrapped(part) for part in parts]
+
+
+def joined(params: Tree, states: Sequence[Tree], state: Tree | Absent) -> Tree:
+    """Put the leaves' states together again, in the form in which `state` was given."""
+    flat = flatten(params)
+    if state is ABSENT or state is None:
+        return None
+    return unflatten(
+        flat.treedef,
+        [None if part is None else _wrapped(part, leaf.spec) for leaf, part in zip(flat.leaves, states, strict=True)],
+    )
+
+
+def _has_state(leaf: Any) -> bool:
+    if not is_sharded(leaf) or leaf.spec.transform is None or leaf.spec.frozen:
+        return False
+    return bool(leaf.spec.transform.has_state)
+
+
+def _wrapped(state: Tree, spec: Spec) -> Tree:
+    """Each rank's tensors as rows of Sharded leaves."""
+    flat = flatten(state)
+    leaves = [
+        tensor if tensor is None else Sharded(tensor.detach().unsqueeze(0), _row(tensor, spec))
+        for tensor in flat.leaves
+    ]
+    return unflatten(flat.treedef, leaves)
+
+
+def _row(tensor: torch.Tensor, spec: Spec) -> Spec:
+    ranks = math.prod(axis.size for axis in spec.axes)
+    names = tuple(axis.name for axis in spec.axes)
+    partition = P(names if len(names) > 1 else names[0]) if names else P()
+    return Spec((ranks, *tensor.shape), partition, spec.axes)
+
+
+def _unwrapped(state: Tree) -> Tree:
+    flat = flatten(state)
+    return unflatten(flat.treedef, [leaf if leaf is None else leaf.local[0] for leaf in flat.leaves])
+
+
+def _misfit(leaf: Any, part: Tree) -> tuple[str, str] | None:
+    """What was found and what was needed, where a state is not that of a leaf."""
+    if not _has_state(leaf):
+        return None if part is None else (kind(part), "None, because its transform has no state")
+    for row in flatten(part).leaves:
+        if row is None:
+            continue
+        if not is_sharded(row) or row.spec.axes != leaf.spec.axes or tuple(row.local.shape) != row.spec.local_shape:
+            axes = [axis.name for axis in leaf.spec.axes]
+            return kind(row), f"leaves that are Sharded over {axes}, a row for each rank"
+    return None

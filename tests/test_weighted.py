@@ -1,0 +1,219 @@
+"""Weighted objectives: however unequally tokens are spread, the gradient is that of the mean over all of them."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fshard as fs
+from fshard.testing import assert_trees_close, spmd
+from tests.trees import assert_same_bits, one_axis
+from tests.unequal_tokens import (
+    ATOL,
+    FORMS,
+    IGNORED,
+    LENGTHS,
+    STRATEGIES,
+    all_tokens,
+    in_one_process,
+    setup,
+    stack,
+    token_mean,
+    token_sum,
+)
+
+STEPS = 3
+
+
+@pytest.mark.parametrize("world_size", LENGTHS)
+@pytest.mark.parametrize("kind", ("module", "plain"))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_form_is_the_mean_over_all_tokens(strategy, kind, world_size):
+    module = stack()
+    expected = in_one_process(module, world_size)
+
+    def program():
+        params, forward, batches = setup(module, strategy, kind)
+        for form in FORMS.values():
+            value, grads = form(partial(token_sum, forward), params, batches())
+            assert_trees_close((value, fs.unshard(grads)), expected, rtol=0.0, atol=ATOL)
+
+    spmd(program, world_size)
+
+
+def of_empty_batch(forward, params, pair):
+    """The tokens alone, without padding: a batch of shape (0,) where there are none."""
+    return token_sum(forward, params, pair[:, pair[1] != IGNORED])
+
+
+def constant_where_none(forward, params, pair):
+    """The model takes part, but nothing of it is in the loss."""
+    found = token_sum(forward, params, pair)
+    return (torch.zeros((), dtype=torch.float64), torch.tensor(0)) if found[1] == 0 else found
+
+
+@pytest.mark.parametrize("world_size", LENGTHS)
+@pytest.mark.parametrize("loss_of", (of_empty_batch, constant_where_none))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_tokens_on_a_rank_need_no_padding(strategy, loss_of, world_size):
+    module = stack()
+    expected = in_one_process(module, world_size)
+
+    def program():
+        params, forward, batches = setup(module, strategy, "module")
+        for name in ("value_and_grad", "accumulate each", "accumulate once"):
+            value, grads = FORMS[name](partial(loss_of, forward), params, batches())
+            assert_trees_close((value, fs.unshard(grads)), expected, rtol=0.0, atol=ATOL)
+
+    spmd(program, world_size)
+
+
+@pytest.mark.parametrize("world_size", LENGTHS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_training_is_that_of_one_process(strategy, world_size):
+    """With momentum, and other lengths on a rank in every step."""
+    module, options = stack(), {"lr": 0.5, "momentum": 0.9}
+    trained = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(trained.parameters(), **options)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, y = all_tokens(world_size, step)
+        F.cross_entropy(trained(x), y, ignore_index=IGNORED).backward()
+        optimizer.step()
+    expected = {name: parameter.detach() for name, parameter in trained.named_parameters()}
+
+    def program():
+        params, forward, batches = setup(module, strategy, "module")
+        tx = fs.from_torch(torch.optim.SGD, **options)
+        for form in FORMS.values():
+            state = fs.TrainState.create(params, tx)
+            for step in range(STEPS):
+                _, grads = form(partial(token_sum, forward), state.params, batches(step))
+                state = fs.update(tx, state, grads)
+            assert_trees_close(fs.unshard(state.params), expected, rtol=0.0, atol=10 * STEPS * ATOL)
+
+    spmd(program, world_size)
+
+
+@pytest.mark.parametrize("world_size", LENGTHS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_means_of_means_are_something_else(strategy, world_size):
+    module = stack()
+    value, grads = in_one_process(module, world_size)
+
+    def program():
+        params, forward, batches = setup(module, strategy, "module")
+        mean = partial(token_mean, forward)
+        found = [fs.accumulate(mean, communicate=communicate)(params, batches()) for communicate in ("each", "once")]
+        if world_size > 1:
+            found.append(fs.value_and_grad(mean)(params, torch.cat(batches(), dim=1)))
+        for other, other_grads in found:
+            assert abs(other - value) > 0.1
+            gaps = fs.tree_map(lambda a, b: (a - b).abs().max(), fs.unshard(other_grads), grads)
+            assert all(gap > 0.01 for gap in fs.tree_leaves(gaps))
+
+    spmd(program, world_size)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_tokens_at_all_are_not_a_number(form):
+    """As the mean of no losses is in torch; fs.skip_nonfinite passes over such a step."""
+    module = stack()
+
+    def program():
+        for strategy in STRATEGIES:
+            params, forward, batches = setup(module, strategy, "module")
+            empty = [torch.stack([x, torch.full_like(x, IGNORED)]) for x, _ in batches()]
+            value, grads = FORMS[form](partial(token_sum, forward), params, empty)
+            assert value.isnan()
+            if form == "torch.func":
+                # Its backward divides first, and cross_entropy drops what comes to tokens that it ignores.
+                continue
+            assert all(leaf.isnan().all() for leaf in fs.tree_leaves(fs.unshard(grads)))
+            tx = fs.skip_nonfinite(fs.from_torch(torch.optim.SGD, lr=0.1))
+            state = fs.update(tx, fs.TrainState.create(params, tx), grads)
+            assert_same_bits(fs.unshard(state.params), fs.unshard(params))
+
+    spmd(program, 2)
+
+
+@pytest.mark.parametrize("kind", ("int32", "float32", "float64", "requires grad"))
+@pytest.mark.parametrize("form", FORMS)
+def test_counts_of_any_kind_give_the_same_bits(form, kind):
+    module = stack()
+    factor = torch.ones((), dtype=getattr(torch, kind, torch.float64), requires_grad=kind == "requires grad")
+
+    def program():
+        for strategy in STRATEGIES:
+            params, forward, batches = setup(module, strategy, "plain")
+
+            def loss_of(params, pair, forward=forward):
+                value, count = token_sum(forward, params, pair)
+                return value, count.to(factor.dtype) * factor
+
+            found = FORMS[form](loss_of, params, batches())
+            expected = FORMS[form](partial(token_sum, forward), params, batches())
+            assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
+
+    spmd(program, 3)
+
+
+def accumulated(count, microbatches=2):
+    """What a sum of ones is divided by: the objective of that many ones with this count each, upside down."""
+    params = fs.shard({"w": torch.ones(())}, fs.ddp(one_axis()))
+    step = fs.accumulate(lambda p, _: (fs.gather(p)["w"] * 1.0, count), reduce="weighted")
+    return microbatches / step(params, range(microbatches))[0].item()
+
+
+@pytest.mark.parametrize(("number", "dtype"), [(200, "uint8"), (1, "bool"), (129, "bfloat16"), (40000, "float16")])
+def test_counts_of_narrow_dtypes_are_not_rounded(number, dtype):
+    """Three of these: the sum wraps in uint8, is true in bool, rounds in bfloat16 and is infinite in float16."""
+    count = torch.tensor(number).to(getattr(torch, dtype))
+    assert accumulated(count, microbatches=3) == pytest.approx(3 * number, rel=1e-6)
+
+
+@pytest.mark.parametrize("form", ("value_and_grad", "accumulate each", "accumulate once", "four verbs"))
+def test_wide_counts_leave_the_dtype_of_gradients(form):
+    params = fs.shard({"scale": torch.ones(())}, fs.ddp(one_axis()))
+    count = torch.tensor(3, dtype=torch.float64)
+    pairs = [torch.ones(2, 3)] * 2
+    _, grads = FORMS[form](lambda p, pair: (fs.gather(p)["scale"] * pair.sum(), count), params, pairs)
+    assert grads["scale"].local.dtype is torch.float32
+
+
+def test_counts_made_of_parameters_are_treated_alike():
+    params = fs.shard({"w": torch.full((), 2.0)}, fs.ddp(one_axis()))
+
+    def loss_of(params, _):
+        w = fs.gather(params)["w"]
+        return w.square(), w
+
+    found, expected = (FORMS[form](loss_of, params, [torch.ones(2, 1)]) for form in ("value_and_grad", "torch.func"))
+    assert_trees_close(found, expected)
+
+
+def test_counts_of_other_dtypes_on_other_ranks_are_added_up():
+    """As of a rank without tokens, which counts torch.tensor(0.0)."""
+
+    def program():
+        mesh = one_axis()
+        params = fs.shard({"w": torch.ones(3)}, fs.ddp(mesh))
+        count = torch.tensor(0.0) if mesh.get_rank() else torch.tensor(2)
+        return fs.value_and_grad(lambda p: (fs.gather(p)["w"].sum(), count), reduce="weighted")(params)[0].item()
+
+    assert spmd(program, 2) == [3.0, 3.0]
+
+
+def test_losses_of_other_dtypes_on_other_ranks_are_refused(workers):
+    """Processes of gloo would abort."""
+
+    def program():
+        mesh = one_axis()
+        params = fs.shard({"w": torch.ones(3)}, fs.ddp(mesh))
+        dtype = torch.float64 if mesh.get_rank() else torch.float32
+        with pytest.raises(ValueError, match=r"value_and_grad: ranks do not do the same\n.*a loss of dtype float"):
+            fs.value_and_grad(lambda p: fs.gather(p)["w"].sum().to(dtype))(params)
+
+    spmd(program, workers(2))
