@@ -8,7 +8,7 @@ import torch
 
 from fshard import _compat
 from fshard.errors import Problem, leaf_error
-from fshard.tree import Axis, Flat, Tree, Treedef, flatten, is_sharded, tree_leaves
+from fshard.tree import Axis, Flat, Tree, Treedef, flatten, is_sharded
 
 
 def kind(leaf: Any) -> str:
@@ -130,7 +130,7 @@ def check_floating(what: str, flat: Flat) -> None:
         raise leaf_error(f"{what}: leaves cannot take a gradient", problems, remedy)
 
 
-def check_operands(what: str, tree: Tree, axis: Axis, dim: int | None = None) -> None:
+def check_operands(what: str, tree: Tree, axis: Axis, dim: int | None = None, *, vary: bool | None = None) -> None:
     """Refuse what a collective over an axis cannot take.
 
     Args:
@@ -138,9 +138,12 @@ def check_operands(what: str, tree: Tree, axis: Axis, dim: int | None = None) ->
         tree: Its operands.
         axis: Its axis.
         dim: The dim it counts on, if any.
+        vary: Whether operands vary between the ranks of the axis, or agree; None where both are right. It is only known
+            of Sharded leaves.
 
     Raises:
-        ValueError: if `axis` is no Axis, or with the path of every leaf that is no tensor or has no such dim.
+        ValueError: if `axis` is no Axis, or with the path of every leaf that is no tensor, has no such dim, or varies
+            where it should not.
     """
     if not isinstance(axis, Axis):
         raise ValueError(f"{what}: axis is {kind(axis)}, needed an Axis; take it from a mesh by fs.axis_of")
@@ -148,17 +151,27 @@ def check_operands(what: str, tree: Tree, axis: Axis, dim: int | None = None) ->
     def fits(leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and (dim is None or 0 <= dim < leaf.dim())
 
-    if all(map(fits, tree_leaves(tree))):
-        return
     flat = flatten(tree)
+    pairs = [(path, leaf) for path, leaf in zip(flat.paths, flat.leaves, strict=True) if leaf is not None]
     needed = "a tensor" if dim is None else f"a tensor with a dim {dim}, counted from the front"
     problems = [
         Problem(path, kind(tensor), needed)
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if leaf is not None and not fits(tensor := leaf.local if is_sharded(leaf) else leaf)
+        for path, leaf in pairs
+        if not fits(tensor := leaf.local if is_sharded(leaf) else leaf)
     ]
-    remedy = "pass tensors" if dim is None else "pass tensors of more dims, or another dim"
-    raise leaf_error(f"{what} over {axis.name!r}: leaves do not fit", problems, remedy)
+    if problems:
+        remedy = "pass tensors" if dim is None else "pass tensors of more dims, or another dim"
+        raise leaf_error(f"{what} over {axis.name!r}: leaves do not fit", problems, remedy)
+    found = "a leaf that ranks hold whole" if vary else "a leaf that is split over the axis"
+    wrong = [
+        Problem(path, found, f"one that {'varies' if vary else 'agrees'} between ranks")
+        for path, leaf in pairs
+        if axis.size > 1 and vary is not None and is_sharded(leaf) and axis in leaf.spec.axes
+        if (leaf.spec.dim_of(axis) is not None) is not vary
+    ]
+    if wrong:
+        remedy = "the sum is the value times the number of ranks; leave it out" if vary else "gather it instead"
+        raise leaf_error(f"{what} over {axis.name!r}: leaves do not fit", wrong, remedy)
 
 
 def check_reduce(reduce: str, what: str) -> None:

@@ -43,11 +43,14 @@ class _LinearCall(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], fun: LinearMap, transpose: LinearMap, *tensors: torch.Tensor) -> Any:
-        # The batch dim goes last, so that the dims that fun counts keep their numbers.
-        dims = in_dims[2:]
-        moved = [t if d is None else t.movedim(d, -1) for t, d in zip(tensors, dims, strict=True)]
+        # The batch dim goes last, so that the dims that fun counts keep their numbers. All tensors get one: which
+        # gradients have a batch may depend on a rank's data, and what ranks send must be alike.
+        moved = [
+            t.unsqueeze(-1).expand(*t.shape, info.batch_size) if d is None else t.movedim(d, -1)
+            for t, d in zip(tensors, in_dims[2:], strict=True)
+        ]
         outputs = _LinearCall.apply(fun, transpose, *moved)
-        return outputs, tuple(None if d is None else out.dim() - 1 for out, d in zip(outputs, dims, strict=True))
+        return outputs, tuple(out.dim() - 1 for out in outputs)
 
 
 def linear_call(fun: LinearMap, transpose: LinearMap, tensors: Tensors) -> list[torch.Tensor]:
@@ -85,7 +88,7 @@ def psum(tree: Tree, axis: Axis) -> Tree:
     Returns:
         The tree of sums, in rank order where the algorithm is direct.
     """
-    check_operands("psum", tree, axis)
+    check_operands("psum", tree, axis, vary=True)
     total = partial(comm.all_reduce, axis=axis, label="psum")
     return _on_tree(tree, total, total)
 
@@ -116,7 +119,7 @@ def pvary(tree: Tree, axis: Axis) -> Tree:
     Returns:
         The same values.
     """
-    check_operands("pvary", tree, axis)
+    check_operands("pvary", tree, axis, vary=False)
     return _on_tree(tree, tuple, partial(comm.all_reduce, axis=axis, label="pvary"))
 
 
@@ -132,7 +135,7 @@ def psum_invariant(tree: Tree, axis: Axis) -> Tree:
     Returns:
         The tree of sums.
     """
-    check_operands("psum_invariant", tree, axis)
+    check_operands("psum_invariant", tree, axis, vary=True)
     return _on_tree(tree, partial(comm.all_reduce, axis=axis, label="psum_invariant"), tuple)
 
 

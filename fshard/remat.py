@@ -70,7 +70,8 @@ class _ArgumentsOnly(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Below a transform of f's own everything is wrapped.
         for tensor in () if _compat.transforms_active() else tree_leaves((args, kwargs or {})):
-            if not isinstance(tensor, torch.Tensor) or id(tensor) in self.passed:
+            # What is on the meta device has no gradient to lose, such as a module's copy without values.
+            if not isinstance(tensor, torch.Tensor) or id(tensor) in self.passed or tensor.is_meta:
                 continue
             if _compat.is_transformed(tensor) or (tensor.requires_grad and not torch.is_grad_enabled()):
                 found = f"f reaches {kind(tensor)} that is differentiated and is not among its arguments"

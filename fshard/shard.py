@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from fshard import comm
+from fshard import _compat, comm
 from fshard.checks import check_local, is_reachable, kind, outline
 from fshard.errors import Problem, leaf_error
 from fshard.transforms import LayoutError, ShardTransform
@@ -215,6 +215,8 @@ def _unfit(leaf: Any) -> tuple[str, str] | None:
         return "a Sharded leaf", "a full tensor; reshard changes layouts"
     if leaf is not None and type(leaf) not in (torch.Tensor, torch.nn.Parameter):
         return kind(leaf), "a tensor" + ("; from_dtensor takes DTensors over" if isinstance(leaf, torch.Tensor) else "")
+    if leaf is not None and _compat.is_transformed(leaf):
+        return "a tensor of a torch.func transform", "one outside of it; shard constants before"
     if leaf is not None and (leaf.is_meta or leaf.layout != torch.strided):
         layout = str(leaf.layout).removeprefix("torch.")
         return f"a {layout} tensor on device {leaf.device}", "a strided tensor with values"

@@ -3,13 +3,14 @@
 import enum
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from fshard.checks import check_local, kind
 from fshard.errors import Problem, leaf_error
-from fshard.tree import P, Sharded, Spec, Tree, flatten, is_sharded, unflatten
+from fshard.tree import Flat, P, Sharded, Spec, Tree, flatten, is_sharded, unflatten
 
 
 class Absent(enum.Enum):
@@ -43,9 +44,7 @@ def transform_state(params: Tree) -> Tree:
     leaves: list[Any] = [None] * len(flat.leaves)
     for i, leaf in enumerate(flat.leaves):
         if _has_state(leaf):
-            # Zeros that take no memory.
-            grad = leaf.local.detach().new_zeros(()).expand(leaf.spec.gathered_shape)
-            leaves[i] = _wrapped(leaf.spec.transform.init(grad), leaf.spec)
+            leaves[i] = _wrapped(_init(leaf.spec, leaf.local.dtype, leaf.local.device), leaf.spec)
     return unflatten(flat.treedef, leaves)
 
 
@@ -136,10 +135,29 @@ def _misfit(leaf: Any, part: Tree) -> tuple[str, str] | None:
     """What was found and what was needed, where a state is not that of a leaf."""
     if not _has_state(leaf):
         return None if part is None else (kind(part), "None, because its transform has no state")
-    for row in flatten(part).leaves:
-        if row is None:
-            continue
-        if not is_sharded(row) or row.spec.axes != leaf.spec.axes or tuple(row.local.shape) != row.spec.local_shape:
-            axes = [axis.name for axis in leaf.spec.axes]
-            return kind(row), f"leaves that are Sharded over {axes}, a row for each rank"
+    rows, made = flatten(part), _made_by_init(leaf.spec, leaf.local.dtype, leaf.local.device)
+    needed = f"leaves that are Sharded over {[axis.name for axis in leaf.spec.axes]}, a row for each rank"
+    if rows.treedef != made.treedef:
+        return kind(part), needed
+    for row, shape in zip(rows.leaves, made.leaves, strict=True):
+        if shape is None or row is None:
+            if row is not shape:
+                return kind(row), "None" if shape is None else needed
+        elif not is_sharded(row) or row.spec.axes != leaf.spec.axes:
+            return kind(row), needed
+        elif tuple(row.local.shape) != (1, *shape):
+            return f"rows of shape {tuple(row.local.shape)[1:]}", f"rows of shape {shape}"
     return None
+
+
+def _init(spec: Spec, dtype: torch.dtype, device: torch.device) -> Tree:
+    # Zeros that take no memory.
+    grad = torch.zeros((), dtype=dtype, device=device).expand(spec.gathered_shape)
+    return spec.transform.init(grad)  # type: ignore[union-attr]
+
+
+@lru_cache(maxsize=4096)
+def _made_by_init(spec: Spec, dtype: torch.dtype, device: torch.device) -> Flat:
+    """The state of a leaf of this kind, with shapes in the place of tensors."""
+    flat = flatten(_init(spec, dtype, device))
+    return flat._replace(leaves=[None if leaf is None else tuple(leaf.shape) for leaf in flat.leaves])

@@ -13,6 +13,7 @@ from fshard.collectives import denominator, divided, reduction_axes, total
 from fshard.residency import Call, FunctionTransform, settled
 from fshard.transform_state import ABSENT, Absent, joined, states_of
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tree_leaves, tree_map, unflatten
+from fshard.varying import check_agrees, check_not_reduced
 
 Schedule = Callable[[Tree], Sequence[Tree]]
 
@@ -133,6 +134,7 @@ def differentiate(
     states = states_of(what, params, transform_state)
     run = _Run(what, functions, flat, axes, reduce, has_aux, schedule, once, states)
     value, auxes, grads = run.reference() if _is_outer(flat) else run.engine()
+    check_agrees(value, flat, axes, what)
     wrapped = [
         Sharded(grad, leaf.spec) if is_sharded(leaf) and grad is not None else grad
         for grad, leaf in zip(grads, flat.leaves, strict=True)
@@ -165,6 +167,7 @@ class _Run(NamedTuple):
         loss, aux = out if self.has_aux else (out, None)
         check_loss(loss, self.reduce, self.what)
         value, count = loss if self.reduce == "weighted" else (loss, None)
+        check_not_reduced(value, self.axes, self.what)
         return value, count, aux
 
     def divisor(self, counts: list[Any]) -> Any:

@@ -120,7 +120,7 @@ class Loss(NamedTuple):
 LOSSES = {
     "gathering": Loss(gathering, strategies=("ddp", *SPLIT, "hsdp", "two dims")),
     "gathering twice": Loss(gathering_twice),
-    "regularised": Loss(regularised, strategies=("ddp", *SPLIT), dense=SPLIT, plain=False),
+    "regularised": Loss(regularised, strategies=SPLIT, plain=False),
     "merging after gather": Loss(merging_after_gather),
     "merging shards": Loss(merging_shards, strategies=BY_ROWS, plain=False),
     "synchronised": Loss(synchronised),

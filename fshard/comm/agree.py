@@ -6,7 +6,7 @@ import json
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from fshard.tree import Axis
 
 # 12 words of 63 bits: room for what one step of a large model has to say.
 WORDS, BITS = 12, 63
+
+Number = TypeVar("Number", int, float)
 
 
 class Vote(NamedTuple):
@@ -66,7 +68,7 @@ def vote(entries: Mapping[str, str], flags: Iterable[int], axes: Sequence[Axis],
     return _compare(entries, words, axes, label)
 
 
-def highest(numbers: Sequence[int], axes: Sequence[Axis], label: str) -> list[int]:
+def highest(numbers: Sequence[Number], axes: Sequence[Axis], label: str) -> list[Number]:
     """Find for each of several numbers the highest that any rank has.
 
     Args:
@@ -77,7 +79,7 @@ def highest(numbers: Sequence[int], axes: Sequence[Axis], label: str) -> list[in
     Returns:
         The highest ones, the same on every rank.
     """
-    found = torch.tensor(numbers)
+    found = torch.tensor(numbers, dtype=torch.float64 if any(isinstance(n, float) for n in numbers) else torch.int64)
     for axis in axes:
         found = _exchange(found, axis, label).reshape(axis.size, -1).amax(0) if axis.size > 1 else found
     return found.tolist()

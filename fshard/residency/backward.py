@@ -153,21 +153,21 @@ class Backward:
         left = (use for use in uses if self._at <= self._place["enter", use.index, -1] or use in self._pinned)
         return next(left, None)
 
-    def recomputed(self, uses: Sequence[Use]) -> None:
-        """Gather uses again whose forward is about to run again, with all that the backward needs before them.
+    def recomputed(self, use: Use) -> Use:
+        """Gather a use again whose forward is about to run again, with all that the backward needs before it.
 
-        Their gradients come later, after those of the uses behind them: only gathers are taken out of turn.
+        Its gradients come later, after those of the uses behind it: only gathers are taken out of turn.
         """
-        for use in uses:
-            # A checkpoint runs once, but several, or one in another, may need a use one after another.
-            use.until = None if use.checkpoints == 1 else use.until
+        # A checkpoint runs once, but several, or one in another, may need a use one after another.
+        use.until = None if use.checkpoints == 1 else use.until
         self._pass_left()
-        to = max(self._place["exit", use.index, -1] for use in uses)
+        to = self._place["exit", use.index, -1]
         if all(step.kind == "exit" for step in self._steps[self._at : to]):
             self._advance(to + 1)
         for step in self._steps[self._at : to + 1]:
-            for use in step.gathers:
-                use.start()
+            for gathered in step.gathers:
+                gathered.start()
+        return use
 
     def _pass_left(self) -> None:
         """Take the steps of uses that autograd has left: all nodes that may have used them have run."""

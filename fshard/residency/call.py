@@ -13,7 +13,7 @@ from fshard.residency.consensus import Consensus
 from fshard.residency.saved import FunctionTransform, Saved
 from fshard.residency.slots import Slot, policy_of
 from fshard.residency.timeline import CHECKPOINTED, Timeline
-from fshard.residency.units import Unit, Use, deliver, scattered
+from fshard.residency.units import Unit, Use, deliver, refuse_unsummed, scattered
 from fshard.residency.walk import Walk, schedule
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded
 
@@ -106,7 +106,7 @@ class Call:
     def _enter(self, unit: Unit) -> Use:
         """Gather a unit outside any schedule; its scope ends where the next one begins, as far as anybody can know."""
         if self.in_backward:
-            return self.again([unit])[0]
+            return self.again(unit)
         self._turn_away()
         self.consensus.agree(f"gather {unit.name}")
         self._plain = self.timeline.use_of(unit)
@@ -142,13 +142,12 @@ class Call:
         else:
             self.timeline.leave(use)
 
-    def again(self, units: Sequence[Unit]) -> list[Use]:
-        """Find the uses of units again that a checkpoint computes once more, all gathered in one order."""
+    def again(self, unit: Unit) -> Use:
+        """Find the use of a unit again that a checkpoint computes once more, and gather it."""
         assert self._backward is not None
-        uses = [use for unit in units if (use := self._backward.find(unit)) is not None]
-        if uses:
-            self._backward.recomputed(uses)
-        return uses
+        if (use := self._backward.find(unit)) is None:
+            raise ValueError(f"{self._what}: a checkpoint computes {unit.name} again that the backward has left")
+        return self._backward.recomputed(use)
 
     def output(self, use: Use, index: int) -> torch.Tensor:
         """What a function gets for one leaf of an open use."""
@@ -272,6 +271,7 @@ class Call:
         try:
             if outputs and slots:
                 direct = torch.autograd.grad(outputs, [slot.tensor for slot in slots], starts, allow_unused=True)
+                refuse_unsummed(self._what, outputs, slots, direct)
         except Exception as error:
             failed = error
         self._backward.finish(slots)

@@ -14,6 +14,7 @@ from fshard.collectives import linear_call
 from fshard.errors import Problem, leaf_error
 from fshard.residency.slots import Slot, policy_of, specs_of
 from fshard.tree import Residency
+from fshard.varying import used_without_pvary
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,3 +249,38 @@ def scattered(slots: Sequence[Slot], group: Sequence[int], grads: Sequence[torch
         )
         out.update(zip(positions, linear_call(run, transpose, full), strict=True))
     return [out[position].to(slots[i].stored.dtype) for position, i in enumerate(group)]
+
+
+def refuse_unsummed(
+    what: str, outputs: Sequence[torch.Tensor], slots: Sequence[Slot], grads: Sequence[torch.Tensor | None]
+) -> None:
+    """Refuse gradients of leaves that ranks hold alike which came past `gather` and `pvary`, where they are summed.
+
+    Args:
+        what: The verb that runs, for the error.
+        outputs: Where the graph of the loss begins.
+        slots: The leaves.
+        grads: What autograd itself found for them.
+
+    Raises:
+        ValueError: with the path of every such leaf.
+    """
+    direct = []
+    for slot, grad in zip(slots, grads, strict=True):
+        axes = slot.spec.transform.axes if slot.spec.transform else ()
+        agreeing = [axis for axis in axes if axis.size > 1 and slot.spec.dim_of(axis) is None]
+        if grad is not None and agreeing:
+            direct.append((slot, agreeing))
+    if not direct:
+        return
+    found = used_without_pvary(outputs, [(slot.tensor, axes) for slot, axes in direct], _Deliver)
+    problems = [
+        Problem(
+            slot.path, f"maths on a leaf that ranks of {[axis.name for axis in axes]} hold alike", "gather or pvary"
+        )
+        for (slot, axes), wrong in zip(direct, found, strict=True)
+        if wrong
+    ]
+    remedy = "gather these leaves, or hand them to each rank's own maths by fs.pvary, so that gradients are summed"
+    if problems:
+        raise leaf_error(f"{what}: gradients would stay unsummed", problems, remedy)

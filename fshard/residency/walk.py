@@ -174,7 +174,7 @@ class Walk:
         if stop in self._open:
             return self._open[stop]
         if self._call.in_backward:
-            (use,) = self._call.again([self.stops[stop].unit])
+            use = self._call.again(self.stops[stop].unit)
         elif stop in self._held:
             use = self._held.pop(stop)
         elif stop < self._next or not (in_turn or stop == self._next or self._is_held(self._next, stop)):

@@ -5,14 +5,17 @@ from fshard.testing.against_ddp import Match, assert_matches_ddp
 from fshard.testing.compare import assert_trees_close
 from fshard.testing.rank_error import RankError
 from fshard.testing.spmd import spmd
+from fshard.testing.transform import TransformReport, check_transform
 from fshard.testing.workers import Workers
 
 __all__ = [
     "Match",
     "RankError",
+    "TransformReport",
     "Workers",
     "assert_matches_ddp",
     "assert_trees_close",
     "check_adjoint",
+    "check_transform",
     "spmd",
 ]

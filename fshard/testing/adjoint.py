@@ -18,6 +18,7 @@ def check_adjoint(
     *,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
+    error: float = 0.0,
 ) -> None:
     """Check by random inner products that scatter is gather's transpose, leaf by leaf.
 
@@ -25,10 +26,12 @@ def check_adjoint(
     once. Call it on every rank of the transform's mesh. Follows autograd's check_vjp.
 
     Args:
-        transform: A transform that is linear in its leaves.
+        transform: A transform that is linear in its leaves, or nearly so; a state begins as its `init` makes it.
         shapes: Global shapes of the leaves to try it on, all at once.
         dtype: Dtype of the leaves; floating.
         seed: Seed of the random values.
+        error: For a lossy transform: by how much the products may differ, relative to the sum of their terms'
+            magnitudes. 0 allows for rounding alone.
 
     Raises:
         AssertionError: on every rank, with each leaf whose two products differ by more than rounding, and by how much.
@@ -44,14 +47,15 @@ def check_adjoint(
     stored = [leaf.local for leaf in shards]
     gathered = transform.gather(stored, specs)
     cotangents = [torch.randn(x.shape, generator=apart, dtype=torch.float64).to(x.dtype) for x in gathered]
-    scattered = transform.scatter(cotangents, specs)
+    states = [transform.init(torch.zeros_like(cotangent)) for cotangent in cotangents]
+    scattered, _ = transform.scatter_with_state(cotangents, specs, states)
     problems = []
     for i, spec in enumerate(specs):
         copies = math.prod(axis.size for axis in transform.axes if spec.dim_of(axis) is None)
         left, size = _dot(gathered[i], cotangents[i], transform.axes, 1)
         right, _ = _dot(stored[i], scattered[i], transform.axes, copies)
         # Each product rounds, and each sum over ranks; the roundings of that many terms add up at worst.
-        bound = torch.finfo(dtype).eps * size * (4 + sum(axis.size for axis in transform.axes))
+        bound = (error + torch.finfo(dtype).eps * (4 + sum(axis.size for axis in transform.axes))) * size
         if not abs(left - right) <= bound:
             found = f"<gather(x), y> = {left!r} and <x, scatter(y)> = {right!r}, apart by {abs(left - right):.3g}"
             problems.append(Problem(f"[{i}]", found, f"equal to within {bound:.3g} (shape {spec.shape})"))

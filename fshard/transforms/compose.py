@@ -47,6 +47,11 @@ class _Composed(ShardTransform):
             spec = stage.layout(spec)
         return spec
 
+    def misplaced(self, before: Sequence[ShardTransform], behind: Sequence[ShardTransform]) -> str | None:
+        # A composition stands in another one only as a part of a transform for some leaves.
+        places = ((stage, self.stages[:i], self.stages[i + 1 :]) for i, stage in enumerate(self.stages))
+        return next((why for s, a, b in places if (why := s.misplaced((*before, *a), (*b, *behind)))), None)
+
     def at(self, name: str) -> ShardTransform:
         stages = tuple(stage.at(name) for stage in self.stages)
         return self if stages == self.stages else _shared(stages)

@@ -48,17 +48,17 @@ class _FullyShard(ShardTransform):
     def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
         return self.start_scatter(grads, specs)()
 
-    def start_rows(self, shards: Tensors) -> Finish:
+    def start_rows(self, shards: Tensors, specs: Sequence[Spec]) -> Finish:
         """Start sending every rank all shards; finished, each has the ranks' rows as its first dim."""
         return comm.start_all_gather(shards, self.axis, "gather", self.algorithm, self.bucket_bytes)
 
-    def start_sums(self, stacks: Tensors) -> Finish:
+    def start_sums(self, stacks: Tensors, specs: Sequence[Spec]) -> Finish:
         """Start sending each rank its row of every stack; finished, each is the sum of what ranks sent."""
         return comm.start_reduce_scatter(stacks, self.axis, "scatter", self.algorithm, self.bucket_bytes)
 
     def start_gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Finish:
         dims = self.split_dims(specs)
-        gathering = self.start_rows([leaves[i] for i in dims])
+        gathering = self.start_rows([leaves[i] for i in dims], [specs[i] for i in dims])
         whole = {i: leaf for i, leaf in enumerate(leaves) if i not in dims}
 
         def finish() -> Tensors:
@@ -73,7 +73,8 @@ class _FullyShard(ShardTransform):
     def start_scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Finish:
         dims = self.split_dims(specs)
         whole = [i for i in range(len(grads)) if i not in dims]
-        scattering = self.start_sums([self.stack(grads[i], specs[i], dim) for i, dim in dims.items()])
+        stacks = [self.stack(grads[i], specs[i], dim) for i, dim in dims.items()]
+        scattering = self.start_sums(stacks, [specs[i] for i in dims])
         summing = comm.start_all_reduce(
             [grads[i] for i in whole], self.axis, "scatter", self.algorithm, self.bucket_bytes
         )

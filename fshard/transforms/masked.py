@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fshard.checks import kind
-from fshard.transforms.base import ShardTransform
+from fshard.transforms.base import ShardTransform, Tensors
 from fshard.tree import Axis, Mask, Spec, is_mask, means
 
 
@@ -23,6 +23,11 @@ class _Masked(ShardTransform):
         return tuple(dict.fromkeys((*self.transform.layout_axes, *self.otherwise.layout_axes)))
 
     @property
+    def bucket_bytes(self) -> int | None:
+        sizes = (self.transform.bucket_bytes, self.otherwise.bucket_bytes)
+        return max((size for size in sizes if size is not None), default=None)
+
+    @property
     def masks(self) -> tuple[Mask, ...]:
         return (self.mask, *self.transform.masks, *self.otherwise.masks)
 
@@ -36,7 +41,19 @@ class _Masked(ShardTransform):
         return _Masked(self.transform.bucketed(nbytes), self.mask, self.otherwise.bucketed(nbytes))
 
     def layout(self, spec: Spec) -> Spec:
-        raise ValueError("masked: leaves are meant by their names, which only fs.shard, fs.reshard and model.init know")
+        raise self._nameless()
+
+    def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
+        raise self._nameless()
+
+    def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
+        raise self._nameless()
+
+    def _nameless(self) -> ValueError:
+        return ValueError(
+            "masked: leaves are meant by their names, which only fs.shard, fs.reshard and model.init know; each leaf's "
+            "spec has its own transform"
+        )
 
 
 def masked_transform(transform: ShardTransform, mask: Mask, otherwise: ShardTransform | None = None) -> ShardTransform:

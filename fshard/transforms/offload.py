@@ -45,6 +45,9 @@ def offload(device: torch.device | str | None = None) -> ShardTransform:
 
     Returns:
         The transform. Without an accelerator it changes nothing, and warns of that.
+
+    Raises:
+        ValueError: if torch knows no such device.
     """
     if device is None:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -54,4 +57,7 @@ def offload(device: torch.device | str | None = None) -> ShardTransform:
                 stacklevel=2,
             )
         device = found or torch.device("cpu")
-    return _Offload(torch.device(device))
+    try:
+        return _Offload(torch.device(device))
+    except (RuntimeError, TypeError):
+        raise ValueError(f'offload: device is {device!r}, needed a device such as "cuda", or None') from None

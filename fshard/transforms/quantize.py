@@ -1,7 +1,7 @@
 """quantize: leaves, and if asked for gradients, travel as blocks of int8."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import pad
@@ -24,46 +24,51 @@ class _Quantize(_FullyShard):
     def bucketed(self, nbytes: int) -> ShardTransform:
         return self
 
-    def start_rows(self, shards: Tensors) -> Finish:
+    def start_rows(self, shards: Tensors, specs: Sequence[Spec]) -> Finish:
         if self.axis.size == 1 or not self.gathers:
-            return super().start_rows(shards)
+            return super().start_rows(shards, specs)
         lossy, exact = _by_kind(shards)
-        codes = [to_codes(shards[i].unsqueeze(0), self.block)[0] for i in lossy]
-        rest = super().start_rows([shards[i] for i in exact])
+        batch = {i: shards[i].dim() - len(specs[i].full_shape) for i in lossy}
+        codes = [to_codes(shards[i].unsqueeze(0), self.block, batch[i])[0] for i in lossy]
+        rest = super().start_rows([shards[i] for i in exact], [specs[i] for i in exact])
         travelling = comm.start_all_gather(codes, self.axis, "gather", self.algorithm)
 
         def finish() -> Tensors:
             out = dict(zip(exact, rest(), strict=True))
             for i, rows in zip(lossy, travelling(), strict=True):
-                out[i] = from_codes(rows, shards[i].shape, shards[i].dtype, self.block)
+                out[i] = from_codes(rows, shards[i].shape, shards[i].dtype, self.block, batch[i])
             return [out[i] for i in range(len(shards))]
 
         return finish
 
-    def start_sums(self, stacks: Tensors) -> Finish:
+    def start_sums(self, stacks: Tensors, specs: Sequence[Spec]) -> Finish:
         if self.axis.size == 1 or not self.scatters:
-            return super().start_sums(stacks)
+            return super().start_sums(stacks, specs)
         lossy, _ = _by_kind(stacks)
-        return self.start_sums_of(stacks, {i: to_codes(stacks[i], self.block) for i in lossy})
+        batch = {i: stacks[i].dim() - 1 - len(specs[i].full_shape) for i in lossy}
+        return self.start_sums_of(stacks, specs, {i: to_codes(stacks[i], self.block, batch[i]) for i in lossy})
 
-    def start_sums_of(self, stacks: Tensors, codes: Mapping[int, torch.Tensor]) -> Finish:
+    def start_sums_of(self, stacks: Tensors, specs: Sequence[Spec], codes: Mapping[int, torch.Tensor]) -> Finish:
         """Start the sums of stacks, of which some travel as bytes."""
         ranks = range(self.axis.size)
         kinds = [(rows.shape[1:], rows.dtype) for rows in codes.values()]
         send = [[rows[rank] for rows in codes.values()] for rank in ranks]
-        rest = super().start_sums([stack for i, stack in enumerate(stacks) if i not in codes])
+        exact = [i for i in range(len(stacks)) if i not in codes]
+        rest = super().start_sums([stacks[i] for i in exact], [specs[i] for i in exact])
         travelling = comm.start_all_to_all(send, [kinds for _ in ranks], self.axis, "scatter") if codes else tuple
 
         def finish() -> Tensors:
-            exact = iter(rest())
-            received = dict(zip(codes, zip(*travelling(), strict=True), strict=True))
-            return [self._sum(received[i], stack) if i in received else next(exact) for i, stack in enumerate(stacks)]
+            out = dict(zip(exact, rest(), strict=True))
+            for i, rows in zip(codes, zip(*travelling(), strict=True), strict=True):
+                out[i] = self._sum(rows, stacks[i], specs[i])
+            return [out[i] for i in range(len(stacks))]
 
         return finish
 
-    def _sum(self, rows: Sequence[torch.Tensor], stack: torch.Tensor) -> torch.Tensor:
+    def _sum(self, rows: Sequence[torch.Tensor], stack: torch.Tensor, spec: Spec) -> torch.Tensor:
         """Add what ranks sent, in their order."""
-        total, *others = from_codes(torch.stack(list(rows)), stack.shape[1:], stack.dtype, self.block)
+        batch = stack.dim() - 1 - len(spec.full_shape)
+        total, *others = from_codes(torch.stack(list(rows)), stack.shape[1:], stack.dtype, self.block, batch)
         for other in others:
             total = total + other
         return total
@@ -74,13 +79,13 @@ class _QuantizeWithFeedback(_Quantize):
     """What rounding leaves out of a sum is kept, in the shape of the stacks, and added to the next gradient."""
 
     def init(self, grad: torch.Tensor) -> Tree:
-        if self.axis.size == 1 or not grad.is_floating_point():
+        if self.axis.size == 1 or not _is_lossy(grad):
             return None
-        spec = self.layout(Spec(tuple(grad.shape)))
-        dims = self.split_dims([spec])
-        return (
-            torch.zeros_like(self.stack(grad, spec, dims[0]), memory_format=torch.contiguous_format) if dims else None
-        )
+        # Whether a leaf is small enough to stay whole depends on what other stages have split, and is not known here;
+        # the state of one that does stays zero.
+        spec = replace(self, min_shard_elements=0).layout(Spec(tuple(grad.shape)))
+        ((_, dim),) = self.split_dims([spec]).items()
+        return torch.zeros_like(self.stack(grad, spec, dim), memory_format=torch.contiguous_format)
 
     def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
         return ShardTransform.scatter(self, grads, specs)
@@ -95,13 +100,14 @@ class _QuantizeWithFeedback(_Quantize):
         for place, (i, stack) in enumerate(stacks.items()):
             if states[i] is None:
                 continue
-            stacks[i] = stack = stack + states[i].to(stack.dtype)
+            # In the wider of the two dtypes, or what is left out would be rounded itself.
+            stacks[i] = stack = stack + states[i]
             codes[place] = to_codes(stack, self.block)
             sent = from_codes(codes[place], stack.shape[1:], stack.dtype, self.block)
             # What is not finite must not stay for good.
             after[i] = torch.nan_to_num(stack - sent, nan=0.0, posinf=0.0, neginf=0.0).to(states[i].dtype)
         whole = [i for i in range(len(grads)) if i not in dims]
-        scattering = self.start_sums_of(list(stacks.values()), codes)
+        scattering = self.start_sums_of(list(stacks.values()), [specs[i] for i in stacks], codes)
         summing = comm.start_all_reduce([grads[i] for i in whole], self.axis, "scatter", self.algorithm)
 
         def finish() -> tuple[Tensors, States]:
@@ -113,35 +119,59 @@ class _QuantizeWithFeedback(_Quantize):
 
 def _by_kind(tensors: Tensors) -> tuple[list[int], list[int]]:
     """Which tensors are rounded and which are not."""
-    lossy = [i for i, tensor in enumerate(tensors) if tensor.is_floating_point()]
+    lossy = [i for i, tensor in enumerate(tensors) if _is_lossy(tensor)]
     return lossy, [i for i in range(len(tensors)) if i not in lossy]
 
 
-def to_codes(rows: torch.Tensor, block: int) -> torch.Tensor:
-    """Round each row in blocks, to bytes: the scales of the blocks as float32, then one for each element."""
-    values = rows.detach().reshape(len(rows), -1)
+def _is_lossy(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() > 1
+
+
+def to_codes(rows: torch.Tensor, block: int, batch: int = 0) -> torch.Tensor:
+    """Round each row in blocks, to bytes: the scales of the blocks as float32, then one for each element.
+
+    What differs in the last `batch` dims, which vmap puts there, shares no block.
+    """
+    count = len(rows)
+    if batch:
+        rows = rows.flatten(-batch).movedim(-1, 1).flatten(0, 1)
+    # Lower precisions cannot hold the scales of small numbers.
+    values = rows.detach().reshape(len(rows), -1).to(_wide(rows.dtype))
     size = values.shape[1]
-    blocks = pad(values, (0, -size % block)).reshape(len(rows), -1, block)
-    scales = (
-        (blocks.abs().amax(-1) / LARGEST).to(torch.float32)
-        if size
-        else values.new_zeros((len(rows), 0), dtype=torch.float32)
-    )
+    blocks = pad(values, (0, -size % block)).reshape(len(rows), -(-size // block), block)
+    scales = (blocks.abs().amax(-1) / LARGEST).to(torch.float32)
     usable = (scales.isfinite() & (scales > 0)).unsqueeze(-1)
     steps = torch.where(usable, blocks / scales.unsqueeze(-1), 0)
     codes = steps.round().clamp(-LARGEST, LARGEST).to(torch.int8).reshape(len(rows), -1)[:, :size]
-    return torch.cat([scales.view(torch.uint8).reshape(len(rows), -1), codes.view(torch.uint8)], dim=1)
+    bytes_of = torch.cat([scales.view(torch.uint8).reshape(len(rows), -1), codes.view(torch.uint8)], dim=1)
+    return bytes_of.reshape(count, -1)
 
 
-def from_codes(rows: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, block: int) -> torch.Tensor:
+def from_codes(
+    rows: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, block: int, batch: int = 0
+) -> torch.Tensor:
     """Turn bytes back into values; a block that held something not finite is NaN."""
-    size = torch.Size(shape).numel()
-    count = -(-size // block)
-    scales = rows[:, : 4 * count].contiguous().view(torch.float32).to(dtype)
-    codes = pad(rows[:, 4 * count :].view(torch.int8).to(dtype), (0, -size % block))
-    scales = torch.where(scales.isfinite(), scales, torch.nan)
-    values = codes.reshape(len(rows), count, block) * scales.unsqueeze(-1)
-    return values.reshape(len(rows), -1)[:, :size].reshape(len(rows), *shape)
+    inner, wide = torch.Size(shape[: len(shape) - batch]), _wide(dtype)
+    size = inner.numel()
+    blocks = -(-size // block)
+    if not size:
+        return torch.empty((len(rows), *shape), dtype=dtype, device=rows.device)
+    parts = rows.reshape(-1, 4 * blocks + size)
+    scales = parts[:, : 4 * blocks].contiguous().view(torch.float32).to(wide)
+    codes = pad(parts[:, 4 * blocks :].view(torch.int8).to(wide), (0, -size % block))
+    # A scale may have been rounded up, and the largest of all numbers must not become infinite by that.
+    largest = torch.finfo(wide).max / LARGEST * (1 - torch.finfo(wide).eps)
+    scales = torch.where(scales.isfinite(), scales, torch.nan).clamp(max=largest)
+    values = (codes.reshape(len(parts), blocks, block) * scales.unsqueeze(-1)).to(dtype)
+    values = values.reshape(len(parts), -1)[:, :size]
+    if not batch:
+        return values.reshape(len(rows), *shape)
+    return values.reshape(len(rows), -1, *inner).movedim(1, -1).reshape(len(rows), *shape)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What blocks of a dtype are rounded in."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def quantize(
@@ -175,7 +205,7 @@ def quantize(
         algorithm: As for `fully_shard`.
 
     Returns:
-        The transform. Integer and complex leaves, and an axis of one rank, are left exact.
+        The transform. Integer and complex leaves, those of 8 bits, and an axis of one rank, are left exact.
 
     Raises:
         ValueError: if the mesh has several axes, or an argument is out of range.

@@ -1,0 +1,266 @@
+"""check_transform: all that a sharding transform owes to the rest, tried on it."""
+
+import math
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fshard import comm
+from fshard.collectives import objective
+from fshard.errors import Problem, leaf_error
+from fshard.gather import gather
+from fshard.optim import sgd
+from fshard.scatter_grads import scatter_grads
+from fshard.shard import shard, unshard
+from fshard.testing.adjoint import check_adjoint
+from fshard.train_state import TrainState
+from fshard.transforms import ShardTransform
+from fshard.tree import Tree, flatten, tree_map
+from fshard.update import update
+from fshard.value_and_grad import value_and_grad
+
+SHAPES = ((5, 3), (7,), (24, 8), (1, 4), (), (0, 3))
+STEPS, RATE = 3, 0.25
+
+
+class TransformReport(NamedTuple):
+    """What `check_transform` measured, largest over leaves and ranks.
+
+    Attributes:
+        gather_bytes: Bytes each rank sent in one gather of all leaves, in nominal ring terms.
+        scatter_bytes: Bytes each rank sent in one scatter.
+        gather_error: What gather is off by, relative to the leaf's largest magnitude.
+        training_error: What parameters are off by after three steps, relative to how far they went.
+    """
+
+    gather_bytes: float
+    scatter_bytes: float
+    gather_error: float
+    training_error: float
+
+
+def check_transform(
+    transform: ShardTransform,
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
+    *,
+    dtype: torch.dtype = torch.float64,
+    error: float = 0.0,
+    bytes_sent: tuple[float, float] | None = None,
+    seed: int = 0,
+) -> TransformReport:
+    """Try a transform of one's own as the library will use it. Call it on every rank of the transform's mesh.
+
+    It must be compared by value, hashed and pickled; unshard must undo shard bit for bit; gather must return the leaf,
+    and scatter be its transpose (`check_adjoint`), both the same each time, with what they were given left alone and
+    batches of vmap at the end of a leaf's dims passed through; and three steps of gradient descent with it in place,
+    by the four verbs and by `value_and_grad`, must end where one process does.
+
+    Args:
+        transform: The transform, alone or in a composition; with a state or without.
+        shapes: Global shapes of the leaves to try it on, all at once.
+        dtype: Dtype of the leaves; floating.
+        error: For a lossy transform: what gather, and a sum of gradients, may be off by, relative to the largest
+            magnitude of a leaf. 0 asks for exactness, and for sums for no more than rounding.
+        bytes_sent: What each rank must send in one gather and in one scatter of all leaves, in nominal ring terms.
+        seed: Seed of the random values.
+
+    Returns:
+        What was measured, the same on every rank.
+
+    Raises:
+        AssertionError: on every rank, with everything that does not hold and by how much.
+        ValueError: if leaves stay split over some axis, which asks for a computation of its own.
+    """
+    if transform.layout_axes != transform.axes:
+        kept = [axis.name for axis in transform.layout_axes if axis not in transform.axes]
+        raise ValueError(f"check_transform: leaves stay split over {kept}, needed none; check the rest without them")
+    check_adjoint(transform, shapes, dtype=dtype, seed=seed, error=error)
+    draw = torch.Generator().manual_seed(seed)
+    full = [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
+    trial = _Trial(transform, full, error)
+    trial.check_value()
+    trial.check_round_trip()
+    trial.check_maps()
+    trial.check_vmap()
+    trial.check_training(seed)
+    return trial.report(bytes_sent)
+
+
+class _Trial:
+    """One transform on one tree, with what was found so far: for each claim the largest excess over its bound."""
+
+    def __init__(self, transform: ShardTransform, full: list[torch.Tensor], error: float) -> None:
+        self.transform, self.full, self.error = transform, full, error
+        self.params = shard(full, transform)
+        self.specs = [leaf.spec for leaf in self.params]
+        self.stored = [leaf.local for leaf in self.params]
+        self.excess: dict[str, tuple[float, float]] = {}
+        self.gather_bytes = self.scatter_bytes = 0.0
+
+    def claim(self, path: str, found: float, bound: float) -> None:
+        """Note something measured, and what it may be at most."""
+        self.excess[path] = (found, bound)
+
+    def check_value(self) -> None:
+        copy = pickle.loads(pickle.dumps(self.transform))
+        same = copy == self.transform and hash(copy) == hash(self.transform)
+        self.claim("equality of a pickled copy (use a frozen dataclass): differences", float(not same), 0.0)
+
+    def check_round_trip(self) -> None:
+        self.claim("unshard(shard(x)): differing leaves", _differing(unshard(self.params), self.full), 0.0)
+
+    def check_maps(self) -> None:
+        given = [tensor.clone() for tensor in self.stored]
+        with comm.record() as record:
+            once = self.transform.gather(self.stored, self.specs)
+        self.gather_bytes = record.bytes_sent()
+        twice = self.transform.gather(self.stored, self.specs)
+        self.claim("gather twice: differing leaves", _differing(once, twice), 0.0)
+        self.claim("gather's inputs: leaves it wrote to", _differing(given, self.stored), 0.0)
+        for i, (a, b) in enumerate(zip(once, self.full, strict=True)):
+            distance = _distance(a, b.to(a.dtype)) if a.shape == b.shape else math.inf
+            self.claim(f"gather of [{i}] of shape {tuple(b.shape)}: relative error", distance, self.error)
+        grads = [torch.cos(tensor) for tensor in once]
+        given, states = [grad.clone() for grad in grads], self._states(grads)
+        before = tree_map(torch.clone, states)
+        with comm.record() as record:
+            once, after = self.transform.scatter_with_state(grads, self.specs, states)
+        self.scatter_bytes = record.bytes_sent()
+        twice, again = self.transform.scatter_with_state(grads, self.specs, states)
+        self.claim("scatter twice: differing leaves", _differing([once, after], [twice, again]), 0.0)
+        self.claim("scatter's inputs: leaves it wrote to", _differing([given, before], [grads, states]), 0.0)
+        shapes = [tuple(a.shape) == tuple(b.shape) for a, b in zip(once, self.stored, strict=True)]
+        self.claim("scatter's outputs: leaves of other shapes than stored", float(shapes.count(False)), 0.0)
+
+    def check_vmap(self) -> None:
+        stacked = [torch.stack([tensor, 2 * tensor], -1) for tensor in self.stored]
+        both = self.transform.gather(stacked, self.specs)
+        single = self.transform.gather(self.stored, self.specs)
+        for i, (pair, one) in enumerate(zip(both, single, strict=True)):
+            fits = pair.shape == (*one.shape, 2)
+            distance = max(_distance(pair[..., k] / (k + 1), one) for k in range(2)) if fits else math.inf
+            # Blocks of a lossy transform may hold elements of both.
+            self.claim(f"gather of [{i}] with a batch behind its dims: relative error", distance, 2 * self.error)
+
+    def check_training(self, seed: int) -> None:
+        world = math.prod(axis.size for axis in self.transform.axes)
+        batches = [list(self._batch(seed + 1 + place)) for place in range(world)]
+        own = batches[_place(self.transform)]
+        expected, far = self._one_process(batches)
+        by_verbs, at_once = unshard(self._train(own, _four_verbs)), unshard(self._train(own, _in_one_call))
+        self.claim("value_and_grad against the four verbs: differing leaves", _differing(at_once, by_verbs), 0.0)
+        for i, (found, needed) in enumerate(zip(by_verbs, expected, strict=True)):
+            rounding = torch.finfo(found.dtype).eps * STEPS * (8 + 2 * world) * float(_largest(needed))
+            # An error of a gather passes through the gradient, which is no steeper here than twice the distance.
+            bound = rounding + 3 * STEPS * self.error * (far[i] + RATE * float(_largest(needed)))
+            distance = float(_largest(found - needed))
+            self.claim(f"training of [{i}] of shape {tuple(needed.shape)}: distance to one process", distance, bound)
+        self.training_error = max(
+            (
+                float(_largest(a - b)) / far[i]
+                for i, (a, b) in enumerate(zip(by_verbs, expected, strict=True))
+                if far[i]
+            ),
+            default=0.0,
+        )
+
+    def report(self, bytes_sent: tuple[float, float] | None) -> TransformReport:
+        if bytes_sent is not None:
+            for what, found, needed in zip(
+                ("gather", "scatter"), (self.gather_bytes, self.scatter_bytes), bytes_sent, strict=True
+            ):
+                self.claim(f"{what}: bytes sent away from the {needed:g} asked for", abs(found - needed), 0.0)
+        own = [*(found for found, _ in self.excess.values()), self.training_error]
+        # Every rank judges by the largest of all, so that all raise alike.
+        worst = comm.highest([0.0, *own], self.transform.axes, "check_transform")[1:]
+        problems = [
+            Problem(path, f"{found:.4g}", f"at most {bound:.4g}")
+            for found, (path, (_, bound)) in zip(worst, self.excess.items(), strict=False)
+            if not found <= bound
+        ]
+        if problems:
+            remedy = "mend these in the transform, or state its error where it is lossy"
+            raise AssertionError(leaf_error("check_transform: claims do not hold", problems, remedy).args[0])
+        errors = [
+            found
+            for path, found in zip(self.excess, worst, strict=False)
+            if "gather of" in path and "batch" not in path
+        ]
+        return TransformReport(self.gather_bytes, self.scatter_bytes, max(errors, default=0.0), worst[-1])
+
+    def _states(self, grads: Sequence[torch.Tensor]) -> list[Tree]:
+        return [self.transform.init(torch.zeros_like(grad)) for grad in grads]
+
+    def _batch(self, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        draw = torch.Generator().manual_seed(seed)
+        for tensor in self.full:
+            slope = 0.5 + torch.rand(tensor.shape, generator=draw, dtype=torch.float64)
+            yield (
+                slope.to(tensor.dtype),
+                torch.randn(tensor.shape, generator=draw, dtype=torch.float64).to(tensor.dtype),
+            )
+
+    def _one_process(self, batches: Sequence[Any]) -> tuple[list[torch.Tensor], list[float]]:
+        leaves, far = self.full, [0.0] * len(self.full)
+        for _ in range(STEPS):
+            grads = [torch.func.grad(_loss)(leaves, batch) for batch in batches]
+            mean = [sum(parts) / len(batches) for parts in zip(*grads, strict=True)]
+            leaves = [leaf - RATE * grad for leaf, grad in zip(leaves, mean, strict=True)]
+            far = [
+                a + RATE * max(float(_largest(part)) for part in parts)
+                for a, parts in zip(far, zip(*grads, strict=True), strict=True)
+            ]
+        return leaves, far
+
+    def _train(self, batch: Any, gradients: Callable[..., Any]) -> Tree:
+        tx = sgd(RATE)
+        state = TrainState.create(self.params, tx)
+        for _ in range(STEPS):
+            grads, transform_state = gradients(state, batch)
+            state = update(tx, state, grads, transform_state=transform_state)
+        return state.params
+
+
+def _loss(leaves: Sequence[torch.Tensor], batch: Any) -> torch.Tensor:
+    parts = [((slope * leaf - target) ** 2).sum() / 2 for leaf, (slope, target) in zip(leaves, batch, strict=True)]
+    return torch.stack(parts).sum()
+
+
+def _four_verbs(state: TrainState, batch: Any) -> Any:
+    full = gather(state.params)
+    grads, loss = torch.func.grad_and_value(_loss)(full, batch)
+    objective(loss, like=state.params)
+    return scatter_grads(grads, like=state.params, transform_state=state.transform_state)
+
+
+def _in_one_call(state: TrainState, batch: Any) -> Any:
+    def local(params: Tree) -> torch.Tensor:
+        return _loss(gather(params), batch)
+
+    return value_and_grad(local, transform_state=state.transform_state)(state.params)[1:]
+
+
+def _place(transform: ShardTransform) -> int:
+    """This rank's number among those of the transform's axes."""
+    place = 0
+    for axis in transform.axes:
+        place = place * axis.size + comm.rank(axis)
+    return place
+
+
+def _largest(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().abs().amax() if tensor.numel() else tensor.new_zeros(())
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference, relative to the largest magnitude."""
+    scale = float(_largest(b))
+    return float(_largest(a - b)) / scale if scale else float(_largest(a - b))
+
+
+def _differing(a: Tree, b: Tree) -> float:
+    """How many leaves of two trees differ in some bit."""
+    pairs = zip(flatten(a).leaves, flatten(b).leaves, strict=True)
+    return float(sum(x is not y and not (x.shape == y.shape and x.dtype == y.dtype and x.equal(y)) for x, y in pairs))
