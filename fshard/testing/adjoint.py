@@ -45,10 +45,11 @@ def check_adjoint(
     shards = shard(full, transform)
     specs = [leaf.spec for leaf in shards]
     stored = [leaf.local for leaf in shards]
-    gathered = transform.gather(stored, specs)
+    # Copies, so that a transform which writes to what it is given is not taken for a wrong transpose.
+    gathered = transform.gather([tensor.clone() for tensor in stored], specs)
     cotangents = [torch.randn(x.shape, generator=apart, dtype=torch.float64).to(x.dtype) for x in gathered]
     states = [transform.init(torch.zeros_like(cotangent)) for cotangent in cotangents]
-    scattered, _ = transform.scatter_with_state(cotangents, specs, states)
+    scattered, _ = transform.scatter_with_state([tensor.clone() for tensor in cotangents], specs, states)
     problems = []
     for i, spec in enumerate(specs):
         copies = math.prod(axis.size for axis in transform.axes if spec.dim_of(axis) is None)

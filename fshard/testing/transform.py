@@ -84,8 +84,13 @@ def check_transform(
     trial.check_round_trip()
     trial.check_maps()
     trial.check_vmap()
+    if bytes_sent is not None:
+        trial.check_bytes(*bytes_sent)
+    # What writes where it should not cannot be trained with.
+    trial.judge()
     trial.check_training(seed)
-    return trial.report(bytes_sent)
+    trial.judge()
+    return trial.report()
 
 
 class _Trial:
@@ -97,7 +102,7 @@ class _Trial:
         self.specs = [leaf.spec for leaf in self.params]
         self.stored = [leaf.local for leaf in self.params]
         self.excess: dict[str, tuple[float, float]] = {}
-        self.gather_bytes = self.scatter_bytes = 0.0
+        self.gather_bytes = self.scatter_bytes = self.gather_error = self.training_error = 0.0
 
     def claim(self, path: str, found: float, bound: float) -> None:
         """Note something measured, and what it may be at most."""
@@ -121,6 +126,7 @@ class _Trial:
         self.claim("gather's inputs: leaves it wrote to", _differing(given, self.stored), 0.0)
         for i, (a, b) in enumerate(zip(once, self.full, strict=True)):
             distance = _distance(a, b.to(a.dtype)) if a.shape == b.shape else math.inf
+            self.gather_error = max(self.gather_error, distance)
             self.claim(f"gather of [{i}] of shape {tuple(b.shape)}: relative error", distance, self.error)
         grads = [torch.cos(tensor) for tensor in once]
         given, states = [grad.clone() for grad in grads], self._states(grads)
@@ -152,43 +158,32 @@ class _Trial:
         by_verbs, at_once = unshard(self._train(own, _four_verbs)), unshard(self._train(own, _in_one_call))
         self.claim("value_and_grad against the four verbs: differing leaves", _differing(at_once, by_verbs), 0.0)
         for i, (found, needed) in enumerate(zip(by_verbs, expected, strict=True)):
-            rounding = torch.finfo(found.dtype).eps * STEPS * (8 + 2 * world) * float(_largest(needed))
+            rounding = torch.finfo(found.dtype).eps * STEPS * (8 + 2 * world) * _largest(needed)
             # An error of a gather passes through the gradient, which is no steeper here than twice the distance.
-            bound = rounding + 3 * STEPS * self.error * (far[i] + RATE * float(_largest(needed)))
-            distance = float(_largest(found - needed))
+            bound = rounding + 3 * STEPS * self.error * (far[i] + RATE * _largest(needed))
+            distance = _largest(found - needed)
             self.claim(f"training of [{i}] of shape {tuple(needed.shape)}: distance to one process", distance, bound)
-        self.training_error = max(
-            (
-                float(_largest(a - b)) / far[i]
-                for i, (a, b) in enumerate(zip(by_verbs, expected, strict=True))
-                if far[i]
-            ),
-            default=0.0,
-        )
+            self.training_error = max(self.training_error, distance / far[i] if far[i] else 0.0)
 
-    def report(self, bytes_sent: tuple[float, float] | None) -> TransformReport:
-        if bytes_sent is not None:
-            for what, found, needed in zip(
-                ("gather", "scatter"), (self.gather_bytes, self.scatter_bytes), bytes_sent, strict=True
-            ):
-                self.claim(f"{what}: bytes sent away from the {needed:g} asked for", abs(found - needed), 0.0)
-        own = [*(found for found, _ in self.excess.values()), self.training_error]
-        # Every rank judges by the largest of all, so that all raise alike.
-        worst = comm.highest([0.0, *own], self.transform.axes, "check_transform")[1:]
+    def check_bytes(self, gather: float, scatter: float) -> None:
+        for what, found, needed in (("gather", self.gather_bytes, gather), ("scatter", self.scatter_bytes, scatter)):
+            self.claim(f"{what}: bytes sent away from the {needed:g} asked for", abs(found - needed), 0.0)
+
+    def judge(self) -> None:
+        """Raise for all claims that do not hold; by the largest of all ranks, so that they raise alike."""
+        worst = comm.highest([found for found, _ in self.excess.values()], self.transform.axes, "check_transform")
         problems = [
             Problem(path, f"{found:.4g}", f"at most {bound:.4g}")
-            for found, (path, (_, bound)) in zip(worst, self.excess.items(), strict=False)
+            for found, (path, (_, bound)) in zip(worst, self.excess.items(), strict=True)
             if not found <= bound
         ]
         if problems:
             remedy = "mend these in the transform, or state its error where it is lossy"
             raise AssertionError(leaf_error("check_transform: claims do not hold", problems, remedy).args[0])
-        errors = [
-            found
-            for path, found in zip(self.excess, worst, strict=False)
-            if "gather of" in path and "batch" not in path
-        ]
-        return TransformReport(self.gather_bytes, self.scatter_bytes, max(errors, default=0.0), worst[-1])
+
+    def report(self) -> TransformReport:
+        errors = comm.highest([self.gather_error, self.training_error], self.transform.axes, "check_transform")
+        return TransformReport(self.gather_bytes, self.scatter_bytes, *errors)
 
     def _states(self, grads: Sequence[torch.Tensor]) -> list[Tree]:
         return [self.transform.init(torch.zeros_like(grad)) for grad in grads]
@@ -196,22 +191,16 @@ class _Trial:
     def _batch(self, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         draw = torch.Generator().manual_seed(seed)
         for tensor in self.full:
-            slope = 0.5 + torch.rand(tensor.shape, generator=draw, dtype=torch.float64)
-            yield (
-                slope.to(tensor.dtype),
-                torch.randn(tensor.shape, generator=draw, dtype=torch.float64).to(tensor.dtype),
-            )
+            slope, target = (torch.rand(tensor.shape, generator=draw, dtype=torch.float64) for _ in range(2))
+            yield (0.5 + slope).to(tensor.dtype), (4 * target - 2).to(tensor.dtype)
 
     def _one_process(self, batches: Sequence[Any]) -> tuple[list[torch.Tensor], list[float]]:
+        """The parameters after the steps, and how far each leaf's largest gradients would have moved it."""
         leaves, far = self.full, [0.0] * len(self.full)
         for _ in range(STEPS):
-            grads = [torch.func.grad(_loss)(leaves, batch) for batch in batches]
-            mean = [sum(parts) / len(batches) for parts in zip(*grads, strict=True)]
-            leaves = [leaf - RATE * grad for leaf, grad in zip(leaves, mean, strict=True)]
-            far = [
-                a + RATE * max(float(_largest(part)) for part in parts)
-                for a, parts in zip(far, zip(*grads, strict=True), strict=True)
-            ]
+            by_leaf = list(zip(*(torch.func.grad(_loss)(leaves, batch) for batch in batches), strict=True))
+            leaves = [leaf - RATE * (sum(parts) / len(parts)) for leaf, parts in zip(leaves, by_leaf, strict=True)]
+            far = [a + RATE * max(map(_largest, parts)) for a, parts in zip(far, by_leaf, strict=True)]
         return leaves, far
 
     def _train(self, batch: Any, gradients: Callable[..., Any]) -> Tree:
@@ -250,14 +239,14 @@ def _place(transform: ShardTransform) -> int:
     return place
 
 
-def _largest(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().abs().amax() if tensor.numel() else tensor.new_zeros(())
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.detach().abs().amax()) if tensor.numel() else 0.0
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """The largest difference, relative to the largest magnitude."""
-    scale = float(_largest(b))
-    return float(_largest(a - b)) / scale if scale else float(_largest(a - b))
+    scale = _largest(b)
+    return _largest(a - b) / scale if scale else _largest(a - b)
 
 
 def _differing(a: Tree, b: Tree) -> float:

@@ -1,0 +1,172 @@
+"""check_transform: it passes what is right, and names each way in which a transform can be wrong."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard.testing import check_transform, spmd
+from tests.trees import CASTS, STRATEGIES, meshes, one_axis, two_axes
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3, 4))
+def test_every_exact_strategy_passes(world_size):
+    def program():
+        on = meshes()
+        return {name: check_transform(make(on)) for name, make in STRATEGIES.items() if "dim" not in name}
+
+    for report in spmd(program, world_size)[0].values():
+        assert report.gather_error == 0.0
+        assert report.training_error < 1e-15
+
+
+def test_lossy_ones_pass_within_their_error():
+    def program():
+        mesh, on = two_axes(4), meshes()
+        shard = mesh["shard"]
+        rounded = fs.quantize(shard, scatter=True, error_feedback=False)
+        kept = fs.compose(fs.replicate(mesh["replicate"]), fs.quantize(shard, gather=False, scatter=True))
+        check_transform(rounded, error=1 / 200)
+        check_transform(kept, error=1 / 200)
+        check_transform(CASTS["cast zero2"](on), error=1 / 200)
+        with pytest.raises(AssertionError, match="check_adjoint: scatter is not gather's transpose"):
+            check_transform(rounded, error=1 / 20000)
+        with pytest.raises(AssertionError, match=r"gather of \[2\] of shape \(24, 8\): relative error: found 0\.00"):
+            check_transform(fs.quantize(shard), [(1, 1), (1, 1), (24, 8)], error=1 / 400)
+
+    spmd(program, 4)
+
+
+def test_bytes_are_held_to_what_is_asked():
+    def program():
+        transform = fs.fully_shard(one_axis())
+        report = check_transform(transform, [(4, 6)])
+        assert (report.gather_bytes, report.scatter_bytes) == (96.0, 96.0)
+        check_transform(transform, [(4, 6)], bytes_sent=(96, 96))
+        with pytest.raises(AssertionError, match="scatter: bytes sent away from the 90 asked for: found 6, needed"):
+            check_transform(transform, [(4, 6)], bytes_sent=(96, 90))
+
+    spmd(program, 2)
+
+
+@dataclass(frozen=True)
+class Around(fs.ShardTransform):
+    """A user's transform that leaves the work to another one, and is the ground for mistakes."""
+
+    inner: fs.ShardTransform
+
+    @property
+    def axes(self) -> tuple[fs.Axis, ...]:
+        return self.inner.axes
+
+    def layout(self, spec: fs.Spec) -> fs.Spec:
+        return self.inner.layout(spec)
+
+    def gather(self, leaves: Any, specs: Sequence[fs.Spec]) -> Any:
+        return self.inner.gather(leaves, specs)
+
+    def scatter(self, grads: Any, specs: Sequence[fs.Spec]) -> Any:
+        return self.inner.scatter(grads, specs)
+
+
+class Doubled(Around):
+    def gather(self, leaves, specs):
+        return [2 * leaf for leaf in super().gather(leaves, specs)]
+
+    def scatter(self, grads, specs):
+        return [2 * grad for grad in super().scatter(grads, specs)]
+
+
+class Averaging(Around):
+    def scatter(self, grads, specs):
+        return [grad / self.axes[0].size for grad in super().scatter(grads, specs)]
+
+
+class WritesToLeaves(Around):
+    def gather(self, leaves, specs):
+        gathered = super().gather(leaves, specs)
+        for leaf in leaves:
+            leaf.mul_(1.5)
+        return gathered
+
+
+class WritesToGradients(Around):
+    def scatter(self, grads, specs):
+        scattered = super().scatter(grads, specs)
+        for grad in grads:
+            grad.zero_()
+        return scattered
+
+
+class ComparedByIdentity(Around):
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+class CountsDimsFromTheEnd(Around):
+    def gather(self, leaves, specs):
+        return [leaf.flip(-1).flip(-1) if leaf.dim() < 3 else leaf.flip(-1) for leaf in super().gather(leaves, specs)]
+
+
+class StartsOtherwise(Around):
+    def start_scatter(self, grads, specs):
+        scattered = [1.25 * grad for grad in self.scatter(grads, specs)]
+        return lambda: scattered
+
+
+WRONG = {
+    Doubled: r"gather of \[0\] of shape \(5, 3\): relative error: found 1, needed at most 0",
+    Averaging: r"check_adjoint: scatter is not gather's transpose\n  \[0\]: found <gather\(x\), y> = .*, apart by",
+    WritesToLeaves: r"gather's inputs: leaves it wrote to: found",
+    WritesToGradients: r"scatter's inputs: leaves it wrote to: found [45], needed at most 0",
+    ComparedByIdentity: r"equality of a pickled copy \(use a frozen dataclass\): differences: found 1",
+    CountsDimsFromTheEnd: r"gather of \[0\] with a batch behind its dims: relative error: found",
+    StartsOtherwise: r"value_and_grad against the four verbs: differing leaves: found [45], needed at most 0",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda cls: cls.__name__)
+def test_each_mistake_is_named(wrong):
+    def program():
+        plain = fs.fully_shard(one_axis())
+        check_transform(Around(plain))
+        with pytest.raises(AssertionError, match=WRONG[wrong]):
+            check_transform(wrong(plain))
+
+    spmd(program, 2)
+
+
+def test_a_mistake_of_one_rank_is_raised_on_all():
+    def program():
+        mesh = one_axis()
+        plain = fs.fully_shard(mesh)
+        # Ranks that differ in what they do, though not in what they are.
+        made = WritesToGradients(plain) if mesh.get_rank() else Around(plain)
+        with pytest.raises(AssertionError, match="scatter's inputs"):
+            check_transform(made)
+
+    spmd(program, 2)
+
+
+def test_leaves_that_stay_split_are_refused():
+    def program():
+        mesh = two_axes(4)
+        transform = fs.compose(fs.fully_shard(mesh["shard"]), fs.split_dim(mesh["replicate"], dim=0))
+        text = r"^check_transform: leaves stay split over \['replicate'\], needed none; check the rest without them$"
+        with pytest.raises(ValueError, match=text):
+            check_transform(transform, [(4, 4)])
+
+    spmd(program, 4)
+
+
+def test_dtypes_and_a_state():
+    def program():
+        mesh = one_axis()
+        check_transform(fs.zero3(mesh), dtype=torch.float32)
+        check_transform(replace(fs.fully_shard(mesh), algorithm="flat"), dtype=torch.float32)
+        check_transform(fs.quantize(mesh, scatter=True), dtype=torch.float32, error=1 / 200)
+
+    spmd(program, 3)
