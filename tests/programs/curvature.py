@@ -1,0 +1,111 @@
+"""Programs of second order: Fisher and Gauss-Newton products, and conjugate gradients on a sharded Hessian."""
+
+from functools import cache
+
+import torch
+from torch.func import grad, jacrev, jvp, vjp, vmap
+
+import fshard as fs
+from tests.programs.batches import rows_dense
+from tests.programs.jacobians import hessian_dense
+from tests.programs.program import Program
+from tests.programs.sides import Dense, errors
+from tests.programs.subjects import ROWS, subject
+
+# Added to the Hessian, in multiples of its norm: all eigenvalues then lie between 3 and 5 norms. An iteration shrinks
+# the error by (sqrt(5 / 3) - 1) / (sqrt(5 / 3) + 1), and so these many shrink it to less than a rounding.
+DAMPING, CONDITION, ITERATIONS = 4.0, 5 / 3, 18
+
+
+def vector(tree):
+    return torch.cat([leaf.flatten() for leaf in fs.tree_leaves(tree)])
+
+
+def rows_of(tree):
+    return torch.cat([leaf.unsqueeze(-1).flatten(1) for leaf in fs.tree_leaves(tree)], 1)
+
+
+def like(tree, flat):
+    pieces = iter(flat.split([leaf.numel() for leaf in fs.tree_leaves(tree)]))
+    return fs.tree_map(lambda leaf: next(pieces).reshape(leaf.shape), tree)
+
+
+def fisher_dense(side):
+    """By the matrix of the gradients of all rows."""
+    rows = rows_of(rows_dense(side))
+    return {"product": like(side.params, rows.mT @ (rows @ vector(side.directions[0])) / ROWS)}
+
+
+def fisher_sharded(side):
+    """Forward to each row's slope, and back."""
+    x, y = side.support
+
+    def rows(p):
+        return errors(side.predict(p, x), y)
+
+    _, slopes = jvp(rows, (side.params,), (side.directions[0],))
+    (product,) = vjp(rows, side.params)[1](slopes / ROWS)
+    return {"product": product}
+
+
+def gauss_newton_dense(side):
+    """By the Jacobian and the Hessians of each row's error by its outputs."""
+    x, y = side.support
+    jacobian = jacrev(lambda p: side.predict(p, x))(side.params)
+    jacobian = torch.cat([leaf.unsqueeze(-1).flatten(2) for leaf in fs.tree_leaves(jacobian)], 2)
+    outputs = side.predict(side.params, x)
+    hessians = vmap(torch.func.hessian(errors))(outputs, y)
+    pulled = torch.einsum("ncp,ncd,ndq,q->p", jacobian, hessians, jacobian, vector(side.directions[0]))
+    return {"product": like(side.params, pulled / ROWS)}
+
+
+def gauss_newton_sharded(side):
+    x, y = side.support
+
+    def predict(p):
+        return side.predict(p, x)
+
+    outputs, slopes = jvp(predict, (side.params,), (side.directions[0],))
+    _, curved = jvp(grad(lambda out: errors(out, y).sum()), (outputs,), (slopes,))
+    (product,) = vjp(predict, side.params)[1](curved / ROWS)
+    return {"product": product}
+
+
+@cache
+def norm_of(name):
+    """The largest magnitude of the Hessian's eigenvalues, which both sides are given."""
+    hessian = hessian_dense(Dense(subject(name)))["hessian"]
+    return torch.linalg.matrix_norm(hessian, 2).item()
+
+
+def solved_dense(side):
+    hessian = hessian_dense(side)["hessian"]
+    damped = hessian + DAMPING * norm_of(side.subject.name) * torch.eye(side.subject.size, dtype=hessian.dtype)
+    return {"solution": like(side.params, torch.linalg.solve(damped, vector(side.directions[0])))}
+
+
+def solved_sharded(side):
+    """Conjugate gradients, as Hestenes and Stiefel have them; the Hessian is never made."""
+    damping = DAMPING * norm_of(side.subject.name)
+
+    def damped(v):
+        product = jvp(grad(side.loss), (side.params,), (v,))[1]
+        return fs.tree_map(lambda h, v: h + damping * v, product, v)
+
+    residual = direction = side.directions[0]
+    solution, square = fs.tree_map(torch.zeros_like, residual), side.dot(residual, residual)
+    for _ in range(ITERATIONS):
+        product = damped(direction)
+        step = square / side.dot(direction, product)
+        solution = fs.tree_map(lambda s, d: s + step * d, solution, direction)  # noqa: B023
+        residual = fs.tree_map(lambda r, h: r - step * h, residual, product)  # noqa: B023
+        before, square = square, side.dot(residual, residual)
+        direction = fs.tree_map(lambda r, d: r + square / before * d, residual, direction)  # noqa: B023
+    return {"solution": solution}
+
+
+CURVATURE = {
+    "Fisher times vector": Program(fisher_dense, fisher_sharded, 4),
+    "Gauss-Newton times vector": Program(gauss_newton_dense, gauss_newton_sharded, 4),
+    "conjugate gradients": Program(solved_dense, solved_sharded, CONDITION * 4 * ITERATIONS),
+}

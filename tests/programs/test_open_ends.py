@@ -1,0 +1,117 @@
+"""Programs that do not work yet."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.func import grad, jvp, linearize, vmap
+
+import fshard as fs
+from fshard.testing import RankError, assert_trees_close, spmd
+from tests.programs.sides import CHOSEN, OfRank
+from tests.programs.subjects import subject
+from tests.programs.table import bound, check, expected
+from tests.trees import meshes, normal, one_axis
+
+
+# torch.func.linearize traces, and threads of one process cannot trace at once.
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="linearize traces no collective: wrong numbers, or NaN")
+def test_linearize(workers):
+    most = bound("function", "jvp", 2)
+
+    def program():
+        side = OfRank(subject("function"), "zero3")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _, push = linearize(side.loss, side.params)
+        slopes = [jvp(side.loss, (side.params,), (direction,))[1].item() for direction in side.directions]
+        return [(push(direction).item(), slope) for direction, slope in zip(side.directions, slopes)]
+
+    for pairs in spmd(program, workers(2)):
+        assert all(math.isclose(found, needed, rel_tol=most) for found, needed in pairs)
+
+
+def test_linearize_on_one_rank():
+    def program():
+        side = OfRank(subject("function"), "zero3")
+        with warnings.catch_warnings():
+            # torch's own, about tensors that its trace holds.
+            warnings.simplefilter("ignore")
+            value, push = linearize(side.loss, side.params)
+        expected_value, slope = jvp(side.loss, (side.params,), (side.directions[0],))
+        assert value.equal(expected_value)
+        assert push(side.directions[0]).equal(slope)
+
+    spmd(program, 1)
+
+
+@pytest.mark.parametrize("strategy", ("ddp", "zero3"))
+def test_vmap_of_a_loss_that_uses_a_leaf_on_one_rank(strategy):
+    """A rank without rows for an expert: its gradient is zeros, which vmap has not batched."""
+    full = {name: torch.ones(3, 5, dtype=torch.float64) for name in ("both", "expert")}
+    rates = torch.tensor([1.0, 2.0], dtype=torch.float64)
+
+    def program():
+        on = meshes()
+        params = fs.shard(full, CHOSEN[strategy](on))
+
+        def loss(p, rate):
+            whole = fs.gather(p)
+            names = ("both", "expert") if on.line.get_rank() == 0 else ("both",)
+            return fs.objective(rate * sum(whole[name].sum() for name in names), like=p, reduce="sum")
+
+        grads = vmap(grad(loss), in_dims=(None, 0))(params, rates)
+        for name, ranks in {"both": 2, "expert": 1}.items():
+            found = vmap(fs.gather)(grads)[name]
+            assert found.equal(ranks * rates[:, None, None].expand_as(found))
+
+    spmd(program, 2)
+
+
+def test_vmap_of_a_transformer_on_a_rank_without_rows():
+    expected("transformer", "vmap, nested")
+    spmd(lambda: check("transformer", "vmap, nested", "zero3"), 8)
+
+
+def test_shard_inside_a_transform_is_refused_by_path():
+    transform = fs.ddp(one_axis())
+    params = fs.shard({"w": torch.ones(3)}, transform)
+
+    def loss(p):
+        noise = fs.shard({"noise": torch.ones(3)}, transform)
+        return fs.objective((fs.gather(p)["w"] * fs.gather(noise)["noise"]).sum(), like=p)
+
+    with pytest.raises(ValueError, match=r"\['noise'\]"):
+        grad(loss)(params)
+
+
+def test_remat_of_the_first_call_of_a_model():
+    module = nn.Linear(3, 2)
+    model = fs.functionalize(module)
+    params = model.init(fs.ddp(one_axis()))
+
+    def loss(p):
+        return fs.objective(fs.remat(lambda p, x: model.apply(p, x).square().sum())(p, torch.ones(4, 3)), like=p)
+
+    assert grad(loss)(params)["bias"].local.shape == (2,)
+
+
+@pytest.mark.xfail(strict=True, raises=RankError, reason="whole sends leaves by collectives without a rule for vmap")
+def test_vmap_of_whole():
+    """An ensemble whose members' matrices travel to owners, stepped as each member alone."""
+    draw = normal(1)
+    members = [{"weight": draw(5, 3)} for _ in range(2)]
+    tx = fs.whole(fs.from_torch(torch.optim.Muon, lr=0.1))
+
+    def step(params):
+        return tx.update(params, tx.init(params), params)[0]
+
+    def program():
+        shards = [fs.shard(member, fs.zero2(one_axis(), min_shard_elements=0)) for member in members]
+        together = vmap(step)(fs.tree_map(lambda *leaves: torch.stack(leaves), *shards))
+        for i, member in enumerate(shards):
+            assert_trees_close(fs.tree_map(lambda leaf: leaf[i], together), step(member))  # noqa: B023
+
+    spmd(program, 2)
