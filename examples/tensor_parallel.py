@@ -1,0 +1,117 @@
+"""Tensor parallelism by hand under ZeRO-3: every large leaf is split over two axes of the mesh.
+
+Run on four ranks, on two, or on one without a launcher:
+
+    torchrun --standalone --nproc_per_node 4 examples/tensor_parallel.py
+    torchrun --standalone --nproc_per_node 2 examples/tensor_parallel.py
+    python examples/tensor_parallel.py
+
+Ranks along "tp" see the same rows of text and share out the heads and the hidden width, as Megatron-LM does; ranks
+along "shard" see different rows and gather the blocks one by one. It prints what a step sends over each axis, and how
+far the run is from the same training in one process, in float64, where a mistake cannot hide behind rounding.
+"""
+
+import argparse
+import os
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gpt import batch, standard_library
+
+import fshard as fs
+
+HEAD_WIDTH = 16
+COLUMNS, ROWS = ("*.q", "*.k", "*.v", "*.up.*"), ("*.out", "*.down.weight")  # split by outputs, split by inputs
+
+
+def initial(width: int, layers: int, context: int, seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64) * 0.05
+
+    def affine(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"weight": matrix, "bias": matrix.new_zeros(len(matrix))}
+
+    def block() -> Any:
+        attention = {name: normal(width, width) for name in ("q", "k", "v", "out")}
+        mlp = {"up": affine(normal(4 * width, width)), "down": affine(normal(width, 4 * width))}
+        norms = {name: affine(torch.ones(width, dtype=torch.float64)) for name in ("norm1", "norm2")}
+        return {"attention": attention, **mlp, **norms}
+
+    embedding = {"tokens": normal(256, width), "positions": normal(context, width)}
+    return {"embedding": embedding, "blocks": [block() for _ in range(layers)], "head": normal(256, width)}
+
+
+def layer_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, x.shape[-1:], p["weight"], p["bias"])
+
+
+def attention(p: Any, x: torch.Tensor, tp: fs.Axis) -> torch.Tensor:  # (batch, time, width), the same on all of tp
+    x = fs.pvary(x, tp)  # Megatron's f: from here on each rank has heads of its own
+    q, k, v = (F.linear(x, p[name]).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2) for name in ("q", "k", "v"))
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads / tp, time, HEAD_WIDTH)
+    return fs.psum_invariant(F.linear(attended.transpose(1, 2).flatten(2), p["out"]), tp)  # Megatron's g
+
+
+def mlp(p: Any, x: torch.Tensor, tp: fs.Axis) -> torch.Tensor:
+    hidden = F.gelu(F.linear(fs.pvary(x, tp), p["up"]["weight"], p["up"]["bias"]))  # (batch, time, 4 width / tp)
+    return fs.psum_invariant(F.linear(hidden, p["down"]["weight"]), tp) + p["down"]["bias"]
+
+
+def loss_fn(params: Any, xy: tuple[torch.Tensor, torch.Tensor], tp: fs.Axis) -> torch.Tensor:
+    x, y = xy
+    embedding = fs.gather(params["embedding"])
+    h = embedding["tokens"][x] + embedding["positions"][: x.shape[1]]
+    for block in params["blocks"]:
+        p = fs.gather(block)  # over "shard" alone: what a rank gets is its piece of the full matrices
+        h = h + attention(p["attention"], layer_norm(p["norm1"], h), tp)
+        h = h + mlp(p, layer_norm(p["norm2"], h), tp)
+    return F.cross_entropy(F.linear(h, fs.gather(params["head"])).flatten(0, 1), y.flatten())
+
+
+def train(params: Any, mine: slice, tp: fs.Axis, text: torch.Tensor, args: argparse.Namespace) -> Any:
+    """Losses and final parameters; `mine` is which sequences of a batch are this rank's."""
+    tx = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(args.lr, weight_decay=0.1))
+    state, losses = fs.TrainState.create(params, tx), []
+    units = lambda params: [params["embedding"], *params["blocks"], params["head"]]  # noqa: E731
+    for step in range(args.steps):
+        x, y = batch(text, args.batch, args.context, seed=step)
+        loss, grads = fs.value_and_grad(loss_fn, schedule=units)(state.params, (x[mine], y[mine]), tp)
+        state = fs.update(tx, state, grads)
+        losses.append(loss.item())
+    return losses, state.params
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tp", type=int, default=min(2, int(os.environ.get("WORLD_SIZE", 1))), help="size of the axis")
+    for name, value in {"steps": 40, "width": 64, "layers": 2, "context": 64, "batch": 8, "seed": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    args = parser.parse_args()
+    mesh = fs.init_mesh({"shard": -1, "tp": args.tp}, device="cpu")
+    shard, tp = fs.axis_of(mesh, "shard"), fs.axis_of(mesh, "tp")
+    by_rows = fs.masked(fs.split_dim(tp, dim=1), ROWS)
+    strategy = fs.compose(fs.zero3(mesh), fs.masked(fs.split_dim(tp, dim=0), COLUMNS, otherwise=by_rows))
+    full, text = initial(args.width, args.layers, args.context, args.seed), standard_library()[0]
+    params = fs.shard(full, strategy)
+    with fs.comm.record() as record:
+        losses, trained = train(params, slice(fs.comm.rank(shard), None, shard.size), tp, text, args)
+    trained = fs.unshard(trained)
+    if mesh.get_rank() == 0:
+        block = params["blocks"][0]
+        for leaf in (block["attention"]["q"], block["attention"]["out"], block["up"]["bias"], block["norm1"]["bias"]):
+            print(leaf)
+        alone, expected = train(full, slice(None), fs.Axis("tp", 1, ""), text, args)
+        gaps = [float((a - b).abs().max()) for a, b in zip(fs.tree_leaves(trained), fs.tree_leaves(expected))]
+        megabytes = {axis: sum(c.sent for c in record if c.axis == axis) / args.steps / 1e6 for axis in ("shard", "tp")}
+        print("sent by each rank in a step:", ", ".join(f"{n:.2f} MB over {axis!r}" for axis, n in megabytes.items()))
+        print(f"loss {losses[0]:.4f}, after {args.steps} steps {losses[-1]:.4f}")
+        print("largest difference from one process:", end=" ")
+        print(f"{max(abs(a - b) for a, b in zip(losses, alone)):.1e} in a loss, {max(gaps):.1e} in a parameter")
+
+
+if __name__ == "__main__":
+    main()
