@@ -4,7 +4,16 @@ from fshard import comm, testing
 from fshard.accumulate import accumulate
 from fshard.apply import Model, apply, functionalize
 from fshard.buffers import sync_buffers
-from fshard.collectives import all_gather, objective, pmean, psum, psum_invariant, pvary, reduce_scatter
+from fshard.collectives import (
+    all_gather,
+    all_gather_invariant,
+    objective,
+    pmean,
+    psum,
+    psum_invariant,
+    pvary,
+    reduce_scatter,
+)
 from fshard.dtensor import from_dtensor, to_dtensor
 from fshard.gather import gather
 from fshard.mesh import axis_of, init_mesh
@@ -71,6 +80,7 @@ __all__ = [
     "adamw",
     "add_decayed_weights",
     "all_gather",
+    "all_gather_invariant",
     "apply",
     "axis_of",
     "bucket",

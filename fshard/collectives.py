@@ -154,6 +154,24 @@ def all_gather(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     return _on_tree(tree, partial(_concatenate, axis=axis, dim=dim), partial(_scatter, axis=axis, dim=dim))
 
 
+def all_gather_invariant(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
+    """Concatenate every rank's tensors along a dim into a value that agrees between ranks.
+
+    Its transpose takes this rank's piece of the cotangent, which agrees too. Follows jax.lax.all_gather_invariant.
+
+    Args:
+        tree: Tensors of equal shapes and dtypes on every rank.
+        axis: The mesh axis to gather over.
+        dim: The dim to concatenate along, counted from the front.
+
+    Returns:
+        Tensors axis.size times as long along `dim`.
+    """
+    check_operands("all_gather_invariant", tree, axis, dim)
+    run = partial(_concatenate, axis=axis, dim=dim, label="all_gather_invariant")
+    return _on_tree(tree, run, partial(_own_piece, axis=axis, dim=dim))
+
+
 def reduce_scatter(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     """Sum over ranks and keep this rank's piece of a dim; the transpose of `all_gather`.
 
@@ -181,10 +199,12 @@ def reduce_scatter(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     return _on_tree(tree, partial(_scatter, axis=axis, dim=dim), partial(_concatenate, axis=axis, dim=dim))
 
 
-def _concatenate(tensors: Tensors, axis: Axis, dim: int) -> Tensors:
-    return [
-        rows.movedim(0, dim).flatten(dim, dim + 1) for rows in comm.all_gather(tensors, axis=axis, label="all_gather")
-    ]
+def _concatenate(tensors: Tensors, axis: Axis, dim: int, label: str = "all_gather") -> Tensors:
+    return [rows.movedim(0, dim).flatten(dim, dim + 1) for rows in comm.all_gather(tensors, axis=axis, label=label)]
+
+
+def _own_piece(tensors: Tensors, axis: Axis, dim: int) -> Tensors:
+    return [tensor.unflatten(dim, (axis.size, -1)).select(dim, comm.rank(axis)).contiguous() for tensor in tensors]
 
 
 def _scatter(tensors: Tensors, axis: Axis, dim: int) -> Tensors:

@@ -274,3 +274,33 @@ def test_what_is_scheduled_is_gathered_ahead(schedule, prefetch):
     found = spmd(program, 2)
     expected = [e if e[0] in "[(" else "gather" for e in RECORDS[schedule, prefetch].split()]
     assert found == [expected] * 2
+
+
+def test_a_leaf_of_two_units_is_gathered_with_each_and_no_other():
+    """Such as a table of tokens at both ends: the second gather is not the first unit's again."""
+
+    def program():
+        full = {"tokens": torch.ones(4, 2), "positions": torch.ones(100, 2), "weight": torch.ones(2, 2)}
+        params = fs.shard(full, fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))
+
+        def part(params, *names):
+            return {name: params[name] for name in names}
+
+        def loss(params):
+            first = fs.gather(part(params, "tokens", "positions"))
+            x = first["tokens"] + first["positions"][:4]
+            x = x @ fs.gather(part(params, "weight"))["weight"]
+            return (x @ fs.gather(part(params, "tokens"))["tokens"].T).square().mean()
+
+        def units(params):
+            return [part(params, "tokens", "positions"), part(params, "weight"), part(params, "tokens")]
+
+        found = []
+        for schedule in (None, units):
+            with fs.comm.record() as record:
+                fs.value_and_grad(loss, schedule=schedule)(params)
+            found.append(sum(entry.bytes for entry in record if entry.label == "gather"))
+        return found
+
+    without, scheduled = spmd(program, 2)[0]
+    assert scheduled == without

@@ -89,12 +89,14 @@ class Walk:
         self._next = self._entered = 0
         self._over = False
         self._of_unit = {i: number for number, stop in enumerate(stops) for i in range(stop.first, stop.last + 1)}
-        self._of_slot: dict[Slot, int] = {}
+        self._of_slot: dict[Slot, list[int]] = {}
         # For each stop the one before it that keeps a leaf of its, which is not to be gathered twice.
         self._kept_by = [-1] * len(stops)
         for number, stop in enumerate(stops):
             for slot in stop.unit.slots:
-                first = self._of_slot.setdefault(slot, number)
+                holders = self._of_slot.setdefault(slot, [])
+                holders.append(number)
+                first = holders[0]
                 if first < number and not is_regathered(stop.unit):
                     self._kept_by[number] = max(self._kept_by[number], first)
         self._open: dict[int, Use] = {}
@@ -130,7 +132,7 @@ class Walk:
 
     def has(self, unit: Unit) -> bool:
         """Whether a stop of the schedule holds all leaves of a unit, and may still come, or come again."""
-        stop = self._of_slot.get(unit.slots[0])
+        stop = self._stop_of(unit.slots[0])
         if self._over and not self._call.in_backward:
             return False
         return stop is not None and all(slot in self.stops[stop].unit.places for slot in unit.slots)
@@ -142,8 +144,13 @@ class Walk:
             if slot in use.unit.places:
                 return use, use.unit.places[slot]
         found = next((use for use in self._open.values() if slot in use.unit.places), None)
-        use = found or self._reach(self._of_slot[slot], in_turn)
+        use = found or self._reach(self._stop_of(slot) or 0, in_turn)
         return use, use.unit.places[slot]
+
+    def _stop_of(self, slot: Slot) -> int | None:
+        """The stop that holds a leaf: of several, as of tied ones, the next that has not been passed over."""
+        holders = self._of_slot.get(slot, [None])
+        return next((stop for stop in holders if stop is not None and stop >= self._next), holders[0])
 
     def end(self) -> None:
         """Take part in what is left of the schedule, and close everything."""

@@ -24,7 +24,7 @@ class _Composed(ShardTransform):
 
     @property
     def layout_axes(self) -> tuple[Axis, ...]:
-        return tuple(axis for stage in self.stages for axis in stage.layout_axes)
+        return tuple(dict.fromkeys(axis for stage in self.stages for axis in stage.layout_axes))
 
     @property
     def bucket_bytes(self) -> int | None:
@@ -191,7 +191,8 @@ def compose(*transforms: ShardTransform) -> ShardTransform:
     if not stages:
         return _NOTHING
     composed = _Composed(stages)
-    names = [axis.name for axis in composed.layout_axes]
+    # What depends on a leaf's name may be for other leaves; it is looked at again for each.
+    names = [axis.name for stage in stages for axis in (stage.axes if stage.masks else stage.layout_axes)]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"compose: the axes {twice} are used by two transforms, needed one each; drop one of the two")

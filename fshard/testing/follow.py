@@ -1,0 +1,154 @@
+"""check_varying: where a local loss takes what agrees between ranks for what varies, or the other way round."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from fshard.checks import check_local, check_transforms
+from fshard.collectives import reduction_axes
+from fshard.errors import Problem, leaf_error
+from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, unflatten
+
+# What each collective makes of what: whether its result, and what it takes, vary between the ranks of its axis.
+KINDS = {
+    "psum": (True, True),
+    "psum_invariant": (False, True),
+    "pvary": (True, False),
+    "all_gather": (True, True),
+    "all_gather_invariant": (False, True),
+    "reduce_scatter": (True, True),
+}
+ADVICE = {
+    "psum": "fs.psum_invariant, whose sum agrees",
+    "all_gather": "fs.all_gather_invariant, whose result agrees",
+    "reduce_scatter": "fs.psum_invariant of it first",
+    "pvary": "fs.psum_invariant of what is computed from it first",
+    "psum_invariant": "fs.pvary of it first",
+    "all_gather_invariant": "fs.pvary of it first",
+}
+
+
+class _Place(NamedTuple):
+    """An output of a node of autograd's graph, and whether what follows takes it for something that varies."""
+
+    node: Any
+    output: int
+    varies: bool
+
+
+def check_varying(f: Callable[..., Any], params: Tree, *args: Any) -> None:
+    """Follow a loss back to the parameters, and refuse each step that takes a value for what it is not.
+
+    A loss varies between ranks of the axes that parameters are gathered over, and agrees between ranks of axes that
+    they stay split over (tensor parallelism). `psum_invariant` and `all_gather_invariant` make what agrees of what
+    varies, and `pvary` the other way; with a step of these left out, or one too many, gradients are wrong and mostly no
+    error says so. Call it once on every rank, as a test: it runs `f` and walks the whole graph. The rules are those of
+    jax.shard_map with check_vma.
+
+    Args:
+        f: A local loss as `value_and_grad` takes it: returns a scalar, or (sum, count).
+        params: Its parameters, Sharded.
+        *args: Passed to f behind them.
+
+    Raises:
+        AssertionError: with every wrong step, the line that made it, and what to use.
+    """
+    flat = flatten(params)
+    check_local("check_varying", flat)
+    check_transforms("check_varying", flat)
+    reduced = reduction_axes(params, "check_varying")
+    axes = dict.fromkeys(axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.axes)
+    leaves = [_tracked(leaf) for leaf in flat.leaves]
+    with torch.enable_grad(), torch.autograd.set_detect_anomaly(True, check_nan=False):
+        out = f(unflatten(flat.treedef, leaves), *args)
+    loss = out[0] if isinstance(out, tuple) else out
+    followed = Flat(flat.paths, leaves, flat.treedef)
+    problems = [problem for axis in axes for problem in _wrong_steps(loss, followed, axis, axis in reduced)]
+    if problems:
+        remedy = "see the docstrings of psum, psum_invariant and pvary"
+        text = leaf_error("check_varying: values are taken for what they are not", problems, remedy).args[0]
+        raise AssertionError(text)
+
+
+def _tracked(leaf: Any) -> Any:
+    if not is_sharded(leaf) or leaf.spec.frozen or not leaf.local.is_floating_point():
+        return leaf
+    return Sharded(leaf.local.detach().requires_grad_(), leaf.spec)
+
+
+def _wrong_steps(loss: torch.Tensor, flat: Flat, axis: Axis, reduced: bool) -> Iterator[Problem]:
+    ends = {
+        torch.autograd.graph.get_gradient_edge(leaf.local).node: (path, leaf)
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if is_sharded(leaf) and leaf.local.requires_grad
+    }
+    waiting = [] if loss.grad_fn is None else [_Place(loss.grad_fn, loss.output_nr, reduced)]
+    seen = set(waiting)
+    while waiting:
+        place = waiting.pop()
+        if place.node in ends:
+            yield from _wrong_leaf(*ends[place.node], axis, place.varies)
+            continue
+        new = []
+        label = _label(place.node, axis)
+        if label is not None:
+            result, taken = KINDS[label]
+            if result is not place.varies:
+                kinds = ("agrees", "varies")
+                found = f"{label} over {axis.name!r}, whose result {kinds[result]}"
+                yield Problem(_line(place.node), found, f"one that {kinds[place.varies]}: {ADVICE[label]}")
+            new = [_Place(behind, output, taken) for behind, output in place.node.next_functions]
+        elif (gathered := _gathered_over(place.node, place.output)) is not None:
+            # Output i comes from input i.
+            behind, output = place.node.next_functions[place.output]
+            new = [] if axis in gathered else [_Place(behind, output, place.varies)]
+        else:
+            new = [_Place(behind, output, place.varies) for behind, output in place.node.next_functions]
+        new = [place for place in new if place.node is not None and place not in seen]
+        seen.update(new)
+        waiting.extend(new)
+
+
+def _wrong_leaf(path: str, leaf: Sharded, axis: Axis, varies: bool) -> Iterator[Problem]:
+    split = leaf.spec.dim_of(axis) is not None
+    if split is varies:
+        return
+    if split:
+        needed = "a sum over them, by fs.psum_invariant, before it is used as what agrees"
+        yield Problem(path, f"a leaf that is split between ranks of {axis.name!r}", needed)
+    else:
+        needed = "fs.gather or fs.pvary before it meets what varies"
+        yield Problem(path, f"a leaf that ranks of {axis.name!r} hold alike", needed)
+
+
+def _maps(node: Any) -> list[partial[Any]]:
+    if type(node).__name__ != "_LinearCallBackward":
+        return []
+    return [side for side in (node.fun, node.transpose) if isinstance(side, partial)]
+
+
+def _label(node: Any, axis: Axis) -> str | None:
+    """Which collective over an axis a node is."""
+    fun, *_ = [*_maps(node), None]
+    if fun is None or fun.keywords.get("axis") != axis:
+        return None
+    named = fun.keywords.get("label")
+    return named or {"_concatenate": "all_gather", "_scatter": "reduce_scatter"}.get(fun.func.__name__)
+
+
+def _gathered_over(node: Any, output: int) -> tuple[Axis, ...] | None:
+    """The axes that `fs.gather` has gathered a leaf over; None for any other node."""
+    for side in _maps(node):
+        if "specs" in side.keywords:
+            return side.keywords["specs"][output].transform.axes
+    return None
+
+
+def _line(node: Any) -> str:
+    """The line of the user's program that made a node."""
+    frames = [
+        entry for entry in node.metadata.get("traceback_", []) if "/fshard/" not in entry and "/torch/" not in entry
+    ]
+    return " ".join(frames[-1].split()) if frames else type(node).__name__
