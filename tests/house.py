@@ -17,6 +17,7 @@ ROOMS = (
     "comm",
     "mesh",
     "collectives",
+    "varying",
     "transforms",
     "transform_state",
     "shard",
