@@ -16,6 +16,7 @@ from fshard.collectives import (
 )
 from fshard.dtensor import from_dtensor, to_dtensor
 from fshard.gather import gather
+from fshard.jit import jit
 from fshard.mesh import axis_of, init_mesh
 from fshard.optim import (
     adafactor,
@@ -106,6 +107,7 @@ __all__ = [
     "hsdp",
     "hybrid_shard",
     "init_mesh",
+    "jit",
     "lamb",
     "lars",
     "masked",

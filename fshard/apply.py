@@ -169,7 +169,8 @@ class Model:
         try:
             return self._idle.pop()
         except IndexError:
-            return Skeleton(self._bare, self._units, self._places)
+            with _compat.outside_modes():
+                return Skeleton(self._bare, self._units, self._places)
 
 
 def functionalize(module: nn.Module, units: Units = None) -> Model:

@@ -98,7 +98,7 @@ def check_agrees(value: torch.Tensor, flat: Flat, axes: Sequence[Axis], what: st
     # By identity: leaves share their axes, which are slow to hash.
     placed = {id(axis): axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.axes}
     others = [axis for axis in dict.fromkeys(placed.values()) if axis.size > 1 and axis not in axes]
-    if not others or _compat.is_transformed(value):
+    if not others or _compat.is_transformed(value) or _compat.is_tracing():
         return
     for axis in others:
         (rows,) = comm.all_gather([value.detach()], axis, comm.AGREE)

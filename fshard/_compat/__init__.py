@@ -47,11 +47,13 @@ from fshard._compat.threads import (
     ThreadedCollective,
     threaded_process_groups,
 )
+from fshard._compat.tracing import asks_for_values, is_tracing, make_graph_of, outside_modes
 
 __all__ = [
     "DispatchMode",
     "StorageWeakRef",
     "ThreadedCollective",
+    "asks_for_values",
     "below_autograd",
     "checkpoints",
     "forget_flat_weights",
@@ -60,8 +62,11 @@ __all__ = [
     "is_compiled",
     "is_dual",
     "is_held_elsewhere",
+    "is_tracing",
     "is_transformed",
+    "make_graph_of",
     "next_sequence_number",
+    "outside_modes",
     "outside_selective_checkpoint",
     "parameters_of",
     "random_state",

@@ -80,13 +80,13 @@ def highest(numbers: Sequence[Number], axes: Sequence[Axis], label: str) -> list
         The highest ones, the same on every rank.
     """
     found = torch.tensor(numbers, dtype=torch.float64 if any(isinstance(n, float) for n in numbers) else torch.int64)
-    for axis in axes:
-        found = _exchange(found, axis, label).reshape(axis.size, -1).amax(0) if axis.size > 1 else found
+    for axis in _asked(axes):
+        found = _exchange(found, axis, label).reshape(axis.size, -1).amax(0)
     return found.tolist()
 
 
 def _compare(entries: Mapping[str, str], words: list[int], axes: Sequence[Axis], label: str) -> Vote:
-    axes = [axis for axis in axes if axis.size > 1]
+    axes = _asked(axes)
     text = json.dumps(dict(entries)).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
     agreed, longest = 1, len(text)
@@ -98,6 +98,11 @@ def _compare(entries: Mapping[str, str], words: list[int], axes: Sequence[Axis],
     problem = None if agreed else _first_difference(text.ljust(longest), axes, label)
     raised = (i * BITS + bit for i, word in enumerate(words) for bit in range(word.bit_length()) if word >> bit & 1)
     return Vote(problem, frozenset(raised))
+
+
+def _asked(axes: Sequence[Axis]) -> list[Axis]:
+    """The axes whose ranks are asked: none in a trace, where nothing has a value yet."""
+    return [] if _compat.is_tracing() else [axis for axis in axes if axis.size > 1]
 
 
 def _exchange(tensor: torch.Tensor, axis: Axis, label: str) -> torch.Tensor:

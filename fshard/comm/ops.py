@@ -25,6 +25,9 @@ Tensors = list[torch.Tensor]
 # How often to look whether the backend has let go, which it usually has at the first look.
 LETTING_GO = 1000
 
+# Of torch's CPU generator.
+RANDOM_STATE_BYTES = torch.get_rng_state().numel()
+
 _LIBRARY = torch.library.Library("fshard", "DEF")
 _SIGNATURE = "(Tensor[] tensors, str axis, int size, str group, str algorithm, str label) -> Tensor[]"
 
@@ -145,6 +148,10 @@ def _all_to_all(
     return buffer
 
 
+def _seed(key: torch.Tensor) -> None:
+    torch.manual_seed(int(key) & (1 << 63) - 1)
+
+
 def _define(name: str, kernel, fake) -> None:  # type: ignore[no-untyped-def]
     _LIBRARY.define(f"{name}{_SIGNATURE}")
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
@@ -172,6 +179,24 @@ _LIBRARY.impl("all_to_all", _all_to_all, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "fshard::all_to_all", lambda rows, send, receive, *_: rows.new_empty(sum(receive)), lib=_LIBRARY
 )
+
+_LIBRARY.define("random_state() -> Tensor")
+_LIBRARY.impl("random_state", torch.get_rng_state, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "fshard::random_state", lambda: torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8), lib=_LIBRARY
+)
+_LIBRARY.define("set_random_state(Tensor state) -> ()")
+_LIBRARY.impl("set_random_state", torch.set_rng_state, "CompositeExplicitAutograd")
+torch.library.register_fake("fshard::set_random_state", lambda state: None, lib=_LIBRARY)
+_LIBRARY.define("seed(Tensor key) -> ()")
+_LIBRARY.impl("seed", _seed, "CompositeExplicitAutograd")
+torch.library.register_fake("fshard::seed", lambda key: None, lib=_LIBRARY)
+
+random_state = torch.ops.fshard.random_state.default
+set_random_state = torch.ops.fshard.set_random_state.default
+seed = torch.ops.fshard.seed.default
+# What a graph must keep though nothing uses a result of it, in its order.
+EFFECTS = (random_state, set_random_state, seed)
 
 all_gather = torch.ops.fshard.all_gather.default
 reduce_scatter = torch.ops.fshard.reduce_scatter.default

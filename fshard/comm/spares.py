@@ -42,7 +42,7 @@ def reusable(tensor: torch.Tensor) -> torch.Tensor:
     Returns:
         The same numbers in the same memory, not as a view of anything.
     """
-    if tensor.numel() * tensor.element_size() < LARGE_BYTES:
+    if tensor.numel() * tensor.element_size() < LARGE_BYTES or _compat.is_tracing():
         return tensor
     return _over(tensor, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
@@ -56,6 +56,9 @@ def spare(tensor: torch.Tensor) -> torch.Tensor | None:
     Returns:
         All of its memory as one dim; None where that is small, in use by anything else, or not the processor's.
     """
+    if _compat.is_tracing():
+        # A graph's memory is planned as a whole.
+        return None
     nbytes = tensor.untyped_storage().nbytes()
     if tensor.device.type != "cpu" or nbytes < LARGE_BYTES or _compat.shares_memory(tensor):
         return None

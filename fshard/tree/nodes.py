@@ -95,6 +95,11 @@ def _paths(treedef: Treedef) -> tuple[str, ...]:
     return tuple(accessor.codify("") or "(root)" for accessor in optree.treespec_accessors(treedef))
 
 
+def subtrees(treedef: Treedef) -> list[Treedef]:
+    """The structures of a structure's children."""
+    return treedef.children()
+
+
 def unflatten(treedef: Treedef, leaves: list[Any]) -> Tree:
     """Put leaves back into the structure that `flatten` returned."""
     return optree.tree_unflatten(treedef, leaves)

@@ -1,0 +1,38 @@
+"""Private APIs by which torch traces programs into graphs, each with the versions it was checked on."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import _TorchDispatchModeKey
+from torch.utils._python_dispatch import _disable_current_modes
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+
+def is_tracing() -> bool:
+    """Whether a program is traced by make_fx, on tensors without values. Checked on 2.13."""
+    return torch._C._get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None
+
+
+def outside_modes() -> AbstractContextManager[object]:
+    """Run without dispatch modes, which a trace would write down. Checked on 2.13."""
+    return _disable_current_modes()
+
+
+def make_graph_of(f: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> "GraphModule":
+    """Trace a function by make_fx, on tensors without values; those it closes over are constants. Checked on 2.13."""
+    # Imported here because it takes a second.
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(f, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
+
+
+def asks_for_values(error: Exception) -> bool:
+    """Whether a trace failed because a program asked for values. Checked on 2.13."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException | GuardOnDataDependentSymNode)

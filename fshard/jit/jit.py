@@ -1,0 +1,245 @@
+"""jit: a function traced once for equal arguments, and run as a graph from then on."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fshard import _compat
+from fshard.checks import kind
+from fshard.errors import Problem, leaf_error
+from fshard.jit.passes import clean, constants, donate, finish_waits, placeholders, refuse_ambient_random, refuse_writes
+from fshard.jit.signature import Signature, changed_values, changes, flat_arguments, signature
+from fshard.jit.trace import Traced, trace
+from fshard.tree import Flat, Sharded, is_sharded, subtrees, unflatten
+
+Backend = str | Callable[..., Any]
+BACKENDS = ("graph",)
+# Where a tensor says that it was given up.
+GIVEN_UP = "donated"
+
+
+class _Program(NamedTuple):
+    """A graph that is ready to run.
+
+    Attributes:
+        traced: What was traced.
+        run: Maps the arguments' tensors to the results'.
+        pairs: For donated inputs the results that take their place.
+        closed: Tensors that the function closes over, and how often they had been written to.
+    """
+
+    traced: Traced
+    run: Callable[..., Any]
+    pairs: dict[int, int]
+    closed: list[tuple[torch.Tensor, int]]
+
+
+class Jitted:
+    """A jitted function.
+
+    Attributes:
+        traces: For each trace why it was made, the first one first.
+    """
+
+    def __init__(
+        self, f: Callable[..., Any], donate_argnums: Sequence[int], static_argnums: Sequence[int], backend: Backend
+    ) -> None:
+        """Nothing is traced yet."""
+        functools.update_wrapper(self, f)
+        self._f, self._donated, self._static, self._backend = f, donate_argnums, static_argnums, backend
+        self._programs: dict[Signature, _Program] = {}
+        self.traces: list[str] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function."""
+        flat = flat_arguments(args, kwargs, self._static)
+        tensors = [_tensor(leaf) for leaf in flat.leaves if is_sharded(leaf) or isinstance(leaf, torch.Tensor)]
+        if self._runs_inline(tensors):
+            return self._f(*args, **kwargs)
+        _refuse_given_up(flat)
+        asked = signature(flat, [(f"{i}", args[i]) for i in self._static if i < len(args)])
+        try:
+            program = self._programs.get(asked)
+        except TypeError as error:
+            raise ValueError(f"jit: static arguments must be hashable, but {error}; pass tensors otherwise") from None
+        if program is None:
+            program = self._programs[asked] = self._traced(asked, flat, args)
+        for tensor, version in program.closed:
+            if _compat.version(tensor) != version:
+                found = f"a {kind(tensor)[2:]} that it closes over was written to since it was traced"
+                raise ValueError(f"jit: {found}, needed none; pass it as an argument")
+        with torch.no_grad():
+            outputs = list(program.run(*tensors))
+            for i, k in program.pairs.items():
+                outputs[k] = _given_up(tensors[i])
+        return _assembled(program.traced, outputs)
+
+    def _runs_inline(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the function runs as it is: inside another trace or transform, or where it is differentiated."""
+        if _compat.is_tracing() or _compat.transforms_active():
+            return True
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+    def _traced(self, asked: Signature, flat: Flat, args: Sequence[Any]) -> _Program:
+        if self._programs:
+            before = next(reversed(self._programs))
+            problems = [
+                Problem(path, f"{b!r}, a leaf that is no tensor and was {a!r} before", "a tensor")
+                for path, a, b in changed_values(before, asked, flat)
+            ]
+            if problems:
+                remedy = "pass tensors, which may change, or make it a static argument: each value has its own trace"
+                raise leaf_error("jit: leaves that are part of the graph have changed", problems, remedy)
+            why = "; ".join(changes(before, asked, flat.paths))
+        else:
+            why = "the first call"
+
+        def rebuild(tree: Any) -> Any:
+            positional, keywords = tree
+            return self._f(*(args[i] if i in self._static else a for i, a in enumerate(positional)), **keywords)
+
+        traced = trace(self._f, flat, rebuild)
+        clean(traced.graph)
+        donated = [_argument(path) in self._donated for path in traced.paths]
+        refuse_writes(traced.graph.graph, traced.paths, donated, "jit")
+        refuse_ambient_random(traced.graph.graph, "jit")
+        pairs = _pairs(traced, flat, self._donated, donated)
+        donate(traced.graph, pairs)
+        closed = constants(traced.graph)
+        if callable(self._backend):
+            run = self._backend(traced.graph, [node.meta["val"] for node in placeholders(traced.graph.graph)])
+        else:
+            finish_waits(traced.graph)
+            run = traced.graph
+        self.traces.append(why)
+        return _Program(traced, run, pairs, closed)
+
+
+def jit(
+    f: Callable[..., Any] | None = None,
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    backend: Backend = "graph",
+) -> Any:
+    """Trace a function into one graph of operators and collectives, and run that from then on.
+
+    The graph holds all that the eager function does, in its order: gathers ahead of their use and again in the
+    backward, gradients reduced as they appear, the update; host code between them is gone. It is traced anew where
+    structure, specs, shapes, dtypes, devices or static values change, and `traces` tells why. Inside another jitted
+    function, under torch.func, and where arguments require a gradient, the function runs as it is. Follows jax.jit.
+
+    Args:
+        f: A pure function of pytrees of tensors, which returns such; None makes a decorator of the other arguments.
+        donate_argnums: Arguments that the caller gives up: the part of the result that has the structure of such an
+            argument is written in its place, at the same addresses, and the old tensors are emptied.
+        static_argnums: Arguments that are no tensors and may change; the function is traced for each value.
+        backend: "graph" runs the operators one by one, bit for bit as eager code; a function of the
+            torch.fx.GraphModule and example inputs returns what is run in its place.
+
+    Returns:
+        The function. Its attribute `traces` lists for each trace why it was made.
+
+    Raises:
+        ValueError: if an argument makes no sense; by the function returned, if the function looks at values, returns
+            what is no tensor, draws random numbers without a key, or writes to what it was not given up.
+
+    >>> step = jit(lambda x: {"y": x.sin()})
+    >>> step(torch.zeros(2)), step(torch.zeros(2)), step.traces
+    ({'y': tensor([0., 0.])}, {'y': tensor([0., 0.])}, ['the first call'])
+    """
+    donated, static = _numbers("donate", donate_argnums), _numbers("static", static_argnums)
+    if both := sorted(set(donated) & set(static)):
+        raise ValueError(f"jit: arguments {both} are donated and static, needed one of the two")
+    if not callable(backend) and backend not in BACKENDS:
+        raise ValueError(f"jit: backend is {backend!r}, needed one of {BACKENDS} or a function")
+    if f is None:
+        return lambda g: Jitted(g, donated, static, backend)
+    if not callable(f):
+        raise ValueError(f"jit: got {kind(f)}, needed a function")
+    return Jitted(f, donated, static, backend)
+
+
+def _numbers(name: str, value: Any) -> tuple[int, ...]:
+    numbers = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
+        raise ValueError(f"jit: {name}_argnums is {value!r}, needed numbers of arguments by position, from 0")
+    return numbers
+
+
+def _tensor(leaf: Any) -> torch.Tensor:
+    return leaf.local if is_sharded(leaf) else leaf
+
+
+def _argument(path: str) -> int | None:
+    """The number of the argument that a leaf of (args, kwargs) belongs to."""
+    head = path.removeprefix("[0][").split("]")[0]
+    return int(head) if path.startswith("[0][") else None
+
+
+def _pairs(traced: Traced, flat: Flat, donated: Sequence[int], is_donated: Sequence[bool]) -> dict[int, int]:
+    """Find for each donated argument the part of the result that has its structure, and pair their tensors."""
+    numbers = {path: n for n, path in enumerate(traced.paths)}
+    results = [n for n, out in enumerate(traced.outputs) if out is not None]
+    place = {leaf: k for k, leaf in enumerate(results)}
+    pairs: dict[int, int] = {}
+    for argument in donated:
+        given = [i for i, path in enumerate(flat.paths) if _argument(path) == argument]
+        wanted = subtrees(flat.treedef)[0]
+        structure = subtrees(wanted)[argument]
+        start = next((s for s, part in _parts(traced.treedef) if part == structure), None)
+        if start is None:
+            raise ValueError(
+                f"jit: argument {argument} is donated, but no part of the result has its structure; return its "
+                "successor, such as the new state, or do not donate it"
+            )
+        for offset, i in enumerate(given):
+            out = traced.outputs[start + offset]
+            if flat.paths[i] in numbers and out is not None:
+                spec = flat.leaves[i].spec if is_sharded(flat.leaves[i]) else True
+                if out == spec and _same(traced, numbers[flat.paths[i]], place[start + offset]):
+                    pairs[numbers[flat.paths[i]]] = place[start + offset]
+    return pairs
+
+
+def _parts(treedef: Any) -> list[tuple[int, Any]]:
+    """The whole structure and its children, each with the number of its first leaf."""
+    found, start = [(0, treedef)], 0
+    for child in subtrees(treedef):
+        found.append((start, child))
+        start += child.num_leaves
+    return found
+
+
+def _same(traced: Traced, i: int, k: int) -> bool:
+    output = next(iter(reversed(traced.graph.graph.nodes))).args[0][k]
+    a, b = placeholders(traced.graph.graph)[i].meta["val"], output.meta["val"]
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+
+
+def _given_up(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a new tensor, and none in the old one."""
+    kept = tensor.detach()
+    tensor.set_(tensor.new_empty(0))  # type: ignore[call-overload]
+    tensor.__dict__[GIVEN_UP] = True
+    return kept
+
+
+def _refuse_given_up(flat: Flat) -> None:
+    problems = [
+        Problem(path, "a tensor that was donated to an earlier call", "what that call returned in its place")
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if GIVEN_UP in getattr(_tensor(leaf), "__dict__", ())
+    ]
+    if problems:
+        raise leaf_error("jit: arguments were given up", problems, "go on with the new state, or do not donate the old")
+
+
+def _assembled(traced: Traced, outputs: Sequence[torch.Tensor]) -> Any:
+    tensors = iter(outputs)
+    leaves = [
+        None if out is None else next(tensors) if out is True else Sharded(next(tensors), out) for out in traced.outputs
+    ]
+    return unflatten(traced.treedef, leaves)

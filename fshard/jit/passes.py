@@ -1,0 +1,200 @@
+"""Passes over a traced graph: what it may not do, what it need not do, and writing into donated inputs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fshard import _compat
+from fshard.comm import ops
+from fshard.errors import Problem, leaf_error
+
+aten = torch.ops.aten
+# They return what they are given, as far as a graph without autograd can tell.
+_NOTHING = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+_COPIES = (aten.clone.default, aten.lift_fresh_copy.default)
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def roots(graph: Graph) -> dict[Node, frozenset[Node]]:
+    """For each node the inputs and constants whose memory its result may be."""
+    found: dict[Node, frozenset[Node]] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            found[node] = frozenset([node])
+        elif node.op == "call_function":
+            found[node] = frozenset().union(*(found[given] for given in _aliased(node)))
+    return found
+
+
+def _aliased(node: Node) -> Iterator[Node]:
+    """What a node's result may share memory with."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target is _WAIT:
+        # Of a list that an operator has returned, or of what was waited for.
+        yield from node.all_input_nodes
+        return
+    for argument, given in _schema_arguments(node):
+        if argument.alias_info is not None:
+            yield from _nodes(given)
+
+
+def _schema_arguments(node: Node) -> Iterator[tuple[Any, Any]]:
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        yield argument, node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+
+
+def _nodes(given: Any) -> list[Node]:
+    several = given if isinstance(given, list | tuple) else [given]
+    return [node for node in several if isinstance(node, Node)]
+
+
+def writes(graph: Graph) -> Iterator[tuple[Node, Node]]:
+    """Every node that writes to memory, with what it writes to."""
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            for argument, given in _schema_arguments(node):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    yield from ((node, target) for target in _nodes(given))
+
+
+def refuse_writes(graph: Graph, paths: Sequence[str], donated: Sequence[bool], what: str) -> None:
+    """Refuse a graph that writes to inputs which are not donated, or to what the function closes over."""
+    inputs = {node: i for i, node in enumerate(placeholders(graph))}
+    found = roots(graph)
+    problems: dict[str, Problem] = {}
+    for node, target in writes(graph):
+        for root in found[target]:
+            if root.op == "get_attr":
+                problems["(closure)"] = Problem(
+                    "(closure)", f"{node.target} on a tensor it closes over", "none; pass it"
+                )
+            elif not donated[inputs[root]]:
+                path = paths[inputs[root]]
+                problems[path] = Problem(path, f"{node.target} on an argument", "a new tensor, or donate_argnums")
+    if problems:
+        remedy = "return what is new; a jitted function writes to donated arguments alone"
+        raise leaf_error(f"{what}: the function writes to tensors", list(problems.values()), remedy)
+
+
+def refuse_ambient_random(graph: Graph, what: str) -> None:
+    """Refuse random numbers of no key, which a graph would draw from wherever torch's generator happens to be."""
+    inside = 0
+    for node in graph.nodes:
+        if node.target is ops.seed:
+            inside += 1
+        elif node.target is ops.set_random_state:
+            inside -= 1
+        elif inside <= 0 and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise ValueError(
+                f"{what}: {node.target} draws random numbers without a key; needed: model.apply(..., key=...), with a "
+                "key of each step by fs.fold_in(state.key, state.step)"
+            )
+
+
+def placeholders(graph: Graph) -> list[Node]:
+    """The inputs, in their order."""
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def results(graph: Graph) -> list[Node]:
+    """The results, in their order."""
+    return list(next(iter(reversed(graph.nodes))).args[0])
+
+
+def clean(module: GraphModule) -> None:
+    """Take out what does nothing, and what nobody uses."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.target in _NOTHING or _is_same_view(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    graph.eliminate_dead_code(is_impure)
+
+
+def is_impure(node: Node) -> bool:
+    """Whether a node must stay though nobody uses its result."""
+    if node.op in ("placeholder", "output"):
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and (schema.is_mutable or node.target in ops.EFFECTS)
+
+
+def _is_same_view(node: Node) -> bool:
+    if node.target not in (aten.view.default, aten.slice.Tensor, aten.expand.default, aten._to_copy.default):
+        return False
+    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    alike = ("shape", "dtype", "device")
+    same = all(getattr(before, name) == getattr(after, name) for name in alike)
+    copies = node.target is aten._to_copy.default and ("memory_format" in node.kwargs)
+    return same and before.stride() == after.stride() and not copies and node.target is not aten._to_copy.default
+
+
+def donate(module: GraphModule, pairs: Mapping[int, int]) -> None:
+    """Let results be written to inputs, each as soon as nothing needs what was there.
+
+    Args:
+        module: The graph.
+        pairs: For numbers of donated inputs those of the results that take their place.
+    """
+    graph, inputs = module.graph, placeholders(module.graph)
+    for i, k in pairs.items():
+        given, result = inputs[i], results(graph)[k]
+        if result is given:
+            continue
+        order = {node: n for n, node in enumerate(graph.nodes)}
+        found = roots(graph)
+        uses = [user for node, of in found.items() if given in of for user in node.users if user.op != "output"]
+        copied = _written_copy(result)
+        if copied is not None and copied.args[0] is given and max(order[user] for user in uses) == order[copied]:
+            # A copy that was made to be written to: the input itself may be.
+            copied.replace_all_uses_with(given)
+            graph.erase_node(copied)
+            continue
+        if found[result]:
+            # What lies in another input, or elsewhere in this one, may be overwritten before it is read.
+            with graph.inserting_after(result):
+                copy = graph.call_function(aten.clone.default, (result,))
+            copy.meta["val"] = result.meta["val"]
+            result, order = copy, {node: n for n, node in enumerate(graph.nodes)}
+        last = max([result, *uses], key=order.__getitem__)
+        with graph.inserting_after(last):
+            written = graph.call_function(aten.copy_.default, (given, result))
+        written.meta["val"] = given.meta["val"]
+        _set_result(graph, k, given)
+    graph.eliminate_dead_code(is_impure)
+
+
+def _written_copy(node: Node) -> Node | None:
+    """The copy that operators in place have made a result of."""
+    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        if node.target in _COPIES:
+            return node
+        info = [argument.alias_info for argument in node.target._schema.arguments[:1]]
+        if not (info and info[0] is not None and info[0].is_write and isinstance(node.args[0], Node)):
+            break
+        node = node.args[0]
+    return None
+
+
+def _set_result(graph: Graph, k: int, node: Node) -> None:
+    output = next(iter(reversed(graph.nodes)))
+    outs = list(output.args[0])
+    outs[k] = node
+    output.args = (outs,)
+
+
+def finish_waits(module: GraphModule) -> None:
+    """Wait as eager code does, for the backend to let go of its tensors too."""
+    for node in module.graph.nodes:
+        if node.target is _WAIT:
+            node.target = ops.wait
+    module.graph.lint()
+    module.recompile()
+
+
+def constants(module: GraphModule) -> list[tuple[torch.Tensor, int]]:
+    """The tensors that the function closes over, each with the number of writes to it so far."""
+    names = dict.fromkeys(node.target for node in module.graph.nodes if node.op == "get_attr")
+    tensors = [getattr(module, str(name)) for name in names]
+    return [(tensor, _compat.version(tensor)) for tensor in tensors if isinstance(tensor, torch.Tensor)]

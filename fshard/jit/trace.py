@@ -1,0 +1,125 @@
+"""Trace: a function of pytrees written down as one graph, on tensors without values."""
+
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fshard import _compat
+from fshard.checks import kind
+from fshard.errors import Problem, leaf_error
+from fshard.tree import Flat, Sharded, Treedef, flatten, is_sharded, unflatten
+
+# Traces patch what belongs to the process.
+_TRACING = threading.Lock()
+_PACKAGES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+_LOOKS = ("__repr__", "__format__", "__str__", "tolist", "numpy", "__array__")
+
+
+class Traced(NamedTuple):
+    """A function as a graph.
+
+    Attributes:
+        graph: A torch.fx.GraphModule: maps the tensors of the arguments, in their order, to those of the result.
+        paths: Paths of the arguments' tensors.
+        treedef: Structure of the result.
+        outputs: For each leaf of the result its spec where it is Sharded, True where it is a plain tensor, None where
+            it is None.
+        out_paths: Paths of the result's leaves.
+    """
+
+    graph: Any
+    paths: list[str]
+    treedef: Treedef
+    outputs: list[Any]
+    out_paths: list[str]
+
+
+def trace(f: Callable[..., Any], flat: Flat, rebuild: Callable[[Any], Any], what: str = "jit") -> Traced:
+    """Write a function down.
+
+    Args:
+        f: The function.
+        flat: Its arguments, taken apart; their tensors become inputs of the graph.
+        rebuild: Makes of the arguments' tree the function's result.
+        what: Who asks, for errors.
+
+    Returns:
+        The graph, as it was traced.
+
+    Raises:
+        ValueError: if the function looks at values, or returns what is no tensor, with the line or the path.
+    """
+    places = [i for i, leaf in enumerate(flat.leaves) if is_sharded(leaf) or isinstance(leaf, torch.Tensor)]
+    tensors = [flat.leaves[i].local if is_sharded(flat.leaves[i]) else flat.leaves[i] for i in places]
+    found: list[Flat] = []
+
+    def flat_function(*given: torch.Tensor) -> list[torch.Tensor]:
+        leaves = list(flat.leaves)
+        for i, tensor in zip(places, given, strict=True):
+            leaves[i] = Sharded(tensor, leaves[i].spec) if is_sharded(leaves[i]) else tensor
+        with _Unseen():
+            out = flatten(rebuild(unflatten(flat.treedef, leaves)))
+        _check_outputs(what, out)
+        found.append(out)
+        return [leaf.local if is_sharded(leaf) else leaf for leaf in out.leaves if leaf is not None]
+
+    with _TRACING, _explained(what):
+        graph = _compat.make_graph_of(flat_function, [tensor.detach() for tensor in tensors])
+    out = found[-1]
+    outputs = [leaf.spec.lent_by(None) if is_sharded(leaf) else None if leaf is None else True for leaf in out.leaves]
+    return Traced(graph, [flat.paths[i] for i in places], out.treedef, outputs, out.paths)
+
+
+def _check_outputs(what: str, out: Flat) -> None:
+    problems = [
+        Problem(path, kind(leaf), "a tensor")
+        for path, leaf in zip(out.paths, out.leaves, strict=True)
+        if leaf is not None and not is_sharded(leaf) and not isinstance(leaf, torch.Tensor)
+    ]
+    if problems:
+        remedy = "return tensors; a graph computes nothing else, and a number would stay what it was in the first call"
+        raise leaf_error(f"{what}: the function returns what is no tensor", problems, remedy)
+
+
+class _Unseen(TorchFunctionMode):
+    """Refuses to show tensors that have no values yet."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _LOOKS and _own_frame(traceback.extract_stack()[:-1]) is not None:
+            raise _LookedAtError(f"Tensor.{name}")
+        return func(*args, **(kwargs or {}))
+
+
+class _LookedAtError(Exception):
+    """The function asks for values."""
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn torch's errors on values that a trace does not have into one that names the line."""
+    try:
+        yield
+    except Exception as error:
+        if not (isinstance(error, _LookedAtError) or _compat.asks_for_values(error)):
+            raise
+        frame = _own_frame(traceback.extract_tb(error.__traceback__))
+        place = f'{frame.filename}:{frame.lineno}: "{frame.line}"' if frame else "the function"
+        raise ValueError(
+            f"{what}: {place} looks at the value of a tensor, which a trace does not have; needed: torch.where in the "
+            "place of a branch, a tensor in the place of item(), and prints outside of the jitted function"
+        ) from error
+
+
+def _own_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """The innermost line of the user's own program."""
+    for frame in reversed(frames):
+        if not frame.filename.startswith((*_PACKAGES, "<")):
+            return frame
+    return None
