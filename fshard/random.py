@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fshard import comm
+from fshard import _compat, comm
 from fshard.checks import kind
 from fshard.tree import Axis
 
@@ -67,6 +67,12 @@ def seeded(key: torch.Tensor | int | None) -> Iterator[None]:
         yield
         return
     _check_key(key, "apply")
+    if _compat.is_tracing():
+        before = comm.ops.random_state()
+        comm.ops.seed(torch.as_tensor(key))
+        yield
+        comm.ops.set_random_state(before)
+        return
     with torch.random.fork_rng():
         torch.manual_seed(int(key) & (1 << 63) - 1)
         yield

@@ -196,7 +196,7 @@ random_state = torch.ops.fshard.random_state.default
 set_random_state = torch.ops.fshard.set_random_state.default
 seed = torch.ops.fshard.seed.default
 # What a graph must keep though nothing uses a result of it, in its order.
-EFFECTS = (random_state, set_random_state, seed)
+EFFECTS = (set_random_state, seed)
 
 all_gather = torch.ops.fshard.all_gather.default
 reduce_scatter = torch.ops.fshard.reduce_scatter.default

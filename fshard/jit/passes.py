@@ -79,13 +79,15 @@ def refuse_writes(graph: Graph, paths: Sequence[str], donated: Sequence[bool], w
 
 def refuse_ambient_random(graph: Graph, what: str) -> None:
     """Refuse random numbers of no key, which a graph would draw from wherever torch's generator happens to be."""
-    inside = 0
+    keyed, at = False, {}
     for node in graph.nodes:
-        if node.target is ops.seed:
-            inside += 1
+        if node.target is ops.random_state:
+            at[node] = keyed
+        elif node.target is ops.seed:
+            keyed = True
         elif node.target is ops.set_random_state:
-            inside -= 1
-        elif inside <= 0 and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            keyed = at.get(node.args[0], False)
+        elif not keyed and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise ValueError(
                 f"{what}: {node.target} draws random numbers without a key; needed: model.apply(..., key=...), with a "
                 "key of each step by fs.fold_in(state.key, state.step)"

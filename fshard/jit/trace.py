@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fshard import _compat
+from fshard import _compat, comm
 from fshard.checks import kind
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Flat, Sharded, Treedef, flatten, is_sharded, unflatten
@@ -69,7 +70,7 @@ def trace(f: Callable[..., Any], flat: Flat, rebuild: Callable[[Any], Any], what
         found.append(out)
         return [leaf.local if is_sharded(leaf) else leaf for leaf in out.leaves if leaf is not None]
 
-    with _TRACING, _explained(what):
+    with _TRACING, _explained(what), _generator_in_graph():
         graph = _compat.make_graph_of(flat_function, [tensor.detach() for tensor in tensors])
     out = found[-1]
     outputs = [leaf.spec.lent_by(None) if is_sharded(leaf) else None if leaf is None else True for leaf in out.leaves]
@@ -99,6 +100,19 @@ class _Unseen(TorchFunctionMode):
 
 class _LookedAtError(Exception):
     """The function asks for values."""
+
+
+@contextmanager
+def _generator_in_graph() -> Iterator[None]:
+    """Write down where torch.utils.checkpoint keeps the generator's state, so that it draws the same masks again."""
+    get, put = torch.get_rng_state, torch.set_rng_state
+    with patch.multiple(
+        torch,
+        # Other threads may run meanwhile.
+        get_rng_state=lambda: comm.ops.random_state() if _compat.is_tracing() else get(),
+        set_rng_state=lambda state: comm.ops.set_random_state(state) if _compat.is_tracing() else put(state),
+    ):
+        yield
 
 
 @contextmanager

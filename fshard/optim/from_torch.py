@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fshard import _compat
 from fshard.checks import check_floating, kind
 from fshard.optim.leaves import check_state, like, tensor_of, trained
 from fshard.optim.torch_classes import (
@@ -110,14 +111,15 @@ def from_torch(cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), 
         slots_after = _slots(optimizer, new, flat, habits.scalars)
         return unflatten(flat.treedef, leaves), TorchState(count, slots_after, used(state, values_now))
 
-    def fixed(state: TorchState) -> dict[str, float]:
+    def fixed(state: TorchState) -> dict[str, Any]:
         """Injected numbers that no schedule makes."""
-        return {name: float(value) for name, value in state.hyper.items() if not callable(hyper[name])}
+        values = {name: value for name, value in state.hyper.items() if not callable(hyper[name])}
+        return values if _compat.is_tracing() else {name: float(value) for name, value in values.items()}
 
     def used(state: TorchState, values: dict[str, Any]) -> dict[str, torch.Tensor]:
         """What the state holds after an update: what schedules gave it."""
         return {
-            name: torch.tensor(float(values[name]), dtype=torch.float64) if callable(hyper[name]) else tensor
+            name: torch.as_tensor(values[name], dtype=torch.float64).detach() if callable(hyper[name]) else tensor
             for name, tensor in state.hyper.items()
         }
 

@@ -27,7 +27,9 @@ def evaluated(hyper: Hyper, count: torch.Tensor) -> Hyper:
     for name, value in hyper.items():
         if callable(value):
             value = value(count)
-            value = value.item() if isinstance(value, torch.Tensor) and not hyper.get("capturable") else value
+            # A trace has no value yet; fused kernels take tensors.
+            keep = hyper.get("capturable") or _compat.is_tracing()
+            value = value.item() if isinstance(value, torch.Tensor) and not keep else value
         if isinstance(value, float) and not math.isfinite(value):
             needed = "a finite number; mend the schedule"
             raise ValueError(f"from_torch: {name} is {value} after {int(count)} updates, needed {needed}")
@@ -46,8 +48,12 @@ def build(
     """A torch optimizer of some tensors, with their gradients in place."""
     for tensor, grad in zip(tensors, grads, strict=True):
         tensor.grad = grad
+    # A class checks its numbers when it is made, for which a trace has no values yet.
+    traced = {name: value for name, value in hyper.items() if isinstance(value, torch.Tensor) and _compat.is_tracing()}
     # As a group, because torch refuses an empty list of parameters; here all leaves may be frozen.
-    return cls([{"params": list(tensors)}], **hyper)
+    optimizer = cls([{"params": list(tensors)}], **{name: hyper[name] for name in hyper if name not in traced})
+    optimizer.param_groups[0].update(traced)
+    return optimizer
 
 
 class Habits(NamedTuple):
