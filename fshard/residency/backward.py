@@ -259,11 +259,14 @@ class Backward:
         if slot.alone:
             self._start(_Bucket([slot], [grad], nbytes))
             return
+        size = transform.bucket_bytes if transform else None
+        if size and (full := self._buckets.get(transform)) and full.nbytes + nbytes > size:
+            self._start(self._buckets.pop(transform))
         slots, grads, before = self._buckets.get(transform, _Bucket([], [], 0))
         slots.append(slot)
         grads.append(grad)
         self._buckets[transform] = bucket = _Bucket(slots, grads, before + nbytes)
-        if bucket.nbytes >= ((transform and transform.bucket_bytes) or BUCKET_BYTES):
+        if bucket.nbytes >= (size or BUCKET_BYTES):
             self._start(self._buckets.pop(transform))
 
     def _flush(self) -> None:

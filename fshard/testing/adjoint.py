@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -9,7 +10,7 @@ from fshard import comm
 from fshard.errors import Problem, leaf_error
 from fshard.shard import shard
 from fshard.transforms import ShardTransform
-from fshard.tree import Axis
+from fshard.tree import Axis, Spec
 
 
 def check_adjoint(
@@ -46,10 +47,9 @@ def check_adjoint(
     specs = [leaf.spec for leaf in shards]
     stored = [leaf.local for leaf in shards]
     # Copies, so that a transform which writes to what it is given is not taken for a wrong transpose.
-    gathered = transform.gather([tensor.clone() for tensor in stored], specs)
+    gathered = _gathered([tensor.clone() for tensor in stored], specs)
     cotangents = [torch.randn(x.shape, generator=apart, dtype=torch.float64).to(x.dtype) for x in gathered]
-    states = [transform.init(torch.zeros_like(cotangent)) for cotangent in cotangents]
-    scattered, _ = transform.scatter_with_state([tensor.clone() for tensor in cotangents], specs, states)
+    scattered = _scattered([tensor.clone() for tensor in cotangents], specs)
     problems = []
     for i, spec in enumerate(specs):
         copies = math.prod(axis.size for axis in transform.axes if spec.dim_of(axis) is None)
@@ -63,6 +63,32 @@ def check_adjoint(
     if problems:
         remedy = "make scatter the transpose of gather, with the sum over ranks"
         raise AssertionError(leaf_error("check_adjoint: scatter is not gather's transpose", problems, remedy).args[0])
+
+
+def _gathered(leaves: Sequence[torch.Tensor], specs: Sequence[Spec]) -> list[torch.Tensor]:
+    """Gather, leaves of one transform together."""
+    out: dict[int, torch.Tensor] = {}
+    for transform, group in _by_transform(specs).items():
+        parts = transform.gather([leaves[i] for i in group], [specs[i] for i in group])
+        out.update(zip(group, parts, strict=True))
+    return [out[i] for i in range(len(specs))]
+
+
+def _scattered(grads: Sequence[torch.Tensor], specs: Sequence[Spec]) -> list[torch.Tensor]:
+    """Scatter, leaves of one transform together, each with its first state."""
+    out: dict[int, torch.Tensor] = {}
+    for transform, group in _by_transform(specs).items():
+        states = [transform.init(torch.zeros_like(grads[i])) for i in group]
+        parts, _ = transform.scatter_with_state([grads[i] for i in group], [specs[i] for i in group], states)
+        out.update(zip(group, parts, strict=True))
+    return [out[i] for i in range(len(specs))]
+
+
+def _by_transform(specs: Sequence[Spec]) -> dict[Any, list[int]]:
+    groups: dict[Any, list[int]] = {}
+    for i, spec in enumerate(specs):
+        groups.setdefault(spec.transform, []).append(i)
+    return groups
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor, axes: Sequence[Axis], copies: int) -> tuple[float, float]:

@@ -188,9 +188,10 @@ def quantize(
     """Split each leaf over a mesh axis, as `fully_shard`, and let it travel as int8, a quarter of float32's bytes.
 
     Elements are rounded in blocks to 127 steps of the largest magnitude in the block, so that a gathered element is off
-    by at most that divided by 254; all ranks see the same. Gradients pass straight through the rounding. With `scatter`
-    each rank's part of a gradient is rounded once and sums are exact. Follows ZeRO++ (Wang et al., 2023: qwZ and qgZ)
-    and, for what rounding leaves out, error feedback (Seide et al., 2014; Karimireddy et al., 2019).
+    by at most that divided by 254; all ranks see the same. Gradients pass straight through the rounding; tangents are
+    rounded on their way, as leaves are. With `scatter` each rank's part of a gradient is rounded once and sums are
+    exact. Follows ZeRO++ (Wang et al., 2023: qwZ and qgZ) and, for what rounding leaves out, error feedback (Seide et
+    al., 2014; Karimireddy et al., 2019).
 
     Args:
         mesh: A mesh of one axis, such as mesh["shard"], or an Axis.

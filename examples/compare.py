@@ -1,0 +1,118 @@
+"""What the examples of custom transforms share: a small GPT trained under several strategies, a table and a plot."""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from gpt import GPT, Block, batch, standard_library
+from tqdm import tqdm
+
+import fshard as fs
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+Counted = Callable[[fs.comm.Collective], float]
+
+
+class Run(NamedTuple):
+    """A training: by step the loss and two counts of megabytes sent so far; megabytes stored, and seconds taken."""
+
+    losses: list[float]
+    sent: list[float]
+    part: list[float]
+    stored: float
+    seconds: float
+
+
+def compare(args: argparse.Namespace, strategies: Mapping[str, fs.ShardTransform], part: str, counted: Counted) -> None:
+    """Train under each strategy on the same batches; `counted` says how many bytes of a collective are `part`."""
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    torch.set_num_threads(1)
+    runs = {name: train(args, name, mesh, strategy, counted) for name, strategy in strategies.items()}
+    if mesh.get_rank() == 0:
+        report(runs, part, args.steps)
+        plot(args, runs, part, mesh.size())
+        print(f"Curves: {args.plot}")
+
+
+def train(args: argparse.Namespace, name: str, mesh: Any, strategy: fs.ShardTransform, counted: Counted) -> Run:
+    torch.manual_seed(args.seed)
+    model = fs.functionalize(GPT(args.width, args.layers, heads=4, context=args.context), units=Block)
+    # What waits for later steps is late as it is, and would be later still with much momentum.
+    tx = fs.chain(fs.clip_by_global_norm(1.0), fs.from_torch(torch.optim.AdamW, lr=args.lr, betas=(0.5, 0.95)))
+    state = fs.TrainState.create(model.init(strategy), tx)
+
+    def loss_fn(params: Any, xy: Batch) -> torch.Tensor:
+        return F.cross_entropy(model.apply(params, xy[0]).flatten(0, 1), xy[1].flatten())
+
+    losses, sent, part = [], [], []
+    start = time.perf_counter()
+    for xy in batches(args, name, mesh, losses):
+        with fs.comm.record() as record:
+            value_and_grad = fs.value_and_grad(loss_fn, transform_state=state.transform_state)
+            loss, grads, transform_state = value_and_grad(state.params, xy)
+            state = fs.update(tx, state, grads, donate=True, transform_state=transform_state)
+        losses.append(loss.item())
+        sent.append(record.bytes_sent() / 1e6)
+        part.append(sum(counted(entry) for entry in record if not entry.scalar) / 1e6)
+    seconds = time.perf_counter() - start
+    stored = sum(leaf.numel() * leaf.element_size() for leaf in fs.tree_leaves(state)) / 1e6
+    return Run(losses, list(accumulate(sent)), list(accumulate(part)), stored, seconds)
+
+
+def batches(args: argparse.Namespace, name: str, mesh: Any, losses: list[float]) -> Iterator[Batch]:
+    """This rank's batches, behind a bar that shows loss, tokens per second and the time left."""
+    text, _ = standard_library()
+    bar = tqdm(range(args.steps), f"{name:<24}", disable=mesh.get_rank() != 0, unit="step", mininterval=0.5)
+    for step in bar:
+        yield batch(text, args.batch, args.context, seed=step * mesh.size() + mesh.get_rank())
+        rate = args.batch * args.context * mesh.size() * (bar.format_dict["rate"] or 0.0)
+        bar.set_postfix_str(f"loss {losses[-1]:.3f}, {rate:,.0f} tokens/s", refresh=False)
+
+
+def smooth(losses: Sequence[float]) -> list[float]:
+    """Means that forget a twentieth with each step, because batches are small."""
+    sums = accumulate(losses, lambda total, loss: 0.95 * total + 0.05 * loss, initial=0.0)
+    return [total / (1 - 0.95**count) for count, total in enumerate(sums) if count]
+
+
+def report(runs: Mapping[str, Run], part: str, steps: int) -> None:
+    titles = ("loss", "MB sent a step", part, "MB stored", "seconds")
+    print(f"{'of each rank':<24}" + "".join(f"{title:>16}" for title in titles))
+    for name, run in runs.items():
+        cells = (smooth(run.losses)[-1], run.sent[-1] / steps, run.part[-1] / steps, run.stored, run.seconds)
+        print(f"{name:<24}" + "".join(f"{cell:>16.3f}" for cell in cells))
+
+
+def plot(args: argparse.Namespace, runs: Mapping[str, Run], part: str, ranks: int) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 3, figsize=(13, 4.2), sharey=True, constrained_layout=True)
+    for i, (name, run) in enumerate(runs.items()):
+        style = {"color": f"C{i - 1}", "linewidth": 1.5} if i else {"color": "0.7", "linewidth": 4}
+        for panel, x in zip(panels, (range(1, args.steps + 1), run.sent, run.part)):
+            panel.plot(x, smooth(run.losses), label=f"{name}, {run.stored:.2f} MB stored", **style)
+    for panel, label in zip(panels, ("step", "MB sent by each rank", f"MB sent by each rank {part}")):
+        # One rank sends nothing.
+        panel.set(xlabel=label, xscale="log" if ranks > 1 and panel is not panels[0] else "linear")
+        panel.grid(color="0.92")
+    panels[0].set(ylabel="loss (nats per byte, smoothed)")
+    panels[0].legend(frameon=False)
+    figure.suptitle(f"The same GPT on the same batches, on {ranks} ranks")
+    figure.savefig(args.plot, dpi=120)
+
+
+def parse_args(name: str, **own: float) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    sizes = {"steps": 250, "width": 64, "layers": 2, "context": 64, "batch": 8, "lr": 3e-3, "seed": 0, **own}
+    for option, default in sizes.items():
+        parser.add_argument(f"--{option}", type=type(default), default=default)
+    parser.add_argument("--plot", type=Path, default=Path(f"{name}.png"))
+    return parser.parse_args()

@@ -1,0 +1,199 @@
+"""The examples of custom transforms keep the laws, in under 80 lines each, with nothing but public names."""
+
+import ast
+import re
+import sys
+from functools import partial
+from math import ceil, prod
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard.testing import assert_trees_close, check_adjoint, spmd
+from tests.test_processes import ROOT, TORCHRUN, run
+from tests.trees import assert_same_bits, normal, one_axis
+
+sys.path.append(str(ROOT / "examples"))
+
+from powersgd import PowerSGD
+from sibling import Sibling
+from topk import TopK
+
+RANKS = {"topk": 2, "powersgd": 2, "sibling": 4}
+SMALL = ("--steps", 3, "--width", 32, "--layers", 1, "--context", 16, "--batch", 2)
+WORLD_SIZES = (1, 2, 3, 4)
+GRIDS = [(1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (2, 2), (2, 3)]
+SHAPES = {"w": (10, 6), "cube": (5, 3, 4), "v": (7,), "scalar": (), "empty": (0, 3)}
+STEPS = 4
+# Some hundred terms in each sum, of some units each, rounded once a step on each rank.
+ROUNDING = {"rtol": 0.0, "atol": 1000 * STEPS * max(WORLD_SIZES) * torch.finfo(torch.float64).eps}
+EXACT = {"exact": True}
+
+
+def lossy(transform, kept):
+    return transform(fs.fully_shard(one_axis()), kept)
+
+
+def siblings(replicas, min_elements=0):
+    mesh = fs.init_mesh({"replicate": replicas, "shard": -1}, device="cpu")
+    return mesh, Sibling(fs.axis_of(mesh, "replicate"), fs.axis_of(mesh, "shard"), min_elements)
+
+
+def drawn(seed):
+    draw = normal(seed)
+    return {name: draw(*shape) for name, shape in SHAPES.items()}
+
+
+def drawn_by_rank(ranks):
+    return [[drawn(1 + step * ranks + i) for i in range(ranks)] for step in range(STEPS)]
+
+
+def summed(trees):
+    return fs.tree_map(lambda *leaves: sum(leaves[1:], leaves[0]), *trees)
+
+
+def scattered(make, rows):
+    """The sums that each step applies, and what waits on all ranks after the last."""
+    params = fs.shard(drawn(0), make())
+    state, applied, waiting = fs.transform_state(params), [], fs.tree_map(torch.zeros_like, drawn(0))
+    for row in rows:
+        grads, state = fs.scatter_grads(row[one_axis().get_rank()], like=params, reduce="sum", transform_state=state)
+        applied.append(fs.unshard(grads))
+    for name, part in ((name, part) for name, part in state.items() if part is not None):
+        # The second part of PowerSGD's is no gradient.
+        waiting[name] = fs.unshard(part[0] if isinstance(part, tuple) else part).sum(0).reshape(SHAPES[name])
+    return applied, waiting
+
+
+def trained(strategy, rows):
+    """Parameters after some steps, whose batches are a target for each rank."""
+    tx = fs.from_torch(torch.optim.AdamW, lr=0.1)
+    state = fs.TrainState.create(fs.shard(drawn(0), strategy), tx)
+
+    def loss_fn(params, targets):
+        return sum(fs.tree_map(lambda a, b: (a - b).square().sum(), fs.gather(params), targets).values())
+
+    for row in rows:
+        step = fs.value_and_grad(loss_fn, transform_state=state.transform_state)
+        _, grads, transform_state = step(state.params, row[one_axis().get_rank()])
+        state = fs.update(tx, state, grads, transform_state=transform_state)
+    return fs.unshard(state.params)
+
+
+def sent_by(verb, params):
+    """Bytes that this rank sends in a gather or in a scatter."""
+    arguments = {"like": params, "transform_state": fs.transform_state(params)} if verb is fs.scatter_grads else {}
+    with fs.comm.record() as record:
+        verb(drawn(0) if arguments else params, **arguments)
+    assert bool(record) == any(axis.size > 1 for axis in params["w"].spec.axes)
+    return record.bytes_sent()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(("transform", "kept", "rounding"), [(TopK, 1.0, EXACT), (PowerSGD, 9, ROUNDING)])
+def test_nothing_left_out_is_exact(transform, kept, rounding, world_size):
+    rows, rounding = drawn_by_rank(world_size), EXACT if world_size == 1 else rounding
+
+    def program():
+        applied, waiting = scattered(partial(lossy, transform, kept), rows)
+        assert_trees_close(applied, [summed(row) for row in rows], **rounding)
+        assert_trees_close(waiting, fs.tree_map(torch.zeros_like, waiting), **rounding)
+        strategy = fs.zero3(one_axis(), layout=lossy(transform, kept))
+        plain = fs.zero3(one_axis(), min_shard_elements=0)
+        assert_trees_close(trained(strategy, rows), trained(plain, rows), **rounding)
+
+    spmd(program, world_size)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(("transform", "kept"), [(TopK, 0.3), (TopK, 1e-9), (PowerSGD, 1), (PowerSGD, 2)])
+def test_what_is_applied_and_what_waits_is_all_there_was(transform, kept, world_size):
+    rows = drawn_by_rank(world_size)
+    first, *others = spmd(partial(scattered, partial(lossy, transform, kept), rows), world_size)
+    applied, waiting = first
+    assert_trees_close(summed([*applied, waiting]), summed([tree for row in rows for tree in row]), **ROUNDING)
+    assert bool(waiting["w"].any()) == (world_size > 1)
+    for other in others:
+        assert_same_bits(other, first)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
+def test_steps_are_those_of_the_papers(world_size):
+    rows, length = drawn_by_rank(world_size), ceil(10 / world_size)
+    low, _ = spmd(partial(scattered, partial(lossy, PowerSGD, 2), rows), world_size)[0]
+    left, q = 0, torch.randn(6, 2, generator=torch.Generator().manual_seed(0)).double()
+    for row, applied in zip(rows, low):
+        m = summed(row)["w"] + left
+        p = torch.linalg.qr(m @ q).Q
+        q = m.T @ p
+        left = m - p @ q.T
+        assert_trees_close(applied["w"], p @ q.T, **ROUNDING)
+    top, _ = spmd(partial(scattered, partial(lossy, TopK, 1e-9), rows), world_size)[0]
+    expected = torch.zeros(10, 6, dtype=torch.float64)
+    for piece, kept in ((p, k) for tree in rows[0] for p, k in zip(tree["w"].split(length), expected.split(length))):
+        kept.view(-1)[piece.abs().argmax()] += piece.reshape(-1)[piece.abs().argmax()]
+    assert_trees_close(top[0]["w"], expected, exact=True)
+
+
+@pytest.mark.parametrize(("replicas", "size"), GRIDS)
+def test_siblings_hold_half_a_shard_and_train_as_hsdp_and_zero3(replicas, size):
+    rows = drawn_by_rank(replicas * size)[:3]
+    shards = [(ceil(first / size), prod(rest)) for first, *rest in (shape for shape in SHAPES.values() if shape)]
+    sent = sum(8 * row * ((replicas - 1) * ceil(rows / replicas) + (size - 1) * rows) for rows, row in shards)
+
+    def program():
+        (mesh, transform), (_, other) = siblings(replicas), siblings(replicas, min_elements=10)
+        for each in (other, transform):
+            params = fs.shard(drawn(0), each)
+            assert_same_bits([fs.unshard(params), fs.gather(params)], [drawn(0), drawn(0)])
+            assert tuple(params["w"].local.shape) == (ceil(10 / (replicas * size)), 6)
+            check_adjoint(each, list(SHAPES.values()))
+        assert (sent_by(fs.gather, params), sent_by(fs.scatter_grads, params)) == pytest.approx((sent, sent))
+        params = trained(fs.zero3(mesh, layout=transform), rows)
+        assert_same_bits(params, trained(fs.hsdp(mesh, min_shard_elements=0), rows))
+        # Sums over one axis alone have the same order.
+        rounding = EXACT if 1 in (replicas, size) else ROUNDING
+        assert_trees_close(params, trained(fs.zero3(one_axis(), min_shard_elements=0), rows), **rounding)
+
+    spmd(program, replicas * size)
+
+
+@pytest.mark.parametrize("ranks", WORLD_SIZES)
+@pytest.mark.parametrize(("transform", "kept"), [(TopK, 0.3), (PowerSGD, 2)])
+def test_gradients_cost_what_is_kept_of_them(transform, kept, ranks):
+    sent = spmd(lambda: sent_by(fs.scatter_grads, fs.shard(drawn(0), lossy(transform, kept))), ranks)
+    pieces = [ceil(shape[0] / ranks) * prod(shape[1:]) if shape else 1 for shape in SHAPES.values()]
+    # float64 and int32, each filled up to 16 bytes.
+    pairs = sum(16 * (ceil(8 * k / 16) + ceil(4 * k / 16)) for k in (ceil(0.3 * size) for size in pieces))
+    thin, exact = 2 * (10 + 6) + 2 * (5 + 12), ceil(7 / ranks) + 1
+    each = pairs if transform is TopK else 8 * (2 * thin / ranks + exact)
+    assert sent == [pytest.approx((ranks - 1) * each)] * ranks
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_example_runs_and_plots(name, tmp_path):
+    plot = tmp_path / "loss.png"
+    out = run(*TORCHRUN, RANKS[name], ROOT / f"examples/{name}.py", *SMALL, "--plot", plot)
+    rows = re.findall(r"^\w.*?" + r" {2,}([0-9.]+)" * 5 + "$", out, re.MULTILINE)
+    losses, _, part, stored, _ = ([float(cell) for cell in column] for column in zip(*rows))
+    assert len(rows) == 2 + (name == "sibling")
+    assert all(4.0 < loss < 6.0 for loss in losses)
+    assert part[1] < 0.7 * part[0]
+    if name == "sibling":
+        assert losses[0] == losses[1] == losses[2]
+        assert part[1] < part[2] < part[0]
+        assert stored[0] == stored[2] < 0.6 * stored[1]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("name", "limit"), [*((name, 80) for name in RANKS), ("compare", 120)])
+def test_example_is_short_and_uses_public_names_alone(name, limit):
+    text = (ROOT / f"examples/{name}.py").read_text()
+    assert len(text.splitlines()) < limit
+    assert re.findall(".*import.*fshard.*|.*fshard.*import.*", text) == ["import fshard as fs"]
+    attributes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)]
+    assert not [node.attr for node in attributes if node.attr.startswith("_")]
+    for room, public in {"fs": fs.__all__, "fs.comm": fs.comm.__all__}.items():
+        used = {node.attr for node in attributes if ast.unparse(node.value) == room}
+        assert set() < used <= set(public)

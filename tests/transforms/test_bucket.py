@@ -1,0 +1,202 @@
+"""bucket: fewer and larger messages, and the same values."""
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from fshard.testing import assert_trees_close, spmd
+from tests.bad_input import assert_refused
+from tests.test_bad_setup import setup
+from tests.test_law_ddp import bound, one_process
+from tests.transforms.laws import assert_laws, gradients, told, trained
+from tests.trees import WORLD_SIZES, assert_same_bits, normal, one_axis, two_axes
+from tests.unit_models import Block, Language, assert_one_process, filled, tokens
+
+# Sizes that hold everything, some leaves, and hardly one; each with what it is a bucket of.
+BUCKETS = {
+    "of all": lambda mesh: (fs.bucket(fs.fully_shard(mesh)), fs.fully_shard(mesh)),
+    "of some": lambda mesh: (fs.bucket(fs.zero2(mesh, min_shard_elements=6), 200), fs.zero2(mesh)),
+    "of one": lambda mesh: (fs.bucket(fs.ddp(mesh), 1), fs.ddp(mesh)),
+    "after a mask": lambda mesh: (
+        fs.bucket(fs.masked(fs.fully_shard(mesh), lambda name: len(name) % 2 == 1, fs.replicate(mesh)), 100),
+        fs.fully_shard(mesh),
+    ),
+}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_laws(world_size):
+    def program():
+        for name in ("of some",) if world_size == 8 else ("of all", "of some", "of one"):
+            assert_laws(BUCKETS[name](one_axis())[0])
+
+    spmd(program, world_size)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_gradients_have_the_same_bits(world_size):
+    def program():
+        for make in list(BUCKETS.values())[world_size // 8 * 2 :]:
+            bucketed, plain = make(one_axis())
+            assert_same_bits(gradients(bucketed), gradients(plain))
+
+    spmd(program, world_size)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES[:-1])
+def test_training_has_the_same_bits(world_size):
+    def program():
+        mesh, both = one_axis(), two_axes(world_size)
+        runs = [trained(t) for t in (fs.fully_shard(mesh), fs.bucket(fs.zero3(mesh, min_shard_elements=0), 300))]
+        return runs, trained(fs.bucket(fs.hybrid_shard(both), 300)), trained(fs.hybrid_shard(both))
+
+    for runs, *hybrid in spmd(program, world_size):
+        for first, second in (runs, hybrid):
+            assert_same_bits(first, second)
+            assert_trees_close(first, one_process("SGD"), rtol=0, atol=bound("SGD"))
+
+
+# Bytes of a leaf, above what shares a buffer without a bucket.
+LEAF, COUNT = 256 * 160 * 8, 6
+# Leaves to a bucket, and the buffers that six leaves then travel in: (to gather, to reduce).
+MESSAGES = {None: (6, 6), 1: (6, 6), 2: (3, 3), 3: (2, 2), 6: (1, 1), 80: (1, 1)}
+
+
+def six():
+    draw = normal()
+    return {f"leaf{i}": draw(256, 160) for i in range(COUNT)}
+
+
+@pytest.mark.parametrize("per_bucket", MESSAGES)
+@pytest.mark.parametrize("layout, ops", [(fs.fully_shard, ("all_gather", "reduce_scatter")), (fs.ddp, (None, None))])
+def test_large_leaves_travel_in_fewer_messages(layout, ops, per_bucket):
+    """As buffers of one collective where the verbs are called, and as collectives of the engine's reductions."""
+    full = six()
+    gathers, reductions = MESSAGES[per_bucket]
+    gather, scatter = ops
+
+    def program():
+        plain = layout(one_axis())
+        params = fs.shard(full, plain if per_bucket is None else fs.bucket(plain, per_bucket * LEAF))
+        with fs.comm.record() as record:
+            fs.gather(params)
+        assert told(record) == [("all_gather", "shard", "gather", gathers, COUNT * LEAF)] * bool(gather)
+        with fs.comm.record() as record:
+            fs.scatter_grads(full, like=params)
+        assert told(record) == [(scatter or "all_reduce", "shard", "scatter", reductions, COUNT * LEAF)]
+        with fs.comm.record() as record:
+            fs.value_and_grad(lambda p: sum((x**2).sum() for x in fs.gather(p).values()))(params)
+        found = [entry for entry in told(record) if entry[2] == "scatter"]
+        assert len(found) == reductions
+        assert sum(entry[-1] for entry in found) == COUNT * LEAF
+        assert record.bytes_sent() == 2 * COUNT * LEAF / 2
+
+    spmd(program, 2)
+
+
+def test_the_engine_fills_buckets_as_the_verbs_do():
+    """Two leaves go to a bucket of two and a half."""
+    full = six()
+
+    def program():
+        params = fs.shard(full, fs.bucket(fs.fully_shard(one_axis()), LEAF * 5 // 2))
+        with fs.comm.record() as record:
+            fs.scatter_grads(full, like=params)
+        assert [entry[3] for entry in told(record)] == [3]
+        with fs.comm.record() as record:
+            fs.value_and_grad(lambda p: sum((x**2).sum() for x in fs.gather(p).values()))(params)
+        assert sum(entry[3] for entry in told(record) if entry[2] == "scatter") == 3
+
+    spmd(program, 2)
+
+
+def test_small_leaves_fill_buckets_up_to_their_size():
+    """Nine leaves of 96 bytes, four of them to 400; without a bucket all share one buffer. Dtypes travel apart."""
+    full = {f"leaf{i}": torch.ones(4, 3, dtype=torch.float64) for i in range(9)}
+    mixed = full | {f"half{i}": torch.ones(4, 3, dtype=torch.bfloat16) for i in range(9)}
+
+    def program():
+        def buffers(transform, tree):
+            params = fs.shard(tree, transform)
+            counts = []
+            for verb in (lambda: fs.gather(params), lambda: fs.scatter_grads(tree, like=params)):
+                with fs.comm.record() as record:
+                    verb()
+                counts.append([entry[3] for entry in told(record)])
+            return counts
+
+        plain = fs.fully_shard(one_axis())
+        assert buffers(plain, full) == [[1], [1]]
+        assert buffers(fs.bucket(plain, 400), full) == [[3], [3]]
+        assert buffers(fs.bucket(plain, 95), full) == [[9], [9]]
+        assert buffers(fs.bucket(plain, 400), mixed) == [[3 + 1], [3 + 1]]
+
+    spmd(program, 2)
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_modules_with_units(world_size):
+    strategies = {
+        "small buckets": lambda mesh: fs.bucket(fs.zero3(mesh, min_shard_elements=0, merge_bytes=0), 3000),
+        "large buckets": lambda mesh: fs.bucket(fs.zero3(mesh, min_shard_elements=50)),
+        "ddp": lambda mesh: fs.bucket(fs.ddp(mesh), 10**6),
+    }
+    assert_one_process(filled(Language()), tokens(world_size), (Block, nn.Linear), strategies, again=True)
+
+
+def test_ddp_by_buckets_on_processes(workers):
+    """The same bits as without, by one message for each bucket."""
+    full = six()
+
+    def program():
+        runs = []
+        for transform in (fs.ddp(one_axis()), fs.bucket(fs.ddp(one_axis()))):
+            params = fs.shard(full, transform)
+            with fs.comm.record() as record:
+                _, grads = fs.value_and_grad(lambda p: sum((x**2).sum() for x in fs.gather(p).values()))(params)
+            runs.append((grads["leaf3"].local, len(told(record))))
+        return runs
+
+    for (plain, many), (bucketed, one) in spmd(program, workers(2)):
+        assert_same_bits(plain, bucketed)
+        assert (many, one) == (COUNT, 1)
+
+
+def test_a_bucket_in_a_bucket_has_the_outer_size():
+    def program():
+        mesh = one_axis()
+        for plain in (fs.fully_shard(mesh), fs.zero3(mesh), BUCKETS["after a mask"](mesh)[0]):
+            assert fs.bucket(fs.bucket(plain, 10), 20) == fs.bucket(plain, 20)
+            assert fs.bucket(fs.bucket(plain, 20), 20) == fs.bucket(plain, 20)
+            assert fs.bucket(plain, 20).bucket_bytes == 20
+        assert fs.bucket(fs.ddp(mesh)).bucket_bytes == 25 * 2**20
+
+    spmd(program, 2)
+
+
+NOTHING = "bucket: nothing in the transform travels in buffers; wrap fully_shard or replicate"
+SIZE = "bucket: nbytes is {}, needed a positive number of bytes"
+BAD = [
+    *(
+        setup(f"a size of {size}", fs.bucket, SIZE.format(size), lambda world: world.zero2, size)
+        for size in (0, -1, 2.5, True, None)
+    ),
+    setup("a size that is a text", fs.bucket, SIZE.format("'25MB'"), lambda world: world.zero2, "25MB"),
+    setup(
+        "a mesh",
+        fs.bucket,
+        "bucket: got a DeviceMesh, needed a ShardTransform such as fs.zero3(mesh)",
+        lambda world: world.mesh,
+    ),
+    setup("a cast", fs.bucket, NOTHING, fs.cast(gather=torch.bfloat16)),
+    setup("nothing", fs.bucket, NOTHING, fs.compose()),
+    setup("quantize", fs.bucket, NOTHING, lambda world: fs.quantize(world.mesh)),
+    setup("zero3 of quantize", fs.bucket, NOTHING, lambda world: fs.zero3(world.mesh, layout=fs.quantize(world.mesh))),
+    setup("split_dim", fs.bucket, NOTHING, lambda world: fs.split_dim(world.mesh, dim=0)),
+]
+
+
+@pytest.mark.parametrize("row", BAD, ids=repr)
+def test_bad_arguments_are_refused(row):
+    assert_refused(row, row.ranks)

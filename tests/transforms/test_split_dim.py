@@ -1,0 +1,154 @@
+"""split_dim: leaves that stay split over an axis, alone and as tensor parallelism next to fully_shard."""
+
+import math
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard.testing import check_adjoint, spmd
+from tests.bad_input import Row, assert_refused
+from tests.test_bad_setup import setup
+from tests.test_law_purity import unchanged
+from tests.transforms.laws import grid, told
+from tests.trees import WORLD_SIZES, assert_same_bits, exotic_dtypes, normal, one_axis
+
+# (shape, dim that stays split, dim that is gathered): alike and not, uneven in the axis gathered over, empty, exotic.
+CASES = [
+    *(((10, 3), 0, 0), ((5, 4), 1, 0), ((4, 5), 0, 1), ((5, 4), -1, -1), ((2, 7, 4), 2, 1)),
+    *(((2,), 0, 0), ((18,), 0, -1), ((0, 4), 1, 0), ((4, 0), 0, 1), ((0,), 0, 0), ((6, 1), -2, 0)),
+]
+
+
+def leaf(case, dtype):
+    shape, *_ = case
+    return (normal()(*shape, dtype=torch.float32) * 9).to(dtype)
+
+
+def piece_of(full, dim, axis):
+    """This rank's piece of a dim that divides."""
+    return full.chunk(axis.size, dim)[fs.comm.rank(axis)] if full.shape[dim] else full
+
+
+DTYPES = (torch.float64, torch.bfloat16, torch.complex64, torch.int32, torch.bool, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_pieces_round_trips_and_adjoint(world_size):
+    def program():
+        mesh, line = grid(world_size), fs.fully_shard(one_axis())
+        shard, tp = fs.axis_of(mesh, "shard"), fs.axis_of(mesh, "tp")
+        for case in CASES:
+            shape, kept, gathered = case
+            transform = fs.compose(fs.fully_shard(shard, dim=gathered), fs.split_dim(tp, dim=kept))
+            for dtype in DTYPES if case in CASES[:2] else DTYPES[:1]:
+                full = {"w": leaf(case, dtype)}
+                params = fs.shard(full, transform)
+                spec = params["w"].spec
+                kept_dim, gathered_dim = kept % len(shape), gathered % len(shape)
+                names = [None] * (max(kept_dim, gathered_dim) + 1)
+                names[gathered_dim] = "shard"
+                names[kept_dim] = ("tp", "shard") if kept_dim == gathered_dim else "tp"
+                assert spec.partition == fs.P(*names)
+                mine = piece_of(full["w"], kept_dim, tp)
+                with unchanged(full, params):
+                    assert_same_bits(fs.gather(params), {"w": mine})
+                    assert spec.gathered_shape == tuple(mine.shape)
+                    # This rank's rows of what it gathers, padded at the end.
+                    size = -(-mine.shape[gathered_dim] // shard.size)
+                    start = min(fs.comm.rank(shard) * size, mine.shape[gathered_dim])
+                    rows = mine.narrow(gathered_dim, start, min(size, mine.shape[gathered_dim] - start))
+                    local = params["w"].local.narrow(gathered_dim, 0, rows.shape[gathered_dim])
+                    assert_same_bits(local, rows)
+                    assert_same_bits(fs.unshard(params), full)
+                    moved = fs.reshard(params, line)
+                    assert_same_bits(fs.unshard(moved), full)
+                    assert_same_bits(fs.reshard(moved, transform)["w"].local, params["w"].local)
+            check_adjoint(transform, [shape])
+
+    spmd(program, world_size)
+
+
+def test_alone_it_keeps_pieces_and_communicates_nothing():
+    full = {"w": normal()(4, 6), "special": exotic_dtypes()["special"][1:]}
+
+    def program():
+        transform = fs.split_dim(one_axis(), dim=-1)
+        params = fs.shard(full, transform)
+        with fs.comm.record() as record:
+            pieces = fs.gather(params)
+            grads = fs.scatter_grads(pieces, like=params)
+        assert list(record) == []
+        rank = fs.comm.rank(fs.axis_of(one_axis()))
+        assert_same_bits(pieces, {name: leaf.chunk(2, -1)[rank] for name, leaf in full.items()})
+        assert_same_bits(fs.unshard(grads), full)
+
+    spmd(program, 2)
+
+
+def test_a_rank_gathers_and_reduces_its_own_piece_alone():
+    full = {"w": normal()(12, 10)}
+
+    def program():
+        mesh = grid(4)
+        tp = fs.axis_of(mesh, "tp")
+        params = fs.shard(full, fs.compose(fs.fully_shard(mesh["shard"]), fs.split_dim(mesh["tp"], dim=1)))
+        assert math.prod(params["w"].local.shape) == 12 * 10 // 4
+        with fs.comm.record() as record:
+            fs.value_and_grad(lambda p: fs.psum_invariant((fs.gather(p)["w"] ** 2).sum(), tp))(params)
+        assert told(record) == [
+            ("all_gather", "shard", "gather", 1, 12 * 10 * 8 // 2),
+            ("reduce_scatter", "shard", "scatter", 1, 12 * 10 * 8 // 2),
+        ]
+
+    spmd(program, 4)
+
+
+FIT = "\nTo fix: pass full tensors whose shapes fit the strategy."
+ODD = "\n  ['a']: found size 5 of dim 0, needed a multiple of 2, the size of 'shard'"
+BAD = [
+    Row(
+        "a dim that does not divide",
+        lambda world: (world.full, fs.split_dim(world.mesh, dim=0)),
+        fs.shard,
+        f"shard: leaves cannot be sharded{ODD}{FIT}",
+        ("shard",),
+    ),
+    Row(
+        "reshard of it",
+        lambda world: (world.params, fs.split_dim(world.mesh, dim=0)),
+        fs.reshard,
+        f"reshard: leaves do not fit{ODD}\nTo fix: choose a strategy that fits their shapes.",
+    ),
+    Row(
+        "no such dim",
+        lambda world: ({"n": torch.ones(()), "v": torch.ones(4)}, fs.split_dim(world.mesh, dim=1)),
+        fs.shard,
+        "shard: leaves cannot be sharded\n  ['n']: found shape (), needed a dim 1 to split over 'shard'"
+        f"\n  ['v']: found shape (4,), needed a dim 1 to split over 'shard'{FIT}",
+        ("shard",),
+    ),
+    setup(
+        "before what gathers",
+        lambda world: fs.compose(fs.split_dim(world.grid["shard"], dim=0), fs.ddp(world.grid, "replicate")),
+        "compose: split_dim over 'shard' stands before what gathers over ['replicate'], needed behind it",
+        lambda world: world,
+    ),
+    setup(
+        "the axis that is gathered over",
+        lambda world: fs.compose(fs.zero3(world.mesh), fs.split_dim(world.mesh, dim=0)),
+        "compose: the axes ['shard'] are used by two transforms, needed one each; drop one of the two",
+        lambda world: world,
+    ),
+    setup(
+        "a mesh of two axes",
+        lambda mesh: fs.split_dim(mesh, dim=0),
+        "mesh has the axes ('replicate', 'shard'), needed one: name it, as in mesh['shard']",
+        lambda world: world.grid,
+    ),
+]
+
+
+@pytest.mark.parametrize("row", BAD, ids=repr)
+def test_bad_input_is_refused(row):
+    assert_refused(row, row.ranks)
