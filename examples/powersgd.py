@@ -21,28 +21,17 @@ Tensors, Specs = Sequence[torch.Tensor], Sequence[fs.Spec]
 
 
 @dataclass(frozen=True)
-class PowerSGD(fs.ShardTransform):
-    plain: fs.ShardTransform  # fs.fully_shard over dim 0; what it keeps whole is summed exactly, and so are vectors
+class PowerSGD(fs.Wrapped):
     rank: int
 
-    @property
-    def axes(self) -> tuple[fs.Axis, ...]:
-        return self.plain.axes
-
     def layout(self, spec: fs.Spec) -> fs.Spec:
-        laid_out = self.plain.layout(spec)
+        laid_out = self.inner.layout(spec)
         if laid_out.dim_of(self.axes[0]):
-            raise ValueError("PowerSGD: plain splits another dim, needed dim 0")
+            raise ValueError("PowerSGD: inner splits another dim, needed dim 0")
         return laid_out
 
-    def gather(self, leaves: Tensors, specs: Specs) -> Tensors:
-        return self.plain.gather(leaves, specs)
-
-    def start_gather(self, leaves: Tensors, specs: Specs) -> Any:
-        return self.plain.start_gather(leaves, specs)
-
     def init(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        split = self.plain.layout(fs.Spec(tuple(grad.shape))).partition
+        split = self.inner.layout(fs.Spec(tuple(grad.shape))).partition
         if not split or self.axes[0].size == 1 or grad.dim() < 2 or not grad.numel():
             return None
         left = grad.new_zeros(len(grad), grad[0].numel())
@@ -53,7 +42,7 @@ class PowerSGD(fs.ShardTransform):
     def scatter_with_state(self, grads: Tensors, specs: Specs, states: Sequence[Any]) -> tuple[Tensors, list[Any]]:
         (axis,) = self.axes
         exact = [i for i, state in enumerate(states) if state is None]
-        out = dict(zip(exact, self.plain.scatter([grads[i] for i in exact], [specs[i] for i in exact])))
+        out = dict(zip(exact, self.inner.scatter([grads[i] for i in exact], [specs[i] for i in exact])))
         low, after = [i for i in range(len(grads)) if i not in out], list(states)
         due = [grads[i].reshape(states[i][0].shape) + states[i][0] for i in low]  # (rows, columns) each
         sums = fs.comm.all_reduce([m @ states[i][1] for m, i in zip(due, low)], axis, "scatter")

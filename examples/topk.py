@@ -21,33 +21,22 @@ Tensors, Specs = Sequence[torch.Tensor], Sequence[fs.Spec]
 
 
 @dataclass(frozen=True)
-class TopK(fs.ShardTransform):
-    plain: fs.ShardTransform  # fs.fully_shard over dim 0; what it keeps whole is summed exactly
+class TopK(fs.Wrapped):
     density: float
 
-    @property
-    def axes(self) -> tuple[fs.Axis, ...]:
-        return self.plain.axes
-
     def layout(self, spec: fs.Spec) -> fs.Spec:
-        laid_out = self.plain.layout(spec)
+        laid_out = self.inner.layout(spec)
         if laid_out.dim_of(self.axes[0]):
-            raise ValueError("TopK: plain splits another dim, needed dim 0")
+            raise ValueError("TopK: inner splits another dim, needed dim 0")
         return laid_out
 
-    def gather(self, leaves: Tensors, specs: Specs) -> Tensors:
-        return self.plain.gather(leaves, specs)
-
-    def start_gather(self, leaves: Tensors, specs: Specs) -> Any:
-        return self.plain.start_gather(leaves, specs)
-
     def init(self, grad: torch.Tensor) -> torch.Tensor | None:
-        split = self.plain.layout(fs.Spec(tuple(grad.shape))).partition
+        split = self.inner.layout(fs.Spec(tuple(grad.shape))).partition
         return grad.new_zeros(grad.shape) if split and self.axes[0].size > 1 else None
 
     def scatter_with_state(self, grads: Tensors, specs: Specs, states: Sequence[Any]) -> tuple[Tensors, list[Any]]:
         (axis,), exact = self.axes, [i for i, state in enumerate(states) if state is None]
-        out = dict(zip(exact, self.plain.scatter([grads[i] for i in exact], [specs[i] for i in exact])))
+        out = dict(zip(exact, self.inner.scatter([grads[i] for i in exact], [specs[i] for i in exact])))
         after, chosen = list(states), {}
         for i in (i for i in range(len(grads)) if i not in out):
             due = grads[i] + states[i]

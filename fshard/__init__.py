@@ -4,20 +4,12 @@ from fshard import comm, testing
 from fshard.accumulate import accumulate
 from fshard.apply import Model, apply, functionalize
 from fshard.buffers import sync_buffers
-from fshard.collectives import (
-    all_gather,
-    all_gather_invariant,
-    objective,
-    pmean,
-    psum,
-    psum_invariant,
-    pvary,
-    reduce_scatter,
-)
+from fshard.collectives import all_gather, all_gather_invariant, pmean, psum, psum_invariant, pvary, reduce_scatter
 from fshard.dtensor import from_dtensor, to_dtensor
 from fshard.gather import gather
 from fshard.jit import jit
 from fshard.mesh import axis_of, init_mesh
+from fshard.objective import objective
 from fshard.optim import (
     adafactor,
     adam,
@@ -48,7 +40,9 @@ from fshard.strategies import ddp, hsdp, zero1, zero2, zero3
 from fshard.train_state import TrainState
 from fshard.transform_state import transform_state
 from fshard.transforms import (
+    LayoutError,
     ShardTransform,
+    Wrapped,
     bucket,
     cast,
     compose,
@@ -68,6 +62,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Axis",
     "GradientTransformation",
+    "LayoutError",
     "Model",
     "Optimizer",
     "P",
@@ -75,6 +70,7 @@ __all__ = [
     "Sharded",
     "Spec",
     "TrainState",
+    "Wrapped",
     "accumulate",
     "adafactor",
     "adam",

@@ -4,7 +4,7 @@ import torch
 
 from fshard import comm
 from fshard.checks import check_operands
-from fshard.collectives import reduction_axes
+from fshard.objective import reduction_axes
 from fshard.tree import Tree, tree_leaves, tree_map
 
 

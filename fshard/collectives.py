@@ -5,7 +5,6 @@ values give varying ones and are their own transposes. `psum_invariant` and `pva
 a value that agrees between ranks, the second hands such a value to each rank's own maths.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,9 +13,9 @@ import torch
 from torch.autograd import Function
 
 from fshard import comm
-from fshard.checks import check_axes, check_loss, check_operands, check_reduce, check_transforms, kind
+from fshard.checks import check_operands
 from fshard.errors import Problem, leaf_error
-from fshard.tree import Axis, Tree, flatten, is_sharded, tree_leaves, tree_map
+from fshard.tree import Axis, Tree, flatten, tree_leaves, tree_map
 
 Tensors = Sequence[torch.Tensor]
 LinearMap = Callable[[Tensors], Tensors]
@@ -210,97 +209,3 @@ def _own_piece(tensors: Tensors, axis: Axis, dim: int) -> Tensors:
 def _scatter(tensors: Tensors, axis: Axis, dim: int) -> Tensors:
     stacks = [tensor.unflatten(dim, (axis.size, -1)).movedim(dim, 0) for tensor in tensors]
     return comm.reduce_scatter(stacks, axis=axis, label="reduce_scatter")
-
-
-def reduction_axes(like: Tree, what: str) -> tuple[Axis, ...]:
-    """The mesh axes that the gradients of `like` are summed over: those its transforms gather or replicate on.
-
-    Args:
-        like: A tree whose leaves are all Sharded, or none; None counts as neither.
-        what: The verb that asks, for its error.
-
-    Returns:
-        The axes, which are the same for every leaf; none where no leaf is Sharded.
-
-    Raises:
-        ValueError: if leaves disagree, or only some are Sharded.
-    """
-    flat = flatten(like)
-    check_axes(what, flat)
-    check_transforms(what, flat)
-    # Leaves share their transforms: by identity, each is looked at once.
-    transforms = {
-        id(leaf.spec.transform): (path, leaf.spec.transform)
-        for path, leaf in zip(reversed(flat.paths), reversed(flat.leaves), strict=True)
-        if is_sharded(leaf)
-    }
-    if not transforms:
-        return ()
-    sharded = {path: transform.axes for path, transform in transforms.values()}
-    first = next(path for path, leaf in zip(flat.paths, flat.leaves, strict=True) if is_sharded(leaf))
-    needed = sharded[first]
-    problems = [
-        Problem(path, kind(leaf), f"a Sharded leaf, as {first} is")
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if leaf is not None and not is_sharded(leaf)
-    ]
-    if problems:
-        remedy = "shard the whole tree (fs.ddp keeps leaves whole), or keep other leaves out of the parameters"
-        raise leaf_error(f"{what}: plain leaves among Sharded ones", problems, remedy)
-    if all(set(axes) == set(needed) for axes in sharded.values()):
-        return needed
-    names = [axis.name for axis in needed]
-    problems = [
-        Problem(path, f"axes {[axis.name for axis in found]}", f"{names} of one mesh, as for {first}")
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if is_sharded(leaf) and set(found := leaf.spec.transform.axes) != set(needed)
-    ]
-    if problems:
-        raise leaf_error(f"{what}: leaves are reduced over different axes", problems, "shard the tree on one mesh")
-    return needed
-
-
-Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
-
-def objective(loss: Loss, like: Tree, reduce: str = "mean") -> torch.Tensor:
-    """Close a local loss into the objective that agrees between ranks.
-
-    `value_and_grad` calls it for you; code under torch.func calls it itself.
-
-    Args:
-        loss: This rank's scalar loss; for "weighted" the pair (sum, count).
-        like: Parameters, whose specs tell the ranks.
-        reduce: "mean" over ranks, "sum" over ranks, or "weighted": sum of sums divided by the sum of counts.
-
-    Returns:
-        The objective, a scalar equal on every rank and differentiable.
-
-    Raises:
-        ValueError: if `reduce` is another word, or `loss` is not what it asks for.
-    """
-    check_reduce(reduce, "objective")
-    check_loss(loss, reduce, "objective")
-    axes = reduction_axes(like, "objective")
-    value, count = loss if isinstance(loss, tuple) else (loss, None)
-    return divided(total(value, axes), denominator(count, axes, reduce))
-
-
-def total(tree: Tree, axes: Sequence[Axis]) -> Tree:
-    """Sum over several mesh axes into values that agree between all their ranks."""
-    for axis in axes:
-        tree = psum_invariant(tree, axis)
-    return tree
-
-
-def denominator(count: Any, axes: Sequence[Axis], reduce: str) -> Any:
-    """What summed losses and gradients are divided by: 1, the number of ranks, or the sum of counts."""
-    if reduce == "weighted":
-        # In one dtype whatever a rank counts in, and a wide one; the count is no part of the graph.
-        return total(count.detach().to(torch.float64), axes)
-    return math.prod(axis.size for axis in axes) if reduce == "mean" else 1
-
-
-def divided(value: torch.Tensor, divisor: Any) -> torch.Tensor:
-    """Divide a sum by its denominator, in the sum's dtype; nothing is computed where that is the number one."""
-    return value if isinstance(divisor, int) and divisor == 1 else (value / divisor).to(value.dtype)

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from fshard.checks import check_floating, check_local, kind, same_structure
-from fshard.collectives import denominator, divided, linear_call, reduction_axes
+from fshard.collectives import linear_call
 from fshard.errors import Problem, leaf_error
+from fshard.objective import denominator, divided, reduction_axes
 from fshard.transform_state import ABSENT, Absent, joined, states_of
 from fshard.transforms import ShardTransform
 from fshard.tree import Sharded, Tree, flatten, is_sharded, unflatten

@@ -9,7 +9,7 @@ import torch
 
 from fshard import _compat
 from fshard.checks import check_floating, check_local, check_loss, check_reduce, kind, refuse_writes
-from fshard.collectives import denominator, divided, reduction_axes, total
+from fshard.objective import denominator, divided, reduction_axes, total
 from fshard.residency import Call, FunctionTransform, settled
 from fshard.transform_state import ABSENT, Absent, joined, states_of
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tree_leaves, tree_map, unflatten

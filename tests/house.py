@@ -17,6 +17,7 @@ ROOMS = (
     "comm",
     "mesh",
     "collectives",
+    "objective",
     "varying",
     "transforms",
     "transform_state",

@@ -11,7 +11,8 @@ from tests.bad_input import Row, assert_refused, make_world
 from tests.trees import assert_same_bits
 
 STAGES = (
-    "_FullyShard(axis=Axis(name='shard', size=2, group_name={group}), dim=0, min_shard_elements=0, algorithm='auto', bucket_bytes=None), "
+    "_FullyShard(axis=Axis(name='shard', size=2, group_name={group}), dim=0, min_shard_elements=0, "
+    "algorithm='auto', bucket_bytes=None), "
     f"_Resident(residency={Residency(regather=False)!r})"
 )
 FROM = "\nTo fix: pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned."

@@ -47,12 +47,23 @@ from fshard._compat.threads import (
     ThreadedCollective,
     threaded_process_groups,
 )
-from fshard._compat.tracing import asks_for_values, is_tracing, make_graph_of, outside_modes
+from fshard._compat.tracing import (
+    WAIT_TENSOR,
+    Argument,
+    arguments_of,
+    asks_for_values,
+    is_tracing,
+    make_graph_of,
+    outside_modes,
+)
 
 __all__ = [
+    "WAIT_TENSOR",
+    "Argument",
     "DispatchMode",
     "StorageWeakRef",
     "ThreadedCollective",
+    "arguments_of",
     "asks_for_values",
     "below_autograd",
     "checkpoints",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._C import _TorchDispatchModeKey
@@ -10,6 +10,26 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
+
+
+# Checked on 2.13.
+WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
+
+
+class Argument(NamedTuple):
+    """One argument of an operator, whether its result may share memory with it, and whether it writes to it."""
+
+    name: str
+    aliased: bool
+    written: bool
+
+
+def arguments_of(target: Any) -> list[Argument] | None:
+    """The arguments of an operator; None for what is no operator of torch's. Checked on 2.13."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    infos = [(argument.name, argument.alias_info) for argument in target._schema.arguments]
+    return [Argument(name, info is not None, info is not None and info.is_write) for name, info in infos]
 
 
 def is_tracing() -> bool:

@@ -14,7 +14,6 @@ aten = torch.ops.aten
 # They return what they are given, as far as a graph without autograd can tell.
 _NOTHING = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 _COPIES = (aten.clone.default, aten.lift_fresh_copy.default)
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def roots(graph: Graph) -> dict[Node, frozenset[Node]]:
@@ -30,18 +29,23 @@ def roots(graph: Graph) -> dict[Node, frozenset[Node]]:
 
 def _aliased(node: Node) -> Iterator[Node]:
     """What a node's result may share memory with."""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target is _WAIT:
+    given = _arguments(node)
+    if given is None or node.target is _compat.WAIT_TENSOR:
         # Of a list that an operator has returned, or of what was waited for.
         yield from node.all_input_nodes
         return
-    for argument, given in _schema_arguments(node):
-        if argument.alias_info is not None:
-            yield from _nodes(given)
+    for argument, value in given:
+        if argument.aliased:
+            yield from _nodes(value)
 
 
-def _schema_arguments(node: Node) -> Iterator[tuple[Any, Any]]:
-    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        yield argument, node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+def _arguments(node: Node) -> list[tuple[_compat.Argument, Any]] | None:
+    """The arguments of an operator with what is given for them."""
+    arguments = _compat.arguments_of(node.target)
+    if arguments is None:
+        return None
+    given = (node.args[i] if i < len(node.args) else node.kwargs.get(a.name) for i, a in enumerate(arguments))
+    return list(zip(arguments, given, strict=True))
 
 
 def _nodes(given: Any) -> list[Node]:
@@ -52,10 +56,9 @@ def _nodes(given: Any) -> list[Node]:
 def writes(graph: Graph) -> Iterator[tuple[Node, Node]]:
     """Every node that writes to memory, with what it writes to."""
     for node in graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-            for argument, given in _schema_arguments(node):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    yield from ((node, target) for target in _nodes(given))
+        for argument, value in _arguments(node) or ():
+            if argument.written:
+                yield from ((node, target) for target in _nodes(value))
 
 
 def refuse_writes(graph: Graph, paths: Sequence[str], donated: Sequence[bool], what: str) -> None:
@@ -118,18 +121,14 @@ def is_impure(node: Node) -> bool:
     """Whether a node must stay though nobody uses its result."""
     if node.op in ("placeholder", "output"):
         return True
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and (schema.is_mutable or node.target in ops.EFFECTS)
+    return node.target in ops.EFFECTS or any(argument.written for argument, _ in _arguments(node) or ())
 
 
 def _is_same_view(node: Node) -> bool:
-    if node.target not in (aten.view.default, aten.slice.Tensor, aten.expand.default, aten._to_copy.default):
+    if node.target not in (aten.view.default, aten.slice.Tensor, aten.expand.default):
         return False
     before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-    alike = ("shape", "dtype", "device")
-    same = all(getattr(before, name) == getattr(after, name) for name in alike)
-    copies = node.target is aten._to_copy.default and ("memory_format" in node.kwargs)
-    return same and before.stride() == after.stride() and not copies and node.target is not aten._to_copy.default
+    return before.shape == after.shape and before.stride() == after.stride() and before.dtype is after.dtype
 
 
 def donate(module: GraphModule, pairs: Mapping[int, int]) -> None:
@@ -169,14 +168,12 @@ def donate(module: GraphModule, pairs: Mapping[int, int]) -> None:
 
 def _written_copy(node: Node) -> Node | None:
     """The copy that operators in place have made a result of."""
-    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-        if node.target in _COPIES:
-            return node
-        info = [argument.alias_info for argument in node.target._schema.arguments[:1]]
-        if not (info and info[0] is not None and info[0].is_write and isinstance(node.args[0], Node)):
-            break
-        node = node.args[0]
-    return None
+    while node.target not in _COPIES:
+        first = next(iter(_arguments(node) or ()), None)
+        if first is None or not first[0].written or not isinstance(first[1], Node):
+            return None
+        node = first[1]
+    return node
 
 
 def _set_result(graph: Graph, k: int, node: Node) -> None:
@@ -189,7 +186,7 @@ def _set_result(graph: Graph, k: int, node: Node) -> None:
 def finish_waits(module: GraphModule) -> None:
     """Wait as eager code does, for the backend to let go of its tensors too."""
     for node in module.graph.nodes:
-        if node.target is _WAIT:
+        if node.target is _compat.WAIT_TENSOR:
             node.target = ops.wait
     module.graph.lint()
     module.recompile()

@@ -70,7 +70,8 @@ def trace(f: Callable[..., Any], flat: Flat, rebuild: Callable[[Any], Any], what
         found.append(out)
         return [leaf.local if is_sharded(leaf) else leaf for leaf in out.leaves if leaf is not None]
 
-    with _TRACING, _explained(what), _generator_in_graph():
+    # Outside of modes such as the recorder's, which are for what runs.
+    with _TRACING, _compat.outside_modes(), _explained(what), _generator_in_graph():
         graph = _compat.make_graph_of(flat_function, [tensor.detach() for tensor in tensors])
     out = found[-1]
     outputs = [leaf.spec.lent_by(None) if is_sharded(leaf) else None if leaf is None else True for leaf in out.leaves]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard.collectives import total
+from fshard.objective import total
 from fshard.optim.leaves import check_real, check_state, like, partition_axes, tensor_of, trained, varying
 from fshard.optim.native import Number, Rate, value_of
 from fshard.optim.norms import leaf_norms

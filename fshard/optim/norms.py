@@ -7,7 +7,8 @@ from functools import partial
 import torch
 
 from fshard import comm
-from fshard.collectives import linear_call, total
+from fshard.collectives import linear_call
+from fshard.objective import total
 from fshard.optim.leaves import partition_axes
 from fshard.shard import without_padding
 from fshard.tree import Axis, Tree, flatten, is_sharded

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard.collectives import divided
 from fshard.comm import PACK_BYTES
 from fshard.errors import Problem, leaf_error
+from fshard.objective import divided
 from fshard.tree import Residency, Sharded, Spec
 
 _PLAIN = Residency()

@@ -2,32 +2,42 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from fshard.checks import check_local, check_transforms
-from fshard.collectives import reduction_axes
 from fshard.errors import Problem, leaf_error
+from fshard.objective import reduction_axes
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, unflatten
 
+
 # What each collective makes of what: whether its result, and what it takes, vary between the ranks of its axis.
-KINDS = {
-    "psum": (True, True),
-    "psum_invariant": (False, True),
-    "pvary": (True, False),
-    "all_gather": (True, True),
-    "all_gather_invariant": (False, True),
-    "reduce_scatter": (True, True),
-}
-ADVICE = {
-    "psum": "fs.psum_invariant, whose sum agrees",
-    "all_gather": "fs.all_gather_invariant, whose result agrees",
-    "reduce_scatter": "fs.psum_invariant of it first",
-    "pvary": "fs.psum_invariant of what is computed from it first",
-    "psum_invariant": "fs.pvary of it first",
-    "all_gather_invariant": "fs.pvary of it first",
-}
+class Kind(NamedTuple):
+    """What a collective makes of what.
+
+    Attributes:
+        result: Whether its result varies between the ranks of its axis.
+        operand: Whether what it takes varies.
+        advice: What to use where the result is taken for the other kind.
+    """
+
+    result: bool
+    operand: bool
+    advice: str
+
+
+KINDS = MappingProxyType(
+    {
+        "psum": Kind(True, True, "fs.psum_invariant, whose sum agrees"),
+        "psum_invariant": Kind(False, True, "fs.pvary of it first"),
+        "pvary": Kind(True, False, "fs.psum_invariant of what is computed from it first"),
+        "all_gather": Kind(True, True, "fs.all_gather_invariant, whose result agrees"),
+        "all_gather_invariant": Kind(False, True, "fs.pvary of it first"),
+        "reduce_scatter": Kind(True, True, "fs.psum_invariant of it first"),
+    }
+)
 
 
 class _Place(NamedTuple):
@@ -94,11 +104,11 @@ def _wrong_steps(loss: torch.Tensor, flat: Flat, axis: Axis, reduced: bool) -> I
         new = []
         label = _label(place.node, axis)
         if label is not None:
-            result, taken = KINDS[label]
+            result, taken, advice = KINDS[label]
             if result is not place.varies:
                 kinds = ("agrees", "varies")
                 found = f"{label} over {axis.name!r}, whose result {kinds[result]}"
-                yield Problem(_line(place.node), found, f"one that {kinds[place.varies]}: {ADVICE[label]}")
+                yield Problem(_line(place.node), found, f"one that {kinds[place.varies]}: {advice}")
             new = [_Place(behind, output, taken) for behind, output in place.node.next_functions]
         elif (gathered := _gathered_over(place.node, place.output)) is not None:
             # Output i comes from input i.

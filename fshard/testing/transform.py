@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import comm
-from fshard.collectives import objective
 from fshard.errors import Problem, leaf_error
 from fshard.gather import gather
+from fshard.objective import objective
 from fshard.optim import sgd
 from fshard.scatter_grads import scatter_grads
 from fshard.shard import shard, unshard

@@ -12,10 +12,12 @@ from fshard.transforms.quantize import quantize
 from fshard.transforms.replicate import replicate
 from fshard.transforms.resident import resident
 from fshard.transforms.split_dim import split_dim
+from fshard.transforms.wrapped import Wrapped
 
 __all__ = [
     "LayoutError",
     "ShardTransform",
+    "Wrapped",
     "bucket",
     "cast",
     "compose",

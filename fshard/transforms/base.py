@@ -167,6 +167,9 @@ class ShardTransform:
     def scatter_with_state(self, grads: Tensors, specs: Sequence[Spec], states: States) -> tuple[Tensors, States]:
         """Scatter, with a state for each leaf.
 
+        Gradients are sums so far, not yet divided for a mean, and so are residuals of them. What is not finite should
+        not get into a state, where it would stay.
+
         Args:
             grads: As for `scatter`.
             specs: As for `scatter`.
@@ -185,7 +188,8 @@ class ShardTransform:
             specs: As for `gather`.
 
         Returns:
-            A function that finishes and returns gather's result; here all is done at the start.
+            A function that finishes and returns gather's result; here all is done at the start. It must not start
+            communication itself: when it is called may depend on a rank's data.
         """
         gathered = self.gather(leaves, specs)
         return lambda: gathered
