@@ -4,7 +4,7 @@ import re
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,18 +12,23 @@ import torch.nn.functional as F
 from torch import nn
 
 import fshard as fs
-from fshard.testing import assert_trees_close, check_adjoint, spmd
+from fshard.testing import assert_trees_close, check_adjoint, check_transform, spmd
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-TRAIN_STEP, FOUR_VERBS, TRANSFORMS, UNITS, OPTIMIZERS, TESTING = re.findall(
+TRAIN_STEP, FOUR_VERBS, UNITS, JIT, TRANSFORMS, OPTIMIZERS, TESTING = re.findall(
     r"```python\n(.*?)```", README, flags=re.DOTALL
 )
+
+
+class Batch(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
 
 
 def names(seed):
     torch_generator = torch.Generator().manual_seed(seed)
     module = nn.Sequential(nn.Embedding(7, 300), nn.Linear(300, 7))
-    batch = SimpleNamespace(
+    batch = Batch(
         x=torch.randint(7, (2, 3), generator=torch_generator), y=torch.randint(7, (2, 3), generator=torch_generator)
     )
     return {"torch": torch, "F": F, "module": module, "Block": nn.Linear, "dataclass": dataclass, "fs": fs}, batch
@@ -38,9 +43,15 @@ def test_both_train_steps_give_the_same_bits(world_size):
         exec(TRAIN_STEP, scope)
         _, batch = names(scope["mesh"].get_rank())
         state, loss = scope["train_step"](scope["state"], batch)
+        eager = scope["train_step"]
         exec(FOUR_VERBS, scope)
         again, loss_again = scope["train_step"](scope["state"], batch)
         assert_trees_close({"loss": loss, "state": state}, {"loss": loss_again, "state": again}, exact=True)
+        scope["train_step"] = eager
+        exec(JIT, scope)
+        # A copy, because the jitted step takes its memory.
+        jitted, loss_again = scope["train_step"](fs.tree_map(torch.clone, scope["state"]), batch)
+        assert_trees_close({"loss": loss, "state": state}, {"loss": loss_again, "state": jitted}, exact=True)
         assert int(state.step) == 1
         return loss.item()
 
@@ -95,10 +106,12 @@ def test_optimizers_of_groups_train(world_size):
 def test_transforms_are_adjoint():
     def program():
         scope = {"torch": torch, "fs": fs, "dataclass": dataclass}
-        scope["mesh"] = fs.init_mesh({"replicate": 2, "shard": -1}, device="cpu")
+        scope["mesh"] = mesh = fs.init_mesh({"shard": 2, "tp": 2}, device="cpu")
         exec(TRANSFORMS, scope)
-        check_adjoint(scope["hsdp"], [(5, 3), (4,)])
-        check_adjoint(fs.compose(scope["Scale"](2.0), scope["hsdp"], scope["Scale"](0.5)), [(5, 3), (4,)])
+        check_adjoint(scope["Scale"](fs.fully_shard(mesh["shard"]), 2.0), [(5, 3), (4,)])
+        check_transform(scope["small"], [(64, 64), (5,)], error=1 / 200)
+        leaf = fs.shard({"mlp.up.weight": torch.ones(8, 1024)}, scope["tp"])["mlp.up.weight"]
+        assert leaf.spec.partition == fs.P(("tp", "shard"))
         params = fs.shard({"w": torch.ones(5, 3)}, scope["mixed"])
         assert fs.gather(params)["w"].dtype is torch.bfloat16
         assert fs.value_and_grad(lambda p: fs.gather(p)["w"].float().sum())(params)[1]["w"].local.dtype is torch.float32

@@ -62,8 +62,8 @@ class Jitted:
         asked = signature(flat, [(f"{i}", args[i]) for i in self._static if i < len(args)])
         try:
             program = self._programs.get(asked)
-        except TypeError as error:
-            raise ValueError(f"jit: static arguments must be hashable, but {error}; pass tensors otherwise") from None
+        except TypeError:
+            raise _unhashable(asked.static, flat) from None
         if program is None:
             program = self._programs[asked] = self._traced(asked, flat, args)
         for tensor, version in program.closed:
@@ -160,6 +160,19 @@ def jit(
     if not callable(f):
         raise ValueError(f"jit: got {kind(f)}, needed a function")
     return Jitted(f, donated, static, backend)
+
+
+def _unhashable(static: Sequence[tuple[str, Any]], flat: Flat) -> ValueError:
+    """What to say where a graph cannot be found again by the arguments."""
+    named = [(f"static argument {name}", value) for name, value in static]
+    problems = []
+    for path, value in (*named, *zip(flat.paths, flat.leaves, strict=True)):
+        try:
+            hash(value.spec if is_sharded(value) else value)
+        except TypeError:
+            problems.append(Problem(path, f"{kind(value)}, which cannot be hashed", "a tensor, or what can"))
+    remedy = "pass tensors in dicts, lists, tuples or NamedTuples"
+    return leaf_error("jit: arguments are no pytrees of tensors", problems, remedy)
 
 
 def _numbers(name: str, value: Any) -> tuple[int, ...]:
