@@ -7,7 +7,7 @@ from fshard.buffers import sync_buffers
 from fshard.collectives import all_gather, all_gather_invariant, pmean, psum, psum_invariant, pvary, reduce_scatter
 from fshard.dtensor import from_dtensor, to_dtensor
 from fshard.gather import gather
-from fshard.jit import jit
+from fshard.jit import jit, make_graph
 from fshard.mesh import axis_of, init_mesh
 from fshard.objective import objective
 from fshard.optim import (
@@ -106,6 +106,7 @@ __all__ = [
     "jit",
     "lamb",
     "lars",
+    "make_graph",
     "masked",
     "objective",
     "offload",

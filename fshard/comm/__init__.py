@@ -22,7 +22,7 @@ from fshard.comm.collective import (
     start_reduce_scatter,
 )
 from fshard.comm.record import AGREE as AGREE
-from fshard.comm.record import Collective, Record, record
+from fshard.comm.record import Collective, Record, collective_of, record
 from fshard.comm.rows import all_to_all, start_all_to_all
 from fshard.comm.spares import reusable, reusing, spare
 
@@ -33,6 +33,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "collective_of",
     "disagreement",
     "highest",
     "rank",

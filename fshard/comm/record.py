@@ -50,23 +50,38 @@ class Record(list[Collective]):
         return sum(entry.sent for entry in self if entry.scalar)
 
 
+def collective_of(func: Any, args: Any) -> Collective | None:
+    """What a call of an operator sends; None where it is none of the collectives.
+
+    Args:
+        func: The operator.
+        args: Its arguments, tensors of any kind.
+
+    Returns:
+        The entry of a record.
+    """
+    if func in (ops.all_gather, ops.reduce_scatter, ops.all_reduce):
+        tensors, axis, size, _, _, label = args
+        full = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        full *= size if func is ops.all_gather else 1
+        single = all(tensor.numel() == (size if func is ops.reduce_scatter else 1) for tensor in tensors)
+        name = func.name().removeprefix("fshard::").removesuffix(".default")
+        return Collective(name, axis, size, label, full, len(tensors), single or label == AGREE)
+    if func is ops.all_to_all:
+        rows, _, _, axis, size, _, label = args
+        return Collective("all_to_all", axis, size, label, rows.numel(), 1, False)
+    return None
+
+
 class _Recorder(_compat.DispatchMode):
     def __init__(self, record: Record) -> None:
         super().__init__()
         self.record = record
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (ops.all_gather, ops.reduce_scatter, ops.all_reduce):
-            tensors, axis, size, _, _, label = args
-            full = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            full *= size if func is ops.all_gather else 1
-            single = all(tensor.numel() == (size if func is ops.reduce_scatter else 1) for tensor in tensors)
-            scalar = single or label == AGREE
-            name = func.name().removeprefix("fshard::").removesuffix(".default")
-            self.record.append(Collective(name, axis, size, label, full, len(tensors), scalar))
-        if func is ops.all_to_all:
-            rows, _, _, axis, size, _, label = args
-            self.record.append(Collective("all_to_all", axis, size, label, rows.numel(), 1, False))
+        entry = collective_of(func, args)
+        if entry is not None:
+            self.record.append(entry)
         return func(*args, **(kwargs or {}))
 
 

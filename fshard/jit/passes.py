@@ -57,7 +57,8 @@ def writes(graph: Graph) -> Iterator[tuple[Node, Node]]:
     """Every node that writes to memory, with what it writes to."""
     for node in graph.nodes:
         for argument, value in _arguments(node) or ():
-            if argument.written:
+            # Fused optimizers declare that they write to gradients, and do where there is a scale for them.
+            if argument.written and not (argument.name == "grads" and node.kwargs.get("grad_scale") is None):
                 yield from ((node, target) for target in _nodes(value))
 
 
@@ -121,7 +122,10 @@ def is_impure(node: Node) -> bool:
     """Whether a node must stay though nobody uses its result."""
     if node.op in ("placeholder", "output"):
         return True
-    return node.target in ops.EFFECTS or any(argument.written for argument, _ in _arguments(node) or ())
+    # A collective is there for the other ranks too, and must have ended before its buffers go.
+    if node.target is _compat.WAIT_TENSOR or node.target in ops.EFFECTS:
+        return True
+    return any(argument.written for argument, _ in _arguments(node) or ())
 
 
 def _is_same_view(node: Node) -> bool:

@@ -1,0 +1,190 @@
+"""make_graph: a function's graph to read, with what it sends and what memory it takes."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from fshard import _compat, comm
+from fshard.jit.passes import clean, placeholders, results
+from fshard.jit.signature import aval, flat_arguments
+from fshard.jit.trace import Traced, trace
+
+
+class Moment(NamedTuple):
+    """One operator of a graph, when it runs.
+
+    Attributes:
+        name: The node's name.
+        operator: What it runs.
+        bytes: Bytes that are held while it runs, beyond the arguments.
+        collective: What it sends, if anything.
+    """
+
+    name: str
+    operator: str
+    bytes: int
+    collective: comm.Collective | None
+
+
+class StepGraph:
+    """A traced function, as `make_graph` returns it.
+
+    Attributes:
+        module: The torch.fx.GraphModule.
+        moments: Its operators in their order.
+    """
+
+    def __init__(self, traced: Traced) -> None:
+        """Look at what was traced."""
+        self.module = traced.graph
+        self._paths = dict(zip(placeholders(self.module.graph), traced.paths, strict=True))
+        out_paths = [path for path, out in zip(traced.out_paths, traced.outputs, strict=True) if out is not None]
+        self._results = dict(zip(results(self.module.graph), out_paths, strict=True))
+        self.moments = list(self._run())
+
+    def collectives(self) -> comm.Record:
+        """What the function sends, in the order of its start, as `fs.comm.record` lists it."""
+        return comm.Record(moment.collective for moment in self.moments if moment.collective is not None)
+
+    def bytes_sent(self) -> float:
+        """Bytes each rank sends, in nominal ring terms, scalars left out."""
+        return self.collectives().bytes_sent()
+
+    def peak_bytes(self) -> int:
+        """The most bytes that are held at a time, beyond the arguments and what kernels take for themselves."""
+        return max((moment.bytes for moment in self.moments), default=0)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the memory that is held over the operators, and where collectives start.
+
+        Args:
+            path: Where to write the picture, such as "step.png". Needs matplotlib.
+        """
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        mib = [moment.bytes / 2**20 for moment in self.moments]
+        largest = max((entry.bytes for entry in self.collectives()), default=1) or 1
+        figure, axes = plt.subplots(figsize=(11, 4.5), constrained_layout=True)
+        axes.fill_between(range(len(mib)), mib, step="post", alpha=0.4)
+        for op, color in (("all_gather", "C2"), ("reduce_scatter", "C3"), ("all_reduce", "C1"), ("all_to_all", "C4")):
+            sent = [
+                (n, m.collective.bytes) for n, m in enumerate(self.moments) if m.collective and m.collective.op == op
+            ]
+            sizes = [10 + 200 * (nbytes / largest) ** 0.5 for _, nbytes in sent]
+            axes.scatter([n for n, _ in sent], [mib[n] for n, _ in sent], sizes, color=color, label=op, zorder=3)
+        axes.set(xlim=(0, len(mib)), xlabel="operators, in their order", ylabel="MiB held beyond the arguments")
+        axes.set_ylim(bottom=0)
+        sent_mib, most = self.bytes_sent() / 2**20, self.peak_bytes() / 2**20
+        axes.set_title(f"{sent_mib:.2f} MiB sent per rank, {most:.2f} MiB at most")
+        axes.legend(title="starts of collectives, by size")
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    __repr__ = __str__
+
+    def _run(self) -> Iterator[Moment]:
+        """Walk through the graph, holding each result until nobody needs it or a view of it any more."""
+        nodes = list(self.module.graph.nodes)
+        order = {node: n for n, node in enumerate(nodes)}
+        owners = _owners(nodes)
+        last: dict[int, int] = {}
+        for node in nodes:
+            for storage in owners.get(node, {}):
+                uses = [order[user] for user in node.users]
+                last[storage] = max([last.get(storage, -1), order[node], *uses])
+        given = {storage for node in placeholders(self.module.graph) for storage in owners.get(node, {})}
+        held: dict[int, int] = {}
+        for n, node in enumerate(nodes):
+            for storage, nbytes in owners.get(node, {}).items():
+                if storage not in given:
+                    held[storage] = nbytes
+            if node.op == "call_function":
+                sent = comm.collective_of(node.target, map_arg(node.args, lambda given: given.meta["val"]))
+                yield Moment(node.name, _operator(node), sum(held.values()), sent)
+            held = {storage: nbytes for storage, nbytes in held.items() if last[storage] > n}
+
+    def _lines(self) -> Iterator[str]:
+        sent = f"{len(self.collectives())} collectives, {self.bytes_sent():.0f} bytes sent"
+        yield f"{len(self.moments)} operators, {sent}, {self.peak_bytes()} bytes at most"
+        for node in self.module.graph.nodes:
+            if node.op == "placeholder":
+                yield f"  {node.name}: {_shape(node)} = {self._paths[node]}"
+            elif node.op == "call_function":
+                arguments = ", ".join(_written(argument) for argument in node.args)
+                path = f"  -> {self._results[node]}" if node in self._results else ""
+                yield f"  {node.name}: {_shape(node)} = {_operator(node)}({arguments}){path}"
+
+
+def make_graph(f: Callable[..., Any]) -> Callable[..., StepGraph]:
+    """Make a function that traces `f` for its arguments rather than run it, as jax.make_jaxpr does.
+
+    Args:
+        f: As for `jit`.
+
+    Returns:
+        A function of f's arguments that returns the graph: it prints readably, and tells collectives, bytes sent and
+        peak bytes. Nothing is computed or sent.
+
+    >>> print(make_graph(lambda x: x.sin() + 1)(torch.zeros(2)))
+    2 operators, 0 collectives, 0 bytes sent, 16 bytes at most
+      arg0_1: float32[2] = [0][0]
+      sin: float32[2] = aten.sin(arg0_1)
+      add: float32[2] = aten.add(sin, 1)  -> (root)
+    """
+
+    def run(*args: Any, **kwargs: Any) -> StepGraph:
+        flat = flat_arguments(args, kwargs, ())
+        traced = trace(f, flat, lambda tree: f(*tree[0], **tree[1]), "make_graph")
+        clean(traced.graph)
+        return StepGraph(traced)
+
+    return run
+
+
+def _owners(nodes: list[Node]) -> dict[Node, dict[int, int]]:
+    """For each node the storages of its results, with their bytes."""
+    found: dict[Node, dict[int, int]] = {}
+    for node in nodes:
+        if node.target is _compat.WAIT_TENSOR:
+            # It returns what it was given, though traced as another.
+            found[node] = found[node.all_input_nodes[0]]
+            continue
+        value = node.meta.get("val")
+        tensors = [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, torch.Tensor)]
+        found[node] = {_compat.storage_key(tensor): int(tensor.untyped_storage().nbytes()) for tensor in tensors}
+    for node in nodes:
+        if node.op == "call_function" and node.all_input_nodes and _compat.arguments_of(node.target) is None:
+            # One of several results.
+            (given,) = node.all_input_nodes
+            value = given.meta["val"][node.args[1]] if given.meta.get("val") is not None else node.meta["val"]
+            key = _compat.storage_key(value)
+            found[node] = {key: found[given].get(key, int(value.untyped_storage().nbytes()))}
+    return found
+
+
+def _operator(node: Node) -> str:
+    if _compat.arguments_of(node.target) is None:
+        return getattr(node.target, "__name__", str(node.target))
+    return str(node.target).removesuffix(".default").removesuffix(".Tensor")
+
+
+def _shape(node: Node) -> str:
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else [value]
+    return ", ".join(str(aval(v)).split(" on ")[0] if isinstance(v, torch.Tensor) else str(v) for v in values)
+
+
+def _written(argument: Any) -> str:
+    if isinstance(argument, list | tuple):
+        return f"[{', '.join(map(_written, argument))}]"
+    return str(argument)
