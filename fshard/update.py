@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fshard import _compat
 from fshard.checks import kind, same_structure
 from fshard.errors import Problem, leaf_error
 from fshard.train_state import TrainState
@@ -73,6 +74,8 @@ def update(
         )
     if not isinstance(state, TrainState):
         raise ValueError(f"update: state is {kind(state)}, needed a TrainState; make one by fs.TrainState.create")
+    # In a trace it is for jit to say what is written in place.
+    donate = donate and not _compat.is_tracing()
     done = tx.resume(grads, state.opt_state, state.params) if donate and tx.resume else None
     if done is None:
         _check_gradients(grads, state.params)

@@ -36,6 +36,7 @@ from fshard._compat.collectives import (
     start_reduce_scatter,
     wait_tensor,
 )
+from fshard._compat.inductor import compile_by_inductor
 from fshard._compat.modules import (
     forget_flat_weights,
     init_optimizer_state,
@@ -67,6 +68,7 @@ __all__ = [
     "asks_for_values",
     "below_autograd",
     "checkpoints",
+    "compile_by_inductor",
     "forget_flat_weights",
     "group_size",
     "init_optimizer_state",

@@ -9,13 +9,12 @@ import torch
 from fshard import _compat
 from fshard.checks import kind
 from fshard.errors import Problem, leaf_error
-from fshard.jit.passes import clean, constants, donate, finish_waits, placeholders, refuse_ambient_random, refuse_writes
+from fshard.jit.backends import BACKENDS, Backend, ready, writes_in_place
+from fshard.jit.passes import clean, constants, donate, placeholders, refuse_ambient_random, refuse_writes
 from fshard.jit.signature import Signature, changed_values, changes, flat_arguments, signature
 from fshard.jit.trace import Traced, trace
 from fshard.tree import Flat, Sharded, is_sharded, subtrees, unflatten
 
-Backend = str | Callable[..., Any]
-BACKENDS = ("graph",)
 # Where a tensor says that it was given up.
 GIVEN_UP = "donated"
 
@@ -27,12 +26,14 @@ class _Program(NamedTuple):
         traced: What was traced.
         run: Maps the arguments' tensors to the results'.
         pairs: For donated inputs the results that take their place.
+        in_place: Whether the graph writes them there itself.
         closed: Tensors that the function closes over, and how often they had been written to.
     """
 
     traced: Traced
     run: Callable[..., Any]
     pairs: dict[int, int]
+    in_place: bool
     closed: list[tuple[torch.Tensor, int]]
 
 
@@ -73,6 +74,8 @@ class Jitted:
         with torch.no_grad():
             outputs = list(program.run(*tensors))
             for i, k in program.pairs.items():
+                if not program.in_place:
+                    tensors[i].copy_(outputs[k])
                 outputs[k] = _given_up(tensors[i])
         return _assembled(program.traced, outputs)
 
@@ -106,15 +109,13 @@ class Jitted:
         refuse_writes(traced.graph.graph, traced.paths, donated, "jit")
         refuse_ambient_random(traced.graph.graph, "jit")
         pairs = _pairs(traced, flat, self._donated, donated)
-        donate(traced.graph, pairs)
+        in_place = writes_in_place(self._backend)
+        if in_place:
+            donate(traced.graph, pairs)
         closed = constants(traced.graph)
-        if callable(self._backend):
-            run = self._backend(traced.graph, [node.meta["val"] for node in placeholders(traced.graph.graph)])
-        else:
-            finish_waits(traced.graph)
-            run = traced.graph
+        run = ready(traced.graph, self._backend, "jit")
         self.traces.append(why)
-        return _Program(traced, run, pairs, closed)
+        return _Program(traced, run, pairs, in_place, closed)
 
 
 def jit(
@@ -136,8 +137,9 @@ def jit(
         donate_argnums: Arguments that the caller gives up: the part of the result that has the structure of such an
             argument is written in its place, at the same addresses, and the old tensors are emptied.
         static_argnums: Arguments that are no tensors and may change; the function is traced for each value.
-        backend: "graph" runs the operators one by one, bit for bit as eager code; a function of the
-            torch.fx.GraphModule and example inputs returns what is run in its place.
+        backend: "graph" runs the operators one by one, bit for bit as eager code. "inductor" compiles them to kernels,
+            which round otherwise, and copies results to donated arguments at the end. A function of the
+            torch.fx.GraphModule and its inputs as fake tensors returns what is run in its place.
 
     Returns:
         The function. Its attribute `traces` lists for each trace why it was made.
