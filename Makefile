@@ -5,7 +5,7 @@ BIN := .venv/bin
 .NOTPARALLEL:
 
 test: .venv/test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 slow: .venv/models
 	$(BIN)/python -m pytest -m slow

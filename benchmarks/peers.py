@@ -39,12 +39,13 @@ import fshard as fs
 # Those that are to be compared with each other stand together, so that they share a group.
 ACROSS_RANKS = (
     *("fsdp2", "ddp", "fshard-ddp", "fshard-zero2", "fshard-zero3"),
+    *("fshard-ddp-graph", "fshard-zero2-graph", "fshard-zero3-graph"),
     *("fshard-zero1", "fsdp1", "fsdp2-fine", "zero-redundancy"),
 )
-ON_ONE_RANK = ("plain", "fshard-ddp", "fshard-zero2", "fshard-zero3")
+ON_ONE_RANK = ("plain", "fshard-ddp", "fshard-zero2", "fshard-zero3", "fshard-zero3-graph")
 
 # What a system keeps between steps, in sizes of the parameters, where it does not shard everything.
-COPIES = {"plain": 3.0, "ddp": 4.0, "zero-redundancy": 3.0, "fshard-ddp": 3.0}
+COPIES = {"plain": 3.0, "ddp": 4.0, "zero-redundancy": 3.0, "fshard-ddp": 3.0, "fshard-ddp-graph": 3.0}
 # A running step gathers parameters and makes gradients; and the allocator keeps much of what was freed.
 RUNNING_COPIES, ALLOCATOR_FACTOR = 2.0, 1.5
 

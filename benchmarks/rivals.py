@@ -98,7 +98,9 @@ def fsdp2(fine: bool = False, compiled: bool = False) -> Maker:
     return maker
 
 
-def fshard(strategy: Callable[[DeviceMesh], fs.ShardTransform]) -> Maker:
+def fshard(strategy: Callable[[DeviceMesh], fs.ShardTransform], backend: str | None = None) -> Maker:
+    """fshard's step, eager or jitted by a backend."""
+
     def maker(configuration: Configuration, mesh: DeviceMesh, batch: Batch) -> System:
         # A Model holds its module: on the meta device that costs no memory, and the seed draws the same values.
         with torch.device("meta"):
@@ -108,14 +110,24 @@ def fshard(strategy: Callable[[DeviceMesh], fs.ShardTransform]) -> Maker:
         value_and_grad = fs.value_and_grad(model.apply)
         state = fs.TrainState.create(model.init(strategy(mesh), seed=SEED), tx)
 
+        def train_step(state: fs.TrainState, *batch: torch.Tensor) -> tuple[fs.TrainState, torch.Tensor]:
+            loss, grads = value_and_grad(state.params, *batch)
+            return fs.update(tx, state, grads, donate=True), loss
+
+        def loss_of(params: Any, *batch: torch.Tensor) -> torch.Tensor:
+            return value_and_grad(params, *batch)[0]
+
+        if backend:
+            train_step = fs.jit(train_step, donate_argnums=0, backend=backend)
+            loss_of = fs.jit(loss_of, backend=backend)
+
         def step() -> torch.Tensor:
             nonlocal state
-            loss, grads = value_and_grad(state.params, *batch)
-            state = fs.update(tx, state, grads, donate=True)
+            state, loss = train_step(state, *batch)
             return loss
 
         def gradients() -> torch.Tensor:
-            return value_and_grad(state.params, *batch)[0]
+            return loss_of(state.params, *batch)
 
         def stored() -> Stored:
             return Stored(*(total_bytes(fs.tree_leaves(tree)) for tree in (state.params, state.opt_state)))
@@ -179,4 +191,8 @@ SYSTEMS: dict[str, Maker] = {
     "fshard-zero1": fshard(fs.zero1),
     "fshard-zero2": fshard(fs.zero2),
     "fshard-zero3": fshard(fs.zero3),
+    "fshard-ddp-graph": fshard(fs.ddp, "graph"),
+    "fshard-zero2-graph": fshard(fs.zero2, "graph"),
+    "fshard-zero3-graph": fshard(fs.zero3, "graph"),
+    "fshard-zero3-inductor": fshard(fs.zero3, "inductor"),
 }

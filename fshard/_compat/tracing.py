@@ -1,5 +1,6 @@
 """Private APIs by which torch traces programs into graphs, each with the versions it was checked on."""
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +36,16 @@ def arguments_of(target: Any) -> list[Argument] | None:
 def is_tracing() -> bool:
     """Whether a program is traced by make_fx, on tensors without values. Checked on 2.13."""
     return torch._C._get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None
+
+
+def is_linearizing() -> bool:
+    """Whether torch.func.linearize traces, which folds away what does not depend on tangents. Checked on 2.13."""
+    frame = sys._getframe() if is_tracing() else None
+    while frame is not None:
+        if frame.f_code.co_name == "linearize" and frame.f_code.co_filename.endswith("eager_transforms.py"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def outside_modes() -> AbstractContextManager[object]:

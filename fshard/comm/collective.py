@@ -35,6 +35,9 @@ def rank(axis: Axis) -> int:
 
 def resolve(algorithm: Algorithm, axis: Axis) -> Algorithm:
     """Choose by backend where `algorithm` is "auto": coalesced for NCCL, direct elsewhere."""
+    if _compat.is_linearizing():
+        needed = "torch.func.jvp for each tangent, or vmap of it"
+        raise ValueError(f"torch.func.linearize folds collectives away and would be wrong; needed {needed}")
     if algorithm != "auto":
         return algorithm
     backend = dist.get_backend(_compat.resolve_process_group(axis.group_name))
