@@ -243,7 +243,7 @@ def test_version_is_that_of_the_project():
 
 
 def test_import_takes_under_a_fifth_of_a_second_beyond_torch():
-    # Processor time, because other tests run meanwhile; and without a walk of the garbage collector over torch's objects.
+    # Processor time, because other tests run meanwhile; without a walk of the garbage collector over torch's objects.
     code = "import gc, time, torch; gc.freeze(); start = time.process_time(); import fshard; "
     code += "print(time.process_time() - start)"
     assert min(float(python(code)) for _ in range(5)) < 0.2
