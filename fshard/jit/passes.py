@@ -91,11 +91,18 @@ def refuse_ambient_random(graph: Graph, what: str) -> None:
             keyed = True
         elif node.target is ops.set_random_state:
             keyed = at.get(node.args[0], False)
-        elif not keyed and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        elif not keyed and _draws(node):
             raise ValueError(
                 f"{what}: {node.target} draws random numbers without a key; needed: model.apply(..., key=...), with a "
                 "key of each step by fs.fold_in(state.key, state.step)"
             )
+
+
+def _draws(node: Node) -> bool:
+    """Whether a node draws random numbers; kernels of attention may, and do not where they drop nothing."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    return not any(argument.name == "dropout_p" and value in (None, 0.0) for argument, value in _arguments(node) or ())
 
 
 def placeholders(graph: Graph) -> list[Node]:
