@@ -75,6 +75,8 @@ def is_sharded(node: Any) -> bool:
 
 def flatten(tree: Tree) -> Flat:
     """Take a tree apart without looking inside Sharded leaves; None counts as a leaf."""
+    if torch.compiler.is_dynamo_compiling():
+        raise RuntimeError("torch.compile cannot trace fshard's functions; use fs.jit, or compile the model's blocks")
     leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
     return Flat(list(_paths(treedef)), leaves, treedef)
 
