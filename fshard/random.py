@@ -69,7 +69,8 @@ def seeded(key: torch.Tensor | int | None) -> Iterator[None]:
     _check_key(key, "apply")
     if _compat.is_tracing():
         before = comm.ops.random_state()
-        comm.ops.seed(torch.as_tensor(key))
+        # A sum, because an operator of constants alone would run now.
+        comm.ops.seed(torch.zeros((), dtype=torch.int64) + key)
         yield
         comm.ops.set_random_state(before)
         return

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,15 @@ from fshard import _compat
 from fshard.checks import kind
 from fshard.errors import Problem, leaf_error
 from fshard.jit.backends import BACKENDS, Backend, ready, writes_in_place
-from fshard.jit.passes import clean, constants, donate, placeholders, refuse_ambient_random, refuse_writes
+from fshard.jit.passes import (
+    clean,
+    constants,
+    donate,
+    placeholders,
+    refuse_ambient_random,
+    refuse_writes,
+    results,
+)
 from fshard.jit.signature import Signature, changed_values, changes, flat_arguments, signature
 from fshard.jit.trace import Traced, trace
 from fshard.tree import Flat, Sharded, is_sharded, subtrees, unflatten
@@ -60,6 +69,8 @@ class Jitted:
         if self._runs_inline(tensors):
             return self._f(*args, **kwargs)
         _refuse_given_up(flat)
+        if self._donated:
+            _refuse_shared(flat, self._donated)
         asked = signature(flat, [(f"{i}", args[i]) for i in self._static if i < len(args)])
         try:
             program = self._programs.get(asked)
@@ -73,9 +84,9 @@ class Jitted:
                 raise ValueError(f"jit: {found}, needed none; pass it as an argument")
         with torch.no_grad():
             outputs = list(program.run(*tensors))
+            if not program.in_place:
+                _write(program.pairs, tensors, outputs)
             for i, k in program.pairs.items():
-                if not program.in_place:
-                    tensors[i].copy_(outputs[k])
                 outputs[k] = _given_up(tensors[i])
         return _assembled(program.traced, outputs)
 
@@ -197,8 +208,9 @@ def _argument(path: str) -> int | None:
 def _pairs(traced: Traced, flat: Flat, donated: Sequence[int], is_donated: Sequence[bool]) -> dict[int, int]:
     """Find for each donated argument the part of the result that has its structure, and pair their tensors."""
     numbers = {path: n for n, path in enumerate(traced.paths)}
-    results = [n for n, out in enumerate(traced.outputs) if out is not None]
-    place = {leaf: k for k, leaf in enumerate(results)}
+    tensors = [n for n, out in enumerate(traced.outputs) if out is not None]
+    place = {leaf: k for k, leaf in enumerate(tensors)}
+    inputs, outs = placeholders(traced.graph.graph), results(traced.graph.graph)
     pairs: dict[int, int] = {}
     for argument in donated:
         given = [i for i, path in enumerate(flat.paths) if _argument(path) == argument]
@@ -214,8 +226,9 @@ def _pairs(traced: Traced, flat: Flat, donated: Sequence[int], is_donated: Seque
             out = traced.outputs[start + offset]
             if flat.paths[i] in numbers and out is not None:
                 spec = flat.leaves[i].spec if is_sharded(flat.leaves[i]) else True
-                if out == spec and _same(traced, numbers[flat.paths[i]], place[start + offset]):
-                    pairs[numbers[flat.paths[i]]] = place[start + offset]
+                n, k = numbers[flat.paths[i]], place[start + offset]
+                if out == spec and _same(inputs[n].meta["val"], outs[k].meta["val"]):
+                    pairs[n] = k
     return pairs
 
 
@@ -228,10 +241,18 @@ def _parts(treedef: Any) -> list[tuple[int, Any]]:
     return found
 
 
-def _same(traced: Traced, i: int, k: int) -> bool:
-    output = next(iter(reversed(traced.graph.graph.nodes))).args[0][k]
-    a, b = placeholders(traced.graph.graph)[i].meta["val"], output.meta["val"]
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+
+
+def _write(pairs: dict[int, int], tensors: Sequence[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    """Copy results into the inputs whose place they take; those that lie in one of these are read first."""
+    written = {_compat.storage_key(tensors[i]) for i in pairs}
+    for k, out in enumerate(outputs):
+        if _compat.storage_key(out) in written:
+            outputs[k] = out.clone()
+    for i, k in pairs.items():
+        tensors[i].copy_(outputs[k])
 
 
 def _given_up(tensor: torch.Tensor) -> torch.Tensor:
@@ -250,6 +271,23 @@ def _refuse_given_up(flat: Flat) -> None:
     ]
     if problems:
         raise leaf_error("jit: arguments were given up", problems, "go on with the new state, or do not donate the old")
+
+
+def _refuse_shared(flat: Flat, donated: Sequence[int]) -> None:
+    """Refuse memory that is given up and is that of another tensor too, which would change while it is read."""
+    at = [
+        (tensor.data_ptr(), tensor.nbytes, path)
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if isinstance(tensor := _tensor(leaf), torch.Tensor) and tensor.numel()
+    ]
+    at.sort()
+    problems = [
+        Problem(path, f"memory that {other} has too, and one of them is donated", "tensors of their own")
+        for (start, size, other), (next_start, _, path) in pairwise(at)
+        if next_start < start + size and {_argument(other), _argument(path)} & set(donated)
+    ]
+    if problems:
+        raise leaf_error("jit: arguments share memory that is given up", problems, "clone one of them")
 
 
 def _assembled(traced: Traced, outputs: Sequence[torch.Tensor]) -> Any:

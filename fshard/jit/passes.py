@@ -17,10 +17,10 @@ _COPIES = (aten.clone.default, aten.lift_fresh_copy.default)
 
 
 def roots(graph: Graph) -> dict[Node, frozenset[Node]]:
-    """For each node the inputs and constants whose memory its result may be."""
+    """For each node the inputs, constants and copies whose memory its result may be."""
     found: dict[Node, frozenset[Node]] = {}
     for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
+        if node.op in ("placeholder", "get_attr") or node.target in _COPIES:
             found[node] = frozenset([node])
         elif node.op == "call_function":
             found[node] = frozenset().union(*(found[given] for given in _aliased(node)))
@@ -73,7 +73,7 @@ def refuse_writes(graph: Graph, paths: Sequence[str], donated: Sequence[bool], w
                 problems["(closure)"] = Problem(
                     "(closure)", f"{node.target} on a tensor it closes over", "none; pass it"
                 )
-            elif not donated[inputs[root]]:
+            elif root in inputs and not donated[inputs[root]]:
                 path = paths[inputs[root]]
                 problems[path] = Problem(path, f"{node.target} on an argument", "a new tensor, or donate_argnums")
     if problems:
@@ -149,49 +149,52 @@ def donate(module: GraphModule, pairs: Mapping[int, int]) -> None:
         module: The graph.
         pairs: For numbers of donated inputs those of the results that take their place.
     """
-    graph, inputs = module.graph, placeholders(module.graph)
+    graph, inputs, outs = module.graph, placeholders(module.graph), results(module.graph)
+    order: dict[Node, float] = {node: n for n, node in enumerate(graph.nodes)}
+    found = roots(graph)
+    last = {root: root for root in found if root in found[root]}
+    for node, memory in found.items():
+        for user in (user for user in node.users if user.op != "output"):
+            for root in memory:
+                last[root] = max(last[root], user, key=order.__getitem__)
+    # Copies that have been taken out, and the inputs that are written to in their place.
+    stands_for: dict[Node, Node] = {}
     for i, k in pairs.items():
-        given, result = inputs[i], results(graph)[k]
-        if result is given:
+        given, result = inputs[i], stands_for.get(outs[k], outs[k])
+        copied = _written(result)
+        if copied is given:
+            outs[k] = given
             continue
-        order = {node: n for n, node in enumerate(graph.nodes)}
-        found = roots(graph)
-        uses = [user for node, of in found.items() if given in of for user in node.users if user.op != "output"]
-        copied = _written_copy(result)
-        if copied is not None and copied.args[0] is given and max(order[user] for user in uses) == order[copied]:
+        if copied.target in _COPIES and copied.args[0] is given and last[given] is copied:
             # A copy that was made to be written to: the input itself may be.
             copied.replace_all_uses_with(given)
+            last[given], stands_for[copied] = max(last[copied], given, key=order.__getitem__), given
             graph.erase_node(copied)
+            outs[k] = given
             continue
-        if found[result]:
+        if any(stands_for.get(root, root).op != "call_function" for root in found[result]):
             # What lies in another input, or elsewhere in this one, may be overwritten before it is read.
             with graph.inserting_after(result):
                 copy = graph.call_function(aten.clone.default, (result,))
-            copy.meta["val"] = result.meta["val"]
-            result, order = copy, {node: n for n, node in enumerate(graph.nodes)}
-        last = max([result, *uses], key=order.__getitem__)
-        with graph.inserting_after(last):
-            written = graph.call_function(aten.copy_.default, (given, result))
-        written.meta["val"] = given.meta["val"]
-        _set_result(graph, k, given)
+            # Nodes are numbered by whole numbers, between which there is room for one that reads.
+            copy.meta["val"], order[copy] = result.meta["val"], order[result] + 0.5
+            for root in (stands_for.get(root, root) for root in found[result]):
+                last[root] = max(last[root], copy, key=order.__getitem__)
+            result = copy
+        with graph.inserting_after(max(result, last[given], key=order.__getitem__)):
+            graph.call_function(aten.copy_.default, (given, result)).meta["val"] = given.meta["val"]
+        outs[k] = given
+    next(iter(reversed(graph.nodes))).args = ([stands_for.get(out, out) for out in outs],)
     graph.eliminate_dead_code(is_impure)
 
 
-def _written_copy(node: Node) -> Node | None:
-    """The copy that operators in place have made a result of."""
-    while node.target not in _COPIES:
+def _written(node: Node) -> Node:
+    """What operators in place have made a result of."""
+    while True:
         first = next(iter(_arguments(node) or ()), None)
         if first is None or not first[0].written or not isinstance(first[1], Node):
-            return None
+            return node
         node = first[1]
-    return node
-
-
-def _set_result(graph: Graph, k: int, node: Node) -> None:
-    output = next(iter(reversed(graph.nodes)))
-    outs = list(output.args[0])
-    outs[k] = node
-    output.args = (outs,)
 
 
 def finish_waits(module: GraphModule) -> None:

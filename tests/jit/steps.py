@@ -1,0 +1,129 @@
+"""Train steps for jit, and what it must keep of the eager ones: bits, collectives, and one trace."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard.testing import RankError, spmd
+from fshard.tree import flatten, is_sharded
+from tests.trees import assert_same_bits
+
+STEPS = 3
+
+State = Any
+Step = Callable[..., tuple[State, Any]]
+
+
+class Case(NamedTuple):
+    """What is run on one rank.
+
+    Attributes:
+        step: A step; returns (state, out).
+        state: The state before the first.
+        batches: For each step the arguments besides the state.
+    """
+
+    step: Step
+    state: State
+    batches: Sequence[tuple[Any, ...]]
+
+
+def slow(
+    rows: Iterable[Any], chosen: Sequence[Any], fails: Callable[[Any], str | None] = lambda row: None
+) -> list[Any]:
+    """The rows of a table, those that are not chosen marked, and those that fail with the reason."""
+    rows = list(rows)
+    assert all(row in rows for row in chosen)
+
+    def marks(row: Any) -> Iterator[Any]:
+        if row not in chosen:
+            yield pytest.mark.slow
+        if reason := fails(row):
+            yield pytest.mark.xfail(raises=RankError, strict=True, reason=reason)
+
+    return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=tuple(marks(row))) for row in rows]
+
+
+def refused(text: str) -> Any:
+    """Expect a ValueError of exactly this text."""
+    return pytest.raises(ValueError, match=f"^{re.escape(text)}$")
+
+
+def this_rank() -> int:
+    return torch.distributed.get_rank()
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors that a tree holds, shards among them."""
+    return [leaf.local if is_sharded(leaf) else leaf for leaf in flatten(tree).leaves if leaf is not None]
+
+
+def copied(tree: Any) -> Any:
+    return fs.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def collectives(record: fs.comm.Record) -> list[fs.comm.Collective]:
+    """Those of a step; eager ranks vote besides on what comes next, which is settled in a graph."""
+    return [entry for entry in record if entry.label != fs.comm.AGREE]
+
+
+def assert_alike(found: Any, expected: Any) -> None:
+    """Assert that two trees agree in structure, specs and every bit."""
+    a, b = flatten(found), flatten(expected)
+    assert a.treedef == b.treedef
+    for path, x, y in zip(a.paths, a.leaves, b.leaves, strict=True):
+        assert is_sharded(x) == is_sharded(y), path
+        assert not is_sharded(x) or x.spec == y.spec, path
+    assert_same_bits(tensors(found), tensors(expected))
+
+
+def assert_jitted_is_eager(case: Case, **options: Any) -> Any:
+    """Run a step eagerly and jitted, each from what it returned before; returns the jitted function."""
+    jitted, expected, state = fs.jit(case.step, **options), case.state, copied(case.state)
+    for batch in case.batches:
+        with fs.comm.record() as eager:
+            expected, wanted = case.step(expected, *batch)
+        with fs.comm.record() as graph:
+            state, found = jitted(state, *batch)
+        assert_alike((state, found), (expected, wanted))
+        assert collectives(graph) == collectives(eager)
+        assert not any(tensor.requires_grad for tensor in tensors((state, found)))
+    assert jitted.traces == ["the first call"]
+    return jitted
+
+
+def assert_on_ranks(make: Callable[[], Case], world: Any, **options: Any) -> None:
+    """Assert on every rank that what `make` makes there is the same jitted, undonated and donated."""
+
+    def program() -> None:
+        assert_jitted_is_eager(make(), **options)
+        assert_jitted_is_eager(make(), donate_argnums=0, **options)
+
+    spmd(program, world)
+
+
+def train_step(loss: Callable[..., Any], tx: fs.Optimizer, **options: Any) -> Step:
+    """The plain step: gradients of a local loss of (params, *batch), and an update."""
+
+    def step(state: fs.TrainState, *batch: Any) -> tuple[fs.TrainState, torch.Tensor]:
+        run = fs.value_and_grad(loss, transform_state=state.transform_state, **options)
+        value, grads, transform_state = run(state.params, *batch)
+        return fs.update(tx, state, grads, transform_state=transform_state), value
+
+    return step
+
+
+def adamw() -> fs.Optimizer:
+    return fs.from_torch(torch.optim.AdamW, lr=0.01, fused=True)
+
+
+def trained(
+    loss: Callable[..., Any], params: Any, batches: Any, tx: fs.Optimizer | None = None, **options: Any
+) -> Case:
+    """A case of the plain step."""
+    tx = tx or adamw()
+    return Case(train_step(loss, tx, **options), fs.TrainState.create(params, tx), batches)

@@ -1,0 +1,225 @@
+"""What a jitted function may not do, each with the text of its error."""
+
+import re
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard.testing import RankError, spmd
+from tests.jit.steps import refused
+from tests.trees import one_axis
+
+NO_VALUES = (
+    "looks at the value of a tensor, which a trace does not have; needed: torch.where in the place of a branch, a "
+    "tensor in the place of item(), and prints outside of the jitted function"
+)
+X = torch.arange(3.0)
+
+
+def branch(x):
+    return x if x.sum() > 0 else -x
+
+
+def loop(x):
+    while x.sum() < 3:
+        x = x + 1
+    return x
+
+
+def prints(x):
+    print(x)
+    return x
+
+
+def formats(x):
+    return {f"{x}": x}
+
+
+def as_number(x):
+    return x * x.numpy().sum()
+
+
+def as_float(x):
+    return x * (1 if float(x.sum()) > 0 else 2)
+
+
+def asks(x):
+    return x if len(x[x > 1]) else -x
+
+
+LOOKS = {
+    branch: "return x if x.sum() > 0 else -x",
+    loop: "while x.sum() < 3:",
+    prints: "print(x)",
+    formats: 'return {f"{x}": x}',
+    as_number: "return x * x.numpy().sum()",
+    as_float: "return x * (1 if float(x.sum()) > 0 else 2)",
+    asks: "return x if len(x[x > 1]) else -x",
+}
+
+
+@pytest.mark.parametrize("f", LOOKS, ids=lambda f: f.__name__)
+def test_looking_at_values_names_the_line(f):
+    place = re.escape(f"{__file__}:") + r"\d+" + re.escape(f': "{LOOKS[f]}" {NO_VALUES}')
+    with pytest.raises(ValueError, match=f"^jit: {place}$"):
+        fs.jit(f)(X)
+
+
+ARITHMETIC = {
+    "item": lambda x: x * x.sum().item() + 1,
+    "a list": lambda x: x * sum(x.tolist()),
+    "a selection": lambda x: x[x > 1],
+    "places": lambda x: (x - 1).nonzero(),
+}
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_values_may_be_used_in_arithmetic(name):
+    """Where no branch depends on them: they are computed in each call."""
+    f = ARITHMETIC[name]
+    jitted = fs.jit(f)
+    for x in (X, X + 1, 2 * X):
+        assert jitted(x).equal(f(x))
+    assert jitted.traces == ["the first call"]
+
+
+CLOSED = torch.ones(3)
+
+
+def writes_inside(x):
+    CLOSED.add_(1)
+    return x + CLOSED
+
+
+def writes_argument(tree):
+    tree["w"].mul_(2)
+    tree["view"][0].zero_()
+    return tree
+
+
+def drops(x):
+    return torch.nn.functional.dropout(x, 0.5)
+
+
+def scale(x, by):
+    return x * by
+
+
+REMEDY = "return what is new; a jitted function writes to donated arguments alone."
+ROWS = {
+    "a write to a closure": (
+        lambda: fs.jit(writes_inside)(X),
+        "jit: the function writes to tensors\n  (closure): found aten.add_.Tensor on a tensor it closes over, needed "
+        f"none; pass it\nTo fix: {REMEDY}",
+    ),
+    "writes to arguments": (
+        lambda: fs.jit(writes_argument)({"w": X.clone(), "view": X.clone()}),
+        "jit: the function writes to tensors\n  [0][0]['w']: found aten.mul_.Tensor on an argument, needed a new "
+        "tensor, or donate_argnums\n  [0][0]['view']: found aten.zero_.default on an argument, needed a new tensor, or "
+        f"donate_argnums\nTo fix: {REMEDY}",
+    ),
+    "results that are no tensors": (
+        lambda: fs.jit(lambda x: {"x": x, "n": 3, "text": "text", "none": None})(X),
+        "jit: the function returns what is no tensor\n  ['n']: found an int, needed a tensor\n  ['text']: found a "
+        "str, needed a tensor\nTo fix: return tensors; a graph computes nothing else, and a number would stay what it "
+        "was in the first call.",
+    ),
+    "a static argument that cannot be hashed": (
+        lambda: fs.jit(scale, static_argnums=1)(X, [2]),
+        "jit: arguments are no pytrees of tensors\n  static argument 1: found a list, which cannot be hashed, needed a "
+        "tensor, or what can\nTo fix: pass tensors in dicts, lists, tuples or NamedTuples.",
+    ),
+    "no key": (
+        lambda: fs.jit(drops)(X),
+        "jit: aten.bernoulli_.float draws random numbers without a key; needed: model.apply(..., key=...), with a key "
+        "of each step by fs.fold_in(state.key, state.step)",
+    ),
+    "negative argnums": (
+        lambda: fs.jit(scale, donate_argnums=-1),
+        "jit: donate_argnums is -1, needed numbers of arguments by position, from 0",
+    ),
+    "argnums that are no numbers": (
+        lambda: fs.jit(scale, static_argnums=("by",)),
+        "jit: static_argnums is ('by',), needed numbers of arguments by position, from 0",
+    ),
+    "argnums of a bool": (
+        lambda: fs.jit(scale, donate_argnums=True),
+        "jit: donate_argnums is True, needed numbers of arguments by position, from 0",
+    ),
+    "donated and static": (
+        lambda: fs.jit(scale, donate_argnums=(0, 1), static_argnums=1),
+        "jit: arguments [1] are donated and static, needed one of the two",
+    ),
+    "no function": (lambda: fs.jit(3), "jit: got an int, needed a function"),
+    "no successor": (
+        lambda: fs.jit(lambda state, x: x, donate_argnums=0)({"a": X}, X.clone()),
+        "jit: argument 0 is donated, but no part of the result has its structure; return its successor, such as the "
+        "new state, or do not donate it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_refusals(name):
+    run, text = ROWS[name]
+    with refused(text):
+        run()
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(ValueError, match=r"^jit: backend is 'fast', needed one of \(.*'graph'.*\) or a function$"):
+        fs.jit(scale, backend="fast")
+
+
+def test_a_number_that_changes_is_refused_and_the_old_one_still_serves():
+    jitted = fs.jit(scale)
+    assert jitted(X, 2.0).equal(2 * X)
+    text = (
+        "jit: leaves that are part of the graph have changed\n  [0][1]: found 3.0, a leaf that is no tensor and was "
+        "2.0 before, needed a tensor\nTo fix: pass tensors, which may change, or make it a static argument: each value "
+        "has its own trace."
+    )
+    with refused(text):
+        jitted(X, 3.0)
+    assert jitted(X, 2.0).equal(2 * X)
+    assert len(jitted.traces) == 1
+
+
+def test_a_closure_that_was_written_to_is_refused():
+    closed = torch.ones(3)
+    jitted = fs.jit(lambda x: x + closed)
+    assert jitted(X).equal(X + 1)
+    closed.add_(1)
+    text = (
+        "jit: a float32 Tensor of shape (3,) that it closes over was written to since it was traced, needed none; pass "
+        "it as an argument"
+    )
+    with refused(text):
+        jitted(X)
+
+
+def test_an_error_of_the_function_is_its_own_and_leaves_no_trace():
+    def f(x):
+        raise KeyError("mine")
+
+    jitted = fs.jit(f)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="mine"):
+            jitted(X)
+    assert jitted.traces == []
+
+
+@pytest.mark.xfail(raises=RankError, strict=True, reason="torch runs operators of constants while it traces")
+def test_a_trace_runs_no_collective_of_constants():
+    def program():
+        params = fs.shard({"w": torch.ones(3, 2)}, fs.zero3(one_axis(), min_shard_elements=0))
+        axis = fs.axis_of(one_axis())
+
+        # One rank alone may have to trace anew, and the others would not take part.
+        def f(x):
+            return fs.psum(torch.tensor(3.0), axis) * x
+
+        assert fs.jit(f)(params["w"].local).sum() >= 0
+
+    spmd(program, 2, timeout=3.0)

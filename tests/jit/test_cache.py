@@ -1,0 +1,215 @@
+"""When a jitted function is traced anew, and what it takes and returns: JAX's rules."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.func import grad, vmap
+
+import fshard as fs
+from fshard.testing import spmd
+from tests.trees import assert_same_bits, normal, one_axis
+
+FIRST = "the first call"
+X = torch.arange(3.0)
+
+
+def double(tree):
+    return fs.tree_map(lambda x: 2 * x, tree)
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+# Calls, and why each but the first is traced again; None where it is not.
+CALLS = {
+    "values": [((X,), None), ((X + 1,), None), ((X.clone().requires_grad_().detach(),), None)],
+    "shapes": [
+        ((X,), None),
+        ((X[:2].clone(),), "[0][0] was float32[3] on cpu and is float32[2] on cpu"),
+        ((X,), None),
+        ((X[:2].clone(),), None),
+    ],
+    "dtypes": [((X,), None), ((X.double(),), "[0][0] was float32[3] on cpu and is float64[3] on cpu")],
+    "leaves": [
+        (({"a": X, "b": X},), None),
+        (({"a": X, "b": X.int()},), "[0][0]['b'] was float32[3] on cpu and is int32[3] on cpu"),
+    ],
+    "structure": [
+        (({"a": X},), None),
+        (
+            ({"a": X, "b": X},),
+            "the structure of the arguments was PyTreeSpec((({'a': *},), {}), NoneIsLeaf) and is "
+            "PyTreeSpec((({'a': *, 'b': *},), {}), NoneIsLeaf)",
+        ),
+    ],
+    "none": [((Pair(X, None),), None), ((Pair(X + 1, None),), None)],
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_traces(name):
+    jitted = fs.jit(double)
+    whys = [FIRST]
+    for (tree,), why in CALLS[name]:
+        whys += [why] if why else []
+        out = jitted(tree)
+        assert_same_bits(fs.tree_leaves(out), fs.tree_leaves(double(tree)))
+        assert type(out) is type(tree)
+        assert jitted.traces == whys
+
+
+def test_static_values_have_a_trace_each():
+    calls = []
+
+    def f(x, n, mode):
+        calls.append((n, mode))
+        return x**n if mode == "power" else x * n
+
+    jitted = fs.jit(f, static_argnums=(1, 2))
+    for _ in range(2):
+        for n, mode in ((2, "power"), (3, "power"), (3, "product")):
+            assert jitted(X, n, mode).equal(X**n if mode == "power" else X * n)
+    assert calls == [(2, "power"), (3, "power"), (3, "product")]
+    assert jitted.traces == [
+        FIRST,
+        "static argument 1 was 2 and is 3",
+        "static argument 2 was 'power' and is 'product'",
+    ]
+
+
+def test_specs_have_a_trace_each():
+    def program():
+        mesh, full = one_axis(), {"w": normal()(4, 6)}
+        jitted = fs.jit(lambda p: fs.tree_map(torch.sin, p))
+        for _ in range(2):
+            for dim in (0, 1):
+                params = fs.shard(full, fs.fully_shard(mesh, dim=dim))
+                out = jitted(params)
+                assert out["w"].spec == params["w"].spec
+                assert_same_bits(fs.unshard(out)["w"], full["w"].sin())
+        return jitted.traces
+
+    for first, second in spmd(program, 2):
+        assert first == FIRST
+        assert second == (
+            "[0][0]['w'] was float64[2, 6] on cpu, a shard of [4, 6] by P('shard') over shard=2 and is "
+            "float64[4, 3] on cpu, a shard of [4, 6] by P(None, 'shard') over shard=2"
+        )
+
+
+def test_modes_have_a_trace_each():
+    jitted = fs.jit(lambda x: x.exp() @ x)
+    jitted(X)
+    with torch.no_grad():
+        jitted(X)
+    with torch.autocast("cpu", torch.bfloat16):
+        jitted(X)
+    assert [why.partition(" was ")[0] for why in jitted.traces] == [FIRST] + [
+        "(gradients, default dtype, autocast)"
+    ] * 2
+
+
+def test_keywords_are_arguments():
+    jitted = fs.jit(lambda x, *, scale, shift=None: x * scale if shift is None else x * scale + shift)
+    assert jitted(X, scale=torch.tensor(2.0)).equal(2 * X)
+    assert jitted(X, scale=torch.tensor(3.0)).equal(3 * X)
+    assert jitted.traces == [FIRST]
+    assert jitted(X, scale=torch.tensor(3.0), shift=X).equal(4 * X)
+    assert len(jitted.traces) == 2
+
+
+def test_any_tree_is_returned():
+    def f(x):
+        return {"scalar": x.sum(), "none": None, "pair": Pair([x, (x.int(),)], {}), "itself": x}
+
+    jitted = fs.jit(f)
+    for x in (X, X + 1):
+        out, expected = jitted(x), f(x)
+        assert_same_bits(fs.tree_leaves(out), fs.tree_leaves(expected))
+        assert out["none"] is None
+        assert type(out["pair"]) is Pair
+        assert out["scalar"].shape == ()
+
+
+def test_decorators_and_names():
+    @fs.jit
+    def plain(x):
+        """Doubles."""
+        return 2 * x
+
+    @fs.jit(static_argnums=1)
+    def power(x, n):
+        return x**n
+
+    assert plain(X).equal(2 * X)
+    assert power(X, 2).equal(X**2)
+    assert (plain.__name__, plain.__doc__, power.__name__) == ("plain", "Doubles.", "power")
+
+
+def test_a_jitted_function_inside_of_another_is_part_of_its_graph():
+    inner = fs.jit(lambda x: 2 * x)
+    outer = fs.jit(lambda x: inner(x) + inner(x[:2]).sum())
+    assert outer(X).equal(2 * X + 2)
+    assert (inner.traces, outer.traces) == ([], [FIRST])
+
+
+TRANSFORMED = {
+    "grad": lambda f: grad(lambda x: f(x).sum())(X),
+    "vmap": lambda f: vmap(f)(torch.stack([X, X + 1])),
+    "vmap of grad": lambda f: vmap(grad(lambda x: f(x).sum()))(torch.stack([X, X + 1])),
+    "autograd": lambda f: torch.autograd.grad(f(leaf := X.clone().requires_grad_()).sum(), leaf)[0],
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_under_transforms_it_runs_as_it_is(name):
+    def f(x):
+        return x.sin() * x
+
+    jitted = fs.jit(f)
+    assert TRANSFORMED[name](jitted).equal(TRANSFORMED[name](f))
+    assert jitted.traces == []
+
+
+@pytest.mark.parametrize("transform", (grad, lambda f: lambda x: vmap(f)(x[None])[0]), ids=("grad", "vmap"))
+def test_transforms_inside_are_traced(transform):
+    def f(x):
+        return transform(lambda x: (x.sin() * x).sum())(x)
+
+    jitted = fs.jit(f)
+    for x in (X, X + 1):
+        assert jitted(x).equal(f(x))
+    assert jitted.traces == [FIRST]
+
+
+def test_a_backend_gets_the_graph_and_example_inputs():
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append((graph, inputs))
+        return lambda *tensors: [2 * out for out in graph(*tensors)]
+
+    jitted = fs.jit(lambda tree: {"y": tree["x"] + 1}, backend=backend)
+    for x in (X, X + 1):
+        assert jitted({"x": x})["y"].equal(2 * (x + 1))
+    ((graph, inputs),) = seen
+    assert isinstance(graph, torch.fx.GraphModule)
+    assert [(tuple(x.shape), x.dtype) for x in inputs] == [((3,), torch.float32)]
+    assert jitted.traces == [FIRST]
+
+
+def test_a_recorder_sees_what_runs_and_not_the_trace():
+    def program():
+        jitted = fs.jit(fs.gather)
+        params = fs.shard({"w": torch.ones(4)}, fs.zero2(one_axis(), min_shard_elements=0))
+        counts = []
+        for _ in range(2):
+            with fs.comm.record() as record:
+                jitted(params)
+            counts.append(len(record))
+        assert counts == [1, 1]
+
+    spmd(program, 2)

@@ -1,0 +1,194 @@
+"""Donation: results at the addresses of what was given up, with the values of a step that was not donated."""
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard.testing import RankError, spmd
+from fshard.tree import flatten, is_sharded
+from tests.jit.steps import STEPS, assert_alike, copied, refused, slow, tensors, train_step
+from tests.jit.test_functions import blocks, chain
+from tests.jit.test_optimizers import updating
+from tests.optim.test_table import TABLE
+from tests.trees import normal, one_axis
+
+X = torch.arange(3.0)
+
+
+def places(tree):
+    return [tensor.data_ptr() for tensor in tensors(tree)]
+
+
+def prepared(name):
+    params = fs.shard(blocks(), fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))
+    tx = TABLE[name].make()
+    rank = torch.distributed.get_rank()
+    batches = [normal(step + 10 * rank)(2, 5) for step in range(STEPS)]
+    return train_step(chain, tx), fs.TrainState.create(params, tx), batches
+
+
+NAMES = ["from_torch AdamW fused", "from_torch SGD", "ema", "adam", "clip_by_global_norm"]
+
+
+@pytest.mark.parametrize(
+    "name, world_size",
+    slow([(name, ranks) for name in NAMES for ranks in (1, 2)], [("from_torch AdamW fused", 2), ("ema", 1)]),
+)
+def test_every_leaf_stays_where_it_is(name, world_size):
+    """Those of the state that no optimizer writes in place too; and a batch that is not donated is left alone."""
+
+    def program():
+        step, state, batches = prepared(name)
+        jitted, kept = fs.jit(step, donate_argnums=0), fs.jit(step)
+        expected, state = state, copied(state)
+        where, before = places(state), copied(batches)
+        for batch in batches:
+            state, value = jitted(state, batch)
+            expected, wanted = kept(expected, batch)
+            assert_alike((state, value), (expected, wanted))
+            assert places(state) == where
+        assert_alike(batches, before)
+
+    spmd(program, world_size)
+
+
+def test_what_was_given_up_is_refused_and_holds_no_memory():
+    def program():
+        step, state, batches = prepared("from_torch AdamW fused")
+        jitted = fs.jit(step, donate_argnums=0)
+        old = copied(state)
+        state, _ = jitted(old, batches[0])
+        paths = [path for path, leaf in zip(flatten(old).paths, flatten(old).leaves) if leaf is not None]
+        lines = [
+            f"  [0][0]{path}: found a tensor that was donated to an earlier call, needed what that call returned "
+            "in its place\n"
+            for path in paths
+        ]
+        remedy = "To fix: go on with the new state, or do not donate the old."
+        with refused(f"jit: arguments were given up\n{''.join(lines)}{remedy}"):
+            jitted(old, batches[0])
+        assert not any(tensor.numel() for tensor in tensors(old))
+        jitted(state, batches[1])
+
+    spmd(program, 2)
+
+
+def test_an_error_in_the_trace_leaves_what_was_donated_whole():
+    def f(tree):
+        raise KeyError("mine")
+
+    x = X.clone()
+    with pytest.raises(KeyError, match="mine"):
+        fs.jit(f, donate_argnums=0)(x)
+    assert x.equal(X)
+
+
+def swapped(tree):
+    return {"a": tree["b"], "b": tree["a"]}
+
+
+def shifted(tree):
+    return {"a": tree["b"][1:].clone().new_ones(3) + tree["a"].sum(), "b": tree["a"].flip(0)}
+
+
+def viewed(tree):
+    return {"a": tree["a"].expand(3), "b": tree["b"].t().contiguous() if tree["b"].dim() > 1 else tree["b"][:]}
+
+
+def late(tree):
+    """What is returned first is needed for what is returned last."""
+    a = tree["a"] + 1
+    b = tree["b"] * tree["a"] + a
+    return {"a": a, "b": b}
+
+
+def same(tree):
+    return {"a": tree["a"] + 1, "b": tree["a"] + 1}
+
+
+def once(tree):
+    y = tree["a"] * tree["b"]
+    return {"a": y, "b": y}
+
+
+@pytest.mark.parametrize("f", (swapped, shifted, viewed, late, same, once), ids=lambda f: f.__name__)
+def test_values_are_read_before_they_are_written_over(f):
+    tree = {"a": X + 1, "b": 2 * X}
+    expected, where = f(tree), places(tree)
+    for backend in ("graph", lambda graph, inputs: graph):
+        given = copied(tree)
+        where = places(given)
+        found = fs.jit(f, donate_argnums=0, backend=backend)(given)
+        assert_alike(found, expected)
+        assert places(found) == where
+
+
+def test_only_the_part_with_the_argument_s_structure_is_written():
+    jitted = fs.jit(lambda a, b: (a["x"] + b["y"], {"y": b["y"] * 2}, {"x": a["x"] * 3}), donate_argnums=(0, 1))
+    a, b = {"x": X.clone()}, {"y": X.clone()}
+    where = places((b, a))
+    total, new_b, new_a = jitted(a, b)
+    assert_alike((total, new_b, new_a), (2 * X, {"y": 2 * X}, {"x": 3 * X}))
+    assert places((new_b, new_a)) == where
+
+
+def test_another_shape_or_dtype_is_not_written_over():
+    jitted = fs.jit(lambda tree: {"a": tree["a"][:2], "b": tree["b"].double()}, donate_argnums=0)
+    tree = {"a": X.clone(), "b": X.clone()}
+    found = jitted(tree)
+    assert_alike(found, {"a": X[:2], "b": X.double()})
+
+
+def test_a_returned_argument_stays_a_tensor_of_its_own():
+    """Undonated: what the caller does to the result must not reach the argument, or jitted and eager would differ."""
+    x = X.clone()
+    eager, jitted = (lambda x: (x, x + 1)), fs.jit(lambda x: (x, x + 1))
+    assert jitted(x)[0].data_ptr() == eager(x)[0].data_ptr() == x.data_ptr()
+
+
+SHARED = {
+    "donated and kept": (lambda x: ((x, x), {}), "[0][0]", "[0][1]"),
+    "donated twice": (lambda x: (({"a": x, "b": x}, X), {}), "[0][0]['a']", "[0][0]['b']"),
+    "parts that overlap": (lambda x: (({"a": x[:2], "b": x[1:]}, X), {}), "[0][0]['a']", "[0][0]['b']"),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_memory_that_is_given_up_belongs_to_one_tensor(name):
+    """Else it would be written to while it is still read."""
+    (args, kwargs), first, second = SHARED[name][0](x := X.clone()), *SHARED[name][1:]
+    text = (
+        f"jit: arguments share memory that is given up\n  {second}: found memory that {first} has too, and one of them "
+        "is donated, needed tensors of their own\nTo fix: clone one of them."
+    )
+    with refused(text):
+        fs.jit(lambda a, b: (fs.tree_map(lambda leaf: leaf + 1, a), b * 3), donate_argnums=0)(*args, **kwargs)
+    assert x.equal(X)
+
+
+def test_parts_of_one_tensor_that_do_not_overlap_may_be_given_up():
+    a, b = torch.arange(6.0).split(3)
+    found = fs.jit(lambda tree: fs.tree_map(lambda leaf: leaf + 1, tree), donate_argnums=0)({"a": a, "b": b})
+    assert_alike(found, {"a": X + 1, "b": X + 4})
+
+
+LENDS = pytest.mark.xfail(raises=RankError, strict=True, reason="its average begins as the frozen parameter itself")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LENDS if name == "ema" else ()) for name in TABLE])
+def test_no_optimizer_begins_with_shared_memory(name):
+    def program():
+        where = [tensor.data_ptr() for tensor in tensors(updating(name)().state) if tensor.numel()]
+        assert len(set(where)) == len(where)
+
+    spmd(program, 1)
+
+
+def test_specs_stay():
+    def program():
+        step, state, batches = prepared("ema")
+        new, _ = fs.jit(step, donate_argnums=0)(copied(state), batches[0])
+        pairs = zip(flatten(new).leaves, flatten(state).leaves, strict=True)
+        assert all(a.spec == b.spec for a, b in pairs if is_sharded(a))
+
+    spmd(program, 2)

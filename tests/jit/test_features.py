@@ -1,0 +1,211 @@
+"""A jitted step is the eager one, bit for bit: buffers, checkpoints, tied and frozen leaves, derivatives of steps."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, jvp, vmap
+from torch.utils.checkpoint import checkpoint
+
+import fshard as fs
+from tests.jit.steps import STEPS, Case, adamw, assert_on_ranks, slow, this_rank, trained
+from tests.jit.test_functions import blocks, chain
+from tests.test_units_random import Dropped
+from tests.trees import normal, one_axis
+from tests.unit_models import WIDTH, Block, Language, filled, zero3
+
+
+def inputs():
+    draw = normal(1 + this_rank())
+    return [(draw(2, 4, WIDTH),) for _ in range(STEPS)]
+
+
+def strategy(**options):
+    return zero3(**options)(one_axis())
+
+
+class Stack(nn.Module):
+    def __init__(self, wrap=lambda block, x: block(x), dropped=None):
+        super().__init__()
+        make = Block if dropped is None else partial(Dropped, checkpointed=dropped)
+        self.blocks, self.wrap = nn.ModuleList(make(hidden) for hidden in (13, 11)), wrap
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = self.wrap(block, x)
+        return x.square().mean()
+
+
+def rematerialized(block, x):
+    return fs.remat(block)(x)
+
+
+def checkpointed(block, x):
+    return checkpoint(block, x, use_reentrant=False)
+
+
+def inside(module, units=Block, **options):
+    def make():
+        model = fs.functionalize(module, units)
+        return trained(model.apply, model.init(strategy(**options)), inputs())
+
+    return make
+
+
+def around(wrap):
+    """The model's whole forward computed again."""
+    module = filled(Stack())
+
+    def make():
+        model = fs.functionalize(module, Block)
+        return trained(lambda p, x: wrap(model.apply)(p, x), model.init(strategy()), inputs())
+
+    return make
+
+
+class Normalized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(WIDTH, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(self.first(x)))).square().mean()
+
+
+def buffers(by):
+    module = filled(Normalized())
+
+    def make():
+        model, tx = fs.functionalize(module, nn.Linear), adamw()
+
+        def step(state, x):
+            run = fs.value_and_grad(lambda p: model.apply(p, x.flatten(0, 1), buffers=state.buffers), has_aux=True)
+            (value, new), grads = run(state.params)
+            return fs.update(tx, state._replace(buffers=fs.sync_buffers(new, state.params, by)), grads), value
+
+        state = fs.TrainState.create(model.init(strategy()), tx, buffers=model.buffers)
+        return Case(step, state, inputs())
+
+    return make
+
+
+def tie(model):
+    model.head.weight = model.embedding.weight
+
+
+def freeze(model):
+    model.blocks[0].requires_grad_(False)
+    model.embedding.requires_grad_(False)
+
+
+def language(change):
+    module = filled(Language(change, hidden=(13, 11)))
+
+    def make():
+        generator = torch.Generator().manual_seed(this_rank())
+        batches = [(torch.randint(1001, (2, 4), generator=generator),) for _ in range(STEPS)]
+        model = fs.functionalize(module, (Block, nn.Linear))
+        return trained(model.apply, model.init(strategy()), batches)
+
+    return make
+
+
+def on_function(step):
+    """A step of (state, x) on the parameters of `chain`."""
+
+    def make():
+        tx = adamw()
+        params = fs.shard(blocks(), fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))
+        draw = normal(1 + this_rank())
+        return Case(partial(step, tx), fs.TrainState.create(params, tx), [(draw(2, 5),) for _ in range(STEPS)])
+
+    return make
+
+
+def with_products(tx, state, x):
+    """A Hessian-vector product of the objective goes into the loss that is reported."""
+
+    def gradient(params):
+        return grad(lambda p: fs.objective(chain(p, x), like=p))(params)
+
+    grads, products = jvp(gradient, (state.params,), (state.params,))
+    return fs.update(tx, state, grads), products
+
+
+def per_row(tx, state, x):
+    """Gradients of each row, clipped before they are averaged, as differentially private training does."""
+    full = fs.gather(state.params)
+    rows = vmap(grad(chain), (None, 0))(full, x[:, None])
+    grads = fs.tree_map(lambda g: g.clamp(-0.1, 0.1).mean(0), rows)
+    return fs.update(tx, state, fs.scatter_grads(grads, like=state.params)), None
+
+
+def through_a_step(tx, state, x):
+    """MAML: the loss after a step of SGD, differentiated through it."""
+
+    def after(params, x):
+        inner = grad(lambda p: fs.objective(chain(p, x), like=p))(params)
+        return chain(fs.tree_map(lambda p, g: p - 0.1 * g, params, inner), 2 * x)
+
+    value, grads = fs.value_and_grad(after)(state.params, x)
+    return fs.update(tx, state, grads), value
+
+
+def with_remat(tx, state, x):
+    def loss(params):
+        y = x
+        for part in params["blocks"]:
+            y = fs.remat(lambda p, y: torch.tanh(y @ fs.gather(p)["w"]))(part, y)
+        return (y @ fs.gather(params["head"])).square().mean()
+
+    value, grads = fs.value_and_grad(loss)(state.params)
+    return fs.update(tx, state, grads), value
+
+
+ROWS = {
+    "checkpoint in the model": inside(filled(Stack(checkpointed))),
+    "remat in the model": inside(filled(Stack(rematerialized))),
+    "checkpoint in units": inside(filled(Stack(dropped=True)).eval()),
+    "checkpoint of the model": around(lambda f: partial(checkpoint, f, use_reentrant=False)),
+    "remat of the model": around(fs.remat),
+    "every module": inside(filled(Stack(checkpointed)), nn.Module, prefetch=2),
+    "batch norm, of a rank": buffers("rank0"),
+    "batch norm, averaged": buffers("mean"),
+    "tied": language(tie),
+    "frozen": language(freeze),
+    "products": on_function(with_products),
+    "rows": on_function(per_row),
+    "MAML": on_function(through_a_step),
+    "remat": on_function(with_remat),
+}
+CHOSEN = [("checkpoint in the model", 2), ("checkpoint of the model", 1), ("batch norm, averaged", 2), ("tied", 2)]
+CHOSEN += [("frozen", 3), ("products", 2), ("rows", 1), ("MAML", 2), ("remat", 3)]
+
+
+def fails(row):
+    name, ranks = row if isinstance(row, tuple) else (row, 2)
+    if ranks > 1 and any(word in name for word in ("checkpoint", "remat", "every module")):
+        return "comm.highest, by which ranks agree on checkpoints, reads numbers of a trace"
+    return None
+
+
+@pytest.mark.parametrize(
+    "name, world_size", slow([(name, ranks) for name in ROWS for ranks in (1, 2, 3)], CHOSEN, fails)
+)
+def test_steps(name, world_size):
+    assert_on_ranks(ROWS[name], world_size)
+
+
+@pytest.mark.parametrize("name", slow(ROWS, ["MAML", "frozen"], fails))
+def test_steps_on_processes(name, workers):
+    assert_on_ranks(ROWS[name], workers(2))
+
+
+def test_functional_call_is_traced_as_it_is():
+    module = filled(Normalized()).eval()
+    leaves = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    leaves = {name: leaf.detach() for name, leaf in leaves.items()}
+    x = normal()(4, WIDTH)
+    run = partial(functional_call, module)
+    assert fs.jit(lambda leaves, x: run(leaves, (x,)))(leaves, x).equal(run(leaves, (x,)).detach())

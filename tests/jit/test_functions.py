@@ -1,0 +1,184 @@
+"""A jitted step of a plain function over a tree is the eager one, in every layout, spelling and way to accumulate."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import fshard as fs
+from tests.jit.steps import STEPS, Case, adamw, assert_on_ranks, slow, this_rank, trained
+from tests.test_law_ddp import batches as whole_batches
+from tests.test_law_ddp import initial, one_rank_of, row_losses
+from tests.transforms.laws import grid
+from tests.transforms.test_split_dim_training import megatron, perceptron
+from tests.trees import CASTS, STRATEGIES, meshes, normal, one_axis
+
+LAYOUTS = STRATEGIES | CASTS | {"quantize": lambda on: fs.quantize(on.line, scatter=True, block=8)}
+REDUCTIONS = ("mean", "sum", "weighted")
+
+
+def local(reduce, params, batch):
+    rows = row_losses(fs.tree_map(torch.Tensor.double, params), batch)
+    return (rows.sum(), torch.ones(len(rows)).sum()) if reduce == "weighted" else rows.mean()
+
+
+def this_rank_s(reduce):
+    """Batches of this rank; "weighted" spreads rows so that a rank may have none."""
+    return [(one_rank_of(batch, reduce),) for batch in whole_batches()[:STEPS]]
+
+
+def clipped():
+    return fs.chain(fs.clip_by_global_norm(0.05), adamw())
+
+
+def of_engine(layout, reduce):
+    def loss(params, batch):
+        return local(reduce, fs.gather(params), batch)
+
+    return lambda: trained(
+        loss, fs.shard(initial(), LAYOUTS[layout](meshes())), this_rank_s(reduce), clipped(), reduce=reduce
+    )
+
+
+def of_verbs(layout, reduce):
+    def make():
+        tx, params = clipped(), fs.shard(initial(), LAYOUTS[layout](meshes()))
+
+        def step(state, batch):
+            full = fs.gather(state.params)
+            grads, loss = torch.func.grad_and_value(partial(local, "mean"))(full, batch)
+            grads, transform_state = fs.scatter_grads(
+                grads, like=state.params, reduce=reduce, transform_state=state.transform_state
+            )
+            value = fs.objective(loss, like=state.params, reduce=reduce)
+            return fs.update(tx, state, grads, transform_state=transform_state), value
+
+        return Case(step, fs.TrainState.create(params, tx), this_rank_s(reduce))
+
+    return make
+
+
+SPELLINGS = {"value_and_grad": of_engine, "verbs": of_verbs}
+ROWS = [
+    (spelling, layout, reduce, ranks)
+    for spelling in SPELLINGS
+    for layout in LAYOUTS
+    for reduce in REDUCTIONS
+    for ranks in (1, 2, 3)
+    if (spelling, reduce) != ("verbs", "weighted")
+]
+CHOSEN = [
+    ("value_and_grad", "two dims", "sum", 2),
+    ("value_and_grad", "zero2 of every leaf", "weighted", 3),
+    ("value_and_grad", "cast zero2", "mean", 2),
+    ("verbs", "zero2 of every leaf", "mean", 3),
+    ("verbs", "quantize", "sum", 2),
+]
+
+
+@pytest.mark.parametrize("spelling, layout, reduce, world_size", slow(ROWS, CHOSEN))
+def test_layouts(spelling, layout, reduce, world_size):
+    assert_on_ranks(SPELLINGS[spelling](layout, reduce), world_size)
+
+
+def blocks():
+    draw = normal()
+    return {"blocks": [{"w": draw(5, 5), "b": draw(5)} for _ in range(3)], "head": draw(5)}
+
+
+def chain(params, x):
+    for part in params["blocks"]:
+        full = fs.gather(part)
+        x = torch.tanh(x @ full["w"] + full["b"])
+    return (x @ fs.gather(params["head"])).square().mean()
+
+
+SCHEDULES = {
+    "none": None,
+    "all": lambda p: [*p["blocks"], p["head"]],
+    "some": lambda p: p["blocks"][:2],
+    "another order": lambda p: [*reversed(p["blocks"])],
+}
+SCHEDULED = {
+    "zero3": lambda mesh: fs.zero3(mesh, min_shard_elements=0, merge_bytes=0),
+    "zero3 that keeps": lambda mesh: fs.zero3(mesh, min_shard_elements=0, merge_bytes=0, regather=False),
+    "zero2": lambda mesh: fs.zero2(mesh, min_shard_elements=0),
+    "ddp": fs.ddp,
+}
+
+
+def rows_of(x, count=STEPS):
+    draw = normal(x + this_rank())
+    return [(draw(2, 5),) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "schedule, strategy, world_size",
+    slow(
+        [(s, t, n) for s in SCHEDULES for t in SCHEDULED for n in (1, 2, 3)],
+        [("all", "zero3", 3), ("some", "zero3", 2)],
+    ),
+)
+def test_schedules(schedule, strategy, world_size):
+    assert_on_ranks(
+        lambda: trained(
+            chain, fs.shard(blocks(), SCHEDULED[strategy](one_axis())), rows_of(1), schedule=SCHEDULES[schedule]
+        ),
+        world_size,
+    )
+
+
+def accumulated(strategy, communicate, reduce):
+    def make():
+        tx, params = adamw(), fs.shard(blocks(), SCHEDULED[strategy](one_axis()))
+
+        def loss(params, x):
+            return (chain(params, x), torch.ones(len(x)).sum()) if reduce == "weighted" else chain(params, x)
+
+        def step(state, microbatches):
+            run = fs.accumulate(loss, reduce=reduce, communicate=communicate, transform_state=state.transform_state)
+            value, grads, transform_state = run(state.params, microbatches)
+            return fs.update(tx, state, grads, transform_state=transform_state), value
+
+        batches = [([x for (x,) in rows_of(10 * number, 3)],) for number in range(STEPS)]
+        return Case(step, fs.TrainState.create(params, tx), batches)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "strategy, communicate, reduce, world_size",
+    slow(
+        [(s, c, r, n) for s in SCHEDULED for c in ("each", "once") for r in REDUCTIONS for n in (1, 2, 3)],
+        [("zero3", "each", "mean", 2), ("zero3", "once", "weighted", 2), ("zero2", "once", "sum", 3)],
+    ),
+)
+def test_accumulation(strategy, communicate, reduce, world_size):
+    assert_on_ranks(accumulated(strategy, communicate, reduce), world_size)
+
+
+def tensor_parallel(module):
+    def make():
+        mesh = grid(torch.distributed.get_world_size())
+        model, tp = fs.functionalize(module, units=torch.nn.Linear), fs.axis_of(mesh, "tp")
+        params = model.init(megatron(mesh, fs.zero3(mesh, min_shard_elements=0, merge_bytes=0)))
+        draw = normal(3 + fs.comm.rank(fs.axis_of(mesh, "shard")))
+        batches = [(draw(4, 5), draw(4, 3)) for _ in range(STEPS)]
+        return trained(lambda p, x, y: (model.apply(p, x, tp) - y).square().mean(), params, batches)
+
+    return make
+
+
+@pytest.mark.parametrize("world_size", slow((1, 2, 4), [2]))
+def test_tensor_parallel(world_size):
+    assert_on_ranks(tensor_parallel(perceptron()), world_size)
+
+
+@pytest.mark.parametrize("name", slow(("layouts", "another layout", "accumulation"), ["accumulation"]))
+def test_on_processes(name, workers):
+    rows = {
+        "layouts": of_verbs("zero2 of every leaf", "mean"),
+        "another layout": of_engine("two dims", "weighted"),
+        "accumulation": accumulated("zero3", "once", "mean"),
+    }
+    assert_on_ranks(rows[name], workers(2))

@@ -1,0 +1,121 @@
+"""A jitted update is the eager one, bit for bit: every optimizer, every transformation, and schedules."""
+
+import pytest
+import torch
+from torch import optim
+
+import fshard as fs
+from fshard.testing import RankError, spmd
+from tests.jit.steps import Case, assert_on_ranks, slow
+from tests.optim.test_table import TABLE, every_leaf, on_shards
+
+# They look at values between operators: whether gradients are finite, how many there are, how large a tensor's mean is.
+LOOKING = ("skip_nonfinite", "dynamic_loss_scale", "every_k", "whole Adafactor")
+
+TORCH = {
+    "SGD fused": lambda: fs.from_torch(optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "Adam fused": lambda: fs.from_torch(optim.Adam, lr=0.1, fused=True, amsgrad=True),
+    "Adagrad fused": lambda: fs.from_torch(optim.Adagrad, lr=0.1, fused=True),
+    "AdamW for loop": lambda: fs.from_torch(optim.AdamW, lr=0.1, foreach=False),
+    "AdamW maximizing": lambda: fs.from_torch(optim.AdamW, lr=0.1, maximize=True),
+    "Adagrad": lambda: fs.from_torch(optim.Adagrad, lr=0.1),
+    "Adadelta": lambda: fs.from_torch(optim.Adadelta, lr=0.1),
+    "Adamax": lambda: fs.from_torch(optim.Adamax, lr=0.1),
+    "NAdam": lambda: fs.from_torch(optim.NAdam, lr=0.1),
+    "Rprop": lambda: fs.from_torch(optim.Rprop, lr=0.1),
+    "ASGD": lambda: fs.from_torch(optim.ASGD, lr=0.1),
+    "RAdam": lambda: fs.from_torch(optim.RAdam, lr=0.1),
+}
+
+
+def halving(count):
+    return 0.1 * 0.5**count
+
+
+def warming(count):
+    return 0.1 * torch.clamp((count + 1) / 3, max=1.0)
+
+
+SCHEDULED = {
+    "AdamW fused, halved": lambda: fs.from_torch(optim.AdamW, lr=halving, fused=True),
+    "Adam fused, warmed up": lambda: fs.from_torch(optim.Adam, lr=warming, fused=True),
+    "SGD fused, halved": lambda: fs.from_torch(optim.SGD, lr=halving, fused=True),
+    "AdamW fused, injected": lambda: fs.from_torch(optim.AdamW, lr=0.1, inject=("lr",), fused=True),
+    "AdamW fused, halved and injected": lambda: fs.from_torch(optim.AdamW, lr=halving, inject=("lr",), fused=True),
+    "native sgd": lambda: fs.sgd(halving, 0.9),
+    "native adam": lambda: fs.adam(warming),
+    "native lamb": lambda: fs.lamb(halving),
+    "clipped, decayed, averaged": lambda: fs.ema(
+        fs.chain(fs.clip_by_global_norm(0.5), fs.add_decayed_weights(0.1), fs.adamw(halving)), 0.9
+    ),
+}
+OPTIMIZERS = {name: row.make for name, row in TABLE.items()} | TORCH | SCHEDULED
+TRACED = [name for name in OPTIMIZERS if name not in LOOKING]
+CHOSEN = [
+    *(("sgd", 1), ("lamb", 2), ("adafactor", 3), ("from_torch AdamW fused", 2), ("clip_by_global_norm", 3)),
+    *(("from_torch SGD", 2), ("partition", 2), ("ema", 2), ("whole", 2), ("whole Muon", 3), ("masked optimizer", 1)),
+    *(("AdamW fused, halved", 2), ("native adam", 2), ("AdamW fused, halved and injected", 1)),
+]
+
+
+def updating(name):
+    def make():
+        params, grads = on_shards(every_leaf())
+        tx = OPTIMIZERS[name]()
+
+        def step(state, grad):
+            return fs.update(tx, state, grad), fs.tree_leaves(grad)[0].sum()
+
+        return Case(step, fs.TrainState.create(params, tx), [(grad,) for grad in grads])
+
+    return make
+
+
+@pytest.mark.parametrize("name, world_size", slow([(n, w) for n in TRACED for w in (1, 2, 3)], CHOSEN))
+def test_updates(name, world_size):
+    assert_on_ranks(updating(name), world_size)
+
+
+@pytest.mark.parametrize("name", slow(TRACED, ["clip_by_global_norm", "whole Muon"]))
+def test_updates_on_processes(name, workers):
+    assert_on_ranks(updating(name), workers(2))
+
+
+@pytest.mark.parametrize("name", LOOKING)
+@pytest.mark.xfail(raises=RankError, strict=True, reason="looks at values in Python, so that a trace refuses it")
+def test_updates_that_look_at_values(name):
+    assert_on_ranks(updating(name), 1)
+
+
+@pytest.mark.parametrize("name", LOOKING)
+def test_what_looks_at_values_is_refused_and_nothing_has_changed(name):
+    def program():
+        case = updating(name)()
+        before = fs.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, case.state)
+        with pytest.raises(ValueError, match="looks at the value of a tensor, which a trace does not have"):
+            fs.jit(case.step, donate_argnums=0)(case.state, *case.batches[0])
+        assert all(map(torch.equal, fs.tree_leaves(case.state), fs.tree_leaves(before)))
+
+    spmd(program, 2)
+
+
+def test_a_donated_update_inside_of_a_donated_step():
+    """The update writes to the state by itself; the graph finds that in its place."""
+
+    def make():
+        case = updating("from_torch AdamW fused")()
+        tx = OPTIMIZERS["from_torch AdamW fused"]()
+        return case._replace(step=lambda state, grad: (fs.update(tx, state, grad, donate=True), None))
+
+    def program():
+        state, expected = make().state, make().state
+        jitted = fs.jit(make().step, donate_argnums=0)
+        places = [leaf.data_ptr() for leaf in fs.tree_leaves((state.params, state.opt_state))]
+        eager = updating("from_torch AdamW fused")().step
+        for (grad,) in make().batches:
+            state, expected = jitted(state, grad)[0], eager(expected, grad)[0]
+        assert all(map(torch.equal, fs.tree_leaves(state), fs.tree_leaves(expected)))
+        assert [leaf.data_ptr() for leaf in fs.tree_leaves((state.params, state.opt_state))] == places
+        assert jitted.traces == ["the first call"]
+
+    spmd(program, 2)
