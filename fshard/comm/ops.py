@@ -28,6 +28,9 @@ LETTING_GO = 1000
 # Of torch's CPU generator.
 RANDOM_STATE_BYTES = torch.get_rng_state().numel()
 
+# Without it a trace would run an operator of constants once, and leave it out of the graph.
+_TAGS = (torch.Tag.nondeterministic_seeded,)
+
 _LIBRARY = torch.library.Library("fshard", "DEF")
 _SIGNATURE = "(Tensor[] tensors, str axis, int size, str group, str algorithm, str label) -> Tensor[]"
 
@@ -153,7 +156,7 @@ def _seed(key: torch.Tensor) -> None:
 
 
 def _define(name: str, kernel, fake) -> None:  # type: ignore[no-untyped-def]
-    _LIBRARY.define(f"{name}{_SIGNATURE}")
+    _LIBRARY.define(f"{name}{_SIGNATURE}", tags=_TAGS)
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fshard::{name}", fake, lib=_LIBRARY)
 
@@ -173,7 +176,8 @@ _define(
 )
 
 _LIBRARY.define(
-    "all_to_all(Tensor rows, int[] send, int[] receive, str axis, int size, str group, str label) -> Tensor"
+    "all_to_all(Tensor rows, int[] send, int[] receive, str axis, int size, str group, str label) -> Tensor",
+    tags=_TAGS,
 )
 _LIBRARY.impl("all_to_all", _all_to_all, "CompositeExplicitAutograd")
 torch.library.register_fake(
@@ -188,7 +192,7 @@ torch.library.register_fake(
 _LIBRARY.define("set_random_state(Tensor state) -> ()")
 _LIBRARY.impl("set_random_state", torch.set_rng_state, "CompositeExplicitAutograd")
 torch.library.register_fake("fshard::set_random_state", lambda state: None, lib=_LIBRARY)
-_LIBRARY.define("seed(Tensor key) -> ()")
+_LIBRARY.define("seed(Tensor key) -> ()", tags=_TAGS)
 _LIBRARY.impl("seed", _seed, "CompositeExplicitAutograd")
 torch.library.register_fake("fshard::seed", lambda key: None, lib=_LIBRARY)
 

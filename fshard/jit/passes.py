@@ -100,7 +100,8 @@ def refuse_ambient_random(graph: Graph, what: str) -> None:
 
 def _draws(node: Node) -> bool:
     """Whether a node draws random numbers; kernels of attention may, and do not where they drop nothing."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    if not tagged or str(node.target).startswith("fshard."):
         return False
     return not any(argument.name == "dropout_p" and value in (None, 0.0) for argument, value in _arguments(node) or ())
 

@@ -132,7 +132,7 @@ def dynamic_loss_scale(
 
 
 def _refuse_scale(scale: torch.Tensor) -> None:
-    if not _compat.transforms_active() and scale == 0:
+    if not (_compat.transforms_active() or _compat.is_tracing()) and scale == 0:
         raise ValueError("dynamic_loss_scale: the scale has become 0, needed more; look for a nan in the loss itself")
 
 
@@ -213,7 +213,7 @@ def all_finite(grads: Tree) -> torch.Tensor:
 
 def either(flag: torch.Tensor, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
     """One of two trees by a flag: one is computed, or under a torch.func transform both."""
-    if not _compat.transforms_active():
+    if not (_compat.transforms_active() or _compat.is_tracing()):
         return yes() if bool(flag) else no()
     return tree_map(lambda a, b: torch.where(flag, a, b), yes(), no())
 

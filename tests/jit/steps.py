@@ -1,14 +1,14 @@
 """Train steps for jit, and what it must keep of the eager ones: bits, collectives, and one trace."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import fshard as fs
-from fshard.testing import RankError, spmd
+from fshard.testing import spmd
 from fshard.tree import flatten, is_sharded
 from tests.trees import assert_same_bits
 
@@ -32,20 +32,14 @@ class Case(NamedTuple):
     batches: Sequence[tuple[Any, ...]]
 
 
-def slow(
-    rows: Iterable[Any], chosen: Sequence[Any], fails: Callable[[Any], str | None] = lambda row: None
-) -> list[Any]:
-    """The rows of a table, those that are not chosen marked, and those that fail with the reason."""
+def slow(rows: Iterable[Any], chosen: Sequence[Any]) -> list[Any]:
+    """The rows of a table, those that are not chosen marked."""
     rows = list(rows)
     assert all(row in rows for row in chosen)
-
-    def marks(row: Any) -> Iterator[Any]:
-        if row not in chosen:
-            yield pytest.mark.slow
-        if reason := fails(row):
-            yield pytest.mark.xfail(raises=RankError, strict=True, reason=reason)
-
-    return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=tuple(marks(row))) for row in rows]
+    return [
+        pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=() if row in chosen else pytest.mark.slow)
+        for row in rows
+    ]
 
 
 def refused(text: str) -> Any:

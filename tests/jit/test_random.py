@@ -7,7 +7,7 @@ from torch.func import grad
 
 import fshard as fs
 from tests.jit.steps import Case, adamw, assert_on_ranks, slow
-from tests.jit.test_features import Stack, checkpointed, fails, inputs, rematerialized, strategy
+from tests.jit.test_features import Stack, checkpointed, inputs, rematerialized, strategy
 from tests.trees import normal, one_axis
 from tests.unit_models import Block, filled
 
@@ -39,7 +39,7 @@ RANDOM = {
 
 
 # Threads share the generator that a key seeds.
-@pytest.mark.parametrize("name", slow(RANDOM, ["dropout", "dropout in checkpoints"], fails))
+@pytest.mark.parametrize("name", slow(RANDOM, ["dropout", "dropout in checkpoints"]))
 def test_steps_on_processes(name, workers):
     assert_on_ranks(RANDOM[name], workers(2))
 
