@@ -28,6 +28,7 @@ bench: .venv/examples
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py --world-size-1
 	$(BIN)/python benchmarks/memory.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/update.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 benchmarks/compile.py
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build dist
