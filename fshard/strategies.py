@@ -119,6 +119,8 @@ def zero3(
         raise ValueError(f"zero3: regather is {regather!r}, needed {needed}")
     if layout is None:
         layout = fully_shard(axis_of(mesh, axis), min_shard_elements=min_shard_elements)
+    elif min_shard_elements != MIN_SHARD_ELEMENTS:
+        raise ValueError("zero3: min_shard_elements is given besides layout, needed one of them; give it to the layout")
     casts_in = [cast(gather=param_dtype)] if param_dtype else []
     casts_out = [cast(scatter=reduce_dtype)] if reduce_dtype else []
     residency = Residency(regather, prefetch, merge_bytes, inputs=param_dtype, outputs=output_dtype)
@@ -150,5 +152,7 @@ def hsdp(
     Raises:
         ValueError: if the mesh has no such axes, and as for `zero3`.
     """
+    if "layout" in options:
+        raise ValueError("hsdp: layout is given, needed none; use zero3(mesh, layout=...)")
     layout = hybrid_shard(mesh, axis, replicate, min_shard_elements=min_shard_elements)
     return zero3(mesh, axis, layout=layout, **options)

@@ -188,3 +188,12 @@ BAD = [
 @pytest.mark.parametrize("row", BAD, ids=repr)
 def test_bad_arguments_are_refused(row):
     assert_refused(row, row.ranks)
+
+
+def test_a_layout_says_all_that_is_to_be_said_of_it():
+    mesh = fs.init_mesh({"replicate": 1, "shard": -1}, device="cpu")
+    layout = fs.fully_shard(mesh["shard"])
+    with pytest.raises(ValueError, match=r"^hsdp: layout is given, needed none; use zero3\(mesh, layout=\.\.\.\)$"):
+        fs.hsdp(mesh, layout=layout)
+    with pytest.raises(ValueError, match=r"^zero3: min_shard_elements is given besides layout, needed one of them; "):
+        fs.zero3(mesh, layout=layout, min_shard_elements=3)
