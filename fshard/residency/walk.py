@@ -144,8 +144,11 @@ class Walk:
             if slot in use.unit.places:
                 return use, use.unit.places[slot]
         found = next((use for use in self._open.values() if slot in use.unit.places), None)
-        use = found or self._reach(self._stop_of(slot) or 0, in_turn)
-        return use, use.unit.places[slot]
+        if found is None:
+            stop = self._stop_of(slot)
+            assert stop is not None
+            found = self._reach(stop, in_turn)
+        return found, found.unit.places[slot]
 
     def _stop_of(self, slot: Slot) -> int | None:
         """The stop that holds a leaf: of several, as of tied ones, the next that has not been passed over."""

@@ -3,10 +3,10 @@
 from fshard.testing.adjoint import check_adjoint
 from fshard.testing.against_ddp import Match, assert_matches_ddp
 from fshard.testing.compare import assert_trees_close
-from fshard.testing.follow import check_varying
 from fshard.testing.rank_error import RankError
 from fshard.testing.spmd import spmd
 from fshard.testing.transform import TransformReport, check_transform
+from fshard.testing.varying import check_varying
 from fshard.testing.workers import Workers
 
 __all__ = [
