@@ -13,6 +13,9 @@ activations, the two largest units, and the bytes that may be in flight. Activat
 plain PyTorch: whenever a gradient is complete, the peak since the one before, minus the parameters and the gradients
 there are by then; the most of these counts. The bound adds up what need not be largest at one moment. The tighter one
 takes gradients and activations at the one moment when the two together are most.
+
+For jitted systems, such as fshard-zero3-graph, the most bytes that their graph holds at a time stand next to what was
+measured: the peak above what is held between steps, which for a jitted system includes what tracing has imported.
 """
 
 import argparse
@@ -29,8 +32,8 @@ import meter
 import report
 import torch
 import torch.distributed as dist
-from gpt import Block, Configuration
-from rivals import SYSTEMS, make, total_bytes
+from gpt import SEED, Block, Configuration
+from rivals import ADAMW, SYSTEMS, make, total_bytes
 from torch import nn
 
 import fshard as fs
@@ -39,6 +42,7 @@ from fshard.residency.backward import IN_FLIGHT_BYTES
 DEFAULT_SYSTEMS = "ddp,fsdp1,fsdp2,fsdp2-fine,fshard-ddp,fshard-zero2,fshard-zero3"
 BOUNDED = "fshard-zero3"
 ACTIVATIONS = "activations"
+JITTED = {"fshard-ddp-graph": fs.ddp, "fshard-zero2-graph": fs.zero2, "fshard-zero3-graph": fs.zero3}
 MIB = 2**20
 
 
@@ -102,7 +106,25 @@ def work(args: argparse.Namespace) -> None:
         for _ in range(args.steps):
             system.step()
         found |= {"peak": memory.peak() - idle, "stored": system.stored()._asdict()}
+        if args.worker in JITTED:
+            del system
+            found["predicted"] = peak_of_graph(JITTED[args.worker](mesh), args.configuration, mesh.get_rank())
     (args.results / f"{mesh.get_rank()}.json").write_text(json.dumps(found))
+
+
+def peak_of_graph(strategy: fs.ShardTransform, configuration: Configuration, rank: int) -> int:
+    """The most bytes that a donated step of a jitted system holds beyond its arguments, as its graph tells."""
+    with torch.device("meta"):
+        model = fs.functionalize(configuration.module(), units=Block)
+    tx = fs.from_torch(torch.optim.AdamW, **ADAMW)
+    state = fs.TrainState.create(model.init(strategy, seed=SEED), tx)
+
+    def train_step(state: fs.TrainState, *batch: torch.Tensor) -> tuple[fs.TrainState, torch.Tensor]:
+        loss, grads = fs.value_and_grad(model.apply)(state.params, *batch)
+        return fs.update(tx, state, grads), loss
+
+    jitted = fs.jit(train_step, donate_argnums=0)
+    return fs.make_graph(jitted)(state, *configuration.tokens(rank)).peak_bytes()
 
 
 def moments(configuration: Configuration, memory: meter.Meter) -> list[Moment]:
@@ -164,6 +186,10 @@ def write(args: argparse.Namespace, reason: str, measured: Mapping[str, list[Any
     columns = ("peak", "between steps", "stored", "making and first step")
     title = f"Memory above idle, MiB, largest of {args.ranks} ranks, {configuration.name}; by {measure}"
     report.print_table(title + (f", because {reason}" if reason else ""), columns, rows)
+    graphs = {name: ranks for name, ranks in measured.items() if name in JITTED}
+    if graphs:
+        compared = {name: against_graph(ranks) for name, ranks in graphs.items()}
+        report.print_table("Peak above that between steps, MiB", ("measured", "by the graph", "ratio"), compared)
     marks = []
     if bound:
         parts = {name: [mib(size), mib(bound["tighter_parts"][name])] for name, size in bound["parts"].items()}
@@ -182,6 +208,13 @@ def write(args: argparse.Namespace, reason: str, measured: Mapping[str, list[Any
 def others(ranks: list[Any]) -> list[int]:
     stored = max(sum(rank["stored"].values()) for rank in ranks)
     return [max(rank["between_steps"] for rank in ranks), stored, max(rank["making_and_first_step"] for rank in ranks)]
+
+
+def against_graph(ranks: list[Any]) -> list[str]:
+    """What steps took at most, what the graph tells of it, and how many times that is."""
+    rank = max(ranks, key=lambda rank: rank["peak"] - rank["between_steps"])
+    taken = rank["peak"] - rank["between_steps"]
+    return [mib(taken), mib(rank["predicted"]), f"{rank['predicted'] / taken:.3f}"]
 
 
 def mib(size: float) -> str:

@@ -7,23 +7,28 @@ import torch
 
 
 def compile_by_inductor(module: Any, examples: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    """Compile a graph of operators to kernels, in the order that it has. Checked on 2.13.
+    """Compile a graph of operators to kernels, in an order that Inductor chooses. Checked on 2.13.
 
     Args:
-        module: A torch.fx.GraphModule that writes to no input.
-        examples: Its inputs as fake tensors.
+        module: A torch.fx.GraphModule that writes to no input; its results keep their strides.
+        examples: Its inputs as fake tensors, or none.
+
+    Returns:
+        A function of the inputs that returns a sequence of the results.
     """
-    import torch._inductor.config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    mode = examples[0].fake_mode if examples else None  # type: ignore[attr-defined]
-    # Reordering for peak memory would put every gather next to its wait.
-    with torch._inductor.config.patch(reorder_for_peak_memory=False):
-        if mode is not None:
-            with mode:
-                module = make_fx(module, decomposition_table=select_decomp_table(), tracing_mode="real")(*examples)
-        module.graph.eliminate_dead_code()
-        compiled = compile_fx_inner(module, list(examples))
-    return lambda *tensors: compiled(list(tensors))
+    (output,) = module.graph.find_nodes(op="output")
+    with output.args[0][0].meta["val"].fake_mode:
+        lowered = make_fx(module, decomposition_table=select_decomp_table(), tracing_mode="real")(*examples)
+    lowered.graph.eliminate_dead_code()
+    (output,) = lowered.graph.find_nodes(op="output")
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    run = compile_fx_inner(lowered, list(examples))
+
+    def compiled(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        return run(list(tensors))
+
+    return compiled

@@ -30,7 +30,9 @@ def arguments_of(target: Any) -> list[Argument] | None:
     if not isinstance(target, torch._ops.OpOverload):
         return None
     infos = [(argument.name, argument.alias_info) for argument in target._schema.arguments]
-    return [Argument(name, info is not None, info is not None and info.is_write) for name, info in infos]
+    # Its schema denies it.
+    is_view = target is torch.ops.aten._unsafe_view.default
+    return [Argument(name, is_view or info is not None, info is not None and info.is_write) for name, info in infos]
 
 
 def is_tracing() -> bool:
@@ -56,9 +58,12 @@ def outside_modes() -> AbstractContextManager[object]:
 def make_graph_of(f: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> "GraphModule":
     """Trace a function by make_fx, on tensors without values; those it closes over are constants. Checked on 2.13."""
     # Imported here because it takes a second.
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    return make_fx(f, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
+    # Passes will change the graph: the code that it has until then is not needed.
+    with _use_lazy_graph_module(True):
+        return make_fx(f, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
 
 
 def asks_for_values(error: Exception) -> bool:

@@ -12,7 +12,8 @@ Algorithms:
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -206,3 +207,26 @@ all_gather = torch.ops.fshard.all_gather.default
 reduce_scatter = torch.ops.fshard.reduce_scatter.default
 all_reduce = torch.ops.fshard.all_reduce.default
 all_to_all = torch.ops.fshard.all_to_all.default
+
+
+def held_in_flight(func: object, args: Sequence[Any]) -> list[int | None]:
+    """What an operator holds of each tensor it is given until the buffer of it has been waited for.
+
+    Args:
+        func: The operator.
+        args: Its arguments, tensors of any kind.
+
+    Returns:
+        For each tensor None where nothing is held, 0 where it is the tensor itself, else the bytes of a copy; an empty
+        list for what is no collective.
+    """
+    if func is all_to_all:
+        return [0]
+    if func not in (all_gather, reduce_scatter, all_reduce):
+        return []
+    tensors, _, size, _, algorithm, _ = args
+    if algorithm == "direct" and (func is all_gather or (func is all_reduce and size > 2)):
+        return [None for _ in tensors]
+    one_row = algorithm == "direct" and func is reduce_scatter and size == 2
+    sent = [tensor[0] if one_row else tensor for tensor in tensors]
+    return [0 if rows.is_contiguous() else rows.nbytes for rows in sent]

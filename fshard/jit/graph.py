@@ -9,6 +9,8 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fshard import _compat, comm
+from fshard.jit.jit import Jitted
+from fshard.jit.memory import held_bytes
 from fshard.jit.passes import clean, placeholders, results
 from fshard.jit.signature import aval, flat_arguments
 from fshard.jit.trace import Traced, trace
@@ -55,7 +57,11 @@ class StepGraph:
         return self.collectives().bytes_sent()
 
     def peak_bytes(self) -> int:
-        """The most bytes that are held at a time, beyond the arguments and what kernels take for themselves."""
+        """The most bytes that are held at a time, beyond the arguments.
+
+        That is where operators run one by one. What kernels and the process group's backend take for themselves is not
+        among it: little but for convolutions, which lay their arguments out anew, and other collectives than direct.
+        """
         return max((moment.bytes for moment in self.moments), default=0)
 
     def plot(self, path: str | Path) -> None:
@@ -93,35 +99,19 @@ class StepGraph:
     __repr__ = __str__
 
     def _run(self) -> Iterator[Moment]:
-        """Walk through the graph, holding each result until nobody needs it or a view of it any more."""
-        nodes = list(self.module.graph.nodes)
-        order = {node: n for n, node in enumerate(nodes)}
-        owners = _owners(nodes)
-        last: dict[int, int] = {}
-        for node in nodes:
-            for storage in owners.get(node, {}):
-                uses = [order[user] for user in node.users]
-                last[storage] = max([last.get(storage, -1), order[node], *uses])
-        given = {storage for node in placeholders(self.module.graph) for storage in owners.get(node, {})}
-        held: dict[int, int] = {}
-        for n, node in enumerate(nodes):
-            for storage, nbytes in owners.get(node, {}).items():
-                if storage not in given:
-                    held[storage] = nbytes
-            if node.op == "call_function":
-                sent = comm.collective_of(node.target, map_arg(node.args, lambda given: given.meta["val"]))
-                yield Moment(node.name, _operator(node), sum(held.values()), sent)
-            held = {storage: nbytes for storage, nbytes in held.items() if last[storage] > n}
+        for node, nbytes in held_bytes(self.module.graph):
+            sent = comm.collective_of(node.target, map_arg(node.args, lambda given: given.meta["val"]))
+            yield Moment(node.name, _operator(node), nbytes, sent)
 
     def _lines(self) -> Iterator[str]:
         sent = f"{len(self.collectives())} collectives, {self.bytes_sent():.0f} bytes sent"
         yield f"{len(self.moments)} operators, {sent}, {self.peak_bytes()} bytes at most"
         for node in self.module.graph.nodes:
+            path = f"  -> {self._results[node]}" if node in self._results else ""
             if node.op == "placeholder":
-                yield f"  {node.name}: {_shape(node)} = {self._paths[node]}"
+                yield f"  {node.name}: {_shape(node)} = {self._paths[node]}{path}"
             elif node.op == "call_function":
                 arguments = ", ".join(_written(argument) for argument in node.args)
-                path = f"  -> {self._results[node]}" if node in self._results else ""
                 yield f"  {node.name}: {_shape(node)} = {_operator(node)}({arguments}){path}"
 
 
@@ -129,11 +119,15 @@ def make_graph(f: Callable[..., Any]) -> Callable[..., StepGraph]:
     """Make a function that traces `f` for its arguments rather than run it, as jax.make_jaxpr does.
 
     Args:
-        f: As for `jit`.
+        f: As for `jit`; or what `jit` returned, whose graph is the one that its backend is given, with results written
+            to donated arguments where the backend does not copy them there at the end.
 
     Returns:
         A function of f's arguments that returns the graph: it prints readably, and tells collectives, bytes sent and
-        peak bytes. Nothing is computed or sent.
+        peak bytes. Nothing is computed or sent, and nothing that `jit` returned is traced for later calls.
+
+    Raises:
+        ValueError: by the function returned, as by what `jit` returns.
 
     >>> print(make_graph(lambda x: x.sin() + 1)(torch.zeros(2)))
     2 operators, 0 collectives, 0 bytes sent, 16 bytes at most
@@ -143,33 +137,14 @@ def make_graph(f: Callable[..., Any]) -> Callable[..., StepGraph]:
     """
 
     def run(*args: Any, **kwargs: Any) -> StepGraph:
+        if isinstance(f, Jitted):
+            return StepGraph(f.graph_for(args, kwargs))
         flat = flat_arguments(args, kwargs, ())
         traced = trace(f, flat, lambda tree: f(*tree[0], **tree[1]), "make_graph")
         clean(traced.graph)
         return StepGraph(traced)
 
     return run
-
-
-def _owners(nodes: list[Node]) -> dict[Node, dict[int, int]]:
-    """For each node the storages of its results, with their bytes."""
-    found: dict[Node, dict[int, int]] = {}
-    for node in nodes:
-        if node.target is _compat.WAIT_TENSOR:
-            # It returns what it was given, though traced as another.
-            found[node] = found[node.all_input_nodes[0]]
-            continue
-        value = node.meta.get("val")
-        tensors = [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, torch.Tensor)]
-        found[node] = {_compat.storage_key(tensor): int(tensor.untyped_storage().nbytes()) for tensor in tensors}
-    for node in nodes:
-        if node.op == "call_function" and node.all_input_nodes and _compat.arguments_of(node.target) is None:
-            # One of several results.
-            (given,) = node.all_input_nodes
-            value = given.meta["val"][node.args[1]] if given.meta.get("val") is not None else node.meta["val"]
-            key = _compat.storage_key(value)
-            found[node] = {key: found[given].get(key, int(value.untyped_storage().nbytes()))}
-    return found
 
 
 def _operator(node: Node) -> str:

@@ -20,7 +20,7 @@ from fshard.jit.passes import (
     refuse_writes,
     results,
 )
-from fshard.jit.signature import Signature, changed_values, changes, flat_arguments, signature
+from fshard.jit.signature import Signature, changed_values, changes, flat_arguments, signature, unhashable
 from fshard.jit.trace import Traced, trace
 from fshard.tree import Flat, Sharded, is_sharded, subtrees, unflatten
 
@@ -75,7 +75,7 @@ class Jitted:
         try:
             program = self._programs.get(asked)
         except TypeError:
-            raise _unhashable(asked.static, flat) from None
+            raise unhashable(asked.static, flat) from None
         if program is None:
             program = self._programs[asked] = self._traced(asked, flat, args)
         for tensor, version in program.closed:
@@ -110,6 +110,17 @@ class Jitted:
         else:
             why = "the first call"
 
+        traced, pairs = self._graph(flat, args)
+        closed = constants(traced.graph)
+        run = ready(traced.graph, self._backend, "jit")
+        self.traces.append(why)
+        return _Program(traced, run, pairs, writes_in_place(self._backend), closed)
+
+    def graph_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Traced:
+        """Trace the function as a call would, up to the graph that its backend is given."""
+        return self._graph(flat_arguments(args, kwargs, self._static), args)[0]
+
+    def _graph(self, flat: Flat, args: Sequence[Any]) -> tuple[Traced, dict[int, int]]:
         def rebuild(tree: Any) -> Any:
             positional, keywords = tree
             return self._f(*(args[i] if i in self._static else a for i, a in enumerate(positional)), **keywords)
@@ -120,13 +131,9 @@ class Jitted:
         refuse_writes(traced.graph.graph, traced.paths, donated, "jit")
         refuse_ambient_random(traced.graph.graph, "jit")
         pairs = _pairs(traced, flat, self._donated, donated)
-        in_place = writes_in_place(self._backend)
-        if in_place:
+        if writes_in_place(self._backend):
             donate(traced.graph, pairs)
-        closed = constants(traced.graph)
-        run = ready(traced.graph, self._backend, "jit")
-        self.traces.append(why)
-        return _Program(traced, run, pairs, in_place, closed)
+        return traced, pairs
 
 
 def jit(
@@ -148,9 +155,9 @@ def jit(
         donate_argnums: Arguments that the caller gives up: the part of the result that has the structure of such an
             argument is written in its place, at the same addresses, and the old tensors are emptied.
         static_argnums: Arguments that are no tensors and may change; the function is traced for each value.
-        backend: "graph" runs the operators one by one, bit for bit as eager code. "inductor" compiles them to kernels,
-            which round otherwise, and copies results to donated arguments at the end. A function of the
-            torch.fx.GraphModule and its inputs as fake tensors returns what is run in its place.
+        backend: "graph" runs the operators one by one, bit for bit as eager code. "inductor" compiles those between
+            collectives to kernels, which round otherwise, and leaves collectives, updates and random numbers where they
+            are. A function of the torch.fx.GraphModule and its inputs as fake tensors returns what is run in its place.
 
     Returns:
         The function. Its attribute `traces` lists for each trace why it was made.
@@ -173,19 +180,6 @@ def jit(
     if not callable(f):
         raise ValueError(f"jit: got {kind(f)}, needed a function")
     return Jitted(f, donated, static, backend)
-
-
-def _unhashable(static: Sequence[tuple[str, Any]], flat: Flat) -> ValueError:
-    """What to say where a graph cannot be found again by the arguments."""
-    named = [(f"static argument {name}", value) for name, value in static]
-    problems = []
-    for path, value in (*named, *zip(flat.paths, flat.leaves, strict=True)):
-        try:
-            hash(value.spec if is_sharded(value) else value)
-        except TypeError:
-            problems.append(Problem(path, f"{kind(value)}, which cannot be hashed", "a tensor, or what can"))
-    remedy = "pass tensors in dicts, lists, tuples or NamedTuples"
-    return leaf_error("jit: arguments are no pytrees of tensors", problems, remedy)
 
 
 def _numbers(name: str, value: Any) -> tuple[int, ...]:

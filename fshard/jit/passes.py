@@ -1,10 +1,12 @@
 """Passes over a traced graph: what it may not do, what it need not do, and writing into donated inputs."""
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from fshard import _compat
 from fshard.comm import ops
@@ -13,6 +15,8 @@ from fshard.errors import Problem, leaf_error
 aten = torch.ops.aten
 # They return what they are given, as far as a graph without autograd can tell.
 _NOTHING = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+# Which do nothing where the result looks as before.
+_VIEWS = (aten.view.default, aten.slice.Tensor, aten.expand.default)
 _COPIES = (aten.clone.default, aten.lift_fresh_copy.default)
 
 
@@ -91,14 +95,14 @@ def refuse_ambient_random(graph: Graph, what: str) -> None:
             keyed = True
         elif node.target is ops.set_random_state:
             keyed = at.get(node.args[0], False)
-        elif not keyed and _draws(node):
+        elif not keyed and draws(node):
             raise ValueError(
                 f"{what}: {node.target} draws random numbers without a key; needed: model.apply(..., key=...), with a "
                 "key of each step by fs.fold_in(state.key, state.step)"
             )
 
 
-def _draws(node: Node) -> bool:
+def draws(node: Node) -> bool:
     """Whether a node draws random numbers; kernels of attention may, and do not where they drop nothing."""
     tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     if not tagged or str(node.target).startswith("fshard."):
@@ -119,11 +123,31 @@ def results(graph: Graph) -> list[Node]:
 def clean(module: GraphModule) -> None:
     """Take out what does nothing, and what nobody uses."""
     graph = module.graph
-    for node in list(graph.nodes):
-        if node.target in _NOTHING or _is_same_view(node):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
+    stands_for: dict[Node, Node] = {}
+    for node in graph.nodes:
+        if node.target in _NOTHING or node.target in _VIEWS:
+            before = stands_for.get(node.args[0], node.args[0])
+            if node.target in _NOTHING or _is_same(before, node):
+                stands_for[node] = before
+    replace(graph, stands_for)
     graph.eliminate_dead_code(is_impure)
+
+
+def replace(graph: Graph, stands_for: Mapping[Node, Node]) -> None:
+    """Let nodes take the place of others, all at once: a fused optimizer takes every leaf, and is written once."""
+    for user in dict.fromkeys(user for node in stands_for for user in node.users):
+        user.args = map_arg(user.args, lambda node: stands_for.get(node, node))
+        user.kwargs = map_arg(user.kwargs, lambda node: stands_for.get(node, node))
+    for node in stands_for:
+        graph.erase_node(node)
+
+
+def looks(node: Node) -> bool:
+    """Whether a node does no more than look at memory in another way, or take one of several results."""
+    if node.target is operator.getitem:
+        return True
+    given = [argument for argument, _ in _arguments(node) or ()]
+    return any(argument.aliased for argument in given) and not any(argument.written for argument in given)
 
 
 def is_impure(node: Node) -> bool:
@@ -136,10 +160,8 @@ def is_impure(node: Node) -> bool:
     return any(argument.written for argument, _ in _arguments(node) or ())
 
 
-def _is_same_view(node: Node) -> bool:
-    if node.target not in (aten.view.default, aten.slice.Tensor, aten.expand.default):
-        return False
-    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+def _is_same(before_node: Node, after_node: Node) -> bool:
+    before, after = before_node.meta["val"], after_node.meta["val"]
     return before.shape == after.shape and before.stride() == after.stride() and before.dtype is after.dtype
 
 
@@ -163,14 +185,13 @@ def donate(module: GraphModule, pairs: Mapping[int, int]) -> None:
     for i, k in pairs.items():
         given, result = inputs[i], stands_for.get(outs[k], outs[k])
         copied = _written(result)
+        copied = stands_for.get(copied, copied)
         if copied is given:
             outs[k] = given
             continue
         if copied.target in _COPIES and copied.args[0] is given and last[given] is copied:
             # A copy that was made to be written to: the input itself may be.
-            copied.replace_all_uses_with(given)
             last[given], stands_for[copied] = max(last[copied], given, key=order.__getitem__), given
-            graph.erase_node(copied)
             outs[k] = given
             continue
         if any(stands_for.get(root, root).op != "call_function" for root in found[result]):
@@ -185,7 +206,8 @@ def donate(module: GraphModule, pairs: Mapping[int, int]) -> None:
         with graph.inserting_after(max(result, last[given], key=order.__getitem__)):
             graph.call_function(aten.copy_.default, (given, result)).meta["val"] = given.meta["val"]
         outs[k] = given
-    next(iter(reversed(graph.nodes))).args = ([stands_for.get(out, out) for out in outs],)
+    next(iter(reversed(graph.nodes))).args = (outs,)
+    replace(graph, stands_for)
     graph.eliminate_dead_code(is_impure)
 
 

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import comm
+from fshard.checks import kind
+from fshard.errors import Problem, leaf_error
 from fshard.tree import Flat, Spec, Tree, Treedef, flatten, is_sharded
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -126,3 +128,16 @@ def arguments(args: Sequence[Any], static: Sequence[int]) -> Tree:
 def flat_arguments(args: Sequence[Any], kwargs: dict[str, Any], static: Sequence[int]) -> Flat:
     """All traced arguments, taken apart."""
     return flatten((arguments(args, static), kwargs))
+
+
+def unhashable(static: Sequence[tuple[str, Any]], flat: Flat) -> ValueError:
+    """What to say where a graph cannot be found again by the arguments."""
+    named = [(f"static argument {name}", value) for name, value in static]
+    problems = []
+    for path, value in (*named, *zip(flat.paths, flat.leaves, strict=True)):
+        try:
+            hash(value.spec if is_sharded(value) else value)
+        except TypeError:
+            problems.append(Problem(path, f"{kind(value)}, which cannot be hashed", "a tensor, or what can"))
+    remedy = "pass tensors in dicts, lists, tuples or NamedTuples"
+    return leaf_error("jit: arguments are no pytrees of tensors", problems, remedy)

@@ -1,5 +1,6 @@
 """Trace: a function of pytrees written down as one graph, on tensors without values."""
 
+import gc
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +17,8 @@ from fshard.checks import kind
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Flat, Sharded, Treedef, flatten, is_sharded, unflatten
 
-# Traces patch what belongs to the process.
-_TRACING = threading.Lock()
+# Traces patch what belongs to the process, and so do compilers.
+TRACING = threading.Lock()
 _PACKAGES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 _LOOKS = ("__repr__", "__format__", "__str__", "tolist", "numpy", "__array__")
 
@@ -71,7 +72,7 @@ def trace(f: Callable[..., Any], flat: Flat, rebuild: Callable[[Any], Any], what
         return [leaf.local if is_sharded(leaf) else leaf for leaf in out.leaves if leaf is not None]
 
     # Outside of modes such as the recorder's, which are for what runs.
-    with _TRACING, _compat.outside_modes(), _explained(what), _generator_in_graph():
+    with TRACING, _compat.outside_modes(), _explained(what), _generator_in_graph(), _no_garbage():
         graph = _compat.make_graph_of(flat_function, [tensor.detach() for tensor in tensors])
     out = found[-1]
     outputs = [leaf.spec.lent_by(None) if is_sharded(leaf) else None if leaf is None else True for leaf in out.leaves]
@@ -114,6 +115,18 @@ def _generator_in_graph() -> Iterator[None]:
         set_rng_state=lambda state: comm.ops.set_random_state(state) if _compat.is_tracing() else put(state),
     ):
         yield
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Keep Python's collector from going through a growing graph again and again: what is traced stays anyway."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -181,3 +181,109 @@ def test_one_rank_has_no_collective():
     program, record = graph_of(1)
     assert not record
     assert not starts(nodes_of(program))
+
+
+def bytes_of(f, *args, **options):
+    return fs.make_graph(fs.jit(f, **options) if options else f)(*args).peak_bytes()
+
+
+def run_as_it_is(graph, inputs):
+    return graph
+
+
+@pytest.mark.parametrize("backend", ("graph", run_as_it_is))
+def test_make_graph_of_a_jitted_step_is_the_graph_that_its_backend_is_given(backend):
+    def program():
+        model = fs.functionalize(filled(Deep()), Block)
+        case = trained(model.apply, model.init(zero3()(one_axis())), inputs())
+        jitted, batch = fs.jit(case.step, donate_argnums=0, backend=backend), case.batches[0]
+        graph = fs.make_graph(jitted)(case.state, *batch)
+        # Nothing was kept for later calls, and nothing given up.
+        assert not jitted.traces
+        plain = fs.make_graph(case.step)(case.state, *batch)
+        jitted(case.state, *batch)
+        (program,) = jitted._programs.values()
+        return graph, plain, nodes_of(program)
+
+    graph, plain, run = spmd(program, 2)[0]
+    assert [node.name for node in graph.module.graph.nodes] == [node.name for node in run]
+    assert graph.bytes_sent() == plain.bytes_sent()
+    in_place = [out.op == "placeholder" for out in run[-1].args[0]]
+    if backend == "graph":
+        assert in_place.count(False) == 1
+        assert graph.peak_bytes() < plain.peak_bytes()
+    else:
+        assert not any(in_place)
+        assert graph.peak_bytes() == plain.peak_bytes()
+
+
+def test_make_graph_of_a_jitted_function_takes_static_arguments_and_says_where_results_lie():
+    jitted = fs.jit(lambda x, n: (x * n, {"n": x[0] + n}), donate_argnums=0, static_argnums=1)
+    graph = fs.make_graph(jitted)(torch.zeros(4), 3)
+    text = """
+4 operators, 0 collectives, 0 bytes sent, 20 bytes at most
+  arg0_1: float32[4] = [0][0]  -> [0]
+  mul: float32[4] = aten.mul(arg0_1, 3)
+  select: float32[] = aten.select.int(arg0_1, 0, 0)
+  add: float32[] = aten.add(select, 3)  -> [1]['n']
+  copy__default: float32[4] = aten.copy_(arg0_1, mul)
+"""
+    assert str(graph) == text.strip()
+
+
+def written(x):
+    y = x.clone()
+    y.view(2, -1).mul_(2)
+    return y
+
+
+def swapped(tree):
+    return tree[::-1]
+
+
+X = torch.zeros(1000)
+HELD = {
+    "a result": (lambda x: x.sin(), (X,), {}, X.nbytes),
+    "a result of a donated argument": (lambda x: x.sin(), (X,), {"donate_argnums": 0}, X.nbytes),
+    "two at a time": (lambda x: x.sin().cos().tan(), (X,), {}, 2 * X.nbytes),
+    "views": (lambda x: x.sin().view(10, 100)[1:].t(), (X,), {}, X.nbytes),
+    "several views": (lambda x: [part + 1 for part in x.sin().split(500)], (X,), {}, 2 * X.nbytes),
+    "what is written in place": (written, (X,), {}, X.nbytes),
+    "what is written in an argument": (written, (X,), {"donate_argnums": 0}, 0),
+    "copies of arguments that change places": (swapped, ([X, X + 1],), {"donate_argnums": 0}, 2 * X.nbytes),
+    "a constant": (lambda x: x + X, (X,), {}, X.nbytes),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_bytes_are_those_of_memory_that_is_new(name):
+    f, args, options, expected = HELD[name]
+    assert bytes_of(f, *args, **options) == expected
+
+
+@pytest.mark.parametrize(
+    "world_size, contiguous, expected",
+    [
+        # Both rows, the one that arrives, and a sine with its cosine.
+        (2, True, 2 + 1 + 2),
+        # And a copy of the row that is sent, while this rank's own stays where it is.
+        (2, False, 2 + 1 + 2 + 1),
+        # All rows, those that arrive, and a sine with its cosine.
+        (3, True, 3 + 3 + 2),
+        # All rows and a copy of them, which alone is held from then on, and those that arrive.
+        (3, False, 3 + 3 + 3),
+    ],
+)
+def test_what_collectives_work_on_is_held_until_they_are_waited_for(world_size, contiguous, expected):
+    def program():
+        axis = fs.axis_of(one_axis())
+
+        def f(x):
+            rows = x.expand(world_size, -1) + 1
+            finish = fs.comm.start_reduce_scatter([rows if contiguous else rows.t().contiguous().t()], axis, "test")
+            y = x.sin().cos()
+            return finish()[0] + y
+
+        return bytes_of(f, X)
+
+    assert spmd(program, world_size) == [expected * X.nbytes] * world_size

@@ -1,4 +1,4 @@
-"""The Inductor backend: the eager step within rounding, donated in place, and refused where order matters."""
+"""The Inductor backend: the eager step within rounding, donated in place, with the same random numbers."""
 
 import pytest
 import torch
@@ -51,11 +51,33 @@ def test_processes(workers):
     spmd(assert_close_to_eager, workers(2), timeout=240.0)
 
 
-def test_random_numbers_are_refused():
-    model = fs.functionalize(nn.Dropout(0.5))
-    text = (
-        "^jit: the function draws random numbers, whose order Inductor does not keep; "
-        'needed backend="graph", which keeps the order of what seeds and what draws$'
-    )
-    with pytest.raises(ValueError, match=text):
-        fs.jit(lambda x, key: model.apply({}, x, key=key), backend="inductor")(X, fs.fold_in(0, 1))
+def test_random_numbers_are_those_of_eager_code():
+    model, key = fs.functionalize(nn.Sequential(nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.1))), fs.fold_in(0, 1)
+    jitted = fs.jit(lambda x, key: model.apply({}, x, key=key).sin(), backend="inductor")
+    # A few roundings of numbers below a few ones each.
+    atol = 10 * torch.finfo(X.dtype).eps
+    for n in range(2):
+        expected = model.apply({}, X, key=fs.fold_in(key, n)).sin()
+        torch.testing.assert_close(jitted(X, fs.fold_in(key, n)), expected, rtol=0.0, atol=atol)
+
+
+def test_views_of_what_a_kernel_computes_share_its_memory():
+    def write(x):
+        y = x.sin() * 2
+        columns = y.t()
+        y.add_(1)
+        return columns * 3 + columns.cos(), y
+
+    found, expected = fs.jit(write, backend="inductor")(X), write(X)
+    assert_trees_close(found, expected, rtol=0.0, atol=10 * torch.finfo(X.dtype).eps)
+
+
+def test_views_into_arguments_begin_where_they_do():
+    base = normal(4)(3, 10)
+
+    def ahead(x):
+        part = x[1].as_strided((5,), (2,), x[1].storage_offset() + 1)
+        return part.sin() * part.cos() + 1
+
+    found, expected = fs.jit(ahead, backend="inductor")(base), ahead(base)
+    assert_trees_close(found, expected, rtol=0.0, atol=10 * torch.finfo(X.dtype).eps)
