@@ -17,6 +17,7 @@ from fshard.jit.passes import (
     donate,
     placeholders,
     refuse_ambient_random,
+    refuse_hidden_results,
     refuse_writes,
     results,
 )
@@ -130,6 +131,7 @@ class Jitted:
         donated = [_argument(path) in self._donated for path in traced.paths]
         refuse_writes(traced.graph.graph, traced.paths, donated, "jit")
         refuse_ambient_random(traced.graph.graph, "jit")
+        refuse_hidden_results(traced.graph.graph, "jit")
         pairs = _pairs(traced, flat, self._donated, donated)
         if writes_in_place(self._backend):
             donate(traced.graph, pairs)

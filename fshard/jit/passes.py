@@ -102,6 +102,13 @@ def refuse_ambient_random(graph: Graph, what: str) -> None:
             )
 
 
+def refuse_hidden_results(graph: Graph, what: str) -> None:
+    """Refuse oneDNN's recurrent kernel, whose backward needs what its forward keeps out of a trace."""
+    if any(str(node.target).startswith("aten.mkldnn_rnn_layer_backward") for node in graph.nodes):
+        needed = "torch's own; call torch.backends.mkldnn.set_flags(False) first, for eager steps too"
+        raise ValueError(f"{what}: nn.LSTM runs a kernel of oneDNN whose backward cannot be traced, needed {needed}")
+
+
 def draws(node: Node) -> bool:
     """Whether a node draws random numbers; kernels of attention may, and do not where they drop nothing."""
     tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

@@ -48,6 +48,16 @@ def asks(x):
     return x if len(x[x > 1]) else -x
 
 
+LSTM = torch.nn.LSTM(4, 5)
+
+
+def recurs(x):
+    with torch.enable_grad():
+        parameters = {name: p.detach().requires_grad_() for name, p in LSTM.named_parameters()}
+        out = torch.func.functional_call(LSTM, parameters, (x.detach(),))[0].sum()
+        return dict(zip(parameters, torch.autograd.grad(out, parameters.values())))
+
+
 LOOKS = {
     branch: "return x if x.sum() > 0 else -x",
     loop: "while x.sum() < 3:",
@@ -147,6 +157,11 @@ ROWS = {
         lambda: fs.jit(scale, donate_argnums=True),
         "jit: donate_argnums is True, needed numbers of arguments by position, from 0",
     ),
+    "a kernel that hides its results": (
+        lambda: fs.jit(recurs)(torch.ones(2, 3, 4)),
+        "jit: nn.LSTM runs a kernel of oneDNN whose backward cannot be traced, needed torch's own; call "
+        "torch.backends.mkldnn.set_flags(False) first, for eager steps too",
+    ),
     "donated and static": (
         lambda: fs.jit(scale, donate_argnums=(0, 1), static_argnums=1),
         "jit: arguments [1] are donated and static, needed one of the two",
@@ -222,3 +237,12 @@ def test_a_trace_runs_no_collective_of_constants():
         assert fs.jit(f)(params["w"].local).sum() >= 0
 
     spmd(program, 2, timeout=3.0)
+
+
+def test_a_recurrent_network_is_jitted_without_onednn():
+    before = torch.backends.mkldnn.set_flags(False)
+    try:
+        expected, found = (f(torch.ones(2, 3, 4)) for f in (recurs, fs.jit(recurs)))
+    finally:
+        torch.backends.mkldnn.set_flags(before[0])
+    assert all(found[name].equal(grad) for name, grad in expected.items())
