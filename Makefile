@@ -18,7 +18,7 @@ types: .venv/dev
 	$(BIN)/mypy fshard
 
 demo: .venv/examples
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 examples/train_gpt.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 examples/ddp_parity.py
 
 bench: .venv/examples
 	for configuration in d512-L8-B4-T256 d1024-L8-B1-T128 d64-L48-B1-T16; do \
@@ -27,6 +27,7 @@ bench: .venv/examples
 	done
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py --world-size-1
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/init.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/update.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 benchmarks/compile.py
 

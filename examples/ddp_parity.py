@@ -2,8 +2,8 @@
 
 Run on two ranks, or on one without a launcher:
 
-    torchrun --standalone --nproc_per_node 2 examples/train_gpt.py --strategy zero2
-    python examples/train_gpt.py --steps 100
+    torchrun --standalone --nproc_per_node 2 examples/ddp_parity.py --strategy zero2
+    python examples/ddp_parity.py --steps 100
 
 It prints what each rank stores and sends next to DDP, a sample of what the model writes, and how far the run is from
 torch DDP's on the same batches; the curves go to a PNG.
@@ -212,7 +212,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sample", type=int, default=300, help="bytes to write at the end")
-    parser.add_argument("--plot", type=Path, default=Path("train_gpt.png"))
+    parser.add_argument("--plot", type=Path, default=Path("ddp_parity.png"))
     return parser.parse_args()
 
 

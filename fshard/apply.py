@@ -10,7 +10,7 @@ from fshard import _compat
 from fshard.checks import check_local, check_transforms, kind, refuse_writes
 from fshard.errors import Problem, leaf_error
 from fshard.gather import gather
-from fshard.init import copied, drawn
+from fshard.init import copied, init, refuse_blank
 from fshard.random import seeded
 from fshard.residency import Call, Unit, call_of, forward_only
 from fshard.shard import shard
@@ -29,7 +29,8 @@ class Model:
     (train or eval) the module was in then.
 
     Attributes:
-        buffers: The module's buffers when it was functionalized, by name.
+        buffers: The module's buffers when it was functionalized, by name; those of a module on the meta device have
+            values after `init` with a seed, where the module draws them.
     """
 
     def __init__(self, module: nn.Module, units: Units = None) -> None:
@@ -38,6 +39,7 @@ class Model:
             raise ValueError(f"functionalize: got {kind(module)}, needed an nn.Module; call its class first")
         _refuse_lazy(module)
         self.buffers: Buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        self._given = self.buffers
         self._module = module
         self._shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         self._bare = copied(module, lambda tensor: torch.empty_like(tensor, device="meta"))
@@ -46,28 +48,40 @@ class Model:
         # Calls that overlap (threads, a model called inside itself) each need a copy of their own.
         self._idle: list[Skeleton] = []
 
-    def init(self, strategy: ShardTransform, *, seed: int | None = None) -> dict[str, Any]:
+    def init(self, strategy: ShardTransform, *, seed: int | None = None, mode: str = "replay") -> dict[str, Any]:
         """Make sharded parameters, from the module's own values or anew from a seed.
+
+        With a seed the module may be on the meta device: no more is held than the shards and what is being drawn, and
+        `buffers` then holds values for those buffers that the module draws itself.
 
         Args:
             strategy: How to shard them, such as fs.zero2(mesh).
             seed: Draw values anew with each submodule's reset_parameters, children before their parent as constructors
-                do, from torch's generator seeded so; the generator's state is put back. None takes the values the
-                module has.
+                do, or with the initializer of a model of transformers. torch's generator is seeded so, and its state
+                is put back. None takes the values the module has.
+            mode: "replay" draws every value on every rank, bitwise what drawing the whole module gives. "counter"
+                draws only this rank's part, each element from the seed, the parameter's name and the element's place
+                in the full tensor: other numbers, of the same distributions, and the same at every world size.
 
         Returns:
             Sharded parameters by name; tied ones once, under the first of their names.
 
         Raises:
-            ValueError: if ranks hold different values, the module is on the meta device and no seed is given, or a
-                submodule cannot draw its values anew.
+            ValueError: if ranks hold different values, the module is on the meta device and no seed is given, a
+                submodule cannot draw its values anew, or draws them by more than "counter" can follow.
         """
         empty = [name for name, parameter in self._module.named_parameters() if parameter.is_meta]
         if seed is None and empty:
             problems = [Problem(f"[{name!r}]", "a tensor on the meta device", "one with values") for name in empty]
             raise leaf_error("model.init: parameters have no values", problems, "pass seed= to draw them")
-        module = self._module if seed is None else drawn(self._module, self.buffers, seed)
-        return shard(dict(module.named_parameters()), strategy)
+        if seed is None and mode != "replay":
+            raise ValueError(f"model.init: mode is {mode!r} and there is no seed, needed one; pass seed=")
+        if seed is None:
+            return shard(dict(self._module.named_parameters()), strategy)
+        params, drawn = init(self._module, self._given, strategy, seed, mode)
+        # A new dict, because the caller may hold the one before.
+        self.buffers = self.buffers | drawn
+        return params
 
     def apply(
         self,
@@ -102,6 +116,8 @@ class Model:
         given = self.buffers if buffers is None else buffers
         _check_names("apply: buffers", given, dict.fromkeys(self.buffers))
         flat = flatten(dict(params))
+        if not all(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in flat.leaves):
+            refuse_blank(given)
         check_local("apply", flat)
         check_transforms("apply", flat)
         copies = {name: buffer.clone() for name, buffer in given.items()}

@@ -1,5 +1,6 @@
 """Storage: shard full tensors, unshard them again, reshard from one layout to another."""
 
+import ctypes
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,16 +43,16 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str],
     out: list[Any] = []
     entries: dict[str, str] = {}
     for path, name, leaf in zip(flat.paths, names, flat.leaves, strict=True):
-        unfit = _unfit(leaf)
-        if leaf is None or unfit:
-            problems += [Problem(path, *unfit)] if unfit else []
+        misfit = unfit(leaf)
+        if leaf is None or misfit:
+            problems += [Problem(path, *misfit)] if misfit else []
             out.append(None)
-            entries[path] = unfit[0] if unfit else "None"
+            entries[path] = misfit[0] if misfit else "None"
             continue
-        spec = Spec(tuple(leaf.shape), frozen=_is_frozen(path, leaf, frozen))
+        spec = Spec(tuple(leaf.shape), frozen=is_frozen(path, leaf, frozen))
         spec = laid_out(path, spec, transform.at(name), problems)
         out.append((leaf.detach(), spec))
-        entries[path] = _describe(leaf, spec)
+        entries[path] = describe(leaf, spec)
     entries["(structure)"] = outline(flat.treedef)
     # Ranks compare before any of them refuses its tree: a tree may be wrong on one rank alone.
     difference = comm.disagreement(entries, transform.layout_axes, "shard")
@@ -60,7 +61,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str],
         raise leaf_error("shard: ranks hold different trees", [difference], remedy)
     if problems:
         raise leaf_error("shard: leaves cannot be sharded", problems, "pass full tensors whose shapes fit the strategy")
-    return unflatten(flat.treedef, [leaf and Sharded(_stored(local_piece(*leaf), leaf[1]), leaf[1]) for leaf in out])
+    return unflatten(flat.treedef, [leaf and Sharded(stored(local_piece(*leaf), leaf[1]), leaf[1]) for leaf in out])
 
 
 def unshard(tree: Tree) -> Tree:
@@ -121,14 +122,14 @@ def reshard(tree: Tree, transform: ShardTransform) -> Tree:
         raise leaf_error("reshard: leaves belong to their ranks", problems, remedy)
     if problems:
         raise leaf_error("reshard: leaves do not fit", problems, "choose a strategy that fits their shapes")
-    leaves = [leaf if spec is None else Sharded(_stored(_move(leaf, spec), spec), spec) for leaf, spec in out]
+    leaves = [leaf if spec is None else Sharded(stored(_move(leaf, spec), spec), spec) for leaf, spec in out]
     return unflatten(flat.treedef, leaves)
 
 
 def local_piece(full: torch.Tensor, spec: Spec) -> torch.Tensor:
     """Cut this rank's shard out of a full tensor, padded with zeros, in storage of its own."""
     piece = full.reshape(spec.full_shape)
-    for dim, (start, size) in enumerate(_ranges(spec)):
+    for dim, (start, size) in enumerate(local_ranges(spec)):
         piece = piece.narrow(dim, start, size)
     missing = [n - k for n, k in zip(spec.local_shape, piece.shape, strict=True)]
     if any(missing):
@@ -136,7 +137,7 @@ def local_piece(full: torch.Tensor, spec: Spec) -> torch.Tensor:
     return piece.clone(memory_format=torch.contiguous_format)
 
 
-def _ranges(spec: Spec) -> list[tuple[int, int]]:
+def local_ranges(spec: Spec) -> list[tuple[int, int]]:
     """Where this rank's elements of the full tensor start along each dim, and how many there are."""
     ranges = []
     for dim, left in enumerate(spec.full_shape):
@@ -152,7 +153,7 @@ def _ranges(spec: Spec) -> list[tuple[int, int]]:
 def without_padding(leaf: Sharded) -> torch.Tensor:
     """This rank's elements of a leaf without the padding at its ends: a view of leaf.local, perhaps empty."""
     local = leaf.local
-    for dim, (_, size) in enumerate(_ranges(leaf.spec)):
+    for dim, (_, size) in enumerate(local_ranges(leaf.spec)):
         local = local.narrow(dim, 0, size)
     return local
 
@@ -175,7 +176,8 @@ def _unshard(shards: Sequence[torch.Tensor], specs: Sequence[Spec]) -> list[torc
     return out
 
 
-def _stored(piece: torch.Tensor, spec: Spec) -> torch.Tensor:
+def stored(piece: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """Bring a new shard to where its transform keeps it."""
     return spec.transform.store(piece) if spec.transform else piece
 
 
@@ -204,12 +206,13 @@ def laid_out(path: str, spec: Spec, transform: ShardTransform, problems: list[Pr
         return spec
 
 
-def _is_frozen(path: str, leaf: torch.Tensor, frozen: Callable[[str], bool] | None) -> bool:
+def is_frozen(path: str, leaf: torch.Tensor, frozen: Callable[[str], bool] | None = None) -> bool:
+    """Whether a leaf takes no gradient."""
     fixed = isinstance(leaf, torch.nn.Parameter) and not leaf.requires_grad
     return fixed or (frozen is not None and frozen(path))
 
 
-def _unfit(leaf: Any) -> tuple[str, str] | None:
+def unfit(leaf: Any) -> tuple[str, str] | None:
     """What was found and what was needed, where a leaf is nothing that can be cut."""
     if is_sharded(leaf):
         return "a Sharded leaf", "a full tensor; reshard changes layouts"
@@ -223,14 +226,21 @@ def _unfit(leaf: Any) -> tuple[str, str] | None:
     return None
 
 
-def _describe(leaf: torch.Tensor, spec: Spec) -> str:
-    """What ranks must agree on: a leaf's dtype, shape, layout and a hash of its values."""
-    dense = leaf.detach().cpu().contiguous().resolve_conj().resolve_neg()
+def describe(leaf: torch.Tensor, spec: Spec, origin: str | None = None) -> str:
+    """What ranks must agree on: a leaf's dtype, shape, layout, and a hash of its values or where they come from."""
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    source = origin or f"of hash {hash_of(leaf)}"
+    return f"{'frozen ' if spec.frozen else ''}{dtype}{list(leaf.shape)} {source} split by {spec.partition!r}"
+
+
+def hash_of(tensor: torch.Tensor) -> str:
+    """A hash of a tensor's values."""
+    dense = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     # A single element counts as contiguous whatever its stride, which a view as bytes does not allow.
     flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-    values = hashlib.blake2b(flat.numpy().data, digest_size=8).hexdigest()
-    dtype = str(leaf.dtype).removeprefix("torch.")
-    return f"{'frozen ' if spec.frozen else ''}{dtype}{list(leaf.shape)} of hash {values} split by {spec.partition!r}"
+    # Not by numpy, which would keep the memory from ever being freed before the tensor is.
+    values = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
+    return hashlib.blake2b(values, digest_size=8).hexdigest()
 
 
 def check_transform(transform: Any, verb: str) -> None:

@@ -40,11 +40,11 @@ def test_ranks_exit_with_zero(tmp_path, kept, attempt):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
 @pytest.mark.parametrize("launcher", [(sys.executable,), (*TORCHRUN, 2)], ids=["alone", "torchrun"])
-def test_train_gpt_equals_ddp(tmp_path, launcher, strategy):
+def test_ddp_parity(tmp_path, launcher, strategy):
     sizes = {"width": 32, "layers": 2, "heads": 2, "context": 16, "batch": 2, "steps": 4, "sample": 5}
     options = [part for name, size in sizes.items() for part in (f"--{name}", size)]
     plot = tmp_path / "curves.png"
-    out = run(*launcher, ROOT / "examples/train_gpt.py", *options, "--strategy", strategy, "--plot", plot)
+    out = run(*launcher, ROOT / "examples/ddp_parity.py", *options, "--strategy", strategy, "--plot", plot)
     assert "largest difference from DDP: 0 in a loss, 0 in a parameter, over 4 steps" in out
     assert plot.read_bytes().startswith(b"\x89PNG")
 
@@ -52,7 +52,7 @@ def test_train_gpt_equals_ddp(tmp_path, launcher, strategy):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_demo_learns_and_equals_ddp(tmp_path):
-    out = run(*TORCHRUN, 2, ROOT / "examples/train_gpt.py", "--plot", tmp_path / "curves.png", timeout=500)
+    out = run(*TORCHRUN, 2, ROOT / "examples/ddp_parity.py", "--plot", tmp_path / "curves.png", timeout=500)
     # In nats per byte; frequencies of single bytes give 3.2, of pairs 2.4.
     assert float(re.search(r"held-out loss +([0-9.]+)", out)[1]) <= 2.0
     assert "largest difference from DDP: 0 in a loss, 0 in a parameter, over 700 steps" in out

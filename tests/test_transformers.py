@@ -11,7 +11,8 @@ import torch
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
 from fshard.tree import flatten
-from tests.trees import one_axis
+from tests.test_init_memory import peak_bytes
+from tests.trees import assert_same_bits, one_axis
 
 transformers = pytest.importorskip("transformers")
 
@@ -116,6 +117,24 @@ STRATEGIES = {
     "zero3": lambda mesh: fs.zero3(mesh, merge_bytes=0),
     "zero3 that keeps": lambda mesh: fs.zero3(mesh, regather=False, merge_bytes=0),
 }
+
+
+def on_meta(case):
+    """The model without values."""
+    cls = getattr(transformers, case.model)
+    with torch.device("meta"):
+        return cls(cls.config_class(**case.config)).eval()
+
+
+def initialized(case, seed):
+    """The oracle: memory for the whole model, and its own initializer."""
+    module = on_meta(case).to_empty(device="cpu")
+    with torch.random.fork_rng(), torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+        torch.manual_seed(seed)
+        module.init_weights()
+    return module
 
 
 def batches(case):
@@ -263,6 +282,48 @@ def test_layers_that_are_checkpointed_and_units(workers, name):
     errors, others = spmd(lambda: trained(CASES[name], "zero3", is_checkpointed=True)[0], workers(RANKS))
     assert errors == others
     report(f"{name}, zero3, checkpointed", errors)
+
+
+@pytest.mark.parametrize("mode", ("replay", "counter"))
+@pytest.mark.parametrize("name", CASES)
+def test_init_from_the_meta_device(name, mode):
+    """By replay, bitwise the model's own initialization; by counter, the same values at every world size."""
+    case = CASES[name]
+    module, expected = on_meta(case), initialized(case, 3)
+    # Values that a model has do not matter.
+    drawn = case.functionalize(case.build(torch.float32)).init(fs.ddp(one_axis()), seed=3, mode=mode)
+
+    def program():
+        model = case.functionalize(module)
+        params = model.init(fs.zero3(one_axis(), min_shard_elements=0), seed=3, mode=mode)
+        return fs.unshard(params), model.buffers
+
+    ranks = [[(fs.unshard(drawn), dict(expected.named_buffers()))], *(spmd(program, ranks) for ranks in (1, 3))]
+    for params, buffers in (found for ends in ranks for found in ends):
+        assert_same_bits(buffers, dict(expected.named_buffers()))
+        if mode == "replay":
+            assert_same_bits(params, {name: p.detach() for name, p in expected.named_parameters()})
+        else:
+            assert_same_bits(params, ranks[0][0][0])
+    assert all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    # A matrix of n normal numbers has their deviation within a part of 1 / sqrt(2 n).
+    for name, parameter in expected.named_parameters():
+        deviations = parameter.detach().double().std(), params[name].double().std()
+        if parameter.numel() > 1:
+            assert abs(deviations[0] - deviations[1]) <= deviations[0] * 5 / math.sqrt(parameter.numel())
+
+
+def test_init_holds_no_whole_model():
+    """GPT-2's embedding is drawn at first, its head at last and then dropped, its projections twice."""
+    case = CASES["GPT2"]._replace(config=GPT2 | dict(n_embd=258, n_layer=8, vocab_size=1031))
+    model = case.functionalize(on_meta(case))
+    strategy = fs.zero3(one_axis())
+    model.init(strategy, seed=0)
+    peak, params = peak_bytes(lambda: model.init(strategy, seed=0))
+    sizes = [leaf.local.nbytes for leaf in params.values()]
+    # What is drawn, its copy for the shard, which is whole on one rank, and a projection that waits.
+    assert sum(sizes) <= peak <= sum(sizes) + 2 * max(sizes)
+    assert 2 * max(sizes) < sum(sizes) / 4
 
 
 def test_bfloat16_llama_trains(workers):

@@ -36,6 +36,7 @@ from fshard._compat.collectives import (
     start_reduce_scatter,
     wait_tensor,
 )
+from fshard._compat.fake import fake_maker, is_fake, seen_trunc_normal
 from fshard._compat.inductor import compile_by_inductor
 from fshard._compat.modules import (
     forget_flat_weights,
@@ -70,11 +71,13 @@ __all__ = [
     "below_autograd",
     "checkpoints",
     "compile_by_inductor",
+    "fake_maker",
     "forget_flat_weights",
     "group_size",
     "init_optimizer_state",
     "is_compiled",
     "is_dual",
+    "is_fake",
     "is_held_elsewhere",
     "is_linearizing",
     "is_tracing",
@@ -91,6 +94,7 @@ __all__ = [
     "release_groups_at_exit",
     "resolve_process_group",
     "running_sequence_number",
+    "seen_trunc_normal",
     "set_flat_weights",
     "shared_dual_level",
     "shares_memory",

@@ -1,0 +1,46 @@
+"""Private APIs by which initialisers run on tensors without values, each with the versions it was checked on."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+
+def fake_maker() -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes tensors of the shapes and dtypes of others that say they are on the CPU and hold no values.
+
+    Operators on them and on others give such tensors again; asking for a value raises. Checked on 2.13.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def make(tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+    return make
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a tensor holds no values although it says so. Checked on 2.13."""
+    return isinstance(value, FakeTensor)
+
+
+@contextmanager
+def seen_trunc_normal(handler: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Let a handler run torch.nn.init.trunc_normal_ in this thread; it gets torch's own, then what that takes.
+
+    Its operators depend on the values drawn, so that it cannot run without values. Checked on 2.13.
+    """
+    own, thread = torch.nn.init._no_grad_trunc_normal_, get_ident()
+
+    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return handler(own, *args, **kwargs) if get_ident() == thread else own(*args, **kwargs)
+
+    torch.nn.init._no_grad_trunc_normal_ = run
+    try:
+        yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = own

@@ -1,0 +1,139 @@
+"""Deferred initialisation: what `Model.init` does with a seed."""
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fshard import comm
+from fshard.checks import kind, outline
+from fshard.errors import Problem, leaf_error
+from fshard.init.buffers import NewBuffers
+from fshard.init.calls import undrawable
+from fshard.init.counter import UNDRAWN, count
+from fshard.init.replay import replay
+from fshard.shard import check_masks, check_transform, describe, is_frozen, laid_out, local_piece, stored, unfit
+from fshard.transforms import ShardTransform
+from fshard.tree import Sharded, Spec, flatten, names_of, unflatten
+
+# torch's default generator belongs to the process, so simulated ranks take turns to seed it.
+_SEEDING = threading.Lock()
+
+
+def init(
+    module: nn.Module, buffers: Mapping[str, torch.Tensor], transform: ShardTransform, seed: int, mode: str
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Draw a module's values anew and keep this rank's shards of them.
+
+    Args:
+        module: The module, which is not changed.
+        buffers: Its buffers by name; those with values are what the module draws with.
+        transform: How to shard.
+        seed: Where the values come from.
+        mode: "replay" or "counter", as for `Model.init`.
+
+    Returns:
+        Sharded parameters by name, and the buffers that were on the meta device and have been drawn.
+
+    Raises:
+        ValueError: as `Model.init`.
+    """
+    if mode not in ("replay", "counter"):
+        raise ValueError(f'model.init: mode is {mode!r}, needed "replay" or "counter"')
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ValueError(f"model.init: seed is {kind(seed)}, needed a whole number")
+    problems = undrawable(module)
+    if problems:
+        raise _undrawn(problems, "add reset_parameters to these modules")
+    made = _Shards(module, transform)
+    blank = NewBuffers(module, buffers)
+    drawn = module
+    if not made.problems:
+        with _SEEDING, torch.random.fork_rng(), torch.no_grad():
+            drawn = made.replay(blank, seed) if mode == "replay" else made.count(blank, seed)
+    return made.finish(), blank.drawn(drawn)
+
+
+class _Shards:
+    """The shards of a module's parameters, made one by one and compared between ranks at the end."""
+
+    def __init__(self, module: nn.Module, transform: ShardTransform) -> None:
+        """Lay out all parameters."""
+        check_transform(transform, "shard")
+        self._module, self._transform = module, transform
+        self._flat = flatten(dict(module.named_parameters()))
+        self._names = names_of(self._flat.treedef)
+        check_masks("shard", transform, self._names)
+        self.problems: list[Problem] = []
+        self._undrawn: dict[str, Problem] = {}
+        self._remedy = ""
+        self._specs: dict[str, Spec] = {}
+        self._entries: dict[str, str] = {}
+        self._shards: dict[str, Sharded] = {}
+        for path, name, leaf in zip(self._flat.paths, self._names, self._flat.leaves, strict=True):
+            misfit = unfit(leaf)
+            if misfit and leaf.is_meta and leaf.layout == torch.strided and torch.get_default_device().type != "meta":
+                misfit = None
+            spec = Spec(tuple(leaf.shape), frozen=is_frozen(path, leaf))
+            if misfit:
+                self.problems.append(Problem(path, *misfit))
+            self._specs[name] = spec if misfit else laid_out(path, spec, transform.at(name), self.problems)
+            self._entries[name] = misfit[0] if misfit else describe(leaf, self._specs[name], "without values")
+
+    def replay(self, new_buffer: Callable[[torch.Tensor], torch.Tensor], seed: int) -> nn.Module:
+        """Draw the values that constructing the module draws."""
+        made, left = replay(self._module, new_buffer, seed, self._keep)
+        for name in left:
+            self._undrawn[name] = Problem(f"[{name!r}]", *UNDRAWN)
+        self._remedy = "draw them in reset_parameters"
+        return made
+
+    def _keep(self, name: str, full: torch.Tensor) -> None:
+        self._undrawn.pop(name, None)
+        if (full.is_floating_point() or full.is_complex()) and full.isnan().any():
+            self._undrawn[name] = Problem(f"[{name!r}]", *UNDRAWN)
+        spec = self._specs[name]
+        self._entries[name] = describe(full, spec)
+        self._shards[name] = Sharded(stored(local_piece(full, spec), spec), spec)
+
+    def count(self, new_buffer: Callable[[torch.Tensor], torch.Tensor], seed: int) -> nn.Module:
+        """Draw this rank's part of each parameter, by its elements' numbers."""
+        counted = count(self._module, new_buffer, seed)
+        self._undrawn = {problem.path: problem for problem in counted.problems}
+        self._remedy = 'pass mode="replay", which runs any reset_parameters'
+        parameters = dict(self._module.named_parameters())
+        for name, program in counted.programs.items():
+            spec = self._specs[name]
+            self._entries[name] = describe(parameters[name], spec, str(program))
+            if not counted.problems:
+                local = program.local(spec)
+                if local.is_floating_point() and local.isnan().any():
+                    self._undrawn[name] = Problem(f"[{name!r}]", *UNDRAWN)
+                self._shards[name] = Sharded(stored(local, spec), spec)
+        return counted.module
+
+    def finish(self) -> Any:
+        """Compare with the other ranks, and return the shards by name."""
+        entries = {path: self._entries[name] for path, name in zip(self._flat.paths, self._names, strict=True)}
+        entries["(structure)"] = outline(self._flat.treedef)
+        # A rank sees what was left out of its own part alone.
+        flags = [i for i, name in enumerate(self._names) if name in self._undrawn]
+        vote = comm.vote(entries, flags, self._transform.layout_axes, "shard")
+        if vote.problem:
+            remedy = "build the same tree on every rank, for instance from one seed"
+            raise leaf_error("shard: ranks hold different trees", [vote.problem], remedy)
+        if self.problems:
+            remedy = "pass full tensors whose shapes fit the strategy"
+            raise leaf_error("shard: leaves cannot be sharded", self.problems, remedy)
+        for name in (self._names[i] for i in sorted(vote.flags)):
+            self._undrawn.setdefault(name, Problem(f"[{name!r}]", *UNDRAWN))
+        if self._undrawn:
+            raise _undrawn(list(self._undrawn.values()), self._remedy)
+        return unflatten(self._flat.treedef, [self._shards[name] for name in self._names])
+
+
+def _undrawn(problems: list[Problem], remedy: str) -> ValueError:
+    remedy = f"{remedy}, or leave out seed to take the values the module has"
+    return leaf_error("model.init: values cannot be drawn from a seed", problems, remedy)

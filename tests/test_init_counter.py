@@ -1,0 +1,310 @@
+"""mode="counter": values that belong to their elements, the same at every world size, of the right distributions."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from fshard.init.normal import normal_quantile
+from fshard.shard import without_padding
+from fshard.testing import spmd
+from tests.test_init import SEEDED
+from tests.test_init_replay import GPT, Own, frozen, tied, transposed
+from tests.trees import ONE_AXIS, TWO_AXES, assert_same_bits, every_strategy, one_axis
+
+ROWS, COLUMNS = 256, 512
+
+
+def sampled(draw, shape=(ROWS, COLUMNS), dtype=torch.float32, seed=0):
+    """A matrix that `draw` has drawn, in float64."""
+    module = Own(lambda module: draw(module.weight), dtype)
+    module.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+    params = fs.functionalize(module).init(fs.ddp(one_axis()), seed=seed, mode="counter")
+    assert params["weight"].local.dtype == dtype
+    return params["weight"].local.double()
+
+
+def normal_cdf(x):
+    return torch.erfc(-x / math.sqrt(2)) / 2
+
+
+def uniform_cdf(low, high):
+    return lambda x: ((x - low) / (high - low)).clamp(0, 1)
+
+
+def truncated_cdf(mean, std, a, b):
+    low, high = (float(normal_cdf(torch.tensor((bound - mean) / std, dtype=torch.float64))) for bound in (a, b))
+    return lambda x: ((normal_cdf((x - mean) / std) - low) / (high - low)).clamp(0, 1)
+
+
+DISTRIBUTIONS = {
+    "uniform": (lambda w: nn.init.uniform_(w, -0.3, 0.7), uniform_cdf(-0.3, 0.7)),
+    "normal": (lambda w: nn.init.normal_(w, 2.0, 0.5), lambda x: normal_cdf((x - 2) / 0.5)),
+    "truncated": (lambda w: nn.init.trunc_normal_(w, 1.0, 2.0, -1.0, 4.0), truncated_cdf(1.0, 2.0, -1.0, 4.0)),
+    "upper tail": (lambda w: nn.init.trunc_normal_(w, 0.0, 1.0, 3.0, 9.0), truncated_cdf(0.0, 1.0, 3.0, 9.0)),
+    "lower tail": (lambda w: nn.init.trunc_normal_(w, 0.0, 1.0, -9.0, -3.0), truncated_cdf(0.0, 1.0, -9.0, -3.0)),
+    "by the error function": (
+        lambda w: w.data.uniform_(-0.9, 0.99).erfinv_().mul_(math.sqrt(2)).clamp_(-9, 9),
+        lambda x: ((torch.erf(x / math.sqrt(2)) + 0.9) / 1.89).clamp(0, 1),
+    ),
+    "xavier": (nn.init.xavier_uniform_, uniform_cdf(-math.sqrt(6 / (ROWS + COLUMNS)), math.sqrt(6 / (ROWS + COLUMNS)))),
+    "kaiming": (nn.init.kaiming_normal_, lambda x: normal_cdf(x / math.sqrt(2 / COLUMNS))),
+    "scaled": (lambda w: w.data.normal_().mul_(0.5).add_(2.0), lambda x: normal_cdf((x - 2) / 0.5)),
+}
+
+# Five standard deviations: one false alarm in two million tests.
+SIGMAS = 5
+
+
+@pytest.mark.filterwarnings("ignore:mean is more than 2 std")
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_values_have_their_distribution(name, dtype):
+    """Kolmogorov and Smirnov's distance, to which rounding adds at most a step of the dtype."""
+    draw, cdf = DISTRIBUTIONS[name]
+    x = sampled(draw, dtype=dtype).flatten().sort().values
+    n = len(x)
+    rounding = cdf(x + x.abs() * torch.finfo(dtype).eps) - cdf(x - x.abs() * torch.finfo(dtype).eps)
+    above = torch.searchsorted(x, x, right=True) / n - cdf(x)
+    below = cdf(x) - torch.searchsorted(x, x) / n
+    distance = (torch.maximum(above, below) - rounding).max()
+    # The distance exceeds z / sqrt(n) with a probability of 2 exp(-2 z^2): here as seldom as SIGMAS deviations.
+    bound = math.sqrt(-math.log(math.erfc(SIGMAS / math.sqrt(2)) / 2) / 2 / n)
+    assert distance < bound
+
+
+def test_moments_of_normal_numbers():
+    x = sampled(nn.init.normal_).flatten()
+    n = len(x)
+    # The k-th moment's variance is m(2k) - m(k)^2 over n.
+    for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert abs((x**power).mean() - moment) < SIGMAS * math.sqrt(variance / n), power
+    # The largest of n is about sqrt(2 log n), and no truncation shows.
+    assert 4 < x.abs().max() < 6.5
+
+
+def correlation(x, y):
+    return float((x * y).mean()) * math.sqrt(x.numel())
+
+
+def test_numbers_do_not_depend_on_each_other():
+    """Not neighbours in a row or column, nor elements of other parameters, seeds or draws of the same one."""
+    x = sampled(nn.init.normal_)
+    other = Own(lambda module: None)
+    other.weight, other.bias = (nn.Parameter(torch.empty(ROWS, COLUMNS, device="meta")) for _ in range(2))
+    other.draw = lambda module: [nn.init.normal_(p) for p in (module.weight, module.bias)]
+    params = fs.functionalize(other).init(fs.ddp(one_axis()), seed=0, mode="counter")
+    assert_same_bits(params["weight"].local.double(), x)
+    again = sampled(lambda w: w.data.normal_().mul_(1.0)[:].normal_())
+    assert_same_bits(again, x)
+    halves = sampled(lambda w: (w.data.normal_(), w.data[:100].normal_()))
+    assert_same_bits(halves[100:], x[100:])
+    pairs = {
+        "row": (x[:, 1:], x[:, :-1]),
+        "column": (x[1:], x[:-1]),
+        "two apart": (x[:, 2:], x[:, :-2]),
+        "power of two": (x.flatten()[4096:], x.flatten()[:-4096]),
+        "squares": ((x[:, 1:] ** 2 - 1) / 2, x[:, :-1] ** 2 - 1),
+        "parameter": (x, params["bias"].local.double()),
+        "seed": (x, sampled(nn.init.normal_, seed=1)),
+        "far seed": (x, sampled(nn.init.normal_, seed=2**63 + 5)),
+        "negative seed": (x, sampled(nn.init.normal_, seed=-1)),
+        "draw": (x[:100], halves[:100]),
+    }
+    for name, (a, b) in pairs.items():
+        assert abs(correlation(a, b)) < SIGMAS, name
+
+
+def test_the_quantile_is_exact():
+    p = torch.logspace(-16, 0, 4001, dtype=torch.float64)[:-1] / 2
+    expected = torch.special.ndtri(p)
+    eps = torch.finfo(torch.float64).eps
+    # Both are a few units in the last place from the truth.
+    assert ((normal_quantile(p) - expected).abs() <= 16 * eps * expected.abs().clamp(min=0.1)).all()
+    assert normal_quantile(torch.tensor([0.5], dtype=torch.float64)) == 0
+
+
+class Assorted(nn.Module):
+    """Leaves of every shape, drawn through views and from tables."""
+
+    def __init__(self):
+        super().__init__()
+        shapes = {"matrix": (37, 29), "cube": (5, 7, 9), "vector": (1031,), "scalar": (), "one": (1, 1), "none": (0, 3)}
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.empty(shape)))
+        self.big = nn.Parameter(torch.empty(211, 317))
+        self.low = nn.Parameter(torch.empty(33, 17, dtype=torch.bfloat16))
+        self.high = nn.Parameter(torch.empty(33, 17, dtype=torch.float64))
+        self.whole = nn.Parameter(torch.empty(33, dtype=torch.int64), requires_grad=False)
+
+    def reset_parameters(self):
+        with torch.no_grad():
+            for parameter in (self.matrix, self.cube, self.vector, self.scalar, self.one, self.big):
+                parameter.normal_()
+            self.none.zero_()
+            self.low.uniform_(-1, 1).mul_(0.3).add_(0.1)
+            self.high.normal_().clamp_(max=1.0)
+            self.whole.fill_(3)
+            self.matrix[4].zero_()
+            self.matrix[:, 3:20:4] = 2.0
+            self.matrix.t()[7, 1::5].uniform_(5, 6)
+            self.matrix[30:].mul_(torch.arange(29.0))
+            self.cube.transpose(0, 2)[1:3, 2].add_(torch.arange(5.0), alpha=2)
+            self.cube[..., 8].copy_(torch.arange(35.0).view(5, 7))
+            self.cube.view(-1)[::11].sub_(1)
+
+
+def test_views_and_tables_are_followed():
+    """Against the same operators on full tensors, where they do not draw."""
+    params = fs.functionalize(Assorted()).init(fs.ddp(one_axis()), seed=0, mode="counter")
+    full = {name: leaf.local for name, leaf in params.items()}
+    matrix, cube = full["matrix"], full["cube"]
+    rows, columns = set(range(4)) | set(range(5, 30)), set(range(29)) - set(range(3, 20, 4)) - {7}
+    assert matrix[4, list(columns)].eq(0).all()
+    assert matrix[:30, 3:20:4][:, [0, 2, 3]].eq(2).all()
+    assert matrix.t()[7, 1:30:5].gt(5).all()
+    assert matrix[31:, 3].eq(6).all()
+    assert matrix[list(rows)][:, list(columns)].abs().max() < 5
+    expected = torch.arange(35.0).view(5, 7)
+    expected.view(-1)[torch.arange(8, 315, 9) % 11 == 0] -= 1
+    assert cube[..., 8].equal(expected)
+    assert full["whole"].eq(3).all()
+    assert full["high"].max() == 1
+
+
+MODULES = {
+    **{name: SEEDED[name] for name in ("convolution", "recurrent", "attention")},
+    **{f.__name__: f for f in (GPT, tied, transposed, frozen, Assorted)},
+    "nothing": nn.ReLU,
+}
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3, 4, 8))
+def test_every_world_size_and_strategy_draws_the_same(world_size):
+    modules = {}
+    for name, make in MODULES.items():
+        with torch.device("meta"):
+            modules[name] = make()
+    expected = {}
+    for name, module in modules.items():
+        params = fs.functionalize(module).init(fs.ddp(one_axis()), seed=7, mode="counter")
+        expected[name] = fs.unshard(params)
+
+    def program():
+        found = []
+        for name, module in modules.items():
+            for _, strategy in every_strategy(ONE_AXIS | TWO_AXES):
+                with fs.comm.record() as record:
+                    params = fs.functionalize(module).init(strategy, seed=7, mode="counter")
+                assert len(record) == sum(axis.size > 1 for axis in strategy.layout_axes)
+                padding_is_zero(params)
+                found.append((name, fs.unshard(params)))
+        return found
+
+    state = torch.get_rng_state()
+    for found in spmd(program, world_size):
+        for name, full in found:
+            assert_same_bits(full, expected[name])
+    assert_same_bits(torch.get_rng_state(), state)
+
+
+def padding_is_zero(params):
+    for leaf in params.values():
+        assert leaf.local.count_nonzero() == without_padding(leaf).count_nonzero()
+
+
+def refused(draw):
+    module = nn.Sequential(nn.Linear(2, 2), Own(draw))
+    with pytest.raises(ValueError, match="drawn from a seed") as caught:
+        fs.functionalize(module).init(fs.ddp(one_axis()), seed=0, mode="counter")
+    first, *problems, last = str(caught.value).split("\n")
+    assert first == "model.init: values cannot be drawn from a seed"
+    assert last == (
+        'To fix: pass mode="replay", which runs any reset_parameters, or leave out seed to take the values the module '
+        "has."
+    )
+    return "\n".join(problem.strip() for problem in problems)
+
+
+NEEDED = ", needed operators on each element by itself"
+REFUSED = {
+    "orthogonal": (
+        lambda m: nn.init.orthogonal_(m.weight),
+        "['1.weight']: found copy_ of what other operators computed",
+    ),
+    "eye": (lambda m: nn.init.eye_(m.weight), "['1.weight']: found the operator eye"),
+    "sparse": (lambda m: nn.init.sparse_(m.weight, 0.3), "['1.weight']: found the operator index_put_"),
+    "another parameter": (
+        lambda m: m.weight.data.copy_(m.inner.weight.mean(0)),
+        "['1.weight']: found copy_ of what other operators computed",
+    ),
+    "its own numbers": (
+        lambda m: m.weight.data.normal_(generator=torch.Generator()),
+        "['1.weight']: found normal_ with a generator of its own",
+    ),
+    "exponential": (lambda m: m.bias.data.exponential_(), "['1.bias']: found the operator exponential_"),
+    "rounding": (lambda m: m.bias.data.div_(2, rounding_mode="floor"), "['1.bias']: found the operator div_"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_element_by_element_is_refused(name):
+    draw, message = REFUSED[name]
+    assert refused(draw) == message + NEEDED
+
+
+def test_what_asks_for_values_is_refused():
+    found = refused(lambda m: m.weight.data.div_(m.weight.max().item()))
+    assert found == (
+        "1: found DataDependentOutputException where parameters have no values: aten._local_scalar_dense.default, "
+        "needed a reset that asks for none"
+    )
+
+
+def test_what_is_put_in_the_place_of_a_parameter_is_refused():
+    found = refused(lambda m: setattr(m.bias, "data", torch.zeros(6)))
+    assert found == "['1.bias']: found another tensor put in its place, needed in-place operators on it"
+
+
+def test_what_is_overwritten_may_be_anything():
+    def draw(module):
+        nn.init.orthogonal_(module.weight)
+        nn.init.zeros_(module.weight)
+
+    model = fs.functionalize(Own(draw))
+    assert not model.init(fs.ddp(one_axis()), seed=0, mode="counter")["weight"].local.any()
+
+
+class HalfDrawn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8, 3))
+
+    def reset_parameters(self):
+        nn.init.normal_(self.weight.data[:2])
+
+
+@pytest.mark.parametrize("mode", ("replay", "counter"))
+def test_what_no_rank_draws_is_refused_on_all(mode):
+    """Under "counter" only the ranks that have these elements see it."""
+
+    def program():
+        with pytest.raises(ValueError, match="elements left out by reset_parameters") as caught:
+            fs.functionalize(HalfDrawn()).init(fs.zero2(one_axis(), min_shard_elements=0), seed=0, mode=mode)
+        return str(caught.value)
+
+    assert len(set(spmd(program, 4))) == 1
+
+
+def test_seeds_that_differ_between_ranks_are_refused():
+    def program():
+        mesh = one_axis()
+        with pytest.raises(ValueError, match="ranks hold different trees") as caught:
+            fs.functionalize(nn.Linear(2, 2)).init(fs.zero2(mesh), seed=mesh.get_rank(), mode="counter")
+        return str(caught.value)
+
+    (message,) = set(spmd(program, 2))
+    assert "drawn from seed 1 by uniform_(" in message
+    assert "as on rank shard=0" in message

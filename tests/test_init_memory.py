@@ -1,0 +1,106 @@
+"""What init holds: the shards, and no more full parameters than one unit, whatever the module is."""
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from fshard.testing import spmd
+from tests.test_init_replay import GPT
+from tests.trees import one_axis
+
+WIDTH, LAYERS = 256, 6
+MODES = ("replay", "counter")
+
+
+def peak_bytes(make):
+    """The most bytes of tensors there are at once while something is made, and what is made."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        made = make()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak, made
+
+
+class Layer(nn.Module):
+    """Draws what its submodules have drawn again, as layers of GPTs do."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def reset_parameters(self):
+        nn.init.trunc_normal_(self.up.weight, std=0.1)
+        with torch.no_grad():
+            self.down.weight.mul_(0.1)
+
+
+class Reading(Layer):
+    """Asks for values, so that nothing is known of what it does."""
+
+    def reset_parameters(self):
+        with torch.no_grad():
+            self.down.weight.div_(self.down.weight.norm().item())
+
+
+class Root(nn.Sequential):
+    """Draws every matrix again, as torch's Transformer does."""
+
+    def reset_parameters(self):
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+
+
+MODULES = {
+    "layers": lambda: nn.Sequential(*(Layer() for _ in range(LAYERS))),
+    "reading layers": lambda: nn.Sequential(*(Reading() for _ in range(LAYERS))),
+    "drawn again": lambda: Root(*(Layer() for _ in range(LAYERS))),
+    "torch's": lambda: nn.Transformer(WIDTH, 2, LAYERS // 2, LAYERS // 2, 4 * WIDTH, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MODULES)
+def test_the_peak_is_one_unit_and_the_shards(name, mode):
+    if (name, mode) == ("reading layers", "counter"):
+        pytest.skip("counter refuses it")
+    with torch.device("meta"):
+        module = MODULES[name]()
+    sizes = [parameter.nbytes for parameter in module.parameters()]
+    layer = sum(parameter.nbytes for parameter in Layer().parameters())
+    strategy = fs.zero3(one_axis(), min_shard_elements=0)
+    model = fs.functionalize(module)
+    # What is imported and remembered at first is not counted.
+    model.init(strategy, seed=0, mode=mode)
+    peak, _ = peak_bytes(lambda: model.init(strategy, seed=0, mode=mode))
+    if mode == "counter":
+        # A chunk has at most a dozen numbers of eight bytes for each of its elements at once.
+        extra = 12 * 8 * 2**15
+    elif name == "reading layers":
+        # A layer, of which nothing is known, and a flag for each element of its largest matrix.
+        extra = layer + max(sizes) // 4
+    else:
+        # What is drawn, and what drawing numbers again that lie too far out takes: two more, with their flags.
+        extra = 4 * max(sizes)
+    assert sum(sizes) <= peak <= sum(sizes) + extra + 2**14
+    assert extra < sum(sizes) / 2
+
+
+def test_a_rank_holds_its_part():
+    """Of several ranks, each stores its shards; what it draws does not add up."""
+    with torch.device("meta"):
+        module = GPT()
+    total = sum(parameter.numel() for parameter in module.parameters())
+
+    def program():
+        params = fs.functionalize(module).init(fs.zero3(one_axis(), min_shard_elements=0), seed=0)
+        return [leaf.local.untyped_storage().nbytes() for leaf in params.values()]
+
+    for sizes in spmd(program, 4):
+        assert sum(sizes) <= total + 4 * 4 * 8 * len(sizes)
