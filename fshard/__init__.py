@@ -1,6 +1,6 @@
 """fshard: fully sharded data parallelism as pure functions for PyTorch."""
 
-from fshard import comm, testing
+from fshard import checkpoint, comm, testing
 from fshard.accumulate import accumulate
 from fshard.apply import Model, apply, functionalize
 from fshard.buffers import sync_buffers
@@ -83,6 +83,7 @@ __all__ = [
     "bucket",
     "cast",
     "chain",
+    "checkpoint",
     "clip_by_global_norm",
     "clip_by_norm",
     "clip_by_value",

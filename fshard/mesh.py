@@ -79,6 +79,15 @@ def axis_of(mesh: Mesh | Axis, name: str | None = None) -> Axis:
     return Axis(name, mesh.size(names.index(name)), mesh.get_group(name).group_name)
 
 
+def world() -> Axis:
+    """All ranks of this run as one axis, whatever meshes there are; one rank where torch.distributed does not run."""
+    if not dist.is_initialized():
+        return Axis("world", 1, "")
+    group = dist.group.WORLD
+    assert group is not None
+    return Axis("world", group.size(), group.group_name)
+
+
 def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:
     if not isinstance(shape, Mapping):
         raise ValueError(f"init_mesh: shape is {kind(shape)}, needed a mapping from names of axes to their sizes")
@@ -116,12 +125,28 @@ def _start(device: str) -> None:
     backend = {"cpu": "gloo", "cuda": "nccl"}[device]
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if "RANK" in os.environ:
+    if _restarts_here():
+        store, rank, ranks = next(iter(dist.rendezvous("env://")))  # type: ignore[attr-defined]
+        prefix = f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}"
+        store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    elif "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     atexit.register(_stop)
+
+
+def _restarts_here() -> bool:
+    """Whether torchrun may have restarted the ranks, all of one node.
+
+    Its store then has the addresses of ranks that were killed, and a rank that reads one before it is written anew
+    cannot connect (pytorch#135712). Agents of several nodes count restarts differently.
+    """
+    environment = os.environ
+    shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment.get("GROUP_WORLD_SIZE") == "1"
+    return shared and "TORCHELASTIC_RESTART_COUNT" in environment
 
 
 def _stop() -> None:

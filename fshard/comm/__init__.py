@@ -2,7 +2,7 @@
 
 from fshard.comm.agree import BITS as BITS
 from fshard.comm.agree import WORDS as WORDS
-from fshard.comm.agree import Vote, disagreement, highest, vote
+from fshard.comm.agree import Vote, disagreement, highest, texts, vote
 from fshard.comm.collective import (
     ALGORITHMS as ALGORITHMS,
 )
@@ -46,5 +46,6 @@ __all__ = [
     "start_all_reduce",
     "start_all_to_all",
     "start_reduce_scatter",
+    "texts",
     "vote",
 ]

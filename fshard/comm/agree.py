@@ -87,6 +87,27 @@ def highest(numbers: Sequence[Number], axes: Sequence[Axis], label: str) -> list
     return found.tolist()
 
 
+def texts(text: str, axis: Axis, label: str) -> list[str]:
+    """Show every rank of an axis what each of them has to say.
+
+    Args:
+        text: What this rank has to say, of any length.
+        axis: The mesh axis.
+        label: Who asks, for the recorder.
+
+    Returns:
+        The texts in the order of the ranks, the same on every rank.
+    """
+    if not _asked([axis]):
+        return [text]
+    # Names of files may have bytes that are no text.
+    data = text.encode(errors="surrogatepass")
+    sizes = _exchange(torch.tensor([len(data)]), axis, label).flatten().tolist()
+    padded = torch.frombuffer(bytearray(data.ljust(max(*sizes, 1))), dtype=torch.uint8)
+    rows = _exchange(padded, axis, label).reshape(axis.size, -1)
+    return [bytes(rows[i, :size].numpy()).decode(errors="surrogatepass") for i, size in enumerate(sizes)]
+
+
 def _compare(entries: Mapping[str, str], words: list[int], axes: Sequence[Axis], label: str) -> Vote:
     axes = _asked(axes)
     text = json.dumps(dict(entries)).encode()

@@ -1,0 +1,240 @@
+"""The directory of checkpoints: names, a lock, and writes that a kill leaves whole or undone."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from fshard.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, CheckpointError, digest
+
+# The step, and which of several saves of it.
+_SAVED = re.compile(r"step-([0-9]{8,18})(?:\.([0-9]{1,9}))?")
+LATEST = "latest"
+
+
+def saved(directory: Path) -> dict[tuple[int, int], Path]:
+    """Complete checkpoints, by step and save, in order: a directory has its name only once it is complete."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return {}
+    keys = [(int(match[1]), int(match[2] or 0)) for match in map(_SAVED.fullmatch, names) if match]
+    # Numbers have other spellings, which no save writes.
+    return {key: directory / _name(*key) for key in sorted(keys) if _name(*key) in names}
+
+
+def step_of(path: Path) -> int:
+    """The step that the name of a checkpoint says."""
+    match = _SAVED.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def pointed(directory: Path) -> Path | None:
+    """The checkpoint that was saved last.
+
+    Raises:
+        CheckpointError: if the file that says so is damaged.
+    """
+    there = saved(directory)
+    try:
+        data = read_bytes(directory / LATEST, 1000)
+    except FileNotFoundError:
+        # Nobody was killed here but between the first checkpoint and the file.
+        return list(there.values())[-1] if there else None
+    for path in there.values():
+        if data == _naming(path):
+            return path
+    remedy = f"pass step= one of those that are there: {_steps(there)}"
+    raise CheckpointError(f"{directory / LATEST}: found {data!r:.100}, needed the name of a checkpoint; {remedy}")
+
+
+def of_step(directory: Path, step: int) -> Path:
+    """The checkpoint that was saved last of a step.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    there = saved(directory)
+    found = [path for (number, _), path in there.items() if number == step]
+    if not found:
+        raise CheckpointError(f"{directory}: found no checkpoint of step {step}, only of {_steps(there)}")
+    return found[-1]
+
+
+def _steps(there: dict[tuple[int, int], Path]) -> str:
+    return ", ".join(dict.fromkeys(str(step) for step, _ in there)) or "none"
+
+
+def _name(step: int, number: int) -> str:
+    return f"step-{step:08d}" + (f".{number}" if number else "")
+
+
+def _naming(path: Path) -> bytes:
+    """What names the latest checkpoint; the digest tells a damaged name from another one's."""
+    return f"{path.name} {digest(path.name.encode())}\n".encode()
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """Read a regular file of at most so many bytes.
+
+    Raises:
+        CheckpointError: if it is larger, or a link or a device, which would lead elsewhere.
+    """
+    descriptor = open_regular(path)
+    with os.fdopen(descriptor, "rb") as file:
+        size = os.fstat(descriptor).st_size
+        if size > limit:
+            raise CheckpointError(f"{path}: found {size} bytes, needed at most {limit}")
+        # The limit itself would be taken at once.
+        return file.read(size)
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading.
+
+    Raises:
+        CheckpointError: if it is a link or a device.
+    """
+    try:
+        # Not to block on a pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CheckpointError(f"{path}: found a link, needed a regular file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path}: found no regular file, needed one")
+    return descriptor
+
+
+def read_manifest(path: Path) -> bytes:
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: if the checkpoint is a link, which would lead elsewhere.
+    """
+    if path.is_symlink():
+        raise CheckpointError(f"{path}: found a link, needed a directory")
+    return read_bytes(path / MANIFEST, MAX_MANIFEST_BYTES)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file that is there as a whole or not at all; `sync` of its directory has it stay when power fails."""
+    beside = path.with_name(f".{path.name}.part")
+    with named(path):
+        # What a kill left; not to write through a link either.
+        beside.unlink(missing_ok=True)
+        with open(beside, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+
+
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Have errors of the system name the file that they are about."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path}: {error.strerror or error}") from error
+
+
+def sync(path: Path) -> None:
+    """Have what a file or a directory holds on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def lock(directory: Path) -> IO[bytes]:
+    """Make the directory where there is none, and become the only one that writes to it until the file is closed.
+
+    Raises:
+        CheckpointError: if another process, or another save of this one, is writing to it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    # The kernel gives the lock back when a process is killed.
+    file = open(directory / ".lock", "ab+", buffering=0, opener=_no_link)  # noqa: SIM115 - it stays open
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        writer = file.read(100).decode(errors="replace").strip() or "another process"
+        file.close()
+        remedy = "wait for it, or save to another directory"
+        raise CheckpointError(
+            f"{directory}: found that {writer} is saving there, needed to be alone; {remedy}"
+        ) from None
+    try:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} of {os.uname().nodename}".encode())
+        _remove_leftovers(directory)
+    except BaseException:
+        unlock(file)
+        raise
+    return file
+
+
+def unlock(file: IO[bytes]) -> None:
+    """Give the directory back, also where a process forked meanwhile has the file open still."""
+    fcntl.flock(file, fcntl.LOCK_UN)
+    file.close()
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def publish(temporary: Path, directory: Path, step: int) -> Path:
+    """Give a complete checkpoint its name, and make it the latest."""
+    number = max((save for (there, save) in saved(directory) if there == step), default=-1) + 1
+    path = directory / _name(step, number)
+    with named(path):
+        sync(temporary)
+        os.rename(temporary, path)
+        sync(directory)
+    write_bytes(directory / LATEST, _naming(path))
+    with named(directory / LATEST):
+        sync(directory)
+    return path
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Remove all but a number of checkpoints: of those no later than the latest the newest are kept."""
+    newest = pointed(directory)
+    there = saved(directory)
+    # Of a step that was saved more than once only the last can be asked for.
+    steps = list({step: path for (step, _), path in there.items()}.values())
+    # Where a run went back, what lies ahead of it was given up and goes first.
+    behind = steps.index(newest) + 1 if newest else 0
+    kept = steps[:behind][-keep:]
+    kept += steps[behind:][: keep - len(kept)]
+    for path in there.values():
+        if path not in kept:
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, which loses its name first, so that no half of one is ever taken for one."""
+    doomed = path.with_name(f".old-{path.name}")
+    # Where it cannot be, nothing is lost.
+    with contextlib.suppress(OSError):
+        os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _remove_leftovers(directory: Path) -> None:
+    for name in os.listdir(directory):
+        if name.startswith((".saving-", ".old-")):
+            shutil.rmtree(directory / name, ignore_errors=True)

@@ -1,0 +1,292 @@
+"""To and from safetensors as Hugging Face lays them out: one file, or several with an index."""
+
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from fshard import comm
+from fshard.checkpoint.alike import alike
+from fshard.checkpoint.exchange import (
+    Entry,
+    Names,
+    agree,
+    by_name,
+    filled,
+    fresh,
+    gathered,
+    refuse_untrusted,
+)
+from fshard.checkpoint.format import DTYPES, CheckpointError, dtype_name
+from fshard.checkpoint.layout import local_of, shape_of
+from fshard.checkpoint.state_dict import read_pickle
+from fshard.checkpoint.write import bytes_of
+from fshard.checks import kind
+from fshard.errors import Problem, leaf_error
+from fshard.mesh import world
+from fshard.tree import Tree
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+# A weight takes some 100 bytes of an index.
+MAX_INDEX_BYTES = 1 << 28
+STORED = {torch_name: name for torch_name, name in DTYPES if "complex" not in torch_name} | {"complex64": "C64"}
+
+
+def save_huggingface(
+    directory: str | PathLike[str],
+    params: Tree,
+    *,
+    names: Callable[[str], str] | None = None,
+    max_file_bytes: int = 5_000_000_000,
+) -> None:
+    """Write full parameters as a Hugging Face model has them, for `from_pretrained`. Every rank must call this.
+
+    The first rank writes; of large leaves one is full at a time. The model's configuration is written by its own
+    `config.save_pretrained`, before or after. Files appear when they are complete, the one that names the others last.
+    Tied parameters are written once, under the name that the tree has. To write another dtype, pass parameters that
+    `fs.tree_map` has converted.
+
+    Args:
+        directory: Where the files go; made where there is none.
+        params: Any pytree of parameters, and of buffers that the model saves, Sharded or full. Names are those of its
+            leaves, joined by dots.
+        names: What a leaf is called in the files, from its name; None takes it as it is.
+        max_file_bytes: From how many bytes of tensors on another file is begun; a leaf is never cut.
+
+    Raises:
+        ValueError: on every rank alike, if a leaf is no tensor that safetensors can hold, ranks hold different leaves,
+            or two have one name.
+        CheckpointError: on every rank alike, if the directory has weights already, or files cannot be written.
+    """
+    label = "checkpoint.save_huggingface"
+    if type(max_file_bytes) is not int or max_file_bytes < 1:
+        raise ValueError(f"{label}: max_file_bytes is {max_file_bytes!r}, needed a whole number from 1")
+    leaves = _renamed(label, by_name(label, params, Names(None)), names)
+    agree(label, {"(directory)": str(directory)})
+    _check_dtypes(label, leaves)
+    parts = _divided(leaves, max_file_bytes)
+    with fresh(label, Path(directory), (SINGLE, INDEX)) as temporary:
+        _write(temporary, leaves, parts)
+
+
+def load_huggingface(
+    directory: str | PathLike[str],
+    like: Tree,
+    *,
+    names: Callable[[str], str] | None = None,
+    module: nn.Module | None = None,
+    cast: bool = False,
+    trusted: bool = False,
+) -> Tree:
+    """Read the weights of a Hugging Face model into parameters of any layout. Every rank must call this.
+
+    Each rank reads the slices it keeps and no more. Where transformers itself converts old files to what a model is now
+    (a few architectures, experts among them), let `from_pretrained` read them, and shard the module.
+
+    Args:
+        directory: Where the weights are: one safetensors file, or several with an index.
+        like: Parameters as they shall be, perhaps with buffers: leaves say which dtype, shape and layout; their values
+            are not used and may be on the meta device.
+        names: What a leaf is called in the files, from its name; None takes it as it is.
+        module: The module whose parameters they are, on any device: files may then have a tied parameter under any of
+            its names, or under several with the same values.
+        cast: Whether to convert from one floating dtype to another.
+        trusted: Whether weights that are pickled (*.bin), where there are no others, may be read. Only tensors are
+            taken from them, but a pickle can be made to run code as it is read.
+
+    Returns:
+        A tree of the structure, specs, dtypes and devices of `like`.
+
+    Raises:
+        ValueError: on every rank alike, with every leaf that the files lack, have otherwise or have besides.
+        CheckpointError: on every rank alike, if there are no weights, they are pickled and not trusted, or a file is
+            damaged or leads elsewhere.
+    """
+    label = "checkpoint.load_huggingface"
+    known = Names(module)
+    with ExitStack() as stack:
+        found: dict[str, Entry] = {}
+        with alike(label, directory):
+            found = _open(Path(directory), stack, trusted)
+        found = _as_ours(found, [*known.first, *by_name(label, like, known)], names)
+        return filled(label, found, like, known, cast)
+
+
+class _File(NamedTuple):
+    """A file to be written: its name and those of its leaves, in their order in it."""
+
+    name: str
+    leaves: list[str]
+
+
+def _renamed(label: str, leaves: dict[str, Any], names: Callable[[str], str] | None) -> dict[str, Any]:
+    if names is None:
+        return leaves
+    out: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        new = names(name)
+        if type(new) is not str or new in out:
+            found = "the name of another leaf" if new in out else kind(new)
+            raise leaf_error(f"{label}: names do not fit", [Problem(name, found, "a name of its own")], "change names=")
+        out[new] = leaf
+    return out
+
+
+def _as_ours(found: dict[str, Entry], own: list[str], names: Callable[[str], str] | None) -> dict[str, Entry]:
+    """What was found in files under the names that leaves have."""
+    if names is None:
+        return found
+    ours = {names(name): name for name in own}
+    # A name of the files that no leaf is called there must not pass for a leaf's own.
+    return {ours.get(name, f"{name} (in the files)"): entry for name, entry in found.items()}
+
+
+def _check_dtypes(label: str, leaves: Mapping[str, Any]) -> None:
+    problems = [
+        Problem(name, f"dtype {dtype_name(local_of(leaf))}", f"one of {', '.join(STORED)}")
+        for name, leaf in leaves.items()
+        if dtype_name(local_of(leaf)) not in STORED
+    ]
+    if problems:
+        raise leaf_error(f"{label}: safetensors has no such dtype", problems, "convert these leaves by fs.tree_map")
+
+
+def _divided(leaves: Mapping[str, Any], max_file_bytes: int) -> list[_File]:
+    groups: list[list[str]] = [[]]
+    room = max_file_bytes
+    for name, leaf in leaves.items():
+        nbytes = _nbytes(leaf)
+        if groups[-1] and nbytes > room:
+            groups.append([])
+            room = max_file_bytes
+        groups[-1].append(name)
+        room -= nbytes
+    # By the size of elements, so that each is aligned.
+    ordered = [sorted(group, key=lambda name: -local_of(leaves[name]).element_size()) for group in groups]
+    if len(ordered) == 1:
+        return [_File(SINGLE, ordered[0])]
+    return [_File(f"model-{i:05d}-of-{len(ordered):05d}.safetensors", group) for i, group in enumerate(ordered, 1)]
+
+
+def _nbytes(leaf: Any) -> int:
+    return local_of(leaf).element_size() * torch.Size(shape_of(leaf)).numel()
+
+
+def _write(directory: Path, leaves: Mapping[str, Any], parts: list[_File]) -> None:
+    """Write all parts on the first rank; every rank gathers all leaves, also when the first cannot write."""
+    full = gathered({name: leaves[name] for part in parts for name in part.leaves})
+    try:
+        for part in parts if not comm.rank(world()) else ():
+            _write_file(directory / part.name, part, leaves, full)
+        if not comm.rank(world()) and len(parts) > 1:
+            _write_index(directory / INDEX, leaves, parts)
+    finally:
+        for _ in full:
+            pass
+
+
+def _write_index(path: Path, leaves: Mapping[str, Any], parts: list[_File]) -> None:
+    where = {name: part.name for part in parts for name in part.leaves}
+    index = {"metadata": {"total_size": sum(map(_nbytes, leaves.values()))}, "weight_map": dict(sorted(where.items()))}
+    with open(path, "x") as file:
+        json.dump(index, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_file(path: Path, part: _File, leaves: Mapping[str, Any], full: Iterator[tuple[str, torch.Tensor]]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in part.leaves:
+        start, end = end, end + _nbytes(leaves[name])
+        dtype = STORED[dtype_name(local_of(leaves[name]))]
+        header[name] = {"dtype": dtype, "shape": list(shape_of(leaves[name])), "data_offsets": [start, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with open(path, "xb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for _ in part.leaves:
+            file.write(bytes_of(next(full)[1].resolve_conj()))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _open(directory: Path, stack: ExitStack, trusted: bool) -> dict[str, Entry]:
+    """The tensors of a model's files, by name."""
+    there = set(os.listdir(directory))
+    indices = [name for name in sorted(there) if name.endswith(".safetensors.index.json")]
+    singles = [name for name in sorted(there) if name.endswith(".safetensors")]
+    # As transformers looks for them; other libraries have other names for the same.
+    candidates = [name for name in (SINGLE, INDEX) if name in there][:1] or indices or singles
+    if not candidates:
+        candidates = [name for name in PICKLED if name in there][:1]
+        if not candidates:
+            raise CheckpointError(f"{directory}: found no weights, needed {SINGLE} or {INDEX}")
+        refuse_untrusted(str(directory / candidates[0]), trusted)
+    if len(candidates) > 1:
+        raise CheckpointError(f"{directory}: found {', '.join(candidates)}, needed one of them; move others elsewhere")
+    (name,) = candidates
+    where = _weight_map(directory / name) if name.endswith(".json") else {}
+    found: dict[str, Entry] = {}
+    for file in dict.fromkeys(where.values()) or [name]:
+        entries = _tensors(directory / file, stack)
+        twice = next((tensor for tensor in entries if tensor in found), None)
+        if twice:
+            raise CheckpointError(f"{directory / file}: found {twice}, which another file has too, needed it once")
+        found |= entries
+    for tensor, file in where.items():
+        if tensor not in found:
+            raise CheckpointError(f"{directory / file}: found no {tensor}, needed it as {name} says")
+    return found
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    _check_regular(path)
+    if path.stat().st_size > MAX_INDEX_BYTES:
+        raise CheckpointError(f"{path}: found {path.stat().st_size} bytes, needed at most {MAX_INDEX_BYTES}")
+    try:
+        document = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: it is no JSON ({error})") from None
+    where = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(where, dict) or not where:
+        raise CheckpointError(f"{path}: found no weight_map, needed one from tensors to files")
+    suffix = path.name.removesuffix(".index.json").rpartition(".")[2]
+    for tensor, file in where.items():
+        plain = isinstance(file, str) and file == os.path.basename(file) and "\0" not in file
+        if not plain or not file.endswith(f".{suffix}"):
+            raise CheckpointError(f"{path}: found {file!r} for {tensor}, needed a .{suffix} file beside the index")
+    return where
+
+
+def _tensors(path: Path, stack: ExitStack) -> dict[str, Entry]:
+    _check_regular(path)
+    if path.suffix == ".bin":
+        return {name: Entry(t.dtype, tuple(t.shape), t.__getitem__) for name, t in read_pickle(path).items()}
+    dtypes = {name: getattr(torch, torch_name) for torch_name, name in STORED.items()}
+    found = {}
+    try:
+        file = stack.enter_context(safe_open(path, framework="pt"))
+        for name in file.keys():  # noqa: SIM118 - it is no dict
+            part = file.get_slice(name)
+            if part.get_dtype() not in dtypes:
+                raise CheckpointError(f"{path}: {name} is of dtype {part.get_dtype()}, needed one of {list(dtypes)}")
+            found[name] = Entry(dtypes[part.get_dtype()], tuple(part.get_shape()), part.__getitem__)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    return found
+
+
+def _check_regular(path: Path) -> None:
+    # Links are followed: the cache of huggingface_hub is made of them.
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise CheckpointError(f"{path}: found no regular file, needed one")

@@ -1,0 +1,116 @@
+"""Manager: saves every so many steps in the background and keeps the newest."""
+
+from os import PathLike
+from typing import Any
+
+import torch
+
+from fshard.checkpoint.check import step_of
+from fshard.checkpoint.restore import latest, restore
+from fshard.checkpoint.save import Saving, start
+from fshard.tree import Tree
+
+
+class Manager:
+    """Saves a run's states: every so many steps, beside the steps, the newest kept.
+
+    Used in a with statement, or closed at the end, so that the last save is complete.
+
+    >>> import tempfile
+    >>> import fshard as fs
+    >>> with Manager(tempfile.mkdtemp(), keep=2, every=10) as manager:
+    ...     [manager.save({"w": torch.ones(3)}, step=step) for step in (5, 10, 20, 30)]
+    ...     manager.wait()
+    ...     manager.latest()
+    [False, True, True, True]
+    30
+    """
+
+    def __init__(
+        self,
+        directory: str | PathLike[str],
+        *,
+        keep: int | None = None,
+        every: int = 1,
+        asynchronous: bool = True,
+        donated: bool = True,
+        timeout: float = 1800.0,
+    ) -> None:
+        """Say where to save and how.
+
+        Args:
+            directory: Where checkpoints are kept, a file system that all ranks share.
+            keep: How many checkpoints stay, None for all.
+            every: Steps from one save to the next.
+            asynchronous: Write while the next steps run.
+            donated: Whether steps may write over a state that was saved, as for `save`; copies then go to buffers that
+                are kept from one save to the next.
+            timeout: Seconds that the first rank waits for the others to have written.
+
+        Raises:
+            ValueError: if `keep` or `every` is no positive whole number.
+        """
+        for name, value in (("keep", keep), ("every", every)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"checkpoint.Manager: {name} is {value!r}, needed a whole number from 1")
+        self._directory = directory
+        self._keep, self._every, self._timeout = keep, every, timeout
+        self._asynchronous, self._copied = asynchronous, asynchronous and donated
+        self._staging: dict[str, torch.Tensor] = {}
+        self._saving: Saving | None = None
+
+    def save(self, state: Tree, step: int | None = None) -> bool:
+        """Save a state if its step is one to be saved; waits for the save before this one.
+
+        Args:
+            state: As for `save`.
+            step: As for `save`.
+
+        Returns:
+            Whether it was one to be saved.
+
+        Raises:
+            ValueError: as for `save`.
+            CheckpointError: if the save before this one failed, or this one cannot start.
+        """
+        if step_of("checkpoint.Manager", state, step) % self._every:
+            return False
+        self.wait()
+        self._saving = start(
+            self._directory, state, step, self._copied, False, self._timeout, staging=self._staging, keep=self._keep
+        )
+        if not self._asynchronous:
+            self.wait()
+        return True
+
+    def wait(self) -> None:
+        """Wait for the last save to be complete. Every rank must call this.
+
+        Raises:
+            CheckpointError: on every rank alike, if it failed.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+
+    def latest(self) -> int | None:
+        """The step of the checkpoint that was saved last, as `fs.checkpoint.latest` says it."""
+        return latest(self._directory)
+
+    def restore(self, like: Tree, **arguments: Any) -> Tree:
+        """Read a checkpoint, as `fs.checkpoint.restore` does, after waiting for the save under way."""
+        self.wait()
+        return restore(self._directory, like, **arguments)
+
+    def close(self) -> None:
+        """Wait for the last save; the buffers of copies are given back."""
+        self.wait()
+        self._staging.clear()
+
+    def __enter__(self) -> "Manager":
+        return self
+
+    def __exit__(self, kind_of_error: object, *error: object) -> None:
+        # Ranks that failed do not wait for each other.
+        if kind_of_error is None:
+            self.close()

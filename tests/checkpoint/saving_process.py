@@ -1,0 +1,76 @@
+"""A process that starts others which save until they are killed; starting each from nothing takes seconds.
+
+Run by test_killed.py as `python -m tests.checkpoint.saving_process`. It reads commands of one line, a JSON list
+[directory, ranks, asynchronous, start], and writes lines: ["pids", ...] when the ranks are there, ["saved", rank, step]
+when a save is complete, and ["failed", rank, text] when it is not.
+"""
+
+import json
+import os
+import sys
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import fshard as fs
+from fshard import checkpoint
+from fshard.checkpoint import write
+
+SIZE = 400_000
+
+
+def state(step):
+    """A state whose every value follows from the step."""
+    full = {"w": torch.arange(SIZE, dtype=torch.float32) + step, "v": torch.arange(1001) * step, "step": step}
+    if not dist.is_initialized():
+        return full
+    layout = fs.zero2(fs.init_mesh({"shard": -1}, device="cpu"), min_shard_elements=0)
+    return {**fs.shard({"w": full["w"], "v": full["v"]}, layout), "step": step}
+
+
+def say(*what):
+    os.write(1, f"{json.dumps(what)}\n".encode())
+
+
+def run(directory, rank, ranks, asynchronous, start, store):
+    torch.set_num_threads(1)
+    write.PATIENCE_AT_EXIT = 0.5
+    if ranks > 1:
+        limit = timedelta(seconds=20)
+        dist.init_process_group("gloo", f"file://{store}", world_size=ranks, rank=rank, timeout=limit)
+    manager = checkpoint.Manager(directory, keep=2, asynchronous=asynchronous)
+    previous = None
+    for step in range(start, 10**6):
+        manager.save(state(step), step)
+        # A save waits for the one before it.
+        done = previous if asynchronous else step
+        previous = step
+        if done is not None:
+            say("saved", rank, done)
+
+
+def main():
+    for line in sys.stdin:
+        directory, ranks, asynchronous, start = json.loads(line)
+        store = f"{directory}.store-{start}"
+        pids = []
+        for rank in range(ranks):
+            pid = os.fork()
+            if not pid:
+                try:
+                    run(directory, rank, ranks, asynchronous, start, store)
+                except BaseException as error:
+                    say("failed", rank, "".join(traceback.format_exception(error)))
+                # As a program ends: threads that write are waited for.
+                sys.exit(1)
+            pids.append(pid)
+        say("pids", *pids)
+        for pid in pids:
+            os.waitpid(pid, 0)
+        say("ended")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What the tests of checkpoints share: layouts, trees, and runs that save and restore them."""
+
+import math
+import random
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from fshard import checkpoint
+from fshard.testing import spmd
+from fshard.tree import flatten, is_sharded
+from tests.trees import STRATEGIES, TREES, as_bytes, exotic_dtypes, meshes, normal
+
+LAYOUTS = STRATEGIES | {
+    "zero3": lambda on: fs.zero3(on.line, min_shard_elements=0),
+    "zero3 with small leaves whole": lambda on: fs.zero3(on.line, min_shard_elements=16),
+    "hsdp of every leaf": lambda on: fs.hsdp(on.grid, min_shard_elements=0),
+    "masked": lambda on: fs.masked(
+        fs.fully_shard(on.line), ("w", "cube"), otherwise=fs.fully_shard(on.line, dim=-1, min_shard_elements=4)
+    ),
+    "split for good": lambda on: fs.compose(
+        fs.fully_shard(on.grid["shard"], min_shard_elements=0), fs.split_dim(on.grid["replicate"], dim=-1)
+    ),
+    "on one axis of two": lambda on: fs.fully_shard(on.grid["shard"]),
+}
+
+
+def divisible():
+    """A tree whose last dims are multiples of 2, which split_dim needs."""
+    draw = normal(20)
+    return {"w": draw(5, 4), "v": draw(6), "cube": draw(3, 5, 2), "flat": draw(1, 8)}
+
+
+def python_values():
+    numbers = {"nan": math.nan, "inf": -math.inf, "zero": -0.0, "tiny": 5e-324, "third": 1 / 3, "huge": 1.7e308}
+    whole = {"big": -(2**1999), "one": 1, "true": True, "false": False, "none": None}
+    texts = {"": "", "text": 'a "b" \\ \n\x00 é 😀', "null": "null"}
+    return {**numbers, **whole, "texts": texts, "w": normal(21)(3)}
+
+
+def named_oddly():
+    """Keys that are hard to spell."""
+    draw = normal(22)
+    keys = ("", " ", "a.b", "['w']", "é😀", '"', "\\", "\n", "__metadata__", "../../x", "/etc/passwd", "x" * 300)
+    return {key: draw(2) for key in keys} | {"w": OrderedDict([(2, draw(1)), ((1, "a"), draw(2))])}
+
+
+def tied():
+    draw = normal(23)
+    shared = draw(5, 3)
+    return {"w": shared, "again": shared, "frozen": nn.Parameter(draw(3), requires_grad=False)}
+
+
+def unsigned():
+    numbers = torch.tensor([0, 1, 2**16 - 1])
+    return {str(dtype): numbers.to(dtype) for dtype in (torch.uint16, torch.uint32, torch.uint64)}
+
+
+# Layouts that not every tree fits.
+CHOOSY = ("split for good", "masked")
+ALL_TREES = TREES | {f.__name__: f for f in (exotic_dtypes, divisible, named_oddly, tied)}
+
+
+def tree_for(layout, tree):
+    """The tree of a name, or one that fits a layout which not every tree does."""
+    return (divisible if layout in CHOOSY else ALL_TREES[tree])()
+
+
+def zeros_like(state):
+    """A tree of the same structure, specs, shapes and dtypes that shares no value."""
+
+    def blank(leaf):
+        return torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    return fs.tree_map(blank, state)
+
+
+def assert_same(actual, expected):
+    """Assert that two states agree in structure, specs, types and every bit, padding included."""
+    found, needed = flatten(actual), flatten(expected)
+    assert found.treedef == needed.treedef
+    for path, a, b in zip(found.paths, found.leaves, needed.leaves):
+        if is_sharded(b):
+            assert a.spec == b.spec, path
+            a, b = a.local, b.local
+        if isinstance(b, torch.Tensor):
+            assert (path, a.dtype, a.shape, a.device) == (path, b.dtype, b.shape, b.device)
+            assert as_bytes(a.resolve_conj().resolve_neg()).equal(as_bytes(b.resolve_conj().resolve_neg())), path
+        else:
+            assert (type(a), repr(a)) == (type(b), repr(b)), path
+
+
+def save(directory, make, world_size, step=1, **arguments):
+    """Save what `make` makes of the meshes of each rank; the path of the checkpoint."""
+
+    def program():
+        return checkpoint.save(directory, make(meshes()), step, **arguments).wait()
+
+    return spmd(program, world_size)[0]
+
+
+def sampler(seed):
+    """A seeded source of choices."""
+    return random.Random(seed)
+
+
+def refused(call, kind=ValueError):
+    """The text of the error that a call raises, which is of this kind and no other."""
+    with pytest.raises(kind) as error:
+        call()
+    assert type(error.value) is kind
+    return str(error.value)
+
+
+def message(error):
+    """What an error says on each rank; that of a rank's error is the cause."""
+    return str(error.value.__cause__ or error.value)

@@ -1,0 +1,401 @@
+"""safetensors in the layout of Hugging Face: what is written, what is read into any layout, and what is refused."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import fshard as fs
+from fshard.checkpoint import CheckpointError, huggingface, load_huggingface, save_huggingface
+from fshard.testing import spmd
+from fshard.tree import flatten, names_of
+from tests.checkpoint.test_state_dict import Net, every_leaf, refusal, sharded
+from tests.trees import TREES, assert_same_bits, every_strategy, exotic_dtypes, normal, one_axis
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WORLD_SIZES = (1, 2, 3, 4)
+
+
+def representable():
+    """A tree of all dtypes that safetensors has."""
+    return {name: leaf for name, leaf in exotic_dtypes().items() if leaf.dtype != torch.complex128}
+
+
+def by_name(tree):
+    flat = flatten(tree)
+    return {n: leaf.detach() for n, leaf in zip(names_of(flat.treedef), flat.leaves) if leaf is not None}
+
+
+def written(directory):
+    """All tensors of all files, as safetensors itself reads them."""
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("tree", [*TREES.values(), representable], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_trees_come_back(tmp_path, world_size, tree):
+    def program():
+        for i, (_, strategy) in enumerate(every_strategy()):
+            params, directory = fs.shard(tree(), strategy), tmp_path / str(i)
+            save_huggingface(directory, params)
+            assert os.listdir(directory) == [SINGLE]
+            back = load_huggingface(directory, fs.tree_map(torch.zeros_like, params))
+            assert_same_bits(fs.unshard(back), fs.unshard(params))
+
+    spmd(program, world_size)
+    assert_same_bits(written(tmp_path / "0"), by_name(tree()))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("max_file_bytes, files", [(1, 4), (500, 3), (700, 2), (10_000, 1)])
+def test_files_are_as_large_as_they_may_be(tmp_path, world_size, max_file_bytes, files):
+    draw = normal()
+    full = {"a": draw(5, 3), "b": draw(7, 11), "c": draw(3).float(), "d": draw(9, 2).bfloat16()}
+
+    def program():
+        params = fs.shard(full, every_leaf(one_axis()))
+        save_huggingface(tmp_path, params, max_file_bytes=max_file_bytes)
+        back = load_huggingface(tmp_path, fs.tree_map(torch.zeros_like, params))
+        assert_same_bits(fs.unshard(back), full)
+
+    spmd(program, world_size)
+    assert_same_bits(written(tmp_path), full)
+    names = sorted(name for name in os.listdir(tmp_path) if name.endswith(".safetensors"))
+    if files == 1:
+        assert sorted(os.listdir(tmp_path)) == [SINGLE]
+        return
+    assert names == [f"model-{i:05d}-of-{files:05d}.safetensors" for i in range(1, files + 1)]
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in full.values())
+    assert sorted(index["weight_map"]) == sorted(full)
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / file, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            assert name in opened.keys()  # noqa: SIM118
+
+
+def test_buckets_hold_what_fits(tmp_path, monkeypatch):
+    """One large leaf or several small ones are gathered at a time."""
+    monkeypatch.setattr("fshard.checkpoint.exchange.BUCKET_BYTES", 100)
+    full = {name: torch.full((n,), 1.0) for name, n in zip("abcde", (10, 10, 10, 40, 3))}
+
+    def program():
+        params = fs.shard(full, every_leaf(one_axis()))
+        with fs.comm.record() as record:
+            save_huggingface(tmp_path, params)
+        return [entry.label for entry in record].count("unshard")
+
+    assert spmd(program, 2) == [4, 4]
+    assert_same_bits(written(tmp_path), full)
+
+
+def test_names_may_be_others_in_the_files(tmp_path):
+    full = {"w": normal()(5), "v": normal(1)(3)}
+
+    def program():
+        params = fs.shard(full, every_leaf(one_axis()))
+        save_huggingface(tmp_path, params, names="model.{}".format)
+        like = fs.tree_map(torch.zeros_like, params)
+        assert_same_bits(fs.unshard(load_huggingface(tmp_path, like, names="model.{}".format)), full)
+        with pytest.raises(ValueError, match=r"(?s)w: found nothing.*model\.v: found float64\[3\], needed nothing"):
+            load_huggingface(tmp_path, like)
+
+    spmd(program, 2)
+    assert_same_bits(written(tmp_path), {f"model.{name}": tensor for name, tensor in full.items()})
+    with pytest.raises(ValueError, match="w: found the name of another leaf, needed a name of its own"):
+        save_huggingface(tmp_path / "other", full, names=lambda name: "same")
+
+
+@pytest.mark.parametrize("alias", ["embedding.weight", "head.weight"])
+@pytest.mark.parametrize("names", [None, "net.{}".format])
+def test_tied_parameters_are_found_under_any_name(tmp_path, alias, names):
+    module = Net()
+    content = {name: tensor for name, tensor in module.state_dict().items() if name not in ("head.weight",)}
+    content[alias] = content.pop("embedding.weight").clone()
+    save_file({names(name) if names else name: tensor for name, tensor in content.items()}, tmp_path / SINGLE)
+
+    def program():
+        like = sharded(Net(1), every_leaf(one_axis()))
+        del like["cache"]
+        back = fs.unshard(load_huggingface(tmp_path, like, module=module, names=names))
+        assert_same_bits(back, {name: module.state_dict()[name].detach() for name in like})
+
+    spmd(program, 3)
+
+
+def layout(directory, parts, where=None, index=INDEX):
+    """Write files by hand as transformers would."""
+    for file, content in parts.items():
+        save_file(content, directory / file, metadata={"format": "pt"})
+    where = {name: file for file, content in parts.items() for name in content} if where is None else where
+    if index:
+        (directory / index).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": where}))
+
+
+FULL = {"a": normal()(5, 3), "b": normal(1)(4)}
+PARTS = {f"model-0000{i}-of-00002.safetensors": {name: FULL[name]} for i, name in enumerate(FULL, 1)}
+
+
+def read(directory, **arguments):
+    like = fs.shard({name: torch.zeros_like(tensor) for name, tensor in FULL.items()}, every_leaf(one_axis()))
+    return load_huggingface(directory, like, **arguments)
+
+
+@pytest.mark.parametrize("kind", ["single", "index", "both", "other name", "other index", "links", "meta"])
+def test_layouts_written_by_others(tmp_path, kind):
+    if kind in ("single", "both", "links"):
+        layout(tmp_path, {SINGLE: FULL}, index=None)
+    if kind in ("index", "meta"):
+        layout(tmp_path, PARTS)
+    if kind == "both":
+        # transformers takes the single one.
+        layout(tmp_path, {"model-00001-of-00001.safetensors": {"c": torch.ones(1)}})
+    if kind == "other name":
+        layout(tmp_path, {"diffusion_pytorch_model.safetensors": FULL}, index=None)
+    if kind == "other index":
+        layout(tmp_path, PARTS, index="diffusion_pytorch_model.safetensors.index.json")
+    directory = tmp_path
+    if kind == "links":
+        directory = tmp_path / "snapshot"
+        directory.mkdir()
+        os.symlink("../" + SINGLE, directory / SINGLE)
+
+    def program():
+        if kind == "meta":
+            with torch.device("meta"):
+                like = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in FULL.items()}
+            assert_same_bits(load_huggingface(directory, like), FULL)
+        assert_same_bits(fs.unshard(read(directory)), FULL)
+
+    spmd(program, 3)
+
+
+def test_only_slices_are_read(tmp_path, monkeypatch):
+    layout(tmp_path, {SINGLE: {"w": normal()(8, 6)}}, index=None)
+    seen = []
+
+    class Spied:
+        def __init__(self, part):
+            self.part = part
+
+        def __getattr__(self, name):
+            return getattr(self.part, name)
+
+        def __getitem__(self, box):
+            seen.append(box)
+            return self.part[box]
+
+    class Opened:
+        def __init__(self, *args, **kwargs):
+            self.file = safe_open(*args, **kwargs)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.file.__exit__(*error)
+
+        def keys(self):
+            return self.file.keys()
+
+        def get_slice(self, name):
+            return Spied(self.file.get_slice(name))
+
+    monkeypatch.setattr(huggingface, "safe_open", Opened)
+
+    def program():
+        like = fs.shard({"w": torch.zeros(8, 6, dtype=torch.float64)}, fs.fully_shard(one_axis(), dim=-1))
+        load_huggingface(tmp_path, like)
+
+    spmd(program, 3)
+    assert sorted(seen, key=str) == [(slice(0, 8), slice(start, start + 2)) for start in (0, 2, 4)]
+
+
+def test_dtypes_change_when_asked(tmp_path):
+    layout(tmp_path, {SINGLE: {"a": FULL["a"].bfloat16(), "b": FULL["b"]}}, index=None)
+    message = refusal(lambda mesh: read(tmp_path))
+    assert "a: found bfloat16[5, 3], needed float64[5, 3]" in message
+
+    def program():
+        assert_same_bits(fs.unshard(read(tmp_path, cast=True)), {"a": FULL["a"].bfloat16().double(), "b": FULL["b"]})
+
+    spmd(program, 2)
+
+
+def test_leaves_that_do_not_fit_are_all_named(tmp_path):
+    layout(tmp_path, {SINGLE: {"a": FULL["a"].T.contiguous(), "c": torch.ones(1)}}, index=None)
+    message = refusal(lambda mesh: read(tmp_path))
+    assert "a: found float64[3, 5], needed float64[5, 3]" in message
+    assert "b: found nothing, needed float64[4]" in message
+    assert "c: found float32[1], needed nothing" in message
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["../secret.safetensors", "/etc/secret.safetensors", "..", "", "a/b.safetensors", "a.bin", 3, "x\0.safetensors"],
+)
+def test_an_index_that_leads_elsewhere(tmp_path, file):
+    save_file({"a": FULL["a"]}, tmp_path / "secret.safetensors")
+    directory = tmp_path / "model"
+    directory.mkdir()
+    layout(directory, {}, where={"a": file})
+    message = refusal(lambda mesh: read(directory))
+    assert f"found {file!r} for a, needed a .safetensors file beside the index" in message
+
+
+DAMAGES = dict(
+    enumerate(
+        [
+            (lambda d: (d / INDEX).write_text("{"), "it is no JSON"),
+            (lambda d: (d / INDEX).write_text("[" * 100_000), "it is no JSON"),
+            (lambda d: (d / INDEX).write_text("[]"), "found no weight_map"),
+            (lambda d: (d / INDEX).write_text('{"weight_map": {}}'), "found no weight_map"),
+            (lambda d: layout(d, PARTS, where={"a": min(PARTS), "b": min(PARTS)}), "found no b, needed it as"),
+            (lambda d: os.remove(d / min(PARTS)), f"{min(PARTS)}: No such file"),
+            (lambda d: (d / min(PARTS)).write_bytes(b"x" * 4), f"{min(PARTS)}: "),
+            (lambda d: (d / min(PARTS)).write_bytes((d / min(PARTS)).read_bytes()[:-1]), f"{min(PARTS)}: "),
+            (lambda d: layout(d, {max(PARTS): FULL}, index=None), "which another file has too"),
+            (lambda d: (os.remove(d / min(PARTS)), os.mkfifo(d / min(PARTS))), "found no regular file"),
+            (lambda d: (d / INDEX).rename(d / "notes.txt"), "needed one of them; move others elsewhere"),
+        ]
+    )
+)
+
+
+@pytest.mark.parametrize("number", DAMAGES)
+def test_damage_is_named_on_every_rank(tmp_path, number):
+    damage, message = DAMAGES[number]
+    layout(tmp_path, PARTS)
+    damage(tmp_path)
+    found = refusal(lambda mesh: read(tmp_path))
+    assert found.startswith("checkpoint.load_huggingface: ")
+    assert message in found
+
+
+def test_nothing_there(tmp_path):
+    assert f"found no weights, needed {SINGLE} or {INDEX}" in refusal(lambda mesh: read(tmp_path))
+    assert "No such file" in refusal(lambda mesh: read(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_pickled_weights_are_read_when_trusted(tmp_path, indexed):
+    parts = PARTS if indexed else {"pytorch_model": FULL}
+    files = {file.replace(".safetensors", "") + ".bin": content for file, content in parts.items()}
+    for file, content in files.items():
+        torch.save(content, tmp_path / file)
+    if indexed:
+        where = {name: file for file, content in files.items() for name in content}
+        layout(tmp_path, {}, where, index="pytorch_model.bin.index.json")
+    assert "is pickled, and reading it can run code of its author; pass trusted=True" in refusal(
+        lambda mesh: read(tmp_path)
+    )
+    spmd(lambda: assert_same_bits(fs.unshard(read(tmp_path, trusted=True)), FULL), 2)
+
+
+def test_weights_that_are_there_stay(tmp_path):
+    save_huggingface(tmp_path, FULL)
+    before = (tmp_path / SINGLE).read_bytes()
+    message = refusal(lambda mesh: save_huggingface(tmp_path, {"w": torch.ones(1)}))
+    assert f"{tmp_path / SINGLE}: found a file, needed none of that name; write to another directory" in message
+    assert (tmp_path / SINGLE).read_bytes() == before
+    assert os.listdir(tmp_path) == [SINGLE]
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / ".exporting-0123").mkdir()
+    calls = []
+
+    def full_disk(descriptor):
+        calls.append(descriptor)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(huggingface.os, "fsync", full_disk)
+
+    def save(mesh):
+        params = fs.shard(FULL | {"c": torch.ones(3)}, every_leaf(mesh))
+        save_huggingface(tmp_path, params, max_file_bytes=1)
+
+    assert "No space left on device" in refusal(save, 3)
+    assert len(calls) == 1
+    assert os.listdir(tmp_path) == ["config.json"]
+
+
+def test_the_file_that_decides_comes_last(tmp_path, monkeypatch):
+    """A kill before it leaves a directory without weights."""
+    moved = []
+
+    def killed(source, target):
+        moved.append(os.path.basename(target))
+        if moved[-1] == INDEX:
+            raise KeyboardInterrupt
+        os.rename(source, target)
+
+    monkeypatch.setattr("fshard.checkpoint.exchange.os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_huggingface(tmp_path, FULL, max_file_bytes=1)
+    assert moved == [*sorted(PARTS), INDEX]
+    monkeypatch.undo()
+    # Parts without an index are no weights; saving again puts others in their place.
+    save_huggingface(tmp_path, FULL, max_file_bytes=1)
+    assert sorted(os.listdir(tmp_path)) == sorted([*PARTS, INDEX])
+    assert_same_bits(load_huggingface(tmp_path, fs.tree_map(torch.zeros_like, FULL)), FULL)
+
+
+def test_leaves_that_cannot_be_written(tmp_path):
+    message = refusal(
+        lambda mesh: save_huggingface(tmp_path, {"z": torch.ones(1).to(torch.complex128), "w": FULL["a"]})
+    )
+    assert "z: found dtype complex128, needed one of bool, " in message
+    assert "w: found an int, needed a tensor" in refusal(lambda mesh: save_huggingface(tmp_path, {"w": 1}))
+    assert "max_file_bytes is 0, needed a whole number from 1" in refusal(
+        lambda mesh: save_huggingface(tmp_path, FULL, max_file_bytes=0)
+    )
+    assert "ranks hold different leaves" in refusal(
+        lambda mesh: save_huggingface(tmp_path, {"w": torch.ones(1 + mesh.get_local_rank())})
+    )
+    assert os.listdir(tmp_path) == []
+
+
+def test_directories_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file.*: (Not a directory|File exists)"):
+        save_huggingface(tmp_path / "file", FULL)
+
+
+TRANSFORMERS = ("GPT2", "Llama", "Llama tied", "BERT", "T5", "ViT", "Mixtral", "Switch")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize("max_file_bytes", [20_000, 5_000_000_000])
+def test_from_pretrained_loads_what_was_saved_and_the_other_way(tmp_path, name, max_file_bytes):
+    transformers = pytest.importorskip("transformers")
+    from tests.test_transformers import CASES
+
+    module = CASES[name].build(torch.float32).eval()
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    module.config.save_pretrained(ours)
+    # Of some architectures transformers writes what they once were, unless it is told not to.
+    module.save_pretrained(theirs, max_shard_size=max_file_bytes, save_original_format=False)
+    other = CASES[name].build(torch.float32)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+
+    def program():
+        strategy = fs.zero3(one_axis(), min_shard_elements=0)
+        model = fs.functionalize(module)
+        save_huggingface(ours, model.init(strategy), max_file_bytes=max_file_bytes)
+        back = load_huggingface(theirs, fs.functionalize(other).init(strategy), module=other)
+        assert_same_bits(fs.unshard(back), {name: parameter.detach() for name, parameter in module.named_parameters()})
+
+    spmd(program, 2)
+    assert (ours / SINGLE).exists() == (max_file_bytes > 20_000)
+    loaded, info = getattr(transformers, CASES[name].model).from_pretrained(ours, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_same_bits(dict(loaded.state_dict()), dict(module.state_dict()))

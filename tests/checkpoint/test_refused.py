@@ -1,0 +1,536 @@
+"""What is refused, in what words, on every rank alike, and that nothing is lost by it."""
+
+import enum
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+import fshard as fs
+from fshard import checkpoint
+from fshard.testing import RankError, spmd
+from tests.checkpoint.states import assert_same, message, refused
+from tests.trees import normal, one_axis
+
+ROOT = Path(__file__).parents[2]
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Tag:
+    def __init__(self, number):
+        self.number = number
+
+    def __repr__(self):
+        return "tag"
+
+    def __lt__(self, other):
+        return self.number < other.number
+
+
+def refused_everywhere(program, ranks=2, kind=ValueError):
+    """The text of an error that each rank raises, which must be one."""
+
+    def each():
+        return refused(program, kind)
+
+    texts = spmd(each, ranks)
+    assert len(set(texts)) == 1, texts
+    return texts[0]
+
+
+def rank():
+    return torch.distributed.get_rank()
+
+
+STEP = "needed a whole number from 0; pass step=, or a state that has one"
+
+
+@pytest.mark.parametrize(
+    ("step", "shown"),
+    [
+        (None, "None"),
+        ("7", "'7'"),
+        (-1, "-1"),
+        (1.0, "1.0"),
+        (True, "True"),
+        (10**18, "1000000000000000000"),
+        (numpy.int64(3), "3"),
+        (torch.tensor(2.5), "2.5"),
+        (torch.tensor(True), "True"),
+        (torch.tensor(-3), "-3"),
+        (torch.ones(1, dtype=torch.int64), "an int64 Tensor of shape (1,)"),
+        (torch.tensor(1, device="meta"), "an int64 Tensor of shape ()"),
+    ],
+)
+def test_bad_steps(step, shown, tmp_path):
+    text = refused(lambda: checkpoint.save(tmp_path, {}, step))
+    assert text.replace("np.int64(3)", "3") == f"checkpoint.save: step is {shown}, {STEP}"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bad_step_on_one_rank(tmp_path):
+    text = refused_everywhere(lambda: checkpoint.save(tmp_path, {}, "x" if rank() else 1))
+    assert text == f"checkpoint.save: step is 'x', {STEP}"
+
+
+PLAIN = "a tensor, or None, bool, int, float or str"
+OUTSIDE = "a strided tensor with values, outside of torch.func and jit"
+
+
+@pytest.mark.parametrize(
+    ("leaf", "found", "needed"),
+    [
+        (object(), "an object", PLAIN),
+        (b"bytes", "a bytes", PLAIN),
+        (1j, "a complex", PLAIN),
+        (Colour.RED, "a Colour", PLAIN),
+        (numpy.float64(1), "a float64", PLAIN),
+        (numpy.ones(3), "a ndarray", PLAIN),
+        (torch.float32, "a dtype", PLAIN),
+        (torch.device("cpu"), "a device", PLAIN),
+        (torch.nn.Linear(1, 1), "a Linear", PLAIN),
+        (torch.ones(3, device="meta"), "a float32 Tensor of shape (3,) without values of its own", OUTSIDE),
+        (torch.ones(3).to_sparse(), "a float32 Tensor of shape (3,) without values of its own", OUTSIDE),
+        (torch.empty(3, dtype=torch.float8_e4m3fnuz), "dtype float8_e4m3fnuz", None),
+        (10**700, "an int of 2326 bits", "at most 2000"),
+        ("\ud83d\ude00", "a str with surrogates", "one that is text; encode it otherwise"),
+    ],
+)
+@pytest.mark.parametrize("on", ("all", "one"))
+def test_leaves_that_cannot_be_saved(leaf, found, needed, on, tmp_path):
+    if on == "all":
+        text = refused(lambda: checkpoint.save(tmp_path, {"ok": torch.ones(1), "bad": [None, leaf]}, 1))
+        if needed:
+            assert text == (
+                "checkpoint.save: leaves cannot be saved\n"
+                f"  ['bad'][1]: found {found}, needed {needed}\nTo fix: keep them out of the state."
+            )
+        assert f"  ['bad'][1]: found {found}, needed " in text
+    else:
+        text = refused_everywhere(lambda: checkpoint.save(tmp_path, {"bad": leaf if rank() else 3}, 1))
+        assert text.startswith(
+            f"checkpoint.save: ranks hold different states\n  ['bad']: found {found} on rank world=1"
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensors_of_other_classes(tmp_path):
+    from torch._subclasses import FakeTensorMode
+    from torch.distributed.tensor import DTensor, Replicate
+
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    shard = DTensor.from_local(torch.ones(3), fs.init_mesh({"shard": 1}, device="cpu"), [Replicate()])
+    for leaf, name in ((fake, "FakeTensor"), (shard, "DTensor")):
+        text = refused(lambda: checkpoint.save(tmp_path, {"w": leaf}, 1))  # noqa: B023
+        assert f"  ['w']: found a float32 {name} of shape (3,), needed {PLAIN}" in text
+    checkpoint.save(tmp_path, {"w": torch.ones(3)}, 1)
+    text = refused(lambda: checkpoint.restore(tmp_path, {"w": shard}))
+    assert "  ['w']: found a float32 DTensor of shape (3,), strided, needed a plain strided tensor\n" in text
+    # The attribute holds the mode alive otherwise.
+    del fake
+
+
+@pytest.mark.parametrize("call", ("save", "restore"))
+@pytest.mark.parametrize("inside", ("grad", "vmap", "jit"))
+def test_calls_where_nothing_has_a_value(inside, call, tmp_path):
+    checkpoint.save(tmp_path / "there", {"w": torch.ones(3)}, 1)
+
+    def f(x):
+        if call == "save":
+            checkpoint.save(tmp_path / "new", {"w": 3}, 1)
+        else:
+            checkpoint.restore(tmp_path / "there", {"w": torch.ones(3)})
+        return x.sum()
+
+    run = {"grad": torch.func.grad, "vmap": torch.vmap, "jit": fs.jit}[inside](f)
+    assert refused(lambda: run(torch.ones(2))) == (
+        f"checkpoint.{call}: found a call inside of fs.jit or torch.func, needed one outside, on their results"
+    )
+    assert not (tmp_path / "new").exists()
+
+
+def test_leaves_of_one_path(tmp_path):
+    tree = {Tag(1): torch.ones(1), Tag(2): torch.zeros(1)}
+    end = "leaves of one path\n  [tag]: found 2 leaves, needed one of each path\n"
+    end += "To fix: give keys that print differently."
+    assert refused(lambda: checkpoint.save(tmp_path, tree, 1)) == f"checkpoint.save: {end}"
+    checkpoint.save(tmp_path, {Tag(1): torch.ones(1)}, 1)
+    assert refused(lambda: checkpoint.restore(tmp_path, tree)) == f"checkpoint.restore: {end}"
+
+
+REMEDY = "To fix: make what is not Sharded the same on every rank, buffers for instance by fs.sync_buffers."
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda: ({"a": 1} | ({"b": 2} if rank() else {}), 1), "['b']: found 2 on rank world=1, needed nothing as on"),
+        (lambda: ({"a": rank()}, 1), "['a']: found 1 on rank world=1, needed 0 as on rank world=0"),
+        (lambda: ({"a": float("nan") if rank() else 0.0}, 1), "['a']: found nan on rank world=1, needed 0.0 as on"),
+        (lambda: ({"a": True if rank() else 1}, 1), "['a']: found True on rank world=1, needed 1 as on"),
+        (lambda: ({}, rank() + 4), "(step): found 5 on rank world=1, needed 4 as on rank world=0"),
+        (
+            lambda: ({"mean": torch.full((2,), float(rank()))}, 1),
+            "['mean']: found a float32 Tensor of shape (2,) of hash ",
+        ),
+        (
+            lambda: (fs.shard({"w": torch.ones(4, dtype=torch.float64 if rank() else None)}, group_of_one()), 1),
+            "['w']: found float64[4] split by P('shard') on rank world=1, needed float32[4] split by P('shard') as",
+        ),
+    ],
+)
+def test_ranks_with_different_states(make, line, tmp_path):
+    text = refused_everywhere(lambda: checkpoint.save(tmp_path, *make()))
+    assert text.startswith(f"checkpoint.save: ranks hold different states\n  {line}")
+    assert text.endswith(REMEDY)
+    assert list(tmp_path.iterdir()) == []
+
+
+def group_of_one():
+    return fs.fully_shard(fs.init_mesh({"rank": -1, "shard": 1}, device="cpu")["shard"])
+
+
+def test_ranks_with_different_directories(tmp_path):
+    text = refused_everywhere(lambda: checkpoint.save(tmp_path / str(rank()), {}, 1))
+    assert f"  (directory): found {tmp_path}/1 on rank world=1, needed {tmp_path}/0 as on rank world=0" in text
+
+
+def test_a_shard_of_another_shape_on_one_rank(tmp_path):
+    def program():
+        params = fs.shard({"w": normal()(4, 2)}, fs.zero2(one_axis(), min_shard_elements=0))
+        if rank():
+            params = fs.tree_map(lambda local: local[:1], params)
+        checkpoint.save(tmp_path, params, 1)
+
+    assert refused_everywhere(program) == (
+        "checkpoint.save: shards do not match their specs\n"
+        "  ['w']: found a local tensor of shape (1, 2), needed a local tensor of shape (2, 2)\n"
+        "To fix: keep a leaf's shape when mapping over it."
+    )
+
+
+def saved_state(directory):
+    params = {"w": torch.ones(3, 2), "b": torch.ones(2)}
+    state = fs.TrainState.create(fs.shard(params, fs.zero2(one_axis())), fs.adamw(0.1))
+    checkpoint.save(directory, state)
+    return state
+
+
+GENERIC = "To fix: restore into a state built as the one that was saved; only= and subtree= read parts of it."
+
+
+@pytest.mark.parametrize(
+    ("like", "lines"),
+    [
+        ({"w": torch.ones(3, 3), "n": 1}, ["['w']: found float32[3, 2], needed float32[3, 3]"]),
+        (
+            {"w": torch.ones(3, 2, dtype=torch.bfloat16), "n": 1},
+            ["['w']: found float32[3, 2], needed bfloat16[3, 2]"],
+        ),
+        (
+            {"w": torch.ones(3, 2), "x": torch.ones(1), "n": 1},
+            ["['x']: found nothing, needed float32[1]"],
+        ),
+        ({"w": torch.ones(3, 2)}, ["['n']: found an int, needed nothing"]),
+        ({"w": torch.ones(3, 2), "n": True}, ["['n']: found an int, needed a bool"]),
+        ({"w": torch.ones(3, 2), "n": None}, ["['n']: found an int, needed None"]),
+        ({"w": torch.ones(3, 2), "n": torch.ones(())}, ["['n']: found an int, needed float32[]"]),
+        ({"w": None, "n": 1}, ["['w']: found float32[3, 2], needed None"]),
+        ({"w": numpy.ones((3, 2)), "n": 1}, ["['w']: found float32[3, 2], needed a ndarray"]),
+        (
+            {},
+            ["['n']: found an int, needed nothing", "['w']: found float32[3, 2], needed nothing"],
+        ),
+        (
+            torch.ones(3, 2),
+            [
+                "(root): found nothing, needed float32[3, 2]",
+                "['n']: found an int, needed nothing",
+                "['w']: found float32[3, 2], needed nothing",
+            ],
+        ),
+        (
+            {"w": torch.ones(2), "n": "1"},
+            ["['n']: found an int, needed a str", "['w']: found float32[3, 2], needed float32[2]"],
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit(like, lines, tmp_path):
+    checkpoint.save(tmp_path, {"w": torch.ones(3, 2), "n": 1}, 1)
+    text = refused(lambda: checkpoint.restore(tmp_path, like))
+    body = "".join(f"  {line}\n" for line in lines)
+    assert text == f"checkpoint.restore: step-00000001 does not fit\n{body}{GENERIC}"
+
+
+def test_a_state_that_does_not_fit_on_one_rank(tmp_path):
+    def program():
+        checkpoint.save(tmp_path, {"w": torch.ones(3)}, 1)
+        checkpoint.restore(tmp_path, {"w": torch.ones(4 if rank() == 1 else 3)})
+
+    text = refused_everywhere(program, 3)
+    assert "  ['w']: found float32[3], needed float32[4] on rank world=1, needed nothing as on rank world=0" in text
+
+
+@pytest.mark.parametrize("subtree", ("", "params", ".opt_state", ".nothing"))
+def test_the_remedy_names_the_right_subtree(subtree, tmp_path):
+    state = saved_state(tmp_path)
+    text = refused(lambda: checkpoint.restore(tmp_path, state.params, subtree=subtree))
+    assert text.endswith("To fix: pass subtree='.params', where the checkpoint has such leaves.")
+    text = refused(lambda: checkpoint.restore(tmp_path, state.opt_state, subtree=subtree + ".no"))
+    assert text.endswith("To fix: pass subtree='.opt_state', where the checkpoint has such leaves.")
+    # Where no subtree has all of the leaves, none is named.
+    text = refused(lambda: checkpoint.restore(tmp_path, {**state.params, "new": torch.ones(1)}, subtree=subtree))
+    assert text.endswith(GENERIC)
+
+
+def test_a_subtree_is_no_prefix_of_a_name(tmp_path):
+    checkpoint.save(tmp_path, {"a": [torch.ones(1)], "ab": [torch.zeros(1)], "a.b": [torch.zeros(2)]}, 1)
+    assert checkpoint.restore(tmp_path, [torch.zeros(1)], subtree="['a']")[0] == 1
+    text = refused(lambda: checkpoint.restore(tmp_path, [torch.zeros(1)], subtree="['a"))
+    assert "  ['a[0]: found nothing, needed float32[1]" in text
+
+
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_no_checkpoint(ranks, tmp_path):
+    for directory in (tmp_path, tmp_path / "none"):
+        text = refused_everywhere(lambda: checkpoint.restore(directory, {}), ranks, checkpoint.CheckpointError)  # noqa: B023
+        needed = "needed one that fs.checkpoint.save wrote"
+        assert text == f"checkpoint.restore: {directory}: found no checkpoint; {needed}"
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_unknown_step(tmp_path):
+    text = refused(lambda: checkpoint.restore(tmp_path, {}, step=1), checkpoint.CheckpointError)
+    assert text == f"checkpoint.restore: {tmp_path}: found no checkpoint of step 1, only of none"
+    for step in (3, 5, 5):
+        checkpoint.save(tmp_path, {}, step)
+    text = refused(lambda: checkpoint.restore(tmp_path, {}, step=4), checkpoint.CheckpointError)
+    assert text == f"checkpoint.restore: {tmp_path}: found no checkpoint of step 4, only of 3, 5"
+    for step, shown in (("3", "a str"), (True, "a bool"), (3.0, "a float")):
+        text = refused(lambda: checkpoint.restore(tmp_path, {}, step=step))  # noqa: B023
+        assert text == f"checkpoint.restore: step is {shown}, needed an int, or None for the latest"
+
+
+def test_masks_and_subtrees_that_mean_nothing(tmp_path):
+    tree = {name: torch.ones(1) for name in "abcde"}
+    checkpoint.save(tmp_path, tree, 1)
+    text = refused_everywhere(lambda: checkpoint.restore(tmp_path, tree, only="head.*" if rank() else None))
+    assert text == "checkpoint.restore: the mask 'head.*' means no leaf of a, b, c, d, ...; name some of these"
+    for only, shown in ((3, "an int"), ((), "a tuple"), ((1,), "a tuple"), (True, "a bool")):
+        text = refused(lambda: checkpoint.restore(tmp_path, tree, only=only))  # noqa: B023
+        assert text == f"checkpoint.restore: only is {shown}, needed a pattern or several, or a function"
+    text = refused(lambda: checkpoint.restore(tmp_path, tree, subtree=None))
+    assert text == "checkpoint.restore: subtree is None, needed a path such as '.params'"
+
+
+def test_no_room_for_values(tmp_path):
+    checkpoint.save(tmp_path, {"w": torch.ones(3)}, 1)
+    with torch.device("meta"):
+        text = refused(lambda: checkpoint.restore(tmp_path, {"w": torch.ones(3)}))
+    assert "['w']: found a meta tensor where the default device is meta too, needed room for values" in text
+    text = refused(lambda: checkpoint.restore(tmp_path, {"w": torch.ones(3).to_sparse()}))
+    assert "['w']: found a float32 Tensor of shape (3,), sparse_coo, needed a plain strided tensor" in text
+
+
+def test_a_progress_bar_that_one_rank_cannot_show(tmp_path, monkeypatch):
+    def refuse(shown):
+        if shown:
+            raise ImportError("no tqdm")
+
+    monkeypatch.setattr(sys.modules["fshard.checkpoint.save"], "progress_bar", refuse)
+    text = refused_everywhere(lambda: checkpoint.save(tmp_path, {}, 1, progress=rank() == 1), kind=ImportError)
+    assert text == "no tqdm"
+
+
+def save_refused(directory, ranks=2):
+    return refused_everywhere(
+        lambda: checkpoint.save(directory, {"w": torch.ones(3)}, 1), ranks, checkpoint.CheckpointError
+    )
+
+
+def test_directories_that_cannot_be_written_to(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    assert save_refused(file) == f"checkpoint.save: step 1 was not saved: {file}: File exists"
+    assert save_refused(file / "in") == f"checkpoint.save: step 1 was not saved: {file}/in: Not a directory"
+    assert file.read_text() == "mine"
+    # Not even root makes a directory there.
+    text = save_refused("/proc/checkpoints")
+    assert text == "checkpoint.save: step 1 was not saved: /proc/checkpoints: No such file or directory"
+    assert save_refused(f"{tmp_path}/\0").endswith(": embedded null byte")
+    assert save_refused(f"{tmp_path}/{'x' * 300}").endswith("x: File name too long")
+    for call in (lambda: checkpoint.restore(file, {}), lambda: checkpoint.latest(file)):
+        assert refused(call, checkpoint.CheckpointError).endswith(f"{file}: Not a directory")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_directory(tmp_path):
+    tmp_path.chmod(0o500)
+    try:
+        assert "Permission denied" in save_refused(tmp_path)
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_directory_whose_name_is_no_text(tmp_path):
+    directory = os.fsdecode(bytes(tmp_path) + b"/\xff\xfe")
+    text = refused_everywhere(lambda: checkpoint.restore(directory, {}), 2, checkpoint.CheckpointError)
+    assert text.startswith(f"checkpoint.restore: {directory}: found no checkpoint")
+    text = refused_everywhere(lambda: checkpoint.save(directory, {"w": torch.ones(3)}, 1))
+    assert text == f"checkpoint.save: directory is {directory!r}, needed a name that is text in UTF-8"
+
+
+@pytest.mark.parametrize("name", (".lock", ".latest.part"))
+def test_links_that_a_writer_would_follow(name, tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    directory = tmp_path / "checkpoints"
+    directory.mkdir()
+    (directory / name).symlink_to(outside)
+    if name == ".lock":
+        assert save_refused(directory).endswith(f"{directory}: Too many levels of symbolic links")
+    else:
+        checkpoint.save(directory, {}, 1)
+    assert outside.read_text() == "mine"
+
+
+FULL_DISK = """
+    import resource, sys, torch
+    from fshard import checkpoint
+    directory = sys.argv[1]
+    small, large = ({"w": torch.full((n,), 3.0)} for n in (10, 100_000))
+    checkpoint.save(directory, small, 1)
+    # In the first file of all, in the header, in the data, and no more.
+    for size in (0, 60, 100_000, -1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, -1))
+        try:
+            checkpoint.save(directory, large, 2)
+        except checkpoint.CheckpointError as error:
+            print(error)
+            assert checkpoint.restore(directory, small)["w"].equal(small["w"])
+            assert checkpoint.latest(directory) == 1
+    assert checkpoint.restore(directory, large)["w"].equal(large["w"])
+"""
+
+
+def test_files_that_cannot_grow(tmp_path):
+    lines = python(FULL_DISK, tmp_path).splitlines()
+    assert len(lines) == 3
+    assert lines[0].endswith(f"{tmp_path}: File too large")
+    for line in lines:
+        assert line.startswith("checkpoint.save: step 2 was not saved: ")
+        assert line.endswith(": File too large")
+    assert all("rank-00000.safetensors" in line for line in lines[1:])
+    there = sorted(path.name for path in tmp_path.iterdir())
+    assert there == [".lock", "latest", "step-00000001", "step-00000002"]
+
+
+def python(code, *arguments):
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+WRITER = """
+    import sys, torch
+    from fshard import checkpoint
+    directory, value = sys.argv[1], int(sys.argv[2])
+    saved, refused = 0, 0
+    for step in range(15):
+        try:
+            checkpoint.save(directory, {"w": torch.full((1000,), float(value)), "writer": value, "step": step}, step)
+            saved += 1
+        except checkpoint.CheckpointError as error:
+            assert "is saving there, needed to be alone; wait for it, or save to another directory" in str(error), error
+            refused += 1
+    print(saved, refused)
+"""
+
+
+def test_two_processes_at_once(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path)]
+    processes = [
+        subprocess.Popen([*command, str(value)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for value in (1, 2)
+    ]
+    outs = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outs
+    counts = [tuple(map(int, out.split())) for out, _ in outs]
+    there = [path.name for path in tmp_path.iterdir() if path.name.startswith("step-")]
+    assert len(there) == sum(saved for saved, _ in counts)
+    like = {"w": torch.zeros(1000), "writer": 0, "step": 0}
+    for step in {int(name[5:].partition(".")[0]) for name in there}:
+        state = checkpoint.restore(tmp_path, like, step=step)
+        assert state["step"] == step
+        assert state["w"].eq(state["writer"]).all()
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".saving")]
+
+
+def test_threads_at_once(tmp_path):
+    outcomes = []
+    begin = threading.Barrier(4)
+
+    def write(value):
+        begin.wait(30)
+        for step in range(10):
+            try:
+                checkpoint.save(tmp_path, {"w": torch.full((1000,), float(value))}, step)
+                outcomes.append("saved")
+            except checkpoint.CheckpointError as error:
+                outcomes.append(f"process {os.getpid()}" in str(error) or "another process" in str(error))
+
+    threads = [threading.Thread(target=write, args=(value,)) for value in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(outcomes) == 40
+    assert False not in outcomes
+    for step in range(10):
+        if list(tmp_path.glob(f"step-{step:08d}*")):
+            values = checkpoint.restore(tmp_path, {"w": torch.zeros(1000)}, step=step)["w"]
+            assert values.unique().numel() == 1
+    assert len(list(tmp_path.glob("step-*"))) == outcomes.count("saved")
+
+
+def test_ranks_that_see_different_checkpoints(tmp_path):
+    def program():
+        directory = tmp_path / str(rank())
+        directory.mkdir()
+        torch.distributed.barrier()
+        if not rank():
+            return
+        checkpoint.save(tmp_path, {}, 1)
+
+    # A save alone on one rank is a program's mistake, told by the launcher.
+    with pytest.raises(RankError):
+        spmd(program, 2)
+    for value in (1, 2):
+        checkpoint.save(tmp_path / f"of {value}", {"w": value}, 1)
+    text = refused_everywhere(lambda: checkpoint.restore(tmp_path / f"of {rank() + 1}", {"w": 0}))
+    assert text.startswith(
+        "checkpoint.restore: ranks read different checkpoints\n  (checkpoint): found step-00000001 of"
+    )
+
+
+def test_a_refused_save_leaves_the_state_and_the_directory(tmp_path):
+    state = saved_state(tmp_path)
+    before = fs.tree_map(torch.clone, state)
+    there = sorted(path.name for path in tmp_path.rglob("*"))
+    refused(lambda: checkpoint.save(tmp_path, state._replace(key=object())))
+    assert sorted(path.name for path in tmp_path.rglob("*")) == there
+    assert_same(checkpoint.restore(tmp_path, state), before)
+    with pytest.raises(RankError) as error:
+        spmd(lambda: checkpoint.save(tmp_path, {"a": object()}, 1), 2)
+    assert "leaves cannot be saved" in message(error)

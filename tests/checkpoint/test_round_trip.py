@@ -1,0 +1,366 @@
+"""Law: restore(save(x)) is x bitwise, from any layout and world size to any other."""
+
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import checkpoint
+from fshard.checkpoint.format import decode
+from fshard.shard import local_piece
+from fshard.testing import spmd
+from fshard.tree import flatten, is_sharded
+from tests.checkpoint.states import (
+    ALL_TREES,
+    CHOOSY,
+    LAYOUTS,
+    assert_same,
+    named_oddly,
+    python_values,
+    sampler,
+    save,
+    tree_for,
+    unsigned,
+    zeros_like,
+)
+from tests.trees import WORLD_SIZES, assert_same_bits, assorted, meshes, normal, one_axis
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_restore_undoes_save(layout, world_size, tmp_path):
+    # Every tree on some number of ranks in each layout; on each where tests may be slow.
+    trees = list(ALL_TREES)[WORLD_SIZES.index(world_size) :: len(WORLD_SIZES)]
+    trees = ["divisible"] if layout in CHOOSY else trees
+
+    def program():
+        for tree in trees:
+            params = fs.shard(tree_for(layout, tree), LAYOUTS[layout](meshes()))
+            checkpoint.save(tmp_path / tree, params, 1)
+            assert_same(checkpoint.restore(tmp_path / tree, zeros_like(params)), params)
+
+    spmd(program, world_size)
+
+
+def pairs(number, seed):
+    """Random pairs of (layout, world size), each layout at least once on either side."""
+    draw = sampler(seed)
+    ends = [[(layout, draw.choice(WORLD_SIZES)) for layout in LAYOUTS] for _ in range(2 * number)]
+    for end in ends:
+        draw.shuffle(end)
+    return [pair for a, b in zip(ends[::2], ends[1::2]) for pair in zip(a, b)]
+
+
+def check_pair(start, end, directory, tree):
+    (layout, ranks), (other, other_ranks) = start, end
+    full = tree_for(next((name for name in (layout, other) if name in CHOOSY), layout), tree)
+    save(directory, lambda on: fs.shard(full, LAYOUTS[layout](on)), ranks)
+
+    def program():
+        params = fs.shard(full, LAYOUTS[other](meshes()))
+        restored = checkpoint.restore(directory, zeros_like(params))
+        # Padding included.
+        assert_same(restored, params)
+        assert_same_bits(fs.unshard(restored), fs.tree_map(torch.Tensor.detach, full))
+
+    spmd(program, other_ranks)
+
+
+@pytest.mark.parametrize(("start", "end"), pairs(2, seed=0))
+def test_restore_into_another_layout(start, end, tmp_path):
+    for tree in ("uneven", "mixed_dtypes"):
+        check_pair(start, end, tmp_path / tree, tree)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("start", "end"), pairs(12, seed=1))
+def test_restore_into_many_other_layouts(start, end, tmp_path):
+    for tree in ALL_TREES:
+        check_pair(start, end, tmp_path / tree, tree)
+
+
+def random_tree(draw):
+    """Leaves of random shapes and dtypes, some of them None, in random containers."""
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64)
+
+    def leaf():
+        if draw.random() < 0.1:
+            return None
+        shape = [draw.choice((0, 1, 1, 2, 3, 5, 8, 13)) for _ in range(draw.randrange(4))]
+        values = normal(draw.randrange(10**6))(*shape).mul(10)
+        return values.to(draw.choice(dtypes))
+
+    def node(depth):
+        if depth == 0 or draw.random() < 0.4:
+            return leaf()
+        children = [node(depth - 1) for _ in range(draw.randrange(1, 4))]
+        return draw.choice((list, tuple, lambda c: {f"k{i}": child for i, child in enumerate(c)}))(children)
+
+    return [node(3), leaf(), normal(1)(2, 2)]
+
+
+ANY_TREE = [name for name in LAYOUTS if name not in CHOOSY]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_trees_between_random_layouts(seed, tmp_path):
+    draw = sampler(seed)
+    full = random_tree(draw)
+    for step in range(3):
+        start, end = draw.choice(ANY_TREE), draw.choice(ANY_TREE)
+        save(tmp_path, lambda on: fs.shard(full, LAYOUTS[start](on)), draw.choice(WORLD_SIZES), step)  # noqa: B023
+
+        def program():
+            params = fs.shard(full, LAYOUTS[end](meshes()))  # noqa: B023
+            assert_same(checkpoint.restore(tmp_path, zeros_like(params), step=step), params)  # noqa: B023
+
+        spmd(program, draw.choice(WORLD_SIZES))
+
+
+@pytest.mark.parametrize("world_size", (1, 3))
+@pytest.mark.parametrize("make", (python_values, named_oddly, unsigned))
+def test_leaves_that_are_not_sharded(make, world_size, tmp_path):
+    def program():
+        checkpoint.save(tmp_path, make(), 1)
+        assert_same(checkpoint.restore(tmp_path, zeros_like(make())), make())
+
+    spmd(program, world_size)
+
+
+def test_views_are_saved_as_what_they_show(tmp_path):
+    base = normal()(6, 8)
+    views = {
+        "transposed": base.T,
+        "step": base[::2, 1::3],
+        "one": base[2:3, ::8],
+        "same": base[0, 0].expand(5, 3),
+        "conjugate": torch.complex(base, -base).conj(),
+        "negative": torch.complex(base, -base).conj().imag,
+        "part of a complex": torch.complex(base, -base).real,
+        "parameter": torch.nn.Parameter(base[1]),
+    }
+    checkpoint.save(tmp_path, views, 1)
+    assert_same(checkpoint.restore(tmp_path, zeros_like(views)), views)
+
+
+def test_the_latest_and_each_step(tmp_path):
+    states = {step: {"w": torch.full((3,), float(step))} for step in (0, 7, 10**17)}
+    assert checkpoint.latest(tmp_path) is checkpoint.latest(tmp_path / "none") is None
+    for step, state in states.items():
+        assert checkpoint.save(tmp_path, state, step).wait().name == f"step-{step:08d}"
+        assert checkpoint.latest(tmp_path) == step
+        assert_same_bits(checkpoint.restore(tmp_path, state), state)
+    for step, state in states.items():
+        assert_same_bits(checkpoint.restore(tmp_path, state, step=step), state)
+
+
+def test_like_on_the_meta_device_and_of_other_values(tmp_path):
+    def program():
+        params = fs.shard(assorted(), fs.zero2(one_axis(), min_shard_elements=0))
+        checkpoint.save(tmp_path, {"params": params, "count": 3}, 1)
+        meta = fs.tree_map(lambda leaf: leaf.to("meta"), params)
+        restored = checkpoint.restore(tmp_path, {"params": meta, "count": 99})
+        assert_same(restored["params"], params)
+        assert restored["count"] == 3
+
+    spmd(program, 3)
+
+
+TX = {
+    "adamw": lambda: fs.adamw(0.1),
+    "Adam of torch": lambda: fs.from_torch(torch.optim.Adam, lr=0.1),
+    "adafactor": lambda: fs.adafactor(0.1),
+    "Muon, whole": lambda: fs.partition(
+        {("w", "even"): fs.whole(fs.from_torch(torch.optim.Muon, lr=0.1)), "*": fs.adam(0.1)}
+    ),
+}
+
+
+def state_of(tx, layout):
+    draw = normal(30)
+    full = {"w": draw(6, 4), "even": draw(8, 4), "v": draw(7), "scalar": draw()}
+    params = fs.shard(full, LAYOUTS[layout](meshes()))
+    return fs.TrainState.create(params, tx, buffers={"mean": draw(3)}, key=torch.arange(2))
+
+
+def steps(tx, state, number):
+    """Steps on a loss without data: every rank has its shards' gradients already, zero in padding."""
+    for _ in range(number):
+        state = fs.update(tx, state, fs.tree_map(torch.sin, state.params))
+    return state
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [("ddp", 1), ("ddp", 2), ("zero3", 3), ("two dims", 2)])
+@pytest.mark.parametrize("tx", TX)
+def test_training_goes_on_as_if_nothing_had_happened(tx, layout, world_size, tmp_path):
+    def program():
+        if tx == "Muon, whole" and layout == "two dims":
+            return
+        optimizer = TX[tx]()
+        state = steps(optimizer, state_of(optimizer, layout), 3)
+        checkpoint.save(tmp_path, state)
+        assert checkpoint.latest(tmp_path) == 3
+        restored = checkpoint.restore(tmp_path, zeros_like(state_of(optimizer, layout)))
+        # Padding aside, which a step may have written to and a restore zeroes.
+        assert_same_bits(fs.unshard(restored), fs.unshard(state))
+        assert_same_bits(fs.unshard(steps(optimizer, restored, 3)), fs.unshard(steps(optimizer, state, 3)))
+
+    spmd(program, world_size)
+
+
+@pytest.mark.parametrize("tx", ("adamw", "Adam of torch", "adafactor"))
+def test_training_goes_on_at_another_world_size(tx, tmp_path):
+    def begin():
+        optimizer = TX[tx]()
+        state = steps(optimizer, state_of(optimizer, "zero3"), 3)
+        checkpoint.save(tmp_path, state)
+        return fs.unshard(state), fs.unshard(steps(optimizer, state, 3))
+
+    state, ended = spmd(begin, 2)[0]
+
+    def go_on(layout):
+        optimizer = TX[tx]()
+        restored = checkpoint.restore(tmp_path, zeros_like(state_of(optimizer, layout)))
+        assert_same_bits(fs.unshard(restored), state)
+        return fs.unshard(steps(optimizer, restored, 3))
+
+    for ranks, layout in ((1, "ddp"), (3, "zero3"), (4, "two dims")):
+        end = spmd(lambda: go_on(layout), ranks)[0]  # noqa: B023
+        # Elementwise optimizers have the same bits; Adafactor's means are summed in another order.
+        fs.testing.assert_trees_close(end.params, ended.params, rtol=1e-12 if tx == "adafactor" else 0, atol=0)
+
+
+def test_state_of_transforms_that_ranks_have_of_their_own(tmp_path):
+    def program():
+        params = fs.shard({"w": normal()(6, 40)}, fs.quantize(one_axis(), scatter=True, block=16))
+        state = fs.transform_state(params)
+        state = fs.tree_map(lambda row: row + torch.distributed.get_rank() + 1, state)
+        checkpoint.save(tmp_path, state, 1)
+        assert_same(checkpoint.restore(tmp_path, zeros_like(state)), state)
+
+    spmd(program, 3)
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_parts_by_subtree_and_by_name(world_size, tmp_path):
+    def program():
+        optimizer = TX["adamw"]()
+        state = steps(optimizer, state_of(optimizer, "zero3"), 2)
+        checkpoint.save(tmp_path, state)
+        params = zeros_like(state.params)
+        # A second time, so that padding is zero.
+        state = checkpoint.restore(tmp_path, state)
+        assert_same(checkpoint.restore(tmp_path, params, subtree=".params"), state.params)
+        assert_same(checkpoint.restore(tmp_path, params["w"], subtree=".params['w']"), state.params["w"])
+        assert_same(checkpoint.restore(tmp_path, torch.zeros_like(state.step), subtree=".step"), state.step)
+        some = checkpoint.restore(tmp_path, params, subtree=".params", only=("w", "sc*"))
+        assert_same(some, {**params, "w": state.params["w"], "scalar": state.params["scalar"]})
+        assert some["v"] is params["v"]
+        # What is not read may be of any kind.
+        mixed = {"w": params["w"], "new": torch.ones(3), "other": object()}
+        assert_same(checkpoint.restore(tmp_path, mixed, subtree=".params", only="w")["w"], state.params["w"])
+        by_function = checkpoint.restore(tmp_path, zeros_like(state), only=lambda name: name.startswith("params."))
+        assert_same(by_function.params, state.params)
+        assert by_function.step == 0
+
+    spmd(program, world_size)
+
+
+@pytest.mark.parametrize("world_size", (2, 3, 8))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_element_is_written_once_and_by_turns(layout, world_size, tmp_path):
+    draw = normal(40)
+    full = {f"w{i:02}": draw(24, 24) for i in range(2 * world_size)} | {"w": draw(24, 8), "cube": draw(8, 8, 8)}
+
+    def program():
+        # Plain tensors are as replicated as can be.
+        return fs.shard(full, LAYOUTS[layout](meshes())) | {"plain": full["w00"], "as plain": full["w01"]}
+
+    path = save(tmp_path, lambda on: program(), world_size)
+    manifest = decode((path / "manifest.json").read_bytes())
+    for leaf in manifest.tensors.values():
+        assert sum(torch.Size(chunk.shape).numel() for chunk in leaf.chunks) == torch.Size(leaf.shape).numel()
+    total = sum(tensor.nbytes for tensor in full.values()) + 2 * full["w00"].nbytes
+    data = [data_bytes(path / f"rank-{rank:05d}.safetensors") for rank in range(world_size)]
+    assert sum(data) == total
+    # No rank writes more than a leaf of each kind beyond its share.
+    kinds = Counter(len(leaf.chunks) for leaf in manifest.tensors.values())
+    assert max(data) - min(data) <= 2 * len(kinds) * full["w00"].nbytes
+
+
+def data_bytes(path):
+    data = path.read_bytes()
+    return len(data) - 8 - int.from_bytes(data[:8], "little")
+
+
+def test_a_file_is_plain_safetensors_and_paths_are_sorted(tmp_path):
+    from safetensors.torch import load_file
+
+    tree = {"b": torch.arange(3.0), "a": [torch.tensor(1 + 2j), 5]}
+    path = checkpoint.save(tmp_path, tree, 1).wait()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".lock", "latest", "step-00000001"]
+    assert sorted(entry.name for entry in path.iterdir()) == ["manifest.json", "rank-00000.safetensors"]
+    read = load_file(path / "rank-00000.safetensors")
+    assert read["['b']"].equal(tree["b"])
+    assert read["['a'][0]"].tolist() == [1, 2]
+    body = json.loads((path / "manifest.json").read_text())["body"]
+    assert list(body["tensors"]) == sorted(body["tensors"])
+
+
+def test_padding_is_zero_after_a_restore(tmp_path):
+    def program():
+        params = fs.shard({"w": normal()(5, 3)}, fs.zero2(one_axis(), min_shard_elements=0))
+        dirty = fs.tree_map(torch.clone, params)
+        dirty["w"].local[local_rows(params["w"]) :] = torch.nan
+        checkpoint.save(tmp_path, dirty, 1)
+        assert_same(checkpoint.restore(tmp_path, dirty), params)
+
+    spmd(program, 4)
+
+
+def local_rows(leaf):
+    return min(2, max(0, 5 - 2 * torch.distributed.get_rank()))
+
+
+def test_no_value_of_the_state_is_touched(tmp_path):
+    def program():
+        params = fs.shard(assorted(), fs.zero2(one_axis(), min_shard_elements=0))
+        before = fs.tree_map(torch.clone, params)
+        saving = checkpoint.save(tmp_path, params, 1)
+        restored = checkpoint.restore(tmp_path, params)
+        assert saving.wait() == saving.wait()
+        assert_same(params, before)
+        storages = {leaf.untyped_storage().data_ptr() for leaf in fs.tree_leaves(params) if leaf.numel()}
+        assert not storages & {leaf.untyped_storage().data_ptr() for leaf in fs.tree_leaves(restored)}
+
+    spmd(program, 2)
+
+
+def test_order_of_entries_is_no_part_of_a_state(tmp_path):
+    def program():
+        names = "abc" if torch.distributed.get_rank() else "cba"
+        state = OrderedDict((name, torch.full((4,), float(ord(name)))) for name in names)
+        checkpoint.save(tmp_path, state, 1)
+        assert_same(checkpoint.restore(tmp_path, zeros_like(state)), state)
+
+    spmd(program, 2)
+
+
+def test_every_leaf_of_a_shard_is_where_shard_puts_it(tmp_path):
+    """The oracle: what `local_piece` cuts from the full tensor."""
+    full = ALL_TREES["uneven"]()
+    save(tmp_path, lambda on: full, 1)
+
+    def program():
+        for layout in ANY_TREE:
+            params = fs.shard(full, LAYOUTS[layout](meshes()))
+            flat = flatten(checkpoint.restore(tmp_path, zeros_like(params)))
+            leaves: Sequence = flat.leaves
+            for path, leaf in zip(flat.paths, leaves):
+                assert is_sharded(leaf)
+                assert leaf.local.equal(local_piece(full[path[2:-2]], leaf.spec)), (layout, path)
+
+    spmd(program, 4)

@@ -1,0 +1,382 @@
+"""To and from plain state dicts: tied names, buffers, torch.optim's states, and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from fshard.checkpoint import (
+    CheckpointError,
+    from_optimizer_state_dict,
+    from_state_dict,
+    load_torch,
+    to_optimizer_state_dict,
+    to_state_dict,
+)
+from fshard.testing import spmd
+from fshard.testing.rank_error import RankError
+from tests.trees import TREES, assert_same_bits, every_strategy, exotic_dtypes, normal, one_axis
+
+WORLD_SIZES = (1, 2, 3, 4)
+
+
+class Net(nn.Module):
+    """A tied weight, a frozen one, a buffer that is saved and one that is not; no size is a multiple of the ranks."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 7)
+        self.hidden = nn.Linear(7, 13)
+        self.frozen = nn.Linear(13, 7)
+        self.frozen.requires_grad_(False)
+        self.norm = nn.BatchNorm1d(7)
+        self.head = nn.Linear(7, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("cache", torch.ones(3), persistent=False)
+        draw = normal(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(draw(*parameter.shape))
+            self.norm.running_mean.copy_(draw(7))
+
+    def forward(self, x):
+        out = self.frozen(torch.tanh(self.hidden(self.embedding(x))))
+        return self.head(self.norm(out)).square().mean()
+
+
+def sharded(module, strategy):
+    """Its parameters and buffers as one dict."""
+    model = fs.functionalize(module)
+    return model.init(strategy) | model.buffers
+
+
+def every_leaf(mesh):
+    return fs.zero2(mesh, min_shard_elements=0)
+
+
+def batch(step):
+    return torch.randint(11, (5,), generator=torch.Generator().manual_seed(step))
+
+
+@pytest.mark.parametrize("tree", [*TREES.values(), exotic_dtypes], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_trees_come_back(world_size, tree):
+    def program():
+        for _, strategy in every_strategy():
+            params = fs.shard(tree(), strategy)
+            state_dict = to_state_dict(params)
+            assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in state_dict.values())
+            back = from_state_dict(state_dict, fs.tree_map(torch.zeros_like, params))
+            assert_same_bits(fs.unshard(back), fs.unshard(params))
+
+    spmd(program, world_size)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_modules_load_what_was_gathered(world_size):
+    module = Net()
+
+    def program():
+        state_dict = to_state_dict(sharded(module, every_leaf(one_axis())), module=module)
+        assert state_dict.keys() == module.state_dict().keys()
+        assert state_dict["head.weight"] is state_dict["embedding.weight"]
+        other = Net(1)
+        other.load_state_dict(state_dict)
+        assert_same_bits(dict(other.state_dict()), dict(module.state_dict()))
+
+    spmd(program, world_size)
+
+
+@pytest.mark.parametrize("alias", ["embedding.weight", "head.weight", None])
+def test_modules_give_what_is_sharded(alias):
+    """A tied parameter may be there under any of its names, or under all."""
+    module = Net()
+
+    def program():
+        given = {name: value for name, value in module.state_dict().items() if alias is None or "weight" not in name}
+        if alias:
+            given |= {name: value for name, value in module.state_dict().items() if "cache" not in name}
+            del given["head.weight" if alias == "embedding.weight" else "embedding.weight"]
+        like = sharded(Net(1), every_leaf(one_axis()))
+        del like["cache"]
+        back = from_state_dict(given, like, module=module)
+        expected = dict(module.named_parameters()) | dict(module.named_buffers())
+        assert_same_bits(fs.unshard(back), {name: expected[name].detach() for name in like})
+
+    spmd(program, 3)
+
+
+@pytest.mark.parametrize("other", [lambda tensor: tensor + 1, lambda tensor: tensor.double()], ids=["value", "dtype"])
+def test_a_tie_that_is_none_there(other):
+    module = Net()
+    given = dict(module.state_dict())
+    given["head.weight"] = other(given["head.weight"])
+
+    def load(mesh):
+        like = sharded(Net(1), every_leaf(mesh))
+        del like["cache"]
+        from_state_dict(given, like, module=module)
+
+    assert "embedding.weight has other values under another of its names, needed the same; untie" in refusal(load, 3)
+
+
+def test_the_first_rank_alone():
+    def program():
+        return to_state_dict(fs.shard({"w": torch.ones(5)}, every_leaf(one_axis())), rank0_only=True)
+
+    first, *others = spmd(program, 3)
+    assert_same_bits(first, {"w": torch.ones(5)})
+    assert others == [{}, {}]
+
+
+def test_what_was_gathered_stays_when_a_step_is_donated():
+    params = fs.shard({"w": torch.ones(5)}, fs.ddp(one_axis()))
+    state_dict = to_state_dict(params)
+    fs.tree_leaves(params)[0].zero_()
+    assert state_dict["w"].equal(torch.ones(5))
+
+
+def refusal(load, world_size=2):
+    """What every rank says, and the same."""
+
+    def program():
+        with pytest.raises(ValueError, match="checkpoint") as caught:
+            load(one_axis())
+        return type(caught.value), str(caught.value)
+
+    first, *others = spmd(program, world_size)
+    assert all(other == first for other in others)
+    return first[1]
+
+
+def test_leaves_that_do_not_fit_are_all_named():
+    given = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(4).double(), "extra": torch.ones(1)}
+
+    def load(mesh):
+        like = {"a": torch.zeros(4), "b": torch.zeros(5), "c": torch.zeros(4), "missing": torch.zeros(2)}
+        from_state_dict(given, fs.shard(like, every_leaf(mesh)))
+
+    assert refusal(load) == (
+        "checkpoint.from_state_dict: leaves do not fit\n"
+        "  b: found float32[4], needed float32[5]\n"
+        "  c: found float64[4], needed float32[4]\n"
+        "  missing: found nothing, needed float32[2]\n"
+        "  extra: found float32[1], needed nothing\n"
+        "To fix: pass a tree of the same names; module= knows which are tied or not saved, cast=True changes dtypes."
+    )
+
+
+def test_dtypes_change_when_asked_and_only_floating_ones():
+    def load(mesh):
+        like = fs.shard({"w": torch.zeros(5, dtype=torch.bfloat16)}, every_leaf(mesh))
+        full = normal()(5)
+        back = from_state_dict({"w": full}, like, cast=True)
+        assert_same_bits(fs.unshard(back), {"w": full.bfloat16()})
+        from_state_dict({"w": torch.arange(5)}, like, cast=True)
+
+    assert "w: found int64[5], needed bfloat16[5]" in refusal(load)
+
+
+def test_ranks_that_hold_different_values_are_refused():
+    def load(mesh):
+        own = torch.full((3,), float(mesh.get_local_rank()))
+        from_state_dict({"w": own}, fs.shard({"w": torch.zeros(3)}, every_leaf(mesh)))
+
+    assert "ranks hold different leaves" in refusal(load)
+
+
+def test_no_plain_state_dict():
+    assert "step: found an int, needed a full tensor" in refusal(
+        lambda mesh: from_state_dict({"w": torch.ones(1), "step": 3}, {"w": torch.ones(1)})
+    )
+
+
+def test_leaves_that_the_module_has_not():
+    module = Net()
+    message = refusal(lambda mesh: to_state_dict({"head.weight": torch.ones(1), "w": torch.ones(1)}, module=module))
+    assert "head.weight: found a leaf, needed it as 'embedding.weight', to which it is tied" in message
+    assert "w: found a leaf, needed a parameter or a buffer of the module" in message
+
+
+def test_a_whole_state_is_refused():
+    state = fs.TrainState.create({"w": torch.ones(1)}, fs.sgd(0.1))
+    with pytest.raises(ValueError, match=r"got a TrainState, needed parameters; pass state.params"):
+        to_state_dict(state)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_pickled_files_are_read_when_trusted(tmp_path, legacy):
+    module, path = Net(), tmp_path / "model.pt"
+    torch.save(module.state_dict(), path, _use_new_zipfile_serialization=not legacy)
+
+    def program():
+        like = sharded(Net(1), every_leaf(one_axis()))
+        del like["cache"]
+        back = fs.unshard(load_torch(path, like, module=module, trusted=True))
+        assert_same_bits(back, {name: module.state_dict()[name].detach() for name in like})
+
+    spmd(program, 2)
+    message = refusal(lambda mesh: load_torch(path, {}))
+    assert "is pickled, and reading it can run code of its author; pass trusted=True" in message
+
+
+class Bomb:
+    def __reduce__(self):
+        return print, ("boom",)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ({"model": {"w": 1}}, "found a dict as 'model', needed a tensor; torch.load it yourself"),
+        ([1], "found a list, needed a state dict"),
+        ({"w": Bomb()}, "found no state dict that torch.save wrote"),
+        (b"nonsense", "found no state dict that torch.save wrote"),
+        (None, "No such file"),
+    ],
+)
+def test_pickled_files_that_hold_something_else(tmp_path, capsys, content, message):
+    path = tmp_path / "model.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises(CheckpointError, match=message):
+        load_torch(path, {"w": torch.ones(1)}, trusted=True)
+    assert capsys.readouterr().out == ""
+
+
+def trained_here(module, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        module(batch(step)).backward()
+        optimizer.step()
+
+
+def trained_there(module, tx, state, steps):
+    model = fs.functionalize(module)
+
+    def loss_fn(params, x):
+        return model.apply(params, x, buffers=state.buffers)[0]
+
+    for step in steps:
+        _, grads = fs.value_and_grad(loss_fn)(state.params, batch(step))
+        state = fs.update(tx, state, grads)
+    return state
+
+
+OPTIMIZERS = {
+    "adamw": (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True}, {}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, {"updates": 2}),
+    "plain sgd": (torch.optim.SGD, {"lr": 0.1}, {"updates": 2}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.1}, {}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("world_size", (1, 2, 4))
+def test_training_moves_from_torch_and_back(world_size, name):
+    """Two steps in torch, two in fshard and two in torch again are six in torch, bit for bit.
+
+    All ranks have the same batch, whose gradients' mean is exact over powers of two.
+    """
+    cls, hyper, counted = OPTIMIZERS[name]
+
+    def program():
+        expected = Net().eval()
+        trained_here(expected, cls(expected.parameters(), **hyper), range(6))
+        module = Net().eval()
+        optimizer = cls(module.parameters(), **hyper)
+        trained_here(module, optimizer, range(2))
+        model, tx = fs.functionalize(module), fs.from_torch(cls, **hyper)
+        state = fs.TrainState.create(model.init(every_leaf(one_axis())), tx, buffers=model.buffers)
+        fresh = cls(module.parameters(), **hyper)
+        taken = from_optimizer_state_dict(optimizer.state_dict(), state.opt_state, module, fresh, **counted)
+        assert int(taken.updates) == 2
+        state = trained_there(module, tx, state._replace(opt_state=taken), range(2, 4))
+        given = to_optimizer_state_dict(state.opt_state, module, fresh)
+        after = Net(1).eval()
+        after.load_state_dict(to_state_dict({**state.params, **state.buffers}, module=module))
+        optimizer = cls(after.parameters(), **hyper)
+        optimizer.load_state_dict(given)
+        trained_here(after, optimizer, range(4, 6))
+        assert_same_bits(dict(after.state_dict()), dict(expected.state_dict()))
+
+    spmd(program, world_size)
+
+
+def test_groups_are_parts_of_a_partition():
+    module = Net()
+    tx = fs.partition(
+        {
+            "*bias": fs.from_torch(torch.optim.AdamW, lr=0.1, inject=["lr"]),
+            "*": fs.chain(fs.clip_by_global_norm(1.0), fs.from_torch(torch.optim.AdamW, lr=0.2, inject=["lr"])),
+        }
+    )
+    named = dict(module.named_parameters())
+    biases = [parameter for name, parameter in named.items() if name.endswith("bias")]
+    others = [parameter for name, parameter in named.items() if not name.endswith("bias")]
+
+    def program():
+        params = fs.functionalize(module).init(every_leaf(one_axis()))
+        opt_state = tx.init(params)
+        for _ in range(2):
+            _, opt_state = tx.update(params, opt_state, params)
+        optimizer = torch.optim.AdamW([{"params": biases, "lr": 0.3}, {"params": others, "lr": 0.4}])
+        saved = to_optimizer_state_dict(opt_state, module, optimizer)
+        optimizer.load_state_dict(saved)
+        back = from_optimizer_state_dict(optimizer.state_dict(), tx.init(params), module, optimizer)
+        assert_same_bits(fs.unshard(back), fs.unshard(opt_state))
+        return (
+            [group["lr"] for group in saved["param_groups"]],
+            float(back[0].hyper["lr"]),
+            float(back[1][1].hyper["lr"]),
+        )
+
+    assert spmd(program, 2)[0] == ([0.1, 0.2], 0.1, 0.2)
+
+
+def test_optimizer_states_that_do_not_fit():
+    module = Net()
+    params = dict(module.named_parameters())
+    optimizer = torch.optim.AdamW(module.parameters())
+    other = fs.ema(fs.from_torch(torch.optim.AdamW), 0.9)
+    with pytest.raises(ValueError, match=r"torch's optimizers have no such state\n  .average\['embedding.weight'\]"):
+        to_optimizer_state_dict(other.init(params), module, optimizer)
+    with pytest.raises(ValueError, match="parameter 0 of 1, which is none of the module's; make it of"):
+        to_optimizer_state_dict((), module, torch.optim.AdamW([torch.ones(1)]))
+    state = fs.from_torch(torch.optim.AdamW).init(params)
+    with pytest.raises(
+        ValueError, match=r"embedding.weight: found state, needed none: the torch optimizer has no such"
+    ):
+        to_optimizer_state_dict(state, module, torch.optim.AdamW(module.norm.parameters()))
+    trained_here(module, optimizer, range(1))
+    like = fs.from_torch(torch.optim.AdamW, amsgrad=True).init(params)
+    with pytest.raises(ValueError, match=r"norm.weight max_exp_avg_sq: found nothing, needed float32\[7\]"):
+        from_optimizer_state_dict(optimizer.state_dict(), like, module, optimizer)
+    sgd = torch.optim.SGD(module.parameters())
+    with pytest.raises(ValueError, match="the torch class does not count its updates; pass how many there were"):
+        from_optimizer_state_dict(sgd.state_dict(), fs.from_torch(torch.optim.SGD).init(params), module, sgd)
+
+
+def test_a_rank_that_raises_alone_is_seen_by_all(tmp_path):
+    """A file that one rank cannot read."""
+    torch.save({"w": torch.ones(3)}, tmp_path / "rank0.pt")
+
+    def load(mesh):
+        load_torch(tmp_path / f"rank{mesh.get_local_rank()}.pt", {"w": torch.ones(3)}, trusted=True)
+
+    assert "rank1.pt: No such file" in refusal(load)
+
+
+def test_leaves_of_one_name_are_refused():
+    with pytest.raises(ValueError, match=r"a.b: found two leaves of that name, needed one"):
+        to_state_dict({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
+
+
+def test_no_rank_waits_for_one_whose_tree_is_wrong():
+    def program():
+        to_state_dict({"w": torch.ones(1) if fs.comm.rank(fs.axis_of(one_axis())) else 1})
+
+    with pytest.raises(RankError, match="ranks hold different leaves"):
+        spmd(program, 2)

@@ -1,0 +1,100 @@
+"""Runs that are killed go on from their last checkpoint as if nothing had been, on as many ranks as there then are."""
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.test_processes import ROOT, TORCHRUN
+
+STEPS = 60
+OPTIONS = ("--preset", "tiny", "--steps", STEPS, "--save-every", 4, "--sample", 4)
+TIMEOUT = 240
+
+
+def train(directory, ranks, *options, kill_at=()):
+    """Run the example to its end; kill a rank, by turns, each time that so many losses are there."""
+    command = [*TORCHRUN, ranks, f"--max-restarts={len(kill_at)}", ROOT / "examples/train_gpt.py"]
+    command += ["--directory", directory, *OPTIONS, *options]
+    with open(directory.with_suffix(".out"), "w+") as output:
+        process = subprocess.Popen([str(part) for part in command], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            deadline = time.monotonic() + TIMEOUT
+            for turn, step in enumerate(kill_at):
+                while step not in losses_of(directory):
+                    assert time.monotonic() < deadline, f"no step {step}"
+                    assert waited(process, 0.01) is None, "ended before it was killed"
+                os.kill(workers_of(process.pid)[turn % ranks], signal.SIGKILL)
+            code = process.wait(deadline - time.monotonic())
+        finally:
+            process.kill()
+            output.seek(0)
+            printed = output.read()
+            print(printed)
+    assert code == 0
+    assert printed.count("exitcode: -9") == len(kill_at)
+    return losses_of(directory)
+
+
+def waited(process, seconds):
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def workers_of(launcher):
+    """The ranks' processes, which are the launcher's children that run the example."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return [int(pid) for pid in children if b"train_gpt" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def losses_of(directory):
+    """Losses by step, without a last line that is being written."""
+    path = directory / "losses.txt"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    pairs = [line.split() for line in lines if line.endswith("\n")]
+    return {int(step): float(loss) for step, loss in pairs}
+
+
+def assert_equals_uninterrupted(tmp_path, ranks, kill_at, *options):
+    expected = train(tmp_path / "uninterrupted", ranks, *options)
+    assert list(expected) == list(range(STEPS))
+    assert expected[STEPS - 1] < expected[0] - 1
+    assert train(tmp_path / "killed", ranks, *options, kill_at=kill_at) == expected
+
+
+def test_killed_run_equals_uninterrupted(tmp_path):
+    assert_equals_uninterrupted(tmp_path, 2, (random.Random(0).randrange(STEPS // 3, STEPS - 5),))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(1, ()), (2, ("--microbatches", 2, "--remat")), (3, ("--precision", "bfloat16"))],
+    ids=["alone", "accumulated-remat", "bfloat16"],
+)
+def test_run_killed_several_times_equals_uninterrupted(tmp_path, ranks, options, seed):
+    kill_at = sorted(random.Random(seed).sample(range(STEPS - 5), 3))
+    assert_equals_uninterrupted(tmp_path, ranks, kill_at, *options)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * TIMEOUT)
+def test_run_goes_on_at_other_world_sizes(tmp_path):
+    """Sums then have another order, and a step carries what the one before was off by on: hence the square."""
+    options = ("--dropout", 0)
+    expected = train(tmp_path / "uninterrupted", 2, *options)
+    for ranks, steps in ((4, 20), (2, 40), (3, STEPS)):
+        # The same schedule: a run that ends early is one that was stopped.
+        stopped = train(tmp_path / "moved", ranks, *options, "--stop-at", steps)
+        assert max(stopped) == steps - 1
+    bound = STEPS**2 * torch.finfo(torch.float32).eps
+    assert {step: pytest.approx(loss, rel=bound) for step, loss in expected.items()} == stopped
