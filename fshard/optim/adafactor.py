@@ -11,6 +11,7 @@ from fshard.objective import total
 from fshard.optim.leaves import check_real, check_state, like, partition_axes, tensor_of, trained, varying
 from fshard.optim.native import Number, Rate, value_of
 from fshard.optim.norms import leaf_norms
+from fshard.shard import local_ranges
 from fshard.tree import Axis, P, Sharded, Spec, Tree, flatten, is_sharded, tree_map, unflatten
 from fshard.update import Optimizer
 
@@ -135,7 +136,7 @@ def _reduced(spec: Spec, dim: int) -> Spec:
 
 def _means(requests: Sequence[tuple[Any, torch.Tensor, int]]) -> list[torch.Tensor]:
     """Means over a dim of leaves, of which a rank has some; one collective for each set of axes."""
-    sums = [tensor.sum(dim, keepdim=True) for _, tensor, dim in requests]
+    sums = [_without_padding(leaf, tensor, dim).sum(dim, keepdim=True) for leaf, tensor, dim in requests]
     groups: dict[tuple[Axis, ...], list[int]] = {}
     for n, (leaf, tensor, dim) in enumerate(requests):
         axes = leaf.spec.split_axes(tensor.dim() + dim) if is_sharded(leaf) else ()
@@ -145,6 +146,10 @@ def _means(requests: Sequence[tuple[Any, torch.Tensor, int]]) -> list[torch.Tens
             sums[n] = varying(found, axes)
     sizes = [(leaf.spec.shape if is_sharded(leaf) else leaf.shape)[dim] for leaf, _, dim in requests]
     return [found / max(1, size) for found, size in zip(sums, sizes, strict=True)]
+
+
+def _without_padding(leaf: Any, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    return tensor.narrow(dim, 0, local_ranges(leaf.spec)[dim][1]) if is_sharded(leaf) else tensor
 
 
 def _towards(old: Any, new: torch.Tensor, weight: torch.Tensor) -> Any:
