@@ -1,7 +1,7 @@
 """Storage: shard full tensors, unshard them again, reshard from one layout to another."""
 
 import ctypes
-import hashlib
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -234,13 +234,13 @@ def describe(leaf: torch.Tensor, spec: Spec, origin: str | None = None) -> str:
 
 
 def hash_of(tensor: torch.Tensor) -> str:
-    """A hash of a tensor's values."""
+    """A checksum of a tensor's values, several times as fast as a hash that nobody could forge."""
     dense = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     # A single element counts as contiguous whatever its stride, which a view as bytes does not allow.
     flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
     # Not by numpy, which would keep the memory from ever being freed before the tensor is.
     values = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
-    return hashlib.blake2b(values, digest_size=8).hexdigest()
+    return f"{zlib.crc32(values):08x}"
 
 
 def check_transform(transform: Any, verb: str) -> None:

@@ -13,7 +13,7 @@ import fshard as fs
 from fshard.testing import Workers, spmd
 from tests.trees import assert_same_bits
 
-PLACEHOLDERS = {"{hash}": "[0-9a-f]{16}", "{group}": "'[^']*'"}
+PLACEHOLDERS = {"{hash}": "[0-9a-f]{8}", "{group}": "'[^']*'"}
 
 
 class Row(NamedTuple):

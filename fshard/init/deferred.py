@@ -92,7 +92,7 @@ class _Shards:
 
     def _keep(self, name: str, full: torch.Tensor) -> None:
         self._undrawn.pop(name, None)
-        if (full.is_floating_point() or full.is_complex()) and full.isnan().any():
+        if _has_nan(full):
             self._undrawn[name] = Problem(f"[{name!r}]", *UNDRAWN)
         spec = self._specs[name]
         self._entries[name] = describe(full, spec)
@@ -109,7 +109,7 @@ class _Shards:
             self._entries[name] = describe(parameters[name], spec, str(program))
             if not counted.problems:
                 local = program.local(spec)
-                if local.is_floating_point() and local.isnan().any():
+                if _has_nan(local):
                     self._undrawn[name] = Problem(f"[{name!r}]", *UNDRAWN)
                 self._shards[name] = Sharded(stored(local, spec), spec)
         return counted.module
@@ -132,6 +132,12 @@ class _Shards:
         if self._undrawn:
             raise _undrawn(list(self._undrawn.values()), self._remedy)
         return unflatten(self._flat.treedef, [self._shards[name] for name in self._names])
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    floating = tensor.is_floating_point() or tensor.is_complex()
+    # A sum takes no memory, and has no NaN where no element has, but for infinities of both signs.
+    return floating and bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
 
 
 def _undrawn(problems: list[Problem], remedy: str) -> ValueError:
