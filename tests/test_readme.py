@@ -15,7 +15,7 @@ import fshard as fs
 from fshard.testing import assert_trees_close, check_adjoint, check_transform, spmd
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-TRAIN_STEP, FOUR_VERBS, UNITS, JIT, TRANSFORMS, OPTIMIZERS, TESTING = re.findall(
+TRAIN_STEP, FOUR_VERBS, UNITS, JIT, TRANSFORMS, OPTIMIZERS, STATE, TESTING = re.findall(
     r"```python\n(.*?)```", README, flags=re.DOTALL
 )
 
@@ -57,6 +57,29 @@ def test_both_train_steps_give_the_same_bits(world_size):
 
     losses = spmd(program, world_size)
     assert len(set(losses)) == 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_goes_on_from_its_checkpoint(tmp_path, world_size):
+    class GPT(nn.Sequential):
+        def __init__(self, width, layers):
+            super().__init__(nn.Embedding(7, width), *(nn.Linear(width, width) for _ in range(layers)))
+
+    text = STATE.replace('"runs/gpt"', repr(str(tmp_path))).replace("every=100", "every=2")
+    shared, batch = names(0)
+
+    def program():
+        scope = {**shared, "GPT": GPT, "batches": [batch] * 5}
+        exec(TRAIN_STEP, scope)
+        first = scope["state"]
+        exec(text, scope)
+        assert fs.checkpoint.latest(tmp_path) == 4
+        there = scope["state"]
+        scope |= {"state": first, "batches": [batch]}
+        exec(text, scope)
+        assert_trees_close(scope["state"], there, exact=True)
+
+    spmd(program, world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
