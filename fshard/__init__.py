@@ -32,11 +32,13 @@ from fshard.optim import (
     skip_nonfinite,
     whole,
 )
+from fshard.plan import plan
 from fshard.random import fold_in
 from fshard.remat import remat
 from fshard.scatter_grads import scatter_grads
 from fshard.shard import reshard, shard, unshard
 from fshard.strategies import ddp, hsdp, zero1, zero2, zero3
+from fshard.trace import trace
 from fshard.train_state import TrainState
 from fshard.transform_state import transform_state
 from fshard.transforms import (
@@ -112,6 +114,7 @@ __all__ = [
     "objective",
     "offload",
     "partition",
+    "plan",
     "pmean",
     "psum",
     "psum_invariant",
@@ -129,6 +132,7 @@ __all__ = [
     "sync_buffers",
     "testing",
     "to_dtensor",
+    "trace",
     "transform_state",
     "tree_leaves",
     "tree_map",

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from fshard import _compat
+from fshard import _compat, comm
 from fshard.checks import check_local, check_transforms
 from fshard.collectives import linear_call
 from fshard.residency import call_of
@@ -52,6 +52,9 @@ def gather(tree: Tree) -> Tree:
         shards = [leaves[i].local.detach() if still else leaves[i].local for i in group]
         specs = tuple(leaves[i].spec for i in group)
         run, transpose = partial(transform.gather, specs=specs), partial(transform.scatter, specs=specs)
-        for i, full in zip(group, linear_call(run, transpose, shards), strict=True):
+        paths = [flat.paths[i] for i in group]
+        with comm.concerning(", ".join(paths), paths):
+            gathered = linear_call(run, transpose, shards)
+        for i, full in zip(group, gathered, strict=True):
             leaves[i] = full
     return unflatten(flat.treedef, leaves)

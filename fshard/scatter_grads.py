@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from fshard import comm
 from fshard.checks import check_floating, check_local, kind, same_structure
 from fshard.collectives import linear_call
 from fshard.errors import Problem, leaf_error
@@ -72,13 +73,15 @@ def scatter_grads(
     for transform, group in groups.items():
         specs = tuple(params.leaves[i].spec for i in group)
         full = [_or_zeros(leaves[i], params.leaves[i]) for i in group]
-        if transform.has_state:
-            scattered, after = transform.scatter_with_state(full, specs, [states[i] for i in group])
-            for i, state in zip(group, after, strict=True):
-                states[i] = state
-        else:
-            run, transpose = partial(transform.scatter, specs=specs), partial(transform.gather, specs=specs)
-            scattered = linear_call(run, transpose, full)
+        paths = [flat.paths[i] for i in group]
+        with comm.concerning(", ".join(paths), paths):
+            if transform.has_state:
+                scattered, after = transform.scatter_with_state(full, specs, [states[i] for i in group])
+                for i, state in zip(group, after, strict=True):
+                    states[i] = state
+            else:
+                run, transpose = partial(transform.scatter, specs=specs), partial(transform.gather, specs=specs)
+                scattered = linear_call(run, transpose, full)
         for i, spec, grad in zip(group, specs, scattered, strict=True):
             leaves[i] = Sharded(divided(grad.to(params.leaves[i].local.dtype), divisor), spec)
     reduced = unflatten(flat.treedef, leaves)

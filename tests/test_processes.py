@@ -23,6 +23,16 @@ for _ in range(10):
 """
 
 
+# Threads of ranks that are over may still be ending.
+SIMULATES_AND_ENDS = """
+import torch, fshard as fs
+def program():
+    params = fs.shard({"w": torch.ones(700, 99)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+    return fs.value_and_grad(lambda p: fs.gather(p)["w"].sum())(params)
+fs.testing.spmd(program, 4)
+"""
+
+
 def run(*command, timeout=120):
     result = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -36,6 +46,14 @@ def test_ranks_exit_with_zero(tmp_path, kept, attempt):
     script = tmp_path / "script.py"
     script.write_text(TRAINS_AND_ENDS)
     run(*TORCHRUN, 3, script, kept)
+
+
+@pytest.mark.parametrize("attempt", range(4))
+def test_simulated_ranks_end_with_their_process(tmp_path, attempt):
+    """What a thread kept in torch's storage aborted one run in four."""
+    script = tmp_path / "script.py"
+    script.write_text(SIMULATES_AND_ENDS)
+    run(sys.executable, script)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])

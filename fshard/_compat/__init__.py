@@ -28,6 +28,11 @@ from fshard._compat.autograd import (
     version,
 )
 from fshard._compat.collectives import (
+    exchange_notes,
+    fake_process_groups,
+    group_backend,
+    group_rank,
+    group_ranks,
     group_size,
     release_groups_at_exit,
     resolve_process_group,
@@ -47,9 +52,12 @@ from fshard._compat.modules import (
 )
 from fshard._compat.threads import (
     ThreadedCollective,
+    keeping_thread_object,
+    thread_object,
     threaded_process_groups,
 )
 from fshard._compat.tracing import (
+    TO_COPY,
     WAIT_TENSOR,
     Argument,
     arguments_of,
@@ -61,6 +69,7 @@ from fshard._compat.tracing import (
 )
 
 __all__ = [
+    "TO_COPY",
     "WAIT_TENSOR",
     "Argument",
     "DispatchMode",
@@ -71,8 +80,13 @@ __all__ = [
     "below_autograd",
     "checkpoints",
     "compile_by_inductor",
+    "exchange_notes",
     "fake_maker",
+    "fake_process_groups",
     "forget_flat_weights",
+    "group_backend",
+    "group_rank",
+    "group_ranks",
     "group_size",
     "init_optimizer_state",
     "is_compiled",
@@ -82,6 +96,7 @@ __all__ = [
     "is_linearizing",
     "is_tracing",
     "is_transformed",
+    "keeping_thread_object",
     "make_graph_of",
     "next_sequence_number",
     "outside_modes",
@@ -102,6 +117,7 @@ __all__ = [
     "start_all_reduce",
     "start_reduce_scatter",
     "storage_key",
+    "thread_object",
     "threaded_process_groups",
     "transforms_active",
     "version",

@@ -1,6 +1,10 @@
 """Private APIs of torch.distributed, each with the versions it was checked on."""
 
+import threading
+import time
 import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,12 +14,23 @@ import torch
 import torch.distributed.nn.functional
 
 # Checked on 2.13.
-from torch._C._distributed_c10d import _resolve_process_group
+from torch._C._distributed_c10d import (
+    ProcessGroup,
+    _register_process_group,
+    _resolve_process_group,
+    _unregister_process_group,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Tensors = list[torch.Tensor]
+
+# How the description of a group begins that cannot communicate.
+_FAKE = "fake "
+
+# Seconds between two looks at what others have left in a store.
+POLL = 0.02
 
 
 def resolve_process_group(name: str) -> torch.distributed.ProcessGroup:
@@ -29,6 +44,52 @@ def group_size(name: str) -> int | None:
         return resolve_process_group(name).size()
     except RuntimeError:
         return None
+
+
+def group_rank(name: str) -> int:
+    """This rank's number in the process group of a name. Checked on 2.13."""
+    return resolve_process_group(name).rank()
+
+
+def group_ranks(name: str) -> list[int]:
+    """The global ranks in the process group of a name, in its order. Checked on 2.13."""
+    return torch.distributed.get_process_group_ranks(resolve_process_group(name))
+
+
+def group_backend(name: str) -> str:
+    """The backend of the process group of a name. Checked on 2.13."""
+    group = resolve_process_group(name)
+    if group.group_desc.startswith(_FAKE):
+        return group.group_desc.removeprefix(_FAKE)
+    return torch.distributed.get_backend(group)
+
+
+@contextmanager
+def fake_process_groups(groups: Mapping[str, tuple[int, int]], backend: str) -> Iterator[None]:
+    """Let there be process groups that cannot communicate, for traces. Checked on 2.13.
+
+    Only what finds groups by their names sees them: torch.distributed need not run, and does so undisturbed.
+
+    Args:
+        groups: This process's rank in each and its size, by names that no other group has.
+        backend: What they say they run on.
+
+    Yields:
+        Nothing.
+    """
+    # The registry does not keep them alive.
+    registered = {}
+    try:
+        for name, (rank, size) in groups.items():
+            group = ProcessGroup(rank, size)  # type: ignore[call-arg]
+            group._set_group_name(name)  # type: ignore[arg-type]
+            group._set_group_desc(_FAKE + backend)
+            _register_process_group(name, group)  # type: ignore[arg-type]
+            registered[name] = group
+        yield
+    finally:
+        for name in registered:
+            _unregister_process_group(name)  # type: ignore[arg-type]
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,3 +128,40 @@ def release_groups_at_exit(mesh: "DeviceMesh") -> None:
     registry = getattr(mesh, "_pg_registry", None)
     if registry is not None:
         weakref.finalize(mesh, registry.clear)
+
+
+def exchange_notes(key: str, own: int, note: str, ranks: Sequence[int], seconds: float) -> dict[int, str]:
+    """Leave a note in the store by which ranks found each other, and read those of others. Checked on 2.13.
+
+    The store may be gone, or with a rank that hangs: it is asked on a thread that nobody waits for much longer.
+
+    Args:
+        key: What the notes are about.
+        own: This rank.
+        note: Its note.
+        ranks: Whose notes to read.
+        seconds: How long to wait for them.
+
+    Returns:
+        The notes that there are, by rank.
+    """
+    found: dict[int, str] = {}
+
+    def exchange() -> None:
+        deadline = time.monotonic() + seconds
+        with suppress(Exception):
+            store = torch.distributed.distributed_c10d._get_default_store()
+            store.set(f"{key}/{own}", note)
+            missing = [rank for rank in ranks if rank != own]
+            while missing and time.monotonic() < deadline:
+                for rank in missing:
+                    if store.check([f"{key}/{rank}"]):
+                        found[rank] = store.get(f"{key}/{rank}").decode()
+                missing = [rank for rank in missing if rank not in found]
+                time.sleep(POLL if missing else 0)
+
+    thread = threading.Thread(target=exchange, daemon=True)
+    thread.start()
+    thread.join(2 * seconds)
+    # A copy, because the thread may still run.
+    return dict(found)

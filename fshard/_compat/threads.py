@@ -29,6 +29,28 @@ class ThreadedCollective(NamedTuple):
     run: Callable[[list[Any]], None]
 
 
+def thread_object(key: str) -> Any:
+    """What this thread keeps under a key, or the one whose backward pass it runs; None if nothing. Checked on 2.13."""
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+@contextmanager
+def keeping_thread_object(key: str, value: object) -> Iterator[None]:
+    """Keep something for this thread and those that run its backward passes, in a context. Checked on 2.13.
+
+    A thread that ended with it would let go of it without Python's lock, and abort a process that ends at that time.
+    """
+    before = thread_object(key)
+    torch._C._stash_obj_in_tls(key, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            torch._C._remove_obj_from_tls(key)
+        else:
+            torch._C._stash_obj_in_tls(key, before)
+
+
 @contextmanager
 def threaded_process_groups(join: Callable[[ThreadedCollective], None]) -> Iterator[None]:
     """Give each thread process groups of its own (backend "threaded"), as a process has. Checked on 2.13.

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # Checked on 2.13.
 WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
+# What tensor.to() becomes. Checked on 2.13.
+TO_COPY = torch.ops.aten._to_copy.default
 
 
 class Argument(NamedTuple):

@@ -15,12 +15,17 @@ from fshard.comm.collective import (
 from fshard.comm.collective import (
     all_gather,
     all_reduce,
+    backend_of,
     rank,
     reduce_scatter,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
+from fshard.comm.failure import CollectiveError
+from fshard.comm.fake_world import fake_world
+from fshard.comm.journal import Issued, watched
+from fshard.comm.labels import concerning
 from fshard.comm.record import AGREE as AGREE
 from fshard.comm.record import Collective, Record, collective_of, record
 from fshard.comm.rows import all_to_all, start_all_to_all
@@ -28,13 +33,18 @@ from fshard.comm.spares import reusable, reusing, spare
 
 __all__ = [
     "Collective",
+    "CollectiveError",
+    "Issued",
     "Record",
     "Vote",
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "backend_of",
     "collective_of",
+    "concerning",
     "disagreement",
+    "fake_world",
     "highest",
     "rank",
     "record",
@@ -48,4 +58,5 @@ __all__ = [
     "start_reduce_scatter",
     "texts",
     "vote",
+    "watched",
 ]

@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from fshard import _compat
 from fshard.comm import ops
+from fshard.comm.fake_world import has_one_rank
+from fshard.comm.labels import labelled
 from fshard.tree import Axis
 
 Algorithm = Literal["auto", "direct", "coalesced", "flat"]
@@ -30,7 +31,20 @@ def rank(axis: Axis) -> int:
     Returns:
         A number from 0 to axis.size - 1.
     """
-    return 0 if axis.size == 1 else dist.get_rank(_compat.resolve_process_group(axis.group_name))
+    return 0 if axis.size == 1 else _compat.group_rank(axis.group_name)
+
+
+def backend_of(axes: Sequence[Axis]) -> str:
+    """Find the backend by which collectives over some axes choose their algorithm.
+
+    Args:
+        axes: Mesh axes.
+
+    Returns:
+        "nccl", or "gloo" for all others, whose algorithms are the same.
+    """
+    names = {_compat.group_backend(axis.group_name) for axis in axes if axis.size > 1}
+    return "nccl" if "nccl" in names else "gloo"
 
 
 def resolve(algorithm: Algorithm, axis: Axis) -> Algorithm:
@@ -40,7 +54,7 @@ def resolve(algorithm: Algorithm, axis: Axis) -> Algorithm:
         raise ValueError(f"torch.func.linearize folds collectives away and would be wrong; needed {needed}")
     if algorithm != "auto":
         return algorithm
-    backend = dist.get_backend(_compat.resolve_process_group(axis.group_name))
+    backend = _compat.group_backend(axis.group_name)
     return "coalesced" if backend == "nccl" else "direct"
 
 
@@ -116,12 +130,12 @@ def start_all_gather(
     Returns:
         A function that waits and returns tensors of shape (axis.size, *shard.shape), in rank order.
     """
-    if axis.size == 1 or not shards:
+    if has_one_rank(axis) or not shards:
         return lambda: [shard.unsqueeze(0) for shard in shards]
     algorithm = resolve(algorithm, axis)
     packed = packing(shards, axis.size, algorithm, bucket_bytes)
     shapes = [shard.shape for shard in shards]
-    buffers = ops.all_gather(packed.pack(shards, 0), axis.name, axis.size, axis.group_name, algorithm, label)
+    buffers = ops.all_gather(packed.pack(shards, 0), axis.name, axis.size, axis.group_name, algorithm, labelled(label))
     return lambda: packed.unpack([ops.wait(buffer) for buffer in buffers], shapes)
 
 
@@ -144,13 +158,13 @@ def start_reduce_scatter(
     Returns:
         A function that waits and returns tensors of `shape`, summed in rank order by the direct algorithm.
     """
-    if axis.size == 1 or not stacks:
+    if has_one_rank(axis) or not stacks:
         return lambda: [stack[0] for stack in stacks]
     algorithm = resolve(algorithm, axis)
     packed = packing(stacks, 1, algorithm, bucket_bytes)
     shapes = [stack.shape[1:] for stack in stacks]
     sources = packed.pack(stacks, 1)
-    buffers = ops.reduce_scatter(sources, axis.name, axis.size, axis.group_name, algorithm, label)
+    buffers = ops.reduce_scatter(sources, axis.name, axis.size, axis.group_name, algorithm, labelled(label))
     own = [source[rank(axis)] for source in sources] if _from_the_other(algorithm, axis) else None
     return lambda: packed.unpack(_sums(buffers, own), shapes)
 
@@ -174,9 +188,10 @@ def start_all_reduce(
     Returns:
         A function that waits and returns the sums, in rank order by the direct algorithm.
     """
-    if axis.size == 1 or not tensors:
+    if has_one_rank(axis) or not tensors:
         return lambda: list(tensors)
-    algorithm = resolve(algorithm, axis)
+    # What is gathered when it is finished says what it is for too.
+    algorithm, label = resolve(algorithm, axis), labelled(label)
     packed = packing(tensors, 1, algorithm, bucket_bytes)
     shapes = [tensor.shape for tensor in tensors]
     buffers = packed.pack(tensors, 0)

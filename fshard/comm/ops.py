@@ -13,13 +13,14 @@ Algorithms:
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm import spares
+from fshard.comm import journal, spares
 
 Tensors = list[torch.Tensor]
 
@@ -72,7 +73,7 @@ def _keep(buffer: torch.Tensor, under_way: Tensors) -> None:
 
 def wait(buffer: torch.Tensor) -> torch.Tensor:
     """Wait for a buffer in flight, and for the backend to let go of the tensors that it worked on."""
-    landed = _compat.wait_tensor(buffer)
+    landed = journal.landed(buffer)
     under_way = buffer.__dict__.pop("under_way", ())
     for _ in range(LETTING_GO):
         if not any(map(_compat.is_held_elsewhere, under_way)):
@@ -143,13 +144,16 @@ def _all_reduce(tensors: Tensors, axis: str, size: int, group: str, algorithm: s
 def _all_to_all(
     rows: torch.Tensor, send: list[int], receive: list[int], axis: str, size: int, group: str, label: str
 ) -> torch.Tensor:
-    with _compat.below_autograd():
-        buffer = rows.new_empty(sum(receive))
-        process_group = _compat.resolve_process_group(group)
-        work = dist.all_to_all_single(buffer, rows, receive, send, group=process_group, async_op=True)
-        _compat.register_work(buffer, work)
-        _keep(buffer, [rows])
-    return buffer
+    def start() -> torch.Tensor:
+        with _compat.below_autograd():
+            buffer = rows.new_empty(sum(receive))
+            process_group = _compat.resolve_process_group(group)
+            work = dist.all_to_all_single(buffer, rows, receive, send, group=process_group, async_op=True)
+            _compat.register_work(buffer, work)
+            _keep(buffer, [rows])
+        return buffer
+
+    return journal.started("all_to_all", start, [rows], (axis, size, group, label))
 
 
 def _seed(key: torch.Tensor) -> None:
@@ -157,8 +161,12 @@ def _seed(key: torch.Tensor) -> None:
 
 
 def _define(name: str, kernel, fake) -> None:  # type: ignore[no-untyped-def]
+    def run(tensors: Tensors, axis: str, size: int, group: str, algorithm: str, label: str) -> Tensors:
+        start = partial(kernel, tensors, axis, size, group, algorithm, label)
+        return journal.started(name, start, tensors, (axis, size, group, label))
+
     _LIBRARY.define(f"{name}{_SIGNATURE}", tags=_TAGS)
-    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fshard::{name}", fake, lib=_LIBRARY)
 
 

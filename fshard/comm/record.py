@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from fshard import _compat
 from fshard.comm import ops
+from fshard.comm.labels import parts
 
 # The label of what ranks compare while they run.
 AGREE = "agree"
@@ -22,6 +23,7 @@ class Collective(NamedTuple):
         bytes: Padded bytes of the full tensors; of an all-to-all, those that this rank holds.
         tensors: Buffers it carried.
         scalar: Whether it carried single numbers only, or the few by which ranks agree on what comes next.
+        unit: What it was for, where the one who asked has said so.
     """
 
     op: str
@@ -31,6 +33,7 @@ class Collective(NamedTuple):
     bytes: int
     tensors: int
     scalar: bool
+    unit: str = ""
 
     @property
     def sent(self) -> float:
@@ -62,14 +65,16 @@ def collective_of(func: Any, args: Any) -> Collective | None:
     """
     if func in (ops.all_gather, ops.reduce_scatter, ops.all_reduce):
         tensors, axis, size, _, _, label = args
+        label, unit, _ = parts(label)
         full = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         full *= size if func is ops.all_gather else 1
         single = all(tensor.numel() == (size if func is ops.reduce_scatter else 1) for tensor in tensors)
         name = func.name().removeprefix("fshard::").removesuffix(".default")
-        return Collective(name, axis, size, label, full, len(tensors), single or label == AGREE)
+        return Collective(name, axis, size, label, full, len(tensors), single or label == AGREE, unit)
     if func is ops.all_to_all:
         rows, _, _, axis, size, _, label = args
-        return Collective("all_to_all", axis, size, label, rows.numel(), 1, False)
+        label, unit, _ = parts(label)
+        return Collective("all_to_all", axis, size, label, rows.numel(), 1, False, unit)
     return None
 
 

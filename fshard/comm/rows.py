@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fshard.comm import ops
+from fshard.comm.fake_world import has_one_rank
+from fshard.comm.labels import labelled
 from fshard.tree import Axis
 
 # Every tensor starts at a multiple of this many bytes, so that it can be viewed in its own dtype.
@@ -44,14 +46,15 @@ def start_all_to_all(
     Returns:
         A function that waits and returns for each rank what it has sent.
     """
-    if axis.size == 1:
+    if has_one_rank(axis):
         return lambda: [list(row) for row in send]
     flat = [_packed(row) for row in send]
     sizes = [sum(_padded(shape.numel() * dtype.itemsize) for shape, dtype in row) for row in receive]
     # Where a rank is sent nothing there is no tensor to tell the device.
     device = next((tensor.device for row in send for tensor in row), None)
     rows = torch.cat([row.to(device) for row in flat])
-    buffer = ops.all_to_all(rows, [row.numel() for row in flat], sizes, axis.name, axis.size, axis.group_name, label)
+    lengths, about = [row.numel() for row in flat], (axis.name, axis.size, axis.group_name, labelled(label))
+    buffer = ops.all_to_all(rows, lengths, sizes, *about)
     return lambda: [_unpacked(part, kinds) for part, kinds in zip(ops.wait(buffer).split(sizes), receive, strict=True)]
 
 

@@ -1,6 +1,6 @@
 """make_graph: a function's graph to read, with what it sends and what memory it takes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,8 +100,7 @@ class StepGraph:
 
     def _run(self) -> Iterator[Moment]:
         for node, nbytes in held_bytes(self.module.graph):
-            sent = comm.collective_of(node.target, map_arg(node.args, lambda given: given.meta["val"]))
-            yield Moment(node.name, _operator(node), nbytes, sent)
+            yield Moment(node.name, operator_name(node), nbytes, sent_by(node))
 
     def _lines(self) -> Iterator[str]:
         sent = f"{len(self.collectives())} collectives, {self.bytes_sent():.0f} bytes sent"
@@ -112,7 +111,7 @@ class StepGraph:
                 yield f"  {node.name}: {_shape(node)} = {self._paths[node]}{path}"
             elif node.op == "call_function":
                 arguments = ", ".join(_written(argument) for argument in node.args)
-                yield f"  {node.name}: {_shape(node)} = {_operator(node)}({arguments}){path}"
+                yield f"  {node.name}: {_shape(node)} = {operator_name(node)}({arguments}){path}"
 
 
 def make_graph(f: Callable[..., Any]) -> Callable[..., StepGraph]:
@@ -137,17 +136,34 @@ def make_graph(f: Callable[..., Any]) -> Callable[..., StepGraph]:
     """
 
     def run(*args: Any, **kwargs: Any) -> StepGraph:
-        if isinstance(f, Jitted):
-            return StepGraph(f.graph_for(args, kwargs))
-        flat = flat_arguments(args, kwargs, ())
-        traced = trace(f, flat, lambda tree: f(*tree[0], **tree[1]), "make_graph")
-        clean(traced.graph)
-        return StepGraph(traced)
+        return StepGraph(traced_as_run(f, args, kwargs, "make_graph"))
 
     return run
 
 
-def _operator(node: Node) -> str:
+def traced_as_run(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], what: str) -> Traced:
+    """Trace a function as its operators will run: where it is jitted, up to the graph that its backend is given.
+
+    Args:
+        f: As for `make_graph`.
+        args: Its arguments by position.
+        kwargs: Those by name.
+        what: Who asks, for errors.
+    """
+    if isinstance(f, Jitted):
+        return f.graph_for(args, kwargs)
+    traced = trace(f, flat_arguments(args, kwargs, ()), lambda tree: f(*tree[0], **tree[1]), what)
+    clean(traced.graph)
+    return traced
+
+
+def sent_by(node: Node) -> comm.Collective | None:
+    """What an operator of a graph sends, if anything."""
+    return comm.collective_of(node.target, map_arg(node.args, lambda given: given.meta["val"]))
+
+
+def operator_name(node: Node) -> str:
+    """What a node of a graph runs."""
     if _compat.arguments_of(node.target) is None:
         return getattr(node.target, "__name__", str(node.target))
     return str(node.target).removesuffix(".default").removesuffix(".Tensor")

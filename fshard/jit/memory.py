@@ -1,7 +1,7 @@
 """Memory: the bytes that a graph holds while each of its operators runs."""
 
 from collections.abc import Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -14,8 +14,72 @@ from fshard.comm import ops
 Storages = dict[Hashable, int]
 
 
+class Flight(NamedTuple):
+    """One buffer of a collective under way.
+
+    Attributes:
+        start: The collective.
+        wait: What waits for the buffer.
+        buffer: The buffer's name.
+        source: What is held of the tensor that was sent.
+    """
+
+    start: Node
+    wait: Node
+    buffer: Hashable
+    source: Storages
+
+
+class Lifetimes(NamedTuple):
+    """When a graph's memory is taken and freed.
+
+    Attributes:
+        storages: For each node the storages that its results lie in.
+        given: Those of inputs and constants, which are there all the time.
+        taken: For each node what is held from when it runs.
+        freed: For each node what nobody needs once it has run.
+        flights: Buffers of collectives.
+    """
+
+    storages: dict[Node, Storages]
+    given: Storages
+    taken: dict[Node, Storages]
+    freed: dict[Node, list[Hashable]]
+    flights: list[Flight]
+
+
+def lifetimes(graph: Graph) -> Lifetimes:
+    """Find out when a graph's memory is taken and freed, each result held until nobody needs it or a view of it.
+
+    Args:
+        graph: The graph, with results that have no values.
+    """
+    nodes = list(graph.nodes)
+    order = {node: n for n, node in enumerate(nodes)}
+    storages = _storages(nodes)
+    given: Storages = {}
+    last: dict[Hashable, int] = {}
+    for node, found in storages.items():
+        if node.op in ("placeholder", "get_attr"):
+            given |= found
+        for name in found:
+            last[name] = max(last.get(name, 0), order[node], *(order[user] for user in node.users))
+    taken = {node: dict(found) for node, found in storages.items()}
+    flights = list(_flights(nodes, storages))
+    for flight in flights:
+        taken[flight.start] |= flight.source
+        last |= {name: max(last.get(name, 0), order[flight.wait]) for name in flight.source}
+    freed: dict[Node, list[Hashable]] = {}
+    for name, n in last.items():
+        if name not in given:
+            freed.setdefault(nodes[n], []).append(name)
+    for node, found in taken.items():
+        taken[node] = {name: nbytes for name, nbytes in found.items() if name not in given}
+    return Lifetimes(storages, given, taken, freed, flights)
+
+
 def held_bytes(graph: Graph) -> Iterator[tuple[Node, int]]:
-    """Walk through a graph, holding each result until nobody needs it or a view of it any more.
+    """Walk through a graph.
 
     Args:
         graph: The graph, with results that have no values.
@@ -23,24 +87,17 @@ def held_bytes(graph: Graph) -> Iterator[tuple[Node, int]]:
     Yields:
         Each operator with the bytes that are held while it runs, beyond inputs and constants.
     """
-    nodes = list(graph.nodes)
-    order = {node: n for n, node in enumerate(nodes)}
-    storages = _storages(nodes)
-    given = {name for node in nodes if node.op in ("placeholder", "get_attr") for name in storages[node]}
-    last: dict[Hashable, int] = {}
-    for node, found in storages.items():
-        for name in found:
-            last[name] = max(last.get(name, 0), order[node], *(order[user] for user in node.users))
-    taken = {node: dict(found) for node, found in storages.items()}
-    for start, wait, flying in _in_flight(nodes, storages):
-        taken[start] |= flying
-        last |= {name: max(last.get(name, 0), order[wait]) for name in flying}
+    life = lifetimes(graph)
     held: Storages = {}
-    for n, node in enumerate(nodes):
-        held |= {name: nbytes for name, nbytes in taken[node].items() if name not in given}
+    total = 0
+    for node in graph.nodes:
+        for name, nbytes in life.taken[node].items():
+            total += nbytes - held.get(name, 0)
+            held[name] = nbytes
         if node.op == "call_function":
-            yield node, sum(held.values())
-        held = {name: nbytes for name, nbytes in held.items() if last[name] > n}
+            yield node, total
+        for name in life.freed.get(node, ()):
+            total -= held.pop(name, 0)
 
 
 def _storages(nodes: list[Node]) -> dict[Node, Storages]:
@@ -76,13 +133,15 @@ def _waits(node: Node) -> bool:
     return node.target in (_compat.WAIT_TENSOR, ops.wait)
 
 
-def _in_flight(nodes: list[Node], storages: dict[Node, Storages]) -> Iterator[tuple[Node, Node, Storages]]:
-    """For each buffer of a collective its start, the wait for it, and what is held in between besides the buffer."""
+def _flights(nodes: list[Node], storages: dict[Node, Storages]) -> Iterator[Flight]:
+    """Every buffer of a collective."""
     waits = {name: node for node in nodes if _waits(node) for name in storages[node]}
     for node in nodes:
         values = map_arg(node.args, lambda given: given.meta.get("val"))
         for i, copied in enumerate(ops.held_in_flight(node.target, values)):
-            if copied is not None:
-                given: Any = node.args[0]
+            given: Any = node.args[0]
+            source: Storages = {(node, i): copied} if copied else {}
+            if copied == 0:
                 source = storages[given[i] if isinstance(given, list | tuple) else given]
-                yield node, waits.get(list(storages[node])[i], node), {(node, i): copied} if copied else source
+            buffer = list(storages[node])[i]
+            yield Flight(node, waits.get(buffer, node), buffer, source)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard import _compat
+from fshard import _compat, comm
 from fshard.residency.slots import Slot, start_scatter
 from fshard.residency.units import Unit, Use
 
@@ -210,12 +210,15 @@ class Backward:
             slot.grad = None
         return out
 
-    def finish(self, slots: Sequence[Slot]) -> None:
+    def finish(self, slots: Sequence[Slot], failed: Exception | None) -> None:
         """Take every step that is left, with zeros for what this rank did not use, and wait for all reductions.
 
         Args:
             slots: All leaves of the call.
+            failed: What the backward has failed with; nothing is sent after a collective has.
         """
+        if isinstance(failed, comm.CollectiveError):
+            return
         self._advance(len(self._steps))
         late, self._late = self._late, []
         # Some may only have been used in microbatches before, which left the reduction to this one.
@@ -278,8 +281,10 @@ class Backward:
     def _start(self, bucket: _Bucket) -> None:
         while self._flying and bucket.nbytes + sum(flight.nbytes for flight in self._flying) > IN_FLIGHT_BYTES:
             self._land()
-        self._log.append(f"reduce {', '.join(slot.path for slot in bucket.slots)}")
-        with torch.no_grad():
+        paths = [slot.path for slot in bucket.slots]
+        self._log.append(f"reduce {', '.join(paths)}")
+        units = dict.fromkeys(slot.first.unit.name for slot in bucket.slots if slot.first is not None)
+        with torch.no_grad(), comm.concerning(", ".join(units), paths):
             finish = start_scatter(bucket.slots, bucket.grads)
         self._flying.append(_Flight(bucket.slots, finish, bucket.nbytes))
 

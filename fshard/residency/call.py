@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fshard import _compat
+from fshard import _compat, comm
 from fshard.residency.backward import Backward
 from fshard.residency.consensus import Consensus
 from fshard.residency.saved import FunctionTransform, Saved
@@ -223,7 +223,7 @@ class Call:
         except Exception as error:
             if _compat.refuses_saved_tensor_hooks(error):
                 error = FunctionTransform("f calls torch.func")
-            for walk in reversed(self._walks):
+            for walk in () if isinstance(error, comm.CollectiveError) else reversed(self._walks):
                 walk.abandon()
             self._conclude("f", error)
             raise error
@@ -274,7 +274,7 @@ class Call:
                 refuse_unsummed(self._what, outputs, slots, direct)
         except Exception as error:
             failed = error
-        self._backward.finish(slots)
+        self._backward.finish(slots, failed)
         for use in uses:
             use.close()
         self._conclude("the backward", failed)

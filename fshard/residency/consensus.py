@@ -25,7 +25,8 @@ class Consensus:
 
     def agree(self, event: str) -> None:
         """Refuse on every rank alike where ranks are about to do different things."""
-        self._judge(comm.vote({"what comes next": event}, (), self.axes, comm.AGREE))
+        with comm.concerning(event):
+            self._judge(comm.vote({"what comes next": event}, (), self.axes, comm.AGREE))
 
     def conclude(
         self, phase: str, done: Mapping[str, str], flags: Iterable[int], error: Exception | None
@@ -45,12 +46,13 @@ class Consensus:
             RuntimeError: if another rank failed.
             ValueError: if ranks have not done the same.
         """
-        if self._over:
+        if self._over or isinstance(error, comm.CollectiveError):
             # Ranks have parted already, and no other would answer.
             return frozenset()
         event = f"{phase} ended" if error is None else f"{phase} raised {type(error).__name__}: {error}"
         raised = [*([_FAILED] if error is not None else []), *(1 + flag for flag in flags)]
-        vote = comm.vote({"what comes next": event, **done}, raised, self.axes, comm.AGREE)
+        with comm.concerning(event):
+            vote = comm.vote({"what comes next": event, **done}, raised, self.axes, comm.AGREE)
         if error is None:
             self._judge(vote)
         too_large = (flag - 1 for flag in raised if flag >= comm.WORDS * comm.BITS)

@@ -125,7 +125,8 @@ class Use:
                 groups.setdefault(slot.spec.transform, []).append(i)
         if groups:
             self._log.append(f"gather {self.unit.name}")
-        with torch.no_grad(), comm.reusing(self._spares):
+        paths = [slots[i].path for group in groups.values() for i in group]
+        with torch.no_grad(), comm.reusing(self._spares), comm.concerning(self.unit.name, paths):
             self._finish = [
                 (group, transform.start_gather([slots[i].stored for i in group], specs_of(slots, group)))
                 for transform, group in groups.items()

@@ -2,6 +2,7 @@
 
 from fshard.testing.adjoint import check_adjoint
 from fshard.testing.against_ddp import Match, assert_matches_ddp
+from fshard.testing.budget import assert_budget
 from fshard.testing.compare import assert_trees_close
 from fshard.testing.rank_error import RankError
 from fshard.testing.spmd import spmd
@@ -14,6 +15,7 @@ __all__ = [
     "RankError",
     "TransformReport",
     "Workers",
+    "assert_budget",
     "assert_matches_ddp",
     "assert_trees_close",
     "check_adjoint",

@@ -1,0 +1,162 @@
+"""What `fs.trace` costs: the step of a GPT traced, and as it is, interleaved and compared round by round.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/trace.py
+
+Every round runs each system's step both ways, in an order that changes; a traced step is one whole `with fs.trace()`,
+its context's begin and end included, its report not. The cost of a trace is the median over rounds of the ratio. Of the
+recorder of collectives, which sees every operator, the same is told for comparison. Because one step differs from the
+next by more than a trace costs, that is also told as what is noted of one collective, timed alone, times a step's
+collectives; and so is the cost of a trace that is off, which is two looks at the thread's journal for each collective.
+"""
+
+import argparse
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import report
+import torch
+import torch.distributed as dist
+from gpt import Configuration
+from rivals import SYSTEMS, make
+
+import fshard as fs
+
+# Ways to run a step.
+OFF, TRACED, RECORDED = "off", "traced", "recorded"
+
+# Looks at the journal, and collectives, that are timed together.
+LOOKS = 10_000
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(1)
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    results = report.circumstances("trace")
+    results |= {
+        "configuration": {"name": args.configuration.name, **args.configuration._asdict()},
+        **{"ranks": mesh.size(), "backend": dist.get_backend(), "threads": torch.get_num_threads()},
+        **{"rounds": args.rounds, "dropped_rounds": args.dropped, "systems": {}},
+    }
+    for name in args.systems:
+        system = make(name, args.configuration, mesh)
+        results["systems"][name] = measured(system.step, args.dropped, args.rounds)
+        del system
+        gc.collect()
+    if mesh.get_rank() == 0:
+        columns = (
+            "ms",
+            "traced / off",
+            "quartiles",
+            "recorded / off",
+            "collectives",
+            "noted / step",
+            "looks / step when off",
+        )
+        rows = {name: cells(values) for name, values in results["systems"].items()}
+        report.print_table(f"Cost of a trace, {args.configuration.name}, ranks: {mesh.size()}", columns, rows)
+        report.write_json(args.results / "trace.json", results)
+
+
+def measured(step: Callable[[], torch.Tensor], dropped: int, rounds: int) -> dict[str, Any]:
+    """Seconds of each way in each round that counts, and what follows from them."""
+    seconds: dict[str, list[float]] = {OFF: [], TRACED: [], RECORDED: []}
+    collectives = 0
+    for number in range(dropped + rounds):
+        if number == dropped:
+            gc.collect()
+            gc.freeze()
+        # The same order on every rank, without which they would wait for each other.
+        for way in random.Random(number).sample(list(seconds), len(seconds)):
+            dist.barrier()
+            start = time.perf_counter()
+            if way == TRACED:
+                with fs.trace():
+                    step()
+            elif way == RECORDED:
+                with fs.comm.record() as record:
+                    step()
+                collectives = len(record)
+            else:
+                step()
+            dist.barrier()
+            if number >= dropped:
+                seconds[way].append(time.perf_counter() - start)
+    gc.unfreeze()
+    ratios = [traced / off for traced, off in zip(seconds[TRACED], seconds[OFF])]
+    lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")
+    median_off = statistics.median(seconds[OFF])
+    return {
+        "median_seconds": {way: statistics.median(values) for way, values in seconds.items()},
+        "ratio": median,
+        "ratio_quartiles": [lower, upper],
+        "ratio_of_medians": statistics.median(seconds[TRACED]) / median_off,
+        "recorded_ratio": statistics.median(a / b for a, b in zip(seconds[RECORDED], seconds[OFF])),
+        "collectives": collectives,
+        "noted_seconds": (noted := noted_seconds()),
+        "share_noted": collectives * noted / median_off,
+        "look_seconds": (look := look_seconds()),
+        "share_when_off": 2 * collectives * look / median_off,
+        "seconds": seconds,
+    }
+
+
+def noted_seconds() -> float:
+    """Seconds in which a trace notes one collective of one buffer, from its call to its landing."""
+    tensors = [torch.zeros(1)]
+    with fs.trace() as trace:
+        start = time.perf_counter()
+        for number in range(LOOKS):
+            issued = fs.comm.Issued("all_gather", "shard", 2, dist.group.WORLD.group_name, "gather | unit", number)
+            trace.starts(issued, tensors)
+            trace.started(issued)
+            trace.waits(issued)
+            trace.landed(issued)
+        return (time.perf_counter() - start) / LOOKS
+
+
+def look_seconds() -> float:
+    """Seconds of one look at what this thread is to tell, and whom."""
+    start = time.perf_counter()
+    for _ in range(LOOKS):
+        for _ in fs.comm.journal.journal().watchers:
+            pass
+    return (time.perf_counter() - start) / LOOKS
+
+
+def cells(values: dict[str, Any]) -> list[str]:
+    lower, upper = values["ratio_quartiles"]
+    return [
+        f"{1e3 * values['median_seconds'][OFF]:.1f}",
+        f"{values['ratio']:.4f}",
+        f"{lower:.4f} to {upper:.4f}",
+        f"{values['recorded_ratio']:.4f}",
+        f"{values['collectives']}",
+        f"{values['share_noted']:.6f}",
+        f"{values['share_when_off']:.6f}",
+    ]
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configuration", type=Configuration.parse, default="d256-L4-B4-T128")
+    systems = ["fshard-zero2", "fshard-zero3", "fshard-zero3-graph"]
+    parser.add_argument("--systems", type=lambda names: names.split(","), default=systems)
+    parser.add_argument("--rounds", type=int, default=41, help="rounds that count")
+    parser.add_argument("--dropped", type=int, default=3, help="rounds before them")
+    parser.add_argument("--results", type=Path, default=report.RESULTS)
+    args = parser.parse_args()
+    if unknown := set(args.systems) - set(SYSTEMS):
+        parser.error(f"no system is called {', '.join(sorted(unknown))}; there are {', '.join(SYSTEMS)}")
+    if args.rounds < 2:
+        parser.error("quartiles need 2 rounds or more")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""assert_budget: what a train step may take, as a unit test."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from fshard import comm
+from fshard.checks import kind
+from fshard.plan import Bytes, Plan, plan
+from fshard.plan.report import bytes_from, readable
+from fshard.tree import Axis, flatten, is_sharded
+
+_OPS = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
+# So many units are named that broke a budget.
+_NAMED = 6
+
+
+def assert_budget(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    peak_bytes: int | str | None = None,
+    bytes_sent: int | str | None = None,
+    collectives: int | Mapping[str, int] | None = None,
+    mesh: Mapping[str, int] | None = None,
+    **options: Any,
+) -> Plan:
+    """Assert that a train step stays in a budget of memory and communication; nothing is run.
+
+    Args:
+        step: As for `fs.plan`.
+        args: Its arguments, the state first.
+        peak_bytes: The most bytes that a rank may hold at a time, state and batch included: a number, or as "80GB".
+        bytes_sent: The most bytes that it may send, in nominal ring terms.
+        collectives: The most collectives, in all or by op, as {"all_gather": 12}.
+        mesh: Ranks on each axis, as for `fs.plan`; None means the state's own.
+        **options: Passed to `fs.plan`; with the state's own mesh the backend is that of its process groups.
+
+    Returns:
+        The plan, for what else is to be asserted.
+
+    Raises:
+        ValueError: if a budget or the arguments make no sense, or there is none, and as by `fs.plan`.
+        AssertionError: with each budget that is broken, by how much, and by which units.
+
+    >>> import torch, fshard as fs
+    >>> params = fs.shard({"w": torch.ones(4096, 1)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+    >>> step = fs.value_and_grad(lambda params, x: (x @ fs.gather(params)["w"]).sum())
+    >>> args = params, torch.ones(8, 4096)
+    >>> assert_budget(step, args, mesh={"shard": 4}, bytes_sent="20kB", collectives=1)
+    Traceback (most recent call last):
+    AssertionError: assert_budget: the step breaks its budget on a mesh of shard 4
+      bytes_sent is 24576, at most 20000 allowed; sent for ['w'] 24.58 kB
+      collectives is 3, at most 1 allowed; issued for ['w'] 2, psum_invariant 1
+    """
+    if not isinstance(args, list | tuple):
+        raise ValueError(
+            f"assert_budget: args is {kind(args)}, needed the step's arguments as a tuple, the state first"
+        )
+    limits = {
+        name: bytes_from(f"assert_budget: {name}", value)
+        for name, value in {"peak_bytes": peak_bytes, "bytes_sent": bytes_sent}.items()
+        if value is not None
+    }
+    by_op = _by_op(collectives)
+    if not limits and not by_op:
+        raise ValueError("assert_budget: there is no budget, needed peak_bytes=, bytes_sent= or collectives=")
+    if mesh is None:
+        axes = _axes_of(args)
+        mesh = {axis.name: axis.size for axis in axes}
+        if axes and "backend" not in options:
+            options["backend"] = comm.backend_of(axes)
+    found = plan(step, *args, mesh=mesh, **options)
+    broken = [*_broken_bytes(found, limits), *_broken_counts(found, by_op)]
+    if broken:
+        place = ", ".join(f"{name} {size}" for name, size in found.mesh.items())
+        raise AssertionError("\n  ".join([f"assert_budget: the step breaks its budget on a mesh of {place}", *broken]))
+    return found
+
+
+def _by_op(collectives: Any) -> dict[str, int]:
+    limits = collectives if isinstance(collectives, Mapping) else {} if collectives is None else {"": collectives}
+    for op, limit in limits.items():
+        if op not in ("", *_OPS):
+            raise ValueError(f"assert_budget: collectives has {op!r}, needed ops among {_OPS}")
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
+            what = f"collectives of {op}" if op else "collectives"
+            raise ValueError(
+                f"assert_budget: {what} is {limit!r}, needed a whole number, 0 or more, or one for each op"
+            )
+    return dict(limits)
+
+
+def _axes_of(args: Sequence[Any]) -> list[Axis]:
+    leaves = [leaf for leaf in flatten(tuple(args)).leaves if is_sharded(leaf)]
+    return list(dict.fromkeys(axis for leaf in leaves for axis in leaf.spec.axes))
+
+
+def _broken_bytes(found: Plan, limits: Mapping[str, int]) -> Iterator[str]:
+    if found.peak_bytes > limits.get("peak_bytes", found.peak_bytes):
+        held = {name.replace("_", " "): size for name, size in zip(Bytes._fields, found.peak, strict=True) if size}
+        yield f"peak_bytes is {found.peak_bytes}, at most {limits['peak_bytes']} allowed; held {_shown(held)}"
+        if found.timeline:
+            units = f", with {', '.join(found.at_peak.units)} gathered or in flight" if found.at_peak.units else ""
+            yield f"  at {found.at_peak.operator} ({found.at_peak.name}){units}"
+    if found.bytes_sent() > limits.get("bytes_sent", found.bytes_sent()):
+        sent = {name: traffic.bytes for name, traffic in found.by_unit().items() if traffic.bytes}
+        yield f"bytes_sent is {found.bytes_sent():.0f}, at most {limits['bytes_sent']} allowed; sent for {_shown(sent)}"
+
+
+def _broken_counts(found: Plan, limits: Mapping[str, int]) -> Iterator[str]:
+    for op, limit in limits.items():
+        issued = Counter(m.unit for m in found.timeline if m.collective and op in ("", m.collective.op))
+        if issued.total() > limit:
+            what = f"collectives of {op}" if op else "collectives"
+            names = _first(f"{name} {count}" for name, count in issued.most_common())
+            yield f"{what} is {issued.total()}, at most {limit} allowed; issued for {names}"
+
+
+def _shown(sizes: Mapping[str, float]) -> str:
+    return _first(f"{name} {readable(size)}" for name, size in sorted(sizes.items(), key=lambda item: -item[1]))
+
+
+def _first(texts: Iterable[str]) -> str:
+    shown = list(texts)
+    return ", ".join([*shown[:_NAMED], *([f"and {len(shown) - _NAMED} more"] if len(shown) > _NAMED else [])])

@@ -1,0 +1,97 @@
+"""Blame: for each collective the rank that the others waited for, and for how long."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from fshard.trace.events import Event, Timeline
+
+
+class Meeting(NamedTuple):
+    """One collective as all of its ranks saw it.
+
+    Attributes:
+        events: By rank.
+        last: The rank that came last.
+        began: When it came.
+    """
+
+    events: dict[int, Event]
+    last: int
+    began: int
+
+    def waited(self, rank: int) -> int:
+        """Nanoseconds that a rank waited before the last one came."""
+        if rank == self.last:
+            return 0
+        return sum(max(0, min(end, self.began) - begin) for begin, end in self.events[rank].waits)
+
+
+class Parting(NamedTuple):
+    """Where ranks first did different things: what each did, by rank."""
+
+    events: dict[int, Event | None]
+
+
+def meetings(timelines: Sequence[Timeline]) -> tuple[list[Meeting], list[Parting]]:
+    """Match the collectives of ranks, by their members and their order.
+
+    Returns:
+        The collectives that all of their ranks recorded, and for each group of ranks that parted where it did.
+    """
+    of_group: dict[tuple[str, tuple[int, ...]], dict[int, list[Event]]] = {}
+    for timeline in timelines:
+        for event in timeline.events:
+            ranks = of_group.setdefault((event.axis, event.members), {})
+            ranks.setdefault(timeline.rank, []).append(event)
+    present = {timeline.rank for timeline in timelines}
+    met, parted = [], []
+    for (_, members), ranks in of_group.items():
+        rows = {rank: ranks.get(rank, []) for rank in members if rank in present}
+        for n in range(max(map(len, rows.values()))):
+            events = {rank: row[n] if n < len(row) else None for rank, row in rows.items()}
+            found = {rank: event for rank, event in events.items() if event is not None}
+            if len(found) < len(events) or len({(event.op, event.who) for event in found.values()}) > 1:
+                # What comes behind cannot be matched any more.
+                parted.append(Parting(events))
+                break
+            last = max(found, key=lambda rank: found[rank].begin)
+            met.append(Meeting(found, last, found[last].begin))
+    return sorted(met, key=lambda meeting: meeting.began), parted
+
+
+class Span(NamedTuple):
+    """What the main thread of a rank did for a while.
+
+    Attributes:
+        kind: "compute", "start" or "wait".
+        name: Of the unit that is computed with, or of the collective.
+        begin: When, in nanoseconds.
+        end: Until when.
+        event: The collective; None for "compute".
+    """
+
+    kind: str
+    name: str
+    begin: int
+    end: int
+    event: Event | None
+
+
+def spans(timeline: Timeline) -> Iterator[Span]:
+    """Tell what a rank did from the begin of its trace to the end, in order and without gaps."""
+    calls = [Span("start", event.name, event.begin, event.issued, event) for event in timeline.events]
+    waits = [Span("wait", event.name, begin, end, event) for event in timeline.events for begin, end in event.waits]
+    at, unit = timeline.begin, ""
+    for span in sorted((*calls, *waits), key=lambda span: (span.begin, span.end)):
+        event = span.event
+        assert event is not None
+        scattered = span.kind == "start" and event.who == "scatter"
+        if span.begin > at:
+            # Before gradients are sent they are made.
+            yield Span("compute", event.unit if scattered else unit, at, span.begin, None)
+        yield span
+        at = max(at, span.end)
+        if event.unit and event.who in ("gather", "scatter") and (span.kind == "wait") == (event.who == "gather"):
+            unit = event.unit
+    if timeline.end > at:
+        yield Span("compute", unit, at, timeline.end, None)

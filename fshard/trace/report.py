@@ -1,0 +1,239 @@
+"""Report: whom ranks waited for and what each held, as numbers, a table, a picture and a Perfetto file."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fshard import comm
+from fshard.trace.blame import Meeting, Parting, Span, meetings, spans
+from fshard.trace.draw import draw
+from fshard.trace.events import Event, Timeline
+from fshard.trace.perfetto import write
+
+# Rows of what is for no unit, and of what ranks compare while they run.
+OTHERS, AGREEMENT = "(no unit)", "(agreement)"
+
+
+class RankRow(NamedTuple):
+    """One rank; times are seconds.
+
+    Attributes:
+        rank: Its global rank.
+        seconds: From the begin of its trace to the end.
+        computing: Between collectives.
+        starting: In calls that start collectives, copies into their buffers included.
+        waiting: For collectives to finish.
+        waiting_for_late: The part of it before the last rank had come.
+        last: How many collectives it was the last one to come to.
+        held_up: How long the others waited for it, summed over them.
+        peak_bytes: The most memory it held at any collective.
+    """
+
+    rank: int
+    seconds: float
+    computing: float
+    starting: float
+    waiting: float
+    waiting_for_late: float
+    last: int
+    held_up: float
+    peak_bytes: int
+
+
+class UnitRow(NamedTuple):
+    """One unit; times are seconds.
+
+    Attributes:
+        unit: Its name.
+        collectives: How many were for it, on the rank that had the most.
+        bytes: What they sent in nominal ring terms, on the rank that sent the most.
+        computing: By rank.
+        waiting: By rank.
+        held_up: By rank how long the others waited for it, summed over them.
+    """
+
+    unit: str
+    collectives: int
+    bytes: float
+    computing: dict[int, float]
+    waiting: dict[int, float]
+    held_up: dict[int, float]
+
+
+class Report:
+    """What ranks did during a trace.
+
+    Attributes:
+        timelines: By rank, all by the clock of the first one.
+        clock_error: Seconds by which times of different ranks may be off.
+        meetings: The collectives that all of their ranks recorded.
+        parted: Where ranks recorded different ones, first; what comes behind counts for no rank's waiting for another.
+        ranks: A row for each rank.
+        units: A row for each unit, in the order of their first collective.
+    """
+
+    def __init__(self, timelines: Sequence[Timeline], clock_error: int) -> None:
+        """Look at what was recorded."""
+        self.timelines, self.clock_error = list(timelines), clock_error / 1e9
+        self.meetings, self.parted = meetings(self.timelines)
+        self.spans: dict[int, list[Span]] = {timeline.rank: list(spans(timeline)) for timeline in self.timelines}
+        self.ranks = [self._rank_row(timeline) for timeline in self.timelines]
+        self.units = self._unit_rows()
+
+    @property
+    def latest(self) -> int | None:
+        """The rank that others waited for longest; None where nobody waited for any."""
+        row = max(self.ranks, key=lambda row: row.held_up)
+        return row.rank if row.held_up else None
+
+    @property
+    def waiting_share(self) -> float:
+        """The part of all ranks' time that was waiting for ranks that came later."""
+        return sum(row.waiting_for_late for row in self.ranks) / (sum(row.seconds for row in self.ranks) or 1)
+
+    @property
+    def memory_skew(self) -> float:
+        """The most memory that a rank held, relative to the mean of ranks."""
+        peaks = [row.peak_bytes for row in self.ranks]
+        return max(peaks) * len(peaks) / (sum(peaks) or 1)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw what each rank did over time, and its memory. One rank calls it.
+
+        Args:
+            path: Where to write the picture, such as "trace.png". Needs matplotlib.
+        """
+        draw(path, self._headline(), self.timelines, self.spans, self.meetings)
+
+    def save(self, path: str | Path) -> None:
+        """Write a trace that ui.perfetto.dev and chrome://tracing open. One rank calls it.
+
+        A rank is a process there: what its main thread does, its collectives while they are under way, its memory, and
+        an arrow from the rank that came last to each one that waited.
+
+        Args:
+            path: Where to write it, such as "trace.json".
+        """
+        write(path, self.timelines, self.spans, self.meetings)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    __repr__ = __str__
+
+    def _rank_row(self, timeline: Timeline) -> RankRow:
+        took: Counter[str] = Counter()
+        for span in self.spans[timeline.rank]:
+            took[span.kind] += span.end - span.begin
+        mine = [meeting for meeting in self.meetings if timeline.rank in meeting.events]
+        late = sum(meeting.waited(timeline.rank) for meeting in mine)
+        last = [meeting for meeting in mine if meeting.last == timeline.rank]
+        peak = max((*timeline.memory, *(held for event in timeline.events for held in event.memory)))
+        return RankRow(
+            timeline.rank,
+            seconds=(timeline.end - timeline.begin) / 1e9,
+            computing=took["compute"] / 1e9,
+            starting=took["start"] / 1e9,
+            waiting=took["wait"] / 1e9,
+            waiting_for_late=late / 1e9,
+            last=len(last),
+            held_up=sum(map(_held_up, last)) / 1e9,
+            peak_bytes=peak,
+        )
+
+    def _unit_rows(self) -> list[UnitRow]:
+        rows: dict[str, UnitRow] = {}
+
+        def row_of(unit: str) -> UnitRow:
+            return rows.setdefault(unit, UnitRow(unit, 0, 0, {}, {}, {}))
+
+        for timeline in self.timelines:
+            events, nbytes = Counter[str](), defaultdict[str, float](float)
+            for event in timeline.events:
+                row_of(_row_name(event))
+                events[_row_name(event)] += 1
+                nbytes[_row_name(event)] += event.bytes
+            for unit, count in events.items():
+                row = rows[unit]
+                rows[unit] = row._replace(collectives=max(row.collectives, count), bytes=max(row.bytes, nbytes[unit]))
+            for span in self.spans[timeline.rank]:
+                unit = span.name or OTHERS if span.event is None else _row_name(span.event)
+                if span.kind in ("compute", "wait"):
+                    row = row_of(unit)
+                    took = row.computing if span.kind == "compute" else row.waiting
+                    took[timeline.rank] = took.get(timeline.rank, 0.0) + (span.end - span.begin) / 1e9
+        for meeting in self.meetings:
+            held_up = rows[_row_name(meeting.events[meeting.last])].held_up
+            held_up[meeting.last] = held_up.get(meeting.last, 0.0) + _held_up(meeting) / 1e9
+        return list(rows.values())
+
+    def _headline(self) -> str:
+        if self.latest is None:
+            return "no rank waited for another"
+        row = next(row for row in self.ranks if row.rank == self.latest)
+        unit = max(self.units, key=lambda unit: unit.held_up.get(row.rank, 0.0))
+        share = f"{100 * self.waiting_share:.1f}% of all ranks' time is waiting for late ranks"
+        most = f"{1e3 * unit.held_up[row.rank]:.1f} ms at {unit.unit}"
+        return f"{share}; most, {1e3 * row.held_up:.1f} ms, for rank {row.rank}, of which {most}"
+
+    def _lines(self) -> Iterator[str]:
+        one = len(self.timelines) == 1
+        alike = "" if one else f", clocks alike to {1e3 * self.clock_error:.2f} ms"
+        seconds = max(row.seconds for row in self.ranks)
+        yield f"trace of {len(self.timelines)} rank{'' if one else 's'}, {1e3 * seconds:.1f} ms{alike}"
+        yield self._headline()
+        meters = " and ".join(dict.fromkeys(timeline.meter for timeline in self.timelines))
+        yield f"memory ({meters}): the most on one rank is {self.memory_skew:.2f} of the mean"
+        yield from (f"rank {line.rank} was interrupted: {line.error}" for line in self.timelines if line.error)
+        yield from map(_parting, self.parted)
+        columns = ("computing", "starting", "waiting", "for late ranks", "came last", "held others up", "most memory")
+        yield from _table("rank", columns, {f"{row.rank}": _rank_cells(row) for row in self.ranks})
+        columns = ("collectives", "sent", "computing", "slowest rank", "waiting", "held up by", "for")
+        yield from _table("unit", columns, {row.unit: _unit_cells(row) for row in self.units})
+
+
+def _row_name(event: Event) -> str:
+    return AGREEMENT if event.who == comm.AGREE else event.unit or OTHERS
+
+
+def _held_up(meeting: Meeting) -> int:
+    return sum(meeting.waited(rank) for rank in meeting.events)
+
+
+def _parting(parting: Parting) -> str:
+    did = (
+        f"rank {rank} {event.op} for {event.name}" if event else f"rank {rank} nothing"
+        for rank, event in parting.events.items()
+    )
+    return f"ranks recorded different collectives: {', '.join(did)}"
+
+
+def _rank_cells(row: RankRow) -> list[str]:
+    parts = (row.computing, row.starting, row.waiting, row.waiting_for_late)
+    shares = (f"{100 * part / (row.seconds or 1):.1f}%" for part in parts)
+    return [*shares, f"{row.last}", f"{1e3 * row.held_up:.1f} ms", f"{row.peak_bytes / 2**20:.1f} MiB"]
+
+
+def _unit_cells(row: UnitRow) -> list[str]:
+    mean = sum(row.computing.values()) / (len(row.computing) or 1)
+    slowest = max(row.computing, key=row.computing.__getitem__, default=None)
+    held_up = {rank: seconds for rank, seconds in row.held_up.items() if seconds}
+    late = max(held_up, key=held_up.__getitem__, default=None)
+    return [
+        f"{row.collectives}",
+        f"{row.bytes / 2**20:.2f} MiB",
+        f"{1e3 * mean:.1f} ms",
+        "-" if slowest is None else f"{slowest}: {1e3 * row.computing[slowest]:.1f} ms",
+        f"{1e3 * sum(row.waiting.values()) / (len(row.waiting) or 1):.1f} ms",
+        "-" if late is None else f"rank {late}",
+        "-" if late is None else f"{1e3 * held_up[late]:.1f} ms",
+    ]
+
+
+def _table(first: str, columns: Sequence[str], rows: dict[str, list[str]]) -> Iterator[str]:
+    names = max(map(len, (first, *rows)))
+    widths = [max(map(len, column)) for column in zip(columns, *rows.values(), strict=True)]
+    yield ""
+    for name, cells in {first: list(columns), **rows}.items():
+        yield f"{name:<{names}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))

@@ -1,0 +1,218 @@
+"""What a plan tells, and what it leaves alone."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fshard as fs
+from fshard.plan import Bytes, Rates
+from fshard.testing import spmd
+from tests.jit.steps import refused
+from tests.plan.models import Case, prepared
+
+
+def one_rank():
+    return fs.init_mesh({"shard": 1}, device="cpu")
+
+
+def planned(case=None, **options):
+    step, state, batch = prepared(case or Case("zero3"), one_rank())
+    return fs.plan(step, state, *batch, **({"mesh": {"shard": 4}} | options))
+
+
+def nbytes(tree):
+    return sum(leaf.nbytes for leaf in fs.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def test_one_rank_holds_its_state_and_sends_nothing():
+    step, state, batch = prepared(Case("zero3"), one_rank())
+    plan = fs.plan(step, state, *batch, mesh={"shard": 1})
+    assert plan.arguments.parameters == nbytes(state.params)
+    # The optimizer counts updates.
+    assert plan.arguments.optimizer_state == nbytes(state.opt_state)
+    assert plan.arguments.inputs == nbytes(batch) + state.step.nbytes
+    assert plan.arguments.total == nbytes(state) + nbytes(batch)
+    assert not plan.collectives()
+    assert plan.flops > 0
+    # Nothing waits.
+    assert plan.seconds > plan.waiting == 0
+    # As the graph tells it.
+    assert plan.peak_bytes == plan.arguments.total + fs.make_graph(step)(state, *batch).peak_bytes()
+
+
+def test_parts_of_the_peak_add_up_and_shrink_with_the_mesh():
+    plans = [planned(mesh={"shard": ranks}) for ranks in (2, 4, 4096)]
+    for plan in plans:
+        assert plan.peak_bytes == sum(plan.peak) == max(sum(moment.held) for moment in plan.timeline)
+        assert all(min(moment.held) >= 0 for moment in plan.timeline)
+    assert [plan.arguments.parameters for plan in plans] == sorted(
+        (p.arguments.parameters for p in plans), reverse=True
+    )
+    assert plans[0].flops == plans[1].flops == plans[2].flops
+
+
+def test_memory_is_held_for_what_it_is():
+    held = {strategy: planned(Case(strategy, width=256)).timeline for strategy in ("ddp", "zero2", "zero3")}
+    most = {
+        name: Bytes(*(max(getattr(moment.held, kind) for moment in moments) for kind in Bytes._fields))
+        for name, moments in held.items()
+    }
+    params = nbytes(prepared(Case("zero3", width=256), one_rank())[1].params)
+    assert most["ddp"].parameters == params
+    assert most["ddp"].gathered == 0
+    # Biases and norms stay whole.
+    assert most["zero2"].gathered == pytest.approx(params, rel=0.05)
+    assert most["zero2"].gradients < params / 2 < most["ddp"].gradients
+
+
+def test_gathered_units_go_in_and_out():
+    step, state, batch = prepared(Case("zero3", layers=3), one_rank(), merge_bytes=0)
+    plan = fs.plan(step, state, *batch, mesh={"shard": 4})
+    there = [moment.units for moment in plan.timeline]
+    assert {"0", "1"} <= {unit for units in there for unit in units}
+    assert not any({"0", "1", "2"} <= set(units) for units in there)
+
+
+def test_text_and_picture(tmp_path):
+    plan = planned()
+    text = str(plan)
+    assert text.startswith("mesh shard 4: ")
+    for word in ("optimizer state", "in flight", "sent by axis", "sent by unit", "an estimate from stated rates"):
+        assert word in text
+    pytest.importorskip("matplotlib")
+    plan.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_rates_make_the_estimate():
+    slow = planned(rates=Rates(link=1e6))
+    assert slow.seconds > planned().seconds
+    assert slow.waiting > slow.bytes_sent() / 1e6 * 0.5
+    assert planned(rates=Rates(link={"shard": 1e6})).seconds == slow.seconds
+
+
+def test_a_state_of_any_device_and_process_will_do():
+    step, state, batch = prepared(Case("zero3"), one_rank())
+    expected = str(fs.plan(step, state, *batch, mesh={"shard": 8}))
+    meta = fs.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, state)
+    assert str(fs.plan(step, meta, *(leaf.to("meta") for leaf in batch), mesh={"shard": 8})) == expected
+
+
+def test_real_ranks_are_not_disturbed():
+    def program():
+        step, state, batch = prepared(Case("zero3", donated=False), fs.init_mesh({"shard": 2}, device="cpu"))
+        before, _ = step(state, *batch)
+        text = str(fs.plan(step, state, *batch, mesh={"shard": 64}, rank=dist.get_rank()))
+        after, _ = step(state, *batch)
+        leaves = zip(fs.tree_leaves(before), fs.tree_leaves(after), strict=True)
+        assert all(torch.equal(a, b) for a, b in leaves)
+        assert len(step.traces) == 1
+        return text
+
+    first, second = spmd(program, 2)
+    assert first == second
+
+
+def test_nothing_is_left_behind():
+    assert not dist.is_initialized()
+    params = fs.shard({"w": torch.zeros(64, 64)}, fs.zero3(fs.Axis("shard", 1, "")))
+    with pytest.raises(ValueError, match="looks at the value of a tensor"):
+        fs.plan(branching, params, torch.ones(2), mesh={"shard": 4})
+    assert not dist.is_initialized()
+    # Axes of one rank are taken again.
+    fs.psum(torch.ones(1), fs.Axis("other", 1, ""))
+
+
+def closing_over(mesh):
+    axis = fs.axis_of(mesh)
+
+    def step(params, x):
+        return fs.psum(fs.gather(params)["w"].sum(), axis)
+
+    return step
+
+
+def branching(params, x):
+    return x if x.sum() > 0 else x + 1
+
+
+STEP_ERRORS = {
+    "an axis that it closes over": (
+        closing_over,
+        "plan: the step sends over axis 'shard' of 1 ranks, which it closes over, needed one of the planned mesh, "
+        "'shard' of 4 ranks; read axes from the state's leaves, as leaf.spec.axes",
+    ),
+    "no function": (lambda mesh: 3, "plan: step is an int, needed a function of (state, *batch)"),
+}
+ERRORS = {
+    "no mapping": (
+        {"mesh": 4},
+        'plan: mesh is an int, needed a mapping from names of axes to sizes, as {"shard": 4096}',
+    ),
+    "no axes": ({"mesh": {}}, 'plan: mesh is empty, needed a mapping from names of axes to sizes, as {"shard": 4096}'),
+    "no size": (
+        {"mesh": {"shard": 0}},
+        "plan: mesh has 'shard': 0, needed a name and a whole number of ranks from 1",
+    ),
+    "half a rank": (
+        {"mesh": {"shard": 2.5}},
+        "plan: mesh has 'shard': 2.5, needed a name and a whole number of ranks from 1",
+    ),
+    "another axis": (
+        {"mesh": {"data": 4}},
+        "plan: mesh has the axes 'data', needed those of the state, 'shard'; give each a size, or make the state with "
+        "a strategy of the axes meant",
+    ),
+    "one axis more": (
+        {"mesh": {"shard": 4, "tp": 2}},
+        "plan: mesh has the axes 'shard', 'tp', needed those of the state, 'shard'; give each a size, or make the "
+        "state with a strategy of the axes meant",
+    ),
+    "a rank that there is not": (
+        {"rank": 4},
+        "plan: rank is 4, needed a whole number from 0 to 3 for the mesh {'shard': 4}",
+    ),
+    "a backend": ({"backend": "mpi"}, "plan: backend is 'mpi', needed one of ('nccl', 'gloo')"),
+    "no rate": (
+        {"rates": Rates(flops=0)},
+        "plan: the rate flops is 0, needed a number above 0, in units a second",
+    ),
+    "a link too few": (
+        {"rates": Rates(link={"tp": 1.0})},
+        "plan: the rate link of 'shard' is None, needed a number above 0, in units a second",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_bad_meshes_and_rates_are_refused(name):
+    options, text = ERRORS[name]
+    with refused(text):
+        planned(**options)
+
+
+@pytest.mark.parametrize("name", STEP_ERRORS)
+def test_bad_steps_are_refused(name):
+    make, text = STEP_ERRORS[name]
+    mesh = one_rank()
+    with refused(text):
+        fs.plan(make(mesh), fs.shard({"w": torch.ones(64, 64)}, fs.zero3(mesh)), torch.ones(2), mesh={"shard": 4})
+
+
+def test_a_branch_on_a_value_is_refused_with_its_line():
+    params = fs.shard({"w": torch.ones(64, 64)}, fs.zero3(one_rank()))
+    with pytest.raises(ValueError, match=re.escape('x if x.sum() > 0 else x + 1" looks at the value of a tensor')):
+        fs.plan(branching, params, torch.ones(2), mesh={"shard": 4})
+
+
+def test_arguments_without_a_sharded_leaf_are_refused():
+    with refused("plan: the arguments have no Sharded leaf, needed the state of a step; make it by fs.shard"):
+        fs.plan(lambda x: x, torch.ones(2), mesh={"shard": 4})
+
+
+def test_a_shard_that_does_not_fit_its_spec_is_refused():
+    spec = fs.zero3(fs.Axis("shard", 1, "")).layout(fs.Spec((8, 256)))
+    with pytest.raises(ValueError, match=re.escape("['w']: found a shard of shape (7, 256), needed (8, 256)")):
+        fs.plan(lambda p: p, {"w": fs.Sharded(torch.zeros(7, 256), spec)}, mesh={"shard": 4})

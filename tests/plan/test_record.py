@@ -1,0 +1,120 @@
+"""The planned collectives against those that ranks record when they run the step."""
+
+from itertools import product
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import comm
+from fshard.testing import spmd
+from tests.jit.steps import adamw, collectives, slow, train_step, trained
+from tests.plan.models import STRATEGIES, Case, prepared, sizes_of
+from tests.unit_models import filled
+
+
+def planned(make, sizes, **options):
+    """The plan of a step, made in a process of one rank."""
+
+    def program():
+        step, state, batch = make(fs.init_mesh(dict.fromkeys(sizes, 1), device="cpu"))
+        return fs.plan(step, state, *batch, mesh=sizes, backend="gloo", **options)
+
+    return spmd(program, 1)[0]
+
+
+def recorded(make, sizes):
+    """What rank 0 records of a second call, on a mesh of that size."""
+
+    def program():
+        step, state, batch = make(fs.init_mesh(sizes, device="cpu"))
+        state = step(state, *batch)[0]
+        with fs.comm.record() as record:
+            step(state, *batch)
+        return record
+
+    ranks = 1
+    for size in sizes.values():
+        ranks *= size
+    return spmd(program, ranks)[0]
+
+
+def assert_exact(make, sizes):
+    plan, record = planned(make, sizes), recorded(make, sizes)
+    assert plan.collectives() == collectives(record)
+    assert plan.bytes_sent() == record.bytes_sent()
+    for groups in (plan.by_axis(), plan.by_unit()):
+        assert sum(traffic.collectives for traffic in groups.values()) == len(plan.collectives())
+        assert sum(traffic.bytes for traffic in groups.values()) == pytest.approx(record.bytes_sent())
+    for name, traffic in plan.by_axis().items():
+        own = comm.Record(entry for entry in collectives(record) if entry.axis == name)
+        assert traffic == (len(own), own.bytes_sent())
+
+
+@pytest.mark.parametrize(
+    "strategy, activations, ranks",
+    slow(
+        product(STRATEGIES, ("kept", "checkpoint", "remat"), (1, 2, 3, 4)),
+        [*((strategy, "kept", 4) for strategy in STRATEGIES), ("zero3", "checkpoint", 2), ("zero3", "remat", 3)],
+    ),
+)
+def test_collectives_are_those_that_are_recorded(strategy, activations, ranks):
+    case = Case(strategy, activations)
+    assert_exact(lambda mesh: prepared(case, mesh), sizes_of(strategy, ranks))
+
+
+@pytest.mark.parametrize("activations", ("kept", "checkpoint"))
+def test_collectives_of_eager_steps_are_those_that_are_recorded(activations):
+    def make(mesh):
+        step, state, batch = prepared(Case("zero3", activations), mesh)
+        return step.__wrapped__, state, batch
+
+    assert_exact(make, {"shard": 3})
+
+
+def test_units_are_gathered_apart_where_nothing_is_merged():
+    plan = planned(lambda mesh: prepared(Case("zero3", layers=3), mesh, merge_bytes=0), {"shard": 4})
+    units = plan.by_unit()
+    gathers = {unit: [m for m in plan.timeline if m.unit == unit and m.collective.op == "all_gather"] for unit in units}
+    assert {unit: len(found) for unit, found in gathers.items() if found} == {"0": 2, "1": 2, "2": 1}
+    assert sum(traffic.collectives for traffic in units.values()) == len(plan.collectives())
+
+
+def test_what_no_unit_asks_for_goes_by_its_label():
+    tx = fs.chain(fs.clip_by_global_norm(1.0), adamw())
+
+    def make(mesh):
+        layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        model, batch = fs.functionalize(filled(layers, None), torch.nn.Linear), (torch.zeros(2, 64),)
+        case = trained(lambda p, x: model.apply(p, x).square().mean(), model.init(fs.zero3(mesh)), [batch], tx)
+        return case.step, case.state, batch
+
+    assert_exact(make, {"shard": 2})
+    plan = planned(make, {"shard": 2})
+    assert set(plan.by_unit()) == {"0 to 1", "psum_invariant"}
+
+
+def test_transforms_with_a_state_are_moved():
+    def make(mesh):
+        layout = fs.quantize(mesh["shard"], scatter=True)
+        params = fs.shard({f"w{i}": torch.ones(48, 64) for i in range(2)}, fs.zero3(mesh, layout=layout))
+        tx = adamw()
+        step = train_step(lambda p, x: sum((x @ w).square().mean() for w in fs.gather(p).values()), tx)
+        return step, fs.TrainState.create(params, tx), (torch.ones(2, 48),)
+
+    assert_exact(make, {"shard": 4})
+
+
+def test_tensors_split_over_another_axis_stay_so():
+    def make(mesh):
+        strategy = fs.compose(fs.zero3(mesh["shard"]), fs.split_dim(mesh["tp"], dim=1))
+        params = fs.shard({"w": torch.ones(48, 64)}, strategy)
+        tx = adamw()
+
+        def loss(params, x):
+            # The axis is the leaf's own, whatever mesh it is on.
+            return fs.psum((x @ fs.gather(params)["w"]).square().mean(), params["w"].spec.axes[0])
+
+        return train_step(loss, tx), fs.TrainState.create(params, tx), (torch.ones(2, 48),)
+
+    assert_exact(make, {"shard": 2, "tp": 2})

@@ -1,0 +1,207 @@
+"""Reports of made-up timelines, whose numbers are known, and the files that they write."""
+
+import json
+from collections import Counter
+
+import pytest
+
+import fshard as fs
+from fshard.testing import spmd
+from fshard.trace import Report
+from fshard.trace.clocks import offsets
+from fshard.trace.events import Event, Timeline, packed, unpacked
+from tests.trace.steps import make_step
+
+MS = 1_000_000
+
+
+def event(who, unit, begin, issued, *waits, op="all_gather", members=(0, 1), memory=(100, 100)):
+    waits = tuple((a * MS, b * MS) for a, b in waits)
+    return Event(op, "shard", members, who, unit, "['w']", 1024.0, begin * MS, issued * MS, waits, memory)
+
+
+def timeline(rank, *events, end=100, memory=(100, 100), error=""):
+    return Timeline(rank, 0, end * MS, memory, "resident set", error, events)
+
+
+def two_ranks():
+    """Rank 1 comes 30 ms late to the gather of b, of which rank 0 waits 20."""
+    return [
+        timeline(
+            0,
+            event("gather", "a", 0, 1, (1, 5)),
+            event("gather", "b", 10, 11, (20, 45)),
+            event("scatter", "b", 70, 71, (90, 92), op="reduce_scatter", memory=(100, 300)),
+        ),
+        timeline(
+            1,
+            event("gather", "a", 2, 3, (3, 5)),
+            event("gather", "b", 40, 41, (41, 45)),
+            event("scatter", "b", 60, 61, (90, 92), op="reduce_scatter"),
+        ),
+    ]
+
+
+def test_numbers():
+    report = Report(two_ranks(), 500_000)
+    assert report.clock_error == 0.0005
+    assert [meeting.last for meeting in report.meetings] == [1, 1, 0]
+    # Rank 0 waits from 1 to 2 for a, from 20 to 40 for b; rank 1 waits for the sum from 90 only, when both were there.
+    assert [[meeting.waited(rank) / MS for rank in (0, 1)] for meeting in report.meetings] == [[1, 0], [20, 0], [0, 0]]
+    first, second = report.ranks
+    assert (first.waiting, first.waiting_for_late, first.held_up, first.last) == pytest.approx((0.031, 0.021, 0, 1))
+    assert (second.waiting, second.waiting_for_late, second.held_up) == pytest.approx((0.008, 0, 0.021))
+    assert report.latest == 1
+    assert report.waiting_share == pytest.approx(0.021 / 0.2)
+    assert (first.peak_bytes, second.peak_bytes) == (300, 100)
+    assert report.memory_skew == 1.5
+    a, b, none = report.units
+    assert (none.unit, none.computing) == ("(no unit)", pytest.approx({1: 0.002}))
+    assert (a.unit, a.collectives, b.unit, b.collectives, b.bytes) == ("a", 1, "b", 2, 2048.0)
+    # Between the gathers a is computed with; behind the one of b, b, until its gradients are there and after them.
+    assert a.computing == pytest.approx({0: 0.005 + 0.009, 1: 0.035})
+    assert b.computing == pytest.approx({0: 0.025 + 0.019 + 0.008, 1: 0.015 + 0.029 + 0.008})
+    assert b.held_up == pytest.approx({0: 0, 1: 0.02})
+
+
+TABLE = """\
+trace of 2 ranks, 100.0 ms, clocks alike to 0.50 ms
+10.5% of all ranks' time is waiting for late ranks; most, 21.0 ms, for rank 1, of which 20.0 ms at b
+memory (resident set): the most on one rank is 1.50 of the mean
+
+rank  computing  starting  waiting  for late ranks  came last  held others up  most memory
+0         66.0%      3.0%    31.0%           21.0%          1          0.0 ms      0.0 MiB
+1         89.0%      3.0%     8.0%            0.0%          2         21.0 ms      0.0 MiB
+
+unit       collectives      sent  computing  slowest rank  waiting  held up by      for
+a                    1  0.00 MiB    24.5 ms    1: 35.0 ms   3.0 ms      rank 1   1.0 ms
+b                    2  0.00 MiB    52.0 ms    0: 52.0 ms  16.5 ms      rank 1  20.0 ms
+(no unit)            0  0.00 MiB     2.0 ms     1: 2.0 ms   0.0 ms           -        -"""
+
+
+def test_table():
+    assert str(Report(two_ranks(), 500_000)) == TABLE
+
+
+def test_ranks_that_part_are_named_and_what_follows_is_not_matched():
+    first, second = two_ranks()
+    second = second._replace(events=(second.events[0], second.events[2]), error="RuntimeError: gone")
+    report = Report([first, second], 0)
+    assert len(report.meetings) == 1
+    assert "different collectives: rank 0 all_gather for gather of b, rank 1 reduce_scatter for scatter of b" in str(
+        report
+    )
+    assert "rank 1 was interrupted: RuntimeError: gone" in str(report)
+    report = Report([first, timeline(1)], 0)
+    assert report.meetings == []
+    assert "rank 0 all_gather for gather of a, rank 1 nothing" in str(report)
+
+
+def test_groups_are_matched_apart():
+    """Two axes of two ranks each, and no order between them."""
+    lines = [
+        timeline(
+            rank,
+            *(event("gather", "a", 10 * n + rank, 10 * n + 5, members=pair) for n, pair in enumerate(order)),
+        )
+        for rank, order in enumerate(
+            [[(0, 1), (0, 2)], [(1, 3), (0, 1)], [(0, 2), (2, 3)], [(2, 3), (1, 3)]],
+        )
+    ]
+    report = Report(lines, 0)
+    assert report.parted == []
+    assert sorted(tuple(meeting.events) for meeting in report.meetings) == [(0, 1), (0, 2), (1, 3), (2, 3)]
+
+
+def test_timelines_travel_and_are_brought_to_one_clock():
+    line, exchanges = two_ranks()[0], [(1, 2), (3, 4)]
+    assert unpacked(packed(line, exchanges)) == (line, exchanges)
+    ahead = timeline(0, event("gather", "a", 5, 6, (7, 8)))
+    assert ahead.shifted(5 * MS).events[0] == event("gather", "a", 0, 1, (2, 3))
+    assert ahead.shifted(0) is ahead
+
+
+def test_clocks_that_cannot_be_told_apart_are_one():
+    assert offsets([[]]) == ([0], 0)
+    assert offsets([[(0, 10), (20, 30)], [(5, 9), (21, 31)], [(70_005, 70_008), (70_021, 70_029)]]) == (
+        [0, 0, 70_001],
+        9,
+    )
+
+
+def assert_is_trace(path, ranks):
+    """Hold a file to the trace event format, as far as it is used."""
+    file = json.loads(path.read_text())
+    assert file["displayTimeUnit"] == "ms"
+    assert set(file) == {"traceEvents", "displayTimeUnit"}
+    kinds = Counter(entry["ph"] for entry in file["traceEvents"])
+    assert kinds["b"] == kinds["e"] > 0
+    assert kinds["s"] == kinds["f"]
+    assert set(kinds) <= set("MXbesfC")
+    begun, flows, at = {}, {}, {}
+    for entry in file["traceEvents"]:
+        assert entry["pid"] in ranks
+        assert isinstance(entry["name"], str)
+        if entry["ph"] == "M":
+            assert entry["name"] in ("process_name", "process_sort_index", "thread_name")
+            continue
+        assert entry["ts"] >= 0
+        if entry["ph"] == "X":
+            # Slices of a thread nest or follow each other.
+            assert entry["ts"] >= at.get(entry["pid"], 0) - 1e-3
+            at[entry["pid"]] = entry["ts"] + entry["dur"]
+            assert entry["dur"] >= 0
+            assert entry["tid"] == 0
+        elif entry["ph"] == "C":
+            assert entry["args"]["bytes"] > 0
+        elif entry["ph"] in "be":
+            key = entry["pid"], entry["cat"], entry["id2"]["local"]
+            if entry["ph"] == "b":
+                assert key not in begun
+                begun[key] = entry
+            else:
+                assert entry["name"] == begun[key]["name"]
+                assert entry["ts"] >= begun.pop(key)["ts"]
+        else:
+            flows.setdefault((entry["cat"], entry["id"]), []).append(entry)
+    assert not begun
+    for start, finish in flows.values():
+        assert (start["ph"], finish["ph"], finish["bp"]) == ("s", "f", "e")
+        assert start["pid"] != finish["pid"]
+        assert start["ts"] <= finish["ts"]
+    return kinds
+
+
+def test_saved_files(tmp_path):
+    report = Report(two_ranks(), 0)
+    report.save(tmp_path / "trace.json")
+    kinds = assert_is_trace(tmp_path / "trace.json", {0, 1})
+    # An arrow for each of the two collectives that rank 0 waited in for rank 1.
+    assert kinds["s"] == 2
+    report.plot(tmp_path / "trace.png")
+    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_saved_files_of_a_real_step(tmp_path, workers):
+    def program():
+        step, state, x = make_step()
+        with fs.trace() as trace:
+            step(state, x)
+        report = trace.report()
+        if report.timelines[0].rank == fs.comm.rank(fs.Axis("world", 2, "0")):
+            report.save(tmp_path / "trace.json")
+            report.plot(str(tmp_path / "trace.png"))
+
+    spmd(program, workers(2))
+    assert_is_trace(tmp_path / "trace.json", {0, 1})
+    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_files_of_nothing(tmp_path):
+    with fs.trace() as trace:
+        pass
+    report = trace.report()
+    report.plot(tmp_path / "trace.png")
+    report.save(tmp_path / "trace.json")
+    assert {entry["ph"] for entry in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]} == set("MXC")
+    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")

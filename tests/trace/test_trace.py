@@ -1,0 +1,249 @@
+"""trace: what it records is what runs, eager and jitted, whatever becomes of the context."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fshard as fs
+from fshard import comm
+from fshard.testing import spmd
+from fshard.trace.blame import spans
+from tests.trace.steps import UNITS, make_step
+from tests.trees import one_axis
+
+BACKENDS = (None, "graph", "inductor")
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_records_what_the_recorder_does(workers, backend):
+    def program():
+        step, state, x = make_step()
+        if backend:
+            step = fs.jit(step, backend=backend)
+            step(state, x)
+        with fs.trace() as trace, comm.record() as record:
+            state, _ = step(state, x)
+            step(state, x)
+        report = trace.report()
+        timeline = report.timelines[dist.get_rank()]
+        assert [(e.op, e.axis, e.who, e.unit) for e in timeline.events] == [
+            (e.op, e.axis, e.label, e.unit) for e in record
+        ]
+        assert sum(e.bytes for e in timeline.events) == record.bytes_sent() + record.scalar_bytes_sent()
+        for event in timeline.events:
+            times = [event.begin, event.issued, *(time for wait in event.waits for time in wait)]
+            assert event.waits
+            assert times == sorted(times)
+            assert timeline.begin <= event.begin <= event.end <= timeline.end
+            assert min(event.memory) > 0
+            assert event.members == (0, 1)
+        # The first one's weights are not needed in the backward, the last one's are kept for it.
+        gathered = [event.unit for event in timeline.events if event.who == "gather"]
+        assert {unit: gathered.count(unit) for unit in UNITS} == {UNITS[0]: 2, UNITS[1]: 4, UNITS[2]: 2}
+        assert any(UNITS[0] in event.unit for event in timeline.events if event.who == "scatter")
+        assert any("weight" in event.leaves for event in timeline.events)
+        assert not report.parted
+        assert len(report.meetings) == len(timeline.events)
+        return str(report)
+
+    first, second = spmd(program, workers(2))
+    assert first == second
+    assert "trace of 2 ranks" in first
+    assert all(unit in first for unit in UNITS)
+
+
+def test_spans_have_no_gaps_and_count_for_units(workers):
+    def program():
+        step, state, x = make_step()
+        with fs.trace() as trace:
+            step(state, x)
+        report = trace.report()
+        for timeline, row in zip(report.timelines, report.ranks):
+            found = list(spans(timeline))
+            assert [span.begin for span in found] == [timeline.begin, *(span.end for span in found[:-1])]
+            assert found[-1].end == timeline.end
+            assert row.computing + row.starting + row.waiting == pytest.approx(row.seconds)
+            assert row.waiting_for_late <= row.waiting
+        computed = {row.unit for row in report.units if row.computing.get(0)}
+        assert set(UNITS) <= computed
+
+    spmd(program, workers(2))
+
+
+class Signals:
+    """Tells the other ranks when this one waits for a unit."""
+
+    def __init__(self, unit, signal):
+        self.unit, self.signal = unit, signal
+
+    def starts(self, issued, tensors):
+        pass
+
+    def started(self, issued):
+        pass
+
+    def waits(self, issued):
+        if issued.about.unit == self.unit:
+            self.signal()
+
+    def landed(self, issued):
+        pass
+
+
+@pytest.mark.parametrize("late", (0, 1, 2))
+@pytest.mark.parametrize("jitted", (False, True), ids=("eager", "jitted"))
+def test_names_the_rank_and_the_unit_that_the_others_waited_for(workers, late, jitted):
+    """One rank goes on only when the others wait for the last unit, whose gather it has not started."""
+
+    def program():
+        store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+        others = [other for other in range(3) if other != late]
+        key = f"{late} {jitted}"
+
+        def come_late():
+            store.wait([f"{key} {other}" for other in others])
+
+        if jitted:
+            # The call of the step is late as a whole: nothing can be held up inside of a graph.
+            step, state, x = make_step()
+            step = fs.jit(step)
+            step(state, x)
+            unit, between = UNITS[0], come_late
+        else:
+            step, state, x = make_step(between=lambda place: come_late() if (rank, place) == (late, 1) else None)
+            unit, between = UNITS[2], None
+        with fs.trace() as trace, comm.watched(Signals(unit, lambda: store.set(f"{key} {rank}", ""))):
+            if between and rank == late:
+                between()
+            step(state, x)
+        report = trace.report()
+        row = next(row for row in report.units if row.unit == unit)
+        assert row.held_up[late] > 0
+        meeting = next(m for m in report.meetings if m.last == late and m.events[late].unit == unit)
+        assert all(meeting.waited(other) > 0 for other in others)
+        assert meeting.waited(late) == 0
+        assert report.ranks[late].held_up > 0
+        assert 0 < report.waiting_share < 1
+        assert f"rank {late}" in str(report)
+
+    spmd(program, workers(3))
+
+
+def test_simulated_ranks():
+    def program():
+        step, state, x = make_step()
+        with fs.trace() as trace:
+            step(state, x)
+        return str(trace.report())
+
+    first, *others = spmd(program, 3)
+    assert set(others) == {first}
+    assert first.startswith("trace of 3 ranks")
+
+
+def test_one_rank_needs_no_process_group():
+    with fs.trace() as trace:
+        torch.ones(2) + 1
+    report = trace.report()
+    assert report.timelines[0].events == ()
+    assert report.latest is None
+    assert "no rank waited for another" in str(report)
+    assert "no rank waited for another" in repr(report)
+
+
+class BrokenError(Exception):
+    pass
+
+
+def test_one_that_is_interrupted_has_what_there_was():
+    def program():
+        def between(place):
+            if place == 2:
+                raise BrokenError("in the middle\nof it")
+
+        step, state, x = make_step(between=between)
+        with pytest.raises(BrokenError), fs.trace() as trace:
+            step(state, x)
+        alone, report = trace.report(alone=True), trace.report()
+        assert [line.error for line in report.timelines] == ["BrokenError: in the middle"] * 2
+        assert "rank 1 was interrupted: BrokenError: in the middle" in str(report)
+        assert len(alone.timelines) == 1
+        assert {"layers.0", "layers.1"} <= {event.unit for event in alone.timelines[0].events}
+
+    spmd(program, 2)
+
+
+def test_nested_traces_both_record():
+    def program():
+        step, state, x = make_step()
+        with fs.trace() as outer:
+            step(state, x)
+            with fs.trace() as inner:
+                step(state, x)
+        counts = [len(trace.report().timelines[0].events) for trace in (outer, inner)]
+        assert counts[0] == 2 * counts[1] > 0
+
+    spmd(program, 2)
+
+
+def test_a_collective_that_was_under_way_before_is_not_recorded():
+    def program():
+        axis = fs.axis_of(one_axis())
+        finish = comm.start_all_gather([torch.ones(2)], axis, "before")
+        with fs.trace() as trace:
+            finish()
+            comm.all_gather([torch.ones(2)], axis, "inside")
+            late = comm.start_all_gather([torch.ones(2)], axis, "not waited for")
+        late()
+        (inside, behind) = trace.report().timelines[0].events
+        assert (inside.who, len(inside.waits)) == ("inside", 1)
+        assert (behind.who, behind.waits, behind.end) == ("not waited for", (), behind.issued)
+
+    spmd(program, 2)
+
+
+def test_nothing_is_recorded_afterwards():
+    def program():
+        axis = fs.axis_of(one_axis())
+        with fs.trace() as trace:
+            comm.all_gather([torch.ones(2)], axis, "inside")
+        comm.all_gather([torch.ones(2)], axis, "outside")
+        assert [event.who for event in trace.report().timelines[0].events] == ["inside"]
+        assert comm.journal.journal().watchers == ()
+
+    spmd(program, 2)
+
+
+def test_ranks_that_did_different_things_are_named():
+    def program():
+        axis = fs.axis_of(one_axis())
+        with fs.trace() as trace:
+            comm.all_gather([torch.ones(2)], axis, "both")
+            if comm.rank(axis) == 0:
+                finish = None
+        if comm.rank(axis) == 0:
+            with fs.trace() as trace:
+                finish = comm.start_all_gather([torch.ones(2)], axis, "traced here")
+        else:
+            finish = comm.start_all_gather([torch.ones(2)], axis, "traced here")
+        finish()
+        report = trace.report()
+        assert "rank 0 all_gather for traced here, rank 1 all_gather for both" in str(report)
+        assert report.meetings == []
+
+    spmd(program, 2)
+
+
+def test_a_running_trace_has_no_report():
+    still_running = pytest.raises(ValueError, match="the trace is still running, needed one that has ended")
+    with fs.trace() as trace, still_running:
+        trace.report()
+
+
+def test_refused_inside_of_a_jitted_function():
+    def f(x):
+        with fs.trace():
+            return x + 1
+
+    with pytest.raises(ValueError, match="trace: inside of a function that is traced nothing runs"):
+        fs.jit(f)(torch.ones(2))
