@@ -1,18 +1,23 @@
-"""Train a byte-level GPT on the Python standard library's sources, and hold every step against torch DDP.
-
-Run on two ranks, or on one without a launcher:
+"""Prove a train step of one's own equal to torch DDP's; and where it is not, find the first step and leaf that differ.
 
     torchrun --standalone --nproc_per_node 2 examples/ddp_parity.py --strategy zero2
+    torchrun --standalone --nproc_per_node 2 examples/ddp_parity.py --break frozen
     python examples/ddp_parity.py --steps 100
 
-It prints what each rank stores and sends next to DDP, a sample of what the model writes, and how far the run is from
-torch DDP's on the same batches; the curves go to a PNG.
+The first trains a byte-level GPT on the Python standard library's sources by fshard and by DDP. It prints what each
+rank stores and sends, a sample of what the model writes, and how far apart the runs are: 0 on one and two ranks, where
+sums have the same order. The second makes a mistake in a step that was right, and prints what fs.testing says of both:
+in float64, where rounding is small; within a tolerance from the dtype and the steps; and with plain SGD, because Adam
+and clipping divide a wrong factor of the gradients away.
 """
 
 import argparse
 import math
 import time
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from textwrap import indent
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +25,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from gpt import GPT, batch, standard_library
 from tqdm import tqdm
+from train_gpt import sample
 
 import fshard as fs
 
 STRATEGIES = {"ddp": fs.ddp, "zero1": fs.zero1, "zero2": fs.zero2}
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 MAX_NORM = 1.0
+Batch = tuple[torch.Tensor, torch.Tensor]
+MISTAKES = {
+    "mean": "gradients are summed over ranks, where DDP takes the mean",
+    "rate": "the learning rate is halved from the third update on",
+    "psum": "the loss is averaged over ranks by hand, and then once more",
+    "frozen": "one leaf is left out of the update",
+}
 
 
 class Bytes(NamedTuple):
@@ -56,6 +69,11 @@ def main() -> None:
     def batches(text: torch.Tensor, first: int, count: int) -> Any:
         return (batch(text, args.batch, args.context, seed=(first + i) * ranks + rank) for i in range(count))
 
+    if args.mistake:
+        for mistake in ("", args.mistake):
+            check(mistake, args, mesh, module.double(), list(batches(train_text, 0, 4)))
+        return
+
     def schedule(count: Any) -> float:
         """Linear warm-up over 5% of the steps, then a cosine down to a tenth."""
         warm_up = max(1, args.steps // 20)
@@ -66,24 +84,18 @@ def main() -> None:
     tx = fs.chain(fs.clip_by_global_norm(MAX_NORM), fs.from_torch(torch.optim.AdamW, lr=schedule, **ADAMW))
     params = model.init(STRATEGIES[args.strategy](mesh))
 
-    def loss_fn(params: Any, xy: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        x, y = xy
-        return F.cross_entropy(model.apply(params, x).flatten(0, 1), y.flatten())
+    def loss_fn(params: Any, xy: Batch) -> torch.Tensor:
+        return F.cross_entropy(model.apply(params, xy[0]).flatten(0, 1), xy[1].flatten())
 
-    def train_step(
-        state: fs.TrainState, xy: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[fs.TrainState, torch.Tensor, Any]:
+    def train_step(state: fs.TrainState, xy: Batch) -> tuple[fs.TrainState, torch.Tensor, Any]:
         loss, grads = fs.value_and_grad(loss_fn)(state.params, xy)
         return fs.update(tx, state, grads), loss, grads
 
-    state = fs.TrainState.create(params, tx)
+    state, record = fs.TrainState.create(params, tx), None
     losses: list[float] = []
     start = time.perf_counter()
-    for step, xy in progress_bar(batches(train_text, 0, args.steps), args, f"fshard {args.strategy}", losses, ranks):
-        if step == 0:
-            with fs.comm.record() as record:
-                state, loss, grads = train_step(state, xy)
-        else:
+    for xy in progress_bar(batches(train_text, 0, args.steps), args, f"fshard {args.strategy}", losses, ranks):
+        with fs.comm.record() if record is None else nullcontext(record) as record:
             state, loss, grads = train_step(state, xy)
         losses.append(loss.item())
     seconds = time.perf_counter() - start
@@ -97,7 +109,7 @@ def main() -> None:
         text = sample(model, full, args.context, args.sample, args.seed) if rank == 0 else ""
     theirs = train_ddp(module, batches(train_text, 0, args.steps), schedule, args, ranks)
     if rank == 0:
-        print(f"\nA sample, {args.sample} bytes after {args.steps} steps:\n{indented(text)}\n")
+        print(f"\nA sample, {args.sample} bytes after {args.steps} steps:\n{indent(text, '    ')}\n")
         report(args, ranks, ours, theirs, held_out_loss, record, params)
         plot(args, ranks, ours, theirs)
         print(f"Curves and memory: {args.plot}")
@@ -110,7 +122,7 @@ def train_ddp(module: torch.nn.Module, batches: Any, schedule: Any, args: argpar
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     losses: list[float] = []
     start = time.perf_counter()
-    for _, (x, y) in progress_bar(batches, args, "torch DDP", losses, ranks):
+    for x, y in progress_bar(batches, args, "torch DDP", losses, ranks):
         optimizer.zero_grad()
         loss = F.cross_entropy(ddp(x).flatten(0, 1), y.flatten())
         loss.backward()
@@ -129,31 +141,53 @@ def train_ddp(module: torch.nn.Module, batches: Any, schedule: Any, args: argpar
     return Run(losses, {name: p.detach() for name, p in module.named_parameters()}, stored, seconds)
 
 
-def sample(model: fs.Model, full: Any, context: int, length: int, seed: int) -> str:
-    """Let the model write, one byte after another."""
-    generator = torch.Generator().manual_seed(seed)
-    text = torch.tensor([list(b"def ")])  # (1, time)
-    for _ in range(length):
-        logits = model.apply(full, text[:, -context:])[0, -1]  # (256,)
-        chosen = torch.multinomial(torch.softmax(logits / 0.8, dim=-1), 1, generator=generator)
-        text = torch.cat([text, chosen[None]], dim=1)
-    return bytes(text[0].tolist()).decode(errors="replace")
+def check(mistake: str, args: argparse.Namespace, mesh: Any, module: torch.nn.Module, batches: list[Batch]) -> None:
+    """Hold a step, with a mistake in it or with none, against DDP, and print what the tools say."""
+    model, axis, lr = fs.functionalize(module), fs.axis_of(mesh), 0.1
+    # A gradient adds up a term for each token, below 1, in another order, so it is off by as many eps, and a parameter
+    # by lr times that. The next gradient adds what parameters differ by then, of a loss of curvature below 1 / lr.
+    atol = lr * args.batch * args.context * axis.size * torch.finfo(torch.float64).eps * (2 ** len(batches) - 1)
+
+    def local_loss(forward: Any, xy: Batch) -> torch.Tensor:
+        return F.cross_entropy(forward(xy[0]).flatten(0, 1), xy[1].flatten())
+
+    def loss_fn(params: Any, xy: Batch) -> torch.Tensor:
+        loss = local_loss(partial(model.apply, params), xy)
+        return fs.psum_invariant(loss, axis) / axis.size if mistake == "psum" else loss
+
+    def train_step(state: fs.TrainState, xy: Batch) -> tuple[fs.TrainState, torch.Tensor]:
+        loss, grads = fs.value_and_grad(loss_fn, reduce="sum" if mistake == "mean" else "mean")(state.params, xy)
+        return fs.update(tx, state, grads), loss
+
+    tx = fs.from_torch(torch.optim.SGD, lr=lambda count: lr / 2 if mistake == "rate" and count >= 2 else lr)
+    tx = fs.freeze(tx, "blocks.0.up.weight") if mistake == "frozen" else tx
+    state = fs.TrainState.create(model.init(STRATEGIES[args.strategy](mesh)), tx)
+    ddp = {"module": module, "loss_fn": local_loss, "optimizer": partial(torch.optim.SGD, lr=lr)}
+    against_ddp = partial(fs.testing.assert_matches_ddp, train_step, state, batches, **ddp, rtol=0, atol=atol)
+    said = [f"\n{MISTAKES.get(mistake, 'The step as it should be')}; rounding may move a parameter by {atol:.1e}:"]
+    for tool in (against_ddp, partial(fs.testing.check_varying, loss_fn, state.params, batches[0])):
+        try:
+            match = tool()
+            said.append(
+                f"  largest difference {match.params:.2g} in a parameter" if match else "  check_varying: nothing wrong"
+            )
+        except (AssertionError, ValueError) as error:
+            lines = [f"  {line}" for line in str(error).splitlines()]
+            said += [*lines[:4], f"    and {len(lines) - 5} more"] if len(lines) > 5 else lines
+    if mesh.get_rank() == 0:
+        print("\n".join(said))
 
 
 def tree_bytes(tree: Any) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in fs.tree_leaves(tree))
 
 
-def indented(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())
-
-
 def progress_bar(batches: Any, args: argparse.Namespace, name: str, losses: list[float], ranks: int) -> Any:
-    """Enumerate batches behind a bar that shows loss, tokens per second and the time left."""
+    """Batches behind a bar that shows loss, tokens per second and the time left."""
     tokens = args.batch * args.context * ranks
     bar = tqdm(batches, name, args.steps, disable=dist.get_rank() != 0, unit="step", mininterval=0.5)
-    for step, xy in enumerate(bar):
-        yield step, xy
+    for xy in bar:
+        yield xy
         rate = bar.format_dict["rate"] or 0.0
         bar.set_postfix_str(f"loss {losses[-1]:.3f}, {tokens * rate:,.0f} tokens/s", refresh=False)
 
@@ -177,12 +211,10 @@ def report(
 
 
 def plot(args: argparse.Namespace, ranks: int, ours: Run, theirs: Run) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (curves, memory) = pyplot.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    curves, memory = figure.subplots(1, 2)
     curves.plot(theirs.losses, color="0.6", linewidth=3, label="torch DDP")
     curves.plot(ours.losses, linewidth=1, label=f"fshard {args.strategy}")
     curves.set(xlabel="step", ylabel="loss (nats per byte)", title="The same steps, by fshard and by torch DDP")
@@ -203,14 +235,11 @@ def plot(args: argparse.Namespace, ranks: int, ours: Run, theirs: Run) -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", choices=STRATEGIES, default="zero2")
-    parser.add_argument("--steps", type=int, default=700)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--break", choices=MISTAKES, dest="mistake", help="; ".join(map(": ".join, MISTAKES.items())))
+    for name, value in {"steps": 700, "width": 128, "layers": 4, "heads": 4, "context": 128, "seed": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sample", type=int, default=300, help="bytes to write at the end")
     parser.add_argument("--plot", type=Path, default=Path("ddp_parity.png"))
     return parser.parse_args()

@@ -41,7 +41,7 @@ def used_without_pvary(
     leaves: Sequence[tuple[torch.Tensor, Iterable[Axis]]],
     summing: type[torch.autograd.Function],
 ) -> list[bool]:
-    """Find leaves that a graph comes to by a way that does not lead through `pvary`.
+    """Find leaves that a graph comes to by a way that does not lead through `pvary` or a gather of its own.
 
     Args:
         outputs: Where the graph begins.
@@ -49,7 +49,7 @@ def used_without_pvary(
         summing: Nodes of this function sum gradients by themselves.
 
     Returns:
-        For each leaf whether some way to it lacks a pvary over one of its axes.
+        For each leaf whether some way to it lacks a pvary, or a gather, over one of its axes.
     """
     ends = {
         torch.autograd.graph.get_gradient_edge(leaf).node: (i, frozenset(axes)) for i, (leaf, axes) in enumerate(leaves)
@@ -65,8 +65,7 @@ def used_without_pvary(
             continue
         if type(node).__name__ == f"{summing.__name__}Backward":
             continue
-        axis = _axis_of(node, "transpose", "pvary")
-        varied = varied if axis is None else varied | {axis}
+        varied = varied | _summed_over(node)
         new = [(behind, varied) for behind in _next(node) if (behind, varied) not in seen]
         seen.update(new)
         waiting.extend(new)
@@ -115,9 +114,22 @@ def _next(node: Any) -> Iterator[Any]:
     return (behind for behind, _ in node.next_functions if behind is not None)
 
 
+def _summed_over(node: Any) -> frozenset[Axis]:
+    """The axes over which a node's backward sums: that of a pvary, or those of a gather under torch.func."""
+    axis, transpose = _axis_of(node, "transpose", "pvary"), _linear_map(node, "transpose")
+    if axis is not None:
+        return frozenset([axis])
+    scatters = transpose is not None and getattr(transpose.func, "__name__", None) == "scatter"
+    return frozenset(transpose.func.__self__.axes) if scatters else frozenset()
+
+
 def _axis_of(node: Any, side: str, label: str) -> Axis | None:
     """The axis of a collective in a graph, by the label of the map on one side of its linear call."""
+    map_ = _linear_map(node, side)
+    return map_.keywords["axis"] if map_ is not None and map_.keywords.get("label") == label else None
+
+
+def _linear_map(node: Any, side: str) -> Any:
+    """The map on one side of a linear call; None where a node is none, or its map was not made by `partial`."""
     map_ = getattr(node, side, None) if type(node).__name__ == "_LinearCallBackward" else None
-    if isinstance(map_, partial) and map_.keywords.get("label") == label:
-        return map_.keywords["axis"]
-    return None
+    return map_ if isinstance(map_, partial) else None

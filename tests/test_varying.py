@@ -92,6 +92,26 @@ def test_maths_on_a_whole_leaf(workers):
     spmd(program, workers(2))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_whole_leaves_that_are_gathered_under_vmap(strategy, workers):
+    """Gathers are nodes of the loss's own graph there, and sum in its backward."""
+
+    def program():
+        mesh = one_axis()
+        params, rows = fs.shard(FULL, STRATEGIES[strategy](mesh)), normal(3 + mesh.get_rank())(4, 5)
+
+        def loss_of(p, row):
+            full = fs.gather(p)
+            return (full["w"].sum() * row + full["b"]).square().sum()
+
+        together = fs.value_and_grad(lambda p: torch.func.vmap(lambda row: loss_of(p, row))(rows).sum())(params)
+        expected = fs.value_and_grad(lambda p: sum(loss_of(p, row) for row in rows))(params)
+        assert_trees_close(together, expected)
+
+    spmd(program, 2)
+    spmd(program, workers(2))
+
+
 def test_maths_on_a_whole_leaf_of_one_rank_is_told_to_the_others():
     def program():
         mesh = one_axis()

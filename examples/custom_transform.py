@@ -1,0 +1,134 @@
+"""How to write a transform, from one that changes nothing to int8 gradients with error feedback.
+
+Run on two ranks, or on one without a launcher:
+
+    torchrun --standalone --nproc_per_node 2 examples/custom_transform.py
+    python examples/custom_transform.py --steps 20
+
+A transform is a pair of pure functions: gather turns what ranks store into what they compute with, and scatter, its
+transpose, turns gradients of the one into gradients of the other, with the sum over ranks. fs.Wrapped does all that
+another transform does, here fs.fully_shard; a subclass writes down what it does otherwise. Read on from the top: each
+step is checked as it is made by fs.testing.check_transform, which prints what it measured. Then a small GPT is trained
+with each, and a table and a PNG show its loss and the bytes it sends.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from compare import compare, parse_args
+
+import fshard as fs
+
+Tensors, Specs = Sequence[torch.Tensor], Sequence[fs.Spec]
+
+
+# Step 1: a transform is a frozen dataclass, because specs hold it and are compared by value. This one adds nothing.
+@dataclass(frozen=True)
+class Identity(fs.Wrapped):
+    pass
+
+
+# Step 2: weights travel as bfloat16. Methods take all leaves that travel together, and return as many new tensors. The
+# rounding has no derivative worth the name, so gradients pass straight through: scatter stays what it was.
+@dataclass(frozen=True)
+class Cast(fs.Wrapped):
+    dtype: torch.dtype = torch.bfloat16
+
+    def gather(self, leaves: Tensors, specs: Specs) -> Tensors:
+        full = self.inner.gather([leaf.to(self.dtype) for leaf in leaves], specs)
+        return [tensor.to(leaf.dtype) for tensor, leaf in zip(full, leaves)]
+
+
+# Step 3: a gather that multiplies needs a scatter that multiplies. The first one forgets it, and the check says so.
+@dataclass(frozen=True)
+class Forgetful(fs.Wrapped):
+    factor: float
+
+    def gather(self, leaves: Tensors, specs: Specs) -> Tensors:
+        return [self.factor * full for full in self.inner.gather(leaves, specs)]
+
+
+@dataclass(frozen=True)
+class Scale(Forgetful):
+    def scatter(self, grads: Tensors, specs: Specs) -> Tensors:
+        return self.inner.scatter([self.factor * grad for grad in grads], specs)
+
+
+# Step 4: weights travel as int8, in steps of 1/127 of the largest one. Ranks must agree on the steps, so a few bytes
+# travel first. Whole numbers go through the inner gather like any others, however it splits and joins them.
+def steps_of(tensors: Tensors, levels: int, axis: fs.Axis) -> list[torch.Tensor]:
+    """What one step of the code is worth, for each tensor the same on every rank, and never zero."""
+    largest = torch.stack([torch.cat([t.detach().flatten().abs(), t.new_zeros(1)]).amax() for t in tensors])
+    (of_ranks,) = fs.comm.all_gather([largest], axis, "scales")  # (ranks, tensors)
+    return list((of_ranks.amax(0) / levels).clamp(min=torch.finfo(largest.dtype).tiny))
+
+
+def codes_of(tensors: Tensors, steps: Tensors) -> list[torch.Tensor]:
+    return [(tensor / step).round().to(torch.int8) for tensor, step in zip(tensors, steps)]
+
+
+@dataclass(frozen=True)
+class Int8Weights(fs.Wrapped):
+    def gather(self, leaves: Tensors, specs: Specs) -> Tensors:
+        steps = steps_of(leaves, 127, self.axes[0])
+        full = self.inner.gather(codes_of(leaves, steps), specs)
+        return [codes.to(step.dtype) * step for codes, step in zip(full, steps)]
+
+
+# Step 5: gradients too. Sums of all ranks' codes must fit into int8, so each rank has 127 / ranks levels. Such coarse
+# rounding would lose small gradients for good; what it leaves out is remembered and added to the next gradient. Memory
+# is explicit: init makes it, and scatter_with_state, in the place of scatter, takes the old one and returns the new.
+@dataclass(frozen=True)
+class Int8(Int8Weights):
+    def init(self, grad: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(grad)
+
+    def scatter_with_state(self, grads: Tensors, specs: Specs, states: Tensors) -> tuple[Tensors, Tensors]:
+        due = [grad + left for grad, left in zip(grads, states)]
+        steps = steps_of(due, 127 // self.axes[0].size, self.axes[0])
+        codes = codes_of(due, steps)
+        # What is not finite must not stay for good.
+        left = [(t - code * step).nan_to_num(0.0, 0.0, 0.0) for t, code, step in zip(due, codes, steps)]
+        sums = self.inner.scatter(codes, specs)
+        return [code.to(step.dtype) * step for code, step in zip(sums, steps)], left
+
+
+def main() -> None:
+    args, mesh = parse_args("custom_transform", steps=50), fs.init_mesh({"shard": -1}, device="cpu")
+    plain, ranks = fs.fully_shard(mesh), mesh.size()
+
+    def say(*words: object) -> None:
+        if mesh.get_rank() == 0:
+            print(*words, flush=True)
+
+    def checked(name: str, transform: fs.ShardTransform, error: float) -> fs.ShardTransform:
+        """Of its own accord a check asks for exactness; a lossy transform states by how much it may be off."""
+        report = fs.testing.check_transform(transform, error=error)
+        say(f"{name:<24}" + "".join(f"{number:>16.4g}" for number in report))
+        return transform
+
+    try:
+        fs.testing.check_adjoint(Forgetful(plain, 4.0), [(5, 3)])
+    except AssertionError as complaint:
+        say(f"step 3 with its scatter forgotten: {complaint}\n")
+    say(
+        "checked: 6 small leaves  "
+        + "".join(f"{title:>16}" for title in ("gather bytes", "scatter bytes", "gather error", "training error"))
+    )
+    steps = {
+        "1 identity": (Identity(plain), 0.0),
+        "2 weights as bfloat16": (Cast(plain), 2**-8),
+        # A gather has to return the leaf, so that one scale is undone by another.
+        "3 scaled and back": (Scale(Scale(plain, 4.0), 0.25), 0.0),
+        "4 weights as int8": (Int8Weights(plain), 0.51 / 127),
+        "5 gradients as int8 too": (Int8(plain), 0.51 * ranks / (127 // ranks)),
+    }
+    layouts = {name: checked(name, *step) for name, step in steps.items()}
+    say()
+    strategies = {name: fs.zero3(mesh, layout=layout) for name, layout in {"fs.fully_shard": plain, **layouts}.items()}
+    compare(args, strategies, "for gradients", lambda entry: entry.sent * (entry.label == "scatter"))
+
+
+if __name__ == "__main__":
+    main()

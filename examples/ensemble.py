@@ -1,0 +1,118 @@
+"""Train an ensemble of sharded models at once, and use their disagreement as uncertainty.
+
+    torchrun --standalone --nproc_per_node 2 examples/ensemble.py
+    python examples/ensemble.py --members 16
+
+torch.func.vmap of a train step trains all members together: a collective carries the weights of all, so a step has no
+more of them than that of one model. FSDP2 cannot do this: vmap does not see the hooks of its modules, which train one
+after another. The data are scikit-learn's digits, and no member is ever shown a nine. It prints how far members are
+from models that plain torch trains one by one in one process, and how much they disagree; a PNG shows about what.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.func import vmap
+from tqdm import tqdm
+
+import fshard as fs
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def plain_torch(module: nn.Module, first: Any, batches: list[Batch], rate: float) -> dict[str, torch.Tensor]:
+    """One member, trained alone."""
+    module.load_state_dict(first)
+    optimizer = torch.optim.Adam(module.parameters(), rate)
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(module(x), y).backward()
+        optimizer.step()
+    return dict(module.named_parameters())
+
+
+def disagreement(outputs: torch.Tensor) -> torch.Tensor:
+    """The entropy of the members' mean less the mean of their entropies: zero where all say the same."""
+    return torch.special.entr(outputs.mean(0)).sum(-1) - torch.special.entr(outputs).sum(-1).mean(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in {"members": 8, "steps": 200, "batch": 64, "rate": 0.01, "plot": Path("ensemble.png")}.items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
+    args, mesh = parser.parse_args(), fs.init_mesh({"shard": -1}, device="cpu")
+    torch.set_num_threads(1)
+    x, y = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+    x, fifth = x / 16, torch.arange(len(y)) % 5 == 0  # held out
+    train, known, nines = (y < 9) & ~fifth, (y < 9) & fifth, y == 9
+    module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).double()
+    model, tx = fs.functionalize(module, units=nn.Linear), fs.adam(args.rate)
+    members = [model.init(fs.zero3(mesh), seed=seed) for seed in range(args.members)]
+
+    def batch(step: int) -> Batch:
+        """For each member digits of its own, alike on every rank: (members, batch, 64) and (members, batch)."""
+        shape, generator = (args.members, args.batch), torch.Generator().manual_seed(step)
+        drawn = train.nonzero()[torch.randint(int(train.sum()), shape, generator=generator), 0]
+        return x[drawn], y[drawn]
+
+    def loss_fn(params: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum over this rank's digits, and how many they are: what reduce="weighted" asks for."""
+        return F.cross_entropy(model.apply(params, x), y, reduction="sum"), torch.tensor(len(y))
+
+    def train_step(params: Any, opt_state: Any, x: torch.Tensor, y: torch.Tensor) -> Any:  # of one model
+        _, grads = fs.value_and_grad(loss_fn, reduce="weighted")(params, x, y)
+        return tx.update(grads, opt_state, params)
+
+    def mine(step: int) -> list[torch.Tensor]:
+        return [part[:, mesh.get_rank() :: mesh.size()] for part in batch(step)]
+
+    sent, jitted = [], fs.jit(vmap(train_step))
+    for count in (1, args.members):
+        params = fs.tree_map(lambda *leaves: torch.stack(leaves), *members[:count])
+        opt_state = vmap(tx.init)(params)
+        with fs.comm.record() as record:
+            vmap(train_step)(params, opt_state, *(part[:count] for part in mine(0)))
+        sent.append(f"a step of {count}: {len(record)} collectives, {record.bytes_sent() / 1e3:.0f} kB sent by a rank")
+    for step in tqdm(range(args.steps), "all at once", disable=mesh.get_rank() != 0, unit="step", mininterval=0.5):
+        params, opt_state = jitted(params, opt_state, *mine(step))
+    outputs = vmap(model.apply, (0, None))(params, x).softmax(-1)  # (members, digits, 10)
+    firsts, lasts = fs.unshard(members), vmap(fs.gather)(params)
+    if mesh.get_rank() == 0:
+        gaps, batches = [], [batch(step) for step in range(args.steps)]
+        for i, first in enumerate(tqdm(firsts, "plain torch, one by one", unit="model")):
+            alone = plain_torch(module, first, [(x[i], y[i]) for x, y in batches], args.rate)
+            gaps += [(lasts[name][i] - value).abs().max().item() for name, value in alone.items()]
+        print(*sent, sep="\n")
+        print(f"largest difference from models trained one by one in one process: {max(gaps):.1e} in a parameter")
+        right = outputs.mean(0).argmax(-1) == y
+        kinds = {"held out, right": known & right, "held out, wrong": known & ~right, "never seen, nines": nines}
+        plot(args.plot, x, outputs, kinds)
+
+
+def plot(path: Path, x: torch.Tensor, outputs: torch.Tensor, kinds: dict[str, torch.Tensor]) -> None:
+    amounts, figure = disagreement(outputs), Figure(figsize=(12, 4), layout="constrained")
+    left, right = figure.subfigures(1, 2)
+    axes = left.subplots()
+    for name, kind in kinds.items():
+        print(f"{name}: {kind.sum():>3} digits, median disagreement {amounts[kind].median():.4f} nats")
+        axes.ecdf(amounts[kind].clamp(min=1e-6), label=name)
+    axes.set(xlabel="disagreement (nats)", xscale="log", ylabel="share of digits with less")
+    axes.legend(frameon=False)
+    order = amounts.argsort()
+    for i, panel in zip((*order[:6], *order[-6:]), right.subplots(2, 6).flat):
+        panel.imshow(x[i].view(8, 8), cmap="gray_r")
+        panel.set_title("".join(map(str, outputs[:, i].argmax(-1).tolist())), fontsize=9)
+        panel.set_axis_off()
+    right.suptitle("Members' votes on the least and on the most disputed digits")
+    figure.savefig(path, dpi=120)
+    print(f"Picture: {path}")
+
+
+if __name__ == "__main__":
+    main()

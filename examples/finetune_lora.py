@@ -1,0 +1,193 @@
+"""Fine-tune a transformers model by LoRA: a frozen, sharded base, and two small factors beside each linear weight.
+
+    python examples/finetune_lora.py
+    torchrun --standalone --nproc_per_node 2 examples/finetune_lora.py --rank 16
+    torchrun --standalone --nproc_per_node 2 examples/finetune_lora.py --model path/to/a/llama
+
+Needs transformers (pip install 'fshard[models,examples]'). Nothing in the model is replaced or wrapped: LoRA is a
+function of two trees. Rows of a weight and of its factor `a` are split alike, so each rank merges its own rows of
+weight + a @ b, and the units of ZeRO-3 gather what was merged. A step therefore sends as much as one of full
+fine-tuning; what it saves are gradients and optimizer state, which are as small as the factors.
+
+Without --model a Llama with random weights learns bytes of the Python standard library. Of a local directory each rank
+reads the rows that it keeps, and the text goes through its tokenizer where it has one; no rank holds the whole base
+before the end, where what from_pretrained makes of the exported, merged model is compared with its weights and logits.
+"""
+
+import argparse
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gpt import batch, standard_library
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig
+
+import fshard as fs
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(args.threads)
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    config = load_config(args.model)
+    train_text, held_out = texts(args, config.vocab_size)
+    with torch.device("meta"):
+        # Parameters that require no gradient are frozen leaves: they have neither gradients nor optimizer state.
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    model = fs.functionalize(module, units=args.units)
+    # However small a leaf is, its rows are split: those of a weight and of its factor must lie on the same rank.
+    strategy = fs.zero3(mesh, min_shard_elements=0)
+    base = model.init(strategy, seed=args.seed)
+    if args.model is not None:
+        base = fs.checkpoint.load_huggingface(args.model, like=base, module=module, cast=True)
+    factors = fs.shard(new_factors(module, args), strategy)
+    tx = fs.from_torch(torch.optim.AdamW, lr=args.lr, weight_decay=0.0, fused=True)
+    state = fs.TrainState.create(factors, tx)
+
+    def loss_fn(base: Any, factors: Any, xy: Batch) -> torch.Tensor:
+        logits = model.apply(merged(base, factors, args.alpha), xy[0], use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), xy[1].flatten())
+
+    def train_step(state: fs.TrainState, base: Any, xy: Batch) -> tuple[fs.TrainState, torch.Tensor]:
+        loss, (_, grads) = fs.value_and_grad(loss_fn, argnums=(0, 1))(base, state.params, xy)
+        return fs.update(tx, state, grads), loss
+
+    @torch.no_grad()
+    def held_out_loss(factors: Any) -> float:
+        xy = batch(held_out, 32, args.context, seed=mesh.get_rank())
+        return fs.objective(loss_fn(base, factors, xy), like=base).item()
+
+    before = held_out_loss(state.params)
+    jitted_step = fs.jit(train_step, donate_argnums=0)
+    for xy, bar in batches(args, train_text, mesh):
+        state, loss = jitted_step(state, base, xy)
+        bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
+    after = held_out_loss(state.params)
+
+    whole = merged(base, state.params, args.alpha)
+    x, _ = batch(held_out, 2, args.context, seed=0)
+    with torch.no_grad():
+        logits = model.apply(whole, x, use_cache=False).logits
+    weights = fs.unshard(whole)
+    export(args, config, whole, mesh.get_rank() == 0)
+    if mesh.get_rank() == 0:
+        report(base, state)
+        print(f"held-out loss {before:.4f} before, {after:.4f} after {args.steps} steps")
+        loaded = AutoModelForCausalLM.from_pretrained(args.export, dtype=torch.float32).eval()
+        assert all(torch.equal(loaded.get_parameter(name), weight) for name, weight in weights.items())
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(x, use_cache=False).logits, logits)
+        print(f"{args.export}: from_pretrained reads the merged weights, and gives the merged logits")
+
+
+def merged(base: Any, factors: Any, alpha: float) -> Any:
+    """The weights that the model runs with, sharded as the base is; the gradient of a product goes to its factors."""
+    b = fs.gather({name: pair["b"] for name, pair in factors.items()})
+    out = dict(base)
+    for name, pair in factors.items():
+        weight, a = base[name], pair["a"]
+        change = alpha / a.local.shape[1] * (a.local @ b[name])
+        # What something trained was added to is no longer frozen.
+        out[name] = fs.Sharded(weight.local + change, replace(weight.spec, frozen=False))
+    return out
+
+
+def new_factors(module: torch.nn.Module, args: argparse.Namespace) -> dict[str, dict[str, torch.Tensor]]:
+    """For each chosen matrix, of shape (m, n), `a` (m, rank) of zeros and a random `b` (rank, n): a @ b is zero."""
+    draw = torch.Generator().manual_seed(args.seed)
+    chosen = {
+        name: weight.shape
+        for name, weight in module.named_parameters()
+        if weight.dim() == 2 and any(fnmatch(name, pattern) for pattern in args.targets)
+    }
+    if not chosen:
+        raise SystemExit(f"--targets {' '.join(args.targets)} means no matrix of {type(module).__name__}")
+    return {
+        name: {"a": torch.zeros(m, args.rank), "b": torch.randn(args.rank, n, generator=draw) / n**0.5}
+        for name, (m, n) in chosen.items()
+    }
+
+
+def load_config(path: Path | None) -> PretrainedConfig:
+    if path is not None:
+        return AutoConfig.from_pretrained(path)
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return LlamaConfig(vocab_size=256, bos_token_id=None, eos_token_id=None, **sizes)
+
+
+def texts(args: argparse.Namespace, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The standard library's sources as tokens, for training and held out: bytes where there is no tokenizer."""
+    train, held_out = standard_library()
+    if has_tokenizer(args.model):
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        parts = [part[:1_000_000].numpy().tobytes().decode(errors="replace") for part in (train, held_out)]
+        train, held_out = (torch.tensor(tokenizer(part, verbose=False).input_ids) for part in parts)
+    if int(train.max()) >= vocabulary:
+        raise SystemExit(
+            f"token {int(train.max())} is not in the model's vocabulary of {vocabulary}; add its tokenizer"
+        )
+    return train, held_out
+
+
+def batches(args: argparse.Namespace, text: torch.Tensor, mesh: Any) -> Iterator[tuple[Batch, Any]]:
+    """This rank's batches, behind a progress bar."""
+    bar = tqdm(range(args.steps), "training", disable=mesh.get_rank() != 0, unit="step", mininterval=0.5)
+    for step in bar:
+        yield batch(text, args.batch, args.context, seed=step * mesh.size() + mesh.get_rank()), bar
+
+
+def export(args: argparse.Namespace, config: PretrainedConfig, weights: Any, first: bool) -> None:
+    """Write a directory for from_pretrained; weights that an earlier run has written there are replaced."""
+    if first:
+        for name in ("model.safetensors", "model.safetensors.index.json"):
+            (args.export / name).unlink(missing_ok=True)
+        config.save_pretrained(args.export)
+        if has_tokenizer(args.model):
+            AutoTokenizer.from_pretrained(args.model).save_pretrained(args.export)
+    fs.checkpoint.save_huggingface(args.export, weights)
+
+
+def has_tokenizer(path: Path | None) -> bool:
+    return path is not None and (path / "tokenizer_config.json").exists()
+
+
+def report(base: Any, state: fs.TrainState) -> None:
+    frozen = sum(math.prod(leaf.spec.shape) for leaf in base.values())
+    trained = sum(math.prod(leaf.spec.shape) for pair in state.params.values() for leaf in pair.values())
+    kept = [sum(leaf.nbytes for leaf in fs.tree_leaves(tree)) / 1e6 for tree in (base, state.params, state.opt_state)]
+    print(f"{frozen:,} parameters are frozen, {trained:,} in {len(state.params)} pairs of factors are trained")
+    print("each rank keeps {:.2f} MB of the base, {:.2f} of factors, {:.2f} of AdamW's state; ".format(*kept), end="")
+    print(f"for all weights AdamW's would be {2 * kept[0]:.2f}")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", type=Path, help="directory of a causal language model; else a Llama of random weights"
+    )
+    parser.add_argument("--export", type=Path, default=Path("runs/lora"), help="where the merged model goes")
+    parser.add_argument(
+        "--targets", nargs="+", default=["*_proj.weight", "lm_head.weight"], help="patterns of matrices"
+    )
+    parser.add_argument("--units", default="model.layers.*", help="pattern of the model's layers, gathered one by one")
+    parser.add_argument("--rank", type=int, default=8, help="of the factors")
+    parser.add_argument("--alpha", type=float, default=16.0, help="products of factors are scaled by alpha / rank")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=8, help="sequences of each rank in a step")
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The largest eigenvalues of a loss's Hessian while a sharded model trains, by Lanczos's method.
+
+    torchrun --standalone --nproc_per_node 2 examples/hessian.py
+    python examples/hessian.py --rate 0.5
+
+Gradient descent on scikit-learn's digits keeps the largest eigenvalue at about 2 / rate (Cohen et al., 2021, "the
+edge of stability"). A Hessian-vector product is a jvp of a gradient through sharded parameters; no rank holds the
+Hessian or a whole vector. FSDP2 cannot do this: it reduces gradients in hooks, outside autograd, and so has no second
+derivatives. At the end plain torch makes the whole Hessian in one process, and eigenvalues are compared.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.func import functional_call, grad, jacrev, jvp
+from tqdm import tqdm
+
+import fshard as fs
+
+
+def dots(vectors: Sequence[Any], w: Any, axis: fs.Axis) -> torch.Tensor:
+    """Inner products of sharded trees with w: every element once, however many ranks hold it, and no padding."""
+
+    def part(a: fs.Sharded, b: fs.Sharded) -> torch.Tensor:
+        rows = max(0, a.spec.shape[0] - fs.comm.rank(axis) * a.spec.local_shape[0])  # of a copy, those of rank 0
+        return (a.local[:rows] * b.local[:rows]).sum()
+
+    return fs.psum(torch.stack([sum(part(v[name], w[name]) for name in w) for v in vectors]), axis)
+
+
+def lanczos(product: Callable[[Any], Any], v: Any, iterations: int, axis: fs.Axis) -> torch.Tensor:
+    """Eigenvalues of a symmetric map on sharded trees, largest first; the outer ones are the first to converge."""
+    basis, matrix = [], torch.zeros(iterations, iterations, dtype=torch.float64)
+    for i in range(iterations):
+        norm = dots([v], v, axis)[0].sqrt()
+        basis.append(fs.tree_map(lambda leaf: leaf / norm, v))  # noqa: B023
+        v = product(basis[-1])
+        # Made orthogonal to all before, and twice, because else rounding finds large eigenvalues again and again.
+        for _ in range(2):
+            parts = dots(basis, v, axis)
+            v = fs.tree_map(lambda a, *others: a - sum(c * b for c, b in zip(parts, others)), v, *basis)  # noqa: B023
+            matrix[i, : i + 1] += parts
+    return torch.linalg.eigvalsh(matrix).flip(0)  # reads the lower triangle alone
+
+
+def whole_spectrum(module: nn.Module, full: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """All eigenvalues by plain torch."""
+
+    def loss(flat: torch.Tensor) -> torch.Tensor:
+        pieces = zip(full.items(), flat.split([leaf.numel() for leaf in full.values()]))
+        named = {name: piece.view(leaf.shape) for (name, leaf), piece in pieces}
+        return (functional_call(module, named, (x,)) - y).square().sum() / (2 * len(x))
+
+    hessian = jacrev(grad(loss), chunk_size=128)(nn.utils.parameters_to_vector(full.values()))
+    return torch.linalg.eigvalsh(hessian).flip(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in {"steps": 200, "every": 5, "images": 500, "rate": 1.0, "plot": Path("hessian.png")}.items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
+    args, mesh = parser.parse_args(), fs.init_mesh({"shard": -1}, device="cpu")
+    axis, rank = fs.axis_of(mesh), mesh.get_rank()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)).double()
+    images, digits = (torch.from_numpy(array)[: args.images] for array in load_digits(return_X_y=True))
+    x, y, mine = (images - images.mean(0)) / 16, torch.eye(10).double()[digits], slice(rank, None, axis.size)
+    model, strategy = fs.functionalize(module, units=nn.Linear), fs.zero3(mesh)
+    params = model.init(strategy)
+    start = fs.shard({name: torch.randn_like(value) for name, value in module.named_parameters()}, strategy)
+
+    def loss(params: Any) -> torch.Tensor:
+        error = (model.apply(params, x[mine]) - y[mine]).square().sum() / 2
+        return fs.objective((error, torch.tensor(len(x[mine]))), like=params, reduce="weighted")
+
+    def product(v: Any) -> Any:  # the Hessian times a vector
+        return jvp(grad(loss), (params,), (v,))[1]
+
+    edge = {}  # by step the three largest eigenvalues
+    for step in tqdm(range(args.steps + 1), "gradient descent", disable=rank != 0, unit="step", mininterval=0.5):
+        if step % args.every == 0:
+            edge[step] = lanczos(product, start, 10, axis)[:3].tolist()
+        params = fs.tree_map(lambda w, g: w - args.rate * g, params, grad(loss)(params))
+    found, full = lanczos(product, start, 60, axis)[:10], fs.unshard(params)
+    if rank:
+        return
+    for step in list(edge)[:: max(1, len(edge) // 6)]:
+        print(f"step {step:>4}, largest eigenvalues:", *(f"{value:.3f}" for value in edge[step]))
+    print(f"2 / rate: {2 / args.rate:.3f}")
+    exact = whole_spectrum(module, full, x, y)
+    gap = ((found - exact[:10]).abs().max() / exact[0]).item()
+    print(f"largest difference of the ten largest of {len(exact)} from the whole Hessian's, in one process: {gap:.1e}")
+    plot(args, edge, found, exact)
+
+
+def plot(args: argparse.Namespace, edge: dict[int, list[float]], found: torch.Tensor, exact: torch.Tensor) -> None:
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    curves, spectrum = figure.subplots(1, 2)
+    curves.axhline(2 / args.rate, color="0.6", linestyle="--", label="2 / rate")
+    curves.plot(list(edge), list(edge.values()), label=["largest", "second", "third"])
+    curves.set(xlabel="step", ylabel="eigenvalue of the Hessian", ylim=(0, None), title="The edge of stability")
+    spectrum.plot(range(1, 41), exact[:40], "o", color="0.75", markersize=8, label="whole Hessian in one process")
+    spectrum.plot(range(1, len(found) + 1), found, ".", color="C3", label="Lanczos's method, sharded")
+    spectrum.set(xlabel="number", ylabel="eigenvalue after the last step", title=f"The largest of {len(exact)}")
+    curves.legend(frameon=False)
+    spectrum.legend(frameon=False)
+    figure.savefig(args.plot, dpi=120)
+    print(f"Eigenvalues: {args.plot}")
+
+
+if __name__ == "__main__":
+    main()

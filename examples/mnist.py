@@ -1,0 +1,238 @@
+"""Train the ConvNet of PyTorch's FSDP tutorial on handwritten digits, under each strategy, with one train step for all.
+
+    python examples/mnist.py
+    torchrun --standalone --nproc_per_node 2 examples/mnist.py
+    torchrun --standalone --nproc_per_node 2 examples/mnist.py --strategy zero3 --data MNIST/raw --epochs 1
+
+Without --data it takes the 1797 digits that come with scikit-learn; --data is a directory with MNIST's four IDX files,
+as they are or gzipped. Dropout, Adadelta, StepLR, a DistributedSampler and an evaluation whose counts are summed over
+ranks are as in the tutorial, and so are units by size: submodules of at least --unit-size parameters are gathered one
+by one. The strategies must get the very same parameters, which are read back from their checkpoints and compared.
+
+Of memory the table has what a rank keeps between steps (parameters and Adadelta's state), and the most that it holds at
+a time in a step: tensors as torch's profiler sees them come and go, in one step after the training. Python, torch, the
+images and what gloo takes for itself are not among it. Nearly all parameters are one layer's here, which is whole while
+it computes, so that ZeRO-2 and 3 have nothing to save beyond ZeRO-1, and may take more, as they reduce gradients while
+activations are still there. Milliseconds are medians over all steps but the first, which is traced; where ranks share
+cores with other programs they say little.
+"""
+
+import argparse
+import gzip
+import os
+import statistics
+import struct
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from tqdm import tqdm
+
+import fshard as fs
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+# The tutorial's model is so small that ZeRO-3 would gather it all at once; 0 keeps its units apart.
+STRATEGIES = {"ddp": fs.ddp, "zero1": fs.zero1, "zero2": fs.zero2, "zero3": partial(fs.zero3, merge_bytes=0)}
+
+
+class ConvNet(nn.Module):
+    def __init__(self, side: int, hidden: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 32, 3), nn.Conv2d(32, 64, 3)
+        self.dropout1, self.dropout2 = nn.Dropout(0.25), nn.Dropout(0.5)
+        self.fc1, self.fc2 = nn.Linear(64 * ((side - 4) // 2) ** 2, hidden), nn.Linear(hidden, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (batch, 1, side, side) to (batch, 10)
+        x = F.relu(self.conv2(F.relu(self.conv1(x))))  # (batch, 64, side - 4, side - 4)
+        x = self.dropout1(F.max_pool2d(x, 2)).flatten(1)
+        return self.fc2(self.dropout2(F.relu(self.fc1(x))))
+
+
+class Run(NamedTuple):
+    """What a training leaves: loss and images right of the test, bytes kept and held at most, milliseconds a step."""
+
+    loss: float
+    right: int
+    kept: int
+    peak: int
+    milliseconds: float
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(args.threads)
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    data, test = load(args.data)
+    chosen = {name: STRATEGIES[name] for name in ([args.strategy] if args.strategy else STRATEGIES)}
+    runs = {name: train(args, name, mesh, strategy(mesh), data, test) for name, strategy in chosen.items()}
+
+    # Into one layout, whichever they were saved from.
+    like = fs.functionalize(ConvNet(data[0].shape[-1], args.hidden)).init(fs.ddp(mesh), seed=args.seed)
+    saved = [fs.checkpoint.restore(args.directory / name, like=like, subtree=".params") for name in runs]
+    differences = [(params[name].local - leaf.local).abs().max() for params in saved for name, leaf in saved[0].items()]
+    if mesh.get_rank() == 0:
+        report(runs, len(test[1]))
+        plot(runs, len(test[1]), mesh.size(), args.directory / "mnist.png")
+        print(f"Checkpoints and plot: {args.directory}")
+        print(f"Largest difference of a parameter between checkpoints: {max(differences):g}")
+    assert len({run.right for run in runs.values()}) == 1, "strategies differ in their accuracy"
+    assert not max(differences), "strategies differ in a parameter"
+
+
+def train(args: argparse.Namespace, name: str, mesh: Any, strategy: fs.ShardTransform, data: Batch, test: Batch) -> Run:
+    torch.manual_seed(args.seed)
+    module = ConvNet(data[0].shape[-1], args.hidden)
+    model = fs.functionalize(module.train(), units=args.unit_size)
+    evaluated = fs.functionalize(module.eval(), units=args.unit_size)
+    sampler = DistributedSampler(TensorDataset(*data), mesh.size(), mesh.get_rank(), seed=args.seed)
+    loader = DataLoader(sampler.dataset, args.batch, sampler=sampler, drop_last=True)
+    if not len(loader):
+        raise SystemExit(f"{len(data[1])} images are too few for batches of {args.batch} on {mesh.size()} ranks")
+    steps = args.epochs * len(loader)
+    step_lr = torch.optim.lr_scheduler.StepLR
+    rate = fs.from_torch_scheduler(step_lr, lr=args.lr, steps=steps, step_size=len(loader), gamma=args.gamma)
+    tx = fs.from_torch(torch.optim.Adadelta, lr=rate)
+
+    @fs.jit
+    def gradients(state: fs.TrainState, batch: Batch) -> tuple[torch.Tensor, Any]:
+        # Other dropout masks in each step and on each rank, all drawn from one key.
+        key = fs.fold_in(fs.fold_in(state.key, state.step), fs.axis_of(mesh))
+
+        def loss_fn(params: Any) -> torch.Tensor:
+            return F.cross_entropy(model.apply(params, batch[0], key=key), batch[1])
+
+        return fs.value_and_grad(loss_fn)(state.params)
+
+    def train_step(state: fs.TrainState, batch: Batch) -> tuple[fs.TrainState, torch.Tensor]:
+        loss, grads = gradients(state, batch)
+        # Outside of the graph, because torch's Adadelta takes its learning rate as a number, which a graph cannot hold.
+        return fs.update(tx, state, grads, donate=True), loss
+
+    @fs.jit
+    def scores(params: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The sum of losses and the number of images right, of all ranks' images together."""
+        logits = evaluated.apply(params, images)
+        loss, right = F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(1) == labels).sum()
+        return fs.psum(torch.stack([loss.double(), right.double()]), fs.axis_of(mesh))
+
+    state = fs.TrainState.create(model.init(strategy), tx, key=torch.tensor(args.seed))
+    times, total = [], torch.zeros(2)
+    with tqdm(total=steps, desc=f"{name:<5}", disable=mesh.get_rank() != 0, unit="step") as bar:
+        for epoch in range(args.epochs):
+            sampler.set_epoch(epoch)
+            for batch in loader:
+                start = time.perf_counter()
+                state, loss = train_step(state, batch)
+                times.append(time.perf_counter() - start)
+                bar.update()
+            total = sum(scores(state.params, *part) for part in parts_of(test, mesh.get_rank(), mesh.size()))
+            bar.set_postfix_str(f"loss {loss.item():.3f}, test accuracy {total[1] / len(test[1]):.2%}")
+    fs.checkpoint.save(args.directory / name, state)
+    kept = sum(leaf.numel() * leaf.element_size() for leaf in fs.tree_leaves(state))
+    peak = peak_bytes(lambda: train_step(state, batch))
+    return Run(
+        float(total[0]) / len(test[1]), int(total[1]), kept, kept + peak, 1e3 * statistics.median(times[1:] or times)
+    )
+
+
+def peak_bytes(step: Callable[[], Any]) -> int:
+    """The most bytes of tensors that a step holds at a time, beyond those that there were before."""
+    # The profiler writes to standard error when it starts and stops, in the midst of the progress bars.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+def parts_of(test: Batch, rank: int, ranks: int, size: int = 1000) -> list[Batch]:
+    """This rank's images in as many parts as other ranks have, each image once, as a padding sampler would not."""
+    count = -(-len(test[1]) // (ranks * size))
+    return list(zip(*(tensor[rank::ranks].tensor_split(count) for tensor in test), strict=True))
+
+
+def load(directory: Path | None) -> tuple[Batch, Batch]:
+    """Images of mean 0 and deviation 1, of shape (n, 1, side, side), and labels: for training, and held out."""
+    if directory is None:
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        images, labels = torch.from_numpy(digits.images), torch.from_numpy(digits.target)
+        pairs = [(images[:1437], labels[:1437]), (images[1437:], labels[1437:])]
+    else:
+        names = [(f"{part}-images", f"{part}-labels") for part in ("train", "t10k")]
+        pairs = [(read_idx(directory, images), read_idx(directory, labels)) for images, labels in names]
+    mean, deviation = pairs[0][0].double().mean(), pairs[0][0].double().std()
+    train, test = (((images - mean) / deviation).float()[:, None] for images, _ in pairs)
+    return (train, pairs[0][1].long()), (test, pairs[1][1].long())
+
+
+def read_idx(directory: Path, name: str) -> torch.Tensor:
+    """The bytes of an IDX file: two zeros, 8 for unsigned bytes, the number of dims, their sizes, the values."""
+    found = sorted(directory.glob(f"{name}*idx[13]-ubyte*"))
+    if not found:
+        raise SystemExit(f"{directory} has no {name}-idx*-ubyte or {name}-idx*-ubyte.gz, as MNIST's files are called")
+    data = found[0].read_bytes()
+    data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
+    if not data.startswith(b"\0\0\x08"):
+        raise SystemExit(f"{found[0]} is no IDX file of unsigned bytes")
+    sizes = struct.unpack_from(f">{data[3]}I", data, 4)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=4 + 4 * len(sizes)).reshape(sizes)
+
+
+def report(runs: Mapping[str, Run], images: int) -> None:
+    titles = ("test loss", "images right", "MB kept", "MB at most", "ms a step")
+    print(f"{'of each rank':<14}" + "".join(f"{title:>16}" for title in titles))
+    for name, run in runs.items():
+        cells = (f"{run.loss:.4f}", f"{run.right} of {images}", f"{run.kept / 1e6:.2f}", f"{run.peak / 1e6:.2f}")
+        print(f"{name:<14}" + "".join(f"{cell:>16}" for cell in (*cells, f"{run.milliseconds:.1f}")))
+
+
+def plot(runs: Mapping[str, Run], images: int, ranks: int, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (memory, speed) = pyplot.subplots(1, 2, figsize=(9, 3.2), sharey=True, constrained_layout=True)
+    kept, more = [run.kept / 1e6 for run in runs.values()], [(run.peak - run.kept) / 1e6 for run in runs.values()]
+    memory.barh(list(runs), kept, label="kept between steps")
+    bars = memory.barh(list(runs), more, left=kept, label="at most in a step", color="C0", alpha=0.4)
+    memory.bar_label(bars, [f"{run.peak / 1e6:.2f}" for run in runs.values()], padding=3)
+    bars = speed.barh(list(runs), [run.milliseconds for run in runs.values()], color="0.7")
+    speed.bar_label(bars, fmt="%.1f", padding=3)
+    memory.set(xlabel="MB of tensors on a rank", ylim=(len(runs) + 0.3, -0.6))
+    memory.legend(loc="lower left", ncols=2, frameon=False)
+    speed.set(xlabel="milliseconds a step")
+    for panel in (memory, speed):
+        panel.margins(x=0.12)
+    right = next(iter(runs.values())).right
+    figure.suptitle(f"{right} of {images} test images right under each strategy, on {ranks} rank{'s' * (ranks > 1)}")
+    figure.savefig(path, dpi=120)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategy", choices=STRATEGIES, help="one of them; else all are compared")
+    parser.add_argument("--data", type=Path, help="directory of MNIST's IDX files; else scikit-learn's digits")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch", type=int, default=32, help="images of each rank in a step")
+    parser.add_argument("--lr", type=float, default=1.0)
+    parser.add_argument("--gamma", type=float, default=0.7, help="factor of the learning rate after each epoch")
+    parser.add_argument("--hidden", type=int, default=1024, help="width of the hidden layer; the tutorial has 128")
+    parser.add_argument("--unit-size", type=int, default=1000, help="parameters from which on a submodule is a unit")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--directory", type=Path, default=Path("runs/mnist"), help="checkpoints and the plot")
+    parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

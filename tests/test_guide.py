@@ -1,0 +1,225 @@
+"""What the documents say is there: examples, commands, files, the calls of FSDP2, and measured figures."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.test_migration import ROWS
+from tests.test_processes import ROOT, TORCHRUN, run
+
+GUIDE, README = ROOT / "examples/README.md", ROOT / "README.md"
+DOCUMENTS = (README, ROOT / "CONTRIBUTING.md", GUIDE, ROOT / "fshard/checkpoint/FORMAT.md")
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+# Runs each script up to where it has parsed its arguments; prints what went wrong.
+PARSE = """
+import argparse, contextlib, io, json, runpy, sys, traceback
+parse = argparse.ArgumentParser.parse_args
+class Parsed(BaseException): pass
+def parse_and_stop(*args, **kwargs):
+    parse(*args, **kwargs)
+    raise Parsed
+argparse.ArgumentParser.parse_args = parse_and_stop
+sys.path.insert(0, "examples")
+for command in json.load(sys.stdin):
+    sys.argv, said = command, io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            runpy.run_path(command[0], run_name="__main__")
+        print(*command, "parses nothing")
+    except Parsed:
+        pass
+    except BaseException:
+        print(*command, said.getvalue(), traceback.format_exc())
+"""
+
+
+def rows_of_table(lines: list[str]) -> Iterator[list[str]]:
+    """The cells of a table's rows but for the line under its head, without what marks code."""
+    for line in lines:
+        cells = [cell.strip() for cell in line.replace("`", "").strip().strip("|").split("|")]
+        if set("".join(cells)) - set("-:"):
+            yield cells
+
+
+def section(document: Path, heading: str) -> str:
+    _, found = document.read_text().split(f"\n## {heading}\n")
+    return found.split("\n## ")[0]
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    return [list(rows_of_table(block.splitlines())) for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)]
+
+
+def test_every_example_is_in_the_guide():
+    named = set(re.findall(r"`(\w+\.py)`", GUIDE.read_text()))
+    assert named >= {path.name for path in EXAMPLES}
+
+
+def commands() -> dict[str, str]:
+    """Commands that start a script of this repository, and where they stand."""
+    texts = {document: document.read_text() for document in DOCUMENTS}
+    texts |= {example: example.read_text().split('"""')[1] for example in EXAMPLES}
+    pattern = re.compile(r"^    ((?:\S+=\S+ )?(?:torchrun|python) .*?)(?:  +#.*)?$", flags=re.MULTILINE)
+    return {command: str(path.relative_to(ROOT)) for path, text in texts.items() for command in pattern.findall(text)}
+
+
+def test_every_command_parses():
+    found, scripts = commands(), []
+    for command, place in found.items():
+        words = shlex.split(command)
+        number = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+        assert number is not None, f"{place}: {command} starts no script"
+        assert (ROOT / words[number]).is_file(), f"{place}: there is no {words[number]}"
+        scripts.append(words[number:])
+    assert {script[0] for script in scripts} >= {
+        str(path.relative_to(ROOT)) for path in EXAMPLES if "__main__" in path.read_text()
+    }
+    command = [sys.executable, "-c", PARSE]
+    result = subprocess.run(command, cwd=ROOT, input=json.dumps(scripts), capture_output=True, text=True, timeout=250)
+    assert result.returncode == 0, result.stderr
+    assert not result.stdout, result.stdout
+
+
+def test_make_targets_exist():
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    for document in DOCUMENTS:
+        for target in re.findall(r"(?:^    |`)make (\w+)", document.read_text(), flags=re.MULTILINE):
+            assert target in targets, f"{document.name}: make {target}"
+
+
+def slugs(document: Path) -> set[str]:
+    """The anchors of a document's headings."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document):
+    text = document.read_text()
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        if link.startswith(("https://", "http://")):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (document.parent / file).resolve() if file else document
+        assert target.exists(), f"{document.name}: {link}"
+        assert not anchor or anchor in slugs(target), f"{document.name}: {link} names no heading"
+    for path in re.findall(r"`((?:examples|benchmarks|tests|fshard)/[\w/.-]+\.(?:py|md|json))`", text):
+        assert (ROOT / path).exists(), f"{document.name}: {path}"
+
+
+def test_guide_and_migration_test_name_the_same_calls():
+    (head, *found), *_ = tables(section(GUIDE, "From FSDP2"))
+    assert head == ["FSDP2", "fshard"]
+    assert found == [[call, row.equivalent] for call, row in ROWS.items()]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "found"),
+    [
+        ("mean", r"step 0 .*\n +\['loss'\]"),
+        ("rate", r"step 2 .*\n +\['params'\]"),
+        ("psum", r"check_varying: .*\n +File .*/ddp_parity.py"),
+        ("frozen", r"step 0 .*\n +\['params'\]\['blocks.0.up.weight'\].*\n +To fix"),
+    ],
+    ids=["mean", "rate", "psum", "frozen"],
+)
+def test_tools_find_the_mistake(mistake, found):
+    """What the guide says of `ddp_parity.py --break`."""
+    sizes = {"width": 32, "layers": 2, "heads": 2, "context": 16, "batch": 2}
+    options = [part for name, size in sizes.items() for part in (f"--{name}", size)]
+    out = run(*TORCHRUN, 2, ROOT / "examples/ddp_parity.py", "--break", mistake, *options)
+    right, wrong = out.strip().split("\n\n")
+    assert right.endswith("\n  largest difference 0 in a parameter\n  check_varying: nothing wrong")
+    assert re.search(found, wrong)
+
+
+# Names of columns in the README, and of systems in the results.
+SYSTEMS = {
+    "FSDP2": "fsdp2",
+    "FSDP2, fine units": "fsdp2-fine",
+    "FSDP1": "fsdp1",
+    "DDP": "ddp",
+    "fs.ddp": "fshard-ddp",
+    "fs.zero2": "fshard-zero2",
+    "fs.zero3": "fshard-zero3",
+}
+SPEED = section(README, "Speed and memory")
+ON_ONE_RANK = re.compile(r"On one rank a step takes ([\d.]+) \((.*?)\) to ([\d.]+) \((.*?)\) of plain PyTorch's\.")
+
+
+class Figure(NamedTuple):
+    """A number of the README, and where it must come from."""
+
+    printed: str
+    benchmark: str
+    ranks: int
+    configuration: tuple[int, ...]
+    system: str
+
+
+def figures_of_tables() -> Iterator[Figure]:
+    """Every cell of the README's tables of speed and memory."""
+    for head, *rows in tables(SPEED):
+        benchmark = {"step time": "peers", "peak memory of a step, MiB": "memory"}[head[0]]
+        suffix, systems = "", []
+        for column in head[1:]:
+            # From the column that says so on, steps are jitted.
+            suffix = "-graph" if column.startswith("jitted: ") else suffix
+            systems.append(SYSTEMS[column.removeprefix("jitted: ")] + suffix)
+        for name, *cells in rows:
+            sizes = re.fullmatch(r"width (\d+), (\d+) layers, batch (\d+) x (\d+)", name)
+            for system, cell in zip(systems, cells, strict=True):
+                yield Figure(cell, benchmark, 2, tuple(map(int, sizes.groups())), system)
+
+
+def figures_on_one_rank() -> Iterator[Figure]:
+    low, least, high, most = ON_ONE_RANK.search(SPEED).groups()
+    for printed, names in ((low, least), (high, most)):
+        for name in re.findall(r"`(\w+)`", names):
+            yield Figure(printed, "peers", 1, (512, 8, 4, 256), SYSTEMS[f"fs.{name}"])
+
+
+def results_of(figure: Figure) -> list[dict[str, Any]]:
+    """The results of the figure's benchmark, ranks and configuration."""
+    found = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob("*.json"))]
+    sizes = dict(zip(("width", "layers", "batch", "time"), figure.configuration, strict=True))
+    return [
+        results
+        for results in found
+        if (results["benchmark"], results["ranks"]) == (figure.benchmark, figure.ranks)
+        and sizes.items() <= results["configuration"].items()
+    ]
+
+
+def measured(figure: Figure, results: dict[str, Any]) -> set[float]:
+    if figure.benchmark == "memory":
+        return {max(rank["peak"] for rank in results["systems"][figure.system]) / 2**20}
+    return {group[figure.system]["ratio"] for group in results["step"] if figure.system in group}
+
+
+@pytest.mark.parametrize("figure", [*figures_of_tables(), *figures_on_one_rank()], ids=lambda f: " ".join(map(str, f)))
+def test_figures_were_measured(figure):
+    (results,) = results_of(figure)
+    decimals = len(figure.printed.partition(".")[2])
+    assert {f"{value:.{decimals}f}" for value in measured(figure, results)} == {figure.printed}
+
+
+def test_figures_are_of_the_versions_and_days_that_are_named():
+    version, days = re.search(r"\(torch ([\d.]+), ([\d-]+(?: to [\d-]+)?)\)", SPEED).groups()
+    used = [results_of(figure)[0] for figure in (*figures_of_tables(), *figures_on_one_rank())]
+    assert all(results["versions"]["torch"].startswith(f"{version}.") for results in used)
+    assert {results["date"][:10] for results in used} <= set(days.split(" to "))
+
+
+def test_no_other_figure_stands_beside_the_tables():
+    """A number that the tests above do not look up would be one that nobody measured."""
+    rest = ON_ONE_RANK.sub("", re.sub(r"^\|.*$|\(torch .*?\)", "", SPEED, flags=re.MULTILINE))
+    assert not re.findall(r"\d+\.\d+", rest)

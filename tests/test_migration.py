@@ -1,0 +1,911 @@
+"""From FSDP2 to fshard: the calls of an FSDP2 program and what stands for each, run side by side on two processes.
+
+Each row trains, evaluates, saves or initialises the same network twice, and what the two sides return must be equal:
+bit for bit, but where a row says how far they may be apart and why. The table of `examples/README.md` has these rows.
+"""
+
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import Shard
+from torch.nn.functional import gelu, mse_loss
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fshard as fs
+from fshard.testing import assert_trees_close, spmd
+
+INWARD, WIDTH, OUTWARD, ROWS_OF_A_BATCH, STEPS = 24, 48, 8, 6, 3
+ADAMW = MappingProxyType({"lr": 1e-2, "weight_decay": 0.1})
+FULL = StateDictOptions(full_state_dict=True)
+EPS = torch.finfo(torch.float32).eps
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(gelu(self.up(self.norm(x))))
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward = nn.Linear(INWARD, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, OUTWARD)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inward(x)
+        for block in self.blocks:
+            h = block(h)
+        return h
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(x))
+
+
+def network() -> Network:
+    """The same values on every rank and on both sides."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Network()
+
+
+def batches(count: int = STEPS) -> list[Batch]:
+    """This rank's batches."""
+    draw = torch.Generator().manual_seed(1 + dist.get_rank())
+    shapes = (ROWS_OF_A_BATCH, INWARD), (ROWS_OF_A_BATCH, OUTWARD)
+    return [tuple(torch.randn(shape, generator=draw) for shape in shapes) for _ in range(count)]
+
+
+# What every FSDP2 program has, and what every fshard program has in its place.
+
+
+def sharded(module: nn.Module, **options: Any) -> Any:
+    for block in module.blocks:
+        fully_shard(block, **options)
+    return fully_shard(module, **options)
+
+
+def fsdp2_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
+    x, y = batch
+    loss = mse_loss(model(x).float(), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return mean_over_ranks(loss)
+
+
+def train_fsdp2(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = STEPS) -> Any:
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), **ADAMW)
+    losses = [fsdp2_step(model, optimizer, batch) for batch in batches(steps)]
+    return {"losses": losses, "params": full(model)}
+
+
+def full(model: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {
+        name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in tensors.items()
+    }
+
+
+def mean_over_ranks(loss: torch.Tensor) -> torch.Tensor:
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def mesh_of_ranks() -> Any:
+    return fs.init_mesh({"shard": -1}, device="cpu")
+
+
+def zero3(**options: Any) -> fs.ShardTransform:
+    """ZeRO-3 of a network so small that biases would be kept whole and units merged."""
+    return zero3_on(mesh_of_ranks(), **options)
+
+
+def zero3_on(mesh: Any, **options: Any) -> fs.ShardTransform:
+    return fs.zero3(mesh, min_shard_elements=0, merge_bytes=0, **options)
+
+
+def adamw() -> fs.Optimizer:
+    return fs.from_torch(torch.optim.AdamW, **ADAMW)
+
+
+class Program(NamedTuple):
+    """An fshard program: a model, its first state, and its train step."""
+
+    model: fs.Model
+    state: fs.TrainState
+    step: Callable[[fs.TrainState, Batch], tuple[fs.TrainState, torch.Tensor]]
+
+
+def program(
+    strategy: fs.ShardTransform | None = None,
+    tx: fs.Optimizer | None = None,
+    module: nn.Module | None = None,
+    params: Any = None,
+) -> Program:
+    model, tx = fs.functionalize(module or network(), units=Block), tx or adamw()
+
+    def loss_fn(params: Any, batch: Batch) -> torch.Tensor:
+        return mse_loss(model.apply(params, batch[0]).float(), batch[1])
+
+    def train_step(state: fs.TrainState, batch: Batch) -> tuple[fs.TrainState, torch.Tensor]:
+        loss, grads = fs.value_and_grad(loss_fn)(state.params, batch)
+        return fs.update(tx, state, grads), loss
+
+    params = params or model.init(strategy or zero3())
+    return Program(model, fs.TrainState.create(params, tx), train_step)
+
+
+def train(made: Program, steps: int = STEPS) -> Any:
+    state, losses = made.state, []
+    for batch in batches(steps):
+        state, loss = made.step(state, batch)
+        losses.append(loss)
+    return {"losses": losses, "params": fs.unshard(state.params)}
+
+
+# What several rows use.
+
+
+def accumulated(communicate: str, strategy: fs.ShardTransform | None = None) -> Any:
+    """Parameters after an update with the gradients of four microbatches."""
+    model, tx = fs.functionalize(network(), units=Block), adamw()
+    state = fs.TrainState.create(model.init(strategy or zero3()), tx)
+
+    def loss_fn(params: Any, batch: Batch) -> torch.Tensor:
+        return mse_loss(model.apply(params, batch[0]), batch[1])
+
+    _, grads = fs.accumulate(loss_fn, communicate=communicate)(state.params, batches(4))
+    return fs.unshard(fs.update(tx, state, grads).params)
+
+
+def others() -> Network:
+    """A network of other values, to load into."""
+    module = network()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(0.5)
+    return module
+
+
+def half_frozen() -> Network:
+    module = network()
+    module.inward.requires_grad_(False)
+    module.blocks[1].up.requires_grad_(False)
+    return module
+
+
+class Routed(Network):
+    """Each rank uses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Registered in the order of their use, in which ranks gather them.
+        del self.head
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, OUTWARD)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.experts[dist.get_rank()](self.features(x)))
+
+
+def routed() -> Routed:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Routed()
+
+
+class Gathers(TorchDispatchMode):
+    """Counts the all-gathers that torch.distributed starts."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += "allgather" in function.name()
+        return function(*args, **(kwargs or {}))
+
+
+def drawn(params: Any) -> Any:
+    """The values of norms, and of layers whether they are as wide as torch draws them."""
+    found = {name: value for name, value in params.items() if "norm" in name}
+    for name in params.keys() - found.keys():
+        inputs = params[name.replace("bias", "weight")].shape[1]
+        found[name] = bool(params[name].abs().max() <= inputs**-0.5 < 2 * params[name].abs().max())
+    return found
+
+
+def one_overflows() -> list[Batch]:
+    """Batches of which the second is infinite on the first rank."""
+    found = batches(4)
+    if dist.get_rank() == 0:
+        x, y = found[1]
+        found[1] = (x, torch.full_like(y, torch.inf))
+    return found
+
+
+def shared_directory() -> str:
+    """A directory of all ranks."""
+    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    return str(Path(box[0]) / "saved")
+
+
+def saved_by_fsdp2(directory: str) -> None:
+    """Train by FSDP2 and save as its programs do."""
+    model = sharded(network())
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    train_fsdp2(model, optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=directory)
+
+
+# The table.
+
+
+class Row(NamedTuple):
+    """An FSDP2 call, what stands for it, and a program of each for one rank of two.
+
+    Attributes:
+        equivalent: What stands for the call in fshard.
+        fsdp2: The program with the call.
+        fshard: The program with what stands for it.
+        atol: How far results may be apart; 0 asks for equal bits.
+    """
+
+    equivalent: str
+    fsdp2: Callable[[], Any]
+    fshard: Callable[[], Any]
+    atol: float
+
+
+ROWS: dict[str, Row] = {}
+
+
+def row(call: str, equivalent: str, atol: float = 0.0) -> Callable[[Any], Any]:
+    """Enter a pair of programs into the table."""
+
+    def enter(pair: Any) -> Any:
+        ROWS[call] = Row(equivalent, pair.fsdp2, pair.fshard, atol)
+        return pair
+
+    return enter
+
+
+@row("fully_shard(block), fully_shard(model)", "fs.functionalize(module, units=Block), model.init(fs.zero3(mesh))")
+class Units:
+    def fsdp2():
+        model = network()
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        return train_fsdp2(model)
+
+    def fshard():
+        model = fs.functionalize(network(), units=Block)
+        params = model.init(fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+        return train(program(params=params))
+
+
+@row("optimizer.step(), optimizer.zero_grad()", "state = fs.update(tx, state, grads)")
+class Optimizers:
+    def fsdp2():
+        model = sharded(network())
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        for x, y in batches():
+            mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full(model)
+
+    def fshard():
+        model = fs.functionalize(network(), units=Block)
+        tx = fs.from_torch(torch.optim.AdamW, **ADAMW)
+        state = fs.TrainState.create(model.init(zero3()), tx)
+
+        def loss_fn(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return mse_loss(model.apply(params, x), y)
+
+        for x, y in batches():
+            _, grads = fs.value_and_grad(loss_fn)(state.params, x, y)
+            state = fs.update(tx, state, grads)
+        return fs.unshard(state.params)
+
+
+@row("fully_shard(model, mesh=mesh_2d)", "fs.hsdp(mesh)")
+class HybridSharding:
+    def fsdp2():
+        meshes = [init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) for shape in ((2, 1), (1, 2))]
+        return [train_fsdp2(sharded(network(), mesh=mesh)) for mesh in meshes]
+
+    def fshard():
+        meshes = [fs.init_mesh({"replicate": size, "shard": -1}, device="cpu") for size in (2, 1)]
+        return [train(program(fs.hsdp(mesh))) for mesh in meshes]
+
+
+@row("MixedPrecisionPolicy(param_dtype, reduce_dtype)", "fs.zero3(mesh, param_dtype=..., reduce_dtype=...)")
+class MixedPrecision:
+    def fsdp2():
+        policies = [MixedPrecisionPolicy(torch.bfloat16, reduce_dtype) for reduce_dtype in (None, torch.float32)]
+        return [train_fsdp2(sharded(network(), mp_policy=policy)) for policy in policies]
+
+    def fshard():
+        kept = [zero3(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype) for reduce_dtype in (None, torch.float32)]
+        return [train(program(strategy)) for strategy in kept]
+
+
+@row("MixedPrecisionPolicy(output_dtype)", "fs.zero3(mesh, output_dtype=...)")
+class OutputDtype:
+    def fsdp2():
+        model = network()
+        for block in model.blocks:
+            fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))
+        return model(batches()[0][0]).detach()
+
+    def fshard():
+        made = program(zero3(param_dtype=torch.bfloat16, output_dtype=torch.float32))
+        return made.model.apply(made.state.params, batches()[0][0])
+
+
+@row("MixedPrecisionPolicy(cast_forward_inputs=False)", "fs.zero3(mesh, layout=fs.compose(fs.cast(gather=...), ...))")
+class InputsAsTheyAre:
+    def fsdp2():
+        model = sharded(network(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False))
+        x, y = batches()[0]
+        with pytest.raises(RuntimeError, match="same dtype"):
+            model(x)
+        model.reset_iter_state()
+        loss = mse_loss(model(x.bfloat16()).float(), y)
+        loss.backward()
+        return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+    def fshard():
+        mesh = mesh_of_ranks()
+        model = fs.functionalize(network(), units=Block)
+        params = model.init(fs.zero3(mesh, layout=fs.compose(fs.cast(gather=torch.bfloat16), fs.fully_shard(mesh))))
+        x, y = batches()[0]
+        with pytest.raises(RuntimeError, match="same dtype"):
+            model.apply(params, x)
+        loss_fn = lambda params: mse_loss(model.apply(params, x.bfloat16()).float(), y)  # noqa: E731
+        return fs.unshard(fs.value_and_grad(loss_fn)(params)[1])
+
+
+@row("CPUOffloadPolicy()", "fs.compose(fs.offload(), fs.zero3(mesh))")
+class Offload:
+    def fsdp2():
+        # Pinning takes an accelerator.
+        return train_fsdp2(sharded(network(), offload_policy=CPUOffloadPolicy(pin_memory=False)))
+
+    def fshard():
+        return train(program(fs.compose(fs.offload("cpu"), zero3())))
+
+
+@row("reshard_after_forward=True, False", "fs.zero3(mesh, regather=True), regather=False")
+class Regather:
+    def fsdp2():
+        runs, gathers = [], []
+        for again in (True, False):
+            model = sharded(network(), reshard_after_forward=again)
+            with Gathers() as counted:
+                runs.append(train_fsdp2(model))
+            gathers.append(counted.number)
+        return runs, gathers[0] > gathers[1]
+
+    def fshard():
+        runs, gathers = [], []
+        for again in (True, False):
+            made = program(zero3(regather=again))
+            with fs.comm.record() as record:
+                runs.append(train(made))
+            gathers.append(sum(entry.label == "gather" for entry in record))
+        return runs, gathers[0] > gathers[1]
+
+
+@row("model.set_requires_gradient_sync(False)", 'fs.accumulate(loss_fn, communicate="once")')
+class AccumulateFull:
+    def fsdp2():
+        model = sharded(network())
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        microbatches = batches(4)
+        for number, (x, y) in enumerate(microbatches, start=1):
+            model.set_requires_gradient_sync(number == len(microbatches))
+            (mse_loss(model(x), y) / len(microbatches)).backward()
+        optimizer.step()
+        return full(model)
+
+    def fshard():
+        return accumulated("once")
+
+
+@row("loss.backward() for each microbatch", 'fs.accumulate(loss_fn, communicate="each")')
+class AccumulateShards:
+    def fsdp2():
+        model = sharded(network())
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        for x, y in batches(4):
+            (mse_loss(model(x), y) / 4).backward()
+        optimizer.step()
+        return full(model)
+
+    def fshard():
+        return accumulated("each")
+
+
+@row("model.set_reshard_after_backward(False)", "fs.zero1(mesh) with fs.accumulate, which gathers once")
+class KeepBetweenMicrobatches:
+    def fsdp2():
+        model = sharded(network(), reshard_after_forward=False)
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        microbatches = batches(4)
+        for number, (x, y) in enumerate(microbatches, start=1):
+            last = number == len(microbatches)
+            model.set_requires_gradient_sync(last)
+            model.set_reshard_after_backward(last)
+            model.set_is_last_backward(last)
+            (mse_loss(model(x), y) / len(microbatches)).backward()
+        optimizer.step()
+        return full(model)
+
+    def fshard():
+        return accumulated("once", fs.zero1(mesh_of_ranks()))
+
+
+@row("model.set_gradient_divide_factor(1.0)", 'fs.value_and_grad(loss_fn, reduce="sum")')
+class SumOfGradients:
+    def fsdp2():
+        model = sharded(network())
+        for unit in (*model.blocks, model):
+            unit.set_gradient_divide_factor(1.0)
+            # gloo does not divide.
+            unit.set_force_sum_reduction_for_comms(True)
+        x, y = batches()[0]
+        mse_loss(model(x), y).backward()
+        return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+    def fshard():
+        model, (x, y) = fs.functionalize(network(), units=Block), batches()[0]
+        loss_fn = lambda params: mse_loss(model.apply(params, x), y)  # noqa: E731
+        _, grads = fs.value_and_grad(loss_fn, reduce="sum")(model.init(zero3()))
+        return fs.unshard(grads)
+
+
+@row("model.set_all_reduce_hook(hook)", "a transform of one's own: fs.Wrapped with scatter")
+class HookOnGradients:
+    def fsdp2():
+        model = sharded(network())
+        for unit in (*model.blocks, model):
+            unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5))
+        return train_fsdp2(model)
+
+    def fshard():
+        @dataclass(frozen=True)
+        class Halved(fs.Wrapped):
+            def scatter(self, grads: Any, specs: Any) -> Any:
+                return [0.5 * grad for grad in self.inner.scatter(grads, specs)]
+
+        mesh = mesh_of_ranks()
+        return train(program(fs.zero3(mesh, merge_bytes=0, layout=Halved(fs.fully_shard(mesh)))))
+
+
+@row("block.unshard(), block.reshard()", "fs.gather(params), and del")
+class Unshard:
+    def fsdp2():
+        model = sharded(network(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        block = model.blocks[1]
+        block.unshard()
+        gathered = {name: parameter.detach().clone() for name, parameter in block.named_parameters()}
+        block.reshard()
+        return gathered
+
+    def fshard():
+        params = fs.functionalize(network()).init(zero3(param_dtype=torch.bfloat16))
+        prefix = "blocks.1."
+        return fs.gather({name.removeprefix(prefix): leaf for name, leaf in params.items() if name.startswith(prefix)})
+
+
+@row("block.set_modules_to_forward_prefetch(next), ..._backward_prefetch", "fs.zero3(mesh, prefetch=2)")
+class Prefetch:
+    def fsdp2():
+        model = sharded(network())
+        blocks = list(model.blocks)
+        for i, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 3])
+            block.set_modules_to_backward_prefetch(blocks[max(0, i - 2) : i][::-1])
+        return train_fsdp2(model)
+
+    def fshard():
+        return train(program(zero3(prefetch=2)))
+
+
+LEARNING_RATE, MAX_NORM = 0.1, 0.05
+
+
+# torch takes the norm in float32: of n squares in any order it is off by at most n / 4 eps, relatively, and an update
+# is as long as LEARNING_RATE * MAX_NORM. The next gradient hands on what parameters differ by, of a loss with curvature
+# below 1 / LEARNING_RATE.
+@row(
+    "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
+    "fs.chain(fs.clip_by_global_norm(max_norm), tx)",
+    atol=LEARNING_RATE * MAX_NORM * WIDTH * 2 * WIDTH / 4 * EPS * (2**STEPS - 1),
+)
+class Clip:
+    def fsdp2():
+        model = sharded(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        for x, y in batches():
+            mse_loss(model(x), y).backward()
+            assert torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).full_tensor() > MAX_NORM
+            optimizer.step()
+            optimizer.zero_grad()
+        return full(model)
+
+    def fshard():
+        sgd = fs.from_torch(torch.optim.SGD, lr=LEARNING_RATE)
+        return train(program(tx=fs.chain(fs.clip_by_global_norm(MAX_NORM), sgd)))["params"]
+
+
+@row('torch.amp.GradScaler("cpu")', "fs.dynamic_loss_scale(tx)")
+class LossScale:
+    """The second batch of the first rank overflows: all ranks skip it."""
+
+    scale = MappingProxyType({"init_scale": 2.0**8, "growth_interval": 2})
+
+    def fsdp2():
+        model = sharded(network())
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        scaler = torch.amp.GradScaler("cpu", **LossScale.scale)
+        for x, y in one_overflows():
+            scaler.scale(mse_loss(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return full(model), scaler.get_scale()
+
+    def fshard():
+        model = fs.functionalize(network(), units=Block)
+        tx = fs.dynamic_loss_scale(adamw(), **LossScale.scale)
+        state = fs.TrainState.create(model.init(zero3()), tx)
+
+        def loss_fn(params: Any, scale: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return scale * mse_loss(model.apply(params, x), y)
+
+        for x, y in one_overflows():
+            _, grads = fs.value_and_grad(loss_fn)(state.params, state.opt_state.scale, x, y)
+            state = fs.update(tx, state, grads)
+        return fs.unshard(state.params), state.opt_state.scale
+
+
+@row("parameter.full_tensor()", "fs.unshard(params)")
+class FullTensor:
+    def fsdp2():
+        return {name: parameter.full_tensor().detach() for name, parameter in sharded(network()).named_parameters()}
+
+    def fshard():
+        return fs.unshard(fs.functionalize(network(), units=Block).init(zero3()))
+
+
+@row("parameter.to_local(), parameter.placements", "leaf.local, leaf.spec")
+class Local:
+    def fsdp2():
+        parameters = dict(sharded(network()).named_parameters())
+        return {
+            name: (parameter.to_local().detach(), parameter.placements[0].dim) for name, parameter in parameters.items()
+        }
+
+    def fshard():
+        axis = fs.axis_of(mesh_of_ranks())
+        params = fs.functionalize(network(), units=Block).init(zero3())
+        return {name: (leaf.local, leaf.spec.dim_of(axis)) for name, leaf in params.items()}
+
+
+@row("shard_placement_fn=lambda parameter: Shard(...)", "fs.zero3(mesh, layout=fs.fully_shard(mesh, dim=...))")
+class Placement:
+    def fsdp2():
+        model = sharded(network(), shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1))
+        local = {name: parameter.to_local().detach().clone() for name, parameter in model.named_parameters()}
+        return local, train_fsdp2(model)
+
+    def fshard():
+        mesh = mesh_of_ranks()
+        made = program(fs.zero3(mesh, merge_bytes=0, layout=fs.fully_shard(mesh, dim=-1)))
+        return {name: leaf.local for name, leaf in made.state.params.items()}, train(made)
+
+
+@row("parameter.requires_grad_(False)", "the same, before fs.functionalize")
+class Frozen:
+    def fsdp2():
+        return train_fsdp2(sharded(half_frozen()))
+
+    def fshard():
+        return train(program(module=half_frozen()))
+
+
+@row("fully_shard(model, ignored_params=...)", "fs.masked(fs.zero3(mesh), names, otherwise=fs.ddp(mesh))")
+class Ignored:
+    def fsdp2():
+        model = network()
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model, ignored_params=set(model.head.parameters()))
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        for x, y in batches():
+            mse_loss(model(x), y).backward()
+            for parameter in model.head.parameters():
+                # Their gradients are left to the caller.
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full(model)
+
+    def fshard():
+        strategy = fs.masked(zero3(), lambda name: not name.startswith("head."), otherwise=fs.ddp(mesh_of_ranks()))
+        return train(program(strategy))["params"]
+
+
+@row("model.set_reduce_scatter_unused_params(True)", "nothing: an unused leaf counts as zeros")
+class Unused:
+    """Each rank uses a layer of its own."""
+
+    def fsdp2():
+        model = sharded(routed())
+        model.set_reduce_scatter_unused_params(True)
+        return train_fsdp2(model)
+
+    def fshard():
+        return train(program(module=routed()))
+
+
+@row("checkpoint_wrapper(block)", "fs.functionalize of the same, or fs.remat(f)")
+class Remat:
+    def fsdp2():
+        module = network()
+        for i, block in enumerate(module.blocks):
+            module.blocks[i] = checkpoint_wrapper(block)
+        return train_fsdp2(sharded(module))
+
+    def fshard():
+        module = network()
+        for i, block in enumerate(module.blocks):
+            module.blocks[i] = checkpoint_wrapper(block)
+        made = program(module=module)
+        return train(made)
+
+
+@row("block.compile()", "fs.jit(train_step, donate_argnums=0)")
+class Compile:
+    def fsdp2():
+        module = network()
+        for block in module.blocks:
+            block.compile(backend="aot_eager")
+        # dynamo looks at .grad of the parameters that FSDP2 has gathered.
+        warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)
+        return train_fsdp2(sharded(module))
+
+    def fshard():
+        made = program()
+        return train(made._replace(step=fs.jit(made.step, donate_argnums=0)))
+
+
+@row("model.eval(), torch.no_grad()", "model.apply(params, x)")
+class Evaluate:
+    def fsdp2():
+        model = sharded(network()).eval()
+        with torch.no_grad():
+            return model(batches()[0][0])
+
+    def fshard():
+        model = fs.functionalize(network().eval(), units=Block)
+        return model.apply(model.init(zero3()), batches()[0][0])
+
+
+@row("model.set_reshard_after_forward(False), to sample", "full = fs.gather(params), model.apply(full, x)")
+class Sample:
+    def fsdp2():
+        model = sharded(network())
+        model.set_reshard_after_forward(False)
+        with torch.no_grad():
+            return [model(x) for x, _ in batches()]
+
+    def fshard():
+        model = fs.functionalize(network(), units=Block)
+        full = fs.gather(model.init(zero3()))
+        return [model.apply(full, x) for x, _ in batches()]
+
+
+@row('register_fsdp_forward_method(model, "features")', "fs.functionalize of a module whose forward it is")
+class OtherMethod:
+    def fsdp2():
+        model = sharded(network())
+        register_fsdp_forward_method(model, "features")
+        return model.features(batches()[0][0]).detach()
+
+    def fshard():
+        class Features(Network):
+            forward = Network.features
+
+        params = fs.functionalize(network(), units=Block).init(zero3())
+        with torch.device("meta"):
+            features = fs.functionalize(Features(), units=Block)
+        return features.apply(params, batches()[0][0])
+
+
+@row("model.to_empty(...), module.reset_parameters()", "model.init(strategy, seed=...) of a module on the meta device")
+class MetaDevice:
+    """FSDP2 draws other numbers of the same distributions; fshard those that one process draws."""
+
+    def fsdp2():
+        with torch.device("meta"):
+            model = sharded(Network())
+        model.to_empty(device="cpu")
+        torch.manual_seed(0)
+        # Of the CPU's generator, which is not the one that DTensor keeps in step between ranks.
+        warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        return drawn(full(model))
+
+    def fshard():
+        with torch.device("meta"):
+            model = fs.functionalize(Network(), units=Block)
+        params = fs.unshard(model.init(zero3(), seed=0))
+        assert_trees_close(params, dict(network().state_dict()), exact=True)
+        return drawn(params)
+
+
+@row("get_model_state_dict(model, full_state_dict=True)", "fs.checkpoint.to_state_dict(params)")
+class FullStateDict:
+    def fsdp2():
+        return get_model_state_dict(sharded(network()), options=FULL)
+
+    def fshard():
+        return fs.checkpoint.to_state_dict(fs.functionalize(network()).init(zero3()))
+
+
+@row("set_model_state_dict(model, full, broadcast_from_rank0=True)", "fs.checkpoint.from_state_dict(full, like=params)")
+class LoadFullStateDict:
+    def fsdp2():
+        model = sharded(others())
+        state_dict = network().state_dict() if dist.get_rank() == 0 else {}
+        set_model_state_dict(
+            model, state_dict, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        )
+        return train_fsdp2(model)
+
+    def fshard():
+        made = program(module=others())
+        params = fs.checkpoint.from_state_dict(network().state_dict(), like=made.state.params)
+        return train(made._replace(state=made.state._replace(params=params)))
+
+
+@row("get_model_state_dict(model), of DTensors", "fs.to_dtensor(params, mesh), fs.from_dtensor(tree, strategy)")
+class ShardedStateDict:
+    def fsdp2():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+        state_dict = get_model_state_dict(sharded(network(), mesh=mesh))
+        taken_over = fs.from_dtensor(state_dict, zero3_on(mesh))
+        return {name: tensor.to_local() for name, tensor in state_dict.items()}, dict(fs.unshard(taken_over))
+
+    def fshard():
+        mesh = mesh_of_ranks()
+        params = fs.functionalize(network()).init(zero3_on(mesh))
+        state_dict = fs.to_dtensor(params, mesh)
+        return {name: tensor.to_local() for name, tensor in state_dict.items()}, fs.unshard(params)
+
+
+@row("get_optimizer_state_dict(model, optimizer)", "fs.checkpoint.to_optimizer_state_dict(state.opt_state, ...)")
+class OptimizerStateDict:
+    def fsdp2():
+        model = sharded(network())
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        train_fsdp2(model, optimizer)
+        slots = get_optimizer_state_dict(model, optimizer, options=FULL)["state"]
+        return [slots[name] for name, _ in model.named_parameters()]
+
+    def fshard():
+        made, state = program(), None
+        state = made.state
+        for batch in batches():
+            state, _ = made.step(state, batch)
+        module = network()
+        optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
+        return list(fs.checkpoint.to_optimizer_state_dict(state.opt_state, module, optimizer)["state"].values())
+
+
+@row(
+    "dcp.save(...), dcp.load(...)", "fs.checkpoint.save(directory, state), fs.checkpoint.restore(directory, like=state)"
+)
+class Checkpoint:
+    def fsdp2():
+        saved_by_fsdp2(directory := shared_directory())
+        model = sharded(others())
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        states = {"model": model_state, "optim": optimizer_state}
+        dcp.load(states, checkpoint_id=directory)
+        set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optim"])
+        return train_fsdp2(model, optimizer)
+
+    def fshard():
+        made, directory = program(), shared_directory()
+        state = made.state
+        for batch in batches():
+            state, _ = made.step(state, batch)
+        fs.checkpoint.save(directory, state)
+        fresh = program(module=others())
+        return train(fresh._replace(state=fs.checkpoint.restore(directory, like=fresh.state)))
+
+
+@row(
+    "dcp.load of what an FSDP2 run saved", "fs.checkpoint.load_dcp(directory, like=state, module=module, trusted=True)"
+)
+class GoOnFromFSDP2:
+    def fsdp2():
+        return Checkpoint.fsdp2()
+
+    def fshard():
+        saved_by_fsdp2(directory := shared_directory())
+        made, module = program(module=others()), network()
+        state = fs.checkpoint.load_dcp(directory, like=made.state, module=module, trusted=True)
+        return train(made._replace(state=state))
+
+
+@row("model.reset_iter_state() after an error", "nothing: the state is as it was")
+class AfterAnError:
+    def fsdp2():
+        model = sharded(network())
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(torch.ones(1, 1))
+        model.reset_iter_state()
+        return train_fsdp2(model)
+
+    def fshard():
+        made = program()
+        with pytest.raises(RuntimeError, match="shapes"):
+            made.step(made.state, (torch.ones(1, 1), torch.ones(1, 1)))
+        return train(made)
+
+
+@pytest.mark.parametrize("call", ROWS)
+def test_both_sides_are_equal(call, workers):
+    entry = ROWS[call]
+
+    def program():
+        assert_trees_close(entry.fshard(), entry.fsdp2(), rtol=0, atol=entry.atol, exact=not entry.atol)
+
+    spmd(program, workers(2))
