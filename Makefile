@@ -29,7 +29,9 @@ bench: .venv/examples
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/init.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/update.py
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 benchmarks/compile.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 benchmarks/compile.py --backends graph,inductor
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 benchmarks/checkpoint.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 benchmarks/trace.py
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build dist

@@ -4,11 +4,12 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/checkpoint.py --megabytes 64 --rounds 3
 
 A state of float32 matrices, sharded over the ranks; torch.distributed.checkpoint gets the same tensors as DTensors. All
-systems are interleaved in each round, each writes to a new directory, with what was written before on the disk (sync).
-A save ends when its files are on the disk (fsync), with torch's file system writer by its default; torch's Hugging Face
-writer has no such thing. fshard computes and compares checksums, torch does not. Times are those of the slowest rank;
-ratios are medians over rounds of the ratio to torch's file system writer in the same round. A restore reads what was
-just written, from the page cache.
+systems are interleaved in each round, shuffled, each writes to a new directory, with what was written before on the
+disk (sync). A save ends when its files are on the disk (fsync), with torch's file system writer by its default; torch's
+Hugging Face writer has no such thing. fshard computes and compares checksums, torch does not. Times are those of the
+slowest rank; ratios are medians over rounds of the ratio to torch's file system writer in the same round. A restore
+reads what was just written, from the page cache; torch's reads into tensors that are there, as fshard's of a donated
+tree does.
 
 An asynchronous save is timed until it returns. fshard's is of a state that no step writes over, and of one that is
 copied aside because it is donated, to the buffers that a Manager keeps; torch's copies the state too.
@@ -19,6 +20,7 @@ import contextlib
 import gc
 import logging
 import os
+import random
 import shutil
 import statistics
 import tempfile
@@ -43,8 +45,8 @@ WIDTH = 1000
 class System(NamedTuple):
     """What saves to a new directory and what restores from it; what starts to save and returns what waits for it."""
 
-    save: Callable[[Path], Any] | None
-    restore: Callable[[Path], Any] | None
+    save: Callable[[Path], Any]
+    restore: Callable[[Path], Any]
     start: Callable[[Path], Callable[[], Any]] | None
 
 
@@ -56,12 +58,19 @@ def main() -> None:
     results: dict[str, Any] = {}
     for megabytes in args.megabytes:
         systems = systems_of(mesh, megabytes)
-        rounds = [measure(systems, args.directory) for _ in range(args.rounds + 1)][1:]
+        order = random.Random(0)
+        rounds = []
+        for _ in range(args.rounds + 1):
+            shuffled = order.sample(list(systems), len(systems))
+            rounds.append(measure({name: systems[name] for name in shuffled}, args.directory))
+        rounds = [
+            {what: {name: r[what][name] for name in systems if name in r[what]} for what in r} for r in rounds[1:]
+        ]
         results[str(megabytes)] = {what: summary(what, rounds) for what in rounds[0]}
         if mesh.get_rank() == 0:
             show(megabytes, results[str(megabytes)])
     if mesh.get_rank() == 0:
-        settings = {"world_size": mesh.size(), "rounds": args.rounds, "reference": REFERENCE}
+        settings = {"ranks": mesh.size(), "rounds": args.rounds, "reference": REFERENCE}
         report.write_json(args.json, report.circumstances("checkpoint") | settings | {"megabytes": results})
 
 
@@ -89,7 +98,11 @@ def systems_of(mesh: Any, megabytes: int) -> dict[str, System]:
             lambda directory: fs.checkpoint.restore(directory, like),
             lambda directory: start(directory, False),
         ),
-        "fshard donated": System(None, None, lambda directory: start(directory, True)),
+        "fshard donated": System(
+            lambda directory: fs.checkpoint.save(directory, state, step=1),
+            lambda directory: fs.checkpoint.restore(directory, like, donate=True),
+            lambda directory: start(directory, True),
+        ),
         REFERENCE: System(
             lambda directory: dcp.save(tensors, storage_writer=dcp.FileSystemWriter(directory)),
             lambda directory: dcp.load(into, storage_reader=dcp.FileSystemReader(directory)),
@@ -109,10 +122,9 @@ def measure(systems: dict[str, System], where: Path | None) -> dict[str, dict[st
     """One round: for each measure the seconds of each system, those of the slowest rank."""
     out: dict[str, dict[str, float]] = {"save": {}, "restore": {}, "stall": {}}
     for name, system in systems.items():
-        if system.save is not None:
-            with shared_directory(where) as directory:
-                out["save"][name], _ = timed(system.save, directory)
-                out["restore"][name], _ = timed(system.restore, directory)
+        with shared_directory(where) as directory:
+            out["save"][name], _ = timed(system.save, directory)
+            out["restore"][name], _ = timed(system.restore, directory)
         if system.start is not None:
             with shared_directory(where) as directory:
                 out["stall"][name], wait = timed(system.start, directory)

@@ -15,7 +15,7 @@ import fshard as fs
 from fshard.testing import assert_trees_close, check_adjoint, check_transform, spmd
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-TRAIN_STEP, FOUR_VERBS, UNITS, JIT, TRANSFORMS, OPTIMIZERS, STATE, TESTING = re.findall(
+TRAIN_STEP, FOUR_VERBS, UNITS, JIT, TRANSFORMS, OPTIMIZERS, STATE, AHEAD, TESTING = re.findall(
     r"```python\n(.*?)```", README, flags=re.DOTALL
 )
 
@@ -57,6 +57,19 @@ def test_both_train_steps_give_the_same_bits(world_size):
 
     losses = spmd(program, world_size)
     assert len(set(losses)) == 1
+
+
+def test_a_step_is_planned_held_to_a_budget_and_traced(tmp_path, capsys):
+    shared, batch = names(0)
+
+    def program():
+        scope = {**shared, "batch": batch}
+        exec(TRAIN_STEP, scope)
+        exec(AHEAD.replace("step.json", str(tmp_path / f"{scope['mesh'].get_rank()}.json")), scope)
+
+    spmd(program, 2)
+    assert len(list(tmp_path.glob("*.json"))) >= 1
+    assert "parameters" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -126,7 +126,7 @@ def read_manifest(path: Path) -> bytes:
     return read_bytes(path / MANIFEST, MAX_MANIFEST_BYTES)
 
 
-def write_bytes(path: Path, data: bytes) -> None:
+def write_bytes(path: Path, data: bytes, durable: bool = True) -> None:
     """Write a file that is there as a whole or not at all; `sync` of its directory has it stay when power fails."""
     beside = path.with_name(f".{path.name}.part")
     with named(path):
@@ -135,7 +135,8 @@ def write_bytes(path: Path, data: bytes) -> None:
         with open(beside, "xb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(beside, path)
 
 

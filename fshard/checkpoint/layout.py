@@ -94,10 +94,14 @@ def empty_like(leaf: Any) -> Any:
     local = local_of(leaf)
     device = torch.get_default_device() if local.is_meta else local.device
     made = torch.empty(local.shape, dtype=local.dtype, device=device)
-    out = Sharded(made, leaf.spec) if is_sharded(leaf) else made
-    if piece_of(out).tensor.numel() < made.numel():
-        made.zero_()
-    return out
+    return padded_with_zeros(Sharded(made, leaf.spec) if is_sharded(leaf) else made)
+
+
+def padded_with_zeros(leaf: Any) -> Any:
+    """The leaf, with zeros where it is padded."""
+    if piece_of(leaf).tensor.numel() < local_of(leaf).numel():
+        local_of(leaf).zero_()
+    return leaf
 
 
 def _offset(spec: Spec) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fshard import _compat
 from fshard.checkpoint import files
 from fshard.checkpoint.format import (
     DTYPES,
@@ -22,9 +23,10 @@ from fshard.checkpoint.format import (
     file_name,
     stored,
 )
-from fshard.checkpoint.layout import Piece, empty_like, overlap, piece_of
+from fshard.checkpoint.layout import Piece, empty_like, local_of, overlap, padded_with_zeros, piece_of
 from fshard.checkpoint.progress import Tick
 from fshard.checkpoint.write import BLOCK_BYTES
+from fshard.tree import Sharded, is_sharded
 
 # As much as readers of safetensors take.
 MAX_HEADER_BYTES = 100_000_000
@@ -50,6 +52,7 @@ class Reader:
         self._path = path
         self._manifest = manifest
         self._open: dict[int, _File] = {}
+        self._filled: set[int] = set()
 
     def __enter__(self) -> "Reader":
         return self
@@ -69,10 +72,10 @@ class Reader:
         size = getattr(torch, leaf.dtype).itemsize
         return sum(math.prod(chunk.shape) * size for chunk, *_ in _overlaps(leaf, piece))
 
-    def read(self, name: str, like: Any, tick: Tick) -> Any:
-        """Read this rank's part of a leaf."""
+    def read(self, name: str, like: Any, donated: bool, tick: Tick) -> Any:
+        """Read this rank's part of a leaf, into the memory of one that is donated."""
         leaf = self._manifest.tensors[name]
-        made = empty_like(like)
+        made = self._taken(like) if donated else empty_like(like)
         piece = piece_of(made)
         for chunk, source, target in _overlaps(leaf, piece):
             into = stored(piece.tensor)
@@ -85,6 +88,15 @@ class Reader:
             self._read_chunk(name, chunk, room, tick)
             into[target].copy_(room[source])
         return made
+
+    def _taken(self, like: Any) -> Any:
+        """A donated leaf to be filled, or a new one where its memory is not its own."""
+        local = local_of(like).detach()
+        memory = _compat.storage_key(local)
+        if local.is_meta or not local.is_contiguous() or memory in self._filled:
+            return empty_like(like)
+        self._filled.add(memory)
+        return padded_with_zeros(Sharded(local, like.spec) if is_sharded(like) else local)
 
     def _read_chunk(self, name: str, chunk: Chunk, into: torch.Tensor, tick: Tick) -> None:
         """Read a chunk into contiguous memory on the host."""

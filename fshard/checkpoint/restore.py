@@ -46,6 +46,7 @@ def restore(
     step: int | None = None,
     subtree: str = "",
     only: Mask | None = None,
+    donate: bool = False,
     progress: bool = False,
 ) -> Tree:
     """Read a checkpoint, bitwise, into any layout, mesh and number of ranks. Every rank must call this.
@@ -60,6 +61,8 @@ def restore(
         subtree: The path under which `like` lies in what was saved, such as ".params" of a TrainState.
         only: Which leaves of `like` to read, by a pattern of their names such as "head.*", several, or a function of a
             name; others stay as they are. None reads all, and refuses a checkpoint that has more.
+        donate: Read into the memory of `like`, whose values are lost, also where reading fails half-way; otherwise
+            there is room for both.
         progress: Show a progress bar on the first rank. Needs tqdm.
 
     Returns:
@@ -85,7 +88,7 @@ def restore(
         total = sum(reader.cost(names[i], flat.leaves[i]) for i in need)
         with bar(f"restoring step {manifest.step}", total, comm.rank(world())) as tick:
             for i in need:
-                leaves[i] = reader.read(names[i], flat.leaves[i], tick)
+                leaves[i] = reader.read(names[i], flat.leaves[i], donate, tick)
     for i, take in enumerate(wanted):
         if take and not _is_tensor(flat.leaves[i]):
             leaves[i] = manifest.values[names[i]]

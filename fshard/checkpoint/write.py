@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fshard.checkpoint.files import named, read_bytes, sync, write_bytes
+from fshard.checkpoint.files import named, read_bytes, write_bytes
 from fshard.checkpoint.format import (
     DTYPES,
     MANIFEST,
@@ -33,7 +33,7 @@ from fshard.checkpoint.layout import Piece
 # What is hashed and then written while the processor still has it at hand.
 BLOCK_BYTES = 8 << 20
 # Seconds between two looks for other ranks' parts.
-LOOK_EVERY = 0.02
+LOOK_EVERY = 0.002
 # Seconds that the end of the program waits for ranks that may be dead.
 PATIENCE_AT_EXIT = 30.0
 
@@ -65,10 +65,9 @@ def write_part(directory: Path, rank: int, pieces: Mapping[str, Piece], tick: Ca
     part = directory / file_name(rank)
     with named(part):
         chunks = _write_file(part, header, dict(ordered), tick)
-        sync(directory)
     listing = {"bytes": len(header) + end, "header": digest(header), "chunks": chunks}
     # The last thing, because the first rank may rename the directory once it sees it.
-    write_bytes(directory / _listing_name(rank), json.dumps(listing).encode())
+    write_bytes(directory / _listing_name(rank), json.dumps(listing).encode(), durable=False)
 
 
 def _write_file(

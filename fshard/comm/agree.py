@@ -18,6 +18,8 @@ from fshard.tree import Axis
 
 # 12 words of 63 bits: room for what one step of a large model has to say.
 WORDS, BITS = 12, 63
+# Bytes of a text that needs no second message.
+SHORT = 1016
 
 Number = TypeVar("Number", int, float)
 
@@ -102,10 +104,18 @@ def texts(text: str, axis: Axis, label: str) -> list[str]:
         return [text]
     # Names of files may have bytes that are no text.
     data = text.encode(errors="surrogatepass")
-    sizes = _exchange(torch.tensor([len(data)]), axis, label).flatten().tolist()
-    padded = torch.frombuffer(bytearray(data.ljust(max(*sizes, 1))), dtype=torch.uint8)
-    rows = _exchange(padded, axis, label).reshape(axis.size, -1)
-    return [bytes(rows[i, :size].numpy()).decode(errors="surrogatepass") for i, size in enumerate(sizes)]
+    # Short ones travel with their sizes.
+    short = len(data).to_bytes(8, "little") + data[:SHORT]
+    rows = _exchange(_as_row(short, 8 + SHORT), axis, label).reshape(axis.size, -1)
+    sizes = [int.from_bytes(bytes(row[:8].tolist()), "little") for row in rows]
+    rows = rows[:, 8:]
+    if max(sizes) > SHORT:
+        rows = _exchange(_as_row(data, max(sizes)), axis, label).reshape(axis.size, -1)
+    return [bytes(rows[i, :size].tolist()).decode(errors="surrogatepass") for i, size in enumerate(sizes)]
+
+
+def _as_row(data: bytes, size: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8)
 
 
 def _compare(entries: Mapping[str, str], words: list[int], axes: Sequence[Axis], label: str) -> Vote:
