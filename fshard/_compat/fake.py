@@ -9,12 +9,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
-def fake_maker() -> Callable[[torch.Tensor], torch.Tensor]:
+def fake_maker(symbols: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
     """What makes tensors of the shapes and dtypes of others that say they are on the CPU and hold no values.
 
-    Operators on them and on others give such tensors again; asking for a value raises. Checked on 2.13.
+    Operators on them and on others give such tensors again. Asking for a value raises, or gives a symbol of it, as in
+    traces by make_fx, for which torch.optim asks for its counts. Checked on 2.13.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # Imported late, because it takes long.
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    environment = ShapeEnv() if symbols else None
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment, static_shapes=True)
 
     def make(tensor: torch.Tensor) -> torch.Tensor:
         with mode:

@@ -63,7 +63,7 @@ def laid_out_on(args: Sequence[Any], axes: Mapping[str, Axis]) -> tuple[Any, ...
     Raises:
         ValueError: if a shard does not have the shape that its spec says, or a transform keeps its axis to itself.
     """
-    fake, moved = _compat.fake_maker(), _Moving(axes)
+    fake, moved = _compat.fake_maker(symbols=True), _Moving(axes)
     return tuple(_moved_argument(argument, fake, moved) for argument in args)
 
 

@@ -216,3 +216,18 @@ def test_a_shard_that_does_not_fit_its_spec_is_refused():
     spec = fs.zero3(fs.Axis("shard", 1, "")).layout(fs.Spec((8, 256)))
     with pytest.raises(ValueError, match=re.escape("['w']: found a shard of shape (7, 256), needed (8, 256)")):
         fs.plan(lambda p: p, {"w": fs.Sharded(torch.zeros(7, 256), spec)}, mesh={"shard": 4})
+
+
+def test_optimizers_that_ask_for_their_counts_are_planned():
+    """As torch's classes do that are neither fused nor capturable; so does a trace by jit."""
+    module = torch.nn.Linear(30, 7)
+    model = fs.functionalize(module)
+    tx = fs.chain(fs.clip_by_global_norm(1.0), fs.from_torch(torch.optim.AdamW, lr=1e-3))
+    state = fs.TrainState.create(model.init(fs.zero3(fs.init_mesh({"shard": -1}, device="cpu"))), tx)
+
+    def step(state, x):
+        loss, grads = fs.value_and_grad(lambda params: model.apply(params, x).square().mean())(state.params)
+        return fs.update(tx, state, grads), loss
+
+    planned = fs.plan(step, state, torch.ones(4, 30), mesh={"shard": 4})
+    assert planned.by_axis()["shard"].collectives > 0
