@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test slow lint types demo bench clean
+.PHONY: test slow lint types demo examples bench clean
 .NOTPARALLEL:
 
 test: .venv/test
@@ -19,6 +19,15 @@ types: .venv/dev
 
 demo: .venv/examples
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 examples/ddp_parity.py
+
+EXAMPLES := train_gpt ddp_parity mnist unequal_tokens finetune_lora dp_sgd maml ensemble hessian custom_transform topk \
+    powersgd sibling tensor_parallel
+
+examples: .venv/models
+	for example in $(EXAMPLES); do \
+	    echo "=== $$example"; \
+	    OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 examples/$$example.py || exit 1; \
+	done
 
 bench: .venv/examples
 	for configuration in d512-L8-B4-T256 d1024-L8-B1-T128 d64-L48-B1-T16; do \

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -11,22 +10,18 @@ from fshard import _compat
 from fshard.checks import kind
 from fshard.errors import Problem, leaf_error
 from fshard.jit.backends import BACKENDS, Backend, ready, writes_in_place
+from fshard.jit.donation import argument_of, give_up, pairs_of, refuse_given_up, refuse_shared, tensor_of, write
 from fshard.jit.passes import (
     clean,
     constants,
     donate,
-    placeholders,
     refuse_ambient_random,
     refuse_hidden_results,
     refuse_writes,
-    results,
 )
 from fshard.jit.signature import Signature, changed_values, changes, flat_arguments, signature, unhashable
 from fshard.jit.trace import Traced, trace
-from fshard.tree import Flat, Sharded, is_sharded, subtrees, unflatten
-
-# Where a tensor says that it was given up.
-GIVEN_UP = "donated"
+from fshard.tree import Flat, Sharded, is_sharded, unflatten
 
 
 class _Program(NamedTuple):
@@ -66,12 +61,12 @@ class Jitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function."""
         flat = flat_arguments(args, kwargs, self._static)
-        tensors = [_tensor(leaf) for leaf in flat.leaves if is_sharded(leaf) or isinstance(leaf, torch.Tensor)]
+        tensors = [tensor_of(leaf) for leaf in flat.leaves if is_sharded(leaf) or isinstance(leaf, torch.Tensor)]
         if self._runs_inline(tensors):
             return self._f(*args, **kwargs)
-        _refuse_given_up(flat)
+        refuse_given_up(flat)
         if self._donated:
-            _refuse_shared(flat, self._donated)
+            refuse_shared(flat, self._donated)
         asked = signature(flat, [(f"{i}", args[i]) for i in self._static if i < len(args)])
         try:
             program = self._programs.get(asked)
@@ -86,9 +81,9 @@ class Jitted:
         with torch.no_grad():
             outputs = list(program.run(*tensors))
             if not program.in_place:
-                _write(program.pairs, tensors, outputs)
+                write(program.pairs, tensors, outputs)
             for i, k in program.pairs.items():
-                outputs[k] = _given_up(tensors[i])
+                outputs[k] = give_up(tensors[i])
         return _assembled(program.traced, outputs)
 
     def _runs_inline(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -128,11 +123,11 @@ class Jitted:
 
         traced = trace(self._f, flat, rebuild)
         clean(traced.graph)
-        donated = [_argument(path) in self._donated for path in traced.paths]
+        donated = [argument_of(path) in self._donated for path in traced.paths]
         refuse_writes(traced.graph.graph, traced.paths, donated, "jit")
         refuse_ambient_random(traced.graph.graph, "jit")
         refuse_hidden_results(traced.graph.graph, "jit")
-        pairs = _pairs(traced, flat, self._donated, donated)
+        pairs = pairs_of(traced, flat, self._donated, donated)
         if writes_in_place(self._backend):
             donate(traced.graph, pairs)
         return traced, pairs
@@ -189,101 +184,6 @@ def _numbers(name: str, value: Any) -> tuple[int, ...]:
     if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
         raise ValueError(f"jit: {name}_argnums is {value!r}, needed numbers of arguments by position, from 0")
     return numbers
-
-
-def _tensor(leaf: Any) -> torch.Tensor:
-    return leaf.local if is_sharded(leaf) else leaf
-
-
-def _argument(path: str) -> int | None:
-    """The number of the argument that a leaf of (args, kwargs) belongs to."""
-    head = path.removeprefix("[0][").split("]")[0]
-    return int(head) if path.startswith("[0][") else None
-
-
-def _pairs(traced: Traced, flat: Flat, donated: Sequence[int], is_donated: Sequence[bool]) -> dict[int, int]:
-    """Find for each donated argument the part of the result that has its structure, and pair their tensors."""
-    numbers = {path: n for n, path in enumerate(traced.paths)}
-    tensors = [n for n, out in enumerate(traced.outputs) if out is not None]
-    place = {leaf: k for k, leaf in enumerate(tensors)}
-    inputs, outs = placeholders(traced.graph.graph), results(traced.graph.graph)
-    pairs: dict[int, int] = {}
-    for argument in donated:
-        given = [i for i, path in enumerate(flat.paths) if _argument(path) == argument]
-        wanted = subtrees(flat.treedef)[0]
-        structure = subtrees(wanted)[argument]
-        start = next((s for s, part in _parts(traced.treedef) if part == structure), None)
-        if start is None:
-            raise ValueError(
-                f"jit: argument {argument} is donated, but no part of the result has its structure; return its "
-                "successor, such as the new state, or do not donate it"
-            )
-        for offset, i in enumerate(given):
-            out = traced.outputs[start + offset]
-            if flat.paths[i] in numbers and out is not None:
-                spec = flat.leaves[i].spec if is_sharded(flat.leaves[i]) else True
-                n, k = numbers[flat.paths[i]], place[start + offset]
-                if out == spec and _same(inputs[n].meta["val"], outs[k].meta["val"]):
-                    pairs[n] = k
-    return pairs
-
-
-def _parts(treedef: Any) -> list[tuple[int, Any]]:
-    """The whole structure and its children, each with the number of its first leaf."""
-    found, start = [(0, treedef)], 0
-    for child in subtrees(treedef):
-        found.append((start, child))
-        start += child.num_leaves
-    return found
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
-
-
-def _write(pairs: dict[int, int], tensors: Sequence[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-    """Copy results into the inputs whose place they take; those that lie in one of these are read first."""
-    written = {_compat.storage_key(tensors[i]) for i in pairs}
-    for k, out in enumerate(outputs):
-        if _compat.storage_key(out) in written:
-            outputs[k] = out.clone()
-    for i, k in pairs.items():
-        tensors[i].copy_(outputs[k])
-
-
-def _given_up(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a new tensor, and none in the old one."""
-    kept = tensor.detach()
-    tensor.set_(tensor.new_empty(0))  # type: ignore[call-overload]
-    tensor.__dict__[GIVEN_UP] = True
-    return kept
-
-
-def _refuse_given_up(flat: Flat) -> None:
-    problems = [
-        Problem(path, "a tensor that was donated to an earlier call", "what that call returned in its place")
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if GIVEN_UP in getattr(_tensor(leaf), "__dict__", ())
-    ]
-    if problems:
-        raise leaf_error("jit: arguments were given up", problems, "go on with the new state, or do not donate the old")
-
-
-def _refuse_shared(flat: Flat, donated: Sequence[int]) -> None:
-    """Refuse memory that is given up and is that of another tensor too, which would change while it is read."""
-    at = [
-        (tensor.data_ptr(), tensor.nbytes, path)
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if isinstance(tensor := _tensor(leaf), torch.Tensor) and tensor.numel()
-    ]
-    at.sort()
-    problems = [
-        Problem(path, f"memory that {other} has too, and one of them is donated", "tensors of their own")
-        for (start, size, other), (next_start, _, path) in pairwise(at)
-        if next_start < start + size and {_argument(other), _argument(path)} & set(donated)
-    ]
-    if problems:
-        raise leaf_error("jit: arguments share memory that is given up", problems, "clone one of them")
 
 
 def _assembled(traced: Traced, outputs: Sequence[torch.Tensor]) -> Any:

@@ -166,6 +166,16 @@ def test_memory_that_is_given_up_belongs_to_one_tensor(name):
     assert x.equal(X)
 
 
+def test_memory_that_elements_share_is_not_given_up():
+    """Such as counts that torch.func.vmap makes of a number."""
+    text = (
+        "jit: arguments share memory that is given up\n  [0][0]['count']: found elements that share their memory, as "
+        "expand has them, needed memory for each\nTo fix: clone one of them."
+    )
+    with refused(text):
+        fs.jit(lambda tree: fs.tree_map(lambda leaf: leaf + 1, tree), donate_argnums=0)({"count": X[:1].expand(4)})
+
+
 def test_parts_of_one_tensor_that_do_not_overlap_may_be_given_up():
     a, b = torch.arange(6.0).split(3)
     found = fs.jit(lambda tree: fs.tree_map(lambda leaf: leaf + 1, tree), donate_argnums=0)({"a": a, "b": b})

@@ -1,0 +1,124 @@
+"""Donation: whose memory a result takes, and what may be given up."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from fshard import _compat
+from fshard.errors import Problem, leaf_error
+from fshard.jit.passes import placeholders, results
+from fshard.jit.trace import Traced
+from fshard.tree import Flat, is_sharded, subtrees
+
+# Where a tensor says that it was given up.
+GIVEN_UP = "donated"
+
+
+def tensor_of(leaf: Any) -> torch.Tensor:
+    """What this rank holds of a leaf, or a leaf that is no tensor as it is."""
+    return leaf.local if is_sharded(leaf) else leaf
+
+
+def argument_of(path: str) -> int | None:
+    """The number of the argument that a leaf of (args, kwargs) belongs to."""
+    head = path.removeprefix("[0][").split("]")[0]
+    return int(head) if path.startswith("[0][") else None
+
+
+def pairs_of(traced: Traced, flat: Flat, donated: Sequence[int], is_donated: Sequence[bool]) -> dict[int, int]:
+    """Find for each donated argument the part of the result that has its structure, and pair their tensors."""
+    numbers = {path: n for n, path in enumerate(traced.paths)}
+    tensors = [n for n, out in enumerate(traced.outputs) if out is not None]
+    place = {leaf: k for k, leaf in enumerate(tensors)}
+    inputs, outs = placeholders(traced.graph.graph), results(traced.graph.graph)
+    pairs: dict[int, int] = {}
+    for argument in donated:
+        given = [i for i, path in enumerate(flat.paths) if argument_of(path) == argument]
+        wanted = subtrees(flat.treedef)[0]
+        structure = subtrees(wanted)[argument]
+        start = next((s for s, part in _parts(traced.treedef) if part == structure), None)
+        if start is None:
+            raise ValueError(
+                f"jit: argument {argument} is donated, but no part of the result has its structure; return its "
+                "successor, such as the new state, or do not donate it"
+            )
+        for offset, i in enumerate(given):
+            out = traced.outputs[start + offset]
+            if flat.paths[i] in numbers and out is not None:
+                spec = flat.leaves[i].spec if is_sharded(flat.leaves[i]) else True
+                n, k = numbers[flat.paths[i]], place[start + offset]
+                if out == spec and _same(inputs[n].meta["val"], outs[k].meta["val"]):
+                    pairs[n] = k
+    return pairs
+
+
+def _parts(treedef: Any) -> list[tuple[int, Any]]:
+    """The whole structure and its children, each with the number of its first leaf."""
+    found, start = [(0, treedef)], 0
+    for child in subtrees(treedef):
+        found.append((start, child))
+        start += child.num_leaves
+    return found
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+
+
+def write(pairs: dict[int, int], tensors: Sequence[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    """Copy results into the inputs whose place they take; those that lie in one of these are read first."""
+    written = {_compat.storage_key(tensors[i]) for i in pairs}
+    for k, out in enumerate(outputs):
+        if _compat.storage_key(out) in written:
+            outputs[k] = out.clone()
+    for i, k in pairs.items():
+        tensors[i].copy_(outputs[k])
+
+
+def give_up(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a new tensor, and none in the old one."""
+    kept = tensor.detach()
+    tensor.set_(tensor.new_empty(0))  # type: ignore[call-overload]
+    tensor.__dict__[GIVEN_UP] = True
+    return kept
+
+
+def refuse_given_up(flat: Flat) -> None:
+    """Refuse tensors that were donated to an earlier call."""
+    problems = [
+        Problem(path, "a tensor that was donated to an earlier call", "what that call returned in its place")
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if GIVEN_UP in getattr(tensor_of(leaf), "__dict__", ())
+    ]
+    if problems:
+        raise leaf_error("jit: arguments were given up", problems, "go on with the new state, or do not donate the old")
+
+
+def refuse_shared(flat: Flat, donated: Sequence[int]) -> None:
+    """Refuse memory that is given up and is that of another tensor too, which would change while it is read."""
+    at = [
+        (tensor.data_ptr(), tensor.nbytes, path)
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if isinstance(tensor := tensor_of(leaf), torch.Tensor) and tensor.numel()
+    ]
+    at.sort()
+    problems = [
+        Problem(path, f"memory that {other} has too, and one of them is donated", "tensors of their own")
+        for (start, size, other), (next_start, _, path) in pairwise(at)
+        if next_start < start + size and {argument_of(other), argument_of(path)} & set(donated)
+    ]
+    problems += [
+        Problem(path, "elements that share their memory, as expand has them", "memory for each")
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if isinstance(tensor := tensor_of(leaf), torch.Tensor) and argument_of(path) in donated and _is_expanded(tensor)
+    ]
+    if problems:
+        raise leaf_error("jit: arguments share memory that is given up", problems, "clone one of them")
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    if tensor.is_contiguous():
+        return False
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
