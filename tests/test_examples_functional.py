@@ -11,7 +11,11 @@ import fshard as fs
 from tests.test_processes import ROOT, TORCHRUN, run
 
 LAUNCHERS = pytest.mark.parametrize(
-    ("launcher", "ranks"), [((sys.executable,), 1), ((*TORCHRUN, 2), 2)], ids=["alone", "torchrun"]
+    ("launcher", "ranks"),
+    [
+        pytest.param((sys.executable,), 1, id="alone"),
+        pytest.param((*TORCHRUN, 2), 2, id="torchrun", marks=pytest.mark.slow),
+    ],
 )
 SHORT = ("dp_sgd", "maml", "ensemble", "hessian")
 PNG = b"\x89PNG"

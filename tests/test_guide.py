@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +59,11 @@ def tables(text: str) -> list[list[list[str]]]:
     return [list(rows_of_table(block.splitlines())) for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)]
 
 
+NEED_TRANSFORMERS = {
+    str(path.relative_to(ROOT)) for path in EXAMPLES if re.search(r"^from transformers", path.read_text(), re.MULTILINE)
+}
+
+
 def test_every_example_is_in_the_guide():
     named = set(re.findall(r"`(\w+\.py)`", GUIDE.read_text()))
     assert named >= {path.name for path in EXAMPLES}
@@ -82,6 +88,8 @@ def test_every_command_parses():
     assert {script[0] for script in scripts} >= {
         str(path.relative_to(ROOT)) for path in EXAMPLES if "__main__" in path.read_text()
     }
+    if find_spec("transformers") is None:
+        scripts = [script for script in scripts if script[0] not in NEED_TRANSFORMERS]
     command = [sys.executable, "-c", PARSE]
     result = subprocess.run(command, cwd=ROOT, input=json.dumps(scripts), capture_output=True, text=True, timeout=250)
     assert result.returncode == 0, result.stderr

@@ -129,7 +129,10 @@ CHOSEN = {
 @pytest.mark.parametrize(
     "ranks, rows",
     [
-        *(pytest.param(ranks, rows, id=f"{ranks} ranks") for ranks, rows in CHOSEN.items()),
+        *(
+            pytest.param(ranks, rows, id=f"{ranks} ranks", marks=pytest.mark.slow if ranks > 2 else ())
+            for ranks, rows in CHOSEN.items()
+        ),
         *(pytest.param(key[0], rows, id=f"{key}", marks=pytest.mark.slow) for key, rows in ALL.items()),
     ],
 )
