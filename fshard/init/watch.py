@@ -1,5 +1,6 @@
 """Watch: shows which operators read and write a module's parameters while its values are drawn."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -49,9 +50,9 @@ class Watch(_compat.DispatchMode):
         torch.manual_seed(seed)
         self.generator = torch.Generator().manual_seed(torch.initial_seed())
 
+    @abstractmethod
     def operate(self, op: str, touches: Sequence[Touch], given: Mapping[str, Any], run: Callable[..., Any]) -> Any:
         """See an operator: its name, what it does with parameters, its arguments by name, and what runs it."""
-        raise NotImplementedError
 
     def see(self, call: Callable[[], Any]) -> None:
         """Run a call and see its operators."""

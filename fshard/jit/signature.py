@@ -10,8 +10,6 @@ from fshard.checks import kind
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Flat, Spec, Tree, Treedef, flatten, is_sharded
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
-
 
 class Aval(NamedTuple):
     """What is known of a tensor without its values; JAX's abstract value."""

@@ -59,6 +59,7 @@ def from_torch_scheduler(
     def schedule(count: torch.Tensor) -> torch.Tensor:
         if not isinstance(count, torch.Tensor):
             raise ValueError(f"schedule: the count is {kind(count)}, needed an int64 tensor of shape ()")
-        return table.to(count.device)[count.clamp(0, steps - 1)]
+        # Indexing by a tensor of shape () would ask for its value, which a trace does not have.
+        return table.to(count.device).index_select(0, count.clamp(0, steps - 1).reshape(1)).reshape(())
 
     return schedule

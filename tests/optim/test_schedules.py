@@ -213,3 +213,16 @@ def test_a_schedule_that_is_not_finite_is_refused_where_it_is_used():
     text = "from_torch: lr is inf after 1 updates, needed a finite number; mend the schedule"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         tx.update(params, state, params)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adadelta, torch.optim.AdamW])
+def test_a_jitted_update_follows_the_schedule(cls):
+    """An index that is a tensor of shape () is asked for its value, which a trace does not have."""
+    tx = fs.from_torch(cls, lr=fs.from_torch_scheduler(lr_scheduler.StepLR, 0.1, STEPS, step_size=1, gamma=0.7))
+    params, grads = {"w": torch.ones(4)}, {"w": torch.arange(4.0)}
+    jitted = fs.jit(lambda grads, state, params: tx.update(grads, state, params))
+    eager = traced = (params, tx.init(params))
+    for _ in range(STEPS):
+        eager, traced = tx.update(grads, eager[1], eager[0]), jitted(grads, traced[1], traced[0])
+        assert traced[0]["w"].equal(eager[0]["w"])
+    assert len(jitted.traces) == 1
