@@ -100,20 +100,17 @@ def train(args: argparse.Namespace, name: str, mesh: Any, strategy: fs.ShardTran
     rate = fs.from_torch_scheduler(step_lr, lr=args.lr, steps=steps, step_size=len(loader), gamma=args.gamma)
     tx = fs.from_torch(torch.optim.Adadelta, lr=rate)
 
-    @fs.jit
-    def gradients(state: fs.TrainState, batch: Batch) -> tuple[torch.Tensor, Any]:
+    def train_step(state: fs.TrainState, batch: Batch) -> tuple[fs.TrainState, torch.Tensor]:
         # Other dropout masks in each step and on each rank, all drawn from one key.
         key = fs.fold_in(fs.fold_in(state.key, state.step), fs.axis_of(mesh))
 
         def loss_fn(params: Any) -> torch.Tensor:
             return F.cross_entropy(model.apply(params, batch[0], key=key), batch[1])
 
-        return fs.value_and_grad(loss_fn)(state.params)
+        loss, grads = fs.value_and_grad(loss_fn)(state.params)
+        return fs.update(tx, state, grads), loss
 
-    def train_step(state: fs.TrainState, batch: Batch) -> tuple[fs.TrainState, torch.Tensor]:
-        loss, grads = gradients(state, batch)
-        # Outside of the graph, because torch's Adadelta takes its learning rate as a number, which a graph cannot hold.
-        return fs.update(tx, state, grads, donate=True), loss
+    train_step = fs.jit(train_step, donate_argnums=0)
 
     @fs.jit
     def scores(params: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
