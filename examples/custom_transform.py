@@ -81,6 +81,12 @@ class Int8Weights(fs.Wrapped):
 # is explicit: init makes it, and scatter_with_state, in the place of scatter, takes the old one and returns the new.
 @dataclass(frozen=True)
 class Int8(Int8Weights):
+    def __post_init__(self) -> None:
+        if self.axes[0].size > 127:
+            raise ValueError(
+                f"Int8: sums of {self.axes[0].size} ranks, needed at most 127; scatter along a smaller axis"
+            )
+
     def init(self, grad: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(grad)
 

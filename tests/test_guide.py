@@ -132,10 +132,14 @@ def test_guide_and_migration_test_name_the_same_calls():
 @pytest.mark.parametrize(
     ("mistake", "found"),
     [
-        ("mean", r"step 0 .*\n +\['loss'\]"),
+        pytest.param("mean", r"step 0 .*\n +\['loss'\]", marks=pytest.mark.slow),
         ("rate", r"step 2 .*\n +\['params'\]"),
         ("psum", r"check_varying: .*\n +File .*/ddp_parity.py"),
-        ("frozen", r"step 0 .*\n +\['params'\]\['blocks.0.up.weight'\].*\n +To fix"),
+        pytest.param(
+            "frozen",
+            r"step 0 .*\n +\['params'\]\['blocks.0.up.weight'\].*\n +To fix",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["mean", "rate", "psum", "frozen"],
 )

@@ -193,7 +193,7 @@ def test_replay_is_dense(name, device):
     assert all(parameter.device.type == device for parameter in module.parameters())
 
 
-@pytest.mark.parametrize("world_size", (1, 2, 3, 4, 8))
+@pytest.mark.parametrize("world_size", (1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)))
 def test_replay_is_dense_at_every_world_size(world_size):
     """Of every strategy; the recorder sees one comparison, and nothing else travels."""
     names = ("transformer", "GPT", "rejecting", "deviating", "tied")

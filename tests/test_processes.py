@@ -33,13 +33,27 @@ fs.testing.spmd(program, 4)
 """
 
 
+ALONE = (sys.executable,)
+PARITY = [
+    pytest.param(ALONE, "zero1", id="alone-zero1"),
+    pytest.param((*TORCHRUN, 2), "zero2", id="torchrun-zero2"),
+    *(pytest.param(ALONE, name, id=f"alone-{name}", marks=pytest.mark.slow) for name in ("ddp", "zero2")),
+    *(pytest.param((*TORCHRUN, 2), name, id=f"torchrun-{name}", marks=pytest.mark.slow) for name in ("ddp", "zero1")),
+]
+
+
+def attempts(quick, of):
+    """Numbers of attempts at a race, most of them slow."""
+    return [*range(quick), *(pytest.param(attempt, marks=pytest.mark.slow) for attempt in range(quick, of))]
+
+
 def run(*command, timeout=120):
     result = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
 
-@pytest.mark.parametrize("attempt", range(2))
+@pytest.mark.parametrize("attempt", attempts(1, of=4))
 @pytest.mark.parametrize("kept", ["mesh", "ddp"])
 def test_ranks_exit_with_zero(tmp_path, kept, attempt):
     """A race at the interpreter's end aborted one run in three to six, where something kept the process group."""
@@ -48,7 +62,7 @@ def test_ranks_exit_with_zero(tmp_path, kept, attempt):
     run(*TORCHRUN, 3, script, kept)
 
 
-@pytest.mark.parametrize("attempt", range(4))
+@pytest.mark.parametrize("attempt", attempts(2, of=8))
 def test_simulated_ranks_end_with_their_process(tmp_path, attempt):
     """What a thread kept in torch's storage aborted one run in four."""
     script = tmp_path / "script.py"
@@ -56,8 +70,7 @@ def test_simulated_ranks_end_with_their_process(tmp_path, attempt):
     run(sys.executable, script)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
-@pytest.mark.parametrize("launcher", [(sys.executable,), (*TORCHRUN, 2)], ids=["alone", "torchrun"])
+@pytest.mark.parametrize("launcher, strategy", PARITY)
 def test_ddp_parity(tmp_path, launcher, strategy):
     sizes = {"width": 32, "layers": 2, "heads": 2, "context": 16, "batch": 2, "steps": 4, "sample": 5}
     options = [part for name, size in sizes.items() for part in (f"--{name}", size)]

@@ -59,7 +59,8 @@ def check_transform(
 
     Args:
         transform: The transform, alone or in a composition; with a state or without.
-        shapes: Global shapes of the leaves to try it on, all at once.
+        shapes: Global shapes of the leaves to try it on, all at once. A strategy's layout leaves small ones whole: have
+            some above its `min_shard_elements`.
         dtype: Dtype of the leaves; floating.
         error: For a lossy transform: what gather, and a sum of gradients, may be off by, relative to the largest
             magnitude of a leaf. 0 asks for exactness, and for sums for no more than rounding.

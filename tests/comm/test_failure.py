@@ -22,7 +22,8 @@ from tests.trace.steps import make_step
 
 ROOT = Path(__file__).parents[2]
 
-# After which a rank that waits for another gives up.
+# After which a rank that waits for another gives up. Gloo needs it where a rank dies, too: an error of a connection
+# does not end the wait for a message that is just being sent (signalException in gloo/transport/tcp/pair.cc).
 TIMEOUT = timedelta(seconds=3)
 
 
@@ -150,8 +151,9 @@ def test_a_process_that_is_killed(tmp_path, monkeypatch):
             if (dist.get_rank(), place) == (1, 1):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        step, state, x = make_step(between=between)
-        (tmp_path / f"{dist.get_rank()}").write_text(text_of(lambda: step(state, x)))
+        with impatient_axis() as axis:
+            step, state, x = make_step(axis, between)
+            (tmp_path / f"{dist.get_rank()}").write_text(text_of(lambda: step(state, x)))
 
     with Workers(2) as workers, pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
         workers.run(program)
@@ -170,7 +172,7 @@ UNDER_TORCHRUN = """
 import os, pathlib, signal, sys
 import torch.distributed as dist
 from fshard import comm
-from tests.comm.test_failure import text_of
+from tests.comm.test_failure import impatient_axis, text_of
 from tests.trace.steps import make_step
 
 # The launcher ends the other ranks as soon as one has gone.
@@ -180,8 +182,9 @@ def between(place):
     if (dist.get_rank(), place) == (1, 1):
         os.kill(os.getpid(), signal.SIGKILL)
 
-step, state, x = make_step(between=between)
-pathlib.Path(sys.argv[1]).write_text(text_of(lambda: step(state, x)))
+with impatient_axis() as axis:
+    step, state, x = make_step(axis, between)
+    pathlib.Path(sys.argv[1]).write_text(text_of(lambda: step(state, x)))
 """
 
 

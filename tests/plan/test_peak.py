@@ -27,9 +27,9 @@ ALL = {
     for strategy in STRATEGIES
 }
 CHOSEN = [
-    *(Case("zero3", activations, *SIZES[0]) for activations in ACTIVATIONS),
-    *(Case(strategy, "kept", *SIZES[2]) for strategy in ("ddp", "hsdp")),
-    Case("zero3", "checkpoint", *SIZES[1], donated=False),
+    Case("zero3", "checkpoint", *SIZES[0]),
+    Case("zero3", "remat", *SIZES[1], donated=False),
+    Case("ddp", "kept", *SIZES[2]),
 ]
 
 
