@@ -5,9 +5,10 @@
 Every round runs each system's step both ways, in an order that changes; a traced step is one whole `with fs.trace()`,
 its context's begin and end included, its report not. The cost of a trace is the median over rounds of the ratio, with
 the interval that holds the true median 95 times in 100; once of the time, once of the processor time of all threads of
-this rank, which does not know of waiting. Of the recorder of collectives, which sees every operator, the same is told
-for comparison. What is noted of one collective is also timed alone, and told times a step's collectives; and so is the
-cost of a trace that is off, which is two looks at the thread's journal for each collective.
+this rank, which does not know of waiting. Of a step that is not traced either the same is told, which says what such a
+number is worth, and of the recorder of collectives, which sees every operator. What is noted of one collective is also
+timed alone, and told times a step's collectives; and so is the cost of a trace that is off, which is two looks at the
+thread's journal for each collective.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from rivals import SYSTEMS, make
 import fshard as fs
 
 # Ways to run a step.
-OFF, TRACED, RECORDED = "off", "traced", "recorded"
+OFF, AGAIN, TRACED, RECORDED = "off", "off again", "traced", "recorded"
 
 # Looks at the journal, and collectives, that are timed together.
 LOOKS = 10_000
@@ -51,7 +52,8 @@ def main() -> None:
         del system
         gc.collect()
     if mesh.get_rank() == 0:
-        columns = ("ms", "traced / off", "95%", "processor", "95%", "recorded", "collectives", "noted", "off: looks")
+        ratios = ("traced / off", "95%", "processor", "95%", "off / off", "95%", "recorded / off")
+        columns = ("ms", *ratios, "collectives", "noted / step", "looks / step when off")
         rows = {name: cells(values) for name, values in results["systems"].items()}
         report.print_table(f"Cost of a trace, {args.configuration.name}, ranks: {mesh.size()}", columns, rows)
         report.write_json(args.results / "trace.json", results)
@@ -59,8 +61,8 @@ def main() -> None:
 
 def measured(step: Callable[[], torch.Tensor], dropped: int, rounds: int) -> dict[str, Any]:
     """Seconds of each way in each round that counts, and what follows from them."""
-    seconds: dict[str, list[float]] = {OFF: [], TRACED: [], RECORDED: []}
-    processor: dict[str, list[float]] = {OFF: [], TRACED: [], RECORDED: []}
+    seconds: dict[str, list[float]] = {OFF: [], AGAIN: [], TRACED: [], RECORDED: []}
+    processor: dict[str, list[float]] = {OFF: [], AGAIN: [], TRACED: [], RECORDED: []}
     collectives = 0
     for number in range(dropped + rounds):
         if number == dropped:
@@ -83,17 +85,19 @@ def measured(step: Callable[[], torch.Tensor], dropped: int, rounds: int) -> dic
             if number >= dropped:
                 seconds[way].append(time.perf_counter() - start)
                 processor[way].append(time.process_time() - busy)
+    noted, look = noted_seconds(), look_seconds()
     gc.unfreeze()
     median_off = statistics.median(seconds[OFF])
     return {
         "median_seconds": {way: statistics.median(values) for way, values in seconds.items()},
         "ratio": median_ratio(seconds[TRACED], seconds[OFF]),
         "processor_ratio": median_ratio(processor[TRACED], processor[OFF]),
+        "again_ratio": median_ratio(seconds[AGAIN], seconds[OFF]),
         "recorded_ratio": median_ratio(seconds[RECORDED], seconds[OFF]),
         "collectives": collectives,
-        "noted_seconds": (noted := noted_seconds()),
+        "noted_seconds": noted,
         "share_noted": collectives * noted / median_off,
-        "look_seconds": (look := look_seconds()),
+        "look_seconds": look,
         "share_when_off": 2 * collectives * look / median_off,
         "seconds": seconds,
         "processor_seconds": processor,
@@ -140,6 +144,7 @@ def cells(values: dict[str, Any]) -> list[str]:
         f"{1e3 * values['median_seconds'][OFF]:.1f}",
         *interval(values["ratio"]),
         *interval(values["processor_ratio"]),
+        *interval(values["again_ratio"]),
         f"{values['recorded_ratio']['median']:.4f}",
         f"{values['collectives']}",
         f"{values['share_noted']:.6f}",
@@ -153,10 +158,10 @@ def interval(ratio: dict[str, float]) -> tuple[str, str]:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configuration", type=Configuration.parse, default="d256-L4-B4-T128")
+    parser.add_argument("--configuration", type=Configuration.parse, default="d128-L4-B4-T64")
     systems = ["fshard-zero2", "fshard-zero3", "fshard-zero3-graph"]
     parser.add_argument("--systems", type=lambda names: names.split(","), default=systems)
-    parser.add_argument("--rounds", type=int, default=121, help="rounds that count")
+    parser.add_argument("--rounds", type=int, default=301, help="rounds that count")
     parser.add_argument("--dropped", type=int, default=3, help="rounds before them")
     parser.add_argument("--results", type=Path, default=report.RESULTS)
     args = parser.parse_args()
