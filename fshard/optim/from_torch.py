@@ -55,7 +55,8 @@ def from_torch(cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), 
 
     Raises:
         ValueError: if the class cannot work without a closure or on dense gradients, or what is injected is no number;
-            from init, if a leaf cannot take a gradient, or the class looks across the elements of one that is sharded.
+            from init, if a leaf cannot take a gradient, or the class looks across the elements of one that is sharded;
+            from update, if the class asks for a number that vmap has many of.
 
     >>> import fshard as fs
     >>> tx = from_torch(torch.optim.SGD, lr=lambda count: 0.1 * 0.5 ** int(count))
@@ -194,6 +195,13 @@ def _step(optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor], val
     try:
         with torch.no_grad():
             optimizer.step()
+    except RuntimeError as error:
+        if any(
+            isinstance(value, torch.Tensor) and not value.dim() and _compat.is_transformed(value) for value in values
+        ):
+            found = f"{type(optimizer).__name__} reads its step count as a number, which vmap has none of"
+            raise ValueError(f"from_torch: {found}, needed maths alone; use fs.adamw, fs.adam or fs.sgd") from error
+        raise
     finally:
         for tensor in tensors:
             tensor.grad = None

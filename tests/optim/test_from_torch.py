@@ -329,3 +329,12 @@ def test_schedule_of_other_hyperparameters():
         optimizer.step()
         params, state = tx.update(torch.arange(3.0), state, params)
     assert_same_bits(params, param.detach())
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_step_counts_of_a_vmap_are_refused():
+    tx, params = fs.from_torch(optim.AdamW, lr=0.1), {"w": torch.ones(3, 4)}
+    state = torch.func.vmap(tx.init)(params)
+    text = "AdamW reads its step count as a number, which vmap has none of, needed maths alone; use fs.adamw"
+    with pytest.raises(ValueError, match=f"^from_torch: {text}, fs.adam or fs.sgd$"):
+        torch.func.vmap(tx.update)(params, state, params)
