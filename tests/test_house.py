@@ -246,7 +246,7 @@ def test_import_takes_under_a_fifth_of_a_second_beyond_torch():
     # Processor time, because other tests run meanwhile; without a walk of the garbage collector over torch's objects.
     code = "import gc, time, torch; gc.freeze(); start = time.process_time(); import fshard; "
     code += "print(time.process_time() - start)"
-    assert min(float(python(code)) for _ in range(5)) < 0.2
+    assert min(float(python(code)) for _ in range(3)) < 0.2
 
 
 def test_import_is_light():
