@@ -35,6 +35,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 from torch.nn.functional import gelu, mse_loss
+from torch.optim.lr_scheduler import StepLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
@@ -229,6 +230,21 @@ def routed() -> Routed:
         return Routed()
 
 
+class Tied(Network):
+    """With a buffer, and a weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((), 2.0))
+        self.blocks[1].up.weight = self.blocks[0].up.weight
+
+
+def tied() -> Tied:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Tied()
+
+
 class Gathers(TorchDispatchMode):
     """Counts the all-gathers that torch.distributed starts."""
 
@@ -271,6 +287,17 @@ def saved_by_fsdp2(directory: str) -> None:
     train_fsdp2(model, optimizer)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=directory)
+
+
+def go_on_by_fsdp2(directory: str) -> Any:
+    """Load what was saved into another network, and train on."""
+    model = sharded(others())
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    states = {"model": model_state, "optim": optimizer_state}
+    dcp.load(states, checkpoint_id=directory)
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optim"])
+    return train_fsdp2(model, optimizer)
 
 
 # The table.
@@ -318,6 +345,53 @@ class Units:
         model = fs.functionalize(network(), units=Block)
         params = model.init(fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
         return train(program(params=params))
+
+
+@row("loss = loss_fn(model(x), y); loss.backward()", "loss, grads = fs.value_and_grad(loss_fn)(params, x, y)")
+class Gradients:
+    def fsdp2():
+        model, ((x, y),) = sharded(network()), batches(1)
+        loss = mse_loss(model(x), y)
+        loss.backward()
+        return mean_over_ranks(loss), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+    def fshard():
+        model, ((x, y),) = fs.functionalize(network(), units=Block), batches(1)
+
+        def loss_fn(params, x, y):
+            return mse_loss(model.apply(params, x), y)
+
+        loss, grads = fs.value_and_grad(loss_fn)(model.init(zero3()), x, y)
+        return loss, fs.unshard(grads)
+
+
+@row(
+    "torch.optim.AdamW(model.parameters(), lr=...)",
+    "tx = fs.from_torch(torch.optim.AdamW, lr=...), state = fs.TrainState.create(params, tx)",
+)
+class TheOptimizer:
+    def fsdp2():
+        model = sharded(network())
+        return train_fsdp2(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+    def fshard():
+        return train(program(tx=fs.from_torch(torch.optim.AdamW, lr=1e-3)))
+
+
+@row("StepLR(optimizer, ...), scheduler.step()", "fs.from_torch(..., lr=fs.from_torch_scheduler(StepLR, ...))")
+class Scheduler:
+    def fsdp2():
+        model, losses = sharded(network()), []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
+        for batch in batches():
+            losses.append(fsdp2_step(model, optimizer, batch))
+            scheduler.step()
+        return {"losses": losses, "params": full(model)}
+
+    def fshard():
+        schedule = fs.from_torch_scheduler(StepLR, lr=1e-2, steps=STEPS, step_size=1, gamma=0.5)
+        return train(program(tx=fs.from_torch(torch.optim.AdamW, lr=schedule)))
 
 
 @row("optimizer.step(), optimizer.zero_grad()", "state = fs.update(tx, state, grads)")
@@ -788,16 +862,28 @@ class MetaDevice:
         return drawn(params)
 
 
-@row("get_model_state_dict(model, full_state_dict=True)", "fs.checkpoint.to_state_dict(params)")
+@row(
+    "get_model_state_dict(model, full_state_dict=True)",
+    "fs.checkpoint.to_state_dict({**params, **model.buffers}, module=module)",
+)
 class FullStateDict:
     def fsdp2():
-        return get_model_state_dict(sharded(network()), options=FULL)
+        # Not by blocks, of which two have the same weight.
+        state_dict = get_model_state_dict(fully_shard(tied()), options=FULL)
+        tied().load_state_dict(state_dict)
+        return state_dict
 
     def fshard():
-        return fs.checkpoint.to_state_dict(fs.functionalize(network()).init(zero3()))
+        module, model = tied(), fs.functionalize(tied())
+        state_dict = fs.checkpoint.to_state_dict({**model.init(zero3()), **model.buffers}, module=module)
+        module.load_state_dict(state_dict)
+        return state_dict
 
 
-@row("set_model_state_dict(model, full, broadcast_from_rank0=True)", "fs.checkpoint.from_state_dict(full, like=params)")
+@row(
+    "set_model_state_dict(model, full, broadcast_from_rank0=True)",
+    "fs.checkpoint.from_state_dict(full, like=params, module=module)",
+)
 class LoadFullStateDict:
     def fsdp2():
         model = sharded(others())
@@ -809,7 +895,8 @@ class LoadFullStateDict:
 
     def fshard():
         made = program(module=others())
-        params = fs.checkpoint.from_state_dict(network().state_dict(), like=made.state.params)
+        full = network().state_dict()
+        params = fs.checkpoint.from_state_dict(full, like=made.state.params, module=network())
         return train(made._replace(state=made.state._replace(params=params)))
 
 
@@ -853,13 +940,7 @@ class OptimizerStateDict:
 class Checkpoint:
     def fsdp2():
         saved_by_fsdp2(directory := shared_directory())
-        model = sharded(others())
-        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        states = {"model": model_state, "optim": optimizer_state}
-        dcp.load(states, checkpoint_id=directory)
-        set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optim"])
-        return train_fsdp2(model, optimizer)
+        return go_on_by_fsdp2(directory)
 
     def fshard():
         made, directory = program(), shared_directory()
@@ -883,6 +964,24 @@ class GoOnFromFSDP2:
         made, module = program(module=others()), network()
         state = fs.checkpoint.load_dcp(directory, like=made.state, module=module, trusted=True)
         return train(made._replace(state=state))
+
+
+@row(
+    "dcp.save of what FSDP2 goes on from",
+    "fs.checkpoint.save_dcp(directory, state, module=module, optimizer=optimizer)",
+)
+class GoBackToFSDP2:
+    def fsdp2():
+        return Checkpoint.fsdp2()
+
+    def fshard():
+        made, directory, module = program(), shared_directory(), network()
+        state = made.state
+        for batch in batches():
+            state, _ = made.step(state, batch)
+        optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
+        fs.checkpoint.save_dcp(directory, state, module=module, optimizer=optimizer)
+        return go_on_by_fsdp2(directory)
 
 
 @row("model.reset_iter_state() after an error", "nothing: the state is as it was")
