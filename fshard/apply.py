@@ -49,7 +49,7 @@ class Model:
         self._idle: list[Skeleton] = []
 
     def init(self, strategy: ShardTransform, *, seed: int | None = None, mode: str = "replay") -> dict[str, Any]:
-        """Make sharded parameters, from the module's own values or anew from a seed.
+        """Make sharded parameters, from the module's own values or anew from a seed. Every rank must call this.
 
         With a seed the module may be on the meta device: no more is held than the shards and what is being drawn, and
         `buffers` then holds values for those buffers that the module draws itself.
@@ -64,7 +64,8 @@ class Model:
                 in the full tensor: other numbers, of the same distributions, and the same at every world size.
 
         Returns:
-            Sharded parameters by name; tied ones once, under the first of their names.
+            Sharded parameters by name; tied ones once, under the first of their names, with the values that the last of
+            their owners drew.
 
         Raises:
             ValueError: if ranks hold different values, the module is on the meta device and no seed is given, a

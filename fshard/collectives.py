@@ -95,6 +95,9 @@ def psum(tree: Tree, axis: Axis) -> Tree:
 def pmean(tree: Tree, axis: Axis) -> Tree:
     """Average each tensor over the ranks of an axis, inside a local loss; see `psum`.
 
+    What ranks differentiate by themselves, as an inner gradient by torch.func.grad, is their own part of its gradient:
+    for the mean of such gradients take the pmean of them, or `value_and_grad` inside.
+
     Args:
         tree: Floating tensors of equal shapes and dtypes on every rank.
         axis: The mesh axis to average over.

@@ -37,6 +37,8 @@ def value_and_grad(
     torch.func transform, or where parameters are part of an outer graph, it is that very expression. Follows
     jax.value_and_grad.
 
+    Of plain tensors alone, which say nothing of ranks, it is torch.func.grad_and_value on each rank by itself.
+
     Args:
         f: Called with all arguments; returns this rank's scalar loss, or (sum, count) for "weighted".
         argnums: Which arguments are parameters; with several, gradients come as a tuple.
