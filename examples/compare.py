@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from gpt import GPT, Block, batch, standard_library
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 from tqdm import tqdm
 
 import fshard as fs
@@ -49,8 +51,7 @@ def train(args: argparse.Namespace, name: str, mesh: Any, strategy: fs.ShardTran
     def loss_fn(params: Any, xy: Batch) -> torch.Tensor:
         return F.cross_entropy(model.apply(params, xy[0]).flatten(0, 1), xy[1].flatten())
 
-    losses, sent, part = [], [], []
-    start = time.perf_counter()
+    losses, sent, part, start = [], [], [], time.perf_counter()
     for xy in batches(args, name, mesh, losses):
         with fs.comm.record() as record:
             value_and_grad = fs.value_and_grad(loss_fn, transform_state=state.transform_state)
@@ -89,28 +90,28 @@ def report(runs: Mapping[str, Run], part: str, steps: int) -> None:
 
 
 def plot(args: argparse.Namespace, runs: Mapping[str, Run], part: str, ranks: int) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 3, figsize=(13, 4.2), sharey=True, constrained_layout=True)
+    figure = Figure(figsize=(13, 4.8), layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
     for i, (name, run) in enumerate(runs.items()):
         style = {"color": f"C{i - 1}", "linewidth": 1.5} if i else {"color": "0.7", "linewidth": 4}
         for panel, x in zip(panels, (range(1, args.steps + 1), run.sent, run.part)):
             panel.plot(x, smooth(run.losses), label=f"{name}, {run.stored:.2f} MB stored", **style)
     for panel, label in zip(panels, ("step", "MB sent by each rank", f"MB sent by each rank {part}")):
-        # One rank sends nothing.
-        panel.set(xlabel=label, xscale="log" if ranks > 1 and panel is not panels[0] else "linear")
+        panel.set_xlabel(label)
         panel.grid(color="0.92")
-    panels[0].set(ylabel="loss (nats per byte, smoothed)")
-    panels[0].legend(frameon=False)
-    figure.suptitle(f"The same GPT on the same batches, on {ranks} ranks")
+    panels[0].locator_params("x", integer=True)
+    # One rank sends nothing. Labels of minor ticks would overlap after few steps.
+    for panel in panels[1:] if ranks > 1 else ():
+        panel.set_xscale("log")
+        panel.xaxis.set(major_locator=LogLocator(subs=(1, 3)), major_formatter="{x:g}", minor_formatter=NullFormatter())
+    panels[0].set_ylabel("loss (nats per byte, smoothed)")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle(f"The same GPT on the same batches, on {ranks} rank{'s' * (ranks > 1)}")
     figure.savefig(args.plot, dpi=120)
 
 
-def parse_args(name: str, **own: float) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+def parse_args(name: str, description: str, **own: float) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"steps": 250, "width": 64, "layers": 2, "context": 64, "batch": 8, "lr": 3e-3, "seed": 0, **own}
     for option, default in sizes.items():
         parser.add_argument(f"--{option}", type=type(default), default=default)

@@ -101,7 +101,7 @@ class Int8(Int8Weights):
 
 
 def main() -> None:
-    args, mesh = parse_args("custom_transform", steps=50), fs.init_mesh({"shard": -1}, device="cpu")
+    args, mesh = parse_args("custom_transform", __doc__, steps=50), fs.init_mesh({"shard": -1}, device="cpu")
     plain, ranks = fs.fully_shard(mesh), mesh.size()
 
     def say(*words: object) -> None:

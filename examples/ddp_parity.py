@@ -165,15 +165,16 @@ def check(mistake: str, args: argparse.Namespace, mesh: Any, module: torch.nn.Mo
     ddp = {"module": module, "loss_fn": local_loss, "optimizer": partial(torch.optim.SGD, lr=lr)}
     against_ddp = partial(fs.testing.assert_matches_ddp, train_step, state, batches, **ddp, rtol=0, atol=atol)
     said = [f"\n{MISTAKES.get(mistake, 'The step as it should be')}; rounding may move a parameter by {atol:.1e}:"]
-    for tool in (against_ddp, partial(fs.testing.check_varying, loss_fn, state.params, batches[0])):
+    check_varying = partial(fs.testing.check_varying, loss_fn, state.params, batches[0])
+    for name, tool in {"assert_matches_ddp": against_ddp, "check_varying": check_varying}.items():
         try:
-            match = tool()
-            said.append(
-                f"  largest difference {match.params:.2g} in a parameter" if match else "  check_varying: nothing wrong"
-            )
+            found = f"largest difference {match.params:.2g} in a parameter" if (match := tool()) else "nothing wrong"
+            said.append(f"  {name}: {found}")
         except (AssertionError, ValueError) as error:
-            lines = [f"  {line}" for line in str(error).splitlines()]
-            said += [*lines[:4], f"    and {len(lines) - 5} more"] if len(lines) > 5 else lines
+            # What fshard refuses is never compared.
+            said.append(f"  {name} finds the mistake{', as fshard refuses the step' * isinstance(error, ValueError)}:")
+            lines = [f"    {line}" for line in str(error).splitlines()]
+            said += [*lines[:4], f"      and {len(lines) - 5} more"] if len(lines) > 5 else lines
     if mesh.get_rank() == 0:
         print("\n".join(said))
 
@@ -218,6 +219,7 @@ def plot(args: argparse.Namespace, ranks: int, ours: Run, theirs: Run) -> None:
     curves.plot(theirs.losses, color="0.6", linewidth=3, label="torch DDP")
     curves.plot(ours.losses, linewidth=1, label=f"fshard {args.strategy}")
     curves.set(xlabel="step", ylabel="loss (nats per byte)", title="The same steps, by fshard and by torch DDP")
+    curves.locator_params("x", integer=True)
     curves.legend()
     for x, run in enumerate((theirs, ours)):
         bottom = 0.0

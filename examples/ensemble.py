@@ -98,18 +98,19 @@ def main() -> None:
 def plot(path: Path, x: torch.Tensor, outputs: torch.Tensor, kinds: dict[str, torch.Tensor]) -> None:
     amounts, figure = disagreement(outputs), Figure(figsize=(12, 4), layout="constrained")
     left, right = figure.subfigures(1, 2)
-    axes = left.subplots()
+    axes = left.subplots(subplot_kw={"title": "How much members disagree on a digit"})
     for name, kind in kinds.items():
         print(f"{name}: {kind.sum():>3} digits, median disagreement {amounts[kind].median():.4f} nats")
         axes.ecdf(amounts[kind].clamp(min=1e-6), label=name)
-    axes.set(xlabel="disagreement (nats)", xscale="log", ylabel="share of digits with less")
+    axes.set(xlabel="disagreement of probabilities, not votes (nats)", xscale="log", ylabel="share of digits with less")
     axes.legend(frameon=False)
-    order = amounts.argsort()
-    for i, panel in zip((*order[:6], *order[-6:]), right.subplots(2, 6).flat):
-        panel.imshow(x[i].view(8, 8), cmap="gray_r")
-        panel.set_title("".join(map(str, outputs[:, i].argmax(-1).tolist())), fontsize=9)
-        panel.set_axis_off()
-    right.suptitle("Members' votes on the least and on the most disputed digits")
+    for half, name in zip(right.subfigures(2, 1), ("Least", "Most")):
+        nats, chosen = amounts.topk(6, largest=name == "Most")
+        half.suptitle(f"{name} disputed, {nats.min():.2g} to {nats.max():.2g} nats, and members' votes")
+        for i, panel in zip(chosen, half.subplots(1, 6, subplot_kw={"frame_on": False, "xticks": [], "yticks": []})):
+            counts, digits = outputs[:, i].argmax(-1).bincount().sort(descending=True)
+            panel.imshow(x[i].view(8, 8), cmap="gray_r")
+            panel.set_title("\n".join(f"{n} say {d}" for n, d in zip(counts[:2], digits) if n), fontsize=9)
     figure.savefig(path, dpi=120)
     print(f"Picture: {path}")
 

@@ -104,13 +104,13 @@ def main() -> None:
 
 
 def plot(path: Path, curves: dict[str, Any], grid: torch.Tensor, points: list[Points]) -> None:
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    labels = [*(f"after {n} step{'s' * (n != 1)}" for n in AFTER), "points to adapt to", "other points"]
     for panel, (name, lines) in zip(figure.subplots(1, 2, sharey=True), curves.items()):
-        panel.plot(grid, torch.cat(lines, 1), label=[f"after {steps} steps" for steps in AFTER])
-        panel.plot(*points[0], "k.", label="points to adapt to")
-        panel.plot(*points[1], "k+", label="other points")
-        panel.set_title(name)
-        panel.legend(frameon=False)
+        panel.plot(grid, torch.cat(lines, 1), "-", *points[0], "k.", *points[1], "k+")
+        panel.set(title=name, xlabel="x", ylabel="y")
+    figure.suptitle("Fits of a sinusoid that was never seen, after gradient steps on some of its points")
+    figure.legend(panel.lines, labels, loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(path, dpi=120)
     print(f"Fits: {path}")
 

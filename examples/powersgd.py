@@ -58,7 +58,7 @@ class PowerSGD(fs.Wrapped):
 
 
 def main() -> None:
-    args, mesh = parse_args("powersgd", rank=4), fs.init_mesh({"shard": -1}, device="cpu")
+    args, mesh = parse_args("powersgd", __doc__, rank=4), fs.init_mesh({"shard": -1}, device="cpu")
     low = PowerSGD(fs.fully_shard(mesh, min_shard_elements=1024), args.rank)
     strategies = {"ZeRO-3": fs.zero3(mesh), f"PowerSGD of rank {args.rank}": fs.zero3(mesh, layout=low)}
     compare(args, strategies, "for gradients", lambda entry: entry.sent * (entry.label == "scatter"))

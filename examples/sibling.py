@@ -63,7 +63,7 @@ class Sibling(fs.ShardTransform):
 
 
 def main() -> None:
-    args = parse_args("sibling", steps=60)
+    args = parse_args("sibling", __doc__, steps=60)
     mesh, flat = (fs.init_mesh(shape, device="cpu") for shape in ({"replicate": 2, "shard": -1}, {"shard": -1}))
     siblings = Sibling(fs.axis_of(mesh, "replicate"), fs.axis_of(mesh, "shard"))
     strategies = {"ZeRO-3": fs.zero3(flat), "HSDP": fs.hsdp(mesh), "siblings": fs.zero3(mesh, layout=siblings)}

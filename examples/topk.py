@@ -58,7 +58,7 @@ class TopK(fs.Wrapped):
 
 
 def main() -> None:
-    args, mesh = parse_args("topk", density=0.02), fs.init_mesh({"shard": -1}, device="cpu")
+    args, mesh = parse_args("topk", __doc__, density=0.02), fs.init_mesh({"shard": -1}, device="cpu")
     topk = TopK(fs.fully_shard(mesh, min_shard_elements=1024), args.density)
     strategies = {"ZeRO-3": fs.zero3(mesh), f"top {100 * args.density:g}% of gradients": fs.zero3(mesh, layout=topk)}
     compare(args, strategies, "for gradients", lambda entry: entry.sent * (entry.label == "scatter"))

@@ -10,6 +10,9 @@ from fshard import _compat
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Flat, Tree, Treedef, flatten, is_sharded
 
+# Where a tensor says that it was given up.
+GIVEN_UP = "donated"
+
 
 def kind(leaf: Any) -> str:
     """Say what a leaf is, for an error.
@@ -25,21 +28,50 @@ def kind(leaf: Any) -> str:
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
-def is_reachable(axis: Axis) -> bool:
-    """Whether this process can communicate over an axis: its group exists here and has as many ranks."""
-    return axis.size == 1 or _compat.group_size(axis.group_name) == axis.size
+def give_up(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a new tensor, and none in the old one, which says from then on that it was donated."""
+    kept = tensor.detach()
+    tensor.set_(tensor.new_empty(0))  # type: ignore[call-overload]
+    tensor.__dict__[GIVEN_UP] = True
+    return kept
 
 
-def check_local(what: str, flat: Flat) -> None:
-    """Refuse Sharded leaves whose local tensor is not what their spec says, or that live on no mesh of this process.
+def refuse_given_up(what: str, flat: Flat) -> None:
+    """Refuse tensors that were donated to an earlier call.
 
     Args:
         what: The verb that asks, for its error.
         flat: The tree.
 
     Raises:
-        ValueError: with every wrong leaf's path, what it holds and what its spec needs.
+        ValueError: with the path of every leaf that was given up.
     """
+    problems = [
+        Problem(path, "a tensor that was donated to an earlier call", "what that call returned in its place")
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if GIVEN_UP in getattr(leaf.local if is_sharded(leaf) else leaf, "__dict__", ())
+    ]
+    if problems:
+        remedy = "go on with the new state, or do not donate the old one"
+        raise leaf_error(f"{what}: arguments were given up", problems, remedy)
+
+
+def is_reachable(axis: Axis) -> bool:
+    """Whether this process can communicate over an axis: its group exists here and has as many ranks."""
+    return axis.size == 1 or _compat.group_size(axis.group_name) == axis.size
+
+
+def check_local(what: str, flat: Flat) -> None:
+    """Refuse leaves that were donated, and Sharded ones that do not fit their spec or live on no mesh of this process.
+
+    Args:
+        what: The verb that asks, for its error.
+        flat: The tree.
+
+    Raises:
+        ValueError: with every wrong leaf's path, what it holds and what its spec needs, or that it was donated.
+    """
+    refuse_given_up(what, flat)
     problems = []
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         if not is_sharded(leaf):

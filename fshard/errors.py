@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+# So many problems are printed, so that the remedy stays in sight.
+SHOWN = 10
+
 
 class Problem(NamedTuple):
     """One leaf that is wrong: its path, what was found there and what was needed."""
@@ -13,11 +16,11 @@ class Problem(NamedTuple):
 
 
 def leaf_error(what: str, problems: Sequence[Problem], remedy: str) -> ValueError:
-    """Collect every failing leaf in one error, as JAX's shard_map does.
+    """Collect the failing leaves in one error, as JAX's shard_map does.
 
     Args:
         what: The verb that refused and why, in a few words.
-        problems: Every failing leaf, in tree order.
+        problems: Every failing leaf, in tree order; of many the first ones are printed.
         remedy: What the caller can do about it.
 
     Returns:
@@ -28,5 +31,7 @@ def leaf_error(what: str, problems: Sequence[Problem], remedy: str) -> ValueErro
       ['w']: found shape (2,), needed shape (3,)
     To fix: shard again.
     """
-    lines = [f"  {path}: found {found}, needed {needed}" for path, found, needed in problems]
+    lines = [f"  {path}: found {found}, needed {needed}" for path, found, needed in problems[:SHOWN]]
+    if len(problems) > SHOWN:
+        lines.append(f"  and {len(problems) - SHOWN} more")
     return ValueError("\n".join([what, *lines, f"To fix: {remedy.rstrip('.')}."]))

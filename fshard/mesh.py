@@ -65,6 +65,23 @@ def axis_of(mesh: Mesh | Axis, name: str | None = None) -> Axis:
     Raises:
         ValueError: if the mesh has no such axis, or several and none was named.
     """
+    return axis_given(mesh, name, "name")
+
+
+def axis_given(mesh: Mesh | Axis, name: str | None, argument: str) -> Axis:
+    """As `axis_of`, for a function that takes the axis's name by an argument of its own.
+
+    Args:
+        mesh: As for `axis_of`.
+        name: As for `axis_of`.
+        argument: What the function calls it.
+
+    Returns:
+        As `axis_of`.
+
+    Raises:
+        ValueError: as `axis_of` does.
+    """
     if isinstance(mesh, Axis):
         return mesh
     if not isinstance(mesh, DeviceMesh):
@@ -74,7 +91,7 @@ def axis_of(mesh: Mesh | Axis, name: str | None = None) -> Axis:
         raise ValueError(f"mesh has the axes {names}, needed one: name it, as in mesh['shard']")
     name = names[0] if name is None else name
     if name not in names:
-        raise ValueError(f"mesh has no axis {name!r}, only {names}; pass axis= or name it in init_mesh")
+        raise ValueError(f"mesh has no axis {name!r}, only {names}; pass {argument}= or name it in init_mesh")
     _compat.release_groups_at_exit(mesh)
     return Axis(name, mesh.size(names.index(name)), mesh.get_group(name).group_name)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -19,19 +20,22 @@ def fold_in(key: torch.Tensor | int, data: torch.Tensor | int | Axis) -> torch.T
 
     Args:
         key: An int64 tensor of shape (), or a number.
-        data: What the new key is for: a number, an int64 tensor of shape (), or a mesh axis, which stands for this
-            rank's coordinate on it: keys then differ between its ranks.
+        data: What the new key is for: a number, a tensor of integers, or a mesh axis from `axis_of`, which stands for
+            this rank's coordinate on it: keys then differ between its ranks.
 
     Returns:
         An int64 tensor of shape ().
 
     Raises:
-        ValueError: if `key` is none.
+        ValueError: if `key` or `data` is none of these.
 
     >>> fold_in(0, 1).equal(fold_in(0, 1)), fold_in(0, 1).equal(fold_in(0, 2))
     (True, False)
     """
     _check_key(key, "fold_in")
+    if not (isinstance(data, Axis | torch.SymInt) or _is_whole(data) or _holds_integers(data)):
+        needed = "a whole number, a tensor of integers, or an Axis; take it from a mesh by fs.axis_of"
+        raise ValueError(f"fold_in: data is {kind(data)}, needed {needed}")
     number = comm.rank(data) if isinstance(data, Axis) else data
     mixed = _mix(torch.as_tensor(key, dtype=torch.int64)) + torch.as_tensor(number, dtype=torch.int64)
     return _mix(mixed - 0x61C8864680B583EB)
@@ -50,11 +54,40 @@ def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def _check_key(key: Any, what: str) -> None:
-    number = isinstance(key, int) and not isinstance(key, bool)
     tensor = isinstance(key, torch.Tensor) and not key.dim() and key.dtype == torch.int64
-    if not (number or tensor):
+    if not (_is_whole(key) or tensor):
         needed = "an int64 tensor of shape () or a whole number; make one by fs.fold_in"
         raise ValueError(f"{what}: key is {kind(key)}, needed {needed}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _holds_integers(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or value.dtype == torch.bool:
+        return False
+    return not (value.is_floating_point() or value.is_complex())
+
+
+def key_of(key: torch.Tensor | int, what: str) -> torch.Tensor:
+    """A run's key as a tensor, which a step may take and return.
+
+    Args:
+        key: A whole number, or a tensor of integers, which is returned as it is.
+        what: Who asks, for errors.
+
+    Raises:
+        ValueError: if it is neither, or a number of more than 64 bits.
+    """
+    if isinstance(key, torch.Tensor) and _holds_integers(key):
+        return key
+    if not _is_whole(key):
+        found, needed = kind(key), "a whole number or an int64 tensor of shape (); make one by fs.fold_in"
+        raise ValueError(f"{what}: key is {found}, needed {needed}")
+    if not -(2**63) <= int(key) < 2**63:
+        raise ValueError(f"{what}: key is {key}, needed a number of 64 bits, from -2**63 to 2**63 - 1")
+    return torch.tensor(int(key), dtype=torch.int64)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fshard.mesh import Mesh, axis_of
+from fshard.mesh import Mesh, axis_given
 from fshard.transforms import ShardTransform, cast, compose, fully_shard, hybrid_shard, replicate, resident
 from fshard.tree import Residency
 
@@ -26,7 +26,7 @@ def ddp(mesh: Mesh, axis: str = "shard") -> ShardTransform:
     Raises:
         ValueError: if the mesh has no such axis.
     """
-    return compose(replicate(axis_of(mesh, axis)), resident(Residency(regather=False)))
+    return compose(replicate(axis_given(mesh, axis, "axis")), resident(Residency(regather=False)))
 
 
 def zero1(mesh: Mesh, axis: str = "shard", *, min_shard_elements: int = MIN_SHARD_ELEMENTS) -> ShardTransform:
@@ -45,7 +45,7 @@ def zero1(mesh: Mesh, axis: str = "shard", *, min_shard_elements: int = MIN_SHAR
     Raises:
         ValueError: if the mesh has no such axis.
     """
-    layout = fully_shard(axis_of(mesh, axis), min_shard_elements=min_shard_elements)
+    layout = fully_shard(axis_given(mesh, axis, "axis"), min_shard_elements=min_shard_elements)
     return compose(layout, resident(Residency(regather=False, early=False)))
 
 
@@ -65,7 +65,7 @@ def zero2(mesh: Mesh, axis: str = "shard", *, min_shard_elements: int = MIN_SHAR
     Raises:
         ValueError: if the mesh has no such axis.
     """
-    layout = fully_shard(axis_of(mesh, axis), min_shard_elements=min_shard_elements)
+    layout = fully_shard(axis_given(mesh, axis, "axis"), min_shard_elements=min_shard_elements)
     return compose(layout, resident(Residency(regather=False)))
 
 
@@ -118,7 +118,7 @@ def zero3(
         needed = "a bool, glob patterns of units' names, or a function of the name"
         raise ValueError(f"zero3: regather is {regather!r}, needed {needed}")
     if layout is None:
-        layout = fully_shard(axis_of(mesh, axis), min_shard_elements=min_shard_elements)
+        layout = fully_shard(axis_given(mesh, axis, "axis"), min_shard_elements=min_shard_elements)
     elif min_shard_elements != MIN_SHARD_ELEMENTS:
         raise ValueError("zero3: min_shard_elements is given besides layout, needed one of them; give it to the layout")
     casts_in = [cast(gather=param_dtype)] if param_dtype else []

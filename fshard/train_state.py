@@ -1,13 +1,14 @@
 """TrainState: everything a training run is, as one value."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from fshard.checks import kind
+from fshard.random import key_of
 from fshard.transform_state import transform_state
-from fshard.tree import Tree
+from fshard.tree import Tree, dcp_error, flatten, is_sharded
 
 
 class _Initialises(Protocol):
@@ -36,7 +37,7 @@ class TrainState(NamedTuple):
 
     @classmethod
     def create(
-        cls, params: Tree, tx: _Initialises, *, buffers: Tree = None, key: torch.Tensor | None = None
+        cls, params: Tree, tx: _Initialises, *, buffers: Tree = None, key: torch.Tensor | int | None = None
     ) -> "TrainState":
         """Make the state before the first step.
 
@@ -44,15 +45,35 @@ class TrainState(NamedTuple):
             params: Parameters from `model.init` or `shard`.
             tx: The optimizer, whose `init` is called on them.
             buffers: The model's buffers, such as model.buffers.
-            key: Random key of the run.
+            key: Random key of the run: a whole number, which the state holds as an int64 tensor of shape (), or a
+                tensor of integers.
 
         Returns:
             The state, at step 0.
 
         Raises:
-            ValueError: if the optimizer refuses the parameters.
+            ValueError: if the optimizer refuses the parameters, or the key is no integer.
         """
         if not callable(getattr(tx, "init", None)):
             raise ValueError(f"TrainState.create: tx is {kind(tx)}, needed an Optimizer; make one by fs.from_torch")
+        key = None if key is None else key_of(key, "TrainState.create")
         step = torch.zeros((), dtype=torch.int64)
         return cls(step, params, tx.init(params), buffers, key, transform_state(params))
+
+    @property
+    def __create_write_items__(self) -> Callable[[str, object], list[Any]]:
+        """Asked for by torch.distributed.checkpoint, which would pickle this and keep what one rank has.
+
+        Raises:
+            AttributeError: where no leaf is Sharded, and nothing would be lost.
+        """
+        flat = flatten(self)
+        sharded = [(path, leaf) for path, leaf in zip(flat.paths, flat.leaves, strict=True) if is_sharded(leaf)]
+        if not sharded:
+            raise AttributeError("__create_write_items__")
+        path, leaf = sharded[0]
+
+        def refuse(fqn: str, _: object) -> list[Any]:
+            raise dcp_error(fqn + path, repr(leaf))
+
+        return refuse

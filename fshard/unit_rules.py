@@ -52,7 +52,7 @@ def plan_units(module: nn.Module, units: Units, places: Mapping[str, Sequence[st
     if units is None:
         return [ModuleUnit("", tuple(places), 1, False)]
     compiled = {path for path, submodule in module.named_modules() if _compat.is_compiled(submodule)}
-    ranks = _select(module, units)
+    ranks = select(module, units)
     selected = {_entered(path, compiled): rank for path, rank in sorted(ranks.items(), key=lambda x: -x[1])}
     owned: dict[str, dict[str, None]] = {path: {} for path, _ in module.named_modules()}
     for name, names in places.items():
@@ -73,8 +73,19 @@ def plan_units(module: nn.Module, units: Units, places: Mapping[str, Sequence[st
     ]
 
 
-def _select(module: nn.Module, units: Any) -> dict[str, int]:
-    """The submodules that a rule selects, each with the number of the part of the rule that did."""
+def select(module: nn.Module, units: Any) -> dict[str, int]:
+    """Find the submodules that a rule selects.
+
+    Args:
+        module: The module.
+        units: The rule, as `functionalize` takes it, but not None.
+
+    Returns:
+        Their names, each with the number of the part of the rule that selected it.
+
+    Raises:
+        ValueError: if the rule selects nothing, or selects a submodule twice.
+    """
     rules = list(units) if isinstance(units, list | tuple) else [units]
     if not rules:
         raise ValueError(f"functionalize: units is {units!r}, which matches no submodule; pass None for one unit")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat
-from fshard.checks import kind, same_structure
+from fshard.checks import kind, refuse_given_up, same_structure
 from fshard.errors import Problem, leaf_error
 from fshard.train_state import TrainState
 from fshard.transform_state import ABSENT, Absent
@@ -177,6 +177,7 @@ def _check_gradients(grads: Tree, params: Tree) -> None:
     triples = zip(found.paths, found.leaves, needed.leaves, strict=True)
     problems = [Problem(path, *problem) for path, grad, param in triples if (problem := _problem(grad, param))]
     if problems:
+        refuse_given_up("update", needed)
         raise leaf_error(
             "update: gradients do not fit the parameters",
             problems,

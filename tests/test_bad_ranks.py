@@ -216,7 +216,9 @@ def is_own(found, rank, place):
 def names_another(found, rank, place):
     """Whether a rank was told of another's error, and of where."""
     others = (
-        rf"BrokenError: at {where}( as)? on rank shard={number}" for number, where in place.items() if number != rank
+        rf"on rank shard={number} .* raised BrokenError: at {where}(;|$)"
+        for number, where in place.items()
+        if number != rank
     )
     told = found.kind == "RuntimeError" and "another rank failed" in found.text
     return told and any(re.search(pattern, found.text) for pattern in others)

@@ -65,7 +65,14 @@ AXES = [
             lambda world: world.mesh,
             "data",
         )
-        for strategy in (fs.ddp, fs.zero1, fs.zero2, fs.axis_of)
+        for strategy in (fs.ddp, fs.zero1, fs.zero2)
+    ),
+    setup(
+        "axis_of an axis that the mesh lacks",
+        fs.axis_of,
+        "mesh has no axis 'data', only ('shard',); pass name= or name it in init_mesh",
+        lambda world: world.mesh,
+        "data",
     ),
     *(
         setup(

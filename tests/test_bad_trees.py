@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fshard as fs
+from fshard.comm.agree import FIRST
 from tests.bad_input import Row, assert_refused
 
 FIT = "\nTo fix: pass full tensors whose shapes fit the strategy."
@@ -324,8 +325,8 @@ def test_every_rank_refuses_what_one_rank_has_differently(row, world, workers):
     texts = set()
     for found in assert_refused(row, workers(2) if world == "processes" else size):
         (_, digest), (_, text) = found.issued
-        assert digest == 3 * 8 * size
-        assert text > digest
+        assert digest == 8 * FIRST * size
+        assert text
         texts.add(found.text)
     assert len(texts) == 1
 

@@ -81,6 +81,7 @@ KEPT = [
 ]
 
 GIVEN = "were given by position"
+DATA = "needed a whole number, a tensor of integers, or an Axis; take it from a mesh by fs.axis_of"
 KEY = "needed an int64 tensor of shape () or a whole number; make one by fs.fold_in"
 FLOATING = "needed a floating torch.dtype such as torch.bfloat16"
 REGATHER = "needed a bool, glob patterns of units' names, or a function of the name"
@@ -161,6 +162,23 @@ ARGUMENTS = [
             f"fold_in: key is {kind}, {KEY}",
         )
         for key, kind in [("seed", "a str"), (1.5, "a float"), (torch.ones(()), "a float32 Tensor of shape ()")]
+    ),
+    *(
+        Row(
+            f"fold_in with {kind}",
+            lambda world, data=data: (world.mesh if data is None else data,),
+            lambda data: fs.fold_in(0, data),
+            f"fold_in: data is {kind}, {DATA}",
+        )
+        for data, kind in [
+            (None, "a DeviceMesh"),
+            ("shard", "a str"),
+            (1.5, "a float"),
+            (True, "a bool"),
+            ([1], "a list"),
+            (torch.ones(()), "a float32 Tensor of shape ()"),
+            (torch.ones((), dtype=torch.bool), "a bool Tensor of shape ()"),
+        ]
     ),
 ]
 

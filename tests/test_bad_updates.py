@@ -41,6 +41,9 @@ def on_axis_data(world, tree):
     return fs.reshard(tree, fs.fully_shard(world.other["data"]))
 
 
+KEY = "needed a whole number or an int64 tensor of shape (); make one by fs.fold_in"
+
+
 ROWS = [
     update_with(
         "full gradients",
@@ -156,6 +159,23 @@ ROWS = [
         lambda world: (world.params, optim.AdamW),
         fs.TrainState.create,
         "TrainState.create: tx is a type, needed an Optimizer; make one by fs.from_torch",
+    ),
+    *(
+        Row(
+            f"a state with the key {key!r}",
+            lambda world, key=key: (world.params, world.tx, key),
+            lambda params, tx, key: fs.TrainState.create(params, tx, key=key),
+            f"TrainState.create: key is {error}",
+        )
+        for key, error in [
+            ("seed", f"a str, {KEY}"),
+            (1.5, f"a float, {KEY}"),
+            (True, f"a bool, {KEY}"),
+            (torch.zeros(()), f"a float32 Tensor of shape (), {KEY}"),
+            (torch.ones(2, dtype=torch.bool), f"a bool Tensor of shape (2,), {KEY}"),
+            (torch.Generator(), f"a Generator, {KEY}"),
+            (2**63, f"{2**63}, needed a number of 64 bits, from -2**63 to 2**63 - 1"),
+        ]
     ),
     Row(
         "an optimizer in the middle of a chain",

@@ -13,13 +13,23 @@ import torch.distributed as dist
 
 from fshard import _compat
 from fshard.comm.collective import all_gather
+from fshard.comm.failure import CollectiveError
+from fshard.comm.labels import WIDTH, labelled, parts
+from fshard.comm.record import AGREE
 from fshard.errors import Problem
 from fshard.tree import Axis
 
 # 12 words of 63 bits: room for what one step of a large model has to say.
 WORDS, BITS = 12, 63
+
+# Whoever asks sends as many numbers first, so that ranks that ask different things hear of it.
+FIRST = 4 + WORDS
+# The first of them: MARK, which says that a rank asks at all, over a hash of who asks and for what.
+MARK, HASH = 0x6673, 48
 # Bytes of a text that needs no second message.
-SHORT = 1016
+SHORT = 8 * (FIRST - 2)
+
+REMEDY = "every rank must call save, unshard and to_state_dict, also with rank0_only=True"
 
 Number = TypeVar("Number", int, float)
 
@@ -83,9 +93,11 @@ def highest(numbers: Sequence[Number], axes: Sequence[Axis], label: str) -> list
     """
     if not _asked(axes):
         return list(numbers)
-    found = torch.tensor(numbers, dtype=torch.float64 if any(isinstance(n, float) for n in numbers) else torch.int64)
+    dtype = torch.float64 if any(isinstance(n, float) for n in numbers) else torch.int64
+    found, kind = torch.tensor(numbers, dtype=dtype), f"the highest of {len(numbers)} {dtype}"
     for axis in _asked(axes):
-        found = _exchange(found, axis, label).reshape(axis.size, -1).amax(0)
+        rows = _first(found.view(torch.int64).tolist(), kind, axis, label)
+        found = torch.tensor([row[: len(numbers)] for row in rows], dtype=torch.int64).view(dtype).amax(0)
     return found.tolist()
 
 
@@ -105,10 +117,10 @@ def texts(text: str, axis: Axis, label: str) -> list[str]:
     # Names of files may have bytes that are no text.
     data = text.encode(errors="surrogatepass")
     # Short ones travel with their sizes.
-    short = len(data).to_bytes(8, "little") + data[:SHORT]
-    rows = _exchange(_as_row(short, 8 + SHORT), axis, label).reshape(axis.size, -1)
-    sizes = [int.from_bytes(bytes(row[:8].tolist()), "little") for row in rows]
-    rows = rows[:, 8:]
+    short = _as_row(data[:SHORT], SHORT).view(torch.int64).tolist()
+    found = _first([len(data), *short], "texts", axis, label)
+    sizes = [row[0] for row in found]
+    rows = torch.tensor([row[1:] for row in found]).view(torch.uint8)
     if max(sizes) > SHORT:
         rows = _exchange(_as_row(data, max(sizes)), axis, label).reshape(axis.size, -1)
     return [bytes(rows[i, :size].tolist()).decode(errors="surrogatepass") for i, size in enumerate(sizes)]
@@ -124,10 +136,10 @@ def _compare(entries: Mapping[str, str], words: list[int], axes: Sequence[Axis],
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
     agreed, longest = 1, len(text)
     for axis in axes:
-        rows = _exchange(torch.tensor([digest, agreed, longest, *words]), axis, label).tolist()
+        rows = _first([digest, agreed, longest, *words], "a vote" if words else "a comparison", axis, label)
         agreed = int(all(row[:2] == [digest, 1] for row in rows))
         longest = max(row[2] for row in rows)
-        words = [functools.reduce(operator.or_, column) for column in list(zip(*rows, strict=True))[3:]]
+        words = [functools.reduce(operator.or_, column) for column in list(zip(*rows, strict=True))[3 : 3 + len(words)]]
     problem = None if agreed else _first_difference(text.ljust(longest), axes, label)
     raised = (i * BITS + bit for i, word in enumerate(words) for bit in range(word.bit_length()) if word >> bit & 1)
     return Vote(problem, frozenset(raised))
@@ -141,6 +153,37 @@ def _asked(axes: Sequence[Axis]) -> list[Axis]:
 def _exchange(tensor: torch.Tensor, axis: Axis, label: str) -> torch.Tensor:
     backend = dist.get_backend(_compat.resolve_process_group(axis.group_name))
     return all_gather([tensor.to("cuda" if backend == "nccl" else "cpu")], axis, label)[0].cpu()
+
+
+def _first(numbers: list[int], kind: str, axis: Axis, label: str) -> list[list[int]]:
+    """Exchange what ranks send first, where they may have come to different places.
+
+    Args:
+        numbers: Up to FIRST - 1 are sent as so many; more are for where ranks have agreed already.
+        kind: What the numbers are for.
+        axis: The mesh axis.
+        label: Who asks.
+
+    Returns:
+        A row of each rank, which begins with its numbers.
+
+    Raises:
+        CollectiveError: on every rank alike, if they do not all ask the same.
+    """
+    digest = hashlib.blake2b(f"{label}: {kind}".encode(), digest_size=HASH // 8).digest()
+    tag = MARK << HASH | int.from_bytes(digest, "big")
+    sent = [tag, *numbers, *[0] * (FIRST - 1 - len(numbers))]
+    rows = _exchange(torch.tensor(sent), axis, label).reshape(axis.size, -1).tolist()
+    if all(row[0] == tag for row in rows):
+        return [row[1:] for row in rows]
+    said = ["compares notes" if row[0] >> HASH == MARK else "sends something else" for row in rows]
+    if len(set(said)) == 1:
+        who, unit, _ = parts(labelled(label))
+        own = ": ".join(part for part in (who, unit) if part and part != AGREE)
+        texts = _exchange(_as_row(own.encode()[:WIDTH], WIDTH), axis, label).reshape(axis.size, -1)
+        said = [bytes(text.tolist()).decode(errors="ignore").rstrip() for text in texts]
+    lines = [f"  rank {rank}: {text}" for rank, text in zip(_compat.group_ranks(axis.group_name), said, strict=True)]
+    raise CollectiveError("\n".join(["ranks do not do the same", *lines, f"To fix: {REMEDY}."]))
 
 
 def _first_difference(text: bytes, axes: Sequence[Axis], label: str) -> Problem:

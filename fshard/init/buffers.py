@@ -58,4 +58,9 @@ def refuse_blank(buffers: Mapping[str, torch.Tensor]) -> None:
     ]
     if problems:
         remedy = "pass buffers= with values for them, or write to them in the module's reset_parameters"
+        if _compat.is_tracing():
+            remedy += (
+                "; fs.plan takes those of its state without values: make it with buffers=model.buffers, and pass "
+                "buffers=state.buffers"
+            )
         raise leaf_error("apply: buffers have no values", problems, remedy)

@@ -12,9 +12,6 @@ from fshard.jit.passes import placeholders, results
 from fshard.jit.trace import Traced
 from fshard.tree import Flat, is_sharded, subtrees
 
-# Where a tensor says that it was given up.
-GIVEN_UP = "donated"
-
 
 def tensor_of(leaf: Any) -> torch.Tensor:
     """What this rank holds of a leaf, or a leaf that is no tensor as it is."""
@@ -75,25 +72,6 @@ def write(pairs: dict[int, int], tensors: Sequence[torch.Tensor], outputs: list[
             outputs[k] = out.clone()
     for i, k in pairs.items():
         tensors[i].copy_(outputs[k])
-
-
-def give_up(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a new tensor, and none in the old one."""
-    kept = tensor.detach()
-    tensor.set_(tensor.new_empty(0))  # type: ignore[call-overload]
-    tensor.__dict__[GIVEN_UP] = True
-    return kept
-
-
-def refuse_given_up(flat: Flat) -> None:
-    """Refuse tensors that were donated to an earlier call."""
-    problems = [
-        Problem(path, "a tensor that was donated to an earlier call", "what that call returned in its place")
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if GIVEN_UP in getattr(tensor_of(leaf), "__dict__", ())
-    ]
-    if problems:
-        raise leaf_error("jit: arguments were given up", problems, "go on with the new state, or do not donate the old")
 
 
 def refuse_shared(flat: Flat, donated: Sequence[int]) -> None:

@@ -83,13 +83,16 @@ class StepGraph:
             sent = [
                 (n, m.collective.bytes) for n, m in enumerate(self.moments) if m.collective and m.collective.op == op
             ]
+            if not sent:
+                continue
             sizes = [10 + 200 * (nbytes / largest) ** 0.5 for _, nbytes in sent]
             axes.scatter([n for n, _ in sent], [mib[n] for n, _ in sent], sizes, color=color, label=op, zorder=3)
         axes.set(xlim=(0, len(mib)), xlabel="operators, in their order", ylabel="MiB held beyond the arguments")
         axes.set_ylim(bottom=0)
         sent_mib, most = self.bytes_sent() / 2**20, self.peak_bytes() / 2**20
         axes.set_title(f"{sent_mib:.2f} MiB sent per rank, {most:.2f} MiB at most")
-        axes.legend(title="starts of collectives, by size")
+        if self.collectives():
+            axes.legend(title="starts of collectives, by size")
         figure.savefig(path, dpi=110)
         plt.close(figure)
 

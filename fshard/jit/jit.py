@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat
-from fshard.checks import kind
+from fshard.checks import give_up, kind, refuse_given_up
 from fshard.errors import Problem, leaf_error
 from fshard.jit.backends import BACKENDS, Backend, ready, writes_in_place
-from fshard.jit.donation import argument_of, give_up, pairs_of, refuse_given_up, refuse_shared, tensor_of, write
+from fshard.jit.donation import argument_of, pairs_of, refuse_shared, tensor_of, write
 from fshard.jit.passes import (
     clean,
     constants,
@@ -64,7 +64,7 @@ class Jitted:
         tensors = [tensor_of(leaf) for leaf in flat.leaves if is_sharded(leaf) or isinstance(leaf, torch.Tensor)]
         if self._runs_inline(tensors):
             return self._f(*args, **kwargs)
-        refuse_given_up(flat)
+        refuse_given_up("jit", flat)
         if self._donated:
             refuse_shared(flat, self._donated)
         asked = signature(flat, [(f"{i}", args[i]) for i in self._static if i < len(args)])

@@ -1,10 +1,12 @@
 """Trace: a function of pytrees written down as one graph, on tensors without values."""
 
 import gc
+import inspect
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -20,7 +22,9 @@ from fshard.tree import Flat, Sharded, Treedef, flatten, is_sharded, unflatten
 # Traces patch what belongs to the process, and so do compilers.
 TRACING = threading.Lock()
 _PACKAGES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
-_LOOKS = ("__repr__", "__format__", "__str__", "tolist", "numpy", "__array__")
+_LIBRARY = str(Path(traceback.__file__).parent)
+_SHOWS = ("__repr__", "__format__", "__str__")
+_LOOKS = (*_SHOWS, "tolist", "numpy", "__array__")
 
 
 class Traced(NamedTuple):
@@ -72,7 +76,7 @@ def trace(f: Callable[..., Any], flat: Flat, rebuild: Callable[[Any], Any], what
         return [leaf.local if is_sharded(leaf) else leaf for leaf in out.leaves if leaf is not None]
 
     # Outside of modes such as the recorder's, which are for what runs.
-    with TRACING, _compat.outside_modes(), _explained(what), _generator_in_graph(), _no_garbage():
+    with TRACING, _compat.outside_modes(), _explained(what), _generator_in_graph(), _no_garbage(), _numbers_unseen():
         graph = _compat.make_graph_of(flat_function, [tensor.detach() for tensor in tensors])
     out = found[-1]
     outputs = [leaf.spec.lent_by(None) if is_sharded(leaf) else None if leaf is None else True for leaf in out.leaves]
@@ -102,6 +106,37 @@ class _Unseen(TorchFunctionMode):
 
 class _LookedAtError(Exception):
     """The function asks for values."""
+
+
+@contextmanager
+def _numbers_unseen() -> Iterator[None]:
+    """Refuse to show the numbers of item() too, which are symbols; torch itself names nodes by them."""
+    with ExitStack() as stack:
+        for cls, name in product((torch.SymInt, torch.SymFloat, torch.SymBool), _SHOWS):
+            stack.enter_context(patch.object(cls, name, _shown_to_torch(cls, name)))
+        yield
+
+
+def _shown_to_torch(cls: type, name: str) -> Callable[..., str]:
+    """What shows a number as before, but not to the user's program."""
+    show = getattr(cls, name)
+
+    def run(number: Any, *args: Any) -> str:
+        # Other threads may run meanwhile.
+        if _compat.is_tracing() and _is_asked_by_user():
+            raise _LookedAtError(f"{cls.__name__}.{name}")
+        return str(show(number, *args))
+
+    return run
+
+
+def _is_asked_by_user() -> bool:
+    """Whether the caller's caller is the user's own program, or what the standard library does for it."""
+    frame = inspect.currentframe()
+    frame = frame.f_back.f_back if frame and frame.f_back else None
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.startswith(_PACKAGES)
 
 
 @contextmanager
@@ -148,6 +183,11 @@ def _explained(what: str) -> Iterator[None]:
 def _own_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     """The innermost line of the user's own program."""
     for frame in reversed(frames):
-        if not frame.filename.startswith((*_PACKAGES, "<")):
+        if not (_is_library(frame.filename) or frame.filename.startswith(_PACKAGES)):
             return frame
     return None
+
+
+def _is_library(filename: str) -> bool:
+    """Whether code is of the standard library, or of no file."""
+    return filename.startswith("<") or (filename.startswith(_LIBRARY) and "site-packages" not in filename)

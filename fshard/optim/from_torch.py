@@ -48,7 +48,8 @@ def from_torch(cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), 
         inject: Names of numbers among its arguments that the state is to hold, as optax.inject_hyperparams does: they
             can be read there, after a schedule too, and replaced without a new optimizer.
         **hyper: Its keyword arguments (lr, betas, fused, ...). A function stands for a schedule: it is called with the
-            number of updates made so far, an int64 tensor of shape (), and returns the value, as in Optax.
+            number of updates made so far, an int64 tensor of shape (), and returns the value, as in Optax. One that is
+            to be jitted is written in tensor operations: torch.where in the place of a branch, and no int(count).
 
     Returns:
         The optimizer. Its state keeps the parameters' specs.
@@ -59,7 +60,7 @@ def from_torch(cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), 
             from update, if the class asks for a number that vmap has many of.
 
     >>> import fshard as fs
-    >>> tx = from_torch(torch.optim.SGD, lr=lambda count: 0.1 * 0.5 ** int(count))
+    >>> tx = from_torch(torch.optim.SGD, lr=lambda count: 0.1 * 0.5**count)
     >>> params, state = tx.update({"w": torch.ones(2)}, tx.init({"w": torch.ones(2)}), {"w": torch.ones(2)})
     >>> params["w"], state.updates
     (tensor([0.9000, 0.9000]), tensor(1))

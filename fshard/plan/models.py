@@ -3,6 +3,7 @@
 import importlib
 import inspect
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,9 @@ from torch import nn
 
 from fshard.checks import kind
 from fshard.plan.workload import Workload
+
+# What a factory returns.
+RETURNED = "(module, batch), where module(*batch) is the loss"
 
 
 class Sizes(NamedTuple):
@@ -112,8 +116,8 @@ def workload_of(name: str, batch: int = 1) -> Workload:
     """A known model, or what a factory of one's own makes.
 
     Args:
-        name: As for `gpt`, or package:factory: a function that returns (module, batch), where the module called with
-            the batch returns a scalar loss. It may take `layers`, and then has its depth as the default.
+        name: As for `gpt`, or package:factory: a function of nothing that returns (module, batch), where module(*batch)
+            is the loss, a scalar. It may take `layers`, and then has its depth as the default.
         batch: Sequences of one rank, for known models.
 
     Returns:
@@ -130,19 +134,34 @@ def workload_of(name: str, batch: int = 1) -> Workload:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"plan: model is {name!r}, needed package:factory of what can be imported: {error}") from None
     if not callable(factory):
-        raise ValueError(f"plan: {name} is {kind(factory)}, needed a function that returns (module, batch)")
+        raise ValueError(f"plan: {name} is {kind(factory)}, needed a function that returns {RETURNED}")
+    if (why := _misfit(factory)) is not None:
+        raise ValueError(f"plan: {name} cannot be called without arguments ({why}), needed defaults for all")
 
     def make(layers: int | None) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         with torch.device("meta"):
             made = factory() if layers is None else factory(layers=layers)
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-            raise ValueError(f"plan: {name} returned {kind(made)}, needed (module, batch)")
-        return made[0], made[1] if isinstance(made[1], tuple) else (made[1],)
+            raise ValueError(f"plan: {name} returned {kind(made)}, needed {RETURNED}")
+        module, batch = made[0], made[1] if isinstance(made[1], tuple) else (made[1],)
+        if (why := _misfit(module.forward, *batch)) is not None:
+            found = f"a batch of {len(batch)} for the forward of {kind(module)} ({why})"
+            raise ValueError(f"plan: {name} returned {found}, needed {RETURNED}")
+        return module, batch
 
     parameter = inspect.signature(factory).parameters.get("layers")
     layers = parameter.default if parameter is not None and isinstance(parameter.default, int) else None
     module, inputs = make(None)
     return Workload(name, lambda depth: make(depth if layers else None)[0], inputs, _repeated(module), layers)
+
+
+def _misfit(function: Callable[..., Any], *args: Any) -> str | None:
+    """Why a function cannot be called so; None where it can."""
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 def _repeated(module: nn.Module) -> Any:

@@ -35,7 +35,7 @@ def plan(
     Args:
         step: A pure function of (state, *batch), or what `fs.jit` made of one: donated states are written in place.
         state: A TrainState, or any tree with Sharded leaves, of a mesh with the same names of axes; one rank will do,
-            and so will tensors on the meta device.
+            and so will tensors on the meta device. Buffers without values belong into it, for `model.apply(buffers=)`.
         *batch: The step's other arguments, as one rank gets them; tensors count by shape and dtype.
         mesh: Ranks on each axis by its name, outermost first.
         rank: Whose step it is: its number, the last axis varying fastest.
@@ -83,4 +83,4 @@ def _planned(traced: Traced, mesh: dict[str, int], place: dict[str, int], rates:
         sent, flops = sent_by(node), flops_of(node)
         timeline.append(Moment(node.name, operator_name(node), held, there, sent, flops))
         order.append((node, flops, sent))
-    return Plan(mesh, place, memory.arguments, timeline, *step_seconds(order, life, rates))
+    return Plan(mesh, place, memory.arguments, timeline, *step_seconds(order, life, rates), rates)

@@ -37,6 +37,20 @@ class Rates(NamedTuple):
         """Bytes a second over an axis."""
         return self.link[axis] if isinstance(self.link, Mapping) else self.link
 
+    def __str__(self) -> str:
+        """In the units of data sheets.
+
+        >>> print(Rates(link={"replicate": 4e10, "shard": 4e11}))
+        400 TFLOP/s, memory 2500 GB/s, link of replicate 40 GB/s, link of shard 400 GB/s, latency 20 us
+        """
+        links = (
+            [f"link of {axis} {rate / 1e9:g} GB/s" for axis, rate in self.link.items()]
+            if isinstance(self.link, Mapping)
+            else [f"link {self.link / 1e9:g} GB/s"]
+        )
+        memory, latency = f"memory {self.memory / 1e9:g} GB/s", f"latency {self.latency * 1e6:g} us"
+        return ", ".join([f"{self.flops / 1e12:g} TFLOP/s", memory, *links, latency])
+
 
 def check_rates(rates: Any, axes: Iterable[str]) -> None:
     """Refuse rates by which nothing can be divided, or that lack an axis."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from fshard import comm
 from fshard.plan.kinds import Bytes
+from fshard.plan.rates import Rates
 
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -57,8 +58,9 @@ class Plan:
         rank: This rank's coordinate on each.
         arguments: What is held all the time: state and batch.
         timeline: The step's operators in their order.
-        seconds: An estimate of the time, from rates that were stated, not measured.
+        seconds: An estimate of the time, from `rates`.
         waiting: Seconds among these in which the device waits for the link.
+        rates: What the device and its links achieve: stated, not measured.
     """
 
     def __init__(
@@ -69,10 +71,11 @@ class Plan:
         timeline: Sequence[Moment],
         seconds: float,
         waiting: float,
+        rates: Rates,
     ) -> None:
         """Keep what was found."""
         self.mesh, self.rank, self.arguments, self.timeline = mesh, rank, arguments, list(timeline)
-        self.seconds, self.waiting = seconds, waiting
+        self.seconds, self.waiting, self.rates = seconds, waiting, rates
 
     @property
     def peak(self) -> Bytes:
@@ -157,19 +160,26 @@ class Plan:
         yield self._headline()
         if self.timeline:
             yield f"  peak of {self.peak_bytes} bytes at {self.at_peak.operator} ({self.at_peak.name})"
-        for name, nbytes in zip(Bytes._fields, self.peak, strict=True):
-            yield f"    {name.replace('_', ' '):<16}{readable(nbytes):>12}"
+        yield from parts_of(self.peak)
         for title, groups in (("axis", self.by_axis()), ("unit", self.by_unit())):
             yield f"  {f'sent by {title}':<34}{'collectives':>12}{'bytes':>12}"
             for name, traffic in groups.items():
                 yield f"    {shortened(name):<32}{traffic.collectives:>12}{readable(traffic.bytes):>12}"
         yield f"  {self.flops:.3g} floating-point operations"
-        yield f"  {self.seconds:.3g} s a step, {self.waiting:.3g} s of it waiting: an estimate from stated rates"
+        yield f"  {self.seconds:.3g} s a step, {self.waiting:.3g} s of it waiting: an estimate from these rates:"
+        yield f"    {self.rates}"
 
 
 def _of(moment: Moment) -> comm.Collective:
     assert moment.collective is not None
     return moment.collective
+
+
+def parts_of(peak: Bytes) -> Iterator[str]:
+    """Lines of what a rank holds when it holds most."""
+    yield "  held at the peak; what is not held then is 0"
+    for name, nbytes in zip(Bytes._fields, peak, strict=True):
+        yield f"    {name.replace('_', ' '):<16}{readable(nbytes):>12}"
 
 
 def readable(nbytes: float) -> str:

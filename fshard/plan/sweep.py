@@ -53,8 +53,8 @@ class Estimate(NamedTuple):
         mesh = " x ".join(str(size) for size in self.mesh.values())
         return (
             f"{self.options.strategy:<6} {mesh:>12} {activations:>6} {'yes' if self.options.regather else 'no':>9} "
-            f"{readable(self.peak.total):>10} {readable(self.bytes_sent):>10} {'' if self.traced else '~'}"
-            f"{self.collectives} {self.flops:.3g} {self.seconds:.3g}"
+            f"{readable(self.peak.total):>10} {readable(self.bytes_sent):>10} "
+            f"{('' if self.traced else '~') + str(self.collectives):>12} {self.flops:>9.3g} {self.seconds:>9.3g}"
         )
 
 

@@ -12,11 +12,13 @@ from fshard.apply import functionalize
 from fshard.errors import Problem, leaf_error
 from fshard.jit.jit import jit
 from fshard.optim import from_torch
+from fshard.random import fold_in
 from fshard.shard import check_masks, laid_out
 from fshard.strategies import MIN_SHARD_ELEMENTS, ddp, zero1, zero2, zero3
 from fshard.train_state import TrainState
 from fshard.transforms import ShardTransform, compose, fully_shard, replicate
 from fshard.tree import Axis, Sharded, Spec, Tree, flatten, names_of, unflatten
+from fshard.unit_rules import select
 from fshard.update import update
 from fshard.value_and_grad import value_and_grad
 
@@ -49,7 +51,7 @@ class Options(NamedTuple):
         units: What is gathered together, as for `fs.functionalize`; None means what the workload says.
         regather: As for `fs.zero3`; it alone, and hsdp, have it.
         param_dtype: As for `fs.zero3`.
-        checkpointed: Whether units of a class compute their activations again in the backward.
+        checkpointed: Whether units compute their activations again in the backward.
     """
 
     strategy: str = "zero3"
@@ -73,15 +75,16 @@ def prepared(workload: Workload, options: Options, layers: int | None = None) ->
         _compute_again(module, units)
     model, tx = functionalize(module, units), from_torch(torch.optim.AdamW, lr=1e-4, fused=True)
 
-    def loss(params: Tree, *batch: Any) -> torch.Tensor:
-        return model.apply(params, *batch)
+    def loss(params: Tree, buffers: Tree, key: torch.Tensor, *batch: Any) -> tuple[torch.Tensor, Tree]:
+        return model.apply(params, *batch, buffers=buffers, key=key)
 
     def step(state: TrainState, *batch: Any) -> tuple[TrainState, torch.Tensor]:
-        value, grads = value_and_grad(loss)(state.params, *batch)
-        return update(tx, state, grads), value
+        key = fold_in(0, state.step)
+        (value, buffers), grads = value_and_grad(loss, has_aux=True)(state.params, state.buffers, key, *batch)
+        return update(tx, state, grads)._replace(buffers=buffers), value
 
     params = without_values(module, strategy_of(options))
-    return jit(step, donate_argnums=0), TrainState.create(params, tx)
+    return jit(step, donate_argnums=0), TrainState.create(params, tx, buffers=model.buffers)
 
 
 def strategy_of(options: Options) -> ShardTransform:
@@ -128,13 +131,11 @@ def without_values(module: nn.Module, strategy: ShardTransform) -> Tree:
 
 
 def _compute_again(module: nn.Module, units: Any) -> None:
-    """Put activation checkpoints around the modules of a class."""
-    classes = tuple(unit for unit in (units if isinstance(units, list | tuple) else [units]) if isinstance(unit, type))
-    found = [part for part in module.modules() if classes and isinstance(part, classes)]
-    if not found:
-        raise ValueError(f"plan: units are {units!r}, needed a module class to put activation checkpoints around")
+    """Put activation checkpoints around the units."""
+    if units is None:
+        raise ValueError("plan: there are no units, needed some that compute activations again; name them, or keep all")
     made: dict[type, type] = {}
-    for part in found:
+    for part in map(module.get_submodule, select(module, units)):
         own = type(part)
         if own not in made:
 

@@ -3,10 +3,12 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from fshard import comm
-from fshard.errors import leaf_error
+from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis
 
 _FAILED = 0
+# In what a rank says that has failed, and no other.
+_RAISED = " raised "
 
 
 class Consensus:
@@ -49,7 +51,7 @@ class Consensus:
         if self._over or isinstance(error, comm.CollectiveError):
             # Ranks have parted already, and no other would answer.
             return frozenset()
-        event = f"{phase} ended" if error is None else f"{phase} raised {type(error).__name__}: {error}"
+        event = f"{phase} ended" if error is None else f"{phase}{_RAISED}{type(error).__name__}: {error}"
         raised = [*([_FAILED] if error is not None else []), *(1 + flag for flag in flags)]
         with comm.concerning(event):
             vote = comm.vote({"what comes next": event, **done}, raised, self.axes, comm.AGREE)
@@ -67,7 +69,16 @@ class Consensus:
             return
         self._over = True
         if _FAILED in vote.flags:
-            failure = f"{vote.problem.found}, where {vote.problem.needed}"
-            raise RuntimeError(f"{self._what}: another rank failed, and this one stops with it: {failure}")
+            raise RuntimeError(
+                f"{self._what}: another rank failed, and this one stops with it: {_failure(vote.problem)}"
+            )
         remedy = "let every rank gather the same units in the same order; one that has no use for a unit takes part"
         raise leaf_error(f"{self._what}: ranks do not do the same", [vote.problem], remedy)
+
+
+def _failure(problem: Problem) -> str:
+    """Which rank failed, in what and with what: of the two that a difference shows, those that did."""
+    needed, _, first = problem.needed.rpartition(" as on rank ")
+    found, _, other = problem.found.rpartition(" on rank ")
+    failed = [f"on rank {rank} {said}" for rank, said in ((first, needed), (other, found)) if _RAISED in said]
+    return "; ".join(failed) or "its own error says why"

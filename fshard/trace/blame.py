@@ -5,6 +5,9 @@ from typing import NamedTuple
 
 from fshard.trace.events import Event, Timeline
 
+# What lies between the last gradients of a step and the begin of the next one.
+BETWEEN = "(update, between steps)"
+
 
 class Meeting(NamedTuple):
     """One collective as all of its ranks saw it.
@@ -64,7 +67,7 @@ class Span(NamedTuple):
 
     Attributes:
         kind: "compute", "start" or "wait".
-        name: Of the unit that is computed with, or of the collective.
+        name: Of the unit that is computed with, BETWEEN, or of the collective; empty where nobody can tell.
         begin: When, in nanoseconds.
         end: Until when.
         event: The collective; None for "compute".
@@ -81,17 +84,48 @@ def spans(timeline: Timeline) -> Iterator[Span]:
     """Tell what a rank did from the begin of its trace to the end, in order and without gaps."""
     calls = [Span("start", event.name, event.begin, event.issued, event) for event in timeline.events]
     waits = [Span("wait", event.name, begin, end, event) for event in timeline.events for begin, end in event.waits]
-    at, unit = timeline.begin, ""
+    apart, at, unit = list(between(timeline)), timeline.begin, ""
+
+    def computed(end: int, name: str) -> Span:
+        inside = any(begin <= at and end <= until for begin, until in apart)
+        return Span("compute", BETWEEN if inside else name, at, end, None)
+
     for span in sorted((*calls, *waits), key=lambda span: (span.begin, span.end)):
         event = span.event
         assert event is not None
         scattered = span.kind == "start" and event.who == "scatter"
         if span.begin > at:
             # Before gradients are sent they are made.
-            yield Span("compute", event.unit if scattered else unit, at, span.begin, None)
+            yield computed(span.begin, event.unit if scattered else unit)
         yield span
         at = max(at, span.end)
         if event.unit and event.who in ("gather", "scatter") and (span.kind == "wait") == (event.who == "gather"):
             unit = event.unit
     if timeline.end > at:
-        yield Span("compute", unit, at, timeline.end, None)
+        yield computed(timeline.end, unit)
+
+
+def between(timeline: Timeline) -> Iterator[tuple[int, int]]:
+    """Tell when a rank was between steps: from where a step's last gradients had landed to where the next one began.
+
+    A step begins where ranks agree on what comes next. A jitted one, where they agree on nothing, begins where a unit
+    is gathered whose gradients have been sent; one that gathers nothing, as by ddp, begins nowhere that can be told.
+    """
+    since: int | None = timeline.begin
+    first, sent, cut = "", set[str](), False
+    for event in timeline.events:
+        gathers, again = event.who == "gather", event.unit in sent or (cut and event.unit == first)
+        if event.begins or (gathers and (again or not first)):
+            if since is not None:
+                yield since, event.begin
+            since, sent, cut = None, set(), False
+        if gathers:
+            since, first = None, first or event.unit
+        elif event.who == "scatter":
+            since, sent = event.end, sent.union(event.unit.split(", "))
+            # A long list of units is cut, and the one that is gathered first comes last in it.
+            cut = cut or event.unit.endswith("...")
+        elif event.ends:
+            since = event.end
+    if since is not None and timeline.events:
+        yield since, timeline.end

@@ -3,12 +3,17 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fshard.trace.blame import Meeting, Span
+from fshard.trace.blame import BETWEEN, Meeting, Span
 from fshard.trace.events import Timeline
 from fshard.trace.perfetto import memory
 
 # What the main thread does, in the words of the picture, with a colour.
-KINDS = (("compute", "computing", "0.8"), ("start", "starting a collective", "C0"), ("wait", "waiting", "C1"))
+KINDS = (
+    ("compute", "computing", "0.8"),
+    (BETWEEN, BETWEEN, "0.92"),
+    ("start", "starting a collective", "C0"),
+    ("wait", "waiting", "C1"),
+)
 LATE = "waiting for a late rank", "C3"
 
 # Lanes that a picture has room for: of more ranks those that are waited for longest are drawn.
@@ -61,7 +66,7 @@ def draw(
     )
     for place, timeline in enumerate(shown):
         for kind, _, color in KINDS:
-            bars = [bar(span.begin, span.end) for span in spans[timeline.rank] if span.kind == kind]
+            bars = [bar(span.begin, span.end) for span in spans[timeline.rank] if _kind(span) == kind]
             lanes.broken_barh(bars, (place - 0.35, 0.7), color=color, linewidth=0)
         lanes.broken_barh(late[timeline.rank], (place - 0.35, 0.7), color=LATE[1], linewidth=0)
         times, numbers = zip(*memory(timeline), strict=True)
@@ -79,3 +84,7 @@ def draw(
     held.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _kind(span: Span) -> str:
+    return BETWEEN if span.name == BETWEEN else span.kind

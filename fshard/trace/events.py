@@ -5,6 +5,8 @@ import json
 import zlib
 from typing import Any, NamedTuple
 
+from fshard import comm
+
 
 class Event(NamedTuple):
     """One collective as one rank saw it; times are nanoseconds of this rank's clock.
@@ -41,9 +43,25 @@ class Event(NamedTuple):
         return self.waits[-1][1] if self.waits else self.issued
 
     @property
+    def agrees(self) -> bool:
+        """Whether ranks compare what they do, rather than send what a step needs."""
+        return self.who == comm.AGREE
+
+    @property
+    def ends(self) -> bool:
+        """Whether it is where ranks agree that a forward or a backward has ended."""
+        return self.agrees and (self.unit.endswith(" ended") or " raised " in self.unit)
+
+    @property
+    def begins(self) -> bool:
+        """Whether it is where ranks agree on what comes next."""
+        return self.agrees and bool(self.unit) and not self.ends
+
+    @property
     def name(self) -> str:
         """What it is, and for which unit."""
-        return f"{self.who} of {self.unit}" if self.unit else self.who
+        who = "agreement" if self.agrees else self.who
+        return f"{who} of {self.unit}" if self.unit else who
 
 
 class Timeline(NamedTuple):

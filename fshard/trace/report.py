@@ -5,14 +5,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fshard import comm
-from fshard.trace.blame import Meeting, Parting, Span, meetings, spans
+from fshard.trace.blame import BETWEEN, Meeting, Parting, Span, meetings, spans
 from fshard.trace.draw import draw
 from fshard.trace.events import Event, Timeline
 from fshard.trace.perfetto import write
 
 # Rows of what is for no unit, and of what ranks compare while they run.
 OTHERS, AGREEMENT = "(no unit)", "(agreement)"
+# What rows are that are no units.
+MEANINGS = (
+    (AGREEMENT, "ranks compare what they do, where a pass begins or ends; one that is late there was slow before"),
+    (BETWEEN, "between a step's last gradients and the next step: the update, data, the caller's own code"),
+    (OTHERS, "what is done for no unit, such as the sum of the losses"),
+)
 
 
 class RankRow(NamedTuple):
@@ -187,14 +192,19 @@ class Report:
         yield f"memory ({meters}): the most on one rank is {self.memory_skew:.2f} of the mean"
         yield from (f"rank {line.rank} was interrupted: {line.error}" for line in self.timelines if line.error)
         yield from map(_parting, self.parted)
-        columns = ("computing", "starting", "waiting", "for late ranks", "came last", "held others up", "most memory")
+        held = "held others up (sum)"
+        columns = ("computing", "starting", "waiting", "for late ranks", "came last", held, "most memory")
         yield from _table("rank", columns, {f"{row.rank}": _rank_cells(row) for row in self.ranks})
-        columns = ("collectives", "sent", "computing", "slowest rank", "waiting", "held up by", "for")
+        means = ("computing (mean)", "slowest rank", "waiting (mean)")
+        columns = ("collectives", "sent", *means, "held up by", "for (sum)")
         yield from _table("unit", columns, {row.unit: _unit_cells(row) for row in self.units})
+        yield "of the whole trace; mean and sum over ranks, collectives and sent of the rank with the most"
+        units = {row.unit for row in self.units}
+        yield from (f"{name}: {meaning}" for name, meaning in MEANINGS if name in units)
 
 
 def _row_name(event: Event) -> str:
-    return AGREEMENT if event.who == comm.AGREE else event.unit or OTHERS
+    return AGREEMENT if event.agrees else event.unit or OTHERS
 
 
 def _held_up(meeting: Meeting) -> int:

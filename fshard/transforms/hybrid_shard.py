@@ -1,7 +1,7 @@
 """hybrid_shard: sharded inside a node, replicated across nodes."""
 
 from fshard import comm
-from fshard.mesh import Mesh, axis_of
+from fshard.mesh import Mesh, axis_given
 from fshard.transforms.base import ShardTransform
 from fshard.transforms.compose import compose
 from fshard.transforms.fully_shard import fully_shard
@@ -36,5 +36,7 @@ def hybrid_shard(
     Raises:
         ValueError: if the mesh lacks an axis, or an argument is out of range.
     """
-    inner = fully_shard(axis_of(mesh, axis), dim=dim, min_shard_elements=min_shard_elements, algorithm=algorithm)
-    return compose(replicated(axis_of(mesh, replicate), algorithm=algorithm), inner)
+    inner = fully_shard(
+        axis_given(mesh, axis, "axis"), dim=dim, min_shard_elements=min_shard_elements, algorithm=algorithm
+    )
+    return compose(replicated(axis_given(mesh, replicate, "replicate"), algorithm=algorithm), inner)

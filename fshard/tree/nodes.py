@@ -38,6 +38,21 @@ class Sharded:
         dtype = str(self.local.dtype).removeprefix("torch.")
         return f"Sharded({dtype}{list(self.spec.shape)}, {self.spec.partition}, local {list(self.local.shape)})"
 
+    def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
+        """Called by torch.distributed.checkpoint, which would pickle this and keep what one rank has.
+
+        Raises:
+            ValueError: always.
+        """
+        raise dcp_error(fqn, repr(self))
+
+
+def dcp_error(fqn: str, found: str) -> ValueError:
+    """What torch.distributed.checkpoint.save says of what it would write one rank's shards of alone."""
+    remedy = "pass fs.to_dtensor(params, mesh), or use fs.checkpoint.save or fs.checkpoint.save_dcp"
+    what = "torch.distributed.checkpoint.save: shards of all ranks but one would be lost"
+    return leaf_error(what, [Problem(fqn, found, "tensors or DTensors")], remedy)
+
 
 def _flatten_sharded(node: Sharded) -> tuple[tuple[torch.Tensor], Spec]:
     return (node.local,), node.spec

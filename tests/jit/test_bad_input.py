@@ -1,6 +1,8 @@
 """What a jitted function may not do, each with the text of its error."""
 
+import pprint
 import re
+import threading
 
 import pytest
 import torch
@@ -48,6 +50,33 @@ def asks(x):
     return x if len(x[x > 1]) else -x
 
 
+def prints_item(x):
+    print("the sum", x.sum().item())
+    return x
+
+
+def formats_item(x):
+    print(f"{x.sum().item():.3f}")
+    return x
+
+
+def formats_items(x):
+    print("{} {:d}".format("count", (x > 1).sum().item()))
+    return x
+
+
+def writes_items(x):
+    return {str(x.tolist()): x}
+
+
+def writes_truth(x):
+    return {repr((x.sum() > 1).item()): x}
+
+
+def pretty_items(x):
+    return {pprint.pformat([x.sum().item()]): x}
+
+
 LSTM = torch.nn.LSTM(4, 5)
 
 
@@ -66,6 +95,12 @@ LOOKS = {
     as_number: "return x * x.numpy().sum()",
     as_float: "return x * (1 if float(x.sum()) > 0 else 2)",
     asks: "return x if len(x[x > 1]) else -x",
+    prints_item: 'print("the sum", x.sum().item())',
+    formats_item: 'print(f"{x.sum().item():.3f}")',
+    formats_items: 'print("{} {:d}".format("count", (x > 1).sum().item()))',
+    writes_items: "return {str(x.tolist()): x}",
+    writes_truth: "return {repr((x.sum() > 1).item()): x}",
+    pretty_items: "return {pprint.pformat([x.sum().item()]): x}",
 }
 
 
@@ -74,6 +109,32 @@ def test_looking_at_values_names_the_line(f):
     place = re.escape(f"{__file__}:") + r"\d+" + re.escape(f': "{LOOKS[f]}" {NO_VALUES}')
     with pytest.raises(ValueError, match=f"^jit: {place}$"):
         fs.jit(f)(X)
+
+
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def test_numbers_are_shown_to_torch_and_outside_of_the_trace():
+    before, kept, shown = [dict(vars(cls)) for cls in NUMBERS], [], []
+
+    def show():
+        shown.extend(f"{number} {number!r}" for number in kept)
+
+    def f(x):
+        kept.append(x.sum().item())
+        # As another thread may do meanwhile, which traces nothing.
+        thread = threading.Thread(target=show)
+        thread.start()
+        thread.join()
+        return x * kept[0]
+
+    graph = fs.make_graph(f)(X)
+    assert shown == [f"{kept[0]} {kept[0]!r}"]
+    assert "= aten._local_scalar_dense(sum_1)" in str(graph)
+    assert [dict(vars(cls)) for cls in NUMBERS] == before
+    with pytest.raises(ValueError, match="looks at the value"):
+        fs.jit(prints_item)(X)
+    assert [dict(vars(cls)) for cls in NUMBERS] == before
 
 
 ARITHMETIC = {

@@ -1,9 +1,13 @@
 """Donation: results at the addresses of what was given up, with the values of a step that was not donated."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch import nn
 
 import fshard as fs
+from fshard.errors import SHOWN
 from fshard.testing import RankError, spmd
 from fshard.tree import flatten, is_sharded
 from tests.jit.steps import STEPS, assert_alike, copied, refused, slow, tensors, train_step
@@ -52,6 +56,48 @@ def test_every_leaf_stays_where_it_is(name, world_size):
     spmd(program, world_size)
 
 
+def given_up(what, paths):
+    lines = [
+        f"  {path}: found a tensor that was donated to an earlier call, needed what that call returned in its place\n"
+        for path in paths
+    ]
+    more = [f"  and {len(lines) - SHOWN} more\n"] if len(lines) > SHOWN else []
+    remedy = "To fix: go on with the new state, or do not donate the old one."
+    return f"{what}: arguments were given up\n{''.join(lines[:SHOWN] + more)}{remedy}"
+
+
+def test_what_was_given_up_is_refused_outside_of_jit():
+    """By the verbs that check what they are given, whether it is sharded or whole."""
+
+    def program():
+        model = fs.functionalize(nn.Linear(3, 2))
+        for smallest in (0, 100):
+            params = model.init(fs.zero3(one_axis(), min_shard_elements=smallest), seed=0)
+            step = fs.jit(lambda tree: fs.tree_map(torch.sin, tree), donate_argnums=0)
+            tx = fs.sgd(0.1)
+            state, grads = fs.TrainState.create(params, tx), fs.tree_map(torch.ones_like, params)
+            new = step(params)
+            update = partial(fs.update, tx, grads=grads)
+            verbs = {
+                "value_and_grad": lambda tree: fs.value_and_grad(lambda p: model.apply(p, X).sum())(tree),
+                "apply": lambda tree: model.apply(tree, X),
+                "unshard": fs.unshard,
+                "gather": fs.gather,
+                "reshard": lambda tree: fs.reshard(tree, fs.ddp(one_axis())),
+                "update": lambda tree, state=state, update=update: update(state._replace(params=tree)),
+            }
+            for what, verb in verbs.items():
+                with refused(given_up(what, ["['bias']", "['weight']"])):
+                    verb(params)
+                verb(new)
+        whole = {"x": X.clone()}
+        fs.jit(lambda tree: {"x": tree["x"] + 1}, donate_argnums=0)(whole)
+        with refused(given_up("value_and_grad", ["['x']"])):
+            fs.value_and_grad(lambda tree: tree["x"].sum())(whole)
+
+    spmd(program, 2)
+
+
 def test_what_was_given_up_is_refused_and_holds_no_memory():
     def program():
         step, state, batches = prepared("from_torch AdamW fused")
@@ -59,13 +105,7 @@ def test_what_was_given_up_is_refused_and_holds_no_memory():
         old = copied(state)
         state, _ = jitted(old, batches[0])
         paths = [path for path, leaf in zip(flatten(old).paths, flatten(old).leaves) if leaf is not None]
-        lines = [
-            f"  [0][0]{path}: found a tensor that was donated to an earlier call, needed what that call returned "
-            "in its place\n"
-            for path in paths
-        ]
-        remedy = "To fix: go on with the new state, or do not donate the old."
-        with refused(f"jit: arguments were given up\n{''.join(lines)}{remedy}"):
+        with refused(given_up("jit", [f"[0][0]{path}" for path in paths])):
             jitted(old, batches[0])
         assert not any(tensor.numel() for tensor in tensors(old))
         jitted(state, batches[1])

@@ -6,8 +6,9 @@ from torch import optim
 
 import fshard as fs
 from fshard.testing import spmd
-from tests.jit.steps import Case, assert_on_ranks, slow
+from tests.jit.steps import Case, assert_jitted_is_eager, assert_on_ranks, slow
 from tests.optim.test_table import TABLE, every_leaf, on_shards
+from tests.trees import assert_same_bits, normal
 
 # They branch on values within torch's own classes.
 LOOKING = ("whole Adafactor", "ASGD", "RAdam")
@@ -92,6 +93,24 @@ def test_what_looks_at_values_is_refused_and_nothing_has_changed(name):
         assert all(map(torch.equal, fs.tree_leaves(case.state), fs.tree_leaves(before)))
 
     spmd(program, 2)
+
+
+def test_a_schedule_in_tensor_operations_is_that_of_numbers():
+    """And the jitted update is the eager one."""
+
+    def make(schedule):
+        params = {"w": torch.linspace(-1, 1, 5)}
+        tx = fs.from_torch(torch.optim.SGD, lr=schedule)
+        grads = [({"w": normal(step)(5).float()},) for step in range(4)]
+        return Case(lambda state, grad: (fs.update(tx, state, grad), None), fs.TrainState.create(params, tx), grads)
+
+    case, numbers = make(lambda count: 0.1 * 0.5**count), make(lambda count: 0.1 * 0.5 ** int(count))
+    assert_jitted_is_eager(case)
+    a, b = case.state, numbers.state
+    for (grad,) in case.batches:
+        a, b = case.step(a, grad)[0], numbers.step(b, grad)[0]
+    # Halves are exact, and kernels take a rate in float32 anyway.
+    assert_same_bits(fs.tree_leaves(a.params), fs.tree_leaves(b.params))
 
 
 def test_a_donated_update_inside_of_a_donated_step():

@@ -49,6 +49,20 @@ def test_random_numbers_on_one_rank(name):
     assert_on_ranks(RANDOM[name], 1)
 
 
+@pytest.mark.parametrize("key", (7, -(2**63), 2**63 - 1))
+def test_a_run_keeps_a_number_as_a_tensor(key):
+    params = {"w": torch.ones(())}
+    state = fs.TrainState.create(params, adamw(), key=key)
+    assert state.key.dtype == torch.int64
+    assert state.key.equal(torch.tensor(key))
+    assert fs.jit(lambda s: fs.fold_in(s.key, s.step))(state).equal(fs.fold_in(key, 0))
+
+
+def test_a_run_keeps_a_tensor_of_integers_as_it_is():
+    for key in (None, KEY, torch.arange(2, dtype=torch.int32)):
+        assert fs.TrainState.create({"w": torch.ones(())}, adamw(), key=key).key is key
+
+
 def test_a_key_gives_new_masks_each_step_and_leaves_the_generator_alone():
     module, x = nn.Dropout(0.5), torch.ones(64)
     model = fs.functionalize(module)

@@ -79,8 +79,11 @@ def test_text_and_picture(tmp_path):
     plan = planned()
     text = str(plan)
     assert text.startswith("mesh shard 4: ")
-    for word in ("optimizer state", "in flight", "sent by axis", "sent by unit", "an estimate from stated rates"):
+    for word in ("optimizer state", "in flight", "sent by axis", "sent by unit"):
         assert word in text
+    assert "\n  held at the peak; what is not held then is 0\n    parameters " in text
+    rates = "400 TFLOP/s, memory 2500 GB/s, link 40 GB/s, latency 20 us"
+    assert text.endswith(f" of it waiting: an estimate from these rates:\n    {rates}")
     pytest.importorskip("matplotlib")
     plan.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 10_000
@@ -231,3 +234,52 @@ def test_optimizers_that_ask_for_their_counts_are_planned():
 
     planned = fs.plan(step, state, torch.ones(4, 30), mesh={"shard": 4})
     assert planned.by_axis()["shard"].collectives > 0
+
+
+class Masked(torch.nn.Module):
+    """Makes its buffers in its constructor, and writes to one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64)
+        self.register_buffer("mask", torch.ones(64, 64).tril())
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls += 1
+        return (self.layer(x) @ self.mask).square().mean()
+
+
+def masked_step(given):
+    """The step of a module on the meta device, its buffers in the state or not, and the state."""
+    with torch.device("meta"):
+        model = fs.functionalize(Masked())
+    tx = fs.sgd(0.1)
+    state = fs.TrainState.create(model.init(fs.zero3(one_rank()), seed=0), tx, buffers=model.buffers)
+
+    def step(state, x):
+        def loss(params):
+            return model.apply(params, x, buffers=state.buffers) if given else (model.apply(params, x), state.buffers)
+
+        (value, buffers), grads = fs.value_and_grad(loss, has_aux=True)(state.params)
+        return fs.update(tx, state, grads)._replace(buffers=buffers), value
+
+    return step, state
+
+
+def test_buffers_without_values_are_planned_where_the_state_has_them():
+    step, state = masked_step(given=True)
+    plan = fs.plan(step, state, torch.ones(2, 64), mesh={"shard": 4})
+    assert plan.arguments.inputs == nbytes(torch.ones(2, 64)) + nbytes(state.buffers) + state.step.nbytes
+
+
+def test_a_modules_own_buffers_without_values_are_refused_with_what_to_do():
+    step, state = masked_step(given=False)
+    with refused(
+        "apply: buffers have no values\n"
+        "  ['mask']: found a tensor on the meta device, needed one with values\n"
+        "  ['calls']: found a tensor on the meta device, needed one with values\n"
+        "To fix: pass buffers= with values for them, or write to them in the module's reset_parameters; fs.plan takes "
+        "those of its state without values: make it with buffers=model.buffers, and pass buffers=state.buffers."
+    ):
+        fs.plan(step, state, torch.ones(2, 64), mesh={"shard": 4})

@@ -99,9 +99,9 @@ def test_the_command_line(capsys):
     arguments = ["--model", "tests.plan.test_sweep:factory", "--world-size", "4", "--activations", "kept"]
     assert main([*arguments, "--strategy", "zero2,zero3", "--memory", "1MB"]) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[0].startswith("strategy ")
+    assert out.splitlines()[2].startswith("strategy ")
     assert re.search(r"^zero2 +4 +kept +yes +\d+\.\d\d kB", out, re.MULTILINE)
-    assert "the cheapest that fits 1MB, by time that is estimated from stated rates:" in out
+    assert "the cheapest that fits 1MB, by the time that is estimated from these rates:" in out
     assert "optimizer state" in out
     assert main([*arguments, "--memory", "1kB"]) == 1
     assert "none fits 1kB: the least is" in capsys.readouterr().out
@@ -128,7 +128,8 @@ BAD = {
     ),
     "what a factory returns": (
         ["--model", "tests.plan.test_sweep:broken"],
-        "plan: tests.plan.test_sweep:broken returned a Scaled, needed (module, batch)",
+        "plan: tests.plan.test_sweep:broken returned a Scaled, needed (module, batch), where module(*batch) is "
+        "the loss",
     ),
     "memory": (
         ["--memory", "80"],

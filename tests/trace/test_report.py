@@ -8,6 +8,7 @@ import pytest
 import fshard as fs
 from fshard.testing import spmd
 from fshard.trace import Report
+from fshard.trace.blame import BETWEEN, spans
 from fshard.trace.clocks import offsets
 from fshard.trace.events import Event, Timeline, packed, unpacked
 from tests.trace.steps import make_step
@@ -55,12 +56,12 @@ def test_numbers():
     assert report.waiting_share == pytest.approx(0.021 / 0.2)
     assert (first.peak_bytes, second.peak_bytes) == (300, 100)
     assert report.memory_skew == 1.5
-    a, b, none = report.units
-    assert (none.unit, none.computing) == ("(no unit)", pytest.approx({1: 0.002}))
+    a, b, apart = report.units
+    assert (apart.unit, apart.computing) == (BETWEEN, pytest.approx({0: 0.008, 1: 0.010}))
     assert (a.unit, a.collectives, b.unit, b.collectives, b.bytes) == ("a", 1, "b", 2, 2048.0)
-    # Between the gathers a is computed with; behind the one of b, b, until its gradients are there and after them.
+    # Between the gathers a is computed with; behind the one of b, b, until its gradients are there.
     assert a.computing == pytest.approx({0: 0.005 + 0.009, 1: 0.035})
-    assert b.computing == pytest.approx({0: 0.025 + 0.019 + 0.008, 1: 0.015 + 0.029 + 0.008})
+    assert b.computing == pytest.approx({0: 0.025 + 0.019, 1: 0.015 + 0.029})
     assert b.held_up == pytest.approx({0: 0, 1: 0.02})
 
 
@@ -69,18 +70,72 @@ trace of 2 ranks, 100.0 ms, clocks alike to 0.50 ms
 10.5% of all ranks' time is waiting for late ranks; most, 21.0 ms, for rank 1, of which 20.0 ms at b
 memory (resident set): the most on one rank is 1.50 of the mean
 
-rank  computing  starting  waiting  for late ranks  came last  held others up  most memory
-0         66.0%      3.0%    31.0%           21.0%          1          0.0 ms      0.0 MiB
-1         89.0%      3.0%     8.0%            0.0%          2         21.0 ms      0.0 MiB
+rank  computing  starting  waiting  for late ranks  came last  held others up (sum)  most memory
+0         66.0%      3.0%    31.0%           21.0%          1                0.0 ms      0.0 MiB
+1         89.0%      3.0%     8.0%            0.0%          2               21.0 ms      0.0 MiB
 
-unit       collectives      sent  computing  slowest rank  waiting  held up by      for
-a                    1  0.00 MiB    24.5 ms    1: 35.0 ms   3.0 ms      rank 1   1.0 ms
-b                    2  0.00 MiB    52.0 ms    0: 52.0 ms  16.5 ms      rank 1  20.0 ms
-(no unit)            0  0.00 MiB     2.0 ms     1: 2.0 ms   0.0 ms           -        -"""
+unit                     collectives      sent  computing (mean)  slowest rank  waiting (mean)  held up by  for (sum)
+a                                  1  0.00 MiB           24.5 ms    1: 35.0 ms          3.0 ms      rank 1     1.0 ms
+b                                  2  0.00 MiB           44.0 ms    0: 44.0 ms         16.5 ms      rank 1    20.0 ms
+(update, between steps)            0  0.00 MiB            9.0 ms    1: 10.0 ms          0.0 ms           -          -
+of the whole trace; mean and sum over ranks, collectives and sent of the rank with the most
+(update, between steps): between a step's last gradients and the next step: the update, data, the caller's own code"""
 
 
 def test_table():
     assert str(Report(two_ranks(), 500_000)) == TABLE
+
+
+def names_of(line):
+    return [(span.name, span.begin / MS, span.end / MS) for span in spans(line) if span.kind == "compute"]
+
+
+def step_at(n, units="b, a"):
+    """A jitted step of 20 ms with a and b, b gathered again, whose gradients travel together."""
+    gathers = [
+        event("gather", unit, n + at, n + at + 1, (n + at + 1, n + at + 2)) for unit, at in zip("abb", (0, 4, 8))
+    ]
+    return (
+        *gathers,
+        event("scatter", units, n + 12, n + 13, (n + 15, n + 16), op="reduce_scatter"),
+        event("psum_invariant", "", n + 18, n + 19, (n + 19, n + 20), op="all_reduce"),
+    )
+
+
+@pytest.mark.parametrize("units", ("b, a", "c" * 200 + "..."), ids=("named", "cut"))
+def test_jitted_steps_are_told_apart_by_what_is_gathered_again(units):
+    line = timeline(0, *step_at(10, units), *step_at(60, units))
+    apart = [name for name in names_of(line) if name[0] == BETWEEN]
+    assert apart == [(BETWEEN, *at) for at in ((0, 10), (26, 28), (30, 60), (76, 78), (80, 100))]
+    assert {name for name, *_ in names_of(line)} == {"a", "b", units, BETWEEN}
+
+
+def test_a_unit_that_is_gathered_for_its_backward_begins_no_step():
+    """Gradients of b are sent before a is gathered again."""
+    line = timeline(
+        0,
+        event("gather", "a", 0, 1, (1, 2)),
+        event("gather", "b", 4, 5, (5, 6)),
+        event("scatter", "b", 20, 21, (22, 23), op="reduce_scatter"),
+        event("gather", "a", 30, 31, (31, 32)),
+        event("scatter", "a", 40, 41, (42, 43), op="reduce_scatter"),
+    )
+    assert [span for span in names_of(line) if span[0] == BETWEEN] == [(BETWEEN, 43, 100)]
+
+
+def test_eager_steps_are_told_apart_by_what_ranks_agree_on():
+    """As by ddp, which gathers nothing."""
+
+    def step(n):
+        about = ("2 units of Net", n), ("f ended", n + 6), ("the backward ended", n + 16)
+        begin, end, last = (event("agree", text, at, at + 1, (at + 1, at + 2)) for text, at in about)
+        return begin, end, event("scatter", "a", n + 12, n + 13, (n + 13, n + 14), op="all_reduce"), last
+
+    line = timeline(0, *step(10), *step(60))
+    apart = [name for name in names_of(line) if name[0] == BETWEEN]
+    assert apart == [(BETWEEN, *at) for at in ((0, 10), (28, 60), (78, 100))]
+    assert [event.name for event in line.events[:2]] == ["agreement of 2 units of Net", "agreement of f ended"]
+    assert "\n(agreement): ranks compare" in str(Report([line], 0))
 
 
 def test_ranks_that_part_are_named_and_what_follows_is_not_matched():
@@ -176,6 +231,8 @@ def test_saved_files(tmp_path):
     report = Report(two_ranks(), 0)
     report.save(tmp_path / "trace.json")
     kinds = assert_is_trace(tmp_path / "trace.json", {0, 1})
+    named = {entry["name"] for entry in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert {"compute a", "compute b", "compute (update, between steps)"} <= named
     # An arrow for each of the two collectives that rank 0 waited in for rank 1.
     assert kinds["s"] == 2
     report.plot(tmp_path / "trace.png")

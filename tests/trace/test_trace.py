@@ -1,5 +1,7 @@
 """trace: what it records is what runs, eager and jitted, whatever becomes of the context."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,7 @@ import torch.distributed as dist
 import fshard as fs
 from fshard import comm
 from fshard.testing import spmd
-from fshard.trace.blame import spans
+from fshard.trace.blame import BETWEEN, spans
 from tests.trace.steps import UNITS, make_step
 from tests.trees import one_axis
 
@@ -66,6 +68,32 @@ def test_spans_have_no_gaps_and_count_for_units(workers):
             assert row.waiting_for_late <= row.waiting
         computed = {row.unit for row in report.units if row.computing.get(0)}
         assert set(UNITS) <= computed
+
+    spmd(program, workers(2))
+
+
+@pytest.mark.parametrize("jitted", (False, True), ids=("eager", "jitted"))
+def test_what_is_done_between_steps_counts_for_no_unit(workers, jitted):
+    def program():
+        step, state, x = make_step()
+        if jitted:
+            step = fs.jit(step)
+            step(state, x)
+        with fs.trace() as trace:
+            pauses = []
+            for _ in range(2):
+                begin = time.perf_counter_ns()
+                torch.ones(2) + 1
+                pauses.append((begin, time.perf_counter_ns()))
+                state, _ = step(state, x)
+        report = trace.report(alone=True)
+        (found,) = report.spans.values()
+        for begin, end in pauses:
+            (name,) = [span.name for span in found if span.begin <= begin and end <= span.end]
+            assert name == BETWEEN
+        named = {span.name for span in found if span.kind == "compute"}
+        assert {*UNITS, BETWEEN} <= named
+        trace.report()
 
     spmd(program, workers(2))
 

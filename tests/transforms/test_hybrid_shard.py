@@ -147,11 +147,11 @@ def test_processes(workers, outer):
         assert_trees_close(runs[0], one_process("SGD"), rtol=0, atol=bound("SGD"))
 
 
-LACKS = "mesh has no axis {!r}, only ('shard',); pass axis= or name it in init_mesh"
+LACKS = "mesh has no axis {!r}, only ('shard',); pass {}= or name it in init_mesh"
 BAD = [
-    setup("a mesh of one axis", fs.hybrid_shard, LACKS.format("replicate"), lambda world: world.mesh),
-    setup("hsdp on a mesh of one axis", fs.hsdp, LACKS.format("replicate"), lambda world: world.mesh),
-    setup("another axis", fs.hybrid_shard, LACKS.format("node"), lambda world: world.mesh, "node"),
+    setup("a mesh of one axis", fs.hybrid_shard, LACKS.format("replicate", "replicate"), lambda world: world.mesh),
+    setup("hsdp on a mesh of one axis", fs.hsdp, LACKS.format("replicate", "replicate"), lambda world: world.mesh),
+    setup("another axis", fs.hybrid_shard, LACKS.format("node", "axis"), lambda world: world.mesh, "node"),
     setup(
         "one axis for both",
         lambda mesh: fs.hybrid_shard(mesh, "shard", "shard"),

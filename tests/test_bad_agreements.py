@@ -1,0 +1,112 @@
+"""Ranks that call different verbs: every rank hears of it, whichever of them asks the others for what."""
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard.checkpoint import to_state_dict
+from fshard.comm.agree import FIRST
+from fshard.errors import Problem, leaf_error
+from fshard.testing import spmd
+from tests.trees import assert_same_bits, normal, one_axis
+
+# A call that some rank never comes to would wait for the timeout of the process group, which is minutes.
+SECONDS = 20.0
+
+STRATEGIES = {
+    "ddp": fs.ddp,
+    "zero2": lambda mesh: fs.zero2(mesh, min_shard_elements=0),
+    "zero3": lambda mesh: fs.zero3(mesh, min_shard_elements=0),
+}
+# What the first rank calls alone, and how it is called in the error.
+CALLS = {
+    "save": (lambda params, place: fs.checkpoint.save(place, params, step=1), "checkpoint.save"),
+    "to_state_dict": (lambda params, _: to_state_dict(params, rank0_only=True), "checkpoint.to_state_dict"),
+    "texts": (lambda params, _: fs.comm.texts("x" * 5000, fs.axis_of(one_axis()), "texts"), "texts"),
+    "highest": (lambda params, _: fs.comm.highest([1.0, 2.0], [fs.axis_of(one_axis())], "highest"), "highest"),
+    "shard": (lambda params, _: fs.shard({"w": torch.ones(4, 4)}, fs.ddp(one_axis())), "shard"),
+}
+
+
+def loss(params):
+    return fs.gather(params)["w"].square().sum()
+
+
+def program_of(name, place):
+    call, _ = CALLS[name]
+
+    def program():
+        mesh, found = one_axis(), {}
+        for strategy, transform in STRATEGIES.items():
+            params = fs.shard({"w": normal()(4, 4)}, transform(mesh))
+            expected = fs.value_and_grad(loss)(params)
+            with pytest.raises(fs.comm.CollectiveError) as caught:
+                call(params, place) if mesh.get_rank() == 0 else fs.value_and_grad(loss)(params)
+            found[strategy] = str(caught.value)
+            assert_same_bits(fs.tree_leaves(fs.value_and_grad(loss)(params)), fs.tree_leaves(expected))
+        return found
+
+    return program
+
+
+def text_of(name, ranks):
+    lines = [f"  rank 0: {CALLS[name][1]}", *(f"  rank {rank}: gather ['w']" for rank in range(1, ranks))]
+    remedy = "every rank must call save, unshard and to_state_dict, also with rank0_only=True"
+    return "\n".join(["ranks do not do the same", *lines, f"To fix: {remedy}."])
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("name", CALLS)
+def test_a_verb_that_one_rank_calls_alone_is_told_to_all(name, world_size, tmp_path):
+    rows = spmd(program_of(name, tmp_path), world_size, timeout=SECONDS)
+    assert rows == [dict.fromkeys(STRATEGIES, text_of(name, world_size))] * world_size
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_verb_that_one_process_calls_alone_is_told_to_all(name, workers, tmp_path):
+    """Which gloo would end by a signal, were their first messages of different sizes."""
+    rows = spmd(program_of(name, tmp_path), workers(2), timeout=SECONDS)
+    assert rows == [dict.fromkeys(STRATEGIES, text_of(name, 2))] * 2
+
+
+def test_what_is_no_comparison_is_told_apart():
+    """By the rank that compares; the other one has what it did not ask for."""
+
+    def program():
+        axis = fs.axis_of(one_axis())
+        if fs.comm.rank(axis):
+            fs.comm.all_gather([torch.ones(FIRST, dtype=torch.float64)], axis, "other")
+            return ""
+        with pytest.raises(fs.comm.CollectiveError) as caught:
+            fs.comm.texts("", axis, "texts")
+        return str(caught.value)
+
+    assert spmd(program, 2, timeout=SECONDS)[0] == (
+        "ranks do not do the same\n  rank 0: compares notes\n  rank 1: sends something else\n"
+        "To fix: every rank must call save, unshard and to_state_dict, also with rank0_only=True."
+    )
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+def test_texts_of_any_length_and_numbers_of_any_count(world_size):
+    def program():
+        axis = fs.axis_of(one_axis())
+        rank = fs.comm.rank(axis)
+        for size in (0, 1, 111, 112, 113, 1016, 5000):
+            texts = fs.comm.texts("\udcff" * (size % 2) + f"{rank}" * size, axis, "texts")
+            assert texts == ["\udcff" * (size % 2) + f"{i}" * size for i in range(world_size)]
+        for count in (0, 1, 14, 15, 16, 40):
+            numbers = [-i * (1 + rank) for i in range(count)]
+            assert fs.comm.highest(numbers, [axis], "highest") == [-i for i in range(count)]
+            halves = [number / 2 for number in numbers]
+            assert fs.comm.highest(halves, [axis], "highest") == [-i / 2 for i in range(count)]
+
+    spmd(program, world_size, timeout=SECONDS)
+
+
+def test_of_many_problems_the_first_are_printed():
+    problems = [Problem(f"['w{i}']", "none", "one") for i in range(13)]
+    for many, rest in ((10, []), (11, ["  and 1 more"]), (13, ["  and 3 more"])):
+        lines = str(leaf_error("what", problems[:many], "remedy")).splitlines()
+        assert lines[1:11] == [f"  ['w{i}']: found none, needed one" for i in range(10)]
+        assert [lines[0], *lines[11:]] == ["what", *rest, "To fix: remedy."]
