@@ -162,7 +162,7 @@ ROWS = [
     ),
     *(
         Row(
-            f"a state with the key {key!r}",
+            f"a state with {error.split(', needed')[0]} for its key",
             lambda world, key=key: (world.params, world.tx, key),
             lambda params, tx, key: fs.TrainState.create(params, tx, key=key),
             f"TrainState.create: key is {error}",
