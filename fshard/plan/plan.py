@@ -35,7 +35,7 @@ def plan(
     Args:
         step: A pure function of (state, *batch), or what `fs.jit` made of one: donated states are written in place.
         state: A TrainState, or any tree with Sharded leaves, of a mesh with the same names of axes; one rank will do,
-            and so will tensors on the meta device. Buffers without values belong into it, for `model.apply(buffers=)`.
+            and so will tensors on the meta device. Buffers without values must be in it, for `model.apply(buffers=)`.
         *batch: The step's other arguments, as one rank gets them; tensors count by shape and dtype.
         mesh: Ranks on each axis by its name, outermost first.
         rank: Whose step it is: its number, the last axis varying fastest.
