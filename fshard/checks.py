@@ -220,6 +220,8 @@ def check_loss(loss: Any, reduce: str, what: str) -> None:
     for name, part in zip(("sum", "count"), loss, strict=True) if weighted else [("loss", loss)]:
         scalar = isinstance(part, torch.Tensor) and not part.dim()
         if scalar and (part.is_floating_point() or (name == "count" and not part.is_complex())):
+            if name == "count":
+                check_no_gradient(part, what)
             continue
         needed = "a floating scalar tensor; sum or average over the batch"
         if name == "count":
@@ -227,6 +229,12 @@ def check_loss(loss: Any, reduce: str, what: str) -> None:
         elif isinstance(part, tuple):
             needed = "a floating scalar tensor alone; value_and_grad takes (loss, aux) by has_aux=True"
         raise ValueError(f"{what}: the {name} is {kind(part)}, needed {needed}")
+
+
+def check_no_gradient(count: torch.Tensor, what: str) -> None:
+    """Refuse a count that is differentiated: sums are divided by it as by a constant, so gradients would be wrong."""
+    if count.requires_grad or _compat.is_dual(count):
+        raise ValueError(f"{what}: expected a count that requires no gradient, got one that does; pass count.detach()")
 
 
 def outline(treedef: Treedef) -> str:

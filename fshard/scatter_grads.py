@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fshard import comm
-from fshard.checks import check_floating, check_local, kind, same_structure
+from fshard.checks import check_floating, check_local, check_no_gradient, kind, same_structure
 from fshard.collectives import linear_call
 from fshard.errors import Problem, leaf_error
 from fshard.objective import denominator, divided, reduction_axes
@@ -46,6 +46,8 @@ def scatter_grads(
         raise ValueError(f'scatter_grads: got {found}, needed "mean", "sum", or "weighted" with count=')
     if count is not None and (not isinstance(count, torch.Tensor) or count.dim() or count.is_complex()):
         raise ValueError(f"scatter_grads: count is {kind(count)}, needed a real scalar tensor; torch.tensor makes one")
+    if count is not None:
+        check_no_gradient(count, "scatter_grads")
     flat, params = flatten(grads), flatten(like)
     same_structure("scatter_grads of gradients", flat, params)
     axes = reduction_axes(like, "scatter_grads")

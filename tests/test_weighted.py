@@ -1,6 +1,7 @@
 """Weighted objectives: however unequally tokens are spread, the gradient is that of the mean over all of them."""
 
 import copy
+import re
 from functools import partial
 
 import pytest
@@ -139,11 +140,11 @@ def test_no_tokens_at_all_are_not_a_number(form):
     spmd(program, 2)
 
 
-@pytest.mark.parametrize("kind", ("int32", "float32", "float64", "requires grad"))
+@pytest.mark.parametrize("kind", ("int32", "float32", "float64"))
 @pytest.mark.parametrize("form", FORMS)
 def test_counts_of_any_kind_give_the_same_bits(form, kind):
     module = stack()
-    factor = torch.ones((), dtype=getattr(torch, kind, torch.float64), requires_grad=kind == "requires grad")
+    factor = torch.ones((), dtype=getattr(torch, kind))
 
     def program():
         for strategy in STRATEGIES:
@@ -183,15 +184,46 @@ def test_wide_counts_leave_the_dtype_of_gradients(form):
     assert grads["scale"].local.dtype is torch.float32
 
 
-def test_counts_made_of_parameters_are_treated_alike():
-    params = fs.shard({"w": torch.full((), 2.0)}, fs.ddp(one_axis()))
+REFUSED = "{}: expected a count that requires no gradient, got one that does; pass count.detach()"
+COUNTS = {
+    "of parameters": lambda w, given: w.sum(),
+    "that requires grad": lambda w, given: given,
+}
 
-    def loss_of(params, _):
-        w = fs.gather(params)["w"]
-        return w.square(), w
 
-    found, expected = (FORMS[form](loss_of, params, [torch.ones(2, 1)]) for form in ("value_and_grad", "torch.func"))
-    assert_trees_close(found, expected)
+@pytest.mark.parametrize("count", COUNTS)
+def test_counts_that_require_a_gradient_are_refused(count):
+    """The division by them has a gradient that no form adds; the remedy gives every form the same bits."""
+    given = torch.full((), 6.0, requires_grad=True)
+
+    def program():
+        params = fs.shard({"w": torch.full((4,), 2.0)}, fs.zero3(one_axis(), min_shard_elements=0))
+
+        def loss_of(detach, params, _):
+            w = fs.gather(params)["w"]
+            number = COUNTS[count](w, given)
+            return w.square().sum(), number.detach() if detach else number
+
+        pairs = [torch.ones(2, 1)]
+        for form, run in FORMS.items():
+            what = {"torch.func": "objective", "four verbs": "scatter_grads"}.get(form, form.split()[0])
+            if form == "four verbs" and count == "of parameters":
+                continue  # torch.func's aux comes out of the transform without a gradient.
+            with pytest.raises(ValueError, match=f"^{re.escape(REFUSED.format(what))}$"):
+                run(partial(loss_of, False), params, pairs)
+        found = [run(partial(loss_of, True), params, pairs) for run in FORMS.values()]
+        for other in found[1:]:
+            assert_trees_close(other, found[0])
+
+        def tangent(direction):
+            scaled = fs.tree_map(lambda x, t: x + t, params, direction)
+            return fs.objective(loss_of(False, scaled, None), like=params, reduce="weighted")
+
+        ones = fs.tree_map(torch.ones_like, params)
+        with pytest.raises(ValueError, match=f"^{re.escape(REFUSED.format('objective'))}$"):
+            torch.func.jvp(tangent, (ones,), (ones,))
+
+    spmd(program, 2)
 
 
 def test_counts_of_other_dtypes_on_other_ranks_are_added_up():
