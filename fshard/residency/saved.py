@@ -23,6 +23,8 @@ class Note(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: Any
+    conj: bool
+    neg: bool
 
 
 class Saved:
@@ -32,7 +34,8 @@ class Saved:
         """Call `fetch` when a gathered tensor is needed."""
         self._fetch = fetch
         # A weak reference keeps a storage's address from being used anew, so that no other is taken for it.
-        self._known: dict[int, tuple[object, Use, int]] = {}
+        # Beside it stand the use, the place in it, and the type and bits of the tensor that will be gathered again.
+        self._known: dict[int, tuple[object, Use, int, type, bool]] = {}
 
     def hooks(self) -> AbstractContextManager[None]:
         """What must be active while the function runs, so that autograd saves no gathered tensor."""
@@ -46,7 +49,8 @@ class Saved:
             if tensor is not None:
                 key = _compat.storage_key(tensor)
                 if key != _compat.storage_key(slot.stored):
-                    self._known[key] = (_compat.StorageWeakRef(tensor.untyped_storage()), use, place)
+                    alive, lazy = _compat.StorageWeakRef(tensor.untyped_storage()), tensor.is_conj() or tensor.is_neg()
+                    self._known[key] = (alive, use, place, type(tensor), lazy)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Note:
         """Save a tensor, or a note of it."""
@@ -56,9 +60,14 @@ class Saved:
         # What is computed with a unit's tensors after its turn keeps them: the backward needs them before their turn.
         if found is None or found[1].closed:
             return tensor
-        _, use, place = found
+        _, use, place, cls, lazy = found
+        like = use.unit.slots[place].like
+        # A subclass holds more than its numbers; memory of lazy bits reads otherwise in another dtype.
+        if type(tensor) is not cls or like is None or (lazy and tensor.dtype is not like.dtype):
+            return tensor
         use.saved = True
-        return Note(use, place, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+        return Note(use, place, tensor.dtype, *layout, tensor.is_conj(), tensor.is_neg())
 
     def unpack(self, saved: torch.Tensor | Note) -> torch.Tensor:
         """Give back what was saved."""
@@ -66,5 +75,9 @@ class Saved:
             return saved
         full = self._fetch(saved.use, saved.place)
         if full.dtype is not saved.dtype:
-            full = full.view(saved.dtype)
-        return full.as_strided(saved.size, saved.stride, saved.offset)
+            # All of the memory as one dim: a view of other sizes needs no more than that its bytes are whole elements.
+            nbytes = full.untyped_storage().nbytes() // saved.dtype.itemsize * saved.dtype.itemsize
+            full = full.as_strided((nbytes // full.dtype.itemsize,), (1,), 0).view(saved.dtype)
+        view = full.as_strided(saved.size, saved.stride, saved.offset)
+        view = view if view.is_conj() == saved.conj else view.conj()
+        return view if view.is_neg() == saved.neg else _compat.negated_view(view)
