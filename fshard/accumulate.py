@@ -22,7 +22,8 @@ def accumulate(
     """Turn a local loss of one microbatch into a function of many: `value_and_grad` of their common objective.
 
     Activations of one microbatch are held at a time. The objective is the mean over microbatches and ranks, or with
-    "weighted" the true mean over all items, however unequally they are spread.
+    "weighted" the true mean over all items, however unequally they are spread. Gradients are added up in the dtype that
+    they are reduced in, where that is wider than the one they are computed in, or stored in.
 
     Args:
         f: Called as f(params, microbatch, *args, **kwargs); returns this rank's scalar loss, or (sum, count) for

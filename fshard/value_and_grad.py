@@ -185,7 +185,7 @@ class _Run(NamedTuple):
         call = Call(self.what, self.flat, self.axes)
         for slot, state in zip(call.slots, self.states, strict=True):
             if slot is not None:
-                slot.state = state
+                slot.state, slot.several = state, len(self.functions) > 1
         try:
             return self._engine(call)
         except FunctionTransform:
@@ -240,6 +240,11 @@ class _Run(NamedTuple):
         tensors = [_tensor(self.flat.leaves[i]) for i in trained]
         values, counts, auxes = [], [], []
         sums: list[torch.Tensor] | None = None
+
+        def wide(i: int, grad: torch.Tensor) -> torch.Tensor:
+            leaf = self.flat.leaves[i]
+            return grad.to(leaf.spec.sum_dtype(grad.dtype)) if is_sharded(leaf) else grad
+
         for function in self.functions:
             parts: list[Tree] = []
             loss_of = functools.partial(self._loss_of, function, trained, parts)
@@ -250,14 +255,16 @@ class _Run(NamedTuple):
                 lambda leaf: next(carried) if isinstance(leaf, torch.Tensor) else leaf,  # noqa: B023
                 parts.pop(),
             )
-            sums = list(found) if sums is None else [a + b for a, b in zip(sums, found, strict=True)]
+            sums = (
+                list(found) if sums is None else [wide(i, a) + b for i, a, b in zip(trained, sums, found, strict=True)]
+            )
             values.append(value)
             counts.append(count)
             auxes.append(aux)
         divisor = self.divisor(counts)
         grads: list[Any] = [None] * len(self.flat.leaves)
         for i, grad in zip(trained, sums or [], strict=True):
-            grads[i] = divided(grad, divisor)
+            grads[i] = divided(grad, divisor).to(_tensor(self.flat.leaves[i]).dtype)
         return divided(total(functools.reduce(operator.add, values), self.axes), divisor), auxes, grads
 
     def _loss_of(

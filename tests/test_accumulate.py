@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.func import grad
+from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
 from tests.bad_input import Row, assert_refused, loss
-from tests.trees import assert_same_bits, normal, one_axis
+from tests.trees import assert_same_bits, normal, one_axis, two_axes
 
 # A few hundred products of numbers around one, summed in another order, in float64.
 ATOL = 1e-12
@@ -149,6 +150,125 @@ def test_bytes_are_those_of_the_law(strategy, communicate, world_size):
 
     first, *others = spmd(program, world_size)
     assert others == [first] * (world_size - 1)
+
+
+MANY = 16
+HALF, SINGLE = torch.bfloat16, torch.float32
+
+
+def reduced_in_single(transform):
+    return fs.compose(fs.cast(gather=HALF), transform, fs.cast(scatter=SINGLE))
+
+
+IN_SINGLE = {
+    "zero3": lambda mesh: fs.zero3(mesh, param_dtype=HALF, reduce_dtype=SINGLE, min_shard_elements=0),
+    "zero2": lambda mesh: reduced_in_single(fs.zero2(mesh, min_shard_elements=0)),
+    "zero1": lambda mesh: reduced_in_single(fs.zero1(mesh, min_shard_elements=0)),
+    "ddp": lambda mesh: reduced_in_single(fs.ddp(mesh)),
+    "hsdp": lambda mesh: fs.hsdp(
+        two_axes(mesh.size()), param_dtype=HALF, reduce_dtype=SINGLE, min_shard_elements=0, merge_bytes=0
+    ),
+}
+
+
+def half_loss(full, x):
+    """A loss in float32 of maths in bfloat16."""
+    h = torch.tanh(x @ full["a"]) @ full["b"]
+    return (torch.tanh(h @ full["a"]) + full["c"]).float().square().mean()
+
+
+@pytest.mark.parametrize("stored", (SINGLE, HALF))
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_gradients_are_added_up_in_the_dtype_of_the_reduction(world_size, stored):
+    """Computed in bfloat16 and reduced in float32: each addition rounds in float32, and the result in its own dtype."""
+    draw = normal()
+    leaves = {"a": draw(5, 11, dtype=stored), "b": draw(11, 5, dtype=stored), "c": draw(11, dtype=stored)}
+    ranks = [[normal(2 + rank * MANY + i)(2, 5, dtype=HALF) for i in range(MANY)] for rank in range(world_size)]
+    full = {name: leaf.to(HALF).requires_grad_() for name, leaf in leaves.items()}
+    parts = [torch.autograd.grad(half_loss(full, x), list(full.values())) for batches in ranks for x in batches]
+    exact = dict(zip(full, [torch.stack(grads).double() for grads in zip(*parts)]))
+    rounding = len(parts) * torch.finfo(SINGLE).eps
+
+    def program():
+        mesh = one_axis()
+        for name, strategy in IN_SINGLE.items():
+            params = fs.shard(leaves, strategy(mesh))
+            for communicate in ("each", "once"):
+                step = fs.accumulate(lambda p, x: half_loss(fs.gather(p), x), communicate=communicate)
+                grads = fs.unshard(step(params, ranks[mesh.get_rank()])[1])
+                for leaf, found in grads.items():
+                    assert found.dtype is stored
+                    expected, size = exact[leaf].mean(0), exact[leaf].abs().mean(0)
+                    bound = rounding * size + (torch.finfo(stored).eps * expected.abs() if stored is HALF else 0)
+                    off = ((found.double() - expected).abs() / bound).max().item()
+                    assert off <= 1, f"{leaf} by {name}, communicate={communicate!r}: {off:.3g} times the bound"
+
+    spmd(program, world_size)
+
+
+class Tower(nn.Module):
+    """Blocks of two units each, of which a checkpoint is taken around each unit, inside it, or around some."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.first = nn.Linear(5, 5)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 11), nn.Tanh(), nn.Linear(11, 5)) for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.how == "around several":
+            x = checkpoint(lambda x: self.blocks[0](self.blocks[2](x)), x, use_reentrant=False)
+        for block in self.blocks:
+            x = x + self.run(block, x)
+        return x.square().mean()
+
+    def run(self, block, x):
+        if self.how == "inside units":
+            return checkpoint(lambda x: block[2](block[1](block[0](x))), x, use_reentrant=False)
+        if self.how == "fs.remat":
+            return fs.remat(block)(x)
+        return block(x) if self.how == "around several" else checkpoint(block, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+@pytest.mark.parametrize("how", ("around units", "inside units", "around several", "fs.remat"))
+def test_checkpoints(how, world_size):
+    """What a microbatch computes again, it computes with the tensors of that microbatch, reduced in it or not."""
+    module = Tower(how).double()
+    draw = normal()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(draw(*parameter.shape) / 2)
+    ranks = [[normal(1 + 3 * rank + i)(2, 5) for i in range(MICROBATCHES)] for rank in range(world_size)]
+    value = sum(module(x) for batches in ranks for x in batches) / MICROBATCHES / world_size
+    expected = (
+        value.detach(),
+        dict(zip(dict(module.named_parameters()), torch.autograd.grad(value, list(module.parameters())))),
+    )
+
+    def program():
+        mesh = one_axis()
+        # Neighbours are merged up to some bytes, but not units inside units.
+        model = fs.functionalize(module, units=nn.Module)
+        apart = dict(min_shard_elements=0, merge_bytes=0)
+        table = {
+            "zero3 that keeps some": fs.zero3(mesh, regather="blocks.1*", **apart),
+            "hsdp": fs.hsdp(two_axes(world_size), **apart),
+        }
+        for name in ("zero3", "zero3 that keeps", "zero2", "zero1", "ddp"):
+            table[name] = strategies(mesh)[name]
+        for name, transform in table.items():
+            params = model.init(transform)
+            for communicate in ("each", "once"):
+                try:
+                    found = fs.accumulate(model.apply, communicate=communicate)(params, ranks[mesh.get_rank()])
+                    assert_trees_close((found[0], fs.unshard(found[1])), expected, rtol=ATOL, atol=ATOL)
+                except Exception as error:
+                    error.add_note(f"{name}, communicate={communicate!r}")
+                    raise
+
+    spmd(program, world_size)
 
 
 def test_frozen_units_have_no_gradient():

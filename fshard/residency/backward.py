@@ -87,6 +87,11 @@ def _before_last_quarter(use: Use, due: Sequence[int]) -> int:
     return sum(4 * total <= 3 * sums[-1] for total in sums)
 
 
+def _is_left(use: Use, running: int | None) -> bool:
+    """Whether autograd runs a node from before a use."""
+    return running is not None and use.sequence > running
+
+
 class _Bucket(NamedTuple):
     slots: list[Slot]
     grads: list[torch.Tensor]
@@ -172,9 +177,8 @@ class Backward:
     def _pass_left(self) -> None:
         """Take the steps of uses that autograd has left: all nodes that may have used them have run."""
         running = _compat.running_sequence_number()
-        if running is not None:
-            left = [self._place["enter", use.index, -1] for use in self._uses if use.sequence > running]
-            self._advance(max(left, default=-1) + 1)
+        left = [self._place["enter", use.index, -1] for use in self._uses if _is_left(use, running)]
+        self._advance(max(left, default=-1) + 1)
 
     def arrived(self, use: Use, group: Sequence[int], grads: Sequence[torch.Tensor | None]) -> None:
         """Take this rank's full gradients for some leaves of a use."""
@@ -193,7 +197,12 @@ class Backward:
         if step.kind == "reduce":
             return (step.use.index, step.place) in self._ready
         # Tensors that are gathered again come when they are needed, and stay until nobody does.
-        return not step.gathers if step.kind == "exit" else not step.use.regathered
+        if step.kind == "exit":
+            return not step.gathers
+        # A checkpoint may compute with a use again until autograd has left it, whether or not a reduction is due there.
+        return not step.use.regathered and (
+            not step.use.checkpoints or _is_left(step.use, _compat.running_sequence_number())
+        )
 
     def reduced_now(self, use: Use, group: Sequence[int]) -> list[torch.Tensor]:
         """Finish the gradients of leaves that autograd goes on from."""
@@ -258,7 +267,8 @@ class Backward:
         grad, slot.partial, slot.owed = slot.partial, None, False
         grad = slot.zeros() if grad is None else grad
         transform = slot.spec.transform
-        nbytes = grad.numel() * grad.element_size()
+        # Counted in the gathered dtype: on a rank with one microbatch that used the leaf, the sum may be narrower.
+        nbytes = slot.nbytes
         if slot.alone:
             self._start(_Bucket([slot], [grad], nbytes))
             return
@@ -293,7 +303,6 @@ class Backward:
         slots, finish, _ = self._flying.popleft()
         with torch.no_grad():
             for slot, grad in zip(slots, finish(), strict=True):
-                stored = grad.to(slot.stored.dtype)
-                own = stored is not grad or bool(slot.spec.transform and slot.spec.transform.new_gradients)
+                own = bool(slot.spec.transform and slot.spec.transform.new_gradients)
                 # Divided now, while it is in the processor's cache.
-                slot.take(stored, 1 if slot.derived else self._divisor, own)
+                slot.take(grad, 1 if slot.derived else self._divisor, own)

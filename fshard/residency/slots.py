@@ -33,6 +33,7 @@ class Slot:
         like: What the gathered tensor is like, once it has been gathered.
         alone: Whether it is large enough for an autograd node and a collective of its own.
         first: The use in whose backward its gradient is complete.
+        several: Whether gradients of several microbatches are added up.
         partial: This rank's full gradient so far.
         owed: Whether a reduction of it is due on every rank, whatever this one has.
         grad: Its reduced gradient.
@@ -41,7 +42,7 @@ class Slot:
 
     __slots__ = (
         *("alone", "derived", "first", "grad", "like", "owed", "own_grad", "own_partial", "partial", "path", "spec"),
-        *("state", "stored", "tensor", "trained"),
+        *("several", "state", "stored", "tensor", "trained"),
     )
 
     def __init__(self, path: str, leaf: Sharded, derived: bool = False) -> None:
@@ -55,7 +56,7 @@ class Slot:
             remedy = "gather leaves as they are, or give the result the spec of one whose transform has no state"
             raise leaf_error("gather: no state", [Problem(path, found, "one of the parameters")], remedy)
         self.like: Like | None = None
-        self.alone = False
+        self.alone = self.several = False
         self.first: Any = None
         self.partial: torch.Tensor | None = None
         self.owed = False
@@ -74,8 +75,13 @@ class Slot:
         if self.partial is None:
             self.partial, self.own_partial = grad, False
         else:
-            self.partial = self.partial.add_(grad) if self.own_partial else self.partial + grad
+            wide = self._widened(self.partial)
+            self.partial = wide.add_(grad) if self.own_partial or wide is not self.partial else wide + grad
             self.own_partial = True
+
+    def _widened(self, grad: torch.Tensor) -> torch.Tensor:
+        """A part of the gradient in the dtype that parts are added up in."""
+        return grad.to(self.spec.sum_dtype(grad.dtype)) if self.several else grad
 
     def take(self, grad: torch.Tensor, divisor: Any, own: bool) -> None:
         """Add a reduced part of the gradient, divided.
@@ -85,6 +91,9 @@ class Slot:
             divisor: What it is to be divided by.
             own: Whether it may be written to.
         """
+        stored = self.stored.dtype
+        wide = grad.to(self.spec.sum_dtype(stored) if self.several else stored)
+        grad, own = wide, own or wide is not grad
         if not (isinstance(divisor, int) and divisor == 1):
             grad, own = grad.div_(divisor) if own else divided(grad, divisor), True
         if self.grad is not None:
@@ -92,11 +101,11 @@ class Slot:
         self.grad, self.own_grad = grad, own
 
     def gradient(self, divisor: Any = 1) -> torch.Tensor | None:
-        """Give up the finished gradient, divided; None where the leaf takes none."""
+        """Give up the finished gradient, divided and in the stored dtype; None where the leaf takes none."""
         grad, self.grad = self.grad, None
         if not self.trained:
             return None
-        return torch.zeros_like(self.stored) if grad is None else divided(grad, divisor)
+        return torch.zeros_like(self.stored) if grad is None else divided(grad, divisor).to(self.stored.dtype)
 
     @property
     def nbytes(self) -> int:

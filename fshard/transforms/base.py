@@ -64,6 +64,11 @@ class ShardTransform:
         """Whether scatter returns new tensors, which may be written to; None where it returns what it was given."""
         return False
 
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """The dtype that gradients are reduced in; None leaves them in theirs."""
+        return None
+
     def layout(self, spec: Spec) -> Spec:
         """Say how this transform stores a leaf.
 

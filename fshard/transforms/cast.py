@@ -18,6 +18,10 @@ class _Cast(ShardTransform):
     def new_gradients(self) -> bool | None:
         return None if self.scatter_dtype is None else False
 
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        return self.scatter_dtype
+
     def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
         return _to(leaves, self.gather_dtype)
 

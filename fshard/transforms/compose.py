@@ -42,6 +42,16 @@ class _Composed(ShardTransform):
     def new_gradients(self) -> bool | None:
         return next((stage.new_gradients for stage in self.stages if stage.new_gradients is not None), None)
 
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        # Scatter runs from the last stage to the first; a cast behind the reduction does not change its dtype.
+        found = None
+        for stage in reversed(self.stages):
+            found = stage.reduce_dtype or found
+            if stage.axes:
+                break
+        return found
+
     def layout(self, spec: Spec) -> Spec:
         for stage in reversed(self.stages):
             spec = stage.layout(spec)

@@ -52,6 +52,11 @@ class Wrapped(ShardTransform):
         """Whether the other one's scatter returns new tensors; unknown, so no, where that is replaced."""
         return False if self._scatters else self.inner.new_gradients
 
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """The dtype that the other one reduces gradients in; unknown where its scatter is replaced."""
+        return None if self._scatters else self.inner.reduce_dtype
+
     def misplaced(self, before: Sequence[ShardTransform], behind: Sequence[ShardTransform]) -> str | None:
         """Why the other one makes no sense in a composition."""
         return self.inner.misplaced(before, behind)

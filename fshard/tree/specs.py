@@ -58,6 +58,10 @@ class Transform(Protocol):
         """Whether scatter returns new tensors; None where it returns what it was given."""
 
     @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """The dtype that gradients are reduced in; None leaves them in theirs."""
+
+    @property
     def has_state(self) -> bool:
         """Whether scatter has a state."""
 
@@ -177,6 +181,11 @@ class Spec:
         gathered = self.transform.axes if self.transform else ()
         kept = (math.prod(a.size for a in self.split_axes(d) if a not in gathered) for d in range(len(self.shape)))
         return tuple(-(-n // k) for n, k in zip(self.shape, kept, strict=True))
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that gradients of a dtype are added up in over microbatches: at least that of the reduction."""
+        reduced = self.transform.reduce_dtype if self.transform else None
+        return torch.promote_types(dtype, reduced) if reduced and dtype.is_floating_point else dtype
 
     def shared_out(self, dim: int, axis: Axis) -> int:
         """How many elements of `dim` the ranks of an axis share: those that the axes major to it leave to each rank."""
