@@ -140,7 +140,7 @@ class Model:
         sharded = [leaf.local for leaf in flat.leaves if is_sharded(leaf)]
         outer = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sharded)
         if not sharded or _compat.transforms_active() or any(map(_compat.is_dual, sharded)) or (outer and call is None):
-            return self._run_full(gather(dict(params)), buffers, args, kwargs)
+            return self._run_full(params, gather(dict(params)), buffers, args, kwargs)
         if call is not None:
             return self._run_units(call, params, buffers, args, kwargs)
         axes = dict.fromkeys(axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.transform.axes)
@@ -149,10 +149,13 @@ class Model:
             lent = unflatten(flat.treedef, [leaf if slot is None else call.lent(slot) for slot, leaf in pairs])
             return call.forward(lambda: self._run_units(call, lent, buffers, args, kwargs))
 
-    def _run_full(self, full: dict[str, Any], buffers: Buffers, args: Any, kwargs: Any) -> tuple[Any, Buffers]:
+    def _run_full(
+        self, params: Mapping[str, Any], full: dict[str, Any], buffers: Buffers, args: Any, kwargs: Any
+    ) -> tuple[Any, Buffers]:
         skeleton = self._skeleton()
         skeleton.bind(full, buffers)
-        with refuse_writes("apply", [f"[{name!r}]" for name in full], list(full.values())):
+        owned = [leaf.local if is_sharded(leaf) else leaf for leaf in (params[name] for name in full)]
+        with refuse_writes("apply", [f"[{name!r}]" for name in full], list(full.values()), owned):
             out = skeleton.module(*args, **kwargs)
         after = skeleton.buffers()
         # A graph of the caller's may run parts of this copy again in its backward, with these values.

@@ -269,24 +269,49 @@ def same_structure(what: str, flat: Flat, needed: Flat) -> None:
 
 
 @contextmanager
-def refuse_writes(what: str, paths: Sequence[str], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+def refuse_writes(
+    what: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], owned: Sequence[Any] | None = None
+) -> Iterator[None]:
     """Find in-place writes to tensors that may share memory with the caller's state, by their version counters.
 
     Args:
         what: The verb that asks, for its error.
         paths: The tensors' paths.
         tensors: What must not be written to inside the context.
+        owned: The caller's tensors in the same order; by default these.
 
     Raises:
-        ValueError: when the context ends, with the path of every tensor written to.
+        ValueError: when the context ends, as for `check_versions`.
     """
     versions = [_compat.version(tensor) for tensor in tensors]
     yield
-    problems = [
-        Problem(path, f"{_compat.version(tensor) - version} in-place writes", "none")
-        for path, tensor, version in zip(paths, tensors, versions, strict=True)
-        if _compat.version(tensor) != version
-    ]
+    check_versions(what, paths, tensors, versions, tensors if owned is None else owned)
+
+
+def check_versions(
+    what: str, paths: Sequence[str], tensors: Sequence[Any], versions: Sequence[int], owned: Sequence[Any]
+) -> None:
+    """Refuse tensors that were written to in place.
+
+    Args:
+        what: The verb that asks, for its error.
+        paths: The tensors' paths.
+        tensors: The tensors; None where there is nothing to look at.
+        versions: Their version counters before.
+        owned: The caller's tensors of the same leaves. What shares memory with one that was written to is lost.
+
+    Raises:
+        ValueError: with the path of every tensor written to, and whether the caller has lost it.
+    """
+    problems, lost = [], False
+    for path, tensor, version, owner in zip(paths, tensors, versions, owned, strict=True):
+        writes = 0 if tensor is None else _compat.version(tensor) - version
+        if writes:
+            mine = _compat.is_transformed(tensor) or _compat.storage_key(tensor) == _compat.storage_key(owner)
+            lost = lost or mine
+            problems.append(Problem(path, f"{writes} in-place writes{' (the leaf is lost)' if mine else ''}", "none"))
     if problems:
-        remedy = "compute a new tensor instead; the values written may already have reached the caller's state"
-        raise leaf_error(f"{what}: parameters were written to", problems, remedy)
+        state = (
+            "the values of a lost leaf have changed in the caller's state" if lost else "the caller's state is whole"
+        )
+        raise leaf_error(f"{what}: parameters were written to", problems, f"compute a new tensor instead; {state}")

@@ -128,7 +128,7 @@ ROWS = [
         "a forward that writes to a parameter",
         *applied(Writing(3, 2, bias=False), None),
         "apply: parameters were written to\n  ['weight']: found 1 in-place writes, needed none\n"
-        "To fix: compute a new tensor instead; the values written may already have reached the caller's state.",
+        "To fix: compute a new tensor instead; the caller's state is whole.",
         ("gather",),
     ),
     Row(

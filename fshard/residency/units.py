@@ -10,6 +10,7 @@ import torch
 from torch.autograd import Function
 
 from fshard import _compat, comm
+from fshard.checks import check_versions
 from fshard.collectives import linear_call
 from fshard.errors import Problem, leaf_error
 from fshard.residency.slots import Slot, policy_of, specs_of
@@ -198,14 +199,8 @@ class Use:
         """Refuse in-place writes to gathered tensors, which would not reach the parameters, or reach them unseen."""
         if self.full is None:
             return
-        problems = [
-            Problem(slot.path, f"{_compat.version(tensor) - version} in-place writes", "none")
-            for slot, tensor, version in zip(self.unit.slots, self.full, self._versions, strict=True)
-            if tensor is not None and _compat.version(tensor) != version
-        ]
-        if problems:
-            remedy = "compute a new tensor instead; the values written may already have reached the caller's state"
-            raise leaf_error(f"{what}: parameters were written to", problems, remedy)
+        paths, stored = zip(*((slot.path, slot.stored) for slot in self.unit.slots), strict=True)
+        check_versions(what, paths, self.full, self._versions, stored)
 
 
 class _Deliver(Function):

@@ -4,6 +4,7 @@ from fshard.testing.adjoint import check_adjoint
 from fshard.testing.against_ddp import Match, assert_matches_ddp
 from fshard.testing.budget import assert_budget
 from fshard.testing.compare import assert_trees_close
+from fshard.testing.pure import check_pure
 from fshard.testing.rank_error import RankError
 from fshard.testing.spmd import spmd
 from fshard.testing.transform import TransformReport, check_transform
@@ -19,6 +20,7 @@ __all__ = [
     "assert_matches_ddp",
     "assert_trees_close",
     "check_adjoint",
+    "check_pure",
     "check_transform",
     "check_varying",
     "spmd",
