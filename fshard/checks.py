@@ -28,6 +28,22 @@ def kind(leaf: Any) -> str:
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
+def check_flags(what: str, remedy: str = "pass one of the two", **flags: Any) -> None:
+    """Refuse flags that are neither True nor False: "no" is true to Python, and so is the text of a variable.
+
+    Args:
+        what: The function that asks, for its error.
+        remedy: What to do.
+        flags: The flags, by the names of their arguments.
+
+    Raises:
+        ValueError: with the name and the value of the first flag that is another value.
+    """
+    for name, flag in flags.items():
+        if type(flag) is not bool:
+            raise ValueError(f"{what}: {name}: expected True or False, got {flag!r:.40}; {remedy}")
+
+
 def give_up(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a new tensor, and none in the old one, which says from then on that it was donated."""
     kept = tensor.detach()

@@ -23,6 +23,7 @@ from fshard.checkpoint.exchange import (
     agree,
     by_name,
     check_tied,
+    check_trusted,
     described,
     fresh,
     misfits,
@@ -38,7 +39,7 @@ from fshard.checkpoint.optimizer_state import (
     rebuilt,
     updates_of,
 )
-from fshard.checks import kind
+from fshard.checks import check_flags, kind
 from fshard.errors import leaf_error
 from fshard.tree import Tree, flatten, names_of, unflatten
 
@@ -78,6 +79,8 @@ def save_dcp(
         CheckpointError: on every rank alike, if the directory has a checkpoint already, or files cannot be written.
     """
     label, names = "checkpoint.save_dcp", Names(module)
+    with alike(label):
+        check_flags(label, flatten_optimizer_state_dict=flatten_optimizer_state_dict)
     trained = hasattr(state, "opt_state")
     if trained and (module is None or optimizer is None):
         needed = "module= and optimizer= too, as get_state_dict takes them"
@@ -149,6 +152,7 @@ def load_dcp(
     entries: dict[str, Entry] = {}
     others: list[str] = []
     with alike(label, directory):
+        check_trusted(label, trusted)
         refuse_untrusted(str(Path(directory) / METADATA), trusted)
         entries, others = _contents(Path(directory))
     agree(label, {key: str(entry) for key, entry in entries.items()})

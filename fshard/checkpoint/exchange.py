@@ -1,7 +1,6 @@
 """What imports and exports share: leaves by name, reads from full tensors, and files that appear at once."""
 
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from fshard.checkpoint.alike import alike, check_call
 from fshard.checkpoint.format import CheckpointError, dtype_name
 from fshard.checkpoint.layout import empty_like, local_of, piece_of, shape_of
 from fshard.checkpoint.write import bytes_of
-from fshard.checks import check_local, kind
+from fshard.checks import check_flags, check_local, kind
 from fshard.errors import Problem, leaf_error
 from fshard.mesh import world
 from fshard.shard import unshard
@@ -181,7 +180,8 @@ def filled(label: str, found: Mapping[str, Entry], like: Tree, names: Names, cas
     """Read this rank's part of every leaf, or refuse, on every rank alike, what does not fit."""
     needed, groups = by_name(label, like, names), names.grouped(found)
     problems = misfits(needed, {name: group[0] for name, group in groups.items()}, cast)
-    agree(label, {name: f"{entry}{entry.mark}" for name, entry in found.items()})
+    agree(label, {name: f"{entry}{entry.mark}" for name, entry in found.items()} | {"(cast)": repr(cast)})
+    check_flags(label, cast=cast)
     if problems:
         remedy = "pass a tree of the same names; module= knows which are tied or not saved, cast=True changes dtypes"
         raise leaf_error(f"{label}: leaves do not fit", problems, remedy)
@@ -214,6 +214,11 @@ def read_leaf(entry: Entry, like: Any) -> Any:
     return made
 
 
+def check_trusted(label: str, trusted: Any) -> None:
+    """Refuse, before anything is read, a flag for pickles that is neither True nor False."""
+    check_flags(label, "pass trusted=True if you trust whoever wrote it", trusted=trusted)
+
+
 def refuse_untrusted(what: str, trusted: bool) -> None:
     """Refuse to read a pickle unless the caller has said that it may be read."""
     if not trusted:
@@ -241,14 +246,9 @@ def fresh(label: str, directory: Path, deciding: Sequence[str]) -> Iterator[Path
     with alike(label, directory):
         if first:
             directory.mkdir(parents=True, exist_ok=True)
-            there = [file for file in deciding if (directory / file).exists()]
-            if there:
-                remedy = "write to another directory, or remove what is there"
-                raise CheckpointError(f"{directory / there[0]}: found a file, needed none of that name; {remedy}")
-            for leftover in directory.glob(".exporting-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
-            name = f".exporting-{secrets.token_hex(8)}"
-            (directory / name).mkdir()
+            _refuse_taken(directory, deciding)
+            files.remove_leftovers(directory, files.EXPORTING)
+            name = files.make_temporary(directory, files.EXPORTING).name
     temporary = directory / comm.texts(name, world(), label)[0]
     try:
         with alike(label, directory):
@@ -262,9 +262,28 @@ def fresh(label: str, directory: Path, deciding: Sequence[str]) -> Iterator[Path
         raise
 
 
+def _refuse_taken(directory: Path, names: Sequence[str]) -> None:
+    """Refuse to write over files that are there."""
+    for name in names:
+        if os.path.lexists(directory / name):
+            remedy = "write to another directory, or remove what is there"
+            raise CheckpointError(f"{directory / name}: found a file, needed none of that name; {remedy}")
+
+
 def _publish(temporary: Path, directory: Path, deciding: Sequence[str]) -> None:
     files.sync(temporary)
-    for name in sorted(os.listdir(temporary), key=lambda name: (name in deciding, name)):
-        os.replace(temporary / name, directory / name)
-    temporary.rmdir()
+    made = sorted((name in deciding, name) for name in os.listdir(temporary) if name != files.MARK)
+    names = [name for _, name in made]
+    _refuse_taken(directory, names)
+    moved = []
+    try:
+        for name in names:
+            os.replace(temporary / name, directory / name)
+            moved.append(name)
+    except BaseException:
+        # Else they would be in the way of the next export.
+        for name in moved:
+            os.rename(directory / name, temporary / name)
+        raise
+    shutil.rmtree(temporary)
     files.sync(directory)

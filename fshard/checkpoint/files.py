@@ -5,17 +5,26 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from fshard.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, CheckpointError, digest
+from fshard.checkpoint.format import HEAD, MANIFEST, MAX_MANIFEST_BYTES, NAME, CheckpointError, digest
 
 # The step, and which of several saves of it.
 _SAVED = re.compile(r"step-([0-9]{8,18})(?:\.([0-9]{1,9}))?")
-LATEST = "latest"
+# The files of a complete checkpoint.
+_FILES = re.compile(rf"rank-[0-9]{{5,}}\.safetensors|{re.escape(MANIFEST)}")
+LATEST, LOCK = "latest", ".lock"
+# A directory that is not complete yet has this file, by which a later call knows that it may be removed.
+MARK, MARKED = ".fshard", f"{NAME}\n".encode()
+SAVING, OLD, EXPORTING = ".saving", ".old", ".exporting"
+# What the process that holds the lock writes into it.
+_WRITER = b"process "
+ELSEWHERE = "move it elsewhere, or save to another directory"
 
 
 def saved(directory: Path) -> dict[tuple[int, int], Path]:
@@ -49,7 +58,7 @@ def pointed(directory: Path) -> Path | None:
         # Nobody was killed here but between the first checkpoint and the file.
         return list(there.values())[-1] if there else None
     for path in there.values():
-        if data == _naming(path):
+        if data == _naming(path.name):
             return path
     remedy = f"pass step= one of those that are there: {_steps(there)}"
     raise CheckpointError(f"{directory / LATEST}: found {data!r:.100}, needed the name of a checkpoint; {remedy}")
@@ -76,9 +85,9 @@ def _name(step: int, number: int) -> str:
     return f"step-{step:08d}" + (f".{number}" if number else "")
 
 
-def _naming(path: Path) -> bytes:
+def _naming(name: str) -> bytes:
     """What names the latest checkpoint; the digest tells a damaged name from another one's."""
-    return f"{path.name} {digest(path.name.encode())}\n".encode()
+    return f"{name} {digest(name.encode())}\n".encode()
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
@@ -166,7 +175,7 @@ def lock(directory: Path) -> IO[bytes]:
     """
     directory.mkdir(parents=True, exist_ok=True)
     # The kernel gives the lock back when a process is killed.
-    file = open(directory / ".lock", "ab+", buffering=0, opener=_no_link)  # noqa: SIM115 - it stays open
+    file = _open_lock(directory / LOCK)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -178,9 +187,10 @@ def lock(directory: Path) -> IO[bytes]:
             f"{directory}: found that {writer} is saving there, needed to be alone; {remedy}"
         ) from None
     try:
+        _refuse_another_latest(directory / LATEST)
         file.truncate(0)
-        file.write(f"process {os.getpid()} of {os.uname().nodename}".encode())
-        _remove_leftovers(directory)
+        file.write(_WRITER + f"{os.getpid()} of {os.uname().nodename}".encode())
+        remove_leftovers(directory, SAVING, OLD)
     except BaseException:
         unlock(file)
         raise
@@ -193,8 +203,109 @@ def unlock(file: IO[bytes]) -> None:
     file.close()
 
 
+def _open_lock(path: Path) -> IO[bytes]:
+    """Open the file of the lock; refuse one of that name that no save wrote."""
+    try:
+        file = open(path, "ab+", buffering=0, opener=_no_link)  # noqa: SIM115 - it stays open
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise CheckpointError(f"{path}: {error.strerror}") from error
+        raise CheckpointError(f"{path}: expected a regular file, got a link; {ELSEWHERE}") from None
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.seek(0)
+        found = file.read(len(_WRITER))
+        if found in (b"", _WRITER):
+            return file
+    file.close()
+    raise CheckpointError(f"{path}: expected the lock of a save, got another file; {ELSEWHERE}")
+
+
 def _no_link(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def _refuse_another_latest(path: Path) -> None:
+    """Refuse a file in the place of `latest` that no save wrote; beside checkpoints it is ours, and may be damaged."""
+    try:
+        found = read_bytes(path, 1000)
+    except FileNotFoundError:
+        return
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {ELSEWHERE}") from None
+    name = found.decode(errors="replace").partition(" ")[0]
+    if not found or (_SAVED.fullmatch(name) and found == _naming(name)):
+        return
+    if not any(map(is_ours, saved(path.parent).values())):
+        raise CheckpointError(f"{path}: expected the name of a checkpoint, got {found!r:.100}; {ELSEWHERE}")
+
+
+def make_temporary(directory: Path, kind: str) -> Path:
+    """Make a directory for what is not complete yet.
+
+    Args:
+        directory: Where.
+        kind: How its name begins: SAVING with the step, or EXPORTING.
+
+    Returns:
+        The new directory, with the mark.
+    """
+    path = _temporary(directory, kind)
+    path.mkdir()
+    try:
+        (path / MARK).write_bytes(MARKED)
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+    return path
+
+
+def _temporary(directory: Path, kind: str) -> Path:
+    return directory / f"{kind}-{secrets.token_hex(8)}"
+
+
+def remove_leftovers(directory: Path, *kinds: str) -> None:
+    """Remove what calls that were killed left: directories of these kinds that have our mark or are empty.
+
+    Args:
+        directory: Where.
+        kinds: How their names begin.
+    """
+    named = re.compile(rf"(?:{'|'.join(map(re.escape, kinds))})(?:-({_SAVED.pattern}|[0-9]{{8,18}}))?-[0-9a-f]{{16}}")
+    for name in os.listdir(directory):
+        path, match = directory / name, named.fullmatch(name)
+        if not match or path.is_symlink():
+            continue
+        # One that cannot be removed stays.
+        with contextlib.suppress(OSError):
+            if _is_marked(path):
+                shutil.rmtree(path)
+            elif is_ours(path):
+                # Killed just before it had its name, or after it had lost it.
+                _clear(path, directory / match[1] if match[2] else path)
+            else:
+                # Killed before the mark, or after all was removed; nothing is lost with an empty one.
+                path.rmdir()
+
+
+def _is_marked(path: Path) -> bool:
+    try:
+        found = read_bytes(path / MARK, len(MARKED))
+    except (OSError, CheckpointError):
+        return False
+    # A kill may have cut it short.
+    return MARKED.startswith(found)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a directory is a checkpoint that a save wrote, by its manifest; no link is followed."""
+    if path.is_symlink():
+        return False
+    try:
+        descriptor = open_regular(path / MANIFEST)
+    except (OSError, CheckpointError):
+        return False
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read(len(HEAD)) == HEAD.encode()
 
 
 def publish(temporary: Path, directory: Path, step: int) -> Path:
@@ -205,7 +316,7 @@ def publish(temporary: Path, directory: Path, step: int) -> Path:
         sync(temporary)
         os.rename(temporary, path)
         sync(directory)
-    write_bytes(directory / LATEST, _naming(path))
+    write_bytes(directory / LATEST, _naming(path.name))
     with named(directory / LATEST):
         sync(directory)
     return path
@@ -214,7 +325,7 @@ def publish(temporary: Path, directory: Path, step: int) -> Path:
 def prune(directory: Path, keep: int) -> None:
     """Remove all but a number of checkpoints: of those no later than the latest the newest are kept."""
     newest = pointed(directory)
-    there = saved(directory)
+    there = {key: path for key, path in saved(directory).items() if is_ours(path)}
     # Of a step that was saved more than once only the last can be asked for.
     steps = list({step: path for (step, _), path in there.items()}.values())
     # Where a run went back, what lies ahead of it was given up and goes first.
@@ -228,14 +339,21 @@ def prune(directory: Path, keep: int) -> None:
 
 def remove(path: Path) -> None:
     """Remove a checkpoint, which loses its name first, so that no half of one is ever taken for one."""
-    doomed = path.with_name(f".old-{path.name}")
+    doomed = _temporary(path.parent, f"{OLD}-{path.name}")
     # Where it cannot be, nothing is lost.
     with contextlib.suppress(OSError):
         os.rename(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+        _clear(doomed, path)
 
 
-def _remove_leftovers(directory: Path) -> None:
-    for name in os.listdir(directory):
-        if name.startswith((".saving-", ".old-")):
-            shutil.rmtree(directory / name, ignore_errors=True)
+def _clear(path: Path, name: Path) -> None:
+    """Remove the files of a checkpoint; a directory that has others in it gets its name back."""
+    # By the manifest it is known for one of ours.
+    for file in sorted(os.listdir(path), key=lambda file: file == MANIFEST):
+        if _FILES.fullmatch(file) and stat.S_ISREG(os.lstat(path / file).st_mode):
+            os.remove(path / file)
+    try:
+        path.rmdir()
+    except OSError:
+        if not os.path.lexists(name):
+            os.rename(path, name)

@@ -12,6 +12,8 @@ import torch
 
 NAME, VERSION = "fshard.checkpoint", 1
 MANIFEST = "manifest.json"
+# How every manifest begins, and no other file of its name.
+HEAD = f'{{"format": "{NAME}",'
 # A manifest has about 100 bytes for each chunk; nothing of what a larger one says would be believed.
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_DIMS = 64
@@ -89,8 +91,8 @@ def encode(manifest: Manifest) -> bytes:
     """Write a manifest as JSON."""
     values = {path: _encoded(value) for path, value in manifest.values.items()}
     body = json.dumps({"step": manifest.step, "tensors": manifest.tensors, "values": values, "files": manifest.files})
-    head = f'"format": "{NAME}",\n "version": {VERSION},\n "digest": "{digest(body.encode())}"'
-    return f'{{{head},\n "body": {body}}}\n'.encode()
+    head = f'{HEAD}\n "version": {VERSION},\n "digest": "{digest(body.encode())}"'
+    return f'{head},\n "body": {body}}}\n'.encode()
 
 
 def decode(data: bytes) -> Manifest:

@@ -20,6 +20,7 @@ from fshard.checkpoint.exchange import (
     Names,
     agree,
     by_name,
+    check_trusted,
     filled,
     fresh,
     gathered,
@@ -116,6 +117,7 @@ def load_huggingface(
     with ExitStack() as stack:
         found: dict[str, Entry] = {}
         with alike(label, directory):
+            check_trusted(label, trusted)
             found = _open(Path(directory), stack, trusted)
         found = _as_ours(found, [*known.first, *by_name(label, like, known)], names)
         return filled(label, found, like, known, cast)

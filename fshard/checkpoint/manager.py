@@ -8,6 +8,7 @@ import torch
 from fshard.checkpoint.check import step_of
 from fshard.checkpoint.restore import latest, restore
 from fshard.checkpoint.save import Saving, start
+from fshard.checks import check_flags
 from fshard.tree import Tree
 
 
@@ -40,7 +41,7 @@ class Manager:
 
         Args:
             directory: Where checkpoints are kept, a file system that all ranks share.
-            keep: How many checkpoints stay, None for all.
+            keep: How many checkpoints stay, None for all; directories that no save wrote stay, and do not count.
             every: Steps from one save to the next.
             asynchronous: Write while the next steps run.
             donated: Whether steps may write over a state that was saved, as for `save`; copies then go to buffers that
@@ -48,8 +49,9 @@ class Manager:
             timeout: Seconds that the first rank waits for the others to have written.
 
         Raises:
-            ValueError: if `keep` or `every` is no positive whole number.
+            ValueError: if `keep` or `every` is no positive whole number, or a flag is neither True nor False.
         """
+        check_flags("checkpoint.Manager", asynchronous=asynchronous, donated=donated)
         for name, value in (("keep", keep), ("every", every)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"checkpoint.Manager: {name} is {value!r}, needed a whole number from 1")

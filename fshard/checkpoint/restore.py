@@ -14,7 +14,7 @@ from fshard.checkpoint.format import MANIFEST, CheckpointError, Manifest, decode
 from fshard.checkpoint.layout import local_of, shape_of
 from fshard.checkpoint.progress import progress_bar
 from fshard.checkpoint.read import Reader
-from fshard.checks import check_local, kind
+from fshard.checks import check_flags, check_local, kind
 from fshard.errors import Problem, leaf_error
 from fshard.mesh import world
 from fshard.tree import Flat, Mask, Tree, flatten, is_mask, is_sharded, means, names_of, unflatten
@@ -74,6 +74,7 @@ def restore(
         CheckpointError: on every rank alike, if there is no such checkpoint or a file is damaged, by its name.
     """
     with alike(LABEL):
+        check_flags(LABEL, donate=donate, progress=progress)
         bar = progress_bar(progress)
         flat = flatten(like)
         wanted = _wanted(flat, only)

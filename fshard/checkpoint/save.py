@@ -1,9 +1,8 @@
 """save: write a state so that a kill at any moment leaves the last checkpoint whole."""
 
 import json
-import secrets
 import shutil
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future
 from os import PathLike
 from pathlib import Path
@@ -20,7 +19,7 @@ from fshard.checkpoint.format import CheckpointError, Leaf, dtype_name
 from fshard.checkpoint.layout import Piece, local_of, piece_of, shape_of, writers
 from fshard.checkpoint.progress import progress_bar
 from fshard.checkpoint.write import Wait, join_parts, write_part
-from fshard.checks import check_local
+from fshard.checks import check_flags, check_local
 from fshard.mesh import world
 from fshard.tree import Tree, flatten
 
@@ -115,7 +114,8 @@ def save(
     >>> checkpoint.restore(directory, like={"w": torch.zeros(3)})
     {'w': tensor([1., 1., 1.])}
     """
-    saving = start(directory, state, step, asynchronous and donated, progress, timeout)
+    flags = {"asynchronous": asynchronous, "donated": donated, "progress": progress}
+    saving = start(directory, state, step, asynchronous and donated, progress, timeout, flags=flags)
     if not asynchronous:
         saving.wait()
     return saving
@@ -131,9 +131,14 @@ def start(
     *,
     staging: Staging | None = None,
     keep: int | None = None,
+    flags: Mapping[str, Any] | None = None,
 ) -> Saving:
-    """Start to save, as `save` does; `staging` are buffers for copies, by path, and `keep` says how many stay."""
+    """Start to save, as `save` does.
+
+    Staging are buffers for copies, by path; keep says how many checkpoints stay; flags are still to be checked.
+    """
     with alike(LABEL):
+        check_flags(LABEL, **(flags or {}))
         bar = progress_bar(progress)
         flat = flatten(state)
         number = step_of(LABEL, state, step)
@@ -201,9 +206,7 @@ def _prepare(directory: Path, step: int) -> _Place:
     if not comm.rank(world()):
         try:
             lock = files.lock(directory)
-            name = f".saving-{step:08d}-{secrets.token_hex(8)}"
-            (directory / name).mkdir()
-            told = [name, ""]
+            told = [files.make_temporary(directory, f"{files.SAVING}-{step:08d}").name, ""]
         except CheckpointError as error:
             told = ["", str(error)]
         except (OSError, ValueError) as error:

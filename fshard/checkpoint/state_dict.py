@@ -16,6 +16,7 @@ from fshard.checkpoint.exchange import (
     Names,
     agree,
     by_name,
+    check_trusted,
     entry_of,
     filled,
     gathered,
@@ -23,7 +24,7 @@ from fshard.checkpoint.exchange import (
     refuse_untrusted,
 )
 from fshard.checkpoint.format import CheckpointError
-from fshard.checks import kind
+from fshard.checks import check_flags, kind
 from fshard.errors import Problem, leaf_error
 from fshard.mesh import world
 from fshard.shard import hash_of
@@ -54,6 +55,8 @@ def to_state_dict(
     {'w': tensor([1., 1., 1.])}
     """
     label, names = "checkpoint.to_state_dict", Names(module)
+    with alike(label):
+        check_flags(label, rank0_only=rank0_only)
     leaves = by_name(label, params, names)
     out = {}
     for name, full in gathered(leaves):
@@ -117,6 +120,7 @@ def load_torch(
     label, names = "checkpoint.load_torch", Names(module)
     found: dict[str, Entry] = {}
     with alike(label, path):
+        check_trusted(label, trusted)
         refuse_untrusted(str(path), trusted)
         found = {name: entry_of(tensor) for name, tensor in read_pickle(Path(path)).items()}
     return filled(label, found, like, names, cast)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fshard.checkpoint.files import named, read_bytes, write_bytes
+from fshard.checkpoint.files import MARK, named, read_bytes, write_bytes
 from fshard.checkpoint.format import (
     DTYPES,
     MANIFEST,
@@ -120,6 +120,8 @@ def join_parts(
     write_bytes(directory / MANIFEST, encode(Manifest(step, tensors, dict(values), tuple(files))))
     for rank in range(world_size):
         os.remove(directory / _listing_name(rank))
+    # From now on the manifest says whose it is.
+    os.remove(directory / MARK)
 
 
 class Wait:

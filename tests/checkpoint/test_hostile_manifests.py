@@ -513,12 +513,15 @@ def test_leftovers_that_are_links_are_not_followed(saved):
     outside = saved.parent.parent / "outside"
     outside.mkdir(exist_ok=True)
     (outside / "mine").write_text("mine")
-    (saved.parent / ".saving-x").symlink_to(outside)
-    (saved.parent / ".old-x").mkdir()
-    (saved.parent / ".old-x" / "link").symlink_to(outside)
-    (saved.parent / ".old-step-00000001").symlink_to(outside)
+    (outside / ".fshard").write_text("fshard.checkpoint\n")
+    (saved.parent / ".saving-00000001-0123456789abcdef").symlink_to(outside)
+    left = saved.parent / ".saving-00000002-0123456789abcdef"
+    left.mkdir()
+    (left / ".fshard").write_text("fshard.checkpoint\n")
+    (left / "link").symlink_to(outside)
+    (saved.parent / ".old-step-00000001-0123456789abcdef").symlink_to(outside)
     with checkpoint.Manager(saved.parent, keep=1) as manager:
         manager.save({"w": W, "n": 5}, 2)
     assert (outside / "mine").read_text() == "mine"
-    assert not (saved.parent / ".old-x").exists()
+    assert not left.exists()
     shutil.rmtree(outside)

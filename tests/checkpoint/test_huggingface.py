@@ -307,7 +307,7 @@ def test_weights_that_are_there_stay(tmp_path):
 
 def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / ".exporting-0123").mkdir()
+    (tmp_path / ".exporting-0123456789abcdef").mkdir()
     calls = []
 
     def full_disk(descriptor):

@@ -1,0 +1,230 @@
+"""A save writes and removes its own files alone: those of a user that lie in its way stay as they are."""
+
+import contextlib
+import itertools
+import os
+import shutil
+
+import pytest
+import torch
+
+from fshard import checkpoint
+from fshard.testing import spmd
+from tests.checkpoint.states import refused
+
+TREE = {"w": torch.ones(3)}
+
+
+def save(directory, *steps, keep=1, ranks=1):
+    def program():
+        with checkpoint.Manager(directory, keep=keep) as manager:
+            for step in steps:
+                manager.save(TREE, step)
+
+    spmd(program, ranks)
+
+
+def contents(root):
+    """All that a directory holds: for each path the target of a link, the bytes of a file, or None."""
+    found = {}
+    for path in sorted(root.rglob("*")):
+        bytes_of = path.read_bytes() if path.is_file() else None
+        found[str(path.relative_to(root))] = os.readlink(path) if path.is_symlink() else bytes_of
+    return found
+
+
+def folder(path, **named):
+    path.mkdir(parents=True)
+    for name, text in ({"notes.txt": "mine"} | named).items():
+        (path / name).write_text(text)
+    return path
+
+
+def own(name, **named):
+    return lambda root, outside: folder(root / name, **named)
+
+
+def linked(name):
+    return lambda root, outside: (root / name).symlink_to(outside)
+
+
+def file(name):
+    return lambda root, outside: (root / name).write_text("mine")
+
+
+def another_manifest(root, outside):
+    folder(root / "step-00000001", **{"manifest.json": '{"name": "a web page"}'})
+
+
+def pipe_as_manifest(root, outside):
+    os.mkfifo(folder(root / "step-00000001") / "manifest.json")
+
+
+def linked_manifest(root, outside):
+    """A folder of a user's that leads to a manifest of ours."""
+    checkpoint.save(outside / "run", TREE, 1)
+    folder(root / "step-00000001")
+    (root / "step-00000001" / "manifest.json").symlink_to(outside / "run" / "step-00000001" / "manifest.json")
+
+
+def linked_checkpoint(root, outside):
+    """A checkpoint of ours that a user has moved away."""
+    checkpoint.save(outside / "run", TREE, 1)
+    (root / "step-00000001").symlink_to(outside / "run" / "step-00000001")
+
+
+def empty(name):
+    return lambda root, outside: (root / name).mkdir()
+
+
+TOKEN = "0123456789abcdef"
+THEIRS = {
+    "a folder": own("step-00000001"),
+    "a folder ahead": own("step-00000009"),
+    "a folder of a later save": own("step-00000002.1"),
+    "an empty folder": empty("step-00000001"),
+    "a file": file("step-00000001"),
+    "another spelling": own("step-1"),
+    "a longer spelling": own("step-000000001"),
+    "another manifest": another_manifest,
+    "a pipe as manifest": pipe_as_manifest,
+    "a linked manifest": linked_manifest,
+    "a linked checkpoint": linked_checkpoint,
+    "a link": linked("step-00000001"),
+    "a folder with weights": own("step-00000001", **{"rank-00000.safetensors": "mine"}),
+    "what looks half written": own(".saving-x"),
+    "what has the name of it": own(f".saving-00000001-{TOKEN}", **{"rank-00000.safetensors": "mine"}),
+    "another mark in it": own(f".saving-00000001-{TOKEN}", **{".fshard": "mine"}),
+    "a link in place of it": linked(f".saving-00000001-{TOKEN}"),
+    "a file in place of it": file(f".saving-00000001-{TOKEN}"),
+    "what looks old": own(".old-x"),
+    "what has the name of an old one": own(f".old-step-00000001-{TOKEN}"),
+    "the old one's place": own(".old-step-00000002"),
+    "an empty folder like an old one": empty(".old-mine"),
+    "what looks like an export": own(".exporting-x"),
+}
+
+
+@pytest.mark.parametrize("theirs", THEIRS)
+def test_files_of_a_user_stay(theirs, tmp_path):
+    root, outside = tmp_path / "run", folder(tmp_path / "outside")
+    # What is linked has all that would make it ours.
+    (outside / ".fshard").write_text("fshard.checkpoint\n")
+    root.mkdir()
+    THEIRS[theirs](root, outside)
+    before = contents(tmp_path)
+    save(root, 1, 2, 3, ranks=2)
+    checkpoint.save_huggingface(root, TREE)
+    after = contents(tmp_path)
+    assert {name: after.get(name) for name in before} == before
+    # Ours are removed as ever.
+    restored = checkpoint.restore(root, TREE)
+    assert restored["w"].equal(TREE["w"])
+    manifests = [path for path in root.glob("step-*/manifest.json") if not path.parent.is_symlink()]
+    ours = [path.parent.name for path in manifests if path.is_file() and path.read_bytes().startswith(b'{"format"')]
+    assert [name for name in ours if f"run/{name}" not in before] == ["step-00000003"]
+
+
+def test_a_file_that_a_user_put_into_a_checkpoint_stays(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
+    (tmp_path / "step-00000001" / "rank-00001.safetensors").symlink_to(tmp_path / "latest")
+    (tmp_path / "step-00000001" / "plots").mkdir()
+    save(tmp_path, 2, 3, ranks=2)
+    left = {name: data for name, data in contents(tmp_path).items() if name.startswith("step-00000001")}
+    assert left == {
+        "step-00000001": None,
+        "step-00000001/notes.txt": b"mine",
+        "step-00000001/plots": None,
+        "step-00000001/rank-00001.safetensors": str(tmp_path / "latest"),
+    }
+    assert sorted(os.listdir(tmp_path)) == [".lock", "latest", "step-00000001", "step-00000003"]
+    assert checkpoint.restore(tmp_path, TREE)["w"].equal(TREE["w"])
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path, monkeypatch):
+    """No change that a save makes to the disk comes after some moment, not even to tidy up, as after a kill."""
+    save(tmp_path, 1)
+    for moment in itertools.count():
+        changes, late = itertools.count(), []
+
+        def until(inner):
+            def call(*arguments, **keywords):
+                if next(changes) >= moment:  # noqa: B023
+                    late.append(inner)  # noqa: B023
+                    raise OSError(5, "killed")
+                return inner(*arguments, **keywords)
+
+            return call
+
+        with monkeypatch.context() as killed:
+            killed.setattr(shutil, "rmtree", lambda *_, **__: None)
+            for name in ("mkdir", "write", "replace", "rename", "unlink", "remove", "rmdir"):
+                killed.setattr(os, name, until(getattr(os, name)))
+            with contextlib.suppress(checkpoint.CheckpointError), checkpoint.Manager(tmp_path, keep=1) as manager:
+                manager.save(TREE, 2)
+        if not late:
+            break
+        save(tmp_path, 2)
+        hidden = [name for name in os.listdir(tmp_path) if name.startswith(".")]
+        assert hidden == [".lock"], (moment, hidden)
+        shutil.rmtree(tmp_path)
+        save(tmp_path, 1)
+    assert moment > 10
+
+
+TAKEN = {
+    "latest of another library": ("latest", "global_step100", "the name of a checkpoint, got b'global_step100'"),
+    "latest without a digest": ("latest", "step-00000001\n", "the name of a checkpoint, got b'step-00000001\\n'"),
+    "a lock of another program": (".lock", "mine", "the lock of a save, got another file"),
+}
+
+
+@pytest.mark.parametrize("taken", TAKEN)
+def test_names_of_ours_that_a_user_has_taken(taken, tmp_path):
+    name, text, needed = TAKEN[taken]
+    (tmp_path / name).write_text(text)
+    assert_taken(tmp_path, name, f"expected {needed}")
+    assert (tmp_path / name).read_text() == text
+
+
+@pytest.mark.parametrize("name", ("latest", ".lock"))
+def test_links_and_directories_of_names_of_ours(name, tmp_path):
+    outside = folder(tmp_path / "outside")
+    for place in (outside, outside / "notes.txt"):
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / name).symlink_to(place)
+        assert_taken(tmp_path / "run", name, "a link")
+        assert os.readlink(tmp_path / "run" / name) == str(place)
+        assert contents(outside) == {"notes.txt": b"mine"}
+        shutil.rmtree(tmp_path / "run")
+    folder(tmp_path / "run" / name)
+    assert_taken(tmp_path / "run", name, "")
+
+
+def assert_taken(directory, name, needed):
+    """A save is refused before it writes, by the name of the file, on every rank."""
+
+    def program():
+        return refused(lambda: checkpoint.save(directory, TREE, 1), checkpoint.CheckpointError)
+
+    before = contents(directory)
+    for text in spmd(program, 2):
+        assert text.startswith(f"checkpoint.save: step 1 was not saved: {directory / name}: ")
+        assert needed in text
+        assert not needed or text.endswith("; move it elsewhere, or save to another directory")
+    assert {path: data for path, data in contents(directory).items() if path != ".lock" or path in before} == before
+
+
+@pytest.mark.parametrize("export", (checkpoint.save_dcp, checkpoint.save_huggingface))
+def test_an_export_writes_over_nothing(export, tmp_path):
+    first = {"a": torch.ones(3), "b": torch.zeros(3)}
+    sizes = {"max_file_bytes": 12} if export is checkpoint.save_huggingface else {}
+    export(tmp_path / "made", first, **sizes)
+    for name in os.listdir(tmp_path / "made"):
+        directory = tmp_path / f"taken{name}"
+        directory.mkdir()
+        (directory / name).write_text("mine")
+        text = refused(lambda: export(directory, first, **sizes), checkpoint.CheckpointError)  # noqa: B023
+        assert f"{directory / name}: found a file, needed none of that name; write to another directory" in text
+        assert contents(directory) == {name: b"mine"}
