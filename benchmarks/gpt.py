@@ -58,7 +58,9 @@ class Configuration(NamedTuple):
     def parse(cls, name: str) -> "Configuration":
         match = re.fullmatch(r"d(\d+)-L(\d+)-B(\d+)-T(\d+)", name)
         if match is None:
-            raise ValueError(f"configuration is {name!r}, needed width, layers, batch and time, as in d512-L8-B4-T256")
+            raise ValueError(
+                f"expected configuration to be width, layers, batch and time, as in d512-L8-B4-T256, got {name!r}"
+            )
         return cls(*map(int, match.groups()))
 
     @property

@@ -68,7 +68,7 @@ def main() -> None:
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
     if (mesh.size() == 1) != args.world_size_1:
         needed = "one rank and no launcher" if args.world_size_1 else "several: run under torchrun, or --world-size-1"
-        raise SystemExit(f"peers.py: the number of ranks is {mesh.size()}, needed {needed}")
+        raise SystemExit(f"peers.py: expected the number of ranks to be {needed}, got {mesh.size()}")
     names = args.systems or (ON_ONE_RANK if args.world_size_1 else ACROSS_RANKS)
     names = [*names, "fsdp2-compiled"] if args.compiled else list(names)
     wanted = "plain" if args.world_size_1 else "fsdp2"
@@ -109,7 +109,7 @@ def grouped(names: Sequence[str], reference: str, args: argparse.Namespace, rank
         groups[-1].append(name)
     for group in groups:
         if needed(group) > budget:
-            found = f"{budget / 2**30:.1f} GiB of memory may be used, needed about {needed(group) / 2**30:.1f}"
+            found = f"expected about {needed(group) / 2**30:.1f} GiB of memory, got {budget / 2**30:.1f}"
             raise SystemExit(f"peers.py: {found} for {', '.join(group)}; choose a smaller configuration")
     return groups
 

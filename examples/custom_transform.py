@@ -84,7 +84,7 @@ class Int8(Int8Weights):
     def __post_init__(self) -> None:
         if self.axes[0].size > 127:
             raise ValueError(
-                f"Int8: sums of {self.axes[0].size} ranks, needed at most 127; scatter along a smaller axis"
+                f"Int8: expected sums of at most 127 ranks, got {self.axes[0].size}; scatter along a smaller axis"
             )
 
     def init(self, grad: torch.Tensor) -> torch.Tensor:

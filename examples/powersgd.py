@@ -27,7 +27,7 @@ class PowerSGD(fs.Wrapped):
     def layout(self, spec: fs.Spec) -> fs.Spec:
         laid_out = self.inner.layout(spec)
         if laid_out.dim_of(self.axes[0]):
-            raise ValueError("PowerSGD: inner splits another dim, needed dim 0")
+            raise ValueError("PowerSGD: expected inner to split dim 0, got another dim")
         return laid_out
 
     def init(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -47,12 +47,12 @@ def accumulate(
     """
     check_reduce(reduce, "accumulate")
     if communicate not in (None, "each", "once"):
-        raise ValueError(f'accumulate: communicate is {communicate!r}, needed "each", "once" or None')
+        raise ValueError(f'accumulate: expected communicate to be "each", "once" or None, got {communicate!r}')
 
     def run(params: Tree, microbatches: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         if not isinstance(microbatches, Sequence) or not microbatches:
             found = "none" if isinstance(microbatches, Sequence) else kind(microbatches)
-            raise ValueError(f"accumulate: the microbatches are {found}, needed a sequence of one or more")
+            raise ValueError(f"accumulate: expected the microbatches to be a sequence of one or more, got {found}")
         functions = [partial(_on, f, microbatch, args, kwargs) for microbatch in microbatches]
         once = communicate == "once" or (communicate is None and not _reduces_early(params))
         value, auxes, *rest = differentiate(

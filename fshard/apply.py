@@ -36,7 +36,9 @@ class Model:
     def __init__(self, module: nn.Module, units: Units = None) -> None:
         """Copy the module without its weights; see `functionalize`."""
         if not isinstance(module, nn.Module):
-            raise ValueError(f"functionalize: got {kind(module)}, needed an nn.Module; call its class first")
+            raise ValueError(
+                f"functionalize: expected module to be an nn.Module, got {kind(module)}; call its class first"
+            )
         _refuse_lazy(module)
         self.buffers: Buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
         self._given = self.buffers
@@ -73,10 +75,10 @@ class Model:
         """
         empty = [name for name, parameter in self._module.named_parameters() if parameter.is_meta]
         if seed is None and empty:
-            problems = [Problem(f"[{name!r}]", "a tensor on the meta device", "one with values") for name in empty]
+            problems = [Problem(f"[{name!r}]", "a tensor on the meta device", "a tensor with values") for name in empty]
             raise leaf_error("model.init: parameters have no values", problems, "pass seed= to draw them")
         if seed is None and mode != "replay":
-            raise ValueError(f"model.init: mode is {mode!r} and there is no seed, needed one; pass seed=")
+            raise ValueError(f"model.init: expected a seed for mode={mode!r}, got none; pass seed=")
         if seed is None:
             return shard(dict(self._module.named_parameters()), strategy)
         params, drawn = init(self._module, self._given, strategy, seed, mode)
@@ -113,9 +115,9 @@ class Model:
             ValueError: if names or shapes do not match, a leaf outlived the call that lent it, or the module wrote to a
                 parameter, or to a buffer that was not passed.
         """
-        _check_names("apply: parameters", params, self._shapes)
+        _check_names("apply", "parameters", params, self._shapes)
         given = self.buffers if buffers is None else buffers
-        _check_names("apply: buffers", given, dict.fromkeys(self.buffers))
+        _check_names("apply", "buffers", given, dict.fromkeys(self.buffers))
         flat = flatten(dict(params))
         if not all(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in flat.leaves):
             refuse_blank(given)
@@ -240,7 +242,7 @@ def apply(model: Model, params: Mapping[str, Any], *args: Any, **kwargs: Any) ->
         ValueError: as `Model.apply`.
     """
     if not isinstance(model, Model):
-        raise ValueError(f"apply: model is {kind(model)}, needed a Model; make one by fs.functionalize")
+        raise ValueError(f"apply: expected model to be a Model, got {kind(model)}; make one by fs.functionalize")
     return model.apply(params, *args, **kwargs)
 
 
@@ -275,10 +277,13 @@ def _cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
     return tree_map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, tree)
 
 
-def _check_names(what: str, found: Any, needed: Mapping[str, tuple[int, ...] | None]) -> None:
+def _check_names(what: str, argument: str, found: Any, needed: Mapping[str, tuple[int, ...] | None]) -> None:
     """Refuse a dict whose names, or where they are known shapes, differ from those needed."""
     if not isinstance(found, Mapping):
-        raise ValueError(f"{what} are {kind(found)}, needed a dict by name; pass what model.init or apply returned")
+        raise ValueError(
+            f"{what}: expected {argument} to be a dict by name, got {kind(found)}; pass what model.init or apply "
+            "returned"
+        )
     problems = [Problem(f"[{name!r}]", "nothing", "a leaf") for name in needed if name not in found]
     for name, leaf in found.items():
         shape = needed.get(name)
@@ -289,7 +294,7 @@ def _check_names(what: str, found: Any, needed: Mapping[str, tuple[int, ...] | N
             wanted = "a tensor" if shape is None else f"a tensor of shape {shape}"
             problems.append(Problem(f"[{name!r}]", kind(leaf) if has is None else f"shape {has}", wanted))
     if problems:
-        raise leaf_error(f"{what} do not match the module's", problems, "pass those of this model")
+        raise leaf_error(f"{what}: {argument} do not match the module's", problems, "pass those of this model")
 
 
 def _refuse_lost_updates(copies: Buffers, after: Mapping[str, torch.Tensor]) -> None:

@@ -23,7 +23,7 @@ def sync_buffers(buffers: Tree, like: Tree, by: str = "rank0") -> Tree:
         ValueError: if `by` is another word.
     """
     if by not in ("rank0", "mean"):
-        raise ValueError(f'sync_buffers: by is {by!r}, needed "rank0" or "mean"')
+        raise ValueError(f'sync_buffers: expected by to be "rank0" or "mean", got {by!r}')
     for axis in reduction_axes(like, "sync_buffers"):
         check_operands("sync_buffers", buffers, axis)
         rows = iter(comm.all_gather(tree_leaves(buffers), axis, "sync_buffers"))

@@ -140,7 +140,7 @@ def check_transforms(what: str, flat: Flat) -> None:
             requires a gradient.
     """
     problems = [
-        Problem(path, "a spec without a transform", "one with it")
+        Problem(path, "a spec without a transform", "a spec with one")
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
         if is_sharded(leaf) and leaf.spec.transform is None
     ]
@@ -194,7 +194,7 @@ def check_operands(what: str, tree: Tree, axis: Axis, dim: int | None = None, *,
             where it should not.
     """
     if not isinstance(axis, Axis):
-        raise ValueError(f"{what}: axis is {kind(axis)}, needed an Axis; take it from a mesh by fs.axis_of")
+        raise ValueError(f"{what}: expected axis to be an Axis, got {kind(axis)}; take it from a mesh by fs.axis_of")
 
     def fits(leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and (dim is None or 0 <= dim < leaf.dim())
@@ -225,26 +225,28 @@ def check_operands(what: str, tree: Tree, axis: Axis, dim: int | None = None, *,
 def check_reduce(reduce: str, what: str) -> None:
     """Refuse an unknown way to reduce."""
     if reduce not in ("mean", "sum", "weighted"):
-        raise ValueError(f'{what}: reduce is {reduce!r}, needed "mean", "sum" or "weighted"')
+        raise ValueError(f'{what}: expected reduce to be "mean", "sum" or "weighted", got {reduce!r}')
 
 
 def check_loss(loss: Any, reduce: str, what: str) -> None:
     """Refuse a loss that does not fit `reduce`, before it is reduced."""
     weighted = reduce == "weighted"
     if weighted and not (isinstance(loss, tuple) and len(loss) == 2):
-        raise ValueError(f'{what}: the loss is {kind(loss)}, needed the pair (sum, count) for reduce="weighted"')
+        raise ValueError(
+            f'{what}: expected the loss to be the pair (sum, count) for reduce="weighted", got {kind(loss)}'
+        )
     for name, part in zip(("sum", "count"), loss, strict=True) if weighted else [("loss", loss)]:
         scalar = isinstance(part, torch.Tensor) and not part.dim()
         if scalar and (part.is_floating_point() or (name == "count" and not part.is_complex())):
             if name == "count":
                 check_no_gradient(part, what)
             continue
-        needed = "a floating scalar tensor; sum or average over the batch"
+        needed, remedy = "a floating scalar tensor", "sum or average over the batch"
         if name == "count":
-            needed = "a real scalar tensor; torch.tensor makes one"
+            needed, remedy = "a real scalar tensor", "torch.tensor makes one"
         elif isinstance(part, tuple):
-            needed = "a floating scalar tensor alone; value_and_grad takes (loss, aux) by has_aux=True"
-        raise ValueError(f"{what}: the {name} is {kind(part)}, needed {needed}")
+            needed, remedy = "a floating scalar tensor alone", "value_and_grad takes (loss, aux) by has_aux=True"
+        raise ValueError(f"{what}: expected the {name} to be {needed}, got {kind(part)}; {remedy}")
 
 
 def check_no_gradient(count: torch.Tensor, what: str) -> None:
@@ -261,7 +263,7 @@ def outline(treedef: Treedef) -> str:
 
 
 def same_structure(what: str, flat: Flat, needed: Flat) -> None:
-    """Refuse a tree whose structure differs from the one needed.
+    """Refuse a tree whose structure differs from the one expected.
 
     Args:
         what: The verb that asks and the tree's part in it, for its error.

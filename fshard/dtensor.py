@@ -136,7 +136,7 @@ def _expressible(spec: Spec, axes: list[Axis]) -> bool:
 
 
 def _uneven(spec: Spec) -> tuple[str, str] | None:
-    """What was found and what was needed, where DTensor pads a split otherwise: a number, or a dim over two axes."""
+    """What is there and what was expected, where DTensor pads a split otherwise: a number, or a dim over two axes."""
     if spec.partition and not spec.shape:
         return f"a 0-d leaf split as {spec.partition!r}", "a whole one"
     for dim, size in enumerate(spec.shape):

@@ -1,4 +1,4 @@
-"""Errors that name the leaf, what was found, what was needed and the remedy."""
+"""Errors that name the leaf, what was expected, what was got and the remedy."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,11 +8,11 @@ SHOWN = 10
 
 
 class Problem(NamedTuple):
-    """One leaf that is wrong: its path, what was found there and what was needed."""
+    """One leaf that is wrong: its path, what is there and what was expected."""
 
     path: str
-    found: str
-    needed: str
+    got: str
+    expected: str
 
 
 def leaf_error(what: str, problems: Sequence[Problem], remedy: str) -> ValueError:
@@ -28,10 +28,10 @@ def leaf_error(what: str, problems: Sequence[Problem], remedy: str) -> ValueErro
 
     >>> print(leaf_error("gather: wrong shard", [Problem("['w']", "shape (2,)", "shape (3,)")], "shard again"))
     gather: wrong shard
-      ['w']: found shape (2,), needed shape (3,)
+      ['w']: expected shape (3,), got shape (2,)
     To fix: shard again.
     """
-    lines = [f"  {path}: found {found}, needed {needed}" for path, found, needed in problems[:SHOWN]]
+    lines = [f"  {path}: expected {expected}, got {got}" for path, got, expected in problems[:SHOWN]]
     if len(problems) > SHOWN:
         lines.append(f"  and {len(problems) - SHOWN} more")
     return ValueError("\n".join([what, *lines, f"To fix: {remedy.rstrip('.')}."]))

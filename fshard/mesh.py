@@ -39,7 +39,7 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None) -> Mesh:
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cpu", "cuda"):
-        raise ValueError(f'init_mesh: device is {device!r}, needed "cpu" or "cuda"')
+        raise ValueError(f'init_mesh: expected device to be "cpu" or "cuda", got {device!r}')
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError('init_mesh: device is "cuda" and torch finds no CUDA device; pass device="cpu" or None')
     if dist.is_initialized():
@@ -85,10 +85,10 @@ def axis_given(mesh: Mesh | Axis, name: str | None, argument: str) -> Axis:
     if isinstance(mesh, Axis):
         return mesh
     if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"mesh is {kind(mesh)}, needed a DeviceMesh or an Axis; make one by fs.init_mesh")
+        raise ValueError(f"expected mesh to be a DeviceMesh or an Axis, got {kind(mesh)}; make one by fs.init_mesh")
     names = mesh.mesh_dim_names or ()
     if name is None and len(names) != 1:
-        raise ValueError(f"mesh has the axes {names}, needed one: name it, as in mesh['shard']")
+        raise ValueError(f"expected mesh to have one axis, got {names}; name one, as in mesh['shard']")
     name = names[0] if name is None else name
     if name not in names:
         raise ValueError(f"mesh has no axis {name!r}, only {names}; pass {argument}= or name it in init_mesh")
@@ -107,15 +107,21 @@ def world() -> Axis:
 
 def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:
     if not isinstance(shape, Mapping):
-        raise ValueError(f"init_mesh: shape is {kind(shape)}, needed a mapping from names of axes to their sizes")
+        raise ValueError(
+            f"init_mesh: expected shape to be a mapping from names of axes to their sizes, got {kind(shape)}"
+        )
     sizes = list(shape.values())
     if not sizes or sizes.count(-1) > 1 or any(type(size) is not int or (size < 1 and size != -1) for size in sizes):
-        raise ValueError(f"init_mesh: shape is {dict(shape)}, needed positive whole sizes, one of which may be -1")
+        raise ValueError(
+            f"init_mesh: expected shape to be positive whole sizes, one of which may be -1, got {dict(shape)}"
+        )
     known = math.prod(size for size in sizes if size != -1)
     if ranks % known or (-1 not in sizes and known != ranks):
         needed = f"a multiple of {known}" if -1 in sizes else str(known)
         remedy = "choose sizes whose product is the number of ranks, or -1 for one of them"
-        raise ValueError(f"init_mesh: the number of ranks is {ranks}, needed {needed} for {dict(shape)}; {remedy}")
+        raise ValueError(
+            f"init_mesh: expected the number of ranks to be {needed} for {dict(shape)}, got {ranks}; {remedy}"
+        )
     return tuple(ranks // known if size == -1 else size for size in sizes)
 
 
@@ -124,7 +130,7 @@ def _launched() -> int:
     given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     if len(given) == 1:
         remedy = "run under torchrun, which sets both, or unset it"
-        raise ValueError(f"init_mesh: the environment has {given[0]} alone, needed RANK and WORLD_SIZE; {remedy}")
+        raise ValueError(f"init_mesh: expected RANK and WORLD_SIZE in the environment, got {given[0]} alone; {remedy}")
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -133,8 +139,9 @@ def _check_backend(device: str) -> None:
     serves = [pair.split(":")[0] for pair in dist.get_backend_config().split(",")]
     if device not in serves:
         raise ValueError(
-            f"init_mesh: torch.distributed runs on {dist.get_backend()!r} already, which serves {serves}, needed "
-            f"{device!r}; call torch.distributed.destroy_process_group() first or pass another device"
+            f"init_mesh: expected a torch.distributed that serves {device!r}, got one that runs on "
+            f"{dist.get_backend()!r} already and serves {serves}; call torch.distributed.destroy_process_group() "
+            "first or pass another device"
         )
 
 

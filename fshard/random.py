@@ -34,8 +34,10 @@ def fold_in(key: torch.Tensor | int, data: torch.Tensor | int | Axis) -> torch.T
     """
     _check_key(key, "fold_in")
     if not (isinstance(data, Axis | torch.SymInt) or _is_whole(data) or _holds_integers(data)):
-        needed = "a whole number, a tensor of integers, or an Axis; take it from a mesh by fs.axis_of"
-        raise ValueError(f"fold_in: data is {kind(data)}, needed {needed}")
+        needed = "a whole number, a tensor of integers, or an Axis"
+        raise ValueError(
+            f"fold_in: expected data to be {needed}, got {kind(data)}; take an Axis from a mesh by fs.axis_of"
+        )
     number = comm.rank(data) if isinstance(data, Axis) else data
     mixed = _mix(torch.as_tensor(key, dtype=torch.int64)) + torch.as_tensor(number, dtype=torch.int64)
     return _mix(mixed - 0x61C8864680B583EB)
@@ -56,8 +58,8 @@ def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
 def _check_key(key: Any, what: str) -> None:
     tensor = isinstance(key, torch.Tensor) and not key.dim() and key.dtype == torch.int64
     if not (_is_whole(key) or tensor):
-        needed = "an int64 tensor of shape () or a whole number; make one by fs.fold_in"
-        raise ValueError(f"{what}: key is {kind(key)}, needed {needed}")
+        needed = "an int64 tensor of shape () or a whole number"
+        raise ValueError(f"{what}: expected key to be {needed}, got {kind(key)}; make one by fs.fold_in")
 
 
 def _is_whole(value: Any) -> bool:
@@ -83,10 +85,10 @@ def key_of(key: torch.Tensor | int, what: str) -> torch.Tensor:
     if isinstance(key, torch.Tensor) and _holds_integers(key):
         return key
     if not _is_whole(key):
-        found, needed = kind(key), "a whole number or an int64 tensor of shape (); make one by fs.fold_in"
-        raise ValueError(f"{what}: key is {found}, needed {needed}")
+        found, needed = kind(key), "a whole number or an int64 tensor of shape ()"
+        raise ValueError(f"{what}: expected key to be {needed}, got {found}; make one by fs.fold_in")
     if not -(2**63) <= int(key) < 2**63:
-        raise ValueError(f"{what}: key is {key}, needed a number of 64 bits, from -2**63 to 2**63 - 1")
+        raise ValueError(f"{what}: expected key to be a number of 64 bits, from -2**63 to 2**63 - 1, got {key}")
     return torch.tensor(int(key), dtype=torch.int64)
 
 

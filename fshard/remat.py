@@ -74,9 +74,10 @@ class _ArgumentsOnly(TorchFunctionMode):
             if not isinstance(tensor, torch.Tensor) or id(tensor) in self.passed or tensor.is_meta:
                 continue
             if _compat.is_transformed(tensor) or (tensor.requires_grad and not torch.is_grad_enabled()):
-                found = f"f reaches {kind(tensor)} that is differentiated and is not among its arguments"
+                found = f"{kind(tensor)} that f reaches otherwise"
                 raise ValueError(
-                    f"remat: {found}, needed all of them there; pass it too, or its gradient would be lost"
+                    f"remat: expected all that is differentiated among the arguments of f, got {found}; pass it "
+                    "too, or its gradient would be lost"
                 )
         return func(*args, **(kwargs or {}))
 

@@ -43,9 +43,11 @@ def scatter_grads(
     """
     if reduce not in ("mean", "sum", "weighted") or (reduce == "weighted") != (count is not None):
         found = f"reduce={reduce!r} {'without' if count is None else 'with'} count"
-        raise ValueError(f'scatter_grads: got {found}, needed "mean", "sum", or "weighted" with count=')
+        raise ValueError(f'scatter_grads: expected "mean", "sum", or "weighted" with count=, got {found}')
     if count is not None and (not isinstance(count, torch.Tensor) or count.dim() or count.is_complex()):
-        raise ValueError(f"scatter_grads: count is {kind(count)}, needed a real scalar tensor; torch.tensor makes one")
+        raise ValueError(
+            f"scatter_grads: expected count to be a real scalar tensor, got {kind(count)}; torch.tensor makes one"
+        )
     if count is not None:
         check_no_gradient(count, "scatter_grads")
     flat, params = flatten(grads), flatten(like)
@@ -91,7 +93,7 @@ def scatter_grads(
 
 
 def _problem(grad: Any, param: Any) -> tuple[str, str] | None:
-    """What was found and what was needed, where a gradient does not fit its parameter."""
+    """What is there and what was expected, where a gradient does not fit its parameter."""
     if grad is None or (is_sharded(param) and param.spec.frozen):
         return None
     needed = param.spec.gathered_shape if is_sharded(param) else None if param is None else tuple(param.shape)

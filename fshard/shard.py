@@ -202,7 +202,7 @@ def laid_out(path: str, spec: Spec, transform: ShardTransform, problems: list[Pr
     try:
         return replace(transform.layout(spec), transform=transform)
     except LayoutError as error:
-        problems.append(Problem(path, error.found, error.needed))
+        problems.append(Problem(path, error.got, error.expected))
         return spec
 
 
@@ -213,7 +213,7 @@ def is_frozen(path: str, leaf: torch.Tensor, frozen: Callable[[str], bool] | Non
 
 
 def unfit(leaf: Any) -> tuple[str, str] | None:
-    """What was found and what was needed, where a leaf is nothing that can be cut."""
+    """What is there and what was expected, where a leaf is nothing that can be cut."""
     if is_sharded(leaf):
         return "a Sharded leaf", "a full tensor; reshard changes layouts"
     if leaf is not None and type(leaf) not in (torch.Tensor, torch.nn.Parameter):
@@ -246,12 +246,14 @@ def hash_of(tensor: torch.Tensor) -> str:
 def check_transform(transform: Any, verb: str) -> None:
     """Refuse what is no transform, or one of another mesh than this process is on."""
     if not isinstance(transform, ShardTransform):
-        raise ValueError(f"{verb}: strategy is {kind(transform)}, needed a ShardTransform such as fs.zero2(mesh)")
+        raise ValueError(
+            f"{verb}: expected strategy to be a ShardTransform such as fs.zero2(mesh), got {kind(transform)}"
+        )
     for axis in transform.layout_axes:
         if not is_reachable(axis):
-            found = f"the strategy has axis {axis.name!r} of {axis.size} ranks in group {axis.group_name!r}"
-            needed = "a group of that size that this process is in; make it of a mesh of this process"
-            raise ValueError(f"{verb}: {found}, needed {needed}")
+            found = f"axis {axis.name!r} of {axis.size} ranks in group {axis.group_name!r}"
+            needed = "axes whose groups have their size and this process in them"
+            raise ValueError(f"{verb}: expected a strategy over {needed}, got {found}; make it of this process's mesh")
 
 
 def check_masks(verb: str, transform: ShardTransform, names: Sequence[str]) -> None:

@@ -107,20 +107,20 @@ def zero3(
             negative.
     """
     if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
-        raise ValueError(f"zero3: prefetch is {prefetch!r}, needed a number of units, 0 or more")
+        raise ValueError(f"zero3: expected prefetch to be a number of units, 0 or more, got {prefetch!r}")
     if not isinstance(merge_bytes, int) or merge_bytes < 0:
-        raise ValueError(f"zero3: merge_bytes is {merge_bytes!r}, needed a number of bytes, 0 or more")
+        raise ValueError(f"zero3: expected merge_bytes to be a number of bytes, 0 or more, got {merge_bytes!r}")
     if output_dtype is not None and not (isinstance(output_dtype, torch.dtype) and output_dtype.is_floating_point):
         needed = "a floating torch.dtype such as torch.bfloat16"
-        raise ValueError(f"zero3: output_dtype is {output_dtype!r}, needed {needed}")
+        raise ValueError(f"zero3: expected output_dtype to be {needed}, got {output_dtype!r}")
     patterns = regather if isinstance(regather, tuple) else (regather,)
     if not (isinstance(regather, bool) or callable(regather) or all(isinstance(p, str) for p in patterns)):
         needed = "a bool, glob patterns of units' names, or a function of the name"
-        raise ValueError(f"zero3: regather is {regather!r}, needed {needed}")
+        raise ValueError(f"zero3: expected regather to be {needed}, got {regather!r}")
     if layout is None:
         layout = fully_shard(axis_given(mesh, axis, "axis"), min_shard_elements=min_shard_elements)
     elif min_shard_elements != MIN_SHARD_ELEMENTS:
-        raise ValueError("zero3: min_shard_elements is given besides layout, needed one of them; give it to the layout")
+        raise ValueError("zero3: expected min_shard_elements or layout, got both; give it to the layout")
     casts_in = [cast(gather=param_dtype)] if param_dtype else []
     casts_out = [cast(scatter=reduce_dtype)] if reduce_dtype else []
     residency = Residency(regather, prefetch, merge_bytes, inputs=param_dtype, outputs=output_dtype)
@@ -153,6 +153,6 @@ def hsdp(
         ValueError: if the mesh has no such axes, and as for `zero3`.
     """
     if "layout" in options:
-        raise ValueError("hsdp: layout is given, needed none; use zero3(mesh, layout=...)")
+        raise ValueError("hsdp: expected no layout, got one; use zero3(mesh, layout=...)")
     layout = hybrid_shard(mesh, axis, replicate, min_shard_elements=min_shard_elements)
     return zero3(mesh, axis, layout=layout, **options)

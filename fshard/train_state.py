@@ -55,7 +55,9 @@ class TrainState(NamedTuple):
             ValueError: if the optimizer refuses the parameters, or the key is no integer.
         """
         if not callable(getattr(tx, "init", None)):
-            raise ValueError(f"TrainState.create: tx is {kind(tx)}, needed an Optimizer; make one by fs.from_torch")
+            raise ValueError(
+                f"TrainState.create: expected tx to be an Optimizer, got {kind(tx)}; make one by fs.from_torch"
+            )
         key = None if key is None else key_of(key, "TrainState.create")
         step = torch.zeros((), dtype=torch.int64)
         return cls(step, params, tx.init(params), buffers, key, transform_state(params))

@@ -79,8 +79,8 @@ def states_of(what: str, params: Tree, state: Tree | Absent) -> list[Tree]:
     except ValueError:
         found = flatten(state).paths
         raise ValueError(
-            f"{what}: transform_state has leaves {', '.join(found[:4])}{', ...' * (len(found) > 4)}, needed the "
-            f"structure of the parameters; {remedy}"
+            f"{what}: expected transform_state to have the structure of the parameters, got leaves "
+            f"{', '.join(found[:4])}{', ...' * (len(found) > 4)}; {remedy}"
         ) from None
     problems = [
         Problem(path, *misfit)
@@ -132,7 +132,7 @@ def _unwrapped(state: Tree) -> Tree:
 
 
 def _misfit(leaf: Any, part: Tree) -> tuple[str, str] | None:
-    """What was found and what was needed, where a state is not that of a leaf."""
+    """What is there and what was expected, where a state is not that of a leaf."""
     if not _has_state(leaf):
         return None if part is None else (kind(part), "None, because its transform has no state")
     rows, made = flatten(part), _made_by_init(leaf.spec, leaf.local.dtype, leaf.local.device)

@@ -121,7 +121,7 @@ def _test(rule: Any) -> Callable[[str, nn.Module], bool]:
     needed = (
         "a module class, a glob pattern of names, a number of parameters, a function (name, module), or a list of such"
     )
-    raise ValueError(f"functionalize: units is {kind(rule)}, needed {needed}")
+    raise ValueError(f"functionalize: expected units to be {needed}, got {kind(rule)}")
 
 
 def _matches(path: str, pattern: str) -> bool:

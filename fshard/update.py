@@ -70,10 +70,12 @@ def update(
     """
     if not isinstance(tx, Optimizer):
         raise ValueError(
-            f"update: tx is {kind(tx)}, needed an Optimizer; end the chain with one, such as fs.from_torch"
+            f"update: expected tx to be an Optimizer, got {kind(tx)}; end the chain with one, such as fs.from_torch"
         )
     if not isinstance(state, TrainState):
-        raise ValueError(f"update: state is {kind(state)}, needed a TrainState; make one by fs.TrainState.create")
+        raise ValueError(
+            f"update: expected state to be a TrainState, got {kind(state)}; make one by fs.TrainState.create"
+        )
     # In a trace it is for jit to say what is written in place.
     donate = donate and not _compat.is_tracing()
     done = tx.resume(grads, state.opt_state, state.params) if donate and tx.resume else None
@@ -100,9 +102,11 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
     """
     for part in transformations:
         if not isinstance(part, GradientTransformation | Optimizer):
-            raise ValueError(f"chain: got {kind(part)}, needed gradient transformations and an Optimizer at the end")
+            raise ValueError(f"chain: expected gradient transformations and an Optimizer at the end, got {kind(part)}")
     if any(isinstance(part, Optimizer) for part in transformations[:-1]):
-        raise ValueError("chain: an optimizer stands before the end, needed last; it returns parameters, not gradients")
+        raise ValueError(
+            "chain: expected an optimizer at the end alone, got one before it; it returns parameters, not gradients"
+        )
 
     def init(params: Tree) -> Tree:
         return tuple(part.init(params) for part in transformations)
@@ -110,8 +114,10 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
     def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> tuple[Tree, Tree]:
         if not isinstance(state, tuple) or len(state) != len(transformations):
             found = f"a tuple of {len(state)}" if isinstance(state, tuple) else kind(state)
-            needed = f"one of {len(transformations)}; update with the optimizer that made the state"
-            raise ValueError(f"chain: the state is {found}, needed {needed}")
+            remedy = "update with the optimizer that made the state"
+            raise ValueError(
+                f"chain: expected the state to be a tuple of {len(transformations)}, got {found}; {remedy}"
+            )
         states = []
         for part, part_state in zip(transformations, state, strict=True):
             donated = part.update_donated if donate and isinstance(part, Optimizer) else None
@@ -186,7 +192,7 @@ def _check_gradients(grads: Tree, params: Tree) -> None:
 
 
 def _problem(grad: Any, param: Any) -> tuple[str, str] | None:
-    """What was found and what was needed, where a gradient does not fit its parameter."""
+    """What is there and what was expected, where a gradient does not fit its parameter."""
     if param is None or (is_sharded(param) and param.spec.frozen):
         leaf = "a frozen leaf" if is_sharded(param) else "None"
         return None if grad is None else ("a gradient", f"None for {leaf}")

@@ -72,7 +72,7 @@ def value_and_grad(
                 f"value_and_grad: argnums is {argnums!r}, but {len(args)} arguments were given by position"
             )
         if len({place % len(args) for place in places}) < len(places):
-            raise ValueError(f"value_and_grad: argnums is {argnums!r}, {EACH_ONCE}")
+            raise ValueError(f"value_and_grad: expected argnums to be {EACH_ONCE}, got {argnums!r}")
         params = args[places[0]] if single else tuple(args[place] for place in places)
 
         def with_params(tree: Tree) -> Any:
@@ -89,14 +89,14 @@ def value_and_grad(
     return run
 
 
-EACH_ONCE = "needed a number or several, each once"
+EACH_ONCE = "a number or several, each once"
 
 
 def _places(argnums: Any) -> tuple[int, ...]:
     """The argument numbers as a tuple."""
     places = tuple(argnums) if isinstance(argnums, list | tuple) else (argnums,)
     if not places or len(set(places)) < len(places) or not all(isinstance(place, int) for place in places):
-        raise ValueError(f"value_and_grad: argnums is {argnums!r}, {EACH_ONCE}")
+        raise ValueError(f"value_and_grad: expected argnums to be {EACH_ONCE}, got {argnums!r}")
     return places
 
 
@@ -165,7 +165,9 @@ class _Run(NamedTuple):
         """This rank's loss of one microbatch, count and aux."""
         out = function(unflatten(self.flat.treedef, leaves))
         if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
-            raise ValueError(f"{self.what}: f returned {kind(out)}, needed the pair (loss, aux) for has_aux=True")
+            raise ValueError(
+                f"{self.what}: expected f to return the pair (loss, aux) for has_aux=True, got {kind(out)}"
+            )
         loss, aux = out if self.has_aux else (out, None)
         check_loss(loss, self.reduce, self.what)
         value, count = loss if self.reduce == "weighted" else (loss, None)
@@ -234,8 +236,8 @@ class _Run(NamedTuple):
     def reference(self) -> Found:
         """Differentiate by torch.func, with every unit gathered when a function asks for it and kept."""
         if any(state is not None for state in self.states):
-            needed = "none; differentiate at gathered parameters, and call fs.scatter_grads outside of it"
-            raise ValueError(f"{self.what}: transforms have a state inside a torch.func transform, needed {needed}")
+            remedy = "differentiate at gathered parameters, and call fs.scatter_grads outside of it"
+            raise ValueError(f"{self.what}: expected no state of transforms inside torch.func, got one; {remedy}")
         trained = [i for i, leaf in enumerate(self.flat.leaves) if _takes_gradient(leaf)]
         tensors = [_tensor(self.flat.leaves[i]) for i in trained]
         values, counts, auxes = [], [], []

@@ -77,8 +77,9 @@ def check_not_reduced(loss: torch.Tensor, axes: Sequence[Axis], what: str) -> No
     axis = reduced_over(loss, [axis for axis in axes if axis.size > 1])
     if axis is not None:
         raise ValueError(
-            f"{what}: the loss is reduced over {axis.name!r} already, by fs.objective or fs.psum_invariant, needed "
-            "this rank's own; return the loss of its batch, which is reduced for you, or sum parts of it by fs.psum"
+            f"{what}: expected the loss to be this rank's own, got one reduced over {axis.name!r} already, by "
+            "fs.objective or fs.psum_invariant; return the loss of its batch, which is reduced for you, or sum "
+            "parts of it by fs.psum"
         )
 
 
@@ -105,8 +106,8 @@ def check_agrees(value: torch.Tensor, flat: Flat, axes: Sequence[Axis], what: st
         if (rows - rows[0]).abs().amax() > tolerance:
             found = ", ".join(f"{number:.6g}" for number in rows.tolist())
             raise ValueError(
-                f"{what}: the loss differs between ranks of {axis.name!r}, over which leaves stay split: {found}; "
-                "needed one that agrees: sum partial results by fs.psum_invariant before they are used"
+                f"{what}: expected a loss that agrees between ranks of {axis.name!r}, over which leaves stay split, "
+                f"got {found}; sum partial results by fs.psum_invariant before they are used"
             )
 
 

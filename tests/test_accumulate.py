@@ -355,8 +355,8 @@ ROWS = [
         error,
     )
     for name, value, error in [
-        ("communicate", "twice", 'accumulate: communicate is \'twice\', needed "each", "once" or None'),
-        ("reduce", "max", 'accumulate: reduce is \'max\', needed "mean", "sum" or "weighted"'),
+        ("communicate", "twice", 'accumulate: expected communicate to be "each", "once" or None, got \'twice\''),
+        ("reduce", "max", 'accumulate: expected reduce to be "mean", "sum" or "weighted", got \'max\''),
     ]
 ] + [
     Row(
@@ -365,7 +365,7 @@ ROWS = [
         lambda params, batches: fs.accumulate(lambda p, _: loss(p))(
             params, batches() if callable(batches) else batches
         ),
-        f"accumulate: the microbatches are {found}, needed a sequence of one or more",
+        f"accumulate: expected the microbatches to be a sequence of one or more, got {found}",
     )
     for batches, found in [
         ([], "none"),

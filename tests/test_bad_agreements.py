@@ -108,5 +108,5 @@ def test_of_many_problems_the_first_are_printed():
     problems = [Problem(f"['w{i}']", "none", "one") for i in range(13)]
     for many, rest in ((10, []), (11, ["  and 1 more"]), (13, ["  and 3 more"])):
         lines = str(leaf_error("what", problems[:many], "remedy")).splitlines()
-        assert lines[1:11] == [f"  ['w{i}']: found none, needed one" for i in range(10)]
+        assert lines[1:11] == [f"  ['w{i}']: expected one, got none" for i in range(10)]
         assert [lines[0], *lines[11:]] == ["what", *rest, "To fix: remedy."]

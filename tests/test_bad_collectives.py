@@ -6,14 +6,14 @@ import torch
 import fshard as fs
 from tests.bad_input import Row, assert_refused
 
-AXIS = "needed an Axis; take it from a mesh by fs.axis_of"
+AXIS = "take it from a mesh by fs.axis_of"
 COLLECTIVES = [fs.psum, fs.pmean, fs.pvary, fs.psum_invariant, fs.all_gather, fs.reduce_scatter]
 ROWS = [
     Row(
         f"{verb.__name__} over a name",
         lambda _: (torch.ones(2), "shard"),
         verb,
-        f"{verb.__name__}: axis is a str, {AXIS}",
+        f"{verb.__name__}: expected axis to be an Axis, got a str; {AXIS}",
     )
     for verb in COLLECTIVES
 ]
@@ -22,7 +22,8 @@ ROWS += [
         f"{verb.__name__} of a number",
         lambda world: ({"a": torch.ones(2), "b": 1.0}, fs.axis_of(world.mesh)),
         verb,
-        f"{verb.__name__} over 'shard': leaves do not fit\n  ['b']: found a float, needed a tensor\n"
+        f"{verb.__name__} over 'shard': leaves do not fit\n"
+        "  ['b']: expected a tensor, got a float\n"
         "To fix: pass tensors.",
     )
     for verb in COLLECTIVES[:4]
@@ -36,12 +37,12 @@ ROWS += [
     )
     for verb in COLLECTIVES[4:]
     for dim, lines in [
-        (1, "  ['b']: found a float32 Tensor of shape (2,), needed a tensor with a dim 1, counted from the front\n"),
+        (1, "  ['b']: expected a tensor with a dim 1, counted from the front, got a float32 Tensor of shape (2,)\n"),
         (
             -1,
-            "  ['a']: found a float32 Tensor of shape (2, 2, 2), needed a tensor with a dim -1, counted from the "
-            "front\n  ['b']: found a float32 Tensor of shape (2,), needed a tensor with a dim -1, counted from the "
-            "front\n",
+            "  ['a']: expected a tensor with a dim -1, counted from the front, got a float32 Tensor of shape (2, "
+            "2, 2)\n"
+            "  ['b']: expected a tensor with a dim -1, counted from the front, got a float32 Tensor of shape (2,)\n",
         ),
     ]
 ]
@@ -50,21 +51,23 @@ ROWS += [
         "reduce_scatter of a dim that does not divide",
         lambda world: ({"a": torch.ones(2), "b": torch.ones(3)}, fs.axis_of(world.mesh)),
         fs.reduce_scatter,
-        "reduce_scatter over 'shard': dims do not divide\n  ['b']: found size 3 of dim 0, needed a multiple of 2\n"
+        "reduce_scatter over 'shard': dims do not divide\n"
+        "  ['b']: expected a multiple of 2, got size 3 of dim 0\n"
         "To fix: pad the dim.",
     ),
     Row(
         "sync_buffers of a number",
         lambda world: ({"count": 3}, world.params),
         fs.sync_buffers,
-        "sync_buffers over 'shard': leaves do not fit\n  ['count']: found an int, needed a tensor\n"
+        "sync_buffers over 'shard': leaves do not fit\n"
+        "  ['count']: expected a tensor, got an int\n"
         "To fix: pass tensors.",
     ),
     Row(
         "sync_buffers by another word",
         lambda world: ({"m": torch.ones(2)}, world.params, "max"),
         fs.sync_buffers,
-        'sync_buffers: by is \'max\', needed "rank0" or "mean"',
+        'sync_buffers: expected by to be "rank0" or "mean", got \'max\'',
     ),
 ]
 

@@ -33,24 +33,27 @@ def differentiate(params, f=loss, **keywords):
     return fs.value_and_grad(f, **keywords)(params)
 
 
-REDUCE = 'needed "mean", "sum" or "weighted"'
+REDUCE = 'expected reduce to be "mean", "sum" or "weighted"'
 FULL = "\nTo fix: pass the gradients of full leaves, as from torch.func.grad at fs.gather(like)."
 PLAIN = (
-    "plain leaves among Sharded ones\n  ['b'][0]: found a float32 Tensor of shape (4,), needed a Sharded leaf, as "
-    "['a'] is\nTo fix: shard the whole tree (fs.ddp keeps leaves whole), or keep other leaves out of the parameters."
+    "plain leaves among Sharded ones\n"
+    "  ['b'][0]: expected a Sharded leaf, as ['a'] is, got a float32 Tensor of shape (4,)\n"
+    "To fix: shard the whole tree (fs.ddp keeps leaves whole), or keep other leaves out of the parameters."
 )
 MESHES = (
-    "leaves are reduced over different axes\n  ['b'][0]: found axes ['data'], needed ['shard'] of one mesh, as for "
-    "['a']\nTo fix: shard the tree on one mesh."
+    "leaves are reduced over different axes\n"
+    "  ['b'][0]: expected ['shard'] of one mesh, as for ['a'], got axes ['data']\n"
+    "To fix: shard the tree on one mesh."
 )
 INTEGER = (
-    "leaves cannot take a gradient\n  ['i']: found an int64 Tensor of shape (2,), needed a floating tensor\n"
+    "leaves cannot take a gradient\n"
+    "  ['i']: expected a floating tensor, got an int64 Tensor of shape (2,)\n"
     "To fix: shard these leaves with frozen=, or keep them out of the parameters."
 )
 CHANGED = (
     "shards do not match their specs\n"
-    "  ['a']: found a local tensor of shape (1, 3), needed a local tensor of shape (3, 3)\n"
-    "  ['b'][0]: found a local tensor of shape (1,), needed a local tensor of shape (2,)\n"
+    "  ['a']: expected a local tensor of shape (3, 3), got a local tensor of shape (1, 3)\n"
+    "  ['b'][0]: expected a local tensor of shape (2,), got a local tensor of shape (1,)\n"
     "To fix: keep a leaf's shape when mapping over it."
 )
 
@@ -84,7 +87,8 @@ ROWS = [
         "value_and_grad: leaf that is no tensor",
         lambda _: ({"a": ones(2), "s": 1.5},),
         differentiate,
-        "value_and_grad: leaves cannot take a gradient\n  ['s']: found a float, needed a floating tensor\n"
+        "value_and_grad: leaves cannot take a gradient\n"
+        "  ['s']: expected a floating tensor, got a float\n"
         "To fix: shard these leaves with frozen=, or keep them out of the parameters.",
     ),
     Row(
@@ -105,37 +109,38 @@ ROWS = [
         lambda world: (world.grads, world.params),
         scatter,
         "scatter_grads: gradients do not fit `like`\n"
-        "  ['a']: found a Sharded leaf, needed a full tensor of shape (5, 3)\n"
-        "  ['b'][0]: found a Sharded leaf, needed a full tensor of shape (4,)" + FULL,
+        "  ['a']: expected a full tensor of shape (5, 3), got a Sharded leaf\n"
+        "  ['b'][0]: expected a full tensor of shape (4,), got a Sharded leaf" + FULL,
     ),
     Row(
         "scatter_grads: arguments swapped",
         lambda world: (world.params, world.full_grads),
         scatter,
         "scatter_grads: gradients do not fit `like`\n"
-        "  ['a']: found a Sharded leaf, needed a full tensor of shape (5, 3)\n"
-        "  ['b'][0]: found a Sharded leaf, needed a full tensor of shape (4,)" + FULL,
+        "  ['a']: expected a full tensor of shape (5, 3), got a Sharded leaf\n"
+        "  ['b'][0]: expected a full tensor of shape (4,), got a Sharded leaf" + FULL,
     ),
     Row(
         "scatter_grads: other shapes",
         lambda world: ({"a": ones(3, 5), "b": [1.0]}, world.params),
         scatter,
         "scatter_grads: gradients do not fit `like`\n"
-        "  ['a']: found a float32 Tensor of shape (3, 5), needed a full tensor of shape (5, 3)\n"
-        "  ['b'][0]: found a float, needed a full tensor of shape (4,)" + FULL,
+        "  ['a']: expected a full tensor of shape (5, 3), got a float32 Tensor of shape (3, 5)\n"
+        "  ['b'][0]: expected a full tensor of shape (4,), got a float" + FULL,
     ),
     Row(
         "scatter_grads: a gradient of None",
         lambda world: ({"a": ones(5, 3), "n": ones(1)}, {"a": world.params["a"], "n": None}),
         scatter,
-        "scatter_grads: gradients do not fit `like`\n  ['n']: found a float32 Tensor of shape (1,), needed None" + FULL,
+        "scatter_grads: gradients do not fit `like`\n  ['n']: expected None, got a float32 Tensor of shape (1,)" + FULL,
     ),
     Row(
         "scatter_grads: another tree",
         lambda world: ({"a": ones(5, 3), "c": ones(1)}, world.params),
         scatter,
         "scatter_grads of gradients: trees differ in structure\n"
-        "  ['b'][0]: found nothing, needed a leaf\n  ['c']: found a leaf, needed nothing\n"
+        "  ['b'][0]: expected a leaf, got nothing\n"
+        "  ['c']: expected nothing, got a leaf\n"
         "To fix: pass trees made from the same parameters.",
     ),
     *(
@@ -146,54 +151,56 @@ ROWS = [
             f"scatter_grads: {error}",
         )
         for keywords, error in [
-            ({"reduce": "avg"}, 'got reduce=\'avg\' without count, needed "mean", "sum", or "weighted" with count='),
+            ({"reduce": "avg"}, 'expected "mean", "sum", or "weighted" with count=, got reduce=\'avg\' without count'),
             (
                 {"reduce": "weighted"},
-                'got reduce=\'weighted\' without count, needed "mean", "sum", or "weighted" with count=',
+                'expected "mean", "sum", or "weighted" with count=, got reduce=\'weighted\' without count',
             ),
-            ({"count": scalar(3)}, 'got reduce=\'mean\' with count, needed "mean", "sum", or "weighted" with count='),
+            ({"count": scalar(3)}, 'expected "mean", "sum", or "weighted" with count=, got reduce=\'mean\' with count'),
             (
                 {"reduce": "weighted", "count": 3},
-                "count is an int, needed a real scalar tensor; torch.tensor makes one",
+                "expected count to be a real scalar tensor, got an int; torch.tensor makes one",
             ),
             (
                 {"reduce": "weighted", "count": ones(2)},
-                "count is a float32 Tensor of shape (2,), needed a real scalar tensor; torch.tensor makes one",
+                "expected count to be a real scalar tensor, got a float32 Tensor of shape (2,); torch.tensor makes one",
             ),
         ]
     ),
 ]
 
-FLOATING = "needed a floating scalar tensor; sum or average over the batch"
+FLOATING = "expected the loss to be a floating scalar tensor, got"
+SUM = "; sum or average over the batch"
 # What a local loss must not be: (name, reduce, loss of a number, error).
 LOSSES = [
-    ("no scalar", "mean", lambda x: x.expand(3), f"the loss is a float32 Tensor of shape (3,), {FLOATING}"),
-    ("no tensor", "sum", float, f"the loss is a float, {FLOATING}"),
-    ("nothing", "mean", lambda x: None, f"the loss is None, {FLOATING}"),
-    ("integer", "mean", lambda x: x.long(), f"the loss is an int64 Tensor of shape (), {FLOATING}"),
+    ("no scalar", "mean", lambda x: x.expand(3), f"{FLOATING} a float32 Tensor of shape (3,){SUM}"),
+    ("no tensor", "sum", float, f"{FLOATING} a float{SUM}"),
+    ("nothing", "mean", lambda x: None, f"{FLOATING} None{SUM}"),
+    ("integer", "mean", lambda x: x.long(), f"{FLOATING} an int64 Tensor of shape (){SUM}"),
     (
         "a pair for mean",
         "mean",
         lambda x: (x, x),
-        "the loss is a tuple, needed a floating scalar tensor alone; value_and_grad takes (loss, aux) by has_aux=True",
+        "expected the loss to be a floating scalar tensor alone, got a tuple; value_and_grad takes (loss, aux) by "
+        "has_aux=True",
     ),
     (
         "no count",
         "weighted",
         lambda x: x,
-        'the loss is a float32 Tensor of shape (), needed the pair (sum, count) for reduce="weighted"',
+        'expected the loss to be the pair (sum, count) for reduce="weighted", got a float32 Tensor of shape ()',
     ),
     (
         "a count that is no tensor",
         "weighted",
         lambda x: (x, 3),
-        "the count is an int, needed a real scalar tensor; torch.tensor makes one",
+        "expected the count to be a real scalar tensor, got an int; torch.tensor makes one",
     ),
     (
         "a sum that is no scalar",
         "weighted",
         lambda x: (x[None], x),
-        f"the sum is a float32 Tensor of shape (1,), {FLOATING}",
+        f"expected the sum to be a floating scalar tensor, got a float32 Tensor of shape (1,){SUM}",
     ),
 ]
 ROWS += [
@@ -223,19 +230,19 @@ ROWS += [
         "objective: unknown reduce",
         lambda world: (scalar(1.0), world.params, "max"),
         fs.objective,
-        f"objective: reduce is 'max', {REDUCE}",
+        f"objective: {REDUCE}, got 'max'",
     ),
     Row(
         "value_and_grad: unknown reduce",
         lambda world: (world.params,),
         partial(differentiate, reduce="max"),
-        f"value_and_grad: reduce is 'max', {REDUCE}",
+        f"value_and_grad: {REDUCE}, got 'max'",
     ),
     Row(
         "value_and_grad: no aux",
         lambda world: (world.params,),
         partial(differentiate, has_aux=True),
-        "value_and_grad: f returned a float32 Tensor of shape (), needed the pair (loss, aux) for has_aux=True",
+        "value_and_grad: expected f to return the pair (loss, aux) for has_aux=True, got a float32 Tensor of shape ()",
         ("gather",),
     ),
 ]

@@ -46,16 +46,16 @@ ROWS = [
         "functionalize of a class",
         lambda _: (nn.Linear,),
         fs.functionalize,
-        "functionalize: got a type, needed an nn.Module; call its class first",
+        "functionalize: expected module to be an nn.Module, got a type; call its class first",
     ),
     Row(
         "a lazy module",
         lambda _: (nn.Sequential(linear(), nn.LazyLinear(2, bias=False), nn.LazyBatchNorm1d(affine=False)),),
         fs.functionalize,
         "functionalize: lazy parameters\n"
-        "  ['1.weight']: found UninitializedParameter, needed a tensor with a shape\n"
-        "  ['2.running_mean']: found UninitializedBuffer, needed a tensor with a shape\n"
-        "  ['2.running_var']: found UninitializedBuffer, needed a tensor with a shape\n"
+        "  ['1.weight']: expected a tensor with a shape, got UninitializedParameter\n"
+        "  ['2.running_mean']: expected a tensor with a shape, got UninitializedBuffer\n"
+        "  ['2.running_var']: expected a tensor with a shape, got UninitializedBuffer\n"
         "To fix: run the module once before.",
     ),
     Row(
@@ -63,8 +63,8 @@ ROWS = [
         lambda world: (Unresettable(), world.zero2),
         lambda module, strategy: fs.functionalize(module).init(strategy, seed=0),
         "model.init: values cannot be drawn from a seed\n"
-        "  (root): found Unresettable without reset_parameters, needed a way to draw its values\n"
-        "  inner.1.extra: found ParameterList without reset_parameters, needed a way to draw its values\n"
+        "  (root): expected a way to draw its values, got Unresettable without reset_parameters\n"
+        "  inner.1.extra: expected a way to draw its values, got ParameterList without reset_parameters\n"
         "To fix: add reset_parameters to these modules, or leave out seed to take the values the module has.",
     ),
     Row(
@@ -72,48 +72,52 @@ ROWS = [
         lambda world: (nn.Sequential(linear(), nn.Linear(2, 1, device="meta")), world.zero2),
         lambda module, strategy: fs.functionalize(module).init(strategy),
         "model.init: parameters have no values\n"
-        "  ['1.weight']: found a tensor on the meta device, needed one with values\n"
-        "  ['1.bias']: found a tensor on the meta device, needed one with values\nTo fix: pass seed= to draw them.",
+        "  ['1.weight']: expected a tensor with values, got a tensor on the meta device\n"
+        "  ['1.bias']: expected a tensor with values, got a tensor on the meta device\n"
+        "To fix: pass seed= to draw them.",
     ),
     Row(
         "init by no strategy",
         lambda world: (linear(), "zero2"),
         lambda module, strategy: fs.functionalize(module).init(strategy, seed=0),
-        "shard: strategy is a str, needed a ShardTransform such as fs.zero2(mesh)",
+        "shard: expected strategy to be a ShardTransform such as fs.zero2(mesh), got a str",
     ),
     Row(
         "seeds that differ between ranks",
         lambda world: (linear(), world.zero2, world.rank),
         lambda module, strategy, seed: fs.functionalize(module).init(strategy, seed=seed),
         "shard: ranks hold different trees\n"
-        "  ['bias']: found float32[2] of hash {hash} split by P('shard') on rank shard=1, "
-        "needed float32[2] of hash {hash} split by P('shard') as on rank shard=0\n"
+        "  ['bias']: expected float32[2] of hash {hash} split by P('shard') as on rank shard=0, got float32[2] of "
+        "hash {hash} split by P('shard') on rank shard=1\n"
         "To fix: build the same tree on every rank, for instance from one seed.",
         ("shard", "shard"),
     ),
     *(
-        Row(name, *applied(linear(), params), f"apply: parameters {error}")
+        Row(name, *applied(linear(), params), f"apply: {error}")
         for name, params, error in [
             (
                 "parameters that are missing and unexpected",
                 {"weight": torch.ones(2, 3), "scale": torch.ones(2)},
-                "do not match the module's\n  ['bias']: found nothing, needed a leaf\n"
-                "  ['scale']: found a leaf, needed nothing" + MODEL,
+                "parameters do not match the module's\n"
+                "  ['bias']: expected a leaf, got nothing\n"
+                "  ['scale']: expected nothing, got a leaf" + MODEL,
             ),
             (
                 "parameters of other shapes",
                 {"weight": torch.ones(2, 3), "bias": torch.ones(1)},
-                "do not match the module's\n  ['bias']: found shape (1,), needed a tensor of shape (2,)" + MODEL,
+                "parameters do not match the module's\n  ['bias']: expected a tensor of shape (2,), got shape (1,)"
+                + MODEL,
             ),
             (
                 "parameters that are no tensors",
                 {"weight": torch.ones(2, 3), "bias": 1.0},
-                "do not match the module's\n  ['bias']: found a float, needed a tensor of shape (2,)" + MODEL,
+                "parameters do not match the module's\n  ['bias']: expected a tensor of shape (2,), got a float"
+                + MODEL,
             ),
             (
                 "parameters without names",
                 [torch.ones(2, 3)],
-                "are a list, needed a dict by name; pass what model.init or apply returned",
+                "expected parameters to be a dict by name, got a list; pass what model.init or apply returned",
             ),
         ]
     ),
@@ -122,12 +126,13 @@ ROWS = [
         lambda world: (linear(), fs.functionalize(nn.Linear(2, 2)).init(world.zero2, seed=0)),
         lambda module, params: fs.functionalize(module).apply(params, torch.ones(4, 3)),
         "apply: parameters do not match the module's\n"
-        "  ['weight']: found shape (2, 2), needed a tensor of shape (2, 3)" + MODEL,
+        "  ['weight']: expected a tensor of shape (2, 3), got shape (2, 2)" + MODEL,
     ),
     Row(
         "a forward that writes to a parameter",
         *applied(Writing(3, 2, bias=False), None),
-        "apply: parameters were written to\n  ['weight']: found 1 in-place writes, needed none\n"
+        "apply: parameters were written to\n"
+        "  ['weight']: expected none, got 1 in-place writes\n"
         "To fix: compute a new tensor instead; the caller's state is whole.",
         ("gather",),
     ),
@@ -135,21 +140,23 @@ ROWS = [
         "buffers that would be lost",
         *applied(nn.BatchNorm1d(3), None),
         "apply: buffers were updated and would be lost\n"
-        "  ['num_batches_tracked']: found an updated buffer, needed an unchanged one\n"
+        "  ['num_batches_tracked']: expected an unchanged one, got an updated buffer\n"
         "To fix: pass buffers= and keep those returned, or functionalize the module in eval mode.",
         ("gather",),
     ),
     Row(
         "buffers that are missing and unexpected",
         *applied(nn.BatchNorm1d(3), None, buffers={"running_mean": torch.zeros(3), "running_var": 1.0, "seen": 0}),
-        "apply: buffers do not match the module's\n  ['num_batches_tracked']: found nothing, needed a leaf\n"
-        "  ['running_var']: found a float, needed a tensor\n  ['seen']: found a leaf, needed nothing" + MODEL,
+        "apply: buffers do not match the module's\n"
+        "  ['num_batches_tracked']: expected a leaf, got nothing\n"
+        "  ['running_var']: expected a tensor, got a float\n"
+        "  ['seen']: expected nothing, got a leaf" + MODEL,
     ),
     Row(
         "apply of a module",
         lambda _: (linear(), {}, torch.ones(4, 3)),
         fs.apply,
-        "apply: model is a Linear, needed a Model; make one by fs.functionalize",
+        "apply: expected model to be a Model, got a Linear; make one by fs.functionalize",
     ),
 ]
 

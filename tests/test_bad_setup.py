@@ -16,10 +16,10 @@ from fshard.testing import spmd
 from tests.bad_input import Row, assert_refused, make_world
 
 CPU = partial(fs.init_mesh, device="cpu")
-SIZES = "needed positive whole sizes, one of which may be -1"
+SIZES = "init_mesh: expected shape to be positive whole sizes, one of which may be -1"
 PRODUCT = "choose sizes whose product is the number of ranks, or -1 for one of them"
-ALGORITHMS = "algorithm is 'ring', needed one of ('auto', 'direct', 'coalesced', 'flat')"
-FLOATING = "needed a floating torch.dtype such as torch.bfloat16"
+ALGORITHMS = "expected algorithm to be one of ('auto', 'direct', 'coalesced', 'flat'), got 'ring'"
+FLOATING = "cast: expected dtype to be a floating torch.dtype such as torch.bfloat16"
 
 
 def setup(name, call, error, *arguments):
@@ -31,27 +31,36 @@ MESHES = [
     setup(
         "ranks that do not divide",
         CPU,
-        "init_mesh: the number of ranks is 2, needed a multiple of 3 for {'replicate': 3, 'shard': -1}; " + PRODUCT,
+        "init_mesh: expected the number of ranks to be a multiple of 3 for {'replicate': 3, 'shard': -1}, got 2; "
+        + PRODUCT,
         {"replicate": 3, "shard": -1},
     ),
     setup(
         "too many ranks",
         CPU,
-        "init_mesh: the number of ranks is 2, needed 4 for {'replicate': 2, 'shard': 2}; " + PRODUCT,
+        "init_mesh: expected the number of ranks to be 4 for {'replicate': 2, 'shard': 2}, got 2; " + PRODUCT,
         {"replicate": 2, "shard": 2},
     ),
     setup(
-        "too few ranks", CPU, "init_mesh: the number of ranks is 2, needed 1 for {'shard': 1}; " + PRODUCT, {"shard": 1}
+        "too few ranks",
+        CPU,
+        "init_mesh: expected the number of ranks to be 1 for {'shard': 1}, got 2; " + PRODUCT,
+        {"shard": 1},
     ),
     *(
-        setup(f"sizes {shape}", CPU, f"init_mesh: shape is {shape}, {SIZES}", shape)
+        setup(f"sizes {shape}", CPU, f"{SIZES}, got {shape}", shape)
         for shape in ({"a": -1, "b": -1}, {"a": 0, "b": -1}, {"a": -2}, {"a": 2.0}, {"a": True, "b": 2}, {})
     ),
-    setup("no mapping", CPU, "init_mesh: shape is a list, needed a mapping from names of axes to their sizes", [-1]),
+    setup(
+        "no mapping",
+        CPU,
+        "init_mesh: expected shape to be a mapping from names of axes to their sizes, got a list",
+        [-1],
+    ),
     setup(
         "no such device",
         partial(fs.init_mesh, device="tpu"),
-        'init_mesh: device is \'tpu\', needed "cpu" or "cuda"',
+        'init_mesh: expected device to be "cpu" or "cuda", got \'tpu\'',
         {"shard": -1},
     ),
 ]
@@ -78,7 +87,7 @@ AXES = [
         setup(
             f"{transform.__name__} on a mesh of two axes",
             transform,
-            "mesh has the axes ('replicate', 'shard'), needed one: name it, as in mesh['shard']",
+            "expected mesh to have one axis, got ('replicate', 'shard'); name one, as in mesh['shard']",
             lambda world: world.grid,
         )
         for transform in (fs.fully_shard, fs.replicate, fs.axis_of)
@@ -87,7 +96,7 @@ AXES = [
         setup(
             f"{transform.__name__} on no mesh",
             transform,
-            "mesh is a str, needed a DeviceMesh or an Axis; make one by fs.init_mesh",
+            "expected mesh to be a DeviceMesh or an Axis, got a str; make one by fs.init_mesh",
             "shard",
         )
         for transform in (fs.fully_shard, fs.replicate, fs.zero2)
@@ -98,21 +107,19 @@ TRANSFORMS = [
     setup(
         "one axis twice",
         fs.compose,
-        "compose: the axes ['shard'] are used by two transforms, needed one each; drop one of the two",
+        "compose: expected one transform for each axis, got two for the axes ['shard']; drop one of the two",
         lambda world: fs.replicate(world.mesh),
         lambda world: fs.compose(fs.cast(gather=torch.bfloat16), fs.fully_shard(world.mesh)),
     ),
     setup(
         "compose of a mesh",
         fs.compose,
-        "compose: got a DeviceMesh, needed ShardTransforms such as fs.fully_shard(mesh)",
+        "compose: expected ShardTransforms such as fs.fully_shard(mesh), got a DeviceMesh",
         lambda world: world.zero2,
         lambda world: world.mesh,
     ),
-    setup(
-        "cast to integers", lambda dtype: fs.cast(gather=dtype), f"cast: dtype is torch.int8, {FLOATING}", torch.int8
-    ),
-    setup("cast by a name", lambda dtype: fs.cast(scatter=dtype), f"cast: dtype is 'bf16', {FLOATING}", "bf16"),
+    setup("cast to integers", lambda dtype: fs.cast(gather=dtype), f"{FLOATING}, got torch.int8", torch.int8),
+    setup("cast by a name", lambda dtype: fs.cast(scatter=dtype), f"{FLOATING}, got 'bf16'", "bf16"),
     *(
         setup(
             f"{transform.__name__} by an unknown algorithm",
@@ -126,7 +133,7 @@ TRANSFORMS = [
         setup(
             f"{strategy.__name__} of less than no elements",
             partial(strategy, min_shard_elements=-1),
-            "fully_shard: min_shard_elements is -1, needed 0 or more",
+            "fully_shard: expected min_shard_elements to be 0 or more, got -1",
             lambda world: world.mesh,
         )
         for strategy in (fs.fully_shard, fs.zero1, fs.zero2)
@@ -162,14 +169,16 @@ PROCESS = {
         None,
         {"replicate": 2, "shard": -1},
         "cpu",
-        "init_mesh: the number of ranks is 3, needed a multiple of 2 for {'replicate': 2, 'shard': -1}; " + PRODUCT,
+        "init_mesh: expected the number of ranks to be a multiple of 2 for {'replicate': 2, 'shard': -1}, got 3; "
+        + PRODUCT,
     ),
     "no launcher and two ranks": (
         {},
         None,
         {"replicate": 2, "shard": -1},
         "cpu",
-        "init_mesh: the number of ranks is 1, needed a multiple of 2 for {'replicate': 2, 'shard': -1}; " + PRODUCT,
+        "init_mesh: expected the number of ranks to be a multiple of 2 for {'replicate': 2, 'shard': -1}, got 1; "
+        + PRODUCT,
     ),
     **{
         f"{name} alone": (
@@ -177,8 +186,8 @@ PROCESS = {
             None,
             {"shard": -1},
             "cpu",
-            f"init_mesh: the environment has {name} alone, needed RANK and WORLD_SIZE; "
-            "run under torchrun, which sets both, or unset it",
+            f"init_mesh: expected RANK and WORLD_SIZE in the environment, got {name} alone; run under torchrun, "
+            "which sets both, or unset it",
         )
         for name in ("RANK", "WORLD_SIZE")
     },
@@ -188,8 +197,8 @@ PROCESS = {
         "cuda:fake",
         {"shard": -1},
         "cpu",
-        "init_mesh: torch.distributed runs on 'cuda:fake' already, which serves ['cuda'], needed 'cpu'; "
-        "call torch.distributed.destroy_process_group() first or pass another device",
+        "init_mesh: expected a torch.distributed that serves 'cpu', got one that runs on 'cuda:fake' already and "
+        "serves ['cuda']; call torch.distributed.destroy_process_group() first or pass another device",
     ),
 }
 

@@ -17,13 +17,16 @@ KEEP = "\nTo fix: keep a leaf's shape when mapping over it."
 TEXT = "of hash {hash} split by"
 
 
-def differs(name, tree, found, needed, **keywords):
+def differs(name, tree, path, got, expected, **keywords):
     """A row where ranks shard different trees: `tree` is made from whether this is the last rank."""
 
     def arguments(world):
         return tree(world.rank == world.mesh.size() - 1), world.zero2
 
-    error = f"shard: ranks hold different trees\n  {found} on rank shard={{last}}, needed {needed} as on rank shard=0"
+    error = (
+        "shard: ranks hold different trees\n"
+        f"  {path}: expected {expected} as on rank shard=0, got {got} on rank shard={{last}}"
+    )
     return Row(name, arguments, partial(fs.shard, **keywords), error + ALIKE, ("shard", "shard"))
 
 
@@ -51,89 +54,103 @@ DIFFERENT = [
     differs(
         "a leaf more on one rank",
         lambda last: {"a": ones(2), **({"b": ones(3)} if last else {}), "c": ones(1)},
-        f"['b']: found float32[3] {TEXT} P('shard')",
+        "['b']",
+        f"float32[3] {TEXT} P('shard')",
         "nothing",
     ),
     differs(
         "a leaf less on one rank",
         lambda last: [ones(2)] if last else [ones(2), ones(3)],
-        "[1]: found nothing",
+        "[1]",
+        "nothing",
         f"float32[3] {TEXT} P('shard')",
     ),
     differs(
         "a leaf where others have a tree",
         lambda last: {"a": ones(2) if last else {"w": ones(2)}},
-        "['a']['w']: found nothing",
+        "['a']['w']",
+        "nothing",
         f"float32[2] {TEXT} P('shard')",
     ),
     differs(
         "another kind of node",
         lambda last: {"a": [ones(2)] if last else (ones(2),), "b": []},
-        "(structure): found dict(list(*), list())",
+        "(structure)",
+        "dict(list(*), list())",
         "dict(tuple(*), list())",
     ),
     differs(
         "another order of keys",
         lambda last: OrderedDict(a=ones(2), b=ones(3)) if last else {"a": ones(2), "b": ones(3)},
-        "(structure): found OrderedDict(*, *)",
+        "(structure)",
+        "OrderedDict(*, *)",
         "dict(*, *)",
     ),
     differs(
         "an empty node more",
         lambda last: {"a": ones(2), **({"b": ()} if last else {})},
-        "(structure): found dict(*, tuple())",
+        "(structure)",
+        "dict(*, tuple())",
         "dict(*)",
     ),
     differs(
         "another shape",
         lambda last: {"a": ones(2), "b": ones(3 + last), "c": ones(1 + last)},
-        f"['b']: found float32[4] {TEXT} P('shard')",
+        "['b']",
+        f"float32[4] {TEXT} P('shard')",
         f"float32[3] {TEXT} P('shard')",
     ),
     differs(
         "another dtype",
         lambda last: ones(2, dtype=torch.float64 if last else torch.bfloat16),
-        f"(root): found float64[2] {TEXT} P('shard')",
+        "(root)",
+        f"float64[2] {TEXT} P('shard')",
         f"bfloat16[2] {TEXT} P('shard')",
     ),
     differs(
         "another value",
         lambda last: {"a": ones(2), "b": torch.tensor([0.0, -0.0 if last else 0.0])},
-        f"['b']: found float32[2] {TEXT} P('shard')",
+        "['b']",
+        f"float32[2] {TEXT} P('shard')",
         f"float32[2] {TEXT} P('shard')",
     ),
     differs(
         "None on one rank",
         lambda last: {"a": None if last else ones(2)},
-        "['a']: found None",
+        "['a']",
+        "None",
         f"float32[2] {TEXT} P('shard')",
     ),
     differs(
         "no tensor on one rank",
         lambda last: {"a": 1.5 if last else ones(2)},
-        "['a']: found a float",
+        "['a']",
+        "a float",
         f"float32[2] {TEXT} P('shard')",
     ),
     differs(
         "frozen on one rank",
         lambda last: {"a": torch.nn.Parameter(ones(2), requires_grad=not last)},
-        f"['a']: found frozen float32[2] {TEXT} P('shard')",
+        "['a']",
+        f"frozen float32[2] {TEXT} P('shard')",
         f"float32[2] {TEXT} P('shard')",
     ),
     Row(
         "another value on the first rank",
         lambda world: ({"a": torch.full((2,), float(world.rank == 0))}, world.zero2),
         fs.shard,
-        f"shard: ranks hold different trees\n  ['a']: found float32[2] {TEXT} P('shard') on rank shard=1, "
-        f"needed float32[2] {TEXT} P('shard') as on rank shard=0{ALIKE}",
+        "shard: ranks hold different trees\n"
+        f"  ['a']: expected float32[2] {TEXT} P('shard') as on rank shard=0, got float32[2] {TEXT} "
+        f"P('shard') on rank shard=1{ALIKE}",
         ("shard", "shard"),
     ),
     Row(
         "another strategy on one rank",
         lambda world: (world.full, fs.ddp(world.mesh) if world.rank == 1 else world.zero2),
         fs.shard,
-        f"shard: ranks hold different trees\n  ['a']: found float32[5, 3] {TEXT} P() on rank shard=1, "
-        f"needed float32[5, 3] {TEXT} P('shard') as on rank shard=0{ALIKE}",
+        "shard: ranks hold different trees\n"
+        f"  ['a']: expected float32[5, 3] {TEXT} P('shard') as on rank shard=0, got float32[5, 3] {TEXT} P() "
+        f"on rank shard=1{ALIKE}",
         ("shard", "shard"),
     ),
 ]
@@ -146,8 +163,9 @@ ROWS = [
             fs.compose(fs.replicate(world.grid["replicate"]), fs.fully_shard(world.grid["shard"])),
         ),
         fs.shard,
-        f"shard: ranks hold different trees\n  ['a']: found float32[] {TEXT} P('shard') on rank replicate=1, shard=0, "
-        f"needed float32[] {TEXT} P('shard') as on rank replicate=0, shard=0{ALIKE}",
+        "shard: ranks hold different trees\n"
+        f"  ['a']: expected float32[] {TEXT} P('shard') as on rank replicate=0, shard=0, got float32[] "
+        f"{TEXT} P('shard') on rank replicate=1, shard=0{ALIKE}",
         ("shard",) * 4,
         ranks=4,
     ),
@@ -156,9 +174,9 @@ ROWS = [
         lambda world: ({"a": ones(2), "n": [3, None], "s": "x", "v": ones(2).numpy()}, world.zero2),
         fs.shard,
         "shard: leaves cannot be sharded\n"
-        "  ['n'][0]: found an int, needed a tensor\n"
-        "  ['s']: found a str, needed a tensor\n"
-        "  ['v']: found a ndarray, needed a tensor" + FIT,
+        "  ['n'][0]: expected a tensor, got an int\n"
+        "  ['s']: expected a tensor, got a str\n"
+        "  ['v']: expected a tensor, got a ndarray" + FIT,
         ("shard",),
     ),
     Row(
@@ -166,8 +184,8 @@ ROWS = [
         lambda world: (world.params, world.zero2),
         fs.shard,
         "shard: leaves cannot be sharded\n"
-        "  ['a']: found a Sharded leaf, needed a full tensor; reshard changes layouts\n"
-        "  ['b'][0]: found a Sharded leaf, needed a full tensor; reshard changes layouts" + FIT,
+        "  ['a']: expected a full tensor; reshard changes layouts, got a Sharded leaf\n"
+        "  ['b'][0]: expected a full tensor; reshard changes layouts, got a Sharded leaf" + FIT,
         ("shard",),
     ),
     Row(
@@ -175,16 +193,16 @@ ROWS = [
         lambda world: ({"m": ones(2, device="meta"), "s": torch.eye(2).to_sparse(), "w": ones(2)}, world.zero2),
         fs.shard,
         "shard: leaves cannot be sharded\n"
-        "  ['m']: found a strided tensor on device meta, needed a strided tensor with values\n"
-        "  ['s']: found a sparse_coo tensor on device cpu, needed a strided tensor with values" + FIT,
+        "  ['m']: expected a strided tensor with values, got a strided tensor on device meta\n"
+        "  ['s']: expected a strided tensor with values, got a sparse_coo tensor on device cpu" + FIT,
         ("shard",),
     ),
     Row(
         "DTensors",
         lambda world: ({"a": fs.to_dtensor(world.params, world.mesh)["a"]}, world.zero2),
         fs.shard,
-        "shard: leaves cannot be sharded\n  ['a']: found a float32 DTensor of shape (5, 3), "
-        "needed a tensor; from_dtensor takes DTensors over" + FIT,
+        "shard: leaves cannot be sharded\n"
+        "  ['a']: expected a tensor; from_dtensor takes DTensors over, got a float32 DTensor of shape (5, 3)" + FIT,
         ("shard",),
     ),
     Row(
@@ -192,22 +210,23 @@ ROWS = [
         lambda world: ({"a": ones(4, 2), "b": [ones(4), ones(())]}, fs.fully_shard(world.mesh, dim=1)),
         fs.shard,
         "shard: leaves cannot be sharded\n"
-        "  ['b'][0]: found shape (4,), needed a dim 1 to split over 'shard'\n"
-        "  ['b'][1]: found shape (), needed a dim 1 to split over 'shard'" + FIT,
+        "  ['b'][0]: expected a dim 1 to split over 'shard', got shape (4,)\n"
+        "  ['b'][1]: expected a dim 1 to split over 'shard', got shape ()" + FIT,
         ("shard",),
     ),
     Row(
         "a dim counted from the end that some leaves lack",
         lambda world: ([ones(4, 2), ones(4)], fs.fully_shard(world.mesh, dim=-2)),
         fs.shard,
-        "shard: leaves cannot be sharded\n  [1]: found shape (4,), needed a dim -2 to split over 'shard'" + FIT,
+        "shard: leaves cannot be sharded\n  [1]: expected a dim -2 to split over 'shard', got shape (4,)" + FIT,
         ("shard",),
     ),
     Row(
         "resharding over a dim that some leaves lack",
         lambda world: (world.params, fs.fully_shard(world.mesh, dim=1)),
         fs.reshard,
-        "reshard: leaves do not fit\n  ['b'][0]: found shape (4,), needed a dim 1 to split over 'shard'\n"
+        "reshard: leaves do not fit\n"
+        "  ['b'][0]: expected a dim 1 to split over 'shard', got shape (4,)\n"
         "To fix: choose a strategy that fits their shapes.",
     ),
     *(
@@ -216,8 +235,8 @@ ROWS = [
             lambda world, rest=rest: (fs.tree_map(lambda x: x[:1], world.params), *rest(world)),
             verb,
             f"{verb.__name__}: shards do not match their specs\n"
-            "  ['a']: found a local tensor of shape (1, 3), needed a local tensor of shape (3, 3)\n"
-            "  ['b'][0]: found a local tensor of shape (1,), needed a local tensor of shape (2,)" + KEEP,
+            "  ['a']: expected a local tensor of shape (3, 3), got a local tensor of shape (1, 3)\n"
+            "  ['b'][0]: expected a local tensor of shape (2,), got a local tensor of shape (1,)" + KEEP,
         )
         for verb, rest in [
             (fs.gather, lambda world: ()),
@@ -231,8 +250,8 @@ ROWS = [
         lambda world: (fs.tree_map(lambda x: 1, world.params),),
         fs.gather,
         "gather: shards do not match their specs\n"
-        "  ['a']: found an int as local tensor, needed a local tensor of shape (3, 3)\n"
-        "  ['b'][0]: found an int as local tensor, needed a local tensor of shape (2,)" + KEEP,
+        "  ['a']: expected a local tensor of shape (3, 3), got an int as local tensor\n"
+        "  ['b'][0]: expected a local tensor of shape (2,), got an int as local tensor" + KEEP,
     ),
     *(
         Row(
@@ -240,7 +259,7 @@ ROWS = [
             lambda world: (fs.shard(world.full, world.zero2, frozen=lambda path: True), world.params),
             lambda base, params, call=call: fs.value_and_grad(lambda p: call(adapted(base, p)))(params),
             f"{name}: a frozen leaf would lose its gradient\n"
-            "  ['a']: found a computed tensor that requires a gradient, needed none, because its spec is frozen\n"
+            "  ['a']: expected none, because its spec is frozen, got a computed tensor that requires a gradient\n"
             "To fix: give the result the spec of the leaf that is trained, or detach it.",
         )
         for name, call in [
@@ -252,14 +271,16 @@ ROWS = [
         "tree_map over frozen and trained leaves",
         lambda world: (fs.shard(world.full, world.zero2, frozen=lambda path: path == "['a']"), world.params),
         partial(fs.tree_map, torch.add),
-        "tree_map: specs differ\n  ['a']: found frozen=False, needed frozen=True\n"
+        "tree_map: specs differ\n"
+        "  ['a']: expected frozen=True, got frozen=False\n"
         "To fix: shard both alike, frozen= included.",
     ),
     Row(
         "gather of leaves without a transform",
         lambda world: ({"a": replace(world.params["a"], spec=replace(world.params["a"].spec, transform=None))},),
         fs.gather,
-        "gather: leaves cannot be gathered\n  ['a']: found a spec without a transform, needed one with it\n"
+        "gather: leaves cannot be gathered\n"
+        "  ['a']: expected a spec with one, got a spec without a transform\n"
         "To fix: make them by fs.shard or fs.reshard.",
     ),
     *(
@@ -267,8 +288,9 @@ ROWS = [
             f"{verb.__name__} of leaves of a mesh that is gone",
             lambda world, axis=axis: ({"a": replace(world.params["a"], spec=fs.Spec((5, 3), fs.P("shard"), (axis,)))},),
             verb,
-            f"{verb.__name__}: leaves of another mesh\n  ['a']: found axis 'shard' of {axis.size} ranks in group "
-            f"{axis.group_name!r}, needed a group of that size that this process is in\n"
+            f"{verb.__name__}: leaves of another mesh\n"
+            f"  ['a']: expected a group of that size that this process is in, got axis 'shard' of {axis.size} ranks "
+            f"in group {axis.group_name!r}\n"
             "To fix: shard the tree on a mesh of this process.",
         )
         for verb, axis in [(fs.gather, fs.Axis("shard", 2, "gone")), (fs.unshard, fs.Axis("shard", 2, "gone"))]
@@ -277,22 +299,22 @@ ROWS = [
         "a strategy of a mesh that is gone",
         lambda world: (world.full, fs.fully_shard(fs.Axis("shard", 2, "gone"))),
         fs.shard,
-        "shard: the strategy has axis 'shard' of 2 ranks in group 'gone', "
-        "needed a group of that size that this process is in; make it of a mesh of this process",
+        "shard: expected a strategy over axes whose groups have their size and this process in them, got axis "
+        "'shard' of 2 ranks in group 'gone'; make it of this process's mesh",
     ),
     Row(
         "a strategy of more ranks than its group has",
         lambda world: (world.full, fs.ddp(replace(fs.axis_of(world.mesh), size=3))),
         fs.shard,
-        "shard: the strategy has axis 'shard' of 3 ranks in group {group}, "
-        "needed a group of that size that this process is in; make it of a mesh of this process",
+        "shard: expected a strategy over axes whose groups have their size and this process in them, got axis "
+        "'shard' of 3 ranks in group {group}; make it of this process's mesh",
     ),
     *(
         Row(
             f"{verb.__name__} by no strategy",
             lambda world, tree=tree: (getattr(world, tree), fs.zero2),
             verb,
-            f"{verb.__name__}: strategy is a function, needed a ShardTransform such as fs.zero2(mesh)",
+            f"{verb.__name__}: expected strategy to be a ShardTransform such as fs.zero2(mesh), got a function",
         )
         for verb, tree in [(fs.shard, "full"), (fs.reshard, "params"), (fs.from_dtensor, "full")]
     ),
@@ -301,17 +323,18 @@ ROWS = [
         lambda world: (world.params, world.other),
         fs.to_dtensor,
         "to_dtensor: leaves are not on this mesh\n"
-        "  ['a']: found P('shard') over shard=2 in group {group}, needed dims split in the order of "
-        "data=2 in group {group}, unit=1 in group {group}\n"
-        "  ['b'][0]: found P('shard') over shard=2 in group {group}, needed dims split in the order of "
-        "data=2 in group {group}, unit=1 in group {group}\nTo fix: pass the mesh they were sharded with.",
+        "  ['a']: expected dims split in the order of data=2 in group {group}, unit=1 in group {group}, got "
+        "P('shard') over shard=2 in group {group}\n"
+        "  ['b'][0]: expected dims split in the order of data=2 in group {group}, unit=1 in group {group}, got "
+        "P('shard') over shard=2 in group {group}\n"
+        "To fix: pass the mesh they were sharded with.",
     ),
     Row(
         "DTensors taken over by a strategy of another mesh",
         lambda world: ({"a": fs.to_dtensor(world.params, world.mesh)["a"]}, fs.ddp(world.other, "data")),
         fs.from_dtensor,
         "from_dtensor: leaves cannot be taken over\n"
-        "  ['a']: found shard=2 in group {group}, needed data=2 in group {group}\n"
+        "  ['a']: expected data=2 in group {group}, got shard=2 in group {group}\n"
         "To fix: use the strategy's mesh and Shard or Replicate.",
     ),
 ]

@@ -12,7 +12,7 @@ from fshard.testing import spmd
 from tests.bad_input import Row, assert_refused, loss
 from tests.trees import assert_same_bits, normal, one_axis
 
-ENDED = "found a leaf that value_and_grad lent to a call now over, needed the caller's own"
+ENDED = "expected the caller's own, got a leaf that value_and_grad lent to a call now over"
 LENT = "\nTo fix: gather the parameters that you passed, or those that the running call lends."
 
 
@@ -81,11 +81,12 @@ KEPT = [
     ]
 ]
 
+EACH_ONCE = "expected argnums to be a number or several, each once"
 GIVEN = "were given by position"
-DATA = "needed a whole number, a tensor of integers, or an Axis; take it from a mesh by fs.axis_of"
-KEY = "needed an int64 tensor of shape () or a whole number; make one by fs.fold_in"
-FLOATING = "needed a floating torch.dtype such as torch.bfloat16"
-REGATHER = "needed a bool, glob patterns of units' names, or a function of the name"
+DATA = "expected data to be a whole number, a tensor of integers, or an Axis"
+KEY = "expected key to be an int64 tensor of shape () or a whole number"
+FLOATING = "to be a floating torch.dtype such as torch.bfloat16, got"
+REGATHER = "zero3: expected regather to be a bool, glob patterns of units' names, or a function of the name"
 ARGUMENTS = [
     *(
         Row(
@@ -95,21 +96,21 @@ ARGUMENTS = [
             error,
         )
         for name, value, error in [
-            ("prefetch", -1, "zero3: prefetch is -1, needed a number of units, 0 or more"),
-            ("prefetch", 1.5, "zero3: prefetch is 1.5, needed a number of units, 0 or more"),
-            ("prefetch", True, "zero3: prefetch is True, needed a number of units, 0 or more"),
-            ("prefetch", None, "zero3: prefetch is None, needed a number of units, 0 or more"),
-            ("regather", 3, f"zero3: regather is 3, {REGATHER}"),
-            ("regather", None, f"zero3: regather is None, {REGATHER}"),
-            ("regather", ("blocks.*", 3), f"zero3: regather is ('blocks.*', 3), {REGATHER}"),
-            ("merge_bytes", -1, "zero3: merge_bytes is -1, needed a number of bytes, 0 or more"),
-            ("merge_bytes", None, "zero3: merge_bytes is None, needed a number of bytes, 0 or more"),
-            ("param_dtype", torch.int32, f"cast: dtype is torch.int32, {FLOATING}"),
-            ("param_dtype", "bfloat16", f"cast: dtype is 'bfloat16', {FLOATING}"),
-            ("reduce_dtype", torch.int8, f"cast: dtype is torch.int8, {FLOATING}"),
-            ("output_dtype", torch.int64, f"zero3: output_dtype is torch.int64, {FLOATING}"),
-            ("output_dtype", "half", f"zero3: output_dtype is 'half', {FLOATING}"),
-            ("min_shard_elements", -1, "fully_shard: min_shard_elements is -1, needed 0 or more"),
+            ("prefetch", -1, "zero3: expected prefetch to be a number of units, 0 or more, got -1"),
+            ("prefetch", 1.5, "zero3: expected prefetch to be a number of units, 0 or more, got 1.5"),
+            ("prefetch", True, "zero3: expected prefetch to be a number of units, 0 or more, got True"),
+            ("prefetch", None, "zero3: expected prefetch to be a number of units, 0 or more, got None"),
+            ("regather", 3, f"{REGATHER}, got 3"),
+            ("regather", None, f"{REGATHER}, got None"),
+            ("regather", ("blocks.*", 3), f"{REGATHER}, got ('blocks.*', 3)"),
+            ("merge_bytes", -1, "zero3: expected merge_bytes to be a number of bytes, 0 or more, got -1"),
+            ("merge_bytes", None, "zero3: expected merge_bytes to be a number of bytes, 0 or more, got None"),
+            ("param_dtype", torch.int32, f"cast: expected dtype {FLOATING} torch.int32"),
+            ("param_dtype", "bfloat16", f"cast: expected dtype {FLOATING} 'bfloat16'"),
+            ("reduce_dtype", torch.int8, f"cast: expected dtype {FLOATING} torch.int8"),
+            ("output_dtype", torch.int64, f"zero3: expected output_dtype {FLOATING} torch.int64"),
+            ("output_dtype", "half", f"zero3: expected output_dtype {FLOATING} 'half'"),
+            ("min_shard_elements", -1, "fully_shard: expected min_shard_elements to be 0 or more, got -1"),
         ]
     ),
     Row(
@@ -123,16 +124,16 @@ ARGUMENTS = [
             f"argnums={argnums!r}",
             lambda world, argnums=argnums: (argnums, world.params),
             lambda argnums, params: fs.value_and_grad(loss, argnums=argnums)(params),
-            f"value_and_grad: argnums is {argnums!r}, {error}",
+            f"value_and_grad: {error}",
         )
         for argnums, error in [
-            (1, f"but 1 arguments {GIVEN}"),
-            (-2, f"but 1 arguments {GIVEN}"),
-            ((0, 1), f"but 1 arguments {GIVEN}"),
-            ("0", "needed a number or several, each once"),
-            (None, "needed a number or several, each once"),
-            ((0, 0), "needed a number or several, each once"),
-            ((0, -1), "needed a number or several, each once"),
+            (1, f"argnums is 1, but 1 arguments {GIVEN}"),
+            (-2, f"argnums is -2, but 1 arguments {GIVEN}"),
+            ((0, 1), f"argnums is (0, 1), but 1 arguments {GIVEN}"),
+            ("0", f"{EACH_ONCE}, got '0'"),
+            (None, f"{EACH_ONCE}, got None"),
+            ((0, 0), f"{EACH_ONCE}, got (0, 0)"),
+            ((0, -1), f"{EACH_ONCE}, got (0, -1)"),
         ]
     ),
     Row(
@@ -146,7 +147,7 @@ ARGUMENTS = [
             f"apply with a key that is {kind}",
             lambda world, key=key: (linear().init(world.zero2, seed=0), key),
             lambda params, key: linear().apply(params, torch.ones(4, 3), key=key),
-            f"apply: key is {kind}, {KEY}",
+            f"apply: {KEY}, got {kind}; make one by fs.fold_in",
         )
         for key, kind in [
             ("seed", "a str"),
@@ -160,7 +161,7 @@ ARGUMENTS = [
             f"fold_in of {kind}",
             lambda world, key=key: (key,),
             lambda key: fs.fold_in(key, 1),
-            f"fold_in: key is {kind}, {KEY}",
+            f"fold_in: {KEY}, got {kind}; make one by fs.fold_in",
         )
         for key, kind in [("seed", "a str"), (1.5, "a float"), (torch.ones(()), "a float32 Tensor of shape ()")]
     ),
@@ -169,7 +170,7 @@ ARGUMENTS = [
             f"fold_in with {kind}",
             lambda world, data=data: (world.mesh if data is None else data,),
             lambda data: fs.fold_in(0, data),
-            f"fold_in: data is {kind}, {DATA}",
+            f"fold_in: {DATA}, got {kind}; take an Axis from a mesh by fs.axis_of",
         )
         for data, kind in [
             (None, "a DeviceMesh"),
@@ -226,7 +227,9 @@ def test_a_write_to_a_gathered_weight_is_named_or_reaches_nothing(min_shard_elem
             refused = str(error)
         assert (refused is not None) or when != "in its turn"
         if refused is not None:
-            assert "value_and_grad: parameters were written to\n  ['a']: found 1 in-place writes" in refused
+            assert (
+                "value_and_grad: parameters were written to\n  ['a']: expected none, got 1 in-place writes" in refused
+            )
             return
         assert_same_bits(fs.tree_leaves(params), fs.tree_leaves(before))
         assert_same_bits(fs.tree_leaves(grads), fs.tree_leaves(expected))
@@ -259,7 +262,7 @@ def test_a_module_that_writes_to_a_weight_of_its_unit_is_refused(frozen, min_sha
         lost, state = " (the leaf is lost)", "the values of a lost leaf have changed in the caller's state"
         if not min_shard_elements:
             lost, state = "", "the caller's state is whole"
-        problem = f"  ['1.weight']: found 1 in-place writes{lost}, needed none"
+        problem = f"  ['1.weight']: expected none, got 1 in-place writes{lost}"
         remedy = f"To fix: compute a new tensor instead; {state}."
         error = f"value_and_grad: parameters were written to\n{problem}\n{remedy}"
         with pytest.raises(ValueError, match=re.escape(error)):

@@ -41,7 +41,8 @@ def on_axis_data(world, tree):
     return fs.reshard(tree, fs.fully_shard(world.other["data"]))
 
 
-KEY = "needed a whole number or an int64 tensor of shape (); make one by fs.fold_in"
+MADE = "; make one by fs.fold_in"
+KEY = "a whole number or an int64 tensor of shape ()"
 
 
 ROWS = [
@@ -49,54 +50,58 @@ ROWS = [
         "full gradients",
         lambda world: world.full_grads,
         ": gradients do not fit the parameters\n"
-        "  ['a']: found a float32 Tensor of shape (5, 3), needed a Sharded leaf\n"
-        "  ['b'][0]: found a float32 Tensor of shape (4,), needed a Sharded leaf" + FROM,
+        "  ['a']: expected a Sharded leaf, got a float32 Tensor of shape (5, 3)\n"
+        "  ['b'][0]: expected a Sharded leaf, got a float32 Tensor of shape (4,)" + FROM,
     ),
     update_with(
         "another tree",
         lambda world: {"a": world.grads["a"], "c": world.grads["a"]},
-        " with gradients: trees differ in structure\n  ['b'][0]: found nothing, needed a leaf\n"
-        "  ['c']: found a leaf, needed nothing\nTo fix: pass trees made from the same parameters.",
+        " with gradients: trees differ in structure\n"
+        "  ['b'][0]: expected a leaf, got nothing\n"
+        "  ['c']: expected nothing, got a leaf\n"
+        "To fix: pass trees made from the same parameters.",
     ),
     update_with(
         "another kind of node",
         lambda world: {"a": world.grads["a"], "b": tuple(world.grads["b"])},
-        " with gradients: trees differ in structure\n  (structure): found dict(*, tuple(*)), needed dict(*, list(*))\n"
+        " with gradients: trees differ in structure\n"
+        "  (structure): expected dict(*, list(*)), got dict(*, tuple(*))\n"
         "To fix: pass trees made from the same parameters.",
     ),
     update_with(
         "a gradient less",
         lambda world: {"a": world.grads["a"], "b": [None]},
-        ": gradients do not fit the parameters\n  ['b'][0]: found None, needed a Sharded leaf" + FROM,
+        ": gradients do not fit the parameters\n  ['b'][0]: expected a Sharded leaf, got None" + FROM,
     ),
     update_with(
         "another layout",
         lambda world: {"a": world.grads["a"], "b": fs.reshard(world.grads["b"], fs.ddp(world.mesh))},
-        ": gradients do not fit the parameters\n  ['b'][0]: found P(), needed P('shard')" + FROM,
+        ": gradients do not fit the parameters\n  ['b'][0]: expected P('shard'), got P()" + FROM,
     ),
     update_with(
         "another mesh",
         lambda world: {"a": world.grads["a"], "b": on_axis_data(world, world.grads["b"])},
-        ": gradients do not fit the parameters\n  ['b'][0]: found P('data'); axes data=2 in group {group}, "
-        "needed P('shard'); axes shard=2 in group {group}" + FROM,
+        ": gradients do not fit the parameters\n"
+        "  ['b'][0]: expected P('shard'); axes shard=2 in group {group}, got P('data'); axes data=2 in group "
+        "{group}" + FROM,
     ),
     update_with(
         "another global shape",
         lambda world: fs.shard({"a": torch.ones(6, 3), "b": [torch.ones(4)]}, world.zero2),
-        ": gradients do not fit the parameters\n  ['a']: found shape (6, 3), needed shape (5, 3)" + FROM,
+        ": gradients do not fit the parameters\n  ['a']: expected shape (5, 3), got shape (6, 3)" + FROM,
     ),
     update_with(
         "another local shape",
         lambda world: fs.tree_map(lambda x: x[:1], world.grads),
         ": gradients do not fit the parameters\n"
-        "  ['a']: found a float32 Tensor of shape (1, 3) as shard, needed a float32 Tensor of shape (3, 3)\n"
-        "  ['b'][0]: found a float32 Tensor of shape (1,) as shard, needed a float32 Tensor of shape (2,)" + FROM,
+        "  ['a']: expected a float32 Tensor of shape (3, 3), got a float32 Tensor of shape (1, 3) as shard\n"
+        "  ['b'][0]: expected a float32 Tensor of shape (2,), got a float32 Tensor of shape (1,) as shard" + FROM,
     ),
     update_with(
         "another dtype",
         lambda world: {"a": fs.tree_map(torch.Tensor.double, world.grads["a"]), "b": world.grads["b"]},
         ": gradients do not fit the parameters\n"
-        "  ['a']: found a float64 Tensor of shape (3, 3) as shard, needed a float32 Tensor of shape (3, 3)" + FROM,
+        "  ['a']: expected a float32 Tensor of shape (3, 3), got a float64 Tensor of shape (3, 3) as shard" + FROM,
     ),
     Row(
         "update: gradients of frozen leaves",
@@ -106,7 +111,7 @@ ROWS = [
             world.grads,
         ),
         fs.update,
-        "update: gradients do not fit the parameters\n  ['a']: found a gradient, needed None for a frozen leaf" + FROM,
+        "update: gradients do not fit the parameters\n  ['a']: expected None for a frozen leaf, got a gradient" + FROM,
     ),
     Row(
         "update: other gradient transforms",
@@ -118,8 +123,8 @@ ROWS = [
         fs.update,
         "update: gradients do not fit the parameters\n"
         + "".join(
-            f"  {path}: found transform _Composed(stages=(_Cast(gather_dtype=None, scatter_dtype=torch.float32), "
-            f"{STAGES})), needed transform _Composed(stages=({STAGES}))\n"
+            f"  {path}: expected transform _Composed(stages=({STAGES})), got transform "
+            f"_Composed(stages=(_Cast(gather_dtype=None, scatter_dtype=torch.float32), {STAGES}))\n"
             for path in ("['a']", "['b'][0]")
         ).rstrip()
         + FROM,
@@ -129,7 +134,7 @@ ROWS = [
             f"update by {kind}",
             lambda world, tx=tx: (tx, world.state, world.grads),
             fs.update,
-            f"update: tx is {kind}, needed an Optimizer; end the chain with one, such as fs.from_torch",
+            f"update: expected tx to be an Optimizer, got {kind}; end the chain with one, such as fs.from_torch",
         )
         for tx, kind in [
             (fs.clip_by_global_norm(1.0), "a GradientTransformation"),
@@ -140,54 +145,54 @@ ROWS = [
         "update of no state",
         lambda world: (world.tx, world.params, world.grads),
         fs.update,
-        "update: state is a dict, needed a TrainState; make one by fs.TrainState.create",
+        "update: expected state to be a TrainState, got a dict; make one by fs.TrainState.create",
     ),
     Row(
         "update of a state of a chain",
         lambda world: (fs.from_torch(optim.AdamW), world.state, world.grads),
         fs.update,
-        f"from_torch: the state is a tuple, needed a TorchState; {OTHER_STATE}",
+        f"from_torch: expected the state to be a TorchState, got a tuple; {OTHER_STATE}",
     ),
     Row(
         "update of a state of another chain",
         lambda world: (fs.chain(world.tx), world.state, world.grads),
         fs.update,
-        f"chain: the state is a tuple of 2, needed one of 1; {OTHER_STATE}",
+        f"chain: expected the state to be a tuple of 1, got a tuple of 2; {OTHER_STATE}",
     ),
     Row(
         "a state of a torch class",
         lambda world: (world.params, optim.AdamW),
         fs.TrainState.create,
-        "TrainState.create: tx is a type, needed an Optimizer; make one by fs.from_torch",
+        "TrainState.create: expected tx to be an Optimizer, got a type; make one by fs.from_torch",
     ),
     *(
         Row(
-            f"a state with {error.split(', needed')[0]} for its key",
+            f"a state with {got} for its key",
             lambda world, key=key: (world.params, world.tx, key),
             lambda params, tx, key: fs.TrainState.create(params, tx, key=key),
-            f"TrainState.create: key is {error}",
+            f"TrainState.create: expected key to be {expected}, got {got}{remedy}",
         )
-        for key, error in [
-            ("seed", f"a str, {KEY}"),
-            (1.5, f"a float, {KEY}"),
-            (True, f"a bool, {KEY}"),
-            (torch.zeros(()), f"a float32 Tensor of shape (), {KEY}"),
-            (torch.ones(2, dtype=torch.bool), f"a bool Tensor of shape (2,), {KEY}"),
-            (torch.Generator(), f"a Generator, {KEY}"),
-            (2**63, f"{2**63}, needed a number of 64 bits, from -2**63 to 2**63 - 1"),
+        for key, got, expected, remedy in [
+            ("seed", "a str", KEY, MADE),
+            (1.5, "a float", KEY, MADE),
+            (True, "a bool", KEY, MADE),
+            (torch.zeros(()), "a float32 Tensor of shape ()", KEY, MADE),
+            (torch.ones(2, dtype=torch.bool), "a bool Tensor of shape (2,)", KEY, MADE),
+            (torch.Generator(), "a Generator", KEY, MADE),
+            (2**63, f"{2**63}", "a number of 64 bits, from -2**63 to 2**63 - 1", ""),
         ]
     ),
     Row(
         "an optimizer in the middle of a chain",
         lambda world: (world.tx, fs.clip_by_global_norm(1.0)),
         fs.chain,
-        "chain: an optimizer stands before the end, needed last; it returns parameters, not gradients",
+        "chain: expected an optimizer at the end alone, got one before it; it returns parameters, not gradients",
     ),
     Row(
         "a chain with a number",
         lambda world: (1.0, world.tx),
         fs.chain,
-        "chain: got a float, needed gradient transformations and an Optimizer at the end",
+        "chain: expected gradient transformations and an Optimizer at the end, got a float",
     ),
     *(
         Row(
@@ -197,12 +202,12 @@ ROWS = [
             f"clip_by_global_norm: {error}",
         )
         for max_norm, p, error in [
-            (-1.0, 2.0, "max_norm is -1.0, needed a finite number, 0 or more"),
-            (float("nan"), 2.0, "max_norm is nan, needed a finite number, 0 or more"),
-            (float("inf"), 2.0, "max_norm is inf, needed a finite number, 0 or more"),
-            (1.0, 0.0, "p is 0.0, needed a number above 0"),
-            (1.0, -1.0, "p is -1.0, needed a number above 0"),
-            (1.0, float("nan"), "p is nan, needed a number above 0"),
+            (-1.0, 2.0, "expected max_norm to be a finite number, 0 or more, got -1.0"),
+            (float("nan"), 2.0, "expected max_norm to be a finite number, 0 or more, got nan"),
+            (float("inf"), 2.0, "expected max_norm to be a finite number, 0 or more, got inf"),
+            (1.0, 0.0, "expected p to be a number above 0, got 0.0"),
+            (1.0, -1.0, "expected p to be a number above 0, got -1.0"),
+            (1.0, float("nan"), "expected p to be a number above 0, got nan"),
         ]
     ),
     *(
@@ -227,9 +232,9 @@ ROWS = [
             (
                 "an object",
                 optim.SGD([torch.zeros(1)], lr=1.0),
-                "got a SGD, needed a torch.optim class; pass its arguments by name",
+                "expected cls to be a torch.optim class, got a SGD; pass its arguments by name",
             ),
-            ("no class", "AdamW", "got a str, needed a torch.optim class; pass its arguments by name"),
+            ("no class", "AdamW", "expected cls to be a torch.optim class, got a str; pass its arguments by name"),
         ]
     ),
 ]
@@ -256,8 +261,8 @@ ROWS += [
         ),
         fs.TrainState.create,
         f"from_torch: {cls.__name__} looks across the elements of a leaf\n"
-        "  ['a']: found a leaf split over ['shard'], needed a whole one\n"
-        "  ['b']: found a leaf split over ['shard'], needed a whole one\n"
+        "  ['a']: expected a whole one, got a leaf split over ['shard']\n"
+        "  ['b']: expected a whole one, got a leaf split over ['shard']\n"
         "To fix: keep leaves whole with fs.ddp, or choose an elementwise optimizer.",
     )
     for cls, hyper in ACROSS

@@ -154,6 +154,6 @@ def test_reduce_scatter_refuses_dims_that_do_not_divide():
         spmd(program, 2)
     assert str(caught.value.__cause__) == (
         "reduce_scatter over 'shard': dims do not divide\n"
-        "  ['w']: found size 5 of dim 1, needed a multiple of 2\n"
+        "  ['w']: expected a multiple of 2, got size 5 of dim 1\n"
         "To fix: pad the dim."
     )

@@ -134,10 +134,10 @@ def test_layouts_that_dtensor_pads_otherwise_are_refused():
             errors.append(str(caught.value))
         return errors
 
-    rows = "  ['w']: found dim 0 of size 5 over ['major', 'minor'], needed a multiple of 4\n"
+    rows = "  ['w']: expected a multiple of 4, got dim 0 of size 5 over ['major', 'minor']\n"
     assert spmd(program, 4)[0] == [
         "to_dtensor: DTensor has no such layout\n"
-        "  ['n']: found a 0-d leaf split as P(('major', 'minor')), needed a whole one\n"
+        "  ['n']: expected a whole one, got a 0-d leaf split as P(('major', 'minor'))\n"
         f"{rows}To fix: reshard these leaves; min_shard_elements keeps small ones whole.",
         f"from_dtensor: leaves cannot be taken over\n{rows}To fix: use the strategy's mesh and Shard or Replicate.",
     ]
@@ -151,7 +151,7 @@ def test_a_strategy_that_does_not_fit_names_the_leaf(workers):
             fs.from_dtensor(tree, fs.fully_shard(fs.axis_of(mesh), dim=2))
         return str(caught.value)
 
-    row = "  ['w']: found shape (4, 3), needed a dim 2 to split over 'shard'\n"
+    row = "  ['w']: expected a dim 2 to split over 'shard', got shape (4, 3)\n"
     needed = f"from_dtensor: leaves cannot be taken over\n{row}To fix: use the strategy's mesh and Shard or Replicate."
     assert spmd(program, workers(2)) == [needed] * 2
 
@@ -194,9 +194,9 @@ def test_dtensors_that_cannot_be_taken_over_are_all_named(workers):
 
     for lines in spmd(program, workers(2)):
         elsewhere, partial, remedy = lines
-        assert elsewhere.startswith("  ['elsewhere']: found other=2 in group ")
-        assert ", needed shard=2 in group " in elsewhere
-        assert partial == "  ['partial']: found placement P(sum), needed Shard or Replicate"
+        assert elsewhere.startswith("  ['elsewhere']: expected shard=2 in group ")
+        assert ", got other=2 in group " in elsewhere
+        assert partial == "  ['partial']: expected Shard or Replicate, got placement P(sum)"
         assert remedy == "To fix: use the strategy's mesh and Shard or Replicate."
 
 
@@ -209,7 +209,13 @@ def test_leaves_that_dtensor_cannot_express_are_all_named(workers):
             (fs.shard(full, every_leaf(line)), fs.init_mesh({"other": -1}, device="cpu")),
             (both, grid),
         ):
-            with pytest.raises(ValueError, match=r"to_dtensor: leaves are not on this mesh\n  \['w'\]: found P\("):
+            with pytest.raises(
+                ValueError,
+                match=(
+                    r"to_dtensor: leaves are not on this mesh\n"
+                    r"  \['w'\]: expected dims split in the order of .*, got P\("
+                ),
+            ):
                 fs.to_dtensor(params, mesh)
 
     spmd(program, workers(2))

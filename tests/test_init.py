@@ -111,6 +111,6 @@ def test_what_a_seed_would_leave_undrawn_is_refused():
         fs.functionalize(nn.Sequential(nn.Linear(2, 2), HalfDrawn())).init(fs.ddp(one_axis()), seed=0)
     assert str(caught.value) == (
         "model.init: values cannot be drawn from a seed\n"
-        "  ['1.scale']: found elements left out by reset_parameters, needed a value for each\n"
+        "  ['1.scale']: expected a value for each, got elements left out by reset_parameters\n"
         "To fix: draw them in reset_parameters, or leave out seed to take the values the module has."
     )

@@ -93,7 +93,7 @@ def test_buffers_that_nobody_draws_are_asked_for(mode):
             model.apply(params, torch.ones(5, 4), **buffers)
         assert str(caught.value) == (
             "apply: buffers have no values\n"
-            "  ['2.mask']: found a tensor on the meta device, needed one with values\n"
+            "  ['2.mask']: expected a tensor with values, got a tensor on the meta device\n"
             "To fix: pass buffers= with values for them, or write to them in the module's reset_parameters."
         )
     given = model.buffers | {"2.mask": torch.ones(4, 4).tril()}

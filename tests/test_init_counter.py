@@ -228,44 +228,44 @@ def refused(draw):
     return "\n".join(problem.strip() for problem in problems)
 
 
-NEEDED = ", needed operators on each element by itself"
+EXPECTED = "expected operators on each element by itself, got "
 REFUSED = {
     "orthogonal": (
         lambda m: nn.init.orthogonal_(m.weight),
-        "['1.weight']: found copy_ of what other operators computed",
+        ("['1.weight']", "copy_ of what other operators computed"),
     ),
-    "eye": (lambda m: nn.init.eye_(m.weight), "['1.weight']: found the operator eye"),
-    "sparse": (lambda m: nn.init.sparse_(m.weight, 0.3), "['1.weight']: found the operator index_put_"),
+    "eye": (lambda m: nn.init.eye_(m.weight), ("['1.weight']", "the operator eye")),
+    "sparse": (lambda m: nn.init.sparse_(m.weight, 0.3), ("['1.weight']", "the operator index_put_")),
     "another parameter": (
         lambda m: m.weight.data.copy_(m.inner.weight.mean(0)),
-        "['1.weight']: found copy_ of what other operators computed",
+        ("['1.weight']", "copy_ of what other operators computed"),
     ),
     "its own numbers": (
         lambda m: m.weight.data.normal_(generator=torch.Generator()),
-        "['1.weight']: found normal_ with a generator of its own",
+        ("['1.weight']", "normal_ with a generator of its own"),
     ),
-    "exponential": (lambda m: m.bias.data.exponential_(), "['1.bias']: found the operator exponential_"),
-    "rounding": (lambda m: m.bias.data.div_(2, rounding_mode="floor"), "['1.bias']: found the operator div_"),
+    "exponential": (lambda m: m.bias.data.exponential_(), ("['1.bias']", "the operator exponential_")),
+    "rounding": (lambda m: m.bias.data.div_(2, rounding_mode="floor"), ("['1.bias']", "the operator div_")),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_element_by_element_is_refused(name):
-    draw, message = REFUSED[name]
-    assert refused(draw) == message + NEEDED
+    draw, (path, got) = REFUSED[name]
+    assert refused(draw) == f"{path}: {EXPECTED}{got}"
 
 
 def test_what_asks_for_values_is_refused():
     found = refused(lambda m: m.weight.data.div_(m.weight.max().item()))
     assert found == (
-        "1: found DataDependentOutputException where parameters have no values: aten._local_scalar_dense.default, "
-        "needed a reset that asks for none"
+        "1: expected a reset that asks for none, got DataDependentOutputException where parameters have no values: "
+        "aten._local_scalar_dense.default"
     )
 
 
 def test_what_is_put_in_the_place_of_a_parameter_is_refused():
     found = refused(lambda m: setattr(m.bias, "data", torch.zeros(6)))
-    assert found == "['1.bias']: found another tensor put in its place, needed in-place operators on it"
+    assert found == "['1.bias']: expected in-place operators on it, got another tensor put in its place"
 
 
 def test_what_is_overwritten_may_be_anything():

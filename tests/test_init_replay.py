@@ -239,10 +239,10 @@ def test_frozen_parameters_stay_frozen():
 
 
 BAD = [
-    (dict(seed="0"), "model.init: seed is a str, needed a whole number"),
-    (dict(seed=True), "model.init: seed is a bool, needed a whole number"),
-    (dict(seed=0, mode="dense"), 'model.init: mode is \'dense\', needed "replay" or "counter"'),
-    (dict(mode="counter"), "model.init: mode is 'counter' and there is no seed, needed one; pass seed="),
+    (dict(seed="0"), "model.init: expected seed to be a whole number, got a str"),
+    (dict(seed=True), "model.init: expected seed to be a whole number, got a bool"),
+    (dict(seed=0, mode="dense"), 'model.init: expected mode to be "replay" or "counter", got \'dense\''),
+    (dict(mode="counter"), "model.init: expected a seed for mode='counter', got none; pass seed="),
 ]
 
 

@@ -97,7 +97,7 @@ def products_of_wrong_leaves(make_transform, world_size):
     error = caught.value.__cause__
     assert isinstance(error, AssertionError)
     number = r"(-?[0-9.e+-]+)"
-    line = rf"  (\S+): found <gather\(x\), y> = {number} and <x, scatter\(y\)> = {number}, apart by {number}, needed"
+    line = rf"  (\S+): expected .*, got <gather\(x\), y> = {number} and <x, scatter\(y\)> = {number}, apart by {number}"
     return [(path, *map(float, numbers)) for path, *numbers in re.findall(line, str(error))]
 
 

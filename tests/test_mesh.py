@@ -75,11 +75,15 @@ def test_axes_agree_between_ranks_and_with_torchs_own_meshes(workers):
 @pytest.mark.parametrize(
     "shape, ranks, message",
     [
-        ({"shard": 4}, 2, r"init_mesh: the number of ranks is 2, needed 4 for \{'shard': 4\}"),
-        ({"a": 3, "b": -1}, 4, r"init_mesh: the number of ranks is 4, needed a multiple of 3 for \{'a': 3, 'b': -1\}"),
-        ({"a": -1, "b": -1}, 2, "needed positive whole sizes, one of which may be -1"),
-        ({"a": 0}, 2, "needed positive whole sizes"),
-        ({}, 2, "needed positive whole sizes"),
+        ({"shard": 4}, 2, r"init_mesh: expected the number of ranks to be 4 for \{'shard': 4\}, got 2"),
+        (
+            {"a": 3, "b": -1},
+            4,
+            r"init_mesh: expected the number of ranks to be a multiple of 3 for \{'a': 3, 'b': -1\}, got 4",
+        ),
+        ({"a": -1, "b": -1}, 2, "expected shape to be positive whole sizes, one of which may be -1"),
+        ({"a": 0}, 2, "expected shape to be positive whole sizes"),
+        ({}, 2, "expected shape to be positive whole sizes"),
     ],
 )
 def test_shapes_that_do_not_hold_the_ranks(shape, ranks, message):
@@ -95,7 +99,7 @@ def test_shapes_that_do_not_hold_the_ranks(shape, ranks, message):
 def test_axes_that_a_mesh_does_not_have():
     def program():
         mesh = fs.init_mesh({"a": 2, "b": 2}, device="cpu")
-        with pytest.raises(ValueError, match=r"mesh has the axes \('a', 'b'\), needed one: name it"):
+        with pytest.raises(ValueError, match=r"expected mesh to have one axis, got \('a', 'b'\); name one"):
             fs.axis_of(mesh)
         with pytest.raises(ValueError, match=r"mesh has no axis 'c', only \('a', 'b'\)"):
             fs.axis_of(mesh, "c")

@@ -209,8 +209,8 @@ def test_a_list_in_the_order_of_the_forward_saves_gathers(units, gathered):
     assert spmd(program, 2) == [gathered] * 2
 
 
-NEEDED = (
-    "needed a module class, a glob pattern of names, a number of parameters, a function (name, module), "
+UNITS = (
+    "expected units to be a module class, a glob pattern of names, a number of parameters, a function (name, module), "
     "or a list of such"
 )
 
@@ -241,14 +241,14 @@ REFUSED = {
         [84, Block],
         f"units overlap: 84 and {Block!r} both match 'blocks.0'; let one rule match it",
     ),
-    "zero": (0, f"units is an int, {NEEDED}"),
-    "less than zero": (-1, f"units is an int, {NEEDED}"),
-    "a bool": (True, f"units is a bool, {NEEDED}"),
-    "a float": (1.5, f"units is a float, {NEEDED}"),
-    "a set": ({"blocks.0"}, f"units is a set, {NEEDED}"),
-    "a module": (nn.ReLU(), f"units is a ReLU, {NEEDED}"),
-    "a class of no modules": (dict, f"units is a type, {NEEDED}"),
-    "a list in a list": ([["embed"]], f"units is a list, {NEEDED}"),
+    "zero": (0, f"{UNITS}, got an int"),
+    "less than zero": (-1, f"{UNITS}, got an int"),
+    "a bool": (True, f"{UNITS}, got a bool"),
+    "a float": (1.5, f"{UNITS}, got a float"),
+    "a set": ({"blocks.0"}, f"{UNITS}, got a set"),
+    "a module": (nn.ReLU(), f"{UNITS}, got a ReLU"),
+    "a class of no modules": (dict, f"{UNITS}, got a type"),
+    "a list in a list": ([["embed"]], f"{UNITS}, got a list"),
 }
 
 

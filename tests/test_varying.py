@@ -31,8 +31,9 @@ def refused(f, params, text, **options):
 def test_a_loss_that_is_reduced_already(strategy, workers):
     """Its gradients would be too small by the number of ranks."""
     text = (
-        "value_and_grad: the loss is reduced over 'shard' already, by fs.objective or fs.psum_invariant, needed this "
-        "rank's own; return the loss of its batch, which is reduced for you, or sum parts of it by fs.psum"
+        "value_and_grad: expected the loss to be this rank's own, got one reduced over 'shard' already, by "
+        "fs.objective or fs.psum_invariant; return the loss of its batch, which is reduced for you, or sum parts "
+        "of it by fs.psum"
     )
 
     def program():
@@ -41,7 +42,10 @@ def test_a_loss_that_is_reduced_already(strategy, workers):
         refused(lambda p: fs.objective(squares(p), like=p), params, text)
         refused(lambda p: 0.5 * fs.psum_invariant(squares(p), axis) / 2 + 1, params, text, reduce="sum")
         refused(lambda p: (fs.psum_invariant(squares(p), axis), torch.tensor(2)), params, text, reduce="weighted")
-        with pytest.raises(ValueError, match=r"^accumulate: the loss is reduced over 'shard' already"):
+        with pytest.raises(
+            ValueError,
+            match=r"^accumulate: expected the loss to be this rank's own, got one reduced over 'shard' already",
+        ):
             fs.accumulate(lambda p, _: fs.objective(squares(p), like=p))(params, [0, 1])
 
     spmd(program, 3)
@@ -67,8 +71,9 @@ def test_maths_on_a_whole_leaf(workers):
     """Its gradient would stay this rank's own part of a sum."""
     text = (
         "value_and_grad: gradients would stay unsummed\n"
-        "  ['b']: found maths on a leaf that ranks of ['shard'] hold alike, needed gather or pvary\n"
-        "To fix: gather these leaves, or hand them to each rank's own maths by fs.pvary, so that gradients are summed."
+        "  ['b']: expected gather or pvary, got maths on a leaf that ranks of ['shard'] hold alike\n"
+        "To fix: gather these leaves, or hand them to each rank's own maths by fs.pvary, so that gradients are "
+        "summed."
     )
 
     def program():
@@ -138,7 +143,7 @@ def test_a_loss_that_differs_over_an_axis_that_stays_split():
         tp = fs.axis_of(mesh["replicate"])
         layout = fs.compose(fs.fully_shard(mesh["shard"]), fs.split_dim(tp, dim=1))
         params = fs.shard({"w": normal(1)(6, 4)}, layout)
-        text = "value_and_grad: the loss differs between ranks of 'replicate', over which leaves stay split: "
+        text = "value_and_grad: expected a loss that agrees between ranks of 'replicate', over which leaves stay split"
         refused(lambda p: fs.gather(p)["w"].square().sum(), params, text)
         value, grads = fs.value_and_grad(lambda p: fs.psum_invariant(fs.gather(p)["w"].square().sum(), tp))(params)
         assert_trees_close(value, normal(1)(6, 4).square().sum())
@@ -150,10 +155,10 @@ def test_a_loss_that_differs_over_an_axis_that_stays_split():
 @pytest.mark.parametrize(
     ("collective", "leaf", "text"),
     [
-        ("psum", "b", "found a leaf that ranks hold whole, needed one that varies between ranks"),
-        ("psum_invariant", "b", "found a leaf that ranks hold whole, needed one that varies between ranks"),
-        ("pmean", "b", "found a leaf that ranks hold whole, needed one that varies between ranks"),
-        ("pvary", "w", "found a leaf that is split over the axis, needed one that agrees between ranks"),
+        ("psum", "b", "expected one that varies between ranks, got a leaf that ranks hold whole"),
+        ("psum_invariant", "b", "expected one that varies between ranks, got a leaf that ranks hold whole"),
+        ("pmean", "b", "expected one that varies between ranks, got a leaf that ranks hold whole"),
+        ("pvary", "w", "expected one that agrees between ranks, got a leaf that is split over the axis"),
     ],
 )
 def test_collectives_of_sharded_leaves_that_mean_something_else(collective, leaf, text):

@@ -47,7 +47,7 @@ def check_call(label: str, flat: Flat) -> None:
         ValueError: inside of fs.jit or torch.func, or with each path that several leaves have.
     """
     if _compat.is_tracing() or _compat.transforms_active():
-        raise ValueError(f"{label}: found a call inside of fs.jit or torch.func, needed one outside, on their results")
+        raise ValueError(f"{label}: expected a call outside of fs.jit and torch.func, on their results, got one inside")
     problems = [
         Problem(path, f"{flat.paths.count(path)} leaves", "one of each path")
         for path in dict.fromkeys(flat.paths if len(set(flat.paths)) < len(flat.paths) else ())

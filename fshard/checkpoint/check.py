@@ -28,7 +28,9 @@ def step_of(label: str, state: Tree, step: Any) -> int:
         found = found.item()
     if type(found) is not int or not 0 <= found < 10**18:
         shown = kind(found) if isinstance(found, torch.Tensor) else repr(found)[:40]
-        raise ValueError(f"{label}: step is {shown}, needed a whole number from 0; pass step=, or a state that has one")
+        raise ValueError(
+            f"{label}: expected step to be a whole number from 0, got {shown}; pass step=, or a state that has one"
+        )
     return found
 
 
@@ -39,7 +41,7 @@ def check_directory(label: str, directory: Any) -> None:
         ValueError: if its name is no text.
     """
     if not _is_text(str(directory)):
-        raise ValueError(f"{label}: directory is {str(directory)!r}, needed a name that is text in UTF-8")
+        raise ValueError(f"{label}: expected directory to be a name that is text in UTF-8, got {str(directory)!r}")
 
 
 def _is_text(text: str) -> bool:

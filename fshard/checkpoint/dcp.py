@@ -84,7 +84,7 @@ def save_dcp(
     trained = hasattr(state, "opt_state")
     if trained and (module is None or optimizer is None):
         needed = "module= and optimizer= too, as get_state_dict takes them"
-        raise ValueError(f"{label}: got a {type(state).__name__} alone, needed {needed}")
+        raise ValueError(f"{label}: expected {needed}, got a {type(state).__name__} alone")
     content: dict[Place, Any] = {}
     for name, leaf in _model_leaves(label, state, names).items():
         content |= {(*_split(model_key), alias): leaf for alias in names.saved_as(name)}

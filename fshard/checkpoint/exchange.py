@@ -90,7 +90,7 @@ def by_name(label: str, tree: Tree, names: Names) -> dict[str, Any]:
             spec.
     """
     if hasattr(tree, "opt_state"):
-        raise ValueError(f"{label}: got a {type(tree).__name__}, needed parameters; pass state.params")
+        raise ValueError(f"{label}: expected parameters, got a {type(tree).__name__}; pass state.params")
     flat = flatten(tree)
     check_call(label, flat)
     check_local(label, flat)
@@ -108,7 +108,7 @@ def by_name(label: str, tree: Tree, names: Names) -> dict[str, Any]:
             problems.append(problem)
         out[name] = leaf
     texts = {name: described(leaf) for name, leaf in out.items()}
-    agree(label, texts | {problem.path: problem.found for problem in problems})
+    agree(label, texts | {problem.path: problem.got for problem in problems})
     if problems:
         raise leaf_error(f"{label}: leaves do not fit", problems, "pass the parameters and buffers of this module")
     return out
@@ -201,7 +201,7 @@ def check_tied(name: str, leaf: Any, other: Any) -> None:
     """Refuse a tied parameter that was not tied where it comes from; None is a tensor of another kind."""
     if other is None or bytes_of(local_of(leaf)) != bytes_of(local_of(other)):
         remedy = "untie the module's, so that each has its own"
-        raise CheckpointError(f"{name} has other values under another of its names, needed the same; {remedy}")
+        raise CheckpointError(f"expected {name} to have the same values under all its names, got others; {remedy}")
 
 
 def read_leaf(entry: Entry, like: Any) -> Any:
@@ -267,7 +267,7 @@ def _refuse_taken(directory: Path, names: Sequence[str]) -> None:
     for name in names:
         if os.path.lexists(directory / name):
             remedy = "write to another directory, or remove what is there"
-            raise CheckpointError(f"{directory / name}: found a file, needed none of that name; {remedy}")
+            raise CheckpointError(f"{directory / name}: expected no file of that name, got one; {remedy}")
 
 
 def _publish(temporary: Path, directory: Path, deciding: Sequence[str]) -> None:

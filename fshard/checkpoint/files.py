@@ -61,7 +61,7 @@ def pointed(directory: Path) -> Path | None:
         if data == _naming(path.name):
             return path
     remedy = f"pass step= one of those that are there: {_steps(there)}"
-    raise CheckpointError(f"{directory / LATEST}: found {data!r:.100}, needed the name of a checkpoint; {remedy}")
+    raise CheckpointError(f"{directory / LATEST}: expected the name of a checkpoint, got {data!r:.100}; {remedy}")
 
 
 def of_step(directory: Path, step: int) -> Path:
@@ -100,7 +100,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         size = os.fstat(descriptor).st_size
         if size > limit:
-            raise CheckpointError(f"{path}: found {size} bytes, needed at most {limit}")
+            raise CheckpointError(f"{path}: expected at most {limit} bytes, got {size}")
         # The limit itself would be taken at once.
         return file.read(size)
 
@@ -116,11 +116,11 @@ def open_regular(path: Path) -> int:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise CheckpointError(f"{path}: found a link, needed a regular file") from None
+            raise CheckpointError(f"{path}: expected a regular file, got a link") from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointError(f"{path}: found no regular file, needed one")
+        raise CheckpointError(f"{path}: expected a regular file, got something else")
     return descriptor
 
 
@@ -131,7 +131,7 @@ def read_manifest(path: Path) -> bytes:
         CheckpointError: if the checkpoint is a link, which would lead elsewhere.
     """
     if path.is_symlink():
-        raise CheckpointError(f"{path}: found a link, needed a directory")
+        raise CheckpointError(f"{path}: expected a directory, got a link")
     return read_bytes(path / MANIFEST, MAX_MANIFEST_BYTES)
 
 
@@ -184,7 +184,7 @@ def lock(directory: Path) -> IO[bytes]:
         file.close()
         remedy = "wait for it, or save to another directory"
         raise CheckpointError(
-            f"{directory}: found that {writer} is saving there, needed to be alone; {remedy}"
+            f"{directory}: expected to be alone, got {writer}, which is saving there; {remedy}"
         ) from None
     try:
         _refuse_another_latest(directory / LATEST)

@@ -107,7 +107,7 @@ def decode(data: bytes) -> Manifest:
         raise CheckpointError(f"it is no JSON that fshard wrote ({error})") from None
     _need(isinstance(document, dict) and document.get("format") == NAME, "it is not of a checkpoint of fshard")
     found = document.get("version")
-    _need(found == VERSION, f"found version {_shown(found)}, needed {VERSION}; read it with the fshard that wrote it")
+    _need(found == VERSION, f"expected version {VERSION}, got {_shown(found)}; read it with the fshard that wrote it")
     _need(set(document) == {"format", "version", "digest", "body"}, "it has other entries than it should")
     manifest = _manifest(document["body"])
     # Byte for byte, so that nothing can change unnoticed.

@@ -70,7 +70,7 @@ def save_huggingface(
     """
     label = "checkpoint.save_huggingface"
     if type(max_file_bytes) is not int or max_file_bytes < 1:
-        raise ValueError(f"{label}: max_file_bytes is {max_file_bytes!r}, needed a whole number from 1")
+        raise ValueError(f"{label}: expected max_file_bytes to be a whole number from 1, got {max_file_bytes!r}")
     leaves = _renamed(label, by_name(label, params, Names(None)), names)
     agree(label, {"(directory)": str(directory)})
     _check_dtypes(label, leaves)
@@ -232,10 +232,12 @@ def _open(directory: Path, stack: ExitStack, trusted: bool) -> dict[str, Entry]:
     if not candidates:
         candidates = [name for name in PICKLED if name in there][:1]
         if not candidates:
-            raise CheckpointError(f"{directory}: found no weights, needed {SINGLE} or {INDEX}")
+            raise CheckpointError(f"{directory}: expected {SINGLE} or {INDEX}, got neither")
         refuse_untrusted(str(directory / candidates[0]), trusted)
     if len(candidates) > 1:
-        raise CheckpointError(f"{directory}: found {', '.join(candidates)}, needed one of them; move others elsewhere")
+        raise CheckpointError(
+            f"{directory}: expected one of its files of weights, got {', '.join(candidates)}; move others elsewhere"
+        )
     (name,) = candidates
     where = _weight_map(directory / name) if name.endswith(".json") else {}
     found: dict[str, Entry] = {}
@@ -243,30 +245,30 @@ def _open(directory: Path, stack: ExitStack, trusted: bool) -> dict[str, Entry]:
         entries = _tensors(directory / file, stack)
         twice = next((tensor for tensor in entries if tensor in found), None)
         if twice:
-            raise CheckpointError(f"{directory / file}: found {twice}, which another file has too, needed it once")
+            raise CheckpointError(f"{directory / file}: expected {twice} in one file, got it in another too")
         found |= entries
     for tensor, file in where.items():
         if tensor not in found:
-            raise CheckpointError(f"{directory / file}: found no {tensor}, needed it as {name} says")
+            raise CheckpointError(f"{directory / file}: expected {tensor} as {name} says, got none")
     return found
 
 
 def _weight_map(path: Path) -> dict[str, str]:
     _check_regular(path)
     if path.stat().st_size > MAX_INDEX_BYTES:
-        raise CheckpointError(f"{path}: found {path.stat().st_size} bytes, needed at most {MAX_INDEX_BYTES}")
+        raise CheckpointError(f"{path}: expected at most {MAX_INDEX_BYTES} bytes, got {path.stat().st_size}")
     try:
         document = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: it is no JSON ({error})") from None
     where = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(where, dict) or not where:
-        raise CheckpointError(f"{path}: found no weight_map, needed one from tensors to files")
+        raise CheckpointError(f"{path}: expected a weight_map from tensors to files, got none")
     suffix = path.name.removesuffix(".index.json").rpartition(".")[2]
     for tensor, file in where.items():
         plain = isinstance(file, str) and file == os.path.basename(file) and "\0" not in file
         if not plain or not file.endswith(f".{suffix}"):
-            raise CheckpointError(f"{path}: found {file!r} for {tensor}, needed a .{suffix} file beside the index")
+            raise CheckpointError(f"{path}: expected a .{suffix} file beside the index, got {file!r} for {tensor}")
     return where
 
 
@@ -281,7 +283,9 @@ def _tensors(path: Path, stack: ExitStack) -> dict[str, Entry]:
         for name in file.keys():  # noqa: SIM118 - it is no dict
             part = file.get_slice(name)
             if part.get_dtype() not in dtypes:
-                raise CheckpointError(f"{path}: {name} is of dtype {part.get_dtype()}, needed one of {list(dtypes)}")
+                raise CheckpointError(
+                    f"{path}: expected {name} to have a dtype of {list(dtypes)}, got {part.get_dtype()}"
+                )
             found[name] = Entry(dtypes[part.get_dtype()], tuple(part.get_shape()), part.__getitem__)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: {error}") from None
@@ -291,4 +295,4 @@ def _tensors(path: Path, stack: ExitStack) -> dict[str, Entry]:
 def _check_regular(path: Path) -> None:
     # Links are followed: the cache of huggingface_hub is made of them.
     if not stat.S_ISREG(path.stat().st_mode):
-        raise CheckpointError(f"{path}: found no regular file, needed one")
+        raise CheckpointError(f"{path}: expected a regular file, got something else")

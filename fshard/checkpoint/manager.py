@@ -54,7 +54,7 @@ class Manager:
         check_flags("checkpoint.Manager", asynchronous=asynchronous, donated=donated)
         for name, value in (("keep", keep), ("every", every)):
             if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"checkpoint.Manager: {name} is {value!r}, needed a whole number from 1")
+                raise ValueError(f"checkpoint.Manager: expected {name} to be a whole number from 1, got {value!r}")
         self._directory = directory
         self._keep, self._every, self._timeout = keep, every, timeout
         self._asynchronous, self._copied = asynchronous, asynchronous and donated

@@ -136,7 +136,7 @@ def _opened(path: Path, descriptor: int, needed: int, header_digest: str) -> _Fi
     """Check a file's size and header."""
     size = os.fstat(descriptor).st_size
     if size != needed:
-        raise CheckpointError(f"{path}: found {size} bytes, needed {needed}")
+        raise CheckpointError(f"{path}: expected {needed} bytes, got {size}")
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if length > min(size, MAX_HEADER_BYTES):
         raise CheckpointError(f"{path}: its header does not match its digest, so it was damaged")

@@ -101,7 +101,9 @@ def _wanted(flat: Flat, only: Mask | None) -> list[bool]:
     if only is None:
         return [True] * len(flat.leaves)
     if not is_mask(only):
-        raise ValueError(f"checkpoint.restore: only is {kind(only)}, needed a pattern or several, or a function")
+        raise ValueError(
+            f"checkpoint.restore: expected only to be a pattern or several, or a function, got {kind(only)}"
+        )
     names = names_of(flat.treedef)
     wanted = [means(only, name) for name in names]
     if not any(wanted):
@@ -113,9 +115,9 @@ def _wanted(flat: Flat, only: Mask | None) -> list[bool]:
 def _check_arguments(flat: Flat, wanted: list[bool], step: Any, subtree: Any) -> None:
     """Refuse what no checkpoint can be read into."""
     if step is not None and type(step) is not int:
-        raise ValueError(f"checkpoint.restore: step is {kind(step)}, needed an int, or None for the latest")
+        raise ValueError(f"checkpoint.restore: expected step to be an int, or None for the latest, got {kind(step)}")
     if not isinstance(subtree, str):
-        raise ValueError(f"checkpoint.restore: subtree is {kind(subtree)}, needed a path such as '.params'")
+        raise ValueError(f"checkpoint.restore: expected subtree to be a path such as '.params', got {kind(subtree)}")
     check_call(LABEL, flat)
     check_local(LABEL, flat)
     problems = []
@@ -138,12 +140,12 @@ def _open(directory: Path, step: int | None) -> tuple[Path, Manifest]:
     with alike(LABEL, directory):
         found = files.pointed(directory) if step is None else files.of_step(directory, step)
         if found is None:
-            raise CheckpointError(f"{directory}: found no checkpoint; needed one that fs.checkpoint.save wrote")
+            raise CheckpointError(f"{directory}: expected a checkpoint that fs.checkpoint.save wrote, got none")
         data = files.read_manifest(found)
         manifest = _decoded(found, data)
         if manifest.step != files.step_of(found):
-            needed = f"needed step {files.step_of(found)} as its name says"
-            raise CheckpointError(f"{found}: found step {manifest.step}, {needed}; give it its own name back")
+            needed = f"step {files.step_of(found)} as its name says"
+            raise CheckpointError(f"{found}: expected {needed}, got step {manifest.step}; give it its own name back")
         _check_names(found, manifest)
     entries = {"(checkpoint)": f"{found.name} of digest {digest(data)}"}
     difference = comm.disagreement(entries, [world()], LABEL)
@@ -165,7 +167,7 @@ def _check_names(path: Path, manifest: Manifest) -> None:
     needed = {MANIFEST, *map(file_name, range(len(manifest.files)))}
     found = set(os.listdir(path))
     for name in sorted(needed - found):
-        raise CheckpointError(f"{path / name}: found nothing, needed the file that the manifest names")
+        raise CheckpointError(f"{path / name}: expected the file that the manifest names, got nothing")
     for name in sorted(found - needed):
         raise CheckpointError(f"{path / name}: found a file that the manifest does not name; move it elsewhere")
 
@@ -182,7 +184,7 @@ def _check(flat: Flat, wanted: list[bool], subtree: str, whole: bool, manifest: 
         there = {*manifest.tensors, *manifest.values}
         extra = sorted(name for name in there - {subtree + inner for inner in needed} if _is_under(name, subtree))
         problems += [Problem(name, _said(manifest, name), "nothing") for name in extra]
-    difference = comm.disagreement({p.path: f"{p.found}, needed {p.needed}" for p in problems}, [world()], LABEL)
+    difference = comm.disagreement({p.path: f"{p.got} instead of {p.expected}" for p in problems}, [world()], LABEL)
     problems = [difference] if difference else problems
     if problems:
         remedy = "restore into a state built as the one that was saved; only= and subtree= read parts of it"

@@ -141,11 +141,11 @@ def read_pickle(path: Path) -> dict[str, torch.Tensor]:
     except (RuntimeError, UnpicklingError, EOFError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path}: found no state dict that torch.save wrote ({type(error).__name__})") from error
     if not isinstance(found, Mapping):
-        raise CheckpointError(f"{path}: found {kind(found)}, needed a state dict")
+        raise CheckpointError(f"{path}: expected a state dict, got {kind(found)}")
     for name, tensor in found.items():
         if not isinstance(tensor, torch.Tensor):
             remedy = "torch.load it yourself and pass the state dict in it to from_state_dict"
-            raise CheckpointError(f"{path}: found {kind(tensor)} as {name!r}, needed a tensor; {remedy}")
+            raise CheckpointError(f"{path}: expected a tensor, got {kind(tensor)} as {name!r}; {remedy}")
     return dict(found)
 
 
@@ -155,7 +155,7 @@ def _tensors(label: str, state_dict: Mapping[str, Any]) -> dict[str, torch.Tenso
         for name, value in state_dict.items()
         if type(value) not in (torch.Tensor, nn.Parameter)
     ]
-    agree(label, {problem.path: problem.found for problem in problems})
+    agree(label, {problem.path: problem.got for problem in problems})
     if problems:
         raise leaf_error(f"{label}: found no plain state dict", problems, "pass full tensors by name")
     return dict(state_dict)

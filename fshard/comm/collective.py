@@ -51,7 +51,7 @@ def resolve(algorithm: Algorithm, axis: Axis) -> Algorithm:
     """Choose by backend where `algorithm` is "auto": coalesced for NCCL, direct elsewhere."""
     if _compat.is_linearizing():
         needed = "torch.func.jvp for each tangent, or vmap of it"
-        raise ValueError(f"torch.func.linearize folds collectives away and would be wrong; needed {needed}")
+        raise ValueError(f"expected {needed}, got torch.func.linearize, which folds collectives away")
     if algorithm != "auto":
         return algorithm
     backend = _compat.group_backend(axis.group_name)

@@ -44,7 +44,8 @@ def has_one_rank(axis: Axis) -> bool:
     if known is not None and axis not in known:
         sizes = ", ".join(f"{other.name!r} of {other.size} ranks" for other in sorted(known, key=lambda a: a.name))
         raise ValueError(
-            f"plan: the step sends over axis {axis.name!r} of {axis.size} ranks, which it closes over, needed one of "
-            f"the planned mesh, {sizes or 'which has none'}; read axes from the state's leaves, as leaf.spec.axes"
+            f"plan: expected the step to send over axes of the planned mesh, {sizes or 'which has none'}, got axis "
+            f"{axis.name!r} of {axis.size} ranks, which it closes over; read axes from the state's leaves, as "
+            "leaf.spec.axes"
         )
     return axis.size == 1

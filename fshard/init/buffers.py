@@ -52,7 +52,7 @@ def refuse_blank(buffers: Mapping[str, torch.Tensor]) -> None:
         ValueError: with the name of each that is on the meta device.
     """
     problems = [
-        Problem(f"[{name!r}]", "a tensor on the meta device", "one with values")
+        Problem(f"[{name!r}]", "a tensor on the meta device", "a tensor with values")
         for name, buffer in buffers.items()
         if isinstance(buffer, torch.Tensor) and buffer.is_meta
     ]

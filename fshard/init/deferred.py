@@ -41,9 +41,9 @@ def init(
         ValueError: as `Model.init`.
     """
     if mode not in ("replay", "counter"):
-        raise ValueError(f'model.init: mode is {mode!r}, needed "replay" or "counter"')
+        raise ValueError(f'model.init: expected mode to be "replay" or "counter", got {mode!r}')
     if not isinstance(seed, int) or isinstance(seed, bool):
-        raise ValueError(f"model.init: seed is {kind(seed)}, needed a whole number")
+        raise ValueError(f"model.init: expected seed to be a whole number, got {kind(seed)}")
     problems = undrawable(module)
     if problems:
         raise _undrawn(problems, "add reset_parameters to these modules")

@@ -76,8 +76,11 @@ class Jitted:
             program = self._programs[asked] = self._traced(asked, flat, args)
         for tensor, version in program.closed:
             if _compat.version(tensor) != version:
-                found = f"a {kind(tensor)[2:]} that it closes over was written to since it was traced"
-                raise ValueError(f"jit: {found}, needed none; pass it as an argument")
+                found = f"a write to a {kind(tensor)[2:]} since the trace"
+                raise ValueError(
+                    f"jit: expected nothing written to what the function closes over, got {found}; pass it as an "
+                    "argument"
+                )
         with torch.no_grad():
             outputs = list(program.run(*tensors))
             if not program.in_place:
@@ -169,20 +172,20 @@ def jit(
     """
     donated, static = _numbers("donate", donate_argnums), _numbers("static", static_argnums)
     if both := sorted(set(donated) & set(static)):
-        raise ValueError(f"jit: arguments {both} are donated and static, needed one of the two")
+        raise ValueError(f"jit: expected arguments to be donated or static, got {both} as both")
     if not callable(backend) and backend not in BACKENDS:
-        raise ValueError(f"jit: backend is {backend!r}, needed one of {BACKENDS} or a function")
+        raise ValueError(f"jit: expected backend to be one of {BACKENDS} or a function, got {backend!r}")
     if f is None:
         return lambda g: Jitted(g, donated, static, backend)
     if not callable(f):
-        raise ValueError(f"jit: got {kind(f)}, needed a function")
+        raise ValueError(f"jit: expected f to be a function, got {kind(f)}")
     return Jitted(f, donated, static, backend)
 
 
 def _numbers(name: str, value: Any) -> tuple[int, ...]:
     numbers = tuple(value) if isinstance(value, list | tuple) else (value,)
     if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
-        raise ValueError(f"jit: {name}_argnums is {value!r}, needed numbers of arguments by position, from 0")
+        raise ValueError(f"jit: expected {name}_argnums to be numbers of arguments by position, from 0, got {value!r}")
     return numbers
 
 

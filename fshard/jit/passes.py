@@ -97,16 +97,16 @@ def refuse_ambient_random(graph: Graph, what: str) -> None:
             keyed = at.get(node.args[0], False)
         elif not keyed and draws(node):
             raise ValueError(
-                f"{what}: {node.target} draws random numbers without a key; needed: model.apply(..., key=...), with a "
-                "key of each step by fs.fold_in(state.key, state.step)"
+                f"{what}: expected random numbers with a key, got {node.target} without one; pass "
+                "model.apply(..., key=...) a key of each step by fs.fold_in(state.key, state.step)"
             )
 
 
 def refuse_hidden_results(graph: Graph, what: str) -> None:
     """Refuse oneDNN's recurrent kernel, whose backward needs what its forward keeps out of a trace."""
     if any(str(node.target).startswith("aten.mkldnn_rnn_layer_backward") for node in graph.nodes):
-        needed = "torch's own; call torch.backends.mkldnn.set_flags(False) first, for eager steps too"
-        raise ValueError(f"{what}: nn.LSTM runs a kernel of oneDNN whose backward cannot be traced, needed {needed}")
+        remedy = "call torch.backends.mkldnn.set_flags(False) first, for eager steps too"
+        raise ValueError(f"{what}: expected torch's own kernel for nn.LSTM, got oneDNN's, which has no trace; {remedy}")
 
 
 def draws(node: Node) -> bool:

@@ -175,8 +175,9 @@ def _explained(what: str) -> Iterator[None]:
         frame = _own_frame(traceback.extract_tb(error.__traceback__))
         place = f'{frame.filename}:{frame.lineno}: "{frame.line}"' if frame else "the function"
         raise ValueError(
-            f"{what}: {place} looks at the value of a tensor, which a trace does not have; needed: torch.where in the "
-            "place of a branch, a tensor in the place of item(), and prints outside of the jitted function"
+            f"{what}: expected no look at the value of a tensor, which a trace does not have, got one in {place}; use "
+            "torch.where in the place of a branch, a tensor in the place of item(), and prints outside of the jitted "
+            "function"
         ) from error
 
 

@@ -86,7 +86,7 @@ def clip_by_value(max_value: float) -> GradientTransformation:
         ValueError: if `max_value` is negative or not finite.
     """
     if not (math.isfinite(max_value) and max_value >= 0):
-        raise ValueError(f"clip_by_value: max_value is {max_value}, needed a finite number, 0 or more")
+        raise ValueError(f"clip_by_value: expected max_value to be a finite number, 0 or more, got {max_value}")
 
     def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         out = leafwise(lambda grad: (grad.clamp(-max_value, max_value),), grads)
@@ -97,9 +97,9 @@ def clip_by_value(max_value: float) -> GradientTransformation:
 
 def _check_norm(what: str, max_norm: float, p: float) -> None:
     if not (math.isfinite(max_norm) and max_norm >= 0):
-        raise ValueError(f"{what}: max_norm is {max_norm}, needed a finite number, 0 or more")
+        raise ValueError(f"{what}: expected max_norm to be a finite number, 0 or more, got {max_norm}")
     if not p > 0:
-        raise ValueError(f"{what}: p is {p}, needed a number above 0")
+        raise ValueError(f"{what}: expected p to be a number above 0, got {p}")
 
 
 def _scaled(leaf: Any, scale: torch.Tensor) -> Any:

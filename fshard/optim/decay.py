@@ -25,7 +25,9 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
         ValueError: if `weight_decay` is negative or not finite; from init, if `mask` means no leaf.
     """
     if not (math.isfinite(weight_decay) and weight_decay >= 0):
-        raise ValueError(f"add_decayed_weights: weight_decay is {weight_decay}, needed a finite number, 0 or more")
+        raise ValueError(
+            f"add_decayed_weights: expected weight_decay to be a finite number, 0 or more, got {weight_decay}"
+        )
 
     def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         out = leafwise(lambda grad, param: (grad.add(param, alpha=weight_decay),), grads, params)

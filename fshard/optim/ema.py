@@ -38,9 +38,9 @@ def ema(tx: Optimizer, decay: float) -> Optimizer:
         ValueError: if `tx` is no optimizer, or `decay` is out of range.
     """
     if not isinstance(tx, Optimizer):
-        raise ValueError(f"ema: tx is {kind(tx)}, needed an Optimizer, such as fs.from_torch")
+        raise ValueError(f"ema: expected tx to be an Optimizer, such as fs.from_torch, got {kind(tx)}")
     if not 0 <= decay <= 1:
-        raise ValueError(f"ema: decay is {decay}, needed a number from 0 to 1")
+        raise ValueError(f"ema: expected decay to be a number from 0 to 1, got {decay}")
 
     def init(params: Tree) -> EmaState:
         flat = flatten(params)

@@ -66,7 +66,9 @@ def from_torch(cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), 
     (tensor([0.9000, 0.9000]), tensor(1))
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise ValueError(f"from_torch: got {kind(cls)}, needed a torch.optim class; pass its arguments by name")
+        raise ValueError(
+            f"from_torch: expected cls to be a torch.optim class, got {kind(cls)}; pass its arguments by name"
+        )
     if issubclass(cls, torch.optim.LBFGS | torch.optim.SparseAdam):
         needs = "a closure" if issubclass(cls, torch.optim.LBFGS) else "sparse gradients"
         raise ValueError(f"from_torch: {cls.__name__} needs {needs}, which an update does not have; use AdamW or SGD")
@@ -157,7 +159,7 @@ def _injected(names: Sequence[str], hyper: dict[str, Any], values: dict[str, Any
         value = values.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             found = "not among its arguments" if name not in hyper else kind(value)
-            raise ValueError(f"from_torch: inject names {name!r}, which is {found}, needed a number")
+            raise ValueError(f"from_torch: expected inject to name numbers, got {name!r}, which is {found}")
     return {name: torch.tensor(float(values[name]), dtype=torch.float64) for name in names}
 
 
@@ -200,8 +202,10 @@ def _step(optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor], val
         if any(
             isinstance(value, torch.Tensor) and not value.dim() and _compat.is_transformed(value) for value in values
         ):
-            found = f"{type(optimizer).__name__} reads its step count as a number, which vmap has none of"
-            raise ValueError(f"from_torch: {found}, needed maths alone; use fs.adamw, fs.adam or fs.sgd") from error
+            found = f"{type(optimizer).__name__}, which reads its step count as a number"
+            raise ValueError(
+                f"from_torch: expected maths alone under vmap, got {found}; use fs.adamw, fs.adam or fs.sgd"
+            ) from error
         raise
     finally:
         for tensor in tensors:

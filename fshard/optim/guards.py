@@ -104,7 +104,7 @@ def dynamic_loss_scale(
     if not (0 < float(start) < float("inf") and growth_factor > 1 and 0 < backoff_factor < 1 and growth_interval > 0):
         found = f"{init_scale=}, {growth_factor=}, {backoff_factor=}, {growth_interval=}"
         needed = "a finite scale above 0, growth above 1, backoff between 0 and 1 and an interval of 1 or more"
-        raise ValueError(f"dynamic_loss_scale: {found}; needed {needed}")
+        raise ValueError(f"dynamic_loss_scale: expected {needed}, got {found}")
 
     def init(params: Tree) -> ScaleState:
         zero = torch.zeros((), dtype=torch.int64)
@@ -133,7 +133,7 @@ def dynamic_loss_scale(
 
 def _refuse_scale(scale: torch.Tensor) -> None:
     if not (_compat.transforms_active() or _compat.is_tracing()) and scale == 0:
-        raise ValueError("dynamic_loss_scale: the scale has become 0, needed more; look for a nan in the loss itself")
+        raise ValueError("dynamic_loss_scale: expected a scale above 0, got 0; look for a nan in the loss itself")
 
 
 class EveryState(NamedTuple):
@@ -167,7 +167,7 @@ def every_k(tx: Optimizer, k: int) -> Optimizer:
     """
     _check_optimizer("every_k", tx)
     if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-        raise ValueError(f"every_k: k is {k!r}, needed a number of gradients, 1 or more")
+        raise ValueError(f"every_k: expected k to be a number of gradients, 1 or more, got {k!r}")
 
     def init(params: Tree) -> EveryState:
         return EveryState(torch.zeros((), dtype=torch.int64), zeros(params), tx.init(params))
@@ -221,5 +221,5 @@ def either(flag: torch.Tensor, yes: Callable[[], Any], no: Callable[[], Any]) ->
 def _check_optimizer(what: str, tx: Any) -> None:
     if not isinstance(tx, Optimizer):
         raise ValueError(
-            f"{what}: tx is {kind(tx)}, needed an Optimizer, such as fs.from_torch or an fs.chain with one"
+            f"{what}: expected tx to be an Optimizer, such as fs.from_torch or an fs.chain with one, got {kind(tx)}"
         )

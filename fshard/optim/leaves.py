@@ -108,4 +108,4 @@ def check_state(what: str, state: Any, needed: type) -> None:
     """Refuse a state that another optimizer has made."""
     if not isinstance(state, needed):
         remedy = "update with the optimizer that made the state"
-        raise ValueError(f"{what}: the state is {kind(state)}, needed a {needed.__name__}; {remedy}")
+        raise ValueError(f"{what}: expected the state to be a {needed.__name__}, got {kind(state)}; {remedy}")

@@ -83,11 +83,11 @@ def partition(parts: Mapping[Mask, Any], what: str = "partition") -> Any:
     masks, members = list(parts), list(parts.values())
     if not members or not (_all(Optimizer, members) or _all(GradientTransformation, members)):
         found = ", ".join(map(kind, members)) or "nothing"
-        raise ValueError(f"{what}: got {found}, needed Optimizers alone or GradientTransformations alone")
+        raise ValueError(f"{what}: expected Optimizers alone or GradientTransformations alone, got {found}")
     for mask in masks:
         if not is_mask(mask):
             needed = "a glob pattern of leaves' names, several, or a function of the name"
-            raise ValueError(f"{what}: the mask is {kind(mask)}, needed {needed}")
+            raise ValueError(f"{what}: expected the mask to be {needed}, got {kind(mask)}")
     owners = lru_cache(maxsize=16)(partial(_owners, tuple(masks)))
 
     def init(params: Tree) -> Tree:
@@ -97,7 +97,7 @@ def partition(parts: Mapping[Mask, Any], what: str = "partition") -> Any:
 
     def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> tuple[Tree, Tree]:
         if not isinstance(state, tuple) or len(state) != len(members):
-            raise ValueError(f"{what}: the state is {kind(state)}, needed that of the optimizer which made it")
+            raise ValueError(f"{what}: expected the state to be that of the optimizer which made it, got {kind(state)}")
         found, outs, states = owners(flatten(params).treedef), [], []
         for i, (part, part_state) in enumerate(zip(members, state, strict=True)):
             donated = part.update_donated if donate and isinstance(part, Optimizer) else None
@@ -121,8 +121,10 @@ def _pass(what: str, tx: Any) -> Any:
     if isinstance(tx, Optimizer):
         return Optimizer(lambda params: (), lambda grads, state, params: (params, state))
     if not isinstance(tx, GradientTransformation):
-        needed = "an Optimizer or a GradientTransformation; make one by fs.from_torch"
-        raise ValueError(f"{what}: tx is {kind(tx)}, needed {needed}")
+        remedy = "make one by fs.from_torch"
+        raise ValueError(
+            f"{what}: expected tx to be an Optimizer or a GradientTransformation, got {kind(tx)}; {remedy}"
+        )
     return GradientTransformation(lambda params: (), lambda grads, state, params: (grads, state))
 
 

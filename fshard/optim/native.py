@@ -220,5 +220,7 @@ def value_of(rate: Rate, count: torch.Tensor) -> Any:
     else:
         known = value if isinstance(value, int | float) else 0.0
     if not math.isfinite(known):
-        raise ValueError(f"update: the learning rate is {known} after {int(count)} updates, needed a finite number")
+        raise ValueError(
+            f"update: expected the learning rate to be a finite number, got {known} after {int(count)} updates"
+        )
     return value

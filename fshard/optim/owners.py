@@ -46,7 +46,7 @@ def split_axis(what: str, paths: Sequence[str], leaves: Sequence[Sharded]) -> Ax
     axes = dict.fromkeys(axis for several in found for axis in several)
     needed = next(iter(axes), None)
     problems = [
-        Problem(path, f"a split over {[axis.name for axis in several]}", f"one over {needed.name!r} alone")
+        Problem(path, f"a split over {[axis.name for axis in several]}", f"a split over {needed.name!r} alone")
         for path, several in zip(paths, found, strict=True)
         if needed is not None and several not in ((), (needed,))
     ]

@@ -39,7 +39,7 @@ def from_torch_scheduler(
     [1.0, 1.0, 0.5, 0.5, 0.5]
     """
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"from_torch_scheduler: steps is {steps!r}, needed a number of updates, 1 or more")
+        raise ValueError(f"from_torch_scheduler: expected steps to be a number of updates, 1 or more, got {steps!r}")
     if cls is torch.optim.lr_scheduler.ReduceLROnPlateau:
         remedy = "keep the learning rate in the state instead, by from_torch(..., inject=['lr'])"
         raise ValueError(f"from_torch_scheduler: ReduceLROnPlateau needs a metric at every step; {remedy}")
@@ -52,13 +52,15 @@ def from_torch_scheduler(
             scheduler.step()
         value = float(optimizer.param_groups[0][name])
         if not math.isfinite(value):
-            raise ValueError(f"from_torch_scheduler: {name} is {value} after {count} updates, needed a finite number")
+            raise ValueError(
+                f"from_torch_scheduler: expected {name} to be a finite number, got {value} after {count} updates"
+            )
         values.append(value)
     table = torch.tensor(values, dtype=torch.float64)
 
     def schedule(count: torch.Tensor) -> torch.Tensor:
         if not isinstance(count, torch.Tensor):
-            raise ValueError(f"schedule: the count is {kind(count)}, needed an int64 tensor of shape ()")
+            raise ValueError(f"schedule: expected the count to be an int64 tensor of shape (), got {kind(count)}")
         # Indexing by a tensor of shape () would ask for its value, which a trace does not have.
         return table.to(count.device).index_select(0, count.clamp(0, steps - 1).reshape(1)).reshape(())
 

@@ -31,8 +31,11 @@ def evaluated(hyper: Hyper, count: torch.Tensor) -> Hyper:
             keep = hyper.get("capturable") or _compat.is_tracing()
             value = value.item() if isinstance(value, torch.Tensor) and not keep else value
         if isinstance(value, float) and not math.isfinite(value):
-            needed = "a finite number; mend the schedule"
-            raise ValueError(f"from_torch: {name} is {value} after {int(count)} updates, needed {needed}")
+            expected = "a finite number"
+            raise ValueError(
+                f"from_torch: expected {name} to be {expected}, got {value} after {int(count)} updates; mend the "
+                "schedule"
+            )
         values[name] = value
     return values
 

@@ -43,7 +43,9 @@ def whole(tx: Optimizer) -> Optimizer:
         ValueError: if `tx` is no optimizer; from init, if a leaf is split over several axes.
     """
     if not isinstance(tx, Optimizer):
-        raise ValueError(f"whole: tx is {kind(tx)}, needed an Optimizer, such as fs.from_torch(torch.optim.Muon)")
+        raise ValueError(
+            f"whole: expected tx to be an Optimizer, such as fs.from_torch(torch.optim.Muon), got {kind(tx)}"
+        )
 
     def init(params: Tree) -> WholeState:
         flat = flatten(params)

@@ -69,7 +69,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(args: argparse.Namespace) -> int:
-    memory = bytes_from("plan: memory", args.memory)
+    memory = bytes_from("plan", "memory", args.memory)
     workload = workload_of(args.model, args.batch)
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": None}
     (param_dtype,) = _chosen("--param-dtype", args.param_dtype, dtypes)[:1]
@@ -134,7 +134,7 @@ def _link(text: str) -> float | dict[str, float]:
         return {axis: float(rate) * 1e9 for axis, _, rate in (part.partition("=") for part in _listed(text))}
     except ValueError:
         needed = "GB/s, or those of each axis, as replicate=40,shard=400"
-        raise ValueError(f"plan: --link is {text!r}, needed {needed}") from None
+        raise ValueError(f"plan: expected --link to be {needed}, got {text!r}") from None
 
 
 def _listed(text: str) -> list[str]:
@@ -143,13 +143,13 @@ def _listed(text: str) -> list[str]:
 
 def _numbers(text: str) -> list[int]:
     if not all(part.isdigit() and int(part) for part in _listed(text)):
-        raise ValueError(f"plan: --world-size is {text!r}, needed whole numbers of ranks from 1, by commas")
+        raise ValueError(f"plan: expected --world-size to be whole numbers of ranks from 1, by commas, got {text!r}")
     return [int(part) for part in _listed(text)]
 
 
 def _chosen(option: str, text: str, choices: Mapping[str, T]) -> list[T]:
     if unknown := [part for part in _listed(text) if part not in choices]:
-        raise ValueError(f"plan: {option} is {unknown[0]!r}, needed one of {', '.join(choices)}")
+        raise ValueError(f"plan: expected {option} to be one of {', '.join(choices)}, got {unknown[0]!r}")
     return [choices[part] for part in _listed(text)]
 
 

@@ -18,10 +18,14 @@ def check_mesh(mesh: Any) -> dict[str, int]:
     """Refuse what is no mapping from names to sizes."""
     if not isinstance(mesh, Mapping) or not mesh:
         found = "empty" if isinstance(mesh, Mapping) else kind(mesh)
-        raise ValueError(f'plan: mesh is {found}, needed a mapping from names of axes to sizes, as {{"shard": 4096}}')
+        raise ValueError(
+            f'plan: expected mesh to be a mapping from names of axes to sizes, as {{"shard": 4096}}, got {found}'
+        )
     for name, size in mesh.items():
         if not isinstance(name, str) or type(size) is not int or size < 1:
-            raise ValueError(f"plan: mesh has {name!r}: {size!r}, needed a name and a whole number of ranks from 1")
+            raise ValueError(
+                f"plan: expected mesh to map names to whole numbers of ranks from 1, got {name!r}: {size!r}"
+            )
     return dict(mesh)
 
 
@@ -30,7 +34,7 @@ def coordinates(mesh: Mapping[str, int], rank: Any) -> dict[str, int]:
     ranks = math.prod(mesh.values())
     if type(rank) is not int or not 0 <= rank < ranks:
         raise ValueError(
-            f"plan: rank is {rank!r}, needed a whole number from 0 to {ranks - 1} for the mesh {dict(mesh)}"
+            f"plan: expected rank to be a whole number from 0 to {ranks - 1} for the mesh {dict(mesh)}, got {rank!r}"
         )
     place = {}
     for name, size in reversed(list(mesh.items())):
@@ -42,12 +46,14 @@ def check_axes(args: Sequence[Any], mesh: Mapping[str, int]) -> None:
     """Refuse a mesh whose axes are not those that the arguments' leaves live on."""
     leaves = [leaf for leaf in flatten(tuple(args)).leaves if is_sharded(leaf)]
     if not leaves:
-        raise ValueError("plan: the arguments have no Sharded leaf, needed the state of a step; make it by fs.shard")
+        raise ValueError(
+            "plan: expected the state of a step, got arguments without a Sharded leaf; make it by fs.shard"
+        )
     names = {axis.name for leaf in leaves for axis in (*leaf.spec.axes, *_axes_of(leaf.spec))}
     if names != set(mesh):
         found, needed = ", ".join(map(repr, sorted(mesh))), ", ".join(map(repr, sorted(names))) or "none"
         remedy = "give each a size, or make the state with a strategy of the axes meant"
-        raise ValueError(f"plan: mesh has the axes {found}, needed those of the state, {needed}; {remedy}")
+        raise ValueError(f"plan: expected mesh to have the state's axes, {needed}, got {found}; {remedy}")
 
 
 def laid_out_on(args: Sequence[Any], axes: Mapping[str, Axis]) -> tuple[Any, ...]:

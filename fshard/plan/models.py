@@ -102,7 +102,7 @@ def gpt(name: str, batch: int = 1) -> Workload:
     sizes = model_sizes().get(name)
     if sizes is None:
         known = ", ".join(model_sizes())
-        raise ValueError(f"plan: model is {name!r}, needed one of {known}, or a module as package:factory")
+        raise ValueError(f"plan: expected model to be one of {known}, or a module as package:factory, got {name!r}")
     tokens = torch.empty(batch, sizes.context, dtype=torch.int64, device="meta")
 
     def make(layers: int) -> GPT:
@@ -132,21 +132,23 @@ def workload_of(name: str, batch: int = 1) -> Workload:
     try:
         factory = getattr(importlib.import_module(package), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"plan: model is {name!r}, needed package:factory of what can be imported: {error}") from None
+        raise ValueError(
+            f"plan: expected model to be package:factory of what can be imported, got {name!r}: {error}"
+        ) from None
     if not callable(factory):
-        raise ValueError(f"plan: {name} is {kind(factory)}, needed a function that returns {RETURNED}")
+        raise ValueError(f"plan: expected {name} to be a function that returns {RETURNED}, got {kind(factory)}")
     if (why := _misfit(factory)) is not None:
-        raise ValueError(f"plan: {name} cannot be called without arguments ({why}), needed defaults for all")
+        raise ValueError(f"plan: expected defaults for all arguments of {name}, got none for some ({why})")
 
     def make(layers: int | None) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         with torch.device("meta"):
             made = factory() if layers is None else factory(layers=layers)
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-            raise ValueError(f"plan: {name} returned {kind(made)}, needed {RETURNED}")
+            raise ValueError(f"plan: expected {name} to return {RETURNED}, got {kind(made)}")
         module, batch = made[0], made[1] if isinstance(made[1], tuple) else (made[1],)
         if (why := _misfit(module.forward, *batch)) is not None:
             found = f"a batch of {len(batch)} for the forward of {kind(module)} ({why})"
-            raise ValueError(f"plan: {name} returned {found}, needed {RETURNED}")
+            raise ValueError(f"plan: expected {name} to return {RETURNED}, got {found}")
         return module, batch
 
     parameter = inspect.signature(factory).parameters.get("layers")

@@ -62,9 +62,9 @@ def plan(
     place = coordinates(sizes, rank)
     check_rates(rates, sizes)
     if backend not in BACKENDS:
-        raise ValueError(f"plan: backend is {backend!r}, needed one of {BACKENDS}")
+        raise ValueError(f"plan: expected backend to be one of {BACKENDS}, got {backend!r}")
     if not callable(step):
-        raise ValueError(f"plan: step is {kind(step)}, needed a function of (state, *batch)")
+        raise ValueError(f"plan: expected step to be a function of (state, *batch), got {kind(step)}")
     check_axes((state, *batch), sizes)
     with comm.fake_world(sizes, place, backend) as axes:
         traced = traced_as_run(step, laid_out_on((state, *batch), axes), {}, "plan")

@@ -55,7 +55,9 @@ class Rates(NamedTuple):
 def check_rates(rates: Any, axes: Iterable[str]) -> None:
     """Refuse rates by which nothing can be divided, or that lack an axis."""
     if not isinstance(rates, Rates):
-        raise ValueError(f"plan: rates is {rates!r}, needed fshard.plan.Rates(flops=..., memory=..., link=...)")
+        raise ValueError(
+            f"plan: expected rates to be fshard.plan.Rates(flops=..., memory=..., link=...), got {rates!r}"
+        )
     links = (
         {f"link of {axis!r}": rates.link.get(axis) for axis in axes}
         if isinstance(rates.link, Mapping)
@@ -63,9 +65,9 @@ def check_rates(rates: Any, axes: Iterable[str]) -> None:
     )
     for name, rate in {"flops": rates.flops, "memory": rates.memory, **links}.items():
         if not isinstance(rate, int | float) or isinstance(rate, bool) or not rate > 0:
-            raise ValueError(f"plan: the rate {name} is {rate!r}, needed a number above 0, in units a second")
+            raise ValueError(f"plan: expected the rate {name} to be a number above 0, in units a second, got {rate!r}")
     if not isinstance(rates.latency, int | float) or isinstance(rates.latency, bool) or rates.latency < 0:
-        raise ValueError(f"plan: latency is {rates.latency!r}, needed seconds, 0 or more")
+        raise ValueError(f"plan: expected latency to be seconds, 0 or more, got {rates.latency!r}")
 
 
 def flops_of(node: Node) -> int:

@@ -191,24 +191,28 @@ def readable(nbytes: float) -> str:
     return next((f"{nbytes / size:.2f} {unit}" for size, unit in _UNITS if nbytes >= size), f"{nbytes:.0f} B")
 
 
-def bytes_from(what: str, size: Any) -> int:
+def bytes_from(verb: str, what: str, size: Any) -> int:
     """A number of bytes, or a text such as 80GB.
 
     Args:
-        what: Who asks and for what, for errors.
+        verb: The verb that asks, for errors.
+        what: The argument, for errors.
         size: The number or the text, in powers of 1000 or, as GiB, of 1024.
 
     Raises:
         ValueError: if it is neither.
 
-    >>> bytes_from("memory", "80GB"), bytes_from("memory", "1.5 KiB"), bytes_from("memory", 12)
-    (80000000000, 1536, 12)
+    >>> [bytes_from("plan", "memory", size) for size in ("80GB", "1.5 KiB", 12)]
+    [80000000000, 1536, 12]
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B", size.strip()) if isinstance(size, str) else None
     if match is not None:
         return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
     if isinstance(size, str) or not isinstance(size, int | float) or isinstance(size, bool) or not 0 <= size < math.inf:
-        raise ValueError(f"{what} is {size!r}, needed a number of bytes, 0 or more, or a text such as 80GB or 500 MiB")
+        raise ValueError(
+            f"{verb}: expected {what} to be a number of bytes, 0 or more, or a text such as 80GB or 500 MiB, got "
+            f"{size!r}"
+        )
     return int(size)
 
 

@@ -90,7 +90,7 @@ def estimate(
         return plan(step, state, *workload.batch, mesh=sizes, backend=backend, rates=rates)
 
     if depths is not None and (len(depths) != 3 or depths[1] - depths[0] != 1 or depths[2] - depths[1] != 1):
-        raise ValueError(f"plan: depths are {depths!r}, needed three in a row, as {DEPTHS}, or None")
+        raise ValueError(f"plan: expected depths to be three in a row, as {DEPTHS}, or None, got {depths!r}")
     if depths is None or workload.layers is None or workload.layers <= depths[-1]:
         rows, deeper = [_row(planned(None))] * 3, 0
     else:
@@ -160,14 +160,14 @@ def sweep(
 def mesh_of(strategy: str, ranks: int, node: int = 8) -> dict[str, int]:
     """The mesh of a strategy: one axis, or hsdp's two."""
     if strategy not in STRATEGIES:
-        raise ValueError(f"plan: strategy is {strategy!r}, needed one of {', '.join(STRATEGIES)}")
+        raise ValueError(f"plan: expected strategy to be one of {', '.join(STRATEGIES)}, got {strategy!r}")
     if type(ranks) is not int or ranks < 1:
-        raise ValueError(f"plan: world size is {ranks!r}, needed a whole number of ranks from 1")
+        raise ValueError(f"plan: expected world size to be a whole number of ranks from 1, got {ranks!r}")
     if strategy != "hsdp":
         return {"shard": ranks}
     if type(node) is not int or node < 1 or ranks % node:
         raise ValueError(
-            f"plan: world size is {ranks}, needed a multiple of hsdp's {node!r} ranks a node; pass another"
+            f"plan: expected world size to be a multiple of hsdp's {node!r} ranks a node, got {ranks}; pass another"
         )
     return {"replicate": ranks // node, "shard": node}
 
@@ -186,6 +186,6 @@ def cheapest(estimates: Sequence[Estimate], memory: int | str) -> Estimate | Non
     Raises:
         ValueError: if `memory` is no number of bytes.
     """
-    limit = bytes_from("plan: memory", memory)
+    limit = bytes_from("plan", "memory", memory)
     fits = [row for row in estimates if row.peak.total <= limit]
     return min(fits, key=lambda row: (row.seconds, row.ranks), default=None)

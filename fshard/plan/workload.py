@@ -93,12 +93,10 @@ def strategy_of(options: Options) -> ShardTransform:
     plain = {"ddp": ddp, "zero1": zero1, "zero2": zero2}
     if options.strategy in plain:
         if more != {"regather": True, "param_dtype": None}:
-            raise ValueError(
-                f"plan: {options.strategy} has no regather and no param_dtype, needed zero3 or hsdp for them"
-            )
+            raise ValueError(f"plan: expected zero3 or hsdp for regather and param_dtype, got {options.strategy}")
         return plain[options.strategy](axis)  # type: ignore[arg-type]
     if options.strategy not in STRATEGIES:
-        raise ValueError(f"plan: strategy is {options.strategy!r}, needed one of {STRATEGIES}")
+        raise ValueError(f"plan: expected strategy to be one of {STRATEGIES}, got {options.strategy!r}")
     if options.strategy == "zero3":
         return zero3(axis, **more)  # type: ignore[arg-type]
     inner = fully_shard(axis, min_shard_elements=MIN_SHARD_ELEMENTS)
@@ -133,7 +131,7 @@ def without_values(module: nn.Module, strategy: ShardTransform) -> Tree:
 def _compute_again(module: nn.Module, units: Any) -> None:
     """Put activation checkpoints around the units."""
     if units is None:
-        raise ValueError("plan: there are no units, needed some that compute activations again; name them, or keep all")
+        raise ValueError("plan: expected units that compute activations again, got none; name them, or keep all")
     made: dict[type, type] = {}
     for part in map(module.get_submodule, select(module, units)):
         own = type(part)

@@ -78,7 +78,7 @@ class Consensus:
 
 def _failure(problem: Problem) -> str:
     """Which rank failed, in what and with what: of the two that a difference shows, those that did."""
-    needed, _, first = problem.needed.rpartition(" as on rank ")
-    found, _, other = problem.found.rpartition(" on rank ")
+    needed, _, first = problem.expected.rpartition(" as on rank ")
+    found, _, other = problem.got.rpartition(" on rank ")
     failed = [f"on rank {rank} {said}" for rank, said in ((first, needed), (other, found)) if _RAISED in said]
     return "; ".join(failed) or "its own error says why"

@@ -59,7 +59,9 @@ def check_adjoint(
         bound = (error + torch.finfo(dtype).eps * (4 + sum(axis.size for axis in transform.axes))) * size
         if not abs(left - right) <= bound:
             found = f"<gather(x), y> = {left!r} and <x, scatter(y)> = {right!r}, apart by {abs(left - right):.3g}"
-            problems.append(Problem(f"[{i}]", found, f"equal to within {bound:.3g} (shape {spec.shape})"))
+            problems.append(
+                Problem(f"[{i}]", found, f"inner products equal to within {bound:.3g} (shape {spec.shape})")
+            )
     if problems:
         remedy = "make scatter the transpose of gather, with the sum over ranks"
         raise AssertionError(leaf_error("check_adjoint: scatter is not gather's transpose", problems, remedy).args[0])

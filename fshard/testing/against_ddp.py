@@ -65,7 +65,9 @@ def assert_matches_ddp(
         ValueError: if ranks are simulated by threads, which DDP cannot run on.
     """
     if dist.get_backend() == "threaded":
-        raise ValueError("assert_matches_ddp: ranks are threads, needed processes; run it by spmd(f, Workers(n))")
+        raise ValueError(
+            "assert_matches_ddp: expected ranks to be processes, got threads; run it by spmd(f, Workers(n))"
+        )
     reference = DistributedDataParallel(copy.deepcopy(module))
     torch_optimizer = optimizer(reference.parameters())
     loss_gap = params_gap = 0.0

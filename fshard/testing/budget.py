@@ -55,16 +55,16 @@ def assert_budget(
     """
     if not isinstance(args, list | tuple):
         raise ValueError(
-            f"assert_budget: args is {kind(args)}, needed the step's arguments as a tuple, the state first"
+            f"assert_budget: expected args to be the step's arguments as a tuple, the state first, got {kind(args)}"
         )
     limits = {
-        name: bytes_from(f"assert_budget: {name}", value)
+        name: bytes_from("assert_budget", name, value)
         for name, value in {"peak_bytes": peak_bytes, "bytes_sent": bytes_sent}.items()
         if value is not None
     }
     by_op = _by_op(collectives)
     if not limits and not by_op:
-        raise ValueError("assert_budget: there is no budget, needed peak_bytes=, bytes_sent= or collectives=")
+        raise ValueError("assert_budget: expected peak_bytes=, bytes_sent= or collectives=, got none of them")
     if mesh is None:
         axes = _axes_of(args)
         mesh = {axis.name: axis.size for axis in axes}
@@ -82,11 +82,11 @@ def _by_op(collectives: Any) -> dict[str, int]:
     limits = collectives if isinstance(collectives, Mapping) else {} if collectives is None else {"": collectives}
     for op, limit in limits.items():
         if op not in ("", *_OPS):
-            raise ValueError(f"assert_budget: collectives has {op!r}, needed ops among {_OPS}")
+            raise ValueError(f"assert_budget: expected collectives to name ops of {_OPS}, got {op!r}")
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
             what = f"collectives of {op}" if op else "collectives"
             raise ValueError(
-                f"assert_budget: {what} is {limit!r}, needed a whole number, 0 or more, or one for each op"
+                f"assert_budget: expected {what} to be a whole number, 0 or more, or one for each op, got {limit!r}"
             )
     return dict(limits)
 

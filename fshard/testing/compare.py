@@ -53,7 +53,7 @@ def assert_trees_close(
 
 
 def _difference(a: Any, b: Any, rtol: float | None, atol: float | None, exact: bool) -> tuple[str, str] | None:
-    """What was found and what was needed, where two leaves differ."""
+    """What is there and what was expected, where two leaves differ."""
     if a is None or b is None:
         return None if a is b else (f"{a!r}", f"{b!r}")
     a, b = (torch.as_tensor(leaf).detach() for leaf in (a, b))

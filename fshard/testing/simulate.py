@@ -48,7 +48,7 @@ def simulate(f: Callable[[], T], world_size: int, timeout: float = 60.0) -> list
     Built on the threaded process groups that torch has for its own tests.
     """
     if world_size < 1:
-        raise ValueError(f"simulate: found world_size={world_size}, needed at least 1")
+        raise ValueError(f"simulate: expected world_size to be at least 1, got {world_size}")
     simulation = _Simulation(f, world_size, timeout)
     with threaded_process_groups(simulation.join), shared_dual_level():
         return simulation.run()

@@ -76,7 +76,10 @@ def check_transform(
     """
     if transform.layout_axes != transform.axes:
         kept = [axis.name for axis in transform.layout_axes if axis not in transform.axes]
-        raise ValueError(f"check_transform: leaves stay split over {kept}, needed none; check the rest without them")
+        raise ValueError(
+            f"check_transform: expected leaves that gather makes whole, got some split over {kept}; check the rest "
+            "without them"
+        )
     check_adjoint(transform, shapes, dtype=dtype, seed=seed, error=error)
     draw = torch.Generator().manual_seed(seed)
     full = [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]

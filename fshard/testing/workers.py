@@ -62,7 +62,7 @@ class Workers:
         self, world_size: int, timeout: float = 60.0, backend: str = "gloo", warnings_as_errors: bool = True
     ) -> None:
         if world_size < 1:
-            raise ValueError(f"Workers: found world_size={world_size}, needed at least 1")
+            raise ValueError(f"Workers: expected world_size to be at least 1, got {world_size}")
         _dumps(None)
         self.world_size = world_size
         self.timeout = timeout

@@ -76,7 +76,7 @@ class Trace:
             ValueError: if the trace is still running.
         """
         if not self._end:
-            raise ValueError("trace.report: the trace is still running, needed one that has ended; leave its context")
+            raise ValueError("trace.report: expected a trace that has ended, got one still running; leave its context")
         if alone:
             return Report([self._own()], 0)
         axis = world()
@@ -169,7 +169,9 @@ def trace() -> Iterator[Trace]:
     1
     """
     if _compat.is_tracing():
-        raise ValueError("trace: inside of a function that is traced nothing runs, needed a place around its call")
+        raise ValueError(
+            "trace: expected a place around the call of a traced function, got one inside, where nothing runs"
+        )
     recorded = Trace()
     try:
         with comm.watched(recorded):

@@ -14,12 +14,12 @@ FinishWithState = Callable[[], tuple[Tensors, States]]
 
 
 class LayoutError(ValueError):
-    """A leaf's shape does not fit a transform: what was found and what was needed."""
+    """A leaf's shape does not fit a transform: what was expected and what it is."""
 
-    def __init__(self, found: str, needed: str) -> None:
+    def __init__(self, got: str, expected: str) -> None:
         """Keep both parts, so that `shard` can add the leaf's path."""
-        super().__init__(f"found {found}, needed {needed}")
-        self.found, self.needed = found, needed
+        super().__init__(f"expected {expected}, got {got}")
+        self.got, self.expected = got, expected
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ def bucket(transform: ShardTransform, nbytes: int = 25 * 1024 * 1024) -> ShardTr
         ValueError: if the size is no positive number, or nothing in the transform travels in buffers.
     """
     if not isinstance(transform, ShardTransform):
-        raise ValueError(f"bucket: got {kind(transform)}, needed a ShardTransform such as fs.zero3(mesh)")
+        raise ValueError(f"bucket: expected a ShardTransform such as fs.zero3(mesh), got {kind(transform)}")
     if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0:
-        raise ValueError(f"bucket: nbytes is {nbytes!r}, needed a positive number of bytes")
+        raise ValueError(f"bucket: expected nbytes to be a positive number of bytes, got {nbytes!r}")
     result = transform.bucketed(nbytes)
     if result == transform and transform.bucket_bytes != nbytes:
         raise ValueError("bucket: nothing in the transform travels in buffers; wrap fully_shard or replicate")

@@ -55,5 +55,5 @@ def cast(*, gather: torch.dtype | None = None, scatter: torch.dtype | None = Non
     """
     for dtype in (gather, scatter):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"cast: dtype is {dtype!r}, needed a floating torch.dtype such as torch.bfloat16")
+            raise ValueError(f"cast: expected dtype to be a floating torch.dtype such as torch.bfloat16, got {dtype!r}")
     return _Cast(gather, scatter)

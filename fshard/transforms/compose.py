@@ -196,7 +196,7 @@ def compose(*transforms: ShardTransform) -> ShardTransform:
     """
     for transform in transforms:
         if not isinstance(transform, ShardTransform):
-            raise ValueError(f"compose: got {kind(transform)}, needed ShardTransforms such as fs.fully_shard(mesh)")
+            raise ValueError(f"compose: expected ShardTransforms such as fs.fully_shard(mesh), got {kind(transform)}")
     stages = tuple(s for t in transforms for s in (t.stages if isinstance(t, _Composed) else (t,)) if s != _NOTHING)
     if not stages:
         return _NOTHING
@@ -205,7 +205,9 @@ def compose(*transforms: ShardTransform) -> ShardTransform:
     names = [axis.name for stage in stages for axis in (stage.axes if stage.masks else stage.layout_axes)]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"compose: the axes {twice} are used by two transforms, needed one each; drop one of the two")
+        raise ValueError(
+            f"compose: expected one transform for each axis, got two for the axes {twice}; drop one of the two"
+        )
     for i, stage in enumerate(stages):
         if problem := stage.misplaced(stages[:i], stages[i + 1 :]):
             raise ValueError(f"compose: {problem}")

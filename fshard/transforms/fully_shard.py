@@ -135,7 +135,7 @@ def fully_shard(
         ValueError: if the mesh has several axes, or an argument is out of range.
     """
     if algorithm not in comm.ALGORITHMS:
-        raise ValueError(f"fully_shard: algorithm is {algorithm!r}, needed one of {comm.ALGORITHMS}")
+        raise ValueError(f"fully_shard: expected algorithm to be one of {comm.ALGORITHMS}, got {algorithm!r}")
     if min_shard_elements < 0:
-        raise ValueError(f"fully_shard: min_shard_elements is {min_shard_elements}, needed 0 or more")
+        raise ValueError(f"fully_shard: expected min_shard_elements to be 0 or more, got {min_shard_elements}")
     return _FullyShard(axis_of(mesh), dim, min_shard_elements, algorithm)

@@ -72,14 +72,14 @@ def masked_transform(transform: ShardTransform, mask: Mask, otherwise: ShardTran
     """
     otherwise = ShardTransform() if otherwise is None else otherwise
     if not isinstance(otherwise, ShardTransform):
-        raise ValueError(f"masked: otherwise is {kind(otherwise)}, needed a ShardTransform")
+        raise ValueError(f"masked: expected otherwise to be a ShardTransform, got {kind(otherwise)}")
     if not is_mask(mask):
         needed = "a glob pattern of leaves' names, several, or a function of the name"
-        raise ValueError(f"masked: the mask is {kind(mask)}, needed {needed}")
+        raise ValueError(f"masked: expected the mask to be {needed}, got {kind(mask)}")
     if set(transform.axes) != set(otherwise.axes):
         other, axes = ([axis.name for axis in t.axes] for t in (otherwise, transform))
         raise ValueError(
-            f"masked: other leaves are reduced over the axes {other}, needed {axes}; "
+            f"masked: expected other leaves to be reduced over the axes {axes}, got {other}; "
             "give otherwise= a transform over these, such as fs.replicate"
         )
     return _Masked(transform, mask, otherwise)

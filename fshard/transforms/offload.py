@@ -16,7 +16,7 @@ class _Offload(ShardTransform):
 
     def misplaced(self, before: Sequence[ShardTransform], behind: Sequence[ShardTransform]) -> str | None:
         if before:
-            return "offload stands behind other transforms, needed first: it says where shards are stored"
+            return "expected offload first, as it says where shards are stored, got it behind others"
         return None
 
     def store(self, shard: torch.Tensor) -> torch.Tensor:
@@ -60,4 +60,4 @@ def offload(device: torch.device | str | None = None) -> ShardTransform:
     try:
         return _Offload(torch.device(device))
     except (RuntimeError, TypeError):
-        raise ValueError(f'offload: device is {device!r}, needed a device such as "cuda", or None') from None
+        raise ValueError(f'offload: expected device to be a device such as "cuda", or None, got {device!r}') from None

@@ -212,9 +212,11 @@ def quantize(
         ValueError: if the mesh has several axes, or an argument is out of range.
     """
     if not isinstance(block, int) or isinstance(block, bool) or block < 1:
-        raise ValueError(f"quantize: block is {block!r}, needed a number of elements, 1 or more")
+        raise ValueError(f"quantize: expected block to be a number of elements, 1 or more, got {block!r}")
     if not (gather or scatter):
-        raise ValueError("quantize: neither gather nor scatter is rounded, needed one of them; or use fully_shard")
+        raise ValueError(
+            "quantize: expected gather or scatter to be rounded, got neither; pass one of them, or use fully_shard"
+        )
     plain = fully_shard(axis_of(mesh), dim=dim, min_shard_elements=min_shard_elements, algorithm=algorithm)
     assert isinstance(plain, _FullyShard)
     made = _QuantizeWithFeedback if scatter and error_feedback else _Quantize

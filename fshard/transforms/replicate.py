@@ -50,5 +50,5 @@ def replicate(mesh: Mesh | Axis, *, algorithm: comm.Algorithm = "auto") -> Shard
         ValueError: if the mesh has several axes, or the algorithm is unknown.
     """
     if algorithm not in comm.ALGORITHMS:
-        raise ValueError(f"replicate: algorithm is {algorithm!r}, needed one of {comm.ALGORITHMS}")
+        raise ValueError(f"replicate: expected algorithm to be one of {comm.ALGORITHMS}, got {algorithm!r}")
     return _Replicate(axis_of(mesh), algorithm)

@@ -17,7 +17,10 @@ class _Resident(ShardTransform):
 
     def misplaced(self, before: Sequence[ShardTransform], behind: Sequence[ShardTransform]) -> str | None:
         if any(isinstance(stage, _Resident) for stage in before):
-            return "two strategies say how long full tensors stay, needed one; take the other's parts by themselves"
+            return (
+                "expected one strategy that says how long full tensors stay, got two; take the other's parts by "
+                "themselves"
+            )
         return None
 
     def layout(self, spec: Spec) -> Spec:

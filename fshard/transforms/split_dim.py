@@ -25,7 +25,7 @@ class _SplitDim(ShardTransform):
         gathered = [axis.name for stage in behind for axis in stage.axes]
         if not gathered:
             return None
-        return f"split_dim over {self.axis.name!r} stands before what gathers over {gathered}, needed behind it"
+        return f"expected split_dim over {self.axis.name!r} behind what gathers over {gathered}, got it before"
 
     def layout(self, spec: Spec) -> Spec:
         dims = len(spec.shape)

@@ -112,10 +112,10 @@ def test_where_each_kind_of_damage_is_found(tmp_path):
         assert restored(tmp_path, tree) == text
     path.write_bytes(data[:-1])
     size = len(data)
-    assert restored(tmp_path, tree) == f"checkpoint.restore: {path}: found {size - 1} bytes, needed {size}"
+    assert restored(tmp_path, tree) == f"checkpoint.restore: {path}: expected {size} bytes, got {size - 1}"
     path.unlink()
-    needed = "needed the file that the manifest names"
-    assert restored(tmp_path, tree) == f"checkpoint.restore: {path}: found nothing, {needed}"
+    expected = "expected the file that the manifest names"
+    assert restored(tmp_path, tree) == f"checkpoint.restore: {path}: {expected}, got nothing"
     path.write_bytes(data)
     manifest = directory / "manifest.json"
     text = manifest.read_text()
@@ -124,7 +124,7 @@ def test_where_each_kind_of_damage_is_found(tmp_path):
         (
             '"version": 1',
             '"version": 2',
-            "found version 2, needed 1; read it with the fshard that wrote it",
+            "expected version 1, got 2; read it with the fshard that wrote it",
         ),
         ('"step": 2', '"step": 3', "its digest does not match, so it was damaged or edited"),
         ("[3, 2]", "[2, 3]", "the chunks of ['w'] do not cover each element of [2, 3] once"),
@@ -198,25 +198,31 @@ FAULTS = {
     "stale file": (lambda root: shutil.copy(root / "step-00000001" / FILE, root / "step-00000003" / FILE), FILE),
     "stale manifest": (
         lambda root: shutil.copy(root / "step-00000001" / "manifest.json", root / "step-00000003" / "manifest.json"),
-        "step-00000003: found step 1, needed step 3",
+        "step-00000003: expected step 3 as its name says, got step 1",
     ),
     "stale checkpoint": (
         lambda root: swap(root / "step-00000001", root / "step-00000003"),
-        "step-00000003: found step 1, needed step 3 as its name says",
+        "step-00000003: expected step 3 as its name says, got step 1",
     ),
     "missing file": (damaged_file(os.unlink), FILE),
     "missing manifest": (lambda root: (root / "step-00000003" / "manifest.json").unlink(), "manifest.json"),
     "extra file": (lambda root: (root / "step-00000003" / "rank-00002.safetensors").touch(), "rank-00002.safetensors"),
     "extra hidden file": (lambda root: (root / "step-00000003" / ".hidden").touch(), "step-00000003/.hidden"),
     "extra directory": (lambda root: (root / "step-00000003" / "more").mkdir(), "step-00000003/more"),
-    "link": (linked, f"{FILE}: found a link, needed a regular file"),
-    "link to nothing": (replaced(lambda path: path.symlink_to("nothing")), f"{FILE}: found a link"),
-    "link to itself": (replaced(lambda path: path.symlink_to(path)), f"{FILE}: found a link"),
-    "link to a device": (replaced(lambda path: path.symlink_to("/dev/zero")), f"{FILE}: found a link"),
-    "linked manifest": (linked_manifest, "manifest.json: found a link, needed a regular file"),
-    "linked checkpoint": (linked_directory, "step-00000003: found a link, needed a directory"),
-    "pipe": (replaced(os.mkfifo), f"{FILE}: found no regular file, needed one"),
-    "directory": (replaced(os.mkdir), f"{FILE}: found no regular file, needed one"),
+    "link": (linked, f"{FILE}: expected a regular file, got a link"),
+    "link to nothing": (
+        replaced(lambda path: path.symlink_to("nothing")),
+        f"{FILE}: expected a regular file, got a link",
+    ),
+    "link to itself": (replaced(lambda path: path.symlink_to(path)), f"{FILE}: expected a regular file, got a link"),
+    "link to a device": (
+        replaced(lambda path: path.symlink_to("/dev/zero")),
+        f"{FILE}: expected a regular file, got a link",
+    ),
+    "linked manifest": (linked_manifest, "manifest.json: expected a regular file, got a link"),
+    "linked checkpoint": (linked_directory, "step-00000003: expected a directory, got a link"),
+    "pipe": (replaced(os.mkfifo), f"{FILE}: expected a regular file, got something else"),
+    "directory": (replaced(os.mkdir), f"{FILE}: expected a regular file, got something else"),
     "checkpoint that is a file": (
         lambda root: (shutil.rmtree(root / "step-00000003"), (root / "step-00000003").touch()),
         "step-00000003/manifest.json: Not a directory",
@@ -227,32 +233,35 @@ FAULTS = {
     ),
     "removed checkpoint": (
         lambda root: shutil.rmtree(root / "step-00000003"),
-        "needed the name of a checkpoint; pass step= one of those that are there: 1, 2",
+        "; pass step= one of those that are there: 1, 2",
     ),
     "latest that is a directory": (
         lambda root: ((root / "latest").unlink(), (root / "latest").mkdir()),
-        "latest: found no regular file, needed one",
+        "latest: expected a regular file, got something else",
     ),
     "latest that is a pipe": (
         lambda root: ((root / "latest").unlink(), os.mkfifo(root / "latest")),
-        "latest: found no regular file, needed one",
+        "latest: expected a regular file, got something else",
     ),
     "latest that leads elsewhere": (
         lambda root: (root / "latest").write_text("../../step-00000003"),
-        "needed the name of a checkpoint",
+        "expected the name of a checkpoint, got",
     ),
-    "latest without its digest": (lambda root: (root / "latest").write_text("step-00000003\n"), "needed the name"),
+    "latest without its digest": (
+        lambda root: (root / "latest").write_text("step-00000003\n"),
+        "expected the name of a checkpoint, got",
+    ),
     "large latest": (
         lambda root: os.truncate(root / "latest", 1 << 40),
-        "latest: found 1099511627776 bytes,",
+        "latest: expected at most 1000 bytes, got 1099511627776",
     ),
     "sparse file": (
         damaged_file(lambda path: os.truncate(path, 1 << 40)),
-        f"{FILE}: found 1099511627776 bytes,",
+        " bytes, got 1099511627776",
     ),
     "sparse manifest": (
         lambda root: os.truncate(root / "step-00000003" / "manifest.json", 1 << 40),
-        "manifest.json: found 1099511627776 bytes, needed at most 1073741824",
+        "manifest.json: expected at most 1073741824 bytes, got 1099511627776",
     ),
 }
 

@@ -296,10 +296,10 @@ def test_leaves_that_do_not_fit_are_all_named(tmp_path):
 
     assert refusal(load) == (
         "checkpoint.load_dcp: leaves do not fit\n"
-        "  model.b: found float32[4], needed float32[5]\n"
-        "  model.c: found float64[4], needed float32[4]\n"
-        "  model.missing: found nothing, needed float32[2]\n"
-        "  model.extra: found float32[1], needed nothing\n"
+        "  model.b: expected float32[5], got float32[4]\n"
+        "  model.c: expected float32[4], got float64[4]\n"
+        "  model.missing: expected float32[2], got nothing\n"
+        "  model.extra: expected nothing, got float32[1]\n"
         "To fix: pass a state built as the one that was saved; module= knows which names are tied or not saved."
     )
 
@@ -331,12 +331,14 @@ def test_optimizer_states_that_do_not_fit(tmp_path):
     module = One()
     save_dcp(tmp_path, trained(amsgrad=True), module=module, optimizer=torch.optim.AdamW(module.parameters()))
     message = refusal(lambda mesh: load_dcp(tmp_path, trained(), trusted=True))
-    assert "optim.state.w.max_exp_avg_sq: found float32[3], needed nothing" in message
+    assert "optim.state.w.max_exp_avg_sq: expected nothing, got float32[3]" in message
     message = refusal(lambda mesh: load_dcp(tmp_path, trained(torch.optim.Adagrad), trusted=True))
-    assert "optim.state.w.sum: found nothing, needed float32[3]" in message
+    assert "optim.state.w.sum: expected float32[3], got nothing" in message
     # The parameters alone are there for whoever wants no more.
     assert_same_bits(load_dcp(tmp_path, {"w": torch.zeros(3)}, trusted=True), {"w": torch.ones(3)})
-    with pytest.raises(ValueError, match="got a TrainState alone, needed module= and optimizer= too"):
+    with pytest.raises(
+        ValueError, match="expected module= and optimizer= too, as get_state_dict takes them, got a TrainState"
+    ):
         save_dcp(tmp_path / "other", trained())
     other = trained()._replace(opt_state=fs.sgd(0.1, momentum=0.9).init({"w": torch.ones(3)}))
     with pytest.raises(ValueError, match="torch's optimizers have no such state"):
@@ -359,8 +361,8 @@ def test_buffers_that_are_not_saved_stay(tmp_path, with_module):
         spmd(lambda: load(one_axis()), 3)
     else:
         message = refusal(load)
-        assert "model.cache: found nothing" in message
-        assert "model.head.weight: found float32[11, 7], needed nothing" in message
+        assert "model.cache: expected float32[3], got nothing" in message
+        assert "model.head.weight: expected nothing, got float32[11, 7]" in message
 
 
 @pytest.mark.parametrize(
@@ -394,7 +396,7 @@ def test_a_file_that_is_missing(tmp_path, missing):
 def test_a_checkpoint_that_is_there_stays(tmp_path):
     save_dcp(tmp_path, {"w": torch.ones(3)})
     message = refusal(lambda mesh: save_dcp(tmp_path, {"w": torch.zeros(3)}))
-    assert ".metadata: found a file, needed none of that name; write to another directory, or remove" in message
+    assert ".metadata: expected no file of that name, got one; write to another directory, or remove" in message
     assert_same_bits(load_dcp(tmp_path, {"w": torch.zeros(3)}, trusted=True), {"w": torch.ones(3)})
 
 
@@ -420,4 +422,6 @@ def test_a_tie_that_is_none_there(tmp_path):
         like = sharded(Net(1), every_leaf(mesh))
         load_dcp(tmp_path, like, module=module, trusted=True)
 
-    assert "embedding.weight has other values under another of its names, needed the same; untie" in refusal(load, 3)
+    assert ("expected embedding.weight to have the same values under all its names, got others; untie") in refusal(
+        load, 3
+    )

@@ -46,7 +46,7 @@ def test_leaves_are_refused_before_anything_is_written(workers, tmp_path, name, 
 
     needed = (
         "ValueError: torch.distributed.checkpoint.save: shards of all ranks but one would be lost\n"
-        f"  {path}: found {LEAF}, needed tensors or DTensors\n"
+        f"  {path}: expected tensors or DTensors, got {LEAF}\n"
         "To fix: pass fs.to_dtensor(params, mesh), or use fs.checkpoint.save or fs.checkpoint.save_dcp.\n"
     )
     for text in spmd(program, workers(2)):

@@ -154,7 +154,7 @@ BODIES = {
     "negative step": ({"step": -1}, KINDS),
     "bool as a step": ({"step": True}, KINDS),
     "float as a step": ({"step": 1.0}, KINDS),
-    "another step": ({"step": 2}, "found step 2, needed step 1 as its name says; give it its own name back"),
+    "another step": ({"step": 2}, "expected step 1 as its name says, got step 2; give it its own name back"),
     "list of tensors": ({"tensors": []}, KINDS),
     "list of values": ({"values": []}, KINDS),
     "value that is a list": ({"values": {"['n']": []}}, "['n'] has a value that is none"),
@@ -165,14 +165,17 @@ BODIES = {
     "float spelled otherwise": ({"values": {"['n']": {"float": "1_0"}}}, "its digest does not match"),
     "files that are a dict": ({"files": {}}, "its files are no list"),
     "too many files": ({"files": [[0, "0" * 32]] * 100_000}, "its files are no list"),
-    "many files": ({"files": [[0, "0" * 32]] * 20_000}, "rank-00001.safetensors: found nothing"),
+    "many files": (
+        {"files": [[0, "0" * 32]] * 20_000},
+        "rank-00001.safetensors: expected the file that the manifest names, got nothing",
+    ),
     "no files": ({"files": [], "tensors": {}}, f"{FILE}: found a file that the manifest does not name"),
     "name for a file": ({"files": [["../../etc/passwd", "0" * 32]]}, FILES),
     "negative size": ({"files": [[-1, "0" * 32]]}, FILES),
     "file of more": ({"files": [[1, "0" * 32, "../x"]]}, FILES),
     "digest that is none": ({"files": [[1, "x" * 32]]}, "a file's digest is none"),
     "digest with a newline": ({"files": [[1, "0" * 32 + "\n"]]}, "a file's digest is none"),
-    "another header": ({"files": [[8 + 56 + 24, "0" * 32]]}, "bytes, needed 88"),
+    "another header": ({"files": [[8 + 56 + 24, "0" * 32]]}, "expected 88 bytes, got"),
 }
 
 
@@ -232,7 +235,7 @@ def test_hostile_texts(case, saved):
 )
 def test_another_version(version, shown, saved):
     data = json.dumps({"format": "fshard.checkpoint", "version": version, "more": "of the future"}).encode()
-    end = f"found version {shown}, needed 1; read it with the fshard that wrote it"
+    end = f"expected version 1, got {shown}; read it with the fshard that wrote it"
     assert refused(saved, data).endswith(f"manifest.json: {end}")
 
 
@@ -402,8 +405,8 @@ def test_sparse_files_take_no_memory(saved):
     assert result.returncode == 0, result.stderr
     first, second, third = result.stdout.splitlines()
     assert first.endswith(f"{FILE}: its header does not match its digest, so it was damaged")
-    assert second.endswith("manifest.json: found 1073741825 bytes, needed at most 1073741824")
-    assert third.endswith("latest: found 1099511627776 bytes, needed at most 1000")
+    assert second.endswith("manifest.json: expected at most 1073741824 bytes, got 1073741825")
+    assert third.endswith("latest: expected at most 1000 bytes, got 1099511627776")
 
 
 TOKENS = [

@@ -101,12 +101,14 @@ def test_names_may_be_others_in_the_files(tmp_path):
         save_huggingface(tmp_path, params, names="model.{}".format)
         like = fs.tree_map(torch.zeros_like, params)
         assert_same_bits(fs.unshard(load_huggingface(tmp_path, like, names="model.{}".format)), full)
-        with pytest.raises(ValueError, match=r"(?s)w: found nothing.*model\.v: found float64\[3\], needed nothing"):
+        with pytest.raises(
+            ValueError, match=r"(?s)w: expected float.*, got nothing.*model\.v: expected nothing, got float64\[3\]"
+        ):
             load_huggingface(tmp_path, like)
 
     spmd(program, 2)
     assert_same_bits(written(tmp_path), {f"model.{name}": tensor for name, tensor in full.items()})
-    with pytest.raises(ValueError, match="w: found the name of another leaf, needed a name of its own"):
+    with pytest.raises(ValueError, match="w: expected a name of its own, got the name of another leaf"):
         save_huggingface(tmp_path / "other", full, names=lambda name: "same")
 
 
@@ -218,7 +220,7 @@ def test_only_slices_are_read(tmp_path, monkeypatch):
 def test_dtypes_change_when_asked(tmp_path):
     layout(tmp_path, {SINGLE: {"a": FULL["a"].bfloat16(), "b": FULL["b"]}}, index=None)
     message = refusal(lambda mesh: read(tmp_path))
-    assert "a: found bfloat16[5, 3], needed float64[5, 3]" in message
+    assert "a: expected float64[5, 3], got bfloat16[5, 3]" in message
 
     def program():
         assert_same_bits(fs.unshard(read(tmp_path, cast=True)), {"a": FULL["a"].bfloat16().double(), "b": FULL["b"]})
@@ -229,9 +231,9 @@ def test_dtypes_change_when_asked(tmp_path):
 def test_leaves_that_do_not_fit_are_all_named(tmp_path):
     layout(tmp_path, {SINGLE: {"a": FULL["a"].T.contiguous(), "c": torch.ones(1)}}, index=None)
     message = refusal(lambda mesh: read(tmp_path))
-    assert "a: found float64[3, 5], needed float64[5, 3]" in message
-    assert "b: found nothing, needed float64[4]" in message
-    assert "c: found float32[1], needed nothing" in message
+    assert "a: expected float64[5, 3], got float64[3, 5]" in message
+    assert "b: expected float64[4], got nothing" in message
+    assert "c: expected nothing, got float32[1]" in message
 
 
 @pytest.mark.parametrize(
@@ -244,7 +246,7 @@ def test_an_index_that_leads_elsewhere(tmp_path, file):
     directory.mkdir()
     layout(directory, {}, where={"a": file})
     message = refusal(lambda mesh: read(directory))
-    assert f"found {file!r} for a, needed a .safetensors file beside the index" in message
+    assert f"expected a .safetensors file beside the index, got {file!r} for a" in message
 
 
 DAMAGES = dict(
@@ -252,15 +254,21 @@ DAMAGES = dict(
         [
             (lambda d: (d / INDEX).write_text("{"), "it is no JSON"),
             (lambda d: (d / INDEX).write_text("[" * 100_000), "it is no JSON"),
-            (lambda d: (d / INDEX).write_text("[]"), "found no weight_map"),
-            (lambda d: (d / INDEX).write_text('{"weight_map": {}}'), "found no weight_map"),
-            (lambda d: layout(d, PARTS, where={"a": min(PARTS), "b": min(PARTS)}), "found no b, needed it as"),
+            (lambda d: (d / INDEX).write_text("[]"), "a weight_map from tensors to files, got none"),
+            (lambda d: (d / INDEX).write_text('{"weight_map": {}}'), "a weight_map from tensors to files, got none"),
+            (lambda d: layout(d, PARTS, where={"a": min(PARTS), "b": min(PARTS)}), "expected b as"),
             (lambda d: os.remove(d / min(PARTS)), f"{min(PARTS)}: No such file"),
             (lambda d: (d / min(PARTS)).write_bytes(b"x" * 4), f"{min(PARTS)}: "),
             (lambda d: (d / min(PARTS)).write_bytes((d / min(PARTS)).read_bytes()[:-1]), f"{min(PARTS)}: "),
-            (lambda d: layout(d, {max(PARTS): FULL}, index=None), "which another file has too"),
-            (lambda d: (os.remove(d / min(PARTS)), os.mkfifo(d / min(PARTS))), "found no regular file"),
-            (lambda d: (d / INDEX).rename(d / "notes.txt"), "needed one of them; move others elsewhere"),
+            (lambda d: layout(d, {max(PARTS): FULL}, index=None), "in one file, got it in another too"),
+            (
+                lambda d: (os.remove(d / min(PARTS)), os.mkfifo(d / min(PARTS))),
+                "expected a regular file, got something else",
+            ),
+            (
+                lambda d: (d / INDEX).rename(d / "notes.txt"),
+                "expected one of its files of weights, got",
+            ),
         ]
     )
 )
@@ -277,7 +285,7 @@ def test_damage_is_named_on_every_rank(tmp_path, number):
 
 
 def test_nothing_there(tmp_path):
-    assert f"found no weights, needed {SINGLE} or {INDEX}" in refusal(lambda mesh: read(tmp_path))
+    assert f"expected {SINGLE} or {INDEX}, got neither" in refusal(lambda mesh: read(tmp_path))
     assert "No such file" in refusal(lambda mesh: read(tmp_path / "nothing"))
 
 
@@ -300,7 +308,7 @@ def test_weights_that_are_there_stay(tmp_path):
     save_huggingface(tmp_path, FULL)
     before = (tmp_path / SINGLE).read_bytes()
     message = refusal(lambda mesh: save_huggingface(tmp_path, {"w": torch.ones(1)}))
-    assert f"{tmp_path / SINGLE}: found a file, needed none of that name; write to another directory" in message
+    assert f"{tmp_path / SINGLE}: expected no file of that name, got one; write to another directory" in message
     assert (tmp_path / SINGLE).read_bytes() == before
     assert os.listdir(tmp_path) == [SINGLE]
 
@@ -350,9 +358,9 @@ def test_leaves_that_cannot_be_written(tmp_path):
     message = refusal(
         lambda mesh: save_huggingface(tmp_path, {"z": torch.ones(1).to(torch.complex128), "w": FULL["a"]})
     )
-    assert "z: found dtype complex128, needed one of bool, " in message
-    assert "w: found an int, needed a tensor" in refusal(lambda mesh: save_huggingface(tmp_path, {"w": 1}))
-    assert "max_file_bytes is 0, needed a whole number from 1" in refusal(
+    assert "z: expected one of bool, " in message
+    assert "w: expected a tensor, got an int" in refusal(lambda mesh: save_huggingface(tmp_path, {"w": 1}))
+    assert "expected max_file_bytes to be a whole number from 1, got 0" in refusal(
         lambda mesh: save_huggingface(tmp_path, FULL, max_file_bytes=0)
     )
     assert "ranks hold different leaves" in refusal(

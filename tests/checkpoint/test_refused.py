@@ -51,7 +51,7 @@ def rank():
     return torch.distributed.get_rank()
 
 
-STEP = "needed a whole number from 0; pass step=, or a state that has one"
+STEP = "pass step=, or a state that has one"
 
 
 @pytest.mark.parametrize(
@@ -73,13 +73,16 @@ STEP = "needed a whole number from 0; pass step=, or a state that has one"
 )
 def test_bad_steps(step, shown, tmp_path):
     text = refused(lambda: checkpoint.save(tmp_path, {}, step))
-    assert text.replace("np.int64(3)", "3") == f"checkpoint.save: step is {shown}, {STEP}"
+    assert (
+        text.replace("np.int64(3)", "3")
+        == f"checkpoint.save: expected step to be a whole number from 0, got {shown}; {STEP}"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_bad_step_on_one_rank(tmp_path):
     text = refused_everywhere(lambda: checkpoint.save(tmp_path, {}, "x" if rank() else 1))
-    assert text == f"checkpoint.save: step is 'x', {STEP}"
+    assert text == f"checkpoint.save: expected step to be a whole number from 0, got 'x'; {STEP}"
 
 
 PLAIN = "a tensor, or None, bool, int, float or str"
@@ -112,14 +115,14 @@ def test_leaves_that_cannot_be_saved(leaf, found, needed, on, tmp_path):
         if needed:
             assert text == (
                 "checkpoint.save: leaves cannot be saved\n"
-                f"  ['bad'][1]: found {found}, needed {needed}\nTo fix: keep them out of the state."
+                f"  ['bad'][1]: expected {needed}, got {found}\n"
+                "To fix: keep them out of the state."
             )
-        assert f"  ['bad'][1]: found {found}, needed " in text
+        assert f", got {found}\n" in text
     else:
         text = refused_everywhere(lambda: checkpoint.save(tmp_path, {"bad": leaf if rank() else 3}, 1))
-        assert text.startswith(
-            f"checkpoint.save: ranks hold different states\n  ['bad']: found {found} on rank world=1"
-        )
+        first = "checkpoint.save: ranks hold different states\n  ['bad']: expected 3 as on rank world=0"
+        assert text.startswith(f"{first}, got {found} on rank world=1")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -132,10 +135,10 @@ def test_tensors_of_other_classes(tmp_path):
     shard = DTensor.from_local(torch.ones(3), fs.init_mesh({"shard": 1}, device="cpu"), [Replicate()])
     for leaf, name in ((fake, "FakeTensor"), (shard, "DTensor")):
         text = refused(lambda: checkpoint.save(tmp_path, {"w": leaf}, 1))  # noqa: B023
-        assert f"  ['w']: found a float32 {name} of shape (3,), needed {PLAIN}" in text
+        assert f"  ['w']: expected {PLAIN}, got a float32 {name} of shape (3,)" in text
     checkpoint.save(tmp_path, {"w": torch.ones(3)}, 1)
     text = refused(lambda: checkpoint.restore(tmp_path, {"w": shard}))
-    assert "  ['w']: found a float32 DTensor of shape (3,), strided, needed a plain strided tensor\n" in text
+    assert "  ['w']: expected a plain strided tensor, got a float32 DTensor of shape (3,), strided\n" in text
     # The attribute holds the mode alive otherwise.
     del fake
 
@@ -154,14 +157,14 @@ def test_calls_where_nothing_has_a_value(inside, call, tmp_path):
 
     run = {"grad": torch.func.grad, "vmap": torch.vmap, "jit": fs.jit}[inside](f)
     assert refused(lambda: run(torch.ones(2))) == (
-        f"checkpoint.{call}: found a call inside of fs.jit or torch.func, needed one outside, on their results"
+        f"checkpoint.{call}: expected a call outside of fs.jit and torch.func, on their results, got one inside"
     )
     assert not (tmp_path / "new").exists()
 
 
 def test_leaves_of_one_path(tmp_path):
     tree = {Tag(1): torch.ones(1), Tag(2): torch.zeros(1)}
-    end = "leaves of one path\n  [tag]: found 2 leaves, needed one of each path\n"
+    end = "leaves of one path\n  [tag]: expected one of each path, got 2 leaves\n"
     end += "To fix: give keys that print differently."
     assert refused(lambda: checkpoint.save(tmp_path, tree, 1)) == f"checkpoint.save: {end}"
     checkpoint.save(tmp_path, {Tag(1): torch.ones(1)}, 1)
@@ -174,18 +177,25 @@ REMEDY = "To fix: make what is not Sharded the same on every rank, buffers for i
 @pytest.mark.parametrize(
     ("make", "line"),
     [
-        (lambda: ({"a": 1} | ({"b": 2} if rank() else {}), 1), "['b']: found 2 on rank world=1, needed nothing as on"),
-        (lambda: ({"a": rank()}, 1), "['a']: found 1 on rank world=1, needed 0 as on rank world=0"),
-        (lambda: ({"a": float("nan") if rank() else 0.0}, 1), "['a']: found nan on rank world=1, needed 0.0 as on"),
-        (lambda: ({"a": True if rank() else 1}, 1), "['a']: found True on rank world=1, needed 1 as on"),
-        (lambda: ({}, rank() + 4), "(step): found 5 on rank world=1, needed 4 as on rank world=0"),
+        (
+            lambda: ({"a": 1} | ({"b": 2} if rank() else {}), 1),
+            "['b']: expected nothing as on rank world=0, got 2 on rank world=1",
+        ),
+        (lambda: ({"a": rank()}, 1), "['a']: expected 0 as on rank world=0, got 1 on rank world=1"),
+        (
+            lambda: ({"a": float("nan") if rank() else 0.0}, 1),
+            "['a']: expected 0.0 as on rank world=0, got nan on rank world=1",
+        ),
+        (lambda: ({"a": True if rank() else 1}, 1), "['a']: expected 1 as on rank world=0, got True on rank world=1"),
+        (lambda: ({}, rank() + 4), "(step): expected 4 as on rank world=0, got 5 on rank world=1"),
         (
             lambda: ({"mean": torch.full((2,), float(rank()))}, 1),
-            "['mean']: found a float32 Tensor of shape (2,) of hash ",
+            "['mean']: expected a float32 Tensor of shape (2,) of hash ",
         ),
         (
             lambda: (fs.shard({"w": torch.ones(4, dtype=torch.float64 if rank() else None)}, group_of_one()), 1),
-            "['w']: found float64[4] split by P('shard') on rank world=1, needed float32[4] split by P('shard') as",
+            "['w']: expected float32[4] split by P('shard') as on rank world=0, got float64[4] split by P('shard') "
+            "on rank world=1",
         ),
     ],
 )
@@ -202,7 +212,7 @@ def group_of_one():
 
 def test_ranks_with_different_directories(tmp_path):
     text = refused_everywhere(lambda: checkpoint.save(tmp_path / str(rank()), {}, 1))
-    assert f"  (directory): found {tmp_path}/1 on rank world=1, needed {tmp_path}/0 as on rank world=0" in text
+    assert f"  (directory): expected {tmp_path}/0 as on rank world=0, got {tmp_path}/1 on rank world=1" in text
 
 
 def test_a_shard_of_another_shape_on_one_rank(tmp_path):
@@ -214,7 +224,7 @@ def test_a_shard_of_another_shape_on_one_rank(tmp_path):
 
     assert refused_everywhere(program) == (
         "checkpoint.save: shards do not match their specs\n"
-        "  ['w']: found a local tensor of shape (1, 2), needed a local tensor of shape (2, 2)\n"
+        "  ['w']: expected a local tensor of shape (2, 2), got a local tensor of shape (1, 2)\n"
         "To fix: keep a leaf's shape when mapping over it."
     )
 
@@ -232,36 +242,36 @@ GENERIC = "To fix: restore into a state built as the one that was saved; only= a
 @pytest.mark.parametrize(
     ("like", "lines"),
     [
-        ({"w": torch.ones(3, 3), "n": 1}, ["['w']: found float32[3, 2], needed float32[3, 3]"]),
+        ({"w": torch.ones(3, 3), "n": 1}, ["['w']: expected float32[3, 3], got float32[3, 2]"]),
         (
             {"w": torch.ones(3, 2, dtype=torch.bfloat16), "n": 1},
-            ["['w']: found float32[3, 2], needed bfloat16[3, 2]"],
+            ["['w']: expected bfloat16[3, 2], got float32[3, 2]"],
         ),
         (
             {"w": torch.ones(3, 2), "x": torch.ones(1), "n": 1},
-            ["['x']: found nothing, needed float32[1]"],
+            ["['x']: expected float32[1], got nothing"],
         ),
-        ({"w": torch.ones(3, 2)}, ["['n']: found an int, needed nothing"]),
-        ({"w": torch.ones(3, 2), "n": True}, ["['n']: found an int, needed a bool"]),
-        ({"w": torch.ones(3, 2), "n": None}, ["['n']: found an int, needed None"]),
-        ({"w": torch.ones(3, 2), "n": torch.ones(())}, ["['n']: found an int, needed float32[]"]),
-        ({"w": None, "n": 1}, ["['w']: found float32[3, 2], needed None"]),
-        ({"w": numpy.ones((3, 2)), "n": 1}, ["['w']: found float32[3, 2], needed a ndarray"]),
+        ({"w": torch.ones(3, 2)}, ["['n']: expected nothing, got an int"]),
+        ({"w": torch.ones(3, 2), "n": True}, ["['n']: expected a bool, got an int"]),
+        ({"w": torch.ones(3, 2), "n": None}, ["['n']: expected None, got an int"]),
+        ({"w": torch.ones(3, 2), "n": torch.ones(())}, ["['n']: expected float32[], got an int"]),
+        ({"w": None, "n": 1}, ["['w']: expected None, got float32[3, 2]"]),
+        ({"w": numpy.ones((3, 2)), "n": 1}, ["['w']: expected a ndarray, got float32[3, 2]"]),
         (
             {},
-            ["['n']: found an int, needed nothing", "['w']: found float32[3, 2], needed nothing"],
+            ["['n']: expected nothing, got an int", "['w']: expected nothing, got float32[3, 2]"],
         ),
         (
             torch.ones(3, 2),
             [
-                "(root): found nothing, needed float32[3, 2]",
-                "['n']: found an int, needed nothing",
-                "['w']: found float32[3, 2], needed nothing",
+                "(root): expected float32[3, 2], got nothing",
+                "['n']: expected nothing, got an int",
+                "['w']: expected nothing, got float32[3, 2]",
             ],
         ),
         (
             {"w": torch.ones(2), "n": "1"},
-            ["['n']: found an int, needed a str", "['w']: found float32[3, 2], needed float32[2]"],
+            ["['n']: expected a str, got an int", "['w']: expected float32[2], got float32[3, 2]"],
         ),
     ],
 )
@@ -278,7 +288,7 @@ def test_a_state_that_does_not_fit_on_one_rank(tmp_path):
         checkpoint.restore(tmp_path, {"w": torch.ones(4 if rank() == 1 else 3)})
 
     text = refused_everywhere(program, 3)
-    assert "  ['w']: found float32[3], needed float32[4] on rank world=1, needed nothing as on rank world=0" in text
+    assert "  ['w']: expected nothing as on rank world=0, got float32[3] instead of float32[4] on rank world=1" in text
 
 
 @pytest.mark.parametrize("subtree", ("", "params", ".opt_state", ".nothing"))
@@ -297,15 +307,15 @@ def test_a_subtree_is_no_prefix_of_a_name(tmp_path):
     checkpoint.save(tmp_path, {"a": [torch.ones(1)], "ab": [torch.zeros(1)], "a.b": [torch.zeros(2)]}, 1)
     assert checkpoint.restore(tmp_path, [torch.zeros(1)], subtree="['a']")[0] == 1
     text = refused(lambda: checkpoint.restore(tmp_path, [torch.zeros(1)], subtree="['a"))
-    assert "  ['a[0]: found nothing, needed float32[1]" in text
+    assert "  ['a[0]: expected float32[1], got nothing" in text
 
 
 @pytest.mark.parametrize("ranks", (1, 2))
 def test_no_checkpoint(ranks, tmp_path):
     for directory in (tmp_path, tmp_path / "none"):
         text = refused_everywhere(lambda: checkpoint.restore(directory, {}), ranks, checkpoint.CheckpointError)  # noqa: B023
-        needed = "needed one that fs.checkpoint.save wrote"
-        assert text == f"checkpoint.restore: {directory}: found no checkpoint; {needed}"
+        expected = "expected a checkpoint that fs.checkpoint.save wrote"
+        assert text == f"checkpoint.restore: {directory}: {expected}, got none"
     assert not (tmp_path / "none").exists()
 
 
@@ -318,7 +328,7 @@ def test_an_unknown_step(tmp_path):
     assert text == f"checkpoint.restore: {tmp_path}: found no checkpoint of step 4, only of 3, 5"
     for step, shown in (("3", "a str"), (True, "a bool"), (3.0, "a float")):
         text = refused(lambda: checkpoint.restore(tmp_path, {}, step=step))  # noqa: B023
-        assert text == f"checkpoint.restore: step is {shown}, needed an int, or None for the latest"
+        assert text == f"checkpoint.restore: expected step to be an int, or None for the latest, got {shown}"
 
 
 def test_masks_and_subtrees_that_mean_nothing(tmp_path):
@@ -328,18 +338,18 @@ def test_masks_and_subtrees_that_mean_nothing(tmp_path):
     assert text == "checkpoint.restore: the mask 'head.*' means no leaf of a, b, c, d, ...; name some of these"
     for only, shown in ((3, "an int"), ((), "a tuple"), ((1,), "a tuple"), (True, "a bool")):
         text = refused(lambda: checkpoint.restore(tmp_path, tree, only=only))  # noqa: B023
-        assert text == f"checkpoint.restore: only is {shown}, needed a pattern or several, or a function"
+        assert text == f"checkpoint.restore: expected only to be a pattern or several, or a function, got {shown}"
     text = refused(lambda: checkpoint.restore(tmp_path, tree, subtree=None))
-    assert text == "checkpoint.restore: subtree is None, needed a path such as '.params'"
+    assert text == "checkpoint.restore: expected subtree to be a path such as '.params', got None"
 
 
 def test_no_room_for_values(tmp_path):
     checkpoint.save(tmp_path, {"w": torch.ones(3)}, 1)
     with torch.device("meta"):
         text = refused(lambda: checkpoint.restore(tmp_path, {"w": torch.ones(3)}))
-    assert "['w']: found a meta tensor where the default device is meta too, needed room for values" in text
+    assert "['w']: expected room for values, got a meta tensor where the default device is meta too" in text
     text = refused(lambda: checkpoint.restore(tmp_path, {"w": torch.ones(3).to_sparse()}))
-    assert "['w']: found a float32 Tensor of shape (3,), sparse_coo, needed a plain strided tensor" in text
+    assert "['w']: expected a plain strided tensor, got a float32 Tensor of shape (3,), sparse_coo" in text
 
 
 def test_a_progress_bar_that_one_rank_cannot_show(tmp_path, monkeypatch):
@@ -385,9 +395,9 @@ def test_a_read_only_directory(tmp_path):
 def test_a_directory_whose_name_is_no_text(tmp_path):
     directory = os.fsdecode(bytes(tmp_path) + b"/\xff\xfe")
     text = refused_everywhere(lambda: checkpoint.restore(directory, {}), 2, checkpoint.CheckpointError)
-    assert text.startswith(f"checkpoint.restore: {directory}: found no checkpoint")
+    assert text.startswith(f"checkpoint.restore: {directory}: expected a checkpoint")
     text = refused_everywhere(lambda: checkpoint.save(directory, {"w": torch.ones(3)}, 1))
-    assert text == f"checkpoint.save: directory is {directory!r}, needed a name that is text in UTF-8"
+    assert text == f"checkpoint.save: expected directory to be a name that is text in UTF-8, got {directory!r}"
 
 
 @pytest.mark.parametrize("name", (".lock", ".latest.part"))
@@ -455,7 +465,7 @@ WRITER = """
             checkpoint.save(directory, {"w": torch.full((1000,), float(value)), "writer": value, "step": step}, step)
             saved += 1
         except checkpoint.CheckpointError as error:
-            assert "is saving there, needed to be alone; wait for it, or save to another directory" in str(error), error
+            assert "which is saving there; wait for it, or save to another directory" in str(error), error
             refused += 1
     print(saved, refused)
 """
@@ -523,7 +533,7 @@ def test_ranks_that_see_different_checkpoints(tmp_path):
         checkpoint.save(tmp_path / f"of {value}", {"w": value}, 1)
     text = refused_everywhere(lambda: checkpoint.restore(tmp_path / f"of {rank() + 1}", {"w": 0}))
     assert text.startswith(
-        "checkpoint.restore: ranks read different checkpoints\n  (checkpoint): found step-00000001 of"
+        "checkpoint.restore: ranks read different checkpoints\n  (checkpoint): expected step-00000001 of"
     )
 
 

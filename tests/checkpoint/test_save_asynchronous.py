@@ -111,8 +111,8 @@ def test_a_second_save_while_one_is_under_way(held, tmp_path):
         checkpoint.save(tmp_path, full(2), 2)
     place = f"process {os.getpid()} of {os.uname().nodename}"
     assert str(error.value) == (
-        f"checkpoint.save: step 2 was not saved: {tmp_path}: found that {place} is saving there, needed to be alone; "
-        "wait for it, or save to another directory"
+        f"checkpoint.save: step 2 was not saved: {tmp_path}: expected to be alone, got {place}, which is saving "
+        "there; wait for it, or save to another directory"
     )
     held.set()
     saving.wait()
@@ -384,10 +384,10 @@ def test_leaving_by_an_error_does_not_wait(held, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"keep": 0}, "checkpoint.Manager: keep is 0, needed a whole number from 1"),
-        ({"keep": True}, "checkpoint.Manager: keep is True, needed a whole number from 1"),
-        ({"every": -1}, "checkpoint.Manager: every is -1, needed a whole number from 1"),
-        ({"every": 1.5}, "checkpoint.Manager: every is 1.5, needed a whole number from 1"),
+        ({"keep": 0}, "checkpoint.Manager: expected keep to be a whole number from 1, got 0"),
+        ({"keep": True}, "checkpoint.Manager: expected keep to be a whole number from 1, got True"),
+        ({"every": -1}, "checkpoint.Manager: expected every to be a whole number from 1, got -1"),
+        ({"every": 1.5}, "checkpoint.Manager: expected every to be a whole number from 1, got 1.5"),
     ],
 )
 def test_bad_arguments_of_manager(arguments, text, tmp_path):
@@ -399,7 +399,8 @@ def test_bad_steps_of_manager(step, tmp_path):
     shown = "a float32 Tensor of shape (2,)" if isinstance(step, torch.Tensor) and step.dim() else None
     shown = shown or repr(step.item() if isinstance(step, torch.Tensor) else step)
     assert refused(lambda: checkpoint.Manager(tmp_path).save({}, step)) == (
-        f"checkpoint.Manager: step is {shown}, needed a whole number from 0; pass step=, or a state that has one"
+        f"checkpoint.Manager: expected step to be a whole number from 0, got {shown}; pass step=, or a state that "
+        "has one"
     )
     assert names(tmp_path) == []
 

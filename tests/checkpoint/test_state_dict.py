@@ -117,7 +117,9 @@ def test_a_tie_that_is_none_there(other):
         del like["cache"]
         from_state_dict(given, like, module=module)
 
-    assert "embedding.weight has other values under another of its names, needed the same; untie" in refusal(load, 3)
+    assert ("expected embedding.weight to have the same values under all its names, got others; untie") in refusal(
+        load, 3
+    )
 
 
 def test_the_first_rank_alone():
@@ -158,11 +160,12 @@ def test_leaves_that_do_not_fit_are_all_named():
 
     assert refusal(load) == (
         "checkpoint.from_state_dict: leaves do not fit\n"
-        "  b: found float32[4], needed float32[5]\n"
-        "  c: found float64[4], needed float32[4]\n"
-        "  missing: found nothing, needed float32[2]\n"
-        "  extra: found float32[1], needed nothing\n"
-        "To fix: pass a tree of the same names; module= knows which are tied or not saved, cast=True changes dtypes."
+        "  b: expected float32[5], got float32[4]\n"
+        "  c: expected float32[4], got float64[4]\n"
+        "  missing: expected float32[2], got nothing\n"
+        "  extra: expected nothing, got float32[1]\n"
+        "To fix: pass a tree of the same names; module= knows which are tied or not saved, cast=True changes "
+        "dtypes."
     )
 
 
@@ -174,7 +177,7 @@ def test_dtypes_change_when_asked_and_only_floating_ones():
         assert_same_bits(fs.unshard(back), {"w": full.bfloat16()})
         from_state_dict({"w": torch.arange(5)}, like, cast=True)
 
-    assert "w: found int64[5], needed bfloat16[5]" in refusal(load)
+    assert "w: expected bfloat16[5], got int64[5]" in refusal(load)
 
 
 def test_ranks_that_hold_different_values_are_refused():
@@ -186,7 +189,7 @@ def test_ranks_that_hold_different_values_are_refused():
 
 
 def test_no_plain_state_dict():
-    assert "step: found an int, needed a full tensor" in refusal(
+    assert "step: expected a full tensor, got an int" in refusal(
         lambda mesh: from_state_dict({"w": torch.ones(1), "step": 3}, {"w": torch.ones(1)})
     )
 
@@ -194,13 +197,13 @@ def test_no_plain_state_dict():
 def test_leaves_that_the_module_has_not():
     module = Net()
     message = refusal(lambda mesh: to_state_dict({"head.weight": torch.ones(1), "w": torch.ones(1)}, module=module))
-    assert "head.weight: found a leaf, needed it as 'embedding.weight', to which it is tied" in message
-    assert "w: found a leaf, needed a parameter or a buffer of the module" in message
+    assert "head.weight: expected it as 'embedding.weight', to which it is tied, got a leaf" in message
+    assert "w: expected a parameter or a buffer of the module, got a leaf" in message
 
 
 def test_a_whole_state_is_refused():
     state = fs.TrainState.create({"w": torch.ones(1)}, fs.sgd(0.1))
-    with pytest.raises(ValueError, match=r"got a TrainState, needed parameters; pass state.params"):
+    with pytest.raises(ValueError, match=r"expected parameters, got a TrainState; pass state.params"):
         to_state_dict(state)
 
 
@@ -228,8 +231,8 @@ class Bomb:
 @pytest.mark.parametrize(
     "content, message",
     [
-        ({"model": {"w": 1}}, "found a dict as 'model', needed a tensor; torch.load it yourself"),
-        ([1], "found a list, needed a state dict"),
+        ({"model": {"w": 1}}, "expected a tensor, got a dict as 'model'; torch.load it yourself"),
+        ([1], "expected a state dict, got a list"),
         ({"w": Bomb()}, "found no state dict that torch.save wrote"),
         (b"nonsense", "found no state dict that torch.save wrote"),
         (None, "No such file"),
@@ -347,13 +350,13 @@ def test_optimizer_states_that_do_not_fit():
         to_optimizer_state_dict((), module, torch.optim.AdamW([torch.ones(1)]))
     state = fs.from_torch(torch.optim.AdamW).init(params)
     with pytest.raises(
-        ValueError, match=r"embedding.weight: found state, needed none: the torch optimizer has no such"
+        ValueError, match=r"embedding.weight: expected none: the torch optimizer has no such parameter, got state"
     ):
         to_optimizer_state_dict(state, module, torch.optim.AdamW(module.norm.parameters()))
     trained_here(module, optimizer, range(1))
     like = fs.from_torch(torch.optim.AdamW, amsgrad=True).init(params)
     with pytest.raises(
-        ValueError, match=r"frozen.bias exp_avg: found nothing, needed float32\[7\]\n(.*\n)+  and \d+ more\nTo fix: "
+        ValueError, match=r"frozen.bias exp_avg: expected float32\[7\], got nothing\n(.*\n)+  and \d+ more\nTo fix: "
     ):
         from_optimizer_state_dict(optimizer.state_dict(), like, module, optimizer)
     sgd = torch.optim.SGD(module.parameters())
@@ -372,7 +375,7 @@ def test_a_rank_that_raises_alone_is_seen_by_all(tmp_path):
 
 
 def test_leaves_of_one_name_are_refused():
-    with pytest.raises(ValueError, match=r"a.b: found two leaves of that name, needed one"):
+    with pytest.raises(ValueError, match=r"a.b: expected one, got two leaves of that name"):
         to_state_dict({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
 
 

@@ -226,5 +226,5 @@ def test_an_export_writes_over_nothing(export, tmp_path):
         directory.mkdir()
         (directory / name).write_text("mine")
         text = refused(lambda: export(directory, first, **sizes), checkpoint.CheckpointError)  # noqa: B023
-        assert f"{directory / name}: found a file, needed none of that name; write to another directory" in text
+        assert f"{directory / name}: expected no file of that name, got one; write to another directory" in text
         assert contents(directory) == {name: b"mine"}

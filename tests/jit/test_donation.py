@@ -58,7 +58,7 @@ def test_every_leaf_stays_where_it_is(name, world_size):
 
 def given_up(what, paths):
     lines = [
-        f"  {path}: found a tensor that was donated to an earlier call, needed what that call returned in its place\n"
+        f"  {path}: expected what that call returned in its place, got a tensor that was donated to an earlier call\n"
         for path in paths
     ]
     more = [f"  and {len(lines) - SHOWN} more\n"] if len(lines) > SHOWN else []
@@ -198,8 +198,9 @@ def test_memory_that_is_given_up_belongs_to_one_tensor(name):
     """Else it would be written to while it is still read."""
     (args, kwargs), first, second = SHARED[name][0](x := X.clone()), *SHARED[name][1:]
     text = (
-        f"jit: arguments share memory that is given up\n  {second}: found memory that {first} has too, and one of them "
-        "is donated, needed tensors of their own\nTo fix: clone one of them."
+        "jit: arguments share memory that is given up\n"
+        f"  {second}: expected tensors of their own, got memory that {first} has too, and one of them is donated\n"
+        "To fix: clone one of them."
     )
     with refused(text):
         fs.jit(lambda a, b: (fs.tree_map(lambda leaf: leaf + 1, a), b * 3), donate_argnums=0)(*args, **kwargs)
@@ -209,8 +210,9 @@ def test_memory_that_is_given_up_belongs_to_one_tensor(name):
 def test_memory_that_elements_share_is_not_given_up():
     """Such as counts that torch.func.vmap makes of a number."""
     text = (
-        "jit: arguments share memory that is given up\n  [0][0]['count']: found elements that share their memory, as "
-        "expand has them, needed memory for each\nTo fix: clone one of them."
+        "jit: arguments share memory that is given up\n"
+        "  [0][0]['count']: expected memory for each, got elements that share their memory, as expand has them\n"
+        "To fix: clone one of them."
     )
     with refused(text):
         fs.jit(lambda tree: fs.tree_map(lambda leaf: leaf + 1, tree), donate_argnums=0)({"count": X[:1].expand(4)})

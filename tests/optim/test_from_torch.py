@@ -335,6 +335,6 @@ def test_schedule_of_other_hyperparameters():
 def test_step_counts_of_a_vmap_are_refused():
     tx, params = fs.from_torch(optim.AdamW, lr=0.1), {"w": torch.ones(3, 4)}
     state = torch.func.vmap(tx.init)(params)
-    text = "AdamW reads its step count as a number, which vmap has none of, needed maths alone; use fs.adamw"
+    text = "expected maths alone under vmap, got AdamW, which reads its step count as a number; use fs.adamw"
     with pytest.raises(ValueError, match=f"^from_torch: {text}, fs.adam or fs.sgd$"):
         torch.func.vmap(tx.update)(params, state, params)

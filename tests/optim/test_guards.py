@@ -193,7 +193,7 @@ def test_a_scale_that_becomes_zero_is_refused(donate):
     params = tree(0)
     state = tx.init(params)
     before = copied((params, state))
-    text = "dynamic_loss_scale: the scale has become 0, needed more; look for a nan in the loss itself"
+    text = "dynamic_loss_scale: expected a scale above 0, got 0; look for a nan in the loss itself"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         (tx.update_donated if donate else tx.update)(
             {name: torch.full_like(leaf, math.nan) for name, leaf in params.items()}, state, params

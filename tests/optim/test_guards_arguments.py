@@ -77,7 +77,7 @@ def test_nothing_to_train(case):
 def test_no_optimizer_is_refused(case):
     name = case.split(",")[0]
     end = "fs.from_torch" + ("" if name == "ema" else " or an fs.chain with one")
-    text = f"{name}: tx is a GradientTransformation, needed an Optimizer, such as {end}"
+    text = f"{name}: expected tx to be an Optimizer, such as {end}, got a GradientTransformation"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         WRAPPERS[case](fs.clip_by_value(1.0))
 
@@ -95,7 +95,10 @@ STATES = {
 def test_state_of_another_optimizer_is_refused(name, donate):
     tx = WRAPPERS[name](sgd())
     params = torch.ones(2)
-    text = f"{name}: the state is a TorchState, needed a {STATES[name]}; update with the optimizer that made the state"
+    text = (
+        f"{name}: expected the state to be a {STATES[name]}, got a TorchState; update with the optimizer that made "
+        "the state"
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         (tx.update_donated if donate else tx.update)(params, sgd().init(params), params)
     assert_same_bits(params, torch.ones(2))
@@ -104,8 +107,8 @@ def test_state_of_another_optimizer_is_refused(name, donate):
 def scale_error(**changes):
     values = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000} | changes
     return (
-        f"dynamic_loss_scale: {', '.join(f'{name}={value!r}' for name, value in values.items())}; needed a finite "
-        "scale above 0, growth above 1, backoff between 0 and 1 and an interval of 1 or more"
+        "dynamic_loss_scale: expected a finite scale above 0, growth above 1, backoff between 0 and 1 and an "
+        f"interval of 1 or more, got {', '.join(f'{name}={value!r}' for name, value in values.items())}"
     )
 
 
@@ -122,11 +125,11 @@ BAD = {
         for value in values
     },
     **{
-        f"k={k}": (fs.every_k, {"k": k}, f"every_k: k is {k!r}, needed a number of gradients, 1 or more")
+        f"k={k}": (fs.every_k, {"k": k}, f"every_k: expected k to be a number of gradients, 1 or more, got {k!r}")
         for k in (0, -1, 1.0, True, None)
     },
     **{
-        f"decay={decay}": (fs.ema, {"decay": decay}, f"ema: decay is {decay}, needed a number from 0 to 1")
+        f"decay={decay}": (fs.ema, {"decay": decay}, f"ema: expected decay to be a number from 0 to 1, got {decay}")
         for decay in (-0.1, 1.1, float("nan"))
     },
 }

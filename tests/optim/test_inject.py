@@ -56,7 +56,7 @@ def test_a_schedule_s_last_value_can_be_read(donate):
     ],
 )
 def test_what_is_no_number_is_not_injected(name, hyper, found):
-    text = f"from_torch: inject names {name!r}, which is {found}, needed a number"
+    text = f"from_torch: expected inject to name numbers, got {name!r}, which is {found}"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         fs.from_torch(optim.AdamW, inject=(name,), **hyper)
 
@@ -64,6 +64,6 @@ def test_what_is_no_number_is_not_injected(name, hyper, found):
 def test_an_injected_rate_that_is_not_finite_is_refused():
     tx = fs.from_torch(optim.SGD, inject=("lr",), lr=0.1)
     state = tx.init(PARAMS)._replace(hyper={"lr": torch.tensor(float("nan"))})
-    text = "from_torch: lr is nan after 0 updates, needed a finite number; mend the schedule"
+    text = "from_torch: expected lr to be a finite number, got nan after 0 updates; mend the schedule"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         tx.update(gradients(0), state, PARAMS)

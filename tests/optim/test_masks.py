@@ -86,7 +86,7 @@ def test_masked_passes_the_other_gradients_through():
 
 
 PARAMS = {"a": torch.ones(2), "b": torch.ones(2)}
-NEEDED = "needed a glob pattern of leaves' names, several, or a function of the name"
+MASK = "expected the mask to be a glob pattern of leaves' names, several, or a function of the name"
 REFUSED = {
     "a pattern that means nothing": (
         lambda: fs.masked(fs.sgd(0.1), "bias").init(PARAMS),
@@ -102,7 +102,7 @@ REFUSED = {
     ),
     "freezing nothing": (
         lambda: fs.freeze(fs.sgd(0.1), ()).init(PARAMS),
-        "freeze: the mask is a tuple, " + NEEDED,
+        f"freeze: {MASK}, got a tuple",
     ),
     "leaves that are left": (
         lambda: fs.partition({"a": fs.sgd(0.1)}).init(PARAMS),
@@ -110,21 +110,21 @@ REFUSED = {
     ),
     "no parts": (
         lambda: fs.partition({}),
-        "partition: got nothing, needed Optimizers alone or GradientTransformations alone",
+        "partition: expected Optimizers alone or GradientTransformations alone, got nothing",
     ),
     "parts of both kinds": (
         lambda: fs.partition({"a": fs.sgd(0.1), "*": fs.clip_by_value(1.0)}),
-        "partition: got an Optimizer, a GradientTransformation, "
-        "needed Optimizers alone or GradientTransformations alone",
+        "partition: expected Optimizers alone or GradientTransformations alone, got an Optimizer, a "
+        "GradientTransformation",
     ),
     "a class": (
         lambda: fs.masked(optim.AdamW, "a"),
-        "masked: tx is a type, needed an Optimizer or a GradientTransformation; make one by fs.from_torch",
+        "masked: expected tx to be an Optimizer or a GradientTransformation, got a type; make one by fs.from_torch",
     ),
-    "a mask of another kind": (lambda: fs.masked(fs.sgd(0.1), 3), "masked: the mask is an int, " + NEEDED),
+    "a mask of another kind": (lambda: fs.masked(fs.sgd(0.1), 3), f"masked: {MASK}, got an int"),
     "another optimizer's state": (
         lambda: fs.masked(fs.sgd(0.1), "a").update(PARAMS, fs.sgd(0.1).init(PARAMS)[:1], PARAMS),
-        "masked: the state is a tuple, needed that of the optimizer which made it",
+        "masked: expected the state to be that of the optimizer which made it, got a tuple",
     ),
 }
 

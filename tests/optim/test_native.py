@@ -93,7 +93,8 @@ def test_complex_leaves_follow_torch(hyper):
 @pytest.mark.parametrize("name", ("adam", "adamw", "lamb", "lars"))
 def test_complex_leaves_are_refused(name):
     text = (
-        f"{name}: leaves are complex\n  ['w']: found a complex64 Tensor of shape (2,), needed a real tensor\n"
+        f"{name}: leaves are complex\n"
+        "  ['w']: expected a real tensor, got a complex64 Tensor of shape (2,)\n"
         "To fix: keep torch.view_as_real of them as parameters, or step them by fs.sgd."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
@@ -232,18 +233,21 @@ STATES = {"sgd": "SgdState", "adam": "AdamState", "adamw": "AdamState", "lamb": 
 @pytest.mark.parametrize("name", STATES)
 def test_bad_arguments(name):
     tx = getattr(fs, name)(0.1)
-    text = f"{name}: the state is a tuple, needed a {STATES[name]}; update with the optimizer that made the state"
+    text = (
+        f"{name}: expected the state to be a {STATES[name]}, got a tuple; update with the optimizer that made the state"
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         tx.update(torch.ones(2), (), torch.ones(2))
     text = (
-        f"{name}: leaves cannot take a gradient\n  ['i']: found an int64 Tensor of shape (2,), needed a floating tensor"
-        "\nTo fix: shard these leaves with frozen=, or keep them out of the parameters."
+        f"{name}: leaves cannot take a gradient\n"
+        "  ['i']: expected a floating tensor, got an int64 Tensor of shape (2,)\n"
+        "To fix: shard these leaves with frozen=, or keep them out of the parameters."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         tx.init({"i": torch.arange(2)})
     for rate in (float("inf"), torch.tensor(float("inf"))):
         diverging = getattr(fs, name)(lambda count, rate=rate: rate)
-        text = "update: the learning rate is inf after 0 updates, needed a finite number"
+        text = "update: expected the learning rate to be a finite number, got inf after 0 updates"
         with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
             diverging.update(torch.ones(2), diverging.init(torch.ones(2)), torch.ones(2))
 

@@ -161,10 +161,10 @@ def exploding(optimizer, value):
 
 STEP = (lr_scheduler.StepLR, {"lr": 0.1, "step_size": 2})
 BAD = {
-    "no steps": (*STEP, {"steps": 0}, "steps is 0, needed a number of updates, 1 or more"),
-    "negative steps": (*STEP, {"steps": -1}, "steps is -1, needed a number of updates, 1 or more"),
-    "steps of a float": (*STEP, {"steps": 2.0}, "steps is 2.0, needed a number of updates, 1 or more"),
-    "steps of a bool": (*STEP, {"steps": True}, "steps is True, needed a number of updates, 1 or more"),
+    "no steps": (*STEP, {"steps": 0}, "expected steps to be a number of updates, 1 or more, got 0"),
+    "negative steps": (*STEP, {"steps": -1}, "expected steps to be a number of updates, 1 or more, got -1"),
+    "steps of a float": (*STEP, {"steps": 2.0}, "expected steps to be a number of updates, 1 or more, got 2.0"),
+    "steps of a bool": (*STEP, {"steps": True}, "expected steps to be a number of updates, 1 or more, got True"),
     "plateau": (
         lr_scheduler.ReduceLROnPlateau,
         {"lr": 0.1},
@@ -175,19 +175,19 @@ BAD = {
     "nan at first": (
         *STEP,
         {"steps": 3, "lr": float("nan")},
-        "lr is nan after 0 updates, needed a finite number",
+        "expected lr to be a finite number, got nan after 0 updates",
     ),
     "inf later": (
         exploding,
         {"lr": 0.1, "value": float("inf")},
         {"steps": 3},
-        "lr is inf after 2 updates, needed a finite number",
+        "expected lr to be a finite number, got inf after 2 updates",
     ),
     "nan later": (
         exploding,
         {"lr": 0.1, "value": float("nan")},
         {"steps": 3},
-        "lr is nan after 2 updates, needed a finite number",
+        "expected lr to be a finite number, got nan after 2 updates",
     ),
 }
 
@@ -201,7 +201,7 @@ def test_bad_arguments(case):
 
 def test_count_must_be_a_tensor():
     schedule = fs.from_torch_scheduler(lr_scheduler.StepLR, lr=0.1, steps=2, step_size=1)
-    text = "schedule: the count is an int, needed an int64 tensor of shape ()"
+    text = "schedule: expected the count to be an int64 tensor of shape (), got an int"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         schedule(1)
 
@@ -210,7 +210,7 @@ def test_a_schedule_that_is_not_finite_is_refused_where_it_is_used():
     tx = fs.from_torch(optim.SGD, lr=lambda count: 1.0 / (1 - count))
     params = {"w": torch.ones(2)}
     params, state = tx.update(params, tx.init(params), params)
-    text = "from_torch: lr is inf after 1 updates, needed a finite number; mend the schedule"
+    text = "from_torch: expected lr to be a finite number, got inf after 1 updates; mend the schedule"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         tx.update(params, state, params)
 

@@ -149,15 +149,15 @@ def test_a_leaf_over_several_axes_is_refused():
 
     expected = (
         "whole: leaves cannot be sent to an owner\n"
-        "  ['w']: found a split over ['replicate', 'shard'], needed one over 'replicate' alone\n"
+        "  ['w']: expected a split over 'replicate' alone, got a split over ['replicate', 'shard']\n"
         "To fix: split these leaves over one axis, or keep them out by fs.partition."
     )
     assert spmd(program, 4) == [expected] * 4
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match="whole: tx is a type, needed an Optimizer"):
+    with pytest.raises(ValueError, match=r"whole: expected tx to be an Optimizer, such as .*, got a type"):
         fs.whole(optim.Muon)
     tx = fs.whole(fs.adam(0.1))
-    with pytest.raises(ValueError, match="whole: the state is a tuple, needed a WholeState"):
+    with pytest.raises(ValueError, match="whole: expected the state to be a WholeState, got a tuple"):
         tx.update({"w": torch.ones(2)}, (), {"w": torch.ones(2)})

@@ -71,28 +71,30 @@ def test_strategies_stay_in_the_bytes_of_their_formula(strategy, times):
 @pytest.mark.parametrize(
     "budget, text",
     [
-        ({}, "assert_budget: there is no budget, needed peak_bytes=, bytes_sent= or collectives="),
+        ({}, "assert_budget: expected peak_bytes=, bytes_sent= or collectives=, got none of them"),
         (
             {"peak_bytes": "80 apples"},
-            "assert_budget: peak_bytes is '80 apples', needed a number of bytes, 0 or more, or a text such as 80GB or "
-            "500 MiB",
+            "assert_budget: expected peak_bytes to be a number of bytes, 0 or more, or a text such as 80GB or 500 "
+            "MiB, got '80 apples'",
         ),
         (
             {"bytes_sent": True},
-            "assert_budget: bytes_sent is True, needed a number of bytes, 0 or more, or a text such as 80GB or 500 MiB",
+            "assert_budget: expected bytes_sent to be a number of bytes, 0 or more, or a text such as 80GB or 500 "
+            "MiB, got True",
         ),
         (
             {"collectives": 1.5},
-            "assert_budget: collectives is 1.5, needed a whole number, 0 or more, or one for each op",
+            "assert_budget: expected collectives to be a whole number, 0 or more, or one for each op, got 1.5",
         ),
         (
             {"collectives": {"gather": 1}},
-            "assert_budget: collectives has 'gather', needed ops among ('all_gather', 'all_reduce', 'all_to_all', "
-            "'reduce_scatter')",
+            "assert_budget: expected collectives to name ops of ('all_gather', 'all_reduce', 'all_to_all', "
+            "'reduce_scatter'), got 'gather'",
         ),
         (
             {"collectives": {"all_gather": "1"}},
-            "assert_budget: collectives of all_gather is '1', needed a whole number, 0 or more, or one for each op",
+            "assert_budget: expected collectives of all_gather to be a whole number, 0 or more, or one for each "
+            "op, got '1'",
         ),
     ],
 )
@@ -104,5 +106,5 @@ def test_bad_budgets_are_refused(budget, text):
 
 def test_arguments_that_are_no_tuple_are_refused():
     step, args = step_and_args()
-    with pytest.raises(ValueError, match=r"assert_budget: args is .*, needed the step's arguments as a tuple"):
+    with pytest.raises(ValueError, match=r"assert_budget: expected args to be the step's arguments as a tuple, got .*"):
         assert_budget(step, {"state": args[0]}, collectives=1)

@@ -70,7 +70,7 @@ def test_dropout_needs_no_key_and_units_are_patterns(units, capsys):
 
 
 def test_activations_are_computed_again_by_units():
-    text = "plan: there are no units, needed some that compute activations again; name them, or keep all"
+    text = "plan: expected units that compute activations again; name them, or keep all"
     with pytest.raises(ValueError, match=f"^{text}$"):
         prepared(Workload("", lambda layers: Masked(2), (torch.zeros(2, 64),), None, None), Options(checkpointed=True))
 
@@ -99,23 +99,23 @@ def test_slower_links_take_longer(capsys):
 BAD = {
     "a batch that does not fit": (
         ["--model", f"{HERE}:one_too_many"],
-        f"plan: {HERE}:one_too_many returned a batch of 2 for the forward of a Masked (too many positional arguments), "
-        "needed (module, batch), where module(*batch) is the loss",
+        f"plan: expected {HERE}:one_too_many to return (module, batch), where module(*batch) is the loss, got a "
+        "batch of 2 for the forward of a Masked (too many positional arguments)",
     ),
     "a factory with arguments": (
         ["--model", f"{HERE}:needs_width"],
-        f"plan: {HERE}:needs_width cannot be called without arguments (missing a required argument: 'width'), needed "
-        "defaults for all",
+        f"plan: expected defaults for all arguments of {HERE}:needs_width, got none for some (missing a required "
+        "argument: 'width')",
     ),
     "a link": (
         ["--link", "shard=fast"],
-        "plan: --link is 'shard=fast', needed GB/s, or those of each axis, as replicate=40,shard=400",
+        "plan: expected --link to be GB/s, or those of each axis, as replicate=40,shard=400, got 'shard=fast'",
     ),
     "a link too few": (
         ["--link", "tp=1"],
-        "plan: the rate link of 'shard' is None, needed a number above 0, in units a second",
+        "plan: expected the rate link of 'shard' to be a number above 0, in units a second, got None",
     ),
-    "no rate": (["--tflops", "0"], "plan: the rate flops is 0.0, needed a number above 0, in units a second"),
+    "no rate": (["--tflops", "0"], "plan: expected the rate flops to be a number above 0, in units a second, got 0.0"),
 }
 
 

@@ -121,7 +121,7 @@ def test_real_ranks_are_not_disturbed():
 def test_nothing_is_left_behind():
     assert not dist.is_initialized()
     params = fs.shard({"w": torch.zeros(64, 64)}, fs.zero3(fs.Axis("shard", 1, "")))
-    with pytest.raises(ValueError, match="looks at the value of a tensor"):
+    with pytest.raises(ValueError, match="expected no look at the value of a tensor"):
         fs.plan(branching, params, torch.ones(2), mesh={"shard": 4})
     assert not dist.is_initialized()
     # Axes of one rank are taken again.
@@ -144,47 +144,50 @@ def branching(params, x):
 STEP_ERRORS = {
     "an axis that it closes over": (
         closing_over,
-        "plan: the step sends over axis 'shard' of 1 ranks, which it closes over, needed one of the planned mesh, "
-        "'shard' of 4 ranks; read axes from the state's leaves, as leaf.spec.axes",
+        "plan: expected the step to send over axes of the planned mesh, 'shard' of 4 ranks, got axis 'shard' of 1 "
+        "ranks, which it closes over; read axes from the state's leaves, as leaf.spec.axes",
     ),
-    "no function": (lambda mesh: 3, "plan: step is an int, needed a function of (state, *batch)"),
+    "no function": (lambda mesh: 3, "plan: expected step to be a function of (state, *batch), got an int"),
 }
 ERRORS = {
     "no mapping": (
         {"mesh": 4},
-        'plan: mesh is an int, needed a mapping from names of axes to sizes, as {"shard": 4096}',
+        'plan: expected mesh to be a mapping from names of axes to sizes, as {"shard": 4096}, got an int',
     ),
-    "no axes": ({"mesh": {}}, 'plan: mesh is empty, needed a mapping from names of axes to sizes, as {"shard": 4096}'),
+    "no axes": (
+        {"mesh": {}},
+        'plan: expected mesh to be a mapping from names of axes to sizes, as {"shard": 4096}, got empty',
+    ),
     "no size": (
         {"mesh": {"shard": 0}},
-        "plan: mesh has 'shard': 0, needed a name and a whole number of ranks from 1",
+        "plan: expected mesh to map names to whole numbers of ranks from 1, got 'shard': 0",
     ),
     "half a rank": (
         {"mesh": {"shard": 2.5}},
-        "plan: mesh has 'shard': 2.5, needed a name and a whole number of ranks from 1",
+        "plan: expected mesh to map names to whole numbers of ranks from 1, got 'shard': 2.5",
     ),
     "another axis": (
         {"mesh": {"data": 4}},
-        "plan: mesh has the axes 'data', needed those of the state, 'shard'; give each a size, or make the state with "
-        "a strategy of the axes meant",
+        "plan: expected mesh to have the state's axes, 'shard', got 'data'; give each a size, or make the state "
+        "with a strategy of the axes meant",
     ),
     "one axis more": (
         {"mesh": {"shard": 4, "tp": 2}},
-        "plan: mesh has the axes 'shard', 'tp', needed those of the state, 'shard'; give each a size, or make the "
+        "plan: expected mesh to have the state's axes, 'shard', got 'shard', 'tp'; give each a size, or make the "
         "state with a strategy of the axes meant",
     ),
     "a rank that there is not": (
         {"rank": 4},
-        "plan: rank is 4, needed a whole number from 0 to 3 for the mesh {'shard': 4}",
+        "plan: expected rank to be a whole number from 0 to 3 for the mesh {'shard': 4}, got 4",
     ),
-    "a backend": ({"backend": "mpi"}, "plan: backend is 'mpi', needed one of ('nccl', 'gloo')"),
+    "a backend": ({"backend": "mpi"}, "plan: expected backend to be one of ('nccl', 'gloo'), got 'mpi'"),
     "no rate": (
         {"rates": Rates(flops=0)},
-        "plan: the rate flops is 0, needed a number above 0, in units a second",
+        "plan: expected the rate flops to be a number above 0, in units a second, got 0",
     ),
     "a link too few": (
         {"rates": Rates(link={"tp": 1.0})},
-        "plan: the rate link of 'shard' is None, needed a number above 0, in units a second",
+        "plan: expected the rate link of 'shard' to be a number above 0, in units a second, got None",
     ),
 }
 
@@ -206,18 +209,18 @@ def test_bad_steps_are_refused(name):
 
 def test_a_branch_on_a_value_is_refused_with_its_line():
     params = fs.shard({"w": torch.ones(64, 64)}, fs.zero3(one_rank()))
-    with pytest.raises(ValueError, match=re.escape('x if x.sum() > 0 else x + 1" looks at the value of a tensor')):
+    with pytest.raises(ValueError, match=re.escape('x if x.sum() > 0 else x + 1"; use torch.where')):
         fs.plan(branching, params, torch.ones(2), mesh={"shard": 4})
 
 
 def test_arguments_without_a_sharded_leaf_are_refused():
-    with refused("plan: the arguments have no Sharded leaf, needed the state of a step; make it by fs.shard"):
+    with refused("plan: expected the state of a step, got arguments without a Sharded leaf; make it by fs.shard"):
         fs.plan(lambda x: x, torch.ones(2), mesh={"shard": 4})
 
 
 def test_a_shard_that_does_not_fit_its_spec_is_refused():
     spec = fs.zero3(fs.Axis("shard", 1, "")).layout(fs.Spec((8, 256)))
-    with pytest.raises(ValueError, match=re.escape("['w']: found a shard of shape (7, 256), needed (8, 256)")):
+    with pytest.raises(ValueError, match=re.escape("['w']: expected (8, 256), got a shard of shape (7, 256)")):
         fs.plan(lambda p: p, {"w": fs.Sharded(torch.zeros(7, 256), spec)}, mesh={"shard": 4})
 
 
@@ -277,9 +280,10 @@ def test_a_modules_own_buffers_without_values_are_refused_with_what_to_do():
     step, state = masked_step(given=False)
     with refused(
         "apply: buffers have no values\n"
-        "  ['mask']: found a tensor on the meta device, needed one with values\n"
-        "  ['calls']: found a tensor on the meta device, needed one with values\n"
-        "To fix: pass buffers= with values for them, or write to them in the module's reset_parameters; fs.plan takes "
-        "those of its state without values: make it with buffers=model.buffers, and pass buffers=state.buffers."
+        "  ['mask']: expected a tensor with values, got a tensor on the meta device\n"
+        "  ['calls']: expected a tensor with values, got a tensor on the meta device\n"
+        "To fix: pass buffers= with values for them, or write to them in the module's reset_parameters; fs.plan "
+        "takes those of its state without values: make it with buffers=model.buffers, and pass "
+        "buffers=state.buffers."
     ):
         fs.plan(step, state, torch.ones(2, 64), mesh={"shard": 4})

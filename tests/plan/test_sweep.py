@@ -119,32 +119,36 @@ ARGUMENTS = ["--model", "gpt-125m", "--world-size", "4"]
 BAD = {
     "a model": (
         ["--model", "gpt-9b"],
-        "plan: model is 'gpt-9b', needed one of gpt-125m, gpt-1.3b, gpt-13b, gpt-175b, gpt-1t, or a module as "
-        "package:factory",
+        "plan: expected model to be one of gpt-125m, gpt-1.3b, gpt-13b, gpt-175b, gpt-1t, or a module as "
+        "package:factory, got 'gpt-9b'",
     ),
     "a module": (
         ["--model", "no_such:factory"],
-        "plan: model is 'no_such:factory', needed package:factory of what can be imported: No module named 'no_such'",
+        "plan: expected model to be package:factory of what can be imported, got 'no_such:factory': No module "
+        "named 'no_such'",
     ),
     "what a factory returns": (
         ["--model", "tests.plan.test_sweep:broken"],
-        "plan: tests.plan.test_sweep:broken returned a Scaled, needed (module, batch), where module(*batch) is "
-        "the loss",
+        "plan: expected tests.plan.test_sweep:broken to return (module, batch), where module(*batch) is the loss, "
+        "got a Scaled",
     ),
     "memory": (
         ["--memory", "80"],
-        "plan: memory is '80', needed a number of bytes, 0 or more, or a text such as 80GB or 500 MiB",
+        "plan: expected memory to be a number of bytes, 0 or more, or a text such as 80GB or 500 MiB, got '80'",
     ),
     "a strategy": (
         ["--strategy", "zero4"],
-        "plan: strategy is 'zero4', needed one of ddp, zero1, zero2, zero3, hsdp",
+        "plan: expected strategy to be one of ddp, zero1, zero2, zero3, hsdp, got 'zero4'",
     ),
-    "ranks": (["--world-size", "0"], "plan: --world-size is '0', needed whole numbers of ranks from 1, by commas"),
+    "ranks": (
+        ["--world-size", "0"],
+        "plan: expected --world-size to be whole numbers of ranks from 1, by commas, got '0'",
+    ),
     "a node": (
         ["--strategy", "hsdp", "--node", "3"],
-        "plan: world size is 4, needed a multiple of hsdp's 3 ranks a node; pass another",
+        "plan: expected world size to be a multiple of hsdp's 3 ranks a node, got 4; pass another",
     ),
-    "a choice": (["--activations", "lost"], "plan: --activations is 'lost', needed one of kept, again"),
+    "a choice": (["--activations", "lost"], "plan: expected --activations to be one of kept, again, got 'lost'"),
 }
 
 
@@ -156,7 +160,7 @@ def test_bad_arguments_are_refused(name, capsys):
 
 
 def test_bad_depths_are_refused():
-    with refused("plan: depths are (2, 4), needed three in a row, as (2, 3, 4), or None"):
+    with refused("plan: expected depths to be three in a row, as (2, 3, 4), or None, got (2, 4)"):
         estimate(WORKLOAD, Options(), {"shard": 4}, depths=(2, 4))
 
 

@@ -53,7 +53,7 @@ def test_writes_past_the_version_counter_are_named(world_size, write):
     step = step_that(WRITES[write])
     error = (
         "check_pure: the step changed its arguments\n"
-        "  argument 0.params['w']: found other values after the step, needed those before it\n"
+        "  argument 0.params['w']: expected those before it, got other values after the step\n"
         "To fix: find the write in place to these tensors or to a view of them, and compute a new tensor instead."
     )
 

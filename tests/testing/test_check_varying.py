@@ -62,31 +62,35 @@ def test_a_model_passes_under_every_strategy():
 MISTAKES = {
     "pvary forgotten": (
         lambda shard, tp: lambda p: loss_of(p, lambda x: x, lambda x: fs.psum_invariant(x, tp)),
-        "['norm']: found a leaf that ranks of 'tp' hold alike, needed fs.gather or fs.pvary before it meets",
+        "['norm']: expected fs.gather or fs.pvary before it meets what varies, got a leaf that ranks of 'tp' hold "
+        "alike",
     ),
     "psum for psum_invariant": (
         lambda shard, tp: lambda p: loss_of(p, lambda x: fs.pvary(x, tp), lambda x: fs.psum(x, tp)),
-        "found psum over 'tp', whose result varies, needed one that agrees: fs.psum_invariant, whose sum agrees",
+        "expected one that agrees: fs.psum_invariant, whose sum agrees, got psum over 'tp', whose result varies",
     ),
     "partial sums": (
         lambda shard, tp: lambda p: loss_of(p, lambda x: fs.pvary(x, tp), lambda x: x),
-        "['down']: found a leaf that is split between ranks of 'tp', needed a sum over them, by fs.psum_invariant",
+        "['down']: expected a sum over them, by fs.psum_invariant, before it is used as what agrees, got a leaf "
+        "that is split between ranks of 'tp'",
     ),
     "a whole leaf on pieces": (
         lambda shard, tp: lambda p: fs.psum_invariant((p["norm"].local * fs.gather(p)["up"]).sum(), tp),
-        "['norm']: found a leaf that ranks of 'tp' hold alike, needed fs.gather or fs.pvary before",
+        "['norm']: expected fs.gather or fs.pvary before it meets what varies, got a leaf that ranks of 'tp' hold "
+        "alike",
     ),
     "all_gather of columns": (
         lambda shard, tp: lambda p: fs.all_gather(fs.gather(p)["up"], tp).sum(),
-        "found all_gather over 'tp', whose result varies, needed one that agrees: fs.all_gather_invariant",
+        "expected one that agrees: fs.all_gather_invariant, whose result agrees, got all_gather over 'tp'",
     ),
     "an objective": (
         lambda shard, tp: lambda p: fs.psum_invariant(fs.gather(p)["norm"].sum(), shard),
-        "found psum_invariant over 'shard', whose result agrees, needed one that varies: fs.pvary of it first",
+        "expected one that varies: fs.pvary of it first, got psum_invariant over 'shard', whose result agrees",
     ),
     "a whole leaf past gather": (
         lambda shard, tp: lambda p: p["norm"].local.sum(),
-        "['norm']: found a leaf that ranks of 'shard' hold alike, needed fs.gather or fs.pvary before it meets",
+        "['norm']: expected fs.gather or fs.pvary before it meets what varies, got a leaf that ranks of 'shard' "
+        "hold alike",
     ),
 }
 
@@ -104,7 +108,7 @@ def test_the_line_is_named():
 
         return loss
 
-    checked(make, 'in loss return fs.psum(full["norm"].sum(), tp) # this line: found psum over')
+    checked(make, 'in loss return fs.psum(full["norm"].sum(), tp) # this line: expected one that agrees')
 
 
 def test_columns_may_be_gathered_into_what_agrees():

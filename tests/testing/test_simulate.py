@@ -56,7 +56,7 @@ def test_results_come_in_rank_order(world_size):
 
 
 def test_world_size_must_be_positive():
-    with pytest.raises(ValueError, match="found world_size=0, needed at least 1"):
+    with pytest.raises(ValueError, match="expected world_size to be at least 1, got 0"):
         simulate(dist.get_rank, 0)
 
 

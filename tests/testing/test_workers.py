@@ -198,7 +198,7 @@ def test_failure_to_start_is_reported():
 
 
 def test_world_size_must_be_positive():
-    with pytest.raises(ValueError, match="found world_size=0, needed at least 1"):
+    with pytest.raises(ValueError, match="expected world_size to be at least 1, got 0"):
         Workers(0)
 
 

@@ -263,7 +263,7 @@ def test_ranks_that_did_different_things_are_named():
 
 
 def test_a_running_trace_has_no_report():
-    still_running = pytest.raises(ValueError, match="the trace is still running, needed one that has ended")
+    still_running = pytest.raises(ValueError, match="expected a trace that has ended, got one still running")
     with fs.trace() as trace, still_running:
         trace.report()
 

@@ -18,10 +18,10 @@ def bfloat16_of(mask):
 
 NO_LEAF = "the mask {!r} means no leaf of a, b.0; name some of these"
 AXES = (
-    "masked: other leaves are reduced over the axes {}, needed {}; give otherwise= a transform over these, such as "
-    "fs.replicate"
+    "masked: expected other leaves to be reduced over the axes {}, got {}; give otherwise= a transform over these, "
+    "such as fs.replicate"
 )
-MASK = "masked: the mask is {}, needed a glob pattern of leaves' names, several, or a function of the name"
+MASK = "masked: expected the mask to be a glob pattern of leaves' names, several, or a function of the name, got {}"
 NAMELESS = (
     "masked: leaves are meant by their names, which only fs.shard, fs.reshard and model.init know; each leaf's spec "
     "has its own transform"
@@ -51,11 +51,11 @@ BAD = [
         fs.shard,
         "shard: " + NO_LEAF.format("c"),
     ),
-    setup("others reduced over nothing", fs.masked, AXES.format([], ["shard"]), lambda world: world.zero2, "a"),
+    setup("others reduced over nothing", fs.masked, AXES.format(["shard"], []), lambda world: world.zero2, "a"),
     setup(
         "others reduced over another axis",
         fs.masked,
-        AXES.format(["data"], ["shard"]),
+        AXES.format(["shard"], ["data"]),
         lambda world: world.zero2,
         "a",
         lambda world: fs.ddp(world.other, "data"),
@@ -63,7 +63,7 @@ BAD = [
     setup(
         "otherwise of no transform",
         fs.masked,
-        "masked: otherwise is a str, needed a ShardTransform",
+        "masked: expected otherwise to be a ShardTransform, got a str",
         fs.cast(),
         "a",
         "b",
@@ -90,7 +90,7 @@ BAD = [
             fs.masked(fs.zero3(mesh), "a", otherwise=fs.ddp(mesh)),
             fs.masked(fs.zero3(mesh), "b", otherwise=fs.ddp(mesh)),
         ),
-        "compose: the axes ['shard'] are used by two transforms, needed one each; drop one of the two",
+        "compose: expected one transform for each axis, got two for the axes ['shard']; drop one of the two",
         lambda world: world.mesh,
     ),
 ]

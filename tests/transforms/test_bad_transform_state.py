@@ -24,11 +24,11 @@ REMEDY = "pass transform_state=, first as fs.transform_state(params) makes it, t
 NEEDED = "leaves that are Sharded over ['shard'], a row for each rank"
 
 
-OWN = "found state of a transform, this rank's own, needed leaves that have a transform"
+OWN = "expected leaves that have a transform, got state of a transform, this rank's own"
 
 
 def missing(verb):
-    lines = (f"  ['{name}']: found no state, needed that of its transform" for name in ("b'][0", "w"))
+    lines = (f"  ['{name}']: expected that of its transform, got no state" for name in ("b'][0", "w"))
     return "\n".join([f"{verb}: transforms need their state", *lines]).replace("0']", "0]") + f"\nTo fix: {REMEDY}."
 
 
@@ -65,37 +65,38 @@ BAD = [
     row(
         "another structure",
         lambda m: scatter(m, {"w": m.state["w"]}),
-        f"scatter_grads: transform_state has leaves ['w'], needed the structure of the parameters; {REMEDY}",
+        f"scatter_grads: expected transform_state to have the structure of the parameters, got leaves ['w']; {REMEDY}",
     ),
     row(
         "a number",
         lambda m: differentiate(m, 0.0),
-        f"value_and_grad: transform_state has leaves (root), needed the structure of the parameters; {REMEDY}",
+        "value_and_grad: expected transform_state to have the structure of the parameters, got leaves (root); "
+        f"{REMEDY}",
     ),
     row(
         "None for one leaf",
         lambda m: differentiate(m, m.state | {"w": None}),
-        unfit("value_and_grad", f"  ['w']: found None, needed {NEEDED}"),
+        unfit("value_and_grad", f"  ['w']: expected {NEEDED}, got None"),
     ),
     row(
         "full rows",
         lambda m: scatter(m, m.state | {"w": torch.zeros(2, 3, 3)}),
-        unfit("scatter_grads", f"  ['w']: found a float32 Tensor of shape (2, 3, 3), needed {NEEDED}"),
+        unfit("scatter_grads", f"  ['w']: expected {NEEDED}, got a float32 Tensor of shape (2, 3, 3)"),
     ),
     row(
         "rows of another leaf",
         lambda m: scatter(m, m.state | {"w": m.state["b"][0]}),
-        unfit("scatter_grads", "  ['w']: found rows of shape (2, 2), needed rows of shape (2, 3, 3)"),
+        unfit("scatter_grads", "  ['w']: expected rows of shape (2, 3, 3), got rows of shape (2, 2)"),
     ),
     row(
         "a tuple of rows",
         lambda m: scatter(m, m.state | {"w": (m.state["w"],)}),
-        unfit("scatter_grads", f"  ['w']: found a tuple, needed {NEEDED}"),
+        unfit("scatter_grads", f"  ['w']: expected {NEEDED}, got a tuple"),
     ),
     row(
         "a state for a frozen leaf",
         lambda m: scatter(m, m.state | {"fixed": m.state["w"]}),
-        unfit("scatter_grads", "  ['fixed']: found a Sharded leaf, needed None, because its transform has no state"),
+        unfit("scatter_grads", "  ['fixed']: expected None, because its transform has no state, got a Sharded leaf"),
     ),
     Row(
         "a state where none is needed",
@@ -103,16 +104,16 @@ BAD = [
         lambda grads, like: fs.scatter_grads(grads, like=like, transform_state=fs.tree_map(torch.clone, like)),
         unfit(
             "scatter_grads",
-            "  ['a']: found a Sharded leaf, needed None, because its transform has no state",
-            "  ['b'][0]: found a Sharded leaf, needed None, because its transform has no state",
+            "  ['a']: expected None, because its transform has no state, got a Sharded leaf",
+            "  ['b'][0]: expected None, because its transform has no state, got a Sharded leaf",
         ),
     ),
     row(
         "a derived leaf",
         derived,
-        "gather: no state\n  ['w']: found a leaf computed from others whose transform has a state, needed one of the "
-        "parameters\nTo fix: gather leaves as they are, or give the result the spec of one whose transform has no "
-        "state.",
+        "gather: no state\n"
+        "  ['w']: expected one of the parameters, got a leaf computed from others whose transform has a state\n"
+        "To fix: gather leaves as they are, or give the result the spec of one whose transform has no state.",
     ),
     row(
         "torch.func.grad through gather",
@@ -124,7 +125,7 @@ BAD = [
     row(
         "value_and_grad within torch.func.grad",
         lambda m: torch.func.grad(lambda p: differentiate_at(p, m))({name: m.params[name] for name in ("w", "b")}),
-        "value_and_grad: transforms have a state inside a torch.func transform, needed none; differentiate at gathered "
+        "value_and_grad: expected no state of transforms inside torch.func, got one; differentiate at gathered "
         "parameters, and call fs.scatter_grads outside of it",
     ),
     row(

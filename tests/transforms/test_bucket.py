@@ -176,7 +176,7 @@ def test_a_bucket_in_a_bucket_has_the_outer_size():
 
 
 NOTHING = "bucket: nothing in the transform travels in buffers; wrap fully_shard or replicate"
-SIZE = "bucket: nbytes is {}, needed a positive number of bytes"
+SIZE = "bucket: expected nbytes to be a positive number of bytes, got {}"
 BAD = [
     *(
         setup(f"a size of {size}", fs.bucket, SIZE.format(size), lambda world: world.zero2, size)
@@ -186,7 +186,7 @@ BAD = [
     setup(
         "a mesh",
         fs.bucket,
-        "bucket: got a DeviceMesh, needed a ShardTransform such as fs.zero3(mesh)",
+        "bucket: expected a ShardTransform such as fs.zero3(mesh), got a DeviceMesh",
         lambda world: world.mesh,
     ),
     setup("a cast", fs.bucket, NOTHING, fs.cast(gather=torch.bfloat16)),

@@ -181,8 +181,10 @@ def test_processes(workers):
     assert_trees_close(first, one_process("SGD").params, rtol=0, atol=OFF)
 
 
-TWICE = "compose: the axes {} are used by two transforms, needed one each; drop one of the two"
-STAY = "compose: two strategies say how long full tensors stay, needed one; take the other's parts by themselves"
+TWICE = "compose: expected one transform for each axis, got two for the axes {}; drop one of the two"
+STAY = (
+    "compose: expected one strategy that says how long full tensors stay, got two; take the other's parts by themselves"
+)
 BAD = [
     setup(
         "quantize and fully_shard",
@@ -225,19 +227,19 @@ BAD = [
     setup(
         "split_dim before quantize",
         lambda on: fs.compose(fs.split_dim(on["replicate"], dim=0), fs.quantize(on["shard"])),
-        "compose: split_dim over 'replicate' stands before what gathers over ['shard'], needed behind it",
+        "compose: expected split_dim over 'replicate' behind what gathers over ['shard'], got it before",
         lambda world: world.grid,
     ),
     setup(
         "split_dim in a mask before ddp",
         lambda on: fs.compose(fs.masked(fs.split_dim(on["replicate"], dim=0), "a"), fs.ddp(on)),
-        "compose: split_dim over 'replicate' stands before what gathers over ['shard'], needed behind it",
+        "compose: expected split_dim over 'replicate' behind what gathers over ['shard'], got it before",
         lambda world: world.grid,
     ),
     setup(
         "a layout that is no transform",
         lambda mesh: fs.zero3(mesh, layout="quantize"),
-        "compose: got a str, needed ShardTransforms such as fs.fully_shard(mesh)",
+        "compose: expected ShardTransforms such as fs.fully_shard(mesh), got a str",
         lambda world: world.mesh,
     ),
 ]

@@ -155,7 +155,7 @@ BAD = [
     setup(
         "one axis for both",
         lambda mesh: fs.hybrid_shard(mesh, "shard", "shard"),
-        "compose: the axes ['shard'] are used by two transforms, needed one each; drop one of the two",
+        "compose: expected one transform for each axis, got two for the axes ['shard']; drop one of the two",
         lambda world: world.grid,
     ),
     setup(
@@ -167,19 +167,19 @@ BAD = [
     setup(
         "less than no elements",
         lambda mesh: fs.hsdp(mesh, min_shard_elements=-1),
-        "fully_shard: min_shard_elements is -1, needed 0 or more",
+        "fully_shard: expected min_shard_elements to be 0 or more, got -1",
         lambda world: world.grid,
     ),
     setup(
         "no mesh",
         fs.hybrid_shard,
-        "mesh is a str, needed a DeviceMesh or an Axis; make one by fs.init_mesh",
+        "expected mesh to be a DeviceMesh or an Axis, got a str; make one by fs.init_mesh",
         "replicate",
     ),
     setup(
         "options of zero3",
         lambda mesh: fs.hsdp(mesh, prefetch=-1),
-        "zero3: prefetch is -1, needed a number of units, 0 or more",
+        "zero3: expected prefetch to be a number of units, 0 or more, got -1",
         lambda world: world.grid,
     ),
 ]
@@ -193,7 +193,7 @@ def test_bad_arguments_are_refused(row):
 def test_a_layout_says_all_that_is_to_be_said_of_it():
     mesh = fs.init_mesh({"replicate": 1, "shard": -1}, device="cpu")
     layout = fs.fully_shard(mesh["shard"])
-    with pytest.raises(ValueError, match=r"^hsdp: layout is given, needed none; use zero3\(mesh, layout=\.\.\.\)$"):
+    with pytest.raises(ValueError, match=r"^hsdp: expected no layout, got one; use zero3\(mesh, layout=\.\.\.\)$"):
         fs.hsdp(mesh, layout=layout)
-    with pytest.raises(ValueError, match=r"^zero3: min_shard_elements is given besides layout, needed one of them; "):
+    with pytest.raises(ValueError, match=r"^zero3: expected min_shard_elements or layout, got both; "):
         fs.zero3(mesh, layout=layout, min_shard_elements=3)

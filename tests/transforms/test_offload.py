@@ -78,8 +78,8 @@ def test_it_sends_what_the_strategy_sends_and_copies_nothing(world_size):
     spmd(program, world_size)
 
 
-BEHIND = "compose: offload stands behind other transforms, needed first: it says where shards are stored"
-DEVICE = 'offload: device is {}, needed a device such as "cuda", or None'
+BEHIND = "compose: expected offload first, as it says where shards are stored, got it behind others"
+DEVICE = 'offload: expected device to be a device such as "cuda", or None, got {}'
 BAD = [
     setup("after a strategy", fs.compose, BEHIND, lambda world: world.zero2, fs.offload("cpu")),
     setup("after a cast", fs.compose, BEHIND, fs.cast(gather=torch.bfloat16), fs.offload("cpu")),

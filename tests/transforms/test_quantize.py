@@ -173,7 +173,7 @@ def test_the_oracle_bounds_by_blocks():
     assert [piece.tolist() for piece in pieces(torch.tensor([1.0, 2, 3]), 2)] == [[1, 2], [3, 0]]
 
 
-BLOCK = "quantize: block is {}, needed a number of elements, 1 or more"
+BLOCK = "quantize: expected block to be a number of elements, 1 or more, got {}"
 BAD = [
     *(
         setup(f"blocks of {size!r}", lambda mesh, size=size: fs.quantize(mesh, block=size), BLOCK.format(repr(size)), m)
@@ -183,13 +183,13 @@ BAD = [
     setup(
         "nothing to round",
         lambda mesh: fs.quantize(mesh, gather=False),
-        "quantize: neither gather nor scatter is rounded, needed one of them; or use fully_shard",
+        "quantize: expected gather or scatter to be rounded, got neither; pass one of them, or use fully_shard",
         lambda world: world.mesh,
     ),
     setup(
         "a mesh of two axes",
         fs.quantize,
-        "mesh has the axes ('replicate', 'shard'), needed one: name it, as in mesh['shard']",
+        "expected mesh to have one axis, got ('replicate', 'shard'); name one, as in mesh['shard']",
         lambda world: world.grid,
     ),
     setup(
@@ -201,7 +201,7 @@ BAD = [
     setup(
         "less than no elements",
         lambda mesh: fs.quantize(mesh, min_shard_elements=-1),
-        "fully_shard: min_shard_elements is -1, needed 0 or more",
+        "fully_shard: expected min_shard_elements to be 0 or more, got -1",
         lambda world: world.mesh,
     ),
 ]

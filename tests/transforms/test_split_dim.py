@@ -105,7 +105,7 @@ def test_a_rank_gathers_and_reduces_its_own_piece_alone():
 
 
 FIT = "\nTo fix: pass full tensors whose shapes fit the strategy."
-ODD = "\n  ['a']: found size 5 of dim 0, needed a multiple of 2, the size of 'shard'"
+ODD = "\n  ['a']: expected a multiple of 2, the size of 'shard', got size 5 of dim 0"
 BAD = [
     Row(
         "a dim that does not divide",
@@ -124,26 +124,27 @@ BAD = [
         "no such dim",
         lambda world: ({"n": torch.ones(()), "v": torch.ones(4)}, fs.split_dim(world.mesh, dim=1)),
         fs.shard,
-        "shard: leaves cannot be sharded\n  ['n']: found shape (), needed a dim 1 to split over 'shard'"
-        f"\n  ['v']: found shape (4,), needed a dim 1 to split over 'shard'{FIT}",
+        "shard: leaves cannot be sharded\n"
+        "  ['n']: expected a dim 1 to split over 'shard', got shape ()\n"
+        f"  ['v']: expected a dim 1 to split over 'shard', got shape (4,){FIT}",
         ("shard",),
     ),
     setup(
         "before what gathers",
         lambda world: fs.compose(fs.split_dim(world.grid["shard"], dim=0), fs.ddp(world.grid, "replicate")),
-        "compose: split_dim over 'shard' stands before what gathers over ['replicate'], needed behind it",
+        "compose: expected split_dim over 'shard' behind what gathers over ['replicate'], got it before",
         lambda world: world,
     ),
     setup(
         "the axis that is gathered over",
         lambda world: fs.compose(fs.zero3(world.mesh), fs.split_dim(world.mesh, dim=0)),
-        "compose: the axes ['shard'] are used by two transforms, needed one each; drop one of the two",
+        "compose: expected one transform for each axis, got two for the axes ['shard']; drop one of the two",
         lambda world: world,
     ),
     setup(
         "a mesh of two axes",
         lambda mesh: fs.split_dim(mesh, dim=0),
-        "mesh has the axes ('replicate', 'shard'), needed one: name it, as in mesh['shard']",
+        "expected mesh to have one axis, got ('replicate', 'shard'); name one, as in mesh['shard']",
         lambda world: world.grid,
     ),
 ]
