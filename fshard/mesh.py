@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fshard import _compat
 from fshard.checks import kind
+from fshard.comm import CollectiveError
+from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis
 
 Mesh = DeviceMesh
@@ -32,21 +34,24 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None) -> Mesh:
     Raises:
         ValueError: before torch.distributed is started, if the sizes do not multiply to the number of ranks, there is
             no such device, torch.distributed runs already on a backend that does not serve the device, or the
-            environment is half a launcher's.
+            environment is half a launcher's; before any group is made, and on every rank alike, if ranks ask for
+            different meshes.
+        CollectiveError: if a rank does not come within the process group's timeout.
 
     >>> init_mesh({"shard": -1}, device="cpu").size()
     1
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f'init_mesh: expected device to be "cpu" or "cuda", got {device!r}')
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError('init_mesh: device is "cuda" and torch finds no CUDA device; pass device="cpu" or None')
-    if dist.is_initialized():
-        _check_backend(device)
-    sizes = _sizes(shape, dist.get_world_size() if dist.is_initialized() else _launched())
+    try:
+        _check_device(device)
+        sizes = _sizes(shape, dist.get_world_size() if dist.is_initialized() else _launched())
+    except ValueError as error:
+        # Others may have asked for what they can have, and wait.
+        _compare(str(error))
+        raise
     if not dist.is_initialized():
         _start(device)
+    _compare(f"{dict(zip(shape, sizes, strict=True))} on {device!r}")
     mesh = init_device_mesh(device, sizes, mesh_dim_names=tuple(shape))
     _compat.release_groups_at_exit(mesh)
     return mesh
@@ -103,6 +108,31 @@ def world() -> Axis:
     group = dist.group.WORLD
     assert group is not None
     return Axis("world", group.size(), group.group_name)
+
+
+def _check_device(device: str) -> None:
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f'init_mesh: expected device to be "cpu" or "cuda", got {device!r}')
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError('init_mesh: device is "cuda" and torch finds no CUDA device; pass device="cpu" or None')
+    if dist.is_initialized():
+        _check_backend(device)
+
+
+def _compare(asked: str) -> None:
+    """Refuse on every rank where ranks ask for different meshes, whose groups would wait for each other."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    found = _compat.texts_in_store("fshard/init_mesh", dist.get_rank(), asked, dist.get_world_size())
+    absent = [rank for rank, text in enumerate(found) if text is None]
+    if absent:
+        remedy = "every rank must call init_mesh, and several in the same order"
+        raise CollectiveError(f"init_mesh: expected all {len(found)} ranks, got nothing from ranks {absent}; {remedy}")
+    other = next((rank for rank, text in enumerate(found) if text != found[0]), None)
+    if other is not None:
+        problem = Problem("mesh", f"{found[other]} on rank {other}", f"{found[0]} as on rank 0")
+        remedy = "make the same meshes on every rank, in the same order"
+        raise leaf_error("init_mesh: ranks ask for different meshes", [problem], remedy)
 
 
 def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard import _compat
+from fshard import _compat, comm
 from fshard.checks import check_floating, check_local, check_loss, check_reduce, kind, refuse_writes
 from fshard.objective import denominator, divided, reduction_axes, total
 from fshard.residency import Call, FunctionTransform, settled
@@ -135,7 +135,11 @@ def differentiate(
     check_floating(what, flat)
     states = states_of(what, params, transform_state)
     run = _Run(what, functions, flat, axes, reduce, has_aux, schedule, once, states)
-    value, auxes, grads = run.reference() if _is_outer(flat) else run.engine()
+    if _is_outer(flat):
+        comm.same_call(what, axes, run.facts())
+        value, auxes, grads = run.reference()
+    else:
+        value, auxes, grads = run.engine()
     check_agrees(value, flat, axes, what)
     wrapped = [
         Sharded(grad, leaf.spec) if is_sharded(leaf) and grad is not None else grad
@@ -182,9 +186,16 @@ class _Run(NamedTuple):
             )
         return denominator(None, self.axes, self.reduce) * (len(self.functions) if self.reduce == "mean" else 1)
 
+    def facts(self) -> comm.Facts:
+        """What ranks must have been told alike."""
+        told: dict[str, Any] = {"reduce": self.reduce}
+        if self.what == "accumulate":
+            told |= {"microbatches": len(self.functions), "communicate": "once" if self.once else "each"}
+        return comm.facts_of(self.what, self.flat, **told)
+
     def engine(self) -> Found:
         """Run the residency engine."""
-        call = Call(self.what, self.flat, self.axes)
+        call = Call(self.what, self.flat, self.axes, self.facts())
         for slot, state in zip(call.slots, self.states, strict=True):
             if slot is not None:
                 slot.state, slot.several = state, len(self.functions) > 1
@@ -204,8 +215,6 @@ class _Run(NamedTuple):
         schedule = (lambda: rule(unflatten(self.flat.treedef, leaves))) if rule else tuple
         values, counts, auxes = [], [], []
         single = len(self.functions) == 1
-        if self.what == "accumulate":
-            call.consensus.agree(f"{len(self.functions)} microbatches")
         divisor: Any = 1
         for i, function in enumerate(self.functions):
 

@@ -386,7 +386,7 @@ def test_other_numbers_of_microbatches_on_other_ranks_are_refused(communicate):
         params = fs.shard({"w": normal()(5, 3)}, fs.zero3(one_axis(), min_shard_elements=0))
         step = fs.accumulate(lambda p, x: (fs.gather(p)["w"] * x).sum(), communicate=communicate)
         expected = step(params, [1.0, 2.0])
-        with pytest.raises(ValueError, match="accumulate: ranks do not do the same"):
+        with pytest.raises(ValueError, match=r"^accumulate: ranks were told different things\n  microbatches: "):
             step(params, [1.0, 2.0, 3.0][: 2 + this_rank()])
         assert_same_bits(fs.tree_leaves(step(params, [1.0, 2.0])), fs.tree_leaves(expected))
 

@@ -18,6 +18,7 @@ from fshard._compat.autograd import (
     negated_view,
     next_sequence_number,
     outside_selective_checkpoint,
+    outside_transforms,
     random_state,
     refuses_saved_tensor_hooks,
     register_torch_pytree,
@@ -40,6 +41,7 @@ from fshard._compat.collectives import (
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
+    texts_in_store,
     wait_tensor,
 )
 from fshard._compat.fake import fake_maker, is_fake, seen_trunc_normal
@@ -103,6 +105,7 @@ __all__ = [
     "next_sequence_number",
     "outside_modes",
     "outside_selective_checkpoint",
+    "outside_transforms",
     "parameters_of",
     "random_state",
     "refuses_saved_tensor_hooks",
@@ -119,6 +122,7 @@ __all__ = [
     "start_all_reduce",
     "start_reduce_scatter",
     "storage_key",
+    "texts_in_store",
     "thread_object",
     "threaded_process_groups",
     "transforms_active",

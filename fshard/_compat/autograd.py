@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +26,13 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 def transforms_active() -> bool:
     """Whether code runs under a torch.func transform. Checked on 2.13."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Run on plain tensors as though no torch.func transform were active. Checked on 2.13."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack() if transforms_active() else nullcontext()
 
 
 def random_state() -> torch.Tensor:

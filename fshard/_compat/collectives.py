@@ -130,6 +130,35 @@ def release_groups_at_exit(mesh: "DeviceMesh") -> None:
         weakref.finalize(mesh, registry.clear)
 
 
+def texts_in_store(key: str, own: int, text: str, size: int) -> list[str | None]:
+    """Show all ranks a text by the store by which they found each other, without a collective. Checked on 2.13.
+
+    Waits for the others as long as the store does, which is as long as the default group.
+
+    Args:
+        key: What the texts are about; the n-th call of a rank with it reads the n-th texts of the others.
+        own: This rank.
+        text: Its text.
+        size: How many ranks there are.
+
+    Returns:
+        Every rank's text; None for one that did not come.
+    """
+    store = torch.distributed.distributed_c10d._get_default_store()
+    number = store.add(f"{key}/calls of {own}", 1)
+    store.set(f"{key}/{number}/{own}", text)
+    keys = [f"{key}/{number}/{rank}" for rank in range(size)]
+    try:
+        store.wait(keys)
+    except torch.distributed.DistError:
+        return [store.get(key).decode() if store.check([key]) else None for key in keys]
+    found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]  # type: ignore[attr-defined]
+    if number > 2:
+        # All have come to this call, and so have read what the last but one was for.
+        store.delete_key(f"{key}/{number - 2}/{own}")
+    return [value.decode() for value in found]
+
+
 def exchange_notes(key: str, own: int, note: str, ranks: Sequence[int], seconds: float) -> dict[int, str]:
     """Leave a note in the store by which ranks found each other, and read those of others. Checked on 2.13.
 

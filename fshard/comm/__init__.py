@@ -1,8 +1,9 @@
 """The only issuer of collectives: start and finish operators per backend, and a recorder."""
 
 from fshard.comm.agree import BITS as BITS
+from fshard.comm.agree import NO_FACTS as NO_FACTS
 from fshard.comm.agree import WORDS as WORDS
-from fshard.comm.agree import Vote, disagreement, highest, texts, vote
+from fshard.comm.agree import Facts, Vote, disagreement, facts_of, highest, texts, vote
 from fshard.comm.collective import (
     ALGORITHMS as ALGORITHMS,
 )
@@ -22,6 +23,7 @@ from fshard.comm.collective import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from fshard.comm.consensus import Consensus, same_call
 from fshard.comm.failure import CollectiveError
 from fshard.comm.fake_world import fake_world
 from fshard.comm.journal import Issued, watched
@@ -34,6 +36,8 @@ from fshard.comm.spares import reusable, reusing, spare
 __all__ = [
     "Collective",
     "CollectiveError",
+    "Consensus",
+    "Facts",
     "Issued",
     "Record",
     "Vote",
@@ -44,6 +48,7 @@ __all__ = [
     "collective_of",
     "concerning",
     "disagreement",
+    "facts_of",
     "fake_world",
     "highest",
     "rank",
@@ -51,6 +56,7 @@ __all__ = [
     "reduce_scatter",
     "reusable",
     "reusing",
+    "same_call",
     "spare",
     "start_all_gather",
     "start_all_reduce",

@@ -204,7 +204,12 @@ torch.library.register_fake("fshard::set_random_state", lambda state: None, lib=
 _LIBRARY.define("seed(Tensor key) -> ()", tags=_TAGS)
 _LIBRARY.impl("seed", _seed, "CompositeExplicitAutograd")
 torch.library.register_fake("fshard::seed", lambda key: None, lib=_LIBRARY)
+# Leaves in a graph what a verb was told; it does nothing.
+_LIBRARY.define("told(str facts) -> ()", tags=_TAGS)
+_LIBRARY.impl("told", lambda facts: None, "CompositeExplicitAutograd")
+torch.library.register_fake("fshard::told", lambda facts: None, lib=_LIBRARY)
 
+told = torch.ops.fshard.told.default
 random_state = torch.ops.fshard.random_state.default
 set_random_state = torch.ops.fshard.set_random_state.default
 seed = torch.ops.fshard.seed.default

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard import _compat
+from fshard import _compat, comm
 from fshard.checks import give_up, kind, refuse_given_up
 from fshard.errors import Problem, leaf_error
 from fshard.jit.backends import BACKENDS, Backend, ready, writes_in_place
@@ -18,10 +18,11 @@ from fshard.jit.passes import (
     refuse_ambient_random,
     refuse_hidden_results,
     refuse_writes,
+    told_in,
 )
 from fshard.jit.signature import Signature, changed_values, changes, flat_arguments, signature, unhashable
 from fshard.jit.trace import Traced, trace
-from fshard.tree import Flat, Sharded, is_sharded, unflatten
+from fshard.tree import Axis, Flat, Sharded, is_sharded, unflatten
 
 
 class _Program(NamedTuple):
@@ -33,6 +34,8 @@ class _Program(NamedTuple):
         pairs: For donated inputs the results that take their place.
         in_place: Whether the graph writes them there itself.
         closed: Tensors that the function closes over, and how often they had been written to.
+        facts: What decides its collectives.
+        axes: The axes that ranks compare them over.
     """
 
     traced: Traced
@@ -40,6 +43,8 @@ class _Program(NamedTuple):
     pairs: dict[int, int]
     in_place: bool
     closed: list[tuple[torch.Tensor, int]]
+    facts: comm.Facts
+    axes: tuple[Axis, ...]
 
 
 class Jitted:
@@ -64,6 +69,22 @@ class Jitted:
         tensors = [tensor_of(leaf) for leaf in flat.leaves if is_sharded(leaf) or isinstance(leaf, torch.Tensor)]
         if self._runs_inline(tensors):
             return self._f(*args, **kwargs)
+        try:
+            program = self._program(flat, args)
+        except Exception as error:
+            comm.same_call("jit", _axes_of(flat), comm.NO_FACTS, error)
+            raise
+        comm.same_call("jit", program.axes, program.facts)
+        with torch.no_grad():
+            outputs = list(program.run(*tensors))
+            if not program.in_place:
+                write(program.pairs, tensors, outputs)
+            for i, k in program.pairs.items():
+                outputs[k] = give_up(tensors[i])
+        return _assembled(program.traced, outputs)
+
+    def _program(self, flat: Flat, args: Sequence[Any]) -> _Program:
+        """Find the graph of a call, or trace it."""
         refuse_given_up("jit", flat)
         if self._donated:
             refuse_shared(flat, self._donated)
@@ -81,13 +102,7 @@ class Jitted:
                     f"jit: expected nothing written to what the function closes over, got {found}; pass it as an "
                     "argument"
                 )
-        with torch.no_grad():
-            outputs = list(program.run(*tensors))
-            if not program.in_place:
-                write(program.pairs, tensors, outputs)
-            for i, k in program.pairs.items():
-                outputs[k] = give_up(tensors[i])
-        return _assembled(program.traced, outputs)
+        return program
 
     def _runs_inline(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the function runs as it is: inside another trace or transform, or where it is differentiated."""
@@ -109,22 +124,25 @@ class Jitted:
         else:
             why = "the first call"
 
-        traced, pairs = self._graph(flat, args)
+        traced, pairs, facts, sent_over = self._graph(flat, args)
         closed = constants(traced.graph)
         run = ready(traced.graph, self._backend, "jit")
         self.traces.append(why)
-        return _Program(traced, run, pairs, writes_in_place(self._backend), closed)
+        # A rank whose trace fails knows the axes of its arguments alone.
+        axes = _axes_of(flat) or sent_over
+        return _Program(traced, run, pairs, writes_in_place(self._backend), closed, facts, axes)
 
     def graph_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Traced:
         """Trace the function as a call would, up to the graph that its backend is given."""
         return self._graph(flat_arguments(args, kwargs, self._static), args)[0]
 
-    def _graph(self, flat: Flat, args: Sequence[Any]) -> tuple[Traced, dict[int, int]]:
+    def _graph(self, flat: Flat, args: Sequence[Any]) -> tuple[Traced, dict[int, int], comm.Facts, tuple[Axis, ...]]:
         def rebuild(tree: Any) -> Any:
             positional, keywords = tree
             return self._f(*(args[i] if i in self._static else a for i, a in enumerate(positional)), **keywords)
 
         traced = trace(self._f, flat, rebuild)
+        facts, axes = told_in(traced.graph.graph)
         clean(traced.graph)
         donated = [argument_of(path) in self._donated for path in traced.paths]
         refuse_writes(traced.graph.graph, traced.paths, donated, "jit")
@@ -133,7 +151,7 @@ class Jitted:
         pairs = pairs_of(traced, flat, self._donated, donated)
         if writes_in_place(self._backend):
             donate(traced.graph, pairs)
-        return traced, pairs
+        return traced, pairs, facts, axes
 
 
 def jit(
@@ -187,6 +205,13 @@ def _numbers(name: str, value: Any) -> tuple[int, ...]:
     if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
         raise ValueError(f"jit: expected {name}_argnums to be numbers of arguments by position, from 0, got {value!r}")
     return numbers
+
+
+def _axes_of(flat: Flat) -> tuple[Axis, ...]:
+    """The axes of several ranks that Sharded arguments live on."""
+    # By identity: leaves share their axes, which are slow to hash.
+    axes = {id(axis): axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.axes}
+    return tuple(axis for axis in dict.fromkeys(axes.values()) if axis.size > 1)
 
 
 def _assembled(traced: Traced, outputs: Sequence[torch.Tensor]) -> Any:

@@ -1,5 +1,6 @@
 """Passes over a traced graph: what it may not do, what it need not do, and writing into donated inputs."""
 
+import json
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -8,9 +9,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fshard import _compat
+from fshard import _compat, comm
 from fshard.comm import ops
 from fshard.errors import Problem, leaf_error
+from fshard.tree import Axis
 
 aten = torch.ops.aten
 # They return what they are given, as far as a graph without autograd can tell.
@@ -115,6 +117,34 @@ def draws(node: Node) -> bool:
     if not tagged or str(node.target).startswith("fshard."):
         return False
     return not any(argument.name == "dropout_p" and value in (None, 0.0) for argument, value in _arguments(node) or ())
+
+
+def told_in(graph: Graph) -> tuple[comm.Facts, tuple[Axis, ...]]:
+    """What decides the collectives of a graph, before it is cleaned.
+
+    Args:
+        graph: As it was traced.
+
+    Returns:
+        What its verbs were told and the collectives themselves, and the axes that these are over.
+    """
+    entries: dict[str, Any] = {}
+    sent: list[str] = []
+    axes: dict[Axis, None] = {}
+    for number, node in enumerate(graph.nodes):
+        if node.target is ops.told:
+            for name, value in json.loads(node.args[0]).items():
+                entries[name if entries.get(name, value) == value else f"{name}, operator {number}"] = value
+        collective = comm.collective_of(node.target, map_arg(node.args, lambda given: given.meta["val"]))
+        if collective is not None:
+            name, size, group = node.args[-5:-2] if node.target is not ops.all_to_all else node.args[-4:-1]
+            axes[Axis(name, size, group)] = None
+            # Each rank has its own part of an exchange.
+            said = (
+                "" if node.target is ops.all_to_all else f" of {collective.tensors} tensors, {collective.bytes} bytes"
+            )
+            sent.append(f"{collective.op} ({collective.label} {collective.unit}) over {name!r}{said}")
+    return comm.Facts.of({**entries, "collectives": sent}), tuple(axes)
 
 
 def placeholders(graph: Graph) -> list[Node]:

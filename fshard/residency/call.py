@@ -9,11 +9,10 @@ import torch
 
 from fshard import _compat, comm
 from fshard.residency.backward import Backward
-from fshard.residency.consensus import Consensus
 from fshard.residency.saved import FunctionTransform, Saved
 from fshard.residency.slots import Slot, policy_of
 from fshard.residency.timeline import CHECKPOINTED, Timeline
-from fshard.residency.units import Unit, Use, deliver, refuse_unsummed, scattered
+from fshard.residency.units import Unit, Use, deliver, is_regathered, refuse_unsummed, scattered
 from fshard.residency.walk import Walk, schedule
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded
 
@@ -28,18 +27,21 @@ class Call:
         at_end, ended: What to do when the call ends, and whether it has.
     """
 
-    def __init__(self, what: str, flat: Flat, axes: Sequence[Axis], *, differentiable: bool = True) -> None:
+    def __init__(
+        self, what: str, flat: Flat, axes: Sequence[Axis], facts: comm.Facts, *, differentiable: bool = True
+    ) -> None:
         """Take parameters in.
 
         Args:
             what: The verb that runs, for errors.
             flat: Its parameters.
             axes: The mesh axes that they live on.
+            facts: What the verb was told.
             differentiable: Whether gradients will be asked for.
         """
         self._what, self._differentiable = what, differentiable
         self._self = weakref.ref(self)
-        self.consensus = Consensus(what, axes)
+        self.consensus = comm.Consensus(what, axes, facts)
         self.slots = [
             self._lend(path, leaf) if is_sharded(leaf) else None
             for path, leaf in zip(flat.paths, flat.leaves, strict=True)
@@ -85,10 +87,12 @@ class Call:
 
     def begin_walk(self, name: str, units: Sequence[Unit], ends: Sequence[int], apart: Sequence[bool]) -> Walk:
         """Begin a pass over a schedule of units; see `schedule`."""
+        stops = schedule(units, ends, apart)
         if not self.in_backward:
             self._turn_away()
-            self.consensus.agree(f"{len(units)} units of {name}")
-        self._walks.append(Walk(self, schedule(units, ends, apart)))
+            again = {f"unit {stop.unit.name}": f"regathered={is_regathered(stop.unit)}" for stop in stops}
+            self.consensus.agree(f"{len(units)} units of {name}", again)
+        self._walks.append(Walk(self, stops))
         return self._walks[-1]
 
     def gather(self, paths: Sequence[str], leaves: Sequence[Sharded]) -> list[torch.Tensor]:

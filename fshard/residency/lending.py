@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from fshard import comm
 from fshard.errors import Problem, leaf_error
 from fshard.residency.call import Call
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, unflatten
@@ -61,7 +62,7 @@ def forward_only(what: str, flat: Flat, axes: Sequence[Axis]) -> Iterator[Call]:
     Yields:
         The call, which ends with the context.
     """
-    call = Call(what, flat, axes, differentiable=False)
+    call = Call(what, flat, axes, comm.facts_of(what, flat), differentiable=False)
     try:
         yield call
     finally:

@@ -107,15 +107,13 @@ def test_a_rank_that_leaves_a_step_out(workers, jitted):
             store().wait([f"left out {jitted}"])
 
     text, _ = workers(2).run(program)
-    failed = r"\(gather of layers.0\)" if jitted else r"\(agree of 3 units of Layers\)"
+    failed = r"\(agree of jit begins\)" if jitted else r"\(agree of 3 units of Layers\)"
     in_order(
         text,
         rf"^all_gather number \d+ {failed} over 'shard' failed on rank 0\n",
         r"  rank 0, this one: failed in .*; finished last: all_reduce number \d+ \(psum_invariant\) over 'shard'\n",
         r"  rank 1: did not answer",
     )
-    if jitted:
-        in_order(text, r"  leaves: \S*layers\S*0\S*weight")
 
 
 def test_ranks_that_do_different_things(workers):

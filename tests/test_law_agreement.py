@@ -1,0 +1,333 @@
+"""Law 10: ranks that were told different things get one named error on every rank, and go on as before."""
+
+import re
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from fshard.testing import spmd
+from tests.trees import assert_same_bits, normal, one_axis
+
+# A call that some rank never comes to would wait for the timeout of the process group, which is minutes.
+SECONDS = 20.0
+
+MODULE = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()
+MODEL = fs.functionalize(MODULE, units=nn.Linear)
+# The same in every process.
+FULL = {name: normal()(*parameter.shape) for name, parameter in MODULE.named_parameters()}
+X = normal()(2, 4)
+
+
+def zero3(mesh, **options):
+    return fs.zero3(mesh, min_shard_elements=0, **options)
+
+
+def params_of(strategy, **keywords):
+    return fs.shard(FULL, strategy, **keywords)
+
+
+def loss_of(model, params, x=X):
+    return model.apply(params, x).square().sum()
+
+
+def train(params, *, reduce="mean", verb=fs.value_and_grad):
+    if verb is fs.apply:
+        return MODEL.apply(params, X)
+    if verb is fs.accumulate:
+        return fs.accumulate(partial(loss_of, MODEL), reduce=reduce)(params, [X])
+    return fs.value_and_grad(partial(loss_of, MODEL), reduce=reduce)(params)
+
+
+def accumulate(params, microbatches=2, **options):
+    return fs.accumulate(partial(loss_of, MODEL), **options)(params, [X] * microbatches)
+
+
+def by_units(params, units):
+    model = fs.functionalize(MODULE, units=units)
+    return fs.value_and_grad(partial(loss_of, model))(params)
+
+
+def by_torch_func(params, reduce):
+    return torch.func.grad_and_value(lambda p: fs.value_and_grad(partial(loss_of, MODEL), reduce=reduce)(p)[0])(params)
+
+
+# What the last rank is told and what the others are: functions of the mesh; and what the error must name.
+TOLD = {
+    "reduce": (lambda mesh, r: train(params_of(zero3(mesh)), reduce=r), "sum", "mean", ["reduce", "'sum'", "'mean'"]),
+    "weighted": (
+        lambda mesh, w: fs.value_and_grad(
+            lambda p: (fs.gather(p)["0.bias"].sum(), X.sum()) if w else fs.gather(p)["0.bias"].sum(),
+            reduce="weighted" if w else "sum",
+        )(params_of(zero3(mesh))),
+        True,
+        False,
+        ["reduce", "'weighted'", "'sum'"],
+    ),
+    "param_dtype": (
+        lambda mesh, d: train(params_of(zero3(mesh, param_dtype=d))),
+        torch.float32,
+        torch.bfloat16,
+        ["['0.bias']", "float32", "bfloat16"],
+    ),
+    "reduce_dtype": (
+        lambda mesh, d: train(params_of(zero3(mesh, reduce_dtype=d))),
+        torch.float32,
+        None,
+        ["['0.bias']", "scatter_dtype=torch.float32"],
+    ),
+    "merge_bytes": (
+        lambda mesh, n: train(params_of(zero3(mesh, merge_bytes=n))),
+        0,
+        4096,
+        ["['0.bias']", "merge_bytes 0", "merge_bytes 4096"],
+    ),
+    "prefetch": (
+        lambda mesh, n: train(params_of(zero3(mesh, prefetch=n, merge_bytes=0))),
+        0,
+        2,
+        ["['0.bias']", "prefetch 0", "prefetch 2"],
+    ),
+    "regather": (
+        lambda mesh, r: train(params_of(zero3(mesh, regather=r))),
+        False,
+        True,
+        ["['0.bias']", "regather False", "regather True"],
+    ),
+    "regather of some units": (
+        lambda mesh, r: train(params_of(zero3(mesh, merge_bytes=0, regather=r))),
+        lambda name: name == "1",
+        lambda name: name == "2",
+        ["unit 1"],
+    ),
+    "strategy": (
+        lambda mesh, s: train(params_of(s(mesh))),
+        lambda mesh: fs.zero2(mesh, min_shard_elements=0),
+        zero3,
+        ["['0.bias']", "regather False", "regather True"],
+    ),
+    "layout": (
+        lambda mesh, n: train(params_of(fs.zero3(mesh, min_shard_elements=n))),
+        10,
+        0,
+        ["['0.bias']", "P()", "P('shard')"],
+    ),
+    "frozen": (
+        lambda mesh, name: train(params_of(zero3(mesh), frozen=lambda path: name in path)),
+        "0.bias",
+        "none",
+        ["['0.bias']", "frozen float64"],
+    ),
+    "dtype of a leaf": (
+        lambda mesh, d: fs.value_and_grad(lambda p: fs.gather(p)["0.bias"].double().sum())(
+            fs.tree_map(lambda x: x.to(d), params_of(zero3(mesh)))
+        ),
+        torch.float32,
+        torch.float64,
+        ["['0.bias']", "torch.float32", "torch.float64"],
+    ),
+    "a leaf more": (
+        lambda mesh, names: fs.value_and_grad(lambda p: fs.gather(p)["0.bias"].sum())(
+            {name: leaf for name, leaf in params_of(zero3(mesh)).items() if name[0] in names}
+        ),
+        "012",
+        "01",
+        ["['2.bias']", "nothing"],
+    ),
+    "verb": (
+        lambda mesh, verb: train(params_of(zero3(mesh)), verb=verb),
+        fs.accumulate,
+        fs.value_and_grad,
+        ["verb", "accumulate", "value_and_grad"],
+    ),
+    "evaluation": (
+        lambda mesh, verb: train(params_of(zero3(mesh)), verb=verb),
+        fs.apply,
+        fs.value_and_grad,
+        ["verb", "apply", "value_and_grad"],
+    ),
+    "microbatches": (lambda mesh, n: accumulate(params_of(zero3(mesh)), n), 3, 2, ["microbatches", "3", "2"]),
+    "communicate": (
+        lambda mesh, c: accumulate(params_of(zero3(mesh)), communicate=c),
+        "once",
+        "each",
+        ["communicate", "'once'", "'each'"],
+    ),
+    "units": (
+        lambda mesh, units: by_units(params_of(zero3(mesh, merge_bytes=0)), units),
+        None,
+        nn.Linear,
+        ["1 units of Sequential", "3 units of Sequential"],
+    ),
+    "under torch.func": (
+        lambda mesh, reduce: by_torch_func(params_of(zero3(mesh)), reduce),
+        "sum",
+        "mean",
+        ["reduce", "'sum'", "'mean'"],
+    ),
+}
+
+
+def outcome(call):
+    """What a call refuses with on this rank, within seconds, and that a good step goes on as before."""
+    mesh = one_axis()
+    good = partial(train, params_of(zero3(mesh)))
+    expected, started = good(), time.monotonic()
+    try:
+        found = str(call(mesh))
+    except ValueError as error:
+        found = str(error)
+    assert time.monotonic() - started < SECONDS / 2
+    assert_same_bits(fs.tree_leaves(good()), fs.tree_leaves(expected))
+    return found
+
+
+def program_of(name):
+    call, other, common, _ = TOLD[name]
+
+    def program():
+        mesh = one_axis()
+        told = other if mesh.get_rank() == mesh.size() - 1 else common
+        return outcome(lambda mesh: call(mesh, told))
+
+    return program
+
+
+def assert_all_named(rows, parts):
+    for text in rows:
+        assert re.match(r"\w+: ranks (were told different things|do not do the same|hold different trees)\n", text), (
+            text
+        )
+        assert all(part in text.splitlines()[1] for part in parts), text
+    # The first line names the verb, which may be the very difference.
+    assert len({tuple(text.splitlines()[1:]) for text in rows}) == 1, rows
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("name", TOLD)
+def test_ranks_that_were_told_different_things_are_all_told(name, world_size):
+    assert_all_named(spmd(program_of(name), world_size, timeout=SECONDS), TOLD[name][3])
+
+
+def test_processes_that_were_told_different_things_are_all_told(workers):
+    for name in TOLD:
+        assert_all_named(spmd(program_of(name), workers(2), timeout=SECONDS), TOLD[name][3])
+
+
+JITTED = {
+    "reduce": (lambda params, r: train(params, reduce=r), "sum", "mean", ["reduce", "'sum'", "'mean'"]),
+    "communicate": (
+        lambda params, c: accumulate(params, communicate=c),
+        "once",
+        "each",
+        ["communicate", "'once'", "'each'"],
+    ),
+    "verb": (lambda params, v: train(params, verb=v), fs.apply, fs.value_and_grad, ["verb", "apply", "value_and_grad"]),
+    "under torch.func": (by_torch_func, "sum", "mean", ["reduce", "'sum'", "'mean'"]),
+    "collectives of its own": (
+        lambda params, n: fs.psum(X[:n].sum(0)[:n], params["w"].spec.axes[0]),
+        1,
+        2,
+        ["all_reduce (psum ) over 'shard' of 1 tensors, 8 bytes", "16 bytes"],
+    ),
+}
+
+
+def jitted_program_of(name):
+    call, other, common, _ = JITTED[name]
+
+    def program():
+        mesh = one_axis()
+        last = mesh.get_rank() == mesh.size() - 1
+        params = params_of(zero3(mesh))
+        if name == "collectives of its own":
+            params = {"w": params["0.weight"]}
+        same, differ = (fs.jit(lambda p, told=told: call(p, told)) for told in (common, other if last else common))
+        expected = same(params)
+        with pytest.raises(ValueError, match=r"^jit: ranks were told different things\n") as caught:
+            differ(params)
+        assert_same_bits(fs.tree_leaves(same(params)), fs.tree_leaves(expected))
+        return str(caught.value)
+
+    return program
+
+
+@pytest.mark.parametrize("name", JITTED)
+def test_jitted_ranks_that_were_told_different_things_are_all_told(name):
+    assert_all_named(spmd(jitted_program_of(name), 2, timeout=SECONDS), JITTED[name][3])
+
+
+def test_jitted_processes_that_were_told_different_things_are_all_told(workers):
+    for name in ("reduce", "collectives of its own"):
+        assert_all_named(spmd(jitted_program_of(name), workers(2), timeout=4 * SECONDS), JITTED[name][3])
+
+
+def test_a_rank_that_traces_again_keeps_the_others_waiting_and_no_more():
+    """Batches of other lengths on other ranks decide no collective: each rank has the bits of its eager step."""
+
+    def program():
+        mesh = one_axis()
+        params = params_of(zero3(mesh, merge_bytes=0))
+
+        def step(params, x):
+            return fs.value_and_grad(lambda p: loss_of(MODEL, p, x))(params)
+
+        jitted = fs.jit(step)
+        for lengths in ((2, 2), (2, 3), (5, 2), (5, 3), (2, 2)):
+            x = normal(mesh.get_rank())(lengths[min(mesh.get_rank(), 1)], 4)
+            assert_same_bits(fs.tree_leaves(jitted(params, x)), fs.tree_leaves(step(params, x)))
+        return len(jitted.traces)
+
+    assert spmd(program, 3, timeout=SECONDS) == [2, 2, 2]
+
+
+def test_a_rank_whose_trace_fails_tells_the_others():
+    def program():
+        mesh = one_axis()
+        params = params_of(zero3(mesh))
+
+        @fs.jit
+        def step(params):
+            if mesh.get_rank() == 1:
+                raise KeyError("at 1")
+            return train(params)
+
+        with pytest.raises((KeyError, RuntimeError)) as caught:
+            step(params)
+        return str(caught.value)
+
+    expected = "jit: another rank failed, and this one stops with it: on rank shard=1 jit raised KeyError: 'at 1'"
+    assert spmd(program, 3, timeout=SECONDS) == [expected, "'at 1'", expected]
+
+
+# The meshes that ranks ask for, the last rank its own, and what each error must name.
+MESHES = {
+    "shape": ({"a": 2, "b": -1}, {"a": 1, "b": -1}, ["'a': 2", "'a': 1"]),
+    "names": ({"shard": -1}, {"data": -1}, ["'shard'", "'data'"]),
+    "order of axes": ({"a": -1, "b": 1}, {"b": 1, "a": -1}, ["'a'", "'b'"]),
+    "one that cannot be": ({"shard": -1}, {"shard": 3}, ["'shard': 4", "the number of ranks is 4"]),
+}
+
+
+def program_of_meshes():
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    found = []
+    for common, other, _ in MESHES.values():
+        with pytest.raises(ValueError, match=r"^init_mesh: ranks ask for different meshes\n") as caught:
+            fs.init_mesh(other if rank == size - 1 else common, device="cpu")
+        found.append(str(caught.value))
+        # What some ask for by -1 and others by a number is the same.
+        mesh = fs.init_mesh({"shard": -1 if rank else size}, device="cpu")
+        assert fs.comm.all_gather([torch.ones(1)], fs.axis_of(mesh), "test")[0].sum() == size
+    return found
+
+
+@pytest.mark.parametrize("kind", ("threads", "processes"))
+def test_meshes_of_other_shapes_are_refused_before_groups_are_made(kind, workers):
+    rows = spmd(program_of_meshes, 4 if kind == "threads" else workers(4), timeout=SECONDS)
+    assert rows == [rows[0]] * 4
+    for text, (*_, parts) in zip(rows[0], MESHES.values(), strict=True):
+        assert all(part in text.splitlines()[1] for part in parts), text
