@@ -7,7 +7,7 @@ from fshard.checks import check_local, check_transforms
 from fshard.collectives import linear_call
 from fshard.residency import call_of
 from fshard.transforms import ShardTransform
-from fshard.tree import Tree, flatten, is_sharded, unflatten
+from fshard.tree import Flat, Tree, flatten, is_sharded, unflatten
 
 
 def gather(tree: Tree) -> Tree:
@@ -25,7 +25,8 @@ def gather(tree: Tree) -> Tree:
         The tree with full tensors of the leaves' global shapes.
 
     Raises:
-        ValueError: if a leaf's shape does not match its spec, or a leaf outlived the call that lent it.
+        ValueError: if a leaf's shape does not match its spec, or a leaf outlived the call that lent it; on every rank
+            alike, if other ranks make another call or gather other leaves.
 
     >>> import torch
     >>> import fshard as fs
@@ -48,6 +49,9 @@ def gather(tree: Tree) -> Tree:
         if is_sharded(leaf):
             still = leaf.spec.frozen or not (leaf.local.is_floating_point() or leaf.local.is_complex())
             groups.setdefault((leaf.spec.transform, still), []).append(i)
+    # Leaves of a running call have gone through it; what is left begins a call of its own.
+    axes = dict.fromkeys(axis for transform, _ in groups for axis in transform.axes)
+    comm.same_call("gather", tuple(axes), Flat(flat.paths, leaves, flat.treedef))
     for (transform, still), group in groups.items():
         shards = [leaves[i].local.detach() if still else leaves[i].local for i in group]
         specs = tuple(leaves[i].spec for i in group)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fshard import comm
 from fshard.checks import check_axes, check_loss, check_reduce, check_transforms, kind
 from fshard.collectives import psum_invariant
 from fshard.errors import Problem, leaf_error
@@ -83,6 +84,7 @@ def objective(loss: Loss, like: Tree, reduce: str = "mean") -> torch.Tensor:
     check_loss(loss, reduce, "objective")
     axes = reduction_axes(like, "objective")
     value, count = loss if isinstance(loss, tuple) else (loss, None)
+    comm.same_call("objective", axes, flatten(like), reduce=reduce)
     return divided(total(value, axes), denominator(count, axes, reduce))
 
 

@@ -64,6 +64,7 @@ def scatter_grads(
         remedy = "pass the gradients of full leaves, as from torch.func.grad at fs.gather(like)"
         raise leaf_error("scatter_grads: gradients do not fit `like`", problems, remedy)
     states = states_of("scatter_grads", like, transform_state)
+    comm.same_call("scatter_grads", axes, params, reduce=reduce)
     divisor = denominator(count, axes, reduce)
     leaves: list[Any] = list(flat.leaves)
     groups: dict[ShardTransform, list[int]] = {}

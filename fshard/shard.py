@@ -13,7 +13,7 @@ from fshard import _compat, comm
 from fshard.checks import check_local, is_reachable, kind, outline
 from fshard.errors import Problem, leaf_error
 from fshard.transforms import LayoutError, ShardTransform
-from fshard.tree import Flat, Sharded, Spec, Tree, flatten, is_sharded, means, names_of, unflatten
+from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, is_sharded, means, names_of, unflatten
 
 
 def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str], bool] | None = None) -> Tree:
@@ -80,9 +80,9 @@ def unshard(tree: Tree) -> Tree:
     flat = flatten(tree)
     check_local("unshard", flat)
     sharded = [i for i, leaf in enumerate(flat.leaves) if is_sharded(leaf)]
-    full = _unshard([flat.leaves[i].local for i in sharded], [flat.leaves[i].spec for i in sharded])
+    comm.same_call("unshard", _split_over(flat), flat)
     leaves = list(flat.leaves)
-    for i, tensor in zip(sharded, full, strict=True):
+    for i, tensor in zip(sharded, unsharded([leaves[i] for i in sharded]), strict=True):
         leaves[i] = tensor
     return unflatten(flat.treedef, leaves)
 
@@ -122,6 +122,7 @@ def reshard(tree: Tree, transform: ShardTransform) -> Tree:
         raise leaf_error("reshard: leaves belong to their ranks", problems, remedy)
     if problems:
         raise leaf_error("reshard: leaves do not fit", problems, "choose a strategy that fits their shapes")
+    comm.same_call("reshard", _split_over(flat), flat, transform=transform)
     leaves = [leaf if spec is None else Sharded(stored(_move(leaf, spec), spec), spec) for leaf, spec in out]
     return unflatten(flat.treedef, leaves)
 
@@ -158,8 +159,15 @@ def without_padding(leaf: Sharded) -> torch.Tensor:
     return local
 
 
-def _unshard(shards: Sequence[torch.Tensor], specs: Sequence[Spec]) -> list[torch.Tensor]:
-    out = list(shards)
+def _split_over(flat: Flat) -> tuple[Axis, ...]:
+    """The axes that leaves are put together over."""
+    specs = dict.fromkeys(leaf.spec for leaf in flat.leaves if is_sharded(leaf))
+    return tuple(dict.fromkeys(axis for spec in specs for axis in spec.partition_axes()))
+
+
+def unsharded(leaves: Sequence[Any]) -> list[torch.Tensor]:
+    """Full tensors of Sharded leaves, as `unshard` makes them, for callers whose ranks have agreed to it."""
+    out, specs = [leaf.local for leaf in leaves], [leaf.spec for leaf in leaves]
     # Minor axes first within a dim; leaves whose next axis is the same travel together.
     plans = [
         [(axis, dim) for dim in range(len(spec.partition)) for axis in reversed(spec.split_axes(dim))] for spec in specs
@@ -193,7 +201,7 @@ def _names_of_parameters(tree: Tree, flat: Flat) -> tuple[str, ...]:
 def _move(leaf: Sharded, spec: Spec) -> torch.Tensor:
     if (leaf.spec.partition, leaf.spec.partition_axes()) == (spec.partition, spec.partition_axes()):
         return leaf.local.clone()
-    (full,) = _unshard([leaf.local], [leaf.spec])
+    (full,) = unsharded([leaf])
     return local_piece(full, spec)
 
 

@@ -18,13 +18,20 @@ STRATEGIES = {
     "zero2": lambda mesh: fs.zero2(mesh, min_shard_elements=0),
     "zero3": lambda mesh: fs.zero3(mesh, min_shard_elements=0),
 }
+
+
+def axis_in(params):
+    """A mesh is made by all ranks or by none."""
+    return params["w"].spec.axes[0]
+
+
 # What the first rank calls alone, and how it is called in the error.
 CALLS = {
     "save": (lambda params, place: fs.checkpoint.save(place, params, step=1), "checkpoint.save"),
     "to_state_dict": (lambda params, _: to_state_dict(params, rank0_only=True), "checkpoint.to_state_dict"),
-    "texts": (lambda params, _: fs.comm.texts("x" * 5000, fs.axis_of(one_axis()), "texts"), "texts"),
-    "highest": (lambda params, _: fs.comm.highest([1.0, 2.0], [fs.axis_of(one_axis())], "highest"), "highest"),
-    "shard": (lambda params, _: fs.shard({"w": torch.ones(4, 4)}, fs.ddp(one_axis())), "shard"),
+    "texts": (lambda params, _: fs.comm.texts("x" * 5000, axis_in(params), "texts"), "texts"),
+    "highest": (lambda params, _: fs.comm.highest([1.0, 2.0], [axis_in(params)], "highest"), "highest"),
+    "shard": (lambda params, _: fs.shard({"w": torch.ones(4, 4)}, fs.ddp(axis_in(params))), "shard"),
 }
 
 

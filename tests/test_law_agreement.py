@@ -2,6 +2,7 @@
 
 import re
 import time
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -180,7 +181,7 @@ def outcome(call):
         found = str(call(mesh))
     except ValueError as error:
         found = str(error)
-    assert time.monotonic() - started < SECONDS / 2
+    assert time.monotonic() - started < SECONDS
     assert_same_bits(fs.tree_leaves(good()), fs.tree_leaves(expected))
     return found
 
@@ -206,7 +207,7 @@ def assert_all_named(rows, parts):
     assert len({tuple(text.splitlines()[1:]) for text in rows}) == 1, rows
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("world_size", (2, pytest.param(3, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("name", TOLD)
 def test_ranks_that_were_told_different_things_are_all_told(name, world_size):
     assert_all_named(spmd(program_of(name), world_size, timeout=SECONDS), TOLD[name][3])
@@ -214,7 +215,7 @@ def test_ranks_that_were_told_different_things_are_all_told(name, world_size):
 
 def test_processes_that_were_told_different_things_are_all_told(workers):
     for name in TOLD:
-        assert_all_named(spmd(program_of(name), workers(2), timeout=SECONDS), TOLD[name][3])
+        assert_all_named(spmd(program_of(name), workers(2), timeout=4 * SECONDS), TOLD[name][3])
 
 
 JITTED = {
@@ -255,11 +256,14 @@ def jitted_program_of(name):
     return program
 
 
-@pytest.mark.parametrize("name", JITTED)
+@pytest.mark.parametrize(
+    "name", ["reduce", *(pytest.param(n, marks=pytest.mark.slow) for n in JITTED if n != "reduce")]
+)
 def test_jitted_ranks_that_were_told_different_things_are_all_told(name):
-    assert_all_named(spmd(jitted_program_of(name), 2, timeout=SECONDS), JITTED[name][3])
+    assert_all_named(spmd(jitted_program_of(name), 2, timeout=4 * SECONDS), JITTED[name][3])
 
 
+@pytest.mark.slow
 def test_jitted_processes_that_were_told_different_things_are_all_told(workers):
     for name in ("reduce", "collectives of its own"):
         assert_all_named(spmd(jitted_program_of(name), workers(2), timeout=4 * SECONDS), JITTED[name][3])
@@ -281,7 +285,7 @@ def test_a_rank_that_traces_again_keeps_the_others_waiting_and_no_more():
             assert_same_bits(fs.tree_leaves(jitted(params, x)), fs.tree_leaves(step(params, x)))
         return len(jitted.traces)
 
-    assert spmd(program, 3, timeout=SECONDS) == [2, 2, 2]
+    assert spmd(program, 3, timeout=6 * SECONDS) == [2, 2, 2]
 
 
 def test_a_rank_whose_trace_fails_tells_the_others():
@@ -300,7 +304,93 @@ def test_a_rank_whose_trace_fails_tells_the_others():
         return str(caught.value)
 
     expected = "jit: another rank failed, and this one stops with it: on rank shard=1 jit raised KeyError: 'at 1'"
-    assert spmd(program, 3, timeout=SECONDS) == [expected, "'at 1'", expected]
+    assert spmd(program, 3, timeout=4 * SECONDS) == [expected, "'at 1'", expected]
+
+
+def updated(params, tx):
+    grads = fs.tree_map(torch.ones_like, params)
+    return fs.update(tx, fs.TrainState.create(params, tx), grads)
+
+
+SGD = fs.from_torch(torch.optim.SGD, lr=0.1)
+# What the first rank does alone, while the others train.
+ALONE = {
+    "gather": lambda params: fs.gather(params),
+    "gather of a leaf": lambda params: fs.gather(params["0.weight"]),
+    "unshard": lambda params: fs.unshard(params),
+    "unshard of another leaf": lambda params: fs.unshard(params["0.bias"]),
+    "scatter_grads": lambda params: fs.scatter_grads(FULL, like=params),
+    "objective": lambda params: fs.objective(X.sum(), like=params),
+    "reshard": lambda params: fs.reshard(params, fs.ddp(params["0.weight"].spec.axes[0])),
+    "apply": lambda params: MODEL.apply(params, X),
+    "update that clips": lambda params: updated(params, fs.chain(fs.clip_by_global_norm(1.0), SGD)),
+    "update that skips": lambda params: updated(params, fs.skip_nonfinite(SGD)),
+    "update at owners": lambda params: updated(params, fs.whole(SGD)),
+    "update of adafactor": lambda params: updated(params, fs.adafactor(lr=0.1)),
+    "jit": lambda params: fs.jit(lambda p: fs.tree_map(torch.square, p))(params),
+    "gather under torch.func": lambda params: torch.func.grad(lambda p: fs.gather(p)["0.weight"].sum())(params),
+}
+TRAINING = {
+    "value_and_grad": train,
+    "unshard of all": lambda params: fs.unshard(params),
+    "gather of all": lambda params: fs.gather({"all": params}),
+}
+
+
+def program_of_one_alone(names=tuple(ALONE)):
+    mesh = one_axis()
+    params = params_of(zero3(mesh))
+    expected, found = train(params), {}
+    for name in names:
+        for other, call in TRAINING.items():
+            if name.split()[0] == other.split()[0] == "unshard" and "another" not in name:
+                continue
+            with pytest.raises(ValueError, match=r"ranks (were told different|do not do the same)") as caught:
+                ALONE[name](params) if mesh.get_rank() == 0 else call(params)
+            found[name, other] = str(caught.value)
+            assert_same_bits(fs.tree_leaves(train(params)), fs.tree_leaves(expected))
+    return found
+
+
+def assert_both_named(rows):
+    for name, other in rows[0]:
+        texts = {row[name, other].split("\n", 1)[1] for row in rows}
+        assert len(texts) == 1, texts
+        (text,) = texts
+        # Where both call one verb, as an optimizer's init does, it is the leaves that differ.
+        assert name.split()[0] in text or other.split()[0] in text or "dtype" in text, text
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_a_verb_that_one_rank_calls_alone_is_named_on_every_rank(world_size):
+    assert_both_named(spmd(program_of_one_alone, world_size, timeout=3 * SECONDS))
+
+
+def test_a_verb_that_one_process_calls_alone_is_named_on_every_rank(workers):
+    """Where gloo would end by a signal, or return what it was not sent."""
+    names = ("gather", "unshard", "scatter_grads", "reshard", "update that clips", "jit")
+    assert_both_named(spmd(partial(program_of_one_alone, names), workers(2), timeout=4 * SECONDS))
+
+
+def test_a_verb_that_another_process_never_calls_ends_within_the_timeout(workers):
+    def program():
+        group = torch.distributed.new_group(timeout=timedelta(seconds=2))
+        torch.distributed.barrier()
+        axis = fs.Axis("shard", 2, group.group_name)
+        params = fs.shard(FULL, zero3(axis))
+        store, text = torch.distributed.distributed_c10d._get_default_store(), ""
+        if torch.distributed.get_rank() == 0:
+            with pytest.raises(fs.comm.CollectiveError) as caught:
+                fs.unshard(params)
+            text = str(caught.value)
+            store.set("a lone unshard", "")
+        store.wait(["a lone unshard"])
+        torch.distributed.destroy_process_group(group)
+        return text
+
+    text, _ = spmd(program, workers(2), timeout=2 * SECONDS)
+    assert re.match(r"all_gather number \d+ \(agree of unshard begins\) over 'shard' failed on rank 0\n", text), text
+    assert "To fix: see why rank 1 did not come" in text
 
 
 # The meshes that ranks ask for, the last rank its own, and what each error must name.
@@ -327,7 +417,7 @@ def program_of_meshes():
 
 @pytest.mark.parametrize("kind", ("threads", "processes"))
 def test_meshes_of_other_shapes_are_refused_before_groups_are_made(kind, workers):
-    rows = spmd(program_of_meshes, 4 if kind == "threads" else workers(4), timeout=SECONDS)
+    rows = spmd(program_of_meshes, 4 if kind == "threads" else workers(4), timeout=4 * SECONDS)
     assert rows == [rows[0]] * 4
     for text, (*_, parts) in zip(rows[0], MESHES.values(), strict=True):
         assert all(part in text.splitlines()[1] for part in parts), text

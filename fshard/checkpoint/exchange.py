@@ -19,7 +19,7 @@ from fshard.checkpoint.write import bytes_of
 from fshard.checks import check_flags, check_local, kind
 from fshard.errors import Problem, leaf_error
 from fshard.mesh import world
-from fshard.shard import unshard
+from fshard.shard import unsharded
 from fshard.tree import Tree, flatten, is_sharded, names_of, unflatten
 
 Value = TypeVar("Value")
@@ -143,8 +143,9 @@ def gathered(leaves: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _unsharded(names: Sequence[str], leaves: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    full = unshard([leaves[name] for name in names])
-    yield from zip(names, (tensor.detach() for tensor in full), strict=True)
+    sharded = [name for name in names if is_sharded(leaves[name])]
+    full = dict(zip(sharded, unsharded([leaves[name] for name in sharded]), strict=True))
+    yield from ((name, full.get(name, leaves[name]).detach()) for name in names)
 
 
 def owned(full: torch.Tensor, leaf: Any) -> torch.Tensor:

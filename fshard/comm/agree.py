@@ -85,7 +85,7 @@ def facts_of(verb: str, flat: Flat, **told: Any) -> Facts:
     """
     sharded = [(path, leaf) for path, leaf in zip(flat.paths, flat.leaves, strict=True) if is_sharded(leaf)]
     leaves = tuple([(path, leaf.spec, leaf.local.dtype) for path, leaf in sharded])
-    return _facts((("verb", verb), *((name, repr(value)) for name, value in told.items())), leaves)
+    return _facts((("verb", verb), *((name, _text(value)) for name, value in told.items())), leaves)
 
 
 @functools.lru_cache(maxsize=64)
@@ -303,7 +303,7 @@ def _differing(found: str | list[str], needed: str | list[str]) -> tuple[str, st
     if isinstance(found, list) and isinstance(needed, list):
         pairs = itertools.zip_longest(found, needed, fillvalue="nothing")
         return next(pair for pair in pairs if pair[0] != pair[1])
-    return tuple(side if isinstance(side, str) else side[0] for side in (found, needed))  # type: ignore[return-value]
+    return tuple(side if isinstance(side, str) else (side or ["nothing"])[0] for side in (found, needed))  # type: ignore[return-value]
 
 
 def _place(index: int, axes: Sequence[Axis]) -> str:

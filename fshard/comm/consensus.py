@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
-from fshard.comm.agree import BITS, NO_FACTS, WORDS, Facts, Vote, highest, vote
+from fshard.comm.agree import BITS, NO_FACTS, WORDS, Facts, Vote, facts_of, highest, vote
 from fshard.comm.collective import backend_of
 from fshard.comm.failure import CollectiveError
 from fshard.comm.labels import concerning
 from fshard.comm.record import AGREE
 from fshard.errors import Problem, leaf_error
-from fshard.tree import Axis
+from fshard.tree import Axis, Flat
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
@@ -105,7 +106,9 @@ class Consensus:
         raise leaf_error(f"{self._what}: ranks do not do the same", [found.problem], remedy)
 
 
-def same_call(what: str, axes: Sequence[Axis], facts: Facts, error: Exception | None = None) -> None:
+def same_call(
+    what: str, axes: Sequence[Axis], facts: Facts | Flat = NO_FACTS, error: Exception | None = None, **told: Any
+) -> None:
     """See that every rank begins the same call, by one message over each axis of processors.
 
     Accelerators send none, because the host would have to wait for it in every step.
@@ -113,14 +116,16 @@ def same_call(what: str, axes: Sequence[Axis], facts: Facts, error: Exception | 
     Args:
         what: The verb that begins, and is no part of a running call.
         axes: The mesh axes that it communicates over.
-        facts: What it was told.
+        facts: What it was told, or the tree whose leaves it was given.
         error: What this rank has failed with instead, or None.
+        **told: With a tree, other arguments that decide what is sent or what sums mean.
 
     Raises:
         ValueError: on every rank alike, if ranks make different calls or were told different things.
         RuntimeError: if another rank failed.
     """
     if any(axis.size > 1 for axis in axes) and backend_of(axes) != "nccl":
+        facts = facts_of(what, facts, **told) if isinstance(facts, Flat) else facts
         Consensus(what, axes, facts).conclude(what, {}, (), error, end="begins")
 
 

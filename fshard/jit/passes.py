@@ -128,13 +128,15 @@ def told_in(graph: Graph) -> tuple[comm.Facts, tuple[Axis, ...]]:
     Returns:
         What its verbs were told and the collectives themselves, and the axes that these are over.
     """
-    entries: dict[str, Any] = {}
+    entries: dict[str, Any] = {"verb": repr("jit")}
     sent: list[str] = []
     axes: dict[Axis, None] = {}
-    for number, node in enumerate(graph.nodes):
+    number = 0
+    for node in graph.nodes:
         if node.target is ops.told:
+            number += 1
             for name, value in json.loads(node.args[0]).items():
-                entries[name if entries.get(name, value) == value else f"{name}, operator {number}"] = value
+                entries[name if entries.get(name, value) == value else f"{name} of its verb {number}"] = value
         collective = comm.collective_of(node.target, map_arg(node.args, lambda given: given.meta["val"]))
         if collective is not None:
             name, size, group = node.args[-5:-2] if node.target is not ops.all_to_all else node.args[-4:-1]

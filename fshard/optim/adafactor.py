@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fshard import comm
 from fshard.objective import total
 from fshard.optim.leaves import check_real, check_state, like, partition_axes, tensor_of, trained, varying
 from fshard.optim.native import Number, Rate, value_of
@@ -142,6 +143,7 @@ def _means(requests: Sequence[tuple[Any, torch.Tensor, int]]) -> list[torch.Tens
         axes = leaf.spec.split_axes(tensor.dim() + dim) if is_sharded(leaf) else ()
         groups.setdefault(tuple(axis for axis in axes if axis.size > 1), []).append(n)
     for axes, group in groups.items():
+        comm.same_call("update", axes)
         for n, found in zip(group, total([sums[n] for n in group], axes), strict=True):
             sums[n] = varying(found, axes)
     sizes = [(leaf.spec.shape if is_sharded(leaf) else leaf.shape)[dim] for leaf, _, dim in requests]

@@ -206,6 +206,7 @@ def all_finite(grads: Tree) -> torch.Tensor:
         return torch.tensor(True)
     bad = (~torch.stack(parts)).any().long()
     axes: dict[Axis, None] = dict.fromkeys(axis for leaf in leaves if is_sharded(leaf) for axis in leaf.spec.axes)
+    comm.same_call("update", tuple(axes))
     for axis in axes:
         (bad,) = linear_call(partial(comm.all_reduce, axis=axis, label="finite"), tuple, [bad])
     return bad == 0

@@ -66,6 +66,7 @@ def leaf_norms(tree: Tree, p: float = 2.0) -> list[torch.Tensor | None]:
             groups.setdefault(partition_axes(leaf), []).append(i)
     norms: list[torch.Tensor | None] = [None] * len(leaves)
     for axes, group in groups.items():
+        comm.same_call("update", axes)
         tensors = [without_padding(leaves[i]) if is_sharded(leaves[i]) else leaves[i] for i in group]
         if math.isinf(p):
             found = _agreed(torch.stack([_largest_of(tensor) for tensor in tensors]), axes)
@@ -90,10 +91,12 @@ def _powers(tensor: torch.Tensor, p: float) -> list[torch.Tensor]:
 
 
 def _sum_of_powers(tensors: list[torch.Tensor], axes: tuple[Axis, ...], p: float) -> torch.Tensor:
+    comm.same_call("update", axes)
     return total(torch.stack([power for tensor in tensors for power in _powers(tensor, p)]).sum(), axes)
 
 
 def _largest(tensors: list[torch.Tensor], axes: tuple[Axis, ...]) -> torch.Tensor:
+    comm.same_call("update", axes)
     return _agreed(torch.stack([_largest_of(tensor) for tensor in tensors]).amax(), axes)
 
 

@@ -103,6 +103,7 @@ def _step_at_owners(
     tx: Optimizer, axis: Axis, places: list[tuple[int, int]], gradients: list[Any], leaves: list[Any], states: list[Any]
 ) -> None:
     """Step leaves at their owners, and put the new ones and their states in the place of the old ones."""
+    comm.same_call("update", (axis,))
     owners = assign([flops_of(leaves[i].spec.shape) for i, _ in places], axis.size)
     flats = [flatten(states[n]) for _, n in places]
     parts = [
