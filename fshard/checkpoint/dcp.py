@@ -30,7 +30,7 @@ from fshard.checkpoint.exchange import (
     refuse_untrusted,
 )
 from fshard.checkpoint.format import CheckpointError
-from fshard.checkpoint.layout import empty_like
+from fshard.checkpoint.layout import empty_like, replicas
 from fshard.checkpoint.optimizer_state import (
     groups_of,
     injected_names,
@@ -41,6 +41,7 @@ from fshard.checkpoint.optimizer_state import (
 )
 from fshard.checks import check_flags, kind
 from fshard.errors import leaf_error
+from fshard.mesh import world
 from fshard.tree import Tree, flatten, names_of, unflatten
 
 METADATA = ".metadata"
@@ -86,12 +87,15 @@ def save_dcp(
         needed = "module= and optimizer= too, as get_state_dict takes them"
         raise ValueError(f"{label}: expected {needed}, got a {type(state).__name__} alone")
     content: dict[Place, Any] = {}
-    for name, leaf in _model_leaves(label, state, names).items():
+    model_leaves = _model_leaves(label, state, names)
+    replicas(label, model_leaves, world())
+    for name, leaf in model_leaves.items():
         content |= {(*_split(model_key), alias): leaf for alias in names.saved_as(name)}
     if trained:
         assert optimizer is not None
         leaves = optimizer_leaves(label, state.opt_state)
         agree(label, {f"{name} {slot}": described(leaf) for (name, slot), leaf in leaves.items()})
+        replicas(label, {f"{name} {slot}": leaf for (name, slot), leaf in leaves.items()}, world())
         parts: dict[Place, Any] = {("state", name, slot): leaf for (name, slot), leaf in leaves.items()}
         order = optimizer_names(label, names, optimizer)
         for i, group in enumerate(groups_of(state.opt_state, optimizer, order)):

@@ -27,7 +27,7 @@ from fshard.checkpoint.exchange import (
     refuse_untrusted,
 )
 from fshard.checkpoint.format import DTYPES, CheckpointError, dtype_name
-from fshard.checkpoint.layout import local_of, shape_of
+from fshard.checkpoint.layout import local_of, replicas, shape_of
 from fshard.checkpoint.state_dict import read_pickle
 from fshard.checkpoint.write import bytes_of
 from fshard.checks import kind
@@ -74,6 +74,7 @@ def save_huggingface(
     leaves = _renamed(label, by_name(label, params, Names(None)), names)
     agree(label, {"(directory)": str(directory)})
     _check_dtypes(label, leaves)
+    replicas(label, leaves, world())
     parts = _divided(leaves, max_file_bytes)
     with fresh(label, Path(directory), (SINGLE, INDEX)) as temporary:
         _write(temporary, leaves, parts)

@@ -1,14 +1,19 @@
 """Which rank writes which part of a leaf, and which parts it reads."""
 
 import json
-from collections.abc import Sequence
+import math
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fshard import comm
-from fshard.shard import local_ranges, without_padding
+from fshard.errors import Problem, leaf_error
+from fshard.shard import hash_of, local_ranges, without_padding
 from fshard.tree import Axis, Sharded, Spec, is_sharded
+
+Kind = tuple[Axis, ...]
 
 
 class Piece(NamedTuple):
@@ -49,29 +54,85 @@ def piece_of(leaf: Any) -> Piece:
     return Piece(offset, tensor)
 
 
-def writers(leaves: Sequence[Any], world: Axis) -> list[bool]:
+def replicas(label: str, leaves: Mapping[str, Any], world: Axis) -> dict[Kind, list[int]]:
+    """Find the ranks that hold the same part of a leaf as this one, and refuse where they hold different values.
+
+    A part that several ranks hold is hashed by each of them, which takes less time than to copy it.
+
+    Args:
+        label: Who asks, for errors.
+        leaves: Tensors and Sharded leaves by path, the same on every rank.
+        world: All ranks.
+
+    Returns:
+        The ranks, by the axes that split a leaf.
+
+    Raises:
+        ValueError: on every rank alike, with the path of every leaf that differs.
+    """
+    kinds: dict[Kind, dict[str, str]] = {}
+    for path, leaf in leaves.items():
+        kind = kind_of(leaf)
+        shared = math.prod(axis.size for axis in kind) < world.size
+        kinds.setdefault(kind, {}).update({path: hash_of(piece_of(leaf).tensor)} if shared else {})
+    places = [[comm.rank(axis) for axis in kind] for kind in kinds]
+    digests = [f"{zlib.crc32(json.dumps(hashes).encode()):08x}" for hashes in kinds.values()]
+    rows = [json.loads(text) for text in comm.texts(json.dumps([places, digests]), world, label)]
+    found = {kind: [r for r, row in enumerate(rows) if row[0][k] == places[k]] for k, kind in enumerate(kinds)}
+    # Known to every rank, whether or not it holds a part that differs.
+    if any(
+        len({(*row[0][k], row[1][k]) for row in rows}) > len({(*row[0][k],) for row in rows}) for k in range(len(kinds))
+    ):
+        _refuse_differences(label, kinds, [row[0] for row in rows], world)
+    return found
+
+
+def _refuse_differences(
+    label: str, kinds: Mapping[Kind, Mapping[str, str]], places: Sequence[Sequence[Sequence[int]]], world: Axis
+) -> None:
+    """Name the leaves of which ranks in the same place have different hashes."""
+    everybody = [json.loads(text) for text in comm.texts(json.dumps(list(kinds.values())), world, label)]
+    problems = []
+    for k, hashes in enumerate(kinds.values()):
+        for path in hashes:
+            first: dict[tuple[int, ...], int] = {}
+            pairs = [(first.setdefault((*place[k],), rank), rank) for rank, place in enumerate(places)]
+            differ = [(a, b) for a, b in pairs if everybody[a][k][path] != everybody[b][k][path]]
+            if differ:
+                a, b = differ[0]
+                problems.append(Problem(path, f"other values on rank {b} than on rank {a}", "the same on both"))
+    remedy = (
+        "make them the same; or, where ranks of an axis differ on purpose, store a leaf with a row for each of them: "
+        "fs.Sharded(local.unsqueeze(0), fs.Spec((ranks, *shape), fs.P(axis, *partition), axes))"
+    )
+    raise leaf_error(f"{label}: ranks hold different values of one leaf", problems, remedy)
+
+
+def kind_of(leaf: Any) -> Kind:
+    """The axes that split a leaf: ranks at the same place on them hold the same part."""
+    return leaf.spec.partition_axes() if is_sharded(leaf) else ()
+
+
+def writers(leaves: Sequence[Any], replicas: Mapping[Kind, Sequence[int]], rank: int) -> list[bool]:
     """Which leaves this rank writes its part of: one of the ranks that hold the same part, in turns by bytes.
 
     Args:
         leaves: Tensors and Sharded leaves, the same on every rank.
-        world: All ranks.
+        replicas: Which ranks hold the same parts as this one.
+        rank: This rank.
 
     Returns:
         For each leaf whether its part is this rank's to write.
     """
-    axes = [leaf.spec.partition_axes() if is_sharded(leaf) else () for leaf in leaves]
-    kinds = list(dict.fromkeys(axes))
-    mine = [[comm.rank(axis) for axis in kind] for kind in kinds]
-    ranks = [json.loads(text) for text in comm.texts(json.dumps(mine), world, "checkpoint")]
-    replicas = {kind: [r for r, row in enumerate(ranks) if row[k] == mine[k]] for k, kind in enumerate(kinds)}
-    loads = {kind: [0] * len(replicas[kind]) for kind in kinds}
+    loads = {kind: [0] * len(ranks) for kind, ranks in replicas.items()}
     out = []
-    for leaf, kind in zip(leaves, axes, strict=True):
+    for leaf in leaves:
+        kind = kind_of(leaf)
         load = loads[kind]
         turn = load.index(min(load))
         # The same number on every rank: parts differ in padding alone.
         load[turn] += local_of(leaf).nbytes
-        out.append(replicas[kind][turn] == comm.rank(world))
+        out.append(replicas[kind][turn] == rank)
     return out
 
 

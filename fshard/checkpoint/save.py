@@ -16,7 +16,7 @@ from fshard.checkpoint import files
 from fshard.checkpoint.alike import alike, check_call, reason
 from fshard.checkpoint.check import check_directory, check_state, step_of
 from fshard.checkpoint.format import CheckpointError, Leaf, dtype_name
-from fshard.checkpoint.layout import Piece, local_of, piece_of, shape_of, writers
+from fshard.checkpoint.layout import Piece, local_of, piece_of, replicas, shape_of, writers
 from fshard.checkpoint.progress import progress_bar
 from fshard.checkpoint.write import Wait, join_parts, write_part
 from fshard.checks import check_flags, check_local
@@ -84,7 +84,8 @@ def save(
 ) -> Saving:
     """Write a checkpoint of a state: each rank what it holds, replicated leaves once. Every rank must call this.
 
-    A kill at any moment leaves the checkpoints that were complete; FORMAT.md in this package describes the files.
+    A kill at any moment leaves the checkpoints that were complete; FORMAT.md in this package describes the files. Parts
+    that several ranks hold are compared before, by checksums that each of those ranks makes.
 
     Args:
         directory: Where checkpoints are kept, a file system that all ranks share; made where there is none.
@@ -102,8 +103,8 @@ def save(
         The save under way; complete unless `asynchronous`.
 
     Raises:
-        ValueError: on every rank alike, before anything is written, if ranks hold different states or a leaf cannot be
-            saved.
+        ValueError: on every rank alike, before anything is written, if ranks hold different states or different values
+            of what they should hold alike, or a leaf cannot be saved.
         CheckpointError: on every rank alike, if files cannot be written.
 
     >>> import tempfile
@@ -146,7 +147,8 @@ def start(
         check_call(LABEL, flat)
         check_local(LABEL, flat)
     tensors, values = check_state(LABEL, flat, number, str(directory))
-    owned = writers(list(tensors.values()), world())
+    holders = replicas(LABEL, tensors, world())
+    owned = writers(list(tensors.values()), holders, comm.rank(world()))
     pieces = {path: piece_of(leaf) for (path, leaf), mine in zip(tensors.items(), owned, strict=True) if mine}
     pieces = {path: piece for path, piece in pieces.items() if piece.tensor.numel()}
     with alike(LABEL):

@@ -24,6 +24,7 @@ from fshard.checkpoint.exchange import (
     refuse_untrusted,
 )
 from fshard.checkpoint.format import CheckpointError
+from fshard.checkpoint.layout import replicas
 from fshard.checks import check_flags, kind
 from fshard.errors import Problem, leaf_error
 from fshard.mesh import world
@@ -58,6 +59,7 @@ def to_state_dict(
     with alike(label):
         check_flags(label, rank0_only=rank0_only)
     leaves = by_name(label, params, names)
+    replicas(label, leaves, world())
     out = {}
     for name, full in gathered(leaves):
         if rank0_only and comm.rank(world()):
