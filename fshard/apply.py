@@ -71,7 +71,8 @@ class Model:
 
         Raises:
             ValueError: if ranks hold different values, the module is on the meta device and no seed is given, a
-                submodule cannot draw its values anew, or draws them by more than "counter" can follow.
+                submodule cannot draw its values anew, has a constructor that draws values otherwise than by
+                reset_parameters, or draws them by more than "counter" can follow.
         """
         empty = [name for name, parameter in self._module.named_parameters() if parameter.is_meta]
         if seed is None and empty:

@@ -62,8 +62,9 @@ def undrawable(module: nn.Module) -> list[Problem]:
 
 def initializer_of(module: nn.Module) -> Callable[[], Any] | None:
     """What draws the values of a model of transformers, submodules included; None for other modules."""
-    own = getattr(module, "initialize_weights", None)
-    return own if callable(own) and callable(getattr(module, "_init_weights", None)) else None
+    # Of its class: a wrapper may hand on what it is asked for to a model inside it.
+    draws = all(callable(getattr(type(module), name, None)) for name in ("initialize_weights", "_init_weights"))
+    return getattr(module, "initialize_weights") if draws else None  # noqa: B009
 
 
 class Blank(NamedTuple):

@@ -12,6 +12,7 @@ from fshard.checks import kind, outline
 from fshard.errors import Problem, leaf_error
 from fshard.init.buffers import NewBuffers
 from fshard.init.calls import undrawable
+from fshard.init.constructors import drawn_by_constructors
 from fshard.init.counter import UNDRAWN, count
 from fshard.init.replay import replay
 from fshard.shard import check_masks, check_transform, describe, is_frozen, laid_out, local_piece, stored, unfit
@@ -44,7 +45,7 @@ def init(
         raise ValueError(f'model.init: expected mode to be "replay" or "counter", got {mode!r}')
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ValueError(f"model.init: expected seed to be a whole number, got {kind(seed)}")
-    problems = undrawable(module)
+    problems = undrawable(module) + drawn_by_constructors(module)
     if problems:
         raise _undrawn(problems, "add reset_parameters to these modules")
     made = _Shards(module, transform)
