@@ -1,10 +1,12 @@
 """Writing one rank's part of a checkpoint, and making all parts a checkpoint."""
 
+import fcntl
 import json
 import os
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, main_thread
 from typing import Any
@@ -63,29 +65,31 @@ def write_part(directory: Path, rank: int, pieces: Mapping[str, Piece], tick: Ca
     header += b" " * (-(8 + len(header)) % 64)
     header = len(header).to_bytes(8, "little") + header
     part = directory / file_name(rank)
-    with named(part):
-        chunks = _write_file(part, header, dict(ordered), tick)
-    listing = {"bytes": len(header) + end, "header": digest(header), "chunks": chunks}
-    # The last thing, because the first rank may rename the directory once it sees it.
-    write_bytes(directory / _listing_name(rank), json.dumps(listing).encode(), durable=False)
+    with named(part), open(part, "xb", buffering=0) as file:
+        # The kernel gives it back when this process is killed, by which the first rank knows; some disks have no locks.
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        chunks = _write_file(file.fileno(), header, dict(ordered), tick)
+        listing = {"bytes": len(header) + end, "header": digest(header), "chunks": chunks}
+        # The last thing, because the first rank may rename the directory once it sees it.
+        write_bytes(directory / _listing_name(rank), json.dumps(listing).encode(), durable=False)
 
 
 def _write_file(
-    path: Path, header: bytes, pieces: Mapping[str, Piece], tick: Callable[[int], Any]
+    descriptor: int, header: bytes, pieces: Mapping[str, Piece], tick: Callable[[int], Any]
 ) -> dict[str, list[Any]]:
     chunks = {}
-    with open(path, "xb", buffering=0) as file:
-        _write_all(file.fileno(), memoryview(header))
-        for name, piece in pieces.items():
-            checksum = 0
-            data = bytes_of(stored(piece.tensor))
-            for start in range(0, len(data), BLOCK_BYTES):
-                block = data[start : start + BLOCK_BYTES]
-                checksum = zlib.crc32(block, checksum)
-                _write_all(file.fileno(), block)
-                tick(len(block))
-            chunks[name] = [piece.offset, piece.shape, checksum]
-        os.fsync(file.fileno())
+    _write_all(descriptor, memoryview(header))
+    for name, piece in pieces.items():
+        checksum = 0
+        data = bytes_of(stored(piece.tensor))
+        for start in range(0, len(data), BLOCK_BYTES):
+            block = data[start : start + BLOCK_BYTES]
+            checksum = zlib.crc32(block, checksum)
+            _write_all(descriptor, block)
+            tick(len(block))
+        chunks[name] = [piece.offset, piece.shape, checksum]
+    os.fsync(descriptor)
     return chunks
 
 
@@ -109,7 +113,7 @@ def join_parts(
     chunks: dict[str, list[Chunk]] = {path: [] for path in leaves}
     for rank in range(world_size):
         listed = directory / _listing_name(rank)
-        wait(listed)
+        wait(listed, directory / file_name(rank))
         listing = json.loads(read_bytes(listed, MAX_MANIFEST_BYTES))
         files.append(File(listing["bytes"], listing["header"]))
         for leaf, (offset, shape, checksum) in listing["chunks"].items():
@@ -133,20 +137,39 @@ class Wait:
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
 
-    def __call__(self, path: Path) -> None:
+    def __call__(self, path: Path, part: Path) -> None:
         """Wait until a file is there.
+
+        Args:
+            path: The file.
+            part: What its writer has locked until then.
 
         Raises:
             CheckpointError: if it does not come.
         """
         while not path.exists():
             if not main_thread().is_alive():
+                # The lock is free once the file is there, too.
+                if _is_free(part) and not path.exists():
+                    raise CheckpointError(
+                        f"{part}: expected a rank to write it, got one that is gone; see why it ended"
+                    )
                 self._deadline = min(self._deadline, time.monotonic() + PATIENCE_AT_EXIT)
             if time.monotonic() > self._deadline:
                 remedy = "see that every rank is alive and that all share the directory"
                 raise CheckpointError(f"{path}: found nothing after {self._seconds:.0f} s; {remedy}")
             if self.given_up.wait(LOOK_EVERY):
                 raise CheckpointError("another rank failed")
+
+
+def _is_free(part: Path) -> bool:
+    """Whether a file is there and nobody has it locked."""
+    try:
+        with open(part, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _listing_name(rank: int) -> str:

@@ -40,8 +40,8 @@ class Saving:
             self.said.put(json.loads(line))
         self.said.put(["gone"])
 
-    def start(self, directory, ranks, asynchronous, start):
-        self.process.stdin.write(json.dumps([str(directory), ranks, asynchronous, start]) + "\n")
+    def start(self, directory, ranks, asynchronous, start, last_part=""):
+        self.process.stdin.write(json.dumps([str(directory), ranks, asynchronous, start, last_part]) + "\n")
         self.process.stdin.flush()
         return self.until("pids")[-1][1:]
 
@@ -204,3 +204,22 @@ def test_a_rank_whose_peer_is_dead_ends(saving, tmp_path):
     # Both have ended: the process waits for each.
     saving.until("ended")
     assert check(directory, None) is not None
+
+
+@pytest.mark.parametrize("ranks", (2, 3))
+def test_a_rank_does_not_wait_for_a_part_whose_writer_was_killed(ranks, saving, tmp_path):
+    """At the end of its program; no time would end the wait here."""
+    directory = tmp_path / "run"
+    saving.start(directory, ranks, True, 0, "killed")
+    lines = saving.until("ended")
+    assert sorted(line[1] for line in lines if line[0] == "failed") == [*range(ranks - 1)]
+    assert check(directory, None) is None
+    assert [path.name for path in directory.iterdir()] == [".lock"]
+
+
+def test_a_part_that_is_written_late_is_waited_for(saving, tmp_path):
+    """The first rank's program is over, and the last one's writer is alive."""
+    directory = tmp_path / "run"
+    saving.start(directory, 2, True, 0, "late")
+    saving.until("ended")
+    assert check(directory, None) == 0
