@@ -39,7 +39,7 @@ def accumulate(
     Returns:
         A function of (params, microbatches, *args, **kwargs), where microbatches is a sequence, as long on every rank.
         It returns (objective, grads), or ((objective, auxes), grads) with a list of every microbatch's aux; with
-        `transform_state` the new state comes third.
+        `transform_state` the new state comes third. A leaf that was used in any microbatch has a gradient.
 
     Raises:
         ValueError: if `reduce` or `communicate` is unknown; by the function returned, if there are no microbatches, and

@@ -1,12 +1,13 @@
 """objective: this rank's loss closed into the value that agrees between ranks, and what sums are divided by."""
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fshard import comm
+from fshard import _compat, comm
 from fshard.checks import check_axes, check_loss, check_reduce, check_transforms, kind
 from fshard.collectives import psum_invariant
 from fshard.errors import Problem, leaf_error
@@ -93,6 +94,85 @@ def total(tree: Tree, axes: Sequence[Axis]) -> Tree:
     for axis in axes:
         tree = psum_invariant(tree, axis)
     return tree
+
+
+# For each call that differentiates, which leaves are used.
+Used = tuple[tuple[bool, ...], ...]
+
+
+class Uses:
+    """Which leaves one trace uses, in each of its calls that differentiate.
+
+    Attributes:
+        used: What this rank's losses used.
+        axes: The axes of each call.
+    """
+
+    def __init__(self, agreed: Used = ()) -> None:
+        """Nothing is traced yet; `agreed` says what the traces of all ranks use, once they have asked each other."""
+        self.used: Used = ()
+        self.axes: list[Sequence[Axis]] = []
+        self._agreed = agreed
+
+    def take(self, used: list[bool], axes: Sequence[Axis]) -> list[bool]:
+        """Note what the next call used on this rank, and return what some rank uses, as far as that is known."""
+        agreed = self._agreed[len(self.used)] if self._agreed else used
+        self.used, self.axes = (*self.used, tuple(used)), [*self.axes, axes]
+        return list(agreed)
+
+
+def agreed_uses(uses: Uses) -> Used:
+    """Ask all ranks which leaves their traces use.
+
+    Args:
+        uses: What this rank's trace does.
+
+    Returns:
+        What some rank uses, the same on every rank.
+
+    Raises:
+        ValueError: on every rank alike, if their traces differentiate other things.
+    """
+    used = uses.used
+    for axis in dict.fromkeys(axis for axes in uses.axes for axis in axes if axis.size > 1):
+        texts = comm.texts(json.dumps(used), axis, comm.AGREE)
+        rows = [json.loads(text) for text in texts]
+        if len({tuple(map(len, row)) for row in rows}) > 1:
+            found = ", ".join(str([len(call) for call in row]) for row in rows)
+            raise ValueError(
+                f"jit: ranks of {axis.name!r} differentiate losses of several numbers of leaves: expected the same "
+                f"numbers, got {found}; make the same calls of value_and_grad on every rank"
+            )
+        used = tuple(tuple(map(any, zip(*calls, strict=True))) for calls in zip(*rows, strict=True))
+    return used
+
+
+def closed(
+    value: torch.Tensor, paths: Sequence[str], used: list[bool], axes: Sequence[Axis]
+) -> tuple[torch.Tensor, list[bool]]:
+    """Sum a loss over ranks, and see with it which leaves any of them used.
+
+    Args:
+        value: This rank's loss, outside of any graph.
+        paths: The paths of leaves.
+        used: For each of them whether this rank used it.
+        axes: The mesh axes.
+
+    Returns:
+        The sum, and for each leaf whether some rank used it.
+    """
+    if _compat.is_tracing():
+        uses, numbers = _compat.trace_notes().get("uses"), [value]
+        used = used if uses is None else uses.take(used, axes)
+        said = [f"{path} {'used' if yes else 'unused'}" for path, yes in zip(paths, used, strict=True)]
+        comm.ops.told(json.dumps({"leaves": said}))
+    else:
+        # In the dtype of the loss, so that both travel in one buffer.
+        numbers = [value, *([torch.tensor(used, dtype=value.dtype, device=value.device)] if used else [])]
+    for axis in axes:
+        numbers = comm.all_reduce(numbers, axis, comm.OBJECTIVE)
+    # A rank that used every leaf need not look, and so not wait.
+    return numbers[0], used if all(used) or len(numbers) == 1 else [n > 0 for n in numbers[1].tolist()]
 
 
 def denominator(count: Any, axes: Sequence[Axis], reduce: str) -> Any:

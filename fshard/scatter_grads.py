@@ -27,7 +27,8 @@ def scatter_grads(
 
     Args:
         grads: Gradients of this rank's loss with respect to gathered parameters: full tensors in the structure of
-            `like`. None counts as zeros, so that a rank which did not use a leaf still takes part.
+            `like`. None counts as zeros, so that a rank which did not use a leaf still takes part; zeros come out where
+            no rank did.
         like: The sharded parameters.
         reduce: "mean" over ranks, "sum", or "weighted": the sum divided by the sum of counts.
         count: For "weighted", how many items (tokens, samples) this rank's loss summed over: a scalar tensor.

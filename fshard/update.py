@@ -57,7 +57,8 @@ def update(
     Args:
         tx: The optimizer that `state` was created with.
         state: The state before; nothing in it changes unless it is donated.
-        grads: Sharded gradients from `scatter_grads` or `value_and_grad`.
+        grads: Sharded gradients from `scatter_grads` or `value_and_grad`. A leaf whose gradient is None stays as it is,
+            and so does all that the optimizer keeps for it, as under torch.optim.
         donate: Whether the caller gives up `state`, so that the next one may be written in its place: half the memory
             and no copies. Do not use the old state afterwards.
         transform_state: What `value_and_grad` or `scatter_grads` returned besides the gradients, for the next step.
@@ -193,9 +194,11 @@ def _check_gradients(grads: Tree, params: Tree) -> None:
 
 def _problem(grad: Any, param: Any) -> tuple[str, str] | None:
     """What is there and what was expected, where a gradient does not fit its parameter."""
+    if grad is None:
+        # Nobody used it.
+        return None
     if param is None or (is_sharded(param) and param.spec.frozen):
-        leaf = "a frozen leaf" if is_sharded(param) else "None"
-        return None if grad is None else ("a gradient", f"None for {leaf}")
+        return "a gradient", f"None for {'a frozen leaf' if is_sharded(param) else 'None'}"
     if is_sharded(param) != is_sharded(grad):
         return kind(grad), kind(param)
     if not is_sharded(param):

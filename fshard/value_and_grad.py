@@ -9,7 +9,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.checks import check_floating, check_local, check_loss, check_reduce, kind, refuse_writes
-from fshard.objective import denominator, divided, reduction_axes, total
+from fshard.objective import closed, denominator, divided, reduction_axes, total
 from fshard.residency import Call, FunctionTransform, settled
 from fshard.transform_state import ABSENT, Absent, joined, states_of
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tree_leaves, tree_map, unflatten
@@ -53,8 +53,9 @@ def value_and_grad(
 
     Returns:
         A function of f's arguments. It returns (objective, grads), or ((objective, aux), grads): the objective is equal
-        on every rank; grads have the parameters' structure, specs and dtypes, and None where a leaf is frozen. With
-        `transform_state` the new state comes third.
+        on every rank; grads have the parameters' structure, specs and dtypes, and None where a leaf is frozen, or where
+        no rank's loss used it: `fs.update` leaves it as it is. Where another rank used it, this one counts as zeros.
+        Under torch.func, unused leaves have zeros too. With `transform_state` the new state comes third.
 
     Raises:
         ValueError: if `reduce` is unknown; by the function returned, if the loss does not fit it, a leaf that takes a
@@ -237,10 +238,15 @@ class _Run(NamedTuple):
             auxes.append(aux)
             del value
         rest = 1 if single else self.divisor(counts)
-        grads = [None if slot is None else slot.gradient(rest) for slot in call.slots]
-        self.states[:] = [None if slot is None else slot.state for slot in call.slots]
-        divisor = divisor if single else rest
-        return divided(total(functools.reduce(operator.add, values), self.axes), divisor), auxes, grads
+        value = functools.reduce(operator.add, values)
+        trained = [(i, slot) for i, slot in enumerate(call.slots) if slot is not None and slot.trained]
+        paths, mine = [slot.path for _, slot in trained], [slot.used for _, slot in trained]
+        value, used = closed(value, paths, mine, self.axes)
+        grads: list[Any] = [None] * len(call.slots)
+        for (i, slot), yes in zip(trained, used, strict=True):
+            if yes:
+                grads[i], self.states[i] = slot.gradient(rest), slot.state
+        return divided(value, divisor if single else rest), auxes, grads
 
     def reference(self) -> Found:
         """Differentiate by torch.func, with every unit gathered when a function asks for it and kept."""

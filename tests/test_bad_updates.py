@@ -70,8 +70,8 @@ ROWS = [
     ),
     update_with(
         "a gradient less",
-        lambda world: {"a": world.grads["a"], "b": [None]},
-        ": gradients do not fit the parameters\n  ['b'][0]: expected a Sharded leaf, got None" + FROM,
+        lambda world: {"a": world.grads["a"], "b": [3]},
+        ": gradients do not fit the parameters\n  ['b'][0]: expected a Sharded leaf, got an int" + FROM,
     ),
     update_with(
         "another layout",

@@ -45,6 +45,10 @@ def told(record):
     return [entry for entry in record if entry.label != fs.comm.AGREE]
 
 
+def leaves_of(params):
+    return [leaf for leaf in flatten(params).leaves if leaf is not None]
+
+
 def padded_bytes(params, ranks):
     """The n of the law, for float64 leaves.
 
@@ -52,7 +56,7 @@ def padded_bytes(params, ranks):
     together; a buffer that is not exchanged whole is cut in pieces, and filled up to a multiple of the ranks for that.
     Two ranks exchange everything whole.
     """
-    leaves = [leaf for leaf in flatten(params).leaves if leaf is not None]
+    leaves = leaves_of(params)
     split = [math.prod(leaf.spec.padded_shape) * 8 for leaf in leaves if leaf.spec.partition_axes()]
     whole = [leaf.local.numel() * 8 for leaf in leaves if not leaf.spec.partition_axes()]
     buffers = [sum(n for n in whole if n < PACK_BYTES), *(n for n in whole if n >= PACK_BYTES)]
@@ -77,9 +81,13 @@ def test_a_step_moves_two_n(tree, step, world_size):
             rounding = 2 * len(record) * torch.finfo(torch.float64).eps
             expected = pytest.approx(full * (world_size - 1) / world_size, rel=rounding)
             assert record.bytes_sent() == expected
-            assert [(entry.op, entry.label, entry.bytes) for entry in scalars] == [("all_reduce", "psum_invariant", 8)]
+            # One call tells with it which leaves this rank used.
+            label, numbers = (
+                ("psum_invariant", 1) if step is with_four_verbs else ("objective", 1 + len(leaves_of(params)))
+            )
+            assert [(entry.op, entry.label, entry.bytes) for entry in scalars] == [("all_reduce", label, 8 * numbers)]
             sent = sum(entry.sent for entry in scalars)
-            assert sent == pytest.approx(16 * (world_size - 1) / world_size, rel=rounding)
+            assert sent == pytest.approx(16 * numbers * (world_size - 1) / world_size, rel=rounding)
 
     spmd(program, world_size)
 
@@ -97,6 +105,8 @@ def small_and_large():
 # The small leaves have 48 bytes together, 8 * 8 + 4 * 8 = 96 cut into four and 6 * 8 + 2 * 8 = 64 cut into two.
 OBJECTIVE = ("all_reduce", "shard", "psum_invariant", 1, 8)
 OBJECTIVES = [("all_reduce", "replicate", "psum_invariant", 1, 8), OBJECTIVE]
+# In one call with a number for each of the four leaves, which says whether this rank used it.
+USED = {"psum_invariant": "objective", 8: 8 + 4 * 8}
 STEPS = {
     "ddp": (
         [],
@@ -179,7 +189,8 @@ def test_the_collectives_of_a_step(strategy):
         return [listed(recorded(step, transform, small_and_large())[0]) for step in (with_four_verbs, in_one_call)]
 
     gathered, reduced, reduced_early, objective = STEPS[strategy]
-    steps = [gathered + reduced + objective, gathered + reduced_early + objective]
+    told_used = [tuple(USED.get(part, part) for part in entry) for entry in objective]
+    steps = [gathered + reduced + objective, gathered + reduced_early + told_used]
     assert spmd(program, 4) == [steps] * 4
 
 
@@ -296,4 +307,5 @@ def test_a_step_of_a_module_on_processes(workers, strategy):
         return record.bytes_sent(), sum(entry.sent for entry in told(record) if entry.scalar)
 
     gathered = n + (frozen if strategy == "zero2 of every leaf" else 0)
-    assert spmd(program, workers(2)) == [((gathered + n) / 2, 8.0)] * 2
+    # The objective, in float64, and whether each of the two leaves that are trained was used.
+    assert spmd(program, workers(2)) == [((gathered + n) / 2, 3 * 8.0)] * 2

@@ -751,7 +751,7 @@ class Ignored:
         return train(program(strategy))["params"]
 
 
-@row("model.set_reduce_scatter_unused_params(True)", "nothing: an unused leaf counts as zeros")
+@row("model.set_reduce_scatter_unused_params(True)", "nothing: a leaf that another rank used counts as zeros")
 class Unused:
     """Each rank uses a layer of its own."""
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard.tree import flatten
+from fshard.tree import flatten, unflatten
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
 
@@ -161,6 +161,13 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
             continue
         assert (path, a.dtype, a.shape) == (path, b.dtype, b.shape)
         assert as_bytes(a).equal(as_bytes(b)), f"{path}: {a} and {b} differ in some bits"
+
+
+def none_as_zeros(grads: Any, params: Any) -> Any:
+    """Gradients as torch.func has them, which gives zeros to what a function does not use."""
+    flat, leaves = flatten(params), flatten(grads).leaves
+    found = [fs.tree_map(torch.zeros_like, p) if g is None else g for g, p in zip(leaves, flat.leaves, strict=True)]
+    return unflatten(flat.treedef, found)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

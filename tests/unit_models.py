@@ -144,13 +144,12 @@ def mean_of(loss: Loss) -> Callable[[Callable[..., Any], Any, Batches], torch.Te
 def one_process(
     module: nn.Module, batches: Batches, objective: Callable[..., torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-    """An objective and its gradients: zeros where a parameter is unused, None where it is frozen."""
+    """An objective and its gradients: None where a parameter is unused or frozen."""
     leaves = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
     value = objective(lambda params, *args: functional_call(module, params, args), leaves, batches)
     trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     grads = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
-    found = {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in zip(trained.items(), grads)}
-    return value.detach(), {name: found.get(name) for name in leaves}
+    return value.detach(), dict.fromkeys(leaves) | dict(zip(trained, grads))
 
 
 def assert_one_process(

@@ -69,6 +69,7 @@ from fshard._compat.tracing import (
     is_tracing,
     make_graph_of,
     outside_modes,
+    trace_notes,
 )
 
 __all__ = [
@@ -125,6 +126,7 @@ __all__ = [
     "texts_in_store",
     "thread_object",
     "threaded_process_groups",
+    "trace_notes",
     "transforms_active",
     "version",
     "wait_tensor",

@@ -42,6 +42,13 @@ def is_tracing() -> bool:
     return torch._C._get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None
 
 
+def trace_notes() -> dict[str, Any]:
+    """A dict that lives as long as the running trace, for what belongs to it alone. Checked on 2.13."""
+    tracer: Any = torch._C._get_dispatch_mode(_TorchDispatchModeKey.PROXY).tracer
+    notes: dict[str, Any] = tracer.__dict__.setdefault("fshard_notes", {})
+    return notes
+
+
 def is_linearizing() -> bool:
     """Whether torch.func.linearize traces, which folds away what does not depend on tangents. Checked on 2.13."""
     frame = sys._getframe() if is_tracing() else None

@@ -22,7 +22,7 @@ from fshard.checks import kind
 from fshard.errors import Problem, leaf_error
 from fshard.mesh import world
 from fshard.optim.from_torch import TorchState
-from fshard.tree import Tree, flatten, names_of, unflatten
+from fshard.tree import Tree, flatten, names_of, tree_map, unflatten
 
 StateDict = dict[str, Any]
 
@@ -39,7 +39,7 @@ def to_optimizer_state_dict(
         rank0_only: Whether the first rank alone gets it; other ranks get an empty dict.
 
     Returns:
-        What `optimizer.state_dict()` would be after the same updates.
+        What `optimizer.state_dict()` would be after the same updates; one that never had a gradient has no state in it.
 
     Raises:
         ValueError: on every rank alike, if the state holds more than torch's optimizers do, or parameters that the
@@ -54,7 +54,8 @@ def to_optimizer_state_dict(
     if problems:
         raise leaf_error(f"{label}: states do not fit", problems, "pass the optimizer of all that was trained")
     state: dict[int, StateDict] = {}
-    keys = {f"{i}": key for i, key in enumerate(leaves)}
+    never = _never_updated(opt_state)
+    keys = {f"{i}": key for i, key in enumerate(leaves) if key[0] not in never}
     for i, full in gathered({i: leaves[key] for i, key in keys.items()}):
         name, slot = keys[i]
         state.setdefault(order[name], {})[slot] = owned(full, leaves[keys[i]])
@@ -201,7 +202,8 @@ def rebuilt(
         for name, old in state.hyper.items():
             value = number(owner, name)
             hyper[name] = old.clone() if value is None else torch.full_like(old, float(value))
-        return TorchState(torch.full_like(state.updates, count), slots, hyper)
+        updated = torch.full_like(state.updates, count)
+        return TorchState(updated, slots, hyper, tree_map(torch.zeros_like, state.missed))
 
     return _changed(like, change)
 
@@ -218,6 +220,20 @@ def updates_of(opt_state: Tree) -> int:
     counts: list[int] = []
     _changed(opt_state, lambda state: counts.append(int(state.updates)))
     return max(counts, default=0)
+
+
+def _never_updated(opt_state: Tree) -> set[str]:
+    """The names of parameters that no update has changed, of which torch's optimizers have no state."""
+    names: set[str] = set()
+
+    def collect(state: TorchState) -> None:
+        for tree, none in ((state.slots.get("step", {}), 0), (state.missed, int(state.updates))):
+            flat = flatten(tree)
+            pairs = zip(names_of(flat.treedef), flat.leaves, strict=True)
+            names.update(name for name, count in pairs if count is not None and int(count) == none)
+
+    _changed(opt_state, collect)
+    return names
 
 
 def _owners(state: TorchState) -> list[tuple[str, str]]:

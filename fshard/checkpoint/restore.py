@@ -11,13 +11,13 @@ from fshard import comm
 from fshard.checkpoint import files
 from fshard.checkpoint.alike import alike, check_call
 from fshard.checkpoint.format import MANIFEST, CheckpointError, Manifest, decode, digest, dtype_name, file_name
-from fshard.checkpoint.layout import local_of, shape_of
+from fshard.checkpoint.layout import empty_like, local_of, shape_of
 from fshard.checkpoint.progress import progress_bar
 from fshard.checkpoint.read import Reader
 from fshard.checks import check_flags, check_local, kind
 from fshard.errors import Problem, leaf_error
 from fshard.mesh import world
-from fshard.tree import Flat, Mask, Tree, flatten, is_mask, is_sharded, means, names_of, unflatten
+from fshard.tree import Flat, Mask, Tree, added, flatten, is_mask, is_sharded, means, names_of, unflatten
 
 LABEL = "checkpoint.restore"
 
@@ -81,9 +81,13 @@ def restore(
         _check_arguments(flat, wanted, step, subtree)
     path, manifest = _open(Path(directory), step)
     names = [subtree + inner for inner in _inner(flat)]
+    older = _older(flat, wanted, names, manifest)
+    wanted = [take and i not in older for i, take in enumerate(wanted)]
     _check(flat, wanted, subtree, only is None, manifest, path)
     leaves = list(flat.leaves)
     need = [i for i, take in enumerate(wanted) if take and _is_tensor(flat.leaves[i])]
+    for i in older:
+        leaves[i] = empty_like(flat.leaves[i]).zero_()
     with alike(LABEL, path), Reader(path, manifest) as reader:
         reader.check(comm.rank(world()), world().size)
         total = sum(reader.cost(names[i], flat.leaves[i]) for i in need)
@@ -110,6 +114,12 @@ def _wanted(flat: Flat, only: Mask | None) -> list[bool]:
         shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
         raise ValueError(f"checkpoint.restore: the mask {only!r} means no leaf of {shown}; name some of these")
     return wanted
+
+
+def _older(flat: Flat, wanted: list[bool], names: list[str], manifest: Manifest) -> list[int]:
+    """The leaves that states did not have when a checkpoint was written which has none of them."""
+    late = [i for i in added(flat.treedef) if wanted[i] and isinstance(flat.leaves[i], torch.Tensor)]
+    return [] if any(names[i] in manifest.tensors for i in late) else late
 
 
 def _check_arguments(flat: Flat, wanted: list[bool], step: Any, subtree: Any) -> None:

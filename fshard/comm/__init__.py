@@ -29,6 +29,7 @@ from fshard.comm.fake_world import fake_world
 from fshard.comm.journal import Issued, watched
 from fshard.comm.labels import concerning
 from fshard.comm.record import AGREE as AGREE
+from fshard.comm.record import OBJECTIVE as OBJECTIVE
 from fshard.comm.record import Collective, Record, collective_of, record
 from fshard.comm.rows import all_to_all, start_all_to_all
 from fshard.comm.spares import reusable, reusing, spare

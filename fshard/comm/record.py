@@ -10,6 +10,8 @@ from fshard.comm.labels import parts
 
 # The label of what ranks compare while they run.
 AGREE = "agree"
+# The label of an objective, with which ranks tell each other of the leaves that they used.
+OBJECTIVE = "objective"
 
 
 class Collective(NamedTuple):
@@ -22,7 +24,8 @@ class Collective(NamedTuple):
         label: Who asked for it.
         bytes: Padded bytes of the full tensors; of an all-to-all, those that this rank holds.
         tensors: Buffers it carried.
-        scalar: Whether it carried single numbers only, or the few by which ranks agree on what comes next.
+        scalar: Whether it carried single numbers only, or the few by which ranks agree on what comes next, or tell each
+            other with the objective which leaves they used.
         unit: What it was for, where the one who asked has said so.
     """
 
@@ -70,7 +73,7 @@ def collective_of(func: Any, args: Any) -> Collective | None:
         full *= size if func is ops.all_gather else 1
         single = all(tensor.numel() == (size if func is ops.reduce_scatter else 1) for tensor in tensors)
         name = func.name().removeprefix("fshard::").removesuffix(".default")
-        return Collective(name, axis, size, label, full, len(tensors), single or label == AGREE, unit)
+        return Collective(name, axis, size, label, full, len(tensors), single or label in (AGREE, OBJECTIVE), unit)
     if func is ops.all_to_all:
         rows, _, _, axis, size, _, label = args
         label, unit, _ = parts(label)

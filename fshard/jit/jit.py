@@ -22,6 +22,7 @@ from fshard.jit.passes import (
 )
 from fshard.jit.signature import Signature, changed_values, changes, flat_arguments, signature, unhashable
 from fshard.jit.trace import Traced, trace
+from fshard.objective import Used, Uses, agreed_uses
 from fshard.tree import Axis, Flat, Sharded, is_sharded, unflatten
 
 
@@ -61,6 +62,8 @@ class Jitted:
         functools.update_wrapper(self, f)
         self._f, self._donated, self._static, self._backend = f, donate_argnums, static_argnums, backend
         self._programs: dict[Signature, _Program] = {}
+        # For what this rank's traces have used, what those of all ranks do.
+        self._uses: dict[Used, Used] = {}
         self.traces: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +127,10 @@ class Jitted:
         else:
             why = "the first call"
 
-        traced, pairs, facts, sent_over = self._graph(flat, args)
+        uses = Uses()
+        traced, pairs, facts, sent_over = self._graph(flat, args, uses)
+        if (agreed := self._agreed(uses, _axes_of(flat))) != uses.used:
+            traced, pairs, facts, sent_over = self._graph(flat, args, Uses(agreed))
         closed = constants(traced.graph)
         run = ready(traced.graph, self._backend, "jit")
         self.traces.append(why)
@@ -132,16 +138,31 @@ class Jitted:
         axes = _axes_of(flat) or sent_over
         return _Program(traced, run, pairs, writes_in_place(self._backend), closed, facts, axes)
 
+    def _agreed(self, uses: Uses, axes: Sequence[Axis]) -> Used:
+        """Which leaves the traces of all ranks use.
+
+        Ranks ask each other in their first trace. One that traces again, as for a batch of another shape, may be the
+        only one, and takes what was agreed for the leaves that it used before. Leaves that it did not use before are
+        facts of its graph, in which ranks that differ are named.
+        """
+        if not self._programs and uses.used:
+            # First for failures: a rank whose trace has failed says so and asks nothing.
+            comm.same_call("jit", axes, comm.NO_FACTS)
+            self._uses[uses.used] = agreed_uses(uses)
+        return self._uses.get(uses.used, uses.used)
+
     def graph_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Traced:
         """Trace the function as a call would, up to the graph that its backend is given."""
         return self._graph(flat_arguments(args, kwargs, self._static), args)[0]
 
-    def _graph(self, flat: Flat, args: Sequence[Any]) -> tuple[Traced, dict[int, int], comm.Facts, tuple[Axis, ...]]:
+    def _graph(
+        self, flat: Flat, args: Sequence[Any], uses: Uses | None = None
+    ) -> tuple[Traced, dict[int, int], comm.Facts, tuple[Axis, ...]]:
         def rebuild(tree: Any) -> Any:
             positional, keywords = tree
             return self._f(*(args[i] if i in self._static else a for i, a in enumerate(positional)), **keywords)
 
-        traced = trace(self._f, flat, rebuild)
+        traced = trace(self._f, flat, rebuild, uses=uses)
         facts, axes = told_in(traced.graph.graph)
         clean(traced.graph)
         donated = [argument_of(path) in self._donated for path in traced.paths]

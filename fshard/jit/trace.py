@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from fshard import _compat, comm
 from fshard.checks import kind
 from fshard.errors import Problem, leaf_error
+from fshard.objective import Uses
 from fshard.tree import Flat, Sharded, Treedef, flatten, is_sharded, unflatten
 
 # Traces patch what belongs to the process, and so do compilers.
@@ -46,7 +47,9 @@ class Traced(NamedTuple):
     out_paths: list[str]
 
 
-def trace(f: Callable[..., Any], flat: Flat, rebuild: Callable[[Any], Any], what: str = "jit") -> Traced:
+def trace(
+    f: Callable[..., Any], flat: Flat, rebuild: Callable[[Any], Any], what: str = "jit", uses: Uses | None = None
+) -> Traced:
     """Write a function down.
 
     Args:
@@ -54,6 +57,7 @@ def trace(f: Callable[..., Any], flat: Flat, rebuild: Callable[[Any], Any], what
         flat: Its arguments, taken apart; their tensors become inputs of the graph.
         rebuild: Makes of the arguments' tree the function's result.
         what: Who asks, for errors.
+        uses: What ranks have agreed on, and where it is noted which leaves are used; None where nobody asks.
 
     Returns:
         The graph, as it was traced.
@@ -67,6 +71,8 @@ def trace(f: Callable[..., Any], flat: Flat, rebuild: Callable[[Any], Any], what
 
     def flat_function(*given: torch.Tensor) -> list[torch.Tensor]:
         leaves = list(flat.leaves)
+        if uses is not None:
+            _compat.trace_notes()["uses"] = uses
         for i, tensor in zip(places, given, strict=True):
             leaves[i] = Sharded(tensor, leaves[i].spec) if is_sharded(leaves[i]) else tensor
         with _Unseen():

@@ -9,11 +9,21 @@ import torch
 
 from fshard import comm
 from fshard.objective import total
-from fshard.optim.leaves import check_real, check_state, like, partition_axes, tensor_of, trained, varying
+from fshard.optim.leaves import (
+    check_real,
+    check_state,
+    like,
+    missing,
+    none_missed,
+    partition_axes,
+    tensor_of,
+    trained,
+    varying,
+)
 from fshard.optim.native import Number, Rate, value_of
 from fshard.optim.norms import leaf_norms
 from fshard.shard import local_ranges
-from fshard.tree import Axis, P, Sharded, Spec, Tree, flatten, is_sharded, tree_map, unflatten
+from fshard.tree import Added, Axis, P, Sharded, Spec, Tree, flatten, is_sharded, tree_map, unflatten
 from fshard.update import Optimizer
 
 
@@ -25,11 +35,13 @@ class AdafactorState(NamedTuple):
         row: Running mean of squared gradients over the last dim, of size 1 there, sharded as far as the leaf is; of
             leaves of less than two dims the squares themselves.
         column: The same over the last dim but one; None for leaves of less than two dims.
+        missed: How many of the updates each leaf had no gradient in: int64 tensors of shape ().
     """
 
     updates: torch.Tensor
     row: Tree
     column: Tree
+    missed: Tree = Added()
 
 
 def adafactor(
@@ -71,23 +83,27 @@ def adafactor(
             rows[i] = _zeros(leaf, -1 if matrix else None)
             columns[i] = _zeros(leaf, -2) if matrix else None
         zero = torch.zeros((), dtype=torch.int64)
-        return AdafactorState(zero, unflatten(flat.treedef, rows), unflatten(flat.treedef, columns))
+        return AdafactorState(
+            zero, unflatten(flat.treedef, rows), unflatten(flat.treedef, columns), none_missed(params)
+        )
 
     def update(grads: Tree, state: AdafactorState, params: Tree) -> tuple[Tree, AdafactorState]:
         check_state("adafactor", state, AdafactorState)
-        flat, step = flatten(params), (state.updates + 1).double()
-        gradients, rows, columns = (flatten(tree).leaves for tree in (grads, state.row, state.column))
-        rate, weight = value_of(lr, state.updates), step**beta2_decay
+        flat, rate = flatten(params), value_of(lr, state.updates)
+        trees = (grads, state.row, state.column, state.missed)
+        gradients, rows, columns, missed = (flatten(tree).leaves for tree in trees)
         rate = rate.double() if isinstance(rate, torch.Tensor) else torch.tensor(rate, dtype=torch.float64)
         chosen = [i for i, grad in enumerate(gradients) if grad is not None]
+        steps_of = {i: (state.updates - missed[i] + 1).double() for i in chosen}
+        weights = {i: step**beta2_decay for i, step in steps_of.items()}
         squares = [tensor_of(gradients[i]) * tensor_of(gradients[i]) for i in chosen]
         matrices = [(i, square) for i, square in zip(chosen, squares, strict=True) if square.dim() > 1]
         means = iter(_means([(flat.leaves[i], square, dim) for i, square in matrices for dim in (-1, -2)]))
         for i, square in zip(chosen, squares, strict=True):
             if square.dim() > 1:
-                rows[i], columns[i] = _towards(rows[i], next(means), weight), _towards(columns[i], next(means), weight)
+                rows[i], columns[i] = (_towards(old, next(means), weights[i]) for old in (rows[i], columns[i]))
             else:
-                rows[i] = _towards(rows[i], square, weight)
+                rows[i] = _towards(rows[i], square, weights[i])
         sizes = iter(_means([(flat.leaves[i], tensor_of(rows[i]), -2) for i, _ in matrices]))
         steps: list[Any] = list(gradients)
         for i in chosen:
@@ -103,13 +119,14 @@ def adafactor(
             assert size is not None
             assert length is not None
             root = max(1, math.prod(leaf.spec.shape if is_sharded(leaf) else leaf.shape)) ** 0.5
-            length_of_step = (size / root).clamp(min=eps[1]) * torch.minimum(rate, step**-0.5)
+            length_of_step = (size / root).clamp(min=eps[1]) * torch.minimum(rate, steps_of[i] ** -0.5)
             scale = varying(length_of_step / (length / (root * d)).clamp(min=1.0), partition_axes(leaf))
             param = tensor_of(leaf)
             param = param * varying(1 - rate * weight_decay, partition_axes(leaf)).to(param.dtype)
             leaves[i] = like(leaf, param - scale.to(param.dtype) * tensor_of(steps[i]))
-        trees = (unflatten(flat.treedef, found) for found in (rows, columns))
-        return unflatten(flat.treedef, leaves), AdafactorState(state.updates + 1, *trees)
+        row, column = (unflatten(flat.treedef, found) for found in (rows, columns))
+        after = AdafactorState(state.updates + 1, row, column, missing(state.missed, grads))
+        return unflatten(flat.treedef, leaves), after
 
     return Optimizer(init, update)
 

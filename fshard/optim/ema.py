@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fshard.checks import kind
-from fshard.optim.leaves import check_state, joined, leafwise, like, tensor_of, trained
+from fshard.optim.leaves import check_state, joined, leafwise, like, tensor_of, trained, where_trained
 from fshard.tree import Tree, flatten, unflatten
 from fshard.update import Optimizer
 
@@ -54,8 +54,9 @@ def ema(tx: Optimizer, decay: float) -> Optimizer:
         step: Any = (tx.update_donated if donate else None) or tx.update
         params, inner = step(grads, state.inner, params)
         lerp = "lerp_" if donate else "lerp"
+        # A leaf without a gradient has not moved, and its average moves on towards it.
         averages = leafwise(
-            lambda _, a, p: (getattr(a, lerp)(p.detach(), 1 - decay),), grads, state.average, params, first=1
+            lambda p, a: (getattr(a, lerp)(p.detach(), 1 - decay),), where_trained(params), state.average, first=1
         )
         return params, EmaState(joined(averages[0], state.average) if averages else state.average, inner)
 

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fshard import _compat
 from fshard.checks import check_floating, kind
-from fshard.optim.leaves import check_state, like, tensor_of, trained
+from fshard.optim.leaves import check_state, like, missing, none_missed, tensor_of, trained
 from fshard.optim.torch_classes import (
     build,
     copied,
@@ -21,7 +21,7 @@ from fshard.optim.torch_classes import (
     refuse_across_elements,
     start_state,
 )
-from fshard.tree import Flat, Tree, flatten, unflatten
+from fshard.tree import Added, Flat, Tree, flatten, unflatten
 from fshard.update import Optimizer, Targets
 
 
@@ -33,11 +33,14 @@ class TorchState(NamedTuple):
         slots: What the torch class keeps for each parameter, by its names for it (exp_avg, momentum_buffer, ...): trees
             in the structure of the parameters, Sharded as they are.
         hyper: Hyperparameters that were injected, by name: float64 tensors of shape (), which a caller may replace.
+        missed: For classes whose first step is of its own kind and which keep no count: how many of the updates each
+            leaf had no gradient in, int64 tensors of shape ().
     """
 
     updates: torch.Tensor
     slots: dict[str, Tree]
     hyper: dict[str, torch.Tensor]
+    missed: Tree = Added()
 
 
 def from_torch(cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), **hyper: Any) -> Optimizer:
@@ -84,36 +87,43 @@ def from_torch(cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), 
         refuse_across_elements(cls, values, flat)
         optimizer = build(cls, values, tensors, [torch.zeros_like(tensor) for tensor in tensors])
         start_state(optimizer, tensors, habits.late)
-        return TorchState(count.clone(), _slots(optimizer, tensors, flat, habits.scalars), dict(injected))
+        slots = _slots(optimizer, trained(flat), tensors, flat, habits.scalars, {})
+        missed = none_missed(params) if habits.withheld else Added()
+        return TorchState(count.clone(), slots, dict(injected), missed)
 
     def update(grads: Tree, state: TorchState, params: Tree, donate: bool = False) -> tuple[Tree, TorchState]:
         check_state("from_torch", state, TorchState)
         flat, gradients = flatten(params), [tensor_of(leaf) for leaf in flatten(grads).leaves]
         slots = {name: flatten(slot) for name, slot in state.slots.items()}
-        chosen = trained(flat)
+        chosen = [i for i in trained(flat) if gradients[i] is not None]
         given = [tensor_of(flat.leaves[i]) for i in chosen]
         donate = donate and _can_be_written([*given, *(tensor_of(v) for slot in slots.values() for v in slot.leaves)])
         new = [_written(tensor) if donate else copied(tensor) for tensor in given]
         taken = [gradients[i].detach().contiguous() for i in chosen]
         values_now = evaluated(hyper | fixed(state), state.updates)
-        optimizer = build(cls, values_now, new, taken)
+        first: list[bool] = []
+        if habits.withheld:
+            counts = flatten(state.missed).leaves
+            first = [int(counts[i]) == int(state.updates) for i in chosen]
+        optimizer = build(cls, values_now, new, taken, first)
         for name, slot in slots.items():
-            if name in habits.withheld and not int(state.updates):
-                continue
-            for i, tensor in zip(chosen, new, strict=True):
+            for n, (i, tensor) in enumerate(zip(chosen, new, strict=True)):
+                if name in habits.withheld and first[n]:
+                    continue
                 if (value := tensor_of(slot.leaves[i])) is not None:
                     optimizer.state[tensor][name] = value if donate else copied(value)
         values = [value for of_one in optimizer.state.values() for value in of_one.values()]
         count, in_place = state.updates + 1, _step(optimizer, new, values)
+        missed = missing(state.missed, grads) if habits.withheld else Added()
         if donate and in_place:
-            if all(map(operator.is_, new, given)):
+            if all(map(operator.is_, new, given)) and len(chosen) == len(trained(flat)):
                 running[count] = _Running(optimizer, new, values, Targets.of(flat), flat, slots)
-            return params, TorchState(count, state.slots, used(state, values_now))
+            return params, TorchState(count, state.slots, used(state, values_now), missed)
         leaves = list(flat.leaves)
         for i, tensor in zip(chosen, new, strict=True):
             leaves[i] = like(leaves[i], tensor)
-        slots_after = _slots(optimizer, new, flat, habits.scalars)
-        return unflatten(flat.treedef, leaves), TorchState(count, slots_after, used(state, values_now))
+        slots_after = _slots(optimizer, chosen, new, flat, habits.scalars, slots)
+        return unflatten(flat.treedef, leaves), TorchState(count, slots_after, used(state, values_now), missed)
 
     def fixed(state: TorchState) -> dict[str, Any]:
         """Injected numbers that no schedule makes."""
@@ -145,8 +155,10 @@ def from_torch(cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), 
         count, in_place = state.updates + 1, _step(run.optimizer, run.tensors, run.values)
         if in_place:
             running[count] = run
-        slots = state.slots if in_place else _slots(run.optimizer, run.tensors, run.params, habits.scalars)
-        return params, TorchState(count, slots, used(state, values_now))
+        slots = state.slots
+        if not in_place:
+            slots = _slots(run.optimizer, trained(run.params), run.tensors, run.params, habits.scalars, run.slots)
+        return params, TorchState(count, slots, used(state, values_now), state.missed)
 
     def update_donated(grads: Tree, state: TorchState, params: Tree) -> tuple[Tree, TorchState]:
         return resume(grads, state, params) or update(grads, state, params, donate=True)
@@ -229,14 +241,19 @@ def _written(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _slots(
-    optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor], flat: Flat, scalars: frozenset[str]
+    optimizer: torch.optim.Optimizer,
+    chosen: Sequence[int],
+    tensors: Sequence[torch.Tensor],
+    flat: Flat,
+    scalars: frozenset[str],
+    before: dict[str, Flat],
 ) -> dict[str, Tree]:
-    """Turn torch's state for each parameter into a tree for each name."""
-    names = dict.fromkeys(name for tensor in tensors for name in optimizer.state[tensor])
+    """Turn torch's state for each parameter that it stepped into a tree for each name; others keep what they had."""
+    names = dict.fromkeys((*before, *(name for tensor in tensors for name in optimizer.state[tensor])))
     slots = {}
     for name in names:
-        leaves: list[Any] = [None] * len(flat.leaves)
-        for i, tensor in zip(trained(flat), tensors, strict=True):
+        leaves: list[Any] = list(before[name].leaves) if name in before else [None] * len(flat.leaves)
+        for i, tensor in zip(chosen, tensors, strict=True):
             value = optimizer.state[tensor].get(name)
             per_element = isinstance(value, torch.Tensor) and name not in scalars
             leaves[i] = like(flat.leaves[i], value) if per_element else value

@@ -9,9 +9,9 @@ import torch
 from fshard import _compat, comm
 from fshard.checks import kind
 from fshard.collectives import linear_call
-from fshard.optim.leaves import check_state, leafwise, zeros
+from fshard.optim.leaves import check_state, joined, leafwise, missing, none_missed, zeros
 from fshard.shard import without_padding
-from fshard.tree import Axis, Tree, flatten, is_sharded, tree_map
+from fshard.tree import Added, Axis, Tree, flatten, is_sharded, tree_map, unflatten
 from fshard.update import Optimizer
 
 
@@ -143,17 +143,20 @@ class EveryState(NamedTuple):
         collected: Gradients collected since the last update: an int64 tensor of shape ().
         mean: Their sum divided by k, sharded as they are.
         inner: The state of the optimizer inside.
+        missed: How many of the gradients collected were None, for each leaf: int64 tensors of shape ().
     """
 
     collected: torch.Tensor
     mean: Tree
     inner: Tree
+    missed: Tree = Added()
 
 
 def every_k(tx: Optimizer, k: int) -> Optimizer:
     """Update once with the mean of k gradients; the parameters stay as they are in between.
 
-    Each gradient has been reduced; `accumulate` communicates less. Follows optax.MultiSteps.
+    A leaf's gradient is None where all k were. Each gradient has been reduced; `accumulate` communicates less. Follows
+    optax.MultiSteps.
 
     Args:
         tx: The optimizer.
@@ -170,25 +173,43 @@ def every_k(tx: Optimizer, k: int) -> Optimizer:
         raise ValueError(f"every_k: expected k to be a number of gradients, 1 or more, got {k!r}")
 
     def init(params: Tree) -> EveryState:
-        return EveryState(torch.zeros((), dtype=torch.int64), zeros(params), tx.init(params))
+        return EveryState(torch.zeros((), dtype=torch.int64), zeros(params), tx.init(params), none_missed(params))
 
     def run(grads: Tree, state: EveryState, params: Tree, donate: bool = False) -> tuple[Tree, EveryState]:
         check_state("every_k", state, EveryState)
         add = "add_" if donate else "add"
         means = leafwise(lambda grad, mean: (getattr(mean, add)(grad, alpha=1 / k),), grads, state.mean, first=1)
-        mean = means[0] if means else state.mean
+        mean = joined(means[0], state.mean) if means else state.mean
+        missed = missing(state.missed, grads)
         due = state.collected + 1 == k
         step: Any = (tx.update_donated if donate else None) or tx.update
 
-        def update() -> tuple[Tree, Tree, Tree]:
-            new, inner = step(mean, state.inner, params)
+        def update() -> tuple[Tree, Tree, Tree, Tree]:
+            new, inner = _step_with_used(step, mean, missed, k, grads, state.inner, params)
             # The state inside may keep the gradients that it was given.
-            return new, inner, tree_map(torch.zeros_like, mean)
+            return new, inner, tree_map(torch.zeros_like, mean), tree_map(torch.zeros_like, missed)
 
-        params, inner, mean = either(due, update, lambda: (params, state.inner, mean))
-        return params, EveryState(torch.where(due, 0, state.collected + 1), mean, inner)
+        params, inner, mean, missed = either(due, update, lambda: (params, state.inner, mean, missed))
+        return params, EveryState(torch.where(due, 0, state.collected + 1), mean, inner, missed)
 
     return Optimizer(init, run, partial(run, donate=True))
+
+
+def _step_with_used(
+    step: Callable[..., Any], mean: Tree, missed: Tree, k: int, grads: Tree, inner: Tree, params: Tree
+) -> Any:
+    """Update with the means of leaves of which any of k gradients was not None."""
+    flat, counts = flatten(mean), flatten(missed).leaves
+    if not (_compat.transforms_active() or _compat.is_tracing()):
+        used = [None if n is None or int(n) == k else leaf for leaf, n in zip(flat.leaves, counts, strict=True)]
+        return step(unflatten(flat.treedef, used), inner, params)
+    unused = [i for i, grad in enumerate(flatten(grads).leaves) if grad is None and counts[i] is not None]
+    if not unused:
+        return step(mean, inner, params)
+    # Of counts that have no value yet: those without a gradient now had none before either, unless other graphs ran.
+    never = torch.stack([counts[i] == k for i in unused]).all()
+    without = unflatten(flat.treedef, [None if i in unused else leaf for i, leaf in enumerate(flat.leaves)])
+    return either(never, lambda: step(without, inner, params), lambda: step(mean, inner, params))
 
 
 def all_finite(grads: Tree) -> torch.Tensor:

@@ -38,23 +38,25 @@ def lamb(
 
     def init(params: Tree) -> AdamState:
         check_real("lamb", flatten(params))
-        return AdamState(torch.zeros((), dtype=torch.int64), zeros(params), zeros(params))
+        return AdamState.start(params)
 
     def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         check_state("lamb", state, AdamState)
         rate = value_of(lr, state.updates)
 
-        def step(grad: Any, param: Any, mean: Any, square: Any, decay: Any, *rest: Any) -> tuple[torch.Tensor, ...]:
-            found, *averages = adam_direction(grad, mean, square, state.updates, *rest)
+        def step(
+            grad: Any, param: Any, mean: Any, square: Any, missed: Any, decay: Any, *rest: Any
+        ) -> tuple[torch.Tensor, ...]:
+            found, *averages = adam_direction(grad, mean, square, state.updates - missed, *rest)
             return found + decay * param, *averages
 
         numbers = (weight_decay, *betas, eps)
-        outs = leafwise(step, grads, params, state.mean, state.square, numbers=numbers, first=1)
+        outs = leafwise(step, grads, params, state.mean, state.square, state.missed, numbers=numbers, first=1)
         if not outs:
-            return params, state._replace(updates=state.updates + 1)
+            return params, state.after(grads, ())
         steps = _trusted(outs[0], params, 1.0, 0.0)
         new = leafwise(lambda step, param, rate: (param - rate * step,), steps, params, numbers=(rate,), first=1)
-        return joined(new[0], params), AdamState(state.updates + 1, *outs[1:])
+        return joined(new[0], params), state.after(grads, outs[1:])
 
     return Optimizer(init, update)
 
@@ -115,7 +117,7 @@ def lars(
 
         trusted = _trusted(decayed[0], params, trust_coefficient, eps)
         outs = leafwise(step, trusted, params, state.momentum, numbers=(rate, momentum), first=1)
-        return joined(outs[0], params), LarsState(state.updates + 1, outs[1])
+        return joined(outs[0], params), LarsState(state.updates + 1, joined(outs[1], state.momentum))
 
     return Optimizer(init, update)
 

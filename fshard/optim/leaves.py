@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from fshard._compat import is_tracing
 from fshard.checks import check_floating, kind
 from fshard.collectives import pvary
 from fshard.errors import Problem, leaf_error
@@ -88,6 +89,33 @@ def zeros(params: Tree) -> Tree:
     leaves: list[Any] = [None] * len(flat.leaves)
     for i in trained(flat):
         leaves[i] = like(flat.leaves[i], torch.zeros_like(tensor_of(flat.leaves[i]), requires_grad=False))
+    return unflatten(flat.treedef, leaves)
+
+
+def where_trained(params: Tree) -> Tree:
+    """The leaves that take a gradient; None in the place of others."""
+    flat = flatten(params)
+    chosen = set(trained(flat))
+    return unflatten(flat.treedef, [leaf if i in chosen else None for i, leaf in enumerate(flat.leaves)])
+
+
+def none_missed(params: Tree) -> Tree:
+    """Say of every leaf that takes a gradient that it has had one in each update: a count of 0 that had none."""
+    flat = flatten(params)
+    leaves: list[Any] = [None] * len(flat.leaves)
+    for i in trained(flat):
+        leaves[i] = torch.zeros((), dtype=torch.int64)
+    return unflatten(flat.treedef, leaves)
+
+
+def missing(missed: Tree, grads: Tree) -> Tree:
+    """Count one more update for leaves without a gradient."""
+    flat = flatten(missed)
+    leaves = list(flat.leaves)
+    for i, grad in enumerate(flatten(grads).leaves):
+        if leaves[i] is not None:
+            # A graph says by itself whose memory its results have.
+            leaves[i] = leaves[i] + 1 if grad is None else leaves[i] if is_tracing() else leaves[i].clone()
     return unflatten(flat.treedef, leaves)
 
 

@@ -1,15 +1,15 @@
 """Optimizers of our own whose updates are differentiable: sgd, adam and adamw."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fshard._compat import is_transformed
 from fshard.checks import check_floating
-from fshard.optim.leaves import check_real, check_state, joined, leafwise, zeros
-from fshard.tree import Tree, flatten
+from fshard.optim.leaves import check_real, check_state, joined, leafwise, missing, none_missed, zeros
+from fshard.tree import Added, Tree, flatten
 from fshard.update import Optimizer
 
 Number = float | torch.Tensor
@@ -22,10 +22,12 @@ class SgdState(NamedTuple):
     Attributes:
         updates: Updates made: an int64 tensor of shape ().
         momentum: The momentum of each leaf, sharded as it is; None without momentum.
+        missed: With momentum, how many of the updates each leaf had no gradient in: int64 tensors of shape ().
     """
 
     updates: torch.Tensor
     momentum: Tree
+    missed: Tree = Added()
 
 
 def sgd(
@@ -60,29 +62,33 @@ def sgd(
 
     def init(params: Tree) -> SgdState:
         check_floating("sgd", flatten(params))
-        return SgdState(torch.zeros((), dtype=torch.int64), zeros(params) if has_momentum else None)
+        count = torch.zeros((), dtype=torch.int64)
+        return SgdState(count, zeros(params), none_missed(params)) if has_momentum else SgdState(count, None)
 
     def update(grads: Tree, state: SgdState, params: Tree) -> tuple[Tree, SgdState]:
         check_state("sgd", state, SgdState)
-        rate, first = value_of(lr, state.updates), state.updates == 0
+        rate = value_of(lr, state.updates)
 
         def plain(grad: Any, param: Any, rate: Any, decay: Any) -> tuple[torch.Tensor, ...]:
             return (param - rate * (grad + decay * param),)
 
         def heavy(
-            grad: Any, param: Any, old: Any, rate: Any, decay: Any, momentum: Any, dampening: Any
+            grad: Any, param: Any, old: Any, missed: Any, rate: Any, decay: Any, momentum: Any, dampening: Any
         ) -> tuple[torch.Tensor, ...]:
             grad = grad + decay * param
-            new = torch.where(first, grad, momentum * old + (1 - dampening) * grad)
+            new = torch.where(state.updates == missed, grad, momentum * old + (1 - dampening) * grad)
             return param - rate * (grad + momentum * new if nesterov else new), new
 
         if has_momentum:
             numbers = (rate, weight_decay, momentum, dampening)
-            outs = leafwise(heavy, grads, params, state.momentum, numbers=numbers, first=1)
+            outs = leafwise(heavy, grads, params, state.momentum, state.missed, numbers=numbers, first=1)
         else:
             outs = leafwise(plain, grads, params, numbers=(rate, weight_decay), first=1)
         new = joined(outs[0], params) if outs else params
-        return new, SgdState(state.updates + 1, outs[1] if has_momentum and outs else state.momentum)
+        if not has_momentum:
+            return new, SgdState(state.updates + 1, None)
+        momenta = joined(outs[1], state.momentum) if outs else state.momentum
+        return new, SgdState(state.updates + 1, momenta, missing(state.missed, grads))
 
     return Optimizer(init, update)
 
@@ -94,11 +100,24 @@ class AdamState(NamedTuple):
         updates: Updates made: an int64 tensor of shape ().
         mean: Running average of the gradients, sharded as they are.
         square: Running average of their squares.
+        missed: How many of the updates each leaf had no gradient in: int64 tensors of shape ().
     """
 
     updates: torch.Tensor
     mean: Tree
     square: Tree
+    missed: Tree = Added()
+
+    @classmethod
+    def start(cls, params: Tree) -> "AdamState":
+        """The state before the first update."""
+        return cls(torch.zeros((), dtype=torch.int64), zeros(params), zeros(params), none_missed(params))
+
+    def after(self, grads: Tree, averages: Sequence[Tree]) -> "AdamState":
+        """The state after an update, with new averages where there were gradients, or none at all."""
+        old = (self.mean, self.square)
+        mean, square = [joined(*pair) for pair in zip(averages, old, strict=True)] if averages else old
+        return AdamState(self.updates + 1, mean, square, missing(self.missed, grads))
 
 
 def adam(
@@ -150,27 +169,25 @@ def _adam(
 ) -> Optimizer:
     def init(params: Tree) -> AdamState:
         check_real(what, flatten(params))
-        return AdamState(torch.zeros((), dtype=torch.int64), zeros(params), zeros(params))
+        return AdamState.start(params)
 
     def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         check_state(what, state, AdamState)
         rate = value_of(lr, state.updates)
 
         def step(
-            grad: Any, param: Any, mean: Any, square: Any, rate: Any, decay: Any, *rest: Any
+            grad: Any, param: Any, mean: Any, square: Any, missed: Any, rate: Any, decay: Any, *rest: Any
         ) -> tuple[torch.Tensor, ...]:
             if decoupled:
                 param = param * (1 - rate * decay)
             else:
                 grad = grad + decay * param
-            found, *averages = adam_direction(grad, mean, square, state.updates, *rest)
+            found, *averages = adam_direction(grad, mean, square, state.updates - missed, *rest)
             return param - rate * found, *averages
 
         numbers = (rate, weight_decay, *betas, eps)
-        outs = leafwise(step, grads, params, state.mean, state.square, numbers=numbers, first=1)
-        if not outs:
-            return params, state._replace(updates=state.updates + 1)
-        return joined(outs[0], params), AdamState(state.updates + 1, *outs[1:])
+        outs = leafwise(step, grads, params, state.mean, state.square, state.missed, numbers=numbers, first=1)
+        return joined(outs[0], params) if outs else params, state.after(grads, outs[1:])
 
     return Optimizer(init, update)
 
@@ -190,7 +207,7 @@ def adam_direction(
         grad: The gradient.
         mean: The average of gradients before.
         square: The average of their squares before.
-        updates: Updates made before.
+        updates: Updates of the leaf made before.
         beta1: As for `adam`, the first of `betas`.
         beta2: The second.
         eps: As for `adam`.

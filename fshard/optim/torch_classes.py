@@ -46,16 +46,28 @@ def on_cpu(hyper: Hyper) -> Hyper:
 
 
 def build(
-    cls: type[torch.optim.Optimizer], hyper: Hyper, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    cls: type[torch.optim.Optimizer],
+    hyper: Hyper,
+    tensors: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    first: Sequence[bool] = (),
 ) -> torch.optim.Optimizer:
-    """A torch optimizer of some tensors, with their gradients in place."""
+    """A torch optimizer of some tensors, with their gradients in place.
+
+    Those that make their `first` step are a group of their own: fused SGD takes no list of which some have a momentum.
+    """
     for tensor, grad in zip(tensors, grads, strict=True):
         tensor.grad = grad
     # A class checks its numbers when it is made, for which a trace has no values yet.
     traced = {name: value for name, value in hyper.items() if isinstance(value, torch.Tensor) and _compat.is_tracing()}
     # As a group, because torch refuses an empty list of parameters; here all leaves may be frozen.
-    optimizer = cls([{"params": list(tensors)}], **{name: hyper[name] for name in hyper if name not in traced})
-    optimizer.param_groups[0].update(traced)
+    groups = [{"params": list(tensors)}]
+    if any(first) and not all(first):
+        pairs = list(zip(tensors, first, strict=True))
+        groups = [{"params": [tensor for tensor, yes in pairs if yes is which]} for which in (True, False)]
+    optimizer = cls(groups, **{name: hyper[name] for name in hyper if name not in traced})
+    for group in optimizer.param_groups:
+        group.update(traced)
     return optimizer
 
 

@@ -66,9 +66,14 @@ def whole(tx: Optimizer) -> Optimizer:
         chosen = trained(flat)
         axis = _axis("whole", flat, chosen)
         leaves, states = list(flat.leaves), list(state.leaves)
-        travelling = [(i, n) for n, i in enumerate(chosen) if partition_axes(leaves[i])]
+        used = [(i, n) for n, i in enumerate(chosen) if gradients[i] is not None]
+        travelling = [(i, n) for i, n in used if partition_axes(leaves[i])]
         for n, i in enumerate(chosen):
-            if (i, n) not in travelling:
+            if gradients[i] is None:
+                # The update counts, and a leaf may have an average; neither looks across elements.
+                own, states[n] = tx.update({"leaf": None}, states[n], {"leaf": leaves[i]})
+                leaves[i] = own["leaf"]
+            elif (i, n) not in travelling:
                 grad, own = ({"leaf": _full(leaf)} for leaf in (gradients[i], leaves[i]))
                 new, states[n] = tx.update(grad, states[n], own)
                 leaves[i] = like(leaves[i], new["leaf"].reshape(tensor_of(leaves[i]).shape))

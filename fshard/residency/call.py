@@ -12,7 +12,15 @@ from fshard.residency.backward import Backward
 from fshard.residency.saved import FunctionTransform, Saved
 from fshard.residency.slots import Slot, policy_of
 from fshard.residency.timeline import CHECKPOINTED, Timeline
-from fshard.residency.units import Unit, Use, deliver, is_regathered, refuse_unsummed, scattered
+from fshard.residency.units import (
+    Unit,
+    Use,
+    deliver,
+    is_regathered,
+    mark_used,
+    refuse_unsummed,
+    scattered,
+)
 from fshard.residency.walk import Walk, schedule
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded
 
@@ -284,10 +292,13 @@ class Call:
         self._conclude("the backward", failed)
         if failed is not None:
             raise failed
+        if anchors:
+            mark_used(loss, slots)
         # What came past gathering, from maths on shards, is this rank's own part of the sum already.
         for slot, grad in zip(slots, direct, strict=True):
             if grad is not None:
                 slot.take(grad, divisor, own=False)
+                slot.used = slot.used or not anchors
 
     def end(self) -> None:
         """Let go of everything: calls are many and hold much, and nothing may wait for the garbage collector."""

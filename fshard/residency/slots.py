@@ -37,12 +37,13 @@ class Slot:
         partial: This rank's full gradient so far.
         owed: Whether a reduction of it is due on every rank, whatever this one has.
         grad: Its reduced gradient.
+        used: Whether a backward of this rank has reached it.
         state: That of its transform, if it has one.
     """
 
     __slots__ = (
         *("alone", "derived", "first", "grad", "like", "owed", "own_grad", "own_partial", "partial", "path", "spec"),
-        *("several", "state", "stored", "tensor", "trained"),
+        *("several", "state", "stored", "tensor", "trained", "used"),
     )
 
     def __init__(self, path: str, leaf: Sharded, derived: bool = False) -> None:
@@ -59,7 +60,7 @@ class Slot:
         self.alone = self.several = False
         self.first: Any = None
         self.partial: torch.Tensor | None = None
-        self.owed = False
+        self.owed = self.used = False
         self.grad: torch.Tensor | None = None
         self.own_grad = self.own_partial = False
         self.state: Any = None
@@ -72,6 +73,7 @@ class Slot:
 
     def take_partial(self, grad: torch.Tensor) -> None:
         """Add to this rank's full gradient; the first part may be anybody's, a sum is the slot's own."""
+        self.used = True
         if self.partial is None:
             self.partial, self.own_partial = grad, False
         else:
@@ -100,11 +102,9 @@ class Slot:
             grad, own = self.grad.add_(grad) if self.own_grad else self.grad + grad, True
         self.grad, self.own_grad = grad, own
 
-    def gradient(self, divisor: Any = 1) -> torch.Tensor | None:
-        """Give up the finished gradient, divided and in the stored dtype; None where the leaf takes none."""
+    def gradient(self, divisor: Any = 1) -> torch.Tensor:
+        """Give up the finished gradient, divided and in the stored dtype; zeros where this rank has none."""
         grad, self.grad = self.grad, None
-        if not self.trained:
-            return None
         return torch.zeros_like(self.stored) if grad is None else divided(grad, divisor).to(self.stored.dtype)
 
     @property

@@ -247,6 +247,33 @@ def scattered(slots: Sequence[Slot], group: Sequence[int], grads: Sequence[torch
     return [out[position].to(slots[i].stored.dtype) for position, i in enumerate(group)]
 
 
+def mark_used(loss: torch.Tensor, slots: Sequence[Slot]) -> None:
+    """Mark the leaves that a loss depends on by maths on shards.
+
+    Ranks run the backwards of leaves that were computed from others whether they use these or not, so that the
+    gradients which autograd returns do not tell.
+
+    Args:
+        loss: This rank's loss, after its backward.
+        slots: The call's own leaves.
+    """
+    ends = {torch.autograd.graph.get_gradient_edge(slot.tensor).node: slot for slot in slots}
+    waiting: list[Any] = [loss.grad_fn]
+    seen = {loss.grad_fn, None}
+    while waiting:
+        node = waiting.pop()
+        if node in ends:
+            ends[node].used = True
+        edges = [behind for behind, _ in getattr(node, "next_functions", ())]
+        if isinstance(use := getattr(node, "use", None), Use):
+            # One node delivers several leaves; a leaf of the call's own has been marked when its gradient arrived.
+            members = [use.unit.slots[i] for i in node.group]
+            edges = [edge for edge, slot in zip(edges, members, strict=True) if slot.derived and slot.used]
+        new = [edge for edge in edges if edge not in seen]
+        seen.update(new)
+        waiting.extend(new)
+
+
 def refuse_unsummed(
     what: str, outputs: Sequence[torch.Tensor], slots: Sequence[Slot], grads: Sequence[torch.Tensor | None]
 ) -> None:

@@ -40,6 +40,7 @@ def assert_matches_ddp(
     rtol: float | None = None,
     atol: float | None = None,
     exact: bool = False,
+    find_unused_parameters: bool = False,
 ) -> Match:
     """Run a train step and torch DDP side by side and assert that losses and parameters agree after every step.
 
@@ -56,6 +57,7 @@ def assert_matches_ddp(
         rtol: Relative tolerance; by default that of torch.testing.assert_close for the dtype.
         atol: Absolute tolerance; by default likewise.
         exact: Ask for bitwise equality instead. DDP divides before it sums, so this holds for one or two ranks.
+        find_unused_parameters: As for DDP, which needs it where a rank's loss uses some parameters only.
 
     Returns:
         The final state and the largest differences seen.
@@ -68,7 +70,7 @@ def assert_matches_ddp(
         raise ValueError(
             "assert_matches_ddp: expected ranks to be processes, got threads; run it by spmd(f, Workers(n))"
         )
-    reference = DistributedDataParallel(copy.deepcopy(module))
+    reference = DistributedDataParallel(copy.deepcopy(module), find_unused_parameters=find_unused_parameters)
     torch_optimizer = optimizer(reference.parameters())
     loss_gap = params_gap = 0.0
     for step, batch in enumerate(batches):

@@ -51,7 +51,7 @@ def assert_budget(
     Traceback (most recent call last):
     AssertionError: assert_budget: the step breaks its budget on a mesh of shard 4
       bytes_sent is 24576, at most 20000 allowed; sent for ['w'] 24.58 kB
-      collectives is 3, at most 1 allowed; issued for ['w'] 2, psum_invariant 1
+      collectives is 3, at most 1 allowed; issued for ['w'] 2, objective 1
     """
     if not isinstance(args, list | tuple):
         raise ValueError(

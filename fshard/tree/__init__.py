@@ -2,10 +2,12 @@
 
 from fshard.tree.masks import Mask, is_mask, means
 from fshard.tree.nodes import (
+    Added,
     Flat,
     Sharded,
     Tree,
     Treedef,
+    added,
     dcp_error,
     flatten,
     is_sharded,
@@ -18,6 +20,7 @@ from fshard.tree.nodes import (
 from fshard.tree.specs import Axis, P, Residency, Spec, Transform
 
 __all__ = [
+    "Added",
     "Axis",
     "Flat",
     "Mask",
@@ -28,6 +31,7 @@ __all__ = [
     "Transform",
     "Tree",
     "Treedef",
+    "added",
     "dcp_error",
     "flatten",
     "is_mask",

@@ -1,0 +1,319 @@
+"""Leaves whose gradient is None: they and all that is kept for them stay, as torch.optim leaves them."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import optim
+
+import fshard as fs
+from fshard.testing import spmd
+from fshard.tree import flatten, is_sharded
+from tests.optim.test_from_torch import CASES, Lion
+from tests.trees import assert_same_bits, normal, one_axis
+
+SHAPES = {"a": (5, 3), "b": (7,)}
+HISTORIES = {
+    "late start": {"a": [0, 0, 1, 1, 1, 1], "b": [1] * 6},
+    "gaps": {"a": [1, 0, 1, 0, 0, 1], "b": [1, 1, 0, 1, 1, 1]},
+    "never": {"a": [0] * 6, "b": [1] * 6},
+    "not both": {"a": [0, 1, 0, 1, 0, 1], "b": [1, 0, 0, 0, 1, 0]},
+}
+
+
+def values(seed=0):
+    draw = normal(seed)
+    return {name: draw(*shape) for name, shape in SHAPES.items()}
+
+
+def gradients(history):
+    """For each step the gradients of a history, None where it has none."""
+    rows = zip(*HISTORIES[history].values(), strict=True)
+    return [
+        {name: grad if used else None for (name, grad), used in zip(values(1 + step).items(), row, strict=True)}
+        for step, row in enumerate(rows)
+    ]
+
+
+def stateful(make, history):
+    """What a torch optimizer makes of the parameters in each step.
+
+    One for each leaf: torch's fused SGD fails where it makes the first step of some leaves only.
+    """
+    params = {name: torch.nn.Parameter(value) for name, value in values().items()}
+    optimizers = {name: make([param]) for name, param in params.items()}
+    steps = []
+    for grads in gradients(history):
+        for name, grad in grads.items():
+            params[name].grad = grad
+            if grad is not None or not isinstance(optimizers[name], Lion):
+                optimizers[name].step()
+        steps.append({name: param.detach().clone() for name, param in params.items()})
+    return steps
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_class_has_the_bits_of_torch(case):
+    cls, hyper = CASES[case]
+    tx = fs.from_torch(cls, **hyper)
+    for history in HISTORIES:
+        expected = stateful(lambda params: cls(params, **hyper), history)
+        for donate in (False, True):
+            state = fs.TrainState.create(values(), tx)
+            for grads, params in zip(gradients(history), expected, strict=True):
+                state = fs.update(tx, state, grads, donate=donate)
+                assert_same_bits(state.params, params)
+            assert int(state.opt_state.updates) == len(expected)
+
+
+NATIVE = {
+    "sgd": (lambda: fs.sgd(0.1, weight_decay=0.1), lambda p: optim.SGD(p, lr=0.1, weight_decay=0.1)),
+    "sgd momentum": (
+        lambda: fs.sgd(0.1, 0.9, dampening=0.5, weight_decay=0.1),
+        lambda p: optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    ),
+    "adam": (lambda: fs.adam(0.1, weight_decay=0.1), lambda p: optim.Adam(p, lr=0.1, weight_decay=0.1)),
+    "adamw": (lambda: fs.adamw(0.1, weight_decay=0.1), lambda p: optim.AdamW(p, lr=0.1, weight_decay=0.1)),
+    "adafactor": (
+        lambda: fs.adafactor(0.1, weight_decay=0.1),
+        lambda p: optim.Adafactor(p, lr=0.1, weight_decay=0.1, foreach=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_our_own_are_torch_s_within_rounding(name):
+    ours, torch_s = NATIVE[name]
+    tx = ours()
+    for history in HISTORIES:
+        params, state = values(), tx.init(values())
+        for grads, expected in zip(gradients(history), stateful(torch_s, history), strict=True):
+            params, state = tx.update(grads, state, params)
+            torch.testing.assert_close(params, expected, rtol=1e-12, atol=1e-12)
+
+
+def torch_sgd():
+    return fs.from_torch(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)
+
+
+TABLE = {
+    "sgd": lambda: fs.sgd(0.1, 0.9, weight_decay=0.1),
+    "adam": lambda: fs.adam(0.1),
+    "adamw": lambda: fs.adamw(lambda count: 0.1 / (1 + count)),
+    "lamb": lambda: fs.lamb(0.1, weight_decay=0.1),
+    "lars": lambda: fs.lars(0.1, weight_decay=0.1),
+    "adafactor": lambda: fs.adafactor(0.1),
+    "from_torch": lambda: fs.from_torch(optim.AdamW, lr=0.1),
+    "from_torch fused": lambda: fs.from_torch(optim.AdamW, lr=0.1, fused=True),
+    "from_torch SGD": torch_sgd,
+    "injected": lambda: fs.from_torch(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, inject=["lr"]),
+    "clip_by_norm": lambda: fs.chain(fs.clip_by_norm(0.5), fs.adam(0.1)),
+    "clip_by_value": lambda: fs.chain(fs.clip_by_value(0.5), torch_sgd()),
+    "add_decayed_weights": lambda: fs.chain(fs.add_decayed_weights(0.1), torch_sgd()),
+    "masked": lambda: fs.masked(torch_sgd(), "*"),
+    "partition": lambda: fs.partition({"a": torch_sgd(), "*": fs.adam(0.1)}),
+    "skip_nonfinite": lambda: fs.skip_nonfinite(torch_sgd()),
+    "dynamic_loss_scale": lambda: fs.dynamic_loss_scale(fs.adam(0.1), init_scale=1.0, growth_interval=100),
+    "every_k": lambda: fs.every_k(torch_sgd(), 1),
+    "whole": lambda: fs.whole(fs.adam(0.1)),
+    "whole from_torch": lambda: fs.whole(torch_sgd()),
+}
+
+
+def run(tx, state, grads, donate=False):
+    for grad in grads:
+        state = fs.update(tx, state, grad, donate=donate)
+    return state
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_leaf_is_as_if_the_updates_without_it_had_not_been(name):
+    """Each leaf by itself, stepped only when it has a gradient; but the number of updates counts all of them."""
+    counts = "count" in name or name == "adamw"
+
+    def program():
+        transform = fs.zero2(one_axis(), min_shard_elements=0)
+
+        def sharded(tree):
+            return fs.shard({k: v for k, v in tree.items() if v is not None}, transform) | {
+                k: None for k, v in tree.items() if v is None
+            }
+
+        for history in HISTORIES:
+            for donate in (False, True):
+                tx = TABLE[name]()
+                state = fs.TrainState.create(sharded(values()), tx)
+                structure = flatten(state).treedef
+                for grads in gradients(history):
+                    before = {n: copied(state.params[n]) for n, grad in grads.items() if grad is None}
+                    kept = moments(state, before) if not donate else {}
+                    state = fs.update(tx, state, sharded(grads), donate=donate)
+                    assert flatten(state).treedef == structure
+                    for n, leaf in before.items():
+                        assert_same_bits(state.params[n].local, leaf)
+                    assert_same_bits(moments(state, before) if not donate else {}, kept)
+                if counts:
+                    continue
+                for leaf in SHAPES:
+                    some = [grads[leaf] for grads in gradients(history) if grads[leaf] is not None]
+                    alone = TABLE[name]() if name != "partition" else torch_sgd() if leaf == "a" else fs.adam(0.1)
+                    one = fs.TrainState.create(fs.shard({leaf: values()[leaf]}, transform), alone)
+                    one = run(alone, one, [fs.shard({leaf: grad}, transform) for grad in some])
+                    assert_same_bits(state.params[leaf].local, one.params[leaf].local)
+
+    spmd(program, 2)
+
+
+def copied(leaf):
+    return leaf.local.clone()
+
+
+def moments(state, names):
+    """What the optimizer keeps for some leaves, element by element."""
+    flat = flatten(state.opt_state)
+    pairs = zip(flat.paths, flat.leaves, strict=True)
+    return {
+        path: leaf.local.clone()
+        for path, leaf in pairs
+        if is_sharded(leaf) and any(f"['{name}']" in path for name in names)
+    }
+
+
+def test_norms_pass_over_them():
+    grads = {"a": None, "b": torch.full((7,), 3.0)}
+    tx = fs.chain(fs.clip_by_global_norm(1.0), fs.sgd(1.0))
+    params = {"a": torch.ones(5, 3), "b": torch.zeros(7)}
+    new, _ = tx.update(grads, tx.init(params), params)
+    torch.testing.assert_close(new["b"].norm(), torch.tensor(1.0))
+    assert_same_bits(new["a"], params["a"])
+
+
+def test_an_average_of_parameters_moves_on():
+    tx = fs.ema(fs.sgd(1.0), decay=0.5)
+    params = {"w": torch.zeros(2, dtype=torch.float64), "v": torch.zeros(2, dtype=torch.float64)}
+    state = tx.init(params)
+    params, state = tx.update({"w": -torch.ones(2).double(), "v": None}, state, params)
+    params, state = tx.update({"w": None, "v": None}, state, params)
+    assert_same_bits(params["w"], torch.ones(2).double())
+    assert_same_bits(state.average, {"w": torch.full((2,), 0.75).double(), "v": torch.zeros(2).double()})
+
+
+@pytest.mark.parametrize("jitted", (False, True))
+def test_every_k_gives_none_where_all_were(jitted):
+    def make(tx):
+        step = lambda state, grads: fs.update(tx, state, grads)  # noqa: E731
+        return fs.jit(step) if jitted else step
+
+    full = values()
+    some = [{"a": None, "b": grads["b"]} for grads in gradients("late start")]
+    tx, plain = fs.every_k(fs.adamw(0.1), 2), fs.adamw(0.1)
+    state, expected = fs.TrainState.create(full, tx), fs.TrainState.create(full, plain)
+    step, plain_step = make(tx), make(plain)
+    for first, second in zip(some[::2], some[1::2], strict=True):
+        state = step(step(state, first), second)
+        mean = {"a": None, "b": first["b"] * 0.5 + second["b"] * 0.5}
+        expected = plain_step(expected, mean)
+        torch.testing.assert_close(state.params, expected.params, rtol=1e-12, atol=1e-12)
+        assert_same_bits(state.params["a"], full["a"])
+    if not jitted:
+        state = step(step(state, some[0]), some[1] | {"a": full["a"]})
+        assert not state.params["a"].equal(full["a"])
+
+
+RESTARTED = ("sgd", "adam", "lamb", "adafactor", "from_torch", "from_torch SGD", "every_k", "whole", "partition")
+
+
+@pytest.mark.parametrize("name", RESTARTED)
+def test_a_restart_goes_on_as_before(name, tmp_path):
+    """A checkpoint holds how often each leaf was updated."""
+
+    def program():
+        transform = fs.zero2(one_axis(), min_shard_elements=0)
+        tx = TABLE[name]()
+        for history in HISTORIES:
+            grads = [
+                {k: None if v is None else fs.shard({k: v}, transform)[k] for k, v in step.items()}
+                for step in gradients(history)
+            ]
+            state = run(tx, fs.TrainState.create(fs.shard(values(), transform), tx), grads[:3])
+            fs.checkpoint.save(tmp_path / history, state)
+            like = fs.TrainState.create(fs.shard(values(9), transform), tx)
+            restored = fs.checkpoint.restore(tmp_path / history, like=like)
+            assert_same_bits(fs.tree_leaves(restored), fs.tree_leaves(state))
+            ends = [run(tx, start, grads[3:]) for start in (state, restored)]
+            assert_same_bits(*map(fs.tree_leaves, ends))
+
+    spmd(program, 2)
+
+
+class OldSgd(NamedTuple):
+    updates: torch.Tensor
+    momentum: dict
+
+
+class OldAdam(NamedTuple):
+    updates: torch.Tensor
+    mean: dict
+    square: dict
+
+
+class OldTorch(NamedTuple):
+    updates: torch.Tensor
+    slots: dict
+    hyper: dict
+
+
+class OldAdafactor(NamedTuple):
+    updates: torch.Tensor
+    row: dict
+    column: dict
+
+
+class OldEvery(NamedTuple):
+    collected: torch.Tensor
+    mean: dict
+    inner: tuple
+
+
+OLD = {"SgdState": OldSgd, "AdamState": OldAdam, "TorchState": OldTorch, "AdafactorState": OldAdafactor}
+
+
+def in_the_old_form(state):
+    """A state with the fields that it had when updates were counted for all leaves together."""
+    if isinstance(state, fs.TrainState):
+        return state._replace(opt_state=in_the_old_form(state.opt_state))
+    if type(state).__name__ == "EveryState":
+        return OldEvery(state.collected, state.mean, in_the_old_form(state.inner))
+    if old := OLD.get(type(state).__name__):
+        return old(*(getattr(state, field) for field in old._fields))
+    return state
+
+
+@pytest.mark.parametrize(
+    "name", ("sgd", "adam", "adamw", "lamb", "adafactor", "from_torch", "from_torch SGD", "every_k")
+)
+def test_old_checkpoints_load(name, tmp_path):
+    """Every leaf of theirs has had each update."""
+
+    def program():
+        transform = fs.zero2(one_axis(), min_shard_elements=0)
+        tx = TABLE[name]()
+        grads = [fs.shard(values(1 + step), transform) for step in range(4)]
+        state = run(tx, fs.TrainState.create(fs.shard(values(), transform), tx), grads[:2])
+        old = in_the_old_form(state)
+        assert not any("missed" in path for path in flatten(old).paths)
+        fs.checkpoint.save(tmp_path, old)
+        like = fs.TrainState.create(fs.shard(values(9), transform), tx)
+        restored = fs.checkpoint.restore(tmp_path, like=like)
+        assert_same_bits(fs.tree_leaves(restored), fs.tree_leaves(state))
+        assert_same_bits(*(fs.tree_leaves(run(tx, start, grads[2:])) for start in (state, restored)))
+
+    spmd(program, 2)
+
+
+def test_a_checkpoint_that_lacks_some_counts_is_refused(tmp_path):
+    tx, params = fs.adam(0.1), values()
+    state = tx.init(params)
+    fs.checkpoint.save(tmp_path, state._replace(missed={"a": state.missed["a"], "b": None}), step=0)
+    with pytest.raises(ValueError, match=r"missed\['b'\]"):
+        fs.checkpoint.restore(tmp_path, like=state)

@@ -1,0 +1,231 @@
+"""Parameters that no rank used: no gradient, and they do not move, as under torch and its DDP."""
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from fshard.testing import assert_matches_ddp, spmd
+from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
+
+STRATEGIES = STRATEGIES | {
+    "zero3": lambda on: fs.zero3(on.line, min_shard_elements=0),
+    "zero3 that keeps": lambda on: fs.zero3(on.line, min_shard_elements=0, regather=False),
+}
+
+
+def this_rank():
+    return fs.comm.rank(fs.axis_of(one_axis()))
+
+
+def values():
+    draw = normal()
+    return {name: draw(5, 3) for name in ("all", "one", "zero", "none", "late", "frozen")} | {"small": draw(2)}
+
+
+def shard(strategy):
+    return fs.shard(values(), strategy, frozen=lambda path: "frozen" in path)
+
+
+def loss_of(params, batch):
+    """Rank 0 alone uses "one", and "late" only in a microbatch of 3; nobody uses "none" and "small"."""
+    full = fs.gather(params)
+    loss = (full["all"] * batch).square().sum() + 0.0 * full["zero"].sum()
+    loss = loss + (full["one"].sum() if this_rank() == 0 else 0.0)
+    return loss + (full["late"].square().sum() if batch == 3 else 0.0)
+
+
+def of(*batches):
+    """Gradients of some microbatches of one process whose batch is that of all ranks."""
+
+    def expected(ranks):
+        full, count = values(), len(batches)
+        found = {
+            "all": sum(2 * full["all"] * b**2 for b in batches) / count,
+            "one": torch.ones(5, 3, dtype=torch.float64) / ranks,
+            "zero": torch.zeros(5, 3, dtype=torch.float64),
+            "late": 2 * full["late"] / count if 3 in batches else None,
+        }
+        return dict.fromkeys(full) | found
+
+    return expected
+
+
+RUNS = {
+    "one batch": (lambda p: fs.value_and_grad(loss_of)(p, 2.0), of(2.0)),
+    "each": (lambda p: fs.accumulate(loss_of, communicate="each")(p, [2.0, 3.0]), of(2.0, 3.0)),
+    "once": (lambda p: fs.accumulate(loss_of, communicate="once")(p, [3.0, 2.0]), of(3.0, 2.0)),
+    "never late": (lambda p: fs.accumulate(loss_of, communicate="once")(p, [1.0, 2.0]), of(1.0, 2.0)),
+}
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3, 4))
+@pytest.mark.parametrize("run", RUNS)
+def test_a_leaf_that_no_rank_used_has_no_gradient(run, world_size):
+    """One that another rank used has this rank's zeros, and one whose gradient is zero was used."""
+
+    def program():
+        for strategy in STRATEGIES.values():
+            params = shard(strategy(meshes()))
+            differentiate, expected = RUNS[run]
+            grads = fs.unshard(differentiate(params)[1])
+            wanted = expected(world_size)
+            assert {name for name, grad in grads.items() if grad is None} == {n for n in wanted if wanted[n] is None}
+            for name, grad in grads.items():
+                if grad is not None:
+                    torch.testing.assert_close(grad, wanted[name])
+
+    spmd(program, world_size)
+
+
+def doubled(p, *names):
+    """Leaves that are computed from others, gathered."""
+    return fs.gather({name: fs.tree_map(lambda tensor: 2 * tensor, p[name]) for name in names})
+
+
+DERIVED = {
+    "used": lambda p, rank: doubled(p, "all")["all"].sum(),
+    "gathered and unused": lambda p, rank: (doubled(p, "one"), fs.gather(p["all"]).sum())[1],
+    "used on one rank": lambda p, rank: (doubled(p, "one")["one"].sum(), fs.gather(p["all"]).sum())[rank],
+    "together with one that is used": lambda p, rank: doubled(p, "all", "one")["all"].sum(),
+}
+USED = {
+    "used": {"all"},
+    "gathered and unused": {"all"},
+    "used on one rank": {"all", "one"},
+    "together with one that is used": {"all"},
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_leaves_of_which_others_are_computed(name):
+    """Ranks run the backward of what was computed from shards whether they use it or not."""
+
+    def program():
+        for strategy in (fs.zero3(one_axis(), min_shard_elements=0), fs.zero2(one_axis(), min_shard_elements=0)):
+            params = shard(strategy)
+            _, grads = fs.value_and_grad(lambda p: DERIVED[name](p, this_rank()))(params)
+            assert {leaf for leaf, grad in grads.items() if grad is not None} == USED[name]
+
+    spmd(program, 2)
+
+
+def test_used_leaves_are_told_with_the_objective():
+    """No collective more, whatever a rank uses, and the numbers are listed apart."""
+
+    def program():
+        records = []
+        for batch in (2.0, 3.0):
+            params = shard(fs.zero3(one_axis(), min_shard_elements=0))
+            with fs.comm.record() as record:
+                fs.value_and_grad(loss_of)(params, batch)
+            records.append(record)
+        objectives = [entry for entry in records[0] if entry.label == "objective"]
+        assert [(entry.op, entry.tensors, entry.bytes, entry.scalar) for entry in objectives] == [
+            ("all_reduce", 1, 8 * (1 + 6), True)
+        ]
+        assert records[0] == records[1]
+
+    spmd(program, 2)
+
+
+def test_more_leaves_than_flags():
+    def program():
+        params = fs.shard({f"{i}": torch.ones(2) for i in range(1000)}, fs.zero2(one_axis(), min_shard_elements=0))
+
+        def loss(p):
+            return sum(leaf.sum() for name, leaf in fs.gather(p).items() if int(name) % 3 == this_rank())
+
+        _, grads = fs.value_and_grad(loss)(params)
+        return [name for name, grad in grads.items() if grad is None]
+
+    unused = [f"{i}" for i in range(1000) if i % 3 == 2]
+    assert spmd(program, 2) == [unused] * 2
+
+
+def test_the_state_of_a_transform_stays():
+    """What a lossy reduction left out of an earlier gradient waits for the next one."""
+
+    def program():
+        layout = fs.quantize(one_axis(), scatter=True, block=4, min_shard_elements=0)
+        full = {name: normal(i)(64, 8, dtype=torch.float32) for i, name in enumerate(("a", "b"))}
+        params = fs.shard(full, fs.zero3(one_axis(), layout=layout))
+        state = fs.tree_map(torch.ones_like, fs.transform_state(params))
+
+        def loss(p):
+            return fs.gather(p)["a"].square().sum()
+
+        _, grads, after = fs.value_and_grad(loss, transform_state=state)(params)
+        assert grads["b"] is None
+        assert_same_bits(fs.tree_leaves(after["b"]), fs.tree_leaves(state["b"]))
+        assert not any(leaf.eq(1).all() for leaf in fs.tree_leaves(after["a"]))
+
+    spmd(program, 2)
+
+
+class Mixture(nn.Module):
+    """Experts by name, a gate that is always used, and a layer that never is."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.never = nn.Linear(6, 6)
+
+    def forward(self, x, picks):
+        h = torch.tanh(self.first(x))
+        return self.last(sum((torch.tanh(self.experts[pick](h)) for pick in picks), h))
+
+
+def mixture():
+    module, draw = Mixture().double(), normal()
+    for parameter in module.parameters():
+        parameter.data = draw(*parameter.shape)
+    return module
+
+
+STEPS = 30
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, dict(lr=0.01, weight_decay=0.1)),
+    "SGD": (torch.optim.SGD, dict(lr=0.01, momentum=0.9, dampening=0.1, weight_decay=0.1)),
+}
+
+
+def batches(rank):
+    """Expert 3 starts late, and 1 is left out for a while by all; the others by one rank or the other."""
+    draw = normal(1 + rank)
+    picks = [[0], [1, 2], [2], [0, 1]]
+    rows = []
+    for step in range(STEPS):
+        chosen = [pick for pick in picks[(step * (1 + rank)) % 4] if pick != 1 or step not in range(8, 20)]
+        rows.append((draw(5, 4), [*chosen, 3] if step >= 10 and (step + rank) % 3 == 0 else chosen))
+    return rows
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_mixture_of_experts_is_ddp_bitwise(optimizer, workers):
+    cls, hyper = OPTIMIZERS[optimizer]
+    module, tx = mixture(), fs.from_torch(cls, **hyper)
+
+    def program():
+        on, model = meshes(), fs.functionalize(module, nn.Linear)
+        loss = fs.value_and_grad(lambda p, x, picks: model.apply(p, x, picks).square().mean())
+
+        def step(state, batch):
+            value, grads = loss(state.params, *batch)
+            return fs.update(tx, state, grads, donate=int(state.step) % 2 == 0), value
+
+        for name in ("ddp", "zero2 of every leaf", "zero3"):
+            state = fs.TrainState.create(model.init(STRATEGIES[name](on)), tx)
+            assert_matches_ddp(
+                step,
+                state,
+                batches(this_rank()),
+                module=module,
+                loss_fn=lambda module, batch: module(*batch).square().mean(),
+                optimizer=lambda parameters: cls(parameters, **hyper),
+                exact=True,
+                find_unused_parameters=True,
+            )
+
+    spmd(program, workers(2))
