@@ -69,6 +69,7 @@ from fshard._compat.tracing import (
     is_tracing,
     make_graph_of,
     outside_modes,
+    sees_programs,
     trace_notes,
 )
 
@@ -116,6 +117,7 @@ __all__ = [
     "resolve_process_group",
     "running_sequence_number",
     "seen_trunc_normal",
+    "sees_programs",
     "set_flat_weights",
     "shared_dual_level",
     "shares_memory",

@@ -4,10 +4,15 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch._C import _TorchDispatchModeKey
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
+
+from fshard._compat.fake import is_fake
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -64,15 +69,37 @@ def outside_modes() -> AbstractContextManager[object]:
     return _disable_current_modes()
 
 
-def make_graph_of(f: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> "GraphModule":
-    """Trace a function by make_fx, on tensors without values; those it closes over are constants. Checked on 2.13."""
+def sees_programs() -> bool:
+    """Whether a mode of the user's, or hooks on what autograd saves, take part in what runs. Checked on 2.13.
+
+    A default device is such a mode too, but known by its value.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return True
+    return not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+
+
+def make_graph_of(f: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> tuple["GraphModule", list[torch.Tensor]]:
+    """Trace a function by make_fx, on tensors without values; those it closes over are constants. Checked on 2.13.
+
+    Returns:
+        The graph, and the tensors with values that the function asked for these, as item() does.
+    """
     # Imported here because it takes a second.
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
-    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental import proxy_tensor
+
+    read: list[torch.Tensor] = []
+    call = proxy_tensor.proxy_call
+
+    def noted(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
+        if torch.Tag.data_dependent_output in func.tags:
+            read.extend(given for given in args if isinstance(given, torch.Tensor) and not is_fake(given))
+        return call(mode, func, pre_dispatch, args, kwargs)
 
     # Passes will change the graph: the code that it has until then is not needed.
-    with _use_lazy_graph_module(True):
-        return make_fx(f, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
+    with _use_lazy_graph_module(True), patch.object(proxy_tensor, "proxy_call", noted):
+        return proxy_tensor.make_fx(f, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors), read
 
 
 def asks_for_values(error: Exception) -> bool:

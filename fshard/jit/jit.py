@@ -13,7 +13,6 @@ from fshard.jit.backends import BACKENDS, Backend, ready, writes_in_place
 from fshard.jit.donation import argument_of, pairs_of, refuse_shared, tensor_of, write
 from fshard.jit.passes import (
     clean,
-    constants,
     donate,
     refuse_ambient_random,
     refuse_hidden_results,
@@ -64,6 +63,8 @@ class Jitted:
         self._programs: dict[Signature, _Program] = {}
         # For what this rank's traces have used, what those of all ranks do.
         self._uses: dict[Used, Used] = {}
+        # Whether a trace has asked where tensors begin in their storage.
+        self._offsets = False
         self.traces: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +74,7 @@ class Jitted:
         if self._runs_inline(tensors):
             return self._f(*args, **kwargs)
         try:
-            program = self._program(flat, args)
+            program = self._program(flat, tensors, args)
         except Exception as error:
             comm.same_call("jit", _axes_of(flat), comm.NO_FACTS, error)
             raise
@@ -86,18 +87,22 @@ class Jitted:
                 outputs[k] = give_up(tensors[i])
         return _assembled(program.traced, outputs)
 
-    def _program(self, flat: Flat, args: Sequence[Any]) -> _Program:
+    def _program(self, flat: Flat, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> _Program:
         """Find the graph of a call, or trace it."""
         refuse_given_up("jit", flat)
         if self._donated:
             refuse_shared(flat, self._donated)
-        asked = signature(flat, [(f"{i}", args[i]) for i in self._static if i < len(args)])
+        static = [(f"{i}", args[i]) for i in self._static if i < len(args)]
         try:
+            asked = signature(flat, tensors, static, self._offsets)
             program = self._programs.get(asked)
         except TypeError:
-            raise unhashable(asked.static, flat) from None
+            raise unhashable(static, flat) from None
         if program is None:
-            program = self._programs[asked] = self._traced(asked, flat, args)
+            program = self._traced(asked, flat, args)
+            if program.traced.offsets and not self._offsets:
+                self._offsets, asked = True, signature(flat, tensors, static, True)
+            self._programs[asked] = program
         for tensor, version in program.closed:
             if _compat.version(tensor) != version:
                 found = f"a write to a {kind(tensor)[2:]} since the trace"
@@ -108,10 +113,16 @@ class Jitted:
         return program
 
     def _runs_inline(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the function runs as it is: inside another trace or transform, or where it is differentiated."""
-        if _compat.is_tracing() or _compat.transforms_active():
+        """Whether the function runs as it is: inside another trace, transform or mode, or where it is differentiated.
+
+        And for tensors of which more can be read than a trace keeps: sparse and quantized ones.
+        """
+        if _compat.is_tracing() or _compat.transforms_active() or _compat.sees_programs():
             return True
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        if any(tensor.layout is not torch.strided or tensor.is_quantized for tensor in tensors):
+            return True
+        graded = torch.is_grad_enabled()
+        return any(tensor.requires_grad and (graded or not tensor.is_leaf) for tensor in tensors)
 
     def _traced(self, asked: Signature, flat: Flat, args: Sequence[Any]) -> _Program:
         if self._programs:
@@ -131,7 +142,7 @@ class Jitted:
         traced, pairs, facts, sent_over = self._graph(flat, args, uses)
         if (agreed := self._agreed(uses, _axes_of(flat))) != uses.used:
             traced, pairs, facts, sent_over = self._graph(flat, args, Uses(agreed))
-        closed = constants(traced.graph)
+        closed = [(tensor, _compat.version(tensor)) for tensor in traced.closed]
         run = ready(traced.graph, self._backend, "jit")
         self.traces.append(why)
         # A rank whose trace fails knows the axes of its arguments alone.
@@ -186,8 +197,10 @@ def jit(
 
     The graph holds all that the eager function does, in its order: gathers ahead of their use and again in the
     backward, gradients reduced as they appear, the update; host code between them is gone. It is traced anew where
-    structure, specs, shapes, dtypes, devices or static values change, and `traces` tells why. Inside another jitted
-    function, under torch.func, and where arguments require a gradient, the function runs as it is. Follows jax.jit.
+    structure, specs, shapes, strides, dtypes, devices, bits such as is_conj, `a is b`, modes such as autocast, or
+    static values change, by type and bits, and `traces` tells why. Inside another jitted function, under torch.func,
+    modes and saved-tensor hooks of the caller's, where arguments require a gradient, and for sparse or quantized
+    tensors, the function runs as it is. Follows jax.jit.
 
     Args:
         f: A pure function of pytrees of tensors, which returns such; None makes a decorator of the other arguments.

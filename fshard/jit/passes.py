@@ -268,8 +268,8 @@ def finish_waits(module: GraphModule) -> None:
     module.recompile()
 
 
-def constants(module: GraphModule) -> list[tuple[torch.Tensor, int]]:
-    """The tensors that the function closes over, each with the number of writes to it so far."""
+def constants(module: GraphModule) -> list[torch.Tensor]:
+    """The tensors that the function closes over."""
     names = dict.fromkeys(node.target for node in module.graph.nodes if node.op == "get_attr")
     tensors = [getattr(module, str(name)) for name in names]
-    return [(tensor, _compat.version(tensor)) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]

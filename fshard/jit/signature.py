@@ -8,7 +8,7 @@ import torch
 from fshard import comm
 from fshard.checks import kind
 from fshard.errors import Problem, leaf_error
-from fshard.tree import Flat, Spec, Tree, Treedef, flatten, is_sharded
+from fshard.tree import Exact, Flat, Spec, Tree, Treedef, flatten, has_plain_keys, is_sharded
 
 
 class Aval(NamedTuple):
@@ -18,9 +18,23 @@ class Aval(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    cls: type
+    is_conj: bool
+    is_neg: bool
+    requires_grad: bool
+    is_inference: bool
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
+
+    def differences(self, other: "Aval") -> str:
+        """What this is, with the facts that another has differently, for an error or a reason."""
+        facts = [
+            f"{name}={a.__name__ if isinstance(a, type) else a}"
+            for name, a, b in zip(self._fields, self, other, strict=True)
+            if name not in ("shape", "dtype", "device") and a != b and (name != "stride" or self.shape == other.shape)
+        ]
+        return ", ".join([str(self), *facts])
 
 
 class Signature(NamedTuple):
@@ -28,38 +42,98 @@ class Signature(NamedTuple):
 
     Attributes:
         treedef: Structure of the arguments.
+        keys: The structure's text, where equal structures may differ in the types of keys.
         entries: For each leaf its aval, and its spec where it is Sharded; or the value of a leaf that is no tensor.
-        static: Values of static arguments.
+        same: For each leaf and for each tensor the place of the first one that is the same object, where one is.
+        static: Names and values of static arguments.
+        offsets: Where tensors begin in their storage, if functions ask; batches are slices, which are otherwise alike.
         ranks: This rank's coordinates on the axes of the leaves.
-        modes: Whether gradients are recorded, the default dtype, and autocast's dtype.
+        modes: Names and values of the process's modes that programs run under.
     """
 
     treedef: Treedef
+    keys: str
     entries: tuple[Any, ...]
-    static: tuple[Any, ...]
+    same: tuple[int, ...]
+    static: tuple[tuple[str, Exact], ...]
+    offsets: tuple[Any, ...]
     ranks: tuple[int, ...]
-    modes: tuple[Any, ...]
+    modes: tuple[tuple[str, Any], ...]
 
 
-def signature(flat: Flat, static: Sequence[tuple[Any, Any]]) -> Signature:
+def signature(
+    flat: Flat, tensors: Sequence[torch.Tensor], static: Sequence[tuple[str, Any]], offsets: bool = False
+) -> Signature:
     """The signature of one call.
 
     Args:
         flat: Its arguments.
+        tensors: The tensors among them.
         static: Names and values of its static ones, which must be hashable.
+        offsets: Whether it matters where tensors begin in their storage.
     """
-    entries = tuple(_entry(leaf) for leaf in flat.leaves)
+    keys = "" if has_plain_keys(flat.treedef) else str(flat.treedef)
+    entries = tuple(map(_entry, flat.leaves))
+    same = _same([*tensors, *filter(is_sharded, flat.leaves)])
     # By identity: leaves share their axes, which are slow to hash.
     axes = {id(axis): axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.axes}
     ranks = tuple(comm.rank(axis) for axis in dict.fromkeys(axes.values()))
-    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-    modes = (torch.is_grad_enabled(), torch.get_default_dtype(), autocast)
-    return Signature(flat.treedef, entries, tuple(static), ranks, modes)
+    values = tuple((name, Exact(value)) for name, value in static)
+    begins = tuple(tensor.storage_offset() for tensor in tensors) if offsets else ()
+    return Signature(flat.treedef, keys, entries, same, values, begins, ranks, _modes())
+
+
+def _same(objects: Sequence[Any]) -> tuple[int, ...]:
+    """Which objects are given more than once, for a function may ask whether `a is b`."""
+    places: dict[int, int] = {}
+    firsts = [places.setdefault(id(given), i) for i, given in enumerate(objects)]
+    return tuple(firsts) if len(places) < len(objects) else ()
+
+
+def _modes() -> tuple[tuple[str, Any], ...]:
+    """What programs run under besides their arguments: a trace reads it, or torch chooses operators by it."""
+    accelerator = torch.accelerator.current_accelerator()
+    devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    autocast = tuple(
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in devices
+    )
+    attention = torch.backends.cuda
+    return (
+        ("grad mode", torch.is_grad_enabled()),
+        ("inference mode", torch.is_inference_mode_enabled()),
+        ("default dtype", torch.get_default_dtype()),
+        ("default device", torch.get_default_device()),
+        ("autocast", autocast),
+        ("deterministic mode", torch.get_deterministic_debug_mode()),
+        ("matmul precision", torch.get_float32_matmul_precision()),
+        (
+            "attention kernels",
+            (
+                attention.flash_sdp_enabled(),
+                attention.mem_efficient_sdp_enabled(),
+                attention.math_sdp_enabled(),
+                attention.cudnn_sdp_enabled(),
+                torch.backends.mha.get_fastpath_enabled(),
+            ),
+        ),
+        ("einsum order", (torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy)),
+        ("oneDNN", torch.backends.mkldnn.enabled),
+    )
 
 
 def aval(tensor: torch.Tensor) -> Aval:
     """What is known of a tensor without its values."""
-    return Aval(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+    return Aval(
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        type(tensor),
+        tensor.is_conj(),
+        tensor.is_neg(),
+        tensor.requires_grad,
+        tensor.is_inference(),
+    )
 
 
 def changes(before: Signature, after: Signature, paths: Sequence[str]) -> list[str]:
@@ -70,22 +144,27 @@ def changes(before: Signature, after: Signature, paths: Sequence[str]) -> list[s
         after: The one of a call.
         paths: Paths of the call's leaves.
     """
-    if before.treedef != after.treedef:
+    if (before.treedef, before.keys) != (after.treedef, after.keys):
         return [f"the structure of the arguments was {before.treedef} and is {after.treedef}"]
     found = [
-        f"{path} was {_said(a)} and is {_said(b)}"
+        f"{path} was {_said(a, b)} and is {_said(b, a)}"
         for path, a, b in zip(paths, before.entries, after.entries, strict=True)
         if a != b
     ]
+    if before.same != after.same:
+        found.append("other arguments are one and the same tensor")
     found += [
         f"static argument {name} was {a!r} and is {b!r}"
         for (_, a), (name, b) in zip(before.static, after.static, strict=True)
         if a != b
     ]
+    if before.offsets != after.offsets:
+        found.append(f"tensors began at {before.offsets} in their storage and begin at {after.offsets}")
     if before.ranks != after.ranks:
         found.append(f"this rank was at {before.ranks} and is at {after.ranks}")
-    if before.modes != after.modes:
-        found.append(f"(gradients, default dtype, autocast) was {before.modes} and is {after.modes}")
+    found += [
+        f"{name} was {a} and is {b}" for (name, a), (_, b) in zip(before.modes, after.modes, strict=True) if a != b
+    ]
     return found
 
 
@@ -102,15 +181,17 @@ def changed_values(before: Signature, after: Signature, flat: Flat) -> list[tupl
 
 def _entry(leaf: Any) -> Any:
     if is_sharded(leaf):
-        return aval(leaf.local), leaf.spec
-    return (aval(leaf), None) if isinstance(leaf, torch.Tensor) else leaf
+        return aval(leaf.local), leaf.spec.exact
+    return (aval(leaf), None) if isinstance(leaf, torch.Tensor) else None if leaf is None else Exact(leaf)
 
 
-def _said(entry: Any) -> str:
+def _said(entry: Any, other: Any) -> str:
+    """What an entry is, next to another at its place."""
     if not isinstance(entry, tuple):
         return repr(entry)
     found, spec = entry
-    return f"{found}" if spec is None else f"{found}, {_described(spec)}"
+    said = found.differences(other[0]) if isinstance(other, tuple) else str(found)
+    return said if spec is None else f"{said}, {_described(spec.value)}"
 
 
 def _described(spec: Spec) -> str:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from fshard import _compat, comm
 from fshard.checks import kind
 from fshard.errors import Problem, leaf_error
+from fshard.jit.passes import constants
 from fshard.objective import Uses
 from fshard.tree import Flat, Sharded, Treedef, flatten, is_sharded, unflatten
 
@@ -26,6 +27,20 @@ _PACKAGES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 _LIBRARY = str(Path(traceback.__file__).parent)
 _SHOWS = ("__repr__", "__format__", "__str__")
 _LOOKS = (*_SHOWS, "tolist", "numpy", "__array__")
+_PLACES = (
+    *("data_ptr", "is_set_to", "storage", "untyped_storage", "is_shared", "is_pinned"),
+    *("_base", "_is_view", "_version"),
+)
+_NO_VALUES = (
+    "the value of a tensor, which a trace does not have",
+    "use torch.where in the place of a branch, a tensor in the place of item(), and prints outside of the jitted "
+    "function",
+)
+_NO_PLACES = (
+    "where a tensor lies in memory, which differs from call to call",
+    "ask for shapes, strides, offsets and `a is b`, for each of which the function is traced",
+)
+_NO_GRADS = ("an argument's .grad, which a trace does not have", "pass gradients as arguments of their own")
 
 
 class Traced(NamedTuple):
@@ -38,6 +53,8 @@ class Traced(NamedTuple):
         outputs: For each leaf of the result its spec where it is Sharded, True where it is a plain tensor, None where
             it is None.
         out_paths: Paths of the result's leaves.
+        closed: Tensors that the function closes over, as operands or for their values.
+        offsets: Whether the function asks where tensors begin in their storage.
     """
 
     graph: Any
@@ -45,6 +62,8 @@ class Traced(NamedTuple):
     treedef: Treedef
     outputs: list[Any]
     out_paths: list[str]
+    closed: list[torch.Tensor]
+    offsets: bool
 
 
 def trace(
@@ -68,14 +87,19 @@ def trace(
     places = [i for i, leaf in enumerate(flat.leaves) if is_sharded(leaf) or isinstance(leaf, torch.Tensor)]
     tensors = [flat.leaves[i].local if is_sharded(flat.leaves[i]) else flat.leaves[i] for i in places]
     found: list[Flat] = []
+    unseen = _Unseen()
 
     def flat_function(*given: torch.Tensor) -> list[torch.Tensor]:
-        leaves = list(flat.leaves)
+        leaves, wrapped = list(flat.leaves), dict[int, Sharded]()
         if uses is not None:
             _compat.trace_notes()["uses"] = uses
         for i, tensor in zip(places, given, strict=True):
-            leaves[i] = Sharded(tensor, leaves[i].spec) if is_sharded(leaves[i]) else tensor
-        with _Unseen():
+            tensor.grad = None
+            leaf = leaves[i]
+            # One leaf that is given twice stays one.
+            leaves[i] = wrapped.setdefault(id(leaf), Sharded(tensor, leaf.spec)) if is_sharded(leaf) else tensor
+        with unseen:
+            unseen.given = given
             out = flatten(rebuild(unflatten(flat.treedef, leaves)))
         _check_outputs(what, out)
         found.append(out)
@@ -83,10 +107,36 @@ def trace(
 
     # Outside of modes such as the recorder's, which are for what runs.
     with TRACING, _compat.outside_modes(), _explained(what), _generator_in_graph(), _no_garbage(), _numbers_unseen():
-        graph = _compat.make_graph_of(flat_function, [tensor.detach() for tensor in tensors])
+        graph, read = _compat.make_graph_of(flat_function, _without_graphs(tensors))
     out = found[-1]
     outputs = [leaf.spec.lent_by(None) if is_sharded(leaf) else None if leaf is None else True for leaf in out.leaves]
-    return Traced(graph, [flat.paths[i] for i in places], out.treedef, outputs, out.paths)
+    # Before passes take out operators whose values were read, and nothing else.
+    closed = _closed(what, [*constants(graph), *read])
+    return Traced(graph, [flat.paths[i] for i in places], out.treedef, outputs, out.paths, closed, unseen.offsets)
+
+
+def _without_graphs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors that a trace knows the facts of, but no part of a graph of autograd, nor views of others."""
+    made: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        kept = tensor.is_leaf and not torch.is_grad_enabled() and type(tensor) is not torch.Tensor
+        given = tensor if kept else tensor.detach()
+        if tensor.is_leaf and not torch.is_grad_enabled():
+            given.requires_grad_(tensor.requires_grad)
+        made.setdefault(id(tensor), given)
+    return [made[id(tensor)] for tensor in tensors]
+
+
+def _closed(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of a closure, each once; those whose writes cannot be seen are refused."""
+    problems = [
+        Problem("(closure)", f"{kind(tensor)}, made in inference mode", "one whose writes are counted")
+        for tensor in tensors
+        if tensor.is_inference()
+    ]
+    if problems and not torch.is_inference_mode_enabled():
+        raise leaf_error(f"{what}: the function closes over tensors", problems, "pass them as arguments")
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _check_outputs(what: str, out: Flat) -> None:
@@ -101,17 +151,33 @@ def _check_outputs(what: str, out: Flat) -> None:
 
 
 class _Unseen(TorchFunctionMode):
-    """Refuses to show tensors that have no values yet."""
+    """Refuses to show tensors that have no values and no place yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: Sequence[torch.Tensor] = ()
+        self.offsets = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        # A property is asked for by its descriptor's __get__.
+        name = getattr(func.__self__, "__name__", "") if name == "__get__" else name
+        self.offsets |= name == "storage_offset" and _is_asked_by_user()
+        if name in _PLACES and _is_asked_by_user():
+            raise _LookedAtError(f"Tensor.{name}", _NO_PLACES)
+        if name == "grad" and any(args[0] is tensor for tensor in self.given) and _is_asked_by_user():
+            raise _LookedAtError("Tensor.grad", _NO_GRADS)
         if name in _LOOKS and _own_frame(traceback.extract_stack()[:-1]) is not None:
             raise _LookedAtError(f"Tensor.{name}")
         return func(*args, **(kwargs or {}))
 
 
 class _LookedAtError(Exception):
-    """The function asks for values."""
+    """The function asks for what a trace does not have."""
+
+    def __init__(self, what: str, why: tuple[str, str] = _NO_VALUES) -> None:
+        super().__init__(what)
+        self.why = why
 
 
 @contextmanager
@@ -180,11 +246,8 @@ def _explained(what: str) -> Iterator[None]:
             raise
         frame = _own_frame(traceback.extract_tb(error.__traceback__))
         place = f'{frame.filename}:{frame.lineno}: "{frame.line}"' if frame else "the function"
-        raise ValueError(
-            f"{what}: expected no look at the value of a tensor, which a trace does not have, got one in {place}; use "
-            "torch.where in the place of a branch, a tensor in the place of item(), and prints outside of the jitted "
-            "function"
-        ) from error
+        looked, remedy = error.why if isinstance(error, _LookedAtError) else _NO_VALUES
+        raise ValueError(f"{what}: expected no look at {looked}, got one in {place}; {remedy}") from error
 
 
 def _own_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:

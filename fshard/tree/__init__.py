@@ -1,5 +1,6 @@
 """Leaves and their specs: Sharded, Spec, Axis, P; pytrees of them; shape arithmetic."""
 
+from fshard.tree.exact import Exact
 from fshard.tree.masks import Mask, is_mask, means
 from fshard.tree.nodes import (
     Added,
@@ -10,6 +11,7 @@ from fshard.tree.nodes import (
     added,
     dcp_error,
     flatten,
+    has_plain_keys,
     is_sharded,
     names_of,
     subtrees,
@@ -22,6 +24,7 @@ from fshard.tree.specs import Axis, P, Residency, Spec, Transform
 __all__ = [
     "Added",
     "Axis",
+    "Exact",
     "Flat",
     "Mask",
     "P",
@@ -34,6 +37,7 @@ __all__ = [
     "added",
     "dcp_error",
     "flatten",
+    "has_plain_keys",
     "is_mask",
     "is_sharded",
     "means",

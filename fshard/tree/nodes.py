@@ -128,6 +128,15 @@ def _paths(treedef: Treedef) -> tuple[str, ...]:
     return tuple(accessor.codify("") or "(root)" for accessor in optree.treespec_accessors(treedef))
 
 
+@functools.lru_cache(maxsize=256)
+def has_plain_keys(treedef: Treedef) -> bool:
+    """Whether equal structures are alike: 1, 1.0 and True are one key to a dict, and the user's own nodes have data."""
+    if treedef.kind == optree.PyTreeKind.CUSTOM:
+        return False
+    keys = treedef.entries() if treedef.type is not None and issubclass(treedef.type, dict) else ()
+    return all(type(key) is str for key in keys) and all(map(has_plain_keys, treedef.children()))
+
+
 def subtrees(treedef: Treedef) -> list[Treedef]:
     """The structures of a structure's children."""
     return treedef.children()

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from fshard.tree.exact import Exact
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -139,6 +141,11 @@ class Spec:
     def _hash(self) -> int:
         """Specs are looked up often, and what they hold is slow to hash."""
         return hash((self.shape, self.partition, self.axes, self.frozen, self.transform, self.residency))
+
+    @functools.cached_property
+    def exact(self) -> Exact:
+        """What compares specs as `==` does, but for numbers in transforms, which have their type and bits there."""
+        return Exact(self)
 
     def lent_by(self, call: Callable[[], Any] | None) -> "Spec":
         """The same spec with another reference to a call; faster than dataclasses.replace."""

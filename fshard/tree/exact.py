@@ -1,0 +1,53 @@
+"""Values compared by type and bits, where Python's equality would take 1, 1.0 and True, or 0.0 and -0.0, for one."""
+
+import struct
+import sys
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+
+class Exact:
+    """A hashable value, equal to values of its own type and bits alone, those inside it included.
+
+    Objects of the user's own are equal as they say themselves, within one type.
+    """
+
+    __slots__ = ("_hash", "_key", "value")
+
+    def __init__(self, value: Any) -> None:
+        """Keep the value; TypeError if it cannot be hashed."""
+        self.value, self._key = value, exact_key(value)
+        # Keys are looked up often, and tuples hash anew each time.
+        self._hash = hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Exact) and self._hash == other._hash and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+def exact_key(value: Any) -> Any:
+    """The key that a value is compared by.
+
+    >>> exact_key(0.0) == exact_key(-0.0), exact_key((1, 2)) == exact_key((1, True))
+    (False, False)
+    """
+    cls = type(value)
+    if isinstance(value, float | complex):
+        return cls, struct.pack("dd", value.real, value.imag)
+    if hasattr(value, "tobytes") and hasattr(value, "dtype"):
+        # A scalar of numpy's.
+        return cls, value.dtype, value.tobytes()
+    if isinstance(value, tuple | frozenset):
+        return cls, (tuple if isinstance(value, tuple) else frozenset)(map(exact_key, value))
+    if is_dataclass(cls) and cls.__dataclass_params__.eq:  # type: ignore[attr-defined]
+        hash(value)
+        return cls, tuple(exact_key(getattr(value, field.name)) for field in fields(cls) if field.compare)
+    if cls.__module__ in sys.stdlib_module_names and not isinstance(value, int | str | bytes):
+        # Such as Decimal, which calls 1.0 and 1.00 equal.
+        return cls, value, repr(value)
+    return cls, value
