@@ -106,3 +106,28 @@ def test_units_and_accumulation():
         assert_jitted_is_eager(Case(step, fs.TrainState.create(params(strategy), tx), batches(2, 2)))
 
     spmd(program, 2)
+
+
+def test_ranks_that_trace_again_and_use_other_leaves_are_named():
+    """Only the first trace asks for the leaves of others, since nobody knows whether all trace again."""
+
+    def program():
+        tx = fs.adamw(0.1)
+        state = fs.TrainState.create(params(fs.zero2(one_axis(), min_shard_elements=0)), tx)
+
+        def step(state, late):
+            def loss(p):
+                full = fs.gather(p)
+                return full["one" if late and this_rank() else "all"].square().sum()
+
+            value, grads = fs.value_and_grad(loss)(state.params)
+            return fs.update(tx, state, grads), value
+
+        jitted = fs.jit(step, static_argnums=1)
+        state, _ = jitted(state, False)
+        with pytest.raises(
+            ValueError, match=r"leaves: expected \['all'\] used as on rank shard=0, got \['all'\] unused"
+        ):
+            jitted(state, True)
+
+    spmd(program, 2)
