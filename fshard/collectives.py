@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from fshard import comm
+from fshard import _compat, comm
 from fshard.checks import check_operands
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Tree, flatten, tree_leaves, tree_map
@@ -69,8 +69,61 @@ def linear_call(fun: LinearMap, transpose: LinearMap, tensors: Tensors) -> list[
     return list(_LinearCall.apply(fun, transpose, *tensors)) if tensors else []
 
 
-def _on_tree(tree: Tree, fun: LinearMap, transpose: LinearMap) -> Tree:
-    outputs = iter(linear_call(fun, transpose, tree_leaves(tree)))
+class _Tie(Function):
+    """Tie tensors to a token: where the token is differentiated, so are they, by zeros where nobody uses them."""
+
+    @staticmethod
+    def forward(ctx: Any, passed: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.passed = passed
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        ctx.passed()
+        return None, *grads
+
+
+class Chain:
+    """The collectives of one forward, tied together so that every rank runs their transposes, in reverse order.
+
+    A rank may have no use for what a collective returned, and autograd would leave out its transpose, for which the
+    other ranks wait.
+
+    Attributes:
+        root, token: The first token, which requires a gradient, and the last one.
+    """
+
+    def __init__(self, note: Callable[[str], None], mark: Callable[[], Callable[[], None]]) -> None:
+        """Nothing is tied yet.
+
+        Args:
+            note: Told what is called, which ranks compare before the backward.
+            mark: Returns what the backward calls before it runs what was called here.
+        """
+        self.root = self.token = torch.zeros((), requires_grad=True)
+        self._note, self._mark = note, mark
+
+    def call(self, what: str, fun: LinearMap, transpose: LinearMap, tensors: Tensors) -> list[torch.Tensor]:
+        """As `linear_call`, tied."""
+        differentiated = any(tensor.requires_grad for tensor in tensors)
+        self._note(f"{what}{'' if differentiated else ' of what needs no gradient'}")
+        if not differentiated:
+            return linear_call(fun, transpose, tensors)
+        return self._tied(linear_call(fun, transpose, self._tied(tensors)))
+
+    def _tied(self, tensors: Tensors) -> list[torch.Tensor]:
+        *out, self.token = _Tie.apply(self._mark(), *tensors, self.token)
+        return out
+
+
+def _on_tree(tree: Tree, fun: LinearMap, transpose: LinearMap, what: str, axis: Axis) -> Tree:
+    tensors, chain = tree_leaves(tree), comm.journal().chain
+    plain = all(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+    untied = chain is None or not tensors or axis.size == 1 or not plain or not torch.is_grad_enabled()
+    if untied or _compat.transforms_active():
+        outputs = iter(linear_call(fun, transpose, tensors))
+    else:
+        outputs = iter(chain.call(f"{what} over {axis.name!r}", fun, transpose, tensors))
     return tree_map(lambda _: next(outputs), tree)
 
 
@@ -89,7 +142,7 @@ def psum(tree: Tree, axis: Axis) -> Tree:
     """
     check_operands("psum", tree, axis, vary=True)
     total = partial(comm.all_reduce, axis=axis, label="psum")
-    return _on_tree(tree, total, total)
+    return _on_tree(tree, total, total, "psum", axis)
 
 
 def pmean(tree: Tree, axis: Axis) -> Tree:
@@ -122,7 +175,7 @@ def pvary(tree: Tree, axis: Axis) -> Tree:
         The same values.
     """
     check_operands("pvary", tree, axis, vary=False)
-    return _on_tree(tree, tuple, partial(comm.all_reduce, axis=axis, label="pvary"))
+    return _on_tree(tree, tuple, partial(comm.all_reduce, axis=axis, label="pvary"), "pvary", axis)
 
 
 def psum_invariant(tree: Tree, axis: Axis) -> Tree:
@@ -138,7 +191,9 @@ def psum_invariant(tree: Tree, axis: Axis) -> Tree:
         The tree of sums.
     """
     check_operands("psum_invariant", tree, axis, vary=True)
-    return _on_tree(tree, partial(comm.all_reduce, axis=axis, label="psum_invariant"), tuple)
+    comm.journal().reductions += 1
+    run = partial(comm.all_reduce, axis=axis, label="psum_invariant")
+    return _on_tree(tree, run, tuple, "psum_invariant", axis)
 
 
 def all_gather(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
@@ -153,7 +208,8 @@ def all_gather(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
         Tensors axis.size times as long along `dim`.
     """
     check_operands("all_gather", tree, axis, dim)
-    return _on_tree(tree, partial(_concatenate, axis=axis, dim=dim), partial(_scatter, axis=axis, dim=dim))
+    run, transpose = partial(_concatenate, axis=axis, dim=dim), partial(_scatter, axis=axis, dim=dim)
+    return _on_tree(tree, run, transpose, "all_gather", axis)
 
 
 def all_gather_invariant(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
@@ -171,7 +227,7 @@ def all_gather_invariant(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     """
     check_operands("all_gather_invariant", tree, axis, dim)
     run = partial(_concatenate, axis=axis, dim=dim, label="all_gather_invariant")
-    return _on_tree(tree, run, partial(_own_piece, axis=axis, dim=dim))
+    return _on_tree(tree, run, partial(_own_piece, axis=axis, dim=dim), "all_gather_invariant", axis)
 
 
 def reduce_scatter(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
@@ -198,7 +254,8 @@ def reduce_scatter(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
             if tensor.shape[dim] % axis.size
         ]
         raise leaf_error(f"reduce_scatter over {axis.name!r}: dims do not divide", problems, "pad the dim")
-    return _on_tree(tree, partial(_scatter, axis=axis, dim=dim), partial(_concatenate, axis=axis, dim=dim))
+    run, transpose = partial(_scatter, axis=axis, dim=dim), partial(_concatenate, axis=axis, dim=dim)
+    return _on_tree(tree, run, transpose, "reduce_scatter", axis)
 
 
 def _concatenate(tensors: Tensors, axis: Axis, dim: int, label: str = "all_gather") -> Tensors:

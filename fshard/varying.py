@@ -9,9 +9,6 @@ import torch
 from fshard import _compat, comm
 from fshard.tree import Axis, Flat, is_sharded
 
-# A loss that was reduced is divided or scaled at most, so that the sum is found a few nodes behind it.
-NODES_BEHIND_LOSS = 32
-
 
 def reduced_over(loss: torch.Tensor, axes: Sequence[Axis]) -> Axis | None:
     """Find an axis that a loss has been summed over already, by `objective` or `psum_invariant`.
@@ -24,15 +21,16 @@ def reduced_over(loss: torch.Tensor, axes: Sequence[Axis]) -> Axis | None:
         The first such axis; None where there is none, or it was handed to this rank's own maths again by `pvary`.
     """
     nodes = [loss.grad_fn] if loss.grad_fn is not None else []
-    for _ in range(NODES_BEHIND_LOSS):
-        if not nodes:
-            break
-        node = nodes.pop(0)
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
         axis = _axis_of(node, "fun", "psum_invariant")
         if axis is not None and axis in axes:
             return axis
         if _axis_of(node, "transpose", "pvary") is None:
-            nodes.extend(_next(node))
+            new = set(_next(node)) - seen
+            seen |= new
+            nodes.extend(new)
     return None
 
 
@@ -112,7 +110,9 @@ def check_agrees(value: torch.Tensor, flat: Flat, axes: Sequence[Axis], what: st
 
 
 def _next(node: Any) -> Iterator[Any]:
-    return (behind for behind, _ in node.next_functions if behind is not None)
+    # What ties collectives together carries no value.
+    edges = node.next_functions[:-1] if type(node).__name__ == "_TieBackward" else node.next_functions
+    return (behind for behind, _ in edges if behind is not None)
 
 
 def _summed_over(node: Any) -> frozenset[Axis]:

@@ -26,7 +26,7 @@ from fshard.comm.collective import (
 from fshard.comm.consensus import Consensus, same_call
 from fshard.comm.failure import CollectiveError
 from fshard.comm.fake_world import fake_world
-from fshard.comm.journal import Issued, watched
+from fshard.comm.journal import Issued, chained, journal, watched
 from fshard.comm.labels import concerning
 from fshard.comm.record import AGREE as AGREE
 from fshard.comm.record import OBJECTIVE as OBJECTIVE
@@ -46,12 +46,14 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "backend_of",
+    "chained",
     "collective_of",
     "concerning",
     "disagreement",
     "facts_of",
     "fake_world",
     "highest",
+    "journal",
     "rank",
     "record",
     "reduce_scatter",

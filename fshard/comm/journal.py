@@ -71,9 +71,11 @@ class Journal:
         finished: The last one of which every buffer has landed.
         failed: How often one has failed, by process group.
         watchers: Who is told.
+        reductions: How often a value that varies has been summed into one that agrees.
+        chain: What ties the collectives of the running call together, if one runs.
     """
 
-    __slots__ = ("failed", "finished", "started", "watchers")
+    __slots__ = ("chain", "failed", "finished", "reductions", "started", "watchers")
 
     def __init__(self) -> None:
         """Nothing has started."""
@@ -81,6 +83,8 @@ class Journal:
         self.finished: Issued | None = None
         self.failed: dict[str, int] = {}
         self.watchers: tuple[Watcher, ...] = ()
+        self.reductions = 0
+        self.chain: Any = None
 
 
 def journal() -> Journal:
@@ -152,6 +156,24 @@ def landed(buffer: torch.Tensor) -> torch.Tensor:
     for watcher in book.watchers:
         watcher.landed(issued)
     return out
+
+
+@contextmanager
+def chained(chain: Any) -> Iterator[None]:
+    """Tie the collectives that this thread's function calls inside the context.
+
+    Args:
+        chain: A fshard.collectives.Chain, or None for none.
+
+    Yields:
+        Nothing.
+    """
+    book = journal()
+    before, book.chain = book.chain, chain
+    try:
+        yield
+    finally:
+        book.chain = before
 
 
 @contextmanager

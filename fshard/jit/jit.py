@@ -15,6 +15,7 @@ from fshard.jit.passes import (
     clean,
     donate,
     refuse_ambient_random,
+    refuse_foreign_collectives,
     refuse_hidden_results,
     refuse_writes,
     told_in,
@@ -174,6 +175,7 @@ class Jitted:
             return self._f(*(args[i] if i in self._static else a for i, a in enumerate(positional)), **keywords)
 
         traced = trace(self._f, flat, rebuild, uses=uses)
+        refuse_foreign_collectives(traced.graph.graph, "jit")
         facts, axes = told_in(traced.graph.graph)
         clean(traced.graph)
         donated = [argument_of(path) in self._donated for path in traced.paths]

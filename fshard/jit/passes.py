@@ -104,6 +104,17 @@ def refuse_ambient_random(graph: Graph, what: str) -> None:
             )
 
 
+def refuse_foreign_collectives(graph: Graph, what: str) -> None:
+    """Refuse collectives of torch's own, which have no transpose, and whose group a graph cannot hold."""
+    for node in graph.nodes:
+        name = str(node.target)
+        if name.startswith(("c10d.", "_c10d_functional.")) and node.target is not _compat.WAIT_TENSOR:
+            raise ValueError(
+                f"{what}: expected collectives of fshard alone, got {name} of torch.distributed; call fs.psum, "
+                "fs.pmean, fs.all_gather or fs.reduce_scatter over an axis of the mesh, or call it outside"
+            )
+
+
 def refuse_hidden_results(graph: Graph, what: str) -> None:
     """Refuse oneDNN's recurrent kernel, whose backward needs what its forward keeps out of a trace."""
     if any(str(node.target).startswith("aten.mkldnn_rnn_layer_backward") for node in graph.nodes):

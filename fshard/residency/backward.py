@@ -180,6 +180,15 @@ class Backward:
         left = [self._place["enter", use.index, -1] for use in self._uses if _is_left(use, running)]
         self._advance(max(left, default=-1) + 1)
 
+    def passed(self, uses: Sequence[Use]) -> None:
+        """Take all steps before a collective of the function's own, whatever this rank has reached of them.
+
+        Args:
+            uses: Those that were open where it was called.
+        """
+        self._pass_left()
+        self._advance(max((self._place["exit", use.index, -1] for use in uses), default=-1) + 1)
+
     def arrived(self, use: Use, group: Sequence[int], grads: Sequence[torch.Tensor | None]) -> None:
         """Take this rank's full gradients for some leaves of a use."""
         for i, grad in zip(group, grads, strict=True):

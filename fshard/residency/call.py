@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fshard import _compat, comm
+from fshard.collectives import Chain
 from fshard.residency.backward import Backward
 from fshard.residency.saved import FunctionTransform, Saved
 from fshard.residency.slots import Slot, policy_of
@@ -74,6 +75,7 @@ class Call:
         self._refetched: Use | None = None
         self._backward: Backward | None = None
         self.in_backward = False
+        self._chain = Chain(self.timeline.note, self._mark)
 
     def _lend(self, path: str, leaf: Sharded) -> Slot:
         local = leaf.local.detach()
@@ -227,7 +229,8 @@ class Call:
                 if units:
                     ends, apart = range(1, len(units) + 1), [False] * len(units)
                     self._scheduled = self.begin_walk("the schedule", units, ends, apart)
-                out = f()
+                with comm.chained(self._chain) if self._differentiable else nullcontext():
+                    out = f()
             self._leave_plain()
             for walk in self._walks:
                 walk.end()
@@ -241,6 +244,16 @@ class Call:
             raise error
         self._conclude("f")
         return out
+
+    def _mark(self) -> Callable[[], None]:
+        """Note where the function calls a collective; the backward then brings this rank's steps there."""
+        uses = self.timeline.open_uses()
+
+        def passed() -> None:
+            if self._backward is not None:
+                self._backward.passed(uses)
+
+        return passed
 
     def _unit_of(self, part: Tree) -> Unit:
         flat = zip(*flatten(part)[:2], strict=True)
@@ -276,14 +289,15 @@ class Call:
         if last:
             self._kept.clear()
         anchors = [use.anchor for use in uses if use.anchor is not None]
-        outputs = [out for out in (loss, *anchors) if out.requires_grad]
+        outputs = [out for out in (loss, *anchors, self._chain.token) if out.requires_grad]
         starts = [torch.ones_like(out) if out is loss else torch.zeros_like(out) for out in outputs]
         failed = None
         direct: Sequence[torch.Tensor | None] = [None] * len(slots)
         try:
             if outputs and slots:
-                direct = torch.autograd.grad(outputs, [slot.tensor for slot in slots], starts, allow_unused=True)
-                refuse_unsummed(self._what, outputs, slots, direct)
+                inputs = [*(slot.tensor for slot in slots), self._chain.root]
+                direct = torch.autograd.grad(outputs, inputs, starts, allow_unused=True)[:-1]
+                refuse_unsummed(self._what, outputs[:-1], slots, direct)
         except Exception as error:
             failed = error
         self._backward.finish(slots, failed)
@@ -312,4 +326,4 @@ class Call:
         self._begin()
         self._by_tensor = {}
         self._kept.clear()
-        del self._saved, self.timeline
+        del self._saved, self.timeline, self._chain

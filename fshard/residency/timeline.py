@@ -152,6 +152,10 @@ class Timeline:
                 # What was computed last is needed first: it is kept rather than gathered again.
                 use.saved = False
 
+    def open_uses(self) -> tuple[Use, ...]:
+        """The uses whose turn is not over."""
+        return tuple(self._open)
+
     def _last(self) -> Use:
         """The use whose turn ended last."""
         return self.events[-1][1]
