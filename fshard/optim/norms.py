@@ -36,7 +36,8 @@ def global_norm(grads: Tree, p: float = 2.0) -> torch.Tensor:
         if leaf is not None:
             tensor = without_padding(leaf) if is_sharded(leaf) else leaf
             tensors.setdefault(partition_axes(leaf), []).append(tensor)
-            dtype = torch.promote_types(dtype, tensor.dtype)
+            # The norm of complex numbers is real.
+            dtype = torch.promote_types(dtype, tensor.dtype.to_real())
     join = _largest if math.isinf(p) else partial(_sum_of_powers, p=p)
     parts = [join(part, axes) for axes, part in tensors.items()]
     if not parts:

@@ -97,6 +97,18 @@ def test_full_gradients_are_clipped_too(p):
     assert_clipped_as_by_torch(clip(full, 0.5, p), full, 0.5, p)
 
 
+@pytest.mark.parametrize("p", (1.0, 2.0, math.inf))
+def test_complex_gradients_count_by_their_magnitudes(p):
+    full = {name: grad if grad is None else torch.complex(grad, 2 * grad) for name, grad in gradients().items()}
+
+    def program():
+        on = meshes()
+        for strategy in LAYOUTS.values():
+            assert_clipped_as_by_torch(fs.unshard(clip(fs.shard(full, strategy(on)), 0.5, p)), full, 0.5, p)
+
+    spmd(program, 2)
+
+
 @pytest.mark.parametrize("poison", (math.nan, math.inf, 1e30))
 @pytest.mark.parametrize("p", ORDERS)
 def test_padding_does_not_count(p, poison):
