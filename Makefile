@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test slow lint types demo examples bench clean
+.PHONY: test slow fuzz lint types demo examples bench clean
 .NOTPARALLEL:
 
 test: .venv/test
@@ -9,6 +9,9 @@ test: .venv/test
 
 slow: .venv/models
 	$(BIN)/python -m pytest -m slow
+
+fuzz: .venv/test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seeds 0:5000 --resume
 
 lint: .venv/dev
 	$(BIN)/ruff format --check .

@@ -1,0 +1,276 @@
+"""Plans: what a seed draws, the features that a plan has, and smaller plans to shrink a failure to."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from tests.fuzz.kinds import KINDS
+
+# How a block's call is wrapped, and when it runs.
+WRAPS = ("none", "checkpoint", "nested", "reentrant", "remat", "save_on_cpu", "no_grad", "twice")
+WHENS = ("always", "one rank", "other ranks", "late", "early", "gap", "late on one rank", "never")
+HOOKS = ("", "mask", "clamp", "scale", "watch")
+UNITS = ("Block", "None", "nn.Module", "'block*'", "1", "lambda path, module: path.endswith(('0', '2'))")
+OPTIMIZERS = ("SGD", "momentum", "nesterov", "AdamW", "amsgrad", "RMSprop", "Adagrad", "fs.sgd", "fs.adam", "fs.adamw")
+DTYPES = ("float64", "float32", "bfloat16", "policy", "policy, float32 sums")
+STATE = "module-state"
+
+# Features, alone or together, that are known to go wrong; programs leave them out until they are mended.
+KNOWN: tuple[frozenset[str], ...] = tuple(
+    frozenset(names.split(" & "))
+    for names in (
+        *("late", "early", "gap", "never", "late on one rank", "unused", "no_grad"),
+        *("hook mask", "hook clamp", "hook scale", "hook watch"),
+        *("reentrant", "module-state", "inference_mode"),
+        *(f"accumulate & {wrap}" for wrap in ("checkpoint", "nested", "remat")),
+        *("jit & one rank", "jit & other ranks"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a program; see the constants above."""
+
+    kind: str = "linear"
+    wrap: str = "none"
+    when: str = "always"
+    hook: str = ""
+    frozen: bool = False
+    tie: int | None = None
+    keeps: bool = False  # hands a view of its first parameter on to the end of the forward
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One program.
+
+    Attributes:
+        world: Ranks.
+        form: A "module", or a "function" that gathers parts of a tree.
+        around: Blocks from and to which one checkpoint is made, and its kind.
+        rank: The rank that differs, where one does.
+        breaks: The step in which it raises first, and in which half.
+        jitted: Strategies that are jitted too.
+        variant: The strategy that runs besides those of every program.
+        only: The one strategy that runs, where a failure of it is shrunk.
+    """
+
+    seed: int = 0
+    world: int = 2
+    form: str = "module"
+    blocks: tuple[Block, ...] = field(default=(Block(),))
+    units: str = "Block"
+    around: tuple[int, int, str] | None = None
+    dtype: str = "float64"
+    steps: int = 3
+    micro: int = 1
+    communicate: str = "None"
+    reduce: str = "mean"
+    ragged: str = ""  # "", "ragged" or "empty"
+    optimizer: str = "SGD"
+    clip: bool = False
+    donate: bool = False
+    again: bool = False
+    evaluate: str = ""
+    schedule: bool = False
+    rank: int = 0
+    breaks: tuple[int, str] | None = None
+    jitted: tuple[str, ...] = ()
+    variant: str = "zero3 kept"
+    only: str = ""
+
+    def features(self) -> frozenset[str]:
+        """What refusals, bounds and statistics go by."""
+        found = {self.form, self.dtype, self.reduce, self.optimizer, f"world {self.world}"}
+        for block in self.blocks:
+            found |= set(filter(None, KINDS[block.kind].feature.split(" ")))
+            found |= {block.wrap, block.when} - {"none", "always"}
+            found |= {f"hook {block.hook}"} if block.hook else set()
+            found |= {name for name in ("frozen", "keeps") if getattr(block, name)}
+            found |= {"tie"} if block.tie is not None else set()
+        if self.around:
+            found |= {"around", self.around[2]}
+        if self.micro > 1:
+            found |= {"accumulate", f"communicate {self.communicate}"}
+        for name in ("ragged", "evaluate"):
+            found |= {getattr(self, name)} - {""}
+        found |= {name for name in ("clip", "donate", "again", "schedule") if getattr(self, name)}
+        found |= {"raises", f"raises in the {self.breaks[1]}"} if self.breaks else set()
+        found |= {"jit"} if self.jitted else set()
+        return frozenset(found)
+
+
+def draw(seed: int) -> Plan:
+    """The plan of a seed."""
+    pick = random.Random(seed)
+    form = "function" if pick.random() < 0.3 else "module"
+    world = pick.choice((1, 2, 2, 2, 3, 3, 4))
+    dtype = pick.choices(DTYPES, (70, 10, 5, 8, 7))[0]
+    kinds = [name for name, kind in KINDS.items() if form in kind.forms.split()]
+    blocks: list[Block] = []
+    for i in range(pick.choice((1, 2, 3, 3, 4))):
+        blocks.append(
+            Block(
+                pick.choice(kinds),
+                pick.choices(WRAPS, (50, 15, 5, 3, 10, 5, 3, 9))[0],
+                pick.choices(WHENS, (60, 8, 8, 6, 5, 5, 4, 4))[0],
+                pick.choice(HOOKS[1:]) if pick.random() < 0.15 else "",
+                pick.random() < 0.07,
+                pick.randrange(i) if i and pick.random() < 0.2 else None,
+                pick.random() < 0.1,
+            )
+        )
+    first = pick.randrange(len(blocks))
+    around = (first, pick.randint(first + 1, len(blocks)), pick.choice(("checkpoint", "checkpoint", "remat")))
+    plan = Plan(
+        seed,
+        world,
+        form,
+        tuple(blocks),
+        pick.choices(UNITS, (5, 2, 2, 1, 1, 1))[0],
+        around if pick.random() < 0.2 else None,
+        dtype,
+        pick.choice((2, 2, 2, 3)),
+        pick.choice((1, 1, 1, 1, 2, 3)),
+        pick.choice(("None", "'each'", "'once'")),
+        pick.choice(("mean", "mean", "sum", "weighted")),
+        pick.choice(("", "", "ragged", "empty")),
+        pick.choice(OPTIMIZERS),
+        pick.random() < 0.25,
+        pick.random() < 0.3,
+        pick.random() < 0.3,
+        pick.choice(("", "", "", "no_grad", "inference_mode")),
+        pick.random() < 0.4,
+        pick.randrange(world),
+        (pick.randrange(2), pick.choice(("forward", "backward"))) if pick.random() < 0.12 else None,
+        tuple(pick.sample(("ddp", "zero1", "zero2", "zero3", "hsdp"), 1)) if seed % 4 == 3 else (),
+        pick.choice(("zero3 kept", "zero3 some kept", "zero3 late", "zero3 merged")),
+    )
+    return without(valid(plan), KNOWN)
+
+
+def valid(plan: Plan) -> Plan:
+    """Drop what makes no sense together, or what torch itself does not define."""
+    exact = plan.dtype == "float64"
+    blocks = []
+    for i, block in enumerate(plan.blocks):
+        kind = KINDS[block.kind]
+        if "complex" in kind.feature and not exact and plan.dtype != "float32":
+            block = replace(block, kind="linear")
+        if "mixed" in kind.feature and not exact:
+            block = replace(block, kind="linear")
+        if plan.form == "function" and STATE in kind.feature:
+            block = replace(block, kind="linear")
+        kind = KINDS[block.kind]
+        # A module that counts its calls counts those of a checkpoint's recompute too, in torch as here.
+        if STATE in kind.feature:
+            block = replace(block, wrap="none")
+        if plan.world == 1 and block.when in ("one rank", "other ranks", "late on one rank"):
+            block = replace(block, when="always")
+        # What only some ranks gather is refused in a loop over gather: there all gather, and some do not use it.
+        if plan.form == "function" and block.wrap == "remat" and "rank" in block.when:
+            block = replace(block, wrap="checkpoint")
+        tied = plan.blocks[block.tie] if block.tie is not None and block.tie < i else None
+        if tied is None or shared(block, tied) is None or block.wrap == "no_grad":
+            block = replace(block, tie=None)
+        # In a function hooks are registered on what is gathered, and again by what runs again.
+        runs_again = block.wrap != "none" or block.tie is not None or around(plan, i)
+        ties = any(other.tie == i for other in plan.blocks)
+        if block.hook and plan.form == "function" and (runs_again or ties or block.frozen):
+            block = replace(block, hook="")
+        if block.hook and ("unused" in kind.feature or block.wrap in ("no_grad", "reentrant")):
+            block = replace(block, hook="")
+        if block.hook == "clamp" and (plan.micro > 1 or not exact):
+            block = replace(block, hook="mask")
+        if block.hook and block.frozen:
+            block = replace(block, frozen=False)
+        if block.keeps and (block.wrap not in ("none", "twice") or around(plan, i) or block.when != "always"):
+            block = replace(block, keeps=False)
+        blocks.append(block)
+    plan = replace(plan, blocks=tuple(blocks))
+    stateful = any(STATE in KINDS[block.kind].feature for block in blocks)
+    if stateful and plan.around:
+        plan = replace(plan, around=None)
+    if stateful and plan.micro > 1:
+        plan = replace(plan, micro=1)
+    if plan.around and plan.around[1] > len(blocks):
+        plan = replace(plan, around=None)
+    if plan.ragged == "empty" and plan.reduce == "mean":
+        plan = replace(plan, ragged="ragged")
+    if plan.optimizer.startswith("fs.adam") and "complex" in plan.features():
+        plan = replace(plan, optimizer="AdamW")
+    irregular = any(b.when != "always" or b.wrap not in ("none", "checkpoint") or b.tie is not None for b in blocks)
+    if not any(has_own(plan.blocks, i) and not block.frozen for i, block in enumerate(plan.blocks)):
+        plan = replace(plan, blocks=tuple(replace(block, frozen=False) for block in plan.blocks))
+    if plan.schedule and (plan.form == "module" or irregular or plan.around):
+        plan = replace(plan, schedule=False)
+    if plan.jitted:
+        plan = replace(plan, breaks=None)
+    if plan.rank >= plan.world:
+        plan = replace(plan, rank=0)
+    if plan.world % 2 and "hsdp" in plan.jitted:
+        plan = replace(plan, jitted=tuple({"hsdp": "zero3"}.get(name, name) for name in plan.jitted))
+    return plan
+
+
+def around(plan: Plan, i: int) -> bool:
+    """Whether a block is in the checkpoint around several."""
+    return plan.around is not None and plan.around[0] <= i < plan.around[1]
+
+
+def shared(block: Block, tied: Block) -> str | None:
+    """The parameter that two blocks can share, if any."""
+    mine, theirs = KINDS[block.kind].params, KINDS[tied.kind].params
+    return next((name for name in mine if theirs.get(name) == mine[name]), None)
+
+
+def has_own(blocks: tuple[Block, ...], i: int) -> bool:
+    """Whether a block has a parameter that is not tied to an earlier one's."""
+    tie = blocks[i].tie
+    return tie is None or len(KINDS[blocks[i].kind].params) > 1
+
+
+def without(plan: Plan, known: tuple[frozenset[str], ...]) -> Plan:
+    """The plan with less, so that it has none of some sets of features."""
+
+    def found(plan: Plan) -> int:
+        return sum(names <= plan.features() for names in known)
+
+    while number := found(plan):
+        plan = next((less for less in smaller(plan) if found(less) < number), Plan(plan.seed))
+    return plan
+
+
+def smaller(plan: Plan) -> Iterator[Plan]:
+    """Plans with one thing less."""
+    least, n = Plan(), len(plan.blocks)
+    candidates = []
+    for i in range(n - 1, -1, -1):
+        if n > 1:
+            rest = [replace(b, tie=None if b.tie == i or b.tie is None else b.tie - (b.tie > i)) for b in plan.blocks]
+            candidates.append(replace(plan, blocks=tuple(rest[:i] + rest[i + 1 :]), around=_moved(plan, i)))
+    for name in ("jitted", "breaks", "around", "micro", "ragged", "clip", "evaluate", "again", "donate", "schedule"):
+        candidates.append(replace(plan, **{name: getattr(least, name)}))
+    for name in ("dtype", "reduce", "communicate", "optimizer", "units", "form", "rank", "steps"):
+        candidates.append(replace(plan, **{name: getattr(least, name)}))
+    candidates += [replace(plan, world=w) for w in range(1, plan.world)] + [
+        replace(plan, steps=s) for s in range(1, plan.steps)
+    ]
+    for i, block in enumerate(plan.blocks):
+        for name in ("wrap", "when", "hook", "frozen", "tie", "keeps", "kind"):
+            changed = replace(block, **{name: getattr(Block(), name)})
+            candidates.append(replace(plan, blocks=(*plan.blocks[:i], changed, *plan.blocks[i + 1 :])))
+    seen = {plan}
+    for candidate in map(valid, candidates):
+        if candidate not in seen:
+            seen.add(candidate)
+            yield candidate
+
+
+def _moved(plan: Plan, dropped: int) -> tuple[int, int, str] | None:
+    if plan.around is None:
+        return None
+    first, last, kind = plan.around
+    first, last = first - (dropped < first), last - (dropped < last)
+    return (first, last, kind) if first < last else None
