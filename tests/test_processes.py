@@ -33,6 +33,23 @@ fs.testing.spmd(program, 4)
 """
 
 
+# The second rank is killed before it makes its mesh.
+KILLED_BEFORE_ITS_MESH = """
+import os, signal, sys
+from datetime import timedelta
+import torch.distributed as dist, fshard as fs
+rank = int(os.fork() == 0)
+limit = timedelta(seconds=2)
+dist.init_process_group("gloo", f"file://{sys.argv[1]}", rank=rank, world_size=2, timeout=limit)
+if rank:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    fs.init_mesh({"shard": -1}, device="cpu")
+except RuntimeError as error:
+    print(type(error).__name__, error)
+"""
+
+
 ALONE = (sys.executable,)
 PARITY = [
     pytest.param(ALONE, "zero1", id="alone-zero1"),
@@ -68,6 +85,15 @@ def test_simulated_ranks_end_with_their_process(tmp_path, attempt):
     script = tmp_path / "script.py"
     script.write_text(SIMULATES_AND_ENDS)
     run(sys.executable, script)
+
+
+def test_a_rank_that_is_killed_before_its_mesh_is_named(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(KILLED_BEFORE_ITS_MESH)
+    assert run(sys.executable, script, tmp_path / "store") == (
+        "CollectiveError init_mesh: expected all 2 ranks, got nothing from ranks [1]; "
+        "every rank must call init_mesh, and several in the same order\n"
+    )
 
 
 @pytest.mark.parametrize("launcher, strategy", PARITY)
