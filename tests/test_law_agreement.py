@@ -398,7 +398,7 @@ MESHES = {
     "shape": ({"a": 2, "b": -1}, {"a": 1, "b": -1}, ["'a': 2", "'a': 1"]),
     "names": ({"shard": -1}, {"data": -1}, ["'shard'", "'data'"]),
     "order of axes": ({"a": -1, "b": 1}, {"b": 1, "a": -1}, ["'a'", "'b'"]),
-    "one that cannot be": ({"shard": -1}, {"shard": 3}, ["'shard': 4", "the number of ranks is 4"]),
+    "one that cannot be": ({"shard": -1}, {"shard": 3}, ["'shard': 4", "the number of ranks to be 3"]),
 }
 
 
