@@ -11,7 +11,7 @@ from fshard.checks import kind, refuse_given_up, same_structure
 from fshard.errors import Problem, leaf_error
 from fshard.train_state import TrainState
 from fshard.transform_state import ABSENT, Absent
-from fshard.tree import Flat, Spec, Tree, Treedef, flatten, is_sharded
+from fshard.tree import Flat, Spec, Tree, Treedef, flatten, is_sharded, tree_leaves, tree_map
 
 
 class Optimizer(NamedTuple):
@@ -82,11 +82,25 @@ def update(
     done = tx.resume(grads, state.opt_state, state.params) if donate and tx.resume else None
     if done is None:
         _check_gradients(grads, state.params)
-        run = tx.update_donated if donate and tx.update_donated else tx.update
+        run = tx.update
+        if donate and tx.update_donated:
+            run, state = tx.update_donated, state._replace(**_owned(state))
         done = run(grads, state.opt_state, state.params)
     params, opt_state = done
     after = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
     return after if transform_state is ABSENT else after._replace(transform_state=transform_state)
+
+
+def _owned(state: TrainState) -> dict[str, Tree]:
+    """What an update writes to, copied where its memory is that of other tensors too, such as fs.gather returns."""
+    written = {"params": state.params, "opt_state": state.opt_state}
+    tensors = [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
+    copies = {
+        id(tensor): tensor.detach().clone()
+        for tensor, shared in zip(tensors, _compat.share_memory(tensors), strict=True)
+        if shared
+    }
+    return tree_map(lambda leaf: copies.get(id(leaf), leaf), written) if copies else written
 
 
 def chain(*transformations: GradientTransformation | Optimizer) -> Any:

@@ -1,7 +1,7 @@
 """Private APIs of autograd, torch.func and tensors, each with the versions it was checked on."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -112,13 +112,26 @@ def negated_view(tensor: torch.Tensor) -> torch.Tensor:
 
 def shares_memory(tensor: torch.Tensor) -> bool:
     """Whether anything but this tensor holds its memory: a view, its base, autograd or an array. Checked on 2.13."""
-    return _holders(tensor) != _holders(torch.empty(0))
+    return share_memory([tensor])[0]
+
+
+def share_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """For each tensor whether anything else holds its memory; under torch.func nobody can tell. Checked on 2.13."""
+    alone = _holders(torch.empty(0))
+    return [is_transformed(tensor) or _holders(tensor) != alone for tensor in tensors]
 
 
 def _holders(tensor: torch.Tensor) -> tuple[int, int]:
     """How many hold the memory, and how many Python's one object for it."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+def copied_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that is conjugated or negated as lazily as the tensor. Checked on 2.13."""
+    copy = torch.empty_like(tensor, requires_grad=False)
+    copy = copy.conj() if tensor.is_conj() else copy
+    return (torch._neg_view(copy) if tensor.is_neg() else copy).copy_(tensor.detach())
 
 
 def is_held_elsewhere(tensor: torch.Tensor) -> bool:

@@ -91,9 +91,10 @@ class Reader:
 
     def _taken(self, like: Any) -> Any:
         """A donated leaf to be filled, or a new one where its memory is not its own."""
-        local = local_of(like).detach()
-        memory = _compat.storage_key(local)
-        if local.is_meta or not local.is_contiguous() or memory in self._filled:
+        local = local_of(like)
+        memory, is_shared = _compat.storage_key(local), _compat.shares_memory(local)
+        local = local.detach()
+        if local.is_meta or not local.is_contiguous() or is_shared or memory in self._filled:
             return empty_like(like)
         self._filled.add(memory)
         return padded_with_zeros(Sharded(local, like.spec) if is_sharded(like) else local)

@@ -1,7 +1,6 @@
 """Donation: whose memory a result takes, and what may be given up."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -75,17 +74,17 @@ def write(pairs: dict[int, int], tensors: Sequence[torch.Tensor], outputs: list[
 
 
 def refuse_shared(flat: Flat, donated: Sequence[int]) -> None:
-    """Refuse memory that is given up and is that of another tensor too, which would change while it is read."""
-    at = [
-        (tensor.data_ptr(), tensor.nbytes, path)
+    """Refuse a tensor that is given up and is another argument too, which would change while it is read.
+
+    Tensors that share memory with others are copied before they are written to.
+    """
+    firsts: dict[int, str] = {}
+    problems = [
+        Problem(path, f"memory that {first} has too, and one of them is donated", "tensors of their own")
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
         if isinstance(tensor := tensor_of(leaf), torch.Tensor) and tensor.numel()
-    ]
-    at.sort()
-    problems = [
-        Problem(path, f"memory that {other} has too, and one of them is donated", "tensors of their own")
-        for (start, size, other), (next_start, _, path) in pairwise(at)
-        if next_start < start + size and {argument_of(other), argument_of(path)} & set(donated)
+        if (first := firsts.setdefault(id(tensor), path)) is not path
+        and {argument_of(first), argument_of(path)} & set(donated)
     ]
     problems += [
         Problem(path, "elements that share their memory, as expand has them", "memory for each")

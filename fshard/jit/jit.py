@@ -32,6 +32,7 @@ class _Program(NamedTuple):
     Attributes:
         traced: What was traced.
         run: Maps the arguments' tensors to the results'.
+        donated: Inputs that are donated.
         pairs: For donated inputs the results that take their place.
         in_place: Whether the graph writes them there itself.
         closed: Tensors that the function closes over, and how often they had been written to.
@@ -41,6 +42,7 @@ class _Program(NamedTuple):
 
     traced: Traced
     run: Callable[..., Any]
+    donated: list[int]
     pairs: dict[int, int]
     in_place: bool
     closed: list[tuple[torch.Tensor, int]]
@@ -81,11 +83,18 @@ class Jitted:
             raise
         comm.same_call("jit", program.axes, program.facts)
         with torch.no_grad():
+            shared = _compat.share_memory([tensors[i] for i in program.donated])
+            lent = {i: tensors[i] for i, others in zip(program.donated, shared, strict=True) if others}
+            for i, tensor in lent.items():
+                # Such as what fs.gather returned for a leaf that ranks hold whole.
+                tensors[i] = _compat.copied_as_it_is(tensor)
             outputs = list(program.run(*tensors))
             if not program.in_place:
                 write(program.pairs, tensors, outputs)
             for i, k in program.pairs.items():
                 outputs[k] = give_up(tensors[i])
+                if i in lent:
+                    give_up(lent[i])
         return _assembled(program.traced, outputs)
 
     def _program(self, flat: Flat, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> _Program:
@@ -148,7 +157,8 @@ class Jitted:
         self.traces.append(why)
         # A rank whose trace fails knows the axes of its arguments alone.
         axes = _axes_of(flat) or sent_over
-        return _Program(traced, run, pairs, writes_in_place(self._backend), closed, facts, axes)
+        donated = [i for i, path in enumerate(traced.paths) if argument_of(path) in self._donated]
+        return _Program(traced, run, donated, pairs, writes_in_place(self._backend), closed, facts, axes)
 
     def _agreed(self, uses: Uses, axes: Sequence[Axis]) -> Used:
         """Which leaves the traces of all ranks use.

@@ -143,7 +143,7 @@ def from_torch(cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), 
 
     def resume(grads: Tree, state: TorchState, params: Tree) -> tuple[Tree, TorchState] | None:
         run = running.pop(state.updates, None) if isinstance(state, TorchState) else None
-        if run is None or not run.is_of(state, params):
+        if run is None or not run.is_of(state, params) or not run.is_alone():
             return None
         values_now = evaluated(hyper | fixed(state), state.updates) if varies else {}
         if varies:
@@ -202,6 +202,11 @@ class _Running(NamedTuple):
             same = all(all(map(operator.is_, flat.treedef.flatten_up_to(tree), flat.leaves)) for flat, tree in pairs)
             return same and len(state.slots) == len(self.slots)
         return False
+
+    def is_alone(self) -> bool:
+        """Whether no other tensor has come to share the memory of these."""
+        values = [value for value in self.values if isinstance(value, torch.Tensor)]
+        return not any(_compat.share_memory([*self.tensors, *values]))
 
 
 def _step(optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor], values: list[Any]) -> bool:
