@@ -1,6 +1,8 @@
 """Verb 2: apply, and functionalize: any nn.Module as a pure function of its parameters."""
 
+import copy
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ class Model:
                 f"functionalize: expected module to be an nn.Module, got {kind(module)}; call its class first"
             )
         _refuse_lazy(module)
+        _refuse_hidden_weights(module)
         self.buffers: Buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
         self._given = self.buffers
         self._module = module
@@ -271,11 +274,40 @@ def _refuse_lazy(module: nn.Module) -> None:
         raise leaf_error("functionalize: lazy parameters", problems, "run the module once before")
 
 
+def _refuse_hidden_weights(module: nn.Module) -> None:
+    """Refuse modules whose hooks compute a weight from parameters, and those whose gradients are sparse."""
+    remedies = {"prune": "what torch.nn.utils.prune.remove makes of it", "weight_norm": "parametrizations.weight_norm"}
+    problems = []
+    for path, submodule in module.named_modules():
+        for hook in _compat.pre_hooks_of(submodule):
+            where, _, name = type(hook).__module__.rpartition(".")
+            if where == "torch.nn.utils" and name in remedies:
+                problems.append(Problem(path or "(root)", f"{where}.{name}", remedies[name]))
+        if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
+            problems.append(Problem(path or "(root)", f"{type(submodule).__name__}(sparse=True)", "sparse=False"))
+    if problems:
+        raise leaf_error("functionalize: modules that cannot be sharded", problems, "change these modules first")
+
+
 def _cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
     """Cast the floating tensors of a tree."""
     if dtype is None:
         return tree
-    return tree_map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, tree)
+
+    def cast(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return x.to(dtype) if x.is_floating_point() else x
+        if not is_dataclass(x) or isinstance(x, type):
+            return x
+        # A leaf to optree; a copy, so that the caller's keeps its tensors.
+        frozen = getattr(x, "__dataclass_params__").frozen  # noqa: B009
+        out, put = copy.copy(x), object.__setattr__ if frozen else setattr
+        for field in fields(x):
+            if hasattr(x, field.name):
+                put(out, field.name, _cast(getattr(x, field.name), dtype))
+        return out
+
+    return tree_map(cast, tree)
 
 
 def _check_names(what: str, argument: str, found: Any, needed: Mapping[str, tuple[int, ...] | None]) -> None:

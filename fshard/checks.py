@@ -1,8 +1,10 @@
 """Checks that every verb makes of its trees before it communicates."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +44,62 @@ def check_flags(what: str, remedy: str = "pass one of the two", **flags: Any) ->
     for name, flag in flags.items():
         if type(flag) is not bool:
             raise ValueError(f"{what}: {name}: expected True or False, got {flag!r:.40}; {remedy}")
+
+
+class Range(NamedTuple):
+    """Which numbers an argument may be: in words, for an error, and as a test."""
+
+    expected: str
+    holds: Callable[[Any], bool]
+
+
+FINITE = Range("a finite number", lambda number: -math.inf < number < math.inf)
+POSITIVE = Range("a number above 0", lambda number: number > 0)
+NOT_NEGATIVE = Range("a finite number, 0 or more", lambda number: 0 <= number < math.inf)
+FRACTION = Range("a number, 0 or more and below 1", lambda number: 0 <= number < 1)
+
+
+def check_numbers(what: str, allowed: Range, **given: Any) -> None:
+    """Refuse arguments that are no numbers of a range: real numbers, or tensors of one.
+
+    The value of a tensor is read on a processor alone: elsewhere the host would wait for it, and what a transform or a
+    trace holds has none.
+
+    Args:
+        what: The function that asks, for its error.
+        allowed: The range.
+        given: The arguments, by name.
+
+    Raises:
+        ValueError: with the name and the value of the first argument that is another value.
+    """
+    for name, value in given.items():
+        shown, number = f"{value!r:.40}", value
+        if isinstance(value, torch.Tensor):
+            shown, number = kind(value), None
+            known = type(value) is torch.Tensor and value.is_cpu and not _compat.is_tracing()
+            if value.numel() != 1 or value.is_complex() or value.dtype is torch.bool:
+                number = "none"
+            elif known and not _compat.is_transformed(value):
+                number = value.detach().item()
+                shown = f"{number!r}"
+        real = isinstance(number, Real) and not isinstance(number, bool)
+        if value is None or (number is not None and not (real and allowed.holds(number))):
+            raise ValueError(f"{what}: expected {name} to be {allowed.expected}, got {shown}")
+
+
+def check_dim(what: str, dim: Any) -> None:
+    """Refuse a dim that is no whole number.
+
+    Args:
+        what: The function that asks, for its error.
+        dim: The dim.
+
+    Raises:
+        ValueError: if it is another value.
+    """
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise ValueError(f"{what}: expected dim to be a whole number, got {dim!r:.40}")
 
 
 def give_up(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 # So many problems are printed, so that the remedy stays in sight.
 SHOWN = 10
+# So many characters of a name, a value or a spec.
+LONGEST = 1000
 
 
 class Problem(NamedTuple):
@@ -13,6 +15,15 @@ class Problem(NamedTuple):
     path: str
     got: str
     expected: str
+
+
+def short(text: str) -> str:
+    """Leave out the middle of a long text, so that an error stays readable.
+
+    >>> short("a" * 2000) == "a" * 500 + " ... " + "a" * 495
+    True
+    """
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[len(text) - LONGEST // 2 + 5 :]}"
 
 
 def leaf_error(what: str, problems: Sequence[Problem], remedy: str) -> ValueError:
@@ -31,7 +42,9 @@ def leaf_error(what: str, problems: Sequence[Problem], remedy: str) -> ValueErro
       ['w']: expected shape (3,), got shape (2,)
     To fix: shard again.
     """
-    lines = [f"  {path}: expected {expected}, got {got}" for path, got, expected in problems[:SHOWN]]
+    lines = [
+        f"  {short(path)}: expected {short(expected)}, got {short(got)}" for path, got, expected in problems[:SHOWN]
+    ]
     if len(problems) > SHOWN:
         lines.append(f"  and {len(problems) - SHOWN} more")
     return ValueError("\n".join([what, *lines, f"To fix: {remedy.rstrip('.')}."]))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat
-from fshard.checks import kind, refuse_given_up, same_structure
+from fshard.checks import check_flags, kind, refuse_given_up, same_structure
 from fshard.errors import Problem, leaf_error
 from fshard.train_state import TrainState
 from fshard.transform_state import ABSENT, Absent
@@ -77,6 +77,7 @@ def update(
         raise ValueError(
             f"update: expected state to be a TrainState, got {kind(state)}; make one by fs.TrainState.create"
         )
+    check_flags("update", donate=donate)
     # In a trace it is for jit to say what is written in place.
     donate = donate and not _compat.is_tracing()
     done = tx.resume(grads, state.opt_state, state.params) if donate and tx.resume else None

@@ -53,6 +53,7 @@ from fshard._compat.modules import (
     init_optimizer_state,
     is_compiled,
     parameters_of,
+    pre_hooks_of,
     set_flat_weights,
 )
 from fshard._compat.threads import (
@@ -112,6 +113,7 @@ __all__ = [
     "outside_selective_checkpoint",
     "outside_transforms",
     "parameters_of",
+    "pre_hooks_of",
     "random_state",
     "refuses_saved_tensor_hooks",
     "register_torch_pytree",

@@ -1,5 +1,7 @@
 """What can be saved: refusals before anything is written."""
 
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,13 +37,33 @@ def step_of(label: str, state: Tree, step: Any) -> int:
 
 
 def check_directory(label: str, directory: Any) -> None:
-    """Refuse a directory that could be written to and not read, because torch opens files whose names are text.
+    """Refuse a directory that is no path, or could be written to and not read: torch opens files whose names are text.
 
     Raises:
-        ValueError: if its name is no text.
+        ValueError: if it is no path, or its name is no text.
     """
+    check_path(label, "directory", directory)
     if not _is_text(str(directory)):
         raise ValueError(f"{label}: expected directory to be a name that is text in UTF-8, got {str(directory)!r}")
+
+
+def check_path(label: str, name: str, path: Any) -> Path:
+    """Refuse a file or a directory that is no path.
+
+    Args:
+        label: The function that asks, for its error.
+        name: The argument.
+        path: The file or directory.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: if it is another value.
+    """
+    if not isinstance(path, str | PathLike) or not str(path):
+        raise ValueError(f"{label}: expected {name} to be a path, got {path!r:.40}")
+    return Path(path)
 
 
 def _is_text(text: str) -> bool:

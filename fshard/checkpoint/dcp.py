@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fshard.checkpoint.alike import alike
+from fshard.checkpoint.check import check_path
 from fshard.checkpoint.dcp_planners import Place, load_planner, save_planner
 from fshard.checkpoint.exchange import (
     Entry,
@@ -106,7 +107,7 @@ def save_dcp(
                 parts["param_groups", i, "params"] = members
         for place, value in parts.items():
             content[*_split(optimizer_key), *([_key(*place)] if flatten_optimizer_state_dict else place)] = value
-    with fresh(label, Path(directory), (METADATA,)) as temporary, _one_failure():
+    with fresh(label, directory, (METADATA,)) as temporary, _one_failure():
         from torch.distributed.checkpoint.state_dict_saver import save
 
         save(
@@ -157,8 +158,9 @@ def load_dcp(
     others: list[str] = []
     with alike(label, directory):
         check_trusted(label, trusted)
-        refuse_untrusted(str(Path(directory) / METADATA), trusted)
-        entries, others = _contents(Path(directory))
+        place = check_path(label, "directory", directory)
+        refuse_untrusted(str(place / METADATA), trusted)
+        entries, others = _contents(place)
     agree(label, {key: str(entry) for key, entry in entries.items()})
     given = _model_leaves(label, like, names)
     model = {name: leaf for name, leaf in given.items() if names.saved_as(name)}

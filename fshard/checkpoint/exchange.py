@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,6 +14,7 @@ from torch import nn
 from fshard import comm
 from fshard.checkpoint import files
 from fshard.checkpoint.alike import alike, check_call
+from fshard.checkpoint.check import check_path
 from fshard.checkpoint.format import CheckpointError, dtype_name
 from fshard.checkpoint.layout import empty_like, local_of, piece_of, shape_of
 from fshard.checkpoint.write import bytes_of
@@ -228,12 +230,12 @@ def refuse_untrusted(what: str, trusted: bool) -> None:
 
 
 @contextmanager
-def fresh(label: str, directory: Path, deciding: Sequence[str]) -> Iterator[Path]:
+def fresh(label: str, given: str | PathLike[str], deciding: Sequence[str]) -> Iterator[Path]:
     """A new directory whose files are moved to another one when all ranks have ended well.
 
     Args:
         label: Who asks, for errors.
-        directory: Where they are moved; made where there is none.
+        given: The directory where they are moved; made where there is none.
         deciding: Files by which a reader knows that the others are complete: moved last, and not there before.
 
     Yields:
@@ -243,8 +245,9 @@ def fresh(label: str, directory: Path, deciding: Sequence[str]) -> Iterator[Path
         CheckpointError: on every rank alike, if a deciding file is there, or a rank could not write.
     """
     first = not comm.rank(world())
-    name = ""
-    with alike(label, directory):
+    name, directory = "", Path()
+    with alike(label, given):
+        directory = check_path(label, "directory", given)
         if first:
             directory.mkdir(parents=True, exist_ok=True)
             _refuse_taken(directory, deciding)

@@ -15,6 +15,7 @@ from torch import nn
 
 from fshard import comm
 from fshard.checkpoint.alike import alike
+from fshard.checkpoint.check import check_path
 from fshard.checkpoint.exchange import (
     Entry,
     Names,
@@ -76,7 +77,7 @@ def save_huggingface(
     _check_dtypes(label, leaves)
     replicas(label, leaves, world())
     parts = _divided(leaves, max_file_bytes)
-    with fresh(label, Path(directory), (SINGLE, INDEX)) as temporary:
+    with fresh(label, directory, (SINGLE, INDEX)) as temporary:
         _write(temporary, leaves, parts)
 
 
@@ -119,7 +120,7 @@ def load_huggingface(
         found: dict[str, Entry] = {}
         with alike(label, directory):
             check_trusted(label, trusted)
-            found = _open(Path(directory), stack, trusted)
+            found = _open(check_path(label, "directory", directory), stack, trusted)
         found = _as_ours(found, [*known.first, *by_name(label, like, known)], names)
         return filled(label, found, like, known, cast)
 

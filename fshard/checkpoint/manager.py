@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from fshard.checkpoint.check import step_of
+from fshard.checkpoint.check import check_directory, step_of
 from fshard.checkpoint.restore import latest, restore
 from fshard.checkpoint.save import Saving, start
-from fshard.checks import check_flags
+from fshard.checks import POSITIVE, check_flags, check_numbers
 from fshard.tree import Tree
 
 
@@ -49,12 +49,15 @@ class Manager:
             timeout: Seconds that the first rank waits for the others to have written.
 
         Raises:
-            ValueError: if `keep` or `every` is no positive whole number, or a flag is neither True nor False.
+            ValueError: if `directory` is no path, `keep` or `every` is no positive whole number, `timeout` is not above
+                0, or a flag is neither True nor False.
         """
         check_flags("checkpoint.Manager", asynchronous=asynchronous, donated=donated)
         for name, value in (("keep", keep), ("every", every)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"checkpoint.Manager: expected {name} to be a whole number from 1, got {value!r}")
+        check_directory("checkpoint.Manager", directory)
+        check_numbers("checkpoint.Manager", POSITIVE, timeout=timeout)
         self._directory = directory
         self._keep, self._every, self._timeout = keep, every, timeout
         self._asynchronous, self._copied = asynchronous, asynchronous and donated

@@ -10,6 +10,7 @@ import torch
 from fshard import comm
 from fshard.checkpoint import files
 from fshard.checkpoint.alike import alike, check_call
+from fshard.checkpoint.check import check_path
 from fshard.checkpoint.format import MANIFEST, CheckpointError, Manifest, decode, digest, dtype_name, file_name
 from fshard.checkpoint.layout import empty_like, local_of, shape_of
 from fshard.checkpoint.progress import progress_bar
@@ -34,6 +35,7 @@ def latest(directory: str | PathLike[str]) -> int | None:
     Raises:
         CheckpointError: if the file that says so is damaged, or cannot be read.
     """
+    check_path("checkpoint.latest", "directory", directory)
     with files.named(Path(directory)):
         path = files.pointed(Path(directory))
     return None if path is None else files.step_of(path)
@@ -74,6 +76,7 @@ def restore(
         CheckpointError: on every rank alike, if there is no such checkpoint or a file is damaged, by its name.
     """
     with alike(LABEL):
+        check_path(LABEL, "directory", directory)
         check_flags(LABEL, donate=donate, progress=progress)
         bar = progress_bar(progress)
         flat = flatten(like)

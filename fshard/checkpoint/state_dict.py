@@ -11,6 +11,7 @@ from torch import nn
 
 from fshard import comm
 from fshard.checkpoint.alike import alike
+from fshard.checkpoint.check import check_path
 from fshard.checkpoint.exchange import (
     Entry,
     Names,
@@ -123,6 +124,7 @@ def load_torch(
     found: dict[str, Entry] = {}
     with alike(label, path):
         check_trusted(label, trusted)
+        check_path(label, "path", path)
         refuse_untrusted(str(path), trusted)
         found = {name: entry_of(tensor) for name, tensor in read_pickle(Path(path)).items()}
     return filled(label, found, like, names, cast)

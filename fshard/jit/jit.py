@@ -1,6 +1,7 @@
 """jit: a function traced once for equal arguments, and run as a graph from then on."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -63,6 +64,7 @@ class Jitted:
         """Nothing is traced yet."""
         functools.update_wrapper(self, f)
         self._f, self._donated, self._static, self._backend = f, donate_argnums, static_argnums, backend
+        self._positional = _positional(f)
         self._programs: dict[Signature, _Program] = {}
         # For what this rank's traces have used, what those of all ranks do.
         self._uses: dict[Used, Used] = {}
@@ -72,6 +74,10 @@ class Jitted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function."""
+        for name, numbers in (("donate", self._donated), ("static", self._static)):
+            if beyond := [n for n in numbers if n >= max(len(args), self._positional)]:
+                found = f"{beyond[0]} in a call with {len(args)}; count from 0, and pass such arguments by position"
+                raise ValueError(f"jit: expected {name}_argnums to be numbers of arguments by position, got {found}")
         flat = flat_arguments(args, kwargs, self._static)
         tensors = [tensor_of(leaf) for leaf in flat.leaves if is_sharded(leaf) or isinstance(leaf, torch.Tensor)]
         if self._runs_inline(tensors):
@@ -244,6 +250,15 @@ def jit(
     if not callable(f):
         raise ValueError(f"jit: expected f to be a function, got {kind(f)}")
     return Jitted(f, donated, static, backend)
+
+
+def _positional(f: Callable[..., Any]) -> int:
+    """How many arguments a function takes by position, as far as its signature names them."""
+    try:
+        parameters = inspect.signature(f).parameters.values()
+    except (TypeError, ValueError):
+        return 0
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
 def _numbers(name: str, value: Any) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import comm
+from fshard.checks import NOT_NEGATIVE, Range, check_numbers
 from fshard.objective import total
 from fshard.optim.leaves import (
     check_real,
@@ -20,7 +21,7 @@ from fshard.optim.leaves import (
     trained,
     varying,
 )
-from fshard.optim.native import Number, Rate, value_of
+from fshard.optim.native import Number, Rate, check_rates, value_of
 from fshard.optim.norms import leaf_norms
 from fshard.shard import local_ranges
 from fshard.tree import Added, Axis, P, Sharded, Spec, Tree, flatten, is_sharded, tree_map, unflatten
@@ -69,8 +70,15 @@ def adafactor(
         The optimizer.
 
     Raises:
-        ValueError: from init, if a leaf is no real floating tensor.
+        ValueError: if a number is out of range; from init, if a leaf is no real floating tensor.
     """
+    check_rates("adafactor", lr, weight_decay=weight_decay)
+    check_numbers("adafactor", Range("a number, 0 or less", lambda number: number <= 0), beta2_decay=beta2_decay)
+    check_numbers("adafactor", Range("a finite number, 1 or more", lambda number: 1 <= number < math.inf), d=d)
+    if not isinstance(eps, Sequence) or len(eps) != 2 or isinstance(eps, str):
+        raise ValueError(f"adafactor: expected eps to be two numbers, got {eps!r:.40}")
+    least = {f"eps[{i}]": number for i, number in enumerate(eps) if i or number is not None}
+    check_numbers("adafactor", NOT_NEGATIVE, **least)
 
     def init(params: Tree) -> AdafactorState:
         flat = flatten(params)

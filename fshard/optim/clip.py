@@ -1,10 +1,10 @@
 """Clipping: by the norm of all gradients, by each one's own, and by value."""
 
-import math
 from typing import Any
 
 import torch
 
+from fshard.checks import NOT_NEGATIVE, POSITIVE, check_numbers
 from fshard.optim.leaves import leafwise, partition_axes, varying
 from fshard.optim.norms import global_norm, leaf_norms
 from fshard.tree import Tree, flatten, tree_map, unflatten
@@ -85,8 +85,7 @@ def clip_by_value(max_value: float) -> GradientTransformation:
     Raises:
         ValueError: if `max_value` is negative or not finite.
     """
-    if not (math.isfinite(max_value) and max_value >= 0):
-        raise ValueError(f"clip_by_value: expected max_value to be a finite number, 0 or more, got {max_value}")
+    check_numbers("clip_by_value", NOT_NEGATIVE, max_value=max_value)
 
     def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         out = leafwise(lambda grad: (grad.clamp(-max_value, max_value),), grads)
@@ -96,10 +95,8 @@ def clip_by_value(max_value: float) -> GradientTransformation:
 
 
 def _check_norm(what: str, max_norm: float, p: float) -> None:
-    if not (math.isfinite(max_norm) and max_norm >= 0):
-        raise ValueError(f"{what}: expected max_norm to be a finite number, 0 or more, got {max_norm}")
-    if not p > 0:
-        raise ValueError(f"{what}: expected p to be a number above 0, got {p}")
+    check_numbers(what, NOT_NEGATIVE, max_norm=max_norm)
+    check_numbers(what, POSITIVE, p=p)
 
 
 def _scaled(leaf: Any, scale: torch.Tensor) -> Any:

@@ -1,8 +1,8 @@
 """Decay of weights as a gradient transformation."""
 
-import math
 from typing import Any
 
+from fshard.checks import NOT_NEGATIVE, check_numbers
 from fshard.optim.leaves import leafwise
 from fshard.optim.masks import masked
 from fshard.tree import Mask, Tree
@@ -24,10 +24,7 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
     Raises:
         ValueError: if `weight_decay` is negative or not finite; from init, if `mask` means no leaf.
     """
-    if not (math.isfinite(weight_decay) and weight_decay >= 0):
-        raise ValueError(
-            f"add_decayed_weights: expected weight_decay to be a finite number, 0 or more, got {weight_decay}"
-        )
+    check_numbers("add_decayed_weights", NOT_NEGATIVE, weight_decay=weight_decay)
 
     def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         out = leafwise(lambda grad, param: (grad.add(param, alpha=weight_decay),), grads, params)

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any, NamedTuple
 
-from fshard.checks import kind
+from fshard.checks import Range, check_numbers, kind
 from fshard.optim.leaves import check_state, joined, leafwise, like, tensor_of, trained, where_trained
 from fshard.tree import Tree, flatten, unflatten
 from fshard.update import Optimizer
@@ -39,8 +39,7 @@ def ema(tx: Optimizer, decay: float) -> Optimizer:
     """
     if not isinstance(tx, Optimizer):
         raise ValueError(f"ema: expected tx to be an Optimizer, such as fs.from_torch, got {kind(tx)}")
-    if not 0 <= decay <= 1:
-        raise ValueError(f"ema: expected decay to be a number from 0 to 1, got {decay}")
+    check_numbers("ema", Range("a number from 0 to 1", lambda number: 0 <= number <= 1), decay=decay)
 
     def init(params: Tree) -> EmaState:
         flat = flatten(params)

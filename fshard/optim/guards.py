@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat, comm
-from fshard.checks import kind
+from fshard.checks import Range, check_numbers, kind
 from fshard.collectives import linear_call
 from fshard.optim.leaves import check_state, joined, leafwise, missing, none_missed, zeros
 from fshard.shard import without_padding
@@ -99,6 +99,8 @@ def dynamic_loss_scale(
         ValueError: if a number is out of range; from update, if the scale becomes 0.
     """
     _check_optimizer("dynamic_loss_scale", tx)
+    numbers = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, "growth_interval": growth_interval}
+    check_numbers("dynamic_loss_scale", Range("a number", lambda number: True), init_scale=init_scale, **numbers)
     # As the scale is kept.
     start = torch.tensor(init_scale, dtype=torch.float32)
     if not (0 < float(start) < float("inf") and growth_factor > 1 and 0 < backoff_factor < 1 and growth_interval > 0):

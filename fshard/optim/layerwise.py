@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard.optim.leaves import check_real, check_state, joined, leafwise, partition_axes, varying, zeros
-from fshard.optim.native import AdamState, Number, Rate, adam_direction, value_of
+from fshard.optim.native import AdamState, Number, Rate, adam_direction, check_rates, value_of
 from fshard.optim.norms import leaf_norms
 from fshard.tree import Tree, flatten, tree_map, unflatten
 from fshard.update import Optimizer
@@ -33,8 +33,9 @@ def lamb(
         The optimizer.
 
     Raises:
-        ValueError: from init, if a leaf is no real floating tensor.
+        ValueError: if a number is out of range; from init, if a leaf is no real floating tensor.
     """
+    check_rates("lamb", lr, betas, eps=eps, weight_decay=weight_decay)
 
     def init(params: Tree) -> AdamState:
         check_real("lamb", flatten(params))
@@ -97,8 +98,9 @@ def lars(
         The optimizer.
 
     Raises:
-        ValueError: from init, if a leaf is no real floating tensor.
+        ValueError: if a number is out of range; from init, if a leaf is no real floating tensor.
     """
+    check_rates("lars", lr, momentum=momentum, weight_decay=weight_decay, trust_coefficient=trust_coefficient, eps=eps)
 
     def init(params: Tree) -> LarsState:
         check_real("lars", flatten(params))

@@ -38,7 +38,7 @@ def masked(tx: Any, mask: Mask, otherwise: ShardTransform | None = None) -> Any:
         return masked_transform(tx, mask, otherwise)
     if otherwise is not None:
         raise ValueError(f"masked: otherwise is for ShardTransforms, not for {kind(tx)}; partition has parts")
-    return partition({mask: tx, ("*",): _pass("masked", tx)}, "masked")
+    return partition({_checked_mask("masked", mask): tx, ("*",): _pass("masked", tx)}, "masked")
 
 
 def freeze(tx: Any, mask: Mask) -> Any:
@@ -56,7 +56,7 @@ def freeze(tx: Any, mask: Mask) -> Any:
     Raises:
         ValueError: as `masked`.
     """
-    return partition({mask: _pass("freeze", tx), ("*",): tx}, "freeze")
+    return partition({_checked_mask("freeze", mask): _pass("freeze", tx), ("*",): tx}, "freeze")
 
 
 def partition(parts: Mapping[Mask, Any], what: str = "partition") -> Any:
@@ -80,14 +80,17 @@ def partition(parts: Mapping[Mask, Any], what: str = "partition") -> Any:
     >>> tx.update({"weight": torch.ones(1), "bias": torch.ones(1)}, tx.init(params), params)[0]
     {'weight': tensor([-0.1000]), 'bias': tensor([-1.])}
     """
+    if not isinstance(parts, Mapping):
+        remedy = 'pass one such as {"*bias": tx, "*": other}'
+        raise ValueError(
+            f"{what}: expected parts to be a mapping from masks to their parts, got {kind(parts)}; {remedy}"
+        )
     masks, members = list(parts), list(parts.values())
     if not members or not (_all(Optimizer, members) or _all(GradientTransformation, members)):
         found = ", ".join(map(kind, members)) or "nothing"
         raise ValueError(f"{what}: expected Optimizers alone or GradientTransformations alone, got {found}")
     for mask in masks:
-        if not is_mask(mask):
-            needed = "a glob pattern of leaves' names, several, or a function of the name"
-            raise ValueError(f"{what}: expected the mask to be {needed}, got {kind(mask)}")
+        _checked_mask(what, mask)
     owners = lru_cache(maxsize=16)(partial(_owners, tuple(masks)))
 
     def init(params: Tree) -> Tree:
@@ -110,6 +113,14 @@ def partition(parts: Mapping[Mask, Any], what: str = "partition") -> Any:
     if isinstance(members[0], Optimizer):
         return Optimizer(init, run, partial(run, donate=True))
     return GradientTransformation(init, run)
+
+
+def _checked_mask(what: str, mask: Any) -> Any:
+    if not is_mask(mask):
+        needed = "a glob pattern of leaves' names, several, or a function of the name"
+        raise ValueError(f"{what}: expected the mask to be {needed}, got {kind(mask)}")
+    # A key of a dict.
+    return tuple(mask) if isinstance(mask, list) else mask
 
 
 def _all(cls: type, values: Any) -> bool:

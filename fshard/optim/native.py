@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard._compat import is_transformed
-from fshard.checks import check_floating
+from fshard.checks import FINITE, FRACTION, NOT_NEGATIVE, check_floating, check_numbers
 from fshard.optim.leaves import check_real, check_state, joined, leafwise, missing, none_missed, zeros
 from fshard.tree import Added, Tree, flatten
 from fshard.update import Optimizer
@@ -54,8 +54,10 @@ def sgd(
         The optimizer.
 
     Raises:
-        ValueError: if `nesterov` is asked for without momentum or with dampening.
+        ValueError: if a number is out of range, or `nesterov` is asked for without momentum or with dampening.
     """
+    check_rates("sgd", lr, momentum=momentum, weight_decay=weight_decay)
+    check_numbers("sgd", FINITE, dampening=dampening)
     has_momentum = isinstance(momentum, torch.Tensor) or momentum != 0
     if nesterov and (not has_momentum or isinstance(dampening, torch.Tensor) or dampening != 0):
         raise ValueError("sgd: nesterov needs a momentum above 0 and no dampening")
@@ -137,7 +139,7 @@ def adam(
         The optimizer.
 
     Raises:
-        ValueError: from init, if a leaf is no real floating tensor.
+        ValueError: if a number is out of range; from init, if a leaf is no real floating tensor.
     """
     return _adam("adam", lr, betas, eps, weight_decay, decoupled=False)
 
@@ -159,7 +161,7 @@ def adamw(
         The optimizer.
 
     Raises:
-        ValueError: from init, if a leaf is no real floating tensor.
+        ValueError: if a number is out of range; from init, if a leaf is no real floating tensor.
     """
     return _adam("adamw", lr, betas, eps, weight_decay, decoupled=True)
 
@@ -167,6 +169,8 @@ def adamw(
 def _adam(
     what: str, lr: Rate, betas: tuple[Number, Number], eps: Number, weight_decay: Number, *, decoupled: bool
 ) -> Optimizer:
+    check_rates(what, lr, betas, eps=eps, weight_decay=weight_decay)
+
     def init(params: Tree) -> AdamState:
         check_real(what, flatten(params))
         return AdamState.start(params)
@@ -190,6 +194,26 @@ def _adam(
         return joined(outs[0], params) if outs else params, state.after(grads, outs[1:])
 
     return Optimizer(init, update)
+
+
+def check_rates(what: str, lr: Rate, betas: Any = (), **numbers: Number) -> None:
+    """Refuse hyperparameters out of the ranges that torch.optim has for them.
+
+    Args:
+        what: The optimizer, for its error.
+        lr: The learning rate; that of a schedule is checked in each update.
+        betas: How much stays of averages, if the optimizer keeps some.
+        numbers: Other hyperparameters, 0 or more, by name.
+
+    Raises:
+        ValueError: with the name and the value of the first one that is out of range.
+    """
+    if not callable(lr):
+        check_numbers(what, NOT_NEGATIVE, lr=lr)
+    if betas != () and not (isinstance(betas, Sequence) and len(betas) == 2 and not isinstance(betas, str)):
+        raise ValueError(f"{what}: expected betas to be two numbers, got {betas!r:.40}")
+    check_numbers(what, FRACTION, **{f"betas[{i}]": beta for i, beta in enumerate(betas)})
+    check_numbers(what, NOT_NEGATIVE, **numbers)
 
 
 def adam_direction(

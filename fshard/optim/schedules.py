@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
-from fshard.checks import kind
+from fshard.checks import NOT_NEGATIVE, check_numbers, kind
+
+# A table of so many values takes 80 MB and about three minutes to write down.
+MAX_STEPS = 10_000_000
 
 Schedule = Callable[[torch.Tensor], torch.Tensor]
 
@@ -31,7 +34,7 @@ def from_torch_scheduler(
         The schedule: it maps the number of updates made, an int64 tensor of shape (), to a float64 tensor of shape ().
 
     Raises:
-        ValueError: if it needs a metric, or a value is not finite.
+        ValueError: if it needs a metric, an argument is out of range, or a value is not finite.
 
     >>> import torch
     >>> schedule = from_torch_scheduler(torch.optim.lr_scheduler.StepLR, lr=1.0, steps=4, step_size=2, gamma=0.5)
@@ -40,6 +43,16 @@ def from_torch_scheduler(
     """
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ValueError(f"from_torch_scheduler: expected steps to be a number of updates, 1 or more, got {steps!r}")
+    if steps > MAX_STEPS:
+        remedy = f"later updates get the last value, so that a schedule needs none beyond {MAX_STEPS:,}"
+        raise ValueError(
+            f"from_torch_scheduler: expected steps to be at most {MAX_STEPS:,}, got {steps!r:.40}; {remedy}"
+        )
+    if not callable(cls):
+        raise ValueError(f"from_torch_scheduler: expected cls to be a class or a function, got {kind(cls)}")
+    if name not in ("lr", "momentum"):
+        raise ValueError(f'from_torch_scheduler: expected name to be "lr" or "momentum", got {name!r:.40}')
+    check_numbers("from_torch_scheduler", NOT_NEGATIVE, lr=lr, momentum=momentum)
     if cls is torch.optim.lr_scheduler.ReduceLROnPlateau:
         remedy = "keep the learning rate in the state instead, by from_torch(..., inject=['lr'])"
         raise ValueError(f"from_torch_scheduler: ReduceLROnPlateau needs a metric at every step; {remedy}")

@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from fshard import comm
+from fshard.checks import Range, check_dim, check_numbers
 from fshard.mesh import Mesh, axis_of
 from fshard.transforms.base import Finish, LayoutError, ShardTransform, Tensors
 from fshard.tree import Axis, Spec
@@ -136,6 +137,6 @@ def fully_shard(
     """
     if algorithm not in comm.ALGORITHMS:
         raise ValueError(f"fully_shard: expected algorithm to be one of {comm.ALGORITHMS}, got {algorithm!r}")
-    if min_shard_elements < 0:
-        raise ValueError(f"fully_shard: expected min_shard_elements to be 0 or more, got {min_shard_elements}")
+    check_numbers("fully_shard", Range("0 or more", lambda number: number >= 0), min_shard_elements=min_shard_elements)
+    check_dim("fully_shard", dim)
     return _FullyShard(axis_of(mesh), dim, min_shard_elements, algorithm)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fshard.checks import check_dim
 from fshard.mesh import Mesh, axis_of
 from fshard.transforms.base import LayoutError, ShardTransform
 from fshard.tree import Axis, Spec
@@ -56,4 +57,5 @@ def split_dim(mesh: Mesh | Axis, *, dim: int) -> ShardTransform:
     Raises:
         ValueError: if the mesh has several axes; from shard, if a leaf's dim does not divide.
     """
+    check_dim("split_dim", dim)
     return _SplitDim(axis_of(mesh), dim)

@@ -17,6 +17,12 @@ Tree = Any
 Treedef = optree.PyTreeSpec
 
 
+NO_TENSOR = (
+    "expected a full tensor, got a Sharded leaf; call fs.gather in a step, fs.unshard to look at values, or map over "
+    "shards by fs.tree_map"
+)
+
+
 @dataclass(frozen=True, eq=False)
 class Sharded:
     """This rank's shard of a leaf and the spec that says what it is a shard of.
@@ -38,6 +44,15 @@ class Sharded:
         dtype = str(self.local.dtype).removeprefix("torch.")
         return f"Sharded({dtype}{list(self.spec.shape)}, {self.spec.partition}, local {list(self.local.shape)})"
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch's functions.
+
+        Raises:
+            TypeError: always, with the remedy.
+        """
+        raise TypeError(f"{getattr(func, '__name__', func)}: {NO_TENSOR}")
+
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
         """Called by torch.distributed.checkpoint, which would pickle this and keep what one rank has.
 
@@ -45,6 +60,32 @@ class Sharded:
             ValueError: always.
         """
         raise dcp_error(fqn, repr(self))
+
+
+def _missing(self: Sharded, name: str) -> Any:
+    """What a Sharded leaf does not have, such as what a tensor has."""
+    if name == "__qualname__":
+        # torch.optim names by it what it refuses.
+        return "Sharded (step these by fs.from_torch, or call fs.gather for full tensors)"
+    if name.startswith("_"):
+        raise AttributeError(f"Sharded has no attribute {name!r}")
+    raise AttributeError(f"Sharded.{name}: {NO_TENSOR}")
+
+
+def _no_operator(name: str) -> Any:
+    def refuse(self: Sharded, *others: Any) -> Any:
+        raise TypeError(f"{name}: {NO_TENSOR}")
+
+    return refuse
+
+
+# Set here, so that types are checked as of a class without them.
+setattr(Sharded, "__getattr__", _missing)  # noqa: B010
+for _operator in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    for _name in (f"__{_operator}__", f"__r{_operator}__"):
+        setattr(Sharded, _name, _no_operator(_operator))
+for _operator in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "float", "int", "index"):
+    setattr(Sharded, f"__{_operator}__", _no_operator(_operator))
 
 
 def dcp_error(fqn: str, found: str) -> ValueError:

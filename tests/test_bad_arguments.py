@@ -1,0 +1,220 @@
+"""Arguments out of range and leaves in the wrong place: each is refused by name, with a remedy."""
+
+import copy
+import math
+import pickle
+import re
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fshard as fs
+from fshard import checkpoint
+from fshard.errors import Problem, leaf_error
+from fshard.testing import spmd
+from tests.trees import one_axis
+
+NAN, HUGE = math.nan, 10**400
+
+# For each optimizer: arguments that must be refused, and the words for what is expected.
+RATE, FRACTION = "a finite number, 0 or more", "a number, 0 or more and below 1"
+OUT_OF_RANGE = [
+    *(
+        (make, {"lr": 0.1, name: value}, f"expected {name} to be {RATE}, got {value!r:.40}")
+        for make, names in {
+            fs.sgd: ("lr", "momentum", "weight_decay"),
+            fs.adam: ("lr", "eps", "weight_decay"),
+            fs.adamw: ("lr", "eps", "weight_decay"),
+            fs.lamb: ("lr", "eps", "weight_decay"),
+            fs.lars: ("lr", "momentum", "weight_decay", "trust_coefficient", "eps"),
+            fs.adafactor: ("lr", "weight_decay"),
+        }.items()
+        for name in names
+        for value in (-1, -1e-9, NAN, math.inf, "x", None, True, [0.1])
+    ),
+    *(
+        (make, {"lr": 0.1, "betas": betas}, f"expected {where} to be {FRACTION}, got {value}")
+        for make in (fs.adam, fs.adamw, fs.lamb)
+        for betas, where, value in (
+            ((1.5, 0.9), "betas[0]", "1.5"),
+            ((0.9, 1.0), "betas[1]", "1.0"),
+            ((0.9, NAN), "betas[1]", "nan"),
+            ((-0.1, 0.9), "betas[0]", "-0.1"),
+            (("a", 0.9), "betas[0]", "'a'"),
+        )
+    ),
+    *(
+        (make, {"lr": 0.1, "betas": betas}, f"expected betas to be two numbers, got {betas!r}")
+        for make in (fs.adam, fs.adamw, fs.lamb)
+        for betas in (0.9, None, (0.9,), "ab")
+    ),
+    (fs.sgd, {"lr": 0.1, "dampening": "x"}, "sgd: expected dampening to be a finite number, got 'x'"),
+    (fs.sgd, {"lr": torch.tensor(-1.0)}, "sgd: expected lr to be a finite number, 0 or more, got -1.0"),
+    (fs.sgd, {"lr": torch.ones(2)}, f"sgd: expected lr to be {RATE}, got a float32 Tensor of shape (2,)"),
+    (fs.adafactor, {"beta2_decay": 0.5}, "adafactor: expected beta2_decay to be a number, 0 or less, got 0.5"),
+    (fs.adafactor, {"d": 0.5}, "adafactor: expected d to be a finite number, 1 or more, got 0.5"),
+    (fs.adafactor, {"eps": (-1, 1)}, f"adafactor: expected eps[0] to be {RATE}, got -1"),
+    (fs.adafactor, {"eps": 1}, "adafactor: expected eps to be two numbers, got 1"),
+    (fs.clip_by_norm, {"max_norm": "x"}, f"clip_by_norm: expected max_norm to be {RATE}, got 'x'"),
+    (fs.clip_by_value, {"max_value": None}, f"clip_by_value: expected max_value to be {RATE}, got None"),
+    (fs.add_decayed_weights, {"weight_decay": -1}, f"add_decayed_weights: expected weight_decay to be {RATE}, got -1"),
+    (fs.ema, {"tx": fs.sgd(0.1), "decay": "x"}, "ema: expected decay to be a number from 0 to 1, got 'x'"),
+    (
+        fs.dynamic_loss_scale,
+        {"tx": fs.sgd(0.1), "growth_interval": "x"},
+        "dynamic_loss_scale: expected growth_interval to be a number, got 'x'",
+    ),
+    (
+        fs.from_torch_scheduler,
+        {"cls": torch.optim.lr_scheduler.StepLR, "lr": 0.1, "steps": 10**30, "step_size": 1},
+        "from_torch_scheduler: expected steps to be at most 10,000,000, got 1000000000000000000000000000000; later",
+    ),
+    (fs.partition, {"parts": None}, "partition: expected parts to be a mapping from masks to their parts, got None"),
+    (fs.freeze, {"tx": fs.sgd(0.1), "mask": []}, "freeze: expected the mask to be a glob pattern"),
+]
+
+
+@pytest.mark.parametrize("row", OUT_OF_RANGE, ids=lambda row: f"{row[0].__name__} {row[1]!r:.50}")
+def test_hyperparameters_out_of_range_are_refused_by_name(row):
+    make, arguments, text = row
+    with pytest.raises(ValueError, match=re.escape(text)):
+        make(**arguments)
+
+
+def test_the_ends_of_ranges_tensors_and_schedules_are_taken():
+    for make in (fs.sgd, fs.adam, fs.adamw, fs.lamb, fs.lars, fs.adafactor):
+        for lr in (0, 0.0, torch.tensor(0.1), torch.tensor(0.1, requires_grad=True), lambda count: 0.1 / (count + 1)):
+            make(lr)
+        make(torch.empty((), device="meta"))
+    fs.adam(0.1, (0, 0.999)), fs.sgd(0.1, dampening=-1.0), fs.clip_by_norm(1, math.inf), fs.ema(fs.sgd(1), 1)
+    torch.func.vmap(lambda lr: (fs.sgd(lr), lr)[1])(torch.ones(3))
+    fs.freeze(fs.sgd(0.1), ["a", "b"]).init({"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)})
+
+
+def test_arguments_of_transforms_jit_update_and_checkpoints():
+    mesh = one_axis()
+    x = torch.ones(2)
+    params = fs.shard({"w": torch.ones(2)}, fs.zero2(mesh))
+    state = fs.TrainState.create(params, fs.sgd(0.1))
+    rows = [
+        (lambda: fs.fully_shard(mesh, dim="x"), "fully_shard: expected dim to be a whole number, got 'x'"),
+        (lambda: fs.split_dim(mesh, dim=None), "split_dim: expected dim to be a whole number, got None"),
+        (lambda: fs.zero3(mesh, min_shard_elements=NAN), "expected min_shard_elements to be 0 or more, got nan"),
+        (lambda: fs.zero3(None), "expected mesh to be a DeviceMesh or an Axis, got None"),
+        (lambda: fs.functionalize(5), "functionalize: expected module to be an nn.Module, got an int"),
+        (lambda: checkpoint.Manager(None), "checkpoint.Manager: expected directory to be a path, got None"),
+        (lambda: checkpoint.save(None, {"w": x}, 1), "checkpoint.save: expected directory to be a path, got None"),
+        (lambda: checkpoint.restore(None, {"w": x}), "checkpoint.restore: expected directory to be a path, got None"),
+        (lambda: checkpoint.latest(None), "checkpoint.latest: expected directory to be a path, got None"),
+        (lambda: checkpoint.load_huggingface(5, {"w": x}), "expected directory to be a path, got 5"),
+        (lambda: checkpoint.save_huggingface(None, {"w": x}), "expected directory to be a path, got None"),
+        (lambda: fs.jit(lambda x: x, static_argnums=5)(x), "expected static_argnums to be numbers of arguments by"),
+        (lambda: fs.jit(lambda x: x, donate_argnums=5)(x), "expected donate_argnums to be numbers of arguments by"),
+        (lambda: fs.update(fs.sgd(0.1), state, params, donate="x"), "update: donate: expected True or False, got 'x'"),
+    ]
+    for call, text in rows:
+        with pytest.raises(ValueError, match=re.escape(text)):
+            call()
+    assert fs.jit(lambda x, by=2: x * by, static_argnums=1)(x).equal(2 * x)
+
+
+def test_a_sharded_leaf_in_the_place_of_a_tensor_says_gather():
+    def program():
+        params = fs.shard({"w": torch.ones(4, 4)}, fs.zero3(one_axis()))
+        w, x = params["w"], torch.randn(2, 4)
+        for call in (
+            *(lambda: w @ x, lambda: x @ w, lambda: w * 2, lambda: 2 * w, lambda: x * w, lambda: w + x, lambda: -w),
+            *(lambda: w.shape, lambda: w.sum(), lambda: w.backward(), lambda: w[0], lambda: float(w), lambda: w < 1),
+            *(lambda: F.linear(x, w), lambda: torch.stack([w, w]), lambda: x.copy_(w)),
+            lambda: torch.optim.AdamW(params.values()),
+        ):
+            with pytest.raises((TypeError, AttributeError), match=r"call fs\.gather"):
+                call()
+
+    spmd(program, 2)
+
+
+def test_a_sharded_leaf_is_still_a_node():
+    w = fs.shard({"w": torch.ones(4, 4)}, fs.zero3(one_axis()))["w"]
+    assert not hasattr(w, "shape") and not hasattr(w, "__array__") and not hasattr(w, "nothing")  # noqa: PT018
+    assert bool(w) and w == w and w != copy.copy(w)  # noqa: PT018
+    for other in (copy.copy(w), copy.deepcopy(w), pickle.loads(pickle.dumps(w))):
+        assert type(other) is fs.Sharded
+        assert other.local.equal(w.local)
+        assert other.spec == w.spec
+    assert torch.utils._pytree.tree_map(torch.neg, w).local.equal(-w.local)
+    assert torch.func.vmap(lambda leaf: fs.tree_map(torch.neg, leaf))(w).local.equal(-w.local)
+
+
+def linear_with(change):
+    module = nn.Sequential(nn.Linear(2, 2))
+    change(module[0])
+    return module
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_modules_that_hide_a_weight_are_refused_by_name():
+    from torch.nn.utils import parametrizations, prune, weight_norm
+
+    for module, text in (
+        (
+            linear_with(lambda m: prune.l1_unstructured(m, "weight", 0.5)),
+            "  0: expected what torch.nn.utils.prune.remove makes of it, got torch.nn.utils.prune\n",
+        ),
+        (linear_with(weight_norm), "  0: expected parametrizations.weight_norm, got torch.nn.utils.weight_norm\n"),
+        (nn.Embedding(3, 2, sparse=True), "  (root): expected sparse=False, got Embedding(sparse=True)\n"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            fs.functionalize(module)
+    module = linear_with(parametrizations.weight_norm)
+    model = fs.functionalize(module)
+    params = model.init(fs.zero2(one_axis()))
+    loss, grads = fs.value_and_grad(lambda p: model.apply(p, torch.ones(1, 2)).sum())(params)
+    assert loss == module(torch.ones(1, 2)).sum()
+    assert len(fs.tree_leaves(grads)) == 3
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs that are no pytree."""
+
+    x: torch.Tensor
+    index: torch.Tensor
+
+
+class OfBatch(nn.Module):
+    """A module whose input is a dataclass."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, batch):
+        assert batch.index.dtype is torch.int64
+        return self.linear(batch.x)
+
+
+def test_dataclasses_at_a_models_door_are_cast():
+    def program():
+        model = fs.functionalize(OfBatch())
+        params = model.init(fs.zero3(one_axis(), param_dtype=torch.bfloat16), seed=0)
+        batch = Batch(torch.ones(1, 2), torch.ones(1, dtype=torch.int64))
+        out = fs.value_and_grad(lambda p: model.apply(p, batch).float().sum())(params)
+        assert out[0].isfinite()
+        assert batch.x.dtype is torch.float32
+
+    spmd(program, 2)
+
+
+def test_long_names_are_shortened_with_both_ends():
+    text = str(leaf_error("verb: wrong", [Problem("begin" + "x" * 100_000 + "end", "y" * 100_000, "z")], "mend"))
+    assert len(text) < 3000
+    assert "  begin" in text
+    assert "end: expected z, got yyy" in text
+    tree = {"w" * 100_000: 3}
+    with pytest.raises(ValueError, match="shard: ") as caught:
+        fs.shard(tree, fs.zero2(one_axis()))
+    assert len(str(caught.value)) < 3000
