@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from fshard.checks import check_reduce, kind
+from fshard.checks import check_function, check_reduce, kind
 from fshard.transform_state import ABSENT, Absent
 from fshard.tree import Residency, Tree, flatten, is_sharded
 from fshard.value_and_grad import Schedule, differentiate
@@ -45,6 +45,7 @@ def accumulate(
         ValueError: if `reduce` or `communicate` is unknown; by the function returned, if there are no microbatches, and
             as for `value_and_grad`.
     """
+    check_function("accumulate", f)
     check_reduce(reduce, "accumulate")
     if communicate not in (None, "each", "once"):
         raise ValueError(f'accumulate: expected communicate to be "each", "once" or None, got {communicate!r}')

@@ -119,7 +119,7 @@ class Model:
             ValueError: if names or shapes do not match, a leaf outlived the call that lent it, or the module wrote to a
                 parameter, or to a buffer that was not passed.
         """
-        _check_names("apply", "parameters", params, self._shapes)
+        _check_names("apply", "params", params, self._shapes)
         given = self.buffers if buffers is None else buffers
         _check_names("apply", "buffers", given, dict.fromkeys(self.buffers))
         flat = flatten(dict(params))

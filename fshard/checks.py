@@ -88,6 +88,20 @@ def check_numbers(what: str, allowed: Range, **given: Any) -> None:
             raise ValueError(f"{what}: expected {name} to be {allowed.expected}, got {shown}")
 
 
+def check_function(what: str, f: Any) -> None:
+    """Refuse what is no function.
+
+    Args:
+        what: The function that asks, for its error.
+        f: The argument of that name.
+
+    Raises:
+        ValueError: if it cannot be called.
+    """
+    if not callable(f):
+        raise ValueError(f"{what}: expected f to be a function, got {kind(f)}")
+
+
 def check_dim(what: str, dim: Any) -> None:
     """Refuse a dim that is no whole number.
 

@@ -13,7 +13,7 @@ import torch
 from torch.autograd import Function
 
 from fshard import _compat, comm
-from fshard.checks import check_operands
+from fshard.checks import check_dim, check_operands
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Tree, flatten, tree_leaves, tree_map
 
@@ -207,6 +207,7 @@ def all_gather(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     Returns:
         Tensors axis.size times as long along `dim`.
     """
+    check_dim("all_gather", dim)
     check_operands("all_gather", tree, axis, dim)
     run, transpose = partial(_concatenate, axis=axis, dim=dim), partial(_scatter, axis=axis, dim=dim)
     return _on_tree(tree, run, transpose, "all_gather", axis)
@@ -225,6 +226,7 @@ def all_gather_invariant(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     Returns:
         Tensors axis.size times as long along `dim`.
     """
+    check_dim("all_gather_invariant", dim)
     check_operands("all_gather_invariant", tree, axis, dim)
     run = partial(_concatenate, axis=axis, dim=dim, label="all_gather_invariant")
     return _on_tree(tree, run, partial(_own_piece, axis=axis, dim=dim), "all_gather_invariant", axis)
@@ -244,6 +246,7 @@ def reduce_scatter(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     Raises:
         ValueError: if a leaf has no such dim, or it does not divide, with the leaf's path.
     """
+    check_dim("reduce_scatter", dim)
     check_operands("reduce_scatter", tree, axis, dim)
     if any(leaf.shape[dim] % axis.size for leaf in tree_leaves(tree)):
         flat = flatten(tree)

@@ -41,7 +41,7 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None) -> Mesh:
     >>> init_mesh({"shard": -1}, device="cpu").size()
     1
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
     try:
         _check_device(device)
         sizes = _sizes(shape, dist.get_world_size() if dist.is_initialized() else _launched())
@@ -111,7 +111,7 @@ def world() -> Axis:
 
 
 def _check_device(device: str) -> None:
-    if device not in ("cpu", "cuda"):
+    if not isinstance(device, str) or device not in ("cpu", "cuda"):
         raise ValueError(f'init_mesh: expected device to be "cpu" or "cuda", got {device!r}')
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError('init_mesh: device is "cuda" and torch finds no CUDA device; pass device="cpu" or None')

@@ -38,6 +38,10 @@ def fold_in(key: torch.Tensor | int, data: torch.Tensor | int | Axis) -> torch.T
         raise ValueError(
             f"fold_in: expected data to be {needed}, got {kind(data)}; take an Axis from a mesh by fs.axis_of"
         )
+    given: dict[str, Any] = {"key": key, "data": data}
+    for name, value in given.items():
+        if _is_whole(value) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"fold_in: expected {name} to be a number of 64 bits, got {value!r:.40}")
     number = comm.rank(data) if isinstance(data, Axis) else data
     mixed = _mix(torch.as_tensor(key, dtype=torch.int64)) + torch.as_tensor(number, dtype=torch.int64)
     return _mix(mixed - 0x61C8864680B583EB)

@@ -255,7 +255,7 @@ def check_transform(transform: Any, verb: str) -> None:
     """Refuse what is no transform, or one of another mesh than this process is on."""
     if not isinstance(transform, ShardTransform):
         raise ValueError(
-            f"{verb}: expected strategy to be a ShardTransform such as fs.zero2(mesh), got {kind(transform)}"
+            f"{verb}: expected transform to be a ShardTransform such as fs.zero2(mesh), got {kind(transform)}"
         )
     for axis in transform.layout_axes:
         if not is_reachable(axis):

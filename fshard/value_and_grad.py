@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat, comm
-from fshard.checks import check_floating, check_local, check_loss, check_reduce, kind, refuse_writes
+from fshard.checks import (
+    check_flags,
+    check_floating,
+    check_function,
+    check_local,
+    check_loss,
+    check_reduce,
+    kind,
+    refuse_writes,
+)
 from fshard.objective import closed, denominator, divided, reduction_axes, total
 from fshard.residency import Call, FunctionTransform, settled
 from fshard.transform_state import ABSENT, Absent, joined, states_of
@@ -63,7 +72,9 @@ def value_and_grad(
             a parameter.
         RuntimeError: by the function returned, if another rank failed.
     """
+    check_function("value_and_grad", f)
     check_reduce(reduce, "value_and_grad")
+    check_flags("value_and_grad", has_aux=has_aux)
     single = isinstance(argnums, int)
     places = _places(argnums)
 
@@ -96,7 +107,7 @@ EACH_ONCE = "a number or several, each once"
 def _places(argnums: Any) -> tuple[int, ...]:
     """The argument numbers as a tuple."""
     places = tuple(argnums) if isinstance(argnums, list | tuple) else (argnums,)
-    if not places or len(set(places)) < len(places) or not all(isinstance(place, int) for place in places):
+    if not places or not all(isinstance(place, int) for place in places) or len(set(places)) < len(places):
         raise ValueError(f"value_and_grad: expected argnums to be {EACH_ONCE}, got {argnums!r}")
     return places
 

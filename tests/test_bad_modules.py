@@ -80,7 +80,7 @@ ROWS = [
         "init by no strategy",
         lambda world: (linear(), "zero2"),
         lambda module, strategy: fs.functionalize(module).init(strategy, seed=0),
-        "shard: expected strategy to be a ShardTransform such as fs.zero2(mesh), got a str",
+        "shard: expected transform to be a ShardTransform such as fs.zero2(mesh), got a str",
     ),
     Row(
         "seeds that differ between ranks",
@@ -98,26 +98,24 @@ ROWS = [
             (
                 "parameters that are missing and unexpected",
                 {"weight": torch.ones(2, 3), "scale": torch.ones(2)},
-                "parameters do not match the module's\n"
+                "params do not match the module's\n"
                 "  ['bias']: expected a leaf, got nothing\n"
                 "  ['scale']: expected nothing, got a leaf" + MODEL,
             ),
             (
                 "parameters of other shapes",
                 {"weight": torch.ones(2, 3), "bias": torch.ones(1)},
-                "parameters do not match the module's\n  ['bias']: expected a tensor of shape (2,), got shape (1,)"
-                + MODEL,
+                "params do not match the module's\n  ['bias']: expected a tensor of shape (2,), got shape (1,)" + MODEL,
             ),
             (
                 "parameters that are no tensors",
                 {"weight": torch.ones(2, 3), "bias": 1.0},
-                "parameters do not match the module's\n  ['bias']: expected a tensor of shape (2,), got a float"
-                + MODEL,
+                "params do not match the module's\n  ['bias']: expected a tensor of shape (2,), got a float" + MODEL,
             ),
             (
                 "parameters without names",
                 [torch.ones(2, 3)],
-                "expected parameters to be a dict by name, got a list; pass what model.init or apply returned",
+                "expected params to be a dict by name, got a list; pass what model.init or apply returned",
             ),
         ]
     ),
@@ -125,7 +123,7 @@ ROWS = [
         "sharded parameters of other shapes",
         lambda world: (linear(), fs.functionalize(nn.Linear(2, 2)).init(world.zero2, seed=0)),
         lambda module, params: fs.functionalize(module).apply(params, torch.ones(4, 3)),
-        "apply: parameters do not match the module's\n"
+        "apply: params do not match the module's\n"
         "  ['weight']: expected a tensor of shape (2, 3), got shape (2, 2)" + MODEL,
     ),
     Row(

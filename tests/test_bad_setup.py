@@ -19,7 +19,7 @@ CPU = partial(fs.init_mesh, device="cpu")
 SIZES = "init_mesh: expected shape to be positive whole sizes, one of which may be -1"
 PRODUCT = "choose sizes whose product is the number of ranks, or -1 for one of them"
 ALGORITHMS = "expected algorithm to be one of ('auto', 'direct', 'coalesced', 'flat'), got 'ring'"
-FLOATING = "cast: expected dtype to be a floating torch.dtype such as torch.bfloat16"
+FLOATING = "to be a floating torch.dtype such as torch.bfloat16"
 
 
 def setup(name, call, error, *arguments):
@@ -118,8 +118,18 @@ TRANSFORMS = [
         lambda world: world.zero2,
         lambda world: world.mesh,
     ),
-    setup("cast to integers", lambda dtype: fs.cast(gather=dtype), f"{FLOATING}, got torch.int8", torch.int8),
-    setup("cast by a name", lambda dtype: fs.cast(scatter=dtype), f"{FLOATING}, got 'bf16'", "bf16"),
+    setup(
+        "cast to integers",
+        lambda dtype: fs.cast(gather=dtype),
+        f"cast: expected gather= {FLOATING}, got torch.int8",
+        torch.int8,
+    ),
+    setup(
+        "cast by a name",
+        lambda dtype: fs.cast(scatter=dtype),
+        f"cast: expected scatter= {FLOATING}, got 'bf16'",
+        "bf16",
+    ),
     *(
         setup(
             f"{transform.__name__} by an unknown algorithm",

@@ -314,7 +314,7 @@ ROWS = [
             f"{verb.__name__} by no strategy",
             lambda world, tree=tree: (getattr(world, tree), fs.zero2),
             verb,
-            f"{verb.__name__}: expected strategy to be a ShardTransform such as fs.zero2(mesh), got a function",
+            f"{verb.__name__}: expected transform to be a ShardTransform such as fs.zero2(mesh), got a function",
         )
         for verb, tree in [(fs.shard, "full"), (fs.reshard, "params"), (fs.from_dtensor, "full")]
     ),

@@ -88,7 +88,7 @@ def partition(parts: Mapping[Mask, Any], what: str = "partition") -> Any:
     masks, members = list(parts), list(parts.values())
     if not members or not (_all(Optimizer, members) or _all(GradientTransformation, members)):
         found = ", ".join(map(kind, members)) or "nothing"
-        raise ValueError(f"{what}: expected Optimizers alone or GradientTransformations alone, got {found}")
+        raise ValueError(f"{what}: expected parts of Optimizers alone or GradientTransformations alone, got {found}")
     for mask in masks:
         _checked_mask(what, mask)
     owners = lru_cache(maxsize=16)(partial(_owners, tuple(masks)))

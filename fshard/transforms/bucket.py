@@ -21,7 +21,9 @@ def bucket(transform: ShardTransform, nbytes: int = 25 * 1024 * 1024) -> ShardTr
         ValueError: if the size is no positive number, or nothing in the transform travels in buffers.
     """
     if not isinstance(transform, ShardTransform):
-        raise ValueError(f"bucket: expected a ShardTransform such as fs.zero3(mesh), got {kind(transform)}")
+        raise ValueError(
+            f"bucket: expected transform to be a ShardTransform such as fs.zero3(mesh), got {kind(transform)}"
+        )
     if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0:
         raise ValueError(f"bucket: expected nbytes to be a positive number of bytes, got {nbytes!r}")
     result = transform.bucketed(nbytes)

@@ -53,7 +53,9 @@ def cast(*, gather: torch.dtype | None = None, scatter: torch.dtype | None = Non
     >>> mixed == cast(gather=torch.bfloat16)
     True
     """
-    for dtype in (gather, scatter):
+    for name, dtype in (("gather", gather), ("scatter", scatter)):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"cast: expected dtype to be a floating torch.dtype such as torch.bfloat16, got {dtype!r}")
+            raise ValueError(
+                f"cast: expected {name}= to be a floating torch.dtype such as torch.bfloat16, got {dtype!r:.40}"
+            )
     return _Cast(gather, scatter)

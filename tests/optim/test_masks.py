@@ -110,11 +110,11 @@ REFUSED = {
     ),
     "no parts": (
         lambda: fs.partition({}),
-        "partition: expected Optimizers alone or GradientTransformations alone, got nothing",
+        "partition: expected parts of Optimizers alone or GradientTransformations alone, got nothing",
     ),
     "parts of both kinds": (
         lambda: fs.partition({"a": fs.sgd(0.1), "*": fs.clip_by_value(1.0)}),
-        "partition: expected Optimizers alone or GradientTransformations alone, got an Optimizer, a "
+        "partition: expected parts of Optimizers alone or GradientTransformations alone, got an Optimizer, a "
         "GradientTransformation",
     ),
     "a class": (

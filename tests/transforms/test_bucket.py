@@ -186,7 +186,7 @@ BAD = [
     setup(
         "a mesh",
         fs.bucket,
-        "bucket: expected a ShardTransform such as fs.zero3(mesh), got a DeviceMesh",
+        "bucket: expected transform to be a ShardTransform such as fs.zero3(mesh), got a DeviceMesh",
         lambda world: world.mesh,
     ),
     setup("a cast", fs.bucket, NOTHING, fs.cast(gather=torch.bfloat16)),
