@@ -58,7 +58,10 @@ def program_of(name, place):
 
 def text_of(name, ranks):
     lines = [f"  rank 0: {CALLS[name][1]}", *(f"  rank {rank}: gather ['w']" for rank in range(1, ranks))]
-    remedy = "every rank must call save, unshard and to_state_dict, also with rank0_only=True"
+    remedy = (
+        "let every rank make the same calls in the same order, also those whose result one rank alone uses, such "
+        "as save and to_state_dict(rank0_only=True)"
+    )
     return "\n".join(["ranks do not do the same", *lines, f"To fix: {remedy}."])
 
 
@@ -89,8 +92,11 @@ def test_what_is_no_comparison_is_told_apart():
         return str(caught.value)
 
     assert spmd(program, 2, timeout=SECONDS)[0] == (
-        "ranks do not do the same\n  rank 0: compares notes\n  rank 1: sends something else\n"
-        "To fix: every rank must call save, unshard and to_state_dict, also with rank0_only=True."
+        "ranks do not do the same\n"
+        "  rank 0: compares notes\n"
+        "  rank 1: sends something else\n"
+        "To fix: let every rank make the same calls in the same order, also those whose result one rank alone "
+        "uses, such as save and to_state_dict(rank0_only=True)."
     )
 
 

@@ -22,7 +22,7 @@ from fshard.checks import check_flags, check_local, kind
 from fshard.errors import Problem, leaf_error
 from fshard.mesh import world
 from fshard.shard import unsharded
-from fshard.tree import Tree, flatten, is_sharded, names_of, unflatten
+from fshard.tree import Tree, flatten, is_sharded, names_of, tree_map, unflatten
 
 Value = TypeVar("Value")
 
@@ -182,13 +182,15 @@ def misfits(needed: Mapping[str, Any], found: Mapping[str, Entry], cast: bool = 
 def filled(label: str, found: Mapping[str, Entry], like: Tree, names: Names, cast: bool) -> Tree:
     """Read this rank's part of every leaf, or refuse, on every rank alike, what does not fit."""
     needed, groups = by_name(label, like, names), names.grouped(found)
+    # A state dict has no buffers that are not persistent, which stay as they are.
+    kept = {name: needed.pop(name) for name in list(needed) if not names.saved_as(name) and name not in groups}
     problems = misfits(needed, {name: group[0] for name, group in groups.items()}, cast)
     agree(label, {name: f"{entry}{entry.mark}" for name, entry in found.items()} | {"(cast)": repr(cast)})
     check_flags(label, cast=cast)
     if problems:
         remedy = "pass a tree of the same names; module= knows which are tied or not saved, cast=True changes dtypes"
         raise leaf_error(f"{label}: leaves do not fit", problems, remedy)
-    made = {}
+    made = {name: tree_map(torch.clone, leaf) for name, leaf in kept.items()}
     with alike(label):
         for name, leaf in needed.items():
             made[name] = read_leaf(groups[name][0], leaf)

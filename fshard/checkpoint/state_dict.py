@@ -80,7 +80,8 @@ def from_state_dict(
         like: Parameters as they shall be, perhaps with buffers: leaves say which dtype, shape and layout; their values
             are not used and may be on the meta device.
         module: The module whose parameters they are, on any device: the state dict may then have a tied parameter
-            under any of its names, or under several with the same values.
+            under any of its names, or under several with the same values, and need not have buffers that are not
+            persistent, which stay as they are in `like`.
         cast: Whether to convert from one floating dtype to another.
 
     Returns:

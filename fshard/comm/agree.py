@@ -32,7 +32,10 @@ MARK, HASH = 0x6673, 48
 # Bytes of a text that needs no second message.
 SHORT = 8 * (FIRST - 2)
 
-REMEDY = "every rank must call save, unshard and to_state_dict, also with rank0_only=True"
+REMEDY = (
+    "let every rank make the same calls in the same order, also those whose result one rank alone uses, such as save "
+    "and to_state_dict(rank0_only=True)"
+)
 
 Number = TypeVar("Number", int, float)
 

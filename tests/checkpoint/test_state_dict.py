@@ -385,3 +385,26 @@ def test_no_rank_waits_for_one_whose_tree_is_wrong():
 
     with pytest.raises(RankError, match="ranks hold different leaves"):
         spmd(program, 2)
+
+
+class Cached(nn.Module):
+    """A module with a buffer that no state dict has."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("cache", torch.full((3,), 7.0), persistent=False)
+
+
+def test_buffers_that_are_not_persistent_make_the_round_trip():
+    def program():
+        module = Cached()
+        model = fs.functionalize(module)
+        full = {**model.init(fs.zero2(one_axis()), seed=0), **model.buffers}
+        saved = to_state_dict(full, module=module)
+        assert "cache" not in saved
+        back = from_state_dict(saved, full, module=module)
+        assert_same_bits(fs.unshard(back), fs.unshard(full))
+        assert back["cache"].data_ptr() != full["cache"].data_ptr()
+
+    spmd(program, 2)
