@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.fuzz.kinds import KINDS
-from tests.fuzz.plan import WHENS, Block, Plan, around, shared
+from tests.fuzz.plan import WHENS, Block, Plan, around, shared, takes_gradient
 
 HEAD = '''"""{title}
 
@@ -81,8 +81,12 @@ HOOKS = {
 # The refusals that are documented, by the features that together may meet them; any other error is a failure.
 REFUSALS: dict[str, str] = {
     "reentrant": "use_reentrant=False",
-    # A unit that only some ranks enter twice.
-    **{f"twice & {when}": "let every rank gather the same units" for when in WHENS if "rank" in when},
+    # A graph has its collectives, so that ranks must use the same units.
+    **{
+        f"jit & {when}": r"jit: ranks were told different things\n  (leaves|collectives): "
+        for when in WHENS
+        if "rank" in when
+    },
 }
 
 BREAK = """
@@ -187,12 +191,9 @@ def runs_on_torch_ddp(plan: Plan) -> bool:
     """Whether DDP can be asked: it averages, knows no policies, and what it finds unused must hold in one backward."""
     features = plan.features()
     other = {"accumulate", "raises", "reentrant", "complex", "derivative-inside", "save_on_cpu"}
-    # DDP needs a loss that takes a gradient on every rank.
-    used = [b for b in plan.blocks if b.when == "always" and not b.frozen and "unused" not in KINDS[b.kind].feature]
-    if not used or any(block.wrap == "no_grad" for block in plan.blocks):
-        return False
     plain = plan.form == "module" and plan.reduce == "mean" and not plan.dtype.startswith("policy")
-    return plain and plan.world == 2 and not features & other
+    # DDP needs a loss that takes a gradient on every rank.
+    return plain and plan.world == 2 and takes_gradient(plan) and not features & other
 
 
 def body(plan: Plan, i: int, place: str) -> str:

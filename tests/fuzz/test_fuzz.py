@@ -54,9 +54,8 @@ def test_an_error_passes_only_where_a_feature_allows_it():
     assert "an error that no feature of the program allows: ValueError: no" in run(source, "an error").failed
     allowed = run(source.replace("REFUSALS = []", "REFUSALS = ['no']"), "allowed")
     assert allowed == Result(6, ("ddp", "zero1", "zero2", "zero3", "zero3 kept", "hsdp"))
-    source = render(Plan()).replace(
-        "def optimizer():", "def optimizer():\n    dist.get_rank() or exec('raise ValueError')\n"
-    )
+    end = "        history.append(found)\n    return history"
+    source = render(Plan()).replace(end, "        history.append(found)\n    return history if r else 1 / 0")
     assert "only ranks [0] refuse" in run(source, "one rank").failed
 
 
