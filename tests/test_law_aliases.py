@@ -160,3 +160,41 @@ def test_restoring_into_a_donated_state_leaves_what_was_kept(tmp_path):
         assert_same_bits(fs.tree_leaves(restored), fs.tree_leaves(state))
 
     spmd(program, 2)
+
+
+KEPT = {
+    "alone": lambda full, kept: kept,
+    "beside its successor": lambda full, kept: fs.tree_map(torch.mul, full, kept),
+    "after some maths": lambda full, kept: fs.tree_map(lambda a, b: a + 2 * b.sin(), full, kept),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_full_tensors_of_a_call_now_over_are_refused_and_detached_ones_are_constants(name):
+    def program():
+        x, seen = normal(7)(5, 6), []
+
+        def first(params):
+            seen.append(fs.gather(params))
+            return (x @ seen[-1]["w"] + seen[-1]["b"]).square().sum()
+
+        def second(params, kept):
+            full = KEPT[name](fs.gather(params), kept)
+            return (x @ full["w"] + full["b"]).square().sum()
+
+        for strategy in STRATEGIES.values():
+            params = fs.shard({"w": normal()(6, 4), "b": normal(1)(4)}, strategy(meshes()))
+            fs.value_and_grad(first)(params)
+            with pytest.raises(ValueError, match="full tensors of a call now over") as refusal:
+                fs.value_and_grad(second)(params, seen[-1])
+            assert "['w']: " in str(refusal.value) or "['b']: " in str(refusal.value)
+            assert "full.detach()" in str(refusal.value)
+            constants = fs.tree_map(torch.Tensor.detach, seen[-1])
+            value, grads = fs.value_and_grad(second)(params, constants)
+            expected = second(fs.unshard(params), constants) * value.new_tensor(1.0)
+            assert torch.allclose(value, expected, rtol=1e-12)
+            # A parameter that the loss does not use has no gradient.
+            assert (grads["w"] is None) == (name == "alone")
+
+    for world_size in (1, 2):
+        spmd(program, world_size)

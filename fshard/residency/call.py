@@ -14,6 +14,7 @@ from fshard.residency.saved import FunctionTransform, Saved
 from fshard.residency.slots import Slot, policy_of
 from fshard.residency.timeline import CHECKPOINTED, Timeline
 from fshard.residency.units import (
+    ANY_CALL,
     Unit,
     Use,
     deliver,
@@ -295,8 +296,8 @@ class Call:
         direct: Sequence[torch.Tensor | None] = [None] * len(slots)
         try:
             if outputs and slots:
-                inputs = [*(slot.tensor for slot in slots), self._chain.root]
-                direct = torch.autograd.grad(outputs, inputs, starts, allow_unused=True)[:-1]
+                inputs = [*(slot.tensor for slot in slots), self._chain.root, ANY_CALL]
+                direct = torch.autograd.grad(outputs, inputs, starts, allow_unused=True)[:-2]
                 refuse_unsummed(self._what, outputs[:-1], slots, direct)
         except Exception as error:
             failed = error

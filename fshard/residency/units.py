@@ -203,12 +203,16 @@ class Use:
         check_versions(what, paths, self.full, self._versions, stored)
 
 
+# An input of every unit's node, so that a backward reaches units of calls now over, which have none of its leaves.
+ANY_CALL = torch.zeros((), requires_grad=True)
+
+
 class _Deliver(Function):
     """Hand gathered tensors to autograd, and their gradients to the call."""
 
     @staticmethod
-    def forward(ctx: Any, call: Any, use: Use, group: list[int], full: list[Any], *_: torch.Tensor) -> Any:
-        ctx.call, ctx.use, ctx.group = call, use, group
+    def forward(ctx: Any, call: Any, use: Use, group: list[int], full: list[Any], *tensors: torch.Tensor) -> Any:
+        ctx.call, ctx.use, ctx.group, ctx.reaches = call, use, group, len(tensors) - len(group)
         ctx.set_materialize_grads(False)
         # The last output keeps the node within reach of a rank that uses none of the others.
         anchor = [torch.zeros(())] if use.unit.slots[group[0]].derived else []
@@ -216,7 +220,15 @@ class _Deliver(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        return None, None, None, None, *ctx.call.deliver(ctx.use, ctx.group, grads[: len(ctx.group)])
+        if ctx.call.ended:
+            slots = [ctx.use.unit.slots[i] for i, grad in zip(ctx.group, grads, strict=False) if grad is not None]
+            raise leaf_error(
+                "value_and_grad: the loss uses full tensors of a call now over, which take no gradient any more",
+                [Problem(slot.path, "a full tensor that an earlier call gathered", "this call's") for slot in slots],
+                "gather inside of each call, or keep full.detach() where a constant is meant",
+            )
+        delivered = ctx.call.deliver(ctx.use, ctx.group, grads[: len(ctx.group)])
+        return None, None, None, None, *delivered, *[None] * ctx.reaches
 
 
 @_compat.outside_selective_checkpoint()
@@ -224,6 +236,8 @@ def deliver(call: Any, use: Use, group: list[int]) -> None:
     """Make a use's outputs for some of its slots, with one autograd node for all of them."""
     full = use.wait()
     tensors = [use.unit.slots[i].tensor for i in group]
+    if any(tensor.requires_grad for tensor in tensors):
+        tensors.append(ANY_CALL)
     outputs = _Deliver.apply(call, use, group, [full[i] for i in group], *tensors)
     use.outputs.update(zip(group, outputs, strict=False))
     if len(outputs) > len(group):
@@ -268,7 +282,7 @@ def mark_used(loss: torch.Tensor, slots: Sequence[Slot]) -> None:
         if isinstance(use := getattr(node, "use", None), Use):
             # One node delivers several leaves; a leaf of the call's own has been marked when its gradient arrived.
             members = [use.unit.slots[i] for i in node.group]
-            edges = [edge for edge, slot in zip(edges, members, strict=True) if slot.derived and slot.used]
+            edges = [edge for edge, slot in zip(edges, members, strict=False) if slot.derived and slot.used]
         new = [edge for edge in edges if edge not in seen]
         seen.update(new)
         waiting.extend(new)
