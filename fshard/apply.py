@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fshard import _compat
-from fshard.checks import check_local, check_transforms, kind, refuse_writes
+from fshard.checks import check_local, check_transforms, kind, refuse_writes, writes_counted
 from fshard.errors import Problem, leaf_error
 from fshard.gather import gather
 from fshard.init import copied, init, refuse_blank
@@ -127,7 +127,8 @@ class Model:
             refuse_blank(given)
         check_local("apply", flat)
         check_transforms("apply", flat)
-        copies = {name: buffer.clone() for name, buffer in given.items()}
+        with writes_counted():
+            copies = {name: buffer.clone() for name, buffer in given.items()}
         policy = next((leaf.spec.residency for leaf in flat.leaves if is_sharded(leaf) and leaf.spec.residency), None)
         policy = policy or Residency()
         args, kwargs = _cast((args, kwargs), policy.inputs)
@@ -167,8 +168,7 @@ class Model:
         # A graph of the caller's may run parts of this copy again in its backward, with these values.
         outer = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in full.values())
         if not outer or _compat.transforms_active():
-            skeleton.release()
-            self._idle.append(skeleton)
+            self._release(skeleton)
         return out, after
 
     def _run_units(
@@ -177,12 +177,8 @@ class Model:
         slots = {name: call.slot_of(f"[{name!r}]", leaf) for name, leaf in params.items() if is_sharded(leaf)}
         units = [Unit(unit.path or "(root)", tuple(slots[n] for n in unit.names if n in slots)) for unit in self._units]
         skeleton = self._skeleton()
-
-        def release() -> None:
-            skeleton.release()
-            self._idle.append(skeleton)
-
-        call.at_end.append(release)
+        # Not before: checkpoints run parts of the forward again in the backward.
+        call.at_end.append(lambda: self._release(skeleton))
         ends, apart = [unit.end for unit in self._units], [unit.apart for unit in self._units]
         walk = call.begin_walk(type(self._module).__name__, units, ends, apart)
         skeleton.bind({name: leaf for name, leaf in params.items() if name not in slots}, buffers)
@@ -191,11 +187,16 @@ class Model:
         walk.end()
         return out, skeleton.buffers()
 
+    def _release(self, skeleton: Skeleton) -> None:
+        if skeleton.release():
+            self._idle.append(skeleton)
+
     def _skeleton(self) -> Skeleton:
         try:
             return self._idle.pop()
         except IndexError:
-            with _compat.outside_modes():
+            # Writes to a tensor among its attributes are counted, so that it is not used again.
+            with _compat.outside_modes(), writes_counted():
                 return Skeleton(self._bare, self._units, self._places)
 
 

@@ -358,6 +358,41 @@ def same_structure(what: str, flat: Flat, needed: Flat) -> None:
     raise leaf_error(f"{what}: trees differ in structure", problems, "pass trees made from the same parameters")
 
 
+def check_differentiable(what: str, flat: Flat) -> None:
+    """Refuse to differentiate in inference mode, where autograd records nothing, or what was made there.
+
+    Args:
+        what: The verb that asks, for its error.
+        flat: The parameters.
+
+    Raises:
+        ValueError: in inference mode, or with the path of every parameter that was made in it.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{what}: expected a call outside of torch.inference_mode(), where autograd records nothing, "
+            "got one inside it; call it outside, and evaluate with model.apply inside"
+        )
+    problems = [
+        Problem(path, "a tensor made in torch.inference_mode()", "one that autograd can record")
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if isinstance(tensor := leaf.local if is_sharded(leaf) else leaf, torch.Tensor) and tensor.is_inference()
+    ]
+    if problems:
+        raise leaf_error(f"{what}: parameters take no gradient", problems, "clone them outside of inference mode")
+
+
+@contextmanager
+def writes_counted() -> Iterator[None]:
+    """Make tensors whose in-place writes are counted, inside torch.inference_mode() too."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    # Leaving inference mode turns gradients on.
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 @contextmanager
 def refuse_writes(
     what: str, paths: Sequence[str], tensors: Sequence[torch.Tensor], owned: Sequence[Any] | None = None

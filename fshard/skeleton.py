@@ -1,7 +1,8 @@
 """Skeleton: a copy of a module without weights, whose parameters come from the running call when they are read."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,9 @@ from fshard.residency import Call, Slot, Walk
 from fshard.unit_rules import ModuleUnit
 
 Places = Mapping[str, Sequence[str]]
+
+# By type: classes derived from these may not take back what they held.
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
 
 
 class Skeleton:
@@ -34,11 +38,9 @@ class Skeleton:
         self._call: Call | None = None
         self._walk: Walk | None = None
         self._slots: Mapping[str, Slot] = {}
-        self._read: list[tuple[dict[str, Any], str]] = []
         submodules = dict(self.module.named_modules())
         first = {name: canonical for canonical, names in places.items() for name in names}
         self._buffers: dict[str, list[tuple[nn.Module, str]]] = {}
-        self._bare: dict[tuple[nn.Module, str], torch.Tensor] = {}
         self._compiled: dict[int, list[dict[str, Any]]] = {}
         for path, submodule in submodules.items():
             prefix = f"{path}." if path else ""
@@ -49,7 +51,6 @@ class Skeleton:
             for key, buffer in submodule._buffers.items():
                 if buffer is not None:
                     self._buffers.setdefault(first[prefix + key], []).append((submodule, key))
-                    self._bare[submodule, key] = buffer
         classes: dict[type, type] = {}
         numbers = {unit.path: number for number, unit in enumerate(units)}
         for path, submodule in submodules.items():
@@ -62,6 +63,7 @@ class Skeleton:
             if path in numbers and _compat.is_compiled(submodule):
                 # A compiler reads parameters past Python's own lookup: they must be there before.
                 self._compiled[numbers[path]] = [_compat.parameters_of(m) for m in submodule.modules()]
+        self._attributes = _Attributes(submodules.values())
 
     def bind(self, values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
         """Give the copy full parameters and buffers, by name."""
@@ -78,26 +80,19 @@ class Skeleton:
         """The buffers as the module left them."""
         return {name: places[0][0]._buffers[places[0][1]] for name, places in self._buffers.items()}  # type: ignore[misc]
 
-    def release(self) -> None:
-        """Let go of all values."""
-        for places in self._buffers.values():
-            for submodule, key in places:
-                submodule._buffers[key] = self._bare[submodule, key]
+    def release(self) -> bool:
+        """Let go of all values, and of what a forward has set; returns whether the copy is as it was made."""
         self.values, self._slots, self._call, self._walk = {}, {}, None, None
-        for weights, key in self._read:
-            weights.pop(key, None)
-        self._read = []
+        return self._attributes.put_back()
 
     def fetch(self, weights: "_Weights", key: str, name: str) -> torch.Tensor:
         """Read a parameter, gathering its unit where that is not open."""
         value = self.values.get(name)
-        if value is not None:
-            self._read.append((weights, key))
-        elif self._walk is not None and self._call is not None and name in self._slots:
+        if value is None and self._walk is not None and self._call is not None and name in self._slots:
             use, index = self._walk.find(self._slots[name])
             value = self._call.output(use, index)
             use.on_close.append((weights, key))
-        else:
+        if value is None:
             raise RuntimeError(
                 f"apply: parameter {name!r} was read after apply had returned, as by activation checkpointing in a "
                 "backward of your own; call apply inside fs.value_and_grad, which keeps it"
@@ -140,8 +135,13 @@ class _Weights(dict[str, Any]):
     """A submodule's `_parameters`: it holds those that were read, and looks others up."""
 
     def __init__(self, skeleton: Skeleton, names: Mapping[str, str | None]) -> None:
-        super().__init__((key, None) for key, name in names.items() if name is None)
         self._skeleton, self._names = skeleton, names
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Hold what is None alone, as before anything was read or set."""
+        self.clear()
+        self.update((key, None) for key, name in self._names.items() if name is None)
 
     def __missing__(self, key: str) -> torch.Tensor:
         name = self._names[key]
@@ -168,6 +168,56 @@ class _Weights(dict[str, Any]):
 
     def items(self) -> Any:
         return ((key, self[key]) for key in self._names)
+
+
+class _Attributes:
+    """What submodules hold in attributes, to be put back after a call, so that the next one does not see it.
+
+    A forward may set attributes, and write to the dicts, lists, sets and plain tensors among them. What it changes in
+    other objects stays.
+    """
+
+    def __init__(self, submodules: Iterable[nn.Module]) -> None:
+        self._dicts = [(submodule.__dict__, dict(submodule.__dict__)) for submodule in submodules]
+        self._weights: list[_Weights] = []
+        # Nearly all containers of a module are empty, such as those of its hooks.
+        self._empty: list[Any] = []
+        self._filled: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[torch.Tensor, int]] = []
+        seen: set[int] = set()
+        found = [value for _, values in self._dicts for value in values.values()]
+        while found:
+            value = found.pop()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, _Weights):
+                self._weights.append(value)
+            elif isinstance(value, torch.Tensor):
+                self._tensors.append((value, _compat.version(value)))
+            elif type(value) in (*_CONTAINERS, tuple):
+                found.extend(value.values() if isinstance(value, dict) else value)
+                if isinstance(value, tuple):
+                    continue
+                if value:
+                    self._filled.append((value, copy.copy(value)))
+                else:
+                    self._empty.append(value)
+
+    def put_back(self) -> bool:
+        """Put all back; returns False where that cannot be done, because a tensor was written to."""
+        for attributes, values in self._dicts:
+            attributes.clear()
+            attributes.update(values)
+        for weights in self._weights:
+            weights.put_back()
+        if any(self._empty):
+            for container in self._empty:
+                container.clear()
+        for container, content in self._filled:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
+        return all(_compat.version(tensor) == version for tensor, version in self._tensors)
 
 
 def _scoped(cls: type[nn.Module]) -> type[nn.Module]:
