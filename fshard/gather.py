@@ -3,7 +3,7 @@
 from functools import partial
 
 from fshard import _compat, comm
-from fshard.checks import check_local, check_transforms
+from fshard.checks import check_local, check_transforms, writes_counted
 from fshard.collectives import linear_call
 from fshard.residency import call_of
 from fshard.transforms import ShardTransform
@@ -57,7 +57,7 @@ def gather(tree: Tree) -> Tree:
         specs = tuple(leaves[i].spec for i in group)
         run, transpose = partial(transform.gather, specs=specs), partial(transform.scatter, specs=specs)
         paths = [flat.paths[i] for i in group]
-        with comm.concerning(", ".join(paths), paths):
+        with writes_counted(), comm.concerning(", ".join(paths), paths):
             gathered = linear_call(run, transpose, shards)
         for i, full in zip(group, gathered, strict=True):
             leaves[i] = full

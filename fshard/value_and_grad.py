@@ -9,6 +9,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.checks import (
+    check_differentiable,
     check_flags,
     check_floating,
     check_function,
@@ -68,8 +69,8 @@ def value_and_grad(
 
     Raises:
         ValueError: if `reduce` is unknown; by the function returned, if the loss does not fit it, a leaf that takes a
-            gradient is not floating, leaves are plain among Sharded ones, ranks gather different units, or `f` wrote to
-            a parameter.
+            gradient is not floating, leaves are plain among Sharded ones, ranks gather different units, `f` wrote to a
+            parameter, or it runs in inference mode.
         RuntimeError: by the function returned, if another rank failed.
     """
     check_function("value_and_grad", f)
@@ -145,6 +146,7 @@ def differentiate(
     check_local(what, flat)
     axes = reduction_axes(params, what)
     check_floating(what, flat)
+    check_differentiable(what, flat)
     states = states_of(what, params, transform_state)
     run = _Run(what, functions, flat, axes, reduce, has_aux, schedule, once, states)
     if _is_outer(flat):

@@ -47,7 +47,9 @@ def is_dual(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a tangent of forward-mode AD. Checked on 2.13."""
     from torch.autograd import forward_ad
 
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    if forward_ad._current_level < 0 or tensor.is_inference():
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def next_sequence_number() -> int:

@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fshard import _compat, comm
-from fshard.checks import kind
+from fshard.checks import kind, writes_counted
 from fshard.errors import Problem, leaf_error
 from fshard.jit.passes import constants
 from fshard.objective import Uses
@@ -105,8 +105,16 @@ def trace(
         found.append(out)
         return [leaf.local if is_sharded(leaf) else leaf for leaf in out.leaves if leaf is not None]
 
-    # Outside of modes such as the recorder's, which are for what runs.
-    with TRACING, _compat.outside_modes(), _explained(what), _generator_in_graph(), _no_garbage(), _numbers_unseen():
+    # Outside of modes such as the recorder's and inference mode, which are for what runs.
+    with (
+        TRACING,
+        _compat.outside_modes(),
+        writes_counted(),
+        _explained(what),
+        _generator_in_graph(),
+        _no_garbage(),
+        _numbers_unseen(),
+    ):
         graph, read = _compat.make_graph_of(flat_function, _without_graphs(tensors))
     out = found[-1]
     outputs = [leaf.spec.lent_by(None) if is_sharded(leaf) else None if leaf is None else True for leaf in out.leaves]

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import Function
 
 from fshard import _compat, comm
-from fshard.checks import check_versions
+from fshard.checks import check_versions, writes_counted
 from fshard.collectives import linear_call
 from fshard.errors import Problem, leaf_error
 from fshard.residency.slots import Slot, policy_of, specs_of
@@ -127,7 +127,7 @@ class Use:
         if groups:
             self._log.append(f"gather {self.unit.name}")
         paths = [slots[i].path for group in groups.values() for i in group]
-        with torch.no_grad(), comm.reusing(self._spares), comm.concerning(self.unit.name, paths):
+        with writes_counted(), torch.no_grad(), comm.reusing(self._spares), comm.concerning(self.unit.name, paths):
             self._finish = [
                 (group, transform.start_gather([slots[i].stored for i in group], specs_of(slots, group)))
                 for transform, group in groups.items()
@@ -141,7 +141,7 @@ class Use:
             assert self._finish is not None
             slots = self.unit.slots
             full: list[torch.Tensor | None] = [self.kept.get(slot) for slot in slots]
-            with torch.no_grad():
+            with writes_counted(), torch.no_grad():
                 for group, finish in self._finish:
                     for i, gathered in zip(group, finish(), strict=True):
                         full[i] = comm.reusable(gathered)

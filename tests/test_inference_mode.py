@@ -1,0 +1,143 @@
+"""In inference mode models evaluate, in-place writes are found, and differentiation is refused, as in torch."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from fshard.testing import spmd
+from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
+from tests.unit_models import filled, zero3
+
+MODES = (torch.inference_mode, torch.no_grad, torch.enable_grad)
+LAYOUTS = {
+    "zero3": lambda on: zero3()(on.line),
+    **{name: STRATEGIES[name] for name in ("ddp", "zero2 of every leaf", "hsdp")},
+}
+WIDTH = 4
+
+
+class Rescaled(nn.Module):
+    """Divides its weights in place when it is evaluated, once, as RWKV of transformers does."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.layers_are_rescaled = False
+
+    def forward(self, x, rescale=True):
+        if rescale and self.layers_are_rescaled == self.training:
+            with torch.no_grad():
+                for number, block in enumerate(self.blocks):
+                    block.weight.div_(2 ** (number + 1))
+            self.layers_are_rescaled = not self.training
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x / 2 if self.layers_are_rescaled else x
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+@pytest.mark.parametrize("units", (None, nn.Linear))
+def test_writes_to_gathered_weights_are_refused_in_every_mode(units, world_size):
+    """By the name of a leaf, on every rank, and calls after that are those of a model that never failed."""
+    module, x = filled(Rescaled()).eval(), normal()(3, WIDTH)
+    expected = module(x, rescale=False).detach()
+
+    def program():
+        on, model = meshes(), fs.functionalize(module, units)
+        for layout in LAYOUTS.values():
+            for mode in MODES:
+                for jit in (lambda f: f, fs.jit):
+                    # What was written may have reached the parameters.
+                    params = model.init(layout(on))
+                    with mode(), pytest.raises(ValueError, match=r"\['blocks.0.weight'\]: .*1 in-place writes"):
+                        jit(model.apply)(params, x)
+                params = model.init(layout(on))
+                with mode(), pytest.raises(ValueError, match=r"\['blocks.0.weight'\]: .*1 in-place writes"):
+                    model.apply(fs.gather(params), x)
+                params = model.init(layout(on))
+                with mode():
+                    found = model.apply(params, x, rescale=False)
+                assert_same_bits(found.detach(), expected)
+
+    spmd(program, world_size)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_updates_of_buffers_are_not_lost(mode):
+    module, x = nn.BatchNorm1d(WIDTH).double(), normal()(3, WIDTH)
+
+    def program():
+        model = fs.functionalize(module)
+        params = model.init(fs.ddp(one_axis()))
+        with mode():
+            with pytest.raises(
+                ValueError, match=r"(?s)buffers were updated and would be lost.*\['num_batches_tracked'\]"
+            ):
+                model.apply(params, x)
+            _, buffers = model.apply(params, x, buffers=model.buffers)
+        assert not buffers["running_mean"].equal(model.buffers["running_mean"])
+
+    spmd(program, 2)
+
+
+def loss(params, x):
+    return (x @ fs.gather(params)["w"]).square().sum()
+
+
+REFUSED = (
+    "expected a call outside of torch.inference_mode(), where autograd records nothing, got one inside it; "
+    "call it outside, and evaluate with model.apply inside"
+)
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_differentiation_is_refused(world_size):
+    """Before any collective, and what was passed can be differentiated outside."""
+
+    def program():
+        on, x = meshes(), normal(1)(3, WIDTH)
+        for layout in LAYOUTS.values():
+            params = fs.shard({"w": normal()(WIDTH, WIDTH)}, layout(on))
+            runs = {
+                "value_and_grad": lambda p: fs.value_and_grad(loss)(p, x),
+                "accumulate": lambda p: fs.accumulate(loss)(p, [x, x]),
+            }
+            for name, run in runs.items():
+                expected = run(params)
+                refused = pytest.raises(ValueError, match=f"^{re.escape(f'{name}: {REFUSED}')}$")
+                with fs.comm.record() as record, torch.inference_mode(), refused:
+                    run(params)
+                assert not list(record)
+                # A graph holds the backward already.
+                with torch.inference_mode():
+                    assert_same_bits(fs.unshard(fs.jit(run)(params)), fs.unshard(expected))
+                assert_same_bits(fs.unshard(run(params)), fs.unshard(expected))
+                with torch.inference_mode():
+                    doubled = fs.tree_map(lambda leaf: 2 * leaf, params)
+                with pytest.raises(ValueError, match=r"\['w'\]: .*a tensor made in torch.inference_mode\(\)"):
+                    run(doubled)
+                cloned = fs.tree_map(torch.clone, doubled)
+                with torch.no_grad():
+                    assert_same_bits(fs.unshard(run(cloned)[0]), fs.unshard(4 * expected[0]))
+
+    spmd(program, world_size)
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_parameters_made_in_inference_mode_evaluate(world_size):
+    module, x = filled(Rescaled()).eval(), normal()(3, WIDTH)
+    expected = module(x, rescale=False).detach()
+
+    def program():
+        on, model = meshes(), fs.functionalize(module, nn.Linear)
+        for layout in LAYOUTS.values():
+            with torch.inference_mode():
+                params = model.init(layout(on))
+                found = [model.apply(params, x, rescale=False)]
+            found.append(model.apply(params, x, rescale=False))
+            assert_same_bits([out.detach() for out in found], [expected] * 2)
+
+    spmd(program, world_size)
