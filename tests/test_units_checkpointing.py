@@ -8,6 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
+import fshard as fs
+from fshard.testing import spmd
+from tests.trees import one_axis
 from tests.unit_models import (
     CHOSEN,
     HIDDEN,
@@ -15,11 +18,13 @@ from tests.unit_models import (
     RANKS,
     RULES,
     STRATEGIES,
+    WIDTH,
     Block,
     Language,
     assert_one_process,
     filled,
     tokens,
+    vectors,
 )
 
 kept = partial(checkpoint, use_reentrant=False)
@@ -127,6 +132,62 @@ def test_recomputation_to_the_end(name):
     module = filled(MODELS[name]())
     with set_checkpoint_early_stop(False):
         assert_one_process(module, tokens(), Block, {"zero3": STRATEGIES["prefetch 1"]}, again=True)
+
+
+class Reentrant(nn.Module):
+    """Two units, the second in a reentrant checkpoint, with or without an input that takes a gradient."""
+
+    def __init__(self, grad_in):
+        super().__init__()
+        self.first, self.second, self.grad_in = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), grad_in
+
+    def forward(self, x):
+        if self.grad_in:
+            x = self.first(x)
+        x = checkpoint(self.second, x, use_reentrant=True)
+        return (x if self.grad_in else self.first(x)).square().mean()
+
+
+def in_a_function(grad_in, params, x):
+    first, second = ({name: params[f"{part}.{name}"] for name in ("weight", "bias")} for part in ("first", "second"))
+    if grad_in:
+        x = F.linear(x, **fs.gather(first))
+    x = checkpoint(lambda x: F.linear(x, **fs.gather(second)), x, use_reentrant=True)
+    return (x if grad_in else F.linear(x, **fs.gather(first))).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_reentrant_checkpoints_are_refused(world_size):
+    """By the name of a leaf whose gradient torch would leave out, on every rank; not where none is asked for."""
+
+    def program():
+        mesh = one_axis()
+        (x,) = vectors(world_size)[mesh.get_rank()]
+        for grad_in in (False, True):
+            model = fs.functionalize(filled(Reentrant(grad_in)), nn.Linear)
+            for strategy in (STRATEGIES["prefetch 1"], STRATEGIES["zero2"], fs.ddp):
+                params = model.init(strategy(mesh))
+                for loss in (model.apply, partial(in_a_function, grad_in)):
+                    run = fs.value_and_grad(loss)
+                    for form, given in ((run, x), (fs.accumulate(loss), [x, x]), (fs.jit(run), x)):
+                        with pytest.raises(ValueError, match=r"(?s)\['second\..*reentrant.*use_reentrant=False"):
+                            form(params, given)
+
+                def distilled(p, x, model=model):
+                    with torch.no_grad():
+                        teacher = model.apply(fs.gather(p), x)
+                        straight = F.linear(x, *fs.gather([p["second.weight"], p["second.bias"]]))
+                    return (
+                        F.linear(x, *fs.gather([p["first.weight"], p["first.bias"]])).mean() * teacher * straight.mean()
+                    )
+
+                _, grads = fs.value_and_grad(distilled)(params, x)
+                assert fs.unshard(grads)["first.weight"].count_nonzero() == WIDTH**2
+            with torch.no_grad():
+                model.apply(params, x)
+
+    spmd(program, world_size)
 
 
 @pytest.mark.slow

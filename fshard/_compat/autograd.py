@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import CheckpointFunction
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -72,6 +73,21 @@ def checkpoints() -> list[Any]:
     for pack, unpack in reversed(hooks):
         autograd._push_saved_tensors_default_hooks(pack, unpack)
     return [pack for pack, _ in hooks if getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.")]
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether the forward of a reentrant torch.utils.checkpoint runs, whose results may need a gradient.
+
+    One whose arguments require gradients, and that autograd yet does not record, runs under no_grad. Checked on 2.13.
+    """
+    code = CheckpointFunction.forward.__code__
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return False
+    given = (argument for argument in frame.f_locals["args"] if isinstance(argument, torch.Tensor))
+    return bool(frame.f_locals["ctx"].next_functions) or not any(tensor.requires_grad for tensor in given)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.collectives import Chain
+from fshard.errors import Problem, leaf_error
 from fshard.residency.backward import Backward
 from fshard.residency.saved import FunctionTransform, Saved
 from fshard.residency.slots import Slot, policy_of
@@ -169,6 +170,8 @@ class Call:
         if not self.in_backward:
             self.timeline.compute(use)
         out = use.outputs.get(index)
+        if not self.in_backward and (out is None or not torch.is_grad_enabled()):
+            self._refuse_reentrant(use.unit.slots[index])
         if out is None and use.unit.slots[index].trained and torch.is_grad_enabled():
             deliver(self, use, use.sharing_node(index))
             out = use.outputs[index]
@@ -177,6 +180,13 @@ class Call:
             assert full is not None
             out = full.detach()
         return out
+
+    def _refuse_reentrant(self, slot: Slot) -> None:
+        """Refuse a use whose gradient would be lost: a reentrant checkpoint asks for it by loss.backward() alone."""
+        if self._differentiable and slot.trained and _compat.in_reentrant_checkpoint():
+            problem = Problem(slot.path, "a use inside a reentrant checkpoint", "one that autograd records")
+            remedy = "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
+            raise leaf_error(f"{self._what}: a gradient would be lost", [problem], remedy)
 
     def _fetch(self, use: Use, index: int) -> torch.Tensor:
         """A gathered tensor that autograd saved."""
