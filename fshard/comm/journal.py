@@ -88,7 +88,11 @@ class Journal:
 
 
 def journal() -> Journal:
-    """This thread's journal, or while it is watched that of the thread whose backward pass this one runs."""
+    """Find this thread's journal, or while it is watched that of the thread whose backward pass this one runs.
+
+    Returns:
+        The journal, which a thread that has none is given.
+    """
     found = _compat.thread_object(_KEY) or _own.get()
     if found is None:
         found = Journal()
