@@ -97,7 +97,9 @@ class Skeleton:
                 f"apply: parameter {name!r} was read after apply had returned, as by activation checkpointing in a "
                 "backward of your own; call apply inside fs.value_and_grad, which keeps it"
             )
-        dict.__setitem__(weights, key, value)
+        # What is read without a gradient has none to give to a later read.
+        if torch.is_grad_enabled() or value.requires_grad:
+            dict.__setitem__(weights, key, value)
         return value
 
     def enter(self, scope: "_Scope") -> None:

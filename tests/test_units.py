@@ -87,6 +87,20 @@ class ComputesAside(Language):
         return second(third(early)) + early * first.scale
 
 
+class LooksFirst(Block):
+    """Reads each weight without a gradient before it reads it with one."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            size = sum(parameter.square().mean() for parameter in self.parameters())
+        return super().forward(x) * torch.cos(size)
+
+
+def look_first(model):
+    model.blocks = nn.ModuleList(LooksFirst(hidden) for hidden in (13, 11))
+    model.blocks.append(Block(5))
+
+
 class Everything(TwiceAround, ReadsAhead, TiedByAttribute):
     """All of it at once."""
 
@@ -137,6 +151,7 @@ LANGUAGES = {
     "twice around, tied": lambda: TwiceAround(tie_head),
     "backwards": Backwards,
     "computes aside": ComputesAside,
+    "read without a gradient first": lambda: Language(look_first),
     "frozen leaves": lambda: Language(freeze_leaves),
     "frozen units": lambda: Language(freeze_units),
     "frozen front": lambda: Language(freeze_front),
