@@ -197,7 +197,8 @@ def valid(plan: Plan) -> Plan:
         plan = replace(plan, micro=1)
     if plan.around and plan.around[1] > len(blocks):
         plan = replace(plan, around=None)
-    if plan.ragged == "empty" and plan.reduce == "mean":
+    # The mean of no rows is no number, of a rank or of all of them.
+    if plan.ragged == "empty" and (plan.reduce == "mean" or plan.world == 1):
         plan = replace(plan, ragged="ragged")
     if plan.optimizer.startswith("fs.adam") and "complex" in plan.features():
         plan = replace(plan, optimizer="AdamW")
