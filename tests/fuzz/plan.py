@@ -20,7 +20,6 @@ KNOWN: tuple[frozenset[str], ...] = tuple(
     frozenset(names.split(" & "))
     for names in (
         *("hook mask", "hook clamp", "hook scale", "hook watch"),
-        *("reentrant", "module-state", "inference_mode"),
         *(f"accumulate & {wrap}" for wrap in ("checkpoint", "nested", "remat")),
     )
 )
