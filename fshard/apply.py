@@ -14,7 +14,7 @@ from fshard.errors import Problem, leaf_error
 from fshard.gather import gather
 from fshard.init import copied, init, refuse_blank
 from fshard.random import seeded
-from fshard.residency import Call, Unit, call_of, forward_only
+from fshard.residency import Call, Slot, Unit, call_of, forward_only
 from fshard.shard import shard
 from fshard.skeleton import Skeleton
 from fshard.transforms import ShardTransform
@@ -43,6 +43,8 @@ class Model:
             )
         _refuse_lazy(module)
         _refuse_hidden_weights(module)
+        named = {name: _compat.gradient_hooks(parameter) for name, parameter in module.named_parameters()}
+        self._hooks = {name: hooks for name, hooks in named.items() if hooks}
         self.buffers: Buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
         self._given = self.buffers
         self._module = module
@@ -147,7 +149,7 @@ class Model:
         sharded = [leaf.local for leaf in flat.leaves if is_sharded(leaf)]
         outer = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sharded)
         if not sharded or _compat.transforms_active() or any(map(_compat.is_dual, sharded)) or (outer and call is None):
-            return self._run_full(params, gather(dict(params)), buffers, args, kwargs)
+            return self._run_full(params, buffers, args, kwargs)
         if call is not None:
             return self._run_units(call, params, buffers, args, kwargs)
         axes = dict.fromkeys(axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.transform.axes)
@@ -156,9 +158,9 @@ class Model:
             lent = unflatten(flat.treedef, [leaf if slot is None else call.lent(slot) for slot, leaf in pairs])
             return call.forward(lambda: self._run_units(call, lent, buffers, args, kwargs))
 
-    def _run_full(
-        self, params: Mapping[str, Any], full: dict[str, Any], buffers: Buffers, args: Any, kwargs: Any
-    ) -> tuple[Any, Buffers]:
+    def _run_full(self, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any) -> tuple[Any, Buffers]:
+        self._hand_over_hooks(params, {})
+        full = gather(dict(params))
         skeleton = self._skeleton()
         skeleton.bind(full, buffers)
         owned = [leaf.local if is_sharded(leaf) else leaf for leaf in (params[name] for name in full)]
@@ -175,6 +177,7 @@ class Model:
         self, call: Call, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any
     ) -> tuple[Any, Buffers]:
         slots = {name: call.slot_of(f"[{name!r}]", leaf) for name, leaf in params.items() if is_sharded(leaf)}
+        self._hand_over_hooks(params, slots)
         units = [Unit(unit.path or "(root)", tuple(slots[n] for n in unit.names if n in slots)) for unit in self._units]
         skeleton = self._skeleton()
         # Not before: checkpoints run parts of the forward again in the backward.
@@ -191,6 +194,23 @@ class Model:
         if skeleton.release():
             self._idle.append(skeleton)
 
+    def _hand_over_hooks(self, params: Mapping[str, Any], slots: Mapping[str, Slot]) -> None:
+        """Give hooks to the slots of a call; refuse them where nobody knows when a gradient is complete."""
+        problems = []
+        for name, hooks in self._hooks.items():
+            slot, leaf = slots.get(name), params[name]
+            if slot is not None and not slot.derived:
+                slot.hooks = slot.hooks | hooks
+            elif _compat.is_differentiated(leaf.local if is_sharded(leaf) else leaf):
+                found = "one that torch.func or autograd differentiates, or that was gathered or computed before"
+                problems.append(Problem(f"[{name!r}]", found, "the Sharded leaf that fs.value_and_grad passes to f"))
+        if problems:
+            remedy = (
+                "call apply on what fs.value_and_grad passes to f, or remove the hooks before functionalize and change "
+                "the gradients that come back"
+            )
+            raise leaf_error("apply: parameters have hooks (register_hook)", problems, remedy)
+
     def _skeleton(self) -> Skeleton:
         try:
             return self._idle.pop()
@@ -205,7 +225,8 @@ def functionalize(module: nn.Module, units: Units = None) -> Model:
 
     Follows torch.func.functional_call and Flax's init and apply. For a model that trains with dropout and evaluates
     without, functionalize it in both modes; the parameters serve both. What torch.compile made of a submodule is
-    gathered as a whole.
+    gathered as a whole. Functions that `register_hook` has put on parameters by now run inside `value_and_grad`: once
+    in each backward, on this rank's full gradient before it is reduced, if this rank used the parameter.
 
     Args:
         module: The module, with values or on the meta device; tied and frozen parameters keep their meaning.
@@ -219,7 +240,8 @@ def functionalize(module: nn.Module, units: Units = None) -> Model:
         A Model with `init` and `apply`.
 
     Raises:
-        ValueError: if the module has lazy parameters whose shapes are not known yet, or `units` matches nothing, or two
+        ValueError: if the module has lazy parameters whose shapes are not known yet, or parameters with hooks that run
+            after gradients are accumulated, or `units` matches nothing, or two
             parts of a list match the same submodule.
 
     >>> import fshard as fs
@@ -276,9 +298,13 @@ def _refuse_lazy(module: nn.Module) -> None:
 
 
 def _refuse_hidden_weights(module: nn.Module) -> None:
-    """Refuse modules whose hooks compute a weight from parameters, and those whose gradients are sparse."""
+    """Refuse modules whose hooks compute a weight from parameters or take gradients, and sparse gradients."""
     remedies = {"prune": "what torch.nn.utils.prune.remove makes of it", "weight_norm": "parametrizations.weight_norm"}
-    problems = []
+    problems = [
+        Problem(name, "register_post_accumulate_grad_hook", "a step on the gradients that fs.value_and_grad returns")
+        for name, parameter in module.named_parameters()
+        if _compat.has_post_accumulate_hooks(parameter)
+    ]
     for path, submodule in module.named_modules():
         for hook in _compat.pre_hooks_of(submodule):
             where, _, name = type(hook).__module__.rpartition(".")

@@ -24,6 +24,23 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def is_differentiated(tensor: torch.Tensor) -> bool:
+    """Whether a backward of autograd's or of any torch.func transform may reach a tensor. Checked on 2.13."""
+    while is_transformed(tensor) and not tensor.requires_grad:
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def gradient_hooks(tensor: torch.Tensor) -> dict[int, Callable[[torch.Tensor], torch.Tensor | None]]:
+    """The functions registered by `register_hook`, by numbers that no two registrations share. Checked on 2.13."""
+    return dict(tensor._backward_hooks or {})
+
+
+def has_post_accumulate_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a function was registered by `register_post_accumulate_grad_hook`. Checked on 2.13."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
 def transforms_active() -> bool:
     """Whether code runs under a torch.func transform. Checked on 2.13."""
     return torch._C._functorch.peek_interpreter_stack() is not None

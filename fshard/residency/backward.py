@@ -139,6 +139,7 @@ class Backward:
         self._late: list[Slot] = []
         self._pinned: list[Use] = []
         self._flying: deque[_Flight] = deque()
+        self._failed: Exception | None = None
 
     def fetch(self, use: Use, index: int) -> torch.Tensor:
         """A gathered tensor that was saved in the forward."""
@@ -228,16 +229,22 @@ class Backward:
             slot.grad = None
         return out
 
-    def finish(self, slots: Sequence[Slot], failed: Exception | None) -> None:
+    def finish(self, slots: Sequence[Slot], failed: Exception | None) -> Exception | None:
         """Take every step that is left, with zeros for what this rank did not use, and wait for all reductions.
 
         Args:
             slots: All leaves of the call.
             failed: What the backward has failed with; nothing is sent after a collective has.
+
+        Returns:
+            What the backward or a hook has failed with.
         """
         if isinstance(failed, comm.CollectiveError):
-            return
+            return failed
+        self._failed = self._failed or failed
         self._advance(len(self._steps))
+        for slot in slots:
+            self._run_hooks(slot)
         late, self._late = self._late, []
         # Some may only have been used in microbatches before, which left the reduction to this one.
         for slot in (*late, *(slot for slot in slots if slot.owed and slot not in late)) if self._reduces else ():
@@ -245,6 +252,7 @@ class Backward:
         self._flush()
         while self._flying:
             self._land()
+        return self._failed
 
     def _advance(self, to: int) -> None:
         while self._at < to:
@@ -272,7 +280,16 @@ class Backward:
             for use in step.gathers:
                 use.start()
 
+    def _run_hooks(self, slot: Slot) -> None:
+        """Run a leaf's hooks; other ranks wait for what follows, so that an error of theirs is raised at the end."""
+        try:
+            if self._failed is None:
+                slot.run_hooks()
+        except Exception as error:
+            self._failed = error
+
     def _reduce(self, slot: Slot) -> None:
+        self._run_hooks(slot)
         grad, slot.partial, slot.owed = slot.partial, None, False
         grad = slot.zeros() if grad is None else grad
         transform = slot.spec.transform

@@ -21,6 +21,7 @@ from fshard.residency.units import (
     deliver,
     is_regathered,
     mark_used,
+    refuse_unhooked,
     refuse_unsummed,
     scattered,
 )
@@ -207,6 +208,7 @@ class Call:
         """Take the gradients of a use's outputs, and return what autograd is to go on with."""
         slots = use.unit.slots
         if self._backward is None:
+            refuse_unhooked(self._what, [slots[i] for i in group])
             return list(scattered(slots, group, grads))
         self._backward.arrived(use, group, grads)
         if slots[group[0]].derived:
@@ -309,9 +311,10 @@ class Call:
                 inputs = [*(slot.tensor for slot in slots), self._chain.root, ANY_CALL]
                 direct = torch.autograd.grad(outputs, inputs, starts, allow_unused=True)[:-2]
                 refuse_unsummed(self._what, outputs[:-1], slots, direct)
+                refuse_unhooked(self._what, [slot for slot, g in zip(slots, direct, strict=True) if g is not None])
         except Exception as error:
             failed = error
-        self._backward.finish(slots, failed)
+        failed = self._backward.finish(slots, failed)
         for use in uses:
             use.close()
         self._conclude("the backward", failed)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fshard.checks import kind
 from fshard.comm import PACK_BYTES
 from fshard.errors import Problem, leaf_error
 from fshard.objective import divided
@@ -39,11 +40,25 @@ class Slot:
         grad: Its reduced gradient.
         used: Whether a backward of this rank has reached it.
         state: That of its transform, if it has one.
+        hooks: What runs on this rank's full gradient in each backward, by the numbers of its registrations.
     """
 
     __slots__ = (
-        *("alone", "derived", "first", "grad", "like", "owed", "own_grad", "own_partial", "partial", "path", "spec"),
-        *("several", "state", "stored", "tensor", "trained", "used"),
+        *(
+            "alone",
+            "derived",
+            "first",
+            "grad",
+            "hooks",
+            "like",
+            "owed",
+            "own_grad",
+            "own_partial",
+            "partial",
+            "path",
+            "spec",
+        ),
+        *("several", "state", "stored", "tensor", "trained", "unhooked", "used"),
     )
 
     def __init__(self, path: str, leaf: Sharded, derived: bool = False) -> None:
@@ -64,6 +79,8 @@ class Slot:
         self.grad: torch.Tensor | None = None
         self.own_grad = self.own_partial = False
         self.state: Any = None
+        self.hooks: dict[int, Callable[[torch.Tensor], torch.Tensor | None]] = {}
+        self.unhooked: torch.Tensor | None = None
 
     def set_like(self, full: torch.Tensor) -> None:
         """Note the dtype and shape of what was gathered, the same on every rank."""
@@ -72,8 +89,37 @@ class Slot:
         self.alone = self.nbytes >= ((transform and transform.bucket_bytes) or PACK_BYTES)
 
     def take_partial(self, grad: torch.Tensor) -> None:
-        """Add to this rank's full gradient; the first part may be anybody's, a sum is the slot's own."""
+        """Add to this rank's full gradient, where hooks are to run to that of the running backward."""
         self.used = True
+        if self.hooks:
+            self.unhooked = grad if self.unhooked is None else self.unhooked + grad
+        else:
+            self._add(grad)
+
+    def run_hooks(self) -> None:
+        """Run hooks on the gradient of the running backward, which is complete, and add what they make of it.
+
+        Raises:
+            ValueError: if a hook returns something else than a gradient.
+        """
+        if self.unhooked is None:
+            return
+        # A copy, which hooks may keep or write to.
+        grad, self.unhooked = self.unhooked.clone(), None
+        for hook in self.hooks.values():
+            with torch.no_grad():
+                found = hook(grad)
+            fits = isinstance(found, torch.Tensor) and _like(found) == _like(grad)
+            if found is not None and not fits:
+                problem = Problem(self.path, kind(found), f"None or {kind(grad)}")
+                raise leaf_error(
+                    "register_hook: a hook's result is no gradient", [problem], "return one like its argument"
+                )
+            grad = grad if found is None else found.detach()
+        self._add(grad)
+
+    def _add(self, grad: torch.Tensor) -> None:
+        """Add to what is kept; the first part may be anybody's, a sum is the slot's own."""
         if self.partial is None:
             self.partial, self.own_partial = grad, False
         else:
@@ -117,6 +163,10 @@ class Slot:
         """The gradient of a rank that did not use the leaf."""
         assert self.like is not None
         return torch.zeros(self.like.shape, dtype=self.like.dtype, device=self.like.device)
+
+
+def _like(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.layout
 
 
 def policy_of(slots: Sequence[Slot]) -> Residency:

@@ -321,3 +321,20 @@ def refuse_unsummed(
     remedy = "gather these leaves, or hand them to each rank's own maths by fs.pvary, so that gradients are summed"
     if problems:
         raise leaf_error(f"{what}: gradients would stay unsummed", problems, remedy)
+
+
+def refuse_unhooked(what: str, slots: Sequence[Slot]) -> None:
+    """Refuse gradients that hooks on parameters would not see, or see in parts.
+
+    Args:
+        what: The verb that runs, for the error.
+        slots: Leaves whose gradients are no part of the full one that is collected in a backward.
+
+    Raises:
+        ValueError: with the path of every one that has hooks.
+    """
+    found = "maths on its shards, or a derivative by it inside the loss"
+    problems = [Problem(slot.path, found, "uses of the gathered leaf alone") for slot in slots if slot.hooks]
+    if problems:
+        remedy = "gather these leaves first and differentiate outside, or remove the hooks before functionalize"
+        raise leaf_error(f"{what}: gradients that hooks on parameters would not see", problems, remedy)

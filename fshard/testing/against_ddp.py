@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fshard import _compat
 from fshard.shard import unshard
 from fshard.testing.compare import assert_trees_close
 from fshard.train_state import TrainState
@@ -70,7 +71,12 @@ def assert_matches_ddp(
         raise ValueError(
             "assert_matches_ddp: expected ranks to be processes, got threads; run it by spmd(f, Workers(n))"
         )
-    reference = DistributedDataParallel(copy.deepcopy(module), find_unused_parameters=find_unused_parameters)
+    copied = copy.deepcopy(module)
+    for parameter, mine in zip(module.parameters(), copied.parameters(), strict=True):
+        # A copy of a module has no hooks of its parameters'.
+        for hook in _compat.gradient_hooks(parameter).values():
+            mine.register_hook(hook)
+    reference = DistributedDataParallel(copied, find_unused_parameters=find_unused_parameters)
     torch_optimizer = optimizer(reference.parameters())
     loss_gap = params_gap = 0.0
     for step, batch in enumerate(batches):
