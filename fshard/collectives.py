@@ -117,7 +117,7 @@ class Chain:
 
 
 def _on_tree(tree: Tree, fun: LinearMap, transpose: LinearMap, what: str, axis: Axis) -> Tree:
-    tensors, chain = tree_leaves(tree), comm.journal().chain
+    tensors, chain = tree_leaves(tree), comm.own_journal().chain
     plain = all(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
     untied = chain is None or not tensors or axis.size == 1 or not plain or not torch.is_grad_enabled()
     if untied or _compat.transforms_active():
@@ -191,7 +191,7 @@ def psum_invariant(tree: Tree, axis: Axis) -> Tree:
         The tree of sums.
     """
     check_operands("psum_invariant", tree, axis, vary=True)
-    comm.journal().reductions += 1
+    comm.own_journal().reductions += 1
     run = partial(comm.all_reduce, axis=axis, label="psum_invariant")
     return _on_tree(tree, run, tuple, "psum_invariant", axis)
 

@@ -181,7 +181,7 @@ class _Run(NamedTuple):
 
     def local(self, function: Callable[[Tree], Any], leaves: list[Any]) -> Parts:
         """This rank's loss of one microbatch, count and aux."""
-        before = comm.journal().reductions
+        before = comm.own_journal().reductions
         out = function(unflatten(self.flat.treedef, leaves))
         if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise ValueError(
@@ -190,7 +190,7 @@ class _Run(NamedTuple):
         loss, aux = out if self.has_aux else (out, None)
         check_loss(loss, self.reduce, self.what)
         value, count = loss if self.reduce == "weighted" else (loss, None)
-        if comm.journal().reductions > before:
+        if comm.own_journal().reductions > before:
             check_not_reduced(value, self.axes, self.what)
         return value, count, aux
 

@@ -87,7 +87,7 @@ class Journal:
         self.chain: Any = None
 
 
-def journal() -> Journal:
+def own_journal() -> Journal:
     """Find this thread's journal, or while it is watched that of the thread whose backward pass this one runs.
 
     Returns:
@@ -114,7 +114,7 @@ def started(
     Returns:
         What the kernel returns.
     """
-    book = journal()
+    book = own_journal()
     book.started += 1
     issued = Issued(op, *about, book.started)
     for watcher in book.watchers:
@@ -147,7 +147,7 @@ def landed(buffer: torch.Tensor) -> torch.Tensor:
     issued = buffer.__dict__.pop("issued", None)
     if issued is None:
         return _compat.wait_tensor(buffer)
-    book = journal()
+    book = own_journal()
     for watcher in book.watchers:
         watcher.waits(issued)
     try:
@@ -172,7 +172,7 @@ def chained(chain: Any) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    book = journal()
+    book = own_journal()
     before, book.chain = book.chain, chain
     try:
         yield
@@ -190,7 +190,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    book = journal()
+    book = own_journal()
     book.watchers += (watcher,)
     try:
         with _compat.keeping_thread_object(_KEY, book):

@@ -111,7 +111,7 @@ def test_a_rank_that_leaves_a_step_out(workers, jitted):
     in_order(
         text,
         rf"^all_gather number \d+ {failed} over 'shard' failed on rank 0\n",
-        r"  rank 0, this one: failed in .*; finished last: all_reduce number \d+ \(psum_invariant\) over 'shard'\n",
+        r"  rank 0, this one: failed in .*; finished last: all_reduce number \d+ \(objective\) over 'shard'\n",
         r"  rank 1: did not answer",
     )
 

@@ -237,7 +237,7 @@ def test_nothing_is_recorded_afterwards():
             comm.all_gather([torch.ones(2)], axis, "inside")
         comm.all_gather([torch.ones(2)], axis, "outside")
         assert [event.who for event in trace.report().timelines[0].events] == ["inside"]
-        assert comm.journal.journal().watchers == ()
+        assert comm.own_journal().watchers == ()
 
     spmd(program, 2)
 
