@@ -205,7 +205,9 @@ def test_update_communicates_one_number_per_axis_to_clip_and_else_nothing(strate
             state = fs.TrainState.create(params, tx)
             with fs.comm.record() as record:
                 fs.update(tx, state, params)
-            numbers.append([(entry.op, entry.axis, entry.scalar) for entry in record])
+            numbers.append([(entry.op, entry.axis, entry.scalar) for entry in record if entry.label != "agree"])
+            # An update that communicates begins with a message over each axis.
+            assert len([entry for entry in record if entry.label == "agree"]) == len(numbers[-1])
         return numbers
 
     assert spmd(program, 4) == [[[], [("all_reduce", axis, True) for axis in axes]]] * 4

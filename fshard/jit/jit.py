@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -82,11 +83,7 @@ class Jitted:
         tensors = [tensor_of(leaf) for leaf in flat.leaves if is_sharded(leaf) or isinstance(leaf, torch.Tensor)]
         if self._runs_inline(tensors):
             return self._f(*args, **kwargs)
-        try:
-            program = self._program(flat, tensors, args)
-        except Exception as error:
-            comm.same_call("jit", _axes_of(flat), comm.NO_FACTS, error)
-            raise
+        program = self._program(flat, tensors, args)
         comm.same_call("jit", program.axes, program.facts)
         with torch.no_grad():
             shared = _compat.share_memory([tensors[i] for i in program.donated])
@@ -105,27 +102,29 @@ class Jitted:
 
     def _program(self, flat: Flat, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> _Program:
         """Find the graph of a call, or trace it."""
-        refuse_given_up("jit", flat)
-        if self._donated:
-            refuse_shared(flat, self._donated)
         static = [(f"{i}", args[i]) for i in self._static if i < len(args)]
-        try:
-            asked = signature(flat, tensors, static, self._offsets)
-            program = self._programs.get(asked)
-        except TypeError:
-            raise unhashable(static, flat) from None
+        with _telling_others(flat):
+            refuse_given_up("jit", flat)
+            if self._donated:
+                refuse_shared(flat, self._donated)
+            try:
+                asked = signature(flat, tensors, static, self._offsets)
+                program = self._programs.get(asked)
+            except TypeError:
+                raise unhashable(static, flat) from None
         if program is None:
             program = self._traced(asked, flat, args)
             if program.traced.offsets and not self._offsets:
                 self._offsets, asked = True, signature(flat, tensors, static, True)
             self._programs[asked] = program
-        for tensor, version in program.closed:
-            if _compat.version(tensor) != version:
-                found = f"a write to a {kind(tensor)[2:]} since the trace"
-                raise ValueError(
-                    f"jit: expected nothing written to what the function closes over, got {found}; pass it as an "
-                    "argument"
-                )
+        with _telling_others(flat):
+            for tensor, version in program.closed:
+                if _compat.version(tensor) != version:
+                    found = f"a write to a {kind(tensor)[2:]} since the trace"
+                    raise ValueError(
+                        f"jit: expected nothing written to what the function closes over, got {found}; pass it as an "
+                        "argument"
+                    )
         return program
 
     def _runs_inline(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -149,17 +148,21 @@ class Jitted:
             ]
             if problems:
                 remedy = "pass tensors, which may change, or make it a static argument: each value has its own trace"
-                raise leaf_error("jit: leaves that are part of the graph have changed", problems, remedy)
+                with _telling_others(flat):
+                    raise leaf_error("jit: leaves that are part of the graph have changed", problems, remedy)
             why = "; ".join(changes(before, asked, flat.paths))
         else:
             why = "the first call"
 
         uses = Uses()
-        traced, pairs, facts, sent_over = self._graph(flat, args, uses)
-        if (agreed := self._agreed(uses, _axes_of(flat))) != uses.used:
-            traced, pairs, facts, sent_over = self._graph(flat, args, Uses(agreed))
-        closed = [(tensor, _compat.version(tensor)) for tensor in traced.closed]
-        run = ready(traced.graph, self._backend, "jit")
+        with _telling_others(flat):
+            traced, pairs, facts, sent_over = self._graph(flat, args, uses)
+        agreed = self._agreed(uses, _axes_of(flat))
+        with _telling_others(flat):
+            if agreed != uses.used:
+                traced, pairs, facts, sent_over = self._graph(flat, args, Uses(agreed))
+            closed = [(tensor, _compat.version(tensor)) for tensor in traced.closed]
+            run = ready(traced.graph, self._backend, "jit")
         self.traces.append(why)
         # A rank whose trace fails knows the axes of its arguments alone.
         axes = _axes_of(flat) or sent_over
@@ -266,6 +269,16 @@ def _numbers(name: str, value: Any) -> tuple[int, ...]:
     if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
         raise ValueError(f"jit: expected {name}_argnums to be numbers of arguments by position, from 0, got {value!r}")
     return numbers
+
+
+@contextmanager
+def _telling_others(flat: Flat) -> Iterator[None]:
+    """Tell other ranks of an error that this rank alone may have, for which they would wait."""
+    try:
+        yield
+    except Exception as error:
+        comm.same_call("jit", _axes_of(flat), comm.NO_FACTS, error)
+        raise
 
 
 def _axes_of(flat: Flat) -> tuple[Axis, ...]:
