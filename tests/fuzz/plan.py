@@ -18,10 +18,7 @@ STATE = "module-state"
 # Features, alone or together, that are known to go wrong; programs leave them out until they are mended.
 KNOWN: tuple[frozenset[str], ...] = tuple(
     frozenset(names.split(" & "))
-    for names in (
-        *("hook mask", "hook clamp", "hook scale", "hook watch"),
-        *(f"accumulate & {wrap}" for wrap in ("checkpoint", "nested", "remat")),
-    )
+    for names in (*(f"accumulate & {wrap}" for wrap in ("checkpoint", "nested", "remat")),)
 )
 
 
@@ -181,7 +178,7 @@ def valid(plan: Plan) -> Plan:
             block = replace(block, hook="")
         if block.hook and ("unused" in kind.feature or block.wrap in ("no_grad", "reentrant")):
             block = replace(block, hook="")
-        if block.hook == "clamp" and (plan.micro > 1 or not exact):
+        if block.hook == "clamp" and (plan.micro > 1 or not exact or "complex" in kind.feature):
             block = replace(block, hook="mask")
         if block.hook and block.frozen:
             block = replace(block, frozen=False)
