@@ -90,7 +90,7 @@ class Chain:
     other ranks wait.
 
     Attributes:
-        root, token: The first token, which requires a gradient, and the last one.
+        tokens: The first token, which requires a gradient, and the last one; none until something is tied.
     """
 
     def __init__(self, note: Callable[[str], None], mark: Callable[[], Callable[[], None]]) -> None:
@@ -100,7 +100,7 @@ class Chain:
             note: Told what is called, which ranks compare before the backward.
             mark: Returns what the backward calls before it runs what was called here.
         """
-        self.root = self.token = torch.zeros((), requires_grad=True)
+        self.tokens: list[torch.Tensor] = []
         self._note, self._mark = note, mark
 
     def call(self, what: str, fun: LinearMap, transpose: LinearMap, tensors: Tensors) -> list[torch.Tensor]:
@@ -112,7 +112,9 @@ class Chain:
         return self._tied(linear_call(fun, transpose, self._tied(tensors)))
 
     def _tied(self, tensors: Tensors) -> list[torch.Tensor]:
-        *out, self.token = _Tie.apply(self._mark(), *tensors, self.token)
+        self.tokens = self.tokens or [torch.zeros((), requires_grad=True)]
+        *out, token = _Tie.apply(self._mark(), *tensors, self.tokens[-1])
+        self.tokens[1:] = [token]
         return out
 
 

@@ -302,15 +302,18 @@ class Call:
         if last:
             self._kept.clear()
         anchors = [use.anchor for use in uses if use.anchor is not None]
-        outputs = [out for out in (loss, *anchors, self._chain.token) if out.requires_grad]
+        first, ends = self._chain.tokens[:1], self._chain.tokens[1:]
+        # The next microbatch's collectives are tied anew, or its backward would run these again.
+        self._chain.tokens.clear()
+        outputs = [out for out in (loss, *anchors, *ends) if out.requires_grad]
         starts = [torch.ones_like(out) if out is loss else torch.zeros_like(out) for out in outputs]
         failed = None
         direct: Sequence[torch.Tensor | None] = [None] * len(slots)
         try:
             if outputs and slots:
-                inputs = [*(slot.tensor for slot in slots), self._chain.root, ANY_CALL]
-                direct = torch.autograd.grad(outputs, inputs, starts, allow_unused=True)[:-2]
-                refuse_unsummed(self._what, outputs[:-1], slots, direct)
+                inputs = [*(slot.tensor for slot in slots), *first, ANY_CALL]
+                direct = torch.autograd.grad(outputs, inputs, starts, allow_unused=True)[: len(slots)]
+                refuse_unsummed(self._what, outputs[: len(outputs) - len(ends)], slots, direct)
                 refuse_unhooked(self._what, [slot for slot, g in zip(slots, direct, strict=True) if g is not None])
         except Exception as error:
             failed = error
