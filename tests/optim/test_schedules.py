@@ -175,7 +175,7 @@ BAD = {
     "nan at first": (
         *STEP,
         {"steps": 3, "lr": float("nan")},
-        "expected lr to be a finite number, got nan after 0 updates",
+        "expected lr to be a finite number, 0 or more, got nan",
     ),
     "inf later": (
         exploding,
