@@ -15,7 +15,7 @@ from fshard.gather import gather
 from fshard.init import copied, init, refuse_blank
 from fshard.random import seeded
 from fshard.residency import Call, Slot, Unit, call_of, forward_only
-from fshard.shard import shard
+from fshard.shard import check_transform, shard
 from fshard.skeleton import Skeleton
 from fshard.transforms import ShardTransform
 from fshard.tree import Flat, Residency, Tree, flatten, is_sharded, tree_map, unflatten
@@ -79,6 +79,7 @@ class Model:
                 submodule cannot draw its values anew, has a constructor that draws values otherwise than by
                 reset_parameters, or draws them by more than "counter" can follow.
         """
+        check_transform(strategy, "model.init", "strategy")
         empty = [name for name, parameter in self._module.named_parameters() if parameter.is_meta]
         if seed is None and empty:
             problems = [Problem(f"[{name!r}]", "a tensor on the meta device", "a tensor with values") for name in empty]

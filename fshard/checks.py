@@ -88,6 +88,38 @@ def check_numbers(what: str, allowed: Range, **given: Any) -> None:
             raise ValueError(f"{what}: expected {name} to be {allowed.expected}, got {shown}")
 
 
+def check_types(what: str, needed: type | tuple[type, ...], expected: str, **given: Any) -> None:
+    """Refuse arguments of another type.
+
+    Args:
+        what: The function that asks, for its error.
+        needed: The types, as isinstance takes them; a bool is no int.
+        expected: The same in words.
+        given: The arguments, by name.
+
+    Raises:
+        ValueError: with the name of the first argument of another type.
+    """
+    for name, value in given.items():
+        if not isinstance(value, needed) or isinstance(value, bool):
+            raise ValueError(f"{what}: expected {name} to be {expected}, got {kind(value)}")
+
+
+def check_seed(what: str, seed: Any) -> None:
+    """Refuse a seed that torch's generators do not take.
+
+    Args:
+        what: The function that asks, for its error.
+        seed: The seed.
+
+    Raises:
+        ValueError: if it is no whole number of 64 bits.
+    """
+    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
+        shown = f"{seed!r:.40}" if isinstance(seed, int) else kind(seed)
+        raise ValueError(f"{what}: expected seed to be a whole number of 64 bits, got {shown}")
+
+
 def check_function(what: str, f: Any) -> None:
     """Refuse what is no function.
 
@@ -228,6 +260,25 @@ def check_transforms(what: str, flat: Flat) -> None:
         raise leaf_error(f"{what}: a frozen leaf would lose its gradient", problems, remedy)
 
 
+def check_tensors(what: str, flat: Flat) -> None:
+    """Refuse leaves that are no tensors, such as a text or a number, which `shard` refuses too.
+
+    Args:
+        what: The verb that asks and the argument, for its error.
+        flat: The tree; None leaves are passed over.
+
+    Raises:
+        ValueError: with the path of every other leaf that is neither a tensor nor Sharded.
+    """
+    problems = [
+        Problem(path, kind(leaf), "a Sharded leaf or a tensor")
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if leaf is not None and not isinstance(leaf, torch.Tensor) and not is_sharded(leaf)
+    ]
+    if problems:
+        raise leaf_error(f"{what}: leaves are no tensors", problems, "keep other values out of the tree")
+
+
 def check_floating(what: str, flat: Flat) -> None:
     """Refuse leaves that cannot take a gradient and are not frozen.
 
@@ -272,6 +323,7 @@ def check_operands(what: str, tree: Tree, axis: Axis, dim: int | None = None, *,
         return isinstance(leaf, torch.Tensor) and (dim is None or 0 <= dim < leaf.dim())
 
     flat = flatten(tree)
+    refuse_given_up(f"{what} over {axis.name!r}", flat)
     pairs = [(path, leaf) for path, leaf in zip(flat.paths, flat.leaves, strict=True) if leaf is not None]
     needed = "a tensor" if dim is None else f"a tensor with a dim {dim}, counted from the front"
     problems = [

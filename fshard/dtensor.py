@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from fshard.checks import check_local
+from fshard.checks import check_local, check_types
 from fshard.errors import Problem, leaf_error
 from fshard.mesh import Mesh, axis_of
 from fshard.shard import check_masks, check_transform, laid_out, without_padding
@@ -31,7 +31,7 @@ def from_dtensor(tree: Tree, strategy: Any) -> Tree:
     """
     from torch.distributed.tensor import DTensor
 
-    check_transform(strategy, "from_dtensor")
+    check_transform(strategy, "from_dtensor", "strategy")
     flat = flatten(tree)
     names = names_of(flat.treedef)
     check_masks("from_dtensor", strategy, names)
@@ -95,6 +95,7 @@ def to_dtensor(tree: Tree, mesh: Mesh) -> Tree:
 
     flat = flatten(tree)
     check_local("to_dtensor", flat)
+    check_types("to_dtensor", Mesh, "a DeviceMesh", mesh=mesh)
     axes = [axis_of(mesh, name) for name in mesh.mesh_dim_names or ()]
     problems = [
         Problem(

@@ -3,7 +3,7 @@
 from functools import partial
 
 from fshard import _compat, comm
-from fshard.checks import check_local, check_transforms, writes_counted
+from fshard.checks import check_local, check_tensors, check_transforms, writes_counted
 from fshard.collectives import linear_call
 from fshard.residency import call_of
 from fshard.transforms import ShardTransform
@@ -25,8 +25,8 @@ def gather(tree: Tree) -> Tree:
         The tree with full tensors of the leaves' global shapes.
 
     Raises:
-        ValueError: if a leaf's shape does not match its spec, or a leaf outlived the call that lent it; on every rank
-            alike, if other ranks make another call or gather other leaves.
+        ValueError: if a leaf is no tensor, its shape does not match its spec, or it outlived the call that lent it; on
+            every rank alike, if other ranks make another call or gather other leaves.
 
     >>> import torch
     >>> import fshard as fs
@@ -35,6 +35,7 @@ def gather(tree: Tree) -> Tree:
     torch.Size([2, 2])
     """
     flat = flatten(tree)
+    check_tensors("gather", flat)
     check_local("gather", flat)
     check_transforms("gather", flat)
     leaves = list(flat.leaves)

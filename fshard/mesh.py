@@ -96,7 +96,9 @@ def axis_given(mesh: Mesh | Axis, name: str | None, argument: str) -> Axis:
         raise ValueError(f"expected mesh to have one axis, got {names}; name one, as in mesh['shard']")
     name = names[0] if name is None else name
     if name not in names:
-        raise ValueError(f"mesh has no axis {name!r}, only {names}; pass {argument}= or name it in init_mesh")
+        raise ValueError(
+            f"expected {argument} to be one of {names}, got {name!r:.40}; pass {argument}= or name it in init_mesh"
+        )
     _compat.release_groups_at_exit(mesh)
     return Axis(name, mesh.size(names.index(name)), mesh.get_group(name).group_name)
 
@@ -141,7 +143,7 @@ def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:
             f"init_mesh: expected shape to be a mapping from names of axes to their sizes, got {kind(shape)}"
         )
     sizes = list(shape.values())
-    if not sizes or sizes.count(-1) > 1 or any(type(size) is not int or (size < 1 and size != -1) for size in sizes):
+    if not sizes or any(type(size) is not int or (size < 1 and size != -1) for size in sizes) or sizes.count(-1) > 1:
         raise ValueError(
             f"init_mesh: expected shape to be positive whole sizes, one of which may be -1, got {dict(shape)}"
         )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fshard import _compat, comm
-from fshard.checks import check_axes, check_loss, check_reduce, check_transforms, kind
+from fshard.checks import check_axes, check_loss, check_reduce, check_tensors, check_transforms, kind
 from fshard.collectives import psum_invariant
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Tree, flatten, is_sharded
@@ -37,6 +37,7 @@ def reduction_axes(like: Tree, what: str) -> tuple[Axis, ...]:
         if is_sharded(leaf)
     }
     if not transforms:
+        check_tensors(what, flat)
         return ()
     sharded = {path: transform.axes for path, transform in transforms.values()}
     first = next(path for path, leaf in zip(flat.paths, flat.leaves, strict=True) if is_sharded(leaf))
@@ -72,14 +73,14 @@ def objective(loss: Loss, like: Tree, reduce: str = "mean") -> torch.Tensor:
 
     Args:
         loss: This rank's scalar loss; for "weighted" the pair (sum, count).
-        like: Parameters, whose specs tell the ranks.
+        like: Parameters, whose specs tell the ranks; of plain tensors alone, this rank by itself.
         reduce: "mean" over ranks, "sum" over ranks, or "weighted": sum of sums divided by the sum of counts.
 
     Returns:
         The objective, a scalar equal on every rank and differentiable.
 
     Raises:
-        ValueError: if `reduce` is another word, or `loss` is not what it asks for.
+        ValueError: if `reduce` is another word, `loss` is not what it asks for, or a leaf of `like` is no tensor.
     """
     check_reduce(reduce, "objective")
     check_loss(loss, reduce, "objective")

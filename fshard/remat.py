@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from fshard import _compat
-from fshard.checks import kind
+from fshard.checks import check_function, kind
 from fshard.tree import Tree, tree_leaves, tree_map
 
 Flat = Callable[..., tuple[torch.Tensor, ...]]
@@ -32,12 +32,13 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
         A function of the same arguments and result.
 
     Raises:
-        ValueError: by the function returned, under torch.func, if `f` reaches a tensor that is differentiated otherwise
-            than by its arguments.
+        ValueError: if `f` is no function; by the function returned, under torch.func, if `f` reaches a tensor that is
+            differentiated otherwise than by its arguments.
 
     >>> torch.func.grad(remat(lambda x: x.sin().sum()))(torch.zeros(2))
     tensor([1., 1.])
     """
+    check_function("remat", f)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not _compat.transforms_active():

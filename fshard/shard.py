@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from fshard import _compat, comm
-from fshard.checks import check_local, is_reachable, kind, outline
+from fshard.checks import check_local, is_reachable, kind, outline, refuse_given_up
 from fshard.errors import Problem, leaf_error
 from fshard.transforms import LayoutError, ShardTransform
 from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, is_sharded, means, names_of, unflatten
@@ -59,6 +59,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str],
     if difference:
         remedy = "build the same tree on every rank, for instance from one seed"
         raise leaf_error("shard: ranks hold different trees", [difference], remedy)
+    refuse_given_up("shard", flat)
     if problems:
         raise leaf_error("shard: leaves cannot be sharded", problems, "pass full tensors whose shapes fit the strategy")
     return unflatten(flat.treedef, [leaf and Sharded(stored(local_piece(*leaf), leaf[1]), leaf[1]) for leaf in out])
@@ -251,11 +252,11 @@ def hash_of(tensor: torch.Tensor) -> str:
     return f"{zlib.crc32(values):08x}"
 
 
-def check_transform(transform: Any, verb: str) -> None:
+def check_transform(transform: Any, verb: str, argument: str = "transform") -> None:
     """Refuse what is no transform, or one of another mesh than this process is on."""
     if not isinstance(transform, ShardTransform):
         raise ValueError(
-            f"{verb}: expected transform to be a ShardTransform such as fs.zero2(mesh), got {kind(transform)}"
+            f"{verb}: expected {argument} to be a ShardTransform such as fs.zero2(mesh), got {kind(transform)}"
         )
     for axis in transform.layout_axes:
         if not is_reachable(axis):

@@ -63,9 +63,10 @@ def value_and_grad(
 
     Returns:
         A function of f's arguments. It returns (objective, grads), or ((objective, aux), grads): the objective is equal
-        on every rank; grads have the parameters' structure, specs and dtypes, and None where a leaf is frozen, or where
-        no rank's loss used it: `fs.update` leaves it as it is. Where another rank used it, this one counts as zeros.
-        Under torch.func, unused leaves have zeros too. With `transform_state` the new state comes third.
+        on every rank, and without a graph, as the gradients are there and no backward() is needed; grads have the
+        parameters' structure, specs and dtypes, and None where a leaf is frozen, or where no rank's loss used it:
+        `fs.update` leaves it as it is. Where another rank used it, this one counts as zeros. Under torch.func, unused
+        leaves have zeros too. With `transform_state` the new state comes third.
 
     Raises:
         ValueError: if `reduce` is unknown; by the function returned, if the loss does not fit it, a leaf that takes a

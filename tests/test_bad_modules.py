@@ -80,7 +80,7 @@ ROWS = [
         "init by no strategy",
         lambda world: (linear(), "zero2"),
         lambda module, strategy: fs.functionalize(module).init(strategy, seed=0),
-        "shard: expected transform to be a ShardTransform such as fs.zero2(mesh), got a str",
+        "model.init: expected strategy to be a ShardTransform such as fs.zero2(mesh), got a str",
     ),
     Row(
         "seeds that differ between ranks",

@@ -70,7 +70,7 @@ AXES = [
         setup(
             f"{strategy.__name__} on an axis that the mesh lacks",
             strategy,
-            "mesh has no axis 'data', only ('shard',); pass axis= or name it in init_mesh",
+            "expected axis to be one of ('shard',), got 'data'; pass axis= or name it in init_mesh",
             lambda world: world.mesh,
             "data",
         )
@@ -79,7 +79,7 @@ AXES = [
     setup(
         "axis_of an axis that the mesh lacks",
         fs.axis_of,
-        "mesh has no axis 'data', only ('shard',); pass name= or name it in init_mesh",
+        "expected name to be one of ('shard',), got 'data'; pass name= or name it in init_mesh",
         lambda world: world.mesh,
         "data",
     ),
@@ -114,7 +114,7 @@ TRANSFORMS = [
     setup(
         "compose of a mesh",
         fs.compose,
-        "compose: expected ShardTransforms such as fs.fully_shard(mesh), got a DeviceMesh",
+        "compose: expected transforms to be ShardTransforms such as fs.fully_shard(mesh), got a DeviceMesh",
         lambda world: world.zero2,
         lambda world: world.mesh,
     ),

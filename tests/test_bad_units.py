@@ -117,7 +117,7 @@ ARGUMENTS = [
         "zero3 over an axis that is not there",
         lambda world: (world.mesh, "shards"),
         fs.zero3,
-        "mesh has no axis 'shards', only ('shard',); pass axis= or name it in init_mesh",
+        "expected axis to be one of ('shard',), got 'shards'; pass axis= or name it in init_mesh",
     ),
     *(
         Row(

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from fshard.checkpoint.exchange import (
 from fshard.checkpoint.format import CheckpointError
 from fshard.checkpoint.layout import empty_like, replicas
 from fshard.checkpoint.optimizer_state import (
+    check_updates,
     groups_of,
     injected_names,
     optimizer_leaves,
@@ -40,7 +42,7 @@ from fshard.checkpoint.optimizer_state import (
     rebuilt,
     updates_of,
 )
-from fshard.checks import check_flags, kind
+from fshard.checks import check_flags, check_types, kind
 from fshard.errors import leaf_error
 from fshard.mesh import world
 from fshard.tree import Tree, flatten, names_of, unflatten
@@ -81,6 +83,8 @@ def save_dcp(
         CheckpointError: on every rank alike, if the directory has a checkpoint already, or files cannot be written.
     """
     label, names = "checkpoint.save_dcp", Names(module)
+    check_types(label, str, "a text", model_key=model_key, optimizer_key=optimizer_key)
+    check_types(label, (torch.optim.Optimizer, NoneType), "a torch optimizer or None", optimizer=optimizer)
     with alike(label):
         check_flags(label, flatten_optimizer_state_dict=flatten_optimizer_state_dict)
     trained = hasattr(state, "opt_state")
@@ -153,6 +157,8 @@ def load_dcp(
         CheckpointError: on every rank alike, if the checkpoint is not trusted or cannot be read.
     """
     label, names = "checkpoint.load_dcp", Names(module)
+    check_types(label, str, "a text", model_key=model_key, optimizer_key=optimizer_key)
+    check_updates(label, updates)
     trained = hasattr(like, "opt_state")
     entries: dict[str, Entry] = {}
     others: list[str] = []

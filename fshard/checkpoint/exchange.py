@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from fshard.checkpoint.check import check_path
 from fshard.checkpoint.format import CheckpointError, dtype_name
 from fshard.checkpoint.layout import empty_like, local_of, piece_of, shape_of
 from fshard.checkpoint.write import bytes_of
-from fshard.checks import check_flags, check_local, kind
+from fshard.checks import check_flags, check_local, check_types, kind
 from fshard.errors import Problem, leaf_error
 from fshard.mesh import world
 from fshard.shard import unsharded
@@ -47,6 +48,7 @@ class Names:
 
     def __init__(self, module: nn.Module | None) -> None:
         """Read the names of a module, or of none, which leaves every name as it is."""
+        check_types("checkpoint", (nn.Module, NoneType), "a torch module or None", module=module)
         self.known = module is not None
         self.aliases: dict[str, list[str]] = {}
         self.first: dict[str, str] = {}
@@ -173,7 +175,7 @@ def misfits(needed: Mapping[str, Any], found: Mapping[str, Entry], cast: bool = 
         if entry is None:
             problems.append(Problem(name, "nothing", wanted))
             continue
-        castable = cast and entry.dtype.is_floating_point and local.is_floating_point()
+        castable = cast is True and entry.dtype.is_floating_point and local.is_floating_point()
         if entry.shape != shape_of(leaf) or (entry.dtype != local.dtype and not castable):
             problems.append(Problem(name, str(entry), wanted))
     return problems + [Problem(name, str(found[name]), "nothing") for name in found if name not in needed]

@@ -132,9 +132,15 @@ class _File(NamedTuple):
     leaves: list[str]
 
 
+def _check_names(label: str, names: Any) -> None:
+    if names is not None and not callable(names):
+        raise ValueError(f"{label}: expected names to be a function of a name, or None, got {kind(names)}")
+
+
 def _renamed(label: str, leaves: dict[str, Any], names: Callable[[str], str] | None) -> dict[str, Any]:
     if names is None:
         return leaves
+    _check_names(label, names)
     out: dict[str, Any] = {}
     for name, leaf in leaves.items():
         new = names(name)
@@ -149,6 +155,7 @@ def _as_ours(found: dict[str, Entry], own: list[str], names: Callable[[str], str
     """What was found in files under the names that leaves have."""
     if names is None:
         return found
+    _check_names("checkpoint.load_huggingface", names)
     ours = {names(name): name for name in own}
     # A name of the files that no leaf is called there must not pass for a leaf's own.
     return {ours.get(name, f"{name} (in the files)"): entry for name, entry in found.items()}

@@ -54,7 +54,7 @@ class Manager:
         """
         check_flags("checkpoint.Manager", asynchronous=asynchronous, donated=donated)
         for name, value in (("keep", keep), ("every", every)):
-            if value is not None and (type(value) is not int or value < 1):
+            if (value is not None or name == "every") and (type(value) is not int or value < 1):
                 raise ValueError(f"checkpoint.Manager: expected {name} to be a whole number from 1, got {value!r}")
         check_directory("checkpoint.Manager", directory)
         check_numbers("checkpoint.Manager", POSITIVE, timeout=timeout)

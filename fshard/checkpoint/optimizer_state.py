@@ -18,7 +18,7 @@ from fshard.checkpoint.exchange import (
     owned,
     read_leaf,
 )
-from fshard.checks import kind
+from fshard.checks import check_flags, check_types, kind
 from fshard.errors import Problem, leaf_error
 from fshard.mesh import world
 from fshard.optim.from_torch import TorchState
@@ -46,6 +46,7 @@ def to_optimizer_state_dict(
             torch optimizer has not.
     """
     label, names = "checkpoint.to_optimizer_state_dict", Names(module)
+    check_flags(label, rank0_only=rank0_only)
     order = {name: i for i, name in enumerate(optimizer_names(label, names, optimizer))}
     leaves = optimizer_leaves(label, opt_state)
     agree(label, {f"{name} {slot}": described(leaf) for (name, slot), leaf in leaves.items()})
@@ -90,6 +91,10 @@ def from_optimizer_state_dict(
             not count and `updates` is not given.
     """
     label = "checkpoint.from_optimizer_state_dict"
+    check_updates(label, updates)
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        expected = "the state dict of a torch optimizer, with state and param_groups"
+        raise ValueError(f"{label}: expected state_dict to be {expected}, got {kind(state_dict)}")
     order = optimizer_names(label, Names(module), optimizer)
     needed = optimizer_leaves(label, like)
     found: dict[tuple[str, str], Entry] = {}
@@ -116,13 +121,21 @@ def from_optimizer_state_dict(
     return rebuilt(label, like, made, lambda name, key: groups.get(name, first).get(key), updates)
 
 
+def check_updates(label: str, updates: Any) -> None:
+    """Refuse a number of updates that is none."""
+    if updates is not None and (type(updates) is not int or not 0 <= updates < 2**63):
+        expected = "a whole number, 0 or more, or None"
+        raise ValueError(f"{label}: expected updates to be {expected}, got {updates!r:.40}")
+
+
 def optimizer_names(label: str, names: Names, optimizer: torch.optim.Optimizer) -> list[str]:
     """The names of a torch optimizer's parameters, in its order."""
+    check_types(label, torch.optim.Optimizer, "a torch optimizer", optimizer=optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     unknown = [i for i, param in enumerate(params) if id(param) not in names.by_tensor]
     if unknown:
         found = f"parameter {unknown[0]} of {len(params)}, which is none of the module's"
-        raise ValueError(f"{label}: the optimizer has {found}; make it of module.parameters()")
+        raise ValueError(f"{label}: expected optimizer to have the parameters of module, got {found}; make it of them")
     return [names.by_tensor[id(param)] for param in params]
 
 

@@ -19,7 +19,7 @@ from fshard.checkpoint.format import CheckpointError, Leaf, dtype_name
 from fshard.checkpoint.layout import Piece, local_of, piece_of, replicas, shape_of, writers
 from fshard.checkpoint.progress import progress_bar
 from fshard.checkpoint.write import Wait, join_parts, write_part
-from fshard.checks import check_flags, check_local
+from fshard.checks import POSITIVE, check_flags, check_local, check_numbers
 from fshard.mesh import world
 from fshard.tree import Tree, flatten
 
@@ -116,7 +116,7 @@ def save(
     {'w': tensor([1., 1., 1.])}
     """
     flags = {"asynchronous": asynchronous, "donated": donated, "progress": progress}
-    saving = start(directory, state, step, asynchronous and donated, progress, timeout, flags=flags)
+    saving = start(directory, state, step, asynchronous is True and donated, progress, timeout, flags=flags)
     if not asynchronous:
         saving.wait()
     return saving
@@ -140,6 +140,7 @@ def start(
     """
     with alike(LABEL):
         check_flags(LABEL, **(flags or {}))
+        check_numbers(LABEL, POSITIVE, timeout=timeout)
         bar = progress_bar(progress)
         flat = flatten(state)
         number = step_of(LABEL, state, step)

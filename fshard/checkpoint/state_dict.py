@@ -26,7 +26,7 @@ from fshard.checkpoint.exchange import (
 )
 from fshard.checkpoint.format import CheckpointError
 from fshard.checkpoint.layout import replicas
-from fshard.checks import check_flags, kind
+from fshard.checks import check_flags, check_types, kind
 from fshard.errors import Problem, leaf_error
 from fshard.mesh import world
 from fshard.shard import hash_of
@@ -155,6 +155,7 @@ def read_pickle(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _tensors(label: str, state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    check_types(label, Mapping, "a mapping from names to tensors", state_dict=state_dict)
     problems = [
         Problem(str(name), kind(value), "a full tensor")
         for name, value in state_dict.items()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fshard import comm
-from fshard.checks import kind, outline
+from fshard.checks import check_seed, outline
 from fshard.errors import Problem, leaf_error
 from fshard.init.buffers import NewBuffers
 from fshard.init.calls import undrawable
@@ -43,8 +43,7 @@ def init(
     """
     if mode not in ("replay", "counter"):
         raise ValueError(f'model.init: expected mode to be "replay" or "counter", got {mode!r}')
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise ValueError(f"model.init: expected seed to be a whole number, got {kind(seed)}")
+    check_seed("model.init", seed)
     problems = undrawable(module) + drawn_by_constructors(module)
     if problems:
         raise _undrawn(problems, "add reset_parameters to these modules")

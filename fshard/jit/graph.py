@@ -9,6 +9,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fshard import _compat, comm
+from fshard.checks import check_function
 from fshard.jit.jit import Jitted
 from fshard.jit.memory import held_bytes
 from fshard.jit.passes import clean, placeholders, results
@@ -129,7 +130,7 @@ def make_graph(f: Callable[..., Any]) -> Callable[..., StepGraph]:
         peak bytes. Nothing is computed or sent, and nothing that `jit` returned is traced for later calls.
 
     Raises:
-        ValueError: by the function returned, as by what `jit` returns.
+        ValueError: if `f` is no function; by the function returned, as by what `jit` returns.
 
     >>> print(make_graph(lambda x: x.sin() + 1)(torch.zeros(2)))
     2 operators, 0 collectives, 0 bytes sent, 16 bytes at most
@@ -137,6 +138,7 @@ def make_graph(f: Callable[..., Any]) -> Callable[..., StepGraph]:
       sin: float32[2] = aten.sin(arg0_1)
       add: float32[2] = aten.add(sin, 1)  -> (root)
     """
+    check_function("make_graph", f)
 
     def run(*args: Any, **kwargs: Any) -> StepGraph:
         return StepGraph(traced_as_run(f, args, kwargs, "make_graph"))

@@ -58,7 +58,8 @@ def from_torch(cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), 
         The optimizer. Its state keeps the parameters' specs.
 
     Raises:
-        ValueError: if the class cannot work without a closure or on dense gradients, or what is injected is no number;
+        ValueError: if the class cannot work without a closure or on dense gradients, refuses its arguments, or what is
+            injected is no number;
             from init, if a leaf cannot take a gradient, or the class looks across the elements of one that is sharded;
             from update, if the class asks for a number that vmap has many of.
 
@@ -77,7 +78,13 @@ def from_torch(cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), 
         raise ValueError(f"from_torch: {cls.__name__} needs {needs}, which an update does not have; use AdamW or SGD")
     count = torch.zeros((), dtype=torch.int64)
     injected = _injected(inject, hyper, evaluated(hyper, count))
-    habits = observe(cls, on_cpu(evaluated(hyper, count)))
+    values = on_cpu(evaluated(hyper, count))
+    try:
+        habits = observe(cls, values)
+    except Exception as error:
+        given = ", ".join(f"{name}={value!r:.40}" for name, value in hyper.items()) or "none"
+        expected = f"arguments that {cls.__name__} takes"
+        raise ValueError(f"from_torch: expected {expected}, got {given}, of which torch says: {error}") from error
 
     def init(params: Tree) -> TorchState:
         flat = flatten(params)

@@ -57,18 +57,23 @@ def from_torch_scheduler(
         remedy = "keep the learning rate in the state instead, by from_torch(..., inject=['lr'])"
         raise ValueError(f"from_torch_scheduler: ReduceLROnPlateau needs a metric at every step; {remedy}")
     optimizer = torch.optim.SGD([torch.zeros(())], lr=lr, momentum=momentum)
-    scheduler = cls(optimizer, **arguments)
-    values = []
-    for count in range(steps):
-        if count:
-            optimizer.step()
-            scheduler.step()
-        value = float(optimizer.param_groups[0][name])
-        if not math.isfinite(value):
-            raise ValueError(
-                f"from_torch_scheduler: expected {name} to be a finite number, got {value} after {count} updates"
-            )
-        values.append(value)
+    values: list[float] = []
+    try:
+        scheduler = cls(optimizer, **arguments)
+        while len(values) < steps and all(map(math.isfinite, values[-1:])):
+            if values:
+                optimizer.step()
+                scheduler.step()
+            values.append(float(optimizer.param_groups[0][name]))
+    except Exception as error:
+        given = ", ".join(f"{key}={value!r:.40}" for key, value in arguments.items()) or "none"
+        found = f"{cls!r:.60} and {given}, of which torch says: {error}"
+        raise ValueError(
+            f"from_torch_scheduler: expected cls to be a scheduler and arguments that it takes, got {found}"
+        ) from error
+    if not math.isfinite(values[-1]):
+        found = f"{values[-1]} after {len(values) - 1} updates"
+        raise ValueError(f"from_torch_scheduler: expected {name} to be a finite number, got {found}")
     table = torch.tensor(values, dtype=torch.float64)
 
     def schedule(count: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from fshard import comm
+from fshard.checks import NOT_NEGATIVE, check_numbers, check_seed
 from fshard.errors import Problem, leaf_error
-from fshard.shard import shard
+from fshard.shard import check_transform, shard
 from fshard.transforms import ShardTransform
 from fshard.tree import Axis, Spec
 
@@ -37,6 +38,7 @@ def check_adjoint(
     Raises:
         AssertionError: on every rank, with each leaf whose two products differ by more than rounding, and by how much.
     """
+    check_trial("check_adjoint", transform, shapes, dtype, seed, error)
     together, apart = (torch.Generator().manual_seed(seed) for _ in range(2))
     place = 0
     for axis in transform.axes:
@@ -65,6 +67,19 @@ def check_adjoint(
     if problems:
         remedy = "make scatter the transpose of gather, with the sum over ranks"
         raise AssertionError(leaf_error("check_adjoint: scatter is not gather's transpose", problems, remedy).args[0])
+
+
+def check_trial(what: str, transform: Any, shapes: Any, dtype: Any, seed: Any, error: Any) -> None:
+    """Refuse arguments that no transform can be tried with."""
+    check_transform(transform, what)
+    if not isinstance(shapes, list | tuple) or not all(
+        isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape) for shape in shapes
+    ):
+        raise ValueError(f"{what}: expected shapes to be a list of tuples of sizes, got {shapes!r:.40}")
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{what}: expected dtype to be a floating torch.dtype, got {dtype!r:.40}")
+    check_seed(what, seed)
+    check_numbers(what, NOT_NEGATIVE, error=error)
 
 
 def _gathered(leaves: Sequence[torch.Tensor], specs: Sequence[Spec]) -> list[torch.Tensor]:

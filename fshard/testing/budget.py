@@ -53,7 +53,7 @@ def assert_budget(
       bytes_sent is 24576, at most 20000 allowed; sent for ['w'] 24.58 kB
       collectives is 3, at most 1 allowed; issued for ['w'] 2, objective 1
     """
-    if not isinstance(args, list | tuple):
+    if not isinstance(args, list | tuple) or not args:
         raise ValueError(
             f"assert_budget: expected args to be the step's arguments as a tuple, the state first, got {kind(args)}"
         )

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from fshard.checks import same_structure
+from fshard.checks import NOT_NEGATIVE, check_flags, check_numbers, same_structure
 from fshard.errors import Problem, leaf_error
 from fshard.shard import unshard, without_padding
 from fshard.tree import Tree, flatten, is_sharded
@@ -31,6 +31,9 @@ def assert_trees_close(
 
     >>> assert_trees_close({"w": torch.ones(2)}, {"w": torch.ones(2, dtype=torch.float64)})
     """
+    check_flags("assert_trees_close", exact=exact)
+    given = {name: value for name, value in {"rtol": rtol, "atol": atol}.items() if value is not None}
+    check_numbers("assert_trees_close", NOT_NEGATIVE, **given)
     found, needed = flatten(actual), flatten(expected)
     same_structure("assert_trees_close", found, needed)
     alike = [

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fshard.checks import GIVEN_UP
+from fshard.checks import GIVEN_UP, kind
 from fshard.errors import Problem, leaf_error
 from fshard.tree import flatten, is_sharded
 
@@ -32,6 +32,8 @@ def check_pure(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     >>> check_pure(lambda tree: tree["w"] + 1, {"w": torch.ones(2)})
     tensor([2., 2.])
     """
+    if not callable(step):
+        raise ValueError(f"check_pure: expected step to be a function, got {kind(step)}")
     trees = [(f"argument {i}", arg) for i, arg in enumerate(args)]
     flats = [(name, flatten(tree)) for name, tree in (*trees, *kwargs.items())]
     tensors = [

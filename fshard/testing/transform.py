@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import comm
+from fshard.checks import kind
 from fshard.errors import Problem, leaf_error
 from fshard.gather import gather
 from fshard.objective import objective
 from fshard.optim import sgd
 from fshard.scatter_grads import scatter_grads
 from fshard.shard import shard, unshard
-from fshard.testing.adjoint import check_adjoint
+from fshard.testing.adjoint import check_adjoint, check_trial
 from fshard.train_state import TrainState
 from fshard.transforms import ShardTransform
 from fshard.tree import Tree, flatten, tree_map
@@ -74,6 +75,10 @@ def check_transform(
         AssertionError: on every rank, with everything that does not hold and by how much.
         ValueError: if leaves stay split over some axis, which asks for a computation of its own.
     """
+    check_trial("check_transform", transform, shapes, dtype, seed, error)
+    if bytes_sent is not None and not (isinstance(bytes_sent, tuple) and len(bytes_sent) == 2):
+        expected = "the pair of a gather's and a scatter's"
+        raise ValueError(f"check_transform: expected bytes_sent to be {expected}, got {kind(bytes_sent)}")
     if transform.layout_axes != transform.axes:
         kept = [axis.name for axis in transform.layout_axes if axis not in transform.axes]
         raise ValueError(

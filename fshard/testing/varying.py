@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard.checks import check_local, check_transforms
+from fshard.checks import check_function, check_local, check_transforms
 from fshard.errors import Problem, leaf_error
 from fshard.objective import reduction_axes
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, unflatten
@@ -65,6 +65,7 @@ def check_varying(f: Callable[..., Any], params: Tree, *args: Any) -> None:
     Raises:
         AssertionError: with every wrong step, the line that made it, and what to use.
     """
+    check_function("check_varying", f)
     flat = flatten(params)
     check_local("check_varying", flat)
     check_transforms("check_varying", flat)

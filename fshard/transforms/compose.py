@@ -196,7 +196,8 @@ def compose(*transforms: ShardTransform) -> ShardTransform:
     """
     for transform in transforms:
         if not isinstance(transform, ShardTransform):
-            raise ValueError(f"compose: expected ShardTransforms such as fs.fully_shard(mesh), got {kind(transform)}")
+            expected = "ShardTransforms such as fs.fully_shard(mesh)"
+            raise ValueError(f"compose: expected transforms to be {expected}, got {kind(transform)}")
     stages = tuple(s for t in transforms for s in (t.stages if isinstance(t, _Composed) else (t,)) if s != _NOTHING)
     if not stages:
         return _NOTHING

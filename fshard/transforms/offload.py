@@ -59,5 +59,5 @@ def offload(device: torch.device | str | None = None) -> ShardTransform:
         device = found or torch.device("cpu")
     try:
         return _Offload(torch.device(device))
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         raise ValueError(f'offload: expected device to be a device such as "cuda", or None, got {device!r}') from None

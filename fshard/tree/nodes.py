@@ -200,16 +200,22 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
         A tree of f's results.
 
     Raises:
-        ValueError: if structures or specs differ.
+        ValueError: if structures or specs differ, or `f` is no function.
 
     >>> tree_map(lambda x: x + 1, {"a": 1, "b": (2, None)})
     {'a': 2, 'b': (3, None)}
     """
+    if not callable(f):
+        raise ValueError(f"tree_map: expected f to be a function, got {f!r:.40}")
     try:
         return optree.tree_map(f, tree, *rest)
-    except ValueError:
+    except ValueError as error:
         if problems := [problem for other in rest for problem in _differing_specs(flatten(tree), flatten(other))]:
             raise leaf_error("tree_map: specs differ", problems, "shard both alike, frozen= included") from None
+        structure = optree.tree_structure(tree)
+        if not all(structure.is_prefix(optree.tree_structure(other)) for other in rest):
+            found = f"rest with another; optree says: {error}"
+            raise ValueError(f"tree_map: expected rest to have the structure of tree, got {found}") from None
         raise
 
 

@@ -239,7 +239,7 @@ BAD = [
     setup(
         "a layout that is no transform",
         lambda mesh: fs.zero3(mesh, layout="quantize"),
-        "compose: expected ShardTransforms such as fs.fully_shard(mesh), got a str",
+        "compose: expected transforms to be ShardTransforms such as fs.fully_shard(mesh), got a str",
         lambda world: world.mesh,
     ),
 ]

@@ -147,7 +147,7 @@ def test_processes(workers, outer):
         assert_trees_close(runs[0], one_process("SGD"), rtol=0, atol=bound("SGD"))
 
 
-LACKS = "mesh has no axis {!r}, only ('shard',); pass {}= or name it in init_mesh"
+LACKS = "expected {1} to be one of ('shard',), got {0!r}; pass {1}= or name it in init_mesh"
 BAD = [
     setup("a mesh of one axis", fs.hybrid_shard, LACKS.format("replicate", "replicate"), lambda world: world.mesh),
     setup("hsdp on a mesh of one axis", fs.hsdp, LACKS.format("replicate", "replicate"), lambda world: world.mesh),
