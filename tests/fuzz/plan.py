@@ -15,12 +15,6 @@ OPTIMIZERS = ("SGD", "momentum", "nesterov", "AdamW", "amsgrad", "RMSprop", "Ada
 DTYPES = ("float64", "float32", "bfloat16", "policy", "policy, float32 sums")
 STATE = "module-state"
 
-# Features, alone or together, that are known to go wrong; programs leave them out until they are mended.
-KNOWN: tuple[frozenset[str], ...] = tuple(
-    frozenset(names.split(" & "))
-    for names in (*(f"accumulate & {wrap}" for wrap in ("checkpoint", "nested", "remat")),)
-)
-
 
 @dataclass(frozen=True)
 class Block:
@@ -141,7 +135,7 @@ def draw(seed: int) -> Plan:
         tuple(pick.sample(("ddp", "zero1", "zero2", "zero3", "hsdp"), 1)) if seed % 4 == 3 else (),
         pick.choice(("zero3 kept", "zero3 some kept", "zero3 late", "zero3 merged")),
     )
-    return without(valid(plan), KNOWN)
+    return valid(plan)
 
 
 def valid(plan: Plan) -> Plan:
@@ -235,17 +229,6 @@ def has_own(blocks: tuple[Block, ...], i: int) -> bool:
     """Whether a block has a parameter that is not tied to an earlier one's."""
     tie = blocks[i].tie
     return tie is None or len(KINDS[blocks[i].kind].params) > 1
-
-
-def without(plan: Plan, known: tuple[frozenset[str], ...]) -> Plan:
-    """The plan with less, so that it has none of some sets of features."""
-
-    def found(plan: Plan) -> int:
-        return sum(names <= plan.features() for names in known)
-
-    while number := found(plan):
-        plan = next((less for less in smaller(plan) if found(less) < number), Plan(plan.seed))
-    return plan
 
 
 def smaller(plan: Plan) -> Iterator[Plan]:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tests.fuzz.kinds import KINDS
-from tests.fuzz.plan import DTYPES, HOOKS, KNOWN, OPTIMIZERS, WHENS, WRAPS, Block, Plan, draw, smaller
+from tests.fuzz.plan import DTYPES, HOOKS, OPTIMIZERS, WHENS, WRAPS, Block, Plan, draw, smaller
 from tests.fuzz.render import render
 from tests.fuzz.run import Process, Result, report, run, shrink
 
@@ -32,8 +32,7 @@ def test_the_hundred_have_every_feature():
     others |= {"around", "schedule", "tie", "frozen", "keeps"}
     worlds = {f"world {w}" for w in (1, 2, 3, 4)}
     wanted = kinds | hooks | others | worlds | {*DTYPES, *WRAPS, *WHENS, *OPTIMIZERS} - {"none", "always"}
-    left_out = {name for names in KNOWN if len(names) == 1 for name in names}
-    assert sorted(wanted - have - left_out) == []
+    assert sorted(wanted - have) == []
     assert sum("jit" in plan.features() for plan in plans) >= 20
 
 
