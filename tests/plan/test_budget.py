@@ -106,5 +106,7 @@ def test_bad_budgets_are_refused(budget, text):
 
 def test_arguments_that_are_no_tuple_are_refused():
     step, args = step_and_args()
-    with pytest.raises(ValueError, match=r"assert_budget: expected args to be the step's arguments as a tuple, got .*"):
+    with pytest.raises(
+        ValueError, match=r"assert_budget: expected args to be the step's arguments as a tuple, the state first, got .*"
+    ):
         assert_budget(step, {"state": args[0]}, collectives=1)

@@ -70,7 +70,7 @@ def test_dropout_needs_no_key_and_units_are_patterns(units, capsys):
 
 
 def test_activations_are_computed_again_by_units():
-    text = "plan: expected units that compute activations again; name them, or keep all"
+    text = "plan: expected units that compute activations again, got none; name them, or keep all"
     with pytest.raises(ValueError, match=f"^{text}$"):
         prepared(Workload("", lambda layers: Masked(2), (torch.zeros(2, 64),), None, None), Options(checkpointed=True))
 

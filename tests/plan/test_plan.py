@@ -220,7 +220,9 @@ def test_arguments_without_a_sharded_leaf_are_refused():
 
 def test_a_shard_that_does_not_fit_its_spec_is_refused():
     spec = fs.zero3(fs.Axis("shard", 1, "")).layout(fs.Spec((8, 256)))
-    with pytest.raises(ValueError, match=re.escape("['w']: expected (8, 256), got a shard of shape (7, 256)")):
+    with pytest.raises(
+        ValueError, match=re.escape("['w']: expected (8, 256) as its spec says, got a shard of shape (7, 256)")
+    ):
         fs.plan(lambda p: p, {"w": fs.Sharded(torch.zeros(7, 256), spec)}, mesh={"shard": 4})
 
 
