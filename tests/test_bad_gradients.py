@@ -87,9 +87,9 @@ ROWS = [
         "value_and_grad: leaf that is no tensor",
         lambda _: ({"a": ones(2), "s": 1.5},),
         differentiate,
-        "value_and_grad: leaves cannot take a gradient\n"
-        "  ['s']: expected a floating tensor, got a float\n"
-        "To fix: shard these leaves with frozen=, or keep them out of the parameters.",
+        "value_and_grad: leaves are no tensors\n"
+        "  ['s']: expected a Sharded leaf or a tensor, got a float\n"
+        "To fix: keep other values out of the tree.",
     ),
     Row(
         "value_and_grad: changed shapes",

@@ -314,9 +314,13 @@ ROWS = [
             f"{verb.__name__} by no strategy",
             lambda world, tree=tree: (getattr(world, tree), fs.zero2),
             verb,
-            f"{verb.__name__}: expected transform to be a ShardTransform such as fs.zero2(mesh), got a function",
+            f"{verb.__name__}: expected {name} to be a ShardTransform such as fs.zero2(mesh), got a function",
         )
-        for verb, tree in [(fs.shard, "full"), (fs.reshard, "params"), (fs.from_dtensor, "full")]
+        for verb, tree, name in [
+            (fs.shard, "full", "transform"),
+            (fs.reshard, "params", "transform"),
+            (fs.from_dtensor, "full", "strategy"),
+        ]
     ),
     Row(
         "DTensors of another mesh",
