@@ -241,7 +241,7 @@ def smaller(plan: Plan) -> Iterator[Plan]:
             candidates.append(replace(plan, blocks=tuple(rest[:i] + rest[i + 1 :]), around=_moved(plan, i)))
     for name in ("jitted", "breaks", "around", "micro", "ragged", "clip", "evaluate", "again", "donate", "schedule"):
         candidates.append(replace(plan, **{name: getattr(least, name)}))
-    for name in ("dtype", "reduce", "communicate", "optimizer", "units", "form", "rank", "steps"):
+    for name in ("dtype", "reduce", "communicate", "optimizer", "units", "form", "rank"):
         candidates.append(replace(plan, **{name: getattr(least, name)}))
     candidates += [replace(plan, world=w) for w in range(1, plan.world)] + [
         replace(plan, steps=s) for s in range(1, plan.steps)
