@@ -1,28 +1,45 @@
-"""Events: what a rank saw of its collectives, in a form that travels."""
+"""Events and timelines: what each rank recorded, in a form that travels, and how timelines get one clock."""
 
 import base64
-import json
+import pickle
 import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from fshard import comm
 
+# Among an event's units: more of them follow, whose names were cut off.
+MORE = "..."
 
-class Event(NamedTuple):
-    """One collective as one rank saw it; times are nanoseconds of this rank's clock.
+
+class Phase(Enum):
+    """Whether an event tells where a step begins or one of its passes ends."""
+
+    NONE = auto()
+    BEGIN = auto()
+    END = auto()
+
+
+@dataclass(slots=True)
+class Event:
+    """One collective as one rank recorded it; times are nanoseconds of this rank's clock.
 
     Attributes:
         op: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
         axis: Name of the mesh axis.
         members: Global ranks that take part.
-        who: Who asked for it.
-        unit: The unit it is for; empty where nobody said.
-        leaves: Its leaves, or the first of them.
-        bytes: What this rank sends, in nominal ring terms.
+        who: The verb that started it.
+        unit: The units it is for, as text; empty where none is known.
+        leaves: The paths of its leaves, or of the first of them.
+        bytes: Bytes that this rank sends, in nominal ring terms.
+        memory: Bytes held when it was called, and when the last buffer had landed.
+        units: The names of its units.
+        phase: Whether a step begins with it, or a pass ends.
         begin: When it was called.
         issued: When the call returned, with the collective under way.
         waits: When its buffers were waited for, and when they had landed.
-        memory: Bytes held when it was called, and when the last buffer had landed.
     """
 
     op: str
@@ -32,10 +49,12 @@ class Event(NamedTuple):
     unit: str
     leaves: str
     bytes: float
-    begin: int
-    issued: int
-    waits: tuple[tuple[int, int], ...]
     memory: tuple[int, int]
+    units: tuple[str, ...] = ()
+    phase: Phase = Phase.NONE
+    begin: int = 0
+    issued: int = 0
+    waits: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def end(self) -> int:
@@ -43,37 +62,47 @@ class Event(NamedTuple):
         return self.waits[-1][1] if self.waits else self.issued
 
     @property
-    def agrees(self) -> bool:
-        """Whether ranks compare what they do, rather than send what a step needs."""
+    def is_agreement(self) -> bool:
+        """Whether ranks compare with it what they do, rather than send what a step needs."""
         return self.who == comm.AGREE
 
     @property
-    def ends(self) -> bool:
-        """Whether it is where ranks agree that a forward or a backward has ended."""
-        return self.agrees and (self.unit.endswith(" ended") or " raised " in self.unit)
-
-    @property
-    def begins(self) -> bool:
-        """Whether it is where ranks agree on what comes next."""
-        return self.agrees and bool(self.unit) and not self.ends
-
-    @property
     def name(self) -> str:
-        """What it is, and for which unit."""
-        who = "agreement" if self.agrees else self.who
+        """Its verb and its units, as text."""
+        who = "agreement" if self.is_agreement else self.who
         return f"{who} of {self.unit}" if self.unit else who
 
 
+def event_of(issued: comm.Issued, members: tuple[int, ...], nbytes: int, memory: int) -> Event:
+    """Make the event of a collective that is about to start: all that `trace` reads from a label is read here.
+
+    Args:
+        issued: The collective.
+        members: Global ranks that take part.
+        nbytes: Bytes of the tensors that this rank gave it.
+        memory: Bytes held now.
+    """
+    who, unit, leaves = issued.about
+    phase, units = Phase.NONE, tuple(unit.split(", ")) if unit else ()
+    if who == comm.AGREE and unit:
+        phase = Phase.END if unit.endswith(" ended") or " raised " in unit else Phase.BEGIN
+    if unit.endswith(MORE):
+        units = (*units[:-1], MORE)
+    full = nbytes * (issued.size if issued.op == "all_gather" else 1)
+    sent = comm.Collective(issued.op, issued.axis, issued.size, who, full, 1, False).sent
+    return Event(issued.op, issued.axis, members, who, unit, leaves, sent, (memory, memory), units, phase)
+
+
 class Timeline(NamedTuple):
-    """What one rank saw; times are those of its own clock.
+    """The events of one rank; times are those of its own clock.
 
     Attributes:
         rank: Its global rank.
         begin: When the trace began.
         end: When it ended.
         memory: Bytes held then and there.
-        meter: What counts them.
-        error: What the trace was interrupted by; empty if nothing.
+        meter: The name of the memory that is counted.
+        error: The exception that interrupted the trace; empty if none did.
         events: In the order of their start.
     """
 
@@ -86,34 +115,57 @@ class Timeline(NamedTuple):
     events: tuple[Event, ...]
 
     def shifted(self, nanoseconds: int) -> "Timeline":
-        """The same by a clock that is behind by so much."""
-        if not nanoseconds:
-            return self
+        """Move the timeline to a clock that is behind by so much."""
         n = nanoseconds
-        events = tuple(
-            event._replace(
-                begin=event.begin - n, issued=event.issued - n, waits=tuple((a - n, b - n) for a, b in event.waits)
+        events = (
+            replace(
+                event, begin=event.begin - n, issued=event.issued - n, waits=[(a - n, b - n) for a, b in event.waits]
             )
             for event in self.events
         )
-        return self._replace(begin=self.begin - n, end=self.end - n, events=events)
+        return self._replace(begin=self.begin - n, end=self.end - n, events=tuple(events))
+
+    def held(self) -> list[tuple[int, int]]:
+        """List when memory was read and the bytes held then, in order."""
+        ends = [(self.begin, self.memory[0]), (self.end, self.memory[1])]
+        marks = ((event.begin, event.end, event.memory) for event in self.events)
+        return sorted([*ends, *(pair for begin, end, held in marks for pair in ((begin, held[0]), (end, held[1])))])
 
 
-def packed(timeline: Timeline, exchanges: list[tuple[int, int]]) -> str:
-    """A timeline, and when this rank exchanged clocks, as a text."""
-    return base64.b85encode(zlib.compress(json.dumps([timeline, exchanges]).encode(), 1)).decode()
+def packed(value: Any) -> str:
+    """Write a value as a text that other ranks read by `unpacked`."""
+    return base64.b85encode(zlib.compress(pickle.dumps(value), 1)).decode()
 
 
-def unpacked(text: str) -> tuple[Timeline, list[tuple[int, int]]]:
-    """What `packed` was given."""
-    (*parts, events), exchanges = json.loads(zlib.decompress(base64.b85decode(text)))
-    rank, begin, end, memory, meter, error = parts
-    timeline = Timeline(rank, begin, end, tuple(memory), meter, error, tuple(map(_event, events)))
-    return timeline, [(a, b) for a, b in exchanges]
+def unpacked(text: str) -> Any:
+    """Read a value that `packed` wrote on a rank of this program."""
+    return pickle.loads(zlib.decompress(base64.b85decode(text)))
 
 
-def _event(values: list[Any]) -> Event:
-    event = Event(*values)
-    before, after = event.memory
-    waits = tuple((begin, end) for begin, end in event.waits)
-    return event._replace(members=tuple(event.members), waits=waits, memory=(before, after))
+def offsets(exchanges: Sequence[Sequence[tuple[int, int]]]) -> tuple[list[int], int]:
+    """Find how far each rank's clock is ahead of the first one's.
+
+    No exchange ends on any rank before it has begun on all, which bounds the difference of two clocks from both sides.
+    Where the bounds allow none, as on one host, whose processes share a clock, there is none.
+
+    Args:
+        exchanges: For each rank, when exchanges between all ranks began and ended there.
+
+    Returns:
+        Nanoseconds for each rank, and by how many they may be wrong.
+
+    >>> offsets([[(0, 10), (20, 24)], [(2, 11), (20, 25)]])
+    ([0, 0], 5)
+    >>> offsets([[(0, 10), (20, 24)], [(1002, 1011), (1020, 1025)]])
+    ([0, 1000], 5)
+    """
+    found, errors = [0], [0]
+    first, *others = exchanges
+    for other in others:
+        pairs = list(zip(first, other, strict=True))
+        low = max(theirs[0] - mine[1] for mine, theirs in pairs)
+        high = min(theirs[1] - mine[0] for mine, theirs in pairs)
+        ahead = 0 if low <= 0 <= high else (low + high) // 2
+        found.append(ahead)
+        errors.append(max(ahead - low, high - ahead))
+    return found, max(errors)

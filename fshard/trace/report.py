@@ -1,18 +1,17 @@
 """Report: whom ranks waited for and what each held, as numbers, a table, a picture and a Perfetto file."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fshard.trace.blame import BETWEEN, Meeting, Parting, Span, meetings, spans
-from fshard.trace.draw import draw
 from fshard.trace.events import Event, Timeline
-from fshard.trace.perfetto import write
+from fshard.trace.export import draw, write_perfetto
+from fshard.trace.stragglers import BETWEEN, Kind, Matched, Span, match, spans
 
-# Rows of what is for no unit, and of what ranks compare while they run.
+# Rows of collectives for no unit, and of those by which ranks compare what they do.
 OTHERS, AGREEMENT = "(no unit)", "(agreement)"
-# What rows are that are no units.
+# Explanations of rows that are no units.
 MEANINGS = (
     (AGREEMENT, "ranks compare what they do, where a pass begins or ends; one that is late there was slow before"),
     (BETWEEN, "between a step's last gradients and the next step: the update, data, the caller's own code"),
@@ -72,19 +71,30 @@ class Report:
     Attributes:
         timelines: By rank, all by the clock of the first one.
         clock_error: Seconds by which times of different ranks may be off.
-        meetings: The collectives that all of their ranks recorded.
-        parted: Where ranks recorded different ones, first; what comes behind counts for no rank's waiting for another.
+        matched: The collectives that all of their ranks recorded.
+        mismatches: By rank, where ranks recorded different ones, first; later ones count for no straggler.
+        spans: By rank, how its main thread spent its time.
         ranks: A row for each rank.
         units: A row for each unit, in the order of their first collective.
     """
 
     def __init__(self, timelines: Sequence[Timeline], clock_error: int) -> None:
-        """Look at what was recorded."""
+        """Match what was recorded, and sum it up."""
         self.timelines, self.clock_error = list(timelines), clock_error / 1e9
-        self.meetings, self.parted = meetings(self.timelines)
+        self.matched, self.mismatches = match(self.timelines)
         self.spans: dict[int, list[Span]] = {timeline.rank: list(spans(timeline)) for timeline in self.timelines}
         self.ranks = [self._rank_row(timeline) for timeline in self.timelines]
         self.units = self._unit_rows()
+
+    @property
+    def meetings(self) -> list[Matched]:
+        """Another name of `matched`, for one release."""
+        return self.matched
+
+    @property
+    def parted(self) -> list[dict[int, Event | None]]:
+        """Another name of `mismatches`, for one release."""
+        return self.mismatches
 
     @property
     def latest(self) -> int | None:
@@ -109,7 +119,7 @@ class Report:
         Args:
             path: Where to write the picture, such as "trace.png". Needs matplotlib.
         """
-        draw(path, self._headline(), self.timelines, self.spans, self.meetings)
+        draw(path, self._headline(), self.timelines, self.spans, self.matched)
 
     def save(self, path: str | Path) -> None:
         """Write a trace that ui.perfetto.dev and chrome://tracing open. One rank calls it.
@@ -120,7 +130,7 @@ class Report:
         Args:
             path: Where to write it, such as "trace.json".
         """
-        write(path, self.timelines, self.spans, self.meetings)
+        write_perfetto(path, self.timelines, self.spans, self.matched)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -128,50 +138,48 @@ class Report:
     __repr__ = __str__
 
     def _rank_row(self, timeline: Timeline) -> RankRow:
-        took: Counter[str] = Counter()
+        took: Counter[Kind] = Counter()
         for span in self.spans[timeline.rank]:
             took[span.kind] += span.end - span.begin
-        mine = [meeting for meeting in self.meetings if timeline.rank in meeting.events]
-        late = sum(meeting.waited(timeline.rank) for meeting in mine)
-        last = [meeting for meeting in mine if meeting.last == timeline.rank]
-        peak = max((*timeline.memory, *(held for event in timeline.events for held in event.memory)))
+        last = [entry for entry in self.matched if entry.straggler == timeline.rank]
         return RankRow(
             timeline.rank,
             seconds=(timeline.end - timeline.begin) / 1e9,
-            computing=took["compute"] / 1e9,
-            starting=took["start"] / 1e9,
-            waiting=took["wait"] / 1e9,
-            waiting_for_late=late / 1e9,
+            computing=(took[Kind.COMPUTE] + took[Kind.BETWEEN]) / 1e9,
+            starting=took[Kind.START] / 1e9,
+            waiting=took[Kind.WAIT] / 1e9,
+            waiting_for_late=sum(one.waited(timeline.rank) for one in self.matched if timeline.rank in one.events)
+            / 1e9,
             last=len(last),
-            held_up=sum(map(_held_up, last)) / 1e9,
-            peak_bytes=peak,
+            held_up=sum(entry.held_up() for entry in last) / 1e9,
+            peak_bytes=max(held for _, held in timeline.held()),
         )
 
     def _unit_rows(self) -> list[UnitRow]:
-        rows: dict[str, UnitRow] = {}
-
-        def row_of(unit: str) -> UnitRow:
-            return rows.setdefault(unit, UnitRow(unit, 0, 0, {}, {}, {}))
-
+        """Sum up by unit, and for each column by rank."""
+        rows: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(float)))
         for timeline in self.timelines:
-            events, nbytes = Counter[str](), defaultdict[str, float](float)
+            rank = timeline.rank
             for event in timeline.events:
-                row_of(_row_name(event))
-                events[_row_name(event)] += 1
-                nbytes[_row_name(event)] += event.bytes
-            for unit, count in events.items():
-                row = rows[unit]
-                rows[unit] = row._replace(collectives=max(row.collectives, count), bytes=max(row.bytes, nbytes[unit]))
-            for span in self.spans[timeline.rank]:
-                unit = span.name or OTHERS if span.event is None else _row_name(span.event)
-                if span.kind in ("compute", "wait"):
-                    row = row_of(unit)
-                    took = row.computing if span.kind == "compute" else row.waiting
-                    took[timeline.rank] = took.get(timeline.rank, 0.0) + (span.end - span.begin) / 1e9
-        for meeting in self.meetings:
-            held_up = rows[_row_name(meeting.events[meeting.last])].held_up
-            held_up[meeting.last] = held_up.get(meeting.last, 0.0) + _held_up(meeting) / 1e9
-        return list(rows.values())
+                rows[_row_name(event)]["collectives"][rank] += 1
+                rows[_row_name(event)]["bytes"][rank] += event.bytes
+            for span in self.spans[rank]:
+                column = "waiting" if span.kind is Kind.WAIT else "computing"
+                if span.kind is not Kind.START:
+                    name = _row_name(span.event) if span.event else span.name or OTHERS
+                    rows[name][column][rank] += (span.end - span.begin) / 1e9
+        for entry in self.matched:
+            name = _row_name(entry.events[entry.straggler])
+            rows[name]["held_up"][entry.straggler] += entry.held_up() / 1e9
+        return [
+            UnitRow(
+                unit,
+                int(max(row["collectives"].values(), default=0)),
+                max(row["bytes"].values(), default=0.0),
+                *(dict(row[column]) for column in ("computing", "waiting", "held_up")),
+            )
+            for unit, row in rows.items()
+        ]
 
     def _headline(self) -> str:
         if self.latest is None:
@@ -191,7 +199,7 @@ class Report:
         meters = " and ".join(dict.fromkeys(timeline.meter for timeline in self.timelines))
         yield f"memory ({meters}): the most on one rank is {self.memory_skew:.2f} of the mean"
         yield from (f"rank {line.rank} was interrupted: {line.error}" for line in self.timelines if line.error)
-        yield from map(_parting, self.parted)
+        yield from map(_mismatch, self.mismatches)
         held = "held others up (sum)"
         columns = ("computing", "starting", "waiting", "for late ranks", "came last", held, "most memory")
         yield from _table("rank", columns, {f"{row.rank}": _rank_cells(row) for row in self.ranks})
@@ -204,18 +212,11 @@ class Report:
 
 
 def _row_name(event: Event) -> str:
-    return AGREEMENT if event.agrees else event.unit or OTHERS
+    return AGREEMENT if event.is_agreement else event.unit or OTHERS
 
 
-def _held_up(meeting: Meeting) -> int:
-    return sum(meeting.waited(rank) for rank in meeting.events)
-
-
-def _parting(parting: Parting) -> str:
-    did = (
-        f"rank {rank} {event.op} for {event.name}" if event else f"rank {rank} nothing"
-        for rank, event in parting.events.items()
-    )
+def _mismatch(events: Mapping[int, Event | None]) -> str:
+    did = (f"rank {rank} {f'{event.op} for {event.name}' if event else 'nothing'}" for rank, event in events.items())
     return f"ranks recorded different collectives: {', '.join(did)}"
 
 

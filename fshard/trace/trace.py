@@ -1,62 +1,75 @@
-"""trace: what the collectives of real steps did and when."""
+"""trace: record when the collectives of real steps start and land, on every rank."""
 
+import functools
+import os
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from fshard import _compat, comm
 from fshard.mesh import world
-from fshard.trace.clocks import LABEL, exchange, offsets
-from fshard.trace.events import Event, Timeline, packed, unpacked
-from fshard.trace.memory import CUDA, cuda_meter, meter
+from fshard.trace.events import Event, Timeline, event_of, offsets, packed, unpacked
 from fshard.trace.report import Report
+from fshard.tree import Axis
 
-# Nanoseconds between two looks at the memory, which take longer than all else that is noted of a collective.
+# Nanoseconds between two reads of the memory, which take longer than all else that is noted of a collective.
 SAMPLING = 5_000_000
 
+# Exchanges between clocks, of which the closest ones count, and the label of what a report sends.
+ROUNDS, LABEL = 16, "trace"
 
-class _Noted:
-    """One collective while it is under way."""
 
-    __slots__ = ("about", "begin", "bytes", "issued", "landed", "members", "memory", "waits")
+class Meter(NamedTuple):
+    """Reads the memory of this process.
 
-    def __init__(self, about: comm.Issued, members: tuple[int, ...], nbytes: int, memory: int) -> None:
-        self.about, self.members, self.bytes, self.memory, self.landed = about, members, nbytes, memory, memory
-        self.begin = self.issued = 0
-        self.waits: list[tuple[int, int]] = []
+    Attributes:
+        name: What it counts.
+        read: Returns the bytes now.
+    """
 
-    def event(self) -> Event:
-        op, axis, size, label = self.about.op, self.about.axis, self.about.size, self.about.label
-        full = self.bytes * (size if op == "all_gather" else 1)
-        sent = comm.Collective(op, axis, size, label, full, 1, False).sent
-        return Event(
-            op,
-            axis,
-            self.members,
-            *self.about.about,
-            sent,
-            self.begin,
-            self.issued,
-            tuple(self.waits),
-            (self.memory, self.landed),
-        )
+    name: str
+    read: Callable[[], int]
+
+
+def meter(device: torch.device) -> Meter:
+    """Choose a meter: CUDA's allocations; else the resident set, as Linux counts it, or elsewhere its peak."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory.memory_stats_as_nested_dict
+        return Meter("CUDA allocations", lambda: stats(device)["allocated_bytes"]["all"]["current"])
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return Meter("peak resident set", _peak)
+    page = os.sysconf("SC_PAGE_SIZE")
+    return Meter("resident set", lambda: page * int(statm.read_text().split()[1]))
+
+
+def _peak() -> int:
+    try:
+        import resource
+    except ImportError:
+        return 0
+    # In KiB, but for macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Trace:
-    """What `trace` records of this rank; `report` makes something of it."""
+    """The record of this rank, which `report` puts together with those of the others."""
 
     def __init__(self) -> None:
         """Begin."""
-        self._meter = meter()
-        self._noted: list[_Noted] = []
-        self._flying: dict[int, _Noted] = {}
-        self._members: dict[str, tuple[int, ...]] = {}
-        self._error, self._waits, self._end, self._left = "", 0, 0, 0
-        self._held, self._begin = self._meter.read(), time.perf_counter_ns()
-        self._read_at, self._last = self._begin, self._held
-        self._timeline: Timeline | None = None
+        self._device = torch.device("cpu")
+        self._meter = meter(self._device)
+        self._events: list[Event] = []
+        self._flying: dict[int, Event] = {}
+        self._members = functools.cache(_compat.group_ranks)
+        self._error, self._waits, self._end = "", 0, 0
+        self._begin = self._read_at = time.perf_counter_ns()
+        self._held = self._last = self._left = self._meter.read()
 
     def report(self, alone: bool = False) -> Report:
         """Collect what all ranks have recorded, and find out who waited for whom.
@@ -80,42 +93,39 @@ class Trace:
         if alone:
             return Report([self._own()], 0)
         axis = world()
-        said = comm.texts(packed(self._own(), exchange(axis)), axis, LABEL)
-        timelines, exchanges = zip(*map(unpacked, said), strict=True)
+        rows = map(unpacked, comm.texts(packed((self._own(), _exchange(axis))), axis, LABEL))
+        timelines, exchanges = zip(*rows, strict=True)
         ahead, error = offsets(exchanges)
         return Report([line.shifted(n) for line, n in zip(timelines, ahead, strict=True)], error)
 
     def starts(self, issued: comm.Issued, tensors: Sequence[torch.Tensor]) -> None:
-        """A collective is called."""
+        """Note that a collective is called."""
         device = tensors[0].device
-        if device.type == "cuda" and self._meter.name != CUDA:
-            self._meter.close()
-            self._meter = cuda_meter(device)
+        if device.type == "cuda" and self._device.type == "cpu":
+            self._device, self._meter = device, meter(device)
             self._held = self._last = self._meter.read()
-        members = self._members.get(issued.group)
-        if members is None:
-            members = self._members[issued.group] = issued.members
-        noted = _Noted(issued, members, sum(tensor.nbytes for tensor in tensors), self._memory())
-        self._flying[id(issued)] = noted
-        self._noted.append(noted)
-        noted.begin = time.perf_counter_ns()
+        members, nbytes = tuple(self._members(issued.group)), sum(tensor.nbytes for tensor in tensors)
+        event = event_of(issued, members, nbytes, self._memory())
+        self._flying[id(issued)] = event
+        self._events.append(event)
+        event.begin = time.perf_counter_ns()
 
     def started(self, issued: comm.Issued) -> None:
-        """It is under way."""
+        """Note that it is under way."""
         self._flying[id(issued)].issued = time.perf_counter_ns()
 
     def waits(self, issued: comm.Issued) -> None:
-        """One of its buffers is waited for."""
+        """Note that one of its buffers is waited for."""
         self._waits = time.perf_counter_ns()
 
     def landed(self, issued: comm.Issued) -> None:
-        """It has landed."""
+        """Note that the buffer has landed."""
         end = time.perf_counter_ns()
-        # What was started before the trace is not in it.
-        noted = self._flying.get(id(issued))
-        if noted is not None:
-            noted.waits.append((self._waits, end))
-            noted.landed = self._memory()
+        # Collectives that were started before the trace are not in it.
+        event = self._flying.get(id(issued))
+        if event is not None:
+            event.waits.append((self._waits, end))
+            event.memory = event.memory[0], self._memory()
             if not issued.left:
                 del self._flying[id(issued)]
 
@@ -126,23 +136,26 @@ class Trace:
         return self._last
 
     def _conclude(self, error: BaseException | None) -> None:
-        """End; what was noted becomes a timeline later, outside of what is traced."""
         self._end, self._left = time.perf_counter_ns(), self._meter.read()
-        self._meter.close()
         self._error = "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+        for event in self._flying.values():
+            # A collective that was interrupted while it started is there for the other ranks.
+            event.issued = event.issued or self._end
+        self._flying = {}
 
     def _own(self) -> Timeline:
-        """What this rank has recorded."""
-        if self._timeline is None:
-            for noted in self._noted:
-                # It was interrupted while it started, and is there for the other ranks.
-                noted.issued = noted.issued or self._end
-            events = tuple(noted.event() for noted in self._noted)
-            held = (self._held, self._left)
-            about = (comm.rank(world()), self._begin, self._end, held, self._meter.name, self._error)
-            self._timeline = Timeline(*about, events)
-            self._noted, self._flying = [], {}
-        return self._timeline
+        about = (self._begin, self._end, (self._held, self._left), self._meter.name, self._error)
+        return Timeline(comm.rank(world()), *about, tuple(self._events))
+
+
+def _exchange(axis: Axis) -> list[tuple[int, int]]:
+    """Exchange a number with all ranks several times, and note when each exchange began and ended here."""
+    noted = []
+    for _ in range(ROUNDS if axis.size > 1 else 0):
+        begin = time.perf_counter_ns()
+        comm.highest([0], [axis], LABEL)
+        noted.append((begin, time.perf_counter_ns()))
+    return noted
 
 
 @contextmanager

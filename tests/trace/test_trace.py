@@ -9,7 +9,7 @@ import torch.distributed as dist
 import fshard as fs
 from fshard import comm
 from fshard.testing import spmd
-from fshard.trace.blame import BETWEEN, spans
+from fshard.trace.stragglers import BETWEEN, spans
 from tests.trace.steps import UNITS, make_step
 from tests.trees import one_axis
 
@@ -44,8 +44,8 @@ def test_records_what_the_recorder_does(workers, backend):
         assert {unit: gathered.count(unit) for unit in UNITS} == {UNITS[0]: 2, UNITS[1]: 4, UNITS[2]: 2}
         assert any(UNITS[0] in event.unit for event in timeline.events if event.who == "scatter")
         assert any("weight" in event.leaves for event in timeline.events)
-        assert not report.parted
-        assert len(report.meetings) == len(timeline.events)
+        assert not report.mismatches
+        assert len(report.matched) == len(timeline.events)
         return str(report)
 
     first, second = spmd(program, workers(2))
@@ -91,7 +91,7 @@ def test_what_is_done_between_steps_counts_for_no_unit(workers, jitted):
         for begin, end in pauses:
             (name,) = [span.name for span in found if span.begin <= begin and end <= span.end]
             assert name == BETWEEN
-        named = {span.name for span in found if span.kind == "compute"}
+        named = {span.name for span in found if span.event is None}
         assert {*UNITS, BETWEEN} <= named
         trace.report()
 
@@ -148,9 +148,9 @@ def test_names_the_rank_and_the_unit_that_the_others_waited_for(workers, late, j
         if not jitted:
             row = next(row for row in report.units if row.unit == unit)
             assert row.held_up[late] > 0
-        meeting = next(m for m in report.meetings if m.last == late and m.events[late].unit == unit)
-        assert all(meeting.waited(other) > 0 for other in others)
-        assert meeting.waited(late) == 0
+        entry = next(m for m in report.matched if m.straggler == late and m.events[late].unit == unit)
+        assert all(entry.waited(other) > 0 for other in others)
+        assert entry.waited(late) == 0
         assert report.ranks[late].held_up > 0
         assert 0 < report.waiting_share < 1
         assert f"rank {late}" in str(report)
@@ -226,7 +226,7 @@ def test_a_collective_that_was_under_way_before_is_not_recorded():
         late()
         (inside, behind) = trace.report().timelines[0].events
         assert (inside.who, len(inside.waits)) == ("inside", 1)
-        assert (behind.who, behind.waits, behind.end) == ("not waited for", (), behind.issued)
+        assert (behind.who, behind.waits, behind.end) == ("not waited for", [], behind.issued)
 
     spmd(program, 2)
 
@@ -258,7 +258,7 @@ def test_ranks_that_did_different_things_are_named():
         finish()
         report = trace.report()
         assert "rank 0 all_gather for traced here, rank 1 all_gather for both" in str(report)
-        assert report.meetings == []
+        assert report.matched == []
 
     spmd(program, 2)
 
