@@ -1,12 +1,10 @@
-"""plan: what a train step takes on a mesh of any size, without running it."""
+"""plan: the cost of a train step on a mesh of any size, without running it."""
 
-from fshard.plan.kinds import Bytes
-from fshard.plan.models import gpt, workload_of
+from fshard.plan.models import Workload, workload_of
 from fshard.plan.plan import plan
 from fshard.plan.rates import Rates
-from fshard.plan.report import Moment, Plan, Traffic
-from fshard.plan.sweep import Estimate, cheapest, estimate, sweep
-from fshard.plan.workload import Options, Workload
+from fshard.plan.report import Bytes, Moment, Plan, Traffic
+from fshard.plan.sweep import Estimate, Options, cheapest, estimate, sweep
 
 __all__ = [
     "Bytes",
@@ -19,7 +17,6 @@ __all__ = [
     "Workload",
     "cheapest",
     "estimate",
-    "gpt",
     "plan",
     "sweep",
     "workload_of",

@@ -12,16 +12,15 @@ Times are estimates from rates that are stated, not measured: --tflops, --memory
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from fshard.plan.models import model_sizes, workload_of
+from fshard.plan.models import GPTS, Workload, workload_of
 from fshard.plan.rates import Rates
-from fshard.plan.report import bytes_from, parts_of, readable
-from fshard.plan.sweep import DEPTHS, Estimate, cheapest, sweep
-from fshard.plan.workload import STRATEGIES, Workload
+from fshard.plan.report import bytes_from, readable
+from fshard.plan.sweep import STRATEGIES, Estimate, cheapest, sweep
 
 T = TypeVar("T")
 
@@ -45,25 +44,22 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         said = text if default is None else f"{text} (default: %(default)s)"
         parser.add_argument(option, help=said, default=default, **more)
 
-    add("--model", f"{', '.join(model_sizes())}, or package:factory", required=True)
+    rates = Rates()
+    add("--model", f"{', '.join(GPTS)}, or package:factory", required=True)
     add("--world-size", "ranks; several by commas", required=True)
     add("--strategy", f"several by commas, of {', '.join(STRATEGIES)}", "zero3")
-    add("--memory", "what a rank has", "80GB")
+    add("--memory", "memory of a rank", "80GB")
     add("--batch", "sequences of a rank, for known models", 1, type=int)
     add("--node", "ranks of hsdp's inner axis", 8, type=int)
-    add("--units", "what is gathered together, by a pattern of names (default: the class of the repeated layers)")
+    add("--units", "the units, by a pattern of names (default: the class of the repeated layers)")
     add("--activations", "kept; computed again in the backward; or both by a comma", "kept,again")
     add("--regather", "yes, no, or both by a comma, for zero3 and hsdp", "yes")
-    add(
-        "--param-dtype",
-        "that zero3 and hsdp gather in: bfloat16, float16, or float32 for the parameters' own",
-        "bfloat16",
-    )
+    dtypes = "bfloat16, float16, or float32 for the parameters' own"
+    add("--param-dtype", f"that zero3 and hsdp gather in: {dtypes}", "bfloat16")
     parser.add_argument("--full-depth", action="store_true", help="trace all layers rather than extrapolate")
-    rates = Rates()
     add("--tflops", "10^12 floating-point operations a second of a rank", rates.flops / 1e12, type=float)
     add("--memory-rate", "GB/s of a rank to and from its own memory", rates.memory / 1e9, type=float)
-    add("--link", "GB/s that a rank sends, or by axis, as replicate=40,shard=400", f"{rates.link_of('') / 1e9:g}")
+    add("--link", "GB/s that a rank sends, or by axis, as replicate=40,shard=400", "40")
     add("--latency", "microseconds until a collective has begun", rates.latency * 1e6, type=float)
     return parser.parse_args(arguments)
 
@@ -71,52 +67,48 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _run(args: argparse.Namespace) -> int:
     memory = bytes_from("plan", "memory", args.memory)
     workload = workload_of(args.model, args.batch)
-    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": None}
-    (param_dtype,) = _chosen("--param-dtype", args.param_dtype, dtypes)[:1]
-    rates = Rates(args.tflops * 1e12, args.memory_rate * 1e9, _link(args.link), args.latency / 1e6)
-    # With the first row, when all arguments are known to be good.
-    head = iter([*about(workload, args.param_dtype, rates), HEADER])
-
-    def report(row: Estimate) -> None:
-        print(*head, row, sep="\n", flush=True)
-
-    rows = sweep(
+    workload = workload._replace(units=args.units or workload.units)
+    links = _each("--link", args.link, "GB/s, or those of each axis, as replicate=40,shard=400", _link)
+    link = dict(links) if "" not in dict(links) else links[0][1]
+    rates = Rates(args.tflops * 1e12, args.memory_rate * 1e9, link, args.latency / 1e6)
+    (param_dtype,) = _chosen(
+        "--param-dtype", args.param_dtype, bfloat16=torch.bfloat16, float16=torch.float16, float32=None
+    )[:1]
+    estimates = sweep(
         workload,
-        world_sizes=_numbers(args.world_size),
-        strategies=_listed(args.strategy),
-        units=(args.units,),
-        regather=_chosen("--regather", args.regather, {"yes": True, "no": False}),
-        checkpointed=_chosen("--activations", args.activations, {"kept": False, "again": True}),
+        world_sizes=_each("--world-size", args.world_size, "whole numbers of ranks from 1, by commas", _ranks),
+        strategies=_each("--strategy", args.strategy, "names by commas", str),
+        regather=_chosen("--regather", args.regather, yes=True, no=False),
+        checkpointed=_chosen("--activations", args.activations, kept=False, again=True),
         param_dtype=param_dtype,
         node=args.node,
-        depths=None if args.full_depth else DEPTHS,
-        report=report,
+        full_depth=args.full_depth,
         rates=rates,
     )
-    return _conclude(workload, rows, memory, args.memory)
-
-
-def _conclude(workload: Workload, rows: Sequence[Estimate], memory: int, said: str) -> int:
+    # With the first row, when all arguments are known to be good.
+    head = [*about(workload, args.param_dtype, rates), HEADER]
+    rows: list[Estimate] = []
+    for row in estimates:
+        print(*(() if rows else head), row, sep="\n", flush=True)
+        rows.append(row)
     best = cheapest(rows, memory)
     if best is None:
-        least = min(row.peak.total for row in rows)
-        print(f"none fits {said}: the least is {readable(least)}")
+        print(f"none fits {args.memory}: the least is {readable(min(row.peak.total for row in rows))}")
         return 1
-    print(f"\nthe cheapest that fits {said}, by the time that is estimated from these rates:\n{best}")
-    print(*parts_of(best.peak), sep="\n")
+    print(f"\nthe cheapest that fits {args.memory}, by the time that is estimated from these rates:\n{best}")
+    print(*best.peak.lines(), sep="\n")
     if not best.traced:
         print("  ~: about, by extrapolation over the depth; --full-depth counts collectives exactly")
     return 0
 
 
 def about(workload: Workload, param_dtype: str, rates: Rates) -> Iterator[str]:
-    """Lines of what is planned, and of what its time is estimated from."""
-    parameters = list(workload.make(workload.layers or 0).parameters())
+    """Write lines of the workload and of the rates that times are estimated from."""
+    parameters = list(workload.make(workload.layers).parameters())
     count, dtypes = sum(p.numel() for p in parameters), dict.fromkeys(_dtype(p) for p in parameters)
     batch = ", ".join(f"{_dtype(x)}{list(x.shape)}" for x in workload.batch if isinstance(x, torch.Tensor))
-    sizes = model_sizes().get(workload.name)
-    if sizes is not None:
-        batch = f"{len(workload.batch[0])} x {sizes.context} tokens"
+    if workload.name in GPTS:
+        batch = "{} x {} tokens".format(*workload.batch[0].shape)
     gathered = "" if param_dtype == "float32" else f" (zero3, hsdp: gathered as {param_dtype})"
     yield f"{workload.name}: {count:,} parameters of {', '.join(dtypes)}{gathered}, batch of a rank: {batch}"
     yield f"rates: {rates}"
@@ -126,31 +118,25 @@ def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _link(text: str) -> float | dict[str, float]:
-    """Bytes a second of all links, or of each axis."""
+def _link(text: str) -> tuple[str, float]:
+    axis, _, rate = text.rpartition("=")
+    return axis, float(rate) * 1e9
+
+
+def _ranks(text: str) -> int:
+    return int(text) if int(text) > 0 else int("")
+
+
+def _each(option: str, text: str, needed: str, convert: Callable[[str], T]) -> list[T]:
+    """Convert the parts of an option between its commas."""
     try:
-        if "=" not in text:
-            return float(text) * 1e9
-        return {axis: float(rate) * 1e9 for axis, _, rate in (part.partition("=") for part in _listed(text))}
-    except ValueError:
-        needed = "GB/s, or those of each axis, as replicate=40,shard=400"
-        raise ValueError(f"plan: expected --link to be {needed}, got {text!r}") from None
+        return [convert(part.strip()) for part in text.split(",")]
+    except (ValueError, KeyError):
+        raise ValueError(f"plan: expected {option} to be {needed}, got {text!r}") from None
 
 
-def _listed(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",")]
-
-
-def _numbers(text: str) -> list[int]:
-    if not all(part.isdigit() and int(part) for part in _listed(text)):
-        raise ValueError(f"plan: expected --world-size to be whole numbers of ranks from 1, by commas, got {text!r}")
-    return [int(part) for part in _listed(text)]
-
-
-def _chosen(option: str, text: str, choices: Mapping[str, T]) -> list[T]:
-    if unknown := [part for part in _listed(text) if part not in choices]:
-        raise ValueError(f"plan: expected {option} to be one of {', '.join(choices)}, got {unknown[0]!r}")
-    return [choices[part] for part in _listed(text)]
+def _chosen(option: str, text: str, **choices: T) -> list[T]:
+    return _each(option, text, f"one of {', '.join(choices)}", choices.__getitem__)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,60 @@
 """sweep: plans of a workload under many strategies and sizes, deep models by extrapolation over their depth."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
-from fshard.plan.kinds import Bytes
-from fshard.plan.layout import check_mesh
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from fshard import _compat
+from fshard.apply import functionalize
+from fshard.jit.jit import jit
+from fshard.optim import from_torch
+from fshard.plan.models import Workload
 from fshard.plan.plan import plan
 from fshard.plan.rates import Rates
-from fshard.plan.report import Plan, bytes_from, readable
-from fshard.plan.workload import STRATEGIES, Options, Workload, prepared
+from fshard.plan.report import Bytes, Plan, bytes_from, readable
+from fshard.random import fold_in
+from fshard.shard import laid_out
+from fshard.strategies import MIN_SHARD_ELEMENTS, ddp, zero1, zero2, zero3
+from fshard.train_state import TrainState
+from fshard.transforms import ShardTransform, compose, fully_shard, replicate
+from fshard.tree import Axis, Sharded, Spec, Tree
+from fshard.unit_rules import select
+from fshard.update import update
+from fshard.value_and_grad import value_and_grad
 
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 # Depths that are traced of a deeper model.
 DEPTHS = (2, 3, 4)
 
 
-class Estimate(NamedTuple):
-    """What one step of one rank takes.
+class Options(NamedTuple):
+    """How a workload is trained.
 
     Attributes:
-        options: How it is trained.
+        strategy: "ddp", "zero1", "zero2", "zero3" or "hsdp".
+        regather: As for `fs.zero3`; it alone, and hsdp, have it.
+        param_dtype: As for `fs.zero3`; it alone, and hsdp, have it.
+        checkpointed: Whether units compute their activations again in the backward.
+    """
+
+    strategy: str = "zero3"
+    regather: bool = True
+    param_dtype: torch.dtype | None = None
+    checkpointed: bool = False
+
+
+class Estimate(NamedTuple):
+    """The cost of one step of one rank.
+
+    Attributes:
+        options: How the workload is trained.
         mesh: Ranks on each axis.
-        peak: What is held when most is.
+        peak: Bytes held when most are.
         bytes_sent: Nominal ring bytes, scalars left out.
         collectives: How many; about so many where the depth is extrapolated, because small gradients of several layers
             share a collective and fill it at depths that were not traced.
@@ -39,22 +72,14 @@ class Estimate(NamedTuple):
     seconds: float
     traced: bool
 
-    @property
-    def ranks(self) -> int:
-        """All ranks of the mesh."""
-        ranks = 1
-        for size in self.mesh.values():
-            ranks *= size
-        return ranks
-
     def __str__(self) -> str:
-        """One row of a table."""
+        """Write one row of a table."""
         activations = "again" if self.options.checkpointed else "kept"
-        mesh = " x ".join(str(size) for size in self.mesh.values())
+        regather, count = "yes" if self.options.regather else "no", f"{'' if self.traced else '~'}{self.collectives}"
         return (
-            f"{self.options.strategy:<6} {mesh:>12} {activations:>6} {'yes' if self.options.regather else 'no':>9} "
-            f"{readable(self.peak.total):>10} {readable(self.bytes_sent):>10} "
-            f"{('' if self.traced else '~') + str(self.collectives):>12} {self.flops:>9.3g} {self.seconds:>9.3g}"
+            f"{self.options.strategy:<6} {' x '.join(map(str, self.mesh.values())):>12} {activations:>6} {regather:>9} "
+            f"{readable(self.peak.total):>10} {readable(self.bytes_sent):>10} {count:>12} "
+            f"{self.flops:>9.3g} {self.seconds:>9.3g}"
         )
 
 
@@ -65,49 +90,39 @@ def estimate(
     *,
     backend: str = "nccl",
     rates: Rates = Rates(),  # noqa: B008
-    depths: Sequence[int] | None = DEPTHS,
+    full_depth: bool = False,
 ) -> Estimate:
     """Plan a workload, by extrapolation over its depth where that is known and large.
 
     Args:
-        workload: What is trained.
-        options: How.
+        workload: The module and its batch.
+        options: How it is trained.
         mesh: Ranks on each axis.
         backend: As for `fs.plan`.
         rates: As for `fs.plan`.
-        depths: Three depths to trace, each by one layer deeper; None traces the full one.
+        full_depth: Whether to trace all layers instead.
 
     Returns:
         The estimate.
 
     Raises:
-        ValueError: if the depths make no sense, and as by `fs.plan`.
+        ValueError: as by `fs.plan`.
     """
-    sizes = check_mesh(mesh)
 
-    def planned(layers: int | None) -> Plan:
+    def row(layers: int | None) -> tuple[float, ...]:
         step, state = prepared(workload, options, layers)
-        return plan(step, state, *workload.batch, mesh=sizes, backend=backend, rates=rates)
+        found: Plan = plan(step, state, *workload.batch, mesh=mesh, backend=backend, rates=rates)
+        return (*found.peak, found.bytes_sent(), len(found.collectives()), found.flops, found.seconds)
 
-    if depths is not None and (len(depths) != 3 or depths[1] - depths[0] != 1 or depths[2] - depths[1] != 1):
-        raise ValueError(f"plan: expected depths to be three in a row, as {DEPTHS}, or None, got {depths!r}")
-    if depths is None or workload.layers is None or workload.layers <= depths[-1]:
-        rows, deeper = [_row(planned(None))] * 3, 0
-    else:
-        rows, deeper = [_row(planned(layers)) for layers in depths], workload.layers - depths[-1]
-    # What does not grow evenly goes on as it did on the way so far.
-    grown = [last + deeper * _slope(*values) for *values, last in zip(*rows, rows[-1], strict=True)]
-    *held, sent, count, flops, seconds = grown
+    deeper = 0 if full_depth or workload.layers is None else max(0, workload.layers - DEPTHS[-1])
+    columns = zip(*map(row, DEPTHS if deeper else [None]), strict=True)
+    # Where growth is uneven, the mean of the traced depths goes on.
+    *held, sent, count, flops, seconds = (
+        last + deeper * (last - middle if last - middle == middle - first else (last - first) / 2)
+        for first, middle, last in ((column[0], column[len(column) // 2], column[-1]) for column in columns)
+    )
     peak = Bytes(*(max(0, round(size)) for size in held))
-    return Estimate(options, sizes, peak, sent, round(count), round(flops), seconds, not deeper)
-
-
-def _row(found: Plan) -> tuple[float, ...]:
-    return (*found.peak, found.bytes_sent(), len(found.collectives()), found.flops, found.seconds)
-
-
-def _slope(first: float, second: float, third: float) -> float:
-    return third - second if third - second == second - first else (third - first) / 2
+    return Estimate(options, dict(mesh), peak, sent, round(count), round(flops), seconds, not deeper)
 
 
 def sweep(
@@ -115,70 +130,57 @@ def sweep(
     *,
     world_sizes: Sequence[int],
     strategies: Sequence[str] = STRATEGIES,
-    units: Sequence[Any] = (None,),
     regather: Sequence[bool] = (True, False),
     checkpointed: Sequence[bool] = (False, True),
-    param_dtype: Any = None,
+    param_dtype: torch.dtype | None = None,
     node: int = 8,
-    report: Callable[[Estimate], Any] | None = None,
     **more: Any,
-) -> list[Estimate]:
+) -> Iterator[Estimate]:
     """Plan a workload under all combinations of options.
 
     Args:
-        workload: What is trained, such as `gpt("gpt-13b")`.
+        workload: The module and its batch, such as `workload_of("gpt-13b")`.
         world_sizes: Numbers of ranks.
         strategies: Names of strategies.
-        units: Rules for what is gathered together; None means the workload's own.
         regather: Whether units are gathered again in the backward, for zero3 and hsdp, which have the choice.
         checkpointed: Whether activations of units are computed again.
         param_dtype: Dtype that parameters are gathered in, for zero3 and hsdp.
         node: Ranks of hsdp's inner axis.
-        report: Called with each estimate as soon as it is there.
         **more: Passed to `estimate`.
 
-    Returns:
-        The estimates.
+    Yields:
+        The estimates, each as soon as it is there.
 
     Raises:
         ValueError: if an option is unknown or a world size makes no sense, before anything is planned.
     """
-    rows: list[tuple[Options, dict[str, int]]] = []
-    for strategy, ranks in product(strategies, world_sizes):
-        mesh = mesh_of(strategy, ranks, node)
+    meshes = [(strategy, mesh_of(strategy, ranks, node)) for strategy, ranks in product(strategies, world_sizes)]
+    for strategy, mesh in meshes:
         chooses = strategy in ("zero3", "hsdp")
-        for rule, again, drop in product(units, checkpointed, regather if chooses else (True,)):
-            rows.append((Options(strategy, rule, drop, param_dtype if chooses else None, again), mesh))
-    found = []
-    for options, mesh in rows:
-        found.append(estimate(workload, options, mesh, **more))
-        if report is not None:
-            report(found[-1])
-    return found
+        for again, drop in product(checkpointed, regather if chooses else (True,)):
+            options = Options(strategy, drop, param_dtype if chooses else None, again)
+            yield estimate(workload, options, mesh, **more)
 
 
 def mesh_of(strategy: str, ranks: int, node: int = 8) -> dict[str, int]:
-    """The mesh of a strategy: one axis, or hsdp's two."""
+    """Choose the mesh of a strategy: one axis, or hsdp's two."""
     if strategy not in STRATEGIES:
         raise ValueError(f"plan: expected strategy to be one of {', '.join(STRATEGIES)}, got {strategy!r}")
-    if type(ranks) is not int or ranks < 1:
-        raise ValueError(f"plan: expected world size to be a whole number of ranks from 1, got {ranks!r}")
     if strategy != "hsdp":
         return {"shard": ranks}
-    if type(node) is not int or node < 1 or ranks % node:
-        raise ValueError(
-            f"plan: expected world size to be a multiple of hsdp's {node!r} ranks a node, got {ranks}; pass another"
-        )
+    if node < 1 or ranks % node:
+        needed = f"a multiple of hsdp's {node!r} ranks a node"
+        raise ValueError(f"plan: expected world size to be {needed}, got {ranks}; pass another")
     return {"replicate": ranks // node, "shard": node}
 
 
 def cheapest(estimates: Sequence[Estimate], memory: int | str) -> Estimate | None:
-    """The estimate that fits and takes the least time of all ranks together for a batch, fewer ranks first.
+    """Find the estimate that fits and takes the least time of all ranks together for a batch, fewer ranks first.
 
     Args:
-        estimates: What to choose from; all with the same batch for each rank, so that the time of a step is the time
-            of all ranks for each sequence.
-        memory: What a rank has, in bytes or as "80GB".
+        estimates: Estimates with the same batch for each rank, so that the time of a step is the time of all ranks for
+            each sequence.
+        memory: The memory of a rank, in bytes or as "80GB".
 
     Returns:
         The estimate; None where none fits.
@@ -188,4 +190,46 @@ def cheapest(estimates: Sequence[Estimate], memory: int | str) -> Estimate | Non
     """
     limit = bytes_from("plan", "memory", memory)
     fits = [row for row in estimates if row.peak.total <= limit]
-    return min(fits, key=lambda row: (row.seconds, row.ranks), default=None)
+    return min(fits, key=lambda row: (row.seconds, math.prod(row.mesh.values())), default=None)
+
+
+def prepared(workload: Workload, options: Options, layers: int | None = None) -> tuple[Callable[..., Any], TrainState]:
+    """Make the jitted step of a workload, with AdamW and its state donated, and the state on one rank without values.
+
+    Args:
+        workload: The module and its batch.
+        options: How it is trained.
+        layers: Another depth than the workload's.
+    """
+    module = workload.make(layers or workload.layers)
+    if options.checkpointed and workload.units is None:
+        raise ValueError("plan: expected units that compute activations again, got none; name them, or keep all")
+    for part in map(module.get_submodule, select(module, workload.units) if options.checkpointed else ()):
+        part.forward = partial(checkpoint, part.forward, use_reentrant=False)
+    model, tx = functionalize(module, workload.units), from_torch(torch.optim.AdamW, lr=1e-4, fused=True)
+
+    def loss(params: Tree, buffers: Tree, key: torch.Tensor, *batch: Any) -> tuple[torch.Tensor, Tree]:
+        return model.apply(params, *batch, buffers=buffers, key=key)
+
+    def step(state: TrainState, *batch: Any) -> tuple[TrainState, torch.Tensor]:
+        key = fold_in(0, state.step)
+        (value, buffers), grads = value_and_grad(loss, has_aux=True)(state.params, state.buffers, key, *batch)
+        return update(tx, state, grads)._replace(buffers=buffers), value
+
+    # Not on the meta device, which fused optimizers refuse.
+    strategy, fake = strategy_of(options), _compat.fake_maker()
+    params = {
+        name: Sharded(fake(p), laid_out(name, Spec(tuple(p.shape), frozen=not p.requires_grad), strategy, []))
+        for name, p in module.named_parameters()
+    }
+    return jit(step, donate_argnums=0), TrainState.create(params, tx, buffers=model.buffers)
+
+
+def strategy_of(options: Options) -> ShardTransform:
+    """Make a strategy on axes of one rank each, which a plan gives their sizes."""
+    axis: Any = Axis("shard", 1, "")
+    if options.strategy in ("ddp", "zero1", "zero2"):
+        return {"ddp": ddp, "zero1": zero1, "zero2": zero2}[options.strategy](axis)
+    inner = fully_shard(axis, min_shard_elements=MIN_SHARD_ELEMENTS)
+    layout = compose(replicate(Axis("replicate", 1, "")), inner) if options.strategy == "hsdp" else inner
+    return zero3(axis, layout=layout, regather=options.regather, param_dtype=options.param_dtype)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from fshard.plan import Options, Rates, Workload, gpt
+from fshard.plan import Options, Rates, Workload, workload_of
 from fshard.plan.__main__ import about, main
-from fshard.plan.models import model_sizes
-from fshard.plan.workload import prepared
+from fshard.plan.models import GPTS
+from fshard.plan.sweep import prepared
 
 HERE = "tests.plan.test_main"
 RATES = "rates: 400 TFLOP/s, memory 2500 GB/s, link 40 GB/s, latency 20 us"
@@ -85,7 +85,7 @@ def test_rates_are_set_and_told(capsys):
 
 def test_known_models_are_told_with_their_batch():
     told = "gpt-125m: 163,895,808 parameters of float32, batch of a rank: 2 x 2048 tokens"
-    assert list(about(gpt("gpt-125m", 2), "float32", Rates())) == [told, RATES]
+    assert list(about(workload_of("gpt-125m", 2), "float32", Rates())) == [told, RATES]
 
 
 def test_slower_links_take_longer(capsys):
@@ -104,8 +104,8 @@ BAD = {
     ),
     "a factory with arguments": (
         ["--model", f"{HERE}:needs_width"],
-        f"plan: expected defaults for all arguments of {HERE}:needs_width, got none for some (missing a required "
-        "argument: 'width')",
+        f"plan: expected {HERE}:needs_width to take no arguments without defaults, missing a required argument: "
+        "'width'",
     ),
     "a link": (
         ["--link", "shard=fast"],
@@ -113,9 +113,9 @@ BAD = {
     ),
     "a link too few": (
         ["--link", "tp=1"],
-        "plan: expected the rate link of 'shard' to be a number above 0, in units a second, got None",
+        "plan: expected link of shard to be a number above 0, got None",
     ),
-    "no rate": (["--tflops", "0"], "plan: expected the rate flops to be a number above 0, in units a second, got 0.0"),
+    "no rate": (["--tflops", "0"], "plan: expected flops to be a number above 0, got 0.0"),
 }
 
 
@@ -132,7 +132,7 @@ def test_help_says_what_a_factory_returns_and_the_defaults(capsys):
         main(["--help"])
     out = " ".join(capsys.readouterr().out.split())
     assert "returns (module, batch), where module(*batch) is the loss" in out
-    assert ", ".join(model_sizes()) in out
+    assert ", ".join(GPTS) in out
     # But for the two that are required and the switch.
     assert out.count("(default: ") == 12
     assert "None" not in out

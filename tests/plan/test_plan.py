@@ -1,4 +1,4 @@
-"""What a plan tells, and what it leaves alone."""
+"""The figures of a plan, and the state that it leaves alone."""
 
 import re
 
@@ -75,7 +75,7 @@ def test_gathered_units_go_in_and_out():
     assert not any({"0", "1", "2"} <= set(units) for units in there)
 
 
-def test_text_and_picture(tmp_path):
+def test_text():
     plan = planned()
     text = str(plan)
     assert text.startswith("mesh shard 4: ")
@@ -84,9 +84,6 @@ def test_text_and_picture(tmp_path):
     assert "\n  held at the peak; what is not held then is 0\n    parameters " in text
     rates = "400 TFLOP/s, memory 2500 GB/s, link 40 GB/s, latency 20 us"
     assert text.endswith(f" of it waiting: an estimate from these rates:\n    {rates}")
-    pytest.importorskip("matplotlib")
-    plan.plot(tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
 def test_rates_make_the_estimate():
@@ -149,32 +146,23 @@ STEP_ERRORS = {
     ),
     "no function": (lambda mesh: 3, "plan: expected step to be a function of (state, *batch), got an int"),
 }
+NO_MESH = (
+    'plan: expected mesh to be a mapping from names of axes to whole numbers of ranks from 1, as {"shard": 4096}, got '
+)
 ERRORS = {
-    "no mapping": (
-        {"mesh": 4},
-        'plan: expected mesh to be a mapping from names of axes to sizes, as {"shard": 4096}, got an int',
-    ),
-    "no axes": (
-        {"mesh": {}},
-        'plan: expected mesh to be a mapping from names of axes to sizes, as {"shard": 4096}, got empty',
-    ),
-    "no size": (
-        {"mesh": {"shard": 0}},
-        "plan: expected mesh to map names to whole numbers of ranks from 1, got 'shard': 0",
-    ),
-    "half a rank": (
-        {"mesh": {"shard": 2.5}},
-        "plan: expected mesh to map names to whole numbers of ranks from 1, got 'shard': 2.5",
-    ),
+    "no mapping": ({"mesh": 4}, f"{NO_MESH}4"),
+    "no axes": ({"mesh": {}}, f"{NO_MESH}{{}}"),
+    "no size": ({"mesh": {"shard": 0}}, f"{NO_MESH}{{'shard': 0}}"),
+    "half a rank": ({"mesh": {"shard": 2.5}}, f"{NO_MESH}{{'shard': 2.5}}"),
     "another axis": (
         {"mesh": {"data": 4}},
         "plan: expected mesh to have the state's axes, 'shard', got 'data'; give each a size, or make the state "
-        "with a strategy of the axes meant",
+        "with a strategy of other axes",
     ),
     "one axis more": (
         {"mesh": {"shard": 4, "tp": 2}},
         "plan: expected mesh to have the state's axes, 'shard', got 'shard', 'tp'; give each a size, or make the "
-        "state with a strategy of the axes meant",
+        "state with a strategy of other axes",
     ),
     "a rank that there is not": (
         {"rank": 4},
@@ -183,11 +171,11 @@ ERRORS = {
     "a backend": ({"backend": "mpi"}, "plan: expected backend to be one of ('nccl', 'gloo'), got 'mpi'"),
     "no rate": (
         {"rates": Rates(flops=0)},
-        "plan: expected the rate flops to be a number above 0, in units a second, got 0",
+        "plan: expected flops to be a number above 0, got 0",
     ),
     "a link too few": (
         {"rates": Rates(link={"tp": 1.0})},
-        "plan: expected the rate link of 'shard' to be a number above 0, in units a second, got None",
+        "plan: expected link of shard to be a number above 0, got None",
     ),
 }
 
@@ -221,7 +209,8 @@ def test_arguments_without_a_sharded_leaf_are_refused():
 def test_a_shard_that_does_not_fit_its_spec_is_refused():
     spec = fs.zero3(fs.Axis("shard", 1, "")).layout(fs.Spec((8, 256)))
     with pytest.raises(
-        ValueError, match=re.escape("['w']: expected (8, 256) as its spec says, got a shard of shape (7, 256)")
+        ValueError,
+        match=re.escape("['w']: expected a local tensor of shape (8, 256), got a local tensor of shape (7, 256)"),
     ):
         fs.plan(lambda p: p, {"w": fs.Sharded(torch.zeros(7, 256), spec)}, mesh={"shard": 4})
 

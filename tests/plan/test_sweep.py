@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from fshard.plan import Options, cheapest, estimate, gpt, sweep, workload_of
+from fshard.plan import Options, cheapest, estimate, sweep, workload_of
 from fshard.plan.__main__ import main
-from fshard.plan.models import GPT, Block, Sizes
-from fshard.plan.workload import STRATEGIES, Workload
-from tests.jit.steps import refused, slow
+from fshard.plan.models import GPT, Block, Workload
+from fshard.plan.sweep import STRATEGIES
+from tests.jit.steps import slow
 
 ROOT = Path(__file__).parents[2]
 DEEP = 9
@@ -22,7 +22,7 @@ DEEP = 9
 
 def make(layers):
     with torch.device("meta"):
-        return GPT(Sizes(width=1024, layers=layers, heads=8, vocabulary=512, context=128))
+        return GPT(width=1024, layers=layers, heads=8, vocabulary=512, context=128)
 
 
 TOKENS = torch.zeros(2, 128, dtype=torch.int64)
@@ -54,7 +54,7 @@ def broken():
 def test_extrapolation_is_the_full_depth(strategy, checkpointed):
     mesh = {"replicate": 2, "shard": 8} if strategy == "hsdp" else {"shard": 16}
     options = Options(strategy, checkpointed=checkpointed)
-    found, full = (estimate(WORKLOAD, options, mesh, depths=depths) for depths in ((2, 3, 4), None))
+    found, full = (estimate(WORKLOAD, options, mesh, full_depth=whole) for whole in (False, True))
     assert (found.bytes_sent, found.flops) == (full.bytes_sent, full.flops)
     # Small gradients of several layers share a collective.
     assert found.collectives == pytest.approx(full.collectives, rel=0.05)
@@ -65,9 +65,7 @@ def test_extrapolation_is_the_full_depth(strategy, checkpointed):
 
 
 def test_a_sweep_finds_the_cheapest_that_fits():
-    seen = []
-    rows = sweep(SHALLOW, world_sizes=(8, 16), strategies=("ddp", "hsdp"), regather=(True,), report=seen.append)
-    assert rows == seen
+    rows = list(sweep(SHALLOW, world_sizes=(8, 16), strategies=("ddp", "hsdp"), regather=(True,)))
     assert len(rows) == 8
     memory = sorted(row.peak.total for row in rows)[4]
     best = cheapest(rows, memory)
@@ -82,9 +80,8 @@ def test_units_and_regathering_are_options():
     )
     assert kept.bytes_sent < dropped.bytes_sent
     assert kept.peak.gathered > dropped.peak.gathered
-    (whole,) = sweep(
-        SHALLOW, world_sizes=(16,), strategies=("zero3",), regather=(True,), checkpointed=(False,), units=("*",)
-    )
+    merged = SHALLOW._replace(units="*")
+    (whole,) = sweep(merged, world_sizes=(16,), strategies=("zero3",), regather=(True,), checkpointed=(False,))
     assert whole.peak.total != dropped.peak.total
 
 
@@ -92,7 +89,7 @@ def test_units_and_regathering_are_options():
 @pytest.mark.parametrize("name, ranks, at_most", [("gpt-175b", 4096, 13.2e9), ("gpt-1t", 4096, 50e9)])
 def test_large_models_are_planned(name, ranks, at_most):
     options = Options("zero3", param_dtype=torch.bfloat16, checkpointed=True)
-    assert 0.9 * at_most < estimate(gpt(name), options, {"shard": ranks}).peak.total < at_most
+    assert 0.9 * at_most < estimate(workload_of(name), options, {"shard": ranks}).peak.total < at_most
 
 
 def test_the_command_line(capsys):
@@ -119,13 +116,13 @@ ARGUMENTS = ["--model", "gpt-125m", "--world-size", "4"]
 BAD = {
     "a model": (
         ["--model", "gpt-9b"],
-        "plan: expected model to be one of gpt-125m, gpt-1.3b, gpt-13b, gpt-175b, gpt-1t, or a module as "
-        "package:factory, got 'gpt-9b'",
+        "plan: expected model to be one of gpt-125m, gpt-1.3b, gpt-13b, gpt-175b, gpt-1t, or package:factory, a "
+        "function that can be imported, got 'gpt-9b': no such model",
     ),
     "a module": (
         ["--model", "no_such:factory"],
-        "plan: expected model to be package:factory of what can be imported, got 'no_such:factory': No module "
-        "named 'no_such'",
+        "plan: expected model to be one of gpt-125m, gpt-1.3b, gpt-13b, gpt-175b, gpt-1t, or package:factory, a "
+        "function that can be imported, got 'no_such:factory': No module named 'no_such'",
     ),
     "what a factory returns": (
         ["--model", "tests.plan.test_sweep:broken"],
@@ -157,11 +154,6 @@ def test_bad_arguments_are_refused(name, capsys):
     changes, text = BAD[name]
     assert main([*ARGUMENTS, *changes]) == 2
     assert capsys.readouterr().err.strip() == text
-
-
-def test_bad_depths_are_refused():
-    with refused("plan: expected depths to be three in a row, as (2, 3, 4), or None, got (2, 4)"):
-        estimate(WORKLOAD, Options(), {"shard": 4}, depths=(2, 4))
 
 
 def test_a_factory_of_one_depth_is_traced_whole():
