@@ -1,4 +1,4 @@
-"""trace: what the collectives of real steps did and when, and which rank the others waited for."""
+"""trace: the collectives of real steps over time, and the stragglers among the ranks."""
 
 from fshard.trace.report import Report
 from fshard.trace.trace import Trace, trace

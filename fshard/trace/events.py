@@ -1,4 +1,4 @@
-"""Events and timelines: what each rank recorded, in a form that travels, and how timelines get one clock."""
+"""Events and timelines of the ranks, in a form that travels, and one clock for all."""
 
 import base64
 import pickle
@@ -63,7 +63,7 @@ class Event:
 
     @property
     def is_agreement(self) -> bool:
-        """Whether ranks compare with it what they do, rather than send what a step needs."""
+        """Whether ranks compare their calls with it, rather than send tensors of a step."""
         return self.who == comm.AGREE
 
     @property

@@ -1,4 +1,4 @@
-"""Report: whom ranks waited for and what each held, as numbers, a table, a picture and a Perfetto file."""
+"""Report: the stragglers of a trace and the memory of its ranks, as numbers, a table, a picture and a file."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ OTHERS, AGREEMENT = "(no unit)", "(agreement)"
 MEANINGS = (
     (AGREEMENT, "ranks compare what they do, where a pass begins or ends; one that is late there was slow before"),
     (BETWEEN, "between a step's last gradients and the next step: the update, data, the caller's own code"),
-    (OTHERS, "what is done for no unit, such as the sum of the losses"),
+    (OTHERS, "work for no unit, such as the sum of the losses"),
 )
 
 
@@ -51,7 +51,7 @@ class UnitRow(NamedTuple):
     Attributes:
         unit: Its name.
         collectives: How many were for it, on the rank that had the most.
-        bytes: What they sent in nominal ring terms, on the rank that sent the most.
+        bytes: Bytes that they sent in nominal ring terms, on the rank that sent the most.
         computing: By rank.
         waiting: By rank.
         held_up: By rank how long the others waited for it, summed over them.
@@ -66,7 +66,7 @@ class UnitRow(NamedTuple):
 
 
 class Report:
-    """What ranks did during a trace.
+    """The time and memory of all ranks during a trace.
 
     Attributes:
         timelines: By rank, all by the clock of the first one.
@@ -79,7 +79,7 @@ class Report:
     """
 
     def __init__(self, timelines: Sequence[Timeline], clock_error: int) -> None:
-        """Match what was recorded, and sum it up."""
+        """Match the recorded events, and sum them up."""
         self.timelines, self.clock_error = list(timelines), clock_error / 1e9
         self.matched, self.mismatches = match(self.timelines)
         self.spans: dict[int, list[Span]] = {timeline.rank: list(spans(timeline)) for timeline in self.timelines}
@@ -98,7 +98,7 @@ class Report:
 
     @property
     def latest(self) -> int | None:
-        """The rank that others waited for longest; None where nobody waited for any."""
+        """The rank that others waited for longest; None where no rank waited."""
         row = max(self.ranks, key=lambda row: row.held_up)
         return row.rank if row.held_up else None
 
@@ -114,7 +114,7 @@ class Report:
         return max(peaks) * len(peaks) / (sum(peaks) or 1)
 
     def plot(self, path: str | Path) -> None:
-        """Draw what each rank did over time, and its memory. One rank calls it.
+        """Draw the time of each rank, and its memory. One rank calls it.
 
         Args:
             path: Where to write the picture, such as "trace.png". Needs matplotlib.

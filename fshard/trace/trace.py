@@ -28,7 +28,7 @@ class Meter(NamedTuple):
     """Reads the memory of this process.
 
     Attributes:
-        name: What it counts.
+        name: The memory that it counts.
         read: Returns the bytes now.
     """
 
@@ -72,7 +72,7 @@ class Trace:
         self._held = self._last = self._left = self._meter.read()
 
     def report(self, alone: bool = False) -> Report:
-        """Collect what all ranks have recorded, and find out who waited for whom.
+        """Collect the records of all ranks, and find the stragglers.
 
         Every rank calls it, also one whose trace was interrupted or recorded nothing: it exchanges clocks and sends
         every rank all timelines. Where one does not, the others wait for it until the process group's timeout. Times of
@@ -162,18 +162,18 @@ def _exchange(axis: Axis) -> list[tuple[int, int]]:
 def trace() -> Iterator[Trace]:
     """Record when each collective of this thread starts and is waited for, and the memory then, eager or jitted.
 
-    Nothing is sent inside the context, and nothing in it is slower but collectives, by a few microseconds. What lies
+    Nothing is sent inside the context, and nothing in it is slower but collectives, by a few microseconds. The time
     between them is computing, which a report counts for the unit that was gathered last, or whose gradients it makes.
-    Inside another trace both record. Memory is read every 5 ms at most: what Linux holds resident for the process
-    (elsewhere its peak), or on CUDA what torch's allocator has given out. On CUDA times are those of the host, which
-    does not wait for the device.
+    Inside another trace both record. Memory is read every 5 ms at most: the resident set of the process on Linux
+    (elsewhere its peak), or on CUDA the allocations of torch. On CUDA times are those of the host, which does not wait
+    for the device.
 
     Yields:
         The trace, whose `report` every rank calls once the context has ended; one that was left by an exception has
-        what there was until then.
+        the events until then.
 
     Raises:
-        ValueError: inside of what `fs.jit` traces, where nothing runs.
+        ValueError: inside a function that `fs.jit` traces, where nothing runs.
 
     >>> import fshard as fs
     >>> with fs.trace() as trace:
