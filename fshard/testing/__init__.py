@@ -1,15 +1,12 @@
 """Tools to test sharded programs: ranks to run them on, and comparisons that name the leaf."""
 
-from fshard.testing.adjoint import check_adjoint
 from fshard.testing.against_ddp import Match, assert_matches_ddp
 from fshard.testing.budget import assert_budget
-from fshard.testing.compare import assert_trees_close
-from fshard.testing.pure import check_pure
-from fshard.testing.rank_error import RankError
+from fshard.testing.compare import assert_trees_close, check_pure
 from fshard.testing.spmd import spmd
-from fshard.testing.transform import TransformReport, check_transform
+from fshard.testing.transforms import TransformReport, check_adjoint, check_transform
 from fshard.testing.varying import check_varying
-from fshard.testing.workers import Workers
+from fshard.testing.workers import RankError, Workers
 
 __all__ = [
     "Match",

@@ -1,14 +1,15 @@
-"""assert_budget: what a train step may take, as a unit test."""
+"""assert_budget: limits of the memory and traffic of a train step, as a unit test."""
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fshard import comm
 from fshard.checks import kind
-from fshard.plan import Bytes, Plan, plan
+from fshard.plan import Plan, plan
 from fshard.plan.report import bytes_from, readable
-from fshard.tree import Axis, flatten, is_sharded
+from fshard.tree import flatten, is_sharded
 
 _OPS = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 # So many units are named that broke a budget.
@@ -33,11 +34,11 @@ def assert_budget(
         peak_bytes: The most bytes that a rank may hold at a time, state and batch included: a number, or as "80GB".
         bytes_sent: The most bytes that it may send, in nominal ring terms.
         collectives: The most collectives, in all or by op, as {"all_gather": 12}.
-        mesh: Ranks on each axis, as for `fs.plan`; None means the state's own.
+        mesh: Ranks on each axis, as for `fs.plan`; None takes the state's own.
         **options: Passed to `fs.plan`; with the state's own mesh the backend is that of its process groups.
 
     Returns:
-        The plan, for what else is to be asserted.
+        The plan, for further assertions.
 
     Raises:
         ValueError: if a budget or the arguments make no sense, or there is none, and as by `fs.plan`.
@@ -57,70 +58,47 @@ def assert_budget(
         raise ValueError(
             f"assert_budget: expected args to be the step's arguments as a tuple, the state first, got {kind(args)}"
         )
-    limits = {
-        name: bytes_from("assert_budget", name, value)
-        for name, value in {"peak_bytes": peak_bytes, "bytes_sent": bytes_sent}.items()
-        if value is not None
-    }
-    by_op = _by_op(collectives)
+    budgets = {"peak_bytes": peak_bytes, "bytes_sent": bytes_sent}
+    limits = {name: bytes_from("assert_budget", name, value) for name, value in budgets.items() if value is not None}
+    by_op = collectives if isinstance(collectives, Mapping) else {} if collectives is None else {"": collectives}
+    for op, limit in by_op.items():
+        if op not in ("", *_OPS) or type(limit) is not int or limit < 0:
+            needed = f"a whole number, 0 or more, or one for each op of {_OPS}"
+            raise ValueError(f"assert_budget: expected collectives to be {needed}, got {collectives!r:.100}")
     if not limits and not by_op:
         raise ValueError("assert_budget: expected peak_bytes=, bytes_sent= or collectives=, got none of them")
     if mesh is None:
-        axes = _axes_of(args)
+        leaves = [leaf for leaf in flatten(tuple(args)).leaves if is_sharded(leaf)]
+        axes = list(dict.fromkeys(axis for leaf in leaves for axis in leaf.spec.axes))
         mesh = {axis.name: axis.size for axis in axes}
         if axes and "backend" not in options:
             options["backend"] = comm.backend_of(axes)
     found = plan(step, *args, mesh=mesh, **options)
-    broken = [*_broken_bytes(found, limits), *_broken_counts(found, by_op)]
+    broken = list(_broken(found, limits, by_op))
     if broken:
         place = ", ".join(f"{name} {size}" for name, size in found.mesh.items())
         raise AssertionError("\n  ".join([f"assert_budget: the step breaks its budget on a mesh of {place}", *broken]))
     return found
 
 
-def _by_op(collectives: Any) -> dict[str, int]:
-    limits = collectives if isinstance(collectives, Mapping) else {} if collectives is None else {"": collectives}
-    for op, limit in limits.items():
-        if op not in ("", *_OPS):
-            raise ValueError(f"assert_budget: expected collectives to name ops of {_OPS}, got {op!r}")
-        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
-            what = f"collectives of {op}" if op else "collectives"
-            raise ValueError(
-                f"assert_budget: expected {what} to be a whole number, 0 or more, or one for each op, got {limit!r}"
-            )
-    return dict(limits)
-
-
-def _axes_of(args: Sequence[Any]) -> list[Axis]:
-    leaves = [leaf for leaf in flatten(tuple(args)).leaves if is_sharded(leaf)]
-    return list(dict.fromkeys(axis for leaf in leaves for axis in leaf.spec.axes))
-
-
-def _broken_bytes(found: Plan, limits: Mapping[str, int]) -> Iterator[str]:
-    if found.peak_bytes > limits.get("peak_bytes", found.peak_bytes):
-        held = {name.replace("_", " "): size for name, size in zip(Bytes._fields, found.peak, strict=True) if size}
-        yield f"peak_bytes is {found.peak_bytes}, at most {limits['peak_bytes']} allowed; held {_shown(held)}"
+def _broken(found: Plan, limits: Mapping[str, int], by_op: Mapping[str, int]) -> Iterator[str]:
+    """Write a line for each budget that is broken, with the units that break it."""
+    if found.peak_bytes > limits.get("peak_bytes", math.inf):
+        held = {name.replace("_", " "): size for name, size in found.peak._asdict().items()}
+        yield f"peak_bytes is {found.peak_bytes}, at most {limits['peak_bytes']} allowed; held {_most(held)}"
         if found.timeline:
             units = f", with {', '.join(found.at_peak.units)} gathered or in flight" if found.at_peak.units else ""
             yield f"  at {found.at_peak.operator} ({found.at_peak.name}){units}"
-    if found.bytes_sent() > limits.get("bytes_sent", found.bytes_sent()):
-        sent = {name: traffic.bytes for name, traffic in found.by_unit().items() if traffic.bytes}
-        yield f"bytes_sent is {found.bytes_sent():.0f}, at most {limits['bytes_sent']} allowed; sent for {_shown(sent)}"
-
-
-def _broken_counts(found: Plan, limits: Mapping[str, int]) -> Iterator[str]:
-    for op, limit in limits.items():
+    if found.bytes_sent() > limits.get("bytes_sent", math.inf):
+        sent = _most({name: traffic.bytes for name, traffic in found.by_unit().items()})
+        yield f"bytes_sent is {found.bytes_sent():.0f}, at most {limits['bytes_sent']} allowed; sent for {sent}"
+    for op, limit in by_op.items():
         issued = Counter(m.unit for m in found.timeline if m.collective and op in ("", m.collective.op))
         if issued.total() > limit:
             what = f"collectives of {op}" if op else "collectives"
-            names = _first(f"{name} {count}" for name, count in issued.most_common())
-            yield f"{what} is {issued.total()}, at most {limit} allowed; issued for {names}"
+            yield f"{what} is {issued.total()}, at most {limit} allowed; issued for {_most(issued, str)}"
 
 
-def _shown(sizes: Mapping[str, float]) -> str:
-    return _first(f"{name} {readable(size)}" for name, size in sorted(sizes.items(), key=lambda item: -item[1]))
-
-
-def _first(texts: Iterable[str]) -> str:
-    shown = list(texts)
+def _most(sizes: Mapping[str, float], show: Callable[[float], str] = readable) -> str:
+    shown = [f"{name} {show(size)}" for name, size in sorted(sizes.items(), key=lambda item: -item[1]) if size]
     return ", ".join([*shown[:_NAMED], *([f"and {len(shown) - _NAMED} more"] if len(shown) > _NAMED else [])])

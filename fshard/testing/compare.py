@@ -1,10 +1,12 @@
-"""assert_trees_close: two trees agree leaf by leaf, sharded or full."""
+"""Comparisons of trees: of two, sharded or full, and of a step's arguments before and after it."""
 
+import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fshard.checks import NOT_NEGATIVE, check_flags, check_numbers, same_structure
+from fshard.checks import GIVEN_UP, NOT_NEGATIVE, check_flags, check_numbers, kind, same_structure
 from fshard.errors import Problem, leaf_error
 from fshard.shard import unshard, without_padding
 from fshard.tree import Tree, flatten, is_sharded
@@ -36,17 +38,17 @@ def assert_trees_close(
     check_numbers("assert_trees_close", NOT_NEGATIVE, **given)
     found, needed = flatten(actual), flatten(expected)
     same_structure("assert_trees_close", found, needed)
-    alike = [
+    same_spec = [
         is_sharded(a) and is_sharded(b) and a.spec == b.spec for a, b in zip(found.leaves, needed.leaves, strict=True)
     ]
     # One side of these is sharded differently, so both are compared in full.
     left, right = (
-        unshard([leaf for leaf, same in zip(leaves, alike, strict=True) if not same])
+        unshard([leaf for leaf, same in zip(leaves, same_spec, strict=True) if not same])
         for leaves in (found.leaves, needed.leaves)
     )
     left, right = iter(left), iter(right)
     problems = []
-    for path, a, b, same in zip(found.paths, found.leaves, needed.leaves, alike, strict=True):
+    for path, a, b, same in zip(found.paths, found.leaves, needed.leaves, same_spec, strict=True):
         a, b = (without_padding(a), without_padding(b)) if same else (next(left), next(right))
         difference = _difference(a, b, rtol, atol, exact)
         if difference:
@@ -56,7 +58,7 @@ def assert_trees_close(
 
 
 def _difference(a: Any, b: Any, rtol: float | None, atol: float | None, exact: bool) -> tuple[str, str] | None:
-    """What is there and what was expected, where two leaves differ."""
+    """Describe the found and the expected value, where two leaves differ."""
     if a is None or b is None:
         return None if a is b else (f"{a!r}", f"{b!r}")
     a, b = (torch.as_tensor(leaf).detach() for leaf in (a, b))
@@ -76,9 +78,60 @@ def _difference(a: Any, b: Any, rtol: float | None, atol: float | None, exact: b
 
 
 def default_tolerances(dtype: torch.dtype) -> tuple[float, float]:
-    """The relative and absolute tolerance that torch.testing.assert_close has for a dtype."""
+    """Look up the relative and absolute tolerance that torch.testing.assert_close has for a dtype."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0, 0.0
     return {torch.float16: (1e-3, 1e-5), torch.bfloat16: (1.6e-2, 1e-5), torch.float32: (1.3e-6, 1e-5)}.get(
         dtype, (1e-7, 1e-7)
     )
+
+
+def check_pure(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a step and assert that it has changed no bit of its arguments.
+
+    `value_and_grad` and `apply` themselves refuse writes in place that autograd counts. This check also sees the
+    others, through `tensor.data`, `tensor.numpy()` or a custom kernel, by a digest of every tensor before the step and
+    after it.
+
+    Args:
+        step: The function, such as a train step.
+        *args: Its arguments: pytrees, whose tensors and Sharded leaves are compared.
+        **kwargs: Those by keyword, likewise.
+
+    Returns:
+        What the step returned. Tensors that were donated to it are not compared.
+
+    Raises:
+        AssertionError: with the path of every tensor that changed.
+
+    >>> check_pure(lambda tree: tree["w"] + 1, {"w": torch.ones(2)})
+    tensor([2., 2.])
+    """
+    if not callable(step):
+        raise ValueError(f"check_pure: expected step to be a function, got {kind(step)}")
+    trees = [(f"argument {i}", arg) for i, arg in enumerate(args)]
+    flats = [(name, flatten(tree)) for name, tree in (*trees, *kwargs.items())]
+    tensors = [
+        (f"{name}{path}", tensor)
+        for name, flat in flats
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if isinstance(tensor := leaf.local if is_sharded(leaf) else leaf, torch.Tensor)
+    ]
+    before = [_digest(tensor) for _, tensor in tensors]
+    out = step(*args, **kwargs)
+    problems = [
+        Problem(path, "other values after the step", "those before it")
+        for (path, tensor), digest in zip(tensors, before, strict=True)
+        if GIVEN_UP not in tensor.__dict__ and _digest(tensor) != digest
+    ]
+    if problems:
+        remedy = "find the write in place to these tensors or to a view of them, and compute a new tensor instead"
+        raise AssertionError(leaf_error("check_pure: the step changed its arguments", problems, remedy).args[0])
+    return out
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    """Hash a tensor's shape, dtype and bits."""
+    values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    header = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
+    return hashlib.blake2b(header + values.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()

@@ -1,20 +1,37 @@
-"""One program on several ranks."""
+"""spmd: one program on several ranks, which are processes, or threads of this process."""
 
+import ctypes
+import queue
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable
-from typing import TypeVar
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
 
+import torch
+import torch.distributed as dist
+
+from fshard._compat import ThreadedCollective, shared_dual_level, threaded_process_groups
 from fshard.checks import POSITIVE, check_function, check_numbers
-from fshard.testing.simulate import simulate
-from fshard.testing.workers import Workers
-
-# Simulated ranks; a machine has no memory for the threads of many more.
-MAX_THREADS = 4096
+from fshard.testing.workers import RankError, Workers
 
 T = TypeVar("T")
+
+# Seconds in which ranks may still end, or fail, by themselves once one has failed.
+GRACE = 1.0
+# Simulated ranks; a machine has no memory for the threads of many more.
+MAX_THREADS = 4096
 
 
 def spmd(f: Callable[[], T], world: int | Workers, timeout: float = 60.0) -> list[T]:
     """Run `f` on every rank of a world, simulated or real.
+
+    A simulated rank is a thread of this process with process groups of its own, built on those that torch has for its
+    tests. Code written for `torch.distributed` runs unchanged, subgroups and device meshes included; only
+    point-to-point messages are missing. Autograd, dispatch modes and forward-mode AD belong to a rank. State of the
+    process is shared by all ranks: draw random numbers from a `torch.Generator`, catch warnings outside `f`.
 
     Args:
         f: The program of one rank. `torch.distributed` is initialised when it is called.
@@ -26,10 +43,12 @@ def spmd(f: Callable[[], T], world: int | Workers, timeout: float = 60.0) -> lis
 
     Raises:
         ValueError: `f` is no function, or `world` or `timeout` out of range.
-        RankError: A rank failed, ended or was stuck.
+        RankError: A rank failed, ended or was stuck; of a simulation, its error on the lowest failing rank is the
+            cause, or ranks deadlocked or called different collectives at once.
+        RuntimeError: A simulation is already running.
 
-    >>> spmd(lambda: "done", world=2)
-    ['done', 'done']
+    >>> spmd(dist.get_rank, world=3)
+    [0, 1, 2]
     """
     check_function("spmd", f)
     check_numbers("spmd", POSITIVE, timeout=timeout)
@@ -38,4 +57,162 @@ def spmd(f: Callable[[], T], world: int | Workers, timeout: float = 60.0) -> lis
     if type(world) is not int or not 1 <= world <= MAX_THREADS:
         expected = f"Workers, or a whole number from 1 to {MAX_THREADS}"
         raise ValueError(f"spmd: expected world to be {expected}, got {world!r:.40}")
-    return simulate(f, world, timeout)
+    simulation = _Simulation(f, world, timeout)
+    with threaded_process_groups(simulation.join), shared_dual_level():
+        return simulation.run()
+
+
+class _Stop(SystemExit):
+    """Ends a rank whose simulation is over: no Exception, which a program may handle, and silent in a thread."""
+
+
+class _Call(NamedTuple):
+    """Message of a rank that waits in a collective. Its reply: True when the data is in place, False to stop."""
+
+    rank: int
+    collective: ThreadedCollective
+    reply: queue.SimpleQueue[bool]
+
+
+class _End(NamedTuple):
+    """Message of a rank that has ended: the value or the error of its program."""
+
+    rank: int
+    value: Any
+    error: BaseException | None
+
+
+class _Simulation:
+    """The ranks' threads, and the caller's, which alone keeps account of the ranks and runs their collectives.
+
+    A rank that ran a collective would show it to its dispatch modes and torch.func levels, which see no real one.
+    """
+
+    def __init__(self, f: Callable[[], Any], world_size: int, timeout: float) -> None:
+        self.timeout = timeout
+        self.inbox: queue.SimpleQueue[_Call | _End] = queue.SimpleQueue()
+        self.waiting: dict[int, _Call] = {}
+        self.ended: dict[int, _End] = {}
+        self.over = threading.Event()
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        self.threads = [
+            threading.Thread(target=self._rank, args=(f, rank, store), name=f"rank {rank}", daemon=True)
+            for rank in range(world_size)
+        ]
+
+    def _rank(self, f: Callable[[], Any], rank: int, store: Any) -> None:
+        """Run the program of a rank, on its thread."""
+        try:
+            limit = timedelta(seconds=self.timeout)
+            dist.init_process_group("threaded", rank=rank, world_size=len(self.threads), store=store, timeout=limit)
+            try:
+                value = f()
+            finally:
+                # A rank that ends after its simulation sees the process's own group, which is not its to destroy.
+                if not self.over.is_set() and dist.is_initialized():
+                    dist.destroy_process_group()
+            self.inbox.put(_End(rank, value, None))
+        except BaseException as error:
+            self.inbox.put(_End(rank, None, error))
+
+    def join(self, collective: ThreadedCollective) -> None:
+        """Wait for a collective, on the thread of a rank that called it."""
+        if threading.current_thread() not in self.threads:
+            raise RuntimeError(f"{collective.kind} was called on a thread that is no rank of the running simulation")
+        reply: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self.inbox.put(_Call(self.threads.index(threading.current_thread()), collective, reply))
+        if not reply.get():
+            raise _Stop
+
+    def run(self) -> list[Any]:
+        """Run the ranks until all have ended or one has failed, and return their values or raise their error."""
+        deadline = time.monotonic() + self.timeout
+        try:
+            for thread in self.threads:
+                thread.start()
+            while len(self.ended) < len(self.threads):
+                message = self._receive(deadline)
+                if message is None:
+                    raise RankError(self._report(f"timed out after {self.timeout} s"))
+                if isinstance(message, _Call):
+                    self._run_if_complete(message.collective)
+                elif message.error:
+                    break
+                if self.waiting and len(self.waiting) + len(self.ended) == len(self.threads):
+                    raise RankError(self._report("deadlock"))
+        finally:
+            self._stop()
+        ends = [self.ended[rank] for rank in sorted(self.ended)]
+        for end in ends:
+            if end.error and not isinstance(end.error, _Stop):
+                text = "".join(traceback.format_exception(end.error))
+                raise RankError(f"rank {end.rank} of {len(self.threads)} failed:\n{text}") from end.error
+        return [end.value for end in ends]
+
+    def _receive(self, deadline: float) -> _Call | _End | None:
+        """Take account of the next message; None if there is none by the deadline."""
+        try:
+            message = self.inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            return None
+        if isinstance(message, _Call):
+            self.waiting[message.rank] = message
+        else:
+            self.ended[message.rank] = message
+        return message
+
+    def _run_if_complete(self, collective: ThreadedCollective) -> None:
+        """Run a collective if every member of its group has called one."""
+        calls = [self.waiting[rank] for rank in collective.ranks if rank in self.waiting]
+        calls = [call for call in calls if call.collective.group == collective.group]
+        if len(calls) < len(collective.ranks):
+            return
+        if len({call.collective.kind for call in calls}) > 1:
+            raise RankError(self._report("different collectives at once"))
+        try:
+            # Inference mode: tensors that a rank made in inference mode can be written in no other.
+            with torch.inference_mode():
+                collective.run([call.collective.data for call in calls])
+        except Exception as error:
+            raise RankError(self._report(f"{collective.kind} failed: {error}")) from error
+        for call in calls:
+            del self.waiting[call.rank]
+            call.reply.put(True)
+
+    def _stop(self) -> None:
+        """End all ranks: those in a collective at once, others when they call one, at last by an interrupt."""
+        self.over.set()
+        self._drain()
+        for rank, thread in enumerate(self.threads):
+            if rank not in self.ended and thread.ident is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Stop))
+        self._drain()
+
+    def _drain(self) -> None:
+        """Refuse all collectives until all ranks have ended or the grace is over."""
+        deadline = time.monotonic() + GRACE
+        while len(self.ended) < len(self.threads):
+            for call in self.waiting.values():
+                call.reply.put(False)
+            self.waiting.clear()
+            if self._receive(deadline) is None:
+                return
+
+    def _report(self, headline: str) -> str:
+        """Report the state of each rank: ended, waiting in a collective or running, with its stack."""
+        stuck = [rank for rank in range(len(self.threads)) if rank not in self.ended]
+        lines = [f"{headline}: ranks {sorted(self.ended)} of {len(self.threads)} finished, ranks {stuck} did not\n"]
+        frames = sys._current_frames()
+        for rank in stuck:
+            if rank in self.waiting:
+                collective = self.waiting[rank].collective
+                lines.append(f"rank {rank} waits in {collective.kind} with ranks {collective.ranks}:\n")
+            else:
+                lines.append(f"rank {rank} runs:\n")
+            ident = self.threads[rank].ident
+            if ident in frames:
+                stack = traceback.extract_stack(frames[ident])
+                lines += traceback.format_list(
+                    [frame for frame in stack if frame.filename not in (__file__, threading.__file__)]
+                )
+        return "".join(lines)

@@ -1,4 +1,4 @@
-"""check_varying: where a local loss takes what agrees between ranks for what varies, or the other way round."""
+"""check_varying: find where a local loss uses an invariant value as a varying one, or the other way round."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,14 +13,13 @@ from fshard.objective import reduction_axes
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, unflatten
 
 
-# What each collective makes of what: whether its result, and what it takes, vary between the ranks of its axis.
 class Kind(NamedTuple):
-    """What a collective makes of what.
+    """The types of a collective's operand and result.
 
     Attributes:
         result: Whether its result varies between the ranks of its axis.
-        operand: Whether what it takes varies.
-        advice: What to use where the result is taken for the other kind.
+        operand: Whether its operand varies.
+        advice: The remedy where the result should be of the other type.
     """
 
     result: bool
@@ -32,7 +31,7 @@ KINDS = MappingProxyType(
     {
         "psum": Kind(True, True, "fs.psum_invariant, whose sum agrees"),
         "psum_invariant": Kind(False, True, "fs.pvary of it first"),
-        "pvary": Kind(True, False, "fs.psum_invariant of what is computed from it first"),
+        "pvary": Kind(True, False, "fs.psum_invariant of a value computed from it first"),
         "all_gather": Kind(True, True, "fs.all_gather_invariant, whose result agrees"),
         "all_gather_invariant": Kind(False, True, "fs.pvary of it first"),
         "reduce_scatter": Kind(True, True, "fs.psum_invariant of it first"),
@@ -41,7 +40,7 @@ KINDS = MappingProxyType(
 
 
 class _Place(NamedTuple):
-    """An output of a node of autograd's graph, and whether what follows takes it for something that varies."""
+    """An output of a node of autograd's graph, and whether the nodes that use it take it as varying."""
 
     node: Any
     output: int
@@ -49,13 +48,13 @@ class _Place(NamedTuple):
 
 
 def check_varying(f: Callable[..., Any], params: Tree, *args: Any) -> None:
-    """Follow a loss back to the parameters, and refuse each step that takes a value for what it is not.
+    """Follow a loss back to the parameters, and refuse each step that mixes varying and invariant values.
 
     A loss varies between ranks of the axes that parameters are gathered over, and agrees between ranks of axes that
-    they stay split over (tensor parallelism). `psum_invariant` and `all_gather_invariant` make what agrees of what
-    varies, and `pvary` the other way; with a step of these left out, or one too many, gradients are wrong and mostly no
-    error says so. Call it once on every rank, as a test: it runs `f` and walks the whole graph. The rules are those of
-    jax.shard_map with check_vma.
+    they stay split over (tensor parallelism). `psum_invariant` and `all_gather_invariant` make invariant values of
+    varying ones, and `pvary` the other way; with a step of these left out, or one too many, gradients are wrong and
+    mostly no error says so. Call it once on every rank, as a test: it runs `f` and walks the whole graph. The rules are
+    those of jax.shard_map with check_vma.
 
     Args:
         f: A local loss as `value_and_grad` takes it: returns a scalar, or (sum, count).
@@ -63,7 +62,7 @@ def check_varying(f: Callable[..., Any], params: Tree, *args: Any) -> None:
         *args: Passed to f behind them.
 
     Raises:
-        AssertionError: with every wrong step, the line that made it, and what to use.
+        AssertionError: with every wrong step, the line that made it, and the remedy.
     """
     check_function("check_varying", f)
     flat = flatten(params)
@@ -79,7 +78,7 @@ def check_varying(f: Callable[..., Any], params: Tree, *args: Any) -> None:
     problems = [problem for axis in axes for problem in _wrong_steps(loss, followed, axis, axis in reduced)]
     if problems:
         remedy = "see the docstrings of psum, psum_invariant and pvary"
-        text = leaf_error("check_varying: values are taken for what they are not", problems, remedy).args[0]
+        text = leaf_error("check_varying: varying and invariant values are mixed", problems, remedy).args[0]
         raise AssertionError(text)
 
 
@@ -127,11 +126,11 @@ def _wrong_leaf(path: str, leaf: Sharded, axis: Axis, varies: bool) -> Iterator[
     if split is varies:
         return
     if split:
-        needed = "a sum over them, by fs.psum_invariant, before it is used as what agrees"
-        yield Problem(path, f"a leaf that is split between ranks of {axis.name!r}", needed)
+        needed = "fs.psum_invariant before its use as an invariant value"
+        yield Problem(path, f"a leaf that is split over {axis.name!r}", needed)
     else:
-        needed = "fs.gather or fs.pvary before it meets what varies"
-        yield Problem(path, f"a leaf that ranks of {axis.name!r} hold alike", needed)
+        needed = "fs.gather or fs.pvary before its use with varying values"
+        yield Problem(path, f"a leaf that is whole on all ranks of {axis.name!r}", needed)
 
 
 def _maps(node: Any) -> list[partial[Any]]:
@@ -141,7 +140,7 @@ def _maps(node: Any) -> list[partial[Any]]:
 
 
 def _label(node: Any, axis: Axis) -> str | None:
-    """Which collective over an axis a node is."""
+    """Name the collective over an axis that a node is; None for any other node."""
     fun, *_ = [*_maps(node), None]
     if fun is None or fun.keywords.get("axis") != axis:
         return None
@@ -150,7 +149,7 @@ def _label(node: Any, axis: Axis) -> str | None:
 
 
 def _gathered_over(node: Any, output: int) -> tuple[Axis, ...] | None:
-    """The axes that `fs.gather` has gathered a leaf over; None for any other node."""
+    """Find the axes that `fs.gather` has gathered a leaf over; None for any other node."""
     for side in _maps(node):
         if "specs" in side.keywords:
             return side.keywords["specs"][output].transform.axes
@@ -158,7 +157,7 @@ def _gathered_over(node: Any, output: int) -> tuple[Axis, ...] | None:
 
 
 def _line(node: Any) -> str:
-    """The line of the user's program that made a node."""
+    """Find the line of the user's program that made a node."""
     frames = [
         entry for entry in node.metadata.get("traceback_", []) if "/fshard/" not in entry and "/torch/" not in entry
     ]

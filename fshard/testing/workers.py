@@ -26,8 +26,6 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from fshard.testing.rank_error import RankError
-
 T = TypeVar("T")
 
 # Seconds in which the other ranks may still reply once one has failed.
@@ -35,6 +33,10 @@ GRACE = 2.0
 
 # A worker's own limit on a collective: never the first to strike, because the pool's limit shows the stacks.
 NEVER = timedelta(days=1)
+
+
+class RankError(RuntimeError):
+    """A rank failed, ended or hung; the message says which, and shows its traceback or stack."""
 
 
 class Workers:
@@ -166,7 +168,7 @@ class Workers:
         return [replies[rank].value for rank in range(self.world_size)]
 
     def _replies(self, timeout: float) -> dict[int, "_Reply"]:
-        """Receive what the ranks reply in time, which is short once one has failed."""
+        """Receive the replies that come in time, which is short once a rank has failed."""
         replies: dict[int, _Reply] = {}
         pending: dict[Any, int] = {connection: rank for rank, connection in enumerate(self._connections)}
         deadline = time.monotonic() + timeout
@@ -197,7 +199,7 @@ class Workers:
 
 
 class _Reply(NamedTuple):
-    """What a program returned on a rank, how it failed, and whether the process ended by it."""
+    """The value of a program on a rank, its failure, and whether the process ended by it."""
 
     value: Any
     failed: str | None
@@ -273,13 +275,13 @@ def _run(request: bytes, warnings_as_errors: bool) -> Any:
     with warnings.catch_warnings():
         if warnings_as_errors:
             warnings.simplefilter("error")
-            # What torch imports late may deprecate what other parts of it use.
+            # Modules that torch imports late may deprecate names that other parts of it use.
             warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.")
         return f()
 
 
 def _reply(f: Callable[[], Any]) -> bytes:
-    """Pickle what `f` returns, or the traceback of what it raises."""
+    """Pickle the value of `f`, or the traceback of its error."""
     try:
         reply = _dumps(_Reply(f(), None))
     except BaseException as error:

@@ -13,8 +13,7 @@ from fshard.checkpoint import (
     to_optimizer_state_dict,
     to_state_dict,
 )
-from fshard.testing import spmd
-from fshard.testing.rank_error import RankError
+from fshard.testing import RankError, spmd
 from tests.trees import TREES, assert_same_bits, every_strategy, exotic_dtypes, normal, one_axis
 
 WORLD_SIZES = (1, 2, 3, 4)

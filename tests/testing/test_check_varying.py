@@ -62,8 +62,8 @@ def test_a_model_passes_under_every_strategy():
 MISTAKES = {
     "pvary forgotten": (
         lambda shard, tp: lambda p: loss_of(p, lambda x: x, lambda x: fs.psum_invariant(x, tp)),
-        "['norm']: expected fs.gather or fs.pvary before it meets what varies, got a leaf that ranks of 'tp' hold "
-        "alike",
+        "['norm']: expected fs.gather or fs.pvary before its use with varying values, got a leaf that is whole on "
+        "all ranks of 'tp'",
     ),
     "psum for psum_invariant": (
         lambda shard, tp: lambda p: loss_of(p, lambda x: fs.pvary(x, tp), lambda x: fs.psum(x, tp)),
@@ -71,13 +71,12 @@ MISTAKES = {
     ),
     "partial sums": (
         lambda shard, tp: lambda p: loss_of(p, lambda x: fs.pvary(x, tp), lambda x: x),
-        "['down']: expected a sum over them, by fs.psum_invariant, before it is used as what agrees, got a leaf "
-        "that is split between ranks of 'tp'",
+        "['down']: expected fs.psum_invariant before its use as an invariant value, got a leaf that is split over 'tp'",
     ),
     "a whole leaf on pieces": (
         lambda shard, tp: lambda p: fs.psum_invariant((p["norm"].local * fs.gather(p)["up"]).sum(), tp),
-        "['norm']: expected fs.gather or fs.pvary before it meets what varies, got a leaf that ranks of 'tp' hold "
-        "alike",
+        "['norm']: expected fs.gather or fs.pvary before its use with varying values, got a leaf that is whole on "
+        "all ranks of 'tp'",
     ),
     "all_gather of columns": (
         lambda shard, tp: lambda p: fs.all_gather(fs.gather(p)["up"], tp).sum(),
@@ -89,8 +88,8 @@ MISTAKES = {
     ),
     "a whole leaf past gather": (
         lambda shard, tp: lambda p: p["norm"].local.sum(),
-        "['norm']: expected fs.gather or fs.pvary before it meets what varies, got a leaf that ranks of 'shard' "
-        "hold alike",
+        "['norm']: expected fs.gather or fs.pvary before its use with varying values, got a leaf that is whole on "
+        "all ranks of 'shard'",
     ),
 }
 

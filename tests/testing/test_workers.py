@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fshard.testing.rank_error import RankError
-from fshard.testing.spmd import spmd
-from fshard.testing.workers import Workers
+from fshard.testing import RankError, Workers, spmd
 
 pytestmark = pytest.mark.timeout(60)
 

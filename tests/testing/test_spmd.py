@@ -9,8 +9,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fshard.testing.rank_error import RankError
-from fshard.testing.simulate import simulate
+from fshard.testing import RankError, spmd
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -30,7 +29,7 @@ def process_stays_usable():
     yield
     assert process_state() == before
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("rank ")] == []
-    assert simulate(ranks_summed, 3) == [3.0, 3.0, 3.0]
+    assert spmd(ranks_summed, 3) == [3.0, 3.0, 3.0]
 
 
 def ranks_summed(group=None):
@@ -43,21 +42,21 @@ def failure(f, world_size, timeout=60.0):
     """The error of a simulation, which must come long before the timeout."""
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
-        simulate(f, world_size, timeout)
+        spmd(f, world_size, timeout)
     assert time.monotonic() - start < 20
     return caught.value
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_results_come_in_rank_order(world_size):
-    assert simulate(lambda: (dist.get_rank(), dist.get_world_size()), world_size) == [
+    assert spmd(lambda: (dist.get_rank(), dist.get_world_size()), world_size) == [
         (rank, world_size) for rank in range(world_size)
     ]
 
 
 def test_world_size_must_be_positive():
-    with pytest.raises(ValueError, match="expected world_size to be at least 1, got 0"):
-        simulate(dist.get_rank, 0)
+    with pytest.raises(ValueError, match="spmd: expected world to be Workers, or a whole number from 1 to 4096, got 0"):
+        spmd(dist.get_rank, 0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -85,7 +84,7 @@ def test_collectives(world_size):
         dist.barrier()
         return {name: value.tolist() for name, value in results.items()}, objects
 
-    for rank, (results, objects) in enumerate(simulate(program, world_size)):
+    for rank, (results, objects) in enumerate(spmd(program, world_size)):
         total = ranks.sum().item()
         assert results == {
             "SUM": [total],
@@ -110,7 +109,7 @@ def test_functional_collectives():
             ops.wait_tensor(tensor).tolist() for tensor in [*gathered, *scattered, ops.all_reduce(rank, "sum", group)]
         ]
 
-    assert simulate(program, 2) == [[[0, 0, 1, 1], [0, 1], [1], [1, 1]]] * 2
+    assert spmd(program, 2) == [[[0, 0, 1, 1], [0, 1], [1], [1, 1]]] * 2
 
 
 def test_device_mesh_with_subgroups():
@@ -118,7 +117,7 @@ def test_device_mesh_with_subgroups():
         mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("replicate", "shard"))
         return [ranks_summed(mesh[name].get_group()) for name in mesh.mesh_dim_names]
 
-    assert simulate(program, 6) == [[column * 2 + 3, row * 9 + 3] for row in (0, 1) for column in (0, 1, 2)]
+    assert spmd(program, 6) == [[column * 2 + 3, row * 9 + 3] for row in (0, 1) for column in (0, 1, 2)]
 
 
 def test_failing_rank_releases_the_others():
@@ -282,7 +281,7 @@ def test_failing_collective_names_itself():
 
 
 def test_nested_simulation_is_refused():
-    error = failure(lambda: simulate(dist.get_rank, 2), 2).__cause__
+    error = failure(lambda: spmd(dist.get_rank, 2), 2).__cause__
     assert isinstance(error, RuntimeError)
     assert "simulated ranks are already running in this process" in str(error)
 
@@ -303,7 +302,7 @@ def test_thread_of_a_rank_is_no_rank():
         thread.start()
         thread.join()
 
-    simulate(program, 1)
+    spmd(program, 1)
     operation = "AllReduce(op=RedOpType.SUM) of torch.float32 (1,)"
     assert caught == [f"{operation} was called on a thread that is no rank of the running simulation"]
 
@@ -312,9 +311,9 @@ def test_real_process_group_is_restored(tmp_path):
     dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         group = dist.group.WORLD
-        assert simulate(ranks_summed, 3) == [3.0] * 3
+        assert spmd(ranks_summed, 3) == [3.0] * 3
         with pytest.raises(RankError):
-            simulate(lambda: 1 / 0, 2)
+            spmd(lambda: 1 / 0, 2)
         assert dist.group.WORLD is group
         assert dist.get_world_size() == 1
         assert dist.get_backend() == "gloo"
@@ -325,7 +324,7 @@ def test_real_process_group_is_restored(tmp_path):
 
 
 def test_program_may_destroy_its_process_group():
-    simulate(dist.destroy_process_group, 2)
+    spmd(dist.destroy_process_group, 2)
 
 
 def test_forward_mode_derivatives_on_all_ranks_at_once():
@@ -346,7 +345,7 @@ def test_forward_mode_derivatives_on_all_ranks_at_once():
                 dual = forward_ad.make_dual(x, t)
                 torch.testing.assert_close(forward_ad.unpack_dual(dual * dual).tangent, 2 * x * t)
 
-    simulate(program, 4)
+    spmd(program, 4)
 
 
 def test_forward_mode_with_collectives():
@@ -357,7 +356,7 @@ def test_forward_mode_with_collectives():
 
         return torch.func.jvp(f, (torch.tensor(3.0),), (torch.tensor(float(dist.get_rank())),))[1].item()
 
-    assert simulate(program, 4) == [0.0, 6.0, 12.0, 18.0]
+    assert spmd(program, 4) == [0.0, 6.0, 12.0, 18.0]
 
 
 class Seen(TorchDispatchMode):
@@ -379,7 +378,7 @@ def test_dispatch_modes_see_the_rank_only():
             dist.all_reduce(x)
         return [name for name in seen.names if "add" in name or "copy" in name or "stack" in name]
 
-    assert simulate(program, 3) == [[], ["aten.add.Tensor"], ["aten.add.Tensor"] * 2]
+    assert spmd(program, 3) == [[], ["aten.add.Tensor"], ["aten.add.Tensor"] * 2]
 
 
 def test_collectives_on_inference_tensors():
@@ -387,7 +386,7 @@ def test_collectives_on_inference_tensors():
         with torch.inference_mode():
             return ranks_summed()
 
-    assert simulate(program, 3) == [3.0] * 3
+    assert spmd(program, 3) == [3.0] * 3
 
 
 def test_collectives_inside_torch_func():
@@ -400,7 +399,7 @@ def test_collectives_inside_torch_func():
 
         return torch.func.grad(loss)(torch.tensor(1.0)).item()
 
-    assert simulate(program, 3) == [3.0] * 3
+    assert spmd(program, 3) == [3.0] * 3
 
 
 def test_backward_of_a_sharded_program():
@@ -410,4 +409,4 @@ def test_backward_of_a_sharded_program():
         dist.all_reduce(x.grad)
         return x.grad.item(), x.grad._version
 
-    assert simulate(program, 2) == [(6.0, 1)] * 2
+    assert spmd(program, 2) == [(6.0, 1)] * 2

@@ -1,4 +1,4 @@
-"""check_transform: all that a sharding transform owes to the rest, tried on it."""
+"""Checks of sharding transforms: the transpose alone, and all that a transform owes to the rest."""
 
 import math
 import pickle
@@ -8,22 +8,71 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import comm
-from fshard.checks import kind
+from fshard.checks import NOT_NEGATIVE, check_numbers, check_seed, kind
 from fshard.errors import Problem, leaf_error
 from fshard.gather import gather
 from fshard.objective import objective
 from fshard.optim import sgd
 from fshard.scatter_grads import scatter_grads
+from fshard.shard import check_transform as check_argument
 from fshard.shard import shard, unshard
-from fshard.testing.adjoint import check_adjoint, check_trial
 from fshard.train_state import TrainState
 from fshard.transforms import ShardTransform
-from fshard.tree import Tree, flatten, tree_map
+from fshard.tree import Axis, Spec, Tree, flatten, tree_map
 from fshard.update import update
 from fshard.value_and_grad import value_and_grad
 
 SHAPES = ((5, 3), (7,), (24, 8), (1, 4), (), (0, 3))
 STEPS, RATE = 3, 0.25
+
+
+def check_adjoint(
+    transform: ShardTransform,
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    error: float = 0.0,
+) -> None:
+    """Check by random inner products that scatter is gather's transpose, leaf by leaf.
+
+    The sum over ranks of <gather(x), y> must equal that of <x, scatter(y)>, an element that several ranks store counted
+    once. Call it on every rank of the transform's mesh. Follows autograd's check_vjp.
+
+    Args:
+        transform: A transform that is linear in its leaves, or nearly so; a state begins as its `init` makes it.
+        shapes: Global shapes of the leaves to try it on, all at once.
+        dtype: Dtype of the leaves; floating.
+        seed: Seed of the random values.
+        error: For a lossy transform: by how much the products may differ, relative to the sum of their terms'
+            magnitudes. 0 allows for rounding alone.
+
+    Raises:
+        AssertionError: on every rank, with each leaf whose two products differ by more than rounding, and by how much.
+    """
+    _check_trial("check_adjoint", transform, shapes, dtype, seed, error)
+    shards = shard(_drawn(shapes, [dtype] * len(shapes), seed), transform)
+    specs = [leaf.spec for leaf in shards]
+    # Copies, so that a transform which writes to its arguments is not taken for a wrong transpose.
+    gathered = _gathered([leaf.local.clone() for leaf in shards], specs)
+    cotangents = _drawn([x.shape for x in gathered], [x.dtype for x in gathered], seed + 1 + _place(transform))
+    scattered = _scattered([tensor.clone() for tensor in cotangents], specs)
+    problems = []
+    for i, (stored, grad) in enumerate(zip(shards, scattered, strict=True)):
+        spec = stored.spec
+        copies = math.prod(axis.size for axis in transform.axes if spec.dim_of(axis) is None)
+        left, size = _dot(gathered[i], cotangents[i], transform.axes, 1)
+        right, _ = _dot(stored.local, grad, transform.axes, copies)
+        # Each product rounds, and each sum over ranks; the roundings of that many terms add up at worst.
+        bound = (error + torch.finfo(dtype).eps * (4 + sum(axis.size for axis in transform.axes))) * size
+        if not abs(left - right) <= bound:
+            found = f"<gather(x), y> = {left!r} and <x, scatter(y)> = {right!r}, apart by {abs(left - right):.3g}"
+            problems.append(
+                Problem(f"[{i}]", found, f"inner products equal to within {bound:.3g} (shape {spec.shape})")
+            )
+    if problems:
+        remedy = "make scatter the transpose of gather, with the sum over ranks"
+        raise AssertionError(leaf_error("check_adjoint: scatter is not gather's transpose", problems, remedy).args[0])
 
 
 class TransformReport(NamedTuple):
@@ -54,9 +103,9 @@ def check_transform(
     """Try a transform of one's own as the library will use it. Call it on every rank of the transform's mesh.
 
     It must be compared by value, hashed and pickled; unshard must undo shard bit for bit; gather must return the leaf,
-    and scatter be its transpose (`check_adjoint`), both the same each time, with what they were given left alone and
-    batches of vmap at the end of a leaf's dims passed through; and three steps of gradient descent with it in place,
-    by the four verbs and by `value_and_grad`, must end where one process does.
+    and scatter be its transpose (`check_adjoint`), both the same each time, without writes to their arguments, and with
+    batches of vmap at the end of a leaf's dims passed through; and three steps of gradient descent with it in place, by
+    the four verbs and by `value_and_grad`, must end where one process does.
 
     Args:
         transform: The transform, alone or in a composition; with a state or without.
@@ -75,7 +124,7 @@ def check_transform(
         AssertionError: on every rank, with everything that does not hold and by how much.
         ValueError: if leaves stay split over some axis, which asks for a computation of its own.
     """
-    check_trial("check_transform", transform, shapes, dtype, seed, error)
+    _check_trial("check_transform", transform, shapes, dtype, seed, error)
     if bytes_sent is not None and not (isinstance(bytes_sent, tuple) and len(bytes_sent) == 2):
         expected = "the pair of a gather's and a scatter's"
         raise ValueError(f"check_transform: expected bytes_sent to be {expected}, got {kind(bytes_sent)}")
@@ -86,24 +135,18 @@ def check_transform(
             "without them"
         )
     check_adjoint(transform, shapes, dtype=dtype, seed=seed, error=error)
-    draw = torch.Generator().manual_seed(seed)
-    full = [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
-    trial = _Trial(transform, full, error)
-    trial.check_value()
-    trial.check_round_trip()
-    trial.check_maps()
-    trial.check_vmap()
-    if bytes_sent is not None:
-        trial.check_bytes(*bytes_sent)
-    # What writes where it should not cannot be trained with.
+    trial = _Trial(transform, _drawn(shapes, [dtype] * len(shapes), seed), error)
+    trial.check_pair(bytes_sent)
+    # A transform that writes to its arguments cannot be trained with.
     trial.judge()
     trial.check_training(seed)
     trial.judge()
-    return trial.report()
+    errors = comm.highest([trial.gather_error, trial.training_error], transform.axes, "check_transform")
+    return TransformReport(trial.gather_bytes, trial.scatter_bytes, *errors)
 
 
 class _Trial:
-    """One transform on one tree, with what was found so far: for each claim the largest excess over its bound."""
+    """One transform on one tree, and the claims so far: for each the value that was found, and its bound."""
 
     def __init__(self, transform: ShardTransform, full: list[torch.Tensor], error: float) -> None:
         self.transform, self.full, self.error = transform, full, error
@@ -114,18 +157,15 @@ class _Trial:
         self.gather_bytes = self.scatter_bytes = self.gather_error = self.training_error = 0.0
 
     def claim(self, path: str, found: float, bound: float) -> None:
-        """Note something measured, and what it may be at most."""
+        """Note something measured, and its bound."""
         self.excess[path] = (found, bound)
 
-    def check_value(self) -> None:
+    def check_pair(self, bytes_sent: tuple[float, float] | None) -> None:
+        """Measure the transform as a value, its storage, and gather and scatter by themselves."""
         copy = pickle.loads(pickle.dumps(self.transform))
         same = copy == self.transform and hash(copy) == hash(self.transform)
         self.claim("equality of a pickled copy (use a frozen dataclass): differences", float(not same), 0.0)
-
-    def check_round_trip(self) -> None:
         self.claim("unshard(shard(x)): differing leaves", _differing(unshard(self.params), self.full), 0.0)
-
-    def check_maps(self) -> None:
         given = [tensor.clone() for tensor in self.stored]
         with comm.record() as record:
             once = self.transform.gather(self.stored, self.specs)
@@ -133,13 +173,18 @@ class _Trial:
         twice = self.transform.gather(self.stored, self.specs)
         self.claim("gather twice: differing leaves", _differing(once, twice), 0.0)
         self.claim("gather's inputs: leaves it wrote to", _differing(given, self.stored), 0.0)
-        for i, (a, b) in enumerate(zip(once, self.full, strict=True)):
+        both = self.transform.gather([torch.stack([tensor, 2 * tensor], -1) for tensor in self.stored], self.specs)
+        for i, (a, pair, b) in enumerate(zip(once, both, self.full, strict=True)):
             distance = _distance(a, b.to(a.dtype)) if a.shape == b.shape else math.inf
             self.gather_error = max(self.gather_error, distance)
             self.claim(f"gather of [{i}] of shape {tuple(b.shape)}: relative error", distance, self.error)
+            fits = pair.shape == (*a.shape, 2)
+            distance = max(_distance(pair[..., k] / (k + 1), a) for k in range(2)) if fits else math.inf
+            # Blocks of a lossy transform may hold elements of both.
+            self.claim(f"gather of [{i}] with a batch behind its dims: relative error", distance, 2 * self.error)
         grads = [torch.cos(tensor) for tensor in once]
-        given, states = [grad.clone() for grad in grads], self._states(grads)
-        before = tree_map(torch.clone, states)
+        states = [self.transform.init(torch.zeros_like(grad)) for grad in grads]
+        given, before = [grad.clone() for grad in grads], tree_map(torch.clone, states)
         with comm.record() as record:
             once, after = self.transform.scatter_with_state(grads, self.specs, states)
         self.scatter_bytes = record.bytes_sent()
@@ -148,16 +193,9 @@ class _Trial:
         self.claim("scatter's inputs: leaves it wrote to", _differing([given, before], [grads, states]), 0.0)
         shapes = [tuple(a.shape) == tuple(b.shape) for a, b in zip(once, self.stored, strict=True)]
         self.claim("scatter's outputs: leaves of other shapes than stored", float(shapes.count(False)), 0.0)
-
-    def check_vmap(self) -> None:
-        stacked = [torch.stack([tensor, 2 * tensor], -1) for tensor in self.stored]
-        both = self.transform.gather(stacked, self.specs)
-        single = self.transform.gather(self.stored, self.specs)
-        for i, (pair, one) in enumerate(zip(both, single, strict=True)):
-            fits = pair.shape == (*one.shape, 2)
-            distance = max(_distance(pair[..., k] / (k + 1), one) for k in range(2)) if fits else math.inf
-            # Blocks of a lossy transform may hold elements of both.
-            self.claim(f"gather of [{i}] with a batch behind its dims: relative error", distance, 2 * self.error)
+        sent = ("gather", self.gather_bytes), ("scatter", self.scatter_bytes)
+        for (what, found), needed in zip(sent, bytes_sent or (), strict=False):
+            self.claim(f"{what}: bytes sent away from the {needed:g} asked for", abs(found - needed), 0.0)
 
     def check_training(self, seed: int) -> None:
         world = math.prod(axis.size for axis in self.transform.axes)
@@ -174,12 +212,8 @@ class _Trial:
             self.claim(f"training of [{i}] of shape {tuple(needed.shape)}: distance to one process", distance, bound)
             self.training_error = max(self.training_error, distance / far[i] if far[i] else 0.0)
 
-    def check_bytes(self, gather: float, scatter: float) -> None:
-        for what, found, needed in (("gather", self.gather_bytes, gather), ("scatter", self.scatter_bytes, scatter)):
-            self.claim(f"{what}: bytes sent away from the {needed:g} asked for", abs(found - needed), 0.0)
-
     def judge(self) -> None:
-        """Raise for all claims that do not hold; by the largest of all ranks, so that they raise alike."""
+        """Raise for all claims that do not hold; by the largest of all ranks, so that all ranks raise."""
         worst = comm.highest([found for found, _ in self.excess.values()], self.transform.axes, "check_transform")
         problems = [
             Problem(path, f"{found:.4g}", f"at most {bound:.4g}")
@@ -190,13 +224,6 @@ class _Trial:
             remedy = "mend these in the transform, or state its error where it is lossy"
             raise AssertionError(leaf_error("check_transform: claims do not hold", problems, remedy).args[0])
 
-    def report(self) -> TransformReport:
-        errors = comm.highest([self.gather_error, self.training_error], self.transform.axes, "check_transform")
-        return TransformReport(self.gather_bytes, self.scatter_bytes, *errors)
-
-    def _states(self, grads: Sequence[torch.Tensor]) -> list[Tree]:
-        return [self.transform.init(torch.zeros_like(grad)) for grad in grads]
-
     def _batch(self, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         draw = torch.Generator().manual_seed(seed)
         for tensor in self.full:
@@ -204,7 +231,7 @@ class _Trial:
             yield (0.5 + slope).to(tensor.dtype), (4 * target - 2).to(tensor.dtype)
 
     def _one_process(self, batches: Sequence[Any]) -> tuple[list[torch.Tensor], list[float]]:
-        """The parameters after the steps, and how far each leaf's largest gradients would have moved it."""
+        """Compute the parameters after the steps, and how far each leaf's largest gradients would have moved it."""
         leaves, far = self.full, [0.0] * len(self.full)
         for _ in range(STEPS):
             by_leaf = list(zip(*(torch.func.grad(_loss)(leaves, batch) for batch in batches), strict=True))
@@ -241,7 +268,7 @@ def _in_one_call(state: TrainState, batch: Any) -> Any:
 
 
 def _place(transform: ShardTransform) -> int:
-    """This rank's number among those of the transform's axes."""
+    """Find this rank's number among those of the transform's axes."""
     place = 0
     for axis in transform.axes:
         place = place * axis.size + comm.rank(axis)
@@ -253,12 +280,67 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference, relative to the largest magnitude."""
+    """Measure the largest difference, relative to the largest magnitude."""
     scale = _largest(b)
     return _largest(a - b) / scale if scale else _largest(a - b)
 
 
 def _differing(a: Tree, b: Tree) -> float:
-    """How many leaves of two trees differ in some bit."""
+    """Count the leaves of two trees that differ in some bit."""
     pairs = zip(flatten(a).leaves, flatten(b).leaves, strict=True)
     return float(sum(x is not y and not (x.shape == y.shape and x.dtype == y.dtype and x.equal(y)) for x, y in pairs))
+
+
+def _check_trial(what: str, transform: Any, shapes: Any, dtype: Any, seed: Any, error: Any) -> None:
+    """Refuse arguments that no transform can be tried with."""
+    check_argument(transform, what)
+    if not isinstance(shapes, list | tuple) or not all(
+        isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape) for shape in shapes
+    ):
+        raise ValueError(f"{what}: expected shapes to be a list of tuples of sizes, got {shapes!r:.40}")
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{what}: expected dtype to be a floating torch.dtype, got {dtype!r:.40}")
+    check_seed(what, seed)
+    check_numbers(what, NOT_NEGATIVE, error=error)
+
+
+def _drawn(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], seed: int) -> list[torch.Tensor]:
+    """Draw normal numbers."""
+    draw = torch.Generator().manual_seed(seed)
+    numbers = [torch.randn(tuple(shape), generator=draw, dtype=torch.float64) for shape in shapes]
+    return [drawn.to(dtype) for drawn, dtype in zip(numbers, dtypes, strict=True)]
+
+
+def _gathered(leaves: Sequence[torch.Tensor], specs: Sequence[Spec]) -> list[torch.Tensor]:
+    """Gather, leaves of one transform together."""
+    out: dict[int, torch.Tensor] = {}
+    for transform, group in _by_transform(specs).items():
+        parts = transform.gather([leaves[i] for i in group], [specs[i] for i in group])
+        out.update(zip(group, parts, strict=True))
+    return [out[i] for i in range(len(specs))]
+
+
+def _scattered(grads: Sequence[torch.Tensor], specs: Sequence[Spec]) -> list[torch.Tensor]:
+    """Scatter, leaves of one transform together, each with its first state."""
+    out: dict[int, torch.Tensor] = {}
+    for transform, group in _by_transform(specs).items():
+        states = [transform.init(torch.zeros_like(grads[i])) for i in group]
+        parts, _ = transform.scatter_with_state([grads[i] for i in group], [specs[i] for i in group], states)
+        out.update(zip(group, parts, strict=True))
+    return [out[i] for i in range(len(specs))]
+
+
+def _by_transform(specs: Sequence[Spec]) -> dict[Any, list[int]]:
+    groups: dict[Any, list[int]] = {}
+    for i, spec in enumerate(specs):
+        groups.setdefault(spec.transform, []).append(i)
+    return groups
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor, axes: Sequence[Axis], copies: int) -> tuple[float, float]:
+    """Sum the inner product over all ranks, and the same of magnitudes."""
+    products = (a.to(torch.float64) * b.to(torch.float64)).reshape(-1) / copies
+    sums = torch.stack([products.sum(), products.abs().sum()])
+    for axis in axes:
+        (sums,) = comm.all_reduce([sums], axis, "check_adjoint")
+    return float(sums[0]), float(sums[1])
