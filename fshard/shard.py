@@ -13,7 +13,7 @@ from fshard import _compat, comm
 from fshard.checks import check_local, is_reachable, kind, outline, refuse_given_up
 from fshard.errors import Problem, leaf_error
 from fshard.transforms import LayoutError, ShardTransform
-from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, is_sharded, means, names_of, unflatten
+from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, is_sharded, matches, names_of, unflatten
 
 
 def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str], bool] | None = None) -> Tree:
@@ -268,6 +268,6 @@ def check_transform(transform: Any, verb: str, argument: str = "transform") -> N
 def check_masks(verb: str, transform: ShardTransform, names: Sequence[str]) -> None:
     """Refuse a transform for leaves of names that there are not."""
     for mask in transform.masks:
-        if not any(means(mask, name) for name in names):
+        if not any(matches(mask, name) for name in names):
             shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
             raise ValueError(f"{verb}: the mask {mask!r} means no leaf of {shown}; name some of these")

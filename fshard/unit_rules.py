@@ -1,6 +1,5 @@
 """Unit rules: which of a module's parameters are gathered together, and in which order."""
 
-import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -8,6 +7,7 @@ from torch import nn
 
 from fshard import _compat
 from fshard.checks import kind
+from fshard.tree import matches
 
 # They hold submodules and have no forward.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -125,13 +125,13 @@ def _test(rule: Any) -> Callable[[str, nn.Module], bool]:
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """Whether a name matches a pattern part by part: `*` stands for one part between dots."""
+    """Tell whether a name matches a pattern part by part: `*` stands for one part between dots."""
     parts, wanted = path.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+    return len(parts) == len(wanted) and all(map(matches, wanted, parts))
 
 
 def _of_size(module: nn.Module, threshold: int) -> Iterator[str]:
-    """The smallest submodules that hold at least `threshold` parameters, without those already taken by others."""
+    """Find the smallest submodules that hold at least `threshold` parameters, without those already taken by others."""
     seen: set[nn.Parameter] = set()
 
     def rest(path: str, submodule: nn.Module) -> Iterator[str | int]:
@@ -154,7 +154,7 @@ def _of_size(module: nn.Module, threshold: int) -> Iterator[str]:
 
 
 def _in_order(paths: list[str], ranks: Mapping[str, int]) -> list[str]:
-    """Siblings in the order of the rule's parts, others where they stand; what lies inside a unit stays behind it."""
+    """Put siblings in the order of the rule's parts, others where they stand; submodules of a unit stay behind it."""
 
     def rank_of(path: str, before: int) -> int:
         inside = [rank for other, rank in ranks.items() if _inside(other, path) or other == path]
@@ -168,7 +168,7 @@ def _in_order(paths: list[str], ranks: Mapping[str, int]) -> list[str]:
             siblings.append((path, []))
     keyed, highest = [], 0
     for path, inside in siblings:
-        # What no part of the rule matches stays behind everything before it.
+        # A submodule that no part of the rule matches stays behind everything before it.
         rank = rank_of(path, highest)
         highest = max(highest, rank)
         keyed.append((rank, path, inside))
@@ -181,7 +181,7 @@ def _inside(path: str, other: str) -> bool:
 
 
 def _upwards(path: str) -> Iterator[str]:
-    """A name and those of the modules around it, innermost first."""
+    """List a name and those of the modules around it, innermost first."""
     while path:
         yield path
         path = path.rpartition(".")[0]
@@ -189,5 +189,5 @@ def _upwards(path: str) -> Iterator[str]:
 
 
 def _entered(path: str, compiled: set[str]) -> str:
-    """A module, or the outermost compiled one that it lies inside, which is entered as a whole."""
+    """Return a module, or the outermost compiled one that it lies inside, which is entered as a whole."""
     return next((found for found in reversed(list(_upwards(path))) if found in compiled), path)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fshard.checks import kind
 from fshard.transforms.base import ShardTransform, Tensors
-from fshard.tree import Axis, Mask, Spec, is_mask, means
+from fshard.tree import Axis, Mask, Spec, is_mask, matches
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class _Masked(ShardTransform):
         return self.transform.misplaced(before, behind) or self.otherwise.misplaced(before, behind)
 
     def at(self, name: str) -> ShardTransform:
-        return self.transform.at(name) if means(self.mask, name) else self.otherwise.at(name)
+        return self.transform.at(name) if matches(self.mask, name) else self.otherwise.at(name)
 
     def bucketed(self, nbytes: int) -> ShardTransform:
         return _Masked(self.transform.bucketed(nbytes), self.mask, self.otherwise.bucketed(nbytes))

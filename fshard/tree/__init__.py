@@ -1,7 +1,8 @@
 """Leaves and their specs: Sharded, Spec, Axis, P; pytrees of them; shape arithmetic."""
 
 from fshard.tree.exact import Exact
-from fshard.tree.masks import Mask, is_mask, means
+from fshard.tree.masks import Mask, is_mask, matches
+from fshard.tree.masks import matches as means  # its old name, for rooms that still use it
 from fshard.tree.nodes import (
     Added,
     Flat,
@@ -11,10 +12,16 @@ from fshard.tree.nodes import (
     added,
     dcp_error,
     flatten,
+    grouped,
     has_plain_keys,
     is_sharded,
+    is_trained,
+    leaves_of,
+    like,
+    map_leaves,
     names_of,
     subtrees,
+    tensor_of,
     tree_leaves,
     tree_map,
     unflatten,
@@ -37,12 +44,19 @@ __all__ = [
     "added",
     "dcp_error",
     "flatten",
+    "grouped",
     "has_plain_keys",
     "is_mask",
     "is_sharded",
+    "is_trained",
+    "leaves_of",
+    "like",
+    "map_leaves",
+    "matches",
     "means",
     "names_of",
     "subtrees",
+    "tensor_of",
     "tree_leaves",
     "tree_map",
     "unflatten",

@@ -1,7 +1,7 @@
 """Sharded leaves, and pytrees of them."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -129,12 +129,60 @@ def is_sharded(node: Any) -> bool:
     return isinstance(node, Sharded)
 
 
+def tensor_of(leaf: Any) -> Any:
+    """Return the tensor that this rank holds of a leaf: the shard of a Sharded one, else the leaf itself."""
+    return leaf.local if isinstance(leaf, Sharded) else leaf
+
+
+def like(leaf: Any, tensor: Any) -> Any:
+    """Wrap a tensor in the spec of a leaf; one of another shape than the shard belongs to the whole leaf."""
+    return Sharded(tensor, leaf.spec) if is_sharded(leaf) and tensor.shape == leaf.local.shape else tensor
+
+
+def is_trained(leaf: Any) -> bool:
+    """Tell whether a leaf takes a gradient: it is neither None nor frozen."""
+    return leaf is not None and not (isinstance(leaf, Sharded) and leaf.spec.frozen)
+
+
+def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[int]]:
+    """Group the positions of items by a key, such as leaves by transform or axes; items that are None are left out.
+
+    >>> grouped(["a", "bb", None, "c"], len)
+    {1: [0, 3], 2: [1]}
+    """
+    groups: dict[Any, list[int]] = {}
+    for i, item in enumerate(items):
+        if item is not None:
+            groups.setdefault(key(item), []).append(i)
+    return groups
+
+
 def flatten(tree: Tree) -> Flat:
     """Take a tree apart without looking inside Sharded leaves; None counts as a leaf."""
     if torch.compiler.is_dynamo_compiling():
         raise RuntimeError("torch.compile cannot trace fshard's functions; use fs.jit, or compile the model's blocks")
     leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
     return Flat(list(_paths(treedef)), leaves, treedef)
+
+
+def leaves_of(tree: Tree) -> list[Any]:
+    """List the leaves that `flatten` finds, Sharded and None kept whole."""
+    return optree.tree_leaves(tree, is_leaf=is_sharded, none_is_leaf=True)
+
+
+def map_leaves(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """Map `f` over the leaves that `flatten` finds, Sharded and None kept whole, where `tree_map` sees tensors.
+
+    Args:
+        f: Called with one leaf of each tree.
+        tree: The tree whose structure the result has.
+        *rest: Trees of the same structure.
+
+    Returns:
+        A tree of f's results.
+    """
+    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
+    return unflatten(treedef, [f(*row) for row in zip(leaves, *map(leaves_of, rest), strict=True)])
 
 
 @functools.lru_cache(maxsize=256)
