@@ -11,7 +11,7 @@ from fshard.checks import check_flags, kind, refuse_given_up, same_structure
 from fshard.errors import Problem, leaf_error
 from fshard.train_state import TrainState
 from fshard.transform_state import ABSENT, Absent
-from fshard.tree import Flat, Spec, Tree, Treedef, flatten, is_sharded, tree_leaves, tree_map
+from fshard.tree import Spec, Tree, flatten, is_sharded, is_trained, tree_leaves, tree_map
 
 
 class Optimizer(NamedTuple):
@@ -22,14 +22,11 @@ class Optimizer(NamedTuple):
         update: update(grads, state, params) returns (params, state).
         update_donated: As `update`, and may write to the state and the parameters that it is given; None where the
             optimizer has no use for that.
-        resume: As `update_donated`, where it can go on from what that returned last, and the gradients fit, which it
-            sees for itself; None, with nothing changed, elsewhere.
     """
 
     init: Callable[[Tree], Tree]
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
     update_donated: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]] | None = None
-    resume: Callable[[Tree, Tree, Tree], tuple[Tree, Tree] | None] | None = None
 
 
 class GradientTransformation(NamedTuple):
@@ -59,9 +56,9 @@ def update(
         state: The state before; nothing in it changes unless it is donated.
         grads: Sharded gradients from `scatter_grads` or `value_and_grad`. A leaf whose gradient is None stays as it is,
             and so does all that the optimizer keeps for it, as under torch.optim.
-        donate: Whether the caller gives up `state`, so that the next one may be written in its place: half the memory
+        donate: Whether `state` is donated, so that the next one may be written in its place: half the memory
             and no copies. Do not use the old state afterwards.
-        transform_state: What `value_and_grad` or `scatter_grads` returned besides the gradients, for the next step.
+        transform_state: The state that `value_and_grad` or `scatter_grads` returned besides the gradients.
 
     Returns:
         The state after.
@@ -70,37 +67,34 @@ def update(
         ValueError: before any collective, if the gradients are not those of state.params, or tx is no optimizer.
     """
     if not isinstance(tx, Optimizer):
-        raise ValueError(
-            f"update: expected tx to be an Optimizer, got {kind(tx)}; end the chain with one, such as fs.from_torch"
-        )
+        remedy = "end the chain with one, such as fs.from_torch"
+        raise ValueError(f"update: expected tx to be an Optimizer, got {kind(tx)}; {remedy}")
     if not isinstance(state, TrainState):
-        raise ValueError(
-            f"update: expected state to be a TrainState, got {kind(state)}; make one by fs.TrainState.create"
-        )
+        remedy = "make one by fs.TrainState.create"
+        raise ValueError(f"update: expected state to be a TrainState, got {kind(state)}; {remedy}")
     check_flags("update", donate=donate)
-    # In a trace it is for jit to say what is written in place.
-    donate = donate and not _compat.is_tracing()
-    done = tx.resume(grads, state.opt_state, state.params) if donate and tx.resume else None
-    if done is None:
-        _check_gradients(grads, state.params)
-        run = tx.update
-        if donate and tx.update_donated:
-            run, state = tx.update_donated, state._replace(**_owned(state))
-        done = run(grads, state.opt_state, state.params)
-    params, opt_state = done
+    _check_gradients(grads, state.params)
+    # In a trace it is for jit to say which tensors are written in place.
+    step = step_of(tx, donate and not _compat.is_tracing())
+    if step is tx.update_donated:
+        state = state._replace(**_owned(state))
+    params, opt_state = step(grads, state.opt_state, state.params)
     after = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
     return after if transform_state is ABSENT else after._replace(transform_state=transform_state)
 
 
+def step_of(tx: Optimizer | GradientTransformation, donate: bool) -> Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]:
+    """Return the update of a transformation: an optimizer's donated one, where `donate` is set and there is one."""
+    donated = tx.update_donated if donate and isinstance(tx, Optimizer) else None
+    return donated or tx.update
+
+
 def _owned(state: TrainState) -> dict[str, Tree]:
-    """What an update writes to, copied where its memory is that of other tensors too, such as fs.gather returns."""
+    """Copy the tensors that an update writes to where other tensors share their memory, as those of fs.gather do."""
     written = {"params": state.params, "opt_state": state.opt_state}
     tensors = [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
-    copies = {
-        id(tensor): tensor.detach().clone()
-        for tensor, shared in zip(tensors, _compat.share_memory(tensors), strict=True)
-        if shared
-    }
+    pairs = zip(tensors, _compat.share_memory(tensors), strict=True)
+    copies = {id(tensor): tensor.detach().clone() for tensor, shared in pairs if shared}
     return tree_map(lambda leaf: copies.get(id(leaf), leaf), written) if copies else written
 
 
@@ -136,8 +130,7 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
             )
         states = []
         for part, part_state in zip(transformations, state, strict=True):
-            donated = part.update_donated if donate and isinstance(part, Optimizer) else None
-            grads, part_state = (donated or part.update)(grads, part_state, params)
+            grads, part_state = step_of(part, donate)(grads, part_state, params)
             states.append(part_state)
         return grads, tuple(states)
 
@@ -146,58 +139,14 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
     return GradientTransformation(init, run)
 
 
-class Targets(NamedTuple):
-    """Tensors of parameters that a torch optimizer steps, so that gradients can be checked as they are given to it.
-
-    Attributes:
-        treedef: Structure of the parameters.
-        tensors: For each leaf the tensor whose grad is set, or None where the leaf takes no gradient.
-        specs: For each leaf the spec that its gradient has, or None.
-    """
-
-    treedef: Treedef
-    tensors: list[Any]
-    specs: list[Spec | None]
-
-    @classmethod
-    def of(cls, params: Flat) -> "Targets":
-        """The leaves' own tensors."""
-        leaves: list[Any] = [None if is_sharded(leaf) and leaf.spec.frozen else leaf for leaf in params.leaves]
-        specs = [leaf.spec if is_sharded(leaf) else None for leaf in leaves]
-        return cls(params.treedef, [leaf.local if is_sharded(leaf) else leaf for leaf in leaves], specs)
-
-    def take(self, grads: Tree) -> bool:
-        """Set every grad; False, and none set, unless all gradients fit, with the very specs of the parameters."""
-        try:
-            if self._set(self.treedef.flatten_up_to(grads)):
-                return True
-        except (AttributeError, RuntimeError, TypeError, ValueError):
-            # Another structure, or no leaf of the kind needed; and torch itself refuses another shape, dtype or device.
-            pass
-        for tensor in self.tensors:
-            if tensor is not None:
-                tensor.grad = None
-        return False
-
-    def _set(self, grads: list[Any]) -> bool:
-        for tensor, spec, grad in zip(self.tensors, self.specs, grads, strict=True):
-            if spec is not None:
-                if grad.spec is not spec:
-                    return False
-                grad = grad.local
-            elif tensor is grad is None:
-                continue
-            tensor.grad = grad
-            if not grad.is_contiguous():
-                tensor.grad = grad.contiguous()
-        return True
-
-
 def _check_gradients(grads: Tree, params: Tree) -> None:
     found, needed = flatten(grads), flatten(params)
     same_structure("update with gradients", found, needed)
-    triples = zip(found.paths, found.leaves, needed.leaves, strict=True)
-    problems = [Problem(path, *problem) for path, grad, param in triples if (problem := _problem(grad, param))]
+    problems = [
+        Problem(path, *misfit)
+        for path, grad, param in zip(found.paths, found.leaves, needed.leaves, strict=True)
+        if grad is not None and (misfit := _misfit(grad, param))
+    ]
     if problems:
         refuse_given_up("update", needed)
         raise leaf_error(
@@ -207,27 +156,22 @@ def _check_gradients(grads: Tree, params: Tree) -> None:
         )
 
 
-def _problem(grad: Any, param: Any) -> tuple[str, str] | None:
-    """What is there and what was expected, where a gradient does not fit its parameter."""
-    if grad is None:
-        # Nobody used it.
-        return None
-    if param is None or (is_sharded(param) and param.spec.frozen):
-        return "a gradient", f"None for {'a frozen leaf' if is_sharded(param) else 'None'}"
-    if is_sharded(param) != is_sharded(grad):
-        return kind(grad), kind(param)
-    if not is_sharded(param):
-        same = isinstance(grad, torch.Tensor) and grad.shape == param.shape
-        return None if same else (kind(grad), kind(param))
-    if grad.spec is not param.spec and grad.spec != param.spec:
-        return _differences(grad.spec, param.spec)
-    if grad.local.shape != param.local.shape or grad.local.dtype != param.local.dtype:
-        return f"{kind(grad.local)} as shard", kind(param.local)
-    return None
+def _misfit(grad: Any, param: Any) -> tuple[str, str] | None:
+    """Describe a gradient that does not fit its parameter, and the one expected."""
+    if not is_trained(param):
+        return "a gradient", f"None for {'None' if param is None else 'a frozen leaf'}"
+    if is_sharded(param) and is_sharded(grad):
+        if grad.spec is not param.spec and grad.spec != param.spec:
+            return _differences(grad.spec, param.spec)
+        found, needed = grad.local, param.local
+        same = found.shape == needed.shape and found.dtype == needed.dtype
+        return None if same else (f"{kind(found)} as shard", kind(needed))
+    same = not is_sharded(param) and isinstance(grad, torch.Tensor) and grad.shape == param.shape
+    return None if same else (kind(grad), kind(param))
 
 
 def _differences(found: Spec, needed: Spec) -> tuple[str, str]:
-    """What two specs say differently; the transforms alone, which are long, where they agree otherwise."""
+    """Describe where two specs differ; their transforms, which are long, only where nothing else does."""
 
     def parts(spec: Spec) -> list[str]:
         axes = ", ".join(f"{axis.name}={axis.size} in group {axis.group_name!r}" for axis in spec.axes)

@@ -1,28 +1,17 @@
 """from_torch: any elementwise torch.optim class as a pure optimizer."""
 
-import operator
 from collections.abc import Sequence
-from contextlib import suppress
-from itertools import chain
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fshard import _compat
 from fshard.checks import check_floating, kind
-from fshard.optim.leaves import check_state, like, missing, none_missed, tensor_of, trained
-from fshard.optim.torch_classes import (
-    build,
-    copied,
-    evaluated,
-    observe,
-    on_cpu,
-    refuse_across_elements,
-    start_state,
-)
-from fshard.tree import Added, Flat, Tree, flatten, unflatten
-from fshard.update import Optimizer, Targets
+from fshard.optim.leaves import check_state, missing, none_missed
+from fshard.optim.torch_classes import State, build, copied, evaluated, observe, refuse_across_elements, start_state
+from fshard.tree import Added, Flat, Tree, flatten, is_trained, leaves_of, like, tensor_of, unflatten
+from fshard.update import Optimizer
 
 
 class TorchState(NamedTuple):
@@ -30,7 +19,7 @@ class TorchState(NamedTuple):
 
     Attributes:
         updates: Updates made, which schedules are called with: an int64 tensor of shape ().
-        slots: What the torch class keeps for each parameter, by its names for it (exp_avg, momentum_buffer, ...): trees
+        slots: State that the torch class keeps for each parameter, by its names (exp_avg, momentum_buffer, ...): trees
             in the structure of the parameters, Sharded as they are.
         hyper: Hyperparameters that were injected, by name: float64 tensors of shape (), which a caller may replace.
         missed: For classes whose first step is of its own kind and which keep no count: how many of the updates each
@@ -58,8 +47,8 @@ def from_torch(cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), 
         The optimizer. Its state keeps the parameters' specs.
 
     Raises:
-        ValueError: if the class cannot work without a closure or on dense gradients, refuses its arguments, or what is
-            injected is no number;
+        ValueError: if the class cannot work without a closure or on dense gradients, refuses its arguments, or an
+            injected argument is no number;
             from init, if a leaf cannot take a gradient, or the class looks across the elements of one that is sharded;
             from update, if the class asks for a number that vmap has many of.
 
@@ -70,17 +59,16 @@ def from_torch(cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), 
     (tensor([0.9000, 0.9000]), tensor(1))
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise ValueError(
-            f"from_torch: expected cls to be a torch.optim class, got {kind(cls)}; pass its arguments by name"
-        )
+        expected, remedy = "a torch.optim class", "pass its arguments by name"
+        raise ValueError(f"from_torch: expected cls to be {expected}, got {kind(cls)}; {remedy}")
     if issubclass(cls, torch.optim.LBFGS | torch.optim.SparseAdam):
         needs = "a closure" if issubclass(cls, torch.optim.LBFGS) else "sparse gradients"
         raise ValueError(f"from_torch: {cls.__name__} needs {needs}, which an update does not have; use AdamW or SGD")
-    count = torch.zeros((), dtype=torch.int64)
-    injected = _injected(inject, hyper, evaluated(hyper, count))
-    values = on_cpu(evaluated(hyper, count))
+    start = torch.zeros((), dtype=torch.int64)
+    initial = evaluated(hyper, start, {})
+    injected = _injected(inject, hyper, initial)
     try:
-        habits = observe(cls, values)
+        habits = observe(cls, initial)
     except Exception as error:
         given = ", ".join(f"{name}={value!r:.40}" for name, value in hyper.items()) or "none"
         expected = f"arguments that {cls.__name__} takes"
@@ -89,91 +77,58 @@ def from_torch(cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), 
     def init(params: Tree) -> TorchState:
         flat = flatten(params)
         check_floating("from_torch", flat)
-        tensors = [copied(tensor_of(flat.leaves[i])) for i in trained(flat)]
-        values = evaluated(hyper, count)
+        trained = [i for i, leaf in enumerate(flat.leaves) if is_trained(leaf)]
+        tensors = [copied(tensor_of(flat.leaves[i])) for i in trained]
+        values = evaluated(hyper, start, {})
         refuse_across_elements(cls, values, flat)
         optimizer = build(cls, values, tensors, [torch.zeros_like(tensor) for tensor in tensors])
         start_state(optimizer, tensors, habits.late)
-        slots = _slots(optimizer, trained(flat), tensors, flat, habits.scalars, {})
+        states = {i: optimizer.state[tensor] for i, tensor in zip(trained, tensors, strict=True)}
         missed = none_missed(params) if habits.withheld else Added()
-        return TorchState(count.clone(), slots, dict(injected), missed)
+        return TorchState(start.clone(), _slots(states, flat, habits.scalars, {}), dict(injected), missed)
 
     def update(grads: Tree, state: TorchState, params: Tree, donate: bool = False) -> tuple[Tree, TorchState]:
         check_state("from_torch", state, TorchState)
-        flat, gradients = flatten(params), [tensor_of(leaf) for leaf in flatten(grads).leaves]
-        slots = {name: flatten(slot) for name, slot in state.slots.items()}
-        chosen = [i for i in trained(flat) if gradients[i] is not None]
-        given = [tensor_of(flat.leaves[i]) for i in chosen]
-        donate = donate and _can_be_written([*given, *(tensor_of(v) for slot in slots.values() for v in slot.leaves)])
-        new = [_written(tensor) if donate else copied(tensor) for tensor in given]
-        taken = [gradients[i].detach().contiguous() for i in chosen]
-        values_now = evaluated(hyper | fixed(state), state.updates)
+        flat, gradients = flatten(params), [tensor_of(leaf) for leaf in leaves_of(grads)]
+        before = {name: leaves_of(slot) for name, slot in state.slots.items()}
+        tensors_of = {name: [tensor_of(leaf) for leaf in slot] for name, slot in before.items()}
+        chosen = [i for i, grad in enumerate(gradients) if grad is not None and is_trained(flat.leaves[i])]
+        tensors = [tensor_of(flat.leaves[i]) for i in chosen]
+        donate = donate and _can_be_written([*tensors, *(value for slot in tensors_of.values() for value in slot)])
+        new = [_plain(tensor) for tensor in tensors] if donate else [copied(tensor) for tensor in tensors]
+        kept = [{name: value for name, slot in tensors_of.items() if (value := slot[i]) is not None} for i in chosen]
+        if not donate:
+            kept = [{name: copied(value) for name, value in states.items()} for states in kept]
         first: list[bool] = []
         if habits.withheld:
-            counts = flatten(state.missed).leaves
+            counts = leaves_of(state.missed)
             first = [int(counts[i]) == int(state.updates) for i in chosen]
-        optimizer = build(cls, values_now, new, taken, first)
-        for name, slot in slots.items():
-            for n, (i, tensor) in enumerate(zip(chosen, new, strict=True)):
-                if name in habits.withheld and first[n]:
-                    continue
-                if (value := tensor_of(slot.leaves[i])) is not None:
-                    optimizer.state[tensor][name] = value if donate else copied(value)
-        values = [value for of_one in optimizer.state.values() for value in of_one.values()]
-        count, in_place = state.updates + 1, _step(optimizer, new, values)
-        missed = missing(state.missed, grads) if habits.withheld else Added()
-        if donate and in_place:
-            if all(map(operator.is_, new, given)) and len(chosen) == len(trained(flat)):
-                running[count] = _Running(optimizer, new, values, Targets.of(flat), flat, slots)
-            return params, TorchState(count, state.slots, used(state, values_now), missed)
-        leaves = list(flat.leaves)
-        for i, tensor in zip(chosen, new, strict=True):
-            leaves[i] = like(leaves[i], tensor)
-        slots_after = _slots(optimizer, chosen, new, flat, habits.scalars, slots)
-        return unflatten(flat.treedef, leaves), TorchState(count, slots_after, used(state, values_now), missed)
-
-    def fixed(state: TorchState) -> dict[str, Any]:
-        """Injected numbers that no schedule makes."""
-        values = {name: value for name, value in state.hyper.items() if not callable(hyper[name])}
-        return values if _compat.is_tracing() else {name: float(value) for name, value in values.items()}
-
-    def used(state: TorchState, values: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """What the state holds after an update: what schedules gave it."""
-        return {
+            for states, yes in zip(kept, first, strict=True):
+                for name in habits.withheld if yes else ():
+                    states.pop(name, None)
+        values = evaluated(hyper, state.updates, state.hyper)
+        taken = [_plain(gradients[i]).contiguous() for i in chosen]
+        optimizer = build(cls, values, new, taken, first, habits.filled)
+        optimizer.state.update(zip(new, map(dict, kept), strict=True))
+        _step(optimizer, new)
+        after = [optimizer.state[tensor] for tensor in new]
+        held = {
             name: torch.as_tensor(values[name], dtype=torch.float64).detach() if callable(hyper[name]) else tensor
             for name, tensor in state.hyper.items()
         }
+        missed = missing(state.missed, grads) if habits.withheld else Added()
+        if donate and all(map(_same_objects, kept, after)):
+            return params, TorchState(state.updates + 1, state.slots, held, missed)
+        leaves = list(flat.leaves)
+        for i, tensor in zip(chosen, new, strict=True):
+            leaves[i] = like(leaves[i], tensor)
+        slots = _slots(dict(zip(chosen, after, strict=True)), flat, habits.scalars, before)
+        return unflatten(flat.treedef, leaves), TorchState(state.updates + 1, slots, held, missed)
 
-    # By the count in the state that a donated update has returned, and gone with it.
-    running = _RunningByCount()
-    varies = bool(inject) or any(map(callable, hyper.values()))
-
-    def resume(grads: Tree, state: TorchState, params: Tree) -> tuple[Tree, TorchState] | None:
-        run = running.pop(state.updates, None) if isinstance(state, TorchState) else None
-        if run is None or not run.is_of(state, params) or not run.is_alone():
-            return None
-        values_now = evaluated(hyper | fixed(state), state.updates) if varies else {}
-        if varies:
-            optimizer = cls([{"params": run.tensors}], **values_now)
-            optimizer.state = run.optimizer.state
-            run = run._replace(optimizer=optimizer)
-        if not run.targets.take(grads):
-            return None
-        count, in_place = state.updates + 1, _step(run.optimizer, run.tensors, run.values)
-        if in_place:
-            running[count] = run
-        slots = state.slots
-        if not in_place:
-            slots = _slots(run.optimizer, trained(run.params), run.tensors, run.params, habits.scalars, run.slots)
-        return params, TorchState(count, slots, used(state, values_now), state.missed)
-
-    def update_donated(grads: Tree, state: TorchState, params: Tree) -> tuple[Tree, TorchState]:
-        return resume(grads, state, params) or update(grads, state, params, donate=True)
-
-    return Optimizer(init, update, update_donated, resume)
+    return Optimizer(init, update, partial(update, donate=True))
 
 
-def _injected(names: Sequence[str], hyper: dict[str, Any], values: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _injected(names: Sequence[str], hyper: State, values: State) -> dict[str, torch.Tensor]:
     for name in names:
         value = values.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -182,91 +137,48 @@ def _injected(names: Sequence[str], hyper: dict[str, Any], values: dict[str, Any
     return {name: torch.tensor(float(values[name]), dtype=torch.float64) for name in names}
 
 
-class _RunningByCount(WeakTensorKeyDictionary):
-    """What goes on after donated updates; a copy, or another process's, has nothing to go on from."""
-
-    def __reduce__(self) -> tuple[type["_RunningByCount"], tuple[()]]:
-        return _RunningByCount, ()
-
-    def __deepcopy__(self, memo: Any) -> "_RunningByCount":
-        return _RunningByCount()
-
-
-class _Running(NamedTuple):
-    """The torch optimizer of a donated update, with the tensors and the values that it steps and where they are."""
-
-    optimizer: torch.optim.Optimizer
-    tensors: list[torch.Tensor]
-    values: list[Any]
-    targets: Targets
-    params: Flat
-    slots: dict[str, Flat]
-
-    def is_of(self, state: TorchState, params: Tree) -> bool:
-        """Whether every leaf of the state and the parameters is still the same object."""
-        pairs = [(self.params, params), *((flat, state.slots.get(name)) for name, flat in self.slots.items())]
-        with suppress(ValueError):
-            same = all(all(map(operator.is_, flat.treedef.flatten_up_to(tree), flat.leaves)) for flat, tree in pairs)
-            return same and len(state.slots) == len(self.slots)
-        return False
-
-    def is_alone(self) -> bool:
-        """Whether no other tensor has come to share the memory of these."""
-        values = [value for value in self.values if isinstance(value, torch.Tensor)]
-        return not any(_compat.share_memory([*self.tensors, *values]))
-
-
-def _step(optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor], values: list[Any]) -> bool:
-    """Step, and drop the gradients, which would live as long as the tensors; whether it wrote to tensors alone."""
-    groups = [dict(group) for group in optimizer.param_groups]
+def _step(optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]) -> None:
+    """Step, and drop the gradients, which would live as long as the tensors."""
     try:
         with torch.no_grad():
             optimizer.step()
     except RuntimeError as error:
-        if any(
-            isinstance(value, torch.Tensor) and not value.dim() and _compat.is_transformed(value) for value in values
-        ):
+        numbers = [value for states in optimizer.state.values() for value in states.values()]
+        if any(isinstance(x, torch.Tensor) and not x.dim() and _compat.is_transformed(x) for x in numbers):
             found = f"{type(optimizer).__name__}, which reads its step count as a number"
-            raise ValueError(
-                f"from_torch: expected maths alone under vmap, got {found}; use fs.adamw, fs.adam or fs.sgd"
-            ) from error
+            remedy = "use fs.adamw, fs.adam or fs.sgd"
+            raise ValueError(f"from_torch: expected maths alone under vmap, got {found}; {remedy}") from error
         raise
     finally:
         for tensor in tensors:
             tensor.grad = None
-    kept = optimizer.state.values()
-    same = sum(map(len, kept)) == len(values) and all(
-        map(operator.is_, chain.from_iterable(map(dict.values, kept)), values)
-    )
-    return same and groups == optimizer.param_groups
+
+
+def _same_objects(before: State, after: State) -> bool:
+    """Tell whether a class wrote to its state in place, and put no other objects into it."""
+    return len(before) == len(after) and all(after.get(name) is value for name, value in before.items())
 
 
 def _can_be_written(values: Sequence[Any]) -> bool:
-    """Whether tensors can be stepped in place: each is there once, and none has strides, which fused kernels ignore."""
+    """Tell whether tensors can be stepped in place: none is there twice or has strides, which fused kernels ignore."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return len(set(map(id, tensors))) == len(tensors) and all(tensor.is_contiguous() for tensor in tensors)
 
 
-def _written(tensor: torch.Tensor) -> torch.Tensor:
-    """What a step writes to: the tensor, or another in its memory where autograd knows it."""
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same tensor, or another in its memory where autograd knows it."""
     return tensor.detach() if tensor.requires_grad or tensor.grad is not None else tensor
 
 
 def _slots(
-    optimizer: torch.optim.Optimizer,
-    chosen: Sequence[int],
-    tensors: Sequence[torch.Tensor],
-    flat: Flat,
-    scalars: frozenset[str],
-    before: dict[str, Flat],
+    states: dict[int, State], flat: Flat, scalars: frozenset[str], before: dict[str, list[Any]]
 ) -> dict[str, Tree]:
-    """Turn torch's state for each parameter that it stepped into a tree for each name; others keep what they had."""
-    names = dict.fromkeys((*before, *(name for tensor in tensors for name in optimizer.state[tensor])))
+    """Turn torch's states of leaves, by their numbers, into a tree for each name; other leaves keep theirs."""
     slots = {}
-    for name in names:
-        leaves: list[Any] = list(before[name].leaves) if name in before else [None] * len(flat.leaves)
-        for i, tensor in zip(chosen, tensors, strict=True):
-            value = optimizer.state[tensor].get(name)
+    for name in dict.fromkeys((*before, *(name for state in states.values() for name in state))):
+        leaves = list(before.get(name, [None] * len(flat.leaves)))
+        for i, state in states.items():
+            value = state.get(name)
             per_element = isinstance(value, torch.Tensor) and name not in scalars
             leaves[i] = like(flat.leaves[i], value) if per_element else value
         slots[name] = unflatten(flat.treedef, leaves)
