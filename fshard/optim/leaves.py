@@ -10,6 +10,7 @@ from fshard.checks import check_floating, kind
 from fshard.collectives import pvary
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, unflatten
+from fshard.update import Optimizer
 
 
 def tensor_of(leaf: Any) -> Any:
@@ -137,3 +138,9 @@ def check_state(what: str, state: Any, needed: type) -> None:
     if not isinstance(state, needed):
         remedy = "update with the optimizer that made the state"
         raise ValueError(f"{what}: expected the state to be a {needed.__name__}, got {kind(state)}; {remedy}")
+
+
+def check_optimizer(what: str, tx: Any, such_as: str = "fs.from_torch or an fs.chain with one") -> None:
+    """Refuse a transformation to wrap that is no optimizer."""
+    if not isinstance(tx, Optimizer):
+        raise ValueError(f"{what}: expected tx to be an Optimizer, such as {such_as}, got {kind(tx)}")

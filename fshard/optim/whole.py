@@ -1,15 +1,30 @@
 """whole: optimizers that look across the elements of a leaf, each leaf stepped as a whole by one rank."""
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fshard import comm
-from fshard.checks import kind
-from fshard.optim.leaves import check_state, like, partition_axes, tensor_of, trained
-from fshard.optim.owners import assign, flops_of, from_owners, split_axis, to_owners
+from fshard.errors import Problem, leaf_error
+from fshard.optim.leaves import check_optimizer, check_state, partition_axes
 from fshard.shard import local_piece, unshard
-from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, is_sharded, unflatten
+from fshard.tree import (
+    Axis,
+    Flat,
+    Sharded,
+    Spec,
+    Tree,
+    flatten,
+    is_sharded,
+    is_trained,
+    leaves_of,
+    like,
+    map_leaves,
+    tensor_of,
+    unflatten,
+)
 from fshard.update import Optimizer
 
 
@@ -42,60 +57,68 @@ def whole(tx: Optimizer) -> Optimizer:
     Raises:
         ValueError: if `tx` is no optimizer; from init, if a leaf is split over several axes.
     """
-    if not isinstance(tx, Optimizer):
-        raise ValueError(
-            f"whole: expected tx to be an Optimizer, such as fs.from_torch(torch.optim.Muon), got {kind(tx)}"
-        )
+    check_optimizer("whole", tx, "fs.from_torch(torch.optim.Muon)")
 
     def init(params: Tree) -> WholeState:
         flat = flatten(params)
-        chosen = trained(flat)
-        _axis("whole", flat, chosen)
+        _split_axis(flat)
         states = []
-        for i in chosen:
-            leaf = flat.leaves[i]
+        for leaf in filter(is_trained, flat.leaves):
             # One leaf at a time is whole, on every rank, because a state may start from its values.
-            (full,) = flatten(unshard([leaf])).leaves
-            flat_state = flatten(tx.init({"leaf": full}))
-            states.append(unflatten(flat_state.treedef, [_cut(value, leaf) for value in flat_state.leaves]))
+            (full,) = leaves_of(unshard([leaf]))
+            states.append(map_leaves(lambda value, leaf=leaf: _cut(value, leaf), tx.init({"leaf": full})))
         return WholeState(tuple(states))
 
     def update(grads: Tree, state: WholeState, params: Tree) -> tuple[Tree, WholeState]:
         check_state("whole", state, WholeState)
-        flat, gradients = flatten(params), flatten(grads).leaves
-        chosen = trained(flat)
-        axis = _axis("whole", flat, chosen)
-        leaves, states = list(flat.leaves), list(state.leaves)
-        used = [(i, n) for n, i in enumerate(chosen) if gradients[i] is not None]
-        travelling = [(i, n) for i, n in used if partition_axes(leaves[i])]
-        for n, i in enumerate(chosen):
-            if gradients[i] is None:
+        flat = flatten(params)
+        axis = _split_axis(flat)
+        leaves, states, travelling = list(flat.leaves), list(state.leaves), []
+        trained = [(i, grad) for i, grad in enumerate(leaves_of(grads)) if is_trained(leaves[i])]
+        for n, (i, grad) in enumerate(trained):
+            leaf = leaves[i]
+            if grad is None:
                 # The update counts, and a leaf may have an average; neither looks across elements.
-                own, states[n] = tx.update({"leaf": None}, states[n], {"leaf": leaves[i]})
-                leaves[i] = own["leaf"]
-            elif (i, n) not in travelling:
-                grad, own = ({"leaf": _full(leaf)} for leaf in (gradients[i], leaves[i]))
-                new, states[n] = tx.update(grad, states[n], own)
-                leaves[i] = like(leaves[i], new["leaf"].reshape(tensor_of(leaves[i]).shape))
+                new, states[n] = tx.update({"leaf": None}, states[n], {"leaf": leaf})
+                leaves[i] = new["leaf"]
+            elif partition_axes(leaf):
+                travelling.append((n, i, grad))
+            else:
+                new, states[n] = tx.update({"leaf": _full(grad)}, states[n], {"leaf": _full(leaf)})
+                leaves[i] = like(leaf, new["leaf"].reshape(tensor_of(leaf).shape))
         if axis is not None:
-            _step_at_owners(tx, axis, travelling, gradients, leaves, states)
+            done = _step_at_owners(tx, axis, [(grad, leaves[i], states[n]) for n, i, grad in travelling])
+            for (n, i, _), (leaf, kept) in zip(travelling, done, strict=True):
+                leaves[i], states[n] = leaf, kept
         return unflatten(flat.treedef, leaves), WholeState(tuple(states))
 
     return Optimizer(init, update)
 
 
 def _full(leaf: Any) -> torch.Tensor:
-    """A leaf that this rank holds whole, in its own shape: a split 0-d leaf is stored with one dim."""
+    """Return a leaf that this rank holds whole, in its own shape: a split 0-d leaf is stored with one dim."""
     return leaf.local.reshape(leaf.spec.shape) if is_sharded(leaf) else leaf
 
 
-def _axis(what: str, flat: Flat, chosen: list[int]) -> Axis | None:
-    sharded = [i for i in chosen if is_sharded(flat.leaves[i])]
-    return split_axis(what, [flat.paths[i] for i in sharded], [flat.leaves[i] for i in sharded])
+def _split_axis(flat: Flat) -> Axis | None:
+    """Return the one axis that leaves are split over, None where all are whole, and refuse several."""
+    found = [
+        (path, partition_axes(leaf)) for path, leaf in zip(flat.paths, flat.leaves, strict=True) if is_trained(leaf)
+    ]
+    needed = next((axis for _, axes in found for axis in axes), None)
+    problems = [
+        Problem(path, f"a split over {[axis.name for axis in axes]}", f"a split over {needed.name!r} alone")
+        for path, axes in found
+        if needed is not None and axes not in ((), (needed,))
+    ]
+    if problems:
+        remedy = "split these leaves over one axis, or keep them out by fs.partition"
+        raise leaf_error("whole: leaves cannot be sent to an owner", problems, remedy)
+    return needed
 
 
 def _cut(value: Any, leaf: Any) -> Any:
-    """This rank's piece of a part of a leaf's state: as the leaf is split where it is like it, else along dim 0."""
+    """Cut this rank's piece of a part of a leaf's state: as the leaf is split where it is like it, else along dim 0."""
     axes = partition_axes(leaf)
     if not axes or not isinstance(value, torch.Tensor) or not value.dim():
         return value
@@ -104,54 +127,102 @@ def _cut(value: Any, leaf: Any) -> Any:
     return Sharded(local_piece(value, spec), spec)
 
 
-def _step_at_owners(
-    tx: Optimizer, axis: Axis, places: list[tuple[int, int]], gradients: list[Any], leaves: list[Any], states: list[Any]
-) -> None:
-    """Step leaves at their owners, and put the new ones and their states in the place of the old ones."""
+def _step_at_owners(tx: Optimizer, axis: Axis, rows: Sequence[tuple[Any, Any, Tree]]) -> list[Tree]:
+    """Step leaves at their owners: three exchanges, of shards there and back, and of single numbers.
+
+    Args:
+        tx: The optimizer.
+        axis: The axis that the leaves are split over.
+        rows: Each leaf's gradient, the leaf and its state.
+
+    Returns:
+        Each leaf with its state afterwards.
+    """
     comm.same_call("update", (axis,))
-    owners = assign([flops_of(leaves[i].spec.shape) for i, _ in places], axis.size)
-    flats = [flatten(states[n]) for _, n in places]
-    parts = [
-        [leaves[i], *(value for value in flat.leaves if is_sharded(value))]
-        for (i, _), flat in zip(places, flats, strict=True)
-    ]
-    specs = [[part.spec for part in row] for row in parts]
-    sent = [[gradients[i].local, *(part.local for part in row)] for (i, _), row in zip(places, parts, strict=True)]
-    with_grads = [[row[0], *row] for row in specs]
-    stepped, numbers = {}, {}
-    for m, (grad, full, *slots) in to_owners(sent, with_grads, owners, axis).items():
-        given = iter(slots)
-        values = [next(given) if is_sharded(value) else value for value in flats[m].leaves]
-        new, after = tx.update({"leaf": grad}, unflatten(flats[m].treedef, values), {"leaf": full})
-        found = list(zip(flats[m].leaves, flatten(after).leaves, strict=True))
-        stepped[m] = [new["leaf"], *(value for old, value in found if is_sharded(old))]
-        numbers[m] = [value for old, value in found if not is_sharded(old)]
-    dtypes = [[part.local.dtype for part in row] for row in parts]
-    returned = from_owners(stepped, specs, dtypes, owners, axis)
-    counted = _shared(numbers, flats, owners, axis)
-    for m, (i, n) in enumerate(places):
-        param, *slots = returned[m]
-        leaves[i] = Sharded(param, leaves[i].spec)
-        given, rest = iter(slots), iter(counted[m])
-        values = [Sharded(next(given), v.spec) if is_sharded(v) else next(rest) for v in flats[m].leaves]
-        states[n] = unflatten(flats[m].treedef, values)
+    owners = assign([flops_of(leaf.spec.shape) for _, leaf, _ in rows], axis.size)
+    owned = [[m for m, owner in enumerate(owners) if owner == rank] for rank in range(axis.size)]
+    mine = owned[comm.rank(axis)]
+    flats = [flatten((leaf, kept)) for _, leaf, kept in rows]
+    shards = [[value for value in flat.leaves if is_sharded(value)] for flat in flats]
+    numbers = [[value for value in flat.leaves if value is not None and not is_sharded(value)] for flat in flats]
 
+    def exchanged(send: list[list[torch.Tensor]], receive: list[list[Any]]) -> list[list[torch.Tensor]]:
+        return comm.all_to_all(send, [[(t.shape, t.dtype) for t in row] for row in receive], axis, "whole")
 
-def _shared(numbers: dict[int, list[Any]], flats: list[Flat], owners: list[int], axis: Axis) -> list[list[Any]]:
-    """Tell every rank the single numbers of states, which only owners have counted on."""
-    kept = [[value for value in flat.leaves if not is_sharded(value)] for flat in flats]
-    tensors = [[torch.as_tensor(value) for value in row if value is not None] for row in kept]
-    mine = [torch.as_tensor(value) for m in numbers for value in numbers[m] if value is not None]
-    kinds = [
-        [(t.shape, t.dtype) for row, owner in zip(tensors, owners, strict=True) if owner == rank for t in row]
-        for rank in range(axis.size)
-    ]
-    rows = [iter(row) for row in comm.all_to_all([mine] * axis.size, kinds, axis, "whole")]
+    there = [[grad.local, *(value.local for value in row)] for (grad, _, _), row in zip(rows, shards, strict=True)]
+    received = exchanged(
+        [[t for m in some for t in there[m]] for some in owned], [[t for m in mine for t in there[m]]] * axis.size
+    )
+    pieces = zip(*received, strict=True)
+    cut: list[Sequence[torch.Tensor]] = []
+    counted: list[torch.Tensor] = []
+    for m in mine:
+        grad = _joined(next(pieces), rows[m][1].spec, axis)
+        values = [_joined(next(pieces), v.spec, axis) if is_sharded(v) else v for v in flats[m].leaves]
+        full, kept = unflatten(flats[m].treedef, values)
+        new, after = tx.update({"leaf": grad}, kept, {"leaf": full})
+        for old, value in zip(flats[m].leaves, leaves_of((new["leaf"], after)), strict=True):
+            if is_sharded(old):
+                cut.append(_pieces(value, old.spec, axis))
+            elif old is not None:
+                counted.append(torch.as_tensor(value))
+    locals_of = [[value.local for m in some for value in shards[m]] for some in owned]
+    back = exchanged([[parts[rank] for parts in cut] for rank in range(axis.size)], locals_of)
+    kinds = [[torch.as_tensor(value) for m in some for value in numbers[m]] for some in owned]
+    told = exchanged([counted] * axis.size, kinds)
+    stepped, known = [iter(row) for row in back], [iter(row) for row in told]
+
+    def after_of(old: Any, owner: int) -> Any:
+        if is_sharded(old):
+            return Sharded(next(stepped[owner]), old.spec)
+        if old is None:
+            return None
+        number = next(known[owner])
+        return number if isinstance(old, torch.Tensor) else type(old)(number.item())
+
     return [
-        [None if value is None else _as(value, next(rows[owner])) for value in row]
-        for row, owner in zip(kept, owners, strict=True)
+        unflatten(flat.treedef, [after_of(old, owner) for old in flat.leaves])
+        for flat, owner in zip(flats, owners, strict=True)
     ]
 
 
-def _as(value: Any, found: torch.Tensor) -> Any:
-    return found if isinstance(value, torch.Tensor) else type(value)(found.item())
+def assign(costs: Sequence[float], ranks: int) -> list[int]:
+    """Give each piece of work to a rank, so that the rank with most has little more than the others.
+
+    Args:
+        costs: Of each piece.
+        ranks: How many ranks there are.
+
+    Returns:
+        A rank for each piece: the costliest pieces go first, each to the rank that has least so far.
+
+    >>> assign([1, 5, 3, 3], 2)
+    [0, 0, 1, 1]
+    """
+    loads, owners = [0.0] * ranks, [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        owners[i] = min(range(ranks), key=lambda rank: loads[rank])
+        loads[owners[i]] += costs[i]
+    return owners
+
+
+def _joined(pieces: Sequence[torch.Tensor], spec: Spec, axis: Axis) -> torch.Tensor:
+    dim = spec.dim_of(axis)
+    assert dim is not None
+    full = torch.cat(list(pieces), dim).narrow(dim, 0, spec.full_shape[dim])
+    return full.reshape(spec.shape).contiguous()
+
+
+def _pieces(full: torch.Tensor, spec: Spec, axis: Axis) -> Sequence[torch.Tensor]:
+    dim = spec.dim_of(axis)
+    assert dim is not None
+    full = full.reshape(spec.full_shape)
+    missing = spec.padded_shape[dim] - full.shape[dim]
+    padded = torch.nn.functional.pad(full, (0, 0) * (full.dim() - dim - 1) + (0, missing)) if missing else full
+    size = spec.local_shape[dim]
+    return [padded.narrow(dim, rank * size, size) for rank in range(axis.size)]
+
+
+def flops_of(shape: Sequence[int]) -> float:
+    """Count a matrix method's operations, but for a factor: products of the matrix with its own transpose."""
+    return math.prod(shape) * min(shape) if shape else 1.0
