@@ -25,7 +25,7 @@ class TrainState(NamedTuple):
         opt_state: The optimizer's state, sharded as the parameters are.
         buffers: The model's buffers by name.
         key: Random key of the run, or None.
-        transform_state: What the parameters' transforms remember, such as what a lossy scatter left out; mostly None.
+        transform_state: State of the parameters' transforms, such as what a lossy scatter left out; mostly None.
     """
 
     step: torch.Tensor

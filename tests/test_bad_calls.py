@@ -148,6 +148,9 @@ CALLS = {
     "reduce_scatter": lambda w: dict(tree=torch.ones(2), axis=w.axis, dim=0),
     "replicate": lambda w: dict(mesh=w.mesh, algorithm="auto"),
     "reshard": lambda w: dict(tree=w.params, transform=fs.ddp(w.mesh)),
+    "scale_by_adam": lambda w: dict(betas=(0.9, 0.99), eps=1e-8),
+    "scale_by_factored_rms": lambda w: dict(beta2_decay=-0.8, eps=1e-30),
+    "scale_by_trust_ratio": lambda w: dict(trust_coefficient=1.0, eps=0.0),
     "scatter_grads": lambda w: dict(grads=w.full, like=w.params, reduce="mean"),
     "sgd": lambda w: dict(lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0),
     "shard": lambda w: dict(full_tree=w.full, transform=fs.zero2(w.mesh)),
@@ -286,13 +289,15 @@ ACCEPTED = (
         "clip_by_norm.p clip_by_value.max_value dynamic_loss_scale.init_scale dynamic_loss_scale.growth_factor "
         "dynamic_loss_scale.growth_interval every_k.k from_torch_scheduler.lr from_torch_scheduler.momentum "
         "fully_shard.min_shard_elements lamb.eps lamb.weight_decay lars.momentum lars.weight_decay lars.eps "
-        "lars.trust_coefficient quantize.block sgd.momentum sgd.weight_decay zero1.min_shard_elements "
+        "lars.trust_coefficient quantize.block scale_by_adam.eps scale_by_trust_ratio.trust_coefficient "
+        "scale_by_trust_ratio.eps sgd.momentum sgd.weight_decay zero1.min_shard_elements "
         "zero2.min_shard_elements zero3.prefetch zero3.merge_bytes zero3.min_shard_elements hsdp.min_shard_elements "
         "hybrid_shard.min_shard_elements checkpoint.Manager.timeout checkpoint.Manager.every checkpoint.save.timeout "
         "checkpoint.save_huggingface.max_file_bytes testing.check_adjoint.error testing.check_transform.error",
     ),
     ("a number in range", ("a number",), "from_torch_scheduler.steps testing.spmd.world testing.spmd.timeout"),
-    ("a number in range", ("a negative number",), "adafactor.beta2_decay"),
+    ("a number in range", ("a negative number",), "adafactor.beta2_decay scale_by_factored_rms.beta2_decay"),
+    ("a number, or the default", ("None", *NUMBERS), "scale_by_factored_rms.eps"),
     ("a number, or the default", ("None", *NUMBERS), "checkpoint.Manager.keep"),
     ("a number, or the default", ("None", *NUMBERS), "testing.assert_trees_close.rtol testing.assert_trees_close.atol"),
     ("a number, or the default", ("None", "a number"), "checkpoint.from_optimizer_state_dict.updates"),

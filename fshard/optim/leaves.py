@@ -9,28 +9,31 @@ from fshard._compat import is_tracing
 from fshard.checks import check_floating, kind
 from fshard.collectives import pvary
 from fshard.errors import Problem, leaf_error
-from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, unflatten
-from fshard.update import Optimizer
-
-
-def tensor_of(leaf: Any) -> Any:
-    """The tensor that a rank holds of a leaf."""
-    return leaf.local if is_sharded(leaf) else leaf
-
-
-def like(leaf: Any, tensor: Any) -> Any:
-    """Wrap a tensor as a leaf is wrapped; one of another shape belongs to the whole leaf."""
-    return Sharded(tensor, leaf.spec) if is_sharded(leaf) and tensor.shape == leaf.local.shape else tensor
-
-
-def trained(flat: Flat) -> list[int]:
-    """Positions of the leaves that take a gradient."""
-    return [i for i, leaf in enumerate(flat.leaves) if leaf is not None and not (is_sharded(leaf) and leaf.spec.frozen)]
+from fshard.shard import without_padding
+from fshard.tree import (
+    Axis,
+    Flat,
+    Tree,
+    flatten,
+    is_sharded,
+    is_trained,
+    leaves_of,
+    like,
+    map_leaves,
+    tensor_of,
+    unflatten,
+)
+from fshard.update import GradientTransformation, Optimizer
 
 
 def partition_axes(leaf: Any) -> tuple[Axis, ...]:
-    """The axes whose ranks hold different elements of a leaf."""
+    """Return the axes whose ranks hold different elements of a leaf."""
     return tuple(axis for axis in leaf.spec.partition_axes() if axis.size > 1) if is_sharded(leaf) else ()
+
+
+def elements_of(leaf: Any) -> torch.Tensor:
+    """Return the elements of a leaf that this rank holds, without padding."""
+    return without_padding(leaf) if is_sharded(leaf) else leaf
 
 
 def varying(number: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
@@ -40,93 +43,96 @@ def varying(number: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
     return number
 
 
+def scaled(leaf: Any, number: torch.Tensor) -> Any:
+    """Scale a leaf by a number that agrees between ranks."""
+    tensor = tensor_of(leaf)
+    return like(leaf, tensor * varying(number, partition_axes(leaf)).to(tensor.dtype))
+
+
 def leafwise(
-    f: Callable[..., Any], grads: Tree, *trees: Tree, numbers: Sequence[Any] = (), first: int = 0
+    f: Callable[..., tuple[torch.Tensor, ...]],
+    grads: Tree,
+    old: Sequence[Tree],
+    given: Sequence[Tree] = (),
+    numbers: Sequence[Any] = (),
 ) -> tuple[Tree, ...]:
-    """Map tensors of several trees to tensors of several new ones, where there is a gradient.
+    """Make new trees of old ones, by maths on the tensors of each leaf that has a gradient.
 
     Args:
-        f: Called with the local tensors of one leaf of each tree and then the numbers; returns a tuple of as many
-            tensors each time.
-        grads: The tree that says where; None elsewhere.
-        *trees: Trees of its structure.
+        f: Called with a leaf's tensors in `grads`, the old trees and the given ones, and then the numbers; returns the
+            tensors of the new trees.
+        grads: The tree that says where; other leaves stay as they are.
+        old: The trees that the new ones replace: they decide their dtypes, because a number of another dtype would
+            widen tensors of shape ().
+        given: Trees that are only read.
         numbers: Those that are tensors agree between ranks; their cotangents are summed where ranks use them on shards.
-        first: Which tree gives the first new one its dtypes; the next one gives them to the second, and so on.
 
     Returns:
-        As many trees as f returns tensors, with the leaves' specs, and None where there is no gradient.
+        As many trees as there are old ones.
     """
-    flats = [flatten(tree) for tree in (grads, *trees)]
     by_axes: dict[tuple[Axis, ...], list[Any]] = {}
-    rows = []
-    for leaves in zip(*(flat.leaves for flat in flats), strict=True):
-        axes = partition_axes(leaves[0])
+
+    def new(grad: Any, *leaves: Any) -> tuple[Any, ...]:
+        kept = leaves[: len(old)]
+        if grad is None:
+            return kept
+        axes = partition_axes(grad)
         if axes not in by_axes:
             by_axes[axes] = [varying(n, axes) if isinstance(n, torch.Tensor) else n for n in numbers]
-        rows.append(None if leaves[0] is None else f(*map(tensor_of, leaves), *by_axes[axes]))
-    width = next((len(row) for row in rows if row is not None), 0)
-    outs = []
-    for k in range(width):
-        pairs = zip(flats[0].leaves, rows, strict=True)
-        # Among tensors of shape () a number of another dtype would decide theirs.
-        dtypes = [getattr(tensor_of(leaf), "dtype", None) for leaf in flats[first + k].leaves]
-        wrapped = [
-            None if row is None else like(leaf, row[k].to(dtype))
-            for (leaf, row), dtype in zip(pairs, dtypes, strict=True)
-        ]
-        outs.append(unflatten(flats[0].treedef, wrapped))
-    return tuple(outs)
+        made = f(*map(tensor_of, (grad, *leaves)), *by_axes[axes])
+        return tuple(like(leaf, x.to(tensor_of(leaf).dtype)) for leaf, x in zip(kept, made, strict=True))
+
+    flats = [flatten(tree) for tree in old]
+    others = [leaves_of(tree) for tree in given]
+    rows = [new(*row) for row in zip(leaves_of(grads), *(flat.leaves for flat in flats), *others, strict=True)]
+    return tuple(unflatten(flat.treedef, [row[k] for row in rows]) for k, flat in enumerate(flats))
 
 
-def joined(new: Tree, old: Tree) -> Tree:
-    """The leaves of a tree, and where it has none those of another."""
-    flat, others = flatten(new), flatten(old).leaves
-    return unflatten(flat.treedef, [b if a is None else a for a, b in zip(flat.leaves, others, strict=True)])
+def map_gradients(f: Callable[..., torch.Tensor], grads: Tree, *given: Tree, numbers: Sequence[Any] = ()) -> Tree:
+    """Make new gradients of gradients and of given trees; see `leafwise`."""
+    (new,) = leafwise(lambda grad, _, *rest: (f(grad, *rest),), grads, [grads], given, numbers)
+    return new
+
+
+def stateless(f: Callable[[Tree, Tree], Tree]) -> GradientTransformation:
+    """Make a transformation without a state of a function from gradients and parameters to gradients."""
+    return GradientTransformation(lambda params: (), lambda grads, state, params: (f(grads, params), state))
+
+
+def for_trained(f: Callable[[Any], Any], params: Tree) -> Tree:
+    """Map over the leaves that take a gradient; None in the place of others."""
+    return map_leaves(lambda leaf: f(leaf) if is_trained(leaf) else None, params)
 
 
 def zeros(params: Tree) -> Tree:
-    """Zeros in the place of every leaf that takes a gradient, with its spec; None elsewhere."""
-    flat = flatten(params)
-    leaves: list[Any] = [None] * len(flat.leaves)
-    for i in trained(flat):
-        leaves[i] = like(flat.leaves[i], torch.zeros_like(tensor_of(flat.leaves[i]), requires_grad=False))
-    return unflatten(flat.treedef, leaves)
-
-
-def where_trained(params: Tree) -> Tree:
-    """The leaves that take a gradient; None in the place of others."""
-    flat = flatten(params)
-    chosen = set(trained(flat))
-    return unflatten(flat.treedef, [leaf if i in chosen else None for i, leaf in enumerate(flat.leaves)])
+    """Make zeros for every leaf that takes a gradient, with its spec."""
+    return for_trained(lambda leaf: like(leaf, torch.zeros_like(tensor_of(leaf), requires_grad=False)), params)
 
 
 def none_missed(params: Tree) -> Tree:
-    """Say of every leaf that takes a gradient that it has had one in each update: a count of 0 that had none."""
-    flat = flatten(params)
-    leaves: list[Any] = [None] * len(flat.leaves)
-    for i in trained(flat):
-        leaves[i] = torch.zeros((), dtype=torch.int64)
-    return unflatten(flat.treedef, leaves)
+    """Start the counts of updates in which each leaf had no gradient."""
+    return for_trained(lambda _: torch.zeros((), dtype=torch.int64), params)
 
 
 def missing(missed: Tree, grads: Tree) -> Tree:
     """Count one more update for leaves without a gradient."""
-    flat = flatten(missed)
-    leaves = list(flat.leaves)
-    for i, grad in enumerate(flatten(grads).leaves):
-        if leaves[i] is not None:
-            # A graph says by itself whose memory its results have.
-            leaves[i] = leaves[i] + 1 if grad is None else leaves[i] if is_tracing() else leaves[i].clone()
-    return unflatten(flat.treedef, leaves)
+
+    def count(before: Any, grad: Any) -> Any:
+        if before is None or grad is None:
+            return before if before is None else before + 1
+        # A graph says by itself whose memory its results have.
+        return before if is_tracing() else before.clone()
+
+    return map_leaves(count, missed, grads)
 
 
 def check_real(what: str, flat: Flat) -> None:
     """Refuse leaves that take a gradient and are no real floating tensors."""
     check_floating(what, flat)
     problems = [
-        Problem(flat.paths[i], kind(tensor_of(flat.leaves[i])), "a real tensor")
-        for i in trained(flat)
-        if tensor_of(flat.leaves[i]).is_complex()
+        Problem(path, kind(tensor_of(leaf)), "a real tensor")
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if is_trained(leaf) and tensor_of(leaf).is_complex()
     ]
     if problems:
         remedy = "keep torch.view_as_real of them as parameters, or step them by fs.sgd"

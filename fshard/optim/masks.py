@@ -1,13 +1,14 @@
-"""Masks: which leaves a part of an optimizer is for."""
+"""Masks: parts of an optimizer for parts of a tree."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
 from fshard.checks import kind
+from fshard.optim.leaves import stateless
 from fshard.transforms import ShardTransform, masked_transform
-from fshard.tree import Mask, Tree, Treedef, flatten, is_mask, means, names_of, unflatten
-from fshard.update import GradientTransformation, Optimizer
+from fshard.tree import Mask, Tree, Treedef, flatten, is_mask, leaves_of, matches, names_of, unflatten
+from fshard.update import GradientTransformation, Optimizer, step_of
 
 
 def masked(tx: Any, mask: Mask, otherwise: ShardTransform | None = None) -> Any:
@@ -21,10 +22,11 @@ def masked(tx: Any, mask: Mask, otherwise: ShardTransform | None = None) -> Any:
         otherwise: For a ShardTransform: that of all other leaves, over the same axes; None changes nothing in them.
 
     Returns:
-        What `tx` is, with a state for those leaves only.
+        Another of the kind of `tx`, with a state for those leaves only.
 
     Raises:
-        ValueError: if `tx` or `mask` is none of these, or the axes differ; from init, or shard, if no leaf is meant.
+        ValueError: if `tx` or `mask` is none of these, or the axes differ; from init, or shard, if `mask` matches no
+            leaf.
 
     >>> import torch
     >>> import fshard as fs
@@ -38,7 +40,7 @@ def masked(tx: Any, mask: Mask, otherwise: ShardTransform | None = None) -> Any:
         return masked_transform(tx, mask, otherwise)
     if otherwise is not None:
         raise ValueError(f"masked: otherwise is for ShardTransforms, not for {kind(tx)}; partition has parts")
-    return partition({_checked_mask("masked", mask): tx, ("*",): _pass("masked", tx)}, "masked")
+    return _partition("masked", [mask, "*"], [tx, _unchanged("masked", tx)])
 
 
 def freeze(tx: Any, mask: Mask) -> Any:
@@ -56,22 +58,21 @@ def freeze(tx: Any, mask: Mask) -> Any:
     Raises:
         ValueError: as `masked`.
     """
-    return partition({_checked_mask("freeze", mask): _pass("freeze", tx), ("*",): tx}, "freeze")
+    return _partition("freeze", [mask, "*"], [_unchanged("freeze", tx), tx])
 
 
-def partition(parts: Mapping[Mask, Any], what: str = "partition") -> Any:
-    """Give each leaf to the first part that means it: parameter groups.
+def partition(parts: Mapping[Mask, Any]) -> Any:
+    """Give each leaf to the first part that matches it: parameter groups.
 
     Args:
-        parts: GradientTransformations, or Optimizers, by masks as `masked` takes them. Every leaf must be meant by one;
-            `"*"` means all that are left.
-        what: Who asks, for errors.
+        parts: GradientTransformations, or Optimizers, by masks as `masked` takes them. One must match every leaf;
+            `"*"` matches all that are left.
 
     Returns:
         The Optimizer, or the GradientTransformation; its state is a tuple of those of the parts, in their order.
 
     Raises:
-        ValueError: if parts are of both kinds or of neither; from init, if a mask means no leaf, or no mask a leaf.
+        ValueError: if parts are of both kinds or of neither; from init, if a mask matches no leaf, or no mask a leaf.
 
     >>> import torch
     >>> import fshard as fs
@@ -81,82 +82,75 @@ def partition(parts: Mapping[Mask, Any], what: str = "partition") -> Any:
     {'weight': tensor([-0.1000]), 'bias': tensor([-1.])}
     """
     if not isinstance(parts, Mapping):
-        remedy = 'pass one such as {"*bias": tx, "*": other}'
-        raise ValueError(
-            f"{what}: expected parts to be a mapping from masks to their parts, got {kind(parts)}; {remedy}"
-        )
-    masks, members = list(parts), list(parts.values())
-    if not members or not (_all(Optimizer, members) or _all(GradientTransformation, members)):
+        expected, remedy = "a mapping from masks to their parts", 'pass one such as {"*bias": tx, "*": other}'
+        raise ValueError(f"partition: expected parts to be {expected}, got {kind(parts)}; {remedy}")
+    return _partition("partition", list(parts), list(parts.values()))
+
+
+def _partition(what: str, masks: Sequence[Mask], members: Sequence[Any]) -> Any:
+    """Give each leaf to the first member whose mask matches it."""
+    if not any(members and all(isinstance(m, cls) for m in members) for cls in (Optimizer, GradientTransformation)):
         found = ", ".join(map(kind, members)) or "nothing"
         raise ValueError(f"{what}: expected parts of Optimizers alone or GradientTransformations alone, got {found}")
     for mask in masks:
-        _checked_mask(what, mask)
-    owners = lru_cache(maxsize=16)(partial(_owners, tuple(masks)))
+        if not is_mask(mask):
+            needed = "a glob pattern of leaves' names, several, or a function of the name"
+            raise ValueError(f"{what}: expected the mask to be {needed}, got {kind(mask)}")
+
+    @lru_cache(maxsize=16)
+    def owners(treedef: Treedef) -> tuple[int | None, ...]:
+        """Number, for each leaf, the first member whose mask matches it."""
+        numbered = list(enumerate(masks))
+        return tuple(next((i for i, mask in numbered if matches(mask, name)), None) for name in names_of(treedef))
+
+    def parts_of(tree: Tree, found: Sequence[int | None]) -> list[Tree]:
+        """Take a tree apart: for each member its leaves, and None in the place of others."""
+        flat = flatten(tree)
+        pairs = list(zip(flat.leaves, found, strict=True))
+        return [
+            unflatten(flat.treedef, [leaf if owner == i else None for leaf, owner in pairs])
+            for i in range(len(members))
+        ]
 
     def init(params: Tree) -> Tree:
-        found = owners(flatten(params).treedef)
-        _refuse(what, masks, found, flatten(params).treedef)
-        return tuple(part.init(_only(params, found, i)) for i, part in enumerate(members))
+        treedef = flatten(params).treedef
+        found = owners(treedef)
+        _refuse(what, masks, found, names_of(treedef))
+        return tuple(member.init(part) for member, part in zip(members, parts_of(params, found), strict=True))
 
     def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> tuple[Tree, Tree]:
         if not isinstance(state, tuple) or len(state) != len(members):
             raise ValueError(f"{what}: expected the state to be that of the optimizer which made it, got {kind(state)}")
-        found, outs, states = owners(flatten(params).treedef), [], []
-        for i, (part, part_state) in enumerate(zip(members, state, strict=True)):
-            donated = part.update_donated if donate and isinstance(part, Optimizer) else None
-            out, new = (donated or part.update)(_only(grads, found, i), part_state, _only(params, found, i))
-            outs.append(flatten(out).leaves)
-            states.append(new)
-        leaves = [None if owner is None else outs[owner][n] for n, owner in enumerate(found)]
-        return unflatten(flatten(params).treedef, leaves), tuple(states)
+        treedef = flatten(params).treedef
+        found = owners(treedef)
+        parts = zip(members, parts_of(grads, found), state, parts_of(params, found), strict=True)
+        outs, states = zip(*(step_of(member, donate)(*part) for member, *part in parts), strict=True)
+        leaves = [leaves_of(out) for out in outs]
+        return unflatten(treedef, [None if i is None else leaves[i][n] for n, i in enumerate(found)]), states
 
     if isinstance(members[0], Optimizer):
         return Optimizer(init, run, partial(run, donate=True))
     return GradientTransformation(init, run)
 
 
-def _checked_mask(what: str, mask: Any) -> Any:
-    if not is_mask(mask):
-        needed = "a glob pattern of leaves' names, several, or a function of the name"
-        raise ValueError(f"{what}: expected the mask to be {needed}, got {kind(mask)}")
-    # A key of a dict.
-    return tuple(mask) if isinstance(mask, list) else mask
-
-
-def _all(cls: type, values: Any) -> bool:
-    return isinstance(values, Sequence) and bool(values) and all(isinstance(value, cls) for value in values)
-
-
-def _pass(what: str, tx: Any) -> Any:
-    """What leaves gradients, or parameters, as they are."""
+def _unchanged(what: str, tx: Any) -> Any:
+    """Make an optimizer, or a transformation, that changes nothing."""
     if isinstance(tx, Optimizer):
         return Optimizer(lambda params: (), lambda grads, state, params: (params, state))
     if not isinstance(tx, GradientTransformation):
-        remedy = "make one by fs.from_torch"
-        raise ValueError(
-            f"{what}: expected tx to be an Optimizer or a GradientTransformation, got {kind(tx)}; {remedy}"
-        )
-    return GradientTransformation(lambda params: (), lambda grads, state, params: (grads, state))
+        expected, remedy = "an Optimizer or a GradientTransformation", "make one by fs.from_torch"
+        raise ValueError(f"{what}: expected tx to be {expected}, got {kind(tx)}; {remedy}")
+    return stateless(lambda grads, params: grads)
 
 
-def _owners(masks: tuple[Mask, ...], treedef: Treedef) -> tuple[int | None, ...]:
-    """For each leaf the number of the first mask that means it."""
-    return tuple(next((i for i, mask in enumerate(masks) if means(mask, name)), None) for name in names_of(treedef))
-
-
-def _refuse(what: str, masks: Sequence[Mask], owners: Sequence[int | None], treedef: Treedef) -> None:
-    names = names_of(treedef)
+def _refuse(what: str, masks: Sequence[Mask], owners: Sequence[int | None], names: Sequence[str]) -> None:
     for i, mask in enumerate(masks):
-        # What is behind the others may be left with nothing, but must mean something.
-        if i not in owners and not any(means(mask, name) for name in names):
+        # A mask behind others may be left with nothing, but must match something.
+        if i not in owners and not any(matches(mask, name) for name in names):
             shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-            raise ValueError(f"{what}: the mask {mask!r} means no leaf of {shown}; name some of these")
+            raise ValueError(f"{what}: the mask {mask!r} matches no leaf of {shown}; name some of these")
     left = [name for name, owner in zip(names, owners, strict=True) if owner is None]
     if left:
-        raise ValueError(f'{what}: no mask means {", ".join(left[:4])}; add one for "*", which means all that are left')
-
-
-def _only(tree: Tree, owners: Sequence[int | None], owner: int) -> Tree:
-    """The leaves of one part, and None in the place of others."""
-    flat = flatten(tree)
-    return unflatten(flat.treedef, [x if o == owner else None for x, o in zip(flat.leaves, owners, strict=True)])
+        raise ValueError(
+            f'{what}: no mask matches {", ".join(left[:4])}; add one for "*", which matches all that are left'
+        )

@@ -1,19 +1,25 @@
-"""Optimizers of our own whose updates are differentiable: sgd, adam and adamw."""
+"""Optimizers of our own whose updates are differentiable: sgd, adam, adamw, lamb and lars."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from fshard._compat import is_transformed
-from fshard.checks import FINITE, FRACTION, NOT_NEGATIVE, check_floating, check_numbers
-from fshard.optim.leaves import check_real, check_state, joined, leafwise, missing, none_missed, zeros
-from fshard.tree import Added, Tree, flatten
-from fshard.update import Optimizer
-
-Number = float | torch.Tensor
-Rate = Number | Callable[[torch.Tensor], Number]
+from fshard.checks import FINITE, check_floating, check_numbers
+from fshard.optim.leaves import (
+    check_real,
+    check_state,
+    leafwise,
+    map_gradients,
+    missing,
+    none_missed,
+    stateless,
+    zeros,
+)
+from fshard.optim.scale import AdamState, scale_by_adam, scale_by_trust_ratio
+from fshard.optim.schedules import Number, Rate, check_rates, value_of
+from fshard.tree import Added, Tree, flatten, like, map_leaves, tensor_of
+from fshard.update import GradientTransformation, Optimizer
 
 
 class SgdState(NamedTuple):
@@ -81,45 +87,14 @@ def sgd(
             new = torch.where(state.updates == missed, grad, momentum * old + (1 - dampening) * grad)
             return param - rate * (grad + momentum * new if nesterov else new), new
 
-        if has_momentum:
-            numbers = (rate, weight_decay, momentum, dampening)
-            outs = leafwise(heavy, grads, params, state.momentum, state.missed, numbers=numbers, first=1)
-        else:
-            outs = leafwise(plain, grads, params, numbers=(rate, weight_decay), first=1)
-        new = joined(outs[0], params) if outs else params
         if not has_momentum:
-            return new, SgdState(state.updates + 1, None)
-        momenta = joined(outs[1], state.momentum) if outs else state.momentum
-        return new, SgdState(state.updates + 1, momenta, missing(state.missed, grads))
+            (params,) = leafwise(plain, grads, [params], numbers=(rate, weight_decay))
+            return params, SgdState(state.updates + 1, None)
+        old, numbers = (params, state.momentum), (rate, weight_decay, momentum, dampening)
+        params, kept = leafwise(heavy, grads, old, [state.missed], numbers)
+        return params, SgdState(state.updates + 1, kept, missing(state.missed, grads))
 
     return Optimizer(init, update)
-
-
-class AdamState(NamedTuple):
-    """State of `adam` and `adamw`.
-
-    Attributes:
-        updates: Updates made: an int64 tensor of shape ().
-        mean: Running average of the gradients, sharded as they are.
-        square: Running average of their squares.
-        missed: How many of the updates each leaf had no gradient in: int64 tensors of shape ().
-    """
-
-    updates: torch.Tensor
-    mean: Tree
-    square: Tree
-    missed: Tree = Added()
-
-    @classmethod
-    def start(cls, params: Tree) -> "AdamState":
-        """The state before the first update."""
-        return cls(torch.zeros((), dtype=torch.int64), zeros(params), zeros(params), none_missed(params))
-
-    def after(self, grads: Tree, averages: Sequence[Tree]) -> "AdamState":
-        """The state after an update, with new averages where there were gradients, or none at all."""
-        old = (self.mean, self.square)
-        mean, square = [joined(*pair) for pair in zip(averages, old, strict=True)] if averages else old
-        return AdamState(self.updates + 1, mean, square, missing(self.missed, grads))
 
 
 def adam(
@@ -132,7 +107,7 @@ def adam(
     Args:
         lr: Learning rate: a number, a tensor of shape (), or a schedule of the number of updates made.
         betas: How much stays of the averages of gradients and of their squares.
-        eps: What is added to the root of the squares.
+        eps: Added to the root of the squares.
         weight_decay: How much of the parameters is added to their gradients.
 
     Returns:
@@ -141,7 +116,8 @@ def adam(
     Raises:
         ValueError: if a number is out of range; from init, if a leaf is no real floating tensor.
     """
-    return _adam("adam", lr, betas, eps, weight_decay, decoupled=False)
+    check_rates("adam", lr, betas, eps=eps, weight_decay=weight_decay)
+    return _descent("adam", lr, scale_by_adam(betas, eps), AdamState, before=[_decayed(weight_decay)])
 
 
 def adamw(
@@ -154,7 +130,7 @@ def adamw(
     Args:
         lr: Learning rate: a number, a tensor of shape (), or a schedule of the number of updates made.
         betas: How much stays of the averages of gradients and of their squares.
-        eps: What is added to the root of the squares.
+        eps: Added to the root of the squares.
         weight_decay: How much parameters shrink in an update, times the learning rate.
 
     Returns:
@@ -163,105 +139,153 @@ def adamw(
     Raises:
         ValueError: if a number is out of range; from init, if a leaf is no real floating tensor.
     """
-    return _adam("adamw", lr, betas, eps, weight_decay, decoupled=True)
+    check_rates("adamw", lr, betas, eps=eps, weight_decay=weight_decay)
+    return _descent("adamw", lr, scale_by_adam(betas, eps), AdamState, decay=weight_decay)
 
 
-def _adam(
-    what: str, lr: Rate, betas: tuple[Number, Number], eps: Number, weight_decay: Number, *, decoupled: bool
+def lamb(
+    lr: Rate,
+    betas: tuple[Number, Number] = (0.9, 0.999),
+    eps: Number = 1e-6,
+    *,
+    weight_decay: Number = 0.0,
 ) -> Optimizer:
-    check_rates(what, lr, betas, eps=eps, weight_decay=weight_decay)
+    """Adam whose step for each leaf is as long as the leaf, times the learning rate.
 
-    def init(params: Tree) -> AdamState:
+    Follows You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2020), and
+    optax.lamb. The norms span ranks: one collective for each set of axes that some leaf is split over.
+
+    Args:
+        lr: Learning rate: a number, a tensor of shape (), or a schedule of the number of updates made.
+        betas: How much stays of the averages of gradients and of their squares.
+        eps: Added to the root of the squares.
+        weight_decay: How much of the parameters is added to Adam's direction.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: if a number is out of range; from init, if a leaf is no real floating tensor.
+    """
+    check_rates("lamb", lr, betas, eps=eps, weight_decay=weight_decay)
+    after = [_decayed(weight_decay), scale_by_trust_ratio()]
+    return _descent("lamb", lr, scale_by_adam(betas, eps), AdamState, after=after)
+
+
+class LarsState(NamedTuple):
+    """State of `lars`.
+
+    Attributes:
+        updates: Updates made: an int64 tensor of shape ().
+        momentum: The momentum of each leaf, sharded as it is.
+    """
+
+    updates: torch.Tensor
+    momentum: Tree
+
+
+def lars(
+    lr: Rate,
+    momentum: Number = 0.9,
+    *,
+    weight_decay: Number = 0.0,
+    trust_coefficient: Number = 0.001,
+    eps: Number = 0.0,
+) -> Optimizer:
+    """SGD with momentum whose step for each leaf is in proportion to the leaf's norm.
+
+    Follows You et al., "Large Batch Training of Convolutional Networks" (2017), and optax.lars. The norms span ranks:
+    one collective for each set of axes that some leaf is split over.
+
+    Args:
+        lr: Learning rate: a number, a tensor of shape (), or a schedule of the number of updates made.
+        momentum: How much of the last step stays.
+        weight_decay: How much of the parameters is added to their gradients.
+        trust_coefficient: How long a step is, next to the leaf.
+        eps: Added to the norm of the gradient.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: if a number is out of range; from init, if a leaf is no real floating tensor.
+    """
+    check_rates("lars", lr, momentum=momentum, weight_decay=weight_decay, trust_coefficient=trust_coefficient, eps=eps)
+
+    def init(params: Tree) -> LarsState:
+        return LarsState(torch.zeros((), dtype=torch.int64), zeros(params))
+
+    def update(grads: Tree, state: LarsState, params: Tree) -> tuple[Tree, LarsState]:
+        def heavy(grad: Any, _: Any, old: Any, rate: Any, momentum: Any) -> tuple[torch.Tensor, ...]:
+            new = rate * grad + momentum * old
+            return new, new
+
+        numbers = (value_of(lr, state.updates), momentum)
+        grads, kept = leafwise(heavy, grads, (grads, state.momentum), numbers=numbers)
+        return grads, LarsState(state.updates + 1, kept)
+
+    before = [_decayed(weight_decay), scale_by_trust_ratio(trust_coefficient, eps)]
+    return _descent("lars", None, GradientTransformation(init, update), LarsState, before=before)
+
+
+def _decayed(decay: Number) -> GradientTransformation:
+    """Add a multiple of the parameters, which may be a tensor; `add_decayed_weights` rounds in another way."""
+    return stateless(
+        lambda grads, params: map_gradients(
+            lambda grad, param, decay: grad + decay * param, grads, params, numbers=(decay,)
+        )
+    )
+
+
+def _descent(
+    what: str,
+    lr: Rate | None,
+    scaling: GradientTransformation,
+    kept: type,
+    *,
+    before: Sequence[GradientTransformation] = (),
+    after: Sequence[GradientTransformation] = (),
+    decay: Number | None = None,
+) -> Optimizer:
+    """Chain transformations to an optimizer, which subtracts from the parameters the gradients that come out of them.
+
+    Args:
+        what: The optimizer, for errors.
+        lr: Learning rate that the gradients are multiplied by; None leaves them as they are.
+        scaling: The one transformation with a state, which is the optimizer's.
+        kept: The class of that state.
+        before: The transformations before it, which have none.
+        after: The transformations behind it, which have none.
+        decay: How much parameters shrink, times the learning rate.
+    """
+
+    def init(params: Tree) -> Tree:
         check_real(what, flatten(params))
-        return AdamState.start(params)
+        return scaling.init(params)
 
-    def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
-        check_state(what, state, AdamState)
-        rate = value_of(lr, state.updates)
+    def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Tree]:
+        check_state(what, state, kept)
+        rate = None if lr is None else value_of(lr, state.updates)
 
-        def step(
-            grad: Any, param: Any, mean: Any, square: Any, missed: Any, rate: Any, decay: Any, *rest: Any
-        ) -> tuple[torch.Tensor, ...]:
-            if decoupled:
+        def step(grad: Any, param: Any, rate: Any, decay: Any) -> tuple[torch.Tensor, ...]:
+            if decay is not None:
                 param = param * (1 - rate * decay)
-            else:
-                grad = grad + decay * param
-            found, *averages = adam_direction(grad, mean, square, state.updates - missed, *rest)
-            return param - rate * found, *averages
+            return (param - (grad if rate is None else rate * grad),)
 
-        numbers = (rate, weight_decay, *betas, eps)
-        outs = leafwise(step, grads, params, state.mean, state.square, state.missed, numbers=numbers, first=1)
-        return joined(outs[0], params) if outs else params, state.after(grads, outs[1:])
+        grads = map_leaves(_promoted, grads, params)
+        for part in before:
+            grads, _ = part.update(grads, (), params)
+        grads, state = scaling.update(grads, state, params)
+        for part in after:
+            grads, _ = part.update(grads, (), params)
+        (params,) = leafwise(step, grads, [params], numbers=(rate, decay))
+        return params, state
 
     return Optimizer(init, update)
 
 
-def check_rates(what: str, lr: Rate, betas: Any = (), **numbers: Number) -> None:
-    """Refuse hyperparameters out of the ranges that torch.optim has for them.
-
-    Args:
-        what: The optimizer, for its error.
-        lr: The learning rate; that of a schedule is checked in each update.
-        betas: How much stays of averages, if the optimizer keeps some.
-        numbers: Other hyperparameters, 0 or more, by name.
-
-    Raises:
-        ValueError: with the name and the value of the first one that is out of range.
-    """
-    if not callable(lr):
-        check_numbers(what, NOT_NEGATIVE, lr=lr)
-    if betas != () and not (isinstance(betas, Sequence) and len(betas) == 2 and not isinstance(betas, str)):
-        raise ValueError(f"{what}: expected betas to be two numbers, got {betas!r:.40}")
-    check_numbers(what, FRACTION, **{f"betas[{i}]": beta for i, beta in enumerate(betas)})
-    check_numbers(what, NOT_NEGATIVE, **numbers)
-
-
-def adam_direction(
-    grad: torch.Tensor,
-    mean: torch.Tensor,
-    square: torch.Tensor,
-    updates: torch.Tensor,
-    beta1: Number,
-    beta2: Number,
-    eps: Number,
-) -> tuple[torch.Tensor, ...]:
-    """What Adam subtracts from a leaf, before the learning rate, and the two averages after it.
-
-    Args:
-        grad: The gradient.
-        mean: The average of gradients before.
-        square: The average of their squares before.
-        updates: Updates of the leaf made before.
-        beta1: As for `adam`, the first of `betas`.
-        beta2: The second.
-        eps: As for `adam`.
-
-    Returns:
-        The direction, and the averages.
-    """
-    count = (updates + 1).double()
-    bias1, bias2 = 1 - beta1**count, (1 - beta2**count).sqrt()
-    mean = mean + (1 - beta1) * (grad - mean)
-    square = beta2 * square + (1 - beta2) * grad * grad
-    return mean / bias1.to(mean.dtype) / (_root(square) / bias2.to(mean.dtype) + eps), mean, square
-
-
-def _root(square: torch.Tensor) -> torch.Tensor:
-    """The root, with a derivative of zero at zero rather than none."""
-    zero = square == 0
-    return torch.where(zero, 0, torch.where(zero, 1, square).sqrt())
-
-
-def value_of(rate: Rate, count: torch.Tensor) -> Any:
-    """A learning rate after some updates; a number that is not finite is refused."""
-    value = rate(count) if callable(rate) else rate
-    # What a transform holds, or a trace, has no value yet; what lies on another device would be waited for.
-    if type(value) is torch.Tensor and value.is_cpu and not is_transformed(value):
-        known = value.detach().item()
-    else:
-        known = value if isinstance(value, int | float) else 0.0
-    if not math.isfinite(known):
-        raise ValueError(
-            f"update: expected the learning rate to be a finite number, got {known} after {int(count)} updates"
-        )
-    return value
+def _promoted(grad: Any, param: Any) -> Any:
+    """Compute in the wider dtype of a gradient and its parameter."""
+    if grad is None:
+        return None
+    return like(grad, tensor_of(grad).to(torch.promote_types(tensor_of(grad).dtype, tensor_of(param).dtype)))

@@ -1,17 +1,20 @@
 """Schedules: hyperparameters as functions of the number of updates made."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from fshard.checks import NOT_NEGATIVE, check_numbers, kind
+from fshard._compat import is_transformed
+from fshard.checks import FRACTION, NOT_NEGATIVE, check_numbers, kind
 
 # A table of so many values takes 80 MB and about three minutes to write down.
 MAX_STEPS = 10_000_000
 
 Schedule = Callable[[torch.Tensor], torch.Tensor]
+Number = float | torch.Tensor
+Rate = Number | Callable[[torch.Tensor], Number]
 
 
 def from_torch_scheduler(
@@ -83,3 +86,38 @@ def from_torch_scheduler(
         return table.to(count.device).index_select(0, count.clamp(0, steps - 1).reshape(1)).reshape(())
 
     return schedule
+
+
+def check_rates(what: str, lr: Rate, betas: Any = (), **numbers: Number) -> None:
+    """Refuse hyperparameters out of the ranges that torch.optim has for them.
+
+    Args:
+        what: The optimizer, for its error.
+        lr: The learning rate; that of a schedule is checked in each update.
+        betas: How much stays of averages, if the optimizer keeps some.
+        numbers: Other hyperparameters, 0 or more, by name.
+
+    Raises:
+        ValueError: with the name and the value of the first one that is out of range.
+    """
+    if not callable(lr):
+        check_numbers(what, NOT_NEGATIVE, lr=lr)
+    if betas != () and not (isinstance(betas, Sequence) and len(betas) == 2 and not isinstance(betas, str)):
+        raise ValueError(f"{what}: expected betas to be two numbers, got {betas!r:.40}")
+    check_numbers(what, FRACTION, **{f"betas[{i}]": beta for i, beta in enumerate(betas)})
+    check_numbers(what, NOT_NEGATIVE, **numbers)
+
+
+def value_of(rate: Rate, count: torch.Tensor) -> Any:
+    """Evaluate a learning rate after some updates, and refuse a number that is not finite."""
+    value = rate(count) if callable(rate) else rate
+    # A tensor of a transform or a trace has no value yet, and the host would wait for one on another device.
+    if type(value) is torch.Tensor and value.is_cpu and not is_transformed(value):
+        known = value.detach().item()
+    else:
+        known = value if isinstance(value, int | float) else 0.0
+    if not math.isfinite(known):
+        raise ValueError(
+            f"update: expected the learning rate to be a finite number, got {known} after {int(count)} updates"
+        )
+    return value

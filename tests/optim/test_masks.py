@@ -90,15 +90,15 @@ MASK = "expected the mask to be a glob pattern of leaves' names, several, or a f
 REFUSED = {
     "a pattern that means nothing": (
         lambda: fs.masked(fs.sgd(0.1), "bias").init(PARAMS),
-        "masked: the mask 'bias' means no leaf of a, b; name some of these",
+        "masked: the mask 'bias' matches no leaf of a, b; name some of these",
     ),
     "one of several": (
         lambda: fs.partition({"a": fs.sgd(0.1), "c*": fs.sgd(0.1), "*": fs.sgd(0.1)}).init(PARAMS),
-        "partition: the mask 'c*' means no leaf of a, b; name some of these",
+        "partition: the mask 'c*' matches no leaf of a, b; name some of these",
     ),
     "decay of nothing": (
         lambda: fs.chain(fs.add_decayed_weights(0.1, "w*"), fs.sgd(0.1)).init(PARAMS),
-        "masked: the mask 'w*' means no leaf of a, b; name some of these",
+        "masked: the mask 'w*' matches no leaf of a, b; name some of these",
     ),
     "freezing nothing": (
         lambda: fs.freeze(fs.sgd(0.1), ()).init(PARAMS),
@@ -106,7 +106,7 @@ REFUSED = {
     ),
     "leaves that are left": (
         lambda: fs.partition({"a": fs.sgd(0.1)}).init(PARAMS),
-        'partition: no mask means b; add one for "*", which means all that are left',
+        'partition: no mask matches b; add one for "*", which matches all that are left',
     ),
     "no parts": (
         lambda: fs.partition({}),

@@ -233,6 +233,28 @@ def test_gradients_of_another_dtype_leave_that_of_parameters(case):
     assert dtypes_of(new, state) == {torch.float32}
 
 
+PIECES = {
+    "adam": lambda: fs.chain(fs.scale_by_adam((0.8, 0.9), 1e-3), fs.sgd(0.1)),
+    "lamb": lambda: fs.chain(fs.scale_by_adam((0.8, 0.9), 1e-3), fs.scale_by_trust_ratio(), fs.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_a_chain_of_pieces_is_the_optimizer(name):
+    tx = PIECES[name]()
+    params, state = tree(0), tx.init(tree(0))
+    for step in range(1, STEPS + 1):
+        params, state = tx.update(tree(step), state, params)
+    assert_same_bits(params, run(getattr(fs, name)(0.1, (0.8, 0.9), 1e-3))[0])
+
+
+@pytest.mark.parametrize("make", (fs.scale_by_adam, fs.scale_by_factored_rms))
+def test_pieces_refuse_the_state_of_another(make):
+    piece = make()
+    with pytest.raises(ValueError, match=r"^scale_by_\w+: expected the state to be a A\w+State, got a tuple; update"):
+        piece.update({"w": torch.ones(2)}, (), {"w": torch.ones(2)})
+
+
 STATES = {"sgd": "SgdState", "adam": "AdamState", "adamw": "AdamState", "lamb": "AdamState", "lars": "LarsState"}
 
 

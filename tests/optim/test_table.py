@@ -63,6 +63,9 @@ TABLE = {
     "lamb": Row(lambda: fs.lamb(0.1, weight_decay=0.1), rounds=NORM),
     "lars": Row(lambda: fs.lars(0.1, weight_decay=0.1), rounds=NORM),
     "adafactor": Row(lambda: fs.adafactor(0.1, weight_decay=0.1), rounds=NORM),
+    "scale_by_adam": Row(lambda: fs.chain(fs.scale_by_adam(), fs.sgd(0.1))),
+    "scale_by_trust_ratio": Row(lambda: fs.chain(fs.scale_by_trust_ratio(0.5), fs.sgd(0.1)), rounds=NORM),
+    "adafactor's scale_by_factored_rms": Row(lambda: fs.chain(fs.scale_by_factored_rms(), fs.sgd(0.1)), rounds=NORM),
     "from_torch SGD": Row(lambda: from_torch(optim.SGD, momentum=0.9), donated=True),
     # Fused kernels round the elements behind their last full vector in another way, a few times an update.
     "from_torch AdamW fused": Row(lambda: from_torch(fused=True), donated=True, rounds=8),

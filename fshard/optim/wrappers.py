@@ -1,4 +1,4 @@
-"""Updates that happen or not: skipped where gradients are not finite, or collected until there are enough."""
+"""Optimizers around an optimizer: updates that are skipped or collected, and an average of the parameters."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,12 +7,21 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat, comm
-from fshard.checks import Range, check_numbers, kind
+from fshard.checks import Range, check_numbers
 from fshard.collectives import linear_call
-from fshard.optim.leaves import check_state, joined, leafwise, missing, none_missed, zeros
-from fshard.shard import without_padding
-from fshard.tree import Added, Axis, Tree, flatten, is_sharded, tree_map, unflatten
-from fshard.update import Optimizer
+from fshard.optim.leaves import (
+    check_optimizer,
+    check_state,
+    elements_of,
+    for_trained,
+    leafwise,
+    map_gradients,
+    missing,
+    none_missed,
+    zeros,
+)
+from fshard.tree import Added, Axis, Tree, is_sharded, leaves_of, like, map_leaves, tensor_of, tree_map
+from fshard.update import Optimizer, step_of
 
 
 class SkipState(NamedTuple):
@@ -37,19 +46,18 @@ def skip_nonfinite(tx: Optimizer) -> Optimizer:
         tx: The optimizer.
 
     Returns:
-        The optimizer; its state counts what was `skipped`.
+        The optimizer; its state counts the updates that were `skipped`.
 
     Raises:
         ValueError: if `tx` is no optimizer.
     """
-    _check_optimizer("skip_nonfinite", tx)
+    check_optimizer("skip_nonfinite", tx)
 
     def run(grads: Tree, state: SkipState, params: Tree, donate: bool = False) -> tuple[Tree, SkipState]:
         check_state("skip_nonfinite", state, SkipState)
-        finite = all_finite(grads)
-        step: Any = (tx.update_donated if donate else None) or tx.update
-        new = either(finite, lambda: step(grads, state.inner, params), lambda: (params, state.inner))
-        return new[0], SkipState(state.skipped + (~finite).long(), new[1])
+        finite, step = all_finite(grads), step_of(tx, donate)
+        params, inner = either(finite, lambda: step(grads, state.inner, params), lambda: (params, state.inner))
+        return params, SkipState(state.skipped + (~finite).long(), inner)
 
     def init(params: Tree) -> SkipState:
         return SkipState(torch.zeros((), dtype=torch.int64), tx.init(params))
@@ -61,7 +69,7 @@ class ScaleState(NamedTuple):
     """State of an optimizer made by `dynamic_loss_scale`.
 
     Attributes:
-        scale: What the loss is to be multiplied by: a float32 tensor of shape ().
+        scale: The factor of the loss: a float32 tensor of shape ().
         good: Updates since the scale was changed or one was skipped: an int64 tensor of shape ().
         skipped: Updates that were skipped: an int64 tensor of shape ().
         inner: The state of the optimizer inside.
@@ -88,8 +96,8 @@ def dynamic_loss_scale(
     Args:
         tx: The optimizer.
         init_scale: The scale at first.
-        growth_factor: What it grows by after `growth_interval` updates in a row, above 1.
-        backoff_factor: What it shrinks by where a gradient is not finite, between 0 and 1.
+        growth_factor: The factor that it grows by after `growth_interval` updates in a row, above 1.
+        backoff_factor: The factor that it shrinks by where a gradient is not finite, between 0 and 1.
         growth_interval: How many updates in a row without such a gradient.
 
     Returns:
@@ -98,13 +106,14 @@ def dynamic_loss_scale(
     Raises:
         ValueError: if a number is out of range; from update, if the scale becomes 0.
     """
-    _check_optimizer("dynamic_loss_scale", tx)
+    check_optimizer("dynamic_loss_scale", tx)
     numbers = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, "growth_interval": growth_interval}
-    check_numbers("dynamic_loss_scale", Range("a number", lambda number: True), init_scale=init_scale, **numbers)
+    numbers = {"init_scale": init_scale, **numbers}
+    check_numbers("dynamic_loss_scale", Range("a number", lambda number: True), **numbers)
     # As the scale is kept.
     start = torch.tensor(init_scale, dtype=torch.float32)
     if not (0 < float(start) < float("inf") and growth_factor > 1 and 0 < backoff_factor < 1 and growth_interval > 0):
-        found = f"{init_scale=}, {growth_factor=}, {backoff_factor=}, {growth_interval=}"
+        found = ", ".join(f"{name}={number!r}" for name, number in numbers.items())
         needed = "a finite scale above 0, growth above 1, backoff between 0 and 1 and an interval of 1 or more"
         raise ValueError(f"dynamic_loss_scale: expected {needed}, got {found}")
 
@@ -116,26 +125,20 @@ def dynamic_loss_scale(
         check_state("dynamic_loss_scale", state, ScaleState)
         # As GradScaler does: the inverse in float64, and one multiplication.
         inverse = state.scale.double().reciprocal().float()
-        unscaled = leafwise(lambda grad: (grad.to(torch.promote_types(grad.dtype, torch.float32)) * inverse,), grads)
-        grads = unscaled[0] if unscaled else grads
-        finite = all_finite(grads)
+        grads = map_gradients(lambda grad: grad.to(torch.promote_types(grad.dtype, torch.float32)) * inverse, grads)
+        finite, step = all_finite(grads), step_of(tx, donate)
         good = torch.where(finite, state.good + 1, 0)
         grown, one = good == growth_interval, torch.ones((), dtype=torch.float64)
         factor = torch.where(finite, torch.where(grown, growth_factor * one, one), backoff_factor * one)
         scale = (state.scale * factor).float()
         scale = torch.where(torch.isinf(scale), state.scale, scale)
-        _refuse_scale(scale)
-        step: Any = (tx.update_donated if donate else None) or tx.update
+        if _has_values() and scale == 0:
+            raise ValueError("dynamic_loss_scale: expected a scale above 0, got 0; look for a nan in the loss itself")
         params, inner = either(finite, lambda: step(grads, state.inner, params), lambda: (params, state.inner))
         good = torch.where(grown, 0, good)
         return params, ScaleState(scale, good, state.skipped + (~finite).long(), inner)
 
     return Optimizer(init, run, partial(run, donate=True))
-
-
-def _refuse_scale(scale: torch.Tensor) -> None:
-    if not (_compat.transforms_active() or _compat.is_tracing()) and scale == 0:
-        raise ValueError("dynamic_loss_scale: expected a scale above 0, got 0; look for a nan in the loss itself")
 
 
 class EveryState(NamedTuple):
@@ -170,7 +173,7 @@ def every_k(tx: Optimizer, k: int) -> Optimizer:
     Raises:
         ValueError: if `tx` is no optimizer, or `k` is no positive number.
     """
-    _check_optimizer("every_k", tx)
+    check_optimizer("every_k", tx)
     if not isinstance(k, int) or isinstance(k, bool) or k < 1:
         raise ValueError(f"every_k: expected k to be a number of gradients, 1 or more, got {k!r}")
 
@@ -179,15 +182,13 @@ def every_k(tx: Optimizer, k: int) -> Optimizer:
 
     def run(grads: Tree, state: EveryState, params: Tree, donate: bool = False) -> tuple[Tree, EveryState]:
         check_state("every_k", state, EveryState)
-        add = "add_" if donate else "add"
-        means = leafwise(lambda grad, mean: (getattr(mean, add)(grad, alpha=1 / k),), grads, state.mean, first=1)
-        mean = joined(means[0], state.mean) if means else state.mean
+        add = torch.Tensor.add_ if donate else torch.Tensor.add
+        (mean,) = leafwise(lambda grad, mean: (add(mean, grad, alpha=1 / k),), grads, [state.mean])
         missed = missing(state.missed, grads)
         due = state.collected + 1 == k
-        step: Any = (tx.update_donated if donate else None) or tx.update
 
         def update() -> tuple[Tree, Tree, Tree, Tree]:
-            new, inner = _step_with_used(step, mean, missed, k, grads, state.inner, params)
+            new, inner = _step_with_used(step_of(tx, donate), mean, missed, k, grads, state.inner, params)
             # The state inside may keep the gradients that it was given.
             return new, inner, tree_map(torch.zeros_like, mean), tree_map(torch.zeros_like, missed)
 
@@ -201,21 +202,69 @@ def _step_with_used(
     step: Callable[..., Any], mean: Tree, missed: Tree, k: int, grads: Tree, inner: Tree, params: Tree
 ) -> Any:
     """Update with the means of leaves of which any of k gradients was not None."""
-    flat, counts = flatten(mean), flatten(missed).leaves
-    if not (_compat.transforms_active() or _compat.is_tracing()):
-        used = [None if n is None or int(n) == k else leaf for leaf, n in zip(flat.leaves, counts, strict=True)]
-        return step(unflatten(flat.treedef, used), inner, params)
-    unused = [i for i, grad in enumerate(flatten(grads).leaves) if grad is None and counts[i] is not None]
-    if not unused:
+    if _has_values():
+        used = map_leaves(lambda leaf, count: None if count is None or int(count) == k else leaf, mean, missed)
+        return step(used, inner, params)
+    unused = map_leaves(lambda grad, count: count if grad is None else None, grads, missed)
+    counts = [count for count in leaves_of(unused) if count is not None]
+    if not counts:
         return step(mean, inner, params)
     # Of counts that have no value yet: those without a gradient now had none before either, unless other graphs ran.
-    never = torch.stack([counts[i] == k for i in unused]).all()
-    without = unflatten(flat.treedef, [None if i in unused else leaf for i, leaf in enumerate(flat.leaves)])
+    never = torch.stack([count == k for count in counts]).all()
+    without = map_leaves(lambda leaf, count: leaf if count is None else None, mean, unused)
     return either(never, lambda: step(without, inner, params), lambda: step(mean, inner, params))
 
 
+class EmaState(NamedTuple):
+    """State of an optimizer made by `ema`.
+
+    Attributes:
+        average: The averaged parameters, sharded as they are; leaves that take no gradient as they are.
+        inner: The state of the optimizer inside.
+    """
+
+    average: Tree
+    inner: Tree
+
+
+def ema(tx: Optimizer, decay: float) -> Optimizer:
+    """Keep an exponential moving average of the parameters that an optimizer makes.
+
+    Starts from the parameters; after each update average = decay * average + (1 - decay) * parameters. Follows
+    torch.optim.swa_utils.get_ema_multi_avg_fn, whose averages it has bit for bit from the first update on.
+
+    Args:
+        tx: The optimizer.
+        decay: How much of the average stays, from 0 to 1.
+
+    Returns:
+        The optimizer; its state holds `average`.
+
+    Raises:
+        ValueError: if `tx` is no optimizer, or `decay` is out of range.
+    """
+    check_optimizer("ema", tx, "fs.from_torch")
+    check_numbers("ema", Range("a number from 0 to 1", lambda number: 0 <= number <= 1), decay=decay)
+
+    def init(params: Tree) -> EmaState:
+        copied = for_trained(lambda leaf: like(leaf, tensor_of(leaf).detach().clone()), params)
+        average = map_leaves(lambda copy, leaf: leaf if copy is None else copy, copied, params)
+        return EmaState(average, tx.init(params))
+
+    def run(grads: Tree, state: EmaState, params: Tree, donate: bool = False) -> tuple[Tree, EmaState]:
+        check_state("ema", state, EmaState)
+        params, inner = step_of(tx, donate)(grads, state.inner, params)
+        lerp = torch.Tensor.lerp_ if donate else torch.Tensor.lerp
+        # A leaf without a gradient has not moved, and its average moves on towards it.
+        moved = for_trained(lambda leaf: leaf, params)
+        (average,) = leafwise(lambda p, old: (lerp(old, p.detach(), 1 - decay),), moved, [state.average])
+        return params, EmaState(average, inner)
+
+    return Optimizer(init, run, partial(run, donate=True))
+
+
 def all_finite(grads: Tree) -> torch.Tensor:
-    """Whether every element of every gradient is finite on every rank.
+    """Tell whether every element of every gradient is finite on every rank.
 
     Args:
         grads: Gradients; None leaves are passed over.
@@ -223,8 +272,8 @@ def all_finite(grads: Tree) -> torch.Tensor:
     Returns:
         A bool tensor of shape (), equal on every rank.
     """
-    leaves = [leaf for leaf in flatten(grads).leaves if leaf is not None]
-    parts = [torch.isfinite(without_padding(leaf) if is_sharded(leaf) else leaf).all() for leaf in leaves]
+    leaves = [leaf for leaf in leaves_of(grads) if leaf is not None]
+    parts = [torch.isfinite(elements_of(leaf)).all() for leaf in leaves]
     if not parts:
         return torch.tensor(True)
     bad = (~torch.stack(parts)).any().long()
@@ -236,14 +285,12 @@ def all_finite(grads: Tree) -> torch.Tensor:
 
 
 def either(flag: torch.Tensor, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
-    """One of two trees by a flag: one is computed, or under a torch.func transform both."""
-    if not (_compat.transforms_active() or _compat.is_tracing()):
+    """Return one of two trees by a flag: one is computed, or both where the flag has no value yet."""
+    if _has_values():
         return yes() if bool(flag) else no()
     return tree_map(lambda a, b: torch.where(flag, a, b), yes(), no())
 
 
-def _check_optimizer(what: str, tx: Any) -> None:
-    if not isinstance(tx, Optimizer):
-        raise ValueError(
-            f"{what}: expected tx to be an Optimizer, such as fs.from_torch or an fs.chain with one, got {kind(tx)}"
-        )
+def _has_values() -> bool:
+    """Tell whether tensors can be read now: a torch.func transform and a trace have none."""
+    return not (_compat.transforms_active() or _compat.is_tracing())

@@ -9,7 +9,7 @@ from torch import optim
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import fshard as fs
-from fshard.optim.guards import all_finite
+from fshard.optim.wrappers import all_finite
 from fshard.shard import without_padding
 from fshard.testing import assert_trees_close, spmd
 from fshard.tree import flatten
