@@ -1,7 +1,6 @@
 """Initialisation: sharded parameters drawn from a seed, one at a time or only this rank's part."""
 
-from fshard.init.buffers import refuse_blank
-from fshard.init.calls import copied
+from fshard.init.calls import copied, refuse_blank
 from fshard.init.deferred import init
 
 __all__ = ["copied", "init", "refuse_blank"]

@@ -1,13 +1,14 @@
-"""What draws a module's values, and in which order."""
+"""Copies of a module whose values are to be drawn, and the calls that draw them, in order."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from fshard.errors import Problem
+from fshard import _compat
+from fshard.errors import Problem, leaf_error
 
 Replace = Callable[[torch.Tensor], torch.Tensor]
 
@@ -27,7 +28,7 @@ class Call(NamedTuple):
 
 
 def copied(module: nn.Module, replace: Replace, replace_buffer: Replace | None = None) -> nn.Module:
-    """Copy a module with other tensors for its parameters and buffers; what was tied stays tied."""
+    """Copy a module with other tensors for its parameters and buffers; tied ones stay tied."""
     memo: dict[int, torch.Tensor] = {id(buffer): (replace_buffer or replace)(buffer) for buffer in module.buffers()}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(replace(parameter), requires_grad=parameter.requires_grad)
@@ -35,7 +36,7 @@ def copied(module: nn.Module, replace: Replace, replace_buffer: Replace | None =
 
 
 def calls_of(module: nn.Module) -> list[Call]:
-    """What draws a module's values, in the order in which constructors end: children before their parent.
+    """List the calls that draw a module's values, in the order in which constructors end: children before their parent.
 
     A model of transformers draws all of its values itself.
     """
@@ -48,7 +49,7 @@ def calls_of(module: nn.Module) -> list[Call]:
 
 
 def undrawable(module: nn.Module) -> list[Problem]:
-    """The submodules with parameters of their own that nothing draws."""
+    """List the submodules with parameters of their own that nothing draws."""
     problems = []
     for path, submodule in module.named_modules():
         around = [path[:end] for end, letter in enumerate(path) if letter == "."] + ["", path]
@@ -61,8 +62,8 @@ def undrawable(module: nn.Module) -> list[Problem]:
 
 
 def initializer_of(module: nn.Module) -> Callable[[], Any] | None:
-    """What draws the values of a model of transformers, submodules included; None for other modules."""
-    # Of its class: a wrapper may hand on what it is asked for to a model inside it.
+    """Return the method that draws all values of a model of transformers; None for other modules."""
+    # Of its class: a wrapper may pass attribute reads on to a model inside it.
     draws = all(callable(getattr(type(module), name, None)) for name in ("initialize_weights", "_init_weights"))
     return getattr(module, "initialize_weights") if draws else None  # noqa: B009
 
@@ -84,14 +85,14 @@ class Blank(NamedTuple):
 def blank_copy(module: nn.Module, replace: Replace, replace_buffer: Replace) -> Blank:
     """Copy a module for drawing its values anew, with other tensors.
 
-    Models of transformers draw what they tie as if it were not tied, and then keep one of the two.
+    Models of transformers draw tied parameters as if they were not tied, and then keep one of the two.
     """
     made = copied(module, replace, replace_buffer)
     parameters: dict[str, torch.Tensor] = dict(made.named_parameters())
     names = {parameter: name for name, parameter in parameters.items()}
     places = {name: name for name in parameters}
     for path, submodule in made.named_modules():
-        # It marks what it has drawn before.
+        # It marks the submodules that it has drawn before.
         submodule.__dict__.pop("_is_hf_initialized", None)
         tied = getattr(submodule, "all_tied_weights_keys", {}) if initializer_of(submodule) else {}
         for target, source in tied.items():
@@ -109,12 +110,12 @@ def blank_copy(module: nn.Module, replace: Replace, replace_buffer: Replace) -> 
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    """What draws a module's own values."""
+    """Return the method that draws a module's own values, or None."""
     return getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
 
 
 def _children_first(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Every submodule once; not those whose values a model around them draws."""
+    """Visit every submodule once; not those whose values a model around them draws."""
     if module not in seen:
         seen.add(module)
         if initializer_of(module) is None:
@@ -123,3 +124,74 @@ def _children_first(module: nn.Module, path: str, seen: set[nn.Module]) -> Itera
         else:
             seen.update(module.modules())
         yield path, module
+
+
+def new_parameter(parameter: torch.Tensor) -> torch.Tensor:
+    """Make a tensor for the values of a parameter, where they are to be."""
+    return torch.empty_like(parameter, device=device_of(parameter))
+
+
+def device_of(parameter: torch.Tensor) -> torch.device:
+    """Return where the values of a parameter are to be."""
+    return torch.get_default_device() if parameter.is_meta else parameter.device
+
+
+def fill_blank(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill a tensor so that elements that nobody draws are found."""
+    return tensor.fill_(torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0)
+
+
+class NewBuffers:
+    """Makes the buffers that a module draws with, and says which of those without values it has drawn."""
+
+    def __init__(self, module: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
+        self._given = given
+        self._names = {buffer: name for name, buffer in module.named_buffers()}
+        # Kept, so that no other tensor has its id.
+        self._blank: dict[int, torch.Tensor] = {}
+
+    def __call__(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Make a buffer for the copy of the module: of its value, or one to be drawn."""
+        given = self._given[self._names[buffer]]
+        if not given.is_meta:
+            return given.clone()
+        made = fill_blank(new_parameter(given))
+        self._blank[id(made)] = made
+        return made
+
+    def drawn(self, made: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the buffers of a copy of the module that had no values and have some now."""
+        drawn = {}
+        for name, buffer in made.named_buffers():
+            given = self._given.get(name)
+            if given is None or not given.is_meta or buffer.is_meta or _compat.is_fake(buffer):
+                continue
+            # It was filled when it was made, and is filled once more if it is drawn.
+            same = id(buffer) in self._blank and _compat.version(buffer) == 1 and buffer.numel()
+            if not same and not buffer.isnan().any():
+                drawn[name] = buffer.detach()
+        return drawn
+
+
+def refuse_blank(buffers: Mapping[str, torch.Tensor]) -> None:
+    """Refuse buffers without values.
+
+    Args:
+        buffers: The buffers that `apply` was given, or the module's own.
+
+    Raises:
+        ValueError: with the name of each that is on the meta device.
+    """
+    problems = [
+        Problem(f"[{name!r}]", "a tensor on the meta device", "a tensor with values")
+        for name, buffer in buffers.items()
+        if isinstance(buffer, torch.Tensor) and buffer.is_meta
+    ]
+    if problems:
+        remedy = "pass buffers= with values for them, or write to them in the module's reset_parameters"
+        if _compat.is_tracing():
+            remedy += (
+                "; fs.plan takes those of its state without values: make it with buffers=model.buffers, and pass "
+                "buffers=state.buffers"
+            )
+        raise leaf_error("apply: buffers have no values", problems, remedy)

@@ -19,10 +19,10 @@ _RESETS = ("reset_parameters", "_reset_parameters")
 
 
 def drawn_by_constructors(module: nn.Module) -> list[Problem]:
-    """The submodules whose constructor draws or sets values, and that have no reset_parameters which could do so again.
+    """List the submodules whose constructor draws or sets values that no reset_parameters draws again.
 
     The values of a module on the meta device are gone, and its constructor cannot be run again. Its code is read
-    instead: what writes to tensors in place there, or in the functions that it calls. A class that defines
+    instead: it is searched for in-place writes to tensors, and so are the functions that it calls. A class that defines
     reset_parameters beside such a constructor is taken at its word, and so is one of torch's.
     """
     problems = []
@@ -40,14 +40,14 @@ def drawn_by_constructors(module: nn.Module) -> list[Problem]:
 
 
 def _drawing_packages(module: nn.Module, path: str) -> set[str]:
-    """The packages whose submodules are drawn by models of transformers around them."""
+    """Find the packages whose submodules are drawn by models of transformers around them."""
     around = [path[:end] for end, letter in enumerate(path) if letter == "."] + ["", path]
     models = (model for name in around if initializer_of(model := module.get_submodule(name)))
     return {_package(base) for model in models for base in type(model).__mro__}
 
 
 def _write_of(cls: type) -> str | None:
-    """What a constructor of a class writes by, where the class has no reset_parameters of its own."""
+    """Find the in-place write of a class's constructor, where the class has no reset_parameters of its own."""
     for base in cls.__mro__:
         if any(name in vars(base) for name in _RESETS):
             return None
@@ -58,7 +58,7 @@ def _write_of(cls: type) -> str | None:
 
 
 def _write_in(function: FunctionType, cls: type, seen: set[FunctionType]) -> str | None:
-    """What a function writes by, or one that it calls: a method of the class, or a function of its module's."""
+    """Find an in-place write of a function or one that it calls: a method of the class, or a function of its module."""
     if function in seen or _package(function) == "torch":
         return None
     seen.add(function)
@@ -77,7 +77,7 @@ def _write_in(function: FunctionType, cls: type, seen: set[FunctionType]) -> str
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The attributes and globals that code reads, with that of the functions defined in it."""
+    """List the attributes and globals that code reads, nested functions included."""
     for instruction in dis.get_instructions(code):
         if instruction.opname.startswith("LOAD") and isinstance(instruction.argval, str):
             yield instruction.argval

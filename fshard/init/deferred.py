@@ -1,4 +1,4 @@
-"""Deferred initialisation: what `Model.init` does with a seed."""
+"""Deferred initialisation: `Model.init` with a seed."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -10,8 +10,7 @@ from torch import nn
 from fshard import comm
 from fshard.checks import check_seed, outline
 from fshard.errors import Problem, leaf_error
-from fshard.init.buffers import NewBuffers
-from fshard.init.calls import undrawable
+from fshard.init.calls import NewBuffers, undrawable
 from fshard.init.constructors import drawn_by_constructors
 from fshard.init.counter import UNDRAWN, count
 from fshard.init.replay import replay
@@ -30,7 +29,7 @@ def init(
 
     Args:
         module: The module, which is not changed.
-        buffers: Its buffers by name; those with values are what the module draws with.
+        buffers: Its buffers by name; the module draws with those that have values.
         transform: How to shard.
         seed: Where the values come from.
         mode: "replay" or "counter", as for `Model.init`.
@@ -84,41 +83,42 @@ class _Shards:
 
     def replay(self, new_buffer: Callable[[torch.Tensor], torch.Tensor], seed: int) -> nn.Module:
         """Draw the values that constructing the module draws."""
-        made, left = replay(self._module, new_buffer, seed, self._keep)
+
+        def keep(name: str, full: torch.Tensor) -> None:
+            self._keep(name, local_piece(full, self._specs[name]), describe(full, self._specs[name]))
+
+        made, left = replay(self._module, new_buffer, seed, keep)
         for name in left:
             self._undrawn[name] = Problem(f"[{name!r}]", *UNDRAWN)
         self._remedy = "draw them in reset_parameters"
         return made
 
-    def _keep(self, name: str, full: torch.Tensor) -> None:
-        self._undrawn.pop(name, None)
-        if _has_nan(full):
-            self._undrawn[name] = Problem(f"[{name!r}]", *UNDRAWN)
-        spec = self._specs[name]
-        self._entries[name] = describe(full, spec)
-        self._shards[name] = Sharded(stored(local_piece(full, spec), spec), spec)
-
     def count(self, new_buffer: Callable[[torch.Tensor], torch.Tensor], seed: int) -> nn.Module:
         """Draw this rank's part of each parameter, by its elements' numbers."""
-        counted = count(self._module, new_buffer, seed)
+        counted = count(self._module, new_buffer, self._specs, seed)
         self._undrawn = {problem.path: problem for problem in counted.problems}
         self._remedy = 'pass mode="replay", which runs any reset_parameters'
-        parameters = dict(self._module.named_parameters())
-        for name, program in counted.programs.items():
-            spec = self._specs[name]
-            self._entries[name] = describe(parameters[name], spec, str(program))
+        for name, parameter in self._module.named_parameters():
+            # One after another is rounded, and dropped.
+            part = counted.parts.pop(name)
+            self._entries[name] = describe(parameter, self._specs[name], str(part))
             if not counted.problems:
-                local = program.local(spec)
-                if _has_nan(local):
-                    self._undrawn[name] = Problem(f"[{name!r}]", *UNDRAWN)
-                self._shards[name] = Sharded(stored(local, spec), spec)
+                self._keep(name, part.local(), self._entries[name])
         return counted.module
+
+    def _keep(self, name: str, local: torch.Tensor, entry: str) -> None:
+        """Keep the shard of a parameter, and the text of it that ranks compare."""
+        self._undrawn.pop(name, None)
+        if _has_nan(local):
+            self._undrawn[name] = Problem(f"[{name!r}]", *UNDRAWN)
+        self._entries[name] = entry
+        self._shards[name] = Sharded(stored(local, self._specs[name]), self._specs[name])
 
     def finish(self) -> Any:
         """Compare with the other ranks, and return the shards by name."""
         entries = {path: self._entries[name] for path, name in zip(self._flat.paths, self._names, strict=True)}
         entries["(structure)"] = outline(self._flat.treedef)
-        # A rank sees what was left out of its own part alone.
+        # A rank sees only the elements of its own part that were left out.
         flags = [i for i, name in enumerate(self._names) if name in self._undrawn]
         vote = comm.vote(entries, flags, self._transform.layout_axes, "shard")
         if vote.problem:

@@ -1,4 +1,4 @@
-"""Replay: draw what constructing a module draws, and hold each parameter only while its values are needed."""
+"""Replay: draw the values that constructing a module draws; parameters are held only while values are needed."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fshard import _compat
-from fshard.init.calls import blank_copy, calls_of
+from fshard.init.calls import blank_copy, calls_of, fill_blank, new_parameter
 from fshard.init.watch import TRUNC_NORMAL, Touch, Watch
 
 Keep = Callable[[str, torch.Tensor], None]
@@ -17,14 +17,14 @@ NewBuffer = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Event(NamedTuple):
-    """A use of a parameter: by which call, and whether it overwrites all; None where it is not known what it does."""
+    """A use of a parameter: by which call, and whether it overwrites all values; None where this is unknown."""
 
     call: int
     overwrites: bool | None
 
 
 class _DeviationError(Exception):
-    """The calls did something else than when they ran without values."""
+    """The calls used parameters in another way than when they ran without values."""
 
 
 def replay(module: nn.Module, new_buffer: NewBuffer, seed: int, keep: Keep) -> tuple[nn.Module, list[str]]:
@@ -36,7 +36,7 @@ def replay(module: nn.Module, new_buffer: NewBuffer, seed: int, keep: Keep) -> t
     Args:
         module: The module, which is not changed.
         new_buffer: Makes the copy's buffer of a buffer.
-        seed: What torch's generator is seeded with; the caller puts the generator's state back.
+        seed: The seed of torch's generator, whose state the caller puts back.
         keep: Takes each parameter, by name, with its values; they are gone when it returns. It may be called again,
             with the values that count.
 
@@ -46,12 +46,13 @@ def replay(module: nn.Module, new_buffer: NewBuffer, seed: int, keep: Keep) -> t
     events = _record(module, new_buffer, seed)
     with suppress(_DeviationError):
         return _run(module, new_buffer, seed, keep, events)
-    # What is done depends on the values, or on whether there are some: hold everything to the end.
-    return _run(module, new_buffer, seed, keep, None)
+    # The calls depend on values, or on whether there are some: any call may use any parameter.
+    calls = range(len(calls_of(module)))
+    return _run(module, new_buffer, seed, keep, {name: [_Event(n, None) for n in calls] for name in events})
 
 
 class _Record(Watch):
-    """Notes what one call does with parameters."""
+    """Records how one call uses parameters."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(tensors)
@@ -76,7 +77,7 @@ def _record(module: nn.Module, new_buffer: NewBuffer, seed: int) -> dict[str, li
         try:
             watch.see(call.run)
         except Exception:
-            # It asked for values: it may do anything with what lies inside its submodule.
+            # It asked for values: it may use the parameters of its submodule in any way.
             for parameter in call.module.parameters():
                 if parameter in names:
                     events[names[parameter]].append(_Event(number, None))
@@ -89,52 +90,36 @@ def _record(module: nn.Module, new_buffer: NewBuffer, seed: int) -> dict[str, li
 class _Replay(Watch):
     """Makes parameters when they are used, and lets go of them."""
 
-    def __init__(
-        self, tensors: Mapping[str, torch.Tensor], keep: Keep, events: Mapping[str, Sequence[_Event]] | None
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], keep: Keep, events: Mapping[str, Sequence[_Event]]) -> None:
         super().__init__(tensors)
         self._keep = keep
-        self._events = None if events is None else {name: deque(found) for name, found in events.items()}
+        self._events = {name: deque(found) for name, found in events.items()}
         self._call = 0
         self._unknown: set[str] = set()
         self._live: set[str] = set()
         self.done: set[str] = set()
-        if self._events is None:
-            for name in self.tensors:
-                self._make(name, fill=True)
 
-    def begin(self, number: int) -> None:
-        """A call starts."""
+    def run(self, number: int, call: Callable[[], Any]) -> None:
+        """Run a call, with memory for the parameters that it may use in any way."""
         self._call = number
-        self._unknown = {
-            name for name, events in (self._events or {}).items() if events and events[0] == (number, None)
-        }
+        self._unknown = {name for name, events in self._events.items() if events and events[0] == (number, None)}
         for name in self._unknown - self._live:
             self._make(name, fill=True)
-
-    def end(self) -> None:
-        """It has run."""
-        for name in self._unknown:
+        self.see(call)
+        for name in sorted(self._unknown):
             self._advance(name)
-        self._unknown = set()
-        for events in (self._events or {}).values():
-            if events and events[0].call == self._call:
-                raise _DeviationError
+        if any(events and events[0].call == number for events in self._events.values()):
+            raise _DeviationError
 
     def restore(self) -> None:
         """Give every parameter memory again, whatever is in it."""
         for name in self.tensors.keys() - self._live:
             self._make(name, fill=False)
 
-    def finish(self) -> None:
-        """All calls have run."""
-        for name in sorted(self._live):
-            self._hand_over(name)
-
     def operate(self, op: str, touches: Sequence[Touch], given: Mapping[str, Any], run: Callable[..., Any]) -> Any:
-        known = [touch for touch in touches if self._events is not None and touch.name not in self._unknown]
+        known = [touch for touch in touches if touch.name not in self._unknown]
         for touch in known:
-            events = (self._events or {})[touch.name]
+            events = self._events[touch.name]
             if not events or events[0] != (self._call, touch.overwrites):
                 raise _DeviationError
             if touch.name not in self._live:
@@ -145,12 +130,18 @@ class _Replay(Watch):
         return out
 
     def _advance(self, name: str) -> None:
-        events = (self._events or {})[name]
+        """Go on to a parameter's next use: hand it over behind the last, and drop values that are overwritten."""
+        events = self._events[name]
         events.popleft()
         if not events:
-            self._hand_over(name)
-        elif events[0].overwrites:
-            self._drop(name)
+            self._keep(name, self.tensors[name].detach())
+            self.done.add(name)
+        if not events or events[0].overwrites:
+            storage = self.tensors[name].untyped_storage()
+            # An array of numpy's may share it.
+            if storage.resizable():
+                storage.resize_(0)
+            self._live.discard(name)
 
     def _make(self, name: str, fill: bool) -> None:
         tensor = self.tensors[name]
@@ -160,25 +151,13 @@ class _Replay(Watch):
         if fill:
             fill_blank(tensor)
 
-    def _drop(self, name: str) -> None:
-        storage = self.tensors[name].untyped_storage()
-        # An array of numpy's may share it.
-        if storage.resizable():
-            storage.resize_(0)
-        self._live.discard(name)
-
-    def _hand_over(self, name: str) -> None:
-        self._keep(name, self.tensors[name].detach())
-        self._drop(name)
-        self.done.add(name)
-
 
 def _run(
     module: nn.Module,
     new_buffer: NewBuffer,
     seed: int,
     keep: Keep,
-    events: Mapping[str, Sequence[_Event]] | None,
+    events: Mapping[str, Sequence[_Event]],
 ) -> tuple[nn.Module, list[str]]:
     made = blank_copy(module, _hollow, new_buffer)
     watch = _Replay(made.parameters, lambda name, full: keep(name, full) if name in made.places else None, events)
@@ -186,16 +165,13 @@ def _run(
     watch.seed(seed)
     try:
         for number, call in enumerate(calls_of(made.module)):
-            watch.begin(number)
-            watch.see(call.run)
-            watch.end()
+            watch.run(number, call.run)
     except _DeviationError:
         raise
     except BaseException:
-        # Who looks into the traceback must find memory behind each tensor.
+        # A reader of the traceback must find memory behind each tensor.
         watch.restore()
         raise
-    watch.finish()
     left = []
     found = dict(made.module.named_parameters(remove_duplicate=False))
     for name, place in made.places.items():
@@ -208,23 +184,8 @@ def _run(
     return made.module, left
 
 
-def new_parameter(parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor for the values of a parameter, where they are to be."""
-    return torch.empty_like(parameter, device=device_of(parameter))
-
-
 def _hollow(parameter: torch.Tensor) -> torch.Tensor:
-    """The same without memory."""
+    """Make the same without memory."""
     made = new_parameter(parameter)
     made.untyped_storage().resize_(0)
     return made
-
-
-def device_of(parameter: torch.Tensor) -> torch.device:
-    """Where the values of a parameter are to be."""
-    return torch.get_default_device() if parameter.is_meta else parameter.device
-
-
-def fill_blank(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill a tensor so that what nobody draws is found."""
-    return tensor.fill_(torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0)

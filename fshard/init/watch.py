@@ -11,17 +11,19 @@ from fshard import _compat
 
 TRUNC_NORMAL = "trunc_normal_"
 
-# What was in the tensor they write to does not matter to them.
+# Their results do not depend on earlier values of the tensor.
 _OVERWRITING = frozenset(
     [
         *("zero_", "fill_", "copy_", "uniform_", "normal_", TRUNC_NORMAL),
         *("random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"),
     ]
 )
+# Shape, strides and offset of a view.
+Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class Touch(NamedTuple):
-    """What an operator does with one parameter.
+    """One operator's use of one parameter.
 
     Attributes:
         name: The parameter's.
@@ -46,13 +48,13 @@ class Watch(_compat.DispatchMode):
         self.generator: torch.Generator | None = None
 
     def seed(self, seed: int) -> None:
-        """Seed what is drawn."""
+        """Seed the generator that operators draw from."""
         torch.manual_seed(seed)
         self.generator = torch.Generator().manual_seed(torch.initial_seed())
 
     @abstractmethod
     def operate(self, op: str, touches: Sequence[Touch], given: Mapping[str, Any], run: Callable[..., Any]) -> Any:
-        """See an operator: its name, what it does with parameters, its arguments by name, and what runs it."""
+        """Handle an operator: its name, its uses of parameters, its arguments by name, and a function that runs it."""
 
     def see(self, call: Callable[[], Any]) -> None:
         """Run a call and see its operators."""
@@ -126,9 +128,10 @@ class Watch(_compat.DispatchMode):
 
     def _touch(self, op: str, name: str, written: torch.Tensor | None, is_read: bool) -> Touch:
         own = self.tensors[name]
-        whole = written is not None and not is_read and _place(written) == _place(own)
+        whole = written is not None and not is_read and place_of(written) == place_of(own)
         return Touch(name, written, whole and op in _OVERWRITING)
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.storage_offset()
+def place_of(tensor: torch.Tensor) -> Place:
+    """Return where a tensor lies in its storage."""
+    return tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
