@@ -5,8 +5,8 @@ from fshard.accumulate import accumulate
 from fshard.apply import Model, apply, functionalize
 from fshard.buffers import sync_buffers
 from fshard.collectives import all_gather, all_gather_invariant, pmean, psum, psum_invariant, pvary, reduce_scatter
-from fshard.dtensor import from_dtensor, to_dtensor
 from fshard.gather import gather
+from fshard.interop.dtensor import from_dtensor, to_dtensor
 from fshard.jit import jit, make_graph
 from fshard.mesh import axis_of, init_mesh
 from fshard.objective import objective

@@ -22,7 +22,6 @@ ROOMS = (
     "transforms",
     "transform_state",
     "shard",
-    "dtensor",
     "strategies",
     "residency",
     "gather",
@@ -42,10 +41,11 @@ ROOMS = (
     "jit",
     "plan",
     "trace",
+    "interop",
     "checkpoint",
     "testing",
 )
-DISTRIBUTED_ROOMS = {"_compat", "comm", "mesh", "dtensor", "checkpoint", "testing"}
+DISTRIBUTED_ROOMS = {"_compat", "comm", "mesh", "interop", "checkpoint", "testing"}
 MAX_LINES = 600
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 MUTABLE_CALLS = {

@@ -136,9 +136,10 @@ def test_layouts_that_dtensor_pads_otherwise_are_refused():
 
     rows = "  ['w']: expected a multiple of 4, got dim 0 of size 5 over ['major', 'minor']\n"
     assert spmd(program, 4)[0] == [
-        "to_dtensor: DTensor has no such layout\n"
+        "to_dtensor: DTensor has no such layout on this mesh\n"
         "  ['n']: expected a whole one, got a 0-d leaf split as P(('major', 'minor'))\n"
-        f"{rows}To fix: reshard these leaves; min_shard_elements keeps small ones whole.",
+        f"{rows}To fix: pass the mesh they were sharded with, or reshard these leaves; min_shard_elements keeps small "
+        "ones whole.",
         f"from_dtensor: leaves cannot be taken over\n{rows}To fix: use the strategy's mesh and Shard or Replicate.",
     ]
 
@@ -212,7 +213,7 @@ def test_leaves_that_dtensor_cannot_express_are_all_named(workers):
             with pytest.raises(
                 ValueError,
                 match=(
-                    r"to_dtensor: leaves are not on this mesh\n"
+                    r"to_dtensor: DTensor has no such layout on this mesh\n"
                     r"  \['w'\]: expected dims split in the order of .*, got P\("
                 ),
             ):

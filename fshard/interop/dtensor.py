@@ -65,7 +65,7 @@ def _from_dtensor(path: str, leaf: Any, strategy: Any, problems: list[Problem]) 
         else:
             problems.append(Problem(path, f"placement {placement}", "Shard or Replicate"))
             return leaf
-    if misfit := _uneven(spec):
+    if misfit := _misfit(spec, axes):
         problems.append(Problem(path, *misfit))
         return leaf
     local = leaf.to_local().detach()
@@ -98,22 +98,15 @@ def to_dtensor(tree: Tree, mesh: Mesh) -> Tree:
     check_types("to_dtensor", Mesh, "a DeviceMesh", mesh=mesh)
     axes = [axis_of(mesh, name) for name in mesh.mesh_dim_names or ()]
     problems = [
-        Problem(
-            path, f"{leaf.spec.partition!r} over {_named(leaf.spec.axes)}", f"dims split in the order of {_named(axes)}"
-        )
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if is_sharded(leaf) and not _expressible(leaf.spec, axes)
-    ]
-    if problems:
-        raise leaf_error("to_dtensor: leaves are not on this mesh", problems, "pass the mesh they were sharded with")
-    problems = [
         Problem(path, *misfit)
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if is_sharded(leaf) and (misfit := _uneven(leaf.spec))
+        if is_sharded(leaf) and (misfit := _misfit(leaf.spec, axes))
     ]
     if problems:
-        remedy = "reshard these leaves; min_shard_elements keeps small ones whole"
-        raise leaf_error("to_dtensor: DTensor has no such layout", problems, remedy)
+        remedy = (
+            "pass the mesh they were sharded with, or reshard these leaves; min_shard_elements keeps small ones whole"
+        )
+        raise leaf_error("to_dtensor: DTensor has no such layout on this mesh", problems, remedy)
 
     def convert(leaf: Any) -> Any:
         if not is_sharded(leaf):
@@ -128,23 +121,23 @@ def to_dtensor(tree: Tree, mesh: Mesh) -> Tree:
     return unflatten(flat.treedef, [convert(leaf) for leaf in flat.leaves])
 
 
-def _expressible(spec: Spec, axes: list[Axis]) -> bool:
-    orders = (
-        [axis for axis in axes if axis in split] == list(split)
-        for split in map(spec.split_axes, range(len(spec.shape)))
-    )
-    return set(spec.axes) <= set(axes) and all(orders)
+def _misfit(spec: Spec, axes: list[Axis]) -> tuple[str, str] | None:
+    """The layout that was found and the one that was expected, where DTensor has no such one on the axes of a mesh.
 
-
-def _uneven(spec: Spec) -> tuple[str, str] | None:
-    """What is there and what was expected, where DTensor pads a split otherwise: a number, or a dim over two axes."""
+    It splits a dim over axes in their order, a number not at all, and pads otherwise where it splits over two of them.
+    """
+    splits = [spec.split_axes(dim) for dim in range(len(spec.shape))]
+    ordered = all([axis for axis in axes if axis in split] == list(split) for split in splits)
+    if not ordered or not set(spec.axes) <= set(axes):
+        return f"{spec.partition!r} over {_named(spec.axes)}", f"dims split in the order of {_named(axes)}"
     if spec.partition and not spec.shape:
         return f"a 0-d leaf split as {spec.partition!r}", "a whole one"
-    for dim, size in enumerate(spec.shape):
-        axes = [axis for axis in spec.split_axes(dim) if axis.size > 1]
-        if len(axes) > 1 and size != spec.padded_shape[dim]:
-            ranks = math.prod(axis.size for axis in axes)
-            return f"dim {dim} of size {size} over {[axis.name for axis in axes]}", f"a multiple of {ranks}"
+    for dim, split in enumerate(splits):
+        several = [axis for axis in split if axis.size > 1]
+        if len(several) > 1 and spec.shape[dim] != spec.padded_shape[dim]:
+            ranks = math.prod(axis.size for axis in several)
+            found = f"dim {dim} of size {spec.shape[dim]} over {[axis.name for axis in several]}"
+            return found, f"a multiple of {ranks}"
     return None
 
 
