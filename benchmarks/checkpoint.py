@@ -87,7 +87,9 @@ def systems_of(mesh: Any, megabytes: int) -> dict[str, System]:
     staging: dict[str, torch.Tensor] = {}
 
     def start(directory: Path, donated: bool) -> Callable[[], Any]:
-        return start_to_save(directory, state, 1, donated, False, 600.0, staging=staging).wait
+        return start_to_save(
+            directory, state, 1, asynchronous=True, donated=donated, timeout=600.0, staging=staging
+        ).wait
 
     def hugging_face(directory: Path) -> dcp.HuggingFaceStorageWriter:
         return dcp.HuggingFaceStorageWriter(str(directory), save_distributed=True)

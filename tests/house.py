@@ -45,7 +45,7 @@ ROOMS = (
     "checkpoint",
     "testing",
 )
-DISTRIBUTED_ROOMS = {"_compat", "comm", "mesh", "interop", "checkpoint", "testing"}
+DISTRIBUTED_ROOMS = {"_compat", "comm", "mesh", "interop", "testing"}
 MAX_LINES = 600
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 MUTABLE_CALLS = {

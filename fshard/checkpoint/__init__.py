@@ -1,13 +1,13 @@
-"""Checkpoints: states on disk that survive kills, name what is damaged and fit any layout; and those of others."""
+"""Checkpoints: states on disk that survive kills, are refused by name when damaged, and fit any layout."""
 
-from fshard.checkpoint.dcp import load_dcp, save_dcp
-from fshard.checkpoint.format import CheckpointError
-from fshard.checkpoint.huggingface import load_huggingface, save_huggingface
 from fshard.checkpoint.manager import Manager
-from fshard.checkpoint.optimizer_state import from_optimizer_state_dict, to_optimizer_state_dict
 from fshard.checkpoint.restore import latest, restore
 from fshard.checkpoint.save import Saving, save
-from fshard.checkpoint.state_dict import from_state_dict, load_torch, to_state_dict
+from fshard.interop.dcp import load_dcp, save_dcp
+from fshard.interop.huggingface import load_huggingface, save_huggingface
+from fshard.interop.optimizer_state import from_optimizer_state_dict, to_optimizer_state_dict
+from fshard.interop.ranks import CheckpointError
+from fshard.interop.state_dict import from_state_dict, load_torch, to_state_dict
 
 __all__ = [
     "CheckpointError",

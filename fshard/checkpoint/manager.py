@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from fshard.checkpoint.check import check_directory, step_of
 from fshard.checkpoint.restore import latest, restore
-from fshard.checkpoint.save import Saving, start
+from fshard.checkpoint.save import Saving, checked_directory, checked_step, start
 from fshard.checks import POSITIVE, check_flags, check_numbers
 from fshard.tree import Tree
 
@@ -37,7 +36,7 @@ class Manager:
         donated: bool = True,
         timeout: float = 1800.0,
     ) -> None:
-        """Say where to save and how.
+        """Keep the directory and the options.
 
         Args:
             directory: Where checkpoints are kept, a file system that all ranks share.
@@ -56,11 +55,16 @@ class Manager:
         for name, value in (("keep", keep), ("every", every)):
             if (value is not None or name == "every") and (type(value) is not int or value < 1):
                 raise ValueError(f"checkpoint.Manager: expected {name} to be a whole number from 1, got {value!r}")
-        check_directory("checkpoint.Manager", directory)
+        self._directory = checked_directory("checkpoint.Manager", directory)
         check_numbers("checkpoint.Manager", POSITIVE, timeout=timeout)
-        self._directory = directory
-        self._keep, self._every, self._timeout = keep, every, timeout
-        self._asynchronous, self._copied = asynchronous, asynchronous and donated
+        self._every = every
+        self._options: dict[str, Any] = {
+            "keep": keep,
+            "timeout": timeout,
+            "asynchronous": asynchronous,
+            "donated": donated,
+        }
+        # Copies go to buffers that are kept from one save to the next.
         self._staging: dict[str, torch.Tensor] = {}
         self._saving: Saving | None = None
 
@@ -78,14 +82,10 @@ class Manager:
             ValueError: as for `save`.
             CheckpointError: if the save before this one failed, or this one cannot start.
         """
-        if step_of("checkpoint.Manager", state, step) % self._every:
+        if checked_step("checkpoint.Manager", state, step) % self._every:
             return False
         self.wait()
-        self._saving = start(
-            self._directory, state, step, self._copied, False, self._timeout, staging=self._staging, keep=self._keep
-        )
-        if not self._asynchronous:
-            self.wait()
+        self._saving = start(self._directory, state, step, staging=self._staging, **self._options)
         return True
 
     def wait(self) -> None:

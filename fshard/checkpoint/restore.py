@@ -1,30 +1,51 @@
-"""restore: read a checkpoint into a state of any layout, and refuse what is damaged."""
+"""restore: read a checkpoint into a state of any layout, and refuse a damaged one."""
 
 import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fshard import comm
-from fshard.checkpoint import files
-from fshard.checkpoint.alike import alike, check_call
-from fshard.checkpoint.check import check_path
-from fshard.checkpoint.format import MANIFEST, CheckpointError, Manifest, decode, digest, dtype_name, file_name
-from fshard.checkpoint.layout import empty_like, local_of, shape_of
-from fshard.checkpoint.progress import progress_bar
-from fshard.checkpoint.read import Reader
+from fshard import _compat, comm
+from fshard.checkpoint import directory as directories
+from fshard.checkpoint.manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    Chunk,
+    Leaf,
+    Manifest,
+    decode,
+    digest,
+    file_name,
+    parts_of,
+)
+from fshard.checkpoint.save import progress_bar
 from fshard.checks import check_flags, check_local, kind
 from fshard.errors import Problem, leaf_error
+from fshard.interop.files import named, open_regular, read_bytes
+from fshard.interop.pieces import (
+    Piece,
+    byte_view,
+    described,
+    empty_like,
+    is_tensor,
+    local_of,
+    padded_with_zeros,
+    piece_of,
+)
+from fshard.interop.ranks import CheckpointError, agree, check_call, check_path, raise_on_all_ranks
+from fshard.interop.safetensors import BLOCK_BYTES, lay_out
 from fshard.mesh import world
-from fshard.tree import Flat, Mask, Tree, added, flatten, is_mask, is_sharded, means, names_of, unflatten
+from fshard.tree import Flat, Mask, Sharded, Tree, added, flatten, is_mask, is_sharded, matches, names_of, unflatten
 
 LABEL = "checkpoint.restore"
 
 
 def latest(directory: str | PathLike[str]) -> int | None:
-    """The step of the checkpoint that was saved last.
+    """Return the step of the checkpoint that was saved last.
 
     Args:
         directory: Where checkpoints are kept.
@@ -33,12 +54,12 @@ def latest(directory: str | PathLike[str]) -> int | None:
         Its step, or None where there is no checkpoint.
 
     Raises:
-        CheckpointError: if the file that says so is damaged, or cannot be read.
+        CheckpointError: if the file that names it is damaged, or cannot be read.
     """
-    check_path("checkpoint.latest", "directory", directory)
-    with files.named(Path(directory)):
-        path = files.pointed(Path(directory))
-    return None if path is None else files.step_of(path)
+    root = check_path("checkpoint.latest", "directory", directory)
+    with named(root):
+        path = directories.latest_path(root)
+    return None if path is None else directories.step_of(path)
 
 
 def restore(
@@ -75,67 +96,63 @@ def restore(
             changed silently.
         CheckpointError: on every rank alike, if there is no such checkpoint or a file is damaged, by its name.
     """
-    with alike(LABEL):
-        check_path(LABEL, "directory", directory)
+    with raise_on_all_ranks(LABEL):
+        root = check_path(LABEL, "directory", directory)
         check_flags(LABEL, donate=donate, progress=progress)
         bar = progress_bar(progress)
         flat = flatten(like)
         wanted = _wanted(flat, only)
         _check_arguments(flat, wanted, step, subtree)
-    path, manifest = _open(Path(directory), step)
-    names = [subtree + inner for inner in _inner(flat)]
-    older = _older(flat, wanted, names, manifest)
-    wanted = [take and i not in older for i, take in enumerate(wanted)]
-    _check(flat, wanted, subtree, only is None, manifest, path)
-    leaves = list(flat.leaves)
-    need = [i for i, take in enumerate(wanted) if take and _is_tensor(flat.leaves[i])]
-    for i in older:
-        leaves[i] = empty_like(flat.leaves[i]).zero_()
-    with alike(LABEL, path), Reader(path, manifest) as reader:
-        reader.check(comm.rank(world()), world().size)
-        total = sum(reader.cost(names[i], flat.leaves[i]) for i in need)
-        with bar(f"restoring step {manifest.step}", total, comm.rank(world())) as tick:
-            for i in need:
-                leaves[i] = reader.read(names[i], flat.leaves[i], donate, tick)
-    for i, take in enumerate(wanted):
-        if take and not _is_tensor(flat.leaves[i]):
-            leaves[i] = manifest.values[names[i]]
-    return unflatten(flat.treedef, leaves)
+    path, manifest = _open(root, step)
+    names = [subtree + ("" if name == "(root)" else name) for name in flat.paths]
+    zeros = _added_later(flat, wanted, names, manifest)
+    needed = {names[i]: leaf for i, leaf in enumerate(flat.leaves) if wanted[i] and i not in zeros}
+    _check_fit(needed, subtree, only is None, manifest, path)
+    tensors = {name: leaf for name, leaf in needed.items() if is_tensor(leaf)}
+    made: dict[str, Any] = {name: manifest.values[name] for name in needed if name not in tensors}
+    made |= {names[i]: empty_like(flat.leaves[i]).zero_() for i in zeros}
+    rank, ranks = comm.rank(world()), world().size
+    with raise_on_all_ranks(LABEL, path), _Reader(path, manifest) as reader:
+        # The headers of files that nobody reads are checked too, by each rank its share.
+        for index in range(rank, len(manifest.files), ranks):
+            reader.open(index)
+        total = sum(reader.cost(name, leaf) for name, leaf in tensors.items())
+        with bar(f"restoring step {manifest.step}", total, rank) as tick:
+            made |= {name: reader.read(name, leaf, donate, tick) for name, leaf in tensors.items()}
+    return unflatten(flat.treedef, [made.get(name, leaf) for name, leaf in zip(names, flat.leaves, strict=True)])
 
 
 def _wanted(flat: Flat, only: Mask | None) -> list[bool]:
-    """For each leaf whether it is to be read."""
+    """For each leaf whether to read it."""
     if only is None:
         return [True] * len(flat.leaves)
     if not is_mask(only):
-        raise ValueError(
-            f"checkpoint.restore: expected only to be a pattern or several, or a function, got {kind(only)}"
-        )
+        raise ValueError(f"{LABEL}: expected only to be a pattern or several, or a function, got {kind(only)}")
     names = names_of(flat.treedef)
-    wanted = [means(only, name) for name in names]
+    wanted = [matches(only, name) for name in names]
     if not any(wanted):
         shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-        raise ValueError(f"checkpoint.restore: the mask {only!r} means no leaf of {shown}; name some of these")
+        raise ValueError(f"{LABEL}: the mask {only!r} matches no leaf of {shown}; name some of these")
     return wanted
 
 
-def _older(flat: Flat, wanted: list[bool], names: list[str], manifest: Manifest) -> list[int]:
+def _added_later(flat: Flat, wanted: list[bool], names: list[str], manifest: Manifest) -> list[int]:
     """The leaves that states did not have when a checkpoint was written which has none of them."""
     late = [i for i in added(flat.treedef) if wanted[i] and isinstance(flat.leaves[i], torch.Tensor)]
     return [] if any(names[i] in manifest.tensors for i in late) else late
 
 
 def _check_arguments(flat: Flat, wanted: list[bool], step: Any, subtree: Any) -> None:
-    """Refuse what no checkpoint can be read into."""
+    """Refuse leaves that nothing can be read into, and arguments of other types."""
     if step is not None and type(step) is not int:
-        raise ValueError(f"checkpoint.restore: expected step to be an int, or None for the latest, got {kind(step)}")
+        raise ValueError(f"{LABEL}: expected step to be an int, or None for the latest, got {kind(step)}")
     if not isinstance(subtree, str):
-        raise ValueError(f"checkpoint.restore: expected subtree to be a path such as '.params', got {kind(subtree)}")
+        raise ValueError(f"{LABEL}: expected subtree to be a path such as '.params', got {kind(subtree)}")
     check_call(LABEL, flat)
     check_local(LABEL, flat)
     problems = []
     for path, leaf, take in zip(flat.paths, flat.leaves, wanted, strict=True):
-        local = local_of(leaf) if take and _is_tensor(leaf) else None
+        local = local_of(leaf) if take and is_tensor(leaf) else None
         if local is None:
             continue
         if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout != torch.strided:
@@ -145,100 +162,166 @@ def _check_arguments(flat: Flat, wanted: list[bool], step: Any, subtree: Any) ->
             problems.append(Problem(path, "a meta tensor where the default device is meta too", "room for values"))
     if problems:
         remedy = "pass a tree of plain tensors or Sharded leaves, and call restore outside of torch.device('meta')"
-        raise leaf_error("checkpoint.restore: nothing can be read into some leaves", problems, remedy)
+        raise leaf_error(f"{LABEL}: nothing can be read into some leaves", problems, remedy)
 
 
-def _open(directory: Path, step: int | None) -> tuple[Path, Manifest]:
-    """Find the checkpoint, the same on every rank, and read what it says of itself."""
-    with alike(LABEL, directory):
-        found = files.pointed(directory) if step is None else files.of_step(directory, step)
-        if found is None:
-            raise CheckpointError(f"{directory}: expected a checkpoint that fs.checkpoint.save wrote, got none")
-        data = files.read_manifest(found)
-        manifest = _decoded(found, data)
-        if manifest.step != files.step_of(found):
-            needed = f"step {files.step_of(found)} as its name says"
-            raise CheckpointError(f"{found}: expected {needed}, got step {manifest.step}; give it its own name back")
-        _check_names(found, manifest)
-    entries = {"(checkpoint)": f"{found.name} of digest {digest(data)}"}
-    difference = comm.disagreement(entries, [world()], LABEL)
-    if difference:
-        raise leaf_error("checkpoint.restore: ranks read different checkpoints", [difference], "pass step=")
-    return found, manifest
+def _open(root: Path, step: int | None) -> tuple[Path, Manifest]:
+    """Find the checkpoint, the same on every rank, and read its manifest."""
+    with raise_on_all_ranks(LABEL, root):
+        path = directories.latest_path(root) if step is None else directories.path_of(root, step)
+        if path is None:
+            raise CheckpointError(f"{root}: expected a checkpoint that fs.checkpoint.save wrote, got none")
+        if path.is_symlink():
+            raise CheckpointError(f"{path}: expected a directory, got a link")
+        data = read_bytes(path / MANIFEST, MAX_MANIFEST_BYTES)
+        try:
+            manifest = decode(data)
+        except CheckpointError as error:
+            # The names in a hostile one may be long.
+            raise CheckpointError(f"{path / MANIFEST}: {str(error)[:1000]}") from None
+        named_step = directories.step_of(path)
+        if manifest.step != named_step:
+            needed = f"step {named_step} as its name says"
+            raise CheckpointError(f"{path}: expected {needed}, got step {manifest.step}; give it its own name back")
+        needed_files = {MANIFEST, *map(file_name, range(len(manifest.files)))}
+        for name in sorted(needed_files ^ set(os.listdir(path))):
+            if name in needed_files:
+                raise CheckpointError(f"{path / name}: expected the file that the manifest names, got nothing")
+            raise CheckpointError(f"{path / name}: found a file that the manifest does not name; move it elsewhere")
+    entries = {"(checkpoint)": f"{path.name} of digest {digest(data)}"}
+    agree(LABEL, entries, "ranks read different checkpoints", "pass step=")
+    return path, manifest
 
 
-def _decoded(path: Path, data: bytes) -> Manifest:
-    try:
-        return decode(data)
-    except CheckpointError as error:
-        # What a hostile one is called may be long.
-        raise CheckpointError(f"{path / MANIFEST}: {str(error)[:1000]}") from None
-
-
-def _check_names(path: Path, manifest: Manifest) -> None:
-    """Refuse a directory that holds other files than its manifest says."""
-    needed = {MANIFEST, *map(file_name, range(len(manifest.files)))}
-    found = set(os.listdir(path))
-    for name in sorted(needed - found):
-        raise CheckpointError(f"{path / name}: expected the file that the manifest names, got nothing")
-    for name in sorted(found - needed):
-        raise CheckpointError(f"{path / name}: found a file that the manifest does not name; move it elsewhere")
-
-
-def _check(flat: Flat, wanted: list[bool], subtree: str, whole: bool, manifest: Manifest, path: Path) -> None:
-    """Refuse, on every rank alike, leaves that the checkpoint has not, or has otherwise."""
-    problems = []
-    needed = {inner: _needed(leaf) for inner, leaf, take in zip(_inner(flat), flat.leaves, wanted, strict=True) if take}
-    for inner, need in needed.items():
-        found = _said(manifest, subtree + inner)
-        if found != need:
-            problems.append(Problem(subtree + inner or "(root)", found, need))
-    if whole:
-        there = {*manifest.tensors, *manifest.values}
-        extra = sorted(name for name in there - {subtree + inner for inner in needed} if _is_under(name, subtree))
-        problems += [Problem(name, _said(manifest, name), "nothing") for name in extra]
+def _check_fit(leaves: Mapping[str, Any], subtree: str, whole: bool, manifest: Manifest, path: Path) -> None:
+    """Refuse, on every rank alike, leaves that the checkpoint lacks, or has of another dtype, shape or type."""
+    found = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in manifest.tensors.items()}
+    found |= {name: kind(value) for name, value in manifest.values.items()}
+    needed = {name: described(leaf) if is_tensor(leaf) else kind(leaf) for name, leaf in leaves.items()}
+    extra = sorted(name for name in found.keys() - needed.keys() if _is_under(name, subtree)) if whole else []
+    problems = [
+        Problem(name or "(root)", found.get(name, "nothing"), needed.get(name, "nothing"))
+        for name in (*needed, *extra)
+        if found.get(name) != needed.get(name)
+    ]
     difference = comm.disagreement({p.path: f"{p.got} instead of {p.expected}" for p in problems}, [world()], LABEL)
     problems = [difference] if difference else problems
     if problems:
         remedy = "restore into a state built as the one that was saved; only= and subtree= read parts of it"
-        under = _place_of(needed, manifest)
-        if under is not None and under != subtree:
+        inner = {name[len(subtree) :]: need for name, need in needed.items()}
+        first = next(iter(inner), "")
+        # A tree that is one leaf may be any.
+        places = [name.removesuffix(first) for name in manifest.tensors if name.endswith(first)] if first else []
+        fitting = [place for place in places if all(found.get(place + n) == need for n, need in inner.items())]
+        under = min(fitting, key=len, default=subtree)
+        if under != subtree:
             remedy = f"pass subtree={under!r}, where the checkpoint has such leaves"
-        raise leaf_error(f"checkpoint.restore: {path.name} does not fit", problems, remedy)
-
-
-def _inner(flat: Flat) -> list[str]:
-    """The paths of leaves below the tree's own."""
-    return ["" if path == "(root)" else path for path in flat.paths]
-
-
-def _place_of(needed: dict[str, str], manifest: Manifest) -> str | None:
-    """The shortest path of a subtree in which a checkpoint has all the leaves that are needed, if there is one."""
-    first = next(iter(needed), "")
-    # A tree that is one leaf may be any.
-    places = [path.removesuffix(first) for path in manifest.tensors if path.endswith(first)] if first else []
-    fitting = (
-        place for place in places if all(_said(manifest, place + inner) == need for inner, need in needed.items())
-    )
-    return min(fitting, key=len, default=None)
+        raise leaf_error(f"{LABEL}: {path.name} does not fit", problems, remedy)
 
 
 def _is_under(name: str, subtree: str) -> bool:
     return name.startswith(subtree) and (not subtree or name[len(subtree) : len(subtree) + 1] in ("", ".", "["))
 
 
-def _is_tensor(leaf: Any) -> bool:
-    return is_sharded(leaf) or isinstance(leaf, torch.Tensor)
+class _File(NamedTuple):
+    """An open file, and where each of its tensors begins."""
+
+    descriptor: int
+    starts: dict[str, int]
 
 
-def _said(manifest: Manifest, name: str) -> str:
-    if name in manifest.tensors:
-        leaf = manifest.tensors[name]
-        return f"{leaf.dtype}{list(leaf.shape)}"
-    return kind(manifest.values[name]) if name in manifest.values else "nothing"
+class _Reader:
+    """The files of a checkpoint, each opened and checked when it is first needed.
+
+    It reads into the memory of the result and compares as it goes, where maps of files, as readers of safetensors make
+    them, cost a fault for each page and end the process when a file is cut short.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self._path, self._manifest, self._parts = path, manifest, parts_of(manifest)
+        self._open: dict[int, _File] = {}
+        self._filled: set[int] = set()
+
+    def __enter__(self) -> "_Reader":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._open.values():
+            os.close(file.descriptor)
+
+    def open(self, index: int) -> _File:
+        """Open a file, and compare its size and its header, which follows from the manifest, byte for byte."""
+        if index not in self._open:
+            path, needed = self._path / file_name(index), self._manifest.files[index]
+            layout = lay_out(self._parts[index], pairs=True)
+            descriptor = open_regular(path)
+            self._open[index] = _File(descriptor, layout.starts)
+            size = os.fstat(descriptor).st_size
+            if size != needed.bytes:
+                raise CheckpointError(f"{path}: expected {needed.bytes} bytes, got {size}")
+            header = os.pread(descriptor, len(layout.header), 0)
+            if header != layout.header or digest(header) != needed.header or layout.size != size:
+                raise CheckpointError(f"{path}: its header does not match its digest, so it was damaged")
+        return self._open[index]
+
+    def cost(self, name: str, like: Any) -> int:
+        """The number of bytes that are read for a leaf."""
+        leaf, piece = self._manifest.tensors[name], piece_of(like)
+        size = local_of(like).element_size()
+        return sum(torch.Size(chunk.shape).numel() * size for chunk, *_ in _overlaps(leaf, piece))
+
+    def read(self, name: str, like: Any, donated: bool, tick: Callable[[int], Any]) -> Any:
+        """Read this rank's part of a leaf, into the memory of one that is donated."""
+        made = self._taken(like) if donated else empty_like(like)
+        piece = piece_of(made)
+        for chunk, source, target in _overlaps(self._manifest.tensors[name], piece):
+            whole = (chunk.offset, chunk.shape) == (piece.offset, piece.shape)
+            if whole and piece.tensor.is_contiguous() and piece.tensor.device.type == "cpu":
+                self._read_chunk(name, chunk, piece.tensor, tick)
+            else:
+                room = torch.empty(chunk.shape, dtype=piece.tensor.dtype, device="cpu")
+                self._read_chunk(name, chunk, room, tick)
+                piece.tensor[target].copy_(room[source])
+        return made
+
+    def _taken(self, like: Any) -> Any:
+        """A donated leaf to be filled, or a new one where other tensors share its memory."""
+        local = local_of(like)
+        memory, is_shared = _compat.storage_key(local), _compat.shares_memory(local)
+        local = local.detach()
+        is_lazy = local.is_conj() or local.is_neg()
+        if local.is_meta or is_lazy or not local.is_contiguous() or is_shared or memory in self._filled:
+            return empty_like(like)
+        self._filled.add(memory)
+        return padded_with_zeros(Sharded(local, like.spec) if is_sharded(like) else local)
+
+    def _read_chunk(self, name: str, chunk: Chunk, into: torch.Tensor, tick: Callable[[int], Any]) -> None:
+        """Read a chunk into contiguous memory on the host."""
+        path, file = self._path / file_name(chunk.file), self.open(chunk.file)
+        data, checksum, at = byte_view(into), 0, file.starts[name]
+        while data:
+            block = data[:BLOCK_BYTES]
+            count = os.preadv(file.descriptor, [block], at)
+            if not count:
+                raise CheckpointError(f"{path}: it was cut short while it was read")
+            checksum = zlib.crc32(block[:count], checksum)
+            data, at = data[count:], at + count
+            tick(count)
+        if checksum != chunk.checksum:
+            raise CheckpointError(f"{path}: the elements of {name} do not match their checksum, so it was damaged")
 
 
-def _needed(leaf: Any) -> str:
-    if _is_tensor(leaf):
-        return f"{dtype_name(local_of(leaf))}{list(shape_of(leaf))}"
-    return kind(leaf)
+Slices = tuple[slice, ...]
+
+
+def _overlaps(leaf: Leaf, piece: Piece) -> Iterator[tuple[Chunk, Slices, Slices]]:
+    """The chunks that have elements of a piece, with the elements that both have, as slices of either."""
+    # A rank that has nothing of a leaf without dims has a piece with one.
+    for chunk in leaf.chunks if piece.tensor.numel() else ():
+        first, second = [], []
+        for a, n, b, m in zip(chunk.offset, chunk.shape, piece.offset, piece.shape, strict=True):
+            start, stop = max(a, b), min(a + n, b + m)
+            first.append(slice(start - a, stop - a))
+            second.append(slice(start - b, stop - b))
+        if all(part.start < part.stop for part in first):
+            yield chunk, tuple(first), tuple(second)

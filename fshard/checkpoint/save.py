@@ -1,30 +1,63 @@
 """save: write a state so that a kill at any moment leaves the last checkpoint whole."""
 
+import fcntl
 import json
+import os
 import shutil
-from collections.abc import Callable, Mapping, MutableMapping
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from os import PathLike
 from pathlib import Path
-from threading import Thread
-from typing import IO, Any, NamedTuple, TypeVar
+from threading import Event, Thread, main_thread
+from typing import IO, Any, TypeVar
 
 import torch
 
-from fshard import comm
-from fshard.checkpoint import files
-from fshard.checkpoint.alike import alike, check_call, reason
-from fshard.checkpoint.check import check_directory, check_state, step_of
-from fshard.checkpoint.format import CheckpointError, Leaf, dtype_name
-from fshard.checkpoint.layout import Piece, local_of, piece_of, replicas, shape_of, writers
-from fshard.checkpoint.progress import progress_bar
-from fshard.checkpoint.write import Wait, join_parts, write_part
-from fshard.checks import POSITIVE, check_flags, check_local, check_numbers
+from fshard import _compat, comm
+from fshard.checkpoint import directory as directories
+from fshard.checkpoint.manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    SAVED,
+    Chunk,
+    File,
+    Leaf,
+    Manifest,
+    check_tiles,
+    digest,
+    encode,
+    file_name,
+)
+from fshard.checks import POSITIVE, check_flags, check_local, check_numbers, kind
+from fshard.errors import Problem, leaf_error
+from fshard.interop.files import MARK, named, read_bytes, write_bytes
+from fshard.interop.pieces import (
+    Piece,
+    Split,
+    dtype_name,
+    is_tensor,
+    layout_of,
+    local_of,
+    piece_of,
+    replicas,
+    shape_of,
+    split_of,
+)
+from fshard.interop.ranks import CheckpointError, agree, check_call, check_path, raise_on_all_ranks, reason
+from fshard.interop.safetensors import lay_out, write_tensors
 from fshard.mesh import world
-from fshard.tree import Tree, flatten
+from fshard.tree import Flat, Tree, flatten
 
 LABEL = "checkpoint.save"
-Staging = MutableMapping[str, torch.Tensor]
+# Larger ones Python may refuse to read as text.
+MAX_INT_BITS = 2000
+# Seconds between two looks for other ranks' parts.
+LOOK_EVERY = 0.002
+# Seconds that the end of the program waits for ranks that may be dead.
+PATIENCE_AT_EXIT = 30.0
+Tick = Callable[[int], Any]
 T = TypeVar("T")
 
 
@@ -35,12 +68,10 @@ class Saving:
         step: The step that is saved.
     """
 
-    def __init__(self, step: int, written: "Future[None]", joined: "Future[Path] | None", patience: Wait) -> None:
-        """Keep what is under way: this rank's part, and on the first rank the joining of all parts."""
+    def __init__(self, step: int, written: "Future[None]", joined: "Future[Path] | None", patience: "_Wait") -> None:
+        """Keep this rank's part that is being written, and on the first rank the joining of all parts."""
         self.step = step
-        self._written = written
-        self._joined = joined
-        self._patience = patience
+        self._written, self._joined, self._patience = written, joined, patience
         self._outcome: Path | CheckpointError | None = None
 
     def wait(self) -> Path:
@@ -62,13 +93,13 @@ class Saving:
         failures = [text for text in comm.texts(_failure(self._written), world(), LABEL) if text]
         if failures:
             self._patience.given_up.set()
-        found = ["", ""]
+        failure, path = "", ""
         if self._joined is not None:
-            found = [_failure(self._joined), "" if self._joined.exception() else str(self._joined.result())]
-        failure, path = json.loads(comm.texts(json.dumps(found), world(), LABEL)[0])
+            failure = _failure(self._joined)
+            path = "" if failure else str(self._joined.result())
+        failure, path = json.loads(comm.texts(json.dumps([failure, path]), world(), LABEL)[0])
         if failures or failure:
-            first = (failures or [failure])[0]
-            return CheckpointError(f"checkpoint.save: step {self.step} was not saved: {first}")
+            return CheckpointError(f"{LABEL}: step {self.step} was not saved: {[*failures, failure][0]}")
         return Path(path)
 
 
@@ -82,7 +113,7 @@ def save(
     progress: bool = False,
     timeout: float = 1800.0,
 ) -> Saving:
-    """Write a checkpoint of a state: each rank what it holds, replicated leaves once. Every rank must call this.
+    """Write a checkpoint of a state: each rank its shards, replicated leaves once. Every rank must call this.
 
     A kill at any moment leaves the checkpoints that were complete; FORMAT.md in this package describes the files. Parts
     that several ranks hold are compared before, by checksums that each of those ranks makes.
@@ -115,71 +146,207 @@ def save(
     >>> checkpoint.restore(directory, like={"w": torch.zeros(3)})
     {'w': tensor([1., 1., 1.])}
     """
-    flags = {"asynchronous": asynchronous, "donated": donated, "progress": progress}
-    saving = start(directory, state, step, asynchronous is True and donated, progress, timeout, flags=flags)
-    if not asynchronous:
-        saving.wait()
-    return saving
+    return start(directory, state, step, asynchronous=asynchronous, donated=donated, progress=progress, timeout=timeout)
 
 
 def start(
     directory: str | PathLike[str],
     state: Tree,
     step: int | None,
-    copied: bool,
-    progress: bool,
-    timeout: float,
     *,
-    staging: Staging | None = None,
+    asynchronous: bool,
+    donated: bool,
+    progress: bool = False,
+    timeout: float,
+    staging: MutableMapping[str, torch.Tensor] | None = None,
     keep: int | None = None,
-    flags: Mapping[str, Any] | None = None,
 ) -> Saving:
-    """Start to save, as `save` does.
+    """Save as `save` does.
 
-    Staging are buffers for copies, by path; keep says how many checkpoints stay; flags are still to be checked.
+    Args:
+        directory: As for `save`, and so on, up to `timeout`.
+        state: The state.
+        step: Its step.
+        asynchronous: Whether to return before the checkpoint is complete.
+        donated: Whether a later step may write over the state.
+        progress: Whether to show a progress bar.
+        timeout: Seconds to wait for other ranks.
+        staging: Buffers for copies, by path, kept from one save to the next.
+        keep: How many checkpoints stay; None for all.
     """
-    with alike(LABEL):
-        check_flags(LABEL, **(flags or {}))
+    with raise_on_all_ranks(LABEL):
+        check_flags(LABEL, asynchronous=asynchronous, donated=donated, progress=progress)
         check_numbers(LABEL, POSITIVE, timeout=timeout)
         bar = progress_bar(progress)
         flat = flatten(state)
-        number = step_of(LABEL, state, step)
-        check_directory(LABEL, directory)
+        number = checked_step(LABEL, state, step)
+        root = checked_directory(LABEL, directory)
         check_call(LABEL, flat)
         check_local(LABEL, flat)
-    tensors, values = check_state(LABEL, flat, number, str(directory))
-    holders = replicas(LABEL, tensors, world())
-    owned = writers(list(tensors.values()), holders, comm.rank(world()))
-    pieces = {path: piece_of(leaf) for (path, leaf), mine in zip(tensors.items(), owned, strict=True) if mine}
-    pieces = {path: piece for path, piece in pieces.items() if piece.tensor.numel()}
-    with alike(LABEL):
-        if copied:
-            pieces = {path: _aside(path, piece, {} if staging is None else staging) for path, piece in pieces.items()}
-    place = _prepare(Path(directory), number)
-    patience = Wait(timeout)
+    tensors, values = _checked(flat, number, str(directory))
     rank, ranks = comm.rank(world()), world().size
+    pieces = _own_pieces(tensors, replicas(LABEL, tensors, world()), rank)
+    with raise_on_all_ranks(LABEL):
+        if asynchronous and donated:
+            pieces = {path: _aside(path, piece, {} if staging is None else staging) for path, piece in pieces.items()}
+    temporary, lock = _prepare(root, number)
+    patience = _Wait(timeout)
     leaves = {path: Leaf(dtype_name(local_of(leaf)), shape_of(leaf), ()) for path, leaf in tensors.items()}
 
     def write() -> None:
         total = sum(piece.tensor.nbytes for piece in pieces.values())
         with bar(f"saving step {number}", total, rank) as tick:
-            write_part(place.temporary, rank, pieces, tick)
+            _write_part(temporary, rank, pieces, tick)
 
     def join() -> Path:
-        assert place.lock is not None
+        assert lock is not None
         try:
-            join_parts(place.temporary, ranks, number, leaves, values, patience)
-            path = files.publish(place.temporary, Path(directory), number)
+            _join_parts(temporary, ranks, Manifest(number, leaves, values, ()), patience)
+            path = directories.publish(temporary, root, number)
             if keep is not None:
-                files.prune(Path(directory), keep)
+                directories.prune(root, keep)
             return path
         finally:
-            shutil.rmtree(place.temporary, ignore_errors=True)
-            files.unlock(place.lock)
+            shutil.rmtree(temporary, ignore_errors=True)
+            directories.unlock(lock)
 
     written = _in_background(write)
-    joined = _in_background(join) if place.lock is not None else None
-    return Saving(number, written, joined, patience)
+    saving = Saving(number, written, _in_background(join) if lock is not None else None, patience)
+    if not asynchronous:
+        saving.wait()
+    return saving
+
+
+def progress_bar(shown: bool) -> Callable[[str, int, int], AbstractContextManager[Tick]]:
+    """Return a function that opens a progress bar of so many bytes on the first rank, or none where none is shown.
+
+    Raises:
+        ImportError: if one is to be shown and tqdm is not installed.
+    """
+    if not shown:
+        return lambda title, total, rank: nullcontext(lambda nbytes: None)
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    @contextmanager
+    def bar(title: str, total: int, rank: int) -> Iterator[Tick]:
+        with tqdm(total=total, desc=title, unit="B", unit_scale=True, disable=rank > 0) as drawn:
+            yield drawn.update
+
+    return bar
+
+
+def checked_step(label: str, state: Tree, step: Any) -> int:
+    """Return the step to save a state as.
+
+    Raises:
+        ValueError: if it is no whole number.
+    """
+    found = getattr(state, "step", None) if step is None else step
+    if type(found) is torch.Tensor and not (found.dim() or found.is_meta or _compat.is_transformed(found)):
+        found = found.item()
+    if type(found) is not int or not 0 <= found < 10**18:
+        shown = kind(found) if isinstance(found, torch.Tensor) else repr(found)[:40]
+        raise ValueError(
+            f"{label}: expected step to be a whole number from 0, got {shown}; pass step=, or a state that has one"
+        )
+    return found
+
+
+def checked_directory(label: str, directory: Any) -> Path:
+    """Return the path of a directory, and refuse one that could be written to and not read: torch opens names of text.
+
+    Raises:
+        ValueError: if it is no path, or its name is no text.
+    """
+    path = check_path(label, "directory", directory)
+    if not _is_text(str(directory)):
+        raise ValueError(f"{label}: expected directory to be a name that is text in UTF-8, got {str(directory)!r}")
+    return path
+
+
+def _is_text(text: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _checked(flat: Flat, step: int, directory: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tensors and the other leaves by path; refuse, on every rank, leaves that cannot be saved."""
+    problems: list[Problem] = []
+    tensors, values, entries = {}, {}, {"(step)": str(step), "(directory)": directory}
+    # Sorted, because the order of a dict's entries is no part of a state, and may differ between ranks.
+    for path, leaf in sorted(zip(flat.paths, flat.leaves, strict=True), key=lambda pair: pair[0]):
+        if unfit := _unfit(leaf):
+            problems.append(Problem(path, *unfit))
+            entries[path] = unfit[0]
+        elif is_tensor(leaf):
+            tensors[path] = leaf
+            entries[path] = layout_of(leaf)
+        else:
+            values[path] = leaf
+            entries[path] = repr(leaf)
+    remedy = "make all but the values of Sharded leaves the same on every rank"
+    agree(LABEL, entries, "ranks hold different states", remedy)
+    if problems:
+        raise leaf_error(f"{LABEL}: leaves cannot be saved", problems, "keep them out of the state")
+    return tensors, values
+
+
+def _unfit(leaf: Any) -> tuple[str, str] | None:
+    """What a leaf is and what was expected, where it cannot be saved."""
+    if type(leaf) is int and leaf.bit_length() > MAX_INT_BITS:
+        return f"an int of {leaf.bit_length()} bits", f"at most {MAX_INT_BITS}"
+    if type(leaf) is str and not _is_text(leaf):
+        return "a str with surrogates", "one that is text; encode it otherwise"
+    if leaf is None or type(leaf) in (bool, int, float, str):
+        return None
+    local = local_of(leaf)
+    if type(local) not in (torch.Tensor, torch.nn.Parameter):
+        return kind(leaf), "a tensor, or None, bool, int, float or str"
+    if _compat.is_transformed(local) or local.is_meta or local.layout != torch.strided:
+        return f"{kind(local)} without values of its own", "a strided tensor with values, outside of torch.func and jit"
+    if dtype_name(local) not in SAVED:
+        return f"dtype {dtype_name(local)}", f"one of {', '.join(SAVED)}"
+    return None
+
+
+def _own_pieces(tensors: Mapping[str, Any], replicas: Mapping[Split, list[int]], rank: int) -> dict[str, Piece]:
+    """The parts that this rank writes: of those that several ranks hold each rank writes some, in turns by bytes."""
+    loads = {split: [0] * len(ranks) for split, ranks in replicas.items()}
+    pieces = {}
+    for path, leaf in tensors.items():
+        load = loads[split_of(leaf)]
+        turn = load.index(min(load))
+        # The same number on every rank: parts differ in padding alone.
+        load[turn] += local_of(leaf).nbytes
+        piece = piece_of(leaf)
+        if replicas[split_of(leaf)][turn] == rank and piece.tensor.numel():
+            pieces[path] = piece
+    return pieces
+
+
+def _aside(path: str, piece: Piece, staging: MutableMapping[str, torch.Tensor]) -> Piece:
+    """Copy a part into the buffer that is kept for it, because to touch new memory takes longer than to copy."""
+    source = piece.tensor
+    room = staging.get(path)
+    if room is None or room.shape != source.shape or room.dtype != source.dtype:
+        room = staging[path] = torch.empty(source.shape, dtype=source.dtype, device="cpu")
+    return Piece(piece.offset, room.copy_(source))
+
+
+def _prepare(directory: Path, step: int) -> tuple[Path, IO[bytes] | None]:
+    """Have the first rank lock the directory and make one for the checkpoint, whose name all ranks return."""
+    lock, name, failure = None, "", ""
+    if not comm.rank(world()):
+        try:
+            lock = directories.lock(directory)
+            name = directories.make(directory, step).name
+        except (OSError, ValueError) as error:
+            failure = reason(error, directory)
+    name, failure = json.loads(comm.texts(json.dumps([name, failure]), world(), LABEL)[0])
+    if failure:
+        if lock is not None:
+            directories.unlock(lock)
+        raise CheckpointError(f"{LABEL}: step {step} was not saved: {failure}")
+    return directory / name, lock
 
 
 def _in_background(work: Callable[[], T]) -> "Future[T]":
@@ -196,41 +363,90 @@ def _in_background(work: Callable[[], T]) -> "Future[T]":
     return future
 
 
-class _Place(NamedTuple):
-    """Where a checkpoint is made, and the first rank's lock of the directory."""
-
-    temporary: Path
-    lock: IO[bytes] | None
-
-
-def _prepare(directory: Path, step: int) -> _Place:
-    """Have the first rank take the directory, and tell all ranks where they write."""
-    lock, told = None, ["", ""]
-    if not comm.rank(world()):
-        try:
-            lock = files.lock(directory)
-            told = [files.make_temporary(directory, f"{files.SAVING}-{step:08d}").name, ""]
-        except CheckpointError as error:
-            told = ["", str(error)]
-        except (OSError, ValueError) as error:
-            told = ["", f"{directory}: {getattr(error, 'strerror', None) or error}"]
-    name, failure = json.loads(comm.texts(json.dumps(told), world(), LABEL)[0])
-    if failure:
-        if lock is not None:
-            files.unlock(lock)
-        raise CheckpointError(f"checkpoint.save: step {step} was not saved: {failure}")
-    return _Place(directory / name, lock)
-
-
-def _aside(path: str, piece: Piece, staging: Staging) -> Piece:
-    """Copy a part into the buffer that is kept for it, because to touch new memory takes longer than to copy."""
-    source = piece.tensor
-    room = staging.get(path)
-    if room is None or room.shape != source.shape or room.dtype != source.dtype:
-        room = staging[path] = torch.empty(source.shape, dtype=source.dtype, device="cpu")
-    return Piece(piece.offset, room.copy_(source))
-
-
 def _failure(future: "Future[Any]") -> str:
     error = future.exception()
     return reason(error) if error else ""
+
+
+def _write_part(directory: Path, rank: int, pieces: Mapping[str, Piece], tick: Tick) -> None:
+    """Write the parts of this rank, and then the list of them, by which the first rank knows that they are complete."""
+    layout = lay_out({path: (dtype_name(piece.tensor), piece.shape) for path, piece in pieces.items()}, pairs=True)
+    part = directory / file_name(rank)
+    with named(part), open(part, "xb", buffering=0) as file:
+        # The kernel gives it back when this process is killed, by which the first rank knows; some disks have no locks.
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        checksums = write_tensors(file, layout.header, (pieces[path].tensor for path in layout.starts), tick)
+        chunks = {
+            path: (pieces[path].offset, pieces[path].shape, checksum)
+            for path, checksum in zip(layout.starts, checksums, strict=True)
+        }
+        listing = json.dumps([layout.size, digest(layout.header), chunks]).encode()
+        # The last call, because the first rank may rename the directory once it sees the list.
+        write_bytes(_listing(directory, rank), listing, durable=False)
+
+
+def _join_parts(directory: Path, ranks: int, manifest: Manifest, wait: "_Wait") -> None:
+    """Wait for the parts of all ranks, add their files and chunks to the manifest, and write it.
+
+    Raises:
+        CheckpointError: if a part does not come, or parts do not make whole leaves.
+    """
+    files, chunks = [], dict[str, list[Chunk]]()
+    listings = [_listing(directory, rank) for rank in range(ranks)]
+    for rank, listing in enumerate(listings):
+        wait(listing, directory / file_name(rank))
+        size, header, parts = json.loads(read_bytes(listing, MAX_MANIFEST_BYTES))
+        files.append(File(size, header))
+        for path, (offset, shape, checksum) in parts.items():
+            chunks.setdefault(path, []).append(Chunk(rank, tuple(offset), tuple(shape), checksum))
+    tensors = {path: leaf._replace(chunks=tuple(chunks.get(path, ()))) for path, leaf in manifest.tensors.items()}
+    for path, leaf in tensors.items():
+        check_tiles(path, leaf)
+    write_bytes(directory / MANIFEST, encode(manifest._replace(tensors=tensors, files=tuple(files))))
+    # The manifest now says whose the directory is.
+    for file in (*listings, directory / MARK):
+        os.remove(file)
+
+
+def _listing(directory: Path, rank: int) -> Path:
+    return directory / f"rank-{rank:05d}.json"
+
+
+class _Wait:
+    """Waits for a file that another rank writes, until a time is over or `given_up` is set."""
+
+    def __init__(self, seconds: float) -> None:
+        self.given_up = Event()
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
+
+    def __call__(self, path: Path, part: Path) -> None:
+        """Wait until the file `path` is there; its writer has `part` locked until then.
+
+        Raises:
+            CheckpointError: if it does not come.
+        """
+        while not path.exists():
+            if not main_thread().is_alive():
+                # The lock is free once the file is there, too.
+                if _is_free(part) and not path.exists():
+                    raise CheckpointError(
+                        f"{part}: expected a rank to write it, got one that is gone; see why it ended"
+                    )
+                self._deadline = min(self._deadline, time.monotonic() + PATIENCE_AT_EXIT)
+            if time.monotonic() > self._deadline:
+                remedy = "see that every rank is alive and that all share the directory"
+                raise CheckpointError(f"{path}: found nothing after {self._seconds:.0f} s; {remedy}")
+            if self.given_up.wait(LOOK_EVERY):
+                raise CheckpointError("another rank failed")
+
+
+def _is_free(part: Path) -> bool:
+    """Whether a file is there and nobody has it locked."""
+    try:
+        with open(part, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

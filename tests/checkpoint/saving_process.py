@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import checkpoint
-from fshard.checkpoint import write
+from fshard.interop import safetensors
 
 SIZE = 400_000
 
@@ -55,7 +55,7 @@ def wait_for(path):
 def change_last_part(directory, rank, ranks, last_part):
     """Have the last rank write its part otherwise, and the first one end as soon as the part is there."""
     over = Path(f"{directory}.over")
-    inner = write._write_all
+    inner = safetensors.write_all
 
     def write_all(descriptor, data):
         if last_part == "killed":
@@ -68,7 +68,7 @@ def change_last_part(directory, rank, ranks, last_part):
         over.touch()
 
     if rank == ranks - 1:
-        write._write_all = write_all
+        safetensors.write_all = write_all
     elif not rank:
         threading.Thread(target=tell).start()
 
@@ -76,7 +76,7 @@ def change_last_part(directory, rank, ranks, last_part):
 def run(directory, rank, ranks, asynchronous, start, last_part, store):
     torch.set_num_threads(1)
     # With a last part of its own no time ends a wait.
-    write.PATIENCE_AT_EXIT = 1e4 if last_part else 0.5
+    sys.modules["fshard.checkpoint.save"].PATIENCE_AT_EXIT = 1e4 if last_part else 0.5
     if ranks > 1:
         limit = timedelta(seconds=20)
         dist.init_process_group("gloo", f"file://{store}", world_size=ranks, rank=rank, timeout=limit)

@@ -127,11 +127,15 @@ def test_where_each_kind_of_damage_is_found(tmp_path):
             "expected version 1, got 2; read it with the fshard that wrote it",
         ),
         ('"step": 2', '"step": 3', "its digest does not match, so it was damaged or edited"),
-        ("[3, 2]", "[2, 3]", "the chunks of ['w'] do not cover each element of [2, 3] once"),
+        ("[3, 2]", "[2, 3]", "['w']: expected chunks that cover each element of [2, 3] once, got others"),
         (" ", "  ", "its digest does not match, so it was damaged or edited"),
         ("}\n", "}", "its digest does not match, so it was damaged or edited"),
         ('"digest": "', '"digest": "0', "its digest does not match, so it was damaged or edited"),
-        ("float32", "float31", "['w'] is of dtype 'float31', which no tensor has"),
+        (
+            "float32",
+            "float31",
+            "['w']: expected a dtype of torch, in chunks of files of the manifest, got 'float31' in 1 chunks",
+        ),
         ('"0.1"', '"0.2"', "its digest does not match, so it was damaged or edited"),
         ("true", "null", "its digest does not match, so it was damaged or edited"),
     ):

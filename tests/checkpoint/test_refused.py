@@ -171,7 +171,7 @@ def test_leaves_of_one_path(tmp_path):
     assert refused(lambda: checkpoint.restore(tmp_path, tree)) == f"checkpoint.restore: {end}"
 
 
-REMEDY = "To fix: make what is not Sharded the same on every rank, buffers for instance by fs.sync_buffers."
+REMEDY = "To fix: make all but the values of Sharded leaves the same on every rank."
 
 
 @pytest.mark.parametrize(
@@ -189,8 +189,8 @@ REMEDY = "To fix: make what is not Sharded the same on every rank, buffers for i
         (lambda: ({"a": True if rank() else 1}, 1), "['a']: expected 1 as on rank world=0, got True on rank world=1"),
         (lambda: ({}, rank() + 4), "(step): expected 4 as on rank world=0, got 5 on rank world=1"),
         (
-            lambda: ({"mean": torch.full((2,), float(rank()))}, 1),
-            "['mean']: expected a float32 Tensor of shape (2,) of hash ",
+            lambda: ({"mean": torch.zeros(2 + rank())}, 1),
+            "['mean']: expected float32[2] as on rank world=0, got float32[3] on rank world=1",
         ),
         (
             lambda: (fs.shard({"w": torch.ones(4, dtype=torch.float64 if rank() else None)}, group_of_one()), 1),
@@ -203,6 +203,14 @@ def test_ranks_with_different_states(make, line, tmp_path):
     text = refused_everywhere(lambda: checkpoint.save(tmp_path, *make()))
     assert text.startswith(f"checkpoint.save: ranks hold different states\n  {line}")
     assert text.endswith(REMEDY)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensors_that_ranks_hold_whole_and_that_differ(tmp_path):
+    text = refused_everywhere(lambda: checkpoint.save(tmp_path, {"mean": torch.full((2,), float(rank()))}, 1))
+    line = "['mean']: expected the same on both, got other values on rank 1 than on rank 0"
+    start = f"checkpoint.save: ranks hold different values of one leaf\n  {line}\nTo fix: make them the same, "
+    assert text.startswith(start)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -335,7 +343,7 @@ def test_masks_and_subtrees_that_mean_nothing(tmp_path):
     tree = {name: torch.ones(1) for name in "abcde"}
     checkpoint.save(tmp_path, tree, 1)
     text = refused_everywhere(lambda: checkpoint.restore(tmp_path, tree, only="head.*" if rank() else None))
-    assert text == "checkpoint.restore: the mask 'head.*' means no leaf of a, b, c, d, ...; name some of these"
+    assert text == "checkpoint.restore: the mask 'head.*' matches no leaf of a, b, c, d, ...; name some of these"
     for only, shown in ((3, "an int"), ((), "a tuple"), ((1,), "a tuple"), (True, "a bool")):
         text = refused(lambda: checkpoint.restore(tmp_path, tree, only=only))  # noqa: B023
         assert text == f"checkpoint.restore: expected only to be a pattern or several, or a function, got {shown}"

@@ -9,7 +9,7 @@ import torch
 
 import fshard as fs
 from fshard import checkpoint
-from fshard.checkpoint.format import decode
+from fshard.checkpoint.manifest import decode
 from fshard.shard import local_piece
 from fshard.testing import spmd
 from fshard.tree import flatten, is_sharded

@@ -10,7 +10,7 @@ import torch
 
 import fshard as fs
 from fshard import checkpoint
-from fshard.checkpoint import write
+from fshard.interop import safetensors
 from fshard.testing import RankError, spmd
 from tests.checkpoint.states import assert_same, message, refused, sampler, zeros_like
 from tests.trees import normal, one_axis
@@ -37,13 +37,13 @@ def full(step):
 def held(monkeypatch):
     """Writes wait until the event is set."""
     event = threading.Event()
-    inner = write._write_all
+    inner = safetensors.write_all
 
     def write_all(descriptor, data):
         assert event.wait(SECONDS)
         inner(descriptor, data)
 
-    monkeypatch.setattr(write, "_write_all", write_all)
+    monkeypatch.setattr(safetensors, "write_all", write_all)
     yield event
     event.set()
 
@@ -154,7 +154,7 @@ def names(directory):
 def test_a_failing_write_is_told_on_every_rank_and_loses_nothing(
     asynchronous, failing, world_size, tmp_path, monkeypatch
 ):
-    inner = write._write_all
+    inner = safetensors.write_all
     name = f"rank-{failing % world_size:05d}.safetensors"
     broken = threading.Event()
 
@@ -163,7 +163,7 @@ def test_a_failing_write_is_told_on_every_rank_and_loses_nothing(
             raise OSError(28, "No space left on device")
         inner(descriptor, data)
 
-    monkeypatch.setattr(write, "_write_all", write_all)
+    monkeypatch.setattr(safetensors, "write_all", write_all)
 
     def program():
         state = new_state()
@@ -194,7 +194,7 @@ def test_a_failing_write_is_told_on_every_rank_and_loses_nothing(
 
 
 def test_waiting_twice_fails_twice(tmp_path, monkeypatch):
-    monkeypatch.setattr(write, "_write_all", lambda *_: 1 / 0)
+    monkeypatch.setattr(safetensors, "write_all", lambda *_: 1 / 0)
     saving = checkpoint.save(tmp_path, full(1), 1, asynchronous=True)
     for _ in range(2):
         with pytest.raises(
@@ -227,13 +227,14 @@ def test_a_failure_of_the_last_files(file, tmp_path, monkeypatch):
 
 
 def test_the_first_rank_gives_up_on_one_that_writes_nothing(tmp_path, monkeypatch):
-    inner = write.write_bytes
+    save = sys.modules["fshard.checkpoint.save"]
+    inner = save.write_bytes
 
     def write_bytes(path, data, **arguments):
         if path.name != "rank-00001.json":
             inner(path, data, **arguments)
 
-    monkeypatch.setattr(write, "write_bytes", write_bytes)
+    monkeypatch.setattr(save, "write_bytes", write_bytes)
     with pytest.raises(RankError) as error:
         spmd(lambda: checkpoint.save(tmp_path, full(1), 1, timeout=0.1), 2)
     remedy = "see that every rank is alive and that all share the directory"
@@ -301,16 +302,16 @@ def test_manager_keeps_the_newest(keep, world_size, asynchronous, tmp_path):
 
 def test_pruning_is_last(tmp_path, monkeypatch):
     """When the new one has its name, and `latest` names it, the old ones are there still."""
-    from fshard.checkpoint import files
+    from fshard.checkpoint import directory
 
     seen = []
-    inner = files.remove
+    inner = directory.remove
 
     def remove(path):
         seen.append((path.name, checkpoint.latest(tmp_path)))
         inner(path)
 
-    monkeypatch.setattr(files, "remove", remove)
+    monkeypatch.setattr(directory, "remove", remove)
     run_manager(tmp_path, (1, 2, 3), keep=1)
     assert seen == [("step-00000001", 2), ("step-00000002", 3)]
 
@@ -353,7 +354,7 @@ def test_manager_waits_for_the_save_before_it_restores(held, tmp_path):
 def test_manager_tells_of_a_failure_once_and_goes_on(tmp_path, monkeypatch):
     manager = checkpoint.Manager(tmp_path)
     with monkeypatch.context() as broken:
-        broken.setattr(write, "_write_all", lambda *_: 1 / 0)
+        broken.setattr(safetensors, "write_all", lambda *_: 1 / 0)
         manager.save(full(1), 1)
         with pytest.raises(checkpoint.CheckpointError, match=r"^checkpoint\.save: step 1 was not saved"):
             manager.wait()

@@ -9,10 +9,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fshard as fs
-from fshard.checkpoint import CheckpointError, huggingface, load_huggingface, save_huggingface
+from fshard.checkpoint import CheckpointError, load_huggingface, save_huggingface
+from fshard.interop import huggingface
 from fshard.testing import spmd
 from fshard.tree import flatten, names_of
-from tests.checkpoint.test_state_dict import Net, every_leaf, refusal, sharded
+from tests.interop.test_state_dict import Net, every_leaf, refusal, sharded
 from tests.trees import TREES, assert_same_bits, every_strategy, exotic_dtypes, normal, one_axis
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -80,7 +81,7 @@ def test_files_are_as_large_as_they_may_be(tmp_path, world_size, max_file_bytes,
 
 def test_buckets_hold_what_fits(tmp_path, monkeypatch):
     """One large leaf or several small ones are gathered at a time."""
-    monkeypatch.setattr("fshard.checkpoint.exchange.BUCKET_BYTES", 100)
+    monkeypatch.setattr("fshard.interop.state_dict.BUCKET_BYTES", 100)
     full = {name: torch.full((n,), 1.0) for name, n in zip("abcde", (10, 10, 10, 40, 3))}
 
     def program():
@@ -343,7 +344,7 @@ def test_the_file_that_decides_comes_last(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         os.rename(source, target)
 
-    monkeypatch.setattr("fshard.checkpoint.exchange.os.replace", killed)
+    monkeypatch.setattr("fshard.interop.files.os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
         save_huggingface(tmp_path, FULL, max_file_bytes=1)
     assert moved == [*sorted(PARTS), INDEX]

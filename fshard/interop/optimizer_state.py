@@ -1,28 +1,20 @@
-"""To and from the state of torch.optim's optimizers, for states that `fs.from_torch` made."""
+"""The state of torch.optim's optimizers, to and from states that `fs.from_torch` made."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from fshard import comm
-from fshard.checkpoint.exchange import (
-    Entry,
-    Names,
-    agree,
-    described,
-    entry_of,
-    gathered,
-    misfits,
-    owned,
-    read_leaf,
-)
 from fshard.checks import check_flags, check_types, kind
 from fshard.errors import Problem, leaf_error
+from fshard.interop.pieces import layout_of
+from fshard.interop.ranks import agree
+from fshard.interop.state_dict import Entry, Names, entry_of, named_leaves, owned_tensors, read_leaves, with_leaves
 from fshard.mesh import world
 from fshard.optim.from_torch import TorchState
-from fshard.tree import Tree, flatten, names_of, tree_map, unflatten
+from fshard.tree import Tree, flatten, tree_map
 
 StateDict = dict[str, Any]
 
@@ -49,21 +41,23 @@ def to_optimizer_state_dict(
     check_flags(label, rank0_only=rank0_only)
     order = {name: i for i, name in enumerate(optimizer_names(label, names, optimizer))}
     leaves = optimizer_leaves(label, opt_state)
-    agree(label, {f"{name} {slot}": described(leaf) for (name, slot), leaf in leaves.items()})
-    problems = [Problem(name, "state", "none: the torch optimizer has no such parameter") for name, _ in leaves]
-    problems = [problem for problem in dict.fromkeys(problems) if problem.path not in order]
-    if problems:
+    agree(label, {f"{name} {slot}": layout_of(leaf) for (name, slot), leaf in leaves.items()})
+    unknown = dict.fromkeys(name for name, _ in leaves if name not in order)
+    if unknown:
+        needed = "none: the torch optimizer has no such parameter"
+        problems = [Problem(name, "state", needed) for name in unknown]
         raise leaf_error(f"{label}: states do not fit", problems, "pass the optimizer of all that was trained")
-    state: dict[int, StateDict] = {}
     never = _never_updated(opt_state)
+    # Gathering takes texts as keys.
     keys = {f"{i}": key for i, key in enumerate(leaves) if key[0] not in never}
-    for i, full in gathered({i: leaves[key] for i, key in keys.items()}):
-        name, slot = keys[i]
-        state.setdefault(order[name], {})[slot] = owned(full, leaves[keys[i]])
+    full = owned_tensors({i: leaves[key] for i, key in keys.items()}, rank0_only)
     if rank0_only and comm.rank(world()):
         return {}
-    groups = groups_of(opt_state, optimizer, list(order))
-    return {"state": dict(sorted(state.items())), "param_groups": groups}
+    state: dict[int, StateDict] = {}
+    for i, tensor in full.items():
+        name, slot = keys[i]
+        state.setdefault(order[name], {})[slot] = tensor
+    return {"state": dict(sorted(state.items())), "param_groups": groups_of(opt_state, optimizer, list(order))}
 
 
 def from_optimizer_state_dict(
@@ -95,34 +89,29 @@ def from_optimizer_state_dict(
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         expected = "the state dict of a torch optimizer, with state and param_groups"
         raise ValueError(f"{label}: expected state_dict to be {expected}, got {kind(state_dict)}")
-    order = optimizer_names(label, Names(module), optimizer)
-    needed = optimizer_leaves(label, like)
-    found: dict[tuple[str, str], Entry] = {}
-    groups: dict[str, StateDict] = {}
-    for group in state_dict["param_groups"]:
-        groups |= {order[i]: group for i in group["params"] if i < len(order)}
+    order = dict(enumerate(optimizer_names(label, Names(module), optimizer)))
+    needed = {f"{name} {slot}": leaf for (name, slot), leaf in optimizer_leaves(label, like).items()}
+    found: dict[str, list[Entry]] = {}
     for i, slots in state_dict["state"].items():
         for slot, value in slots.items():
             tensor = torch.tensor(value, dtype=torch.float32) if isinstance(value, int | float) else value
             if tensor is not None:
-                found[order[i] if i < len(order) else f"parameter {i}", slot] = entry_of(tensor)
-    flat = {f"{name} {slot}": leaf for (name, slot), leaf in needed.items()}
-    entries = {f"{name} {slot}": entry for (name, slot), entry in found.items()}
-    agree(
+                found[f"{order.get(i, f'parameter {i}')} {slot}"] = [entry_of(tensor)]
+    made = read_leaves(label, needed, found, "pass the state of the same torch class and options, for the same module")
+    groups: list[StateDict] = state_dict["param_groups"]
+    owners = {order[i]: group for group in groups for i in group["params"] if i in order}
+    first = groups[0] if groups else {}
+    return rebuilt(
         label,
-        {name: str(entry) for name, entry in entries.items()}
-        | {f"(needed) {n}": described(x) for n, x in flat.items()},
+        like,
+        lambda name, slot: made[f"{name} {slot}"],
+        lambda name, key: owners.get(name, first).get(key),
+        updates,
     )
-    if problems := misfits(flat, entries):
-        remedy = "pass the state of the same torch class and options, for the same module"
-        raise leaf_error(f"{label}: states do not fit", problems, remedy)
-    made = {key: read_leaf(found[key], leaf) for key, leaf in needed.items()}
-    first: StateDict = next(iter(state_dict["param_groups"]), {})
-    return rebuilt(label, like, made, lambda name, key: groups.get(name, first).get(key), updates)
 
 
 def check_updates(label: str, updates: Any) -> None:
-    """Refuse a number of updates that is none."""
+    """Refuse a number of updates that is no whole number."""
     if updates is not None and (type(updates) is not int or not 0 <= updates < 2**63):
         expected = "a whole number, 0 or more, or None"
         raise ValueError(f"{label}: expected updates to be {expected}, got {updates!r:.40}")
@@ -140,20 +129,12 @@ def optimizer_names(label: str, names: Names, optimizer: torch.optim.Optimizer) 
 
 
 def optimizer_leaves(label: str, opt_state: Tree) -> dict[tuple[str, str], Any]:
-    """What a state made by `from_torch` holds, by the name of the parameter and of the slot.
+    """The leaves of a state made by `from_torch`, by the name of the parameter and of the slot.
 
     Raises:
         ValueError: if there is none, or beside it state that torch's optimizers do not have.
     """
-    out: dict[tuple[str, str], Any] = {}
-
-    def collect(state: TorchState) -> None:
-        for slot, tree in state.slots.items():
-            flat = flatten(tree)
-            pairs = zip(names_of(flat.treedef), flat.leaves, strict=True)
-            out.update({(name, slot): leaf for name, leaf in pairs if leaf is not None})
-
-    rest = flatten(_changed(opt_state, collect))
+    rest = flatten(_mapped(opt_state, lambda state: None))
     problems = [
         Problem(path, kind(leaf), "nothing but the state of fs.from_torch")
         for path, leaf in zip(rest.paths, rest.leaves, strict=True)
@@ -162,7 +143,7 @@ def optimizer_leaves(label: str, opt_state: Tree) -> dict[tuple[str, str], Any]:
     if problems:
         remedy = "save it by fs.checkpoint.save, or pass the part that fs.from_torch made"
         raise leaf_error(f"{label}: torch's optimizers have no such state", problems, remedy)
-    return out
+    return {(name, slot): leaf for state in states_of(opt_state) for name, slot, leaf in _slots(state)}
 
 
 def groups_of(opt_state: Tree, optimizer: torch.optim.Optimizer, order: Sequence[str]) -> list[StateDict]:
@@ -174,97 +155,90 @@ def groups_of(opt_state: Tree, optimizer: torch.optim.Optimizer, order: Sequence
         order: The names of its parameters.
     """
     groups = optimizer.state_dict()["param_groups"]
-
-    def inject(state: TorchState) -> None:
+    for state in states_of(opt_state):
         # The state of a class that keeps nothing does not say whose it is.
-        owners = {name for name, _ in _owners(state)} or set(order)
+        owners = {name for name, *_ in _slots(state)} or set(order)
         for group in groups:
             if owners & {order[i] for i in group["params"]}:
                 group.update({name: float(value) for name, value in state.hyper.items() if name in group})
-
-    _changed(opt_state, inject)
     return groups
 
 
 def rebuilt(
     label: str,
     like: Tree,
-    made: Mapping[tuple[str, str], Any],
+    made: Callable[[str, str], Any],
     number: Callable[[str, str], Any],
     updates: int | None,
 ) -> Tree:
-    """A state of leaves by parameter and slot, with the numbers of the parameters' groups.
+    """Make a state of new leaves.
+
+    Args:
+        label: The public function, for errors.
+        like: The state that it replaces.
+        made: The new leaf of a parameter and a slot.
+        number: The hyperparameter of a parameter's group; None keeps the old one.
+        updates: How many updates were made; None takes the class's own count.
 
     Raises:
         ValueError: if the number of updates is not known.
     """
 
     def change(state: TorchState) -> TorchState:
-        owner = next((name for name, _ in _owners(state)), "")
-        counts = [made[key] for key in _owners(state) if key[1] == "step"]
-        if updates is None and not counts:
-            raise ValueError(f"{label}: the torch class does not count its updates; pass how many there were")
-        count = updates if updates is not None else max(int(value) for value in counts)
-        slots = {}
-        for slot, tree in state.slots.items():
-            flat = flatten(tree)
-            pairs = zip(names_of(flat.treedef), flat.leaves, strict=True)
-            leaves = [None if leaf is None else made[name, slot] for name, leaf in pairs]
-            slots[slot] = unflatten(flat.treedef, leaves)
-        hyper = {}
-        for name, old in state.hyper.items():
-            value = number(owner, name)
-            hyper[name] = old.clone() if value is None else torch.full_like(old, float(value))
+        keys = [(name, slot) for name, slot, _ in _slots(state)]
+        count = updates
+        if count is None:
+            counts = [int(made(*key)) for key in keys if key[1] == "step"]
+            if not counts:
+                raise ValueError(f"{label}: the torch class does not count its updates; pass how many there were")
+            count = max(counts)
+        slots = {
+            slot: with_leaves(tree, {name: made(name, slot) for name, _ in named_leaves(tree)})
+            for slot, tree in state.slots.items()
+        }
+        owner = keys[0][0] if keys else ""
+        found = {name: number(owner, name) for name in state.hyper}
+        hyper = {
+            name: old.clone() if found[name] is None else torch.full_like(old, float(found[name]))
+            for name, old in state.hyper.items()
+        }
         updated = torch.full_like(state.updates, count)
         return TorchState(updated, slots, hyper, tree_map(torch.zeros_like, state.missed))
 
-    return _changed(like, change)
+    return _mapped(like, change)
 
 
-def injected_names(opt_state: Tree) -> set[str]:
-    """The names of the numbers that a state holds."""
-    names: set[str] = set()
-    _changed(opt_state, lambda state: names.update(state.hyper))
-    return names
+def states_of(opt_state: Tree) -> list[TorchState]:
+    """The states that `from_torch` made, in any parts of a state."""
+    found: list[TorchState] = []
+    _mapped(opt_state, found.append)
+    return found
 
 
-def updates_of(opt_state: Tree) -> int:
-    """How many updates a state has seen."""
-    counts: list[int] = []
-    _changed(opt_state, lambda state: counts.append(int(state.updates)))
-    return max(counts, default=0)
+def _slots(state: TorchState) -> Iterator[tuple[str, str, Any]]:
+    """The name of the parameter, the slot and the leaf of each tensor that a torch class keeps."""
+    for slot, tree in state.slots.items():
+        yield from ((name, slot, leaf) for name, leaf in named_leaves(tree))
 
 
 def _never_updated(opt_state: Tree) -> set[str]:
     """The names of parameters that no update has changed, of which torch's optimizers have no state."""
-    names: set[str] = set()
-
-    def collect(state: TorchState) -> None:
-        for tree, none in ((state.slots.get("step", {}), 0), (state.missed, int(state.updates))):
-            flat = flatten(tree)
-            pairs = zip(names_of(flat.treedef), flat.leaves, strict=True)
-            names.update(name for name, count in pairs if count is not None and int(count) == none)
-
-    _changed(opt_state, collect)
-    return names
+    return {
+        name
+        for state in states_of(opt_state)
+        for tree, none in ((state.slots.get("step", {}), 0), (state.missed, int(state.updates)))
+        for name, count in named_leaves(tree)
+        if int(count) == none
+    }
 
 
-def _owners(state: TorchState) -> list[tuple[str, str]]:
-    keys = []
-    for slot, tree in state.slots.items():
-        flat = flatten(tree)
-        pairs = zip(names_of(flat.treedef), flat.leaves, strict=True)
-        keys += [(name, slot) for name, leaf in pairs if leaf is not None]
-    return keys
-
-
-def _changed(tree: Tree, change: Callable[[TorchState], Any]) -> Tree:
-    """A tree with other things in the place of states that `from_torch` made."""
+def _mapped(tree: Tree, change: Callable[[TorchState], Any]) -> Tree:
+    """Return a tree with others in the place of states that `from_torch` made."""
     if isinstance(tree, TorchState):
         return change(tree)
     if isinstance(tree, Mapping):
-        return {name: _changed(value, change) for name, value in tree.items()}
+        return {name: _mapped(value, change) for name, value in tree.items()}
     if isinstance(tree, tuple | list):
-        parts = [_changed(value, change) for value in tree]
+        parts = [_mapped(value, change) for value in tree]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     return tree

@@ -11,7 +11,7 @@ from torch.distributed import checkpoint as dcp
 
 import fshard as fs
 from fshard.testing import spmd
-from tests.checkpoint.test_state_dict import every_leaf
+from tests.interop.test_state_dict import every_leaf
 from tests.trees import assert_same_bits, normal, one_axis
 
 LEAF = "Sharded(float64[4, 2], P('shard'), local [2, 2])"

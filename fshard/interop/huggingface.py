@@ -3,36 +3,31 @@
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fshard import comm
-from fshard.checkpoint.alike import alike
-from fshard.checkpoint.check import check_path
-from fshard.checkpoint.exchange import (
-    Entry,
-    Names,
-    agree,
-    by_name,
-    check_trusted,
-    filled,
-    fresh,
-    gathered,
-    refuse_untrusted,
-)
-from fshard.checkpoint.format import DTYPES, CheckpointError, dtype_name
-from fshard.checkpoint.layout import local_of, replicas, shape_of
-from fshard.checkpoint.state_dict import read_pickle
-from fshard.checkpoint.write import bytes_of
 from fshard.checks import kind
 from fshard.errors import Problem, leaf_error
+from fshard.interop.files import new_files
+from fshard.interop.pieces import dtype_name, local_of, nbytes_of, replicas, shape_of
+from fshard.interop.ranks import (
+    CheckpointError,
+    agree,
+    check_path,
+    check_trusted,
+    raise_on_all_ranks,
+    refuse_untrusted,
+)
+from fshard.interop.safetensors import DTYPES, lay_out, write_tensors
+from fshard.interop.state_dict import Entry, Names, by_name, entry_of, filled, gathered, in_groups, read_pickle
 from fshard.mesh import world
 from fshard.tree import Tree
 
@@ -40,7 +35,6 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # A weight takes some 100 bytes of an index.
 MAX_INDEX_BYTES = 1 << 28
-STORED = {torch_name: name for torch_name, name in DTYPES if "complex" not in torch_name} | {"complex64": "C64"}
 
 
 def save_huggingface(
@@ -74,11 +68,16 @@ def save_huggingface(
         raise ValueError(f"{label}: expected max_file_bytes to be a whole number from 1, got {max_file_bytes!r}")
     leaves = _renamed(label, by_name(label, params, Names(None)), names)
     agree(label, {"(directory)": str(directory)})
-    _check_dtypes(label, leaves)
+    problems = [
+        Problem(name, f"dtype {dtype_name(local_of(leaf))}", f"one of {', '.join(DTYPES)}")
+        for name, leaf in leaves.items()
+        if dtype_name(local_of(leaf)) not in DTYPES
+    ]
+    if problems:
+        raise leaf_error(f"{label}: safetensors has no such dtype", problems, "convert these leaves by fs.tree_map")
     replicas(label, leaves, world())
-    parts = _divided(leaves, max_file_bytes)
-    with fresh(label, directory, (SINGLE, INDEX)) as temporary:
-        _write(temporary, leaves, parts)
+    with new_files(label, directory, (SINGLE, INDEX)) as temporary:
+        _write(temporary, leaves, in_groups(leaves, max_file_bytes))
 
 
 def load_huggingface(
@@ -118,18 +117,11 @@ def load_huggingface(
     known = Names(module)
     with ExitStack() as stack:
         found: dict[str, Entry] = {}
-        with alike(label, directory):
+        with raise_on_all_ranks(label, directory):
             check_trusted(label, trusted)
             found = _open(check_path(label, "directory", directory), stack, trusted)
         found = _as_ours(found, [*known.first, *by_name(label, like, known)], names)
         return filled(label, found, like, known, cast)
-
-
-class _File(NamedTuple):
-    """A file to be written: its name and those of its leaves, in their order in it."""
-
-    name: str
-    leaves: list[str]
 
 
 def _check_names(label: str, names: Any) -> None:
@@ -161,88 +153,45 @@ def _as_ours(found: dict[str, Entry], own: list[str], names: Callable[[str], str
     return {ours.get(name, f"{name} (in the files)"): entry for name, entry in found.items()}
 
 
-def _check_dtypes(label: str, leaves: Mapping[str, Any]) -> None:
-    problems = [
-        Problem(name, f"dtype {dtype_name(local_of(leaf))}", f"one of {', '.join(STORED)}")
-        for name, leaf in leaves.items()
-        if dtype_name(local_of(leaf)) not in STORED
+def _write(directory: Path, leaves: Mapping[str, Any], groups: list[list[str]]) -> None:
+    """Write a file of each group on the first rank; every rank gathers all leaves, also when the first cannot write."""
+    layouts = [
+        lay_out({name: (dtype_name(local_of(leaves[name])), shape_of(leaves[name])) for name in group}, format="pt")
+        for group in groups
     ]
-    if problems:
-        raise leaf_error(f"{label}: safetensors has no such dtype", problems, "convert these leaves by fs.tree_map")
-
-
-def _divided(leaves: Mapping[str, Any], max_file_bytes: int) -> list[_File]:
-    groups: list[list[str]] = [[]]
-    room = max_file_bytes
-    for name, leaf in leaves.items():
-        nbytes = _nbytes(leaf)
-        if groups[-1] and nbytes > room:
-            groups.append([])
-            room = max_file_bytes
-        groups[-1].append(name)
-        room -= nbytes
-    # By the size of elements, so that each is aligned.
-    ordered = [sorted(group, key=lambda name: -local_of(leaves[name]).element_size()) for group in groups]
-    if len(ordered) == 1:
-        return [_File(SINGLE, ordered[0])]
-    return [_File(f"model-{i:05d}-of-{len(ordered):05d}.safetensors", group) for i, group in enumerate(ordered, 1)]
-
-
-def _nbytes(leaf: Any) -> int:
-    return local_of(leaf).element_size() * torch.Size(shape_of(leaf)).numel()
-
-
-def _write(directory: Path, leaves: Mapping[str, Any], parts: list[_File]) -> None:
-    """Write all parts on the first rank; every rank gathers all leaves, also when the first cannot write."""
-    full = gathered({name: leaves[name] for part in parts for name in part.leaves})
+    number = len(groups)
+    files = [SINGLE] if number == 1 else [f"model-{i:05d}-of-{number:05d}.safetensors" for i in range(1, number + 1)]
+    full = gathered({name: leaves[name] for layout in layouts for name in layout.starts})
     try:
-        for part in parts if not comm.rank(world()) else ():
-            _write_file(directory / part.name, part, leaves, full)
-        if not comm.rank(world()) and len(parts) > 1:
-            _write_index(directory / INDEX, leaves, parts)
+        if comm.rank(world()):
+            return
+        for name, layout in zip(files, layouts, strict=True):
+            with open(directory / name, "xb", buffering=0) as file:
+                write_tensors(file, layout.header, (next(full)[1] for _ in layout.starts))
+        if number > 1:
+            where = {name: file for file, layout in zip(files, layouts, strict=True) for name in layout.starts}
+            index = {"metadata": {"total_size": sum(map(nbytes_of, leaves.values()))}, "weight_map": where}
+            with open(directory / INDEX, "xb") as listing:
+                listing.write(json.dumps(index, indent=2, sort_keys=True).encode())
+                listing.flush()
+                os.fsync(listing.fileno())
     finally:
         for _ in full:
             pass
 
 
-def _write_index(path: Path, leaves: Mapping[str, Any], parts: list[_File]) -> None:
-    where = {name: part.name for part in parts for name in part.leaves}
-    index = {"metadata": {"total_size": sum(map(_nbytes, leaves.values()))}, "weight_map": dict(sorted(where.items()))}
-    with open(path, "x") as file:
-        json.dump(index, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_file(path: Path, part: _File, leaves: Mapping[str, Any], full: Iterator[tuple[str, torch.Tensor]]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in part.leaves:
-        start, end = end, end + _nbytes(leaves[name])
-        dtype = STORED[dtype_name(local_of(leaves[name]))]
-        header[name] = {"dtype": dtype, "shape": list(shape_of(leaves[name])), "data_offsets": [start, end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with open(path, "xb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for _ in part.leaves:
-            file.write(bytes_of(next(full)[1].resolve_conj()))
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _open(directory: Path, stack: ExitStack, trusted: bool) -> dict[str, Entry]:
     """The tensors of a model's files, by name."""
-    there = set(os.listdir(directory))
-    indices = [name for name in sorted(there) if name.endswith(".safetensors.index.json")]
-    singles = [name for name in sorted(there) if name.endswith(".safetensors")]
-    # As transformers looks for them; other libraries have other names for the same.
-    candidates = [name for name in (SINGLE, INDEX) if name in there][:1] or indices or singles
+    names = sorted(os.listdir(directory))
+    # As transformers looks for them; other libraries have other names for the same, and pickles come last.
+    candidates = [name for name in (SINGLE, INDEX) if name in names][:1]
+    candidates = candidates or [name for name in names if name.endswith(".safetensors.index.json")]
+    candidates = candidates or [name for name in names if name.endswith(".safetensors")]
     if not candidates:
-        candidates = [name for name in PICKLED if name in there][:1]
+        candidates = [name for name in PICKLED if name in names][:1]
         if not candidates:
             raise CheckpointError(f"{directory}: expected {SINGLE} or {INDEX}, got neither")
-        refuse_untrusted(str(directory / candidates[0]), trusted)
+        refuse_untrusted(directory / candidates[0], trusted)
     if len(candidates) > 1:
         raise CheckpointError(
             f"{directory}: expected one of its files of weights, got {', '.join(candidates)}; move others elsewhere"
@@ -251,11 +200,10 @@ def _open(directory: Path, stack: ExitStack, trusted: bool) -> dict[str, Entry]:
     where = _weight_map(directory / name) if name.endswith(".json") else {}
     found: dict[str, Entry] = {}
     for file in dict.fromkeys(where.values()) or [name]:
-        entries = _tensors(directory / file, stack)
-        twice = next((tensor for tensor in entries if tensor in found), None)
-        if twice:
-            raise CheckpointError(f"{directory / file}: expected {twice} in one file, got it in another too")
-        found |= entries
+        for tensor, entry in _tensors(directory / file, stack).items():
+            if tensor in found:
+                raise CheckpointError(f"{directory / file}: expected {tensor} in one file, got it in another too")
+            found[tensor] = entry
     for tensor, file in where.items():
         if tensor not in found:
             raise CheckpointError(f"{directory / file}: expected {tensor} as {name} says, got none")
@@ -284,18 +232,17 @@ def _weight_map(path: Path) -> dict[str, str]:
 def _tensors(path: Path, stack: ExitStack) -> dict[str, Entry]:
     _check_regular(path)
     if path.suffix == ".bin":
-        return {name: Entry(t.dtype, tuple(t.shape), t.__getitem__) for name, t in read_pickle(path).items()}
-    dtypes = {name: getattr(torch, torch_name) for torch_name, name in STORED.items()}
+        return {name: entry_of(tensor) for name, tensor in read_pickle(path).items()}
+    dtypes = {name: getattr(torch, torch_name) for torch_name, name in DTYPES.items()}
     found = {}
     try:
         file = stack.enter_context(safe_open(path, framework="pt"))
         for name in file.keys():  # noqa: SIM118 - it is no dict
             part = file.get_slice(name)
-            if part.get_dtype() not in dtypes:
-                raise CheckpointError(
-                    f"{path}: expected {name} to have a dtype of {list(dtypes)}, got {part.get_dtype()}"
-                )
-            found[name] = Entry(dtypes[part.get_dtype()], tuple(part.get_shape()), part.__getitem__)
+            stored = part.get_dtype()
+            if stored not in dtypes:
+                raise CheckpointError(f"{path}: expected {name} to have a dtype of {list(dtypes)}, got {stored}")
+            found[name] = Entry(dtypes[stored], tuple(part.get_shape()), part.__getitem__)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: {error}") from None
     return found

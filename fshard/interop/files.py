@@ -1,0 +1,188 @@
+"""Files that appear whole or not at all, and directories in the making, which a later call removes after a kill."""
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from os import PathLike
+from pathlib import Path
+
+from fshard import comm
+from fshard.interop.ranks import CheckpointError, check_path, raise_on_all_ranks
+from fshard.mesh import world
+
+# A directory in the making has this file, by which a later call knows that it may be removed.
+MARK, MARKED = ".fshard", b"fshard.checkpoint\n"
+EXPORTING = ".exporting"
+
+
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Name the file in an error of the system."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path}: {error.strerror or error}") from error
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file.
+
+    Raises:
+        CheckpointError: if it is a link or a device, which would lead elsewhere.
+    """
+    try:
+        # Not to block on a pipe.
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CheckpointError(f"{path}: expected a regular file, got a link") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path}: expected a regular file, got something else")
+    return descriptor
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """Read a regular file of at most so many bytes.
+
+    Raises:
+        CheckpointError: if it is larger, a link or a device.
+    """
+    descriptor = open_regular(path)
+    with os.fdopen(descriptor, "rb") as file:
+        size = os.fstat(descriptor).st_size
+        if size > limit:
+            raise CheckpointError(f"{path}: expected at most {limit} bytes, got {size}")
+        # A read of the limit would take memory for all of it.
+        return file.read(size)
+
+
+def write_bytes(path: Path, data: bytes, durable: bool = True) -> None:
+    """Write a file that is there as a whole or not at all; `sync` of its directory has it stay when power fails."""
+    beside = path.with_name(f".{path.name}.part")
+    with named(path):
+        # A kill may have left one, or another program a link.
+        beside.unlink(missing_ok=True)
+        with open(beside, "xb") as file:
+            file.write(data)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(beside, path)
+
+
+def sync(path: Path) -> None:
+    """Have the content of a file or a directory on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def temporary_name(kind: str) -> str:
+    """A new name of a directory in the making, or of one that is being removed."""
+    return f"{kind}-{secrets.token_hex(8)}"
+
+
+def make_temporary(directory: Path, kind: str) -> Path:
+    """Make a directory with the mark inside another one, so that a move between them is a rename."""
+    path = directory / temporary_name(kind)
+    path.mkdir()
+    try:
+        (path / MARK).write_bytes(MARKED)
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+    return path
+
+
+def remove_leftovers(directory: Path, kind: str, remove: Callable[[Path], None] = Path.rmdir) -> None:
+    """Remove directories that killed calls left: marked ones, and others as `remove` does; no link is followed.
+
+    Args:
+        directory: The directory that has them in it.
+        kind: A regular expression of how their names begin.
+        remove: By default empty ones are removed, of calls that were killed before the mark or after the rest.
+    """
+    for path in map(directory.joinpath, os.listdir(directory)):
+        if re.fullmatch(rf"{kind}-[0-9a-f]{{16}}", path.name) and not path.is_symlink():
+            # One that cannot be removed stays.
+            with contextlib.suppress(OSError):
+                (shutil.rmtree if _is_marked(path) else remove)(path)
+
+
+def _is_marked(path: Path) -> bool:
+    try:
+        found = read_bytes(path / MARK, len(MARKED))
+    except (OSError, CheckpointError):
+        return False
+    # A kill may have cut it short.
+    return MARKED.startswith(found)
+
+
+@contextlib.contextmanager
+def new_files(label: str, given: str | PathLike[str], deciding: Sequence[str]) -> Iterator[Path]:
+    """Make a temporary directory, whose files are moved to another one when all ranks have ended well.
+
+    Args:
+        label: The public function, for errors.
+        given: The directory that gets the files; made where there is none.
+        deciding: Files by which a reader knows that the others are complete: moved last, and not there before.
+
+    Yields:
+        The temporary directory.
+
+    Raises:
+        CheckpointError: on every rank alike, if a deciding file is there, or a rank could not write.
+    """
+    first, name, directory = not comm.rank(world()), "", Path()
+    with raise_on_all_ranks(label, given):
+        directory = check_path(label, "directory", given)
+        if first:
+            directory.mkdir(parents=True, exist_ok=True)
+            _refuse_taken(directory, deciding)
+            remove_leftovers(directory, re.escape(EXPORTING))
+            name = make_temporary(directory, EXPORTING).name
+    temporary = directory / comm.texts(name, world(), label)[0]
+    try:
+        with raise_on_all_ranks(label, directory):
+            yield temporary
+        with raise_on_all_ranks(label, directory):
+            if first:
+                _move(temporary, directory, deciding)
+    except BaseException:
+        if first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _refuse_taken(directory: Path, names: Sequence[str]) -> None:
+    for name in names:
+        if os.path.lexists(directory / name):
+            remedy = "write to another directory, or remove what is there"
+            raise CheckpointError(f"{directory / name}: expected no file of that name, got one; {remedy}")
+
+
+def _move(temporary: Path, directory: Path, deciding: Sequence[str]) -> None:
+    sync(temporary)
+    names = sorted(set(os.listdir(temporary)) - {MARK}, key=lambda name: (name in deciding, name))
+    _refuse_taken(directory, names)
+    moved = []
+    try:
+        for name in names:
+            os.replace(temporary / name, directory / name)
+            moved.append(name)
+    except BaseException:
+        # Else they would be in the way of the next export.
+        for name in moved:
+            os.rename(directory / name, temporary / name)
+        raise
+    shutil.rmtree(temporary)
+    sync(directory)

@@ -1,0 +1,95 @@
+"""Errors that every rank raises, and checks of what every rank must pass alike."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from fshard import _compat, comm
+from fshard.checks import check_flags
+from fshard.errors import Problem, leaf_error
+from fshard.mesh import world
+from fshard.tree import Flat
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written or read; the message names the file or the leaf."""
+
+
+# The types that a caller may handle; any other exception becomes the first of them.
+_KINDS = (CheckpointError, ImportError, TypeError, ValueError, RuntimeError)
+
+
+@contextmanager
+def raise_on_all_ranks(label: str, place: object = "") -> Iterator[None]:
+    """Raise on every rank the first exception that any of them raises inside, where no rank may wait for another.
+
+    Args:
+        label: The public function, for the error.
+        place: The file or directory that an error is about which names none.
+    """
+    failure, said = None, (0, "")
+    try:
+        yield
+    except Exception as error:
+        failure, text = error, reason(error, place)
+        named = isinstance(error, CheckpointError | OSError)
+        kind = next((i for i, kind in enumerate(_KINDS) if type(error) is kind), 0)
+        said = kind, f"{label}: {text}" if named else text
+    for kind, text in map(json.loads, comm.texts(json.dumps(said), world(), label)):
+        if text:
+            raise _KINDS[kind](text) from failure
+
+
+def reason(error: BaseException, place: object = "") -> str:
+    """Return the text of an error, with the file that it is about."""
+    if isinstance(error, OSError):
+        return f"{error.filename or place}: {error.strerror or error}"
+    return str(error) or type(error).__name__
+
+
+def agree(
+    label: str,
+    entries: Mapping[str, str],
+    what: str = "ranks hold different leaves",
+    remedy: str = "make what is not Sharded the same on every rank, and read the same files",
+) -> None:
+    """Refuse, on every rank, entries that differ between ranks."""
+    difference = comm.disagreement(entries, [world()], label)
+    if difference:
+        raise leaf_error(f"{label}: {what}", [difference], remedy)
+
+
+def check_call(label: str, flat: Flat) -> None:
+    """Refuse a call inside a trace or a transform, where tensors have no values, and leaves that share a path.
+
+    Raises:
+        ValueError: inside of fs.jit or torch.func, or with each path that several leaves have.
+    """
+    if _compat.is_tracing() or _compat.transforms_active():
+        raise ValueError(f"{label}: expected a call outside of fs.jit and torch.func, on their results, got one inside")
+    if len(set(flat.paths)) < len(flat.paths):
+        counts = {path: flat.paths.count(path) for path in flat.paths}
+        problems = [Problem(path, f"{n} leaves", "one of each path") for path, n in counts.items() if n > 1]
+        raise leaf_error(f"{label}: leaves of one path", problems, "give keys that print differently")
+
+
+def check_path(label: str, name: str, path: Any) -> Path:
+    """Return the path of a file or a directory, and refuse an argument of another type."""
+    if not isinstance(path, str | PathLike) or not str(path):
+        raise ValueError(f"{label}: expected {name} to be a path, got {path!r:.40}")
+    return Path(path)
+
+
+def check_trusted(label: str, trusted: Any) -> None:
+    """Refuse, before anything is read, a flag for pickles that is neither True nor False."""
+    check_flags(label, "pass trusted=True if you trust whoever wrote it", trusted=trusted)
+
+
+def refuse_untrusted(path: object, trusted: bool) -> None:
+    """Refuse to read a pickle unless the caller has passed trusted=True."""
+    if not trusted:
+        remedy = "pass trusted=True if you trust whoever wrote it, or have it written as safetensors"
+        raise CheckpointError(f"{path} is pickled, and reading it can run code of its author; {remedy}")
