@@ -5,6 +5,7 @@ values give varying ones and are their own transposes. `psum_invariant` and `pva
 a value that agrees between ranks, the second hands such a value to each rank's own maths.
 """
 
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -66,7 +67,10 @@ def linear_call(fun: LinearMap, transpose: LinearMap, tensors: Tensors) -> list[
     Returns:
         fun's outputs, differentiable to any order in both modes.
     """
-    return list(_LinearCall.apply(fun, transpose, *tensors)) if tensors else []
+    out = list(_LinearCall.apply(fun, transpose, *tensors)) if tensors else []
+    if out and comm.own_journal().locates and (node := out[0].grad_fn) is not None:
+        node.metadata["stack"] = traceback.format_stack()
+    return out
 
 
 class _Tie(Function):

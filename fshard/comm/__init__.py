@@ -26,7 +26,7 @@ from fshard.comm.collective import (
 from fshard.comm.consensus import Consensus, same_call
 from fshard.comm.failure import CollectiveError
 from fshard.comm.fake_world import fake_world
-from fshard.comm.journal import Issued, chained, own_journal, watched
+from fshard.comm.journal import Issued, chained, located, own_journal, watched
 from fshard.comm.labels import concerning
 from fshard.comm.record import AGREE as AGREE
 from fshard.comm.record import OBJECTIVE as OBJECTIVE
@@ -53,6 +53,7 @@ __all__ = [
     "facts_of",
     "fake_world",
     "highest",
+    "located",
     "own_journal",
     "rank",
     "record",

@@ -73,9 +73,10 @@ class Journal:
         watchers: Who is told.
         reductions: How often a value that varies has been summed into one that agrees.
         chain: What ties the collectives of the running call together, if one runs.
+        locates: Whether nodes of collectives in autograd's graph keep the stack that made them.
     """
 
-    __slots__ = ("chain", "failed", "finished", "reductions", "started", "watchers")
+    __slots__ = ("chain", "failed", "finished", "locates", "reductions", "started", "watchers")
 
     def __init__(self) -> None:
         """Nothing has started."""
@@ -85,6 +86,7 @@ class Journal:
         self.watchers: tuple[Watcher, ...] = ()
         self.reductions = 0
         self.chain: Any = None
+        self.locates = False
 
 
 def own_journal() -> Journal:
@@ -178,6 +180,23 @@ def chained(chain: Any) -> Iterator[None]:
         yield
     finally:
         book.chain = before
+
+
+@contextmanager
+def located() -> Iterator[None]:
+    """Let nodes of collectives that this thread's function calls inside the context keep the stack that made them.
+
+    torch's anomaly mode does it for all nodes, but of all threads of a process, of which each may be a rank.
+
+    Yields:
+        Nothing.
+    """
+    book = own_journal()
+    before, book.locates = book.locates, True
+    try:
+        yield
+    finally:
+        book.locates = before
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fshard import comm
 from fshard.checks import check_function, check_local, check_transforms
 from fshard.errors import Problem, leaf_error
 from fshard.objective import reduction_axes
@@ -71,7 +72,7 @@ def check_varying(f: Callable[..., Any], params: Tree, *args: Any) -> None:
     reduced = reduction_axes(params, "check_varying")
     axes = dict.fromkeys(axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.axes)
     leaves = [_tracked(leaf) for leaf in flat.leaves]
-    with torch.enable_grad(), torch.autograd.set_detect_anomaly(True, check_nan=False):
+    with torch.enable_grad(), comm.located():
         out = f(unflatten(flat.treedef, leaves), *args)
     loss = out[0] if isinstance(out, tuple) else out
     followed = Flat(flat.paths, leaves, flat.treedef)
@@ -158,7 +159,5 @@ def _gathered_over(node: Any, output: int) -> tuple[Axis, ...] | None:
 
 def _line(node: Any) -> str:
     """Find the line of the user's program that made a node."""
-    frames = [
-        entry for entry in node.metadata.get("traceback_", []) if "/fshard/" not in entry and "/torch/" not in entry
-    ]
+    frames = [entry for entry in node.metadata.get("stack", []) if "/fshard/" not in entry and "/torch/" not in entry]
     return " ".join(frames[-1].split()) if frames else type(node).__name__

@@ -125,3 +125,20 @@ def test_columns_may_be_gathered_into_what_agrees():
         fs.testing.assert_trees_close((value, fs.unshard(grads)["up"]), (FULL["up"].square().sum(), 2 * FULL["up"]))
 
     spmd(program, 4)
+
+
+def test_it_switches_nothing_of_the_process():
+    """Ranks may be threads, and each that put a switch of the process back would leave the state of another's."""
+
+    def program():
+        params = fs.shard(FULL, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+        found = []
+
+        def loss(params):
+            found.append(torch.is_anomaly_enabled())
+            return (X @ fs.gather(params["head"])).square().mean()
+
+        check_varying(loss, params)
+        return [*found, torch.is_anomaly_enabled()]
+
+    assert spmd(program, 3) == [[False, False]] * 3
