@@ -326,12 +326,13 @@ ROWS = [
         "DTensors of another mesh",
         lambda world: (world.params, world.other),
         fs.to_dtensor,
-        "to_dtensor: leaves are not on this mesh\n"
+        "to_dtensor: DTensor has no such layout on this mesh\n"
         "  ['a']: expected dims split in the order of data=2 in group {group}, unit=1 in group {group}, got "
         "P('shard') over shard=2 in group {group}\n"
         "  ['b'][0]: expected dims split in the order of data=2 in group {group}, unit=1 in group {group}, got "
         "P('shard') over shard=2 in group {group}\n"
-        "To fix: pass the mesh they were sharded with.",
+        "To fix: pass the mesh they were sharded with, or reshard these leaves; min_shard_elements keeps small ones "
+        "whole.",
     ),
     Row(
         "DTensors taken over by a strategy of another mesh",
