@@ -270,4 +270,4 @@ def check_masks(verb: str, transform: ShardTransform, names: Sequence[str]) -> N
     for mask in transform.masks:
         if not any(matches(mask, name) for name in names):
             shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-            raise ValueError(f"{verb}: the mask {mask!r} means no leaf of {shown}; name some of these")
+            raise ValueError(f"{verb}: the mask {mask!r} matches no leaf of {shown}; name some of these")

@@ -92,7 +92,7 @@ class Manager:
         """Wait for the last save to be complete. Every rank must call this.
 
         Raises:
-            CheckpointError: on every rank alike, if it failed.
+            CheckpointError: on every rank, if it failed.
         """
         saving, self._saving = self._saving, None
         if saving is not None:

@@ -32,14 +32,26 @@ from fshard.interop.pieces import (
     described,
     empty_like,
     is_tensor,
-    local_of,
     padded_with_zeros,
     piece_of,
 )
 from fshard.interop.ranks import CheckpointError, agree, check_call, check_path, raise_on_all_ranks
 from fshard.interop.safetensors import BLOCK_BYTES, lay_out
 from fshard.mesh import world
-from fshard.tree import Flat, Mask, Sharded, Tree, added, flatten, is_mask, is_sharded, matches, names_of, unflatten
+from fshard.tree import (
+    Flat,
+    Mask,
+    Sharded,
+    Tree,
+    added,
+    flatten,
+    is_mask,
+    is_sharded,
+    matches,
+    names_of,
+    tensor_of,
+    unflatten,
+)
 
 LABEL = "checkpoint.restore"
 
@@ -92,9 +104,9 @@ def restore(
         A tree of the structure, specs, dtypes and devices of `like`.
 
     Raises:
-        ValueError: on every rank alike, with every leaf that the checkpoint lacks or has otherwise; dtypes are never
+        ValueError: on every rank, with every leaf that the checkpoint lacks or has otherwise; dtypes are never
             changed silently.
-        CheckpointError: on every rank alike, if there is no such checkpoint or a file is damaged, by its name.
+        CheckpointError: on every rank, if there is no such checkpoint or a file is damaged, by its name.
     """
     with raise_on_all_ranks(LABEL):
         root = check_path(LABEL, "directory", directory)
@@ -152,7 +164,7 @@ def _check_arguments(flat: Flat, wanted: list[bool], step: Any, subtree: Any) ->
     check_local(LABEL, flat)
     problems = []
     for path, leaf, take in zip(flat.paths, flat.leaves, wanted, strict=True):
-        local = local_of(leaf) if take and is_tensor(leaf) else None
+        local = tensor_of(leaf) if take and is_tensor(leaf) else None
         if local is None:
             continue
         if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout != torch.strided:
@@ -194,7 +206,7 @@ def _open(root: Path, step: int | None) -> tuple[Path, Manifest]:
 
 
 def _check_fit(leaves: Mapping[str, Any], subtree: str, whole: bool, manifest: Manifest, path: Path) -> None:
-    """Refuse, on every rank alike, leaves that the checkpoint lacks, or has of another dtype, shape or type."""
+    """Refuse on every rank leaves that the checkpoint lacks, or has of another dtype, shape or type."""
     found = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in manifest.tensors.items()}
     found |= {name: kind(value) for name, value in manifest.values.items()}
     needed = {name: described(leaf) if is_tensor(leaf) else kind(leaf) for name, leaf in leaves.items()}
@@ -267,7 +279,7 @@ class _Reader:
     def cost(self, name: str, like: Any) -> int:
         """The number of bytes that are read for a leaf."""
         leaf, piece = self._manifest.tensors[name], piece_of(like)
-        size = local_of(like).element_size()
+        size = tensor_of(like).element_size()
         return sum(torch.Size(chunk.shape).numel() * size for chunk, *_ in _overlaps(leaf, piece))
 
     def read(self, name: str, like: Any, donated: bool, tick: Callable[[int], Any]) -> Any:
@@ -286,7 +298,7 @@ class _Reader:
 
     def _taken(self, like: Any) -> Any:
         """A donated leaf to be filled, or a new one where other tensors share its memory."""
-        local = local_of(like)
+        local = tensor_of(like)
         memory, is_shared = _compat.storage_key(local), _compat.shares_memory(local)
         local = local.detach()
         is_lazy = local.is_conj() or local.is_neg()

@@ -39,7 +39,6 @@ from fshard.interop.pieces import (
     dtype_name,
     is_tensor,
     layout_of,
-    local_of,
     piece_of,
     replicas,
     shape_of,
@@ -48,7 +47,7 @@ from fshard.interop.pieces import (
 from fshard.interop.ranks import CheckpointError, agree, check_call, check_path, raise_on_all_ranks, reason
 from fshard.interop.safetensors import lay_out, write_tensors
 from fshard.mesh import world
-from fshard.tree import Flat, Tree, flatten
+from fshard.tree import Flat, Tree, flatten, tensor_of
 
 LABEL = "checkpoint.save"
 # Larger ones Python may refuse to read as text.
@@ -81,7 +80,7 @@ class Saving:
             The checkpoint's directory.
 
         Raises:
-            CheckpointError: on every rank alike, if any of them failed; checkpoints from before are as they were.
+            CheckpointError: on every rank, if any of them failed; checkpoints from before are as they were.
         """
         if self._outcome is None:
             self._outcome = self._finish()
@@ -134,9 +133,9 @@ def save(
         The save under way; complete unless `asynchronous`.
 
     Raises:
-        ValueError: on every rank alike, before anything is written, if ranks hold different states or different values
+        ValueError: on every rank, before anything is written, if ranks hold different states or different values
             of what they should hold alike, or a leaf cannot be saved.
-        CheckpointError: on every rank alike, if files cannot be written.
+        CheckpointError: on every rank, if files cannot be written.
 
     >>> import tempfile
     >>> from fshard import checkpoint
@@ -191,7 +190,7 @@ def start(
             pieces = {path: _aside(path, piece, {} if staging is None else staging) for path, piece in pieces.items()}
     temporary, lock = _prepare(root, number)
     patience = _Wait(timeout)
-    leaves = {path: Leaf(dtype_name(local_of(leaf)), shape_of(leaf), ()) for path, leaf in tensors.items()}
+    leaves = {path: Leaf(dtype_name(tensor_of(leaf)), shape_of(leaf), ()) for path, leaf in tensors.items()}
 
     def write() -> None:
         total = sum(piece.tensor.nbytes for piece in pieces.values())
@@ -291,14 +290,14 @@ def _checked(flat: Flat, step: int, directory: str) -> tuple[dict[str, Any], dic
 
 
 def _unfit(leaf: Any) -> tuple[str, str] | None:
-    """What a leaf is and what was expected, where it cannot be saved."""
+    """Describe a leaf that cannot be saved, and the leaf expected in its place."""
     if type(leaf) is int and leaf.bit_length() > MAX_INT_BITS:
         return f"an int of {leaf.bit_length()} bits", f"at most {MAX_INT_BITS}"
     if type(leaf) is str and not _is_text(leaf):
         return "a str with surrogates", "one that is text; encode it otherwise"
     if leaf is None or type(leaf) in (bool, int, float, str):
         return None
-    local = local_of(leaf)
+    local = tensor_of(leaf)
     if type(local) not in (torch.Tensor, torch.nn.Parameter):
         return kind(leaf), "a tensor, or None, bool, int, float or str"
     if _compat.is_transformed(local) or local.is_meta or local.layout != torch.strided:
@@ -316,7 +315,7 @@ def _own_pieces(tensors: Mapping[str, Any], replicas: Mapping[Split, list[int]],
         load = loads[split_of(leaf)]
         turn = load.index(min(load))
         # The same number on every rank: parts differ in padding alone.
-        load[turn] += local_of(leaf).nbytes
+        load[turn] += tensor_of(leaf).nbytes
         piece = piece_of(leaf)
         if replicas[split_of(leaf)][turn] == rank and piece.tensor.numel():
             pieces[path] = piece

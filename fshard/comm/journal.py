@@ -1,7 +1,7 @@
 """Journal: which collectives a thread has started and finished, and who is told of it while it happens."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -164,39 +164,39 @@ def landed(buffer: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@contextmanager
-def chained(chain: Any) -> Iterator[None]:
+def chained(chain: Any) -> AbstractContextManager[None]:
     """Tie the collectives that this thread's function calls inside the context.
 
     Args:
         chain: A fshard.collectives.Chain, or None for none.
 
-    Yields:
-        Nothing.
+    Returns:
+        The context.
     """
-    book = own_journal()
-    before, book.chain = book.chain, chain
-    try:
-        yield
-    finally:
-        book.chain = before
+    return _holding("chain", chain)
 
 
-@contextmanager
-def located() -> Iterator[None]:
+def located() -> AbstractContextManager[None]:
     """Let nodes of collectives that this thread's function calls inside the context keep the stack that made them.
 
     torch's anomaly mode does it for all nodes, but of all threads of a process, of which each may be a rank.
 
-    Yields:
-        Nothing.
+    Returns:
+        The context.
     """
+    return _holding("locates", True)
+
+
+@contextmanager
+def _holding(name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of this thread's journal inside the context."""
     book = own_journal()
-    before, book.locates = book.locates, True
+    before = getattr(book, name)
+    setattr(book, name, value)
     try:
         yield
     finally:
-        book.locates = before
+        setattr(book, name, before)
 
 
 @contextmanager

@@ -55,9 +55,9 @@ def save_dcp(
         flatten_optimizer_state_dict: Write parameter groups as torch's option of that name does, by parameter.
 
     Raises:
-        ValueError: on every rank alike, if a leaf is no tensor or ranks hold different leaves, or the optimizer's state
+        ValueError: on every rank, if a leaf is no tensor or ranks hold different leaves, or the optimizer's state
             holds more than that of `fs.from_torch`.
-        CheckpointError: on every rank alike, if the directory has a checkpoint already, or files cannot be written.
+        CheckpointError: on every rank, if the directory has a checkpoint already, or files cannot be written.
     """
     label, names = "checkpoint.save_dcp", Names(module)
     check_types(label, str, "a text", model_key=model_key, optimizer_key=optimizer_key)
@@ -126,8 +126,8 @@ def load_dcp(
         `like`, and hyperparameters those of its optimizer but for numbers that were injected.
 
     Raises:
-        ValueError: on every rank alike, with every leaf that the checkpoint lacks, has otherwise or has besides.
-        CheckpointError: on every rank alike, if the checkpoint is not trusted or cannot be read.
+        ValueError: on every rank, with every leaf that the checkpoint lacks, has otherwise or has besides.
+        CheckpointError: on every rank, if the checkpoint is not trusted or cannot be read.
     """
     label, names = "checkpoint.load_dcp", Names(module)
     check_types(label, str, "a text", model_key=model_key, optimizer_key=optimizer_key)

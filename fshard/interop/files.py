@@ -140,7 +140,7 @@ def new_files(label: str, given: str | PathLike[str], deciding: Sequence[str]) -
         The temporary directory.
 
     Raises:
-        CheckpointError: on every rank alike, if a deciding file is there, or a rank could not write.
+        CheckpointError: on every rank, if a deciding file is there, or a rank could not write.
     """
     first, name, directory = not comm.rank(world()), "", Path()
     with raise_on_all_ranks(label, given):

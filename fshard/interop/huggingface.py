@@ -17,7 +17,7 @@ from fshard import comm
 from fshard.checks import kind
 from fshard.errors import Problem, leaf_error
 from fshard.interop.files import new_files
-from fshard.interop.pieces import dtype_name, local_of, nbytes_of, replicas, shape_of
+from fshard.interop.pieces import dtype_name, nbytes_of, replicas, shape_of
 from fshard.interop.ranks import (
     CheckpointError,
     agree,
@@ -29,7 +29,7 @@ from fshard.interop.ranks import (
 from fshard.interop.safetensors import DTYPES, lay_out, write_tensors
 from fshard.interop.state_dict import Entry, Names, by_name, entry_of, filled, gathered, in_groups, read_pickle
 from fshard.mesh import world
-from fshard.tree import Tree
+from fshard.tree import Tree, tensor_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -59,9 +59,9 @@ def save_huggingface(
         max_file_bytes: From how many bytes of tensors on another file is begun; a leaf is never cut.
 
     Raises:
-        ValueError: on every rank alike, if a leaf is no tensor that safetensors can hold, ranks hold different leaves,
+        ValueError: on every rank, if a leaf is no tensor that safetensors can hold, ranks hold different leaves,
             or two have one name.
-        CheckpointError: on every rank alike, if the directory has weights already, or files cannot be written.
+        CheckpointError: on every rank, if the directory has weights already, or files cannot be written.
     """
     label = "checkpoint.save_huggingface"
     if type(max_file_bytes) is not int or max_file_bytes < 1:
@@ -69,9 +69,9 @@ def save_huggingface(
     leaves = _renamed(label, by_name(label, params, Names(None)), names)
     agree(label, {"(directory)": str(directory)})
     problems = [
-        Problem(name, f"dtype {dtype_name(local_of(leaf))}", f"one of {', '.join(DTYPES)}")
+        Problem(name, f"dtype {dtype_name(tensor_of(leaf))}", f"one of {', '.join(DTYPES)}")
         for name, leaf in leaves.items()
-        if dtype_name(local_of(leaf)) not in DTYPES
+        if dtype_name(tensor_of(leaf)) not in DTYPES
     ]
     if problems:
         raise leaf_error(f"{label}: safetensors has no such dtype", problems, "convert these leaves by fs.tree_map")
@@ -109,8 +109,8 @@ def load_huggingface(
         A tree of the structure, specs, dtypes and devices of `like`.
 
     Raises:
-        ValueError: on every rank alike, with every leaf that the files lack, have otherwise or have besides.
-        CheckpointError: on every rank alike, if there are no weights, they are pickled and not trusted, or a file is
+        ValueError: on every rank, with every leaf that the files lack, have otherwise or have besides.
+        CheckpointError: on every rank, if there are no weights, they are pickled and not trusted, or a file is
             damaged or leads elsewhere.
     """
     label = "checkpoint.load_huggingface"
@@ -156,7 +156,7 @@ def _as_ours(found: dict[str, Entry], own: list[str], names: Callable[[str], str
 def _write(directory: Path, leaves: Mapping[str, Any], groups: list[list[str]]) -> None:
     """Write a file of each group on the first rank; every rank gathers all leaves, also when the first cannot write."""
     layouts = [
-        lay_out({name: (dtype_name(local_of(leaves[name])), shape_of(leaves[name])) for name in group}, format="pt")
+        lay_out({name: (dtype_name(tensor_of(leaves[name])), shape_of(leaves[name])) for name in group}, format="pt")
         for group in groups
     ]
     number = len(groups)

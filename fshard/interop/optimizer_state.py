@@ -34,7 +34,7 @@ def to_optimizer_state_dict(
         What `optimizer.state_dict()` would be after the same updates; one that never had a gradient has no state in it.
 
     Raises:
-        ValueError: on every rank alike, if the state holds more than torch's optimizers do, or parameters that the
+        ValueError: on every rank, if the state holds more than torch's optimizers do, or parameters that the
             torch optimizer has not.
     """
     label, names = "checkpoint.to_optimizer_state_dict", Names(module)
@@ -81,7 +81,7 @@ def from_optimizer_state_dict(
         A state of the structure, specs and dtypes of `like`. Numbers that were injected are those of the group.
 
     Raises:
-        ValueError: on every rank alike, with every state that is missing, otherwise or besides, or where the class does
+        ValueError: on every rank, with every state that is missing, otherwise or besides, or where the class does
             not count and `updates` is not given.
     """
     label = "checkpoint.from_optimizer_state_dict"

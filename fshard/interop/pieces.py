@@ -11,7 +11,7 @@ import torch
 from fshard import comm
 from fshard.errors import Problem, leaf_error
 from fshard.shard import hash_of, local_ranges, without_padding
-from fshard.tree import Axis, Sharded, is_sharded
+from fshard.tree import Axis, Sharded, is_sharded, tensor_of
 
 # The axes that split a leaf: ranks at the same place on them hold the same part.
 Split = tuple[Axis, ...]
@@ -39,14 +39,9 @@ def shape_of(leaf: Any) -> tuple[int, ...]:
     return leaf.spec.shape if is_sharded(leaf) else tuple(leaf.shape)
 
 
-def local_of(leaf: Any) -> torch.Tensor:
-    """The tensor of a leaf on this rank."""
-    return leaf.local if is_sharded(leaf) else leaf
-
-
 def nbytes_of(leaf: Any) -> int:
     """The bytes of a full leaf."""
-    return local_of(leaf).element_size() * math.prod(shape_of(leaf))
+    return tensor_of(leaf).element_size() * math.prod(shape_of(leaf))
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -56,7 +51,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 def described(leaf: Any) -> str:
     """The dtype and global shape of a leaf, as errors write them."""
-    return f"{dtype_name(local_of(leaf))}{list(shape_of(leaf))}"
+    return f"{dtype_name(tensor_of(leaf))}{list(shape_of(leaf))}"
 
 
 def layout_of(leaf: Any) -> str:
@@ -93,7 +88,7 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 def empty_like(leaf: Any) -> Any:
     """Return a leaf of the same type and place with room for values; its padding is zero."""
-    local = local_of(leaf)
+    local = tensor_of(leaf)
     device = torch.get_default_device() if local.is_meta else local.device
     made = torch.empty(local.shape, dtype=local.dtype, device=device)
     return padded_with_zeros(Sharded(made, leaf.spec) if is_sharded(leaf) else made)
@@ -101,8 +96,8 @@ def empty_like(leaf: Any) -> Any:
 
 def padded_with_zeros(leaf: Any) -> Any:
     """Return the leaf, with zeros where it is padded."""
-    if piece_of(leaf).tensor.numel() < local_of(leaf).numel():
-        local_of(leaf).zero_()
+    if piece_of(leaf).tensor.numel() < tensor_of(leaf).numel():
+        tensor_of(leaf).zero_()
     return leaf
 
 
@@ -120,7 +115,7 @@ def replicas(label: str, leaves: Mapping[str, Any], world: Axis) -> dict[Split, 
         The ranks, by the axes that split a leaf.
 
     Raises:
-        ValueError: on every rank alike, with the path of every leaf that differs.
+        ValueError: on every rank, with the path of every leaf that differs.
     """
     hashes: dict[Split, dict[str, str]] = {}
     for path, leaf in leaves.items():

@@ -1,4 +1,4 @@
-"""Errors that every rank raises, and checks of what every rank must pass alike."""
+"""Errors that every rank raises, and checks that every rank passes the same arguments."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -56,7 +56,7 @@ def agree(
     what: str = "ranks hold different leaves",
     remedy: str = "make what is not Sharded the same on every rank, and read the same files",
 ) -> None:
-    """Refuse, on every rank, entries that differ between ranks."""
+    """Refuse on every rank entries that differ between ranks."""
     difference = comm.disagreement(entries, [world()], label)
     if difference:
         raise leaf_error(f"{label}: {what}", [difference], remedy)

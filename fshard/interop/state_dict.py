@@ -19,7 +19,6 @@ from fshard.interop.pieces import (
     empty_like,
     is_tensor,
     layout_of,
-    local_of,
     nbytes_of,
     piece_of,
     replicas,
@@ -36,7 +35,7 @@ from fshard.interop.ranks import (
 )
 from fshard.mesh import world
 from fshard.shard import hash_of, unsharded
-from fshard.tree import Tree, flatten, is_sharded, names_of, tree_map, unflatten
+from fshard.tree import Tree, flatten, is_sharded, names_of, tensor_of, tree_map, unflatten
 
 Value = TypeVar("Value")
 
@@ -59,7 +58,7 @@ def to_state_dict(
         Full tensors, of storage of their own, by their leaves' names, joined by dots.
 
     Raises:
-        ValueError: on every rank alike, if a leaf is no tensor, the module has none of that name, or ranks hold
+        ValueError: on every rank, if a leaf is no tensor, the module has none of that name, or ranks hold
             different leaves.
 
     >>> import fshard as fs
@@ -95,7 +94,7 @@ def from_state_dict(
         A tree of the structure, specs, dtypes and devices of `like`, in storage of its own.
 
     Raises:
-        ValueError: on every rank alike, with every leaf that the state dict lacks, has otherwise or has besides, or
+        ValueError: on every rank, with every leaf that the state dict lacks, has otherwise or has besides, or
             that differs between ranks, or where names that are tied have different values.
 
     >>> from_state_dict({"w": torch.ones(3)}, {"w": torch.zeros(3)})
@@ -133,7 +132,7 @@ def load_torch(
 
     Raises:
         ValueError: as `from_state_dict`.
-        CheckpointError: on every rank alike, if the file is not trusted or cannot be read.
+        CheckpointError: on every rank, if the file is not trusted or cannot be read.
     """
     label, names = "checkpoint.load_torch", Names(module)
     found: dict[str, Entry] = {}
@@ -234,7 +233,7 @@ def by_name(label: str, tree: Tree, names: Names) -> dict[str, Any]:
     problems: list[Problem] = []
     out: dict[str, Any] = {}
     for name, leaf in named_leaves(tree):
-        if not is_tensor(leaf) or not isinstance(local_of(leaf), torch.Tensor):
+        if not is_tensor(leaf) or not isinstance(tensor_of(leaf), torch.Tensor):
             problems.append(Problem(name, kind(leaf), "a tensor"))
             continue
         if name in out:
@@ -276,7 +275,7 @@ def owned_tensors(leaves: Mapping[str, Any], rank0_only: bool) -> dict[str, torc
         if rank0_only and comm.rank(world()):
             continue
         storage = full.untyped_storage()
-        shared = storage.data_ptr() == local_of(leaves[name]).untyped_storage().data_ptr()
+        shared = storage.data_ptr() == tensor_of(leaves[name]).untyped_storage().data_ptr()
         own = not shared and storage.nbytes() == full.nbytes and full.is_contiguous()
         out[name] = full if own else full.clone(memory_format=torch.contiguous_format)
     return out
@@ -325,13 +324,13 @@ def read_leaves(
         New leaves of the same types and places, by name.
 
     Raises:
-        ValueError: on every rank alike, with every leaf that was not found, was found otherwise or besides.
-        CheckpointError: on every rank alike, if an entry cannot be read, or the entries of a leaf differ.
+        ValueError: on every rank, with every leaf that was not found, was found otherwise or besides.
+        CheckpointError: on every rank, if an entry cannot be read, or the entries of a leaf differ.
     """
     problems = [Problem(name, "nothing", described(leaf)) for name, leaf in needed.items() if name not in found]
     for name, (entry, *_) in found.items():
         leaf = needed.get(name)
-        local = None if leaf is None else local_of(leaf)
+        local = None if leaf is None else tensor_of(leaf)
         castable = cast is True and entry.dtype.is_floating_point and local is not None and local.is_floating_point()
         if local is None or entry.shape != shape_of(leaf) or (entry.dtype != local.dtype and not castable):
             problems.append(Problem(name, str(entry), "nothing" if leaf is None else described(leaf)))
@@ -346,8 +345,8 @@ def read_leaves(
         for name, leaf in needed.items():
             first, *others = found[name]
             made[name] = _read(first, leaf)
-            data = bytes_of(local_of(made[name])) if others else None
-            if any(str(other) != str(first) or bytes_of(local_of(_read(other, leaf))) != data for other in others):
+            data = bytes_of(tensor_of(made[name])) if others else None
+            if any(str(other) != str(first) or bytes_of(tensor_of(_read(other, leaf))) != data for other in others):
                 remedy = "untie the module's, so that each has its own"
                 found_others = f"expected {name} to have the same values under all its names, got others"
                 raise CheckpointError(f"{found_others}; {remedy}")

@@ -2,7 +2,6 @@
 
 from fshard.tree.exact import Exact
 from fshard.tree.masks import Mask, is_mask, matches
-from fshard.tree.masks import matches as means  # its old name, for rooms that still use it
 from fshard.tree.nodes import (
     Added,
     Flat,
@@ -53,7 +52,6 @@ __all__ = [
     "like",
     "map_leaves",
     "matches",
-    "means",
     "names_of",
     "subtrees",
     "tensor_of",

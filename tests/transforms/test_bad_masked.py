@@ -1,4 +1,4 @@
-"""Masks of transforms that are refused: what means no leaf, and what sums over other axes."""
+"""Masks of transforms that are refused: what matches no leaf, and what sums over other axes."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def bfloat16_of(mask):
     return lambda world: fs.compose(fs.masked(fs.cast(gather=torch.bfloat16), mask), world.zero2)
 
 
-NO_LEAF = "the mask {!r} means no leaf of a, b.0; name some of these"
+NO_LEAF = "the mask {!r} matches no leaf of a, b.0; name some of these"
 AXES = (
     "masked: expected other leaves to be reduced over the axes {}, got {}; give otherwise= a transform over these, "
     "such as fs.replicate"
@@ -40,7 +40,7 @@ BAD = [
         "reshard of a state by a mask that means nothing",
         lambda world: (world.state, bfloat16_of(("c", "d.*"))(world)),
         fs.reshard,
-        "reshard: the mask ('c', 'd.*') means no leaf of step, a, b.0, opt_state.1.updates, ...; name some of these",
+        "reshard: the mask ('c', 'd.*') matches no leaf of step, a, b.0, opt_state.1.updates, ...; name some of these",
     ),
     Row(
         "a mask within otherwise that means nothing",
@@ -104,10 +104,10 @@ def test_bad_arguments_are_refused(row):
 def test_model_init_refuses_a_mask_that_means_nothing():
     def program():
         model = fs.functionalize(nn.Linear(3, 2))
-        with pytest.raises(ValueError, match="means no leaf") as caught:
+        with pytest.raises(ValueError, match="matches no leaf") as caught:
             model.init(bfloat16_of("norm*")(type("World", (), {"zero2": fs.zero2(one_axis())})))
         return str(caught.value)
 
     texts = spmd(program, 2)
     assert texts == [texts[0]] * 2
-    assert texts[0] == "shard: the mask 'norm*' means no leaf of bias, weight; name some of these"
+    assert texts[0] == "shard: the mask 'norm*' matches no leaf of bias, weight; name some of these"
