@@ -37,7 +37,7 @@ from rivals import ADAMW, SYSTEMS, make, total_bytes
 from torch import nn
 
 import fshard as fs
-from fshard.residency.backward import IN_FLIGHT_BYTES
+from fshard.engine.backward import IN_FLIGHT_BYTES
 
 DEFAULT_SYSTEMS = "ddp,fsdp1,fsdp2,fsdp2-fine,fshard-ddp,fshard-zero2,fshard-zero3"
 BOUNDED = "fshard-zero3"

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from fshard.checks import check_function, check_reduce, kind
+from fshard.engine import code_of
 from fshard.transform_state import ABSENT, Absent
 from fshard.tree import Residency, Tree, flatten, is_sharded
 from fshard.value_and_grad import Schedule, differentiate
@@ -62,6 +63,7 @@ def accumulate(
             params,
             reduce,
             has_aux,
+            code=code_of(f),
             schedule=schedule,
             once=once,
             transform_state=transform_state,

@@ -10,11 +10,11 @@ from torch import nn
 
 from fshard import _compat
 from fshard.checks import check_local, check_transforms, kind, refuse_writes, writes_counted
+from fshard.engine import Call, Leaf, Unit, call_of, evaluated
 from fshard.errors import Problem, leaf_error
 from fshard.gather import gather
 from fshard.init import copied, init, refuse_blank
 from fshard.random import seeded
-from fshard.residency import Call, Slot, Unit, call_of, forward_only
 from fshard.shard import check_transform, shard
 from fshard.skeleton import Skeleton
 from fshard.transforms import ShardTransform
@@ -154,10 +154,11 @@ class Model:
         if call is not None:
             return self._run_units(call, params, buffers, args, kwargs)
         axes = dict.fromkeys(axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.transform.axes)
-        with forward_only("apply", flat, list(axes)) as call:
-            pairs = zip(call.slots, flat.leaves, strict=True)
-            lent = unflatten(flat.treedef, [leaf if slot is None else call.lent(slot) for slot, leaf in pairs])
-            return call.forward(lambda: self._run_units(call, lent, buffers, args, kwargs))
+
+        def run(call: Call, leaves: list[Any]) -> tuple[Any, Buffers]:
+            return self._run_units(call, unflatten(flat.treedef, leaves), buffers, args, kwargs)
+
+        return evaluated("apply", flat, list(axes), run)
 
     def _run_full(self, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any) -> tuple[Any, Buffers]:
         self._hand_over_hooks(params, {})
@@ -177,31 +178,33 @@ class Model:
     def _run_units(
         self, call: Call, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any
     ) -> tuple[Any, Buffers]:
-        slots = {name: call.slot_of(f"[{name!r}]", leaf) for name, leaf in params.items() if is_sharded(leaf)}
-        self._hand_over_hooks(params, slots)
-        units = [Unit(unit.path or "(root)", tuple(slots[n] for n in unit.names if n in slots)) for unit in self._units]
+        leaves = {name: call.leaf_of(f"[{name!r}]", leaf) for name, leaf in params.items() if is_sharded(leaf)}
+        self._hand_over_hooks(params, leaves)
+        units = [
+            Unit(unit.path or "(root)", tuple(leaves[n] for n in unit.names if n in leaves)) for unit in self._units
+        ]
         skeleton = self._skeleton()
         # Not before: checkpoints run parts of the forward again in the backward.
         call.at_end.append(lambda: self._release(skeleton))
         ends, apart = [unit.end for unit in self._units], [unit.apart for unit in self._units]
-        walk = call.begin_walk(type(self._module).__name__, units, ends, apart)
-        skeleton.bind({name: leaf for name, leaf in params.items() if name not in slots}, buffers)
-        skeleton.follow(call, walk, slots)
+        one = call.begin_pass(type(self._module).__name__, units, ends, apart)
+        skeleton.bind({name: leaf for name, leaf in params.items() if name not in leaves}, buffers)
+        skeleton.follow(call, one, leaves)
         out = skeleton.module(*args, **kwargs)
-        walk.end()
+        one.end()
         return out, skeleton.buffers()
 
     def _release(self, skeleton: Skeleton) -> None:
         if skeleton.release():
             self._idle.append(skeleton)
 
-    def _hand_over_hooks(self, params: Mapping[str, Any], slots: Mapping[str, Slot]) -> None:
-        """Give hooks to the slots of a call; refuse them where nobody knows when a gradient is complete."""
+    def _hand_over_hooks(self, params: Mapping[str, Any], leaves: Mapping[str, Leaf]) -> None:
+        """Give hooks to the leaves of a call; refuse them where nobody knows when a gradient is complete."""
         problems = []
         for name, hooks in self._hooks.items():
-            slot, leaf = slots.get(name), params[name]
-            if slot is not None and not slot.derived:
-                slot.hooks = slot.hooks | hooks
+            own, leaf = leaves.get(name), params[name]
+            if own is not None and not own.derived:
+                own.hooks = own.hooks | hooks
             elif _compat.is_differentiated(leaf.local if is_sharded(leaf) else leaf):
                 found = "one that torch.func or autograd differentiates, or that was gathered or computed before"
                 problems.append(Problem(f"[{name!r}]", found, "the Sharded leaf that fs.value_and_grad passes to f"))

@@ -97,11 +97,11 @@ class Chain:
         tokens: The first token, which requires a gradient, and the last one; none until something is tied.
     """
 
-    def __init__(self, note: Callable[[str], None], mark: Callable[[], Callable[[], None]]) -> None:
+    def __init__(self, note: Callable[[str, bool], None], mark: Callable[[], Callable[[], None]]) -> None:
         """Nothing is tied yet.
 
         Args:
-            note: Told what is called, which ranks compare before the backward.
+            note: Called with the name of each collective, and whether it is differentiated.
             mark: Returns what the backward calls before it runs what was called here.
         """
         self.tokens: list[torch.Tensor] = []
@@ -110,7 +110,7 @@ class Chain:
     def call(self, what: str, fun: LinearMap, transpose: LinearMap, tensors: Tensors) -> list[torch.Tensor]:
         """As `linear_call`, tied."""
         differentiated = any(tensor.requires_grad for tensor in tensors)
-        self._note(f"{what}{'' if differentiated else ' of what needs no gradient'}")
+        self._note(what, differentiated)
         if not differentiated:
             return linear_call(fun, transpose, tensors)
         return self._tied(linear_call(fun, transpose, self._tied(tensors)))

@@ -5,7 +5,7 @@ from functools import partial
 from fshard import _compat, comm
 from fshard.checks import check_local, check_tensors, check_transforms, writes_counted
 from fshard.collectives import linear_call
-from fshard.residency import call_of
+from fshard.engine import call_of
 from fshard.transforms import ShardTransform
 from fshard.tree import Flat, Tree, flatten, is_sharded, unflatten
 

@@ -149,31 +149,35 @@ def agreed_uses(uses: Uses) -> Used:
 
 
 def closed(
-    value: torch.Tensor, paths: Sequence[str], used: list[bool], axes: Sequence[Axis]
-) -> tuple[torch.Tensor, list[bool]]:
-    """Sum a loss over ranks, and see with it which leaves any of them used.
+    value: torch.Tensor, paths: Sequence[str], used: list[bool], status: Sequence[bool], axes: Sequence[Axis]
+) -> tuple[torch.Tensor, list[bool], list[bool]]:
+    """Sum a loss over ranks, and hear with it which leaves any of them used, and how they fared.
 
     Args:
         value: This rank's loss, outside of any graph.
         paths: The paths of leaves.
         used: For each of them whether this rank used it.
+        status: Other facts of this rank.
         axes: The mesh axes.
 
     Returns:
-        The sum, and for each leaf whether some rank used it.
+        The sum, for each leaf whether some rank used it, and for each other fact whether it holds on some rank.
     """
+    asked = [axis for axis in axes if axis.size > 1]
     if _compat.is_tracing():
         uses, numbers = _compat.trace_notes().get("uses"), [value]
         used = used if uses is None else uses.take(used, axes)
         said = [f"{path} {'used' if yes else 'unused'}" for path, yes in zip(paths, used, strict=True)]
         comm.ops.told(json.dumps({"leaves": said}))
     else:
-        # In the dtype of the loss, so that both travel in one buffer.
-        numbers = [value, *([torch.tensor(used, dtype=value.dtype, device=value.device)] if used else [])]
-    for axis in axes:
+        # In the dtype of the loss, so that all travel in one buffer.
+        numbers = [value, torch.tensor([*used, *status], dtype=value.dtype, device=value.device)]
+    for axis in asked:
         numbers = comm.all_reduce(numbers, axis, comm.OBJECTIVE)
-    # A rank that used every leaf need not look, and so not wait.
-    return numbers[0], used if all(used) or len(numbers) == 1 else [n > 0 for n in numbers[1].tolist()]
+    if not asked or len(numbers) == 1:
+        return numbers[0], used, list(status)
+    found = [number > 0 for number in numbers[1].tolist()]
+    return numbers[0], found[: len(used)], found[len(used) :]
 
 
 def denominator(count: Any, axes: Sequence[Axis], reduce: str) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fshard import _compat
-from fshard.residency import Call, Slot, Walk
+from fshard.engine import Call, Leaf, Pass
 from fshard.unit_rules import ModuleUnit
 
 Places = Mapping[str, Sequence[str]]
@@ -36,8 +36,8 @@ class Skeleton:
         self.module = copy.deepcopy(module)
         self.values: Mapping[str, torch.Tensor] = {}
         self._call: Call | None = None
-        self._walk: Walk | None = None
-        self._slots: Mapping[str, Slot] = {}
+        self._pass: Pass | None = None
+        self._leaves: Mapping[str, Leaf] = {}
         submodules = dict(self.module.named_modules())
         first = {name: canonical for canonical, names in places.items() for name in names}
         self._buffers: dict[str, list[tuple[nn.Module, str]]] = {}
@@ -72,9 +72,9 @@ class Skeleton:
             for submodule, key in self._buffers[name]:
                 submodule._buffers[key] = buffer
 
-    def follow(self, call: Call, walk: Walk, slots: Mapping[str, Slot]) -> None:
+    def follow(self, call: Call, one: Pass, leaves: Mapping[str, Leaf]) -> None:
         """Take the other parameters from a call."""
-        self._call, self._walk, self._slots = call, walk, slots
+        self._call, self._pass, self._leaves = call, one, leaves
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The buffers as the module left them."""
@@ -82,16 +82,16 @@ class Skeleton:
 
     def release(self) -> bool:
         """Let go of all values, and of what a forward has set; returns whether the copy is as it was made."""
-        self.values, self._slots, self._call, self._walk = {}, {}, None, None
+        self.values, self._leaves, self._call, self._pass = {}, {}, None, None
         return self._attributes.put_back()
 
     def fetch(self, weights: "_Weights", key: str, name: str) -> torch.Tensor:
         """Read a parameter, gathering its unit where that is not open."""
         value = self.values.get(name)
-        if value is None and self._walk is not None and self._call is not None and name in self._slots:
-            use, index = self._walk.find(self._slots[name])
+        if value is None and self._pass is not None and self._call is not None and name in self._leaves:
+            use, index = self._pass.find(self._leaves[name])
             value = self._call.output(use, index)
-            use.on_close.append((weights, key))
+            use.hand_out(weights, key)
         if value is None:
             raise RuntimeError(
                 f"apply: parameter {name!r} was read after apply had returned, as by activation checkpointing in a "
@@ -104,20 +104,20 @@ class Skeleton:
 
     def enter(self, scope: "_Scope") -> None:
         """A submodule starts to run."""
-        if self._walk is not None and scope.inside is not None:
-            self._walk.begin(scope.inside)
-        if self._walk is not None and scope.number is not None:
-            self._walk.enter(scope.number)
+        if self._pass is not None and scope.inside is not None:
+            self._pass.begin(scope.inside)
+        if self._pass is not None and scope.number is not None:
+            self._pass.enter(scope.number)
         for weights in self._compiled.get(scope.number, ()) if scope.number is not None else ():
             for key in weights:
                 weights[key]
 
     def leave(self, scope: "_Scope") -> None:
         """It has run."""
-        if self._walk is not None and scope.number is not None:
-            self._walk.leave(scope.number)
-        if self._walk is not None and scope.inside is not None:
-            self._walk.finish(scope.inside)
+        if self._pass is not None and scope.number is not None:
+            self._pass.leave(scope.number)
+        if self._pass is not None and scope.inside is not None:
+            self._pass.finish(scope.inside)
 
 
 class _Scope(NamedTuple):

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +19,8 @@ from fshard.checks import (
     kind,
     refuse_writes,
 )
+from fshard.engine import Call, FunctionTransform, attempted, code_of, unbound
 from fshard.objective import closed, denominator, divided, reduction_axes, total
-from fshard.residency import Call, FunctionTransform, settled
 from fshard.transform_state import ABSENT, Absent, joined, states_of
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tree_leaves, tree_map, unflatten
 from fshard.varying import check_agrees, check_not_reduced
@@ -46,6 +46,9 @@ def value_and_grad(
     and gathered again in the backward as their strategy says, and gradients are reduced as they appear. Under a
     torch.func transform, or where parameters are part of an outer graph, it is that very expression. Follows
     jax.value_and_grad.
+
+    Ranks vote on the order of gathers in the first call of the same code on equal specs; later calls start with one
+    message. A call that departs from the order runs `f` again, with votes and from the same random numbers.
 
     Of plain tensors alone, which say nothing of ranks, it is torch.func.grad_and_value on each rank by itself.
 
@@ -96,7 +99,14 @@ def value_and_grad(
             return f(*arguments, **kwargs)
 
         value, (aux,), *rest = differentiate(
-            "value_and_grad", [with_params], params, reduce, has_aux, schedule=schedule, transform_state=transform_state
+            "value_and_grad",
+            [with_params],
+            params,
+            reduce,
+            has_aux,
+            code=code_of(f),
+            schedule=schedule,
+            transform_state=transform_state,
         )
         return (value, aux) if has_aux else value, *rest
 
@@ -124,6 +134,7 @@ def differentiate(
     reduce: str,
     has_aux: bool,
     *,
+    code: Hashable,
     schedule: Schedule | None = None,
     once: bool = False,
     transform_state: Tree | Absent = ABSENT,
@@ -136,6 +147,7 @@ def differentiate(
         params: The parameters.
         reduce: As for `value_and_grad`; "mean" is over microbatches too.
         has_aux: As for `value_and_grad`.
+        code: Stands for the code of the functions, whose order of collectives may be known.
         schedule: As for `value_and_grad`.
         once: Whether full gradients are summed over microbatches before they are reduced.
         transform_state: As for `value_and_grad`.
@@ -149,7 +161,7 @@ def differentiate(
     check_floating(what, flat)
     check_differentiable(what, flat)
     states = states_of(what, params, transform_state)
-    run = _Run(what, functions, flat, axes, reduce, has_aux, schedule, once, states)
+    run = _Run(what, functions, flat, axes, reduce, has_aux, code, schedule, once, states)
     if _is_outer(flat):
         comm.same_call(what, axes, run.facts())
         value, auxes, grads = run.reference()
@@ -176,6 +188,7 @@ class _Run(NamedTuple):
     axes: Sequence[Axis]
     reduce: str
     has_aux: bool
+    code: Hashable
     schedule: Schedule | None
     once: bool
     states: list[Tree]
@@ -211,25 +224,30 @@ class _Run(NamedTuple):
         return comm.facts_of(self.what, self.flat, **told)
 
     def engine(self) -> Found:
-        """Run the residency engine."""
-        call = Call(self.what, self.flat, self.axes, self.facts())
-        for slot, state in zip(call.slots, self.states, strict=True):
-            if slot is not None:
-                slot.state, slot.several = state, len(self.functions) > 1
+        """Run the engine."""
         try:
-            return self._engine(call)
+            return attempted(self._attempt)
         except FunctionTransform:
             return self.reference()
+
+    def _attempt(self, vote: bool) -> Found:
+        code = self.code, self.schedule and code_of(self.schedule), self.has_aux
+        call = Call(self.what, self.flat, self.axes, self.facts(), code=code, vote=vote)
+        for leaf, state in zip(call.leaves, self.states, strict=True):
+            if leaf is not None:
+                leaf.state, leaf.several = state, len(self.functions) > 1
+        try:
+            return self._engine(call)
         finally:
             call.end()
 
     def _engine(self, call: Call) -> Found:
-        leaves = [call.lent(slot) if slot is not None else None for slot in call.slots]
-        sharded = [i for i, slot in enumerate(call.slots) if slot is not None]
+        bound = [call.bound(leaf) if leaf is not None else None for leaf in call.leaves]
+        sharded = [i for i, leaf in enumerate(call.leaves) if leaf is not None]
         stored, paths = [self.flat.leaves[i].local for i in sharded], [self.flat.paths[i] for i in sharded]
         unchanged = functools.partial(refuse_writes, self.what, paths, stored)
         rule = self.schedule
-        schedule = (lambda: rule(unflatten(self.flat.treedef, leaves))) if rule else tuple
+        schedule = (lambda: rule(unflatten(self.flat.treedef, bound))) if rule else tuple
         values, counts, auxes = [], [], []
         single = len(self.functions) == 1
         divisor: Any = 1
@@ -237,31 +255,30 @@ class _Run(NamedTuple):
 
             def run(function: Callable[[Tree], Any] = function) -> Parts:
                 with torch.enable_grad(), unchanged():
-                    parts = self.local(function, leaves)
-                # What ranks are about to sum must be alike.
-                call.timeline.note(f"a loss of dtype {str(parts[0].dtype).removeprefix('torch.')}")
-                return parts
+                    return self.local(function, bound)
 
-            value, count, aux = call.forward(run, schedule)
-            count, aux = settled((count, aux))
+            parts = call.forward(run, schedule, lambda parts: parts[0].dtype)
+            value, count, aux = (None, call.zero(), None) if parts is None else parts
+            del parts
+            count, aux = unbound((count, aux))
             # With one microbatch each gradient can be divided as soon as it is reduced.
             divisor = self.divisor([count]) if single else 1
             last = i == len(self.functions) - 1
-            with unchanged():
-                call.backward(value, divisor, reduce=last or not self.once, last=last)
-            values.append(value.detach())
+            call.backward(value, divisor, unchanged, reduce=last or not self.once, last=last)
+            values.append(call.zero() if value is None else value.detach())
             counts.append(count)
             auxes.append(aux)
             del value
         rest = 1 if single else self.divisor(counts)
         value = functools.reduce(operator.add, values)
-        trained = [(i, slot) for i, slot in enumerate(call.slots) if slot is not None and slot.trained]
-        paths, mine = [slot.path for _, slot in trained], [slot.used for _, slot in trained]
-        value, used = closed(value, paths, mine, self.axes)
-        grads: list[Any] = [None] * len(call.slots)
-        for (i, slot), yes in zip(trained, used, strict=True):
+        trained = [(i, leaf) for i, leaf in enumerate(call.leaves) if leaf is not None and leaf.trained]
+        paths, mine = [leaf.path for _, leaf in trained], [leaf.used for _, leaf in trained]
+        value, used, status = closed(value, paths, mine, call.status, self.axes)
+        call.settle(*status)
+        grads: list[Any] = [None] * len(call.leaves)
+        for (i, leaf), yes in zip(trained, used, strict=True):
             if yes:
-                grads[i], self.states[i] = slot.gradient(rest), slot.state
+                grads[i], self.states[i] = leaf.take_grad(rest), leaf.state
         return divided(value, divisor if single else rest), auxes, grads
 
     def reference(self) -> Found:

@@ -23,7 +23,7 @@ ROOMS = (
     "transform_state",
     "shard",
     "strategies",
-    "residency",
+    "engine",
     "gather",
     "random",
     "init",

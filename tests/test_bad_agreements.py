@@ -57,7 +57,7 @@ def program_of(name, place):
 
 
 def text_of(name, ranks):
-    lines = [f"  rank 0: {CALLS[name][1]}", *(f"  rank {rank}: gather ['w']" for rank in range(1, ranks))]
+    lines = [f"  rank 0: {CALLS[name][1]}", *(f"  rank {rank}: value_and_grad begins" for rank in range(1, ranks))]
     remedy = (
         "let every rank make the same calls in the same order, also those whose result one rank alone uses, such "
         "as save and to_state_dict(rank0_only=True)"

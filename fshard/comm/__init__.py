@@ -23,11 +23,12 @@ from fshard.comm.collective import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from fshard.comm.consensus import Consensus, same_call
 from fshard.comm.failure import CollectiveError
 from fshard.comm.fake_world import fake_world
 from fshard.comm.journal import Issued, chained, located, own_journal, watched
 from fshard.comm.labels import concerning
+from fshard.comm.peers import FLAGS as FLAGS
+from fshard.comm.peers import Peers, same_call
 from fshard.comm.record import AGREE as AGREE
 from fshard.comm.record import OBJECTIVE as OBJECTIVE
 from fshard.comm.record import Collective, Record, collective_of, record
@@ -37,9 +38,9 @@ from fshard.comm.spares import reusable, reusing, spare
 __all__ = [
     "Collective",
     "CollectiveError",
-    "Consensus",
     "Facts",
     "Issued",
+    "Peers",
     "Record",
     "Vote",
     "all_gather",

@@ -146,7 +146,12 @@ def disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: str) -
 
 
 def vote(
-    entries: Mapping[str, str], flags: Iterable[int], axes: Sequence[Axis], label: str, facts: Facts = NO_FACTS
+    entries: Mapping[str, str],
+    flags: Iterable[int],
+    axes: Sequence[Axis],
+    label: str,
+    facts: Facts = NO_FACTS,
+    fails: int | None = None,
 ) -> Vote:
     """Compare named entries between all ranks of some axes, and collect flags, in one message per axis.
 
@@ -156,6 +161,7 @@ def vote(
         axes: The mesh axes to compare over.
         label: Who asks, for the recorder.
         facts: Facts to compare with the entries; where they differ, they are the problem.
+        fails: A flag; where a rank puts it forward, entries are not compared.
 
     Returns:
         What the ranks found, the same on every rank. In a trace that is nothing, and the facts stay in its graph.
@@ -166,7 +172,7 @@ def vote(
     for flag in flags:
         if flag < WORDS * BITS:
             words[flag // BITS] |= 1 << flag % BITS
-    return _compare(entries, words, axes, label, facts)
+    return _compare(entries, words, axes, label, facts, fails)
 
 
 def highest(numbers: Sequence[Number], axes: Sequence[Axis], label: str) -> list[Number]:
@@ -215,12 +221,34 @@ def texts(text: str, axis: Axis, label: str) -> list[str]:
     return [bytes(rows[i, :size].tolist()).decode(errors="surrogatepass") for i, size in enumerate(sizes)]
 
 
+def everyone(text: str, axes: Sequence[Axis], label: str) -> list[tuple[str, str]]:
+    """Show every rank of several axes the texts of all of them.
+
+    Args:
+        text: This rank's.
+        axes: The mesh axes.
+        label: Who asks, for the recorder.
+
+    Returns:
+        The coordinates and the text of each rank.
+    """
+    found, asked = [text], _asked(axes)
+    for axis in asked:
+        found = [each for row in texts(json.dumps(found), axis, label) for each in json.loads(row)]
+    return [(_place(i, asked), each) for i, each in enumerate(found)]
+
+
 def _as_row(data: bytes, size: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8)
 
 
 def _compare(
-    entries: Mapping[str, str], words: list[int], axes: Sequence[Axis], label: str, facts: Facts = NO_FACTS
+    entries: Mapping[str, str],
+    words: list[int],
+    axes: Sequence[Axis],
+    label: str,
+    facts: Facts = NO_FACTS,
+    fails: int | None = None,
 ) -> Vote:
     axes = _asked(axes)
     own = json.dumps(dict(entries)).encode()
@@ -234,9 +262,12 @@ def _compare(
             longest = max(row[2] for row in rows)
             columns = list(zip(*rows, strict=True))[3 : 3 + len(words)]
             words = [functools.reduce(operator.or_, column) for column in columns]
-        problem, told = (None, False) if agreed else _first_difference(text.ljust(longest), axes, label)
-    raised = (i * BITS + bit for i, word in enumerate(words) for bit in range(word.bit_length()) if word >> bit & 1)
-    return Vote(problem, frozenset(raised), told)
+        raised = frozenset(
+            i * BITS + bit for i, word in enumerate(words) for bit in range(word.bit_length()) if word >> bit & 1
+        )
+        same = agreed or fails in raised
+        problem, told = (None, False) if same else _first_difference(text.ljust(longest), axes, label)
+    return Vote(problem, raised, told)
 
 
 def _asked(axes: Sequence[Axis]) -> list[Axis]:

@@ -74,9 +74,10 @@ class Journal:
         reductions: How often a value that varies has been summed into one that agrees.
         chain: What ties the collectives of the running call together, if one runs.
         locates: Whether nodes of collectives in autograd's graph keep the stack that made them.
+        orders: The orders of collectives that calls have learned.
     """
 
-    __slots__ = ("chain", "failed", "finished", "locates", "reductions", "started", "watchers")
+    __slots__ = ("chain", "failed", "finished", "locates", "orders", "reductions", "started", "watchers")
 
     def __init__(self) -> None:
         """Nothing has started."""
@@ -87,6 +88,7 @@ class Journal:
         self.reductions = 0
         self.chain: Any = None
         self.locates = False
+        self.orders: dict[Any, Any] = {}
 
 
 def own_journal() -> Journal:

@@ -84,8 +84,10 @@ def event_of(issued: comm.Issued, members: tuple[int, ...], nbytes: int, memory:
     """
     who, unit, leaves = issued.about
     phase, units = Phase.NONE, tuple(unit.split(", ")) if unit else ()
-    if who == comm.AGREE and unit:
-        phase = Phase.END if unit.endswith(" ended") or " raised " in unit else Phase.BEGIN
+    if who == comm.AGREE and unit.endswith(" begins"):
+        phase = Phase.BEGIN
+    elif who == comm.OBJECTIVE or (who == comm.AGREE and unit.endswith(" ended")):
+        phase = Phase.END
     if unit.endswith(MORE):
         units = (*units[:-1], MORE)
     full = nbytes * (issued.size if issued.op == "all_gather" else 1)

@@ -10,8 +10,8 @@ from torch import nn
 import fshard as fs
 from fshard import _compat
 from fshard.comm import ops
+from fshard.engine import backward
 from fshard.jit.passes import placeholders, roots
-from fshard.residency import backward
 from fshard.testing import spmd
 from tests.jit.steps import collectives, copied, slow, trained
 from tests.jit.test_features import Stack, inputs

@@ -11,8 +11,8 @@ from torch._inductor.utils import run_and_get_code
 import fshard as fs
 from fshard import _compat
 from fshard.comm import ops
+from fshard.engine import backward
 from fshard.jit.passes import looks, placeholders
-from fshard.residency import backward
 from fshard.testing import spmd
 from tests.jit.steps import collectives, copied, trained
 from tests.jit.test_features import inputs

@@ -1,4 +1,4 @@
-"""What autograd saves: a gathered tensor is saved as a note of where it came from, and gathered again when needed."""
+"""Saved tensors: autograd saves a handle instead of the full weight; the backward all-gathers it again."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat
-from fshard.residency.units import Use
+from fshard.engine.unit import State, Use
 
 
 class FunctionTransform(Exception):  # noqa: N818
     """The function calls torch.func, which takes no saved-tensor hooks."""
 
 
-class Note(NamedTuple):
-    """A saved view of a gathered tensor, without the tensor."""
+class Handle(NamedTuple):
+    """A saved view of a full tensor, without the tensor."""
 
     use: Use
     place: int
@@ -43,16 +43,16 @@ class Saved:
 
     def watch(self, use: Use) -> None:
         """Know a use's tensors, except those that it shares with stored shards."""
-        if use.full is None or not use.regathered:
+        if use.state is not State.FULL or not use.regathered:
             return
-        for place, (slot, tensor) in enumerate(zip(use.unit.slots, use.full, strict=True)):
+        for place, (leaf, tensor) in enumerate(zip(use.unit.leaves, use.full, strict=True)):
             if tensor is not None:
                 key = _compat.storage_key(tensor)
-                if key != _compat.storage_key(slot.stored):
+                if key != _compat.storage_key(leaf.stored):
                     alive, lazy = _compat.StorageWeakRef(tensor.untyped_storage()), tensor.is_conj() or tensor.is_neg()
                     self._known[key] = (alive, use, place, type(tensor), lazy)
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Note:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Handle:
         """Save a tensor, or a note of it."""
         if tensor.layout is not torch.strided or _compat.is_transformed(tensor):
             return tensor
@@ -61,17 +61,17 @@ class Saved:
         if found is None or found[1].closed:
             return tensor
         _, use, place, cls, lazy = found
-        like = use.unit.slots[place].like
+        like = use.unit.leaves[place].like
         # A subclass holds more than its numbers; memory of lazy bits reads otherwise in another dtype.
         if type(tensor) is not cls or like is None or (lazy and tensor.dtype is not like.dtype):
             return tensor
         use.saved = True
         layout = tensor.size(), tensor.stride(), tensor.storage_offset()
-        return Note(use, place, tensor.dtype, *layout, tensor.is_conj(), tensor.is_neg())
+        return Handle(use, place, tensor.dtype, *layout, tensor.is_conj(), tensor.is_neg())
 
-    def unpack(self, saved: torch.Tensor | Note) -> torch.Tensor:
+    def unpack(self, saved: torch.Tensor | Handle) -> torch.Tensor:
         """Give back what was saved."""
-        if not isinstance(saved, Note):
+        if not isinstance(saved, Handle):
             return saved
         full = self._fetch(saved.use, saved.place)
         if full.dtype is not saved.dtype:

@@ -1,0 +1,12 @@
+"""The engine of `value_and_grad` and of models: gathers units just in time, regathers them, reduces gradients."""
+
+from fshard.engine.call import Call as Call
+from fshard.engine.call import attempted as attempted
+from fshard.engine.call import call_of as call_of
+from fshard.engine.call import evaluated as evaluated
+from fshard.engine.call import unbound as unbound
+from fshard.engine.order import code_of as code_of
+from fshard.engine.passes import Pass as Pass
+from fshard.engine.saved import FunctionTransform as FunctionTransform
+from fshard.engine.unit import Leaf as Leaf
+from fshard.engine.unit import Unit as Unit

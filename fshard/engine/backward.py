@@ -1,0 +1,284 @@
+"""The backward: executes its schedule, which regathers units and reduces gradients in one order on every rank."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fshard import _compat, comm
+from fshard.engine import schedule
+from fshard.engine.schedule import Kind, Step, Turn
+from fshard.engine.unit import Leaf, Unit, Use
+
+# Reductions under way may hold this many bytes of gradients; a larger one travels alone.
+IN_FLIGHT_BYTES = 32 * 1024 * 1024
+
+# Small gradients are collected up to this many bytes and reduced together.
+BUCKET_BYTES = 1024 * 1024
+
+
+class _Bucket(NamedTuple):
+    leaves: list[Leaf]
+    grads: list[torch.Tensor]
+    nbytes: int
+
+
+class _Flight(NamedTuple):
+    leaves: list[Leaf]
+    finish: Any
+    nbytes: int
+
+
+def turn_of(use: Use, reduce: bool) -> Turn:
+    """Describe a use to the schedule.
+
+    Args:
+        use: The use.
+        reduce: Whether gradients of the call's own leaves are reduced in this backward.
+    """
+    leaves = use.unit.leaves
+    # A computed leaf hands its gradient on at each use; the call's own have theirs complete at the first.
+    due = [i for i, leaf in enumerate(leaves) if leaf.trained and (leaf.derived or (reduce and leaf.first is use))]
+    # Large leaves come first: small ones share a node, which autograd reaches last.
+    due.sort(key=lambda i: (leaves[i].derived, not leaves[i].alone, -i))
+    nbytes = tuple(leaves[i].nbytes for i in due)
+    return Turn(use.regathered and use.saved, use.unit.policy.prefetch, tuple(due), nbytes)
+
+
+class Backward:
+    """One backward pass over the uses of a forward."""
+
+    def __init__(
+        self, uses: Sequence[Use], events: Sequence[Step], *, divisor: Any, reduce: bool, early: bool, last: bool
+    ) -> None:
+        """Before the first step.
+
+        Args:
+            uses: Those of the forward.
+            events: OPEN and CLOSE of each, as for `schedule.backward`.
+            divisor: What reduced gradients of the call's own leaves are divided by.
+            reduce: Whether gradients of the call's own leaves are reduced in this backward.
+            early: Whether they are as they appear.
+            last: Whether no other forward follows, so that tensors kept from use to use may go.
+        """
+        self._uses, self._divisor = uses, divisor
+        self._reduce_now, self._early, self._last = reduce, early, last
+        self._steps = schedule.backward(events, [turn_of(use, reduce) for use in uses])
+        self._place = {step: n for n, step in enumerate(self._steps)}
+        self._last_gather = max((n for n, step in enumerate(self._steps) if step.kind is Kind.GATHER), default=-1)
+        self._at = 0
+        self._ready: set[tuple[int, int]] = set()
+        self._pool: list[torch.Tensor] = []
+        self._buckets: dict[Any, _Bucket] = {}
+        self._late: list[Leaf] = []
+        self._pinned: list[Use] = []
+        self._flying: deque[_Flight] = deque()
+        self._failed: Exception | None = None
+        for use in uses:
+            for leaf in use.unit.leaves:
+                leaf.owed = leaf.owed or (leaf.trained and not leaf.derived and leaf.first is use)
+
+    def fetch(self, use: Use, index: int) -> torch.Tensor:
+        """Look up a full tensor that autograd saved a handle of."""
+        self._advance(self._place[Step(Kind.OPEN, use.number)] + 1)
+        full = use.wait()[index]
+        if full is None:
+            # Autograd came back to a leaf whose gradient it had finished.
+            use.release()
+            full = use.wait()[index]
+            assert full is not None
+        return full
+
+    def find(self, unit: Unit) -> Use | None:
+        """Find the use whose forward runs again: the unit's last one that the backward has not left, or still holds."""
+        self._pass_left()
+        uses = (use for use in reversed(self._uses) if use.unit.leaves == unit.leaves)
+        left = (use for use in uses if self._at <= self._closes(use) or use in self._pinned)
+        return next(left, None)
+
+    def recomputed(self, use: Use) -> Use:
+        """Gather a use again whose forward is about to run again, with all that the backward needs before it.
+
+        Its gradients come later, after those of the uses behind it: only gathers are taken out of turn.
+        """
+        # A checkpoint runs once, but several, or one in another, may need a use one after another.
+        use.until = None if use.checkpoints == 1 else use.until
+        self._pass_left()
+        to = self._place[Step(Kind.OPEN, use.number)]
+        if all(step.kind in (Kind.OPEN, Kind.GATHER) for step in self._steps[self._at : to]):
+            self._advance(to + 1)
+        for step in self._steps[self._at : to + 1]:
+            if step.kind is Kind.GATHER:
+                self._uses[step.use].start(self._pool)
+        return use
+
+    def passed(self, uses: Sequence[Use]) -> None:
+        """Take all steps before a collective of the function's own, wherever this rank's autograd is.
+
+        Args:
+            uses: Those that were open where it was called.
+        """
+        self._pass_left()
+        self._advance(max((self._place[Step(Kind.OPEN, use.number)] for use in uses), default=-1) + 1)
+
+    def arrived(self, use: Use, group: Sequence[int], grads: Sequence[torch.Tensor | None]) -> None:
+        """Take this rank's full gradients for some leaves of a use."""
+        for i, grad in zip(group, grads, strict=True):
+            if grad is not None:
+                use.unit.leaves[i].add_partial(grad)
+            if use.until is None and (use.regathered or self._last):
+                use.drop(i, self._pool if self._at <= self._last_gather else None)
+            self._ready.add((use.number, i))
+        while self._at < len(self._steps) and self._may_take(self._at):
+            self._take(self._steps[self._at])
+
+    def reduced_now(self, use: Use, group: Sequence[int]) -> list[torch.Tensor]:
+        """Finish the gradients of leaves from which autograd goes on."""
+        self._advance(1 + max(self._place[Step(Kind.REDUCE, use.number, i)] for i in group))
+        self._land_all()
+        return [use.unit.leaves[i].take_reduced() for i in group]
+
+    def finish(self, leaves: Sequence[Leaf], failed: Exception | None) -> Exception | None:
+        """Take every step that is left, with zeros where this rank has no gradient, and wait for all reductions.
+
+        Args:
+            leaves: All trained leaves of the call.
+            failed: The error of the backward, if it failed; nothing is sent after a collective failed.
+
+        Returns:
+            The error of the backward or of a hook.
+        """
+        if isinstance(failed, comm.CollectiveError):
+            return failed
+        self._failed = self._failed or failed
+        self._advance(len(self._steps))
+        for leaf in leaves:
+            self._run_hooks(leaf)
+        if self._reduce_now:
+            # A leaf may have been used in earlier microbatches only, which left the reduction to this one.
+            for leaf in (*self._late, *(leaf for leaf in leaves if leaf.owed and leaf not in self._late)):
+                self._reduce(leaf)
+        self._late = []
+        self._land_all()
+        return self._failed
+
+    def _closes(self, use: Use) -> int:
+        return self._place[Step(Kind.CLOSE, use.number)]
+
+    def _may_take(self, number: int) -> bool:
+        """Whether a step may be taken before the backward has come to it."""
+        step = self._steps[number]
+        match step.kind:
+            case Kind.REDUCE:
+                return (step.use, step.leaf) in self._ready
+            case Kind.GATHER:
+                # Behind a reduction it takes the place of the full tensors that went; else it waits until it is needed.
+                before = self._steps[number - 1].kind if number else None
+                return before is Kind.REDUCE or (before is Kind.GATHER and self._may_take(number - 1))
+            case Kind.OPEN:
+                return True
+        use = self._uses[step.use]
+        # A checkpoint may compute with a use again until autograd has left it, whether or not a reduction is due there.
+        return not use.regathered and (not use.checkpoints or _is_left(use, _compat.running_sequence_number()))
+
+    def _pass_left(self) -> None:
+        """Take the steps of uses that autograd has left: all nodes that may have used them have run."""
+        running = _compat.running_sequence_number()
+        self._advance(max((self._closes(use) for use in self._uses if _is_left(use, running)), default=-1) + 1)
+
+    def _advance(self, to: int) -> None:
+        while self._at < to:
+            self._take(self._steps[self._at])
+        # Gathers right behind a reduction go with it.
+        while self._at < len(self._steps) and self._steps[self._at].kind is Kind.GATHER and self._may_take(self._at):
+            self._take(self._steps[self._at])
+
+    @_compat.outside_selective_checkpoint()
+    def _take(self, step: Step) -> None:
+        self._at += 1
+        use = self._uses[step.use]
+        match step.kind:
+            case Kind.GATHER:
+                use.start(self._pool)
+            case Kind.REDUCE:
+                leaf = use.unit.leaves[step.leaf]
+                if self._early or leaf.derived:
+                    self._reduce(leaf)
+                else:
+                    self._late.append(leaf)
+            case Kind.CLOSE:
+                self._pinned.append(use)
+                for other in self._pinned:
+                    if (other.regathered or self._last) and (other.until is None or other.until >= use.number):
+                        other.release()
+                self._pinned = [other for other in self._pinned if other.until is not None and other.until < use.number]
+
+    def _run_hooks(self, leaf: Leaf) -> None:
+        """Run a leaf's hooks; other ranks wait for the steps that follow, so their error is raised at the end."""
+        try:
+            if self._failed is None:
+                leaf.run_hooks()
+        except Exception as error:
+            self._failed = error
+
+    def _reduce(self, leaf: Leaf) -> None:
+        self._run_hooks(leaf)
+        grad, nbytes, transform = leaf.take_partial(), leaf.nbytes, leaf.spec.transform
+        if leaf.alone:
+            self._start(_Bucket([leaf], [grad], nbytes))
+            return
+        size = transform.bucket_bytes if transform else None
+        if size and (full := self._buckets.get(transform)) and full.nbytes + nbytes > size:
+            self._start(self._buckets.pop(transform))
+        leaves, grads, before = self._buckets.get(transform, _Bucket([], [], 0))
+        self._buckets[transform] = bucket = _Bucket([*leaves, leaf], [*grads, grad], before + nbytes)
+        if bucket.nbytes >= (size or BUCKET_BYTES):
+            self._start(self._buckets.pop(transform))
+
+    @_compat.outside_selective_checkpoint()
+    def _start(self, bucket: _Bucket) -> None:
+        while self._flying and bucket.nbytes + sum(flight.nbytes for flight in self._flying) > IN_FLIGHT_BYTES:
+            self._land()
+        paths = [leaf.path for leaf in bucket.leaves]
+        units = dict.fromkeys(leaf.first.unit.name for leaf in bucket.leaves if leaf.first is not None)
+        with torch.no_grad(), comm.concerning(", ".join(units), paths):
+            finish = _start_scatter(bucket.leaves, bucket.grads)
+        self._flying.append(_Flight(bucket.leaves, finish, bucket.nbytes))
+
+    @_compat.outside_selective_checkpoint()
+    def _land(self) -> None:
+        leaves, finish, _ = self._flying.popleft()
+        with torch.no_grad():
+            for leaf, grad in zip(leaves, finish(), strict=True):
+                # Divided now, while it is in the processor's cache.
+                leaf.take(grad, 1 if leaf.derived else self._divisor)
+
+    def _land_all(self) -> None:
+        for bucket in self._buckets.values():
+            self._start(bucket)
+        self._buckets = {}
+        while self._flying:
+            self._land()
+
+
+def _is_left(use: Use, running: int | None) -> bool:
+    """Whether autograd runs a node from before a use."""
+    return running is not None and use.sequence > running
+
+
+def _start_scatter(leaves: Sequence[Leaf], grads: Sequence[torch.Tensor]) -> Any:
+    """Start to reduce gradients of leaves that share a transform; when that is finished, they have its new state."""
+    transform, specs = leaves[0].spec.transform, tuple(leaf.spec for leaf in leaves)
+    assert transform is not None
+    if not transform.has_state:
+        return transform.start_scatter(grads, specs)
+    finish = transform.start_scatter_with_state(grads, specs, [leaf.state for leaf in leaves])
+
+    def finish_states() -> Sequence[torch.Tensor]:
+        reduced, states = finish()
+        for leaf, state in zip(leaves, states, strict=True):
+            leaf.state = state
+        return reduced
+
+    return finish_states

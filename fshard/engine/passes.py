@@ -1,0 +1,173 @@
+"""Passes: applications of a model, which gather its units in one order whatever a rank enters."""
+
+from collections.abc import Callable, Sequence
+
+from fshard.engine.forward import Forward
+from fshard.engine.schedule import Part, merge
+from fshard.engine.unit import Leaf, Unit, Use
+
+
+class Pass:
+    """One pass over the units of a model, or over those that a caller's schedule names.
+
+    Units are gathered ahead by the schedule. One that is passed over is gathered at its turn all the same, so that
+    ranks stay in step whatever each of them enters; inside a submodule that runs it is held until that has ended,
+    because it may only come later than its turn. One that is entered again is gathered outside the schedule.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        name: str,
+        units: Sequence[Unit],
+        ends: Sequence[int],
+        apart: Sequence[bool],
+        again: Callable[[Unit], Use],
+    ) -> None:
+        """Begin before the first unit.
+
+        Args:
+            forward: The forward that it is a part of.
+            name: The model's name.
+            units: In the order of their gathering, each before those that lie inside it.
+            ends: For each unit, the number of the first unit behind it that does not lie inside it.
+            apart: Which units are never merged, because ranks may enter them in an order of their own.
+            again: Finds the use of a unit, gathered, for a checkpoint that computes with it in the backward.
+        """
+        parts = [
+            Part(unit.nbytes, unit.is_regathered, unit.policy.merge_bytes, end, alone)
+            for unit, end, alone in zip(units, ends, apart, strict=True)
+        ]
+        self._forward, self._again, self._buckets = forward, again, merge(parts)
+        self._units = [_merged(units[b.first : b.last + 1], b.regathered) for b in self._buckets]
+        self._uses = [] if forward.over else forward.begin(name, self._units, self._buckets)
+        self._bucket_of = [n for n, b in enumerate(self._buckets) for _ in range(b.first, b.last + 1)]
+        self._holders: dict[Leaf, list[int]] = {}
+        for number, unit in enumerate(self._units):
+            for leaf in unit.leaves:
+                self._holders.setdefault(leaf, []).append(number)
+        self._over = False
+        self._open: dict[int, Use] = {}
+        self._held: dict[int, Use] = {}
+        self._scopes: list[int] = []
+        self._running: list[range] = []
+
+    def enter(self, number: int) -> None:
+        """Open the scope of a unit."""
+        self._reach(self._bucket_of[number])
+        self._scopes.append(number)
+
+    def leave(self, number: int) -> None:
+        """Close the scope of a unit; its tensors go with the last unit of its bucket."""
+        while self._scopes and self._scopes.pop() != number:
+            pass
+        bucket = self._bucket_of[number]
+        if number == self._buckets[bucket].last and not self._in_scope(bucket) and bucket in self._open:
+            self._leave(self._open.pop(bucket))
+
+    def begin(self, units: range) -> None:
+        """Note that a submodule starts to run, which holds these units."""
+        self._running.append(units)
+
+    def finish(self, units: range) -> None:
+        """Note that it has run."""
+        while self._running and self._running.pop() != units:
+            pass
+        for bucket in list(self._held):
+            if not self._share_submodule(bucket, bucket):
+                self._leave(self._held.pop(bucket))
+
+    def has(self, unit: Unit) -> bool:
+        """Whether a bucket holds all leaves of a unit, and may still come, or come again."""
+        bucket = self._bucket_with(unit.leaves[0])
+        if bucket is None or (self._over and not self._forward.over):
+            return False
+        return all(leaf in self._units[bucket].places for leaf in unit.leaves)
+
+    def find(self, leaf: Leaf, in_turn: bool = False) -> tuple[Use, int]:
+        """Find the use that holds a leaf, innermost scope first; open its bucket where none does.
+
+        Args:
+            leaf: The leaf.
+            in_turn: Whether the schedule moves on to its bucket, rather than gather it once more outside the schedule.
+        """
+        inner = (self._open[self._bucket_of[number]] for number in reversed(self._scopes))
+        found = next((use for use in (*inner, *self._open.values()) if leaf in use.unit.places), None)
+        if found is None:
+            bucket = self._bucket_with(leaf)
+            assert bucket is not None
+            found = self._reach(bucket, in_turn)
+        return found, found.unit.places[leaf]
+
+    def end(self) -> None:
+        """Take part in the rest of the schedule, and close everything."""
+        self._over = True
+        self._scopes, self._running = [], []
+        for use in (*self._open.values(), *self._held.values()):
+            self._leave(use)
+        self._open, self._held = {}, {}
+        if self._uses and not self._uses[-1].opened and not self._forward.over:
+            self._forward.reach(self._uses[-1])
+            self._forward.leave(self._uses[-1])
+
+    def _bucket_with(self, leaf: Leaf) -> int | None:
+        """The bucket that holds a leaf: of several, as of tied ones, the next that has not been opened."""
+        holders = self._holders.get(leaf, [])
+        ahead = (number for number in holders if self._uses and not self._uses[number].opened)
+        return next(ahead, holders[0] if holders else None)
+
+    def _in_scope(self, bucket: int) -> bool:
+        return any(self._bucket_of[number] == bucket for number in self._scopes)
+
+    def _leave(self, use: Use) -> None:
+        if self._forward.over:
+            use.take_back()
+        else:
+            self._forward.leave(use)
+
+    def _reach(self, bucket: int, in_turn: bool = True) -> Use:
+        """Open a bucket, and close those that stand open without a scope, such as of a leaf read outside its module.
+
+        Such a reading before its module's turn, as of a weight's dtype, leaves the schedule alone.
+        """
+        for other in [n for n in self._open if n != bucket and not self._in_scope(n)]:
+            self._leave(self._open.pop(other))
+        if bucket in self._open:
+            return self._open[bucket]
+        if self._forward.over:
+            use = self._again(self._units[bucket])
+        elif bucket in self._held:
+            use = self._held.pop(bucket)
+        elif self._uses[bucket].opened or not (in_turn or self._is_next(bucket)):
+            inside = [self._open[self._bucket_of[number]] for number in self._scopes]
+            use = self._forward.insert(self._units[bucket], inside)
+        else:
+            use = self._uses[bucket]
+            self._forward.reach(use, lambda passed: self._pass_over(passed, bucket))
+        self._open[bucket] = use
+        return use
+
+    def _is_next(self, bucket: int) -> bool:
+        first = next(n for n, use in enumerate(self._uses) if not use.opened)
+        return bucket == first or self._share_submodule(first, bucket)
+
+    def _pass_over(self, use: Use, entered: int) -> None:
+        """Hold a use that was passed over where a submodule that runs may still come to it; leave it else."""
+        number = self._uses.index(use) if use in self._uses else None
+        if number is not None and self._share_submodule(number, entered):
+            self._held[number] = use
+        else:
+            self._forward.leave(use)
+
+    def _share_submodule(self, one: int, other: int) -> bool:
+        """Whether a submodule runs that holds both buckets."""
+        firsts = [self._buckets[number].first for number in (one, other)]
+        return any(all(first in units for first in firsts) for units in self._running)
+
+
+def _merged(units: Sequence[Unit], regathered: bool) -> Unit:
+    """Join the units of a bucket into one."""
+    if len(units) == 1:
+        return Unit(units[0].name, units[0].leaves, regathered)
+    leaves = dict.fromkeys(leaf for unit in units for leaf in unit.leaves)
+    return Unit(f"{units[0].name} to {units[-1].name}", tuple(leaves), regathered)

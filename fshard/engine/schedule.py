@@ -1,0 +1,211 @@
+"""The schedule: which units are gathered, computed with, reduced and dropped, in one order on every rank.
+
+All functions here are pure: they map descriptions of units, and facts of a forward, to lists of steps. The engine, its
+trace by `fs.jit`, and error messages read those lists.
+"""
+
+import itertools
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+
+class Kind(Enum):
+    """What a step does.
+
+    GATHER starts the all-gather of a use. OPEN is where the forward starts to compute with it, and the backward to
+    differentiate that. REDUCE reduces the gradient of one of its leaves. CLOSE is where another use may take its place.
+    """
+
+    GATHER = "gather"
+    OPEN = "open"
+    REDUCE = "reduce"
+    CLOSE = "close"
+
+
+class Step(NamedTuple):
+    """One step of a forward or a backward.
+
+    Attributes:
+        kind: What it does.
+        use: Number of the use, in the order of the forward.
+        leaf: For REDUCE, the number of the leaf in its unit.
+    """
+
+    kind: Kind
+    use: int
+    leaf: int = -1
+
+
+class Part(NamedTuple):
+    """A unit of a module, before small neighbours are merged.
+
+    Attributes:
+        nbytes: Bytes that a gather of it moves.
+        regathered: Whether it is dropped after the forward and gathered again in the backward.
+        merge_bytes: Neighbours are merged up to this size.
+        end: Number of the first unit behind it that does not lie inside it.
+        apart: Whether it is never merged, because ranks may enter it in an order of their own.
+    """
+
+    nbytes: int
+    regathered: bool
+    merge_bytes: int
+    end: int
+    apart: bool = False
+
+
+class Bucket(NamedTuple):
+    """Units that are gathered together.
+
+    Attributes:
+        regathered: Whether they are dropped after the forward and gathered again in the backward.
+        first: Number of the first of them.
+        last: Number of the last of them.
+        end: Number of the unit after the last one that lies inside them.
+        small: Whether it is gathered ahead together with the next one, rather than in its place.
+    """
+
+    regathered: bool
+    first: int
+    last: int
+    end: int
+    small: bool
+
+
+def merge(parts: Sequence[Part]) -> list[Bucket]:
+    """Merge small neighbours.
+
+    Args:
+        parts: Units in the order of their gathering, each before those that lie inside it.
+
+    Returns:
+        The buckets. Units that hold others or lie in different ones are not merged.
+    """
+    buckets: list[Bucket] = []
+    around: list[int] = []
+    size, parent_before = 0, -1
+    for i, part in enumerate(parts):
+        while around and parts[around[-1]].end <= i:
+            around.pop()
+        parent = around[-1] if around else -1
+        last = buckets[-1] if buckets else None
+        # Leaves that ranks hold whole cost nothing to gather, and can go with any.
+        fits = part.nbytes == 0 or size + part.nbytes <= part.merge_bytes
+        chained = last is not None and last.end == i == part.end - 1 and parent == parent_before
+        apart = part.apart or parts[i - 1].apart
+        if last and chained and fits and last.regathered == part.regathered and not apart:
+            size += part.nbytes
+            buckets[-1] = Bucket(last.regathered, last.first, i, i + 1, size < part.merge_bytes)
+        else:
+            size = part.nbytes
+            buckets.append(Bucket(part.regathered, i, i, part.end, size < part.merge_bytes))
+        parent_before = parent
+        if part.end > i + 1:
+            around.append(i)
+    return buckets
+
+
+def forward(small: Sequence[bool], prefetch: Sequence[int], first: int = 0) -> list[Step]:
+    """List the steps of a pass over uses whose order is known.
+
+    Args:
+        small: For each use whether it is gathered ahead together with the next one.
+        prefetch: For each use how many large ones are gathered ahead while it computes.
+        first: Number of the first of them.
+
+    Returns:
+        GATHER and OPEN of each.
+    """
+    steps: list[Step] = []
+    started = 0
+
+    def gather(count: int, large: int) -> None:
+        nonlocal started
+        while count and started < len(small) and (large := large + (not small[started])) <= count:
+            steps.append(Step(Kind.GATHER, first + started))
+            started += 1
+
+    for number, count in enumerate(prefetch):
+        if started == number:
+            gather(1, 0)
+        gather(count, sum(not yes for yes in small[number + 1 : started]))
+        steps.append(Step(Kind.OPEN, first + number))
+    return steps
+
+
+class Turn(NamedTuple):
+    """What the backward must know of one use.
+
+    Attributes:
+        again: Whether it is gathered again.
+        prefetch: How many uses are gathered ahead while it is differentiated.
+        due: The leaves whose gradients are complete where the backward leaves it, in the order of their reduction.
+        nbytes: Bytes of each of these gradients.
+    """
+
+    again: bool
+    prefetch: int
+    due: tuple[int, ...] = ()
+    nbytes: tuple[int, ...] = ()
+
+    @property
+    def early(self) -> int:
+        """How many reductions come before the last quarter of the bytes: most full tensors have gone by then."""
+        sums = list(itertools.accumulate(self.nbytes))
+        return sum(4 * total <= 3 * sums[-1] for total in sums)
+
+
+def backward(events: Sequence[Step], turns: Sequence[Turn]) -> list[Step]:
+    """Turn a forward around.
+
+    Args:
+        events: OPEN and CLOSE of each use, in the order of the forward.
+        turns: The uses by their numbers.
+
+    Returns:
+        The steps: a unit's tensors are needed from where the forward closed it, and its gradients are complete where
+        the forward opened it.
+    """
+    again = [step.use for step in reversed(events) if step.kind is Kind.CLOSE and turns[step.use].again]
+    place = {use: n for n, use in enumerate(again)}
+    steps: list[Step] = []
+    started = passed = 0
+
+    def gather(to: int) -> int:
+        steps.extend(Step(Kind.GATHER, use) for use in again[started:to])
+        return max(started, to)
+
+    for event in reversed(events):
+        turn = turns[event.use]
+        if event.kind is Kind.CLOSE:
+            passed = max(passed, place.get(event.use, -1) + 1)
+            # The next unit comes when most of this one has gone, unless that is all at once.
+            started = gather(passed if turn.early else min(len(again), passed + turn.prefetch))
+            steps.append(Step(Kind.OPEN, event.use))
+            continue
+        for n, leaf in enumerate(turn.due, start=1):
+            steps.append(Step(Kind.REDUCE, event.use, leaf))
+            if n == turn.early:
+                started = gather(min(len(again), passed + turn.prefetch))
+        steps.append(Step(Kind.CLOSE, event.use))
+    return steps
+
+
+def postponed(events: Sequence[Step], needed: Sequence[int]) -> list[Step]:
+    """Let uses close no sooner than the checkpoints that compute with them again: the backward begins with those.
+
+    Args:
+        events: OPEN and CLOSE of each use, in the order of the forward.
+        needed: For each use how many events came before the end of a checkpoint that will need it; 0 where none will.
+
+    Returns:
+        The events in their new order.
+    """
+
+    def key(numbered: tuple[int, Step]) -> tuple[int, bool]:
+        number, event = numbered
+        until = needed[event.use] - 1 if event.kind is Kind.CLOSE else 0
+        return max(number, until), until > number
+
+    return [event for _, event in sorted(enumerate(events), key=key)]

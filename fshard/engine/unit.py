@@ -1,0 +1,386 @@
+"""Leaves, units and uses: the owners of full tensors and of partial gradients."""
+
+import fnmatch
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from fshard import _compat, comm
+from fshard.checks import check_versions, kind, writes_counted
+from fshard.errors import Problem, leaf_error
+from fshard.objective import divided
+from fshard.tree import Residency, Sharded
+
+_PLAIN = Residency()
+
+
+class Like(NamedTuple):
+    """Shape, dtype and device of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Leaf:
+    """One leaf as a call sees it: the owner of its gradient.
+
+    Attributes:
+        path: The leaf's path.
+        spec: Its spec.
+        tensor: The local tensor that autograd knows: the call's own leaf, or one computed from such.
+        stored: The same outside of any graph.
+        trained: Whether it takes a gradient.
+        derived: Whether it was computed inside the call, so that autograd goes on from its reduced gradient.
+        like: Shape, dtype and device of the full tensor, once it has been gathered.
+        alone: Whether it is large enough for an autograd node and a collective of its own.
+        keeper: The use that keeps its full tensor for others, where the policy says so.
+        first: The first use of the running forward, in whose backward the gradient is complete.
+        several: Whether gradients of several microbatches are added up.
+        partial: This rank's full gradient so far.
+        owed: Whether a reduction of it is due on every rank, whether this one has used the leaf or not.
+        grad: Its reduced gradient.
+        used: Whether a backward of this rank has reached it.
+        state: The state of its transform, if that has one.
+        hooks: Functions that run on this rank's full gradient in each backward, by the numbers of their registrations.
+    """
+
+    __slots__ = (
+        *("_owns_grad", "_owns_partial", "_unhooked", "alone", "derived", "first", "grad", "hooks", "keeper", "like"),
+        *("owed", "partial", "path", "several", "spec", "state", "stored", "tensor", "trained", "used"),
+    )
+
+    def __init__(self, path: str, leaf: Sharded, derived: bool = False) -> None:
+        """Take a leaf in."""
+        self.path, self.spec, self.tensor, self.derived = path, leaf.spec, leaf.local, derived
+        self.stored = leaf.local.detach()
+        self.trained = leaf.local.requires_grad
+        transform = leaf.spec.transform
+        if derived and self.trained and transform and transform.has_state:
+            found = "a leaf computed from others whose transform has a state"
+            remedy = "gather leaves as they are, or give the result the spec of one whose transform has no state"
+            raise leaf_error("gather: no state", [Problem(path, found, "one of the parameters")], remedy)
+        self.like: Like | None = None
+        self.alone = self.several = self.owed = self.used = False
+        self.keeper: Use | None = None
+        self.first: Use | None = None
+        self.partial: torch.Tensor | None = None
+        self.grad: torch.Tensor | None = None
+        self._owns_grad = self._owns_partial = False
+        self.state: Any = None
+        self.hooks: dict[int, Callable[[torch.Tensor], torch.Tensor | None]] = {}
+        self._unhooked: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full tensor."""
+        assert self.like is not None
+        return self.like.shape.numel() * self.like.dtype.itemsize
+
+    def zeros(self) -> torch.Tensor:
+        """Make the gradient of a rank that did not use the leaf."""
+        assert self.like is not None
+        return torch.zeros(self.like.shape, dtype=self.like.dtype, device=self.like.device)
+
+    def gathered(self, full: torch.Tensor) -> None:
+        """Note dtype and shape of the full tensor, the same on every rank."""
+        if self.like is None:
+            self.like = Like(full.shape, full.dtype, full.device)
+            transform = self.spec.transform
+            self.alone = self.nbytes >= ((transform and transform.bucket_bytes) or comm.PACK_BYTES)
+
+    def add_partial(self, grad: torch.Tensor) -> None:
+        """Add to this rank's full gradient; where hooks are to run, to that of the running backward."""
+        self.used = True
+        if self.hooks:
+            self._unhooked = grad if self._unhooked is None else self._unhooked + grad
+        else:
+            self._add(grad)
+
+    def run_hooks(self) -> None:
+        """Run hooks on the gradient of the running backward, which is complete, and add their result.
+
+        Raises:
+            ValueError: if a hook returns something else than a gradient.
+        """
+        if self._unhooked is None:
+            return
+        # A copy, which hooks may keep or write to.
+        grad, self._unhooked = self._unhooked.clone(), None
+        for hook in self.hooks.values():
+            with torch.no_grad():
+                found = hook(grad)
+            fits = isinstance(found, torch.Tensor) and _same_kind(found, grad)
+            if found is not None and not fits:
+                problem = Problem(self.path, kind(found), f"None or {kind(grad)}")
+                remedy = "return one like its argument"
+                raise leaf_error("register_hook: a hook's result is no gradient", [problem], remedy)
+            grad = grad if found is None else found.detach()
+        self._add(grad)
+
+    def take_partial(self) -> torch.Tensor:
+        """Hand over this rank's full gradient; zeros where it has none."""
+        grad, self.partial, self.owed = self.partial, None, False
+        return self.zeros() if grad is None else grad
+
+    def _add(self, grad: torch.Tensor) -> None:
+        # The first part may be anybody's tensor, a sum is the leaf's own.
+        if self.partial is None:
+            self.partial, self._owns_partial = grad, False
+        else:
+            wide = self._widened(self.partial)
+            self.partial = wide.add_(grad) if self._owns_partial or wide is not self.partial else wide + grad
+            self._owns_partial = True
+
+    def _widened(self, grad: torch.Tensor) -> torch.Tensor:
+        """Cast a part of the gradient to the dtype in which parts are added up."""
+        return grad.to(self.spec.sum_dtype(grad.dtype)) if self.several else grad
+
+    def take(self, grad: torch.Tensor, divisor: Any = 1, own: bool | None = None) -> None:
+        """Add a part of the reduced gradient, divided.
+
+        Args:
+            grad: The part.
+            divisor: Number to divide it by.
+            own: Whether it may be written to; None asks the transform that reduced it.
+        """
+        own = bool(self.spec.transform and self.spec.transform.new_gradients) if own is None else own
+        stored = self.stored.dtype
+        wide = grad.to(self.spec.sum_dtype(stored) if self.several else stored)
+        grad, own = wide, own or wide is not grad
+        if not (isinstance(divisor, int) and divisor == 1):
+            grad, own = grad.div_(divisor) if own else divided(grad, divisor), True
+        if self.grad is not None:
+            grad, own = self.grad.add_(grad) if self._owns_grad else self.grad + grad, True
+        self.grad, self._owns_grad = grad, own
+
+    def take_reduced(self) -> torch.Tensor:
+        """Hand over the reduced gradient to autograd, which goes on from it."""
+        grad, self.grad = self.grad, None
+        assert grad is not None
+        return grad
+
+    def take_grad(self, divisor: Any = 1) -> torch.Tensor:
+        """Hand over the reduced gradient, divided and in the stored dtype; zeros where this rank has none."""
+        grad, self.grad = self.grad, None
+        return torch.zeros_like(self.stored) if grad is None else divided(grad, divisor).to(self.stored.dtype)
+
+
+def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.shape, a.dtype, a.device, a.layout) == (b.shape, b.dtype, b.device, b.layout)
+
+
+def policy_of(leaves: Sequence[Leaf]) -> Residency:
+    """Find the reshard policy of leaves that share one strategy; the default where their specs have none."""
+    return next((leaf.spec.residency for leaf in leaves if leaf.spec.residency), _PLAIN)
+
+
+def by_transform(leaves: Sequence[Leaf], numbers: Sequence[int]) -> dict[Any, list[int]]:
+    """Group the numbers of leaves by their transform."""
+    groups: dict[Any, list[int]] = {}
+    for i in numbers:
+        groups.setdefault(leaves[i].spec.transform, []).append(i)
+    return groups
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Leaves that are gathered together.
+
+    Attributes:
+        name: For errors and policies.
+        leaves: The leaves.
+        regathered: Whether it is dropped after its forward and gathered again; None asks the policy of its leaves.
+    """
+
+    name: str
+    leaves: tuple[Leaf, ...]
+    regathered: bool | None = None
+
+    @functools.cached_property
+    def places(self) -> dict[Leaf, int]:
+        """The number of each leaf."""
+        return {leaf: i for i, leaf in enumerate(self.leaves)}
+
+    @functools.cached_property
+    def policy(self) -> Residency:
+        """The policy of its leaves."""
+        return policy_of(self.leaves)
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes that a gather of it moves: the full leaves as they are stored."""
+        split = (leaf for leaf in self.leaves if leaf.spec.partition)
+        return sum(math.prod(leaf.spec.padded_shape) * leaf.stored.element_size() for leaf in split)
+
+    @functools.cached_property
+    def is_regathered(self) -> bool:
+        """Whether its policy drops it after its forward."""
+        rule = self.policy.regather if self.regathered is None else self.regathered
+        if isinstance(rule, bool):
+            return rule
+        if callable(rule):
+            return bool(rule(self.name))
+        patterns = (rule,) if isinstance(rule, str) else rule
+        return any(fnmatch.fnmatchcase(self.name, pattern) for pattern in patterns)
+
+
+class State(Enum):
+    """Where the full tensors of a use are."""
+
+    ABSENT = "absent"
+    GATHERING = "gathering"
+    FULL = "full"
+    RELEASED = "released"
+
+
+class Use:
+    """One gathering of a unit in a forward, and again in its backward: the owner of its full tensors.
+
+    Attributes:
+        unit: The unit.
+        number: Its number among the uses of a forward, once it has been opened.
+        regathered: Whether its tensors are dropped after the forward.
+        state: Where its full tensors are.
+        full: The full tensors, by leaf; None for single ones that were dropped.
+        outputs: Tensors handed out to the function, by leaf, while the unit is open; autograd knows them.
+        opened: Whether the forward has come to it.
+        closed: Whether another one has taken its place in the forward.
+        saved: Whether the backward needs its tensors: autograd saved a handle of one, or a checkpoint will run its
+            forward again.
+        sequence: Number of the first autograd node that may have used it.
+        checkpoints: How many checkpoints of this rank's compute with it.
+        until: Number of the use that the backward must have left before the tensors may go, because a checkpoint of
+            this rank's may need them until then; None where none does.
+        anchor: Output of a node that the backward must reach on every rank.
+    """
+
+    __slots__ = (
+        *("_finish", "_handed_out", "_versions", "anchor", "checkpoints", "closed", "full", "number", "opened"),
+        *("outputs", "regathered", "saved", "sequence", "state", "unit", "until"),
+    )
+
+    def __init__(self, unit: Unit, regathered: bool) -> None:
+        """Nothing is gathered yet."""
+        self.unit, self.number, self.regathered, self.state = unit, -1, regathered, State.ABSENT
+        self.full: list[torch.Tensor | None] = []
+        self.outputs: dict[int, torch.Tensor] = {}
+        self.opened = self.closed = self.saved = False
+        self.sequence = self.checkpoints = 0
+        self.until: int | None = None
+        self.anchor: torch.Tensor | None = None
+        self._handed_out: list[tuple[dict[str, Any], str]] = []
+        self._finish: list[tuple[list[int], Callable[[], Sequence[torch.Tensor]]]] = []
+        self._versions: list[int] = []
+
+    @_compat.outside_selective_checkpoint()
+    def start(self, pool: list[torch.Tensor]) -> None:
+        """Start to gather, unless that is under way.
+
+        Args:
+            pool: Buffers that the gather may write to; those that it leaves are gone afterwards.
+        """
+        if self.state in (State.GATHERING, State.FULL):
+            return
+        leaves = self.unit.leaves
+        missing = [i for i, leaf in enumerate(leaves) if leaf.keeper is None]
+        if not self.regathered:
+            for i in missing:
+                leaves[i].keeper = self
+        groups = by_transform(leaves, missing)
+        paths = [leaves[i].path for i in missing]
+        with writes_counted(), torch.no_grad(), comm.reusing(pool), comm.concerning(self.unit.name, paths):
+            self._finish = [
+                (group, transform.start_gather([leaves[i].stored for i in group], [leaves[i].spec for i in group]))
+                for transform, group in groups.items()
+            ]
+        self.state = State.GATHERING
+
+    @_compat.outside_selective_checkpoint()
+    def wait(self) -> list[torch.Tensor | None]:
+        """Wait for the full tensors, and gather them if need be."""
+        if self.state is not State.FULL:
+            self.start([])
+            leaves = self.unit.leaves
+            found: dict[int, torch.Tensor] = {}
+            finishing, self._finish = self._finish, []
+            with writes_counted(), torch.no_grad():
+                for group, finish in finishing:
+                    for i, gathered in zip(group, finish(), strict=True):
+                        found[i] = comm.reusable(gathered)
+                        leaves[i].gathered(found[i])
+            for i, leaf in enumerate(leaves):
+                if i not in found:
+                    assert leaf.keeper is not None
+                    found[i] = leaf.keeper.tensor_of(leaf)
+            self.full, self.state = [found[i] for i in range(len(leaves))], State.FULL
+            self._versions = [_compat.version(found[i]) for i in range(len(leaves))]
+        return self.full
+
+    def tensor_of(self, leaf: Leaf) -> torch.Tensor:
+        """The full tensor of a leaf."""
+        found = self.wait()[self.unit.places[leaf]]
+        assert found is not None
+        return found
+
+    def drop(self, index: int, pool: list[torch.Tensor] | None = None) -> None:
+        """Drop the full tensor of one leaf.
+
+        Args:
+            index: Its number.
+            pool: Takes its memory, if nobody else holds it and the next gather may write to it.
+        """
+        if self.state is State.FULL:
+            tensor, self.full[index] = self.full[index], None
+            if (
+                pool is not None
+                and self.regathered
+                and tensor is not None
+                and (memory := comm.spare(tensor)) is not None
+            ):
+                pool.append(memory)
+
+    def release(self, pool: list[torch.Tensor] | None = None) -> None:
+        """Drop all full tensors."""
+        if self.state is State.FULL:
+            for index in range(len(self.full)):
+                self.drop(index, pool)
+            self.full, self.state = [], State.RELEASED
+        elif self.state is State.GATHERING:
+            # This rank had no use for it, but the gather is under way.
+            self.wait()
+            self.release(pool)
+
+    def group_of(self, index: int) -> list[int]:
+        """List the leaves that share an autograd node with one: small ones do, and so a buffer of gradients."""
+        leaves = self.unit.leaves
+        if leaves[index].alone and not leaves[index].derived:
+            return [index]
+        derived = leaves[index].derived
+        return [
+            i
+            for i, leaf in enumerate(leaves)
+            if i not in self.outputs and leaf.trained and leaf.derived == derived and (derived or not leaf.alone)
+        ]
+
+    def hand_out(self, holder: dict[str, Any], key: str) -> None:
+        """Note where an output was put, to be taken from there when the unit's scope ends."""
+        self._handed_out.append((holder, key))
+
+    def take_back(self) -> None:
+        """Take back what was handed out: outside of its scope nobody finds a unit's tensors."""
+        self.outputs = {}
+        for holder, key in self._handed_out:
+            holder.pop(key, None)
+        self._handed_out = []
+
+    def check_writes(self, what: str) -> None:
+        """Refuse in-place writes to full tensors, which would not reach the parameters, or reach them unseen."""
+        if self.state is State.FULL:
+            paths, stored = zip(*((leaf.path, leaf.stored) for leaf in self.unit.leaves), strict=True)
+            check_versions(what, paths, self.full, self._versions, stored)

@@ -1,0 +1,256 @@
+"""Ranks vote on the order of a call's collectives when it is new, and follow it afterwards."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fshard as fs
+from fshard.testing import assert_trees_close, spmd
+from tests.trees import assert_same_bits, none_as_zeros, normal, one_axis
+
+LAYERS = 6
+FULL = {f"{i}": normal(i)(4, 4) / 2 for i in range(LAYERS)}
+
+
+def params_of(**options):
+    return fs.shard(FULL, fs.zero3(one_axis(), min_shard_elements=0, **{"merge_bytes": 0, **options}))
+
+
+def x_of():
+    return normal(100 + dist.get_rank())(3, 4)
+
+
+def run_layers(params, names, gather=fs.gather):
+    h = x_of()
+    for name in names:
+        h = torch.tanh(h @ gather(params[name]))
+    return h.square().sum()
+
+
+def reference(f, params):
+    """By law 5, with nothing gathered just in time."""
+    grads, value = torch.func.grad_and_value(lambda p: fs.objective(f(fs.gather(p)), like=p))(params)
+    return value, grads
+
+
+def assert_same(found, expected, params):
+    value, grads = found
+    assert_trees_close((value, none_as_zeros(grads, params)), expected, rtol=1e-12, atol=1e-12)
+
+
+def votes(record):
+    return sum(entry.label == "agree" for entry in record)
+
+
+MODEL = fs.functionalize(nn.Sequential(*(nn.Linear(4, 4) for _ in range(LAYERS))).double(), units=nn.Linear)
+MODEL_FULL = {name: normal(i)(*shape) for i, (name, shape) in enumerate(MODEL._shapes.items())}
+
+
+def steps_of_a_model():
+    params = fs.shard(MODEL_FULL, fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))
+
+    def loss(params):
+        return MODEL.apply(params, x_of()).square().sum()
+
+    return lambda: fs.value_and_grad(loss)(params)
+
+
+def steps_of_a_loop():
+    params = params_of()
+    return lambda: fs.value_and_grad(lambda p: run_layers(p, FULL))(params)
+
+
+def evaluations():
+    params = fs.shard(MODEL_FULL, fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))
+    return lambda: MODEL.apply(params, x_of())
+
+
+# How many messages a call has once its order is known, and how many gathers and objectives: the first unit's weight is
+# not saved, and the last one's stays.
+STEADY = {
+    "a model": (steps_of_a_model, 1, LAYERS + (LAYERS - 2) + 1),
+    "a plain loop": (steps_of_a_loop, 1, LAYERS + (LAYERS - 2) + 1),
+    "an evaluation": (evaluations, 2, LAYERS),
+}
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_a_known_order_costs_one_message(name):
+    make, messages, others = STEADY[name]
+
+    def program():
+        step, records, results = make(), [], []
+        for _ in range(3):
+            with fs.comm.record() as record:
+                results.append(step())
+            records.append([entry.label for entry in record])
+        for result in results[1:]:
+            assert_same_bits(fs.tree_leaves(result), fs.tree_leaves(results[0]))
+        return records
+
+    for world_size in (2, 3):
+        first, *rest = spmd(program, world_size)
+        assert all(other == first for other in rest)
+        _, second, third = first
+        assert second == third
+        assert third.count("agree") == messages
+        assert len([label for label in third if label in ("gather", "objective")]) == others
+
+
+def test_ranks_that_depart_alike_vote_again(workers):
+    """As where layers are dropped at random: the step runs again from the same random numbers."""
+    orders = ["012345", "01345", "012345", "0345", "12"]
+
+    def program():
+        params, counts = params_of(), []
+        for names in orders:
+
+            def loss(params, names=names):
+                return run_layers(params, names) * torch.rand((), dtype=torch.float64)
+
+            torch.manual_seed(7)
+            with fs.comm.record() as record:
+                found = fs.value_and_grad(loss)(params)
+            after = torch.get_rng_state()
+            counts.append(votes(record))
+            torch.manual_seed(7)
+            assert_same(found, reference(loss, params), params)
+            assert torch.equal(after, torch.get_rng_state())
+        return counts
+
+    # Votes: one at the start, one on each gather, one at the end. The second and third call follow an order first; what
+    # departs often votes from the start.
+    assert spmd(program, workers(2)) == [[8, 1 + 7, 1 + 8, 6, 4]] * 2
+
+
+def test_a_rank_that_departs_alone_is_named_on_every_rank():
+    def program():
+        params = params_of()
+
+        def loss(params, names):
+            return run_layers(params, names)
+
+        step = fs.value_and_grad(loss)
+        expected = step(params, "012")
+        with pytest.raises(ValueError, match=r"value_and_grad: ranks do not do the same\n") as caught:
+            step(params, "012" if dist.get_rank() else "01")
+        assert_same_bits(fs.tree_leaves(step(params, "012")), fs.tree_leaves(expected))
+        return str(caught.value)
+
+    for world_size in (2, 3):
+        first, *rest = spmd(program, world_size)
+        assert rest == [first] * (world_size - 1)
+        assert "expected f ended as on rank shard=0, got gather ['2'] on rank shard=1" in first
+
+
+class _FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise KeyError("in the backward")
+
+
+def fail(where, i, n):
+    """Fails before, in the middle of or behind the layers, or in the backward."""
+    if where == i or (where == "end" and i == n):
+        raise KeyError(f"at {i}")
+
+
+FAILURES = (0, 3, "end", "backward")
+
+
+@pytest.mark.parametrize("communicate", (None, "each", "once"))
+@pytest.mark.parametrize("where", FAILURES)
+def test_a_rank_that_fails_takes_part_and_tells_the_others(where, communicate):
+    """In its third step, whose order is known; nobody waits, and the step after it is as before."""
+
+    def program():
+        params = params_of(prefetch=2)
+
+        def loss(params, fails):
+            h = x_of()
+            for i in range(LAYERS):
+                fail(where if fails else None, i, LAYERS)
+                h = torch.tanh(h @ fs.gather(params[f"{i}"]))
+            fail(where if fails else None, LAYERS, LAYERS)
+            return (_FailsInBackward.apply(h) if fails and where == "backward" else h).square().sum()
+
+        def step(fails):
+            if communicate is None:
+                return fs.value_and_grad(loss)(params, fails)
+            return fs.accumulate(loss, communicate=communicate)(params, [False, fails, False])
+
+        expected = step(False)
+        with pytest.raises((KeyError, RuntimeError)) as caught:
+            step(dist.get_rank() == 1)
+        assert_same_bits(fs.tree_leaves(step(False)), fs.tree_leaves(expected))
+        return str(caught.value)
+
+    phase, text = ("the backward", "in the backward") if where == "backward" else ("f", f"at {where}")
+    verb, text = "accumulate" if communicate else "value_and_grad", text.replace("at end", f"at {LAYERS}")
+    other = (
+        f"{verb}: another rank failed, and this one stops with it: on rank shard=1 {phase} raised KeyError: {text!r}"
+    )
+    assert spmd(program, 3) == [other, repr(text), other]
+
+
+def test_a_rank_may_save_tensors_that_the_order_does_not_regather():
+    """It keeps them, and tells the others, so that ranks vote in the next step."""
+
+    def program():
+        params = params_of()
+
+        def loss(params, detached):
+            h = x_of()
+            for i in range(3):
+                full = fs.gather(params[f"{i}"])
+                # A product saves its weight for the gradient of the other operand alone.
+                h = (h.detach() if detached and i == 1 else h) @ full
+            return h.square().sum()
+
+        counts = []
+        for detached in (True, True, dist.get_rank() == 0, False, False):
+            with fs.comm.record() as record:
+                found = fs.value_and_grad(loss)(params, detached)
+            assert_same(found, reference(partial(loss, detached=detached), params), params)
+            counts.append(votes(record))
+        return counts
+
+    first, second = spmd(program, 2)
+    assert first == second
+    assert [count == 1 for count in first] == [False, True, True, False, True]
+
+
+def test_a_unit_that_one_rank_enters_twice_is_named_on_every_rank():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.early, self.shared = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, twice):
+            x = self.shared(self.early(x))
+            return self.shared(self.early(x) if twice else x)
+
+    model = fs.functionalize(Twice().double(), units=nn.Linear)
+
+    def program():
+        params = model.init(fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0), seed=0)
+
+        def loss(params, twice):
+            return model.apply(params, x_of(), twice).square().sum()
+
+        with pytest.raises(ValueError, match=r"value_and_grad: ranks do not do the same\n") as caught:
+            fs.value_and_grad(loss)(params, dist.get_rank() == 0)
+        for twice in (True, False, True, True):
+            found = fs.value_and_grad(loss)(params, twice)
+            assert_same(found, reference(partial(loss, twice=twice), params), params)
+        return str(caught.value)
+
+    first, second = spmd(program, 2)
+    assert first == second
