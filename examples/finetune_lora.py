@@ -96,7 +96,7 @@ def merged(base: Any, factors: Any, alpha: float) -> Any:
         weight, a = base[name], pair["a"]
         change = alpha / a.local.shape[1] * (a.local @ b[name])
         # What something trained was added to is no longer frozen.
-        out[name] = fs.Sharded(weight.local + change, replace(weight.spec, frozen=False))
+        out[name] = replace(weight, local=weight.local + change, spec=replace(weight.spec, frozen=False))
     return out
 
 

@@ -119,8 +119,8 @@ class Model:
             The forward's output; with `buffers`, the pair of it and the updated buffers, which stay this rank's own.
 
         Raises:
-            ValueError: if names or shapes do not match, a leaf outlived the call that lent it, or the module wrote to a
-                parameter, or to a buffer that was not passed.
+            ValueError: if names or shapes do not match, a leaf outlived the call that it was bound to, or the module
+                wrote to a parameter, or to a buffer that was not passed.
         """
         _check_names("apply", "params", params, self._shapes)
         given = self.buffers if buffers is None else buffers

@@ -25,8 +25,8 @@ def gather(tree: Tree) -> Tree:
         The tree with full tensors of the leaves' global shapes.
 
     Raises:
-        ValueError: if a leaf is no tensor, its shape does not match its spec, or it outlived the call that lent it; on
-            every rank alike, if other ranks make another call or gather other leaves.
+        ValueError: if a leaf is no tensor, its shape does not match its spec, or it outlived the call that it was bound
+            to; on every rank, if other ranks make another call or gather other leaves.
 
     >>> import torch
     >>> import fshard as fs
@@ -41,9 +41,9 @@ def gather(tree: Tree) -> Tree:
     leaves = list(flat.leaves)
     call = call_of("gather", flat)
     if call is not None and not _compat.transforms_active():
-        lent = [i for i, leaf in enumerate(leaves) if is_sharded(leaf) and leaf.spec.call is not None]
-        gathered = call.gather([flat.paths[i] for i in lent], [leaves[i] for i in lent])
-        for i, full in zip(lent, gathered, strict=True):
+        bound = [i for i, leaf in enumerate(leaves) if is_sharded(leaf) and (leaf.call or leaf.local.requires_grad)]
+        gathered = call.gather([flat.paths[i] for i in bound], [leaves[i] for i in bound])
+        for i, full in zip(bound, gathered, strict=True):
             leaves[i] = full
     groups: dict[tuple[ShardTransform, bool], list[int]] = {}
     for i, leaf in enumerate(leaves):

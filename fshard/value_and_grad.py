@@ -19,7 +19,7 @@ from fshard.checks import (
     kind,
     refuse_writes,
 )
-from fshard.engine import Call, FunctionTransform, attempted, code_of, unbound
+from fshard.engine import Call, FunctionTransform, attempted, call_of, code_of, unbound
 from fshard.objective import closed, denominator, divided, reduction_axes, total
 from fshard.transform_state import ABSENT, Absent, joined, states_of
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tree_leaves, tree_map, unflatten
@@ -157,6 +157,7 @@ def differentiate(
     """
     flat = flatten(params)
     check_local(what, flat)
+    call_of(what, flat)
     axes = reduction_axes(params, what)
     check_floating(what, flat)
     check_differentiable(what, flat)

@@ -12,12 +12,12 @@ from fshard.testing import spmd
 from tests.bad_input import Row, assert_refused, loss
 from tests.trees import assert_same_bits, normal, one_axis
 
-ENDED = "expected the caller's own, got a leaf that value_and_grad lent to a call now over"
-LENT = "\nTo fix: gather the parameters that you passed, or those that the running call lends."
+ENDED = "expected the caller's own, got a leaf bound to a call of value_and_grad that has ended"
+BOUND_LEAVES = "\nTo fix: gather the parameters that you passed, or those that the running call binds."
 
 
 def kept(world, hold):
-    """The leaves that a call lent, after it has ended; `hold` keeps its graph alive too."""
+    """The leaves that a call bound, after it has ended; `hold` keeps its graph alive too."""
     found = []
 
     def f(params):
@@ -58,25 +58,25 @@ KEPT = [
             f"gather of leaves of an ended call {graph}",
             partial(kept, hold=hold),
             lambda params, *_: fs.gather(params),
-            f"gather: leaves of an ended call\n  ['a']: {ENDED}\n  ['b'][0]: {ENDED}{LENT}",
+            f"gather: leaves of an ended call\n  ['a']: {ENDED}\n  ['b'][0]: {ENDED}{BOUND_LEAVES}",
         ),
         Row(
             f"value_and_grad of leaves of an ended call {graph}",
             partial(kept, hold=hold),
             lambda params, *_: fs.value_and_grad(loss)(params),
-            f"gather: leaves of an ended call\n  ['a']: {ENDED}\n  ['b'][0]: {ENDED}{LENT}",
+            f"value_and_grad: leaves of an ended call\n  ['a']: {ENDED}\n  ['b'][0]: {ENDED}{BOUND_LEAVES}",
         ),
         Row(
             f"a leaf of an ended call {graph} among others",
             lambda world, hold=hold: (world.params, *kept(world, hold)),
             lambda params, old, *_: fs.value_and_grad(lambda p: loss({**p, "a": old["a"]}))(params),
-            f"gather: leaves of an ended call\n  ['a']: {ENDED}{LENT}",
+            f"gather: leaves of an ended call\n  ['a']: {ENDED}{BOUND_LEAVES}",
         ),
         Row(
             f"apply of leaves of an ended call {graph}",
             partial(kept_of_a_model, hold=hold),
             lambda params, *_: linear().apply(params, torch.ones(4, 3)),
-            f"apply: leaves of an ended call\n  ['bias']: {ENDED}\n  ['weight']: {ENDED}{LENT}",
+            f"apply: leaves of an ended call\n  ['bias']: {ENDED}\n  ['weight']: {ENDED}{BOUND_LEAVES}",
         ),
     ]
 ]

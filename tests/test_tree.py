@@ -195,3 +195,15 @@ def test_sharded_leaves_are_copied_and_pickled(verb):
     again = verb(LEAF)
     assert again.spec == LEAF.spec
     assert again.local.equal(LEAF.local)
+
+
+def test_a_bound_leaf_maps_together_with_an_unbound_one():
+    """As optree and torch see them: a loss may compare its parameters with others of the same specs."""
+    bound, plain = {"w": replace(LEAF, call=lambda: None)}, {"w": LEAF}
+    assert optree.tree_structure(bound) == optree.tree_structure(plain)
+    assert hash(optree.tree_structure(bound)) == hash(optree.tree_structure(plain))
+    for tree_map in (fs.tree_map, optree.tree_map, pytree.tree_map):
+        for first, second in ((bound, plain), (plain, bound)):
+            found = tree_map(torch.add, first, second)["w"]
+            assert torch.equal(found.local, 2 * LEAF.local)
+            assert (found.spec, found.call) == (LEAF.spec, first["w"].call)

@@ -172,7 +172,7 @@ def test_low_rank_adaptation(which, rule):
 
             def merge(w, a, b):
                 # A frozen leaf that something trained was added to is no longer frozen.
-                return fs.Sharded(w.local + a.local @ b, replace(w.spec, frozen=False))
+                return replace(w, local=w.local + a.local @ b, spec=replace(w.spec, frozen=False))
 
             def loss(base, adapters):
                 b = fs.gather({name: ab["b"] for name, ab in adapters.items()})

@@ -100,15 +100,14 @@ class Call:
         return Leaf(path, Sharded(local, leaf.spec))
 
     def bound(self, leaf: Leaf) -> Sharded:
-        """Make the leaf that the function gets, whose spec leads back to this call."""
-        return Sharded(leaf.tensor, leaf.spec.lent_by(self._self))
+        """Make the leaf that the function gets, which leads back to this call."""
+        return Sharded(leaf.tensor, leaf.spec, self._self)
 
     def leaf_of(self, path: str, leaf: Sharded) -> Leaf:
         """Find the leaf that this call bound, or take in one that was computed from such."""
         found = self._by_tensor.get(id(leaf.local))
         if found is None:
-            derived = Sharded(leaf.local, leaf.spec.lent_by(None))
-            found = self._by_tensor[id(leaf.local)] = Leaf(path, derived, derived=True)
+            found = self._by_tensor[id(leaf.local)] = Leaf(path, leaf, derived=True)
         return found
 
     def begin_pass(self, name: str, units: Sequence[Unit], ends: Sequence[int], apart: Sequence[bool]) -> Pass:
@@ -485,24 +484,26 @@ def call_of(what: str, flat: Flat) -> Call | None:
     found = None
     problems = []
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-        if is_sharded(leaf) and leaf.spec.call is not None:
-            call = leaf.spec.call()
+        if is_sharded(leaf) and leaf.call is not None:
+            call = leaf.call()
             if call is None or call.ended:
-                problems.append(Problem(path, "a leaf that value_and_grad lent to a call now over", "the caller's own"))
+                problems.append(
+                    Problem(path, "a leaf bound to a call of value_and_grad that has ended", "the caller's own")
+                )
             found = call or found
     if problems:
-        remedy = "gather the parameters that you passed, or those that the running call lends"
+        remedy = "gather the parameters that you passed, or those that the running call binds"
         raise leaf_error(f"{what}: leaves of an ended call", problems, remedy)
     return found
 
 
 def unbound(tree: Tree) -> Tree:
-    """Make a tree that may outlive a call: detached, and with specs that do not lead back."""
+    """Make a tree that may outlive a call: detached, and with leaves that do not lead back."""
     flat = flatten(tree)
     leaves = list(flat.leaves)
     for i, leaf in enumerate(leaves):
         if is_sharded(leaf):
-            leaves[i] = Sharded(leaf.local.detach(), leaf.spec.lent_by(None))
+            leaves[i] = Sharded(leaf.local.detach(), leaf.spec)
         elif isinstance(leaf, torch.Tensor):
             leaves[i] = leaf.detach()
     return unflatten(flat.treedef, leaves)

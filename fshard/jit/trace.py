@@ -117,7 +117,7 @@ def trace(
     ):
         graph, read = _compat.make_graph_of(flat_function, _without_graphs(tensors))
     out = found[-1]
-    outputs = [leaf.spec.lent_by(None) if is_sharded(leaf) else None if leaf is None else True for leaf in out.leaves]
+    outputs = [leaf.spec if is_sharded(leaf) else None if leaf is None else True for leaf in out.leaves]
     # Before passes take out operators whose values were read, and nothing else.
     closed = _closed(what, [*constants(graph), *read])
     return Traced(graph, [flat.paths[i] for i in places], out.treedef, outputs, out.paths, closed, unseen.offsets)

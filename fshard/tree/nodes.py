@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import optree
@@ -33,10 +33,14 @@ class Sharded:
     Attributes:
         local: This rank's tensor, of shape spec.local_shape.
         spec: The leaf's description, equal on every rank of one mesh row.
+        call: Weak reference to the running call of `value_and_grad` that the leaf is bound to; None outside of one.
+            `dataclasses.replace(leaf, local=...)` keeps it, so that a leaf computed from a bound one is gathered by
+            the same call.
     """
 
     local: torch.Tensor
     spec: Spec
+    call: Callable[[], Any] | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         if not isinstance(self.local, torch.Tensor):
@@ -95,12 +99,34 @@ def dcp_error(fqn: str, found: str) -> ValueError:
     return leaf_error(what, [Problem(fqn, found, "tensors or DTensors")], remedy)
 
 
-def _flatten_sharded(node: Sharded) -> tuple[tuple[torch.Tensor], Spec]:
-    return (node.local,), node.spec
+class Bound:
+    """The node data of a leaf that is bound to a call; it equals the spec, so that trees with and without map together.
+
+    A node type of its own would not: optree and torch refuse to map over nodes of several types.
+    """
+
+    __slots__ = ("call", "spec")
+
+    def __init__(self, spec: Spec, call: Callable[[], Any]) -> None:
+        """Keep both."""
+        self.spec, self.call = spec, call
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.spec == (other.spec if isinstance(other, Bound) else other))
+
+    def __hash__(self) -> int:
+        return hash(self.spec)
+
+    def __repr__(self) -> str:
+        return repr(self.spec)
 
 
-def _unflatten_sharded(spec: Spec, children: Any) -> Sharded:
-    return Sharded(children[0], spec)
+def _flatten_sharded(node: Sharded) -> tuple[tuple[torch.Tensor], Spec | Bound]:
+    return (node.local,), node.spec if node.call is None else Bound(node.spec, node.call)
+
+
+def _unflatten_sharded(data: Spec | Bound, children: Any) -> Sharded:
+    return Sharded(children[0], data.spec, data.call) if isinstance(data, Bound) else Sharded(children[0], data)
 
 
 # Users' own optree calls must see into Sharded too, hence optree's global namespace.
@@ -112,7 +138,7 @@ optree.register_pytree_node(
     namespace=GLOBAL_NAMESPACE,
 )
 _compat.register_torch_pytree(
-    Sharded, _flatten_sharded, lambda children, spec: _unflatten_sharded(spec, children), "fshard.Sharded"
+    Sharded, _flatten_sharded, lambda children, data: _unflatten_sharded(data, children), "fshard.Sharded"
 )
 
 
@@ -271,7 +297,7 @@ def _differing_specs(flat: Flat, other: Flat) -> Iterator[Problem]:
     pairs = zip(flat.paths, flat.leaves, other.leaves, strict=True) if flat.treedef == other.treedef else ()
     for path, *leaves in pairs:
         specs = [leaf.spec for leaf in leaves if is_sharded(leaf)]
-        names = [f.name for f in fields(Spec) if f.compare and len({getattr(spec, f.name) for spec in specs}) > 1]
+        names = [f.name for f in fields(Spec) if len({getattr(spec, f.name) for spec in specs}) > 1]
         if names:
             needed, found = (", ".join(f"{name}={getattr(spec, name)!r}" for name in names) for spec in specs)
             yield Problem(path, found, needed)

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -123,7 +123,6 @@ class Spec:
         frozen: True when the leaf takes no gradient.
         transform: The ShardTransform that gathers the leaf and scatters its gradient.
         residency: How long the full tensor stays; None means a plain Residency().
-        call: Weak reference to the running call of `value_and_grad` that lent the leaf; no part of what a spec is.
     """
 
     shape: tuple[int, ...]
@@ -132,7 +131,6 @@ class Spec:
     frozen: bool = False
     transform: Transform | None = None
     residency: Residency | None = None
-    call: Callable[[], Any] | None = field(default=None, compare=False, repr=False)
 
     def __hash__(self) -> int:
         return self._hash
@@ -146,12 +144,6 @@ class Spec:
     def exact(self) -> Exact:
         """What compares specs as `==` does, but for numbers in transforms, which have their type and bits there."""
         return Exact(self)
-
-    def lent_by(self, call: Callable[[], Any] | None) -> "Spec":
-        """The same spec with another reference to a call; faster than dataclasses.replace."""
-        spec = object.__new__(Spec)
-        spec.__dict__.update(self.__dict__, call=call)
-        return spec
 
     @property
     def full_shape(self) -> tuple[int, ...]:
