@@ -8,6 +8,13 @@ import pytest
 import torch.distributed as dist
 
 from fshard.testing import Workers
+from tests.tiers import mark_slow_rows
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Choose the tier of each row before pytest selects by marks."""
+    mark_slow_rows(items)
 
 
 @pytest.fixture(autouse=True)

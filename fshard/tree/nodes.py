@@ -121,8 +121,8 @@ class Bound:
         return repr(self.spec)
 
 
-def _flatten_sharded(node: Sharded) -> tuple[tuple[torch.Tensor], Spec | Bound]:
-    return (node.local,), node.spec if node.call is None else Bound(node.spec, node.call)
+def _flatten_sharded(node: Sharded) -> tuple[tuple[torch.Tensor], Spec | Bound, tuple[str]]:
+    return (node.local,), node.spec if node.call is None else Bound(node.spec, node.call), ("local",)
 
 
 def _unflatten_sharded(data: Spec | Bound, children: Any) -> Sharded:
@@ -132,13 +132,16 @@ def _unflatten_sharded(data: Spec | Bound, children: Any) -> Sharded:
 # Users' own optree calls must see into Sharded too, hence optree's global namespace.
 optree.register_pytree_node(
     Sharded,  # type: ignore[arg-type]
-    lambda node: (*_flatten_sharded(node), ("local",)),  # type: ignore[arg-type]
+    _flatten_sharded,  # type: ignore[arg-type]
     _unflatten_sharded,  # type: ignore[arg-type]
     path_entry_type=optree.GetAttrEntry,
     namespace=GLOBAL_NAMESPACE,
 )
 _compat.register_torch_pytree(
-    Sharded, _flatten_sharded, lambda children, data: _unflatten_sharded(data, children), "fshard.Sharded"
+    Sharded,
+    lambda node: _flatten_sharded(node)[:2],
+    lambda children, data: _unflatten_sharded(data, children),
+    "fshard.Sharded",
 )
 
 
