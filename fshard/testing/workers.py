@@ -1,5 +1,6 @@
 """Ranks that are processes, kept from one program to the next."""
 
+import contextvars
 import faulthandler
 import io
 import multiprocessing
@@ -277,7 +278,8 @@ def _run(request: bytes, warnings_as_errors: bool) -> Any:
             warnings.simplefilter("error")
             # Modules that torch imports late may deprecate names that other parts of it use.
             warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.")
-        return f()
+        # Orders that ranks learned in an earlier program are not those of this one, as on simulated ranks.
+        return contextvars.Context().run(f)
 
 
 def _reply(f: Callable[[], Any]) -> bytes:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+import fshard as fs
 from fshard.testing import RankError, Workers, spmd
 
 pytestmark = pytest.mark.timeout(60)
@@ -279,3 +280,16 @@ def test_killed_parent_leaves_nothing_behind(tmp_path):
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=40)
     assert done.returncode == -signal.SIGKILL
     assert done.stdout.count("printed by a worker") == 2
+
+
+def messages_of_a_call():
+    params = fs.shard({"w": torch.ones(4, 512)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+    with fs.comm.record() as record:
+        fs.value_and_grad(lambda p: fs.gather(p)["w"].sum())(params)
+    return [entry.label for entry in record]
+
+
+def test_programs_share_no_learned_order(workers):
+    """Collectives of a program are the same whatever ran before it."""
+    first, second = (spmd(messages_of_a_call, workers) for _ in range(2))
+    assert first == second
