@@ -235,6 +235,7 @@ def assert_each_is_told(rows, place):
             assert rank in own or names_another(outcome, rank, place), (strategy, rank, outcome)
 
 
+@pytest.mark.rows(8)
 @pytest.mark.parametrize("world_size", (2, 3))
 @pytest.mark.parametrize("what", ("in the forward", "in the backward"))
 @pytest.mark.parametrize("spelling", ("a function", "a module"))

@@ -90,6 +90,7 @@ def test_collectives_have_equal_inner_products(name, world_size):
     assert sum(left[: 1 if name in INVARIANT_OUTPUT else None]) == sum(right[: 1 if name in INVARIANT_INPUT else None])
 
 
+@pytest.mark.rows(8)
 @over_collectives
 def test_backward_is_the_transpose_and_forward_the_map_itself(name, world_size):
     def program():

@@ -171,6 +171,7 @@ def test_gradients_cost_what_is_kept_of_them(transform, kept, ranks):
     assert sent == [pytest.approx((ranks - 1) * each)] * ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RANKS)
 def test_example_runs_and_plots(name, tmp_path):
     plot = tmp_path / "loss.png"

@@ -69,6 +69,7 @@ def assert_equals_uninterrupted(tmp_path, ranks, kill_at, *options):
     assert train(tmp_path / "killed", ranks, *options, kill_at=kill_at) == expected
 
 
+@pytest.mark.slow
 def test_killed_run_equals_uninterrupted(tmp_path):
     assert_equals_uninterrupted(tmp_path, 2, (random.Random(0).randrange(STEPS // 3, STEPS - 5),))
 

@@ -31,6 +31,7 @@ def difference(out):
     return found
 
 
+@pytest.mark.slow
 @LAUNCHERS
 def test_dp_sgd(launcher, ranks):
     out = run(*launcher, ROOT / "examples/dp_sgd.py", "--steps", 25)
@@ -55,6 +56,7 @@ def test_epsilon_of_a_gaussian_without_sampling(monkeypatch):
     assert epsilon(0.1, 2.0, 100) < epsilon(0.1, 1.0, 100)
 
 
+@pytest.mark.slow
 @LAUNCHERS
 def test_maml(launcher, ranks, tmp_path):
     plot = tmp_path / "maml.png"
@@ -66,6 +68,7 @@ def test_maml(launcher, ranks, tmp_path):
     assert plot.read_bytes().startswith(PNG)
 
 
+@pytest.mark.slow
 @LAUNCHERS
 def test_ensemble(launcher, ranks, tmp_path):
     plot = tmp_path / "ensemble.png"
@@ -79,6 +82,7 @@ def test_ensemble(launcher, ranks, tmp_path):
     assert plot.read_bytes().startswith(PNG)
 
 
+@pytest.mark.slow
 @LAUNCHERS
 def test_hessian(launcher, ranks, tmp_path):
     plot = tmp_path / "hessian.png"

@@ -96,6 +96,7 @@ def test_every_test_image_is_counted_once(example, images, ranks):
     assert max(len(part[0]) for of_rank in parts for part in of_rank) <= 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher, ranks", LAUNCHERS, ids=["alone", "torchrun"])
 def test_strategies_agree_to_the_last_image(tmp_path, launcher, ranks):
     options = ("--epochs", 2, "--hidden", 256, "--batch", 32 // ranks, "--directory", tmp_path)

@@ -129,6 +129,7 @@ def test_guide_and_migration_test_name_the_same_calls():
     assert found == [[call, row.equivalent] for call, row in ROWS.items()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "found"),
     [

@@ -25,6 +25,7 @@ def python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.rows(100)
 @pytest.mark.parametrize(
     "rule",
     [

@@ -64,6 +64,7 @@ def padded_bytes(params, ranks):
     return sum(split) + sum(filled)
 
 
+@pytest.mark.rows(8)
 @pytest.mark.parametrize("world_size", (2, 3, 4, 8))
 @pytest.mark.parametrize("step", (in_one_call, with_four_verbs))
 @pytest.mark.parametrize("tree", FLOATING)

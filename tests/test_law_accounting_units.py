@@ -66,6 +66,7 @@ RULES = {
 }
 
 
+@pytest.mark.rows(8)
 @pytest.mark.parametrize("world_size", (2, 3, 4))
 @pytest.mark.parametrize("prefetch", (0, 1, 2, 9))
 @pytest.mark.parametrize("rule", RULES)

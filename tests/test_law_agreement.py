@@ -415,6 +415,7 @@ def program_of_meshes():
     return found
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("kind", ("threads", "processes"))
 def test_meshes_of_other_shapes_are_refused_before_groups_are_made(kind, workers):
     rows = spmd(program_of_meshes, 4 if kind == "threads" else workers(4), timeout=4 * SECONDS)

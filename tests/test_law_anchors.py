@@ -61,6 +61,7 @@ def program():
                 assert_trees_close(found, expected, rtol=0.0, atol=1e-9)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_a_result_that_one_rank_does_not_use_is_reduced_all_the_same(world_size):
     spmd(program, world_size, timeout=SECONDS)

@@ -95,6 +95,7 @@ def one_process(module):
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_tied_frozen_and_unused_parameters(world_size):
     module = network(has_unused=True)
@@ -157,6 +158,7 @@ def matches_ddp(pool, strategies, optimizer, dtype=torch.float64, max_norm=None,
     return max(spmd(program, pool))
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_two_processes_are_ddp_bitwise(workers, optimizer, dtype):
@@ -169,6 +171,7 @@ def test_two_processes_that_clip_are_ddp_within_the_bound(workers):
     matches_ddp(workers(2), STRATEGIES, "SGD", max_norm=0.1, rtol=0, atol=BOUND)
 
 
+@pytest.mark.slow
 def test_three_processes_are_ddp_within_the_bound(workers):
     """A third of each of three gradients is rounded before DDP sums them, and again after fshard has summed them."""
     matches_ddp(workers(3), STRATEGIES, "SGD", rtol=0, atol=BOUND)

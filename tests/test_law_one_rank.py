@@ -168,6 +168,7 @@ def test_a_module_that_writes_to_its_weight_is_refused(differentiate, strategy, 
     assert "['scaled']: expected none, got 1 in-place writes" in refusal(program, world_size)
 
 
+@pytest.mark.rows(8)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize(
     "strategy, world_size", [*((name, 1) for name in STRATEGIES), ("ddp", 2), ("zero2", 2), ("zero2 of every leaf", 2)]

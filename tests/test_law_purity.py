@@ -100,6 +100,7 @@ VERBS: dict[str, Callable] = {
 }
 
 
+@pytest.mark.rows(8)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("strategy", ALL_STRATEGIES)
 def test_verbs_leave_their_inputs_alone_and_repeat_their_bits(strategy, world_size):

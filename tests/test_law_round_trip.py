@@ -27,6 +27,7 @@ ALL_STRATEGIES = STRATEGIES | {"cast zero2": CASTS["cast zero2"]}
 ALL_TREES = TREES | {"exotic_dtypes": exotic_dtypes}
 
 
+@pytest.mark.rows(30)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("tree", ALL_TREES)
 @pytest.mark.parametrize("strategy", ALL_STRATEGIES)

@@ -70,6 +70,7 @@ def run(*command, timeout=120):
     return result.stdout
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("attempt", attempts(1, of=4))
 @pytest.mark.parametrize("kept", ["mesh", "ddp"])
 def test_ranks_exit_with_zero(tmp_path, kept, attempt):
@@ -96,6 +97,7 @@ def test_a_rank_that_is_killed_before_its_mesh_is_named(tmp_path):
     )
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("launcher, strategy", PARITY)
 def test_ddp_parity(tmp_path, launcher, strategy):
     sizes = {"width": 32, "layers": 2, "heads": 2, "context": 16, "batch": 2, "steps": 4, "sample": 5}

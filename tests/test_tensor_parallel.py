@@ -201,6 +201,7 @@ def test_each_axis_carries_its_own(sizes):
         assert +moved == expected
 
 
+@pytest.mark.slow
 def test_the_example_ends_where_one_process_does():
     sizes = {"steps": 3, "width": 32, "layers": 1, "context": 16, "batch": 4}
     options = [part for name, size in sizes.items() for part in (f"--{name}", size)]

@@ -116,6 +116,7 @@ def test_routing_differs_between_ranks(model, rule):
         assert_one_process(module, batches("different", world_size), RULES[rule], strategies)
 
 
+@pytest.mark.rows(8)
 @pytest.mark.parametrize("strategy", ("prefetch 1", "merged"))
 @pytest.mark.parametrize(
     "model, routing",

@@ -79,6 +79,7 @@ MODELS = {
 }
 
 
+@pytest.mark.rows(8)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_parameters_made_of_shards(name, model):

@@ -136,6 +136,7 @@ LEAVES = {
 }
 
 
+@pytest.mark.rows(10)
 @pytest.mark.parametrize("case", LEAVES)
 def test_hostile_leaves(case, saved):
     made, text = LEAVES[case]

@@ -93,6 +93,7 @@ def test_a_late_rank(workers):
     )
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("jitted", (False, True), ids=("eager", "jitted"))
 def test_a_rank_that_leaves_a_step_out(workers, jitted):
     def program():
@@ -186,6 +187,7 @@ with impatient_axis() as axis:
 """
 
 
+@pytest.mark.slow
 def test_a_rank_of_torchrun_that_is_killed(tmp_path):
     script, found = tmp_path / "script.py", tmp_path / "found"
     script.write_text(UNDER_TORCHRUN)

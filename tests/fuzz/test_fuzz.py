@@ -12,6 +12,7 @@ from tests.fuzz.run import Process, Result, report, run, shrink
 SEEDS = range(100)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("first", SEEDS[::10])
 def test_programs(first, workers):
     """Of plain torch, torch DDP and every strategy, at one world size each; one in four jitted."""

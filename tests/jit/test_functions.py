@@ -76,6 +76,7 @@ CHOSEN = [
 ]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("spelling, layout, reduce, world_size", slow(ROWS, CHOSEN))
 def test_layouts(spelling, layout, reduce, world_size):
     assert_on_ranks(SPELLINGS[spelling](layout, reduce), world_size)
@@ -146,6 +147,7 @@ def accumulated(strategy, communicate, reduce):
     return make
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "strategy, communicate, reduce, world_size",
     slow(

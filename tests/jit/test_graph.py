@@ -191,6 +191,7 @@ def run_as_it_is(graph, inputs):
     return graph
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("backend", ("graph", run_as_it_is))
 def test_make_graph_of_a_jitted_step_is_the_graph_that_its_backend_is_given(backend):
     def program():

@@ -83,6 +83,7 @@ def events(nodes):
     return order, between
 
 
+@pytest.mark.slow
 def test_kernels_hold_no_collective_and_write_to_no_input():
     code = found().code
     assert code

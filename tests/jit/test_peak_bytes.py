@@ -126,6 +126,7 @@ CHOSEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, rows",
     [

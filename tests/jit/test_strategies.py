@@ -68,11 +68,13 @@ def of_units(module, strategy, rule):
     return make
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("strategy, rule, world_size", slow(WIDE, CHOSEN))
 def test_modules_with_units(strategy, rule, world_size):
     assert_on_ranks(of_units(language(strategy), strategy, rule), world_size)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("strategy", slow(STRATEGIES, ["zero3", "zero3 in mixed precision"]))
 def test_modules_with_units_on_processes(strategy, workers):
     assert_on_ranks(of_units(language(strategy), strategy, "blocks and layers"), workers(2))

@@ -54,6 +54,7 @@ def test_traffic_that_breaks_it_names_the_units_that_send_most():
     assert "reduce_scatter" not in text
 
 
+@pytest.mark.slow
 def test_without_a_mesh_the_states_own_counts():
     def program():
         step, args = step_and_args(fs.init_mesh({"shard": 2}, device="cpu"))
@@ -64,6 +65,7 @@ def test_without_a_mesh_the_states_own_counts():
     spmd(program, 2)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("strategy, times", [("ddp", 2), ("zero2", 2), ("zero3", 3)])
 def test_strategies_stay_in_the_bytes_of_their_formula(strategy, times):
     step, state, batch = prepared(Case(strategy, layers=3), fs.init_mesh({"shard": 1}, device="cpu"))

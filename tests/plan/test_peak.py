@@ -64,6 +64,7 @@ def work(cases, results):
     Path(results, f"{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
     [

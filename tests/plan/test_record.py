@@ -51,6 +51,7 @@ def assert_exact(make, sizes):
         assert traffic == (len(own), own.bytes_sent())
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "strategy, activations, ranks",
     slow(

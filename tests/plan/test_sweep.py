@@ -47,6 +47,7 @@ def broken():
     return Scaled(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy, checkpointed",
     slow(product(STRATEGIES, (False, True)), [("zero3", True)]),
@@ -64,6 +65,7 @@ def test_extrapolation_is_the_full_depth(strategy, checkpointed):
     assert found.seconds == pytest.approx(full.seconds, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_sweep_finds_the_cheapest_that_fits():
     rows = list(sweep(SHALLOW, world_sizes=(8, 16), strategies=("ddp", "hsdp"), regather=(True,)))
     assert len(rows) == 8
@@ -104,6 +106,7 @@ def test_the_command_line(capsys):
     assert "none fits 1kB: the least is" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_package_runs():
     command = [sys.executable, "-m", "fshard.plan", "--model", "tests.plan.test_sweep:factory", "--world-size", "8"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

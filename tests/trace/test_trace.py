@@ -16,6 +16,7 @@ from tests.trees import one_axis
 BACKENDS = (None, "graph", "inductor")
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 def test_records_what_the_recorder_does(workers, backend):
     def program():

@@ -120,6 +120,7 @@ def train(world_size):
     return first
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4, 8))
 def test_exact_compositions_are_one_process(world_size):
     runs = train(world_size)

@@ -25,6 +25,7 @@ HYBRID = {
 }
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_laws(world_size):
     def program():

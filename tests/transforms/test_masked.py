@@ -33,6 +33,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_laws_and_gradients(world_size):
     def program():
