@@ -149,9 +149,8 @@ class Turn(NamedTuple):
     due: tuple[int, ...] = ()
     nbytes: tuple[int, ...] = ()
 
-    @property
     def early(self) -> int:
-        """How many reductions come before the last quarter of the bytes: most full tensors have gone by then."""
+        """Count the reductions before the last quarter of the bytes: most full tensors have gone by then."""
         sums = list(itertools.accumulate(self.nbytes))
         return sum(4 * total <= 3 * sums[-1] for total in sums)
 
@@ -178,15 +177,16 @@ def backward(events: Sequence[Step], turns: Sequence[Turn]) -> list[Step]:
 
     for event in reversed(events):
         turn = turns[event.use]
+        early = turn.early()
         if event.kind is Kind.CLOSE:
             passed = max(passed, place.get(event.use, -1) + 1)
             # The next unit comes when most of this one has gone, unless that is all at once.
-            started = gather(passed if turn.early else min(len(again), passed + turn.prefetch))
+            started = gather(passed if early else min(len(again), passed + turn.prefetch))
             steps.append(Step(Kind.OPEN, event.use))
             continue
         for n, leaf in enumerate(turn.due, start=1):
             steps.append(Step(Kind.REDUCE, event.use, leaf))
-            if n == turn.early:
+            if n == early:
                 started = gather(min(len(again), passed + turn.prefetch))
         steps.append(Step(Kind.CLOSE, event.use))
     return steps
