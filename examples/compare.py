@@ -1,4 +1,4 @@
-"""What the examples of custom transforms share: a small GPT trained under several strategies, a table and a plot."""
+"""Train a small GPT under several strategies, print a table and draw a plot: shared by the examples of transforms."""
 
 import argparse
 import time
@@ -44,7 +44,7 @@ def compare(args: argparse.Namespace, strategies: Mapping[str, fs.ShardTransform
 def train(args: argparse.Namespace, name: str, mesh: Any, strategy: fs.ShardTransform, counted: Counted) -> Run:
     torch.manual_seed(args.seed)
     model = fs.functionalize(GPT(args.width, args.layers, heads=4, context=args.context), units=Block)
-    # What waits for later steps is late as it is, and would be later still with much momentum.
+    # Error feedback delays parts of a gradient; large momentum would delay these parts even more.
     tx = fs.chain(fs.clip_by_global_norm(1.0), fs.from_torch(torch.optim.AdamW, lr=args.lr, betas=(0.5, 0.95)))
     state = fs.TrainState.create(model.init(strategy), tx)
 

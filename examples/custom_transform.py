@@ -1,15 +1,15 @@
-"""How to write a transform, from one that changes nothing to int8 gradients with error feedback.
+"""Write a sharding transform, from one that changes nothing to int8 gradients with error feedback.
 
 Run on two ranks, or on one without a launcher:
 
     torchrun --standalone --nproc_per_node 2 examples/custom_transform.py
     python examples/custom_transform.py --steps 20
 
-A transform is a pair of pure functions: gather turns what ranks store into what they compute with, and scatter, its
-transpose, turns gradients of the one into gradients of the other, with the sum over ranks. fs.Wrapped does all that
-another transform does, here fs.fully_shard; a subclass writes down what it does otherwise. Read on from the top: each
-step is checked as it is made by fs.testing.check_transform, which prints what it measured. Then a small GPT is trained
-with each, and a table and a PNG show its loss and the bytes it sends.
+A transform is a pair of pure functions. gather maps the stored shards to full tensors. scatter is the transpose of
+gather: it maps gradients of full tensors to gradients of shards and sums them over ranks. fs.Wrapped forwards to
+another transform, here fs.fully_shard, and a subclass overrides a part. Read this file from the top:
+fs.testing.check_transform checks each step and prints its measurements. Then the program trains a small GPT with each
+transform, and shows the loss and the bytes sent in a table and in a PNG.
 """
 
 from collections.abc import Sequence

@@ -1,14 +1,15 @@
-"""Prove a train step of one's own equal to torch DDP's; and where it is not, find the first step and leaf that differ.
+"""Prove that a train step equals torch DDP's, or find the first step and leaf that differ.
 
     torchrun --standalone --nproc_per_node 2 examples/ddp_parity.py --strategy zero2
     torchrun --standalone --nproc_per_node 2 examples/ddp_parity.py --break frozen
     python examples/ddp_parity.py --steps 100
 
-The first trains a byte-level GPT on the Python standard library's sources by fshard and by DDP. It prints what each
-rank stores and sends, a sample of what the model writes, and how far apart the runs are: 0 on one and two ranks, where
-sums have the same order. The second makes a mistake in a step that was right, and prints what fs.testing says of both:
-in float64, where rounding is small; within a tolerance from the dtype and the steps; and with plain SGD, because Adam
-and clipping divide a wrong factor of the gradients away.
+The first command trains a byte-level GPT on the sources of the Python standard library with fshard and with DDP. It
+prints the bytes that each rank stores and sends, a sample of the model's text, and the largest difference between the
+two runs. The difference is 0 on one and two ranks, where sums have the same order. The second command puts a mistake
+into a correct step, and prints the reports of fs.testing on both steps. These comparisons use float64, where rounding
+is small, a tolerance derived from the dtype and the steps, and plain SGD, because Adam and clipping cancel a wrong
+factor of the gradients.
 """
 
 import argparse
@@ -50,7 +51,7 @@ class Bytes(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a training run leaves: losses by step, final parameters, bytes stored and seconds taken."""
+    """Results of a training run: losses by step, final parameters, bytes stored and seconds taken."""
 
     losses: list[float]
     params: dict[str, torch.Tensor]
@@ -142,10 +143,10 @@ def train_ddp(module: torch.nn.Module, batches: Any, schedule: Any, args: argpar
 
 
 def check(mistake: str, args: argparse.Namespace, mesh: Any, module: torch.nn.Module, batches: list[Batch]) -> None:
-    """Hold a step, with a mistake in it or with none, against DDP, and print what the tools say."""
+    """Compare a step, with a mistake in it or with none, with DDP, and print the reports of the tools."""
     model, axis, lr = fs.functionalize(module), fs.axis_of(mesh), 0.1
     # A gradient adds up a term for each token, below 1, in another order, so it is off by as many eps, and a parameter
-    # by lr times that. The next gradient adds what parameters differ by then, of a loss of curvature below 1 / lr.
+    # by lr times that. The loss has a curvature below 1 / lr, so the next gradient adds the parameters' difference.
     atol = lr * args.batch * args.context * axis.size * torch.finfo(torch.float64).eps * (2 ** len(batches) - 1)
 
     def local_loss(forward: Any, xy: Batch) -> torch.Tensor:
@@ -171,7 +172,7 @@ def check(mistake: str, args: argparse.Namespace, mesh: Any, module: torch.nn.Mo
             found = f"largest difference {match.params:.2g} in a parameter" if (match := tool()) else "nothing wrong"
             said.append(f"  {name}: {found}")
         except (AssertionError, ValueError) as error:
-            # What fshard refuses is never compared.
+            # If fshard refuses a step, there is nothing to compare.
             said.append(f"  {name} finds the mistake{', as fshard refuses the step' * isinstance(error, ValueError)}:")
             lines = [f"    {line}" for line in str(error).splitlines()]
             said += [*lines[:4], f"      and {len(lines) - 5} more"] if len(lines) > 5 else lines

@@ -1,14 +1,14 @@
-"""Differentially private training: the gradient of every sample, clipped, summed and noised, on a sharded model.
+"""Train with differential privacy on a sharded model: clip each sample's gradient, sum them and add noise.
 
     torchrun --standalone --nproc_per_node 2 examples/dp_sgd.py
     python examples/dp_sgd.py --noise 4
 
-DP-SGD (Abadi et al., 2016, "Deep Learning with Differential Privacy") on scikit-learn's digits. torch.func.vmap takes
-the gradients of single samples over gathered weights, and their clipped sum is scattered; parameters and optimizer
-state stay sharded. FSDP2 cannot do this: its hooks reduce the gradient of a whole batch, and vmap does not see them. It
-prints epsilon and held-out accuracy as the model learns, what it learns without privacy, and how far parameters are
-from plain torch's in one process, where each sample has a backward pass of its own. The noise comes from a key by
-torch's generator: good enough for an experiment, and not for keeping real secrets.
+DP-SGD (Abadi et al., 2016, "Deep Learning with Differential Privacy") on scikit-learn's digits. torch.func.vmap
+computes the gradient of each sample at gathered weights, and fs.scatter_grads reduces the clipped sum. Parameters and
+optimizer state stay sharded. FSDP2 cannot do this: its hooks reduce the gradient of a whole batch, and vmap does not
+see hooks. The program prints epsilon and held-out accuracy during training, the accuracy without privacy, and the
+distance of the parameters from plain torch in one process with one backward per sample. The noise comes from torch's
+generator, seeded by a key: this is good enough for an experiment, but does not protect real secrets.
 """
 
 import argparse
@@ -27,7 +27,7 @@ DELTA, MOMENTUM, COMPARED = 1e-4, 0.9, 5  # the last: steps that plain torch tak
 
 
 def epsilon(share: float, noise: float, steps: int) -> float:
-    """What steps give away at DELTA, by the accountant of Mironov et al. (2019), "Renyi DP of the Sampled Gaussian"."""
+    """Compute the privacy loss at DELTA (Mironov et al., 2019, "Renyi DP of the Sampled Gaussian")."""
     bounds = []
     for order in range(2, 129):
         ks = torch.arange(order + 1, dtype=torch.float64)
@@ -38,7 +38,7 @@ def epsilon(share: float, noise: float, steps: int) -> float:
 
 
 def draw(like: Any, key: torch.Tensor) -> Any:
-    """Normal numbers from a key, whole and alike on every rank."""
+    """Draw full tensors of normal numbers from a key, equal on every rank."""
     generator = torch.Generator().manual_seed(int(key))
     return {name: torch.randn(t.shape, dtype=t.dtype, generator=generator) for name, t in like.items()}
 
@@ -91,7 +91,7 @@ def main() -> None:
         mine = sample(len(y), args.share, fs.fold_in(key, 0))[mesh.get_rank() :: mesh.size()]
         rows = vmap(clipped if private else gradient, in_dims=(None, 0, 0))(full, x[mine], y[mine])
         sums = fs.scatter_grads(fs.tree_map(lambda leaf: leaf.sum(0), rows), like=state.params, reduce="sum")
-        # Cut from whole tensors, so that the noise of an element is the same at every number of ranks.
+        # Sharded from full tensors, so that the noise of an element is the same at every number of ranks.
         noise, scale = fs.shard(draw(full, fs.fold_in(key, 1)), strategy), args.noise * args.clip * private
         return fs.update(tx, state, fs.tree_map(lambda g, n: (g + scale * n) / (args.share * len(y)), sums, noise))
 

@@ -1,12 +1,13 @@
-"""Train an ensemble of sharded models at once, and use their disagreement as uncertainty.
+"""Train an ensemble of sharded models at once, and use the members' disagreement as uncertainty.
 
     torchrun --standalone --nproc_per_node 2 examples/ensemble.py
     python examples/ensemble.py --members 16
 
-torch.func.vmap of a train step trains all members together: a collective carries the weights of all, so a step has no
-more of them than that of one model. FSDP2 cannot do this: vmap does not see the hooks of its modules, which train one
-after another. The data are scikit-learn's digits, and no member is ever shown a nine. It prints how far members are
-from models that plain torch trains one by one in one process, and how much they disagree; a PNG shows about what.
+torch.func.vmap of a train step trains all members together. Each collective carries the weights of all members, so a
+step has as many collectives as a step of one model. FSDP2 trains its modules one after another, because vmap does not
+see hooks. The data are scikit-learn's digits, and no member is shown a nine. The program prints the distance of the
+members from models that plain torch trains one by one in one process, and the disagreement of the members. A PNG shows
+the digits with the largest and the smallest disagreement.
 """
 
 import argparse
@@ -62,7 +63,7 @@ def main() -> None:
         return x[drawn], y[drawn]
 
     def loss_fn(params: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum over this rank's digits, and how many they are: what reduce="weighted" asks for."""
+        """Return the sum over this rank's digits and their number, for reduce="weighted"."""
         return F.cross_entropy(model.apply(params, x), y, reduction="sum"), torch.tensor(len(y))
 
     def train_step(params: Any, opt_state: Any, x: torch.Tensor, y: torch.Tensor) -> Any:  # of one model

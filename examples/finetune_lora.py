@@ -1,17 +1,18 @@
-"""Fine-tune a transformers model by LoRA: a frozen, sharded base, and two small factors beside each linear weight.
+"""Fine-tune a transformers model with LoRA: a frozen, sharded base, and two small factors for each linear weight.
 
     python examples/finetune_lora.py
     torchrun --standalone --nproc_per_node 2 examples/finetune_lora.py --rank 16
     torchrun --standalone --nproc_per_node 2 examples/finetune_lora.py --model path/to/a/llama
 
-Needs transformers (pip install 'fshard[models,examples]'). Nothing in the model is replaced or wrapped: LoRA is a
-function of two trees. Rows of a weight and of its factor `a` are split alike, so each rank merges its own rows of
-weight + a @ b, and the units of ZeRO-3 gather what was merged. A step therefore sends as much as one of full
-fine-tuning; what it saves are gradients and optimizer state, which are as small as the factors.
+Needs transformers (pip install 'fshard[models,examples]'). LoRA is a function of two trees; no module is replaced or
+wrapped. The rows of a weight and of its factor `a` are split alike, so each rank merges its own rows of weight + a @ b,
+and the units of ZeRO-3 gather the merged weights. A step therefore sends as many bytes as a step of full fine-tuning.
+LoRA saves memory: gradients and optimizer state are as small as the factors.
 
-Without --model a Llama with random weights learns bytes of the Python standard library. Of a local directory each rank
-reads the rows that it keeps, and the text goes through its tokenizer where it has one; no rank holds the whole base
-before the end, where what from_pretrained makes of the exported, merged model is compared with its weights and logits.
+Without --model, a Llama with random weights learns the bytes of the Python standard library. With --model, each rank
+reads only its own rows of a local directory, and the text goes through the directory's tokenizer if there is one. No
+rank holds the full base before the end. There the merged model is exported, from_pretrained loads it, and the program
+compares its weights and logits with the sharded model.
 """
 
 import argparse
@@ -95,7 +96,7 @@ def merged(base: Any, factors: Any, alpha: float) -> Any:
     for name, pair in factors.items():
         weight, a = base[name], pair["a"]
         change = alpha / a.local.shape[1] * (a.local @ b[name])
-        # What something trained was added to is no longer frozen.
+        # A frozen leaf plus a trained value is no longer frozen.
         out[name] = replace(weight, local=weight.local + change, spec=replace(weight.spec, frozen=False))
     return out
 

@@ -1,12 +1,12 @@
-"""The largest eigenvalues of a loss's Hessian while a sharded model trains, by Lanczos's method.
+"""Compute the largest eigenvalues of a loss's Hessian during sharded training, by Lanczos's method.
 
     torchrun --standalone --nproc_per_node 2 examples/hessian.py
     python examples/hessian.py --rate 0.5
 
-Gradient descent on scikit-learn's digits keeps the largest eigenvalue at about 2 / rate (Cohen et al., 2021, "the
-edge of stability"). A Hessian-vector product is a jvp of a gradient through sharded parameters; no rank holds the
-Hessian or a whole vector. FSDP2 cannot do this: it reduces gradients in hooks, outside autograd, and so has no second
-derivatives. At the end plain torch makes the whole Hessian in one process, and eigenvalues are compared.
+Gradient descent on scikit-learn's digits keeps the largest eigenvalue at about 2 / rate (Cohen et al., 2021, "the edge
+of stability"). A Hessian-vector product is a jvp of a gradient through sharded parameters; no rank holds the Hessian or
+a full vector. FSDP2 cannot do this: its hooks reduce gradients outside autograd, so second derivatives do not exist. At
+the end plain torch computes the full Hessian in one process, and the program compares the eigenvalues.
 """
 
 import argparse

@@ -1,11 +1,12 @@
-"""Meta-learning by MAML: weights from which a gradient step or two fit a sinusoid that was never seen.
+"""Meta-learn with MAML: find weights from which one or a few gradient steps fit an unseen sinusoid.
 
     torchrun --standalone --nproc_per_node 2 examples/maml.py
     python examples/maml.py --inner 2
 
-The loss of a task is that of some points of a sinusoid, after gradient steps on others (Finn et al., 2017). Inner and
-outer gradients go through sharded parameters, each rank holds some of the points, and torch.func.vmap takes the inner
-steps of all tasks at once. FSDP2 cannot do this: its hooks reduce gradients outside autograd, which ends there.
+The loss of a task is the error on some points of a sinusoid after gradient steps on other points (Finn et al., 2017).
+Inner and outer gradients go through sharded parameters, each rank holds a part of the points, and torch.func.vmap runs
+the inner steps of all tasks at once. FSDP2 cannot do this: its hooks reduce gradients outside autograd, which ends
+there.
 """
 
 import argparse
@@ -64,7 +65,7 @@ def main() -> None:
         return [Points(*(part[:, mesh.get_rank() :: mesh.size()] for part in points)) for points in batch]
 
     def error(params: Any, points: Points) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum over this rank's points of a task, and how many they are: what reduce="weighted" asks for."""
+        """Return the sum over this rank's points of a task and their number, for reduce="weighted"."""
         return (model.apply(params, points.x) - points.y).square().sum(), torch.tensor(len(points.x))
 
     def adapted(params: Any, points: Points, steps: int) -> Any:

@@ -1,20 +1,20 @@
-"""Train the ConvNet of PyTorch's FSDP tutorial on handwritten digits, under each strategy, with one train step for all.
+"""Train the ConvNet of PyTorch's FSDP tutorial on handwritten digits, under each strategy, with one train step.
 
     python examples/mnist.py
     torchrun --standalone --nproc_per_node 2 examples/mnist.py
     torchrun --standalone --nproc_per_node 2 examples/mnist.py --strategy zero3 --data MNIST/raw --epochs 1
 
-Without --data it takes the 1797 digits that come with scikit-learn; --data is a directory with MNIST's four IDX files,
-as they are or gzipped. Dropout, Adadelta, StepLR, a DistributedSampler and an evaluation whose counts are summed over
-ranks are as in the tutorial, and so are units by size: submodules of at least --unit-size parameters are gathered one
-by one. The strategies must get the very same parameters, which are read back from their checkpoints and compared.
+Without --data the program uses the 1797 digits of scikit-learn. --data is a directory with the four IDX files of MNIST,
+gzipped or not. The tutorial's Dropout, Adadelta, StepLR, DistributedSampler and evaluation with counts summed over
+ranks are kept, and so are units by size: each submodule of at least --unit-size parameters is a unit. All strategies
+must end with the same parameters; the program reads them back from the checkpoints and compares them.
 
-Of memory the table has what a rank keeps between steps (parameters and Adadelta's state), and the most that it holds at
-a time in a step: tensors as torch's profiler sees them come and go, in one step after the training. Python, torch, the
-images and what gloo takes for itself are not among it. Nearly all parameters are one layer's here, which is whole while
-it computes, so that ZeRO-2 and 3 have nothing to save beyond ZeRO-1, and may take more, as they reduce gradients while
-activations are still there. Milliseconds are medians over all steps but the first, which is traced; where ranks share
-cores with other programs they say little.
+The table shows two figures of memory: the bytes that a rank keeps between steps (parameters and Adadelta's state), and
+the peak within a step, by the tensors that torch's profiler sees in one step after the training. These figures exclude
+Python, torch, the images and gloo's own memory. In this network one layer has nearly all parameters and is full while
+it computes. ZeRO-2 and ZeRO-3 therefore save nothing beyond ZeRO-1, and may take more memory, because they reduce
+gradients while activations are still alive. Milliseconds are medians over all steps but the first, which is traced;
+they mean little if ranks share cores with other programs.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class ConvNet(nn.Module):
 
 
 class Run(NamedTuple):
-    """What a training leaves: loss and images right of the test, bytes kept and held at most, milliseconds a step."""
+    """Results of a training: test loss, correct images, bytes kept, peak bytes, milliseconds per step."""
 
     loss: float
     right: int
@@ -133,7 +133,7 @@ def train(args: argparse.Namespace, name: str, mesh: Any, strategy: fs.ShardTran
             bar.set_postfix_str(f"loss {loss.item():.3f}, test accuracy {total[1] / len(test[1]):.2%}")
     fs.checkpoint.save(args.directory / name, state)
     kept = sum(leaf.numel() * leaf.element_size() for leaf in fs.tree_leaves(state))
-    # Torch warns of what a step frees, unless it is allocated under the profiler: hence a copy.
+    # Torch warns if a step frees tensors that were not allocated under the profiler: hence a copy.
     peak = peak_bytes(lambda: train_step(fs.tree_map(torch.clone, state), batch))
     return Run(float(total[0]) / len(test[1]), int(total[1]), kept, peak, 1e3 * statistics.median(times[1:] or times))
 

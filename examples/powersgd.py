@@ -1,10 +1,10 @@
-"""PowerSGD, low-rank gradients with error feedback, as a transform of one's own next to plain ZeRO-3.
+"""Reduce gradients by PowerSGD (low rank, with error feedback), in a custom transform next to plain ZeRO-3.
 
     torchrun --standalone --nproc_per_node 2 examples/powersgd.py --rank 4
 
-A gradient M, with what earlier steps left out added to it, is sent as P = M Q and, once P has been summed and made
-orthonormal, as Q = M^T P; each rank keeps its own rows of P Q^T (Vogels et al., 2019, "PowerSGD"). State is what P Q^T
-leaves out of M, and Q, with which the next step starts. Leaves are stored and gathered as by fs.fully_shard.
+The transform adds the error of earlier steps to a gradient M, sends M as P = M Q, sums P and makes P orthonormal, and
+then sends Q = M^T P. Each rank keeps its own rows of P Q^T (Vogels et al., 2019, "PowerSGD"). The state of a leaf is
+the error M - P Q^T, and Q, which starts the next step. fs.fully_shard stores and gathers the leaves.
 """
 
 from collections.abc import Sequence

@@ -1,18 +1,19 @@
-"""Every shard halved between two nodes, as a transform of one's own next to HSDP and plain ZeRO-3.
+"""Split every shard between two nodes, in a custom transform next to HSDP and plain ZeRO-3.
 
     torchrun --standalone --nproc_per_node 4 examples/sibling.py
 
-HSDP keeps every shard on both nodes. Here each node keeps its half of it: gather fetches the other half from the
-sibling, the rank in the same place of the other node, then all-gathers inside the node; scatter is the transpose. On 2
-nodes of S ranks, for n bytes of parameters, a rank keeps and sends to the other node
+HSDP keeps every shard on both nodes; here each node keeps half of it. gather fetches the other half from the sibling,
+the rank at the same place of the other node, and then all-gathers within the node. scatter is the transpose. On 2 nodes
+of S ranks, with n bytes of parameters, a rank keeps and sends to the other node:
 
               kept   by a gather     by a scatter    in a step of ZeRO-3, which gathers twice
     HSDP      n/S    0               n/S             n/S
     siblings  n/2S   n/2S            n/2S            1.5 n/S
     ZeRO-3    n/2S   n/S - n/(2SS)   n/S - n/(2SS)   3 n/S - 1.5 n/SS, by a ring through both nodes
 
-It saves half of HSDP's parameters, gradients and optimizer state, and half the work of an update, for half as many
-bytes more between nodes, none where units are gathered once. Halves travel exactly: nodes must not drift apart.
+Siblings halve HSDP's memory for parameters, gradients and optimizer state, and the work of an update. They send half as
+many bytes more between nodes, or none more if units are gathered once. Halves travel exactly: nodes must not drift
+apart.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Tensor parallelism by hand under ZeRO-3: every large leaf is split over two axes of the mesh.
+"""Combine tensor parallelism with ZeRO-3: every large leaf is split over two axes of the mesh.
 
 Run on four ranks, on two, or on one without a launcher:
 
@@ -6,9 +6,9 @@ Run on four ranks, on two, or on one without a launcher:
     torchrun --standalone --nproc_per_node 2 examples/tensor_parallel.py
     python examples/tensor_parallel.py
 
-Ranks along "tp" see the same rows of text and share out the heads and the hidden width, as Megatron-LM does; ranks
-along "shard" see different rows and gather the blocks one by one. It prints what a step sends over each axis, and how
-far the run is from the same training in one process, in float64, where a mistake cannot hide behind rounding.
+Ranks along "tp" read the same rows of text and split the heads and the hidden width, as in Megatron-LM. Ranks along
+"shard" read different rows and gather the blocks one by one. The program prints the bytes sent over each axis in a
+step, and the distance from the same training in one process, in float64, where rounding cannot hide a mistake.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def loss_fn(params: Any, xy: tuple[torch.Tensor, torch.Tensor], tp: fs.Axis) -> 
     embedding = fs.gather(params["embedding"])
     h = embedding["tokens"][x] + embedding["positions"][: x.shape[1]]
     for block in params["blocks"]:
-        p = fs.gather(block)  # over "shard" alone: what a rank gets is its piece of the full matrices
+        p = fs.gather(block)  # over "shard" alone: a rank gets its own piece of the full matrices
         h = h + attention(p["attention"], layer_norm(p["norm1"], h), tp)
         h = h + mlp(p, layer_norm(p["norm2"], h), tp)
     return F.cross_entropy(F.linear(h, fs.gather(params["head"])).flatten(0, 1), y.flatten())

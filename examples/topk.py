@@ -1,9 +1,10 @@
-"""Top-k gradients with error feedback, as a transform of one's own next to plain ZeRO-3.
+"""Reduce gradients by top-k with error feedback, in a custom transform next to plain ZeRO-3.
 
     torchrun --standalone --nproc_per_node 2 examples/topk.py --density 0.02
 
-Each rank adds what it has not sent yet to its gradient and sends every other rank the largest elements of the piece
-which that one keeps; the rest waits, as the transform's state (Stich et al., 2018, "Sparsified SGD with Memory").
+Each rank adds the elements that it has not sent yet to its gradient, and sends to every other rank the largest elements
+of that rank's shard. The other elements stay in the transform's state (Stich et al., 2018, "Sparsified SGD with
+Memory").
 """
 
 import math

@@ -1,13 +1,13 @@
-"""Train a byte-level GPT on the Python standard library's sources: sharded, jitted, and safe to kill.
+"""Train a byte-level GPT on the sources of the Python standard library: sharded, jitted, and safe to kill.
 
     torchrun --standalone --nproc_per_node 2 --max-restarts 3 examples/train_gpt.py --preset small
     python examples/train_gpt.py --preset tiny --steps 50
 
-ZeRO-3 in one jitted step that writes the new state in the place of the old one; accumulation over microbatches, mixed
-precision (--precision bfloat16) and recomputed activations (--remat) where asked for. The state is saved beside the
-steps. Kill any rank at any time: torchrun starts all again, and the run goes on from its checkpoint with the batches
-and dropout masks that follow, so that its losses are those of a run that was never killed, bit for bit. Started again
-on another number of ranks it goes on as well. At the end the model writes a sample.
+The program trains with ZeRO-3 in one jitted step that donates the old state, and accumulates gradients over
+microbatches. Mixed precision (--precision bfloat16) and recomputed activations (--remat) are options. Checkpoints are
+written while steps run. Kill any rank at any time: torchrun starts all ranks again, and the run continues from its
+checkpoint with the next batches and dropout masks. Its losses equal those of an uninterrupted run bit for bit. The run
+also continues on another number of ranks. At the end the model writes a sample.
 """
 
 import argparse
@@ -144,7 +144,7 @@ class Log:
     """Losses by step, in a file that outlives the process, and a progress bar."""
 
     def __init__(self, path: Path, written: bool, first: int) -> None:
-        """Keep what was written of steps before the first; of later ones a killed run knew more than its checkpoint."""
+        """Keep lines of steps before the first: a killed run may have written lines of steps after its checkpoint."""
         self.path, self.written, self.first = path, written, first
         if written:
             path.parent.mkdir(parents=True, exist_ok=True)

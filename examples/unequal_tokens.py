@@ -1,13 +1,14 @@
-"""Train on lines of very unequal lengths: the gradient of the mean over all tokens, however they are spread.
+"""Train on lines of very unequal lengths, with the gradient of the mean over all tokens.
 
 Run on two ranks, or on one without a launcher:
 
     torchrun --standalone --nproc_per_node 2 examples/unequal_tokens.py --strategy zero3
     python examples/unequal_tokens.py --steps 20
 
-Lines of Python's standard library are sorted by length, so that little is padded; some microbatches then hold ten
-times the tokens of others. It prints how far two gradients of the first batch are from that of the mean over all of its
-tokens: the mean over ranks and microbatches of their means, and `reduce="weighted"`, which the training then uses.
+The lines of Python's standard library are sorted by length, so that batches have little padding. Some microbatches then
+hold ten times as many tokens as others. The program compares two gradients of the first batch with the gradient of the
+mean over all its tokens: the mean over ranks and microbatches of their means, and `reduce="weighted"`. The training
+uses `reduce="weighted"`.
 """
 
 import argparse
@@ -38,7 +39,7 @@ def main() -> None:
     state = fs.TrainState.create(model.init(STRATEGIES[args.strategy](mesh)), tx)
 
     def token_sum(params: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of the losses of this microbatch's tokens, and their number: what "weighted" asks for."""
+        """Return the sum of the losses of this microbatch's tokens and their number, for "weighted"."""
         x, y = batch
         logits = model.apply(params, x).flatten(0, 1)
         return F.cross_entropy(logits, y.flatten(), ignore_index=IGNORED, reduction="sum"), tokens(batch)
