@@ -157,14 +157,15 @@ def test_tools_find_the_mistake(mistake, found):
 # Names of columns in the README, and of systems in the results.
 SYSTEMS = {
     "FSDP2": "fsdp2",
-    "FSDP2, fine units": "fsdp2-fine",
     "FSDP1": "fsdp1",
     "DDP": "ddp",
     "fs.ddp": "fshard-ddp",
     "fs.zero2": "fshard-zero2",
     "fs.zero3": "fshard-zero3",
 }
-SPEED = section(README, "Speed and memory")
+FIRST_SCREEN = re.sub(r"```.*?```", "", README.read_text().split("\n## ")[0], flags=re.DOTALL)
+SPEED = " ".join(section(README, "Speed and memory").split())
+FINE_UNITS = re.compile(r"With a unit for each large layer FSDP2 peaks at (\d+) MiB\.")
 ON_ONE_RANK = re.compile(r"On one rank a step takes ([\d.]+) \((.*?)\) to ([\d.]+) \((.*?)\) of plain PyTorch's\.")
 
 
@@ -178,22 +179,26 @@ class Figure(NamedTuple):
     system: str
 
 
-def figures_of_tables() -> Iterator[Figure]:
-    """Every cell of the README's tables of speed and memory."""
-    for head, *rows in tables(SPEED):
-        benchmark = {"step time": "peers", "peak memory of a step, MiB": "memory"}[head[0]]
-        suffix, systems = "", []
-        for column in head[1:]:
-            # From the column that says so on, steps are jitted.
-            suffix = "-graph" if column.startswith("jitted: ") else suffix
-            systems.append(SYSTEMS[column.removeprefix("jitted: ")] + suffix)
-        for name, *cells in rows:
-            sizes = re.fullmatch(r"width (\d+), (\d+) layers, batch (\d+) x (\d+)", name)
-            for system, cell in zip(systems, cells, strict=True):
-                yield Figure(cell, benchmark, 2, tuple(map(int, sizes.groups())), system)
+def figures_of_table() -> Iterator[Figure]:
+    """Every cell of the README's table of speed and memory."""
+    ((head, *rows),) = tables(FIRST_SCREEN)
+    suffix, systems = "", []
+    for column in head[1:]:
+        # From the column that says so on, steps are jitted.
+        suffix = "-graph" if column.startswith("jitted: ") else suffix
+        systems.append(SYSTEMS[column.removeprefix("jitted: ")] + suffix)
+    for name, *cells in rows:
+        kind, *sizes = re.fullmatch(r"(.*), width (\d+), (\d+) layers, batch (\d+) x (\d+)", name).groups()
+        benchmark = {"step": "peers", "peak MiB": "memory"}[kind]
+        for system, cell in zip(systems, cells, strict=True):
+            # Peaks are those of eager steps.
+            if cell or kind == "step":
+                yield Figure(cell, benchmark, 2, tuple(map(int, sizes)), system)
 
 
-def figures_on_one_rank() -> Iterator[Figure]:
+def figures_of_text() -> Iterator[Figure]:
+    (peak,) = FINE_UNITS.search(SPEED).groups()
+    yield Figure(peak, "memory", 2, (1024, 8, 1, 256), "fsdp2-fine")
     low, least, high, most = ON_ONE_RANK.search(SPEED).groups()
     for printed, names in ((low, least), (high, most)):
         for name in re.findall(r"`(\w+)`", names):
@@ -218,7 +223,10 @@ def measured(figure: Figure, results: dict[str, Any]) -> set[float]:
     return {group[figure.system]["ratio"] for group in results["step"] if figure.system in group}
 
 
-@pytest.mark.parametrize("figure", [*figures_of_tables(), *figures_on_one_rank()], ids=lambda f: " ".join(map(str, f)))
+FIGURES = [*figures_of_table(), *figures_of_text()]
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda f: " ".join(map(str, f)))
 def test_figures_were_measured(figure):
     (results,) = results_of(figure)
     decimals = len(figure.printed.partition(".")[2])
@@ -227,12 +235,14 @@ def test_figures_were_measured(figure):
 
 def test_figures_are_of_the_versions_and_days_that_are_named():
     version, days = re.search(r"\(torch ([\d.]+), ([\d-]+(?: to [\d-]+)?)\)", SPEED).groups()
-    used = [results_of(figure)[0] for figure in (*figures_of_tables(), *figures_on_one_rank())]
+    used = [results_of(figure)[0] for figure in FIGURES]
     assert all(results["versions"]["torch"].startswith(f"{version}.") for results in used)
     assert {results["date"][:10] for results in used} <= set(days.split(" to "))
 
 
-def test_no_other_figure_stands_beside_the_tables():
+def test_no_other_figure_stands_beside_them():
     """A number that the tests above do not look up would be one that nobody measured."""
-    rest = ON_ONE_RANK.sub("", re.sub(r"^\|.*$|\(torch .*?\)", "", SPEED, flags=re.MULTILINE))
-    assert not re.findall(r"\d+\.\d+", rest)
+    rest = f"{FIRST_SCREEN}\n{SPEED}"
+    for known in (r"^\|.*$", r"\(torch .*?\)", r"Python \d\.\d+ and torch \d\.\d+", FINE_UNITS, ON_ONE_RANK):
+        rest = re.sub(known, "", rest, flags=0 if isinstance(known, re.Pattern) else re.MULTILINE)
+    assert not re.findall(r"\d+\.\d+|\d+ MiB", rest)

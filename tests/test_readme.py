@@ -17,7 +17,7 @@ import fshard as fs
 from fshard.testing import assert_trees_close, check_transform, spmd
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-TRAIN_STEP, FOUR_VERBS, UNITS, JIT, TRANSFORMS, OPTIMIZERS, STATE, AHEAD, TESTING = re.findall(
+TRAIN_STEP, FOUR_VERBS, UNITS, OPTIMIZERS, JIT, STATE, TRANSFORMS, TESTING, AHEAD = re.findall(
     r"```python\n(.*?)```", README, flags=re.DOTALL
 )
 
