@@ -18,6 +18,7 @@ from tests.unit_models import (
     assert_one_process,
     filled,
     tokens,
+    vectors,
 )
 
 EXPERTS = 3
@@ -154,6 +155,27 @@ def test_parameters_made_of_shards(model):
         assert_one_process(
             module, batches("different", world_size), RULES["experts"], strategies, loss=loss, reference=plain
         )
+
+
+class Stages(nn.Module):
+    """Blocks of which a rank runs the first few."""
+
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList(Perceptron(hidden) for hidden in (13, HIDDEN, 11))
+
+    def forward(self, x, depth):
+        for stage in self.stages[:depth]:
+            x = stage(x)
+        return x.square().mean()
+
+
+def test_a_rank_stops_before_the_last_units():
+    """It gathers them all the same, where other ranks enter them."""
+    depths = (2, 3, 1)
+    for world_size, strategies in CHOSEN.items():
+        batches = [(x, depth) for (x,), depth in zip(vectors(world_size), depths)]
+        assert_one_process(filled(Stages()), batches, Perceptron, strategies)
 
 
 @pytest.mark.slow
