@@ -8,7 +8,7 @@ test: .venv/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 slow: .venv/models
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 fuzz: .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seeds 0:5000 --resume
