@@ -71,14 +71,12 @@ class StepGraph:
         Args:
             path: Where to write the picture, such as "step.png". Needs matplotlib.
         """
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
+        from matplotlib.figure import Figure
 
         mib = [moment.bytes / 2**20 for moment in self.moments]
         largest = max((entry.bytes for entry in self.collectives()), default=1) or 1
-        figure, axes = plt.subplots(figsize=(11, 4.5), constrained_layout=True)
+        figure = Figure(figsize=(11, 4.5), layout="constrained")
+        axes = figure.subplots()
         axes.fill_between(range(len(mib)), mib, step="post", alpha=0.4)
         for op, color in (("all_gather", "C2"), ("reduce_scatter", "C3"), ("all_reduce", "C1"), ("all_to_all", "C4")):
             sent = [
@@ -95,7 +93,6 @@ class StepGraph:
         if self.collectives():
             axes.legend(title="starts of collectives, by size")
         figure.savefig(path, dpi=110)
-        plt.close(figure)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
