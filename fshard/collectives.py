@@ -8,7 +8,7 @@ a value that agrees between ranks, the second hands such a value to each rank's 
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import Function
@@ -22,6 +22,13 @@ Tensors = Sequence[torch.Tensor]
 LinearMap = Callable[[Tensors], Tensors]
 
 
+class Maps(NamedTuple):
+    """The maps of a node in autograd's graph that `linear_call` made; most are partials, whose keywords tell more."""
+
+    fun: LinearMap
+    transpose: LinearMap
+
+
 class _LinearCall(Function):
     @staticmethod
     def forward(fun: LinearMap, transpose: LinearMap, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -31,15 +38,15 @@ class _LinearCall(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.fun, ctx.transpose = inputs[:2]
+        ctx.maps = Maps(*inputs[:2])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, *_LinearCall.apply(ctx.transpose, ctx.fun, *grads)
+        return None, None, *_LinearCall.apply(ctx.maps.transpose, ctx.maps.fun, *grads)
 
     @staticmethod
     def jvp(ctx: Any, _fun: None, _transpose: None, *tangents: torch.Tensor) -> Any:
-        return _LinearCall.apply(ctx.fun, ctx.transpose, *tangents)
+        return _LinearCall.apply(*ctx.maps, *tangents)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], fun: LinearMap, transpose: LinearMap, *tensors: torch.Tensor) -> Any:
@@ -71,6 +78,18 @@ def linear_call(fun: LinearMap, transpose: LinearMap, tensors: Tensors) -> list[
     if out and comm.own_journal().locates and (node := out[0].grad_fn) is not None:
         node.metadata["stack"] = traceback.format_stack()
     return out
+
+
+def maps_of(node: Any) -> Maps | None:
+    """Find the maps of a node in autograd's graph; None where `linear_call` did not make it."""
+    maps = getattr(node, "maps", None)
+    return maps if isinstance(maps, Maps) else None
+
+
+def operands(node: Any) -> Sequence[tuple[Any, int]]:
+    """List the nodes behind a node in autograd's graph, with their outputs; not what only ties collectives together."""
+    edges: Sequence[tuple[Any, int]] = node.next_functions
+    return edges[:-1] if hasattr(node, "passed") else edges
 
 
 class _Tie(Function):
@@ -215,8 +234,7 @@ def all_gather(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     """
     check_dim("all_gather", dim)
     check_operands("all_gather", tree, axis, dim)
-    run, transpose = partial(_concatenate, axis=axis, dim=dim), partial(_scatter, axis=axis, dim=dim)
-    return _on_tree(tree, run, transpose, "all_gather", axis)
+    return _on_tree(tree, _gathering(axis, dim, "all_gather"), _scattering(axis, dim), "all_gather", axis)
 
 
 def all_gather_invariant(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
@@ -234,7 +252,7 @@ def all_gather_invariant(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     """
     check_dim("all_gather_invariant", dim)
     check_operands("all_gather_invariant", tree, axis, dim)
-    run = partial(_concatenate, axis=axis, dim=dim, label="all_gather_invariant")
+    run = _gathering(axis, dim, "all_gather_invariant")
     return _on_tree(tree, run, partial(_own_piece, axis=axis, dim=dim), "all_gather_invariant", axis)
 
 
@@ -263,11 +281,18 @@ def reduce_scatter(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
             if tensor.shape[dim] % axis.size
         ]
         raise leaf_error(f"reduce_scatter over {axis.name!r}: dims do not divide", problems, "pad the dim")
-    run, transpose = partial(_scatter, axis=axis, dim=dim), partial(_concatenate, axis=axis, dim=dim)
-    return _on_tree(tree, run, transpose, "reduce_scatter", axis)
+    return _on_tree(tree, _scattering(axis, dim), _gathering(axis, dim, "all_gather"), "reduce_scatter", axis)
 
 
-def _concatenate(tensors: Tensors, axis: Axis, dim: int, label: str = "all_gather") -> Tensors:
+def _gathering(axis: Axis, dim: int, label: str) -> LinearMap:
+    return partial(_concatenate, axis=axis, dim=dim, label=label)
+
+
+def _scattering(axis: Axis, dim: int) -> LinearMap:
+    return partial(_scatter, axis=axis, dim=dim, label="reduce_scatter")
+
+
+def _concatenate(tensors: Tensors, axis: Axis, dim: int, label: str) -> Tensors:
     return [rows.movedim(0, dim).flatten(dim, dim + 1) for rows in comm.all_gather(tensors, axis=axis, label=label)]
 
 
@@ -275,6 +300,6 @@ def _own_piece(tensors: Tensors, axis: Axis, dim: int) -> Tensors:
     return [tensor.unflatten(dim, (axis.size, -1)).select(dim, comm.rank(axis)).contiguous() for tensor in tensors]
 
 
-def _scatter(tensors: Tensors, axis: Axis, dim: int) -> Tensors:
+def _scatter(tensors: Tensors, axis: Axis, dim: int, label: str) -> Tensors:
     stacks = [tensor.unflatten(dim, (axis.size, -1)).movedim(dim, 0) for tensor in tensors]
-    return comm.reduce_scatter(stacks, axis=axis, label="reduce_scatter")
+    return comm.reduce_scatter(stacks, axis=axis, label=label)

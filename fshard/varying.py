@@ -1,12 +1,13 @@
 """Which values vary between ranks, as far as autograd's graph tells: mistakes with psum_invariant and pvary."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from fshard import _compat, comm
+from fshard.collectives import maps_of, operands
 from fshard.tree import Axis, Flat, is_sharded
 
 
@@ -37,14 +38,14 @@ def reduced_over(loss: torch.Tensor, axes: Sequence[Axis]) -> Axis | None:
 def used_without_pvary(
     outputs: Sequence[torch.Tensor],
     leaves: Sequence[tuple[torch.Tensor, Iterable[Axis]]],
-    summing: type[torch.autograd.Function],
+    sums: Callable[[Any], bool],
 ) -> list[bool]:
     """Find leaves that a graph comes to by a way that does not lead through `pvary` or a gather of its own.
 
     Args:
         outputs: Where the graph begins.
         leaves: Tensors that require a gradient, each with the axes between whose ranks it agrees.
-        summing: Nodes of this function sum gradients by themselves.
+        sums: Tells of a node whether it sums gradients by itself.
 
     Returns:
         For each leaf whether some way to it lacks a pvary, or a gather, over one of its axes.
@@ -61,7 +62,7 @@ def used_without_pvary(
             i, needed = ends[node]
             found[i] = found[i] or not needed <= varied
             continue
-        if type(node).__name__ == f"{summing.__name__}Backward":
+        if sums(node):
             continue
         varied = varied | _summed_over(node)
         new = [(behind, varied) for behind in _next(node) if (behind, varied) not in seen]
@@ -91,7 +92,7 @@ def check_agrees(value: torch.Tensor, flat: Flat, axes: Sequence[Axis], what: st
         what: The verb that asks, for its error.
 
     Raises:
-        ValueError: on every rank alike, with what ranks found.
+        ValueError: on every rank, with the values of all.
     """
     # By identity: leaves share their axes, which are slow to hash.
     placed = {id(axis): axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.axes}
@@ -110,27 +111,27 @@ def check_agrees(value: torch.Tensor, flat: Flat, axes: Sequence[Axis], what: st
 
 
 def _next(node: Any) -> Iterator[Any]:
-    # What ties collectives together carries no value.
-    edges = node.next_functions[:-1] if type(node).__name__ == "_TieBackward" else node.next_functions
-    return (behind for behind, _ in edges if behind is not None)
+    return (behind for behind, _ in operands(node) if behind is not None)
 
 
 def _summed_over(node: Any) -> frozenset[Axis]:
     """The axes over which a node's backward sums: that of a pvary, or those of a gather under torch.func."""
-    axis, transpose = _axis_of(node, "transpose", "pvary"), _linear_map(node, "transpose")
-    if axis is not None:
+    if (axis := _axis_of(node, "transpose", "pvary")) is not None:
         return frozenset([axis])
-    scatters = transpose is not None and getattr(transpose.func, "__name__", None) == "scatter"
-    return frozenset(transpose.func.__self__.axes) if scatters else frozenset()
+    scatter = _partial(node, "transpose")
+    if scatter is None or "specs" not in scatter.keywords:
+        return frozenset()
+    transform: Any = getattr(scatter.func, "__self__", None)
+    return frozenset(transform.axes) if scatter.func == getattr(transform, "scatter", None) else frozenset()
 
 
 def _axis_of(node: Any, side: str, label: str) -> Axis | None:
     """The axis of a collective in a graph, by the label of the map on one side of its linear call."""
-    map_ = _linear_map(node, side)
-    return map_.keywords["axis"] if map_ is not None and map_.keywords.get("label") == label else None
+    found = _partial(node, side)
+    return found.keywords["axis"] if found is not None and found.keywords.get("label") == label else None
 
 
-def _linear_map(node: Any, side: str) -> Any:
+def _partial(node: Any, side: str) -> partial[Any] | None:
     """The map on one side of a linear call; None where a node is none, or its map was not made by `partial`."""
-    map_ = getattr(node, side, None) if type(node).__name__ == "_LinearCallBackward" else None
-    return map_ if isinstance(map_, partial) else None
+    found = getattr(maps_of(node), side, None)
+    return found if isinstance(found, partial) else None

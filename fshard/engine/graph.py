@@ -52,6 +52,11 @@ class _Deliver(Function):
         return None, None, None, None, *received, *[None] * ctx.others
 
 
+def _delivers(node: Any) -> bool:
+    """Whether a node in autograd's graph delivers full tensors."""
+    return isinstance(getattr(node, "use", None), Use)
+
+
 @_compat.outside_selective_checkpoint()
 def deliver(call: Receiver, use: Use, group: list[int]) -> None:
     """Make the outputs of a use for some of its leaves, with one autograd node for all of them."""
@@ -95,9 +100,9 @@ def mark_used(loss: torch.Tensor, leaves: Sequence[Leaf]) -> None:
         if node in ends:
             ends[node].used = True
         edges = [behind for behind, _ in getattr(node, "next_functions", ())]
-        if isinstance(use := getattr(node, "use", None), Use):
+        if _delivers(node):
             # One node delivers several leaves; a leaf of the call's own was marked when its gradient arrived.
-            members = [use.unit.leaves[i] for i in node.group]
+            members = [node.use.unit.leaves[i] for i in node.group]
             edges = [edge for edge, leaf in zip(edges, members, strict=False) if leaf.derived and leaf.used]
         new = [edge for edge in edges if edge not in seen]
         seen.update(new)
@@ -126,7 +131,7 @@ def refuse_unsummed(
             direct.append((leaf, agreeing))
     if not direct:
         return
-    found = used_without_pvary(outputs, [(leaf.tensor, axes) for leaf, axes in direct], _Deliver)
+    found = used_without_pvary(outputs, [(leaf.tensor, axes) for leaf, axes in direct], _delivers)
     problems = [
         Problem(
             leaf.path, f"maths on a leaf that ranks of {[axis.name for axis in axes]} hold alike", "gather or pvary"

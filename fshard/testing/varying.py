@@ -9,6 +9,7 @@ import torch
 
 from fshard import comm
 from fshard.checks import check_function, check_local, check_transforms
+from fshard.collectives import maps_of
 from fshard.errors import Problem, leaf_error
 from fshard.objective import reduction_axes
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, unflatten
@@ -135,9 +136,7 @@ def _wrong_leaf(path: str, leaf: Sharded, axis: Axis, varies: bool) -> Iterator[
 
 
 def _maps(node: Any) -> list[partial[Any]]:
-    if type(node).__name__ != "_LinearCallBackward":
-        return []
-    return [side for side in (node.fun, node.transpose) if isinstance(side, partial)]
+    return [side for side in maps_of(node) or () if isinstance(side, partial)]
 
 
 def _label(node: Any, axis: Axis) -> str | None:
@@ -145,8 +144,8 @@ def _label(node: Any, axis: Axis) -> str | None:
     fun, *_ = [*_maps(node), None]
     if fun is None or fun.keywords.get("axis") != axis:
         return None
-    named = fun.keywords.get("label")
-    return named or {"_concatenate": "all_gather", "_scatter": "reduce_scatter"}.get(fun.func.__name__)
+    label: str | None = fun.keywords.get("label")
+    return label
 
 
 def _gathered_over(node: Any, output: int) -> tuple[Axis, ...] | None:
