@@ -8,7 +8,7 @@ the interval that holds the true median 95 times in 100; once of the time, once 
 this rank, which does not know of waiting. Of a step that is not traced either the same is told, which says what such a
 number is worth, and of the recorder of collectives, which sees every operator. What is noted of one collective is also
 timed alone, and told times a step's collectives; and so is the cost of a trace that is off, which is two looks at the
-thread's journal for each collective.
+rank's flight recorder for each collective.
 """
 
 import argparse
@@ -32,7 +32,7 @@ import fshard as fs
 # Ways to run a step.
 OFF, AGAIN, TRACED, RECORDED = "off", "off again", "traced", "recorded"
 
-# Looks at the journal, and collectives, that are timed together.
+# Looks at the flight recorder, and collectives, that are timed together.
 LOOKS = 10_000
 
 
@@ -118,11 +118,11 @@ def median_ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
 
 def noted_seconds() -> float:
     """Seconds in which a trace notes one collective of one buffer, from its call to its landing."""
-    tensors = [torch.zeros(1)]
+    tensors, label = [torch.zeros(1)], fs.comm.encoded(fs.comm.Label("gather", ("unit",)))
     with fs.trace() as trace:
         start = time.perf_counter()
         for number in range(LOOKS):
-            issued = fs.comm.Issued("all_gather", "shard", 2, dist.group.WORLD.group_name, "gather | unit", number)
+            issued = fs.comm.Issued("all_gather", "shard", 2, dist.group.WORLD.group_name, label, number)
             trace.starts(issued, tensors)
             trace.started(issued)
             trace.waits(issued)
@@ -134,7 +134,7 @@ def look_seconds() -> float:
     """Seconds of one look at what this thread is to tell, and whom."""
     start = time.perf_counter()
     for _ in range(LOOKS):
-        for _ in fs.comm.journal.journal().watchers:
+        for _ in fs.comm.flight_recorder().watchers:
             pass
     return (time.perf_counter() - start) / LOOKS
 

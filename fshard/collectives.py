@@ -6,7 +6,8 @@ a value that agrees between ranks, the second hands such a value to each rank's 
 """
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -75,7 +76,7 @@ def linear_call(fun: LinearMap, transpose: LinearMap, tensors: Tensors) -> list[
         fun's outputs, differentiable to any order in both modes.
     """
     out = list(_LinearCall.apply(fun, transpose, *tensors)) if tensors else []
-    if out and comm.own_journal().locates and (node := out[0].grad_fn) is not None:
+    if out and comm.of_this_rank(_Running).located and (node := out[0].grad_fn) is not None:
         node.metadata["stack"] = traceback.format_stack()
     return out
 
@@ -116,20 +117,20 @@ class Chain:
         tokens: The first token, which requires a gradient, and the last one; none until something is tied.
     """
 
-    def __init__(self, note: Callable[[str, bool], None], mark: Callable[[], Callable[[], None]]) -> None:
+    def __init__(self, note: Callable[[str, Axis, bool], None], mark: Callable[[], Callable[[], None]]) -> None:
         """Nothing is tied yet.
 
         Args:
-            note: Called with the name of each collective, and whether it is differentiated.
+            note: Called with the name of each collective, its axis, and whether it is differentiated.
             mark: Returns what the backward calls before it runs what was called here.
         """
         self.tokens: list[torch.Tensor] = []
         self._note, self._mark = note, mark
 
-    def call(self, what: str, fun: LinearMap, transpose: LinearMap, tensors: Tensors) -> list[torch.Tensor]:
+    def call(self, what: str, axis: Axis, fun: LinearMap, transpose: LinearMap, tensors: Tensors) -> list[torch.Tensor]:
         """As `linear_call`, tied."""
         differentiated = any(tensor.requires_grad for tensor in tensors)
-        self._note(what, differentiated)
+        self._note(what, axis, differentiated)
         if not differentiated:
             return linear_call(fun, transpose, tensors)
         return self._tied(linear_call(fun, transpose, self._tied(tensors)))
@@ -141,14 +142,65 @@ class Chain:
         return out
 
 
+class _Running:
+    """State of the collectives that this rank's functions call now.
+
+    Attributes:
+        chain: Ties those of a call together, if one runs.
+        located: Whether nodes in autograd's graph keep the stack that made them.
+        reductions: How often a value that varies has been summed into one that agrees.
+    """
+
+    chain: Chain | None = None
+    located = False
+    reductions = 0
+
+
+def chained(chain: Chain) -> AbstractContextManager[None]:
+    """Tie the collectives that this rank's function calls inside the context.
+
+    Args:
+        chain: What ties them.
+
+    Returns:
+        The context.
+    """
+    return _running_with("chain", chain)
+
+
+def located() -> AbstractContextManager[None]:
+    """Let nodes of collectives that this rank's function calls inside the context keep the stack that made them.
+
+    torch's anomaly mode does it for all nodes, but of all threads of a process, of which each may be a rank.
+
+    Returns:
+        The context.
+    """
+    return _running_with("located", True)
+
+
+@contextmanager
+def _running_with(name: str, value: Any) -> Iterator[None]:
+    running = comm.of_this_rank(_Running)
+    before = getattr(running, name)
+    setattr(running, name, value)
+    try:
+        yield
+    finally:
+        setattr(running, name, before)
+
+
+def reductions() -> int:
+    """Count how often this rank has summed a value that varies into one that agrees."""
+    return comm.of_this_rank(_Running).reductions
+
+
 def _on_tree(tree: Tree, fun: LinearMap, transpose: LinearMap, what: str, axis: Axis) -> Tree:
-    tensors, chain = tree_leaves(tree), comm.own_journal().chain
+    tensors, chain = tree_leaves(tree), comm.of_this_rank(_Running).chain
     plain = all(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
-    untied = chain is None or not tensors or axis.size == 1 or not plain or not torch.is_grad_enabled()
-    if untied or _compat.transforms_active():
-        outputs = iter(linear_call(fun, transpose, tensors))
-    else:
-        outputs = iter(chain.call(f"{what} over {axis.name!r}", fun, transpose, tensors))
+    tied = tensors and axis.size > 1 and plain and torch.is_grad_enabled() and not _compat.transforms_active()
+    call = partial(chain.call, what, axis) if chain is not None and tied else linear_call
+    outputs = iter(call(fun, transpose, tensors))
     return tree_map(lambda _: next(outputs), tree)
 
 
@@ -216,7 +268,7 @@ def psum_invariant(tree: Tree, axis: Axis) -> Tree:
         The tree of sums.
     """
     check_operands("psum_invariant", tree, axis, vary=True)
-    comm.own_journal().reductions += 1
+    comm.of_this_rank(_Running).reductions += 1
     run = partial(comm.all_reduce, axis=axis, label="psum_invariant")
     return _on_tree(tree, run, tuple, "psum_invariant", axis)
 

@@ -58,7 +58,7 @@ def gather(tree: Tree) -> Tree:
         specs = tuple(leaves[i].spec for i in group)
         run, transpose = partial(transform.gather, specs=specs), partial(transform.scatter, specs=specs)
         paths = [flat.paths[i] for i in group]
-        with writes_counted(), comm.concerning(", ".join(paths), paths):
+        with writes_counted(), comm.concerning((), paths):
             gathered = linear_call(run, transpose, shards)
         for i, full in zip(group, gathered, strict=True):
             leaves[i] = full

@@ -136,7 +136,7 @@ def agreed_uses(uses: Uses) -> Used:
     """
     used = uses.used
     for axis in dict.fromkeys(axis for axes in uses.axes for axis in axes if axis.size > 1):
-        texts = comm.texts(json.dumps(used), axis, comm.AGREE)
+        texts = comm.texts(json.dumps(used), axis, comm.Verb.AGREE)
         rows = [json.loads(text) for text in texts]
         if len({tuple(map(len, row)) for row in rows}) > 1:
             found = ", ".join(str([len(call) for call in row]) for row in rows)
@@ -173,7 +173,7 @@ def closed(
         # In the dtype of the loss, so that all travel in one buffer.
         numbers = [value, torch.tensor([*used, *status], dtype=value.dtype, device=value.device)]
     for axis in asked:
-        numbers = comm.all_reduce(numbers, axis, comm.OBJECTIVE)
+        numbers = comm.all_reduce(numbers, axis, comm.Label(comm.Verb.OBJECTIVE, phase=comm.Phase.END))
     if not asked or len(numbers) == 1:
         return numbers[0], used, list(status)
     found = [number > 0 for number in numbers[1].tolist()]

@@ -80,7 +80,7 @@ def scatter_grads(
         specs = tuple(params.leaves[i].spec for i in group)
         full = [_or_zeros(leaves[i], params.leaves[i]) for i in group]
         paths = [flat.paths[i] for i in group]
-        with comm.concerning(", ".join(paths), paths):
+        with comm.concerning((), paths):
             if transform.has_state:
                 scattered, after = transform.scatter_with_state(full, specs, [states[i] for i in group])
                 for i, state in zip(group, after, strict=True):

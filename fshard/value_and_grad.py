@@ -19,6 +19,7 @@ from fshard.checks import (
     kind,
     refuse_writes,
 )
+from fshard.collectives import reductions
 from fshard.engine import Call, FunctionTransform, attempted, call_of, code_of, unbound
 from fshard.objective import closed, denominator, divided, reduction_axes, total
 from fshard.transform_state import ABSENT, Absent, joined, states_of
@@ -196,7 +197,7 @@ class _Run(NamedTuple):
 
     def local(self, function: Callable[[Tree], Any], leaves: list[Any]) -> Parts:
         """This rank's loss of one microbatch, count and aux."""
-        before = comm.own_journal().reductions
+        before = reductions()
         out = function(unflatten(self.flat.treedef, leaves))
         if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise ValueError(
@@ -205,7 +206,7 @@ class _Run(NamedTuple):
         loss, aux = out if self.has_aux else (out, None)
         check_loss(loss, self.reduce, self.what)
         value, count = loss if self.reduce == "weighted" else (loss, None)
-        if comm.own_journal().reductions > before:
+        if reductions() > before:
             check_not_reduced(value, self.axes, self.what)
         return value, count, aux
 

@@ -100,7 +100,7 @@ def check_agrees(value: torch.Tensor, flat: Flat, axes: Sequence[Axis], what: st
     if not others or _compat.is_transformed(value) or _compat.is_tracing():
         return
     for axis in others:
-        (rows,) = comm.all_gather([value.detach()], axis, comm.AGREE)
+        (rows,) = comm.all_gather([value.detach()], axis, comm.Verb.AGREE)
         tolerance = torch.finfo(value.dtype).eps ** 0.5 * rows.abs().amax()
         if (rows - rows[0]).abs().amax() > tolerance:
             found = ", ".join(f"{number:.6g}" for number in rows.tolist())

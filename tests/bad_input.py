@@ -97,7 +97,7 @@ def refusal(row: Row) -> Refusal:
         try:
             result = row.call(*arguments)
         except Exception as error:
-            issued = [(entry.label, entry.bytes) for entry in record if entry.label != fs.comm.AGREE]
+            issued = [(entry.label, entry.bytes) for entry in record if entry.label != fs.comm.Verb.AGREE]
             found = Refusal(type(error), str(error), issued)
         else:
             raise AssertionError(f"{row.name}: no error, but {result}")

@@ -62,7 +62,7 @@ def text_of(name, ranks):
         "let every rank make the same calls in the same order, also those whose result one rank alone uses, such "
         "as save and to_state_dict(rank0_only=True)"
     )
-    return "\n".join(["ranks do not do the same", *lines, f"To fix: {remedy}."])
+    return "\n".join(["collective mismatch between ranks", *lines, f"To fix: {remedy}."])
 
 
 @pytest.mark.parametrize("world_size", (2, 3))
@@ -92,9 +92,9 @@ def test_what_is_no_comparison_is_told_apart():
         return str(caught.value)
 
     assert spmd(program, 2, timeout=SECONDS)[0] == (
-        "ranks do not do the same\n"
-        "  rank 0: compares notes\n"
-        "  rank 1: sends something else\n"
+        "collective mismatch between ranks\n"
+        "  rank 0: compares its calls\n"
+        "  rank 1: runs another collective\n"
         "To fix: let every rank make the same calls in the same order, also those whose result one rank alone "
         "uses, such as save and to_state_dict(rank0_only=True)."
     )

@@ -1,4 +1,4 @@
-"""Ranks that do not do the same, or of which one fails: every rank hears of it, by name, and goes on as before."""
+"""Ranks whose collectives do not match, or of which one fails: every rank names it, and goes on as before."""
 
 import re
 import time
@@ -120,7 +120,7 @@ def assert_all_refuse(rows, names):
     for row in rows:
         for strategy, found in row.items():
             assert found.kind == "ValueError", (strategy, found)
-            assert found.text.startswith("value_and_grad: ranks do not do the same\n"), (strategy, found)
+            assert found.text.startswith("value_and_grad: collective mismatch between ranks\n"), (strategy, found)
             assert any(name in found.text for name in names), (strategy, found)
 
 

@@ -133,7 +133,7 @@ def test_rule_finds_a_breach(rule, file, text, message, tmp_path):
     ("file", "text"),
     [
         ("jit.py", "from fshard import tree\nfrom fshard.comm import ops"),
-        ("comm/ops.py", "from . import record\nfrom fshard.comm.record import x\nimport torch.distributed as dist"),
+        ("comm/ops.py", "from . import recorder\nfrom fshard.comm.recorder import x\nimport torch.distributed as dist"),
         ("_compat.py", "import torch\nx = torch._C.y\ndef f(x): return x._version"),
         ("tree.py", "import optree\nimport torch\nx = torch.__version__\n__all__ = ['x']"),
         ("mesh.py", "import os\nx = os.environ['X']\ndef f():\n    y = {}\n    os._exit(len(y))"),

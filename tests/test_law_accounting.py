@@ -42,7 +42,7 @@ def recorded(step, strategy, full, tx=SGD):
 
 def told(record):
     """A record without the few numbers by which ranks agree on what comes next."""
-    return [entry for entry in record if entry.label != fs.comm.AGREE]
+    return [entry for entry in record if entry.label != fs.comm.Verb.AGREE]
 
 
 def leaves_of(params):

@@ -246,7 +246,7 @@ def test_losses_of_other_dtypes_on_other_ranks_are_refused(workers):
         params = fs.shard({"w": torch.ones(3)}, fs.ddp(mesh))
         dtype = torch.float64 if mesh.get_rank() else torch.float32
         with pytest.raises(
-            ValueError, match=r"value_and_grad: ranks do not do the same\n.*the loss: expected dtype float"
+            ValueError, match=r"value_and_grad: collective mismatch between ranks\n.*the loss: expected dtype float"
         ):
             fs.value_and_grad(lambda p: fs.gather(p)["w"].sum().to(dtype))(params)
 

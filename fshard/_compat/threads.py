@@ -69,12 +69,12 @@ def threaded_process_groups(join: Callable[[ThreadedCollective], None]) -> Itera
         raise RuntimeError("simulated ranks are already running in this process; they cannot simulate ranks themselves")
 
     def start(operation: Any, group: Any) -> SimpleNamespace:
-        def meet(_: int, data: Any) -> Any:
+        def wait(_: int, data: Any) -> Any:
             ranks = list(group._world().pg_group_ranks[group])
             join(ThreadedCollective(group.pg_name, ranks, _kind(operation, data), data, operation.work))
             return multi_threaded_pg.ret_work(data)
 
-        return SimpleNamespace(join=meet)
+        return SimpleNamespace(join=wait)
 
     # `init_process_group` sets all of these.
     own_world = patch.multiple(

@@ -1,9 +1,8 @@
-"""The only issuer of collectives: start and finish operators per backend, and a recorder."""
+"""The only issuer of collectives: start and finish operators per backend, and the recorder of their events."""
 
-from fshard.comm.agree import BITS as BITS
+from fshard.comm.agree import FLAGS as FLAGS
 from fshard.comm.agree import NO_FACTS as NO_FACTS
-from fshard.comm.agree import WORDS as WORDS
-from fshard.comm.agree import Facts, Vote, disagreement, facts_of, highest, texts, vote
+from fshard.comm.agree import Facts, Peers, Vote, disagreement, facts_of, highest, same_call, texts, vote
 from fshard.comm.collective import (
     ALGORITHMS as ALGORITHMS,
 )
@@ -16,53 +15,57 @@ from fshard.comm.collective import (
 from fshard.comm.collective import (
     all_gather,
     all_reduce,
+    all_to_all,
     backend_of,
+    fake_world,
     rank,
     reduce_scatter,
     start_all_gather,
     start_all_reduce,
+    start_all_to_all,
     start_reduce_scatter,
 )
-from fshard.comm.failure import CollectiveError
-from fshard.comm.fake_world import fake_world
-from fshard.comm.journal import Issued, chained, located, own_journal, watched
-from fshard.comm.labels import concerning
-from fshard.comm.peers import FLAGS as FLAGS
-from fshard.comm.peers import Peers, same_call
-from fshard.comm.record import AGREE as AGREE
-from fshard.comm.record import OBJECTIVE as OBJECTIVE
-from fshard.comm.record import Collective, Record, collective_of, record
-from fshard.comm.rows import all_to_all, start_all_to_all
-from fshard.comm.spares import reusable, reusing, spare
+from fshard.comm.events import Collective, Label, Phase, Record, Verb, concerning, listed, of_this_rank
+from fshard.comm.events import decoded as decoded
+from fshard.comm.events import encoded as encoded
+from fshard.comm.ops import collective_of
+from fshard.comm.pool import Pool, reusable
+from fshard.comm.recorder import CollectiveError, Issued, Watcher, flight_recorder, record, watched
+
+# Other names of these verbs, for one release.
+AGREE, OBJECTIVE = Verb.AGREE, Verb.OBJECTIVE
 
 __all__ = [
     "Collective",
     "CollectiveError",
     "Facts",
     "Issued",
+    "Label",
     "Peers",
+    "Phase",
+    "Pool",
     "Record",
+    "Verb",
     "Vote",
+    "Watcher",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "backend_of",
-    "chained",
     "collective_of",
     "concerning",
     "disagreement",
     "facts_of",
     "fake_world",
+    "flight_recorder",
     "highest",
-    "located",
-    "own_journal",
+    "listed",
+    "of_this_rank",
     "rank",
     "record",
     "reduce_scatter",
     "reusable",
-    "reusing",
     "same_call",
-    "spare",
     "start_all_gather",
     "start_all_reduce",
     "start_all_to_all",

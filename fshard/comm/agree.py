@@ -1,4 +1,4 @@
-"""Ranks compare notes: one small collective per axis, and the texts only where they differ."""
+"""Ranks compare their calls: one small collective per axis, and the texts only where they differ."""
 
 import dataclasses
 import functools
@@ -7,7 +7,8 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,15 +16,21 @@ import torch.distributed as dist
 
 from fshard import _compat
 from fshard.comm import ops
-from fshard.comm.collective import all_gather
-from fshard.comm.failure import CollectiveError
-from fshard.comm.labels import WIDTH, labelled, parts
-from fshard.comm.record import AGREE
-from fshard.errors import Problem
+from fshard.comm.collective import all_gather, backend_of
+from fshard.comm.events import WIDTH, Label, Phase, Verb, decoded, encoded, labelled
+from fshard.comm.recorder import CollectiveError
+from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Flat, Residency, Spec, is_sharded
 
 # 12 words of 63 bits: room for what one step of a large model has to say.
 WORDS, BITS = 12, 63
+
+# Flags of a call's messages, whose numbers from FLAGS on do not fit and count as put forward.
+_FAILED, _FIRST = 0, 1
+FLAGS = WORDS * BITS - _FIRST
+
+# The message of a call whose event has no name.
+_UNNAMED = Label(Verb.AGREE)
 
 # Whoever asks sends as many numbers first, so that ranks that ask different things hear of it.
 FIRST = 4 + WORDS
@@ -32,6 +39,7 @@ MARK, HASH = 0x6673, 48
 # Bytes of a text that needs no second message.
 SHORT = 8 * (FIRST - 2)
 
+MISMATCH = "collective mismatch between ranks"
 REMEDY = (
     "let every rank make the same calls in the same order, also those whose result one rank alone uses, such as save "
     "and to_state_dict(rank0_only=True)"
@@ -41,7 +49,7 @@ Number = TypeVar("Number", int, float)
 
 
 class Vote(NamedTuple):
-    """What ranks found when they compared notes.
+    """The result of a comparison between ranks.
 
     Attributes:
         problem: The first thing they differ in, or None.
@@ -55,7 +63,7 @@ class Vote(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What decides the collectives of a call, which every rank must have been told alike.
+    """All that decides the collectives of a call, and must be the same on every rank.
 
     Attributes:
         text: JSON of a text, or of a list of parts, by the name of each argument and leaf.
@@ -130,7 +138,7 @@ def _compared(value: Any) -> list[Any]:
     return [field for field in dataclasses.fields(value) if field.compare]
 
 
-def disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: str) -> Problem | None:
+def disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: str | Label) -> Problem | None:
     """Compare named entries between all ranks of some axes.
 
     Args:
@@ -142,14 +150,14 @@ def disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: str) -
         None where all ranks agree, else the first entry that differs; the same on every rank. Entries that only some
         ranks have come before those whose texts differ.
     """
-    return _compare(entries, [], axes, label).problem
+    return vote(entries, (), axes, label).problem
 
 
 def vote(
     entries: Mapping[str, str],
     flags: Iterable[int],
     axes: Sequence[Axis],
-    label: str,
+    label: str | Label,
     facts: Facts = NO_FACTS,
     fails: int | None = None,
 ) -> Vote:
@@ -159,23 +167,37 @@ def vote(
         entries: What this rank has, by the name of each thing that must agree.
         flags: Numbers from 0 to WORDS * BITS - 1 that this rank puts forward; larger ones are left out.
         axes: The mesh axes to compare over.
-        label: Who asks, for the recorder.
-        facts: Facts to compare with the entries; where they differ, they are the problem.
-        fails: A flag; where a rank puts it forward, entries are not compared.
+        label: Who asks, and what comes next, which ranks compare before the entries.
+        facts: Facts to compare before both; where they differ, they are the problem.
+        fails: A flag; where a rank puts it forward, nothing else is compared.
 
     Returns:
-        What the ranks found, the same on every rank. In a trace that is nothing, and the facts stay in its graph.
+        The result, the same on every rank. In a trace that is nothing, and the facts stay in its graph.
     """
     if facts is not NO_FACTS and _compat.is_tracing():
         ops.told(facts.text.decode())
-    words = [0] * WORDS
-    for flag in flags:
-        if flag < WORDS * BITS:
-            words[flag // BITS] |= 1 << flag % BITS
-    return _compare(entries, words, axes, label, facts, fails)
+    label, axes = labelled(label), _asked(axes)
+    bits = sum(1 << flag for flag in set(flags) if flag < WORDS * BITS)
+    words = [bits >> BITS * i & (1 << BITS) - 1 for i in range(WORDS)]
+    own = f"{encoded(label)}\n{json.dumps(dict(entries))}".encode()
+    digest = int.from_bytes(hashlib.blake2b(own + facts.digest, digest_size=7).digest(), "big")
+    text = facts.text + b"\n" + own
+    agreed, longest = 1, len(text)
+    with _compat.outside_transforms():
+        for axis in axes:
+            rows = _first([digest, agreed, longest, *words], "a vote", axis, label)
+            agreed = int(all(row[:2] == [digest, 1] for row in rows))
+            longest = max(row[2] for row in rows)
+            columns = list(zip(*rows, strict=True))[3 : 3 + len(words)]
+            words = [functools.reduce(operator.or_, column) for column in columns]
+        bits = sum(word << BITS * i for i, word in enumerate(words))
+        raised = frozenset(flag for flag in range(bits.bit_length()) if bits >> flag & 1)
+        same = agreed or fails in raised
+        problem, told = (None, False) if same else _first_difference(text.ljust(longest), axes, label)
+    return Vote(problem, raised, told)
 
 
-def highest(numbers: Sequence[Number], axes: Sequence[Axis], label: str) -> list[Number]:
+def highest(numbers: Sequence[Number], axes: Sequence[Axis], label: str | Label) -> list[Number]:
     """Find for each of several numbers the highest that any rank has.
 
     Args:
@@ -196,7 +218,7 @@ def highest(numbers: Sequence[Number], axes: Sequence[Axis], label: str) -> list
     return found.tolist()
 
 
-def texts(text: str, axis: Axis, label: str) -> list[str]:
+def texts(text: str, axis: Axis, label: str | Label) -> list[str]:
     """Show every rank of an axis what each of them has to say.
 
     Args:
@@ -221,7 +243,7 @@ def texts(text: str, axis: Axis, label: str) -> list[str]:
     return [bytes(rows[i, :size].tolist()).decode(errors="surrogatepass") for i, size in enumerate(sizes)]
 
 
-def everyone(text: str, axes: Sequence[Axis], label: str) -> list[tuple[str, str]]:
+def everyone(text: str, axes: Sequence[Axis], label: str | Label) -> list[tuple[str, str]]:
     """Show every rank of several axes the texts of all of them.
 
     Args:
@@ -242,50 +264,22 @@ def _as_row(data: bytes, size: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8)
 
 
-def _compare(
-    entries: Mapping[str, str],
-    words: list[int],
-    axes: Sequence[Axis],
-    label: str,
-    facts: Facts = NO_FACTS,
-    fails: int | None = None,
-) -> Vote:
-    axes = _asked(axes)
-    own = json.dumps(dict(entries)).encode()
-    digest = int.from_bytes(hashlib.blake2b(own + facts.digest, digest_size=7).digest(), "big")
-    text = own + b"\n" + facts.text
-    agreed, longest = 1, len(text)
-    with _compat.outside_transforms():
-        for axis in axes:
-            rows = _first([digest, agreed, longest, *words], "a vote" if words else "a comparison", axis, label)
-            agreed = int(all(row[:2] == [digest, 1] for row in rows))
-            longest = max(row[2] for row in rows)
-            columns = list(zip(*rows, strict=True))[3 : 3 + len(words)]
-            words = [functools.reduce(operator.or_, column) for column in columns]
-        raised = frozenset(
-            i * BITS + bit for i, word in enumerate(words) for bit in range(word.bit_length()) if word >> bit & 1
-        )
-        same = agreed or fails in raised
-        problem, told = (None, False) if same else _first_difference(text.ljust(longest), axes, label)
-    return Vote(problem, raised, told)
-
-
 def _asked(axes: Sequence[Axis]) -> list[Axis]:
     """The axes whose ranks are asked, in one order for every verb: none in a trace, where nothing has a value yet."""
     return [] if _compat.is_tracing() else sorted((a for a in axes if a.size > 1), key=lambda axis: axis.name)
 
 
-def _exchange(tensor: torch.Tensor, axis: Axis, label: str) -> torch.Tensor:
+def _exchange(tensor: torch.Tensor, axis: Axis, label: str | Label) -> torch.Tensor:
     backend = dist.get_backend(_compat.resolve_process_group(axis.group_name))
     return all_gather([tensor.to("cuda" if backend == "nccl" else "cpu")], axis, label)[0].cpu()
 
 
-def _first(numbers: list[int], kind: str, axis: Axis, label: str) -> list[list[int]]:
-    """Exchange what ranks send first, where they may have come to different places.
+def _first(numbers: list[int], kind: str, axis: Axis, label: str | Label) -> list[list[int]]:
+    """Exchange the first numbers of a message, with which ranks find out that they make different calls.
 
     Args:
         numbers: Up to FIRST - 1 are sent as so many; more are for where ranks have agreed already.
-        kind: What the numbers are for.
+        kind: The use of the numbers.
         axis: The mesh axis.
         label: Who asks.
 
@@ -293,43 +287,58 @@ def _first(numbers: list[int], kind: str, axis: Axis, label: str) -> list[list[i
         A row of each rank, which begins with its numbers.
 
     Raises:
-        CollectiveError: on every rank alike, if they do not all ask the same.
+        CollectiveError: on every rank, if they do not all ask the same.
     """
-    digest = hashlib.blake2b(f"{label}: {kind}".encode(), digest_size=HASH // 8).digest()
+    label = labelled(label)
+    digest = hashlib.blake2b(f"{label.verb}: {kind}".encode(), digest_size=HASH // 8).digest()
     tag = MARK << HASH | int.from_bytes(digest, "big")
     sent = [tag, *numbers, *[0] * (FIRST - 1 - len(numbers))]
     rows = _exchange(torch.tensor(sent), axis, label).reshape(axis.size, -1).tolist()
     if all(row[0] == tag for row in rows):
         return [row[1:] for row in rows]
-    said = ["compares notes" if row[0] >> HASH == MARK else "sends something else" for row in rows]
-    if len(set(said)) == 1:
-        who, unit, _ = parts(labelled(label))
-        own = ": ".join(part for part in (who, unit) if part and part != AGREE)
+    compares = [row[0] >> HASH == MARK for row in rows]
+    said = ["compares its calls" if yes else "runs another collective" for yes in compares]
+    if all(compares):
+        own = ": ".join(part for part in ("" if label.verb == Verb.AGREE else label.verb, label.unit) if part)
         texts = _exchange(_as_row(own.encode()[:WIDTH], WIDTH), axis, label).reshape(axis.size, -1)
         said = [bytes(text.tolist()).decode(errors="ignore").rstrip() for text in texts]
     lines = [f"  rank {rank}: {text}" for rank, text in zip(_compat.group_ranks(axis.group_name), said, strict=True)]
-    raise CollectiveError("\n".join(["ranks do not do the same", *lines, f"To fix: {REMEDY}."]))
+    raise CollectiveError("\n".join([MISMATCH, *lines, f"To fix: {REMEDY}."]))
 
 
-def _first_difference(text: bytes, axes: Sequence[Axis], label: str) -> tuple[Problem, bool]:
-    """The first thing that ranks differ in, and whether it is one of their facts."""
+def _first_difference(text: bytes, axes: Sequence[Axis], label: Label) -> tuple[Problem, bool]:
+    """Find the first thing that ranks differ in, and whether it is one of their facts."""
     rows = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     for axis in axes:
         rows = _exchange(rows, axis, label)
-    pairs = [bytes(row.tolist()).split(b"\n") for row in rows.reshape(-1, len(text))]
-    entries, facts = ([json.loads(pair[i]) for pair in pairs] for i in (0, 1))
+    lines = [bytes(row.tolist()).decode().split("\n") for row in rows.reshape(-1, len(text))]
+    facts, entries = ([json.loads(line[i]) for line in lines] for i in (0, 2))
     # Ranks of which only some begin a call differ in what comes next.
-    for told, ranks in ((True, facts), (False, entries)) if all(facts) else ((False, entries),):
-        first, *others = ranks
-        keys = dict.fromkeys(key for rank in ranks for key in rank)
-        order = (lambda key: 0) if told else lambda key: (key != "what comes next", all(key in rank for rank in ranks))  # noqa: B023
-        for key in sorted(keys, key=order):
-            for index, other in enumerate(others, start=1):
-                if other.get(key) != first.get(key):
-                    found, needed = _differing(other.get(key, "nothing"), first.get(key, "nothing"))
-                    found, needed = f"{found} on rank {_place(index, axes)}", f"{needed} as on rank {_place(0, axes)}"
-                    return Problem(key, found, needed), told
-    raise AssertionError("digests differ and entries do not")
+    if all(facts) and (found := _problem(facts, list(dict.fromkeys(itertools.chain(*facts))), axes)):
+        return found, True
+    events = [{"what comes next": line[1]} for line in lines]
+    if found := _problem(events, list(events[0]), axes, lambda label: decoded(label).event):
+        return found, False
+    keys = sorted(dict.fromkeys(itertools.chain(*entries)), key=lambda key: all(key in each for each in entries))
+    found = _problem(entries, keys, axes)
+    assert found is not None
+    return found, False
+
+
+def _problem(
+    ranks: Sequence[Mapping[str, Any]],
+    keys: Sequence[str],
+    axes: Sequence[Axis],
+    written: Callable[[str], str] = str,
+) -> Problem | None:
+    """Find the first key for which some rank has another value than the first one."""
+    first, *others = ranks
+    for key in keys:
+        for index, other in enumerate(others, start=1):
+            if other.get(key) != first.get(key):
+                found, needed = map(written, _differing(other.get(key, "nothing"), first.get(key, "nothing")))
+                return Problem(key, f"{found} on rank {_place(index, axes)}", f"{needed} as on rank {_place(0, axes)}")
+    return None
 
 
 def _differing(found: str | list[str], needed: str | list[str]) -> tuple[str, str]:
@@ -344,3 +353,133 @@ def _place(index: int, axes: Sequence[Axis]) -> str:
     """The coordinates of a row of the exchange, whose first axis varies fastest."""
     strides = [math.prod(axis.size for axis in axes[:i]) for i in range(len(axes))]
     return ", ".join(f"{axis.name}={index // n % axis.size}" for axis, n in zip(axes, strides, strict=True))
+
+
+class Peers:
+    """The ranks of some axes, during one call.
+
+    Attributes:
+        axes: The mesh axes that have several ranks.
+    """
+
+    def __init__(self, what: str, axes: Sequence[Axis], facts: Facts = NO_FACTS) -> None:
+        """Name the ranks.
+
+        Args:
+            what: The verb that runs, for errors.
+            axes: The mesh axes.
+            facts: The facts of the call, which go with its first message.
+        """
+        self.axes = [axis for axis in axes if axis.size > 1]
+        self._what, self._facts = what, facts
+        self._over = False
+
+    def begin(self, new: bool, error: Exception | None = None) -> bool:
+        """See by one message that every rank begins the same call.
+
+        Accelerators send none for a call that they know, because the host would have to wait for it in every step.
+
+        Args:
+            new: Whether this rank does not know the order of the call.
+            error: The error that this rank has failed with instead, or None.
+
+        Returns:
+            Whether the call is new to any rank.
+
+        Raises:
+            ValueError: on every rank, if ranks make different calls or were told different things.
+            RuntimeError: if another rank failed.
+        """
+        if not self.axes or (not new and not _compat.is_tracing() and backend_of(self.axes) == "nccl"):
+            return new
+        event = Label(Verb.AGREE, call=self._what, phase=Phase.BEGIN)
+        return bool(self.agree(event, flags=(0,) if new else (), error=error, where=self._what))
+
+    def agree(
+        self,
+        event: Label = _UNNAMED,
+        entries: Mapping[str, str] = MappingProxyType({}),
+        flags: Collection[int] = (),
+        error: Exception | None = None,
+        where: str = "",
+    ) -> frozenset[int]:
+        """Refuse on every rank collectives that do not match, before they start.
+
+        Args:
+            event: What comes next.
+            entries: Its parts, by a name for each.
+            flags: Numbers from 0 that this rank puts forward; from FLAGS on they are left out.
+            error: The error that this rank has failed with, or None.
+            where: Where it failed.
+
+        Returns:
+            The numbers that any rank put forward.
+
+        Raises:
+            ValueError: if ranks make different calls.
+            RuntimeError: if another rank failed.
+        """
+        if not self.axes or self._over or isinstance(error, CollectiveError):
+            # No other rank would answer any more.
+            return frozenset()
+        facts, self._facts = self._facts, NO_FACTS
+        raised = [*([_FAILED] if error is not None else []), *(_FIRST + flag for flag in flags)]
+        found = vote(entries, raised, self.axes, event, facts, fails=_FAILED)
+        if _FAILED in found.flags:
+            self.failed(error, where, event)
+        elif found.problem is not None:
+            self._over = True
+            self._refuse(found.problem, found.told)
+        return frozenset(flag - _FIRST for flag in found.flags if flag != _FAILED)
+
+    def failed(self, error: Exception | None, where: str, event: Label = _UNNAMED) -> None:
+        """Tell each other of failures, where ranks know that there are some.
+
+        Args:
+            error: The error that this rank has failed with, or None.
+            where: Where it failed.
+            event: What came next.
+
+        Raises:
+            RuntimeError: on ranks that have not failed, which rank has, where and by which error.
+        """
+        self._over = True
+        said = json.dumps(None if error is None else [where, type(error).__name__, str(error)])
+        found = [(place, json.loads(text)) for place, text in everyone(said, self.axes, event)]
+        if error is None:
+            failures = [f"on rank {place} {said[0]} raised {said[1]}: {said[2]}" for place, said in found if said]
+            raise RuntimeError(f"{self._what}: another rank failed, and this one stops with it: {'; '.join(failures)}")
+
+    def highest(self, numbers: Sequence[int]) -> list[int]:
+        """For each number the highest that any rank has."""
+        return highest(numbers, self.axes, Verb.AGREE)
+
+    def _refuse(self, problem: Problem, told: bool) -> None:
+        if told:
+            remedy = (
+                "call the same verbs in the same order on every rank, with the same strategies, dtypes and arguments"
+            )
+            raise leaf_error(f"{self._what}: ranks were told different things", [problem], remedy)
+        remedy = "let every rank gather the same units in the same order; one that has no use for a unit takes part"
+        raise leaf_error(f"{self._what}: {MISMATCH}", [problem], remedy)
+
+
+def same_call(
+    what: str, axes: Sequence[Axis], facts: Facts | Flat = NO_FACTS, error: Exception | None = None, **told: Any
+) -> None:
+    """See that every rank begins the same call, by one message over each axis of processors.
+
+    Args:
+        what: The verb that begins, and is no part of a running call.
+        axes: The mesh axes that it communicates over.
+        facts: Its facts, or the tree whose leaves it was given.
+        error: The error that this rank has failed with instead, or None.
+        **told: With a tree, other arguments that decide what is sent or what sums mean.
+
+    Raises:
+        ValueError: on every rank, if ranks make different calls or were told different things.
+        RuntimeError: if another rank failed.
+    """
+    if any(axis.size > 1 for axis in axes) and backend_of(axes) != "nccl":
+        facts = facts_of(what, facts, **told) if isinstance(facts, Flat) else facts
+        Peers(what, axes, facts).begin(new=False, error=error)

@@ -1,14 +1,15 @@
 """Start and finish collectives on lists of plain tensors; nothing here is differentiable."""
 
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 import torch
 
 from fshard import _compat
 from fshard.comm import ops
-from fshard.comm.fake_world import has_one_rank
-from fshard.comm.labels import labelled
+from fshard.comm.events import Label, encoded, labelled, of_this_rank
 from fshard.tree import Axis
 
 Algorithm = Literal["auto", "direct", "coalesced", "flat"]
@@ -20,6 +21,11 @@ PACK_BYTES = 256 * 1024
 
 # Up to this many bytes a sum is cheaper as one exchange of everything than as reduce-scatter and all-gather.
 EXCHANGE_BYTES = 32 * 1024
+
+# In an all-to-all every tensor starts at a multiple of this many bytes, so that it can be viewed in its own dtype.
+ALIGNMENT = 16
+
+Kind = tuple[torch.Size, torch.dtype]
 
 
 def rank(axis: Axis) -> int:
@@ -47,6 +53,53 @@ def backend_of(axes: Sequence[Axis]) -> str:
     return "nccl" if "nccl" in names else "gloo"
 
 
+class _FakeWorld:
+    """The axes of `fake_world`, while this rank is inside of one."""
+
+    axes: frozenset[Axis] | None = None
+
+
+@contextmanager
+def fake_world(sizes: Mapping[str, int], ranks: Mapping[str, int], backend: str) -> Iterator[dict[str, Axis]]:
+    """Let there be axes to trace with, whose groups cannot communicate; only this context knows them.
+
+    Args:
+        sizes: Ranks on each axis, by its name.
+        ranks: This rank's coordinate on each.
+        backend: What their groups say they run on, by which collectives choose their algorithm.
+
+    Yields:
+        The axes by their names.
+    """
+    # Names of their own keep them from being taken for real groups.
+    axes = {name: Axis(name, size, f"fake {name} {uuid.uuid4().hex}") for name, size in sizes.items()}
+    groups = {axis.group_name: (ranks[name], axis.size) for name, axis in axes.items()}
+    world = of_this_rank(_FakeWorld)
+    before, world.axes = world.axes, frozenset(axes.values())
+    try:
+        with _compat.fake_process_groups(groups, backend):
+            yield axes
+    finally:
+        world.axes = before
+
+
+def has_one_rank(axis: Axis) -> bool:
+    """Whether nothing is to be sent over an axis.
+
+    Raises:
+        ValueError: inside of a fake world, if the axis is not of it.
+    """
+    known = of_this_rank(_FakeWorld).axes
+    if known is not None and axis not in known:
+        sizes = ", ".join(f"{other.name!r} of {other.size} ranks" for other in sorted(known, key=lambda a: a.name))
+        raise ValueError(
+            f"plan: expected the step to send over axes of the planned mesh, {sizes or 'which has none'}, got axis "
+            f"{axis.name!r} of {axis.size} ranks, which it closes over; read axes from the state's leaves, as "
+            "leaf.spec.axes"
+        )
+    return axis.size == 1
+
+
 def resolve(algorithm: Algorithm, axis: Axis) -> Algorithm:
     """Choose by backend where `algorithm` is "auto": coalesced for NCCL, direct elsewhere."""
     if _compat.is_linearizing():
@@ -56,6 +109,11 @@ def resolve(algorithm: Algorithm, axis: Axis) -> Algorithm:
         return algorithm
     backend = _compat.group_backend(axis.group_name)
     return "coalesced" if backend == "nccl" else "direct"
+
+
+def _named(axis: Axis) -> tuple[str, int, str]:
+    """Name an axis to an operator."""
+    return axis.name, axis.size, axis.group_name
 
 
 class Packing(NamedTuple):
@@ -114,7 +172,7 @@ Finish = Callable[[], list[torch.Tensor]]
 def start_all_gather(
     shards: Sequence[torch.Tensor],
     axis: Axis,
-    label: str,
+    label: str | Label,
     algorithm: Algorithm = "auto",
     bucket_bytes: int | None = None,
 ) -> Finish:
@@ -135,14 +193,14 @@ def start_all_gather(
     algorithm = resolve(algorithm, axis)
     packed = packing(shards, axis.size, algorithm, bucket_bytes)
     shapes = [shard.shape for shard in shards]
-    buffers = ops.all_gather(packed.pack(shards, 0), axis.name, axis.size, axis.group_name, algorithm, labelled(label))
+    buffers = ops.all_gather(packed.pack(shards, 0), *_named(axis), algorithm, encoded(labelled(label)))
     return lambda: packed.unpack([ops.wait(buffer) for buffer in buffers], shapes)
 
 
 def start_reduce_scatter(
     stacks: Sequence[torch.Tensor],
     axis: Axis,
-    label: str,
+    label: str | Label,
     algorithm: Algorithm = "auto",
     bucket_bytes: int | None = None,
 ) -> Finish:
@@ -164,7 +222,7 @@ def start_reduce_scatter(
     packed = packing(stacks, 1, algorithm, bucket_bytes)
     shapes = [stack.shape[1:] for stack in stacks]
     sources = packed.pack(stacks, 1)
-    buffers = ops.reduce_scatter(sources, axis.name, axis.size, axis.group_name, algorithm, labelled(label))
+    buffers = ops.reduce_scatter(sources, *_named(axis), algorithm, encoded(labelled(label)))
     own = [source[rank(axis)] for source in sources] if _from_the_other(algorithm, axis) else None
     return lambda: packed.unpack(_sums(buffers, own), shapes)
 
@@ -172,7 +230,7 @@ def start_reduce_scatter(
 def start_all_reduce(
     tensors: Sequence[torch.Tensor],
     axis: Axis,
-    label: str,
+    label: str | Label,
     algorithm: Algorithm = "auto",
     bucket_bytes: int | None = None,
 ) -> Finish:
@@ -190,7 +248,7 @@ def start_all_reduce(
     """
     if has_one_rank(axis) or not tensors:
         return lambda: list(tensors)
-    # What is gathered when it is finished says what it is for too.
+    # The gather that runs when it is finished is for the same units.
     algorithm, label = resolve(algorithm, axis), labelled(label)
     packed = packing(tensors, 1, algorithm, bucket_bytes)
     shapes = [tensor.shape for tensor in tensors]
@@ -201,9 +259,8 @@ def start_all_reduce(
     small = [i for i, yes in enumerate(exchanged) if yes]
     large = [i for i, yes in enumerate(exchanged) if not yes]
     scattering = start_reduce_scatter([_rows(buffers[i], axis.size) for i in large], axis, label, algorithm)
-    arguments = (axis.name, axis.size, axis.group_name, algorithm, label)
     sources = [buffers[i] for i in small]
-    flying = ops.all_reduce(sources, *arguments) if small else []
+    flying = ops.all_reduce(sources, *_named(axis), algorithm, encoded(label)) if small else []
     own = sources if _from_the_other(algorithm, axis) else None
 
     def finish() -> list[torch.Tensor]:
@@ -246,7 +303,7 @@ def _sum_rows(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def all_gather(
-    shards: Sequence[torch.Tensor], axis: Axis, label: str, algorithm: Algorithm = "auto"
+    shards: Sequence[torch.Tensor], axis: Axis, label: str | Label, algorithm: Algorithm = "auto"
 ) -> list[torch.Tensor]:
     """Gather every rank's shards and wait for them.
 
@@ -263,7 +320,7 @@ def all_gather(
 
 
 def reduce_scatter(
-    stacks: Sequence[torch.Tensor], axis: Axis, label: str, algorithm: Algorithm = "auto"
+    stacks: Sequence[torch.Tensor], axis: Axis, label: str | Label, algorithm: Algorithm = "auto"
 ) -> list[torch.Tensor]:
     """Sum over ranks, keep this rank's row and wait for it.
 
@@ -280,7 +337,7 @@ def reduce_scatter(
 
 
 def all_reduce(
-    tensors: Sequence[torch.Tensor], axis: Axis, label: str, algorithm: Algorithm = "auto"
+    tensors: Sequence[torch.Tensor], axis: Axis, label: str | Label, algorithm: Algorithm = "auto"
 ) -> list[torch.Tensor]:
     """Sum over ranks and wait.
 
@@ -294,3 +351,68 @@ def all_reduce(
         The sums, in rank order by the direct algorithm.
     """
     return start_all_reduce(tensors, axis, label, algorithm)()
+
+
+def all_to_all(
+    send: Sequence[Sequence[torch.Tensor]], receive: Sequence[Sequence[Kind]], axis: Axis, label: str | Label
+) -> list[list[torch.Tensor]]:
+    """Send each rank tensors of its own, in one message to each, and wait for theirs.
+
+    Args:
+        send: As for `start_all_to_all`.
+        receive: As for `start_all_to_all`.
+        axis: The ranks that take part.
+        label: Who asks, for the recorder.
+
+    Returns:
+        For each rank what it has sent.
+    """
+    return start_all_to_all(send, receive, axis, label)()
+
+
+def start_all_to_all(
+    send: Sequence[Sequence[torch.Tensor]], receive: Sequence[Sequence[Kind]], axis: Axis, label: str | Label
+) -> Callable[[], list[list[torch.Tensor]]]:
+    """Start to send each rank tensors of its own, in one message to each.
+
+    Args:
+        send: For each rank of the axis the tensors that it gets, all on one device.
+        receive: For each rank the shapes and dtypes of what it sends here.
+        axis: The ranks that take part.
+        label: Who asks, for the recorder.
+
+    Returns:
+        A function that waits and returns for each rank what it has sent.
+    """
+    if has_one_rank(axis):
+        return lambda: [list(row) for row in send]
+    flat = [_packed(row) for row in send]
+    sizes = [sum(_padded(shape.numel() * dtype.itemsize) for shape, dtype in row) for row in receive]
+    # Where a rank is sent nothing there is no tensor to tell the device.
+    device = next((tensor.device for row in send for tensor in row), None)
+    rows = torch.cat([row.to(device) for row in flat])
+    lengths = [row.numel() for row in flat]
+    buffer = ops.all_to_all(rows, lengths, sizes, *_named(axis), encoded(labelled(label)))
+    return lambda: [_unpacked(part, kinds) for part, kinds in zip(ops.wait(buffer).split(sizes), receive, strict=True)]
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    parts = []
+    for tensor in tensors:
+        part = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        parts.append(torch.nn.functional.pad(part, (0, _padded(part.numel()) - part.numel())))
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+
+
+def _unpacked(row: torch.Tensor, kinds: Sequence[Kind]) -> list[torch.Tensor]:
+    tensors, start = [], 0
+    for shape, dtype in kinds:
+        nbytes = shape.numel() * dtype.itemsize
+        # A copy, because the whole buffer must not outlive the tensors that are dropped.
+        tensors.append(row[start : start + nbytes].clone().view(dtype).reshape(shape))
+        start += _padded(nbytes)
+    return tensors

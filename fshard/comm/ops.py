@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm import journal, spares
+from fshard.comm import recorder
+from fshard.comm.events import Collective, current_pool
 
 Tensors = list[torch.Tensor]
 
@@ -34,7 +35,6 @@ RANDOM_STATE_BYTES = torch.get_rng_state().numel()
 _TAGS = (torch.Tag.nondeterministic_seeded,)
 
 _LIBRARY = torch.library.Library("fshard", "DEF")
-_SIGNATURE = "(Tensor[] tensors, str axis, int size, str group, str algorithm, str label) -> Tensor[]"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,8 @@ def _all_gather(tensors: Tensors, axis: str, size: int, group: str, algorithm: s
         return [buffer.view(tensor.dtype).view(size, *tensor.shape) for buffer, tensor in pairs]
     process_group = _compat.resolve_process_group(group)
     with _compat.below_autograd():
-        buffers = [spares.empty(tensor, (size, *tensor.shape)) for tensor in tensors]
+        pool = current_pool()
+        buffers = [pool.empty(tensor, (size, *tensor.shape)) for tensor in tensors]
         for tensor, buffer in zip(tensors, buffers, strict=True):
             buffer[dist.get_rank(process_group)].copy_(tensor)
             rows = [_bytes(row) for row in buffer] if tensor.numel() else []
@@ -73,7 +74,7 @@ def _keep(buffer: torch.Tensor, under_way: Tensors) -> None:
 
 def wait(buffer: torch.Tensor) -> torch.Tensor:
     """Wait for a buffer in flight, and for the backend to let go of the tensors that it worked on."""
-    landed = journal.landed(buffer)
+    landed = recorder.landed(buffer)
     under_way = buffer.__dict__.pop("under_way", ())
     for _ in range(LETTING_GO):
         if not any(map(_compat.is_held_elsewhere, under_way)):
@@ -153,77 +154,83 @@ def _all_to_all(
             _keep(buffer, [rows])
         return buffer
 
-    return journal.started("all_to_all", start, [rows], (axis, size, group, label))
+    return recorder.started("all_to_all", start, [rows], (axis, size, group, label))
 
 
 def _seed(key: torch.Tensor) -> None:
     torch.manual_seed(int(key) & (1 << 63) - 1)
 
 
-def _define(name: str, kernel, fake) -> None:  # type: ignore[no-untyped-def]
-    def run(tensors: Tensors, axis: str, size: int, group: str, algorithm: str, label: str) -> Tensors:
-        start = partial(kernel, tensors, axis, size, group, algorithm, label)
-        return journal.started(name, start, tensors, (axis, size, group, label))
-
-    _LIBRARY.define(f"{name}{_SIGNATURE}", tags=_TAGS)
+def _operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()) -> Any:
+    """Define an operator by its schema; `fake` makes its result for tensors without values."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=tags)
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fshard::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.fshard, name).default
 
 
-_define("all_gather", _all_gather, lambda tensors, axis, size, *_: _all_gather_like(tensors, size))
-_define(
-    "reduce_scatter",
-    _reduce_scatter,
-    lambda tensors, axis, size, group, algorithm, label: _reduce_scatter_like(tensors, size, algorithm),
-)
-_define(
+def _collective(name: str, kernel: Callable[..., Tensors], like: Callable[[Tensors, int, str], Tensors]) -> Any:
+    """Define an operator that starts a collective on a list of tensors; `like` makes its buffers."""
+
+    def run(tensors: Tensors, axis: str, size: int, group: str, algorithm: str, label: str) -> Tensors:
+        start = partial(kernel, tensors, axis, size, group, algorithm, label)
+        return recorder.started(name, start, tensors, (axis, size, group, label))
+
+    def fake(tensors: Tensors, axis: str, size: int, group: str, algorithm: str, label: str) -> Tensors:
+        return like(tensors, size, algorithm)
+
+    schema = f"{name}(Tensor[] tensors, str axis, int size, str group, str algorithm, str label) -> Tensor[]"
+    return _operator(schema, run, fake, _TAGS)
+
+
+all_gather = _collective("all_gather", _all_gather, lambda tensors, size, _: _all_gather_like(tensors, size))
+reduce_scatter = _collective("reduce_scatter", _reduce_scatter, _reduce_scatter_like)
+all_reduce = _collective(
     "all_reduce",
     _all_reduce,
-    lambda tensors, axis, size, group, algorithm, label: _all_gather_like(
-        tensors, size if algorithm == "direct" and size > 2 else 1
-    ),
+    lambda tensors, size, algorithm: _all_gather_like(tensors, size if algorithm == "direct" and size > 2 else 1),
 )
-
-_LIBRARY.define(
+all_to_all = _operator(
     "all_to_all(Tensor rows, int[] send, int[] receive, str axis, int size, str group, str label) -> Tensor",
-    tags=_TAGS,
+    _all_to_all,
+    lambda rows, send, receive, *_: rows.new_empty(sum(receive)),
+    _TAGS,
 )
-_LIBRARY.impl("all_to_all", _all_to_all, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "fshard::all_to_all", lambda rows, send, receive, *_: rows.new_empty(sum(receive)), lib=_LIBRARY
+random_state = _operator(
+    "random_state() -> Tensor", torch.get_rng_state, lambda: torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8)
 )
+set_random_state = _operator("set_random_state(Tensor state) -> ()", torch.set_rng_state, lambda state: None)
+seed = _operator("seed(Tensor key) -> ()", _seed, lambda key: None, _TAGS)
+# Leaves in a graph the facts that a verb was told; it does nothing.
+told = _operator("told(str facts) -> ()", lambda facts: None, lambda facts: None, _TAGS)
 
-_LIBRARY.define("random_state() -> Tensor")
-_LIBRARY.impl("random_state", torch.get_rng_state, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "fshard::random_state", lambda: torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8), lib=_LIBRARY
-)
-_LIBRARY.define("set_random_state(Tensor state) -> ()")
-_LIBRARY.impl("set_random_state", torch.set_rng_state, "CompositeExplicitAutograd")
-torch.library.register_fake("fshard::set_random_state", lambda state: None, lib=_LIBRARY)
-_LIBRARY.define("seed(Tensor key) -> ()", tags=_TAGS)
-_LIBRARY.impl("seed", _seed, "CompositeExplicitAutograd")
-torch.library.register_fake("fshard::seed", lambda key: None, lib=_LIBRARY)
-# Leaves in a graph what a verb was told; it does nothing.
-_LIBRARY.define("told(str facts) -> ()", tags=_TAGS)
-_LIBRARY.impl("told", lambda facts: None, "CompositeExplicitAutograd")
-torch.library.register_fake("fshard::told", lambda facts: None, lib=_LIBRARY)
-
-told = torch.ops.fshard.told.default
-random_state = torch.ops.fshard.random_state.default
-set_random_state = torch.ops.fshard.set_random_state.default
-seed = torch.ops.fshard.seed.default
-# What a graph must keep though nothing uses a result of it, in its order.
+# A graph keeps them in their order, though nothing uses their results.
 EFFECTS = (set_random_state, seed)
+_PACKED = (all_gather, reduce_scatter, all_reduce)
 
-all_gather = torch.ops.fshard.all_gather.default
-reduce_scatter = torch.ops.fshard.reduce_scatter.default
-all_reduce = torch.ops.fshard.all_reduce.default
-all_to_all = torch.ops.fshard.all_to_all.default
+
+def collective_of(func: Any, args: Sequence[Any]) -> Collective | None:
+    """Describe the collective that a call of an operator starts.
+
+    Args:
+        func: The operator.
+        args: Its arguments, tensors of any kind.
+
+    Returns:
+        The entry of a record; None for other operators.
+    """
+    if func in _PACKED:
+        tensors, axis, size, _, _, label = args
+        return Collective.of(func.name().removeprefix("fshard::"), tensors, axis, size, label)
+    if func is all_to_all:
+        rows, _, _, axis, size, _, label = args
+        return Collective.of("all_to_all", [rows], axis, size, label)
+    return None
 
 
 def held_in_flight(func: object, args: Sequence[Any]) -> list[int | None]:
-    """What an operator holds of each tensor it is given until the buffer of it has been waited for.
+    """Tell which memory an operator holds for each tensor that it is given, until its buffer has been waited for.
 
     Args:
         func: The operator.
@@ -231,11 +238,11 @@ def held_in_flight(func: object, args: Sequence[Any]) -> list[int | None]:
 
     Returns:
         For each tensor None where nothing is held, 0 where it is the tensor itself, else the bytes of a copy; an empty
-        list for what is no collective.
+        list for other operators.
     """
     if func is all_to_all:
         return [0]
-    if func not in (all_gather, reduce_scatter, all_reduce):
+    if func not in _PACKED:
         return []
     tensors, _, size, _, algorithm, _ = args
     if algorithm == "direct" and (func is all_gather or (func is all_reduce and size > 2)):

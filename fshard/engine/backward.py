@@ -69,7 +69,7 @@ class Backward:
         self._last_gather = max((n for n, step in enumerate(self._steps) if step.kind is Kind.GATHER), default=-1)
         self._at = 0
         self._ready: set[tuple[int, int]] = set()
-        self._pool: list[torch.Tensor] = []
+        self._pool = comm.Pool()
         self._buckets: dict[Any, _Bucket] = {}
         self._late: list[Leaf] = []
         self._pinned: list[Use] = []
@@ -242,7 +242,7 @@ class Backward:
             self._land()
         paths = [leaf.path for leaf in bucket.leaves]
         units = dict.fromkeys(leaf.first.unit.name for leaf in bucket.leaves if leaf.first is not None)
-        with torch.no_grad(), comm.concerning(", ".join(units), paths):
+        with torch.no_grad(), comm.concerning(tuple(units), paths):
             finish = _start_scatter(bucket.leaves, bucket.grads)
         self._flying.append(_Flight(bucket.leaves, finish, bucket.nbytes))
 

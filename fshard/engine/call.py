@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fshard import _compat, comm
-from fshard.collectives import Chain
+from fshard.collectives import Chain, chained
 from fshard.engine.backward import Backward
 from fshard.engine.forward import Forward
 from fshard.engine.graph import ANY_CALL, deliver, mark_used, refuse_unhooked, refuse_unsummed, scattered
@@ -203,8 +203,8 @@ class Call:
             return list(self._backward.reduced_now(use, group))
         return [None] * len(group)
 
-    def _collective(self, name: str, differentiated: bool) -> None:
-        self._forward.note(CollectiveEvent(name, differentiated))
+    def _collective(self, name: str, axis: Axis, differentiated: bool) -> None:
+        self._forward.note(CollectiveEvent(name, axis.name, differentiated))
 
     def _mark(self) -> Callable[[], None]:
         """Note where the function calls a collective; the backward then brings this rank's steps there."""
@@ -252,7 +252,7 @@ class Call:
                 if units:
                     ends, apart = range(1, len(units) + 1), [False] * len(units)
                     self._scheduled = self.begin_pass("the schedule", units, ends, apart)
-                with comm.chained(self._chain) if self._differentiable else nullcontext():
+                with chained(self._chain) if self._differentiable else nullcontext():
                     out = f()
             self._end_passes()
             self._forward.finish()
@@ -261,7 +261,7 @@ class Call:
             if _compat.refuses_saved_tensor_hooks(error):
                 error = FunctionTransform("f calls torch.func")
             if self._learned is None or isinstance(error, comm.CollectiveError):
-                self._peers.agree({}, error=error, phase=self._phase)
+                self._peers.agree(error=error, where=self._phase)
                 raise error
             self._failed, out = error, None
             self._take_part()
@@ -287,9 +287,9 @@ class Call:
                 # The order of one model is known: other ranks hear of the failure behind it.
                 self._forward.fail()
                 self._end_passes()
-                self._peers.agree({}, error=error, phase=self._phase)
+                self._peers.agree(error=error, where=self._phase)
             raise
-        self._peers.agree({"what comes next": f"{self._what} ended"})
+        self._peers.agree(comm.Label(comm.Verb.AGREE, call=self._what, phase=comm.Phase.END))
         return out
 
     def _end_passes(self) -> None:
@@ -339,8 +339,9 @@ class Call:
             return
         needed = forward.needed()
         if learned is None:
-            ends = {"what comes next": "f ended", "the loss": f"dtype {str(dtype).removeprefix('torch.')}"}
-            flags = self._peers.agree(ends, forward.flags())
+            end = comm.Label(comm.Verb.AGREE, call="f", phase=comm.Phase.END)
+            told = {"the loss": f"dtype {str(dtype).removeprefix('torch.')}"}
+            flags = self._peers.agree(end, told, forward.flags())
             highest = tuple(self._peers.highest(needed)) if CHECKPOINTED in flags else ()
             facts = Facts(flags, highest, dtype)
             if not _compat.is_tracing():

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from fshard import _compat
+from fshard import _compat, comm
 from fshard.engine import schedule
 from fshard.engine.order import CHECKPOINTED, LAST_GONE, SAVED, Event, Facts, Order, PassEvent, UnitEvent
 from fshard.engine.saved import Saved
@@ -41,7 +41,7 @@ class Forward:
         self._inside: dict[Use, tuple[Use, ...]] = {}
         self._open: list[Use] = []
         self._left: Use | None = None
-        self._pool: list[Any] = []
+        self._pool = comm.Pool()
         self._checkpointed: WeakKeyDictionary[Any, tuple[int, dict[Use, None]]] = WeakKeyDictionary()
 
     def insert(self, unit: Unit, inside: Sequence[Use] = ()) -> Use:

@@ -47,9 +47,10 @@ class UnitEvent(NamedTuple):
         """Describe a unit."""
         return cls(unit.name, tuple(map(Member.of, unit.leaves)))
 
-    def entries(self) -> dict[str, str]:
+    @property
+    def label(self) -> comm.Label:
         """Name the event to other ranks."""
-        return {"what comes next": f"gather {self.name}"}
+        return comm.Label(comm.Verb.AGREE, (self.name,), call="gather")
 
 
 class PassEvent(NamedTuple):
@@ -72,30 +73,39 @@ class PassEvent(NamedTuple):
         """Describe a pass."""
         return cls(name, tuple(map(UnitEvent.of, units)), tuple(buckets))
 
-    def entries(self) -> dict[str, str]:
+    @property
+    def label(self) -> comm.Label:
         """Name the event to other ranks."""
         count = self.buckets[-1].last + 1 if self.buckets else 0
+        return comm.Label(comm.Verb.AGREE, call=f"{count} units of {self.name}")
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """Name its parts to other ranks."""
         pairs = zip(self.units, self.buckets, strict=True)
-        again = {f"unit {unit.name}": f"regathered={bucket.regathered}" for unit, bucket in pairs}
-        return {"what comes next": f"{count} units of {self.name}", **again}
+        return {f"unit {unit.name}": f"regathered={bucket.regathered}" for unit, bucket in pairs}
 
 
 class CollectiveEvent(NamedTuple):
     """The function calls a collective of its own.
 
     Attributes:
-        name: Its name and axis.
+        name: Its name.
+        axis: Name of its axis.
         differentiated: Whether its transpose runs in the backward.
         opened: How many uses were opened before.
     """
 
     name: str
+    axis: str
     differentiated: bool
     opened: int = 0
 
-    def entries(self) -> dict[str, str]:
+    @property
+    def label(self) -> comm.Label:
         """Name the event to other ranks."""
-        return {"what comes next": self.name if self.differentiated else f"{self.name} of what needs no gradient"}
+        call = f"{self.name} over {self.axis!r}"
+        return comm.Label(comm.Verb.AGREE, call=call if self.differentiated else f"{call} of what needs no gradient")
 
 
 Event = UnitEvent | PassEvent | CollectiveEvent
@@ -154,6 +164,10 @@ class Known(NamedTuple):
     departures: int = 0
 
 
+class _Orders(dict[Hashable, Known]):
+    """The orders that this rank remembers, by the keys of calls."""
+
+
 def code_of(function: Callable[..., Any]) -> Hashable:
     """Find what stands for a function whose order may be known: its code, which equals that of its like."""
     while isinstance(function, partial):
@@ -168,7 +182,7 @@ def known(key: Hashable) -> Learned | None:
     Args:
         key: Of the code that runs, and what it was told.
     """
-    return comm.own_journal().orders.get(key, Known()).learned
+    return comm.of_this_rank(_Orders).get(key, Known()).learned
 
 
 def remember(key: Hashable, learned: Learned | None, departed: bool = False) -> None:
@@ -179,7 +193,7 @@ def remember(key: Hashable, learned: Learned | None, departed: bool = False) -> 
         learned: The order; None where ranks must vote in the next call.
         departed: Whether ranks did not follow the order that they had.
     """
-    orders = comm.own_journal().orders
+    orders = comm.of_this_rank(_Orders)
     departures = orders.pop(key, Known()).departures + departed
     orders[key] = Known(learned if departures < DEPARTURES else None, departures)
     if len(orders) > ORDERS:
@@ -224,7 +238,7 @@ class Order:
     def vote(self, event: Event) -> None:
         """Vote on an event where ranks follow no order."""
         if self.votes:
-            self._peers.agree(event.entries(), unit=event.name if isinstance(event, UnitEvent) else "")
+            self._peers.agree(event.label, event.parts if isinstance(event, PassEvent) else {})
 
     @property
     def expected(self) -> Event | None:

@@ -279,11 +279,11 @@ class Use:
         self._versions: list[int] = []
 
     @_compat.outside_selective_checkpoint()
-    def start(self, pool: list[torch.Tensor]) -> None:
+    def start(self, pool: comm.Pool | None = None) -> None:
         """Start to gather, unless that is under way.
 
         Args:
-            pool: Buffers that the gather may write to; those that it leaves are gone afterwards.
+            pool: Memory that the gather may write to; what it leaves of it is gone afterwards.
         """
         if self.state in (State.GATHERING, State.FULL):
             return
@@ -294,7 +294,7 @@ class Use:
                 leaves[i].keeper = self
         groups = by_transform(leaves, missing)
         paths = [leaves[i].path for i in missing]
-        with writes_counted(), torch.no_grad(), comm.reusing(pool), comm.concerning(self.unit.name, paths):
+        with writes_counted(), torch.no_grad(), comm.concerning([self.unit.name], paths, pool):
             self._finish = [
                 (group, transform.start_gather([leaves[i].stored for i in group], [leaves[i].spec for i in group]))
                 for transform, group in groups.items()
@@ -305,7 +305,7 @@ class Use:
     def wait(self) -> list[torch.Tensor | None]:
         """Wait for the full tensors, and gather them if need be."""
         if self.state is not State.FULL:
-            self.start([])
+            self.start()
             leaves = self.unit.leaves
             found: dict[int, torch.Tensor] = {}
             finishing, self._finish = self._finish, []
@@ -328,7 +328,7 @@ class Use:
         assert found is not None
         return found
 
-    def drop(self, index: int, pool: list[torch.Tensor] | None = None) -> None:
+    def drop(self, index: int, pool: comm.Pool | None = None) -> None:
         """Drop the full tensor of one leaf.
 
         Args:
@@ -337,15 +337,10 @@ class Use:
         """
         if self.state is State.FULL:
             tensor, self.full[index] = self.full[index], None
-            if (
-                pool is not None
-                and self.regathered
-                and tensor is not None
-                and (memory := comm.spare(tensor)) is not None
-            ):
-                pool.append(memory)
+            if pool is not None and self.regathered and tensor is not None:
+                pool.put(tensor)
 
-    def release(self, pool: list[torch.Tensor] | None = None) -> None:
+    def release(self, pool: comm.Pool | None = None) -> None:
         """Drop all full tensors."""
         if self.state is State.FULL:
             for index in range(len(self.full)):

@@ -111,7 +111,7 @@ class StepGraph:
             if node.op == "placeholder":
                 yield f"  {node.name}: {_shape(node)} = {self._paths[node]}{path}"
             elif node.op == "call_function":
-                arguments = ", ".join(_written(argument) for argument in node.args)
+                arguments = ", ".join(_written(argument) for argument in _readable(node))
                 yield f"  {node.name}: {_shape(node)} = {operator_name(node)}({arguments}){path}"
 
 
@@ -175,6 +175,15 @@ def _shape(node: Node) -> str:
     value = node.meta.get("val")
     values = value if isinstance(value, list | tuple) else [value]
     return ", ".join(str(aval(v)).split(" on ")[0] if isinstance(v, torch.Tensor) else str(v) for v in values)
+
+
+def _readable(node: Node) -> list[Any]:
+    """The arguments of a node, with labels of collectives as text."""
+    arguments = list(node.args)
+    if sent_by(node):
+        # The last one of each collective.
+        arguments[-1] = str(comm.decoded(str(arguments[-1])))
+    return arguments
 
 
 def _written(argument: Any) -> str:

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from fshard.tree import Tree, flatten
 Sent = Mapping[Node, comm.Collective]
 # Names of units by the storages.
 Units = dict[Hashable, str]
+
+# Uses of the buffers that collectives of these verbs fill.
+_VERBS: Mapping[str, str] = MappingProxyType({comm.Verb.GATHER: "gathered", comm.Verb.SCATTER: "gradients"})
 
 aten = torch.ops.aten
 # Operators that bring numbers elsewhere, or to another dtype.
@@ -125,7 +129,7 @@ def _uses(graph: Graph, life: Lifetimes, known: Mapping[Node, str], sent: Sent) 
         of_given = {uses[name] for name in given}
         use = "inputs" if node.op == "get_attr" else "activations"
         if entry := sent.get(node):
-            use = {"gather": "gathered", "scatter": "gradients"}.get(entry.label, use)
+            use = _VERBS.get(entry.label, use)
             units |= dict.fromkeys(life.storages[node], unit_of(entry))
         elif of_given == {"gathered"} or (
             node.target in _MOVES and of_given and of_given <= {"gathered", "parameters"}
@@ -145,7 +149,7 @@ def _gradients(graph: Graph, sent: Sent) -> set[Node]:
     found: set[Node] = set()
     for node in reversed(graph.nodes):
         names = [argument.name for argument in _compat.arguments_of(node.target) or ()]
-        if node in sent and sent[node].label == "scatter":
+        if node in sent and sent[node].label == comm.Verb.SCATTER:
             found.update(node.all_input_nodes)
         elif "grads" in names:
             found.update(dict(zip(names, node.args, strict=False), **node.kwargs).get("grads", ()))

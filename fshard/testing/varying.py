@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard import comm
 from fshard.checks import check_function, check_local, check_transforms
-from fshard.collectives import maps_of
+from fshard.collectives import located, maps_of
 from fshard.errors import Problem, leaf_error
 from fshard.objective import reduction_axes
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, unflatten
@@ -73,7 +72,7 @@ def check_varying(f: Callable[..., Any], params: Tree, *args: Any) -> None:
     reduced = reduction_axes(params, "check_varying")
     axes = dict.fromkeys(axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.axes)
     leaves = [_tracked(leaf) for leaf in flat.leaves]
-    with torch.enable_grad(), comm.located():
+    with torch.enable_grad(), located():
         out = f(unflatten(flat.treedef, leaves), *args)
     loss = out[0] if isinstance(out, tuple) else out
     followed = Flat(flat.paths, leaves, flat.treedef)

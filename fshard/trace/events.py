@@ -5,21 +5,9 @@ import pickle
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from fshard import comm
-
-# Among an event's units: more of them follow, whose names were cut off.
-MORE = "..."
-
-
-class Phase(Enum):
-    """Whether an event tells where a step begins or one of its passes ends."""
-
-    NONE = auto()
-    BEGIN = auto()
-    END = auto()
 
 
 @dataclass(slots=True)
@@ -27,34 +15,50 @@ class Event:
     """One collective as one rank recorded it; times are nanoseconds of this rank's clock.
 
     Attributes:
-        op: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
-        axis: Name of the mesh axis.
+        collective: What ran, who asked for it and what for; see `fshard.comm.Collective`.
         members: Global ranks that take part.
-        who: The verb that started it.
-        unit: The units it is for, as text; empty where none is known.
-        leaves: The paths of its leaves, or of the first of them.
-        bytes: Bytes that this rank sends, in nominal ring terms.
         memory: Bytes held when it was called, and when the last buffer had landed.
-        units: The names of its units.
-        phase: Whether a step begins with it, or a pass ends.
         begin: When it was called.
         issued: When the call returned, with the collective under way.
         waits: When its buffers were waited for, and when they had landed.
     """
 
-    op: str
-    axis: str
+    collective: comm.Collective
     members: tuple[int, ...]
-    who: str
-    unit: str
-    leaves: str
-    bytes: float
     memory: tuple[int, int]
-    units: tuple[str, ...] = ()
-    phase: Phase = Phase.NONE
     begin: int = 0
     issued: int = 0
     waits: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def op(self) -> str:
+        """The operator: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"."""
+        return self.collective.op
+
+    @property
+    def axis(self) -> str:
+        """The name of the mesh axis."""
+        return self.collective.axis
+
+    @property
+    def who(self) -> str:
+        """The verb that started it."""
+        return self.collective.label
+
+    @property
+    def unit(self) -> str:
+        """The units it is for, as text; empty where none is known."""
+        return self.collective.unit
+
+    @property
+    def leaves(self) -> str:
+        """The paths of its leaves, or of the first of them, as text."""
+        return comm.listed(self.collective.about.leaves)
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that this rank sends, in nominal ring terms."""
+        return self.collective.sent
 
     @property
     def end(self) -> int:
@@ -64,35 +68,23 @@ class Event:
     @property
     def is_agreement(self) -> bool:
         """Whether ranks compare their calls with it, rather than send tensors of a step."""
-        return self.who == comm.AGREE
+        return self.who == comm.Verb.AGREE
+
+    @property
+    def begins_step(self) -> bool:
+        """Whether a step begins with it."""
+        return self.collective.about.phase is comm.Phase.BEGIN
+
+    @property
+    def ends_pass(self) -> bool:
+        """Whether one of a step's passes ends with it."""
+        return self.collective.about.phase is comm.Phase.END
 
     @property
     def name(self) -> str:
         """Its verb and its units, as text."""
         who = "agreement" if self.is_agreement else self.who
         return f"{who} of {self.unit}" if self.unit else who
-
-
-def event_of(issued: comm.Issued, members: tuple[int, ...], nbytes: int, memory: int) -> Event:
-    """Make the event of a collective that is about to start: all that `trace` reads from a label is read here.
-
-    Args:
-        issued: The collective.
-        members: Global ranks that take part.
-        nbytes: Bytes of the tensors that this rank gave it.
-        memory: Bytes held now.
-    """
-    who, unit, leaves = issued.about
-    phase, units = Phase.NONE, tuple(unit.split(", ")) if unit else ()
-    if who == comm.AGREE and unit.endswith(" begins"):
-        phase = Phase.BEGIN
-    elif who == comm.OBJECTIVE or (who == comm.AGREE and unit.endswith(" ended")):
-        phase = Phase.END
-    if unit.endswith(MORE):
-        units = (*units[:-1], MORE)
-    full = nbytes * (issued.size if issued.op == "all_gather" else 1)
-    sent = comm.Collective(issued.op, issued.axis, issued.size, who, full, 1, False).sent
-    return Event(issued.op, issued.axis, members, who, unit, leaves, sent, (memory, memory), units, phase)
 
 
 class Timeline(NamedTuple):

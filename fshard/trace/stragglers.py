@@ -5,7 +5,8 @@ from enum import StrEnum, auto
 from itertools import zip_longest
 from typing import NamedTuple
 
-from fshard.trace.events import MORE, Event, Phase, Timeline
+from fshard import comm
+from fshard.trace.events import Event, Timeline
 
 # The time between the last gradients of a step and the begin of the next one.
 BETWEEN = "(update, between steps)"
@@ -72,6 +73,10 @@ class Kind(StrEnum):
     WAIT = auto()
 
 
+# The ends and begins of computing for a unit.
+RECEIVES, SENDS = (comm.Verb.GATHER, Kind.WAIT), (comm.Verb.SCATTER, Kind.START)
+
+
 class Span(NamedTuple):
     """A while of the main thread of a rank.
 
@@ -109,10 +114,10 @@ def spans(timeline: Timeline) -> Iterator[Span]:
         who = span.event.who if span.event else ""
         if span.begin > at:
             # Gradients are computed before they are sent.
-            yield computed(span.begin, span.unit if (who, span.kind) == ("scatter", Kind.START) else unit)
+            yield computed(span.begin, span.unit if (who, span.kind) == SENDS else unit)
         yield span
         at = max(at, span.end)
-        if span.unit and (who, span.kind) in (("gather", Kind.WAIT), ("scatter", Kind.START)):
+        if span.unit and (who, span.kind) in (RECEIVES, SENDS):
             unit = span.unit
     if timeline.end > at:
         yield computed(timeline.end, unit)
@@ -125,21 +130,19 @@ def between(timeline: Timeline) -> Iterator[tuple[int, int]]:
     gradients have been sent; one that also gathers nothing, as by ddp on an accelerator, has no known begin.
     """
     since: int | None = timeline.begin
-    first: tuple[str, ...] | None = None
+    gathered = False
     sent: set[str] = set()
     for event in timeline.events:
-        gathers = event.who == "gather"
-        # The unit that is gathered first has its gradients sent last.
-        again = bool(sent.intersection(event.units) - {MORE}) or (MORE in sent and event.units == first)
-        if event.phase is Phase.BEGIN or (gathers and (again or not first)):
+        gathers, units = event.who == comm.Verb.GATHER, event.collective.about.ids
+        if event.begins_step or (gathers and (not gathered or not sent.isdisjoint(units))):
             if since is not None:
                 yield since, event.begin
             since, sent = None, set()
         if gathers:
-            since, first = None, first or event.units
-        elif event.who == "scatter":
-            since, sent = event.end, sent.union(event.units)
-        elif event.phase is Phase.END:
+            since, gathered = None, True
+        elif event.who == comm.Verb.SCATTER:
+            since, sent = event.end, sent.union(units)
+        elif event.ends_pass:
             since = event.end
     if since is not None and timeline.events:
         yield since, timeline.end

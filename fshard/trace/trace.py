@@ -13,7 +13,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.mesh import world
-from fshard.trace.events import Event, Timeline, event_of, offsets, packed, unpacked
+from fshard.trace.events import Event, Timeline, offsets, packed, unpacked
 from fshard.trace.report import Report
 from fshard.tree import Axis
 
@@ -57,7 +57,7 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-class Trace:
+class Trace(comm.Watcher):
     """The record of this rank, which `report` puts together with those of the others."""
 
     def __init__(self) -> None:
@@ -104,8 +104,8 @@ class Trace:
         if device.type == "cuda" and self._device.type == "cpu":
             self._device, self._meter = device, meter(device)
             self._held = self._last = self._meter.read()
-        members, nbytes = tuple(self._members(issued.group)), sum(tensor.nbytes for tensor in tensors)
-        event = event_of(issued, members, nbytes, self._memory())
+        memory = self._memory()
+        event = Event(issued.event(tensors), tuple(self._members(issued.group)), (memory, memory))
         self._flying[id(issued)] = event
         self._events.append(event)
         event.begin = time.perf_counter_ns()

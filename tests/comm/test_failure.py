@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import _compat, comm
+from fshard.comm import recorder
 from fshard.testing import RankError, Workers
 from fshard.testing import workers as workers_module
 from tests.trace.steps import make_step
@@ -125,7 +126,7 @@ def test_ranks_that_do_different_things(workers):
             comm.all_gather([torch.ones(2)], axis, "before")
             if dist.get_rank() == 2:
                 return text_of(lambda: comm.reduce_scatter([torch.ones(3, 2)], axis, "sums"))
-            with comm.concerning("blocks.7", [f"['w{n}']" for n in range(8)]):
+            with comm.concerning(["blocks.7"], [f"['w{n}']" for n in range(8)]):
                 return text_of(lambda: comm.all_gather([torch.ones(2)], axis, "gather"))
 
     for rank, text in enumerate(workers(3).run(program)):
@@ -236,8 +237,9 @@ def test_a_collective_that_cannot_start():
     def kernel():
         raise dist.DistBackendError("no device\nand more")
 
+    about = comm.encoded(comm.Label("gather", ("a",), ("['w']",)))
     with pytest.raises(comm.CollectiveError) as caught:
-        comm.journal.started("all_gather", kernel, [torch.ones(1)], ("shard", 1, axis.group_name, "gather | a | ['w']"))
+        recorder.started("all_gather", kernel, [torch.ones(1)], ("shard", 1, axis.group_name, about))
     assert "all_gather number 1 (gather of a) over 'shard' failed on rank 0" in re.sub(
         r"number \d+", "number 1", str(caught.value)
     )

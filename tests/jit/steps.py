@@ -65,8 +65,8 @@ def collectives(record: fs.comm.Record) -> list[fs.comm.Collective]:
 
     So is which leaves are used, which they tell each other with the objective.
     """
-    found = [entry for entry in record if entry.label != fs.comm.AGREE]
-    return [entry._replace(bytes=0) if entry.label == fs.comm.OBJECTIVE else entry for entry in found]
+    found = [entry for entry in record if entry.label != fs.comm.Verb.AGREE]
+    return [entry._replace(bytes=0) if entry.label == fs.comm.Verb.OBJECTIVE else entry for entry in found]
 
 
 def assert_alike(found: Any, expected: Any) -> None:

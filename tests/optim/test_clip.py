@@ -206,7 +206,7 @@ def test_collectives(world_size, p):
             grads = fs.shard(full, make(on))
             with fs.comm.record() as record:
                 clip(grads, 0.5, p)
-            counted[name] = [(e.op, e.axis, e.bytes, e.scalar) for e in record if e.label != fs.comm.AGREE]
+            counted[name] = [(e.op, e.axis, e.bytes, e.scalar) for e in record if e.label != fs.comm.Verb.AGREE]
         return counted
 
     def one_number(axis, ranks):

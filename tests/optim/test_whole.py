@@ -105,7 +105,7 @@ def test_a_rank_sends_its_share_of_what_is_stepped(world_size):
         state = tx.init(params)
         with fs.comm.record() as record:
             tx.update(params, state, params)
-        return [(entry.op, entry.label, entry.bytes) for entry in record if entry.label != fs.comm.AGREE]
+        return [(entry.op, entry.label, entry.bytes) for entry in record if entry.label != fs.comm.Verb.AGREE]
 
     n = sum(value.nbytes for value in full.values())
     for found in spmd(program, world_size):

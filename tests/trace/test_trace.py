@@ -99,24 +99,15 @@ def test_what_is_done_between_steps_counts_for_no_unit(workers, jitted):
     spmd(program, workers(2))
 
 
-class Signals:
+class Signals(comm.Watcher):
     """Tells the other ranks when this one waits for a unit."""
 
     def __init__(self, unit, signal):
         self.unit, self.signal = unit, signal
 
-    def starts(self, issued, tensors):
-        pass
-
-    def started(self, issued):
-        pass
-
     def waits(self, issued):
         if issued.about.unit == self.unit:
             self.signal()
-
-    def landed(self, issued):
-        pass
 
 
 @pytest.mark.parametrize("late", (0, 1, 2))
@@ -247,7 +238,7 @@ def test_nothing_is_recorded_afterwards():
             comm.all_gather([torch.ones(2)], axis, "inside")
         comm.all_gather([torch.ones(2)], axis, "outside")
         assert [event.who for event in trace.report().timelines[0].events] == ["inside"]
-        assert comm.own_journal().watchers == ()
+        assert comm.flight_recorder().watchers == ()
 
     spmd(program, 2)
 

@@ -1,30 +1,34 @@
-"""Spare buffers: gathers write to memory that was given up, and to none that anybody still holds."""
+"""The buffer pool: gathers write to donated memory, and to none that anybody still holds."""
 
 import pytest
 import torch
 from torch import nn
 
 import fshard as fs
-from fshard.comm.spares import LARGE_BYTES
+from fshard.comm import Pool
+from fshard.comm.pool import LARGE_BYTES
 from fshard.testing import spmd
 from tests.trees import assert_same_bits, one_axis
 
 SIZE = LARGE_BYTES // 4
 
 
-def test_a_gather_writes_to_a_spare_of_its_size():
+def test_a_gather_writes_to_a_buffer_of_its_size():
     def program():
         axis = fs.axis_of(one_axis())
         shards = [torch.full((SIZE // 2,), float(fs.comm.rank(axis))), torch.ones(SIZE)]
-        spares = [
-            fs.comm.spare(torch.empty(SIZE, dtype=dtype)) for dtype in (torch.int32, torch.float32, torch.float32)
-        ]
-        addresses = [spare.data_ptr() for spare in spares]
-        with fs.comm.reusing(spares):
+        pool, addresses = Pool(), []
+        for dtype in (torch.int32, torch.float32, torch.float32):
+            buffer = torch.empty(SIZE, dtype=dtype)
+            addresses.append(buffer.data_ptr())
+            assert pool.put(buffer)
+            del buffer
+        assert len(pool) == 3
+        with fs.comm.concerning((), pool=pool):
             gathered = fs.comm.all_gather(shards, axis, "gather")
         assert [tensor.data_ptr() in addresses for tensor in gathered] == [True, False]
         assert gathered[0].data_ptr() == addresses[1]
-        assert spares == []
+        assert len(pool) == 0
         return gathered[0]
 
     assert_same_bits(spmd(program, 2), [torch.arange(2.0)[:, None].expand(2, SIZE // 2)] * 2)
@@ -41,38 +45,41 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_memory_that_is_held_is_no_spare(holder):
+def test_memory_that_is_held_stays_out(holder):
     tensor = torch.ones(SIZE)
     held = HOLDERS[holder](tensor)
-    assert holder == "autograd" or fs.comm.spare(tensor) is None
+    assert holder == "autograd" or not Pool().put(tensor)
     reusable = fs.comm.reusable(tensor)
     del tensor
-    assert fs.comm.spare(reusable) is None
+    pool = Pool()
+    assert not pool.put(reusable)
     del held
-    found = fs.comm.spare(reusable)
-    assert found is not None
-    assert found.shape == (SIZE,)
+    assert pool.put(reusable)
+    address = reusable.data_ptr()
+    assert pool.empty(reusable, (2, SIZE // 2)).data_ptr() == address
 
 
-def test_a_view_that_is_made_reusable_is_a_spare_once_its_base_is_gone():
+def test_memory_of_a_view_is_taken_whole_once_its_base_is_gone():
     base = torch.arange(2.0 * SIZE)
-    view = fs.comm.reusable(base[3:])
+    view, pool = fs.comm.reusable(base[3:]), Pool()
     assert view._base is None
     assert view.equal(base[3:])
-    assert fs.comm.spare(view) is None
+    assert not pool.put(view)
+    address = base.data_ptr()
     del base
-    assert fs.comm.spare(view).shape == (2 * SIZE,)
+    assert pool.put(view)
+    assert pool.empty(view, (2 * SIZE,)).data_ptr() == address
 
 
-def test_what_is_small_is_no_spare():
-    assert fs.comm.spare(torch.ones(SIZE - 1)) is None
+def test_small_memory_stays_out():
+    assert not Pool().put(torch.ones(SIZE - 1))
 
 
 WIDTH = 300
 
 
 class Keeper(nn.Module):
-    """Layers as large as spares are, of whose weights something is kept for good."""
+    """Layers large enough for the pool, of whose weights something is kept for good."""
 
     def __init__(self):
         super().__init__()

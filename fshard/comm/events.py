@@ -1,0 +1,258 @@
+"""Events: which collective runs, who asks for it, for which units and leaves; values that all readers share.
+
+The recorder, `trace`, `plan`, graphs and messages of failures read these values. Text is made where it is printed.
+"""
+
+import functools
+import json
+from collections.abc import Sequence
+from contextvars import ContextVar
+from enum import StrEnum
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from fshard import _compat
+from fshard.comm.pool import Pool
+
+# So many leaves of a unit are printed, which may have hundreds, and so many characters of the names of units.
+LEAVES, WIDTH = 6, 200
+
+# Under which threads that run a backward pass find the objects of the rank whose pass it is.
+KEY = "fshard rank"
+_objects: ContextVar[dict[type, Any] | None] = ContextVar("fshard_objects_of_this_rank", default=None)
+
+T = TypeVar("T")
+
+
+def of_this_rank(kind: type[T]) -> T:
+    """Find this rank's object of a class: ranks are processes, or threads of one, whose states must not mix.
+
+    Args:
+        kind: The class, which makes one without arguments at the first call.
+
+    Returns:
+        The same object at each call of this thread; while `watched` also on threads that run its backward passes.
+    """
+    objects = objects_of_this_rank()
+    found: T | None = objects.get(kind)
+    if found is None:
+        found = objects[kind] = kind()
+    return found
+
+
+def objects_of_this_rank() -> dict[type, Any]:
+    """Find all objects that `of_this_rank` keeps, by their classes."""
+    found: dict[type, Any] | None = _compat.thread_object(KEY) or _objects.get()
+    if found is None:
+        found = {}
+        _objects.set(found)
+    return found
+
+
+class Verb(StrEnum):
+    """Those that ask for collectives and are known by name; others, such as users' transforms, pass any word."""
+
+    GATHER = "gather"
+    SCATTER = "scatter"
+    AGREE = "agree"
+    OBJECTIVE = "objective"
+
+
+class Phase(StrEnum):
+    """Whether a call begins with a collective, or one of its passes ends."""
+
+    NONE = ""
+    BEGIN = "begins"
+    END = "ended"
+
+
+class Label(NamedTuple):
+    """Who asks for a collective, and what for.
+
+    Attributes:
+        verb: Who asks: a `Verb`, or any word.
+        units: Names of the units that it is for.
+        leaves: Paths of the leaves that travel.
+        call: For messages by which ranks compare what they do, the call that comes next.
+        phase: Whether that call begins or ends.
+    """
+
+    verb: str
+    units: tuple[str, ...] = ()
+    leaves: tuple[str, ...] = ()
+    call: str = ""
+    phase: Phase = Phase.NONE
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The units, or where they have no names the leaves."""
+        return self.units or self.leaves
+
+    @property
+    def unit(self) -> str:
+        """The units as text, or else the call that comes next, or the leaves."""
+        if self.units:
+            line = ", ".join(self.units).partition("\n")[0]
+            return line if len(line) <= WIDTH else f"{line[:WIDTH]}..."
+        return self.event or listed(self.leaves)
+
+    @property
+    def event(self) -> str:
+        """The call that comes next, as text; empty where nobody says."""
+        return " ".join(part for part in (self.call, self.phase, ", ".join(self.units)) if part) if self.call else ""
+
+    def __str__(self) -> str:
+        parts = (self.verb, self.unit, listed(self.leaves) if self.units else "")
+        return " | ".join(part for part in parts if part)
+
+
+def listed(leaves: Sequence[str]) -> str:
+    """Write the paths of leaves as text.
+
+    Args:
+        leaves: The paths.
+
+    Returns:
+        A line that names the first ones, and how many more there are.
+    """
+    more = [f"and {len(leaves) - LEAVES} more"] if len(leaves) > LEAVES else []
+    return ", ".join([*leaves[:LEAVES], *more])
+
+
+def labelled(who: str | Label) -> Label:
+    """Make a label of who asks and of the purpose that `concerning` names; a whole label stays as it is."""
+    if isinstance(who, Label):
+        return who
+    subject = of_this_rank(_Subject).current
+    return Label(who) if subject is None else Label(who, subject.units, subject.leaves)
+
+
+@functools.lru_cache(maxsize=1024)
+def encoded(label: Label) -> str:
+    """Write a label as a text: an operator takes no other values.
+
+    Args:
+        label: The label.
+
+    Returns:
+        The text, for `decoded`.
+    """
+    return json.dumps(label)
+
+
+@functools.lru_cache(maxsize=1024)
+def decoded(text: str) -> Label:
+    """Read a label that `encoded` wrote.
+
+    Args:
+        text: The text.
+
+    Returns:
+        The label.
+    """
+    verb, units, leaves, call, phase = json.loads(text)
+    return Label(verb, tuple(units), tuple(leaves), call, Phase(phase))
+
+
+class concerning:  # noqa: N801
+    """Let the collectives that start inside a context say what they are for, and write to memory of a pool.
+
+    As a generator it would take three times as long, at every gather.
+    """
+
+    __slots__ = ("before", "leaves", "pool", "subject", "units")
+
+    def __init__(self, units: Sequence[str], leaves: Sequence[str] = (), pool: Pool | None = None) -> None:
+        """Name what the collectives are for.
+
+        Args:
+            units: Names of units; none where the leaves have no unit.
+            leaves: Paths of the leaves that travel.
+            pool: Memory that gathers may write to; what they leave of it is gone when the context ends.
+        """
+        self.units, self.leaves, self.pool = tuple(units), tuple(leaves), pool
+
+    def __enter__(self) -> None:
+        self.subject = of_this_rank(_Subject)
+        self.before, self.subject.current = self.subject.current, self
+
+    def __exit__(self, *_: object) -> None:
+        self.subject.current = self.before
+        if self.pool is not None:
+            self.pool.clear()
+
+
+class _Subject:
+    """Holds the innermost purpose of collectives that start now."""
+
+    __slots__ = ("current",)
+
+    def __init__(self) -> None:
+        self.current: concerning | None = None
+
+
+def current_pool() -> Pool:
+    """Find the memory that a gather may write to."""
+    subject = of_this_rank(_Subject).current
+    return Pool() if subject is None or subject.pool is None else subject.pool
+
+
+class Collective(NamedTuple):
+    """One collective as it was issued.
+
+    Attributes:
+        op: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
+        axis: Name of the mesh axis.
+        size: Ranks on it.
+        about: Who asked for it, and what for.
+        bytes: Padded bytes of the full tensors; of an all-to-all, those that this rank holds.
+        tensors: Buffers it carried.
+        scalar: Whether it carried single numbers only, or the few by which ranks agree on what comes next, or tell each
+            other with the objective which leaves they used.
+    """
+
+    op: str
+    axis: str
+    size: int
+    about: Label
+    bytes: int
+    tensors: int
+    scalar: bool
+
+    @classmethod
+    def of(cls, op: str, tensors: Sequence[torch.Tensor], axis: str, size: int, label: str) -> "Collective":
+        """Describe a collective by what its operator is given: tensors of any kind, and an encoded label."""
+        about = decoded(label)
+        full = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        full *= size if op == "all_gather" else 1
+        single = {"all_to_all": -1, "reduce_scatter": size}.get(op, 1)
+        scalar = all(tensor.numel() == single for tensor in tensors) or about.verb in (Verb.AGREE, Verb.OBJECTIVE)
+        return cls(op, axis, size, about, full, len(tensors), scalar)
+
+    @property
+    def label(self) -> str:
+        """Who asked for it."""
+        return self.about.verb
+
+    @property
+    def unit(self) -> str:
+        """The units it was for, as text; the leaves, or the call, where no unit is known."""
+        return self.about.unit
+
+    @property
+    def sent(self) -> float:
+        """Bytes each rank sends, in nominal ring terms: (N-1)/N of the bytes, twice that for an all-reduce."""
+        return (2 if self.op == "all_reduce" else 1) * self.bytes * (self.size - 1) / self.size
+
+
+class Record(list[Collective]):
+    """The collectives of a recording, in the order of their issue."""
+
+    def bytes_sent(self) -> float:
+        """Bytes each rank sent, in nominal ring terms, scalars left out."""
+        return sum(entry.sent for entry in self if not entry.scalar)
+
+    def scalar_bytes_sent(self) -> float:
+        """Bytes each rank sent in collectives that carry single numbers only."""
+        return sum(entry.sent for entry in self if entry.scalar)

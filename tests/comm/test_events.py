@@ -1,0 +1,83 @@
+"""Events: labels travel through operators as they are, and are text only where they are printed."""
+
+import threading
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import comm
+from fshard.comm import Label, Phase, Pool, Verb
+from fshard.comm.events import LEAVES, WIDTH
+from fshard.testing import spmd
+from tests.trees import one_axis
+
+# A label, and its units and the whole of it as text.
+LABELS = {
+    "who asks": (Label("psum"), "", "psum"),
+    "a unit": (Label(Verb.GATHER, ("a",), ("['w']",)), "a", "gather | a | ['w']"),
+    "units whose names hold separators": (Label("scatter", ("a, b", "c | d")), "a, b, c | d", "scatter | a, b, c | d"),
+    "leaves without a unit": (Label("gather", (), ("['v']", "['w']")), "['v'], ['w']", "gather | ['v'], ['w']"),
+    "many leaves": (
+        Label("gather", ("a",), tuple(f"{i}" for i in range(LEAVES + 2))),
+        "a",
+        "gather | a | 0, 1, 2, 3, 4, 5, and 2 more",
+    ),
+    "long names": (Label("scatter", ("a" * WIDTH, "b")), f"{'a' * WIDTH}...", f"scatter | {'a' * WIDTH}..."),
+    "a name of several lines": (Label("scatter", ("a\nb",)), "a", "scatter | a"),
+    "a call that begins": (Label(Verb.AGREE, call="jit", phase=Phase.BEGIN), "jit begins", "agree | jit begins"),
+    "a pass that ends": (Label(Verb.AGREE, call="f", phase=Phase.END), "f ended", "agree | f ended"),
+    "a unit that comes next": (Label(Verb.AGREE, ("a",), call="gather"), "a", "agree | a"),
+    "the end of a pass": (Label(Verb.OBJECTIVE, phase=Phase.END), "", "objective"),
+}
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_labels(name):
+    label, unit, text = LABELS[name]
+    found = comm.decoded(comm.encoded(label))
+    assert found == label
+    assert type(found.phase) is Phase
+    assert (label.unit, str(label)) == (unit, text)
+
+
+def test_collectives_carry_the_innermost_purpose():
+    def program():
+        axis, pool = fs.axis_of(one_axis()), Pool([torch.ones(3)])
+        with comm.record() as record:
+            with comm.concerning(["outer"], ["['v']"]):
+                with comm.concerning(("inner",), ("['w']",), pool):
+                    comm.all_gather([torch.ones(2)], axis, "gather")
+                comm.all_reduce([torch.ones(2)], axis, Label("whole", ("own",)))
+                comm.all_reduce([torch.ones(2)], axis, "sums")
+            comm.all_reduce([torch.ones(2)], axis, "sums")
+        assert pool == []
+        return [str(entry.about) for entry in record]
+
+    labels = ["gather | inner | ['w']", "whole | own", "sums | outer | ['v']", "sums"]
+    assert spmd(program, 2) == [labels] * 2
+
+
+def test_graphs_print_labels_as_text():
+    def program():
+        axis = fs.axis_of(one_axis())
+
+        def f(x):
+            with comm.concerning(["layer"], ["['w']"]):
+                return comm.all_gather([x], axis, "gather")[0]
+
+        graph = fs.make_graph(f)(torch.ones(2))
+        (entry,) = graph.collectives()
+        assert entry.about == Label("gather", ("layer",), ("['w']",))
+        return ", gather | layer | ['w'])" in str(graph)
+
+    assert spmd(program, 2) == [True] * 2
+
+
+def test_each_thread_has_objects_of_its_own():
+    mine, others = comm.of_this_rank(Pool), []
+    thread = threading.Thread(target=lambda: others.append(comm.of_this_rank(Pool)))
+    thread.start()
+    thread.join()
+    assert comm.of_this_rank(Pool) is mine
+    assert others[0] is not mine
