@@ -78,7 +78,7 @@ class Int8Weights(fs.Wrapped):
 
 # Step 5: gradients too. Sums of all ranks' codes must fit into int8, so each rank has 127 / ranks levels. Such coarse
 # rounding would lose small gradients for good; what it leaves out is remembered and added to the next gradient. Memory
-# is explicit: init makes it, and scatter_with_state, in the place of scatter, takes the old one and returns the new.
+# is explicit: init makes it, and scatter takes the old one as its last argument and returns the new one too.
 @dataclass(frozen=True)
 class Int8(Int8Weights):
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class Int8(Int8Weights):
     def init(self, grad: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(grad)
 
-    def scatter_with_state(self, grads: Tensors, specs: Specs, states: Tensors) -> tuple[Tensors, Tensors]:
+    def scatter(self, grads: Tensors, specs: Specs, states: Tensors) -> tuple[Tensors, Tensors]:
         due = [grad + left for grad, left in zip(grads, states)]
         steps = steps_of(due, 127 // self.axes[0].size, self.axes[0])
         codes = codes_of(due, steps)

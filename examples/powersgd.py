@@ -39,7 +39,7 @@ class PowerSGD(fs.Wrapped):
         q = torch.randn(left.shape[1], min(self.rank, *left.shape), generator=torch.Generator().manual_seed(0))
         return left, q.to(left)
 
-    def scatter_with_state(self, grads: Tensors, specs: Specs, states: Sequence[Any]) -> tuple[Tensors, list[Any]]:
+    def scatter(self, grads: Tensors, specs: Specs, states: Sequence[Any]) -> tuple[Tensors, list[Any]]:
         (axis,) = self.axes
         exact = [i for i, state in enumerate(states) if state is None]
         out = dict(zip(exact, self.inner.scatter([grads[i] for i in exact], [specs[i] for i in exact])))

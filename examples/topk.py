@@ -35,7 +35,7 @@ class TopK(fs.Wrapped):
         split = self.inner.layout(fs.Spec(tuple(grad.shape))).partition
         return grad.new_zeros(grad.shape) if split and self.axes[0].size > 1 else None
 
-    def scatter_with_state(self, grads: Tensors, specs: Specs, states: Sequence[Any]) -> tuple[Tensors, list[Any]]:
+    def scatter(self, grads: Tensors, specs: Specs, states: Sequence[Any]) -> tuple[Tensors, list[Any]]:
         (axis,), exact = self.axes, [i for i, state in enumerate(states) if state is None]
         out = dict(zip(exact, self.inner.scatter([grads[i] for i in exact], [specs[i] for i in exact])))
         after, chosen = list(states), {}

@@ -40,23 +40,23 @@ from fshard.random import fold_in
 from fshard.remat import remat
 from fshard.scatter_grads import scatter_grads
 from fshard.shard import reshard, shard, unshard
-from fshard.strategies import ddp, hsdp, zero1, zero2, zero3
+from fshard.strategies import ddp, hsdp, hybrid_shard, zero1, zero2, zero3
 from fshard.trace import trace
 from fshard.train_state import TrainState
-from fshard.transform_state import transform_state
 from fshard.transforms import (
     LayoutError,
     ShardTransform,
+    Storage,
     Wrapped,
     bucket,
     cast,
     compose,
     fully_shard,
-    hybrid_shard,
     offload,
     quantize,
     replicate,
     split_dim,
+    transform_state,
 )
 from fshard.tree import Axis, P, Sharded, Spec, tree_leaves, tree_map
 from fshard.update import GradientTransformation, Optimizer, chain, update
@@ -74,6 +74,7 @@ __all__ = [
     "ShardTransform",
     "Sharded",
     "Spec",
+    "Storage",
     "TrainState",
     "Wrapped",
     "accumulate",

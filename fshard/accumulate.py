@@ -6,8 +6,8 @@ from typing import Any
 
 from fshard.checks import check_function, check_reduce, kind
 from fshard.engine import code_of
-from fshard.transform_state import ABSENT, Absent
-from fshard.tree import Residency, Tree, flatten, is_sharded
+from fshard.transforms.state import ABSENT, Absent
+from fshard.tree import ReshardPolicy, Tree, flatten, is_sharded
 from fshard.value_and_grad import Schedule, differentiate
 
 
@@ -78,5 +78,5 @@ def _on(f: Callable[..., Any], microbatch: Any, args: Any, kwargs: Any, params: 
 
 
 def _reduces_early(params: Tree) -> bool:
-    policies = [leaf.spec.residency or Residency() for leaf in flatten(params).leaves if is_sharded(leaf)]
+    policies = [leaf.spec.reshard or ReshardPolicy() for leaf in flatten(params).leaves if is_sharded(leaf)]
     return all(policy.early for policy in policies)

@@ -18,7 +18,7 @@ from fshard.random import seeded
 from fshard.shard import check_transform, shard
 from fshard.skeleton import Skeleton
 from fshard.transforms import ShardTransform
-from fshard.tree import Flat, Residency, Tree, flatten, is_sharded, tree_map, unflatten
+from fshard.tree import Flat, ModelDtypes, Tree, flatten, is_sharded, tree_map, unflatten
 from fshard.unit_rules import Units, plan_units
 
 Buffers = dict[str, torch.Tensor]
@@ -132,12 +132,12 @@ class Model:
         check_transforms("apply", flat)
         with writes_counted():
             copies = {name: buffer.clone() for name, buffer in given.items()}
-        policy = next((leaf.spec.residency for leaf in flat.leaves if is_sharded(leaf) and leaf.spec.residency), None)
-        policy = policy or Residency()
-        args, kwargs = _cast((args, kwargs), policy.inputs)
+        found = (leaf.spec.model_dtypes for leaf in flat.leaves if is_sharded(leaf) and leaf.spec.model_dtypes)
+        dtypes = next(found, ModelDtypes())
+        args, kwargs = _cast((args, kwargs), dtypes.inputs)
         with seeded(key):
             out, after = self._run(flat, params, copies, args, kwargs)
-        out = _cast(out, policy.outputs)
+        out = _cast(out, dtypes.outputs)
         if buffers is not None:
             return out, after
         _refuse_lost_updates(copies, after)

@@ -1,12 +1,11 @@
 """Verb 1: gather, from stored shards to the full tensors that a model computes with."""
 
-from functools import partial
-
 from fshard import _compat, comm
 from fshard.checks import check_local, check_tensors, check_transforms, writes_counted
 from fshard.collectives import linear_call
 from fshard.engine import call_of
 from fshard.transforms import ShardTransform
+from fshard.transforms.compose import pair
 from fshard.tree import Flat, Tree, flatten, is_sharded, unflatten
 
 
@@ -55,8 +54,7 @@ def gather(tree: Tree) -> Tree:
     comm.same_call("gather", tuple(axes), Flat(flat.paths, leaves, flat.treedef))
     for (transform, still), group in groups.items():
         shards = [leaves[i].local.detach() if still else leaves[i].local for i in group]
-        specs = tuple(leaves[i].spec for i in group)
-        run, transpose = partial(transform.gather, specs=specs), partial(transform.scatter, specs=specs)
+        run, transpose = pair(transform, [leaves[i].spec for i in group])
         paths = [flat.paths[i] for i in group]
         with writes_counted(), comm.concerning((), paths):
             gathered = linear_call(run, transpose, shards)

@@ -1,6 +1,5 @@
 """Verb 3: scatter_grads, from each rank's full gradients to reduced shards of them."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +9,9 @@ from fshard.checks import check_floating, check_local, check_no_gradient, kind, 
 from fshard.collectives import linear_call
 from fshard.errors import Problem, leaf_error
 from fshard.objective import denominator, divided, reduction_axes
-from fshard.transform_state import ABSENT, Absent, joined, states_of
 from fshard.transforms import ShardTransform
+from fshard.transforms.compose import pair, reduction, scatter
+from fshard.transforms.state import ABSENT, Absent, joined, states_of
 from fshard.tree import Sharded, Tree, flatten, is_sharded, unflatten
 
 
@@ -81,12 +81,12 @@ def scatter_grads(
         full = [_or_zeros(leaves[i], params.leaves[i]) for i in group]
         paths = [flat.paths[i] for i in group]
         with comm.concerning((), paths):
-            if transform.has_state:
-                scattered, after = transform.scatter_with_state(full, specs, [states[i] for i in group])
+            if reduction(transform).has_state:
+                scattered, after = scatter(transform, full, specs, [states[i] for i in group])
                 for i, state in zip(group, after, strict=True):
                     states[i] = state
             else:
-                run, transpose = partial(transform.scatter, specs=specs), partial(transform.gather, specs=specs)
+                transpose, run = pair(transform, specs)
                 scattered = linear_call(run, transpose, full)
         for i, spec, grad in zip(group, specs, scattered, strict=True):
             leaves[i] = Sharded(divided(grad.to(params.leaves[i].local.dtype), divisor), spec)

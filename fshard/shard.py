@@ -13,6 +13,7 @@ from fshard import _compat, comm
 from fshard.checks import check_local, is_reachable, kind, outline, refuse_given_up
 from fshard.errors import Problem, leaf_error
 from fshard.transforms import LayoutError, ShardTransform
+from fshard.transforms.compose import at, layout_axes, masks
 from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, is_sharded, matches, names_of, unflatten
 
 
@@ -50,12 +51,12 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str],
             entries[path] = misfit[0] if misfit else "None"
             continue
         spec = Spec(tuple(leaf.shape), frozen=is_frozen(path, leaf, frozen))
-        spec = laid_out(path, spec, transform.at(name), problems)
+        spec = laid_out(path, spec, at(transform, name), problems)
         out.append((leaf.detach(), spec))
         entries[path] = describe(leaf, spec)
     entries["(structure)"] = outline(flat.treedef)
     # Ranks compare before any of them refuses its tree: a tree may be wrong on one rank alone.
-    difference = comm.disagreement(entries, transform.layout_axes, "shard")
+    difference = comm.disagreement(entries, layout_axes(transform), "shard")
     if difference:
         remedy = "build the same tree on every rank, for instance from one seed"
         raise leaf_error("shard: ranks hold different trees", [difference], remedy)
@@ -116,7 +117,7 @@ def reshard(tree: Tree, transform: ShardTransform) -> Tree:
         if is_sharded(leaf):
             if leaf.spec.transform is None:
                 problems.append(Problem(path, "state of a transform, this rank's own", "leaves that have a transform"))
-            spec = laid_out(path, Spec(leaf.spec.shape, frozen=leaf.spec.frozen), transform.at(name), problems)
+            spec = laid_out(path, Spec(leaf.spec.shape, frozen=leaf.spec.frozen), at(transform, name), problems)
         out.append((leaf, spec))
     if any(is_sharded(leaf) and leaf.spec.transform is None for leaf in flat.leaves):
         remedy = "reshard without it, and make it anew by fs.transform_state"
@@ -186,8 +187,14 @@ def unsharded(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def stored(piece: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Bring a new shard to where its transform keeps it."""
-    return spec.transform.store(piece) if spec.transform else piece
+    """Bring a new shard to the device that its transform keeps it on."""
+    transform: Any = spec.transform
+    storage = transform and transform.storage
+    if storage is None:
+        return piece
+    kept = piece.to(storage.device)
+    # Only from pinned memory does a copy run beside what computes.
+    return kept.pin_memory() if kept.device.type == "cpu" != storage.compute_device.type else kept
 
 
 def _names_of_parameters(tree: Tree, flat: Flat) -> tuple[str, ...]:
@@ -258,7 +265,7 @@ def check_transform(transform: Any, verb: str, argument: str = "transform") -> N
         raise ValueError(
             f"{verb}: expected {argument} to be a ShardTransform such as fs.zero2(mesh), got {kind(transform)}"
         )
-    for axis in transform.layout_axes:
+    for axis in layout_axes(transform):
         if not is_reachable(axis):
             found = f"axis {axis.name!r} of {axis.size} ranks in group {axis.group_name!r}"
             needed = "axes whose groups have their size and this process in them"
@@ -267,7 +274,7 @@ def check_transform(transform: Any, verb: str, argument: str = "transform") -> N
 
 def check_masks(verb: str, transform: ShardTransform, names: Sequence[str]) -> None:
     """Refuse a transform for leaves of names that there are not."""
-    for mask in transform.masks:
+    for mask in masks(transform):
         if not any(matches(mask, name) for name in names):
             shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
             raise ValueError(f"{verb}: the mask {mask!r} matches no leaf of {shown}; name some of these")

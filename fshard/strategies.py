@@ -5,9 +5,12 @@ from typing import Any
 
 import torch
 
+from fshard import comm
 from fshard.mesh import Mesh, axis_given
-from fshard.transforms import ShardTransform, cast, compose, fully_shard, hybrid_shard, replicate, resident
-from fshard.tree import Residency
+from fshard.transforms import ShardTransform, cast, compose, fully_shard
+from fshard.transforms import replicate as replicated
+from fshard.transforms.compose import composed
+from fshard.tree import ModelDtypes, ReshardPolicy
 
 # Leaves below this stay whole: a bias or a norm costs more to gather than to keep.
 MIN_SHARD_ELEMENTS = 1024
@@ -26,7 +29,7 @@ def ddp(mesh: Mesh, axis: str = "shard") -> ShardTransform:
     Raises:
         ValueError: if the mesh has no such axis.
     """
-    return compose(replicate(axis_given(mesh, axis, "axis")), resident(Residency(regather=False)))
+    return composed([replicated(axis_given(mesh, axis, "axis"))], ReshardPolicy(regather=False))
 
 
 def zero1(mesh: Mesh, axis: str = "shard", *, min_shard_elements: int = MIN_SHARD_ELEMENTS) -> ShardTransform:
@@ -46,7 +49,7 @@ def zero1(mesh: Mesh, axis: str = "shard", *, min_shard_elements: int = MIN_SHAR
         ValueError: if the mesh has no such axis.
     """
     layout = fully_shard(axis_given(mesh, axis, "axis"), min_shard_elements=min_shard_elements)
-    return compose(layout, resident(Residency(regather=False, early=False)))
+    return composed([layout], ReshardPolicy(regather=False, early=False))
 
 
 def zero2(mesh: Mesh, axis: str = "shard", *, min_shard_elements: int = MIN_SHARD_ELEMENTS) -> ShardTransform:
@@ -66,7 +69,7 @@ def zero2(mesh: Mesh, axis: str = "shard", *, min_shard_elements: int = MIN_SHAR
         ValueError: if the mesh has no such axis.
     """
     layout = fully_shard(axis_given(mesh, axis, "axis"), min_shard_elements=min_shard_elements)
-    return compose(layout, resident(Residency(regather=False)))
+    return composed([layout], ReshardPolicy(regather=False))
 
 
 def zero3(
@@ -78,7 +81,7 @@ def zero3(
     reduce_dtype: torch.dtype | None = None,
     output_dtype: torch.dtype | None = None,
     prefetch: int = 1,
-    merge_bytes: int = Residency.merge_bytes,
+    merge_bytes: int = ReshardPolicy.merge_bytes,
     min_shard_elements: int = MIN_SHARD_ELEMENTS,
     layout: ShardTransform | None = None,
 ) -> ShardTransform:
@@ -123,8 +126,8 @@ def zero3(
         raise ValueError("zero3: expected min_shard_elements or layout, got both; give it to the layout")
     casts_in = [cast(gather=param_dtype)] if param_dtype else []
     casts_out = [cast(scatter=reduce_dtype)] if reduce_dtype else []
-    residency = Residency(regather, prefetch, merge_bytes, inputs=param_dtype, outputs=output_dtype)
-    return compose(*casts_in, layout, *casts_out, resident(residency))
+    dtypes = ModelDtypes(param_dtype, output_dtype)
+    return composed([*casts_in, layout, *casts_out], ReshardPolicy(regather, prefetch, merge_bytes), dtypes)
 
 
 def hsdp(
@@ -156,3 +159,37 @@ def hsdp(
         raise ValueError("hsdp: expected no layout, got one; use zero3(mesh, layout=...)")
     layout = hybrid_shard(mesh, axis, replicate, min_shard_elements=min_shard_elements)
     return zero3(mesh, axis, layout=layout, **options)
+
+
+def hybrid_shard(
+    mesh: Mesh,
+    axis: str = "shard",
+    replicate: str = "replicate",
+    *,
+    dim: int = 0,
+    min_shard_elements: int = 0,
+    algorithm: comm.Algorithm = "auto",
+) -> ShardTransform:
+    """Split each leaf over one mesh axis and keep the pieces the same over another (HSDP).
+
+    Gather is an all-gather inside the node alone; scatter a reduce-scatter inside it, then a sum of the pieces across
+    nodes, which sends a fraction of what a sum of full gradients would.
+
+    Args:
+        mesh: The device mesh.
+        axis: Name of the axis to split over, whose ranks are near each other.
+        replicate: Name of the axis whose ranks hold the same pieces.
+        dim: As for `fully_shard`.
+        min_shard_elements: As for `fully_shard`.
+        algorithm: As for `fully_shard`.
+
+    Returns:
+        compose(replicate(...), fully_shard(...)).
+
+    Raises:
+        ValueError: if the mesh lacks an axis, or an argument is out of range.
+    """
+    inner = fully_shard(
+        axis_given(mesh, axis, "axis"), dim=dim, min_shard_elements=min_shard_elements, algorithm=algorithm
+    )
+    return compose(replicated(axis_given(mesh, replicate, "replicate"), algorithm=algorithm), inner)

@@ -7,7 +7,7 @@ import torch
 
 from fshard.checks import kind
 from fshard.random import key_of
-from fshard.transform_state import transform_state
+from fshard.transforms import transform_state
 from fshard.tree import Tree, dcp_error, flatten, is_sharded
 
 

@@ -10,7 +10,7 @@ from fshard import _compat
 from fshard.checks import check_flags, kind, refuse_given_up, same_structure
 from fshard.errors import Problem, leaf_error
 from fshard.train_state import TrainState
-from fshard.transform_state import ABSENT, Absent
+from fshard.transforms.state import ABSENT, Absent
 from fshard.tree import Spec, Tree, flatten, is_sharded, is_trained, tree_leaves, tree_map
 
 

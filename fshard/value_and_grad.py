@@ -22,7 +22,8 @@ from fshard.checks import (
 from fshard.collectives import reductions
 from fshard.engine import Call, FunctionTransform, attempted, call_of, code_of, unbound
 from fshard.objective import closed, denominator, divided, reduction_axes, total
-from fshard.transform_state import ABSENT, Absent, joined, states_of
+from fshard.transforms.compose import sum_dtype
+from fshard.transforms.state import ABSENT, Absent, joined, states_of
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tree_leaves, tree_map, unflatten
 from fshard.varying import check_agrees, check_not_reduced
 
@@ -295,7 +296,7 @@ class _Run(NamedTuple):
 
         def wide(i: int, grad: torch.Tensor) -> torch.Tensor:
             leaf = self.flat.leaves[i]
-            return grad.to(leaf.spec.sum_dtype(grad.dtype)) if is_sharded(leaf) else grad
+            return grad.to(sum_dtype(leaf.spec, grad.dtype)) if is_sharded(leaf) else grad
 
         for function in self.functions:
             parts: list[Tree] = []

@@ -20,7 +20,6 @@ ROOMS = (
     "objective",
     "varying",
     "transforms",
-    "transform_state",
     "shard",
     "strategies",
     "engine",

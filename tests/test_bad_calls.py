@@ -408,7 +408,7 @@ THEIRS = {
 # Public names that are not called, and why.
 UNCALLED = {
     "fs": {
-        **dict.fromkeys(("Axis", "P", "Spec", "Sharded"), "data, which the verbs check when they get it"),
+        **dict.fromkeys(("Axis", "P", "Spec", "Sharded", "Storage"), "data, which the verbs check when they get it"),
         "Model": "made by functionalize; its methods are called",
         **dict.fromkeys(("GradientTransformation", "Optimizer"), "fs.update checks before it calls them"),
         **dict.fromkeys(("ShardTransform", "Wrapped"), "base classes of a user's own"),

@@ -6,15 +6,15 @@ from torch import optim
 
 import fshard as fs
 from fshard.testing import spmd
-from fshard.tree import Residency
+from fshard.tree import ReshardPolicy
 from tests.bad_input import Row, assert_refused, make_world
 from tests.trees import assert_same_bits
 
 STAGES = (
     "_FullyShard(axis=Axis(name='shard', size=2, group_name={group}), dim=0, min_shard_elements=0, "
-    "algorithm='auto', bucket_bytes=None), "
-    f"_Resident(residency={Residency(regather=False)!r})"
+    "algorithm='auto', bucket_bytes=None)"
 )
+POLICY = f"reshard={ReshardPolicy(regather=False)!r}, model_dtypes=None"
 FROM = "\nTo fix: pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned."
 OTHER_STATE = "update with the optimizer that made the state"
 
@@ -123,8 +123,8 @@ ROWS = [
         fs.update,
         "update: gradients do not fit the parameters\n"
         + "".join(
-            f"  {path}: expected transform _Composed(stages=({STAGES})), got transform "
-            f"_Composed(stages=(_Cast(gather_dtype=None, scatter_dtype=torch.float32), {STAGES}))\n"
+            f"  {path}: expected transform _Composed(stages=({STAGES},), {POLICY}), got transform "
+            f"_Composed(stages=(_Cast(gather_dtype=None, scatter_dtype=torch.float32), {STAGES}), {POLICY})\n"
             for path in ("['a']", "['b'][0]")
         ).rstrip()
         + FROM,

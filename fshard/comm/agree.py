@@ -20,7 +20,7 @@ from fshard.comm.collective import all_gather, backend_of
 from fshard.comm.events import WIDTH, Label, Phase, Verb, decoded, encoded, labelled
 from fshard.comm.recorder import CollectiveError
 from fshard.errors import Problem, leaf_error
-from fshard.tree import Axis, Flat, Residency, Spec, is_sharded
+from fshard.tree import Axis, Flat, ModelDtypes, ReshardPolicy, Spec, is_sharded
 
 # 12 words of 63 bits: room for what one step of a large model has to say.
 WORDS, BITS = 12, 63
@@ -106,11 +106,11 @@ def _facts(told: tuple[tuple[str, str], ...], leaves: tuple[tuple[str, Spec, tor
 
 
 def _leaf(spec: Spec, dtype: torch.dtype) -> list[str]:
-    policy = spec.residency or Residency()
-    # As strategies call what a policy holds.
-    names = {"inputs": "param_dtype", "outputs": "output_dtype"}
+    policy, dtypes = spec.reshard or ReshardPolicy(), spec.model_dtypes or ModelDtypes()
     parts = {"dtype": dtype} | {name: getattr(spec, name) for name in ("shape", "partition", "axes", "frozen")}
-    parts |= {names.get(f.name, f.name): getattr(policy, f.name) for f in dataclasses.fields(policy)}
+    parts |= {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
+    # As strategies call these.
+    parts |= {"param_dtype": dtypes.inputs, "output_dtype": dtypes.outputs}
     return [f"{name} {_text(value)}" for name, value in {**parts, "transform": spec.transform}.items()]
 
 
@@ -121,9 +121,10 @@ def _text(value: Any) -> str:
     if type(value) in (list, tuple):
         return f"({', '.join(map(_text, value))})"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # A policy has parts of its own.
-        known = [] if isinstance(value, Residency) else [(f.name, getattr(value, f.name)) for f in _compared(value)]
-        shown = [f"{name}={_text(part)}" for name, part in known if part is not None]
+        known = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare]
+        # A policy and dtypes are entries of their own.
+        told = [(name, part) for name, part in known if not isinstance(part, ReshardPolicy | ModelDtypes | None)]
+        shown = [f"{name}={_text(part)}" for name, part in told]
         return f"{type(value).__name__.strip('_')}({', '.join(shown)})"
     if value is None or isinstance(
         value, bool | int | float | complex | str | bytes | tuple | torch.dtype | torch.device
@@ -132,10 +133,6 @@ def _text(value: Any) -> str:
     # Others may write an address, or values that ranks need not share.
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
-
-
-def _compared(value: Any) -> list[Any]:
-    return [field for field in dataclasses.fields(value) if field.compare]
 
 
 def disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: str | Label) -> Problem | None:

@@ -10,6 +10,7 @@ from fshard import _compat, comm
 from fshard.engine import schedule
 from fshard.engine.schedule import Kind, Step, Turn
 from fshard.engine.unit import Leaf, Unit, Use
+from fshard.transforms.compose import reduction, start_scatter
 
 # Reductions under way may hold this many bytes of gradients; a larger one travels alone.
 IN_FLIGHT_BYTES = 32 * 1024 * 1024
@@ -228,7 +229,7 @@ class Backward:
         if leaf.alone:
             self._start(_Bucket([leaf], [grad], nbytes))
             return
-        size = transform.bucket_bytes if transform else None
+        size = reduction(transform).bucket_bytes
         if size and (full := self._buckets.get(transform)) and full.nbytes + nbytes > size:
             self._start(self._buckets.pop(transform))
         leaves, grads, before = self._buckets.get(transform, _Bucket([], [], 0))
@@ -269,11 +270,8 @@ def _is_left(use: Use, running: int | None) -> bool:
 
 def _start_scatter(leaves: Sequence[Leaf], grads: Sequence[torch.Tensor]) -> Any:
     """Start to reduce gradients of leaves that share a transform; when that is finished, they have its new state."""
-    transform, specs = leaves[0].spec.transform, tuple(leaf.spec for leaf in leaves)
-    assert transform is not None
-    if not transform.has_state:
-        return transform.start_scatter(grads, specs)
-    finish = transform.start_scatter_with_state(grads, specs, [leaf.state for leaf in leaves])
+    transform: Any = leaves[0].spec.transform
+    finish = start_scatter(transform, grads, [leaf.spec for leaf in leaves], [leaf.state for leaf in leaves])
 
     def finish_states() -> Sequence[torch.Tensor]:
         reduced, states = finish()

@@ -1,7 +1,6 @@
 """The autograd nodes by which gradients come to the engine, and checks of the graph that they are part of."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +10,7 @@ from fshard import _compat
 from fshard.collectives import linear_call
 from fshard.engine.unit import Leaf, Use, by_transform
 from fshard.errors import Problem, leaf_error
+from fshard.transforms.compose import pair
 from fshard.varying import used_without_pvary
 
 # An input of every node, so that a backward reaches units of calls now over, whose graphs have none of its leaves.
@@ -75,9 +75,8 @@ def scattered(leaves: Sequence[Leaf], group: Sequence[int], grads: Sequence[torc
     full = dict(zip(group, grads, strict=True))
     out: dict[int, torch.Tensor] = {}
     for transform, numbers in by_transform(leaves, group).items():
-        specs = tuple(leaves[i].spec for i in numbers)
         tensors = [leaves[i].zeros() if (grad := full[i]) is None else grad for i in numbers]
-        run, transpose = partial(transform.scatter, specs=specs), partial(transform.gather, specs=specs)
+        transpose, run = pair(transform, [leaves[i].spec for i in numbers])
         out.update(zip(numbers, linear_call(run, transpose, tensors), strict=True))
     return [out[i].to(leaves[i].stored.dtype) for i in group]
 

@@ -14,9 +14,10 @@ from fshard import _compat, comm
 from fshard.checks import check_versions, kind, writes_counted
 from fshard.errors import Problem, leaf_error
 from fshard.objective import divided
-from fshard.tree import Residency, Sharded
+from fshard.transforms.compose import reduction, sum_dtype
+from fshard.tree import ReshardPolicy, Sharded
 
-_PLAIN = Residency()
+_PLAIN = ReshardPolicy()
 
 
 class Like(NamedTuple):
@@ -60,8 +61,7 @@ class Leaf:
         self.path, self.spec, self.tensor, self.derived = path, leaf.spec, leaf.local, derived
         self.stored = leaf.local.detach()
         self.trained = leaf.local.requires_grad
-        transform = leaf.spec.transform
-        if derived and self.trained and transform and transform.has_state:
+        if derived and self.trained and reduction(leaf.spec.transform).has_state:
             found = "a leaf computed from others whose transform has a state"
             remedy = "gather leaves as they are, or give the result the spec of one whose transform has no state"
             raise leaf_error("gather: no state", [Problem(path, found, "one of the parameters")], remedy)
@@ -91,8 +91,7 @@ class Leaf:
         """Note dtype and shape of the full tensor, the same on every rank."""
         if self.like is None:
             self.like = Like(full.shape, full.dtype, full.device)
-            transform = self.spec.transform
-            self.alone = self.nbytes >= ((transform and transform.bucket_bytes) or comm.PACK_BYTES)
+            self.alone = self.nbytes >= (reduction(self.spec.transform).bucket_bytes or comm.PACK_BYTES)
 
     def add_partial(self, grad: torch.Tensor) -> None:
         """Add to this rank's full gradient; where hooks are to run, to that of the running backward."""
@@ -139,7 +138,7 @@ class Leaf:
 
     def _widened(self, grad: torch.Tensor) -> torch.Tensor:
         """Cast a part of the gradient to the dtype in which parts are added up."""
-        return grad.to(self.spec.sum_dtype(grad.dtype)) if self.several else grad
+        return grad.to(sum_dtype(self.spec, grad.dtype)) if self.several else grad
 
     def take(self, grad: torch.Tensor, divisor: Any = 1, own: bool | None = None) -> None:
         """Add a part of the reduced gradient, divided.
@@ -149,9 +148,9 @@ class Leaf:
             divisor: Number to divide it by.
             own: Whether it may be written to; None asks the transform that reduced it.
         """
-        own = bool(self.spec.transform and self.spec.transform.new_gradients) if own is None else own
+        own = reduction(self.spec.transform).is_new if own is None else own
         stored = self.stored.dtype
-        wide = grad.to(self.spec.sum_dtype(stored) if self.several else stored)
+        wide = grad.to(sum_dtype(self.spec, stored) if self.several else stored)
         grad, own = wide, own or wide is not grad
         if not (isinstance(divisor, int) and divisor == 1):
             grad, own = grad.div_(divisor) if own else divided(grad, divisor), True
@@ -175,9 +174,9 @@ def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (a.shape, a.dtype, a.device, a.layout) == (b.shape, b.dtype, b.device, b.layout)
 
 
-def policy_of(leaves: Sequence[Leaf]) -> Residency:
+def policy_of(leaves: Sequence[Leaf]) -> ReshardPolicy:
     """Find the reshard policy of leaves that share one strategy; the default where their specs have none."""
-    return next((leaf.spec.residency for leaf in leaves if leaf.spec.residency), _PLAIN)
+    return next((leaf.spec.reshard for leaf in leaves if leaf.spec.reshard), _PLAIN)
 
 
 def by_transform(leaves: Sequence[Leaf], numbers: Sequence[int]) -> dict[Any, list[int]]:
@@ -208,7 +207,7 @@ class Unit:
         return {leaf: i for i, leaf in enumerate(self.leaves)}
 
     @functools.cached_property
-    def policy(self) -> Residency:
+    def policy(self) -> ReshardPolicy:
         """The policy of its leaves."""
         return policy_of(self.leaves)
 

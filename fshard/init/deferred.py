@@ -16,6 +16,7 @@ from fshard.init.counter import UNDRAWN, count
 from fshard.init.replay import replay
 from fshard.shard import check_masks, check_transform, describe, is_frozen, laid_out, local_piece, stored, unfit
 from fshard.transforms import ShardTransform
+from fshard.transforms.compose import at, layout_axes
 from fshard.tree import Sharded, Spec, flatten, names_of, unflatten
 
 # torch's default generator belongs to the process, so simulated ranks take turns to seed it.
@@ -78,7 +79,7 @@ class _Shards:
             spec = Spec(tuple(leaf.shape), frozen=is_frozen(path, leaf))
             if misfit:
                 self.problems.append(Problem(path, *misfit))
-            self._specs[name] = spec if misfit else laid_out(path, spec, transform.at(name), self.problems)
+            self._specs[name] = spec if misfit else laid_out(path, spec, at(transform, name), self.problems)
             self._entries[name] = misfit[0] if misfit else describe(leaf, self._specs[name], "without values")
 
     def replay(self, new_buffer: Callable[[torch.Tensor], torch.Tensor], seed: int) -> nn.Module:
@@ -120,7 +121,7 @@ class _Shards:
         entries["(structure)"] = outline(self._flat.treedef)
         # A rank sees only the elements of its own part that were left out.
         flags = [i for i, name in enumerate(self._names) if name in self._undrawn]
-        vote = comm.vote(entries, flags, self._transform.layout_axes, "shard")
+        vote = comm.vote(entries, flags, layout_axes(self._transform), "shard")
         if vote.problem:
             remedy = "build the same tree on every rank, for instance from one seed"
             raise leaf_error("shard: ranks hold different trees", [vote.problem], remedy)

@@ -12,6 +12,7 @@ from fshard.checks import check_local, check_types
 from fshard.errors import Problem, leaf_error
 from fshard.mesh import Mesh, axis_of
 from fshard.shard import check_masks, check_transform, laid_out, without_padding
+from fshard.transforms.compose import at, layout_axes
 from fshard.tree import Axis, Sharded, Spec, Tree, flatten, is_sharded, names_of, unflatten
 
 
@@ -37,7 +38,7 @@ def from_dtensor(tree: Tree, strategy: Any) -> Tree:
     check_masks("from_dtensor", strategy, names)
     problems: list[Problem] = []
     leaves = [
-        _from_dtensor(path, leaf, strategy.at(name), problems) if isinstance(leaf, DTensor) else leaf
+        _from_dtensor(path, leaf, at(strategy, name), problems) if isinstance(leaf, DTensor) else leaf
         for path, name, leaf in zip(flat.paths, names, flat.leaves, strict=True)
     ]
     if problems:
@@ -51,8 +52,8 @@ def _from_dtensor(path: str, leaf: Any, strategy: Any, problems: list[Problem]) 
     from torch.distributed.tensor import Replicate, Shard
 
     axes = [axis_of(leaf.device_mesh, name) for name in leaf.device_mesh.mesh_dim_names or ()]
-    if set(axes) != set(strategy.layout_axes):
-        problems.append(Problem(path, _named(axes), _named(strategy.layout_axes)))
+    if set(axes) != set(layout_axes(strategy)):
+        problems.append(Problem(path, _named(axes), _named(layout_axes(strategy))))
         return leaf
     spec = Spec(
         tuple(leaf.shape), frozen=not leaf.requires_grad and leaf.is_leaf and isinstance(leaf, torch.nn.Parameter)
@@ -73,8 +74,8 @@ def _from_dtensor(path: str, leaf: Any, strategy: Any, problems: list[Problem]) 
     if any(missing):
         local = pad(local, [n for size in reversed(missing) for n in (0, size)])
     # The layout is the DTensor's; how long the full tensor stays is for the strategy to say.
-    residency = laid_out(path, Spec(spec.shape), strategy, problems).residency
-    return Sharded(local, replace(spec, transform=strategy, residency=residency))
+    own = laid_out(path, Spec(spec.shape), strategy, problems)
+    return Sharded(local, replace(spec, transform=strategy, reshard=own.reshard, model_dtypes=own.model_dtypes))
 
 
 def to_dtensor(tree: Tree, mesh: Mesh) -> Tree:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from fshard.jit.passes import placeholders, results
 from fshard.plan.rates import Rates, check_rates
 from fshard.plan.report import Plan
 from fshard.plan.timeline import step_seconds, timeline_of, uses_of
-from fshard.transform_state import transform_state
-from fshard.tree import Axis, Sharded, flatten, is_sharded, tree_map, unflatten
+from fshard.transforms import transform_state
+from fshard.transforms.compose import layout_axes
+from fshard.tree import Axis, Sharded, flatten, is_sharded, rebuilt, tree_map, unflatten
 
 BACKENDS = ("nccl", "gloo")
 
@@ -119,7 +119,7 @@ def _check_axes(args: Sequence[Any], mesh: Mapping[str, int]) -> None:
 
 def _axes_of(leaf: Sharded) -> list[Axis]:
     transform: Any = leaf.spec.transform
-    return [*leaf.spec.axes, *((*transform.layout_axes, *transform.axes) if transform else ())]
+    return [*leaf.spec.axes, *(layout_axes(transform) if transform else ())]
 
 
 def _laid_out(argument: Any, fake: Callable[[torch.Tensor], torch.Tensor], move: Callable[[Any], Any]) -> Any:
@@ -162,13 +162,7 @@ def _mover(axes: Mapping[str, Axis]) -> Callable[[Any], Any]:
             return axes.get(value.name, value)
         if id(value) in seen:
             return seen[id(value)][1]
-        moved = value
-        if type(value) is tuple:
-            moved = tuple(map(move, value))
-        elif is_dataclass(value) and not isinstance(value, type):
-            parts = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-            changed = {name: new for name, part in parts.items() if (new := move(part)) is not part}
-            moved = replace(value, **changed) if changed else value
+        moved = rebuilt(value, move)
         seen[id(value)] = value, moved
         return moved
 

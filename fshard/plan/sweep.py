@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from fshard import _compat
 from fshard.apply import functionalize
 from fshard.jit.jit import jit
-from fshard.optim import from_torch
+from fshard.optim.from_torch import from_torch
 from fshard.plan.models import Workload
 from fshard.plan.plan import plan
 from fshard.plan.rates import Rates

@@ -18,7 +18,8 @@ from fshard.shard import check_transform as check_argument
 from fshard.shard import shard, unshard
 from fshard.train_state import TrainState
 from fshard.transforms import ShardTransform
-from fshard.tree import Axis, Spec, Tree, flatten, tree_map
+from fshard.transforms.compose import layout_axes, scatter
+from fshard.tree import Axis, Spec, Tree, flatten, grouped, tree_map
 from fshard.update import update
 from fshard.value_and_grad import value_and_grad
 
@@ -128,8 +129,7 @@ def check_transform(
     if bytes_sent is not None and not (isinstance(bytes_sent, tuple) and len(bytes_sent) == 2):
         expected = "the pair of a gather's and a scatter's"
         raise ValueError(f"check_transform: expected bytes_sent to be {expected}, got {kind(bytes_sent)}")
-    if transform.layout_axes != transform.axes:
-        kept = [axis.name for axis in transform.layout_axes if axis not in transform.axes]
+    if kept := [axis.name for axis in layout_axes(transform) if axis not in transform.axes]:
         raise ValueError(
             f"check_transform: expected leaves that gather makes whole, got some split over {kept}; check the rest "
             "without them"
@@ -186,9 +186,9 @@ class _Trial:
         states = [self.transform.init(torch.zeros_like(grad)) for grad in grads]
         given, before = [grad.clone() for grad in grads], tree_map(torch.clone, states)
         with comm.record() as record:
-            once, after = self.transform.scatter_with_state(grads, self.specs, states)
+            once, after = scatter(self.transform, grads, self.specs, states)
         self.scatter_bytes = record.bytes_sent()
-        twice, again = self.transform.scatter_with_state(grads, self.specs, states)
+        twice, again = scatter(self.transform, grads, self.specs, states)
         self.claim("scatter twice: differing leaves", _differing([once, after], [twice, again]), 0.0)
         self.claim("scatter's inputs: leaves it wrote to", _differing([given, before], [grads, states]), 0.0)
         shapes = [tuple(a.shape) == tuple(b.shape) for a, b in zip(once, self.stored, strict=True)]
@@ -314,7 +314,7 @@ def _drawn(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], seed:
 def _gathered(leaves: Sequence[torch.Tensor], specs: Sequence[Spec]) -> list[torch.Tensor]:
     """Gather, leaves of one transform together."""
     out: dict[int, torch.Tensor] = {}
-    for transform, group in _by_transform(specs).items():
+    for transform, group in grouped(specs, lambda spec: spec.transform).items():
         parts = transform.gather([leaves[i] for i in group], [specs[i] for i in group])
         out.update(zip(group, parts, strict=True))
     return [out[i] for i in range(len(specs))]
@@ -323,18 +323,11 @@ def _gathered(leaves: Sequence[torch.Tensor], specs: Sequence[Spec]) -> list[tor
 def _scattered(grads: Sequence[torch.Tensor], specs: Sequence[Spec]) -> list[torch.Tensor]:
     """Scatter, leaves of one transform together, each with its first state."""
     out: dict[int, torch.Tensor] = {}
-    for transform, group in _by_transform(specs).items():
+    for transform, group in grouped(specs, lambda spec: spec.transform).items():
         states = [transform.init(torch.zeros_like(grads[i])) for i in group]
-        parts, _ = transform.scatter_with_state([grads[i] for i in group], [specs[i] for i in group], states)
+        parts, _ = scatter(transform, [grads[i] for i in group], [specs[i] for i in group], states)
         out.update(zip(group, parts, strict=True))
     return [out[i] for i in range(len(specs))]
-
-
-def _by_transform(specs: Sequence[Spec]) -> dict[Any, list[int]]:
-    groups: dict[Any, list[int]] = {}
-    for i, spec in enumerate(specs):
-        groups.setdefault(spec.transform, []).append(i)
-    return groups
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor, axes: Sequence[Axis], copies: int) -> tuple[float, float]:

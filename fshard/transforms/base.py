@@ -1,16 +1,34 @@
-"""ShardTransform, the one extension point."""
+"""ShardTransform, the one extension point, and Wrapped, the ground for transforms that change a part of another."""
 
+import difflib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from types import FunctionType, MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
-from fshard.tree import Axis, Mask, Spec, Tree
+from fshard.tree import Axis, Spec, Tree
 
 Tensors = Sequence[torch.Tensor]
 States = Sequence[Tree]
 Finish = Callable[[], Tensors]
-FinishWithState = Callable[[], tuple[Tensors, States]]
+FinishWithStates = Callable[[], tuple[Tensors, States]]
+
+MEMBERS = ("axes", "storage", "layout", "gather", "scatter", "start_gather", "start_scatter", "init")
+
+# Names that transforms were written with before, and the form that takes their place.
+_FORMER = MappingProxyType(
+    {
+        "scatter_with_state": "scatter(self, grads, specs, states)",
+        "start_scatter_with_state": "start_scatter(self, grads, specs, states)",
+        "store": "storage",
+        "beside": "storage",
+        "bucketed": "a field bucket_bytes",
+    }
+)
 
 
 class LayoutError(ValueError):
@@ -22,6 +40,18 @@ class LayoutError(ValueError):
         self.got, self.expected = got, expected
 
 
+class Storage(NamedTuple):
+    """The two devices of a leaf.
+
+    Attributes:
+        device: The device that keeps shards.
+        compute_device: The device that computes with them; gathers from another one start on a stream of their own.
+    """
+
+    device: torch.device
+    compute_device: torch.device
+
+
 @dataclass(frozen=True)
 class ShardTransform:
     """A pure pair: gather turns stored tensors into the ones computed with, scatter is its transpose for gradients.
@@ -30,9 +60,19 @@ class ShardTransform:
     take all leaves that travel together and return as many, output i from input i alone; they change nothing they are
     given, and leave trailing dims they do not know of alone (vmap puts its batch there).
 
-    A transform that remembers something from step to step, such as what a lossy scatter left out, defines `init` and
-    `scatter_with_state` in the place of `scatter`. Gather has no state: it runs as often as a strategy wants.
+    A transform that remembers something from step to step, such as what a lossy scatter left out, defines `init`, and
+    its scatter takes and returns states. Gather has no state: it runs as often as a strategy wants.
+
+    The members are `axes`, `storage`, `layout`, `gather`, `scatter`, `start_gather`, `start_scatter` and `init`. Fields
+    and helpers are a subclass's own; an int field `bucket_bytes` is set by `bucket`. A class with a method that nearly
+    has a member's name, or with half of a pair, is refused by a TypeError when it is made.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a class that would not do what it says."""
+        super().__init_subclass__(**kwargs)
+        if problem := _misnamed(cls) or _half(cls):
+            raise TypeError(f"{cls.__name__}: {problem}")
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -40,33 +80,8 @@ class ShardTransform:
         return ()
 
     @property
-    def layout_axes(self) -> tuple[Axis, ...]:
-        """The mesh axes that leaves are placed on: those of `axes`, and such that leaves stay split over."""
-        return self.axes
-
-    @property
-    def bucket_bytes(self) -> int | None:
-        """The size of the buffers that leaves travel in; None where only what is small shares one."""
-        return None
-
-    @property
-    def masks(self) -> tuple[Mask, ...]:
-        """By which leaves are chosen in it; each must mean one."""
-        return ()
-
-    @property
-    def has_state(self) -> bool:
-        """Whether scatter has a state."""
-        return type(self).init is not ShardTransform.init
-
-    @property
-    def new_gradients(self) -> bool | None:
-        """Whether scatter returns new tensors, which may be written to; None where it returns what it was given."""
-        return False
-
-    @property
-    def reduce_dtype(self) -> torch.dtype | None:
-        """The dtype that gradients are reduced in; None leaves them in theirs."""
+    def storage(self) -> Storage | None:
+        """The devices that keep shards and compute with them; None where one device does both."""
         return None
 
     def layout(self, spec: Spec) -> Spec:
@@ -83,48 +98,6 @@ class ShardTransform:
         """
         return spec
 
-    def misplaced(self, before: Sequence["ShardTransform"], behind: Sequence["ShardTransform"]) -> str | None:
-        """Say why this transform makes no sense in a composition.
-
-        Args:
-            before: The transforms between it and storage.
-            behind: Those between it and the computation.
-
-        Returns:
-            The reason; None where it does.
-        """
-        return None
-
-    def at(self, name: str) -> "ShardTransform":
-        """The transform of one leaf.
-
-        Args:
-            name: The leaf's keys joined by dots, such as "blocks.0.norm.weight".
-
-        Returns:
-            This transform, but for those that depend on the name.
-        """
-        return self
-
-    def bucketed(self, nbytes: int) -> "ShardTransform":
-        """This transform with leaves that travel in buffers of a size; the same where it has no say in that."""
-        return self
-
-    def store(self, shard: torch.Tensor) -> torch.Tensor:
-        """Bring a new shard to where it is kept.
-
-        Args:
-            shard: A local tensor in storage of its own, where the full tensor was.
-
-        Returns:
-            The tensor, perhaps on another device.
-        """
-        return shard
-
-    def beside(self) -> torch.Stream | None:
-        """A stream to start gathers on, beside the one that computes; None where that one serves."""
-        return None
-
     def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
         """Turn stored tensors into the ones to the right of this transform.
 
@@ -137,53 +110,22 @@ class ShardTransform:
         """
         return leaves
 
-    def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
+    def scatter(self, *args: Any, **kwargs: Any) -> Any:
         """Turn gradients of gather's outputs into gradients of its inputs, summed over this transform's axes.
 
-        Args:
-            grads: One tensor per leaf, shaped as gather's outputs.
-            specs: The leaves' storage specs.
-
-        Returns:
-            One tensor per leaf, shaped as gather's inputs.
-
-        Raises:
-            ValueError: if the transform has a state, which autograd and torch.func cannot carry.
-        """
-        if self.has_state:
-            name = type(self).__name__.strip("_")
-            raise ValueError(
-                f"scatter: {name} has a state, which autograd cannot carry through fs.gather; differentiate at "
-                "gathered parameters and call fs.scatter_grads with transform_state=, or use fs.value_and_grad"
-            )
-        return grads
-
-    def init(self, grad: torch.Tensor) -> Tree:
-        """Make the state of one leaf.
-
-        Args:
-            grad: Zeros in the shape, on the device and in the stored dtype of gradients that scatter is given.
-
-        Returns:
-            A tree of tensors, this rank's own; None where the leaf needs none.
-        """
-        return None
-
-    def scatter_with_state(self, grads: Tensors, specs: Sequence[Spec], states: States) -> tuple[Tensors, States]:
-        """Scatter, with a state for each leaf.
-
+        A subclass defines scatter(self, grads, specs), or scatter(self, grads, specs, states) if it defines `init`.
         Gradients are sums so far, not yet divided for a mean, and so are residuals of them. What is not finite should
         not get into a state, where it would stay.
 
         Args:
-            grads: As for `scatter`.
-            specs: As for `scatter`.
-            states: What `init` or the last call returned for each leaf; not to be written to.
+            *args: grads, one tensor per leaf, shaped as gather's outputs; specs, the leaves' storage specs; states,
+                what `init` or the last call returned for each leaf, not to be written to.
+            **kwargs: The same by name.
 
         Returns:
-            What `scatter` returns, and the new states.
+            One tensor per leaf, shaped as gather's inputs; with states, the pair of these and the new states.
         """
-        return self.scatter(grads, specs), states
+        return args[0]
 
     def start_gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Finish:
         """Start a gather whose communication may overlap what runs until it is finished.
@@ -199,32 +141,132 @@ class ShardTransform:
         gathered = self.gather(leaves, specs)
         return lambda: gathered
 
-    def start_scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Finish:
+    def start_scatter(self, *args: Any, **kwargs: Any) -> Callable[[], Any]:
         """Start a scatter whose communication may overlap what runs until it is finished.
 
         Args:
-            grads: As for `scatter`.
-            specs: As for `scatter`.
+            *args: As for `scatter`.
+            **kwargs: As for `scatter`.
 
         Returns:
             A function that finishes and returns scatter's result; here all is done at the start.
         """
-        scattered = self.scatter(grads, specs)
+        scattered = self.scatter(*args, **kwargs)
         return lambda: scattered
 
-    def start_scatter_with_state(self, grads: Tensors, specs: Sequence[Spec], states: States) -> FinishWithState:
-        """Start a scatter with states whose communication may overlap what runs until it is finished.
+    def init(self, grad: torch.Tensor) -> Tree:
+        """Make the state of one leaf.
 
         Args:
-            grads: As for `scatter`.
-            specs: As for `scatter`.
-            states: As for `scatter_with_state`.
+            grad: Zeros in the shape, on the device and in the stored dtype of gradients that scatter is given.
 
         Returns:
-            A function that finishes and returns the result of `scatter_with_state`; here all is done at the start.
+            A tree of tensors, this rank's own; None where the leaf needs none.
         """
-        if self.has_state:
-            done = self.scatter_with_state(grads, specs, states)
-            return lambda: done
-        finish = self.start_scatter(grads, specs)
-        return lambda: (finish(), states)
+        return None
+
+
+def _misnamed(cls: type[ShardTransform]) -> str | None:
+    """Find a method or property whose name is nearly a member's, or was one."""
+    kinds = (FunctionType, property, cached_property, classmethod, staticmethod)
+    helpers = [name for name, value in vars(cls).items() if isinstance(value, kinds) and not name.startswith("_")]
+    for name in helpers:
+        if name not in MEMBERS:
+            near = difflib.get_close_matches(name, MEMBERS, 1, cutoff=0.8)
+            if expected := _FORMER.get(name) or next(iter(near), None):
+                return f"expected {expected}, got {name}; rename it (the name of a helper may begin with an underscore)"
+    return None
+
+
+def _half(cls: type[ShardTransform]) -> str | None:
+    """Find a member that makes no sense without another one."""
+    own = vars(cls)
+
+    def changed(name: str) -> bool:
+        return getattr(cls, name) is not getattr(ShardTransform, name)
+
+    for name in ("gather", "scatter"):
+        start = f"start_{name}"
+        if start in own and name not in own:
+            return f"expected {name} beside {start}, got {start} alone; define both, so that they do the same"
+        if name in own and start not in own and changed(start):
+            return f"expected {start} beside {name}, got that of a base class; define both, so that they do the same"
+    if not changed("scatter"):
+        for name in ("gather", "axes", "init"):
+            if changed(name):
+                remedy = "define scatter as gather's transpose, with the sum over axes; let it return grads as they are"
+                return f"expected scatter beside {name}, got {name} alone; {remedy} where they pass straight through"
+    for name in ("scatter", "start_scatter"):
+        if "init" in own and not takes(getattr(cls, name), 3):
+            return f"expected {name}(self, grads, specs, states) beside init, got {name} without states; add states"
+        if name in own and not changed("init") and not takes(own[name], 2):
+            return f"expected init beside {name} with states, got {name} alone; define init, which makes the states"
+    return None
+
+
+def takes(method: Any, count: int) -> bool:
+    """Tell whether a class's method takes a number of arguments beside self."""
+    try:
+        inspect.signature(method).bind(*range(count + 1))
+    except TypeError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Wrapped(ShardTransform):
+    """Does all that another transform does; subclass it to do a part otherwise, such as how gradients are summed.
+
+    Where a subclass defines gather or scatter alone, the other transform's way of starting that part early is not used.
+
+    Attributes:
+        inner: The other transform.
+    """
+
+    inner: ShardTransform
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Start what a subclass defines by the definition, not by the other transform."""
+        for name in ("gather", "scatter"):
+            start = f"start_{name}"
+            if name in vars(cls) and start not in vars(cls) and getattr(cls, start) is getattr(Wrapped, start):
+                setattr(cls, start, getattr(ShardTransform, start))
+        super().__init_subclass__(**kwargs)
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The mesh axes that the other transform communicates over."""
+        return self.inner.axes
+
+    @property
+    def storage(self) -> Storage | None:
+        """The devices that the other transform keeps shards on and computes with."""
+        return self.inner.storage
+
+    def layout(self, spec: Spec) -> Spec:
+        """Store a leaf as the other transform does."""
+        return self.inner.layout(spec)
+
+    def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
+        """Gather as the other transform does."""
+        return self.inner.gather(leaves, specs)
+
+    def scatter(self, *args: Any, **kwargs: Any) -> Any:
+        """Scatter as the other transform does."""
+        return self.inner.scatter(*args, **kwargs)
+
+    def start_gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Finish:
+        """Start the other transform's gather."""
+        return self.inner.start_gather(leaves, specs)
+
+    def start_scatter(self, *args: Any, **kwargs: Any) -> Callable[[], Any]:
+        """Start the other transform's scatter."""
+        return self.inner.start_scatter(*args, **kwargs)
+
+    def init(self, grad: torch.Tensor) -> Tree:
+        """Make the other transform's state."""
+        return self.inner.init(grad)
+
+
+class BuiltIn(ShardTransform):
+    """A transform of this package, which keeps none of the tensors that it is given or returns."""

@@ -1,15 +1,28 @@
-"""compose: transforms one after another."""
+"""Transforms made of others: compose, masked and bucket, and all that is read off their structure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 
 from fshard.checks import kind
-from fshard.transforms.base import Finish, FinishWithState, ShardTransform, States, Tensors
-from fshard.tree import Axis, Mask, Spec, Tree
+from fshard.transforms.axis import _SplitDim
+from fshard.transforms.base import (
+    BuiltIn,
+    Finish,
+    FinishWithStates,
+    ShardTransform,
+    States,
+    Storage,
+    Tensors,
+    Wrapped,
+    takes,
+)
+from fshard.transforms.local import _Cast
+from fshard.tree import Axis, Mask, ModelDtypes, ReshardPolicy, Spec, Tree, is_mask, matches, rebuilt
 
 _NOTHING = ShardTransform()
 
@@ -17,75 +30,23 @@ _NOTHING = ShardTransform()
 @dataclass(frozen=True)
 class _Composed(ShardTransform):
     stages: tuple[ShardTransform, ...]
+    reshard: ReshardPolicy | None = None
+    model_dtypes: ModelDtypes | None = None
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         return tuple(axis for stage in self.stages for axis in stage.axes)
 
     @property
-    def layout_axes(self) -> tuple[Axis, ...]:
-        return tuple(dict.fromkeys(axis for stage in self.stages for axis in stage.layout_axes))
-
-    @property
-    def bucket_bytes(self) -> int | None:
-        return max((stage.bucket_bytes for stage in self.stages if stage.bucket_bytes is not None), default=None)
-
-    @property
-    def masks(self) -> tuple[Mask, ...]:
-        return tuple(mask for stage in self.stages for mask in stage.masks)
-
-    @property
-    def has_state(self) -> bool:
-        return any(stage.has_state for stage in self.stages)
-
-    @property
-    def new_gradients(self) -> bool | None:
-        return next((stage.new_gradients for stage in self.stages if stage.new_gradients is not None), None)
-
-    @property
-    def reduce_dtype(self) -> torch.dtype | None:
-        # Scatter runs from the last stage to the first; a cast behind the reduction does not change its dtype.
-        found = None
-        for stage in reversed(self.stages):
-            found = stage.reduce_dtype or found
-            if stage.axes:
-                break
-        return found
+    def storage(self) -> Storage | None:
+        return self.stages[0].storage
 
     def layout(self, spec: Spec) -> Spec:
         for stage in reversed(self.stages):
             spec = stage.layout(spec)
-        return spec
-
-    def misplaced(self, before: Sequence[ShardTransform], behind: Sequence[ShardTransform]) -> str | None:
-        # A composition stands in another one only as a part of a transform for some leaves.
-        places = ((stage, self.stages[:i], self.stages[i + 1 :]) for i, stage in enumerate(self.stages))
-        return next((why for s, a, b in places if (why := s.misplaced((*before, *a), (*b, *behind)))), None)
-
-    def at(self, name: str) -> ShardTransform:
-        stages = tuple(stage.at(name) for stage in self.stages)
-        return self if stages == self.stages else _shared(stages)
-
-    def bucketed(self, nbytes: int) -> ShardTransform:
-        return _Composed(tuple(stage.bucketed(nbytes) for stage in self.stages))
-
-    def store(self, shard: torch.Tensor) -> torch.Tensor:
-        for stage in self.stages:
-            shard = stage.store(shard)
-        return shard
-
-    def beside(self) -> torch.Stream | None:
-        return next((stream for stage in self.stages if (stream := stage.beside()) is not None), None)
-
-    def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
-        for stage in self.stages:
-            leaves = stage.gather(leaves, specs)
-        return leaves
-
-    def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
-        for stage in reversed(self.stages):
-            grads = stage.scatter(grads, specs)
-        return grads
+        if self.reshard is None:
+            return spec
+        return replace(spec, reshard=self.reshard, model_dtypes=self.model_dtypes)
 
     def init(self, grad: torch.Tensor) -> Tree:
         states: list[Tree] = []
@@ -97,12 +58,15 @@ class _Composed(ShardTransform):
             grad = grad.new_zeros(()).expand(spec.local_shape)
         return None if all(state is None for state in states) else tuple(reversed(states))
 
-    def scatter_with_state(self, grads: Tensors, specs: Sequence[Spec], states: States) -> tuple[Tensors, States]:
-        return self.start_scatter_with_state(grads, specs, states)()
+    def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
+        for stage in self.stages:
+            leaves = stage.gather(leaves, specs)
+        return leaves
 
     def start_gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Finish:
         last = max((i for i, stage in enumerate(self.stages) if _communicates(stage)), default=len(self.stages) - 1)
-        stream = self.beside()
+        device = self.storage.compute_device if self.storage else torch.device("cpu")
+        stream = None if device.type == "cpu" else torch.Stream(device)
         with nullcontext() if stream is None else stream:
             for stage in self.stages[:last]:
                 leaves = stage.gather(leaves, specs)
@@ -118,57 +82,36 @@ class _Composed(ShardTransform):
 
         return finish_all
 
-    def start_scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Finish:
-        stages, first = self._in_scatter()
-        for stage in stages[:first]:
-            grads = stage.scatter(grads, specs)
-        finish = stages[first].start_scatter(grads, specs)
+    def scatter(self, grads: Tensors, specs: Sequence[Spec], *given: States) -> Any:
+        return self.start_scatter(grads, specs, *given)()
 
-        def finish_all() -> Tensors:
-            scattered = finish()
-            for stage in stages[first + 1 :]:
-                scattered = stage.scatter(scattered, specs)
-            return scattered
-
-        return finish_all
-
-    def start_scatter_with_state(self, grads: Tensors, specs: Sequence[Spec], states: States) -> FinishWithState:
-        stages, first = self._in_scatter()
-        # One column for each stage, in the order of scatter.
-        columns = [
-            [None if state is None else state[len(stages) - 1 - i] for state in states] for i in range(len(stages))
-        ]
-        after: list[States] = []
-        for stage, column in zip(stages[:first], columns[:first], strict=True):
-            grads, new = stage.scatter_with_state(grads, specs, column)
-            after.append(new)
-        finish = stages[first].start_scatter_with_state(grads, specs, columns[first])
-
-        def finish_all() -> tuple[Tensors, States]:
-            scattered, new = finish()
-            news = [*after, new]
-            for stage, column in zip(stages[first + 1 :], columns[first + 1 :], strict=True):
-                scattered, new = stage.scatter_with_state(scattered, specs, column)
-                news.append(new)
-            rows = zip(*reversed(news), strict=True)
-            return scattered, [None if state is None else row for state, row in zip(states, rows, strict=True)]
-
-        return finish_all
-
-    def _in_scatter(self) -> tuple[tuple[ShardTransform, ...], int]:
-        """The stages in the order of scatter, and the first of them that communicates."""
+    def start_scatter(self, grads: Tensors, specs: Sequence[Spec], *given: States) -> Callable[[], Any]:
+        if not given:
+            check_stateless(self)
+        states = given[0] if given else [None] * len(grads)
         stages = self.stages[::-1]
-        return stages, next((i for i, stage in enumerate(stages) if _communicates(stage)), 0)
+        first = next((i for i, stage in enumerate(stages) if _communicates(stage)), 0)
+        # One column for each stage, in the order of scatter.
+        columns: list[States] = [
+            [None if state is None else state[i] for state in states] for i in reversed(range(len(stages)))
+        ]
+        for i in range(first):
+            grads, columns[i] = scatter(stages[i], grads, specs, columns[i])
+        finish = start_scatter(stages[first], grads, specs, columns[first])
 
+        def finish_all() -> Any:
+            scattered, columns[first] = finish()
+            for i in range(first + 1, len(stages)):
+                scattered, columns[i] = scatter(stages[i], scattered, specs, columns[i])
+            rows = zip(*reversed(columns), strict=True)
+            after = [None if state is None else row for state, row in zip(states, rows, strict=True)]
+            return (scattered, after) if given else scattered
 
-@lru_cache(maxsize=64)
-def _shared(stages: tuple[ShardTransform, ...]) -> ShardTransform:
-    """One object for leaves of the same stages, which are looked up by identity."""
-    return compose(*stages)
+        return finish_all
 
 
 def _handed_over(tensors: Tensors, stream: torch.Stream) -> Tensors:
-    """Let the stream that computes wait for what another has made, whose memory is not to be used again before."""
+    """Let the stream that computes wait for tensors of another one, whose memory is not to be used again before."""
     current = torch.accelerator.current_stream(stream.device)
     current.wait_stream(stream)
     for tensor in tensors:
@@ -178,6 +121,32 @@ def _handed_over(tensors: Tensors, stream: torch.Stream) -> Tensors:
 
 def _communicates(stage: ShardTransform) -> bool:
     return any(axis.size > 1 for axis in stage.axes)
+
+
+@dataclass(frozen=True)
+class _Masked(ShardTransform):
+    transform: ShardTransform
+    mask: Mask
+    otherwise: ShardTransform
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return self.transform.axes
+
+    def layout(self, spec: Spec) -> Spec:
+        raise self._nameless()
+
+    def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
+        raise self._nameless()
+
+    def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
+        raise self._nameless()
+
+    def _nameless(self) -> ValueError:
+        return ValueError(
+            "masked: leaves are meant by their names, which only fs.shard, fs.reshard and model.init know; each leaf's "
+            "spec has its own transform"
+        )
 
 
 def compose(*transforms: ShardTransform) -> ShardTransform:
@@ -190,26 +159,331 @@ def compose(*transforms: ShardTransform) -> ShardTransform:
         Their composition, equal to any other of equal parts; without any, a transform that changes nothing.
 
     Raises:
-        ValueError: if two of them use the same mesh axis or say how long tensors stay, one that moves shards to another
+        ValueError: if two of them use the same mesh axis or have a reshard policy, one that moves shards to another
             device is not the first, a dim would be split anew before it has been gathered, or something is no
             transform.
+    """
+    return composed(transforms)
+
+
+def composed(
+    transforms: Sequence[ShardTransform], reshard: ReshardPolicy | None = None, model_dtypes: ModelDtypes | None = None
+) -> ShardTransform:
+    """Compose transforms as `compose` does, with a reshard policy and the dtypes of models, which specs then carry.
+
+    Args:
+        transforms: The transforms.
+        reshard: The reshard policy; None takes that of the one transform which has one.
+        model_dtypes: Beside a reshard policy, the dtypes of models.
+
+    Returns:
+        Their composition.
+
+    Raises:
+        ValueError: as for `compose`.
     """
     for transform in transforms:
         if not isinstance(transform, ShardTransform):
             expected = "ShardTransforms such as fs.fully_shard(mesh)"
             raise ValueError(f"compose: expected transforms to be {expected}, got {kind(transform)}")
+    policies = [(reshard, model_dtypes)] if reshard else []
+    policies += [(t.reshard, t.model_dtypes) for t in transforms if isinstance(t, _Composed) and t.reshard]
     stages = tuple(s for t in transforms for s in (t.stages if isinstance(t, _Composed) else (t,)) if s != _NOTHING)
     if not stages:
         return _NOTHING
-    composed = _Composed(stages)
     # What depends on a leaf's name may be for other leaves; it is looked at again for each.
-    names = [axis.name for stage in stages for axis in (stage.axes if stage.masks else stage.layout_axes)]
+    names = [axis.name for stage in stages for axis in (stage.axes if masks(stage) else layout_axes(stage))]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(
             f"compose: expected one transform for each axis, got two for the axes {twice}; drop one of the two"
         )
     for i, stage in enumerate(stages):
-        if problem := stage.misplaced(stages[:i], stages[i + 1 :]):
-            raise ValueError(f"compose: {problem}")
-    return composed
+        gathered = [axis.name for behind in stages[i + 1 :] for axis in behind.axes]
+        for node in nodes(stage):
+            if i and node.storage:
+                found = "expected offload first, as it says where shards are stored, got it behind others"
+                raise ValueError(f"compose: {found}")
+            if gathered and isinstance(node, _SplitDim):
+                found = f"expected split_dim over {node.axis.name!r} behind what gathers over {gathered}"
+                raise ValueError(f"compose: {found}, got it before")
+    inside = [stage for stage in stages if any(isinstance(node, _Composed) and node.reshard for node in nodes(stage))]
+    if len(policies) + len(inside) > 1:
+        found = "expected one strategy, which has the reshard policy, got two; take the other's parts by themselves"
+        raise ValueError(f"compose: {found}")
+    return _Composed(stages, *(policies[0] if policies else ()))
+
+
+def masked_transform(transform: ShardTransform, mask: Mask, otherwise: ShardTransform | None = None) -> ShardTransform:
+    """Use a transform for some leaves; `fs.masked` is its public name.
+
+    Args:
+        transform: The transform of the leaves that are meant.
+        mask: Which leaves: glob patterns of their names, or a function of the name.
+        otherwise: The transform of the others; None changes nothing in them.
+
+    Returns:
+        The transform, which `shard` resolves leaf by leaf.
+
+    Raises:
+        ValueError: if `mask` is no mask, or the two transforms sum gradients over different axes.
+    """
+    otherwise = _NOTHING if otherwise is None else otherwise
+    if not isinstance(otherwise, ShardTransform):
+        raise ValueError(f"masked: expected otherwise to be a ShardTransform, got {kind(otherwise)}")
+    if not is_mask(mask):
+        needed = "a glob pattern of leaves' names, several, or a function of the name"
+        raise ValueError(f"masked: expected the mask to be {needed}, got {kind(mask)}")
+    if set(transform.axes) != set(otherwise.axes):
+        other, axes = ([axis.name for axis in t.axes] for t in (otherwise, transform))
+        raise ValueError(
+            f"masked: expected other leaves to be reduced over the axes {axes}, got {other}; "
+            "give otherwise= a transform over these, such as fs.replicate"
+        )
+    return _Masked(transform, mask, otherwise)
+
+
+def bucket(transform: ShardTransform, nbytes: int = 25 * 1024 * 1024) -> ShardTransform:
+    """Let leaves travel together: those smaller than a bucket share buffers of up to its size.
+
+    Fewer and larger messages, where latency costs more than the copies and the memory of the buffers; follows
+    DistributedDataParallel's bucket_cap_mb. Values are the same.
+
+    Args:
+        transform: A strategy, or any transform that communicates.
+        nbytes: Size of a bucket in bytes of full tensors.
+
+    Returns:
+        The transform with buckets.
+
+    Raises:
+        ValueError: if the size is no positive number, or nothing in the transform travels in buffers.
+    """
+    if not isinstance(transform, ShardTransform):
+        raise ValueError(
+            f"bucket: expected transform to be a ShardTransform such as fs.zero3(mesh), got {kind(transform)}"
+        )
+    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0:
+        raise ValueError(f"bucket: expected nbytes to be a positive number of bytes, got {nbytes!r}")
+    if not any(_bucketed(node) for node in nodes(transform)):
+        raise ValueError("bucket: nothing in the transform travels in buffers; wrap fully_shard or replicate")
+
+    def sized(value: Any) -> Any:
+        own = isinstance(value, ShardTransform) and _bucketed(value)
+        return rebuilt(replace(value, bucket_bytes=nbytes) if own else value, sized)
+
+    return sized(transform)
+
+
+def _bucketed(transform: ShardTransform) -> bool:
+    return any(field.name == "bucket_bytes" and field.init for field in fields(transform))
+
+
+def _held(transform: ShardTransform) -> Iterator[Any]:
+    """List the values in a transform's fields, and in tuples there."""
+    for field in fields(transform):
+        value = getattr(transform, field.name)
+        yield from value if type(value) is tuple else (value,)
+
+
+def parts(transform: ShardTransform) -> list[ShardTransform]:
+    """List the transforms that a transform is made of, storage first."""
+    return [value for value in _held(transform) if isinstance(value, ShardTransform)]
+
+
+def nodes(transform: ShardTransform) -> Iterator[ShardTransform]:
+    """List all transforms in a transform, and at last itself."""
+    for part in parts(transform):
+        yield from nodes(part)
+    yield transform
+
+
+def masks(transform: ShardTransform) -> tuple[Mask, ...]:
+    """List the masks by which a transform chooses leaves; each must match one."""
+    return tuple(node.mask for node in nodes(transform) if isinstance(node, _Masked))
+
+
+def layout_axes(transform: ShardTransform) -> tuple[Axis, ...]:
+    """List the mesh axes that leaves are placed on: those of `axes`, and those that leaves stay split over."""
+    held = ((*(value for value in _held(node) if isinstance(value, Axis)), *node.axes) for node in nodes(transform))
+    return tuple(dict.fromkeys(axis for axes in held for axis in axes))
+
+
+def at(transform: ShardTransform, name: str) -> ShardTransform:
+    """Choose the transform of one leaf.
+
+    Args:
+        transform: The transform, which may have masks.
+        name: The leaf's keys joined by dots, such as "blocks.0.norm.weight".
+
+    Returns:
+        The transform without masks; leaves of equal ones share one object.
+    """
+    if isinstance(transform, _Masked):
+        return at(transform.transform if matches(transform.mask, name) else transform.otherwise, name)
+
+    def chosen(value: Any) -> Any:
+        return at(value, name) if isinstance(value, ShardTransform) else rebuilt(value, chosen)
+
+    found = rebuilt(transform, chosen)
+    return _shared(found) if isinstance(found, _Composed) and found is not transform else found
+
+
+@lru_cache(maxsize=64)
+def _shared(chosen: _Composed) -> ShardTransform:
+    """Compose anew, as parts may be compositions now; one object, as leaves are grouped by transform."""
+    return composed(chosen.stages, chosen.reshard, chosen.model_dtypes)
+
+
+class Reduction(NamedTuple):
+    """The facts about a transform's scatter that the engine asks for each gradient.
+
+    Attributes:
+        dtype: The dtype that gradients are reduced in; None leaves them in theirs.
+        bucket_bytes: The size of the buffers that leaves travel in; None where only small ones share one.
+        has_state: Whether scatter takes and returns states.
+        is_new: Whether scatter returns tensors that nobody else holds, which may be written to.
+    """
+
+    dtype: torch.dtype | None = None
+    bucket_bytes: int | None = None
+    has_state: bool = False
+    is_new: bool = False
+
+
+def reduction(transform: Any) -> Reduction:
+    """Read the facts about a transform's scatter off its structure, once: they stay with it.
+
+    Args:
+        transform: The transform of a spec; None has the default.
+
+    Returns:
+        The facts.
+
+    Raises:
+        ValueError: if a transform is wrapped whose state the outer scatter does not take.
+    """
+    if transform is None:
+        return Reduction()
+    found: Reduction | None = transform.__dict__.get("_reduction")
+    if found is None:
+        sizes = [size for node in nodes(transform) if (size := getattr(node, "bucket_bytes", None)) is not None]
+        found = Reduction(_dtype(transform), max(sizes, default=None), _has_state(transform), _is_new(transform))
+        transform.__dict__["_reduction"] = found
+    return found
+
+
+def _dtype(transform: ShardTransform) -> torch.dtype | None:
+    if isinstance(transform, _Cast):
+        return transform.scatter_dtype
+    found = None
+    # Scatter runs from the last part to the first; a cast behind the reduction does not change its dtype.
+    for part in reversed(parts(transform)):
+        found = _dtype(part) or found
+        if part.axes:
+            break
+    return found
+
+
+def _has_state(transform: ShardTransform) -> bool:
+    cls = type(transform)
+    if cls.init is ShardTransform.init:
+        return False
+    if cls.init is not Wrapped.init:
+        return cls is not _Composed or any(map(_has_state, parts(transform)))
+    inner = any(map(_has_state, parts(transform)))
+    if inner and not takes(cls.scatter, 3):
+        found = "got one without states around a transform that has one; take them and hand them on"
+        raise ValueError(f"{cls.__name__}: expected scatter(self, grads, specs, states), {found}")
+    return inner
+
+
+def _is_new(transform: ShardTransform) -> bool:
+    # Storage first: scatter's results come from the first stages. Stages of this package keep no tensor, so that from
+    # one that communicates on all are new; others may return a tensor that they keep, which nobody can see from here.
+    for stage in transform.stages if isinstance(transform, _Composed) else (transform,):
+        if not isinstance(stage, BuiltIn):
+            return False
+        if _communicates(stage):
+            return True
+    return False
+
+
+def sum_dtype(spec: Spec, dtype: torch.dtype) -> torch.dtype:
+    """Choose the dtype that gradients are added up in over microbatches: at least that of the reduction.
+
+    Args:
+        spec: The leaf's spec.
+        dtype: The gradients' dtype.
+
+    Returns:
+        The dtype.
+    """
+    reduced = reduction(spec.transform).dtype
+    return torch.promote_types(dtype, reduced) if reduced and dtype.is_floating_point else dtype
+
+
+def check_stateless(transform: ShardTransform) -> None:
+    """Refuse a transform with a state where nobody can carry one."""
+    if reduction(transform).has_state:
+        name = next(type(node).__name__.strip("_") for node in nodes(transform) if _has_state(node))
+        raise ValueError(
+            f"scatter: {name} has a state, which autograd cannot carry through fs.gather; differentiate at "
+            "gathered parameters and call fs.scatter_grads with transform_state=, or use fs.value_and_grad"
+        )
+
+
+LinearMap = Callable[[Tensors], Tensors]
+
+
+def pair(transform: ShardTransform, specs: Sequence[Spec]) -> tuple[LinearMap, LinearMap]:
+    """Make the gather of some leaves and its transpose, for autograd and torch.func.
+
+    Args:
+        transform: Their transform.
+        specs: Their specs.
+
+    Returns:
+        Functions of a tensor for each leaf; the second raises a ValueError where the transform has a state.
+    """
+
+    def scattered(grads: Tensors) -> Tensors:
+        check_stateless(transform)
+        return transform.scatter(grads, specs)
+
+    return partial(transform.gather, specs=specs), scattered
+
+
+def scatter(transform: ShardTransform, grads: Tensors, specs: Sequence[Spec], states: States) -> tuple[Tensors, States]:
+    """Scatter by a transform with or without a state.
+
+    Args:
+        transform: The transform.
+        grads: One tensor per leaf.
+        specs: The leaves' specs.
+        states: One state per leaf, None where the transform has none.
+
+    Returns:
+        What scatter returns, and the new states.
+    """
+    if reduction(transform).has_state:
+        return transform.scatter(grads, specs, states)
+    return transform.scatter(grads, specs), states
+
+
+def start_scatter(transform: ShardTransform, grads: Tensors, specs: Sequence[Spec], states: States) -> FinishWithStates:
+    """Start what `scatter` does.
+
+    Args:
+        transform: As for `scatter`.
+        grads: As for `scatter`.
+        specs: As for `scatter`.
+        states: As for `scatter`.
+
+    Returns:
+        A function that finishes and returns scatter's result.
+    """
+    if reduction(transform).has_state:
+        return transform.start_scatter(grads, specs, states)
+    finish = transform.start_scatter(grads, specs)
+    return lambda: (finish(), states)

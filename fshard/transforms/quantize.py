@@ -1,15 +1,15 @@
 """quantize: leaves, and if asked for gradients, travel as blocks of int8."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.nn.functional import pad
 
 from fshard import comm
 from fshard.mesh import Mesh, axis_of
-from fshard.transforms.base import Finish, FinishWithState, ShardTransform, States, Tensors
-from fshard.transforms.fully_shard import _FullyShard, fully_shard
+from fshard.transforms.axis import _FullyShard, fully_shard
+from fshard.transforms.base import Finish, FinishWithStates, ShardTransform, States, Tensors
 from fshard.tree import Axis, Spec, Tree
 
 LARGEST = 127
@@ -17,12 +17,11 @@ LARGEST = 127
 
 @dataclass(frozen=True)
 class _Quantize(_FullyShard):
+    # Bytes travel in messages of their own.
+    bucket_bytes: int | None = field(default=None, init=False)
     block: int = 256
     gathers: bool = True
     scatters: bool = False
-
-    def bucketed(self, nbytes: int) -> ShardTransform:
-        return self
 
     def start_rows(self, shards: Tensors, specs: Sequence[Spec]) -> Finish:
         if self.axis.size == 1 or not self.gathers:
@@ -87,34 +86,32 @@ class _QuantizeWithFeedback(_Quantize):
         ((_, dim),) = self.split_dims([spec]).items()
         return torch.zeros_like(self.stack(grad, spec, dim), memory_format=torch.contiguous_format)
 
-    def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
-        return ShardTransform.scatter(self, grads, specs)
+    # A transform with a state has the form with states.
+    def scatter(  # type: ignore[override]
+        self, grads: Tensors, specs: Sequence[Spec], states: States
+    ) -> tuple[Tensors, States]:
+        return self.start_scatter(grads, specs, states)()
 
-    def scatter_with_state(self, grads: Tensors, specs: Sequence[Spec], states: States) -> tuple[Tensors, States]:
-        return self.start_scatter_with_state(grads, specs, states)()
+    def start_scatter(  # type: ignore[override]
+        self, grads: Tensors, specs: Sequence[Spec], states: States
+    ) -> FinishWithStates:
+        split, after = list(self.split_dims(specs)), list(states)
 
-    def start_scatter_with_state(self, grads: Tensors, specs: Sequence[Spec], states: States) -> FinishWithState:
-        dims = self.split_dims(specs)
-        stacks = {i: self.stack(grads[i], specs[i], dim) for i, dim in dims.items()}
-        codes, after = {}, list(states)
-        for place, (i, stack) in enumerate(stacks.items()):
-            if states[i] is None:
-                continue
-            # In the wider of the two dtypes, or what is left out would be rounded itself.
-            stacks[i] = stack = stack + states[i]
-            codes[place] = to_codes(stack, self.block)
-            sent = from_codes(codes[place], stack.shape[1:], stack.dtype, self.block)
-            # What is not finite must not stay for good.
-            after[i] = torch.nan_to_num(stack - sent, nan=0.0, posinf=0.0, neginf=0.0).to(states[i].dtype)
-        whole = [i for i in range(len(grads)) if i not in dims]
-        scattering = self.start_sums_of(list(stacks.values()), [specs[i] for i in stacks], codes)
-        summing = comm.start_all_reduce([grads[i] for i in whole], self.axis, "scatter", self.algorithm)
+        def start_sums(stacks: Tensors, specs: Sequence[Spec]) -> Finish:
+            due, codes = list(stacks), {}
+            for place, i in enumerate(split):
+                if states[i] is None:
+                    continue
+                # In the wider of the two dtypes, or what is left out would be rounded itself.
+                due[place] = stack = stacks[place] + states[i]
+                codes[place] = to_codes(stack, self.block)
+                sent = from_codes(codes[place], stack.shape[1:], stack.dtype, self.block)
+                # What is not finite must not stay for good.
+                after[i] = torch.nan_to_num(stack - sent, nan=0.0, posinf=0.0, neginf=0.0).to(states[i].dtype)
+            return self.start_sums_of(due, specs, codes)
 
-        def finish() -> tuple[Tensors, States]:
-            out = dict(zip((*stacks, *whole), (*scattering(), *summing()), strict=True))
-            return [out[i] for i in range(len(out))], after
-
-        return finish
+        finish = self._start_by(start_sums, grads, specs)
+        return lambda: (finish(), after)
 
 
 def _by_kind(tensors: Tensors) -> tuple[list[int], list[int]]:
@@ -220,4 +217,4 @@ def quantize(
     plain = fully_shard(axis_of(mesh), dim=dim, min_shard_elements=min_shard_elements, algorithm=algorithm)
     assert isinstance(plain, _FullyShard)
     made = _QuantizeWithFeedback if scatter and error_feedback else _Quantize
-    return made(plain.axis, dim, min_shard_elements, algorithm, None, block, gather, scatter)
+    return made(plain.axis, dim, min_shard_elements, algorithm, block, gather, scatter)

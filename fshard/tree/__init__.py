@@ -25,7 +25,7 @@ from fshard.tree.nodes import (
     tree_map,
     unflatten,
 )
-from fshard.tree.specs import Axis, P, Residency, Spec, Transform
+from fshard.tree.specs import Axis, ModelDtypes, P, ReshardPolicy, Spec, Transform, rebuilt
 
 __all__ = [
     "Added",
@@ -33,8 +33,9 @@ __all__ = [
     "Exact",
     "Flat",
     "Mask",
+    "ModelDtypes",
     "P",
-    "Residency",
+    "ReshardPolicy",
     "Sharded",
     "Spec",
     "Transform",
@@ -53,6 +54,7 @@ __all__ = [
     "map_leaves",
     "matches",
     "names_of",
+    "rebuilt",
     "subtrees",
     "tensor_of",
     "tree_leaves",

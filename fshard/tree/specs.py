@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -53,44 +53,11 @@ class Transform(Protocol):
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The mesh axes it communicates over."""
-
-    @property
-    def new_gradients(self) -> bool | None:
-        """Whether scatter returns new tensors; None where it returns what it was given."""
-
-    @property
-    def reduce_dtype(self) -> torch.dtype | None:
-        """The dtype that gradients are reduced in; None leaves them in theirs."""
-
-    @property
-    def has_state(self) -> bool:
-        """Whether scatter has a state."""
-
-    @property
-    def bucket_bytes(self) -> int | None:
-        """The size of the buffers that leaves travel in."""
-
-    def store(self, shard: torch.Tensor) -> torch.Tensor:
-        """Bring a new shard to where it is kept."""
-
-    def gather(self, leaves: Sequence[torch.Tensor], specs: Sequence["Spec"]) -> Sequence[torch.Tensor]:
-        """Stored tensors to computed ones."""
-
-    def scatter(self, grads: Sequence[torch.Tensor], specs: Sequence["Spec"]) -> Sequence[torch.Tensor]:
-        """Gradients back to storage."""
-
-    def start_scatter(self, grads: Sequence[torch.Tensor], specs: Sequence["Spec"]) -> Callable[[], Any]:
-        """Start that."""
-
-    def start_scatter_with_state(
-        self, grads: Sequence[torch.Tensor], specs: Sequence["Spec"], states: Sequence[Any]
-    ) -> Callable[[], Any]:
-        """Start that with states."""
+        """The mesh axes that it communicates over."""
 
 
 @dataclass(frozen=True)
-class Residency:
+class ReshardPolicy:
     """How long full tensors stay, inside `value_and_grad` and in forward passes of sharded parameters.
 
     Attributes:
@@ -100,14 +67,23 @@ class Residency:
         merge_bytes: Neighbours are gathered together up to this many bytes, because latency would cost more than the
             transfer.
         early: Whether gradients are reduced as they appear, rather than after the backward.
-        inputs: Dtype that a model's floating inputs are cast to.
-        outputs: Dtype that a model's floating outputs are cast to.
     """
 
     regather: bool | str | tuple[str, ...] | Callable[[str], bool] = True
     prefetch: int = 1
     merge_bytes: int = 2 * 1024 * 1024
     early: bool = True
+
+
+@dataclass(frozen=True)
+class ModelDtypes:
+    """The dtypes that a model's floating inputs and outputs are cast to; None keeps theirs.
+
+    Attributes:
+        inputs: The dtype of inputs.
+        outputs: The dtype of outputs.
+    """
+
     inputs: torch.dtype | None = None
     outputs: torch.dtype | None = None
 
@@ -122,7 +98,8 @@ class Spec:
         axes: Every mesh axis the leaf lives on, split or replicated.
         frozen: True when the leaf takes no gradient.
         transform: The ShardTransform that gathers the leaf and scatters its gradient.
-        residency: How long the full tensor stays; None means a plain Residency().
+        reshard: How long the full tensor stays; None means a plain ReshardPolicy().
+        model_dtypes: The dtypes of inputs and outputs of models that have the leaf.
     """
 
     shape: tuple[int, ...]
@@ -130,7 +107,8 @@ class Spec:
     axes: tuple[Axis, ...] = ()
     frozen: bool = False
     transform: Transform | None = None
-    residency: Residency | None = None
+    reshard: ReshardPolicy | None = None
+    model_dtypes: ModelDtypes | None = None
 
     def __hash__(self) -> int:
         return self._hash
@@ -138,7 +116,8 @@ class Spec:
     @functools.cached_property
     def _hash(self) -> int:
         """Specs are looked up often, and what they hold is slow to hash."""
-        return hash((self.shape, self.partition, self.axes, self.frozen, self.transform, self.residency))
+        parts = self.shape, self.partition, self.axes, self.frozen, self.transform, self.reshard, self.model_dtypes
+        return hash(parts)
 
     @functools.cached_property
     def exact(self) -> Exact:
@@ -181,11 +160,6 @@ class Spec:
         kept = (math.prod(a.size for a in self.split_axes(d) if a not in gathered) for d in range(len(self.shape)))
         return tuple(-(-n // k) for n, k in zip(self.shape, kept, strict=True))
 
-    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that gradients of a dtype are added up in over microbatches: at least that of the reduction."""
-        reduced = self.transform.reduce_dtype if self.transform else None
-        return torch.promote_types(dtype, reduced) if reduced and dtype.is_floating_point else dtype
-
     def shared_out(self, dim: int, axis: Axis) -> int:
         """How many elements of `dim` the ranks of an axis share: those that the axes major to it leave to each rank."""
         axes = self.split_axes(dim)
@@ -204,3 +178,26 @@ class Spec:
 
     def _splits(self) -> tuple[int, ...]:
         return tuple(math.prod(axis.size for axis in self.split_axes(d)) for d in range(len(self.full_shape)))
+
+
+def rebuilt(value: Any, f: Callable[[Any], Any]) -> Any:
+    """Apply a function to the items of a tuple or the fields of a dataclass.
+
+    Args:
+        value: The tuple or dataclass; anything else stays as it is.
+        f: Called with each item or field.
+
+    Returns:
+        Another one of the results; the same object where they are those it had.
+
+    >>> rebuilt(Axis("shard", 2, "0"), lambda part: 4 if part == 2 else part)
+    Axis(name='shard', size=4, group_name='0')
+    """
+    if type(value) is tuple:
+        items = tuple(map(f, value))
+        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    old = {part.name: getattr(value, part.name) for part in fields(value) if part.init}
+    changed = {name: new for name, part in old.items() if (new := f(part)) is not part}
+    return replace(value, **changed) if changed else value

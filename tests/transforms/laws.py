@@ -6,6 +6,7 @@ import torch
 
 import fshard as fs
 from fshard.testing import check_adjoint
+from fshard.transforms.compose import at
 from fshard.tree import flatten, names_of
 from tests.test_law_ddp import ALGORITHMS, Run, batches, initial, one_rank_of, train_steps
 from tests.test_law_purity import unchanged
@@ -51,7 +52,7 @@ def assert_adjoint(transform: fs.ShardTransform, full: Any) -> None:
     shapes: dict[fs.ShardTransform, list[tuple[int, ...]]] = {}
     for name, leaf in zip(names_of(flat.treedef), flat.leaves):
         if leaf is not None:
-            shapes.setdefault(transform.at(name), []).append(tuple(leaf.shape))
+            shapes.setdefault(at(transform, name), []).append(tuple(leaf.shape))
     for chosen, group in shapes.items():
         check_adjoint(chosen, group)
 

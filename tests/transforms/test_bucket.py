@@ -6,6 +6,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
+from fshard.transforms.compose import reduction
 from tests.bad_input import assert_refused
 from tests.test_bad_setup import setup
 from tests.test_law_ddp import bound, one_process
@@ -169,8 +170,8 @@ def test_a_bucket_in_a_bucket_has_the_outer_size():
         for plain in (fs.fully_shard(mesh), fs.zero3(mesh), BUCKETS["after a mask"](mesh)[0]):
             assert fs.bucket(fs.bucket(plain, 10), 20) == fs.bucket(plain, 20)
             assert fs.bucket(fs.bucket(plain, 20), 20) == fs.bucket(plain, 20)
-            assert fs.bucket(plain, 20).bucket_bytes == 20
-        assert fs.bucket(fs.ddp(mesh)).bucket_bytes == 25 * 2**20
+            assert reduction(fs.bucket(plain, 20)).bucket_bytes == 20
+        assert reduction(fs.bucket(fs.ddp(mesh))).bucket_bytes == 25 * 2**20
 
     spmd(program, 2)
 

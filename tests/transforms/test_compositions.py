@@ -183,9 +183,7 @@ def test_processes(workers):
 
 
 TWICE = "compose: expected one transform for each axis, got two for the axes {}; drop one of the two"
-STAY = (
-    "compose: expected one strategy that says how long full tensors stay, got two; take the other's parts by themselves"
-)
+STAY = "compose: expected one strategy, which has the reshard policy, got two; take the other's parts by themselves"
 BAD = [
     setup(
         "quantize and fully_shard",

@@ -44,7 +44,7 @@ def test_it_is_a_composition():
         spec = fs.shard({"w": torch.ones(4, 8)}, fs.hsdp(mesh, min_shard_elements=0, prefetch=3))["w"].spec
         assert spec.partition == fs.P("shard")
         assert [axis.name for axis in spec.axes] == ["shard", "replicate"]
-        assert spec.residency.prefetch == 3
+        assert spec.reshard.prefetch == 3
         assert fs.hsdp(mesh) == fs.zero3(mesh, layout=fs.hybrid_shard(mesh, min_shard_elements=1024))
 
     spmd(program, 4)

@@ -10,6 +10,7 @@ import torch
 
 from fshard.checks import check_local, kind
 from fshard.errors import Problem, leaf_error
+from fshard.transforms.compose import reduction
 from fshard.tree import Flat, P, Sharded, Spec, Tree, flatten, is_sharded, unflatten
 
 
@@ -41,11 +42,10 @@ def transform_state(params: Tree) -> Tree:
     check_local("transform_state", flat)
     if not any(_has_state(leaf) for leaf in flat.leaves):
         return None
-    leaves: list[Any] = [None] * len(flat.leaves)
-    for i, leaf in enumerate(flat.leaves):
-        if _has_state(leaf):
-            leaves[i] = _wrapped(_init(leaf.spec, leaf.local.dtype, leaf.local.device), leaf.spec)
-    return unflatten(flat.treedef, leaves)
+    states = [
+        _init(leaf.spec, leaf.local.dtype, leaf.local.device) if _has_state(leaf) else None for leaf in flat.leaves
+    ]
+    return joined(params, states)
 
 
 def states_of(what: str, params: Tree, state: Tree | Absent) -> list[Tree]:
@@ -92,21 +92,30 @@ def states_of(what: str, params: Tree, state: Tree | Absent) -> list[Tree]:
     return [_unwrapped(part) for part in parts]
 
 
-def joined(params: Tree, states: Sequence[Tree], state: Tree | Absent) -> Tree:
-    """Put the leaves' states together again, in the form in which `state` was given."""
-    flat = flatten(params)
-    if state is ABSENT or state is None:
+def joined(params: Tree, states: Sequence[Tree], like: Tree = ()) -> Tree:
+    """Put the leaves' states together as one tree, each rank's tensors as rows of Sharded leaves.
+
+    Args:
+        params: The parameters.
+        states: One tree for each leaf, or None.
+        like: The state before; None stays None.
+
+    Returns:
+        The tree.
+    """
+    if like is None:
         return None
-    return unflatten(
-        flat.treedef,
-        [None if part is None else _wrapped(part, leaf.spec) for leaf, part in zip(flat.leaves, states, strict=True)],
-    )
+    flat = flatten(params)
+    rows = [
+        None if state is None else _wrapped(state, leaf.spec) for leaf, state in zip(flat.leaves, states, strict=True)
+    ]
+    return unflatten(flat.treedef, rows)
 
 
 def _has_state(leaf: Any) -> bool:
     if not is_sharded(leaf) or leaf.spec.transform is None or leaf.spec.frozen:
         return False
-    return bool(leaf.spec.transform.has_state)
+    return reduction(leaf.spec.transform).has_state
 
 
 def _wrapped(state: Tree, spec: Spec) -> Tree:

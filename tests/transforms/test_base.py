@@ -62,7 +62,7 @@ class Momentum(fs.Wrapped):
     def init(self, grad):
         return torch.zeros_like(grad)
 
-    def scatter_with_state(self, grads, specs, states):
+    def scatter(self, grads, specs, states):
         after = [state / 2 + grad for state, grad in zip(states, grads)]
         return self.inner.scatter(after, specs), after
 

@@ -1,8 +1,8 @@
-"""fully_shard: each leaf in equal pieces over one mesh axis."""
+"""Transforms over one mesh axis: fully_shard, replicate and split_dim."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import pad
@@ -10,13 +10,15 @@ from torch.nn.functional import pad
 from fshard import comm
 from fshard.checks import Range, check_dim, check_numbers
 from fshard.mesh import Mesh, axis_of
-from fshard.transforms.base import Finish, LayoutError, ShardTransform, Tensors
+from fshard.transforms.base import BuiltIn, Finish, LayoutError, ShardTransform, Tensors
 from fshard.tree import Axis, Spec
+
+StartSums = Callable[[Tensors, Sequence[Spec]], Finish]
 
 
 @dataclass(frozen=True)
-class _FullyShard(ShardTransform):
-    """What `fully_shard` returns; a transform that only sends otherwise overrides `start_rows` and `start_sums`."""
+class _FullyShard(BuiltIn):
+    """Split leaves; a transform that only sends otherwise overrides `start_rows` and `start_sums`."""
 
     axis: Axis
     dim: int
@@ -27,13 +29,6 @@ class _FullyShard(ShardTransform):
     @property
     def axes(self) -> tuple[Axis, ...]:
         return (self.axis,)
-
-    @property
-    def new_gradients(self) -> bool | None:
-        return True if self.axis.size > 1 else None
-
-    def bucketed(self, nbytes: int) -> ShardTransform:
-        return replace(self, bucket_bytes=nbytes)
 
     def layout(self, spec: Spec) -> Spec:
         if math.prod(spec.shape) < self.min_shard_elements:
@@ -72,10 +67,14 @@ class _FullyShard(ShardTransform):
         return finish
 
     def start_scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Finish:
+        return self._start_by(self.start_sums, grads, specs)
+
+    def _start_by(self, start_sums: StartSums, grads: Tensors, specs: Sequence[Spec]) -> Finish:
+        """Start a scatter that sums the stacks of leaves that are split by a function like `start_sums`."""
         dims = self.split_dims(specs)
         whole = [i for i in range(len(grads)) if i not in dims]
         stacks = [self.stack(grads[i], specs[i], dim) for i, dim in dims.items()]
-        scattering = self.start_sums(stacks, [specs[i] for i in dims])
+        scattering = start_sums(stacks, [specs[i] for i in dims])
         summing = comm.start_all_reduce(
             [grads[i] for i in whole], self.axis, "scatter", self.algorithm, self.bucket_bytes
         )
@@ -95,12 +94,12 @@ class _FullyShard(ShardTransform):
         return grad.unflatten(dim, (self.axis.size, -1)).movedim(dim, 0)
 
     def split_dims(self, specs: Sequence[Spec]) -> dict[int, int]:
-        """The leaves that are split over this axis and the dim of each; the others are replicated."""
+        """List the leaves that are split over this axis with the dim of each; the others are replicated."""
         dims = ((i, spec.dim_of(self.axis)) for i, spec in enumerate(specs))
         return {i: dim for i, dim in dims if dim is not None}
 
     def _outermost(self, spec: Spec, dim: int) -> bool:
-        """Whether this axis is the last one gathered along `dim`, after which a number has no dim left."""
+        """Tell whether this axis is the last one gathered along `dim`, after which a number has no dim left."""
         return spec.split_axes(dim)[0] == self.axis
 
 
@@ -140,3 +139,79 @@ def fully_shard(
     check_numbers("fully_shard", Range("0 or more", lambda number: number >= 0), min_shard_elements=min_shard_elements)
     check_dim("fully_shard", dim)
     return _FullyShard(axis_of(mesh), dim, min_shard_elements, algorithm)
+
+
+@dataclass(frozen=True)
+class _Replicate(BuiltIn):
+    axis: Axis
+    algorithm: comm.Algorithm
+    bucket_bytes: int | None = None
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return (self.axis,)
+
+    def layout(self, spec: Spec) -> Spec:
+        return spec.on(self.axis)
+
+    def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
+        return self.start_scatter(grads, specs)()
+
+    def start_scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Finish:
+        return comm.start_all_reduce(grads, self.axis, "scatter", self.algorithm, self.bucket_bytes)
+
+
+def replicate(mesh: Mesh | Axis, *, algorithm: comm.Algorithm = "auto") -> ShardTransform:
+    """Keep each leaf the same on every rank of a mesh axis: gather communicates nothing, scatter sums.
+
+    Args:
+        mesh: A mesh of one axis, such as mesh["replicate"], or an Axis.
+        algorithm: How collectives run; "auto" chooses by backend. See `fshard.comm.ops`.
+
+    Returns:
+        The transform.
+
+    Raises:
+        ValueError: if the mesh has several axes, or the algorithm is unknown.
+    """
+    if algorithm not in comm.ALGORITHMS:
+        raise ValueError(f"replicate: expected algorithm to be one of {comm.ALGORITHMS}, got {algorithm!r}")
+    return _Replicate(axis_of(mesh), algorithm)
+
+
+@dataclass(frozen=True)
+class _SplitDim(BuiltIn):
+    axis: Axis
+    dim: int
+
+    def layout(self, spec: Spec) -> Spec:
+        dims = len(spec.shape)
+        if not -dims <= self.dim < dims:
+            raise LayoutError(f"shape {spec.shape}", f"a dim {self.dim} to split over {self.axis.name!r}")
+        dim = self.dim % dims
+        size = spec.local_shape[dim]
+        if size % self.axis.size:
+            needed = f"a multiple of {self.axis.size}, the size of {self.axis.name!r}"
+            raise LayoutError(f"size {size} of dim {dim}", needed)
+        return spec.split(self.axis, dim)
+
+
+def split_dim(mesh: Mesh | Axis, *, dim: int) -> ShardTransform:
+    """Split a dim over a mesh axis for good: gather and scatter leave it alone, each rank computes with its own piece.
+
+    Tensor parallelism in a composition: `compose(fully_shard(mesh["shard"]), split_dim(mesh["tp"], dim=0))` stores
+    a leaf over both axes and gathers the first. The loss must agree between the ranks of the axis: partial results are
+    summed by `psum_invariant`, and what agrees is handed to each rank's own piece by `pvary`, as Megatron's g and f.
+
+    Args:
+        mesh: A mesh of one axis, such as mesh["tp"], or an Axis.
+        dim: The dim to split, which must be a multiple of the axis's size; may count from the end.
+
+    Returns:
+        The transform.
+
+    Raises:
+        ValueError: if the mesh has several axes; from shard, if a leaf's dim does not divide.
+    """
+    check_dim("split_dim", dim)
+    return _SplitDim(axis_of(mesh), dim)

@@ -1,0 +1,98 @@
+"""Transforms that communicate nothing: cast to other dtypes, offload to CPU memory."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fshard.transforms.base import BuiltIn, ShardTransform, Storage, Tensors
+from fshard.tree import Spec
+
+
+@dataclass(frozen=True)
+class _Cast(BuiltIn):
+    gather_dtype: torch.dtype | None
+    scatter_dtype: torch.dtype | None
+
+    def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
+        return _to(leaves, self.gather_dtype)
+
+    def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
+        return _to(grads, self.scatter_dtype)
+
+
+def _to(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
+    return [x.to(dtype) if dtype is not None and x.is_floating_point() else x for x in tensors]
+
+
+def cast(*, gather: torch.dtype | None = None, scatter: torch.dtype | None = None) -> ShardTransform:
+    """Change the dtype of floating leaves on their way in, and of gradients on their way out.
+
+    Left of `fully_shard` it changes what travels, right of it what is computed with. Finished gradients have the dtype
+    their leaf is stored in, whatever the casts.
+
+    Args:
+        gather: Dtype for leaves, or None to leave them.
+        scatter: Dtype for gradients, or None to leave them.
+
+    Returns:
+        The transform.
+
+    Raises:
+        ValueError: if a dtype is not floating.
+
+    >>> mixed = cast(gather=torch.bfloat16)
+    >>> mixed == cast(gather=torch.bfloat16)
+    True
+    """
+    for name, dtype in (("gather", gather), ("scatter", scatter)):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(
+                f"cast: expected {name}= to be a floating torch.dtype such as torch.bfloat16, got {dtype!r:.40}"
+            )
+    return _Cast(gather, scatter)
+
+
+@dataclass(frozen=True)
+class _Offload(BuiltIn):
+    device: torch.device
+
+    @property
+    def storage(self) -> Storage:
+        return Storage(torch.device("cpu"), self.device)
+
+    def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
+        return [leaf.to(self.device, non_blocking=True) for leaf in leaves]
+
+    def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
+        return [grad.to("cpu") for grad in grads]
+
+
+def offload(device: torch.device | str | None = None) -> ShardTransform:
+    """Keep parameters, and so gradients and optimizer state, in CPU memory; gather brings shards to the accelerator.
+
+    Stands first in a composition: `compose(offload(), zero3(mesh))`. Gathers start on a stream of their own, so that
+    copies run beside what computes; updates run on the CPU. Follows FSDP2's CPUOffloadPolicy.
+
+    Args:
+        device: Where leaves are computed with; None takes the accelerator that there is.
+
+    Returns:
+        The transform. Without an accelerator it changes nothing, and warns of that.
+
+    Raises:
+        ValueError: if torch knows no such device.
+    """
+    if device is None:
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if found is None:
+            warnings.warn(
+                "offload: this machine has no accelerator, so parameters are in CPU memory anyway and nothing is moved",
+                stacklevel=2,
+            )
+        device = found or torch.device("cpu")
+    try:
+        return _Offload(torch.device(device))
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(f'offload: expected device to be a device such as "cuda", or None, got {device!r}') from None
