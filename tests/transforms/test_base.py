@@ -1,13 +1,228 @@
-"""Wrapped: it is what it wraps, but for what a subclass does otherwise."""
+"""Classes of transforms: what is refused when they are made, Wrapped, and what is read off their structure."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
 import fshard as fs
 from fshard.testing import check_transform, spmd
+from fshard.transforms.compose import layout_axes, masks, reduction
 from tests.trees import assert_same_bits, normal, one_axis, two_axes
+
+
+def function(self, *args):
+    """Stands for any method."""
+
+
+def with_states(self, grads, specs, states):
+    """Stands for a scatter with states."""
+
+
+def plain(self, grads, specs):
+    """Stands for a scatter without states."""
+
+
+PAIR = {"gather": function, "scatter": plain}
+START = "define both, so that they do the same"
+RENAME = "; rename it (the name of a helper may begin with an underscore)"
+ALONE = (
+    " alone; define scatter as gather's transpose, with the sum over axes; let it return grads as they are where they "
+    "pass straight through"
+)
+# What a class defines, and what is said of it.
+REFUSED = [
+    *(
+        ({**PAIR, name: function}, f"expected {member}, got {name}{RENAME}")
+        for name, member in {
+            "gathers": "gather",
+            "gahter": "gather",
+            "scater": "scatter",
+            "start_gathr": "start_gather",
+            "start_scatters": "start_scatter",
+            "lay_out": "layout",
+            "inits": "init",
+            "storages": "storage",
+            "axess": "axes",
+            "store": "storage",
+            "beside": "storage",
+            "bucketed": "a field bucket_bytes",
+            "scatter_with_state": "scatter(self, grads, specs, states)",
+            "start_scatter_with_state": "start_scatter(self, grads, specs, states)",
+        }.items()
+    ),
+    ({"axs": property(function)}, f"expected axes, got axs{RENAME}"),
+    ({"gather": function}, "expected scatter beside gather, got gather" + ALONE),
+    ({"axes": property(function)}, "expected scatter beside axes, got axes" + ALONE),
+    ({"init": function}, "expected scatter beside init, got init" + ALONE),
+    ({"start_gather": function}, f"expected gather beside start_gather, got start_gather alone; {START}"),
+    (
+        {"gather": function, "start_scatter": function},
+        f"expected scatter beside start_scatter, got start_scatter alone; {START}",
+    ),
+    (
+        {**PAIR, "init": function},
+        "expected scatter(self, grads, specs, states) beside init, got scatter without states; add states",
+    ),
+    (
+        {"init": function, "scatter": with_states, "start_scatter": plain},
+        "expected start_scatter(self, grads, specs, states) beside init, got start_scatter without states; add states",
+    ),
+    (
+        {"gather": function, "scatter": with_states},
+        "expected init beside scatter with states, got scatter alone; define init, which makes the states",
+    ),
+]
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: " ".join(row[0]))
+def test_a_class_that_would_not_do_what_it_says_is_refused(row):
+    own, text = row
+    with pytest.raises(TypeError) as caught:
+        type("Own", (fs.ShardTransform,), dict(own))
+    assert str(caught.value) == f"Own: {text}"
+
+
+def test_half_of_a_pair_is_refused_beside_that_of_a_base_class():
+    both = {**PAIR, "start_gather": function, "start_scatter": function}
+    base = type("Base", (fs.ShardTransform,), both)
+    for name in both:
+        other = name.removeprefix("start_") if name.startswith("start_") else f"start_{name}"
+        found = f"{name} alone" if name.startswith("start_") else "that of a base class"
+        with pytest.raises(TypeError, match=f"^Own: expected {other} beside {name}, got {found}; {START}$"):
+            type("Own", (base,), {name: both[name]})
+    type("Own", (base,), {"gather": function, "start_gather": function})
+    type("Own", (fs.Wrapped,), {"gather": function})
+
+
+@dataclass(frozen=True)
+class Own(fs.ShardTransform):
+    """Fields may have any name, and so may helpers with an underscore; a member may be a field with a default."""
+
+    gathers: bool
+    axis: fs.Axis | None
+    axes: tuple[fs.Axis, ...] = ()
+    bucket_bytes: int | None = None
+    inner: fs.ShardTransform | None = None
+
+    def scatter(self, grads, specs):
+        return self._scatters(grads)
+
+    def _scatters(self, grads):
+        return grads
+
+
+@dataclass(frozen=True, slots=True)
+class Slots(fs.ShardTransform):
+    factor: float
+
+    def gather(self, leaves, specs):
+        return [self.factor * leaf for leaf in leaves]
+
+    def scatter(self, grads, specs):
+        return [self.factor * grad for grad in grads]
+
+
+def test_what_is_read_off_the_structure():
+    """Of a user's own transform around others too."""
+
+    def program():
+        mesh = one_axis()
+        axis, wide = fs.axis_of(mesh), fs.cast(scatter=torch.float64)
+        own = Own(True, axis, inner=fs.masked(fs.compose(fs.fully_shard(mesh), wide), "a*", fs.replicate(mesh)))
+        assert layout_axes(own) == (axis,) == layout_axes(Own(True, axis))
+        assert masks(own) == ("a*",) == masks(fs.compose(fs.offload("cpu"), own))
+        assert reduction(fs.bucket(own, 30)).bucket_bytes == 30
+        assert fs.bucket(own, 30) == fs.bucket(fs.bucket(own, 40), 30)
+        params = fs.shard({"a1": torch.ones(3), "b": torch.ones(3)}, own)
+        assert [params[name].spec.transform.inner.axes for name in params] == [(axis,)] * 2
+        assert params["b"].spec.transform.inner == fs.replicate(mesh)
+        facts = {
+            fs.fully_shard(mesh): (None, None, False, True),
+            fs.zero3(mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32): (torch.float32, None, False, True),
+            fs.compose(wide, fs.bucket(fs.ddp(mesh), 20), fs.cast(scatter=torch.float16)): (
+                *(torch.float16, 20, False, True),
+            ),
+            fs.compose(fs.offload("cpu"), fs.quantize(mesh, scatter=True)): (None, None, True, True),
+            fs.compose(Slots(1.0), fs.fully_shard(mesh)): (None, None, False, False),
+            fs.Wrapped(fs.compose(fs.fully_shard(mesh), wide)): (torch.float64, None, False, False),
+            fs.Wrapped(fs.quantize(mesh, scatter=True)): (None, None, True, False),
+            fs.split_dim(mesh, dim=0): (None, None, False, False),
+            fs.compose(): (None, None, False, False),
+        }
+        for transform, expected in facts.items():
+            assert reduction(transform) == expected, transform
+
+    spmd(program, 2)
+    spmd(lambda: reduction(fs.zero3(one_axis())).is_new and pytest.fail("one rank hands on what it was given"), 1)
+
+
+KEPT: Any = {}
+
+
+@dataclass(frozen=True)
+class Keeps(fs.ShardTransform):
+    """Keeps what it returns, between storage and what sums, and returns its state."""
+
+    def init(self, grad):
+        return torch.zeros_like(grad)
+
+    def scatter(self, grads, specs, states):
+        KEPT[fs.comm.rank(fs.axis_of(one_axis()))] = list(grads), [grad.clone() for grad in grads]
+        return grads, list(grads)
+
+
+def test_nothing_that_a_transform_keeps_is_written_to():
+    """Neither to divide by the number of ranks nor to add up microbatches, and its state is not."""
+    full = {"w": torch.ones(6, 4), "b": torch.ones(3)}
+
+    def program():
+        params = fs.shard(full, fs.compose(Keeps(), fs.fully_shard(one_axis())))
+        state = fs.transform_state(params)
+        loss = lambda p, x: sum((x * leaf).sum() for leaf in fs.gather(p).values())  # noqa: E731
+        run = fs.accumulate(loss, communicate="each", transform_state=state)
+        _, grads, after = run(params, [torch.tensor(1.0), torch.tensor(3.0)])
+        kept, copies = KEPT[fs.comm.rank(fs.axis_of(one_axis()))]
+        assert_same_bits(kept, copies)
+        assert_same_bits(fs.unshard(grads), fs.tree_map(lambda x: 2 * x, full))
+        # The sum over two ranks in the last microbatch, padding aside.
+        rows = fs.tree_map(lambda row: row[row != 0].unique(), after)
+        assert [row.tolist() for row in fs.tree_leaves(rows)] == [[6.0]] * 2
+
+    spmd(program, 2)
+
+
+@dataclass(frozen=True)
+class Elsewhere(fs.ShardTransform):
+    """A user's own offload, to another device for shards than for computation."""
+
+    @property
+    def storage(self):
+        return fs.Storage(torch.device("meta"), torch.device("cpu"))
+
+
+def test_shards_are_kept_on_the_device_of_their_storage():
+    def program():
+        for transform in (Elsewhere(), fs.Wrapped(Elsewhere()), fs.compose(Elsewhere(), fs.ddp(one_axis()))):
+            assert fs.shard({"w": torch.ones(3)}, transform)["w"].local.device.type == "meta"
+        with pytest.raises(ValueError, match=r"^compose: expected offload first, as it says where shards are stored"):
+            fs.compose(fs.ddp(one_axis()), fs.Wrapped(Elsewhere()))
+
+    spmd(program, 1)
+
+
+def test_a_scatter_without_states_around_one_with_states_is_refused():
+    def program():
+        params = fs.shard({"w": torch.ones(4)}, Scaled(fs.quantize(one_axis(), scatter=True), 2.0))
+        text = (
+            r"^Scaled: expected scatter\(self, grads, specs, states\), got one without states around a transform that "
+            r"has one; take them and hand them on$"
+        )
+        with pytest.raises(ValueError, match=text):
+            fs.transform_state(params)
+
+    spmd(program, 1)
 
 
 def trained(transform, full, steps=3):
