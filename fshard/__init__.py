@@ -1,15 +1,21 @@
 """fshard: fully sharded data parallelism as pure functions for PyTorch."""
 
 from fshard import checkpoint, comm, testing
-from fshard.accumulate import accumulate
-from fshard.apply import Model, apply, functionalize
-from fshard.buffers import sync_buffers
-from fshard.collectives import all_gather, all_gather_invariant, pmean, psum, psum_invariant, pvary, reduce_scatter
+from fshard.apply import Model, apply, functionalize, sync_buffers
+from fshard.collectives import (
+    all_gather,
+    all_gather_invariant,
+    objective,
+    pmean,
+    psum,
+    psum_invariant,
+    pvary,
+    reduce_scatter,
+)
 from fshard.gather import gather
 from fshard.interop.dtensor import from_dtensor, to_dtensor
 from fshard.jit import jit, make_graph
 from fshard.mesh import axis_of, init_mesh
-from fshard.objective import objective
 from fshard.optim import (
     adafactor,
     adam,
@@ -60,7 +66,7 @@ from fshard.transforms import (
 )
 from fshard.tree import Axis, P, Sharded, Spec, tree_leaves, tree_map
 from fshard.update import GradientTransformation, Optimizer, chain, update
-from fshard.value_and_grad import value_and_grad
+from fshard.value_and_grad import accumulate, value_and_grad
 
 __version__ = "0.1.0"
 

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from fshard import _compat
-from fshard.checks import check_local, check_transforms, kind, refuse_writes, writes_counted
+from fshard import _compat, comm
+from fshard.checks import check_local, check_operands, check_transforms, kind, refuse_writes, writes_counted
+from fshard.collectives import reduction_axes
 from fshard.engine import Call, Leaf, Unit, call_of, evaluated
 from fshard.errors import Problem, leaf_error
 from fshard.gather import gather
 from fshard.init import copied, init, refuse_blank
+from fshard.modules import Skeleton, Units, plan_units
 from fshard.random import seeded
 from fshard.shard import check_transform, shard
-from fshard.skeleton import Skeleton
 from fshard.transforms import ShardTransform
-from fshard.tree import Flat, ModelDtypes, Tree, flatten, is_sharded, tree_map, unflatten
-from fshard.unit_rules import Units, plan_units
+from fshard.tree import Flat, ModelDtypes, Tree, flatten, is_sharded, tree_leaves, tree_map, unflatten
 
 Buffers = dict[str, torch.Tensor]
 
@@ -370,3 +370,30 @@ def _refuse_lost_updates(copies: Buffers, after: Mapping[str, torch.Tensor]) -> 
     if problems:
         remedy = "pass buffers= and keep those returned, or functionalize the module in eval mode"
         raise leaf_error("apply: buffers were updated and would be lost", problems, remedy)
+
+
+def sync_buffers(buffers: Tree, like: Tree, by: str = "rank0") -> Tree:
+    """Make buffers agree between ranks, as DDP does before each forward.
+
+    Args:
+        buffers: Any tree of tensors, such as the buffers that `apply` returned.
+        like: Sharded parameters, whose specs tell the ranks.
+        by: "rank0" takes the first rank's; "mean" averages the floating ones and takes the first rank's of others.
+
+    Returns:
+        The tree with the same values on every rank.
+
+    Raises:
+        ValueError: if `by` is another word.
+    """
+    if by not in ("rank0", "mean"):
+        raise ValueError(f'sync_buffers: expected by to be "rank0" or "mean", got {by!r}')
+    for axis in reduction_axes(like, "sync_buffers"):
+        check_operands("sync_buffers", buffers, axis)
+        rows = iter(comm.all_gather(tree_leaves(buffers), axis, "sync_buffers"))
+        buffers = tree_map(lambda _, rows=rows: _merged(next(rows), by), buffers)
+    return buffers
+
+
+def _merged(rows: torch.Tensor, by: str) -> torch.Tensor:
+    return rows.mean(0) if by == "mean" and rows.is_floating_point() else rows[0].clone()

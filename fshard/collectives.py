@@ -3,10 +3,15 @@
 The convention is that of jax.shard_map: inside a local loss, values vary between ranks; psum and pmean of varying
 values give varying ones and are their own transposes. `psum_invariant` and `pvary` are the typed pair: the first makes
 a value that agrees between ranks, the second hands such a value to each rank's own maths.
+
+Then the objective, a sum of losses by psum_invariant, and the checks that read varying and invariant values off the
+graph of a loss. Over 600 lines, because these checks and the objective know the maps of the collectives' nodes.
 """
 
+import json
+import math
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,9 +20,18 @@ import torch
 from torch.autograd import Function
 
 from fshard import _compat, comm
-from fshard.checks import check_dim, check_operands
+from fshard.checks import (
+    check_axes,
+    check_dim,
+    check_loss,
+    check_operands,
+    check_reduce,
+    check_tensors,
+    check_transforms,
+    kind,
+)
 from fshard.errors import Problem, leaf_error
-from fshard.tree import Axis, Tree, flatten, tree_leaves, tree_map
+from fshard.tree import Axis, Flat, Tree, flatten, is_sharded, tree_leaves, tree_map
 
 Tensors = Sequence[torch.Tensor]
 LinearMap = Callable[[Tensors], Tensors]
@@ -355,3 +369,308 @@ def _own_piece(tensors: Tensors, axis: Axis, dim: int) -> Tensors:
 def _scatter(tensors: Tensors, axis: Axis, dim: int, label: str) -> Tensors:
     stacks = [tensor.unflatten(dim, (axis.size, -1)).movedim(dim, 0) for tensor in tensors]
     return comm.reduce_scatter(stacks, axis=axis, label=label)
+
+
+def reduction_axes(like: Tree, what: str) -> tuple[Axis, ...]:
+    """The mesh axes that the gradients of `like` are summed over: those its transforms gather or replicate on.
+
+    Args:
+        like: A tree whose leaves are all Sharded, or none; None counts as neither.
+        what: The verb that asks, for its error.
+
+    Returns:
+        The axes, which are the same for every leaf; none where no leaf is Sharded.
+
+    Raises:
+        ValueError: if leaves disagree, or only some are Sharded.
+    """
+    flat = flatten(like)
+    check_axes(what, flat)
+    check_transforms(what, flat)
+    # Leaves share their transforms: by identity, each is looked at once.
+    transforms = {
+        id(leaf.spec.transform): (path, leaf.spec.transform)
+        for path, leaf in zip(reversed(flat.paths), reversed(flat.leaves), strict=True)
+        if is_sharded(leaf)
+    }
+    if not transforms:
+        check_tensors(what, flat)
+        return ()
+    sharded = {path: transform.axes for path, transform in transforms.values()}
+    first = next(path for path, leaf in zip(flat.paths, flat.leaves, strict=True) if is_sharded(leaf))
+    needed = sharded[first]
+    problems = [
+        Problem(path, kind(leaf), f"a Sharded leaf, as {first} is")
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if leaf is not None and not is_sharded(leaf)
+    ]
+    if problems:
+        remedy = "shard the whole tree (fs.ddp keeps leaves whole), or keep other leaves out of the parameters"
+        raise leaf_error(f"{what}: plain leaves among Sharded ones", problems, remedy)
+    if all(set(axes) == set(needed) for axes in sharded.values()):
+        return needed
+    names = [axis.name for axis in needed]
+    problems = [
+        Problem(path, f"axes {[axis.name for axis in found]}", f"{names} of one mesh, as for {first}")
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if is_sharded(leaf) and set(found := leaf.spec.transform.axes) != set(needed)
+    ]
+    if problems:
+        raise leaf_error(f"{what}: leaves are reduced over different axes", problems, "shard the tree on one mesh")
+    return needed
+
+
+Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def objective(loss: Loss, like: Tree, reduce: str = "mean") -> torch.Tensor:
+    """Close a local loss into the objective that agrees between ranks.
+
+    `value_and_grad` calls it for you; code under torch.func calls it itself.
+
+    Args:
+        loss: This rank's scalar loss; for "weighted" the pair (sum, count).
+        like: Parameters, whose specs tell the ranks; of plain tensors alone, this rank by itself.
+        reduce: "mean" over ranks, "sum" over ranks, or "weighted": sum of sums divided by the sum of counts.
+
+    Returns:
+        The objective, a scalar equal on every rank and differentiable.
+
+    Raises:
+        ValueError: if `reduce` is another word, `loss` is not what it asks for, or a leaf of `like` is no tensor.
+    """
+    check_reduce(reduce, "objective")
+    check_loss(loss, reduce, "objective")
+    axes = reduction_axes(like, "objective")
+    value, count = loss if isinstance(loss, tuple) else (loss, None)
+    comm.same_call("objective", axes, flatten(like), reduce=reduce)
+    return divided(total(value, axes), denominator(count, axes, reduce))
+
+
+def total(tree: Tree, axes: Sequence[Axis]) -> Tree:
+    """Sum over several mesh axes into values that agree between all their ranks."""
+    for axis in axes:
+        tree = psum_invariant(tree, axis)
+    return tree
+
+
+# For each call that differentiates, which leaves are used.
+Used = tuple[tuple[bool, ...], ...]
+
+
+class Uses:
+    """Which leaves one trace uses, in each of its calls that differentiate.
+
+    Attributes:
+        used: What this rank's losses used.
+        axes: The axes of each call.
+    """
+
+    def __init__(self, agreed: Used = ()) -> None:
+        """Nothing is traced yet; `agreed` says what the traces of all ranks use, once they have asked each other."""
+        self.used: Used = ()
+        self.axes: list[Sequence[Axis]] = []
+        self._agreed = agreed
+
+    def take(self, used: list[bool], axes: Sequence[Axis]) -> list[bool]:
+        """Note what the next call used on this rank, and return what some rank uses, as far as that is known."""
+        agreed = self._agreed[len(self.used)] if self._agreed else used
+        self.used, self.axes = (*self.used, tuple(used)), [*self.axes, axes]
+        return list(agreed)
+
+
+def agreed_uses(uses: Uses) -> Used:
+    """Ask all ranks which leaves their traces use.
+
+    Args:
+        uses: What this rank's trace does.
+
+    Returns:
+        What some rank uses, the same on every rank.
+
+    Raises:
+        ValueError: on every rank alike, if their traces differentiate other things.
+    """
+    used = uses.used
+    for axis in dict.fromkeys(axis for axes in uses.axes for axis in axes if axis.size > 1):
+        texts = comm.texts(json.dumps(used), axis, comm.Verb.AGREE)
+        rows = [json.loads(text) for text in texts]
+        if len({tuple(map(len, row)) for row in rows}) > 1:
+            found = ", ".join(str([len(call) for call in row]) for row in rows)
+            raise ValueError(
+                f"jit: ranks of {axis.name!r} differentiate losses of several numbers of leaves: expected the same "
+                f"numbers, got {found}; make the same calls of value_and_grad on every rank"
+            )
+        used = tuple(tuple(map(any, zip(*calls, strict=True))) for calls in zip(*rows, strict=True))
+    return used
+
+
+def closed(
+    value: torch.Tensor, paths: Sequence[str], used: list[bool], status: Sequence[bool], axes: Sequence[Axis]
+) -> tuple[torch.Tensor, list[bool], list[bool]]:
+    """Sum a loss over ranks, and hear with it which leaves any of them used, and how they fared.
+
+    Args:
+        value: This rank's loss, outside of any graph.
+        paths: The paths of leaves.
+        used: For each of them whether this rank used it.
+        status: Other facts of this rank.
+        axes: The mesh axes.
+
+    Returns:
+        The sum, for each leaf whether some rank used it, and for each other fact whether it holds on some rank.
+    """
+    asked = [axis for axis in axes if axis.size > 1]
+    if _compat.is_tracing():
+        uses, numbers = _compat.trace_notes().get("uses"), [value]
+        used = used if uses is None else uses.take(used, axes)
+        said = [f"{path} {'used' if yes else 'unused'}" for path, yes in zip(paths, used, strict=True)]
+        comm.ops.told(json.dumps({"leaves": said}))
+    else:
+        # In the dtype of the loss, so that all travel in one buffer.
+        numbers = [value, torch.tensor([*used, *status], dtype=value.dtype, device=value.device)]
+    for axis in asked:
+        numbers = comm.all_reduce(numbers, axis, comm.Label(comm.Verb.OBJECTIVE, phase=comm.Phase.END))
+    if not asked or len(numbers) == 1:
+        return numbers[0], used, list(status)
+    found = [number > 0 for number in numbers[1].tolist()]
+    return numbers[0], found[: len(used)], found[len(used) :]
+
+
+def denominator(count: Any, axes: Sequence[Axis], reduce: str) -> Any:
+    """What summed losses and gradients are divided by: 1, the number of ranks, or the sum of counts."""
+    if reduce == "weighted":
+        # In one dtype whatever a rank counts in, and a wide one; the count is no part of the graph.
+        return total(count.detach().to(torch.float64), axes)
+    return math.prod(axis.size for axis in axes) if reduce == "mean" else 1
+
+
+def divided(value: torch.Tensor, divisor: Any) -> torch.Tensor:
+    """Divide a sum by its denominator, in the sum's dtype; nothing is computed where that is the number one."""
+    return value if isinstance(divisor, int) and divisor == 1 else (value / divisor).to(value.dtype)
+
+
+def reduced_over(loss: torch.Tensor, axes: Sequence[Axis]) -> Axis | None:
+    """Find an axis that a loss has been summed over already, by `objective` or `psum_invariant`.
+
+    Args:
+        loss: A scalar.
+        axes: The axes that it will be summed over.
+
+    Returns:
+        The first such axis; None where there is none, or it was handed to this rank's own maths again by `pvary`.
+    """
+    nodes = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        axis = _axis_of(node, "fun", "psum_invariant")
+        if axis is not None and axis in axes:
+            return axis
+        if _axis_of(node, "transpose", "pvary") is None:
+            new = set(_next(node)) - seen
+            seen |= new
+            nodes.extend(new)
+    return None
+
+
+def used_without_pvary(
+    outputs: Sequence[torch.Tensor],
+    leaves: Sequence[tuple[torch.Tensor, Iterable[Axis]]],
+    sums: Callable[[Any], bool],
+) -> list[bool]:
+    """Find leaves that a graph comes to by a way that does not lead through `pvary` or a gather of its own.
+
+    Args:
+        outputs: Where the graph begins.
+        leaves: Tensors that require a gradient, each with the axes between whose ranks it agrees.
+        sums: Tells of a node whether it sums gradients by itself.
+
+    Returns:
+        For each leaf whether some way to it lacks a pvary, or a gather, over one of its axes.
+    """
+    ends = {
+        torch.autograd.graph.get_gradient_edge(leaf).node: (i, frozenset(axes)) for i, (leaf, axes) in enumerate(leaves)
+    }
+    found = [False] * len(leaves)
+    waiting = [(output.grad_fn, frozenset[Axis]()) for output in outputs if output.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node, varied = waiting.pop()
+        if node in ends:
+            i, needed = ends[node]
+            found[i] = found[i] or not needed <= varied
+            continue
+        if sums(node):
+            continue
+        varied = varied | _summed_over(node)
+        new = [(behind, varied) for behind in _next(node) if (behind, varied) not in seen]
+        seen.update(new)
+        waiting.extend(new)
+    return found
+
+
+def check_not_reduced(loss: torch.Tensor, axes: Sequence[Axis], what: str) -> None:
+    """Refuse a local loss that ranks have summed already, whose gradients would be too small by their number."""
+    axis = reduced_over(loss, [axis for axis in axes if axis.size > 1])
+    if axis is not None:
+        raise ValueError(
+            f"{what}: expected the loss to be this rank's own, got one reduced over {axis.name!r} already, by "
+            "fs.objective or fs.psum_invariant; return the loss of its batch, which is reduced for you, or sum "
+            "parts of it by fs.psum"
+        )
+
+
+def check_agrees(value: torch.Tensor, flat: Flat, axes: Sequence[Axis], what: str) -> None:
+    """Refuse an objective that differs between ranks of an axis over which leaves are split and nothing is reduced.
+
+    Args:
+        value: The objective.
+        flat: The parameters.
+        axes: The axes that it was reduced over.
+        what: The verb that asks, for its error.
+
+    Raises:
+        ValueError: on every rank, with the values of all.
+    """
+    # By identity: leaves share their axes, which are slow to hash.
+    placed = {id(axis): axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.axes}
+    others = [axis for axis in dict.fromkeys(placed.values()) if axis.size > 1 and axis not in axes]
+    if not others or _compat.is_transformed(value) or _compat.is_tracing():
+        return
+    for axis in others:
+        (rows,) = comm.all_gather([value.detach()], axis, comm.Verb.AGREE)
+        tolerance = torch.finfo(value.dtype).eps ** 0.5 * rows.abs().amax()
+        if (rows - rows[0]).abs().amax() > tolerance:
+            found = ", ".join(f"{number:.6g}" for number in rows.tolist())
+            raise ValueError(
+                f"{what}: expected a loss that agrees between ranks of {axis.name!r}, over which leaves stay split, "
+                f"got {found}; sum partial results by fs.psum_invariant before they are used"
+            )
+
+
+def _next(node: Any) -> Iterator[Any]:
+    return (behind for behind, _ in operands(node) if behind is not None)
+
+
+def _summed_over(node: Any) -> frozenset[Axis]:
+    """The axes over which a node's backward sums: that of a pvary, or those of a gather under torch.func."""
+    if (axis := _axis_of(node, "transpose", "pvary")) is not None:
+        return frozenset([axis])
+    scatter = _partial(node, "transpose")
+    if scatter is None or "specs" not in scatter.keywords:
+        return frozenset()
+    transform: Any = getattr(scatter.func, "__self__", None)
+    return frozenset(transform.axes) if scatter.func == getattr(transform, "scatter", None) else frozenset()
+
+
+def _axis_of(node: Any, side: str, label: str) -> Axis | None:
+    """The axis of a collective in a graph, by the label of the map on one side of its linear call."""
+    found = _partial(node, side)
+    return found.keywords["axis"] if found is not None and found.keywords.get("label") == label else None
+
+
+def _partial(node: Any, side: str) -> partial[Any] | None:
+    """The map on one side of a linear call; None where a node is none, or its map was not made by `partial`."""
+    found = getattr(maps_of(node), side, None)
+    return found if isinstance(found, partial) else None

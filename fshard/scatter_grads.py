@@ -6,9 +6,8 @@ import torch
 
 from fshard import comm
 from fshard.checks import check_floating, check_local, check_no_gradient, kind, same_structure
-from fshard.collectives import linear_call
+from fshard.collectives import denominator, divided, linear_call, reduction_axes
 from fshard.errors import Problem, leaf_error
-from fshard.objective import denominator, divided, reduction_axes
 from fshard.transforms import ShardTransform
 from fshard.transforms.compose import pair, reduction, scatter
 from fshard.transforms.state import ABSENT, Absent, joined, states_of

@@ -17,8 +17,6 @@ ROOMS = (
     "comm",
     "mesh",
     "collectives",
-    "objective",
-    "varying",
     "transforms",
     "shard",
     "strategies",
@@ -26,14 +24,11 @@ ROOMS = (
     "gather",
     "random",
     "init",
-    "unit_rules",
-    "skeleton",
+    "modules",
     "apply",
-    "buffers",
     "remat",
     "scatter_grads",
     "value_and_grad",
-    "accumulate",
     "train_state",
     "update",
     "optim",
@@ -203,9 +198,14 @@ def defined_names(tree: ast.Module) -> Iterator[str]:
 
 
 def file_lengths(package: Path) -> list[str]:
-    """A file holds one topic; beyond 600 lines it holds several."""
-    lengths = {source.path: len(source.path.read_text().splitlines()) for source in read_sources(package)}
-    return [f"{path}: {length} lines, at most {MAX_LINES}" for path, length in lengths.items() if length > MAX_LINES]
+    """A file of more than 600 lines says in its docstring why it is over 600 lines."""
+    errors = []
+    for source in read_sources(package):
+        length = len(source.path.read_text().splitlines())
+        reason = f"Over {MAX_LINES} lines, because" in (ast.get_docstring(source.tree) or "")
+        if length > MAX_LINES and not reason:
+            errors.append(f"{source.path}: {length} lines, at most {MAX_LINES} without a reason in its docstring")
+    return errors
 
 
 def module_state(package: Path) -> list[str]:

@@ -7,11 +7,10 @@ import torch
 from torch.autograd import Function
 
 from fshard import _compat
-from fshard.collectives import linear_call
+from fshard.collectives import linear_call, used_without_pvary
 from fshard.engine.unit import Leaf, Use, by_transform
 from fshard.errors import Problem, leaf_error
 from fshard.transforms.compose import pair
-from fshard.varying import used_without_pvary
 
 # An input of every node, so that a backward reaches units of calls now over, whose graphs have none of its leaves.
 ANY_CALL = torch.zeros((), requires_grad=True)

@@ -12,8 +12,8 @@ import torch
 
 from fshard import _compat, comm
 from fshard.checks import check_versions, kind, writes_counted
+from fshard.collectives import divided
 from fshard.errors import Problem, leaf_error
-from fshard.objective import divided
 from fshard.transforms.compose import reduction, sum_dtype
 from fshard.tree import ReshardPolicy, Sharded
 

@@ -10,6 +10,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.checks import give_up, kind, refuse_given_up
+from fshard.collectives import Used, Uses, agreed_uses
 from fshard.errors import Problem, leaf_error
 from fshard.jit.backends import BACKENDS, Backend, ready, writes_in_place
 from fshard.jit.donation import argument_of, pairs_of, refuse_shared, tensor_of, write
@@ -24,7 +25,6 @@ from fshard.jit.passes import (
 )
 from fshard.jit.signature import Signature, changed_values, changes, flat_arguments, signature, unhashable
 from fshard.jit.trace import Traced, trace
-from fshard.objective import Used, Uses, agreed_uses
 from fshard.tree import Axis, Flat, Sharded, is_sharded, unflatten
 
 

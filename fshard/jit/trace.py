@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from fshard import _compat, comm
 from fshard.checks import kind, writes_counted
+from fshard.collectives import Uses
 from fshard.errors import Problem, leaf_error
 from fshard.jit.passes import constants
-from fshard.objective import Uses
 from fshard.tree import Flat, Sharded, Treedef, flatten, is_sharded, unflatten
 
 # Traces patch what belongs to the process, and so do compilers.

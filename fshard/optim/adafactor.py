@@ -9,7 +9,7 @@ import torch
 
 from fshard import comm
 from fshard.checks import NOT_NEGATIVE, Range, check_numbers
-from fshard.objective import total
+from fshard.collectives import total
 from fshard.optim.leaves import (
     check_real,
     check_state,

@@ -9,8 +9,7 @@ import torch
 
 from fshard import comm
 from fshard.checks import NOT_NEGATIVE, POSITIVE, check_numbers
-from fshard.collectives import linear_call
-from fshard.objective import total
+from fshard.collectives import linear_call, total
 from fshard.optim.leaves import elements_of, map_gradients, partition_axes, scaled, stateless
 from fshard.tree import Axis, Tree, grouped, leaves_of, map_leaves, tensor_of
 from fshard.update import GradientTransformation

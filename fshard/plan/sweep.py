@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from fshard import _compat
 from fshard.apply import functionalize
 from fshard.jit.jit import jit
+from fshard.modules import select
 from fshard.optim.from_torch import from_torch
 from fshard.plan.models import Workload
 from fshard.plan.plan import plan
@@ -23,7 +24,6 @@ from fshard.strategies import MIN_SHARD_ELEMENTS, ddp, zero1, zero2, zero3
 from fshard.train_state import TrainState
 from fshard.transforms import ShardTransform, compose, fully_shard, replicate
 from fshard.tree import Axis, Sharded, Spec, Tree
-from fshard.unit_rules import select
 from fshard.update import update
 from fshard.value_and_grad import value_and_grad
 

@@ -9,9 +9,9 @@ import torch
 
 from fshard import comm
 from fshard.checks import NOT_NEGATIVE, check_numbers, check_seed, kind
+from fshard.collectives import objective
 from fshard.errors import Problem, leaf_error
 from fshard.gather import gather
-from fshard.objective import objective
 from fshard.optim import sgd
 from fshard.scatter_grads import scatter_grads
 from fshard.shard import check_transform as check_argument

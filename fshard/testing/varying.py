@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard.checks import check_function, check_local, check_transforms
-from fshard.collectives import located, maps_of
+from fshard.collectives import located, maps_of, reduction_axes
 from fshard.errors import Problem, leaf_error
-from fshard.objective import reduction_axes
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, unflatten
 
 
