@@ -5,8 +5,7 @@
 
 The loss of a task is the error on some points of a sinusoid after gradient steps on other points (Finn et al., 2017).
 Inner and outer gradients go through sharded parameters, each rank holds a part of the points, and torch.func.vmap runs
-the inner steps of all tasks at once. FSDP2 cannot do this: its hooks reduce gradients outside autograd, which ends
-there.
+the inner steps of all tasks at once. FSDP2 cannot do this: autograd ends at its hooks, which reduce gradients.
 """
 
 import argparse

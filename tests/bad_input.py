@@ -1,7 +1,7 @@
 """What a bad call must do on every rank, and the world of good values that the tables of bad calls start from."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -118,11 +118,36 @@ def held_tensors(values: Any) -> Iterable[torch.Tensor]:
 def assert_refused(row: Row, world: int | Workers) -> list[Refusal]:
     """Assert that a bad call does on every rank what its row says, and return what it did."""
     refusals = spmd(partial(refusal, row), world, timeout=30.0)
+    for found in refusals:
+        assert_fits(found, row)
+    return refusals
+
+
+def assert_all_refused(rows: Sequence[Row]) -> None:
+    """Assert that the bad calls of a table do what their rows say, one after another in one run of ranks."""
+
+    def program(rows: Sequence[Row]) -> list[Refusal]:
+        return [_named(row) for row in rows]
+
+    for ranks in {row.ranks for row in rows}:
+        same = [row for row in rows if row.ranks == ranks]
+        for refusals in spmd(partial(program, same), ranks, timeout=30.0 + len(same)):
+            for row, found in zip(same, refusals, strict=True):
+                assert_fits(found, row)
+
+
+def _named(row: Row) -> Refusal:
+    try:
+        return refusal(row)
+    except Exception as error:
+        raise AssertionError(f"in the row: {row.name}") from error
+
+
+def assert_fits(found: Refusal, row: Row) -> None:
+    """Assert that a refusal is the one that a row names."""
     pattern = re.escape(row.error)
     for placeholder, meaning in PLACEHOLDERS.items():
         pattern = pattern.replace(re.escape(placeholder), meaning)
-    for found in refusals:
-        assert found.kind is ValueError
-        assert re.fullmatch(pattern, found.text), f"found:\n{found.text}\nneeded:\n{row.error}"
-        assert tuple(label for label, _ in found.issued) == row.issued
-    return refusals
+    assert found.kind is ValueError, row.name
+    assert re.fullmatch(pattern, found.text), f"{row.name}\nfound:\n{found.text}\nneeded:\n{row.error}"
+    assert tuple(label for label, _ in found.issued) == row.issued, row.name

@@ -1,12 +1,11 @@
 """Bad modules and parameters for them: what functionalize, init and apply refuse."""
 
-import pytest
 import torch
 from torch import nn
 
 import fshard as fs
 from fshard.testing import spmd
-from tests.bad_input import Row, assert_refused, make_world
+from tests.bad_input import Row, assert_all_refused, make_world
 
 MODEL = "\nTo fix: pass those of this model."
 
@@ -159,9 +158,8 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=repr)
-def test_bad_modules_are_refused(row):
-    assert_refused(row, row.ranks)
+def test_bad_modules_are_refused():
+    assert_all_refused(ROWS)
 
 
 def test_buffers_that_are_passed_are_returned():
