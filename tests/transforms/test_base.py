@@ -300,3 +300,19 @@ def test_a_part_may_be_done_otherwise():
 
 def test_it_passes_check_transform():
     spmd(lambda: check_transform(fs.Wrapped(fs.zero3(one_axis(), min_shard_elements=0))), 3)
+
+
+def test_a_cast_leaves_other_leaves_than_floating_ones_as_they_are():
+    """Indices would be rounded, and imaginary parts lost."""
+    full = {"w": torch.linspace(0, 1, 5), "index": torch.arange(300, 307), "mask": torch.arange(5) % 2 == 0}
+    full["phase"] = torch.complex(torch.ones(3), torch.arange(3.0))
+
+    def program():
+        params = fs.shard(full, fs.zero3(one_axis(), param_dtype=torch.bfloat16, min_shard_elements=0))
+        return fs.gather(params)
+
+    for found in spmd(program, 2):
+        assert found["w"].dtype == torch.bfloat16
+        for name in ("index", "mask", "phase"):
+            assert found[name].dtype == full[name].dtype
+            assert found[name].equal(full[name])
