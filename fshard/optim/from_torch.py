@@ -107,7 +107,8 @@ def from_torch(cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), 
                 for name in habits.withheld if yes else ():
                     states.pop(name, None)
         values = evaluated(hyper, state.updates, state.hyper)
-        taken = [_plain(gradients[i]).contiguous() for i in chosen]
+        # As autograd accumulates gradients: classes read the memory of complex ones, without lazy bits.
+        taken = [_plain(gradients[i]).resolve_conj().resolve_neg().contiguous() for i in chosen]
         optimizer = build(cls, values, new, taken, first, habits.filled)
         optimizer.state.update(zip(new, map(dict, kept), strict=True))
         _step(optimizer, new)

@@ -156,9 +156,12 @@ def valid(plan: Plan) -> Plan:
             block = replace(block, wrap="none")
         if plan.world == 1 and block.when in ("one rank", "other ranks", "late on one rank"):
             block = replace(block, when="always")
-        # README: a unit that only some ranks enter twice ends in the backend's own error or timeout.
+        # A unit that only some ranks enter twice is refused.
         if block.wrap == "twice" and "rank" in block.when:
             block = replace(block, wrap="none")
+        # A derivative inside a checkpoint runs that again in the forward, and enters its units twice.
+        if "derivative" in kind.feature and "rank" in block.when and (block.wrap == "checkpoint" or around(plan, i)):
+            block = replace(block, when="always")
         # What only some ranks gather is refused in a loop over gather: there all gather, and some do not use it.
         if plan.form == "function" and block.wrap == "remat" and "rank" in block.when:
             block = replace(block, wrap="checkpoint")

@@ -81,8 +81,9 @@ HOOKS = {
 # The refusals that are documented, by the features that together may meet them; any other error is a failure.
 REFUSALS: dict[str, str] = {
     "reentrant": "got a use inside a reentrant checkpoint",
-    # Weights that were gathered outside of it: torch's own error, with the same remedy.
+    # Weights that were gathered outside of it, or are frozen: torch's own error, with the same remedy.
     "reentrant & function": "you can either set use_reentrant=False",
+    "reentrant & frozen": "you can either set use_reentrant=False",
     # A graph has its collectives, so that ranks must use the same units.
     **{
         f"jit & {when}": r"jit: ranks were told different things\n  (leaves|collectives): "

@@ -338,3 +338,18 @@ def test_step_counts_of_a_vmap_are_refused():
     text = "expected maths alone under vmap, got AdamW, which reads its step count as a number; use fs.adamw"
     with pytest.raises(ValueError, match=f"^from_torch: {text}, fs.adam or fs.sgd$"):
         torch.func.vmap(tx.update)(params, state, params)
+
+
+@pytest.mark.parametrize("cls", (optim.Adam, optim.RMSprop, optim.SGD))
+def test_gradients_that_are_conjugated_lazily_get_the_bits_of_torch(cls):
+    """Autograd returns such gradients of complex parameters; torch's own are resolved when they are accumulated."""
+    z = torch.complex(torch.linspace(-1, 1, 6), torch.linspace(2, 0, 6))
+    grad = torch.complex(torch.linspace(0, 3, 6), torch.linspace(-1, 1, 6))
+    lazy = grad.conj().clone().resolve_conj().conj()
+    assert lazy.is_conj()
+    parameter = torch.nn.Parameter(z.clone())
+    parameter.grad = lazy.resolve_conj()
+    cls([parameter], lr=0.1).step()
+    tx = fs.from_torch(cls, lr=0.1)
+    found, _ = tx.update({"z": lazy}, tx.init({"z": z}), {"z": z})
+    assert_same_bits([found["z"]], [parameter.detach()])
