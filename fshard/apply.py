@@ -11,7 +11,7 @@ from torch import nn
 from fshard import _compat, comm
 from fshard.checks import check_local, check_operands, check_transforms, kind, refuse_writes, writes_counted
 from fshard.collectives import reduction_axes
-from fshard.engine import Call, Leaf, Unit, call_of, evaluated
+from fshard.engine import Call, Leaf, Unit, call_of
 from fshard.errors import Problem, leaf_error
 from fshard.gather import gather
 from fshard.init import copied, init, refuse_blank
@@ -154,11 +154,9 @@ class Model:
         if call is not None:
             return self._run_units(call, params, buffers, args, kwargs)
         axes = dict.fromkeys(axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.transform.axes)
-
-        def run(call: Call, leaves: list[Any]) -> tuple[Any, Buffers]:
-            return self._run_units(call, unflatten(flat.treedef, leaves), buffers, args, kwargs)
-
-        return evaluated("apply", flat, list(axes), run)
+        call = Call("apply", flat, list(axes))
+        bound = unflatten(flat.treedef, call.bound)
+        return call.evaluate(lambda: self._run_units(call, bound, buffers, args, kwargs))
 
     def _run_full(self, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any) -> tuple[Any, Buffers]:
         self._hand_over_hooks(params, {})
@@ -181,13 +179,15 @@ class Model:
         leaves = {name: call.leaf_of(f"[{name!r}]", leaf) for name, leaf in params.items() if is_sharded(leaf)}
         self._hand_over_hooks(params, leaves)
         units = [
-            Unit(unit.path or "(root)", tuple(leaves[n] for n in unit.names if n in leaves)) for unit in self._units
+            Unit(
+                unit.path or "(root)", tuple(leaves[n] for n in unit.names if n in leaves), unit.end - i - 1, unit.apart
+            )
+            for i, unit in enumerate(self._units)
         ]
         skeleton = self._skeleton()
         # Not before: checkpoints run parts of the forward again in the backward.
         call.at_end.append(lambda: self._release(skeleton))
-        ends, apart = [unit.end for unit in self._units], [unit.apart for unit in self._units]
-        one = call.begin_pass(type(self._module).__name__, units, ends, apart)
+        one = call.begin_pass(type(self._module).__name__, units)
         skeleton.bind({name: leaf for name, leaf in params.items() if name not in leaves}, buffers)
         skeleton.follow(call, one, leaves)
         out = skeleton.module(*args, **kwargs)

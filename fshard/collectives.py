@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd import Function
@@ -31,7 +31,7 @@ from fshard.checks import (
     kind,
 )
 from fshard.errors import Problem, leaf_error
-from fshard.tree import Axis, Flat, Tree, flatten, is_sharded, tree_leaves, tree_map
+from fshard.tree import Axis, Flat, Spec, Tree, flatten, is_sharded, tree_leaves, tree_map
 
 Tensors = Sequence[torch.Tensor]
 LinearMap = Callable[[Tensors], Tensors]
@@ -550,6 +550,9 @@ def divided(value: torch.Tensor, divisor: Any) -> torch.Tensor:
     return value if isinstance(divisor, int) and divisor == 1 else (value / divisor).to(value.dtype)
 
 
+Place = TypeVar("Place")
+
+
 def reduced_over(loss: torch.Tensor, axes: Sequence[Axis]) -> Axis | None:
     """Find an axis that a loss has been summed over already, by `objective` or `psum_invariant`.
 
@@ -560,54 +563,76 @@ def reduced_over(loss: torch.Tensor, axes: Sequence[Axis]) -> Axis | None:
     Returns:
         The first such axis; None where there is none, or it was handed to this rank's own maths again by `pvary`.
     """
-    nodes = [loss.grad_fn] if loss.grad_fn is not None else []
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        axis = _axis_of(node, "fun", "psum_invariant")
-        if axis is not None and axis in axes:
-            return axis
-        if _axis_of(node, "transpose", "pvary") is None:
-            new = set(_next(node)) - seen
-            seen |= new
-            nodes.extend(new)
-    return None
+    starts = [] if loss.grad_fn is None else [loss.grad_fn]
+    nodes = walked(starts, lambda node: _next(node) if _axis_of(node, "transpose", "pvary") is None else ())
+    found = (_axis_of(node, "fun", "psum_invariant") for node in nodes)
+    return next((axis for axis in found if axis in axes), None)
 
 
-def used_without_pvary(
+def refuse_unsummed(
+    what: str,
     outputs: Sequence[torch.Tensor],
-    leaves: Sequence[tuple[torch.Tensor, Iterable[Axis]]],
+    leaves: Sequence[tuple[str, Spec, torch.Tensor]],
     sums: Callable[[Any], bool],
-) -> list[bool]:
-    """Find leaves that a graph comes to by a way that does not lead through `pvary` or a gather of its own.
+) -> None:
+    """Refuse leaves that ranks hold whole and a loss reaches past `gather` and `pvary`, where gradients are summed.
 
     Args:
-        outputs: Where the graph begins.
-        leaves: Tensors that require a gradient, each with the axes between whose ranks it agrees.
+        what: The verb that runs, for the error.
+        outputs: Where the graph of the loss begins.
+        leaves: Path, spec and local tensor of each leaf that autograd found a gradient for.
         sums: Tells of a node whether it sums gradients by itself.
 
-    Returns:
-        For each leaf whether some way to it lacks a pvary, or a gather, over one of its axes.
+    Raises:
+        ValueError: with the path of every leaf that some way reaches without a pvary, or a gather, over each such axis.
     """
-    ends = {
-        torch.autograd.graph.get_gradient_edge(leaf).node: (i, frozenset(axes)) for i, (leaf, axes) in enumerate(leaves)
-    }
-    found = [False] * len(leaves)
-    waiting = [(output.grad_fn, frozenset[Axis]()) for output in outputs if output.grad_fn is not None]
+    ends, needed = {}, {}
+    for path, spec, tensor in leaves:
+        axes = spec.transform.axes if spec.transform else ()
+        agreeing = [axis for axis in axes if axis.size > 1 and spec.dim_of(axis) is None]
+        if agreeing:
+            ends[torch.autograd.graph.get_gradient_edge(tensor).node], needed[path] = path, agreeing
+    if not ends:
+        return
+
+    def behind(place: tuple[Any, frozenset[Axis]]) -> list[tuple[Any, frozenset[Axis]]]:
+        node, varied = place
+        if node in ends or sums(node):
+            return []
+        varied = varied | _summed_over(node)
+        return [(other, varied) for other in _next(node)]
+
+    starts = [(output.grad_fn, frozenset[Axis]()) for output in outputs if output.grad_fn is not None]
+    reached = ((ends[node], varied) for node, varied in walked(starts, behind) if node in ends)
+    wrong = {path for path, varied in reached if not varied.issuperset(needed[path])}
+    problems = [
+        Problem(path, f"maths on a leaf that ranks of {[axis.name for axis in axes]} hold alike", "gather or pvary")
+        for path, axes in needed.items()
+        if path in wrong
+    ]
+    if problems:
+        remedy = "gather these leaves, or hand them to each rank's own maths by fs.pvary, so that gradients are summed"
+        raise leaf_error(f"{what}: gradients would stay unsummed", problems, remedy)
+
+
+def walked(starts: Iterable[Place], behind: Callable[[Place], Iterable[Place]]) -> Iterator[Place]:
+    """Walk through a graph, to each place once.
+
+    Args:
+        starts: Where to begin.
+        behind: Lists the places that come right behind one; called after that one was yielded.
+
+    Yields:
+        The places, in no particular order.
+    """
+    waiting = list(starts)
     seen = set(waiting)
     while waiting:
-        node, varied = waiting.pop()
-        if node in ends:
-            i, needed = ends[node]
-            found[i] = found[i] or not needed <= varied
-            continue
-        if sums(node):
-            continue
-        varied = varied | _summed_over(node)
-        new = [(behind, varied) for behind in _next(node) if (behind, varied) not in seen]
+        place = waiting.pop()
+        yield place
+        new = dict.fromkeys(other for other in behind(place) if other not in seen)
         seen.update(new)
         waiting.extend(new)
-    return found
 
 
 def check_not_reduced(loss: torch.Tensor, axes: Sequence[Axis], what: str) -> None:

@@ -3,7 +3,6 @@
 import functools
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +29,25 @@ from fshard.collectives import (
     reductions,
     total,
 )
-from fshard.engine import Call, FunctionTransform, attempted, call_of, code_of, unbound
+from fshard.engine import Call, FunctionTransform, attempted, call_of, policy_of
 from fshard.transforms.compose import sum_dtype
 from fshard.transforms.state import ABSENT, Absent, joined, states_of
-from fshard.tree import Axis, Flat, ReshardPolicy, Sharded, Tree, flatten, is_sharded, tree_leaves, tree_map, unflatten
+from fshard.tree import (
+    Axis,
+    Flat,
+    Sharded,
+    Tree,
+    flatten,
+    is_sharded,
+    is_trained,
+    leaves_of,
+    like,
+    map_leaves,
+    tensor_of,
+    tree_leaves,
+    tree_map,
+    unflatten,
+)
 
 Schedule = Callable[[Tree], Sequence[Tree]]
 
@@ -174,7 +188,7 @@ def differentiate(
     states = states_of(what, params, transform_state)
     run = _Run(what, functions, flat, axes, reduce, has_aux, code, schedule, once, states)
     if _is_outer(flat):
-        comm.same_call(what, axes, run.facts())
+        comm.same_call(what, axes, flat, **run.told())
         value, auxes, grads = run.reference()
     else:
         value, auxes, grads = run.engine()
@@ -227,12 +241,10 @@ class _Run(NamedTuple):
             )
         return denominator(None, self.axes, self.reduce) * (len(self.functions) if self.reduce == "mean" else 1)
 
-    def facts(self) -> comm.Facts:
-        """What ranks must have been told alike."""
-        told: dict[str, Any] = {"reduce": self.reduce}
-        if self.what == "accumulate":
-            told |= {"microbatches": len(self.functions), "communicate": "once" if self.once else "each"}
-        return comm.facts_of(self.what, self.flat, **told)
+    def told(self) -> dict[str, Any]:
+        """List the arguments that every rank must have been given alike."""
+        once = {"microbatches": len(self.functions), "communicate": "once" if self.once else "each"}
+        return {"reduce": self.reduce, **(once if self.what == "accumulate" else {})}
 
     def engine(self) -> Found:
         """Run the engine."""
@@ -241,42 +253,35 @@ class _Run(NamedTuple):
         except FunctionTransform:
             return self.reference()
 
-    def _attempt(self, vote: bool) -> Found:
+    def _attempt(self) -> Found:
         code = self.code, self.schedule and code_of(self.schedule), self.has_aux
-        call = Call(self.what, self.flat, self.axes, self.facts(), code=code, vote=vote)
+        call = Call(self.what, self.flat, self.axes, code=code, **self.told())
         for leaf, state in zip(call.leaves, self.states, strict=True):
             if leaf is not None:
-                leaf.state, leaf.several = state, len(self.functions) > 1
+                leaf.state, leaf.accumulated = state, len(self.functions) > 1
         try:
             return self._engine(call)
         finally:
             call.end()
 
     def _engine(self, call: Call) -> Found:
-        bound = [call.bound(leaf) if leaf is not None else None for leaf in call.leaves]
-        sharded = [i for i, leaf in enumerate(call.leaves) if leaf is not None]
-        stored, paths = [self.flat.leaves[i].local for i in sharded], [self.flat.paths[i] for i in sharded]
-        unchanged = functools.partial(refuse_writes, self.what, paths, stored)
-        rule = self.schedule
-        schedule = (lambda: rule(unflatten(self.flat.treedef, bound))) if rule else tuple
         values, counts, auxes = [], [], []
         single = len(self.functions) == 1
         divisor: Any = 1
         for i, function in enumerate(self.functions):
 
             def run(function: Callable[[Tree], Any] = function) -> Parts:
-                with torch.enable_grad(), unchanged():
-                    return self.local(function, bound)
+                if self.schedule:
+                    call.schedule(self.schedule(unflatten(self.flat.treedef, call.bound)))
+                return self.local(function, call.bound)
 
-            parts = call.forward(run, schedule, lambda parts: parts[0].dtype)
-            value, count, aux = (None, call.zero(), None) if parts is None else parts
-            del parts
-            count, aux = unbound((count, aux))
+            value, count, aux = call.forward(run) or (call.zero(), call.zero(), None)
+            count, aux = map_leaves(_unbound, (count, aux))
             # With one microbatch each gradient can be divided as soon as it is reduced.
             divisor = self.divisor([count]) if single else 1
             last = i == len(self.functions) - 1
-            call.backward(value, divisor, unchanged, reduce=last or not self.once, last=last)
-            values.append(call.zero() if value is None else value.detach())
+            call.backward(value, divisor, reduce=last or not self.once, last=last)
+            values.append(value.detach())
             counts.append(count)
             auxes.append(aux)
             del value
@@ -297,8 +302,8 @@ class _Run(NamedTuple):
         if any(state is not None for state in self.states):
             remedy = "differentiate at gathered parameters, and call fs.scatter_grads outside of it"
             raise ValueError(f"{self.what}: expected no state of transforms inside torch.func, got one; {remedy}")
-        trained = [i for i, leaf in enumerate(self.flat.leaves) if _takes_gradient(leaf)]
-        tensors = [_tensor(self.flat.leaves[i]) for i in trained]
+        trained = [i for i, leaf in enumerate(self.flat.leaves) if is_trained(leaf)]
+        tensors = [tensor_of(self.flat.leaves[i]) for i in trained]
         values, counts, auxes = [], [], []
         sums: list[torch.Tensor] | None = None
 
@@ -325,7 +330,7 @@ class _Run(NamedTuple):
         divisor = self.divisor(counts)
         grads: list[Any] = [None] * len(self.flat.leaves)
         for i, grad in zip(trained, sums or [], strict=True):
-            grads[i] = divided(grad, divisor).to(_tensor(self.flat.leaves[i]).dtype)
+            grads[i] = divided(grad, divisor).to(tensor_of(self.flat.leaves[i]).dtype)
         return divided(total(functools.reduce(operator.add, values), self.axes), divisor), auxes, grads
 
     def _loss_of(
@@ -333,7 +338,7 @@ class _Run(NamedTuple):
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         leaves = list(self.flat.leaves)
         for i, tensor in zip(trained, tensors, strict=True):
-            leaves[i] = Sharded(tensor, leaves[i].spec) if is_sharded(leaves[i]) else tensor
+            leaves[i] = like(leaves[i], tensor)
         value, count, aux = self.local(function, leaves)
         # torch.func carries tensors alone out of the transform; the rest of the tree waits here.
         parts.append((count, aux))
@@ -347,12 +352,18 @@ def _is_outer(flat: Flat) -> bool:
     return not tensors or outer or _compat.transforms_active() or any(map(_compat.is_dual, tensors))
 
 
-def _takes_gradient(leaf: Any) -> bool:
-    return not leaf.spec.frozen if is_sharded(leaf) else leaf is not None
+def _unbound(leaf: Any) -> Any:
+    """Detach a leaf, so that it may outlive a call."""
+    detached = leaf if not isinstance(tensor_of(leaf), torch.Tensor) else tensor_of(leaf).detach()
+    return Sharded(detached, leaf.spec) if is_sharded(leaf) else detached
 
 
-def _tensor(leaf: Any) -> Any:
-    return leaf.local if is_sharded(leaf) else leaf
+def code_of(function: Callable[..., Any]) -> Hashable:
+    """Find the object that stands for a function whose order may be known: its code, which equals that of its like."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code: Hashable = getattr(function, "__code__", None)
+    return code if code is not None else type(function)  # type: ignore[return-value]
 
 
 def accumulate(
@@ -399,7 +410,7 @@ def accumulate(
         if not isinstance(microbatches, Sequence) or not microbatches:
             found = "none" if isinstance(microbatches, Sequence) else kind(microbatches)
             raise ValueError(f"accumulate: expected the microbatches to be a sequence of one or more, got {found}")
-        functions = [partial(_on, f, microbatch, args, kwargs) for microbatch in microbatches]
+        functions = [functools.partial(_on, f, microbatch, args, kwargs) for microbatch in microbatches]
         once = communicate == "once" or (communicate is None and not _reduces_early(params))
         value, auxes, *rest = differentiate(
             "accumulate",
@@ -422,5 +433,4 @@ def _on(f: Callable[..., Any], microbatch: Any, args: Any, kwargs: Any, params: 
 
 
 def _reduces_early(params: Tree) -> bool:
-    policies = [leaf.spec.reshard or ReshardPolicy() for leaf in flatten(params).leaves if is_sharded(leaf)]
-    return all(policy.early for policy in policies)
+    return all(policy_of([leaf]).early for leaf in leaves_of(params) if is_sharded(leaf))

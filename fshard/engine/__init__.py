@@ -3,10 +3,8 @@
 from fshard.engine.call import Call as Call
 from fshard.engine.call import attempted as attempted
 from fshard.engine.call import call_of as call_of
-from fshard.engine.call import evaluated as evaluated
-from fshard.engine.call import unbound as unbound
-from fshard.engine.order import code_of as code_of
 from fshard.engine.passes import Pass as Pass
 from fshard.engine.saved import FunctionTransform as FunctionTransform
 from fshard.engine.unit import Leaf as Leaf
 from fshard.engine.unit import Unit as Unit
+from fshard.engine.unit import policy_of as policy_of

@@ -42,7 +42,7 @@ def turn_of(use: Use, reduce: bool) -> Turn:
     # A computed leaf hands its gradient on at each use; the call's own have theirs complete at the first.
     due = [i for i, leaf in enumerate(leaves) if leaf.trained and (leaf.derived or (reduce and leaf.first is use))]
     # Large leaves come first: small ones share a node, which autograd reaches last.
-    due.sort(key=lambda i: (leaves[i].derived, not leaves[i].alone, -i))
+    due.sort(key=lambda i: (leaves[i].derived, not leaves[i].large, -i))
     nbytes = tuple(leaves[i].nbytes for i in due)
     return Turn(use.regathered and use.saved, use.unit.policy.prefetch, tuple(due), nbytes)
 
@@ -51,13 +51,13 @@ class Backward:
     """One backward pass over the uses of a forward."""
 
     def __init__(
-        self, uses: Sequence[Use], events: Sequence[Step], *, divisor: Any, reduce: bool, early: bool, last: bool
+        self, uses: Sequence[Use], scopes: Sequence[Step], *, divisor: Any, reduce: bool, early: bool, last: bool
     ) -> None:
         """Before the first step.
 
         Args:
             uses: Those of the forward.
-            events: OPEN and CLOSE of each, as for `schedule.backward`.
+            scopes: OPEN and CLOSE of each, as for `schedule.backward`.
             divisor: What reduced gradients of the call's own leaves are divided by.
             reduce: Whether gradients of the call's own leaves are reduced in this backward.
             early: Whether they are as they appear.
@@ -65,14 +65,13 @@ class Backward:
         """
         self._uses, self._divisor = uses, divisor
         self._reduce_now, self._early, self._last = reduce, early, last
-        self._steps = schedule.backward(events, [turn_of(use, reduce) for use in uses])
+        self._steps = schedule.backward(scopes, [turn_of(use, reduce) for use in uses])
         self._place = {step: n for n, step in enumerate(self._steps)}
         self._last_gather = max((n for n, step in enumerate(self._steps) if step.kind is Kind.GATHER), default=-1)
         self._at = 0
         self._ready: set[tuple[int, int]] = set()
         self._pool = comm.Pool()
         self._buckets: dict[Any, _Bucket] = {}
-        self._late: list[Leaf] = []
         self._pinned: list[Use] = []
         self._flying: deque[_Flight] = deque()
         self._failed: Exception | None = None
@@ -157,10 +156,11 @@ class Backward:
         for leaf in leaves:
             self._run_hooks(leaf)
         if self._reduce_now:
-            # A leaf may have been used in earlier microbatches only, which left the reduction to this one.
-            for leaf in (*self._late, *(leaf for leaf in leaves if leaf.owed and leaf not in self._late)):
+            # Steps that were too early, and leaves used in earlier microbatches only, which left the reduction to this.
+            reduces = (step for step in self._steps if step.kind is Kind.REDUCE)
+            due = (self._uses[step.use].unit.leaves[step.leaf] for step in reduces)
+            for leaf in dict.fromkeys(leaf for leaf in (*due, *leaves) if leaf.owed):
                 self._reduce(leaf)
-        self._late = []
         self._land_all()
         return self._failed
 
@@ -206,8 +206,6 @@ class Backward:
                 leaf = use.unit.leaves[step.leaf]
                 if self._early or leaf.derived:
                     self._reduce(leaf)
-                else:
-                    self._late.append(leaf)
             case Kind.CLOSE:
                 self._pinned.append(use)
                 for other in self._pinned:
@@ -226,7 +224,7 @@ class Backward:
     def _reduce(self, leaf: Leaf) -> None:
         self._run_hooks(leaf)
         grad, nbytes, transform = leaf.take_partial(), leaf.nbytes, leaf.spec.transform
-        if leaf.alone:
+        if leaf.large:
             self._start(_Bucket([leaf], [grad], nbytes))
             return
         size = reduction(transform).bucket_bytes
@@ -253,7 +251,7 @@ class Backward:
         with torch.no_grad():
             for leaf, grad in zip(leaves, finish(), strict=True):
                 # Divided now, while it is in the processor's cache.
-                leaf.take(grad, 1 if leaf.derived else self._divisor)
+                leaf.add_reduced(grad, 1 if leaf.derived else self._divisor)
 
     def _land_all(self) -> None:
         for bucket in self._buckets.values():

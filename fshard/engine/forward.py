@@ -1,46 +1,81 @@
 """The forward: gathers units in one order on every rank, and knows which are open."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
+
+import torch
 
 from fshard import _compat, comm
 from fshard.engine import schedule
-from fshard.engine.order import CHECKPOINTED, LAST_GONE, SAVED, Event, Facts, Order, PassEvent, UnitEvent
+from fshard.engine.order import (
+    CHECKPOINTED,
+    LAST_GONE,
+    SAVED,
+    CollectiveEvent,
+    Departed,
+    Event,
+    Order,
+    PassEvent,
+    Place,
+    UnitEvent,
+)
 from fshard.engine.saved import Saved
 from fshard.engine.schedule import Bucket, Kind, Step
-from fshard.engine.unit import State, Unit, Use
+from fshard.engine.unit import Leaf, State, Unit, Use
+from fshard.tree import Sharded
+
+if TYPE_CHECKING:
+    from fshard.engine.passes import Pass
 
 
 class Forward:
-    """One run of the function.
+    """One run of the function, in an order of collectives that ranks share.
 
     Attributes:
         uses: In the order in which they were opened.
-        events: OPEN and CLOSE of each.
+        scopes: OPEN and CLOSE of each, in their order.
+        open: The uses that no other has taken the place of.
+        passes: Applications of models in it.
+        saved: The hooks by which autograd saves tensors.
         failed: Whether this rank goes on only because others do.
         over: Whether the function has returned.
+        news: Whether this rank has saved tensors that the order does not regather.
     """
 
-    def __init__(self, what: str, saved: Saved, order: Order, opened: Callable[[Use], None]) -> None:
+    def __init__(
+        self,
+        what: str,
+        peers: comm.Peers,
+        order: Order | None,
+        votes: bool,
+        saved: Saved,
+        opened: Callable[[Use], None],
+    ) -> None:
         """Before the first event.
 
         Args:
             what: The verb that runs, for errors.
+            peers: The ranks.
+            order: The order that they follow; None where there is none.
+            votes: Whether they vote on each event.
             saved: The hooks by which autograd saves tensors.
-            order: The order that ranks share.
             opened: Called with each use that opens.
         """
         self.uses: list[Use] = []
-        self.events: list[Step] = []
-        self.failed = self.over = False
-        self._what, self._saved, self._order, self._opened = what, saved, order, opened
+        self.scopes: list[Step] = []
+        self.passes: list[Pass] = []
+        self.failed = self.over = self.news = False
+        self.saved, self._what, self._peers, self._opened = saved, what, peers, opened
+        self._order, self._shared, self._votes = order, bool(peers.axes), bool(peers.axes) and votes
+        self._events: list[Place] = []
         self._made: list[Use] = []
         self._steps: list[Step] = []
         self._at = 0
-        self._inside: dict[Use, tuple[Use, ...]] = {}
-        self._open: list[Use] = []
+        self.open: tuple[Use, ...] = ()
         self._left: Use | None = None
+        self._refetched: Use | None = None
+        self._leave_outside: Callable[[], None] | None = None
         self._pool = comm.Pool()
         self._checkpointed: WeakKeyDictionary[Any, tuple[int, dict[Use, None]]] = WeakKeyDictionary()
 
@@ -54,11 +89,10 @@ class Forward:
         Returns:
             Its use, open.
         """
-        if self._order.shared:
+        if self._shared:
             self.note(UnitEvent.of(unit))
         use = self._make(unit)
-        self._inside[use] = tuple(inside)
-        number = len(self._made) - 1
+        use.inside, number = tuple(inside), len(self._made) - 1
         self._steps[self._at : self._at] = [Step(Kind.GATHER, number), Step(Kind.OPEN, number)]
         self.reach(use)
         return use
@@ -74,16 +108,34 @@ class Forward:
         Returns:
             A use for each bucket.
         """
-        if self._order.shared:
+        if self._shared:
             self.note(PassEvent.of(name, units, buckets))
         first = len(self._made)
         uses = [self._make(unit) for unit in units]
         for use, bucket in zip(uses, buckets, strict=True):
             around = (other for other, b in zip(uses, buckets, strict=True) if b.first < bucket.first < b.end)
-            self._inside[use] = tuple(around)
+            use.inside = tuple(around)
         small, prefetch = [bucket.small for bucket in buckets], [use.unit.policy.prefetch for use in uses]
         self._steps[self._at : self._at] = schedule.forward(small, prefetch, first)
         return uses
+
+    def note(self, event: Event) -> None:
+        """Take the next event that ranks share, after the uses that come before it in the order that they follow.
+
+        Raises:
+            Departed: if it is another one than in that order.
+            ValueError: if ranks vote and do different things.
+        """
+        expected = self._expected
+        if expected is not None and expected.event == event:
+            self._pass_over(expected.opened)
+        place = Place(event, len(self.uses))
+        if self._order is not None and place != expected:
+            raise Departed
+        self._events.append(place)
+        if not isinstance(event, UnitEvent):
+            # Ranks vote on a unit where its gather starts.
+            self._vote(event)
 
     def reach(self, use: Use, passed: Callable[[Use], None] | None = None) -> None:
         """Take the steps up to where a use opens.
@@ -97,15 +149,138 @@ class Forward:
             if opened is not None and opened is not use:
                 (passed or self.leave)(opened)
 
-    def note(self, event: Event) -> None:
-        """Take the next event that ranks must share, after the uses that come before it in the order they follow."""
-        expected = self._order.expected
-        if expected is not None and expected._replace(opened=0) == event:
-            self.catch_up(expected.opened)
-        self._order.next(event._replace(opened=len(self.uses)))
+    def leave(self, use: Use) -> None:
+        """Leave a use's scope; its tensors are dropped when the next one opens, or as the backward says."""
+        use.take_back()
+        if self.over:
+            return
+        if not self.failed:
+            use.check_writes(self._what)
+        self._make_room()
+        self._pool.clear()
+        self._left = use if use.regathered else None
 
-    def catch_up(self, opened: int) -> None:
-        """Pass over uses until so many have been opened."""
+    def outside(self, leave: Callable[[], None] | None) -> None:
+        """Leave the scope outside of any model, and enter another.
+
+        Args:
+            leave: Leaves the new one, which ends where the next begins, as far as anybody can know.
+        """
+        before, self._leave_outside = self._leave_outside, leave
+        if before is not None:
+            before()
+
+    def fetch(self, use: Use, index: int) -> torch.Tensor:
+        """Look up a full tensor for a function that differentiates itself: gathered again while it stays with a use."""
+        if use.state is not State.FULL:
+            if self._refetched is not None:
+                self._refetched.release()
+            self._refetched = use
+            use.wait()
+            self.saved.watch(use)
+        return use.tensor_of(use.unit.leaves[index])
+
+    def compute(self, use: Use) -> None:
+        """Note that the function takes a use's tensors, and which checkpoints will do so again."""
+        for checkpoint in _compat.checkpoints():
+            use.saved = True
+            _, uses = self._checkpointed.get(checkpoint, (0, {}))
+            self._checkpointed[checkpoint] = len(self.scopes), {**uses, use: None}
+
+    def fail(self) -> None:
+        """Forget the checkpoints of this rank, which goes on without a loss."""
+        self.failed = True
+        self._checkpointed.clear()
+
+    def follow(self, leaves: Mapping[str, Leaf]) -> bool:
+        """Take part in the rest of the order without computing anything, because this rank has failed.
+
+        Args:
+            leaves: The call's own leaves by their paths.
+
+        Returns:
+            Whether the rank could; False where a collective of the function's own comes, whose operands it lacks.
+        """
+        assert self._order is not None
+        self.fail()
+        while (expected := self._expected) is not None:
+            self._pass_over(expected.opened)
+            match expected.event:
+                case UnitEvent() as event:
+                    self.leave(self.insert(_unit_like(event, leaves)))
+                case PassEvent(name, units, buckets):
+                    self.begin(name, [_unit_like(unit, leaves) for unit in units], buckets)
+                case CollectiveEvent():
+                    return False
+        self.finish()
+        self._settle(self._order)
+        return True
+
+    def finish(self) -> None:
+        """Take the steps that are left, close all uses, and note which checkpoints of this rank need them again."""
+        self.outside(None)
+        for one in self.passes:
+            one.end()
+        self._pass_over(len(self._made))
+        self.over = True
+        self._close_all_but(())
+        for _, uses in self._checkpointed.values():
+            first = min(use.number for use in uses)
+            for use in uses:
+                use.until = first if use.until is None else min(first, use.until)
+                use.checkpoints += 1
+
+    def conclude(self, dtype: torch.dtype) -> Order | None:
+        """See that every rank has come to the end by the same way, and drop tensors as the policy says.
+
+        Args:
+            dtype: Of the loss.
+
+        Returns:
+            The order; None where there is one rank.
+
+        Raises:
+            Departed: if this rank did not follow the order.
+            ValueError: if ranks vote and do different things.
+        """
+        if not self._shared:
+            return None
+        needed, order = self._needed(), self._order
+        flags = {SAVED + use.number for use in self.uses if use.saved}
+        flags |= {LAST_GONE} if self.uses and self._last().state is not State.FULL else set()
+        flags |= {CHECKPOINTED} if any(needed) else set()
+        if order is None:
+            end = comm.Label(comm.Verb.AGREE, call="f", phase=comm.Phase.END)
+            told = {"the loss": f"dtype {str(dtype).removeprefix('torch.')}"}
+            agreed = self._peers.agree(end, told, flags)
+            highest = tuple(self._peers.highest(needed)) if CHECKPOINTED in agreed else ()
+            order = Order(tuple(self._events), len(self.uses), agreed, highest, dtype)
+        else:
+            late = any(mine > most for mine, most in zip(needed, order.needed, strict=False))
+            if self._expected or late or dtype != order.dtype or not flags & {CHECKPOINTED, LAST_GONE} <= order.flags:
+                raise Departed
+            self.news = not flags <= order.flags
+        self._settle(order)
+        return order
+
+    def end(self) -> None:
+        """Drop outputs, and all that leads back here: calls are many, and nothing waits for the garbage collector."""
+        for use in self.uses:
+            use.take_back()
+        self.passes, self._leave_outside = [], None
+
+    @property
+    def _expected(self) -> Place | None:
+        """The next event of the order that ranks follow; None at its end."""
+        events, at = self._order.events if self._order else (), len(self._events)
+        return events[at] if at < len(events) else None
+
+    def _vote(self, event: Event) -> None:
+        if self._votes:
+            self._peers.agree(event.label, event.parts if isinstance(event, PassEvent) else {})
+
+    def _pass_over(self, opened: int) -> None:
+        """Pass over uses until so many have been opened, or none is left."""
         while len(self.uses) < opened and self._at < len(self._steps):
             passed = self._take()
             if passed is not None:
@@ -120,81 +295,14 @@ class Forward:
             self._enter(use)
             return use
         self._make_room()
-        if self._order.votes:
-            self._order.vote(UnitEvent.of(use.unit))
+        if self._votes:
+            self._vote(UnitEvent.of(use.unit))
         use.start(self._pool)
         return None
 
-    def leave(self, use: Use) -> None:
-        """Leave a use's scope; its tensors are dropped when the next one opens."""
-        use.take_back()
-        if not self.failed:
-            use.check_writes(self._what)
-        self._make_room()
-        self._pool.clear()
-        self._left = use if use.regathered else None
-
-    def fail(self) -> None:
-        """Forget the checkpoints of this rank, which goes on without a loss."""
-        self.failed = True
-        self._checkpointed.clear()
-
-    def compute(self, use: Use) -> None:
-        """Note that the function takes a use's tensors, and which checkpoints will do so again."""
-        for checkpoint in _compat.checkpoints():
-            use.saved = True
-            _, uses = self._checkpointed.get(checkpoint, (0, {}))
-            self._checkpointed[checkpoint] = len(self.events), {**uses, use: None}
-
-    def open_uses(self) -> tuple[Use, ...]:
-        """List the uses that no other has taken the place of."""
-        return tuple(self._open)
-
-    def finish(self) -> None:
-        """Close all uses, and note which checkpoints of this rank need which of them again."""
-        self.over = True
-        self._close_all_but(())
-        for _, uses in self._checkpointed.values():
-            first = min(use.number for use in uses)
-            for use in uses:
-                use.until = first if use.until is None else min(first, use.until)
-                use.checkpoints += 1
-
-    def needed(self) -> list[int]:
-        """For each use how many events came before a checkpoint ended that will need it again; 0 where none will."""
-        numbers = [0] * len(self.uses)
-        for events, uses in self._checkpointed.values():
-            for use in uses:
-                numbers[use.number] = max(numbers[use.number], events)
-        return numbers
-
-    def flags(self) -> frozenset[int]:
-        """What this rank tells the others at the end of the forward."""
-        flags = {SAVED + use.number for use in self.uses if use.saved}
-        flags |= {LAST_GONE} if self.uses and self._last().state is not State.FULL else set()
-        return frozenset(flags | ({CHECKPOINTED} if any(self.needed()) else set()))
-
-    def settle(self, facts: Facts) -> None:
-        """Drop tensors as the policy says, the same on every rank; those that this rank alone has saved stay with it.
-
-        Args:
-            facts: Those of all ranks.
-        """
-        last = self._last() if self.uses else None
-        for use in self.uses:
-            own, use.saved = use.saved, facts.saved(use)
-            if use.regathered and (use is not last or LAST_GONE in facts.flags):
-                if use.saved or not own:
-                    use.release()
-            elif use is last:
-                # The unit that computed last is needed first: it is kept rather than gathered again.
-                use.saved = False
-        if any(facts.needed):
-            self.events = schedule.postponed(self.events, facts.needed)
-
     def _make(self, unit: Unit) -> Use:
         # One rank alone holds everything anyway.
-        use = Use(unit, regathered=self._order.shared and unit.is_regathered)
+        use = Use(unit, regathered=self._shared and unit.is_regathered)
         self._made.append(use)
         return use
 
@@ -202,33 +310,69 @@ class Forward:
         """Open a use, wait for its tensors, and close those that it does not lie inside."""
         self._make_room()
         self._pool.clear()
-        self._close_all_but(self._inside[use])
+        self._close_all_but(use.inside)
         use.opened, use.number, use.sequence = True, len(self.uses), _compat.next_sequence_number()
-        self.events.append(Step(Kind.OPEN, use.number))
-        self._open.append(use)
+        self.scopes.append(Step(Kind.OPEN, use.number))
+        self.open = (*self.open, use)
         self.uses.append(use)
         use.wait()
         for leaf in use.unit.leaves:
             leaf.first = leaf.first or use
-        self._saved.watch(use)
+        self.saved.watch(use)
         self._opened(use)
 
     def _close_all_but(self, inside: Iterable[Use]) -> None:
         """Let other uses take the place of those that are open: tensors computed with them from here on are kept."""
-        for use in reversed(self._open):
+        for use in reversed(self.open):
             if use not in inside:
-                self.events.append(Step(Kind.CLOSE, use.number))
+                self.scopes.append(Step(Kind.CLOSE, use.number))
                 use.closed = True
-        self._open = [use for use in self._open if use in inside]
+        self.open = tuple(use for use in self.open if use in inside)
 
     def _make_room(self) -> None:
         """Drop the tensors of the use that was left last."""
         use, self._left = self._left, None
-        learned = self._order.learned
         # Tensors that the order does not regather stay, where this rank alone has saved them.
-        if use is not None and (learned is None or not use.saved or learned.facts.saved(use)):
+        if use is not None and (self._order is None or not use.saved or self._order.saved(use)):
             use.release(self._pool)
+
+    def _needed(self) -> list[int]:
+        """For each use how many scopes came before a checkpoint ended that will need it again; 0 where none will."""
+        numbers = [0] * len(self.uses)
+        for scopes, uses in self._checkpointed.values():
+            for use in uses:
+                numbers[use.number] = max(numbers[use.number], scopes)
+        return numbers
+
+    def _settle(self, order: Order) -> None:
+        """Drop tensors, the same on every rank; those that this rank alone has saved stay with it."""
+        last = self._last() if self.uses else None
+        for use in self.uses:
+            own, use.saved = use.saved, order.saved(use)
+            if use.regathered and (use is not last or LAST_GONE in order.flags):
+                if use.saved or not own:
+                    use.release()
+            elif use is last:
+                # The unit that computed last is needed first: it is kept rather than gathered again.
+                use.saved = False
+        if any(order.needed):
+            self.scopes = schedule.postponed(self.scopes, order.needed)
 
     def _last(self) -> Use:
         """The use that closed last."""
-        return self.uses[self.events[-1].use]
+        return self.uses[self.scopes[-1].use]
+
+
+def _unit_like(event: UnitEvent, own: Mapping[str, Leaf]) -> Unit:
+    """Make a unit of an event's leaves; of those that the function would have computed, with zeros."""
+    leaves = []
+    for path, derived in event.members:
+        leaf = own.get(path)
+        if derived is not None:
+            spec, dtype, trained = derived
+            like = next(iter(own.values())).stored
+            zeros = like.new_zeros(spec.local_shape, dtype=dtype).requires_grad_(trained)
+            leaf = Leaf(path, Sharded(zeros, spec), derived=True)
+        assert leaf is not None
+        leaves.append(leaf)
+    return Unit(event.name, tuple(leaves))

@@ -15,28 +15,18 @@ class Pass:
     because it may only come later than its turn. One that is entered again is gathered outside the schedule.
     """
 
-    def __init__(
-        self,
-        forward: Forward,
-        name: str,
-        units: Sequence[Unit],
-        ends: Sequence[int],
-        apart: Sequence[bool],
-        again: Callable[[Unit], Use],
-    ) -> None:
+    def __init__(self, forward: Forward, name: str, units: Sequence[Unit], again: Callable[[Unit], Use]) -> None:
         """Begin before the first unit.
 
         Args:
             forward: The forward that it is a part of.
             name: The model's name.
             units: In the order of their gathering, each before those that lie inside it.
-            ends: For each unit, the number of the first unit behind it that does not lie inside it.
-            apart: Which units are never merged, because ranks may enter them in an order of their own.
             again: Finds the use of a unit, gathered, for a checkpoint that computes with it in the backward.
         """
         parts = [
-            Part(unit.nbytes, unit.is_regathered, unit.policy.merge_bytes, end, alone)
-            for unit, end, alone in zip(units, ends, apart, strict=True)
+            Part(unit.nbytes, unit.is_regathered, unit.policy.merge_bytes, i + 1 + unit.inside, unit.apart)
+            for i, unit in enumerate(units)
         ]
         self._forward, self._again, self._buckets = forward, again, merge(parts)
         self._units = [_merged(units[b.first : b.last + 1], b.regathered) for b in self._buckets]
@@ -63,7 +53,7 @@ class Pass:
             pass
         bucket = self._bucket_of[number]
         if number == self._buckets[bucket].last and not self._in_scope(bucket) and bucket in self._open:
-            self._leave(self._open.pop(bucket))
+            self._forward.leave(self._open.pop(bucket))
 
     def begin(self, units: range) -> None:
         """Note that a submodule starts to run, which holds these units."""
@@ -75,7 +65,7 @@ class Pass:
             pass
         for bucket in list(self._held):
             if not self._share_submodule(bucket, bucket):
-                self._leave(self._held.pop(bucket))
+                self._forward.leave(self._held.pop(bucket))
 
     def has(self, unit: Unit) -> bool:
         """Whether a bucket holds all leaves of a unit, and may still come, or come again."""
@@ -104,7 +94,7 @@ class Pass:
         self._over = True
         self._scopes, self._running = [], []
         for use in (*self._open.values(), *self._held.values()):
-            self._leave(use)
+            self._forward.leave(use)
         self._open, self._held = {}, {}
         if self._uses and not self._uses[-1].opened and not self._forward.over:
             self._forward.reach(self._uses[-1])
@@ -119,19 +109,13 @@ class Pass:
     def _in_scope(self, bucket: int) -> bool:
         return any(self._bucket_of[number] == bucket for number in self._scopes)
 
-    def _leave(self, use: Use) -> None:
-        if self._forward.over:
-            use.take_back()
-        else:
-            self._forward.leave(use)
-
     def _reach(self, bucket: int, in_turn: bool = True) -> Use:
         """Open a bucket, and close those that stand open without a scope, such as of a leaf read outside its module.
 
         Such a reading before its module's turn, as of a weight's dtype, leaves the schedule alone.
         """
         for other in [n for n in self._open if n != bucket and not self._in_scope(n)]:
-            self._leave(self._open.pop(other))
+            self._forward.leave(self._open.pop(other))
         if bucket in self._open:
             return self._open[bucket]
         if self._forward.over:
@@ -168,6 +152,6 @@ class Pass:
 def _merged(units: Sequence[Unit], regathered: bool) -> Unit:
     """Join the units of a bucket into one."""
     if len(units) == 1:
-        return Unit(units[0].name, units[0].leaves, regathered)
+        return units[0]
     leaves = dict.fromkeys(leaf for unit in units for leaf in unit.leaves)
-    return Unit(f"{units[0].name} to {units[-1].name}", tuple(leaves), regathered)
+    return Unit(f"{units[0].name} to {units[-1].name}", tuple(leaves), regathered=regathered)

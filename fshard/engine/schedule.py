@@ -6,11 +6,11 @@ trace by `fs.jit`, and error messages read those lists.
 
 import itertools
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 
-class Kind(Enum):
+class Kind(StrEnum):
     """What a step does.
 
     GATHER starts the all-gather of a use. OPEN is where the forward starts to compute with it, and the backward to

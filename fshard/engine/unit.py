@@ -1,6 +1,5 @@
 """Leaves, units and uses: the owners of full tensors and of partial gradients."""
 
-import fnmatch
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from fshard.checks import check_versions, kind, writes_counted
 from fshard.collectives import divided
 from fshard.errors import Problem, leaf_error
 from fshard.transforms.compose import reduction, sum_dtype
-from fshard.tree import ReshardPolicy, Sharded
+from fshard.tree import ReshardPolicy, Sharded, grouped, matches
 
 _PLAIN = ReshardPolicy()
 
@@ -26,6 +25,41 @@ class Like(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+
+
+class Sum:
+    """Gradients that are added up, in place from where the sum is no one else's tensor.
+
+    Attributes:
+        value: The sum so far; None before the first part.
+    """
+
+    __slots__ = ("_own", "value")
+
+    def __init__(self) -> None:
+        """Nothing is added yet."""
+        self.value: torch.Tensor | None = None
+        self._own = False
+
+    def add(self, part: torch.Tensor, dtype: torch.dtype | None = None, own: bool = False) -> None:
+        """Add a part.
+
+        Args:
+            part: The part.
+            dtype: The dtype in which two parts and more are added up; None leaves it to them.
+            own: Whether the part may be written to.
+        """
+        if self.value is None:
+            self.value, self._own = part, own
+            return
+        wide = self.value if dtype is None else self.value.to(dtype)
+        self.value = wide.add_(part) if self._own or wide is not self.value else wide + part
+        self._own = True
+
+    def take(self) -> torch.Tensor | None:
+        """Hand over the sum, and begin anew."""
+        value, self.value = self.value, None
+        return value
 
 
 class Leaf:
@@ -39,21 +73,19 @@ class Leaf:
         trained: Whether it takes a gradient.
         derived: Whether it was computed inside the call, so that autograd goes on from its reduced gradient.
         like: Shape, dtype and device of the full tensor, once it has been gathered.
-        alone: Whether it is large enough for an autograd node and a collective of its own.
+        large: Whether it is large enough for an autograd node and a collective of its own.
         keeper: The use that keeps its full tensor for others, where the policy says so.
         first: The first use of the running forward, in whose backward the gradient is complete.
-        several: Whether gradients of several microbatches are added up.
-        partial: This rank's full gradient so far.
+        accumulated: Whether gradients of several microbatches are added up.
         owed: Whether a reduction of it is due on every rank, whether this one has used the leaf or not.
-        grad: Its reduced gradient.
         used: Whether a backward of this rank has reached it.
         state: The state of its transform, if that has one.
         hooks: Functions that run on this rank's full gradient in each backward, by the numbers of their registrations.
     """
 
     __slots__ = (
-        *("_owns_grad", "_owns_partial", "_unhooked", "alone", "derived", "first", "grad", "hooks", "keeper", "like"),
-        *("owed", "partial", "path", "several", "spec", "state", "stored", "tensor", "trained", "used"),
+        *("_full", "_reduced", "_unhooked", "derived", "first", "hooks", "keeper", "large", "like", "owed", "path"),
+        *("accumulated", "spec", "state", "stored", "tensor", "trained", "used"),
     )
 
     def __init__(self, path: str, leaf: Sharded, derived: bool = False) -> None:
@@ -66,15 +98,13 @@ class Leaf:
             remedy = "gather leaves as they are, or give the result the spec of one whose transform has no state"
             raise leaf_error("gather: no state", [Problem(path, found, "one of the parameters")], remedy)
         self.like: Like | None = None
-        self.alone = self.several = self.owed = self.used = False
+        self.large = self.accumulated = self.owed = self.used = False
         self.keeper: Use | None = None
         self.first: Use | None = None
-        self.partial: torch.Tensor | None = None
-        self.grad: torch.Tensor | None = None
-        self._owns_grad = self._owns_partial = False
+        # Of this rank: the full gradient of the running backward before hooks, that of all backwards, the reduced one.
+        self._unhooked, self._full, self._reduced = Sum(), Sum(), Sum()
         self.state: Any = None
         self.hooks: dict[int, Callable[[torch.Tensor], torch.Tensor | None]] = {}
-        self._unhooked: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -91,15 +121,15 @@ class Leaf:
         """Note dtype and shape of the full tensor, the same on every rank."""
         if self.like is None:
             self.like = Like(full.shape, full.dtype, full.device)
-            self.alone = self.nbytes >= (reduction(self.spec.transform).bucket_bytes or comm.PACK_BYTES)
+            self.large = self.nbytes >= (reduction(self.spec.transform).bucket_bytes or comm.PACK_BYTES)
 
     def add_partial(self, grad: torch.Tensor) -> None:
         """Add to this rank's full gradient; where hooks are to run, to that of the running backward."""
         self.used = True
         if self.hooks:
-            self._unhooked = grad if self._unhooked is None else self._unhooked + grad
+            self._unhooked.add(grad)
         else:
-            self._add(grad)
+            self._full.add(grad, self._sum_dtype(grad.dtype))
 
     def run_hooks(self) -> None:
         """Run hooks on the gradient of the running backward, which is complete, and add their result.
@@ -107,10 +137,11 @@ class Leaf:
         Raises:
             ValueError: if a hook returns something else than a gradient.
         """
-        if self._unhooked is None:
+        unhooked = self._unhooked.take()
+        if unhooked is None:
             return
         # A copy, which hooks may keep or write to.
-        grad, self._unhooked = self._unhooked.clone(), None
+        grad = unhooked.clone()
         for hook in self.hooks.values():
             with torch.no_grad():
                 found = hook(grad)
@@ -120,27 +151,19 @@ class Leaf:
                 remedy = "return one like its argument"
                 raise leaf_error("register_hook: a hook's result is no gradient", [problem], remedy)
             grad = grad if found is None else found.detach()
-        self._add(grad)
+        self._full.add(grad, self._sum_dtype(grad.dtype))
 
     def take_partial(self) -> torch.Tensor:
         """Hand over this rank's full gradient; zeros where it has none."""
-        grad, self.partial, self.owed = self.partial, None, False
+        self.owed = False
+        grad = self._full.take()
         return self.zeros() if grad is None else grad
 
-    def _add(self, grad: torch.Tensor) -> None:
-        # The first part may be anybody's tensor, a sum is the leaf's own.
-        if self.partial is None:
-            self.partial, self._owns_partial = grad, False
-        else:
-            wide = self._widened(self.partial)
-            self.partial = wide.add_(grad) if self._owns_partial or wide is not self.partial else wide + grad
-            self._owns_partial = True
+    def _sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Find the dtype in which gradients of a dtype are added up."""
+        return sum_dtype(self.spec, dtype) if self.accumulated else dtype
 
-    def _widened(self, grad: torch.Tensor) -> torch.Tensor:
-        """Cast a part of the gradient to the dtype in which parts are added up."""
-        return grad.to(sum_dtype(self.spec, grad.dtype)) if self.several else grad
-
-    def take(self, grad: torch.Tensor, divisor: Any = 1, own: bool | None = None) -> None:
+    def add_reduced(self, grad: torch.Tensor, divisor: Any = 1, own: bool | None = None) -> None:
         """Add a part of the reduced gradient, divided.
 
         Args:
@@ -149,24 +172,21 @@ class Leaf:
             own: Whether it may be written to; None asks the transform that reduced it.
         """
         own = reduction(self.spec.transform).is_new if own is None else own
-        stored = self.stored.dtype
-        wide = grad.to(sum_dtype(self.spec, stored) if self.several else stored)
+        wide = grad.to(self._sum_dtype(self.stored.dtype))
         grad, own = wide, own or wide is not grad
         if not (isinstance(divisor, int) and divisor == 1):
             grad, own = grad.div_(divisor) if own else divided(grad, divisor), True
-        if self.grad is not None:
-            grad, own = self.grad.add_(grad) if self._owns_grad else self.grad + grad, True
-        self.grad, self._owns_grad = grad, own
+        self._reduced.add(grad, own=own)
 
     def take_reduced(self) -> torch.Tensor:
         """Hand over the reduced gradient to autograd, which goes on from it."""
-        grad, self.grad = self.grad, None
+        grad = self._reduced.take()
         assert grad is not None
         return grad
 
     def take_grad(self, divisor: Any = 1) -> torch.Tensor:
         """Hand over the reduced gradient, divided and in the stored dtype; zeros where this rank has none."""
-        grad, self.grad = self.grad, None
+        grad = self._reduced.take()
         return torch.zeros_like(self.stored) if grad is None else divided(grad, divisor).to(self.stored.dtype)
 
 
@@ -174,17 +194,14 @@ def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (a.shape, a.dtype, a.device, a.layout) == (b.shape, b.dtype, b.device, b.layout)
 
 
-def policy_of(leaves: Sequence[Leaf]) -> ReshardPolicy:
+def policy_of(leaves: Sequence[Leaf | Sharded]) -> ReshardPolicy:
     """Find the reshard policy of leaves that share one strategy; the default where their specs have none."""
     return next((leaf.spec.reshard for leaf in leaves if leaf.spec.reshard), _PLAIN)
 
 
-def by_transform(leaves: Sequence[Leaf], numbers: Sequence[int]) -> dict[Any, list[int]]:
-    """Group the numbers of leaves by their transform."""
-    groups: dict[Any, list[int]] = {}
-    for i in numbers:
-        groups.setdefault(leaves[i].spec.transform, []).append(i)
-    return groups
+def transform_of(leaf: Leaf) -> Any:
+    """Find the transform by which a leaf is gathered."""
+    return leaf.spec.transform
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,11 +211,15 @@ class Unit:
     Attributes:
         name: For errors and policies.
         leaves: The leaves.
+        inside: How many of the units that come next in its model lie inside it.
+        apart: Whether it is never merged with others, because ranks may enter it in an order of their own.
         regathered: Whether it is dropped after its forward and gathered again; None asks the policy of its leaves.
     """
 
     name: str
     leaves: tuple[Leaf, ...]
+    inside: int = 0
+    apart: bool = False
     regathered: bool | None = None
 
     @functools.cached_property
@@ -221,12 +242,7 @@ class Unit:
     def is_regathered(self) -> bool:
         """Whether its policy drops it after its forward."""
         rule = self.policy.regather if self.regathered is None else self.regathered
-        if isinstance(rule, bool):
-            return rule
-        if callable(rule):
-            return bool(rule(self.name))
-        patterns = (rule,) if isinstance(rule, str) else rule
-        return any(fnmatch.fnmatchcase(self.name, pattern) for pattern in patterns)
+        return rule if isinstance(rule, bool) else matches(rule, self.name)
 
 
 class State(Enum):
@@ -235,7 +251,6 @@ class State(Enum):
     ABSENT = "absent"
     GATHERING = "gathering"
     FULL = "full"
-    RELEASED = "released"
 
 
 class Use:
@@ -245,6 +260,7 @@ class Use:
         unit: The unit.
         number: Its number among the uses of a forward, once it has been opened.
         regathered: Whether its tensors are dropped after the forward.
+        inside: Uses within which it lies, which stay open while it is.
         state: Where its full tensors are.
         full: The full tensors, by leaf; None for single ones that were dropped.
         outputs: Tensors handed out to the function, by leaf, while the unit is open; autograd knows them.
@@ -260,8 +276,8 @@ class Use:
     """
 
     __slots__ = (
-        *("_finish", "_handed_out", "_versions", "anchor", "checkpoints", "closed", "full", "number", "opened"),
-        *("outputs", "regathered", "saved", "sequence", "state", "unit", "until"),
+        *("_finish", "_handed_out", "_versions", "anchor", "checkpoints", "closed", "full", "inside", "number"),
+        *("opened", "outputs", "regathered", "saved", "sequence", "state", "unit", "until"),
     )
 
     def __init__(self, unit: Unit, regathered: bool) -> None:
@@ -269,6 +285,7 @@ class Use:
         self.unit, self.number, self.regathered, self.state = unit, -1, regathered, State.ABSENT
         self.full: list[torch.Tensor | None] = []
         self.outputs: dict[int, torch.Tensor] = {}
+        self.inside: tuple[Use, ...] = ()
         self.opened = self.closed = self.saved = False
         self.sequence = self.checkpoints = 0
         self.until: int | None = None
@@ -284,15 +301,15 @@ class Use:
         Args:
             pool: Memory that the gather may write to; what it leaves of it is gone afterwards.
         """
-        if self.state in (State.GATHERING, State.FULL):
+        if self.state is not State.ABSENT:
             return
         leaves = self.unit.leaves
-        missing = [i for i, leaf in enumerate(leaves) if leaf.keeper is None]
+        missing = [leaf if leaf.keeper is None else None for leaf in leaves]
         if not self.regathered:
-            for i in missing:
-                leaves[i].keeper = self
-        groups = by_transform(leaves, missing)
-        paths = [leaves[i].path for i in missing]
+            for leaf in leaves:
+                leaf.keeper = leaf.keeper or self
+        groups = grouped(missing, transform_of)
+        paths = [leaf.path for leaf in missing if leaf is not None]
         with writes_counted(), torch.no_grad(), comm.concerning([self.unit.name], paths, pool):
             self._finish = [
                 (group, transform.start_gather([leaves[i].stored for i in group], [leaves[i].spec for i in group]))
@@ -341,25 +358,23 @@ class Use:
 
     def release(self, pool: comm.Pool | None = None) -> None:
         """Drop all full tensors."""
-        if self.state is State.FULL:
-            for index in range(len(self.full)):
-                self.drop(index, pool)
-            self.full, self.state = [], State.RELEASED
-        elif self.state is State.GATHERING:
+        if self.state is State.GATHERING:
             # This rank had no use for it, but the gather is under way.
             self.wait()
-            self.release(pool)
+        for index in range(len(self.full)):
+            self.drop(index, pool)
+        self.full, self.state = [], State.ABSENT
 
     def group_of(self, index: int) -> list[int]:
         """List the leaves that share an autograd node with one: small ones do, and so a buffer of gradients."""
         leaves = self.unit.leaves
-        if leaves[index].alone and not leaves[index].derived:
+        if leaves[index].large and not leaves[index].derived:
             return [index]
         derived = leaves[index].derived
         return [
             i
             for i, leaf in enumerate(leaves)
-            if i not in self.outputs and leaf.trained and leaf.derived == derived and (derived or not leaf.alone)
+            if i not in self.outputs and leaf.trained and leaf.derived == derived and (derived or not leaf.large)
         ]
 
     def hand_out(self, holder: dict[str, Any], key: str) -> None:
