@@ -6,7 +6,7 @@ from fshard.collectives import linear_call
 from fshard.engine import call_of
 from fshard.transforms import ShardTransform
 from fshard.transforms.compose import pair
-from fshard.tree import Flat, Tree, flatten, is_sharded, unflatten
+from fshard.tree import Flat, Sharded, Tree, flatten, grouped, is_sharded, unflatten
 
 
 def gather(tree: Tree) -> Tree:
@@ -44,11 +44,7 @@ def gather(tree: Tree) -> Tree:
         gathered = call.gather([flat.paths[i] for i in bound], [leaves[i] for i in bound])
         for i, full in zip(bound, gathered, strict=True):
             leaves[i] = full
-    groups: dict[tuple[ShardTransform, bool], list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        if is_sharded(leaf):
-            still = leaf.spec.frozen or not (leaf.local.is_floating_point() or leaf.local.is_complex())
-            groups.setdefault((leaf.spec.transform, still), []).append(i)
+    groups = grouped((leaf if is_sharded(leaf) else None for leaf in leaves), _gathered_with)
     # Leaves of a running call have gone through it; what is left begins a call of its own.
     axes = dict.fromkeys(axis for transform, _ in groups for axis in transform.axes)
     comm.same_call("gather", tuple(axes), Flat(flat.paths, leaves, flat.treedef))
@@ -61,3 +57,9 @@ def gather(tree: Tree) -> Tree:
         for i, full in zip(group, gathered, strict=True):
             leaves[i] = full
     return unflatten(flat.treedef, leaves)
+
+
+def _gathered_with(leaf: Sharded) -> tuple[ShardTransform, bool]:
+    """Find the transform of a leaf, and whether it takes no gradient: leaves alike in both share a node."""
+    differentiable = leaf.local.is_floating_point() or leaf.local.is_complex()
+    return leaf.spec.transform, leaf.spec.frozen or not differentiable  # type: ignore[return-value]

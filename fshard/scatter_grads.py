@@ -8,10 +8,9 @@ from fshard import comm
 from fshard.checks import check_floating, check_local, check_no_gradient, kind, same_structure
 from fshard.collectives import denominator, divided, linear_call, reduction_axes
 from fshard.errors import Problem, leaf_error
-from fshard.transforms import ShardTransform
 from fshard.transforms.compose import pair, reduction, scatter
 from fshard.transforms.state import ABSENT, Absent, joined, states_of
-from fshard.tree import Sharded, Tree, flatten, is_sharded, unflatten
+from fshard.tree import Sharded, Tree, flatten, grouped, is_sharded, is_trained, unflatten
 
 
 def scatter_grads(
@@ -67,15 +66,13 @@ def scatter_grads(
     comm.same_call("scatter_grads", axes, params, reduce=reduce)
     divisor = denominator(count, axes, reduce)
     leaves: list[Any] = list(flat.leaves)
-    groups: dict[ShardTransform, list[int]] = {}
     for i, param in enumerate(params.leaves):
         if not is_sharded(param):
             leaves[i] = None if leaves[i] is None else divided(leaves[i], divisor)
         elif param.spec.frozen:
             leaves[i] = None
-        else:
-            groups.setdefault(param.spec.transform, []).append(i)
-    for transform, group in groups.items():
+    trained = [param if is_sharded(param) and is_trained(param) else None for param in params.leaves]
+    for transform, group in grouped(trained, lambda param: param.spec.transform).items():
         specs = tuple(params.leaves[i].spec for i in group)
         full = [_or_zeros(leaves[i], params.leaves[i]) for i in group]
         paths = [flat.paths[i] for i in group]
