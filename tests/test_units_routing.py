@@ -7,6 +7,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import fshard as fs
+from fshard.testing import assert_trees_close, spmd
+from tests.trees import one_axis
 from tests.unit_models import (
     CHOSEN,
     HIDDEN,
@@ -176,6 +178,62 @@ def test_a_rank_stops_before_the_last_units():
     for world_size, strategies in CHOSEN.items():
         batches = [(x, depth) for (x,), depth in zip(vectors(world_size), depths)]
         assert_one_process(filled(Stages()), batches, Perceptron, strategies)
+
+
+class Late(nn.Module):
+    """Parameters of an open unit that some ranks read behind the unit, or the collective, inside."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+        self.scale, self.wide = nn.Parameter(torch.empty(WIDTH)), nn.Parameter(torch.empty(WIDTH, 5001))
+
+    def forward(self, x, late):
+        x = self.inside(x)
+        return (torch.tanh(x * self.scale) @ self.wide if late else x).square().mean()
+
+
+class Outer(nn.Module):
+    def __init__(self, inside):
+        super().__init__()
+        self.first, self.late = Perceptron(), Late(inside)
+
+    def forward(self, x, late):
+        return self.late(self.first(x), late)
+
+
+LATE = (True, False, True)
+
+
+def test_reductions_wait_for_the_ranks_that_have_no_gradient_yet():
+    """Gradients of computed leaves are reduced at once, and take none with them that this rank alone has."""
+
+    def loss(apply, params, *batch):
+        computed = {name: fs.tree_map(torch.tanh, leaf) for name, leaf in params.items() if "inside" in name}
+        return apply(params | computed, *batch)
+
+    module = filled(Outer(Perceptron()))
+    for world_size, strategies in CHOSEN.items():
+        batches = [(x, late) for (x,), late in zip(vectors(world_size), LATE)]
+        assert_one_process(module, batches, (Late, Perceptron), strategies, loss=loss)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_reductions_do_not_overtake_a_collective_of_the_loss(world_size):
+    full = {name: p.detach() for name, p in filled(Outer(torch.tanh)).named_parameters()}
+
+    def program():
+        mesh = one_axis()
+        axis, rank = fs.axis_of(mesh), mesh.get_rank()
+        model = fs.functionalize(Outer(lambda x: fs.pmean(torch.tanh(x), axis)), (Late, Perceptron))
+        ((x,), late) = vectors(world_size)[rank], LATE[rank]
+        for strategy in CHOSEN[world_size].values():
+            params = fs.shard(full, strategy(mesh))
+            expected = fs.value_and_grad(lambda p: model.apply(fs.gather(p), x, late))(params)
+            for _ in range(2):
+                assert_trees_close(fs.value_and_grad(lambda p: model.apply(p, x, late))(params), expected)
+
+    spmd(program, world_size)
 
 
 @pytest.mark.slow

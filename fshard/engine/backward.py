@@ -65,7 +65,8 @@ class Backward:
         """
         self._uses, self._divisor = uses, divisor
         self._reduce_now, self._early, self._last = reduce, early, last
-        self._steps = schedule.backward(scopes, [turn_of(use, reduce) for use in uses])
+        self._turns = [turn_of(use, reduce) for use in uses]
+        self._steps = schedule.backward(scopes, self._turns)
         self._place = {step: n for n, step in enumerate(self._steps)}
         self._last_gather = max((n for n, step in enumerate(self._steps) if step.kind is Kind.GATHER), default=-1)
         self._at = 0
@@ -113,14 +114,13 @@ class Backward:
                 self._uses[step.use].start(self._pool)
         return use
 
-    def passed(self, uses: Sequence[Use]) -> None:
-        """Take all steps before a collective of the function's own, wherever this rank's autograd is.
+    def passed(self, number: int) -> None:
+        """Take all steps up to where a collective of the function's own ends, or begins.
 
         Args:
-            uses: Those that were open where it was called.
+            number: Number of the COLLECTIVE step.
         """
-        self._pass_left()
-        self._advance(max((self._place[Step(Kind.OPEN, use.number)] for use in uses), default=-1) + 1)
+        self._advance(self._place[Step(Kind.COLLECTIVE, number)] + 1)
 
     def arrived(self, use: Use, group: Sequence[int], grads: Sequence[torch.Tensor | None]) -> None:
         """Take this rank's full gradients for some leaves of a use."""
@@ -136,7 +136,8 @@ class Backward:
     def reduced_now(self, use: Use, group: Sequence[int]) -> list[torch.Tensor]:
         """Finish the gradients of leaves from which autograd goes on."""
         self._advance(1 + max(self._place[Step(Kind.REDUCE, use.number, i)] for i in group))
-        self._land_all()
+        while self._flying:
+            self._land()
         return [use.unit.leaves[i].take_reduced() for i in group]
 
     def finish(self, leaves: Sequence[Leaf], failed: Exception | None) -> Exception | None:
@@ -179,6 +180,8 @@ class Backward:
                 return before is Kind.REDUCE or (before is Kind.GATHER and self._may_take(number - 1))
             case Kind.OPEN:
                 return True
+            case Kind.COLLECTIVE:
+                return False
         use = self._uses[step.use]
         # A checkpoint may compute with a use again until autograd has left it, whether or not a reduction is due there.
         return not use.regathered and (not use.checkpoints or _is_left(use, _compat.running_sequence_number()))
@@ -198,6 +201,8 @@ class Backward:
     @_compat.outside_selective_checkpoint()
     def _take(self, step: Step) -> None:
         self._at += 1
+        if step.kind is Kind.COLLECTIVE:
+            return
         use = self._uses[step.use]
         match step.kind:
             case Kind.GATHER:
@@ -206,6 +211,9 @@ class Backward:
                 leaf = use.unit.leaves[step.leaf]
                 if self._early or leaf.derived:
                     self._reduce(leaf)
+                # Autograd waits for a computed leaf: its bucket starts here, whatever else this rank has ready.
+                if leaf.derived and step.leaf == self._turns[step.use].due[-1]:
+                    self._start_all()
             case Kind.CLOSE:
                 self._pinned.append(use)
                 for other in self._pinned:
@@ -253,10 +261,13 @@ class Backward:
                 # Divided now, while it is in the processor's cache.
                 leaf.add_reduced(grad, 1 if leaf.derived else self._divisor)
 
-    def _land_all(self) -> None:
+    def _start_all(self) -> None:
         for bucket in self._buckets.values():
             self._start(bucket)
         self._buckets = {}
+
+    def _land_all(self) -> None:
+        self._start_all()
         while self._flying:
             self._land()
 

@@ -194,8 +194,8 @@ class Call:
 
     def _mark(self) -> Callable[[], None]:
         """Note where the function calls a collective; the backward then brings this rank's steps there."""
-        uses = self._forward.open
-        return lambda: None if self._backward is None else self._backward.passed(uses)
+        number = self._forward.mark()
+        return lambda: None if number is None or self._backward is None else self._backward.passed(number)
 
     def _drops(self) -> bool:
         """Whether some tensors are gathered again in the backward."""

@@ -34,7 +34,7 @@ class Forward:
 
     Attributes:
         uses: In the order in which they were opened.
-        scopes: OPEN and CLOSE of each, in their order.
+        scopes: OPEN and CLOSE of each, and COLLECTIVE, in their order.
         open: The uses that no other has taken the place of.
         passes: Applications of models in it.
         saved: The hooks by which autograd saves tensors.
@@ -186,6 +186,18 @@ class Forward:
             use.saved = True
             _, uses = self._checkpointed.get(checkpoint, (0, {}))
             self._checkpointed[checkpoint] = len(self.scopes), {**uses, use: None}
+
+    def mark(self) -> int | None:
+        """Note where a collective of the function's own begins or ends.
+
+        Returns:
+            The number of the step; None where a checkpoint only runs it again.
+        """
+        if self.over:
+            return None
+        number = sum(step.kind is Kind.COLLECTIVE for step in self.scopes)
+        self.scopes.append(Step(Kind.COLLECTIVE, number))
+        return number
 
     def fail(self) -> None:
         """Forget the checkpoints of this rank, which goes on without a loss."""

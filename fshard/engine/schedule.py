@@ -15,12 +15,14 @@ class Kind(StrEnum):
 
     GATHER starts the all-gather of a use. OPEN is where the forward starts to compute with it, and the backward to
     differentiate that. REDUCE reduces the gradient of one of its leaves. CLOSE is where another use may take its place.
+    COLLECTIVE is where the function's own collective begins or ends; no later step comes before it on any rank.
     """
 
     GATHER = "gather"
     OPEN = "open"
     REDUCE = "reduce"
     CLOSE = "close"
+    COLLECTIVE = "collective"
 
 
 class Step(NamedTuple):
@@ -28,7 +30,7 @@ class Step(NamedTuple):
 
     Attributes:
         kind: What it does.
-        use: Number of the use, in the order of the forward.
+        use: Number of the use, in the order of the forward; for COLLECTIVE, that of the step among its like.
         leaf: For REDUCE, the number of the leaf in its unit.
     """
 
@@ -159,7 +161,7 @@ def backward(events: Sequence[Step], turns: Sequence[Turn]) -> list[Step]:
     """Turn a forward around.
 
     Args:
-        events: OPEN and CLOSE of each use, in the order of the forward.
+        events: OPEN and CLOSE of each use, and COLLECTIVE, in the order of the forward.
         turns: The uses by their numbers.
 
     Returns:
@@ -176,6 +178,9 @@ def backward(events: Sequence[Step], turns: Sequence[Turn]) -> list[Step]:
         return max(started, to)
 
     for event in reversed(events):
+        if event.kind is Kind.COLLECTIVE:
+            steps.append(event)
+            continue
         turn = turns[event.use]
         early = turn.early()
         if event.kind is Kind.CLOSE:
@@ -196,7 +201,7 @@ def postponed(events: Sequence[Step], needed: Sequence[int]) -> list[Step]:
     """Let uses close no sooner than the checkpoints that compute with them again: the backward begins with those.
 
     Args:
-        events: OPEN and CLOSE of each use, in the order of the forward.
+        events: OPEN and CLOSE of each use, and COLLECTIVE, in the order of the forward.
         needed: For each use how many events came before the end of a checkpoint that will need it; 0 where none will.
 
     Returns:

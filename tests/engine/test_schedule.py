@@ -1,13 +1,14 @@
 """The schedule as tables, without ranks.
 
-Steps are written as letters: g a gather, o where a use opens, r a reduction (of leaf n as r.n), c where it closes.
+Steps are written as letters: g a gather, o where a use opens, r a reduction (of leaf n as r.n), c where it closes, x
+where a collective of the function's own begins or ends.
 """
 
 import pytest
 
 from fshard.engine.schedule import Kind, Part, Step, Turn, backward, forward, merge, postponed
 
-KINDS = {"g": Kind.GATHER, "o": Kind.OPEN, "r": Kind.REDUCE, "c": Kind.CLOSE}
+KINDS = {"g": Kind.GATHER, "o": Kind.OPEN, "r": Kind.REDUCE, "c": Kind.CLOSE, "x": Kind.COLLECTIVE}
 LETTERS = {kind: letter for letter, kind in KINDS.items()}
 
 
@@ -91,6 +92,7 @@ BACKWARDS = {
     ),
     "the last one kept": (CHAIN, [one(), one(), one(again=False)], "g1 o2 r2.0 c2 g0 o1 r1.0 c1 o0 r0.0 c0"),
     "none again": (CHAIN, [one(again=False)] * 3, "o2 r2.0 c2 o1 r1.0 c1 o0 r0.0 c0"),
+    "a collective of the function's own": ("o0 x0 x1 o1 c1 c0", [one()] * 2, "g0 g1 o0 o1 r1.0 c1 x1 x0 r0.0 c0"),
     "nothing due, as where gradients are reduced once": (
         "o0 c0 o1 c1",
         [one(due=())] * 2,
