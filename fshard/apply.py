@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fshard import _compat, comm
-from fshard.checks import check_local, check_operands, check_transforms, kind, refuse_writes, writes_counted
+from fshard.checks import check_local, check_operands, check_transforms, describe, refuse_writes, writes_counted
 from fshard.collectives import reduction_axes
 from fshard.engine import Call, Leaf, Unit, call_of
 from fshard.errors import Problem, leaf_error
@@ -39,7 +39,7 @@ class Model:
         """Copy the module without its weights; see `functionalize`."""
         if not isinstance(module, nn.Module):
             raise ValueError(
-                f"functionalize: expected module to be an nn.Module, got {kind(module)}; call its class first"
+                f"functionalize: expected module to be an nn.Module, got {describe(module)}; call its class first"
             )
         _refuse_lazy(module)
         _refuse_hidden_weights(module)
@@ -273,7 +273,7 @@ def apply(model: Model, params: Mapping[str, Any], *args: Any, **kwargs: Any) ->
         ValueError: as `Model.apply`.
     """
     if not isinstance(model, Model):
-        raise ValueError(f"apply: expected model to be a Model, got {kind(model)}; make one by fs.functionalize")
+        raise ValueError(f"apply: expected model to be a Model, got {describe(model)}; make one by fs.functionalize")
     return model.apply(params, *args, **kwargs)
 
 
@@ -345,7 +345,7 @@ def _check_names(what: str, argument: str, found: Any, needed: Mapping[str, tupl
     """Refuse a dict whose names, or where they are known shapes, differ from those needed."""
     if not isinstance(found, Mapping):
         raise ValueError(
-            f"{what}: expected {argument} to be a dict by name, got {kind(found)}; pass what model.init or apply "
+            f"{what}: expected {argument} to be a dict by name, got {describe(found)}; pass what model.init or apply "
             "returned"
         )
     problems = [Problem(f"[{name!r}]", "nothing", "a leaf") for name in needed if name not in found]
@@ -356,7 +356,7 @@ def _check_names(what: str, argument: str, found: Any, needed: Mapping[str, tupl
             problems.append(Problem(f"[{name!r}]", "a leaf", "nothing"))
         elif has is None or shape not in (None, has):
             wanted = "a tensor" if shape is None else f"a tensor of shape {shape}"
-            problems.append(Problem(f"[{name!r}]", kind(leaf) if has is None else f"shape {has}", wanted))
+            problems.append(Problem(f"[{name!r}]", describe(leaf) if has is None else f"shape {has}", wanted))
     if problems:
         raise leaf_error(f"{what}: {argument} do not match the module's", problems, "pass those of this model")
 

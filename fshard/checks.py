@@ -12,14 +12,14 @@ from fshard import _compat
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Flat, Tree, Treedef, flatten, is_sharded
 
-# Where a tensor says that it was given up.
-GIVEN_UP = "donated"
+# Where a tensor says that it was donated.
+DONATED = "donated"
 
 
-def kind(leaf: Any) -> str:
+def describe(leaf: Any) -> str:
     """Say what a leaf is, for an error.
 
-    >>> kind(1.5), kind(3), kind(torch.ones(2))
+    >>> describe(1.5), describe(3), describe(torch.ones(2))
     ('a float', 'an int', 'a float32 Tensor of shape (2,)')
     """
     if leaf is None or is_sharded(leaf):
@@ -76,7 +76,7 @@ def check_numbers(what: str, allowed: Range, **given: Any) -> None:
     for name, value in given.items():
         shown, number = f"{value!r:.40}", value
         if isinstance(value, torch.Tensor):
-            shown, number = kind(value), None
+            shown, number = describe(value), None
             known = type(value) is torch.Tensor and value.is_cpu and not _compat.is_tracing()
             if value.numel() != 1 or value.is_complex() or value.dtype is torch.bool:
                 number = "none"
@@ -102,7 +102,7 @@ def check_types(what: str, needed: type | tuple[type, ...], expected: str, **giv
     """
     for name, value in given.items():
         if not isinstance(value, needed) or isinstance(value, bool):
-            raise ValueError(f"{what}: expected {name} to be {expected}, got {kind(value)}")
+            raise ValueError(f"{what}: expected {name} to be {expected}, got {describe(value)}")
 
 
 def check_seed(what: str, seed: Any) -> None:
@@ -116,7 +116,7 @@ def check_seed(what: str, seed: Any) -> None:
         ValueError: if it is no whole number of 64 bits.
     """
     if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
-        shown = f"{seed!r:.40}" if isinstance(seed, int) else kind(seed)
+        shown = f"{seed!r:.40}" if isinstance(seed, int) else describe(seed)
         raise ValueError(f"{what}: expected seed to be a whole number of 64 bits, got {shown}")
 
 
@@ -131,7 +131,7 @@ def check_function(what: str, f: Any) -> None:
         ValueError: if it cannot be called.
     """
     if not callable(f):
-        raise ValueError(f"{what}: expected f to be a function, got {kind(f)}")
+        raise ValueError(f"{what}: expected f to be a function, got {describe(f)}")
 
 
 def check_dim(what: str, dim: Any) -> None:
@@ -148,15 +148,15 @@ def check_dim(what: str, dim: Any) -> None:
         raise ValueError(f"{what}: expected dim to be a whole number, got {dim!r:.40}")
 
 
-def give_up(tensor: torch.Tensor) -> torch.Tensor:
+def mark_donated(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a new tensor, and none in the old one, which says from then on that it was donated."""
     kept = tensor.detach()
     tensor.set_(tensor.new_empty(0))  # type: ignore[call-overload]
-    tensor.__dict__[GIVEN_UP] = True
+    tensor.__dict__[DONATED] = True
     return kept
 
 
-def refuse_given_up(what: str, flat: Flat) -> None:
+def refuse_donated(what: str, flat: Flat) -> None:
     """Refuse tensors that were donated to an earlier call.
 
     Args:
@@ -164,16 +164,16 @@ def refuse_given_up(what: str, flat: Flat) -> None:
         flat: The tree.
 
     Raises:
-        ValueError: with the path of every leaf that was given up.
+        ValueError: with the path of every leaf that was donated.
     """
     problems = [
         Problem(path, "a tensor that was donated to an earlier call", "what that call returned in its place")
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if GIVEN_UP in getattr(leaf.local if is_sharded(leaf) else leaf, "__dict__", ())
+        if DONATED in getattr(leaf.local if is_sharded(leaf) else leaf, "__dict__", ())
     ]
     if problems:
         remedy = "go on with the new state, or do not donate the old one"
-        raise leaf_error(f"{what}: arguments were given up", problems, remedy)
+        raise leaf_error(f"{what}: arguments were donated", problems, remedy)
 
 
 def is_reachable(axis: Axis) -> bool:
@@ -191,14 +191,14 @@ def check_local(what: str, flat: Flat) -> None:
     Raises:
         ValueError: with every wrong leaf's path, what it holds and what its spec needs, or that it was donated.
     """
-    refuse_given_up(what, flat)
+    refuse_donated(what, flat)
     problems = []
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         if not is_sharded(leaf):
             continue
         local, needed = leaf.local, f"a local tensor of shape {leaf.spec.local_shape}"
         if not isinstance(local, torch.Tensor):
-            problems.append(Problem(path, f"{kind(local)} as local tensor", needed))
+            problems.append(Problem(path, f"{describe(local)} as local tensor", needed))
         elif tuple(local.shape) != leaf.spec.local_shape:
             problems.append(Problem(path, f"a local tensor of shape {tuple(local.shape)}", needed))
     if problems:
@@ -271,7 +271,7 @@ def check_tensors(what: str, flat: Flat) -> None:
         ValueError: with the path of every other leaf that is neither a tensor nor Sharded.
     """
     problems = [
-        Problem(path, kind(leaf), "a Sharded leaf or a tensor")
+        Problem(path, describe(leaf), "a Sharded leaf or a tensor")
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
         if leaf is not None and not isinstance(leaf, torch.Tensor) and not is_sharded(leaf)
     ]
@@ -295,7 +295,7 @@ def check_floating(what: str, flat: Flat) -> None:
             continue
         tensor = leaf.local if is_sharded(leaf) else leaf
         if not (isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex())):
-            problems.append(Problem(path, kind(tensor), "a floating tensor"))
+            problems.append(Problem(path, describe(tensor), "a floating tensor"))
     if problems:
         remedy = "shard these leaves with frozen=, or keep them out of the parameters"
         raise leaf_error(f"{what}: leaves cannot take a gradient", problems, remedy)
@@ -317,17 +317,19 @@ def check_operands(what: str, tree: Tree, axis: Axis, dim: int | None = None, *,
             where it should not.
     """
     if not isinstance(axis, Axis):
-        raise ValueError(f"{what}: expected axis to be an Axis, got {kind(axis)}; take it from a mesh by fs.axis_of")
+        raise ValueError(
+            f"{what}: expected axis to be an Axis, got {describe(axis)}; take it from a mesh by fs.axis_of"
+        )
 
     def fits(leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and (dim is None or 0 <= dim < leaf.dim())
 
     flat = flatten(tree)
-    refuse_given_up(f"{what} over {axis.name!r}", flat)
+    refuse_donated(f"{what} over {axis.name!r}", flat)
     pairs = [(path, leaf) for path, leaf in zip(flat.paths, flat.leaves, strict=True) if leaf is not None]
     needed = "a tensor" if dim is None else f"a tensor with a dim {dim}, counted from the front"
     problems = [
-        Problem(path, kind(tensor), needed)
+        Problem(path, describe(tensor), needed)
         for path, leaf in pairs
         if not fits(tensor := leaf.local if is_sharded(leaf) else leaf)
     ]
@@ -357,7 +359,7 @@ def check_loss(loss: Any, reduce: str, what: str) -> None:
     weighted = reduce == "weighted"
     if weighted and not (isinstance(loss, tuple) and len(loss) == 2):
         raise ValueError(
-            f'{what}: expected the loss to be the pair (sum, count) for reduce="weighted", got {kind(loss)}'
+            f'{what}: expected the loss to be the pair (sum, count) for reduce="weighted", got {describe(loss)}'
         )
     for name, part in zip(("sum", "count"), loss, strict=True) if weighted else [("loss", loss)]:
         scalar = isinstance(part, torch.Tensor) and not part.dim()
@@ -370,7 +372,7 @@ def check_loss(loss: Any, reduce: str, what: str) -> None:
             needed, remedy = "a real scalar tensor", "torch.tensor makes one"
         elif isinstance(part, tuple):
             needed, remedy = "a floating scalar tensor alone", "value_and_grad takes (loss, aux) by has_aux=True"
-        raise ValueError(f"{what}: expected the {name} to be {needed}, got {kind(part)}; {remedy}")
+        raise ValueError(f"{what}: expected the {name} to be {needed}, got {describe(part)}; {remedy}")
 
 
 def check_no_gradient(count: torch.Tensor, what: str) -> None:

@@ -28,7 +28,7 @@ from fshard.checks import (
     check_reduce,
     check_tensors,
     check_transforms,
-    kind,
+    describe,
 )
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Flat, Spec, Tree, flatten, is_sharded, tree_leaves, tree_map
@@ -400,7 +400,7 @@ def reduction_axes(like: Tree, what: str) -> tuple[Axis, ...]:
     first = next(path for path, leaf in zip(flat.paths, flat.leaves, strict=True) if is_sharded(leaf))
     needed = sharded[first]
     problems = [
-        Problem(path, kind(leaf), f"a Sharded leaf, as {first} is")
+        Problem(path, describe(leaf), f"a Sharded leaf, as {first} is")
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
         if leaf is not None and not is_sharded(leaf)
     ]

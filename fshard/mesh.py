@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fshard import _compat
-from fshard.checks import kind
+from fshard.checks import describe
 from fshard.comm import CollectiveError
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis
@@ -90,7 +90,7 @@ def axis_given(mesh: Mesh | Axis, name: str | None, argument: str) -> Axis:
     if isinstance(mesh, Axis):
         return mesh
     if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"expected mesh to be a DeviceMesh or an Axis, got {kind(mesh)}; make one by fs.init_mesh")
+        raise ValueError(f"expected mesh to be a DeviceMesh or an Axis, got {describe(mesh)}; make one by fs.init_mesh")
     names = mesh.mesh_dim_names or ()
     if name is None and len(names) != 1:
         raise ValueError(f"expected mesh to have one axis, got {names}; name one, as in mesh['shard']")
@@ -140,7 +140,7 @@ def _compare(asked: str) -> None:
 def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:
     if not isinstance(shape, Mapping):
         raise ValueError(
-            f"init_mesh: expected shape to be a mapping from names of axes to their sizes, got {kind(shape)}"
+            f"init_mesh: expected shape to be a mapping from names of axes to their sizes, got {describe(shape)}"
         )
     sizes = list(shape.values())
     if not sizes or any(type(size) is not int or (size < 1 and size != -1) for size in sizes) or sizes.count(-1) > 1:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fshard import _compat
-from fshard.checks import kind
+from fshard.checks import describe
 from fshard.engine import Call, Leaf, Pass
 from fshard.tree import matches
 
@@ -125,7 +125,7 @@ def _test(rule: Any) -> Callable[[str, nn.Module], bool]:
     needed = (
         "a module class, a glob pattern of names, a number of parameters, a function (name, module), or a list of such"
     )
-    raise ValueError(f"functionalize: expected units to be {needed}, got {kind(rule)}")
+    raise ValueError(f"functionalize: expected units to be {needed}, got {describe(rule)}")
 
 
 def _matches(path: str, pattern: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fshard import _compat, comm
-from fshard.checks import kind
+from fshard.checks import describe
 from fshard.tree import Axis
 
 
@@ -36,7 +36,7 @@ def fold_in(key: torch.Tensor | int, data: torch.Tensor | int | Axis) -> torch.T
     if not (isinstance(data, Axis | torch.SymInt) or _is_whole(data) or _holds_integers(data)):
         needed = "a whole number, a tensor of integers, or an Axis"
         raise ValueError(
-            f"fold_in: expected data to be {needed}, got {kind(data)}; take an Axis from a mesh by fs.axis_of"
+            f"fold_in: expected data to be {needed}, got {describe(data)}; take an Axis from a mesh by fs.axis_of"
         )
     given: dict[str, Any] = {"key": key, "data": data}
     for name, value in given.items():
@@ -63,7 +63,7 @@ def _check_key(key: Any, what: str) -> None:
     tensor = isinstance(key, torch.Tensor) and not key.dim() and key.dtype == torch.int64
     if not (_is_whole(key) or tensor):
         needed = "an int64 tensor of shape () or a whole number"
-        raise ValueError(f"{what}: expected key to be {needed}, got {kind(key)}; make one by fs.fold_in")
+        raise ValueError(f"{what}: expected key to be {needed}, got {describe(key)}; make one by fs.fold_in")
 
 
 def _is_whole(value: Any) -> bool:
@@ -89,7 +89,7 @@ def key_of(key: torch.Tensor | int, what: str) -> torch.Tensor:
     if isinstance(key, torch.Tensor) and _holds_integers(key):
         return key
     if not _is_whole(key):
-        found, needed = kind(key), "a whole number or an int64 tensor of shape ()"
+        found, needed = describe(key), "a whole number or an int64 tensor of shape ()"
         raise ValueError(f"{what}: expected key to be {needed}, got {found}; make one by fs.fold_in")
     if not -(2**63) <= int(key) < 2**63:
         raise ValueError(f"{what}: expected key to be a number of 64 bits, from -2**63 to 2**63 - 1, got {key}")

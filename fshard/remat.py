@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from fshard import _compat
-from fshard.checks import check_function, kind
+from fshard.checks import check_function, describe
 from fshard.tree import Tree, tree_leaves, tree_map
 
 Flat = Callable[..., tuple[torch.Tensor, ...]]
@@ -75,7 +75,7 @@ class _ArgumentsOnly(TorchFunctionMode):
             if not isinstance(tensor, torch.Tensor) or id(tensor) in self.passed or tensor.is_meta:
                 continue
             if _compat.is_transformed(tensor) or (tensor.requires_grad and not torch.is_grad_enabled()):
-                found = f"{kind(tensor)} that f reaches otherwise"
+                found = f"{describe(tensor)} that f reaches otherwise"
                 raise ValueError(
                     f"remat: expected all that is differentiated among the arguments of f, got {found}; pass it "
                     "too, or its gradient would be lost"

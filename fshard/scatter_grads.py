@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from fshard import comm
-from fshard.checks import check_floating, check_local, check_no_gradient, kind, same_structure
+from fshard.checks import check_floating, check_local, check_no_gradient, describe, same_structure
 from fshard.collectives import denominator, divided, linear_call, reduction_axes
 from fshard.errors import Problem, leaf_error
 from fshard.transforms.compose import pair, reduction, scatter
@@ -45,7 +45,7 @@ def scatter_grads(
         raise ValueError(f'scatter_grads: expected "mean", "sum", or "weighted" with count=, got {found}')
     if count is not None and (not isinstance(count, torch.Tensor) or count.dim() or count.is_complex()):
         raise ValueError(
-            f"scatter_grads: expected count to be a real scalar tensor, got {kind(count)}; torch.tensor makes one"
+            f"scatter_grads: expected count to be a real scalar tensor, got {describe(count)}; torch.tensor makes one"
         )
     if count is not None:
         check_no_gradient(count, "scatter_grads")
@@ -97,7 +97,7 @@ def _problem(grad: Any, param: Any) -> tuple[str, str] | None:
     needed = param.spec.gathered_shape if is_sharded(param) else None if param is None else tuple(param.shape)
     if isinstance(grad, torch.Tensor) and tuple(grad.shape) == needed:
         return None
-    return kind(grad), "None" if needed is None else f"a full tensor of shape {needed}"
+    return describe(grad), "None" if needed is None else f"a full tensor of shape {needed}"
 
 
 def _or_zeros(grad: torch.Tensor | None, param: Sharded) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from fshard import _compat, comm
-from fshard.checks import check_local, is_reachable, kind, outline, refuse_given_up
+from fshard.checks import check_local, describe, is_reachable, outline, refuse_donated
 from fshard.errors import Problem, leaf_error
 from fshard.transforms import LayoutError, ShardTransform
 from fshard.transforms.compose import at, layout_axes, masks
@@ -53,14 +53,14 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str],
         spec = Spec(tuple(leaf.shape), frozen=is_frozen(path, leaf, frozen))
         spec = laid_out(path, spec, at(transform, name), problems)
         out.append((leaf.detach(), spec))
-        entries[path] = describe(leaf, spec)
+        entries[path] = fingerprint(leaf, spec)
     entries["(structure)"] = outline(flat.treedef)
     # Ranks compare before any of them refuses its tree: a tree may be wrong on one rank alone.
     difference = comm.disagreement(entries, layout_axes(transform), "shard")
     if difference:
         remedy = "build the same tree on every rank, for instance from one seed"
         raise leaf_error("shard: ranks hold different trees", [difference], remedy)
-    refuse_given_up("shard", flat)
+    refuse_donated("shard", flat)
     if problems:
         raise leaf_error("shard: leaves cannot be sharded", problems, "pass full tensors whose shapes fit the strategy")
     return unflatten(flat.treedef, [leaf and Sharded(stored(local_piece(*leaf), leaf[1]), leaf[1]) for leaf in out])
@@ -233,7 +233,9 @@ def unfit(leaf: Any) -> tuple[str, str] | None:
     if is_sharded(leaf):
         return "a Sharded leaf", "a full tensor; reshard changes layouts"
     if leaf is not None and type(leaf) not in (torch.Tensor, torch.nn.Parameter):
-        return kind(leaf), "a tensor" + ("; from_dtensor takes DTensors over" if isinstance(leaf, torch.Tensor) else "")
+        return describe(leaf), "a tensor" + (
+            "; from_dtensor takes DTensors over" if isinstance(leaf, torch.Tensor) else ""
+        )
     if leaf is not None and _compat.is_transformed(leaf):
         return "a tensor of a torch.func transform", "one outside of it; shard constants before"
     if leaf is not None and (leaf.is_meta or leaf.layout != torch.strided):
@@ -242,7 +244,7 @@ def unfit(leaf: Any) -> tuple[str, str] | None:
     return None
 
 
-def describe(leaf: torch.Tensor, spec: Spec, origin: str | None = None) -> str:
+def fingerprint(leaf: torch.Tensor, spec: Spec, origin: str | None = None) -> str:
     """What ranks must agree on: a leaf's dtype, shape, layout, and a hash of its values or where they come from."""
     dtype = str(leaf.dtype).removeprefix("torch.")
     source = origin or f"of hash {hash_of(leaf)}"
@@ -263,7 +265,7 @@ def check_transform(transform: Any, verb: str, argument: str = "transform") -> N
     """Refuse what is no transform, or one of another mesh than this process is on."""
     if not isinstance(transform, ShardTransform):
         raise ValueError(
-            f"{verb}: expected {argument} to be a ShardTransform such as fs.zero2(mesh), got {kind(transform)}"
+            f"{verb}: expected {argument} to be a ShardTransform such as fs.zero2(mesh), got {describe(transform)}"
         )
     for axis in layout_axes(transform):
         if not is_reachable(axis):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fshard.checks import kind
+from fshard.checks import describe
 from fshard.random import key_of
 from fshard.transforms import transform_state
 from fshard.tree import Tree, dcp_error, flatten, is_sharded
@@ -56,7 +56,7 @@ class TrainState(NamedTuple):
         """
         if not callable(getattr(tx, "init", None)):
             raise ValueError(
-                f"TrainState.create: expected tx to be an Optimizer, got {kind(tx)}; make one by fs.from_torch"
+                f"TrainState.create: expected tx to be an Optimizer, got {describe(tx)}; make one by fs.from_torch"
             )
         key = None if key is None else key_of(key, "TrainState.create")
         step = torch.zeros((), dtype=torch.int64)

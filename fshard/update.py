@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat
-from fshard.checks import check_flags, kind, refuse_given_up, same_structure
+from fshard.checks import check_flags, describe, refuse_donated, same_structure
 from fshard.errors import Problem, leaf_error
 from fshard.train_state import TrainState
 from fshard.transforms.state import ABSENT, Absent
@@ -68,10 +68,10 @@ def update(
     """
     if not isinstance(tx, Optimizer):
         remedy = "end the chain with one, such as fs.from_torch"
-        raise ValueError(f"update: expected tx to be an Optimizer, got {kind(tx)}; {remedy}")
+        raise ValueError(f"update: expected tx to be an Optimizer, got {describe(tx)}; {remedy}")
     if not isinstance(state, TrainState):
         remedy = "make one by fs.TrainState.create"
-        raise ValueError(f"update: expected state to be a TrainState, got {kind(state)}; {remedy}")
+        raise ValueError(f"update: expected state to be a TrainState, got {describe(state)}; {remedy}")
     check_flags("update", donate=donate)
     _check_gradients(grads, state.params)
     # In a trace it is for jit to say which tensors are written in place.
@@ -112,7 +112,9 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
     """
     for part in transformations:
         if not isinstance(part, GradientTransformation | Optimizer):
-            raise ValueError(f"chain: expected gradient transformations and an Optimizer at the end, got {kind(part)}")
+            raise ValueError(
+                f"chain: expected gradient transformations and an Optimizer at the end, got {describe(part)}"
+            )
     if any(isinstance(part, Optimizer) for part in transformations[:-1]):
         raise ValueError(
             "chain: expected an optimizer at the end alone, got one before it; it returns parameters, not gradients"
@@ -123,7 +125,7 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
 
     def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> tuple[Tree, Tree]:
         if not isinstance(state, tuple) or len(state) != len(transformations):
-            found = f"a tuple of {len(state)}" if isinstance(state, tuple) else kind(state)
+            found = f"a tuple of {len(state)}" if isinstance(state, tuple) else describe(state)
             remedy = "update with the optimizer that made the state"
             raise ValueError(
                 f"chain: expected the state to be a tuple of {len(transformations)}, got {found}; {remedy}"
@@ -148,7 +150,7 @@ def _check_gradients(grads: Tree, params: Tree) -> None:
         if grad is not None and (misfit := _misfit(grad, param))
     ]
     if problems:
-        refuse_given_up("update", needed)
+        refuse_donated("update", needed)
         raise leaf_error(
             "update: gradients do not fit the parameters",
             problems,
@@ -165,9 +167,9 @@ def _misfit(grad: Any, param: Any) -> tuple[str, str] | None:
             return _differences(grad.spec, param.spec)
         found, needed = grad.local, param.local
         same = found.shape == needed.shape and found.dtype == needed.dtype
-        return None if same else (f"{kind(found)} as shard", kind(needed))
+        return None if same else (f"{describe(found)} as shard", describe(needed))
     same = not is_sharded(param) and isinstance(grad, torch.Tensor) and grad.shape == param.shape
-    return None if same else (kind(grad), kind(param))
+    return None if same else (describe(grad), describe(param))
 
 
 def _differences(found: Spec, needed: Spec) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from fshard.checks import (
     check_local,
     check_loss,
     check_reduce,
-    kind,
+    describe,
     refuse_writes,
 )
 from fshard.collectives import (
@@ -224,7 +224,7 @@ class _Run(NamedTuple):
         out = function(unflatten(self.flat.treedef, leaves))
         if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise ValueError(
-                f"{self.what}: expected f to return the pair (loss, aux) for has_aux=True, got {kind(out)}"
+                f"{self.what}: expected f to return the pair (loss, aux) for has_aux=True, got {describe(out)}"
             )
         loss, aux = out if self.has_aux else (out, None)
         check_loss(loss, self.reduce, self.what)
@@ -408,7 +408,7 @@ def accumulate(
 
     def run(params: Tree, microbatches: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         if not isinstance(microbatches, Sequence) or not microbatches:
-            found = "none" if isinstance(microbatches, Sequence) else kind(microbatches)
+            found = "none" if isinstance(microbatches, Sequence) else describe(microbatches)
             raise ValueError(f"accumulate: expected the microbatches to be a sequence of one or more, got {found}")
         functions = [functools.partial(_on, f, microbatch, args, kwargs) for microbatch in microbatches]
         once = communicate == "once" or (communicate is None and not _reduces_early(params))

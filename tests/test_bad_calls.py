@@ -21,7 +21,7 @@ from torch import nn
 
 import fshard as fs
 from fshard import checkpoint, testing
-from fshard.checks import give_up
+from fshard.checks import mark_donated
 from fshard.errors import short
 from fshard.plan import Rates
 
@@ -33,7 +33,7 @@ LIMIT = 30
 
 def donated():
     tensor = torch.ones(4, 4)
-    give_up(tensor)
+    mark_donated(tensor)
     return {"w": tensor}
 
 

@@ -142,7 +142,7 @@ def test_a_donated_state_s_tensors_are_given_up_under_jit_though_they_were_copie
         step = fs.jit(step_of(tx, donate=False), donate_argnums=0)
         teacher = fs.gather(state.params)
         step(state, teacher, normal(7)(5, 6))
-        with pytest.raises(ValueError, match="arguments were given up"):
+        with pytest.raises(ValueError, match="arguments were donated"):
             fs.gather(state.params)
 
     spmd(program, 1)

@@ -188,7 +188,7 @@ def prune(directory: Path, keep: int) -> None:
     ours = {key: path for key, path in saved(directory).items() if is_ours(path)}
     # Of a step that was saved more than once only the last can be asked for.
     steps = list({step: path for (step, _), path in ours.items()}.values())
-    # Where a run went back, the checkpoints ahead of it were given up and go first.
+    # Where a run went back, the checkpoints ahead of it are abandoned and go first.
     behind = steps.index(newest) + 1 if newest else 0
     kept = steps[:behind][-keep:]
     kept += steps[behind:][: keep - len(kept)]

@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NamedTuple, get_args, get_origin
 
-from fshard.checks import kind
+from fshard.checks import describe
 from fshard.interop.ranks import CheckpointError
 from fshard.interop.safetensors import DTYPES
 
@@ -178,4 +178,4 @@ def _tile(chunks: tuple[Chunk, ...], shape: tuple[int, ...]) -> bool:
 
 def _shown(value: Any) -> str:
     """A value for an error: a nested one may be nested too deeply to print."""
-    return repr(value)[:40] if isinstance(value, int | float | str) else kind(value)
+    return repr(value)[:40] if isinstance(value, int | float | str) else describe(value)

@@ -23,7 +23,7 @@ from fshard.checkpoint.manifest import (
     parts_of,
 )
 from fshard.checkpoint.save import progress_bar
-from fshard.checks import check_flags, check_local, kind
+from fshard.checks import check_flags, check_local, describe
 from fshard.errors import Problem, leaf_error
 from fshard.interop.files import named, open_regular, read_bytes
 from fshard.interop.pieces import (
@@ -139,7 +139,7 @@ def _wanted(flat: Flat, only: Mask | None) -> list[bool]:
     if only is None:
         return [True] * len(flat.leaves)
     if not is_mask(only):
-        raise ValueError(f"{LABEL}: expected only to be a pattern or several, or a function, got {kind(only)}")
+        raise ValueError(f"{LABEL}: expected only to be a pattern or several, or a function, got {describe(only)}")
     names = names_of(flat.treedef)
     wanted = [matches(only, name) for name in names]
     if not any(wanted):
@@ -157,9 +157,9 @@ def _added_later(flat: Flat, wanted: list[bool], names: list[str], manifest: Man
 def _check_arguments(flat: Flat, wanted: list[bool], step: Any, subtree: Any) -> None:
     """Refuse leaves that nothing can be read into, and arguments of other types."""
     if step is not None and type(step) is not int:
-        raise ValueError(f"{LABEL}: expected step to be an int, or None for the latest, got {kind(step)}")
+        raise ValueError(f"{LABEL}: expected step to be an int, or None for the latest, got {describe(step)}")
     if not isinstance(subtree, str):
-        raise ValueError(f"{LABEL}: expected subtree to be a path such as '.params', got {kind(subtree)}")
+        raise ValueError(f"{LABEL}: expected subtree to be a path such as '.params', got {describe(subtree)}")
     check_call(LABEL, flat)
     check_local(LABEL, flat)
     problems = []
@@ -169,7 +169,7 @@ def _check_arguments(flat: Flat, wanted: list[bool], step: Any, subtree: Any) ->
             continue
         if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout != torch.strided:
             layout = str(local.layout).removeprefix("torch.")
-            problems.append(Problem(path, f"{kind(local)}, {layout}", "a plain strided tensor"))
+            problems.append(Problem(path, f"{describe(local)}, {layout}", "a plain strided tensor"))
         elif local.is_meta and torch.get_default_device().type == "meta":
             problems.append(Problem(path, "a meta tensor where the default device is meta too", "room for values"))
     if problems:
@@ -208,8 +208,8 @@ def _open(root: Path, step: int | None) -> tuple[Path, Manifest]:
 def _check_fit(leaves: Mapping[str, Any], subtree: str, whole: bool, manifest: Manifest, path: Path) -> None:
     """Refuse on every rank leaves that the checkpoint lacks, or has of another dtype, shape or type."""
     found = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in manifest.tensors.items()}
-    found |= {name: kind(value) for name, value in manifest.values.items()}
-    needed = {name: described(leaf) if is_tensor(leaf) else kind(leaf) for name, leaf in leaves.items()}
+    found |= {name: describe(value) for name, value in manifest.values.items()}
+    needed = {name: described(leaf) if is_tensor(leaf) else describe(leaf) for name, leaf in leaves.items()}
     extra = sorted(name for name in found.keys() - needed.keys() if _is_under(name, subtree)) if whole else []
     problems = [
         Problem(name or "(root)", found.get(name, "nothing"), needed.get(name, "nothing"))

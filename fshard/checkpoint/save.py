@@ -30,7 +30,7 @@ from fshard.checkpoint.manifest import (
     encode,
     file_name,
 )
-from fshard.checks import POSITIVE, check_flags, check_local, check_numbers, kind
+from fshard.checks import POSITIVE, check_flags, check_local, check_numbers, describe
 from fshard.errors import Problem, leaf_error
 from fshard.interop.files import MARK, named, read_bytes, write_bytes
 from fshard.interop.pieces import (
@@ -244,7 +244,7 @@ def checked_step(label: str, state: Tree, step: Any) -> int:
     if type(found) is torch.Tensor and not (found.dim() or found.is_meta or _compat.is_transformed(found)):
         found = found.item()
     if type(found) is not int or not 0 <= found < 10**18:
-        shown = kind(found) if isinstance(found, torch.Tensor) else repr(found)[:40]
+        shown = describe(found) if isinstance(found, torch.Tensor) else repr(found)[:40]
         raise ValueError(
             f"{label}: expected step to be a whole number from 0, got {shown}; pass step=, or a state that has one"
         )
@@ -299,9 +299,12 @@ def _unfit(leaf: Any) -> tuple[str, str] | None:
         return None
     local = tensor_of(leaf)
     if type(local) not in (torch.Tensor, torch.nn.Parameter):
-        return kind(leaf), "a tensor, or None, bool, int, float or str"
+        return describe(leaf), "a tensor, or None, bool, int, float or str"
     if _compat.is_transformed(local) or local.is_meta or local.layout != torch.strided:
-        return f"{kind(local)} without values of its own", "a strided tensor with values, outside of torch.func and jit"
+        return (
+            f"{describe(local)} without values of its own",
+            "a strided tensor with values, outside of torch.func and jit",
+        )
     if dtype_name(local) not in SAVED:
         return f"dtype {dtype_name(local)}", f"one of {', '.join(SAVED)}"
     return None

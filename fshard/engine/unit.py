@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat, comm
-from fshard.checks import check_versions, kind, writes_counted
+from fshard.checks import check_versions, describe, writes_counted
 from fshard.collectives import divided
 from fshard.errors import Problem, leaf_error
 from fshard.transforms.compose import reduction, sum_dtype
@@ -147,7 +147,7 @@ class Leaf:
                 found = hook(grad)
             fits = isinstance(found, torch.Tensor) and _same_kind(found, grad)
             if found is not None and not fits:
-                problem = Problem(self.path, kind(found), f"None or {kind(grad)}")
+                problem = Problem(self.path, describe(found), f"None or {describe(grad)}")
                 remedy = "return one like its argument"
                 raise leaf_error("register_hook: a hook's result is no gradient", [problem], remedy)
             grad = grad if found is None else found.detach()

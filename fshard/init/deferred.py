@@ -14,7 +14,7 @@ from fshard.init.calls import NewBuffers, undrawable
 from fshard.init.constructors import drawn_by_constructors
 from fshard.init.counter import UNDRAWN, count
 from fshard.init.replay import replay
-from fshard.shard import check_masks, check_transform, describe, is_frozen, laid_out, local_piece, stored, unfit
+from fshard.shard import check_masks, check_transform, fingerprint, is_frozen, laid_out, local_piece, stored, unfit
 from fshard.transforms import ShardTransform
 from fshard.transforms.compose import at, layout_axes
 from fshard.tree import Sharded, Spec, flatten, names_of, unflatten
@@ -80,13 +80,13 @@ class _Shards:
             if misfit:
                 self.problems.append(Problem(path, *misfit))
             self._specs[name] = spec if misfit else laid_out(path, spec, at(transform, name), self.problems)
-            self._entries[name] = misfit[0] if misfit else describe(leaf, self._specs[name], "without values")
+            self._entries[name] = misfit[0] if misfit else fingerprint(leaf, self._specs[name], "without values")
 
     def replay(self, new_buffer: Callable[[torch.Tensor], torch.Tensor], seed: int) -> nn.Module:
         """Draw the values that constructing the module draws."""
 
         def keep(name: str, full: torch.Tensor) -> None:
-            self._keep(name, local_piece(full, self._specs[name]), describe(full, self._specs[name]))
+            self._keep(name, local_piece(full, self._specs[name]), fingerprint(full, self._specs[name]))
 
         made, left = replay(self._module, new_buffer, seed, keep)
         for name in left:
@@ -102,7 +102,7 @@ class _Shards:
         for name, parameter in self._module.named_parameters():
             # One after another is rounded, and dropped.
             part = counted.parts.pop(name)
-            self._entries[name] = describe(parameter, self._specs[name], str(part))
+            self._entries[name] = fingerprint(parameter, self._specs[name], str(part))
             if not counted.problems:
                 self._keep(name, part.local(), self._entries[name])
         return counted.module

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from fshard.checks import kind
+from fshard.checks import describe
 from fshard.interop.pieces import is_tensor, piece_of, shape_of
 from fshard.interop.ranks import CheckpointError
 from fshard.interop.state_dict import Entry
@@ -89,7 +89,7 @@ def contents(directory: Path) -> tuple[dict[str, Entry], dict[str, Callable[[], 
     with _damaged(directory / METADATA):
         metadata = reader.read_metadata()
         if not isinstance(metadata, Metadata):
-            raise TypeError(f"it holds {kind(metadata)}")
+            raise TypeError(f"it holds {describe(metadata)}")
         reader.set_up_storage_reader(metadata, is_coordinator=True)
     entries: dict[str, Entry] = {}
     values: dict[str, Callable[[], Any]] = {}

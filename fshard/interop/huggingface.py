@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fshard import comm
-from fshard.checks import kind
+from fshard.checks import describe
 from fshard.errors import Problem, leaf_error
 from fshard.interop.files import new_files
 from fshard.interop.pieces import dtype_name, nbytes_of, replicas, shape_of
@@ -126,7 +126,7 @@ def load_huggingface(
 
 def _check_names(label: str, names: Any) -> None:
     if names is not None and not callable(names):
-        raise ValueError(f"{label}: expected names to be a function of a name, or None, got {kind(names)}")
+        raise ValueError(f"{label}: expected names to be a function of a name, or None, got {describe(names)}")
 
 
 def _renamed(label: str, leaves: dict[str, Any], names: Callable[[str], str] | None) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _renamed(label: str, leaves: dict[str, Any], names: Callable[[str], str] | N
     for name, leaf in leaves.items():
         new = names(name)
         if type(new) is not str or new in out:
-            found = "the name of another leaf" if new in out else kind(new)
+            found = "the name of another leaf" if new in out else describe(new)
             raise leaf_error(f"{label}: names do not fit", [Problem(name, found, "a name of its own")], "change names=")
         out[new] = leaf
     return out

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fshard import comm
-from fshard.checks import check_flags, check_types, kind
+from fshard.checks import check_flags, check_types, describe
 from fshard.errors import Problem, leaf_error
 from fshard.interop.pieces import layout_of
 from fshard.interop.ranks import agree
@@ -88,7 +88,7 @@ def from_optimizer_state_dict(
     check_updates(label, updates)
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         expected = "the state dict of a torch optimizer, with state and param_groups"
-        raise ValueError(f"{label}: expected state_dict to be {expected}, got {kind(state_dict)}")
+        raise ValueError(f"{label}: expected state_dict to be {expected}, got {describe(state_dict)}")
     order = dict(enumerate(optimizer_names(label, Names(module), optimizer)))
     needed = {f"{name} {slot}": leaf for (name, slot), leaf in optimizer_leaves(label, like).items()}
     found: dict[str, list[Entry]] = {}
@@ -136,7 +136,7 @@ def optimizer_leaves(label: str, opt_state: Tree) -> dict[tuple[str, str], Any]:
     """
     rest = flatten(_mapped(opt_state, lambda state: None))
     problems = [
-        Problem(path, kind(leaf), "nothing but the state of fs.from_torch")
+        Problem(path, describe(leaf), "nothing but the state of fs.from_torch")
         for path, leaf in zip(rest.paths, rest.leaves, strict=True)
         if leaf is not None
     ]

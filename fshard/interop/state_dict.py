@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fshard import comm
-from fshard.checks import check_flags, check_local, check_types, kind
+from fshard.checks import check_flags, check_local, check_types, describe
 from fshard.errors import Problem, leaf_error
 from fshard.interop.pieces import (
     bytes_of,
@@ -103,7 +103,7 @@ def from_state_dict(
     label, names = "checkpoint.from_state_dict", Names(module)
     check_types(label, Mapping, "a mapping from names to tensors", state_dict=state_dict)
     problems = [
-        Problem(str(name), kind(value), "a full tensor")
+        Problem(str(name), describe(value), "a full tensor")
         for name, value in state_dict.items()
         if type(value) not in (torch.Tensor, nn.Parameter)
     ]
@@ -159,11 +159,11 @@ def read_pickle(path: Path) -> dict[str, torch.Tensor]:
     except (RuntimeError, UnpicklingError, EOFError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path}: found no state dict that torch.save wrote ({type(error).__name__})") from error
     if not isinstance(found, Mapping):
-        raise CheckpointError(f"{path}: expected a state dict, got {kind(found)}")
+        raise CheckpointError(f"{path}: expected a state dict, got {describe(found)}")
     for name, tensor in found.items():
         if not isinstance(tensor, torch.Tensor):
             remedy = "torch.load it yourself and pass the state dict in it to from_state_dict"
-            raise CheckpointError(f"{path}: expected a tensor, got {kind(tensor)} as {name!r}; {remedy}")
+            raise CheckpointError(f"{path}: expected a tensor, got {describe(tensor)} as {name!r}; {remedy}")
     return dict(found)
 
 
@@ -234,7 +234,7 @@ def by_name(label: str, tree: Tree, names: Names) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, leaf in named_leaves(tree):
         if not is_tensor(leaf) or not isinstance(tensor_of(leaf), torch.Tensor):
-            problems.append(Problem(name, kind(leaf), "a tensor"))
+            problems.append(Problem(name, describe(leaf), "a tensor"))
             continue
         if name in out:
             problems.append(Problem(name, "two leaves of that name", "one"))

@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fshard import _compat
-from fshard.jit.passes import draws, finish_waits, is_impure, looks, placeholders, replace
+from fshard.jit.passes import finish_waits, is_impure, is_random, is_view, placeholders, replace
 from fshard.jit.signature import aval
 from fshard.jit.trace import TRACING
 
@@ -57,7 +57,7 @@ def compile_pieces(module: GraphModule) -> None:
         inside = set(piece)
         inputs = list(dict.fromkeys(given for node in piece for given in node.all_input_nodes if given not in inside))
         outs, views = _results(piece, inside)
-        if not outs or sum(not looks(node) for node in piece) < 2:
+        if not outs or sum(not is_view(node) for node in piece) < 2:
             # There is nothing to fuse.
             continue
         cut = _cut(piece, inputs, outs)
@@ -96,7 +96,7 @@ def _results(piece: Sequence[Node], inside: set[Node]) -> tuple[list[Node], list
 def _is_view(node: Node) -> bool:
     """Whether a node's result is memory of what it is given, rather than new, as one of several results may be."""
     given = node.args[0] if node.target is operator.getitem else node
-    return isinstance(given, Node) and given.target is not operator.getitem and looks(given)
+    return isinstance(given, Node) and given.target is not operator.getitem and is_view(given)
 
 
 def _pieces(graph: Graph) -> Iterator[tuple[list[Node], Node]]:
@@ -110,7 +110,7 @@ def _pieces(graph: Graph) -> Iterator[tuple[list[Node], Node]]:
             piece = {}
         elif node.op == "call_function" and node not in taken:
             # A view of what comes from outside stays there: Inductor does not know where in its memory an input begins.
-            if looks(node) and not any(given in piece for given in node.all_input_nodes):
+            if is_view(node) and not any(given in piece for given in node.all_input_nodes):
                 continue
             # Several results leave one by one, also those that are taken later.
             for taking in (node,) if _is_tensor(node) else (node, *node.users):
@@ -124,7 +124,7 @@ def _stays(node: Node) -> bool:
         return False
     if _compat.arguments_of(node.target) is None or node.target.namespace not in ("aten", "prims"):  # type: ignore[union-attr]
         return True
-    return is_impure(node) or draws(node)
+    return is_impure(node) or is_random(node)
 
 
 def _is_tensor(node: Node) -> bool:

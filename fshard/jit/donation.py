@@ -1,4 +1,4 @@
-"""Donation: whose memory a result takes, and what may be given up."""
+"""Donation: whose memory a result takes, and what may be donated."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -74,7 +74,7 @@ def write(pairs: dict[int, int], tensors: Sequence[torch.Tensor], outputs: list[
 
 
 def refuse_shared(flat: Flat, donated: Sequence[int]) -> None:
-    """Refuse a tensor that is given up and is another argument too, which would change while it is read.
+    """Refuse a tensor that is donated and is another argument too, which would change while it is read.
 
     Tensors that share memory with others are copied before they are written to.
     """
@@ -92,7 +92,7 @@ def refuse_shared(flat: Flat, donated: Sequence[int]) -> None:
         if isinstance(tensor := tensor_of(leaf), torch.Tensor) and argument_of(path) in donated and _is_expanded(tensor)
     ]
     if problems:
-        raise leaf_error("jit: arguments share memory that is given up", problems, "clone one of them")
+        raise leaf_error("jit: arguments share memory that is donated", problems, "clone one of them")
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:

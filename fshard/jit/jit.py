@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat, comm
-from fshard.checks import give_up, kind, refuse_given_up
+from fshard.checks import describe, mark_donated, refuse_donated
 from fshard.collectives import Used, Uses, agreed_uses
 from fshard.errors import Problem, leaf_error
 from fshard.jit.backends import BACKENDS, Backend, ready, writes_in_place
@@ -87,24 +87,24 @@ class Jitted:
         comm.same_call("jit", program.axes, program.facts)
         with torch.no_grad():
             shared = _compat.share_memory([tensors[i] for i in program.donated])
-            lent = {i: tensors[i] for i, others in zip(program.donated, shared, strict=True) if others}
-            for i, tensor in lent.items():
+            copied = {i: tensors[i] for i, others in zip(program.donated, shared, strict=True) if others}
+            for i, tensor in copied.items():
                 # Such as what fs.gather returned for a leaf that ranks hold whole.
                 tensors[i] = _compat.copied_as_it_is(tensor)
             outputs = list(program.run(*tensors))
             if not program.in_place:
                 write(program.pairs, tensors, outputs)
             for i, k in program.pairs.items():
-                outputs[k] = give_up(tensors[i])
-                if i in lent:
-                    give_up(lent[i])
+                outputs[k] = mark_donated(tensors[i])
+                if i in copied:
+                    mark_donated(copied[i])
         return _assembled(program.traced, outputs)
 
     def _program(self, flat: Flat, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> _Program:
         """Find the graph of a call, or trace it."""
         static = [(f"{i}", args[i]) for i in self._static if i < len(args)]
         with _telling_others(flat):
-            refuse_given_up("jit", flat)
+            refuse_donated("jit", flat)
             if self._donated:
                 refuse_shared(flat, self._donated)
             try:
@@ -120,7 +120,7 @@ class Jitted:
         with _telling_others(flat):
             for tensor, version in program.closed:
                 if _compat.version(tensor) != version:
-                    found = f"a write to a {kind(tensor)[2:]} since the trace"
+                    found = f"a write to a {describe(tensor)[2:]} since the trace"
                     raise ValueError(
                         f"jit: expected nothing written to what the function closes over, got {found}; pass it as an "
                         "argument"
@@ -225,7 +225,7 @@ def jit(
 
     Args:
         f: A pure function of pytrees of tensors, which returns such; None makes a decorator of the other arguments.
-        donate_argnums: Arguments that the caller gives up: the part of the result that has the structure of such an
+        donate_argnums: Arguments that the caller donates: the part of the result that has the structure of such an
             argument is written in its place, at the same addresses, and the old tensors are emptied.
         static_argnums: Arguments that are no tensors and may change; the function is traced for each value.
         backend: "graph" runs the operators one by one, bit for bit as eager code. "inductor" compiles those between
@@ -237,7 +237,7 @@ def jit(
 
     Raises:
         ValueError: if an argument makes no sense; by the function returned, if the function looks at values, returns
-            what is no tensor, draws random numbers without a key, or writes to what it was not given up.
+            what is no tensor, draws random numbers without a key, or writes to what it was not donated.
 
     >>> step = jit(lambda x: {"y": x.sin()})
     >>> step(torch.zeros(2)), step(torch.zeros(2)), step.traces
@@ -251,7 +251,7 @@ def jit(
     if f is None:
         return lambda g: Jitted(g, donated, static, backend)
     if not callable(f):
-        raise ValueError(f"jit: expected f to be a function, got {kind(f)}")
+        raise ValueError(f"jit: expected f to be a function, got {describe(f)}")
     return Jitted(f, donated, static, backend)
 
 

@@ -97,7 +97,7 @@ def refuse_ambient_random(graph: Graph, what: str) -> None:
             keyed = True
         elif node.target is ops.set_random_state:
             keyed = at.get(node.args[0], False)
-        elif not keyed and draws(node):
+        elif not keyed and is_random(node):
             raise ValueError(
                 f"{what}: expected random numbers with a key, got {node.target} without one; pass "
                 "model.apply(..., key=...) a key of each step by fs.fold_in(state.key, state.step)"
@@ -122,7 +122,7 @@ def refuse_hidden_results(graph: Graph, what: str) -> None:
         raise ValueError(f"{what}: expected torch's own kernel for nn.LSTM, got oneDNN's, which has no trace; {remedy}")
 
 
-def draws(node: Node) -> bool:
+def is_random(node: Node) -> bool:
     """Whether a node draws random numbers; kernels of attention may, and do not where they drop nothing."""
     tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     if not tagged or str(node.target).startswith("fshard."):
@@ -192,7 +192,7 @@ def replace(graph: Graph, stands_for: Mapping[Node, Node]) -> None:
         graph.erase_node(node)
 
 
-def looks(node: Node) -> bool:
+def is_view(node: Node) -> bool:
     """Whether a node does no more than look at memory in another way, or take one of several results."""
     if node.target is operator.getitem:
         return True

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import comm
-from fshard.checks import kind
+from fshard.checks import describe
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Exact, Flat, Spec, Tree, Treedef, flatten, has_plain_keys, is_sharded
 
@@ -217,6 +217,6 @@ def unhashable(static: Sequence[tuple[str, Any]], flat: Flat) -> ValueError:
         try:
             hash(value.spec if is_sharded(value) else value)
         except TypeError:
-            problems.append(Problem(path, f"{kind(value)}, which cannot be hashed", "a tensor, or what can"))
+            problems.append(Problem(path, f"{describe(value)}, which cannot be hashed", "a tensor, or what can"))
     remedy = "pass tensors in dicts, lists, tuples or NamedTuples"
     return leaf_error("jit: arguments are no pytrees of tensors", problems, remedy)

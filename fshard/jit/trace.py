@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fshard import _compat, comm
-from fshard.checks import kind, writes_counted
+from fshard.checks import describe, writes_counted
 from fshard.collectives import Uses
 from fshard.errors import Problem, leaf_error
 from fshard.jit.passes import constants
@@ -138,7 +138,7 @@ def _without_graphs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _closed(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors of a closure, each once; those whose writes cannot be seen are refused."""
     problems = [
-        Problem("(closure)", f"{kind(tensor)}, made in inference mode", "one whose writes are counted")
+        Problem("(closure)", f"{describe(tensor)}, made in inference mode", "one whose writes are counted")
         for tensor in tensors
         if tensor.is_inference()
     ]
@@ -149,7 +149,7 @@ def _closed(what: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _check_outputs(what: str, out: Flat) -> None:
     problems = [
-        Problem(path, kind(leaf), "a tensor")
+        Problem(path, describe(leaf), "a tensor")
         for path, leaf in zip(out.paths, out.leaves, strict=True)
         if leaf is not None and not is_sharded(leaf) and not isinstance(leaf, torch.Tensor)
     ]

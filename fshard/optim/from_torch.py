@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat
-from fshard.checks import check_floating, kind
+from fshard.checks import check_floating, describe
 from fshard.optim.leaves import check_state, missing, none_missed
 from fshard.optim.torch_classes import State, build, copied, evaluated, observe, refuse_across_elements, start_state
 from fshard.tree import Added, Flat, Tree, flatten, is_trained, leaves_of, like, tensor_of, unflatten
@@ -60,7 +60,7 @@ def from_torch(cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), 
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         expected, remedy = "a torch.optim class", "pass its arguments by name"
-        raise ValueError(f"from_torch: expected cls to be {expected}, got {kind(cls)}; {remedy}")
+        raise ValueError(f"from_torch: expected cls to be {expected}, got {describe(cls)}; {remedy}")
     if issubclass(cls, torch.optim.LBFGS | torch.optim.SparseAdam):
         needs = "a closure" if issubclass(cls, torch.optim.LBFGS) else "sparse gradients"
         raise ValueError(f"from_torch: {cls.__name__} needs {needs}, which an update does not have; use AdamW or SGD")
@@ -133,7 +133,7 @@ def _injected(names: Sequence[str], hyper: State, values: State) -> dict[str, to
     for name in names:
         value = values.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            found = "not among its arguments" if name not in hyper else kind(value)
+            found = "not among its arguments" if name not in hyper else describe(value)
             raise ValueError(f"from_torch: expected inject to name numbers, got {name!r}, which is {found}")
     return {name: torch.tensor(float(values[name]), dtype=torch.float64) for name in names}
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fshard._compat import is_tracing
-from fshard.checks import check_floating, kind
+from fshard.checks import check_floating, describe
 from fshard.collectives import pvary
 from fshard.errors import Problem, leaf_error
 from fshard.shard import without_padding
@@ -130,7 +130,7 @@ def check_real(what: str, flat: Flat) -> None:
     """Refuse leaves that take a gradient and are no real floating tensors."""
     check_floating(what, flat)
     problems = [
-        Problem(path, kind(tensor_of(leaf)), "a real tensor")
+        Problem(path, describe(tensor_of(leaf)), "a real tensor")
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
         if is_trained(leaf) and tensor_of(leaf).is_complex()
     ]
@@ -143,10 +143,10 @@ def check_state(what: str, state: Any, needed: type) -> None:
     """Refuse a state that another optimizer has made."""
     if not isinstance(state, needed):
         remedy = "update with the optimizer that made the state"
-        raise ValueError(f"{what}: expected the state to be a {needed.__name__}, got {kind(state)}; {remedy}")
+        raise ValueError(f"{what}: expected the state to be a {needed.__name__}, got {describe(state)}; {remedy}")
 
 
 def check_optimizer(what: str, tx: Any, such_as: str = "fs.from_torch or an fs.chain with one") -> None:
     """Refuse a transformation to wrap that is no optimizer."""
     if not isinstance(tx, Optimizer):
-        raise ValueError(f"{what}: expected tx to be an Optimizer, such as {such_as}, got {kind(tx)}")
+        raise ValueError(f"{what}: expected tx to be an Optimizer, such as {such_as}, got {describe(tx)}")

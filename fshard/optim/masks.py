@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from fshard.checks import kind
+from fshard.checks import describe
 from fshard.optim.leaves import stateless
 from fshard.transforms import ShardTransform, masked_transform
 from fshard.tree import Mask, Tree, Treedef, flatten, is_mask, leaves_of, matches, names_of, unflatten
@@ -39,7 +39,7 @@ def masked(tx: Any, mask: Mask, otherwise: ShardTransform | None = None) -> Any:
     if isinstance(tx, ShardTransform):
         return masked_transform(tx, mask, otherwise)
     if otherwise is not None:
-        raise ValueError(f"masked: otherwise is for ShardTransforms, not for {kind(tx)}; partition has parts")
+        raise ValueError(f"masked: otherwise is for ShardTransforms, not for {describe(tx)}; partition has parts")
     return _partition("masked", [mask, "*"], [tx, _unchanged("masked", tx)])
 
 
@@ -83,19 +83,19 @@ def partition(parts: Mapping[Mask, Any]) -> Any:
     """
     if not isinstance(parts, Mapping):
         expected, remedy = "a mapping from masks to their parts", 'pass one such as {"*bias": tx, "*": other}'
-        raise ValueError(f"partition: expected parts to be {expected}, got {kind(parts)}; {remedy}")
+        raise ValueError(f"partition: expected parts to be {expected}, got {describe(parts)}; {remedy}")
     return _partition("partition", list(parts), list(parts.values()))
 
 
 def _partition(what: str, masks: Sequence[Mask], members: Sequence[Any]) -> Any:
     """Give each leaf to the first member whose mask matches it."""
     if not any(members and all(isinstance(m, cls) for m in members) for cls in (Optimizer, GradientTransformation)):
-        found = ", ".join(map(kind, members)) or "nothing"
+        found = ", ".join(map(describe, members)) or "nothing"
         raise ValueError(f"{what}: expected parts of Optimizers alone or GradientTransformations alone, got {found}")
     for mask in masks:
         if not is_mask(mask):
             needed = "a glob pattern of leaves' names, several, or a function of the name"
-            raise ValueError(f"{what}: expected the mask to be {needed}, got {kind(mask)}")
+            raise ValueError(f"{what}: expected the mask to be {needed}, got {describe(mask)}")
 
     @lru_cache(maxsize=16)
     def owners(treedef: Treedef) -> tuple[int | None, ...]:
@@ -120,7 +120,9 @@ def _partition(what: str, masks: Sequence[Mask], members: Sequence[Any]) -> Any:
 
     def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> tuple[Tree, Tree]:
         if not isinstance(state, tuple) or len(state) != len(members):
-            raise ValueError(f"{what}: expected the state to be that of the optimizer which made it, got {kind(state)}")
+            raise ValueError(
+                f"{what}: expected the state to be that of the optimizer which made it, got {describe(state)}"
+            )
         treedef = flatten(params).treedef
         found = owners(treedef)
         parts = zip(members, parts_of(grads, found), state, parts_of(params, found), strict=True)
@@ -139,7 +141,7 @@ def _unchanged(what: str, tx: Any) -> Any:
         return Optimizer(lambda params: (), lambda grads, state, params: (params, state))
     if not isinstance(tx, GradientTransformation):
         expected, remedy = "an Optimizer or a GradientTransformation", "make one by fs.from_torch"
-        raise ValueError(f"{what}: expected tx to be {expected}, got {kind(tx)}; {remedy}")
+        raise ValueError(f"{what}: expected tx to be {expected}, got {describe(tx)}; {remedy}")
     return stateless(lambda grads, params: grads)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fshard._compat import is_transformed
-from fshard.checks import FRACTION, NOT_NEGATIVE, check_numbers, kind
+from fshard.checks import FRACTION, NOT_NEGATIVE, check_numbers, describe
 
 # A table of so many values takes 80 MB and about three minutes to write down.
 MAX_STEPS = 10_000_000
@@ -52,7 +52,7 @@ def from_torch_scheduler(
             f"from_torch_scheduler: expected steps to be at most {MAX_STEPS:,}, got {steps!r:.40}; {remedy}"
         )
     if not callable(cls):
-        raise ValueError(f"from_torch_scheduler: expected cls to be a class or a function, got {kind(cls)}")
+        raise ValueError(f"from_torch_scheduler: expected cls to be a class or a function, got {describe(cls)}")
     if name not in ("lr", "momentum"):
         raise ValueError(f'from_torch_scheduler: expected name to be "lr" or "momentum", got {name!r:.40}')
     check_numbers("from_torch_scheduler", NOT_NEGATIVE, lr=lr, momentum=momentum)
@@ -81,7 +81,7 @@ def from_torch_scheduler(
 
     def schedule(count: torch.Tensor) -> torch.Tensor:
         if not isinstance(count, torch.Tensor):
-            raise ValueError(f"schedule: expected the count to be an int64 tensor of shape (), got {kind(count)}")
+            raise ValueError(f"schedule: expected the count to be an int64 tensor of shape (), got {describe(count)}")
         # Indexing by a tensor of shape () would ask for its value, which a trace does not have.
         return table.to(count.device).index_select(0, count.clamp(0, steps - 1).reshape(1)).reshape(())
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fshard.checks import kind
+from fshard.checks import describe
 
 # Width, layers and heads: models of Brown et al. (2020), and one of 10^12 parameters.
 GPTS = MappingProxyType(
@@ -104,12 +104,12 @@ def workload_of(name: str, batch: int = 1) -> Workload:
         with torch.device("meta"):
             made = factory() if layers is None else factory(layers=layers)
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-            raise ValueError(f"plan: expected {needed}, got {kind(made)}")
+            raise ValueError(f"plan: expected {needed}, got {describe(made)}")
         module, batch = made[0], made[1] if isinstance(made[1], tuple) else (made[1],)
         try:
             inspect.signature(module.forward).bind(*batch)
         except TypeError as error:
-            found = f"a batch of {len(batch)} for the forward of {kind(module)} ({error})"
+            found = f"a batch of {len(batch)} for the forward of {describe(module)} ({error})"
             raise ValueError(f"plan: expected {needed}, got {found}") from None
         return module, batch
 

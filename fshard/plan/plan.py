@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fshard import _compat, comm
-from fshard.checks import check_local, kind
+from fshard.checks import check_local, describe
 from fshard.errors import Problem, leaf_error
 from fshard.jit.graph import traced_as_run
 from fshard.jit.memory import lifetimes
@@ -68,7 +68,7 @@ def plan(
     if backend not in BACKENDS:
         raise ValueError(f"plan: expected backend to be one of {BACKENDS}, got {backend!r}")
     if not callable(step):
-        raise ValueError(f"plan: expected step to be a function of (state, *batch), got {kind(step)}")
+        raise ValueError(f"plan: expected step to be a function of (state, *batch), got {describe(step)}")
     _check_axes((state, *batch), mesh)
     with comm.fake_world(mesh, place, backend) as axes:
         fake, move = _compat.fake_maker(symbols=True), _mover(axes)

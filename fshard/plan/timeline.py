@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from fshard import _compat, comm
 from fshard.jit.graph import operator_name, sent_by
 from fshard.jit.memory import Lifetimes
-from fshard.jit.passes import looks
+from fshard.jit.passes import is_view
 from fshard.plan.rates import Rates, flops_of
 from fshard.plan.report import Bytes, Moment, unit_of
 from fshard.tree import Tree, flatten
@@ -105,7 +105,7 @@ def step_seconds(moments: Mapping[Node, Moment], life: Lifetimes, rates: Rates) 
         if (sent := moment.collective) is not None:
             rate = rates.link[sent.axis] if isinstance(rates.link, Mapping) else rates.link
             link = ends[node] = max(now, link) + rates.latency + sent.sent / rate
-        elif node not in waits and hasattr(node.target, "namespace") and not looks(node):
+        elif node not in waits and hasattr(node.target, "namespace") and not is_view(node):
             moved = sum(map(_nbytes, (*node.all_input_nodes, node)))
             now += max(moment.flops / rates.flops, moved / rates.memory)
     return max(now, link), idle + max(0.0, link - now)
@@ -153,7 +153,7 @@ def _gradients(graph: Graph, sent: Sent) -> set[Node]:
             found.update(node.all_input_nodes)
         elif "grads" in names:
             found.update(dict(zip(names, node.args, strict=False), **node.kwargs).get("grads", ()))
-        elif node in found and (node.target in _MOVES or looks(node)):
+        elif node in found and (node.target in _MOVES or is_view(node)):
             packs = node.target is aten.cat.default
             found.update(a for a in node.all_input_nodes if packs or _numel(a) == _numel(node))
     return found

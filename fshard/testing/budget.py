@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fshard import comm
-from fshard.checks import kind
+from fshard.checks import describe
 from fshard.plan import Plan, plan
 from fshard.plan.report import bytes_from, readable
 from fshard.tree import flatten, is_sharded
@@ -56,7 +56,7 @@ def assert_budget(
     """
     if not isinstance(args, list | tuple) or not args:
         raise ValueError(
-            f"assert_budget: expected args to be the step's arguments as a tuple, the state first, got {kind(args)}"
+            f"assert_budget: expected args to be the step's arguments as a tuple, the state first, got {describe(args)}"
         )
     budgets = {"peak_bytes": peak_bytes, "bytes_sent": bytes_sent}
     limits = {name: bytes_from("assert_budget", name, value) for name, value in budgets.items() if value is not None}

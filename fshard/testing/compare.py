@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fshard.checks import GIVEN_UP, NOT_NEGATIVE, check_flags, check_numbers, kind, same_structure
+from fshard.checks import DONATED, NOT_NEGATIVE, check_flags, check_numbers, describe, same_structure
 from fshard.errors import Problem, leaf_error
 from fshard.shard import unshard, without_padding
 from fshard.tree import Tree, flatten, is_sharded
@@ -108,7 +108,7 @@ def check_pure(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     tensor([2., 2.])
     """
     if not callable(step):
-        raise ValueError(f"check_pure: expected step to be a function, got {kind(step)}")
+        raise ValueError(f"check_pure: expected step to be a function, got {describe(step)}")
     trees = [(f"argument {i}", arg) for i, arg in enumerate(args)]
     flats = [(name, flatten(tree)) for name, tree in (*trees, *kwargs.items())]
     tensors = [
@@ -122,7 +122,7 @@ def check_pure(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     problems = [
         Problem(path, "other values after the step", "those before it")
         for (path, tensor), digest in zip(tensors, before, strict=True)
-        if GIVEN_UP not in tensor.__dict__ and _digest(tensor) != digest
+        if DONATED not in tensor.__dict__ and _digest(tensor) != digest
     ]
     if problems:
         remedy = "find the write in place to these tensors or to a view of them, and compute a new tensor instead"

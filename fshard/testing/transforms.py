@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import comm
-from fshard.checks import NOT_NEGATIVE, check_numbers, check_seed, kind
+from fshard.checks import NOT_NEGATIVE, check_numbers, check_seed, describe
 from fshard.collectives import objective
 from fshard.errors import Problem, leaf_error
 from fshard.gather import gather
@@ -128,7 +128,7 @@ def check_transform(
     _check_trial("check_transform", transform, shapes, dtype, seed, error)
     if bytes_sent is not None and not (isinstance(bytes_sent, tuple) and len(bytes_sent) == 2):
         expected = "the pair of a gather's and a scatter's"
-        raise ValueError(f"check_transform: expected bytes_sent to be {expected}, got {kind(bytes_sent)}")
+        raise ValueError(f"check_transform: expected bytes_sent to be {expected}, got {describe(bytes_sent)}")
     if kept := [axis.name for axis in layout_axes(transform) if axis not in transform.axes]:
         raise ValueError(
             f"check_transform: expected leaves that gather makes whole, got some split over {kept}; check the rest "

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard.checks import kind
+from fshard.checks import describe
 from fshard.transforms.axis import _SplitDim
 from fshard.transforms.base import (
     BuiltIn,
@@ -185,7 +185,7 @@ def composed(
     for transform in transforms:
         if not isinstance(transform, ShardTransform):
             expected = "ShardTransforms such as fs.fully_shard(mesh)"
-            raise ValueError(f"compose: expected transforms to be {expected}, got {kind(transform)}")
+            raise ValueError(f"compose: expected transforms to be {expected}, got {describe(transform)}")
     policies = [(reshard, model_dtypes)] if reshard else []
     policies += [(t.reshard, t.model_dtypes) for t in transforms if isinstance(t, _Composed) and t.reshard]
     stages = tuple(s for t in transforms for s in (t.stages if isinstance(t, _Composed) else (t,)) if s != _NOTHING)
@@ -230,10 +230,10 @@ def masked_transform(transform: ShardTransform, mask: Mask, otherwise: ShardTran
     """
     otherwise = _NOTHING if otherwise is None else otherwise
     if not isinstance(otherwise, ShardTransform):
-        raise ValueError(f"masked: expected otherwise to be a ShardTransform, got {kind(otherwise)}")
+        raise ValueError(f"masked: expected otherwise to be a ShardTransform, got {describe(otherwise)}")
     if not is_mask(mask):
         needed = "a glob pattern of leaves' names, several, or a function of the name"
-        raise ValueError(f"masked: expected the mask to be {needed}, got {kind(mask)}")
+        raise ValueError(f"masked: expected the mask to be {needed}, got {describe(mask)}")
     if set(transform.axes) != set(otherwise.axes):
         other, axes = ([axis.name for axis in t.axes] for t in (otherwise, transform))
         raise ValueError(
@@ -261,7 +261,7 @@ def bucket(transform: ShardTransform, nbytes: int = 25 * 1024 * 1024) -> ShardTr
     """
     if not isinstance(transform, ShardTransform):
         raise ValueError(
-            f"bucket: expected transform to be a ShardTransform such as fs.zero3(mesh), got {kind(transform)}"
+            f"bucket: expected transform to be a ShardTransform such as fs.zero3(mesh), got {describe(transform)}"
         )
     if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0:
         raise ValueError(f"bucket: expected nbytes to be a positive number of bytes, got {nbytes!r}")

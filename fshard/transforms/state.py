@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fshard.checks import check_local, kind
+from fshard.checks import check_local, describe
 from fshard.errors import Problem, leaf_error
 from fshard.transforms.compose import reduction
 from fshard.tree import Flat, P, Sharded, Spec, Tree, flatten, is_sharded, unflatten
@@ -143,17 +143,17 @@ def _unwrapped(state: Tree) -> Tree:
 def _misfit(leaf: Any, part: Tree) -> tuple[str, str] | None:
     """What is there and what was expected, where a state is not that of a leaf."""
     if not _has_state(leaf):
-        return None if part is None else (kind(part), "None, because its transform has no state")
+        return None if part is None else (describe(part), "None, because its transform has no state")
     rows, made = flatten(part), _made_by_init(leaf.spec, leaf.local.dtype, leaf.local.device)
     needed = f"leaves that are Sharded over {[axis.name for axis in leaf.spec.axes]}, a row for each rank"
     if rows.treedef != made.treedef:
-        return kind(part), needed
+        return describe(part), needed
     for row, shape in zip(rows.leaves, made.leaves, strict=True):
         if shape is None or row is None:
             if row is not shape:
-                return kind(row), "None" if shape is None else needed
+                return describe(row), "None" if shape is None else needed
         elif not is_sharded(row) or row.spec.axes != leaf.spec.axes:
-            return kind(row), needed
+            return describe(row), needed
         elif tuple(row.local.shape) != (1, *shape):
             return f"rows of shape {tuple(row.local.shape)[1:]}", f"rows of shape {shape}"
     return None

@@ -1,4 +1,4 @@
-"""Donation: results at the addresses of what was given up, with the values of a step that was not donated."""
+"""Donation: results at the addresses of donated tensors, with the values of a step that donates nothing."""
 
 from functools import partial
 
@@ -63,7 +63,7 @@ def given_up(what, paths):
     ]
     more = [f"  and {len(lines) - SHOWN} more\n"] if len(lines) > SHOWN else []
     remedy = "To fix: go on with the new state, or do not donate the old one."
-    return f"{what}: arguments were given up\n{''.join(lines[:SHOWN] + more)}{remedy}"
+    return f"{what}: arguments were donated\n{''.join(lines[:SHOWN] + more)}{remedy}"
 
 
 def test_what_was_given_up_is_refused_outside_of_jit():
@@ -197,7 +197,7 @@ def test_memory_that_is_given_up_belongs_to_one_tensor(name):
     """Else it would be written to while it is still read."""
     (args, kwargs), first, second = SHARED[name][0](x := X.clone()), *SHARED[name][1:]
     text = (
-        "jit: arguments share memory that is given up\n"
+        "jit: arguments share memory that is donated\n"
         f"  {second}: expected tensors of their own, got memory that {first} has too, and one of them is donated\n"
         "To fix: clone one of them."
     )
@@ -230,7 +230,7 @@ def test_memory_that_other_tensors_have_is_copied_before_it_is_written_to(name, 
 def test_memory_that_elements_share_is_not_given_up():
     """Such as counts that torch.func.vmap makes of a number."""
     text = (
-        "jit: arguments share memory that is given up\n"
+        "jit: arguments share memory that is donated\n"
         "  [0][0]['count']: expected memory for each, got elements that share their memory, as expand has them\n"
         "To fix: clone one of them."
     )

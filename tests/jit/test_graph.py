@@ -199,7 +199,7 @@ def test_make_graph_of_a_jitted_step_is_the_graph_that_its_backend_is_given(back
         case = trained(model.apply, model.init(zero3()(one_axis())), inputs())
         jitted, batch = fs.jit(case.step, donate_argnums=0, backend=backend), case.batches[0]
         graph = fs.make_graph(jitted)(case.state, *batch)
-        # Nothing was kept for later calls, and nothing given up.
+        # Nothing was kept for later calls, and nothing donated.
         assert not jitted.traces
         plain = fs.make_graph(case.step)(case.state, *batch)
         jitted(case.state, *batch)

@@ -12,7 +12,7 @@ import fshard as fs
 from fshard import _compat
 from fshard.comm import ops
 from fshard.engine import backward
-from fshard.jit.passes import looks, placeholders
+from fshard.jit.passes import is_view, placeholders
 from fshard.testing import spmd
 from tests.jit.steps import collectives, copied, trained
 from tests.jit.test_features import inputs
@@ -79,7 +79,7 @@ def events(nodes):
             order.append(names[node.args[0]] if is_wait(node) else str(node.target))
             between.append(False)
         elif node.op == "call_function":
-            between[-1] |= not looks(node)
+            between[-1] |= not is_view(node)
     return order, between
 
 

@@ -32,7 +32,7 @@ class Row(NamedTuple):
 
     Attributes:
         strategy: Name of the strategy.
-        donated: Whether the state is given up.
+        donated: Whether the state is donated.
         activations: "kept" from the forward; or computed again by a "checkpoint" of torch or by fs."remat".
         batch: Sequences; with many activations dominate, with one what collectives work on, and the state.
     """

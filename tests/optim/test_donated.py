@@ -78,7 +78,7 @@ def assert_same(found, expected):
 
 
 def both(tx, donated, plain, grads):
-    """One update of a state that is given up, and of one that is not."""
+    """One update of a state that is donated, and of one that is not."""
     return fs.update(tx, donated, grads, donate=True), fs.update(tx, plain, grads)
 
 

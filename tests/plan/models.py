@@ -26,7 +26,7 @@ class Case(NamedTuple):
         layers: How many.
         batch: Sequences a rank.
         time: Their length.
-        donated: Whether the state is given up.
+        donated: Whether the state is donated.
     """
 
     strategy: str
