@@ -683,10 +683,7 @@ def _summed_over(node: Any) -> frozenset[Axis]:
     if (axis := _axis_of(node, "transpose", "pvary")) is not None:
         return frozenset([axis])
     scatter = _partial(node, "transpose")
-    if scatter is None or "specs" not in scatter.keywords:
-        return frozenset()
-    transform: Any = getattr(scatter.func, "__self__", None)
-    return frozenset(transform.axes) if scatter.func == getattr(transform, "scatter", None) else frozenset()
+    return frozenset(scatter.keywords.get("summed_over", ())) if scatter is not None else frozenset()
 
 
 def _axis_of(node: Any, side: str, label: str) -> Axis | None:

@@ -299,7 +299,14 @@ class Forward:
                 self.leave(passed)
 
     def _take(self) -> Use | None:
-        """Take the next step; returns the use that it opens."""
+        """Take the next step; returns the use that it opens.
+
+        Raises:
+            Departed: if an event of the order that ranks follow comes before this step, and has not come on this rank.
+        """
+        expected = self._expected
+        if expected is not None and expected.opened == len(self.uses):
+            raise Departed
         step = self._steps[self._at]
         self._at += 1
         use = self._made[step.use]

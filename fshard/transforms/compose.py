@@ -444,14 +444,19 @@ def pair(transform: ShardTransform, specs: Sequence[Spec]) -> tuple[LinearMap, L
         specs: Their specs.
 
     Returns:
-        Functions of a tensor for each leaf; the second raises a ValueError where the transform has a state.
+        Functions of a tensor for each leaf; the second raises a ValueError where the transform has a state. Its keyword
+        `summed_over` tells checks of a loss's graph that it sums gradients.
     """
-
-    def scattered(grads: Tensors) -> Tensors:
-        check_stateless(transform)
-        return transform.scatter(grads, specs)
-
+    scattered = partial(_scattered, transform=transform, specs=specs, summed_over=transform.axes)
     return partial(transform.gather, specs=specs), scattered
+
+
+def _scattered(
+    grads: Tensors, transform: ShardTransform, specs: Sequence[Spec], summed_over: tuple[Axis, ...]
+) -> Tensors:
+    check_stateless(transform)
+    scattered: Tensors = transform.scatter(grads, specs)
+    return scattered
 
 
 def scatter(transform: ShardTransform, grads: Tensors, specs: Sequence[Spec], states: States) -> tuple[Tensors, States]:
