@@ -231,6 +231,7 @@ class Tower(nn.Module):
         return block(x) if self.how == "around several" else checkpoint(block, x, use_reentrant=False)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", (1, 2))
 @pytest.mark.parametrize("how", ("around units", "inside units", "around several", "fs.remat"))
 def test_checkpoints(how, world_size):

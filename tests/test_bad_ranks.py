@@ -245,6 +245,7 @@ def test_a_rank_that_fails_raises_its_own_error_and_the_others_name_it(place, sp
     assert_each_is_told(rows, place)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("what", ("in the forward", "in the backward"))
 @pytest.mark.parametrize("spelling", ("a function", "a module"))
 def test_a_process_that_fails_raises_its_own_error_and_the_others_name_it(spelling, what, workers):

@@ -10,7 +10,7 @@ from tests.test_processes import ROOT, TORCHRUN, run
 SMALL = ("--steps", 3, "--width", 16, "--layers", 1, "--lines", 3)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "ranks", "strategy"),
     [((sys.executable,), 1, "zero1"), ((*TORCHRUN, 2), 2, "zero3")],

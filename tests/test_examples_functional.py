@@ -94,6 +94,7 @@ def test_hessian(launcher, ranks, tmp_path):
     assert plot.read_bytes().startswith(PNG)
 
 
+@pytest.mark.slow
 @LAUNCHERS
 def test_custom_transform(launcher, ranks, tmp_path):
     plot = tmp_path / "custom.png"

@@ -77,6 +77,7 @@ def commands() -> dict[str, str]:
     return {command: str(path.relative_to(ROOT)) for path, text in texts.items() for command in pattern.findall(text)}
 
 
+@pytest.mark.slow
 def test_every_command_parses():
     found, scripts = commands(), []
     for command, place in found.items():

@@ -169,6 +169,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("algorithm, max_norm, reduce", RUNS)
 def test_every_strategy_is_one_process(algorithm, max_norm, reduce, world_size):

@@ -158,7 +158,7 @@ def matches_ddp(pool, strategies, optimizer, dtype=torch.float64, max_norm=None,
     return max(spmd(program, pool))
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_two_processes_are_ddp_bitwise(workers, optimizer, dtype):

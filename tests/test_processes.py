@@ -80,6 +80,7 @@ def test_ranks_exit_with_zero(tmp_path, kept, attempt):
     run(*TORCHRUN, 3, script, kept)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("attempt", attempts(2, of=8))
 def test_simulated_ranks_end_with_their_process(tmp_path, attempt):
     """What a thread kept in torch's storage aborted one run in four."""

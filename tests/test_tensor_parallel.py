@@ -90,6 +90,7 @@ def train_and_compare(sizes, transform, gradients=by_value_and_grad):
         assert_trees_close(part, needed, rtol=0.0, atol=atol)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize(
     "name, gradients",
@@ -143,6 +144,7 @@ def test_unshard_gives_back_the_matrices(sizes):
     spmd(program, math.prod(sizes))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_derivatives_are_those_of_one_process(sizes):
     full, draw = full_params(sizes[1]), normal(7)

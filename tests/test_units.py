@@ -177,6 +177,7 @@ def test_language_models_by_every_strategy(name, rule):
         assert_one_process(module, tokens(world_size), units, STRATEGIES, again=True)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("rule", RULES)
 def test_every_strategy(rule):
     assert_one_process(filled(Everything(tie_head)), tokens(), MORE_RULES[rule], STRATEGIES)

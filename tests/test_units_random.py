@@ -104,6 +104,7 @@ def folded(mesh):
     return fs.fold_in(KEY, fs.axis_of(mesh))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("prefetch", (0, 2))
 @pytest.mark.parametrize("checkpointed", (False, True))
 def test_a_key_for_each_rank_gives_other_masks(workers, checkpointed, prefetch):

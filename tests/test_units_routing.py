@@ -134,6 +134,7 @@ def test_every_rank_takes_part_whatever_its_routing(model, routing, strategy):
     assert_one_process(module, batches(routing, RANKS), Perceptron, {strategy: STRATEGIES[strategy]}, again=True)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("model", [model for model in MODELS if "checkpointed" in model])
 def test_checkpoints_that_run_to_their_end(model):
     """They read weights again whose gradients are finished, and which the backward no longer needs."""

@@ -66,6 +66,7 @@ def loss_of(view, params, x):
     return x.abs().square().sum()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
 @pytest.mark.parametrize("world_size", (1, 2))
 def test_views_of_gathered_weights(world_size):

@@ -204,6 +204,7 @@ def batches(rank):
     return rows
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_mixture_of_experts_is_ddp_bitwise(optimizer, workers):
     cls, hyper = OPTIMIZERS[optimizer]

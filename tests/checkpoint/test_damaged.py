@@ -55,6 +55,7 @@ def flip(data, position, mask):
     return data[:position] + bytes([data[position] ^ mask]) + data[position + 1 :]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("file", ("manifest.json", "rank-00000.safetensors", "latest"))
 def test_each_single_byte(file, tmp_path):
     """Each byte of each file, one after the other, each in two ways: one bit, and several."""
@@ -71,6 +72,7 @@ def test_each_single_byte(file, tmp_path):
     checkpoint.restore(tmp_path, tree)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("file", ("manifest.json", "rank-00000.safetensors", "rank-00001.safetensors", "latest"))
 def test_random_damage_is_told_on_every_rank(file, tmp_path):
     def write():

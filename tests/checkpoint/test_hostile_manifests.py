@@ -274,6 +274,7 @@ def test_paths_of_hostile_leaves(saved):
             checkpoint.restore(saved.parent, torch.zeros(2, 3), subtree=name)
 
 
+@pytest.mark.slow
 def test_nothing_elsewhere_is_opened(saved, monkeypatch):
     """Whatever a manifest says, only files of the checkpoint are opened."""
     opened = []
@@ -407,6 +408,7 @@ SPARSE = """
 """
 
 
+@pytest.mark.slow
 def test_sparse_files_take_no_memory(saved):
     command = [sys.executable, "-c", textwrap.dedent(SPARSE), str(saved)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
@@ -473,6 +475,7 @@ def test_fuzzed_manifests(seed, saved):
         assert outcome(saved, LIKE) == ("restored" if case == data else "refused"), case
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_fuzzed_bodies_with_digests_in_order(seed, saved):
     draw = sampler(seed)

@@ -125,6 +125,7 @@ def test_a_process_killed_at_some_moments(saving, tmp_path):
     kill_often(saving, tmp_path / "run", 6, ranks=1, seed=70)
 
 
+@pytest.mark.slow
 def test_one_of_two_ranks_killed_at_some_moments(saving, tmp_path):
     kill_often(saving, tmp_path / "run", 3, ranks=2, seed=71)
 

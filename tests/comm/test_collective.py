@@ -58,6 +58,7 @@ def assert_sums(actual, parts, in_rank_order):
     assert bool(((actual.double() - expected.double()).abs() <= bound).all())
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_all_gather(world, algorithm):
     def program():

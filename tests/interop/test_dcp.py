@@ -142,6 +142,7 @@ STRATEGIES = {
 OPTIMIZERS = {"adamw": (torch.optim.AdamW, ADAMW, {}), "sgd": (torch.optim.SGD, SGD, {"updates": 2})}
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -183,13 +183,13 @@ CHOSEN = [("checkpoint in the model", 2), ("checkpoint of the model", 1), ("batc
 CHOSEN += [("frozen", 3), ("products", 2), ("rows", 1), ("MAML", 2), ("remat", 3)]
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name, world_size", slow([(name, ranks) for name in ROWS for ranks in (1, 2, 3)], CHOSEN))
 def test_steps(name, world_size):
     assert_on_ranks(ROWS[name], world_size)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow(ROWS, ["MAML", "frozen"]))
 def test_steps_on_processes(name, workers):
     assert_on_ranks(ROWS[name], workers(2))

@@ -76,7 +76,7 @@ CHOSEN = [
 ]
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("spelling, layout, reduce, world_size", slow(ROWS, CHOSEN))
 def test_layouts(spelling, layout, reduce, world_size):
     assert_on_ranks(SPELLINGS[spelling](layout, reduce), world_size)
@@ -113,6 +113,7 @@ def rows_of(x, count=STEPS):
     return [(draw(2, 5),) for _ in range(count)]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "schedule, strategy, world_size",
     slow(
@@ -176,6 +177,7 @@ def test_tensor_parallel(world_size):
     assert_on_ranks(tensor_parallel(perceptron()), world_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow(("layouts", "another layout", "accumulation"), ["accumulation"]))
 def test_on_processes(name, workers):
     rows = {

@@ -83,6 +83,7 @@ def last_use(node, order):
     return last
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("prefetch", slow((0, 1, 2), [0, 1]))
 def test_collectives_are_those_of_the_eager_step_and_all_are_waited_for(prefetch):
     program, record = graph_of(prefetch=prefetch)
@@ -191,7 +192,7 @@ def run_as_it_is(graph, inputs):
     return graph
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ("graph", run_as_it_is))
 def test_make_graph_of_a_jitted_step_is_the_graph_that_its_backend_is_given(backend):
     def program():

@@ -91,6 +91,7 @@ def test_kernels_hold_no_collective_and_write_to_no_input():
         assert not any(word in text for word in ("fshard", "_c10d_functional", "wait_tensor", "copy_(", "_fused_adamw"))
 
 
+@pytest.mark.slow
 def test_collectives_waits_and_what_lies_between_are_those_of_the_graph():
     case = found()
     assert events(nodes_of(case.inductor)) == events(nodes_of(case.graph))

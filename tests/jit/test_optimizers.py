@@ -73,13 +73,13 @@ def updating(name):
     return make
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name, world_size", slow([(n, w) for n in TRACED for w in (1, 2, 3)], CHOSEN))
 def test_updates(name, world_size):
     assert_on_ranks(updating(name), world_size)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow(TRACED, ["clip_by_global_norm", "whole Muon"]))
 def test_updates_on_processes(name, workers):
     assert_on_ranks(updating(name), workers(2))

@@ -39,13 +39,13 @@ RANDOM = {
 
 
 # Threads share the generator that a key seeds.
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow(RANDOM, ["dropout", "dropout in checkpoints"]))
 def test_steps_on_processes(name, workers):
     assert_on_ranks(RANDOM[name], workers(2))
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_numbers_on_one_rank(name):
     assert_on_ranks(RANDOM[name], 1)

@@ -74,7 +74,7 @@ def test_modules_with_units(strategy, rule, world_size):
     assert_on_ranks(of_units(language(strategy), strategy, rule), world_size)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow(STRATEGIES, ["zero3", "zero3 in mixed precision"]))
 def test_modules_with_units_on_processes(strategy, workers):
     assert_on_ranks(of_units(language(strategy), strategy, "blocks and layers"), workers(2))

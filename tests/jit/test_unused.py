@@ -39,7 +39,7 @@ def case(strategy, tx):
     return Case(train_step(loss_of, tx), fs.TrainState.create(params(strategy), tx), batches(2, 2, 2))
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", SOME)
 def test_a_jitted_step_is_the_eager_one(strategy, optimizer):

@@ -76,6 +76,7 @@ def test_a_sweep_finds_the_cheapest_that_fits():
     assert cheapest(rows, "1kB") is None
 
 
+@pytest.mark.slow
 def test_units_and_regathering_are_options():
     kept, dropped = sweep(
         SHALLOW, world_sizes=(16,), strategies=("zero3",), regather=(False, True), checkpointed=(False,)

@@ -16,7 +16,7 @@ from tests.trees import one_axis
 BACKENDS = (None, "graph", "inductor")
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 def test_records_what_the_recorder_does(workers, backend):
     def program():
@@ -110,6 +110,7 @@ class Signals(comm.Watcher):
             self.signal()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("late", (0, 1, 2))
 @pytest.mark.parametrize("jitted", (False, True), ids=("eager", "jitted"))
 def test_names_the_rank_and_the_unit_that_the_others_waited_for(workers, late, jitted):

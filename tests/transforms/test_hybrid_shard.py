@@ -25,7 +25,7 @@ HYBRID = {
 }
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_laws(world_size):
     def program():
@@ -66,6 +66,7 @@ def test_gradients_of_every_kind_of_leaf(world_size):
     spmd(program, world_size)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size, reduce", [*((size, "mean") for size in WORLD_SIZES), (4, "weighted")])
 def test_training_is_that_of_one_process(world_size, reduce):
     def program():

@@ -103,7 +103,7 @@ def train(mesh, module, strategy, optimizer):
     return states[0]
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_tensor_parallel_training_is_that_of_one_process(optimizer, world_size):
