@@ -78,6 +78,7 @@ def in_one_process(module, reduce, ranks):
     return value.detach(), {name: grads.get(name) for name in full}
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", (1, 2, 3))
 @pytest.mark.parametrize("communicate", ("each", "once"))
 @pytest.mark.parametrize("reduce", ("mean", "sum", "weighted"))
@@ -98,6 +99,7 @@ def test_it_is_one_process_on_all_tokens(reduce, communicate, world_size):
     spmd(program, world_size)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("reduce", ("mean", "sum", "weighted"))
 @pytest.mark.parametrize("communicate", ("each", "once"))
 def test_one_microbatch_is_value_and_grad(communicate, reduce):
@@ -177,6 +179,7 @@ def half_loss(full, x):
     return (torch.tanh(h @ full["a"]) + full["c"]).float().square().mean()
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("stored", (SINGLE, HALF))
 @pytest.mark.parametrize("world_size", (1, 2))
 def test_gradients_are_added_up_in_the_dtype_of_the_reduction(world_size, stored):

@@ -90,6 +90,7 @@ def sent_by(verb, params):
     return record.bytes_sent()
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize(("transform", "kept", "rounding"), [(TopK, 1.0, EXACT), (PowerSGD, 9, ROUNDING)])
 def test_nothing_left_out_is_exact(transform, kept, rounding, world_size):
@@ -118,6 +119,7 @@ def test_what_is_applied_and_what_waits_is_all_there_was(transform, kept, world_
         assert_same_bits(other, first)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
 def test_steps_are_those_of_the_papers(world_size):
     rows, length = drawn_by_rank(world_size), ceil(10 / world_size)
@@ -136,6 +138,7 @@ def test_steps_are_those_of_the_papers(world_size):
     assert_trees_close(top[0]["w"], expected, exact=True)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("replicas", "size"), GRIDS)
 def test_siblings_hold_half_a_shard_and_train_as_hsdp_and_zero3(replicas, size):
     rows = drawn_by_rank(replicas * size)[:3]

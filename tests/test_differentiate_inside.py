@@ -137,6 +137,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", (1, 2, 3))
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_it_is_what_autograd_does_on_full_tensors(name, world_size):
@@ -173,6 +174,7 @@ def func_inside(params, x):
 NESTED = {f.__name__: f for f in (nested, one_step_of_maml, func_inside)}
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", (1, 2, 3))
 @pytest.mark.parametrize("name", NESTED)
 def test_value_and_grad_inside_is_torch_func_inside(name, world_size):

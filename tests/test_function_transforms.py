@@ -99,6 +99,7 @@ def test_vmap_over_an_ensemble(strategy, world_size):
     spmd(program, world_size)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", COUNTS)
 @pytest.mark.parametrize("strategy", TRANSFORMED)
 def test_hessian_vector_products(strategy, world_size):

@@ -97,6 +97,7 @@ def gradients(model, params, number, communicate):
 RUNS = {"one batch": (1, None), "each": (3, "each"), "once": (3, "once")}
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", (1, 2, 3))
 @pytest.mark.parametrize("run", RUNS)
 def test_gradients_are_those_of_torch_with_the_same_hooks(run, world_size):
@@ -308,6 +309,7 @@ BAD = {
 }
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("communicate", ("each", "once"))
 @pytest.mark.parametrize("name", (*BAD, "raises"))
 def test_a_hook_that_fails_on_one_rank_ends_the_call_on_all(name, communicate):

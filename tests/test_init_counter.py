@@ -188,7 +188,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)))
-@pytest.mark.rows(1)
+@pytest.mark.slow
 def test_every_world_size_and_strategy_draws_the_same(world_size):
     modules = {}
     for name, make in MODULES.items():

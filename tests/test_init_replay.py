@@ -195,7 +195,7 @@ def test_replay_is_dense(name, device):
 
 
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)))
-@pytest.mark.rows(1)
+@pytest.mark.slow
 def test_replay_is_dense_at_every_world_size(world_size):
     """Of every strategy; the recorder sees one comparison, and nothing else travels."""
     names = ("transformer", "GPT", "rejecting", "deviating", "tied")

@@ -64,7 +64,7 @@ def padded_bytes(params, ranks):
     return sum(split) + sum(filled)
 
 
-@pytest.mark.rows(8)
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("world_size", (2, 3, 4, 8))
 @pytest.mark.parametrize("step", (in_one_call, with_four_verbs))
 @pytest.mark.parametrize("tree", FLOATING)
@@ -224,6 +224,7 @@ def test_clipping_whole_leaves_communicates_nothing():
     assert spmd(program, 2) == [[], []]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", (2, 3, 4))
 def test_order_is_the_same_on_all_ranks_whatever_a_rank_uses(world_size):
     def program():

@@ -18,7 +18,7 @@ def shapes(tree):
     return [tuple(leaf.shape) for leaf in fs.tree_leaves(tree)]
 
 
-@pytest.mark.rows(12)
+@pytest.mark.rows(6)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_scatter_is_the_transpose_of_gather(strategy, world_size):
@@ -128,6 +128,7 @@ def dense_loss(params, x):
     return torch.tanh(x @ params["w"] + params["b"]).pow(2).mean() * params["scale"].exp()
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_derivatives_through_gather_are_those_of_one_process(strategy, world_size):

@@ -91,6 +91,7 @@ ROWS = [
 QUICK = [row for row in ROWS if row[0] == "donated" or row[1:] in (("AdamW", "ddp"), ("AdamW", "hsdp"), ("ema", "ddp"))]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("form, optimizer, strategy", slow(ROWS, QUICK))
 def test_what_was_kept_has_its_bits_after_donated_steps(form, optimizer, strategy):
     def program():

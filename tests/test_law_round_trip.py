@@ -139,6 +139,7 @@ def train_step(state):
     return fs.update(TX, state, fs.tree_map(torch.cos, state.params))
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("start", ("ddp", "zero2 of every leaf", "two dims"))
 def test_reshard_of_a_whole_train_state(start, world_size):

@@ -1000,6 +1000,7 @@ class AfterAnError:
         return train(made)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("call", ROWS)
 def test_both_sides_are_equal(call, workers):
     entry = ROWS[call]

@@ -90,7 +90,7 @@ def train_and_compare(sizes, transform, gradients=by_value_and_grad):
         assert_trees_close(part, needed, rtol=0.0, atol=atol)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize(
     "name, gradients",
@@ -129,6 +129,7 @@ def test_specs_say_both_axes():
     }
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_unshard_gives_back_the_matrices(sizes):
     full = full_params(sizes[1])
@@ -144,7 +145,7 @@ def test_unshard_gives_back_the_matrices(sizes):
     spmd(program, math.prod(sizes))
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_derivatives_are_those_of_one_process(sizes):
     full, draw = full_params(sizes[1]), normal(7)
@@ -174,6 +175,7 @@ def test_derivatives_are_those_of_one_process(sizes):
     spmd(program, math.prod(sizes))
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_each_axis_carries_its_own(sizes):
     """Over "shard" this rank's share of the parameters, over "tp" activations alone."""

@@ -160,6 +160,7 @@ LANGUAGES = {
 }
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("rule", ("two classes", "every module"))
 @pytest.mark.parametrize("name", LANGUAGES)
 def test_language_models(name, rule):
@@ -183,6 +184,7 @@ def test_every_strategy(rule):
     assert_one_process(filled(Everything(tie_head)), tokens(), MORE_RULES[rule], STRATEGIES)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("prefetch", (0, 1, 2))
 def test_a_list_says_the_order_of_gathering(prefetch):
     """Units that a model enters backwards are gathered ahead in that order, each once."""
@@ -266,6 +268,7 @@ MODULE_RULES = {"every module": nn.Module, "parts": "parts.*"}
 MORE_MODULE_RULES = MODULE_RULES | {"one unit": None, "a size": 30}
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("rule", MODULE_RULES)
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(name, rule):

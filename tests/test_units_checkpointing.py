@@ -118,6 +118,7 @@ MODELS = {
 }
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("rule", ("two classes", "every module"))
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpointed_models(name, rule):
@@ -126,6 +127,7 @@ def test_checkpointed_models(name, rule):
         assert_one_process(module, tokens(world_size), RULES[rule], strategies)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", ("full, around each", "full, around nested", "full, around again"))
 def test_recomputation_to_the_end(name):
     """A checkpoint usually stops once it has what was asked for."""

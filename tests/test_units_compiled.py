@@ -82,7 +82,7 @@ def compiled_case(name, rule):
         assert_one_process(filled(MODELS[name]()), tokens(world_size), RULES[rule], strategies)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, rule", [("blocks", "a class"), ("inside", "parts"), ("tied", "every module"), ("whole", "parts")]
 )

@@ -59,6 +59,7 @@ RUNS = {
 }
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4))
 @pytest.mark.parametrize("run", RUNS)
 def test_a_leaf_that_no_rank_used_has_no_gradient(run, world_size):

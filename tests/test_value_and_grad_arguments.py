@@ -86,6 +86,7 @@ def test_keywords_are_passed_on():
     programs(test, 2)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", (2, 3))
 @pytest.mark.parametrize("reduce", ("mean", "sum", "weighted"))
 def test_every_reduce_is_the_reference(reduce, world_size):

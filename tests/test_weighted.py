@@ -71,6 +71,7 @@ def test_no_tokens_on_a_rank_need_no_padding(strategy, loss_of, world_size):
     spmd(program, world_size)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", LENGTHS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_training_is_that_of_one_process(strategy, world_size):
@@ -140,6 +141,7 @@ def test_no_tokens_at_all_are_not_a_number(form):
     spmd(program, 2)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("kind", ("int32", "float32", "float64"))
 @pytest.mark.parametrize("form", FORMS)
 def test_counts_of_any_kind_give_the_same_bits(form, kind):

@@ -444,6 +444,7 @@ FULL_DISK = """
 """
 
 
+@pytest.mark.slow
 def test_files_that_cannot_grow(tmp_path):
     lines = python(FULL_DISK, tmp_path).splitlines()
     assert len(lines) == 3

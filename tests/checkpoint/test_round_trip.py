@@ -29,6 +29,7 @@ from tests.checkpoint.states import (
 from tests.trees import WORLD_SIZES, assert_same_bits, assorted, meshes, normal, one_axis
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_restore_undoes_save(layout, world_size, tmp_path):
@@ -69,6 +70,7 @@ def check_pair(start, end, directory, tree):
     spmd(program, other_ranks)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("start", "end"), pairs(2, seed=0))
 def test_restore_into_another_layout(start, end, tmp_path):
     for tree in ("uneven", "mixed_dtypes"):
@@ -105,6 +107,7 @@ def random_tree(draw):
 ANY_TREE = [name for name in LAYOUTS if name not in CHOOSY]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_trees_between_random_layouts(seed, tmp_path):
     draw = sampler(seed)
@@ -211,6 +214,7 @@ def test_training_goes_on_as_if_nothing_had_happened(tx, layout, world_size, tmp
     spmd(program, world_size)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("tx", ("adamw", "Adam of torch", "adafactor"))
 def test_training_goes_on_at_another_world_size(tx, tmp_path):
     def begin():

@@ -70,6 +70,7 @@ def test_all_gather(world, algorithm):
     spmd(program, world)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_reduce_scatter(world, algorithm):
     def program():

@@ -94,7 +94,7 @@ def test_a_late_rank(workers):
     )
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("jitted", (False, True), ids=("eager", "jitted"))
 def test_a_rank_that_leaves_a_step_out(workers, jitted):
     def program():

@@ -77,6 +77,7 @@ STEADY = {
 }
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", STEADY)
 def test_a_known_order_costs_one_message(name):
     make, messages, others = STEADY[name]
@@ -165,6 +166,7 @@ def fail(where, i, n):
 FAILURES = (0, 3, "end", "backward")
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("communicate", (None, "each", "once"))
 @pytest.mark.parametrize("where", FAILURES)
 def test_a_rank_that_fails_takes_part_and_tells_the_others(where, communicate):

@@ -148,7 +148,7 @@ def accumulated(strategy, communicate, reduce):
     return make
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy, communicate, reduce, world_size",
     slow(

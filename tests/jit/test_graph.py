@@ -83,7 +83,7 @@ def last_use(node, order):
     return last
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", slow((0, 1, 2), [0, 1]))
 def test_collectives_are_those_of_the_eager_step_and_all_are_waited_for(prefetch):
     program, record = graph_of(prefetch=prefetch)
@@ -100,6 +100,7 @@ def test_collectives_are_those_of_the_eager_step_and_all_are_waited_for(prefetch
         assert all(len(waits) == 1 for _, waits in found)
 
 
+@pytest.mark.slow
 def test_gathers_start_ahead_of_their_use():
     """Something is computed between a gather's start and the wait for it, but for the very first."""
     for prefetch, ahead in ((1, True), (0, False)):
@@ -114,6 +115,7 @@ def test_gathers_start_ahead_of_their_use():
             assert not any(between)
 
 
+@pytest.mark.slow
 def test_no_gathered_unit_is_held_between_its_turns():
     """A gathered buffer is last read before the second next gather is waited for, so that few are there at a time."""
     for regather in (True, False):
@@ -126,6 +128,7 @@ def test_no_gathered_unit_is_held_between_its_turns():
         assert alive <= 2 if regather else alive >= UNITS
 
 
+@pytest.mark.slow
 def test_reductions_start_with_their_gradients_and_are_bounded(monkeypatch):
     """Each starts as soon as its gradient is there, and no more bytes are under way than the engine allows."""
     cap = 600 * 1024

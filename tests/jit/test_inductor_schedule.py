@@ -99,6 +99,7 @@ def test_collectives_waits_and_what_lies_between_are_those_of_the_graph():
     assert len(starts(nodes_of(case.inductor))) == len(case.record)
 
 
+@pytest.mark.slow
 def test_gathers_are_ahead_and_again_in_the_backward():
     nodes = nodes_of(found().inductor)
     order, gathers = place(nodes), starts(nodes, ops.all_gather)

@@ -68,7 +68,7 @@ def of_units(module, strategy, rule):
     return make
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy, rule, world_size", slow(WIDE, CHOSEN))
 def test_modules_with_units(strategy, rule, world_size):
     assert_on_ranks(of_units(language(strategy), strategy, rule), world_size)

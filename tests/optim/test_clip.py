@@ -54,6 +54,7 @@ def assert_clipped_as_by_torch(clipped, full, max_norm, p):
     assert_trees_close(clipped, expected, rtol=rtol, atol=0.0)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("p", ORDERS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4))
@@ -232,6 +233,7 @@ def test_collectives(world_size, p):
         assert counted == expected
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("p, max_norm", [*((p, 0.5) for p in ORDERS), (2.0, 1e6)])
 @pytest.mark.parametrize("world_size", (1, 2, 4))
 def test_derivative_is_that_of_full_gradients(world_size, p, max_norm):

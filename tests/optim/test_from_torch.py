@@ -146,6 +146,7 @@ def test_full_trees_get_the_bits_of_the_class(case):
         assert_same_bits(*as_tensors)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4))
 @pytest.mark.parametrize("case", CASES)
 def test_shards_get_the_bits_of_full_trees(case, world_size):
@@ -167,6 +168,7 @@ def test_shards_get_the_bits_of_full_trees(case, world_size):
     spmd(program, world_size)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_resharded_state_is_the_state_of_resharded_parameters(strategy):
     cls, hyper = CASES["AdamW, foreach"]

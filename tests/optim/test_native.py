@@ -142,6 +142,7 @@ def layers(seed):
     return made | {name: torch.zeros(4, dtype=torch.float64) for name, zero in zeros.items() if zero}
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("case", LAYERWISE)
 @pytest.mark.parametrize("world_size", (0, 1, 2, 3))
 def test_layerwise_follows_the_papers(case, world_size):

@@ -33,6 +33,7 @@ def dense(case, updates):
     return learned(case, updates, torch.func.grad(inner_loss), lambda params: inner_loss(params, STEPS))
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("updates", (1, 2))
 @pytest.mark.parametrize("case", OURS)
 def test_derivatives_of_full_trees(case, updates):
@@ -51,6 +52,7 @@ def test_derivatives_of_full_trees(case, updates):
     assert torch.autograd.gradcheck(loss, leaves, eps=1e-5, atol=1e-8, rtol=1e-7)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world_size", (1, 2, 3))
 @pytest.mark.parametrize("case", OURS)

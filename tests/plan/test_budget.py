@@ -21,6 +21,7 @@ def step_and_args(mesh=None, **options):
     return step, (state, *batch)
 
 
+@pytest.mark.slow
 def test_a_budget_that_holds_returns_the_plan():
     step, args = step_and_args()
     plan = fs.plan(step, *args, mesh=MESH)
@@ -29,6 +30,7 @@ def test_a_budget_that_holds_returns_the_plan():
     assert_budget(step, args, mesh=MESH, peak_bytes="1GB", collectives={"all_to_all": 0})
 
 
+@pytest.mark.slow
 def test_a_peak_that_breaks_it_names_what_is_held_and_the_units():
     step, args = step_and_args(merge_bytes=0)
     plan = fs.plan(step, *args, mesh=MESH)
@@ -65,7 +67,7 @@ def test_without_a_mesh_the_states_own_counts():
     spmd(program, 2)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy, times", [("ddp", 2), ("zero2", 2), ("zero3", 3)])
 def test_strategies_stay_in_the_bytes_of_their_formula(strategy, times):
     step, state, batch = prepared(Case(strategy, layers=3), fs.init_mesh({"shard": 1}, device="cpu"))

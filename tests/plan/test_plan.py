@@ -42,6 +42,7 @@ def test_one_rank_holds_its_state_and_sends_nothing():
     assert plan.peak_bytes == plan.arguments.total + fs.make_graph(step)(state, *batch).peak_bytes()
 
 
+@pytest.mark.slow
 def test_parts_of_the_peak_add_up_and_shrink_with_the_mesh():
     plans = [planned(mesh={"shard": ranks}) for ranks in (2, 4, 4096)]
     for plan in plans:
@@ -53,6 +54,7 @@ def test_parts_of_the_peak_add_up_and_shrink_with_the_mesh():
     assert plans[0].flops == plans[1].flops == plans[2].flops
 
 
+@pytest.mark.slow
 def test_memory_is_held_for_what_it_is():
     held = {strategy: planned(Case(strategy, width=256)).timeline for strategy in ("ddp", "zero2", "zero3")}
     most = {
@@ -86,6 +88,7 @@ def test_text():
     assert text.endswith(f" of it waiting: an estimate from these rates:\n    {rates}")
 
 
+@pytest.mark.slow
 def test_rates_make_the_estimate():
     slow = planned(rates=Rates(link=1e6))
     assert slow.seconds > planned().seconds
@@ -100,6 +103,7 @@ def test_a_state_of_any_device_and_process_will_do():
     assert str(fs.plan(step, meta, *(leaf.to("meta") for leaf in batch), mesh={"shard": 8})) == expected
 
 
+@pytest.mark.slow
 def test_real_ranks_are_not_disturbed():
     def program():
         step, state, batch = prepared(Case("zero3", donated=False), fs.init_mesh({"shard": 2}, device="cpu"))

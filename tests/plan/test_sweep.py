@@ -95,6 +95,7 @@ def test_large_models_are_planned(name, ranks, at_most):
     assert 0.9 * at_most < estimate(workload_of(name), options, {"shard": ranks}).peak.total < at_most
 
 
+@pytest.mark.slow
 def test_the_command_line(capsys):
     arguments = ["--model", "tests.plan.test_sweep:factory", "--world-size", "4", "--activations", "kept"]
     assert main([*arguments, "--strategy", "zero2,zero3", "--memory", "1MB"]) == 0

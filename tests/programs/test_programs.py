@@ -12,7 +12,7 @@ from tests.programs.table import PROGRAMS, check, expected, strategies, world_si
 CASES = [(program, name, n) for program in PROGRAMS for name in SUBJECTS for n in world_sizes(name, program)]
 
 
-@pytest.mark.rows(12)
+@pytest.mark.rows(6)
 @pytest.mark.parametrize("program, name, world_size", CASES)
 def test_program(program, name, world_size):
     # Once for all ranks.
@@ -31,7 +31,7 @@ ON_PROCESSES = (
 )
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_programs_on_processes(workers, name):
     def program():

@@ -125,6 +125,7 @@ def test_lowest_failing_rank_is_reported(workers):
     assert failure(workers, program).endswith("ValueError: from rank 0\n")
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     "end, ending",
     [
@@ -254,6 +255,7 @@ def test_worker_that_does_not_exit_shows_its_stack():
     assert "in _shutdown\n" in str(caught.value)
 
 
+@pytest.mark.rows(1)
 def test_killed_parent_leaves_nothing_behind(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -26,6 +26,7 @@ BUCKETS = {
 }
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_laws(world_size):
     def program():
@@ -35,6 +36,7 @@ def test_laws(world_size):
     spmd(program, world_size)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_gradients_have_the_same_bits(world_size):
     def program():
@@ -45,6 +47,7 @@ def test_gradients_have_the_same_bits(world_size):
     spmd(program, world_size)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES[:-1])
 def test_training_has_the_same_bits(world_size):
     def program():

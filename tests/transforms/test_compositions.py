@@ -128,7 +128,7 @@ def test_exact_compositions_are_one_process(world_size):
     assert_trees_close(found, dict.fromkeys(found, one_process("SGD")), rtol=0, atol=bound("SGD"))
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4, 8))
 def test_lossy_compositions_are_near_one_process(world_size):
     """And no nearer than rounding allows, where there is something to send."""

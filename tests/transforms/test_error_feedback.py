@@ -27,6 +27,7 @@ def residual(state, params, world_size, axis="shard"):
 STEPS = 5
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     "world_size, dtype", [*((size, torch.float64) for size in WORLD_SIZES[1:]), (3, torch.float32)]
 )
@@ -85,6 +86,7 @@ def test_gradients_in_bfloat16_leave_a_residual_in_the_stored_dtype():
     spmd(program, 2)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES[:-1])
 def test_the_engine_and_the_verbs_make_the_same_gradients_and_states(world_size):
     """Of every kind of leaf, step by step."""

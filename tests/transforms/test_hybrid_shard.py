@@ -50,6 +50,7 @@ def test_it_is_a_composition():
     spmd(program, 4)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_gradients_of_every_kind_of_leaf(world_size):
     """Bitwise those of leaves split over both axes, whose sums run over the inner axis first too."""
@@ -78,6 +79,7 @@ def test_training_is_that_of_one_process(world_size, reduce):
     assert_same_bits([first[1:], *others], [first[:1]] + [first[:1] * 2] * len(others))
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", (1, 2, 4))
 def test_modules_with_units(world_size):
     module = filled(Language(hidden=(13, 11)))
