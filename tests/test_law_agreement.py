@@ -208,6 +208,7 @@ def assert_all_named(rows, parts):
     assert len({tuple(text.splitlines()[1:]) for text in rows}) == 1, rows
 
 
+@pytest.mark.rows(100)
 @pytest.mark.parametrize("world_size", (2, pytest.param(3, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("name", TOLD)
 def test_ranks_that_were_told_different_things_are_all_told(name, world_size):
