@@ -489,7 +489,7 @@ def agreed_uses(uses: Uses) -> Used:
         What some rank uses, the same on every rank.
 
     Raises:
-        ValueError: on every rank alike, if their traces differentiate other things.
+        ValueError: on every rank, if their traces differentiate other things.
     """
     used = uses.used
     for axis in dict.fromkeys(axis for axes in uses.axes for axis in axes if axis.size > 1):
@@ -538,7 +538,7 @@ def closed(
 
 
 def denominator(count: Any, axes: Sequence[Axis], reduce: str) -> Any:
-    """What summed losses and gradients are divided by: 1, the number of ranks, or the sum of counts."""
+    """Compute the divisor of summed losses and gradients: 1, the number of ranks, or the sum of counts."""
     if reduce == "weighted":
         # In one dtype whatever a rank counts in, and a wide one; the count is no part of the graph.
         return total(count.detach().to(torch.float64), axes)

@@ -91,7 +91,7 @@ def scatter_grads(
 
 
 def _problem(grad: Any, param: Any) -> tuple[str, str] | None:
-    """What is there and what was expected, where a gradient does not fit its parameter."""
+    """Describe a gradient that does not fit its parameter, and the one expected."""
     if grad is None or (is_sharded(param) and param.spec.frozen):
         return None
     needed = param.spec.gathered_shape if is_sharded(param) else None if param is None else tuple(param.shape)

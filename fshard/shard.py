@@ -29,7 +29,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str],
         The tree with Sharded leaves that own their storage.
 
     Raises:
-        ValueError: on every rank alike, if ranks hold different trees, shapes, dtypes or values, a leaf is not a
+        ValueError: on every rank, if ranks hold different trees, shapes, dtypes or values, a leaf is not a
             tensor, or a shape does not fit the transform.
 
     >>> import fshard as fs
@@ -229,7 +229,7 @@ def is_frozen(path: str, leaf: torch.Tensor, frozen: Callable[[str], bool] | Non
 
 
 def unfit(leaf: Any) -> tuple[str, str] | None:
-    """What is there and what was expected, where a leaf is nothing that can be cut."""
+    """Describe a leaf that cannot be cut, and the leaf expected."""
     if is_sharded(leaf):
         return "a Sharded leaf", "a full tensor; reshard changes layouts"
     if leaf is not None and type(leaf) not in (torch.Tensor, torch.nn.Parameter):
@@ -245,7 +245,7 @@ def unfit(leaf: Any) -> tuple[str, str] | None:
 
 
 def fingerprint(leaf: torch.Tensor, spec: Spec, origin: str | None = None) -> str:
-    """What ranks must agree on: a leaf's dtype, shape, layout, and a hash of its values or where they come from."""
+    """Write the facts that ranks compare: a leaf's dtype, shape, layout, and a hash or the origin of its values."""
     dtype = str(leaf.dtype).removeprefix("torch.")
     source = origin or f"of hash {hash_of(leaf)}"
     return f"{'frozen ' if spec.frozen else ''}{dtype}{list(leaf.shape)} {source} split by {spec.partition!r}"

@@ -234,7 +234,7 @@ class _Run(NamedTuple):
         return value, count, aux
 
     def divisor(self, counts: list[Any]) -> Any:
-        """What sums over ranks and microbatches are divided by."""
+        """Compute the divisor of sums over ranks and microbatches."""
         if self.reduce == "weighted":
             return denominator(
                 torch.stack([count.detach().to(torch.float64) for count in counts]).sum(), self.axes, self.reduce

@@ -2,6 +2,7 @@
 
 import re
 import time
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -121,6 +122,18 @@ TOLD = {
         "0.bias",
         "none",
         ["['0.bias']", "frozen float64"],
+    ),
+    # fs.shard compares the rows above itself; these are sharded alike, and differ afterwards.
+    "frozen afterwards": (
+        lambda mesh, frozen: train(
+            {
+                name: replace(leaf, spec=replace(leaf.spec, frozen=frozen and name == "0.bias"))
+                for name, leaf in params_of(zero3(mesh)).items()
+            }
+        ),
+        True,
+        False,
+        ["['0.bias']", "frozen True", "frozen False"],
     ),
     "dtype of a leaf": (
         lambda mesh, d: fs.value_and_grad(lambda p: fs.gather(p)["0.bias"].double().sum())(

@@ -38,7 +38,7 @@ class Saved:
         self._known: dict[int, tuple[object, Use, int, type, bool]] = {}
 
     def hooks(self) -> AbstractContextManager[None]:
-        """What must be active while the function runs, so that autograd saves no gathered tensor."""
+        """Make the context in which the function runs, so that autograd saves no gathered tensor."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def watch(self, use: Use) -> None:

@@ -91,7 +91,7 @@ def _same(objects: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _modes() -> tuple[tuple[str, Any], ...]:
-    """What programs run under besides their arguments: a trace reads it, or torch chooses operators by it."""
+    """List the modes of the process that a trace reads, or by which torch chooses operators."""
     accelerator = torch.accelerator.current_accelerator()
     devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     autocast = tuple(

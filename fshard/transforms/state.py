@@ -141,7 +141,7 @@ def _unwrapped(state: Tree) -> Tree:
 
 
 def _misfit(leaf: Any, part: Tree) -> tuple[str, str] | None:
-    """What is there and what was expected, where a state is not that of a leaf."""
+    """Describe a state that does not fit its leaf, and the one expected."""
     if not _has_state(leaf):
         return None if part is None else (describe(part), "None, because its transform has no state")
     rows, made = flatten(part), _made_by_init(leaf.spec, leaf.local.dtype, leaf.local.device)
