@@ -200,3 +200,18 @@ def test_a_layout_says_all_that_is_to_be_said_of_it():
         fs.hsdp(mesh, layout=layout)
     with pytest.raises(ValueError, match=r"^zero3: expected min_shard_elements or layout, got both; "):
         fs.zero3(mesh, layout=layout, min_shard_elements=3)
+
+
+def test_a_gather_is_under_way_once_it_has_started():
+    """Not first where it is waited for, or nothing would be gathered ahead."""
+
+    def program():
+        params = fs.shard({"w": torch.ones(8, 512)}, fs.hsdp(two_axes(4), min_shard_elements=0))
+        leaf = params["w"]
+        with fs.comm.record() as record:
+            finish = leaf.spec.transform.start_gather([leaf.local], [leaf.spec])
+            started = len(record)
+            finish()
+        return started, len(record)
+
+    assert spmd(program, 4) == [(1, 1)] * 4
