@@ -33,16 +33,19 @@ fs.testing.spmd(program, 4)
 """
 
 
-# The second rank is killed before it makes its mesh.
+# The second rank is killed before it makes its mesh, once both have connected.
 KILLED_BEFORE_ITS_MESH = """
 import os, signal, sys
 from datetime import timedelta
 import torch.distributed as dist, fshard as fs
+connected, connect = os.pipe()
 rank = int(os.fork() == 0)
 limit = timedelta(seconds=2)
 dist.init_process_group("gloo", f"file://{sys.argv[1]}", rank=rank, world_size=2, timeout=limit)
 if rank:
+    os.read(connected, 1)
     os.kill(os.getpid(), signal.SIGKILL)
+os.write(connect, b"1")
 try:
     fs.init_mesh({"shard": -1}, device="cpu")
 except RuntimeError as error:

@@ -320,3 +320,15 @@ def test_the_legend_of_a_picture_names_the_collectives_that_are_there(tmp_path, 
         graph.plot(path)
         assert path.stat().st_size > 10_000
     assert legends == [["all_gather", "all_reduce"], ["all_to_all"]]
+
+
+def test_a_collective_whose_result_this_rank_does_not_use_stays_and_is_waited_for():
+    """Other ranks may use it, and its buffers must not go before it has ended."""
+
+    def program():
+        axis = fs.axis_of(one_axis())
+        graph = fs.make_graph(lambda x: (fs.all_gather(2 * x, axis), x + 1)[1])(torch.ones(3))
+        waits = [node for node in graph.module.graph.nodes if node.target is _compat.WAIT_TENSOR]
+        return [entry.op for entry in graph.collectives()], len(waits)
+
+    assert spmd(program, 2) == [(["all_gather"], 1)] * 2
