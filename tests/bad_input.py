@@ -86,10 +86,20 @@ class Refusal(NamedTuple):
     issued: list[tuple[str, int]]
 
 
-def refusal(row: Row) -> Refusal:
-    """Make a bad call on this rank; nothing may have changed by it, and good calls must work as before."""
-    world = make_world()
+def refusals(rows: Sequence[Row]) -> list[Refusal]:
+    """Make bad calls on this rank; nothing may have changed by any, and good calls must work as before."""
+    world, found = make_world(), []
     before = good_calls(world)
+    for row in rows:
+        try:
+            found.append(_refusal(row, world))
+            assert_same_bits(good_calls(world), before)
+        except Exception as error:
+            raise AssertionError(f"in the row: {row.name}") from error
+    return found
+
+
+def _refusal(row: Row, world: World) -> Refusal:
     arguments = row.arguments(world)
     tensors = list(held_tensors((world, arguments)))
     copies = [tensor.detach().clone() for tensor in tensors]
@@ -100,9 +110,8 @@ def refusal(row: Row) -> Refusal:
             issued = [(entry.label, entry.bytes) for entry in record if entry.label != fs.comm.Verb.AGREE]
             found = Refusal(type(error), str(error), issued)
         else:
-            raise AssertionError(f"{row.name}: no error, but {result}")
+            raise AssertionError(f"no error, but {result}")
     assert_same_bits([tensor.detach() for tensor in tensors], copies)
-    assert_same_bits(good_calls(world), before)
     return found
 
 
@@ -115,32 +124,19 @@ def held_tensors(values: Any) -> Iterable[torch.Tensor]:
                 yield tensor
 
 
-def assert_refused(row: Row, world: int | Workers) -> list[Refusal]:
-    """Assert that a bad call does on every rank what its row says, and return what it did."""
-    refusals = spmd(partial(refusal, row), world, timeout=30.0)
-    for found in refusals:
-        assert_fits(found, row)
-    return refusals
+def assert_refused(rows: Sequence[Row], world: int | Workers) -> list[list[Refusal]]:
+    """Assert that bad calls do on every rank what their rows say, and return what they did, rank by rank."""
+    ranks = spmd(partial(refusals, rows), world, timeout=30.0 + len(rows))
+    for found in ranks:
+        for refusal, row in zip(found, rows, strict=True):
+            assert_fits(refusal, row)
+    return ranks
 
 
 def assert_all_refused(rows: Sequence[Row]) -> None:
-    """Assert that the bad calls of a table do what their rows say, one after another in one run of ranks."""
-
-    def program(rows: Sequence[Row]) -> list[Refusal]:
-        return [_named(row) for row in rows]
-
+    """Assert that the bad calls of a table do what their rows say, one after another in a run of ranks."""
     for ranks in {row.ranks for row in rows}:
-        same = [row for row in rows if row.ranks == ranks]
-        for refusals in spmd(partial(program, same), ranks, timeout=30.0 + len(same)):
-            for row, found in zip(same, refusals, strict=True):
-                assert_fits(found, row)
-
-
-def _named(row: Row) -> Refusal:
-    try:
-        return refusal(row)
-    except Exception as error:
-        raise AssertionError(f"in the row: {row.name}") from error
+        assert_refused([row for row in rows if row.ranks == ranks], ranks)
 
 
 def assert_fits(found: Refusal, row: Row) -> None:
