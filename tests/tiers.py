@@ -1,30 +1,32 @@
 """Tiers: `make test` runs a sample of each large table, `make slow` the other rows."""
 
 import random
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from itertools import combinations
 
 import pytest
 
 # Rows of one test that `make test` runs, where the test does not say another number by @pytest.mark.rows(number).
-ROWS = 4
+ROWS = 3
 
 Row = tuple[Hashable, ...]
 
 
-def sample(table: Sequence[Row], most: int, seed: str) -> list[int]:
+def sample(table: Sequence[Row], most: int, seed: str, preferred: Container[int] = ()) -> list[int]:
     """Choose rows of a table: as many values of each column as possible, then as many pairs of values.
 
     Args:
         table: Rows of equal length.
         most: Rows to choose, if there are as many.
         seed: Chooses between rows that add as much.
+        preferred: Numbers of the rows to choose first of those that add as much.
 
     Returns:
         The numbers of the chosen rows, in order.
     """
     order = list(range(len(table)))
     random.Random(seed).shuffle(order)
+    order.sort(key=lambda number: number not in preferred)
     values, pairs, chosen = set(), set(), []
     while order and len(chosen) < most:
 
@@ -57,7 +59,9 @@ def mark_slow_rows(items: Sequence[pytest.Item]) -> None:
         marker = rows[0].get_closest_marker("rows")
         most = ROWS if marker is None else marker.args[0]
         columns = [tuple(row.callspec.indices[column] for column in sorted(row.callspec.indices)) for row in rows]
-        chosen = set(sample(columns, most, name))
+        # One rank shows little, and eight take long.
+        few = {number for number, row in enumerate(rows) if row.callspec.params.get("world_size") in (2, 3)}
+        chosen = set(sample(columns, most, name, few))
         for number, row in enumerate(rows):
             if number not in chosen:
                 row.add_marker(pytest.mark.slow)
