@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -65,11 +66,18 @@ class Source(NamedTuple):
 
 
 def read_sources(package: Path) -> list[Source]:
+    """Parse the files of a package, each content once."""
+
     def parts(path: Path) -> tuple[str, ...]:
         names = path.relative_to(package.parent).with_suffix("").parts
         return names[:-1] if names[-1] == "__init__" else names
 
-    return [Source(path, parts(path), ast.parse(path.read_text())) for path in sorted(package.rglob("*.py"))]
+    return [Source(path, parts(path), parsed(path.read_text())) for path in sorted(package.rglob("*.py"))]
+
+
+@cache
+def parsed(text: str) -> ast.Module:
+    return ast.parse(text)
 
 
 class Import(NamedTuple):

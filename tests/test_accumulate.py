@@ -78,7 +78,7 @@ def in_one_process(module, reduce, ranks):
     return value.detach(), {name: grads.get(name) for name in full}
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (1, 2, 3))
 @pytest.mark.parametrize("communicate", ("each", "once"))
 @pytest.mark.parametrize("reduce", ("mean", "sum", "weighted"))
@@ -99,7 +99,7 @@ def test_it_is_one_process_on_all_tokens(reduce, communicate, world_size):
     spmd(program, world_size)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("reduce", ("mean", "sum", "weighted"))
 @pytest.mark.parametrize("communicate", ("each", "once"))
 def test_one_microbatch_is_value_and_grad(communicate, reduce):
@@ -234,7 +234,7 @@ class Tower(nn.Module):
         return block(x) if self.how == "around several" else checkpoint(block, x, use_reentrant=False)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (1, 2))
 @pytest.mark.parametrize("how", ("around units", "inside units", "around several", "fs.remat"))
 def test_checkpoints(how, world_size):
@@ -312,6 +312,7 @@ def test_every_microbatch_has_its_aux_and_other_arguments_are_passed_on():
     spmd(program, 2)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("communicate", ("each", "once"))
 def test_maths_on_shards_and_schedules(communicate):
     """What autograd returns for the shards themselves is summed too."""

@@ -132,6 +132,7 @@ def results(model, params, x):
     return loss, fs.unshard(grads), model.apply(params, x), model.apply(fs.gather(params), x)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (1, 2))
 def test_equal_calls_have_equal_results(world_size):
     """Those of a model that was never called, after calls on other parameters and calls that failed."""

@@ -90,7 +90,7 @@ def sent_by(verb, params):
     return record.bytes_sent()
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize(("transform", "kept", "rounding"), [(TopK, 1.0, EXACT), (PowerSGD, 9, ROUNDING)])
 def test_nothing_left_out_is_exact(transform, kept, rounding, world_size):
@@ -138,7 +138,7 @@ def test_steps_are_those_of_the_papers(world_size):
     assert_trees_close(top[0]["w"], expected, exact=True)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("replicas", "size"), GRIDS)
 def test_siblings_hold_half_a_shard_and_train_as_hsdp_and_zero3(replicas, size):
     rows = drawn_by_rank(replicas * size)[:3]

@@ -97,7 +97,7 @@ def gradients(model, params, number, communicate):
 RUNS = {"one batch": (1, None), "each": (3, "each"), "once": (3, "once")}
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (1, 2, 3))
 @pytest.mark.parametrize("run", RUNS)
 def test_gradients_are_those_of_torch_with_the_same_hooks(run, world_size):
@@ -115,6 +115,7 @@ def test_gradients_are_those_of_torch_with_the_same_hooks(run, world_size):
     spmd(program, world_size)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("communicate", ("each", "once"))
 def test_hooks_run_in_blocks_that_are_computed_again(communicate):
     module = language(checkpointed=True)
@@ -133,6 +134,7 @@ def applied_twice(model, params, tokens):
     return value_of(model, params, tokens) + model.apply(params, tokens).sum()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("number", (1, 3))
 def test_a_hook_runs_once_a_backward_where_its_leaf_is_used(number):
     """On full gradients, with the hooks of the time of functionalize, whatever calls of apply share the parameters."""
@@ -334,7 +336,9 @@ def test_post_accumulate_hooks_are_refused():
         fs.functionalize(module)
 
 
-def test_hooks_run_as_under_torch_ddp(workers):
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("strategy", ("ddp", "zero2 of every leaf", "zero3"))
+def test_hooks_run_as_under_torch_ddp(strategy, workers):
     """Bit for bit, in processes, where a rank does not use some parameters too."""
     module = language()
 
@@ -346,16 +350,15 @@ def test_hooks_run_as_under_torch_ddp(workers):
             loss, grads = fs.value_and_grad(partial(value_of, model))(state.params, tokens)
             return fs.update(tx, state, grads), loss
 
-        for name in ("ddp", "zero2 of every leaf", "zero3"):
-            assert_matches_ddp(
-                step,
-                fs.TrainState.create(model.init(STRATEGIES[name](meshes())), tx),
-                [batch(this_rank(), number) for number in range(3)],
-                module=module,
-                loss_fn=lambda module, tokens: loss_of(module(tokens), tokens),
-                optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-                exact=True,
-                find_unused_parameters=True,
-            )
+        assert_matches_ddp(
+            step,
+            fs.TrainState.create(model.init(STRATEGIES[strategy](meshes())), tx),
+            [batch(this_rank(), number) for number in range(3)],
+            module=module,
+            loss_fn=lambda module, tokens: loss_of(module(tokens), tokens),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+            exact=True,
+            find_unused_parameters=True,
+        )
 
     spmd(program, workers(2))

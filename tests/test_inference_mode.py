@@ -38,7 +38,7 @@ class Rescaled(nn.Module):
         return x / 2 if self.layers_are_rescaled else x
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (1, 2))
 @pytest.mark.parametrize("units", (None, nn.Linear))
 def test_writes_to_gathered_weights_are_refused_in_every_mode(units, world_size):
@@ -94,6 +94,7 @@ REFUSED = (
 )
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (1, 2))
 def test_differentiation_is_refused(world_size):
     """Before any collective, and what was passed can be differentiated outside."""

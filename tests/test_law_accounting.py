@@ -224,7 +224,7 @@ def test_clipping_whole_leaves_communicates_nothing():
     assert spmd(program, 2) == [[], []]
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (2, 3, 4))
 def test_order_is_the_same_on_all_ranks_whatever_a_rank_uses(world_size):
     def program():

@@ -18,7 +18,7 @@ def shapes(tree):
     return [tuple(leaf.shape) for leaf in fs.tree_leaves(tree)]
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_scatter_is_the_transpose_of_gather(strategy, world_size):

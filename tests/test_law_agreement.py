@@ -376,6 +376,7 @@ def assert_both_named(rows):
         assert name.split()[0] in text or other.split()[0] in text or "dtype" in text, text
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_a_verb_that_one_rank_calls_alone_is_named_on_every_rank(world_size):
     assert_both_named(spmd(program_of_one_alone, world_size, timeout=3 * SECONDS))

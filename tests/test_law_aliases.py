@@ -91,7 +91,7 @@ ROWS = [
 QUICK = [row for row in ROWS if row[0] == "donated" or row[1:] in (("AdamW", "ddp"), ("AdamW", "hsdp"), ("ema", "ddp"))]
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("form, optimizer, strategy", slow(ROWS, QUICK))
 def test_what_was_kept_has_its_bits_after_donated_steps(form, optimizer, strategy):
     def program():
@@ -106,6 +106,7 @@ def places(state: fs.TrainState) -> list[int]:
     return [tensor.data_ptr() for tensor in fs.tree_leaves((state.params, state.opt_state.slots)) if tensor.dim()]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("form", ("donated", "jitted, donated"))
 def test_a_state_that_nobody_shares_stays_where_it_is(form):
     """A copy is made once, while somebody shares it, and of no other leaf under jit."""

@@ -169,7 +169,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("algorithm, max_norm, reduce", RUNS)
 def test_every_strategy_is_one_process(algorithm, max_norm, reduce, world_size):
@@ -179,7 +179,7 @@ def test_every_strategy_is_one_process(algorithm, max_norm, reduce, world_size):
     assert_trees_close(runs, dict.fromkeys(runs, expected), rtol=0, atol=bound(algorithm))
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("algorithm, max_norm, reduce", [run for run in RUNS if run[1] is None])
 def test_strategies_and_spellings_agree_bitwise(algorithm, max_norm, reduce, world_size):

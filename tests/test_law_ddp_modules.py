@@ -95,7 +95,7 @@ def one_process(module):
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_tied_frozen_and_unused_parameters(world_size):
     module = network(has_unused=True)

@@ -210,7 +210,7 @@ FAILING_STEPS = {
 }
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_state_is_whole_after_an_exception(strategy, world_size):

@@ -36,6 +36,7 @@ def names(seed):
     return {"torch": torch, "F": F, "module": module, "Block": nn.Linear, "dataclass": dataclass, "fs": fs}, batch
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_both_train_steps_give_the_same_bits(world_size):
     shared, _ = names(0)

@@ -196,7 +196,7 @@ def assert_is_the_reference(f, schedules, names):
                 assert_trees_close((value, none_as_zeros(grads, params)), expected, rtol=ATOL, atol=ATOL)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (2, 3))
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_it_is_the_reference(name, world_size):
@@ -207,7 +207,7 @@ def test_it_is_the_reference(name, world_size):
     spmd(program, world_size)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_it_is_the_reference_with_schedules_that_it_does_not_follow(name):
     def program():
@@ -216,7 +216,7 @@ def test_it_is_the_reference_with_schedules_that_it_does_not_follow(name):
     spmd(program, 2)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (2, 3))
 @pytest.mark.parametrize("skipped", ([0], [1], [2], [0, 1, 2]), ids=str)
 def test_a_rank_may_skip_what_is_scheduled(skipped, world_size):

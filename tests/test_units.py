@@ -160,7 +160,7 @@ LANGUAGES = {
 }
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("rule", ("two classes", "every module"))
 @pytest.mark.parametrize("name", LANGUAGES)
 def test_language_models(name, rule):
@@ -268,7 +268,7 @@ MODULE_RULES = {"every module": nn.Module, "parts": "parts.*"}
 MORE_MODULE_RULES = MODULE_RULES | {"one unit": None, "a size": 30}
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("rule", MODULE_RULES)
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(name, rule):

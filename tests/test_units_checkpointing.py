@@ -118,7 +118,7 @@ MODELS = {
 }
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("rule", ("two classes", "every module"))
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpointed_models(name, rule):
@@ -127,7 +127,7 @@ def test_checkpointed_models(name, rule):
         assert_one_process(module, tokens(world_size), RULES[rule], strategies)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", ("full, around each", "full, around nested", "full, around again"))
 def test_recomputation_to_the_end(name):
     """A checkpoint usually stops once it has what was asked for."""
@@ -158,6 +158,7 @@ def in_a_function(grad_in, params, x):
     return (x if grad_in else F.linear(x, **fs.gather(first))).square().mean()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("world_size", (1, 2))
 def test_reentrant_checkpoints_are_refused(world_size):

@@ -97,6 +97,7 @@ def test_every_compiled_model(name, rule):
     compiled_case(name, rule)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("prefetch", (0, 1))
 def test_blocks_are_compiled_once(prefetch):
     """The same code runs in every call and in the backward, not a fresh one for each gathered weight."""

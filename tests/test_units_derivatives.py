@@ -114,7 +114,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name):
     build, loss_of = LOSSES[name]
@@ -146,7 +146,7 @@ def distilled(student, teacher, x):
     return (student(x) - teacher(x)).square().mean() + student(teacher(x) * x).mean()
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("together", (True, False))
 @pytest.mark.parametrize("world_size", (1, 2, 3))
 def test_two_models_in_one_loss(world_size, together):

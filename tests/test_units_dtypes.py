@@ -99,7 +99,7 @@ def runs(module, batches, rule, strategies, context=nullcontext, around=nullcont
     return [found for rank in spmd(program, len(batches)) for found in rank]
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("wrap", (None, again))
 @pytest.mark.parametrize("rule", ("one unit", "every module"))
 @pytest.mark.parametrize("world_size", (1, 2, 3))
@@ -118,7 +118,7 @@ def autocast():
     return torch.autocast("cpu", torch.bfloat16)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("checkpointed", (False, True))
 @pytest.mark.parametrize("where", ("inside the loss", "around it all"))
 @pytest.mark.parametrize("rule", ("a pattern", "every module"))

@@ -89,6 +89,7 @@ def by_rule(module, key_of, **options):
     return program
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("checkpointed", (False, True))
 def test_one_key_gives_every_rank_the_same_masks(workers, checkpointed):
     module = network(checkpointed)

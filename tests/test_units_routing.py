@@ -111,7 +111,7 @@ def batches(routing, world_size):
     return [(batch, picks) for (batch,), picks in zip(tokens(world_size), ROUTINGS[routing])]
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("rule", RULES)
 def test_routing_differs_between_ranks(model, rule):
@@ -120,7 +120,7 @@ def test_routing_differs_between_ranks(model, rule):
         assert_one_process(module, batches("different", world_size), RULES[rule], strategies)
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("strategy", ("prefetch 1", "merged"))
 @pytest.mark.parametrize(
     "model, routing",
@@ -147,7 +147,7 @@ def test_checkpoints_that_run_to_their_end(model):
             )
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("model", MODELS)
 def test_parameters_made_of_shards(model):
     """Gradients that autograd goes on from are finished on every rank in the same order, whatever it has used."""

@@ -79,7 +79,7 @@ MODELS = {
 }
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_parameters_made_of_shards(name, model):
@@ -95,7 +95,7 @@ def square_of_shards(params):
     return sum(leaf.square().sum() for leaf in fs.tree_leaves(params))
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("rule", RULES)
 def test_regulariser_on_shards(rule):
     """Ranks' parts add up to one regulariser, so the mean of the losses has a part of it."""
@@ -137,7 +137,7 @@ def adapted(apply, params, batches):
     return mean_of(of_module)(apply, moved, batches)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("rule", ("a class", "two classes"))
 @pytest.mark.parametrize(
     "loss", (adapted_by_func, adapted_by_autograd, adapted_by_model_value_and_grad), ids=lambda f: f.__name__
@@ -150,7 +150,7 @@ def test_a_step_inside_the_loss(loss, rule):
         )
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("rule", ("a class", "every module"))
 @pytest.mark.parametrize("which", ("trained", "frozen", "no argument"))
 def test_low_rank_adaptation(which, rule):

@@ -33,7 +33,7 @@ UNUSED = dict.fromkeys(LOSSES, ("a", "b", "empty", "unused")) | {
 }
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("world_size", COUNTS)
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 @pytest.mark.parametrize("name", LOSSES)

@@ -136,6 +136,7 @@ def test_aux_is_this_rank_s_own_and_holds_no_graph(reduce, world_size):
     programs(test, world_size)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_a_schedule_gets_what_argnums_select(world_size):
     """One tree, or a tuple of several."""

@@ -71,7 +71,7 @@ def test_no_tokens_on_a_rank_need_no_padding(strategy, loss_of, world_size):
     spmd(program, world_size)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", LENGTHS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_training_is_that_of_one_process(strategy, world_size):

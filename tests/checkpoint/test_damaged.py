@@ -72,7 +72,7 @@ def test_each_single_byte(file, tmp_path):
     checkpoint.restore(tmp_path, tree)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("file", ("manifest.json", "rank-00000.safetensors", "rank-00001.safetensors", "latest"))
 def test_random_damage_is_told_on_every_rank(file, tmp_path):
     def write():

@@ -465,7 +465,7 @@ def outcome(path, like):
     return "restored"
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_fuzzed_manifests(seed, saved):
     draw = sampler(seed)
@@ -491,7 +491,7 @@ def test_fuzzed_bodies_with_digests_in_order(seed, saved):
         outcome(saved, LIKE)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_fuzzed_files_with_digests_in_order(seed, saved):
     """Headers may say the same in other words, but values come from nowhere else."""

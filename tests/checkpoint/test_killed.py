@@ -207,6 +207,7 @@ def test_a_rank_whose_peer_is_dead_ends(saving, tmp_path):
     assert check(directory, None) is not None
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("ranks", (2, 3))
 def test_a_rank_does_not_wait_for_a_part_whose_writer_was_killed(ranks, saving, tmp_path):
     """At the end of its program; no time would end the wait here."""

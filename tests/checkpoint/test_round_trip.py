@@ -70,7 +70,7 @@ def check_pair(start, end, directory, tree):
     spmd(program, other_ranks)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("start", "end"), pairs(2, seed=0))
 def test_restore_into_another_layout(start, end, tmp_path):
     for tree in ("uneven", "mixed_dtypes"):
@@ -107,7 +107,7 @@ def random_tree(draw):
 ANY_TREE = [name for name in LAYOUTS if name not in CHOOSY]
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_trees_between_random_layouts(seed, tmp_path):
     draw = sampler(seed)
@@ -214,7 +214,7 @@ def test_training_goes_on_as_if_nothing_had_happened(tx, layout, world_size, tmp
     spmd(program, world_size)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("tx", ("adamw", "Adam of torch", "adafactor"))
 def test_training_goes_on_at_another_world_size(tx, tmp_path):
     def begin():

@@ -166,7 +166,7 @@ def fail(where, i, n):
 FAILURES = (0, 3, "end", "backward")
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("communicate", (None, "each", "once"))
 @pytest.mark.parametrize("where", FAILURES)
 def test_a_rank_that_fails_takes_part_and_tells_the_others(where, communicate):

@@ -34,6 +34,7 @@ def prepared(name):
 NAMES = ["from_torch AdamW fused", "from_torch SGD", "ema", "adam", "clip_by_global_norm"]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "name, world_size",
     slow([(name, ranks) for name in NAMES for ranks in (1, 2)], [("from_torch AdamW fused", 2), ("ema", 1)]),

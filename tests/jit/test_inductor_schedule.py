@@ -21,7 +21,7 @@ from tests.trees import one_axis
 from tests.unit_models import Block, filled, zero3
 
 # Inductor and what it imports warn of their own.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 CAP = 600 * 1024
 
@@ -83,7 +83,6 @@ def events(nodes):
     return order, between
 
 
-@pytest.mark.slow
 def test_kernels_hold_no_collective_and_write_to_no_input():
     code = found().code
     assert code
@@ -91,7 +90,6 @@ def test_kernels_hold_no_collective_and_write_to_no_input():
         assert not any(word in text for word in ("fshard", "_c10d_functional", "wait_tensor", "copy_(", "_fused_adamw"))
 
 
-@pytest.mark.slow
 def test_collectives_waits_and_what_lies_between_are_those_of_the_graph():
     case = found()
     assert events(nodes_of(case.inductor)) == events(nodes_of(case.graph))
@@ -99,7 +97,6 @@ def test_collectives_waits_and_what_lies_between_are_those_of_the_graph():
     assert len(starts(nodes_of(case.inductor))) == len(case.record)
 
 
-@pytest.mark.slow
 def test_gathers_are_ahead_and_again_in_the_backward():
     nodes = nodes_of(found().inductor)
     order, gathers = place(nodes), starts(nodes, ops.all_gather)

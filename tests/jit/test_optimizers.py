@@ -85,7 +85,7 @@ def test_updates_on_processes(name, workers):
     assert_on_ranks(updating(name), workers(2))
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", LOOKING)
 def test_what_looks_at_values_is_refused_and_nothing_has_changed(name):
     def program():

@@ -12,7 +12,7 @@ from tests.programs.table import PROGRAMS, check, expected, strategies, world_si
 CASES = [(program, name, n) for program in PROGRAMS for name in SUBJECTS for n in world_sizes(name, program)]
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("program, name, world_size", CASES)
 def test_program(program, name, world_size):
     # Once for all ranks.

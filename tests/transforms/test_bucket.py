@@ -26,7 +26,7 @@ BUCKETS = {
 }
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_laws(world_size):
     def program():
@@ -36,7 +36,7 @@ def test_laws(world_size):
     spmd(program, world_size)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_gradients_have_the_same_bits(world_size):
     def program():
@@ -47,7 +47,7 @@ def test_gradients_have_the_same_bits(world_size):
     spmd(program, world_size)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", WORLD_SIZES[:-1])
 def test_training_has_the_same_bits(world_size):
     def program():
@@ -139,6 +139,7 @@ def test_small_leaves_fill_buckets_up_to_their_size():
     spmd(program, 2)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (1, 2))
 def test_modules_with_units(world_size):
     strategies = {

@@ -86,7 +86,7 @@ def test_gradients_in_bfloat16_leave_a_residual_in_the_stored_dtype():
     spmd(program, 2)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", WORLD_SIZES[:-1])
 def test_the_engine_and_the_verbs_make_the_same_gradients_and_states(world_size):
     """Of every kind of leaf, step by step."""

@@ -50,7 +50,7 @@ def test_it_is_a_composition():
     spmd(program, 4)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_gradients_of_every_kind_of_leaf(world_size):
     """Bitwise those of leaves split over both axes, whose sums run over the inner axis first too."""
@@ -79,7 +79,7 @@ def test_training_is_that_of_one_process(world_size, reduce):
     assert_same_bits([first[1:], *others], [first[:1]] + [first[:1] * 2] * len(others))
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (1, 2, 4))
 def test_modules_with_units(world_size):
     module = filled(Language(hidden=(13, 11)))
@@ -138,6 +138,7 @@ def test_one_rank_communicates_nothing():
     spmd(program, 1)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("outer", (1, 2))
 def test_processes(workers, outer):
     def program():

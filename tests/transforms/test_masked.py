@@ -33,7 +33,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_laws_and_gradients(world_size):
     def program():
@@ -50,7 +50,7 @@ def test_check_adjoint_takes_each_leafs_transform():
     spmd(lambda: check_adjoint(fs.masked(fs.fully_shard(one_axis()), "0", fs.replicate(one_axis())), [(3,), (4,)]), 2)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_training_has_the_bits_of_the_plain_strategy(world_size):
     def program():

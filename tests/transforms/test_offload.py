@@ -32,7 +32,7 @@ def test_it_warns_once_and_is_offload_to_the_cpu(monkeypatch):
         assert found == fs.offload("cpu") == fs.offload(torch.device("cpu"))
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4))
 def test_laws_and_gradients_and_training(world_size):
     def program():

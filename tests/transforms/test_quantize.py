@@ -83,7 +83,7 @@ def test_the_largest_numbers_stay_finite(dtype):
     spmd(program, 2)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_other_leaves_are_exact_and_so_is_storage(world_size):
     def program():
@@ -106,7 +106,7 @@ def test_other_leaves_are_exact_and_so_is_storage(world_size):
     spmd(program, world_size)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (2, 3, 8))
 def test_a_gather_sends_a_quarter_of_the_bytes(world_size):
     """A byte for each element of a padded shard and 4 for each of its blocks, from every rank."""
@@ -131,7 +131,7 @@ def test_a_gather_sends_a_quarter_of_the_bytes(world_size):
     spmd(program, world_size)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_gradients_pass_straight_through(world_size):
     """Those at rounded parameters, reduced exactly; the engine and the verbs agree bit for bit."""

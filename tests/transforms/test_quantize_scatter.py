@@ -13,7 +13,7 @@ from tests.trees import WORLD_SIZES, assert_same_bits, one_axis
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "world_size, dtype", [*((size, torch.float64) for size in WORLD_SIZES), *((3, dtype) for dtype in DTYPES[1:])]
 )

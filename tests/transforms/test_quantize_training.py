@@ -55,7 +55,7 @@ def one_process(ranks, block):
     return Run(torch.stack(losses), params)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", WORLD_SIZES[:-1])
 def test_training_is_that_of_one_process_at_rounded_parameters(world_size):
     def program():

@@ -33,7 +33,7 @@ def piece_of(full, dim, axis):
 DTYPES = (torch.float64, torch.bfloat16, torch.complex64, torch.int32, torch.bool, torch.float8_e4m3fn)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_pieces_round_trips_and_adjoint(world_size):
     def program():

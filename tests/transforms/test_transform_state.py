@@ -90,6 +90,7 @@ def trained(params):
     return {**params, "fixed": None}
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (2, 4))
 def test_it_survives_a_round_trip_and_training_goes_on_with_the_same_bits(world_size):
     """To full tensors and back, on one axis and on two, and through a file."""
