@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat
-from fshard.errors import Problem, leaf_error
-from fshard.tree import Axis, Flat, Tree, Treedef, flatten, is_sharded
+from fshard.errors import Problem, expect, leaf_error, refuse
+from fshard.tree import Axis, Flat, Tree, Treedef, flatten, is_sharded, is_trained, tensor_of
 
 # Where a tensor says that it was donated.
 DONATED = "donated"
@@ -42,8 +42,7 @@ def check_flags(what: str, remedy: str = "pass one of the two", **flags: Any) ->
         ValueError: with the name and the value of the first flag that is another value.
     """
     for name, flag in flags.items():
-        if type(flag) is not bool:
-            raise ValueError(f"{what}: {name}: expected True or False, got {flag!r:.40}; {remedy}")
+        expect(type(flag) is bool, f"{what}: {name}", "True or False", f"{flag!r:.40}", remedy)
 
 
 class Range(NamedTuple):
@@ -84,8 +83,8 @@ def check_numbers(what: str, allowed: Range, **given: Any) -> None:
                 number = value.detach().item()
                 shown = f"{number!r}"
         real = isinstance(number, Real) and not isinstance(number, bool)
-        if value is None or (number is not None and not (real and allowed.holds(number))):
-            raise ValueError(f"{what}: expected {name} to be {allowed.expected}, got {shown}")
+        holds = value is not None and (number is None or (real and allowed.holds(number)))
+        expect(holds, what, f"{name} to be {allowed.expected}", shown)
 
 
 def check_types(what: str, needed: type | tuple[type, ...], expected: str, **given: Any) -> None:
@@ -101,8 +100,8 @@ def check_types(what: str, needed: type | tuple[type, ...], expected: str, **giv
         ValueError: with the name of the first argument of another type.
     """
     for name, value in given.items():
-        if not isinstance(value, needed) or isinstance(value, bool):
-            raise ValueError(f"{what}: expected {name} to be {expected}, got {describe(value)}")
+        holds = isinstance(value, needed) and not isinstance(value, bool)
+        expect(holds, what, f"{name} to be {expected}", describe(value))
 
 
 def check_seed(what: str, seed: Any) -> None:
@@ -115,9 +114,9 @@ def check_seed(what: str, seed: Any) -> None:
     Raises:
         ValueError: if it is no whole number of 64 bits.
     """
-    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
-        shown = f"{seed!r:.40}" if isinstance(seed, int) else describe(seed)
-        raise ValueError(f"{what}: expected seed to be a whole number of 64 bits, got {shown}")
+    holds = isinstance(seed, int) and not isinstance(seed, bool) and -(2**63) <= seed < 2**64
+    shown = f"{seed!r:.40}" if isinstance(seed, int) else describe(seed)
+    expect(holds, what, "seed to be a whole number of 64 bits", shown)
 
 
 def check_function(what: str, f: Any) -> None:
@@ -130,8 +129,7 @@ def check_function(what: str, f: Any) -> None:
     Raises:
         ValueError: if it cannot be called.
     """
-    if not callable(f):
-        raise ValueError(f"{what}: expected f to be a function, got {describe(f)}")
+    expect(callable(f), what, "f to be a function", describe(f))
 
 
 def check_dim(what: str, dim: Any) -> None:
@@ -144,12 +142,27 @@ def check_dim(what: str, dim: Any) -> None:
     Raises:
         ValueError: if it is another value.
     """
-    if not isinstance(dim, int) or isinstance(dim, bool):
-        raise ValueError(f"{what}: expected dim to be a whole number, got {dim!r:.40}")
+    expect(isinstance(dim, int) and not isinstance(dim, bool), what, "dim to be a whole number", f"{dim!r:.40}")
+
+
+def check_leaves(what: str, flat: Flat, misfit: Callable[[Any], tuple[str, str] | None], remedy: str) -> None:
+    """Refuse the leaves that are wrong.
+
+    Args:
+        what: The verb that asks and why, in a few words.
+        flat: The tree.
+        misfit: Describes a leaf that is wrong and the leaf expected; None for one that is right.
+        remedy: What the caller can do about them.
+
+    Raises:
+        ValueError: with the path of every leaf that is wrong.
+    """
+    pairs = zip(flat.paths, flat.leaves, strict=True)
+    refuse(what, [Problem(path, *found) for path, leaf in pairs if (found := misfit(leaf))], remedy)
 
 
 def mark_donated(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a new tensor, and none in the old one, which says from then on that it was donated."""
+    """Move the memory of a tensor to a new one, and mark the old one as donated."""
     kept = tensor.detach()
     tensor.set_(tensor.new_empty(0))  # type: ignore[call-overload]
     tensor.__dict__[DONATED] = True
@@ -166,18 +179,18 @@ def refuse_donated(what: str, flat: Flat) -> None:
     Raises:
         ValueError: with the path of every leaf that was donated.
     """
-    problems = [
-        Problem(path, "a tensor that was donated to an earlier call", "what that call returned in its place")
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if DONATED in getattr(leaf.local if is_sharded(leaf) else leaf, "__dict__", ())
-    ]
-    if problems:
-        remedy = "go on with the new state, or do not donate the old one"
-        raise leaf_error(f"{what}: arguments were donated", problems, remedy)
+
+    def misfit(leaf: Any) -> tuple[str, str] | None:
+        donated = DONATED in getattr(tensor_of(leaf), "__dict__", ())
+        pair = "a tensor that was donated to an earlier call", "what that call returned in its place"
+        return pair if donated else None
+
+    remedy = "go on with the new state, or do not donate the old one"
+    check_leaves(f"{what}: arguments were donated", flat, misfit, remedy)
 
 
 def is_reachable(axis: Axis) -> bool:
-    """Whether this process can communicate over an axis: its group exists here and has as many ranks."""
+    """Tell whether this process can communicate over an axis: its group exists here and has as many ranks."""
     return axis.size == 1 or _compat.group_size(axis.group_name) == axis.size
 
 
@@ -191,20 +204,18 @@ def check_local(what: str, flat: Flat) -> None:
     Raises:
         ValueError: with every wrong leaf's path, what it holds and what its spec needs, or that it was donated.
     """
-    refuse_donated(what, flat)
-    problems = []
-    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+
+    def misfit(leaf: Any) -> tuple[str, str] | None:
         if not is_sharded(leaf):
-            continue
-        local, needed = leaf.local, f"a local tensor of shape {leaf.spec.local_shape}"
-        if not isinstance(local, torch.Tensor):
-            problems.append(Problem(path, f"{describe(local)} as local tensor", needed))
-        elif tuple(local.shape) != leaf.spec.local_shape:
-            problems.append(Problem(path, f"a local tensor of shape {tuple(local.shape)}", needed))
-    if problems:
-        raise leaf_error(
-            f"{what}: shards do not match their specs", problems, "keep a leaf's shape when mapping over it"
-        )
+            return None
+        local, needed = leaf.local, leaf.spec.local_shape
+        if isinstance(local, torch.Tensor) and tuple(local.shape) == needed:
+            return None
+        shape = f"a local tensor of shape {tuple(local.shape)}" if isinstance(local, torch.Tensor) else ""
+        return shape or f"{describe(local)} as local tensor", f"a local tensor of shape {needed}"
+
+    refuse_donated(what, flat)
+    check_leaves(f"{what}: shards do not match their specs", flat, misfit, "keep a leaf's shape when mapping over it")
     check_axes(what, flat)
 
 
@@ -228,8 +239,7 @@ def check_axes(what: str, flat: Flat) -> None:
             if not reachable[id(axis)]:
                 found = f"axis {axis.name!r} of {axis.size} ranks in group {axis.group_name!r}"
                 problems.append(Problem(path, found, "a group of that size that this process is in"))
-    if problems:
-        raise leaf_error(f"{what}: leaves of another mesh", problems, "shard the tree on a mesh of this process")
+    refuse(f"{what}: leaves of another mesh", problems, "shard the tree on a mesh of this process")
 
 
 def check_transforms(what: str, flat: Flat) -> None:
@@ -243,21 +253,20 @@ def check_transforms(what: str, flat: Flat) -> None:
         ValueError: with the path of every leaf whose spec has no transform, or is frozen around a computed tensor that
             requires a gradient.
     """
-    problems = [
-        Problem(path, "a spec without a transform", "a spec with one")
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if is_sharded(leaf) and leaf.spec.transform is None
-    ]
-    if problems:
-        raise leaf_error(f"{what}: leaves cannot be gathered", problems, "make them by fs.shard or fs.reshard")
-    problems = [
-        Problem(path, "a computed tensor that requires a gradient", "none, because its spec is frozen")
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if is_sharded(leaf) and leaf.spec.frozen and leaf.local.requires_grad and not leaf.local.is_leaf
-    ]
-    if problems and torch.is_grad_enabled():
+
+    def missing(leaf: Any) -> tuple[str, str] | None:
+        pair = "a spec without a transform", "a spec with one"
+        return pair if is_sharded(leaf) and leaf.spec.transform is None else None
+
+    def lost(leaf: Any) -> tuple[str, str] | None:
+        computed = is_sharded(leaf) and leaf.spec.frozen and leaf.local.requires_grad and not leaf.local.is_leaf
+        pair = "a computed tensor that requires a gradient", "none, because its spec is frozen"
+        return pair if computed else None
+
+    check_leaves(f"{what}: leaves cannot be gathered", flat, missing, "make them by fs.shard or fs.reshard")
+    if torch.is_grad_enabled():
         remedy = "give the result the spec of the leaf that is trained, or detach it"
-        raise leaf_error(f"{what}: a frozen leaf would lose its gradient", problems, remedy)
+        check_leaves(f"{what}: a frozen leaf would lose its gradient", flat, lost, remedy)
 
 
 def check_tensors(what: str, flat: Flat) -> None:
@@ -270,13 +279,12 @@ def check_tensors(what: str, flat: Flat) -> None:
     Raises:
         ValueError: with the path of every other leaf that is neither a tensor nor Sharded.
     """
-    problems = [
-        Problem(path, describe(leaf), "a Sharded leaf or a tensor")
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if leaf is not None and not isinstance(leaf, torch.Tensor) and not is_sharded(leaf)
-    ]
-    if problems:
-        raise leaf_error(f"{what}: leaves are no tensors", problems, "keep other values out of the tree")
+
+    def misfit(leaf: Any) -> tuple[str, str] | None:
+        fits = leaf is None or isinstance(leaf, torch.Tensor) or is_sharded(leaf)
+        return None if fits else (describe(leaf), "a Sharded leaf or a tensor")
+
+    check_leaves(f"{what}: leaves are no tensors", flat, misfit, "keep other values out of the tree")
 
 
 def check_floating(what: str, flat: Flat) -> None:
@@ -289,16 +297,14 @@ def check_floating(what: str, flat: Flat) -> None:
     Raises:
         ValueError: with the path of every other leaf that is no floating or complex tensor.
     """
-    problems = []
-    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-        if leaf is None or (is_sharded(leaf) and leaf.spec.frozen):
-            continue
-        tensor = leaf.local if is_sharded(leaf) else leaf
-        if not (isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex())):
-            problems.append(Problem(path, describe(tensor), "a floating tensor"))
-    if problems:
-        remedy = "shard these leaves with frozen=, or keep them out of the parameters"
-        raise leaf_error(f"{what}: leaves cannot take a gradient", problems, remedy)
+
+    def misfit(leaf: Any) -> tuple[str, str] | None:
+        tensor = tensor_of(leaf)
+        fits = isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex())
+        return (describe(tensor), "a floating tensor") if is_trained(leaf) and not fits else None
+
+    remedy = "shard these leaves with frozen=, or keep them out of the parameters"
+    check_leaves(f"{what}: leaves cannot take a gradient", flat, misfit, remedy)
 
 
 def check_operands(what: str, tree: Tree, axis: Axis, dim: int | None = None, *, vary: bool | None = None) -> None:
@@ -316,69 +322,56 @@ def check_operands(what: str, tree: Tree, axis: Axis, dim: int | None = None, *,
         ValueError: if `axis` is no Axis, or with the path of every leaf that is no tensor, has no such dim, or varies
             where it should not.
     """
-    if not isinstance(axis, Axis):
-        raise ValueError(
-            f"{what}: expected axis to be an Axis, got {describe(axis)}; take it from a mesh by fs.axis_of"
-        )
+    expect(isinstance(axis, Axis), what, "axis to be an Axis", describe(axis), "take it from a mesh by fs.axis_of")
 
-    def fits(leaf: Any) -> bool:
-        return isinstance(leaf, torch.Tensor) and (dim is None or 0 <= dim < leaf.dim())
+    def unfit(leaf: Any) -> tuple[str, str] | None:
+        tensor = tensor_of(leaf)
+        fits = isinstance(tensor, torch.Tensor) and (dim is None or 0 <= dim < tensor.dim())
+        needed = "a tensor" if dim is None else f"a tensor with a dim {dim}, counted from the front"
+        return None if leaf is None or fits else (describe(tensor), needed)
 
-    flat = flatten(tree)
-    refuse_donated(f"{what} over {axis.name!r}", flat)
-    pairs = [(path, leaf) for path, leaf in zip(flat.paths, flat.leaves, strict=True) if leaf is not None]
-    needed = "a tensor" if dim is None else f"a tensor with a dim {dim}, counted from the front"
-    problems = [
-        Problem(path, describe(tensor), needed)
-        for path, leaf in pairs
-        if not fits(tensor := leaf.local if is_sharded(leaf) else leaf)
-    ]
-    if problems:
-        remedy = "pass tensors" if dim is None else "pass tensors of more dims, or another dim"
-        raise leaf_error(f"{what} over {axis.name!r}: leaves do not fit", problems, remedy)
-    found = "a leaf that ranks hold whole" if vary else "a leaf that is split over the axis"
-    wrong = [
-        Problem(path, found, f"one that {'varies' if vary else 'agrees'} between ranks")
-        for path, leaf in pairs
-        if axis.size > 1 and vary is not None and is_sharded(leaf) and axis in leaf.spec.axes
-        if (leaf.spec.dim_of(axis) is not None) is not vary
-    ]
-    if wrong:
-        remedy = "the sum is the value times the number of ranks; leave it out" if vary else "gather it instead"
-        raise leaf_error(f"{what} over {axis.name!r}: leaves do not fit", wrong, remedy)
+    def untyped(leaf: Any) -> tuple[str, str] | None:
+        known = axis.size > 1 and vary is not None and is_sharded(leaf) and axis in leaf.spec.axes
+        if not known or (leaf.spec.dim_of(axis) is not None) is vary:
+            return None
+        found = "a leaf that ranks hold whole" if vary else "a leaf that is split over the axis"
+        return found, f"one that {'varies' if vary else 'agrees'} between ranks"
+
+    what, flat = f"{what} over {axis.name!r}", flatten(tree)
+    refuse_donated(what, flat)
+    remedy = "pass tensors" if dim is None else "pass tensors of more dims, or another dim"
+    check_leaves(f"{what}: leaves do not fit", flat, unfit, remedy)
+    remedy = "the sum is the value times the number of ranks; leave it out" if vary else "gather it instead"
+    check_leaves(f"{what}: leaves do not fit", flat, untyped, remedy)
 
 
 def check_reduce(reduce: str, what: str) -> None:
     """Refuse an unknown way to reduce."""
-    if reduce not in ("mean", "sum", "weighted"):
-        raise ValueError(f'{what}: expected reduce to be "mean", "sum" or "weighted", got {reduce!r}')
+    expect(reduce in ("mean", "sum", "weighted"), what, 'reduce to be "mean", "sum" or "weighted"', repr(reduce))
 
 
 def check_loss(loss: Any, reduce: str, what: str) -> None:
     """Refuse a loss that does not fit `reduce`, before it is reduced."""
     weighted = reduce == "weighted"
-    if weighted and not (isinstance(loss, tuple) and len(loss) == 2):
-        raise ValueError(
-            f'{what}: expected the loss to be the pair (sum, count) for reduce="weighted", got {describe(loss)}'
-        )
+    pair = not weighted or (isinstance(loss, tuple) and len(loss) == 2)
+    expect(pair, what, 'the loss to be the pair (sum, count) for reduce="weighted"', describe(loss))
     for name, part in zip(("sum", "count"), loss, strict=True) if weighted else [("loss", loss)]:
-        scalar = isinstance(part, torch.Tensor) and not part.dim()
-        if scalar and (part.is_floating_point() or (name == "count" and not part.is_complex())):
-            if name == "count":
-                check_no_gradient(part, what)
-            continue
+        count, scalar = name == "count", isinstance(part, torch.Tensor) and not part.dim()
+        fits = scalar and (part.is_floating_point() or (count and not part.is_complex()))
         needed, remedy = "a floating scalar tensor", "sum or average over the batch"
-        if name == "count":
+        if count:
             needed, remedy = "a real scalar tensor", "torch.tensor makes one"
         elif isinstance(part, tuple):
             needed, remedy = "a floating scalar tensor alone", "value_and_grad takes (loss, aux) by has_aux=True"
-        raise ValueError(f"{what}: expected the {name} to be {needed}, got {describe(part)}; {remedy}")
+        expect(fits, what, f"the {name} to be {needed}", describe(part), remedy)
+        if count:
+            check_no_gradient(part, what)
 
 
 def check_no_gradient(count: torch.Tensor, what: str) -> None:
     """Refuse a count that is differentiated: sums are divided by it as by a constant, so gradients would be wrong."""
-    if count.requires_grad or _compat.is_dual(count):
-        raise ValueError(f"{what}: expected a count that requires no gradient, got one that does; pass count.detach()")
+    constant = not (count.requires_grad or _compat.is_dual(count))
+    expect(constant, what, "a count that requires no gradient", "one that does", "pass count.detach()")
 
 
 def outline(treedef: Treedef) -> str:
@@ -422,18 +415,16 @@ def check_differentiable(what: str, flat: Flat) -> None:
     Raises:
         ValueError: in inference mode, or with the path of every parameter that was made in it.
     """
-    if torch.is_inference_mode_enabled():
-        raise ValueError(
-            f"{what}: expected a call outside of torch.inference_mode(), where autograd records nothing, "
-            "got one inside it; call it outside, and evaluate with model.apply inside"
-        )
-    problems = [
-        Problem(path, "a tensor made in torch.inference_mode()", "one that autograd can record")
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if isinstance(tensor := leaf.local if is_sharded(leaf) else leaf, torch.Tensor) and tensor.is_inference()
-    ]
-    if problems:
-        raise leaf_error(f"{what}: parameters take no gradient", problems, "clone them outside of inference mode")
+    needed = "a call outside of torch.inference_mode(), where autograd records nothing"
+    remedy = "call it outside, and evaluate with model.apply inside"
+    expect(not torch.is_inference_mode_enabled(), what, needed, "one inside it", remedy)
+
+    def misfit(leaf: Any) -> tuple[str, str] | None:
+        tensor = tensor_of(leaf)
+        made_inside = isinstance(tensor, torch.Tensor) and tensor.is_inference()
+        return ("a tensor made in torch.inference_mode()", "one that autograd can record") if made_inside else None
+
+    check_leaves(f"{what}: parameters take no gradient", flat, misfit, "clone them outside of inference mode")
 
 
 @contextmanager
@@ -489,8 +480,5 @@ def check_versions(
             mine = _compat.is_transformed(tensor) or _compat.storage_key(tensor) == _compat.storage_key(owner)
             lost = lost or mine
             problems.append(Problem(path, f"{writes} in-place writes{' (the leaf is lost)' if mine else ''}", "none"))
-    if problems:
-        state = (
-            "the values of a lost leaf have changed in the caller's state" if lost else "the caller's state is whole"
-        )
-        raise leaf_error(f"{what}: parameters were written to", problems, f"compute a new tensor instead; {state}")
+    state = "the values of a lost leaf have changed in the caller's state" if lost else "the caller's state is whole"
+    refuse(f"{what}: parameters were written to", problems, f"compute a new tensor instead; {state}")

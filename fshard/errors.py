@@ -48,3 +48,26 @@ def leaf_error(what: str, problems: Sequence[Problem], remedy: str) -> ValueErro
     if len(problems) > SHOWN:
         lines.append(f"  and {len(problems) - SHOWN} more")
     return ValueError("\n".join([what, *lines, f"To fix: {remedy.rstrip('.')}."]))
+
+
+def refuse(what: str, problems: Sequence[Problem], remedy: str) -> None:
+    """Raise `leaf_error` if there are failing leaves."""
+    if problems:
+        raise leaf_error(what, problems, remedy)
+
+
+def expect(holds: object, what: str, expected: str, got: str, remedy: str = "") -> None:
+    """Refuse an argument unless it is as expected.
+
+    Args:
+        holds: Whether it is.
+        what: The function that asks.
+        expected: The argument and its range, as in "steps to be 1 or more".
+        got: The value that was given.
+        remedy: What the caller can do about it.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    if not holds:
+        raise ValueError(f"{what}: expected {expected}, got {got}{remedy and '; '}{remedy}")
