@@ -16,31 +16,20 @@ from fshard.gather import gather
 from fshard.interop.dtensor import from_dtensor, to_dtensor
 from fshard.jit import jit, make_graph
 from fshard.mesh import axis_of, init_mesh
-from fshard.optim import (
-    adafactor,
-    adam,
-    adamw,
+from fshard.optim.from_torch import from_torch
+from fshard.optim.native import adafactor, adam, adamw, lamb, lars, sgd
+from fshard.optim.scale import (
     add_decayed_weights,
     clip_by_global_norm,
     clip_by_norm,
     clip_by_value,
-    dynamic_loss_scale,
-    ema,
-    every_k,
-    freeze,
-    from_torch,
-    from_torch_scheduler,
-    lamb,
-    lars,
-    masked,
-    partition,
     scale_by_adam,
     scale_by_factored_rms,
     scale_by_trust_ratio,
-    sgd,
-    skip_nonfinite,
-    whole,
 )
+from fshard.optim.schedules import from_torch_scheduler
+from fshard.optim.whole import whole
+from fshard.optim.wrappers import dynamic_loss_scale, ema, every_k, freeze, masked, partition, skip_nonfinite
 from fshard.plan import plan
 from fshard.random import fold_in
 from fshard.remat import remat

@@ -1,7 +1,7 @@
 """Checks that every verb makes of its trees before it communicates."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ import torch
 
 from fshard import _compat
 from fshard.errors import Problem, expect, leaf_error, refuse
-from fshard.tree import Axis, Flat, Tree, Treedef, flatten, is_sharded, is_trained, tensor_of
+from fshard.tree import Axis, Flat, Mask, Tree, Treedef, flatten, is_sharded, is_trained, matches, tensor_of
 
 # Where a tensor says that it was donated.
 DONATED = "donated"
@@ -159,6 +159,14 @@ def check_leaves(what: str, flat: Flat, misfit: Callable[[Any], tuple[str, str] 
     """
     pairs = zip(flat.paths, flat.leaves, strict=True)
     refuse(what, [Problem(path, *found) for path, leaf in pairs if (found := misfit(leaf))], remedy)
+
+
+def check_matches(what: str, masks: Iterable[Mask], names: Sequence[str]) -> None:
+    """Refuse masks that match none of the leaves' names."""
+    for mask in masks:
+        if not any(matches(mask, name) for name in names):
+            shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+            raise ValueError(f"{what}: the mask {mask!r} matches no leaf of {shown}; name some of these")
 
 
 def mark_donated(tensor: torch.Tensor) -> torch.Tensor:

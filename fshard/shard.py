@@ -10,11 +10,11 @@ import torch
 from torch.nn.functional import pad
 
 from fshard import _compat, comm
-from fshard.checks import check_local, describe, is_reachable, outline, refuse_donated
+from fshard.checks import check_local, check_matches, describe, is_reachable, outline, refuse_donated
 from fshard.errors import Problem, leaf_error
 from fshard.transforms import LayoutError, ShardTransform
 from fshard.transforms.compose import at, layout_axes, masks
-from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, is_sharded, matches, names_of, unflatten
+from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, is_sharded, names_of, unflatten
 
 
 def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str], bool] | None = None) -> Tree:
@@ -39,7 +39,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str],
     check_transform(transform, "shard")
     flat = flatten(full_tree)
     names = names_of(flat.treedef)
-    check_masks("shard", transform, names)
+    check_matches("shard", masks(transform), names)
     problems: list[Problem] = []
     out: list[Any] = []
     entries: dict[str, str] = {}
@@ -109,7 +109,7 @@ def reshard(tree: Tree, transform: ShardTransform) -> Tree:
     flat = flatten(tree)
     check_local("reshard", flat)
     names = _names_of_parameters(tree, flat)
-    check_masks("reshard", transform, names)
+    check_matches("reshard", masks(transform), names)
     problems: list[Problem] = []
     out: list[Any] = []
     for path, name, leaf in zip(flat.paths, names, flat.leaves, strict=True):
@@ -272,11 +272,3 @@ def check_transform(transform: Any, verb: str, argument: str = "transform") -> N
             found = f"axis {axis.name!r} of {axis.size} ranks in group {axis.group_name!r}"
             needed = "axes whose groups have their size and this process in them"
             raise ValueError(f"{verb}: expected a strategy over {needed}, got {found}; make it of this process's mesh")
-
-
-def check_masks(verb: str, transform: ShardTransform, names: Sequence[str]) -> None:
-    """Refuse a transform for leaves of names that there are not."""
-    for mask in masks(transform):
-        if not any(matches(mask, name) for name in names):
-            shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-            raise ValueError(f"{verb}: the mask {mask!r} matches no leaf of {shown}; name some of these")

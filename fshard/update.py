@@ -8,7 +8,7 @@ import torch
 
 from fshard import _compat
 from fshard.checks import check_flags, describe, refuse_donated, same_structure
-from fshard.errors import Problem, leaf_error
+from fshard.errors import Problem, expect, leaf_error
 from fshard.train_state import TrainState
 from fshard.transforms.state import ABSENT, Absent
 from fshard.tree import Spec, Tree, flatten, is_sharded, is_trained, tree_leaves, tree_map
@@ -66,12 +66,10 @@ def update(
     Raises:
         ValueError: before any collective, if the gradients are not those of state.params, or tx is no optimizer.
     """
-    if not isinstance(tx, Optimizer):
-        remedy = "end the chain with one, such as fs.from_torch"
-        raise ValueError(f"update: expected tx to be an Optimizer, got {describe(tx)}; {remedy}")
-    if not isinstance(state, TrainState):
-        remedy = "make one by fs.TrainState.create"
-        raise ValueError(f"update: expected state to be a TrainState, got {describe(state)}; {remedy}")
+    remedy = "end the chain with one, such as fs.from_torch"
+    expect(isinstance(tx, Optimizer), "update", "tx to be an Optimizer", describe(tx), remedy)
+    remedy = "make one by fs.TrainState.create"
+    expect(isinstance(state, TrainState), "update", "state to be a TrainState", describe(state), remedy)
     check_flags("update", donate=donate)
     _check_gradients(grads, state.params)
     # In a trace it is for jit to say which tensors are written in place.
@@ -111,25 +109,17 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
         ValueError: if an optimizer stands anywhere but last, or something is neither.
     """
     for part in transformations:
-        if not isinstance(part, GradientTransformation | Optimizer):
-            raise ValueError(
-                f"chain: expected gradient transformations and an Optimizer at the end, got {describe(part)}"
-            )
-    if any(isinstance(part, Optimizer) for part in transformations[:-1]):
-        raise ValueError(
-            "chain: expected an optimizer at the end alone, got one before it; it returns parameters, not gradients"
-        )
+        known = isinstance(part, GradientTransformation | Optimizer)
+        expect(known, "chain", "gradient transformations and an Optimizer at the end", describe(part))
+    last = not any(isinstance(part, Optimizer) for part in transformations[:-1])
+    remedy = "it returns parameters, not gradients"
+    expect(last, "chain", "an optimizer at the end alone", "one before it", remedy)
 
     def init(params: Tree) -> Tree:
         return tuple(part.init(params) for part in transformations)
 
     def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> tuple[Tree, Tree]:
-        if not isinstance(state, tuple) or len(state) != len(transformations):
-            found = f"a tuple of {len(state)}" if isinstance(state, tuple) else describe(state)
-            remedy = "update with the optimizer that made the state"
-            raise ValueError(
-                f"chain: expected the state to be a tuple of {len(transformations)}, got {found}; {remedy}"
-            )
+        check_states("chain", state, len(transformations))
         states = []
         for part, part_state in zip(transformations, state, strict=True):
             grads, part_state = step_of(part, donate)(grads, part_state, params)
@@ -139,6 +129,13 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
     if transformations and isinstance(transformations[-1], Optimizer):
         return Optimizer(init, run, partial(run, donate=True))
     return GradientTransformation(init, run)
+
+
+def check_states(what: str, state: Any, number: int) -> None:
+    """Refuse a state that is no tuple of as many states as there are parts."""
+    found = f"a tuple of {len(state)}" if isinstance(state, tuple) else describe(state)
+    fits, remedy = isinstance(state, tuple) and len(state) == number, "update with the optimizer that made the state"
+    expect(fits, what, f"the state to be a tuple of {number}", found, remedy)
 
 
 def _check_gradients(grads: Tree, params: Tree) -> None:

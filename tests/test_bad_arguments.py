@@ -74,7 +74,7 @@ OUT_OF_RANGE = [
     (
         fs.dynamic_loss_scale,
         {"tx": fs.sgd(0.1), "growth_interval": "x"},
-        "dynamic_loss_scale: expected growth_interval to be a number, got 'x'",
+        "dynamic_loss_scale: expected growth_interval to be a number above 0, got 'x'",
     ),
     (
         fs.from_torch_scheduler,

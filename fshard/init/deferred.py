@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 from fshard import comm
-from fshard.checks import check_seed, outline
+from fshard.checks import check_matches, check_seed, outline
 from fshard.errors import Problem, leaf_error
 from fshard.init.calls import NewBuffers, undrawable
 from fshard.init.constructors import drawn_by_constructors
 from fshard.init.counter import UNDRAWN, count
 from fshard.init.replay import replay
-from fshard.shard import check_masks, check_transform, fingerprint, is_frozen, laid_out, local_piece, stored, unfit
+from fshard.shard import check_transform, fingerprint, is_frozen, laid_out, local_piece, stored, unfit
 from fshard.transforms import ShardTransform
-from fshard.transforms.compose import at, layout_axes
+from fshard.transforms.compose import at, layout_axes, masks
 from fshard.tree import Sharded, Spec, flatten, names_of, unflatten
 
 # torch's default generator belongs to the process, so simulated ranks take turns to seed it.
@@ -65,7 +65,7 @@ class _Shards:
         self._module, self._transform = module, transform
         self._flat = flatten(dict(module.named_parameters()))
         self._names = names_of(self._flat.treedef)
-        check_masks("shard", transform, self._names)
+        check_matches("shard", masks(transform), self._names)
         self.problems: list[Problem] = []
         self._undrawn: dict[str, Problem] = {}
         self._remedy = ""

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from fshard.checks import check_local, check_types
+from fshard.checks import check_local, check_matches, check_types
 from fshard.errors import Problem, leaf_error
 from fshard.mesh import Mesh, axis_of
-from fshard.shard import check_masks, check_transform, laid_out, without_padding
-from fshard.transforms.compose import at, layout_axes
+from fshard.shard import check_transform, laid_out, without_padding
+from fshard.transforms.compose import at, layout_axes, masks
 from fshard.tree import Axis, Sharded, Spec, Tree, flatten, is_sharded, names_of, unflatten
 
 
@@ -35,7 +35,7 @@ def from_dtensor(tree: Tree, strategy: Any) -> Tree:
     check_transform(strategy, "from_dtensor", "strategy")
     flat = flatten(tree)
     names = names_of(flat.treedef)
-    check_masks("from_dtensor", strategy, names)
+    check_matches("from_dtensor", masks(strategy), names)
     problems: list[Problem] = []
     leaves = [
         _from_dtensor(path, leaf, at(strategy, name), problems) if isinstance(leaf, DTensor) else leaf

@@ -1,17 +1,22 @@
 """from_torch: any elementwise torch.optim class as a pure optimizer."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from fshard import _compat
-from fshard.checks import check_floating, describe
-from fshard.optim.leaves import check_state, missing, none_missed
-from fshard.optim.torch_classes import State, build, copied, evaluated, observe, refuse_across_elements, start_state
+from fshard.checks import check_floating, check_leaves, describe
+from fshard.errors import expect
+from fshard.optim.leaves import check_state, missing, none_missed, partition_axes
 from fshard.tree import Added, Flat, Tree, flatten, is_trained, leaves_of, like, tensor_of, unflatten
 from fshard.update import Optimizer
+
+Hyper = dict[str, Any]
+State = dict[str, Any]
 
 
 class TorchState(NamedTuple):
@@ -58,9 +63,8 @@ def from_torch(cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), 
     >>> params["w"], state.updates
     (tensor([0.9000, 0.9000]), tensor(1))
     """
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        expected, remedy = "a torch.optim class", "pass its arguments by name"
-        raise ValueError(f"from_torch: expected cls to be {expected}, got {describe(cls)}; {remedy}")
+    known = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+    expect(known, "from_torch", "cls to be a torch.optim class", describe(cls), "pass its arguments by name")
     if issubclass(cls, torch.optim.LBFGS | torch.optim.SparseAdam):
         needs = "a closure" if issubclass(cls, torch.optim.LBFGS) else "sparse gradients"
         raise ValueError(f"from_torch: {cls.__name__} needs {needs}, which an update does not have; use AdamW or SGD")
@@ -95,10 +99,9 @@ def from_torch(cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), 
         chosen = [i for i, grad in enumerate(gradients) if grad is not None and is_trained(flat.leaves[i])]
         tensors = [tensor_of(flat.leaves[i]) for i in chosen]
         donate = donate and _can_be_written([*tensors, *(value for slot in tensors_of.values() for value in slot)])
-        new = [_plain(tensor) for tensor in tensors] if donate else [copied(tensor) for tensor in tensors]
-        kept = [{name: value for name, slot in tensors_of.items() if (value := slot[i]) is not None} for i in chosen]
-        if not donate:
-            kept = [{name: copied(value) for name, value in states.items()} for states in kept]
+        new = [_plain(tensor) if donate else copied(tensor) for tensor in tensors]
+        rows = [[(name, slot[i]) for name, slot in tensors_of.items() if slot[i] is not None] for i in chosen]
+        kept = [{name: value if donate else copied(value) for name, value in row} for row in rows]
         first: list[bool] = []
         if habits.withheld:
             counts = leaves_of(state.missed)
@@ -132,9 +135,9 @@ def from_torch(cls: type[torch.optim.Optimizer], *, inject: Sequence[str] = (), 
 def _injected(names: Sequence[str], hyper: State, values: State) -> dict[str, torch.Tensor]:
     for name in names:
         value = values.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            found = "not among its arguments" if name not in hyper else describe(value)
-            raise ValueError(f"from_torch: expected inject to name numbers, got {name!r}, which is {found}")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        found = "not among its arguments" if name not in hyper else describe(value)
+        expect(number, "from_torch", "inject to name numbers", f"{name!r}, which is {found}")
     return {name: torch.tensor(float(values[name]), dtype=torch.float64) for name in names}
 
 
@@ -184,3 +187,165 @@ def _slots(
             leaves[i] = like(flat.leaves[i], value) if per_element else value
         slots[name] = unflatten(flat.treedef, leaves)
     return slots
+
+
+def copied(value: Any) -> Any:
+    """Copy a tensor for torch to write to; contiguous, because CPU fused kernels ignore strides."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone(memory_format=torch.contiguous_format)
+
+
+def evaluated(hyper: Hyper, count: torch.Tensor, held: Mapping[str, torch.Tensor]) -> Hyper:
+    """Evaluate hyperparameters after some updates: schedules are called, others may be held by the state."""
+    values = dict(hyper)
+    for name, value in hyper.items():
+        computed = callable(value) or name in held
+        value = value(count) if callable(value) else held.get(name, value)
+        # Torch's classes take numbers everywhere, tensors not; a trace has no value yet.
+        if computed and isinstance(value, torch.Tensor) and not (hyper.get("capturable") or _compat.is_tracing()):
+            value = value.item()
+        if isinstance(value, float) and not math.isfinite(value):
+            found = f"{value} after {int(count)} updates"
+            expect(False, "from_torch", f"{name} to be a finite number", found, "mend the schedule")
+        values[name] = value
+    return values
+
+
+def build(
+    cls: type[torch.optim.Optimizer],
+    hyper: Hyper,
+    tensors: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    first: Sequence[bool] = (),
+    filled: bool = False,
+) -> torch.optim.Optimizer:
+    """Make a torch optimizer of some tensors, with their gradients in place.
+
+    Args:
+        cls: The class.
+        hyper: Its arguments.
+        tensors: The tensors that it steps.
+        grads: Their gradients.
+        first: Which of them make their first step. They are a group of their own, because fused SGD takes no list of
+            which some tensors have a momentum.
+        filled: Whether the tensors are filled in after construction, which takes much less time of many.
+    """
+    for tensor, grad in zip(tensors, grads, strict=True):
+        # Torch refuses a tensor as its own gradient.
+        tensor.grad = grad.detach() if grad is tensor else grad
+    # A class checks its numbers when it is made, for which a trace has no values yet.
+    traced = {name: value for name, value in hyper.items() if isinstance(value, torch.Tensor) and _compat.is_tracing()}
+    parts = [list(tensors)]
+    if any(first) and not all(first):
+        pairs = list(zip(tensors, first, strict=True))
+        parts = [[tensor for tensor, yes in pairs if yes is which] for which in (True, False)]
+    # As groups, because torch refuses an empty list of parameters; here all leaves may be frozen.
+    groups = [{"params": [] if filled else part} for part in parts]
+    optimizer = cls(groups, **{name: hyper[name] for name in hyper if name not in traced})
+    for group, part in zip(optimizer.param_groups, parts, strict=True):
+        group["params"][:] = part
+        group.update(traced)
+    return optimizer
+
+
+class Habits(NamedTuple):
+    """How a class keeps its state.
+
+    Attributes:
+        scalars: Names of state that is one number for a whole leaf, such as a step count.
+        late: Names of state that it makes in its first step.
+        withheld: Names of late state whose placeholders must not reach the first step.
+        filled: Whether its step is the same when its tensors are filled in after construction.
+    """
+
+    scalars: frozenset[str]
+    late: frozenset[str]
+    withheld: frozenset[str]
+    filled: bool
+
+
+def observe(cls: type[torch.optim.Optimizer], hyper: Hyper) -> Habits:
+    """Observe one step of a small matrix, from no state, from placeholders and with tensors filled in."""
+    hyper = _on_cpu(hyper)
+    tensor = torch.zeros(2, 2)
+    optimizer = build(cls, hyper, [tensor], [torch.zeros_like(tensor)])
+    with torch.no_grad():
+        _compat.init_optimizer_state(optimizer)
+    early = set(optimizer.state[tensor])
+
+    def run(start: State, filled: bool = False) -> State:
+        tensor = torch.linspace(-1.0, 1.0, 4).reshape(2, 2)
+        optimizer = build(cls, hyper, [tensor], [torch.cos(tensor)], filled=filled)
+        optimizer.state[tensor].update({name: copied(value) for name, value in start.items()})
+        with torch.no_grad():
+            optimizer.step()
+        return {**optimizer.state[tensor], "": tensor}
+
+    def same(again: State) -> bool:
+        return all(x.equal(again[n]) if isinstance(x, torch.Tensor) else x == again[n] for n, x in state.items())
+
+    state = run({})
+    late = frozenset(state) - early - {""}
+    start_state(optimizer, [tensor], late)
+    start = optimizer.state[tensor]
+    withheld = frozenset() if same(run(start)) else late
+    filled = False
+    with suppress(Exception):
+        filled = same(run({name: value for name, value in start.items() if name not in withheld}, filled=True))
+    scalars = frozenset(name for name, value in state.items() if isinstance(value, torch.Tensor) and not value.dim())
+    return Habits(scalars, late, withheld, filled)
+
+
+def start_state(optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor], late: frozenset[str]) -> None:
+    """Make state as before the first step, with zeros where torch makes it only in that step.
+
+    Without them the state would change its structure. This writes to the parameters where there is late state.
+    """
+    with torch.no_grad():
+        _compat.init_optimizer_state(optimizer)
+        early = {tensor: {name: copied(value) for name, value in optimizer.state[tensor].items()} for tensor in tensors}
+        if late:
+            optimizer.step()
+    for tensor in tensors:
+        state = optimizer.state[tensor]
+        for name, value in state.items():
+            zero = torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
+            state[name] = early[tensor].get(name, zero)
+
+
+def refuse_across_elements(cls: type[torch.optim.Optimizer], hyper: Hyper, flat: Flat) -> None:
+    """Refuse leaves that are split where the class looks across their elements."""
+
+    def misfit(leaf: Any) -> tuple[str, str] | None:
+        axes = [axis.name for axis in partition_axes(leaf)]
+        return (f"a leaf split over {axes}", "a whole one") if axes else None
+
+    if any(map(partition_axes, flat.leaves)) and not _is_elementwise(cls, _on_cpu(hyper)):
+        remedy = "keep leaves whole with fs.ddp, or choose an elementwise optimizer"
+        check_leaves(f"from_torch: {cls.__name__} looks across the elements of a leaf", flat, misfit, remedy)
+
+
+def _is_elementwise(cls: type[torch.optim.Optimizer], hyper: Hyper) -> bool:
+    """Try whether an optimizer steps the halves of a matrix, cut either way, as it steps the matrix."""
+    # A schedule that starts from 0 would hide the difference.
+    hyper = hyper | {name: 1.0 for name in hyper if name == "lr"}
+    start = torch.linspace(-1.0, 1.0, 16, dtype=torch.float64).reshape(4, 4)
+
+    def run(part: torch.Tensor) -> torch.Tensor:
+        tensor = copied(part)
+        optimizer = build(cls, hyper, [tensor], [torch.zeros_like(tensor)])
+        for scale in (1e-3, 1.0, 1e3):
+            tensor.grad = (scale * torch.cos(5.0 * part)).contiguous()
+            with torch.no_grad():
+                optimizer.step()
+        return tensor
+
+    whole = run(start)
+    halves = (torch.cat([run(half) for half in start.split(2, dim)], dim) for dim in (0, 1))
+    return all(torch.allclose(whole, parts, rtol=1e-9, atol=1e-12) for parts in halves)
+
+
+def _on_cpu(hyper: Hyper) -> Hyper:
+    """Leave out `capturable`, which a class refuses in trials on small CPU tensors."""
+    return {name: value for name, value in hyper.items() if name != "capturable"}

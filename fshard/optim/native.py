@@ -1,11 +1,13 @@
-"""Optimizers of our own whose updates are differentiable: sgd, adam, adamw, lamb and lars."""
+"""Optimizers of our own whose updates are differentiable: sgd, adam, adamw, lamb, lars and adafactor."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from fshard.checks import FINITE, check_floating, check_numbers
+from fshard.checks import FINITE, Range, check_floating, check_numbers
+from fshard.errors import expect
 from fshard.optim.leaves import (
     check_real,
     check_state,
@@ -13,12 +15,31 @@ from fshard.optim.leaves import (
     map_gradients,
     missing,
     none_missed,
+    norms_of_both,
+    scaled,
     stateless,
     zeros,
 )
-from fshard.optim.scale import AdamState, scale_by_adam, scale_by_trust_ratio
+from fshard.optim.scale import (
+    AdafactorState,
+    AdamState,
+    check_factored,
+    scale_by_adam,
+    scale_by_factored_rms,
+    scale_by_trust_ratio,
+    updates_of,
+)
 from fshard.optim.schedules import Number, Rate, check_rates, value_of
-from fshard.tree import Added, Tree, flatten, like, map_leaves, tensor_of
+from fshard.tree import (
+    Added,
+    Flat,
+    Tree,
+    flatten,
+    is_sharded,
+    like,
+    map_leaves,
+    tensor_of,
+)
 from fshard.update import GradientTransformation, Optimizer
 
 
@@ -69,32 +90,24 @@ def sgd(
         raise ValueError("sgd: nesterov needs a momentum above 0 and no dampening")
 
     def init(params: Tree) -> SgdState:
-        check_floating("sgd", flatten(params))
         count = torch.zeros((), dtype=torch.int64)
         return SgdState(count, zeros(params), none_missed(params)) if has_momentum else SgdState(count, None)
 
-    def update(grads: Tree, state: SgdState, params: Tree) -> tuple[Tree, SgdState]:
-        check_state("sgd", state, SgdState)
-        rate = value_of(lr, state.updates)
-
-        def plain(grad: Any, param: Any, rate: Any, decay: Any) -> tuple[torch.Tensor, ...]:
-            return (param - rate * (grad + decay * param),)
-
+    def scale(grads: Tree, state: SgdState, params: Tree) -> tuple[Tree, SgdState]:
         def heavy(
-            grad: Any, param: Any, old: Any, missed: Any, rate: Any, decay: Any, momentum: Any, dampening: Any
-        ) -> tuple[torch.Tensor, ...]:
-            grad = grad + decay * param
+            grad: Any, _: Any, old: Any, missed: Any, momentum: Any, dampening: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             new = torch.where(state.updates == missed, grad, momentum * old + (1 - dampening) * grad)
-            return param - rate * (grad + momentum * new if nesterov else new), new
+            return grad + momentum * new if nesterov else new, new
 
         if not has_momentum:
-            (params,) = leafwise(plain, grads, [params], numbers=(rate, weight_decay))
-            return params, SgdState(state.updates + 1, None)
-        old, numbers = (params, state.momentum), (rate, weight_decay, momentum, dampening)
-        params, kept = leafwise(heavy, grads, old, [state.missed], numbers)
-        return params, SgdState(state.updates + 1, kept, missing(state.missed, grads))
+            return grads, SgdState(state.updates + 1, None)
+        old, numbers = (grads, state.momentum), (momentum, dampening)
+        grads, kept = leafwise(heavy, grads, old, [state.missed], numbers)
+        return grads, SgdState(state.updates + 1, kept, missing(state.missed, grads))
 
-    return Optimizer(init, update)
+    scaling = GradientTransformation(init, scale)
+    return _descent("sgd", lr, scaling, SgdState, before=[_decayed(weight_decay)], check=check_floating)
 
 
 def adam(
@@ -228,6 +241,66 @@ def lars(
     return _descent("lars", None, GradientTransformation(init, update), LarsState, before=before)
 
 
+def adafactor(
+    lr: Rate = 1e-2,
+    beta2_decay: float = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    d: float = 1.0,
+    *,
+    weight_decay: Number = 0.0,
+) -> Optimizer:
+    """Adafactor, exact however leaves are split.
+
+    Follows Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018), and
+    torch.optim.Adafactor. Sums over ranks are those of `scale_by_factored_rms`, and the norms of leaves and of steps:
+    one collective more for each set of axes.
+
+    Args:
+        lr: Learning rate: a number, a tensor of shape (), or a schedule of the number of updates made.
+        beta2_decay: The power of the number of updates that new squares are weighed by.
+        eps: The least mean square, by default the dtype's epsilon; the least size of a leaf.
+        d: The largest root mean square of a step, before the learning rate.
+        weight_decay: How much parameters shrink in an update, times the learning rate.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: if a number is out of range; from init, if a leaf is no real floating tensor.
+    """
+    check_rates("adafactor", lr, weight_decay=weight_decay)
+    pair = isinstance(eps, Sequence) and len(eps) == 2 and not isinstance(eps, str)
+    expect(pair, "adafactor", "eps to be two numbers", f"{eps!r:.40}")
+    check_numbers("adafactor", Range("a finite number, 1 or more", lambda number: 1 <= number < math.inf), d=d)
+    check_factored("adafactor", beta2_decay, **{f"eps[{i}]": x for i, x in enumerate(eps) if i or x is not None})
+    scaling = scale_by_factored_rms(beta2_decay, eps[0])
+
+    def init(params: Tree) -> Tree:
+        check_real("adafactor", flatten(params))
+        return scaling.init(params)
+
+    def update(grads: Tree, state: AdafactorState, params: Tree) -> tuple[Tree, Tree]:
+        check_state("adafactor", state, AdafactorState)
+        rate = torch.as_tensor(value_of(lr, state.updates), dtype=torch.float64)
+        steps, after = scaling.update(grads, state, params)
+
+        def relative(step: Any, leaf: Any, size: Any, length: Any, missed: Any) -> Any:
+            if step is None:
+                return None
+            root = max(1, math.prod(leaf.spec.shape if is_sharded(leaf) else leaf.shape)) ** 0.5
+            length_of_step = (size / root).clamp(min=eps[1]) * torch.minimum(rate, updates_of(state, missed) ** -0.5)
+            return scaled(step, length_of_step / (length / (root * d)).clamp(min=1.0))
+
+        def move(step: Any, param: Any, kept: Any) -> tuple[torch.Tensor, ...]:
+            return (param * kept.to(param.dtype) - step,)
+
+        steps = map_leaves(relative, steps, params, *norms_of_both(steps, params), state.missed)
+        (params,) = leafwise(move, steps, [params], numbers=(1 - rate * weight_decay,))
+        return params, after
+
+    return Optimizer(init, update)
+
+
 def _decayed(decay: Number) -> GradientTransformation:
     """Add a multiple of the parameters, which may be a tensor; `add_decayed_weights` rounds in another way."""
     return stateless(
@@ -246,6 +319,7 @@ def _descent(
     before: Sequence[GradientTransformation] = (),
     after: Sequence[GradientTransformation] = (),
     decay: Number | None = None,
+    check: Callable[[str, Flat], None] = check_real,
 ) -> Optimizer:
     """Chain transformations to an optimizer, which subtracts from the parameters the gradients that come out of them.
 
@@ -257,10 +331,11 @@ def _descent(
         before: The transformations before it, which have none.
         after: The transformations behind it, which have none.
         decay: How much parameters shrink, times the learning rate.
+        check: Refuses leaves that the optimizer cannot step.
     """
 
     def init(params: Tree) -> Tree:
-        check_real(what, flatten(params))
+        check(what, flatten(params))
         return scaling.init(params)
 
     def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Tree]:

@@ -1,26 +1,125 @@
-"""Gradient transformations that optimizers are made of: Adam's and LAMB's scaling, and decay of weights."""
+"""Gradient transformations: clipping, decay of weights, and the scaling of Adam, LAMB and Adafactor."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from fshard.checks import NOT_NEGATIVE, check_numbers
+from fshard import comm
+from fshard.checks import NOT_NEGATIVE, POSITIVE, Range, check_numbers
+from fshard.collectives import total
 from fshard.optim.leaves import (
     check_real,
     check_state,
+    for_trained,
+    global_norm,
+    leaf_norms,
     leafwise,
     map_gradients,
     missing,
     none_missed,
+    norms_of_both,
     scaled,
     stateless,
+    varying,
     zeros,
 )
-from fshard.optim.masks import masked
-from fshard.optim.norms import leaf_norms
 from fshard.optim.schedules import Number, check_rates
-from fshard.tree import Added, Mask, Tree, flatten, leaves_of, map_leaves
+from fshard.optim.wrappers import masked
+from fshard.shard import local_ranges
+from fshard.tree import (
+    Added,
+    Mask,
+    P,
+    Sharded,
+    Spec,
+    Tree,
+    flatten,
+    grouped,
+    is_sharded,
+    leaves_of,
+    like,
+    map_leaves,
+    tensor_of,
+    tree_map,
+    unflatten,
+)
 from fshard.update import GradientTransformation
+
+
+def clip_by_global_norm(max_norm: float, p: float = 2.0) -> GradientTransformation:
+    """Scale gradients down so that the norm of all of them together is at most `max_norm`.
+
+    Follows torch.nn.utils.clip_grad_norm_ on full gradients, with the norm taken in float64: each element counts
+    once, however many ranks store it, and padding does not count. Costs one collective of a single number over each
+    axis that gradients are split over, for each set of axes that some leaf is split over.
+
+    Args:
+        max_norm: The largest norm to let through, 0 or more.
+        p: The order of the norm, above 0; float("inf") for the largest magnitude.
+
+    Returns:
+        The transformation; its state is empty.
+
+    Raises:
+        ValueError: if `max_norm` is negative or not finite, or `p` is not positive.
+    """
+    _check_norm("clip_by_global_norm", max_norm, p)
+
+    def clip(grads: Tree, params: Tree) -> Tree:
+        # torch.nn.utils.clip_grad_norm_ adds the same 1e-6, and multiplies by 1 where nothing is to be clipped.
+        scale = (max_norm / (global_norm(grads, p) + 1e-6)).clamp(max=1.0)
+        return map_gradients(lambda grad, scale: grad * scale.to(grad.dtype), grads, numbers=(scale,))
+
+    return stateless(clip)
+
+
+def clip_by_norm(max_norm: float, p: float = 2.0) -> GradientTransformation:
+    """Scale each leaf's gradient down so that its own norm is at most `max_norm`; see `clip_by_global_norm`.
+
+    Follows torch.nn.utils.clip_grad_norm_, called for each parameter by itself. Costs one collective for
+    each set of axes that some leaf is split over, of one number for each leaf.
+
+    Args:
+        max_norm: The largest norm to let through, 0 or more.
+        p: The order of the norm, above 0; float("inf") for the largest magnitude.
+
+    Returns:
+        The transformation; its state is empty.
+
+    Raises:
+        ValueError: if `max_norm` is negative or not finite, or `p` is not positive.
+    """
+    _check_norm("clip_by_norm", max_norm, p)
+
+    def clip(leaf: Any, norm: Any) -> Any:
+        return leaf if norm is None else scaled(leaf, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+    return stateless(lambda grads, params: map_leaves(clip, grads, leaf_norms(grads, p)))
+
+
+def clip_by_value(max_value: float) -> GradientTransformation:
+    """Clamp each element of a gradient between -max_value and max_value.
+
+    Follows torch.nn.utils.clip_grad_value_.
+
+    Args:
+        max_value: The largest magnitude to let through, 0 or more.
+
+    Returns:
+        The transformation; its state is empty.
+
+    Raises:
+        ValueError: if `max_value` is negative or not finite.
+    """
+    check_numbers("clip_by_value", NOT_NEGATIVE, max_value=max_value)
+    return stateless(lambda grads, params: map_gradients(lambda grad: grad.clamp(-max_value, max_value), grads))
+
+
+def _check_norm(what: str, max_norm: float, p: float) -> None:
+    check_numbers(what, NOT_NEGATIVE, max_norm=max_norm)
+    check_numbers(what, POSITIVE, p=p)
 
 
 class AdamState(NamedTuple):
@@ -114,14 +213,7 @@ def scale_by_trust_ratio(trust_coefficient: Number = 1.0, eps: Number = 0.0) -> 
         none = (size == 0) | (length == 0)
         return scaled(leaf, torch.where(none, 1.0, trust_coefficient * size / torch.where(none, 1.0, length + eps)))
 
-    def scale(grads: Tree, params: Tree) -> Tree:
-        steps = leaves_of(grads)
-        leaves = [None if step is None else leaf for step, leaf in zip(steps, leaves_of(params), strict=True)]
-        # Both in one collective.
-        norms = leaf_norms([*leaves, *steps])
-        return map_leaves(trusted, grads, norms[: len(steps)], norms[len(steps) :])
-
-    return stateless(scale)
+    return stateless(lambda grads, params: map_leaves(trusted, grads, *norms_of_both(grads, params)))
 
 
 def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> GradientTransformation:
@@ -144,3 +236,124 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
         lambda grads, params: map_gradients(lambda grad, param: grad.add(param, alpha=weight_decay), grads, params)
     )
     return tx if mask is None else masked(tx, mask)
+
+
+class AdafactorState(NamedTuple):
+    """State of `scale_by_factored_rms`, and of `adafactor`.
+
+    Attributes:
+        updates: Updates made: an int64 tensor of shape ().
+        row: Running mean of squared gradients over the last dim, of size 1 there, sharded as far as the leaf is; of
+            leaves of less than two dims the squares themselves.
+        column: The same over the last dim but one; None for leaves of less than two dims.
+        missed: How many of the updates each leaf had no gradient in: int64 tensors of shape ().
+    """
+
+    updates: torch.Tensor
+    row: Tree
+    column: Tree
+    missed: Tree = Added()
+
+
+def scale_by_factored_rms(beta2_decay: float = -0.8, eps: float | None = None) -> GradientTransformation:
+    """Divide gradients by the root of their mean square, of which a matrix keeps one row and one column.
+
+    Follows optax.scale_by_factored_rms, and is exact however leaves are split: means over dims that are split take one
+    collective for each set of axes; none carries a matrix. `adafactor` is made of it.
+
+    Args:
+        beta2_decay: The power of the number of updates that new squares are weighed by.
+        eps: The least mean square, by default the dtype's epsilon.
+
+    Returns:
+        The transformation; its state keeps the parameters' specs, as far as rows and columns have them.
+
+    Raises:
+        ValueError: if a number is out of range; from init, if a leaf is no real floating tensor.
+    """
+    check_factored("scale_by_factored_rms", beta2_decay, **{} if eps is None else {"eps": eps})
+
+    def init(params: Tree) -> AdafactorState:
+        check_real("scale_by_factored_rms", flatten(params))
+        row = for_trained(lambda leaf: _zeros(leaf, -1 if _is_matrix(leaf) else None), params)
+        column = for_trained(lambda leaf: _zeros(leaf, -2) if _is_matrix(leaf) else None, params)
+        return AdafactorState(torch.zeros((), dtype=torch.int64), row, column, none_missed(params))
+
+    def update(grads: Tree, state: AdafactorState, params: Tree) -> tuple[Tree, AdafactorState]:
+        check_state("scale_by_factored_rms", state, AdafactorState)
+        flat, leaves = flatten(grads), leaves_of(params)
+        steps, chosen = list(flat.leaves), [i for i, grad in enumerate(flat.leaves) if grad is not None]
+        matrices = [i for i in chosen if _is_matrix(steps[i])]
+        rows, columns, missed = (leaves_of(tree) for tree in (state.row, state.column, state.missed))
+        weights = {i: updates_of(state, missed[i]) ** beta2_decay for i in chosen}
+        squares = {i: tensor_of(steps[i]) * tensor_of(steps[i]) for i in chosen}
+        means = iter(_means([(leaves[i], squares[i], dim) for i in matrices for dim in (-1, -2)]))
+        for i in chosen:
+            if i in matrices:
+                rows[i], columns[i] = (_towards(old, next(means), weights[i]) for old in (rows[i], columns[i]))
+            else:
+                rows[i] = _towards(rows[i], squares[i], weights[i])
+        sizes = iter(_means([(leaves[i], tensor_of(rows[i]), -2) for i in matrices]))
+        for i in chosen:
+            grad, variance = tensor_of(steps[i]), tensor_of(rows[i])
+            least = torch.finfo(grad.dtype).eps if eps is None else eps
+            if i in matrices:
+                variance = variance * tensor_of(columns[i]) / next(sizes).clamp(min=least)
+            steps[i] = like(steps[i], variance.clamp(min=least * least).rsqrt() * grad)
+        new, row, column = (unflatten(flat.treedef, found) for found in (steps, rows, columns))
+        return new, AdafactorState(state.updates + 1, row, column, missing(state.missed, grads))
+
+    return GradientTransformation(init, update)
+
+
+def check_factored(what: str, beta2_decay: float, **eps: float | None) -> None:
+    """Refuse numbers that squares cannot be weighed by."""
+    check_numbers(what, Range("a number, 0 or less", lambda number: number <= 0), beta2_decay=beta2_decay)
+    check_numbers(what, NOT_NEGATIVE, **eps)
+
+
+def _is_matrix(leaf: Any) -> bool:
+    return bool(tensor_of(leaf).dim() > 1)
+
+
+def updates_of(state: AdafactorState, missed: torch.Tensor) -> torch.Tensor:
+    """Count the updates of a leaf, this one included."""
+    return (state.updates - missed + 1).double()
+
+
+def _zeros(leaf: Any, dim: int | None) -> Any:
+    """Make zeros like a leaf, or like its mean over a dim."""
+    tensor = tensor_of(leaf)
+    if dim is None:
+        return like(leaf, torch.zeros_like(tensor, requires_grad=False))
+    zeros = tensor.new_zeros([1 if k == tensor.dim() + dim else size for k, size in enumerate(tensor.shape)])
+    return Sharded(zeros, _mean_spec(leaf.spec, dim)) if is_sharded(leaf) else zeros
+
+
+def _mean_spec(spec: Spec, dim: int) -> Spec:
+    """Make the spec of a leaf's mean over a dim, which no axis splits any more."""
+    number = len(spec.shape) + dim
+    entries = [None if k == number else entry for k, entry in enumerate(spec.partition)]
+    while entries and entries[-1] is None:
+        entries.pop()
+    shape = tuple(1 if k == number else size for k, size in enumerate(spec.shape))
+    return replace(spec, shape=shape, partition=P(*entries))
+
+
+def _means(requests: Sequence[tuple[Any, torch.Tensor, int]]) -> list[torch.Tensor]:
+    """Take means over a dim of leaves, of which a rank has some; one collective for each set of axes."""
+    sums, sizes, over = [], [], []
+    for leaf, tensor, dim in requests:
+        spec = leaf.spec if is_sharded(leaf) else Spec(tuple(leaf.shape))
+        sums.append(tensor.narrow(dim, 0, local_ranges(spec)[dim][1]).sum(dim, keepdim=True))
+        sizes.append(max(1, spec.shape[dim]))
+        over.append(tuple(axis for axis in spec.split_axes(tensor.dim() + dim) if axis.size > 1))
+    for axes, group in grouped(over, tuple).items():
+        comm.same_call("update", axes)
+        for n, found in zip(group, total([sums[n] for n in group], axes), strict=True):
+            sums[n] = varying(found, axes)
+    return [found / size for found, size in zip(sums, sizes, strict=True)]
+
+
+def _towards(old: Any, new: torch.Tensor, weight: torch.Tensor) -> Any:
+    return tree_map(lambda tensor: tensor + weight.to(tensor.dtype) * (new - tensor), old)

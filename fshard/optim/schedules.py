@@ -8,6 +8,7 @@ import torch
 
 from fshard._compat import is_transformed
 from fshard.checks import FRACTION, NOT_NEGATIVE, check_numbers, describe
+from fshard.errors import expect
 
 # A table of so many values takes 80 MB and about three minutes to write down.
 MAX_STEPS = 10_000_000
@@ -44,18 +45,13 @@ def from_torch_scheduler(
     >>> [float(schedule(torch.tensor(count))) for count in range(5)]
     [1.0, 1.0, 0.5, 0.5, 0.5]
     """
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"from_torch_scheduler: expected steps to be a number of updates, 1 or more, got {steps!r}")
-    if steps > MAX_STEPS:
-        remedy = f"later updates get the last value, so that a schedule needs none beyond {MAX_STEPS:,}"
-        raise ValueError(
-            f"from_torch_scheduler: expected steps to be at most {MAX_STEPS:,}, got {steps!r:.40}; {remedy}"
-        )
-    if not callable(cls):
-        raise ValueError(f"from_torch_scheduler: expected cls to be a class or a function, got {describe(cls)}")
-    if name not in ("lr", "momentum"):
-        raise ValueError(f'from_torch_scheduler: expected name to be "lr" or "momentum", got {name!r:.40}')
-    check_numbers("from_torch_scheduler", NOT_NEGATIVE, lr=lr, momentum=momentum)
+    verb, whole = "from_torch_scheduler", isinstance(steps, int) and not isinstance(steps, bool)
+    expect(whole and steps > 0, verb, "steps to be a number of updates, 1 or more", repr(steps))
+    remedy = f"later updates get the last value, so that a schedule needs none beyond {MAX_STEPS:,}"
+    expect(steps <= MAX_STEPS, verb, f"steps to be at most {MAX_STEPS:,}", f"{steps!r:.40}", remedy)
+    expect(callable(cls), verb, "cls to be a class or a function", describe(cls))
+    expect(name in ("lr", "momentum"), verb, 'name to be "lr" or "momentum"', f"{name!r:.40}")
+    check_numbers(verb, NOT_NEGATIVE, lr=lr, momentum=momentum)
     if cls is torch.optim.lr_scheduler.ReduceLROnPlateau:
         remedy = "keep the learning rate in the state instead, by from_torch(..., inject=['lr'])"
         raise ValueError(f"from_torch_scheduler: ReduceLROnPlateau needs a metric at every step; {remedy}")
@@ -71,17 +67,14 @@ def from_torch_scheduler(
     except Exception as error:
         given = ", ".join(f"{key}={value!r:.40}" for key, value in arguments.items()) or "none"
         found = f"{cls!r:.60} and {given}, of which torch says: {error}"
-        raise ValueError(
-            f"from_torch_scheduler: expected cls to be a scheduler and arguments that it takes, got {found}"
-        ) from error
-    if not math.isfinite(values[-1]):
-        found = f"{values[-1]} after {len(values) - 1} updates"
-        raise ValueError(f"from_torch_scheduler: expected {name} to be a finite number, got {found}")
+        raise ValueError(f"{verb}: expected cls to be a scheduler and arguments that it takes, got {found}") from error
+    found = f"{values[-1]} after {len(values) - 1} updates"
+    expect(math.isfinite(values[-1]), verb, f"{name} to be a finite number", found)
     table = torch.tensor(values, dtype=torch.float64)
 
     def schedule(count: torch.Tensor) -> torch.Tensor:
-        if not isinstance(count, torch.Tensor):
-            raise ValueError(f"schedule: expected the count to be an int64 tensor of shape (), got {describe(count)}")
+        needed = "the count to be an int64 tensor of shape ()"
+        expect(isinstance(count, torch.Tensor), "schedule", needed, describe(count))
         # Indexing by a tensor of shape () would ask for its value, which a trace does not have.
         return table.to(count.device).index_select(0, count.clamp(0, steps - 1).reshape(1)).reshape(())
 
@@ -102,8 +95,8 @@ def check_rates(what: str, lr: Rate, betas: Any = (), **numbers: Number) -> None
     """
     if not callable(lr):
         check_numbers(what, NOT_NEGATIVE, lr=lr)
-    if betas != () and not (isinstance(betas, Sequence) and len(betas) == 2 and not isinstance(betas, str)):
-        raise ValueError(f"{what}: expected betas to be two numbers, got {betas!r:.40}")
+    pair = betas == () or (isinstance(betas, Sequence) and len(betas) == 2 and not isinstance(betas, str))
+    expect(pair, what, "betas to be two numbers", f"{betas!r:.40}")
     check_numbers(what, FRACTION, **{f"betas[{i}]": beta for i, beta in enumerate(betas)})
     check_numbers(what, NOT_NEGATIVE, **numbers)
 
@@ -117,7 +110,5 @@ def value_of(rate: Rate, count: torch.Tensor) -> Any:
     else:
         known = value if isinstance(value, int | float) else 0.0
     if not math.isfinite(known):
-        raise ValueError(
-            f"update: expected the learning rate to be a finite number, got {known} after {int(count)} updates"
-        )
+        expect(False, "update", "the learning rate to be a finite number", f"{known} after {int(count)} updates")
     return value

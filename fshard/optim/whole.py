@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import comm
-from fshard.errors import Problem, leaf_error
+from fshard.checks import check_leaves
 from fshard.optim.leaves import check_optimizer, check_state, partition_axes
 from fshard.shard import local_piece, unshard
 from fshard.tree import (
@@ -102,18 +102,17 @@ def _full(leaf: Any) -> torch.Tensor:
 
 def _split_axis(flat: Flat) -> Axis | None:
     """Return the one axis that leaves are split over, None where all are whole, and refuse several."""
-    found = [
-        (path, partition_axes(leaf)) for path, leaf in zip(flat.paths, flat.leaves, strict=True) if is_trained(leaf)
-    ]
-    needed = next((axis for _, axes in found for axis in axes), None)
-    problems = [
-        Problem(path, f"a split over {[axis.name for axis in axes]}", f"a split over {needed.name!r} alone")
-        for path, axes in found
-        if needed is not None and axes not in ((), (needed,))
-    ]
-    if problems:
-        remedy = "split these leaves over one axis, or keep them out by fs.partition"
-        raise leaf_error("whole: leaves cannot be sent to an owner", problems, remedy)
+    split = [partition_axes(leaf) for leaf in flat.leaves if is_trained(leaf)]
+    needed = next((axis for axes in split for axis in axes), None)
+
+    def misfit(leaf: Any) -> tuple[str, str] | None:
+        axes = partition_axes(leaf) if is_trained(leaf) else ()
+        if needed is None or axes in ((), (needed,)):
+            return None
+        return f"a split over {[axis.name for axis in axes]}", f"a split over {needed.name!r} alone"
+
+    remedy = "split these leaves over one axis, or keep them out by fs.partition"
+    check_leaves("whole: leaves cannot be sent to an owner", flat, misfit, remedy)
     return needed
 
 

@@ -1,14 +1,16 @@
-"""Optimizers around an optimizer: updates that are skipped or collected, and an average of the parameters."""
+"""Optimizers around optimizers: parts of a tree, updates that are skipped or collected, an average of parameters."""
 
-from collections.abc import Callable
-from functools import partial
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from fshard import _compat, comm
-from fshard.checks import Range, check_numbers
+from fshard.checks import POSITIVE, Range, check_matches, check_numbers, describe
 from fshard.collectives import linear_call
+from fshard.errors import expect
 from fshard.optim.leaves import (
     check_optimizer,
     check_state,
@@ -18,10 +20,29 @@ from fshard.optim.leaves import (
     map_gradients,
     missing,
     none_missed,
+    stateless,
     zeros,
 )
-from fshard.tree import Added, Axis, Tree, is_sharded, leaves_of, like, map_leaves, tensor_of, tree_map
-from fshard.update import Optimizer, step_of
+from fshard.transforms import ShardTransform, masked_transform
+from fshard.tree import (
+    Added,
+    Axis,
+    Mask,
+    Tree,
+    Treedef,
+    flatten,
+    is_mask,
+    is_sharded,
+    leaves_of,
+    like,
+    map_leaves,
+    matches,
+    names_of,
+    tensor_of,
+    tree_map,
+    unflatten,
+)
+from fshard.update import GradientTransformation, Optimizer, check_states, step_of
 
 
 class SkipState(NamedTuple):
@@ -107,15 +128,16 @@ def dynamic_loss_scale(
         ValueError: if a number is out of range; from update, if the scale becomes 0.
     """
     check_optimizer("dynamic_loss_scale", tx)
-    numbers = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, "growth_interval": growth_interval}
-    numbers = {"init_scale": init_scale, **numbers}
-    check_numbers("dynamic_loss_scale", Range("a number", lambda number: True), **numbers)
     # As the scale is kept.
+    kept = Range(
+        "a number above 0, finite in float32", lambda number: 0 < float(torch.tensor(number).float()) < math.inf
+    )
+    check_numbers("dynamic_loss_scale", kept, init_scale=init_scale)
     start = torch.tensor(init_scale, dtype=torch.float32)
-    if not (0 < float(start) < float("inf") and growth_factor > 1 and 0 < backoff_factor < 1 and growth_interval > 0):
-        found = ", ".join(f"{name}={number!r}" for name, number in numbers.items())
-        needed = "a finite scale above 0, growth above 1, backoff between 0 and 1 and an interval of 1 or more"
-        raise ValueError(f"dynamic_loss_scale: expected {needed}, got {found}")
+    above, between = Range("a number above 1", lambda n: n > 1), Range("a number between 0 and 1", lambda n: 0 < n < 1)
+    check_numbers("dynamic_loss_scale", above, growth_factor=growth_factor)
+    check_numbers("dynamic_loss_scale", between, backoff_factor=backoff_factor)
+    check_numbers("dynamic_loss_scale", POSITIVE, growth_interval=growth_interval)
 
     def init(params: Tree) -> ScaleState:
         zero = torch.zeros((), dtype=torch.int64)
@@ -174,8 +196,8 @@ def every_k(tx: Optimizer, k: int) -> Optimizer:
         ValueError: if `tx` is no optimizer, or `k` is no positive number.
     """
     check_optimizer("every_k", tx)
-    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-        raise ValueError(f"every_k: expected k to be a number of gradients, 1 or more, got {k!r}")
+    whole = isinstance(k, int) and not isinstance(k, bool) and k > 0
+    expect(whole, "every_k", "k to be a number of gradients, 1 or more", repr(k))
 
     def init(params: Tree) -> EveryState:
         return EveryState(torch.zeros((), dtype=torch.int64), zeros(params), tx.init(params), none_missed(params))
@@ -294,3 +316,135 @@ def either(flag: torch.Tensor, yes: Callable[[], Any], no: Callable[[], Any]) ->
 def _has_values() -> bool:
     """Tell whether tensors can be read now: a torch.func transform and a trace have none."""
     return not (_compat.transforms_active() or _compat.is_tracing())
+
+
+def masked(tx: Any, mask: Mask, otherwise: ShardTransform | None = None) -> Any:
+    """Apply a transformation, an optimizer or a sharding transform to some leaves, as in Optax.
+
+    Args:
+        tx: The GradientTransformation, Optimizer or ShardTransform. Others' gradients pass through the first; the
+            second does not change their parameters; the third leaves them to `otherwise`.
+        mask: Which leaves: a glob pattern of their names or several, where a name is a leaf's keys joined by dots, such
+            as "blocks.0.norm.weight", and `*` stands for anything; or a function of the name.
+        otherwise: For a ShardTransform: that of all other leaves, over the same axes; None changes nothing in them.
+
+    Returns:
+        Another of the kind of `tx`, with a state for those leaves only.
+
+    Raises:
+        ValueError: if `tx` or `mask` is none of these, or the axes differ; from init, or shard, if `mask` matches no
+            leaf.
+
+    >>> import torch
+    >>> import fshard as fs
+    >>> mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    >>> strategy = fs.compose(fs.masked(fs.cast(gather=torch.bfloat16), "*weight"), fs.fully_shard(mesh))
+    >>> params = fs.shard({"weight": torch.ones(2), "bias": torch.ones(2)}, strategy)
+    >>> fs.tree_map(lambda leaf: leaf.dtype, fs.gather(params))
+    {'weight': torch.bfloat16, 'bias': torch.float32}
+    """
+    if isinstance(tx, ShardTransform):
+        return masked_transform(tx, mask, otherwise)
+    if otherwise is not None:
+        raise ValueError(f"masked: otherwise is for ShardTransforms, not for {describe(tx)}; partition has parts")
+    return _partition("masked", [mask, "*"], [tx, _unchanged("masked", tx)])
+
+
+def freeze(tx: Any, mask: Mask) -> Any:
+    """Keep some parameters as they are, and update the others.
+
+    Unlike leaves that are sharded as frozen, these have gradients, which are not used.
+
+    Args:
+        tx: The optimizer of the others.
+        mask: Which leaves are kept; see `masked`.
+
+    Returns:
+        The optimizer, with a state for the others only.
+
+    Raises:
+        ValueError: as `masked`.
+    """
+    return _partition("freeze", [mask, "*"], [_unchanged("freeze", tx), tx])
+
+
+def partition(parts: Mapping[Mask, Any]) -> Any:
+    """Give each leaf to the first part that matches it: parameter groups.
+
+    Args:
+        parts: GradientTransformations, or Optimizers, by masks as `masked` takes them. One must match every leaf;
+            `"*"` matches all that are left.
+
+    Returns:
+        The Optimizer, or the GradientTransformation; its state is a tuple of those of the parts, in their order.
+
+    Raises:
+        ValueError: if parts are of both kinds or of neither; from init, if a mask matches no leaf, or no mask a leaf.
+
+    >>> import torch
+    >>> import fshard as fs
+    >>> tx = fs.partition({"*bias": fs.sgd(1.0), "*": fs.sgd(0.1)})
+    >>> params = {"weight": torch.zeros(1), "bias": torch.zeros(1)}
+    >>> tx.update({"weight": torch.ones(1), "bias": torch.ones(1)}, tx.init(params), params)[0]
+    {'weight': tensor([-0.1000]), 'bias': tensor([-1.])}
+    """
+    needed, remedy = "parts to be a mapping from masks to their parts", 'pass one such as {"*bias": tx, "*": other}'
+    expect(isinstance(parts, Mapping), "partition", needed, describe(parts), remedy)
+    return _partition("partition", list(parts), list(parts.values()))
+
+
+def _partition(what: str, masks: Sequence[Mask], members: Sequence[Any]) -> Any:
+    """Give each leaf to the first member whose mask matches it."""
+    one_kind = any(members and all(isinstance(m, cls) for m in members) for cls in (Optimizer, GradientTransformation))
+    found = ", ".join(map(describe, members)) or "nothing"
+    expect(one_kind, what, "parts of Optimizers alone or GradientTransformations alone", found)
+    for mask in masks:
+        needed = "the mask to be a glob pattern of leaves' names, several, or a function of the name"
+        expect(is_mask(mask), what, needed, describe(mask))
+
+    @lru_cache(maxsize=16)
+    def owners(treedef: Treedef) -> tuple[int | None, ...]:
+        """Number, for each leaf, the first member whose mask matches it."""
+        numbered = list(enumerate(masks))
+        return tuple(next((i for i, mask in numbered if matches(mask, name)), None) for name in names_of(treedef))
+
+    def parts_of(tree: Tree, found: Sequence[int | None]) -> list[Tree]:
+        """Take a tree apart: for each member its leaves, and None in the place of others."""
+        flat = flatten(tree)
+        pairs = list(zip(flat.leaves, found, strict=True))
+        return [
+            unflatten(flat.treedef, [leaf if owner == i else None for leaf, owner in pairs])
+            for i in range(len(members))
+        ]
+
+    def init(params: Tree) -> Tree:
+        treedef = flatten(params).treedef
+        found = owners(treedef)
+        check_matches(what, masks, names_of(treedef))
+        left = [name for name, owner in zip(names_of(treedef), found, strict=True) if owner is None]
+        if left:
+            shown = ", ".join(left[:4])
+            raise ValueError(f'{what}: no mask matches {shown}; add one for "*", which matches all that are left')
+        return tuple(member.init(part) for member, part in zip(members, parts_of(params, found), strict=True))
+
+    def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> tuple[Tree, Tree]:
+        check_states(what, state, len(members))
+        treedef = flatten(params).treedef
+        found = owners(treedef)
+        parts = zip(members, parts_of(grads, found), state, parts_of(params, found), strict=True)
+        outs, states = zip(*(step_of(member, donate)(*part) for member, *part in parts), strict=True)
+        leaves = [leaves_of(out) for out in outs]
+        return unflatten(treedef, [None if i is None else leaves[i][n] for n, i in enumerate(found)]), states
+
+    if isinstance(members[0], Optimizer):
+        return Optimizer(init, run, partial(run, donate=True))
+    return GradientTransformation(init, run)
+
+
+def _unchanged(what: str, tx: Any) -> Any:
+    """Make an optimizer, or a transformation, that changes nothing."""
+    if isinstance(tx, Optimizer):
+        return Optimizer(lambda params: (), lambda grads, state, params: (params, state))
+    needed = "tx to be an Optimizer or a GradientTransformation"
+    expect(isinstance(tx, GradientTransformation), what, needed, describe(tx), "make one by fs.from_torch")
+    return stateless(lambda grads, params: grads)

@@ -12,7 +12,7 @@ from fshard.checks import NOT_NEGATIVE, check_numbers, check_seed, describe
 from fshard.collectives import objective
 from fshard.errors import Problem, leaf_error
 from fshard.gather import gather
-from fshard.optim import sgd
+from fshard.optim.native import sgd
 from fshard.scatter_grads import scatter_grads
 from fshard.shard import check_transform as check_argument
 from fshard.shard import shard, unshard

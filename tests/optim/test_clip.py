@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.optim.norms import global_norm
+from fshard.optim.leaves import global_norm
 from fshard.shard import without_padding
 from fshard.testing import assert_trees_close, spmd
 from tests.trees import ONE_AXIS, STRATEGIES, assert_same_bits, meshes, normal, one_axis

@@ -124,7 +124,8 @@ REFUSED = {
     "a mask of another kind": (lambda: fs.masked(fs.sgd(0.1), 3), f"masked: {MASK}, got an int"),
     "another optimizer's state": (
         lambda: fs.masked(fs.sgd(0.1), "a").update(PARAMS, fs.sgd(0.1).init(PARAMS)[:1], PARAMS),
-        "masked: expected the state to be that of the optimizer which made it, got a tuple",
+        "masked: expected the state to be a tuple of 2, got a tuple of 1; update with the optimizer that made the "
+        "state",
     ),
 }
 

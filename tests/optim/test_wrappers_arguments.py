@@ -104,17 +104,21 @@ def test_state_of_another_optimizer_is_refused(name, donate):
     assert_same_bits(params, torch.ones(2))
 
 
-def scale_error(**changes):
-    values = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000} | changes
-    return (
-        "dynamic_loss_scale: expected a finite scale above 0, growth above 1, backoff between 0 and 1 and an "
-        f"interval of 1 or more, got {', '.join(f'{name}={value!r}' for name, value in values.items())}"
-    )
+SCALE = {
+    "init_scale": "a number above 0, finite in float32",
+    "growth_factor": "a number above 1",
+    "backoff_factor": "a number between 0 and 1",
+    "growth_interval": "a number above 0",
+}
 
 
 BAD = {
     **{
-        f"{name}={value}": (fs.dynamic_loss_scale, {name: value}, scale_error(**{name: value}))
+        f"{name}={value}": (
+            fs.dynamic_loss_scale,
+            {name: value},
+            f"dynamic_loss_scale: expected {name} to be {SCALE[name]}, got {value!r}",
+        )
         for name, values in {
             # The scale is kept in float32, where 1e39 is inf and 1e-50 is 0.
             "init_scale": (0.0, -1.0, float("inf"), float("nan"), 1e39, 1e-50),
