@@ -44,7 +44,7 @@ def draw(like: Any, key: torch.Tensor) -> Any:
 
 
 def sample(count: int, share: float, key: torch.Tensor) -> torch.Tensor:
-    """Each of `count` samples by itself with a probability, as the accountant takes for granted; alike on all ranks."""
+    """Each of `count` samples by itself with a probability, as the accountant assumes; the same on every rank."""
     return (torch.rand(count, generator=torch.Generator().manual_seed(int(key))) < share).nonzero()[:, 0]
 
 

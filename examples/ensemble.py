@@ -56,7 +56,7 @@ def main() -> None:
     members = [model.init(fs.zero3(mesh), seed=seed) for seed in range(args.members)]
 
     def batch(step: int) -> Batch:
-        """For each member digits of its own, alike on every rank: (members, batch, 64) and (members, batch)."""
+        """For each member digits of its own, the same on every rank: (members, batch, 64) and (members, batch)."""
         shape, generator = (args.members, args.batch), torch.Generator().manual_seed(step)
         drawn = train.nonzero()[torch.randint(int(train.sum()), shape, generator=generator), 0]
         return x[drawn], y[drawn]

@@ -5,8 +5,8 @@
     torchrun --standalone --nproc_per_node 2 examples/finetune_lora.py --model path/to/a/llama
 
 Needs transformers (pip install 'fshard[models,examples]'). LoRA is a function of two trees; no module is replaced or
-wrapped. The rows of a weight and of its factor `a` are split alike, so each rank merges its own rows of weight + a @ b,
-and the units of ZeRO-3 gather the merged weights. A step therefore sends as many bytes as a step of full fine-tuning.
+wrapped. The rows of a weight and of its factor `a` are split in the same way, so each rank merges its own rows of
+weight + a @ b, and the units of ZeRO-3 gather the merged weights. A step sends as many bytes as full fine-tuning does.
 LoRA saves memory: gradients and optimizer state are as small as the factors.
 
 Without --model, a Llama with random weights learns the bytes of the Python standard library. With --model, each rank

@@ -30,7 +30,7 @@ class Points(NamedTuple):
 
 
 def sinusoids(tasks: int, points: int, seed: int) -> list[Points]:
-    """Points to adapt to and others to be judged by, alike on every rank."""
+    """Points to adapt to and others to be judged by, the same on every rank."""
     uniform = torch.rand(tasks, 2 * points + 2, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     height, shift, x = 0.1 + 4.9 * uniform[:, :1], math.pi * uniform[:, 1:2], 10 * uniform[:, 2:] - 5
     return [Points(part, height * torch.sin(part - shift)) for part in x.split(points, dim=1)]

@@ -66,7 +66,7 @@ class _LinearCall(Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], fun: LinearMap, transpose: LinearMap, *tensors: torch.Tensor) -> Any:
         # The batch dim goes last, so that the dims that fun counts keep their numbers. All tensors get one: which
-        # gradients have a batch may depend on a rank's data, and what ranks send must be alike.
+        # gradients have a batch may depend on a rank's data, and ranks must send the same shapes.
         moved = [
             t.unsqueeze(-1).expand(*t.shape, info.batch_size) if d is None else t.movedim(d, -1)
             for t, d in zip(tensors, in_dims[2:], strict=True)
@@ -606,7 +606,9 @@ def refuse_unsummed(
     reached = ((ends[node], varied) for node, varied in walked(starts, behind) if node in ends)
     wrong = {path for path, varied in reached if not varied.issuperset(needed[path])}
     problems = [
-        Problem(path, f"maths on a leaf that ranks of {[axis.name for axis in axes]} hold alike", "gather or pvary")
+        Problem(
+            path, f"maths on a leaf that ranks of {[axis.name for axis in axes]} hold as one value", "gather or pvary"
+        )
         for path, axes in needed.items()
         if path in wrong
     ]

@@ -34,7 +34,7 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None) -> Mesh:
     Raises:
         ValueError: before torch.distributed is started, if the sizes do not multiply to the number of ranks, there is
             no such device, torch.distributed runs already on a backend that does not serve the device, or the
-            environment is half a launcher's; before any group is made, and on every rank alike, if ranks ask for
+            environment is half a launcher's; before any group is made, and on every rank, if ranks ask for
             different meshes.
         CollectiveError: if a rank does not come within the process group's timeout.
 

@@ -358,10 +358,10 @@ class _Weights(dict[str, Any]):
 
 
 class _Attributes:
-    """What submodules hold in attributes, to be put back after a call, so that the next one does not see it.
+    """The attributes of submodules, put back after a call, so that the next one does not see its changes.
 
-    A forward may set attributes, and write to the dicts, lists, sets and plain tensors among them. What it changes in
-    other objects stays.
+    A forward may set attributes, and write to the dicts, lists, sets and plain tensors among them. Its changes to other
+    objects stay.
     """
 
     def __init__(self, submodules: Iterable[nn.Module]) -> None:

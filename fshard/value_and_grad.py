@@ -242,7 +242,7 @@ class _Run(NamedTuple):
         return denominator(None, self.axes, self.reduce) * (len(self.functions) if self.reduce == "mean" else 1)
 
     def told(self) -> dict[str, Any]:
-        """List the arguments that every rank must have been given alike."""
+        """List the arguments that must be the same on every rank."""
         once = {"microbatches": len(self.functions), "communicate": "once" if self.once else "each"}
         return {"reduce": self.reduce, **(once if self.what == "accumulate" else {})}
 

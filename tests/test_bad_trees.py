@@ -273,7 +273,7 @@ ROWS = [
         partial(fs.tree_map, torch.add),
         "tree_map: specs differ\n"
         "  ['a']: expected frozen=True, got frozen=False\n"
-        "To fix: shard both alike, frozen= included.",
+        "To fix: shard both in the same way, frozen= included.",
     ),
     Row(
         "gather of leaves without a transform",

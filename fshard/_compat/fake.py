@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
 def fake_maker(symbols: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What makes tensors of the shapes and dtypes of others that say they are on the CPU and hold no values.
+    """Return a function that makes fake tensors of the shapes and dtypes of others, on the CPU and without values.
 
     Operators on them and on others give such tensors again. Asking for a value raises, or gives a symbol of it, as in
     traces by make_fx, for which torch.optim asks for its counts. Checked on 2.13.

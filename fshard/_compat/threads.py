@@ -30,7 +30,7 @@ class ThreadedCollective(NamedTuple):
 
 
 def thread_object(key: str) -> Any:
-    """What this thread keeps under a key, or the one whose backward pass it runs; None if nothing. Checked on 2.13."""
+    """Return the object of this thread under a key, or of the thread whose backward pass it runs. Checked on 2.13."""
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 
 
@@ -98,15 +98,15 @@ def threaded_process_groups(join: Callable[[ThreadedCollective], None]) -> Itera
 
 
 def _kind(operation: Any, data: Any) -> str:
-    """Name an operation, its arguments, and the tensors that all ranks must pass alike."""
+    """Name an operation, its arguments, and the tensors whose shapes must be the same on every rank."""
     arguments = ", ".join(f"{name}={getattr(value, 'op', value)}" for name, value in vars(operation).items())
     kind = f"{type(operation).__name__}({arguments})"
     match type(operation).__name__:
         case "AllReduce" | "Broadcast":
-            alike = data
+            same = data
         case "ReduceScatter":
-            alike = data[1]
+            same = data[1]
         case _:
             return kind
-    tensors = torch.utils._pytree.tree_leaves(alike)
+    tensors = torch.utils._pytree.tree_leaves(same)
     return f"{kind} of {', '.join(f'{tensor.dtype} {tuple(tensor.shape)}' for tensor in tensors)}"

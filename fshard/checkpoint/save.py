@@ -133,8 +133,8 @@ def save(
         The save under way; complete unless `asynchronous`.
 
     Raises:
-        ValueError: on every rank, before anything is written, if ranks hold different states or different values
-            of what they should hold alike, or a leaf cannot be saved.
+        ValueError: on every rank, before anything is written, if ranks hold different states, or different values
+            of a part that must be the same on every rank, or a leaf cannot be saved.
         CheckpointError: on every rank, if files cannot be written.
 
     >>> import tempfile

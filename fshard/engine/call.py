@@ -238,7 +238,7 @@ class Call:
                 raise error
             self._failed = error
             if not self._forward.follow({leaf.path: leaf for leaf in self._own}):
-                # Other ranks depart alike, or hear of the failure by the backend.
+                # Other ranks depart in the same way, or hear of the failure by the backend.
                 if isinstance(error, Departed):
                     remember(self._key, None)
                 raise error
@@ -326,7 +326,7 @@ class Call:
 
     @property
     def status(self) -> tuple[bool, ...]:
-        """What this rank tells the others with the objective: whether it failed, departed, or saved other tensors."""
+        """Say whether this rank failed, departed or saved other tensors; the others get it with the objective."""
         departed = isinstance(self._failed, Departed)
         return self._failed is not None and not departed, departed, self._news
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
-    """What a step does.
+    """The kinds of steps.
 
     GATHER starts the all-gather of a use. OPEN is where the forward starts to compute with it, and the backward to
     differentiate that. REDUCE reduces the gradient of one of its leaves. CLOSE is where another use may take its place.
@@ -137,7 +137,7 @@ def forward(small: Sequence[bool], prefetch: Sequence[int], first: int = 0) -> l
 
 
 class Turn(NamedTuple):
-    """What the backward must know of one use.
+    """The facts about one use that the backward needs.
 
     Attributes:
         again: Whether it is gathered again.

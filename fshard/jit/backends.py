@@ -46,8 +46,8 @@ def compile_pieces(module: GraphModule) -> None:
     """Let Inductor compile what lies between collectives, and leave these, and whatever else has an effect, in place.
 
     A whole graph it would put in an order of its own: it waits for a unit early to fuse it with the one before, starts
-    reductions late, and keeps gathered leaves to compute again what was made of them. Pieces that are alike, as those
-    of a model's layers, are compiled once.
+    reductions late, and keeps gathered leaves to compute again what was made of them. Equal pieces, as those of a
+    model's layers, are compiled once.
     """
     graph = module.graph
     compiled: dict[Any, Callable[..., Any]] = {}
@@ -80,7 +80,7 @@ def compile_pieces(module: GraphModule) -> None:
 
 
 def _results(piece: Sequence[Node], inside: set[Node]) -> tuple[list[Node], list[Node]]:
-    """What a piece computes that is used outside, and its views that are; these share memory, and are made outside."""
+    """Find the results of a piece that are used outside, and such views of them, which are made outside."""
     wanted = {node for node in piece if not inside.issuperset(node.users)}
     outs, views = [], []
     for node in reversed(piece):
@@ -132,7 +132,7 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _cut(piece: Sequence[Node], inputs: Sequence[Node], outs: Sequence[Node]) -> GraphModule:
-    """A piece as a graph of its own, named alike where it is alike."""
+    """Make a graph of a piece; equal pieces get equal names."""
     graph, copies = Graph(), dict[Node, Node]()
     for n, node in enumerate(inputs):
         copies[node] = graph.placeholder(f"input_{n}")
@@ -146,6 +146,6 @@ def _cut(piece: Sequence[Node], inputs: Sequence[Node], outs: Sequence[Node]) ->
 
 
 def _key(graph: Graph) -> Any:
-    """What two pieces have in common if they compute the same for inputs alike."""
+    """Return a key that is equal for pieces that compute the same of equal inputs."""
     avals = tuple(aval(node.meta["val"]) for node in placeholders(graph))
     return avals, tuple((str(node.target), repr(node.args), repr(node.kwargs)) for node in graph.nodes)

@@ -13,7 +13,7 @@ from fshard.tree import Flat, is_sharded, subtrees
 
 
 def tensor_of(leaf: Any) -> torch.Tensor:
-    """What this rank holds of a leaf, or a leaf that is no tensor as it is."""
+    """Return this rank's shard of a leaf; another leaf as it is."""
     return leaf.local if is_sharded(leaf) else leaf
 
 

@@ -50,7 +50,7 @@ class StepGraph:
         self.moments = list(self._run())
 
     def collectives(self) -> comm.Record:
-        """What the function sends, in the order of its start, as `fs.comm.record` lists it."""
+        """List the collectives of the function in the order of their start, as `fs.comm.record` does."""
         return comm.Record(moment.collective for moment in self.moments if moment.collective is not None)
 
     def bytes_sent(self) -> float:
@@ -160,12 +160,12 @@ def traced_as_run(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 
 
 def sent_by(node: Node) -> comm.Collective | None:
-    """What an operator of a graph sends, if anything."""
+    """Return the collective that an operator of a graph starts, if any."""
     return comm.collective_of(node.target, map_arg(node.args, lambda given: given.meta["val"]))
 
 
 def operator_name(node: Node) -> str:
-    """What a node of a graph runs."""
+    """Name the operator that a node of a graph runs."""
     if _compat.arguments_of(node.target) is None:
         return getattr(node.target, "__name__", str(node.target))
     return str(node.target).removesuffix(".default").removesuffix(".Tensor")

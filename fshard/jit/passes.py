@@ -34,7 +34,7 @@ def roots(graph: Graph) -> dict[Node, frozenset[Node]]:
 
 
 def _aliased(node: Node) -> Iterator[Node]:
-    """What a node's result may share memory with."""
+    """List the nodes that a node's result may share memory with."""
     given = _arguments(node)
     if given is None or node.target is _compat.WAIT_TENSOR:
         # Of a list that an operator has returned, or of what was waited for.
@@ -131,7 +131,7 @@ def is_random(node: Node) -> bool:
 
 
 def told_in(graph: Graph) -> tuple[comm.Facts, tuple[Axis, ...]]:
-    """What decides the collectives of a graph, before it is cleaned.
+    """Find the facts that decide the collectives of a graph, before it is cleaned.
 
     Args:
         graph: As it was traced.
@@ -262,7 +262,7 @@ def donate(module: GraphModule, pairs: Mapping[int, int]) -> None:
 
 
 def _written(node: Node) -> Node:
-    """What operators in place have made a result of."""
+    """Find the node whose memory operators in place have written to."""
     while True:
         first = next(iter(_arguments(node) or ()), None)
         if first is None or not first[0].written or not isinstance(first[1], Node):

@@ -12,7 +12,7 @@ from fshard.tree import Exact, Flat, Spec, Tree, Treedef, flatten, has_plain_key
 
 
 class Aval(NamedTuple):
-    """What is known of a tensor without its values; JAX's abstract value."""
+    """The properties of a tensor without its values; JAX's abstract value."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -28,7 +28,7 @@ class Aval(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
 
     def differences(self, other: "Aval") -> str:
-        """What this is, with the facts that another has differently, for an error or a reason."""
+        """Describe this value, with the properties that another has differently, for an error or a reason."""
         facts = [
             f"{name}={a.__name__ if isinstance(a, type) else a}"
             for name, a, b in zip(self._fields, self, other, strict=True)
@@ -46,7 +46,7 @@ class Signature(NamedTuple):
         entries: For each leaf its aval, and its spec where it is Sharded; or the value of a leaf that is no tensor.
         same: For each leaf and for each tensor the place of the first one that is the same object, where one is.
         static: Names and values of static arguments.
-        offsets: Where tensors begin in their storage, if functions ask; batches are slices, which are otherwise alike.
+        offsets: Where tensors begin in their storage, if functions ask; batches are slices, otherwise the same.
         ranks: This rank's coordinates on the axes of the leaves.
         modes: Names and values of the process's modes that programs run under.
     """
@@ -122,7 +122,7 @@ def _modes() -> tuple[tuple[str, Any], ...]:
 
 
 def aval(tensor: torch.Tensor) -> Aval:
-    """What is known of a tensor without its values."""
+    """Return the abstract value of a tensor."""
     return Aval(
         tensor.shape,
         tensor.stride(),
@@ -186,7 +186,7 @@ def _entry(leaf: Any) -> Any:
 
 
 def _said(entry: Any, other: Any) -> str:
-    """What an entry is, next to another at its place."""
+    """Describe an entry next to another at its place."""
     if not isinstance(entry, tuple):
         return repr(entry)
     found, spec = entry
@@ -210,7 +210,7 @@ def flat_arguments(args: Sequence[Any], kwargs: dict[str, Any], static: Sequence
 
 
 def unhashable(static: Sequence[tuple[str, Any]], flat: Flat) -> ValueError:
-    """What to say where a graph cannot be found again by the arguments."""
+    """Make the error of arguments by which a graph cannot be found again."""
     named = [(f"static argument {name}", value) for name, value in static]
     problems = []
     for path, value in (*named, *zip(flat.paths, flat.leaves, strict=True)):

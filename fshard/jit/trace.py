@@ -198,7 +198,7 @@ def _numbers_unseen() -> Iterator[None]:
 
 
 def _shown_to_torch(cls: type, name: str) -> Callable[..., str]:
-    """What shows a number as before, but not to the user's program."""
+    """Return a function that shows a number as before, but refuses the user's program."""
     show = getattr(cls, name)
 
     def run(number: Any, *args: Any) -> str:

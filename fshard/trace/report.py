@@ -192,9 +192,9 @@ class Report:
 
     def _lines(self) -> Iterator[str]:
         one = len(self.timelines) == 1
-        alike = "" if one else f", clocks alike to {1e3 * self.clock_error:.2f} ms"
+        clocks = "" if one else f", clocks equal to {1e3 * self.clock_error:.2f} ms"
         seconds = max(row.seconds for row in self.ranks)
-        yield f"trace of {len(self.timelines)} rank{'' if one else 's'}, {1e3 * seconds:.1f} ms{alike}"
+        yield f"trace of {len(self.timelines)} rank{'' if one else 's'}, {1e3 * seconds:.1f} ms{clocks}"
         yield self._headline()
         meters = " and ".join(dict.fromkeys(timeline.meter for timeline in self.timelines))
         yield f"memory ({meters}): the most on one rank is {self.memory_skew:.2f} of the mean"

@@ -75,7 +75,7 @@ class _Quantize(_FullyShard):
 
 @dataclass(frozen=True)
 class _QuantizeWithFeedback(_Quantize):
-    """What rounding leaves out of a sum is kept, in the shape of the stacks, and added to the next gradient."""
+    """Keep the error of rounding, in the shape of the stacks, and add it to the next gradient."""
 
     def init(self, grad: torch.Tensor) -> Tree:
         if self.axis.size == 1 or not _is_lossy(grad):
@@ -167,7 +167,7 @@ def from_codes(
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What blocks of a dtype are rounded in."""
+    """Return the dtype that blocks of a dtype are rounded in."""
     return torch.promote_types(dtype, torch.float32)
 
 

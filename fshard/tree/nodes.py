@@ -67,7 +67,7 @@ class Sharded:
 
 
 def _missing(self: Sharded, name: str) -> Any:
-    """What a Sharded leaf does not have, such as what a tensor has."""
+    """Raise where a Sharded leaf is asked for an attribute of a tensor."""
     if name == "__qualname__":
         # torch.optim names by it what it refuses.
         return "Sharded (step these by fs.from_torch, or call fs.gather for full tensors)"
@@ -93,7 +93,7 @@ for _operator in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "float
 
 
 def dcp_error(fqn: str, found: str) -> ValueError:
-    """What torch.distributed.checkpoint.save says of what it would write one rank's shards of alone."""
+    """Make the error of torch.distributed.checkpoint.save for shards, of which it would write those of one rank."""
     remedy = "pass fs.to_dtensor(params, mesh), or use fs.checkpoint.save or fs.checkpoint.save_dcp"
     what = "torch.distributed.checkpoint.save: shards of all ranks but one would be lost"
     return leaf_error(what, [Problem(fqn, found, "tensors or DTensors")], remedy)
@@ -248,7 +248,7 @@ def _paths(treedef: Treedef) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=256)
 def has_plain_keys(treedef: Treedef) -> bool:
-    """Whether equal structures are alike: 1, 1.0 and True are one key to a dict, and the user's own nodes have data."""
+    """Tell whether equal structures are the same: 1, 1.0 and True are one key, and the user's own nodes have data."""
     if treedef.kind == optree.PyTreeKind.CUSTOM:
         return False
     keys = treedef.entries() if treedef.type is not None and issubclass(treedef.type, dict) else ()
@@ -288,7 +288,9 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
         return optree.tree_map(f, tree, *rest)
     except ValueError as error:
         if problems := [problem for other in rest for problem in _differing_specs(flatten(tree), flatten(other))]:
-            raise leaf_error("tree_map: specs differ", problems, "shard both alike, frozen= included") from None
+            raise leaf_error(
+                "tree_map: specs differ", problems, "shard both in the same way, frozen= included"
+            ) from None
         structure = optree.tree_structure(tree)
         if not all(structure.is_prefix(optree.tree_structure(other)) for other in rest):
             found = f"rest with another; optree says: {error}"

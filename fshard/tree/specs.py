@@ -49,7 +49,7 @@ class P(tuple[str | tuple[str, ...] | None, ...]):
 
 
 class Transform(Protocol):
-    """What a spec holds of a ShardTransform, which is defined above this room."""
+    """The part of a ShardTransform that a spec uses; the class itself is defined in a later room."""
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -121,7 +121,7 @@ class Spec:
 
     @functools.cached_property
     def exact(self) -> Exact:
-        """What compares specs as `==` does, but for numbers in transforms, which have their type and bits there."""
+        """Return a key that compares specs as `==` does, and numbers in transforms by type and bits."""
         return Exact(self)
 
     @property

@@ -68,7 +68,7 @@ def test_numbers():
 
 
 TABLE = """\
-trace of 2 ranks, 100.0 ms, clocks alike to 0.50 ms
+trace of 2 ranks, 100.0 ms, clocks equal to 0.50 ms
 10.5% of all ranks' time is waiting for late ranks; most, 21.0 ms, for rank 1, of which 20.0 ms at b
 memory (resident set): the most on one rank is 1.50 of the mean
 
