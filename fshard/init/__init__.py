@@ -2,5 +2,3 @@
 
 from fshard.init.calls import copied, refuse_blank
 from fshard.init.deferred import init
-
-__all__ = ["copied", "init", "refuse_blank"]

@@ -6,20 +6,3 @@ from fshard.transforms.compose import bucket, compose, masked_transform
 from fshard.transforms.local import cast, offload
 from fshard.transforms.quantize import quantize
 from fshard.transforms.state import transform_state
-
-__all__ = [
-    "LayoutError",
-    "ShardTransform",
-    "Storage",
-    "Wrapped",
-    "bucket",
-    "cast",
-    "compose",
-    "fully_shard",
-    "masked_transform",
-    "offload",
-    "quantize",
-    "replicate",
-    "split_dim",
-    "transform_state",
-]
