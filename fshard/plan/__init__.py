@@ -2,8 +2,7 @@
 
 from fshard.plan.models import Workload, workload_of
 from fshard.plan.plan import plan
-from fshard.plan.rates import Rates
-from fshard.plan.report import Bytes, Moment, Plan, Traffic
+from fshard.plan.report import Bytes, Moment, Plan, Rates, Traffic
 from fshard.plan.sweep import Estimate, Options, cheapest, estimate, sweep
 
 __all__ = [

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from fshard.plan.models import GPTS, Workload, workload_of
-from fshard.plan.rates import Rates
-from fshard.plan.report import bytes_from, readable
+from fshard.plan.report import Rates, bytes_from, readable
 from fshard.plan.sweep import STRATEGIES, Estimate, cheapest, sweep
 
 T = TypeVar("T")

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fshard.checks import describe
+from fshard.errors import expect
 
 # Width, layers and heads: models of Brown et al. (2020), and one of 10^12 parameters.
 GPTS = MappingProxyType(
@@ -103,8 +104,8 @@ def workload_of(name: str, batch: int = 1) -> Workload:
     def make(layers: int | None) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         with torch.device("meta"):
             made = factory() if layers is None else factory(layers=layers)
-        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-            raise ValueError(f"plan: expected {needed}, got {describe(made)}")
+        pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)
+        expect(pair, "plan", needed, describe(made))
         module, batch = made[0], made[1] if isinstance(made[1], tuple) else (made[1],)
         try:
             inspect.signature(module.forward).bind(*batch)

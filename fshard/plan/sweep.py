@@ -11,13 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 from fshard import _compat
 from fshard.apply import functionalize
+from fshard.errors import expect
 from fshard.jit.jit import jit
 from fshard.modules import select
 from fshard.optim.from_torch import from_torch
 from fshard.plan.models import Workload
 from fshard.plan.plan import plan
-from fshard.plan.rates import Rates
-from fshard.plan.report import Bytes, Plan, bytes_from, readable
+from fshard.plan.report import Bytes, Plan, Rates, bytes_from, readable
 from fshard.random import fold_in
 from fshard.shard import laid_out
 from fshard.strategies import MIN_SHARD_ELEMENTS, ddp, zero1, zero2, zero3
@@ -164,13 +164,11 @@ def sweep(
 
 def mesh_of(strategy: str, ranks: int, node: int = 8) -> dict[str, int]:
     """Choose the mesh of a strategy: one axis, or hsdp's two."""
-    if strategy not in STRATEGIES:
-        raise ValueError(f"plan: expected strategy to be one of {', '.join(STRATEGIES)}, got {strategy!r}")
+    expect(strategy in STRATEGIES, "plan", f"strategy to be one of {', '.join(STRATEGIES)}", repr(strategy))
     if strategy != "hsdp":
         return {"shard": ranks}
-    if node < 1 or ranks % node:
-        needed = f"a multiple of hsdp's {node!r} ranks a node"
-        raise ValueError(f"plan: expected world size to be {needed}, got {ranks}; pass another")
+    needed = f"world size to be a multiple of hsdp's {node!r} ranks a node"
+    expect(node > 0 and not ranks % node, "plan", needed, str(ranks), "pass another")
     return {"replicate": ranks // node, "shard": node}
 
 
@@ -202,8 +200,8 @@ def prepared(workload: Workload, options: Options, layers: int | None = None) ->
         layers: Another depth than the workload's.
     """
     module = workload.make(layers or workload.layers)
-    if options.checkpointed and workload.units is None:
-        raise ValueError("plan: expected units that compute activations again, got none; name them, or keep all")
+    named, remedy = not options.checkpointed or workload.units is not None, "name them, or keep all"
+    expect(named, "plan", "units that compute activations again", "none", remedy)
     for part in map(module.get_submodule, select(module, workload.units) if options.checkpointed else ()):
         part.forward = partial(checkpoint, part.forward, use_reentrant=False)
     model, tx = functionalize(module, workload.units), from_torch(torch.optim.AdamW, lr=1e-4, fused=True)

@@ -1,8 +1,7 @@
 """Tools to test sharded programs: ranks to run them on, and comparisons that name the leaf."""
 
-from fshard.testing.against_ddp import Match, assert_matches_ddp
 from fshard.testing.budget import assert_budget
-from fshard.testing.compare import assert_trees_close, check_pure
+from fshard.testing.compare import Match, assert_matches_ddp, assert_trees_close, check_pure
 from fshard.testing.spmd import spmd
 from fshard.testing.transforms import TransformReport, check_adjoint, check_transform
 from fshard.testing.varying import check_varying

@@ -7,6 +7,7 @@ from typing import Any
 
 from fshard import comm
 from fshard.checks import describe
+from fshard.errors import expect
 from fshard.plan import Plan, plan
 from fshard.plan.report import bytes_from, readable
 from fshard.tree import flatten, is_sharded
@@ -54,19 +55,16 @@ def assert_budget(
       bytes_sent is 24576, at most 20000 allowed; sent for ['w'] 24.58 kB
       collectives is 3, at most 1 allowed; issued for ['w'] 2, objective 1
     """
-    if not isinstance(args, list | tuple) or not args:
-        raise ValueError(
-            f"assert_budget: expected args to be the step's arguments as a tuple, the state first, got {describe(args)}"
-        )
+    needed = "args to be the step's arguments as a tuple, the state first"
+    expect(isinstance(args, list | tuple) and args, "assert_budget", needed, describe(args))
     budgets = {"peak_bytes": peak_bytes, "bytes_sent": bytes_sent}
     limits = {name: bytes_from("assert_budget", name, value) for name, value in budgets.items() if value is not None}
     by_op = collectives if isinstance(collectives, Mapping) else {} if collectives is None else {"": collectives}
     for op, limit in by_op.items():
-        if op not in ("", *_OPS) or type(limit) is not int or limit < 0:
-            needed = f"a whole number, 0 or more, or one for each op of {_OPS}"
-            raise ValueError(f"assert_budget: expected collectives to be {needed}, got {collectives!r:.100}")
-    if not limits and not by_op:
-        raise ValueError("assert_budget: expected peak_bytes=, bytes_sent= or collectives=, got none of them")
+        fits = op in ("", *_OPS) and type(limit) is int and limit >= 0
+        needed = f"collectives to be a whole number, 0 or more, or one for each op of {_OPS}"
+        expect(fits, "assert_budget", needed, f"{collectives!r:.100}")
+    expect(limits or by_op, "assert_budget", "peak_bytes=, bytes_sent= or collectives=", "none of them")
     if mesh is None:
         leaves = [leaf for leaf in flatten(tuple(args)).leaves if is_sharded(leaf)]
         axes = list(dict.fromkeys(axis for leaf in leaves for axis in leaf.spec.axes))

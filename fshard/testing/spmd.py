@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fshard._compat import ThreadedCollective, shared_dual_level, threaded_process_groups
 from fshard.checks import POSITIVE, check_function, check_numbers
+from fshard.errors import expect
 from fshard.testing.workers import RankError, Workers
 
 T = TypeVar("T")
@@ -54,9 +55,8 @@ def spmd(f: Callable[[], T], world: int | Workers, timeout: float = 60.0) -> lis
     check_numbers("spmd", POSITIVE, timeout=timeout)
     if isinstance(world, Workers):
         return world.run(f, timeout)
-    if type(world) is not int or not 1 <= world <= MAX_THREADS:
-        expected = f"Workers, or a whole number from 1 to {MAX_THREADS}"
-        raise ValueError(f"spmd: expected world to be {expected}, got {world!r:.40}")
+    ranks = type(world) is int and 1 <= world <= MAX_THREADS
+    expect(ranks, "spmd", f"world to be Workers, or a whole number from 1 to {MAX_THREADS}", f"{world!r:.40}")
     simulation = _Simulation(f, world, timeout)
     with threaded_process_groups(simulation.join), shared_dual_level():
         return simulation.run()

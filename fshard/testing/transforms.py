@@ -10,7 +10,7 @@ import torch
 from fshard import comm
 from fshard.checks import NOT_NEGATIVE, check_numbers, check_seed, describe
 from fshard.collectives import objective
-from fshard.errors import Problem, leaf_error
+from fshard.errors import Problem, expect, leaf_error
 from fshard.gather import gather
 from fshard.optim.native import sgd
 from fshard.scatter_grads import scatter_grads
@@ -55,9 +55,15 @@ def check_adjoint(
     shards = shard(_drawn(shapes, [dtype] * len(shapes), seed), transform)
     specs = [leaf.spec for leaf in shards]
     # Copies, so that a transform which writes to its arguments is not taken for a wrong transpose.
-    gathered = _gathered([leaf.local.clone() for leaf in shards], specs)
+    given = [leaf.local.clone() for leaf in shards]
+    gathered = _by_transform(specs, lambda transform, of, specs: transform.gather(of(given), specs))
     cotangents = _drawn([x.shape for x in gathered], [x.dtype for x in gathered], seed + 1 + _place(transform))
-    scattered = _scattered([tensor.clone() for tensor in cotangents], specs)
+    grads = [tensor.clone() for tensor in cotangents]
+
+    def scattered_by(transform: Any, of: Callable[..., Any], specs: Sequence[Spec]) -> Any:
+        return scatter(transform, of(grads), specs, [transform.init(torch.zeros_like(grad)) for grad in of(grads)])[0]
+
+    scattered = _by_transform(specs, scattered_by)
     problems = []
     for i, (stored, grad) in enumerate(zip(shards, scattered, strict=True)):
         spec = stored.spec
@@ -77,7 +83,7 @@ def check_adjoint(
 
 
 class TransformReport(NamedTuple):
-    """What `check_transform` measured, largest over leaves and ranks.
+    """The measurements of `check_transform`, largest over leaves and ranks.
 
     Attributes:
         gather_bytes: Bytes each rank sent in one gather of all leaves, in nominal ring terms.
@@ -126,14 +132,11 @@ def check_transform(
         ValueError: if leaves stay split over some axis, which asks for a computation of its own.
     """
     _check_trial("check_transform", transform, shapes, dtype, seed, error)
-    if bytes_sent is not None and not (isinstance(bytes_sent, tuple) and len(bytes_sent) == 2):
-        expected = "the pair of a gather's and a scatter's"
-        raise ValueError(f"check_transform: expected bytes_sent to be {expected}, got {describe(bytes_sent)}")
-    if kept := [axis.name for axis in layout_axes(transform) if axis not in transform.axes]:
-        raise ValueError(
-            f"check_transform: expected leaves that gather makes whole, got some split over {kept}; check the rest "
-            "without them"
-        )
+    pair = bytes_sent is None or (isinstance(bytes_sent, tuple) and len(bytes_sent) == 2)
+    expect(pair, "check_transform", "bytes_sent to be the pair of a gather's and a scatter's", describe(bytes_sent))
+    kept = [axis.name for axis in layout_axes(transform) if axis not in transform.axes]
+    found, remedy = f"some split over {kept}", "check the rest without them"
+    expect(not kept, "check_transform", "leaves that gather makes whole", found, remedy)
     check_adjoint(transform, shapes, dtype=dtype, seed=seed, error=error)
     trial = _Trial(transform, _drawn(shapes, [dtype] * len(shapes), seed), error)
     trial.check_pair(bytes_sent)
@@ -157,7 +160,7 @@ class _Trial:
         self.gather_bytes = self.scatter_bytes = self.gather_error = self.training_error = 0.0
 
     def claim(self, path: str, found: float, bound: float) -> None:
-        """Note something measured, and its bound."""
+        """Store a measurement and its bound."""
         self.excess[path] = (found, bound)
 
     def check_pair(self, bytes_sent: tuple[float, float] | None) -> None:
@@ -294,12 +297,11 @@ def _differing(a: Tree, b: Tree) -> float:
 def _check_trial(what: str, transform: Any, shapes: Any, dtype: Any, seed: Any, error: Any) -> None:
     """Refuse arguments that no transform can be tried with."""
     check_argument(transform, what)
-    if not isinstance(shapes, list | tuple) or not all(
-        isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape) for shape in shapes
-    ):
-        raise ValueError(f"{what}: expected shapes to be a list of tuples of sizes, got {shapes!r:.40}")
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"{what}: expected dtype to be a floating torch.dtype, got {dtype!r:.40}")
+    sizes = isinstance(shapes, list | tuple) and all(isinstance(shape, tuple) for shape in shapes)
+    sizes = sizes and all(type(size) is int and size >= 0 for shape in shapes for size in shape)
+    expect(sizes, what, "shapes to be a list of tuples of sizes", f"{shapes!r:.40}")
+    floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    expect(floating, what, "dtype to be a floating torch.dtype", f"{dtype!r:.40}")
     check_seed(what, seed)
     check_numbers(what, NOT_NEGATIVE, error=error)
 
@@ -311,22 +313,15 @@ def _drawn(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], seed:
     return [drawn.to(dtype) for drawn, dtype in zip(numbers, dtypes, strict=True)]
 
 
-def _gathered(leaves: Sequence[torch.Tensor], specs: Sequence[Spec]) -> list[torch.Tensor]:
-    """Gather, leaves of one transform together."""
+def _by_transform(specs: Sequence[Spec], f: Callable[..., Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """Call `f` for each transform, with a function that picks its leaves of a list, and their specs."""
     out: dict[int, torch.Tensor] = {}
     for transform, group in grouped(specs, lambda spec: spec.transform).items():
-        parts = transform.gather([leaves[i] for i in group], [specs[i] for i in group])
-        out.update(zip(group, parts, strict=True))
-    return [out[i] for i in range(len(specs))]
 
+        def of(items: Sequence[Any], group: Sequence[int] = group) -> list[Any]:
+            return [items[i] for i in group]
 
-def _scattered(grads: Sequence[torch.Tensor], specs: Sequence[Spec]) -> list[torch.Tensor]:
-    """Scatter, leaves of one transform together, each with its first state."""
-    out: dict[int, torch.Tensor] = {}
-    for transform, group in grouped(specs, lambda spec: spec.transform).items():
-        states = [transform.init(torch.zeros_like(grads[i])) for i in group]
-        parts, _ = scatter(transform, [grads[i] for i in group], [specs[i] for i in group], states)
-        out.update(zip(group, parts, strict=True))
+        out.update(zip(group, f(transform, of, of(specs)), strict=True))
     return [out[i] for i in range(len(specs))]
 
 

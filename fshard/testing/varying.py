@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard.checks import check_function, check_local, check_transforms
-from fshard.collectives import located, maps_of, reduction_axes
+from fshard.collectives import located, maps_of, reduction_axes, walked
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, unflatten
 
@@ -94,31 +94,27 @@ def _wrong_steps(loss: torch.Tensor, flat: Flat, axis: Axis, reduced: bool) -> I
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
         if is_sharded(leaf) and leaf.local.requires_grad
     }
-    waiting = [] if loss.grad_fn is None else [_Place(loss.grad_fn, loss.output_nr, reduced)]
-    seen = set(waiting)
-    while waiting:
-        place = waiting.pop()
+
+    def behind(place: _Place) -> list[_Place]:
+        node, varies = place.node, place.varies
+        if node in ends:
+            return []
+        edges = node.next_functions
+        if (label := _label(node, axis)) is not None:
+            varies = KINDS[label].operand
+        elif (gathered := _gathered_over(node, place.output)) is not None:
+            # Output i comes from input i.
+            edges = [] if axis in gathered else [edges[place.output]]
+        return [_Place(other, output, varies) for other, output in edges if other is not None]
+
+    starts = [] if loss.grad_fn is None else [_Place(loss.grad_fn, loss.output_nr, reduced)]
+    for place in walked(starts, behind):
         if place.node in ends:
             yield from _wrong_leaf(*ends[place.node], axis, place.varies)
-            continue
-        new = []
-        label = _label(place.node, axis)
-        if label is not None:
-            result, taken, advice = KINDS[label]
-            if result is not place.varies:
-                kinds = ("agrees", "varies")
-                found = f"{label} over {axis.name!r}, whose result {kinds[result]}"
-                yield Problem(_line(place.node), found, f"one that {kinds[place.varies]}: {advice}")
-            new = [_Place(behind, output, taken) for behind, output in place.node.next_functions]
-        elif (gathered := _gathered_over(place.node, place.output)) is not None:
-            # Output i comes from input i.
-            behind, output = place.node.next_functions[place.output]
-            new = [] if axis in gathered else [_Place(behind, output, place.varies)]
-        else:
-            new = [_Place(behind, output, place.varies) for behind, output in place.node.next_functions]
-        new = [place for place in new if place.node is not None and place not in seen]
-        seen.update(new)
-        waiting.extend(new)
+        elif (label := _label(place.node, axis)) is not None and KINDS[label].result is not place.varies:
+            kinds = ("agrees", "varies")
+            found = f"{label} over {axis.name!r}, whose result {kinds[KINDS[label].result]}"
+            yield Problem(_line(place.node), found, f"one that {kinds[place.varies]}: {KINDS[label].advice}")
 
 
 def _wrong_leaf(path: str, leaf: Sharded, axis: Axis, varies: bool) -> Iterator[Problem]:

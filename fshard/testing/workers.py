@@ -27,6 +27,8 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 import torch.distributed as dist
 
+from fshard.errors import expect
+
 T = TypeVar("T")
 
 # Seconds in which the other ranks may still reply once one has failed.
@@ -64,8 +66,7 @@ class Workers:
     def __init__(
         self, world_size: int, timeout: float = 60.0, backend: str = "gloo", warnings_as_errors: bool = True
     ) -> None:
-        if world_size < 1:
-            raise ValueError(f"Workers: expected world_size to be at least 1, got {world_size}")
+        expect(world_size > 0, "Workers", "world_size to be at least 1", str(world_size))
         _dumps(None)
         self.world_size = world_size
         self.timeout = timeout
