@@ -1,7 +1,10 @@
-"""Copies of a module whose values are to be drawn, and the calls that draw them, in order."""
+"""Calls that draw a module's values, in order; copies of the module to draw on; constructors that draw values too."""
 
 import copy
+import dis
+import inspect
 from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +13,12 @@ from torch import nn
 from fshard import _compat
 from fshard.errors import Problem, leaf_error
 
+# torch's names for writing in place, as initialisers use them; those of libraries end in the same way.
+_WRITES = frozenset(name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")) | {
+    *("add_", "bernoulli_", "copy_", "div_", "exponential_", "fill_", "mul_", "random_", "sub_", "zero_"),
+}
+_ENDINGS = ("normal_", "uniform_", "normal_tf_")
+_RESETS = ("reset_parameters", "_reset_parameters")
 Replace = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -52,10 +61,8 @@ def undrawable(module: nn.Module) -> list[Problem]:
     """List the submodules with parameters of their own that nothing draws."""
     problems = []
     for path, submodule in module.named_modules():
-        around = [path[:end] for end, letter in enumerate(path) if letter == "."] + ["", path]
-        if any(initializer_of(module.get_submodule(name)) for name in around) or _reset_of(submodule):
-            continue
-        if any(True for _ in submodule.parameters(recurse=False)):
+        drawn = drawers(module, path) or _reset_of(submodule)
+        if not drawn and any(True for _ in submodule.parameters(recurse=False)):
             found = f"{type(submodule).__name__} without reset_parameters"
             problems.append(Problem(path or "(root)", found, "a way to draw its values"))
     return problems
@@ -66,6 +73,12 @@ def initializer_of(module: nn.Module) -> Callable[[], Any] | None:
     # Of its class: a wrapper may pass attribute reads on to a model inside it.
     draws = all(callable(getattr(type(module), name, None)) for name in ("initialize_weights", "_init_weights"))
     return getattr(module, "initialize_weights") if draws else None  # noqa: B009
+
+
+def drawers(module: nn.Module, path: str) -> list[nn.Module]:
+    """List the models of transformers that draw the values of a submodule: itself, or those around it."""
+    names = [path[:end] for end, letter in enumerate(path) if letter == "."] + ["", path]
+    return [model for model in map(module.get_submodule, names) if initializer_of(model)]
 
 
 class Blank(NamedTuple):
@@ -195,3 +208,72 @@ def refuse_blank(buffers: Mapping[str, torch.Tensor]) -> None:
                 "buffers=state.buffers"
             )
         raise leaf_error("apply: buffers have no values", problems, remedy)
+
+
+def drawn_by_constructors(module: nn.Module) -> list[Problem]:
+    """List the submodules whose constructor draws or sets values that no reset_parameters draws again.
+
+    The values of a module on the meta device are gone, and its constructor cannot be run again. Its code is read
+    instead: it is searched for in-place writes to tensors, and so are the functions that it calls. A class that defines
+    reset_parameters beside such a constructor is taken at its word, and so is one of torch's.
+    """
+    problems = []
+    found: dict[type, str | None] = {}
+    for path, submodule in module.named_modules():
+        cls = type(submodule)
+        if cls not in found:
+            found[cls] = _write_of(cls)
+        write = found[cls]
+        own = any(name in vars(submodule) for name in _RESETS)
+        if write and not own and _package(cls) not in _drawing_packages(module, path):
+            text = f"{cls.__module__}.{cls.__qualname__}, whose constructor draws or sets values by {write}"
+            problems.append(Problem(path or "(root)", text, "a reset_parameters that draws them again"))
+    return problems
+
+
+def _drawing_packages(module: nn.Module, path: str) -> set[str]:
+    """Find the packages whose submodules are drawn by models of transformers around them."""
+    return {_package(base) for model in drawers(module, path) for base in type(model).__mro__}
+
+
+def _write_of(cls: type) -> str | None:
+    """Find the in-place write of a class's constructor, where the class has no reset_parameters of its own."""
+    for base in cls.__mro__:
+        if any(name in vars(base) for name in _RESETS):
+            return None
+        constructor = inspect.unwrap(vars(base).get("__init__", object.__init__))
+        if isinstance(constructor, FunctionType) and (write := _write_in(constructor, cls, set())):
+            return write
+    return None
+
+
+def _write_in(function: FunctionType, cls: type, seen: set[FunctionType]) -> str | None:
+    """Find an in-place write of a function or one that it calls: a method of the class, or a function of its module."""
+    if function in seen or _package(function) == "torch":
+        return None
+    seen.add(function)
+    names = dict.fromkeys(_names(function.__code__))
+    write = next((name for name in names if name in _WRITES or name.endswith(_ENDINGS)), None)
+    if write is not None:
+        return f"{write} in {function.__qualname__}"
+    for name in names:
+        if name in ("__init__", "forward"):
+            continue
+        for called in (inspect.getattr_static(cls, name, None), function.__globals__.get(name)):
+            called = inspect.unwrap(getattr(called, "__func__", called)) if callable(called) else None
+            if isinstance(called, FunctionType) and (write := _write_in(called, cls, seen)):
+                return write
+    return None
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """List the attributes and globals that code reads, nested functions included."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.startswith("LOAD") and isinstance(instruction.argval, str):
+            yield instruction.argval
+        elif isinstance(instruction.argval, CodeType):
+            yield from _names(instruction.argval)
+
+
+def _package(thing: type | FunctionType) -> str:
+    return (thing.__module__ or "").partition(".")[0]

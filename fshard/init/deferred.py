@@ -9,9 +9,8 @@ from torch import nn
 
 from fshard import comm
 from fshard.checks import check_matches, check_seed, outline
-from fshard.errors import Problem, leaf_error
-from fshard.init.calls import NewBuffers, undrawable
-from fshard.init.constructors import drawn_by_constructors
+from fshard.errors import Problem, expect, refuse
+from fshard.init.calls import NewBuffers, drawn_by_constructors, undrawable
 from fshard.init.counter import UNDRAWN, count
 from fshard.init.replay import replay
 from fshard.shard import check_transform, fingerprint, is_frozen, laid_out, local_piece, stored, unfit
@@ -41,12 +40,9 @@ def init(
     Raises:
         ValueError: as `Model.init`.
     """
-    if mode not in ("replay", "counter"):
-        raise ValueError(f'model.init: expected mode to be "replay" or "counter", got {mode!r}')
+    expect(mode in ("replay", "counter"), "model.init", 'mode to be "replay" or "counter"', repr(mode))
     check_seed("model.init", seed)
-    problems = undrawable(module) + drawn_by_constructors(module)
-    if problems:
-        raise _undrawn(problems, "add reset_parameters to these modules")
+    _refuse_undrawn(undrawable(module) + drawn_by_constructors(module), "add reset_parameters to these modules")
     made = _Shards(module, transform)
     blank = NewBuffers(module, buffers)
     drawn = module
@@ -73,9 +69,8 @@ class _Shards:
         self._entries: dict[str, str] = {}
         self._shards: dict[str, Sharded] = {}
         for path, name, leaf in zip(self._flat.paths, self._names, self._flat.leaves, strict=True):
-            misfit = unfit(leaf)
-            if misfit and leaf.is_meta and leaf.layout == torch.strided and torch.get_default_device().type != "meta":
-                misfit = None
+            blank = leaf.is_meta and leaf.layout == torch.strided and torch.get_default_device().type != "meta"
+            misfit = None if blank else unfit(leaf)
             spec = Spec(tuple(leaf.shape), frozen=is_frozen(path, leaf))
             if misfit:
                 self.problems.append(Problem(path, *misfit))
@@ -122,16 +117,12 @@ class _Shards:
         # A rank sees only the elements of its own part that were left out.
         flags = [i for i, name in enumerate(self._names) if name in self._undrawn]
         vote = comm.vote(entries, flags, layout_axes(self._transform), "shard")
-        if vote.problem:
-            remedy = "build the same tree on every rank, for instance from one seed"
-            raise leaf_error("shard: ranks hold different trees", [vote.problem], remedy)
-        if self.problems:
-            remedy = "pass full tensors whose shapes fit the strategy"
-            raise leaf_error("shard: leaves cannot be sharded", self.problems, remedy)
+        remedy = "build the same tree on every rank, for instance from one seed"
+        refuse("shard: ranks hold different trees", [vote.problem] if vote.problem else [], remedy)
+        refuse("shard: leaves cannot be sharded", self.problems, "pass full tensors whose shapes fit the strategy")
         for name in (self._names[i] for i in sorted(vote.flags)):
             self._undrawn.setdefault(name, Problem(f"[{name!r}]", *UNDRAWN))
-        if self._undrawn:
-            raise _undrawn(list(self._undrawn.values()), self._remedy)
+        _refuse_undrawn(list(self._undrawn.values()), self._remedy)
         return unflatten(self._flat.treedef, [self._shards[name] for name in self._names])
 
 
@@ -141,6 +132,6 @@ def _has_nan(tensor: torch.Tensor) -> bool:
     return floating and bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
 
 
-def _undrawn(problems: list[Problem], remedy: str) -> ValueError:
+def _refuse_undrawn(problems: list[Problem], remedy: str) -> None:
     remedy = f"{remedy}, or leave out seed to take the values the module has"
-    return leaf_error("model.init: values cannot be drawn from a seed", problems, remedy)
+    refuse("model.init: values cannot be drawn from a seed", problems, remedy)
