@@ -50,13 +50,15 @@ def leaf_error(what: str, problems: Sequence[Problem], remedy: str) -> ValueErro
     return ValueError("\n".join([what, *lines, f"To fix: {remedy.rstrip('.')}."]))
 
 
-def refuse(what: str, problems: Sequence[Problem], remedy: str) -> None:
-    """Raise `leaf_error` if there are failing leaves."""
+def refuse(what: str, problems: Sequence[Problem], remedy: str, error: type[Exception] = ValueError) -> None:
+    """Raise the text of `leaf_error` if there are failing leaves."""
     if problems:
-        raise leaf_error(what, problems, remedy)
+        raise error(str(leaf_error(what, problems, remedy)))
 
 
-def expect(holds: object, what: str, expected: str, got: str, remedy: str = "") -> None:
+def expect(
+    holds: object, what: str, expected: str, got: str, remedy: str = "", error: type[Exception] = ValueError
+) -> None:
     """Refuse an argument unless it is as expected.
 
     Args:
@@ -65,9 +67,10 @@ def expect(holds: object, what: str, expected: str, got: str, remedy: str = "") 
         expected: The argument and its range, as in "steps to be 1 or more".
         got: The value that was given.
         remedy: What the caller can do about it.
+        error: The class of the error.
 
     Raises:
-        ValueError: if it is not.
+        ValueError: if it is not; or an error of the class.
     """
     if not holds:
-        raise ValueError(f"{what}: expected {expected}, got {got}{remedy and '; '}{remedy}")
+        raise error(f"{what}: expected {expected}, got {got}{remedy and '; '}{remedy}")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fshard.checks import check_flags, check_types
+from fshard.errors import expect
 from fshard.interop.files import new_files
 from fshard.interop.optimizer_state import (
     check_updates,
@@ -19,7 +20,7 @@ from fshard.interop.optimizer_state import (
     states_of,
 )
 from fshard.interop.pieces import layout_of, replicas
-from fshard.interop.ranks import agree, check_path, check_trusted, raise_on_all_ranks, refuse_untrusted
+from fshard.interop.ranks import TRUST, agree, check_path, raise_on_all_ranks, refuse_untrusted
 from fshard.interop.state_dict import Entry, Names, by_name, read_leaves, with_leaves
 from fshard.mesh import world
 from fshard.tree import Tree
@@ -65,9 +66,9 @@ def save_dcp(
     with raise_on_all_ranks(label):
         check_flags(label, flatten_optimizer_state_dict=flatten_optimizer_state_dict)
     trained = hasattr(state, "opt_state")
-    if trained and (module is None or optimizer is None):
-        needed = "module= and optimizer= too, as get_state_dict takes them"
-        raise ValueError(f"{label}: expected {needed}, got a {type(state).__name__} alone")
+    whole = not trained or (module is not None and optimizer is not None)
+    needed = "module= and optimizer= too, as get_state_dict takes them"
+    expect(whole, label, needed, f"a {type(state).__name__} alone")
     leaves = _model_leaves(label, state, names)
     replicas(label, leaves, world())
     content: dict[tuple[str | int, ...], Any] = {
@@ -135,7 +136,7 @@ def load_dcp(
     entries: dict[str, Entry] = {}
     values: dict[str, Callable[[], Any]] = {}
     with raise_on_all_ranks(label, directory):
-        check_trusted(label, trusted)
+        check_flags(label, TRUST, trusted=trusted)
         place = check_path(label, "directory", directory)
         refuse_untrusted(place / METADATA, trusted)
         from fshard.interop import dcp_files

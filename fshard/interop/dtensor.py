@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from fshard.checks import check_local, check_matches, check_types
-from fshard.errors import Problem, leaf_error
+from fshard.checks import check_leaves, check_local, check_matches, check_types
+from fshard.errors import Problem, refuse
 from fshard.mesh import Mesh, axis_of
 from fshard.shard import check_transform, laid_out, without_padding
 from fshard.transforms.compose import at, layout_axes, masks
@@ -41,10 +41,8 @@ def from_dtensor(tree: Tree, strategy: Any) -> Tree:
         _from_dtensor(path, leaf, at(strategy, name), problems) if isinstance(leaf, DTensor) else leaf
         for path, name, leaf in zip(flat.paths, names, flat.leaves, strict=True)
     ]
-    if problems:
-        raise leaf_error(
-            "from_dtensor: leaves cannot be taken over", problems, "use the strategy's mesh and Shard or Replicate"
-        )
+    remedy = "use the strategy's mesh and Shard or Replicate"
+    refuse("from_dtensor: leaves cannot be taken over", problems, remedy)
     return unflatten(flat.treedef, leaves)
 
 
@@ -98,16 +96,9 @@ def to_dtensor(tree: Tree, mesh: Mesh) -> Tree:
     check_local("to_dtensor", flat)
     check_types("to_dtensor", Mesh, "a DeviceMesh", mesh=mesh)
     axes = [axis_of(mesh, name) for name in mesh.mesh_dim_names or ()]
-    problems = [
-        Problem(path, *misfit)
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if is_sharded(leaf) and (misfit := _misfit(leaf.spec, axes))
-    ]
-    if problems:
-        remedy = (
-            "pass the mesh they were sharded with, or reshard these leaves; min_shard_elements keeps small ones whole"
-        )
-        raise leaf_error("to_dtensor: DTensor has no such layout on this mesh", problems, remedy)
+    remedy = "pass the mesh they were sharded with, or reshard these leaves; min_shard_elements keeps small ones whole"
+    what = "to_dtensor: DTensor has no such layout on this mesh"
+    check_leaves(what, flat, lambda leaf: _misfit(leaf.spec, axes) if is_sharded(leaf) else None, remedy)
 
     def convert(leaf: Any) -> Any:
         if not is_sharded(leaf):

@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 
 from fshard import comm
-from fshard.interop.ranks import CheckpointError, check_path, raise_on_all_ranks
+from fshard.interop.ranks import CheckpointError, check_path, expect_file, raise_on_all_ranks, reason
 from fshard.mesh import world
 
 # A directory in the making has this file, by which a later call knows that it may be removed.
@@ -26,7 +26,7 @@ def named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{error.filename or path}: {error.strerror or error}") from error
+        raise CheckpointError(reason(error, path)) from error
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
@@ -57,8 +57,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
     descriptor = open_regular(path)
     with os.fdopen(descriptor, "rb") as file:
         size = os.fstat(descriptor).st_size
-        if size > limit:
-            raise CheckpointError(f"{path}: expected at most {limit} bytes, got {size}")
+        expect_file(size <= limit, str(path), f"at most {limit} bytes", str(size))
         # A read of the limit would take memory for all of it.
         return file.read(size)
 
@@ -165,9 +164,8 @@ def new_files(label: str, given: str | PathLike[str], deciding: Sequence[str]) -
 
 def _refuse_taken(directory: Path, names: Sequence[str]) -> None:
     for name in names:
-        if os.path.lexists(directory / name):
-            remedy = "write to another directory, or remove what is there"
-            raise CheckpointError(f"{directory / name}: expected no file of that name, got one; {remedy}")
+        remedy = "write to another directory, or remove what is there"
+        expect_file(not os.path.lexists(directory / name), f"{directory / name}", "no file of that name", "one", remedy)
 
 
 def _move(temporary: Path, directory: Path, deciding: Sequence[str]) -> None:

@@ -14,15 +14,16 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fshard import comm
-from fshard.checks import describe
-from fshard.errors import Problem, leaf_error
+from fshard.checks import check_flags, describe
+from fshard.errors import Problem, expect, leaf_error, refuse
 from fshard.interop.files import new_files
 from fshard.interop.pieces import dtype_name, nbytes_of, replicas, shape_of
 from fshard.interop.ranks import (
+    TRUST,
     CheckpointError,
     agree,
     check_path,
-    check_trusted,
+    expect_file,
     raise_on_all_ranks,
     refuse_untrusted,
 )
@@ -64,8 +65,8 @@ def save_huggingface(
         CheckpointError: on every rank, if the directory has weights already, or files cannot be written.
     """
     label = "checkpoint.save_huggingface"
-    if type(max_file_bytes) is not int or max_file_bytes < 1:
-        raise ValueError(f"{label}: expected max_file_bytes to be a whole number from 1, got {max_file_bytes!r}")
+    whole = type(max_file_bytes) is int and max_file_bytes > 0
+    expect(whole, label, "max_file_bytes to be a whole number from 1", repr(max_file_bytes))
     leaves = _renamed(label, by_name(label, params, Names(None)), names)
     agree(label, {"(directory)": str(directory)})
     problems = [
@@ -73,8 +74,7 @@ def save_huggingface(
         for name, leaf in leaves.items()
         if dtype_name(tensor_of(leaf)) not in DTYPES
     ]
-    if problems:
-        raise leaf_error(f"{label}: safetensors has no such dtype", problems, "convert these leaves by fs.tree_map")
+    refuse(f"{label}: safetensors has no such dtype", problems, "convert these leaves by fs.tree_map")
     replicas(label, leaves, world())
     with new_files(label, directory, (SINGLE, INDEX)) as temporary:
         _write(temporary, leaves, in_groups(leaves, max_file_bytes))
@@ -118,15 +118,15 @@ def load_huggingface(
     with ExitStack() as stack:
         found: dict[str, Entry] = {}
         with raise_on_all_ranks(label, directory):
-            check_trusted(label, trusted)
+            check_flags(label, TRUST, trusted=trusted)
             found = _open(check_path(label, "directory", directory), stack, trusted)
         found = _as_ours(found, [*known.first, *by_name(label, like, known)], names)
         return filled(label, found, like, known, cast)
 
 
 def _check_names(label: str, names: Any) -> None:
-    if names is not None and not callable(names):
-        raise ValueError(f"{label}: expected names to be a function of a name, or None, got {describe(names)}")
+    known = names is None or callable(names)
+    expect(known, label, "names to be a function of a name, or None", describe(names))
 
 
 def _renamed(label: str, leaves: dict[str, Any], names: Callable[[str], str] | None) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _renamed(label: str, leaves: dict[str, Any], names: Callable[[str], str] | N
 
 
 def _as_ours(found: dict[str, Entry], own: list[str], names: Callable[[str], str] | None) -> dict[str, Entry]:
-    """What was found in files under the names that leaves have."""
+    """Return the entries of files under the names that leaves have."""
     if names is None:
         return found
     _check_names("checkpoint.load_huggingface", names)
@@ -189,43 +189,38 @@ def _open(directory: Path, stack: ExitStack, trusted: bool) -> dict[str, Entry]:
     candidates = candidates or [name for name in names if name.endswith(".safetensors")]
     if not candidates:
         candidates = [name for name in PICKLED if name in names][:1]
-        if not candidates:
-            raise CheckpointError(f"{directory}: expected {SINGLE} or {INDEX}, got neither")
+        expect_file(candidates, str(directory), f"{SINGLE} or {INDEX}", "neither")
         refuse_untrusted(directory / candidates[0], trusted)
-    if len(candidates) > 1:
-        raise CheckpointError(
-            f"{directory}: expected one of its files of weights, got {', '.join(candidates)}; move others elsewhere"
-        )
+    found_names, remedy = ", ".join(candidates), "move others elsewhere"
+    expect_file(len(candidates) < 2, str(directory), "one of its files of weights", found_names, remedy)
     (name,) = candidates
     where = _weight_map(directory / name) if name.endswith(".json") else {}
     found: dict[str, Entry] = {}
     for file in dict.fromkeys(where.values()) or [name]:
         for tensor, entry in _tensors(directory / file, stack).items():
-            if tensor in found:
-                raise CheckpointError(f"{directory / file}: expected {tensor} in one file, got it in another too")
+            expect_file(tensor not in found, f"{directory / file}", f"{tensor} in one file", "it in another too")
             found[tensor] = entry
     for tensor, file in where.items():
-        if tensor not in found:
-            raise CheckpointError(f"{directory / file}: expected {tensor} as {name} says, got none")
+        expect_file(tensor in found, f"{directory / file}", f"{tensor} as {name} says", "none")
     return found
 
 
 def _weight_map(path: Path) -> dict[str, str]:
     _check_regular(path)
-    if path.stat().st_size > MAX_INDEX_BYTES:
-        raise CheckpointError(f"{path}: expected at most {MAX_INDEX_BYTES} bytes, got {path.stat().st_size}")
+    size = path.stat().st_size
+    expect_file(size <= MAX_INDEX_BYTES, str(path), f"at most {MAX_INDEX_BYTES} bytes", str(size))
     try:
         document = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: it is no JSON ({error})") from None
     where = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(where, dict) or not where:
-        raise CheckpointError(f"{path}: expected a weight_map from tensors to files, got none")
+    expect_file(isinstance(where, dict) and where, str(path), "a weight_map from tensors to files", "none")
+    assert isinstance(where, dict)
     suffix = path.name.removesuffix(".index.json").rpartition(".")[2]
     for tensor, file in where.items():
         plain = isinstance(file, str) and file == os.path.basename(file) and "\0" not in file
-        if not plain or not file.endswith(f".{suffix}"):
-            raise CheckpointError(f"{path}: expected a .{suffix} file beside the index, got {file!r} for {tensor}")
+        beside = plain and file.endswith(f".{suffix}")
+        expect_file(beside, str(path), f"a .{suffix} file beside the index", f"{file!r} for {tensor}")
     return where
 
 
@@ -240,8 +235,7 @@ def _tensors(path: Path, stack: ExitStack) -> dict[str, Entry]:
         for name in file.keys():  # noqa: SIM118 - it is no dict
             part = file.get_slice(name)
             stored = part.get_dtype()
-            if stored not in dtypes:
-                raise CheckpointError(f"{path}: expected {name} to have a dtype of {list(dtypes)}, got {stored}")
+            expect_file(stored in dtypes, str(path), f"{name} to have a dtype of {list(dtypes)}", stored)
             found[name] = Entry(dtypes[stored], tuple(part.get_shape()), part.__getitem__)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: {error}") from None
@@ -250,5 +244,4 @@ def _tensors(path: Path, stack: ExitStack) -> dict[str, Entry]:
 
 def _check_regular(path: Path) -> None:
     # Links are followed: the cache of huggingface_hub is made of them.
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise CheckpointError(f"{path}: expected a regular file, got something else")
+    expect_file(stat.S_ISREG(path.stat().st_mode), str(path), "a regular file", "something else")

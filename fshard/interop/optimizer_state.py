@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from fshard import comm
-from fshard.checks import check_flags, check_types, describe
-from fshard.errors import Problem, leaf_error
+from fshard.checks import check_flags, check_leaves, check_types, describe
+from fshard.errors import Problem, expect, refuse
 from fshard.interop.pieces import layout_of
 from fshard.interop.ranks import agree
 from fshard.interop.state_dict import Entry, Names, entry_of, named_leaves, owned_tensors, read_leaves, with_leaves
@@ -43,10 +43,8 @@ def to_optimizer_state_dict(
     leaves = optimizer_leaves(label, opt_state)
     agree(label, {f"{name} {slot}": layout_of(leaf) for (name, slot), leaf in leaves.items()})
     unknown = dict.fromkeys(name for name, _ in leaves if name not in order)
-    if unknown:
-        needed = "none: the torch optimizer has no such parameter"
-        problems = [Problem(name, "state", needed) for name in unknown]
-        raise leaf_error(f"{label}: states do not fit", problems, "pass the optimizer of all that was trained")
+    problems = [Problem(name, "state", "none: the torch optimizer has no such parameter") for name in unknown]
+    refuse(f"{label}: states do not fit", problems, "pass the optimizer of all that was trained")
     never = _never_updated(opt_state)
     # Gathering takes texts as keys.
     keys = {f"{i}": key for i, key in enumerate(leaves) if key[0] not in never}
@@ -86,18 +84,18 @@ def from_optimizer_state_dict(
     """
     label = "checkpoint.from_optimizer_state_dict"
     check_updates(label, updates)
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        expected = "the state dict of a torch optimizer, with state and param_groups"
-        raise ValueError(f"{label}: expected state_dict to be {expected}, got {describe(state_dict)}")
+    known = isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys()
+    needed = "state_dict to be the state dict of a torch optimizer, with state and param_groups"
+    expect(known, label, needed, describe(state_dict))
     order = dict(enumerate(optimizer_names(label, Names(module), optimizer)))
-    needed = {f"{name} {slot}": leaf for (name, slot), leaf in optimizer_leaves(label, like).items()}
+    leaves = {f"{name} {slot}": leaf for (name, slot), leaf in optimizer_leaves(label, like).items()}
     found: dict[str, list[Entry]] = {}
     for i, slots in state_dict["state"].items():
         for slot, value in slots.items():
             tensor = torch.tensor(value, dtype=torch.float32) if isinstance(value, int | float) else value
             if tensor is not None:
                 found[f"{order.get(i, f'parameter {i}')} {slot}"] = [entry_of(tensor)]
-    made = read_leaves(label, needed, found, "pass the state of the same torch class and options, for the same module")
+    made = read_leaves(label, leaves, found, "pass the state of the same torch class and options, for the same module")
     groups: list[StateDict] = state_dict["param_groups"]
     owners = {order[i]: group for group in groups for i in group["params"] if i in order}
     first = groups[0] if groups else {}
@@ -112,9 +110,8 @@ def from_optimizer_state_dict(
 
 def check_updates(label: str, updates: Any) -> None:
     """Refuse a number of updates that is no whole number."""
-    if updates is not None and (type(updates) is not int or not 0 <= updates < 2**63):
-        expected = "a whole number, 0 or more, or None"
-        raise ValueError(f"{label}: expected updates to be {expected}, got {updates!r:.40}")
+    whole = updates is None or (type(updates) is int and 0 <= updates < 2**63)
+    expect(whole, label, "updates to be a whole number, 0 or more, or None", f"{updates!r:.40}")
 
 
 def optimizer_names(label: str, names: Names, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -134,15 +131,13 @@ def optimizer_leaves(label: str, opt_state: Tree) -> dict[tuple[str, str], Any]:
     Raises:
         ValueError: if there is none, or beside it state that torch's optimizers do not have.
     """
+
+    def misfit(leaf: Any) -> tuple[str, str] | None:
+        return None if leaf is None else (describe(leaf), "nothing but the state of fs.from_torch")
+
+    remedy = "save it by fs.checkpoint.save, or pass the part that fs.from_torch made"
     rest = flatten(_mapped(opt_state, lambda state: None))
-    problems = [
-        Problem(path, describe(leaf), "nothing but the state of fs.from_torch")
-        for path, leaf in zip(rest.paths, rest.leaves, strict=True)
-        if leaf is not None
-    ]
-    if problems:
-        remedy = "save it by fs.checkpoint.save, or pass the part that fs.from_torch made"
-        raise leaf_error(f"{label}: torch's optimizers have no such state", problems, remedy)
+    check_leaves(f"{label}: torch's optimizers have no such state", rest, misfit, remedy)
     return {(name, slot): leaf for state in states_of(opt_state) for name, slot, leaf in _slots(state)}
 
 

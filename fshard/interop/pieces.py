@@ -44,7 +44,7 @@ def nbytes_of(leaf: Any) -> int:
     return tensor_of(leaf).element_size() * math.prod(shape_of(leaf))
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
+def dtype_name(tensor: Any) -> str:
     """The name in torch of a tensor's dtype."""
     return str(tensor.dtype).removeprefix("torch.")
 

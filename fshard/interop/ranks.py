@@ -1,15 +1,16 @@
 """Errors that every rank raises, and checks that every rank passes the same arguments."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from fshard import _compat, comm
-from fshard.checks import check_flags
-from fshard.errors import Problem, leaf_error
+from fshard.errors import Problem, expect, refuse
 from fshard.mesh import world
 from fshard.tree import Flat
 
@@ -17,6 +18,12 @@ from fshard.tree import Flat
 class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read; the message names the file or the leaf."""
 
+
+# Refuses a file unless it is as expected.
+expect_file = partial(expect, error=CheckpointError)
+
+# The remedy where a pickle is refused.
+TRUST = "pass trusted=True if you trust whoever wrote it"
 
 # The types that a caller may handle; any other exception becomes the first of them.
 _KINDS = (CheckpointError, ImportError, TypeError, ValueError, RuntimeError)
@@ -58,8 +65,7 @@ def agree(
 ) -> None:
     """Refuse on every rank entries that differ between ranks."""
     difference = comm.disagreement(entries, [world()], label)
-    if difference:
-        raise leaf_error(f"{label}: {what}", [difference], remedy)
+    refuse(f"{label}: {what}", [difference] if difference else [], remedy)
 
 
 def check_call(label: str, flat: Flat) -> None:
@@ -68,28 +74,21 @@ def check_call(label: str, flat: Flat) -> None:
     Raises:
         ValueError: inside of fs.jit or torch.func, or with each path that several leaves have.
     """
-    if _compat.is_tracing() or _compat.transforms_active():
-        raise ValueError(f"{label}: expected a call outside of fs.jit and torch.func, on their results, got one inside")
-    if len(set(flat.paths)) < len(flat.paths):
-        counts = {path: flat.paths.count(path) for path in flat.paths}
-        problems = [Problem(path, f"{n} leaves", "one of each path") for path, n in counts.items() if n > 1]
-        raise leaf_error(f"{label}: leaves of one path", problems, "give keys that print differently")
+    plain = not (_compat.is_tracing() or _compat.transforms_active())
+    expect(plain, label, "a call outside of fs.jit and torch.func, on their results", "one inside")
+    counts = Counter(flat.paths).items()
+    problems = [Problem(path, f"{n} leaves", "one of each path") for path, n in counts if n > 1]
+    refuse(f"{label}: leaves of one path", problems, "give keys that print differently")
 
 
 def check_path(label: str, name: str, path: Any) -> Path:
     """Return the path of a file or a directory, and refuse an argument of another type."""
-    if not isinstance(path, str | PathLike) or not str(path):
-        raise ValueError(f"{label}: expected {name} to be a path, got {path!r:.40}")
+    expect(isinstance(path, str | PathLike) and str(path), label, f"{name} to be a path", f"{path!r:.40}")
     return Path(path)
-
-
-def check_trusted(label: str, trusted: Any) -> None:
-    """Refuse, before anything is read, a flag for pickles that is neither True nor False."""
-    check_flags(label, "pass trusted=True if you trust whoever wrote it", trusted=trusted)
 
 
 def refuse_untrusted(path: object, trusted: bool) -> None:
     """Refuse to read a pickle unless the caller has passed trusted=True."""
     if not trusted:
-        remedy = "pass trusted=True if you trust whoever wrote it, or have it written as safetensors"
+        remedy = f"{TRUST}, or have it written as safetensors"
         raise CheckpointError(f"{path} is pickled, and reading it can run code of its author; {remedy}")

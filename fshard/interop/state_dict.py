@@ -12,10 +12,11 @@ from torch import nn
 
 from fshard import comm
 from fshard.checks import check_flags, check_local, check_types, describe
-from fshard.errors import Problem, leaf_error
+from fshard.errors import Problem, expect, refuse
 from fshard.interop.pieces import (
     bytes_of,
     described,
+    dtype_name,
     empty_like,
     is_tensor,
     layout_of,
@@ -25,11 +26,12 @@ from fshard.interop.pieces import (
     shape_of,
 )
 from fshard.interop.ranks import (
+    TRUST,
     CheckpointError,
     agree,
     check_call,
     check_path,
-    check_trusted,
+    expect_file,
     raise_on_all_ranks,
     refuse_untrusted,
 )
@@ -108,8 +110,7 @@ def from_state_dict(
         if type(value) not in (torch.Tensor, nn.Parameter)
     ]
     agree(label, {problem.path: problem.got for problem in problems})
-    if problems:
-        raise leaf_error(f"{label}: found no plain state dict", problems, "pass full tensors by name")
+    refuse(f"{label}: found no plain state dict", problems, "pass full tensors by name")
     found = {name: entry_of(tensor, f" of hash {hash_of(tensor)}") for name, tensor in state_dict.items()}
     return filled(label, found, like, names, cast)
 
@@ -137,7 +138,7 @@ def load_torch(
     label, names = "checkpoint.load_torch", Names(module)
     found: dict[str, Entry] = {}
     with raise_on_all_ranks(label, path):
-        check_trusted(label, trusted)
+        check_flags(label, TRUST, trusted=trusted)
         check_path(label, "path", path)
         refuse_untrusted(path, trusted)
         found = {name: entry_of(tensor) for name, tensor in read_pickle(Path(path)).items()}
@@ -158,12 +159,11 @@ def read_pickle(path: Path) -> dict[str, torch.Tensor]:
             found = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, UnpicklingError, EOFError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path}: found no state dict that torch.save wrote ({type(error).__name__})") from error
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"{path}: expected a state dict, got {describe(found)}")
+    expect_file(isinstance(found, Mapping), str(path), "a state dict", describe(found))
+    remedy = "torch.load it yourself and pass the state dict in it to from_state_dict"
     for name, tensor in found.items():
-        if not isinstance(tensor, torch.Tensor):
-            remedy = "torch.load it yourself and pass the state dict in it to from_state_dict"
-            raise CheckpointError(f"{path}: expected a tensor, got {describe(tensor)} as {name!r}; {remedy}")
+        got = f"{describe(tensor)} as {name!r}"
+        expect_file(isinstance(tensor, torch.Tensor), str(path), "a tensor", got, remedy)
     return dict(found)
 
 
@@ -225,8 +225,8 @@ def by_name(label: str, tree: Tree, names: Names) -> dict[str, Any]:
         ValueError: if a leaf is no tensor or unknown to the module, two have one name, or a shard does not match its
             spec.
     """
-    if hasattr(tree, "opt_state"):
-        raise ValueError(f"{label}: expected parameters, got a {type(tree).__name__}; pass state.params")
+    parameters = not hasattr(tree, "opt_state")
+    expect(parameters, label, "parameters", f"a {type(tree).__name__}", "pass state.params")
     flat = flatten(tree)
     check_call(label, flat)
     check_local(label, flat)
@@ -242,8 +242,7 @@ def by_name(label: str, tree: Tree, names: Names) -> dict[str, Any]:
             problems.append(problem)
         out[name] = leaf
     agree(label, {n: layout_of(leaf) for n, leaf in out.items()} | {p.path: p.got for p in problems})
-    if problems:
-        raise leaf_error(f"{label}: leaves do not fit", problems, "pass the parameters and buffers of this module")
+    refuse(f"{label}: leaves do not fit", problems, "pass the parameters and buffers of this module")
     return out
 
 
@@ -290,7 +289,7 @@ class Entry(NamedTuple):
     mark: str = ""
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return f"{dtype_name(self)}{list(self.shape)}"
 
 
 def entry_of(tensor: torch.Tensor, mark: str = "") -> Entry:
@@ -338,8 +337,7 @@ def read_leaves(
     entries = {f"{name} {i}": f"{entry}{entry.mark}" for name in found for i, entry in enumerate(found[name])}
     agree(label, entries | {name: layout_of(leaf) for name, leaf in needed.items()} | {"(cast)": repr(cast)})
     check_flags(label, cast=cast)
-    if problems:
-        raise leaf_error(f"{label}: leaves do not fit", sorted(problems, key=lambda p: order.index(p.path)), remedy)
+    refuse(f"{label}: leaves do not fit", sorted(problems, key=lambda p: order.index(p.path)), remedy)
     made = {}
     with raise_on_all_ranks(label):
         for name, leaf in needed.items():
