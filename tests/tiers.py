@@ -60,7 +60,9 @@ def mark_slow_rows(items: Sequence[pytest.Item]) -> None:
         most = ROWS if marker is None else marker.args[0]
         columns = [tuple(row.callspec.indices[column] for column in sorted(row.callspec.indices)) for row in rows]
         # One rank shows little, and eight take long.
-        few = {number for number, row in enumerate(rows) if row.callspec.params.get("world_size") in (2, 3)}
+        few = {
+            number for number, row in enumerate(rows) if row.callspec.params.get("world_size") in (2, 3, "2 processes")
+        }
         chosen = set(sample(columns, most, name, few))
         for number, row in enumerate(rows):
             if number not in chosen:

@@ -12,8 +12,6 @@ from fshard.testing import spmd
 from tests.checkpoint.states import assert_same, sampler, zeros_like
 from tests.trees import meshes, normal, one_axis
 
-STEP = "step-00000002"
-
 
 def state():
     """Leaves of all kinds, few bytes."""

@@ -3,7 +3,8 @@
 import torch
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
+from tests.ranks import on_ranks
 from tests.trees import TREES, every_strategy
 
 
@@ -11,20 +12,18 @@ def pointers(tree):
     return [leaf.data_ptr() for leaf in fs.tree_leaves(tree) if leaf.numel()]
 
 
+@on_ranks(3)
 def test_memory_is_taken_over(tmp_path):
-    def program():
-        for number, (name, make) in enumerate(TREES.items()):
-            for strategy_name, strategy in every_strategy():
-                state = fs.shard(make(), strategy)
-                directory = tmp_path / f"{number} {strategy_name}"
-                fs.checkpoint.save(directory, state, step=0)
-                like = fs.tree_map(torch.ones_like, state)
-                before = pointers(like)
-                restored = fs.checkpoint.restore(directory, like, donate=True)
-                assert pointers(restored) == before, name
-                assert_trees_close(restored, state, exact=True)
-
-    spmd(program, 3)
+    for number, (name, make) in enumerate(TREES.items()):
+        for strategy_name, strategy in every_strategy():
+            state = fs.shard(make(), strategy)
+            directory = tmp_path / f"{number} {strategy_name}"
+            fs.checkpoint.save(directory, state, step=0)
+            like = fs.tree_map(torch.ones_like, state)
+            before = pointers(like)
+            restored = fs.checkpoint.restore(directory, like, donate=True)
+            assert pointers(restored) == before, name
+            assert_trees_close(restored, state, exact=True)
 
 
 def test_memory_that_is_not_a_leafs_own_is_not(tmp_path):

@@ -5,8 +5,9 @@ import torch
 
 import fshard as fs
 from fshard import checkpoint
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
 from tests.checkpoint.test_refused import refused_everywhere
+from tests.ranks import on_ranks
 from tests.trees import normal
 
 TX = fs.from_torch(torch.optim.AdamW, lr=0.1)
@@ -60,14 +61,12 @@ def test_a_save_is_refused(shard, strategy, tmp_path):
     assert checkpoint.latest(tmp_path) is None
 
 
+@on_ranks(4)
 def test_replicas_that_agree_are_saved(tmp_path):
-    def program():
-        for step, strategy in enumerate(strategies(grid())):
-            state = trained(strategy, rounds=0)
-            checkpoint.save(tmp_path, state, step=step)
-            assert_trees_close(checkpoint.restore(tmp_path, like=state, step=step), state, exact=True)
-
-    spmd(program, 4)
+    for step, strategy in enumerate(strategies(grid())):
+        state = trained(strategy, rounds=0)
+        checkpoint.save(tmp_path, state, step=step)
+        assert_trees_close(checkpoint.restore(tmp_path, like=state, step=step), state, exact=True)
 
 
 EXPORTS = {
@@ -86,6 +85,7 @@ def test_exports_are_refused(export, tmp_path):
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
+@on_ranks(4)
 def test_rows_of_one_leaf_keep_them(tmp_path):
     """The remedy: a leading dim over the axis of the replicas, taken off again after a restore."""
 
@@ -94,30 +94,24 @@ def test_rows_of_one_leaf_keep_them(tmp_path):
         over = fs.Spec((axis.size, *spec.shape), fs.P(axis.name, *spec.partition), (axis, *spec.axes))
         return fs.Sharded(leaf.local.unsqueeze(0), over)
 
-    def program():
-        axis = fs.axis_of(grid(), "replica")
-        for step, strategy in enumerate(strategies(grid())):
-            params = trained(strategy).params
-            stacked = {name: rows(leaf, axis) for name, leaf in params.items()}
-            checkpoint.save(tmp_path, stacked, step=step)
-            found = checkpoint.restore(tmp_path, like=stacked, step=step)
-            own = {name: fs.Sharded(found[name].local[0], leaf.spec) for name, leaf in params.items()}
-            assert_trees_close(own, params, exact=True)
-            assert_trees_close(fs.unshard(found)["a"][fs.comm.rank(axis)], fs.unshard(params)["a"], exact=True)
-
-    spmd(program, 4)
+    axis = fs.axis_of(grid(), "replica")
+    for step, strategy in enumerate(strategies(grid())):
+        params = trained(strategy).params
+        stacked = {name: rows(leaf, axis) for name, leaf in params.items()}
+        checkpoint.save(tmp_path, stacked, step=step)
+        found = checkpoint.restore(tmp_path, like=stacked, step=step)
+        own = {name: fs.Sharded(found[name].local[0], leaf.spec) for name, leaf in params.items()}
+        assert_trees_close(own, params, exact=True)
+        assert_trees_close(fs.unshard(found)["a"][fs.comm.rank(axis)], fs.unshard(params)["a"], exact=True)
 
 
+@on_ranks(4)
 def test_padding_may_differ(tmp_path):
     """It is no part of a leaf's values."""
-
-    def program():
-        mesh = grid()
-        params = fs.shard({"a": normal()(5, 3)}, strategies(mesh)["zero3"])
-        replica = fs.comm.rank(fs.axis_of(mesh, "replica"))
-        if fs.comm.rank(fs.axis_of(mesh, "shard")):
-            params["a"].local[-1] = replica
-        checkpoint.save(tmp_path, params, step=1)
-        assert checkpoint.to_state_dict(params)["a"].equal(normal()(5, 3))
-
-    spmd(program, 4)
+    mesh = grid()
+    params = fs.shard({"a": normal()(5, 3)}, strategies(mesh)["zero3"])
+    replica = fs.comm.rank(fs.axis_of(mesh, "replica"))
+    if fs.comm.rank(fs.axis_of(mesh, "shard")):
+        params["a"].local[-1] = replica
+    checkpoint.save(tmp_path, params, step=1)
+    assert checkpoint.to_state_dict(params)["a"].equal(normal()(5, 3))

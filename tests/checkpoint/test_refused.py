@@ -16,6 +16,7 @@ import fshard as fs
 from fshard import checkpoint
 from fshard.testing import RankError, spmd
 from tests.checkpoint.states import assert_same, message, refused
+from tests.ranks import my_rank
 from tests.trees import normal, one_axis
 
 ROOT = Path(__file__).parents[2]
@@ -45,10 +46,6 @@ def refused_everywhere(program, ranks=2, kind=ValueError):
     texts = spmd(each, ranks)
     assert len(set(texts)) == 1, texts
     return texts[0]
-
-
-def rank():
-    return torch.distributed.get_rank()
 
 
 STEP = "pass step=, or a state that has one"
@@ -81,7 +78,7 @@ def test_bad_steps(step, shown, tmp_path):
 
 
 def test_a_bad_step_on_one_rank(tmp_path):
-    text = refused_everywhere(lambda: checkpoint.save(tmp_path, {}, "x" if rank() else 1))
+    text = refused_everywhere(lambda: checkpoint.save(tmp_path, {}, "x" if my_rank() else 1))
     assert text == f"checkpoint.save: expected step to be a whole number from 0, got 'x'; {STEP}"
 
 
@@ -120,7 +117,7 @@ def test_leaves_that_cannot_be_saved(leaf, found, needed, on, tmp_path):
             )
         assert f", got {found}\n" in text
     else:
-        text = refused_everywhere(lambda: checkpoint.save(tmp_path, {"bad": leaf if rank() else 3}, 1))
+        text = refused_everywhere(lambda: checkpoint.save(tmp_path, {"bad": leaf if my_rank() else 3}, 1))
         first = "checkpoint.save: ranks hold different states\n  ['bad']: expected 3 as on rank world=0"
         assert text.startswith(f"{first}, got {found} on rank world=1")
     assert list(tmp_path.iterdir()) == []
@@ -178,22 +175,25 @@ REMEDY = "To fix: make all but the values of Sharded leaves the same on every ra
     ("make", "line"),
     [
         (
-            lambda: ({"a": 1} | ({"b": 2} if rank() else {}), 1),
+            lambda: ({"a": 1} | ({"b": 2} if my_rank() else {}), 1),
             "['b']: expected nothing as on rank world=0, got 2 on rank world=1",
         ),
-        (lambda: ({"a": rank()}, 1), "['a']: expected 0 as on rank world=0, got 1 on rank world=1"),
+        (lambda: ({"a": my_rank()}, 1), "['a']: expected 0 as on rank world=0, got 1 on rank world=1"),
         (
-            lambda: ({"a": float("nan") if rank() else 0.0}, 1),
+            lambda: ({"a": float("nan") if my_rank() else 0.0}, 1),
             "['a']: expected 0.0 as on rank world=0, got nan on rank world=1",
         ),
-        (lambda: ({"a": True if rank() else 1}, 1), "['a']: expected 1 as on rank world=0, got True on rank world=1"),
-        (lambda: ({}, rank() + 4), "(step): expected 4 as on rank world=0, got 5 on rank world=1"),
         (
-            lambda: ({"mean": torch.zeros(2 + rank())}, 1),
+            lambda: ({"a": True if my_rank() else 1}, 1),
+            "['a']: expected 1 as on rank world=0, got True on rank world=1",
+        ),
+        (lambda: ({}, my_rank() + 4), "(step): expected 4 as on rank world=0, got 5 on rank world=1"),
+        (
+            lambda: ({"mean": torch.zeros(2 + my_rank())}, 1),
             "['mean']: expected float32[2] as on rank world=0, got float32[3] on rank world=1",
         ),
         (
-            lambda: (fs.shard({"w": torch.ones(4, dtype=torch.float64 if rank() else None)}, group_of_one()), 1),
+            lambda: (fs.shard({"w": torch.ones(4, dtype=torch.float64 if my_rank() else None)}, group_of_one()), 1),
             "['w']: expected float32[4] split by P('shard') as on rank world=0, got float64[4] split by P('shard') "
             "on rank world=1",
         ),
@@ -207,7 +207,7 @@ def test_ranks_with_different_states(make, line, tmp_path):
 
 
 def test_tensors_that_ranks_hold_whole_and_that_differ(tmp_path):
-    text = refused_everywhere(lambda: checkpoint.save(tmp_path, {"mean": torch.full((2,), float(rank()))}, 1))
+    text = refused_everywhere(lambda: checkpoint.save(tmp_path, {"mean": torch.full((2,), float(my_rank()))}, 1))
     line = "['mean']: expected the same on both, got other values on rank 1 than on rank 0"
     start = f"checkpoint.save: ranks hold different values of one leaf\n  {line}\nTo fix: make them the same, "
     assert text.startswith(start)
@@ -219,14 +219,14 @@ def group_of_one():
 
 
 def test_ranks_with_different_directories(tmp_path):
-    text = refused_everywhere(lambda: checkpoint.save(tmp_path / str(rank()), {}, 1))
+    text = refused_everywhere(lambda: checkpoint.save(tmp_path / str(my_rank()), {}, 1))
     assert f"  (directory): expected {tmp_path}/0 as on rank world=0, got {tmp_path}/1 on rank world=1" in text
 
 
 def test_a_shard_of_another_shape_on_one_rank(tmp_path):
     def program():
         params = fs.shard({"w": normal()(4, 2)}, fs.zero2(one_axis(), min_shard_elements=0))
-        if rank():
+        if my_rank():
             params = fs.tree_map(lambda local: local[:1], params)
         checkpoint.save(tmp_path, params, 1)
 
@@ -293,7 +293,7 @@ def test_a_state_that_does_not_fit(like, lines, tmp_path):
 def test_a_state_that_does_not_fit_on_one_rank(tmp_path):
     def program():
         checkpoint.save(tmp_path, {"w": torch.ones(3)}, 1)
-        checkpoint.restore(tmp_path, {"w": torch.ones(4 if rank() == 1 else 3)})
+        checkpoint.restore(tmp_path, {"w": torch.ones(4 if my_rank() == 1 else 3)})
 
     text = refused_everywhere(program, 3)
     assert "  ['w']: expected nothing as on rank world=0, got float32[3] instead of float32[4] on rank world=1" in text
@@ -342,7 +342,7 @@ def test_an_unknown_step(tmp_path):
 def test_masks_and_subtrees_that_mean_nothing(tmp_path):
     tree = {name: torch.ones(1) for name in "abcde"}
     checkpoint.save(tmp_path, tree, 1)
-    text = refused_everywhere(lambda: checkpoint.restore(tmp_path, tree, only="head.*" if rank() else None))
+    text = refused_everywhere(lambda: checkpoint.restore(tmp_path, tree, only="head.*" if my_rank() else None))
     assert text == "checkpoint.restore: the mask 'head.*' matches no leaf of a, b, c, d, ...; name some of these"
     for only, shown in ((3, "an int"), ((), "a tuple"), ((1,), "a tuple"), (True, "a bool")):
         text = refused(lambda: checkpoint.restore(tmp_path, tree, only=only))  # noqa: B023
@@ -366,7 +366,7 @@ def test_a_progress_bar_that_one_rank_cannot_show(tmp_path, monkeypatch):
             raise ImportError("no tqdm")
 
     monkeypatch.setattr(sys.modules["fshard.checkpoint.save"], "progress_bar", refuse)
-    text = refused_everywhere(lambda: checkpoint.save(tmp_path, {}, 1, progress=rank() == 1), kind=ImportError)
+    text = refused_everywhere(lambda: checkpoint.save(tmp_path, {}, 1, progress=my_rank() == 1), kind=ImportError)
     assert text == "no tqdm"
 
 
@@ -464,11 +464,12 @@ def python(code, *arguments):
     return result.stdout
 
 
-WRITER = """
-    import sys, torch
+WRITERS = """
+    import os, sys, torch
     from fshard import checkpoint
-    directory, value = sys.argv[1], int(sys.argv[2])
-    saved, refused = 0, 0
+    directory, saved, refused = sys.argv[1], 0, 0
+    child = os.fork()
+    value = 2 if child else 1
     for step in range(15):
         try:
             checkpoint.save(directory, {"w": torch.full((1000,), float(value)), "writer": value, "step": step}, step)
@@ -476,19 +477,14 @@ WRITER = """
         except checkpoint.CheckpointError as error:
             assert "which is saving there; wait for it, or save to another directory" in str(error), error
             refused += 1
-    print(saved, refused)
+    os.write(1, f"{saved} {refused}\\n".encode())
+    assert not child or os.waitpid(child, 0)[1] == 0
 """
 
 
 def test_two_processes_at_once(tmp_path):
-    command = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path)]
-    processes = [
-        subprocess.Popen([*command, str(value)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for value in (1, 2)
-    ]
-    outs = [process.communicate(timeout=60) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outs
-    counts = [tuple(map(int, out.split())) for out, _ in outs]
+    counts = [tuple(map(int, line.split())) for line in python(WRITERS, tmp_path).splitlines()]
+    assert [saved + refused for saved, refused in counts] == [15, 15]
     there = [path.name for path in tmp_path.iterdir() if path.name.startswith("step-")]
     assert len(there) == sum(saved for saved, _ in counts)
     like = {"w": torch.zeros(1000), "writer": 0, "step": 0}
@@ -528,10 +524,10 @@ def test_threads_at_once(tmp_path):
 
 def test_ranks_that_see_different_checkpoints(tmp_path):
     def program():
-        directory = tmp_path / str(rank())
+        directory = tmp_path / str(my_rank())
         directory.mkdir()
         torch.distributed.barrier()
-        if not rank():
+        if not my_rank():
             return
         checkpoint.save(tmp_path, {}, 1)
 
@@ -540,7 +536,7 @@ def test_ranks_that_see_different_checkpoints(tmp_path):
         spmd(program, 2)
     for value in (1, 2):
         checkpoint.save(tmp_path / f"of {value}", {"w": value}, 1)
-    text = refused_everywhere(lambda: checkpoint.restore(tmp_path / f"of {rank() + 1}", {"w": 0}))
+    text = refused_everywhere(lambda: checkpoint.restore(tmp_path / f"of {my_rank() + 1}", {"w": 0}))
     assert text.startswith(
         "checkpoint.restore: ranks read different checkpoints\n  (checkpoint): expected step-00000001 of"
     )

@@ -26,24 +26,20 @@ from tests.checkpoint.states import (
     unsigned,
     zeros_like,
 )
+from tests.ranks import on_ranks
 from tests.trees import WORLD_SIZES, assert_same_bits, assorted, meshes, normal, one_axis
 
 
 @pytest.mark.rows(2)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(*WORLD_SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_restore_undoes_save(layout, world_size, tmp_path):
-    # Every tree on some number of ranks in each layout; on each where tests may be slow.
     trees = list(ALL_TREES)[WORLD_SIZES.index(world_size) :: len(WORLD_SIZES)]
     trees = ["divisible"] if layout in CHOOSY else trees
-
-    def program():
-        for tree in trees:
-            params = fs.shard(tree_for(layout, tree), LAYOUTS[layout](meshes()))
-            checkpoint.save(tmp_path / tree, params, 1)
-            assert_same(checkpoint.restore(tmp_path / tree, zeros_like(params)), params)
-
-    spmd(program, world_size)
+    for tree in trees:
+        params = fs.shard(tree_for(layout, tree), LAYOUTS[layout](meshes()))
+        checkpoint.save(tmp_path / tree, params, 1)
+        assert_same(checkpoint.restore(tmp_path / tree, zeros_like(params)), params)
 
 
 def pairs(number, seed):
@@ -123,14 +119,11 @@ def test_random_trees_between_random_layouts(seed, tmp_path):
         spmd(program, draw.choice(WORLD_SIZES))
 
 
-@pytest.mark.parametrize("world_size", (1, 3))
+@on_ranks(1, 3)
 @pytest.mark.parametrize("make", (python_values, named_oddly, unsigned))
-def test_leaves_that_are_not_sharded(make, world_size, tmp_path):
-    def program():
-        checkpoint.save(tmp_path, make(), 1)
-        assert_same(checkpoint.restore(tmp_path, zeros_like(make())), make())
-
-    spmd(program, world_size)
+def test_leaves_that_are_not_sharded(make, tmp_path):
+    checkpoint.save(tmp_path, make(), 1)
+    assert_same(checkpoint.restore(tmp_path, zeros_like(make())), make())
 
 
 def test_views_are_saved_as_what_they_show(tmp_path):
@@ -160,16 +153,14 @@ def test_the_latest_and_each_step(tmp_path):
         assert_same_bits(checkpoint.restore(tmp_path, state, step=step), state)
 
 
+@on_ranks(3)
 def test_like_on_the_meta_device_and_of_other_values(tmp_path):
-    def program():
-        params = fs.shard(assorted(), fs.zero2(one_axis(), min_shard_elements=0))
-        checkpoint.save(tmp_path, {"params": params, "count": 3}, 1)
-        meta = fs.tree_map(lambda leaf: leaf.to("meta"), params)
-        restored = checkpoint.restore(tmp_path, {"params": meta, "count": 99})
-        assert_same(restored["params"], params)
-        assert restored["count"] == 3
-
-    spmd(program, 3)
+    params = fs.shard(assorted(), fs.zero2(one_axis(), min_shard_elements=0))
+    checkpoint.save(tmp_path, {"params": params, "count": 3}, 1)
+    meta = fs.tree_map(lambda leaf: leaf.to("meta"), params)
+    restored = checkpoint.restore(tmp_path, {"params": meta, "count": 99})
+    assert_same(restored["params"], params)
+    assert restored["count"] == 3
 
 
 TX = {
@@ -198,20 +189,18 @@ def steps(tx, state, number):
 
 @pytest.mark.parametrize(("layout", "world_size"), [("ddp", 1), ("ddp", 2), ("zero3", 3), ("two dims", 2)])
 @pytest.mark.parametrize("tx", TX)
-def test_training_goes_on_as_if_nothing_had_happened(tx, layout, world_size, tmp_path):
-    def program():
-        if tx == "Muon, whole" and layout == "two dims":
-            return
-        optimizer = TX[tx]()
-        state = steps(optimizer, state_of(optimizer, layout), 3)
-        checkpoint.save(tmp_path, state)
-        assert checkpoint.latest(tmp_path) == 3
-        restored = checkpoint.restore(tmp_path, zeros_like(state_of(optimizer, layout)))
-        # Padding aside, which a step may have written to and a restore zeroes.
-        assert_same_bits(fs.unshard(restored), fs.unshard(state))
-        assert_same_bits(fs.unshard(steps(optimizer, restored, 3)), fs.unshard(steps(optimizer, state, 3)))
-
-    spmd(program, world_size)
+@on_ranks()
+def test_training_goes_on_as_if_nothing_had_happened(tx, layout, tmp_path):
+    if tx == "Muon, whole" and layout == "two dims":
+        return
+    optimizer = TX[tx]()
+    state = steps(optimizer, state_of(optimizer, layout), 3)
+    checkpoint.save(tmp_path, state)
+    assert checkpoint.latest(tmp_path) == 3
+    restored = checkpoint.restore(tmp_path, zeros_like(state_of(optimizer, layout)))
+    # Padding aside, which a step may have written to and a restore zeroes.
+    assert_same_bits(fs.unshard(restored), fs.unshard(state))
+    assert_same_bits(fs.unshard(steps(optimizer, restored, 3)), fs.unshard(steps(optimizer, state, 3)))
 
 
 @pytest.mark.rows(1)
@@ -237,40 +226,35 @@ def test_training_goes_on_at_another_world_size(tx, tmp_path):
         fs.testing.assert_trees_close(end.params, ended.params, rtol=1e-12 if tx == "adafactor" else 0, atol=0)
 
 
+@on_ranks(3)
 def test_state_of_transforms_that_ranks_have_of_their_own(tmp_path):
-    def program():
-        params = fs.shard({"w": normal()(6, 40)}, fs.quantize(one_axis(), scatter=True, block=16))
-        state = fs.transform_state(params)
-        state = fs.tree_map(lambda row: row + torch.distributed.get_rank() + 1, state)
-        checkpoint.save(tmp_path, state, 1)
-        assert_same(checkpoint.restore(tmp_path, zeros_like(state)), state)
-
-    spmd(program, 3)
+    params = fs.shard({"w": normal()(6, 40)}, fs.quantize(one_axis(), scatter=True, block=16))
+    state = fs.transform_state(params)
+    state = fs.tree_map(lambda row: row + torch.distributed.get_rank() + 1, state)
+    checkpoint.save(tmp_path, state, 1)
+    assert_same(checkpoint.restore(tmp_path, zeros_like(state)), state)
 
 
-@pytest.mark.parametrize("world_size", (1, 2))
-def test_parts_by_subtree_and_by_name(world_size, tmp_path):
-    def program():
-        optimizer = TX["adamw"]()
-        state = steps(optimizer, state_of(optimizer, "zero3"), 2)
-        checkpoint.save(tmp_path, state)
-        params = zeros_like(state.params)
-        # A second time, so that padding is zero.
-        state = checkpoint.restore(tmp_path, state)
-        assert_same(checkpoint.restore(tmp_path, params, subtree=".params"), state.params)
-        assert_same(checkpoint.restore(tmp_path, params["w"], subtree=".params['w']"), state.params["w"])
-        assert_same(checkpoint.restore(tmp_path, torch.zeros_like(state.step), subtree=".step"), state.step)
-        some = checkpoint.restore(tmp_path, params, subtree=".params", only=("w", "sc*"))
-        assert_same(some, {**params, "w": state.params["w"], "scalar": state.params["scalar"]})
-        assert some["v"] is params["v"]
-        # What is not read may be of any kind.
-        mixed = {"w": params["w"], "new": torch.ones(3), "other": object()}
-        assert_same(checkpoint.restore(tmp_path, mixed, subtree=".params", only="w")["w"], state.params["w"])
-        by_function = checkpoint.restore(tmp_path, zeros_like(state), only=lambda name: name.startswith("params."))
-        assert_same(by_function.params, state.params)
-        assert by_function.step == 0
-
-    spmd(program, world_size)
+@on_ranks(1, 2)
+def test_parts_by_subtree_and_by_name(tmp_path):
+    optimizer = TX["adamw"]()
+    state = steps(optimizer, state_of(optimizer, "zero3"), 2)
+    checkpoint.save(tmp_path, state)
+    params = zeros_like(state.params)
+    # A second time, so that padding is zero.
+    state = checkpoint.restore(tmp_path, state)
+    assert_same(checkpoint.restore(tmp_path, params, subtree=".params"), state.params)
+    assert_same(checkpoint.restore(tmp_path, params["w"], subtree=".params['w']"), state.params["w"])
+    assert_same(checkpoint.restore(tmp_path, torch.zeros_like(state.step), subtree=".step"), state.step)
+    some = checkpoint.restore(tmp_path, params, subtree=".params", only=("w", "sc*"))
+    assert_same(some, {**params, "w": state.params["w"], "scalar": state.params["scalar"]})
+    assert some["v"] is params["v"]
+    # What is not read may be of any kind.
+    mixed = {"w": params["w"], "new": torch.ones(3), "other": object()}
+    assert_same(checkpoint.restore(tmp_path, mixed, subtree=".params", only="w")["w"], state.params["w"])
+    by_function = checkpoint.restore(tmp_path, zeros_like(state), only=lambda name: name.startswith("params."))
+    assert_same(by_function.params, state.params)
+    assert by_function.step == 0
 
 
 @pytest.mark.parametrize("world_size", (2, 3, 8))
@@ -314,43 +298,37 @@ def test_a_file_is_plain_safetensors_and_paths_are_sorted(tmp_path):
     assert list(body["tensors"]) == sorted(body["tensors"])
 
 
+@on_ranks(4)
 def test_padding_is_zero_after_a_restore(tmp_path):
-    def program():
-        params = fs.shard({"w": normal()(5, 3)}, fs.zero2(one_axis(), min_shard_elements=0))
-        dirty = fs.tree_map(torch.clone, params)
-        dirty["w"].local[local_rows(params["w"]) :] = torch.nan
-        checkpoint.save(tmp_path, dirty, 1)
-        assert_same(checkpoint.restore(tmp_path, dirty), params)
-
-    spmd(program, 4)
+    params = fs.shard({"w": normal()(5, 3)}, fs.zero2(one_axis(), min_shard_elements=0))
+    dirty = fs.tree_map(torch.clone, params)
+    dirty["w"].local[local_rows(params["w"]) :] = torch.nan
+    checkpoint.save(tmp_path, dirty, 1)
+    assert_same(checkpoint.restore(tmp_path, dirty), params)
 
 
 def local_rows(leaf):
     return min(2, max(0, 5 - 2 * torch.distributed.get_rank()))
 
 
+@on_ranks(2)
 def test_no_value_of_the_state_is_touched(tmp_path):
-    def program():
-        params = fs.shard(assorted(), fs.zero2(one_axis(), min_shard_elements=0))
-        before = fs.tree_map(torch.clone, params)
-        saving = checkpoint.save(tmp_path, params, 1)
-        restored = checkpoint.restore(tmp_path, params)
-        assert saving.wait() == saving.wait()
-        assert_same(params, before)
-        storages = {leaf.untyped_storage().data_ptr() for leaf in fs.tree_leaves(params) if leaf.numel()}
-        assert not storages & {leaf.untyped_storage().data_ptr() for leaf in fs.tree_leaves(restored)}
-
-    spmd(program, 2)
+    params = fs.shard(assorted(), fs.zero2(one_axis(), min_shard_elements=0))
+    before = fs.tree_map(torch.clone, params)
+    saving = checkpoint.save(tmp_path, params, 1)
+    restored = checkpoint.restore(tmp_path, params)
+    assert saving.wait() == saving.wait()
+    assert_same(params, before)
+    storages = {leaf.untyped_storage().data_ptr() for leaf in fs.tree_leaves(params) if leaf.numel()}
+    assert not storages & {leaf.untyped_storage().data_ptr() for leaf in fs.tree_leaves(restored)}
 
 
+@on_ranks(2)
 def test_order_of_entries_is_no_part_of_a_state(tmp_path):
-    def program():
-        names = "abc" if torch.distributed.get_rank() else "cba"
-        state = OrderedDict((name, torch.full((4,), float(ord(name)))) for name in names)
-        checkpoint.save(tmp_path, state, 1)
-        assert_same(checkpoint.restore(tmp_path, zeros_like(state)), state)
-
-    spmd(program, 2)
+    names = "abc" if torch.distributed.get_rank() else "cba"
+    state = OrderedDict((name, torch.full((4,), float(ord(name)))) for name in names)
+    checkpoint.save(tmp_path, state, 1)
+    assert_same(checkpoint.restore(tmp_path, zeros_like(state)), state)
 
 
 def test_every_leaf_of_a_shard_is_where_shard_puts_it(tmp_path):

@@ -13,6 +13,7 @@ from fshard import checkpoint
 from fshard.interop import safetensors
 from fshard.testing import RankError, spmd
 from tests.checkpoint.states import assert_same, message, refused, sampler, zeros_like
+from tests.ranks import on_ranks
 from tests.trees import normal, one_axis
 
 TX = fs.adamw(0.1)
@@ -49,28 +50,25 @@ def held(monkeypatch):
 
 
 @pytest.mark.parametrize("manager", (False, True))
-@pytest.mark.parametrize("world_size", (1, 2))
+@on_ranks(1, 2)
 def test_a_donated_step_may_overwrite_what_is_being_saved(world_size, manager, held, tmp_path):
-    def program():
-        step = fs.jit(train_step, donate_argnums=0)
-        state = train_step(new_state())
-        expected = fs.tree_map(torch.clone, state)
-        if manager:
-            keeper = checkpoint.Manager(tmp_path)
-            keeper.save(state)
-            wait = keeper.wait
-        else:
-            wait = checkpoint.save(tmp_path, state, asynchronous=True).wait
-        for _ in range(3):
-            state = step(state)
-        assert checkpoint.latest(tmp_path) is None
-        torch.distributed.barrier() if world_size > 1 else None
-        held.set()
-        wait()
-        assert_same(checkpoint.restore(tmp_path, zeros_like(expected)), expected)
-        assert state.step == 4
-
-    spmd(program, world_size)
+    step = fs.jit(train_step, donate_argnums=0)
+    state = train_step(new_state())
+    expected = fs.tree_map(torch.clone, state)
+    if manager:
+        keeper = checkpoint.Manager(tmp_path)
+        keeper.save(state)
+        wait = keeper.wait
+    else:
+        wait = checkpoint.save(tmp_path, state, asynchronous=True).wait
+    for _ in range(3):
+        state = step(state)
+    assert checkpoint.latest(tmp_path) is None
+    torch.distributed.barrier() if world_size > 1 else None
+    held.set()
+    wait()
+    assert_same(checkpoint.restore(tmp_path, zeros_like(expected)), expected)
+    assert state.step == 4
 
 
 def test_buffers_of_copies_are_kept_from_one_save_to_the_next(tmp_path):

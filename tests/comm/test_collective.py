@@ -9,6 +9,7 @@ import fshard as fs
 from fshard import comm
 from fshard.comm.collective import EXCHANGE_BYTES, PACK_BYTES
 from fshard.testing import spmd
+from tests.ranks import on_ranks
 from tests.trees import as_bytes, assert_same_bits, one_axis
 
 ALGORITHMS = ("auto", "direct", "coalesced", "flat")
@@ -19,10 +20,7 @@ MORE_DTYPES = (torch.bool, torch.int8, torch.float16, torch.complex64, torch.flo
 SIZES = (0, 1, 5, EXCHANGE_BYTES // 8, EXCHANGE_BYTES // 8 + 1, PACK_BYTES // 8 - 1, PACK_BYTES // 8)
 
 
-@pytest.fixture(params=["2 threads", "3 threads", "2 processes", "3 processes"])
-def world(request, workers):
-    size, kind = request.param.split()
-    return int(size) if kind == "threads" else workers(int(size))
+WORLDS = (2, 3, "2 processes", "3 processes")
 
 
 def axis():
@@ -60,60 +58,48 @@ def assert_sums(actual, parts, in_rank_order):
 
 @pytest.mark.rows(2)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_all_gather(world, algorithm):
-    def program():
-        line = axis()
-        ranks = of_ranks(line.size, [(n,) for n in SIZES] + [(), (5, 0), (3, 4, 5)], DTYPES + MORE_DTYPES)
-        mine = ranks[comm.rank(line)]
-        assert_same_bits(comm.all_gather(mine, line, "test", algorithm), list(map(torch.stack, zip(*ranks))))
-
-    spmd(program, world)
+@on_ranks(*WORLDS)
+def test_all_gather(algorithm):
+    line = axis()
+    ranks = of_ranks(line.size, [(n,) for n in SIZES] + [(), (5, 0), (3, 4, 5)], DTYPES + MORE_DTYPES)
+    mine = ranks[comm.rank(line)]
+    assert_same_bits(comm.all_gather(mine, line, "test", algorithm), list(map(torch.stack, zip(*ranks))))
 
 
 @pytest.mark.rows(2)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_reduce_scatter(world, algorithm):
-    def program():
-        line = axis()
-        shapes = [(line.size, n // line.size) for n in SIZES] + [(line.size,), (line.size, 5, 0), (line.size, 3, 4, 5)]
-        ranks = of_ranks(line.size, shapes, DTYPES)
-        me = comm.rank(line)
-        sums = comm.reduce_scatter(ranks[me], line, "test", algorithm)
-        for total, *stacks in zip(sums, *ranks, strict=True):
-            assert_sums(total, [stack[me] for stack in stacks], algorithm in ("auto", "direct"))
-
-    spmd(program, world)
+@on_ranks(*WORLDS)
+def test_reduce_scatter(algorithm):
+    line = axis()
+    shapes = [(line.size, n // line.size) for n in SIZES] + [(line.size,), (line.size, 5, 0), (line.size, 3, 4, 5)]
+    ranks = of_ranks(line.size, shapes, DTYPES)
+    me = comm.rank(line)
+    sums = comm.reduce_scatter(ranks[me], line, "test", algorithm)
+    for total, *stacks in zip(sums, *ranks, strict=True):
+        assert_sums(total, [stack[me] for stack in stacks], algorithm in ("auto", "direct"))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_all_reduce(world, algorithm):
-    def program():
-        line = axis()
-        ranks = of_ranks(line.size, [(n,) for n in SIZES] + [(), (5, 0), (3, 4, 5)], DTYPES)
-        sums = comm.all_reduce(ranks[comm.rank(line)], line, "test", algorithm)
-        for total, *parts in zip(sums, *ranks, strict=True):
-            assert_sums(total, parts, algorithm in ("auto", "direct"))
-        return [as_bytes(total) for total in sums]
-
-    first, *others = spmd(program, world)
-    for other in others:
-        assert_same_bits(other, first)
+@on_ranks(*WORLDS)
+def test_all_reduce(algorithm):
+    line = axis()
+    ranks = of_ranks(line.size, [(n,) for n in SIZES] + [(), (5, 0), (3, 4, 5)], DTYPES)
+    sums = comm.all_reduce(ranks[comm.rank(line)], line, "test", algorithm)
+    for total, *parts in zip(sums, *ranks, strict=True):
+        assert_sums(total, parts, algorithm in ("auto", "direct"))
+    return [as_bytes(total).numpy().tobytes() for total in sums]
 
 
+@pytest.mark.rows(6)
 @pytest.mark.parametrize("elements", (1, EXCHANGE_BYTES // 8 + 1, PACK_BYTES // 8))
-def test_direct_sums_are_in_rank_order(workers, elements):
+@on_ranks(3, 4, "3 processes")
+def test_direct_sums_are_in_rank_order(elements):
     """(1e16 + 1) - 1e16 is 0 and (1e16 - 1e16) + 1 is 1: the order shows in every element."""
-
-    def program():
-        line = axis()
-        value = torch.full((elements,), [1e16, 1.0, -1e16, 1.0][comm.rank(line)], dtype=torch.float64)
-        (total,) = comm.all_reduce([value], line, "test", "direct")
-        (piece,) = comm.reduce_scatter([value.repeat(line.size, 1)], line, "test", "direct")
-        return {*total.tolist(), *piece.tolist()}
-
-    for world in (3, workers(3)):
-        assert spmd(program, world) == [{0.0}] * 3
-    assert spmd(program, 4) == [{1.0}] * 4
+    line = axis()
+    value = torch.full((elements,), [1e16, 1.0, -1e16, 1.0][comm.rank(line)], dtype=torch.float64)
+    (total,) = comm.all_reduce([value], line, "test", "direct")
+    (piece,) = comm.reduce_scatter([value.repeat(line.size, 1)], line, "test", "direct")
+    assert {*total.tolist(), *piece.tolist()} == {1.0 if line.size == 4 else 0.0}
 
 
 def strided():
@@ -130,84 +116,73 @@ def strided():
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_strided_inputs(world, algorithm):
-    def program():
-        line = axis()
-        tensors, one = strided(), torch.arange(8.0)[3:4].as_strided((1,), (5,))
-        expected = [torch.stack([tensor] * line.size) for tensor in (*tensors, one)]
-        assert_same_bits(comm.all_gather([*tensors, one], line, "test", algorithm), expected)
-        for tensor in (*tensors, one):
-            assert_same_bits(comm.all_gather([tensor], line, "test", algorithm), [torch.stack([tensor] * line.size)])
-            assert_same_bits(comm.all_reduce([tensor], line, "test", algorithm), [tensor * line.size])
-        for tensor in tensors:
-            stack = tensor[:6].unflatten(0, (line.size, -1)) if len(tensor) == 6 else tensor[:1].expand(line.size, 4, 1)
-            expected = stack[comm.rank(line)] * line.size
-            assert_same_bits(comm.reduce_scatter([stack], line, "test", algorithm), [expected])
-
-    spmd(program, world)
+@on_ranks(*WORLDS)
+def test_strided_inputs(algorithm):
+    line = axis()
+    tensors, one = strided(), torch.arange(8.0)[3:4].as_strided((1,), (5,))
+    expected = [torch.stack([tensor] * line.size) for tensor in (*tensors, one)]
+    assert_same_bits(comm.all_gather([*tensors, one], line, "test", algorithm), expected)
+    for tensor in (*tensors, one):
+        assert_same_bits(comm.all_gather([tensor], line, "test", algorithm), [torch.stack([tensor] * line.size)])
+        assert_same_bits(comm.all_reduce([tensor], line, "test", algorithm), [tensor * line.size])
+    for tensor in tensors:
+        stack = tensor[:6].unflatten(0, (line.size, -1)) if len(tensor) == 6 else tensor[:1].expand(line.size, 4, 1)
+        expected = stack[comm.rank(line)] * line.size
+        assert_same_bits(comm.reduce_scatter([stack], line, "test", algorithm), [expected])
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_inputs_are_left_alone_and_results_are_new(world, algorithm):
-    def program():
-        line = axis()
-        for n in SIZES[1:]:
-            tensor, stack = torch.ones(n), torch.ones(line.size, n)
-            results = [
-                *comm.all_gather([tensor], line, "test", algorithm),
-                *comm.reduce_scatter([stack], line, "test", algorithm),
-                *comm.all_reduce([tensor], line, "test", algorithm),
-            ]
-            for result in results:
-                result.fill_(7.0)
-            assert bool((tensor == 1).all())
-            assert bool((stack == 1).all())
-
-    spmd(program, world)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_collectives_in_flight_finish_in_any_order(world, algorithm):
-    def program():
-        line = axis()
-        mine = torch.full((6,), comm.rank(line) + 1.0)
-        finish = [
-            comm.start_all_gather([mine], line, "first", algorithm),
-            comm.start_all_reduce([mine], line, "second", algorithm),
-            comm.start_reduce_scatter([mine.view(line.size, -1)], line, "third", algorithm),
+@on_ranks(*WORLDS)
+def test_inputs_are_left_alone_and_results_are_new(algorithm):
+    line = axis()
+    for n in SIZES[1:]:
+        tensor, stack = torch.ones(n), torch.ones(line.size, n)
+        results = [
+            *comm.all_gather([tensor], line, "test", algorithm),
+            *comm.reduce_scatter([stack], line, "test", algorithm),
+            *comm.all_reduce([tensor], line, "test", algorithm),
         ]
-        (scattered,), (total,), (gathered,) = (wait() for wait in reversed(finish))
-        ranks = range(1, line.size + 1)
-        assert gathered.tolist() == [[float(rank)] * 6 for rank in ranks]
-        assert total.tolist() == [float(sum(ranks))] * 6
-        assert scattered.tolist() == [float(sum(ranks))] * (6 // line.size)
-
-    spmd(program, world)
+        for result in results:
+            result.fill_(7.0)
+        assert bool((tensor == 1).all())
+        assert bool((stack == 1).all())
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("size", (1, 2))
-def test_nothing_to_send_is_no_collective(size, algorithm):
-    def program():
-        line = axis()
-        with comm.record() as record:
-            for collective in (comm.all_gather, comm.reduce_scatter, comm.all_reduce):
-                assert collective([], line, "test", algorithm) == []
-        assert record == []
+@on_ranks(*WORLDS)
+def test_collectives_in_flight_finish_in_any_order(algorithm):
+    line = axis()
+    mine = torch.full((6,), comm.rank(line) + 1.0)
+    finish = [
+        comm.start_all_gather([mine], line, "first", algorithm),
+        comm.start_all_reduce([mine], line, "second", algorithm),
+        comm.start_reduce_scatter([mine.view(line.size, -1)], line, "third", algorithm),
+    ]
+    (scattered,), (total,), (gathered,) = (wait() for wait in reversed(finish))
+    ranks = range(1, line.size + 1)
+    assert gathered.tolist() == [[float(rank)] * 6 for rank in ranks]
+    assert total.tolist() == [float(sum(ranks))] * 6
+    assert scattered.tolist() == [float(sum(ranks))] * (6 // line.size)
 
-    spmd(program, size)
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@on_ranks(1, 2)
+def test_nothing_to_send_is_no_collective(algorithm):
+    line = axis()
+    with comm.record() as record:
+        for collective in (comm.all_gather, comm.reduce_scatter, comm.all_reduce):
+            assert collective([], line, "test", algorithm) == []
+    assert record == []
 
 
+@on_ranks(1)
 def test_one_rank_gets_its_own_tensors_back():
-    def program():
-        line, tensor = axis(), torch.ones(1, 3)
-        (gathered,), (scattered,), (total,) = (
-            collective([tensor], line, "test") for collective in (comm.all_gather, comm.reduce_scatter, comm.all_reduce)
-        )
-        assert (gathered.shape, scattered.shape, total.shape) == ((1, 1, 3), (3,), (1, 3))
-        assert {t.data_ptr() for t in (gathered, scattered, total)} == {tensor.data_ptr()}
-
-    spmd(program, 1)
+    line, tensor = axis(), torch.ones(1, 3)
+    (gathered,), (scattered,), (total,) = (
+        collective([tensor], line, "test") for collective in (comm.all_gather, comm.reduce_scatter, comm.all_reduce)
+    )
+    assert (gathered.shape, scattered.shape, total.shape) == ((1, 1, 3), (3,), (1, 3))
+    assert {t.data_ptr() for t in (gathered, scattered, total)} == {tensor.data_ptr()}
 
 
 def test_rank_is_the_coordinate_on_the_axis():

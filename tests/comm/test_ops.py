@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fshard as fs
 from fshard import comm
 from fshard.comm.collective import PACK_BYTES
-from fshard.testing import spmd
+from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
 ALGORITHMS = ("direct", "coalesced", "flat")
@@ -32,18 +32,15 @@ def test_fake_tensors_need_no_ranks(name, algorithm):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("name", FAKE_CALLS)
-def test_traced_collectives_are_the_same(workers, name, algorithm):
+@on_ranks("3 processes")
+def test_traced_collectives_are_the_same(name, algorithm):
     """A graph holds the operators themselves, each with a wait, and computes what eager code does."""
     collective, shapes, _ = FAKE_CALLS[name]
-
-    def program():
-        line = fs.axis_of(one_axis())
-        draw = normal(comm.rank(line))
-        tensors = [draw(*shape) for shape in shapes]
-        graph = make_fx(lambda tensors: collective(tensors, line, "test", algorithm), tracing_mode="fake")(tensors)
-        targets = [str(node.target) for node in graph.graph.nodes]
-        assert any(target.startswith("fshard.") for target in targets)
-        assert any(target.startswith("_c10d_functional.wait_tensor") for target in targets)
-        assert_same_bits(graph(tensors), collective(tensors, line, "test", algorithm))
-
-    spmd(program, workers(3))
+    line = fs.axis_of(one_axis())
+    draw = normal(comm.rank(line))
+    tensors = [draw(*shape) for shape in shapes]
+    graph = make_fx(lambda tensors: collective(tensors, line, "test", algorithm), tracing_mode="fake")(tensors)
+    targets = [str(node.target) for node in graph.graph.nodes]
+    assert any(target.startswith("fshard.") for target in targets)
+    assert any(target.startswith("_c10d_functional.wait_tensor") for target in targets)
+    assert_same_bits(graph(tensors), collective(tensors, line, "test", algorithm))

@@ -9,6 +9,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
+from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, none_as_zeros, normal, one_axis
 
 LAYERS = 6
@@ -101,30 +102,25 @@ def test_a_known_order_costs_one_message(name):
         assert len([label for label in third if label in ("gather", "objective")]) == others
 
 
-def test_ranks_that_depart_alike_vote_again(workers):
+@on_ranks("2 processes")
+def test_ranks_that_depart_alike_vote_again():
     """As where layers are dropped at random: the step runs again from the same random numbers."""
     orders = ["012345", "01345", "012345", "0345", "12"]
+    params, counts = params_of(), []
+    for names in orders:
 
-    def program():
-        params, counts = params_of(), []
-        for names in orders:
+        def loss(params, names=names):
+            return run_layers(params, names) * torch.rand((), dtype=torch.float64)
 
-            def loss(params, names=names):
-                return run_layers(params, names) * torch.rand((), dtype=torch.float64)
-
-            torch.manual_seed(7)
-            with fs.comm.record() as record:
-                found = fs.value_and_grad(loss)(params)
-            after = torch.get_rng_state()
-            counts.append(votes(record))
-            torch.manual_seed(7)
-            assert_same(found, reference(loss, params), params)
-            assert torch.equal(after, torch.get_rng_state())
-        return counts
-
-    # Votes: one at the start, one on each gather, one at the end. The second and third call follow an order first; what
-    # departs often votes from the start.
-    assert spmd(program, workers(2)) == [[8, 1 + 7, 1 + 8, 6, 4]] * 2
+        torch.manual_seed(7)
+        with fs.comm.record() as record:
+            found = fs.value_and_grad(loss)(params)
+        after = torch.get_rng_state()
+        counts.append(votes(record))
+        torch.manual_seed(7)
+        assert_same(found, reference(loss, params), params)
+        assert torch.equal(after, torch.get_rng_state())
+    assert counts == [8, 1 + 7, 1 + 8, 6, 4]
 
 
 def test_a_rank_that_departs_alone_is_named_on_every_rank():

@@ -12,60 +12,53 @@ from fshard.testing import RankError, assert_trees_close, spmd
 from tests.programs.sides import CHOSEN, OfRank
 from tests.programs.subjects import subject
 from tests.programs.table import check, expected
+from tests.ranks import on_ranks
 from tests.trees import meshes, normal, one_axis
 
 
-def test_linearize_is_refused_on_several_ranks(workers):
+@on_ranks("2 processes")
+def test_linearize_is_refused_on_several_ranks():
     """It would fold collectives away; traced by threads, others could be in its place, hence processes."""
-
-    def program():
-        side = OfRank(subject("function"), "zero3")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with pytest.raises(
-                ValueError,
-                match=r"expected torch\.func\.jvp for each tangent, .* got torch\.func\.linearize, which folds",
-            ):
-                linearize(side.loss, side.params)
-
-    spmd(program, workers(2))
+    side = OfRank(subject("function"), "zero3")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(
+            ValueError,
+            match=r"expected torch\.func\.jvp for each tangent, .* got torch\.func\.linearize, which folds",
+        ):
+            linearize(side.loss, side.params)
 
 
+@on_ranks(1)
 def test_linearize_on_one_rank():
-    def program():
-        side = OfRank(subject("function"), "zero3")
-        with warnings.catch_warnings():
-            # torch's own, about tensors that its trace holds.
-            warnings.simplefilter("ignore")
-            value, push = linearize(side.loss, side.params)
-        expected_value, slope = jvp(side.loss, (side.params,), (side.directions[0],))
-        assert value.equal(expected_value)
-        assert push(side.directions[0]).equal(slope)
-
-    spmd(program, 1)
+    side = OfRank(subject("function"), "zero3")
+    with warnings.catch_warnings():
+        # torch's own, about tensors that its trace holds.
+        warnings.simplefilter("ignore")
+        value, push = linearize(side.loss, side.params)
+    expected_value, slope = jvp(side.loss, (side.params,), (side.directions[0],))
+    assert value.equal(expected_value)
+    assert push(side.directions[0]).equal(slope)
 
 
 @pytest.mark.parametrize("strategy", ("ddp", "zero3"))
+@on_ranks(2)
 def test_vmap_of_a_loss_that_uses_a_leaf_on_one_rank(strategy):
     """A rank without rows for an expert: its gradient is zeros, which vmap has not batched."""
     full = {name: torch.ones(3, 5, dtype=torch.float64) for name in ("both", "expert")}
     rates = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    on = meshes()
+    params = fs.shard(full, CHOSEN[strategy](on))
 
-    def program():
-        on = meshes()
-        params = fs.shard(full, CHOSEN[strategy](on))
+    def loss(p, rate):
+        whole = fs.gather(p)
+        names = ("both", "expert") if on.line.get_rank() == 0 else ("both",)
+        return fs.objective(rate * sum(whole[name].sum() for name in names), like=p, reduce="sum")
 
-        def loss(p, rate):
-            whole = fs.gather(p)
-            names = ("both", "expert") if on.line.get_rank() == 0 else ("both",)
-            return fs.objective(rate * sum(whole[name].sum() for name in names), like=p, reduce="sum")
-
-        grads = vmap(grad(loss), in_dims=(None, 0))(params, rates)
-        for name, ranks in {"both": 2, "expert": 1}.items():
-            found = vmap(fs.gather)(grads)[name]
-            assert found.equal(ranks * rates[:, None, None].expand_as(found))
-
-    spmd(program, 2)
+    grads = vmap(grad(loss), in_dims=(None, 0))(params, rates)
+    for name, ranks in {"both": 2, "expert": 1}.items():
+        found = vmap(fs.gather)(grads)[name]
+        assert found.equal(ranks * rates[:, None, None].expand_as(found))
 
 
 def test_vmap_of_a_transformer_on_a_rank_without_rows():

@@ -8,6 +8,7 @@ from tests.programs.curvature import rows_of
 from tests.programs.sides import CHOSEN, Dense
 from tests.programs.subjects import COUNTS, ROWS, SUBJECTS, subject
 from tests.programs.table import PROGRAMS, check, expected, strategies, world_sizes
+from tests.ranks import on_ranks
 
 CASES = [(program, name, n) for program in PROGRAMS for name in SUBJECTS for n in world_sizes(name, program)]
 
@@ -33,11 +34,9 @@ ON_PROCESSES = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_programs_on_processes(workers, name):
-    def program():
-        return [check(name, program, chosen) for program in ON_PROCESSES for chosen in ("zero3", "hsdp")]
-
-    spmd(program, workers(2))
+@on_ranks("2 processes")
+def test_programs_on_processes(name):
+    return [check(name, program, chosen) for program in ON_PROCESSES for chosen in ("zero3", "hsdp")]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -10,6 +10,7 @@ import fshard as fs
 from fshard import comm
 from fshard.testing import spmd
 from fshard.trace.stragglers import BETWEEN, spans
+from tests.ranks import BrokenError, on_ranks
 from tests.trace.steps import UNITS, make_step
 from tests.trees import one_axis
 
@@ -55,48 +56,44 @@ def test_records_what_the_recorder_does(workers, backend):
     assert all(unit in first for unit in UNITS)
 
 
-def test_spans_have_no_gaps_and_count_for_units(workers):
-    def program():
-        step, state, x = make_step()
-        with fs.trace() as trace:
-            step(state, x)
-        report = trace.report()
-        for timeline, row in zip(report.timelines, report.ranks):
-            found = list(spans(timeline))
-            assert [span.begin for span in found] == [timeline.begin, *(span.end for span in found[:-1])]
-            assert found[-1].end == timeline.end
-            assert row.computing + row.starting + row.waiting == pytest.approx(row.seconds)
-            assert row.waiting_for_late <= row.waiting
-        computed = {row.unit for row in report.units if row.computing.get(0)}
-        assert set(UNITS) <= computed
-
-    spmd(program, workers(2))
+@on_ranks("2 processes")
+def test_spans_have_no_gaps_and_count_for_units():
+    step, state, x = make_step()
+    with fs.trace() as trace:
+        step(state, x)
+    report = trace.report()
+    for timeline, row in zip(report.timelines, report.ranks):
+        found = list(spans(timeline))
+        assert [span.begin for span in found] == [timeline.begin, *(span.end for span in found[:-1])]
+        assert found[-1].end == timeline.end
+        assert row.computing + row.starting + row.waiting == pytest.approx(row.seconds)
+        assert row.waiting_for_late <= row.waiting
+    computed = {row.unit for row in report.units if row.computing.get(0)}
+    assert set(UNITS) <= computed
 
 
 @pytest.mark.parametrize("jitted", (False, True), ids=("eager", "jitted"))
-def test_what_is_done_between_steps_counts_for_no_unit(workers, jitted):
-    def program():
-        step, state, x = make_step()
-        if jitted:
-            step = fs.jit(step)
-            step(state, x)
-        with fs.trace() as trace:
-            pauses = []
-            for _ in range(2):
-                begin = time.perf_counter_ns()
-                torch.ones(2) + 1
-                pauses.append((begin, time.perf_counter_ns()))
-                state, _ = step(state, x)
-        report = trace.report(alone=True)
-        (found,) = report.spans.values()
-        for begin, end in pauses:
-            (name,) = [span.name for span in found if span.begin <= begin and end <= span.end]
-            assert name == BETWEEN
-        named = {span.name for span in found if span.event is None}
-        assert {*UNITS, BETWEEN} <= named
-        trace.report()
-
-    spmd(program, workers(2))
+@on_ranks("2 processes")
+def test_what_is_done_between_steps_counts_for_no_unit(jitted):
+    step, state, x = make_step()
+    if jitted:
+        step = fs.jit(step)
+        step(state, x)
+    with fs.trace() as trace:
+        pauses = []
+        for _ in range(2):
+            begin = time.perf_counter_ns()
+            torch.ones(2) + 1
+            pauses.append((begin, time.perf_counter_ns()))
+            state, _ = step(state, x)
+    report = trace.report(alone=True)
+    (found,) = report.spans.values()
+    for begin, end in pauses:
+        (name,) = [span.name for span in found if span.begin <= begin and end <= span.end]
+        assert name == BETWEEN
+    named = {span.name for span in found if span.event is None}
+    assert {*UNITS, BETWEEN} <= named
+    trace.report()
 
 
 class Signals(comm.Watcher):
@@ -113,48 +110,43 @@ class Signals(comm.Watcher):
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("late", (0, 1, 2))
 @pytest.mark.parametrize("jitted", (False, True), ids=("eager", "jitted"))
-def test_names_the_rank_and_the_unit_that_the_others_waited_for(workers, late, jitted):
+@on_ranks("3 processes")
+def test_names_the_rank_and_the_unit_that_the_others_waited_for(late, jitted):
     """One rank goes on only when the others wait for the last unit, whose gather it has not started."""
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    others = [other for other in range(3) if other != late]
+    key = f"{late} {jitted}"
 
-    def program():
-        store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-        others = [other for other in range(3) if other != late]
-        key = f"{late} {jitted}"
+    def come_late():
+        store.wait([f"{key} {other}" for other in others])
 
-        def come_late():
-            store.wait([f"{key} {other}" for other in others])
-
-        if jitted:
-            # The call of the step is late as a whole: the others wait in the message at its start.
-            step, state, x = make_step()
-            step = fs.jit(step)
-            step(state, x)
-            unit, between = "jit begins", come_late
-        else:
-            traced = []
-            step, state, x = make_step(
-                between=lambda place: come_late() if traced and (rank, place) == (late, 1) else None
-            )
-            # In the first step ranks vote on each unit before they gather it.
-            step(state, x)
-            traced.append(True)
-            unit, between = UNITS[2], None
-        with fs.trace() as trace, comm.watched(Signals(unit, lambda: store.set(f"{key} {rank}", ""))):
-            if between and rank == late:
-                between()
-            step(state, x)
-        report = trace.report()
-        if not jitted:
-            row = next(row for row in report.units if row.unit == unit)
-            assert row.held_up[late] > 0
-        entry = next(m for m in report.matched if m.straggler == late and m.events[late].unit == unit)
-        assert all(entry.waited(other) > 0 for other in others)
-        assert entry.waited(late) == 0
-        assert report.ranks[late].held_up > 0
-        assert 0 < report.waiting_share < 1
-        assert f"rank {late}" in str(report)
-
-    spmd(program, workers(3))
+    if jitted:
+        # The call of the step is late as a whole: the others wait in the message at its start.
+        step, state, x = make_step()
+        step = fs.jit(step)
+        step(state, x)
+        unit, between = "jit begins", come_late
+    else:
+        traced = []
+        step, state, x = make_step(between=lambda place: come_late() if traced and (rank, place) == (late, 1) else None)
+        # In the first step ranks vote on each unit before they gather it.
+        step(state, x)
+        traced.append(True)
+        unit, between = UNITS[2], None
+    with fs.trace() as trace, comm.watched(Signals(unit, lambda: store.set(f"{key} {rank}", ""))):
+        if between and rank == late:
+            between()
+        step(state, x)
+    report = trace.report()
+    if not jitted:
+        row = next(row for row in report.units if row.unit == unit)
+        assert row.held_up[late] > 0
+    entry = next(m for m in report.matched if m.straggler == late and m.events[late].unit == unit)
+    assert all(entry.waited(other) > 0 for other in others)
+    assert entry.waited(late) == 0
+    assert report.ranks[late].held_up > 0
+    assert 0 < report.waiting_share < 1
+    assert f"rank {late}" in str(report)
 
 
 def test_simulated_ranks():
@@ -179,89 +171,75 @@ def test_one_rank_needs_no_process_group():
     assert "no rank waited for another" in repr(report)
 
 
-class BrokenError(Exception):
-    pass
-
-
+@on_ranks(2)
 def test_one_that_is_interrupted_has_what_there_was():
-    def program():
-        def between(place):
-            if place == 2:
-                raise BrokenError("in the middle\nof it")
+    def between(place):
+        if place == 2:
+            raise BrokenError("in the middle\nof it")
 
-        step, state, x = make_step(between=between)
-        with pytest.raises(BrokenError), fs.trace() as trace:
-            step(state, x)
-        alone, report = trace.report(alone=True), trace.report()
-        assert [line.error for line in report.timelines] == ["BrokenError: in the middle"] * 2
-        assert "rank 1 was interrupted: BrokenError: in the middle" in str(report)
-        assert len(alone.timelines) == 1
-        assert {"layers.0", "layers.1"} <= {event.unit for event in alone.timelines[0].events}
-
-    spmd(program, 2)
-
-
-def test_nested_traces_both_record():
-    def program():
-        step, state, x = make_step()
-        # The first step has votes, those after it have not.
+    step, state, x = make_step(between=between)
+    with pytest.raises(BrokenError), fs.trace() as trace:
         step(state, x)
-        with fs.trace() as outer:
+    alone, report = trace.report(alone=True), trace.report()
+    assert [line.error for line in report.timelines] == ["BrokenError: in the middle"] * 2
+    assert "rank 1 was interrupted: BrokenError: in the middle" in str(report)
+    assert len(alone.timelines) == 1
+    assert {"layers.0", "layers.1"} <= {event.unit for event in alone.timelines[0].events}
+
+
+@on_ranks(2)
+def test_nested_traces_both_record():
+    step, state, x = make_step()
+    # The first step has votes, those after it have not.
+    step(state, x)
+    with fs.trace() as outer:
+        step(state, x)
+        with fs.trace() as inner:
             step(state, x)
-            with fs.trace() as inner:
-                step(state, x)
-        counts = [len(trace.report().timelines[0].events) for trace in (outer, inner)]
-        assert counts[0] == 2 * counts[1] > 0
-
-    spmd(program, 2)
+    counts = [len(trace.report().timelines[0].events) for trace in (outer, inner)]
+    assert counts[0] == 2 * counts[1] > 0
 
 
+@on_ranks(2)
 def test_a_collective_that_was_under_way_before_is_not_recorded():
-    def program():
-        axis = fs.axis_of(one_axis())
-        finish = comm.start_all_gather([torch.ones(2)], axis, "before")
-        with fs.trace() as trace:
-            finish()
-            comm.all_gather([torch.ones(2)], axis, "inside")
-            late = comm.start_all_gather([torch.ones(2)], axis, "not waited for")
-        late()
-        (inside, behind) = trace.report().timelines[0].events
-        assert (inside.who, len(inside.waits)) == ("inside", 1)
-        assert (behind.who, behind.waits, behind.end) == ("not waited for", [], behind.issued)
-
-    spmd(program, 2)
-
-
-def test_nothing_is_recorded_afterwards():
-    def program():
-        axis = fs.axis_of(one_axis())
-        with fs.trace() as trace:
-            comm.all_gather([torch.ones(2)], axis, "inside")
-        comm.all_gather([torch.ones(2)], axis, "outside")
-        assert [event.who for event in trace.report().timelines[0].events] == ["inside"]
-        assert comm.flight_recorder().watchers == ()
-
-    spmd(program, 2)
-
-
-def test_ranks_that_did_different_things_are_named():
-    def program():
-        axis = fs.axis_of(one_axis())
-        with fs.trace() as trace:
-            comm.all_gather([torch.ones(2)], axis, "both")
-            if comm.rank(axis) == 0:
-                finish = None
-        if comm.rank(axis) == 0:
-            with fs.trace() as trace:
-                finish = comm.start_all_gather([torch.ones(2)], axis, "traced here")
-        else:
-            finish = comm.start_all_gather([torch.ones(2)], axis, "traced here")
+    axis = fs.axis_of(one_axis())
+    finish = comm.start_all_gather([torch.ones(2)], axis, "before")
+    with fs.trace() as trace:
         finish()
-        report = trace.report()
-        assert "rank 0 all_gather for traced here, rank 1 all_gather for both" in str(report)
-        assert report.matched == []
+        comm.all_gather([torch.ones(2)], axis, "inside")
+        late = comm.start_all_gather([torch.ones(2)], axis, "not waited for")
+    late()
+    (inside, behind) = trace.report().timelines[0].events
+    assert (inside.who, len(inside.waits)) == ("inside", 1)
+    assert (behind.who, behind.waits, behind.end) == ("not waited for", [], behind.issued)
 
-    spmd(program, 2)
+
+@on_ranks(2)
+def test_nothing_is_recorded_afterwards():
+    axis = fs.axis_of(one_axis())
+    with fs.trace() as trace:
+        comm.all_gather([torch.ones(2)], axis, "inside")
+    comm.all_gather([torch.ones(2)], axis, "outside")
+    assert [event.who for event in trace.report().timelines[0].events] == ["inside"]
+    assert comm.flight_recorder().watchers == ()
+
+
+@on_ranks(2)
+def test_ranks_that_did_different_things_are_named():
+    axis = fs.axis_of(one_axis())
+    with fs.trace() as trace:
+        comm.all_gather([torch.ones(2)], axis, "both")
+        if comm.rank(axis) == 0:
+            finish = None
+    if comm.rank(axis) == 0:
+        with fs.trace() as trace:
+            finish = comm.start_all_gather([torch.ones(2)], axis, "traced here")
+    else:
+        finish = comm.start_all_gather([torch.ones(2)], axis, "traced here")
+    finish()
+    report = trace.report()
+    assert "rank 0 all_gather for traced here, rank 1 all_gather for both" in str(report)
+    assert report.matched == []
 
 
 def test_a_running_trace_has_no_report():

@@ -1,0 +1,76 @@
+"""Tests whose body is the program of a rank, and errors that break one."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.autograd import Function
+
+from fshard.testing import Workers, spmd
+
+Test = Callable[..., Any]
+
+
+def on_ranks(*worlds: int | str, timeout: float = 60.0) -> Callable[[Test], Test]:
+    """Make a test's body the program of a rank; ranks must return equal values.
+
+    Args:
+        *worlds: A row of the test each: a number of simulated ranks, or a text such as "2 processes". The test may take
+            the number of ranks as `world_size`. Without any the test is parametrized by `world_size` itself.
+        timeout: Seconds after which ranks are stuck.
+
+    Returns:
+        A decorator of a test, whose other arguments every rank is given.
+    """
+
+    def decorate(test: Test) -> Test:
+        parameters = inspect.signature(test).parameters
+
+        @wraps(test)
+        def run(**given: Any) -> None:
+            size = str(given["world_size"]).partition(" ")[0]
+            own = {name: int(size) if name == "world_size" else given[name] for name in parameters}
+            world = world_of(given["world_size"], given.get("workers"))
+            first, *others = spmd(partial(test, **own), world, timeout=timeout)
+            assert others == [first] * len(others)
+
+        processes = any(isinstance(size, str) for world in worlds for size in getattr(world, "values", [world]))
+        names = dict.fromkeys(("world_size", *["workers"] * processes, *parameters))
+        run.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names])
+        return pytest.mark.parametrize("world_size", worlds)(run) if worlds else run
+
+    return decorate
+
+
+def world_of(world_size: int | str, workers: Callable[[int], Workers]) -> int | Workers:
+    """A number of simulated ranks, or the processes of "2 processes"."""
+    return workers(int(world_size.partition(" ")[0])) if isinstance(world_size, str) else world_size
+
+
+def my_rank() -> int:
+    """The number of the rank that calls."""
+    return dist.get_rank()
+
+
+class BrokenError(Exception):
+    """An error of a program's own."""
+
+
+class BreaksInBackward(Function):
+    """The identity, whose backward raises a BrokenError of some text."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, text: str) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
+        ctx.text = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise BrokenError(ctx.text)
