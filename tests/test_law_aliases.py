@@ -8,7 +8,7 @@ import torch
 
 import fshard as fs
 from fshard.testing import spmd
-from tests.jit.steps import slow
+from tests.ranks import on_ranks
 from tests.trees import Meshes, assert_same_bits, meshes, normal
 
 STEPS = 3
@@ -87,19 +87,15 @@ ROWS = [
     *((form, "AdamW", strategy) for form in ("donated", "jitted, donated") for strategy in STRATEGIES),
     *((form, name, "ddp") for form in ("donated", "jitted, donated") for name in OPTIMIZERS if name != "AdamW"),
 ]
-# The others are jitted, which takes long.
-QUICK = [row for row in ROWS if row[0] == "donated" or row[1:] in (("AdamW", "ddp"), ("AdamW", "hsdp"), ("ema", "ddp"))]
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("form, optimizer, strategy", slow(ROWS, QUICK))
+@pytest.mark.parametrize("form, optimizer, strategy", ROWS)
+@on_ranks(2)
 def test_what_was_kept_has_its_bits_after_donated_steps(form, optimizer, strategy):
-    def program():
-        # Compared with a program that donates nothing.
-        found, expected = (trained(strategy, optimizer, how) for how in (form, "kept"))
-        assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
-
-    spmd(program, 2)
+    # Compared with a program that donates nothing.
+    found, expected = (trained(strategy, optimizer, how) for how in (form, "kept"))
+    assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
 
 
 def places(state: fs.TrainState) -> list[int]:
@@ -108,60 +104,52 @@ def places(state: fs.TrainState) -> list[int]:
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("form", ("donated", "jitted, donated"))
+@on_ranks(2, 1)
 def test_a_state_that_nobody_shares_stays_where_it_is(form):
     """A copy is made once, while somebody shares it, and of no other leaf under jit."""
-
-    def program():
-        for strategy in ("ddp", "zero3"):
-            tx, state = started(strategy, "AdamW")
-            step = step_of(tx, donate=form == "donated")
-            if form == "jitted, donated":
-                step = fs.jit(step, donate_argnums=0)
-            x, teacher = normal(7)(5, 6), fs.tree_map(torch.clone, fs.gather(state.params))
-            where = places(state)
-            for _ in range(STEPS):
-                state, _ = step(state, teacher, x)
-                assert places(state) == where
-            kept = fs.gather({"w": state.params["w"]})
-            before, bits = kept["w"].clone(), places(state)
-            for n in range(STEPS):
-                state, _ = step(state, teacher, x)
-                moved = sum(a != b for a, b in zip(places(state), where))
-                assert moved == (kept["w"].data_ptr() in bits), n
-            assert kept["w"].equal(before)
-            where = places(state)
-            del kept
+    for strategy in ("ddp", "zero3"):
+        tx, state = started(strategy, "AdamW")
+        step = step_of(tx, donate=form == "donated")
+        if form == "jitted, donated":
+            step = fs.jit(step, donate_argnums=0)
+        x, teacher = normal(7)(5, 6), fs.tree_map(torch.clone, fs.gather(state.params))
+        where = places(state)
+        for _ in range(STEPS):
             state, _ = step(state, teacher, x)
             assert places(state) == where
+        kept = fs.gather({"w": state.params["w"]})
+        before, bits = kept["w"].clone(), places(state)
+        for n in range(STEPS):
+            state, _ = step(state, teacher, x)
+            moved = sum(a != b for a, b in zip(places(state), where))
+            assert moved == (kept["w"].data_ptr() in bits), n
+        assert kept["w"].equal(before)
+        where = places(state)
+        del kept
+        state, _ = step(state, teacher, x)
+        assert places(state) == where
 
-    spmd(program, 2)
-    spmd(program, 1)
 
-
+@on_ranks(1)
 def test_a_donated_state_s_tensors_are_given_up_under_jit_though_they_were_copied():
-    def program():
-        tx, state = started("ddp", "AdamW")
-        step = fs.jit(step_of(tx, donate=False), donate_argnums=0)
-        teacher = fs.gather(state.params)
-        step(state, teacher, normal(7)(5, 6))
-        with pytest.raises(ValueError, match="arguments were donated"):
-            fs.gather(state.params)
-
-    spmd(program, 1)
+    tx, state = started("ddp", "AdamW")
+    step = fs.jit(step_of(tx, donate=False), donate_argnums=0)
+    teacher = fs.gather(state.params)
+    step(state, teacher, normal(7)(5, 6))
+    with pytest.raises(ValueError, match="arguments were donated"):
+        fs.gather(state.params)
 
 
+@on_ranks(2)
 def test_restoring_into_a_donated_state_leaves_what_was_kept(tmp_path):
-    def program():
-        _, state = started("ddp", "AdamW")
-        fs.checkpoint.save(tmp_path, state, step=0)
-        other = fs.tree_map(lambda leaf: leaf + 1, state)
-        kept = fs.gather(other.params)
-        copy = fs.tree_map(torch.clone, kept)
-        restored = fs.checkpoint.restore(tmp_path, other, donate=True)
-        assert_same_bits(kept, copy)
-        assert_same_bits(fs.tree_leaves(restored), fs.tree_leaves(state))
-
-    spmd(program, 2)
+    _, state = started("ddp", "AdamW")
+    fs.checkpoint.save(tmp_path, state, step=0)
+    other = fs.tree_map(lambda leaf: leaf + 1, state)
+    kept = fs.gather(other.params)
+    copy = fs.tree_map(torch.clone, kept)
+    restored = fs.checkpoint.restore(tmp_path, other, donate=True)
+    assert_same_bits(kept, copy)
+    assert_same_bits(fs.tree_leaves(restored), fs.tree_leaves(state))
 
 
 KEPT = {
@@ -172,34 +160,31 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", KEPT)
+@on_ranks(1, 2)
 def test_full_tensors_of_a_call_now_over_are_refused_and_detached_ones_are_constants(name):
-    def program():
-        x, seen = normal(7)(5, 6), []
+    x, seen = normal(7)(5, 6), []
 
-        def first(params):
-            seen.append(fs.gather(params))
-            return (x @ seen[-1]["w"] + seen[-1]["b"]).square().sum()
+    def first(params):
+        seen.append(fs.gather(params))
+        return (x @ seen[-1]["w"] + seen[-1]["b"]).square().sum()
 
-        def second(params, kept):
-            full = KEPT[name](fs.gather(params), kept)
-            return (x @ full["w"] + full["b"]).square().sum()
+    def second(params, kept):
+        full = KEPT[name](fs.gather(params), kept)
+        return (x @ full["w"] + full["b"]).square().sum()
 
-        for strategy in STRATEGIES.values():
-            params = fs.shard({"w": normal()(6, 4), "b": normal(1)(4)}, strategy(meshes()))
-            fs.value_and_grad(first)(params)
-            with pytest.raises(ValueError, match="full tensors of a call now over") as refusal:
-                fs.value_and_grad(second)(params, seen[-1])
-            assert "['w']: " in str(refusal.value) or "['b']: " in str(refusal.value)
-            assert "full.detach()" in str(refusal.value)
-            constants = fs.tree_map(torch.Tensor.detach, seen[-1])
-            value, grads = fs.value_and_grad(second)(params, constants)
-            expected = second(fs.unshard(params), constants) * value.new_tensor(1.0)
-            assert torch.allclose(value, expected, rtol=1e-12)
-            # A parameter that the loss does not use has no gradient.
-            assert (grads["w"] is None) == (name == "alone")
-
-    for world_size in (1, 2):
-        spmd(program, world_size)
+    for strategy in STRATEGIES.values():
+        params = fs.shard({"w": normal()(6, 4), "b": normal(1)(4)}, strategy(meshes()))
+        fs.value_and_grad(first)(params)
+        with pytest.raises(ValueError, match="full tensors of a call now over") as refusal:
+            fs.value_and_grad(second)(params, seen[-1])
+        assert "['w']: " in str(refusal.value) or "['b']: " in str(refusal.value)
+        assert "full.detach()" in str(refusal.value)
+        constants = fs.tree_map(torch.Tensor.detach, seen[-1])
+        value, grads = fs.value_and_grad(second)(params, constants)
+        expected = second(fs.unshard(params), constants) * value.new_tensor(1.0)
+        assert torch.allclose(value, expected, rtol=1e-12)
+        # A parameter that the loss does not use has no gradient.
+        assert (grads["w"] is None) == (name == "alone")
 
 
 def test_saved_tensors_of_a_call_now_over_are_refused():

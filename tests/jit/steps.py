@@ -1,7 +1,7 @@
 """Train steps for jit, and what it must keep of the eager ones: bits, collectives, and one trace."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +13,7 @@ from fshard.tree import flatten, is_sharded
 from tests.trees import assert_same_bits
 
 STEPS = 3
+WORLDS = (1, 2, 3, "2 processes")
 
 State = Any
 Step = Callable[..., tuple[State, Any]]
@@ -32,23 +33,9 @@ class Case(NamedTuple):
     batches: Sequence[tuple[Any, ...]]
 
 
-def slow(rows: Iterable[Any], chosen: Sequence[Any]) -> list[Any]:
-    """The rows of a table, those that are not chosen marked."""
-    rows = list(rows)
-    assert all(row in rows for row in chosen)
-    return [
-        pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=() if row in chosen else pytest.mark.slow)
-        for row in rows
-    ]
-
-
 def refused(text: str) -> Any:
     """Expect a ValueError of exactly this text."""
     return pytest.raises(ValueError, match=f"^{re.escape(text)}$")
-
-
-def this_rank() -> int:
-    return torch.distributed.get_rank()
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:

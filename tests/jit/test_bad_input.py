@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.testing import spmd
 from tests.jit.steps import refused
+from tests.ranks import on_ranks
 from tests.trees import one_axis
 
 LOOK = "jit: expected no look at the value of a tensor, which a trace does not have, got one in "
@@ -294,18 +294,16 @@ def test_an_error_of_the_function_is_its_own_and_leaves_no_trace():
     assert jitted.traces == []
 
 
+@on_ranks(2, timeout=3.0)
 def test_a_trace_runs_no_collective_of_constants():
-    def program():
-        params = fs.shard({"w": torch.ones(3, 2)}, fs.zero3(one_axis(), min_shard_elements=0))
-        axis = fs.axis_of(one_axis())
+    params = fs.shard({"w": torch.ones(3, 2)}, fs.zero3(one_axis(), min_shard_elements=0))
+    axis = fs.axis_of(one_axis())
 
-        # One rank alone may have to trace anew, and the others would not take part.
-        def f(x):
-            return fs.psum(torch.tensor(3.0), axis) * x
+    # One rank alone may have to trace anew, and the others would not take part.
+    def f(x):
+        return fs.psum(torch.tensor(3.0), axis) * x
 
-        assert fs.jit(f)(params["w"].local).sum() >= 0
-
-    spmd(program, 2, timeout=3.0)
+    assert fs.jit(f)(params["w"].local).sum() >= 0
 
 
 def test_a_recurrent_network_is_jitted_without_onednn():

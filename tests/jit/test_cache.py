@@ -8,6 +8,7 @@ from torch.func import grad, vmap
 
 import fshard as fs
 from fshard.testing import spmd
+from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
 FIRST = "the first call"
@@ -203,16 +204,14 @@ def test_a_backend_gets_the_graph_and_example_inputs():
     assert jitted.traces == [FIRST]
 
 
+@on_ranks(2)
 def test_a_recorder_sees_what_runs_and_not_the_trace():
-    def program():
-        jitted = fs.jit(fs.gather)
-        params = fs.shard({"w": torch.ones(4)}, fs.zero2(one_axis(), min_shard_elements=0))
-        counts = []
-        for _ in range(2):
-            with fs.comm.record() as record:
-                jitted(params)
-            counts.append([entry.label for entry in record])
-        # The ranks' message at the start of the call, and the gather.
-        assert counts == [["agree", "gather"]] * 2
-
-    spmd(program, 2)
+    jitted = fs.jit(fs.gather)
+    params = fs.shard({"w": torch.ones(4)}, fs.zero2(one_axis(), min_shard_elements=0))
+    counts = []
+    for _ in range(2):
+        with fs.comm.record() as record:
+            jitted(params)
+        counts.append([entry.label for entry in record])
+    # The ranks' message at the start of the call, and the gather.
+    assert counts == [["agree", "gather"]] * 2

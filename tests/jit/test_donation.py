@@ -8,12 +8,13 @@ from torch import nn
 
 import fshard as fs
 from fshard.errors import SHOWN
-from fshard.testing import RankError, spmd
+from fshard.testing import RankError
 from fshard.tree import flatten, is_sharded
-from tests.jit.steps import STEPS, assert_alike, copied, refused, slow, tensors, train_step
+from tests.jit.steps import STEPS, assert_alike, copied, refused, tensors, train_step
 from tests.jit.test_functions import blocks, chain
 from tests.jit.test_optimizers import updating
 from tests.optim.test_table import TABLE
+from tests.ranks import on_ranks
 from tests.trees import normal, one_axis
 
 X = torch.arange(3.0)
@@ -35,26 +36,20 @@ NAMES = ["from_torch AdamW fused", "from_torch SGD", "ema", "adam", "clip_by_glo
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize(
-    "name, world_size",
-    slow([(name, ranks) for name in NAMES for ranks in (1, 2)], [("from_torch AdamW fused", 2), ("ema", 1)]),
-)
-def test_every_leaf_stays_where_it_is(name, world_size):
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(1, 2)
+def test_every_leaf_stays_where_it_is(name):
     """Those of the state that no optimizer writes in place too; and a batch that is not donated is left alone."""
-
-    def program():
-        step, state, batches = prepared(name)
-        jitted, kept = fs.jit(step, donate_argnums=0), fs.jit(step)
-        expected, state = state, copied(state)
-        where, before = places(state), copied(batches)
-        for batch in batches:
-            state, value = jitted(state, batch)
-            expected, wanted = kept(expected, batch)
-            assert_alike((state, value), (expected, wanted))
-            assert places(state) == where
-        assert_alike(batches, before)
-
-    spmd(program, world_size)
+    step, state, batches = prepared(name)
+    jitted, kept = fs.jit(step, donate_argnums=0), fs.jit(step)
+    expected, state = state, copied(state)
+    where, before = places(state), copied(batches)
+    for batch in batches:
+        state, value = jitted(state, batch)
+        expected, wanted = kept(expected, batch)
+        assert_alike((state, value), (expected, wanted))
+        assert places(state) == where
+    assert_alike(batches, before)
 
 
 def given_up(what, paths):
@@ -67,51 +62,46 @@ def given_up(what, paths):
     return f"{what}: arguments were donated\n{''.join(lines[:SHOWN] + more)}{remedy}"
 
 
+@on_ranks(2)
 def test_what_was_given_up_is_refused_outside_of_jit():
     """By the verbs that check what they are given, whether it is sharded or whole."""
-
-    def program():
-        model = fs.functionalize(nn.Linear(3, 2))
-        for smallest in (0, 100):
-            params = model.init(fs.zero3(one_axis(), min_shard_elements=smallest), seed=0)
-            step = fs.jit(lambda tree: fs.tree_map(torch.sin, tree), donate_argnums=0)
-            tx = fs.sgd(0.1)
-            state, grads = fs.TrainState.create(params, tx), fs.tree_map(torch.ones_like, params)
-            new = step(params)
-            update = partial(fs.update, tx, grads=grads)
-            verbs = {
-                "value_and_grad": lambda tree: fs.value_and_grad(lambda p: model.apply(p, X).sum())(tree),
-                "apply": lambda tree: model.apply(tree, X),
-                "unshard": fs.unshard,
-                "gather": fs.gather,
-                "reshard": lambda tree: fs.reshard(tree, fs.ddp(one_axis())),
-                "update": lambda tree, state=state, update=update: update(state._replace(params=tree)),
-            }
-            for what, verb in verbs.items():
-                with refused(given_up(what, ["['bias']", "['weight']"])):
-                    verb(params)
-                verb(new)
-        whole = {"x": X.clone()}
-        fs.jit(lambda tree: {"x": tree["x"] + 1}, donate_argnums=0)(whole)
-        with refused(given_up("value_and_grad", ["['x']"])):
-            fs.value_and_grad(lambda tree: tree["x"].sum())(whole)
-
-    spmd(program, 2)
+    model = fs.functionalize(nn.Linear(3, 2))
+    for smallest in (0, 100):
+        params = model.init(fs.zero3(one_axis(), min_shard_elements=smallest), seed=0)
+        step = fs.jit(lambda tree: fs.tree_map(torch.sin, tree), donate_argnums=0)
+        tx = fs.sgd(0.1)
+        state, grads = fs.TrainState.create(params, tx), fs.tree_map(torch.ones_like, params)
+        new = step(params)
+        update = partial(fs.update, tx, grads=grads)
+        verbs = {
+            "value_and_grad": lambda tree: fs.value_and_grad(lambda p: model.apply(p, X).sum())(tree),
+            "apply": lambda tree: model.apply(tree, X),
+            "unshard": fs.unshard,
+            "gather": fs.gather,
+            "reshard": lambda tree: fs.reshard(tree, fs.ddp(one_axis())),
+            "update": lambda tree, state=state, update=update: update(state._replace(params=tree)),
+        }
+        for what, verb in verbs.items():
+            with refused(given_up(what, ["['bias']", "['weight']"])):
+                verb(params)
+            verb(new)
+    whole = {"x": X.clone()}
+    fs.jit(lambda tree: {"x": tree["x"] + 1}, donate_argnums=0)(whole)
+    with refused(given_up("value_and_grad", ["['x']"])):
+        fs.value_and_grad(lambda tree: tree["x"].sum())(whole)
 
 
+@on_ranks(2)
 def test_what_was_given_up_is_refused_and_holds_no_memory():
-    def program():
-        step, state, batches = prepared("from_torch AdamW fused")
-        jitted = fs.jit(step, donate_argnums=0)
-        old = copied(state)
-        state, _ = jitted(old, batches[0])
-        paths = [path for path, leaf in zip(flatten(old).paths, flatten(old).leaves) if leaf is not None]
-        with refused(given_up("jit", [f"[0][0]{path}" for path in paths])):
-            jitted(old, batches[0])
-        assert not any(tensor.numel() for tensor in tensors(old))
-        jitted(state, batches[1])
-
-    spmd(program, 2)
+    step, state, batches = prepared("from_torch AdamW fused")
+    jitted = fs.jit(step, donate_argnums=0)
+    old = copied(state)
+    state, _ = jitted(old, batches[0])
+    paths = [path for path, leaf in zip(flatten(old).paths, flatten(old).leaves) if leaf is not None]
+    with refused(given_up("jit", [f"[0][0]{path}" for path in paths])):
+        jitted(old, batches[0])
+    assert not any(tensor.numel() for tensor in tensors(old))
+    jitted(state, batches[1])
 
 
 def test_an_error_in_the_trace_leaves_what_was_donated_whole():
@@ -249,19 +239,15 @@ LENDS = pytest.mark.xfail(raises=RankError, strict=True, reason="its average beg
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=LENDS if name == "ema" else ()) for name in TABLE])
+@on_ranks(1)
 def test_no_optimizer_begins_with_shared_memory(name):
-    def program():
-        where = [tensor.data_ptr() for tensor in tensors(updating(name)().state) if tensor.numel()]
-        assert len(set(where)) == len(where)
-
-    spmd(program, 1)
+    where = [tensor.data_ptr() for tensor in tensors(updating(name)().state) if tensor.numel()]
+    assert len(set(where)) == len(where)
 
 
+@on_ranks(2)
 def test_specs_stay():
-    def program():
-        step, state, batches = prepared("ema")
-        new, _ = fs.jit(step, donate_argnums=0)(copied(state), batches[0])
-        pairs = zip(flatten(new).leaves, flatten(state).leaves, strict=True)
-        assert all(a.spec == b.spec for a, b in pairs if is_sharded(a))
-
-    spmd(program, 2)
+    step, state, batches = prepared("ema")
+    new, _ = fs.jit(step, donate_argnums=0)(copied(state), batches[0])
+    pairs = zip(flatten(new).leaves, flatten(state).leaves, strict=True)
+    assert all(a.spec == b.spec for a, b in pairs if is_sharded(a))

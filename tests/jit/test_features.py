@@ -9,15 +9,16 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
-from tests.jit.steps import STEPS, Case, adamw, assert_on_ranks, slow, this_rank, trained
+from tests.jit.steps import STEPS, WORLDS, Case, adamw, assert_on_ranks, trained
 from tests.jit.test_functions import blocks, chain
+from tests.ranks import my_rank, world_of
 from tests.test_units_random import Dropped
 from tests.trees import normal, one_axis
 from tests.unit_models import WIDTH, Block, Language, filled, zero3
 
 
 def inputs():
-    draw = normal(1 + this_rank())
+    draw = normal(1 + my_rank())
     return [(draw(2, 4, WIDTH),) for _ in range(STEPS)]
 
 
@@ -103,7 +104,7 @@ def language(change):
     module = filled(Language(change, hidden=(13, 11)))
 
     def make():
-        generator = torch.Generator().manual_seed(this_rank())
+        generator = torch.Generator().manual_seed(my_rank())
         batches = [(torch.randint(1001, (2, 4), generator=generator),) for _ in range(STEPS)]
         model = fs.functionalize(module, (Block, nn.Linear))
         return trained(model.apply, model.init(strategy()), batches)
@@ -117,7 +118,7 @@ def on_function(step):
     def make():
         tx = adamw()
         params = fs.shard(blocks(), fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))
-        draw = normal(1 + this_rank())
+        draw = normal(1 + my_rank())
         return Case(partial(step, tx), fs.TrainState.create(params, tx), [(draw(2, 5),) for _ in range(STEPS)])
 
     return make
@@ -179,20 +180,13 @@ ROWS = {
     "MAML": on_function(through_a_step),
     "remat": on_function(with_remat),
 }
-CHOSEN = [("checkpoint in the model", 2), ("checkpoint of the model", 1), ("batch norm, averaged", 2), ("tied", 2)]
-CHOSEN += [("frozen", 3), ("products", 2), ("rows", 1), ("MAML", 2), ("remat", 3)]
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("name, world_size", slow([(name, ranks) for name in ROWS for ranks in (1, 2, 3)], CHOSEN))
-def test_steps(name, world_size):
-    assert_on_ranks(ROWS[name], world_size)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", slow(ROWS, ["MAML", "frozen"]))
-def test_steps_on_processes(name, workers):
-    assert_on_ranks(ROWS[name], workers(2))
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("name", ROWS)
+def test_steps(name, world_size, workers):
+    assert_on_ranks(ROWS[name], world_of(world_size, workers))
 
 
 def test_functional_call_is_traced_as_it_is():

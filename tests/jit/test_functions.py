@@ -1,12 +1,14 @@
 """A jitted step of a plain function over a tree is the eager one, in every layout, spelling and way to accumulate."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 
 import fshard as fs
-from tests.jit.steps import STEPS, Case, adamw, assert_on_ranks, slow, this_rank, trained
+from tests.jit.steps import STEPS, Case, adamw, assert_on_ranks, trained
+from tests.ranks import my_rank
 from tests.test_law_ddp import batches as whole_batches
 from tests.test_law_ddp import initial, one_rank_of, row_losses
 from tests.transforms.laws import grid
@@ -59,25 +61,12 @@ def of_verbs(layout, reduce):
 
 
 SPELLINGS = {"value_and_grad": of_engine, "verbs": of_verbs}
-ROWS = [
-    (spelling, layout, reduce, ranks)
-    for spelling in SPELLINGS
-    for layout in LAYOUTS
-    for reduce in REDUCTIONS
-    for ranks in (1, 2, 3)
-    if (spelling, reduce) != ("verbs", "weighted")
-]
-CHOSEN = [
-    ("value_and_grad", "two dims", "sum", 2),
-    ("value_and_grad", "zero2 of every leaf", "weighted", 3),
-    ("value_and_grad", "cast zero2", "mean", 2),
-    ("verbs", "zero2 of every leaf", "mean", 3),
-    ("verbs", "quantize", "sum", 2),
-]
+ROWS = [row for row in product(SPELLINGS, LAYOUTS, REDUCTIONS) if row[::2] != ("verbs", "weighted")]
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("spelling, layout, reduce, world_size", slow(ROWS, CHOSEN))
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+@pytest.mark.parametrize("spelling, layout, reduce", ROWS)
 def test_layouts(spelling, layout, reduce, world_size):
     assert_on_ranks(SPELLINGS[spelling](layout, reduce), world_size)
 
@@ -109,18 +98,14 @@ SCHEDULED = {
 
 
 def rows_of(x, count=STEPS):
-    draw = normal(x + this_rank())
+    draw = normal(x + my_rank())
     return [(draw(2, 5),) for _ in range(count)]
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize(
-    "schedule, strategy, world_size",
-    slow(
-        [(s, t, n) for s in SCHEDULES for t in SCHEDULED for n in (1, 2, 3)],
-        [("all", "zero3", 3), ("some", "zero3", 2)],
-    ),
-)
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+@pytest.mark.parametrize("strategy", SCHEDULED)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules(schedule, strategy, world_size):
     assert_on_ranks(
         lambda: trained(
@@ -149,13 +134,10 @@ def accumulated(strategy, communicate, reduce):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy, communicate, reduce, world_size",
-    slow(
-        [(s, c, r, n) for s in SCHEDULED for c in ("each", "once") for r in REDUCTIONS for n in (1, 2, 3)],
-        [("zero3", "each", "mean", 2), ("zero3", "once", "weighted", 2), ("zero2", "once", "sum", 3)],
-    ),
-)
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+@pytest.mark.parametrize("communicate", ("each", "once"))
+@pytest.mark.parametrize("strategy", SCHEDULED)
 def test_accumulation(strategy, communicate, reduce, world_size):
     assert_on_ranks(accumulated(strategy, communicate, reduce), world_size)
 
@@ -172,13 +154,14 @@ def tensor_parallel(module):
     return make
 
 
-@pytest.mark.parametrize("world_size", slow((1, 2, 4), [2]))
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("world_size", (1, 2, 4))
 def test_tensor_parallel(world_size):
     assert_on_ranks(tensor_parallel(perceptron()), world_size)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow(("layouts", "another layout", "accumulation"), ["accumulation"]))
+@pytest.mark.parametrize("name", ("layouts", "another layout", "accumulation"))
 def test_on_processes(name, workers):
     rows = {
         "layouts": of_verbs("zero2 of every leaf", "mean"),

@@ -13,8 +13,9 @@ from fshard.comm import ops
 from fshard.engine import backward
 from fshard.jit.passes import placeholders, roots
 from fshard.testing import spmd
-from tests.jit.steps import collectives, copied, slow, trained
+from tests.jit.steps import collectives, copied, trained
 from tests.jit.test_features import Stack, inputs
+from tests.ranks import on_ranks
 from tests.trees import one_axis
 from tests.unit_models import HIDDEN, Block, filled, zero3
 
@@ -83,8 +84,27 @@ def last_use(node, order):
     return last
 
 
+def most_gathered(nodes):
+    """The most gathered buffers that are there at a time, each from its wait to its last use."""
+    order, gathers = place(nodes), starts(nodes, ops.all_gather)
+    waits = [min(order[wait] for _, found in buffers(start) for wait in found) for start in gathers]
+    ends = [max(last_use(item, order) for item, _ in buffers(start)) for start in gathers]
+    return max(sum(wait <= n <= end for wait, end in zip(waits, ends)) for n in range(len(nodes)))
+
+
+def assert_reductions_are_bounded(nodes, cap, computes=computes):
+    """Assert that some reductions are under way together, and no more bytes; how much is computed before each."""
+    order, found = place(nodes), starts(nodes, ops.reduce_scatter)
+    ends = [max(order[wait] for _, waits in buffers(start) for wait in waits) for start in found]
+    sizes = [sum(x.meta["val"].nbytes for x in start.args[0]) for start in found]
+    spans = [(order[start], end, size) for start, end, size in zip(found, ends, sizes)]
+    flying = [sum(size for first, last, size in spans if first <= n < last) for n in range(len(nodes))]
+    assert max(sizes) < max(flying) <= cap
+    return [sum(map(computes, nodes[: order[start]])) for start in found]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("prefetch", slow((0, 1, 2), [0, 1]))
+@pytest.mark.parametrize("prefetch", (0, 1, 2))
 def test_collectives_are_those_of_the_eager_step_and_all_are_waited_for(prefetch):
     program, record = graph_of(prefetch=prefetch)
     nodes = nodes_of(program)
@@ -118,14 +138,8 @@ def test_gathers_start_ahead_of_their_use():
 @pytest.mark.slow
 def test_no_gathered_unit_is_held_between_its_turns():
     """A gathered buffer is last read before the second next gather is waited for, so that few are there at a time."""
-    for regather in (True, False):
-        nodes = nodes_of(graph_of(regather=regather)[0])
-        order = place(nodes)
-        gathers = starts(nodes, ops.all_gather)
-        waits = [min(order[wait] for _, found in buffers(start) for wait in found) for start in gathers]
-        ends = [max(last_use(item, order) for item, _ in buffers(start)) for start in gathers]
-        alive = max(sum(wait <= n <= end for wait, end in zip(waits, ends)) for n in range(len(nodes)))
-        assert alive <= 2 if regather else alive >= UNITS
+    assert most_gathered(nodes_of(graph_of(regather=True)[0])) <= 2
+    assert most_gathered(nodes_of(graph_of(regather=False)[0])) >= UNITS
 
 
 @pytest.mark.slow
@@ -133,14 +147,7 @@ def test_reductions_start_with_their_gradients_and_are_bounded(monkeypatch):
     """Each starts as soon as its gradient is there, and no more bytes are under way than the engine allows."""
     cap = 600 * 1024
     monkeypatch.setattr(backward, "IN_FLIGHT_BYTES", cap)
-    nodes = nodes_of(graph_of.__wrapped__()[0])
-    order, found = place(nodes), starts(nodes, ops.reduce_scatter)
-    ends = [max(order[wait] for _, waits in buffers(start) for wait in waits) for start in found]
-    sizes = [sum(x.meta["val"].nbytes for x in start.args[0]) for start in found]
-    spans = [(order[start], end, size) for start, end, size in zip(found, ends, sizes)]
-    flying = [sum(size for first, last, size in spans if first <= n < last) for n in range(len(nodes))]
-    assert max(sizes) < max(flying) <= cap
-    computed = [sum(map(computes, nodes[: order[start]])) for start in found]
+    computed = assert_reductions_are_bounded(nodes_of(graph_of.__wrapped__()[0]), cap)
     assert computed == sorted(computed)
     assert len(set(computed)) >= 2 * UNITS
 
@@ -279,19 +286,17 @@ def test_bytes_are_those_of_memory_that_is_new(name):
         (3, False, 3 + 3 + 3),
     ],
 )
+@on_ranks()
 def test_what_collectives_work_on_is_held_until_they_are_waited_for(world_size, contiguous, expected):
-    def program():
-        axis = fs.axis_of(one_axis())
+    axis = fs.axis_of(one_axis())
 
-        def f(x):
-            rows = x.expand(world_size, -1) + 1
-            finish = fs.comm.start_reduce_scatter([rows if contiguous else rows.t().contiguous().t()], axis, "test")
-            y = x.sin().cos()
-            return finish()[0] + y
+    def f(x):
+        rows = x.expand(world_size, -1) + 1
+        finish = fs.comm.start_reduce_scatter([rows if contiguous else rows.t().contiguous().t()], axis, "test")
+        y = x.sin().cos()
+        return finish()[0] + y
 
-        return bytes_of(f, X)
-
-    assert spmd(program, world_size) == [expected * X.nbytes] * world_size
+    assert bytes_of(f, X) == expected * X.nbytes
 
 
 def test_the_legend_of_a_picture_names_the_collectives_that_are_there(tmp_path, monkeypatch):
@@ -322,13 +327,10 @@ def test_the_legend_of_a_picture_names_the_collectives_that_are_there(tmp_path, 
     assert legends == [["all_gather", "all_reduce"], ["all_to_all"]]
 
 
+@on_ranks(2)
 def test_a_collective_whose_result_this_rank_does_not_use_stays_and_is_waited_for():
     """Other ranks may use it, and its buffers must not go before it has ended."""
-
-    def program():
-        axis = fs.axis_of(one_axis())
-        graph = fs.make_graph(lambda x: (fs.all_gather(2 * x, axis), x + 1)[1])(torch.ones(3))
-        waits = [node for node in graph.module.graph.nodes if node.target is _compat.WAIT_TENSOR]
-        return [entry.op for entry in graph.collectives()], len(waits)
-
-    assert spmd(program, 2) == [(["all_gather"], 1)] * 2
+    axis = fs.axis_of(one_axis())
+    graph = fs.make_graph(lambda x: (fs.all_gather(2 * x, axis), x + 1)[1])(torch.ones(3))
+    waits = [node for node in graph.module.graph.nodes if node.target is _compat.WAIT_TENSOR]
+    assert ([entry.op for entry in graph.collectives()], len(waits)) == (["all_gather"], 1)

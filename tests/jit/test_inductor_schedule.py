@@ -16,7 +16,18 @@ from fshard.jit.passes import is_view, placeholders
 from fshard.testing import spmd
 from tests.jit.steps import collectives, copied, trained
 from tests.jit.test_features import inputs
-from tests.jit.test_graph import STARTS, UNITS, Deep, buffers, computes, last_use, nodes_of, place, starts
+from tests.jit.test_graph import (
+    STARTS,
+    UNITS,
+    Deep,
+    assert_reductions_are_bounded,
+    buffers,
+    computes,
+    most_gathered,
+    nodes_of,
+    place,
+    starts,
+)
 from tests.trees import one_axis
 from tests.unit_models import Block, filled, zero3
 
@@ -108,11 +119,7 @@ def test_gathers_are_ahead_and_again_in_the_backward():
 
 
 def test_no_gathered_unit_is_held_between_its_turns():
-    nodes = nodes_of(found().inductor)
-    order, gathers = place(nodes), starts(nodes, ops.all_gather)
-    waits = [min(order[wait] for _, found in buffers(start) for wait in found) for start in gathers]
-    ends = [max(last_use(item, order) for item, _ in buffers(start)) for start in gathers]
-    assert max(sum(wait <= n <= end for wait, end in zip(waits, ends)) for n in range(len(nodes))) <= 2
+    assert most_gathered(nodes_of(found().inductor)) <= 2
 
 
 def test_no_result_of_a_kernel_is_memory_it_was_given():
@@ -140,13 +147,7 @@ def test_no_result_of_a_kernel_is_memory_it_was_given():
 
 def test_reductions_start_with_their_gradients_and_are_bounded():
     nodes = nodes_of(found().inductor)
-    order, reductions = place(nodes), starts(nodes, ops.reduce_scatter)
-    ends = [max(order[wait] for _, waits in buffers(start) for wait in waits) for start in reductions]
-    sizes = [sum(x.meta["val"].nbytes for x in start.args[0]) for start in reductions]
-    spans = [(order[start], end, size) for start, end, size in zip(reductions, ends, sizes)]
-    flying = [sum(size for first, last, size in spans if first <= n < last) for n in range(len(nodes))]
-    assert max(sizes) < max(flying) <= CAP
-    computed = [sum(is_piece(node) or computes(node) for node in nodes[: order[start]]) for start in reductions]
+    computed = assert_reductions_are_bounded(nodes, CAP, lambda node: is_piece(node) or computes(node))
     assert len(set(computed)) >= 2 * UNITS
 
 

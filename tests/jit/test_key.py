@@ -14,8 +14,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import fshard as fs
-from fshard.testing import spmd
 from tests.jit.steps import assert_alike, refused
+from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
 FIRST = "the first call"
@@ -142,16 +142,14 @@ class Scale(fs.Wrapped):
         return [full * self.factor for full in self.inner.gather(leaves, specs)]
 
 
+@on_ranks(2)
 def test_numbers_in_transforms_are_told_apart():
-    def program():
-        jitted, full = fs.jit(fs.gather), {"w": torch.arange(4, dtype=torch.int32)}
-        for _ in range(2):
-            for factor in (1, 1.0, True, 0.0, -0.0):
-                params = fs.shard(full, Scale(fs.fully_shard(one_axis()), factor))
-                assert_same_bits(jitted(params)["w"], fs.gather(params)["w"])
-        assert len(jitted.traces) == 5
-
-    spmd(program, 2)
+    jitted, full = fs.jit(fs.gather), {"w": torch.arange(4, dtype=torch.int32)}
+    for _ in range(2):
+        for factor in (1, 1.0, True, 0.0, -0.0):
+            params = fs.shard(full, Scale(fs.fully_shard(one_axis()), factor))
+            assert_same_bits(jitted(params)["w"], fs.gather(params)["w"])
+    assert len(jitted.traces) == 5
 
 
 def inference(tensor):
@@ -402,6 +400,7 @@ def squared(x):
         return leaf.grad
 
 
+@on_ranks(1, 2)
 def test_bits_do_not_depend_on_where_tensors_lie():
     """Batches are slices of one tensor, and states may be: one graph serves them all."""
 
@@ -409,21 +408,17 @@ def test_bits_do_not_depend_on_where_tensors_lie():
         w = fs.gather(params["w"])
         return (x @ w[1:].T).tanh().sum() + (w.T[2] * w.T[2]).sum()
 
-    def program():
-        for strategy in (fs.ddp, fs.zero3):
-            step = fs.value_and_grad(loss)
-            jitted, data = fs.jit(step), normal()(12, 4)
-            params = fs.shard({"w": normal(1)(6, 4)}, strategy(one_axis()))
-            local = params["w"].local
-            for batch in data.split(3):
-                held = torch.cat([torch.zeros(5, dtype=torch.float64), local.flatten()])
-                for shard in (local, held[5:].view_as(local)):
-                    moved = {"w": fs.Sharded(shard, params["w"].spec)}
-                    assert_alike(jitted(moved, batch), step(moved, batch))
-            assert jitted.traces == [FIRST]
-
-    for world_size in (1, 2):
-        spmd(program, world_size)
+    for strategy in (fs.ddp, fs.zero3):
+        step = fs.value_and_grad(loss)
+        jitted, data = fs.jit(step), normal()(12, 4)
+        params = fs.shard({"w": normal(1)(6, 4)}, strategy(one_axis()))
+        local = params["w"].local
+        for batch in data.split(3):
+            held = torch.cat([torch.zeros(5, dtype=torch.float64), local.flatten()])
+            for shard in (local, held[5:].view_as(local)):
+                moved = {"w": fs.Sharded(shard, params["w"].spec)}
+                assert_alike(jitted(moved, batch), step(moved, batch))
+        assert jitted.traces == [FIRST]
 
 
 READS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

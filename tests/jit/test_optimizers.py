@@ -5,9 +5,9 @@ import torch
 from torch import optim
 
 import fshard as fs
-from fshard.testing import spmd
-from tests.jit.steps import Case, assert_jitted_is_eager, assert_on_ranks, slow
+from tests.jit.steps import WORLDS, Case, assert_jitted_is_eager, assert_on_ranks
 from tests.optim.test_table import TABLE, every_leaf, on_shards
+from tests.ranks import on_ranks, world_of
 from tests.trees import assert_same_bits, normal
 
 # They branch on values within torch's own classes.
@@ -52,12 +52,6 @@ SCHEDULED = {
 }
 OPTIMIZERS = {name: row.make for name, row in TABLE.items()} | TORCH | SCHEDULED
 TRACED = [name for name in OPTIMIZERS if name not in LOOKING]
-CHOSEN = [
-    *(("sgd", 1), ("lamb", 2), ("adafactor", 3), ("from_torch AdamW fused", 2), ("clip_by_global_norm", 3)),
-    *(("from_torch SGD", 2), ("partition", 2), ("ema", 2), ("whole", 2), ("whole Muon", 3), ("masked optimizer", 1)),
-    *(("skip_nonfinite", 2), ("dynamic_loss_scale", 2), ("every_k", 3)),
-    *(("AdamW fused, halved", 2), ("native adam", 2), ("AdamW fused, halved and injected", 1)),
-]
 
 
 def updating(name):
@@ -74,28 +68,21 @@ def updating(name):
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("name, world_size", slow([(n, w) for n in TRACED for w in (1, 2, 3)], CHOSEN))
-def test_updates(name, world_size):
-    assert_on_ranks(updating(name), world_size)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", slow(TRACED, ["clip_by_global_norm", "whole Muon"]))
-def test_updates_on_processes(name, workers):
-    assert_on_ranks(updating(name), workers(2))
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("name", TRACED)
+def test_updates(name, world_size, workers):
+    assert_on_ranks(updating(name), world_of(world_size, workers))
 
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("name", LOOKING)
+@on_ranks(2)
 def test_what_looks_at_values_is_refused_and_nothing_has_changed(name):
-    def program():
-        case = updating(name)()
-        before = fs.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, case.state)
-        with pytest.raises(ValueError, match="expected no look at the value of a tensor, which a trace does not have"):
-            fs.jit(case.step, donate_argnums=0)(case.state, *case.batches[0])
-        assert all(map(torch.equal, fs.tree_leaves(case.state), fs.tree_leaves(before)))
-
-    spmd(program, 2)
+    case = updating(name)()
+    before = fs.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, case.state)
+    with pytest.raises(ValueError, match="expected no look at the value of a tensor, which a trace does not have"):
+        fs.jit(case.step, donate_argnums=0)(case.state, *case.batches[0])
+    assert all(map(torch.equal, fs.tree_leaves(case.state), fs.tree_leaves(before)))
 
 
 def test_a_schedule_in_tensor_operations_is_that_of_numbers():
@@ -116,6 +103,7 @@ def test_a_schedule_in_tensor_operations_is_that_of_numbers():
     assert_same_bits(fs.tree_leaves(a.params), fs.tree_leaves(b.params))
 
 
+@on_ranks(2)
 def test_a_donated_update_inside_of_a_donated_step():
     """The update writes to the state by itself; the graph finds that in its place."""
 
@@ -124,15 +112,12 @@ def test_a_donated_update_inside_of_a_donated_step():
         tx = OPTIMIZERS["from_torch AdamW fused"]()
         return case._replace(step=lambda state, grad: (fs.update(tx, state, grad, donate=True), None))
 
-    def program():
-        state, expected = make().state, make().state
-        jitted = fs.jit(make().step, donate_argnums=0)
-        places = [leaf.data_ptr() for leaf in fs.tree_leaves((state.params, state.opt_state))]
-        eager = updating("from_torch AdamW fused")().step
-        for (grad,) in make().batches:
-            state, expected = jitted(state, grad)[0], eager(expected, grad)[0]
-        assert all(map(torch.equal, fs.tree_leaves(state), fs.tree_leaves(expected)))
-        assert [leaf.data_ptr() for leaf in fs.tree_leaves((state.params, state.opt_state))] == places
-        assert jitted.traces == ["the first call"]
-
-    spmd(program, 2)
+    state, expected = make().state, make().state
+    jitted = fs.jit(make().step, donate_argnums=0)
+    places = [leaf.data_ptr() for leaf in fs.tree_leaves((state.params, state.opt_state))]
+    eager = updating("from_torch AdamW fused")().step
+    for (grad,) in make().batches:
+        state, expected = jitted(state, grad)[0], eager(expected, grad)[0]
+    assert all(map(torch.equal, fs.tree_leaves(state), fs.tree_leaves(expected)))
+    assert [leaf.data_ptr() for leaf in fs.tree_leaves((state.params, state.opt_state))] == places
+    assert jitted.traces == ["the first call"]

@@ -6,7 +6,7 @@ from torch import nn
 from torch.func import grad
 
 import fshard as fs
-from tests.jit.steps import Case, adamw, assert_on_ranks, slow
+from tests.jit.steps import Case, adamw, assert_on_ranks
 from tests.jit.test_features import Stack, checkpointed, inputs, rematerialized, strategy
 from tests.trees import normal, one_axis
 from tests.unit_models import Block, filled
@@ -40,7 +40,7 @@ RANDOM = {
 
 # Threads share the generator that a key seeds.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow(RANDOM, ["dropout", "dropout in checkpoints"]))
+@pytest.mark.parametrize("name", RANDOM)
 def test_steps_on_processes(name, workers):
     assert_on_ranks(RANDOM[name], workers(2))
 

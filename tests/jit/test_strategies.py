@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import fshard as fs
-from tests.jit.steps import STEPS, assert_on_ranks, slow, this_rank, trained
+from tests.jit.steps import STEPS, WORLDS, assert_on_ranks, trained
+from tests.ranks import my_rank, world_of
 from tests.trees import one_axis, two_axes
 from tests.unit_models import HIDDEN, LENGTH, SEQUENCES, VOCABULARY, Block, Language, filled, zero3
 
@@ -13,7 +14,7 @@ EVERY = {"min_shard_elements": 0, "merge_bytes": 0}
 
 
 def token_batches():
-    generator = torch.Generator().manual_seed(1 + this_rank())
+    generator = torch.Generator().manual_seed(1 + my_rank())
     return [(torch.randint(VOCABULARY, (SEQUENCES, LENGTH), generator=generator),) for _ in range(STEPS)]
 
 
@@ -51,10 +52,6 @@ STRATEGIES = {
 RULES = {"blocks": Block, "blocks and layers": (Block, nn.Linear), "every module": nn.Module}
 DTYPES = {"zero3 in mixed precision": torch.float32}
 
-# Where the whole table would take long.
-CHOSEN = [("zero3", "blocks and layers", 2), ("zero2", "every module", 2), ("hsdp", "blocks", 2)]
-WIDE = [(strategy, rule, ranks) for strategy in STRATEGIES for rule in RULES for ranks in (1, 2, 3)]
-
 
 def language(strategy):
     return filled(Language(hidden=(13, HIDDEN)), DTYPES.get(strategy, torch.float64))
@@ -69,12 +66,8 @@ def of_units(module, strategy, rule):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy, rule, world_size", slow(WIDE, CHOSEN))
-def test_modules_with_units(strategy, rule, world_size):
-    assert_on_ranks(of_units(language(strategy), strategy, rule), world_size)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", slow(STRATEGIES, ["zero3", "zero3 in mixed precision"]))
-def test_modules_with_units_on_processes(strategy, workers):
-    assert_on_ranks(of_units(language(strategy), strategy, "blocks and layers"), workers(2))
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_modules_with_units(strategy, rule, world_size, workers):
+    assert_on_ranks(of_units(language(strategy), strategy, rule), world_of(world_size, workers))

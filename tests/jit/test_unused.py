@@ -5,7 +5,8 @@ import torch
 
 import fshard as fs
 from fshard.testing import spmd
-from tests.jit.steps import Case, assert_jitted_is_eager, assert_on_ranks, this_rank, train_step
+from tests.jit.steps import Case, assert_jitted_is_eager, assert_on_ranks, train_step
+from tests.ranks import my_rank, on_ranks
 from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
 
 SOME = {name: STRATEGIES[name] for name in ("ddp", "zero2 of every leaf", "hsdp")}
@@ -27,11 +28,11 @@ def params(strategy):
 def loss_of(params, batch):
     full = fs.gather(params)
     loss = (full["all"] * batch).square().mean()
-    return loss + full["one"].square().sum() if this_rank() == 1 else loss
+    return loss + full["one"].square().sum() if my_rank() == 1 else loss
 
 
 def batches(*rows):
-    draw = normal(1 + this_rank())
+    draw = normal(1 + my_rank())
     return [(draw(n, 5, 3),) for n in rows]
 
 
@@ -66,7 +67,7 @@ def test_a_rank_whose_batch_is_ragged_traces_by_itself():
         strategy = fs.zero3(one_axis(), min_shard_elements=0)
         step, state = train_step(loss_of, tx), fs.TrainState.create(params(strategy), tx)
         jitted, expected = fs.jit(step), state
-        for (batch,) in batches(3, 2 if this_rank() == 0 else 3, 3 if this_rank() == 0 else 1):
+        for (batch,) in batches(3, 2 if my_rank() == 0 else 3, 3 if my_rank() == 0 else 1):
             state, value = jitted(state, batch)
             expected, wanted = step(expected, batch)
             assert_same_bits([value, *fs.tree_leaves(state)], [wanted, *fs.tree_leaves(expected)])
@@ -75,60 +76,50 @@ def test_a_rank_whose_batch_is_ragged_traces_by_itself():
     assert spmd(program, 2) == [2, 2]
 
 
+@on_ranks(2)
 def test_static_arguments_choose_what_is_trained():
     """Every rank traces again, and uses other leaves than before."""
+    tx = fs.adamw(0.1)
+    state = fs.TrainState.create(params(fs.zero2(one_axis(), min_shard_elements=0)), tx)
 
-    def program():
-        tx = fs.adamw(0.1)
-        state = fs.TrainState.create(params(fs.zero2(one_axis(), min_shard_elements=0)), tx)
+    def step(state, name):
+        value, grads = fs.value_and_grad(lambda p: fs.gather(p)[name].square().sum())(state.params)
+        return fs.update(tx, state, grads), value
 
-        def step(state, name):
-            value, grads = fs.value_and_grad(lambda p: fs.gather(p)[name].square().sum())(state.params)
-            return fs.update(tx, state, grads), value
-
-        jitted, expected = fs.jit(step, static_argnums=1), state
-        for name in ("all", "none", "one", "all"):
-            state, _ = jitted(state, name)
-            expected, _ = step(expected, name)
-            assert_same_bits(fs.tree_leaves(state), fs.tree_leaves(expected))
-
-    spmd(program, 2)
+    jitted, expected = fs.jit(step, static_argnums=1), state
+    for name in ("all", "none", "one", "all"):
+        state, _ = jitted(state, name)
+        expected, _ = step(expected, name)
+        assert_same_bits(fs.tree_leaves(state), fs.tree_leaves(expected))
 
 
+@on_ranks(2)
 def test_units_and_accumulation():
-    def program():
-        strategy = fs.zero3(one_axis(), min_shard_elements=0)
-        tx = fs.from_torch(torch.optim.AdamW, lr=0.1)
+    strategy = fs.zero3(one_axis(), min_shard_elements=0)
+    tx = fs.from_torch(torch.optim.AdamW, lr=0.1)
 
-        def step(state, batches):
-            value, grads = fs.accumulate(loss_of, communicate="once")(state.params, list(batches.unbind()))
-            return fs.update(tx, state, grads), value
+    def step(state, batches):
+        value, grads = fs.accumulate(loss_of, communicate="once")(state.params, list(batches.unbind()))
+        return fs.update(tx, state, grads), value
 
-        assert_jitted_is_eager(Case(step, fs.TrainState.create(params(strategy), tx), batches(2, 2)))
-
-    spmd(program, 2)
+    assert_jitted_is_eager(Case(step, fs.TrainState.create(params(strategy), tx), batches(2, 2)))
 
 
+@on_ranks(2)
 def test_ranks_that_trace_again_and_use_other_leaves_are_named():
     """Only the first trace asks for the leaves of others, since nobody knows whether all trace again."""
+    tx = fs.adamw(0.1)
+    state = fs.TrainState.create(params(fs.zero2(one_axis(), min_shard_elements=0)), tx)
 
-    def program():
-        tx = fs.adamw(0.1)
-        state = fs.TrainState.create(params(fs.zero2(one_axis(), min_shard_elements=0)), tx)
+    def step(state, late):
+        def loss(p):
+            full = fs.gather(p)
+            return full["one" if late and my_rank() else "all"].square().sum()
 
-        def step(state, late):
-            def loss(p):
-                full = fs.gather(p)
-                return full["one" if late and this_rank() else "all"].square().sum()
+        value, grads = fs.value_and_grad(loss)(state.params)
+        return fs.update(tx, state, grads), value
 
-            value, grads = fs.value_and_grad(loss)(state.params)
-            return fs.update(tx, state, grads), value
-
-        jitted = fs.jit(step, static_argnums=1)
-        state, _ = jitted(state, False)
-        with pytest.raises(
-            ValueError, match=r"leaves: expected \['all'\] used as on rank shard=0, got \['all'\] unused"
-        ):
-            jitted(state, True)
-
-    spmd(program, 2)
+    jitted = fs.jit(step, static_argnums=1)
+    state, _ = jitted(state, False)
+    with pytest.raises(ValueError, match=r"leaves: expected \['all'\] used as on rank shard=0, got \['all'\] unused"):
+        jitted(state, True)

@@ -59,6 +59,7 @@ def test_buffers_of_a_constructor_need_no_values(capsys):
     assert "\n  held at the peak; what is not held then is 0\n    parameters " in out
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("units", ("layers.*", "layers"))
 def test_dropout_needs_no_key_and_units_are_patterns(units, capsys):
     assert main(["--model", f"{HERE}:dropping", "--world-size", "4", "--units", units]) == 0
