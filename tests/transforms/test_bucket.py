@@ -2,64 +2,15 @@
 
 import pytest
 import torch
-from torch import nn
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import spmd
 from fshard.transforms.compose import reduction
 from tests.bad_input import assert_all_refused
+from tests.ranks import on_ranks
 from tests.test_bad_setup import setup
-from tests.test_law_ddp import bound, one_process
-from tests.transforms.laws import assert_laws, gradients, told, trained
-from tests.trees import WORLD_SIZES, assert_same_bits, normal, one_axis, two_axes
-from tests.unit_models import Block, Language, assert_one_process, filled, tokens
-
-# Sizes that hold everything, some leaves, and hardly one; each with what it is a bucket of.
-BUCKETS = {
-    "of all": lambda mesh: (fs.bucket(fs.fully_shard(mesh)), fs.fully_shard(mesh)),
-    "of some": lambda mesh: (fs.bucket(fs.zero2(mesh, min_shard_elements=6), 200), fs.zero2(mesh)),
-    "of one": lambda mesh: (fs.bucket(fs.ddp(mesh), 1), fs.ddp(mesh)),
-    "after a mask": lambda mesh: (
-        fs.bucket(fs.masked(fs.fully_shard(mesh), lambda name: len(name) % 2 == 1, fs.replicate(mesh)), 100),
-        fs.fully_shard(mesh),
-    ),
-}
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_laws(world_size):
-    def program():
-        for name in ("of some",) if world_size == 8 else ("of all", "of some", "of one"):
-            assert_laws(BUCKETS[name](one_axis())[0])
-
-    spmd(program, world_size)
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_gradients_have_the_same_bits(world_size):
-    def program():
-        for make in list(BUCKETS.values())[world_size // 8 * 2 :]:
-            bucketed, plain = make(one_axis())
-            assert_same_bits(gradients(bucketed), gradients(plain))
-
-    spmd(program, world_size)
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", WORLD_SIZES[:-1])
-def test_training_has_the_same_bits(world_size):
-    def program():
-        mesh, both = one_axis(), two_axes(world_size)
-        runs = [trained(t) for t in (fs.fully_shard(mesh), fs.bucket(fs.zero3(mesh, min_shard_elements=0), 300))]
-        return runs, trained(fs.bucket(fs.hybrid_shard(both), 300)), trained(fs.hybrid_shard(both))
-
-    for runs, *hybrid in spmd(program, world_size):
-        for first, second in (runs, hybrid):
-            assert_same_bits(first, second)
-            assert_trees_close(first, one_process("SGD"), rtol=0, atol=bound("SGD"))
-
+from tests.transforms.laws import told
+from tests.trees import assert_same_bits, normal, one_axis
 
 # Bytes of a leaf, above what shares a buffer without a bucket.
 LEAF, COUNT = 256 * 160 * 8, 6
@@ -115,39 +66,26 @@ def test_the_engine_fills_buckets_as_the_verbs_do():
     spmd(program, 2)
 
 
+@on_ranks(2)
 def test_small_leaves_fill_buckets_up_to_their_size():
     """Nine leaves of 96 bytes, four of them to 400; without a bucket all share one buffer. Dtypes travel apart."""
     full = {f"leaf{i}": torch.ones(4, 3, dtype=torch.float64) for i in range(9)}
     mixed = full | {f"half{i}": torch.ones(4, 3, dtype=torch.bfloat16) for i in range(9)}
 
-    def program():
-        def buffers(transform, tree):
-            params = fs.shard(tree, transform)
-            counts = []
-            for verb in (lambda: fs.gather(params), lambda: fs.scatter_grads(tree, like=params)):
-                with fs.comm.record() as record:
-                    verb()
-                counts.append([entry[3] for entry in told(record)])
-            return counts
+    def buffers(transform, tree):
+        params = fs.shard(tree, transform)
+        counts = []
+        for verb in (lambda: fs.gather(params), lambda: fs.scatter_grads(tree, like=params)):
+            with fs.comm.record() as record:
+                verb()
+            counts.append([entry[3] for entry in told(record)])
+        return counts
 
-        plain = fs.fully_shard(one_axis())
-        assert buffers(plain, full) == [[1], [1]]
-        assert buffers(fs.bucket(plain, 400), full) == [[3], [3]]
-        assert buffers(fs.bucket(plain, 95), full) == [[9], [9]]
-        assert buffers(fs.bucket(plain, 400), mixed) == [[3 + 1], [3 + 1]]
-
-    spmd(program, 2)
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (1, 2))
-def test_modules_with_units(world_size):
-    strategies = {
-        "small buckets": lambda mesh: fs.bucket(fs.zero3(mesh, min_shard_elements=0, merge_bytes=0), 3000),
-        "large buckets": lambda mesh: fs.bucket(fs.zero3(mesh, min_shard_elements=50)),
-        "ddp": lambda mesh: fs.bucket(fs.ddp(mesh), 10**6),
-    }
-    assert_one_process(filled(Language()), tokens(world_size), (Block, nn.Linear), strategies, again=True)
+    plain = fs.fully_shard(one_axis())
+    assert buffers(plain, full) == [[1], [1]]
+    assert buffers(fs.bucket(plain, 400), full) == [[3], [3]]
+    assert buffers(fs.bucket(plain, 95), full) == [[9], [9]]
+    assert buffers(fs.bucket(plain, 400), mixed) == [[3 + 1], [3 + 1]]
 
 
 def test_ddp_by_buckets_on_processes(workers):
@@ -168,16 +106,15 @@ def test_ddp_by_buckets_on_processes(workers):
         assert (many, one) == (COUNT, 1)
 
 
+@on_ranks(2)
 def test_a_bucket_in_a_bucket_has_the_outer_size():
-    def program():
-        mesh = one_axis()
-        for plain in (fs.fully_shard(mesh), fs.zero3(mesh), BUCKETS["after a mask"](mesh)[0]):
-            assert fs.bucket(fs.bucket(plain, 10), 20) == fs.bucket(plain, 20)
-            assert fs.bucket(fs.bucket(plain, 20), 20) == fs.bucket(plain, 20)
-            assert reduction(fs.bucket(plain, 20)).bucket_bytes == 20
-        assert reduction(fs.bucket(fs.ddp(mesh))).bucket_bytes == 25 * 2**20
-
-    spmd(program, 2)
+    mesh = one_axis()
+    masked = fs.masked(fs.fully_shard(mesh), "a", otherwise=fs.replicate(mesh))
+    for plain in (fs.fully_shard(mesh), fs.zero3(mesh), masked):
+        assert fs.bucket(fs.bucket(plain, 10), 20) == fs.bucket(plain, 20)
+        assert fs.bucket(fs.bucket(plain, 20), 20) == fs.bucket(plain, 20)
+        assert reduction(fs.bucket(plain, 20)).bucket_bytes == 20
+    assert reduction(fs.bucket(fs.ddp(mesh))).bucket_bytes == 25 * 2**20
 
 
 NOTHING = "bucket: nothing in the transform travels in buffers; wrap fully_shard or replicate"

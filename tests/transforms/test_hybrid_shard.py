@@ -4,152 +4,67 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
 from tests.bad_input import assert_all_refused
+from tests.ranks import on_ranks
 from tests.test_bad_setup import ALGORITHMS, setup
-from tests.test_law_ddp import bound, one_process
-from tests.transforms.laws import assert_laws, gradients, my_rank, squares, told, trained
-from tests.trees import WORLD_SIZES, assert_same_bits, normal, one_axis, two_axes
-from tests.unit_models import Block, Language, assert_one_process, filled, tokens
-
-HYBRID = {
-    "plain": fs.hybrid_shard,
-    "last dim": lambda mesh: fs.hybrid_shard(mesh, dim=-1),
-    "small leaves whole": lambda mesh: fs.hybrid_shard(mesh, min_shard_elements=6),
-    "flat": lambda mesh: fs.hybrid_shard(mesh, algorithm="flat"),
-    "axes turned around": lambda mesh: fs.hybrid_shard(mesh, "replicate", "shard"),
-    "hsdp": lambda mesh: fs.hsdp(mesh, min_shard_elements=0),
-}
+from tests.transforms.laws import squares, told
+from tests.trees import normal, two_axes
 
 
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_laws(world_size):
-    def program():
-        mesh = two_axes(world_size)
-        for name in HYBRID if world_size == 4 else ("plain", "last dim")[world_size // 8 :]:
-            assert_laws(HYBRID[name](mesh))
-
-    spmd(program, world_size)
-
-
+@on_ranks(4)
 def test_it_is_a_composition():
-    def program():
-        mesh = two_axes(4)
-        parts = fs.replicate(mesh["replicate"]), fs.fully_shard(mesh["shard"], dim=1, min_shard_elements=3)
-        assert fs.hybrid_shard(mesh, dim=1, min_shard_elements=3) == fs.compose(*parts)
-        spec = fs.shard({"w": torch.ones(4, 8)}, fs.hsdp(mesh, min_shard_elements=0, prefetch=3))["w"].spec
-        assert spec.partition == fs.P("shard")
-        assert [axis.name for axis in spec.axes] == ["shard", "replicate"]
-        assert spec.reshard.prefetch == 3
-        assert fs.hsdp(mesh) == fs.zero3(mesh, layout=fs.hybrid_shard(mesh, min_shard_elements=1024))
-
-    spmd(program, 4)
+    mesh = two_axes(4)
+    parts = fs.replicate(mesh["replicate"]), fs.fully_shard(mesh["shard"], dim=1, min_shard_elements=3)
+    assert fs.hybrid_shard(mesh, dim=1, min_shard_elements=3) == fs.compose(*parts)
+    spec = fs.shard({"w": torch.ones(4, 8)}, fs.hsdp(mesh, min_shard_elements=0, prefetch=3))["w"].spec
+    assert spec.partition == fs.P("shard")
+    assert [axis.name for axis in spec.axes] == ["shard", "replicate"]
+    assert spec.reshard.prefetch == 3
+    assert fs.hsdp(mesh) == fs.zero3(mesh, layout=fs.hybrid_shard(mesh, min_shard_elements=1024))
 
 
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_gradients_of_every_kind_of_leaf(world_size):
-    """Bitwise those of leaves split over both axes, whose sums run over the inner axis first too."""
-
-    def program():
-        mesh = two_axes(world_size)
-        nested = fs.compose(fs.fully_shard(mesh["replicate"]), fs.fully_shard(mesh["shard"]))
-        expected = gradients(nested)
-        for name in ("plain", "last dim", "hsdp"):
-            assert_same_bits(gradients(HYBRID[name](mesh)), expected)
-        if world_size < 4:
-            assert_same_bits(expected, gradients(fs.fully_shard(one_axis())))
-
-    spmd(program, world_size)
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size, reduce", [*((size, "mean") for size in WORLD_SIZES), (4, "weighted")])
-def test_training_is_that_of_one_process(world_size, reduce):
-    def program():
-        mesh = two_axes(world_size)
-        return [trained(HYBRID[name](mesh), reduce=reduce) for name in ("plain", "hsdp")]
-
-    first, *others = spmd(program, world_size)
-    assert_trees_close(first, [one_process("SGD")] * 2, rtol=0, atol=bound("SGD"))
-    assert_same_bits([first[1:], *others], [first[:1]] + [first[:1] * 2] * len(others))
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (1, 2, 4))
-def test_modules_with_units(world_size):
-    module = filled(Language(hidden=(13, 11)))
-    strategies = {
-        name: lambda _, options=options: fs.hsdp(two_axes(world_size), min_shard_elements=0, **options)
-        for name, options in {"apart": dict(merge_bytes=0), "merged": {}, "kept": dict(regather=False)}.items()
-    }
-    assert_one_process(module, tokens(world_size), (Block, nn.Linear), strategies, again=True)
-
-
-@pytest.mark.parametrize("world_size", (2, 4, 8))
+@on_ranks(2, 4, 8)
 def test_only_a_node_is_gathered_over_and_nodes_sum_pieces(world_size):
     """In full tensors of n bytes: an all-gather and a reduce-scatter of n inside, and a sum of n / inner across."""
     draw = normal()
     full = {"w": draw(67, 65), "v": draw(257, 129)}
-
-    def program():
-        mesh = two_axes(world_size)
-        inner = mesh["shard"].size()
-        params = fs.shard(full, fs.hybrid_shard(mesh))
-        n = sum(math.prod(leaf.spec.padded_shape) * 8 for leaf in params.values())
-        with fs.comm.record() as record:
-            fs.gather(params)
-        gathered, sent = told(record), record.bytes_sent()
-        with fs.comm.record() as record:
-            fs.scatter_grads(full, like=params)
-        scattered = told(record)
-        with fs.comm.record() as record:
-            fs.value_and_grad(lambda p: sum(x.sum() for x in fs.gather(p).values()))(params)
-        if inner == 1:
-            assert (gathered, sent) == ([], 0)
-            assert [entry[:3] for entry in scattered] == [("all_reduce", "replicate", "scatter")]
-            return
-        assert gathered == [("all_gather", "shard", "gather", 2, n)]
-        assert sent == n * (inner - 1) / inner
-        assert scattered[0] == ("reduce_scatter", "shard", "scatter", 2, n)
-        # Two nodes exchange their pieces whole.
-        assert {entry[:3] for entry in scattered[1:]} == {("all_reduce", "replicate", "scatter")}
-        assert sum(entry[-1] for entry in scattered[1:]) == n // inner
-        # A step moves 2n (inner - 1) / inner inside a node and 2 (n / inner) / 2 across the two of them.
-        assert record.bytes_sent() == 2 * n * (inner - 1) / inner + n / inner
-
-    spmd(program, world_size)
+    mesh = two_axes(world_size)
+    inner = mesh["shard"].size()
+    params = fs.shard(full, fs.hybrid_shard(mesh))
+    n = sum(math.prod(leaf.spec.padded_shape) * 8 for leaf in params.values())
+    with fs.comm.record() as record:
+        fs.gather(params)
+    gathered, sent = told(record), record.bytes_sent()
+    with fs.comm.record() as record:
+        fs.scatter_grads(full, like=params)
+    scattered = told(record)
+    with fs.comm.record() as record:
+        fs.value_and_grad(lambda p: sum(x.sum() for x in fs.gather(p).values()))(params)
+    if inner == 1:
+        assert (gathered, sent) == ([], 0)
+        assert [entry[:3] for entry in scattered] == [("all_reduce", "replicate", "scatter")]
+        return
+    assert gathered == [("all_gather", "shard", "gather", 2, n)]
+    assert sent == n * (inner - 1) / inner
+    assert scattered[0] == ("reduce_scatter", "shard", "scatter", 2, n)
+    # Two nodes exchange their pieces whole.
+    assert {entry[:3] for entry in scattered[1:]} == {("all_reduce", "replicate", "scatter")}
+    assert sum(entry[-1] for entry in scattered[1:]) == n // inner
+    # A step moves 2n (inner - 1) / inner inside a node and 2 (n / inner) / 2 across the two of them.
+    assert record.bytes_sent() == 2 * n * (inner - 1) / inner + n / inner
 
 
+@on_ranks(1)
 def test_one_rank_communicates_nothing():
-    def program():
-        params = fs.shard({"float64": torch.ones(5, 3, dtype=torch.float64)}, fs.hsdp(two_axes(1)))
-        with fs.comm.record() as record:
-            fs.value_and_grad(squares)(params)
-            full = fs.gather(params)
-            fs.scatter_grads(full, like=params)
-        assert list(record) == []
-        assert full["float64"].data_ptr() == params["float64"].local.data_ptr()
-
-    spmd(program, 1)
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("outer", (1, 2))
-def test_processes(workers, outer):
-    def program():
-        mesh = fs.init_mesh({"replicate": outer, "shard": -1}, device="cpu")
-        runs = [trained(strategy) for strategy in (fs.hybrid_shard(mesh), fs.hsdp(mesh), fs.ddp(one_axis()))]
-        return my_rank(), runs
-
-    for rank, (found, runs) in enumerate(spmd(program, workers(2))):
-        assert found == rank
-        assert_same_bits(runs[1:], runs[:1] * 2)
-        assert_trees_close(runs[0], one_process("SGD"), rtol=0, atol=bound("SGD"))
+    params = fs.shard({"float64": torch.ones(5, 3, dtype=torch.float64)}, fs.hsdp(two_axes(1)))
+    with fs.comm.record() as record:
+        fs.value_and_grad(squares)(params)
+        full = fs.gather(params)
+        fs.scatter_grads(full, like=params)
+    assert list(record) == []
+    assert full["float64"].data_ptr() == params["float64"].local.data_ptr()
 
 
 LACKS = "expected {1} to be one of ('shard',), got {0!r}; pass {1}= or name it in init_mesh"
@@ -203,16 +118,13 @@ def test_a_layout_says_all_that_is_to_be_said_of_it():
         fs.zero3(mesh, layout=layout, min_shard_elements=3)
 
 
+@on_ranks(4)
 def test_a_gather_is_under_way_once_it_has_started():
     """Not first where it is waited for, or nothing would be gathered ahead."""
-
-    def program():
-        params = fs.shard({"w": torch.ones(8, 512)}, fs.hsdp(two_axes(4), min_shard_elements=0))
-        leaf = params["w"]
-        with fs.comm.record() as record:
-            finish = leaf.spec.transform.start_gather([leaf.local], [leaf.spec])
-            started = len(record)
-            finish()
-        return started, len(record)
-
-    assert spmd(program, 4) == [(1, 1)] * 4
+    params = fs.shard({"w": torch.ones(8, 512)}, fs.hsdp(two_axes(4), min_shard_elements=0))
+    leaf = params["w"]
+    with fs.comm.record() as record:
+        finish = leaf.spec.transform.start_gather([leaf.local], [leaf.spec])
+        started = len(record)
+        finish()
+    assert (started, len(record)) == (1, 1)

@@ -4,15 +4,13 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 
 import fshard as fs
-from fshard.testing import spmd
 from tests.bad_input import assert_all_refused
+from tests.ranks import on_ranks
 from tests.test_bad_setup import setup
-from tests.transforms.laws import assert_laws, gradients, told, trained
-from tests.trees import assert_same_bits, one_axis
-from tests.unit_models import Block, Language, assert_one_process, filled, tokens
+from tests.transforms.laws import told
+from tests.trees import one_axis
 
 WARNING = "offload: this machine has no accelerator, so parameters are in CPU memory anyway and nothing is moved"
 
@@ -32,51 +30,21 @@ def test_it_warns_once_and_is_offload_to_the_cpu(monkeypatch):
         assert found == fs.offload("cpu") == fs.offload(torch.device("cpu"))
 
 
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (1, 2, 3, 4))
-def test_laws_and_gradients_and_training(world_size):
-    def program():
-        for plain in (fs.fully_shard(one_axis()), fs.zero3(one_axis(), min_shard_elements=6)):
-            assert_laws(offloaded(plain))
-            assert_same_bits(gradients(offloaded(plain)), gradients(plain))
-        assert_same_bits(trained(offloaded(plain)), trained(plain))
-
-    spmd(program, world_size)
-
-
-def test_processes(workers):
-    def program():
-        plain = fs.zero3(one_axis(), min_shard_elements=6)
-        assert_same_bits(trained(offloaded(plain)), trained(plain))
-
-    spmd(program, workers(2))
-
-
-@pytest.mark.parametrize("world_size", (1, 2))
-def test_modules_with_units(world_size):
-    strategies = {"zero3": lambda mesh: offloaded(fs.zero3(mesh, min_shard_elements=0, merge_bytes=0))}
-    assert_one_process(filled(Language(hidden=(13, 11))), tokens(world_size), (Block, nn.Linear), strategies)
-
-
-@pytest.mark.parametrize("world_size", (1, 2))
+@on_ranks(1, 2)
 def test_it_sends_what_the_strategy_sends_and_copies_nothing(world_size):
     full = {"w": torch.ones(67, 65)}
-
-    def program():
-        plain = fs.zero3(one_axis())
-        records = []
-        for transform in (plain, offloaded(plain)):
-            params = fs.shard(full, transform)
-            assert params["w"].local.device == torch.device("cpu")
-            with fs.comm.record() as record:
-                fs.value_and_grad(lambda p: fs.gather(p)["w"].sum())(params)
-            records.append(told(record))
-            if world_size == 1:
-                assert fs.gather(params)["w"].data_ptr() == params["w"].local.data_ptr()
-        assert records[0] == records[1]
-        assert bool(records[0]) == (world_size > 1)
-
-    spmd(program, world_size)
+    plain = fs.zero3(one_axis())
+    records = []
+    for transform in (plain, offloaded(plain)):
+        params = fs.shard(full, transform)
+        assert params["w"].local.device == torch.device("cpu")
+        with fs.comm.record() as record:
+            fs.value_and_grad(lambda p: fs.gather(p)["w"].sum())(params)
+        records.append(told(record))
+        if world_size == 1:
+            assert fs.gather(params)["w"].data_ptr() == params["w"].local.data_ptr()
+    assert records[0] == records[1]
+    assert bool(records[0]) == (world_size > 1)
 
 
 BEHIND = "compose: expected offload first, as it says where shards are stored, got it behind others"
