@@ -8,6 +8,7 @@ import fshard as fs
 from fshard.testing import check_adjoint
 from fshard.transforms.compose import at
 from fshard.tree import flatten, names_of
+from tests.ranks import my_rank
 from tests.test_law_ddp import ALGORITHMS, Run, batches, initial, one_rank_of, train_steps
 from tests.test_law_purity import unchanged
 from tests.trees import FLOATING, assert_same_bits, exotic_dtypes, frozen, mixed_dtypes, normal, one_axis
@@ -21,10 +22,6 @@ SGD = fs.from_torch(ALGORITHMS["SGD"].cls, **ALGORITHMS["SGD"].hyper)
 def grid(ranks: int, inner: str = "tp") -> Any:
     """A mesh of an outer axis "shard" and an inner one of size 2 where the number of ranks is even."""
     return fs.init_mesh({"shard": -1, inner: 2 - ranks % 2}, device="cpu")
-
-
-def my_rank() -> int:
-    return fs.comm.rank(fs.axis_of(one_axis()))
 
 
 def assert_laws(transform: fs.ShardTransform) -> None:

@@ -9,6 +9,7 @@ import torch
 import fshard as fs
 from fshard.testing import check_transform, spmd
 from fshard.transforms.compose import layout_axes, masks, reduction
+from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits, normal, one_axis, two_axes
 
 
@@ -169,28 +170,25 @@ class Keeps(fs.ShardTransform):
         return torch.zeros_like(grad)
 
     def scatter(self, grads, specs, states):
-        KEPT[fs.comm.rank(fs.axis_of(one_axis()))] = list(grads), [grad.clone() for grad in grads]
+        KEPT[my_rank()] = list(grads), [grad.clone() for grad in grads]
         return grads, list(grads)
 
 
+@on_ranks(2)
 def test_nothing_that_a_transform_keeps_is_written_to():
     """Neither to divide by the number of ranks nor to add up microbatches, and its state is not."""
     full = {"w": torch.ones(6, 4), "b": torch.ones(3)}
-
-    def program():
-        params = fs.shard(full, fs.compose(Keeps(), fs.fully_shard(one_axis())))
-        state = fs.transform_state(params)
-        loss = lambda p, x: sum((x * leaf).sum() for leaf in fs.gather(p).values())  # noqa: E731
-        run = fs.accumulate(loss, communicate="each", transform_state=state)
-        _, grads, after = run(params, [torch.tensor(1.0), torch.tensor(3.0)])
-        kept, copies = KEPT[fs.comm.rank(fs.axis_of(one_axis()))]
-        assert_same_bits(kept, copies)
-        assert_same_bits(fs.unshard(grads), fs.tree_map(lambda x: 2 * x, full))
-        # The sum over two ranks in the last microbatch, padding aside.
-        rows = fs.tree_map(lambda row: row[row != 0].unique(), after)
-        assert [row.tolist() for row in fs.tree_leaves(rows)] == [[6.0]] * 2
-
-    spmd(program, 2)
+    params = fs.shard(full, fs.compose(Keeps(), fs.fully_shard(one_axis())))
+    state = fs.transform_state(params)
+    loss = lambda p, x: sum((x * leaf).sum() for leaf in fs.gather(p).values())  # noqa: E731
+    run = fs.accumulate(loss, communicate="each", transform_state=state)
+    _, grads, after = run(params, [torch.tensor(1.0), torch.tensor(3.0)])
+    kept, copies = KEPT[my_rank()]
+    assert_same_bits(kept, copies)
+    assert_same_bits(fs.unshard(grads), fs.tree_map(lambda x: 2 * x, full))
+    # The sum over two ranks in the last microbatch, padding aside.
+    rows = fs.tree_map(lambda row: row[row != 0].unique(), after)
+    assert [row.tolist() for row in fs.tree_leaves(rows)] == [[6.0]] * 2
 
 
 @dataclass(frozen=True)
@@ -202,27 +200,23 @@ class Elsewhere(fs.ShardTransform):
         return fs.Storage(torch.device("meta"), torch.device("cpu"))
 
 
+@on_ranks(1)
 def test_shards_are_kept_on_the_device_of_their_storage():
-    def program():
-        for transform in (Elsewhere(), fs.Wrapped(Elsewhere()), fs.compose(Elsewhere(), fs.ddp(one_axis()))):
-            assert fs.shard({"w": torch.ones(3)}, transform)["w"].local.device.type == "meta"
-        with pytest.raises(ValueError, match=r"^compose: expected offload first, as it says where shards are stored"):
-            fs.compose(fs.ddp(one_axis()), fs.Wrapped(Elsewhere()))
-
-    spmd(program, 1)
+    for transform in (Elsewhere(), fs.Wrapped(Elsewhere()), fs.compose(Elsewhere(), fs.ddp(one_axis()))):
+        assert fs.shard({"w": torch.ones(3)}, transform)["w"].local.device.type == "meta"
+    with pytest.raises(ValueError, match=r"^compose: expected offload first, as it says where shards are stored"):
+        fs.compose(fs.ddp(one_axis()), fs.Wrapped(Elsewhere()))
 
 
+@on_ranks(1)
 def test_a_scatter_without_states_around_one_with_states_is_refused():
-    def program():
-        params = fs.shard({"w": torch.ones(4)}, Scaled(fs.quantize(one_axis(), scatter=True), 2.0))
-        text = (
-            r"^Scaled: expected scatter\(self, grads, specs, states\), got one without states around a transform that "
-            r"has one; take them and hand them on$"
-        )
-        with pytest.raises(ValueError, match=text):
-            fs.transform_state(params)
-
-    spmd(program, 1)
+    params = fs.shard({"w": torch.ones(4)}, Scaled(fs.quantize(one_axis(), scatter=True), 2.0))
+    text = (
+        r"^Scaled: expected scatter\(self, grads, specs, states\), got one without states around a transform that "
+        r"has one; take them and hand them on$"
+    )
+    with pytest.raises(ValueError, match=text):
+        fs.transform_state(params)
 
 
 def trained(transform, full, steps=3):
@@ -247,16 +241,13 @@ INNER = {
 
 
 @pytest.mark.parametrize("name", INNER)
+@on_ranks(4)
 def test_it_is_what_it_wraps(name):
     full = {"w": normal(1)(6, 5), "b": normal(2)(7)}
-
-    def program():
-        inner = INNER[name](two_axes(4))
-        (mine, record), (plain, expected) = trained(fs.Wrapped(inner), full), trained(inner, full)
-        assert_same_bits(mine, plain)
-        assert record == expected
-
-    spmd(program, 4)
+    inner = INNER[name](two_axes(4))
+    (mine, record), (plain, expected) = trained(fs.Wrapped(inner), full), trained(inner, full)
+    assert_same_bits(mine, plain)
+    assert record == expected
 
 
 @dataclass(frozen=True)
@@ -282,20 +273,17 @@ class Momentum(fs.Wrapped):
         return self.inner.scatter(after, specs), after
 
 
+@on_ranks(2)
 def test_a_part_may_be_done_otherwise():
     full = {"w": normal(1)(6, 5), "b": normal(2)(7)}
-
-    def program():
-        inner = fs.fully_shard(one_axis())
-        fs.testing.check_adjoint(Scaled(inner, 3.0), [(5, 3), (7,), ()])
-        params = fs.shard(full, Scaled(inner, 3.0))
-        _, grads = fs.value_and_grad(lambda p: sum(x.sum() for x in fs.gather(p).values()))(params)
-        assert_same_bits(fs.unshard(grads), {name: torch.full_like(x, 3.0) for name, x in full.items()})
-        found, _ = trained(Momentum(inner), {"w": torch.ones(4, dtype=torch.float64)}, steps=2)
-        # 1 - 0.1 * 2, and then minus 0.1 * (2 * 0.8 + 2 / 2).
-        torch.testing.assert_close(found["w"], torch.full((4,), 0.54, dtype=torch.float64))
-
-    spmd(program, 2)
+    inner = fs.fully_shard(one_axis())
+    fs.testing.check_adjoint(Scaled(inner, 3.0), [(5, 3), (7,), ()])
+    params = fs.shard(full, Scaled(inner, 3.0))
+    _, grads = fs.value_and_grad(lambda p: sum(x.sum() for x in fs.gather(p).values()))(params)
+    assert_same_bits(fs.unshard(grads), {name: torch.full_like(x, 3.0) for name, x in full.items()})
+    found, _ = trained(Momentum(inner), {"w": torch.ones(4, dtype=torch.float64)}, steps=2)
+    # 1 - 0.1 * 2, and then minus 0.1 * (2 * 0.8 + 2 / 2).
+    torch.testing.assert_close(found["w"], torch.full((4,), 0.54, dtype=torch.float64))
 
 
 def test_it_passes_check_transform():

@@ -9,9 +9,10 @@ from torch import nn
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
 from tests.bad_input import assert_all_refused
+from tests.ranks import my_rank, on_ranks
 from tests.test_bad_setup import setup
 from tests.test_law_ddp import ROWS, STEPS, Run, batches, bound, initial, one_process, one_rank_of, row_losses
-from tests.transforms.laws import SGD, my_rank
+from tests.transforms.laws import SGD
 from tests.trees import assert_same_bits, two_axes
 from tests.unit_models import BOUND, Block, Language, filled, tokens
 
@@ -140,29 +141,25 @@ def test_lossy_compositions_are_near_one_process(world_size):
             assert ROWS * 1e-12 < off < 0.05, name
 
 
-@pytest.mark.parametrize("world_size", (2, 4))
+@on_ranks(2, 4)
 def test_a_module_with_units_by_everything_at_once(world_size):
     """The engine's gradients and states are those of the verbs."""
     module, batches = filled(Language(hidden=(13, 11))), tokens(world_size)
-
-    def program():
-        mesh = two_axes(world_size)
-        layout = fs.compose(
-            fs.bucket(fs.replicate(mesh["replicate"])),
-            fs.masked(int8(mesh["shard"]), ("*.weight", "*scale"), otherwise=fs.fully_shard(mesh["shard"])),
-        )
-        model = fs.functionalize(module, (Block, nn.Linear))
-        params = model.init(fs.compose(fs.offload("cpu"), fs.zero3(mesh, layout=layout, merge_bytes=3000)))
-        loss = lambda p: model.apply(p, *batches[my_rank()])  # noqa: E731
-        states = [fs.transform_state(params)] * 2
-        _, grads, states[0] = fs.value_and_grad(loss, transform_state=states[0])(params)
-        full = torch.func.grad(loss)(fs.gather(params))
-        expected, states[1] = fs.scatter_grads(full, like=params, transform_state=states[1])
-        # Gradients may differ in the last bits, and an element between two steps go to either: none does here.
-        assert_trees_close(fs.unshard(grads), fs.unshard(expected), rtol=0, atol=BOUND)
-        assert_trees_close(fs.tree_leaves(states[0]), fs.tree_leaves(states[1]), rtol=0, atol=BOUND)
-
-    spmd(program, world_size)
+    mesh = two_axes(world_size)
+    layout = fs.compose(
+        fs.bucket(fs.replicate(mesh["replicate"])),
+        fs.masked(int8(mesh["shard"]), ("*.weight", "*scale"), otherwise=fs.fully_shard(mesh["shard"])),
+    )
+    model = fs.functionalize(module, (Block, nn.Linear))
+    params = model.init(fs.compose(fs.offload("cpu"), fs.zero3(mesh, layout=layout, merge_bytes=3000)))
+    loss = lambda p: model.apply(p, *batches[my_rank()])  # noqa: E731
+    states = [fs.transform_state(params)] * 2
+    _, grads, states[0] = fs.value_and_grad(loss, transform_state=states[0])(params)
+    full = torch.func.grad(loss)(fs.gather(params))
+    expected, states[1] = fs.scatter_grads(full, like=params, transform_state=states[1])
+    # Gradients may differ in the last bits, and an element between two steps go to either: none does here.
+    assert_trees_close(fs.unshard(grads), fs.unshard(expected), rtol=0, atol=BOUND)
+    assert_trees_close(fs.tree_leaves(states[0]), fs.tree_leaves(states[1]), rtol=0, atol=BOUND)
 
 
 def test_processes(workers):

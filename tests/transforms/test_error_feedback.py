@@ -7,8 +7,9 @@ import torch
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
+from tests.ranks import my_rank, on_ranks
 from tests.test_law_purity import unchanged
-from tests.transforms.laws import FROZEN, every_kind, grid, my_rank, shard_kinds
+from tests.transforms.laws import FROZEN, every_kind, grid, shard_kinds
 from tests.transforms.rounding import full_tree, grads_of, joined, pieces, rounded
 from tests.trees import WORLD_SIZES, assert_same_bits, normal, one_axis, two_axes
 
@@ -31,132 +32,117 @@ STEPS = 5
 @pytest.mark.parametrize(
     "world_size, dtype", [*((size, torch.float64) for size in WORLD_SIZES[1:]), (3, torch.float32)]
 )
+@on_ranks()
 def test_what_is_applied_and_what_is_left_are_all_gradients(world_size, dtype):
     """Over steps, to the rounding of sums; without feedback what is applied is far from them."""
-
-    def program():
-        params = fs.shard(full_tree(dtype), fs.quantize(one_axis(), scatter=True, block=16))
-        plain = fs.quantize(one_axis(), scatter=True, block=16, error_feedback=False)
-        state, like = fs.transform_state(params), fs.reshard(params, plain)
-        applied = lossy = fs.tree_map(torch.zeros_like, full_tree(dtype))
-        true, magnitude = applied, applied
-        for step in range(STEPS):
-            local = grads_of(step, my_rank(), dtype)
-            with unchanged(params, state, local):
-                grads, new = fs.scatter_grads(local, like=params, reduce="sum", transform_state=state)
-                again, same = fs.scatter_grads(local, like=params, reduce="sum", transform_state=state)
-            assert_same_bits(fs.tree_leaves((grads, new)), fs.tree_leaves((again, same)))
-            state = new
-            applied = fs.tree_map(torch.add, applied, fs.unshard(grads))
-            lossy = fs.tree_map(torch.add, lossy, fs.unshard(fs.scatter_grads(local, like=like, reduce="sum")))
-            for rank in range(world_size):
-                grad = grads_of(step, rank, dtype)
-                true = fs.tree_map(torch.add, true, grad)
-                magnitude = fs.tree_map(lambda m, g: m + g.abs().max() if g.numel() else m, magnitude, grad)
-        left = residual(state, params, world_size)
-        for name in true:
-            # Each step adds, subtracts and sums a few numbers for each rank, none above the magnitudes so far.
-            tolerance = 8 * STEPS * world_size * torch.finfo(dtype).eps * magnitude[name]
-            assert ((applied[name] + left[name] - true[name]).abs() <= tolerance).all()
-        apart = [(lossy[name] - true[name]).abs().max() for name in ("matrix", "vector")]
-        assert min(apart) > 1e-3
-
-    spmd(program, world_size)
+    params = fs.shard(full_tree(dtype), fs.quantize(one_axis(), scatter=True, block=16))
+    plain = fs.quantize(one_axis(), scatter=True, block=16, error_feedback=False)
+    state, like = fs.transform_state(params), fs.reshard(params, plain)
+    applied = lossy = fs.tree_map(torch.zeros_like, full_tree(dtype))
+    true, magnitude = applied, applied
+    for step in range(STEPS):
+        local = grads_of(step, my_rank(), dtype)
+        with unchanged(params, state, local):
+            grads, new = fs.scatter_grads(local, like=params, reduce="sum", transform_state=state)
+            again, same = fs.scatter_grads(local, like=params, reduce="sum", transform_state=state)
+        assert_same_bits(fs.tree_leaves((grads, new)), fs.tree_leaves((again, same)))
+        state = new
+        applied = fs.tree_map(torch.add, applied, fs.unshard(grads))
+        lossy = fs.tree_map(torch.add, lossy, fs.unshard(fs.scatter_grads(local, like=like, reduce="sum")))
+        for rank in range(world_size):
+            grad = grads_of(step, rank, dtype)
+            true = fs.tree_map(torch.add, true, grad)
+            magnitude = fs.tree_map(lambda m, g: m + g.abs().max() if g.numel() else m, magnitude, grad)
+    left = residual(state, params, world_size)
+    for name in true:
+        # Each step adds, subtracts and sums a few numbers for each rank, none above the magnitudes so far.
+        tolerance = 8 * STEPS * world_size * torch.finfo(dtype).eps * magnitude[name]
+        assert ((applied[name] + left[name] - true[name]).abs() <= tolerance).all()
+    apart = [(lossy[name] - true[name]).abs().max() for name in ("matrix", "vector")]
+    assert min(apart) > 1e-3
 
 
+@on_ranks(2)
 def test_gradients_in_bfloat16_leave_a_residual_in_the_stored_dtype():
     """Which rounding to bfloat16 would lose again: what is left is far below a step of the numbers it is left from."""
-
-    def program():
-        layout = fs.quantize(one_axis(), scatter=True, block=16)
-        params = fs.shard(full_tree(torch.float32), fs.compose(layout, fs.cast(scatter=torch.bfloat16)))
-        state, total = fs.transform_state(params), 0.0
-        true = 0.0
-        for step in range(20):
-            local = {name: g.bfloat16() for name, g in grads_of(step, my_rank(), torch.float32).items()}
-            grads, state = fs.scatter_grads(local, like=params, reduce="sum", transform_state=state)
-            total = total + fs.unshard(grads)["matrix"]
-            true = true + sum(grads_of(step, r, torch.float32)["matrix"].bfloat16().float() for r in range(2))
-        assert {row.dtype for row in fs.tree_leaves(state)} == {torch.float32}
-        left = residual(state, params, 2)["matrix"]
-        tops = max(grads_of(s, r)["matrix"].abs().max() for s in range(20) for r in range(2))
-        tolerance = 8 * 20 * 2 * torch.finfo(torch.float32).eps * tops * 2
-        assert ((total + left - true).abs() <= tolerance).all()
-
-    spmd(program, 2)
+    layout = fs.quantize(one_axis(), scatter=True, block=16)
+    params = fs.shard(full_tree(torch.float32), fs.compose(layout, fs.cast(scatter=torch.bfloat16)))
+    state, total = fs.transform_state(params), 0.0
+    true = 0.0
+    for step in range(20):
+        local = {name: g.bfloat16() for name, g in grads_of(step, my_rank(), torch.float32).items()}
+        grads, state = fs.scatter_grads(local, like=params, reduce="sum", transform_state=state)
+        total = total + fs.unshard(grads)["matrix"]
+        true = true + sum(grads_of(step, r, torch.float32)["matrix"].bfloat16().float() for r in range(2))
+    assert {row.dtype for row in fs.tree_leaves(state)} == {torch.float32}
+    left = residual(state, params, 2)["matrix"]
+    tops = max(grads_of(s, r)["matrix"].abs().max() for s in range(20) for r in range(2))
+    tolerance = 8 * 20 * 2 * torch.finfo(torch.float32).eps * tops * 2
+    assert ((total + left - true).abs() <= tolerance).all()
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", WORLD_SIZES[:-1])
+@on_ranks(*WORLD_SIZES[:-1])
 def test_the_engine_and_the_verbs_make_the_same_gradients_and_states(world_size):
     """Of every kind of leaf, step by step."""
+    # Multiples of parameters that were rounded themselves would lose nothing.
+    layout = fs.quantize(one_axis(), gather=False, scatter=True, block=4)
+    for transform in (layout, fs.zero3(one_axis(), layout=layout, merge_bytes=0)):
+        params = shard_kinds(transform)
+        states = [fs.transform_state(params)] * 2
+        assert states[0]["fixed"] is None
+        assert states[0]["int"] is None
+        assert (states[0]["float32"] is None) == (world_size == 1)
 
-    def program():
-        # Multiples of parameters that were rounded themselves would lose nothing.
-        layout = fs.quantize(one_axis(), gather=False, scatter=True, block=4)
-        for transform in (layout, fs.zero3(one_axis(), layout=layout, merge_bytes=0)):
-            params = shard_kinds(transform)
-            states = [fs.transform_state(params)] * 2
-            assert states[0]["fixed"] is None
-            assert states[0]["int"] is None
-            assert (states[0]["float32"] is None) == (world_size == 1)
+        def loss(p):
+            full = fs.gather(p)
+            trained = [leaf.abs().double() for name, leaf in full.items() if name not in FROZEN]
+            return sum((x**2).sum() for x in trained) * (my_rank() + 1)
 
-            def loss(p):
-                full = fs.gather(p)
-                trained = [leaf.abs().double() for name, leaf in full.items() if name not in FROZEN]
-                return sum((x**2).sum() for x in trained) * (my_rank() + 1)
-
-            for _ in range(3):
-                with unchanged(params, states):
-                    _, found, engine = fs.value_and_grad(loss, transform_state=states[0])(params)
-                    full = {name: leaf for name, leaf in fs.gather(params).items() if name not in FROZEN}
-                    local = {**torch.func.grad(loss)(full), **dict.fromkeys(FROZEN)}
-                    expected, verbs = fs.scatter_grads(local, like=params, transform_state=states[1])
-                assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
-                assert_same_bits(fs.tree_leaves(engine), fs.tree_leaves(verbs))
-                assert world_size == 1 or any(row.any() for row in fs.tree_leaves(engine))
-                states = [engine, verbs]
-
-    spmd(program, world_size)
+        for _ in range(3):
+            with unchanged(params, states):
+                _, found, engine = fs.value_and_grad(loss, transform_state=states[0])(params)
+                full = {name: leaf for name, leaf in fs.gather(params).items() if name not in FROZEN}
+                local = {**torch.func.grad(loss)(full), **dict.fromkeys(FROZEN)}
+                expected, verbs = fs.scatter_grads(local, like=params, transform_state=states[1])
+            assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
+            assert_same_bits(fs.tree_leaves(engine), fs.tree_leaves(verbs))
+            assert world_size == 1 or any(row.any() for row in fs.tree_leaves(engine))
+            states = [engine, verbs]
 
 
+@on_ranks(4)
 def test_each_ranks_rows_are_its_own_and_as_large_as_full_gradients():
-    def program():
-        mesh = two_axes(4)
-        inner = fs.quantize(mesh["shard"], scatter=True, block=4)
-        params = shard_kinds(fs.compose(fs.replicate(mesh["replicate"]), inner))
-        state = fs.transform_state(params)
-        for name in ("float32", "bfloat16", "scalar", "cube"):
-            (_, row), spec = state[name], params[name].spec
-            shard = fs.axis_of(mesh, "shard")
-            shape = (2, *pieces(every_kind()[name], 2)[0].shape)
-            assert (row.local.shape, row.spec.shape) == ((1, *shape), (4, *shape))
-            assert row.local.dtype == params[name].local.dtype
-            assert row.spec.partition == fs.P(tuple(axis.name for axis in spec.axes))
-            assert shard in row.spec.axes
-
-    spmd(program, 4)
+    mesh = two_axes(4)
+    inner = fs.quantize(mesh["shard"], scatter=True, block=4)
+    params = shard_kinds(fs.compose(fs.replicate(mesh["replicate"]), inner))
+    state = fs.transform_state(params)
+    for name in ("float32", "bfloat16", "scalar", "cube"):
+        (_, row), spec = state[name], params[name].spec
+        shard = fs.axis_of(mesh, "shard")
+        shape = (2, *pieces(every_kind()[name], 2)[0].shape)
+        assert (row.local.shape, row.spec.shape) == ((1, *shape), (4, *shape))
+        assert row.local.dtype == params[name].local.dtype
+        assert row.spec.partition == fs.P(tuple(axis.name for axis in spec.axes))
+        assert shard in row.spec.axes
 
 
+@on_ranks(4)
 def test_leaves_that_other_stages_have_made_small_keep_their_feedback():
     """Whether a leaf stays whole goes by its global size: 64 elements here, of which a rank gathers 32."""
-
-    def program():
-        mesh = grid(4)
-        rough = fs.quantize(mesh["shard"], scatter=True, block=4, min_shard_elements=40)
-        halves = fs.compose(rough, fs.masked(fs.split_dim(mesh["tp"], dim=1), "w"))
-        params = fs.shard({"w": normal()(8, 8), "b": normal()(3)}, halves)
-        state, rank = fs.transform_state(params), fs.comm.rank(fs.axis_of(mesh, "shard"))
-        assert math.prod(params["w"].spec.gathered_shape) == 32
-        local = {"w": normal(rank)(8, 4), "b": normal(rank)(3)}
-        grads, after = fs.scatter_grads(local, like=params, reduce="sum", transform_state=state)
-        sums = sum(joined([rounded(p, 4) for p in pieces(normal(r)(8, 4), 2)], local["w"]) for r in range(2))
-        assert_same_bits(fs.unshard(grads)["w"][:, :4], sums)
-        assert fs.tree_leaves(after["w"])[0].any()
-        assert_same_bits(fs.unshard(grads)["b"], normal(0)(3) + normal(1)(3))
-        assert not fs.tree_leaves(after["b"])[0].any()
-
-    spmd(program, 4)
+    mesh = grid(4)
+    rough = fs.quantize(mesh["shard"], scatter=True, block=4, min_shard_elements=40)
+    halves = fs.compose(rough, fs.masked(fs.split_dim(mesh["tp"], dim=1), "w"))
+    params = fs.shard({"w": normal()(8, 8), "b": normal()(3)}, halves)
+    state, rank = fs.transform_state(params), fs.comm.rank(fs.axis_of(mesh, "shard"))
+    assert math.prod(params["w"].spec.gathered_shape) == 32
+    local = {"w": normal(rank)(8, 4), "b": normal(rank)(3)}
+    grads, after = fs.scatter_grads(local, like=params, reduce="sum", transform_state=state)
+    sums = sum(joined([rounded(p, 4) for p in pieces(normal(r)(8, 4), 2)], local["w"]) for r in range(2))
+    assert_same_bits(fs.unshard(grads)["w"][:, :4], sums)
+    assert fs.tree_leaves(after["w"])[0].any()
+    assert_same_bits(fs.unshard(grads)["b"], normal(0)(3) + normal(1)(3))
+    assert not fs.tree_leaves(after["b"])[0].any()
 
 
 @pytest.mark.parametrize("feedback", (True, False))

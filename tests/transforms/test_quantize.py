@@ -7,10 +7,11 @@ from torch.func import vjp
 import fshard as fs
 from fshard.testing import spmd
 from tests.bad_input import assert_all_refused
+from tests.ranks import my_rank, on_ranks
 from tests.test_bad_setup import ALGORITHMS as ALGORITHM
 from tests.test_bad_setup import setup
 from tests.test_law_purity import unchanged
-from tests.transforms.laws import SMALL, gradients, my_rank, squares, told
+from tests.transforms.laws import SMALL, gradients, squares, told
 from tests.transforms.rounding import gather_bound, gathered, largest, pieces
 from tests.trees import WORLD_SIZES, assert_same_bits, exotic_dtypes, frozen, mixed_dtypes, normal, one_axis, uneven
 
@@ -55,102 +56,85 @@ def test_elements_are_off_by_at_most_half_a_step(world_size):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@on_ranks(2)
 def test_what_is_not_finite_makes_its_block_nan_and_nothing_else(dtype):
     """A rank's 12 elements are blocks of 4, 4 and 4."""
     full = normal()(24).to(dtype)
     full[1], full[9], full[12] = torch.inf, torch.nan, -torch.inf
     bad = [0, 1, 2, 3, 8, 9, 10, 11, 12, 13, 14, 15]
-
-    def program():
-        found = fs.gather(fs.shard([full], fs.quantize(one_axis(), block=4)))[0]
-        assert found.isnan().nonzero().flatten().tolist() == bad
-        good = ~found.isnan()
-        assert ((found - full).abs()[good].double() <= gather_bound(full, 2, 4)[good]).all()
-
-    spmd(program, 2)
+    found = fs.gather(fs.shard([full], fs.quantize(one_axis(), block=4)))[0]
+    assert found.isnan().nonzero().flatten().tolist() == bad
+    good = ~found.isnan()
+    assert ((found - full).abs()[good].double() <= gather_bound(full, 2, 4)[good]).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
+@on_ranks(2)
 def test_the_largest_numbers_stay_finite(dtype):
     """Those of float64 have no scale in float32, and are NaN rather than wrong."""
     full = torch.full((6,), torch.finfo(dtype).max, dtype=dtype) * torch.tensor([1, -1, 0.5, 0, 1, -1], dtype=dtype)
-
-    def program():
-        found, huge = fs.gather(fs.shard([full, full.double() * 0 + 1e300], fs.quantize(one_axis(), block=3)))
-        assert ((found.double() - full.double()).abs() <= gather_bound(full, 2, 3)).all()
-        assert huge.isnan().all()
-
-    spmd(program, 2)
+    found, huge = fs.gather(fs.shard([full, full.double() * 0 + 1e300], fs.quantize(one_axis(), block=3)))
+    assert ((found.double() - full.double()).abs() <= gather_bound(full, 2, 3)).all()
+    assert huge.isnan().all()
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(*WORLD_SIZES)
 def test_other_leaves_are_exact_and_so_is_storage(world_size):
-    def program():
-        for transform in (fs.quantize(one_axis(), block=4), fs.quantize(one_axis(), scatter=True, dim=-1)):
-            for make in (*SMALL.values(), mixed_dtypes, frozen, exotic_dtypes):
-                full = make()
-                params = fs.shard(full, transform)
-                assert_same_bits(fs.unshard(params), full)
-                moved = fs.reshard(params, fs.fully_shard(one_axis()))
-                assert_same_bits(fs.unshard(fs.reshard(moved, transform)), full)
-                found = fs.gather(params)
-                if world_size == 1:
-                    assert_same_bits(found, full)
-                for name in full if make is exotic_dtypes else ():
-                    if not full[name].is_floating_point() or full[name].element_size() == 1:
-                        assert_same_bits(found[name], full[name])
-        small = fs.shard(uneven(), fs.quantize(one_axis(), min_shard_elements=10**6))
-        assert_same_bits(fs.gather(small), uneven())
-
-    spmd(program, world_size)
+    for transform in (fs.quantize(one_axis(), block=4), fs.quantize(one_axis(), scatter=True, dim=-1)):
+        for make in (*SMALL.values(), mixed_dtypes, frozen, exotic_dtypes):
+            full = make()
+            params = fs.shard(full, transform)
+            assert_same_bits(fs.unshard(params), full)
+            moved = fs.reshard(params, fs.fully_shard(one_axis()))
+            assert_same_bits(fs.unshard(fs.reshard(moved, transform)), full)
+            found = fs.gather(params)
+            if world_size == 1:
+                assert_same_bits(found, full)
+            for name in full if make is exotic_dtypes else ():
+                if not full[name].is_floating_point() or full[name].element_size() == 1:
+                    assert_same_bits(found[name], full[name])
+    small = fs.shard(uneven(), fs.quantize(one_axis(), min_shard_elements=10**6))
+    assert_same_bits(fs.gather(small), uneven())
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (2, 3, 8))
+@on_ranks(2, 3, 8)
 def test_a_gather_sends_a_quarter_of_the_bytes(world_size):
     """A byte for each element of a padded shard and 4 for each of its blocks, from every rank."""
-
-    def program():
-        for block in BLOCKS:
-            full = {"w": torch.ones(67, 65), "alone": torch.ones(1024, 300), "v": torch.ones(9, dtype=torch.float64)}
-            params = fs.shard(full, fs.quantize(one_axis(), block=block))
-            with fs.comm.record() as record:
-                fs.gather(params)
-            sizes = [leaf.local.numel() for leaf in params.values()]
-            n = world_size * sum(size + 4 * -(-size // block) for size in sizes)
-            assert told(record) == [("all_gather", "shard", "gather", 2, n)]
-            assert record.bytes_sent() == pytest.approx(n * (world_size - 1) / world_size, rel=1e-12)
-            with fs.comm.record() as plain:
-                fs.gather(fs.reshard(params, fs.fully_shard(one_axis())))
-            # The float64 leaf is cut to an eighth, the others to a quarter and 4 bytes in a block.
-            (_, _, _, _, whole) = told(plain)[-1]
-            if block == 256:
-                assert 0.25 < n / whole < 0.25 + 1 / 256 + 0.001
-
-    spmd(program, world_size)
+    for block in BLOCKS:
+        full = {"w": torch.ones(67, 65), "alone": torch.ones(1024, 300), "v": torch.ones(9, dtype=torch.float64)}
+        params = fs.shard(full, fs.quantize(one_axis(), block=block))
+        with fs.comm.record() as record:
+            fs.gather(params)
+        sizes = [leaf.local.numel() for leaf in params.values()]
+        n = world_size * sum(size + 4 * -(-size // block) for size in sizes)
+        assert told(record) == [("all_gather", "shard", "gather", 2, n)]
+        assert record.bytes_sent() == pytest.approx(n * (world_size - 1) / world_size, rel=1e-12)
+        with fs.comm.record() as plain:
+            fs.gather(fs.reshard(params, fs.fully_shard(one_axis())))
+        # The float64 leaf is cut to an eighth, the others to a quarter and 4 bytes in a block.
+        (_, _, _, _, whole) = told(plain)[-1]
+        if block == 256:
+            assert 0.25 < n / whole < 0.25 + 1 / 256 + 0.001
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_gradients_pass_straight_through(world_size):
+@on_ranks(*WORLD_SIZES)
+def test_gradients_pass_straight_through():
     """Those at rounded parameters, reduced exactly; the engine and the verbs agree bit for bit."""
-
-    def program():
-        mesh = one_axis()
-        params, plain = (fs.shard(uneven(), t) for t in (fs.quantize(mesh, block=4), fs.fully_shard(mesh)))
-        draw = normal(my_rank())
-        cotangents = fs.tree_map(lambda full: draw(*full.shape), uneven())
-        (pulled,) = vjp(fs.gather, params)[1](cotangents)
-        assert_same_bits(fs.tree_leaves(pulled), fs.tree_leaves(vjp(fs.gather, plain)[1](cotangents)))
-        for transform in (
-            fs.quantize(mesh, block=4),
-            fs.zero3(mesh, layout=fs.quantize(mesh, min_shard_elements=6)),
-            fs.quantize(mesh, block=4, scatter=True, error_feedback=False),
-        ):
-            gradients(transform)
-
-    spmd(program, world_size)
+    mesh = one_axis()
+    params, plain = (fs.shard(uneven(), t) for t in (fs.quantize(mesh, block=4), fs.fully_shard(mesh)))
+    draw = normal(my_rank())
+    cotangents = fs.tree_map(lambda full: draw(*full.shape), uneven())
+    (pulled,) = vjp(fs.gather, params)[1](cotangents)
+    assert_same_bits(fs.tree_leaves(pulled), fs.tree_leaves(vjp(fs.gather, plain)[1](cotangents)))
+    for transform in (
+        fs.quantize(mesh, block=4),
+        fs.zero3(mesh, layout=fs.quantize(mesh, min_shard_elements=6)),
+        fs.quantize(mesh, block=4, scatter=True, error_feedback=False),
+    ):
+        gradients(transform)
 
 
 def test_one_rank_communicates_nothing_and_processes_agree(workers):

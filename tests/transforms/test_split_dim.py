@@ -8,6 +8,7 @@ import torch
 import fshard as fs
 from fshard.testing import check_adjoint, spmd
 from tests.bad_input import Row, assert_all_refused
+from tests.ranks import my_rank, on_ranks
 from tests.test_bad_setup import setup
 from tests.test_law_purity import unchanged
 from tests.transforms.laws import grid, told
@@ -34,40 +35,37 @@ DTYPES = (torch.float64, torch.bfloat16, torch.complex64, torch.int32, torch.boo
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(*WORLD_SIZES)
 def test_pieces_round_trips_and_adjoint(world_size):
-    def program():
-        mesh, line = grid(world_size), fs.fully_shard(one_axis())
-        shard, tp = fs.axis_of(mesh, "shard"), fs.axis_of(mesh, "tp")
-        for case in CASES:
-            shape, kept, gathered = case
-            transform = fs.compose(fs.fully_shard(shard, dim=gathered), fs.split_dim(tp, dim=kept))
-            for dtype in DTYPES if case in CASES[:2] else DTYPES[:1]:
-                full = {"w": leaf(case, dtype)}
-                params = fs.shard(full, transform)
-                spec = params["w"].spec
-                kept_dim, gathered_dim = kept % len(shape), gathered % len(shape)
-                names = [None] * (max(kept_dim, gathered_dim) + 1)
-                names[gathered_dim] = "shard"
-                names[kept_dim] = ("tp", "shard") if kept_dim == gathered_dim else "tp"
-                assert spec.partition == fs.P(*names)
-                mine = piece_of(full["w"], kept_dim, tp)
-                with unchanged(full, params):
-                    assert_same_bits(fs.gather(params), {"w": mine})
-                    assert spec.gathered_shape == tuple(mine.shape)
-                    # This rank's rows of what it gathers, padded at the end.
-                    size = -(-mine.shape[gathered_dim] // shard.size)
-                    start = min(fs.comm.rank(shard) * size, mine.shape[gathered_dim])
-                    rows = mine.narrow(gathered_dim, start, min(size, mine.shape[gathered_dim] - start))
-                    local = params["w"].local.narrow(gathered_dim, 0, rows.shape[gathered_dim])
-                    assert_same_bits(local, rows)
-                    assert_same_bits(fs.unshard(params), full)
-                    moved = fs.reshard(params, line)
-                    assert_same_bits(fs.unshard(moved), full)
-                    assert_same_bits(fs.reshard(moved, transform)["w"].local, params["w"].local)
-            check_adjoint(transform, [shape])
-
-    spmd(program, world_size)
+    mesh, line = grid(world_size), fs.fully_shard(one_axis())
+    shard, tp = fs.axis_of(mesh, "shard"), fs.axis_of(mesh, "tp")
+    for case in CASES:
+        shape, kept, gathered = case
+        transform = fs.compose(fs.fully_shard(shard, dim=gathered), fs.split_dim(tp, dim=kept))
+        for dtype in DTYPES if case in CASES[:2] else DTYPES[:1]:
+            full = {"w": leaf(case, dtype)}
+            params = fs.shard(full, transform)
+            spec = params["w"].spec
+            kept_dim, gathered_dim = kept % len(shape), gathered % len(shape)
+            names = [None] * (max(kept_dim, gathered_dim) + 1)
+            names[gathered_dim] = "shard"
+            names[kept_dim] = ("tp", "shard") if kept_dim == gathered_dim else "tp"
+            assert spec.partition == fs.P(*names)
+            mine = piece_of(full["w"], kept_dim, tp)
+            with unchanged(full, params):
+                assert_same_bits(fs.gather(params), {"w": mine})
+                assert spec.gathered_shape == tuple(mine.shape)
+                # This rank's rows of what it gathers, padded at the end.
+                size = -(-mine.shape[gathered_dim] // shard.size)
+                start = min(fs.comm.rank(shard) * size, mine.shape[gathered_dim])
+                rows = mine.narrow(gathered_dim, start, min(size, mine.shape[gathered_dim] - start))
+                local = params["w"].local.narrow(gathered_dim, 0, rows.shape[gathered_dim])
+                assert_same_bits(local, rows)
+                assert_same_bits(fs.unshard(params), full)
+                moved = fs.reshard(params, line)
+                assert_same_bits(fs.unshard(moved), full)
+                assert_same_bits(fs.reshard(moved, transform)["w"].local, params["w"].local)
+        check_adjoint(transform, [shape])
 
 
 def test_alone_it_keeps_pieces_and_communicates_nothing():
@@ -80,29 +78,26 @@ def test_alone_it_keeps_pieces_and_communicates_nothing():
             pieces = fs.gather(params)
             grads = fs.scatter_grads(pieces, like=params)
         assert list(record) == []
-        rank = fs.comm.rank(fs.axis_of(one_axis()))
+        rank = my_rank()
         assert_same_bits(pieces, {name: leaf.chunk(2, -1)[rank] for name, leaf in full.items()})
         assert_same_bits(fs.unshard(grads), full)
 
     spmd(program, 2)
 
 
+@on_ranks(4)
 def test_a_rank_gathers_and_reduces_its_own_piece_alone():
     full = {"w": normal()(12, 10)}
-
-    def program():
-        mesh = grid(4)
-        tp = fs.axis_of(mesh, "tp")
-        params = fs.shard(full, fs.compose(fs.fully_shard(mesh["shard"]), fs.split_dim(mesh["tp"], dim=1)))
-        assert math.prod(params["w"].local.shape) == 12 * 10 // 4
-        with fs.comm.record() as record:
-            fs.value_and_grad(lambda p: fs.psum_invariant((fs.gather(p)["w"] ** 2).sum(), tp))(params)
-        assert told(record) == [
-            ("all_gather", "shard", "gather", 1, 12 * 10 * 8 // 2),
-            ("reduce_scatter", "shard", "scatter", 1, 12 * 10 * 8 // 2),
-        ]
-
-    spmd(program, 4)
+    mesh = grid(4)
+    tp = fs.axis_of(mesh, "tp")
+    params = fs.shard(full, fs.compose(fs.fully_shard(mesh["shard"]), fs.split_dim(mesh["tp"], dim=1)))
+    assert math.prod(params["w"].local.shape) == 12 * 10 // 4
+    with fs.comm.record() as record:
+        fs.value_and_grad(lambda p: fs.psum_invariant((fs.gather(p)["w"] ** 2).sum(), tp))(params)
+    assert told(record) == [
+        ("all_gather", "shard", "gather", 1, 12 * 10 * 8 // 2),
+        ("reduce_scatter", "shard", "scatter", 1, 12 * 10 * 8 // 2),
+    ]
 
 
 FIT = "\nTo fix: pass full tensors whose shapes fit the strategy."

@@ -10,8 +10,9 @@ from torch import nn
 import fshard as fs
 from fshard.shard import local_piece
 from fshard.testing import spmd
+from tests.ranks import my_rank, on_ranks
 from tests.test_law_purity import unchanged
-from tests.transforms.laws import SGD, my_rank
+from tests.transforms.laws import SGD
 from tests.trees import assert_same_bits, normal, one_axis, two_axes
 
 ROWS = 4
@@ -37,28 +38,23 @@ def microbatches(count):
     return [draw(ROWS, 5) for _ in range(count)]
 
 
-@pytest.mark.parametrize("world_size", (1, 2, 3, 4))
-def test_accumulate_hands_the_state_from_microbatch_to_microbatch(world_size):
-    def program():
-        params, batches = make_params(one_axis()), microbatches(3)
-        state = fs.transform_state(params)
-        with unchanged(params, state):
-            _, grads, after = fs.accumulate(loss, reduce="sum", communicate="each", transform_state=state)(
-                params, batches
-            )
-        expected, last = None, state
-        for batch in batches:
-            _, part, last = fs.value_and_grad(loss, reduce="sum", transform_state=last)(params, batch)
-            expected = part if expected is None else fs.tree_map(torch.add, expected, part)
-        assert_same_bits(fs.tree_leaves((grads, after)), fs.tree_leaves((expected, last)))
-        _, grads, after = fs.accumulate(loss, reduce="sum", communicate="once", transform_state=state)(params, batches)
-        full = fs.gather(params)
-        local = [torch.func.grad(loss)({k: full[k] for k in ("w", "b")}, batch) for batch in batches]
-        total = fs.tree_map(lambda a, b, c: a + b + c, *local) | {"fixed": None, "none": None}
-        expected = fs.scatter_grads(total, like=params, reduce="sum", transform_state=state)
-        assert_same_bits(fs.tree_leaves((grads, after)), fs.tree_leaves(expected))
-
-    spmd(program, world_size)
+@on_ranks(1, 2, 3, 4)
+def test_accumulate_hands_the_state_from_microbatch_to_microbatch():
+    params, batches = make_params(one_axis()), microbatches(3)
+    state = fs.transform_state(params)
+    with unchanged(params, state):
+        _, grads, after = fs.accumulate(loss, reduce="sum", communicate="each", transform_state=state)(params, batches)
+    expected, last = None, state
+    for batch in batches:
+        _, part, last = fs.value_and_grad(loss, reduce="sum", transform_state=last)(params, batch)
+        expected = part if expected is None else fs.tree_map(torch.add, expected, part)
+    assert_same_bits(fs.tree_leaves((grads, after)), fs.tree_leaves((expected, last)))
+    _, grads, after = fs.accumulate(loss, reduce="sum", communicate="once", transform_state=state)(params, batches)
+    full = fs.gather(params)
+    local = [torch.func.grad(loss)({k: full[k] for k in ("w", "b")}, batch) for batch in batches]
+    total = fs.tree_map(lambda a, b, c: a + b + c, *local) | {"fixed": None, "none": None}
+    expected = fs.scatter_grads(total, like=params, reduce="sum", transform_state=state)
+    assert_same_bits(fs.tree_leaves((grads, after)), fs.tree_leaves(expected))
 
 
 def step_of(state, x, donate=False):
@@ -67,23 +63,21 @@ def step_of(state, x, donate=False):
 
 
 @pytest.mark.parametrize("donate", (False, True))
+@on_ranks(2)
 def test_a_train_state_holds_it(donate):
-    def program():
-        (x,) = microbatches(1)
-        first = fs.TrainState.create(make_params(one_axis()), SGD)
-        assert_same_bits(fs.tree_leaves(first.transform_state), fs.tree_leaves(fs.transform_state(first.params)))
-        assert not any(row.any() for row in fs.tree_leaves(first.transform_state))
-        assert [first.transform_state[name] for name in ("fixed", "none")] == [None, None]
-        second = step_of(first, x)
-        third = step_of(second, x)
-        again = step_of(step_of(fs.TrainState.create(make_params(one_axis()), SGD), x, donate), x, donate)
-        assert_same_bits(fs.tree_leaves(again), fs.tree_leaves(third))
-        assert not fs.unshard(second.transform_state)["w"].equal(fs.unshard(third.transform_state)["w"])
-        # Where update is given none, the state stays what it was.
-        kept = fs.update(SGD, second, fs.tree_map(torch.zeros_like, trained(second.params)))
-        assert_same_bits(fs.tree_leaves(kept.transform_state), fs.tree_leaves(second.transform_state))
-
-    spmd(program, 2)
+    (x,) = microbatches(1)
+    first = fs.TrainState.create(make_params(one_axis()), SGD)
+    assert_same_bits(fs.tree_leaves(first.transform_state), fs.tree_leaves(fs.transform_state(first.params)))
+    assert not any(row.any() for row in fs.tree_leaves(first.transform_state))
+    assert [first.transform_state[name] for name in ("fixed", "none")] == [None, None]
+    second = step_of(first, x)
+    third = step_of(second, x)
+    again = step_of(step_of(fs.TrainState.create(make_params(one_axis()), SGD), x, donate), x, donate)
+    assert_same_bits(fs.tree_leaves(again), fs.tree_leaves(third))
+    assert not fs.unshard(second.transform_state)["w"].equal(fs.unshard(third.transform_state)["w"])
+    # Where update is given none, the state stays what it was.
+    kept = fs.update(SGD, second, fs.tree_map(torch.zeros_like, trained(second.params)))
+    assert_same_bits(fs.tree_leaves(kept.transform_state), fs.tree_leaves(second.transform_state))
 
 
 def trained(params):
@@ -91,29 +85,25 @@ def trained(params):
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (2, 4))
+@on_ranks(2, 4)
 def test_it_survives_a_round_trip_and_training_goes_on_with_the_same_bits(world_size):
     """To full tensors and back, on one axis and on two, and through a file."""
-
-    def program():
-        mesh, (x,) = two_axes(world_size), microbatches(1)
-        inner = fs.quantize(mesh["shard"], gather=False, scatter=True, block=4)
-        outer = fs.quantize(mesh["replicate"], gather=False, scatter=True, block=4)
-        for transform in (inner, fs.compose(fs.replicate(mesh["replicate"]), inner), fs.compose(outer, inner)):
-            params = fs.shard(full_tree(), transform, frozen=lambda path: "fixed" in path)
-            state = step_of(fs.TrainState.create(params, SGD), x)
-            rows, whole = state.transform_state, fs.unshard(state.transform_state)
-            pairs = zip(sharded_leaves(rows), fs.tree_leaves(whole), strict=True)
-            for row, full in pairs:
-                assert full.shape[0] == row.spec.shape[0]
-                assert_same_bits(local_piece(full, row.spec), row.local)
-            file = io.BytesIO()
-            torch.save(fs.tree_leaves(state), file)
-            file.seek(0)
-            loaded = fs.tree_map(partial(next_of, iter(torch.load(file))), state)
-            assert_same_bits(fs.tree_leaves(step_of(loaded, x)), fs.tree_leaves(step_of(state, x)))
-
-    spmd(program, world_size)
+    mesh, (x,) = two_axes(world_size), microbatches(1)
+    inner = fs.quantize(mesh["shard"], gather=False, scatter=True, block=4)
+    outer = fs.quantize(mesh["replicate"], gather=False, scatter=True, block=4)
+    for transform in (inner, fs.compose(fs.replicate(mesh["replicate"]), inner), fs.compose(outer, inner)):
+        params = fs.shard(full_tree(), transform, frozen=lambda path: "fixed" in path)
+        state = step_of(fs.TrainState.create(params, SGD), x)
+        rows, whole = state.transform_state, fs.unshard(state.transform_state)
+        pairs = zip(sharded_leaves(rows), fs.tree_leaves(whole), strict=True)
+        for row, full in pairs:
+            assert full.shape[0] == row.spec.shape[0]
+            assert_same_bits(local_piece(full, row.spec), row.local)
+        file = io.BytesIO()
+        torch.save(fs.tree_leaves(state), file)
+        file.seek(0)
+        loaded = fs.tree_map(partial(next_of, iter(torch.load(file))), state)
+        assert_same_bits(fs.tree_leaves(step_of(loaded, x)), fs.tree_leaves(step_of(state, x)))
 
 
 def next_of(leaves, _):
@@ -129,19 +119,17 @@ def sharded_leaves(tree):
     return [leaf for child in children for leaf in sharded_leaves(child)]
 
 
+@on_ranks(2)
 def test_without_a_stateful_transform_there_is_none():
-    def program():
-        for transform in (fs.zero2(one_axis()), fs.quantize(one_axis(), scatter=True, error_feedback=False)):
-            params, (x,) = fs.shard({"w": normal()(5, 3), "b": [normal()(3)]}, transform), microbatches(1)
-            assert fs.transform_state(params) is None
-            value, grads, state = fs.value_and_grad(loss, transform_state=None)(params, x)
-            assert state is None
-            assert_same_bits(fs.tree_leaves((value, grads)), fs.tree_leaves(fs.value_and_grad(loss)(params, x)))
-            found, state = fs.scatter_grads(fs.gather(params), like=params, transform_state=None)
-            assert state is None
-            assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(fs.scatter_grads(fs.gather(params), like=params)))
-
-    spmd(program, 2)
+    for transform in (fs.zero2(one_axis()), fs.quantize(one_axis(), scatter=True, error_feedback=False)):
+        params, (x,) = fs.shard({"w": normal()(5, 3), "b": [normal()(3)]}, transform), microbatches(1)
+        assert fs.transform_state(params) is None
+        value, grads, state = fs.value_and_grad(loss, transform_state=None)(params, x)
+        assert state is None
+        assert_same_bits(fs.tree_leaves((value, grads)), fs.tree_leaves(fs.value_and_grad(loss)(params, x)))
+        found, state = fs.scatter_grads(fs.gather(params), like=params, transform_state=None)
+        assert state is None
+        assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(fs.scatter_grads(fs.gather(params), like=params)))
 
 
 def test_processes(workers):
