@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard.testing import spmd
+from tests.ranks import my_rank, on_ranks
 from tests.trees import normal, one_axis
+from tests.unit_models import filled
 
 # What the units of `stack` are, in the order of its forward.
 UNITS = ("0", "1", "3", "5")
@@ -17,9 +18,8 @@ UNITS = ("0", "1", "3", "5")
 
 def stack():
     """An embedding and three layers, of sizes that tell them apart and that no number of ranks divides."""
-    return nn.Sequential(
-        nn.Embedding(7, 5), nn.Linear(5, 11), nn.Tanh(), nn.Linear(11, 3), nn.Tanh(), nn.Linear(3, 13)
-    ).double()
+    layers = nn.Embedding(7, 5), nn.Linear(5, 11), nn.Tanh(), nn.Linear(11, 3), nn.Tanh(), nn.Linear(3, 13)
+    return filled(nn.Sequential(*layers))
 
 
 def every_leaf(mesh, **keywords):
@@ -49,7 +49,7 @@ def recorded(module, strategy, loss=None, frozen=(), **keywords):
     """The collectives of one call of value_and_grad on this rank, and the padded bytes of the units."""
     model = fs.functionalize(module, **{"units": (nn.Embedding, nn.Linear), **keywords})
     params = fs.shard(dict(module.named_parameters()), strategy, frozen=lambda path: path[2:3] in frozen)
-    tokens = torch.arange(4) + fs.comm.rank(fs.axis_of(one_axis()))
+    tokens = torch.arange(4) + my_rank()
     with fs.comm.record() as record:
         fs.value_and_grad(loss or (lambda p: model.apply(p, tokens).square().mean()))(params)
     return record, unit_bytes(params)
@@ -67,71 +67,57 @@ RULES = {
 
 
 @pytest.mark.rows(8)
-@pytest.mark.parametrize("world_size", (2, 3, 4))
+@on_ranks(2, 3, 4)
 @pytest.mark.parametrize("prefetch", (0, 1, 2, 9))
 @pytest.mark.parametrize("rule", RULES)
 def test_zero3_moves_n_and_what_is_gathered_again_and_n(rule, prefetch, world_size):
     module = stack()
     regather, again = RULES[rule]
-
-    def program():
-        strategy = every_leaf(one_axis(), regather=regather, prefetch=prefetch)
-        record, sizes = recorded(module, strategy)
-        assert bytes_of(record, "gather") == [sizes[unit] for unit in (*UNITS, *again)]
-        assert bytes_of(record, "scatter") == [sum(sizes.values())]
-        n, regathered = sum(sizes.values()), sum(sizes[unit] for unit in again)
-        assert record.bytes_sent() == pytest.approx((n + regathered + n) * (world_size - 1) / world_size, rel=1e-12)
-        return record
-
-    first, *others = spmd(program, world_size)
-    assert others == [first] * (world_size - 1)
+    strategy = every_leaf(one_axis(), regather=regather, prefetch=prefetch)
+    record, sizes = recorded(module, strategy)
+    assert bytes_of(record, "gather") == [sizes[unit] for unit in (*UNITS, *again)]
+    assert bytes_of(record, "scatter") == [sum(sizes.values())]
+    n, regathered = sum(sizes.values()), sum(sizes[unit] for unit in again)
+    assert record.bytes_sent() == pytest.approx((n + regathered + n) * (world_size - 1) / world_size, rel=1e-12)
+    return record
 
 
-@pytest.mark.parametrize("units", (None, (nn.Embedding, nn.Linear)), ids=("one unit", "units"))
-@pytest.mark.parametrize("world_size", (2, 3, 4))
-@pytest.mark.parametrize("strategy", ("ddp", "zero1", "zero2"))
-def test_the_others_move_two_n(strategy, world_size, units):
-    """Units are gathered once a step, and what ddp does not gather it sums, which counts twice."""
-    module = stack()
-    make = {
-        "ddp": fs.ddp,
-        "zero1": partial(fs.zero1, min_shard_elements=0),
-        "zero2": partial(fs.zero2, min_shard_elements=0),
-    }
-
-    def program():
-        record, sizes = recorded(module, make[strategy](one_axis()), units=units)
-        assert record.bytes_sent() == pytest.approx(2 * sum(sizes.values()) * (world_size - 1) / world_size, rel=1e-12)
-        return record
-
-    first, *others = spmd(program, world_size)
-    assert others == [first] * (world_size - 1)
+TWO_N = {
+    "ddp": fs.ddp,
+    "zero1": partial(fs.zero1, min_shard_elements=0),
+    "zero2": partial(fs.zero2, min_shard_elements=0),
+    "kept": partial(fs.zero3, min_shard_elements=0, regather=False, prefetch=2),
+}
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
-@pytest.mark.parametrize("strategy", ("ddp", "zero1", "zero2", "kept"))
-def test_a_tied_weight_that_is_kept_is_gathered_once_though_small_units_are_gathered_ahead(strategy, world_size):
-    """The unit between lies inside another, so that the two that share the weight are not merged."""
+def tied():
+    """The unit between lies inside another, so that the two that share a weight are not merged."""
     nested = nn.Sequential(nn.Sequential(nn.Linear(5, 11), nn.Linear(11, 5)))
-    module = nn.Sequential(nn.Embedding(7, 5), nested, nn.Linear(5, 7, bias=False)).double()
+    module = nn.Sequential(nn.Embedding(7, 5), nested, nn.Linear(5, 7, bias=False))
     module[2].weight = module[0].weight
-    make = {
-        "ddp": fs.ddp,
-        "zero1": partial(fs.zero1, min_shard_elements=0),
-        "zero2": partial(fs.zero2, min_shard_elements=0),
-        "kept": partial(fs.zero3, min_shard_elements=0, regather=False, prefetch=2),
-    }
-
-    def program():
-        record, sizes = recorded(module, make[strategy](one_axis()), units=("0", "1", "1.0.0", "1.0.1", "2"))
-        assert record.bytes_sent() == pytest.approx(2 * sum(sizes.values()) * (world_size - 1) / world_size, rel=1e-12)
-        return record
-
-    first, *others = spmd(program, world_size)
-    assert others == [first] * (world_size - 1)
+    return filled(module)
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
+MODELS = {
+    "one unit": (stack, None),
+    "units": (stack, (nn.Embedding, nn.Linear)),
+    "a tied weight, small units gathered ahead": (tied, ("0", "1", "1.0.0", "1.0.1", "2")),
+}
+
+
+@pytest.mark.rows(6)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("strategy", TWO_N)
+@on_ranks(2, 3, 4)
+def test_the_others_move_two_n(strategy, model, world_size):
+    """Units are gathered once a step, and what ddp does not gather it sums, which counts twice."""
+    build, units = MODELS[model]
+    record, sizes = recorded(build(), TWO_N[strategy](one_axis()), units=units)
+    assert record.bytes_sent() == pytest.approx(2 * sum(sizes.values()) * (world_size - 1) / world_size, rel=1e-12)
+    return record
+
+
+@on_ranks(2, 3)
 @pytest.mark.parametrize(
     "frozen, again",
     [
@@ -144,44 +130,33 @@ def test_a_tied_weight_that_is_kept_is_gathered_once_though_small_units_are_gath
         ("013", ""),
     ],
 )
-def test_frozen_units_are_gathered_and_never_reduced(frozen, again, world_size):
+def test_frozen_units_are_gathered_and_never_reduced(frozen, again):
     module = stack()
-
-    def program():
-        record, sizes = recorded(module, every_leaf(one_axis()), frozen=frozen)
-        assert bytes_of(record, "gather") == [sizes[unit] for unit in (*UNITS, *again)]
-        assert bytes_of(record, "scatter") == [sum(sizes[unit] for unit in UNITS if unit not in frozen)]
-
-    spmd(program, world_size)
+    record, sizes = recorded(module, every_leaf(one_axis()), frozen=frozen)
+    assert bytes_of(record, "gather") == [sizes[unit] for unit in (*UNITS, *again)]
+    assert bytes_of(record, "scatter") == [sum(sizes[unit] for unit in UNITS if unit not in frozen)]
 
 
+@on_ranks(2)
 def test_all_frozen_is_an_objective_and_no_gradient():
     module = stack()
-
-    def program():
-        record, sizes = recorded(module, every_leaf(one_axis()), frozen=UNITS)
-        assert (bytes_of(record, "gather"), bytes_of(record, "scatter")) == ([sizes[unit] for unit in UNITS], [])
-
-    spmd(program, 2)
+    record, sizes = recorded(module, every_leaf(one_axis()), frozen=UNITS)
+    assert (bytes_of(record, "gather"), bytes_of(record, "scatter")) == ([sizes[unit] for unit in UNITS], [])
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
-def test_evaluation_gathers_each_unit_once(world_size):
+@on_ranks(2, 3)
+def test_evaluation_gathers_each_unit_once():
     module = stack()
-
-    def program():
-        model = fs.functionalize(module, units=(nn.Embedding, nn.Linear))
-        params = model.init(every_leaf(one_axis()))
-        with fs.comm.record() as record:
-            model.apply(params, torch.arange(4))
-        sizes = unit_bytes(params)
-        assert [entry.bytes for entry in told(record)] == [sizes[unit] for unit in UNITS]
-
-    spmd(program, world_size)
+    model = fs.functionalize(module, units=(nn.Embedding, nn.Linear))
+    params = model.init(every_leaf(one_axis()))
+    with fs.comm.record() as record:
+        model.apply(params, torch.arange(4))
+    sizes = unit_bytes(params)
+    assert [entry.bytes for entry in told(record)] == [sizes[unit] for unit in UNITS]
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
-def test_a_unit_that_a_rank_skips_is_gathered_and_reduced_in_its_turn(world_size):
+@on_ranks(2, 3)
+def test_a_unit_that_a_rank_skips_is_gathered_and_reduced_in_its_turn():
     """And is gathered again for those that did not skip it."""
 
     class Skipping(nn.Sequential):
@@ -190,16 +165,10 @@ def test_a_unit_that_a_rank_skips_is_gathered_and_reduced_in_its_turn(world_size
             # Tokens begin with the number of the rank.
             return self[5](self[4](self[3](x)) if int(tokens[0]) else x[:, :3])
 
-    module = Skipping(*stack())
-
-    def program():
-        record, sizes = recorded(module, every_leaf(one_axis()))
-        assert bytes_of(record, "gather") == [sizes[unit] for unit in (*UNITS, *"31")]
-        assert bytes_of(record, "scatter") == [sum(sizes.values())]
-        return record
-
-    first, *others = spmd(program, world_size)
-    assert others == [first] * (world_size - 1)
+    record, sizes = recorded(Skipping(*stack()), every_leaf(one_axis()))
+    assert bytes_of(record, "gather") == [sizes[unit] for unit in (*UNITS, *"31")]
+    assert bytes_of(record, "scatter") == [sum(sizes.values())]
+    return record
 
 
 # Bytes that may travel together, and which of the units "0" (1152 bytes), "1" (2496), "3" (2400) and "5" (1248) do.
@@ -214,57 +183,46 @@ MERGES = [
 
 def even():
     """As `stack`, of sizes that all numbers of ranks below five divide."""
-    return nn.Sequential(
-        nn.Embedding(12, 12), nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 12), nn.Tanh(), nn.Linear(12, 12)
-    ).double()
+    layers = nn.Embedding(12, 12), nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 12), nn.Tanh(), nn.Linear(12, 12)
+    return filled(nn.Sequential(*layers))
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
+@on_ranks(2, 3)
 @pytest.mark.parametrize("merge_bytes, groups", MERGES)
-def test_small_neighbours_are_gathered_together(merge_bytes, groups, world_size):
+def test_small_neighbours_are_gathered_together(merge_bytes, groups):
     module = even()
-
-    def program():
-        record, sizes = recorded(module, every_leaf(one_axis(), merge_bytes=merge_bytes))
-        assert sizes == {"0": 1152, "1": 2496, "3": 2400, "5": 1248}
-        found = [sum(sizes[unit] for unit in group) for group in groups]
-        # An embedding alone is not gathered again, as part of a group it is.
-        again = [n for n, group in zip(found, groups) if group != "0"][:-1]
-        assert bytes_of(record, "gather") == found + again[::-1]
-
-    spmd(program, world_size)
+    record, sizes = recorded(module, every_leaf(one_axis(), merge_bytes=merge_bytes))
+    assert sizes == {"0": 1152, "1": 2496, "3": 2400, "5": 1248}
+    found = [sum(sizes[unit] for unit in group) for group in groups]
+    # An embedding alone is not gathered again, as part of a group it is.
+    again = [n for n, group in zip(found, groups) if group != "0"][:-1]
+    assert bytes_of(record, "gather") == found + again[::-1]
 
 
 @pytest.mark.parametrize("rule", ("1", ("0", "1"), lambda name: name == "1"), ids=("pattern", "patterns", "function"))
+@on_ranks(2)
 def test_a_rule_knows_small_units_by_their_own_names(rule):
     """They travel together only with those that it treats alike."""
     module = even()
-
-    def program():
-        merged, sizes = recorded(module, every_leaf(one_axis(), regather=rule, merge_bytes=2**20))
-        alone, _ = recorded(module, every_leaf(one_axis(), regather=rule))
-        again = sum(bytes_of(merged, "gather")) - sum(sizes.values())
-        assert sizes["1"] <= again <= sizes["0"] + sizes["1"]
-        assert again >= sum(bytes_of(alone, "gather")) - sum(sizes.values())
-
-    spmd(program, 2)
+    merged, sizes = recorded(module, every_leaf(one_axis(), regather=rule, merge_bytes=2**20))
+    alone, _ = recorded(module, every_leaf(one_axis(), regather=rule))
+    again = sum(bytes_of(merged, "gather")) - sum(sizes.values())
+    assert sizes["1"] <= again <= sizes["0"] + sizes["1"]
+    assert again >= sum(bytes_of(alone, "gather")) - sum(sizes.values())
 
 
+@on_ranks(2)
 def test_tied_weights_are_gathered_with_every_unit_and_reduced_once():
     """With zero2, which keeps them, they are gathered once."""
-    module = nn.Sequential(nn.Embedding(12, 24), nn.Linear(24, 24, bias=False), nn.Linear(24, 12, bias=False)).double()
+    module = nn.Sequential(nn.Embedding(12, 24), nn.Linear(24, 24, bias=False), nn.Linear(24, 12, bias=False))
     module[2].weight = module[0].weight
-    tied, inner = 12 * 24 * 8, 24 * 24 * 8
-
-    def program():
-        record, _ = recorded(module, every_leaf(one_axis()))
-        assert bytes_of(record, "gather") == [tied, inner, tied, inner]
-        assert sum(bytes_of(record, "scatter")) == tied + inner
-        record, _ = recorded(module, fs.zero2(one_axis(), min_shard_elements=0))
-        assert sum(bytes_of(record, "gather")) == tied + inner
-        assert sum(bytes_of(record, "scatter")) == tied + inner
-
-    spmd(program, 2)
+    module, tied, inner = filled(module), 12 * 24 * 8, 24 * 24 * 8
+    record, _ = recorded(module, every_leaf(one_axis()))
+    assert bytes_of(record, "gather") == [tied, inner, tied, inner]
+    assert sum(bytes_of(record, "scatter")) == tied + inner
+    record, _ = recorded(module, fs.zero2(one_axis(), min_shard_elements=0))
+    assert sum(bytes_of(record, "gather")) == tied + inner
+    assert sum(bytes_of(record, "scatter")) == tied + inner
 
 
 # Three leaves large enough to be reduced by themselves, of sizes that tell them apart.
@@ -287,26 +245,23 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("strategy", ORDERS)
+@on_ranks(2)
 def test_gradients_are_reduced_as_they_appear_except_by_zero1(strategy):
     make, order = ORDERS[strategy]
     draw = normal()
     full = {name: draw(*shape) / 16 for name, shape in LARGE.items()}
     x = draw(3, 64)
     names = {math.prod(shape) * 8: name for name, shape in LARGE.items()}
+    params = fs.shard(full, make(one_axis()))
+    with fs.comm.record() as record:
 
-    def program():
-        params = fs.shard(full, make(one_axis()))
-        with fs.comm.record() as record:
+        def f(params):
+            h = torch.tanh(x @ fs.gather(params["first"]))
+            h.register_hook(lambda _: record.append("hook first"))
+            h = torch.tanh(h @ fs.gather(params["second"]))
+            h.register_hook(lambda _: record.append("hook second"))
+            return (h @ fs.gather(params["third"])).square().sum()
 
-            def f(params):
-                h = torch.tanh(x @ fs.gather(params["first"]))
-                h.register_hook(lambda _: record.append("hook first"))
-                h = torch.tanh(h @ fs.gather(params["second"]))
-                h.register_hook(lambda _: record.append("hook second"))
-                return (h @ fs.gather(params["third"])).square().sum()
-
-            fs.value_and_grad(f)(params)
-        entries = [e for e in record if isinstance(e, str) or not e.scalar]
-        return ", ".join(e if isinstance(e, str) else f"{e.label} {names[e.bytes]}" for e in entries)
-
-    assert spmd(program, 2) == [order] * 2
+        fs.value_and_grad(f)(params)
+    entries = [e for e in record if isinstance(e, str) or not e.scalar]
+    assert ", ".join(e if isinstance(e, str) else f"{e.label} {names[e.bytes]}" for e in entries) == order

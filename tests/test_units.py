@@ -6,10 +6,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.unit_models import (
-    CHOSEN,
+    BY_STRATEGIES,
     LENGTH,
     MORE_RULES,
-    RANKS,
     RULES,
     STRATEGIES,
     VOCABULARY,
@@ -18,6 +17,7 @@ from tests.unit_models import (
     Language,
     Perceptron,
     assert_one_process,
+    assert_one_process_on_ranks,
     filled,
     tokens,
     vectors,
@@ -161,21 +161,11 @@ LANGUAGES = {
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("rule", ("two classes", "every module"))
-@pytest.mark.parametrize("name", LANGUAGES)
-def test_language_models(name, rule):
-    module = filled(LANGUAGES[name]())
-    for world_size, strategies in CHOSEN.items():
-        assert_one_process(module, tokens(world_size), RULES[rule], strategies)
-
-
-@pytest.mark.slow
+@BY_STRATEGIES
 @pytest.mark.parametrize("rule", MORE_RULES)
 @pytest.mark.parametrize("name", LANGUAGES)
-def test_language_models_by_every_strategy(name, rule):
-    module, units = filled(LANGUAGES[name]()), MORE_RULES[rule]
-    for world_size in (1, 2, RANKS):
-        assert_one_process(module, tokens(world_size), units, STRATEGIES, again=True)
+def test_language_models(name, rule, strategies):
+    assert_one_process_on_ranks(filled(LANGUAGES[name]()), tokens, MORE_RULES[rule], strategies)
 
 
 @pytest.mark.rows(1)
@@ -264,26 +254,15 @@ MODULES = {
     ),
 }
 
-MODULE_RULES = {"every module": nn.Module, "parts": "parts.*"}
-MORE_MODULE_RULES = MODULE_RULES | {"one unit": None, "a size": 30}
+MODULE_RULES = {"every module": nn.Module, "parts": "parts.*", "one unit": None, "a size": 30}
 
 
 @pytest.mark.rows(1)
+@BY_STRATEGIES
 @pytest.mark.parametrize("rule", MODULE_RULES)
 @pytest.mark.parametrize("name", MODULES)
-def test_modules(name, rule):
-    module = filled(MODULES[name]())
-    for world_size, strategies in CHOSEN.items():
-        assert_one_process(module, vectors(world_size), MODULE_RULES[rule], strategies)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", MORE_MODULE_RULES)
-@pytest.mark.parametrize("name", MODULES)
-def test_modules_by_every_strategy(name, rule):
-    module = filled(MODULES[name]())
-    for world_size in (1, 2, RANKS):
-        assert_one_process(module, vectors(world_size), MORE_MODULE_RULES[rule], STRATEGIES, again=True)
+def test_modules(name, rule, strategies):
+    assert_one_process_on_ranks(filled(MODULES[name]()), vectors, MODULE_RULES[rule], strategies)
 
 
 def test_no_size_divides():

@@ -9,19 +9,18 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 import fshard as fs
-from fshard.testing import spmd
+from tests.ranks import on_ranks
 from tests.trees import one_axis
 from tests.unit_models import (
-    CHOSEN,
+    BY_STRATEGIES,
     HIDDEN,
     MORE_RULES,
-    RANKS,
-    RULES,
     STRATEGIES,
     WIDTH,
     Block,
     Language,
     assert_one_process,
+    assert_one_process_on_ranks,
     filled,
     tokens,
     vectors,
@@ -119,12 +118,11 @@ MODELS = {
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("rule", ("two classes", "every module"))
+@BY_STRATEGIES
+@pytest.mark.parametrize("rule", MORE_RULES)
 @pytest.mark.parametrize("name", MODELS)
-def test_checkpointed_models(name, rule):
-    module = filled(MODELS[name]())
-    for world_size, strategies in CHOSEN.items():
-        assert_one_process(module, tokens(world_size), RULES[rule], strategies)
+def test_checkpointed_models(name, rule, strategies):
+    assert_one_process_on_ranks(filled(MODELS[name]()), tokens, MORE_RULES[rule], strategies)
 
 
 @pytest.mark.rows(1)
@@ -160,43 +158,28 @@ def in_a_function(grad_in, params, x):
 
 @pytest.mark.rows(1)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("world_size", (1, 2))
+@on_ranks(1, 2)
 def test_reentrant_checkpoints_are_refused(world_size):
     """By the name of a leaf whose gradient torch would leave out, on every rank; not where none is asked for."""
+    mesh = one_axis()
+    (x,) = vectors(world_size)[mesh.get_rank()]
+    for grad_in in (False, True):
+        model = fs.functionalize(filled(Reentrant(grad_in)), nn.Linear)
+        for strategy in (STRATEGIES["prefetch 1"], STRATEGIES["zero2"], fs.ddp):
+            params = model.init(strategy(mesh))
+            for loss in (model.apply, partial(in_a_function, grad_in)):
+                run = fs.value_and_grad(loss)
+                for form, given in ((run, x), (fs.accumulate(loss), [x, x]), (fs.jit(run), x)):
+                    with pytest.raises(ValueError, match=r"(?s)\['second\..*reentrant.*use_reentrant=False"):
+                        form(params, given)
 
-    def program():
-        mesh = one_axis()
-        (x,) = vectors(world_size)[mesh.get_rank()]
-        for grad_in in (False, True):
-            model = fs.functionalize(filled(Reentrant(grad_in)), nn.Linear)
-            for strategy in (STRATEGIES["prefetch 1"], STRATEGIES["zero2"], fs.ddp):
-                params = model.init(strategy(mesh))
-                for loss in (model.apply, partial(in_a_function, grad_in)):
-                    run = fs.value_and_grad(loss)
-                    for form, given in ((run, x), (fs.accumulate(loss), [x, x]), (fs.jit(run), x)):
-                        with pytest.raises(ValueError, match=r"(?s)\['second\..*reentrant.*use_reentrant=False"):
-                            form(params, given)
+            def distilled(p, x, model=model):
+                with torch.no_grad():
+                    teacher = model.apply(fs.gather(p), x)
+                    straight = F.linear(x, *fs.gather([p["second.weight"], p["second.bias"]]))
+                return F.linear(x, *fs.gather([p["first.weight"], p["first.bias"]])).mean() * teacher * straight.mean()
 
-                def distilled(p, x, model=model):
-                    with torch.no_grad():
-                        teacher = model.apply(fs.gather(p), x)
-                        straight = F.linear(x, *fs.gather([p["second.weight"], p["second.bias"]]))
-                    return (
-                        F.linear(x, *fs.gather([p["first.weight"], p["first.bias"]])).mean() * teacher * straight.mean()
-                    )
-
-                _, grads = fs.value_and_grad(distilled)(params, x)
-                assert fs.unshard(grads)["first.weight"].count_nonzero() == WIDTH**2
-            with torch.no_grad():
-                model.apply(params, x)
-
-    spmd(program, world_size)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", MORE_RULES)
-@pytest.mark.parametrize("name", MODELS)
-def test_every_strategy(name, rule):
-    module, units = filled(MODELS[name]()), MORE_RULES[rule]
-    for world_size in (1, 2, RANKS):
-        assert_one_process(module, tokens(world_size), units, STRATEGIES, again=True)
+            _, grads = fs.value_and_grad(distilled)(params, x)
+            assert fs.unshard(grads)["first.weight"].count_nonzero() == WIDTH**2
+        with torch.no_grad():
+            model.apply(params, x)

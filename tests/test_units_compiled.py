@@ -8,16 +8,7 @@ from torch._dynamo import lookup_backend
 import fshard as fs
 from fshard.testing import spmd
 from tests.trees import one_axis
-from tests.unit_models import (
-    STRATEGIES,
-    Block,
-    Language,
-    Perceptron,
-    assert_one_process,
-    filled,
-    tokens,
-    zero3,
-)
+from tests.unit_models import STRATEGIES, Block, Language, Perceptron, assert_one_process, filled, tokens, zero3
 
 
 def compiled(module):
@@ -80,14 +71,6 @@ def compiled_case(name, rule):
     strategies = {name: STRATEGIES[name] for name in ("prefetch 1", "merged")}
     for world_size in (1, 2):
         assert_one_process(filled(MODELS[name]()), tokens(world_size), RULES[rule], strategies)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, rule", [("blocks", "a class"), ("inside", "parts"), ("tied", "every module"), ("whole", "parts")]
-)
-def test_compiled_blocks(name, rule):
-    compiled_case(name, rule)
 
 
 @pytest.mark.slow

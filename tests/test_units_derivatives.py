@@ -11,15 +11,13 @@ from fshard.testing import assert_trees_close, spmd
 from tests.trees import one_axis
 from tests.unit_models import (
     BOUND,
-    CHOSEN,
+    BY_STRATEGIES,
     HIDDEN,
     MORE_RULES,
-    RANKS,
-    STRATEGIES,
     WIDTH,
     Block,
     Perceptron,
-    assert_one_process,
+    assert_one_process_on_ranks,
     filled,
     full,
     one_process,
@@ -114,14 +112,6 @@ LOSSES = {
 }
 
 
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses(name):
-    build, loss_of = LOSSES[name]
-    for world_size, strategies in CHOSEN.items():
-        assert_one_process(filled(build()), vectors(world_size), nn.Module, strategies, loss=applied(loss_of))
-
-
 def applied(loss_of):
     return lambda apply, params, x: loss_of(lambda x: apply(params, x), x)
 
@@ -130,15 +120,13 @@ def applied(loss_of):
 CRITIC_RULES = MORE_RULES | {"a list": MORE_RULES["a list"][1:]}
 
 
-@pytest.mark.slow
+@pytest.mark.rows(1)
+@BY_STRATEGIES
 @pytest.mark.parametrize("rule", CRITIC_RULES)
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_by_every_strategy(name, rule):
+def test_losses(name, rule, strategies):
     build, loss_of = LOSSES[name]
-    module = filled(build())
-    for world_size in (1, 2, RANKS):
-        batches, units = vectors(world_size), CRITIC_RULES[rule]
-        assert_one_process(module, batches, units, STRATEGIES, loss=applied(loss_of), again=True)
+    assert_one_process_on_ranks(filled(build()), vectors, CRITIC_RULES[rule], strategies, loss=applied(loss_of))
 
 
 def distilled(student, teacher, x):

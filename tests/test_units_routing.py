@@ -1,5 +1,7 @@
 """Units that a rank skips: a mixture of experts whose routing differs between ranks has one process's numbers."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -7,9 +9,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
+from tests.ranks import on_ranks
 from tests.trees import one_axis
 from tests.unit_models import (
+    BY_STRATEGIES,
     CHOSEN,
     HIDDEN,
     RANKS,
@@ -18,6 +22,7 @@ from tests.unit_models import (
     WIDTH,
     Perceptron,
     assert_one_process,
+    assert_one_process_on_ranks,
     filled,
     tokens,
     vectors,
@@ -103,21 +108,28 @@ MODELS = {
 }
 NO_CHECKPOINTS = dict(inner=False, outer=False, around=False)
 
-RULES = {"experts": Perceptron, "mixtures and experts": (Mixture, Perceptron), "every module": nn.Module}
-MORE_RULES = RULES | {"one unit": None, "mixtures": Mixture, "parts of experts": "*.experts.*.*"}
+RULES = {
+    "experts": Perceptron,
+    "mixtures and experts": (Mixture, Perceptron),
+    "every module": nn.Module,
+    "one unit": None,
+    "mixtures": Mixture,
+    "parts of experts": "*.experts.*.*",
+}
 
 
 def batches(routing, world_size):
     return [(batch, picks) for (batch,), picks in zip(tokens(world_size), ROUTINGS[routing])]
 
 
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.rows(2)
+@BY_STRATEGIES
+@pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("rule", RULES)
-def test_routing_differs_between_ranks(model, rule):
+@pytest.mark.parametrize("model", MODELS)
+def test_routing_differs_between_ranks(model, rule, routing, strategies):
     module = filled(Switching(**MODELS[model]))
-    for world_size, strategies in CHOSEN.items():
-        assert_one_process(module, batches("different", world_size), RULES[rule], strategies)
+    assert_one_process_on_ranks(module, partial(batches, routing), RULES[rule], strategies)
 
 
 @pytest.mark.rows(2)
@@ -156,10 +168,8 @@ def test_parameters_made_of_shards(model):
     def loss(apply, params, *batch):
         return apply(fs.tree_map(lambda leaf: 1.5 * torch.tanh(leaf), params), *batch)
 
-    for world_size, strategies in CHOSEN.items():
-        assert_one_process(
-            module, batches("different", world_size), RULES["experts"], strategies, loss=loss, reference=plain
-        )
+    options = dict(loss=loss, reference=plain)
+    assert_one_process_on_ranks(module, partial(batches, "different"), Perceptron, CHOSEN, **options)
 
 
 class Stages(nn.Module):
@@ -178,9 +188,11 @@ class Stages(nn.Module):
 def test_a_rank_stops_before_the_last_units():
     """It gathers them all the same, where other ranks enter them."""
     depths = (2, 3, 1)
-    for world_size, strategies in CHOSEN.items():
-        batches = [(x, depth) for (x,), depth in zip(vectors(world_size), depths)]
-        assert_one_process(filled(Stages()), batches, Perceptron, strategies)
+
+    def batches(ranks):
+        return [(x, depth) for (x,), depth in zip(vectors(ranks), depths)]
+
+    assert_one_process_on_ranks(filled(Stages()), batches, Perceptron, CHOSEN)
 
 
 class Late(nn.Module):
@@ -215,35 +227,21 @@ def test_reductions_wait_for_the_ranks_that_have_no_gradient_yet():
         computed = {name: fs.tree_map(torch.tanh, leaf) for name, leaf in params.items() if "inside" in name}
         return apply(params | computed, *batch)
 
-    module = filled(Outer(Perceptron()))
-    for world_size, strategies in CHOSEN.items():
-        batches = [(x, late) for (x,), late in zip(vectors(world_size), LATE)]
-        assert_one_process(module, batches, (Late, Perceptron), strategies, loss=loss)
+    def batches(ranks):
+        return [(x, late) for (x,), late in zip(vectors(ranks), LATE)]
+
+    assert_one_process_on_ranks(filled(Outer(Perceptron())), batches, (Late, Perceptron), CHOSEN, loss=loss)
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
+@on_ranks(2, 3)
 def test_reductions_do_not_overtake_a_collective_of_the_loss(world_size):
     full = {name: p.detach() for name, p in filled(Outer(torch.tanh)).named_parameters()}
-
-    def program():
-        mesh = one_axis()
-        axis, rank = fs.axis_of(mesh), mesh.get_rank()
-        model = fs.functionalize(Outer(lambda x: fs.pmean(torch.tanh(x), axis)), (Late, Perceptron))
-        ((x,), late) = vectors(world_size)[rank], LATE[rank]
-        for strategy in CHOSEN[world_size].values():
-            params = fs.shard(full, strategy(mesh))
-            expected = fs.value_and_grad(lambda p: model.apply(fs.gather(p), x, late))(params)
-            for _ in range(2):
-                assert_trees_close(fs.value_and_grad(lambda p: model.apply(p, x, late))(params), expected)
-
-    spmd(program, world_size)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("rule", MORE_RULES)
-@pytest.mark.parametrize("model", MODELS)
-def test_every_strategy(model, rule, routing):
-    module = filled(Switching(**MODELS[model]))
-    for world_size in (1, 2, RANKS):
-        assert_one_process(module, batches(routing, world_size), MORE_RULES[rule], STRATEGIES, again=True)
+    mesh = one_axis()
+    axis, rank = fs.axis_of(mesh), mesh.get_rank()
+    model = fs.functionalize(Outer(lambda x: fs.pmean(torch.tanh(x), axis)), (Late, Perceptron))
+    ((x,), late) = vectors(world_size)[rank], LATE[rank]
+    for strategy in CHOSEN[world_size].values():
+        params = fs.shard(full, strategy(mesh))
+        expected = fs.value_and_grad(lambda p: model.apply(fs.gather(p), x, late))(params)
+        for _ in range(2):
+            assert_trees_close(fs.value_and_grad(lambda p: model.apply(p, x, late))(params), expected)

@@ -19,7 +19,7 @@ from tests.unit_models import (
     WIDTH,
     Block,
     Language,
-    assert_one_process,
+    assert_one_process_on_ranks,
     filled,
     full,
     mean_of,
@@ -85,9 +85,8 @@ MODELS = {
 def test_parameters_made_of_shards(name, model):
     build, plain, batches = MODELS[model]
     module, reference = filled(build()), filled(plain())
-    for world_size, strategies in CHOSEN.items():
-        options = dict(loss=LOSSES[name], reference=reference)
-        assert_one_process(module, batches(world_size), RULES["two classes"], strategies, **options)
+    options = dict(loss=LOSSES[name], reference=reference)
+    assert_one_process_on_ranks(module, batches, RULES["two classes"], CHOSEN, **options)
 
 
 def square_of_shards(params):
@@ -106,10 +105,8 @@ def test_regulariser_on_shards(rule):
     def objective(apply, params, batches):
         return mean_of(of_module)(apply, params, batches) + RATE * square_of_shards(params) / len(batches)
 
-    for world_size, strategies in CHOSEN.items():
-        assert_one_process(
-            filled(Regression()), vectors(world_size), RULES[rule], strategies, loss=loss, objective=objective
-        )
+    module, options = filled(Regression()), dict(loss=loss, objective=objective)
+    assert_one_process_on_ranks(module, vectors, RULES[rule], CHOSEN, **options)
 
 
 def adapted_by_func(apply, params, x):
@@ -144,10 +141,8 @@ def adapted(apply, params, batches):
 )
 def test_a_step_inside_the_loss(loss, rule):
     """MAML: the gradient goes through the inner gradient."""
-    for world_size, strategies in CHOSEN.items():
-        assert_one_process(
-            filled(Regression()), vectors(world_size), RULES[rule], strategies, loss=loss, objective=adapted
-        )
+    module, options = filled(Regression()), dict(loss=loss, objective=adapted)
+    assert_one_process_on_ranks(module, vectors, RULES[rule], CHOSEN, **options)
 
 
 @pytest.mark.rows(1)

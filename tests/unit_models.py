@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
@@ -126,6 +127,10 @@ CHOSEN = {
     2: {name: STRATEGIES[name] for name in ("prefetch 0", "merged")},
     3: {"some kept, prefetch 2": STRATEGIES["some kept, prefetch 2"]},
 }
+EVERY = dict.fromkeys((1, 2, RANKS), STRATEGIES)
+BY_STRATEGIES = pytest.mark.parametrize(
+    "strategies", (CHOSEN, pytest.param(EVERY, marks=pytest.mark.slow)), ids=("chosen", "every")
+)
 
 
 Loss = Callable[..., torch.Tensor]
@@ -198,6 +203,18 @@ def assert_one_process(
 
     first, *others = spmd(program, len(batches))
     assert all(records == first for records in others)
+
+
+def assert_one_process_on_ranks(
+    module: nn.Module,
+    batches: Callable[[int], Batches],
+    units: Any,
+    strategies: dict[int, dict[str, Strategy]],
+    **options: Any,
+) -> None:
+    """The same for each number of ranks that strategies are given for, and with all of them twice."""
+    for ranks, table in strategies.items():
+        assert_one_process(module, batches(ranks), units, table, again=strategies is EVERY, **options)
 
 
 def full(result: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
