@@ -8,15 +8,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
-from tests.modules import (
-    EPS,
-    EVERY_LEAF,
-    MODULES,
-    assert_untouched,
-    build,
-    everything,
-    tensors,
-)
+from tests.modules import EPS, EVERY_LEAF, MODULES, assert_untouched, build, everything, tensors
 from tests.trees import STRATEGIES, assert_same_bits, meshes, one_axis
 
 
@@ -63,6 +55,14 @@ def test_skeleton_holds_no_weights(name):
         assert all(tensor.is_meta for tensor in held)
 
 
+MODES = (torch.enable_grad, torch.no_grad, torch.inference_mode)
+
+
+def run_in(mode, run, args, kwargs):
+    with mode():
+        return run(*args, **kwargs)
+
+
 @pytest.mark.parametrize("world_size", (1, 2, 3))
 @pytest.mark.parametrize("name", MODULES)
 def test_output_is_the_module_s(name, world_size):
@@ -71,6 +71,7 @@ def test_output_is_the_module_s(name, world_size):
     # torch chooses other kernels where a weight requires a gradient, which a gathered one does not.
     reference = copy.deepcopy(module).requires_grad_(False)
     expected = reference(*args, **kwargs)
+    by_mode = {mode: run_in(mode, reference, args, kwargs) for mode in MODES}
 
     def program():
         model = fs.functionalize(module)
@@ -82,6 +83,10 @@ def test_output_is_the_module_s(name, world_size):
                 out = model.apply(given, *args, **kwargs)
                 assert_same_bits(tensors(out), tensors(expected))
                 assert_same_bits(tensors(fs.apply(model, given, *args, **kwargs)), tensors(expected))
+            for mode in MODES:
+                found = tensors(run_in(mode, model.apply, (params, *args), kwargs))
+                assert_same_bits(found, tensors(by_mode[mode]))
+                assert not any(tensor.requires_grad for tensor in found)
         return out
 
     for out in spmd(program, world_size):

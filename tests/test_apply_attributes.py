@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
+from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 from tests.unit_models import BOUND, filled, zero3
 
@@ -133,32 +134,28 @@ def results(model, params, x):
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (1, 2))
-def test_equal_calls_have_equal_results(world_size):
+@on_ranks(1, 2)
+def test_equal_calls_have_equal_results():
     """Those of a model that was never called, after calls on other parameters and calls that failed."""
-
-    def program():
-        mesh = one_axis()
-        x = normal(1 + mesh.get_rank())(3, WIDTH)
-        for change in CHANGES:
-            module = filled(Stateful(change))
-            model = fs.functionalize(module, Inner)
-            params = model.init(zero3()(mesh))
-            others = fs.tree_map(lambda leaf: leaf * 0.5, params)
-            expected = [results(fs.functionalize(module, Inner), p, x) for p in (params, others)]
-            for run in (
-                fs.value_and_grad(lambda p, m=model: m.apply(p, x, fail=True)),
-                lambda p, m=model: m.apply(p, x, fail=True),
-            ):
-                with pytest.raises(KeyError, match="after a change"):
-                    run(params)
-            try:
-                assert_same_bits([results(model, p, x) for p in (params, others)], expected)
-            except AssertionError as error:
-                error.add_note(change.__name__)
-                raise
-
-    spmd(program, world_size)
+    mesh = one_axis()
+    x = normal(1 + mesh.get_rank())(3, WIDTH)
+    for change in CHANGES:
+        module = filled(Stateful(change))
+        model = fs.functionalize(module, Inner)
+        params = model.init(zero3()(mesh))
+        others = fs.tree_map(lambda leaf: leaf * 0.5, params)
+        expected = [results(fs.functionalize(module, Inner), p, x) for p in (params, others)]
+        for run in (
+            fs.value_and_grad(lambda p, m=model: m.apply(p, x, fail=True)),
+            lambda p, m=model: m.apply(p, x, fail=True),
+        ):
+            with pytest.raises(KeyError, match="after a change"):
+                run(params)
+        try:
+            assert_same_bits([results(model, p, x) for p in (params, others)], expected)
+        except AssertionError as error:
+            error.add_note(change.__name__)
+            raise
 
 
 class Masked(nn.Module):

@@ -9,13 +9,8 @@ from torch.func import functional_call
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
-from tests.modules import (
-    EPS,
-    ROWS,
-    assert_untouched,
-    build,
-    everything,
-)
+from tests.modules import EPS, ROWS, assert_untouched, build, everything
+from tests.ranks import on_ranks
 from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
 
 
@@ -110,20 +105,17 @@ def test_batch_norm_trains_and_evaluates_as_under_ddp(world_size):
         assert found[1]["1.num_batches_tracked"].item() == steps
 
 
-@pytest.mark.parametrize("world_size", (1, 2, 4))
+@on_ranks(1, 2, 4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sync_buffers(strategy, world_size):
-    def program():
-        on = meshes()
-        like = fs.shard({"w": torch.ones(3)}, STRATEGIES[strategy](on))
-        rank = fs.comm.rank(fs.axis_of(on.line))
-        buffers = {"mean": torch.tensor([rank, 2.0 * rank]), "count": torch.tensor(10 + rank), "none": None}
-        before = fs.tree_map(torch.clone, buffers)
-        first, mean = fs.sync_buffers(buffers, like), fs.sync_buffers(buffers, like, by="mean")
-        assert_same_bits(buffers, before)
-        middle = (world_size - 1) / 2
-        assert_same_bits(first, {"mean": torch.zeros(2), "count": torch.tensor(10), "none": None})
-        # Means of small integers over powers of two are exact.
-        assert_same_bits(mean, {"mean": torch.tensor([middle, 2 * middle]), "count": torch.tensor(10), "none": None})
-
-    spmd(program, world_size)
+    on = meshes()
+    like = fs.shard({"w": torch.ones(3)}, STRATEGIES[strategy](on))
+    rank = fs.comm.rank(fs.axis_of(on.line))
+    buffers = {"mean": torch.tensor([rank, 2.0 * rank]), "count": torch.tensor(10 + rank), "none": None}
+    before = fs.tree_map(torch.clone, buffers)
+    first, mean = fs.sync_buffers(buffers, like), fs.sync_buffers(buffers, like, by="mean")
+    assert_same_bits(buffers, before)
+    middle = (world_size - 1) / 2
+    assert_same_bits(first, {"mean": torch.zeros(2), "count": torch.tensor(10), "none": None})
+    # Means of small integers over powers of two are exact.
+    assert_same_bits(mean, {"mean": torch.tensor([middle, 2 * middle]), "count": torch.tensor(10), "none": None})

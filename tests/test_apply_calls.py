@@ -11,13 +11,7 @@ from torch.nn.functional import dropout, mse_loss
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
-from tests.modules import (
-    EPS,
-    EVERY_LEAF,
-    ROWS,
-    build,
-    tensors,
-)
+from tests.modules import EPS, EVERY_LEAF, ROWS, build
 from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
 
 
@@ -120,26 +114,6 @@ def test_dropout_draws_from_the_ambient_generator():
             assert_same_bits(outputs[-1], dropout(linear, 0.5, training=True))
     assert_same_bits(outputs[0], outputs[1])
     assert not outputs[0].equal(outputs[2])
-
-
-@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode, torch.enable_grad))
-@pytest.mark.parametrize("world_size", (1, 2, 3))
-@pytest.mark.parametrize("name", ("perceptron", "recurrent", "encoder", "batch norm"))
-def test_evaluation(name, world_size, mode):
-    module, args, kwargs = build(name)
-    reference = copy.deepcopy(module).requires_grad_(False)
-    with mode():
-        expected = reference(*args, **kwargs)
-
-    def program():
-        model = fs.functionalize(module)
-        params = model.init(STRATEGIES[EVERY_LEAF](meshes()))
-        with mode():
-            return tensors(model.apply(params, *args, **kwargs))
-
-    for outputs in spmd(program, world_size):
-        assert_same_bits(outputs, tensors(expected))
-        assert not any(out.requires_grad for out in outputs)
 
 
 def dense_and_sharded():

@@ -8,6 +8,7 @@ from fshard.checkpoint import to_state_dict
 from fshard.comm.agree import FIRST
 from fshard.errors import Problem, leaf_error
 from fshard.testing import spmd
+from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
 # A call that some rank never comes to would wait for the timeout of the process group, which is minutes.
@@ -39,23 +40,6 @@ def loss(params):
     return fs.gather(params)["w"].square().sum()
 
 
-def program_of(name, place):
-    call, _ = CALLS[name]
-
-    def program():
-        mesh, found = one_axis(), {}
-        for strategy, transform in STRATEGIES.items():
-            params = fs.shard({"w": normal()(4, 4)}, transform(mesh))
-            expected = fs.value_and_grad(loss)(params)
-            with pytest.raises(fs.comm.CollectiveError) as caught:
-                call(params, place) if mesh.get_rank() == 0 else fs.value_and_grad(loss)(params)
-            found[strategy] = str(caught.value)
-            assert_same_bits(fs.tree_leaves(fs.value_and_grad(loss)(params)), fs.tree_leaves(expected))
-        return found
-
-    return program
-
-
 def text_of(name, ranks):
     lines = [f"  rank 0: {CALLS[name][1]}", *(f"  rank {rank}: value_and_grad begins" for rank in range(1, ranks))]
     remedy = (
@@ -65,18 +49,19 @@ def text_of(name, ranks):
     return "\n".join(["collective mismatch between ranks", *lines, f"To fix: {remedy}."])
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.rows(6)
 @pytest.mark.parametrize("name", CALLS)
+@on_ranks(2, 3, "2 processes", timeout=SECONDS)
 def test_a_verb_that_one_rank_calls_alone_is_told_to_all(name, world_size, tmp_path):
-    rows = spmd(program_of(name, tmp_path), world_size, timeout=SECONDS)
-    assert rows == [dict.fromkeys(STRATEGIES, text_of(name, world_size))] * world_size
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_verb_that_one_process_calls_alone_is_told_to_all(name, workers, tmp_path):
-    """Which gloo would end by a signal, were their first messages of different sizes."""
-    rows = spmd(program_of(name, tmp_path), workers(2), timeout=SECONDS)
-    assert rows == [dict.fromkeys(STRATEGIES, text_of(name, 2))] * 2
+    """Processes too, which gloo would end by a signal, were their first messages of different sizes."""
+    mesh, (call, _) = one_axis(), CALLS[name]
+    for transform in STRATEGIES.values():
+        params = fs.shard({"w": normal()(4, 4)}, transform(mesh))
+        expected = fs.value_and_grad(loss)(params)
+        with pytest.raises(fs.comm.CollectiveError) as caught:
+            call(params, tmp_path) if mesh.get_rank() == 0 else fs.value_and_grad(loss)(params)
+        assert str(caught.value) == text_of(name, world_size)
+        assert_same_bits(fs.tree_leaves(fs.value_and_grad(loss)(params)), fs.tree_leaves(expected))
 
 
 def test_what_is_no_comparison_is_told_apart():
@@ -100,21 +85,18 @@ def test_what_is_no_comparison_is_told_apart():
     )
 
 
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@on_ranks(1, 2, 3, timeout=SECONDS)
 def test_texts_of_any_length_and_numbers_of_any_count(world_size):
-    def program():
-        axis = fs.axis_of(one_axis())
-        rank = fs.comm.rank(axis)
-        for size in (0, 1, 111, 112, 113, 1016, 5000):
-            texts = fs.comm.texts("\udcff" * (size % 2) + f"{rank}" * size, axis, "texts")
-            assert texts == ["\udcff" * (size % 2) + f"{i}" * size for i in range(world_size)]
-        for count in (0, 1, 14, 15, 16, 40):
-            numbers = [-i * (1 + rank) for i in range(count)]
-            assert fs.comm.highest(numbers, [axis], "highest") == [-i for i in range(count)]
-            halves = [number / 2 for number in numbers]
-            assert fs.comm.highest(halves, [axis], "highest") == [-i / 2 for i in range(count)]
-
-    spmd(program, world_size, timeout=SECONDS)
+    axis = fs.axis_of(one_axis())
+    rank = fs.comm.rank(axis)
+    for size in (0, 1, 111, 112, 113, 1016, 5000):
+        texts = fs.comm.texts("\udcff" * (size % 2) + f"{rank}" * size, axis, "texts")
+        assert texts == ["\udcff" * (size % 2) + f"{i}" * size for i in range(world_size)]
+    for count in (0, 1, 14, 15, 16, 40):
+        numbers = [-i * (1 + rank) for i in range(count)]
+        assert fs.comm.highest(numbers, [axis], "highest") == [-i for i in range(count)]
+        halves = [number / 2 for number in numbers]
+        assert fs.comm.highest(halves, [axis], "highest") == [-i / 2 for i in range(count)]
 
 
 def test_of_many_problems_the_first_are_printed():

@@ -14,7 +14,7 @@ from torch import nn
 import fshard as fs
 from fshard import checkpoint
 from fshard.errors import Problem, leaf_error
-from fshard.testing import spmd
+from tests.ranks import on_ranks
 from tests.trees import one_axis
 
 NAN, HUGE = math.nan, 10**400
@@ -130,20 +130,18 @@ def test_arguments_of_transforms_jit_update_and_checkpoints():
     assert fs.jit(lambda x, by=2: x * by, static_argnums=1)(x).equal(2 * x)
 
 
+@on_ranks(2)
 def test_a_sharded_leaf_in_the_place_of_a_tensor_says_gather():
-    def program():
-        params = fs.shard({"w": torch.ones(4, 4)}, fs.zero3(one_axis()))
-        w, x = params["w"], torch.randn(2, 4)
-        for call in (
-            *(lambda: w @ x, lambda: x @ w, lambda: w * 2, lambda: 2 * w, lambda: x * w, lambda: w + x, lambda: -w),
-            *(lambda: w.shape, lambda: w.sum(), lambda: w.backward(), lambda: w[0], lambda: float(w), lambda: w < 1),
-            *(lambda: F.linear(x, w), lambda: torch.stack([w, w]), lambda: x.copy_(w)),
-            lambda: torch.optim.AdamW(params.values()),
-        ):
-            with pytest.raises((TypeError, AttributeError), match=r"call fs\.gather"):
-                call()
-
-    spmd(program, 2)
+    params = fs.shard({"w": torch.ones(4, 4)}, fs.zero3(one_axis()))
+    w, x = params["w"], torch.randn(2, 4)
+    for call in (
+        *(lambda: w @ x, lambda: x @ w, lambda: w * 2, lambda: 2 * w, lambda: x * w, lambda: w + x, lambda: -w),
+        *(lambda: w.shape, lambda: w.sum(), lambda: w.backward(), lambda: w[0], lambda: float(w), lambda: w < 1),
+        *(lambda: F.linear(x, w), lambda: torch.stack([w, w]), lambda: x.copy_(w)),
+        lambda: torch.optim.AdamW(params.values()),
+    ):
+        with pytest.raises((TypeError, AttributeError), match=r"call fs\.gather"):
+            call()
 
 
 def test_a_sharded_leaf_is_still_a_node():
@@ -206,16 +204,14 @@ class OfBatch(nn.Module):
         return self.linear(batch.x)
 
 
+@on_ranks(2)
 def test_dataclasses_at_a_models_door_are_cast():
-    def program():
-        model = fs.functionalize(OfBatch())
-        params = model.init(fs.zero3(one_axis(), param_dtype=torch.bfloat16), seed=0)
-        batch = Batch(torch.ones(1, 2), torch.ones(1, dtype=torch.int64))
-        out = fs.value_and_grad(lambda p: model.apply(p, batch).float().sum())(params)
-        assert out[0].isfinite()
-        assert batch.x.dtype is torch.float32
-
-    spmd(program, 2)
+    model = fs.functionalize(OfBatch())
+    params = model.init(fs.zero3(one_axis(), param_dtype=torch.bfloat16), seed=0)
+    batch = Batch(torch.ones(1, 2), torch.ones(1, dtype=torch.int64))
+    out = fs.value_and_grad(lambda p: model.apply(p, batch).float().sum())(params)
+    assert out[0].isfinite()
+    assert batch.x.dtype is torch.float32
 
 
 def test_long_names_are_shortened_with_both_ends():

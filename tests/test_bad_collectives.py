@@ -46,13 +46,16 @@ ROWS += [
     ]
 ]
 ROWS += [
-    Row(
-        "reduce_scatter of a dim that does not divide",
-        lambda world: ({"a": torch.ones(2), "b": torch.ones(3)}, fs.axis_of(world.mesh)),
-        fs.reduce_scatter,
-        "reduce_scatter over 'shard': dims do not divide\n"
-        "  ['b']: expected a multiple of 2, got size 3 of dim 0\n"
-        "To fix: pad the dim.",
+    *(
+        Row(
+            f"reduce_scatter of a dim {dim} that does not divide",
+            lambda world, dim=dim: ({"a": torch.ones(2, 4), "b": torch.ones(3, 5)}, fs.axis_of(world.mesh), dim),
+            fs.reduce_scatter,
+            "reduce_scatter over 'shard': dims do not divide\n"
+            f"  ['b']: expected a multiple of 2, got size {size} of dim {dim}\n"
+            "To fix: pad the dim.",
+        )
+        for dim, size in enumerate((3, 5))
     ),
     Row(
         "sync_buffers of a number",

@@ -5,8 +5,8 @@ from functools import partial
 import torch
 
 import fshard as fs
-from fshard.testing import spmd
 from tests.bad_input import Row, assert_all_refused, loss, make_world
+from tests.ranks import on_ranks
 from tests.trees import assert_same_bits
 
 ones, scalar = torch.ones, torch.tensor
@@ -251,34 +251,30 @@ def test_bad_gradients_are_refused():
     assert_all_refused(ROWS)
 
 
+@on_ranks(2)
 def test_whole_and_split_leaves_of_one_mesh_mix():
-    def program():
-        world = make_world()
-        mixed = {"a": world.params["a"], "b": fs.shard(world.full["b"], fs.ddp(world.mesh))}
-        tx = fs.from_torch(torch.optim.SGD, lr=0.1)
-        results = []
-        for params in (world.params, mixed):
-            value, grads = fs.value_and_grad(loss)(params)
-            state = fs.update(tx, fs.TrainState.create(params, tx), grads)
-            results.append(fs.unshard((value, grads, state.params)))
-            assert grads["b"][0].spec == params["b"][0].spec
-        assert_same_bits(results[1], results[0])
-
-    spmd(program, 2)
-
-
-def test_integer_leaves_may_be_frozen_and_leaves_may_be_missing():
-    def program():
-        world = make_world()
-        tree = {"a": world.full["a"], "i": torch.arange(4), "n": None}
-        params = fs.shard(tree, world.zero2, frozen=lambda path: path == "['i']")
-        tx = fs.from_torch(torch.optim.AdamW, lr=0.1)
-        _, grads = fs.value_and_grad(lambda params: loss({"a": params["a"]}))(params)
-        assert grads["i"] is grads["n"] is None
+    world = make_world()
+    mixed = {"a": world.params["a"], "b": fs.shard(world.full["b"], fs.ddp(world.mesh))}
+    tx = fs.from_torch(torch.optim.SGD, lr=0.1)
+    results = []
+    for params in (world.params, mixed):
+        value, grads = fs.value_and_grad(loss)(params)
         state = fs.update(tx, fs.TrainState.create(params, tx), grads)
-        assert_same_bits(fs.unshard(state.params["i"]), tree["i"])
-        scattered = fs.scatter_grads({"a": ones(5, 3), "i": None, "n": None}, like=params)
-        assert_same_bits(fs.unshard(scattered["a"]), ones(5, 3))
-        assert scattered["i"] is scattered["n"] is None
+        results.append(fs.unshard((value, grads, state.params)))
+        assert grads["b"][0].spec == params["b"][0].spec
+    assert_same_bits(results[1], results[0])
 
-    spmd(program, 2)
+
+@on_ranks(2)
+def test_integer_leaves_may_be_frozen_and_leaves_may_be_missing():
+    world = make_world()
+    tree = {"a": world.full["a"], "i": torch.arange(4), "n": None}
+    params = fs.shard(tree, world.zero2, frozen=lambda path: path == "['i']")
+    tx = fs.from_torch(torch.optim.AdamW, lr=0.1)
+    _, grads = fs.value_and_grad(lambda params: loss({"a": params["a"]}))(params)
+    assert grads["i"] is grads["n"] is None
+    state = fs.update(tx, fs.TrainState.create(params, tx), grads)
+    assert_same_bits(fs.unshard(state.params["i"]), tree["i"])
+    scattered = fs.scatter_grads({"a": ones(5, 3), "i": None, "n": None}, like=params)
+    assert_same_bits(fs.unshard(scattered["a"]), ones(5, 3))
+    assert scattered["i"] is scattered["n"] is None

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard.testing import spmd
 from tests.bad_input import Row, assert_all_refused, make_world
+from tests.ranks import on_ranks
 
 MODEL = "\nTo fix: pass those of this model."
 
@@ -162,12 +162,10 @@ def test_bad_modules_are_refused():
     assert_all_refused(ROWS)
 
 
+@on_ranks(2)
 def test_buffers_that_are_passed_are_returned():
-    def program():
-        world = make_world()
-        model = fs.functionalize(nn.BatchNorm1d(3))
-        params = model.init(world.zero2)
-        _, buffers = model.apply(params, torch.ones(4, 3), buffers=model.buffers)
-        assert (int(buffers["num_batches_tracked"]), int(model.buffers["num_batches_tracked"])) == (1, 0)
-
-    spmd(program, 2)
+    world = make_world()
+    model = fs.functionalize(nn.BatchNorm1d(3))
+    params = model.init(world.zero2)
+    _, buffers = model.apply(params, torch.ones(4, 3), buffers=model.buffers)
+    assert (int(buffers["num_batches_tracked"]), int(model.buffers["num_batches_tracked"])) == (1, 0)

@@ -7,32 +7,14 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.autograd import Function
 
 import fshard as fs
 from fshard.testing import spmd
+from tests.ranks import BreaksInBackward, BrokenError, my_rank, on_ranks, world_of
 from tests.trees import assert_same_bits, normal, one_axis
 
 # A call that some rank never comes to would wait for the timeout of the process group, which is minutes.
 SECONDS = 20.0
-
-
-class BrokenError(Exception):
-    pass
-
-
-class BreaksInBackward(Function):
-    @staticmethod
-    def forward(x, text):
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.text = inputs[1]
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise BrokenError(ctx.text)
 
 
 class Outcome(NamedTuple):
@@ -97,61 +79,45 @@ ORDERS = {
 
 def of_rank(table):
     """This rank's entry; ranks beyond the table take its last one."""
-    rank = fs.comm.rank(fs.axis_of(one_axis()))
+    rank = my_rank()
     return table[min(rank, len(table) - 1)]
 
 
-def program_of_orders(name):
-    orders, _ = ORDERS[name]
+def assert_refused(call, good, params, names):
+    """Assert that a call is refused on this rank by one of the names, and that good calls go on as before."""
+    found = outcomes(call, good, params)
+    assert found.kind == "ValueError", found
+    assert found.text.startswith("value_and_grad: collective mismatch between ranks\n"), found
+    assert any(name in found.text for name in names), found
+
+
+@pytest.mark.rows(6)
+@pytest.mark.parametrize("name", ORDERS)
+@on_ranks(2, 3, "2 processes", timeout=SECONDS)
+def test_ranks_that_gather_different_things_are_all_told(name):
+    orders, names = ORDERS[name]
 
     def call(params):
         return fs.value_and_grad(lambda p: chain(p, of_rank(orders)))(params)
 
-    def program():
-        found = {}
-        for strategy, transform in strategies(one_axis()).items():
-            found[strategy] = outcomes(call, fs.value_and_grad(chain), fs.shard(full_values(), transform))
-        return found
-
-    return program
+    for transform in strategies(one_axis()).values():
+        assert_refused(call, fs.value_and_grad(chain), fs.shard(full_values(), transform), names)
 
 
-def assert_all_refuse(rows, names):
-    for row in rows:
-        for strategy, found in row.items():
-            assert found.kind == "ValueError", (strategy, found)
-            assert found.text.startswith("value_and_grad: collective mismatch between ranks\n"), (strategy, found)
-            assert any(name in found.text for name in names), (strategy, found)
-
-
-@pytest.mark.parametrize("world_size", (2, 3))
-@pytest.mark.parametrize("name", ORDERS)
-def test_ranks_that_gather_different_things_are_all_told(name, world_size):
-    assert_all_refuse(spmd(program_of_orders(name), world_size, timeout=SECONDS), ORDERS[name][1])
-
-
-@pytest.mark.parametrize("world_size", (2, 3))
-def test_ranks_that_gather_leaves_of_other_shapes_are_all_told(world_size):
+@on_ranks(2, 3, timeout=SECONDS)
+def test_ranks_that_gather_leaves_of_other_shapes_are_all_told():
     """Before anything is sent that does not fit."""
     full = {"few": torch.ones(2, 3), "many": torch.ones(5, 4), "rest": torch.ones(3)}
+    order = of_rank([("few", "many", "rest"), ("many", "few", "rest")])
 
-    def program():
-        order = of_rank([("few", "many", "rest"), ("many", "few", "rest")])
+    def call(params):
+        return fs.value_and_grad(lambda p: sum(fs.gather(p[name]).sum() for name in order))(params)
 
-        def call(params):
-            return fs.value_and_grad(lambda p: sum(fs.gather(p[name]).sum() for name in order))(params)
+    def good(params):
+        return fs.value_and_grad(lambda p: fs.gather(p)["rest"].sum())(params)
 
-        def good(params):
-            return fs.value_and_grad(lambda p: fs.gather(p)["rest"].sum())(params)
-
-        return {"zero3": outcomes(call, good, fs.shard(full, fs.zero3(one_axis(), min_shard_elements=0)))}
-
-    assert_all_refuse(spmd(program, world_size, timeout=SECONDS), ["['few']", "['many']"])
-
-
-def test_processes_that_gather_different_things_are_all_told(workers):
-    for name in ("one more on the first rank", "one more on the other rank", "another order"):
-        assert_all_refuse(spmd(program_of_orders(name), workers(2), timeout=SECONDS), ORDERS[name][1])
+    params = fs.shard(full, fs.zero3(one_axis(), min_shard_elements=0))
+    assert_refused(call, good, params, ["['few']", "['many']"])
 
 
 class Chain(nn.ModuleList):
@@ -188,7 +154,7 @@ def program_of_breaks(place, what, spelling):
     module = Chain([nn.Linear(4, 4, bias=False).double() for _ in range(4)]) if spelling == "a module" else None
 
     def program():
-        rank = fs.comm.rank(fs.axis_of(one_axis()))
+        rank = my_rank()
         model = fs.functionalize(module, units=nn.Linear) if module is not None else None
 
         def run(params, broken):
@@ -235,23 +201,14 @@ def assert_each_is_told(rows, place):
             assert rank in own or names_another(outcome, rank, place), (strategy, rank, outcome)
 
 
-@pytest.mark.rows(8)
-@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.rows(9)
+@pytest.mark.parametrize("world_size", (2, 3, "2 processes"))
 @pytest.mark.parametrize("what", ("in the forward", "in the backward"))
 @pytest.mark.parametrize("spelling", ("a function", "a module"))
 @pytest.mark.parametrize("place", PLACES + SEVERAL, ids=str)
-def test_a_rank_that_fails_raises_its_own_error_and_the_others_name_it(place, spelling, what, world_size):
-    rows = spmd(program_of_breaks(place, what, spelling), world_size, timeout=SECONDS)
+def test_a_rank_that_fails_raises_its_own_error_and_the_others_name_it(place, spelling, what, world_size, workers):
+    rows = spmd(program_of_breaks(place, what, spelling), world_of(world_size, workers), timeout=SECONDS)
     assert_each_is_told(rows, place)
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("what", ("in the forward", "in the backward"))
-@pytest.mark.parametrize("spelling", ("a function", "a module"))
-def test_a_process_that_fails_raises_its_own_error_and_the_others_name_it(spelling, what, workers):
-    for place in ({0: 0}, {1: 2}, {0: 4}):
-        rows = spmd(program_of_breaks(place, what, spelling), workers(2), timeout=SECONDS)
-        assert_each_is_told(rows, place)
 
 
 @pytest.mark.parametrize("world_size", (2, 3))
@@ -260,7 +217,7 @@ def test_evaluation_that_fails_on_one_rank_is_told_to_the_others(place, world_si
     module = Chain([nn.Linear(4, 4, bias=False).double() for _ in range(4)])
 
     def program():
-        rank = fs.comm.rank(fs.axis_of(one_axis()))
+        rank = my_rank()
         model = fs.functionalize(module, units=nn.Linear)
         params = model.init(fs.zero3(one_axis(), min_shard_elements=0))
 
@@ -281,7 +238,7 @@ def test_a_rank_that_fails_under_a_schedule_of_some_is_told_to_the_others(place)
     """What is gathered beside the schedule and what the failing rank owes to the schedule do not mix."""
 
     def program():
-        rank = fs.comm.rank(fs.axis_of(one_axis()))
+        rank = my_rank()
         step = fs.value_and_grad(chain, schedule=lambda p: [p["blocks"][1], p["blocks"][3]])
         params = fs.shard(full_values(), fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))
         return {"zero3": outcomes(lambda p: step(p, broken=breaking(place.get(rank), "in the forward")), step, params)}
@@ -292,7 +249,7 @@ def test_a_rank_that_fails_under_a_schedule_of_some_is_told_to_the_others(place)
 @pytest.mark.parametrize("rank", (0, 1))
 def test_a_schedule_that_fails_on_one_rank_is_told_to_the_others(rank):
     def schedule(params):
-        if fs.comm.rank(fs.axis_of(one_axis())) == rank:
+        if my_rank() == rank:
             raise BrokenError(f"at {rank}")
         return params["blocks"]
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import fshard as fs
-from fshard.testing import spmd
 from tests.bad_input import Row, assert_all_refused, make_world
+from tests.ranks import on_ranks
 
 CPU = partial(fs.init_mesh, device="cpu")
 SIZES = "init_mesh: expected shape to be positive whole sizes, one of which may be -1"
@@ -154,13 +154,11 @@ def test_bad_setup_is_refused():
     assert_all_refused(MESHES + AXES + TRANSFORMS)
 
 
+@on_ranks(3)
 def test_strategies_refuse_nothing_that_fits():
-    def program():
-        world = make_world()
-        assert fs.axis_of(world.mesh) == fs.axis_of(world.mesh, "shard") == fs.axis_of(world.grid["shard"])
-        assert fs.compose() == fs.compose(fs.compose())
-
-    spmd(program, 3)
+    world = make_world()
+    assert fs.axis_of(world.mesh) == fs.axis_of(world.mesh, "shard") == fs.axis_of(world.grid["shard"])
+    assert fs.compose() == fs.compose(fs.compose())
 
 
 # Calls of init_mesh in a process without CUDA: (environment, backend that runs already, shape, device, error).

@@ -10,6 +10,7 @@ from torch import nn
 import fshard as fs
 from fshard.testing import spmd
 from tests.bad_input import Row, assert_all_refused, loss
+from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
 ENDED = "expected the caller's own, got a leaf bound to a call of value_and_grad that has ended"
@@ -195,45 +196,40 @@ STILL = {"nothing frozen": (), "frozen": ("a",)}
 @pytest.mark.parametrize("when", ("in its turn", "after its turn", "in the backward"))
 @pytest.mark.parametrize("still", STILL)
 @pytest.mark.parametrize("min_shard_elements", (0, 1000), ids=("split", "whole"))
+@on_ranks(2)
 def test_a_write_to_a_gathered_weight_is_named_or_reaches_nothing(min_shard_elements, still, when):
     """What ranks hold whole is handed out as it is stored; what they split is a copy of the function's own."""
     full = {"a": normal()(5, 3), "b": normal(1)(3, 4)}
+    strategy = fs.zero3(one_axis(), min_shard_elements=min_shard_elements)
+    params = fs.shard(full, strategy, frozen=lambda path: path[2:3] in STILL[still])
+    before = fs.tree_map(torch.clone, params)
 
-    def program():
-        strategy = fs.zero3(one_axis(), min_shard_elements=min_shard_elements)
-        params = fs.shard(full, strategy, frozen=lambda path: path[2:3] in STILL[still])
-        before = fs.tree_map(torch.clone, params)
+    def f(params, write):
+        def now(name, tensor):
+            if write == name:
+                with torch.no_grad():
+                    tensor.add_(1)
 
-        def f(params, write):
-            def now(name, tensor):
-                if write == name:
-                    with torch.no_grad():
-                        tensor.add_(1)
+        a = fs.gather(params["a"])
+        value = a.square().sum()
+        now("in its turn", a)
+        b = fs.gather(params["b"])
+        now("after its turn", a)
+        b.register_hook(lambda _: now("in the backward", a))
+        return value + b.square().sum()
 
-            a = fs.gather(params["a"])
-            value = a.square().sum()
-            now("in its turn", a)
-            b = fs.gather(params["b"])
-            now("after its turn", a)
-            b.register_hook(lambda _: now("in the backward", a))
-            return value + b.square().sum()
-
-        _, expected = fs.value_and_grad(f)(params, "never")
-        refused, grads = None, expected
-        try:
-            _, grads = fs.value_and_grad(f)(params, when)
-        except ValueError as error:
-            refused = str(error)
-        assert (refused is not None) or when != "in its turn"
-        if refused is not None:
-            assert (
-                "value_and_grad: parameters were written to\n  ['a']: expected none, got 1 in-place writes" in refused
-            )
-            return
-        assert_same_bits(fs.tree_leaves(params), fs.tree_leaves(before))
-        assert_same_bits(fs.tree_leaves(grads), fs.tree_leaves(expected))
-
-    spmd(program, 2)
+    _, expected = fs.value_and_grad(f)(params, "never")
+    refused, grads = None, expected
+    try:
+        _, grads = fs.value_and_grad(f)(params, when)
+    except ValueError as error:
+        refused = str(error)
+    assert (refused is not None) or when != "in its turn"
+    if refused is not None:
+        assert "value_and_grad: parameters were written to\n  ['a']: expected none, got 1 in-place writes" in refused
+        return
+    assert_same_bits(fs.tree_leaves(params), fs.tree_leaves(before))
+    assert_same_bits(fs.tree_leaves(grads), fs.tree_leaves(expected))
 
 
 class Writing(nn.Linear):

@@ -5,9 +5,9 @@ import torch
 from torch import optim
 
 import fshard as fs
-from fshard.testing import spmd
 from fshard.tree import ReshardPolicy
 from tests.bad_input import Row, assert_all_refused, make_world
+from tests.ranks import on_ranks
 from tests.trees import assert_same_bits
 
 STAGES = (
@@ -274,34 +274,30 @@ def test_bad_updates_are_refused():
 
 
 @pytest.mark.parametrize(("cls", "hyper"), [pair for pair in ACROSS if pair[1] != {"lr": 1e-15}])
+@on_ranks(2)
 def test_whole_leaves_take_any_optimizer(cls, hyper):
-    def program():
-        world = make_world()
-        full = {"a": world.full["a"], "b": world.full["a"].T @ world.full["a"]}
-        params = fs.shard(full, fs.ddp(world.mesh))
-        tx = fs.from_torch(cls, **hyper)
-        state = fs.TrainState.create(params, tx)
-        modules = {name: torch.nn.Parameter(leaf.clone()) for name, leaf in full.items()}
-        evaluated = {name: value(0) if callable(value) else value for name, value in hyper.items()}
-        optimizer = cls(list(modules.values()), **evaluated)
-        for step in range(3):
-            for group in optimizer.param_groups:
-                group.update({name: value(step) for name, value in hyper.items() if callable(value)})
-            for leaf in modules.values():
-                leaf.grad = leaf.detach().cos()
-            grads = fs.tree_map(torch.cos, state.params)
-            with torch.no_grad():
-                optimizer.step()
-            state = fs.update(tx, state, grads)
-        assert_same_bits(fs.unshard(state.params), {name: leaf.detach() for name, leaf in modules.items()})
-
-    spmd(program, 2)
+    world = make_world()
+    full = {"a": world.full["a"], "b": world.full["a"].T @ world.full["a"]}
+    params = fs.shard(full, fs.ddp(world.mesh))
+    tx = fs.from_torch(cls, **hyper)
+    state = fs.TrainState.create(params, tx)
+    modules = {name: torch.nn.Parameter(leaf.clone()) for name, leaf in full.items()}
+    evaluated = {name: value(0) if callable(value) else value for name, value in hyper.items()}
+    optimizer = cls(list(modules.values()), **evaluated)
+    for step in range(3):
+        for group in optimizer.param_groups:
+            group.update({name: value(step) for name, value in hyper.items() if callable(value)})
+        for leaf in modules.values():
+            leaf.grad = leaf.detach().cos()
+        grads = fs.tree_map(torch.cos, state.params)
+        with torch.no_grad():
+            optimizer.step()
+        state = fs.update(tx, state, grads)
+    assert_same_bits(fs.unshard(state.params), {name: leaf.detach() for name, leaf in modules.items()})
 
 
+@on_ranks(2)
 def test_elementwise_optimizers_take_sharded_leaves():
-    def program():
-        world = make_world()
-        for cls in (optim.SGD, optim.AdamW, optim.RMSprop, optim.Rprop, optim.ASGD):
-            fs.TrainState.create(world.params, fs.from_torch(cls, lr=lambda count: 0.1 * float(count)))
-
-    spmd(program, 2)
+    world = make_world()
+    for cls in (optim.SGD, optim.AdamW, optim.RMSprop, optim.Rprop, optim.ASGD):
+        fs.TrainState.create(world.params, fs.from_torch(cls, lr=lambda count: 0.1 * float(count)))

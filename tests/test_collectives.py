@@ -9,7 +9,8 @@ import torch
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 
 import fshard as fs
-from fshard.testing import RankError, spmd
+from fshard.testing import spmd
+from tests.ranks import on_ranks
 from tests.trees import WORLD_SIZES, assert_same_bits, one_axis
 
 
@@ -92,69 +93,46 @@ def test_collectives_have_equal_inner_products(name, world_size):
 
 @pytest.mark.rows(8)
 @over_collectives
-def test_backward_is_the_transpose_and_forward_the_map_itself(name, world_size):
-    def program():
-        run, transpose, x, t, y = operands(name)
-        out, pull_back = vjp(run, x)
-        assert_same_bits(out, run(x))
-        assert_same_bits(pull_back(y), (transpose(y),))
-        assert_same_bits(jvp(run, (x,), (t,)), (run(x), run(t)))
-        # One column of the transpose for each row of the map, by vmap over reverse and over forward mode.
-        assert_same_bits(jacrev(run)(x), jacfwd(transpose)(y).permute(2, 3, 0, 1))
-
-    spmd(program, world_size)
+@on_ranks()
+def test_backward_is_the_transpose_and_forward_the_map_itself(name):
+    run, transpose, x, t, y = operands(name)
+    out, pull_back = vjp(run, x)
+    assert_same_bits(out, run(x))
+    assert_same_bits(pull_back(y), (transpose(y),))
+    assert_same_bits(jvp(run, (x,), (t,)), (run(x), run(t)))
+    # One column of the transpose for each row of the map, by vmap over reverse and over forward mode.
+    assert_same_bits(jacrev(run)(x), jacfwd(transpose)(y).permute(2, 3, 0, 1))
 
 
 @over_collectives
-def test_vmap_is_a_loop(name, world_size):
-    def program():
-        run, _, x, t, _ = operands(name)
-        batch = [x, t, x * t, x - t, -x]
-        looped = torch.stack([run(example) for example in batch])
-        for dim in (0, 1, 2):
-            assert_same_bits(vmap(run, in_dims=dim)(torch.stack(batch, dim)), looped)
-        pairs = vmap(run, in_dims=((0, None),))((torch.stack(batch), x))
-        assert_same_bits(pairs, (looped, run(x).expand_as(looped)))
-
-    spmd(program, world_size)
+@on_ranks()
+def test_vmap_is_a_loop(name):
+    run, _, x, t, _ = operands(name)
+    batch = [x, t, x * t, x - t, -x]
+    looped = torch.stack([run(example) for example in batch])
+    for dim in (0, 1, 2):
+        assert_same_bits(vmap(run, in_dims=dim)(torch.stack(batch, dim)), looped)
+    pairs = vmap(run, in_dims=((0, None),))((torch.stack(batch), x))
+    assert_same_bits(pairs, (looped, run(x).expand_as(looped)))
 
 
 @over_collectives
-def test_second_derivatives(name, world_size):
+@on_ranks()
+def test_second_derivatives(name):
     """Of sum(y run(x)^3): its Hessian maps t to transpose(6 y run(x) run(t))."""
-
-    def program():
-        run, transpose, x, t, y = operands(name)
-        gradient = grad(lambda x: (y * run(x) ** 3).sum())
-        assert_same_bits(gradient(x), transpose(3 * y * run(x) ** 2))
-        expected = transpose(6 * y * run(x) * run(t))
-        assert_same_bits(jvp(gradient, (x,), (t,))[1], expected)
-        assert_same_bits(grad(lambda x: (gradient(x) * t).sum())(x), expected)
-
-    spmd(program, world_size)
+    run, transpose, x, t, y = operands(name)
+    gradient = grad(lambda x: (y * run(x) ** 3).sum())
+    assert_same_bits(gradient(x), transpose(3 * y * run(x) ** 2))
+    expected = transpose(6 * y * run(x) * run(t))
+    assert_same_bits(jvp(gradient, (x,), (t,))[1], expected)
+    assert_same_bits(grad(lambda x: (gradient(x) * t).sum())(x), expected)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_collectives_take_trees(world_size):
-    def program():
-        axis = fs.axis_of(one_axis())
-        params = fs.shard({"w": torch.ones(24, 2), "none": None}, fs.zero2(one_axis(), min_shard_elements=0))
-        tree = (params, [torch.ones(2)])
-        summed = fs.psum(tree, axis)
-        assert summed[0]["w"].spec is params["w"].spec
-        assert_same_bits(fs.tree_leaves(summed), [axis.size * leaf for leaf in fs.tree_leaves(tree)])
-
-    spmd(program, world_size)
-
-
-def test_reduce_scatter_refuses_dims_that_do_not_divide():
-    def program():
-        fs.reduce_scatter({"w": torch.ones(4, 5), "b": torch.ones(4, 4)}, fs.axis_of(one_axis()), dim=1)
-
-    with pytest.raises(RankError) as caught:
-        spmd(program, 2)
-    assert str(caught.value.__cause__) == (
-        "reduce_scatter over 'shard': dims do not divide\n"
-        "  ['w']: expected a multiple of 2, got size 5 of dim 1\n"
-        "To fix: pad the dim."
-    )
+@on_ranks(*WORLD_SIZES)
+def test_collectives_take_trees():
+    axis = fs.axis_of(one_axis())
+    params = fs.shard({"w": torch.ones(24, 2), "none": None}, fs.zero2(one_axis(), min_shard_elements=0))
+    tree = (params, [torch.ones(2)])
+    summed = fs.psum(tree, axis)
+    assert summed[0]["w"].spec is params["w"].spec
+    assert_same_bits(fs.tree_leaves(summed), [axis.size * leaf for leaf in fs.tree_leaves(tree)])

@@ -12,6 +12,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.testing import spmd
+from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
 # A call that some rank never comes to would wait for the timeout of the process group, which is minutes.
@@ -57,9 +58,49 @@ def by_torch_func(params, reduce):
     return torch.func.grad_and_value(lambda p: fs.value_and_grad(partial(loss_of, MODEL), reduce=reduce)(p)[0])(params)
 
 
-# What the last rank is told and what the others are: functions of the mesh; and what the error must name.
+# What the last rank is told of a call of parameters and what the others are, and what the error must name.
+CALLS = {
+    "reduce": (lambda params, r: train(params, reduce=r), "sum", "mean", ["reduce", "'sum'", "'mean'"]),
+    "communicate": (
+        lambda params, c: accumulate(params, communicate=c),
+        "once",
+        "each",
+        ["communicate", "'once'", "'each'"],
+    ),
+    "verb": (lambda params, v: train(params, verb=v), fs.apply, fs.value_and_grad, ["verb", "apply", "value_and_grad"]),
+    "under torch.func": (by_torch_func, "sum", "mean", ["reduce", "'sum'", "'mean'"]),
+}
+JITTED = CALLS | {
+    "collectives of its own": (
+        lambda params, n: fs.psum(X[:n].sum(0)[:n], params["0.weight"].spec.axes[0]),
+        1,
+        2,
+        ["all_reduce (psum ) over 'shard' of 1 tensors, 8 bytes", "16 bytes"],
+    ),
+}
+
+
+def option(name, **others):
+    return lambda mesh, value: train(params_of(zero3(mesh, **{name: value}, **others)))
+
+
+# The same of calls of the mesh.
 TOLD = {
-    "reduce": (lambda mesh, r: train(params_of(zero3(mesh)), reduce=r), "sum", "mean", ["reduce", "'sum'", "'mean'"]),
+    **{
+        name: (lambda mesh, told, call=call: call(params_of(zero3(mesh)), told), *rest)
+        for name, (call, *rest) in CALLS.items()
+    },
+    "param_dtype": (option("param_dtype"), torch.float32, torch.bfloat16, ["['0.bias']", "float32", "bfloat16"]),
+    "reduce_dtype": (option("reduce_dtype"), torch.float32, None, ["['0.bias']", "scatter_dtype=torch.float32"]),
+    "merge_bytes": (option("merge_bytes"), 0, 4096, ["['0.bias']", "merge_bytes 0", "merge_bytes 4096"]),
+    "prefetch": (option("prefetch", merge_bytes=0), 0, 2, ["['0.bias']", "prefetch 0", "prefetch 2"]),
+    "regather": (option("regather"), False, True, ["['0.bias']", "regather False", "regather True"]),
+    "regather of some units": (
+        option("regather", merge_bytes=0),
+        lambda name: name == "1",
+        lambda name: name == "2",
+        ["unit 1"],
+    ),
     "weighted": (
         lambda mesh, w: fs.value_and_grad(
             lambda p: (fs.gather(p)["0.bias"].sum(), X.sum()) if w else fs.gather(p)["0.bias"].sum(),
@@ -68,42 +109,6 @@ TOLD = {
         True,
         False,
         ["reduce", "'weighted'", "'sum'"],
-    ),
-    "param_dtype": (
-        lambda mesh, d: train(params_of(zero3(mesh, param_dtype=d))),
-        torch.float32,
-        torch.bfloat16,
-        ["['0.bias']", "float32", "bfloat16"],
-    ),
-    "reduce_dtype": (
-        lambda mesh, d: train(params_of(zero3(mesh, reduce_dtype=d))),
-        torch.float32,
-        None,
-        ["['0.bias']", "scatter_dtype=torch.float32"],
-    ),
-    "merge_bytes": (
-        lambda mesh, n: train(params_of(zero3(mesh, merge_bytes=n))),
-        0,
-        4096,
-        ["['0.bias']", "merge_bytes 0", "merge_bytes 4096"],
-    ),
-    "prefetch": (
-        lambda mesh, n: train(params_of(zero3(mesh, prefetch=n, merge_bytes=0))),
-        0,
-        2,
-        ["['0.bias']", "prefetch 0", "prefetch 2"],
-    ),
-    "regather": (
-        lambda mesh, r: train(params_of(zero3(mesh, regather=r))),
-        False,
-        True,
-        ["['0.bias']", "regather False", "regather True"],
-    ),
-    "regather of some units": (
-        lambda mesh, r: train(params_of(zero3(mesh, merge_bytes=0, regather=r))),
-        lambda name: name == "1",
-        lambda name: name == "2",
-        ["unit 1"],
     ),
     "strategy": (
         lambda mesh, s: train(params_of(s(mesh))),
@@ -151,137 +156,60 @@ TOLD = {
         "01",
         ["['2.bias']", "nothing"],
     ),
-    "verb": (
+    "verb of accumulation": (
         lambda mesh, verb: train(params_of(zero3(mesh)), verb=verb),
         fs.accumulate,
         fs.value_and_grad,
         ["verb", "accumulate", "value_and_grad"],
     ),
-    "evaluation": (
-        lambda mesh, verb: train(params_of(zero3(mesh)), verb=verb),
-        fs.apply,
-        fs.value_and_grad,
-        ["verb", "apply", "value_and_grad"],
-    ),
     "microbatches": (lambda mesh, n: accumulate(params_of(zero3(mesh)), n), 3, 2, ["microbatches", "3", "2"]),
-    "communicate": (
-        lambda mesh, c: accumulate(params_of(zero3(mesh)), communicate=c),
-        "once",
-        "each",
-        ["communicate", "'once'", "'each'"],
-    ),
     "units": (
         lambda mesh, units: by_units(params_of(zero3(mesh, merge_bytes=0)), units),
         None,
         nn.Linear,
         ["1 units of Sequential", "3 units of Sequential"],
     ),
-    "under torch.func": (
-        lambda mesh, reduce: by_torch_func(params_of(zero3(mesh)), reduce),
-        "sum",
-        "mean",
-        ["reduce", "'sum'", "'mean'"],
-    ),
 }
 
 
-def outcome(call):
-    """What a call refuses with on this rank, within seconds, and that a good step goes on as before."""
-    mesh = one_axis()
-    good = partial(train, params_of(zero3(mesh)))
-    expected, started = good(), time.monotonic()
-    try:
-        found = str(call(mesh))
-    except ValueError as error:
-        found = str(error)
-    assert time.monotonic() - started < SECONDS
-    assert_same_bits(fs.tree_leaves(good()), fs.tree_leaves(expected))
-    return found
-
-
-def program_of(name):
-    call, other, common, _ = TOLD[name]
-
-    def program():
-        mesh = one_axis()
-        told = other if mesh.get_rank() == mesh.size() - 1 else common
-        return outcome(lambda mesh: call(mesh, told))
-
-    return program
-
-
-def assert_all_named(rows, parts):
-    for text in rows:
-        assert re.match(
-            r"\w+: (ranks were told different things|collective mismatch between ranks|ranks hold different trees)\n",
-            text,
-        ), text
-        assert all(part in text.splitlines()[1] for part in parts), text
-    # The first line names the verb, which may be the very difference.
-    assert len({tuple(text.splitlines()[1:]) for text in rows}) == 1, rows
+def lines_of(text, parts):
+    """The lines that ranks must have alike: the first one names the verb, which may be the very difference."""
+    assert re.match(
+        r"\w+: (ranks were told different things|collective mismatch between ranks|ranks hold different trees)\n", text
+    ), text
+    assert all(part in text.splitlines()[1] for part in parts), text
+    return text.splitlines()[1:]
 
 
 @pytest.mark.rows(100)
-@pytest.mark.parametrize("world_size", (2, pytest.param(3, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("name", TOLD)
-def test_ranks_that_were_told_different_things_are_all_told(name, world_size):
-    assert_all_named(spmd(program_of(name), world_size, timeout=SECONDS), TOLD[name][3])
+@on_ranks(2, pytest.param(3, marks=pytest.mark.slow), "2 processes", timeout=4 * SECONDS)
+def test_ranks_that_were_told_different_things_are_all_told(name):
+    """Within seconds, and a good step goes on as before."""
+    mesh, (call, other, common, parts) = one_axis(), TOLD[name]
+    good = partial(train, params_of(zero3(mesh)))
+    expected, started = good(), time.monotonic()
+    try:
+        text = str(call(mesh, other if mesh.get_rank() == mesh.size() - 1 else common))
+    except ValueError as error:
+        text = str(error)
+    assert time.monotonic() - started < SECONDS
+    assert_same_bits(fs.tree_leaves(good()), fs.tree_leaves(expected))
+    return lines_of(text, parts)
 
 
-def test_processes_that_were_told_different_things_are_all_told(workers):
-    for name in TOLD:
-        assert_all_named(spmd(program_of(name), workers(2), timeout=4 * SECONDS), TOLD[name][3])
-
-
-JITTED = {
-    "reduce": (lambda params, r: train(params, reduce=r), "sum", "mean", ["reduce", "'sum'", "'mean'"]),
-    "communicate": (
-        lambda params, c: accumulate(params, communicate=c),
-        "once",
-        "each",
-        ["communicate", "'once'", "'each'"],
-    ),
-    "verb": (lambda params, v: train(params, verb=v), fs.apply, fs.value_and_grad, ["verb", "apply", "value_and_grad"]),
-    "under torch.func": (by_torch_func, "sum", "mean", ["reduce", "'sum'", "'mean'"]),
-    "collectives of its own": (
-        lambda params, n: fs.psum(X[:n].sum(0)[:n], params["w"].spec.axes[0]),
-        1,
-        2,
-        ["all_reduce (psum ) over 'shard' of 1 tensors, 8 bytes", "16 bytes"],
-    ),
-}
-
-
-def jitted_program_of(name):
-    call, other, common, _ = JITTED[name]
-
-    def program():
-        mesh = one_axis()
-        last = mesh.get_rank() == mesh.size() - 1
-        params = params_of(zero3(mesh))
-        if name == "collectives of its own":
-            params = {"w": params["0.weight"]}
-        same, differ = (fs.jit(lambda p, told=told: call(p, told)) for told in (common, other if last else common))
-        expected = same(params)
-        with pytest.raises(ValueError, match=r"^jit: ranks were told different things\n") as caught:
-            differ(params)
-        assert_same_bits(fs.tree_leaves(same(params)), fs.tree_leaves(expected))
-        return str(caught.value)
-
-    return program
-
-
-@pytest.mark.parametrize(
-    "name", ["reduce", *(pytest.param(n, marks=pytest.mark.slow) for n in JITTED if n != "reduce")]
-)
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("name", JITTED)
+@on_ranks(2, "2 processes", timeout=4 * SECONDS)
 def test_jitted_ranks_that_were_told_different_things_are_all_told(name):
-    assert_all_named(spmd(jitted_program_of(name), 2, timeout=4 * SECONDS), JITTED[name][3])
-
-
-@pytest.mark.slow
-def test_jitted_processes_that_were_told_different_things_are_all_told(workers):
-    for name in ("reduce", "collectives of its own"):
-        assert_all_named(spmd(jitted_program_of(name), workers(2), timeout=4 * SECONDS), JITTED[name][3])
+    mesh, (call, other, common, parts) = one_axis(), JITTED[name]
+    params, told = params_of(zero3(mesh)), other if mesh.get_rank() == mesh.size() - 1 else common
+    same, differ = (fs.jit(lambda p, told=told: call(p, told)) for told in (common, told))
+    expected = same(params)
+    with pytest.raises(ValueError, match=r"^jit: ranks were told different things\n") as caught:
+        differ(params)
+    assert_same_bits(fs.tree_leaves(same(params)), fs.tree_leaves(expected))
+    return lines_of(str(caught.value), parts)
 
 
 def test_a_rank_that_traces_again_keeps_the_others_waiting_and_no_more():
@@ -352,7 +280,8 @@ TRAINING = {
 }
 
 
-def program_of_one_alone(names=tuple(ALONE)):
+def errors_of_one_alone(names):
+    """What all ranks hear where the first one alone calls a verb; ranks must have it alike."""
     mesh = one_axis()
     params = params_of(zero3(mesh))
     expected, found = train(params), {}
@@ -362,30 +291,23 @@ def program_of_one_alone(names=tuple(ALONE)):
                 continue
             with pytest.raises(ValueError, match=r"(ranks were told different|collective mismatch)") as caught:
                 ALONE[name](params) if mesh.get_rank() == 0 else call(params)
-            found[name, other] = str(caught.value)
+            found[name, other] = text = str(caught.value).split("\n", 1)[1]
+            # Where both call one verb, as an optimizer's init does, it is the leaves that differ.
+            assert name.split()[0] in text or other.split()[0] in text or "dtype" in text, text
             assert_same_bits(fs.tree_leaves(train(params)), fs.tree_leaves(expected))
     return found
 
 
-def assert_both_named(rows):
-    for name, other in rows[0]:
-        texts = {row[name, other].split("\n", 1)[1] for row in rows}
-        assert len(texts) == 1, texts
-        (text,) = texts
-        # Where both call one verb, as an optimizer's init does, it is the leaves that differ.
-        assert name.split()[0] in text or other.split()[0] in text or "dtype" in text, text
-
-
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (2, 3))
-def test_a_verb_that_one_rank_calls_alone_is_named_on_every_rank(world_size):
-    assert_both_named(spmd(program_of_one_alone, world_size, timeout=3 * SECONDS))
+@on_ranks(2, 3, timeout=3 * SECONDS)
+def test_a_verb_that_one_rank_calls_alone_is_named_on_every_rank():
+    return errors_of_one_alone(ALONE)
 
 
-def test_a_verb_that_one_process_calls_alone_is_named_on_every_rank(workers):
+@on_ranks("2 processes", timeout=4 * SECONDS)
+def test_a_verb_that_one_process_calls_alone_is_named_on_every_rank():
     """Where gloo would end by a signal, or return what it was not sent."""
-    names = ("gather", "unshard", "scatter_grads", "reshard", "update that clips", "jit")
-    assert_both_named(spmd(partial(program_of_one_alone, names), workers(2), timeout=4 * SECONDS))
+    return errors_of_one_alone(("gather", "unshard", "scatter_grads", "reshard", "update that clips", "jit"))
 
 
 def test_a_verb_that_another_process_never_calls_ends_within_the_timeout(workers):

@@ -10,6 +10,7 @@ import torch.distributed._functional_collectives as funcol
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
+from tests.ranks import on_ranks
 from tests.trees import normal, one_axis
 
 SECONDS = 40.0
@@ -47,7 +48,9 @@ def loss_of(params, call, axis, use, skip):
     return value if mine and skip else value + (0.0 if mine else 1.0) * z.square().sum()
 
 
-def program():
+@on_ranks(2, pytest.param(3, marks=pytest.mark.slow), "2 processes", timeout=2 * SECONDS)
+def test_a_result_that_one_rank_does_not_use_is_reduced_all_the_same():
+    """On processes such a step ended by a signal or never."""
     mesh = one_axis()
     axis = fs.axis_of(mesh)
     for strategy in STRATEGIES.values():
@@ -61,26 +64,12 @@ def program():
                 assert_trees_close(found, expected, rtol=0.0, atol=1e-9)
 
 
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (2, 3))
-def test_a_result_that_one_rank_does_not_use_is_reduced_all_the_same(world_size):
-    spmd(program, world_size, timeout=SECONDS)
-
-
-def test_a_result_that_one_process_does_not_use_is_reduced_all_the_same(workers):
-    """Which ended by a signal or never."""
-    spmd(program, workers(2), timeout=2 * SECONDS)
-
-
 def test_a_jitted_step_has_the_transposes_too():
-    def program():
-        mesh = one_axis()
-        axis, params = fs.axis_of(mesh), fs.shard(FULL, STRATEGIES["zero3"](mesh))
-        f = partial(loss_of, call=COLLECTIVES["psum"], axis=axis, use="neither", skip=True)
-        step = fs.value_and_grad(f)
-        assert_trees_close(fs.jit(step)(params), step(params), rtol=0.0, atol=0.0)
-
-    spmd(program, 2, timeout=2 * SECONDS)
+    mesh = one_axis()
+    axis, params = fs.axis_of(mesh), fs.shard(FULL, STRATEGIES["zero3"](mesh))
+    f = partial(loss_of, call=COLLECTIVES["psum"], axis=axis, use="neither", skip=True)
+    step = fs.value_and_grad(f)
+    assert_trees_close(fs.jit(step)(params), step(params), rtol=0.0, atol=0.0)
 
 
 def test_an_operand_that_needs_no_gradient_on_one_rank_is_named_on_every_rank():
@@ -102,21 +91,19 @@ def test_an_operand_that_needs_no_gradient_on_one_rank_is_named_on_every_rank():
 
 
 @pytest.mark.parametrize("nodes", (1, 40, 400))
+@on_ranks(2, timeout=SECONDS)
 def test_a_loss_that_was_reduced_many_nodes_ago_is_refused(nodes):
-    def program():
-        mesh = one_axis()
-        axis, params = fs.axis_of(mesh), fs.shard(FULL, STRATEGIES["zero3"](mesh))
+    mesh = one_axis()
+    axis, params = fs.axis_of(mesh), fs.shard(FULL, STRATEGIES["zero3"](mesh))
 
-        def f(p):
-            value = fs.psum_invariant(fs.gather(p)["a"].square().sum(), axis)
-            for _ in range(nodes):
-                value = value * 1.01
-            return value
+    def f(p):
+        value = fs.psum_invariant(fs.gather(p)["a"].square().sum(), axis)
+        for _ in range(nodes):
+            value = value * 1.01
+        return value
 
-        with pytest.raises(ValueError, match=re.escape("got one reduced over 'shard' already")):
-            fs.value_and_grad(f)(params)
-
-    spmd(program, 2, timeout=SECONDS)
+    with pytest.raises(ValueError, match=re.escape("got one reduced over 'shard' already")):
+        fs.value_and_grad(f)(params)
 
 
 # Collectives of torch's own in a loss, which no transpose follows.
@@ -127,16 +114,14 @@ FOREIGN = {
 }
 
 
-def test_collectives_of_torch_are_refused_in_a_trace(workers):
-    def program():
-        params = fs.shard(FULL, STRATEGIES["zero3"](one_axis()))
-        for name, call in FOREIGN.items():
+@on_ranks("2 processes", timeout=2 * SECONDS)
+def test_collectives_of_torch_are_refused_in_a_trace():
+    params = fs.shard(FULL, STRATEGIES["zero3"](one_axis()))
+    for name, call in FOREIGN.items():
 
-            def f(p, call=call):
-                value = fs.gather(p)["a"].sum()
-                return call(value.detach()) * value
+        def f(p, call=call):
+            value = fs.gather(p)["a"].sum()
+            return call(value.detach()) * value
 
-            with pytest.raises(ValueError, match=f"^jit: expected collectives of fshard alone, got {name}"):
-                fs.jit(fs.value_and_grad(f))(params)
-
-    spmd(program, workers(2), timeout=2 * SECONDS)
+        with pytest.raises(ValueError, match=f"^jit: expected collectives of fshard alone, got {name}"):
+            fs.jit(fs.value_and_grad(f))(params)

@@ -7,22 +7,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.autograd import Function
 from torch.func import grad
 
 import fshard as fs
 from fshard import _compat
 from fshard.testing import spmd
-from tests.trees import (
-    CASTS,
-    STRATEGIES,
-    as_bytes,
-    assert_same_bits,
-    assorted,
-    meshes,
-    normal,
-    one_axis,
-)
+from tests.ranks import BreaksInBackward, BrokenError, on_ranks
+from tests.trees import CASTS, STRATEGIES, as_bytes, assert_same_bits, assorted, meshes, normal, one_axis
 
 WORLD_SIZES = (1, 2, 3)
 ALL_STRATEGIES = STRATEGIES | CASTS
@@ -101,35 +92,29 @@ VERBS: dict[str, Callable] = {
 
 
 @pytest.mark.rows(8)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(*WORLD_SIZES)
 @pytest.mark.parametrize("strategy", ALL_STRATEGIES)
-def test_verbs_leave_their_inputs_alone_and_repeat_their_bits(strategy, world_size):
-    def program():
-        g = given(strategy)
-        for verb in VERBS.values():
-            with unchanged(g):
-                first = verb(g)
-                assert_same_bits(fs.tree_leaves(verb(g)), fs.tree_leaves(first))
-
-    spmd(program, world_size)
+def test_verbs_leave_their_inputs_alone_and_repeat_their_bits(strategy):
+    g = given(strategy)
+    for verb in VERBS.values():
+        with unchanged(g):
+            first = verb(g)
+            assert_same_bits(fs.tree_leaves(verb(g)), fs.tree_leaves(first))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(*WORLD_SIZES)
 @pytest.mark.parametrize("strategy", ALL_STRATEGIES)
-def test_scatter_grads_and_update_leave_gradients_alone(strategy, world_size):
-    def program():
-        g = given(strategy)
-        local = local_grads(g)
-        with unchanged(g, local):
-            grads = fs.scatter_grads(local, like=g.state.params, reduce="weighted", count=torch.tensor(4))
-        for tx in (TX, fs.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)):
-            state = fs.TrainState.create(g.state.params, tx)
-            with unchanged(g, state, grads):
-                after = fs.update(tx, state, grads)
-            with unchanged(after, grads):
-                assert_same_bits(fs.unshard(fs.update(tx, state, grads)), fs.unshard(after))
-
-    spmd(program, world_size)
+def test_scatter_grads_and_update_leave_gradients_alone(strategy):
+    g = given(strategy)
+    local = local_grads(g)
+    with unchanged(g, local):
+        grads = fs.scatter_grads(local, like=g.state.params, reduce="weighted", count=torch.tensor(4))
+    for tx in (TX, fs.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)):
+        state = fs.TrainState.create(g.state.params, tx)
+        with unchanged(g, state, grads):
+            after = fs.update(tx, state, grads)
+        with unchanged(after, grads):
+            assert_same_bits(fs.unshard(fs.update(tx, state, grads)), fs.unshard(after))
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -150,24 +135,6 @@ def test_apply_leaves_parameters_and_buffers_alone(strategy, world_size):
     spmd(program, world_size)
 
 
-class BrokenError(Exception):
-    pass
-
-
-class FailsInBackward(Function):
-    @staticmethod
-    def forward(x):
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise BrokenError
-
-
 def fails_before_gather(params, batch):
     raise BrokenError
 
@@ -178,7 +145,7 @@ def fails_after_gather(params, batch):
 
 
 def fails_in_backward(params, batch):
-    return FailsInBackward.apply(loss_fn(params, batch))
+    return BreaksInBackward.apply(loss_fn(params, batch), "in the backward")
 
 
 def fails_in_a_later_gradient_transformation(state, batch):
@@ -211,18 +178,14 @@ FAILING_STEPS = {
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(*WORLD_SIZES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_state_is_whole_after_an_exception(strategy, world_size):
+def test_state_is_whole_after_an_exception(strategy):
     """No bit of it differs, and the next step is the one that would have been made without the exception."""
-
-    def program():
-        g = given(strategy)
-        expected = train_step(g.state, g.batch)
-        for error, step in FAILING_STEPS.values():
-            with unchanged(g):
-                with pytest.raises(error):
-                    step(g.state, g.batch)
-                assert_same_bits(fs.unshard(train_step(g.state, g.batch)), fs.unshard(expected))
-
-    spmd(program, world_size)
+    g = given(strategy)
+    expected = train_step(g.state, g.batch)
+    for error, step in FAILING_STEPS.values():
+        with unchanged(g):
+            with pytest.raises(error):
+                step(g.state, g.batch)
+            assert_same_bits(fs.unshard(train_step(g.state, g.batch)), fs.unshard(expected))

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard as fs
 from fshard.testing import spmd
+from tests.ranks import on_ranks
 
 
 @pytest.mark.parametrize(
@@ -44,16 +45,14 @@ def test_axes_group_the_ranks_of_a_row():
     assert spmd(program, 6) == [([r % 3, r % 3 + 3], [r // 3 * 3 + k for k in range(3)]) for r in range(6)]
 
 
+@on_ranks(4)
 def test_axis_of_a_whole_mesh_of_a_part_and_of_an_axis():
-    def program():
-        line, grid = fs.init_mesh({"shard": -1}, device="cpu"), fs.init_mesh({"a": 2, "b": 2}, device="cpu")
-        axis = fs.axis_of(line)
-        assert (axis.name, axis.size) == ("shard", 4)
-        assert fs.axis_of(line, "shard") == axis == fs.axis_of(axis)
-        assert fs.axis_of(grid["b"]) == fs.axis_of(grid, "b")
-        assert len({axis, fs.axis_of(grid, "a"), fs.axis_of(grid, "b")}) == 3
-
-    spmd(program, 4)
+    line, grid = fs.init_mesh({"shard": -1}, device="cpu"), fs.init_mesh({"a": 2, "b": 2}, device="cpu")
+    axis = fs.axis_of(line)
+    assert (axis.name, axis.size) == ("shard", 4)
+    assert fs.axis_of(line, "shard") == axis == fs.axis_of(axis)
+    assert fs.axis_of(grid["b"]) == fs.axis_of(grid, "b")
+    assert len({axis, fs.axis_of(grid, "a"), fs.axis_of(grid, "b")}) == 3
 
 
 def test_axes_agree_between_ranks_and_with_torchs_own_meshes(workers):
@@ -94,16 +93,3 @@ def test_shapes_that_do_not_hold_the_ranks(shape, ranks, message):
         fs.init_mesh({"shard": -1}, device="cpu")
 
     spmd(program, ranks)
-
-
-def test_axes_that_a_mesh_does_not_have():
-    def program():
-        mesh = fs.init_mesh({"a": 2, "b": 2}, device="cpu")
-        with pytest.raises(ValueError, match=r"expected mesh to have one axis, got \('a', 'b'\); name one"):
-            fs.axis_of(mesh)
-        with pytest.raises(ValueError, match=r"expected name to be one of \('a', 'b'\), got 'c'"):
-            fs.axis_of(mesh, "c")
-        with pytest.raises(ValueError, match=r"expected axis to be one of \('a', 'b'\), got 'shard'"):
-            fs.ddp(mesh)
-
-    spmd(program, 4)

@@ -1,7 +1,5 @@
 """value_and_grad: law 5, that it is torch.func over gather and objective."""
 
-from typing import Any, NamedTuple
-
 import pytest
 import torch
 from torch.func import grad_and_value
@@ -14,7 +12,6 @@ from tests.losses import (
     LOSSES,
     REDUCTIONS,
     batch,
-    errors,
     full_params,
     gathering,
     local_loss,
@@ -24,6 +21,7 @@ from tests.losses import (
     shard,
     specs,
 )
+from tests.ranks import on_ranks
 from tests.trees import STRATEGIES, assert_same_bits, meshes, one_axis
 
 UNUSED = dict.fromkeys(LOSSES, ("a", "b", "empty", "unused")) | {
@@ -74,46 +72,6 @@ def test_it_is_the_reference_and_one_process(name, reduce, world_size):
     spmd(program, world_size)
 
 
-class Aux(NamedTuple):
-    rows: torch.Tensor
-    note: str
-    more: Any
-
-
-@pytest.mark.parametrize("reduce", REDUCTIONS)
-@pytest.mark.parametrize("world_size", (1, 2, 3))
-def test_aux_is_any_tree_and_stays_the_rank_s_own(world_size, reduce):
-    def program():
-        params, (x, target) = shard(STRATEGIES["zero2 of every leaf"](meshes())), mine(batch(), world_size)
-
-        def loss_fn(params, x, *, target):
-            rows = gathering(params, x, target, None)
-            whole = fs.gather({"w2": params["w2"]})["w2"]
-            more = {"count": len(rows), "none": None, "list": [whole, (3.5, params["w1"])], "int": torch.tensor(3)}
-            return reduced(rows, reduce), Aux(rows, "note", more)
-
-        run = fs.value_and_grad(loss_fn, reduce=reduce, has_aux=True)
-        (value, aux), grads = run(params, x, target=target)
-        without = fs.value_and_grad(lambda *args, **kwargs: loss_fn(*args, **kwargs)[0], reduce=reduce)
-        assert_same_bits(
-            (value, fs.unshard(grads)), (lambda v, g: (v, fs.unshard(g)))(*without(params, x, target=target))
-        )
-        full = fs.unshard(params)
-        assert type(aux) is Aux
-        assert aux.note == "note"
-        assert (aux.more["count"], aux.more["none"], aux.more["list"][1][0]) == (len(x), None, 3.5)
-        assert_same_bits(aux.rows, errors(full, x, target))
-        assert_same_bits(aux.more["int"], torch.tensor(3))
-        assert_same_bits(aux.more["list"][0], full["w2"])
-        assert aux.more["list"][1][1].spec == params["w1"].spec
-        assert_same_bits(aux.more["list"][1][1].local, params["w1"].local)
-        for leaf in (value, *(leaf for leaf in fs.tree_leaves((aux, grads)) if isinstance(leaf, torch.Tensor))):
-            assert not leaf.requires_grad
-            assert not torch._C._functorch.is_functorch_wrapped_tensor(leaf)
-
-    spmd(program, world_size)
-
-
 def test_full_parameters_need_no_mesh():
     full = full_params()
     fixed = {name: full.pop(name) for name in ("fixed", "none")}
@@ -126,23 +84,17 @@ def test_full_parameters_need_no_mesh():
     assert_same_bits((value, grads), (expected, expected_grads))
 
 
-@pytest.mark.parametrize("world_size", (1, 3))
-def test_nothing_to_train(world_size):
-    def program():
-        params = fs.shard({"w": torch.ones(5)}, fs.ddp(one_axis()), frozen=lambda path: True)
-        value, grads = fs.value_and_grad(lambda p: fs.gather(p)["w"].sum())(params)
-        assert_same_bits(value, torch.tensor(5.0))
-        assert grads == {"w": None}
-
-    spmd(program, world_size)
+@on_ranks(1, 3)
+def test_nothing_to_train():
+    params = fs.shard({"w": torch.ones(5)}, fs.ddp(one_axis()), frozen=lambda path: True)
+    value, grads = fs.value_and_grad(lambda p: fs.gather(p)["w"].sum())(params)
+    assert_same_bits(value, torch.tensor(5.0))
+    assert grads == {"w": None}
 
 
+@on_ranks(2)
 def test_gradients_have_their_leaf_s_dtype():
     full = {"half": torch.ones(5, 3, dtype=torch.bfloat16), "single": torch.ones(3), "double": torch.ones(3).double()}
-
-    def program():
-        params = fs.shard(full, fs.zero2(one_axis(), min_shard_elements=0))
-        loss = fs.value_and_grad(lambda p: sum(leaf.double().sum() for leaf in fs.gather(p).values()))
-        assert_same_bits(fs.unshard(loss(params)[1]), fs.tree_map(torch.ones_like, full))
-
-    spmd(program, 2)
+    params = fs.shard(full, fs.zero2(one_axis(), min_shard_elements=0))
+    loss = fs.value_and_grad(lambda p: sum(leaf.double().sum() for leaf in fs.gather(p).values()))
+    assert_same_bits(fs.unshard(loss(params)[1]), fs.tree_map(torch.ones_like, full))

@@ -1,11 +1,14 @@
 """Arguments of value_and_grad: which ones are parameters, aux, reduce and schedules of several trees."""
 
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 from torch.func import grad_and_value
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
+from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
 # A hundred products of numbers around one, summed in another order, in float64.
@@ -28,13 +31,9 @@ def strategies(mesh):
     }
 
 
-def rank():
-    return fs.comm.rank(fs.axis_of(one_axis()))
-
-
 def batch():
     """As many rows as the rank's number says, and two."""
-    return normal(3 + rank())(2 + rank(), 5)
+    return normal(3 + my_rank())(2 + my_rank(), 5)
 
 
 def loss(first, x, second):
@@ -107,31 +106,42 @@ def test_every_reduce_is_the_reference(reduce, world_size):
     programs(test, world_size)
 
 
-@pytest.mark.parametrize("world_size", (1, 2))
-@pytest.mark.parametrize("reduce", ("mean", "weighted"))
+class Aux(NamedTuple):
+    bound: Any
+    note: str
+    more: Any
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+@pytest.mark.parametrize("reduce", ("mean", "sum", "weighted"))
 def test_aux_is_this_rank_s_own_and_holds_no_graph(reduce, world_size):
-    """Whatever its structure; gathered weights in it outlive their unit, and lent leaves the call."""
+    """Whatever its structure; gathered weights in it outlive their unit, and bound leaves the call."""
 
     def test(name, first, x, second):
-        def local(first, x, second):
-            value = loss(first, x, second)
-            weight = fs.gather(first["up"])
-            aux = {"rank": torch.tensor(rank()), "rows": [len(x), "text", None], "lent": first, "weight": weight}
-            aux["activation"] = x @ weight
+        def local(first, x, *, second):
+            value, weight = loss(first, x, second), fs.gather(first["up"])
+            more = {"rank": torch.tensor(my_rank()), "list": [len(x), None, (3.5, weight)], "activation": x @ weight}
+            aux = Aux(first, "note", more)
             return ((value, torch.tensor(len(x))) if reduce == "weighted" else value), aux
 
-        plain, _ = fs.value_and_grad(local, has_aux=True, reduce=reduce)(first, x, second)
-        (value, aux), grads = fs.value_and_grad(local, has_aux=True, reduce=reduce)(first, x, second)
+        run = fs.value_and_grad(local, has_aux=True, reduce=reduce)
+        plain, _ = run(first, x, second=second)
+        (value, aux), grads = run(first, x, second=second)
         assert_same_bits(value, plain[0])
-        assert (int(aux["rank"]), aux["rows"]) == (rank(), [len(x), "text", None])
-        assert not any(leaf.requires_grad for leaf in fs.tree_leaves(aux) if isinstance(leaf, torch.Tensor))
+        assert (type(aux), aux.note, int(aux.more["rank"])) == (Aux, "note", my_rank())
+        size, nothing, (number, weight) = aux.more["list"]
+        assert (size, nothing, number) == (len(x), None, 3.5)
+        for leaf in (value, *(leaf for leaf in fs.tree_leaves((aux, grads)) if isinstance(leaf, torch.Tensor))):
+            assert not leaf.requires_grad
+            assert not torch._C._functorch.is_functorch_wrapped_tensor(leaf)
         full = fs.unshard(first)
-        assert_same_bits([aux["weight"], aux["activation"]], [full["up"], x @ full["up"]])
-        assert_same_bits(fs.unshard(aux["lent"]), full)
+        assert_same_bits([weight, aux.more["activation"]], [full["up"], x @ full["up"]])
+        assert aux.bound["up"].spec == first["up"].spec
+        assert_same_bits(fs.unshard(aux.bound), full)
         # They are the caller's own now.
-        assert_same_bits(fs.gather(aux["lent"]), full)
-        without, expected = fs.value_and_grad(lambda *args: local(*args)[0], reduce=reduce)(first, x, second)
-        assert_same_bits([value, *fs.tree_leaves(grads)], [without, *fs.tree_leaves(expected)])
+        assert_same_bits(fs.gather(aux.bound), full)
+        without = fs.value_and_grad(lambda *args, **keywords: local(*args, **keywords)[0], reduce=reduce)
+        assert_same_bits([value, *fs.tree_leaves(grads)], fs.tree_leaves(without(first, x, second=second)))
 
     programs(test, world_size)
 
@@ -151,18 +161,16 @@ def test_a_schedule_gets_what_argnums_select(world_size):
     programs(test, world_size)
 
 
+@on_ranks(2)
 def test_frozen_and_integer_leaves_have_no_gradient_and_others_theirs():
-    def program():
-        full = {"w": normal()(5, 3), "fixed": normal(1)(5, 3), "count": torch.arange(4)}
-        for transform in strategies(one_axis()).values():
-            params = fs.shard(full, transform, frozen=lambda path: "w" not in path)
+    full = {"w": normal()(5, 3), "fixed": normal(1)(5, 3), "count": torch.arange(4)}
+    for transform in strategies(one_axis()).values():
+        params = fs.shard(full, transform, frozen=lambda path: "w" not in path)
 
-            def f(params):
-                full = fs.gather(params)
-                return (full["w"] * full["fixed"]).sum() * full["count"].sum()
+        def f(params):
+            full = fs.gather(params)
+            return (full["w"] * full["fixed"]).sum() * full["count"].sum()
 
-            _, grads = fs.value_and_grad(f)(params)
-            assert (grads["fixed"], grads["count"]) == (None, None)
-            assert_trees_close(fs.unshard(grads["w"]), 6 * full["fixed"], rtol=ATOL, atol=ATOL)
-
-    spmd(program, 2)
+        _, grads = fs.value_and_grad(f)(params)
+        assert (grads["fixed"], grads["count"]) == (None, None)
+        assert_trees_close(fs.unshard(grads["w"]), 6 * full["fixed"], rtol=ATOL, atol=ATOL)
