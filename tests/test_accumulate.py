@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
 from tests.bad_input import Row, assert_all_refused, loss
+from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits, normal, one_axis, two_axes
 
 # A few hundred products of numbers around one, summed in another order, in float64.
@@ -46,12 +47,8 @@ def tokens(rank, number):
     return (torch.arange(1 + (2 * rank + 3 * number) % 4) + rank + number) % 7
 
 
-def this_rank():
-    return fs.comm.rank(fs.axis_of(one_axis()))
-
-
 def microbatches():
-    return [tokens(this_rank(), number) for number in range(MICROBATCHES)]
+    return [tokens(my_rank(), number) for number in range(MICROBATCHES)]
 
 
 def per_token(run, params, batch):
@@ -107,7 +104,7 @@ def test_one_microbatch_is_value_and_grad(communicate, reduce):
 
     def program():
         model = fs.functionalize(module, units=(nn.Embedding, nn.Linear))
-        f, batch = partial(local, model.apply, reduce), tokens(this_rank(), 0)
+        f, batch = partial(local, model.apply, reduce), tokens(my_rank(), 0)
         for transform in strategies(one_axis()).values():
             params = model.init(transform)
             found = fs.accumulate(f, reduce=reduce, communicate=communicate)(params, [batch])
@@ -292,64 +289,57 @@ def test_frozen_units_have_no_gradient():
     spmd(program, 2)
 
 
+@on_ranks(2)
 def test_every_microbatch_has_its_aux_and_other_arguments_are_passed_on():
-    def program():
-        params = fs.shard({"w": normal()(5, 3)}, fs.zero3(one_axis(), min_shard_elements=0))
+    params = fs.shard({"w": normal()(5, 3)}, fs.zero3(one_axis(), min_shard_elements=0))
 
-        def f(params, batch, scale, *, shift):
-            value = (fs.gather(params)["w"] * batch * scale + shift).sum()
-            return value, {"value": value, "number": int(batch)}
+    def f(params, batch, scale, *, shift):
+        value = (fs.gather(params)["w"] * batch * scale + shift).sum()
+        return value, {"value": value, "number": int(batch)}
 
-        (value, auxes), grads = fs.accumulate(f, has_aux=True)(params, (torch.tensor(1), torch.tensor(3)), 2.0, shift=1)
-        total = fs.unshard(params)["w"].sum()
-        assert [aux["number"] for aux in auxes] == [1, 3]
-        expected = [scale * total + 15 for scale in (2, 6)]
-        assert_trees_close([aux["value"] for aux in auxes], expected, rtol=ATOL, atol=ATOL)
-        assert not any(aux["value"].requires_grad for aux in auxes)
-        assert_trees_close(value, 4 * total + 15, rtol=ATOL, atol=ATOL)
-        assert_trees_close(fs.unshard(grads)["w"], torch.full((5, 3), 4.0).double(), rtol=ATOL, atol=ATOL)
-
-    spmd(program, 2)
+    (value, auxes), grads = fs.accumulate(f, has_aux=True)(params, (torch.tensor(1), torch.tensor(3)), 2.0, shift=1)
+    total = fs.unshard(params)["w"].sum()
+    assert [aux["number"] for aux in auxes] == [1, 3]
+    expected = [scale * total + 15 for scale in (2, 6)]
+    assert_trees_close([aux["value"] for aux in auxes], expected, rtol=ATOL, atol=ATOL)
+    assert not any(aux["value"].requires_grad for aux in auxes)
+    assert_trees_close(value, 4 * total + 15, rtol=ATOL, atol=ATOL)
+    assert_trees_close(fs.unshard(grads)["w"], torch.full((5, 3), 4.0).double(), rtol=ATOL, atol=ATOL)
 
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("communicate", ("each", "once"))
+@on_ranks(2)
 def test_maths_on_shards_and_schedules(communicate):
     """What autograd returns for the shards themselves is summed too."""
     full = {"a": normal()(5, 3), "b": normal(1)(3, 4)}
-
-    def program():
-        x = [normal(2 + 3 * this_rank() + i)(2, 5) for i in range(MICROBATCHES)]
-        for transform in strategies(one_axis()).values():
-            params = fs.shard(full, transform)
-
-            def f(params, x):
-                a = fs.tree_map(lambda a, b: a + 0.5 * b, params["a"], params["a"])
-                return torch.tanh(x @ fs.gather(a) @ fs.gather(params["b"])).sum() + (fs.gather(params["a"])).sum()
-
-            found = fs.accumulate(f, communicate=communicate, schedule=lambda p: [p["b"]])(params, x)
-            mean = fs.value_and_grad(lambda p, f=f: sum(f(p, part) for part in x) / MICROBATCHES)(params)
-            assert_trees_close(found, mean, rtol=ATOL, atol=ATOL)
-
-    spmd(program, 2)
-
-
-def test_under_torch_func_it_is_the_same():
-    def program():
-        params = fs.shard({"w": normal()(5, 3)}, fs.zero3(one_axis(), min_shard_elements=0))
-        x = [normal(1 + 3 * this_rank() + i)(2, 5) for i in range(MICROBATCHES)]
+    x = [normal(2 + 3 * my_rank() + i)(2, 5) for i in range(MICROBATCHES)]
+    for transform in strategies(one_axis()).values():
+        params = fs.shard(full, transform)
 
         def f(params, x):
-            return torch.tanh(x @ fs.gather(params)["w"]).square().sum()
+            a = fs.tree_map(lambda a, b: a + 0.5 * b, params["a"], params["a"])
+            return torch.tanh(x @ fs.gather(a) @ fs.gather(params["b"])).sum() + (fs.gather(params["a"])).sum()
 
-        def length(step, *args):
-            return lambda params: step(params, *args)[1]["w"].local.square().sum()
+        found = fs.accumulate(f, communicate=communicate, schedule=lambda p: [p["b"]])(params, x)
+        mean = fs.value_and_grad(lambda p, f=f: sum(f(p, part) for part in x) / MICROBATCHES)(params)
+        assert_trees_close(found, mean, rtol=ATOL, atol=ATOL)
 
-        mean = fs.value_and_grad(lambda p: sum(f(p, part) for part in x) / MICROBATCHES)
-        found, expected = grad(length(fs.accumulate(f), x))(params), grad(length(mean))(params)
-        assert_trees_close(found, expected, rtol=ATOL, atol=ATOL)
 
-    spmd(program, 2)
+@on_ranks(2)
+def test_under_torch_func_it_is_the_same():
+    params = fs.shard({"w": normal()(5, 3)}, fs.zero3(one_axis(), min_shard_elements=0))
+    x = [normal(1 + 3 * my_rank() + i)(2, 5) for i in range(MICROBATCHES)]
+
+    def f(params, x):
+        return torch.tanh(x @ fs.gather(params)["w"]).square().sum()
+
+    def length(step, *args):
+        return lambda params: step(params, *args)[1]["w"].local.square().sum()
+
+    mean = fs.value_and_grad(lambda p: sum(f(p, part) for part in x) / MICROBATCHES)
+    found, expected = grad(length(fs.accumulate(f), x))(params), grad(length(mean))(params)
+    assert_trees_close(found, expected, rtol=ATOL, atol=ATOL)
 
 
 ROWS = [
@@ -385,13 +375,11 @@ def test_bad_arguments_are_refused():
 
 
 @pytest.mark.parametrize("communicate", ("each", "once"))
+@on_ranks(2, timeout=20.0)
 def test_other_numbers_of_microbatches_on_other_ranks_are_refused(communicate):
-    def program():
-        params = fs.shard({"w": normal()(5, 3)}, fs.zero3(one_axis(), min_shard_elements=0))
-        step = fs.accumulate(lambda p, x: (fs.gather(p)["w"] * x).sum(), communicate=communicate)
-        expected = step(params, [1.0, 2.0])
-        with pytest.raises(ValueError, match=r"^accumulate: ranks were told different things\n  microbatches: "):
-            step(params, [1.0, 2.0, 3.0][: 2 + this_rank()])
-        assert_same_bits(fs.tree_leaves(step(params, [1.0, 2.0])), fs.tree_leaves(expected))
-
-    spmd(program, 2, timeout=20.0)
+    params = fs.shard({"w": normal()(5, 3)}, fs.zero3(one_axis(), min_shard_elements=0))
+    step = fs.accumulate(lambda p, x: (fs.gather(p)["w"] * x).sum(), communicate=communicate)
+    expected = step(params, [1.0, 2.0])
+    with pytest.raises(ValueError, match=r"^accumulate: ranks were told different things\n  microbatches: "):
+        step(params, [1.0, 2.0, 3.0][: 2 + my_rank()])
+    assert_same_bits(fs.tree_leaves(step(params, [1.0, 2.0])), fs.tree_leaves(expected))

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
+from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
 # Gradients of gradients: a few hundred sums and products of numbers around one, in float64.
@@ -36,7 +37,7 @@ def strategies(mesh):
 
 def batch():
     """Another one on every rank."""
-    return normal(1 + fs.comm.rank(fs.axis_of(one_axis())))(2, 5)
+    return normal(1 + my_rank())(2, 5)
 
 
 def perceptron(params, x):
@@ -138,20 +139,16 @@ FUNCTIONS = {
 
 
 @pytest.mark.rows(2)
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_it_is_what_autograd_does_on_full_tensors(name, world_size):
+def test_it_is_what_autograd_does_on_full_tensors(name):
     f = FUNCTIONS[name]
-
-    def program():
-        x = batch()
-        for transform in strategies(one_axis()).values():
-            params = fs.shard(full_values(), transform)
-            found, expected = fs.value_and_grad(f)(params, x), on_full_tensors(f, params, x)
-            assert_trees_close(found, expected, rtol=ATOL, atol=ATOL)
-            assert_same_bits(fs.tree_leaves(fs.value_and_grad(f)(params, x)), fs.tree_leaves(found))
-
-    spmd(program, world_size)
+    x = batch()
+    for transform in strategies(one_axis()).values():
+        params = fs.shard(full_values(), transform)
+        found, expected = fs.value_and_grad(f)(params, x), on_full_tensors(f, params, x)
+        assert_trees_close(found, expected, rtol=ATOL, atol=ATOL)
+        assert_same_bits(fs.tree_leaves(fs.value_and_grad(f)(params, x)), fs.tree_leaves(found))
 
 
 def nested(params, x):
@@ -175,38 +172,32 @@ NESTED = {f.__name__: f for f in (nested, one_step_of_maml, func_inside)}
 
 
 @pytest.mark.rows(2)
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("name", NESTED)
-def test_value_and_grad_inside_is_torch_func_inside(name, world_size):
+def test_value_and_grad_inside_is_torch_func_inside(name):
     """Under either of them, and by either of them."""
     f = NESTED[name]
-
-    def program():
-        x = batch()
-        for transform in strategies(one_axis()).values():
-            params = fs.shard(full_values(), transform)
-            grads, value = grad_and_value(lambda p: fs.objective(f(p, x), like=p))(params)
-            assert_trees_close(fs.value_and_grad(f)(params, x), (value, grads), rtol=ATOL, atol=ATOL)
-
-    spmd(program, world_size)
+    x = batch()
+    for transform in strategies(one_axis()).values():
+        params = fs.shard(full_values(), transform)
+        grads, value = grad_and_value(lambda p: fs.objective(f(p, x), like=p))(params)
+        assert_trees_close(fs.value_and_grad(f)(params, x), (value, grads), rtol=ATOL, atol=ATOL)
 
 
+@on_ranks(2)
 def test_torch_func_over_value_and_grad_is_torch_func_twice():
-    def program():
-        x = batch()
-        params = fs.shard(full_values(), strategies(one_axis())["zero3"])
+    x = batch()
+    params = fs.shard(full_values(), strategies(one_axis())["zero3"])
 
-        def by_torch(params):
-            found, _ = grad_and_value(lambda p: fs.objective(perceptron(p, x), like=p))(params)
-            return sum(tensor.square().sum() for tensor in fs.tree_leaves(found))
+    def by_torch(params):
+        found, _ = grad_and_value(lambda p: fs.objective(perceptron(p, x), like=p))(params)
+        return sum(tensor.square().sum() for tensor in fs.tree_leaves(found))
 
-        def by_fshard(params):
-            _, found = fs.value_and_grad(perceptron)(params, x)
-            return sum(tensor.square().sum() for tensor in fs.tree_leaves(found))
+    def by_fshard(params):
+        _, found = fs.value_and_grad(perceptron)(params, x)
+        return sum(tensor.square().sum() for tensor in fs.tree_leaves(found))
 
-        assert_trees_close(grad(by_fshard)(params), grad(by_torch)(params), rtol=ATOL, atol=ATOL)
-
-    spmd(program, 2)
+    assert_trees_close(grad(by_fshard)(params), grad(by_torch)(params), rtol=ATOL, atol=ATOL)
 
 
 def test_a_model_of_units_in_a_gradient_penalty():

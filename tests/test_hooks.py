@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.testing import assert_matches_ddp, assert_trees_close, spmd
+from tests.ranks import my_rank, on_ranks
 from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
 
 STRATEGIES = {name: STRATEGIES[name] for name in ("ddp", "zero1", "zero2 of every leaf", "hsdp")} | {
@@ -82,16 +83,12 @@ def in_torch(module, ranks, microbatches):
     return sums
 
 
-def this_rank():
-    return fs.comm.rank(fs.axis_of(one_axis()))
-
-
 def gradients(model, params, number, communicate):
     f = partial(value_of, model)
     if number == 1:
-        return fs.value_and_grad(f)(params, batch(this_rank(), 0))
+        return fs.value_and_grad(f)(params, batch(my_rank(), 0))
     run = fs.accumulate(f, communicate=communicate)
-    return run(params, [batch(this_rank(), i) for i in range(number)])
+    return run(params, [batch(my_rank(), i) for i in range(number)])
 
 
 RUNS = {"one batch": (1, None), "each": (3, "each"), "once": (3, "once")}
@@ -136,33 +133,31 @@ def applied_twice(model, params, tokens):
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("number", (1, 3))
+@on_ranks(2)
 def test_a_hook_runs_once_a_backward_where_its_leaf_is_used(number):
     """On full gradients, with the hooks of the time of functionalize, whatever calls of apply share the parameters."""
-
-    def program():
-        mine = [batch(this_rank(), i) for i in range(number)]
-        for strategy in STRATEGIES.values():
-            module, seen = language(hook=False), []
-            handles = [
-                parameter.register_hook(lambda grad, seen=seen, name=name: seen.append((name, grad.shape)))
-                for name, parameter in module.named_parameters()
-            ]
-            model = fs.functionalize(module, units=nn.Linear)
-            handles[0].remove()
-            module.plain.weight.register_hook(lambda grad: 1 / 0)
-            params = model.init(strategy(meshes()))
-            for communicate in ("each", "once"):
-                seen.clear()
-                fs.accumulate(partial(applied_twice, model), communicate=communicate)(params, mine)
-                used = [n for tokens in mine for n in params if "early" not in n or tokens[0] < 3]
-                shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
-                assert sorted(seen) == sorted((name, shapes[name]) for name in used)
-            with torch.no_grad():
-                model.apply(params, mine[0])
-
-    spmd(program, 2)
+    mine = [batch(my_rank(), i) for i in range(number)]
+    for strategy in STRATEGIES.values():
+        module, seen = language(hook=False), []
+        handles = [
+            parameter.register_hook(lambda grad, seen=seen, name=name: seen.append((name, grad.shape)))
+            for name, parameter in module.named_parameters()
+        ]
+        model = fs.functionalize(module, units=nn.Linear)
+        handles[0].remove()
+        module.plain.weight.register_hook(lambda grad: 1 / 0)
+        params = model.init(strategy(meshes()))
+        for communicate in ("each", "once"):
+            seen.clear()
+            fs.accumulate(partial(applied_twice, model), communicate=communicate)(params, mine)
+            used = [n for tokens in mine for n in params if "early" not in n or tokens[0] < 3]
+            shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+            assert sorted(seen) == sorted((name, shapes[name]) for name in used)
+        with torch.no_grad():
+            model.apply(params, mine[0])
 
 
+@on_ranks(1, 2)
 def test_hooks_may_write_to_what_they_get_and_keep_it():
     """No gradient of another leaf or of a later microbatch changes with it, nor does what a hook keeps."""
 
@@ -174,20 +169,16 @@ def test_hooks_may_write_to_what_they_get_and_keep_it():
         def forward(self, x):
             return (self.a + self.b) * x
 
-    def program():
-        for strategy in STRATEGIES.values():
-            module, kept = Sum(), []
-            module.a.register_hook(lambda grad: (grad.mul_(0), None)[1])
-            module.b.register_hook(kept.append)
-            model = fs.functionalize(module)
-            f = fs.accumulate(lambda p, x, model=model: model.apply(p, x).sum(), reduce="sum", communicate="once")
-            grads = fs.unshard(f(model.init(strategy(meshes())), [2.0, 3.0])[1])
-            assert_same_bits(grads["a"], torch.zeros(3, 2).double())
-            assert_same_bits(grads["b"], torch.full((3, 2), 5.0 * fs.axis_of(one_axis()).size).double())
-            assert_same_bits(kept, [torch.full((3, 2), x).double() for x in (2.0, 3.0)])
-
-    for world_size in (1, 2):
-        spmd(program, world_size)
+    for strategy in STRATEGIES.values():
+        module, kept = Sum(), []
+        module.a.register_hook(lambda grad: (grad.mul_(0), None)[1])
+        module.b.register_hook(kept.append)
+        model = fs.functionalize(module)
+        f = fs.accumulate(lambda p, x, model=model: model.apply(p, x).sum(), reduce="sum", communicate="once")
+        grads = fs.unshard(f(model.init(strategy(meshes())), [2.0, 3.0])[1])
+        assert_same_bits(grads["a"], torch.zeros(3, 2).double())
+        assert_same_bits(grads["b"], torch.full((3, 2), 5.0 * fs.axis_of(one_axis()).size).double())
+        assert_same_bits(kept, [torch.full((3, 2), x).double() for x in (2.0, 3.0)])
 
 
 def test_a_hook_may_conjugate():
@@ -318,7 +309,7 @@ def test_a_hook_that_fails_on_one_rank_ends_the_call_on_all(name, communicate):
     bad, error = BAD.get(name, (lambda grad: 1 / 0, "division by zero"))
 
     def program():
-        first = this_rank() == 0
+        first = my_rank() == 0
         model = fs.functionalize(hooked(bad if first else lambda grad: None), units=nn.Linear)
         for strategy in STRATEGIES.values():
             params = model.init(strategy(meshes()))
@@ -353,7 +344,7 @@ def test_hooks_run_as_under_torch_ddp(strategy, workers):
         assert_matches_ddp(
             step,
             fs.TrainState.create(model.init(STRATEGIES[strategy](meshes())), tx),
-            [batch(this_rank(), number) for number in range(3)],
+            [batch(my_rank(), number) for number in range(3)],
             module=module,
             loss_fn=lambda module, tokens: loss_of(module(tokens), tokens),
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),

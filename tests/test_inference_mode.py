@@ -8,6 +8,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.testing import spmd
+from tests.ranks import on_ranks
 from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
 from tests.unit_models import filled, zero3
 
@@ -95,37 +96,33 @@ REFUSED = (
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (1, 2))
-def test_differentiation_is_refused(world_size):
+@on_ranks(1, 2)
+def test_differentiation_is_refused():
     """Before any collective, and what was passed can be differentiated outside."""
-
-    def program():
-        on, x = meshes(), normal(1)(3, WIDTH)
-        for layout in LAYOUTS.values():
-            params = fs.shard({"w": normal()(WIDTH, WIDTH)}, layout(on))
-            runs = {
-                "value_and_grad": lambda p: fs.value_and_grad(loss)(p, x),
-                "accumulate": lambda p: fs.accumulate(loss)(p, [x, x]),
-            }
-            for name, run in runs.items():
-                expected = run(params)
-                refused = pytest.raises(ValueError, match=f"^{re.escape(f'{name}: {REFUSED}')}$")
-                with fs.comm.record() as record, torch.inference_mode(), refused:
-                    run(params)
-                assert not list(record)
-                # A graph holds the backward already.
-                with torch.inference_mode():
-                    assert_same_bits(fs.unshard(fs.jit(run)(params)), fs.unshard(expected))
-                assert_same_bits(fs.unshard(run(params)), fs.unshard(expected))
-                with torch.inference_mode():
-                    doubled = fs.tree_map(lambda leaf: 2 * leaf, params)
-                with pytest.raises(ValueError, match=r"\['w'\]: .*a tensor made in torch.inference_mode\(\)"):
-                    run(doubled)
-                cloned = fs.tree_map(torch.clone, doubled)
-                with torch.no_grad():
-                    assert_same_bits(fs.unshard(run(cloned)[0]), fs.unshard(4 * expected[0]))
-
-    spmd(program, world_size)
+    on, x = meshes(), normal(1)(3, WIDTH)
+    for layout in LAYOUTS.values():
+        params = fs.shard({"w": normal()(WIDTH, WIDTH)}, layout(on))
+        runs = {
+            "value_and_grad": lambda p: fs.value_and_grad(loss)(p, x),
+            "accumulate": lambda p: fs.accumulate(loss)(p, [x, x]),
+        }
+        for name, run in runs.items():
+            expected = run(params)
+            refused = pytest.raises(ValueError, match=f"^{re.escape(f'{name}: {REFUSED}')}$")
+            with fs.comm.record() as record, torch.inference_mode(), refused:
+                run(params)
+            assert not list(record)
+            # A graph holds the backward already.
+            with torch.inference_mode():
+                assert_same_bits(fs.unshard(fs.jit(run)(params)), fs.unshard(expected))
+            assert_same_bits(fs.unshard(run(params)), fs.unshard(expected))
+            with torch.inference_mode():
+                doubled = fs.tree_map(lambda leaf: 2 * leaf, params)
+            with pytest.raises(ValueError, match=r"\['w'\]: .*a tensor made in torch.inference_mode\(\)"):
+                run(doubled)
+            cloned = fs.tree_map(torch.clone, doubled)
+            with torch.no_grad():
+                assert_same_bits(fs.unshard(run(cloned)[0]), fs.unshard(4 * expected[0]))
 
 
 @pytest.mark.parametrize("world_size", (1, 2))

@@ -70,6 +70,7 @@ def test_seed_draws_what_constructing_the_module_draws(name, device):
     assert all(parameter.device.type == device for parameter in module.parameters())
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", ("blocks", "encoder layer"))
 def test_seed_draws_the_same_at_every_world_size(name):
     expected = {path: parameter.detach() for path, parameter in constructed(name, 3).named_parameters()}

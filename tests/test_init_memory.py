@@ -65,7 +65,7 @@ MODULES = {
 }
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODULES)
 def test_the_peak_is_one_unit_and_the_shards(name, mode):

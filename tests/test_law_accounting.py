@@ -10,6 +10,7 @@ import fshard as fs
 from fshard.comm.collective import EXCHANGE_BYTES, PACK_BYTES
 from fshard.testing import spmd
 from fshard.tree import flatten
+from tests.ranks import my_rank, on_ranks
 from tests.trees import FLOATING, ONE_AXIS, STRATEGIES, meshes, normal, one_axis
 
 SGD = fs.from_torch(torch.optim.SGD, lr=0.1)
@@ -65,32 +66,28 @@ def padded_bytes(params, ranks):
 
 
 @pytest.mark.rows(4)
-@pytest.mark.parametrize("world_size", (2, 3, 4, 8))
+@on_ranks(2, 3, 4, 8)
 @pytest.mark.parametrize("step", (in_one_call, with_four_verbs))
 @pytest.mark.parametrize("tree", FLOATING)
 def test_a_step_moves_two_n(tree, step, world_size):
     """Every strategy on one axis, gathered once or not at all and reduced once: 2n (N - 1) / N, and the objective."""
-
-    def program():
-        on = meshes()
-        for strategy in ONE_AXIS.values():
-            record, params = recorded(step, strategy(on), FLOATING[tree]())
-            tensors, scalars = ([entry for entry in told(record) if entry.scalar is scalar] for scalar in (False, True))
-            full = sum((2 if entry.op == "all_reduce" else 1) * entry.bytes for entry in tensors)
-            assert full == 2 * padded_bytes(params, world_size)
-            # One rounding for each collective and each sum of two.
-            rounding = 2 * len(record) * torch.finfo(torch.float64).eps
-            expected = pytest.approx(full * (world_size - 1) / world_size, rel=rounding)
-            assert record.bytes_sent() == expected
-            # One call tells with it which leaves this rank used.
-            label, numbers = (
-                ("psum_invariant", 1) if step is with_four_verbs else ("objective", 1 + len(leaves_of(params)) + 3)
-            )
-            assert [(entry.op, entry.label, entry.bytes) for entry in scalars] == [("all_reduce", label, 8 * numbers)]
-            sent = sum(entry.sent for entry in scalars)
-            assert sent == pytest.approx(16 * numbers * (world_size - 1) / world_size, rel=rounding)
-
-    spmd(program, world_size)
+    on = meshes()
+    for strategy in ONE_AXIS.values():
+        record, params = recorded(step, strategy(on), FLOATING[tree]())
+        tensors, scalars = ([entry for entry in told(record) if entry.scalar is scalar] for scalar in (False, True))
+        full = sum((2 if entry.op == "all_reduce" else 1) * entry.bytes for entry in tensors)
+        assert full == 2 * padded_bytes(params, world_size)
+        # One rounding for each collective and each sum of two.
+        rounding = 2 * len(record) * torch.finfo(torch.float64).eps
+        expected = pytest.approx(full * (world_size - 1) / world_size, rel=rounding)
+        assert record.bytes_sent() == expected
+        # One call tells with it which leaves this rank used.
+        label, numbers = (
+            ("psum_invariant", 1) if step is with_four_verbs else ("objective", 1 + len(leaves_of(params)) + 3)
+        )
+        assert [(entry.op, entry.label, entry.bytes) for entry in scalars] == [("all_reduce", label, 8 * numbers)]
+        sent = sum(entry.sent for entry in scalars)
+        assert sent == pytest.approx(16 * numbers * (world_size - 1) / world_size, rel=rounding)
 
 
 def small_and_large():
@@ -198,20 +195,18 @@ def test_the_collectives_of_a_step(strategy):
 @pytest.mark.parametrize(
     "strategy, axes", [("zero2 of every leaf", ["shard"]), ("one dim over two axes", ["shard", "replicate"])]
 )
+@on_ranks(4)
 def test_update_communicates_one_number_per_axis_to_clip_and_else_nothing(strategy, axes):
-    def program():
-        params = fs.shard(small_and_large(), STRATEGIES[strategy](meshes()))
-        numbers = []
-        for tx in (SGD, CLIPPED):
-            state = fs.TrainState.create(params, tx)
-            with fs.comm.record() as record:
-                fs.update(tx, state, params)
-            numbers.append([(entry.op, entry.axis, entry.scalar) for entry in record if entry.label != "agree"])
-            # An update that communicates begins with a message over each axis.
-            assert len([entry for entry in record if entry.label == "agree"]) == len(numbers[-1])
-        return numbers
-
-    assert spmd(program, 4) == [[[], [("all_reduce", axis, True) for axis in axes]]] * 4
+    params = fs.shard(small_and_large(), STRATEGIES[strategy](meshes()))
+    numbers = []
+    for tx in (SGD, CLIPPED):
+        state = fs.TrainState.create(params, tx)
+        with fs.comm.record() as record:
+            fs.update(tx, state, params)
+        numbers.append([(entry.op, entry.axis, entry.scalar) for entry in record if entry.label != "agree"])
+        # An update that communicates begins with a message over each axis.
+        assert len([entry for entry in record if entry.label == "agree"]) == len(numbers[-1])
+    assert numbers == [[], [("all_reduce", axis, True) for axis in axes]]
 
 
 def test_clipping_whole_leaves_communicates_nothing():
@@ -305,7 +300,7 @@ def test_a_step_of_a_module_on_processes(workers, strategy):
     def program():
         model = fs.functionalize(module)
         params = model.init(STRATEGIES[strategy](meshes()))
-        tokens = torch.arange(4) + fs.comm.rank(fs.axis_of(one_axis()))
+        tokens = torch.arange(4) + my_rank()
         with fs.comm.record() as record:
             fs.value_and_grad(lambda p: model.apply(p, tokens).square().mean())(params)
         return record.bytes_sent(), sum(entry.sent for entry in told(record) if entry.scalar)

@@ -11,6 +11,7 @@ from torch.func import grad, jvp, vjp, vmap
 import fshard as fs
 from fshard.shard import local_piece
 from fshard.testing import RankError, assert_trees_close, check_adjoint, spmd
+from tests.ranks import my_rank, on_ranks
 from tests.trees import CASTS, FLOATING, STRATEGIES, WORLD_SIZES, assert_same_bits, meshes, normal, one_axis, uneven
 
 
@@ -19,15 +20,12 @@ def shapes(tree):
 
 
 @pytest.mark.rows(4)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(*WORLD_SIZES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_scatter_is_the_transpose_of_gather(strategy, world_size):
-    def program():
-        transform = STRATEGIES[strategy](meshes())
-        for make in FLOATING.values():
-            check_adjoint(transform, shapes(make()))
-
-    spmd(program, world_size)
+def test_scatter_is_the_transpose_of_gather(strategy):
+    transform = STRATEGIES[strategy](meshes())
+    for make in FLOATING.values():
+        check_adjoint(transform, shapes(make()))
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -37,18 +35,15 @@ def test_casts_are_linear_on_values_that_they_keep(strategy, world_size):
     spmd(lambda: check_adjoint(CASTS[strategy](meshes()), shapes(uneven()), dtype=torch.bfloat16), world_size)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(*WORLD_SIZES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_scatter_grads_is_what_autograd_makes_of_gather(strategy, world_size):
-    def program():
-        params = fs.shard(uneven(), STRATEGIES[strategy](meshes()))
-        draw = normal(fs.comm.rank(fs.axis_of(one_axis())))
-        cotangents = fs.tree_map(lambda full: draw(*full.shape), uneven())
-        (pulled_back,) = vjp(fs.gather, params)[1](cotangents)
-        scattered = fs.scatter_grads(cotangents, like=params, reduce="sum")
-        assert_same_bits(fs.tree_leaves(pulled_back), fs.tree_leaves(scattered))
-
-    spmd(program, world_size)
+def test_scatter_grads_is_what_autograd_makes_of_gather(strategy):
+    params = fs.shard(uneven(), STRATEGIES[strategy](meshes()))
+    draw = normal(my_rank())
+    cotangents = fs.tree_map(lambda full: draw(*full.shape), uneven())
+    (pulled_back,) = vjp(fs.gather, params)[1](cotangents)
+    scattered = fs.scatter_grads(cotangents, like=params, reduce="sum")
+    assert_same_bits(fs.tree_leaves(pulled_back), fs.tree_leaves(scattered))
 
 
 @dataclass(frozen=True)
@@ -129,7 +124,7 @@ def dense_loss(params, x):
 
 
 @pytest.mark.rows(2)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(*WORLD_SIZES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_derivatives_through_gather_are_those_of_one_process(strategy, world_size):
     """Of the objective over all ranks: its gradient, Hessian-vector products in both orders, an ensemble by vmap."""
@@ -147,24 +142,21 @@ def test_derivatives_through_gather_are_those_of_one_process(strategy, world_siz
     def dense(params):
         return dense_loss(params, x)
 
-    def program():
-        transform, rank = STRATEGIES[strategy](meshes()), fs.comm.rank(fs.axis_of(one_axis()))
-        params, direction = fs.shard(full, transform), fs.shard(tangent, transform)
-        mine = x.chunk(world_size)[rank]
+    transform, rank = STRATEGIES[strategy](meshes()), my_rank()
+    params, direction = fs.shard(full, transform), fs.shard(tangent, transform)
+    mine = x.chunk(world_size)[rank]
 
-        def sharded(params):
-            return fs.objective(dense_loss(fs.gather(params), mine), like=params)
+    def sharded(params):
+        return fs.objective(dense_loss(fs.gather(params), mine), like=params)
 
-        def agree(actual, expected):
-            assert_trees_close(fs.unshard(actual), expected, **tolerance)
+    def agree(actual, expected):
+        assert_trees_close(fs.unshard(actual), expected, **tolerance)
 
-        agree(grad(sharded)(params), grad(dense)(full))
-        product = jvp(grad(dense), (full,), (tangent,))[1]
-        agree(jvp(grad(sharded), (params,), (direction,))[1], product)
-        # Each rank's <gradient, direction> is a part of the product, which the backward pass adds up.
-        agree(grad(lambda p: inner(grad(sharded)(p), direction))(params), product)
-        ensemble = vmap(grad(sharded))(fs.tree_map(lambda t: torch.stack([t, 2 * t]), params))
-        agree(fs.tree_map(lambda t: t[0], ensemble), grad(dense)(full))
-        agree(fs.tree_map(lambda t: t[1], ensemble), grad(dense)(fs.tree_map(lambda t: 2 * t, full)))
-
-    spmd(program, world_size)
+    agree(grad(sharded)(params), grad(dense)(full))
+    product = jvp(grad(dense), (full,), (tangent,))[1]
+    agree(jvp(grad(sharded), (params,), (direction,))[1], product)
+    # Each rank's <gradient, direction> is a part of the product, which the backward pass adds up.
+    agree(grad(lambda p: inner(grad(sharded)(p), direction))(params), product)
+    ensemble = vmap(grad(sharded))(fs.tree_map(lambda t: torch.stack([t, 2 * t]), params))
+    agree(fs.tree_map(lambda t: t[0], ensemble), grad(dense)(full))
+    agree(fs.tree_map(lambda t: t[1], ensemble), grad(dense)(fs.tree_map(lambda t: 2 * t, full)))

@@ -9,6 +9,7 @@ import torch
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
+from tests.ranks import my_rank, on_ranks
 from tests.trees import (
     CASTS,
     ONE_AXIS,
@@ -229,27 +230,23 @@ def test_mixed_precision_strategies_agree_bitwise(table, world_size):
     assert abs(runs[0][0] - expected) < 10 * 2 * torch.finfo(torch.bfloat16).eps / 2
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(*WORLD_SIZES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_leaf_that_only_one_rank_uses(strategy, world_size):
     """Its gradient is the mean with zeros of the other ranks, however the program says that it is unused."""
+    # Whole numbers, so that the sum of equal gradients over any number of ranks is exact.
+    full = {"all": torch.arange(15.0).view(5, 3), "last": torch.arange(15.0, 30.0).view(5, 3)}
+    params = fs.shard(full, STRATEGIES[strategy](meshes()))
+    is_last = my_rank() == world_size - 1
 
-    def program():
-        # Whole numbers, so that the sum of equal gradients over any number of ranks is exact.
-        full = {"all": torch.arange(15.0).view(5, 3), "last": torch.arange(15.0, 30.0).view(5, 3)}
-        params = fs.shard(full, STRATEGIES[strategy](meshes()))
-        is_last = fs.comm.rank(fs.axis_of(one_axis())) == world_size - 1
+    def loss_fn(params):
+        full = fs.gather(params)
+        return (full["all"] ** 2).sum() + ((full["last"] ** 2).sum() if is_last else 0.0)
 
-        def loss_fn(params):
-            full = fs.gather(params)
-            return (full["all"] ** 2).sum() + ((full["last"] ** 2).sum() if is_last else 0.0)
-
-        expected = {"all": 2 * full["all"], "last": 2 * full["last"] / world_size}
-        _, grads = fs.value_and_grad(loss_fn)(params)
-        local = torch.func.grad(loss_fn)(fs.gather(params))
+    expected = {"all": 2 * full["all"], "last": 2 * full["last"] / world_size}
+    _, grads = fs.value_and_grad(loss_fn)(params)
+    local = torch.func.grad(loss_fn)(fs.gather(params))
+    assert_same_bits(fs.unshard(grads), expected)
+    for unused in (torch.zeros(5, 3), None):
+        grads = fs.scatter_grads(local if is_last else {**local, "last": unused}, like=params)
         assert_same_bits(fs.unshard(grads), expected)
-        for unused in (torch.zeros(5, 3), None):
-            grads = fs.scatter_grads(local if is_last else {**local, "last": unused}, like=params)
-            assert_same_bits(fs.unshard(grads), expected)
-
-    spmd(program, world_size)

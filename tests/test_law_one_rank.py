@@ -8,6 +8,7 @@ from torch.utils import _pytree as pytree
 import fshard as fs
 from fshard import _compat
 from fshard.testing import RankError, spmd
+from tests.ranks import on_ranks
 from tests.trees import CASTS, STRATEGIES, TREES, assorted, meshes, normal, one_axis
 
 TX = fs.chain(fs.clip_by_global_norm(0.1), fs.from_torch(torch.optim.AdamW, lr=0.1))
@@ -45,72 +46,63 @@ def params_of(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES | CASTS)
+@on_ranks(1)
 def test_no_collectives(strategy):
-    def program():
-        _, params = params_of((STRATEGIES | CASTS)[strategy])
-        axis, x = fs.axis_of(one_axis()), normal(1)(4, 5)
-        state = fs.TrainState.create(params, TX)
-        with Operations() as operations, fs.comm.record() as record:
-            loss, grads = fs.value_and_grad(loss_fn)(params, x)
-            state = fs.update(TX, state, grads)
-            full = fs.gather(params)
-            grads = fs.scatter_grads(torch.func.grad(loss_fn)(full, x), like=params)
-            state = fs.update(TX, state, grads)
-            fs.objective((loss, torch.tensor(4)), like=params, reduce="weighted")
-            fs.reshard(fs.shard(fs.unshard(state.params), fs.ddp(one_axis())), fs.zero2(one_axis()))
-            for collective in (fs.psum, fs.pmean, fs.pvary, fs.psum_invariant, fs.all_gather, fs.reduce_scatter):
-                collective(x, axis)
-        assert record == []
-        assert operations.names
-        assert not [name for name in operations.names if name.startswith(("fshard", "c10d", "_c10d"))]
-
-    spmd(program, 1)
+    _, params = params_of((STRATEGIES | CASTS)[strategy])
+    axis, x = fs.axis_of(one_axis()), normal(1)(4, 5)
+    state = fs.TrainState.create(params, TX)
+    with Operations() as operations, fs.comm.record() as record:
+        loss, grads = fs.value_and_grad(loss_fn)(params, x)
+        state = fs.update(TX, state, grads)
+        full = fs.gather(params)
+        grads = fs.scatter_grads(torch.func.grad(loss_fn)(full, x), like=params)
+        state = fs.update(TX, state, grads)
+        fs.objective((loss, torch.tensor(4)), like=params, reduce="weighted")
+        fs.reshard(fs.shard(fs.unshard(state.params), fs.ddp(one_axis())), fs.zero2(one_axis()))
+        for collective in (fs.psum, fs.pmean, fs.pvary, fs.psum_invariant, fs.all_gather, fs.reduce_scatter):
+            collective(x, axis)
+    assert record == []
+    assert operations.names
+    assert not [name for name in operations.names if name.startswith(("fshard", "c10d", "_c10d"))]
 
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(1)
 def test_gather_and_unshard_hand_out_the_shards_themselves(strategy, tree):
-    def program():
-        params = fs.shard(TREES[tree](), STRATEGIES[strategy](meshes()))
-        for verb in (fs.gather, fs.unshard):
-            with Operations() as operations:
-                full = verb(params)
-            assert operations.allocating == []
-            for shard, tensor in zip(fs.tree_leaves(params), fs.tree_leaves(full), strict=True):
-                assert tensor.data_ptr() == shard.data_ptr()
-
-    spmd(program, 1)
+    params = fs.shard(TREES[tree](), STRATEGIES[strategy](meshes()))
+    for verb in (fs.gather, fs.unshard):
+        with Operations() as operations:
+            full = verb(params)
+        assert operations.allocating == []
+        for shard, tensor in zip(fs.tree_leaves(params), fs.tree_leaves(full), strict=True):
+            assert tensor.data_ptr() == shard.data_ptr()
 
 
 @pytest.mark.parametrize("reduce", ("mean", "sum"))
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(1)
 def test_scatter_grads_hands_on_the_gradients_themselves(strategy, reduce):
-    def program():
-        full, params = params_of(STRATEGIES[strategy])
-        local = fs.tree_map(torch.clone, full)
-        with Operations() as operations:
-            grads = fs.scatter_grads(local, like=params, reduce=reduce)
-        assert operations.allocating == []
-        assert grads["w"].local.data_ptr() == local["w"].data_ptr()
-
-    spmd(program, 1)
+    full, params = params_of(STRATEGIES[strategy])
+    local = fs.tree_map(torch.clone, full)
+    with Operations() as operations:
+        grads = fs.scatter_grads(local, like=params, reduce=reduce)
+    assert operations.allocating == []
+    assert grads["w"].local.data_ptr() == local["w"].data_ptr()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(1)
 def test_value_and_grad_makes_nothing_that_the_loss_does_not(strategy):
     """The operators that make new memory are those of torch.func.grad_and_value on full tensors, one by one."""
-
-    def program():
-        full, params = params_of(STRATEGIES[strategy])
-        x, fixed = normal(1)(4, 5), full.pop("row")
-        with Operations() as plain:
-            torch.func.grad_and_value(lambda p: loss_fn({**p, "row": fixed}, x))(full)
-        with Operations() as sharded:
-            fs.value_and_grad(loss_fn)(params, x)
-        assert plain.allocating
-        assert sharded.allocating == plain.allocating
-
-    spmd(program, 1)
+    full, params = params_of(STRATEGIES[strategy])
+    x, fixed = normal(1)(4, 5), full.pop("row")
+    with Operations() as plain:
+        torch.func.grad_and_value(lambda p: loss_fn({**p, "row": fixed}, x))(full)
+    with Operations() as sharded:
+        fs.value_and_grad(loss_fn)(params, x)
+    assert plain.allocating
+    assert sharded.allocating == plain.allocating
 
 
 class Writes(nn.Module):

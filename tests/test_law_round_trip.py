@@ -6,6 +6,7 @@ import torch
 import fshard as fs
 from fshard.testing import spmd
 from fshard.tree import flatten
+from tests.ranks import on_ranks
 from tests.trees import (
     CASTS,
     STRATEGIES,
@@ -28,60 +29,49 @@ ALL_TREES = TREES | {"exotic_dtypes": exotic_dtypes}
 
 
 @pytest.mark.rows(30)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(*WORLD_SIZES)
 @pytest.mark.parametrize("tree", ALL_TREES)
 @pytest.mark.parametrize("strategy", ALL_STRATEGIES)
-def test_unshard_undoes_shard(strategy, tree, world_size):
-    def program():
-        full = ALL_TREES[tree]()
-        params = fs.shard(full, ALL_STRATEGIES[strategy](meshes()))
-        assert_same_bits(fs.unshard(params), full)
-
-    spmd(program, world_size)
+def test_unshard_undoes_shard(strategy, tree):
+    full = ALL_TREES[tree]()
+    params = fs.shard(full, ALL_STRATEGIES[strategy](meshes()))
+    assert_same_bits(fs.unshard(params), full)
 
 
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_views_round_trip(strategy, world_size):
+def test_views_round_trip(strategy):
     """Strides other than a new tensor's, also of a single element; conjugates and negatives, which torch puts off."""
-
-    def program():
-        base = normal()(6, 8)
-        full = {
-            "t": base.T,
-            "step": base[::2, 1::3],
-            "one": base[2:3, ::8],
-            "item": base[:, 0][5],
-            "same": base[0, 0].expand(5, 3),
-            "conjugate": torch.complex(base, -base).conj(),
-            "negative": torch.complex(base, -base).conj().imag,
-        }
-        params = fs.shard(full, STRATEGIES[strategy](meshes()))
-        assert_same_bits(fs.unshard(params), full)
-        assert_same_bits(fs.gather(params), full)
-        # Kernels may round otherwise on other strides, so every strategy hands a model the same ones.
-        assert all(tensor.is_contiguous() for tensor in fs.gather(params).values())
-
-    spmd(program, world_size)
+    base = normal()(6, 8)
+    full = {
+        "t": base.T,
+        "step": base[::2, 1::3],
+        "one": base[2:3, ::8],
+        "item": base[:, 0][5],
+        "same": base[0, 0].expand(5, 3),
+        "conjugate": torch.complex(base, -base).conj(),
+        "negative": torch.complex(base, -base).conj().imag,
+    }
+    params = fs.shard(full, STRATEGIES[strategy](meshes()))
+    assert_same_bits(fs.unshard(params), full)
+    assert_same_bits(fs.gather(params), full)
+    # Kernels may round otherwise on other strides, so every strategy hands a model the same ones.
+    assert all(tensor.is_contiguous() for tensor in fs.gather(params).values())
 
 
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_shards_own_their_storage_and_no_more(strategy, world_size):
+def test_shards_own_their_storage_and_no_more(strategy):
     """Else a shard would change with the tensor it was cut from, or keep all of it in memory."""
-
-    def program():
-        full = uneven()
-        params = fs.shard(full, STRATEGIES[strategy](meshes()))
-        before = [as_bytes(local).clone() for local in fs.tree_leaves(params)]
-        for tensor in full.values():
-            tensor.fill_(torch.nan)
-        for local, bits in zip(fs.tree_leaves(params), before):
-            assert as_bytes(local).equal(bits)
-            assert local.is_contiguous()
-            assert local.untyped_storage().nbytes() == local.numel() * local.element_size()
-
-    spmd(program, world_size)
+    full = uneven()
+    params = fs.shard(full, STRATEGIES[strategy](meshes()))
+    before = [as_bytes(local).clone() for local in fs.tree_leaves(params)]
+    for tensor in full.values():
+        tensor.fill_(torch.nan)
+    for local, bits in zip(fs.tree_leaves(params), before):
+        assert as_bytes(local).equal(bits)
+        assert local.is_contiguous()
+        assert local.untyped_storage().nbytes() == local.numel() * local.element_size()
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -92,43 +82,34 @@ def test_even_shards_tile_the_tensor(world_size):
         assert torch.cat([shard.local for shard in shards], dim).equal(full["w"])
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(*WORLD_SIZES)
 @pytest.mark.parametrize("start", STRATEGIES)
-def test_reshard_between_every_two_layouts(start, world_size):
-    def program():
-        full = assorted()
-        params = fs.shard(full, STRATEGIES[start](meshes()))
-        for _, strategy in every_strategy():
-            moved = fs.reshard(params, strategy)
-            # A shard of the result is the shard that `shard` itself would cut, padding included.
-            assert_same_bits(fs.tree_leaves(moved), fs.tree_leaves(fs.shard(full, strategy)))
-            assert_same_bits(fs.unshard(moved), full)
-
-    spmd(program, world_size)
+def test_reshard_between_every_two_layouts(start):
+    full = assorted()
+    params = fs.shard(full, STRATEGIES[start](meshes()))
+    for _, strategy in every_strategy():
+        moved = fs.reshard(params, strategy)
+        # A shard of the result is the shard that `shard` itself would cut, padding included.
+        assert_same_bits(fs.tree_leaves(moved), fs.tree_leaves(fs.shard(full, strategy)))
+        assert_same_bits(fs.unshard(moved), full)
 
 
-@pytest.mark.parametrize("world_size", (1, 2, 3))
-def test_reshard_gives_storage_of_its_own(world_size):
-    def program():
-        params = fs.shard(uneven(), fs.zero2(one_axis()))
-        for _, strategy in every_strategy():
-            moved = fs.tree_leaves(fs.reshard(params, strategy))
-            assert not {t.data_ptr() for t in moved} & {t.data_ptr() for t in fs.tree_leaves(params)}
-
-    spmd(program, world_size)
+@on_ranks(1, 2, 3)
+def test_reshard_gives_storage_of_its_own():
+    params = fs.shard(uneven(), fs.zero2(one_axis()))
+    for _, strategy in every_strategy():
+        moved = fs.tree_leaves(fs.reshard(params, strategy))
+        assert not {t.data_ptr() for t in moved} & {t.data_ptr() for t in fs.tree_leaves(params)}
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_reshard_keeps_what_is_frozen_and_passes_over_full_tensors(world_size):
-    def program():
-        full = normal()(5, 3)
-        tree = {"params": fs.shard({"w": full, "v": full}, fs.ddp(one_axis()), frozen=lambda path: "w" in path)}
-        moved = fs.reshard(tree | {"step": full}, fs.zero2(one_axis(), min_shard_elements=0))
-        assert moved["params"]["w"].spec.frozen
-        assert not moved["params"]["v"].spec.frozen
-        assert moved["step"] is full
-
-    spmd(program, world_size)
+@on_ranks(*WORLD_SIZES)
+def test_reshard_keeps_what_is_frozen_and_passes_over_full_tensors():
+    full = normal()(5, 3)
+    tree = {"params": fs.shard({"w": full, "v": full}, fs.ddp(one_axis()), frozen=lambda path: "w" in path)}
+    moved = fs.reshard(tree | {"step": full}, fs.zero2(one_axis(), min_shard_elements=0))
+    assert moved["params"]["w"].spec.frozen
+    assert not moved["params"]["v"].spec.frozen
+    assert moved["step"] is full
 
 
 TX = fs.from_torch(torch.optim.AdamW, lr=0.1)
@@ -140,22 +121,19 @@ def train_step(state):
 
 
 @pytest.mark.rows(2)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(*WORLD_SIZES)
 @pytest.mark.parametrize("start", ("ddp", "zero2 of every leaf", "two dims"))
-def test_reshard_of_a_whole_train_state(start, world_size):
-    def program():
-        params = fs.shard(assorted(), STRATEGIES[start](meshes()))
-        buffers, key = {"mean": normal()(3)}, torch.arange(2)
-        state = train_step(fs.TrainState.create(params, TX, buffers=buffers, key=key))
-        full, next_full = fs.unshard(state), fs.unshard(train_step(state))
-        for _, strategy in every_strategy():
-            moved = fs.reshard(state, strategy)
-            assert_same_bits(fs.unshard(moved), full)
-            assert_same_bits(fs.unshard(train_step(moved)), next_full)
-            assert specs(moved.opt_state.slots["exp_avg"]) == specs(moved.params)
-            assert {spec.transform for spec in specs(moved.params)} == {strategy}
-
-    spmd(program, world_size)
+def test_reshard_of_a_whole_train_state(start):
+    params = fs.shard(assorted(), STRATEGIES[start](meshes()))
+    buffers, key = {"mean": normal()(3)}, torch.arange(2)
+    state = train_step(fs.TrainState.create(params, TX, buffers=buffers, key=key))
+    full, next_full = fs.unshard(state), fs.unshard(train_step(state))
+    for _, strategy in every_strategy():
+        moved = fs.reshard(state, strategy)
+        assert_same_bits(fs.unshard(moved), full)
+        assert_same_bits(fs.unshard(train_step(moved)), next_full)
+        assert specs(moved.opt_state.slots["exp_avg"]) == specs(moved.params)
+        assert {spec.transform for spec in specs(moved.params)} == {strategy}
 
 
 def specs(params):

@@ -27,19 +27,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 from torch.nn.functional import gelu, mse_loss
 from torch.optim.lr_scheduler import StepLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
+from tests.ranks import on_ranks
 
 INWARD, WIDTH, OUTWARD, ROWS_OF_A_BATCH, STEPS = 24, 48, 8, 6, 3
 ADAMW = MappingProxyType({"lr": 1e-2, "weight_decay": 0.1})
@@ -1002,10 +998,7 @@ class AfterAnError:
 
 @pytest.mark.rows(2)
 @pytest.mark.parametrize("call", ROWS)
-def test_both_sides_are_equal(call, workers):
+@on_ranks("2 processes")
+def test_both_sides_are_equal(call):
     entry = ROWS[call]
-
-    def program():
-        assert_trees_close(entry.fshard(), entry.fsdp2(), rtol=0, atol=entry.atol, exact=not entry.atol)
-
-    spmd(program, workers(2))
+    assert_trees_close(entry.fshard(), entry.fsdp2(), rtol=0, atol=entry.atol, exact=not entry.atol)

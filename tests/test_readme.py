@@ -15,6 +15,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.testing import assert_trees_close, check_transform, spmd
+from tests.ranks import on_ranks
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 TRAIN_STEP, FOUR_VERBS, UNITS, OPTIMIZERS, JIT, STATE, TRANSFORMS, TESTING, AHEAD = re.findall(
@@ -98,24 +99,20 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path, world_size):
     spmd(program, world_size)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 def test_units_of_a_plain_function(world_size):
     draw = torch.Generator().manual_seed(0)
     blocks = [{"weight": torch.randn(8, 8, generator=draw), "bias": torch.randn(8, generator=draw)} for _ in range(3)]
-
-    def program():
-        mesh = fs.init_mesh({"shard": -1}, device="cpu")
-        x = torch.linspace(-1.0, 1.0, 16).reshape(2, 8)
-        params = fs.shard({"blocks": blocks}, fs.zero3(mesh, min_shard_elements=0, merge_bytes=0))
-        scope = {"torch": torch, "fs": fs, "params": params, "x": x}
-        with fs.comm.record() as record:
-            exec(UNITS, scope)
-        # Of three, neither the first, whose input needs no gradient, nor the last, which is kept, is gathered again.
-        assert sum(entry.label == "gather" for entry in record) == (4 if world_size > 1 else 0)
-        expected = torch.func.grad(scope["loss_fn"])({"blocks": blocks}, x)
-        assert_trees_close(fs.unshard(scope["grads"]), expected, rtol=1e-5, atol=1e-7)
-
-    spmd(program, world_size)
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    x = torch.linspace(-1.0, 1.0, 16).reshape(2, 8)
+    params = fs.shard({"blocks": blocks}, fs.zero3(mesh, min_shard_elements=0, merge_bytes=0))
+    scope = {"torch": torch, "fs": fs, "params": params, "x": x}
+    with fs.comm.record() as record:
+        exec(UNITS, scope)
+    # Of three, neither the first, whose input needs no gradient, nor the last, which is kept, is gathered again.
+    assert sum(entry.label == "gather" for entry in record) == (4 if world_size > 1 else 0)
+    expected = torch.func.grad(scope["loss_fn"])({"blocks": blocks}, x)
+    assert_trees_close(fs.unshard(scope["grads"]), expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -141,24 +138,22 @@ def test_optimizers_of_groups_train(world_size):
         assert all(not average[name].equal(params[name]) for name in full)
 
 
+@on_ranks(4)
 def test_transforms_hold_their_laws(monkeypatch):
-    def program():
-        mesh = fs.init_mesh({"shard": 2, "tp": 2}, device="cpu")
-        # A module of each rank's own, from which its class can be pickled.
-        module = ModuleType(f"readme_of_rank_{mesh.get_rank()}")
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        scope = module.__dict__
-        scope |= {"torch": torch, "fs": fs, "dataclass": dataclass, "mesh": mesh}
-        exec(TRANSFORMS, scope)
-        check_transform(scope["narrow"], [(64, 64), (5,)], error=2**-8)
-        check_transform(scope["small"], [(64, 64), (5,)], error=1 / 200)
-        leaf = fs.shard({"mlp.up.weight": torch.ones(8, 1024)}, scope["tp"])["mlp.up.weight"]
-        assert leaf.spec.partition == fs.P(("tp", "shard"))
-        params = fs.shard({"w": torch.ones(5, 3)}, scope["mixed"])
-        assert fs.gather(params)["w"].dtype is torch.bfloat16
-        assert fs.value_and_grad(lambda p: fs.gather(p)["w"].float().sum())(params)[1]["w"].local.dtype is torch.float32
-
-    spmd(program, 4)
+    mesh = fs.init_mesh({"shard": 2, "tp": 2}, device="cpu")
+    # A module of each rank's own, from which its class can be pickled.
+    module = ModuleType(f"readme_of_rank_{mesh.get_rank()}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    scope = module.__dict__
+    scope |= {"torch": torch, "fs": fs, "dataclass": dataclass, "mesh": mesh}
+    exec(TRANSFORMS, scope)
+    check_transform(scope["narrow"], [(64, 64), (5,)], error=2**-8)
+    check_transform(scope["small"], [(64, 64), (5,)], error=1 / 200)
+    leaf = fs.shard({"mlp.up.weight": torch.ones(8, 1024)}, scope["tp"])["mlp.up.weight"]
+    assert leaf.spec.partition == fs.P(("tp", "shard"))
+    params = fs.shard({"w": torch.ones(5, 3)}, scope["mixed"])
+    assert fs.gather(params)["w"].dtype is torch.bfloat16
+    assert fs.value_and_grad(lambda p: fs.gather(p)["w"].float().sum())(params)[1]["w"].local.dtype is torch.float32
 
 
 def test_testing_tools_are_there():

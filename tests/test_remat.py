@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard import _compat
 from fshard.testing import assert_trees_close, spmd
+from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
 # Derivatives of derivatives: a hundred products of numbers around one, in float64.
@@ -234,21 +235,17 @@ def test_inside_value_and_grad_it_is_the_function(strategy, world_size):
     spmd(program, world_size)
 
 
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@on_ranks(1, 2, 3)
 def test_gathering_under_torch_func_is_computed_and_gathered_again(world_size):
     """The reference of value_and_grad, which keeps what it gathered, does not with remat."""
-
-    def program():
-        mesh = one_axis()
-        x = normal(1 + fs.comm.rank(fs.axis_of(mesh)))(2, 5)
-        params = fs.shard(full_values(), STRATEGIES["zero3"](mesh))
-        counts, results = [], []
-        for step in (gathering, fs.remat(gathering)):
-            with fs.comm.record() as record:
-                found = grad_and_value(lambda p, s=step: fs.objective(chain(s, p, x), like=p))(params)
-            counts.append([entry.label for entry in record].count("gather"))
-            results.append(found)
-        assert_trees_close(results[1], results[0], rtol=ATOL, atol=ATOL)
-        assert counts == ([3, 6] if world_size > 1 else [0, 0])
-
-    spmd(program, world_size)
+    mesh = one_axis()
+    x = normal(1 + fs.comm.rank(fs.axis_of(mesh)))(2, 5)
+    params = fs.shard(full_values(), STRATEGIES["zero3"](mesh))
+    counts, results = [], []
+    for step in (gathering, fs.remat(gathering)):
+        with fs.comm.record() as record:
+            found = grad_and_value(lambda p, s=step: fs.objective(chain(s, p, x), like=p))(params)
+        counts.append([entry.label for entry in record].count("gather"))
+        results.append(found)
+    assert_trees_close(results[1], results[0], rtol=ATOL, atol=ATOL)
+    assert counts == ([3, 6] if world_size > 1 else [0, 0])

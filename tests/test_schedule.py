@@ -6,6 +6,7 @@ from torch.func import grad_and_value
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
+from tests.ranks import my_rank, on_ranks
 from tests.trees import none_as_zeros, normal, one_axis
 
 # A few hundred products of numbers around one, summed in another order, in float64.
@@ -36,13 +37,9 @@ def strategies(mesh):
     }
 
 
-def rank():
-    return torch.distributed.get_rank()
-
-
 def tokens():
     """As many as the rank's number says, and two."""
-    return torch.arange(2 + rank()) % VOCAB
+    return torch.arange(2 + my_rank()) % VOCAB
 
 
 def run_block(block, x):
@@ -116,13 +113,13 @@ def unused(params):
     x = embed[tokens()]
     for i, block in enumerate(params["blocks"]):
         full = fs.gather(block)
-        x = run_block(full, x) if i != 1 or rank() else x
+        x = run_block(full, x) if i != 1 or my_rank() else x
     return negative_log_likelihood(params, x, embed)
 
 
 def no_parameter_on_one_rank(params):
     value = in_order(params)
-    return torch.ones((), dtype=torch.float64) if rank() == 0 else value
+    return torch.ones((), dtype=torch.float64) if my_rank() == 0 else value
 
 
 def no_parameter_anywhere(params):
@@ -197,50 +194,41 @@ def assert_is_the_reference(f, schedules, names):
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (2, 3))
+@on_ranks(2, 3)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_it_is_the_reference(name, world_size):
-    def program():
-        some = strategies(one_axis()) if world_size == 2 else ("zero3", "zero3 of small whole leaves", "ddp")
-        assert_is_the_reference(FUNCTIONS[name], ("none", "in order"), some)
-
-    spmd(program, world_size)
+    some = strategies(one_axis()) if world_size == 2 else ("zero3", "zero3 of small whole leaves", "ddp")
+    assert_is_the_reference(FUNCTIONS[name], ("none", "in order"), some)
 
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
+@on_ranks(2)
 def test_it_is_the_reference_with_schedules_that_it_does_not_follow(name):
-    def program():
-        assert_is_the_reference(FUNCTIONS[name], SCHEDULES, ("zero3", "zero3 of merged units"))
-
-    spmd(program, 2)
+    assert_is_the_reference(FUNCTIONS[name], SCHEDULES, ("zero3", "zero3 of merged units"))
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (2, 3))
+@on_ranks(2, 3)
 @pytest.mark.parametrize("skipped", ([0], [1], [2], [0, 1, 2]), ids=str)
-def test_a_rank_may_skip_what_is_scheduled(skipped, world_size):
+def test_a_rank_may_skip_what_is_scheduled(skipped):
     """It takes part in the gathers and reductions all the same."""
 
     def some_blocks(params):
         embed = fs.gather(params["embed"])
         x = embed[tokens()]
         for i, block in enumerate(params["blocks"]):
-            x = run_block(fs.gather(block), x) if rank() or i not in skipped else x
+            x = run_block(fs.gather(block), x) if my_rank() or i not in skipped else x
         return negative_log_likelihood(params, x, embed)
 
-    def program():
-        records = []
-        for transform in strategies(one_axis()).values():
-            params = fs.shard(full_values(), transform)
-            with fs.comm.record() as record:
-                found = fs.value_and_grad(some_blocks, schedule=SCHEDULES["in order"])(params)
-            assert_trees_close(found, reference(some_blocks, params), rtol=ATOL, atol=ATOL)
-            records.append(record)
-        return records
-
-    first, *others = spmd(program, world_size)
-    assert others == [first] * (world_size - 1)
+    records = []
+    for transform in strategies(one_axis()).values():
+        params = fs.shard(full_values(), transform)
+        with fs.comm.record() as record:
+            found = fs.value_and_grad(some_blocks, schedule=SCHEDULES["in order"])(params)
+        assert_trees_close(found, reference(some_blocks, params), rtol=ATOL, atol=ATOL)
+        records.append(record)
+    return records
 
 
 # Units in the order of their issue; in brackets, where each block computes, forward and backward.

@@ -6,16 +6,13 @@ from torch import nn
 
 import fshard as fs
 from fshard.testing import assert_matches_ddp, spmd
+from tests.ranks import my_rank, on_ranks
 from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
 
 STRATEGIES = STRATEGIES | {
     "zero3": lambda on: fs.zero3(on.line, min_shard_elements=0),
     "zero3 that keeps": lambda on: fs.zero3(on.line, min_shard_elements=0, regather=False),
 }
-
-
-def this_rank():
-    return fs.comm.rank(fs.axis_of(one_axis()))
 
 
 def values():
@@ -31,7 +28,7 @@ def loss_of(params, batch):
     """Rank 0 alone uses "one", and "late" only in a microbatch of 3; nobody uses "none" and "small"."""
     full = fs.gather(params)
     loss = (full["all"] * batch).square().sum() + 0.0 * full["zero"].sum()
-    loss = loss + (full["one"].sum() if this_rank() == 0 else 0.0)
+    loss = loss + (full["one"].sum() if my_rank() == 0 else 0.0)
     return loss + (full["late"].square().sum() if batch == 3 else 0.0)
 
 
@@ -60,23 +57,19 @@ RUNS = {
 
 
 @pytest.mark.rows(2)
-@pytest.mark.parametrize("world_size", (1, 2, 3, 4))
+@on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("run", RUNS)
 def test_a_leaf_that_no_rank_used_has_no_gradient(run, world_size):
     """One that another rank used has this rank's zeros, and one whose gradient is zero was used."""
-
-    def program():
-        for strategy in STRATEGIES.values():
-            params = shard(strategy(meshes()))
-            differentiate, expected = RUNS[run]
-            grads = fs.unshard(differentiate(params)[1])
-            wanted = expected(world_size)
-            assert {name for name, grad in grads.items() if grad is None} == {n for n in wanted if wanted[n] is None}
-            for name, grad in grads.items():
-                if grad is not None:
-                    torch.testing.assert_close(grad, wanted[name])
-
-    spmd(program, world_size)
+    for strategy in STRATEGIES.values():
+        params = shard(strategy(meshes()))
+        differentiate, expected = RUNS[run]
+        grads = fs.unshard(differentiate(params)[1])
+        wanted = expected(world_size)
+        assert {name for name, grad in grads.items() if grad is None} == {n for n in wanted if wanted[n] is None}
+        for name, grad in grads.items():
+            if grad is not None:
+                torch.testing.assert_close(grad, wanted[name])
 
 
 def doubled(p, *names):
@@ -99,37 +92,31 @@ USED = {
 
 
 @pytest.mark.parametrize("name", DERIVED)
+@on_ranks(2)
 def test_leaves_of_which_others_are_computed(name):
     """Ranks run the backward of what was computed from shards whether they use it or not."""
-
-    def program():
-        for strategy in (fs.zero3(one_axis(), min_shard_elements=0), fs.zero2(one_axis(), min_shard_elements=0)):
-            params = shard(strategy)
-            _, grads = fs.value_and_grad(lambda p: DERIVED[name](p, this_rank()))(params)
-            assert {leaf for leaf, grad in grads.items() if grad is not None} == USED[name]
-
-    spmd(program, 2)
+    for strategy in (fs.zero3(one_axis(), min_shard_elements=0), fs.zero2(one_axis(), min_shard_elements=0)):
+        params = shard(strategy)
+        _, grads = fs.value_and_grad(lambda p: DERIVED[name](p, my_rank()))(params)
+        assert {leaf for leaf, grad in grads.items() if grad is not None} == USED[name]
 
 
+@on_ranks(2)
 def test_used_leaves_are_told_with_the_objective():
     """No collective more, whatever a rank uses, and the numbers are listed apart."""
-
-    def program():
-        records = []
-        for batch in (2.0, 3.0):
-            params = shard(fs.zero3(one_axis(), min_shard_elements=0))
-            with fs.comm.record() as record:
-                fs.value_and_grad(loss_of)(params, batch)
-            records.append(record)
-        objectives = [entry for entry in records[0] if entry.label == "objective"]
-        assert [(entry.op, entry.tensors, entry.bytes, entry.scalar) for entry in objectives] == [
-            # The loss, a bit for each leaf, and whether a rank failed, departed from the order or saved other tensors.
-            ("all_reduce", 1, 8 * (1 + 6 + 3), True)
-        ]
-        without_votes = [[entry for entry in record if entry.label != "agree"] for record in records]
-        assert without_votes[0] == without_votes[1]
-
-    spmd(program, 2)
+    records = []
+    for batch in (2.0, 3.0):
+        params = shard(fs.zero3(one_axis(), min_shard_elements=0))
+        with fs.comm.record() as record:
+            fs.value_and_grad(loss_of)(params, batch)
+        records.append(record)
+    objectives = [entry for entry in records[0] if entry.label == "objective"]
+    assert [(entry.op, entry.tensors, entry.bytes, entry.scalar) for entry in objectives] == [
+        # The loss, a bit for each leaf, and whether a rank failed, departed from the order or saved other tensors.
+        ("all_reduce", 1, 8 * (1 + 6 + 3), True)
+    ]
+    without_votes = [[entry for entry in record if entry.label != "agree"] for record in records]
+    assert without_votes[0] == without_votes[1]
 
 
 def test_more_leaves_than_flags():
@@ -137,7 +124,7 @@ def test_more_leaves_than_flags():
         params = fs.shard({f"{i}": torch.ones(2) for i in range(1000)}, fs.zero2(one_axis(), min_shard_elements=0))
 
         def loss(p):
-            return sum(leaf.sum() for name, leaf in fs.gather(p).items() if int(name) % 3 == this_rank())
+            return sum(leaf.sum() for name, leaf in fs.gather(p).items() if int(name) % 3 == my_rank())
 
         _, grads = fs.value_and_grad(loss)(params)
         return [name for name, grad in grads.items() if grad is None]
@@ -146,24 +133,21 @@ def test_more_leaves_than_flags():
     assert spmd(program, 2) == [unused] * 2
 
 
+@on_ranks(2)
 def test_the_state_of_a_transform_stays():
     """What a lossy reduction left out of an earlier gradient waits for the next one."""
+    layout = fs.quantize(one_axis(), scatter=True, block=4, min_shard_elements=0)
+    full = {name: normal(i)(64, 8, dtype=torch.float32) for i, name in enumerate(("a", "b"))}
+    params = fs.shard(full, fs.zero3(one_axis(), layout=layout))
+    state = fs.tree_map(torch.ones_like, fs.transform_state(params))
 
-    def program():
-        layout = fs.quantize(one_axis(), scatter=True, block=4, min_shard_elements=0)
-        full = {name: normal(i)(64, 8, dtype=torch.float32) for i, name in enumerate(("a", "b"))}
-        params = fs.shard(full, fs.zero3(one_axis(), layout=layout))
-        state = fs.tree_map(torch.ones_like, fs.transform_state(params))
+    def loss(p):
+        return fs.gather(p)["a"].square().sum()
 
-        def loss(p):
-            return fs.gather(p)["a"].square().sum()
-
-        _, grads, after = fs.value_and_grad(loss, transform_state=state)(params)
-        assert grads["b"] is None
-        assert_same_bits(fs.tree_leaves(after["b"]), fs.tree_leaves(state["b"]))
-        assert not any(leaf.eq(1).all() for leaf in fs.tree_leaves(after["a"]))
-
-    spmd(program, 2)
+    _, grads, after = fs.value_and_grad(loss, transform_state=state)(params)
+    assert grads["b"] is None
+    assert_same_bits(fs.tree_leaves(after["b"]), fs.tree_leaves(state["b"]))
+    assert not any(leaf.eq(1).all() for leaf in fs.tree_leaves(after["a"]))
 
 
 class Mixture(nn.Module):
@@ -224,7 +208,7 @@ def test_a_mixture_of_experts_is_ddp_bitwise(optimizer, workers):
             assert_matches_ddp(
                 step,
                 state,
-                batches(this_rank()),
+                batches(my_rank()),
                 module=module,
                 loss_fn=lambda module, batch: module(*batch).square().mean(),
                 optimizer=lambda parameters: cls(parameters, **hyper),

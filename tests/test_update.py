@@ -9,8 +9,8 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 import fshard as fs
-from fshard.testing import spmd
 from fshard.tree import flatten
+from tests.ranks import on_ranks
 from tests.trees import STRATEGIES, assert_same_bits, assorted, meshes, normal, one_axis
 
 ADAMW = fs.from_torch(torch.optim.AdamW, lr=0.1)
@@ -99,25 +99,23 @@ def test_create():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(3)
 def test_update_makes_the_next_state(strategy):
-    def program():
-        state = train_state(STRATEGIES[strategy](meshes()))
-        grads = fs.tree_map(torch.cos, state.params)
-        before = copy.deepcopy(state)
-        for step in (1, 2, 3):
-            new = fs.update(ADAMW, state, grads)
-            params, opt_state = ADAMW.update(grads, state.opt_state, state.params)
-            assert_same_bits(fs.tree_leaves(new.params), fs.tree_leaves(params))
-            assert_same_bits(fs.tree_leaves(new.opt_state), fs.tree_leaves(opt_state))
-            assert (new.step.dtype, new.step.item(), new.opt_state.updates.item()) == (torch.int64, step, step)
-            assert new.buffers is state.buffers
-            assert new.key is state.key
-            assert flatten(new).treedef == flatten(state).treedef
-            if step == 1:
-                assert_same_bits(fs.tree_leaves(state), fs.tree_leaves(before))
-            state = new
-
-    spmd(program, 3)
+    state = train_state(STRATEGIES[strategy](meshes()))
+    grads = fs.tree_map(torch.cos, state.params)
+    before = copy.deepcopy(state)
+    for step in (1, 2, 3):
+        new = fs.update(ADAMW, state, grads)
+        params, opt_state = ADAMW.update(grads, state.opt_state, state.params)
+        assert_same_bits(fs.tree_leaves(new.params), fs.tree_leaves(params))
+        assert_same_bits(fs.tree_leaves(new.opt_state), fs.tree_leaves(opt_state))
+        assert (new.step.dtype, new.step.item(), new.opt_state.updates.item()) == (torch.int64, step, step)
+        assert new.buffers is state.buffers
+        assert new.key is state.key
+        assert flatten(new).treedef == flatten(state).treedef
+        if step == 1:
+            assert_same_bits(fs.tree_leaves(state), fs.tree_leaves(before))
+        state = new
 
 
 def specs(tree):
@@ -133,24 +131,21 @@ PYTREES = {
 
 @pytest.mark.parametrize("library", PYTREES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
 def test_state_is_a_pytree_of_plain_tensors(strategy, library):
     """Its leaves are the shards, and mapping over it keeps what it is: the NamedTuples, the structure, the specs."""
     tree_map, tree_leaves = PYTREES[library]
-
-    def program():
-        state = train_state(STRATEGIES[strategy](meshes()))
-        # A None, such as the parameter that is none, is a leaf to torch and none to optree.
-        leaves = [leaf for leaf in tree_leaves(state) if leaf is not None]
-        assert all(type(leaf) is torch.Tensor for leaf in leaves)
-        assert len(leaves) == 1 + 4 + (1 + 3 * 4) + 1 + 1
-        doubled = tree_map(lambda leaf: leaf if leaf is None else 2 * leaf, state)
-        assert type(doubled) is fs.TrainState
-        assert type(doubled.opt_state) is type(state.opt_state)
-        assert specs(doubled) == specs(state)
-        assert sum(spec is not None for spec in specs(doubled)) == 4 + 2 * 4
-        assert_same_bits(fs.tree_leaves(doubled), [2 * leaf for leaf in fs.tree_leaves(state)])
-
-    spmd(program, 2)
+    state = train_state(STRATEGIES[strategy](meshes()))
+    # A None, such as the parameter that is none, is a leaf to torch and none to optree.
+    leaves = [leaf for leaf in tree_leaves(state) if leaf is not None]
+    assert all(type(leaf) is torch.Tensor for leaf in leaves)
+    assert len(leaves) == 1 + 4 + (1 + 3 * 4) + 1 + 1
+    doubled = tree_map(lambda leaf: leaf if leaf is None else 2 * leaf, state)
+    assert type(doubled) is fs.TrainState
+    assert type(doubled.opt_state) is type(state.opt_state)
+    assert specs(doubled) == specs(state)
+    assert sum(spec is not None for spec in specs(doubled)) == 4 + 2 * 4
+    assert_same_bits(fs.tree_leaves(doubled), [2 * leaf for leaf in fs.tree_leaves(state)])
 
 
 def test_state_can_be_copied_and_pickled():

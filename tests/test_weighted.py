@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
+from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, one_axis
 from tests.unequal_tokens import (
     ATOL,
@@ -194,38 +195,35 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("count", COUNTS)
+@on_ranks(2)
 def test_counts_that_require_a_gradient_are_refused(count):
     """The division by them has a gradient that no form adds; the remedy gives every form the same bits."""
     given = torch.full((), 6.0, requires_grad=True)
+    params = fs.shard({"w": torch.full((4,), 2.0)}, fs.zero3(one_axis(), min_shard_elements=0))
 
-    def program():
-        params = fs.shard({"w": torch.full((4,), 2.0)}, fs.zero3(one_axis(), min_shard_elements=0))
+    def loss_of(detach, params, _):
+        w = fs.gather(params)["w"]
+        number = COUNTS[count](w, given)
+        return w.square().sum(), number.detach() if detach else number
 
-        def loss_of(detach, params, _):
-            w = fs.gather(params)["w"]
-            number = COUNTS[count](w, given)
-            return w.square().sum(), number.detach() if detach else number
+    pairs = [torch.ones(2, 1)]
+    for form, run in FORMS.items():
+        what = {"torch.func": "objective", "four verbs": "scatter_grads"}.get(form, form.split()[0])
+        if form == "four verbs" and count == "of parameters":
+            continue  # torch.func's aux comes out of the transform without a gradient.
+        with pytest.raises(ValueError, match=f"^{re.escape(REFUSED.format(what))}$"):
+            run(partial(loss_of, False), params, pairs)
+    found = [run(partial(loss_of, True), params, pairs) for run in FORMS.values()]
+    for other in found[1:]:
+        assert_trees_close(other, found[0])
 
-        pairs = [torch.ones(2, 1)]
-        for form, run in FORMS.items():
-            what = {"torch.func": "objective", "four verbs": "scatter_grads"}.get(form, form.split()[0])
-            if form == "four verbs" and count == "of parameters":
-                continue  # torch.func's aux comes out of the transform without a gradient.
-            with pytest.raises(ValueError, match=f"^{re.escape(REFUSED.format(what))}$"):
-                run(partial(loss_of, False), params, pairs)
-        found = [run(partial(loss_of, True), params, pairs) for run in FORMS.values()]
-        for other in found[1:]:
-            assert_trees_close(other, found[0])
+    def tangent(direction):
+        scaled = fs.tree_map(lambda x, t: x + t, params, direction)
+        return fs.objective(loss_of(False, scaled, None), like=params, reduce="weighted")
 
-        def tangent(direction):
-            scaled = fs.tree_map(lambda x, t: x + t, params, direction)
-            return fs.objective(loss_of(False, scaled, None), like=params, reduce="weighted")
-
-        ones = fs.tree_map(torch.ones_like, params)
-        with pytest.raises(ValueError, match=f"^{re.escape(REFUSED.format('objective'))}$"):
-            torch.func.jvp(tangent, (ones,), (ones,))
-
-    spmd(program, 2)
+    ones = fs.tree_map(torch.ones_like, params)
+    with pytest.raises(ValueError, match=f"^{re.escape(REFUSED.format('objective'))}$"):
+        torch.func.jvp(tangent, (ones,), (ones,))
 
 
 def test_counts_of_other_dtypes_on_other_ranks_are_added_up():
@@ -240,16 +238,13 @@ def test_counts_of_other_dtypes_on_other_ranks_are_added_up():
     assert spmd(program, 2) == [3.0, 3.0]
 
 
-def test_losses_of_other_dtypes_on_other_ranks_are_refused(workers):
+@on_ranks("2 processes")
+def test_losses_of_other_dtypes_on_other_ranks_are_refused():
     """Processes of gloo would abort."""
-
-    def program():
-        mesh = one_axis()
-        params = fs.shard({"w": torch.ones(3)}, fs.ddp(mesh))
-        dtype = torch.float64 if mesh.get_rank() else torch.float32
-        with pytest.raises(
-            ValueError, match=r"value_and_grad: collective mismatch between ranks\n.*the loss: expected dtype float"
-        ):
-            fs.value_and_grad(lambda p: fs.gather(p)["w"].sum().to(dtype))(params)
-
-    spmd(program, workers(2))
+    mesh = one_axis()
+    params = fs.shard({"w": torch.ones(3)}, fs.ddp(mesh))
+    dtype = torch.float64 if mesh.get_rank() else torch.float32
+    with pytest.raises(
+        ValueError, match=r"value_and_grad: collective mismatch between ranks\n.*the loss: expected dtype float"
+    ):
+        fs.value_and_grad(lambda p: fs.gather(p)["w"].sum().to(dtype))(params)
