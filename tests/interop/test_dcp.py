@@ -211,7 +211,7 @@ def test_learning_rates_that_were_injected_travel(workers, tmp_path):
     spmd(program, workers(2))
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("tree", [*TREES.values(), exotic_dtypes], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4))
 def test_trees_come_back_in_any_layout(tmp_path, world_size, tree):

@@ -36,7 +36,7 @@ def written(directory):
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("tree", [*TREES.values(), representable], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_trees_come_back(tmp_path, world_size, tree):

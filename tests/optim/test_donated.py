@@ -141,7 +141,7 @@ def test_gradients_that_do_not_fit_are_refused_with_the_state_whole(name, misfit
     spmd(program, 2)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_kept_alive(name):
     def program():

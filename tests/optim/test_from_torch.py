@@ -168,7 +168,7 @@ def test_shards_get_the_bits_of_full_trees(case, world_size):
     spmd(program, world_size)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_resharded_state_is_the_state_of_resharded_parameters(strategy):
     cls, hyper = CASES["AdamW, foreach"]

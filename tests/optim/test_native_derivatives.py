@@ -33,7 +33,7 @@ def dense(case, updates):
     return learned(case, updates, torch.func.grad(inner_loss), lambda params: inner_loss(params, STEPS))
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("updates", (1, 2))
 @pytest.mark.parametrize("case", OURS)
 def test_derivatives_of_full_trees(case, updates):

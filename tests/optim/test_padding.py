@@ -56,7 +56,7 @@ def trained(tx, strategy, value):
 PAIRS = [(name, layout) for name in TRANSFORMATIONS for layout in LAYOUTS if (name, layout) != ("whole", "two dims")]
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("name", "layout"), PAIRS)
 def test_padding_is_never_looked_at(name, layout):
     def program():

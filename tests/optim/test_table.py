@@ -138,7 +138,7 @@ def every_leaf():
     return fs.zero2(one_axis(), min_shard_elements=0)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4))
 @pytest.mark.parametrize("name", TABLE)
 def test_sharded_is_dense(name, world_size):

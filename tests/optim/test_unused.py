@@ -126,7 +126,7 @@ def run(tx, state, grads, donate=False):
     return state
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", TABLE)
 def test_a_leaf_is_as_if_the_updates_without_it_had_not_been(name):
     """Each leaf by itself, stepped only when it has a gradient; but the number of updates counts all of them."""
@@ -224,7 +224,7 @@ def test_every_k_gives_none_where_all_were(jitted):
 RESTARTED = ("sgd", "adam", "lamb", "adafactor", "from_torch", "from_torch SGD", "every_k", "whole", "partition")
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", RESTARTED)
 def test_a_restart_goes_on_as_before(name, tmp_path):
     """A checkpoint holds how often each leaf was updated."""

@@ -70,7 +70,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4))
 @pytest.mark.parametrize("name", CLASSES)
 def test_it_is_the_class_itself_bit_for_bit(name, world_size):

@@ -54,7 +54,7 @@ def poisoned(grads, value, name="vector"):
     return grads | {name: fs.Sharded(local, grads[name].spec)}
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("donate", (False, True))
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("wrap", ("skip_nonfinite", "dynamic_loss_scale"))
@@ -269,7 +269,7 @@ def test_every_k_leaves_what_the_state_inside_keeps():
         assert_same_shards(state.inner[0], grads)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("donate", (False, True))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
 @pytest.mark.parametrize("decay", (0.0, 0.3, 0.9, 0.999, 1.0))

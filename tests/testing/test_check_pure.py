@@ -69,6 +69,7 @@ def test_writes_past_the_version_counter_are_named(world_size, write):
     spmd(program, world_size)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (1, 2))
 def test_pure_and_donated_steps_pass(world_size):
     step = step_that(lambda w: None)

@@ -12,7 +12,7 @@ from fshard.testing import check_transform, spmd
 from tests.trees import CASTS, STRATEGIES, meshes, one_axis, two_axes
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4))
 def test_every_exact_strategy_passes(world_size):
     def program():
