@@ -8,7 +8,7 @@ import torch
 
 from fshard import _compat
 from fshard.checks import check_flags, describe, refuse_donated, same_structure
-from fshard.errors import Problem, expect, leaf_error
+from fshard.errors import Problem, expect, refuse
 from fshard.train_state import TrainState
 from fshard.transforms.state import ABSENT, Absent
 from fshard.tree import Spec, Tree, flatten, is_sharded, is_trained, tree_leaves, tree_map
@@ -141,18 +141,14 @@ def check_states(what: str, state: Any, number: int) -> None:
 def _check_gradients(grads: Tree, params: Tree) -> None:
     found, needed = flatten(grads), flatten(params)
     same_structure("update with gradients", found, needed)
+    rows = zip(found.paths, found.leaves, needed.leaves, strict=True)
     problems = [
-        Problem(path, *misfit)
-        for path, grad, param in zip(found.paths, found.leaves, needed.leaves, strict=True)
-        if grad is not None and (misfit := _misfit(grad, param))
+        Problem(path, *misfit) for path, grad, param in rows if grad is not None and (misfit := _misfit(grad, param))
     ]
     if problems:
         refuse_donated("update", needed)
-        raise leaf_error(
-            "update: gradients do not fit the parameters",
-            problems,
-            "pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned",
-        )
+    remedy = "pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned"
+    refuse("update: gradients do not fit the parameters", problems, remedy)
 
 
 def _misfit(grad: Any, param: Any) -> tuple[str, str] | None:

@@ -1,7 +1,6 @@
 """Comparisons: of two trees, of a step's arguments before and after it, of a step with torch DDP's."""
 
 import copy
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fshard import _compat
 from fshard.checks import DONATED, NOT_NEGATIVE, check_flags, check_numbers, describe, same_structure
-from fshard.errors import Problem, expect, leaf_error
-from fshard.shard import unshard, without_padding
+from fshard.errors import Problem, expect, refuse
+from fshard.shard import hash_of, unshard, without_padding
 from fshard.train_state import TrainState
 from fshard.tree import Tree, flatten, is_sharded
 
@@ -59,8 +58,7 @@ def assert_trees_close(
         difference = _difference(a, b, rtol, atol, exact)
         if difference:
             problems.append(Problem(path, *difference))
-    if problems:
-        raise AssertionError(leaf_error("trees differ", problems, "look at the first leaf that differs").args[0])
+    refuse("trees differ", problems, "look at the first leaf that differs", AssertionError)
 
 
 def _difference(a: Any, b: Any, rtol: float | None, atol: float | None, exact: bool) -> tuple[str, str] | None:
@@ -129,17 +127,14 @@ def check_pure(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for (path, tensor), digest in zip(tensors, before, strict=True)
         if DONATED not in tensor.__dict__ and _digest(tensor) != digest
     ]
-    if problems:
-        remedy = "find the write in place to these tensors or to a view of them, and compute a new tensor instead"
-        raise AssertionError(leaf_error("check_pure: the step changed its arguments", problems, remedy).args[0])
+    remedy = "find the write in place to these tensors or to a view of them, and compute a new tensor instead"
+    refuse("check_pure: the step changed its arguments", problems, remedy, AssertionError)
     return out
 
 
-def _digest(tensor: torch.Tensor) -> bytes:
-    """Hash a tensor's shape, dtype and bits."""
-    values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    header = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
-    return hashlib.blake2b(header + values.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
+def _digest(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return a tensor's shape, dtype and a checksum of its bits."""
+    return tensor.shape, tensor.dtype, hash_of(tensor)
 
 
 class Match(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from fshard import comm
 from fshard.checks import NOT_NEGATIVE, check_numbers, check_seed, describe
 from fshard.collectives import objective
-from fshard.errors import Problem, expect, leaf_error
+from fshard.errors import Problem, expect, refuse
 from fshard.gather import gather
 from fshard.optim.native import sgd
 from fshard.scatter_grads import scatter_grads
@@ -77,9 +77,8 @@ def check_adjoint(
             problems.append(
                 Problem(f"[{i}]", found, f"inner products equal to within {bound:.3g} (shape {spec.shape})")
             )
-    if problems:
-        remedy = "make scatter the transpose of gather, with the sum over ranks"
-        raise AssertionError(leaf_error("check_adjoint: scatter is not gather's transpose", problems, remedy).args[0])
+    remedy = "make scatter the transpose of gather, with the sum over ranks"
+    refuse("check_adjoint: scatter is not gather's transpose", problems, remedy, AssertionError)
 
 
 class TransformReport(NamedTuple):
@@ -223,9 +222,8 @@ class _Trial:
             for found, (path, (_, bound)) in zip(worst, self.excess.items(), strict=True)
             if not found <= bound
         ]
-        if problems:
-            remedy = "mend these in the transform, or state its error where it is lossy"
-            raise AssertionError(leaf_error("check_transform: claims do not hold", problems, remedy).args[0])
+        remedy = "mend these in the transform, or state its error where it is lossy"
+        refuse("check_transform: claims do not hold", problems, remedy, AssertionError)
 
     def _batch(self, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         draw = torch.Generator().manual_seed(seed)

@@ -9,7 +9,7 @@ import torch
 
 from fshard.checks import check_function, check_local, check_transforms
 from fshard.collectives import located, maps_of, reduction_axes, walked
-from fshard.errors import Problem, leaf_error
+from fshard.errors import Problem, refuse
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, unflatten
 
 
@@ -76,10 +76,8 @@ def check_varying(f: Callable[..., Any], params: Tree, *args: Any) -> None:
     loss = out[0] if isinstance(out, tuple) else out
     followed = Flat(flat.paths, leaves, flat.treedef)
     problems = [problem for axis in axes for problem in _wrong_steps(loss, followed, axis, axis in reduced)]
-    if problems:
-        remedy = "see the docstrings of psum, psum_invariant and pvary"
-        text = leaf_error("check_varying: varying and invariant values are mixed", problems, remedy).args[0]
-        raise AssertionError(text)
+    remedy = "see the docstrings of psum, psum_invariant and pvary"
+    refuse("check_varying: varying and invariant values are mixed", problems, remedy, AssertionError)
 
 
 def _tracked(leaf: Any) -> Any:
