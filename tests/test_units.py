@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.unit_models import (
-    BY_STRATEGIES,
     LENGTH,
     MORE_RULES,
     RULES,
@@ -18,6 +17,7 @@ from tests.unit_models import (
     Perceptron,
     assert_one_process,
     assert_one_process_on_ranks,
+    by_strategies,
     filled,
     tokens,
     vectors,
@@ -161,8 +161,7 @@ LANGUAGES = {
 
 
 @pytest.mark.rows(1)
-@BY_STRATEGIES
-@pytest.mark.parametrize("rule", MORE_RULES)
+@by_strategies("rule", ("two classes", "every module"), MORE_RULES)
 @pytest.mark.parametrize("name", LANGUAGES)
 def test_language_models(name, rule, strategies):
     assert_one_process_on_ranks(filled(LANGUAGES[name]()), tokens, MORE_RULES[rule], strategies)
@@ -258,8 +257,7 @@ MODULE_RULES = {"every module": nn.Module, "parts": "parts.*", "one unit": None,
 
 
 @pytest.mark.rows(1)
-@BY_STRATEGIES
-@pytest.mark.parametrize("rule", MODULE_RULES)
+@by_strategies("rule", ("every module", "parts"), MODULE_RULES)
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(name, rule, strategies):
     assert_one_process_on_ranks(filled(MODULES[name]()), vectors, MODULE_RULES[rule], strategies)

@@ -12,7 +12,6 @@ import fshard as fs
 from tests.ranks import on_ranks
 from tests.trees import one_axis
 from tests.unit_models import (
-    BY_STRATEGIES,
     HIDDEN,
     MORE_RULES,
     STRATEGIES,
@@ -21,6 +20,7 @@ from tests.unit_models import (
     Language,
     assert_one_process,
     assert_one_process_on_ranks,
+    by_strategies,
     filled,
     tokens,
     vectors,
@@ -118,8 +118,7 @@ MODELS = {
 
 
 @pytest.mark.rows(1)
-@BY_STRATEGIES
-@pytest.mark.parametrize("rule", MORE_RULES)
+@by_strategies("rule", ("two classes", "every module"), MORE_RULES)
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpointed_models(name, rule, strategies):
     assert_one_process_on_ranks(filled(MODELS[name]()), tokens, MORE_RULES[rule], strategies)

@@ -11,13 +11,13 @@ from fshard.testing import assert_trees_close, spmd
 from tests.trees import one_axis
 from tests.unit_models import (
     BOUND,
-    BY_STRATEGIES,
     HIDDEN,
     MORE_RULES,
     WIDTH,
     Block,
     Perceptron,
     assert_one_process_on_ranks,
+    by_strategies,
     filled,
     full,
     one_process,
@@ -121,8 +121,7 @@ CRITIC_RULES = MORE_RULES | {"a list": MORE_RULES["a list"][1:]}
 
 
 @pytest.mark.rows(1)
-@BY_STRATEGIES
-@pytest.mark.parametrize("rule", CRITIC_RULES)
+@by_strategies("rule", ("every module",), CRITIC_RULES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name, rule, strategies):
     build, loss_of = LOSSES[name]

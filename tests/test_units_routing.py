@@ -13,7 +13,6 @@ from fshard.testing import assert_trees_close
 from tests.ranks import on_ranks
 from tests.trees import one_axis
 from tests.unit_models import (
-    BY_STRATEGIES,
     CHOSEN,
     HIDDEN,
     RANKS,
@@ -23,6 +22,7 @@ from tests.unit_models import (
     Perceptron,
     assert_one_process,
     assert_one_process_on_ranks,
+    by_strategies,
     filled,
     tokens,
     vectors,
@@ -123,8 +123,7 @@ def batches(routing, world_size):
 
 
 @pytest.mark.rows(2)
-@BY_STRATEGIES
-@pytest.mark.parametrize("routing", ROUTINGS)
+@by_strategies("routing", ("different",), ROUTINGS)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("model", MODELS)
 def test_routing_differs_between_ranks(model, rule, routing, strategies):

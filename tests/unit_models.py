@@ -1,6 +1,6 @@
 """Modules cut into units in every way, whose forward returns this rank's loss, and the numbers of one process."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -128,9 +128,13 @@ CHOSEN = {
     3: {"some kept, prefetch 2": STRATEGIES["some kept, prefetch 2"]},
 }
 EVERY = dict.fromkeys((1, 2, RANKS), STRATEGIES)
-BY_STRATEGIES = pytest.mark.parametrize(
-    "strategies", (CHOSEN, pytest.param(EVERY, marks=pytest.mark.slow)), ids=("chosen", "every")
-)
+
+
+def by_strategies(column: str, few: Iterable[str], all_of_them: Iterable[str]) -> pytest.MarkDecorator:
+    """Rows of another column and strategies: few with those that are chosen, and all of them with every one, slow."""
+    chosen = [pytest.param(name, CHOSEN, id=f"{name}-chosen") for name in few]
+    every = [pytest.param(name, EVERY, id=f"{name}-every", marks=pytest.mark.slow) for name in all_of_them]
+    return pytest.mark.parametrize(f"{column}, strategies", chosen + every)
 
 
 Loss = Callable[..., torch.Tensor]
