@@ -14,7 +14,7 @@ from fshard.interop.ranks import agree
 from fshard.interop.state_dict import Entry, Names, entry_of, named_leaves, owned_tensors, read_leaves, with_leaves
 from fshard.mesh import world
 from fshard.optim.from_torch import TorchState
-from fshard.tree import Tree, flatten, tree_map
+from fshard.tree import Tree, flatten, map_nodes, tree_map
 
 StateDict = dict[str, Any]
 
@@ -136,7 +136,7 @@ def optimizer_leaves(label: str, opt_state: Tree) -> dict[tuple[str, str], Any]:
         return None if leaf is None else (describe(leaf), "nothing but the state of fs.from_torch")
 
     remedy = "save it by fs.checkpoint.save, or pass the part that fs.from_torch made"
-    rest = flatten(_mapped(opt_state, lambda state: None))
+    rest = flatten(map_nodes(lambda state: None, opt_state, TorchState))
     check_leaves(f"{label}: torch's optimizers have no such state", rest, misfit, remedy)
     return {(name, slot): leaf for state in states_of(opt_state) for name, slot, leaf in _slots(state)}
 
@@ -200,13 +200,13 @@ def rebuilt(
         updated = torch.full_like(state.updates, count)
         return TorchState(updated, slots, hyper, tree_map(torch.zeros_like, state.missed))
 
-    return _mapped(like, change)
+    return map_nodes(change, like, TorchState)
 
 
 def states_of(opt_state: Tree) -> list[TorchState]:
     """The states that `from_torch` made, in any parts of a state."""
     found: list[TorchState] = []
-    _mapped(opt_state, found.append)
+    map_nodes(found.append, opt_state, TorchState)
     return found
 
 
@@ -225,15 +225,3 @@ def _never_updated(opt_state: Tree) -> set[str]:
         for name, count in named_leaves(tree)
         if int(count) == none
     }
-
-
-def _mapped(tree: Tree, change: Callable[[TorchState], Any]) -> Tree:
-    """Return a tree with others in the place of states that `from_torch` made."""
-    if isinstance(tree, TorchState):
-        return change(tree)
-    if isinstance(tree, Mapping):
-        return {name: _mapped(value, change) for name, value in tree.items()}
-    if isinstance(tree, tuple | list):
-        parts = [_mapped(value, change) for value in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    return tree

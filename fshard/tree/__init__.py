@@ -18,6 +18,7 @@ from fshard.tree.nodes import (
     leaves_of,
     like,
     map_leaves,
+    map_nodes,
     names_of,
     subtrees,
     tensor_of,

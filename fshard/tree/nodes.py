@@ -214,6 +214,12 @@ def map_leaves(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     return unflatten(treedef, [f(*row) for row in zip(leaves, *map(leaves_of, rest), strict=True)])
 
 
+def map_nodes(f: Callable[[Any], Any], tree: Tree, cls: type) -> Tree:
+    """Map `f` over the nodes of a class; other leaves stay as they are, Sharded and None among them."""
+    leaves, treedef = optree.tree_flatten(tree, is_leaf=lambda x: isinstance(x, cls | Sharded), none_is_leaf=True)
+    return unflatten(treedef, [f(leaf) if isinstance(leaf, cls) else leaf for leaf in leaves])
+
+
 @functools.lru_cache(maxsize=256)
 def names_of(treedef: Treedef) -> tuple[str, ...]:
     """The leaves' names: their keys, indices and fields joined by dots, as in blocks.0.norm."""
