@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard.checks import FINITE, Range, check_floating, check_numbers
-from fshard.errors import expect
 from fshard.optim.leaves import (
     check_real,
     check_state,
@@ -29,7 +28,7 @@ from fshard.optim.scale import (
     scale_by_trust_ratio,
     updates_of,
 )
-from fshard.optim.schedules import Number, Rate, check_rates, value_of
+from fshard.optim.schedules import Number, Rate, check_rates, is_pair, value_of
 from fshard.tree import (
     Added,
     Flat,
@@ -269,8 +268,8 @@ def adafactor(
         ValueError: if a number is out of range; from init, if a leaf is no real floating tensor.
     """
     check_rates("adafactor", lr, weight_decay=weight_decay)
-    pair = isinstance(eps, Sequence) and len(eps) == 2 and not isinstance(eps, str)
-    expect(pair, "adafactor", "eps to be two numbers", f"{eps!r:.40}")
+    if not is_pair(eps):
+        raise ValueError(f"adafactor: expected eps to be two numbers, got {eps!r:.40}")
     check_numbers("adafactor", Range("a finite number, 1 or more", lambda number: 1 <= number < math.inf), d=d)
     check_factored("adafactor", beta2_decay, **{f"eps[{i}]": x for i, x in enumerate(eps) if i or x is not None})
     scaling = scale_by_factored_rms(beta2_decay, eps[0])

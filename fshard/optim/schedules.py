@@ -95,10 +95,16 @@ def check_rates(what: str, lr: Rate, betas: Any = (), **numbers: Number) -> None
     """
     if not callable(lr):
         check_numbers(what, NOT_NEGATIVE, lr=lr)
-    pair = betas == () or (isinstance(betas, Sequence) and len(betas) == 2 and not isinstance(betas, str))
-    expect(pair, what, "betas to be two numbers", f"{betas!r:.40}")
+    # Shown where wrong alone: the host would wait for a tensor of another device.
+    if betas != () and not is_pair(betas):
+        raise ValueError(f"{what}: expected betas to be two numbers, got {betas!r:.40}")
     check_numbers(what, FRACTION, **{f"betas[{i}]": beta for i, beta in enumerate(betas)})
     check_numbers(what, NOT_NEGATIVE, **numbers)
+
+
+def is_pair(value: Any) -> bool:
+    """Tell whether a value is a sequence of two."""
+    return isinstance(value, Sequence) and len(value) == 2 and not isinstance(value, str)
 
 
 def value_of(rate: Rate, count: torch.Tensor) -> Any:
