@@ -177,6 +177,8 @@ def valid(plan: Plan) -> Plan:
             block = replace(block, hook="")
         if block.hook == "clamp" and (plan.micro > 1 or not exact or "complex" in kind.feature):
             block = replace(block, hook="mask")
+        if block.hook and block.tie is not None and blocks[block.tie].frozen:
+            block = replace(block, hook="")
         if block.hook and block.frozen:
             block = replace(block, frozen=False)
         if block.keeps and (block.wrap not in ("none", "twice") or around(plan, i) or block.when != "always"):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.fuzz.kinds import KINDS
-from tests.fuzz.plan import WHENS, Block, Plan, around, shared, takes_gradient
+from tests.fuzz.plan import STATE, WHENS, Block, Plan, around, shared, takes_gradient
 
 HEAD = '''"""{title}
 
@@ -194,6 +194,7 @@ def runs_on_torch_ddp(plan: Plan) -> bool:
     """Whether DDP can be asked: it averages, knows no policies, and what it finds unused must hold in one backward."""
     features = plan.features()
     other = {"accumulate", "raises", "reentrant", "complex", "derivative-inside", "save_on_cpu"}
+    other.add(STATE)  # its module keeps what a forward sets
     plain = plan.form == "module" and plan.reduce == "mean" and not plan.dtype.startswith("policy")
     # DDP needs a loss that takes a gradient on every rank.
     return plain and plan.world == 2 and takes_gradient(plan) and not features & other
