@@ -527,10 +527,15 @@ def closed(
         said = [f"{path} {'used' if yes else 'unused'}" for path, yes in zip(paths, used, strict=True)]
         comm.ops.told(json.dumps({"leaves": said}))
     else:
-        # In the dtype of the loss, so that all travel in one buffer.
-        numbers = [value, torch.tensor([*used, *status], dtype=value.dtype, device=value.device)]
+        # Between processors where they can, or the host would wait for its accelerator; in the dtype of the loss, so
+        # that both can travel in one buffer.
+        device = torch.device("cpu") if all(map(comm.serves_host, asked)) else value.device
+        numbers = [value, torch.tensor([*used, *status], dtype=value.dtype, device=device)]
+    together = [numbers] if numbers[-1].device == value.device else [[number] for number in numbers]
     for axis in asked:
-        numbers = comm.all_reduce(numbers, axis, comm.Label(comm.Verb.OBJECTIVE, phase=comm.Phase.END))
+        label = comm.Label(comm.Verb.OBJECTIVE, phase=comm.Phase.END)
+        together = [comm.all_reduce(each, axis, label) for each in together]
+    numbers = [number for each in together for number in each]
     if not asked or len(numbers) == 1:
         return numbers[0], used, list(status)
     found = [number > 0 for number in numbers[1].tolist()]

@@ -26,7 +26,8 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None) -> Mesh:
 
     Args:
         shape: Size of each named axis, outermost first; one of them may be -1 for "the rest of the ranks".
-        device: "cpu" or "cuda"; by default "cuda" where there is one.
+        device: "cpu" or the type of an accelerator, such as "cuda" or "xpu"; by default the one that torch finds,
+            where torch.distributed has a backend of its own for it, else "cpu".
 
     Returns:
         A torch DeviceMesh of that shape with named axes.
@@ -41,7 +42,7 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None) -> Mesh:
     >>> init_mesh({"shard": -1}, device="cpu").size()
     1
     """
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
+    device = _default_device() if device is None else device
     try:
         _check_device(device)
         sizes = _sizes(shape, dist.get_world_size() if dist.is_initialized() else _launched())
@@ -112,11 +113,25 @@ def world() -> Axis:
     return Axis("world", group.size(), group.group_name)
 
 
+def _accelerator() -> str | None:
+    """Find the type of this machine's accelerator."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def _default_device() -> str:
+    found = _accelerator()
+    # gloo serves devices that have no backend of their own, such as "mps", through the processor.
+    backend = dist.Backend.default_device_backend_map.get(found or "cpu", "gloo")
+    return "cpu" if found is None or backend == "gloo" else found
+
+
 def _check_device(device: str) -> None:
-    if not isinstance(device, str) or device not in ("cpu", "cuda"):
-        raise ValueError(f'init_mesh: expected device to be "cpu" or "cuda", got {device!r}')
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError('init_mesh: device is "cuda" and torch finds no CUDA device; pass device="cpu" or None')
+    known = [each for each in ("cpu", _accelerator()) if each]
+    if device not in known:
+        raise ValueError(
+            f"init_mesh: expected device to be one of {known}, which torch finds here, got {device!r:.100}"
+        )
     if dist.is_initialized():
         _check_backend(device)
 
@@ -178,9 +193,11 @@ def _check_backend(device: str) -> None:
 
 
 def _start(device: str) -> None:
-    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    backend = dist.get_default_backend_for_device(device)
+    if device != "cpu":
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+        # Ranks compare what they do by messages between processors, for which no host waits for its accelerator.
+        backend = f"cpu:gloo,{device}:{backend}"
     if _restarts_here():
         store, rank, ranks = next(iter(dist.rendezvous("env://")))  # type: ignore[attr-defined]
         prefix = f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}"

@@ -59,7 +59,7 @@ MESHES = [
     setup(
         "no such device",
         partial(fs.init_mesh, device="tpu"),
-        'init_mesh: expected device to be "cpu" or "cuda", got \'tpu\'',
+        "init_mesh: expected device to be one of ['cpu'], which torch finds here, got 'tpu'",
         {"shard": -1},
     ),
 ]
@@ -168,7 +168,7 @@ PROCESS = {
         None,
         {"shard": -1},
         "cuda",
-        'init_mesh: device is "cuda" and torch finds no CUDA device; pass device="cpu" or None',
+        "init_mesh: expected device to be one of ['cpu'], which torch finds here, got 'cuda'",
     ),
     "a launcher's ranks that do not divide": (
         {"RANK": "1", "WORLD_SIZE": "3"},

@@ -38,7 +38,8 @@ from fshard._compat.autograd import (
 from fshard._compat.collectives import (
     exchange_notes,
     fake_process_groups,
-    group_backend,
+    group_coalesces,
+    group_devices,
     group_rank,
     group_ranks,
     group_size,

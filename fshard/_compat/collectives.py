@@ -56,12 +56,21 @@ def group_ranks(name: str) -> list[int]:
     return torch.distributed.get_process_group_ranks(resolve_process_group(name))
 
 
-def group_backend(name: str) -> str:
-    """The backend of the process group of a name. Checked on 2.13."""
+def group_devices(name: str) -> dict[str, str]:
+    """The backends of the process group of a name, by the types of devices that they serve. Checked on 2.13."""
     group = resolve_process_group(name)
     if group.group_desc.startswith(_FAKE):
-        return group.group_desc.removeprefix(_FAKE)
-    return torch.distributed.get_backend(group)
+        backend = group.group_desc.removeprefix(_FAKE)
+        return {"cuda" if backend == "nccl" else "cpu": backend}
+    return dict(pair.split(":") for pair in torch.distributed.get_backend_config(group).split(","))
+
+
+def group_coalesces(name: str, device: str) -> bool:
+    """Whether a process group runs collectives of many tensors of a device as one. Checked on 2.13."""
+    group = resolve_process_group(name)
+    if group.group_desc.startswith(_FAKE):
+        return group.group_desc == _FAKE + "nccl"
+    return group._get_backend(torch.device(device)).supports_coalescing
 
 
 @contextmanager

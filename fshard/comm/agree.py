@@ -12,11 +12,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from fshard import _compat
 from fshard.comm import ops
-from fshard.comm.collective import all_gather, backend_of
+from fshard.comm.collective import all_gather, message_device, serves_host
 from fshard.comm.events import WIDTH, Label, Phase, Verb, decoded, encoded, labelled
 from fshard.comm.recorder import CollectiveError
 from fshard.errors import Problem, leaf_error
@@ -267,8 +266,7 @@ def _asked(axes: Sequence[Axis]) -> list[Axis]:
 
 
 def _exchange(tensor: torch.Tensor, axis: Axis, label: str | Label) -> torch.Tensor:
-    backend = dist.get_backend(_compat.resolve_process_group(axis.group_name))
-    return all_gather([tensor.to("cuda" if backend == "nccl" else "cpu")], axis, label)[0].cpu()
+    return all_gather([tensor.to(message_device(axis))], axis, label)[0].cpu()
 
 
 def _first(numbers: list[int], kind: str, axis: Axis, label: str | Label) -> list[list[int]]:
@@ -374,7 +372,8 @@ class Peers:
     def begin(self, new: bool, error: Exception | None = None) -> bool:
         """See by one message that every rank begins the same call.
 
-        Accelerators send none for a call that they know, because the host would have to wait for it in every step.
+        Where accelerators alone can send, they send none for a call that they know: the host would have to wait for its
+        accelerator in every step.
 
         Args:
             new: Whether this rank does not know the order of the call.
@@ -387,7 +386,7 @@ class Peers:
             ValueError: on every rank, if ranks make different calls or were told different things.
             RuntimeError: if another rank failed.
         """
-        if not self.axes or (not new and not _compat.is_tracing() and backend_of(self.axes) == "nccl"):
+        if not self.axes or (not new and not _compat.is_tracing() and not all(map(serves_host, self.axes))):
             return new
         event = Label(Verb.AGREE, call=self._what, phase=Phase.BEGIN)
         return bool(self.agree(event, flags=(0,) if new else (), error=error, where=self._what))
@@ -477,6 +476,7 @@ def same_call(
         ValueError: on every rank, if ranks make different calls or were told different things.
         RuntimeError: if another rank failed.
     """
-    if any(axis.size > 1 for axis in axes) and backend_of(axes) != "nccl":
+    sent_over = [axis for axis in axes if axis.size > 1]
+    if sent_over and all(map(serves_host, sent_over)):
         facts = facts_of(what, facts, **told) if isinstance(facts, Flat) else facts
         Peers(what, axes, facts).begin(new=False, error=error)

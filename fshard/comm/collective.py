@@ -40,17 +40,21 @@ def rank(axis: Axis) -> int:
     return 0 if axis.size == 1 else _compat.group_rank(axis.group_name)
 
 
-def backend_of(axes: Sequence[Axis]) -> str:
-    """Find the backend by which collectives over some axes choose their algorithm.
+def serves_host(axis: Axis) -> bool:
+    """Tell whether the ranks of an axis can send each other tensors of the processor.
 
     Args:
-        axes: Mesh axes.
+        axis: A mesh axis of more than one rank.
 
     Returns:
-        "nccl", or "gloo" for all others, whose algorithms are the same.
+        Whether a message between ranks needs no host to wait for its accelerator.
     """
-    names = {_compat.group_backend(axis.group_name) for axis in axes if axis.size > 1}
-    return "nccl" if "nccl" in names else "gloo"
+    return "cpu" in _compat.group_devices(axis.group_name)
+
+
+def message_device(axis: Axis) -> str:
+    """Find the device from which ranks send each other messages: the processor where they can."""
+    return "cpu" if serves_host(axis) else next(iter(_compat.group_devices(axis.group_name)))
 
 
 class _FakeWorld:
@@ -100,15 +104,19 @@ def has_one_rank(axis: Axis) -> bool:
     return axis.size == 1
 
 
-def resolve(algorithm: Algorithm, axis: Axis) -> Algorithm:
-    """Choose by backend where `algorithm` is "auto": coalesced for NCCL, direct elsewhere."""
+def resolve(algorithm: Algorithm, axis: Axis, device: torch.device) -> Algorithm:
+    """Choose by backend where `algorithm` is "auto": direct for processors; for accelerators coalesced if it can."""
     if _compat.is_linearizing():
         needed = "torch.func.jvp for each tangent, or vmap of it"
         raise ValueError(f"expected {needed}, got torch.func.linearize, which folds collectives away")
     if algorithm != "auto":
         return algorithm
-    backend = _compat.group_backend(axis.group_name)
-    return "coalesced" if backend == "nccl" else "direct"
+    backends = _compat.group_devices(axis.group_name)
+    # A fake group has one backend, whatever device the tensors of a plan are on.
+    mover = device.type if device.type in backends else next(iter(backends))
+    if backends[mover] == backends.get("cpu"):
+        return "direct"
+    return "coalesced" if _compat.group_coalesces(axis.group_name, mover) else "flat"
 
 
 def _named(axis: Axis) -> tuple[str, int, str]:
@@ -190,7 +198,7 @@ def start_all_gather(
     """
     if has_one_rank(axis) or not shards:
         return lambda: [shard.unsqueeze(0) for shard in shards]
-    algorithm = resolve(algorithm, axis)
+    algorithm = resolve(algorithm, axis, shards[0].device)
     packed = packing(shards, axis.size, algorithm, bucket_bytes)
     shapes = [shard.shape for shard in shards]
     buffers = ops.all_gather(packed.pack(shards, 0), *_named(axis), algorithm, encoded(labelled(label)))
@@ -218,7 +226,7 @@ def start_reduce_scatter(
     """
     if has_one_rank(axis) or not stacks:
         return lambda: [stack[0] for stack in stacks]
-    algorithm = resolve(algorithm, axis)
+    algorithm = resolve(algorithm, axis, stacks[0].device)
     packed = packing(stacks, 1, algorithm, bucket_bytes)
     shapes = [stack.shape[1:] for stack in stacks]
     sources = packed.pack(stacks, 1)
@@ -249,7 +257,7 @@ def start_all_reduce(
     if has_one_rank(axis) or not tensors:
         return lambda: list(tensors)
     # The gather that runs when it is finished is for the same units.
-    algorithm, label = resolve(algorithm, axis), labelled(label)
+    algorithm, label = resolve(algorithm, axis, tensors[0].device), labelled(label)
     packed = packing(tensors, 1, algorithm, bucket_bytes)
     shapes = [tensor.shape for tensor in tensors]
     buffers = packed.pack(tensors, 0)
@@ -389,11 +397,18 @@ def start_all_to_all(
     flat = [_packed(row) for row in send]
     sizes = [sum(_padded(shape.numel() * dtype.itemsize) for shape, dtype in row) for row in receive]
     # Where a rank is sent nothing there is no tensor to tell the device.
-    device = next((tensor.device for row in send for tensor in row), None)
-    rows = torch.cat([row.to(device) for row in flat])
+    device = next((tensor.device for row in send for tensor in row), torch.device("cpu"))
+    # Numbers that optimizers keep on the processor travel from the accelerator where nothing else does.
+    served = device.type in _compat.group_devices(axis.group_name)
+    rows = torch.cat([row.to(device if served else message_device(axis)) for row in flat])
     lengths = [row.numel() for row in flat]
     buffer = ops.all_to_all(rows, lengths, sizes, *_named(axis), encoded(labelled(label)))
-    return lambda: [_unpacked(part, kinds) for part, kinds in zip(ops.wait(buffer).split(sizes), receive, strict=True)]
+
+    def finish() -> list[list[torch.Tensor]]:
+        parts = ops.wait(buffer).to(device).split(sizes)
+        return [_unpacked(part, kinds) for part, kinds in zip(parts, receive, strict=True)]
+
+    return finish
 
 
 def _padded(nbytes: int) -> int:

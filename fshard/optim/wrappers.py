@@ -125,7 +125,7 @@ def dynamic_loss_scale(
         The optimizer; its state holds the `scale`.
 
     Raises:
-        ValueError: if a number is out of range; from update, if the scale becomes 0.
+        ValueError: if a number is out of range; from an update of processors outside of jit, if the scale becomes 0.
     """
     check_optimizer("dynamic_loss_scale", tx)
     # As the scale is kept.
@@ -140,8 +140,9 @@ def dynamic_loss_scale(
     check_numbers("dynamic_loss_scale", POSITIVE, growth_interval=growth_interval)
 
     def init(params: Tree) -> ScaleState:
-        zero = torch.zeros((), dtype=torch.int64)
-        return ScaleState(start.clone(), zero, zero.clone(), tx.init(params))
+        device = next((tensor_of(leaf).device for leaf in leaves_of(params) if leaf is not None), None)
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        return ScaleState(start.clone().to(zero.device), zero, zero.clone(), tx.init(params))
 
     def run(grads: Tree, state: ScaleState, params: Tree, donate: bool = False) -> tuple[Tree, ScaleState]:
         check_state("dynamic_loss_scale", state, ScaleState)
@@ -150,11 +151,11 @@ def dynamic_loss_scale(
         grads = map_gradients(lambda grad: grad.to(torch.promote_types(grad.dtype, torch.float32)) * inverse, grads)
         finite, step = all_finite(grads), step_of(tx, donate)
         good = torch.where(finite, state.good + 1, 0)
-        grown, one = good == growth_interval, torch.ones((), dtype=torch.float64)
+        grown, one = good == growth_interval, torch.ones((), dtype=torch.float64, device=finite.device)
         factor = torch.where(finite, torch.where(grown, growth_factor * one, one), backoff_factor * one)
         scale = (state.scale * factor).float()
         scale = torch.where(torch.isinf(scale), state.scale, scale)
-        if _has_values() and scale == 0:
+        if scale.is_cpu and _has_values() and scale == 0:
             raise ValueError("dynamic_loss_scale: expected a scale above 0, got 0; look for a nan in the loss itself")
         params, inner = either(finite, lambda: step(grads, state.inner, params), lambda: (params, state.inner))
         good = torch.where(grown, 0, good)
@@ -307,8 +308,8 @@ def all_finite(grads: Tree) -> torch.Tensor:
 
 
 def either(flag: torch.Tensor, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
-    """Return one of two trees by a flag: one is computed, or both where the flag has no value yet."""
-    if _has_values():
+    """Return one of two trees by a flag: both are computed where its value is not known, or only to an accelerator."""
+    if flag.is_cpu and _has_values():
         return yes() if bool(flag) else no()
     return tree_map(lambda a, b: torch.where(flag, a, b), yes(), no())
 

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fshard import comm
 from fshard.checks import describe
 from fshard.errors import expect
 from fshard.plan import Plan, plan
@@ -70,7 +69,8 @@ def assert_budget(
         axes = list(dict.fromkeys(axis for leaf in leaves for axis in leaf.spec.axes))
         mesh = {axis.name: axis.size for axis in axes}
         if axes and "backend" not in options:
-            options["backend"] = comm.backend_of(axes)
+            kinds = {leaf.local.device.type for leaf in leaves}
+            options["backend"] = "gloo" if kinds == {"cpu"} else "nccl"
     found = plan(step, *args, mesh=mesh, **options)
     broken = list(_broken(found, limits, by_op))
     if broken:

@@ -66,7 +66,11 @@ class _Offload(BuiltIn):
         return [leaf.to(self.device, non_blocking=True) for leaf in leaves]
 
     def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
-        return [grad.to("cpu") for grad in grads]
+        kept = [grad.to("cpu", non_blocking=True) for grad in grads]
+        if self.device.type != "cpu":
+            # Once for all: the processor is to read them.
+            torch.accelerator.current_stream(self.device).synchronize()
+        return kept
 
 
 def offload(device: torch.device | str | None = None) -> ShardTransform:
