@@ -1,0 +1,622 @@
+// A device "emu" whose memory is the processor's: its operators run the processor's kernels on the same bytes.
+//
+// It has what an accelerator has and a test can see: tensors that no kernel mixes with the processor's, an autograd
+// thread of its own, streams and events, and a log of every copy to the host or the device, of every wait of the host
+// for the device, and of every operator that a stream runs.
+#include <ATen/Functions.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <mutex>
+
+namespace {
+
+using at::Tensor;
+constexpr auto EMU = c10::DeviceType::PrivateUse1;
+constexpr auto EMU_KEY = c10::DispatchKey::PrivateUse1;
+const c10::Device DEVICE(EMU, 0);
+
+std::mutex log_mutex;
+std::vector<std::string> events;
+
+void note(const std::string& event) {
+  std::lock_guard<std::mutex> lock(log_mutex);
+  events.push_back(event);
+}
+
+// ---- memory
+
+constexpr size_t ALIGNMENT = 64;
+
+void free_emu(void* memory) {
+  std::free(memory);
+}
+
+struct EmuAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t nbytes) override {
+    void* memory = nbytes ? std::aligned_alloc(ALIGNMENT, (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT) : nullptr;
+    return {memory, memory, &free_emu, DEVICE};
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &free_emu;
+  }
+  void copy_data(void* target, const void* source, std::size_t count) const override {
+    default_copy_data(target, source, count);
+  }
+};
+EmuAllocator allocator;
+REGISTER_ALLOCATOR(EMU, &allocator)
+
+struct EmuHooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override {
+    return true;
+  }
+  bool isAvailable() const override {
+    return true;
+  }
+  bool hasPrimaryContext(c10::DeviceIndex) const override {
+    return true;
+  }
+  c10::DeviceIndex deviceCount() const override {
+    return 1;
+  }
+  c10::DeviceIndex getCurrentDevice() const override {
+    return 0;
+  }
+  void setCurrentDevice(c10::DeviceIndex) const override {}
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    static const at::Generator generator = at::globalContext().defaultGenerator(c10::kCPU);
+    return generator;
+  }
+  at::Device getDeviceFromPtr(void*) const override {
+    return DEVICE;
+  }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    return c10::GetAllocator(c10::kCPU);
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
+    auto memory = allocator.allocate(nbytes);
+    if (nbytes && storage.nbytes()) {
+      memcpy(memory.get(), storage.data(), std::min(nbytes, storage.nbytes()));
+    }
+    storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(memory));
+    storage.unsafeGetStorageImpl()->set_nbytes(nbytes);
+  }
+};
+
+// ---- streams: what is enqueued runs at once, and the log has its order
+
+thread_local c10::StreamId current_stream = 0;
+std::atomic<c10::StreamId> streams{0};
+
+struct EmuGuard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override {
+    return EMU;
+  }
+  c10::Device exchangeDevice(c10::Device) const override {
+    return DEVICE;
+  }
+  c10::Device getDevice() const override {
+    return DEVICE;
+  }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::Stream getStream(c10::Device) const noexcept override {
+    return c10::Stream(c10::Stream::UNSAFE, DEVICE, current_stream);
+  }
+  c10::Stream getDefaultStream(c10::Device) const override {
+    return c10::Stream(c10::Stream::UNSAFE, DEVICE, 0);
+  }
+  c10::Stream getNewStream(c10::Device, int) const override {
+    return c10::Stream(c10::Stream::UNSAFE, DEVICE, ++streams);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const noexcept override {
+    auto before = getStream(DEVICE);
+    current_stream = stream.id();
+    return before;
+  }
+  c10::DeviceIndex deviceCount() const noexcept override {
+    return 1;
+  }
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+    *event = reinterpret_cast<void*>(stream.id() + 1);
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    auto source = reinterpret_cast<c10::StreamId>(event) - 1;
+    note("order stream " + std::to_string(stream.id()) + " after " + std::to_string(source));
+  }
+  bool queryEvent(void*) const override {
+    return true;
+  }
+  void destroyEvent(void*, c10::DeviceIndex) const noexcept override {}
+  void synchronizeEvent(void*) const override {
+    note("sync event");
+  }
+  bool queryStream(const c10::Stream&) const override {
+    return true;
+  }
+  void synchronizeStream(const c10::Stream&) const override {
+    note("sync stream");
+  }
+  void synchronizeDevice(c10::DeviceIndex) const override {
+    note("sync device");
+  }
+  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream& stream) const override {
+    note("record stream " + std::to_string(stream.id()));
+  }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, EmuGuard)
+
+// ---- the same bytes as a tensor of the other device
+
+c10::Storage storage_over(const c10::Storage& storage, c10::Device device) {
+  auto* kept = new c10::Storage(storage);
+  auto deleter = [](void* context) { delete static_cast<c10::Storage*>(context); };
+  c10::DataPtr memory(const_cast<void*>(storage.data()), kept, deleter, device);
+  return c10::Storage(
+      c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(memory), c10::GetAllocator(device.type()), true);
+}
+
+Tensor with_storage(const Tensor& like, c10::Storage storage, c10::DispatchKey key) {
+  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  if (like.is_conj()) {
+    made._set_conj(true);
+  }
+  if (like.is_neg()) {
+    made._set_neg(true);
+  }
+  return made;
+}
+
+Tensor on_host(const Tensor& tensor) {
+  return with_storage(tensor, storage_over(tensor.storage(), c10::kCPU), c10::DispatchKey::CPU);
+}
+
+Tensor on_emu(const Tensor& tensor) {
+  return with_storage(tensor, storage_over(tensor.storage(), DEVICE), EMU_KEY);
+}
+
+bool is_emu(const Tensor& tensor) {
+  return tensor.defined() && tensor.device().type() == EMU;
+}
+
+// ---- operators
+
+void check_devices(const c10::OperatorHandle& op, const std::vector<Tensor>& tensors) {
+  bool emu = false;
+  const Tensor* host = nullptr;
+  for (const auto& tensor : tensors) {
+    emu = emu || is_emu(tensor);
+    // As on other accelerators, a number of the processor goes with any tensor.
+    if (tensor.defined() && tensor.device().is_cpu() && tensor.dim() > 0) {
+      host = &tensor;
+    }
+  }
+  TORCH_CHECK(!(emu && host), op.schema().name(), ": expected all tensors to be on the same device, found emu and cpu");
+}
+
+// An operator may have made its out= larger.
+void take_resized(const Tensor& tensor, const Tensor& host) {
+  if (is_emu(tensor) && host.storage().data() != tensor.storage().data()) {
+    tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(storage_over(host.storage(), DEVICE));
+  }
+  if (is_emu(tensor) && host.sizes() != tensor.sizes()) {
+    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
+  }
+}
+
+void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const auto count = schema.arguments().size();
+  const auto begin = stack->size() - count;
+  const std::vector<c10::IValue> given(stack->begin() + begin, stack->end());
+  std::vector<Tensor> tensors;
+  for (size_t i = 0; i < count; ++i) {
+    auto& value = (*stack)[begin + i];
+    if (value.isTensor()) {
+      tensors.push_back(value.toTensor());
+      if (is_emu(value.toTensor())) {
+        value = on_host(value.toTensor());
+      }
+    } else if (value.isTensorList() || value.isOptionalTensorList() || value.isList()) {
+      auto list = value.toListRef();
+      bool any = false;
+      for (const auto& item : list) {
+        any = any || (item.isTensor() && is_emu(item.toTensor()));
+      }
+      for (const auto& item : list) {
+        if (item.isTensor()) {
+          tensors.push_back(item.toTensor());
+        }
+      }
+      if (!any) {
+        continue;
+      }
+      if (value.isTensorList()) {
+        c10::List<Tensor> moved;
+        for (const auto& item : list) {
+          moved.push_back(is_emu(item.toTensor()) ? on_host(item.toTensor()) : item.toTensor());
+        }
+        value = std::move(moved);
+      } else {
+        c10::List<std::optional<Tensor>> moved;
+        for (const auto& item : list) {
+          std::optional<Tensor> each;
+          if (item.isTensor()) {
+            each = is_emu(item.toTensor()) ? on_host(item.toTensor()) : item.toTensor();
+          }
+          moved.push_back(each);
+        }
+        value = std::move(moved);
+      }
+    } else if (value.isDevice()) {
+      value = c10::Device(c10::kCPU);
+    }
+  }
+  check_devices(op, tensors);
+  note("run " + schema.name() + " on " + std::to_string(current_stream));
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  const auto results = schema.returns().size();
+  const auto out = stack->size() - results;
+  for (size_t i = 0; i < results; ++i) {
+    auto& value = (*stack)[out + i];
+    const auto* alias = schema.returns()[i].alias_info();
+    if (alias != nullptr && alias->isWrite()) {
+      // In place, or into out=: the argument itself is the result.
+      for (size_t k = 0; k < count; ++k) {
+        const auto* other = schema.arguments()[k].alias_info();
+        if (other != nullptr && *other == *alias) {
+          if (given[k].isTensor()) {
+            take_resized(given[k].toTensor(), value.toTensor());
+          }
+          value = given[k];
+        }
+      }
+    } else if (value.isTensor()) {
+      if (value.toTensor().defined()) {
+        value = on_emu(value.toTensor());
+      }
+    } else if (value.isTensorList()) {
+      c10::List<Tensor> moved;
+      for (const Tensor& item : value.toTensorVector()) {
+        moved.push_back(on_emu(item));
+      }
+      value = std::move(moved);
+    } else if (value.isBool()) {
+      note("sync " + schema.name());
+    }
+  }
+}
+
+Tensor empty_strided(
+    c10::IntArrayRef size,
+    c10::IntArrayRef stride,
+    std::optional<c10::ScalarType> dtype,
+    std::optional<c10::Layout>,
+    std::optional<c10::Device>,
+    std::optional<bool>) {
+  auto type = c10::scalarTypeToTypeMeta(dtype.value_or(c10::typeMetaToScalarType(c10::get_default_dtype())));
+  auto nbytes = at::detail::computeStorageNbytes(size, stride, type.itemsize());
+  c10::Storage storage(c10::Storage::use_byte_size_t(), nbytes, allocator.allocate(nbytes), &allocator, true);
+  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(EMU_KEY), type);
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride);
+  return made;
+}
+
+Tensor empty(
+    c10::IntArrayRef size,
+    std::optional<c10::ScalarType> dtype,
+    std::optional<c10::Layout> layout,
+    std::optional<c10::Device> device,
+    std::optional<bool> pinned,
+    std::optional<c10::MemoryFormat> format) {
+  auto made = empty_strided(size, c10::contiguous_strides(size), dtype, layout, device, pinned);
+  if (format.value_or(c10::MemoryFormat::Contiguous) != c10::MemoryFormat::Contiguous) {
+    made.unsafeGetTensorImpl()->empty_tensor_restride(*format);
+  }
+  return made;
+}
+
+Tensor strided(
+    const Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<int64_t> offset) {
+  auto made = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(self.storage()), self.key_set(), self.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset.value_or(self.storage_offset()));
+  return made;
+}
+
+// The same view of a tensor that `viewed` is of its bytes on the host.
+Tensor view_by(const Tensor& self, const Tensor& viewed) {
+  auto made = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(self.storage()), self.key_set(), viewed.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(viewed.sizes(), viewed.strides(), viewed.storage_offset());
+  return made;
+}
+
+Tensor view(const Tensor& self, c10::IntArrayRef size) {
+  return view_by(self, on_host(self).view(size));
+}
+
+Tensor view_dtype(const Tensor& self, c10::ScalarType dtype) {
+  return view_by(self, on_host(self).view(dtype));
+}
+
+Tensor view_as_real(const Tensor& self) {
+  return view_by(self, at::view_as_real(on_host(self)));
+}
+
+Tensor view_as_complex(const Tensor& self) {
+  return view_by(self, at::view_as_complex(on_host(self)));
+}
+
+Tensor reshape_alias(const Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride) {
+  return strided(self, size, stride, std::nullopt);
+}
+
+Tensor unfold(const Tensor& self, int64_t dim, int64_t size, int64_t step) {
+  return view_by(self, on_host(self).unfold(dim, size, step));
+}
+
+const Tensor& resize_(const Tensor& self, c10::IntArrayRef size, std::optional<c10::MemoryFormat>) {
+  auto stride = c10::contiguous_strides(size);
+  auto nbytes = at::detail::computeStorageNbytes(size, stride, self.dtype().itemsize(), self.storage_offset());
+  if (nbytes > self.storage().nbytes()) {
+    at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(self.storage(), nbytes);
+  }
+  self.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, self.storage_offset());
+  return self;
+}
+
+Tensor& set_(Tensor& self, c10::Storage source, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {
+  TORCH_CHECK(source.device() == DEVICE, "set_: expected a storage on emu, found ", source.device());
+  self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(source));
+  self.unsafeGetTensorImpl()->set_sizes_and_strides(
+      size, stride.data() == nullptr && !size.empty() ? c10::IntArrayRef(c10::contiguous_strides(size)) : stride, offset);
+  return self;
+}
+
+Tensor& set_tensor(Tensor& self, const Tensor& source) {
+  return set_(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
+Tensor& set_storage(Tensor& self, c10::Storage source) {
+  int64_t numel = static_cast<int64_t>(source.nbytes() / self.dtype().itemsize());
+  return set_(self, std::move(source), 0, {numel}, {1});
+}
+
+Tensor& set_empty(Tensor& self) {
+  return set_(self, c10::Storage(c10::Storage::use_byte_size_t(), 0, allocator.allocate(0), &allocator, true), 0, {0}, {1});
+}
+
+Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
+  if (is_emu(self) != is_emu(source)) {
+    const bool to_host = is_emu(source);
+    note(std::string(to_host ? "to host " : "to emu ") + std::to_string(source.numel()) + (non_blocking ? " async" : ""));
+    if (to_host && !non_blocking) {
+      note("sync copy_");
+    }
+  } else {
+    note("run aten::copy_ on " + std::to_string(current_stream));
+  }
+  auto target = is_emu(self) ? on_host(self) : self;
+  target.copy_(is_emu(source) ? on_host(source) : source);
+  return self;
+}
+
+Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
+  Tensor self = target;
+  copy_(self, source, non_blocking);
+  return target;
+}
+
+Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
+  target.resize_(source.sizes());
+  return copy_from(source, target, false);
+}
+
+c10::Scalar local_scalar_dense(const Tensor& self) {
+  note("sync aten::_local_scalar_dense");
+  return on_host(self).item();
+}
+
+bool equal(const Tensor& self, const Tensor& other) {
+  note("sync aten::equal");
+  return on_host(self).equal(on_host(other));
+}
+
+void record_stream(Tensor& self, c10::Stream stream) {
+  note("record stream " + std::to_string(stream.id()));
+}
+
+// Their results' shapes depend on values.
+void run_and_wait(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  note("sync " + op.schema().name());
+  run_on_host(op, stack);
+}
+
+// An index of the processor is copied to the device, which the host waits for.
+void run_index(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  for (auto& value : *stack) {
+    if (!value.isOptionalTensorList()) {
+      continue;
+    }
+    c10::List<std::optional<Tensor>> moved;
+    for (const auto& item : value.toListRef()) {
+      std::optional<Tensor> each;
+      if (item.isTensor()) {
+        each = item.toTensor();
+        if (each->defined() && !is_emu(*each)) {
+          note("to emu " + std::to_string(each->numel()));
+          note("sync index");
+          each = on_emu(each->clone());
+        } else if (each->scalar_type() == c10::kBool || each->scalar_type() == c10::kByte) {
+          note("sync index by a mask");
+        }
+      }
+      moved.push_back(each);
+    }
+    value = std::move(moved);
+  }
+  run_on_host(op, stack);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("as_strided", strided);
+  m.impl("view", view);
+  m.impl("view.dtype", view_dtype);
+  m.impl("view_as_real", view_as_real);
+  m.impl("view_as_complex", view_as_complex);
+  m.impl("_reshape_alias", reshape_alias);
+  m.impl("unfold", unfold);
+  m.impl("resize_", resize_);
+  m.impl("set_.source_Storage_storage_offset", set_);
+  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("set_.source_Storage", set_storage);
+  m.impl("set_", set_empty);
+  m.impl("copy_", copy_);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_local_scalar_dense", local_scalar_dense);
+  m.impl("equal", equal);
+  m.impl("record_stream", record_stream);
+  for (const char* name : {"nonzero", "masked_select", "_unique2", "unique_consecutive", "repeat_interleave.Tensor"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_and_wait>());
+  }
+  for (const char* name : {"index.Tensor", "_index_put_impl_"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_index>());
+  }
+}
+
+// ---- collectives: those of gloo, on the same bytes
+
+struct Works final : c10d::Work {
+  explicit Works(std::vector<c10::intrusive_ptr<c10d::Work>> works) : works_(std::move(works)) {}
+  bool isCompleted() override {
+    return std::all_of(works_.begin(), works_.end(), [](auto& work) { return work->isCompleted(); });
+  }
+  bool wait(std::chrono::milliseconds timeout) override {
+    for (auto& work : works_) {
+      work->wait(timeout);
+    }
+    return true;
+  }
+
+ private:
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+};
+
+using Started = c10::intrusive_ptr<c10d::Work>;
+using Tensors = std::vector<Tensor>;
+
+// As NCCL's it fuses lists of tensors, and takes none of the processor's.
+struct EmuBackend final : c10d::Backend {
+  explicit EmuBackend(c10::intrusive_ptr<c10d::Backend> gloo)
+      : c10d::Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
+
+  const std::string getBackendName() const override {
+    return "emuccl";
+  }
+  bool supportsCoalescing() const override {
+    return true;
+  }
+  Started broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    auto moved = host(tensors);
+    return gloo_->broadcast(moved, options);
+  }
+  Started allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    auto moved = host(tensors);
+    return gloo_->allreduce(moved, options);
+  }
+  Started allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+    std::vector<Started> works;
+    for (auto& tensor : tensors) {
+      Tensors one{tensor};
+      works.push_back(allreduce(one, options));
+    }
+    return c10::make_intrusive<Works>(works);
+  }
+  Started _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& options) override {
+    auto target = host(out), source = host(in);
+    return gloo_->_allgather_base(target, source, options);
+  }
+  Started allgather_into_tensor_coalesced(Tensors& out, Tensors& in, const c10d::AllgatherOptions& options) override {
+    std::vector<Started> works;
+    for (size_t i = 0; i < in.size(); ++i) {
+      works.push_back(_allgather_base(out[i], in[i], options));
+    }
+    return c10::make_intrusive<Works>(works);
+  }
+  Started _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& options) override {
+    auto target = host(out), source = host(in);
+    return gloo_->_reduce_scatter_base(target, source, options);
+  }
+  Started reduce_scatter_tensor_coalesced(
+      Tensors& out, Tensors& in, const c10d::ReduceScatterOptions& options) override {
+    std::vector<Started> works;
+    for (size_t i = 0; i < in.size(); ++i) {
+      works.push_back(_reduce_scatter_base(out[i], in[i], options));
+    }
+    return c10::make_intrusive<Works>(works);
+  }
+  Started alltoall_base(
+      Tensor& out, Tensor& in, std::vector<int64_t>& out_splits, std::vector<int64_t>& in_splits,
+      const c10d::AllToAllOptions& options) override {
+    auto target = host(out), source = host(in);
+    return gloo_->alltoall_base(target, source, out_splits, in_splits, options);
+  }
+  Started barrier(const c10d::BarrierOptions& options) override {
+    return gloo_->barrier(options);
+  }
+
+ private:
+  static Tensor host(const Tensor& tensor) {
+    TORCH_CHECK(is_emu(tensor), "emuccl: expected a tensor on emu, found one on ", tensor.device());
+    return on_host(tensor);
+  }
+  static Tensors host(const Tensors& tensors) {
+    Tensors moved;
+    for (const auto& tensor : tensors) {
+      moved.push_back(host(tensor));
+    }
+    return moved;
+  }
+
+  c10::intrusive_ptr<c10d::Backend> gloo_;
+};
+
+std::vector<std::string> take_events() {
+  std::lock_guard<std::mutex> lock(log_mutex);
+  std::vector<std::string> taken;
+  taken.swap(events);
+  return taken;
+}
+
+const bool registered = [] {
+  static EmuHooks hooks;
+  at::RegisterPrivateUse1HooksInterface(&hooks);
+  return true;
+}();
+
+} // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("take_events", take_events, "Return the log and begin a new one.");
+  m.def(
+      "backend_over",
+      [](c10::intrusive_ptr<c10d::Backend> gloo) -> c10::intrusive_ptr<c10d::Backend> {
+        return c10::make_intrusive<EmuBackend>(std::move(gloo));
+      },
+      "Make a backend for emu's tensors of one for the processor's.");
+}

@@ -1,0 +1,79 @@
+"""A rehearsal of accelerators, on a device that has their rules and the memory of the processor."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.accelerator import emu
+from tests.accelerator.programs import PROGRAMS
+
+ROOT = Path(__file__).parents[2]
+CORE = ("zero3", "zero3 jitted", "accumulate weighted", "skip_nonfinite", "offloaded", "evaluation", "checkpoints")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return emu.build(tmp_path_factory.mktemp("emu"))
+
+
+def run(library, *options):
+    """Run programs on two ranks."""
+    result = library.with_name("result.json")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    script = (ROOT / "tests/accelerator/programs.py", library, result)
+    done = subprocess.run(
+        [*torchrun, *map(str, script), *options],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(result.read_text())
+
+
+def faults(found, alone=False):
+    """List programs that failed, gave other numbers or let the host wait more often than they may."""
+    for name, each in found.items():
+        if "error" in each:
+            yield f"{name}: {each['error']}"
+            continue
+        own = PROGRAMS[name]
+        waits = own.alone if alone and own.alone is not None else own.waits
+        if each["waits"] != waits:
+            yield f"{name}: the host waits {each['waits']}, expected {waits}"
+        if not each["difference"] <= own.tolerance:
+            yield f"{name}: differs by {each['difference']}, expected at most {own.tolerance}"
+        if waits == {} and "to host" in each["copies"]:
+            yield f"{name}: copies {each['copies']}"
+
+
+def test_programs_on_an_accelerator_give_the_processors_numbers_and_no_host_waits(library):
+    found = run(library, *CORE)
+    assert list(faults(found)) == []
+    assert list(found) == list(CORE)
+    # Each gather copies on a stream of its own, which the computing one is ordered after and records.
+    streams = found["offloaded"]["streams"]
+    assert streams["order stream"] > 0
+    assert streams["record stream"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_all_programs_on_an_accelerator(library):
+    found = run(library)
+    assert list(faults(found)) == []
+    assert list(found) == list(PROGRAMS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_accelerator_whose_ranks_send_nothing_between_processors(library):
+    """Then the status of a call travels with its objective, and the host waits for it once."""
+    found = run(library, "--alone", *(name for name, each in PROGRAMS.items() if each.alone is not None))
+    assert list(faults(found, alone=True)) == []
