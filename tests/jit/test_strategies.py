@@ -47,7 +47,7 @@ STRATEGIES = {
     "quantize": quantized(),
     "quantize with error feedback": quantized(scatter=True),
     "bucket": lambda: fs.zero3(one_axis(), layout=fs.bucket(fs.fully_shard(one_axis()), 3000), merge_bytes=0),
-    "offload": lambda: fs.zero3(one_axis(), layout=fs.compose(fs.offload(), fs.fully_shard(one_axis()))),
+    "offload": lambda: fs.zero3(one_axis(), layout=fs.compose(fs.offload("cpu"), fs.fully_shard(one_axis()))),
 }
 RULES = {"blocks": Block, "blocks and layers": (Block, nn.Linear), "every module": nn.Module}
 DTYPES = {"zero3 in mixed precision": torch.float32}
