@@ -48,6 +48,7 @@ from fshard._compat.collectives import (
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
+    start_swap,
     texts_in_store,
     wait_tensor,
 )

@@ -101,6 +101,59 @@ def fake_process_groups(groups: Mapping[str, tuple[int, int]], backend: str) -> 
             _unregister_process_group(name)  # type: ignore[arg-type]
 
 
+def start_swap(send: Tensors, receive: Tensors, name: str, tag: int) -> list[torch.distributed.Work]:
+    """Start to send each rank of a group a tensor and to receive one from each; what this rank has for itself stays.
+
+    Checked on 2.13. gloo's messages of one pair of ranks share a connection, on which the small ones that allow a
+    transfer in one direction wait for the bulk of the other: lower ranks send to higher ones in the group itself, and
+    higher to lower ones in another. Messages need none of gloo's threads, and a third of its collectives' latency.
+
+    Args:
+        send: What each rank gets.
+        receive: Where to write what each rank sends.
+        name: The process group's name.
+        tag: Ranks whose numbers differ wait for each other until the group's timeout; from 0 to 2**31 - 1.
+
+    Returns:
+        Transfers to wait for.
+
+    Raises:
+        DistBackendError: if a connection has ended.
+    """
+    group = resolve_process_group(name)
+    own = group.rank()
+    others = [rank for rank in range(len(send)) if rank != own]
+    if group_devices(name).get("cpu") != "gloo":
+        # Simulated ranks know collectives alone.
+        empty = send[own].new_empty(0)
+        into, sent = ([tensors[i] if i in others else empty for i in range(len(send))] for tensors in (receive, send))
+        return [torch.distributed.all_to_all(into, sent, group=group, async_op=True)]
+    downward = _downward(group)
+    works = []
+    try:
+        for other in others:
+            outward, inward = (group, downward) if other > own else (downward, group)
+            works.append(inward.recv([receive[other]], other, tag))
+            works.append(outward.send([send[other]], other, tag))
+    except RuntimeError as error:
+        raise torch.distributed.DistBackendError(str(error)) from error
+    return works
+
+
+def _downward(group: ProcessGroup) -> ProcessGroup:
+    """Find the group of the same ranks for messages to lower ones; all ranks make it at their first swap."""
+    description = f"{group.group_name} downward"
+    for other in torch.distributed.distributed_c10d._world.pg_map:
+        if other.group_desc == description:
+            return other
+    ranks = torch.distributed.get_process_group_ranks(group)
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    made = torch.distributed.new_group(
+        ranks, backend="gloo", use_local_synchronization=True, group_desc=description, timeout=timeout
+    )
+    return made
+
+
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Wait for the collectives registered on `tensor`'s storage and return it. Checked on 2.13."""
     return torch.ops._c10d_functional.wait_tensor(tensor)

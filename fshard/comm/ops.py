@@ -4,14 +4,15 @@ Each operator starts a collective on a list of tensors and returns buffers in fl
 a buffer counts ranks, or is 1 where the backend has summed already.
 
 Algorithms:
-    direct: a broadcast from each rank and an all-to-all, straight into the buffers, sums left to the caller. About
-        twice as fast as gloo's own collectives, and sums are in rank order: bitwise the same for every strategy.
-        Between two ranks the buffer of a sum is what the other rank sent, and nothing else.
+    direct: each rank sends its rows to the others, straight into their buffers, and sums are left to the caller. Faster
+        than gloo's own collectives, with sums in rank order: bitwise the same for every strategy. Between two ranks the
+        buffer of a sum is what the other rank sent, and nothing else.
     coalesced: one fused collective for the whole list, which is what NCCL does best.
     flat: the backend's own collective for each tensor.
 """
 
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -49,18 +50,27 @@ def _all_gather(tensors: Tensors, axis: str, size: int, group: str, algorithm: s
         gathered = _compat.start_all_gather(sources, size, group, fused=algorithm == "coalesced")
         pairs = zip(gathered, tensors, strict=True)
         return [buffer.view(tensor.dtype).view(size, *tensor.shape) for buffer, tensor in pairs]
-    process_group = _compat.resolve_process_group(group)
+    own = dist.get_rank(_compat.resolve_process_group(group))
     with _compat.below_autograd():
         pool = current_pool()
         buffers = [pool.empty(tensor, (size, *tensor.shape)) for tensor in tensors]
         for tensor, buffer in zip(tensors, buffers, strict=True):
-            buffer[dist.get_rank(process_group)].copy_(tensor)
-            rows = [_bytes(row) for row in buffer] if tensor.numel() else []
-            for source, row in enumerate(rows):
-                work = dist.broadcast(row, group=process_group, group_src=source, async_op=True)
-                _compat.register_work(buffer, work)
-            _keep(buffer, rows)
+            rows = list(buffer)
+            rows[own].copy_(tensor)
+            _swap("all_gather", [rows[own]] * size, rows, buffer, group)
     return buffers
+
+
+def _swap(op: str, send: Tensors, receive: Tensors, buffer: torch.Tensor, group: str) -> None:
+    """Start to send each rank a row and to receive one from each, on which `buffer` waits; what this rank has stays."""
+    if not send[0].numel():
+        return
+    source, target = [_bytes(row) for row in send], [_bytes(row) for row in receive]
+    # Rows of other collectives, or of another size, are not taken for these.
+    tag = zlib.crc32(f"{op} of {len(source[0])} bytes".encode()) >> 1
+    for work in _compat.start_swap(source, target, group, tag):
+        _compat.register_work(buffer, work)
+    _keep(buffer, [*source, *target])
 
 
 def _keep(buffer: torch.Tensor, under_way: Tensors) -> None:
@@ -97,22 +107,19 @@ def _reduce_scatter(tensors: Tensors, axis: str, size: int, group: str, algorith
     with _compat.below_autograd():
         buffers = _reduce_scatter_like(tensors, size, algorithm)
         for tensor, buffer in zip(tensors, buffers, strict=True):
-            # Between two ranks only the other's row travels; more rows would have to be moved together for that.
-            _exchange(tensor if size > 2 else tensor[1 - own], buffer, size, group)
+            # Between two ranks only the other's row travels; more rows are moved together.
+            _exchange("reduce_scatter", tensor if size > 2 else tensor[1 - own], buffer, own, size, group)
     return buffers
 
 
-def _exchange(rows: torch.Tensor, buffer: torch.Tensor, size: int, group: str) -> None:
+def _exchange(op: str, rows: torch.Tensor, buffer: torch.Tensor, own: int, size: int, group: str) -> None:
     """Send each rank its row and receive one of each; between two ranks all to the other, and nothing to oneself."""
-    if not rows.numel():
+    rows = rows.contiguous()
+    if size == 2:
+        _swap(op, [rows] * 2, [buffer[0]] * 2, buffer, group)
         return
-    process_group = _compat.resolve_process_group(group)
-    own = dist.get_rank(process_group)
-    source, target = _bytes(rows.contiguous()), _bytes(buffer)
-    splits = [0 if size == 2 and i == own else source.numel() // len(buffer) for i in range(size)]
-    work = dist.all_to_all_single(target, source, splits, splits, group=process_group, async_op=True)
-    _compat.register_work(buffer, work)
-    _keep(buffer, [source, target])
+    buffer[own].copy_(rows[own])
+    _swap(op, list(rows), list(buffer), buffer, group)
 
 
 def _per_dtype(tensors: Tensors, start: Callable[[Tensors], Tensors]) -> Tensors:
@@ -131,10 +138,11 @@ def _reduce_scatter_like(tensors: Tensors, size: int, algorithm: str) -> Tensors
 
 def _all_reduce(tensors: Tensors, axis: str, size: int, group: str, algorithm: str, label: str) -> Tensors:
     if algorithm == "direct" and size == 2:
+        own = dist.get_rank(_compat.resolve_process_group(group))
         with _compat.below_autograd():
             buffers = _all_gather_like(tensors, 1)
             for tensor, buffer in zip(tensors, buffers, strict=True):
-                _exchange(tensor, buffer, size, group)
+                _exchange("all_reduce", tensor, buffer, own, size, group)
         return buffers
     if algorithm == "direct":
         return _all_gather(tensors, axis, size, group, algorithm, label)

@@ -50,7 +50,7 @@ def text_of(call):
     with pytest.raises(comm.CollectiveError) as caught:
         call()
     cause = caught.value.__cause__
-    assert type(cause) is RuntimeError
+    assert isinstance(cause, RuntimeError)
     assert f"  backend: {str(cause).splitlines()[0][:100]}" in str(caught.value)
     return str(caught.value)
 
