@@ -111,8 +111,12 @@ def fshard(strategy: Callable[[DeviceMesh], fs.ShardTransform], backend: str | N
         state = fs.TrainState.create(model.init(strategy(mesh), seed=SEED), tx)
 
         def train_step(state: fs.TrainState, *batch: torch.Tensor) -> tuple[fs.TrainState, torch.Tensor]:
-            loss, grads = value_and_grad(state.params, *batch)
-            return fs.update(tx, state, grads, donate=True), loss
+            if state.transform_state is None:
+                loss, grads = value_and_grad(state.params, *batch)
+                return fs.update(tx, state, grads, donate=True), loss
+            remembering = fs.value_and_grad(model.apply, transform_state=state.transform_state)
+            loss, grads, memory = remembering(state.params, *batch)
+            return fs.update(tx, state, grads, donate=True, transform_state=memory), loss
 
         def loss_of(params: Any, *batch: torch.Tensor) -> torch.Tensor:
             return value_and_grad(params, *batch)[0]
@@ -135,6 +139,16 @@ def fshard(strategy: Callable[[DeviceMesh], fs.ShardTransform], backend: str | N
         return System(step, gradients, stored)
 
     return maker
+
+
+def int8(scatter: bool = False) -> Callable[[DeviceMesh], fs.ShardTransform]:
+    """ZeRO-3 with 8 bits on the wire for gathers, and for gradients where `scatter` says so."""
+    return lambda mesh: fs.zero3(mesh, layout=fs.quantize(mesh["shard"], scatter=scatter))
+
+
+def hybrid(mesh: DeviceMesh) -> fs.ShardTransform:
+    """ZeRO-3 in each half of the ranks, as on two hosts."""
+    return fs.hsdp(fs.init_mesh({"replicate": 2, "shard": -1}, device=mesh.device_type))
 
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
@@ -195,4 +209,8 @@ SYSTEMS: dict[str, Maker] = {
     "fshard-zero2-graph": fshard(fs.zero2, "graph"),
     "fshard-zero3-graph": fshard(fs.zero3, "graph"),
     "fshard-zero3-inductor": fshard(fs.zero3, "inductor"),
+    "fshard-zero3-int8": fshard(int8()),
+    "fshard-zero3-int8-both": fshard(int8(scatter=True)),
+    "fshard-hsdp": fshard(hybrid),
+    "fshard-hsdp-graph": fshard(hybrid, "graph"),
 }

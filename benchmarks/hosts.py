@@ -1,0 +1,264 @@
+"""Step times between hosts with links of a known rate: network namespaces of this machine, joined by veth pairs.
+
+Needs root and iproute2 (`apt install iproute2`). Each host has ranks of its own, started by torchrun with a rendezvous
+over the link, whose rate `tc ... tbf` limits in both directions:
+
+    python benchmarks/hosts.py --configuration d512-L8-B4-T256 --rates 10,1,0.4
+    python benchmarks/hosts.py --ranks-per-host 2 --rates 1 --systems plain,ddp,fsdp2,fshard-zero3,fshard-hsdp
+
+The bound of a system is max(compute, wire): compute is the step of `plain`, which trains as many processes on the same
+cores without a message, and wire is the bytes of the busier direction of the link by the interface's own counters,
+divided by its rate. Bytes without the headers of their packets are compared with what `fs.comm.record()` counts.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import report
+import torch
+import torch.distributed as dist
+from gpt import Configuration
+from rivals import SYSTEMS, make, mean_over_ranks
+
+import fshard as fs
+
+NAMES = (
+    *("plain", "ddp", "fsdp1", "fsdp2", "fshard-ddp", "fshard-zero2", "fshard-zero3"),
+    *("fshard-zero2-graph", "fshard-zero3-graph", "fshard-zero3-int8", "fshard-zero3-int8-both"),
+)
+ON_FOUR = (*NAMES, "fshard-hsdp")
+
+# Of Ethernet, IP and TCP with timestamps, in each packet that the interface counts.
+HEADER_BYTES = 14 + 20 + 20 + 12
+# tc's bucket holds what the link sends between two ticks of the kernel's clock, and a packet before it is cut.
+TICKS_PER_SECOND, LARGEST_PACKET = 250, 128 * 1024
+PORT = 29411
+
+
+def main() -> None:
+    args = parse_args()
+    if args.worker:
+        work(args)
+        return
+    if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
+        raise SystemExit("hosts.py: expected root and iproute2 (ip, tc), for namespaces with links of a known rate")
+    results = report.circumstances("hosts")
+    results |= {"configuration": {"name": args.configuration.name, **args.configuration._asdict()}}
+    results |= {
+        "hosts": 2,
+        "ranks_per_host": args.ranks_per_host,
+        "rounds": args.rounds,
+        "dropped_rounds": args.dropped,
+    }
+    results["rates"] = {}
+    for rate in args.rates:
+        with hosts(2, rate) as names:
+            results["rates"][f"{rate:g}"] = summarised(run(names, rate, args), rate)
+        show(results["rates"][f"{rate:g}"], rate, args)
+    file = args.results / f"hosts-{args.configuration.name}-{2 * args.ranks_per_host}.json"
+    report.write_json(file, results)
+    draw(file.with_suffix(".png"), results)
+
+
+@contextmanager
+def hosts(count: int, rate: float) -> Iterator[list[str]]:
+    """Make namespaces on one bridge, each with a link of a rate in Gbit/s; remove them whatever happens."""
+    tag = f"fs{os.getpid()}"
+    with ExitStack() as stack:
+
+        def made(make: str, remove: str) -> None:
+            command(make)
+            stack.callback(command, remove, check=False)
+
+        bridge, names = f"{tag}b", [f"{tag}h{i}" for i in range(count)]
+        made(f"ip netns add {bridge}", f"ip netns del {bridge}")
+        command(f"ip -n {bridge} link add br0 type bridge")
+        command(f"ip -n {bridge} link set br0 up")
+        for i, name in enumerate(names):
+            made(f"ip netns add {name}", f"ip netns del {name}")
+            command(f"ip link add eth0 netns {name} type veth peer name port{i} netns {bridge}")
+            command(f"ip -n {bridge} link set port{i} master br0 up")
+            command(f"ip -n {name} address add 10.77.0.{i + 1}/24 dev eth0")
+            command(f"ip -n {name} link set lo up")
+            command(f"ip -n {name} link set eth0 up")
+            burst = max(LARGEST_PACKET, int(rate * 1e9 / 8 / TICKS_PER_SECOND))
+            command(f"tc -n {name} qdisc add dev eth0 root tbf rate {rate * 1e3:g}mbit burst {burst} latency 400ms")
+        yield names
+
+
+def command(text: str, check: bool = True) -> None:
+    subprocess.run(text.split(), check=check, capture_output=not check)
+
+
+def run(names: Sequence[str], rate: float, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure all systems on the hosts; returns the samples of each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for i, name in enumerate(names):
+            torchrun = [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(names)), "--node-rank", str(i)),
+                *("--nproc-per-node", str(args.ranks_per_host), "--rdzv-backend", "c10d", "--rdzv-id", "hosts"),
+                *("--rdzv-conf", f"is_host={i == 0}"),
+                *("--rdzv-endpoint", f"10.77.0.1:{PORT}", "--local-addr", f"10.77.0.{i + 1}"),
+            ]
+            options = ["--worker", folder, "--systems", ",".join(args.systems), "--rounds", str(args.rounds)]
+            options += ["--dropped", str(args.dropped), "--configuration", args.configuration.name]
+            environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+            processes.append(
+                subprocess.Popen(["ip", "netns", "exec", name, *torchrun, __file__, *options], env=environment)
+            )
+        try:
+            codes = [process.wait(args.timeout) for process in processes]
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait(30)
+        if any(codes):
+            raise SystemExit(f"hosts.py: at {rate:g} Gbit/s torchrun ended with {codes}")
+        return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
+
+
+def work(args: argparse.Namespace) -> None:
+    """Measure on one rank, and write its samples."""
+    torch.set_num_threads(1)
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    systems = {name: make(name, args.configuration, mesh) for name in args.systems}
+    samples: dict[str, dict[str, list[Any]]] = {
+        name: {"seconds": [], "sent": [], "received": [], "losses": []} for name in systems
+    }
+    for number in range(args.dropped + args.rounds):
+        for name in random.Random(number).sample(list(systems), len(systems)):
+            dist.barrier()
+            before, start = counters(), time.perf_counter()
+            loss = systems[name].step()
+            # No barrier before the clock: the slowest rank's time counts, and counters settle after it.
+            seconds = time.perf_counter() - start
+            dist.barrier()
+            sent, received = (after - earlier for after, earlier in zip(counters(), before))
+            mean = mean_over_ranks(loss)
+            if number >= args.dropped:
+                for key, value in zip(samples[name], (seconds, sent, received, mean)):
+                    samples[name][key].append(value)
+    recorded = {}
+    for name in systems:
+        with fs.comm.record() as record:
+            systems[name].step()
+        recorded[name] = record.bytes_sent()
+    found = {"samples": samples, "recorded": recorded, "host": os.environ["GROUP_RANK"]}
+    Path(args.worker, f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+def counters() -> tuple[int, int]:
+    """Bytes that this host's interface has sent and received, without the headers of packets."""
+    folder = Path("/sys/class/net/eth0/statistics")
+    read = {name: int((folder / name).read_text()) for name in ("tx_bytes", "tx_packets", "rx_bytes", "rx_packets")}
+    return tuple(read[f"{way}_bytes"] - HEADER_BYTES * read[f"{way}_packets"] for way in ("tx", "rx"))  # type: ignore[return-value]
+
+
+def summarised(ranks: Sequence[dict[str, Any]], rate: float) -> dict[str, Any]:
+    """Summarise the samples of all ranks by system."""
+    slowest = {
+        name: [max(times) for times in zip(*(rank["samples"][name]["seconds"] for rank in ranks))]
+        for name in ranks[0]["samples"]
+    }
+    compute = statistics.median(slowest["plain"]) if "plain" in slowest else None
+    found = {}
+    for name, seconds in slowest.items():
+        own = [rank["samples"][name] for rank in ranks]
+        busiest = statistics.median([max(counts) for counts in zip(*(each["sent"] for each in own))])
+        wire = busiest * 8 / (rate * 1e9)
+        # Ranks of one host share an interface, and what they send each other does not pass it.
+        sent = {rank["host"]: rank["recorded"][name] for rank in ranks}
+        bound = None if compute is None else max(compute, wire)
+        median = statistics.median(seconds)
+        found[name] = {
+            "median_seconds": median,
+            "wire_seconds": wire,
+            "bound_seconds": bound,
+            "to_bound": bound and median / bound,
+            "interface_bytes": busiest,
+            "recorded_bytes": max(sent.values()),
+            "to_ddp": "ddp" in slowest and statistics.median(a / b for a, b in zip(seconds, slowest["ddp"])),
+            "seconds": seconds,
+            "losses": own[0]["losses"],
+        }
+    return found
+
+
+def show(found: dict[str, Any], rate: float, args: argparse.Namespace) -> None:
+    rows = {
+        name: [
+            f"{1e3 * values['median_seconds']:.0f}",
+            f"{1e3 * values['wire_seconds']:.0f}",
+            "-" if values["to_bound"] is None else f"{values['to_bound']:.3f}",
+            f"{values['to_ddp']:.3f}" if values["to_ddp"] else "-",
+            f"{values['interface_bytes'] / 1e6:.1f}",
+            f"{values['recorded_bytes'] / 1e6:.1f}" if values["recorded_bytes"] else "-",
+            f"{values['losses'][-1]:.4f}",
+        ]
+        for name, values in found.items()
+    }
+    columns = ("ms", "wire ms", "to bound", "to ddp", "MB sent", "recorded", "loss")
+    report.print_table(f"{args.configuration.name}, 2 hosts x {args.ranks_per_host}, {rate:g} Gbit/s", columns, rows)
+
+
+def draw(path: Path, results: dict[str, Any]) -> None:
+    """Plot step times against rates, with the bound of ZeRO-3."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rates = sorted(map(float, results["rates"]))
+    if len(rates) < 2:
+        return
+    figure, axes = pyplot.subplots(figsize=(8, 5), constrained_layout=True)
+    for name in results["rates"][f"{rates[0]:g}"]:
+        times = [results["rates"][f"{rate:g}"][name]["median_seconds"] for rate in rates]
+        style = "o-" if name.startswith("fshard") else "s--"
+        axes.plot(rates, times, style, label=name, linewidth=1, markersize=4)
+    bounds = [results["rates"][f"{rate:g}"].get("fshard-zero3", {}).get("bound_seconds") for rate in rates]
+    if all(bounds):
+        axes.plot(rates, bounds, "k:", label="max(compute, wire) of fshard-zero3")
+    axes.set(xscale="log", yscale="log", xlabel="link, Gbit/s", ylabel="step, s", title=path.stem)
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    figure.legend(loc="outside right", frameon=False, fontsize="small")
+    figure.savefig(path, dpi=120)
+    print(f"Plot: {path}")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configuration", type=Configuration.parse, default="d512-L8-B4-T256")
+    parser.add_argument(
+        "--rates", type=lambda text: [float(part) for part in text.split(",")], default=[10.0, 1.0, 0.4]
+    )
+    parser.add_argument("--ranks-per-host", type=int, default=1)
+    parser.add_argument("--systems", type=lambda names: names.split(","), help=f"of {','.join(SYSTEMS)}")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds that count")
+    parser.add_argument("--dropped", type=int, default=2, help="rounds before them")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for each rate")
+    parser.add_argument("--results", type=Path, default=report.RESULTS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.systems = args.systems or list(NAMES if args.ranks_per_host == 1 else ON_FOUR)
+    if unknown := set(args.systems) - set(SYSTEMS):
+        parser.error(f"no system is called {', '.join(sorted(unknown))}; there are {', '.join(SYSTEMS)}")
+    return args
+
+
+if __name__ == "__main__":
+    main()
