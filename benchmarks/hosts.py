@@ -16,6 +16,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -36,7 +37,8 @@ import fshard as fs
 
 NAMES = (
     *("plain", "ddp", "fsdp1", "fsdp2", "fshard-ddp", "fshard-zero2", "fshard-zero3"),
-    *("fshard-zero2-graph", "fshard-zero3-graph", "fshard-zero3-int8", "fshard-zero3-int8-both"),
+    *("fshard-zero2-graph", "fshard-zero3-graph", "fshard-zero3-prefetch2", "fshard-zero3-prefetch2-graph"),
+    *("fshard-zero3-int8", "fshard-zero3-int8-both"),
 )
 ON_FOUR = (*NAMES, "fshard-hsdp")
 
@@ -54,6 +56,8 @@ def main() -> None:
         return
     if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
         raise SystemExit("hosts.py: expected root and iproute2 (ip, tc), for namespaces with links of a known rate")
+    # Namespaces go also where somebody ends this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("hosts.py: ended by SIGTERM"))
     results = report.circumstances("hosts")
     results |= {"configuration": {"name": args.configuration.name, **args.configuration._asdict()}}
     results |= {
@@ -191,11 +195,17 @@ def summarised(ranks: Sequence[dict[str, Any]], rate: float) -> dict[str, Any]:
             "to_bound": bound and median / bound,
             "interface_bytes": busiest,
             "recorded_bytes": max(sent.values()),
-            "to_ddp": "ddp" in slowest and statistics.median(a / b for a, b in zip(seconds, slowest["ddp"])),
+            "ratio": paired(seconds, slowest.get("fsdp2")),
+            "to_ddp": paired(seconds, slowest.get("ddp")),
             "seconds": seconds,
             "losses": own[0]["losses"],
         }
     return found
+
+
+def paired(seconds: Sequence[float], others: Sequence[float] | None) -> float | None:
+    """Compute the median over rounds of the ratio to another system in the same round."""
+    return None if others is None else statistics.median(a / b for a, b in zip(seconds, others))
 
 
 def show(found: dict[str, Any], rate: float, args: argparse.Namespace) -> None:
@@ -225,7 +235,8 @@ def draw(path: Path, results: dict[str, Any]) -> None:
     rates = sorted(map(float, results["rates"]))
     if len(rates) < 2:
         return
-    figure, axes = pyplot.subplots(figsize=(8, 5), constrained_layout=True)
+    figure, axes = pyplot.subplots(figsize=(9, 5), constrained_layout=True)
+    axes.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
     for name in results["rates"][f"{rates[0]:g}"]:
         times = [results["rates"][f"{rate:g}"][name]["median_seconds"] for rate in rates]
         style = "o-" if name.startswith("fshard") else "s--"
@@ -233,7 +244,9 @@ def draw(path: Path, results: dict[str, Any]) -> None:
     bounds = [results["rates"][f"{rate:g}"].get("fshard-zero3", {}).get("bound_seconds") for rate in rates]
     if all(bounds):
         axes.plot(rates, bounds, "k:", label="max(compute, wire) of fshard-zero3")
-    axes.set(xscale="log", yscale="log", xlabel="link, Gbit/s", ylabel="step, s", title=path.stem)
+    name = results["configuration"]["name"]
+    title = f"Time of a train step, {name}, two hosts, ranks: {results['ranks']}"
+    axes.set(xscale="log", xlabel="link, Gbit/s", ylabel="seconds", title=title, ylim=(0, None))
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     figure.legend(loc="outside right", frameon=False, fontsize="small")
     figure.savefig(path, dpi=120)

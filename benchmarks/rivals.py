@@ -146,6 +146,11 @@ def int8(scatter: bool = False) -> Callable[[DeviceMesh], fs.ShardTransform]:
     return lambda mesh: fs.zero3(mesh, layout=fs.quantize(mesh["shard"], scatter=scatter))
 
 
+def ahead(mesh: DeviceMesh) -> fs.ShardTransform:
+    """ZeRO-3 that gathers two units ahead, for links that are slower than the processor."""
+    return fs.zero3(mesh, prefetch=2)
+
+
 def hybrid(mesh: DeviceMesh) -> fs.ShardTransform:
     """ZeRO-3 in each half of the ranks, as on two hosts."""
     return fs.hsdp(fs.init_mesh({"replicate": 2, "shard": -1}, device=mesh.device_type))
@@ -209,6 +214,8 @@ SYSTEMS: dict[str, Maker] = {
     "fshard-zero2-graph": fshard(fs.zero2, "graph"),
     "fshard-zero3-graph": fshard(fs.zero3, "graph"),
     "fshard-zero3-inductor": fshard(fs.zero3, "inductor"),
+    "fshard-zero3-prefetch2": fshard(ahead),
+    "fshard-zero3-prefetch2-graph": fshard(ahead, "graph"),
     "fshard-zero3-int8": fshard(int8()),
     "fshard-zero3-int8-both": fshard(int8(scatter=True)),
     "fshard-hsdp": fshard(hybrid),

@@ -178,6 +178,7 @@ class Figure(NamedTuple):
     ranks: int
     configuration: tuple[int, ...]
     system: str
+    rate: str = ""
 
 
 def figures_of_table() -> Iterator[Figure]:
@@ -189,12 +190,14 @@ def figures_of_table() -> Iterator[Figure]:
         suffix = "-graph" if column.startswith("jitted: ") else suffix
         systems.append(SYSTEMS[column.removeprefix("jitted: ")] + suffix)
     for name, *cells in rows:
-        kind, *sizes = re.fullmatch(r"(.*), width (\d+), (\d+) layers, batch (\d+) x (\d+)", name).groups()
-        benchmark = {"step": "peers", "peak MiB": "memory"}[kind]
+        kind, rate, *sizes = re.fullmatch(
+            r"(step|peak MiB)(?:, two hosts at ([\d.]+) Gbit/s)?, width (\d+), (\d+) layers, batch (\d+) x (\d+)", name
+        ).groups()
+        benchmark = "hosts" if rate else {"step": "peers", "peak MiB": "memory"}[kind]
         for system, cell in zip(systems, cells, strict=True):
-            # Peaks are those of eager steps.
-            if cell or kind == "step":
-                yield Figure(cell, benchmark, 2, tuple(map(int, sizes)), system)
+            # Peaks are those of eager steps; between hosts some systems are left out.
+            if cell or benchmark == "peers":
+                yield Figure(cell, benchmark, 2, tuple(map(int, sizes)), system, rate or "")
 
 
 def figures_of_text() -> Iterator[Figure]:
@@ -221,6 +224,8 @@ def results_of(figure: Figure) -> list[dict[str, Any]]:
 def measured(figure: Figure, results: dict[str, Any]) -> set[float]:
     if figure.benchmark == "memory":
         return {max(rank["peak"] for rank in results["systems"][figure.system]) / 2**20}
+    if figure.benchmark == "hosts":
+        return {results["rates"][figure.rate][figure.system]["ratio"]}
     return {group[figure.system]["ratio"] for group in results["step"] if figure.system in group}
 
 

@@ -1,9 +1,11 @@
 """Every algorithm of the collectives, on simulated ranks and on processes: values, order of sums, memory."""
 
+from datetime import timedelta
 from functools import reduce
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fshard as fs
 from fshard import comm
@@ -191,3 +193,22 @@ def test_rank_is_the_coordinate_on_the_axis():
         return tuple(comm.rank(fs.axis_of(mesh, name)) for name in ("a", "b"))
 
     assert spmd(program, 6) == [(a, b) for a in range(2) for b in range(3)]
+
+
+@on_ranks("3 processes")
+def test_processes_send_up_and_down_in_a_group_each():
+    """Both serve all later collectives of the axis, of any kind, and end with the process."""
+    group = dist.new_group(timeout=timedelta(seconds=30))
+    line = fs.Axis("shard", 3, group.group_name)
+    made = []
+    for number in range(3):
+        mine = torch.full((4,), float(comm.rank(line) + number))
+        gathering = comm.start_all_gather([mine], line, "test")
+        summing = comm.start_reduce_scatter([mine.expand(3, 4).contiguous()], line, "test")
+        # Another order of waiting than of starting.
+        assert_same_bits(summing()[0], torch.full((4,), 3.0 + 3 * number))
+        assert_same_bits(gathering()[0][:, 0], torch.arange(3.0) + number)
+        made.append([each for each in dist.distributed_c10d._world.pg_map if line.group_name in each.group_desc])
+    assert [len(each) for each in made] == [1, 1, 1]
+    assert len({each[0].group_name for each in made}) == 1
+    return True
