@@ -96,7 +96,9 @@ class Process:
         """End the process."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            # Waits for it, and closes its pipes.
+            with suppress(BrokenPipeError):
+                self._process.communicate()
             self._process = None
 
 
