@@ -58,7 +58,7 @@ def by_torch_func(params, reduce):
     return torch.func.grad_and_value(lambda p: fs.value_and_grad(partial(loss_of, MODEL), reduce=reduce)(p)[0])(params)
 
 
-# What the last rank is told of a call of parameters and what the others are, and what the error must name.
+# The arguments of the last rank, those of the others, and the difference that the error must name.
 CALLS = {
     "reduce": (lambda params, r: train(params, reduce=r), "sum", "mean", ["reduce", "'sum'", "'mean'"]),
     "communicate": (
@@ -128,7 +128,7 @@ TOLD = {
         "none",
         ["['0.bias']", "frozen float64"],
     ),
-    # fs.shard compares the rows above itself; these are sharded alike, and differ afterwards.
+    # fs.shard compares the rows above itself; these are sharded in the same way, and differ afterwards.
     "frozen afterwards": (
         lambda mesh, frozen: train(
             {
@@ -173,7 +173,7 @@ TOLD = {
 
 
 def lines_of(text, parts):
-    """The lines that ranks must have alike: the first one names the verb, which may be the very difference."""
+    """Read the lines behind an error's headline, the same on every rank, and check the first one."""
     assert re.match(
         r"\w+: (ranks were told different things|collective mismatch between ranks|ranks hold different trees)\n", text
     ), text
@@ -281,7 +281,7 @@ TRAINING = {
 
 
 def errors_of_one_alone(names):
-    """What all ranks hear where the first one alone calls a verb; ranks must have it alike."""
+    """Return the error of each rank where the first one alone calls a verb; it must be the same on all."""
     mesh = one_axis()
     params = params_of(zero3(mesh))
     expected, found = train(params), {}

@@ -106,7 +106,7 @@ def start_swap(send: Tensors, receive: Tensors, name: str, tag: int) -> list[tor
 
     Checked on 2.13. gloo's messages of one pair of ranks share a connection, on which the small ones that allow a
     transfer in one direction wait for the bulk of the other: lower ranks send to higher ones in the group itself, and
-    higher to lower ones in another. Messages need none of gloo's threads, and a third of its collectives' latency.
+    higher to lower ones in another. Messages need none of gloo's threads, and about half the time of its collectives.
 
     Args:
         send: What each rank gets.

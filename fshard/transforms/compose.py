@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fshard import _compat
 from fshard.checks import describe
 from fshard.transforms.axis import _SplitDim
 from fshard.transforms.base import (
@@ -66,7 +67,8 @@ class _Composed(ShardTransform):
     def start_gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Finish:
         last = max((i for i, stage in enumerate(self.stages) if _communicates(stage)), default=len(self.stages) - 1)
         device = self.storage.compute_device if self.storage else torch.device("cpu")
-        stream = None if device.type == "cpu" else torch.Stream(device)
+        # A graph runs on one stream.
+        stream = None if device.type == "cpu" or _compat.is_tracing() else torch.Stream(device)
         with nullcontext() if stream is None else stream:
             for stage in self.stages[:last]:
                 leaves = stage.gather(leaves, specs)

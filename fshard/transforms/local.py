@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fshard import _compat
 from fshard.transforms.base import BuiltIn, ShardTransform, Storage, Tensors
 from fshard.tree import Spec
 
@@ -66,10 +67,12 @@ class _Offload(BuiltIn):
         return [leaf.to(self.device, non_blocking=True) for leaf in leaves]
 
     def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
+        if self.device.type == "cpu" or _compat.is_tracing():
+            # A graph has no operator that waits for a stream: each of its copies waits.
+            return [grad.to("cpu") for grad in grads]
         kept = [grad.to("cpu", non_blocking=True) for grad in grads]
-        if self.device.type != "cpu":
-            # Once for all: the processor is to read them.
-            torch.accelerator.current_stream(self.device).synchronize()
+        # One wait for all of them, before the processor reads any.
+        torch.accelerator.current_stream(self.device).synchronize()
         return kept
 
 

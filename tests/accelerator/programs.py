@@ -37,7 +37,7 @@ class Program(NamedTuple):
         run: Maps a device to a tree of tensors; it drops the log before its last step.
         waits: How often the host waits for the device in the last step, by operator.
         tolerance: The largest difference between devices, relative to the largest number from 1 on of each tensor.
-        alone: How often it waits where ranks cannot send each other tensors of the processor; None for as often.
+        alone: The same where ranks cannot send each other tensors of the processor; None where that is not run.
     """
 
     run: Callable[[str], Any]
@@ -141,7 +141,7 @@ def accumulated(device: str, **options: Any) -> Any:
     return {"loss": loss, "grads": grads}
 
 
-def transformed(device: str, layout: Callable[[Any], Any], state: bool = False) -> Any:
+def transformed(device: str, layout: Callable[[Any], Any], state: bool = False, jit: bool = False) -> Any:
     """Differentiate with a transform in the layout."""
     model = fs.functionalize(network(device, torch.float32), units=Block)
     params = model.init(layout(mesh_of(device)))
@@ -153,7 +153,9 @@ def transformed(device: str, layout: Callable[[Any], Any], state: bool = False) 
     found = []
     for batch in batches(device, torch.float32):
         log.take()
-        loss, grads, *rest = fs.value_and_grad(loss_fn, **memory)(params, batch)
+        differentiate = fs.value_and_grad(loss_fn, **memory)
+        run = fs.jit(differentiate) if jit else differentiate
+        loss, grads, *rest = run(params, batch)
         memory = {"transform_state": rest[0]} if state else {}
         found.append([loss, grads])
     return found
@@ -335,6 +337,12 @@ PROGRAMS = {
     "offloaded": Program(
         lambda device: transformed(device, lambda mesh: fs.compose(fs.offload(device), fs.zero3(mesh))),
         {"stream": 1},
+        SINGLE,
+    ),
+    # A graph's copies wait one by one.
+    "offloaded jitted": Program(
+        lambda device: transformed(device, lambda mesh: fs.compose(fs.offload(device), fs.zero3(mesh)), jit=True),
+        {"copy_": LEAVES},
         SINGLE,
     ),
     "mixed": Program(

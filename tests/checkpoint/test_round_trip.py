@@ -249,7 +249,7 @@ def test_parts_by_subtree_and_by_name(tmp_path):
     some = checkpoint.restore(tmp_path, params, subtree=".params", only=("w", "sc*"))
     assert_same(some, {**params, "w": state.params["w"], "scalar": state.params["scalar"]})
     assert some["v"] is params["v"]
-    # What is not read may be of any kind.
+    # A part that is not read may be of any kind.
     mixed = {"w": params["w"], "new": torch.ones(3), "other": object()}
     assert_same(checkpoint.restore(tmp_path, mixed, subtree=".params", only="w")["w"], state.params["w"])
     by_function = checkpoint.restore(tmp_path, zeros_like(state), only=lambda name: name.startswith("params."))
