@@ -13,6 +13,7 @@ from fshard._compat.autograd import (
     below_autograd,
     checkpoints,
     copied_as_it_is,
+    divide_in_place,
     gradient_hooks,
     has_post_accumulate_hooks,
     in_reentrant_checkpoint,

@@ -169,6 +169,19 @@ def copied_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return (torch._neg_view(copy) if tensor.is_neg() else copy).copy_(tensor.detach())
 
 
+def divide_in_place(tensors: Sequence[torch.Tensor], divisor: Any) -> None:
+    """Divide tensors by a number or a scalar tensor, by one operator where it takes them. Checked on 2.13."""
+    device = divisor.device if isinstance(divisor, torch.Tensor) else None
+    together = []
+    for tensor in tensors:
+        if tensor.is_conj() or tensor.is_neg() or device not in (None, tensor.device):
+            tensor.div_(divisor)
+        else:
+            together.append(tensor)
+    if together:
+        torch._foreach_div_(together, divisor)
+
+
 def is_held_elsewhere(tensor: torch.Tensor) -> bool:
     """Whether torch's own code holds a tensor beside Python. Checked on 2.13."""
     return tensor._use_count() > 1  # type: ignore[attr-defined]

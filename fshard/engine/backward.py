@@ -9,7 +9,7 @@ import torch
 from fshard import _compat, comm
 from fshard.engine import schedule
 from fshard.engine.schedule import Kind, Step, Turn
-from fshard.engine.unit import Leaf, Unit, Use
+from fshard.engine.unit import Leaf, Unit, Use, divided_parts
 from fshard.transforms.compose import reduction, start_scatter
 
 # Reductions under way may hold this many bytes of gradients; a larger one travels alone.
@@ -257,9 +257,13 @@ class Backward:
     def _land(self) -> None:
         leaves, finish, _ = self._flying.popleft()
         with torch.no_grad():
-            for leaf, grad in zip(leaves, finish(), strict=True):
-                # Divided now, while it is in the processor's cache.
-                leaf.add_reduced(grad, 1 if leaf.derived else self._divisor)
+            grads = dict(zip(leaves, finish(), strict=True))
+            # Divided now, while they are in the processor's cache.
+            for derived, divisor in ((True, 1), (False, self._divisor)):
+                chosen = [leaf for leaf in leaves if leaf.derived is derived]
+                parts = divided_parts([leaf.as_part(grads[leaf]) for leaf in chosen], divisor)
+                for leaf, part in zip(chosen, parts, strict=True):
+                    leaf.add_reduced(part)
 
     def _start_all(self) -> None:
         for bucket in self._buckets.values():

@@ -26,7 +26,7 @@ from fshard.engine.graph import (
 from fshard.engine.order import CollectiveEvent, Departed, known, remember
 from fshard.engine.passes import Pass
 from fshard.engine.saved import FunctionTransform, Saved
-from fshard.engine.unit import Leaf, Unit, Use, policy_of
+from fshard.engine.unit import Leaf, Unit, Use, divided_parts, policy_of
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded
 
@@ -314,10 +314,11 @@ class Call:
         if anchors:
             mark_used(loss, leaves)
         # Gradients from maths on shards are this rank's own part of the sum already.
-        for leaf, grad in zip(leaves, direct, strict=True):
-            if grad is not None:
-                leaf.add_reduced(grad, divisor, own=False)
-                leaf.used = leaf.used or not anchors
+        found = [(leaf, grad) for leaf, grad in zip(leaves, direct, strict=True) if grad is not None]
+        parts = divided_parts([leaf.as_part(grad, own=False) for leaf, grad in found], divisor)
+        for (leaf, _), part in zip(found, parts, strict=True):
+            leaf.add_reduced(part)
+            leaf.used = leaf.used or not anchors
 
     def zero(self) -> torch.Tensor:
         """Make the loss of a rank that failed."""

@@ -27,6 +27,13 @@ class Like(NamedTuple):
     device: torch.device
 
 
+class Part(NamedTuple):
+    """A part of a gradient, and whether it may be written to."""
+
+    grad: torch.Tensor
+    own: bool
+
+
 class Sum:
     """Gradients that are added up, in place from where the sum is no one else's tensor.
 
@@ -163,20 +170,20 @@ class Leaf:
         """Find the dtype in which gradients of a dtype are added up."""
         return sum_dtype(self.spec, dtype) if self.accumulated else dtype
 
-    def add_reduced(self, grad: torch.Tensor, divisor: Any = 1, own: bool | None = None) -> None:
-        """Add a part of the reduced gradient, divided.
+    def as_part(self, grad: torch.Tensor, own: bool | None = None) -> Part:
+        """Cast a part of the reduced gradient to the dtype in which such parts are added up.
 
         Args:
             grad: The part.
-            divisor: Number to divide it by.
             own: Whether it may be written to; None asks the transform that reduced it.
         """
-        own = reduction(self.spec.transform).is_new if own is None else own
         wide = grad.to(self._sum_dtype(self.stored.dtype))
-        grad, own = wide, own or wide is not grad
-        if not (isinstance(divisor, int) and divisor == 1):
-            grad, own = grad.div_(divisor) if own else divided(grad, divisor), True
-        self._reduced.add(grad, own=own)
+        own = reduction(self.spec.transform).is_new if own is None else own
+        return Part(wide, own or wide is not grad)
+
+    def add_reduced(self, part: Part) -> None:
+        """Add a part of the reduced gradient."""
+        self._reduced.add(part.grad, own=part.own)
 
     def take_reduced(self) -> torch.Tensor:
         """Hand over the reduced gradient to autograd, which goes on from it."""
@@ -188,6 +195,14 @@ class Leaf:
         """Hand over the reduced gradient, divided and in the stored dtype; zeros where this rank has none."""
         grad = self._reduced.take()
         return torch.zeros_like(self.stored) if grad is None else divided(grad, divisor).to(self.stored.dtype)
+
+
+def divided_parts(parts: Sequence[Part], divisor: Any) -> list[Part]:
+    """Divide parts of gradients, as `divided` does: in place where they may be written to, by one operator for all."""
+    if isinstance(divisor, int) and divisor == 1:
+        return list(parts)
+    _compat.divide_in_place([part.grad for part in parts if part.own], divisor)
+    return [part if part.own else Part(divided(part.grad, divisor), True) for part in parts]
 
 
 def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from fshard.testing import spmd
 from tests.jit.steps import collectives, copied, trained
 from tests.jit.test_features import Stack, inputs
 from tests.ranks import on_ranks
-from tests.trees import one_axis
+from tests.trees import assert_same_bits, one_axis
 from tests.unit_models import HIDDEN, Block, filled, zero3
 
 STARTS = (ops.all_gather, ops.reduce_scatter, ops.all_reduce)
@@ -334,3 +334,23 @@ def test_a_collective_whose_result_this_rank_does_not_use_stays_and_is_waited_fo
     graph = fs.make_graph(lambda x: (fs.all_gather(2 * x, axis), x + 1)[1])(torch.ones(3))
     waits = [node for node in graph.module.graph.nodes if node.target is _compat.WAIT_TENSOR]
     assert ([entry.op for entry in graph.collectives()], len(waits)) == (["all_gather"], 1)
+
+
+def test_gradients_that_arrive_together_are_divided_by_one_operator():
+    nodes = nodes_of(graph_of()[0])
+    divisions = [node for node in nodes if str(node.target).startswith(("aten._foreach_div_", "aten.div_"))]
+    reductions = starts(nodes, ops.reduce_scatter, ops.all_reduce)
+    divided = sum(len(node.args[0]) for node in divisions)
+    # The objective is a reduction of its own, and divided by itself.
+    assert 0 < len(divisions) < len(reductions)
+    assert divided == len(list(filled(Deep()).parameters()))
+    assert any(len(node.args[0]) > 1 for node in divisions)
+
+
+@pytest.mark.parametrize("divisor", (3, 1.7, torch.tensor(3.3, dtype=torch.float64)), ids=str)
+def test_dividing_together_has_the_bits_of_dividing_one_by_one(divisor):
+    real = [torch.randn(5, 3, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
+    tensors = [*real, torch.randn(6, 4).t(), torch.randn(4, dtype=torch.complex64).conj(), torch.zeros(0)]
+    expected = [tensor.clone().div_(divisor) for tensor in tensors]
+    _compat.divide_in_place(tensors, divisor)
+    assert_same_bits(tensors, expected)
