@@ -169,12 +169,24 @@ def check_matches(what: str, masks: Iterable[Mask], names: Sequence[str]) -> Non
             raise ValueError(f"{what}: the mask {mask!r} matches no leaf of {shown}; name some of these")
 
 
-def mark_donated(tensor: torch.Tensor) -> torch.Tensor:
-    """Move the memory of a tensor to a new one, and mark the old one as donated."""
-    kept = tensor.detach()
-    tensor.set_(tensor.new_empty(0))  # type: ignore[call-overload]
-    tensor.__dict__[DONATED] = True
+def mark_donated(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Move the memory of tensors to new ones, and mark the old ones as donated."""
+    empty: dict[Any, torch.Tensor] = {}
+    kept = []
+    for tensor in tensors:
+        kept.append(tensor.data)
+        kind = tensor.dtype, tensor.device
+        if kind not in empty:
+            empty[kind] = tensor.new_empty(0)
+        # By no operator: there may be thousands.
+        tensor.data = empty[kind]
+        tensor.__dict__[DONATED] = True
     return kept
+
+
+def is_donated(leaf: Any) -> bool:
+    """Tell whether a leaf's tensor was donated; it is empty then, of shape (0,)."""
+    return DONATED in getattr(tensor_of(leaf), "__dict__", ())
 
 
 def refuse_donated(what: str, flat: Flat) -> None:
@@ -189,9 +201,8 @@ def refuse_donated(what: str, flat: Flat) -> None:
     """
 
     def misfit(leaf: Any) -> tuple[str, str] | None:
-        donated = DONATED in getattr(tensor_of(leaf), "__dict__", ())
         pair = "a tensor that was donated to an earlier call", "what that call returned in its place"
-        return pair if donated else None
+        return pair if is_donated(leaf) else None
 
     remedy = "go on with the new state, or do not donate the old one"
     check_leaves(f"{what}: arguments were donated", flat, misfit, remedy)

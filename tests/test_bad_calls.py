@@ -34,7 +34,7 @@ LIMIT = 30
 
 def donated():
     tensor = torch.ones(4, 4)
-    mark_donated(tensor)
+    mark_donated([tensor])
     return {"w": tensor}
 
 

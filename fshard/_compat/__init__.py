@@ -75,6 +75,7 @@ from fshard._compat.tracing import (
     Argument,
     arguments_of,
     asks_for_values,
+    guards_of,
     is_linearizing,
     is_tracing,
     make_graph_of,

@@ -152,14 +152,12 @@ def shares_memory(tensor: torch.Tensor) -> bool:
 
 def share_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """For each tensor whether anything else holds its memory; under torch.func nobody can tell. Checked on 2.13."""
-    alone = _holders(torch.empty(0))
-    return [is_transformed(tensor) or _holders(tensor) != alone for tensor in tensors]
-
-
-def _holders(tensor: torch.Tensor) -> tuple[int, int]:
-    """How many hold the memory, and how many Python's one object for it."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+    alone = torch.empty(0)
+    storages = [None if is_transformed(tensor) else tensor.untyped_storage() for tensor in (*tensors, alone)]
+    # How many hold the memory, and how many Python's one object for it.
+    count, references = torch._C._storage_Use_Count, sys.getrefcount
+    holders = [None if s is None else (count(s._cdata), references(s)) for s in storages]
+    return [found != holders[-1] for found in holders[:-1]]
 
 
 def copied_as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,18 @@ def arguments_of(target: Any) -> list[Argument] | None:
     return [Argument(name, is_view or info is not None, info is not None and info.is_write) for name, info in infos]
 
 
+def guards_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Make a check that as many other tensors are distinct and look like these, without keeping them. Checked on 2.13.
+
+    It compares types, dispatch keys, and so layouts, inference and lazy bits, dtypes, devices, shapes and strides; not
+    where tensors begin in their storages, and outside of autograd not whether they require a gradient.
+    """
+    from torch._C._dynamo.guards import TensorGuards
+
+    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
+
+
 def is_tracing() -> bool:
     """Whether a program is traced by make_fx, on tensors without values. Checked on 2.13."""
     return torch._C._get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None

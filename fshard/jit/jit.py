@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,16 @@ from fshard.jit.passes import (
     refuse_writes,
     told_in,
 )
-from fshard.jit.signature import Signature, changed_values, changes, flat_arguments, signature, unhashable
+from fshard.jit.signature import (
+    Known,
+    Signature,
+    axes_of,
+    changed_values,
+    changes,
+    flat_arguments,
+    signature,
+    unhashable,
+)
 from fshard.jit.trace import Traced, trace
 from fshard.tree import Axis, Flat, Sharded, is_sharded, unflatten
 
@@ -67,6 +76,7 @@ class Jitted:
         self._f, self._donated, self._static, self._backend = f, donate_argnums, static_argnums, backend
         self._positional = _positional(f)
         self._programs: dict[Signature, _Program] = {}
+        self._last: tuple[Known, _Program] | None = None
         # For what this rank's traces have used, what those of all ranks do.
         self._uses: dict[Used, Used] = {}
         # Whether a trace has asked where tensors begin in their storage.
@@ -81,9 +91,15 @@ class Jitted:
                 raise ValueError(f"jit: expected {name}_argnums to be numbers of arguments by position, got {found}")
         flat = flat_arguments(args, kwargs, self._static)
         tensors = [tensor_of(leaf) for leaf in flat.leaves if is_sharded(leaf) or isinstance(leaf, torch.Tensor)]
-        if self._runs_inline(tensors):
+        if _compat.is_tracing() or _compat.transforms_active() or _compat.sees_programs():
             return self._f(*args, **kwargs)
-        program = self._program(flat, tensors, args)
+        static = [(f"{i}", args[i]) for i in self._static if i < len(args)]
+        program = self._last_program(flat, tensors, static)
+        if program is None:
+            if _runs_inline(tensors):
+                return self._f(*args, **kwargs)
+            program = self._program(flat, tensors, args, static)
+        self._check_closed(program, flat)
         comm.same_call("jit", program.axes, program.facts)
         with torch.no_grad():
             shared = _compat.share_memory([tensors[i] for i in program.donated])
@@ -94,15 +110,27 @@ class Jitted:
             outputs = list(program.run(*tensors))
             if not program.in_place:
                 write(program.pairs, tensors, outputs)
-            for i, k in program.pairs.items():
-                outputs[k] = mark_donated(tensors[i])
-                if i in copied:
-                    mark_donated(copied[i])
+            for k, kept in zip(program.pairs.values(), mark_donated([tensors[i] for i in program.pairs]), strict=True):
+                outputs[k] = kept
+            mark_donated([tensor for i, tensor in copied.items() if i in program.pairs])
         return _assembled(program.traced, outputs)
 
-    def _program(self, flat: Flat, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> _Program:
+    def _last_program(
+        self, flat: Flat, tensors: Sequence[torch.Tensor], static: Sequence[tuple[str, Any]]
+    ) -> _Program | None:
+        """The graph of the last call, if it is that of this one too."""
+        if self._last is None:
+            return None
+        known, program = self._last
+        # Values that cannot be hashed are named where the signature is computed.
+        with suppress(TypeError):
+            return program if known.covers(flat, tensors, static) else None
+        return None
+
+    def _program(
+        self, flat: Flat, tensors: Sequence[torch.Tensor], args: Sequence[Any], static: Sequence[tuple[str, Any]]
+    ) -> _Program:
         """Find the graph of a call, or trace it."""
-        static = [(f"{i}", args[i]) for i in self._static if i < len(args)]
         with _telling_others(flat):
             refuse_donated("jit", flat)
             if self._donated:
@@ -117,27 +145,19 @@ class Jitted:
             if program.traced.offsets and not self._offsets:
                 self._offsets, asked = True, signature(flat, tensors, static, True)
             self._programs[asked] = program
-        with _telling_others(flat):
-            for tensor, version in program.closed:
-                if _compat.version(tensor) != version:
-                    found = f"a write to a {describe(tensor)[2:]} since the trace"
+        self._last = Known(asked, flat, tensors), program
+        return program
+
+    def _check_closed(self, program: _Program, flat: Flat) -> None:
+        """Refuse a call after a write to a tensor that the function closes over."""
+        for tensor, version in program.closed:
+            if _compat.version(tensor) != version:
+                found = f"a write to a {describe(tensor)[2:]} since the trace"
+                with _telling_others(flat):
                     raise ValueError(
                         f"jit: expected nothing written to what the function closes over, got {found}; pass it as an "
                         "argument"
                     )
-        return program
-
-    def _runs_inline(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the function runs as it is: inside another trace, transform or mode, or where it is differentiated.
-
-        And for tensors of which more can be read than a trace keeps: sparse and quantized ones.
-        """
-        if _compat.is_tracing() or _compat.transforms_active() or _compat.sees_programs():
-            return True
-        if any(tensor.layout is not torch.strided or tensor.is_quantized for tensor in tensors):
-            return True
-        graded = torch.is_grad_enabled()
-        return any(tensor.requires_grad and (graded or not tensor.is_leaf) for tensor in tensors)
 
     def _traced(self, asked: Signature, flat: Flat, args: Sequence[Any]) -> _Program:
         if self._programs:
@@ -255,6 +275,17 @@ def jit(
     return Jitted(f, donated, static, backend)
 
 
+def _runs_inline(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a function runs as it is, for tensors that are differentiated, or of which a trace keeps too little.
+
+    Such are sparse and quantized ones.
+    """
+    if any(tensor.layout is not torch.strided or tensor.is_quantized for tensor in tensors):
+        return True
+    graded = torch.is_grad_enabled()
+    return any(tensor.requires_grad and (graded or not tensor.is_leaf) for tensor in tensors)
+
+
 def _positional(f: Callable[..., Any]) -> int:
     """How many arguments a function takes by position, as far as its signature names them."""
     try:
@@ -283,9 +314,7 @@ def _telling_others(flat: Flat) -> Iterator[None]:
 
 def _axes_of(flat: Flat) -> tuple[Axis, ...]:
     """The axes of several ranks that Sharded arguments live on."""
-    # By identity: leaves share their axes, which are slow to hash.
-    axes = {id(axis): axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.axes}
-    return tuple(axis for axis in dict.fromkeys(axes.values()) if axis.size > 1)
+    return tuple(axis for axis in axes_of(flat) if axis.size > 1)
 
 
 def _assembled(traced: Traced, outputs: Sequence[torch.Tensor]) -> Any:

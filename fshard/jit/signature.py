@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard import comm
-from fshard.checks import describe
+from fshard import _compat, comm
+from fshard.checks import describe, is_donated
 from fshard.errors import Problem, leaf_error
-from fshard.tree import Exact, Flat, Spec, Tree, Treedef, flatten, has_plain_keys, is_sharded
+from fshard.tree import Axis, Exact, Flat, Spec, Tree, Treedef, flatten, has_plain_keys, is_sharded
 
 
 class Aval(NamedTuple):
@@ -75,12 +75,68 @@ def signature(
     keys = "" if has_plain_keys(flat.treedef) else str(flat.treedef)
     entries = tuple(map(_entry, flat.leaves))
     same = _same([*tensors, *filter(is_sharded, flat.leaves)])
+    begins = tuple(tensor.storage_offset() for tensor in tensors) if offsets else ()
+    return Signature(flat.treedef, keys, entries, same, _exact(static), begins, _ranks(axes_of(flat)), _modes())
+
+
+class Known:
+    """What is known of one call, by which equal calls are found without their signatures; it holds no tensors."""
+
+    def __init__(self, asked: Signature, flat: Flat, tensors: Sequence[torch.Tensor]) -> None:
+        """Note what a call and its signature look like."""
+        self._asked, self._number = asked, len(tensors)
+        self._facts = list(map(_fact, flat.leaves))
+        self._axes = axes_of(flat)
+        self._guards = _compat.guards_of(tensors)
+        # Donated tensors have this shape, and so look like nothing else.
+        self._empty = [i for i, tensor in enumerate(tensors) if tensor.shape == (0,)]
+        # What guards do not tell apart, and trees whose equality does not tell their keys apart.
+        graded = any(tensor.requires_grad for tensor in tensors)
+        self._tells = not (asked.same or asked.offsets or asked.keys or graded)
+
+    def covers(self, flat: Flat, tensors: Sequence[torch.Tensor], static: Sequence[tuple[str, Any]]) -> bool:
+        """Whether a call certainly has the same signature, and no tensor that was donated.
+
+        Args:
+            flat: Its arguments.
+            tensors: The tensors among them.
+            static: Names and values of its static ones.
+        """
+        asked = self._asked
+        return (
+            self._tells
+            and len(tensors) == self._number
+            and flat.treedef == asked.treedef
+            and list(map(_fact, flat.leaves)) == self._facts
+            and _exact(static) == asked.static
+            and _ranks(self._axes) == asked.ranks
+            and _modes() == asked.modes
+            and self._guards(*tensors)
+            and not any(tensor.requires_grad for tensor in tensors)
+            and not any(is_donated(tensors[i]) for i in self._empty)
+        )
+
+
+def _fact(leaf: Any) -> Any:
+    """What an entry says of a leaf besides its aval."""
+    if is_sharded(leaf):
+        return leaf.spec.exact
+    return True if isinstance(leaf, torch.Tensor) else None if leaf is None else Exact(leaf)
+
+
+def _exact(static: Sequence[tuple[str, Any]]) -> tuple[tuple[str, Exact], ...]:
+    return tuple((name, Exact(value)) for name, value in static)
+
+
+def axes_of(flat: Flat) -> tuple[Axis, ...]:
+    """The axes that Sharded arguments live on."""
     # By identity: leaves share their axes, which are slow to hash.
     axes = {id(axis): axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.axes}
-    ranks = tuple(comm.rank(axis) for axis in dict.fromkeys(axes.values()))
-    values = tuple((name, Exact(value)) for name, value in static)
-    begins = tuple(tensor.storage_offset() for tensor in tensors) if offsets else ()
-    return Signature(flat.treedef, keys, entries, same, values, begins, ranks, _modes())
+    return tuple(dict.fromkeys(axes.values()))
+
+
+def _ranks(axes: Sequence[Axis]) -> tuple[int, ...]:
+    return tuple(map(comm.rank, axes))
 
 
 def _same(objects: Sequence[Any]) -> tuple[int, ...]:

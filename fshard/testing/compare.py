@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fshard import _compat
-from fshard.checks import DONATED, NOT_NEGATIVE, check_flags, check_numbers, describe, same_structure
+from fshard.checks import NOT_NEGATIVE, check_flags, check_numbers, describe, is_donated, same_structure
 from fshard.errors import Problem, expect, refuse
 from fshard.shard import hash_of, unshard, without_padding
 from fshard.train_state import TrainState
@@ -125,7 +125,7 @@ def check_pure(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     problems = [
         Problem(path, "other values after the step", "those before it")
         for (path, tensor), digest in zip(tensors, before, strict=True)
-        if DONATED not in tensor.__dict__ and _digest(tensor) != digest
+        if not is_donated(tensor) and _digest(tensor) != digest
     ]
     remedy = "find the write in place to these tensors or to a view of them, and compute a new tensor instead"
     refuse("check_pure: the step changed its arguments", problems, remedy, AssertionError)

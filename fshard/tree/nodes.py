@@ -145,6 +145,10 @@ _compat.register_torch_pytree(
 )
 
 
+# The same as is_sharded, without a frame of Python's for each node of a tree.
+_IS_SHARDED: Callable[[Any], bool] = Sharded.__instancecheck__
+
+
 class Flat(NamedTuple):
     """A tree taken apart: one path per leaf, the leaves (Sharded and None kept whole) and the structure."""
 
@@ -190,13 +194,13 @@ def flatten(tree: Tree) -> Flat:
     """Take a tree apart without looking inside Sharded leaves; None counts as a leaf."""
     if torch.compiler.is_dynamo_compiling():
         raise RuntimeError("torch.compile cannot trace fshard's functions; use fs.jit, or compile the model's blocks")
-    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
+    leaves, treedef = optree.tree_flatten(tree, is_leaf=_IS_SHARDED, none_is_leaf=True)
     return Flat(list(_paths(treedef)), leaves, treedef)
 
 
 def leaves_of(tree: Tree) -> list[Any]:
     """List the leaves that `flatten` finds, Sharded and None kept whole."""
-    return optree.tree_leaves(tree, is_leaf=is_sharded, none_is_leaf=True)
+    return optree.tree_leaves(tree, is_leaf=_IS_SHARDED, none_is_leaf=True)
 
 
 def map_leaves(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
@@ -210,7 +214,7 @@ def map_leaves(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     Returns:
         A tree of f's results.
     """
-    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
+    leaves, treedef = optree.tree_flatten(tree, is_leaf=_IS_SHARDED, none_is_leaf=True)
     return unflatten(treedef, [f(*row) for row in zip(leaves, *map(leaves_of, rest), strict=True)])
 
 

@@ -1,12 +1,17 @@
 """When a jitted function is traced anew, and what it takes and returns: JAX's rules."""
 
+import sys
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 from torch.func import grad, vmap
 
 import fshard as fs
+from fshard import _compat
+from fshard.jit.signature import signature
 from fshard.testing import spmd
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
@@ -215,3 +220,64 @@ def test_a_recorder_sees_what_runs_and_not_the_trace():
         counts.append([entry.label for entry in record])
     # The ranks' message at the start of the call, and the gather.
     assert counts == [["agree", "gather"]] * 2
+
+
+def test_a_call_like_the_last_one_needs_no_signature(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        sys.modules["fshard.jit.jit"], "signature", lambda *args: asked.append(args) or signature(*args)
+    )
+    jitted = fs.jit(lambda tree, n: fs.tree_map(lambda x: x * n, tree), static_argnums=1)
+    for n in (2, 2, 2, 3, 3, 2):
+        tree = {"a": torch.ones(2) * n, "b": (torch.ones(3), None)}
+        assert_same_bits(fs.tree_leaves(jitted(tree, n)), [tree["a"] * n, tree["b"][0] * n])
+    assert len(asked) == 3
+    assert len(jitted.traces) == 2
+
+
+# Tensors that guards of shapes and strides alone would take for the one before.
+LOOKS = {
+    "requires_grad": lambda: X.clone().requires_grad_(),
+    "is_conj": lambda: torch.zeros(3, dtype=torch.complex64).conj(),
+    "is_neg": lambda: _compat.negated_view(X),
+    "a class": lambda: nn.Parameter(X, requires_grad=False),
+    "strides": lambda: torch.zeros(6)[::2],
+    "a number": lambda: 1.0,
+    "another number": lambda: 1,
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_call_unlike_the_last_one_is_not_taken_for_it(name):
+    other, real = LOOKS[name](), torch.zeros(3, dtype=torch.complex64)
+    plain = real if name == "is_conj" else 1.5 if "number" in name else X
+    jitted = fs.jit(lambda x, y: y + 1)
+    with torch.no_grad():
+        for x in (plain, plain):
+            jitted(x, X)
+        if "number" in name:
+            with pytest.raises(ValueError, match="leaves that are part of the graph have changed"):
+                jitted(other, X)
+        else:
+            jitted(other, X)
+            assert len(jitted.traces) == 2
+        jitted(plain, X)
+
+
+def test_no_tensor_of_a_call_is_kept():
+    jitted = fs.jit(lambda x: x + 1)
+    for _ in range(2):
+        given = torch.zeros(3)
+        seen = weakref.ref(given)
+        jitted(given)
+        del given
+        assert seen() is None
+
+
+def test_an_empty_tensor_that_was_donated_is_refused_after_calls_like_it():
+    jitted = fs.jit(lambda x: x * 2, donate_argnums=0)
+    first = torch.zeros(0)
+    after = jitted(jitted(first))
+    with pytest.raises(ValueError, match="arguments were donated"):
+        jitted(first)
+    jitted(after)
