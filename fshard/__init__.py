@@ -15,6 +15,7 @@ from fshard.collectives import (
 from fshard.gather import gather
 from fshard.interop.dtensor import from_dtensor, to_dtensor
 from fshard.jit import jit, make_graph
+from fshard.links import Link, measure
 from fshard.mesh import axis_of, init_mesh
 from fshard.optim.from_torch import from_torch
 from fshard.optim.native import adafactor, adam, adamw, lamb, lars, sgd
@@ -63,6 +64,7 @@ __all__ = [
     "Axis",
     "GradientTransformation",
     "LayoutError",
+    "Link",
     "Model",
     "Optimizer",
     "P",
@@ -110,6 +112,7 @@ __all__ = [
     "lars",
     "make_graph",
     "masked",
+    "measure",
     "objective",
     "offload",
     "partition",

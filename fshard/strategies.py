@@ -1,11 +1,12 @@
 """Strategies: compositions of transforms under the field's names, with no mechanism of their own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from fshard import comm
+from fshard.links import Link, link_of
 from fshard.mesh import Mesh, axis_given
 from fshard.transforms import ShardTransform, cast, compose, fully_shard
 from fshard.transforms import replicate as replicated
@@ -16,23 +17,31 @@ from fshard.tree import ModelDtypes, ReshardPolicy
 MIN_SHARD_ELEMENTS = 1024
 
 
-def ddp(mesh: Mesh, axis: str = "shard") -> ShardTransform:
+def ddp(mesh: Mesh, axis: str = "shard", *, links: Mapping[str, Link] | None = None) -> ShardTransform:
     """Distributed data parallelism: everything whole on every rank, gradients summed as they appear.
 
     Args:
         mesh: The device mesh.
         axis: The mesh axis that batches are split over.
+        links: What messages over each axis cost, as `fs.measure(mesh)` finds; None goes by the backend.
 
     Returns:
         The transform to `shard` parameters with.
 
     Raises:
-        ValueError: if the mesh has no such axis.
+        ValueError: if the mesh has no such axis, or `links` no such link.
     """
-    return composed([replicated(axis_given(mesh, axis, "axis"))], ReshardPolicy(regather=False))
+    layout = replicated(axis_given(mesh, axis, "axis"))
+    return composed([layout], ReshardPolicy(False, merge_bytes=_merge_bytes("ddp", layout, links)))
 
 
-def zero1(mesh: Mesh, axis: str = "shard", *, min_shard_elements: int = MIN_SHARD_ELEMENTS) -> ShardTransform:
+def zero1(
+    mesh: Mesh,
+    axis: str = "shard",
+    *,
+    min_shard_elements: int = MIN_SHARD_ELEMENTS,
+    links: Mapping[str, Link] | None = None,
+) -> ShardTransform:
     """ZeRO-1: stored parameters and optimizer state sharded; gathered once a step, and reduced after the backward.
 
     Follows Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020).
@@ -41,18 +50,24 @@ def zero1(mesh: Mesh, axis: str = "shard", *, min_shard_elements: int = MIN_SHAR
         mesh: The device mesh.
         axis: The mesh axis to shard over.
         min_shard_elements: Leaves of fewer elements stay whole on every rank.
+        links: As for `ddp`.
 
     Returns:
         The transform to `shard` parameters with.
 
     Raises:
-        ValueError: if the mesh has no such axis.
+        ValueError: if the mesh has no such axis, or `links` no such link.
     """
-    layout = fully_shard(axis_given(mesh, axis, "axis"), min_shard_elements=min_shard_elements)
-    return composed([layout], ReshardPolicy(regather=False, early=False))
+    return _kept("zero1", mesh, axis, min_shard_elements, links, early=False)
 
 
-def zero2(mesh: Mesh, axis: str = "shard", *, min_shard_elements: int = MIN_SHARD_ELEMENTS) -> ShardTransform:
+def zero2(
+    mesh: Mesh,
+    axis: str = "shard",
+    *,
+    min_shard_elements: int = MIN_SHARD_ELEMENTS,
+    links: Mapping[str, Link] | None = None,
+) -> ShardTransform:
     """ZeRO-2: as ZeRO-1, with each gradient reduced as it appears, so that only shards of them are held.
 
     Follows Rajbhandari et al. (2020).
@@ -61,15 +76,29 @@ def zero2(mesh: Mesh, axis: str = "shard", *, min_shard_elements: int = MIN_SHAR
         mesh: The device mesh.
         axis: The mesh axis to shard over.
         min_shard_elements: Leaves of fewer elements stay whole on every rank.
+        links: As for `ddp`.
 
     Returns:
         The transform to `shard` parameters with.
 
     Raises:
-        ValueError: if the mesh has no such axis.
+        ValueError: if the mesh has no such axis, or `links` no such link.
     """
+    return _kept("zero2", mesh, axis, min_shard_elements, links, early=True)
+
+
+def _kept(
+    what: str, mesh: Mesh, axis: str, min_shard_elements: int, links: Mapping[str, Link] | None, early: bool
+) -> ShardTransform:
     layout = fully_shard(axis_given(mesh, axis, "axis"), min_shard_elements=min_shard_elements)
-    return composed([layout], ReshardPolicy(regather=False))
+    return composed([layout], ReshardPolicy(False, merge_bytes=_merge_bytes(what, layout, links), early=early))
+
+
+def _merge_bytes(what: str, layout: ShardTransform, links: Mapping[str, Link] | None) -> int:
+    """Size messages by the link that needs the largest."""
+    # What is no transform is refused where transforms are composed.
+    axes = layout.axes if isinstance(layout, ShardTransform) else ()
+    return max((link_of(axis, links, what).merge_bytes for axis in axes), default=0)
 
 
 def zero3(
@@ -80,8 +109,9 @@ def zero3(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     output_dtype: torch.dtype | None = None,
-    prefetch: int = 1,
-    merge_bytes: int = ReshardPolicy.merge_bytes,
+    prefetch: int | None = None,
+    merge_bytes: int | None = None,
+    links: Mapping[str, Link] | None = None,
     min_shard_elements: int = MIN_SHARD_ELEMENTS,
     layout: ShardTransform | None = None,
 ) -> ShardTransform:
@@ -97,8 +127,12 @@ def zero3(
         param_dtype: Dtype that parameters are gathered and a model's floating inputs are cast to; None keeps theirs.
         reduce_dtype: Dtype that gradients are reduced in; None means the dtype they are computed in.
         output_dtype: Dtype that a model's floating outputs are cast to; None keeps theirs.
-        prefetch: How many units are gathered ahead of the one that computes.
-        merge_bytes: Neighbouring units are gathered together up to this many bytes; 0 keeps them apart.
+        prefetch: How many units are gathered ahead of the one that computes; None means one, and more while they are
+            together below twice `merge_bytes`.
+        merge_bytes: Neighbouring units are gathered together up to this many bytes, and their gradients reduced
+            together up to a quarter of it; 0 keeps both apart. None goes by the link: sixteen times its latency by its
+            bandwidth.
+        links: As for `ddp`.
         min_shard_elements: Leaves of fewer elements stay whole on every rank.
         layout: What to shard with in the place of fully_shard over `axis`, such as `quantize` or one's own.
 
@@ -106,13 +140,12 @@ def zero3(
         The transform to `shard` parameters with.
 
     Raises:
-        ValueError: if the mesh has no such axis, a dtype is not floating, or a number is
-            negative.
+        ValueError: if the mesh has no such axis, a dtype is not floating, a number is negative, or `links` has no
+            such link.
     """
-    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
-        raise ValueError(f"zero3: expected prefetch to be a number of units, 0 or more, got {prefetch!r}")
-    if not isinstance(merge_bytes, int) or merge_bytes < 0:
-        raise ValueError(f"zero3: expected merge_bytes to be a number of bytes, 0 or more, got {merge_bytes!r}")
+    for name, unit, number in (("prefetch", "units", prefetch), ("merge_bytes", "bytes", merge_bytes)):
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
+            raise ValueError(f"zero3: expected {name} to be a number of {unit}, 0 or more, got {number!r}")
     if output_dtype is not None and not (isinstance(output_dtype, torch.dtype) and output_dtype.is_floating_point):
         needed = "a floating torch.dtype such as torch.bfloat16"
         raise ValueError(f"zero3: expected output_dtype to be {needed}, got {output_dtype!r}")
@@ -124,6 +157,8 @@ def zero3(
         layout = fully_shard(axis_given(mesh, axis, "axis"), min_shard_elements=min_shard_elements)
     elif min_shard_elements != MIN_SHARD_ELEMENTS:
         raise ValueError("zero3: expected min_shard_elements or layout, got both; give it to the layout")
+    if merge_bytes is None:
+        merge_bytes = _merge_bytes("zero3", layout, links)
     casts_in = [cast(gather=param_dtype)] if param_dtype else []
     casts_out = [cast(scatter=reduce_dtype)] if reduce_dtype else []
     dtypes = ModelDtypes(param_dtype, output_dtype)

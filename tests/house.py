@@ -17,6 +17,7 @@ ROOMS = (
     "checks",
     "comm",
     "mesh",
+    "links",
     "collectives",
     "transforms",
     "shard",

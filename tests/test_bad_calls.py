@@ -135,6 +135,7 @@ CALLS = {
     "functionalize": lambda w: dict(module=nn.Linear(2, 2), units=None),
     "gather": lambda w: dict(tree=w.params),
     "init_mesh": lambda w: dict(shape={"shard": -1}, device="cpu"),
+    "measure": lambda w: dict(mesh=w.mesh),
     "jit": lambda w: dict(f=loss, donate_argnums=(), static_argnums=(), backend="graph"),
     "lamb": lambda w: dict(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0),
     "lars": lambda w: dict(lr=0.1, momentum=0.9, weight_decay=0.0, trust_coefficient=0.001, eps=0.0),
@@ -409,7 +410,9 @@ THEIRS = {
 # Public names that are not called, and why.
 UNCALLED = {
     "fs": {
-        **dict.fromkeys(("Axis", "P", "Spec", "Sharded", "Storage"), "data, which the verbs check when they get it"),
+        **dict.fromkeys(
+            ("Axis", "Link", "P", "Spec", "Sharded", "Storage"), "data, which verbs check when they get it"
+        ),
         "Model": "made by functionalize; its methods are called",
         **dict.fromkeys(("GradientTransformation", "Optimizer"), "fs.update checks before it calls them"),
         **dict.fromkeys(("ShardTransform", "Wrapped"), "base classes of a user's own"),

@@ -9,14 +9,8 @@ import torch
 from fshard import _compat, comm
 from fshard.engine import schedule
 from fshard.engine.schedule import Kind, Step, Turn
-from fshard.engine.unit import Leaf, Unit, Use, divided_parts
-from fshard.transforms.compose import reduction, start_scatter
-
-# Reductions under way may hold this many bytes of gradients; a larger one travels alone.
-IN_FLIGHT_BYTES = 32 * 1024 * 1024
-
-# Small gradients are collected up to this many bytes and reduced together.
-BUCKET_BYTES = 1024 * 1024
+from fshard.engine.unit import Leaf, Unit, Use, divided_parts, policy_of
+from fshard.transforms.compose import start_scatter
 
 
 class _Bucket(NamedTuple):
@@ -43,8 +37,12 @@ def turn_of(use: Use, reduce: bool) -> Turn:
     due = [i for i, leaf in enumerate(leaves) if leaf.trained and (leaf.derived or (reduce and leaf.first is use))]
     # Large leaves come first: small ones share a node, which autograd reaches last.
     due.sort(key=lambda i: (leaves[i].derived, not leaves[i].large, -i))
-    nbytes = tuple(leaves[i].nbytes for i in due)
-    return Turn(use.regathered and use.saved, use.unit.policy.prefetch, tuple(due), nbytes)
+    nbytes = [leaves[i].nbytes for i in due]
+    # Gradients of one node come all at once: they count where the first of them is reduced.
+    shared = [n for n, i in enumerate(due) if not leaves[i].large and not leaves[i].derived]
+    for n in shared[1:]:
+        nbytes[shared[0]], nbytes[n] = nbytes[shared[0]] + nbytes[n], 0
+    return Turn(use.regathered and use.saved, use.unit.nbytes, use.unit.ahead, tuple(due), tuple(nbytes))
 
 
 class Backward:
@@ -211,9 +209,9 @@ class Backward:
                 leaf = use.unit.leaves[step.leaf]
                 if self._early or leaf.derived:
                     self._reduce(leaf)
-                # Autograd waits for a computed leaf: its bucket starts here, whatever else this rank has ready.
-                if leaf.derived and step.leaf == self._turns[step.use].due[-1]:
-                    self._start_all()
+                if step.leaf == self._turns[step.use].due[-1]:
+                    # Autograd waits for a computed leaf: its bucket starts here, whatever else this rank has ready.
+                    self._start_all(0 if leaf.derived else use.unit.policy.bucket_bytes)
             case Kind.CLOSE:
                 self._pinned.append(use)
                 for other in self._pinned:
@@ -232,20 +230,21 @@ class Backward:
     def _reduce(self, leaf: Leaf) -> None:
         self._run_hooks(leaf)
         grad, nbytes, transform = leaf.take_partial(), leaf.nbytes, leaf.spec.transform
-        if leaf.large:
+        size = leaf.bucket_bytes
+        if nbytes >= size:
             self._start(_Bucket([leaf], [grad], nbytes))
             return
-        size = reduction(transform).bucket_bytes
-        if size and (full := self._buckets.get(transform)) and full.nbytes + nbytes > size:
+        if (full := self._buckets.get(transform)) and full.nbytes + nbytes > size:
             self._start(self._buckets.pop(transform))
         leaves, grads, before = self._buckets.get(transform, _Bucket([], [], 0))
         self._buckets[transform] = bucket = _Bucket([*leaves, leaf], [*grads, grad], before + nbytes)
-        if bucket.nbytes >= (size or BUCKET_BYTES):
+        if bucket.nbytes >= size:
             self._start(self._buckets.pop(transform))
 
     @_compat.outside_selective_checkpoint()
     def _start(self, bucket: _Bucket) -> None:
-        while self._flying and bucket.nbytes + sum(flight.nbytes for flight in self._flying) > IN_FLIGHT_BYTES:
+        most = policy_of(bucket.leaves).ahead_bytes
+        while self._flying and bucket.nbytes + sum(flight.nbytes for flight in self._flying) > most:
             self._land()
         paths = [leaf.path for leaf in bucket.leaves]
         units = dict.fromkeys(leaf.first.unit.name for leaf in bucket.leaves if leaf.first is not None)
@@ -265,10 +264,10 @@ class Backward:
                 for leaf, part in zip(chosen, parts, strict=True):
                     leaf.add_reduced(part)
 
-    def _start_all(self) -> None:
-        for bucket in self._buckets.values():
-            self._start(bucket)
-        self._buckets = {}
+    def _start_all(self, least: int = 0) -> None:
+        """Start all buckets of so many bytes at least."""
+        for transform in [transform for transform, bucket in self._buckets.items() if bucket.nbytes >= least]:
+            self._start(self._buckets.pop(transform))
 
     def _land_all(self) -> None:
         self._start_all()

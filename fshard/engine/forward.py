@@ -115,8 +115,9 @@ class Forward:
         for use, bucket in zip(uses, buckets, strict=True):
             around = (other for other, b in zip(uses, buckets, strict=True) if b.first < bucket.first < b.end)
             use.inside = tuple(around)
-        small, prefetch = [bucket.small for bucket in buckets], [use.unit.policy.prefetch for use in uses]
-        self._steps[self._at : self._at] = schedule.forward(small, prefetch, first)
+        self._steps[self._at : self._at] = schedule.forward(
+            [unit.nbytes for unit in units], [unit.ahead for unit in units], first
+        )
         return uses
 
     def note(self, event: Event) -> None:

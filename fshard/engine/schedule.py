@@ -5,7 +5,7 @@ trace by `fs.jit`, and error messages read those lists.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -65,14 +65,29 @@ class Bucket(NamedTuple):
         first: Number of the first of them.
         last: Number of the last of them.
         end: Number of the unit after the last one that lies inside them.
-        small: Whether it is gathered ahead together with the next one, rather than in its place.
     """
 
     regathered: bool
     first: int
     last: int
     end: int
-    small: bool
+
+
+class Ahead(NamedTuple):
+    """How far gathers run ahead of the use that computes.
+
+    Attributes:
+        uses: So many uses at least.
+        nbytes: And more, while all that are gathered ahead move no more bytes together.
+    """
+
+    uses: int
+    nbytes: int
+
+    def count(self, sizes: Iterable[int]) -> int:
+        """Count the uses that are gathered ahead, by the bytes of those that come next."""
+        totals = enumerate(itertools.accumulate(sizes), start=1)
+        return sum(1 for _ in itertools.takewhile(lambda n: n[0] <= self.uses or n[1] <= self.nbytes, totals))
 
 
 def merge(parts: Sequence[Part]) -> list[Bucket]:
@@ -98,22 +113,22 @@ def merge(parts: Sequence[Part]) -> list[Bucket]:
         apart = part.apart or parts[i - 1].apart
         if last and chained and fits and last.regathered == part.regathered and not apart:
             size += part.nbytes
-            buckets[-1] = Bucket(last.regathered, last.first, i, i + 1, size < part.merge_bytes)
+            buckets[-1] = Bucket(last.regathered, last.first, i, i + 1)
         else:
             size = part.nbytes
-            buckets.append(Bucket(part.regathered, i, i, part.end, size < part.merge_bytes))
+            buckets.append(Bucket(part.regathered, i, i, part.end))
         parent_before = parent
         if part.end > i + 1:
             around.append(i)
     return buckets
 
 
-def forward(small: Sequence[bool], prefetch: Sequence[int], first: int = 0) -> list[Step]:
+def forward(sizes: Sequence[int], aheads: Sequence[Ahead], first: int = 0) -> list[Step]:
     """List the steps of a pass over uses whose order is known.
 
     Args:
-        small: For each use whether it is gathered ahead together with the next one.
-        prefetch: For each use how many large ones are gathered ahead while it computes.
+        sizes: For each use the bytes that its gather moves.
+        aheads: For each use how far gathers run ahead while it computes.
         first: Number of the first of them.
 
     Returns:
@@ -121,18 +136,11 @@ def forward(small: Sequence[bool], prefetch: Sequence[int], first: int = 0) -> l
     """
     steps: list[Step] = []
     started = 0
-
-    def gather(count: int, large: int) -> None:
-        nonlocal started
-        while count and started < len(small) and (large := large + (not small[started])) <= count:
-            steps.append(Step(Kind.GATHER, first + started))
-            started += 1
-
-    for number, count in enumerate(prefetch):
-        if started == number:
-            gather(1, 0)
-        gather(count, sum(not yes for yes in small[number + 1 : started]))
+    for number, ahead in enumerate(aheads):
+        to = max(started, number + 1 + ahead.count(sizes[number + 1 :]))
+        steps.extend(Step(Kind.GATHER, first + use) for use in range(started, to))
         steps.append(Step(Kind.OPEN, first + number))
+        started = to
     return steps
 
 
@@ -141,13 +149,15 @@ class Turn(NamedTuple):
 
     Attributes:
         again: Whether it is gathered again.
-        prefetch: How many uses are gathered ahead while it is differentiated.
+        size: The bytes that its gather moves.
+        ahead: How far gathers run ahead while it is differentiated.
         due: The leaves whose gradients are complete where the backward leaves it, in the order of their reduction.
-        nbytes: Bytes of each of these gradients.
+        nbytes: Bytes of each of these gradients; where some come at once, of all with the first of them.
     """
 
     again: bool
-    prefetch: int
+    size: int
+    ahead: Ahead
     due: tuple[int, ...] = ()
     nbytes: tuple[int, ...] = ()
 
@@ -177,6 +187,9 @@ def backward(events: Sequence[Step], turns: Sequence[Turn]) -> list[Step]:
         steps.extend(Step(Kind.GATHER, use) for use in again[started:to])
         return max(started, to)
 
+    def gather_ahead(ahead: Ahead) -> int:
+        return gather(passed + ahead.count(turns[use].size for use in again[passed:]))
+
     for event in reversed(events):
         if event.kind is Kind.COLLECTIVE:
             steps.append(event)
@@ -186,13 +199,13 @@ def backward(events: Sequence[Step], turns: Sequence[Turn]) -> list[Step]:
         if event.kind is Kind.CLOSE:
             passed = max(passed, place.get(event.use, -1) + 1)
             # The next unit comes when most of this one has gone, unless that is all at once.
-            started = gather(passed if early else min(len(again), passed + turn.prefetch))
+            started = gather(passed) if early else gather_ahead(turn.ahead)
             steps.append(Step(Kind.OPEN, event.use))
             continue
         for n, leaf in enumerate(turn.due, start=1):
             steps.append(Step(Kind.REDUCE, event.use, leaf))
             if n == early:
-                started = gather(min(len(again), passed + turn.prefetch))
+                started = gather_ahead(turn.ahead)
         steps.append(Step(Kind.CLOSE, event.use))
     return steps
 

@@ -12,6 +12,7 @@ import torch
 from fshard import _compat, comm
 from fshard.checks import check_versions, describe, writes_counted
 from fshard.collectives import divided
+from fshard.engine.schedule import Ahead
 from fshard.errors import Problem, leaf_error
 from fshard.transforms.compose import reduction, sum_dtype
 from fshard.tree import ReshardPolicy, Sharded, grouped, matches
@@ -80,7 +81,8 @@ class Leaf:
         trained: Whether it takes a gradient.
         derived: Whether it was computed inside the call, so that autograd goes on from its reduced gradient.
         like: Shape, dtype and device of the full tensor, once it has been gathered.
-        large: Whether it is large enough for an autograd node and a collective of its own.
+        large: Whether it is large enough for an autograd node of its own.
+        bucket_bytes: Its gradient is reduced together with others up to this many bytes; a larger one by itself.
         keeper: The use that keeps its full tensor for others, where the policy says so.
         first: The first use of the running forward, in whose backward the gradient is complete.
         accumulated: Whether gradients of several microbatches are added up.
@@ -92,7 +94,7 @@ class Leaf:
 
     __slots__ = (
         *("_full", "_reduced", "_unhooked", "derived", "first", "hooks", "keeper", "large", "like", "owed", "path"),
-        *("accumulated", "spec", "state", "stored", "tensor", "trained", "used"),
+        *("accumulated", "bucket_bytes", "spec", "state", "stored", "tensor", "trained", "used"),
     )
 
     def __init__(self, path: str, leaf: Sharded, derived: bool = False) -> None:
@@ -106,6 +108,7 @@ class Leaf:
             raise leaf_error("gather: no state", [Problem(path, found, "one of the parameters")], remedy)
         self.like: Like | None = None
         self.large = self.accumulated = self.owed = self.used = False
+        self.bucket_bytes = bucket_bytes_of(leaf)
         self.keeper: Use | None = None
         self.first: Use | None = None
         # Of this rank: the full gradient of the running backward before hooks, that of all backwards, the reduced one.
@@ -128,7 +131,7 @@ class Leaf:
         """Note dtype and shape of the full tensor, the same on every rank."""
         if self.like is None:
             self.like = Like(full.shape, full.dtype, full.device)
-            self.large = self.nbytes >= (reduction(self.spec.transform).bucket_bytes or comm.PACK_BYTES)
+            self.large = self.nbytes >= min(self.bucket_bytes, comm.PACK_BYTES)
 
     def add_partial(self, grad: torch.Tensor) -> None:
         """Add to this rank's full gradient; where hooks are to run, to that of the running backward."""
@@ -214,6 +217,12 @@ def policy_of(leaves: Sequence[Leaf | Sharded]) -> ReshardPolicy:
     return next((leaf.spec.reshard for leaf in leaves if leaf.spec.reshard), _PLAIN)
 
 
+def bucket_bytes_of(leaf: Leaf | Sharded) -> int:
+    """Find the size of the buckets that a leaf's gradient is reduced in; small leaves of one unit always share one."""
+    given = reduction(leaf.spec.transform).bucket_bytes
+    return max(policy_of([leaf]).bucket_bytes, comm.PACK_BYTES) if given is None else given
+
+
 def transform_of(leaf: Leaf) -> Any:
     """Find the transform by which a leaf is gathered."""
     return leaf.spec.transform
@@ -246,6 +255,12 @@ class Unit:
     def policy(self) -> ReshardPolicy:
         """The policy of its leaves."""
         return policy_of(self.leaves)
+
+    @functools.cached_property
+    def ahead(self) -> Ahead:
+        """How far gathers run ahead of it."""
+        policy = self.policy
+        return Ahead(1, policy.ahead_bytes) if policy.prefetch is None else Ahead(policy.prefetch, 0)
 
     @functools.cached_property
     def nbytes(self) -> int:

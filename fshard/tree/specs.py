@@ -63,16 +63,27 @@ class ReshardPolicy:
     Attributes:
         regather: Whether units are dropped after their forward and gathered again in the backward: for all of them,
             for those whose names match a glob pattern or a function of the name, or for none.
-        prefetch: How many units are gathered ahead of the one that computes.
+        prefetch: How many units are gathered ahead of the one that computes; None means one, and more while they are
+            together below `ahead_bytes`.
         merge_bytes: Neighbours are gathered together up to this many bytes, because latency would cost more than the
             transfer.
         early: Whether gradients are reduced as they appear, rather than after the backward.
     """
 
     regather: bool | str | tuple[str, ...] | Callable[[str], bool] = True
-    prefetch: int = 1
-    merge_bytes: int = 2 * 1024 * 1024
+    prefetch: int | None = None
+    merge_bytes: int = 16 * 1024 * 1024
     early: bool = True
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes that are gathered ahead at a time, and of gradients under way; what is larger travels alone."""
+        return 2 * self.merge_bytes
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes from which on gradients are reduced, rather than together with those of the unit before."""
+        return self.merge_bytes // 4
 
 
 @dataclass(frozen=True)

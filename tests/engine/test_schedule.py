@@ -6,7 +6,7 @@ where a collective of the function's own begins or ends.
 
 import pytest
 
-from fshard.engine.schedule import Kind, Part, Step, Turn, backward, forward, merge, postponed
+from fshard.engine.schedule import Ahead, Kind, Part, Step, Turn, backward, forward, merge, postponed
 
 KINDS = {"g": Kind.GATHER, "o": Kind.OPEN, "r": Kind.REDUCE, "c": Kind.CLOSE, "x": Kind.COLLECTIVE}
 LETTERS = {kind: letter for letter, kind in KINDS.items()}
@@ -57,26 +57,27 @@ def test_units_of_other_policies_or_orders_are_not_merged():
     assert [(b.first, b.last) for b in merge(apart)] == [(0, 0), (1, 1), (2, 3)]
 
 
-# Which buckets are small, how many are gathered ahead, and the steps.
+# Sizes of uses, how far gathers run ahead of each (uses at least, and bytes), and the steps.
 FORWARDS = {
-    "prefetch 0": ("LLL", 0, "g0 o0 g1 o1 g2 o2"),
-    "prefetch 1": ("LLL", 1, "g0 g1 o0 g2 o1 o2"),
-    "prefetch 2": ("LLLL", 2, "g0 g1 g2 o0 g3 o1 o2 o3"),
-    "small ones go with a large one": ("sLsL", 1, "g0 g1 g2 o0 g3 o1 o2 o3"),
-    "small ones without prefetch": ("sLsL", 0, "g0 g1 g2 o0 o1 o2 g3 o3"),
-    "all small": ("sss", 1, "g0 g1 g2 o0 o1 o2"),
-    "none": ("", 1, ""),
+    "none ahead": ((4, 4, 4), (0, 0), "g0 o0 g1 o1 g2 o2"),
+    "one ahead": ((4, 4, 4), (1, 0), "g0 g1 o0 g2 o1 o2"),
+    "two ahead": ((4, 4, 4, 4), (2, 0), "g0 g1 g2 o0 g3 o1 o2 o3"),
+    "as many as fit": ((4, 4, 4, 4), (1, 8), "g0 g1 g2 o0 g3 o1 o2 o3"),
+    "one that does not fit": ((4, 9, 4, 4), (1, 8), "g0 g1 o0 g2 g3 o1 o2 o3"),
+    "one that does not fit behind one that does": ((4, 4, 9, 4), (1, 8), "g0 g1 o0 g2 o1 g3 o2 o3"),
+    "nothing to move": ((4, 0, 4), (0, 0), "g0 g1 o0 o1 g2 o2"),
+    "no uses": ((), (1, 0), ""),
 }
 
 
 @pytest.mark.parametrize("name", FORWARDS)
 def test_forward(name):
-    sizes, prefetch, expected = FORWARDS[name]
-    assert text_of(forward([size == "s" for size in sizes], [prefetch] * len(sizes))) == expected
+    sizes, ahead, expected = FORWARDS[name]
+    assert text_of(forward(sizes, [Ahead(*ahead)] * len(sizes))) == expected
 
 
-def one(again=True, prefetch=1, due=(0,), nbytes=None):
-    return Turn(again, prefetch, due, nbytes or (4,) * len(due))
+def one(again=True, prefetch=1, due=(0,), nbytes=None, fits=0):
+    return Turn(again, 4, Ahead(prefetch, fits), due, nbytes or (4,) * len(due))
 
 
 CHAIN = "o0 c0 o1 c1 o2 c2"
@@ -85,6 +86,7 @@ BACKWARDS = {
     "all again, prefetch 0": (CHAIN, [one(prefetch=0)] * 3, "g2 o2 r2.0 c2 g1 o1 r1.0 c1 g0 o0 r0.0 c0"),
     "all again, prefetch 1": (CHAIN, [one()] * 3, "g2 g1 o2 r2.0 c2 g0 o1 r1.0 c1 o0 r0.0 c0"),
     "all again, prefetch 2": (CHAIN, [one(prefetch=2)] * 3, "g2 g1 g0 o2 r2.0 c2 o1 r1.0 c1 o0 r0.0 c0"),
+    "all again, as many as fit": (CHAIN, [one(fits=8)] * 3, "g2 g1 g0 o2 r2.0 c2 o1 r1.0 c1 o0 r0.0 c0"),
     "the next unit comes before the last quarter of the bytes": (
         "o0 c0 o1 c1",
         [one(due=(1, 0)), one(due=(2, 1, 0), nbytes=(4, 2, 2))],
