@@ -70,7 +70,9 @@ class Configuration(NamedTuple):
     def module(self) -> GPT:
         """The model with the same values on every rank, or without values on the meta device."""
         torch.manual_seed(SEED)
-        return GPT(self.width, self.layers, heads=max(1, self.width // 64), context=self.time)
+        # As in GPT-3, whose large models have heads of 128.
+        size = 64 if self.width < 2048 else 128
+        return GPT(self.width, self.layers, heads=max(1, self.width // size), context=self.time)
 
     def tokens(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The batch of a rank, each (batch, time): tokens, and those that follow them."""

@@ -80,7 +80,7 @@ def fsdp1(configuration: Configuration, mesh: DeviceMesh, batch: Batch) -> Syste
     return torch_system(module, adamw(module), batch)
 
 
-def fsdp2(fine: bool = False, compiled: bool = False) -> Maker:
+def fsdp2(fine: bool = False, compiled: bool = False, **options: Any) -> Maker:
     """FSDP2 with a unit for each block, and for each large layer where they are fine; the rest is the root's."""
 
     def maker(configuration: Configuration, mesh: DeviceMesh, batch: Batch) -> System:
@@ -90,9 +90,9 @@ def fsdp2(fine: bool = False, compiled: bool = False) -> Maker:
             for block in module.blocks:
                 block.compile()
         for unit in [layer for layer in layers if fine and layer.weight.numel() >= FINE_UNIT]:
-            fully_shard(unit, mesh=mesh)
+            fully_shard(unit, mesh=mesh, **options)
         for unit in (*module.blocks, module):
-            fully_shard(unit, mesh=mesh)
+            fully_shard(unit, mesh=mesh, **options)
         return torch_system(module, adamw(module), batch)
 
     return maker
