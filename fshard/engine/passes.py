@@ -29,6 +29,7 @@ class Pass:
             for i, unit in enumerate(units)
         ]
         self._forward, self._again, self._buckets = forward, again, merge(parts)
+        self._ends = [part.end for part in parts]
         self._units = [_merged(units[b.first : b.last + 1], b.regathered) for b in self._buckets]
         self._uses = [] if forward.over else forward.begin(name, self._units, self._buckets)
         self._bucket_of = [n for n, b in enumerate(self._buckets) for _ in range(b.first, b.last + 1)]
@@ -52,7 +53,8 @@ class Pass:
         while self._scopes and self._scopes.pop() != number:
             pass
         bucket = self._bucket_of[number]
-        if number == self._buckets[bucket].last and not self._in_scope(bucket) and bucket in self._open:
+        ended = self._ends[number] == self._buckets[bucket].last + 1
+        if ended and not self._in_scope(bucket) and bucket in self._open:
             self._forward.leave(self._open.pop(bucket))
 
     def begin(self, units: range) -> None:

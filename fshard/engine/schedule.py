@@ -97,30 +97,40 @@ def merge(parts: Sequence[Part]) -> list[Bucket]:
         parts: Units in the order of their gathering, each before those that lie inside it.
 
     Returns:
-        The buckets. Units that hold others or lie in different ones are not merged.
+        The buckets. A unit that holds others is merged with all of them or none; units that lie in different ones are
+        not merged.
     """
     buckets: list[Bucket] = []
     around: list[int] = []
-    size, parent_before = 0, -1
-    for i, part in enumerate(parts):
+    i, size, parent_before = 0, 0, -1
+    while i < len(parts):
+        part = parts[i]
         while around and parts[around[-1]].end <= i:
             around.pop()
         parent = around[-1] if around else -1
+        inside = parts[i : part.end]
+        nbytes, end = sum(other.nbytes for other in inside), part.end
+        if not (nbytes <= part.merge_bytes and _alike(inside)):
+            nbytes, end = part.nbytes, i + 1
         last = buckets[-1] if buckets else None
+        chained = last is not None and last.end == i and part.end == end and parent == parent_before
         # Leaves that ranks hold whole cost nothing to gather, and can go with any.
-        fits = part.nbytes == 0 or size + part.nbytes <= part.merge_bytes
-        chained = last is not None and last.end == i == part.end - 1 and parent == parent_before
-        apart = part.apart or parts[i - 1].apart
-        if last and chained and fits and last.regathered == part.regathered and not apart:
-            size += part.nbytes
-            buckets[-1] = Bucket(last.regathered, last.first, i, i + 1)
+        fits = nbytes == 0 or size + nbytes <= part.merge_bytes
+        if last and chained and fits and _alike(parts[i - 1 : end]):
+            size += nbytes
+            buckets[-1] = Bucket(last.regathered, last.first, end - 1, end)
         else:
-            size = part.nbytes
-            buckets.append(Bucket(part.regathered, i, i, part.end))
-        parent_before = parent
-        if part.end > i + 1:
+            size = nbytes
+            buckets.append(Bucket(part.regathered, i, end - 1, part.end))
+        if part.end > end:
             around.append(i)
+        i, parent_before = end, parent
     return buckets
+
+
+def _alike(parts: Sequence[Part]) -> bool:
+    """Whether units may be merged: one is, or all are treated alike and entered in one order."""
+    return len(parts) == 1 or (len({part.regathered for part in parts}) == 1 and not any(part.apart for part in parts))
 
 
 def forward(sizes: Sequence[int], aheads: Sequence[Ahead], first: int = 0) -> list[Step]:
