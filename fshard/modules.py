@@ -70,11 +70,16 @@ def plan_units(module: nn.Module, units: Units, places: Mapping[str, Sequence[st
         next((j for j in range(i + 1, len(ordered)) if not _inside(ordered[j], path)), len(ordered))
         for i, path in enumerate(ordered)
     ]
-    running = {path for path, submodule in module.named_modules() if path and not isinstance(submodule, _CONTAINERS)}
+    running = {path for path, submodule in module.named_modules() if path and _orders(submodule)}
     apart = [any(around in running for around in _upwards(path.rpartition(".")[0])) for path in ordered]
     return [
         ModuleUnit(path, tuple(owned[path]), end, alone) for path, end, alone in zip(ordered, ends, apart, strict=True)
     ]
+
+
+def _orders(submodule: nn.Module) -> bool:
+    """Tell whether a module may run its submodules in an order of its own."""
+    return not isinstance(submodule, _CONTAINERS) and type(submodule).forward is not nn.Sequential.forward
 
 
 def select(module: nn.Module, units: Any) -> dict[str, int]:

@@ -199,6 +199,47 @@ def test_small_neighbours_are_gathered_together(merge_bytes, groups):
     assert bytes_of(record, "gather") == found + again[::-1]
 
 
+class Held(nn.Module):
+    """Layers in a module that holds them, beside one that they lie next to."""
+
+    def __init__(self, holder):
+        super().__init__()
+        self.first, self.layers = nn.Linear(12, 12), holder([nn.Linear(12, 12), nn.Linear(12, 12)])
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in getattr(self.layers, "inner", self.layers):
+            x = layer(x)
+        return x
+
+
+class Own(nn.Module):
+    """May run its layers in an order of its own."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.inner = nn.ModuleList(layers)
+
+
+HOLDERS = {
+    "a list": (nn.ModuleList, 1),
+    "a Sequential": (lambda layers: nn.Sequential(*layers), 1),
+    "a module with a forward of its own": (Own, 3),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@on_ranks(2)
+def test_units_are_merged_where_all_ranks_enter_them_in_one_order(holder):
+    make, gathers = HOLDERS[holder]
+    module = filled(Held(make))
+    model = fs.functionalize(module, units=nn.Linear)
+    params = model.init(every_leaf(one_axis(), merge_bytes=2**20))
+    with fs.comm.record() as record:
+        model.apply(params, torch.ones(2, 12, dtype=torch.float64))
+    assert len(told(record)) == gathers
+
+
 @pytest.mark.parametrize("rule", ("1", ("0", "1"), lambda name: name == "1"), ids=("pattern", "patterns", "function"))
 @on_ranks(2)
 def test_a_rule_knows_small_units_by_their_own_names(rule):
