@@ -21,7 +21,8 @@ types: .venv/dev
 	$(BIN)/mypy fshard
 
 demo: .venv/examples
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 examples/ddp_parity.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/meter.py \
+	    $(BIN)/torchrun --standalone --nproc_per_node 2 examples/ddp_parity.py
 
 EXAMPLES := train_gpt ddp_parity mnist unequal_tokens finetune_lora dp_sgd maml ensemble hessian custom_transform topk \
     powersgd sibling tensor_parallel

@@ -37,7 +37,7 @@ from rivals import ADAMW, SYSTEMS, make, total_bytes
 from torch import nn
 
 import fshard as fs
-from fshard.engine.backward import IN_FLIGHT_BYTES
+from fshard.tree import ReshardPolicy
 
 DEFAULT_SYSTEMS = "ddp,fsdp1,fsdp2,fsdp2-fine,fshard-ddp,fshard-zero2,fshard-zero3"
 BOUNDED = "fshard-zero3"
@@ -156,7 +156,7 @@ def bound_of(args: argparse.Namespace, ranks: list[Any], moments: list[Moment]) 
     kept = stored["parameters"] / total_bytes(module.parameters())
     at_once = max(moments, key=lambda moment: moment.activations + kept * moment.gradients)
     always = {"parameter shards": stored["parameters"], "optimizer state shards": stored["optimizer"]}
-    passing = {"two largest units": sum(unit_bytes(module)[-2:]), "in flight": IN_FLIGHT_BYTES}
+    passing = {"two largest units": sum(unit_bytes(module)[-2:]), "in flight": ReshardPolicy().ahead_bytes}
     apart = {"gradient shards": stored["parameters"], "activations": max(moment.activations for moment in moments)}
     together = {"gradient shards": round(kept * at_once.gradients), "activations": at_once.activations}
     parts, tighter = always | apart | passing, always | together | passing

@@ -1,4 +1,9 @@
-"""Meters of a process's memory: the malloc counter, or resident memory where it cannot be built."""
+"""Meters of a process's memory: the malloc counter, or resident memory where it cannot be built.
+
+    python benchmarks/meter.py torchrun --standalone --nproc_per_node 2 examples/ddp_parity.py
+
+runs a command with the counter, or without it where it cannot be built.
+"""
 
 import contextlib
 import ctypes
@@ -6,6 +11,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -90,3 +96,16 @@ def reset_status() -> None:
 def lifetime_peak() -> int:
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        counter = build_counter(Path(folder))
+        if counter.library is None:
+            print(f"meter.py: memory is not counted: {counter.reason}", flush=True)
+        environment = counter.environment() if counter.library else None
+        sys.exit(subprocess.run(sys.argv[1:], env=environment).returncode)
+
+
+if __name__ == "__main__":
+    main()

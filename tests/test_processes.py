@@ -56,9 +56,15 @@ except RuntimeError as error:
 ALONE = (sys.executable,)
 PARITY = [
     pytest.param(ALONE, "zero1", id="alone-zero1"),
-    pytest.param((*TORCHRUN, 2), "zero2", id="torchrun-zero2"),
-    *(pytest.param(ALONE, name, id=f"alone-{name}", marks=pytest.mark.slow) for name in ("ddp", "zero2")),
-    *(pytest.param((*TORCHRUN, 2), name, id=f"torchrun-{name}", marks=pytest.mark.slow) for name in ("ddp", "zero1")),
+    pytest.param((*TORCHRUN, 2), "zero3", id="torchrun-zero3"),
+    *(
+        pytest.param(launcher, strategy, id=f"{name}-{strategy}", marks=pytest.mark.slow)
+        for name, launcher, strategies in [
+            ("alone", ALONE, ("ddp", "zero2", "zero3")),
+            ("torchrun", (*TORCHRUN, 2), ("ddp", "zero1", "zero2")),
+        ]
+        for strategy in strategies
+    ),
 ]
 
 
@@ -113,4 +119,4 @@ def test_demo_learns_and_equals_ddp(tmp_path):
     out = run(*TORCHRUN, 2, ROOT / "examples/ddp_parity.py", "--plot", tmp_path / "curves.png", timeout=500)
     # In nats per byte; frequencies of single bytes give 3.2, of pairs 2.4.
     assert float(re.search(r"held-out loss +([0-9.]+)", out)[1]) <= 2.0
-    assert "largest difference from DDP: 0 in a loss, 0 in a parameter, over 700 steps" in out
+    assert "largest difference from DDP: 0 in a loss, 0 in a parameter, over 500 steps" in out
