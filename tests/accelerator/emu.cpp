@@ -7,6 +7,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/FakeProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -596,6 +597,15 @@ struct EmuBackend final : c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> gloo_;
 };
 
+// Sends nothing, and fuses lists of tensors as NCCL does; both devices share it.
+struct FakeBackend final : c10d::FakeProcessGroup {
+  FakeBackend(int rank, int size)
+      : c10d::FakeProcessGroup(rank, size, c10::make_intrusive<c10d::FakeProcessGroup::Options>()) {}
+  bool supportsCoalescing() const override {
+    return true;
+  }
+};
+
 std::vector<std::string> take_events() {
   std::lock_guard<std::mutex> lock(log_mutex);
   std::vector<std::string> taken;
@@ -619,4 +629,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return c10::make_intrusive<EmuBackend>(std::move(gloo));
       },
       "Make a backend for emu's tensors of one for the processor's.");
+  m.def(
+      "fake_backend",
+      [](int rank, int size) -> c10::intrusive_ptr<c10d::Backend> { return c10::make_intrusive<FakeBackend>(rank, size); },
+      "Make a backend that sends nothing.");
 }

@@ -1,6 +1,7 @@
 """Programs that run on each of two ranks, on processors and on the device "emu", and give the same numbers.
 
-As a script, on each rank of torchrun: `programs.py LIBRARY RESULT [--alone] [NAME...]`.
+As a script, on each rank of torchrun: `programs.py LIBRARY RESULT [--alone] [NAME...]`. With --fake in one process,
+the first of four ranks, on the device without its memory.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
-from tests.accelerator import emu
+from tests.accelerator import emu, fake
 
 WIDTH, CLASSES, BATCH, STEPS = 24, 7, 6, 4
 EXACT, SINGLE, HALF = 1e-12, 1e-5, 2e-2
@@ -274,11 +276,14 @@ def _strategy(strategy: Callable[[Any], Any]) -> dict[str, Program]:
 
 
 LEAVES = 22
+# These look at the values of tensors of the device, or copy modules whose tensors autograd made.
+OF_VALUES = ("the four verbs", "checkpoints", "init from a seed")
+FAKE_RANKS = 4
 
 PROGRAMS = {
     **{name: each for strategy in (fs.ddp, fs.zero1, fs.zero2, fs.zero3) for name, each in _strategy(strategy).items()},
     "hsdp": Program(
-        lambda device: train(device, lambda _: fs.hsdp(fs.init_mesh({"replicate": 2, "shard": 1}, device=device)))
+        lambda device: train(device, lambda _: fs.hsdp(fs.init_mesh({"replicate": 2, "shard": -1}, device=device)))
     ),
     "donated": Program(lambda device: train(device, donate=True)),
     "checkpointed": Program(lambda device: train(device, remat=True)),
@@ -361,7 +366,8 @@ def compare(name: str, alone: bool) -> dict[str, Any]:
     """Run a program on both devices; where there are no collectives of processors, on emu only.
 
     Returns:
-        The largest difference between them, and counts of the host's waits, its copies and orders between streams.
+        The largest difference between them, and counts of the host's waits, its copies, collectives that functions of
+        torch start, and orders between streams.
     """
     expected = [] if alone else leaves_of(PROGRAMS[name].run("cpu"))
     out = PROGRAMS[name].run("emu")
@@ -373,6 +379,7 @@ def compare(name: str, alone: bool) -> dict[str, Any]:
         "difference": max([((a - b).abs().max() / max(1.0, b.abs().max())).item() for a, b in pairs], default=0.0),
         "waits": Counter(" ".join(event[1:]) for event in events if event[0] == "sync"),
         "copies": Counter(" ".join(event[:2]) for event in events if event[0] == "to"),
+        "collectives": Counter(event[1] for event in events if event[0] == "run" and "_c10d_functional" in event[1]),
         "streams": Counter(" ".join(event[:2]) for event in events if event[0] in ("record", "order")),
     }
 
@@ -383,19 +390,27 @@ def main() -> None:
     parser.add_argument("result", type=Path)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--alone", action="store_true", help="without collectives of processors")
+    parser.add_argument("--fake", action="store_true", help="without values, in one process")
     options = parser.parse_intermixed_args()
     torch.set_num_threads(1)
-    log.take = emu.load(options.library).take_events
+    library = emu.load(options.library)
+    log.take, world = library.take_events, nullcontext()
     if options.alone:
         dist.init_process_group("emuccl")
-    # Before any mesh of processors, so that the process group serves both devices.
-    mesh_of("emu")
+    if options.fake:
+        store = fake.start(library, FAKE_RANKS)
+        assert dist.get_world_size() == store.ranks
+        world = fake.WithoutMemory(library)
+        log.take = world.take
     found = {}
-    for name in options.names or PROGRAMS:
-        try:
-            found[name] = compare(name, options.alone)
-        except Exception:
-            found[name] = {"error": traceback.format_exc()}
+    with world:
+        # Before any mesh of processors, so that the process group serves both devices.
+        mesh_of("emu")
+        for name in options.names or PROGRAMS:
+            try:
+                found[name] = compare(name, options.alone or options.fake)
+            except Exception:
+                found[name] = {"error": traceback.format_exc()}
     if int(os.environ["RANK"]) == 0:
         options.result.write_text(json.dumps(found))
 
