@@ -70,16 +70,19 @@ from fshard._compat.threads import (
     threaded_process_groups,
 )
 from fshard._compat.tracing import (
+    RESHAPES,
     TO_COPY,
     WAIT_TENSOR,
     Argument,
     arguments_of,
     asks_for_values,
+    changes_geometry,
     guards_of,
     is_linearizing,
     is_tracing,
     make_graph_of,
     outside_modes,
+    python_function,
     sees_programs,
     trace_notes,
 )

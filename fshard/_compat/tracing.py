@@ -1,8 +1,10 @@
 """Private APIs by which torch traces programs into graphs, each with the versions it was checked on."""
 
+import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
@@ -20,8 +22,58 @@ if TYPE_CHECKING:
 
 # Checked on 2.13.
 WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
+# What tensor.view() and the end of tensor.reshape() become. Checked on 2.13.
+RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 # What tensor.to() becomes. Checked on 2.13.
 TO_COPY = torch.ops.aten._to_copy.default
+
+
+# Operators and torch's own functions, which read their arguments without a schema. Checked on 2.13.
+_PYTHON_FUNCTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (
+            torch._scaled_dot_product_flash_attention_for_cpu
+        ),
+        torch.ops.aten.add.Tensor: torch.add,
+        torch.ops.aten.addmm.default: torch.addmm,
+        torch.ops.aten.as_strided.default: torch.as_strided,
+        torch.ops.aten.bmm.default: torch.bmm,
+        torch.ops.aten.cat.default: torch.cat,
+        torch.ops.aten.clone.default: torch.clone,
+        torch.ops.aten.copy_.default: torch.Tensor.copy_,
+        torch.ops.aten.embedding.default: torch.embedding,
+        torch.ops.aten.gelu.default: torch._C._nn.gelu,
+        torch.ops.aten.mm.default: torch.mm,
+        torch.ops.aten.mul.Tensor: torch.mul,
+        torch.ops.aten.native_layer_norm.default: torch.native_layer_norm,
+        torch.ops.aten.permute.default: torch.permute,
+        torch.ops.aten.relu.default: torch.relu,
+        torch.ops.aten.split_with_sizes.default: torch.split_with_sizes,
+        torch.ops.aten.stack.default: torch.stack,
+        torch.ops.aten.sum.dim_IntList: torch.sum,
+        torch.ops.aten.t.default: torch.t,
+        torch.ops.aten.tanh.default: torch.tanh,
+        torch.ops.aten.transpose.int: torch.transpose,
+        torch.ops.aten.unbind.int: torch.unbind,
+        torch.ops.aten.view.default: torch.Tensor.view,
+    }
+)
+
+
+def python_function(target: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
+    """Torch's own function for an operator, which reaches the same kernels in less time. Checked on 2.13."""
+    function = _PYTHON_FUNCTIONS.get(target)
+    if function is None:
+        return None
+    # With a number for a tensor it may reach others.
+    tensors = [isinstance(argument.type, torch.TensorType) for argument in target._schema.arguments]
+    numbers = any(isinstance(given, int | float | complex) for given in itertools.compress(args, tensors))
+    return None if numbers else function
+
+
+def changes_geometry(target: Any) -> bool:
+    """Whether an operator gives its argument another shape or other strides in place, as t_ does. Checked on 2.13."""
+    return torch.Tag.inplace_view in getattr(target, "tags", ())
 
 
 class Argument(NamedTuple):

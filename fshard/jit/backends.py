@@ -9,6 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fshard import _compat
+from fshard.jit.lower import lowered
 from fshard.jit.passes import finish_waits, is_impure, is_random, is_view, placeholders, replace
 from fshard.jit.signature import aval
 from fshard.jit.trace import TRACING
@@ -26,7 +27,7 @@ def ready(module: Any, backend: Backend, what: str) -> Callable[..., Any]:
     """Make a graph ready to run.
 
     Args:
-        module: The torch.fx.GraphModule; it becomes what is run, unless the backend is a function.
+        module: The torch.fx.GraphModule.
         backend: As for `jit`.
         what: Who asks, for errors.
 
@@ -39,7 +40,7 @@ def ready(module: Any, backend: Backend, what: str) -> Callable[..., Any]:
         with TRACING:
             compile_pieces(module)
     finish_waits(module)
-    return module
+    return lowered(module)
 
 
 def compile_pieces(module: GraphModule) -> None:

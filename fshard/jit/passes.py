@@ -276,7 +276,6 @@ def finish_waits(module: GraphModule) -> None:
         if node.target is _compat.WAIT_TENSOR:
             node.target = ops.wait
     module.graph.lint()
-    module.recompile()
 
 
 def constants(module: GraphModule) -> list[torch.Tensor]:
