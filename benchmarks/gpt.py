@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-VOCABULARY = 8192
 SEED = 0
 
 
@@ -32,11 +31,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens and the tokens that follow them in, the mean cross entropy out."""
 
-    def __init__(self, width: int, layers: int, heads: int, context: int) -> None:
+    def __init__(self, width: int, layers: int, heads: int, context: int, vocabulary: int) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(context, width)
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # (batch, time) twice, to a scalar
         h = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))  # (batch, time, width)
@@ -47,35 +46,37 @@ class GPT(nn.Module):
 
 
 class Configuration(NamedTuple):
-    """Sizes of a run; its name spells them, such as d512-L8-B4-T256."""
+    """Sizes of a run; its name spells them, such as d512-L8-B4-T256, or d128-L4-B8-T128-V256 with a vocabulary."""
 
     width: int
     layers: int
     batch: int
     time: int
+    vocabulary: int = 8192
 
     @classmethod
     def parse(cls, name: str) -> "Configuration":
-        match = re.fullmatch(r"d(\d+)-L(\d+)-B(\d+)-T(\d+)", name)
+        match = re.fullmatch(r"d(\d+)-L(\d+)-B(\d+)-T(\d+)(?:-V(\d+))?", name)
         if match is None:
             raise ValueError(
                 f"expected configuration to be width, layers, batch and time, as in d512-L8-B4-T256, got {name!r}"
             )
-        return cls(*map(int, match.groups()))
+        return cls(*(int(number) for number in match.groups() if number))
 
     @property
     def name(self) -> str:
-        return f"d{self.width}-L{self.layers}-B{self.batch}-T{self.time}"
+        name = f"d{self.width}-L{self.layers}-B{self.batch}-T{self.time}"
+        return name if self.vocabulary == Configuration._field_defaults["vocabulary"] else f"{name}-V{self.vocabulary}"
 
     def module(self) -> GPT:
         """The model with the same values on every rank, or without values on the meta device."""
         torch.manual_seed(SEED)
         # As in GPT-3, whose large models have heads of 128.
         size = 64 if self.width < 2048 else 128
-        return GPT(self.width, self.layers, heads=max(1, self.width // size), context=self.time)
+        return GPT(self.width, self.layers, max(1, self.width // size), self.time, self.vocabulary)
 
     def tokens(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The batch of a rank, each (batch, time): tokens, and those that follow them."""
         generator = torch.Generator().manual_seed(rank)
-        tokens = torch.randint(VOCABULARY, (self.batch, self.time + 1), generator=generator)
+        tokens = torch.randint(self.vocabulary, (self.batch, self.time + 1), generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

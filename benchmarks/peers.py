@@ -1,21 +1,23 @@
 """Step times of fshard and of torch's own ways to train, interleaved and compared round by round.
 
-Two ranks, one thread each, for the three configurations of the project's targets:
+Two ranks, one thread each, for the configurations of the project's targets:
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/peers.py --configuration d512-L8-B4-T256
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/peers.py --configuration d1024-L8-B1-T128
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/peers.py --configuration d64-L48-B1-T16
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/peers.py --configuration d128-L4-B8-T128-V256
 
---compiled adds FSDP2 with compiled blocks, which takes minutes to compile. On one rank, without a launcher, fshard
-against plain PyTorch, for the whole step and for forward and backward alone:
+--compiled adds FSDP2 with compiled blocks and fshard by Inductor, which take minutes to compile. On one rank, without a
+launcher, fshard against plain PyTorch, for the whole step and for forward and backward alone:
 
     OMP_NUM_THREADS=1 python benchmarks/peers.py --world-size-1 --configuration d512-L8-B4-T256
 
 All systems live in one process. Where they would need more than --memory-fraction of the memory that is available, they
 are measured in groups one after another, with the reference in each; one group that does not fit is refused.
 
-Ratios are medians over rounds of the ratio to the reference (FSDP2, or plain PyTorch) in the same round. The time of
-the main thread is CPU time, which waiting does not add to: what it exceeds plain PyTorch's by is overhead of the host.
+Ratios are medians over rounds of the ratio to the reference (torch DDP, or plain PyTorch) in the same round. The time
+of the main thread is CPU time, which waiting does not add to: what it exceeds plain PyTorch's by is overhead of the
+host.
 """
 
 import argparse
@@ -38,7 +40,7 @@ import fshard as fs
 
 # Those that are to be compared with each other stand together, so that they share a group.
 ACROSS_RANKS = (
-    *("fsdp2", "ddp", "fshard-ddp", "fshard-zero2", "fshard-zero3"),
+    *("ddp", "fsdp2", "fshard-ddp", "fshard-zero2", "fshard-zero3"),
     *("fshard-ddp-graph", "fshard-zero2-graph", "fshard-zero3-graph"),
     *("fshard-zero1", "fsdp1", "fsdp2-fine", "zero-redundancy"),
 )
@@ -70,8 +72,8 @@ def main() -> None:
         needed = "one rank and no launcher" if args.world_size_1 else "several: run under torchrun, or --world-size-1"
         raise SystemExit(f"peers.py: expected the number of ranks to be {needed}, got {mesh.size()}")
     names = args.systems or (ON_ONE_RANK if args.world_size_1 else ACROSS_RANKS)
-    names = [*names, "fsdp2-compiled"] if args.compiled else list(names)
-    wanted = "plain" if args.world_size_1 else "fsdp2"
+    names = [*names, "fshard-zero3-inductor", "fsdp2-compiled"] if args.compiled else list(names)
+    wanted = "plain" if args.world_size_1 else "ddp"
     reference = wanted if wanted in names else names[0]
 
     groups = grouped(names, reference, args, mesh.size())
@@ -156,18 +158,18 @@ def check_losses(samples: Mapping[str, Samples]) -> None:
 
 
 def summary(samples: Samples, group: Mapping[str, Samples], reference: str) -> dict[str, Any]:
-    """Medians over rounds, of times and of ratios to the same round of the reference and of DDP."""
+    """Medians over rounds, of times and of ratios to the same round of the reference and of FSDP2."""
     ratios = paired(samples.seconds, group[reference].seconds)
     lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     cpu_ratios = paired(samples.main_thread_seconds, group[reference].main_thread_seconds)
-    to_ddp = statistics.median(paired(samples.seconds, group["ddp"].seconds)) if "ddp" in group else None
+    to_fsdp2 = statistics.median(paired(samples.seconds, group["fsdp2"].seconds)) if "fsdp2" in group else None
     return {
         "median_seconds": statistics.median(samples.seconds),
         "median_main_thread_seconds": statistics.median(samples.main_thread_seconds),
         "ratio": median,
         "ratio_quartiles": [lower, upper],
         "main_thread_ratio": statistics.median(cpu_ratios),
-        "ratio_to_ddp": to_ddp,
+        "ratio_to_fsdp2": to_fsdp2,
         **samples._asdict(),
     }
 
@@ -186,7 +188,7 @@ def write(
         **{"ranks": ranks, "backend": dist.get_backend(), "threads": torch.get_num_threads()},
         **{"reference": reference, "rounds": args.rounds, "dropped_rounds": args.dropped},
     }
-    columns = ("ms", "ratio", "quartiles", "to ddp", "main thread ms", "ratio")
+    columns = ("ms", "ratio", "quartiles", "to fsdp2", "main thread ms", "ratio")
     bars = {}
     for part, groups in samples.items():
         results[part] = [{system: summary(group[system], group, reference) for system in group} for group in groups]
@@ -210,7 +212,7 @@ def cells(values: Mapping[str, Any]) -> list[str]:
         f"{1e3 * values['median_seconds']:.1f}",
         f"{values['ratio']:.3f}",
         f"{lower:.3f} to {upper:.3f}",
-        "-" if values["ratio_to_ddp"] is None else f"{values['ratio_to_ddp']:.3f}",
+        "-" if values["ratio_to_fsdp2"] is None else f"{values['ratio_to_fsdp2']:.3f}",
         f"{1e3 * values['median_main_thread_seconds']:.1f}",
         f"{values['main_thread_ratio']:.3f}",
     ]
@@ -220,7 +222,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configuration", type=Configuration.parse, default="d512-L8-B4-T256")
     parser.add_argument("--systems", type=lambda names: names.split(","), help=f"of {','.join(SYSTEMS)}")
-    parser.add_argument("--compiled", action="store_true", help="also FSDP2 with compiled blocks")
+    parser.add_argument("--compiled", action="store_true", help="also FSDP2 with compiled blocks, and Inductor")
     parser.add_argument("--world-size-1", action="store_true", help="against plain PyTorch on one rank")
     parser.add_argument("--rounds", type=int, default=11, help="rounds that count")
     parser.add_argument("--dropped", type=int, default=2, help="rounds before them")
