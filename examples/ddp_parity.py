@@ -299,11 +299,11 @@ def plot(args: argparse.Namespace, ranks: int, runs: tuple[Run, Run], stored: tu
         times.bar(x, run.milliseconds(), color="0.6" if x == 0 else "C0", width=0.6)
         times.text(x, run.milliseconds(), f"{run.milliseconds():.0f} ms", ha="center", va="bottom")
     memory.set(ylabel="MB of each rank", title=f"Memory per rank, {ranks} ranks")
-    memory.legend()
+    memory.legend(loc="upper center", ncols=2, fontsize="small")
     times.set(ylabel="milliseconds", title="Time of a step, median")
     for axes in (memory, times):
         axes.set_xticks([0, 1], names)
-        axes.margins(y=0.15)
+        axes.margins(y=0.3)
     figure.savefig(args.plot, dpi=120)
 
 
