@@ -102,6 +102,11 @@ class ScaleState(NamedTuple):
     inner: Tree
 
 
+def _in_float32(number: Any) -> torch.Tensor:
+    """Round a number to float32; torch.tensor takes no whole number beyond int64."""
+    return torch.tensor(float(number), dtype=torch.float64).float()
+
+
 def dynamic_loss_scale(
     tx: Optimizer,
     init_scale: float = 2.0**16,
@@ -129,11 +134,9 @@ def dynamic_loss_scale(
     """
     check_optimizer("dynamic_loss_scale", tx)
     # As the scale is kept.
-    kept = Range(
-        "a number above 0, finite in float32", lambda number: 0 < float(torch.tensor(number).float()) < math.inf
-    )
+    kept = Range("a number above 0, finite in float32", lambda number: 0 < float(_in_float32(number)) < math.inf)
     check_numbers("dynamic_loss_scale", kept, init_scale=init_scale)
-    start = torch.tensor(init_scale, dtype=torch.float32)
+    start = _in_float32(init_scale)
     above, between = Range("a number above 1", lambda n: n > 1), Range("a number between 0 and 1", lambda n: 0 < n < 1)
     check_numbers("dynamic_loss_scale", above, growth_factor=growth_factor)
     check_numbers("dynamic_loss_scale", between, backoff_factor=backoff_factor)

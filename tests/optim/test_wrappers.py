@@ -202,6 +202,11 @@ def test_a_scale_that_becomes_zero_is_refused(donate):
     assert_same_shards((params, state), before)
 
 
+def test_a_scale_may_be_a_whole_number_beyond_int64():
+    tx = fs.dynamic_loss_scale(fs.sgd(0.1), init_scale=10**30)
+    assert torch.equal(tx.init({"w": torch.ones(2)}).scale, torch.tensor(1e30))
+
+
 def test_a_scale_does_not_grow_to_infinity():
     tx = fs.dynamic_loss_scale(fs.sgd(0.1), init_scale=2.0**126, growth_interval=1)
     params = tree(0)
