@@ -223,7 +223,8 @@ class Call:
         try:
             if self._failed is not None:
                 raise self._failed
-            hooks = self._forward.saved.hooks() if self._drops() else nullcontext()
+            drops = self._drops() and not (self._order and self._order.keeps_all)
+            hooks = self._forward.saved.hooks() if drops else nullcontext()
             with hooks, chained(self._chain), torch.enable_grad(), self._unchanged():
                 out = f()
             self._forward.finish()

@@ -126,6 +126,11 @@ class Order(NamedTuple):
     needed: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is gathered again: the one use that there is stays for the backward."""
+        return self.uses == 1 and LAST_GONE not in self.flags
+
     def saved(self, use: Use) -> bool:
         """Whether any rank has saved a use, or its number is too large for a flag."""
         return SAVED + use.number in self.flags or SAVED + use.number >= comm.FLAGS

@@ -184,9 +184,14 @@ def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[i
     {1: [0, 3], 2: [1]}
     """
     groups: dict[Any, list[int]] = {}
+    # Most items share one key object, and keys are slow to hash. A key that is held here keeps its id.
+    known: dict[int, tuple[Any, list[int]]] = {}
     for i, item in enumerate(items):
         if item is not None:
-            groups.setdefault(key(item), []).append(i)
+            found = key(item)
+            if id(found) not in known:
+                known[id(found)] = found, groups.setdefault(found, [])
+            known[id(found)][1].append(i)
     return groups
 
 
