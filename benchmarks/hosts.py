@@ -195,7 +195,8 @@ def summarised(ranks: Sequence[dict[str, Any]], rate: float) -> dict[str, Any]:
             "to_bound": bound and median / bound,
             "interface_bytes": busiest,
             "recorded_bytes": max(sent.values()),
-            "ratio": paired(seconds, slowest.get("ddp")),
+            "ratio": paired(seconds, slowest.get("fsdp2")),
+            "to_ddp": paired(seconds, slowest.get("ddp")),
             "seconds": seconds,
             "losses": own[0]["losses"],
         }
@@ -213,7 +214,7 @@ def show(found: dict[str, Any], rate: float, args: argparse.Namespace) -> None:
             f"{1e3 * values['median_seconds']:.0f}",
             f"{1e3 * values['wire_seconds']:.0f}",
             "-" if values["to_bound"] is None else f"{values['to_bound']:.3f}",
-            f"{values['ratio']:.3f}" if values["ratio"] else "-",
+            f"{values['to_ddp']:.3f}" if values["to_ddp"] else "-",
             f"{values['interface_bytes'] / 1e6:.1f}",
             f"{values['recorded_bytes'] / 1e6:.1f}" if values["recorded_bytes"] else "-",
             f"{values['losses'][-1]:.4f}",

@@ -36,8 +36,8 @@ class Link(NamedTuple):
         return round(LARGE * self.latency * self.bandwidth)
 
 
-# Processes on one machine by gloo, and accelerators on one machine.
-_HOST, _ACCELERATOR = Link(latency=5e-4, bandwidth=2e9), Link(latency=3e-5, bandwidth=1e11)
+# Processes on one machine by gloo (0.5 ms, 2 GiB/s), and accelerators on one machine.
+_HOST, _ACCELERATOR = Link(latency=2**-11, bandwidth=2**31), Link(latency=3e-5, bandwidth=1e11)
 
 
 def link_of(axis: Axis, links: Mapping[str, Link] | None, what: str) -> Link:

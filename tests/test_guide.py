@@ -158,7 +158,6 @@ def test_tools_find_the_mistake(mistake, found):
 # Names of columns in the README, and of systems in the results.
 SYSTEMS = {
     "FSDP2": "fsdp2",
-    "FSDP1": "fsdp1",
     "DDP": "ddp",
     "fs.ddp": "fshard-ddp",
     "fs.zero2": "fshard-zero2",
@@ -225,7 +224,7 @@ def measured(figure: Figure, results: dict[str, Any]) -> set[float]:
     if figure.benchmark == "memory":
         return {max(rank["peak"] for rank in results["systems"][figure.system]) / 2**20}
     if figure.benchmark == "hosts":
-        return {results["rates"][figure.rate][figure.system]["ratio"]}
+        return {results["rates"][figure.rate][figure.system]["to_ddp"]}
     return {group[figure.system]["ratio"] for group in results["step"] if figure.system in group}
 
 
