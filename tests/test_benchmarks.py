@@ -15,10 +15,19 @@ from torch.utils.flop_counter import FlopCounterMode
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
 @pytest.fixture
 def gpu(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    return importlib.import_module("gpu")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    # Examples have modules of the same names.
+    names = [path.stem for path in BENCHMARKS.glob("*.py")]
+    others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    yield importlib.import_module("gpu")
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.modules.update(others)
 
 
 def run(gpu, monkeypatch, *arguments):
