@@ -311,7 +311,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", choices=STRATEGIES, default="zero3")
     parser.add_argument("--break", choices=MISTAKES, dest="mistake", help="; ".join(map(": ".join, MISTAKES.items())))
-    for name, value in {"steps": 500, "width": 128, "layers": 4, "heads": 4, "context": 128, "seed": 0}.items():
+    for name, value in {"steps": 360, "width": 128, "layers": 4, "heads": 4, "context": 128, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank")
     parser.add_argument("--lr", type=float, default=3e-3)

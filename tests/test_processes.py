@@ -118,5 +118,5 @@ def test_ddp_parity(tmp_path, launcher, strategy):
 def test_demo_learns_and_equals_ddp(tmp_path):
     out = run(*TORCHRUN, 2, ROOT / "examples/ddp_parity.py", "--plot", tmp_path / "curves.png", timeout=500)
     # In nats per byte; frequencies of single bytes give 3.2, of pairs 2.4.
-    assert float(re.search(r"held-out loss +([0-9.]+)", out)[1]) <= 2.0
-    assert "largest difference from DDP: 0 in a loss, 0 in a parameter, over 500 steps" in out
+    assert float(re.search(r"held-out loss +([0-9.]+)", out)[1]) < 2.4
+    assert "largest difference from DDP: 0 in a loss, 0 in a parameter, over 360 steps" in out
