@@ -132,7 +132,7 @@ def zero3(
         merge_bytes: Neighbouring units are gathered together up to this many bytes, and their gradients reduced
             together up to a quarter of it; 0 keeps both apart. None goes by the link: sixteen times its latency by its
             bandwidth.
-        links: As for `ddp`.
+        links: As for `ddp`; `merge_bytes` goes before them.
         min_shard_elements: Leaves of fewer elements stay whole on every rank.
         layout: What to shard with in the place of fully_shard over `axis`, such as `quantize` or one's own.
 
@@ -157,8 +157,8 @@ def zero3(
         layout = fully_shard(axis_given(mesh, axis, "axis"), min_shard_elements=min_shard_elements)
     elif min_shard_elements != MIN_SHARD_ELEMENTS:
         raise ValueError("zero3: expected min_shard_elements or layout, got both; give it to the layout")
-    if merge_bytes is None:
-        merge_bytes = _merge_bytes("zero3", layout, links)
+    by_links = _merge_bytes("zero3", layout, links)
+    merge_bytes = by_links if merge_bytes is None else merge_bytes
     casts_in = [cast(gather=param_dtype)] if param_dtype else []
     casts_out = [cast(scatter=reduce_dtype)] if reduce_dtype else []
     dtypes = ModelDtypes(param_dtype, output_dtype)

@@ -72,11 +72,17 @@ BAD = [
     for links, found in FOUND
 ] + [
     Row(
+        "zero3 with bad links beside merge_bytes",
+        lambda world: (world.mesh,),
+        partial(fs.zero3, links=3, merge_bytes=7),
+        NEEDED.format("zero3", "an int"),
+    ),
+    Row(
         "measure without a mesh",
         lambda world: (None,),
         fs.measure,
         "measure: expected mesh to be a DeviceMesh, got None; make one by fs.init_mesh",
-    )
+    ),
 ]
 
 

@@ -154,7 +154,7 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """For each tensor whether anything else holds its memory; under torch.func nobody can tell. Checked on 2.13."""
     alone = torch.empty(0)
     storages = [None if is_transformed(tensor) else tensor.untyped_storage() for tensor in (*tensors, alone)]
-    # How many hold the memory, and how many Python's one object for it.
+    # Two counts of owners: those of the memory, and those of Python's object for it.
     count, references = torch._C._storage_Use_Count, sys.getrefcount
     holders = [None if s is None else (count(s._cdata), references(s)) for s in storages]
     return [found != holders[-1] for found in holders[:-1]]

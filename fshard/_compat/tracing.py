@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Checked on 2.13.
 WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
-# What tensor.view() and the end of tensor.reshape() become. Checked on 2.13.
+# The operators that tensor.view() and tensor.reshape() end in. Checked on 2.13.
 RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 # What tensor.to() becomes. Checked on 2.13.
 TO_COPY = torch.ops.aten._to_copy.default

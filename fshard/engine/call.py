@@ -223,6 +223,7 @@ class Call:
         try:
             if self._failed is not None:
                 raise self._failed
+            # Without anything to gather again, autograd may save full tensors themselves.
             drops = self._drops() and not (self._order and self._order.keeps_all)
             hooks = self._forward.saved.hooks() if drops else nullcontext()
             with hooks, chained(self._chain), torch.enable_grad(), self._unchanged():

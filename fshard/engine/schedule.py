@@ -129,7 +129,7 @@ def merge(parts: Sequence[Part]) -> list[Bucket]:
 
 
 def _alike(parts: Sequence[Part]) -> bool:
-    """Whether units may be merged: one is, or all are treated alike and entered in one order."""
+    """Tell whether units may be merged: one always, several if they share a policy and ranks enter them in order."""
     return len(parts) == 1 or (len({part.regathered for part in parts}) == 1 and not any(part.apart for part in parts))
 
 

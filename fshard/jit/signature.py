@@ -80,7 +80,7 @@ def signature(
 
 
 class Known:
-    """What is known of one call, by which equal calls are found without their signatures; it holds no tensors."""
+    """Recognizes calls like an earlier one without computing their signatures; it holds no tensors."""
 
     def __init__(self, asked: Signature, flat: Flat, tensors: Sequence[torch.Tensor]) -> None:
         """Note what a call and its signature look like."""
@@ -90,7 +90,7 @@ class Known:
         self._guards = _compat.guards_of(tensors)
         # Donated tensors have this shape, and so look like nothing else.
         self._empty = [i for i, tensor in enumerate(tensors) if tensor.shape == (0,)]
-        # What guards do not tell apart, and trees whose equality does not tell their keys apart.
+        # Guards do not compare aliases, offsets or requires_grad, and trees are equal though types of keys differ.
         graded = any(tensor.requires_grad for tensor in tensors)
         self._tells = not (asked.same or asked.offsets or asked.keys or graded)
 
