@@ -205,7 +205,7 @@ def is_impure(node: Node) -> bool:
     if node.op in ("placeholder", "output"):
         return True
     # A collective is there for the other ranks too, and must have ended before its buffers go.
-    if node.target is _compat.WAIT_TENSOR or node.target in ops.EFFECTS:
+    if node.target in (_compat.WAIT_TENSOR, ops.wait, *ops.EFFECTS):
         return True
     return any(argument.written for argument, _ in _arguments(node) or ())
 

@@ -336,6 +336,15 @@ def test_a_collective_whose_result_this_rank_does_not_use_stays_and_is_waited_fo
     assert ([entry.op for entry in graph.collectives()], len(waits)) == (["all_gather"], 1)
 
 
+@on_ranks(2)
+def test_a_collective_runs_where_this_rank_does_not_use_its_result():
+    axis = fs.axis_of(one_axis())
+    step = fs.jit(lambda x: (fs.all_gather(2 * x, axis), x + 1)[1])
+    with fs.comm.record() as record:
+        assert step(torch.ones(3)).equal(torch.full((3,), 2.0))
+    assert [entry.op for entry in record if entry.about.verb != fs.comm.AGREE] == ["all_gather"]
+
+
 def test_gradients_that_arrive_together_are_divided_by_one_operator():
     nodes = nodes_of(graph_of()[0])
     divisions = [node for node in nodes if str(node.target).startswith(("aten._foreach_div_", "aten.div_"))]
