@@ -17,6 +17,7 @@ from fshard.interop.dtensor import from_dtensor, to_dtensor
 from fshard.jit import jit, make_graph
 from fshard.links import Link, measure
 from fshard.mesh import axis_of, init_mesh
+from fshard.microbatches import microbatches, reduce_microbatches
 from fshard.optim.from_torch import from_torch
 from fshard.optim.native import adafactor, adam, adamw, lamb, lars, sgd
 from fshard.optim.scale import (
@@ -113,6 +114,7 @@ __all__ = [
     "make_graph",
     "masked",
     "measure",
+    "microbatches",
     "objective",
     "offload",
     "partition",
@@ -122,6 +124,7 @@ __all__ = [
     "psum_invariant",
     "pvary",
     "quantize",
+    "reduce_microbatches",
     "reduce_scatter",
     "remat",
     "replicate",

@@ -369,6 +369,11 @@ def check_reduce(reduce: str, what: str) -> None:
     expect(reduce in ("mean", "sum", "weighted"), what, 'reduce to be "mean", "sum" or "weighted"', repr(reduce))
 
 
+def check_sums(what: str, sums: Any) -> None:
+    """Refuse an unknown order of sums."""
+    expect(sums in (None, "tree"), what, 'sums to be "tree" or None', repr(sums))
+
+
 def check_loss(loss: Any, reduce: str, what: str) -> None:
     """Refuse a loss that does not fit `reduce`, before it is reduced."""
     weighted = reduce == "weighted"

@@ -1,6 +1,7 @@
 """value_and_grad and accumulate: the loss and its sharded, reduced gradients in one call."""
 
 import functools
+import json
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from fshard.checks import (
     check_local,
     check_loss,
     check_reduce,
+    check_sums,
     describe,
     refuse_writes,
 )
@@ -29,9 +31,22 @@ from fshard.collectives import (
     reductions,
     total,
 )
-from fshard.engine import Call, FunctionTransform, attempted, call_of, policy_of
+from fshard.engine import Call, FunctionTransform, attempted, call_of
+from fshard.errors import Problem, expect, leaf_error
+from fshard.microbatches import (
+    Share,
+    TreeSum,
+    check_job,
+    check_order,
+    numbered_in_turn,
+    reduces_early,
+    share_of,
+    tree_total,
+)
+from fshard.transforms.base import LayoutError
 from fshard.transforms.compose import sum_dtype
 from fshard.transforms.state import ABSENT, Absent, joined, states_of
+from fshard.transforms.tree_sums import in_tree
 from fshard.tree import (
     Axis,
     Flat,
@@ -40,7 +55,6 @@ from fshard.tree import (
     flatten,
     is_sharded,
     is_trained,
-    leaves_of,
     like,
     map_leaves,
     tensor_of,
@@ -59,6 +73,7 @@ def value_and_grad(
     reduce: str = "mean",
     has_aux: bool = False,
     schedule: Schedule | None = None,
+    sums: str | None = None,
     transform_state: Tree | Absent = ABSENT,
 ) -> Callable[..., Any]:
     """Turn a local loss into a function of its objective and the gradients, sharded as the parameters are.
@@ -85,6 +100,7 @@ def value_and_grad(
         schedule: For functions that gather parts of a tree: maps the parameters to those parts, in the order in which f
             will gather them, so that they are gathered ahead. It should name all of them: at the first gather that it
             does not name, ranks go through the rest of it, and nothing more comes ahead. Models know theirs.
+        sums: "tree" as for `accumulate`, with one microbatch on each rank; None adds up in the order of ranks.
         transform_state: The state of transforms that have one, such as state.transform_state of a TrainState. Where it
             is passed, be it None, its successor is returned too.
 
@@ -103,6 +119,7 @@ def value_and_grad(
     """
     check_function("value_and_grad", f)
     check_reduce(reduce, "value_and_grad")
+    check_sums("value_and_grad", sums)
     check_flags("value_and_grad", has_aux=has_aux)
     single = isinstance(argnums, int)
     places = _places(argnums)
@@ -130,6 +147,7 @@ def value_and_grad(
             has_aux,
             code=code_of(f),
             schedule=schedule,
+            share=share_of("value_and_grad", params, None, own=1) if sums else None,
             transform_state=transform_state,
         )
         return (value, aux) if has_aux else value, *rest
@@ -161,6 +179,7 @@ def differentiate(
     code: Hashable,
     schedule: Schedule | None = None,
     once: bool = False,
+    share: Share | None = None,
     transform_state: Tree | Absent = ABSENT,
 ) -> tuple[Any, ...]:
     """Differentiate the objective of several local losses, one after another.
@@ -174,6 +193,7 @@ def differentiate(
         code: Stands for the code of the functions, whose order of collectives may be known.
         schedule: As for `value_and_grad`.
         once: Whether full gradients are summed over microbatches before they are reduced.
+        share: The microbatches of this rank, where sums are one tree over those of all ranks.
         transform_state: As for `value_and_grad`.
 
     Returns:
@@ -186,7 +206,12 @@ def differentiate(
     check_floating(what, flat)
     check_differentiable(what, flat)
     states = states_of(what, params, transform_state)
-    run = _Run(what, functions, flat, axes, reduce, has_aux, code, schedule, once, states)
+    given = flat
+    if share is not None:
+        if _compat.is_tracing():
+            comm.ops.told(json.dumps({"sums": "tree"}))
+        flat = flat._replace(leaves=_in_tree(what, flat, share))
+    run = _Run(what, functions, flat, axes, reduce, has_aux, code, schedule, once, share, states)
     if _is_outer(flat):
         comm.same_call(what, axes, flat, **run.told())
         value, auxes, grads = run.reference()
@@ -195,10 +220,24 @@ def differentiate(
     check_agrees(value, flat, axes, what)
     wrapped = [
         Sharded(grad, leaf.spec) if is_sharded(leaf) and grad is not None else grad
-        for grad, leaf in zip(grads, flat.leaves, strict=True)
+        for grad, leaf in zip(grads, given.leaves, strict=True)
     ]
     found = value, auxes, unflatten(flat.treedef, wrapped)
     return found if transform_state is ABSENT else (*found, joined(params, states, transform_state))
+
+
+def _in_tree(what: str, flat: Flat, share: Share) -> list[Any]:
+    """Let leaves sum their gradients in one tree."""
+    leaves, problems, uneven = [], [], share.total if share.uneven else 0
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        try:
+            leaves.append(Sharded(leaf.local, in_tree(leaf.spec, uneven), leaf.call) if is_sharded(leaf) else leaf)
+        except LayoutError as error:
+            problems.append(Problem(path, error.got, error.expected))
+    if problems:
+        remedy = 'take a strategy without it, or leave out sums="tree"'
+        raise leaf_error(f"{what}: a transform has other bits at another number of ranks", problems, remedy)
+    return leaves
 
 
 Found = tuple[torch.Tensor, list[Any], list[Any]]
@@ -216,6 +255,7 @@ class _Run(NamedTuple):
     code: Hashable
     schedule: Schedule | None
     once: bool
+    share: Share | None
     states: list[Tree]
 
     def local(self, function: Callable[[Tree], Any], leaves: list[Any]) -> Parts:
@@ -236,15 +276,28 @@ class _Run(NamedTuple):
     def divisor(self, counts: list[Any]) -> Any:
         """Compute the divisor of sums over ranks and microbatches."""
         if self.reduce == "weighted":
-            return denominator(
-                torch.stack([count.detach().to(torch.float64) for count in counts]).sum(), self.axes, self.reduce
-            )
+            numbers = [count.detach().to(torch.float64) for count in counts]
+            if self.share is not None:
+                return tree_total(denominator(self.share.slots(numbers), self.axes, self.reduce))
+            return denominator(torch.stack(numbers).sum(), self.axes, self.reduce)
+        if self.share is not None:
+            return self.share.total if self.reduce == "mean" else 1
         return denominator(None, self.axes, self.reduce) * (len(self.functions) if self.reduce == "mean" else 1)
 
     def told(self) -> dict[str, Any]:
         """List the arguments that must be the same on every rank."""
-        once = {"microbatches": len(self.functions), "communicate": "once" if self.once else "each"}
-        return {"reduce": self.reduce, **(once if self.what == "accumulate" else {})}
+        number = len(self.functions) if self.share is None else self.share.total
+        once = {"microbatches": number, "communicate": "once" if self.once else "each"}
+        tree = {} if self.share is None else {"sums": "tree"}
+        return {"reduce": self.reduce, **(once if self.what == "accumulate" else {}), **tree}
+
+    def summed(self, values: list[torch.Tensor]) -> torch.Tensor:
+        """Add up the losses of this rank, or put them where those of all ranks are added up in one tree."""
+        return functools.reduce(operator.add, values) if self.share is None else self.share.slots(values)
+
+    def objective(self, summed: torch.Tensor) -> torch.Tensor:
+        """Finish the sum over ranks."""
+        return summed if self.share is None else tree_total(summed)
 
     def engine(self) -> Found:
         """Run the engine."""
@@ -255,10 +308,10 @@ class _Run(NamedTuple):
 
     def _attempt(self) -> Found:
         code = self.code, self.schedule and code_of(self.schedule), self.has_aux
-        call = Call(self.what, self.flat, self.axes, code=code, **self.told())
+        call = Call(self.what, self.flat, self.axes, code=code, share=self.share, **self.told())
         for leaf, state in zip(call.leaves, self.states, strict=True):
             if leaf is not None:
-                leaf.state, leaf.accumulated = state, len(self.functions) > 1
+                leaf.state, leaf.accumulated = state, len(self.functions) > 1 or self.share is not None
         try:
             return self._engine(call)
         finally:
@@ -266,7 +319,9 @@ class _Run(NamedTuple):
 
     def _engine(self, call: Call) -> Found:
         values, counts, auxes = [], [], []
-        single = len(self.functions) == 1
+        single = len(self.functions) == 1 and self.share is None
+        rounds = len(self.functions) if self.share is None else self.share.rounds
+        numbers = range(rounds) if self.share is None else self.share.indices
         divisor: Any = 1
         for i, function in enumerate(self.functions):
 
@@ -279,14 +334,17 @@ class _Run(NamedTuple):
             count, aux = map_leaves(_unbound, (count, aux))
             # With one microbatch each gradient can be divided as soon as it is reduced.
             divisor = self.divisor([count]) if single else 1
-            last = i == len(self.functions) - 1
-            call.backward(value, divisor, reduce=last or not self.once, last=last)
+            last = i == rounds - 1
+            call.backward(value, divisor, reduce=last or not self.once, last=last, microbatch=numbers[i])
             values.append(value.detach())
             counts.append(count)
             auxes.append(aux)
             del value
+        if len(self.functions) < rounds:
+            call.join()
+            call.backward(call.zero(), divisor)
         rest = 1 if single else self.divisor(counts)
-        value = functools.reduce(operator.add, values)
+        value = self.summed(values)
         trained = [(i, leaf) for i, leaf in enumerate(call.leaves) if leaf is not None and leaf.trained]
         paths, mine = [leaf.path for _, leaf in trained], [leaf.used for _, leaf in trained]
         value, used, status = closed(value, paths, mine, call.status, self.axes)
@@ -295,16 +353,23 @@ class _Run(NamedTuple):
         for (i, leaf), yes in zip(trained, used, strict=True):
             if yes:
                 grads[i], self.states[i] = leaf.take_grad(rest), leaf.state
-        return divided(value, divisor if single else rest), auxes, grads
+        return divided(self.objective(value), divisor if single else rest), auxes, grads
 
     def reference(self) -> Found:
         """Differentiate by torch.func, with every unit gathered when a function asks for it and kept."""
         if any(state is not None for state in self.states):
             remedy = "differentiate at gathered parameters, and call fs.scatter_grads outside of it"
             raise ValueError(f"{self.what}: expected no state of transforms inside torch.func, got one; {remedy}")
+        if self.share is not None and self.once and len(self.functions) > 1:
+            remedy = 'pass communicate="each", or leave out sums="tree"'
+            raise ValueError(
+                f'{self.what}: expected one sum over ranks for each microbatch inside torch.func, got "once"; {remedy}'
+            )
         trained = [i for i, leaf in enumerate(self.flat.leaves) if is_trained(leaf)]
         tensors = [tensor_of(self.flat.leaves[i]) for i in trained]
-        values, counts, auxes = [], [], []
+        values: list[torch.Tensor] = []
+        counts, auxes = [], []
+        trees = [TreeSum() for _ in trained]
         sums: list[torch.Tensor] | None = None
 
         def wide(i: int, grad: torch.Tensor) -> torch.Tensor:
@@ -321,17 +386,23 @@ class _Run(NamedTuple):
                 lambda leaf: next(carried) if isinstance(leaf, torch.Tensor) else leaf,  # noqa: B023
                 parts.pop(),
             )
-            sums = (
-                list(found) if sums is None else [wide(i, a) + b for i, a, b in zip(trained, sums, found, strict=True)]
-            )
+            if self.share is not None:
+                for i, tree, grad in zip(trained, trees, found, strict=True):
+                    tree.add(len(values), wide(i, grad))
+            elif sums is None:
+                sums = list(found)
+            else:
+                sums = [wide(i, a) + b for i, a, b in zip(trained, sums, found, strict=True)]
             values.append(value)
             counts.append(count)
             auxes.append(aux)
         divisor = self.divisor(counts)
         grads: list[Any] = [None] * len(self.flat.leaves)
-        for i, grad in zip(trained, sums or [], strict=True):
+        added = sums or [] if self.share is None else [tree.total() for tree in trees]
+        for i, grad in zip(trained, added, strict=True):
+            assert grad is not None
             grads[i] = divided(grad, divisor).to(tensor_of(self.flat.leaves[i]).dtype)
-        return divided(total(functools.reduce(operator.add, values), self.axes), divisor), auxes, grads
+        return divided(self.objective(total(self.summed(values), self.axes)), divisor), auxes, grads
 
     def _loss_of(
         self, function: Callable[[Tree], Any], trained: list[int], parts: list[Tree], tensors: list[torch.Tensor]
@@ -372,6 +443,9 @@ def accumulate(
     reduce: str = "mean",
     has_aux: bool = False,
     communicate: str | None = None,
+    sums: str | None = None,
+    with_index: bool = False,
+    microbatches: int | None = None,
     schedule: Schedule | None = None,
     transform_state: Tree | Absent = ABSENT,
 ) -> Callable[..., Any]:
@@ -389,6 +463,14 @@ def accumulate(
         communicate: "each" reduces gradients in every microbatch and sums shards of them, which needs least memory;
             "once" sums full gradients and reduces them in the last one, which sends least. None leaves it to the
             strategy: once for ZeRO-1, else each.
+        sums: "tree" adds up gradients, losses and counts in one binary tree over the microbatches of the whole job,
+            so that they have the same bits on any number of ranks. Each rank passes what `fs.microbatches` chooses of
+            the job's; forward and backward must have bits that depend on the microbatch alone. "each" takes powers of
+            two of ranks that divide the microbatches; "once" takes any, and sends several partial sums of a rank where
+            blocks are uneven. None adds up in turn.
+        with_index: Whether f is called as f(params, microbatch, index, *args, **kwargs), with the microbatch's number
+            in the job, as `fs.microbatches` numbers them: `fold_in` makes a key of it.
+        microbatches: How many the whole job has; None means as many on every rank.
         schedule: As for `value_and_grad`.
         transform_state: As for `value_and_grad`; it goes from microbatch to microbatch where each is reduced.
 
@@ -398,20 +480,31 @@ def accumulate(
         `transform_state` the new state comes third. A leaf that was used in any microbatch has a gradient.
 
     Raises:
-        ValueError: if `reduce` or `communicate` is unknown; by the function returned, if there are no microbatches, and
-            as for `value_and_grad`.
+        ValueError: if `reduce`, `communicate` or `sums` is unknown; by the function returned, if there are no
+            microbatches, ranks cannot share them in one tree, a transform has other bits at another number of ranks,
+            f computes on shards, and as for `value_and_grad`.
     """
     check_function("accumulate", f)
     check_reduce(reduce, "accumulate")
-    if communicate not in (None, "each", "once"):
-        raise ValueError(f'accumulate: expected communicate to be "each", "once" or None, got {communicate!r}')
+    check_order("accumulate", communicate)
+    check_sums("accumulate", sums)
+    check_flags("accumulate", has_aux=has_aux, with_index=with_index)
+    check_job("accumulate", microbatches)
+    expect(sums or microbatches is None, "accumulate", 'sums="tree" beside microbatches', "microbatches alone")
+
+    job = microbatches
 
     def run(params: Tree, microbatches: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         if not isinstance(microbatches, Sequence) or not microbatches:
             found = "none" if isinstance(microbatches, Sequence) else describe(microbatches)
             raise ValueError(f"accumulate: expected the microbatches to be a sequence of one or more, got {found}")
-        functions = [functools.partial(_on, f, microbatch, args, kwargs) for microbatch in microbatches]
-        once = communicate == "once" or (communicate is None and not _reduces_early(params))
+        share = share_of("accumulate", params, communicate, own=len(microbatches), job=job) if sums else None
+        once = share.communicate == "once" if share else _once(communicate, params)
+        given: list[tuple[Any, ...]] = [(batch,) for batch in microbatches]
+        if with_index:
+            numbered = share or numbered_in_turn("accumulate", params, len(microbatches), once)
+            given = list(zip(microbatches, numbered.indices, strict=True))
+        functions = [functools.partial(_on, f, (*first, *args), kwargs) for first in given]
         value, auxes, *rest = differentiate(
             "accumulate",
             functions,
@@ -421,6 +514,7 @@ def accumulate(
             code=code_of(f),
             schedule=schedule,
             once=once,
+            share=share if sums else None,
             transform_state=transform_state,
         )
         return (value, auxes) if has_aux else value, *rest
@@ -428,9 +522,9 @@ def accumulate(
     return run
 
 
-def _on(f: Callable[..., Any], microbatch: Any, args: Any, kwargs: Any, params: Tree) -> Any:
-    return f(params, microbatch, *args, **kwargs)
+def _on(f: Callable[..., Any], args: Any, kwargs: Any, params: Tree) -> Any:
+    return f(params, *args, **kwargs)
 
 
-def _reduces_early(params: Tree) -> bool:
-    return all(policy_of([leaf]).early for leaf in leaves_of(params) if is_sharded(leaf))
+def _once(communicate: str | None, params: Tree) -> bool:
+    return communicate == "once" or (communicate is None and not reduces_early(params))

@@ -19,6 +19,7 @@ ROOMS = (
     "mesh",
     "links",
     "collectives",
+    "microbatches",
     "transforms",
     "shard",
     "strategies",

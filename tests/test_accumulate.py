@@ -383,3 +383,44 @@ def test_other_numbers_of_microbatches_on_other_ranks_are_refused(communicate):
     with pytest.raises(ValueError, match=r"^accumulate: ranks were told different things\n  microbatches: "):
         step(params, [1.0, 2.0, 3.0][: 2 + my_rank()])
     assert_same_bits(fs.tree_leaves(step(params, [1.0, 2.0])), fs.tree_leaves(expected))
+
+
+class SometimesTied(nn.Module):
+    """A layer that some microbatches leave out, before a weight that its unit has been left with."""
+
+    def __init__(self):
+        super().__init__()
+        draw = normal()
+        self.embedding = nn.Embedding(7, 5)
+        self.always, self.sometimes = nn.Linear(5, 5), nn.Linear(5, 5)
+        with torch.no_grad():
+            for parameter in self.double().parameters():
+                parameter.copy_(draw(*parameter.shape) / 3)
+
+    def forward(self, tokens, with_layer):
+        hidden = self.always(self.embedding(tokens))
+        hidden = hidden + self.sometimes(hidden) if with_layer else hidden
+        return hidden @ self.embedding.weight.T
+
+
+@pytest.mark.parametrize("communicate", ("each", "once"))
+@on_ranks(2, 3)
+def test_each_rank_may_leave_out_units_of_its_own_in_each_microbatch(world_size, communicate):
+    rows = ((True, True), (True, False), (False, True), (False, False))
+    for n in range(len(rows)):
+        choices = [rows[(n + rank) % len(rows)] for rank in range(world_size)]
+        module = SometimesTied()
+        full = dict(module.named_parameters())
+        losses = [
+            torch.func.functional_call(module, full, (tokens(rank, i), choice)).square().mean()
+            for rank, row in enumerate(choices)
+            for i, choice in enumerate(row)
+        ]
+        wanted = torch.autograd.grad(sum(losses) / len(losses), list(full.values()), allow_unused=True)
+        model = fs.functionalize(SometimesTied(), units=nn.Linear)
+        params = model.init(fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))
+        step = fs.accumulate(lambda p, batch: model.apply(p, *batch).square().mean(), communicate=communicate)  # noqa: B023
+        mine = [(tokens(my_rank(), i), choice) for i, choice in enumerate(choices[my_rank()])]
+        for _ in range(3):
+            _, grads = step(params, mine)
+            assert_trees_close(fs.unshard(grads), dict(zip(full, wanted)), rtol=0.0, atol=ATOL)

@@ -105,7 +105,7 @@ class World:
 
 # A valid call of each public function of fshard: a function of the world to its arguments.
 CALLS = {
-    "accumulate": lambda w: dict(f=lambda p, _: loss(p), reduce="mean", communicate="each"),
+    "accumulate": lambda w: dict(f=lambda p, _: loss(p), reduce="mean", communicate="each", sums="tree"),
     "adafactor": lambda w: dict(lr=0.1, beta2_decay=-0.8, eps=(None, 1e-3), d=1.0, weight_decay=0.0),
     "adam": lambda w: dict(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0),
     "adamw": lambda w: dict(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0),
@@ -140,6 +140,7 @@ CALLS = {
     "lamb": lambda w: dict(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0),
     "lars": lambda w: dict(lr=0.1, momentum=0.9, weight_decay=0.0, trust_coefficient=0.001, eps=0.0),
     "masked": lambda w: dict(tx=w.tx, mask="w"),
+    "microbatches": lambda w: dict(batches=[1, 2], like=w.params, communicate="each"),
     "objective": lambda w: dict(loss=torch.ones(()), like=w.params, reduce="mean"),
     "partition": lambda w: dict(parts={"*": w.tx}),
     "psum": lambda w: dict(tree=torch.ones(2), axis=w.axis),
@@ -147,6 +148,7 @@ CALLS = {
     "pvary": lambda w: dict(tree=torch.ones(2), axis=w.axis),
     "psum_invariant": lambda w: dict(tree=torch.ones(2), axis=w.axis),
     "quantize": lambda w: dict(mesh=w.mesh, block=64),
+    "reduce_microbatches": lambda w: dict(auxes=[torch.ones(2)], like=w.params, reduce="mean", communicate="each"),
     "reduce_scatter": lambda w: dict(tree=torch.ones(2), axis=w.axis, dim=0),
     "replicate": lambda w: dict(mesh=w.mesh, algorithm="auto"),
     "reshard": lambda w: dict(tree=w.params, transform=fs.ddp(w.mesh)),
@@ -342,7 +344,9 @@ ACCEPTED = (
     (
         "the default",
         ("None",),
-        "accumulate.communicate axis_of.name cast.gather cast.scatter ddp.axis init_mesh.device zero1.axis zero2.axis "
+        "accumulate.sums microbatches.communicate reduce_microbatches.communicate accumulate.communicate "
+        "zero3.prefetch zero3.merge_bytes "
+        "axis_of.name cast.gather cast.scatter ddp.axis init_mesh.device zero1.axis zero2.axis "
         "zero3.axis offload.device checkpoint.load_huggingface.names checkpoint.restore.step checkpoint.restore.only "
         "checkpoint.save_dcp.optimizer checkpoint.save_huggingface.names testing.assert_budget.mesh "
         "testing.check_transform.bytes_sent",
@@ -358,7 +362,8 @@ ACCEPTED = (
     (
         "directories may be made; any sequence holds microbatches",
         ("a text",),
-        "objective of accumulate.microbatches checkpoint.Manager.directory checkpoint.latest.directory "
+        "microbatches.batches objective of accumulate.microbatches "
+        "checkpoint.Manager.directory checkpoint.latest.directory "
         "checkpoint.save.directory checkpoint.save_dcp.directory checkpoint.save_huggingface.directory",
     ),
     (
@@ -371,6 +376,7 @@ ACCEPTED = (
     ("trees of tensors", TREES, "psum.tree pmean.tree pvary.tree psum_invariant.tree reduce_scatter.tree"),
     ("trees of tensors", TREES, "sync_buffers.buffers"),
     ("specs are read, no values", (*TREES, "a donated tree"), "objective.like sync_buffers.like"),
+    ("specs are read, no values", ("None", *TREES, "a donated tree"), "microbatches.like reduce_microbatches.like"),
     ("trees of tensors with values", tuple(x for x in TREES if x != "a tensor on meta"), "shard.full_tree"),
     (
         "trees of tensors with values",

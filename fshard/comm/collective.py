@@ -12,8 +12,8 @@ from fshard.comm import ops
 from fshard.comm.events import Label, encoded, labelled, of_this_rank
 from fshard.tree import Axis
 
-Algorithm = Literal["auto", "direct", "coalesced", "flat"]
-ALGORITHMS = ("auto", "direct", "coalesced", "flat")
+Algorithm = Literal["auto", "direct", "coalesced", "flat", "tree"]
+ALGORITHMS = ("auto", "direct", "coalesced", "flat", "tree")
 
 # A tensor smaller than this travels in one buffer with the other small ones of its dtype: below it latency costs more
 # than the copy. Measured with gloo on two cores; in bytes of the full tensor.
@@ -105,10 +105,12 @@ def has_one_rank(axis: Axis) -> bool:
 
 
 def resolve(algorithm: Algorithm, axis: Axis, device: torch.device) -> Algorithm:
-    """Choose by backend where `algorithm` is "auto": direct for processors; for accelerators coalesced if it can."""
+    """Choose how to send: direct for a tree's sums, and by backend for "auto": for accelerators coalesced if it can."""
     if _compat.is_linearizing():
         needed = "torch.func.jvp for each tangent, or vmap of it"
         raise ValueError(f"expected {needed}, got torch.func.linearize, which folds collectives away")
+    if algorithm == "tree":
+        return "direct"
     if algorithm != "auto":
         return algorithm
     backends = _compat.group_devices(axis.group_name)
@@ -198,7 +200,8 @@ def start_all_gather(
     """
     if has_one_rank(axis) or not shards:
         return lambda: [shard.unsqueeze(0) for shard in shards]
-    algorithm = resolve(algorithm, axis, shards[0].device)
+    # A tree is for sums.
+    algorithm = resolve("auto" if algorithm == "tree" else algorithm, axis, shards[0].device)
     packed = packing(shards, axis.size, algorithm, bucket_bytes)
     shapes = [shard.shape for shard in shards]
     buffers = ops.all_gather(packed.pack(shards, 0), *_named(axis), algorithm, encoded(labelled(label)))
@@ -226,13 +229,13 @@ def start_reduce_scatter(
     """
     if has_one_rank(axis) or not stacks:
         return lambda: [stack[0] for stack in stacks]
-    algorithm = resolve(algorithm, axis, stacks[0].device)
+    tree, algorithm = algorithm == "tree", resolve(algorithm, axis, stacks[0].device)
     packed = packing(stacks, 1, algorithm, bucket_bytes)
     shapes = [stack.shape[1:] for stack in stacks]
     sources = packed.pack(stacks, 1)
     buffers = ops.reduce_scatter(sources, *_named(axis), algorithm, encoded(labelled(label)))
     own = [source[rank(axis)] for source in sources] if _from_the_other(algorithm, axis) else None
-    return lambda: packed.unpack(_sums(buffers, own), shapes)
+    return lambda: packed.unpack(_sums(buffers, own, tree), shapes)
 
 
 def start_all_reduce(
@@ -257,7 +260,7 @@ def start_all_reduce(
     if has_one_rank(axis) or not tensors:
         return lambda: list(tensors)
     # The gather that runs when it is finished is for the same units.
-    algorithm, label = resolve(algorithm, axis, tensors[0].device), labelled(label)
+    asked, algorithm, label = algorithm, resolve(algorithm, axis, tensors[0].device), labelled(label)
     packed = packing(tensors, 1, algorithm, bucket_bytes)
     shapes = [tensor.shape for tensor in tensors]
     buffers = packed.pack(tensors, 0)
@@ -266,14 +269,14 @@ def start_all_reduce(
     exchanged = [once or b.numel() * b.element_size() <= EXCHANGE_BYTES for b in buffers]
     small = [i for i, yes in enumerate(exchanged) if yes]
     large = [i for i, yes in enumerate(exchanged) if not yes]
-    scattering = start_reduce_scatter([_rows(buffers[i], axis.size) for i in large], axis, label, algorithm)
+    scattering = start_reduce_scatter([_rows(buffers[i], axis.size) for i in large], axis, label, asked)
     sources = [buffers[i] for i in small]
     flying = ops.all_reduce(sources, *_named(axis), algorithm, encoded(label)) if small else []
     own = sources if _from_the_other(algorithm, axis) else None
 
     def finish() -> list[torch.Tensor]:
-        gathering = start_all_gather(scattering(), axis, label, algorithm)
-        sums = dict(zip(small, _sums(flying, own), strict=True))
+        gathering = start_all_gather(scattering(), axis, label, asked)
+        sums = dict(zip(small, _sums(flying, own, asked == "tree"), strict=True))
         for i, rows in zip(large, gathering(), strict=True):
             sums[i] = rows.reshape(-1)[: buffers[i].numel()].view(buffers[i].shape)
         return packed.unpack([sums[i] for i in range(len(buffers))], shapes)
@@ -292,10 +295,13 @@ def _from_the_other(algorithm: Algorithm, axis: Axis) -> bool:
     return algorithm == "direct" and axis.size == 2
 
 
-def _sums(buffers: Sequence[torch.Tensor], own: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
+def _sums(
+    buffers: Sequence[torch.Tensor], own: Sequence[torch.Tensor] | None, tree: bool = False
+) -> list[torch.Tensor]:
     """Wait for what all ranks sent and add it up, or for what the other one sent and add this rank's own to it."""
     if own is None:
-        return [_sum_rows(ops.wait(buffer)) for buffer in buffers]
+        add = _sum_pairs if tree else _sum_rows
+        return [add(ops.wait(buffer)) for buffer in buffers]
     # The sum of two is the same in either order.
     return [ops.wait(buffer)[0].add_(mine) for buffer, mine in zip(buffers, own, strict=True)]
 
@@ -308,6 +314,15 @@ def _sum_rows(buffer: torch.Tensor) -> torch.Tensor:
     for row in buffer[2:]:
         total += row
     return total
+
+
+def _sum_pairs(buffer: torch.Tensor) -> torch.Tensor:
+    """Add neighbours, then their sums: a binary tree, with rows absent up to the next power of two."""
+    rows = list(buffer)
+    while len(rows) > 1:
+        pairs = zip(rows[0::2], rows[1::2], strict=False)
+        rows = [a + b for a, b in pairs] + rows[len(rows) // 2 * 2 :]
+    return rows[0]
 
 
 def all_gather(

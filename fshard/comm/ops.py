@@ -9,6 +9,8 @@ Algorithms:
         buffer of a sum is what the other rank sent, and nothing else.
     coalesced: one fused collective for the whole list, which is what NCCL does best.
     flat: the backend's own collective for each tensor.
+
+"tree", which callers may ask for, is direct with sums in a binary tree over ranks.
 """
 
 import os

@@ -23,11 +23,13 @@ from fshard.engine.graph import (
     refuse_unhooked,
     scattered,
 )
-from fshard.engine.order import CollectiveEvent, Departed, known, remember
+from fshard.engine.order import CollectiveEvent, Departed, Order, common, known, remember
 from fshard.engine.passes import Pass
 from fshard.engine.saved import FunctionTransform, Saved
+from fshard.engine.tree_leaf import TreeLeaf, check_sums
 from fshard.engine.unit import Leaf, Unit, Use, divided_parts, policy_of
 from fshard.errors import Problem, leaf_error
+from fshard.microbatches import Share
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded
 
 
@@ -42,7 +44,14 @@ class Call:
     """
 
     def __init__(
-        self, what: str, flat: Flat, axes: Sequence[Axis], *, code: Hashable | None = None, **told: Any
+        self,
+        what: str,
+        flat: Flat,
+        axes: Sequence[Axis],
+        *,
+        code: Hashable | None = None,
+        share: Share | None = None,
+        **told: Any,
     ) -> None:
         """Take parameters in, and see that every rank begins the same call.
 
@@ -52,6 +61,7 @@ class Call:
             axes: The mesh axes that they live on.
             code: Stands for the function to be differentiated, whose order of collectives may be known; None where
                 nothing is differentiated.
+            share: The microbatches that this rank adds up in one tree with those of others; None adds them up in turn.
             **told: The verb's other arguments that decide what is sent or what sums mean.
         """
         facts = comm.facts_of(what, flat, **told)
@@ -65,11 +75,16 @@ class Call:
         self._phase, self._news = "f" if self._differentiable else what, False
         self.bound = [self._bind(leaf) for leaf in flat.leaves]
         pairs = zip(flat.paths, self.bound, strict=True)
-        self.leaves = [Leaf(path, leaf) if is_sharded(leaf) else None for path, leaf in pairs]
+        kind = Leaf if share is None else partial(TreeLeaf, share=share)
+        self.leaves = [kind(path, leaf) if is_sharded(leaf) else None for path, leaf in pairs]
         self._own = [leaf for leaf in self.leaves if leaf is not None]
+        self._share = share
+        self._concluded: list[Order | None] = []
+        if share is not None:
+            check_sums(what, self._own, share)
         self.at_end: list[Callable[[], None]] = []
         self.ended = False
-        self._begin()
+        self._begin(self._order)
 
     def _bind(self, leaf: Any) -> Any:
         if not is_sharded(leaf):
@@ -79,13 +94,13 @@ class Call:
             local.requires_grad_()
         return Sharded(local, leaf.spec, weakref.ref(self))
 
-    def _begin(self) -> None:
-        """Prepare for a forward."""
+    def _begin(self, order: Order | None) -> None:
+        """Prepare for a forward, in an order that ranks share, or vote on."""
         self._by_tensor = {id(leaf.tensor): leaf for leaf in self._own}
         for leaf in self._own:
             leaf.first = None
         votes = self._differentiable and self._order is None
-        self._forward = Forward(self._what, self._peers, self._order, votes, Saved(self._fetch), self._opened)
+        self._forward = Forward(self._what, self._peers, order, votes, Saved(self._fetch), self._opened)
         self._backward: Backward | None = None
         self._chain = Chain(self._collective, self._mark)
 
@@ -94,7 +109,16 @@ class Call:
         found = self._by_tensor.get(id(leaf.local))
         if found is None:
             found = self._by_tensor[id(leaf.local)] = Leaf(path, leaf, derived=True)
+            if found.trained:
+                self._refuse_on_shards([found])
         return found
+
+    def _refuse_on_shards(self, leaves: Sequence[Leaf]) -> None:
+        """Refuse maths on shards where gradients are added up in one tree: it runs once for each sum over ranks."""
+        if self._share is not None and leaves:
+            problems = [Problem(leaf.path, "maths on shards", "a gather of the parameter itself") for leaf in leaves]
+            remedy = "compute with full tensors, behind the gather"
+            raise leaf_error(f'{self._what}: gradients would not be one tree of sums="tree"', problems, remedy)
 
     def begin_pass(self, name: str, units: Sequence[Unit]) -> Pass:
         """Begin a pass over the units of a model; see `Pass`."""
@@ -219,7 +243,7 @@ class Call:
             RuntimeError: if another rank failed.
             ValueError: if ranks do not gather the same units.
         """
-        self._begin()
+        self._begin(self._order)
         try:
             if self._failed is not None:
                 raise self._failed
@@ -230,7 +254,7 @@ class Call:
                 out = f()
             self._forward.finish()
             order = self._forward.conclude(out[0].dtype)
-            self._order, self._news = None if _compat.is_tracing() else order, self._news or self._forward.news
+            self._concluded, self._news = [*self._concluded, order], self._news or self._forward.news
             return out
         except Exception as error:
             if _compat.refuses_saved_tensor_hooks(error):
@@ -245,6 +269,22 @@ class Call:
                     remember(self._key, None)
                 raise error
             return None
+
+    def join(self) -> None:
+        """Take part in a forward of other ranks, in the order of the one before, where this one has no microbatch left.
+
+        Raises:
+            RuntimeError: if another rank failed.
+            ValueError: if the loss has collectives of its own, or other ranks gather other units than before.
+        """
+        if self._failed is not None and self._order is None:
+            self._peers.agree(error=self._failed, where=self._phase)
+            raise self._failed
+        self._begin(self._concluded[-1])
+        if self._peers.axes and not self._forward.follow({leaf.path: leaf for leaf in self._own}):
+            expected = "as many microbatches on every rank for a loss with collectives of its own"
+            remedy = "share them by a number of ranks that divides them"
+            raise ValueError(f"{self._what}: expected {expected}, got fewer on this one; {remedy}")
 
     def evaluate(self, f: Callable[[], Any]) -> Any:
         """Run a function that applies one model, without a backward: units are gathered just in time and dropped.
@@ -274,7 +314,15 @@ class Call:
         finally:
             self.end()
 
-    def backward(self, loss: torch.Tensor, divisor: Any, *, reduce: bool = True, last: bool = True) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        divisor: Any,
+        *,
+        reduce: bool = True,
+        last: bool = True,
+        microbatch: int | None = None,
+    ) -> None:
         """Differentiate the loss of the last forward and add its gradients to the leaves.
 
         Args:
@@ -282,6 +330,7 @@ class Call:
             divisor: Summed gradients are divided by it.
             reduce: Whether gathered leaves' gradients are reduced now, rather than kept in full.
             last: Whether no other forward follows, so that tensors that were kept may go.
+            microbatch: The number in the job of the forward's microbatch; None where this rank had none.
         """
         leaves = [leaf for leaf in self._own if leaf.trained]
         early = any(policy_of([leaf]).early for leaf in leaves)
@@ -290,6 +339,9 @@ class Call:
         if last:
             for leaf in self._own:
                 leaf.keeper = None
+        trees = [leaf for leaf in leaves if isinstance(leaf, TreeLeaf)]
+        for leaf in trees:
+            leaf.microbatch = microbatch
         anchors = [use.anchor for use in uses if use.anchor is not None and self._failed is None]
         first, ends = self._chain.tokens[:1], self._chain.tokens[1:]
         # The next microbatch's collectives are tied anew, or its backward would run these again.
@@ -304,6 +356,7 @@ class Call:
                 with self._unchanged():
                     direct = torch.autograd.grad(outputs, inputs, starts, allow_unused=True)[: len(leaves)]
                 check_graph(self._what, outputs[: len(outputs) - len(ends)], leaves, direct)
+                self._refuse_on_shards([leaf for leaf, grad in zip(leaves, direct, strict=True) if grad is not None])
         except Exception as error:
             failed = error
         failed = self._backward.finish(leaves, failed)
@@ -315,6 +368,8 @@ class Call:
             return
         if anchors:
             mark_used(loss, leaves)
+        for leaf in trees:
+            leaf.end_microbatch(last)
         # Gradients from maths on shards are this rank's own part of the sum already.
         found = [(leaf, grad) for leaf, grad in zip(leaves, direct, strict=True) if grad is not None]
         parts = divided_parts([leaf.as_part(grad, own=False) for leaf, grad in found], divisor)
@@ -323,9 +378,10 @@ class Call:
             leaf.used = leaf.used or not anchors
 
     def zero(self) -> torch.Tensor:
-        """Make the loss of a rank that failed."""
-        assert self._order is not None
-        return self._own[0].stored.new_zeros((), dtype=self._order.dtype)
+        """Make the loss of a rank that failed, or has no microbatch."""
+        order = self._order or self._concluded[-1]
+        assert order is not None
+        return self._own[0].stored.new_zeros((), dtype=order.dtype)
 
     @property
     def status(self) -> tuple[bool, ...]:
@@ -351,7 +407,8 @@ class Call:
             assert own is not None
             raise own
         if self._peers.axes and not _compat.is_tracing():
-            remember(self._key, None if news else self._order, departed)
+            order = self._order or common(self._concluded)
+            remember(self._key, None if news else order, departed)
         if departed:
             raise Departed
 

@@ -70,6 +70,7 @@ class Forward:
         self._order, self._shared, self._votes = order, bool(peers.axes), bool(peers.axes) and votes
         self._events: list[Place] = []
         self._made: list[Use] = []
+        self._inserted: set[Use] = set()
         self._steps: list[Step] = []
         self._at = 0
         self.open: tuple[Use, ...] = ()
@@ -92,6 +93,7 @@ class Forward:
         if self._shared:
             self.note(UnitEvent.of(unit))
         use = self._make(unit)
+        self._inserted.add(use)
         use.inside, number = tuple(inside), len(self._made) - 1
         self._steps[self._at : self._at] = [Step(Kind.GATHER, number), Step(Kind.OPEN, number)]
         self.reach(use)
@@ -130,13 +132,13 @@ class Forward:
         expected = self._expected
         if expected is not None and expected.event == event:
             self._pass_over(expected.opened)
+        if self._votes:
+            # Another rank may have opened uses that were gathered ahead, and this one has no use for.
+            self._pass_over(max(self._vote(event, len(self.uses)), default=0))
         place = Place(event, len(self.uses))
         if self._order is not None and place != expected:
             raise Departed
         self._events.append(place)
-        if not isinstance(event, UnitEvent):
-            # Ranks vote on a unit where its gather starts.
-            self._vote(event)
 
     def reach(self, use: Use, passed: Callable[[Use], None] | None = None) -> None:
         """Take the steps up to where a use opens.
@@ -206,7 +208,7 @@ class Forward:
         self._checkpointed.clear()
 
     def follow(self, leaves: Mapping[str, Leaf]) -> bool:
-        """Take part in the rest of the order without computing anything, because this rank has failed.
+        """Take part in the rest of the order without computing anything: this rank has failed, or has no microbatch.
 
         Args:
             leaves: The call's own leaves by their paths.
@@ -226,7 +228,7 @@ class Forward:
                 case CollectiveEvent():
                     return False
         self.finish()
-        self._settle(self._order)
+        self._settle(self._voted(self._flags(), [], self._order.dtype) if self._votes else self._order)
         return True
 
     def finish(self) -> None:
@@ -258,16 +260,10 @@ class Forward:
         """
         if not self._shared:
             return None
-        needed, order = self._needed(), self._order
-        flags = {SAVED + use.number for use in self.uses if use.saved}
-        flags |= {LAST_GONE} if self.uses and self._last().state is not State.FULL else set()
+        needed, order, flags = self._needed(), self._order, self._flags()
         flags |= {CHECKPOINTED} if any(needed) else set()
         if order is None:
-            end = comm.Label(comm.Verb.AGREE, call="f", phase=comm.Phase.END)
-            told = {"the loss": f"dtype {str(dtype).removeprefix('torch.')}"}
-            agreed = self._peers.agree(end, told, flags)
-            highest = tuple(self._peers.highest(needed)) if CHECKPOINTED in agreed else ()
-            order = Order(tuple(self._events), len(self.uses), agreed, highest, dtype)
+            order = self._voted(flags, needed, dtype)
         else:
             late = any(mine > most for mine, most in zip(needed, order.needed, strict=False))
             if self._expected or late or dtype != order.dtype or not flags & {CHECKPOINTED, LAST_GONE} <= order.flags:
@@ -275,6 +271,20 @@ class Forward:
             self.news = not flags <= order.flags
         self._settle(order)
         return order
+
+    def _flags(self) -> set[int]:
+        """Say what this rank has saved, and whether the last use has lost tensors."""
+        gone = {LAST_GONE} if self.uses and self._last().state is not State.FULL else set()
+        return {SAVED + use.number for use in self.uses if use.saved} | gone
+
+    def _voted(self, flags: set[int], needed: Sequence[int], dtype: torch.dtype) -> Order:
+        """Vote on what came, and on what the backward needs."""
+        end = comm.Label(comm.Verb.AGREE, call="f", phase=comm.Phase.END)
+        told = {"the loss": f"dtype {str(dtype).removeprefix('torch.')}"}
+        agreed = self._peers.agree(end, told, flags)
+        numbers = needed or [0] * len(self.uses)
+        highest = tuple(self._peers.highest(numbers)) if CHECKPOINTED in agreed else ()
+        return Order(tuple(self._events), len(self.uses), agreed, highest, dtype)
 
     def end(self) -> None:
         """Drop outputs, and all that leads back here: calls are many, and nothing waits for the garbage collector."""
@@ -288,9 +298,8 @@ class Forward:
         events, at = self._order.events if self._order else (), len(self._events)
         return events[at] if at < len(events) else None
 
-    def _vote(self, event: Event) -> None:
-        if self._votes:
-            self._peers.agree(event.label, event.parts if isinstance(event, PassEvent) else {})
+    def _vote(self, event: Event, *flags: int) -> frozenset[int]:
+        return self._peers.agree(event.label, event.parts if isinstance(event, PassEvent) else {}, flags)
 
     def _pass_over(self, opened: int) -> None:
         """Pass over uses until so many have been opened, or none is left."""
@@ -315,7 +324,7 @@ class Forward:
             self._enter(use)
             return use
         self._make_room()
-        if self._votes:
+        if self._votes and use not in self._inserted:
             self._vote(UnitEvent.of(use.unit))
         use.start(self._pool)
         return None

@@ -1,5 +1,6 @@
 """The order of a forward's collectives: ranks vote on it when it is new, and follow it by themselves afterwards."""
 
+import itertools
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -134,6 +135,17 @@ class Order(NamedTuple):
     def saved(self, use: Use) -> bool:
         """Whether any rank has saved a use, or its number is too large for a flag."""
         return SAVED + use.number in self.flags or SAVED + use.number >= comm.FLAGS
+
+
+def common(orders: Sequence[Order | None]) -> Order | None:
+    """Find the order that the forwards of several microbatches had; None where they had none, or differ."""
+    first, *others = orders
+    for order in others:
+        if first is None or order is None or (order.events, order.uses) != (first.events, first.uses):
+            return None
+        needed = itertools.zip_longest(first.needed, order.needed, fillvalue=0)
+        first = first._replace(flags=first.flags | order.flags, needed=tuple(max(pair) for pair in needed))
+    return first
 
 
 # So many orders are remembered; an order that ranks departed from so often is not followed any more.

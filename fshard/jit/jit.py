@@ -20,6 +20,7 @@ from fshard.jit.passes import (
     refuse_ambient_random,
     refuse_foreign_collectives,
     refuse_hidden_results,
+    refuse_tree_sums,
     refuse_writes,
     told_in,
 )
@@ -215,6 +216,8 @@ class Jitted:
 
         traced = trace(self._f, flat, rebuild, uses=uses)
         refuse_foreign_collectives(traced.graph.graph, "jit")
+        if self._backend == "inductor":
+            refuse_tree_sums(traced.graph.graph, "jit")
         facts, axes = told_in(traced.graph.graph)
         clean(traced.graph)
         donated = [argument_of(path) in self._donated for path in traced.paths]

@@ -122,6 +122,14 @@ def refuse_hidden_results(graph: Graph, what: str) -> None:
         raise ValueError(f"{what}: expected torch's own kernel for nn.LSTM, got oneDNN's, which has no trace; {remedy}")
 
 
+def refuse_tree_sums(graph: Graph, what: str) -> None:
+    """Refuse sums="tree" in a graph whose kernels are not torch's own, before it is cleaned."""
+    if any("sums" in json.loads(node.args[0]) for node in graph.nodes if node.target is ops.told):
+        found = "Inductor's, whose bits depend on what it joins them with"
+        remedy = 'take backend="graph", or leave out sums="tree"'
+        raise ValueError(f'{what}: expected torch\'s own kernels for sums="tree", got {found}; {remedy}')
+
+
 def is_random(node: Node) -> bool:
     """Whether a node draws random numbers; kernels of attention may, and do not where they drop nothing."""
     tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

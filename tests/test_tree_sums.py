@@ -1,0 +1,475 @@
+"""sums="tree": losses, counts and gradients of a job's microbatches have the bits of one binary tree at any W."""
+
+import copy
+import math
+import re
+from functools import partial, reduce
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from fshard.microbatches import Share, TreeSum, nodes, tree_total
+from fshard.testing import spmd
+from fshard.transforms.tree_sums import in_tree
+from tests.ranks import BrokenError, my_rank, on_ranks
+from tests.trees import as_bytes, assert_same_bits, normal, one_axis
+
+VOCABULARY, WIDTH = 11, 7
+
+
+class Tied(nn.Module):
+    """An embedding that is used twice, a layer that some microbatches leave out, and gradients of negative zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+        self.zero = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, tokens, with_layer):
+        hidden = self.embedding(tokens) + -0.0 * self.zero
+        hidden = hidden + self.inner(hidden)
+        if with_layer:
+            hidden = hidden + self.sometimes(hidden)
+        return hidden @ self.embedding.weight.T
+
+
+def tied(dtype):
+    module, draw = Tied(), normal()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(draw(*parameter.shape) / 3)
+    return module.to(dtype)
+
+
+def microbatch(number):
+    """Two rows of tokens, and a mask that leaves out more of them in some."""
+    draw = torch.Generator().manual_seed(number)
+    tokens = torch.randint(VOCABULARY, (2, 6), generator=draw)
+    return tokens, torch.rand(2, 5, generator=draw) < 0.3 + 0.1 * (number % 7), number % 4 != 1
+
+
+def local(run, how, params, batch, *index):
+    """The loss of a microbatch, as each way to reduce takes it; weighted by its number, as dropout by a key."""
+    tokens, counted, with_layer = batch
+    losses = nn.functional.cross_entropy(
+        run(params, tokens, with_layer)[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
+    )
+    losses = losses * torch.arange(len(losses)).add(index[0]).cos() if index else losses
+    kept = losses * counted.flatten()
+    return (kept.sum(), counted.sum()) if how == "weighted" else kept.mean()
+
+
+def added(parts, start, size):
+    """The tree over [start, start + size): what is behind the last part is absent."""
+    if size == 1 or start + size // 2 >= len(parts):
+        return parts[start] if size == 1 else added(parts, start, size // 2)
+    return added(parts, start, size // 2) + added(parts, start + size // 2, size // 2)
+
+
+def oracle(dtype, how, number):
+    """All microbatches in one process, one after another, and their sums by the definition."""
+    module = tied(dtype)
+    params = dict(module.named_parameters())
+    values, counts, grads = [], [], []
+    run = partial(torch.func.functional_call, module)
+    for i in range(number):
+        found = local(lambda params, *args: run(params, args), how, params, microbatch(i), i)
+        value, count = found if how == "weighted" else (found, torch.tensor(1.0))
+        got = torch.autograd.grad(value, list(params.values()), allow_unused=True)
+        grads.append([torch.zeros_like(p) if g is None else g for g, p in zip(got, params.values())])
+        values.append(value.detach())
+        counts.append(count.double())
+    size = 1 << (number - 1).bit_length()
+    divisor = {"mean": number, "sum": 1, "weighted": added(counts, 0, size)}[how]
+    sums = [added(column, 0, size) for column in zip(*grads)]
+    divided = [(total / divisor).to(total.dtype) for total in [added(values, 0, size), *sums]]
+    return divided[0], dict(zip(params, divided[1:]))
+
+
+def strategies(world_size):
+    """Every strategy, and both orders of the dims of a mesh of two axes."""
+    line = one_axis()
+    every = {"min_shard_elements": 20}
+    found = {
+        "zero3": fs.zero3(line, **every),
+        "zero3 in units": fs.zero3(line, merge_bytes=0, min_shard_elements=0),
+        "zero2": fs.zero2(line, **every),
+        "zero1": fs.zero1(line, **every),
+        "ddp": fs.ddp(line),
+        "second dim": fs.zero3(line, layout=fs.fully_shard(line, dim=-1)),
+    }
+    if world_size % 2 == 0:
+        pair = fs.init_mesh({"replicate": world_size // 2, "shard": 2}, device="cpu")
+        turned = fs.init_mesh({"shard": 2, "replicate": world_size // 2}, device="cpu")
+        found |= {"hsdp": fs.hsdp(pair, **every), "hsdp turned": fs.hsdp(turned, **every)}
+    return found
+
+
+ORDERS = ("once", "each", None)
+
+
+def shared(world_size, number, communicate, axes):
+    """Whether ranks can share microbatches in one tree."""
+    whole, power = number % world_size == 0, world_size & (world_size - 1) == 0
+    if communicate == "each":
+        return whole and (power or number == world_size)
+    block = number // world_size
+    return axes == 1 or world_size == 1 or (whole and power and block & (block - 1) == 0)
+
+
+def run_rows(world_size, dtype, number, wanted, jitted=False, only=None):
+    """Rows of the table that ranks can share, each against the oracle: the ways to reduce take turns."""
+    ran = 0
+    for name, strategy in strategies(world_size).items():
+        model = fs.functionalize(tied(dtype), units=nn.Linear)
+        params = model.init(strategy)
+        for communicate in ORDERS[: 3 if name == "zero3" else 2]:
+            axes = 2 if "hsdp" in name and world_size > 2 else 1
+            if (only and name not in only) or not shared(world_size, number, communicate or "once", axes):
+                continue
+            how = list(wanted)[ran % len(wanted)]
+            step = fs.accumulate(
+                partial(local, model.apply, how),
+                reduce=how,
+                communicate=communicate,
+                sums="tree",
+                with_index=True,
+                microbatches=number,
+            )
+            mine = fs.microbatches(list(map(microbatch, range(number))), params, communicate)
+            step = fs.jit(step) if jitted else step
+            # The second call follows the order of the first.
+            for _ in range(1 if jitted or ran else 2):
+                found, grads = step(params, mine)
+                row = f"{name}, {communicate}, {how}"
+                assert_same_bits({row: (found, fs.unshard(grads))}, {row: wanted[how]})
+            ran += 1
+    return ran
+
+
+@pytest.mark.parametrize("number", (8, 16, 6, 24))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("world_size", (1, 2, 3, 4, 5, 6, 7, 8))
+@pytest.mark.rows(5)
+def test_losses_and_gradients_have_the_bits_of_the_tree_at_any_world_size(world_size, dtype, number):
+    wanted = {how: oracle(dtype, how, number) for how in ("mean", "weighted")}
+    if number < world_size:
+        pytest.skip("fewer microbatches than ranks")
+    ran = spmd(lambda: run_rows(world_size, dtype, number, wanted), world_size)[0]
+    assert ran >= 5
+
+
+@pytest.mark.parametrize("number", (8, 5))
+@pytest.mark.parametrize("world_size", ("2 processes", "3 processes", "4 processes"))
+@pytest.mark.rows(3)
+def test_processes_have_the_bits_of_the_tree(world_size, number, workers):
+    size = int(world_size[0])
+    wanted = {"weighted": oracle(torch.float32, "weighted", number)}
+    only = ("zero3 in units", "ddp", "hsdp")
+    spmd(partial(run_rows, size, torch.float32, number, wanted, only=only), workers(size))
+
+
+@pytest.mark.parametrize(("world_size", "number"), ((1, 8), (2, 8), (3, 8), (4, 8), (4, 16)))
+@pytest.mark.rows(2)
+def test_jitted_steps_have_the_bits_of_the_tree(world_size, number):
+    wanted = {"weighted": oracle(torch.float32, "weighted", number)}
+    only = ("zero3", "hsdp")
+    assert spmd(lambda: run_rows(world_size, torch.float32, number, wanted, jitted=True, only=only), world_size)[0]
+
+
+def test_sums_in_turn_have_other_bits():
+    """The tests above can fail: without the tree bits depend on the number of ranks."""
+
+    def program():
+        model = fs.functionalize(tied(torch.float32))
+        params = model.init(fs.zero3(one_axis()))
+        mine = fs.microbatches(list(map(microbatch, range(8))), params, "once")
+        _, grads = fs.accumulate(partial(local, model.apply, "mean"), communicate="once")(params, mine)
+        return fs.unshard(grads)
+
+    one, four = spmd(program, 1)[0], spmd(program, 4)[0]
+    assert any(not as_bytes(a).equal(as_bytes(b)) for a, b in zip(one.values(), four.values()))
+
+
+@pytest.mark.parametrize("world_size", (2, 4, 8))
+def test_mixed_precision_sums_in_the_dtype_of_the_reduction(world_size):
+    def program():
+        found = []
+        for reduced in (torch.float32, torch.bfloat16, None):
+            model = fs.functionalize(tied(torch.float32))
+            strategy = fs.zero3(one_axis(), param_dtype=torch.bfloat16, reduce_dtype=reduced, min_shard_elements=20)
+            params = model.init(strategy)
+            for communicate in ("once", "each"):
+                step = fs.accumulate(partial(local, model.apply, "mean"), communicate=communicate, sums="tree")
+                mine = fs.microbatches(list(map(microbatch, range(8))), params, communicate)
+                found.append(fs.unshard(step(params, mine)[1]))
+        return found
+
+    (one,), (many, *_) = spmd(program, 1), spmd(program, world_size)
+    for once, each in zip(one[0::2], one[1::2]):
+        assert_same_bits(each, once)
+    assert_same_bits(many, one)
+
+
+@on_ranks(2, 3, 4)
+def test_value_and_grad_is_one_microbatch_a_rank(world_size):
+    model = fs.functionalize(tied(torch.float32))
+    params = model.init(fs.zero3(one_axis(), min_shard_elements=20))
+    (batch,) = fs.microbatches(list(map(microbatch, range(world_size))), params)
+    found = fs.value_and_grad(partial(local, model.apply, "mean"), sums="tree")(params, batch)
+    step = fs.accumulate(partial(local, model.apply, "mean"), sums="tree", communicate="once")
+    assert_same_bits(found[0], step(params, [batch])[0])
+    assert_same_bits(fs.unshard(found[1]), fs.unshard(step(params, [batch])[1]))
+    # Inside another derivative it is maths of torch.func, with the same sums.
+    with torch.enable_grad():
+        outer = fs.tree_map(lambda tensor: tensor.detach().requires_grad_(), params)
+        again = fs.value_and_grad(partial(local, model.apply, "mean"), sums="tree")(outer, batch)
+    assert_same_bits(again[0].detach(), found[0])
+
+
+def sent(step, params, mine):
+    step(params, mine)
+    with fs.comm.record() as record:
+        step(params, mine)
+    return [(c.op, c.sent) for c in record if c.about.verb in (fs.comm.Verb.GATHER, fs.comm.Verb.SCATTER)]
+
+
+@on_ranks(2, 4)
+def test_powers_of_two_send_what_accumulation_in_turn_sends(world_size):
+    for name, strategy in strategies(world_size).items():
+        model = fs.functionalize(tied(torch.float32))
+        params = model.init(strategy)
+        for communicate in ("once", "each"):
+            mine = fs.microbatches(list(map(microbatch, range(8))), params, communicate)
+            make = partial(fs.accumulate, partial(local, model.apply, "mean"), communicate=communicate)
+            assert sent(make(sums="tree"), params, mine) == sent(make(), params, mine), name
+
+
+@on_ranks(3, 5)
+def test_uneven_blocks_send_a_row_of_every_node(world_size):
+    """And the sums of leaves that ranks hold whole once more."""
+    number, size = 8, 6 * 35
+    params = fs.shard({"w": torch.ones(30, 7)}, fs.zero3(one_axis(), min_shard_elements=0))
+    step = fs.accumulate(
+        lambda p, x: (fs.gather(p)["w"] * x).sum(), communicate="once", sums="tree", microbatches=number
+    )
+    mine = fs.microbatches([torch.full((30, 7), float(i)) for i in range(number)], params, "once")
+    share = Share(number, world_size, my_rank(), "once", True)
+    own = len(nodes(share.indices))
+    row = -(-4 * size // world_size // 16) * 16
+    assert [entry for entry in sent(step, params, mine) if entry[0] == "all_to_all"] == [
+        ("all_to_all", own * (world_size - 1) * row)
+    ]
+
+
+@pytest.mark.parametrize("number", range(1, 34))
+def test_a_rank_holds_few_partial_sums(number):
+    for ranks in range(1, number + 1):
+        for rank in range(ranks):
+            indices = Share(number, ranks, rank, "once").indices
+            tree, most = TreeSum(), 0
+            for i in indices:
+                # A gradient that comes is one more.
+                most = max(most, len(tree._nodes) + 1)
+                tree.add(i, torch.zeros(()))
+            bound = 2 * math.ceil(math.log2(number / ranks)) + 2
+            power = number % ranks == 0 and (number // ranks) & (number // ranks - 1) == 0
+            assert most <= (math.log2(number // ranks) + 1 if power else bound)
+            cut = nodes(indices)
+            assert len(cut) <= bound
+            assert [i for start, size in cut for i in range(start, start + size)] == list(indices)
+            assert all(start % size == 0 for start, size in cut)
+
+
+@pytest.mark.parametrize("number", (1, 2, 3, 5, 8, 13, 24))
+def test_the_tree_is_that_of_its_definition(number):
+    draw = normal()
+    parts = [draw(9, dtype=torch.float32) * 10.0**i for i in range(number)]
+    unused = {1, 2, number - 1} if number > 3 else set()
+    values = [torch.zeros(9) if i in unused else part for i, part in enumerate(parts)]
+    wanted = added(values, 0, 1 << (number - 1).bit_length())
+    tree = TreeSum()
+    for i, part in enumerate(parts):
+        tree.add(i, None if i in unused else part)
+    found = tree.total()
+    assert_same_bits(found if found is not None else torch.zeros(9), wanted)
+    assert_same_bits(tree_total(torch.stack(values)), wanted + 0.0)
+    assert number < 5 or not as_bytes(reduce(torch.add, values)).equal(as_bytes(wanted))
+
+
+@on_ranks(1, 2, 4)
+def test_what_losses_return_besides_is_reduced_in_the_tree(world_size):
+    params = fs.shard({"w": torch.ones(3)}, fs.ddp(one_axis()))
+    draw = normal()
+    auxes = [{"mean": draw(4), "count": torch.tensor(i), "hit": torch.tensor(i % 2 == 0)} for i in range(8)]
+    mine = fs.microbatches(auxes, params)
+    found = fs.reduce_microbatches(mine, params)
+    total = added([aux["mean"] for aux in auxes], 0, 8)
+    assert_same_bits(found["mean"], total / 8)
+    assert (found["count"].item(), found["hit"].item()) == (3.5, 0.5)
+    sums = fs.reduce_microbatches(mine, params, reduce="sum")
+    assert (sums["count"].item(), sums["hit"].item()) == (28, 4)
+
+
+@on_ranks(1, 2, 4)
+def test_an_index_is_the_number_in_the_job(world_size):
+    params = fs.shard({"w": torch.ones(3)}, fs.ddp(one_axis()))
+    for communicate in ("once", "each"):
+        for sums in (None, "tree"):
+            seen = []
+
+            def loss(p, batch, index, seen=seen):
+                seen.append((batch, index))
+                return fs.gather(p)["w"].sum()
+
+            step = fs.accumulate(loss, communicate=communicate, sums=sums, with_index=True)
+            step(params, fs.microbatches(range(8), params, communicate))
+            assert seen == [(i, i) for i in fs.microbatches(range(8), params, communicate)]
+            assert len(seen) == 8 // world_size
+
+
+@on_ranks(3)
+def test_a_microbatch_that_fails_fails_everywhere(world_size):
+    """Also where a rank has no microbatch left, and only follows."""
+    params = fs.shard({"w": torch.ones(30)}, fs.zero3(one_axis(), min_shard_elements=0))
+
+    def loss(p, number):
+        full = fs.gather(p)["w"]
+        if number == 7 and broken:
+            raise BrokenError("the last microbatch")
+        return full.sum() * number
+
+    step = fs.accumulate(loss, communicate="once", sums="tree", microbatches=8)
+    mine = fs.microbatches(range(8), params, "once")
+    broken = False
+    step(params, mine)
+    broken = True
+    with pytest.raises(BrokenError if my_rank() == 2 else RuntimeError, match="the last microbatch"):
+        step(params, mine)
+    broken = False
+    assert step(params, mine)[0].item() == 28 * 30 / 8
+
+
+def summed(p, *rest):
+    return sum(leaf.sum() for leaf in fs.tree_leaves(fs.gather(p)))
+
+
+def sharded(strategy, dtype=torch.float32):
+    return fs.shard({"w": torch.ones(30, 4, dtype=dtype)}, strategy(one_axis()))
+
+
+class Halved(fs.Wrapped):
+    """Rounds gradients in a way that in_tree does not know."""
+
+    def scatter(self, grads, specs):
+        return self.inner.scatter([grad.half().to(grad.dtype) for grad in grads], specs)
+
+
+def quantized(on):
+    return fs.zero3(on, layout=fs.quantize(on))
+
+
+def on_shards(p, batch):
+    return fs.gather(fs.tree_map(lambda tensor: 2 * tensor, p))["w"].sum()
+
+
+REFUSED = (
+    (
+        "a word",
+        lambda: fs.accumulate(summed, sums="pairs"),
+        "accumulate: expected sums to be \"tree\" or None, got 'pairs'",
+    ),
+    (
+        "a number of microbatches without a tree",
+        lambda: fs.accumulate(summed, microbatches=8),
+        'accumulate: expected sums="tree" beside microbatches, got microbatches alone',
+    ),
+    (
+        "quantized gathers",
+        lambda: fs.accumulate(summed, sums="tree")(sharded(quantized), [0, 1]),
+        "accumulate: a transform has other bits at another number of ranks\n"
+        "  ['w']: expected fully_shard, replicate, split_dim, casts and offload alone, got Quantize\n"
+        'To fix: take a strategy without it, or leave out sums="tree".',
+    ),
+    (
+        "a transform of one's own",
+        lambda: fs.accumulate(summed, sums="tree")(sharded(lambda on: Halved(fs.fully_shard(on))), [0, 1]),
+        "got Halved of FullyShard",
+    ),
+    (
+        "maths on shards",
+        lambda: fs.accumulate(on_shards, sums="tree")(sharded(fs.zero3), [0, 1]),
+        'accumulate: gradients would not be one tree of sums="tree"\n'
+        "  ['w']: expected a gather of the parameter itself, got maths on shards\n"
+        "To fix: compute with full tensors, behind the gather.",
+    ),
+    (
+        "shards that are narrower than the sums",
+        lambda: fs.accumulate(summed, sums="tree", communicate="each")(
+            sharded(partial(fs.zero3, reduce_dtype=torch.float32), torch.bfloat16), [0, 1]
+        ),
+        "accumulate: shards would round the sums of microbatches\n"
+        "  ['w']: expected a dtype as wide as the reduction's, got a bfloat16 Tensor of shape (30, 4), reduced in "
+        "torch.float32\n"
+        'To fix: pass communicate="once", or store parameters in the dtype of the reduction.',
+    ),
+    (
+        "another number than the rank's",
+        lambda: fs.accumulate(summed, sums="tree", microbatches=8)(sharded(fs.ddp), [0, 1]),
+        "accumulate: expected 4 of 8 microbatches, got 2; pass fs.microbatches(batches, like=params), and the job's "
+        "number as microbatches=",
+    ),
+    (
+        "fewer than ranks",
+        lambda: fs.microbatches([0], sharded(fs.ddp)),
+        "microbatches: expected one microbatch or more for each of 2 ranks, got 1 in the whole job; cut the batch in "
+        "more microbatches",
+    ),
+    (
+        "each of a number that does not divide",
+        lambda: fs.microbatches(range(7), sharded(fs.ddp), "each"),
+        'microbatches: expected for communicate="each" a power of two of ranks that divides the microbatches, got 7 '
+        "microbatches on 2 ranks of 'shard'; pass communicate=\"once\", which any number of ranks can",
+    ),
+    (
+        "Inductor",
+        lambda: fs.jit(fs.accumulate(summed, sums="tree"), backend="inductor")(sharded(fs.ddp), [0, 1]),
+        "jit: expected torch's own kernels for sums=\"tree\", got Inductor's, whose bits depend on what it joins them "
+        'with; take backend="graph", or leave out sums="tree"',
+    ),
+    ("no microbatches", lambda: fs.microbatches([], sharded(fs.ddp)), "as a sequence of one or more, got none"),
+    (
+        "an aux that is no tensor",
+        lambda: fs.reduce_microbatches([1.0, 2.0], sharded(fs.ddp)),
+        "reduce_microbatches: expected tensors in every aux, got",
+    ),
+)
+
+
+@on_ranks(2)
+def test_what_would_change_bits_is_refused(world_size):
+    for _, call, text in REFUSED:
+        with pytest.raises(ValueError, match=re.escape(text)):
+            call()
+
+
+@on_ranks(6)
+def test_uneven_blocks_over_two_axes_are_refused(world_size):
+    mesh = fs.init_mesh({"replicate": 2, "shard": 3}, device="cpu")
+    params = fs.shard({"w": torch.ones(30)}, fs.hsdp(mesh))
+    with pytest.raises(ValueError, match="expected blocks that are nodes of a tree, got 12 on 3 ranks of 'shard' by 2"):
+        fs.microbatches(range(12), params, "once")
+
+
+def test_transforms_are_equal_where_their_strategies_are():
+    def program():
+        spec, again = (sharded(fs.zero3)["w"].spec for _ in range(2))
+        assert in_tree(spec) == in_tree(again) != spec
+        assert in_tree(spec, 8) == in_tree(again, 8) != in_tree(spec, 5)
+        assert copy.copy(in_tree(spec).transform).axes == spec.transform.axes
+
+    spmd(program, 2)
