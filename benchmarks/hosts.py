@@ -245,7 +245,7 @@ def draw(path: Path, results: dict[str, Any]) -> None:
     if all(bounds):
         axes.plot(rates, bounds, "k:", label="max(compute, wire) of fshard-zero3")
     name = results["configuration"]["name"]
-    title = f"Time of a train step, {name}, two hosts, ranks: {results['ranks']}"
+    title = f"Time of a train step, {name}, two hosts, ranks: {2 * results['ranks_per_host']}"
     axes.set(xscale="log", xlabel="link, Gbit/s", ylabel="seconds", title=title, ylim=(0, None))
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     figure.legend(loc="outside right", frameon=False, fontsize="small")
