@@ -35,6 +35,7 @@ from fshard.optim.wrappers import dynamic_loss_scale, ema, every_k, freeze, mask
 from fshard.plan import plan
 from fshard.random import fold_in
 from fshard.remat import remat
+from fshard.sample_ids import sample_ids
 from fshard.scatter_grads import scatter_grads
 from fshard.shard import reshard, shard, unshard
 from fshard.strategies import ddp, hsdp, hybrid_shard, zero1, zero2, zero3
@@ -129,6 +130,7 @@ __all__ = [
     "remat",
     "replicate",
     "reshard",
+    "sample_ids",
     "scale_by_adam",
     "scale_by_factored_rms",
     "scale_by_trust_ratio",

@@ -26,6 +26,7 @@ ROOMS = (
     "engine",
     "gather",
     "random",
+    "sample_ids",
     "init",
     "modules",
     "apply",

@@ -152,6 +152,7 @@ CALLS = {
     "reduce_scatter": lambda w: dict(tree=torch.ones(2), axis=w.axis, dim=0),
     "replicate": lambda w: dict(mesh=w.mesh, algorithm="auto"),
     "reshard": lambda w: dict(tree=w.params, transform=fs.ddp(w.mesh)),
+    "sample_ids": lambda w: dict(step=1, key=2, samples=10, batch=3),
     "scale_by_adam": lambda w: dict(betas=(0.9, 0.99), eps=1e-8),
     "scale_by_factored_rms": lambda w: dict(beta2_decay=-0.8, eps=1e-30),
     "scale_by_trust_ratio": lambda w: dict(trust_coefficient=1.0, eps=0.0),
@@ -299,7 +300,12 @@ ACCEPTED = (
         "hybrid_shard.min_shard_elements checkpoint.Manager.timeout checkpoint.Manager.every checkpoint.save.timeout "
         "checkpoint.save_huggingface.max_file_bytes testing.check_adjoint.error testing.check_transform.error",
     ),
-    ("a number in range", ("a number",), "from_torch_scheduler.steps testing.spmd.world testing.spmd.timeout"),
+    (
+        "a number in range",
+        ("a number",),
+        "from_torch_scheduler.steps sample_ids.step sample_ids.samples sample_ids.batch testing.spmd.world "
+        "testing.spmd.timeout",
+    ),
     ("a number in range", ("a negative number",), "adafactor.beta2_decay scale_by_factored_rms.beta2_decay"),
     ("a number, or the default", ("None", *NUMBERS), "scale_by_factored_rms.eps"),
     ("a number, or the default", ("None", *NUMBERS), "checkpoint.Manager.keep"),
@@ -331,7 +337,7 @@ ACCEPTED = (
         "fully_shard.dim sgd.dampening split_dim.dim value_and_grad.argnums hybrid_shard.dim",
     ),
     ("places, or none", (*NUMBERS, "an empty list"), "jit.donate_argnums jit.static_argnums"),
-    ("seeds and keys", ("a number", "a negative number"), "fold_in.key"),
+    ("seeds and keys", ("a number", "a negative number"), "fold_in.key sample_ids.key"),
     ("seeds and keys", ("a number", "a negative number"), "testing.check_adjoint.seed testing.check_transform.seed"),
     ("seeds and keys", ("a number", "a negative number", "a tensor of integers"), "fold_in.data"),
     ("seeds and keys", ("None", "a number", "a negative number", "a huge number"), "apply.key model.apply.key"),
