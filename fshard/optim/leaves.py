@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
 
 from fshard import comm
 from fshard._compat import is_tracing
-from fshard.checks import check_floating, check_leaves, describe
-from fshard.collectives import linear_call, pvary, total
+from fshard.checks import POSITIVE, Range, check_floating, check_leaves, check_numbers, check_sums, describe
+from fshard.collectives import pvary, total
 from fshard.errors import expect
+from fshard.optim.element_sums import Request, added, element_sums, gathered
 from fshard.shard import without_padding
 from fshard.tree import (
     Axis,
@@ -41,6 +42,11 @@ def partition_axes(leaf: Any) -> tuple[Axis, ...]:
 def elements_of(leaf: Any) -> torch.Tensor:
     """Return the elements of a leaf that this rank holds, without padding."""
     return without_padding(leaf) if is_sharded(leaf) else leaf
+
+
+def size_of(leaf: Any) -> int:
+    """Count the elements of a leaf on all ranks together."""
+    return math.prod(leaf.spec.shape if is_sharded(leaf) else leaf.shape)
 
 
 def varying(number: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
@@ -156,7 +162,17 @@ def check_optimizer(what: str, tx: Any, such_as: str = "fs.from_torch or an fs.c
     expect(isinstance(tx, Optimizer), what, f"tx to be an Optimizer, such as {such_as}", describe(tx))
 
 
-def global_norm(grads: Tree, p: float = 2.0) -> torch.Tensor:
+def check_order(what: str, p: float, sums: str | None) -> None:
+    """Refuse the order of a norm, and an unknown order of its sums."""
+    check_numbers(what, POSITIVE, p=p)
+    check_sums(what, sums)
+    if sums is not None:
+        # Other powers are rounded by what stands beside an element.
+        whole = Range('a whole number or inf with sums="tree"', lambda number: math.isinf(number) or number % 1 == 0)
+        check_numbers(what, whole, p=p)
+
+
+def global_norm(grads: Tree, p: float = 2.0, sums: str | None = None) -> torch.Tensor:
     """Take the p-norm of all elements of a tree together.
 
     Taken in float64, so that for lower precisions it is the same number however leaves are split: strategies clip
@@ -165,6 +181,7 @@ def global_norm(grads: Tree, p: float = 2.0) -> torch.Tensor:
     Args:
         grads: Pytree of Sharded or full tensors; None leaves are passed over.
         p: The order of the norm, above 0; float("inf") for the largest magnitude.
+        sums: "tree" adds up in one fixed binary tree, the same bits in every precision; see `element_sums`.
 
     Returns:
         The norm, equal on every rank: a scalar in the leaves' widest dtype, float32 at least.
@@ -174,12 +191,14 @@ def global_norm(grads: Tree, p: float = 2.0) -> torch.Tensor:
         return torch.zeros(())
     # The norm of complex numbers is real.
     dtype = reduce(torch.promote_types, (tensor_of(leaf).dtype.to_real() for leaf in leaves), torch.float32)
+    if sums is not None and not math.isinf(p):
+        return _rooted(added(_tree_powers([leaf for leaf in leaves if size_of(leaf)], p)), p).to(dtype)
     groups = grouped(leaves, partition_axes).items()
     parts = torch.stack([_reduced([leaves[i] for i in group], axes, p, each=False) for axes, group in groups])
     return (parts.amax() if math.isinf(p) else _rooted(parts.sum(), p)).to(dtype)
 
 
-def leaf_norms(tree: Tree, p: float = 2.0) -> list[torch.Tensor | None]:
+def leaf_norms(tree: Tree, p: float = 2.0, sums: str | None = None) -> list[torch.Tensor | None]:
     """Take the p-norm of each leaf of a tree in float64; see `global_norm`.
 
     Costs one collective for each set of axes that some leaf is split over, however many leaves there are.
@@ -187,12 +206,18 @@ def leaf_norms(tree: Tree, p: float = 2.0) -> list[torch.Tensor | None]:
     Args:
         tree: Pytree of Sharded or full tensors; None leaves are passed over.
         p: The order of the norm, above 0; float("inf") for the largest magnitude.
+        sums: As for `global_norm`.
 
     Returns:
         For each leaf a float64 scalar, equal on every rank; None for None.
     """
     leaves = leaves_of(tree)
     norms: list[torch.Tensor | None] = [None] * len(leaves)
+    if sums is not None and not math.isinf(p):
+        chosen = [i for i, leaf in enumerate(leaves) if leaf is not None]
+        for i, power in zip(chosen, _tree_powers([leaves[i] for i in chosen], p), strict=True):
+            norms[i] = _rooted(power, p)
+        return norms
     for axes, group in grouped(leaves, partition_axes).items():
         found = _reduced([leaves[i] for i in group], axes, p, each=True)
         for i, norm in zip(group, (found if math.isinf(p) else _rooted(found, p)).unbind(), strict=True):
@@ -200,12 +225,12 @@ def leaf_norms(tree: Tree, p: float = 2.0) -> list[torch.Tensor | None]:
     return norms
 
 
-def norms_of_both(steps: Tree, params: Tree) -> tuple[list[Any], list[Any]]:
+def norms_of_both(steps: Tree, params: Tree, sums: str | None = None) -> tuple[list[Any], list[Any]]:
     """Take the norms of leaves and of their steps; None where there is no step."""
     rows = zip(leaves_of(params), leaves_of(steps), strict=True)
     pairs = [(None if step is None else leaf, step) for leaf, step in rows]
     # Both in one collective.
-    norms = leaf_norms([*(leaf for leaf, _ in pairs), *(step for _, step in pairs)])
+    norms = leaf_norms([*(leaf for leaf, _ in pairs), *(step for _, step in pairs)], sums=sums)
     return norms[: len(pairs)], norms[len(pairs) :]
 
 
@@ -220,6 +245,30 @@ def _reduced(leaves: Sequence[Any], axes: tuple[Axis, ...], p: float, *, each: b
     if each:
         return total(torch.stack([torch.stack(part).sum() for part in powers]), axes)
     return total(torch.stack([power for part in powers for power in part]).sum(), axes)
+
+
+def _tree_powers(leaves: Sequence[Any], p: float) -> list[torch.Tensor]:
+    """Sum the p-th powers of each leaf's magnitudes in a tree, for a whole number p."""
+
+    def powers(piece: torch.Tensor) -> torch.Tensor:
+        if piece.is_complex():
+            parts = torch.view_as_real(piece.resolve_conj()).double()
+            squares = parts[..., 0] * parts[..., 0] + parts[..., 1] * parts[..., 1]
+            base, left = (squares, p / 2) if p % 2 == 0 else (_rooted(squares, 2), p)
+        else:
+            double = piece.double()
+            base, left = (double * double, p / 2) if p % 2 == 0 else (double.abs(), p)
+        # By products alone: powers of vectors are rounded otherwise than those of the last few elements.
+        found = None
+        while left:
+            found = (base if found is None else found * base) if left % 2 else found
+            left //= 2
+            base = base * base if left else base
+        assert found is not None
+        return found
+
+    requests = [Request(leaf, tensor_of(leaf), range(tensor_of(leaf).dim())) for leaf in leaves]
+    return [power.reshape(()) for power in element_sums(requests, powers)]
 
 
 def _rooted(power: torch.Tensor, p: float) -> torch.Tensor:
@@ -244,12 +293,5 @@ def _largest(tensor: torch.Tensor) -> torch.Tensor:
 def _agreed(norms: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
     """Take the largest of every rank's norms."""
     for axis in axes:
-        # The result agrees between ranks, so each rank's norm gets its own cotangent as it is, without a sum.
-        gather, own = partial(comm.all_gather, axis=axis, label="clip"), partial(_own_rows, axis=axis)
-        (rows,) = linear_call(gather, own, [norms])
-        norms = rows.amax(0)
+        norms = gathered(norms, axis, "clip").amax(0)
     return norms
-
-
-def _own_rows(stacks: Sequence[torch.Tensor], axis: Axis) -> list[torch.Tensor]:
-    return [stack[comm.rank(axis)] for stack in stacks]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard.checks import FINITE, Range, check_floating, check_numbers
+from fshard.checks import FINITE, Range, check_floating, check_numbers, check_sums
 from fshard.optim.leaves import (
     check_real,
     check_state,
@@ -16,6 +16,7 @@ from fshard.optim.leaves import (
     none_missed,
     norms_of_both,
     scaled,
+    size_of,
     stateless,
     zeros,
 )
@@ -34,7 +35,6 @@ from fshard.tree import (
     Flat,
     Tree,
     flatten,
-    is_sharded,
     like,
     map_leaves,
     tensor_of,
@@ -161,6 +161,7 @@ def lamb(
     eps: Number = 1e-6,
     *,
     weight_decay: Number = 0.0,
+    sums: str | None = None,
 ) -> Optimizer:
     """Adam whose step for each leaf is as long as the leaf, times the learning rate.
 
@@ -172,15 +173,18 @@ def lamb(
         betas: How much stays of the averages of gradients and of their squares.
         eps: Added to the root of the squares.
         weight_decay: How much of the parameters is added to Adam's direction.
+        sums: As for `clip_by_global_norm`.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: if a number is out of range; from init, if a leaf is no real floating tensor.
+        ValueError: if a number is out of range, or `sums` is another word; from init, if a leaf is no real floating
+            tensor.
     """
+    check_sums("lamb", sums)
     check_rates("lamb", lr, betas, eps=eps, weight_decay=weight_decay)
-    after = [_decayed(weight_decay), scale_by_trust_ratio()]
+    after = [_decayed(weight_decay), scale_by_trust_ratio(sums=sums)]
     return _descent("lamb", lr, scale_by_adam(betas, eps), AdamState, after=after)
 
 
@@ -203,6 +207,7 @@ def lars(
     weight_decay: Number = 0.0,
     trust_coefficient: Number = 0.001,
     eps: Number = 0.0,
+    sums: str | None = None,
 ) -> Optimizer:
     """SGD with momentum whose step for each leaf is in proportion to the leaf's norm.
 
@@ -215,13 +220,16 @@ def lars(
         weight_decay: How much of the parameters is added to their gradients.
         trust_coefficient: How long a step is, next to the leaf.
         eps: Added to the norm of the gradient.
+        sums: As for `clip_by_global_norm`.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: if a number is out of range; from init, if a leaf is no real floating tensor.
+        ValueError: if a number is out of range, or `sums` is another word; from init, if a leaf is no real floating
+            tensor.
     """
+    check_sums("lars", sums)
     check_rates("lars", lr, momentum=momentum, weight_decay=weight_decay, trust_coefficient=trust_coefficient, eps=eps)
 
     def init(params: Tree) -> LarsState:
@@ -236,7 +244,7 @@ def lars(
         grads, kept = leafwise(heavy, grads, (grads, state.momentum), numbers=numbers)
         return grads, LarsState(state.updates + 1, kept)
 
-    before = [_decayed(weight_decay), scale_by_trust_ratio(trust_coefficient, eps)]
+    before = [_decayed(weight_decay), scale_by_trust_ratio(trust_coefficient, eps, sums=sums)]
     return _descent("lars", None, GradientTransformation(init, update), LarsState, before=before)
 
 
@@ -247,6 +255,7 @@ def adafactor(
     d: float = 1.0,
     *,
     weight_decay: Number = 0.0,
+    sums: str | None = None,
 ) -> Optimizer:
     """Adafactor, exact however leaves are split.
 
@@ -260,19 +269,22 @@ def adafactor(
         eps: The least mean square, by default the dtype's epsilon; the least size of a leaf.
         d: The largest root mean square of a step, before the learning rate.
         weight_decay: How much parameters shrink in an update, times the learning rate.
+        sums: As for `clip_by_global_norm`, of means and norms.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: if a number is out of range; from init, if a leaf is no real floating tensor.
+        ValueError: if a number is out of range, or `sums` is another word; from init, if a leaf is no real floating
+            tensor.
     """
+    check_sums("adafactor", sums)
     check_rates("adafactor", lr, weight_decay=weight_decay)
     if not is_pair(eps):
         raise ValueError(f"adafactor: expected eps to be two numbers, got {eps!r:.40}")
     check_numbers("adafactor", Range("a finite number, 1 or more", lambda number: 1 <= number < math.inf), d=d)
     check_factored("adafactor", beta2_decay, **{f"eps[{i}]": x for i, x in enumerate(eps) if i or x is not None})
-    scaling = scale_by_factored_rms(beta2_decay, eps[0])
+    scaling = scale_by_factored_rms(beta2_decay, eps[0], sums=sums)
 
     def init(params: Tree) -> Tree:
         check_real("adafactor", flatten(params))
@@ -286,14 +298,14 @@ def adafactor(
         def relative(step: Any, leaf: Any, size: Any, length: Any, missed: Any) -> Any:
             if step is None:
                 return None
-            root = max(1, math.prod(leaf.spec.shape if is_sharded(leaf) else leaf.shape)) ** 0.5
+            root = max(1, size_of(leaf)) ** 0.5
             length_of_step = (size / root).clamp(min=eps[1]) * torch.minimum(rate, updates_of(state, missed) ** -0.5)
             return scaled(step, length_of_step / (length / (root * d)).clamp(min=1.0))
 
         def move(step: Any, param: Any, kept: Any) -> tuple[torch.Tensor, ...]:
             return (param * kept.to(param.dtype) - step,)
 
-        steps = map_leaves(relative, steps, params, *norms_of_both(steps, params), state.missed)
+        steps = map_leaves(relative, steps, params, *norms_of_both(steps, params, sums), state.missed)
         (params,) = leafwise(move, steps, [params], numbers=(1 - rate * weight_decay,))
         return params, after
 

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import comm
-from fshard.checks import NOT_NEGATIVE, POSITIVE, Range, check_numbers
+from fshard.checks import NOT_NEGATIVE, Range, check_numbers, check_sums
 from fshard.collectives import total
+from fshard.optim.element_sums import Request, element_sums
 from fshard.optim.leaves import (
+    check_order,
     check_real,
     check_state,
     for_trained,
@@ -48,34 +50,38 @@ from fshard.tree import (
 from fshard.update import GradientTransformation
 
 
-def clip_by_global_norm(max_norm: float, p: float = 2.0) -> GradientTransformation:
+def clip_by_global_norm(max_norm: float, p: float = 2.0, *, sums: str | None = None) -> GradientTransformation:
     """Scale gradients down so that the norm of all of them together is at most `max_norm`.
 
     Follows torch.nn.utils.clip_grad_norm_ on full gradients, with the norm taken in float64: each element counts
     once, however many ranks store it, and padding does not count. Costs one collective of a single number over each
-    axis that gradients are split over, for each set of axes that some leaf is split over.
+    axis that gradients are split over, for each set of axes that some leaf is split over; with sums="tree" of the sums
+    of subtrees instead, 2 log2(n) numbers at most from each rank for a leaf whose first dim of n elements is split.
 
     Args:
         max_norm: The largest norm to let through, 0 or more.
         p: The order of the norm, above 0; float("inf") for the largest magnitude.
+        sums: "tree" adds up in one fixed binary tree that depends on the full shapes of leaves alone, so that the norm
+            has the same bits at any world size, under any strategy and in every precision. `p` is then a whole number.
 
     Returns:
         The transformation; its state is empty.
 
     Raises:
-        ValueError: if `max_norm` is negative or not finite, or `p` is not positive.
+        ValueError: if `max_norm` is negative or not finite, `p` is not positive, or `sums` is another word.
     """
-    _check_norm("clip_by_global_norm", max_norm, p)
+    check_numbers("clip_by_global_norm", NOT_NEGATIVE, max_norm=max_norm)
+    check_order("clip_by_global_norm", p, sums)
 
     def clip(grads: Tree, params: Tree) -> Tree:
         # torch.nn.utils.clip_grad_norm_ adds the same 1e-6, and multiplies by 1 where nothing is to be clipped.
-        scale = (max_norm / (global_norm(grads, p) + 1e-6)).clamp(max=1.0)
+        scale = (max_norm / (global_norm(grads, p, sums) + 1e-6)).clamp(max=1.0)
         return map_gradients(lambda grad, scale: grad * scale.to(grad.dtype), grads, numbers=(scale,))
 
     return stateless(clip)
 
 
-def clip_by_norm(max_norm: float, p: float = 2.0) -> GradientTransformation:
+def clip_by_norm(max_norm: float, p: float = 2.0, *, sums: str | None = None) -> GradientTransformation:
     """Scale each leaf's gradient down so that its own norm is at most `max_norm`; see `clip_by_global_norm`.
 
     Follows torch.nn.utils.clip_grad_norm_, called for each parameter by itself. Costs one collective for
@@ -84,19 +90,21 @@ def clip_by_norm(max_norm: float, p: float = 2.0) -> GradientTransformation:
     Args:
         max_norm: The largest norm to let through, 0 or more.
         p: The order of the norm, above 0; float("inf") for the largest magnitude.
+        sums: As for `clip_by_global_norm`.
 
     Returns:
         The transformation; its state is empty.
 
     Raises:
-        ValueError: if `max_norm` is negative or not finite, or `p` is not positive.
+        ValueError: if `max_norm` is negative or not finite, `p` is not positive, or `sums` is another word.
     """
-    _check_norm("clip_by_norm", max_norm, p)
+    check_numbers("clip_by_norm", NOT_NEGATIVE, max_norm=max_norm)
+    check_order("clip_by_norm", p, sums)
 
     def clip(leaf: Any, norm: Any) -> Any:
         return leaf if norm is None else scaled(leaf, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
-    return stateless(lambda grads, params: map_leaves(clip, grads, leaf_norms(grads, p)))
+    return stateless(lambda grads, params: map_leaves(clip, grads, leaf_norms(grads, p, sums)))
 
 
 def clip_by_value(max_value: float) -> GradientTransformation:
@@ -115,11 +123,6 @@ def clip_by_value(max_value: float) -> GradientTransformation:
     """
     check_numbers("clip_by_value", NOT_NEGATIVE, max_value=max_value)
     return stateless(lambda grads, params: map_gradients(lambda grad: grad.clamp(-max_value, max_value), grads))
-
-
-def _check_norm(what: str, max_norm: float, p: float) -> None:
-    check_numbers(what, NOT_NEGATIVE, max_norm=max_norm)
-    check_numbers(what, POSITIVE, p=p)
 
 
 class AdamState(NamedTuple):
@@ -189,7 +192,9 @@ def _root(square: torch.Tensor) -> torch.Tensor:
     return torch.where(zero, 0, torch.where(zero, 1, square).sqrt())
 
 
-def scale_by_trust_ratio(trust_coefficient: Number = 1.0, eps: Number = 0.0) -> GradientTransformation:
+def scale_by_trust_ratio(
+    trust_coefficient: Number = 1.0, eps: Number = 0.0, *, sums: str | None = None
+) -> GradientTransformation:
     """Scale each leaf's gradient to the length of the leaf, but where either has none.
 
     Follows optax.scale_by_trust_ratio. The norms span ranks: one collective for each set of axes that some leaf is
@@ -198,13 +203,15 @@ def scale_by_trust_ratio(trust_coefficient: Number = 1.0, eps: Number = 0.0) -> 
     Args:
         trust_coefficient: How long a gradient becomes, next to the leaf.
         eps: Added to the norm of the gradient.
+        sums: As for `clip_by_global_norm`.
 
     Returns:
         The transformation; its state is empty.
 
     Raises:
-        ValueError: if a number is out of range.
+        ValueError: if a number is out of range, or `sums` is another word.
     """
+    check_sums("scale_by_trust_ratio", sums)
     check_numbers("scale_by_trust_ratio", NOT_NEGATIVE, trust_coefficient=trust_coefficient, eps=eps)
 
     def trusted(leaf: Any, size: Any, length: Any) -> Any:
@@ -213,10 +220,12 @@ def scale_by_trust_ratio(trust_coefficient: Number = 1.0, eps: Number = 0.0) -> 
         none = (size == 0) | (length == 0)
         return scaled(leaf, torch.where(none, 1.0, trust_coefficient * size / torch.where(none, 1.0, length + eps)))
 
-    return stateless(lambda grads, params: map_leaves(trusted, grads, *norms_of_both(grads, params)))
+    return stateless(lambda grads, params: map_leaves(trusted, grads, *norms_of_both(grads, params, sums)))
 
 
-def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> GradientTransformation:
+def add_decayed_weights(
+    weight_decay: float, mask: Mask | None = None, *, sums: str | None = None
+) -> GradientTransformation:
     """Add a multiple of the parameters to their gradients; before an optimizer that is L2 regularisation.
 
     Follows optax.add_decayed_weights and the weight_decay of torch.optim.SGD and Adam.
@@ -224,17 +233,23 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Gradie
     Args:
         weight_decay: The multiple, 0 or more.
         mask: Which leaves decay, as `masked` takes it; None for all.
+        sums: "tree" rounds the multiple before it is added: kernels of half precision do so only for the last few
+            elements of a shard, whose bits would depend on the world size.
 
     Returns:
         The transformation; its state is empty.
 
     Raises:
-        ValueError: if `weight_decay` is negative or not finite; from init, if `mask` matches no leaf.
+        ValueError: if `weight_decay` is negative or not finite, or `sums` is another word; from init, if `mask` matches
+            no leaf.
     """
+    check_sums("add_decayed_weights", sums)
     check_numbers("add_decayed_weights", NOT_NEGATIVE, weight_decay=weight_decay)
-    tx: Any = stateless(
-        lambda grads, params: map_gradients(lambda grad, param: grad.add(param, alpha=weight_decay), grads, params)
-    )
+
+    def decayed(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        return grad.add(param, alpha=weight_decay) if sums is None else grad + param * weight_decay
+
+    tx: Any = stateless(lambda grads, params: map_gradients(decayed, grads, params))
     return tx if mask is None else masked(tx, mask)
 
 
@@ -255,7 +270,9 @@ class AdafactorState(NamedTuple):
     missed: Tree = Added()
 
 
-def scale_by_factored_rms(beta2_decay: float = -0.8, eps: float | None = None) -> GradientTransformation:
+def scale_by_factored_rms(
+    beta2_decay: float = -0.8, eps: float | None = None, *, sums: str | None = None
+) -> GradientTransformation:
     """Divide gradients by the root of their mean square, of which a matrix keeps one row and one column.
 
     Follows optax.scale_by_factored_rms, and is exact however leaves are split: means over dims that are split take one
@@ -264,13 +281,16 @@ def scale_by_factored_rms(beta2_decay: float = -0.8, eps: float | None = None) -
     Args:
         beta2_decay: The power of the number of updates that new squares are weighed by.
         eps: The least mean square, by default the dtype's epsilon.
+        sums: "tree" takes means in float64, each by one fixed binary tree; see `clip_by_global_norm`.
 
     Returns:
         The transformation; its state keeps the parameters' specs, as far as rows and columns have them.
 
     Raises:
-        ValueError: if a number is out of range; from init, if a leaf is no real floating tensor.
+        ValueError: if a number is out of range, or `sums` is another word; from init, if a leaf is no real floating
+            tensor.
     """
+    check_sums("scale_by_factored_rms", sums)
     check_factored("scale_by_factored_rms", beta2_decay, **{} if eps is None else {"eps": eps})
 
     def init(params: Tree) -> AdafactorState:
@@ -287,19 +307,22 @@ def scale_by_factored_rms(beta2_decay: float = -0.8, eps: float | None = None) -
         rows, columns, missed = (leaves_of(tree) for tree in (state.row, state.column, state.missed))
         weights = {i: updates_of(state, missed[i]) ** beta2_decay for i in chosen}
         squares = {i: tensor_of(steps[i]) * tensor_of(steps[i]) for i in chosen}
-        means = iter(_means([(leaves[i], squares[i], dim) for i in matrices for dim in (-1, -2)]))
+        means = iter(_means([(leaves[i], squares[i], dim) for i in matrices for dim in (-1, -2)], sums))
         for i in chosen:
             if i in matrices:
                 rows[i], columns[i] = (_towards(old, next(means), weights[i]) for old in (rows[i], columns[i]))
             else:
                 rows[i] = _towards(rows[i], squares[i], weights[i])
-        sizes = iter(_means([(leaves[i], tensor_of(rows[i]), -2) for i in matrices]))
+        sizes = iter(_means([(leaves[i], tensor_of(rows[i]), -2) for i in matrices], sums))
         for i in chosen:
             grad, variance = tensor_of(steps[i]), tensor_of(rows[i])
             least = torch.finfo(grad.dtype).eps if eps is None else eps
             if i in matrices:
                 variance = variance * tensor_of(columns[i]) / next(sizes).clamp(min=least)
-            steps[i] = like(steps[i], variance.clamp(min=least * least).rsqrt() * grad)
+            variance = variance.clamp(min=least * least)
+            # Half precision rounds the root before its inverse in the last few elements of a shard alone.
+            factor = variance.rsqrt() if sums is None else variance.double().rsqrt().to(variance.dtype)
+            steps[i] = like(steps[i], factor * grad)
         new, row, column = (unflatten(flat.treedef, found) for found in (steps, rows, columns))
         return new, AdafactorState(state.updates + 1, row, column, missing(state.missed, grads))
 
@@ -340,19 +363,29 @@ def _mean_spec(spec: Spec, dim: int) -> Spec:
     return replace(spec, shape=shape, partition=P(*entries))
 
 
-def _means(requests: Sequence[tuple[Any, torch.Tensor, int]]) -> list[torch.Tensor]:
+def _means(requests: Sequence[tuple[Any, torch.Tensor, int]], order: str | None) -> list[torch.Tensor]:
     """Take means over a dim of leaves, of which a rank has some; one collective for each set of axes."""
-    sums, sizes, over = [], [], []
-    for leaf, tensor, dim in requests:
-        spec = leaf.spec if is_sharded(leaf) else Spec(tuple(leaf.shape))
-        sums.append(tensor.narrow(dim, 0, local_ranges(spec)[dim][1]).sum(dim, keepdim=True))
-        sizes.append(max(1, spec.shape[dim]))
-        over.append(tuple(axis for axis in spec.split_axes(tensor.dim() + dim) if axis.size > 1))
-    for axes, group in grouped(over, tuple).items():
-        comm.same_call("update", axes)
-        for n, found in zip(group, total([sums[n] for n in group], axes), strict=True):
-            sums[n] = varying(found, axes)
-    return [found / size for found, size in zip(sums, sizes, strict=True)]
+    specs = [leaf.spec if is_sharded(leaf) else Spec(tuple(leaf.shape)) for leaf, _, _ in requests]
+    rows = [(tensor, tensor.dim() + dim) for _, tensor, dim in requests]
+    over = [
+        tuple(axis for axis in spec.split_axes(dim) if axis.size > 1)
+        for spec, (_, dim) in zip(specs, rows, strict=True)
+    ]
+    if order is None:
+        own = [local_ranges(spec)[dim][1] for spec, (_, dim) in zip(specs, rows, strict=True)]
+        sums = [tensor.narrow(dim, 0, n).sum(dim, keepdim=True) for n, (tensor, dim) in zip(own, rows, strict=True)]
+        for axes, group in grouped(over, tuple).items():
+            comm.same_call("update", axes)
+            for n, found in zip(group, total([sums[n] for n in group], axes), strict=True):
+                sums[n] = found
+    else:
+        asked = [Request(leaf, tensor, [dim]) for (leaf, _, _), (tensor, dim) in zip(requests, rows, strict=True)]
+        sums = element_sums(asked, torch.Tensor.double)
+    sizes = [max(1, spec.full_shape[dim]) for spec, (_, dim) in zip(specs, rows, strict=True)]
+    return [
+        (varying(found, axes) / size).to(tensor.dtype)
+        for found, axes, size, (tensor, _) in zip(sums, over, sizes, rows, strict=True)
+    ]
 
 
 def _towards(old: Any, new: torch.Tensor, weight: torch.Tensor) -> Any:

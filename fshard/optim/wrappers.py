@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat, comm
-from fshard.checks import POSITIVE, Range, check_matches, check_numbers, describe
+from fshard.checks import POSITIVE, Range, check_matches, check_numbers, check_sums, describe
 from fshard.collectives import linear_call
 from fshard.errors import expect
 from fshard.optim.leaves import (
@@ -183,7 +183,7 @@ class EveryState(NamedTuple):
     missed: Tree = Added()
 
 
-def every_k(tx: Optimizer, k: int) -> Optimizer:
+def every_k(tx: Optimizer, k: int, *, sums: str | None = None) -> Optimizer:
     """Update once with the mean of k gradients; the parameters stay as they are in between.
 
     A leaf's gradient is None where all k were. Each gradient has been reduced; `accumulate` communicates less. Follows
@@ -192,13 +192,15 @@ def every_k(tx: Optimizer, k: int) -> Optimizer:
     Args:
         tx: The optimizer.
         k: How many gradients.
+        sums: "tree" rounds a gradient's share before it is added, as for `add_decayed_weights`.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: if `tx` is no optimizer, or `k` is no positive number.
+        ValueError: if `tx` is no optimizer, `k` is no positive number, or `sums` is another word.
     """
+    check_sums("every_k", sums)
     check_optimizer("every_k", tx)
     whole = isinstance(k, int) and not isinstance(k, bool) and k > 0
     expect(whole, "every_k", "k to be a number of gradients, 1 or more", repr(k))
@@ -209,7 +211,11 @@ def every_k(tx: Optimizer, k: int) -> Optimizer:
     def run(grads: Tree, state: EveryState, params: Tree, donate: bool = False) -> tuple[Tree, EveryState]:
         check_state("every_k", state, EveryState)
         add = torch.Tensor.add_ if donate else torch.Tensor.add
-        (mean,) = leafwise(lambda grad, mean: (add(mean, grad, alpha=1 / k),), grads, [state.mean])
+
+        def collected(grad: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor]:
+            return (add(mean, grad, alpha=1 / k) if sums is None else add(mean, grad * (1 / k)),)
+
+        (mean,) = leafwise(collected, grads, [state.mean])
         missed = missing(state.missed, grads)
         due = state.collected + 1 == k
 
