@@ -177,11 +177,11 @@ class Jitted:
 
         uses = Uses()
         with _telling_others(flat):
-            traced, pairs, facts, sent_over = self._graph(flat, args, uses)
-        agreed = self._agreed(uses, _axes_of(flat))
+            traced, pairs, facts, told, sent_over = self._graph(flat, args, uses)
+        agreed = self._agreed(uses, told, _axes_of(flat))
         with _telling_others(flat):
             if agreed != uses.used:
-                traced, pairs, facts, sent_over = self._graph(flat, args, Uses(agreed))
+                traced, pairs, facts, _, sent_over = self._graph(flat, args, Uses(agreed))
             closed = [(tensor, _compat.version(tensor)) for tensor in traced.closed]
             run = ready(traced.graph, self._backend, "jit")
         self.traces.append(why)
@@ -190,16 +190,16 @@ class Jitted:
         donated = [i for i, path in enumerate(traced.paths) if argument_of(path) in self._donated]
         return _Program(traced, run, donated, pairs, writes_in_place(self._backend), closed, facts, axes)
 
-    def _agreed(self, uses: Uses, axes: Sequence[Axis]) -> Used:
+    def _agreed(self, uses: Uses, told: comm.Facts, axes: Sequence[Axis]) -> Used:
         """Which leaves the traces of all ranks use.
 
         Ranks ask each other in their first trace. One that traces again, as for a batch of another shape, may be the
         only one, and takes what was agreed for the leaves that it used before. Leaves that it did not use before are
         facts of its graph, in which ranks that differ are named.
         """
-        if not self._programs and uses.used:
-            # First for failures: a rank whose trace has failed says so and asks nothing.
-            comm.same_call("jit", axes, comm.NO_FACTS)
+        if not self._programs:
+            # First for failures and other verbs: a rank whose trace has failed says so and asks nothing.
+            comm.same_call("jit", axes, told)
             self._uses[uses.used] = agreed_uses(uses)
         return self._uses.get(uses.used, uses.used)
 
@@ -209,7 +209,7 @@ class Jitted:
 
     def _graph(
         self, flat: Flat, args: Sequence[Any], uses: Uses | None = None
-    ) -> tuple[Traced, dict[int, int], comm.Facts, tuple[Axis, ...]]:
+    ) -> tuple[Traced, dict[int, int], comm.Facts, comm.Facts, tuple[Axis, ...]]:
         def rebuild(tree: Any) -> Any:
             positional, keywords = tree
             return self._f(*(args[i] if i in self._static else a for i, a in enumerate(positional)), **keywords)
@@ -218,7 +218,7 @@ class Jitted:
         refuse_foreign_collectives(traced.graph.graph, "jit")
         if self._backend == "inductor":
             refuse_tree_sums(traced.graph.graph, "jit")
-        facts, axes = told_in(traced.graph.graph)
+        facts, told, axes = told_in(traced.graph.graph)
         clean(traced.graph)
         donated = [argument_of(path) in self._donated for path in traced.paths]
         refuse_writes(traced.graph.graph, traced.paths, donated, "jit")
@@ -227,7 +227,7 @@ class Jitted:
         pairs = pairs_of(traced, flat, self._donated, donated)
         if writes_in_place(self._backend):
             donate(traced.graph, pairs)
-        return traced, pairs, facts, axes
+        return traced, pairs, facts, told, axes
 
 
 def jit(

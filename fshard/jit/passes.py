@@ -138,16 +138,18 @@ def is_random(node: Node) -> bool:
     return not any(argument.name == "dropout_p" and value in (None, 0.0) for argument, value in _arguments(node) or ())
 
 
-def told_in(graph: Graph) -> tuple[comm.Facts, tuple[Axis, ...]]:
+def told_in(graph: Graph) -> tuple[comm.Facts, comm.Facts, tuple[Axis, ...]]:
     """Find the facts that decide the collectives of a graph, before it is cleaned.
 
     Args:
         graph: As it was traced.
 
     Returns:
-        What its verbs were told and the collectives themselves, and the axes that these are over.
+        What its verbs were told, which leaves they used and the collectives themselves; what holds before ranks have
+        agreed on the leaves that any of them uses; and the axes that collectives are over.
     """
     entries: dict[str, Any] = {"verb": repr("jit")}
+    used: dict[str, Any] = {}
     sent: list[str] = []
     axes: dict[Axis, None] = {}
     number = 0
@@ -155,7 +157,8 @@ def told_in(graph: Graph) -> tuple[comm.Facts, tuple[Axis, ...]]:
         if node.target is ops.told:
             number += 1
             for name, value in json.loads(node.args[0]).items():
-                entries[name if entries.get(name, value) == value else f"{name} of its verb {number}"] = value
+                found = used if name == "leaves" else entries
+                found[name if found.get(name, value) == value else f"{name} of its verb {number}"] = value
         collective = comm.collective_of(node.target, map_arg(node.args, lambda given: given.meta["val"]))
         if collective is not None:
             name, size, group = node.args[-5:-2] if node.target is not ops.all_to_all else node.args[-4:-1]
@@ -165,7 +168,8 @@ def told_in(graph: Graph) -> tuple[comm.Facts, tuple[Axis, ...]]:
                 "" if node.target is ops.all_to_all else f" of {collective.tensors} tensors, {collective.bytes} bytes"
             )
             sent.append(f"{collective.op} ({collective.label} {collective.unit}) over {name!r}{said}")
-    return comm.Facts.of({**entries, "collectives": sent}), tuple(axes)
+    whole = comm.Facts.of({**entries, **used, "collectives": sent})
+    return whole, comm.Facts.of(entries), tuple(axes)
 
 
 def placeholders(graph: Graph) -> list[Node]:

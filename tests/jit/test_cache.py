@@ -218,8 +218,8 @@ def test_a_recorder_sees_what_runs_and_not_the_trace():
         with fs.comm.record() as record:
             jitted(params)
         counts.append([entry.label for entry in record])
-    # The ranks' message at the start of the call, and the gather.
-    assert counts == [["agree", "gather"]] * 2
+    # The ranks' message at the start of the call, in the first one also of what was traced, and the gather.
+    assert counts == [["agree", "agree", "gather"], ["agree", "gather"]]
 
 
 def test_a_call_like_the_last_one_needs_no_signature(monkeypatch):
