@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from fshard import comm
 from fshard.collectives import linear_call
+from fshard.microbatches import TreeSum, nodes
 from fshard.shard import local_ranges
 from fshard.tree import Axis, Spec, grouped, is_sharded
 
@@ -166,12 +167,12 @@ def subtrees(n: int, sizes: tuple[int, ...]) -> list[list[tuple[int, int]]]:
         sizes: Of the axes that split it, major first.
 
     Returns:
-        For each rank the height of each subtree and its number among those of one height.
+        For each rank where each subtree starts, and its size; absent elements behind the last one are in its subtree.
 
     >>> subtrees(10, (2,))
-    [[(2, 0), (0, 4)], [(0, 5), (1, 3), (3, 1)]]
+    [[(0, 4), (4, 1)], [(5, 1), (6, 2), (8, 8)]]
     """
-    top, nominal, ranges = (n - 1).bit_length(), n, [(0, n)]
+    nominal, ranges = n, [(0, n)]
     for size in sizes:
         nominal = -(-nominal // size)
         ranges = [
@@ -179,17 +180,9 @@ def subtrees(n: int, sizes: tuple[int, ...]) -> list[list[tuple[int, int]]]:
             for start, end in ranges
             for rank in range(size)
         ]
-    found = []
-    for start, end in ranges:
-        nodes = []
-        while start < end:
-            # Absent elements belong to the last subtree.
-            limit = 1 << top if end == n else end
-            height = next(h for h in range(top, -1, -1) if start % (1 << h) == 0 and start + (1 << h) <= limit)
-            nodes.append((height, start >> height))
-            start += 1 << height
-        found.append(nodes)
-    return found
+    full = 1 << (n - 1).bit_length()
+    found = [nodes(range(start, full if start < end == n else end)) for start, end in ranges]
+    return [[(start, size) for start, size in parts if start < n] for parts in found]
 
 
 def _summed_over(axes: tuple[Axis, ...], asks: Sequence[_Ask]) -> list[torch.Tensor]:
@@ -201,12 +194,10 @@ def _summed_over(axes: tuple[Axis, ...], asks: Sequence[_Ask]) -> list[torch.Ten
     sent = []
     for (n, trail, _), group in trees.items():
         part = torch.cat([asks[i].tensor for i in group]) if len(group) > 1 else asks[group[0]].tensor
-        nodes, start, sums = subtrees(n, sizes), None, []
-        for height, number in nodes[own]:
-            start = number << height if start is None else start
-            first = (number << height) - start
-            sums.append(_summed(part[:, first : first + (1 << height)], asks[group[0]].terms))
-        missing = max(map(len, nodes)) - len(sums)
+        found = subtrees(n, sizes)
+        first = found[own][0][0] if found[own] else 0
+        sums = [_summed(part[:, at - first : at - first + size], asks[group[0]].terms) for at, size in found[own]]
+        missing = max(map(len, found)) - len(sums)
         sums.append(part.new_zeros((len(part), missing, trail), dtype=torch.float64))
         sent.append(torch.cat(sums, 1))
     message = torch.cat([sums.reshape(-1) for sums in sent])
@@ -216,20 +207,11 @@ def _summed_over(axes: tuple[Axis, ...], asks: Sequence[_Ask]) -> list[torch.Ten
     rows = message.reshape(ranks, sum(counts)).split(counts, 1)
     out: dict[int, torch.Tensor] = {}
     for ((n, _, _), group), row, part in zip(trees.items(), rows, sent, strict=True):
-        total = _finished(row.reshape(ranks, *part.shape), subtrees(n, sizes), n)
+        tree, columns = TreeSum(), row.reshape(ranks, *part.shape)
+        for rank, places in enumerate(subtrees(n, sizes)):
+            for k, (at, size) in enumerate(places):
+                tree.add(at, columns[rank, :, k : k + 1], size)
+        total = tree.total()
+        assert total is not None
         out.update(zip(group, total.split([len(asks[i].tensor) for i in group]), strict=True))
     return [out[i] for i in range(len(asks))]
-
-
-def _finished(rows: torch.Tensor, nodes: Sequence[Sequence[tuple[int, int]]], n: int) -> torch.Tensor:
-    """Add up the sums of all ranks' subtrees, of shape (ranks, lead, subtrees, trail), to (lead, 1, trail)."""
-    known = {node: rows[rank, :, k : k + 1] for rank, found in enumerate(nodes) for k, node in enumerate(found)}
-
-    def node(height: int, number: int) -> torch.Tensor:
-        if (height, number) in known:
-            return known[height, number]
-        left, right = 2 * number, 2 * number + 1
-        first = node(height - 1, left)
-        return first + node(height - 1, right) if right << (height - 1) < n else first
-
-    return node((n - 1).bit_length(), 0)

@@ -73,7 +73,7 @@ def test_a_rank_sends_the_largest_subtrees_in_its_range():
     for n in (1, 2, 7, 10, 64, 1000):
         for sizes in ((), (2,), (3,), (8,), (2, 4)):
             ranges = subtrees(n, sizes)
-            covered = [i for found in ranges for h, k in found for i in range(k << h, min((k + 1) << h, n))]
+            covered = [i for found in ranges for start, size in found for i in range(start, min(start + size, n))]
             assert covered == list(range(n))
             assert max(map(len, ranges)) <= max(1, 2 * (n - 1).bit_length())
 
