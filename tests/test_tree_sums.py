@@ -465,6 +465,20 @@ def test_uneven_blocks_over_two_axes_are_refused(world_size):
         fs.microbatches(range(12), params, "once")
 
 
+@pytest.mark.parametrize("backend", ("nccl", "gloo"))
+def test_a_plan_tells_what_uneven_blocks_send(backend):
+    def program():
+        params = fs.shard({"w": torch.ones(30, 7)}, fs.zero3(one_axis(), min_shard_elements=0))
+        step = fs.accumulate(
+            lambda p, x: (fs.gather(p)["w"] * x).sum(), communicate="once", sums="tree", microbatches=9
+        )
+        plan = fs.plan(lambda p, *batches: step(p, batches), params, 1.0, 2.0, 3.0, mesh={"shard": 3}, backend=backend)
+        return [entry.bytes for entry in plan.collectives() if entry.op == "all_to_all"]
+
+    # Rank 0 has the nodes of two and of one microbatch, rows of 10 x 7 numbers.
+    assert spmd(program, 1)[0] == [2 * 3 * 10 * 7 * 4]
+
+
 def test_transforms_are_equal_where_their_strategies_are():
     def program():
         spec, again = (sharded(fs.zero3)["w"].spec for _ in range(2))

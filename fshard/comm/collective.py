@@ -414,7 +414,8 @@ def start_all_to_all(
     # Where a rank is sent nothing there is no tensor to tell the device.
     device = next((tensor.device for row in send for tensor in row), torch.device("cpu"))
     # Numbers that optimizers keep on the processor travel from the accelerator where nothing else does.
-    served = device.type in _compat.group_devices(axis.group_name)
+    planned = of_this_rank(_FakeWorld).axes is not None
+    served = planned or device.type in _compat.group_devices(axis.group_name)
     rows = torch.cat([row.to(device if served else message_device(axis)) for row in flat])
     lengths = [row.numel() for row in flat]
     buffer = ops.all_to_all(rows, lengths, sizes, *_named(axis), encoded(labelled(label)))
