@@ -62,6 +62,7 @@ def main() -> None:
     results |= {"configuration": {"name": args.configuration.name, **args.configuration._asdict()}}
     results |= {
         "hosts": 2,
+        "ranks": 2 * args.ranks_per_host,
         "ranks_per_host": args.ranks_per_host,
         "rounds": args.rounds,
         "dropped_rounds": args.dropped,
@@ -245,7 +246,7 @@ def draw(path: Path, results: dict[str, Any]) -> None:
     if all(bounds):
         axes.plot(rates, bounds, "k:", label="max(compute, wire) of fshard-zero3")
     name = results["configuration"]["name"]
-    title = f"Time of a train step, {name}, two hosts, ranks: {2 * results['ranks_per_host']}"
+    title = f"Time of a train step, {name}, two hosts, ranks: {results['ranks']}"
     axes.set(xscale="log", xlabel="link, Gbit/s", ylabel="seconds", title=title, ylim=(0, None))
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     figure.legend(loc="outside right", frameon=False, fontsize="small")

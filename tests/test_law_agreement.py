@@ -12,7 +12,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.testing import spmd
-from tests.ranks import on_ranks
+from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
 # A call that some rank never comes to would wait for the timeout of the process group, which is minutes.
@@ -360,3 +360,13 @@ def test_meshes_of_other_shapes_are_refused_before_groups_are_made(kind, workers
     assert rows == [rows[0]] * 4
     for text, (*_, parts) in zip(rows[0], MESHES.values(), strict=True):
         assert all(part in text.splitlines()[1] for part in parts), text
+
+
+def test_a_rank_with_facts_and_one_without_are_told_apart():
+    def program():
+        axis = fs.axis_of(one_axis())
+        facts = fs.comm.Facts.of({"verb": "'update'"}) if my_rank() else fs.comm.NO_FACTS
+        with pytest.raises(ValueError, match=r"update: ranks were told different things\n  verb: expected nothing"):
+            fs.comm.same_call("update", (axis,), facts)
+
+    spmd(program, 2)

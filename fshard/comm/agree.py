@@ -315,9 +315,12 @@ def _first_difference(text: bytes, axes: Sequence[Axis], label: Label) -> tuple[
     if found := _problem(events, list(events[0]), axes, lambda label: decoded(label).event):
         return found, False
     keys = sorted(dict.fromkeys(itertools.chain(*entries)), key=lambda key: all(key in each for each in entries))
-    found = _problem(entries, keys, axes)
+    if found := _problem(entries, keys, axes):
+        return found, False
+    # Some ranks have facts and others none.
+    found = _problem(facts, list(dict.fromkeys(itertools.chain(*facts))), axes)
     assert found is not None
-    return found, False
+    return found, True
 
 
 def _problem(
