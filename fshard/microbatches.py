@@ -166,37 +166,26 @@ def reduces_early(params: Tree) -> bool:
     return all((leaf.spec.reshard or ReshardPolicy()).early for leaf in leaves_of(params) if is_sharded(leaf))
 
 
-def share_of(
-    what: str, params: Tree, communicate: str | None, *, own: int | None = None, job: int | None = None
-) -> Share:
+def share_of(what: str, params: Tree, communicate: str | None, job: int) -> Share:
     """Find which microbatches of a job are this rank's, where sums over them do not depend on the number of ranks.
 
     Args:
         what: The verb that asks, for errors.
         params: The parameters, whose specs tell the ranks.
         communicate: As for `accumulate`; None leaves it to the strategy.
-        own: How many microbatches this rank was given; None where it gets what its share says.
-        job: How many the whole job has; None means as many on every rank.
+        job: How many the whole job has.
 
     Returns:
         The share.
 
     Raises:
-        ValueError: if the ranks cannot share the microbatches in one tree, or this rank was given another number.
+        ValueError: if the ranks cannot share the microbatches in one tree.
     """
     axes = _ordered(what, params)
     sizes = [axis.size for axis in axes]
     ranks, rank = _place(axes)
-    if job is None:
-        assert own is not None
-        job = own * ranks
-    expect(
-        job >= ranks,
-        what,
-        f"one microbatch or more for each of {ranks} ranks",
-        f"{job} in the whole job",
-        "cut the batch in more microbatches",
-    )
+    enough, remedy = f"one microbatch or more for each of {ranks} ranks", "cut the batch in more microbatches"
+    expect(job >= ranks, what, enough, f"{job} in the whole job", remedy)
     # Where only the outermost sum is over a number of ranks that is no power of two, it is the tree's root.
     powers = all(map(_is_power, sizes[:-1]))
     as_each = job % ranks == 0 and powers and (job == ranks or all(map(_is_power, sizes)))
@@ -211,10 +200,34 @@ def share_of(
     uneven = communicate == "once" and not as_once
     remedy = "reduce over one axis, or over powers of two of ranks with a power of two of microbatches on each"
     expect(not uneven or len(axes) == 1, what, "blocks that are nodes of a tree", f"{job} on {names}", remedy)
-    share = Share(job, ranks, rank, communicate, uneven)
-    if own is not None:
+    return Share(job, ranks, rank, communicate, uneven)
+
+
+def own_share(what: str, params: Tree, communicate: str | None, own: int, job: int | None) -> Share:
+    """Find the share of a rank that was given some microbatches; ranks hear where one was given another number.
+
+    Args:
+        what: The verb that begins, for errors.
+        params: As for `share_of`.
+        communicate: As for `share_of`.
+        own: How many microbatches this rank was given.
+        job: How many the whole job has; None means as many on every rank.
+
+    Returns:
+        The share.
+
+    Raises:
+        ValueError: as for `share_of`, or if this rank was given another number than its share has.
+        RuntimeError: if another rank failed.
+    """
+    axes = _ordered(what, params)
+    try:
+        share = share_of(what, params, communicate, own * _place(axes)[0] if job is None else job)
         remedy = "pass fs.microbatches(batches, like=params), and the job's number as microbatches="
-        expect(own == len(share.indices), what, f"{len(share.indices)} of {job} microbatches", str(own), remedy)
+        expect(own == len(share.indices), what, f"{len(share.indices)} of {share.total} microbatches", str(own), remedy)
+    except ValueError as error:
+        comm.same_call(what, axes, error=error)
+        raise
     return share
 
 
@@ -282,7 +295,7 @@ def microbatches(batches: Sequence[Any], like: Tree, communicate: str | None = N
     check_order("microbatches", communicate)
     known = isinstance(batches, Sequence) and len(batches) > 0
     expect(known, "microbatches", "the job's microbatches as a sequence of one or more", _found(batches))
-    share = share_of("microbatches", like, communicate, job=len(batches))
+    share = share_of("microbatches", like, communicate, len(batches))
     return [batches[i] for i in share.indices]
 
 
@@ -325,7 +338,7 @@ def reduce_microbatches(
     for flat in flats:
         wrong = [leaf for leaf in flat.leaves if not isinstance(leaf, torch.Tensor)]
         expect(not wrong, "reduce_microbatches", "tensors in every aux", describe(wrong[0]) if wrong else "")
-    share = share_of("reduce_microbatches", like, communicate, own=len(auxes), job=microbatches)
+    share = own_share("reduce_microbatches", like, communicate, len(auxes), microbatches)
     axes = reduction_axes(like, "reduce_microbatches")
     comm.same_call("reduce_microbatches", axes, flatten(like), reduce=reduce, microbatches=share.total)
     columns = zip(*(flat.leaves for flat in flats), strict=True)

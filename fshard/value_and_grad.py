@@ -39,8 +39,8 @@ from fshard.microbatches import (
     check_job,
     check_order,
     numbered_in_turn,
+    own_share,
     reduces_early,
-    share_of,
     tree_total,
 )
 from fshard.transforms.base import LayoutError
@@ -147,7 +147,7 @@ def value_and_grad(
             has_aux,
             code=code_of(f),
             schedule=schedule,
-            share=share_of("value_and_grad", params, None, own=1) if sums else None,
+            share=own_share("value_and_grad", params, None, 1, None) if sums else None,
             transform_state=transform_state,
         )
         return (value, aux) if has_aux else value, *rest
@@ -498,7 +498,7 @@ def accumulate(
         if not isinstance(microbatches, Sequence) or not microbatches:
             found = "none" if isinstance(microbatches, Sequence) else describe(microbatches)
             raise ValueError(f"accumulate: expected the microbatches to be a sequence of one or more, got {found}")
-        share = share_of("accumulate", params, communicate, own=len(microbatches), job=job) if sums else None
+        share = own_share("accumulate", params, communicate, len(microbatches), job) if sums else None
         once = share.communicate == "once" if share else _once(communicate, params)
         given: list[tuple[Any, ...]] = [(batch,) for batch in microbatches]
         if with_index:

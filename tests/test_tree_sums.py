@@ -457,6 +457,21 @@ def test_what_would_change_bits_is_refused(world_size):
             call()
 
 
+@on_ranks(2, "2 processes")
+def test_a_rank_with_another_number_of_microbatches_fails_everywhere(world_size):
+    params = sharded(fs.zero3)
+    step = fs.accumulate(summed, sums="tree", microbatches=8)
+    step(params, [0, 1, 2, 3])
+    for call in (
+        lambda count: step(params, list(range(count))),
+        lambda count: fs.accumulate(summed, sums="tree")(params, list(range(count))),
+        lambda count: fs.reduce_microbatches([torch.ones(2)] * count, params, microbatches=8),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=r"microbatches: expected|microbatches, got|another rank"):
+            call(4 - my_rank())
+    step(params, [0, 1, 2, 3])
+
+
 @on_ranks(6)
 def test_uneven_blocks_over_two_axes_are_refused(world_size):
     mesh = fs.init_mesh({"replicate": 2, "shard": 3}, device="cpu")
