@@ -55,6 +55,10 @@ class Model:
         # Calls that overlap (threads, a model called inside itself) each need a copy of their own.
         self._idle: list[Skeleton] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave idle copies behind, which are made anew: they have values in calls alone."""
+        return self.__dict__ | {"_idle": []}
+
     def init(self, strategy: ShardTransform, *, seed: int | None = None, mode: str = "replay") -> dict[str, Any]:
         """Make sharded parameters, from the module's own values or anew from a seed. Every rank must call this.
 

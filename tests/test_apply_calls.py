@@ -1,6 +1,7 @@
 """apply under any call: nested, overlapping, failed, in evaluation, and under function transforms."""
 
 import copy
+import pickle
 import threading
 
 import pytest
@@ -87,6 +88,15 @@ def test_calls_that_overlap_do_not_mix():
         thread.join()
     for i in range(calls):
         assert_same_bits(outputs[i], [ROWS @ params[i]["linear.weight"].T + params[i]["linear.bias"]] * rounds)
+
+
+def test_a_model_is_copied_after_calls_as_before():
+    """Its weightless copies have values in calls alone, and do not travel."""
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+    model, params, x = fs.functionalize(module), dict(module.named_parameters()), torch.ones(2, 3)
+    before = model.apply(params, x)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_same_bits(again.apply(params, x), before)
 
 
 def test_a_failed_call_leaves_the_model_whole():
