@@ -42,7 +42,9 @@ def assert_same_bits(
     """Run a step at several world sizes and assert that every loss and every leaf of the state have the same bits.
 
     Every rank makes its state, and gets its share of each batch by `fs.microbatches`. After each step the loss and the
-    unsharded state are compared byte by byte with those of the first world size.
+    unsharded state are compared byte by byte with those of the first world size. Simulated ranks share torch's own
+    generator: a step that draws from it, as dropout does after `model.apply(key=)`, needs `Workers`, or a
+    torch.Generator of its own.
 
     Args:
         step: Called with (state, microbatches); returns (state, loss), or (state, loss, aux) with a tree of more to
@@ -183,7 +185,10 @@ def _report(
     again = [size for size, once, twice in zip((a, b), digests, kept, strict=True) if _digests(twice) != once.leaves]
     if again:
         found_twice = f"two runs on {_ranks(again[0])} differ from each other"
-        remedy = "draw random numbers from a key and read nothing that a run changes, and take deterministic kernels"
+        remedy = (
+            "draw random numbers from a key, on Workers or from a torch.Generator of your own, because simulated ranks "
+            "share torch's; read nothing that a run changes, and take deterministic kernels"
+        )
     else:
         found_twice, remedy = _cause(row, first, any(name.startswith(AUX) for name in total))
     lines.append(f"  {found_twice}")
