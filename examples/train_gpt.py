@@ -1,13 +1,16 @@
 """Train a byte-level GPT on the sources of the Python standard library: sharded, jitted, and safe to kill.
 
     torchrun --standalone --nproc_per_node 2 --max-restarts 3 examples/train_gpt.py --preset small
+    torchrun --standalone --nproc_per_node 4 examples/train_gpt.py --sums tree --stop-at 100
+    torchrun --standalone --nproc_per_node 2 examples/train_gpt.py --sums tree
     python examples/train_gpt.py --preset tiny --steps 50
 
 The program trains with ZeRO-3 in one jitted step that donates the old state, and accumulates gradients over
 microbatches. Mixed precision (--precision bfloat16) and recomputed activations (--remat) are options. Checkpoints are
 written while steps run. Kill any rank at any time: torchrun starts all ranks again, and the run continues from its
 checkpoint with the next batches and dropout masks. Its losses equal those of an uninterrupted run bit for bit. The run
-also continues on another number of ranks. At the end the model writes a sample.
+also continues on another number of ranks: with --sums tree with the same bits, for as many microbatches. At the end the
+model writes a sample, and --against draws the losses of another run beside them.
 """
 
 import argparse
@@ -18,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from gpt import GPT, Block, batch, standard_library
+from gpt import GPT, Block, standard_library
 from tqdm import tqdm
 
 import fshard as fs
@@ -37,7 +40,7 @@ class Preset(NamedTuple):
 
 
 PRESETS = {
-    "tiny": Preset(width=64, layers=2, heads=2, context=64, batch=12),
+    "tiny": Preset(width=64, layers=2, heads=2, context=64, batch=24),
     "small": Preset(width=128, layers=4, heads=4, context=128, batch=24),
     "medium": Preset(width=384, layers=6, heads=6, context=256, batch=48),
     "gpt2": Preset(width=768, layers=12, heads=12, context=1024, batch=480),
@@ -48,11 +51,10 @@ def main() -> None:
     args = parse_args()
     torch.set_num_threads(args.threads)
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
-    sizes, share = PRESETS[args.preset], Share(mesh.get_rank(), mesh.size(), args.microbatches)
-    if sizes.batch % (share.ranks * share.microbatches):
-        raise SystemExit(
-            f"{sizes.batch} sequences cannot be dealt out to {share.ranks} ranks x {share.microbatches} parts"
-        )
+    sizes, first = PRESETS[args.preset], mesh.get_rank() == 0
+    number = args.microbatches or (8 if args.sums else mesh.size())
+    if sizes.batch % number:
+        raise SystemExit(f"{sizes.batch} sequences cannot be cut in {number} microbatches")
 
     strategy = (
         fs.zero3(mesh)
@@ -61,18 +63,21 @@ def main() -> None:
     )
     module = GPT(*sizes[:4], args.dropout, args.remat)
     model, evaluated = fs.functionalize(module.train(), units=Block), fs.functionalize(module.eval(), units=Block)
-    adamw = fs.from_torch(torch.optim.AdamW, lr=schedule(args), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    tx = fs.chain(fs.clip_by_global_norm(1.0), adamw)
+    # Fused kernels round an element by where it stands in its shard.
+    hyper = {"lr": schedule(args), "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": args.sums is None}
+    adamw = fs.from_torch(torch.optim.AdamW, sums=args.sums, **hyper)
+    tx = fs.chain(fs.clip_by_global_norm(1.0, sums=args.sums), adamw)
 
     def train_step(state: fs.TrainState, microbatches: list[Batch]) -> tuple[fs.TrainState, torch.Tensor]:
-        # Other masks in each step, on each rank and in each microbatch, all drawn from one key.
-        key = fs.fold_in(fs.fold_in(state.key, state.step), fs.axis_of(mesh))
+        # Other masks in each step and in each microbatch of the job, all drawn from one key.
+        key = fs.fold_in(state.key, state.step)
 
-        def loss_fn(params: Any, microbatch: tuple[int, Batch]) -> torch.Tensor:
-            number, (x, y) = microbatch
-            return cross_entropy(model.apply(params, x, key=fs.fold_in(key, number)), y)
+        def loss_fn(params: Any, microbatch: Batch, index: int) -> torch.Tensor:
+            x, y = microbatch
+            return cross_entropy(model.apply(params, x, key=fs.fold_in(key, index)), y)
 
-        loss, grads = fs.accumulate(loss_fn)(state.params, list(enumerate(microbatches)))
+        job = {"sums": args.sums, "microbatches": number} if args.sums else {}
+        loss, grads = fs.accumulate(loss_fn, with_index=True, **job)(state.params, microbatches)
         return fs.update(tx, state, grads), loss
 
     jitted_step = fs.jit(train_step, donate_argnums=0)
@@ -81,35 +86,26 @@ def main() -> None:
     with fs.checkpoint.Manager(args.directory / "checkpoints", keep=3, every=args.save_every) as manager:
         if manager.latest() is not None:
             state = manager.restore(like=state)
-        log = Log(args.directory / "losses.txt", share.rank == 0, first=int(state.step))
+        log = Log(args.directory / "losses.txt", first, mesh.size(), begin=int(state.step))
         for step in log.steps(min(args.steps, args.stop_at or args.steps), sizes.batch * sizes.context):
-            state, loss = jitted_step(state, batches(train_text, sizes, share, step))
+            ids = fs.sample_ids(step, args.seed, samples=len(train_text) // sizes.context - 1, batch=sizes.batch)
+            mine = fs.microbatches(ids.unflatten(0, (number, -1)).unbind(), like=state.params)
+            state, loss = jitted_step(state, [windows(train_text, ids, sizes.context) for ids in mine])
             log.add(step, loss.item())
             manager.save(state)
 
-    x, y = batch(held_out, 8, sizes.context, seed=share.rank)
-    loss = fs.objective(cross_entropy(evaluated.apply(state.params, x), y), like=state.params).item()
+    x, y = windows(held_out, torch.arange(8), sizes.context)
+    loss = cross_entropy(evaluated.apply(state.params, x), y).item()
     text = sample(evaluated, state.params, sizes.context, args.sample, args.seed)
-    if share.rank == 0:
+    if first:
         print(f"\nheld-out loss {loss:.4f} nats per byte after {args.steps} steps; a sample:\n\n{text}\n")
-        log.plot(args.directory / "losses.png")
+        log.plot(args.directory / "losses.png", args.against)
 
 
-class Share(NamedTuple):
-    """Which part of each batch is this rank's, and in how many microbatches it takes it."""
-
-    rank: int
-    ranks: int
-    microbatches: int
-
-
-def batches(text: torch.Tensor, sizes: Preset, share: Share, step: int) -> list[Batch]:
-    """This rank's microbatches of a step: a sequence is known by its step and number, however many ranks there are."""
-    each = sizes.batch // share.ranks
-    first = step * sizes.batch + share.rank * each
-    pairs = [batch(text, 1, sizes.context, seed=first + i) for i in range(each)]
-    x, y = (torch.cat(tensors).chunk(share.microbatches) for tensors in zip(*pairs, strict=True))
-    return list(zip(x, y, strict=True))
+def windows(text: torch.Tensor, ids: torch.Tensor, context: int) -> Batch:
+    """The samples of some numbers, which are consecutive parts of a text, and the bytes that follow each."""
+    rows = torch.stack([text[i * context : (i + 1) * context + 1] for i in ids.tolist()]).long()
+    return rows[:, :-1], rows[:, 1:]  # each (size, context)
 
 
 def cross_entropy(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -143,17 +139,17 @@ def sample(model: fs.Model, params: Any, context: int, length: int, seed: int) -
 class Log:
     """Losses by step, in a file that outlives the process, and a progress bar."""
 
-    def __init__(self, path: Path, written: bool, first: int) -> None:
+    def __init__(self, path: Path, written: bool, ranks: int, begin: int) -> None:
         """Keep lines of steps before the first: a killed run may have written lines of steps after its checkpoint."""
-        self.path, self.written, self.first = path, written, first
+        self.path, self.written, self.ranks, self.begin = path, written, ranks, begin
         if written:
             path.parent.mkdir(parents=True, exist_ok=True)
             lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-            path.write_text("".join(line for line in lines if line.endswith("\n") and int(line.split()[0]) < first))
+            path.write_text("".join(line for line in lines if line.endswith("\n") and int(line.split()[0]) < begin))
 
     def steps(self, count: int, tokens: int) -> Iterator[int]:
         """The steps that are left, behind a bar that shows loss, tokens per second and the time left."""
-        self.bar = tqdm(range(self.first, count), "training", count, initial=self.first, disable=not self.written)
+        self.bar = tqdm(range(self.begin, count), "training", count, initial=self.begin, disable=not self.written)
         for step in self.bar:
             yield step
             rate = tokens * (self.bar.format_dict["rate"] or 0.0)
@@ -163,20 +159,45 @@ class Log:
         self.last = loss
         if self.written:
             with self.path.open("a") as file:
-                file.write(f"{step} {loss!r}\n")
+                file.write(f"{step} {loss!r} {self.ranks}\n")
 
-    def plot(self, path: Path) -> None:
+    def plot(self, path: Path, against: Path | None) -> None:
+        """Draw the losses in a color for each number of ranks, and below how far they are from those of another run."""
         import matplotlib
 
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
-        rows = [line.split() for line in self.path.read_text().splitlines()]
-        figure, axes = pyplot.subplots(figsize=(7, 4), constrained_layout=True)
-        axes.plot([int(step) for step, _ in rows], [float(loss) for _, loss in rows], linewidth=1)
-        axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Losses, kills and restarts included")
+        rows = read(self.path)
+        others = {step: loss for step, loss, _ in read(against / self.path.name)} if against else {}
+        size = {"figsize": (7, 6 if against else 4), "sharex": True, "squeeze": False, "constrained_layout": True}
+        figure, ((axes,), *below) = pyplot.subplots(2 if against else 1, **size)
+        axes.plot(others.keys(), others.values(), color="lightgrey", linewidth=4)
+        for ranks in sorted({row[2] for row in rows}):
+            values = [loss if found == ranks else math.nan for _, loss, found in rows]
+            axes.plot(
+                [step for step, _, _ in rows], values, linewidth=1, label=f"{ranks} rank{'s' if ranks > 1 else ''}"
+            )
+        axes.set(ylabel="loss (nats per byte)", title="Losses, kills and restarts included")
+        axes.legend()
+        for axes in (axes for (axes,) in below):
+            gaps = {step: abs(loss - others[step]) for step, loss, _ in rows if step in others}
+            axes.plot(gaps.keys(), gaps.values(), linewidth=1)
+            axes.set(ylabel=f"distance from {against}")
+            differing = [step for step, gap in gaps.items() if gap]
+            said = (
+                f"differ in {len(differing)}, first in step {differing[0]}" if differing else "are equal in every bit"
+            )
+            print(f"Of {len(gaps)} losses that {against} has too, {said}")
+        axes.set(xlabel="step")
         figure.savefig(path, dpi=120)
         print(f"Losses: {self.path}, drawn in {path}")
+
+
+def read(path: Path) -> list[tuple[int, float, int]]:
+    """The steps, losses and numbers of ranks in a file."""
+    rows = [line.split() for line in path.read_text().splitlines()]
+    return [(int(step), float(loss), int(ranks)) for step, loss, ranks in rows]
 
 
 def parse_args() -> argparse.Namespace:
@@ -184,13 +205,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--stop-at", type=int, help="end after so many of the steps, to go on another time")
-    parser.add_argument("--microbatches", type=int, default=1, help="parts that a rank's share of a batch is taken in")
+    parser.add_argument("--sums", choices=("tree",), help="add up so that bits do not depend on the number of ranks")
+    parser.add_argument("--microbatches", type=int, help="of all ranks; by default one for each, or 8 with --sums tree")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of gathered weights")
     parser.add_argument("--remat", action="store_true", help="compute activations again in the backward")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, default=Path("runs/gpt"), help="checkpoints, losses and their plot")
+    parser.add_argument("--against", type=Path, help="directory of another run, to draw its losses beside")
     parser.add_argument("--save-every", type=int, default=20, help="steps from one checkpoint to the next")
     parser.add_argument("--sample", type=int, default=200, help="bytes to write at the end")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")

@@ -58,8 +58,8 @@ def losses_of(directory):
     """Losses by step, without a last line that is being written."""
     path = directory / "losses.txt"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    pairs = [line.split() for line in lines if line.endswith("\n")]
-    return {int(step): float(loss) for step, loss in pairs}
+    rows = [line.split() for line in lines if line.endswith("\n")]
+    return {int(step): float(loss) for step, loss, _ in rows}
 
 
 def assert_equals_uninterrupted(tmp_path, ranks, kill_at, *options):
@@ -79,7 +79,7 @@ def test_killed_run_equals_uninterrupted(tmp_path):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [(1, ()), (2, ("--microbatches", 2, "--remat")), (3, ("--precision", "bfloat16"))],
+    [(1, ()), (2, ("--microbatches", 4, "--remat")), (3, ("--precision", "bfloat16"))],
     ids=["alone", "accumulated-remat", "bfloat16"],
 )
 def test_run_killed_several_times_equals_uninterrupted(tmp_path, ranks, options, seed):
@@ -99,3 +99,19 @@ def test_run_goes_on_at_other_world_sizes(tmp_path):
         assert max(stopped) == steps - 1
     bound = STEPS**2 * torch.finfo(torch.float32).eps
     assert {step: pytest.approx(loss, rel=bound) for step, loss in expected.items()} == stopped
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(8 * TIMEOUT)
+@pytest.mark.parametrize("precision", ("float32", "bfloat16"))
+def test_run_has_the_same_bits_at_other_world_sizes(tmp_path, precision):
+    """With dropout, and kills on the way; the last checkpoints are both of one rank."""
+    options = ("--sums", "tree", "--precision", precision)
+    expected = train(tmp_path / "alone", 1, *options)
+    for ranks, steps in ((4, 20), (2, 32), (8, 44), (1, STEPS)):
+        killed = (steps - 7,) if ranks < 8 else ()
+        moved = train(tmp_path / "moved", ranks, *options, "--stop-at", steps, kill_at=killed)
+    assert list(expected) == list(range(STEPS))
+    assert moved == expected
+    file = Path("checkpoints", f"step-{STEPS:08}", "rank-00000.safetensors")
+    assert (tmp_path / "moved" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes()
