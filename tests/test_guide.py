@@ -245,6 +245,16 @@ def test_figures_are_of_the_versions_and_days_that_are_named():
     assert {results["date"][:10] for results in used} <= set(days.split(" to "))
 
 
+def test_losses_drifted_as_the_text_says():
+    text = " ".join(section(README, "The same bits at any number of ranks").split())
+    differ, steps, largest = re.search(r"plot (\d+) of (\d+) losses on 4 ranks .* by up to ([\d.e-]+);", text).groups()
+    results = json.loads((ROOT / "benchmarks/results/bits.json").read_text())
+    drift = results["drift"]
+    assert (int(steps), int(differ)) == (results["configuration"]["steps"], drift["in turn"]["4"]["differ"])
+    assert f"{drift['in turn']['4']['largest']:.0e}" == f"{float(largest):.0e}"
+    assert {name: found["differ"] for name, found in drift["tree"].items()} == {"1": 0, "2": 0, "4": 0, "moved": 0}
+
+
 def test_no_other_figure_stands_beside_them():
     """A number that the tests above do not look up would be one that nobody measured."""
     rest = f"{FIRST_SCREEN}\n{SPEED}"

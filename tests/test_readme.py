@@ -18,7 +18,7 @@ from fshard.testing import assert_trees_close, check_transform, spmd
 from tests.ranks import on_ranks
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-TRAIN_STEP, FOUR_VERBS, UNITS, OPTIMIZERS, JIT, STATE, TRANSFORMS, TESTING, AHEAD = re.findall(
+TRAIN_STEP, FOUR_VERBS, UNITS, SAME_BITS, OPTIMIZERS, JIT, STATE, TRANSFORMS, TESTING, AHEAD = re.findall(
     r"```python\n(.*?)```", README, flags=re.DOTALL
 )
 
@@ -113,6 +113,27 @@ def test_units_of_a_plain_function(world_size):
     assert sum(entry.label == "gather" for entry in record) == (4 if world_size > 1 else 0)
     expected = torch.func.grad(scope["loss_fn"])({"blocks": blocks}, x)
     assert_trees_close(fs.unshard(scope["grads"]), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_have_the_same_bits_at_any_number_of_ranks():
+    shared, _ = names(0)
+    data = torch.randint(7, (40, 2, 3), generator=torch.Generator().manual_seed(1))
+
+    def program():
+        scope = {**shared, "key": 1, "step": 3, "data": data}
+        exec(TRAIN_STEP, scope)
+        apply = scope["model"].apply
+
+        def loss_fn(params, samples, index):
+            x, y = samples.unbind(1)
+            return F.cross_entropy(apply(params, x).flatten(0, 1), y.flatten()) * (1 + index)
+
+        scope["loss_fn"] = loss_fn
+        exec(SAME_BITS, scope)
+        return scope["loss"], fs.unshard(fs.update(scope["tx"], scope["state"], scope["grads"]).params)
+
+    found = [spmd(program, ranks)[0] for ranks in (1, 2, 4)]
+    assert_trees_close(found[1:], found[:1] * 2, exact=True)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
