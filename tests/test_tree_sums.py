@@ -298,7 +298,7 @@ def test_the_tree_is_that_of_its_definition(number):
     found = tree.total()
     assert_same_bits(found if found is not None else torch.zeros(9), wanted)
     assert_same_bits(tree_total(torch.stack(values)), wanted + 0.0)
-    assert number < 5 or not as_bytes(reduce(torch.add, values)).equal(as_bytes(wanted))
+    assert number < 8 or not as_bytes(reduce(torch.add, values)).equal(as_bytes(wanted))
 
 
 @on_ranks(1, 2, 4)

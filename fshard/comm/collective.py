@@ -434,7 +434,9 @@ def _padded(nbytes: int) -> int:
 def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     parts = []
     for tensor in tensors:
-        part = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        part = tensor.detach().contiguous().reshape(-1)
+        # A single element counts as contiguous whatever its stride, which view does not allow.
+        part = (part.clone(memory_format=torch.contiguous_format) if part.numel() == 1 else part).view(torch.uint8)
         parts.append(torch.nn.functional.pad(part, (0, _padded(part.numel()) - part.numel())))
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 

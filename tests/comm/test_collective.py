@@ -212,3 +212,12 @@ def test_processes_send_up_and_down_in_a_group_each():
     assert [len(each) for each in made] == [1, 1, 1]
     assert len({each[0].group_name for each in made}) == 1
     return True
+
+
+@on_ranks(2)
+def test_an_exchange_takes_single_elements_of_any_stride(world_size):
+    axis = fs.axis_of(one_axis())
+    columns = torch.arange(6.0).reshape(3, 2)[:1]
+    rows = [[columns[:, 1]] for _ in range(world_size)]
+    received = fs.comm.all_to_all(rows, [[(torch.Size([1]), torch.float32)]] * world_size, axis, "test")
+    assert [row[0].tolist() for row in received] == [[1.0]] * world_size
