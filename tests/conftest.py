@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from fshard.testing import Workers
@@ -26,6 +27,12 @@ def process_group_ends_with_the_test() -> Iterator[None]:
         dist.destroy_process_group()
         # torch puts its own there and leaves it.
         sys.excepthook = excepthook
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Sums of torch's kernels depend on the number of threads, which is one in the worker processes."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from tests.ranks import on_ranks
 CPU = partial(fs.init_mesh, device="cpu")
 SIZES = "init_mesh: expected shape to be positive whole sizes, one of which may be -1"
 PRODUCT = "choose sizes whose product is the number of ranks, or -1 for one of them"
-ALGORITHMS = "expected algorithm to be one of ('auto', 'direct', 'coalesced', 'flat'), got 'ring'"
+ALGORITHMS = "expected algorithm to be one of ('auto', 'direct', 'coalesced', 'flat', 'tree'), got 'ring'"
 FLOATING = "to be a floating torch.dtype such as torch.bfloat16"
 
 

@@ -57,7 +57,8 @@ def assert_same_bits(
         timeout: Seconds that the run at one world size may take.
 
     Raises:
-        ValueError: if `step` or `state` is no function, it returns something else, or there are no batches.
+        ValueError: if `step` or `state` is no function, it returns something else, there are no batches, or torch has
+            more threads in some processes than in others.
         AssertionError: with the first step and the first leaf that differ, how many of its elements differ and by how
             many units in the last place, and where to look.
 
@@ -85,6 +86,7 @@ def assert_same_bits(
     expect(known, "assert_same_bits", "world_sizes to be two or more", f"{world_sizes!r:.100}")
     steps = list(batches)
     expect(steps, "assert_same_bits", "batches of one step or more", "none")
+    _check_threads(world_sizes)
 
     def run(world: int | Workers, keep: int | None = None) -> list[_Values]:
         program = partial(_program, step, state, steps if keep is None else steps[:keep], communicate, keep)
@@ -99,6 +101,15 @@ def assert_same_bits(
             continue
         first, second = run(reference, row)[-1], run(world, row)[-1]
         raise AssertionError(_report(row, (reference, world), (needed[row], found[row]), (first, second)))
+
+
+def _check_threads(world_sizes: Sequence[int | Workers]) -> None:
+    """Refuse processes that compute with other numbers of threads, by which torch's kernels cut their sums."""
+    counts = {_size(world): sorted(set(spmd(torch.get_num_threads, world))) for world in world_sizes}
+    equal = len({count for found in counts.values() for count in found}) == 1
+    found = ", ".join(f"{' and '.join(map(str, threads))} on {_ranks(size)}" for size, threads in counts.items())
+    remedy = "call torch.set_num_threads(1) in every process first, because sums of torch's kernels depend on it"
+    expect(equal, "assert_same_bits", "torch to compute with one number of threads at every world size", found, remedy)
 
 
 def _program(
@@ -173,7 +184,7 @@ def _report(
         digests: What was found at both of them.
         kept: What was found there by another run of the same steps, as tensors.
     """
-    a, b = (world.world_size if isinstance(world, Workers) else world for world in worlds)
+    a, b = map(_size, worlds)
     needed, found = (values.leaves for values in digests)
     place = f"step {row - 1} (counted from 0) has" if row else "the states to start from have"
     lines = [f"assert_same_bits: {place} other bits on {_ranks(b)} than on {a}"]
@@ -199,6 +210,10 @@ def _report(
 
 
 ABSENT = "no such leaf"
+
+
+def _size(world: int | Workers) -> int:
+    return world.world_size if isinstance(world, Workers) else world
 
 
 def _ranks(size: int) -> str:

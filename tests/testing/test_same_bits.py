@@ -168,3 +168,14 @@ def test_a_step_returns_its_state_and_loss():
     text = re.escape("assert_same_bits: expected step to return (state, loss) or (state, loss, aux), got")
     with pytest.raises(RuntimeError, match=text):
         assert_same_bits(lambda state, microbatches: state, lambda mesh: state(mesh).params, BATCHES, (1, 2))
+
+
+def test_one_number_of_threads_computes_everywhere(workers):
+    text = (
+        "assert_same_bits: expected torch to compute with one number of threads at every world size, "
+        "got 2 on 1 rank, 1 on 2 ranks; call torch.set_num_threads(1) in every process first, because sums of "
+        "torch's kernels depend on it"
+    )
+    torch.set_num_threads(2)
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        assert_same_bits(step, state, BATCHES, (1, workers(2)))

@@ -308,6 +308,7 @@ def test_thread_of_a_rank_is_no_rank():
 
 
 def test_real_process_group_is_restored(tmp_path):
+    excepthook = sys.excepthook
     dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         group = dist.group.WORLD
@@ -320,7 +321,8 @@ def test_real_process_group_is_restored(tmp_path):
         assert ranks_summed() == 0.0
     finally:
         dist.destroy_process_group()
-        sys.excepthook = sys.__excepthook__
+        # torch puts its own there and leaves it.
+        sys.excepthook = excepthook
 
 
 def test_program_may_destroy_its_process_group():
