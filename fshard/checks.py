@@ -132,17 +132,18 @@ def check_function(what: str, f: Any) -> None:
     expect(callable(f), what, "f to be a function", describe(f))
 
 
-def check_dim(what: str, dim: Any) -> None:
+def check_dim(what: str, dim: Any, name: str = "dim") -> None:
     """Refuse a dim that is no whole number.
 
     Args:
         what: The function that asks, for its error.
         dim: The dim.
+        name: The argument's name.
 
     Raises:
         ValueError: if it is another value.
     """
-    expect(isinstance(dim, int) and not isinstance(dim, bool), what, "dim to be a whole number", f"{dim!r:.40}")
+    expect(isinstance(dim, int) and not isinstance(dim, bool), what, f"{name} to be a whole number", f"{dim!r:.40}")
 
 
 def check_leaves(what: str, flat: Flat, misfit: Callable[[Any], tuple[str, str] | None], remedy: str) -> None:
@@ -326,6 +327,31 @@ def check_floating(what: str, flat: Flat) -> None:
     check_leaves(f"{what}: leaves cannot take a gradient", flat, misfit, remedy)
 
 
+def check_axis(what: str, axis: Any) -> None:
+    """Refuse an axis that is no Axis."""
+    expect(isinstance(axis, Axis), what, "axis to be an Axis", describe(axis), "take it from a mesh by fs.axis_of")
+
+
+def check_dividing(what: str, tree: Tree, axis: Axis, dim: int) -> None:
+    """Refuse leaves whose dim is no multiple of the number of ranks.
+
+    Args:
+        what: The collective, for its error.
+        tree: Its operands, which have that dim.
+        axis: Its axis.
+        dim: The dim that it cuts.
+
+    Raises:
+        ValueError: with the path of every leaf that does not divide.
+    """
+
+    def unfit(leaf: Any) -> tuple[str, str] | None:
+        size = 0 if leaf is None else tensor_of(leaf).shape[dim]
+        return (f"size {size} of dim {dim}", f"a multiple of {axis.size}") if size % axis.size else None
+
+    check_leaves(f"{what} over {axis.name!r}: dims do not divide", flatten(tree), unfit, "pad the dim")
+
+
 def check_operands(what: str, tree: Tree, axis: Axis, dim: int | None = None, *, vary: bool | None = None) -> None:
     """Refuse what a collective over an axis cannot take.
 
@@ -341,7 +367,7 @@ def check_operands(what: str, tree: Tree, axis: Axis, dim: int | None = None, *,
         ValueError: if `axis` is no Axis, or with the path of every leaf that is no tensor, has no such dim, or varies
             where it should not.
     """
-    expect(isinstance(axis, Axis), what, "axis to be an Axis", describe(axis), "take it from a mesh by fs.axis_of")
+    check_axis(what, axis)
 
     def unfit(leaf: Any) -> tuple[str, str] | None:
         tensor = tensor_of(leaf)

@@ -33,6 +33,7 @@ ROOMS = (
     "remat",
     "scatter_grads",
     "value_and_grad",
+    "parallel",
     "train_state",
     "update",
     "optim",

@@ -6,15 +6,32 @@ import fshard as fs
 from tests.bad_input import Row, assert_all_refused
 
 AXIS = "take it from a mesh by fs.axis_of"
-COLLECTIVES = [fs.psum, fs.pmean, fs.pvary, fs.psum_invariant, fs.all_gather, fs.reduce_scatter]
+SUMS = [fs.psum, fs.pmean, fs.pvary, fs.psum_invariant, fs.pmax, fs.broadcast]
+ALONG_A_DIM = [fs.all_gather, fs.reduce_scatter]
+
+
+def to_all(tree, axis, split_dim=0, concat_dim=0):
+    return fs.all_to_all(tree, axis, split_dim, concat_dim)
+
+
+def rows_to_all(tree, axis, send=(1, 1), receive=(1, 1)):
+    return fs.ragged_all_to_all(tree, axis, send, receive)
+
+
+def ring(tree, axis, perm=((0, 1), (1, 0))):
+    return fs.ppermute(tree, axis, perm)
+
+
+MOVES = {"all_to_all": to_all, "ragged_all_to_all": rows_to_all, "ppermute": ring}
+COLLECTIVES = {verb.__name__: verb for verb in SUMS + ALONG_A_DIM} | MOVES
 ROWS = [
     Row(
-        f"{verb.__name__} over a name",
+        f"{name} over a name",
         lambda _: (torch.ones(2), "shard"),
         verb,
-        f"{verb.__name__}: expected axis to be an Axis, got a str; {AXIS}",
+        f"{name}: expected axis to be an Axis, got a str; {AXIS}",
     )
-    for verb in COLLECTIVES
+    for name, verb in COLLECTIVES.items()
 ]
 ROWS += [
     Row(
@@ -25,7 +42,7 @@ ROWS += [
         "  ['b']: expected a tensor, got a float\n"
         "To fix: pass tensors.",
     )
-    for verb in COLLECTIVES[:4]
+    for verb in SUMS
 ]
 ROWS += [
     Row(
@@ -34,7 +51,7 @@ ROWS += [
         verb,
         f"{verb.__name__} over 'shard': leaves do not fit\n{lines}To fix: pass tensors of more dims, or another dim.",
     )
-    for verb in COLLECTIVES[4:]
+    for verb in ALONG_A_DIM
     for dim, lines in [
         (1, "  ['b']: expected a tensor with a dim 1, counted from the front, got a float32 Tensor of shape (2,)\n"),
         (
@@ -56,6 +73,102 @@ ROWS += [
             "To fix: pad the dim.",
         )
         for dim, size in enumerate((3, 5))
+    ),
+    *(
+        Row(
+            f"all_to_all of a dim {dim} that does not divide",
+            lambda world, dim=dim: ({"a": torch.ones(2, 4), "b": torch.ones(3, 5)}, fs.axis_of(world.mesh), dim),
+            to_all,
+            "all_to_all over 'shard': dims do not divide\n"
+            f"  ['b']: expected a multiple of 2, got size {size} of dim {dim}\n"
+            "To fix: pad the dim.",
+        )
+        for dim, size in enumerate((3, 5))
+    ),
+    Row(
+        "all_to_all to a dim that is none",
+        lambda world: (torch.ones(2), fs.axis_of(world.mesh), 0, 1),
+        to_all,
+        "all_to_all over 'shard': leaves do not fit\n"
+        "  (root): expected a tensor with a dim 1, counted from the front, got a float32 Tensor of shape (2,)\n"
+        "To fix: pass tensors of more dims, or another dim.",
+    ),
+    Row(
+        "ragged_all_to_all of other rows",
+        lambda world: ({"x": torch.ones(2), "y": torch.ones(3)}, fs.axis_of(world.mesh)),
+        rows_to_all,
+        "ragged_all_to_all over 'shard': leaves do not fit\n"
+        "  ['y']: expected 2 rows, the sum of send_sizes, got 3 rows\n"
+        "To fix: sort and count rows by their destination.",
+    ),
+    *(
+        Row(
+            f"ragged_all_to_all by {what}",
+            lambda world, send=send, receive=receive: (torch.ones(2), fs.axis_of(world.mesh), send, receive),
+            rows_to_all,
+            f"ragged_all_to_all: expected {needed}",
+        )
+        for what, send, receive, needed in (
+            (
+                "sizes of a tensor",
+                torch.ones(2),
+                (1, 1),
+                "send_sizes to be 2 whole numbers of 0 or more, one for each rank, got a float32 Tensor of shape (2,); "
+                "call .tolist() of a tensor of counts",
+            ),
+            (
+                "too few sizes",
+                (2,),
+                (1, 1),
+                "send_sizes to be 2 whole numbers of 0 or more, one for each rank, got [2]",
+            ),
+            (
+                "a size below 0",
+                (1, 1),
+                (3, -1),
+                "recv_sizes to be 2 whole numbers of 0 or more, one for each rank, got [3, -1]",
+            ),
+        )
+    ),
+    *(
+        Row(
+            f"ppermute by {what}",
+            lambda world, perm=perm: (torch.ones(2), fs.axis_of(world.mesh), perm),
+            ring,
+            f"ppermute: expected perm to {needed}",
+        )
+        for what, perm, needed in (
+            (
+                "a rank that is none",
+                [(0, 1), (1, 2)],
+                "be pairs (source, destination) of coordinates from 0 to 1, got [(0, 1), (1, 2)]; "
+                "leave out pairs that fall off the end of the axis",
+            ),
+            (
+                "numbers",
+                [0, 1],
+                "be pairs (source, destination) of coordinates from 0 to 1, got [0, 1]; "
+                "leave out pairs that fall off the end of the axis",
+            ),
+            (
+                "a destination of two",
+                [(0, 1), (1, 1)],
+                "have each source and each destination once, got [(0, 1), (1, 1)]",
+            ),
+        )
+    ),
+    Row(
+        "broadcast from a rank that is none",
+        lambda world: (torch.ones(2), fs.axis_of(world.mesh), 2),
+        fs.broadcast,
+        "broadcast: expected root to be a coordinate from 0 to 1, got 2",
+    ),
+    Row(
+        "pmax of what is differentiated",
+        lambda world: (torch.ones(2, requires_grad=True), fs.axis_of(world.mesh)),
+        fs.pmax,
+        "pmax: expected tensors without derivatives, got one that is differentiated; pass tensor.detach(); a shift of "
+        "exponents by their largest needs no derivative",
     ),
     Row(
         "sync_buffers of a number",

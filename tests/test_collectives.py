@@ -27,6 +27,35 @@ def same(_):
     return (4, 3)
 
 
+def ring(axis, back=False):
+    pairs = [(rank, (rank + 1) % axis.size) for rank in range(axis.size)]
+    return [(target, source) for source, target in pairs] if back else pairs
+
+
+def line(axis):
+    return [(rank, rank + 1) for rank in range(axis.size - 1)]
+
+
+def sizes(axis, back=False):
+    """What this rank sends to others and gets from them: as many rows on all ranks, in other pieces."""
+    own = fs.axis_index(axis)
+    steps = [[(rank - own) % axis.size + 1 for rank in range(axis.size)]]
+    steps.append([(own - rank) % axis.size + 1 for rank in range(axis.size)])
+    return steps[::-1] if back else steps
+
+
+def ragged(tree, axis, back=False):
+    return fs.ragged_all_to_all(tree, axis, *sizes(axis, back))
+
+
+def rows_of_all(n):
+    return (n * (n + 1) // 2, 3)
+
+
+def at_root(tree, axis, root):
+    return fs.tree_map(lambda x: x if fs.axis_index(axis) == root else torch.zeros_like(x), tree)
+
+
 COLLECTIVES = {
     "psum": Collective(fs.psum, fs.psum, same, same),
     "pmean": Collective(fs.pmean, fs.pmean, same, same),
@@ -40,10 +69,30 @@ COLLECTIVES = {
     "reduce_scatter of dim 1": Collective(
         partial(fs.reduce_scatter, dim=1), partial(fs.all_gather, dim=1), lambda n: (4, 3 * n), same
     ),
+    "ppermute around": Collective(
+        lambda x, axis: fs.ppermute(x, axis, ring(axis)),
+        lambda y, axis: fs.ppermute(y, axis, ring(axis, True)),
+        same,
+        same,
+    ),
+    "ppermute along": Collective(
+        lambda x, axis: fs.ppermute(x, axis, line(axis)),
+        lambda y, axis: fs.ppermute(y, axis, [pair[::-1] for pair in line(axis)]),
+        same,
+        same,
+    ),
+    "all_to_all": Collective(
+        partial(fs.all_to_all, split_dim=0, concat_dim=1),
+        partial(fs.all_to_all, split_dim=1, concat_dim=0),
+        lambda n: (2 * n, 3),
+        lambda n: (2, 3 * n),
+    ),
+    "ragged_all_to_all": Collective(ragged, partial(ragged, back=True), rows_of_all, rows_of_all),
+    "broadcast": Collective(partial(fs.broadcast, root=0), partial(at_root, root=0), same, same),
 }
 
 # What these take or give agrees between ranks, so that an inner product counts it once.
-INVARIANT_INPUT, INVARIANT_OUTPUT = ("pvary",), ("psum_invariant",)
+INVARIANT_INPUT, INVARIANT_OUTPUT = ("pvary",), ("psum_invariant", "broadcast")
 
 
 class Operands(NamedTuple):

@@ -3,6 +3,7 @@
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -101,18 +102,20 @@ def fake_process_groups(groups: Mapping[str, tuple[int, int]], backend: str) -> 
             _unregister_process_group(name)  # type: ignore[arg-type]
 
 
-def start_swap(send: Tensors, receive: Tensors, name: str, tag: int) -> list[torch.distributed.Work]:
+def start_swap(op: str, send: Tensors, receive: Tensors, name: str) -> list[torch.distributed.Work]:
     """Start to send each rank of a group a tensor and to receive one from each; what this rank has for itself stays.
 
     Checked on 2.13. gloo's messages of one pair of ranks share a connection, on which the small ones that allow a
     transfer in one direction wait for the bulk of the other: lower ranks send to higher ones in the group itself, and
     higher to lower ones in another. Messages need none of gloo's threads, and about half the time of its collectives.
+    What has no elements is not sent.
 
     Args:
-        send: What each rank gets.
-        receive: Where to write what each rank sends.
+        op: Messages of another operator, or of another size, are not taken for these: ranks that differ wait for each
+            other until the group's timeout.
+        send: What each rank gets, as bytes.
+        receive: Where to write what each rank sends, as bytes.
         name: The process group's name.
-        tag: Ranks whose numbers differ wait for each other until the group's timeout; from 0 to 2**31 - 1.
 
     Returns:
         Transfers to wait for.
@@ -133,11 +136,17 @@ def start_swap(send: Tensors, receive: Tensors, name: str, tag: int) -> list[tor
     try:
         for other in others:
             outward, inward = (group, downward) if other > own else (downward, group)
-            works.append(inward.recv([receive[other]], other, tag))
-            works.append(outward.send([send[other]], other, tag))
+            if len(receive[other]):
+                works.append(inward.recv([receive[other]], other, _tag(op, receive[other])))
+            if len(send[other]):
+                works.append(outward.send([send[other]], other, _tag(op, send[other])))
     except RuntimeError as error:
         raise torch.distributed.DistBackendError(str(error)) from error
     return works
+
+
+def _tag(op: str, message: torch.Tensor) -> int:
+    return zlib.crc32(f"{op} of {len(message)} bytes".encode()) >> 1
 
 
 def _downward(group: ProcessGroup) -> ProcessGroup:

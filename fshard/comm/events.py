@@ -206,7 +206,7 @@ class Collective(NamedTuple):
         axis: Name of the mesh axis.
         size: Ranks on it.
         about: Who asked for it, and what for.
-        bytes: Padded bytes of the full tensors; of an all-to-all, those that this rank holds.
+        bytes: Padded bytes of the full tensors; of an all-to-all, those that this rank sends to others.
         tensors: Buffers it carried.
         scalar: Whether it carried single numbers only, or the few by which ranks agree on what comes next, or tell each
             other with the objective which leaves they used.
@@ -228,7 +228,7 @@ class Collective(NamedTuple):
         full *= size if op == "all_gather" else 1
         single = {"all_to_all": -1, "reduce_scatter": size}.get(op, 1)
         scalar = all(tensor.numel() == single for tensor in tensors) or about.verb in (Verb.AGREE, Verb.OBJECTIVE)
-        return cls(op, axis, size, about, full, len(tensors), scalar)
+        return cls(op, axis, size, about, full, 1 if op == "all_to_all" else len(tensors), scalar)
 
     @property
     def label(self) -> str:
@@ -243,6 +243,8 @@ class Collective(NamedTuple):
     @property
     def sent(self) -> float:
         """Bytes each rank sends, in nominal ring terms: (N-1)/N of the bytes, twice that for an all-reduce."""
+        if self.op == "all_to_all":
+            return self.bytes
         return (2 if self.op == "all_reduce" else 1) * self.bytes * (self.size - 1) / self.size
 
 

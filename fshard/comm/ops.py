@@ -14,7 +14,6 @@ Algorithms:
 """
 
 import os
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -68,9 +67,7 @@ def _swap(op: str, send: Tensors, receive: Tensors, buffer: torch.Tensor, group:
     if not send[0].numel():
         return
     source, target = [_bytes(row) for row in send], [_bytes(row) for row in receive]
-    # Rows of other collectives, or of another size, are not taken for these.
-    tag = zlib.crc32(f"{op} of {len(source[0])} bytes".encode()) >> 1
-    for work in _compat.start_swap(source, target, group, tag):
+    for work in _compat.start_swap(op, source, target, group):
         _compat.register_work(buffer, work)
     _keep(buffer, [*source, *target])
 
@@ -159,12 +156,26 @@ def _all_to_all(
         with _compat.below_autograd():
             buffer = rows.new_empty(sum(receive))
             process_group = _compat.resolve_process_group(group)
-            work = dist.all_to_all_single(buffer, rows, receive, send, group=process_group, async_op=True)
-            _compat.register_work(buffer, work)
-            _keep(buffer, [rows])
+            if _compat.group_devices(group).get(rows.device.type) == "gloo":
+                # Between ranks that have nothing for each other there is no message.
+                source, target, own = rows.split(send), buffer.split(receive), process_group.rank()
+                works = _compat.start_swap("all_to_all", source, target, group)
+                target[own].copy_(source[own])
+                _keep(buffer, [*source, *target])
+            else:
+                works = [dist.all_to_all_single(buffer, rows, receive, send, group=process_group, async_op=True)]
+                _keep(buffer, [rows])
+            for work in works:
+                _compat.register_work(buffer, work)
         return buffer
 
-    return recorder.started("all_to_all", start, [rows], (axis, size, group, label))
+    return recorder.started("all_to_all", start, _leaving(rows, send, group), (axis, size, group, label))
+
+
+def _leaving(rows: torch.Tensor, send: list[int], group: str) -> Tensors:
+    """List what an all-to-all sends to other ranks."""
+    own = _compat.group_rank(group)
+    return [row for rank, row in enumerate(rows.split(send)) if rank != own]
 
 
 def _seed(key: torch.Tensor) -> None:
@@ -234,8 +245,8 @@ def collective_of(func: Any, args: Sequence[Any]) -> Collective | None:
         tensors, axis, size, _, _, label = args
         return Collective.of(func.name().removeprefix("fshard::"), tensors, axis, size, label)
     if func is all_to_all:
-        rows, _, _, axis, size, _, label = args
-        return Collective.of("all_to_all", [rows], axis, size, label)
+        rows, send, _, axis, size, group, label = args
+        return Collective.of("all_to_all", _leaving(rows, send, group), axis, size, label)
     return None
 
 

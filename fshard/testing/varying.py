@@ -34,6 +34,10 @@ KINDS = MappingProxyType(
         "pvary": Kind(True, False, "fs.psum_invariant of a value computed from it first"),
         "all_gather": Kind(True, True, "fs.all_gather_invariant, whose result agrees"),
         "all_gather_invariant": Kind(False, True, "fs.pvary of it first"),
+        "all_to_all": Kind(True, True, "fs.psum_invariant of a value computed from it"),
+        "ragged_all_to_all": Kind(True, True, "fs.psum_invariant of a value computed from it"),
+        "ppermute": Kind(True, True, "fs.psum_invariant of a value computed from it"),
+        "broadcast": Kind(False, True, "fs.pvary of it first"),
         "reduce_scatter": Kind(True, True, "fs.psum_invariant of it first"),
     }
 )

@@ -95,7 +95,7 @@ def test_it_is_the_class_itself_bit_for_bit(name, world_size):
 
 @pytest.mark.parametrize("world_size", (2, 3, 4))
 def test_a_rank_sends_its_share_of_what_is_stepped(world_size):
-    """In go parameters, gradients and state, out come parameters and state; padding and single numbers aside."""
+    """To others: in go parameters, gradients and state, out come parameters and state, without single numbers."""
     shapes = {f"w{i}": (12 * world_size, 8) for i in range(2 * world_size)}
     full = {name: torch.ones(shape) for name, shape in shapes.items()}
 
@@ -111,10 +111,10 @@ def test_a_rank_sends_its_share_of_what_is_stepped(world_size):
     n = sum(value.nbytes for value in full.values())
     for found in spmd(program, world_size):
         there, back, numbers = found
-        assert there == ("all_to_all", "whole", 3 * n // world_size)
-        assert back == ("all_to_all", "whole", 2 * n // world_size)
+        assert there == ("all_to_all", "whole", 3 * n * (world_size - 1) // world_size**2)
+        assert back == ("all_to_all", "whole", 2 * n * (world_size - 1) // world_size**2)
         # Muon counts nothing; from_torch counts updates once for each leaf, in 16 bytes.
-        assert numbers == ("all_to_all", "whole", 16 * 2 * world_size)
+        assert numbers == ("all_to_all", "whole", 16 * 2 * (world_size - 1))
 
 
 def test_work_is_balanced():

@@ -1,0 +1,65 @@
+"""Differentiable collectives over a named axis, each with its transpose; the objective and the typing of its values."""
+
+from fshard.collectives.linear import Chain, chained, linear_call, located, maps_of, operands, reductions
+from fshard.collectives.moves import (
+    all_gather,
+    all_gather_invariant,
+    all_to_all,
+    axis_index,
+    axis_size,
+    broadcast,
+    ppermute,
+    ragged_all_to_all,
+    reduce_scatter,
+)
+from fshard.collectives.objective import (
+    Used,
+    Uses,
+    agreed_uses,
+    closed,
+    denominator,
+    divided,
+    objective,
+    reduction_axes,
+    total,
+)
+from fshard.collectives.sums import pmax, pmean, psum, psum_invariant, pvary
+from fshard.collectives.varying import check_agrees, check_not_reduced, reduced_over, refuse_unsummed, walked
+
+__all__ = [
+    "Chain",
+    "Used",
+    "Uses",
+    "agreed_uses",
+    "all_gather",
+    "all_gather_invariant",
+    "all_to_all",
+    "axis_index",
+    "axis_size",
+    "broadcast",
+    "chained",
+    "check_agrees",
+    "check_not_reduced",
+    "closed",
+    "denominator",
+    "divided",
+    "linear_call",
+    "located",
+    "maps_of",
+    "objective",
+    "operands",
+    "pmax",
+    "pmean",
+    "ppermute",
+    "psum",
+    "psum_invariant",
+    "pvary",
+    "ragged_all_to_all",
+    "reduce_scatter",
+    "reduced_over",
+    "reduction_axes",
+    "reductions",
+    "refuse_unsummed",
+    "total",
+    "walked",
+]

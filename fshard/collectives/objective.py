@@ -1,0 +1,198 @@
+"""The objective, a sum of losses over ranks: its axes, its denominator, and what ranks tell each other with it."""
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fshard import _compat, comm
+from fshard.checks import check_axes, check_loss, check_reduce, check_tensors, check_transforms, describe
+from fshard.collectives.sums import psum_invariant
+from fshard.errors import Problem, leaf_error
+from fshard.tree import Axis, Tree, flatten, is_sharded
+
+
+def reduction_axes(like: Tree, what: str) -> tuple[Axis, ...]:
+    """The mesh axes that the gradients of `like` are summed over: those its transforms gather or replicate on.
+
+    Args:
+        like: A tree whose leaves are all Sharded, or none; None counts as neither.
+        what: The verb that asks, for its error.
+
+    Returns:
+        The axes, which are the same for every leaf; none where no leaf is Sharded.
+
+    Raises:
+        ValueError: if leaves disagree, or only some are Sharded.
+    """
+    flat = flatten(like)
+    check_axes(what, flat)
+    check_transforms(what, flat)
+    # Leaves share their transforms: by identity, each is looked at once.
+    transforms = {
+        id(leaf.spec.transform): (path, leaf.spec.transform)
+        for path, leaf in zip(reversed(flat.paths), reversed(flat.leaves), strict=True)
+        if is_sharded(leaf)
+    }
+    if not transforms:
+        check_tensors(what, flat)
+        return ()
+    sharded = {path: transform.axes for path, transform in transforms.values()}
+    first = next(path for path, leaf in zip(flat.paths, flat.leaves, strict=True) if is_sharded(leaf))
+    needed = sharded[first]
+    problems = [
+        Problem(path, describe(leaf), f"a Sharded leaf, as {first} is")
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if leaf is not None and not is_sharded(leaf)
+    ]
+    if problems:
+        remedy = "shard the whole tree (fs.ddp keeps leaves whole), or keep other leaves out of the parameters"
+        raise leaf_error(f"{what}: plain leaves among Sharded ones", problems, remedy)
+    if all(set(axes) == set(needed) for axes in sharded.values()):
+        return needed
+    names = [axis.name for axis in needed]
+    problems = [
+        Problem(path, f"axes {[axis.name for axis in found]}", f"{names} of one mesh, as for {first}")
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if is_sharded(leaf) and set(found := leaf.spec.transform.axes) != set(needed)
+    ]
+    if problems:
+        raise leaf_error(f"{what}: leaves are reduced over different axes", problems, "shard the tree on one mesh")
+    return needed
+
+
+Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def objective(loss: Loss, like: Tree, reduce: str = "mean") -> torch.Tensor:
+    """Close a local loss into the objective that agrees between ranks.
+
+    `value_and_grad` calls it for you; code under torch.func calls it itself.
+
+    Args:
+        loss: This rank's scalar loss; for "weighted" the pair (sum, count).
+        like: Parameters, whose specs tell the ranks; of plain tensors alone, this rank by itself.
+        reduce: "mean" over ranks, "sum" over ranks, or "weighted": sum of sums divided by the sum of counts.
+
+    Returns:
+        The objective, a scalar equal on every rank and differentiable.
+
+    Raises:
+        ValueError: if `reduce` is another word, `loss` is not what it asks for, or a leaf of `like` is no tensor.
+    """
+    check_reduce(reduce, "objective")
+    check_loss(loss, reduce, "objective")
+    axes = reduction_axes(like, "objective")
+    value, count = loss if isinstance(loss, tuple) else (loss, None)
+    comm.same_call("objective", axes, flatten(like), reduce=reduce)
+    return divided(total(value, axes), denominator(count, axes, reduce))
+
+
+def total(tree: Tree, axes: Sequence[Axis]) -> Tree:
+    """Sum over several mesh axes into values that agree between all their ranks."""
+    for axis in axes:
+        tree = psum_invariant(tree, axis)
+    return tree
+
+
+# For each call that differentiates, which leaves are used.
+Used = tuple[tuple[bool, ...], ...]
+
+
+class Uses:
+    """Which leaves one trace uses, in each of its calls that differentiate.
+
+    Attributes:
+        used: What this rank's losses used.
+        axes: The axes of each call.
+    """
+
+    def __init__(self, agreed: Used = ()) -> None:
+        """Nothing is traced yet; `agreed` says what the traces of all ranks use, once they have asked each other."""
+        self.used: Used = ()
+        self.axes: list[Sequence[Axis]] = []
+        self._agreed = agreed
+
+    def take(self, used: list[bool], axes: Sequence[Axis]) -> list[bool]:
+        """Note what the next call used on this rank, and return what some rank uses, as far as that is known."""
+        agreed = self._agreed[len(self.used)] if self._agreed else used
+        self.used, self.axes = (*self.used, tuple(used)), [*self.axes, axes]
+        return list(agreed)
+
+
+def agreed_uses(uses: Uses) -> Used:
+    """Ask all ranks which leaves their traces use.
+
+    Args:
+        uses: What this rank's trace does.
+
+    Returns:
+        What some rank uses, the same on every rank.
+
+    Raises:
+        ValueError: on every rank, if their traces differentiate other things.
+    """
+    used = uses.used
+    for axis in dict.fromkeys(axis for axes in uses.axes for axis in axes if axis.size > 1):
+        texts = comm.texts(json.dumps(used), axis, comm.Verb.AGREE)
+        rows = [json.loads(text) for text in texts]
+        if len({tuple(map(len, row)) for row in rows}) > 1:
+            found = ", ".join(str([len(call) for call in row]) for row in rows)
+            raise ValueError(
+                f"jit: ranks of {axis.name!r} differentiate losses of several numbers of leaves: expected the same "
+                f"numbers, got {found}; make the same calls of value_and_grad on every rank"
+            )
+        used = tuple(tuple(map(any, zip(*calls, strict=True))) for calls in zip(*rows, strict=True))
+    return used
+
+
+def closed(
+    value: torch.Tensor, paths: Sequence[str], used: list[bool], status: Sequence[bool], axes: Sequence[Axis]
+) -> tuple[torch.Tensor, list[bool], list[bool]]:
+    """Sum a loss over ranks, and hear with it which leaves any of them used, and how they fared.
+
+    Args:
+        value: This rank's loss, outside of any graph.
+        paths: The paths of leaves.
+        used: For each of them whether this rank used it.
+        status: Other facts of this rank.
+        axes: The mesh axes.
+
+    Returns:
+        The sum, for each leaf whether some rank used it, and for each other fact whether it holds on some rank.
+    """
+    asked = [axis for axis in axes if axis.size > 1]
+    if _compat.is_tracing():
+        uses, numbers = _compat.trace_notes().get("uses"), [value]
+        used = used if uses is None else uses.take(used, axes)
+        said = [f"{path} {'used' if yes else 'unused'}" for path, yes in zip(paths, used, strict=True)]
+        comm.ops.told(json.dumps({"leaves": said}))
+    else:
+        # Between processors where they can, or the host would wait for its accelerator; in the dtype of the loss, so
+        # that both can travel in one buffer.
+        device = torch.device("cpu") if all(map(comm.serves_host, asked)) else value.device
+        numbers = [value, torch.tensor([*used, *status], dtype=value.dtype, device=device)]
+    together = [numbers] if numbers[-1].device == value.device else [[number] for number in numbers]
+    for axis in asked:
+        label = comm.Label(comm.Verb.OBJECTIVE, phase=comm.Phase.END)
+        together = [comm.all_reduce(each, axis, label) for each in together]
+    numbers = [number for each in together for number in each]
+    if not asked or len(numbers) == 1:
+        return numbers[0], used, list(status)
+    found = [number > 0 for number in numbers[1].tolist()]
+    return numbers[0], found[: len(used)], found[len(used) :]
+
+
+def denominator(count: Any, axes: Sequence[Axis], reduce: str) -> Any:
+    """Compute the divisor of summed losses and gradients: 1, the number of ranks, or the sum of counts."""
+    if reduce == "weighted":
+        # In one dtype whatever a rank counts in, and a wide one; the count is no part of the graph.
+        return total(count.detach().to(torch.float64), axes)
+    return math.prod(axis.size for axis in axes) if reduce == "mean" else 1
+
+
+def divided(value: torch.Tensor, divisor: Any) -> torch.Tensor:
+    """Divide a sum by its denominator, in the sum's dtype; nothing is computed where that is the number one."""
+    return value if isinstance(divisor, int) and divisor == 1 else (value / divisor).to(value.dtype)

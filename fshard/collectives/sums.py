@@ -1,0 +1,142 @@
+"""Reductions over a mesh axis: psum, pmean, the typed pair psum_invariant and pvary, and pmax.
+
+The convention is that of jax.shard_map: inside a local loss, values vary between ranks; psum and pmean of varying
+values give varying ones and are their own transposes. `psum_invariant` and `pvary` are the typed pair: the first makes
+a value that agrees between ranks, the second hands such a value to each rank's own maths.
+"""
+
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd import Function
+
+from fshard import comm
+from fshard.checks import check_operands
+from fshard.collectives.linear import count_reduction, on_tree
+from fshard.errors import expect
+from fshard.tree import Axis, Tree, tree_leaves, tree_map
+
+
+def psum(tree: Tree, axis: Axis) -> Tree:
+    """Sum each tensor over the ranks of an axis, inside a local loss.
+
+    Its own transpose: where every rank goes on to its own loss, a rank's value reaches all of those losses. Follows
+    jax.lax.psum of varying values.
+
+    Args:
+        tree: Tensors of equal shapes and dtypes on every rank.
+        axis: The mesh axis to sum over.
+
+    Returns:
+        The tree of sums, in rank order where the algorithm is direct.
+    """
+    check_operands("psum", tree, axis, vary=True)
+    total = partial(comm.all_reduce, axis=axis, label="psum")
+    return on_tree(tree, total, total, "psum", axis)
+
+
+def pmean(tree: Tree, axis: Axis) -> Tree:
+    """Average each tensor over the ranks of an axis, inside a local loss; see `psum`.
+
+    What ranks differentiate by themselves, as an inner gradient by torch.func.grad, is their own part of its gradient:
+    for the mean of such gradients take the pmean of them, or `value_and_grad` inside.
+
+    Args:
+        tree: Floating tensors of equal shapes and dtypes on every rank.
+        axis: The mesh axis to average over.
+
+    Returns:
+        The tree of means.
+    """
+    check_operands("pmean", tree, axis)
+    return tree_map(lambda tensor: tensor / axis.size, psum(tree, axis))
+
+
+def pvary(tree: Tree, axis: Axis) -> Tree:
+    """Hand a value that agrees between ranks to each rank's own maths; its cotangents are summed over the ranks.
+
+    The transpose of `psum_invariant`. Follows jax.lax.pvary.
+
+    Args:
+        tree: Tensors that agree between the ranks of `axis`.
+        axis: The mesh axis.
+
+    Returns:
+        The same values.
+    """
+    check_operands("pvary", tree, axis, vary=False)
+    return on_tree(tree, tuple, partial(comm.all_reduce, axis=axis, label="pvary"), "pvary", axis)
+
+
+def psum_invariant(tree: Tree, axis: Axis) -> Tree:
+    """Sum over the ranks of an axis into a value that agrees between them, such as an objective.
+
+    The transpose of `pvary`. Follows jax.lax.psum from varying to invariant.
+
+    Args:
+        tree: Tensors of equal shapes and dtypes on every rank.
+        axis: The mesh axis to sum over.
+
+    Returns:
+        The tree of sums.
+    """
+    check_operands("psum_invariant", tree, axis, vary=True)
+    count_reduction()
+    run = partial(comm.all_reduce, axis=axis, label="psum_invariant")
+    return on_tree(tree, run, tuple, "psum_invariant", axis)
+
+
+def pmax(tree: Tree, axis: Axis) -> Tree:
+    """Take the largest of the ranks' values, element by element; it agrees between ranks and has no derivative.
+
+    Follows jax.lax.pmax.
+
+    Args:
+        tree: Tensors of equal shapes and dtypes on every rank, outside of any graph; not a number is the largest.
+        axis: The mesh axis.
+
+    Returns:
+        The tree of largest values.
+
+    Raises:
+        ValueError: if a tensor requires a gradient, or has a tangent.
+    """
+    check_operands("pmax", tree, axis, vary=True)
+    tensors = tree_leaves(tree)
+    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    expect(not differentiated, *_NO_DERIVATIVE)
+    outputs = iter(_Max.apply(axis, *tensors) if tensors else ())
+    return tree_map(lambda _: next(outputs), tree)
+
+
+_NO_DERIVATIVE = (
+    "pmax",
+    "tensors without derivatives",
+    "one that is differentiated",
+    "pass tensor.detach(); a shift of exponents by their largest needs no derivative",
+)
+
+
+class _Max(Function):
+    @staticmethod
+    def forward(axis: Axis, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(rows.amax(0) for rows in comm.all_gather(tensors, axis, "pmax"))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.mark_non_differentiable(*output)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        what, needed, found, remedy = _NO_DERIVATIVE
+        raise ValueError(f"{what}: expected {needed}, got {found}; {remedy}")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], axis: Axis, *tensors: torch.Tensor) -> Any:
+        # All tensors get the batch, which ranks may see in different ones.
+        moved = [
+            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            for tensor, dim in zip(tensors, in_dims[1:], strict=True)
+        ]
+        return _Max.apply(axis, *moved), (0,) * len(moved)

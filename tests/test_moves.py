@@ -1,0 +1,185 @@
+"""Collectives that move pieces between ranks: their values, bytes, graphs, and what is refused where it runs."""
+
+import re
+
+import pytest
+import torch
+from torch.func import grad, jvp, vmap
+
+import fshard as fs
+from fshard.testing import RankError, check_varying, spmd
+from tests.ranks import on_ranks
+from tests.trees import assert_same_bits, one_axis
+
+WORLDS = (1, 2, 3, 8, "2 processes", pytest.param("4 processes", marks=pytest.mark.slow))
+
+
+def row(rank, size=3):
+    return torch.arange(size, dtype=torch.float64) + 10 * rank
+
+
+@on_ranks(*WORLDS)
+def test_values():
+    axis = fs.axis_of(one_axis())
+    own, size = fs.axis_index(axis), fs.axis_size(axis)
+    ranks = range(size)
+    x = row(own)
+    around = fs.ppermute({"x": x, "n": torch.tensor([own])}, axis, [(rank, (rank + 1) % size) for rank in ranks])
+    assert_same_bits(around, {"x": row((own - 1) % size), "n": torch.tensor([(own - 1) % size])})
+    along = fs.ppermute(x, axis, [(rank, rank + 1) for rank in ranks[:-1]])
+    assert_same_bits(along, row(own - 1) if own else torch.zeros_like(x))
+    assert_same_bits(fs.ppermute(x, axis, []), torch.zeros_like(x))
+    to_all = fs.all_to_all(row(own, 2 * size).view(size, 2), axis, 0, 1)
+    assert_same_bits(to_all, torch.cat([row(rank, 2 * size)[2 * own : 2 * own + 2] for rank in ranks])[None])
+    send, receive = ([(first + 2 * second) % 3 for second in ranks] for first in (own,) for _ in range(2))
+    receive = [(rank + 2 * own) % 3 for rank in ranks]
+    rows = torch.cat([row(own)[None] + 100 * rank for rank in ranks for _ in range(send[rank])] or [x[:0].view(0, 3)])
+    expected = [row(rank)[None] + 100 * own for rank in ranks for _ in range(receive[rank])]
+    assert_same_bits(fs.ragged_all_to_all(rows, axis, send, receive), torch.cat([*expected, x.new_empty(0, 3)]))
+    assert_same_bits(fs.broadcast(x, axis), row(0))
+    assert_same_bits(fs.broadcast({"x": x}, axis, root=size - 1), {"x": row(size - 1)})
+    assert_same_bits(fs.pmax({"x": x, "y": -x}, axis), {"x": row(size - 1), "y": -row(0)})
+    assert fs.pmax(torch.tensor([own, -own]), axis).tolist() == [size - 1, 0]
+    assert fs.pmax(torch.tensor(float("nan") if own == size - 1 else 1.0), axis).isnan()
+
+
+@on_ranks(*WORLDS)
+def test_rows_of_any_number_have_gradients():
+    """With ranks that send nothing at all, to any order."""
+    axis = fs.axis_of(one_axis())
+    own, size = fs.axis_index(axis), fs.axis_size(axis)
+    # Rank 0 alone has rows: two for each other rank, and three for itself.
+    sent = [3 if rank == 0 else 2 for rank in range(size)] if own == 0 else [0] * size
+    received = [(3 if own == 0 else 2) if rank == 0 else 0 for rank in range(size)]
+    x = row(own, 2 * sum(sent)).view(-1, 2)
+
+    def cubes(x):
+        return (fs.ragged_all_to_all(x, axis, sent, received) ** 3).sum()
+
+    assert_same_bits(grad(cubes)(x), 3 * x**2)
+    assert_same_bits(jvp(grad(cubes), (x,), (torch.ones_like(x),))[1], 6 * x)
+    leaf = x.clone().requires_grad_()
+    cubes(leaf).backward()
+    assert_same_bits(leaf.grad, 3 * x**2)
+
+
+@on_ranks(1, 2, 4, "2 processes")
+def test_a_step_may_be_jitted():
+    axis = fs.axis_of(one_axis())
+    own, size = fs.axis_index(axis), fs.axis_size(axis)
+    around = [(rank, (rank + 1) % size) for rank in range(size)]
+    sent, received = ([(s - own) % size + 1 for s in range(size)], [(own - s) % size + 1 for s in range(size)])
+    params = fs.shard({"w": row(0, 6 * size).view(-1, 3) / 10}, fs.zero3(one_axis(), min_shard_elements=0))
+
+    def step(params, x):
+        def loss_fn(params):
+            w = fs.gather(params)["w"]
+            h = fs.ppermute(torch.tanh(x @ w.T), axis, around)
+            h = fs.all_to_all(h, axis, 1, 0)
+            top = fs.broadcast(h.detach().amax(), axis) + fs.pmax(h.detach().amax(), axis)
+            return (fs.ragged_all_to_all(h[: sum(sent)], axis, sent, received) * top).square().sum()
+
+        return fs.value_and_grad(loss_fn)(params)
+
+    x = row(own, 3 * sum(sent)).view(-1, 3) / 30
+    eager, (jitted, again) = step(params, x), (fs.jit(step)(params, x) for _ in range(2))
+    for loss, grads in (jitted, again):
+        assert_same_bits((loss, fs.unshard(grads)), (eager[0], fs.unshard(eager[1])))
+
+
+@on_ranks(2, 4, "2 processes")
+def test_bytes_are_those_that_leave():
+    """float64: 8 bytes an element; rows start at multiples of 16 bytes."""
+    axis = fs.axis_of(one_axis())
+    own, size = fs.axis_index(axis), fs.axis_size(axis)
+    x = row(own, 4 * size)
+
+    def sent(f, *arguments):
+        with fs.comm.record() as record:
+            f(x, axis, *arguments)
+        assert len(record) == 1
+        return record[0].sent
+
+    assert sent(fs.ppermute, [(0, 1)]) == (x.nbytes if own == 0 else 0)
+    assert sent(fs.ppermute, [(rank, rank) for rank in range(size)]) == 0
+    assert sent(fs.all_to_all, 0, 0) == x.nbytes * (size - 1) / size
+    assert sent(fs.ragged_all_to_all, [4] * size, [4] * size) == x.nbytes * (size - 1) / size
+    assert sent(fs.broadcast) == (x.nbytes * (size - 1) if own == 0 else 0)
+    assert sent(fs.pmax) == x.nbytes * (size - 1)
+
+
+@on_ranks(2, "2 processes")
+def test_ranks_need_no_use_for_what_they_got():
+    """value_and_grad runs each transpose on every rank, whoever goes on with the result."""
+    axis = fs.axis_of(one_axis())
+    params = fs.shard({"w": row(0, 4)}, fs.zero3(one_axis(), min_shard_elements=0))
+
+    def loss_fn(params):
+        w = fs.gather(params)["w"]
+        h = fs.ppermute(w * 2, axis, [(0, 1)])
+        return h.sum() if fs.axis_index(axis) == 1 else w.sum()
+
+    grads = fs.value_and_grad(loss_fn, reduce="sum")(params)[1]
+    assert_same_bits(fs.unshard(grads)["w"], torch.full((4,), 3.0, dtype=torch.float64))
+
+
+def test_a_transpose_that_a_rank_leaves_out_is_named():
+    """Under autograd alone nothing ties the ranks' graphs together."""
+
+    def program():
+        axis = fs.axis_of(one_axis())
+        x = torch.ones(2, requires_grad=True)
+        received = fs.ppermute(x * 2, axis, [(0, 1)])
+        (x if fs.axis_index(axis) == 0 else received).sum().backward()
+
+    text = r"deadlock: ranks \[0\] of 2 finished, ranks \[1\] did not\nrank 1 waits in (.*\n)*.*sum\(\)\.backward"
+    with pytest.raises(RankError, match=text):
+        spmd(program, 2)
+
+
+@on_ranks(2)
+def test_pmax_has_no_derivative():
+    axis = fs.axis_of(one_axis())
+    text = re.escape("pmax: expected tensors without derivatives, got one that is differentiated; pass tensor.detach()")
+    x = row(0)
+    with pytest.raises(ValueError, match=text):
+        grad(lambda x: fs.pmax(x, axis).sum())(x)
+    with pytest.raises(ValueError, match=text):
+        jvp(lambda x: fs.pmax(x, axis), (x,), (x,))
+    shifted = grad(lambda x: (x - fs.pmax(x.detach(), axis)).exp().sum())(x)
+    assert_same_bits(
+        shifted, (x - x).exp() * (x - x).exp() if fs.axis_size(axis) == 0 else (x - fs.pmax(x, axis)).exp()
+    )
+    batch = torch.stack([x + fs.axis_index(axis), x])
+    assert_same_bits(vmap(lambda x: fs.pmax(x, axis))(batch), fs.pmax(batch, axis))
+    assert_same_bits(vmap(lambda x: fs.pmax(x, axis), in_dims=1)(batch), fs.pmax(batch, axis).T)
+
+
+@on_ranks(2)
+def test_sizes_of_data_are_refused_in_a_graph():
+    axis = fs.axis_of(one_axis())
+
+    def step(x):
+        sizes = (x > 0).sum().reshape(1).expand(2).tolist()
+        return fs.ragged_all_to_all(x, axis, sizes, sizes)
+
+    with pytest.raises(Exception, match="capacity"):
+        fs.jit(step)(torch.ones(2))
+
+
+@on_ranks(2)
+def test_what_varies_is_told_from_what_agrees():
+    axis = fs.axis_of(one_axis())
+    params = fs.shard({"w": row(0, 4)}, fs.zero3(one_axis(), min_shard_elements=0))
+    moves = {
+        "ppermute": lambda w: fs.ppermute(w, axis, [(0, 1)]),
+        "all_to_all": lambda w: fs.all_to_all(w, axis, 0, 0),
+        "ragged_all_to_all": lambda w: fs.ragged_all_to_all(w, axis, [2, 2], [2, 2]),
+    }
+    for name, move in moves.items():
+        check_varying(lambda params, move=move: move(fs.gather(params)["w"]).sum(), params)
+        with pytest.raises(AssertionError, match=f"{name} over 'shard', whose result varies"):
+            check_varying(lambda params, move=move: fs.pvary(move(fs.gather(params)["w"]), axis).sum(), params)
+    check_varying(lambda params: fs.pvary(fs.broadcast(fs.gather(params)["w"], axis), axis).sum(), params)
+    with pytest.raises(AssertionError, match=r"broadcast over 'shard', whose result agrees"):
+        check_varying(lambda params: fs.broadcast(fs.gather(params)["w"], axis).sum(), params)
