@@ -27,6 +27,7 @@ from fshard.mesh import axis_of, init_mesh
 from fshard.microbatches import microbatches, reduce_microbatches
 from fshard.optim.from_torch import from_torch
 from fshard.optim.native import adafactor, adam, adamw, lamb, lars, sgd
+from fshard.optim.norms import global_norm
 from fshard.optim.scale import (
     add_decayed_weights,
     clip_by_global_norm,
@@ -117,6 +118,7 @@ __all__ = [
     "fully_shard",
     "functionalize",
     "gather",
+    "global_norm",
     "hsdp",
     "hybrid_shard",
     "init_mesh",

@@ -14,12 +14,12 @@ from fshard.optim.leaves import (
     map_gradients,
     missing,
     none_missed,
-    norms_of_both,
     scaled,
     size_of,
     stateless,
     zeros,
 )
+from fshard.optim.norms import norms_of_both
 from fshard.optim.scale import (
     AdafactorState,
     AdamState,

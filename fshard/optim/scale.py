@@ -7,26 +7,23 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import comm
-from fshard.checks import NOT_NEGATIVE, Range, check_numbers, check_sums
+from fshard.checks import NOT_NEGATIVE, Range, check_flags, check_numbers, check_sums
 from fshard.collectives import total
 from fshard.optim.element_sums import Request, element_sums
 from fshard.optim.leaves import (
-    check_order,
     check_real,
     check_state,
     for_trained,
-    global_norm,
-    leaf_norms,
     leafwise,
     map_gradients,
     missing,
     none_missed,
-    norms_of_both,
     scaled,
     stateless,
     varying,
     zeros,
 )
+from fshard.optim.norms import check_order, global_norm, leaf_norms, norms_of_both
 from fshard.optim.schedules import Number, check_rates
 from fshard.optim.wrappers import masked
 from fshard.shard import local_ranges
@@ -50,7 +47,19 @@ from fshard.tree import (
 from fshard.update import GradientTransformation
 
 
-def clip_by_global_norm(max_norm: float, p: float = 2.0, *, sums: str | None = None) -> GradientTransformation:
+class ClipState(NamedTuple):
+    """State of `clip_by_global_norm` with keep_norm=True.
+
+    Attributes:
+        norm: Of the last gradients, before they were scaled: a float64 tensor of shape (), 0 before the first update.
+    """
+
+    norm: torch.Tensor
+
+
+def clip_by_global_norm(
+    max_norm: float, p: float = 2.0, *, sums: str | None = None, keep_norm: bool = False
+) -> GradientTransformation:
     """Scale gradients down so that the norm of all of them together is at most `max_norm`.
 
     Follows torch.nn.utils.clip_grad_norm_ on full gradients, with the norm taken in float64: each element counts
@@ -63,22 +72,29 @@ def clip_by_global_norm(max_norm: float, p: float = 2.0, *, sums: str | None = N
         p: The order of the norm, above 0; float("inf") for the largest magnitude.
         sums: "tree" adds up in one fixed binary tree that depends on the full shapes of leaves alone, so that the norm
             has the same bits at any world size, under any strategy and in every precision. `p` is then a whole number.
+        keep_norm: Whether the state holds the norm, for logging.
 
     Returns:
-        The transformation; its state is empty.
+        The transformation; its state is empty, or a ClipState.
 
     Raises:
         ValueError: if `max_norm` is negative or not finite, `p` is not positive, or `sums` is another word.
     """
     check_numbers("clip_by_global_norm", NOT_NEGATIVE, max_norm=max_norm)
     check_order("clip_by_global_norm", p, sums)
+    check_flags("clip_by_global_norm", keep_norm=keep_norm)
 
-    def clip(grads: Tree, params: Tree) -> Tree:
+    def init(params: Tree) -> Tree:
+        return ClipState(torch.zeros((), dtype=torch.float64)) if keep_norm else ()
+
+    def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        norm = global_norm(grads, p, sums=sums)
         # torch.nn.utils.clip_grad_norm_ adds the same 1e-6, and multiplies by 1 where nothing is to be clipped.
-        scale = (max_norm / (global_norm(grads, p, sums) + 1e-6)).clamp(max=1.0)
-        return map_gradients(lambda grad, scale: grad * scale.to(grad.dtype), grads, numbers=(scale,))
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        clipped = map_gradients(lambda grad, scale: grad * scale.to(grad.dtype), grads, numbers=(scale,))
+        return clipped, ClipState(norm.double()) if keep_norm else state
 
-    return stateless(clip)
+    return GradientTransformation(init, update)
 
 
 def clip_by_norm(max_norm: float, p: float = 2.0, *, sums: str | None = None) -> GradientTransformation:

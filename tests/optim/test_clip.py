@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.optim.leaves import global_norm
+from fshard.optim.norms import global_norm
 from fshard.shard import without_padding
 from fshard.testing import assert_trees_close, spmd
+from tests.ranks import on_ranks
 from tests.trees import ONE_AXIS, STRATEGIES, assert_same_bits, meshes, normal, one_axis
 
 ORDERS = (1.0, 2.0, 3.0, math.inf)
@@ -290,3 +291,31 @@ def test_derivative_at_zero_is_finite(p):
         assert_same_bits(derivative, fs.tree_map(torch.ones_like, zeros))
 
     spmd(program, 2)
+
+
+@on_ranks(1, 2, "2 processes")
+def test_the_norm_may_be_kept():
+    grads = fs.shard(gradients(), fs.zero2(one_axis(), min_shard_elements=0))
+    norm = fs.global_norm(grads)
+    torch.testing.assert_close(norm, torch_clip(gradients(), 1.0)[1], rtol=rounding(torch.float64, 2.0), atol=0.0)
+    kept, plain = fs.clip_by_global_norm(1.0, keep_norm=True), fs.clip_by_global_norm(1.0)
+    before = kept.init(grads)
+    assert (before.norm.item(), before.norm.dtype) == (0.0, torch.float64)
+    for update in (kept.update, fs.jit(kept.update)):
+        clipped, after = update(grads, before, grads)
+        assert_same_bits(after.norm, norm)
+        assert_same_bits(fs.unshard(clipped), fs.unshard(plain.update(grads, (), grads)[0]))
+    assert fs.chain(kept, fs.sgd(0.1)).init(grads)[0] == before
+    # A norm is differentiable.
+    assert_same_bits(
+        fs.unshard(torch.func.grad(fs.global_norm)({"w": torch.tensor([3.0, 4.0])})), {"w": torch.tensor([0.6, 0.8])}
+    )
+
+
+def test_other_trees_have_no_norm():
+    with pytest.raises(ValueError, match=r"global_norm: leaves are no tensors\n  \['w'\]: expected .*, got a float"):
+        fs.global_norm({"w": 3.0})
+    with pytest.raises(ValueError, match="global_norm: expected p to be"):
+        fs.global_norm({"w": torch.ones(2)}, 0.0)
+    with pytest.raises(ValueError, match="clip_by_global_norm: keep_norm: expected True or False, got 'yes'"):
+        fs.clip_by_global_norm(1.0, keep_norm="yes")

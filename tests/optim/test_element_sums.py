@@ -9,7 +9,7 @@ from torch import optim
 
 import fshard as fs
 from fshard.optim.element_sums import Request, element_sums, subtrees
-from fshard.optim.leaves import global_norm, leaf_norms
+from fshard.optim.norms import global_norm, leaf_norms
 from fshard.testing import assert_trees_close, spmd
 from tests.trees import STRATEGIES, as_bytes, assert_same_bits, meshes, normal, one_axis
 
@@ -220,7 +220,7 @@ def test_values_and_derivatives_are_those_without_a_tree(p):
             for values in (full, turned):
                 params, direction = (fs.shard(values, make(on)) for _ in range(2))
                 expected = global_norm(params, p)
-                torch.testing.assert_close(global_norm(params, p, "tree"), expected, rtol=300 * eps, atol=0.0)
+                torch.testing.assert_close(global_norm(params, p, sums="tree"), expected, rtol=300 * eps, atol=0.0)
                 if values is turned:
                     continue
 

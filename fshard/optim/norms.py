@@ -1,0 +1,163 @@
+"""Norms of sharded trees over ranks: of all leaves together, or of each."""
+
+import math
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+
+from fshard import comm
+from fshard.checks import POSITIVE, Range, check_numbers, check_sums, check_tensors
+from fshard.collectives import total
+from fshard.optim.element_sums import Request, added, element_sums, gathered
+from fshard.optim.leaves import elements_of, partition_axes, size_of
+from fshard.tree import Axis, Tree, flatten, grouped, leaves_of, tensor_of
+
+# Elements of a gradient that are squared at a time.
+PIECE = 1 << 16
+
+
+def check_order(what: str, p: float, sums: str | None) -> None:
+    """Refuse the order of a norm, and an unknown order of its sums."""
+    check_numbers(what, POSITIVE, p=p)
+    check_sums(what, sums)
+    if sums is not None:
+        # Other powers are rounded by what stands beside an element.
+        whole = Range('a whole number or inf with sums="tree"', lambda number: math.isinf(number) or number % 1 == 0)
+        check_numbers(what, whole, p=p)
+
+
+def global_norm(tree: Tree, p: float = 2.0, *, sums: str | None = None) -> torch.Tensor:
+    """Take the p-norm of all elements of a sharded tree together, such as of gradients.
+
+    Each element counts once, however many ranks store it, and padding does not count. Taken in float64, so that for
+    lower precisions it is the same number however leaves are split. Costs one collective of a single number over each
+    axis that leaves are split over, for each set of axes that some leaf is split over. Follows optax.global_norm and
+    torch.nn.utils.get_total_norm.
+
+    Args:
+        tree: Pytree of Sharded or full tensors; None leaves are passed over.
+        p: The order of the norm, above 0; float("inf") for the largest magnitude.
+        sums: As for `clip_by_global_norm`.
+
+    Returns:
+        The norm, equal on every rank and differentiable: a scalar in the leaves' widest dtype, float32 at least.
+
+    Raises:
+        ValueError: if `p` is not positive, `sums` is another word, or a leaf is no tensor, with its path.
+
+    >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor([4.0]), "frozen": None})
+    tensor(5.)
+    """
+    check_order("global_norm", p, sums)
+    check_tensors("global_norm", flatten(tree))
+    leaves = [leaf for leaf in leaves_of(tree) if leaf is not None]
+    if not leaves:
+        return torch.zeros(())
+    # The norm of complex numbers is real.
+    dtype = reduce(torch.promote_types, (tensor_of(leaf).dtype.to_real() for leaf in leaves), torch.float32)
+    if sums is not None and not math.isinf(p):
+        return _rooted(added(_tree_powers([leaf for leaf in leaves if size_of(leaf)], p)), p).to(dtype)
+    groups = grouped(leaves, partition_axes).items()
+    parts = torch.stack([_reduced([leaves[i] for i in group], axes, p, each=False) for axes, group in groups])
+    return (parts.amax() if math.isinf(p) else _rooted(parts.sum(), p)).to(dtype)
+
+
+def leaf_norms(tree: Tree, p: float = 2.0, sums: str | None = None) -> list[torch.Tensor | None]:
+    """Take the p-norm of each leaf of a tree in float64; see `global_norm`.
+
+    Costs one collective for each set of axes that some leaf is split over, however many leaves there are.
+
+    Args:
+        tree: Pytree of Sharded or full tensors; None leaves are passed over.
+        p: The order of the norm, above 0; float("inf") for the largest magnitude.
+        sums: As for `global_norm`.
+
+    Returns:
+        For each leaf a float64 scalar, equal on every rank; None for None.
+    """
+    leaves = leaves_of(tree)
+    norms: list[torch.Tensor | None] = [None] * len(leaves)
+    if sums is not None and not math.isinf(p):
+        chosen = [i for i, leaf in enumerate(leaves) if leaf is not None]
+        for i, power in zip(chosen, _tree_powers([leaves[i] for i in chosen], p), strict=True):
+            norms[i] = _rooted(power, p)
+        return norms
+    for axes, group in grouped(leaves, partition_axes).items():
+        found = _reduced([leaves[i] for i in group], axes, p, each=True)
+        for i, norm in zip(group, (found if math.isinf(p) else _rooted(found, p)).unbind(), strict=True):
+            norms[i] = norm
+    return norms
+
+
+def norms_of_both(steps: Tree, params: Tree, sums: str | None = None) -> tuple[list[Any], list[Any]]:
+    """Take the norms of leaves and of their steps; None where there is no step."""
+    rows = zip(leaves_of(params), leaves_of(steps), strict=True)
+    pairs = [(None if step is None else leaf, step) for leaf, step in rows]
+    # Both in one collective.
+    norms = leaf_norms([*(leaf for leaf, _ in pairs), *(step for _, step in pairs)], sums=sums)
+    return norms[: len(pairs)], norms[len(pairs) :]
+
+
+def _reduced(leaves: Sequence[Any], axes: tuple[Axis, ...], p: float, *, each: bool) -> torch.Tensor:
+    """Reduce p-th powers, or largest magnitudes, over ranks: of each leaf, or of all together."""
+    comm.same_call("update", axes)
+    tensors = [elements_of(leaf) for leaf in leaves]
+    if math.isinf(p):
+        largest = torch.stack([_largest(tensor) for tensor in tensors])
+        return _agreed(largest if each else largest.amax(), axes)
+    powers = [_powers(tensor, p) for tensor in tensors]
+    if each:
+        return total(torch.stack([torch.stack(part).sum() for part in powers]), axes)
+    return total(torch.stack([power for part in powers for power in part]).sum(), axes)
+
+
+def _tree_powers(leaves: Sequence[Any], p: float) -> list[torch.Tensor]:
+    """Sum the p-th powers of each leaf's magnitudes in a tree, for a whole number p."""
+
+    def powers(piece: torch.Tensor) -> torch.Tensor:
+        if piece.is_complex():
+            parts = torch.view_as_real(piece.resolve_conj()).double()
+            squares = parts[..., 0] * parts[..., 0] + parts[..., 1] * parts[..., 1]
+            base, left = (squares, p / 2) if p % 2 == 0 else (_rooted(squares, 2), p)
+        else:
+            double = piece.double()
+            base, left = (double * double, p / 2) if p % 2 == 0 else (double.abs(), p)
+        # By products alone: powers of vectors are rounded otherwise than those of the last few elements.
+        found = None
+        while left:
+            found = (base if found is None else found * base) if left % 2 else found
+            left //= 2
+            base = base * base if left else base
+        assert found is not None
+        return found
+
+    requests = [Request(leaf, tensor_of(leaf), range(tensor_of(leaf).dim())) for leaf in leaves]
+    return [power.reshape(()) for power in element_sums(requests, powers)]
+
+
+def _rooted(power: torch.Tensor, p: float) -> torch.Tensor:
+    # The root of zero has no finite derivative.
+    return torch.where(power == 0, 0.0, torch.where(power == 0, 1.0, power) ** (1 / p))
+
+
+def _powers(tensor: torch.Tensor, p: float) -> list[torch.Tensor]:
+    # A CPU is nine times faster at it by pieces whose float64 copies stay in its cache.
+    pieces = tensor.reshape(-1).split(PIECE if tensor.is_cpu else max(1, tensor.numel()))
+    # A complex number counts by its magnitude, whose square is a product.
+    doubles = [piece.to(torch.complex128).abs() if piece.is_complex() else piece.double() for piece in pieces]
+    return [piece.dot(piece) if p == 2 else (piece.abs() ** p).sum() for piece in doubles]
+
+
+def _largest(tensor: torch.Tensor) -> torch.Tensor:
+    # A zero in front, because no elements have no largest one.
+    magnitudes = tensor.reshape(-1).abs()
+    return torch.cat([magnitudes.new_zeros(1), magnitudes]).amax().double()
+
+
+def _agreed(norms: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
+    """Take the largest of every rank's norms."""
+    for axis in axes:
+        norms = gathered(norms, axis, "clip").amax(0)
+    return norms
