@@ -167,8 +167,8 @@ def test_siblings_hold_half_a_shard_and_train_as_hsdp_and_zero3(replicas, size):
 def test_gradients_cost_what_is_kept_of_them(transform, kept, ranks):
     sent = spmd(lambda: sent_by(fs.scatter_grads, fs.shard(drawn(0), lossy(transform, kept))), ranks)
     pieces = [ceil(shape[0] / ranks) * prod(shape[1:]) if shape else 1 for shape in SHAPES.values()]
-    # float64 and int32, each filled up to 16 bytes.
-    pairs = sum(16 * (ceil(8 * k / 16) + ceil(4 * k / 16)) for k in (ceil(0.3 * size) for size in pieces))
+    # float64 and int32.
+    pairs = sum((8 + 4) * ceil(0.3 * size) for size in pieces)
     thin, exact = 2 * (10 + 6) + 2 * (5 + 12), ceil(7 / ranks) + 1
     each = pairs if transform is TopK else 8 * (2 * thin / ranks + exact)
     assert sent == [pytest.approx((ranks - 1) * each)] * ranks

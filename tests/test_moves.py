@@ -89,7 +89,7 @@ def test_a_step_may_be_jitted():
 
 @on_ranks(2, 4, "2 processes")
 def test_bytes_are_those_that_leave():
-    """float64: 8 bytes an element; rows start at multiples of 16 bytes."""
+    """float64: 8 bytes an element."""
     axis = fs.axis_of(one_axis())
     own, size = fs.axis_index(axis), fs.axis_size(axis)
     x = row(own, 4 * size)
@@ -183,3 +183,20 @@ def test_what_varies_is_told_from_what_agrees():
     check_varying(lambda params: fs.pvary(fs.broadcast(fs.gather(params)["w"], axis), axis).sum(), params)
     with pytest.raises(AssertionError, match=r"broadcast over 'shard', whose result agrees"):
         check_varying(lambda params: fs.broadcast(fs.gather(params)["w"], axis).sum(), params)
+
+
+def test_rows_of_other_sizes_are_no_numbers():
+    """Ranks that disagree on what they send must not get each other's bytes as something else."""
+
+    def shapes():
+        axis = fs.axis_of(one_axis())
+        return fs.all_to_all(torch.ones(2 if fs.axis_index(axis) else 4), axis, 0, 0)
+
+    def sizes():
+        axis = fs.axis_of(one_axis())
+        sent, received = ([2, 2], [2, 2]) if fs.axis_index(axis) == 0 else ([3, 1], [2, 1])
+        return fs.ragged_all_to_all(torch.ones(4), axis, sent, received)
+
+    for program in (shapes, sizes):
+        with pytest.raises(RankError, match="failed"):
+            spmd(program, 2)

@@ -246,17 +246,16 @@ def _permute(tensors: Tensors, axis: Axis, perm: tuple[tuple[int, int], ...], la
     own, kinds = comm.rank(axis), [(tensor.shape, tensor.dtype) for tensor in tensors]
     target, source = dict(perm).get(own), {target: source for source, target in perm}.get(own)
     send = [list(tensors) if rank == target else [] for rank in range(axis.size)]
-    rows = comm.all_to_all(send, [kinds if rank == source else [] for rank in range(axis.size)], axis, label)
+    receive = [kinds if rank == source else [] for rank in range(axis.size)]
+    rows = comm.all_to_all(send, receive, axis, label, tensors[0].device)
     return [torch.zeros_like(tensor) for tensor in tensors] if source is None else rows[source]
 
 
 def _from_root(tensors: Tensors, axis: Axis, root: int, label: str) -> Tensors:
     send = list(tensors) if comm.rank(axis) == root else []
     kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
-    rows = comm.all_to_all(
-        [send] * axis.size, [kinds if rank == root else [] for rank in range(axis.size)], axis, label
-    )
-    return rows[root]
+    receive = [kinds if rank == root else [] for rank in range(axis.size)]
+    return comm.all_to_all([send] * axis.size, receive, axis, label, tensors[0].device)[root]
 
 
 def _at_root(tensors: Tensors, axis: Axis, root: int) -> Tensors:

@@ -22,9 +22,6 @@ PACK_BYTES = 256 * 1024
 # Up to this many bytes a sum is cheaper as one exchange of everything than as reduce-scatter and all-gather.
 EXCHANGE_BYTES = 32 * 1024
 
-# In an all-to-all every tensor starts at a multiple of this many bytes, so that it can be viewed in its own dtype.
-ALIGNMENT = 16
-
 Kind = tuple[torch.Size, torch.dtype]
 
 
@@ -377,7 +374,11 @@ def all_reduce(
 
 
 def all_to_all(
-    send: Sequence[Sequence[torch.Tensor]], receive: Sequence[Sequence[Kind]], axis: Axis, label: str | Label
+    send: Sequence[Sequence[torch.Tensor]],
+    receive: Sequence[Sequence[Kind]],
+    axis: Axis,
+    label: str | Label,
+    device: torch.device | None = None,
 ) -> list[list[torch.Tensor]]:
     """Send each rank tensors of its own, in one message to each, and wait for theirs.
 
@@ -386,15 +387,20 @@ def all_to_all(
         receive: As for `start_all_to_all`.
         axis: The ranks that take part.
         label: Who asks, for the recorder.
+        device: As for `start_all_to_all`.
 
     Returns:
         For each rank what it has sent.
     """
-    return start_all_to_all(send, receive, axis, label)()
+    return start_all_to_all(send, receive, axis, label, device)()
 
 
 def start_all_to_all(
-    send: Sequence[Sequence[torch.Tensor]], receive: Sequence[Sequence[Kind]], axis: Axis, label: str | Label
+    send: Sequence[Sequence[torch.Tensor]],
+    receive: Sequence[Sequence[Kind]],
+    axis: Axis,
+    label: str | Label,
+    device: torch.device | None = None,
 ) -> Callable[[], list[list[torch.Tensor]]]:
     """Start to send each rank tensors of its own, in one message to each.
 
@@ -403,6 +409,7 @@ def start_all_to_all(
         receive: For each rank the shapes and dtypes of what it sends here.
         axis: The ranks that take part.
         label: Who asks, for the recorder.
+        device: Of all tensors; None reads it off those that are sent, or takes the processor where there are none.
 
     Returns:
         A function that waits and returns for each rank what it has sent.
@@ -410,9 +417,8 @@ def start_all_to_all(
     if has_one_rank(axis):
         return lambda: [list(row) for row in send]
     flat = [_packed(row) for row in send]
-    sizes = [sum(_padded(shape.numel() * dtype.itemsize) for shape, dtype in row) for row in receive]
-    # Where a rank is sent nothing there is no tensor to tell the device.
-    device = next((tensor.device for row in send for tensor in row), torch.device("cpu"))
+    sizes = [sum(shape.numel() * dtype.itemsize for shape, dtype in row) for row in receive]
+    device = device or next((tensor.device for row in send for tensor in row), torch.device("cpu"))
     # Numbers that optimizers keep on the processor travel from the accelerator where nothing else does.
     planned = of_this_rank(_FakeWorld).axes is not None
     served = planned or device.type in _compat.group_devices(axis.group_name)
@@ -427,17 +433,14 @@ def start_all_to_all(
     return finish
 
 
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
 def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     parts = []
     for tensor in tensors:
         part = tensor.detach().contiguous().reshape(-1)
         # A single element counts as contiguous whatever its stride, which view does not allow.
-        part = (part.clone(memory_format=torch.contiguous_format) if part.numel() == 1 else part).view(torch.uint8)
-        parts.append(torch.nn.functional.pad(part, (0, _padded(part.numel()) - part.numel())))
+        parts.append(
+            (part.clone(memory_format=torch.contiguous_format) if part.numel() == 1 else part).view(torch.uint8)
+        )
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
@@ -445,7 +448,7 @@ def _unpacked(row: torch.Tensor, kinds: Sequence[Kind]) -> list[torch.Tensor]:
     tensors, start = [], 0
     for shape, dtype in kinds:
         nbytes = shape.numel() * dtype.itemsize
-        # A copy, because the whole buffer must not outlive the tensors that are dropped.
+        # A copy, because other dtypes need bytes that are aligned, and the whole buffer must not outlive the tensors.
         tensors.append(row[start : start + nbytes].clone().view(dtype).reshape(shape))
-        start += _padded(nbytes)
+        start += nbytes
     return tensors

@@ -113,8 +113,8 @@ def test_a_rank_sends_its_share_of_what_is_stepped(world_size):
         there, back, numbers = found
         assert there == ("all_to_all", "whole", 3 * n * (world_size - 1) // world_size**2)
         assert back == ("all_to_all", "whole", 2 * n * (world_size - 1) // world_size**2)
-        # Muon counts nothing; from_torch counts updates once for each leaf, in 16 bytes.
-        assert numbers == ("all_to_all", "whole", 16 * 2 * (world_size - 1))
+        # Muon counts nothing; from_torch counts updates once for each leaf, in 8 bytes.
+        assert numbers == ("all_to_all", "whole", 8 * 2 * (world_size - 1))
 
 
 def test_work_is_balanced():
