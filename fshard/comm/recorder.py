@@ -249,5 +249,8 @@ def _remedy(silent: list[int], notes: dict[int, str]) -> str:
         ranks = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
         return f"see why {ranks} did not come; where that takes long for a reason, raise the process group's timeout"
     if len(set(notes.values())) == 1:
-        return "all came, but not in time; raise the process group's timeout, or see which rank is late by fs.trace"
+        return (
+            "all came, but not in time, or with other shapes or sizes: give them the same on every rank, raise the "
+            "process group's timeout, or see which rank is late by fs.trace"
+        )
     return "let every rank run the same program; where the operations above differ, the rank behind has left one out"
