@@ -25,6 +25,7 @@ from fshard.jit import jit, make_graph
 from fshard.links import Link, measure
 from fshard.mesh import axis_of, init_mesh
 from fshard.microbatches import microbatches, reduce_microbatches
+from fshard.optim import schedules
 from fshard.optim.from_torch import from_torch
 from fshard.optim.native import adafactor, adam, adamw, lamb, lars, sgd
 from fshard.optim.norms import global_norm
@@ -151,6 +152,7 @@ __all__ = [
     "scale_by_factored_rms",
     "scale_by_trust_ratio",
     "scatter_grads",
+    "schedules",
     "sgd",
     "shard",
     "skip_nonfinite",

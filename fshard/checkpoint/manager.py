@@ -20,10 +20,12 @@ class Manager:
     >>> import fshard as fs
     >>> with Manager(tempfile.mkdtemp(), keep=2, every=10) as manager:
     ...     [manager.save({"w": torch.ones(3)}, step=step) for step in (5, 10, 20, 30)]
+    ...     manager.save({"w": torch.ones(3)}, step=34, force=True)  # the last step, whatever its number
     ...     manager.wait()
     ...     manager.latest()
     [False, True, True, True]
-    30
+    True
+    34
     """
 
     def __init__(
@@ -68,12 +70,13 @@ class Manager:
         self._staging: dict[str, torch.Tensor] = {}
         self._saving: Saving | None = None
 
-    def save(self, state: Tree, step: int | None = None) -> bool:
+    def save(self, state: Tree, step: int | None = None, *, force: bool = False) -> bool:
         """Save a state if its step is one to be saved; waits for the save before this one.
 
         Args:
             state: As for `save`.
             step: As for `save`.
+            force: Whether to save it whatever its step is, as at the end of a run.
 
         Returns:
             Whether it was one to be saved.
@@ -82,7 +85,8 @@ class Manager:
             ValueError: as for `save`.
             CheckpointError: if the save before this one failed, or this one cannot start.
         """
-        if checked_step("checkpoint.Manager", state, step) % self._every:
+        check_flags("checkpoint.Manager.save", force=force)
+        if checked_step("checkpoint.Manager", state, step) % self._every and not force:
             return False
         self.wait()
         self._saving = start(self._directory, state, step, staging=self._staging, **self._options)

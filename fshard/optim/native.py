@@ -20,6 +20,7 @@ from fshard.optim.leaves import (
     zeros,
 )
 from fshard.optim.norms import norms_of_both
+from fshard.optim.rates import Number, Rate, check_rates, is_pair, value_of
 from fshard.optim.scale import (
     AdafactorState,
     AdamState,
@@ -29,7 +30,6 @@ from fshard.optim.scale import (
     scale_by_trust_ratio,
     updates_of,
 )
-from fshard.optim.schedules import Number, Rate, check_rates, is_pair, value_of
 from fshard.tree import (
     Added,
     Flat,

@@ -24,7 +24,7 @@ from fshard.optim.leaves import (
     zeros,
 )
 from fshard.optim.norms import check_order, global_norm, leaf_norms, norms_of_both
-from fshard.optim.schedules import Number, check_rates
+from fshard.optim.rates import Number, check_rates
 from fshard.optim.wrappers import masked
 from fshard.shard import local_ranges
 from fshard.tree import (

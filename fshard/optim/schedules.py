@@ -1,4 +1,8 @@
-"""Schedules: hyperparameters as functions of the number of updates made."""
+"""Schedules: hyperparameters as functions of the number of updates made.
+
+Each maps an int64 tensor of shape () to a float64 tensor of shape (), so that a jitted step reads it and never traces
+anew. They follow Optax's schedules of like names.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,16 +10,164 @@ from typing import Any
 
 import torch
 
-from fshard._compat import is_transformed
-from fshard.checks import FRACTION, NOT_NEGATIVE, check_numbers, describe
+from fshard.checks import FINITE, NOT_NEGATIVE, check_function, check_numbers, describe
 from fshard.errors import expect
+
+__all__ = ["constant", "cosine", "from_torch_scheduler", "join", "linear", "warmup_cosine"]
 
 # A table of so many values takes 80 MB and about three minutes to write down.
 MAX_STEPS = 10_000_000
 
 Schedule = Callable[[torch.Tensor], torch.Tensor]
-Number = float | torch.Tensor
-Rate = Number | Callable[[torch.Tensor], Number]
+
+
+def constant(value: float) -> Schedule:
+    """Make a schedule of one value. Follows optax.constant_schedule.
+
+    Args:
+        value: The value.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: if the value is not finite.
+    """
+    check_numbers("schedules.constant", FINITE, value=value)
+    return lambda count: _checked(count).double() * 0 + value
+
+
+def linear(start: float, end: float, steps: int) -> Schedule:
+    """Make a schedule that goes from one value to another in equal steps, and stays there.
+
+    Follows optax.linear_schedule.
+
+    Args:
+        start: The value before the first update.
+        end: The value after `steps` updates.
+        steps: Number of updates, 1 or more.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: if a value is not finite, or `steps` is no number of updates.
+
+    >>> schedule = linear(0.0, 1.0, steps=4)
+    >>> [float(schedule(torch.tensor(count))) for count in (0, 1, 4, 9)]
+    [0.0, 0.25, 1.0, 1.0]
+    """
+    check_numbers("schedules.linear", FINITE, start=start, end=end)
+    _check_steps("linear", "steps", steps, 1)
+    return lambda count: start + (end - start) * _fraction(count, steps)
+
+
+def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
+    """Make a schedule that goes from one value to another along half a cosine, and stays there.
+
+    Follows optax.cosine_decay_schedule, with the last value in the place of its fraction.
+
+    Args:
+        start: The value before the first update.
+        steps: Number of updates, 1 or more.
+        end: The value after `steps` updates.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: if a value is not finite, or `steps` is no number of updates.
+
+    >>> schedule = cosine(1.0, steps=4)
+    >>> [round(float(schedule(torch.tensor(count))), 4) for count in (0, 1, 2, 4, 9)]
+    [1.0, 0.8536, 0.5, 0.0, 0.0]
+    """
+    check_numbers("schedules.cosine", FINITE, start=start, end=end)
+    _check_steps("cosine", "steps", steps, 1)
+    return lambda count: end + (start - end) * (1 + torch.cos(math.pi * _fraction(count, steps))) / 2
+
+
+def warmup_cosine(peak: float, warmup: int, steps: int, start: float = 0.0, end: float = 0.0) -> Schedule:
+    """Make a schedule that rises in equal steps, then falls along half a cosine.
+
+    Follows optax.warmup_cosine_decay_schedule.
+
+    Args:
+        peak: The value after `warmup` updates.
+        warmup: Number of updates that it rises in, 0 or more.
+        steps: Number of all updates, more than `warmup`.
+        start: The value before the first update.
+        end: The value after `steps` updates.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: if a value is not finite, or the numbers of updates do not fit.
+
+    >>> schedule = warmup_cosine(1.0, warmup=2, steps=6)
+    >>> [round(float(schedule(torch.tensor(count))), 4) for count in (0, 1, 2, 4, 6, 9)]
+    [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
+    """
+    _check_steps("warmup_cosine", "warmup", warmup, 0)
+    _check_steps("warmup_cosine", "steps", steps, warmup + 1)
+    falling = cosine(peak, steps - warmup, end)
+    return join([linear(start, peak, warmup), falling], [warmup]) if warmup else falling
+
+
+def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
+    """Make one schedule of several, each of which counts from the update where it begins.
+
+    Follows optax.join_schedules. Schedules that torch has are joined by `from_torch_scheduler`.
+
+    Args:
+        schedules: One or more.
+        boundaries: The updates at which the second one begins, the third and so on, in rising order.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: if there is not one boundary between two schedules, or they do not rise.
+
+    >>> schedule = join([constant(1.0), constant(0.1)], [100])
+    >>> [float(schedule(torch.tensor(count))) for count in (99, 100)]
+    [1.0, 0.1]
+    """
+    for schedule in schedules:
+        check_function("schedules.join", schedule)
+    fits = len(schedules) > 0 and len(boundaries) == len(schedules) - 1
+    needed = "one boundary between two schedules"
+    expect(fits, "schedules.join", needed, f"{len(boundaries)} for {len(schedules)} schedules")
+    for i, boundary in enumerate(boundaries):
+        _check_steps("join", f"boundaries[{i}]", boundary, boundaries[i - 1] + 1 if i else 1)
+    starts = [0, *boundaries]
+
+    def joined(count: torch.Tensor) -> torch.Tensor:
+        _checked(count)
+        value = schedules[0](count)
+        for start, schedule in zip(starts[1:], schedules[1:], strict=True):
+            value = torch.where(count < start, value, schedule((count - start).clamp(min=0)))
+        return value
+
+    return joined
+
+
+def _check_steps(what: str, name: str, steps: Any, least: int) -> None:
+    whole = isinstance(steps, int) and not isinstance(steps, bool) and steps >= least
+    expect(whole, f"schedules.{what}", f"{name} to be a number of updates, {least} or more", f"{steps!r:.40}")
+
+
+def _checked(count: Any) -> torch.Tensor:
+    """Refuse a count that is no tensor."""
+    needed = "the count to be an int64 tensor of shape ()"
+    expect(isinstance(count, torch.Tensor), "schedule", needed, describe(count))
+    assert isinstance(count, torch.Tensor)
+    return count
+
+
+def _fraction(count: torch.Tensor, steps: int) -> torch.Tensor:
+    return _checked(count).clamp(0, steps).double() / steps
 
 
 def from_torch_scheduler(
@@ -73,48 +225,7 @@ def from_torch_scheduler(
     table = torch.tensor(values, dtype=torch.float64)
 
     def schedule(count: torch.Tensor) -> torch.Tensor:
-        needed = "the count to be an int64 tensor of shape ()"
-        expect(isinstance(count, torch.Tensor), "schedule", needed, describe(count))
         # Indexing by a tensor of shape () would ask for its value, which a trace does not have.
-        return table.to(count.device).index_select(0, count.clamp(0, steps - 1).reshape(1)).reshape(())
+        return table.to(_checked(count).device).index_select(0, count.clamp(0, steps - 1).reshape(1)).reshape(())
 
     return schedule
-
-
-def check_rates(what: str, lr: Rate, betas: Any = (), **numbers: Number) -> None:
-    """Refuse hyperparameters out of the ranges that torch.optim has for them.
-
-    Args:
-        what: The optimizer, for its error.
-        lr: The learning rate; that of a schedule is checked in each update.
-        betas: How much stays of averages, if the optimizer keeps some.
-        numbers: Other hyperparameters, 0 or more, by name.
-
-    Raises:
-        ValueError: with the name and the value of the first one that is out of range.
-    """
-    if not callable(lr):
-        check_numbers(what, NOT_NEGATIVE, lr=lr)
-    # Shown where wrong alone: the host would wait for a tensor of another device.
-    if betas != () and not is_pair(betas):
-        raise ValueError(f"{what}: expected betas to be two numbers, got {betas!r:.40}")
-    check_numbers(what, FRACTION, **{f"betas[{i}]": beta for i, beta in enumerate(betas)})
-    check_numbers(what, NOT_NEGATIVE, **numbers)
-
-
-def is_pair(value: Any) -> bool:
-    """Tell whether a value is a sequence of two."""
-    return isinstance(value, Sequence) and len(value) == 2 and not isinstance(value, str)
-
-
-def value_of(rate: Rate, count: torch.Tensor) -> Any:
-    """Evaluate a learning rate after some updates, and refuse a number that is not finite."""
-    value = rate(count) if callable(rate) else rate
-    # A tensor of a transform or a trace has no value yet, and the host would wait for one on another device.
-    if type(value) is torch.Tensor and value.is_cpu and not is_transformed(value):
-        known = value.detach().item()
-    else:
-        known = value if isinstance(value, int | float) else 0.0
-    if not math.isfinite(known):
-        expect(False, "update", "the learning rate to be a finite number", f"{known} after {int(count)} updates")
-    return value

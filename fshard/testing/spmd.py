@@ -20,13 +20,16 @@ from fshard.testing.workers import RankError, Workers
 
 T = TypeVar("T")
 
+# Seconds that simulated ranks have.
+SECONDS = 60.0
+
 # Seconds in which ranks may still end, or fail, by themselves once one has failed.
 GRACE = 1.0
 # Simulated ranks; a machine has no memory for the threads of many more.
 MAX_THREADS = 4096
 
 
-def spmd(f: Callable[[], T], world: int | Workers, timeout: float = 60.0) -> list[T]:
+def spmd(f: Callable[[], T], world: int | Workers, timeout: float | None = None) -> list[T]:
     """Run `f` on every rank of a world, simulated or real.
 
     A simulated rank is a thread of this process with process groups of its own, built on those that torch has for its
@@ -37,7 +40,8 @@ def spmd(f: Callable[[], T], world: int | Workers, timeout: float = 60.0) -> lis
     Args:
         f: The program of one rank. `torch.distributed` is initialised when it is called.
         world: Number of ranks to simulate by threads, or the processes to run them.
-        timeout: Seconds after which ranks that have not ended are stuck.
+        timeout: Seconds after which ranks that have not ended are stuck; None means 60 for simulated ranks, and what
+            the Workers were made with.
 
     Returns:
         What `f` returned on each rank, in rank order.
@@ -52,12 +56,13 @@ def spmd(f: Callable[[], T], world: int | Workers, timeout: float = 60.0) -> lis
     [0, 1, 2]
     """
     check_function("spmd", f)
-    check_numbers("spmd", POSITIVE, timeout=timeout)
+    if timeout is not None:
+        check_numbers("spmd", POSITIVE, timeout=timeout)
     if isinstance(world, Workers):
         return world.run(f, timeout)
     ranks = type(world) is int and 1 <= world <= MAX_THREADS
     expect(ranks, "spmd", f"world to be Workers, or a whole number from 1 to {MAX_THREADS}", f"{world!r:.40}")
-    simulation = _Simulation(f, world, timeout)
+    simulation = _Simulation(f, world, SECONDS if timeout is None else timeout)
     with threaded_process_groups(simulation.join), shared_dual_level():
         return simulation.run()
 

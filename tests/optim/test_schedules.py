@@ -226,3 +226,82 @@ def test_a_jitted_update_follows_the_schedule(cls):
         eager, traced = tx.update(grads, eager[1], eager[0]), jitted(grads, traced[1], traced[0])
         assert traced[0]["w"].equal(eager[0]["w"])
     assert len(jitted.traces) == 1
+
+
+def numbers(schedule, counts):
+    return [float(schedule(torch.tensor(count))) for count in counts]
+
+
+def test_schedules_in_closed_form():
+    """As torch's schedulers of like names, which are the oracle; their sums of steps round otherwise."""
+    counts = range(STEPS + 1)
+    line = fs.from_torch_scheduler(
+        lr_scheduler.LinearLR, 0.4, STEPS + 1, start_factor=0.25, end_factor=1.0, total_iters=7
+    )
+    half = fs.from_torch_scheduler(lr_scheduler.CosineAnnealingLR, 0.4, STEPS + 1, T_max=STEPS, eta_min=0.1)
+    both = fs.from_torch_scheduler(
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                lr_scheduler.LinearLR(optimizer, start_factor=0.25, total_iters=4),
+                lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS - 4),
+            ],
+            milestones=[4],
+        ),
+        0.4,
+        STEPS + 1,
+    )
+    pairs = (
+        (fs.schedules.linear(0.1, 0.4, 7), line),
+        (fs.schedules.cosine(0.4, STEPS, end=0.1), half),
+        (fs.schedules.warmup_cosine(0.4, 4, STEPS, start=0.1), both),
+        (fs.schedules.warmup_cosine(0.4, 0, STEPS, end=0.1), half),
+    )
+    for schedule, expected in pairs:
+        assert numbers(schedule, counts) == pytest.approx(numbers(expected, counts), rel=1e-14, abs=1e-15)
+        # What comes later stays where it is.
+        assert numbers(schedule, [10**6]) == pytest.approx(numbers(schedule, [STEPS]), abs=1e-15)
+    joined = fs.schedules.join([fs.schedules.constant(3.0), fs.schedules.linear(1.0, 0.0, 2), line], [2, 5])
+    assert numbers(joined, range(6)) == [3.0, 3.0, 1.0, 0.5, 0.0, pytest.approx(0.1)]
+
+
+def test_schedules_are_part_of_a_graph():
+    tx = fs.adamw(fs.schedules.warmup_cosine(0.1, 2, 6))
+    params = {"w": normal(0)(3)}
+    state = eager = fs.TrainState.create(params, tx)
+    step = fs.jit(lambda state: fs.update(tx, state, {"w": state.params["w"].cos()}))
+    for _ in range(5):
+        state, eager = step(state), fs.update(tx, eager, {"w": eager.params["w"].cos()})
+        assert_same_bits(state, eager)
+    assert len(step.traces) == 1
+    batch = torch.arange(8)
+    schedule = fs.schedules.join([fs.schedules.constant(1.0), fs.schedules.cosine(1.0, 4)], [3])
+    assert_same_bits(torch.func.vmap(schedule)(batch), torch.stack([schedule(count) for count in batch]))
+    assert schedule(torch.tensor(0)).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda s: s.constant(float("nan")), "schedules.constant: expected value to be a finite number"),
+        (lambda s: s.linear(0.0, float("inf"), 3), "schedules.linear: expected end to be a finite number"),
+        (lambda s: s.linear(0.0, 1.0, 0), "schedules.linear: expected steps to be a number of updates, 1 or more"),
+        (
+            lambda s: s.cosine(1.0, 2.5),
+            "schedules.cosine: expected steps to be a number of .*, got 2.5",
+        ),
+        (
+            lambda s: s.warmup_cosine(1.0, 5, 5),
+            "schedules.warmup_cosine: expected steps to be a .*, 6 or more",
+        ),
+        (
+            lambda s: s.join([s.constant(1.0)], [3]),
+            "schedules.join: expected one boundary between two",
+        ),
+        (lambda s: s.join([s.constant(1.0)] * 3, [3, 3]), r"schedules.join: expected boundaries\[1\] to be"),
+        (lambda s: s.linear(0.0, 1.0, 2)(1), "schedule: expected the count to be an int64 tensor of shape"),
+    ],
+)
+def test_schedules_that_make_no_sense_are_refused(make, text):
+    with pytest.raises(ValueError, match=text):
+        make(fs.schedules)

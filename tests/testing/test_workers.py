@@ -159,6 +159,14 @@ def test_stuck_rank_shows_its_stack_at_the_timeout(workers):
     assert "rank 0:" not in text
 
 
+def test_a_pool_has_a_timeout_of_its_own():
+    """spmd takes that of the pool, unless it is given one."""
+    one = Workers(1, timeout=10)
+    one.timeout = 0.5
+    with pytest.raises(RankError, match=r"timed out after 0\.5 s"):
+        spmd(lambda: time.sleep(30), one)
+
+
 def test_every_stuck_rank_shows_its_stack_at_the_timeout(workers):
     def endless():
         while True:
