@@ -1,6 +1,6 @@
 """Differentiable collectives over a named axis, each with its transpose; the objective and the typing of its values."""
 
-from fshard.collectives.linear import Chain, chained, linear_call, located, maps_of, operands, reductions
+from fshard.collectives.linear import Chain, chained, custom_call, linear_call, located, maps_of, operands, reductions
 from fshard.collectives.moves import (
     all_gather,
     all_gather_invariant,
@@ -41,6 +41,7 @@ __all__ = [
     "check_agrees",
     "check_not_reduced",
     "closed",
+    "custom_call",
     "denominator",
     "divided",
     "linear_call",

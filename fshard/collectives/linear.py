@@ -1,4 +1,7 @@
-"""linear_call: a linear map of tensors with its transpose, jvp and vmap rule, and the chain of those in one forward."""
+"""linear_call: a linear map of tensors with its transpose, jvp and vmap rule; custom_call: a map with its own backward.
+
+The chain ties those that one forward calls.
+"""
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -10,17 +13,21 @@ import torch
 from torch.autograd import Function
 
 from fshard import _compat, comm
+from fshard.errors import expect
 from fshard.tree import Axis, Tree, tree_leaves, tree_map
 
 Tensors = Sequence[torch.Tensor]
 LinearMap = Callable[[Tensors], Tensors]
+# Maps tensors to outputs, and to what the backward needs: of these it gets the cotangents of the tensors.
+Forward = Callable[[Tensors], tuple[Tensors, Tensors]]
+Backward = Callable[[Tensors, Tensors], Sequence[torch.Tensor | None]]
 
 
 class Maps(NamedTuple):
-    """The maps of a node in autograd's graph that `linear_call` made; most are partials, whose keywords tell more."""
+    """The maps of a node in autograd's graph that a call below made; most are partials, whose keywords tell more."""
 
-    fun: LinearMap
-    transpose: LinearMap
+    fun: Callable[..., Any]
+    transpose: Callable[..., Any]
 
 
 class _LinearCall(Function):
@@ -68,14 +75,100 @@ def linear_call(fun: LinearMap, transpose: LinearMap, tensors: Tensors) -> list[
     Returns:
         fun's outputs, differentiable to any order in both modes.
     """
-    out = list(_LinearCall.apply(fun, transpose, *tensors)) if tensors else []
-    if out and comm.of_this_rank(_Running).located and (node := out[0].grad_fn) is not None:
+    return _located(list(_LinearCall.apply(fun, transpose, *tensors)) if tensors else [])
+
+
+def _located(out: list[torch.Tensor]) -> list[torch.Tensor]:
+    node: Any = out[0].grad_fn if out and comm.of_this_rank(_Running).located else None
+    if node is not None:
         node.metadata["stack"] = traceback.format_stack()
     return out
 
 
+class _Custom(NamedTuple):
+    """The arguments of `custom_call` that its backward needs; `number` is that of tensors."""
+
+    forward: Forward
+    backward: Backward
+    plain: LinearMap | None
+    what: str
+    remedy: str
+    number: int
+
+    def check(self, plainly: bool) -> None:
+        """Refuse to be called plainly where there is no plain form."""
+        needed, found = "first derivatives by value_and_grad or backward()", "torch.func, a jvp or a second derivative"
+        expect(not plainly or self.plain is not None, self.what, needed, found, self.remedy)
+
+
+class _CustomCall(Function):
+    @staticmethod
+    def forward(ctx: Any, custom: _Custom, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.custom, ctx.maps = custom, Maps(custom.forward, custom.backward)
+        # Graphs that it may make for itself are no part of the caller's.
+        with _running_with("chain", None):
+            outputs, saved = custom.forward(tensors)
+        ctx.save_for_backward(*saved)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        custom, again = ctx.custom, torch.is_grad_enabled()
+        plainly = again or _compat.transforms_active()
+        custom.check(plainly)
+        if not plainly:
+            return None, *custom.backward(ctx.saved_tensors, grads)
+        tensors = ctx.saved_tensors[: custom.number]
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
+        with torch.enable_grad():
+            outputs = custom.plain(tensors)
+            found = torch.autograd.grad(outputs, [tensors[i] for i in wanted], grads, create_graph=again)
+        return None, *(found[wanted.index(i)] if i in wanted else None for i in range(custom.number))
+
+
+def custom_call(
+    forward: Forward,
+    backward: Backward,
+    tensors: Tensors,
+    what: str,
+    axis: Axis,
+    *,
+    plain: LinearMap | None = None,
+    remedy: str = "",
+) -> list[torch.Tensor]:
+    """Call a function of tensors whose forward and backward both communicate, in the chain of the call that runs.
+
+    Both may call collectives of `comm`, or of this room, and neither is recorded by autograd. One autograd node;
+    `check_varying` knows it by the keywords `axis` and `label`, where `forward` is a partial that has them.
+
+    Args:
+        forward: Maps the tensors to outputs, which are new, and to what is saved for the backward: inputs, outputs or
+            others. With `plain` the tensors are saved first.
+        backward: Maps what was saved, and cotangents of the outputs, to cotangents of the tensors; None for zeros.
+        tensors: The operands, floating.
+        what: The function's name, with all that ranks must have been told alike.
+        axis: The axis that it communicates over.
+        plain: The same function, made of operations that are differentiable to any order. It is called instead under
+            torch.func and with tangents, and again where the backward itself is differentiated.
+        remedy: Without `plain`, what the caller can do about the error.
+
+    Returns:
+        The outputs.
+
+    Raises:
+        ValueError: without `plain`, if more than a first derivative in reverse mode is asked for.
+    """
+    custom = _Custom(forward, backward, plain, what, remedy, len(tensors))
+    plainly = _compat.transforms_active() or any(map(_compat.is_dual, tensors))
+    custom.check(plainly)
+    if plainly:
+        assert plain is not None
+        return list(plain(tensors))
+    return _in_chain(lambda tensors: _located(list(_CustomCall.apply(custom, *tensors))), tensors, what, axis)
+
+
 def maps_of(node: Any) -> Maps | None:
-    """Find the maps of a node in autograd's graph; None where `linear_call` did not make it."""
+    """Find the maps of a node in autograd's graph; None where neither call made it."""
     maps = getattr(node, "maps", None)
     return maps if isinstance(maps, Maps) else None
 
@@ -120,13 +213,13 @@ class Chain:
         self.tokens: list[torch.Tensor] = []
         self._note, self._mark = note, mark
 
-    def call(self, what: str, axis: Axis, fun: LinearMap, transpose: LinearMap, tensors: Tensors) -> list[torch.Tensor]:
-        """As `linear_call`, tied."""
+    def call(
+        self, run: Callable[[Tensors], list[torch.Tensor]], tensors: Tensors, what: str, axis: Axis
+    ) -> list[torch.Tensor]:
+        """Call what makes one autograd node, tied."""
         differentiated = any(tensor.requires_grad for tensor in tensors)
         self._note(what, axis, differentiated)
-        if not differentiated:
-            return linear_call(fun, transpose, tensors)
-        return self._tied(linear_call(fun, transpose, self._tied(tensors)))
+        return self._tied(run(self._tied(tensors))) if differentiated else run(tensors)
 
     def _tied(self, tensors: Tensors) -> list[torch.Tensor]:
         self.tokens = self.tokens or [torch.zeros((), requires_grad=True)]
@@ -206,9 +299,14 @@ def on_tree(tree: Tree, fun: LinearMap, transpose: LinearMap, what: str, axis: A
     Returns:
         The tree of outputs.
     """
-    tensors, chain = tree_leaves(tree), comm.of_this_rank(_Running).chain
+    outputs = iter(_in_chain(partial(linear_call, fun, transpose), tree_leaves(tree), what, axis))
+    return tree_map(lambda _: next(outputs), tree)
+
+
+def _in_chain(
+    run: Callable[[Tensors], list[torch.Tensor]], tensors: Tensors, what: str, axis: Axis
+) -> list[torch.Tensor]:
+    chain = comm.of_this_rank(_Running).chain
     plain = all(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
     tied = tensors and axis.size > 1 and plain and torch.is_grad_enabled() and not _compat.transforms_active()
-    call = partial(chain.call, what, axis) if chain is not None and tied else linear_call
-    outputs = iter(call(fun, transpose, tensors))
-    return tree_map(lambda _: next(outputs), tree)
+    return chain.call(run, tensors, what, axis) if chain is not None and tied else run(tensors)
