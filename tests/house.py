@@ -43,8 +43,9 @@ ROOMS = (
     "interop",
     "checkpoint",
     "testing",
+    "__main__",
 )
-DISTRIBUTED_ROOMS = {"_compat", "comm", "mesh", "interop", "testing"}
+DISTRIBUTED_ROOMS = {"_compat", "comm", "mesh", "interop", "testing", "__main__"}
 MAX_LINES = 600
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 MUTABLE_CALLS = {
