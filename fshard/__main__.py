@@ -56,10 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{'self-test':<14}failed: {type(error).__name__}: {error}")
         return 1
     seconds = time.perf_counter() - start
-    print(
-        f"{'self-test':<14}passed in {seconds:.0f} s: {STEPS} steps of zero3 on 2 processes equal those of one process"
-    )
-    print(f"{'':<14}(largest difference of a parameter: {distance:.1e}, in float64)")
+    print(f"{'self-test':<14}passed in {seconds:.0f} s: {STEPS} steps of zero3 on 2 processes equal those of one,")
+    print(f"{'':<14}with a largest difference of {distance:.1e} in a parameter (float64)")
     return 0
 
 
