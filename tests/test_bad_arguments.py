@@ -110,6 +110,7 @@ def test_arguments_of_transforms_jit_update_and_checkpoints():
     state = fs.TrainState.create(params, fs.sgd(0.1))
     rows = [
         (lambda: fs.fully_shard(mesh, dim="x"), "fully_shard: expected dim to be a whole number, got 'x'"),
+        (lambda: fs.own_dim(mesh, None), "own_dim: expected dim to be a whole number, got None"),
         (lambda: fs.split_dim(mesh, dim=None), "split_dim: expected dim to be a whole number, got None"),
         (lambda: fs.zero3(mesh, min_shard_elements=NAN), "expected min_shard_elements to be 0 or more, got nan"),
         (lambda: fs.zero3(None), "expected mesh to be a DeviceMesh or an Axis, got None"),

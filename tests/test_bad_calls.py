@@ -160,6 +160,7 @@ CALLS = {
     "sgd": lambda w: dict(lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0),
     "shard": lambda w: dict(full_tree=w.full, transform=fs.zero2(w.mesh)),
     "skip_nonfinite": lambda w: dict(tx=w.tx),
+    "own_dim": lambda w: dict(mesh=w.mesh, dim=0),
     "split_dim": lambda w: dict(mesh=w.mesh, dim=0),
     "unshard": lambda w: dict(tree=w.params),
     "update": lambda w: dict(tx=w.tx, state=w.state, grads=w.grads, donate=False),
@@ -334,7 +335,7 @@ ACCEPTED = (
     (
         "dims and places are compared when there is a tree",
         ("a number", "a negative number", "a huge number"),
-        "fully_shard.dim sgd.dampening split_dim.dim value_and_grad.argnums hybrid_shard.dim",
+        "fully_shard.dim own_dim.dim sgd.dampening split_dim.dim value_and_grad.argnums hybrid_shard.dim",
     ),
     ("places, or none", (*NUMBERS, "an empty list"), "jit.donate_argnums jit.static_argnums"),
     ("seeds and keys", ("a number", "a negative number"), "fold_in.key sample_ids.key"),

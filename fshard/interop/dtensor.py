@@ -73,7 +73,10 @@ def _from_dtensor(path: str, leaf: Any, strategy: Any, problems: list[Problem]) 
         local = pad(local, [n for size in reversed(missing) for n in (0, size)])
     # The layout is the DTensor's; how long the full tensor stays is for the strategy to say.
     own = laid_out(path, Spec(spec.shape), strategy, problems)
-    return Sharded(local, replace(spec, transform=strategy, reshard=own.reshard, model_dtypes=own.model_dtypes))
+    spec = replace(spec, transform=strategy, reshard=own.reshard, model_dtypes=own.model_dtypes, owned=own.owned)
+    whole = [axis.name for axis in own.owned if axis not in spec.partition_axes()]
+    problems += [Problem(path, f"Replicate over {whole}", "Shard where each rank owns its piece")] if whole else []
+    return Sharded(local, spec)
 
 
 def to_dtensor(tree: Tree, mesh: Mesh) -> Tree:

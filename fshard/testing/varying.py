@@ -148,7 +148,7 @@ def _gathered_over(node: Any, output: int) -> tuple[Axis, ...] | None:
     """Find the axes that `fs.gather` has gathered a leaf over; None for any other node."""
     for side in _maps(node):
         if "specs" in side.keywords:
-            return side.keywords["specs"][output].transform.axes
+            return side.keywords["specs"][output].scattered_axes
     return None
 
 

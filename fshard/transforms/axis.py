@@ -1,4 +1,4 @@
-"""Transforms over one mesh axis: fully_shard, replicate and split_dim."""
+"""Transforms over one mesh axis: fully_shard, replicate, split_dim and own_dim."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -181,8 +181,18 @@ def replicate(mesh: Mesh | Axis, *, algorithm: comm.Algorithm = "auto") -> Shard
 
 @dataclass(frozen=True)
 class _SplitDim(BuiltIn):
+    """Split leaves for good; `brings_data` says that batches are split over the axis too."""
+
     axis: Axis
     dim: int
+    brings_data: bool = False
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return (self.axis,) if self.brings_data else ()
+
+    def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
+        return grads
 
     def layout(self, spec: Spec) -> Spec:
         dims = len(spec.shape)
@@ -193,7 +203,7 @@ class _SplitDim(BuiltIn):
         if size % self.axis.size:
             needed = f"a multiple of {self.axis.size}, the size of {self.axis.name!r}"
             raise LayoutError(f"size {size} of dim {dim}", needed)
-        return spec.split(self.axis, dim)
+        return spec.split(self.axis, dim, owned=True)
 
 
 def split_dim(mesh: Mesh | Axis, *, dim: int) -> ShardTransform:
@@ -202,6 +212,7 @@ def split_dim(mesh: Mesh | Axis, *, dim: int) -> ShardTransform:
     Tensor parallelism in a composition: `compose(fully_shard(mesh["shard"]), split_dim(mesh["tp"], dim=0))` stores
     a leaf over both axes and gathers the first. The loss must agree between the ranks of the axis: partial results are
     summed by `psum_invariant`, and what agrees is handed to each rank's own piece by `pvary`, as Megatron's g and f.
+    Where ranks of the axis have batches of their own, take `own_dim`.
 
     Args:
         mesh: A mesh of one axis, such as mesh["tp"], or an Axis.
@@ -215,3 +226,27 @@ def split_dim(mesh: Mesh | Axis, *, dim: int) -> ShardTransform:
     """
     check_dim("split_dim", dim)
     return _SplitDim(axis_of(mesh), dim)
+
+
+def own_dim(mesh: Mesh | Axis, dim: int = 0) -> ShardTransform:
+    """Split a dim over a mesh axis whose ranks have batches of their own: each rank computes with its own piece.
+
+    Experts: a rank sends rows of its batch to the pieces that they need, by `all_to_all` or `ragged_all_to_all`, and
+    the transpose of that brings every rank's part of the gradient back, so that a piece's gradient is complete without
+    a sum. Losses differ between ranks of the axis and are reduced over it, so that other leaves must be summed there:
+    `masked(compose(fully_shard(mesh["shard"], dim=1), own_dim(mesh["expert"])), "*experts*",
+    otherwise=hybrid_shard(mesh, "shard", "expert"))`. Follows Shazeer et al., "Outrageously Large Neural Networks"
+    (2017), and Lepikhin et al., "GShard" (2020).
+
+    Args:
+        mesh: A mesh of one axis, such as mesh["expert"], or an Axis.
+        dim: The dim to split, which must be a multiple of the axis's size; may count from the end.
+
+    Returns:
+        The transform.
+
+    Raises:
+        ValueError: if the mesh has several axes; from shard, if a leaf's dim does not divide.
+    """
+    check_dim("own_dim", dim)
+    return _SplitDim(axis_of(mesh), dim, brings_data=True)

@@ -76,7 +76,11 @@ class ShardTransform:
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The mesh axes that gather or scatter communicate over."""
+        """The mesh axes that batches are split over: a gradient is the sum of those of their ranks.
+
+        Scatter sums over all of them but those that `layout` splits with `owned=True`: there the program brings each
+        piece its whole gradient. `Spec.roles` says what each axis is to a leaf.
+        """
         return ()
 
     @property

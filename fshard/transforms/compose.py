@@ -55,7 +55,7 @@ class _Composed(ShardTransform):
         for stage in reversed(self.stages):
             states.append(stage.init(grad))
             # What a stage scatters has the shape that the stages behind it have left.
-            spec = stage.layout(spec) if stage.axes else spec
+            spec = stage.layout(spec) if _sums(stage) else spec
             grad = grad.new_zeros(()).expand(spec.local_shape)
         return None if all(state is None for state in states) else tuple(reversed(states))
 
@@ -122,7 +122,11 @@ def _handed_over(tensors: Tensors, stream: torch.Stream) -> Tensors:
 
 
 def _communicates(stage: ShardTransform) -> bool:
-    return any(axis.size > 1 for axis in stage.axes)
+    return _sums(stage) and any(axis.size > 1 for axis in stage.axes)
+
+
+def _sums(stage: ShardTransform) -> bool:
+    return bool(stage.axes) and not isinstance(stage, _SplitDim)
 
 
 @dataclass(frozen=True)
@@ -201,16 +205,17 @@ def composed(
             f"compose: expected one transform for each axis, got two for the axes {twice}; drop one of the two"
         )
     for i, stage in enumerate(stages):
-        gathered = [axis.name for behind in stages[i + 1 :] for axis in behind.axes]
+        gathered = list(dict.fromkeys(axis.name for behind in stages[i + 1 :] for axis in summed_axes(behind)))
         for node in nodes(stage):
             if i and node.storage:
                 found = "expected offload first, as it says where shards are stored, got it behind others"
                 raise ValueError(f"compose: {found}")
             if gathered and isinstance(node, _SplitDim):
-                found = f"expected split_dim over {node.axis.name!r} behind what gathers over {gathered}"
+                name = "own_dim" if node.brings_data else "split_dim"
+                found = f"expected {name} over {node.axis.name!r} behind what gathers over {gathered}"
                 raise ValueError(f"compose: {found}, got it before")
-    inside = [stage for stage in stages if any(isinstance(node, _Composed) and node.reshard for node in nodes(stage))]
-    if len(policies) + len(inside) > 1:
+    strategies = [s for s in stages if any(isinstance(node, _Composed) and node.reshard for node in nodes(s))]
+    if len(policies) + len(strategies) > 1:
         found = "expected one strategy, which has the reshard policy, got two; take the other's parts by themselves"
         raise ValueError(f"compose: {found}")
     return _Composed(stages, *(policies[0] if policies else ()))
@@ -311,6 +316,16 @@ def layout_axes(transform: ShardTransform) -> tuple[Axis, ...]:
     return tuple(dict.fromkeys(axis for axes in held for axis in axes))
 
 
+def summed_axes(transform: ShardTransform) -> tuple[Axis, ...]:
+    """List the mesh axes that scatter sums over: those of `axes` that no part of the transform leaves alone."""
+
+    def own(node: ShardTransform) -> list[Axis]:
+        inner = {axis for part in parts(node) for axis in part.axes}
+        return [axis for axis in node.axes if axis not in inner] if _sums(node) else []
+
+    return tuple(dict.fromkeys(axis for node in nodes(transform) for axis in own(node)))
+
+
 def at(transform: ShardTransform, name: str) -> ShardTransform:
     """Choose the transform of one leaf.
 
@@ -382,7 +397,7 @@ def _dtype(transform: ShardTransform) -> torch.dtype | None:
     # Scatter runs from the last part to the first; a cast behind the reduction does not change its dtype.
     for part in reversed(parts(transform)):
         found = _dtype(part) or found
-        if part.axes:
+        if _sums(part):
             break
     return found
 
@@ -449,7 +464,8 @@ def pair(transform: ShardTransform, specs: Sequence[Spec]) -> tuple[LinearMap, L
         Functions of a tensor for each leaf; the second raises a ValueError where the transform has a state. Its keyword
         `summed_over` tells checks of a loss's graph that it sums gradients.
     """
-    scattered = partial(_scattered, transform=transform, specs=specs, summed_over=transform.axes)
+    summed_over = specs[0].scattered_axes if specs else transform.axes
+    scattered = partial(_scattered, transform=transform, specs=specs, summed_over=summed_over)
     return partial(transform.gather, specs=specs), scattered
 
 

@@ -127,6 +127,8 @@ def in_tree(spec: Spec, uneven: int = 0) -> Spec:
 def _in_tree(transform: ShardTransform, uneven: int) -> ShardTransform:
     if isinstance(transform, _Composed):
         return replace(transform, stages=tuple(_in_tree(stage, uneven) for stage in transform.stages))
+    if isinstance(transform, _SplitDim) and transform.brings_data:
+        raise LayoutError(f"own_dim over {transform.axis.name!r}", "gradients that are sums of ranks' microbatches")
     if type(transform) in (_Cast, _Offload, _SplitDim) or type(transform) is ShardTransform:
         return transform
     found: dict[type, Callable[..., ShardTransform]] = {_FullyShard: _ShardOfNodes, _Replicate: _ReplicateOfNodes}

@@ -2,9 +2,9 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -53,7 +53,11 @@ class Transform(Protocol):
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The mesh axes that it communicates over."""
+        """The mesh axes that batches are split over, and so gradients are summed over."""
+
+
+# What an axis is to a leaf: split over it and gathered, whole and its gradient summed, or split and computed with so.
+Role = Literal["gathered", "summed", "owned"]
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ class Spec:
         transform: The ShardTransform that gathers the leaf and scatters its gradient.
         reshard: How long the full tensor stays; None means a plain ReshardPolicy().
         model_dtypes: The dtypes of inputs and outputs of models that have the leaf.
+        owned: Of the axes that split a dim, those whose ranks compute with their own piece.
     """
 
     shape: tuple[int, ...]
@@ -120,6 +125,7 @@ class Spec:
     transform: Transform | None = None
     reshard: ReshardPolicy | None = None
     model_dtypes: ModelDtypes | None = None
+    owned: tuple[Axis, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -127,8 +133,8 @@ class Spec:
     @functools.cached_property
     def _hash(self) -> int:
         """Specs are looked up often, and what they hold is slow to hash."""
-        parts = self.shape, self.partition, self.axes, self.frozen, self.transform, self.reshard, self.model_dtypes
-        return hash(parts)
+        kept = self.reshard, self.model_dtypes, self.owned
+        return hash((self.shape, self.partition, self.axes, self.frozen, self.transform, *kept))
 
     @functools.cached_property
     def exact(self) -> Exact:
@@ -165,10 +171,24 @@ class Spec:
         return next(dims, None)
 
     @functools.cached_property
+    def roles(self) -> Mapping[Axis, Role]:
+        """What each axis is to the leaf; an axis that the leaf is whole on and nothing is summed over is left out."""
+        summed, split = self.transform.axes if self.transform else (), self.partition_axes()
+        return {
+            axis: "owned" if axis in self.owned or axis not in summed else "gathered" if axis in split else "summed"
+            for axis in (*summed, *split)
+        }
+
+    @functools.cached_property
+    def scattered_axes(self) -> tuple[Axis, ...]:
+        """The axes that the transform's scatter sums gradients over: all that they are reduced over but owned ones."""
+        return tuple(axis for axis, role in self.roles.items() if role != "owned")
+
+    @functools.cached_property
     def gathered_shape(self) -> tuple[int, ...]:
         """The shape that the transform gathers: the global one, but for dims split over axes that it leaves alone."""
-        gathered = self.transform.axes if self.transform else ()
-        kept = (math.prod(a.size for a in self.split_axes(d) if a not in gathered) for d in range(len(self.shape)))
+        owned = [axis for axis, role in self.roles.items() if role == "owned"]
+        kept = (math.prod(a.size for a in self.split_axes(d) if a in owned) for d in range(len(self.shape)))
         return tuple(-(-n // k) for n, k in zip(self.shape, kept, strict=True))
 
     def shared_out(self, dim: int, axis: Axis) -> int:
@@ -176,12 +196,22 @@ class Spec:
         axes = self.split_axes(dim)
         return -(-self.full_shape[dim] // math.prod(major.size for major in axes[: axes.index(axis)]))
 
-    def split(self, axis: Axis, dim: int) -> "Spec":
-        """Split `dim`, counted from the front, over `axis` as well, minor to the axes that split it already."""
+    def split(self, axis: Axis, dim: int, *, owned: bool = False) -> "Spec":
+        """Split `dim`, counted from the front, over `axis` as well, minor to the axes that split it already.
+
+        Args:
+            axis: The mesh axis.
+            dim: The dim.
+            owned: Whether each rank computes with its own piece, which is never gathered.
+
+        Returns:
+            The spec.
+        """
         entries = [self.partition.names(d) for d in range(max(len(self.partition), dim + 1))]
         entries[dim] = (*entries[dim], axis.name)
         partition = P(*(names if len(names) > 1 else names[0] if names else None for names in entries))
-        return replace(self, partition=partition).on(axis)
+        pieces = (*self.owned, axis) if owned else self.owned
+        return replace(self, partition=partition, owned=pieces).on(axis)
 
     def on(self, axis: Axis) -> "Spec":
         """Place the leaf on `axis` too, without splitting it."""

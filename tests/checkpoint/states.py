@@ -24,6 +24,9 @@ LAYOUTS = STRATEGIES | {
     "split for good": lambda on: fs.compose(
         fs.fully_shard(on.grid["shard"], min_shard_elements=0), fs.split_dim(on.grid["replicate"], dim=-1)
     ),
+    "owned": lambda on: fs.compose(
+        fs.fully_shard(on.grid["shard"], min_shard_elements=0), fs.own_dim(on.grid["replicate"], -1)
+    ),
     "on one axis of two": lambda on: fs.fully_shard(on.grid["shard"]),
 }
 
@@ -60,7 +63,7 @@ def unsigned():
 
 
 # Layouts that not every tree fits.
-CHOOSY = ("split for good", "masked")
+CHOOSY = ("split for good", "owned", "masked")
 ALL_TREES = TREES | {f.__name__: f for f in (exotic_dtypes, divisible, named_oddly, tied)}
 
 

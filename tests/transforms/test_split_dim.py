@@ -1,5 +1,6 @@
-"""split_dim: leaves that stay split over an axis, alone and as tensor parallelism next to fully_shard."""
+"""split_dim and own_dim: leaves that stay split over an axis, alone and next to fully_shard."""
 
+import itertools
 import math
 
 import pytest
@@ -39,13 +40,15 @@ DTYPES = (torch.float64, torch.bfloat16, torch.complex64, torch.int32, torch.boo
 def test_pieces_round_trips_and_adjoint(world_size):
     mesh, line = grid(world_size), fs.fully_shard(one_axis())
     shard, tp = fs.axis_of(mesh, "shard"), fs.axis_of(mesh, "tp")
-    for case in CASES:
+    for case, split in itertools.product(CASES, (fs.split_dim, fs.own_dim)):
         shape, kept, gathered = case
-        transform = fs.compose(fs.fully_shard(shard, dim=gathered), fs.split_dim(tp, dim=kept))
+        transform = fs.compose(fs.fully_shard(shard, dim=gathered), split(tp, dim=kept))
+        assert transform.axes == ((shard, tp) if split is fs.own_dim else (shard,))
         for dtype in DTYPES if case in CASES[:2] else DTYPES[:1]:
             full = {"w": leaf(case, dtype)}
             params = fs.shard(full, transform)
             spec = params["w"].spec
+            assert (spec.roles, spec.scattered_axes) == ({shard: "gathered", tp: "owned"}, (shard,))
             kept_dim, gathered_dim = kept % len(shape), gathered % len(shape)
             names = [None] * (max(kept_dim, gathered_dim) + 1)
             names[gathered_dim] = "shard"
@@ -72,15 +75,15 @@ def test_alone_it_keeps_pieces_and_communicates_nothing():
     full = {"w": normal()(4, 6), "special": exotic_dtypes()["special"][1:]}
 
     def program():
-        transform = fs.split_dim(one_axis(), dim=-1)
-        params = fs.shard(full, transform)
-        with fs.comm.record() as record:
-            pieces = fs.gather(params)
-            grads = fs.scatter_grads(pieces, like=params)
-        assert list(record) == []
-        rank = my_rank()
-        assert_same_bits(pieces, {name: leaf.chunk(2, -1)[rank] for name, leaf in full.items()})
-        assert_same_bits(fs.unshard(grads), full)
+        for split in (fs.split_dim, fs.own_dim):
+            params = fs.shard(full, split(one_axis(), dim=-1))
+            with fs.comm.record() as record:
+                pieces = fs.gather(params)
+                grads = fs.scatter_grads(pieces, like=params, reduce="sum")
+            assert [entry for entry in record if split is fs.split_dim or entry.label != fs.comm.Verb.AGREE] == []
+            rank = my_rank()
+            assert_same_bits(pieces, {name: leaf.chunk(2, -1)[rank] for name, leaf in full.items()})
+            assert_same_bits(fs.unshard(grads), full)
 
     spmd(program, 2)
 
@@ -129,6 +132,12 @@ BAD = [
         "before what gathers",
         lambda world: fs.compose(fs.split_dim(world.grid["shard"], dim=0), fs.ddp(world.grid, "replicate")),
         "compose: expected split_dim over 'shard' behind what gathers over ['replicate'], got it before",
+        lambda world: world,
+    ),
+    setup(
+        "owned before what gathers",
+        lambda world: fs.compose(fs.own_dim(world.grid["shard"]), fs.ddp(world.grid, "replicate")),
+        "compose: expected own_dim over 'shard' behind what gathers over ['replicate'], got it before",
         lambda world: world,
     ),
     setup(

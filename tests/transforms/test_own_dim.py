@@ -1,0 +1,243 @@
+"""own_dim in training: experts that ranks of an axis own, next to every other role, are one process's training."""
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard.testing import RankError, assert_trees_close, check_varying, spmd
+from fshard.tree import flatten, is_sharded
+from tests.plan.test_record import assert_exact
+from tests.ranks import on_ranks
+from tests.trees import assert_same_bits, normal
+
+EXPERTS, WIDTH, HIDDEN, ROWS, STEPS = 4, 6, 5, 64, 2
+
+
+def initial():
+    draw = normal(3)
+    experts = {"up": draw(EXPERTS, WIDTH, HIDDEN) / 2, "down": draw(EXPERTS, HIDDEN, WIDTH) / 2}
+    return {"experts": experts, "mix": draw(WIDTH, WIDTH) / 2, "bias": draw(WIDTH)}
+
+
+def batches():
+    draw = normal(4)
+    return [(draw(ROWS, WIDTH), draw(ROWS, WIDTH)) for _ in range(STEPS)]
+
+
+def loss_fn(params, x, y, axis=None):
+    """Row i goes to expert i % EXPERTS, on the rank of `axis` that owns it; without an axis here."""
+    full = fs.gather(params)
+    rows = torch.tanh(x @ full["mix"] + full["bias"]).unflatten(0, (-1, EXPERTS)).transpose(0, 1)
+    rows = rows if axis is None else fs.all_to_all(rows, axis, 0, 1)
+    rows = torch.tanh(rows @ full["experts"]["up"]) @ full["experts"]["down"]
+    rows = rows if axis is None else fs.all_to_all(rows, axis, 1, 0)
+    return (rows.transpose(0, 1).flatten(0, 1) - y).square().sum(1).mean()
+
+
+def grid(shard, expert):
+    return fs.init_mesh({"shard": shard, "expert": expert}, device="cpu")
+
+
+def layout(mesh, rest, own):
+    return fs.masked(fs.compose(own, fs.own_dim(mesh["expert"])), "experts.*", otherwise=rest)
+
+
+def whole(mesh):
+    return fs.compose(fs.replicate(mesh["shard"]), fs.replicate(mesh["expert"]))
+
+
+STRATEGIES = {
+    "inside, by the same dim": lambda m: fs.zero3(
+        m, layout=layout(m, fs.hybrid_shard(m, "shard", "expert"), fs.fully_shard(m["shard"]))
+    ),
+    "inside, by another dim": lambda m: fs.zero3(
+        m, layout=layout(m, fs.hybrid_shard(m, "expert", "shard"), fs.fully_shard(m["shard"], dim=1)), merge_bytes=0
+    ),
+    "beside": lambda m: fs.zero3(m, layout=layout(m, fs.hybrid_shard(m, "shard", "expert"), fs.replicate(m["shard"]))),
+    "of ddp": lambda m: layout(m, whole(m), fs.replicate(m["shard"])),
+    "in another dtype": lambda m: fs.zero3(
+        m, layout=layout(m, whole(m), fs.fully_shard(m["shard"], dim=-1)), reduce_dtype=torch.float64
+    ),
+}
+OPTIMIZERS = {
+    "clipped AdamW": lambda: fs.chain(fs.clip_by_global_norm(0.1), fs.adamw(0.01, eps=1e-3)),
+    "Adafactor": lambda: fs.adafactor(0.01),
+}
+
+
+def one_process(optimizer):
+    tx, losses = OPTIMIZERS[optimizer](), []
+    state = fs.TrainState.create(initial(), tx)
+    for batch in batches():
+        grads, loss = torch.func.grad_and_value(loss_fn)(state.params, *batch)
+        state = fs.update(tx, state, grads)
+        losses.append(loss)
+    return torch.stack(losses), state.params
+
+
+def cut(batch, axes):
+    """This rank's rows, a whole number of rounds over the experts."""
+    for axis in axes:
+        batch = [tensor.chunk(axis.size)[fs.comm.rank(axis)] for tensor in batch]
+    return batch
+
+
+def in_one_call(tx, axis):
+    def step(state, x, y):
+        loss, grads = fs.value_and_grad(loss_fn)(state.params, x, y, axis)
+        return fs.update(tx, state, grads), loss
+
+    return step
+
+
+def with_four_verbs(tx, axis):
+    def step(state, x, y):
+        grads, loss = torch.func.grad_and_value(loss_fn)(fs.gather(state.params), x, y, axis)
+        grads = fs.scatter_grads(grads, like=state.params)
+        return fs.update(tx, state, grads), fs.objective(loss, like=state.params)
+
+    return step
+
+
+def in_halves(tx, axis):
+    def step(state, x, y):
+        loss = lambda params, batch: loss_fn(params, *batch, axis)  # noqa: E731
+        halves = list(zip(x.chunk(2), y.chunk(2), strict=True))
+        loss, grads = fs.accumulate(loss, communicate="once")(state.params, halves)
+        return fs.update(tx, state, grads), loss
+
+    return step
+
+
+def train(mesh, strategy, optimizer, *steps):
+    """Losses and parameters of two spellings of the step, which agree in every bit, or of other ones."""
+    axes, runs, start = [fs.axis_of(mesh, name) for name in ("shard", "expert")], [], fs.shard(initial(), strategy)
+    tx = OPTIMIZERS[optimizer]()
+    for make in steps or (in_one_call, with_four_verbs):
+        step = make(tx, axes[1])
+        state, losses = fs.TrainState.create(start, tx), []
+        for batch in batches():
+            state, loss = step(state, *cut(batch, axes))
+            losses.append(loss)
+        runs.append((torch.stack(losses), fs.unshard(state.params)))
+    specs = {leaf.spec for leaf in flatten(state.opt_state).leaves if is_sharded(leaf)}
+    assert optimizer == "Adafactor" or specs == {leaf.spec for leaf in flatten(start).leaves}
+    return runs
+
+
+GRIDS = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 4: [(2, 2), (1, 4)], 8: [(2, 4), (4, 2)]}
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@on_ranks(1, 2, 4, 8, "2 processes")
+def test_training_is_that_of_one_process(optimizer, world_size):
+    expected = one_process(optimizer)
+    for sizes in GRIDS[world_size]:
+        mesh = grid(*sizes)
+        for make in list(STRATEGIES.values())[: None if sizes == (2, 2) else 2]:
+            found, other = train(mesh, make(mesh), optimizer)
+            assert_trees_close(found, expected, rtol=0, atol=1e-12)
+            assert_same_bits(other, found)
+
+
+@on_ranks(2)
+def test_jit_has_the_same_bits_and_microbatches_the_same_sums():
+    mesh, optimizer = grid(1, 2), "clipped AdamW"
+    strategy = STRATEGIES["inside, by another dim"](mesh)
+    jitted, eager, halves = train(mesh, strategy, optimizer, lambda *a: fs.jit(in_one_call(*a)), in_one_call, in_halves)
+    assert_same_bits(jitted, eager)
+    assert_trees_close(halves, one_process(optimizer), rtol=0, atol=1e-12)
+
+
+@on_ranks(4)
+def test_each_role_moves_its_own_bytes():
+    """An owned leaf is gathered and reduced over "shard" alone, and nothing of it travels over "expert"."""
+    mesh = grid(2, 2)
+    shard, expert = fs.axis_of(mesh, "shard"), fs.axis_of(mesh, "expert")
+    params = fs.shard(initial(), STRATEGIES["inside, by another dim"](mesh))
+    spec = params["experts"]["up"].spec
+    assert spec.roles == {shard: "gathered", expert: "owned"}
+    assert spec.gathered_shape == (EXPERTS // 2, WIDTH, HIDDEN)
+    assert params["mix"].spec.roles == {expert: "gathered", shard: "summed"}
+    batch = cut(batches()[0], (shard, expert))
+    check_varying(loss_fn, params, *batch, expert)
+    with fs.comm.record() as record:
+        fs.value_and_grad(loss_fn)(params, *batch, expert)
+    sent = {
+        axis: {
+            label: sum(e.sent for e in record if e.axis == axis and e.label == label and not e.scalar)
+            for label in ("gather", "scatter")
+        }
+        for axis in ("shard", "expert")
+    }
+    # Dim 1 of "down" is padded by one; the only unit is not gathered again.
+    inside = EXPERTS // 2 * WIDTH * (HIDDEN + HIDDEN + 1) * 8
+    rest = (WIDTH * WIDTH + WIDTH) * 8
+    # Each halved by a ring of two; a piece of `rest` is summed over "shard", there and back.
+    assert sent["shard"] == {"gather": inside // 2, "scatter": inside // 2 + rest // 2}
+    assert sent["expert"] == {"gather": rest // 2, "scatter": rest // 2}
+
+
+@on_ranks(4)
+def test_an_expert_that_no_rank_used_has_no_gradient_and_one_that_some_rank_used_has_zeros():
+    mesh = grid(2, 2)
+    shard, expert = fs.axis_of(mesh, "shard"), fs.axis_of(mesh, "expert")
+    params = fs.shard(initial(), STRATEGIES["inside, by the same dim"](mesh))
+    first = fs.comm.rank(shard) == fs.comm.rank(expert) == 0
+
+    def loss(params):
+        full = fs.gather(params)
+        return (full["experts"]["up"] ** 2).sum() + full["mix"].sum() if first else full["mix"].sum()
+
+    _, grads = fs.value_and_grad(loss, reduce="sum")(params)
+    assert grads["experts"]["down"] is None
+    assert grads["bias"] is None
+    up = initial()["experts"]["up"]
+    owned = torch.arange(EXPERTS)[:, None, None] < EXPERTS // 2
+    assert_same_bits(fs.unshard(grads["experts"]["up"]), torch.where(owned, 2 * up, 0.0))
+
+
+@on_ranks(4)
+def test_layouts_round_trip():
+    mesh = grid(2, 2)
+    full, line = initial(), fs.zero2(fs.init_mesh({"shard": -1}, device="cpu"), min_shard_elements=0)
+    for make in STRATEGIES.values():
+        params = fs.shard(full, make(mesh))
+        assert_same_bits(fs.unshard(params), full)
+        moved = fs.reshard(params, line)
+        assert_same_bits(fs.unshard(moved), full)
+        assert_same_bits(fs.tree_leaves(fs.reshard(moved, make(mesh))), fs.tree_leaves(params))
+
+
+def test_wrong_uses_are_refused():
+    def program(forget, **options):
+        mesh = grid(1, 2)
+        axis = fs.axis_of(mesh, "expert")
+        rest = fs.fully_shard(mesh["shard"]) if forget else fs.hybrid_shard(mesh, "shard", "expert")
+        params = fs.shard(initial(), layout(mesh, rest, fs.fully_shard(mesh["shard"])))
+        fs.value_and_grad(lambda p: loss_fn(p, *batches()[0], axis), **options)(params)
+
+    with pytest.raises(RankError, match=r"masked: expected other leaves to be reduced over the axes"):
+        spmd(lambda: program(True), 2)
+    with pytest.raises(RankError) as caught:
+        spmd(lambda: program(False, sums="tree"), 2)
+    assert str(caught.value.__cause__) == (
+        "value_and_grad: a transform has other bits at another number of ranks\n"
+        "  ['experts']['down']: expected gradients that are sums of ranks' microbatches, got own_dim over 'expert'\n"
+        "  ['experts']['up']: expected gradients that are sums of ranks' microbatches, got own_dim over 'expert'\n"
+        'To fix: take a strategy without it, or leave out sums="tree".'
+    )
+
+
+def test_the_plan_is_the_recorded_step():
+    def make(mesh):
+        state = fs.TrainState.create(fs.shard(initial(), STRATEGIES["inside, by the same dim"](mesh)), fs.adamw(0.1))
+        return state, (*[torch.ones(8, WIDTH, dtype=torch.float64)] * 2,)
+
+    def step(state, x, y):
+        axis = state.params["experts"]["up"].spec.owned[0]
+        loss, grads = fs.value_and_grad(loss_fn)(state.params, x, y, axis)
+        return fs.update(fs.adamw(0.1), state, grads), loss
+
+    assert_exact(lambda mesh: (step, *make(mesh)), {"shard": 2, "expert": 2})
