@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import comm
-from fshard.checks import check_leaves
-from fshard.optim.leaves import check_optimizer, check_state, partition_axes
+from fshard.optim.leaves import check_optimizer, check_state
 from fshard.shard import local_piece, unshard
 from fshard.tree import (
     Axis,
-    Flat,
     Sharded,
     Spec,
     Tree,
@@ -44,8 +42,9 @@ def whole(tx: Optimizer) -> Optimizer:
 
     The shards of a leaf, of its gradient and of its state go to the rank that owns it, which steps it, and come back.
     Owners are chosen so that the work is balanced. A leaf of n bytes whose state has s bytes moves 3n + 2s bytes in
-    all, of which each of N ranks sends an Nth. Between updates everything is sharded; leaves that are whole already are
-    stepped by every rank. Follows the distributed Shampoo of Shi et al. (2023) and Liu et al., "Muon is Scalable for
+    all, of which each of N ranks sends an Nth; where it is split over several axes, it travels over one after another,
+    minor ones first. Between updates everything is sharded; leaves that are whole already are stepped by every rank.
+    Follows the distributed Shampoo of Shi et al. (2023) and Liu et al., "Muon is Scalable for
     LLM Training" (2025).
 
     Args:
@@ -55,13 +54,12 @@ def whole(tx: Optimizer) -> Optimizer:
         The optimizer.
 
     Raises:
-        ValueError: if `tx` is no optimizer; from init, if a leaf is split over several axes.
+        ValueError: if `tx` is no optimizer.
     """
     check_optimizer("whole", tx, "fs.from_torch(torch.optim.Muon)")
 
     def init(params: Tree) -> WholeState:
         flat = flatten(params)
-        _split_axis(flat)
         states = []
         for leaf in filter(is_trained, flat.leaves):
             # One leaf at a time is whole, on every rank, because a state may start from its values.
@@ -72,8 +70,8 @@ def whole(tx: Optimizer) -> Optimizer:
     def update(grads: Tree, state: WholeState, params: Tree) -> tuple[Tree, WholeState]:
         check_state("whole", state, WholeState)
         flat = flatten(params)
-        axis = _split_axis(flat)
-        leaves, states, travelling = list(flat.leaves), list(state.leaves), []
+        leaves, states = list(flat.leaves), list(state.leaves)
+        travelling: dict[tuple[Axis, ...], list[tuple[int, int, Any]]] = {}
         trained = [(i, grad) for i, grad in enumerate(leaves_of(grads)) if is_trained(leaves[i])]
         for n, (i, grad) in enumerate(trained):
             leaf = leaves[i]
@@ -81,14 +79,15 @@ def whole(tx: Optimizer) -> Optimizer:
                 # The update counts, and a leaf may have an average; neither looks across elements.
                 new, states[n] = tx.update({"leaf": None}, states[n], {"leaf": leaf})
                 leaves[i] = new["leaf"]
-            elif partition_axes(leaf):
-                travelling.append((n, i, grad))
+            elif axes := _route(leaf):
+                travelling.setdefault(axes, []).append((n, i, grad))
             else:
                 new, states[n] = tx.update({"leaf": _full(grad)}, states[n], {"leaf": _full(leaf)})
                 leaves[i] = like(leaf, new["leaf"].reshape(tensor_of(leaf).shape))
-        if axis is not None:
-            done = _step_at_owners(tx, axis, [(grad, leaves[i], states[n]) for n, i, grad in travelling])
-            for (n, i, _), (leaf, kept) in zip(travelling, done, strict=True):
+        for axes, rows in travelling.items():
+            comm.same_call("update", axes)
+            done = _step_at_owners(tx, axes, [(grad, leaves[i], states[n]) for n, i, grad in rows])
+            for (n, i, _), (leaf, kept) in zip(rows, done, strict=True):
                 leaves[i], states[n] = leaf, kept
         return unflatten(flat.treedef, leaves), WholeState(tuple(states))
 
@@ -100,44 +99,42 @@ def _full(leaf: Any) -> torch.Tensor:
     return leaf.local.reshape(leaf.spec.shape) if is_sharded(leaf) else leaf
 
 
-def _split_axis(flat: Flat) -> Axis | None:
-    """Return the one axis that leaves are split over, None where all are whole, and refuse several."""
-    split = [partition_axes(leaf) for leaf in flat.leaves if is_trained(leaf)]
-    needed = next((axis for axes in split for axis in axes), None)
-
-    def misfit(leaf: Any) -> tuple[str, str] | None:
-        axes = partition_axes(leaf) if is_trained(leaf) else ()
-        if needed is None or axes in ((), (needed,)):
-            return None
-        return f"a split over {[axis.name for axis in axes]}", f"a split over {needed.name!r} alone"
-
-    remedy = "split these leaves over one axis, or keep them out by fs.partition"
-    check_leaves("whole: leaves cannot be sent to an owner", flat, misfit, remedy)
-    return needed
+def _route(leaf: Any) -> tuple[Axis, ...]:
+    """List the axes over which the pieces of a leaf are put together, minor ones of a dim first."""
+    dims = range(len(leaf.spec.partition)) if is_sharded(leaf) else ()
+    return tuple(axis for dim in dims for axis in reversed(leaf.spec.split_axes(dim)) if axis.size > 1)
 
 
 def _cut(value: Any, leaf: Any) -> Any:
     """Cut this rank's piece of a part of a leaf's state: as the leaf is split where it is like it, else along dim 0."""
-    axes = partition_axes(leaf)
+    axes = _route(leaf)
     if not axes or not isinstance(value, torch.Tensor) or not value.dim():
         return value
-    same = value.shape == leaf.spec.shape
-    spec = leaf.spec if same else Spec(tuple(value.shape), transform=leaf.spec.transform).split(axes[0], 0)
+    spec = leaf.spec
+    if value.shape != spec.shape:
+        spec = Spec(tuple(value.shape), transform=spec.transform)
+        for axis in reversed(axes):
+            spec = spec.split(axis, 0, owned=axis in leaf.spec.owned)
     return Sharded(local_piece(value, spec), spec)
 
 
-def _step_at_owners(tx: Optimizer, axis: Axis, rows: Sequence[tuple[Any, Any, Tree]]) -> list[Tree]:
-    """Step leaves at their owners: three exchanges, of shards there and back, and of single numbers.
+Row = tuple[Any, Any, Tree]  # a leaf's gradient, the leaf, and its state
+
+
+def _step_at_owners(tx: Optimizer, axes: Sequence[Axis], rows: Sequence[Row]) -> list[Tree]:
+    """Step leaves at their owners: for each axis three exchanges, of shards there and back, and of single numbers.
 
     Args:
         tx: The optimizer.
-        axis: The axis that the leaves are split over.
-        rows: Each leaf's gradient, the leaf and its state.
+        axes: The axes that the leaves are still split over, in the order in which pieces are put together.
+        rows: The leaves, as Sharded ones of those axes.
 
     Returns:
         Each leaf with its state afterwards.
     """
-    comm.same_call("update", (axis,))
+    if not axes:
+        return [_stepped(tx, *row) for row in rows]
+    axis, *rest = axes
     owners = assign([flops_of(leaf.spec.shape) for _, leaf, _ in rows], axis.size)
     owned = [[m for m, owner in enumerate(owners) if owner == rank] for rank in range(axis.size)]
     mine = owned[comm.rank(axis)]
@@ -153,16 +150,17 @@ def _step_at_owners(tx: Optimizer, axis: Axis, rows: Sequence[tuple[Any, Any, Tr
         [[t for m in some for t in there[m]] for some in owned], [[t for m in mine for t in there[m]]] * axis.size
     )
     pieces = zip(*received, strict=True)
+    gathered: list[Row] = []
+    for m in mine:
+        grad = _joined(next(pieces), rows[m][1], axis)
+        values = [_joined(next(pieces), v, axis) if is_sharded(v) else v for v in flats[m].leaves]
+        gathered.append((grad, *unflatten(flats[m].treedef, values)))
     cut: list[Sequence[torch.Tensor]] = []
     counted: list[torch.Tensor] = []
-    for m in mine:
-        grad = _joined(next(pieces), rows[m][1].spec, axis)
-        values = [_joined(next(pieces), v.spec, axis) if is_sharded(v) else v for v in flats[m].leaves]
-        full, kept = unflatten(flats[m].treedef, values)
-        new, after = tx.update({"leaf": grad}, kept, {"leaf": full})
-        for old, value in zip(flats[m].leaves, leaves_of((new["leaf"], after)), strict=True):
+    for m, done in zip(mine, _step_at_owners(tx, rest, gathered), strict=True):
+        for old, value in zip(flats[m].leaves, flatten(done).leaves, strict=True):
             if is_sharded(old):
-                cut.append(_pieces(value, old.spec, axis))
+                cut.append(_pieces(value.local, old, axis))
             elif old is not None:
                 counted.append(torch.as_tensor(value))
     locals_of = [[value.local for m in some for value in shards[m]] for some in owned]
@@ -185,6 +183,21 @@ def _step_at_owners(tx: Optimizer, axis: Axis, rows: Sequence[tuple[Any, Any, Tr
     ]
 
 
+def _stepped(tx: Optimizer, grad: Any, leaf: Any, kept: Tree) -> Tree:
+    """Step a leaf whose pieces are all here."""
+    flat = flatten((leaf, kept))
+    full, values = unflatten(flat.treedef, [_full(value) if is_sharded(value) else value for value in flat.leaves])
+    new, after = tx.update({"leaf": _full(grad)}, values, {"leaf": full})
+    stepped = leaves_of((new["leaf"], after))
+    return unflatten(
+        flat.treedef,
+        [
+            Sharded(v.reshape(o.local.shape), o.spec) if is_sharded(o) else v
+            for o, v in zip(flat.leaves, stepped, strict=True)
+        ],
+    )
+
+
 def assign(costs: Sequence[float], ranks: int) -> list[int]:
     """Give each piece of work to a rank, so that the rank with most has little more than the others.
 
@@ -205,21 +218,21 @@ def assign(costs: Sequence[float], ranks: int) -> list[int]:
     return owners
 
 
-def _joined(pieces: Sequence[torch.Tensor], spec: Spec, axis: Axis) -> torch.Tensor:
-    dim = spec.dim_of(axis)
+def _joined(pieces: Sequence[torch.Tensor], shard: Sharded, axis: Axis) -> Sharded:
+    """Put the pieces of an axis's ranks together; other axes may still split the result."""
+    dim = shard.spec.dim_of(axis)
     assert dim is not None
-    full = torch.cat(list(pieces), dim).narrow(dim, 0, spec.full_shape[dim])
-    return full.reshape(spec.shape).contiguous()
+    joined = torch.cat(list(pieces), dim).narrow(dim, 0, shard.spec.shared_out(dim, axis))
+    return Sharded(joined.contiguous(), shard.spec)
 
 
-def _pieces(full: torch.Tensor, spec: Spec, axis: Axis) -> Sequence[torch.Tensor]:
-    dim = spec.dim_of(axis)
+def _pieces(joined: torch.Tensor, shard: Sharded, axis: Axis) -> Sequence[torch.Tensor]:
+    """Cut what `_joined` put together, and pad it at the end."""
+    dim = shard.spec.dim_of(axis)
     assert dim is not None
-    full = full.reshape(spec.full_shape)
-    missing = spec.padded_shape[dim] - full.shape[dim]
-    padded = torch.nn.functional.pad(full, (0, 0) * (full.dim() - dim - 1) + (0, missing)) if missing else full
-    size = spec.local_shape[dim]
-    return [padded.narrow(dim, rank * size, size) for rank in range(axis.size)]
+    missing = shard.local.shape[dim] * axis.size - joined.shape[dim]
+    padded = torch.nn.functional.pad(joined, (0, 0) * (joined.dim() - dim - 1) + (0, missing)) if missing else joined
+    return padded.chunk(axis.size, dim) if padded.shape[dim] else [padded] * axis.size
 
 
 def flops_of(shape: Sequence[int]) -> float:

@@ -35,13 +35,11 @@ class Row(NamedTuple):
         donated: Whether a donated update writes its parameters and state in place.
         rounds: How many additions each number in an update depends on that ranks may do in another order; 0 where a
             sharded update has the dense one's bits.
-        axes: Over how many axes it lets one leaf be split.
     """
 
     make: Any
     donated: bool = False
     rounds: int = 0
-    axes: int = 2
 
 
 def from_torch(cls=optim.AdamW, **hyper):
@@ -87,10 +85,10 @@ TABLE = {
     # It hands its gradients over, and collects the next ones elsewhere.
     "every_k": Row(lambda: fs.every_k(from_torch(), 2)),
     "ema": Row(lambda: fs.ema(from_torch(), 0.9), donated=True),
-    "whole": Row(lambda: fs.whole(fs.adam(0.1)), axes=1),
+    "whole": Row(lambda: fs.whole(fs.adam(0.1))),
     # Adafactor cannot step a leaf without elements.
-    "whole Adafactor": Row(lambda: fs.masked(fs.whole(from_torch(optim.Adafactor)), lambda n: n != "empty"), axes=1),
-    "whole Muon": Row(lambda: with_matrices(fs.whole(from_torch(optim.Muon))), axes=1),
+    "whole Adafactor": Row(lambda: fs.masked(fs.whole(from_torch(optim.Adafactor)), lambda n: n != "empty")),
+    "whole Muon": Row(lambda: with_matrices(fs.whole(from_torch(optim.Muon)))),
 }
 
 
@@ -148,10 +146,7 @@ def test_sharded_is_dense(name, world_size):
         found = {}
         for strategy, make in STRATEGIES.items():
             transform = make(meshes())
-            params, grads = on_shards(transform)
-            split = max(len(leaf.spec.partition_axes()) for leaf in flatten(params).leaves)
-            if row.axes >= min(split, world_size):
-                found[strategy] = fs.unshard(run(row.make(), params, grads)[0])
+            found[strategy] = fs.unshard(run(row.make(), *on_shards(transform))[0])
         return found
 
     for found in spmd(program, world_size):

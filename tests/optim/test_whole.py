@@ -140,20 +140,40 @@ def test_between_updates_everything_is_sharded():
     assert sorted(spmd(program, 2)[0]) == sorted(expected)
 
 
-def test_a_leaf_over_several_axes_is_refused():
-    def program():
-        mesh = fs.init_mesh({"replicate": 2, "shard": -1}, device="cpu")
-        strategy = fs.compose(fs.fully_shard(mesh["replicate"]), fs.fully_shard(mesh["shard"], dim=1))
-        with pytest.raises(ValueError, match="whole") as caught:
-            fs.whole(fs.adam(0.1)).init(fs.shard({"w": torch.ones(4, 4)}, strategy))
-        return str(caught.value)
+@pytest.mark.rows(1)
+@pytest.mark.parametrize(("name", "world_size"), [("Muon", 4), ("Shampoo", 4), ("Adafactor", 6), ("AdamW", 8)])
+def test_leaves_over_several_axes_travel_over_one_after_another(name, world_size):
+    cls, hyper = CLASSES[name]
+    expected = stateful(cls, hyper)
+    # There, back and counts, over each axis of each way to put leaves together.
+    exchanges = {"rows": 3, "columns": 3, "two dims": 6, "one dim": 6, "owned": 3 + 6}
 
-    expected = (
-        "whole: leaves cannot be sent to an owner\n"
-        "  ['w']: expected a split over 'replicate' alone, got a split over ['replicate', 'shard']\n"
-        "To fix: split these leaves over one axis, or keep them out by fs.partition."
-    )
-    assert spmd(program, 4) == [expected] * 4
+    def program():
+        mesh = fs.init_mesh({"tp": 2, "shard": -1}, device="cpu")
+        line = one_axis()
+        layouts = {
+            "rows": fs.fully_shard(line),
+            "columns": fs.fully_shard(line, dim=1),
+            "two dims": fs.compose(fs.fully_shard(mesh["tp"], dim=1), fs.fully_shard(mesh["shard"])),
+            "one dim": fs.compose(fs.fully_shard(mesh["tp"]), fs.fully_shard(mesh["shard"])),
+            "owned": fs.masked(
+                fs.compose(fs.fully_shard(mesh["shard"], dim=1), fs.own_dim(mesh["tp"])),
+                "square",
+                otherwise=fs.hybrid_shard(mesh, "shard", "tp"),
+            ),
+        }
+        for layout, strategy in layouts.items():
+            tx = fs.whole(fs.from_torch(cls, **hyper))
+            state = fs.TrainState.create(fs.shard(tree(0), strategy), tx)
+            for step in range(1, STEPS + 1):
+                with fs.comm.record() as record:
+                    state = fs.update(tx, state, fs.shard(tree(step), strategy))
+            assert_same_bits(fs.unshard(state.params), expected)
+            assert len([entry for entry in record if entry.label == "whole"]) == exchanges[layout]
+            local = [leaf for leaf in flatten(state.opt_state).leaves if is_sharded(leaf)]
+            assert all(leaf.local.shape == leaf.spec.local_shape for leaf in local)
+
+    spmd(program, world_size)
 
 
 def test_bad_arguments_are_refused():
