@@ -41,6 +41,7 @@ from fshard.optim.scale import (
 from fshard.optim.schedules import from_torch_scheduler
 from fshard.optim.whole import whole
 from fshard.optim.wrappers import dynamic_loss_scale, ema, every_k, freeze, masked, partition, skip_nonfinite
+from fshard.parallel.pipeline import pipeline
 from fshard.plan import plan
 from fshard.random import fold_in
 from fshard.remat import remat
@@ -135,6 +136,7 @@ __all__ = [
     "offload",
     "own_dim",
     "partition",
+    "pipeline",
     "plan",
     "pmax",
     "pmean",

@@ -178,6 +178,16 @@ CALLS = {
     ),
     "make_graph": lambda w: dict(f=loss),
     "offload": lambda w: dict(device="cpu"),
+    "pipeline": lambda w: dict(
+        stage_fn=lambda p, h: h,
+        axis=w.axis,
+        microbatches=2,
+        last=lambda p, h: h.sum(),
+        first=None,
+        schedule="interleaved",
+        virtual_stages=2,
+        reduce="mean",
+    ),
     "plan": lambda w: dict(step=step, state=w.state, mesh={"shard": 2}, rank=0, backend="gloo", rates=Rates()),
     "remat": lambda w: dict(f=loss),
     "sync_buffers": lambda w: dict(buffers={"b": torch.ones(2)}, like=w.params, by="mean"),
@@ -295,7 +305,8 @@ ACCEPTED = (
         "clip_by_norm.p clip_by_value.max_value dynamic_loss_scale.init_scale dynamic_loss_scale.growth_factor "
         "dynamic_loss_scale.growth_interval every_k.k from_torch_scheduler.lr from_torch_scheduler.momentum "
         "fully_shard.min_shard_elements lamb.eps lamb.weight_decay lars.momentum lars.weight_decay lars.eps "
-        "lars.trust_coefficient quantize.block scale_by_adam.eps scale_by_trust_ratio.trust_coefficient "
+        "lars.trust_coefficient pipeline.microbatches pipeline.virtual_stages quantize.block scale_by_adam.eps "
+        "scale_by_trust_ratio.trust_coefficient "
         "scale_by_trust_ratio.eps sgd.momentum sgd.weight_decay zero1.min_shard_elements "
         "zero2.min_shard_elements zero3.prefetch zero3.merge_bytes zero3.min_shard_elements hsdp.min_shard_elements "
         "hybrid_shard.min_shard_elements checkpoint.Manager.timeout checkpoint.Manager.every checkpoint.save.timeout "
@@ -345,6 +356,8 @@ ACCEPTED = (
     ("seeds and keys", ("None", "a number", "a negative number", "a tensor of integers"), "TrainState.create.key"),
     ("seeds and keys", ("None", "a number", "a negative number"), "model.init.seed"),
     ("functions", ("a class", "a module"), "accumulate.f jit.backend value_and_grad.f make_graph.f remat.f"),
+    ("functions", ("a class", "a module"), "pipeline.stage_fn pipeline.last"),
+    ("functions, or none", ("None", "a class", "a module"), "pipeline.first"),
     ("functions", ("a class",), "testing.spmd.f"),
     ("functions; None makes a decorator", ("None", "a class", "a module"), "jit.f"),
     ("masks: patterns, and functions of a name", MASKS, "freeze.mask masked.mask zero3.regather"),

@@ -1,0 +1,441 @@
+"""Pipelines hold to a dense computation: loss, gradients and steps, bytes, live microbatches, and what they refuse."""
+
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import Function
+
+import fshard as fs
+from fshard.parallel import pipeline as module
+from fshard.testing import RankError, assert_trees_close, check_varying, spmd
+from fshard.tree import flatten
+from tests.ranks import BreaksInBackward, BrokenError, my_rank, on_ranks
+from tests.trees import assert_same_bits
+
+WIDTH, WORDS, ROWS, TIME, LAYERS = 4, 7, 8, 3, 8
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))
+EXACT = dict(atol=1e-12, rtol=0.0)
+
+
+@cache
+def full_params():
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64) * 0.3
+
+    layers = {"up": draw(LAYERS, 2 * WIDTH, WIDTH), "down": draw(LAYERS, WIDTH, 2 * WIDTH), "bias": draw(LAYERS, WIDTH)}
+    return {"embed": draw(WORDS, WIDTH), "layers": layers, "head": draw(WORDS, WIDTH)}
+
+
+@cache
+def batch():
+    tokens = torch.randint(WORDS, (ROWS, TIME + 1), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def first(p, x):
+    return p["embed"][x]
+
+
+def stage(p, h):
+    for up, down, bias in zip(*(p["layers"][name] for name in ("up", "down", "bias")), strict=True):
+        h = h + F.linear(torch.tanh(F.linear(h, up)), down) + bias
+    return h
+
+
+def last(p, h, y):
+    return F.cross_entropy(F.linear(h, p["head"]).flatten(0, 1), y.flatten())
+
+
+def weighted_last(p, h, y):
+    """Without the tokens 0, of which microbatches have different numbers."""
+    counted = (y != 0).double()
+    return (F.cross_entropy(F.linear(h, p["head"]).mT, y, reduction="none") * counted).sum(), counted.sum()
+
+
+def dense_loss(p, x, y, last=last):
+    return last(p, stage(p, first(p, x)), y)
+
+
+@cache
+def dense():
+    return torch.func.grad_and_value(dense_loss)(full_params(), *batch())
+
+
+def stacked(params, virtual_stages):
+    """Layers as pipelines want them."""
+    cut = (lambda t: t.unflatten(0, (virtual_stages, -1))) if virtual_stages > 1 else torch.clone
+    return params | {"layers": fs.tree_map(cut, params["layers"])}
+
+
+def layers_in_one(params, virtual_stages):
+    join = (lambda t: t.flatten(0, 1)) if virtual_stages > 1 else torch.clone
+    return params | {"layers": fs.tree_map(join, params["layers"])}
+
+
+def setting(sizes, schedule="1f1b", virtual_stages=1, count=4, names=("shard", "pipe"), **given):
+    """Sharded parameters, this rank's batch and the loss function."""
+    mesh = fs.init_mesh(dict(zip(names, sizes, strict=True)), device="cpu")
+    shard, pipe = (fs.axis_of(mesh, name) for name in ("shard", "pipe"))
+    owned = fs.compose(fs.fully_shard(shard, dim=-1), fs.split_dim(pipe, dim=int(virtual_stages > 1)))
+    layout = fs.masked(owned, "layers.*", otherwise=fs.fully_shard(shard))
+    params = fs.shard(stacked(full_params(), virtual_stages), fs.zero3(mesh, layout=layout, merge_bytes=0))
+    x, y = (t.chunk(shard.size)[fs.axis_index(shard)] for t in batch())
+    given = dict(first=first, last=last) | given
+    f = fs.pipeline(
+        given.pop("stage", stage), pipe, microbatches=count, schedule=schedule, virtual_stages=virtual_stages, **given
+    )
+    return params, (x, y), f
+
+
+def tensors(tree):
+    return [leaf.local if isinstance(leaf, fs.Sharded) else leaf for leaf in flatten(tree).leaves]
+
+
+def sent(record, axis, *labels):
+    return sum(entry.sent for entry in record if entry.axis == axis and entry.label in labels)
+
+
+def nbytes(tree):
+    return sum(leaf.nbytes for leaf in fs.tree_leaves(tree))
+
+
+def check_bytes(record, sizes, schedule, v, count, gradients):
+    """What a rank of each axis sends."""
+    shard_size, n = sizes
+    own = my_rank() % n
+    h = ROWS // shard_size // count * TIME * WIDTH * 8
+    full = full_params()
+    if schedule == "gpipe":
+        # Every tick but the last ends with a message, whose transpose goes back.
+        moves = (count + n - 2) * ((own < n - 1) + gradients * (own > 0))
+    else:
+        moves = count * (v * (1 + gradients) - (own == n - 1) - gradients * (own == 0)) if n > 1 else 0
+    assert sent(record, "pipe", "ppermute", "pipeline") == moves * h
+    shared = nbytes([full["embed"], full["head"]])
+    assert sent(record, "pipe", "pvary") == gradients * 2 * shared * (n - 1) / n
+    # Leaves are padded to a multiple of the ranks.
+    rows = -(-WORDS // shard_size) * shard_size
+    stored = (shared * rows // WORDS + nbytes(full["layers"]) // n) * (shard_size - 1) / shard_size
+    assert sent(record, "shard", "gather") == stored
+    assert sent(record, "shard", "scatter") == gradients * stored
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4)], ids=str)
+def test_equals_dense(sizes):
+    """Loss, gradients and bytes of each schedule; without a gradient its forwards alone."""
+
+    def program():
+        for schedule, v in SCHEDULES:
+            params, data, f = setting(sizes, schedule, v)
+            with fs.comm.record() as record:
+                loss, grads = fs.value_and_grad(f)(params, *data)
+            assert_trees_close((layers_in_one(fs.unshard(grads), v), loss), dense(), **EXACT)
+            check_bytes(record, sizes, schedule, v, 4, gradients=True)
+            with torch.no_grad(), fs.comm.record() as record:
+                alone = f(params, *data)
+            assert_trees_close(fs.objective(alone, like=params), dense()[1], **EXACT)
+            check_bytes(record, sizes, schedule, v, 4, gradients=False)
+
+    spmd(program, sizes[0] * sizes[1])
+
+
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("schedule, v", SCHEDULES)
+@on_ranks("2 processes", 2)
+def test_jitted_bits_equal_eager(world_size, schedule, v):
+    params, data, f = setting((1, world_size), schedule, v, count=2)
+
+    def run(params, x, y):
+        return fs.value_and_grad(f)(params, x, y)
+
+    loss, grads = run(params, *data)
+    assert_trees_close((layers_in_one(fs.unshard(grads), v), loss), dense(), **EXACT)
+    assert_same_bits(tensors(fs.jit(run)(params, *data)), tensors((loss, grads)))
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((2, 4), marks=pytest.mark.slow)], ids=str)
+def test_steps_equal_dense(sizes):
+    """Clipped AdamW."""
+    tx = fs.chain(fs.clip_by_global_norm(0.1), fs.adamw(0.01, eps=0.01))
+
+    def trained(params, loss_and_grads):
+        state = fs.TrainState.create(params, tx)
+        for _ in range(3):
+            state = fs.update(tx, state, loss_and_grads(state.params)[1])
+        return state.params
+
+    expected = trained(full_params(), lambda p: torch.func.grad_and_value(dense_loss)(p, *batch())[::-1])
+
+    def program():
+        for schedule, v in SCHEDULES[1:]:
+            params, data, f = setting(sizes, schedule, v)
+            found = trained(params, lambda p: fs.value_and_grad(f)(p, *data))  # noqa: B023
+            assert_trees_close(layers_in_one(fs.unshard(found), v), expected, **EXACT)
+
+    spmd(program, sizes[0] * sizes[1])
+
+
+class Counted(Function):
+    """The identity, which counts the results whose backward has not come."""
+
+    @staticmethod
+    def forward(ctx, h, held):
+        ctx.held = held
+        held.append(held[-1] + 1)
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.held.append(ctx.held[-1] - 1)
+        return grad, None
+
+
+def test_live_microbatches():
+    """At most ranks - stage of them with 1F1B; the ticks that send are those of the table."""
+
+    def program(schedule, v, count):
+        held = [0]
+        params, data, f = setting((1, 4), schedule, v, count, stage=lambda p, h: Counted.apply(stage(p, h), held))
+        fs.value_and_grad(f)(params, *data)
+        return max(held)
+
+    assert spmd(lambda: program("1f1b", 1, 8), 4) == [4, 3, 2, 1]
+    assert spmd(lambda: program("1f1b", 1, 2), 4) == [2, 2, 2, 1]
+    assert spmd(lambda: program("gpipe", 1, 4), 4) == [7] * 4
+    assert spmd(lambda: program("interleaved", 2, 8), 4) == [2 * (3 - stage) + 5 for stage in range(4)]
+
+
+def test_weighted_losses_and_tied_leaves():
+    """Microbatches count by their tokens; the head is the embedding."""
+
+    def tied_last(p, h, y):
+        return weighted_last({"head": p["embed"]}, h, y)
+
+    def expected(p):
+        value, count = dense_loss(p, *batch(), last=tied_last)
+        return value / count
+
+    wanted = torch.func.grad_and_value(expected)(full_params())
+
+    def program():
+        for schedule, v in SCHEDULES:
+            params, data, f = setting((2, 2), schedule, v, last=tied_last, reduce="weighted")
+            loss, grads = fs.value_and_grad(f, reduce="weighted")(params, *data)
+            assert_trees_close((layers_in_one(fs.unshard(grads), v), loss), wanted, **EXACT)
+
+    spmd(program, 4)
+
+
+def test_collectives_inside_of_stages():
+    """A stage's hidden units are split over another axis, whose sums run forwards and backwards in each microbatch."""
+
+    def program():
+        for schedule in ("gpipe", "1f1b"):
+            mesh = fs.init_mesh({"shard": 1, "pipe": 2, "tp": 2}, device="cpu")
+            shard, pipe, tp = (fs.axis_of(mesh, name) for name in ("shard", "pipe", "tp"))
+            each = fs.fully_shard(shard)
+
+            def owned(*rest, each=each, pipe=pipe):
+                return fs.compose(each, *rest, fs.split_dim(pipe, dim=0))
+
+            rest = fs.masked(owned(), "layers.bias", otherwise=each)
+            down = fs.masked(owned(fs.split_dim(tp, dim=2)), "layers.down", otherwise=rest)
+            layout = fs.masked(owned(fs.split_dim(tp, dim=1)), "layers.up", otherwise=down)
+            params = fs.shard(full_params(), fs.zero3(mesh, layout=layout, merge_bytes=0))
+
+            def split_stage(p, h, tp=tp):
+                for up, down, bias in zip(*(p["layers"][name] for name in ("up", "down", "bias")), strict=True):
+                    hidden = torch.tanh(F.linear(fs.pvary(h, tp), up))
+                    h = h + fs.psum_invariant(F.linear(hidden, down), tp) + bias
+                return h
+
+            f = fs.pipeline(split_stage, pipe, microbatches=4, schedule=schedule, first=first, last=last)
+            loss, grads = fs.value_and_grad(f)(params, *batch())
+            assert_trees_close((fs.unshard(grads), loss), dense(), **EXACT)
+
+    spmd(program, 4)
+
+
+def test_stages_that_differ():
+    """Stages branch by their place; all ranks hold the leaves of all stages."""
+
+    def expected(p, x, y):
+        return last(p, torch.tanh(first(p, x) + p["shift"]) @ p["turn"], y)
+
+    own = {"embed": full_params()["embed"], "head": full_params()["head"]}
+    own |= {"shift": full_params()["layers"]["bias"][0], "turn": full_params()["layers"]["down"][0][:, :WIDTH].clone()}
+    wanted = torch.func.grad_and_value(expected)(own, *batch())
+
+    def program(schedule):
+        mesh = fs.init_mesh({"shard": 1, "pipe": 2}, device="cpu")
+        pipe = fs.axis_of(mesh, "pipe")
+        params = fs.shard(own, fs.zero3(mesh, layout=fs.fully_shard(fs.axis_of(mesh, "shard"))))
+
+        def branching(p, h):
+            return h @ p["turn"] if fs.axis_index(pipe) else torch.tanh(h + p["shift"])
+
+        f = fs.pipeline(branching, pipe, microbatches=2, schedule=schedule, first=first, last=last)
+        loss, grads = fs.value_and_grad(f)(params, *batch())
+        assert_trees_close((fs.unshard(grads), loss), wanted, **EXACT)
+
+    for schedule in ("gpipe", "1f1b"):
+        spmd(lambda: program(schedule), 2)  # noqa: B023
+
+
+def test_gpipe_is_differentiable_to_any_order():
+    """A product with the Hessian, and a tangent of the loss."""
+    tangent = fs.tree_map(torch.ones_like, full_params())
+    value, slope = torch.func.jvp(lambda p: dense_loss(p, *batch()), (full_params(),), (tangent,))
+    _, product = torch.func.jvp(torch.func.grad(lambda p: dense_loss(p, *batch())), (full_params(),), (tangent,))
+
+    def program():
+        params, data, f = setting((1, 2), "gpipe")
+        ones = fs.tree_map(torch.ones_like, params)
+        found = torch.func.jvp(lambda p: f(p, *data), (params,), (ones,))
+        assert_trees_close(found, (value, slope), **EXACT)
+        _, found = torch.func.jvp(torch.func.grad(lambda p: f(p, *data)), (params,), (ones,))
+        assert_trees_close(fs.unshard(found), product, **EXACT)
+
+    spmd(program, 2)
+
+
+@pytest.mark.parametrize("schedule, v", SCHEDULES[1:])
+def test_other_derivatives_are_refused_by_name(schedule, v):
+    def program():
+        params, data, f = setting((1, 2), schedule, v)
+        ones = fs.tree_map(torch.ones_like, params)
+        with pytest.raises(
+            ValueError, match=r"expected no transform with schedule=.*, got torch\.func; take schedule="
+        ):
+            torch.func.grad(lambda p: f(p, *data))(params)
+        with pytest.raises(ValueError, match=r"got torch\.func"):
+            torch.func.jvp(lambda p: f(p, *data), (params,), (ones,))
+        leaves = fs.tree_map(lambda t: t.clone().requires_grad_(), params)
+        with pytest.raises(ValueError, match="expected first derivatives by value_and_grad or backward"):
+            torch.autograd.grad(f(leaves, *data), [leaves["embed"].local], create_graph=True)
+        with pytest.raises(ValueError, match="expected no gradient of the batch"):
+            fs.value_and_grad(lambda p, x: f(p, x, x))(params, torch.zeros(ROWS, TIME, requires_grad=True))
+        kept = torch.zeros(WIDTH, dtype=torch.float64, requires_grad=True)
+        params, data, f = setting((1, 2), schedule, v, stage=lambda p, h: stage(p, h) + kept)
+        with pytest.raises(ValueError, match="expected stages to compute with params and h, got a closure's tensor"):
+            fs.value_and_grad(f)(params, *data)
+
+    spmd(program, 2)
+
+
+@pytest.mark.parametrize("schedule, v", SCHEDULES)
+def test_check_varying(schedule, v, monkeypatch):
+    def program():
+        params, data, f = setting((2, 2), schedule, v)
+        check_varying(f, params, *data)
+
+    spmd(program, 4)
+    monkeypatch.setattr(module, "pvary", lambda tree, axis: tree)
+    with pytest.raises(RankError) as caught:
+        spmd(program, 4)
+    for name in ("embed", "head"):
+        assert f"['{name}']: expected fs.gather or fs.pvary before its use" in str(caught.value)
+
+
+def outcome(f, *args):
+    """What a rank hears: the class and the text of its error."""
+    try:
+        f(*args)
+    except (ValueError, RuntimeError, BrokenError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def breaking(place, backward, switch):
+    """A stage that fails on one rank, in the third of its microbatches, once it is switched on."""
+
+    def run(p, h):
+        switch["calls"] += 1
+        if switch["on"] and my_rank() == place and switch["calls"] == 3:
+            if not backward:
+                raise BrokenError("no luck")
+            h = BreaksInBackward.apply(h, "no luck")
+        return stage(p, h)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "schedule, v, backward", [("gpipe", 1, False), *((*row, b) for row in SCHEDULES[1:] for b in (False, True))]
+)
+@on_ranks(4, "2 processes")
+def test_a_stage_that_fails_is_an_error_on_every_rank(world_size, schedule, v, backward):
+    """In the first call, where ranks vote, and in one whose order they know; the next call is right again."""
+    switch = {"on": False, "calls": 0}
+    params, data, f = setting((world_size // 2, 2), schedule, v, stage=breaking(1, backward, switch))
+    step = fs.value_and_grad(f)
+    for on in (True, False, True, False):
+        switch |= {"on": on, "calls": 0}
+        found = outcome(step, params, *data)
+        if not on:
+            assert found == "none"
+        elif my_rank() == 1:
+            assert found == "BrokenError: no luck"
+        else:
+            assert found.startswith("RuntimeError")
+            assert "another rank failed" in found
+            assert "on rank" in found
+            assert "BrokenError: no luck" in found
+
+
+@on_ranks(2)
+def test_ranks_that_differ_hear_of_it_before_they_send():
+    x, y = batch()
+    own = my_rank()
+    params, data, f = setting((1, 2))
+    _, _, other = setting((1, 2), schedule=("1f1b", "gpipe")[own])
+    with fs.comm.record() as record:
+        found = outcome(f, params, x[: 8 - 4 * own], y[: 8 - 4 * own])
+        assert "['x']" not in found
+        assert "ranks were told different things" in found
+        assert "batch" in found
+        found = outcome(f, params, x[: 8 - own], y[: 8 - own])
+        assert "a multiple of 4 rows" in found
+        assert found.startswith("ValueError: pipeline: the batch") is bool(own)
+        assert "schedule: expected 1f1b as on rank pipe=0, got gpipe on rank pipe=1" in outcome(other, params, *data)
+    assert all(entry.label == "agree" for entry in record)
+
+
+@on_ranks(2)
+def test_wrong_arguments_are_refused():
+    params, data, f = setting((1, 2))
+    pipe = next(axis for axis in params["layers"]["up"].spec.axes if axis.name == "pipe")
+
+    def made(stage=stage, **given):
+        return fs.pipeline(stage, pipe, **dict(microbatches=2, first=first, last=last) | given)
+
+    for given, text in (
+        (dict(schedule="2f2b"), "expected schedule to be one of"),
+        (dict(microbatches=0), "expected microbatches to be a whole number of 1 or more, got 0"),
+        (dict(microbatches=True), "expected microbatches to be a whole number"),
+        (dict(virtual_stages=2), "expected virtual_stages to be 1 but for schedule"),
+        (
+            dict(schedule="interleaved", microbatches=3),
+            "expected microbatches to be a multiple of the 2 ranks of 'pipe'",
+        ),
+        (dict(reduce="max"), "expected reduce to be one of"),
+        (dict(last=None), "expected last to be a function"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            made(**given)
+    full = fs.gather(params)
+    assert "['embed']: expected a Sharded leaf, which pipeline gathers by itself, got a plain tensor" in outcome(
+        f, full, *data
+    )
+    interleaved = made(schedule="interleaved", virtual_stages=2)
+    assert "expected a stack of 2 virtual stages in dim 0" in outcome(interleaved, params, *data)
+    assert "last to return a scalar tensor" in outcome(made(last=lambda p, h, y: h), params, *data)
+    assert "stage_fn to return a tensor of shape (4, 3, 4)" in outcome(made(stage=lambda p, h: h[:1]), params, *data)
+    assert "first to return a floating tensor" in outcome(made(first=lambda p, x: x), params, *data)
+    everywhere = fs.shard(full_params(), fs.zero3(fs.init_mesh({"pipe": 2}, device="cpu"), axis="pipe"))
+    assert "that is gathered or summed over 'pipe'" in outcome(made(), everywhere, *data)
