@@ -1,45 +1,62 @@
 """Strategies: compositions of transforms under the field's names, with no mechanism of their own."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from fshard import comm
+from fshard.errors import expect
 from fshard.links import Link, link_of
 from fshard.mesh import Mesh, axis_given
 from fshard.transforms import ShardTransform, cast, compose, fully_shard
 from fshard.transforms import replicate as replicated
 from fshard.transforms.compose import composed
-from fshard.tree import ModelDtypes, ReshardPolicy
+from fshard.tree import Axis, ModelDtypes, ReshardPolicy
 
 # Leaves below this stay whole: a bias or a norm costs more to gather than to keep.
 MIN_SHARD_ELEMENTS = 1024
 
 
-def ddp(mesh: Mesh, axis: str = "shard", *, links: Mapping[str, Link] | None = None) -> ShardTransform:
+def ddp(
+    mesh: Mesh,
+    axis: str | Sequence[str] = "shard",
+    *,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
+    links: Mapping[str, Link] | None = None,
+) -> ShardTransform:
     """Distributed data parallelism: everything whole on every rank, gradients summed as they appear.
 
     Args:
         mesh: The device mesh.
-        axis: The mesh axis that batches are split over.
+        axis: The mesh axis that batches are split over; several where they are split over each.
+        param_dtype: As for `zero3`.
+        reduce_dtype: As for `zero3`.
+        output_dtype: As for `zero3`.
         links: What messages over each axis cost, as `fs.measure(mesh)` finds; None goes by the backend.
 
     Returns:
         The transform to `shard` parameters with.
 
     Raises:
-        ValueError: if the mesh has no such axis, or `links` no such link.
+        ValueError: if the mesh has no such axis, a dtype is not floating, or `links` has no such link.
     """
-    layout = replicated(axis_given(mesh, axis, "axis"))
-    return composed([layout], ReshardPolicy(False, merge_bytes=_merge_bytes("ddp", layout, links)))
+    layout = _over(mesh, axis, replicated)
+    policy = ReshardPolicy(False, merge_bytes=_merge_bytes("ddp", layout, links))
+    return _typed("ddp", layout, policy, param_dtype, reduce_dtype, output_dtype)
 
 
 def zero1(
     mesh: Mesh,
-    axis: str = "shard",
+    axis: str | Sequence[str] = "shard",
     *,
     min_shard_elements: int = MIN_SHARD_ELEMENTS,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
     links: Mapping[str, Link] | None = None,
 ) -> ShardTransform:
     """ZeRO-1: stored parameters and optimizer state sharded; gathered once a step, and reduced after the backward.
@@ -48,24 +65,32 @@ def zero1(
 
     Args:
         mesh: The device mesh.
-        axis: The mesh axis to shard over.
+        axis: As for `zero3`.
         min_shard_elements: Leaves of fewer elements stay whole on every rank.
+        param_dtype: As for `zero3`.
+        reduce_dtype: As for `zero3`.
+        output_dtype: As for `zero3`.
         links: As for `ddp`.
 
     Returns:
         The transform to `shard` parameters with.
 
     Raises:
-        ValueError: if the mesh has no such axis, or `links` no such link.
+        ValueError: if the mesh has no such axis, a dtype is not floating, or `links` has no such link.
     """
-    return _kept("zero1", mesh, axis, min_shard_elements, links, early=False)
+    layout = _over(mesh, axis, partial(fully_shard, min_shard_elements=min_shard_elements))
+    policy = ReshardPolicy(False, merge_bytes=_merge_bytes("zero1", layout, links), early=False)
+    return _typed("zero1", layout, policy, param_dtype, reduce_dtype, output_dtype)
 
 
 def zero2(
     mesh: Mesh,
-    axis: str = "shard",
+    axis: str | Sequence[str] = "shard",
     *,
     min_shard_elements: int = MIN_SHARD_ELEMENTS,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
     links: Mapping[str, Link] | None = None,
 ) -> ShardTransform:
     """ZeRO-2: as ZeRO-1, with each gradient reduced as it appears, so that only shards of them are held.
@@ -74,24 +99,46 @@ def zero2(
 
     Args:
         mesh: The device mesh.
-        axis: The mesh axis to shard over.
+        axis: As for `zero3`.
         min_shard_elements: Leaves of fewer elements stay whole on every rank.
+        param_dtype: As for `zero3`.
+        reduce_dtype: As for `zero3`.
+        output_dtype: As for `zero3`.
         links: As for `ddp`.
 
     Returns:
         The transform to `shard` parameters with.
 
     Raises:
-        ValueError: if the mesh has no such axis, or `links` no such link.
+        ValueError: if the mesh has no such axis, a dtype is not floating, or `links` has no such link.
     """
-    return _kept("zero2", mesh, axis, min_shard_elements, links, early=True)
+    layout = _over(mesh, axis, partial(fully_shard, min_shard_elements=min_shard_elements))
+    policy = ReshardPolicy(False, merge_bytes=_merge_bytes("zero2", layout, links), early=True)
+    return _typed("zero2", layout, policy, param_dtype, reduce_dtype, output_dtype)
 
 
-def _kept(
-    what: str, mesh: Mesh, axis: str, min_shard_elements: int, links: Mapping[str, Link] | None, early: bool
+def _over(mesh: Mesh, axis: str | Sequence[str], make: Callable[[Axis], ShardTransform]) -> ShardTransform:
+    """Make a transform over each axis; of several that split a dim, the first is the major one."""
+    names = axis if isinstance(axis, list | tuple) and axis else (axis,)
+    return compose(*(make(axis_given(mesh, name, "axis")) for name in reversed(names)))
+
+
+def _typed(
+    what: str,
+    layout: ShardTransform,
+    policy: ReshardPolicy,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    output_dtype: torch.dtype | None,
 ) -> ShardTransform:
-    layout = fully_shard(axis_given(mesh, axis, "axis"), min_shard_elements=min_shard_elements)
-    return composed([layout], ReshardPolicy(False, merge_bytes=_merge_bytes(what, layout, links), early=early))
+    """Add a reshard policy and casts to a layout."""
+    floating = isinstance(output_dtype, torch.dtype) and output_dtype.is_floating_point
+    needed = "output_dtype to be a floating torch.dtype such as torch.bfloat16"
+    expect(output_dtype is None or floating, what, needed, repr(output_dtype))
+    casts_in = [cast(gather=param_dtype)] if param_dtype else []
+    casts_out = [cast(scatter=reduce_dtype)] if reduce_dtype else []
+    dtypes = ModelDtypes(param_dtype, output_dtype) if param_dtype or output_dtype else None
+    return composed([*casts_in, layout, *casts_out], policy, dtypes)
 
 
 def _merge_bytes(what: str, layout: ShardTransform, links: Mapping[str, Link] | None) -> int:
@@ -103,7 +150,7 @@ def _merge_bytes(what: str, layout: ShardTransform, links: Mapping[str, Link] | 
 
 def zero3(
     mesh: Mesh,
-    axis: str = "shard",
+    axis: str | Sequence[str] = "shard",
     *,
     regather: bool | str | tuple[str, ...] | Callable[[str], bool] = True,
     param_dtype: torch.dtype | None = None,
@@ -121,7 +168,9 @@ def zero3(
 
     Args:
         mesh: The device mesh.
-        axis: The mesh axis to shard over.
+        axis: The mesh axis to shard over. Several, as in ("shard", "cp"), split leaves over all of them, the first one
+            major, as P(("shard", "cp")) does and torchtitan's FSDP with context parallelism; batches are split over
+            each of them, and gathers run over the last one first. `hsdp` keeps shards whole over the other axis.
         regather: Whether a unit is dropped after its forward and gathered again in the backward: a bool for all units,
             a glob pattern or several of the names of those that are, or a function of the name.
         param_dtype: Dtype that parameters are gathered and a model's floating inputs are cast to; None keeps theirs.
@@ -146,23 +195,18 @@ def zero3(
     for name, unit, number in (("prefetch", "units", prefetch), ("merge_bytes", "bytes", merge_bytes)):
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
             raise ValueError(f"zero3: expected {name} to be a number of {unit}, 0 or more, got {number!r}")
-    if output_dtype is not None and not (isinstance(output_dtype, torch.dtype) and output_dtype.is_floating_point):
-        needed = "a floating torch.dtype such as torch.bfloat16"
-        raise ValueError(f"zero3: expected output_dtype to be {needed}, got {output_dtype!r}")
     patterns = regather if isinstance(regather, tuple) else (regather,)
     if not (isinstance(regather, bool) or callable(regather) or all(isinstance(p, str) for p in patterns)):
         needed = "a bool, glob patterns of units' names, or a function of the name"
         raise ValueError(f"zero3: expected regather to be {needed}, got {regather!r}")
     if layout is None:
-        layout = fully_shard(axis_given(mesh, axis, "axis"), min_shard_elements=min_shard_elements)
+        layout = _over(mesh, axis, partial(fully_shard, min_shard_elements=min_shard_elements))
     elif min_shard_elements != MIN_SHARD_ELEMENTS:
         raise ValueError("zero3: expected min_shard_elements or layout, got both; give it to the layout")
     by_links = _merge_bytes("zero3", layout, links)
     merge_bytes = by_links if merge_bytes is None else merge_bytes
-    casts_in = [cast(gather=param_dtype)] if param_dtype else []
-    casts_out = [cast(scatter=reduce_dtype)] if reduce_dtype else []
-    dtypes = ModelDtypes(param_dtype, output_dtype)
-    return composed([*casts_in, layout, *casts_out], ReshardPolicy(regather, prefetch, merge_bytes), dtypes)
+    policy = ReshardPolicy(regather, prefetch, merge_bytes)
+    return _typed("zero3", layout, policy, param_dtype, reduce_dtype, output_dtype)
 
 
 def hsdp(

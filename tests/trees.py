@@ -123,9 +123,7 @@ ONE_AXIS: dict[str, Strategy] = {
 # Gradients are summed over the inner axis first, then over the outer one.
 TWO_AXES: dict[str, Strategy] = {
     "hsdp": lambda on: fs.compose(fs.replicate(on.grid["replicate"]), fs.fully_shard(on.grid["shard"])),
-    "one dim over two axes": lambda on: fs.compose(
-        fs.fully_shard(on.grid["replicate"]), fs.fully_shard(on.grid["shard"])
-    ),
+    "one dim over two axes": lambda on: fs.zero3(on.grid, axis=("shard", "replicate"), min_shard_elements=0),
     "two dims": lambda on: fs.compose(
         fs.fully_shard(on.grid["replicate"]), fs.fully_shard(on.grid["shard"], dim=-1, min_shard_elements=4)
     ),
