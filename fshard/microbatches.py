@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from fshard import comm
 from fshard.checks import describe
-from fshard.collectives import divided, reduction_axes, total
+from fshard.collectives import Over, divided, reduction_axes, total
 from fshard.errors import Problem, expect, leaf_error
 from fshard.tree import Axis, ReshardPolicy, Tree, flatten, is_sharded, leaves_of, unflatten
 
@@ -231,9 +231,9 @@ def own_share(what: str, params: Tree, communicate: str | None, own: int, job: i
     return share
 
 
-def numbered_in_turn(what: str, params: Tree, own: int, once: bool) -> Share:
+def numbered_in_turn(what: str, params: Tree, own: int, once: bool, over: Over = None) -> Share:
     """Number as many microbatches on every rank, where sums are no tree."""
-    ranks, rank = _place([axis for axis in reversed(reduction_axes(params, what)) if axis.size > 1])
+    ranks, rank = _place([axis for axis in reversed(reduction_axes(params, what, over)) if axis.size > 1])
     return Share(own * ranks, ranks, rank, "once" if once else "each")
 
 

@@ -6,7 +6,7 @@ import torch
 
 from fshard import comm
 from fshard.checks import check_floating, check_local, check_no_gradient, describe, same_structure
-from fshard.collectives import denominator, divided, linear_call, reduction_axes
+from fshard.collectives import Over, denominator, divided, linear_call, named, reduction_axes, shared_axes
 from fshard.errors import Problem, leaf_error
 from fshard.transforms.compose import pair, reduction, scatter
 from fshard.transforms.state import ABSENT, Absent, joined, states_of
@@ -18,6 +18,7 @@ def scatter_grads(
     like: Tree,
     reduce: str = "mean",
     *,
+    reduce_over: Over = None,
     count: torch.Tensor | None = None,
     transform_state: Tree | Absent = ABSENT,
 ) -> Tree:
@@ -29,6 +30,8 @@ def scatter_grads(
             no rank did.
         like: The sharded parameters.
         reduce: "mean" over ranks, "sum", or "weighted": the sum divided by the sum of counts.
+        reduce_over: As for `value_and_grad`: "mean" divides by the number of ranks of these axes, and counts are summed
+            over them.
         count: For "weighted", how many items (tokens, samples) this rank's loss summed over: a scalar tensor.
         transform_state: The state of transforms that have one, as `fs.transform_state` makes it.
 
@@ -51,7 +54,7 @@ def scatter_grads(
         check_no_gradient(count, "scatter_grads")
     flat, params = flatten(grads), flatten(like)
     same_structure("scatter_grads of gradients", flat, params)
-    axes = reduction_axes(like, "scatter_grads")
+    axes = reduction_axes(like, "scatter_grads", reduce_over)
     check_local("scatter_grads of `like`", params)
     check_floating("scatter_grads", params)
     problems = [
@@ -63,7 +66,8 @@ def scatter_grads(
         remedy = "pass the gradients of full leaves, as from torch.func.grad at fs.gather(like)"
         raise leaf_error("scatter_grads: gradients do not fit `like`", problems, remedy)
     states = states_of("scatter_grads", like, transform_state)
-    comm.same_call("scatter_grads", axes, params, reduce=reduce)
+    shared = shared_axes(like, axes)
+    comm.same_call("scatter_grads", shared, params, reduce=reduce, **named(axes, reduce_over))
     divisor = denominator(count, axes, reduce)
     leaves: list[Any] = list(flat.leaves)
     for i, param in enumerate(params.leaves):

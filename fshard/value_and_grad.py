@@ -22,13 +22,16 @@ from fshard.checks import (
     refuse_writes,
 )
 from fshard.collectives import (
+    Over,
     check_agrees,
     check_not_reduced,
     closed,
     denominator,
     divided,
+    named,
     reduction_axes,
     reductions,
+    shared_axes,
     total,
 )
 from fshard.engine import Call, FunctionTransform, attempted, call_of
@@ -71,6 +74,7 @@ def value_and_grad(
     *,
     argnums: int | Sequence[int] = 0,
     reduce: str = "mean",
+    reduce_over: Over = None,
     has_aux: bool = False,
     schedule: Schedule | None = None,
     sums: str | None = None,
@@ -96,6 +100,10 @@ def value_and_grad(
         argnums: Which arguments are parameters; with several, gradients come as a tuple.
         reduce: "mean" over ranks, "sum", or "weighted": sum of sums divided by the sum of counts,
             which is NaN where nobody counts anything; `skip_nonfinite` leaves such a step out.
+        reduce_over: The mesh axes that batches are split over, as axes or names: losses are reduced over them. Losses
+            must agree between ranks of every other axis, where each rank's graph has its part of the gradient, summed
+            by `psum_invariant` or `broadcast` in the loss. None means the axes that the transforms of all leaves
+            declare.
         has_aux: Whether f returns (loss, aux) instead; aux is any tree of tensors and stays this rank's own.
         schedule: For functions that gather parts of a tree: maps the parameters to those parts, in the order in which f
             will gather them, so that they are gathered ahead. It should name all of them: at the first gather that it
@@ -113,13 +121,15 @@ def value_and_grad(
 
     Raises:
         ValueError: if `reduce` is unknown; by the function returned, if the loss does not fit it, a leaf that takes a
-            gradient is not floating, leaves are plain among Sharded ones, ranks gather different units, `f` wrote to a
-            parameter, or it runs in inference mode.
+            gradient is not floating, leaves are plain among Sharded ones, a leaf's gradient is not complete over an
+            axis of `reduce_over`, the loss differs between ranks of an axis that nothing is reduced over, ranks gather
+            different units, `f` wrote to a parameter, or it runs in inference mode.
         RuntimeError: by the function returned, if another rank failed.
     """
     check_function("value_and_grad", f)
     check_reduce(reduce, "value_and_grad")
     check_sums("value_and_grad", sums)
+    _check_over("value_and_grad", reduce_over, sums)
     check_flags("value_and_grad", has_aux=has_aux)
     single = isinstance(argnums, int)
     places = _places(argnums)
@@ -145,6 +155,7 @@ def value_and_grad(
             params,
             reduce,
             has_aux,
+            over=reduce_over,
             code=code_of(f),
             schedule=schedule,
             share=own_share("value_and_grad", params, None, 1, None) if sums else None,
@@ -176,6 +187,7 @@ def differentiate(
     reduce: str,
     has_aux: bool,
     *,
+    over: Over = None,
     code: Hashable,
     schedule: Schedule | None = None,
     once: bool = False,
@@ -190,6 +202,7 @@ def differentiate(
         params: The parameters.
         reduce: As for `value_and_grad`; "mean" is over microbatches too.
         has_aux: As for `value_and_grad`.
+        over: The axes of the reduction, as for `value_and_grad`.
         code: Stands for the code of the functions, whose order of collectives may be known.
         schedule: As for `value_and_grad`.
         once: Whether full gradients are summed over microbatches before they are reduced.
@@ -202,7 +215,8 @@ def differentiate(
     flat = flatten(params)
     check_local(what, flat)
     call_of(what, flat)
-    axes = reduction_axes(params, what)
+    axes = reduction_axes(params, what, over)
+    shared = shared_axes(params, axes)
     check_floating(what, flat)
     check_differentiable(what, flat)
     states = states_of(what, params, transform_state)
@@ -211,9 +225,11 @@ def differentiate(
         if _compat.is_tracing():
             comm.ops.told(json.dumps({"sums": "tree"}))
         flat = flat._replace(leaves=_in_tree(what, flat, share))
-    run = _Run(what, functions, flat, axes, reduce, has_aux, code, schedule, once, share, states)
+    run = _Run(
+        what, functions, flat, axes, shared, named(axes, over), reduce, has_aux, code, schedule, once, share, states
+    )
     if _is_outer(flat):
-        comm.same_call(what, axes, flat, **run.told())
+        comm.same_call(what, shared, flat, **run.told())
         value, auxes, grads = run.reference()
     else:
         value, auxes, grads = run.engine()
@@ -249,7 +265,9 @@ class _Run(NamedTuple):
     what: str
     functions: Sequence[Callable[[Tree], Any]]
     flat: Flat
-    axes: Sequence[Axis]
+    axes: Sequence[Axis]  # those of the reduction
+    shared: Sequence[Axis]  # those whose ranks make the same call
+    over: dict[str, list[str]]  # the reduction's, where the caller names them
     reduce: str
     has_aux: bool
     code: Hashable
@@ -289,7 +307,7 @@ class _Run(NamedTuple):
         number = len(self.functions) if self.share is None else self.share.total
         once = {"microbatches": number, "communicate": "once" if self.once else "each"}
         tree = {} if self.share is None else {"sums": "tree"}
-        return {"reduce": self.reduce, **(once if self.what == "accumulate" else {}), **tree}
+        return {"reduce": self.reduce, **self.over, **(once if self.what == "accumulate" else {}), **tree}
 
     def summed(self, values: list[torch.Tensor]) -> torch.Tensor:
         """Add up the losses of this rank, or put them where those of all ranks are added up in one tree."""
@@ -308,7 +326,7 @@ class _Run(NamedTuple):
 
     def _attempt(self) -> Found:
         code = self.code, self.schedule and code_of(self.schedule), self.has_aux
-        call = Call(self.what, self.flat, self.axes, code=code, share=self.share, **self.told())
+        call = Call(self.what, self.flat, self.shared, code=code, share=self.share, **self.told())
         for leaf, state in zip(call.leaves, self.states, strict=True):
             if leaf is not None:
                 leaf.state, leaf.accumulated = state, len(self.functions) > 1 or self.share is not None
@@ -347,7 +365,8 @@ class _Run(NamedTuple):
         value = self.summed(values)
         trained = [(i, leaf) for i, leaf in enumerate(call.leaves) if leaf is not None and leaf.trained]
         paths, mine = [leaf.path for _, leaf in trained], [leaf.used for _, leaf in trained]
-        value, used, status = closed(value, paths, mine, call.status, self.axes)
+        others = [axis for axis in self.shared if axis not in self.axes]
+        value, used, status = closed(value, paths, mine, call.status, self.axes, others)
         call.settle(*status)
         grads: list[Any] = [None] * len(call.leaves)
         for (i, leaf), yes in zip(trained, used, strict=True):
@@ -437,10 +456,16 @@ def code_of(function: Callable[..., Any]) -> Hashable:
     return code if code is not None else type(function)  # type: ignore[return-value]
 
 
+def _check_over(what: str, over: Over, sums: str | None) -> None:
+    remedy = "shard the parameters on these axes alone"
+    expect(sums is None or over is None, what, 'reduce_over or sums="tree"', "both", remedy)
+
+
 def accumulate(
     f: Callable[..., Any],
     *,
     reduce: str = "mean",
+    reduce_over: Over = None,
     has_aux: bool = False,
     communicate: str | None = None,
     sums: str | None = None,
@@ -459,6 +484,7 @@ def accumulate(
         f: Called as f(params, microbatch, *args, **kwargs); returns this rank's scalar loss, or (sum, count) for
             "weighted".
         reduce: As for `value_and_grad`; "mean" and "sum" are over microbatches too.
+        reduce_over: As for `value_and_grad`.
         has_aux: Whether f returns (loss, aux) instead.
         communicate: "each" reduces gradients in every microbatch and sums shards of them, which needs least memory;
             "once" sums full gradients and reduces them in the last one, which sends least. None leaves it to the
@@ -488,6 +514,7 @@ def accumulate(
     check_reduce(reduce, "accumulate")
     check_order("accumulate", communicate)
     check_sums("accumulate", sums)
+    _check_over("accumulate", reduce_over, sums)
     check_flags("accumulate", has_aux=has_aux, with_index=with_index)
     check_job("accumulate", microbatches)
     expect(sums or microbatches is None, "accumulate", 'sums="tree" beside microbatches', "microbatches alone")
@@ -502,7 +529,7 @@ def accumulate(
         once = share.communicate == "once" if share else _once(communicate, params)
         given: list[tuple[Any, ...]] = [(batch,) for batch in microbatches]
         if with_index:
-            numbered = share or numbered_in_turn("accumulate", params, len(microbatches), once)
+            numbered = share or numbered_in_turn("accumulate", params, len(microbatches), once, reduce_over)
             given = list(zip(microbatches, numbered.indices, strict=True))
         functions = [functools.partial(_on, f, (*first, *args), kwargs) for first in given]
         value, auxes, *rest = differentiate(
@@ -511,6 +538,7 @@ def accumulate(
             params,
             reduce,
             has_aux,
+            over=reduce_over,
             code=code_of(f),
             schedule=schedule,
             once=once,

@@ -129,7 +129,7 @@ def test_a_loss_that_differs_over_an_axis_that_stays_split():
     tp = fs.axis_of(mesh["replicate"])
     layout = fs.compose(fs.fully_shard(mesh["shard"]), fs.split_dim(tp, dim=1))
     params = fs.shard({"w": normal(1)(6, 4)}, layout)
-    text = "value_and_grad: expected a loss that agrees between ranks of 'replicate', over which leaves stay split"
+    text = "value_and_grad: expected a loss that agrees between ranks of 'replicate', over which it is not reduced"
     refused(lambda p: fs.gather(p)["w"].square().sum(), params, text)
     value, grads = fs.value_and_grad(lambda p: fs.psum_invariant(fs.gather(p)["w"].square().sum(), tp))(params)
     assert_trees_close(value, normal(1)(6, 4).square().sum())

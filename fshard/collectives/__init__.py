@@ -13,14 +13,17 @@ from fshard.collectives.moves import (
     reduce_scatter,
 )
 from fshard.collectives.objective import (
+    Over,
     Used,
     Uses,
     agreed_uses,
     closed,
     denominator,
     divided,
+    named,
     objective,
     reduction_axes,
+    shared_axes,
     total,
 )
 from fshard.collectives.sums import pmax, pmean, psum, psum_invariant, pvary
@@ -28,6 +31,7 @@ from fshard.collectives.varying import check_agrees, check_not_reduced, reduced_
 
 __all__ = [
     "Chain",
+    "Over",
     "Used",
     "Uses",
     "agreed_uses",
@@ -47,6 +51,7 @@ __all__ = [
     "linear_call",
     "located",
     "maps_of",
+    "named",
     "objective",
     "operands",
     "pmax",
@@ -61,6 +66,7 @@ __all__ = [
     "reduction_axes",
     "reductions",
     "refuse_unsummed",
+    "shared_axes",
     "total",
     "walked",
 ]

@@ -8,24 +8,37 @@ from typing import Any
 import torch
 
 from fshard import _compat, comm
-from fshard.checks import check_axes, check_loss, check_reduce, check_tensors, check_transforms, describe
+from fshard.checks import (
+    check_axes,
+    check_leaves,
+    check_loss,
+    check_reduce,
+    check_tensors,
+    check_transforms,
+    describe,
+)
 from fshard.collectives.sums import psum_invariant
-from fshard.errors import Problem, leaf_error
-from fshard.tree import Axis, Tree, flatten, is_sharded
+from fshard.errors import Problem, expect, leaf_error
+from fshard.tree import Axis, Flat, Tree, flatten, is_sharded
+
+# Axes or their names, one or several; None leaves them to the specs.
+Over = Axis | str | Sequence[Axis | str] | None
 
 
-def reduction_axes(like: Tree, what: str) -> tuple[Axis, ...]:
-    """The mesh axes that the gradients of `like` are summed over: those its transforms gather or replicate on.
+def reduction_axes(like: Tree, what: str, over: Over = None) -> tuple[Axis, ...]:
+    """The mesh axes that losses are reduced over: those named, or those that the transforms of `like` declare.
 
     Args:
         like: A tree whose leaves are all Sharded, or none; None counts as neither.
         what: The verb that asks, for its error.
+        over: The axes over which batches are split; None means those of every leaf's transform.
 
     Returns:
-        The axes, which are the same for every leaf; none where no leaf is Sharded.
+        The axes; none where no leaf is Sharded.
 
     Raises:
-        ValueError: if leaves disagree, or only some are Sharded.
+        ValueError: if transforms declare different axes, a leaf is nothing on an axis that was named, or only some
+            leaves are Sharded.
     """
     flat = flatten(like)
     check_axes(what, flat)
@@ -38,6 +51,7 @@ def reduction_axes(like: Tree, what: str) -> tuple[Axis, ...]:
     }
     if not transforms:
         check_tensors(what, flat)
+        expect(not over, what, "reduce_over with Sharded leaves, whose specs have axes", "it with plain tensors alone")
         return ()
     sharded = {path: transform.axes for path, transform in transforms.values()}
     first = next(path for path, leaf in zip(flat.paths, flat.leaves, strict=True) if is_sharded(leaf))
@@ -50,6 +64,8 @@ def reduction_axes(like: Tree, what: str) -> tuple[Axis, ...]:
     if problems:
         remedy = "shard the whole tree (fs.ddp keeps leaves whole), or keep other leaves out of the parameters"
         raise leaf_error(f"{what}: plain leaves among Sharded ones", problems, remedy)
+    if over is not None:
+        return _named(over, flat, what)
     if all(set(axes) == set(needed) for axes in sharded.values()):
         return needed
     names = [axis.name for axis in needed]
@@ -63,10 +79,42 @@ def reduction_axes(like: Tree, what: str) -> tuple[Axis, ...]:
     return needed
 
 
+def _named(over: Over, flat: Flat, what: str) -> tuple[Axis, ...]:
+    """The axes that a caller names, each of which every leaf must account for."""
+    given = (over,) if isinstance(over, Axis | str) else over
+    fits = isinstance(given, list | tuple) and all(isinstance(one, Axis | str) for one in given)
+    expect(fits, what, "reduce_over to be axes or their names", describe(over))
+    assert given is not None
+    specs = dict.fromkeys(leaf.spec for leaf in flat.leaves if is_sharded(leaf))
+    known = {axis.name: axis for spec in specs for axis in spec.roles}
+    axes = tuple(dict.fromkeys(known.get(one, one) if isinstance(one, str) else one for one in given))
+    names = [axis if isinstance(axis, str) else axis.name for axis in axes]
+
+    def unfit(leaf: Any) -> tuple[str, str] | None:
+        if not is_sharded(leaf) or leaf.spec.frozen:
+            return None
+        missing = [name for name, axis in zip(names, axes, strict=True) if axis not in leaf.spec.roles]
+        if not missing:
+            return None
+        roles = ", ".join(f"{role} over {axis.name!r}" for axis, role in leaf.spec.roles.items()) or "no roles"
+        return roles, f"a transform that sums gradients over {missing}, or owns pieces there"
+
+    remedy = "shard these leaves on all axes of reduce_over, such as by zero3(mesh, axis=(...)), or name fewer axes"
+    check_leaves(f"{what}: gradients would stay unsummed", flat, unfit, remedy)
+    return tuple(axis for axis in axes if isinstance(axis, Axis))
+
+
+def shared_axes(like: Tree, over: Sequence[Axis]) -> tuple[Axis, ...]:
+    """List the axes whose ranks run a call together: those of its reduction, and those of its leaves' transforms."""
+    specs = dict.fromkeys(leaf.spec for leaf in flatten(like).leaves if is_sharded(leaf))
+    inner = (axis for spec in specs if spec.transform for axis in spec.transform.axes)
+    return tuple(dict.fromkeys((*over, *inner)))
+
+
 Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-def objective(loss: Loss, like: Tree, reduce: str = "mean") -> torch.Tensor:
+def objective(loss: Loss, like: Tree, reduce: str = "mean", *, reduce_over: Over = None) -> torch.Tensor:
     """Close a local loss into the objective that agrees between ranks.
 
     `value_and_grad` calls it for you; code under torch.func calls it itself.
@@ -75,6 +123,7 @@ def objective(loss: Loss, like: Tree, reduce: str = "mean") -> torch.Tensor:
         loss: This rank's scalar loss; for "weighted" the pair (sum, count).
         like: Parameters, whose specs tell the ranks; of plain tensors alone, this rank by itself.
         reduce: "mean" over ranks, "sum" over ranks, or "weighted": sum of sums divided by the sum of counts.
+        reduce_over: As for `value_and_grad`.
 
     Returns:
         The objective, a scalar equal on every rank and differentiable.
@@ -84,10 +133,15 @@ def objective(loss: Loss, like: Tree, reduce: str = "mean") -> torch.Tensor:
     """
     check_reduce(reduce, "objective")
     check_loss(loss, reduce, "objective")
-    axes = reduction_axes(like, "objective")
+    axes = reduction_axes(like, "objective", reduce_over)
     value, count = loss if isinstance(loss, tuple) else (loss, None)
-    comm.same_call("objective", axes, flatten(like), reduce=reduce)
+    comm.same_call("objective", shared_axes(like, axes), flatten(like), reduce=reduce, **named(axes, reduce_over))
     return divided(total(value, axes), denominator(count, axes, reduce))
+
+
+def named(axes: Sequence[Axis], over: Over) -> dict[str, Any]:
+    """Name the axes of a reduction for the comparison of ranks, where the caller chose them."""
+    return {} if over is None else {"reduce_over": [axis.name for axis in axes]}
 
 
 def total(tree: Tree, axes: Sequence[Axis]) -> Tree:
@@ -149,7 +203,12 @@ def agreed_uses(uses: Uses) -> Used:
 
 
 def closed(
-    value: torch.Tensor, paths: Sequence[str], used: list[bool], status: Sequence[bool], axes: Sequence[Axis]
+    value: torch.Tensor,
+    paths: Sequence[str],
+    used: list[bool],
+    status: Sequence[bool],
+    axes: Sequence[Axis],
+    others: Sequence[Axis] = (),
 ) -> tuple[torch.Tensor, list[bool], list[bool]]:
     """Sum a loss over ranks, and hear with it which leaves any of them used, and how they fared.
 
@@ -158,15 +217,16 @@ def closed(
         paths: The paths of leaves.
         used: For each of them whether this rank used it.
         status: Other facts of this rank.
-        axes: The mesh axes.
+        axes: The mesh axes that the loss is summed over.
+        others: Other axes whose ranks take part in the call.
 
     Returns:
         The sum, for each leaf whether some rank used it, and for each other fact whether it holds on some rank.
     """
-    asked = [axis for axis in axes if axis.size > 1]
+    asked = [axis for axis in (*axes, *others) if axis.size > 1]
     if _compat.is_tracing():
         uses, numbers = _compat.trace_notes().get("uses"), [value]
-        used = used if uses is None else uses.take(used, axes)
+        used = used if uses is None else uses.take(used, [*axes, *others])
         said = [f"{path} {'used' if yes else 'unused'}" for path, yes in zip(paths, used, strict=True)]
         comm.ops.told(json.dumps({"leaves": said}))
     else:
@@ -177,7 +237,12 @@ def closed(
     together = [numbers] if numbers[-1].device == value.device else [[number] for number in numbers]
     for axis in asked:
         label = comm.Label(comm.Verb.OBJECTIVE, phase=comm.Phase.END)
-        together = [comm.all_reduce(each, axis, label) for each in together]
+        if axis in axes:
+            together = [comm.all_reduce(each, axis, label) for each in together]
+        elif not _compat.is_tracing():
+            # The loss agrees there already.
+            facts = comm.all_reduce(together[-1][-1:], axis, label)
+            together[-1] = [*together[-1][:-1], *facts]
     numbers = [number for each in together for number in each]
     if not asked or len(numbers) == 1:
         return numbers[0], used, list(status)

@@ -110,7 +110,7 @@ def check_not_reduced(loss: torch.Tensor, axes: Sequence[Axis], what: str) -> No
 
 
 def check_agrees(value: torch.Tensor, flat: Flat, axes: Sequence[Axis], what: str) -> None:
-    """Refuse an objective that differs between ranks of an axis over which leaves are split and nothing is reduced.
+    """Refuse an objective that differs between ranks of an axis that leaves are placed on and nothing is reduced over.
 
     Args:
         value: The objective.
@@ -132,8 +132,9 @@ def check_agrees(value: torch.Tensor, flat: Flat, axes: Sequence[Axis], what: st
         if (rows - rows[0]).abs().amax() > tolerance:
             found = ", ".join(f"{number:.6g}" for number in rows.tolist())
             raise ValueError(
-                f"{what}: expected a loss that agrees between ranks of {axis.name!r}, over which leaves stay split, "
-                f"got {found}; sum partial results by fs.psum_invariant before they are used"
+                f"{what}: expected a loss that agrees between ranks of {axis.name!r}, over which it is not reduced, "
+                f"got {found}; sum partial results by fs.psum_invariant before they are used, or name the axis in "
+                "reduce_over if its ranks have batches of their own"
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard.checks import check_function, check_local, check_transforms
-from fshard.collectives import located, maps_of, reduction_axes, walked
+from fshard.collectives import Over, located, maps_of, reduction_axes, walked
 from fshard.errors import Problem, refuse
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, unflatten
 
@@ -51,11 +51,11 @@ class _Place(NamedTuple):
     varies: bool
 
 
-def check_varying(f: Callable[..., Any], params: Tree, *args: Any) -> None:
+def check_varying(f: Callable[..., Any], params: Tree, *args: Any, reduce_over: Over = None) -> None:
     """Follow a loss back to the parameters, and refuse each step that mixes varying and invariant values.
 
-    A loss varies between ranks of the axes that parameters are gathered over, and agrees between ranks of axes that
-    they stay split over (tensor parallelism). `psum_invariant` and `all_gather_invariant` make invariant values of
+    A loss varies between ranks of the axes that batches are split over, and agrees between ranks of other axes, such as
+    those of tensor parallelism. `psum_invariant` and `all_gather_invariant` make invariant values of
     varying ones, and `pvary` the other way; with a step of these left out, or one too many, gradients are wrong and
     mostly no error says so. Call it once on every rank, as a test: it runs `f` and walks the whole graph. The rules are
     those of jax.shard_map with check_vma.
@@ -64,6 +64,7 @@ def check_varying(f: Callable[..., Any], params: Tree, *args: Any) -> None:
         f: A local loss as `value_and_grad` takes it: returns a scalar, or (sum, count).
         params: Its parameters, Sharded.
         *args: Passed to f behind them.
+        reduce_over: As for `value_and_grad`.
 
     Raises:
         AssertionError: with every wrong step, the line that made it, and the remedy.
@@ -72,7 +73,7 @@ def check_varying(f: Callable[..., Any], params: Tree, *args: Any) -> None:
     flat = flatten(params)
     check_local("check_varying", flat)
     check_transforms("check_varying", flat)
-    reduced = reduction_axes(params, "check_varying")
+    reduced = reduction_axes(params, "check_varying", reduce_over)
     axes = dict.fromkeys(axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.axes)
     leaves = [_tracked(leaf) for leaf in flat.leaves]
     with torch.enable_grad(), located():
@@ -117,6 +118,9 @@ def _wrong_steps(loss: torch.Tensor, flat: Flat, axis: Axis, reduced: bool) -> I
             kinds = ("agrees", "varies")
             found = f"{label} over {axis.name!r}, whose result {kinds[KINDS[label].result]}"
             yield Problem(_line(place.node), found, f"one that {kinds[place.varies]}: {KINDS[label].advice}")
+        elif not place.varies and axis in (_gathered_over(place.node, place.output) or ()):
+            found = f"fs.gather over {axis.name!r}, whose result varies"
+            yield Problem(_line(place.node), found, "one that agrees: fs.psum_invariant of a value computed from it")
 
 
 def _wrong_leaf(path: str, leaf: Sharded, axis: Axis, varies: bool) -> Iterator[Problem]:

@@ -1,0 +1,142 @@
+"""reduce_over: batches split over some of the axes that leaves are sharded on, where ranks of others share a loss."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard.testing import assert_trees_close, check_varying, spmd
+from tests.ranks import on_ranks
+from tests.trees import assert_same_bits, normal
+
+WIDTH, HIDDEN, ROWS = 6, 8, 12
+FULL = {"up": normal(1)(WIDTH, HIDDEN), "down": normal(2)(HIDDEN, WIDTH), "bias": normal(3)(WIDTH)}
+X, Y = normal(4)(ROWS, WIDTH), normal(5)(ROWS, WIDTH)
+
+
+def loss_fn(params, x, y, reduce="mean", tp=None):
+    """Each rank of `tp` computes with its columns of the full weights; their sum is the output of all of them."""
+    full = fs.gather(params)
+    size, rank = (1, 0) if tp is None else (tp.size, fs.comm.rank(tp))
+    up, down = full["up"].chunk(size, 1)[rank], full["down"].chunk(size, 0)[rank]
+    part = torch.tanh(x @ up) @ down + (full["bias"] if rank == 0 else 0 * full["bias"])
+    out = part if tp is None else fs.psum_invariant(part, tp)
+    squares = (out - y).square().sum(1)
+    return (squares.sum(), torch.tensor(len(x))) if reduce == "weighted" else squares.mean()
+
+
+def axes():
+    mesh = fs.init_mesh({"shard": -1, "tp": 2}, device="cpu")
+    return mesh, fs.axis_of(mesh, "shard"), fs.axis_of(mesh, "tp")
+
+
+STRATEGIES = {
+    "split over both": lambda mesh: fs.zero3(mesh, axis=("shard", "tp"), min_shard_elements=0),
+    "whole over both": lambda mesh: fs.ddp(mesh, axis=("shard", "tp")),
+    "whole over one": lambda mesh: fs.hsdp(mesh, replicate="tp", min_shard_elements=7, merge_bytes=0),
+}
+
+
+@pytest.mark.rows(3)
+@pytest.mark.parametrize("reduce", ("mean", "sum", "weighted"))
+@on_ranks(2, 4, "2 processes", 6)
+def test_ranks_of_other_axes_share_a_loss(reduce, world_size):
+    mesh, shard, tp = axes()
+    expected = torch.func.grad_and_value(lambda p: loss_fn(p, X, Y))(FULL)
+    if reduce == "sum":
+        expected = fs.tree_map(lambda leaf: leaf * shard.size, expected)
+    x, y = (tensor.chunk(shard.size)[fs.comm.rank(shard)] for tensor in (X, Y))
+    loss, over = partial(loss_fn, reduce=reduce, tp=tp), {"reduce": reduce, "reduce_over": "shard"}
+    for make in STRATEGIES.values():
+        params = fs.shard(FULL, make(mesh))
+        check_varying(loss, params, x, y, reduce_over=("shard",))
+        value, grads = fs.value_and_grad(loss, **over)(params, x, y)
+        assert_trees_close((fs.unshard(grads), value), expected, rtol=0, atol=1e-12)
+        halves = list(zip(x.chunk(2), y.chunk(2), strict=True))
+        again = fs.accumulate(lambda p, batch: loss(p, *batch), **over)(params, halves)
+        if reduce != "sum":
+            assert_trees_close((again[0], fs.unshard(again[1])), (value, fs.unshard(grads)), rtol=0, atol=1e-12)
+
+        def total(full):
+            found = loss(full, x, y)
+            return (found[0], found) if reduce == "weighted" else (found, found)
+
+        local, (_, found) = torch.func.grad_and_value(total, has_aux=True)(fs.gather(params))
+        count = {"count": found[1]} if reduce == "weighted" else {}
+        scattered = fs.scatter_grads(local, like=params, **over, **count)
+        assert_same_bits(fs.tree_leaves(scattered), fs.tree_leaves(grads))
+        assert_same_bits(fs.objective(found, params, **over), value)
+    one = fs.value_and_grad(loss, **over)
+    if world_size == 2 and reduce == "mean":
+        assert_same_bits(fs.tree_leaves(fs.jit(one)(params, x, y)), fs.tree_leaves(one(params, x, y)))
+
+
+def refused(f, text, **options):
+    def program():
+        mesh, _, tp = axes()
+        params = fs.shard(FULL, STRATEGIES["split over both"](mesh))
+        with pytest.raises(ValueError, match=re.escape(text)):
+            fs.value_and_grad(partial(f, tp=tp), **options)(params, X, Y)
+
+    spmd(program, 2)
+
+
+def test_a_loss_that_varies_over_an_axis_that_nothing_is_reduced_over_is_refused():
+    text = (
+        "value_and_grad: expected a loss that agrees between ranks of 'tp', over which it is not reduced, got "
+        "0, 1; sum partial results by fs.psum_invariant before they are used, or name the axis in reduce_over if "
+        "its ranks have batches of their own"
+    )
+    refused(lambda p, x, y, tp: 0 * fs.gather(p)["up"].sum() + fs.comm.rank(tp), text, reduce_over="shard")
+
+
+def test_check_varying_names_a_leaf_whose_gradient_would_be_counted_twice():
+    def program():
+        mesh, _, tp = axes()
+        params = fs.shard(FULL, STRATEGIES["split over both"](mesh))
+        text = "expected one that agrees: fs.psum_invariant of a value computed from it, got fs.gather over 'tp'"
+        with pytest.raises(AssertionError, match=re.escape(text)):
+            check_varying(loss_fn, params, X, Y, reduce_over="shard")
+        check_varying(partial(loss_fn, tp=tp), params, X, Y, reduce_over="shard")
+
+    spmd(program, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"reduce_over": ("shard", "cp")},
+            "value_and_grad: gradients would stay unsummed\n"
+            "  ['bias']: expected a transform that sums gradients over ['cp'], or owns pieces there, got gathered over "
+            "'tp', gathered over 'shard'\n",
+        ),
+        ({"reduce_over": 3}, "value_and_grad: expected reduce_over to be axes or their names, got an int"),
+        (
+            {"reduce_over": "shard", "sums": "tree"},
+            'value_and_grad: expected reduce_over or sums="tree", got both; shard the parameters on these axes alone',
+        ),
+    ],
+)
+def test_bad_axes_are_refused(options, text):
+    refused(loss_fn, text, **options)
+
+
+def test_plain_tensors_have_no_axes():
+    text = "value_and_grad: expected reduce_over with Sharded leaves, whose specs have axes, got it with plain tensors"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        fs.value_and_grad(loss_fn, reduce_over="shard")(FULL, X, Y)
+
+
+def test_several_axes_split_a_dim_as_partitions_do():
+    def program():
+        mesh, shard, tp = axes()
+        place = fs.comm.rank(shard) * tp.size + fs.comm.rank(tp)
+        for make in (fs.zero1, fs.zero2, fs.zero3):
+            leaf = fs.shard(FULL, make(mesh, axis=("shard", "tp"), min_shard_elements=0))["down"]
+            assert leaf.spec.partition == fs.P(("shard", "tp"))
+            assert_same_bits(leaf.local, FULL["down"].chunk(4)[place])
+
+    spmd(program, 4)
