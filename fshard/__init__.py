@@ -42,6 +42,7 @@ from fshard.optim.schedules import from_torch_scheduler
 from fshard.optim.whole import whole
 from fshard.optim.wrappers import dynamic_loss_scale, ema, every_k, freeze, masked, partition, skip_nonfinite
 from fshard.parallel.pipeline import pipeline
+from fshard.parallel.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from fshard.plan import plan
 from fshard.random import fold_in
 from fshard.remat import remat
@@ -171,6 +172,8 @@ __all__ = [
     "unshard",
     "update",
     "value_and_grad",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_embedding",
     "whole",
     "zero1",
     "zero2",

@@ -1,0 +1,173 @@
+"""Vocabulary-parallel embedding and cross entropy equal those of full rows, which no rank ever holds."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad, grad_and_value, jvp
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fshard as fs
+from fshard.testing import assert_trees_close, check_varying
+from tests.ranks import on_ranks
+from tests.trees import assert_same_bits, normal
+
+VOCABULARY, WIDTH, ROWS, TIME = 24, 6, 8, 4
+TARGETS = torch.randint(VOCABULARY, (ROWS, TIME), generator=torch.Generator().manual_seed(3))
+IGNORED = TARGETS.masked_fill(TARGETS % 5 == 0, -100)
+FULL = {"tokens": normal(1)(VOCABULARY, WIDTH), "head": 3 * normal(2)(VOCABULARY, WIDTH)}
+OPTIONS = (
+    {},
+    {"reduction": "sum", "label_smoothing": 0.1},
+    {"ignore_index": 7, "label_smoothing": 1.0},
+)
+# Sums of WIDTH products, VOCABULARY exponentials and all tokens, in another order.
+ROUNDING = {"rtol": 0.0, "atol": 64 * ROWS * TIME * VOCABULARY * torch.finfo(torch.float64).eps}
+
+
+def dense_loss(params, x, y, options):
+    h = torch.tanh(F.embedding(x, params["tokens"]))
+    return F.cross_entropy(F.linear(h, params["head"]).flatten(0, 1), y.flatten(), **options)
+
+
+def loss_fn(params, x, y, axis, options):
+    full = fs.gather(params)
+    h = fs.pvary(torch.tanh(fs.vocab_parallel_embedding(x, full["tokens"], axis)), axis)
+    return fs.vocab_parallel_cross_entropy(h, full["head"], y, axis, **options)
+
+
+def in_pieces(params, x, y, axis, options):
+    """With time in pieces between embedding and head, as sequence parallelism has it."""
+    full = fs.gather(params)
+    h = torch.tanh(fs.vocab_parallel_embedding(x, full["tokens"], axis, scatter_dim=1))
+    h = fs.all_gather(h, axis, dim=1)
+    return fs.vocab_parallel_cross_entropy(h, full["head"], y, axis, **options)
+
+
+def sharded(world_size, tp):
+    mesh = fs.init_mesh({"shard": world_size // tp, "tp": tp}, device="cpu")
+    axis = fs.axis_of(mesh, "tp")
+    layout = fs.compose(fs.fully_shard(mesh["shard"], dim=-1, min_shard_elements=0), fs.split_dim(axis, dim=0))
+    return fs.shard(FULL, fs.zero3(mesh, layout=layout)), axis, fs.axis_of(mesh, "shard")
+
+
+@pytest.mark.parametrize("tp", (1, 2, 4))
+@on_ranks(4, 8)
+def test_losses_and_gradients_are_those_of_full_rows(world_size, tp):
+    params, axis, shard = sharded(world_size, tp)
+    x, y, ignored = (ids.chunk(shard.size)[fs.axis_index(shard)] for ids in (TARGETS.flip(1), TARGETS, IGNORED))
+    for targets, of_all in ((y, TARGETS), (ignored, IGNORED)):
+        for options in OPTIONS if targets is y else OPTIONS[:2]:
+            # The mean over ranks of means is that of all where each has as many targets that count.
+            options = {**options, "reduction": "sum"}
+            expected, loss = grad_and_value(dense_loss)(FULL, TARGETS.flip(1), of_all, options)
+            for f in (loss_fn, in_pieces):
+                arguments = params, x, targets, axis, options
+                found = fs.value_and_grad(f, reduce="sum")(*arguments)
+                assert_trees_close((found[0], fs.unshard(found[1])), (loss, expected), **ROUNDING)
+    for f in (loss_fn, in_pieces):
+        step = fs.jit(lambda params, x, y, f=f: fs.value_and_grad(f)(params, x, y, axis, {}))
+        jitted, eager = step(params, x, y), fs.value_and_grad(f)(params, x, y, axis, {})
+        assert_same_bits((jitted[0], fs.unshard(jitted[1])), (eager[0], fs.unshard(eager[1])))
+
+
+@on_ranks(2, "2 processes")
+def test_options_are_those_of_torch(world_size):
+    params, axis, _ = sharded(world_size, 2)
+    x = TARGETS.flip(1)
+    for options in OPTIONS:
+        for targets in (TARGETS, IGNORED) if "ignore_index" not in options else (TARGETS,):
+            expected, loss = grad_and_value(dense_loss)(FULL, x, targets, options)
+            found = fs.value_and_grad(loss_fn)(params, x, targets, axis, options)
+            assert_trees_close((found[0], fs.unshard(found[1])), (loss, expected), **ROUNDING)
+    full = fs.gather(params)
+    h = normal(4)(ROWS, TIME, WIDTH)
+    each = fs.vocab_parallel_cross_entropy(h, full["head"], IGNORED, axis, reduction="none")
+    logits = F.linear(h, FULL["head"]).flatten(0, 1)
+    expected = F.cross_entropy(logits, IGNORED.flatten(), reduction="none").view(ROWS, TIME)
+    assert_trees_close(each, expected, **ROUNDING)
+    half = fs.vocab_parallel_cross_entropy(1e4 * h.bfloat16(), full["head"].bfloat16(), TARGETS, axis)
+    assert half.dtype == torch.float32
+    assert half.isfinite()
+
+
+@on_ranks(2)
+def test_second_derivatives(world_size):
+    params, axis, _ = sharded(world_size, 2)
+    x, tangents = TARGETS.flip(1), {name: normal(9)(*leaf.shape) for name, leaf in FULL.items()}
+
+    def gradient(params):
+        return grad(lambda p: loss_fn(p, x, TARGETS, axis, {}))(params)
+
+    expected = jvp(lambda p: grad(dense_loss)(p, x, TARGETS, {}), (FULL,), (tangents,))[1]
+    pieces = fs.tree_map(lambda leaf, like: leaf, fs.shard(tangents, params["head"].spec.transform), params)
+    found = jvp(gradient, (params,), (pieces,))[1]
+    assert_trees_close(fs.unshard(found), expected, **ROUNDING)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the longest last dim of any result with a row for each token."""
+
+    def __init__(self):
+        super().__init__()
+        self.longest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.numel() >= ROWS * TIME * 7 and out.dim() > 1:
+            self.longest = max(self.longest, out.numel() // (ROWS * TIME))
+        return out
+
+
+@on_ranks(4)
+def test_no_rank_holds_a_full_row(world_size):
+    params, axis, _ = sharded(world_size, 4)
+    h, weight = normal(4)(ROWS, TIME, WIDTH), fs.gather(params)["head"]
+    with Largest() as noted, fs.comm.record() as record:
+        fs.vocab_parallel_cross_entropy(h, weight, TARGETS, axis)
+    # Logits of a quarter of the vocabulary, and what of them all ranks tell each other: three numbers for a token.
+    assert noted.longest <= max(VOCABULARY // 4, 8)
+    tokens = ROWS * TIME * 8
+    # pmax gathers; the sum of two numbers is an all-reduce.
+    assert sum(entry.sent for entry in record) == 3 * tokens + 2 * 2 * tokens * 3 / 4
+
+
+@on_ranks(2)
+def test_what_varies_is_told_from_what_agrees(world_size):
+    params, axis, _ = sharded(world_size, 2)
+    arguments = TARGETS.flip(1), TARGETS, axis, {}
+    check_varying(loss_fn, params, *arguments)
+    check_varying(in_pieces, params, *arguments)
+
+    def forgotten(params):
+        full = fs.gather(params)
+        h = fs.vocab_parallel_embedding(TARGETS, full["tokens"], axis)
+        return fs.vocab_parallel_cross_entropy(h, full["head"], TARGETS, axis)
+
+    with pytest.raises(AssertionError, match=r"fs\.pvary of it first"):
+        check_varying(forgotten, params)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"h": torch.ones(2, 3)}, "h to be a tensor of shape (2, 2), got a float32 Tensor of shape (2, 3)"),
+        (
+            {"weight": torch.ones(4)},
+            "weight to be a matrix, this rank's rows of it, got",
+        ),
+        ({"targets": torch.ones(2)}, "targets to be a tensor of whole numbers, got a float32 Tensor of shape (2,)"),
+        ({"targets": torch.tensor([0, 4])}, "ids from 0 to 3, got 0 to 4"),
+        ({"targets": torch.tensor([-1, 0])}, "ids from 0 to 3, got -1 to 0"),
+        ({"reduction": "max"}, "reduction to be one of ('mean', 'sum', 'none'), got 'max'"),
+        ({"label_smoothing": 2.0}, "label_smoothing to be at most 1, got 2.0"),
+        ({"axis": "tp"}, "axis to be an Axis, got a str"),
+    ],
+)
+@pytest.mark.rows(8)
+def test_bad_arguments_are_refused(change, text):
+    given = {"h": torch.ones(2, 2), "weight": torch.ones(4, 2), "targets": torch.tensor([0, 3])}
+    given = {**given, "axis": fs.Axis("tp", 1, ""), **change}
+    with pytest.raises(ValueError, match="vocab_parallel_cross_entropy: expected " + re.escape(text)):
+        fs.vocab_parallel_cross_entropy(**given)
