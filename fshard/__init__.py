@@ -41,6 +41,7 @@ from fshard.optim.scale import (
 from fshard.optim.schedules import from_torch_scheduler
 from fshard.optim.whole import whole
 from fshard.optim.wrappers import dynamic_loss_scale, ema, every_k, freeze, masked, partition, skip_nonfinite
+from fshard.parallel import moe
 from fshard.parallel.pipeline import pipeline
 from fshard.parallel.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from fshard.plan import plan
@@ -133,6 +134,7 @@ __all__ = [
     "masked",
     "measure",
     "microbatches",
+    "moe",
     "objective",
     "offload",
     "own_dim",

@@ -442,7 +442,7 @@ UNCALLED = {
         "Model": "made by functionalize; its methods are called",
         **dict.fromkeys(("GradientTransformation", "Optimizer"), "fs.update checks before it calls them"),
         **dict.fromkeys(("ShardTransform", "Wrapped"), "base classes of a user's own"),
-        **dict.fromkeys(("checkpoint", "comm", "testing"), "modules"),
+        **dict.fromkeys(("checkpoint", "comm", "moe", "testing"), "modules: tests/parallel/test_moe.py and others"),
         "LayoutError": "raised, not called",
         "TrainState": "TrainState.create is called",
     },

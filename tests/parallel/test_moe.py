@@ -1,0 +1,272 @@
+"""moe: experts over an axis against a dense mixture in one process, ragged and by capacity, and the bytes they send."""
+
+import re
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import fshard as fs
+from fshard.testing import assert_trees_close, check_varying
+from tests.ranks import on_ranks
+from tests.trees import assert_same_bits, normal
+
+WIDTH, HIDDEN, EXPERTS, TOKENS, CHOICES, LAYERS = 6, 5, 8, 48, 2, 2
+OPTIONS = {"even": {}, "skew": {"bias": (0, 40.0)}, "nobody chooses the last": {"bias": (EXPERTS - 1, -40.0)}}
+
+
+def initial():
+    draw = normal(7)
+
+    def layer():
+        experts = {"up": draw(EXPERTS, WIDTH, HIDDEN) / 2, "down": draw(EXPERTS, HIDDEN, WIDTH) / 2}
+        return {"router": draw(EXPERTS, WIDTH) / 2, "experts": experts, "shared": draw(WIDTH, WIDTH) / 2}
+
+    return {"layers": [layer() for _ in range(LAYERS)], "head": draw(WIDTH, WIDTH)}
+
+
+def data():
+    draw = normal(8)
+    return draw(TOKENS, WIDTH), draw(TOKENS, WIDTH)
+
+
+def expert(up, down, rows):
+    return torch.tanh(rows @ up) @ down
+
+
+def logits_of(p, x, bias):
+    logits = x @ p["router"].T
+    if bias:
+        number, size = bias
+        logits = logits + size * F.one_hot(torch.tensor(number), EXPERTS).to(logits)
+    return logits
+
+
+def dense(p, x, bias=None, capacity=None, groups=1):
+    """Every expert on every token; of each group a choice counts while its expert has room."""
+    logits = logits_of(p, x, bias)
+    probs = logits.softmax(-1)
+    chosen = probs.topk(CHOICES).indices
+    weights = probs.gather(1, chosen) / probs.gather(1, chosen).sum(1, keepdim=True)
+    weights = weights * kept(chosen, capacity, groups)
+    out = sum(
+        (weights * (chosen == e)).sum(1, keepdim=True) * expert(p["experts"]["up"][e], p["experts"]["down"][e], x)
+        for e in range(EXPERTS)
+    )
+    fractions = torch.stack([(chosen == e).double().mean() for e in range(EXPERTS)])
+    aux = EXPERTS * (fractions * probs.mean(0)).sum() + 0.1 * torch.logsumexp(logits, 1).pow(2).mean()
+    return torch.tanh(x @ p["shared"]) + out, aux
+
+
+def kept(chosen, capacity, groups):
+    """1 where a choice finds room: by choice, then by token, in its group."""
+    mask = torch.ones(chosen.shape, dtype=torch.float64)
+    for rows, marks in zip(chosen.chunk(groups), mask.chunk(groups), strict=True):
+        taken = [0] * EXPERTS
+        for choice in range(CHOICES):
+            for token, e in enumerate(rows[:, choice].tolist()):
+                marks[token, choice] = capacity is None or taken[e] < capacity
+                taken[e] += 1
+    return mask
+
+
+def parallel(p, x, axis, axes, bias=None, capacity=None):
+    logits = logits_of(p, x, bias)
+    routing = fs.moe.route(logits, CHOICES)
+    rows, sent = fs.moe.dispatch(x, routing, axis, capacity=capacity)
+    if capacity is None:
+        rows = [expert(*one) for one in zip(p["experts"]["up"], p["experts"]["down"], rows, strict=True)]
+    else:
+        rows = expert(p["experts"]["up"], p["experts"]["down"], rows)
+    aux = fs.moe.load_balance(routing, axes) + 0.1 * fs.moe.z_loss(logits)
+    return torch.tanh(x @ p["shared"]) + fs.moe.combine(rows, sent), aux
+
+
+def loss_fn(params, x, y, mixture, **options):
+    """The sum over tokens and their number."""
+    auxes = 0.0
+    for layer in params["layers"]:
+        out, aux = mixture(fs.gather(layer), x, **options)
+        x, auxes = x + out, auxes + aux
+    return ((x @ fs.gather(params["head"]) - y) ** 2).sum() + 0.01 * len(x) * auxes, torch.tensor(len(x))
+
+
+def one_process(**options):
+    def mean(params):
+        total, count = loss_fn(params, *data(), dense, **options)
+        return total / count
+
+    return torch.func.grad_and_value(mean)(initial())
+
+
+def inside(mesh):
+    own = fs.compose(fs.fully_shard(mesh["shard"], dim=1), fs.own_dim(mesh["expert"]))
+    return fs.zero3(mesh, layout=fs.masked(own, "*experts*", fs.hybrid_shard(mesh, "shard", "expert")), merge_bytes=0)
+
+
+def beside(mesh):
+    own = fs.compose(fs.replicate(mesh["shard"]), fs.own_dim(mesh["expert"]))
+    return fs.zero3(mesh, layout=fs.masked(own, "*experts*", fs.hybrid_shard(mesh, "expert", "shard")))
+
+
+def setting(sizes, strategy=inside, tokens=None):
+    """Parameters, this rank's tokens, and options of a mixture."""
+    mesh = fs.init_mesh(dict(zip(("shard", "expert"), sizes, strict=True)), device="cpu")
+    axes = [fs.axis_of(mesh, name) for name in ("shard", "expert")]
+    place, ranks = fs.comm.rank(axes[0]) * sizes[1] + fs.comm.rank(axes[1]), sizes[0] * sizes[1]
+    tokens = tokens or [TOKENS // ranks] * ranks
+    batch = [tensor.split(tokens)[place] for tensor in data()]
+    return fs.shard(initial(), strategy(mesh)), batch, {"axis": axes[1], "axes": axes}
+
+
+def found_by(params, batch, jit=False, **options):
+    def run(params, x, y):
+        return fs.value_and_grad(lambda p: loss_fn(p, x, y, parallel, **options), reduce="weighted")(params)
+
+    value, grads = (fs.jit(run) if jit else run)(params, *batch)
+    return fs.unshard(grads), value
+
+
+GRIDS = {2: [(1, 2)], 4: [(2, 2), (1, 4)], 8: [(2, 4), (1, 8)]}
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("case", OPTIONS)
+@on_ranks(2, 4, 8, "2 processes")
+def test_it_is_the_dense_mixture(case, world_size):
+    expected = one_process(**OPTIONS[case])
+    for sizes in GRIDS[world_size]:
+        for strategy in (inside, beside):
+            params, batch, options = setting(sizes, strategy)
+            check_varying(lambda p: loss_fn(p, *batch, parallel, **options, **OPTIONS[case]), params)  # noqa: B023
+            found = found_by(params, batch, **options, **OPTIONS[case])
+            assert_trees_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("capacity", (1, 5, TOKENS))
+@on_ranks(2, 4, 8)
+def test_by_capacity_it_is_the_dense_mixture_of_the_same_rule(capacity, world_size):
+    expected = one_process(capacity=capacity, groups=world_size)
+    for sizes in GRIDS[world_size]:
+        params, batch, options = setting(sizes)
+        found = found_by(params, batch, **options, capacity=capacity)
+        assert_trees_close(found, expected, rtol=0, atol=1e-12)
+
+
+@on_ranks(2)
+def test_jit_has_the_same_bits():
+    params, batch, options = setting((1, 2))
+    assert_same_bits(
+        found_by(params, batch, True, **options, capacity=5), found_by(params, batch, **options, capacity=5)
+    )
+    with pytest.raises(
+        ValueError,
+        match=re.escape(
+            "moe.dispatch: expected a capacity inside fs.jit, where sizes are fixed, got None; pass capacity="
+        ),
+    ):
+        found_by(params, batch, True, **options)
+
+
+@on_ranks(4)
+def test_a_rank_without_tokens_takes_part():
+    expected = one_process()
+    for strategy in (inside, beside):
+        params, batch, options = setting((2, 2), strategy, [20, 0, 27, 1])
+        assert_trees_close(found_by(params, batch, **options), expected, rtol=0, atol=1e-12)
+
+
+@on_ranks(4)
+def test_bytes():
+    """A choice's row travels there and back, forward and backward, unless its expert is here."""
+    _, (x, _), options = setting((1, 4))
+    axis, p, ranks, place = options["axis"], initial()["layers"][0], 4, fs.comm.rank(options["axis"])
+    local = {**p, "experts": {name: leaf.chunk(ranks)[place] for name, leaf in p["experts"].items()}}
+    owners = logits_of(p, x, None).topk(CHOICES).indices // (EXPERTS // ranks)
+    away = int((owners != place).sum())
+    with fs.comm.record() as record:
+        torch.func.grad(lambda x: parallel(local, x, axis, ())[0].sum())(x)
+    sent = [(entry.label, entry.sent) for entry in record]
+    row = WIDTH * 8
+    got = sum(
+        int((logits_of(p, other, None).topk(CHOICES).indices // (EXPERTS // ranks) == place).sum())
+        for i, other in enumerate(data()[0].chunk(ranks))
+        if i != place
+    )
+    assert sent[0] == ("all_to_all", EXPERTS * 8 * (ranks - 1) / ranks)
+    assert sorted(sent[1:]) == sorted(("ragged_all_to_all", n * row) for n in (away, got, away, got))
+    with fs.comm.record() as record:
+        torch.func.grad(lambda x: parallel(local, x, axis, (), capacity=3)[0].sum())(x)
+    slots = EXPERTS * 3 * row * (ranks - 1) / ranks
+    assert [entry.sent for entry in record] == [slots] * 4
+
+
+@on_ranks(2)
+def test_a_forgotten_pvary_before_experts_is_named():
+    """Where ranks of the axis share their batch, each sends a part of the tokens."""
+    mesh = fs.init_mesh({"shard": 1, "expert": 2}, device="cpu")
+    axis = fs.axis_of(mesh, "expert")
+    split = fs.compose(fs.fully_shard(mesh["shard"]), fs.masked(fs.split_dim(axis, dim=0), "*experts*"))
+    full = initial()
+    params = fs.shard({**full["layers"][0], "head": full["head"]}, split)
+    x, _ = data()
+
+    def loss(params, vary):
+        p = fs.gather(params)
+        h, router = vary((x @ p["head"], p["router"]))
+        rows, sent = fs.moe.dispatch(h.chunk(2)[fs.comm.rank(axis)], *routed(h, router), axis)
+        rows = [expert(*one) for one in zip(p["experts"]["up"], p["experts"]["down"], rows, strict=True)]
+        return fs.all_gather_invariant(fs.moe.combine(rows, sent), axis).square().sum()
+
+    def routed(h, router):
+        return (fs.moe.route(h.chunk(2)[fs.comm.rank(axis)] @ router.T, CHOICES),)
+
+    check_varying(lambda p: loss(p, lambda tree: fs.pvary(tree, axis)), params)
+    with pytest.raises(AssertionError, match="a leaf that is whole on all ranks of 'expert'"):
+        check_varying(lambda p: loss(p, lambda tree: tree), params)
+    _, grads = fs.value_and_grad(lambda p: loss(p, lambda tree: fs.pvary(tree, axis)))(params)
+
+    def alone(p):
+        rows, sent = fs.moe.dispatch(x @ p["head"], fs.moe.route(x @ p["head"] @ p["router"].T, CHOICES))
+        rows = [expert(*one) for one in zip(p["experts"]["up"], p["experts"]["down"], rows, strict=True)]
+        return fs.moe.combine(rows, sent).square().sum() + 0 * p["shared"].sum()
+
+    expected = torch.func.grad(alone)({**full["layers"][0], "head": full["head"]})
+    assert (grads.pop("shared"), float(expected.pop("shared").abs().max())) == (None, 0.0)
+    assert_trees_close(fs.unshard(grads), expected, rtol=0, atol=1e-12)
+
+
+def test_one_process_needs_no_axis():
+    p, (x, _) = initial()["layers"][0], data()
+    for capacity in (None, 3):
+        found = parallel(p, x, None, (), capacity=capacity)
+        assert_trees_close(found, dense(p, x, capacity=capacity), rtol=0, atol=1e-12)
+    assert fs.moe.load_balance(fs.moe.route(torch.eye(4).double())) > 1 - 1e-12
+    one = fs.moe.route(torch.tensor([[1.0, 3.0, 2.0]]))
+    assert one.experts.tolist() == [[1]]
+    assert_trees_close(one.weights, one.probs[:, 1:2], rtol=0, atol=0)
+    assert fs.moe.route(torch.randn(5, 3), 2, normalize=False).weights.sum(1).max() < 1
+
+
+def test_bad_arguments_are_refused():
+    logits, x = torch.randn(4, 6), torch.ones(4, 2)
+    routing = fs.moe.route(logits)
+    four = fs.Axis("expert", 4, "")
+    rows = [
+        (lambda: fs.moe.route(torch.ones(2, 3, 4)), "moe.route: expected logits of shape (tokens, experts), got"),
+        (lambda: fs.moe.route(logits, 7), "moe.route: expected k to be from 1 to 6, got 7"),
+        (lambda: fs.moe.dispatch(x[:3], routing), "moe.dispatch: expected tokens of shape (4, width), as routed, got"),
+        (lambda: fs.moe.dispatch(x, routing, "expert"), "moe.dispatch: expected axis to be an Axis, got a str"),
+        (
+            lambda: fs.moe.dispatch(x, routing, four),
+            "moe.dispatch: expected a multiple of 4 experts, one block for each rank, got 6",
+        ),
+        (
+            lambda: fs.moe.dispatch(x, routing, capacity=0),
+            "moe.dispatch: expected capacity to be a positive number, got 0",
+        ),
+    ]
+    for call, text in rows:
+        with pytest.raises(ValueError, match=re.escape(text)):
+            call()
