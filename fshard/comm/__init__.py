@@ -2,6 +2,7 @@
 
 from fshard.comm.agree import FLAGS as FLAGS
 from fshard.comm.agree import NO_FACTS as NO_FACTS
+from fshard.comm.agree import STAGES as STAGES
 from fshard.comm.agree import Facts, Peers, Vote, disagreement, facts_of, highest, same_call, texts, vote
 from fshard.comm.collective import (
     ALGORITHMS as ALGORITHMS,

@@ -38,6 +38,9 @@ MARK, HASH = 0x6673, 48
 # Bytes of a text that needs no second message.
 SHORT = 8 * (FIRST - 2)
 
+# The fact of a graph that ranks of an axis are stages, whose collectives over other axes have orders of their own.
+STAGES = "stages"
+
 MISMATCH = "collective mismatch between ranks"
 REMEDY = (
     "let every rank make the same calls in the same order, also those whose result one rank alone uses, such as save "

@@ -15,6 +15,7 @@ from fshard.errors import Problem, leaf_error
 from fshard.jit.backends import BACKENDS, Backend, ready, writes_in_place
 from fshard.jit.donation import argument_of, pairs_of, refuse_shared, tensor_of, write
 from fshard.jit.passes import (
+    Told,
     clean,
     donate,
     refuse_ambient_random,
@@ -48,8 +49,7 @@ class _Program(NamedTuple):
         pairs: For donated inputs the results that take their place.
         in_place: Whether the graph writes them there itself.
         closed: Tensors that the function closes over, and how often they had been written to.
-        facts: What decides its collectives.
-        axes: The axes that ranks compare them over.
+        facts: What decides its collectives, and the axes that ranks compare it over.
     """
 
     traced: Traced
@@ -58,8 +58,7 @@ class _Program(NamedTuple):
     pairs: dict[int, int]
     in_place: bool
     closed: list[tuple[torch.Tensor, int]]
-    facts: comm.Facts
-    axes: tuple[Axis, ...]
+    facts: list[tuple[Sequence[Axis], comm.Facts]]
 
 
 class Jitted:
@@ -101,7 +100,8 @@ class Jitted:
                 return self._f(*args, **kwargs)
             program = self._program(flat, tensors, args, static)
         self._check_closed(program, flat)
-        comm.same_call("jit", program.axes, program.facts)
+        for axes, facts in program.facts:
+            comm.same_call("jit", axes, facts)
         with torch.no_grad():
             shared = _compat.share_memory([tensors[i] for i in program.donated])
             copied = {i: tensors[i] for i, others in zip(program.donated, shared, strict=True) if others}
@@ -177,18 +177,18 @@ class Jitted:
 
         uses = Uses()
         with _telling_others(flat):
-            traced, pairs, facts, told, sent_over = self._graph(flat, args, uses)
+            traced, pairs, said, told, sent_over = self._graph(flat, args, uses)
         agreed = self._agreed(uses, told, _axes_of(flat))
         with _telling_others(flat):
             if agreed != uses.used:
-                traced, pairs, facts, _, sent_over = self._graph(flat, args, Uses(agreed))
+                traced, pairs, said, _, sent_over = self._graph(flat, args, Uses(agreed))
             closed = [(tensor, _compat.version(tensor)) for tensor in traced.closed]
             run = ready(traced.graph, self._backend, "jit")
         self.traces.append(why)
         # A rank whose trace fails knows the axes of its arguments alone.
         axes = _axes_of(flat) or sent_over
         donated = [i for i, path in enumerate(traced.paths) if argument_of(path) in self._donated]
-        return _Program(traced, run, donated, pairs, writes_in_place(self._backend), closed, facts, axes)
+        return _Program(traced, run, donated, pairs, writes_in_place(self._backend), closed, said.facts(axes))
 
     def _agreed(self, uses: Uses, told: comm.Facts, axes: Sequence[Axis]) -> Used:
         """Which leaves the traces of all ranks use.
@@ -209,7 +209,7 @@ class Jitted:
 
     def _graph(
         self, flat: Flat, args: Sequence[Any], uses: Uses | None = None
-    ) -> tuple[Traced, dict[int, int], comm.Facts, comm.Facts, tuple[Axis, ...]]:
+    ) -> tuple[Traced, dict[int, int], Told, comm.Facts, tuple[Axis, ...]]:
         def rebuild(tree: Any) -> Any:
             positional, keywords = tree
             return self._f(*(args[i] if i in self._static else a for i, a in enumerate(positional)), **keywords)
@@ -218,7 +218,7 @@ class Jitted:
         refuse_foreign_collectives(traced.graph.graph, "jit")
         if self._backend == "inductor":
             refuse_tree_sums(traced.graph.graph, "jit")
-        facts, told, axes = told_in(traced.graph.graph)
+        said, told, axes = told_in(traced.graph.graph)
         clean(traced.graph)
         donated = [argument_of(path) in self._donated for path in traced.paths]
         refuse_writes(traced.graph.graph, traced.paths, donated, "jit")
@@ -227,7 +227,7 @@ class Jitted:
         pairs = pairs_of(traced, flat, self._donated, donated)
         if writes_in_place(self._backend):
             donate(traced.graph, pairs)
-        return traced, pairs, facts, told, axes
+        return traced, pairs, said, told, axes
 
 
 def jit(

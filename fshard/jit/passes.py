@@ -3,7 +3,7 @@
 import json
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -138,7 +138,28 @@ def is_random(node: Node) -> bool:
     return not any(argument.name == "dropout_p" and value in (None, 0.0) for argument, value in _arguments(node) or ())
 
 
-def told_in(graph: Graph) -> tuple[comm.Facts, comm.Facts, tuple[Axis, ...]]:
+class Told(NamedTuple):
+    """What decides the collectives of a graph.
+
+    Attributes:
+        entries: What its verbs were told, and which leaves they used.
+        sent: The axis and the text of each collective.
+        staged: Whether ranks of an axis are stages, whose collectives over other axes have orders of their own.
+    """
+
+    entries: Mapping[str, Any]
+    sent: Sequence[tuple[Axis, str]]
+    staged: bool
+
+    def facts(self, axes: Sequence[Axis]) -> list[tuple[Sequence[Axis], comm.Facts]]:
+        """Say which facts ranks of which axes compare: all in one order, or of stages those of each process group."""
+        if not self.staged:
+            return [(axes, comm.Facts.of({**self.entries, "collectives": [text for _, text in self.sent]}))]
+        each = {axis: [text for other, text in self.sent if other == axis] for axis in axes}
+        return [([axis], comm.Facts.of({**self.entries, "collectives": each[axis]})) for axis in axes]
+
+
+def told_in(graph: Graph) -> tuple[Told, comm.Facts, tuple[Axis, ...]]:
     """Find the facts that decide the collectives of a graph, before it is cleaned.
 
     Args:
@@ -150,8 +171,7 @@ def told_in(graph: Graph) -> tuple[comm.Facts, comm.Facts, tuple[Axis, ...]]:
     """
     entries: dict[str, Any] = {"verb": repr("jit")}
     used: dict[str, Any] = {}
-    sent: list[str] = []
-    axes: dict[Axis, None] = {}
+    sent: list[tuple[Axis, str]] = []
     number = 0
     for node in graph.nodes:
         if node.target is ops.told:
@@ -162,14 +182,14 @@ def told_in(graph: Graph) -> tuple[comm.Facts, comm.Facts, tuple[Axis, ...]]:
         collective = comm.collective_of(node.target, map_arg(node.args, lambda given: given.meta["val"]))
         if collective is not None:
             name, size, group = node.args[-5:-2] if node.target is not ops.all_to_all else node.args[-4:-1]
-            axes[Axis(name, size, group)] = None
             # Each rank has its own part of an exchange.
             said = (
                 "" if node.target is ops.all_to_all else f" of {collective.tensors} tensors, {collective.bytes} bytes"
             )
-            sent.append(f"{collective.op} ({collective.label} {collective.unit}) over {name!r}{said}")
-    whole = comm.Facts.of({**entries, **used, "collectives": sent})
-    return whole, comm.Facts.of(entries), tuple(axes)
+            text = f"{collective.op} ({collective.label} {collective.unit}) over {name!r}{said}"
+            sent.append((Axis(name, size, group), text))
+    told = Told({**entries, **used}, sent, comm.STAGES in entries)
+    return told, comm.Facts.of(entries), tuple(dict.fromkeys(axis for axis, _ in sent))
 
 
 def placeholders(graph: Graph) -> list[Node]:
