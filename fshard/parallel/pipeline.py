@@ -4,6 +4,7 @@ GPipe (Huang et al., arXiv:1811.06965), 1F1B (Narayanan et al., arXiv:2006.09503
 al., arXiv:2104.04473); `fshard.parallel.ticks` has their tables.
 """
 
+import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,13 +15,14 @@ from fshard import _compat, comm
 from fshard.checks import check_axis, check_leaves, check_local, describe
 from fshard.collectives import axis_index, ppermute, psum_invariant, pvary
 from fshard.errors import expect
-from fshard.gather import gather
+from fshard.gather import gather as fully_gathered
 from fshard.parallel.scheduled import Parts, Run, Stage, scheduled
 from fshard.parallel.ticks import SCHEDULES
-from fshard.transforms.compose import sum_dtype
-from fshard.tree import Axis, Flat, Tree, flatten, is_sharded, tensor_of, tree_leaves, tree_map, unflatten
+from fshard.transforms.compose import reduction, sum_dtype
+from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tensor_of, tree_leaves, tree_map, unflatten
 
 REDUCTIONS = ("mean", "sum", "weighted")
+GATHERS = ("once", "each")
 
 
 def pipeline(
@@ -33,6 +35,7 @@ def pipeline(
     schedule: str = "1f1b",
     virtual_stages: int = 1,
     reduce: str = "mean",
+    gather: str = "once",
 ) -> Callable[..., Any]:
     """Turn the parts of a model into a loss function for `value_and_grad`, pipelined over a mesh axis.
 
@@ -60,6 +63,10 @@ def pipeline(
         virtual_stages: How many each rank has, with "interleaved".
         reduce: "mean" over microbatches, "sum", or "weighted", whose loss function returns (sum, count) of all
             microbatches for `value_and_grad(..., reduce="weighted")`.
+        gather: "once" gathers all leaves before the first tick and reduces their gradients once; "each" gathers what a
+            stage owns for the forward of each microbatch, drops it, and gathers it again for the backward, and "1f1b"
+            and "interleaved" reduce gradients in each microbatch too: the least memory, and 3 * microbatches times the
+            bytes of a stage in place of 2.
 
     Returns:
         A function of (params, x, *rest), with trees of tensors as x and rest. Its loss agrees between ranks of the
@@ -70,11 +77,28 @@ def pipeline(
             does not divide, ranks have batches of other shapes or other schedules, a leaf is plain or not split as the
             schedule needs it, or "1f1b" or "interleaved" is differentiated by torch.func, in forward mode or twice.
         RuntimeError: by the function returned, if a stage failed on another rank.
+
+    >>> import fshard as fs
+    >>> mesh = fs.init_mesh({"shard": 1, "pipe": -1}, device="cpu")
+    >>> shard, pipe = fs.axis_of(mesh, "shard"), fs.axis_of(mesh, "pipe")
+    >>> owned = fs.compose(fs.fully_shard(shard, dim=1), fs.split_dim(pipe, dim=0))
+    >>> layout = fs.masked(owned, "layers", otherwise=fs.fully_shard(shard))
+    >>> params = fs.shard({"layers": torch.ones(4, 3), "head": torch.ones(3)}, fs.zero3(mesh, layout=layout))
+    >>> loss_fn = fs.pipeline(
+    ...     lambda p, h: h * p["layers"].prod(0),
+    ...     pipe,
+    ...     microbatches=2,
+    ...     last=lambda p, h, y: (h @ p["head"] - y).square().mean(),
+    ... )
+    >>> loss, grads = fs.value_and_grad(loss_fn)(params, torch.ones(4, 3), torch.zeros(4))
+    >>> loss.item()
+    9.0
     """
     check_axis("pipeline", axis)
     for name, f in (("stage_fn", stage_fn), ("last", last), ("first", first)):
         expect(callable(f) or (f is None and name == "first"), "pipeline", f"{name} to be a function", describe(f))
     expect(schedule in SCHEDULES, "pipeline", f"schedule to be one of {SCHEDULES}", f"{schedule!r:.40}")
+    expect(gather in GATHERS, "pipeline", f"gather to be one of {GATHERS}", f"{gather!r:.40}")
     expect(reduce in REDUCTIONS, "pipeline", f"reduce to be one of {REDUCTIONS}", f"{reduce!r:.40}")
     for name, number in (("microbatches", microbatches), ("virtual_stages", virtual_stages)):
         whole = type(number) is int and number >= 1
@@ -84,7 +108,9 @@ def pipeline(
     groups = schedule != "interleaved" or microbatches % axis.size == 0
     needed = f'microbatches to be a multiple of the {axis.size} ranks of {axis.name!r} for schedule="interleaved"'
     expect(groups, "pipeline", needed, f"{microbatches}")
-    parts = Parts(stage_fn, first or (lambda _, x: x), last, axis, microbatches, schedule, virtual_stages, reduce)
+    parts = Parts(
+        stage_fn, first or (lambda _, x: x), last, axis, microbatches, schedule, virtual_stages, reduce, gather
+    )
 
     def loss_fn(params: Tree, x: Tree, *rest: Tree) -> Any:
         return _loss(parts, params, x, rest)
@@ -102,8 +128,12 @@ def _loss(parts: Parts, params: Tree, x: Tree, rest: tuple[Tree, ...]) -> Any:
     axis, flat = parts.axis, flatten(params)
     _begin(parts, flat, (x, *rest))
     split = [is_sharded(leaf) and leaf.spec.dim_of(axis) is not None for leaf in flat.leaves]
+    each = {i: leaf for i, leaf in enumerate(flat.leaves) if parts.gather == "each" and split[i] and _drops(leaf)}
     rebuild = partial(unflatten, flat.treedef)
-    leaves = flatten(gather(params)).leaves
+    once = [None if i in each else leaf for i, leaf in enumerate(flat.leaves)]
+    leaves = [
+        each[i].local if i in each else leaf for i, leaf in enumerate(flatten(fully_gathered(rebuild(once))).leaves)
+    ]
     shared = [i for i, leaf in enumerate(leaves) if not split[i] and _is_varied(leaf)]
     for i, leaf in zip(shared, pvary([leaves[i] for i in shared], axis), strict=True):
         leaves[i] = leaf
@@ -114,21 +144,41 @@ def _loss(parts: Parts, params: Tree, x: Tree, rest: tuple[Tree, ...]) -> Any:
     expect(floating, "pipeline", "first to return a floating tensor", describe(like))
     stage = Stage(parts, batches, like.detach())
     if parts.schedule == "gpipe":
-        found = _gpipe(parts, stage, rebuild(leaves))
+        found = _gpipe(parts, stage, lambda: rebuild(_with_gathered(leaves, each, rebuild)))
     else:
-        found = scheduled(Run(parts, stage, rebuild, like, split, _sum_dtypes(flat)), leaves, _name(parts))
+        specs = {i: leaf.spec for i, leaf in each.items()}
+        found = scheduled(Run(parts, stage, rebuild, like, split, _sum_dtypes(flat), specs), leaves, _name(parts))
     # Collectives come before the error, so that ranks of other axes know which.
     value, *counts = psum_invariant(found, axis)
     _end(parts, stage.error)
     return (value, counts[0].detach()) if counts else value
 
 
-def _gpipe(parts: Parts, stage: Stage, params: Tree) -> list[torch.Tensor]:
+def _with_gathered(
+    leaves: list[torch.Tensor], each: dict[int, Sharded], rebuild: Callable[[Any], Tree]
+) -> list[torch.Tensor]:
+    """Gather the leaves that are gathered each time."""
+    if not each:
+        return leaves
+    found = flatten(fully_gathered(rebuild([each.get(i) for i in range(len(leaves))]))).leaves
+    return [found[i] if i in each else leaf for i, leaf in enumerate(leaves)]
+
+
+def _drops(leaf: Sharded) -> bool:
+    """Whether a leaf can be gathered in each microbatch, with a gradient that is complete on this rank's shard."""
+    spec, transform = leaf.spec, leaf.spec.transform
+    if transform is None or spec.frozen or not _is_varied(leaf.local) or reduction(transform).has_state:
+        return False
+    return all(spec.dim_of(axis) is not None for axis in transform.axes)
+
+
+def _gpipe(parts: Parts, stage: Stage, params_now: Callable[[], Tree]) -> list[torch.Tensor]:
     """Run the same on every rank, so that their graphs are alike to any order: a rank takes what counts by `where`."""
     axis, count, stages = parts.axis, parts.microbatches, parts.axis.size
     own, pairs = axis_index(axis), [(rank, rank + 1) for rank in range(stages - 1)]
     total, received = stage.nothing(), None
     for tick in range(count + stages - 1):
+        params = params_now()
         h = stage.first(params, min(tick, count - 1))
         # Before the first microbatch comes, a stage takes one like it: derivatives at zeros may be NaN.
         h = h if received is None else torch.where(h.new_full((), own == 0, dtype=torch.bool), h, received)
@@ -179,12 +229,15 @@ def _begin(parts: Parts, flat: Flat, batch: tuple[Tree, ...]) -> None:
         _refuse_derivatives(parts, flat, batch)
     except ValueError as found:
         error = found
-    told = {name: str(getattr(parts, name)) for name in ("microbatches", "schedule", "virtual_stages", "reduce")}
+    names = ("microbatches", "schedule", "virtual_stages", "reduce", "gather")
+    told = {name: str(getattr(parts, name)) for name in names}
     gradient = torch.is_grad_enabled() and any(
         tensor_of(leaf).requires_grad for leaf in flat.leaves if leaf is not None
     )
     facts = comm.Facts.of({"verb": "pipeline", **told, "batch": shapes, "differentiated": str(gradient)})
     comm.same_call("pipeline", [parts.axis], facts, error)
+    if parts.schedule != "gpipe" and _compat.is_tracing():
+        comm.ops.told(json.dumps({comm.STAGES: parts.axis.name}))
     if error is not None:
         raise error
 
@@ -215,7 +268,7 @@ def _check_split(parts: Parts, flat: Flat) -> None:
             plain = leaf is not None and (axis.size > 1 or interleaved)
             return ("a plain tensor", "a Sharded leaf, which pipeline gathers by itself") if plain else None
         if leaf.spec.transform is not None and axis in leaf.spec.transform.axes:
-            return f"one that is gathered or summed over {axis.name!r}", "one split by split_dim, or whole"
+            return f"one whose gradients are reduced over {axis.name!r}", "one split by split_dim, or whole"
         dim, size = leaf.spec.dim_of(axis), parts.virtual_stages
         if interleaved and dim is not None and (dim == 0 or leaf.spec.shape[0] != size or leaf.local.shape[0] != size):
             found = f"shape {leaf.spec.shape}, split over {axis.name!r} in dim {dim}"

@@ -1,7 +1,8 @@
 """One rank's part of a pipeline whose forwards and backwards run by hand, as a table of ticks says."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,8 +13,9 @@ from fshard.checks import describe
 from fshard.collectives import Chain, chained, custom_call, walked
 from fshard.engine.order import Departed
 from fshard.errors import expect
+from fshard.parallel.each_time import EachTime
 from fshard.parallel.ticks import Op, Tick, receiver, ticks
-from fshard.tree import Axis, Tree
+from fshard.tree import Axis, Spec, Tree
 
 T = TypeVar("T")
 
@@ -29,6 +31,7 @@ class Parts(NamedTuple):
     schedule: str
     virtual_stages: int
     reduce: str
+    gather: str
 
 
 class Stage:
@@ -142,6 +145,7 @@ class Run:
         like: torch.Tensor,
         split: Sequence[bool],
         sums: Sequence[Callable[[torch.dtype], torch.dtype]],
+        specs: Mapping[int, Spec],
     ) -> None:
         """Before the first tick.
 
@@ -152,15 +156,17 @@ class Run:
             like: A tensor of the shape and dtype that stages exchange.
             split: For each leaf whether it is split over the axis.
             sums: For each leaf the dtype in which gradients of some dtype are added up.
+            specs: The specs of leaves that are shards, to be gathered each time.
         """
         self.axis, self._parts, self._stage, self._rebuild, self._like = parts.axis, parts, stage, rebuild, like
-        self._split, self._sum_dtypes = split, sums
+        self._split, self._sum_dtypes, self._specs = split, sums, specs
         self._own, self._stages = comm.rank(parts.axis), parts.axis.size
         self._live: dict[tuple[int, int], _Live] = {}
         self._inbox: dict[Op, Callable[[], torch.Tensor]] = {}
         self._flying: deque[Callable[[], Any]] = deque()
         # Each virtual stage's leaves, and the sums of their gradients by the leaves' ids.
         self._leaves: list[list[torch.Tensor]] = []
+        self._each: list[EachTime] = []
         self._sums: dict[int, torch.Tensor] = {}
 
     def __call__(
@@ -177,7 +183,9 @@ class Run:
         """
         parts = self._parts
         for chunk in range(parts.virtual_stages):
-            self._leaves.append([self._start(i, tensor, chunk, backward) for i, tensor in enumerate(tensors)])
+            leaves = [self._start(i, tensor, chunk, backward) for i, tensor in enumerate(tensors)]
+            self._leaves.append(leaves)
+            self._each.append(EachTime({i: self._piece(leaves[i], spec) for i, spec in self._specs.items()}))
         found = self._stage.nothing()
         # Tensors of these graphs are needed soon, and are saved as they are.
         saved_as_they_are = torch.autograd.graph.saved_tensors_hooks(_same, _same)
@@ -197,6 +205,12 @@ class Run:
         self._land(0)
         return found, [self._gradient(i) for i in range(len(tensors))]
 
+    def _piece(self, shard: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, Spec]:
+        """The shard of one virtual stage, as a stack of one."""
+        if self._parts.schedule != "interleaved":
+            return shard.detach(), spec
+        return shard.detach()[None], replace(spec, shape=(1, *spec.shape[1:]))
+
     def _start(self, i: int, tensor: torch.Tensor, chunk: int, backward: bool) -> torch.Tensor:
         """The start of a leaf's graphs: one for all virtual stages where it is whole, else one for each."""
         if chunk and not self._split[i]:
@@ -206,10 +220,15 @@ class Run:
 
     def _forward(self, op: Op, place: int, backward: bool) -> list[torch.Tensor]:
         """Run a virtual stage forwards; returns its output, or the loss and count of the last one."""
-        leaves = self._leaves[op.chunk]
-        params, h = self._rebuild(leaves), None
+        each, h = self._each[op.chunk], None
+        gathered = each.deliver() if backward else each.gather()
+        stacked = self._parts.schedule == "interleaved"
+        leaves = list(self._leaves[op.chunk])
         chain = Chain(lambda *_: None, lambda: lambda: None)
-        with chained(chain):
+        with chained(chain), each.hooks():
+            for i, tensor in gathered.items():
+                leaves[i] = tensor[0] if stacked else tensor
+            params = self._rebuild(leaves)
             if place:
                 h = self._inbox.pop(op)()
                 if backward:
@@ -217,11 +236,11 @@ class Run:
             out = [self._stage.stage(params, self._stage.first(params, op.microbatch) if h is None else h)]
             if place == self._stages * self._parts.virtual_stages - 1:
                 out = self._stage.last(params, out[0], op.microbatch)
+        each.drop()
         if backward:
-            if not self._live:
-                self._stage.check(
-                    partial(_refuse_others, out[0], [*leaves, *chain.tokens[:1], *([] if h is None else [h])])
-                )
+            if op.microbatch == 0:
+                starts = [*self._leaves[op.chunk], each.token, *chain.tokens[:1], *([] if h is None else [h])]
+                self._stage.check(partial(_refuse_others, out[0], starts))
             self._live[op.microbatch, op.chunk] = _Live(h, out[0], chain.tokens)
         return out
 
@@ -230,12 +249,18 @@ class Run:
         h, out, tokens = self._live.pop((op.microbatch, op.chunk))
         is_last = place == self._stages * self._parts.virtual_stages - 1
         start = torch.ones_like(out) if is_last else self._inbox.pop(op)()
-        leaves = [(i, leaf) for i, leaf in enumerate(self._leaves[op.chunk]) if leaf.requires_grad]
-        inputs = [*(leaf for _, leaf in leaves), *tokens[:1], *([] if h is None else [h])]
+        each = self._each[op.chunk]
+        each.gather()
+        trained = [(i, leaf) for i, leaf in enumerate(self._leaves[op.chunk]) if leaf.requires_grad]
+        leaves = [(i, leaf) for i, leaf in trained if i not in self._specs]
+        inputs = [*(leaf for _, leaf in leaves), each.token, *tokens[:1], *([] if h is None else [h])]
         outputs = [(out, start), *((token, torch.zeros_like(token)) for token in tokens[1:])]
         outputs = [pair for pair in outputs if pair[0].requires_grad]
         grads = self._stage.differentiate(outputs, inputs) if outputs and inputs else [None] * len(inputs)
-        for (i, leaf), grad in zip(leaves, grads, strict=False):
+        reduced, stacked = each.reduce(), self._parts.schedule == "interleaved"
+        found = [(i, leaf, grad) for (i, leaf), grad in zip(leaves, grads, strict=False)]
+        found += [(i, leaf, reduced[i][0] if stacked else reduced[i]) for i, leaf in trained if i in self._specs]
+        for i, leaf, grad in found:
             if grad is not None:
                 wide, before = grad.to(self._sum_dtypes[i](grad.dtype)), self._sums.get(id(leaf))
                 self._sums[id(leaf)] = wide if before is None else before + wide

@@ -1,5 +1,6 @@
 """Pipelines hold to a dense computation: loss, gradients and steps, bytes, live microbatches, and what they refuse."""
 
+import weakref
 from functools import cache
 
 import pytest
@@ -210,6 +211,41 @@ def test_live_microbatches():
     assert spmd(lambda: program("interleaved", 2, 8), 4) == [2 * (3 - stage) + 5 for stage in range(4)]
 
 
+@pytest.mark.parametrize("schedule, v", SCHEDULES)
+@pytest.mark.parametrize("jitted", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "jitted"])
+def test_stages_gathered_in_each_microbatch(schedule, v, jitted):
+    """Full tensors of a stage are gone when its forward is over."""
+
+    def program():
+        kept, count = [], 2
+
+        def watched(p, h):
+            # What lives of microbatches before is what autograd saved.
+            assert all(reference() is None for reference in kept) or schedule == "gpipe"
+            kept.append(weakref.ref(p["layers"]["up"].untyped_storage()))
+            return stage(p, h)
+
+        params, data, f = setting((2, 2), schedule, v, count, gather="each", stage=stage if jitted else watched)
+
+        def run(params, x, y):
+            return fs.value_and_grad(f)(params, x, y)
+
+        with fs.comm.record() as record:
+            loss, grads = run(params, *data)
+        assert_trees_close((layers_in_one(fs.unshard(grads), v), loss), dense(), **EXACT)
+        full = full_params()
+        shared = nbytes([full["embed"], full["head"]]) * (WORDS + 1) // WORDS / 2
+        owned = nbytes(full["layers"]) / 4
+        # Each tick but for the last one gathers again, with gpipe.
+        gathered, reduced = (2 * (count + 1) - 1, 1) if schedule == "gpipe" else (2 * count, count)
+        assert sent(record, "shard", "gather") == shared + gathered * owned
+        assert sent(record, "shard", "scatter") == shared + reduced * owned
+        if jitted:
+            assert_same_bits(tensors(fs.jit(run)(params, *data)), tensors((loss, grads)))
+
+    spmd(program, 4)
+
+
 def test_weighted_losses_and_tied_leaves():
     """Microbatches count by their tokens; the head is the embedding."""
 
@@ -231,11 +267,12 @@ def test_weighted_losses_and_tied_leaves():
     spmd(program, 4)
 
 
-def test_collectives_inside_of_stages():
+@pytest.mark.parametrize("jitted", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "jitted"])
+def test_collectives_inside_of_stages(jitted):
     """A stage's hidden units are split over another axis, whose sums run forwards and backwards in each microbatch."""
 
     def program():
-        for schedule in ("gpipe", "1f1b"):
+        for schedule in ("1f1b",) if jitted else ("gpipe", "1f1b"):
             mesh = fs.init_mesh({"shard": 1, "pipe": 2, "tp": 2}, device="cpu")
             shard, pipe, tp = (fs.axis_of(mesh, name) for name in ("shard", "pipe", "tp"))
             each = fs.fully_shard(shard)
@@ -254,9 +291,15 @@ def test_collectives_inside_of_stages():
                     h = h + fs.psum_invariant(F.linear(hidden, down), tp) + bias
                 return h
 
-            f = fs.pipeline(split_stage, pipe, microbatches=4, schedule=schedule, first=first, last=last)
-            loss, grads = fs.value_and_grad(f)(params, *batch())
+            f = fs.pipeline(split_stage, pipe, microbatches=2, schedule=schedule, first=first, last=last)
+
+            def run(params, x, y, f=f):
+                return fs.value_and_grad(f)(params, x, y)
+
+            loss, grads = run(params, *batch())
             assert_trees_close((fs.unshard(grads), loss), dense(), **EXACT)
+            if jitted:
+                assert_same_bits(tensors(fs.jit(run)(params, *batch())), tensors((loss, grads)))
 
     spmd(program, 4)
 
@@ -368,11 +411,13 @@ def breaking(place, backward, switch):
 @pytest.mark.parametrize(
     "schedule, v, backward", [("gpipe", 1, False), *((*row, b) for row in SCHEDULES[1:] for b in (False, True))]
 )
+@pytest.mark.parametrize("gather", ["once", "each"])
 @on_ranks(4, "2 processes")
-def test_a_stage_that_fails_is_an_error_on_every_rank(world_size, schedule, v, backward):
+def test_a_stage_that_fails_is_an_error_on_every_rank(world_size, schedule, v, backward, gather):
     """In the first call, where ranks vote, and in one whose order they know; the next call is right again."""
     switch = {"on": False, "calls": 0}
-    params, data, f = setting((world_size // 2, 2), schedule, v, stage=breaking(1, backward, switch))
+    failing = breaking(1, backward, switch)
+    params, data, f = setting((world_size // 2, 2), schedule, v, stage=failing, gather=gather)
     step = fs.value_and_grad(f)
     for on in (True, False, True, False):
         switch |= {"on": on, "calls": 0}
@@ -423,6 +468,7 @@ def test_wrong_arguments_are_refused():
             dict(schedule="interleaved", microbatches=3),
             "expected microbatches to be a multiple of the 2 ranks of 'pipe'",
         ),
+        (dict(gather="twice"), "expected gather to be one of"),
         (dict(reduce="max"), "expected reduce to be one of"),
         (dict(last=None), "expected last to be a function"),
     ):
@@ -438,4 +484,24 @@ def test_wrong_arguments_are_refused():
     assert "stage_fn to return a tensor of shape (4, 3, 4)" in outcome(made(stage=lambda p, h: h[:1]), params, *data)
     assert "first to return a floating tensor" in outcome(made(first=lambda p, x: x), params, *data)
     everywhere = fs.shard(full_params(), fs.zero3(fs.init_mesh({"pipe": 2}, device="cpu"), axis="pipe"))
-    assert "that is gathered or summed over 'pipe'" in outcome(made(), everywhere, *data)
+    assert "whose gradients are reduced over 'pipe'" in outcome(made(), everywhere, *data)
+
+
+def test_frozen_leaves_have_no_gradient():
+    """Of stages and of the first part, beside those that are trained, which have theirs."""
+
+    def program():
+        mesh = fs.init_mesh({"shard": 1, "pipe": 2}, device="cpu")
+        shard, pipe = (fs.axis_of(mesh, name) for name in ("shard", "pipe"))
+        owned = fs.compose(fs.fully_shard(shard, dim=-1), fs.split_dim(pipe, dim=0))
+        strategy = fs.zero3(mesh, layout=fs.masked(owned, "layers.*", otherwise=fs.fully_shard(shard)))
+        params = fs.shard(full_params(), strategy, frozen=lambda path: "up" in path or "embed" in path)
+        for schedule, gather in (("gpipe", "once"), ("1f1b", "once"), ("1f1b", "each")):
+            f = fs.pipeline(stage, pipe, microbatches=4, schedule=schedule, first=first, last=last, gather=gather)
+            _, grads = fs.value_and_grad(f)(params, *batch())
+            assert grads["embed"] is None
+            assert grads["layers"]["up"] is None
+            for name in ("down", "bias"):
+                assert_trees_close(fs.unshard(grads["layers"][name]), dense()[0]["layers"][name], **EXACT)
+
+    spmd(program, 2)
