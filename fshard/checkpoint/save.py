@@ -47,6 +47,7 @@ from fshard.interop.pieces import (
 from fshard.interop.ranks import CheckpointError, agree, check_call, check_path, raise_on_all_ranks, reason
 from fshard.interop.safetensors import lay_out, write_tensors
 from fshard.mesh import world
+from fshard.shard import per_rank
 from fshard.tree import Flat, Tree, flatten, tensor_of
 
 LABEL = "checkpoint.save"
@@ -120,7 +121,7 @@ def save(
     Args:
         directory: Where checkpoints are kept, a file system that all ranks share; made where there is none.
         state: Any pytree: a TrainState, or parameters. Leaves are Sharded, tensors that are the same on every rank, or
-            None, bool, int, float or str.
+            None, bool, int, float or str. Of leaves that ranks hold values of their own of, each rank's are kept.
         step: Names the checkpoint; None takes state.step.
         asynchronous: Return as soon as the state may be used further, and write while steps run. The checkpoint is
             complete at some time after; `Saving.wait` waits for it.
@@ -178,6 +179,7 @@ def start(
         check_numbers(LABEL, POSITIVE, timeout=timeout)
         bar = progress_bar(progress)
         flat = flatten(state)
+        flat = flat._replace(leaves=[per_rank(leaf) for leaf in flat.leaves])
         number = checked_step(LABEL, state, step)
         root = checked_directory(LABEL, directory)
         check_call(LABEL, flat)

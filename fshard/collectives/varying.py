@@ -122,7 +122,8 @@ def check_agrees(value: torch.Tensor, flat: Flat, axes: Sequence[Axis], what: st
         ValueError: on every rank, with the values of all.
     """
     # By identity: leaves share their axes, which are slow to hash.
-    placed = {id(axis): axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.axes}
+    specs = [leaf.spec for leaf in flat.leaves if is_sharded(leaf)]
+    placed = {id(axis): axis for spec in specs for axis in spec.axes if axis not in spec.independent}
     others = [axis for axis in dict.fromkeys(placed.values()) if axis.size > 1 and axis not in axes]
     if not others or _compat.is_transformed(value) or _compat.is_tracing():
         return

@@ -121,6 +121,8 @@ def _misfit(spec: Spec, axes: list[Axis]) -> tuple[str, str] | None:
 
     It splits a dim over axes in their order, a number not at all, and pads otherwise where it splits over two of them.
     """
+    if spec.independent:
+        return f"values of each rank's own over {_named(spec.independent)}", "one value"
     splits = [spec.split_axes(dim) for dim in range(len(spec.shape))]
     ordered = all([axis for axis in axes if axis in split] == list(split) for split in splits)
     if not ordered or not set(spec.axes) <= set(axes):

@@ -180,6 +180,34 @@ def replicate(mesh: Mesh | Axis, *, algorithm: comm.Algorithm = "auto") -> Shard
 
 
 @dataclass(frozen=True)
+class _Independent(BuiltIn):
+    axis: Axis
+
+    def layout(self, spec: Spec) -> Spec:
+        return spec.on(self.axis, independent=True)
+
+
+def independent(mesh: Mesh | Axis) -> ShardTransform:
+    """Let ranks of a mesh axis hold values of their own: nothing is gathered, reduced or compared over it.
+
+    Local SGD: `compose(zero3(mesh), independent(mesh["replica"]))` trains a replica on each rank of the axis, with
+    losses of its own; `fs.pmean(params, axis)` averages them by hand. A checkpoint keeps each rank's values, for the
+    same size of the axis, and `unshard(tree, stack=True)` stacks them. Follows Stich, "Local SGD Converges Fast and
+    Communicates Little" (2019), and Douillard et al., "DiLoCo" (2023).
+
+    Args:
+        mesh: A mesh of one axis, such as mesh["replica"], or an Axis.
+
+    Returns:
+        The transform.
+
+    Raises:
+        ValueError: if the mesh has several axes.
+    """
+    return _Independent(axis_of(mesh))
+
+
+@dataclass(frozen=True)
 class _SplitDim(BuiltIn):
     """Split leaves for good; `brings_data` says that batches are split over the axis too."""
 

@@ -56,8 +56,9 @@ class Transform(Protocol):
         """The mesh axes that batches are split over, and so gradients are summed over."""
 
 
-# What an axis is to a leaf: split over it and gathered, whole and its gradient summed, or split and computed with so.
-Role = Literal["gathered", "summed", "owned"]
+# What an axis is to a leaf: split over it and gathered, whole and its gradient summed, split and computed with so, or
+# whole with values of each rank's own.
+Role = Literal["gathered", "summed", "owned", "independent"]
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class Spec:
         reshard: How long the full tensor stays; None means a plain ReshardPolicy().
         model_dtypes: The dtypes of inputs and outputs of models that have the leaf.
         owned: Of the axes that split a dim, those whose ranks compute with their own piece.
+        independent: Of the axes that split none, those whose ranks hold values of their own.
     """
 
     shape: tuple[int, ...]
@@ -126,6 +128,7 @@ class Spec:
     reshard: ReshardPolicy | None = None
     model_dtypes: ModelDtypes | None = None
     owned: tuple[Axis, ...] = ()
+    independent: tuple[Axis, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -133,7 +136,7 @@ class Spec:
     @functools.cached_property
     def _hash(self) -> int:
         """Specs are looked up often, and what they hold is slow to hash."""
-        kept = self.reshard, self.model_dtypes, self.owned
+        kept = self.reshard, self.model_dtypes, self.owned, self.independent
         return hash((self.shape, self.partition, self.axes, self.frozen, self.transform, *kept))
 
     @functools.cached_property
@@ -174,15 +177,16 @@ class Spec:
     def roles(self) -> Mapping[Axis, Role]:
         """What each axis is to the leaf; an axis that the leaf is whole on and nothing is summed over is left out."""
         summed, split = self.transform.axes if self.transform else (), self.partition_axes()
-        return {
+        roles: dict[Axis, Role] = {
             axis: "owned" if axis in self.owned or axis not in summed else "gathered" if axis in split else "summed"
             for axis in (*summed, *split)
         }
+        return roles | dict.fromkeys(self.independent, "independent")
 
     @functools.cached_property
     def scattered_axes(self) -> tuple[Axis, ...]:
         """The axes that the transform's scatter sums gradients over: all that they are reduced over but owned ones."""
-        return tuple(axis for axis, role in self.roles.items() if role != "owned")
+        return tuple(axis for axis, role in self.roles.items() if role in ("gathered", "summed"))
 
     @functools.cached_property
     def gathered_shape(self) -> tuple[int, ...]:
@@ -213,9 +217,12 @@ class Spec:
         pieces = (*self.owned, axis) if owned else self.owned
         return replace(self, partition=partition, owned=pieces).on(axis)
 
-    def on(self, axis: Axis) -> "Spec":
-        """Place the leaf on `axis` too, without splitting it."""
-        return self if axis in self.axes else replace(self, axes=(*self.axes, axis))
+    def on(self, axis: Axis, *, independent: bool = False) -> "Spec":
+        """Place the leaf on `axis` too, without splitting it, perhaps with values of each rank's own."""
+        if axis in self.axes:
+            return self
+        own = (*self.independent, axis) if independent else self.independent
+        return replace(self, axes=(*self.axes, axis), independent=own)
 
     def _splits(self) -> tuple[int, ...]:
         return tuple(math.prod(axis.size for axis in self.split_axes(d)) for d in range(len(self.full_shape)))
