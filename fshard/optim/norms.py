@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fshard import comm
-from fshard.checks import POSITIVE, Range, check_numbers, check_sums, check_tensors
+from fshard.checks import POSITIVE, Range, check_local, check_numbers, check_sums, check_tensors
 from fshard.collectives import total
 from fshard.optim.element_sums import Request, added, element_sums, gathered
 from fshard.optim.leaves import elements_of, partition_axes, size_of
@@ -45,13 +45,16 @@ def global_norm(tree: Tree, p: float = 2.0, *, sums: str | None = None) -> torch
         The norm, equal on every rank and differentiable: a scalar in the leaves' widest dtype, float32 at least.
 
     Raises:
-        ValueError: if `p` is not positive, `sums` is another word, or a leaf is no tensor, with its path.
+        ValueError: if `p` is not positive, `sums` is another word, or a leaf is no tensor, was donated or is of
+            another mesh, with its path.
 
     >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor([4.0]), "frozen": None})
     tensor(5.)
     """
     check_order("global_norm", p, sums)
-    check_tensors("global_norm", flatten(tree))
+    flat = flatten(tree)
+    check_tensors("global_norm", flat)
+    check_local("global_norm", flat)
     leaves = [leaf for leaf in leaves_of(tree) if leaf is not None]
     if not leaves:
         return torch.zeros(())

@@ -79,6 +79,8 @@ def vocab_parallel_cross_entropy(
     fits = isinstance(h, torch.Tensor) and h.shape == (*targets.shape, weight.shape[1])
     expect(fits, what, f"h to be a tensor of shape {(*targets.shape, weight.shape[1])}", describe(h))
     expect(reduction in REDUCTIONS, what, f"reduction to be one of {REDUCTIONS}", f"{reduction!r:.40}")
+    whole = isinstance(ignore_index, int) and not isinstance(ignore_index, bool)
+    expect(whole, what, "ignore_index to be a whole number", f"{ignore_index!r:.40}")
     check_numbers(what, NOT_NEGATIVE, label_smoothing=label_smoothing)
     expect(label_smoothing <= 1, what, "label_smoothing to be at most 1", str(label_smoothing))
     logits = F.linear(h, weight)
