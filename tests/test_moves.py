@@ -123,6 +123,18 @@ def test_ranks_need_no_use_for_what_they_got():
     assert_same_bits(fs.unshard(grads)["w"], torch.full((4,), 3.0, dtype=torch.float64))
 
 
+@on_ranks(2)
+def test_results_may_be_written_to():
+    """One tensor that is sent alone is neither copied nor a view."""
+    axis = fs.axis_of(one_axis())
+    x = row(fs.axis_index(axis)).requires_grad_()
+    h = fs.ppermute(x * 2, axis, [(0, 1), (1, 0)])
+    h += 1
+    h.view(-1).mul_(2)
+    h.sum().backward()
+    assert_same_bits((h.detach(), x.grad), (4 * row(1 - fs.axis_index(axis)) + 2, torch.full_like(x, 4.0)))
+
+
 def test_a_transpose_that_a_rank_leaves_out_is_named():
     """Under autograd alone nothing ties the ranks' graphs together."""
 

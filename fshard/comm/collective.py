@@ -422,15 +422,21 @@ def start_all_to_all(
     # Numbers that optimizers keep on the processor travel from the accelerator where nothing else does.
     planned = of_this_rank(_FakeWorld).axes is not None
     served = planned or device.type in _compat.group_devices(axis.group_name)
-    rows = torch.cat([row.to(device if served else message_device(axis)) for row in flat])
+    rows = _joined([row.to(device if served else message_device(axis)) for row in flat])
     lengths = [row.numel() for row in flat]
     buffer = ops.all_to_all(rows, lengths, sizes, *_named(axis), encoded(labelled(label)))
 
     def finish() -> list[list[torch.Tensor]]:
-        parts = ops.wait(buffer).to(device).split(sizes)
-        return [_unpacked(part, kinds) for part, kinds in zip(parts, receive, strict=True)]
+        landed, alone = ops.wait(buffer).to(device), sum(map(len, receive)) == 1
+        return [_unpacked(part, kinds, alone) for part, kinds in zip(landed.split(sizes), receive, strict=True)]
 
     return finish
+
+
+def _joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate rows; one that is alone is not copied."""
+    filled = [row for row in rows if row.numel()]
+    return filled[0] if len(filled) == 1 else torch.cat(list(rows))
 
 
 def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -441,14 +447,16 @@ def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         parts.append(
             (part.clone(memory_format=torch.contiguous_format) if part.numel() == 1 else part).view(torch.uint8)
         )
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    return _joined(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
-def _unpacked(row: torch.Tensor, kinds: Sequence[Kind]) -> list[torch.Tensor]:
+def _unpacked(row: torch.Tensor, kinds: Sequence[Kind], alone: bool) -> list[torch.Tensor]:
     tensors, start = [], 0
     for shape, dtype in kinds:
         nbytes = shape.numel() * dtype.itemsize
         # A copy, because other dtypes need bytes that are aligned, and the whole buffer must not outlive the tensors.
-        tensors.append(row[start : start + nbytes].clone().view(dtype).reshape(shape))
+        part = row[start : start + nbytes]
+        # One that is alone is the buffer itself, and to autograd no view of it.
+        tensors.append((part if alone else part.clone()).view(dtype).reshape(shape).detach())
         start += nbytes
     return tensors
