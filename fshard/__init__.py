@@ -42,7 +42,9 @@ from fshard.optim.schedules import from_torch_scheduler
 from fshard.optim.whole import whole
 from fshard.optim.wrappers import dynamic_loss_scale, ema, every_k, freeze, masked, partition, skip_nonfinite
 from fshard.parallel import moe
+from fshard.parallel.attention import ring_attention, ring_positions
 from fshard.parallel.pipeline import pipeline
+from fshard.parallel.ulysses import ulysses
 from fshard.parallel.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from fshard.plan import plan
 from fshard.random import fold_in
@@ -156,6 +158,8 @@ __all__ = [
     "remat",
     "replicate",
     "reshard",
+    "ring_attention",
+    "ring_positions",
     "sample_ids",
     "scale_by_adam",
     "scale_by_factored_rms",
@@ -173,6 +177,7 @@ __all__ = [
     "transform_state",
     "tree_leaves",
     "tree_map",
+    "ulysses",
     "unshard",
     "update",
     "value_and_grad",

@@ -160,6 +160,10 @@ CALLS = {
     "reduce_scatter": lambda w: dict(tree=torch.ones(2), axis=w.axis, dim=0),
     "replicate": lambda w: dict(mesh=w.mesh, algorithm="auto"),
     "reshard": lambda w: dict(tree=w.params, transform=fs.ddp(w.mesh)),
+    "ring_attention": lambda w: dict(
+        **{name: torch.ones(1, 1, 4, 4) for name in "qkv"}, axis=w.axis, causal=True, order="zigzag", scale=0.5
+    ),
+    "ring_positions": lambda w: dict(axis=w.axis, time=4, order="zigzag"),
     "sample_ids": lambda w: dict(step=1, key=2, samples=10, batch=3),
     "scale_by_adam": lambda w: dict(betas=(0.9, 0.99), eps=1e-8),
     "scale_by_factored_rms": lambda w: dict(beta2_decay=-0.8, eps=1e-30),
@@ -171,6 +175,7 @@ CALLS = {
     "independent": lambda w: dict(mesh=w.mesh),
     "own_dim": lambda w: dict(mesh=w.mesh, dim=0),
     "split_dim": lambda w: dict(mesh=w.mesh, dim=0),
+    "ulysses": lambda w: dict(attention=torch.add, axis=w.axis),
     "unshard": lambda w: dict(tree=w.params),
     "update": lambda w: dict(tx=w.tx, state=w.state, grads=w.grads, donate=False),
     "vocab_parallel_cross_entropy": lambda w: dict(
@@ -379,7 +384,8 @@ ACCEPTED = (
     ("seeds and keys", ("None", "a number", "a negative number", "a tensor of integers"), "TrainState.create.key"),
     ("seeds and keys", ("None", "a number", "a negative number"), "model.init.seed"),
     ("functions", ("a class", "a module"), "accumulate.f jit.backend value_and_grad.f make_graph.f remat.f"),
-    ("functions", ("a class", "a module"), "pipeline.stage_fn pipeline.last"),
+    ("functions", ("a class", "a module"), "pipeline.stage_fn pipeline.last ulysses.attention"),
+    ("a number, or the default", ("None", *NUMBERS, "a negative number"), "ring_attention.scale"),
     ("functions, or none", ("None", "a class", "a module"), "pipeline.first"),
     ("functions", ("a class",), "testing.spmd.f"),
     ("functions; None makes a decorator", ("None", "a class", "a module"), "jit.f"),

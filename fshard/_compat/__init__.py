@@ -9,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 # Checked on 2.13.
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
+from fshard._compat.attention import fused_attention, fused_attention_backward, fuses_attention
 from fshard._compat.autograd import (
     below_autograd,
     checkpoints,

@@ -38,6 +38,7 @@ KINDS = MappingProxyType(
         "ragged_all_to_all": Kind(True, True, "fs.psum_invariant of a value computed from it"),
         "ppermute": Kind(True, True, "fs.psum_invariant of a value computed from it"),
         "broadcast": Kind(False, True, "fs.pvary of it first"),
+        "ring_attention": Kind(True, True, "fs.psum_invariant of a value computed from it"),
         "reduce_scatter": Kind(True, True, "fs.psum_invariant of it first"),
     }
 )

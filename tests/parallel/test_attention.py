@@ -1,0 +1,340 @@
+"""Ring attention and Ulysses against dense attention in one process: values, derivatives, bytes and blocks."""
+
+import math
+import re
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import grad, jvp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fshard as fs
+from fshard.parallel.attention_blocks import ROWS, attend, attend_backward
+from fshard.testing import check_varying
+from tests.ranks import on_ranks
+from tests.trees import assert_same_bits, normal
+
+BATCH, HEADS, HEAD = 2, 8, 4
+ORDERS = ("contiguous", "zigzag")
+
+
+def cp_mesh():
+    return fs.init_mesh({"cp": -1}, device="cpu")
+
+
+def whole(time, seed=0, v_dim=HEAD, dtype=torch.float64):
+    """q, k, v and a cotangent of the result, for the whole sequence."""
+    draw = normal(seed)
+    return [draw(BATCH, HEADS, time, dim, dtype=dtype) for dim in (HEAD, HEAD, v_dim, v_dim)]
+
+
+def dense(q, k, v, causal=True, scale=None):
+    """Attention written out."""
+    scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    future = torch.ones(scores.shape[-2:]).triu(1).bool()
+    return (scores.masked_fill(future, -math.inf) if causal else scores).softmax(-1) @ v
+
+
+def differentiated(f, tensors, cotangent):
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    out = f(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
+
+
+def assert_near(found, expected, tolerance=1e-12):
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() <= tolerance
+
+
+@on_ranks(1, 2, 3, 4, 8, "2 processes")
+def test_ring_is_dense_attention():
+    """Where the head dim of v is another there is no fused kernel; a rank may hold a single place in time."""
+    axis = fs.axis_of(cp_mesh())
+    cases = [(48, True, None, HEAD), (48, False, 0.7, HEAD), (48, True, 0.7, 3), (axis.size, True, None, HEAD)]
+    cases += [(3 * axis.size, True, None, HEAD)]
+    for number, (time, causal, scale, v_dim) in enumerate(cases):
+        for order in ORDERS[: 2 if time == 48 else 1]:
+            at = fs.ring_positions(axis, time, order)
+            *tensors, cotangent = whole(time, number, v_dim)
+            expected = differentiated(partial(dense, causal=causal, scale=scale), tensors, cotangent)
+            ring = partial(fs.ring_attention, axis=axis, causal=causal, order=order, scale=scale)
+            found = differentiated(ring, [x[:, :, at] for x in tensors], cotangent[:, :, at])
+            assert_near(found, [x[:, :, at] for x in expected])
+
+
+@on_ranks(1, 2, 4, 8, "2 processes")
+@pytest.mark.rows(2)
+def test_ulysses_is_dense_attention():
+    axis = fs.axis_of(cp_mesh())
+    at = fs.ring_positions(axis, 16)
+    *tensors, cotangent = whole(16)
+    for causal in (True, False):
+        attention = fs.ulysses(F.scaled_dot_product_attention, axis)
+        found = differentiated(
+            partial(attention, is_causal=causal), [x[:, :, at] for x in tensors], cotangent[:, :, at]
+        )
+        expected = differentiated(partial(dense, causal=causal), tensors, cotangent)
+        assert_near(found, [x[:, :, at] for x in expected])
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.rows(2)
+def test_other_derivatives():
+    """By torch.func and by create_graph, to the second order; tolerances for sums of 12 products."""
+    axis = fs.axis_of(cp_mesh())
+    *tensors, tangent = whole(12)
+    tensors = [x[:1, :2] for x in tensors]
+    tangents = tuple(tangent[:1, :2] + i for i in range(3))
+    for order in ORDERS:
+        at = fs.ring_positions(axis, 12, order)
+        local = tuple(x[:, :, at] for x in tensors)
+        directions = tuple(x[:, :, at] for x in tangents)
+
+        def ring(q, k, v):
+            return fs.ring_attention(q, k, v, axis, order=order).sin().sum()  # noqa: B023
+
+        def one(q, k, v):
+            return dense(q, k, v).sin().sum()
+
+        first, second = jvp(grad(ring, (0, 1, 2)), local, directions)
+        expected = jvp(grad(one, (0, 1, 2)), tuple(tensors), tangents)
+        assert_near(first, [x[:, :, at] for x in expected[0]])
+        assert_near(second, [x[:, :, at] for x in expected[1]], 1e-11)
+        leaves = [x.clone().requires_grad_() for x in local]
+        first = torch.autograd.grad(ring(*leaves), leaves, create_graph=True)
+        second = torch.autograd.grad(first, leaves, directions)
+        assert_near(second, [x[:, :, at] for x in expected[1]], 1e-11)
+        rows = vmap(grad(ring))(*(torch.stack([x, x]) for x in local))
+        assert_near(rows, [expected[0][0][:, :, at]] * 2)
+
+
+def test_tiles_are_the_fused_kernel():
+    """More queries than one tile has; a head dim of v of its own has no fused kernel."""
+    draw = normal()
+    q, k, v, cotangent = (draw(1, 2, ROWS + 9, 4) for _ in range(4))
+    for causal in (True, False):
+        fused, (out, logs) = (attend(q, k, x, causal, 0.3) for x in (v, torch.cat([v, v], -1)))
+        assert_near((out[..., :4], logs), fused)
+        doubled = torch.cat([cotangent, 0 * cotangent], -1)
+        tiled = attend_backward(doubled, q, k, torch.cat([v, v], -1), out, logs, causal, 0.3)
+        assert_near((*tiled[:2], tiled[2][..., :4]), attend_backward(cotangent, q, k, v, *fused, causal, 0.3))
+
+
+@on_ranks(2, 4)
+def test_sums_of_narrow_dtypes_are_wide():
+    """Errors in bfloat16 stay those of one rounding, however many ranks there are."""
+    axis = fs.axis_of(cp_mesh())
+    *tensors, cotangent = (x.bfloat16() for x in whole(64))
+    expected = differentiated(dense, [x.double() for x in tensors], cotangent.double())
+    at = fs.ring_positions(axis, 64, "zigzag")
+    ring = partial(fs.ring_attention, axis=axis, order="zigzag")
+    found = differentiated(ring, [x[:, :, at] for x in tensors], cotangent[:, :, at])
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert (one - other[:, :, at]).abs().max() <= 8 * 2**-8 * max(1.0, other.abs().max())
+
+
+@on_ranks(1, 2, 4, "2 processes")
+@pytest.mark.rows(2)
+def test_bytes():
+    """The forward sends k and v to each other rank once; the backward twice as much."""
+    axis = fs.axis_of(cp_mesh())
+    at = fs.ring_positions(axis, 32)
+    *tensors, cotangent = (x[:, :, at] for x in whole(32))
+    others = axis.size - 1
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    with fs.comm.record() as forward:
+        out = fs.ring_attention(*leaves, axis)
+    with fs.comm.record() as backward:
+        out.backward(cotangent)
+    assert sum(entry.sent for entry in forward) == 2 * others * leaves[1].nbytes
+    assert sum(entry.sent for entry in backward) == 4 * others * leaves[1].nbytes
+    with fs.comm.record() as exchanged:
+        out = fs.ulysses(F.scaled_dot_product_attention, axis)(*leaves)
+        out.backward(cotangent)
+    assert sum(entry.sent for entry in exchanged) == 8 * others * leaves[1].nbytes / axis.size
+
+
+class Blocks(TorchDispatchMode):
+    """Counts calls of the fused kernel and of its backward, by the number of queries."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = {"": [], "_backward": []}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().removeprefix("aten::_scaled_dot_product_flash_attention_for_cpu")
+        if name in self.found:
+            self.found[name].append(args[0].shape[2])
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(4)
+def test_zigzag_is_balanced():
+    """Blocks are equal but for those of a rank's own chunks, of which each rank has two."""
+    axis = fs.axis_of(cp_mesh())
+    own, size = fs.axis_index(axis), fs.axis_size(axis)
+    for order, expected in (("contiguous", 4 * own + 3), ("zigzag", 2 * size + 1)):
+        *tensors, cotangent = (x[:, :, fs.ring_positions(axis, 32, order)] for x in whole(32))
+        with Blocks() as blocks:
+            differentiated(partial(fs.ring_attention, axis=axis, order=order), tensors, cotangent)
+        assert blocks.found == {"": [4] * expected, "_backward": [4] * expected}
+
+
+def test_positions():
+    def program(order):
+        return fs.ring_positions(fs.axis_of(cp_mesh()), 8, order).tolist()
+
+    rows = {order: fs.testing.spmd(partial(program, order), 2) for order in ORDERS}
+    assert rows == {"contiguous": [[0, 1, 2, 3], [4, 5, 6, 7]], "zigzag": [[0, 1, 6, 7], [2, 3, 4, 5]]}
+
+
+TIME, WIDTH, WORDS, LAYERS = 16, 8, 11, 2
+
+
+def gpt():
+    draw = normal(3)
+    shapes = {"qkv": (3 * WIDTH, WIDTH), "out": (WIDTH, WIDTH), "up": (2 * WIDTH, WIDTH), "down": (WIDTH, 2 * WIDTH)}
+    blocks = [{name: draw(*shape) / 3 for name, shape in shapes.items()} for _ in range(LAYERS)]
+    return {"tokens": draw(WORDS, WIDTH), "positions": draw(TIME, WIDTH), "blocks": blocks}
+
+
+def tokens():
+    drawn = torch.randint(WORDS, (4, TIME + 1), generator=torch.Generator().manual_seed(1))
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def loss_fn(params, x, y, at, attention):
+    ends = fs.gather({name: params[name] for name in ("tokens", "positions")})
+    h = ends["tokens"][x] + ends["positions"][at]
+    for block in params["blocks"]:
+        p = fs.gather(block)
+        q, k, v = F.linear(h, p["qkv"]).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        h = h + F.linear(attention(q, k, v).transpose(1, 2).flatten(2), p["out"])
+        h = h + F.linear(F.gelu(F.linear(h, p["up"])), p["down"])
+    return F.cross_entropy(F.linear(h, ends["tokens"]).flatten(0, 1), y.flatten())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 4), (2, 4)])
+def test_a_gpt_trains_as_in_one_process(sizes):
+    """ZeRO-3 over "shard", the sequence over "cp"; jitted, and through a checkpoint, the bits are the same."""
+    at_once, expected = grad_and_loss(gpt())
+
+    def program():
+        mesh = fs.init_mesh(dict(zip(("shard", "cp"), sizes, strict=True)), device="cpu")
+        shard, cp = fs.axis_of(mesh["shard"]), fs.axis_of(mesh["cp"])
+        layout = fs.hybrid_shard(mesh, "shard", "cp", min_shard_elements=0)
+        params = fs.shard(gpt(), fs.zero3(mesh, layout=layout))
+        rings = {order: partial(fs.ring_attention, axis=cp, order=order) for order in ORDERS}
+        exchange = partial(fs.ulysses(F.scaled_dot_product_attention, cp), is_causal=True)
+        for attention, order in [*((ring, order) for order, ring in rings.items()), (exchange, "contiguous")]:
+            at = fs.ring_positions(cp, TIME, order)
+            x, y = (t.chunk(sizes[0])[fs.axis_index(shard)][:, at] for t in tokens())
+            step = fs.value_and_grad(partial(loss_fn, at=at, attention=attention))
+            loss, grads = step(params, x, y)
+            assert_near([loss, *fs.tree_leaves(fs.unshard(grads))], [expected, *fs.tree_leaves(at_once)])
+            # The second time the order of collectives is known.
+            again = [step(params, x, y)]
+            if order == "zigzag":
+                remat = fs.value_and_grad(partial(loss_fn, at=at, attention=fs.remat(attention)))
+                again += [fs.jit(step)(params, x, y), remat(params, x, y)]
+            for value, found in again:
+                assert_same_bits((value, fs.unshard(found)), (loss, fs.unshard(grads)))
+            check_varying(partial(loss_fn, at=at, attention=attention), params, x, y)
+
+    fs.testing.spmd(program, sizes[0] * sizes[1], timeout=120)
+
+
+def grad_and_loss(params):
+    return torch.func.grad_and_value(loss_fn)(params, *tokens(), torch.arange(TIME), dense)
+
+
+@on_ranks(2, "2 processes")
+def test_ranks_need_no_use_for_the_result():
+    axis = fs.axis_of(cp_mesh())
+    full = {"q": whole(4)[0]}
+    params = fs.shard(full, fs.zero3(cp_mesh(), axis="cp", min_shard_elements=0))
+
+    def local(params):
+        q = fs.gather(params)["q"]
+        out = fs.ring_attention(q, q, q, axis, causal=False)
+        return out.square().sum() if fs.axis_index(axis) == 1 else q.sum()
+
+    def one(full):
+        # Each rank brings the same keys, which weighs them the same once more.
+        return dense(full["q"], full["q"], full["q"], causal=False).square().sum() + full["q"].sum()
+
+    _, grads = fs.value_and_grad(local, reduce="sum")(params)
+    assert_near([fs.unshard(grads)["q"]], [grad(one)(full)["q"]])
+
+
+@on_ranks(2)
+def test_ranks_are_told_the_same():
+    """Another order on another rank would go unnoticed: the same is sent."""
+    axis = fs.axis_of(cp_mesh())
+    params = fs.shard({"q": whole(4)[0]}, fs.zero3(cp_mesh(), axis="cp", min_shard_elements=0))
+    order = ORDERS[fs.axis_index(axis)]
+
+    def loss(params):
+        q = fs.gather(params)["q"]
+        return fs.ring_attention(q, q, q, axis, order=order).sum()
+
+    for step in (fs.value_and_grad(loss), fs.jit(fs.value_and_grad(loss))):
+        with pytest.raises(ValueError, match=r"ring_attention\(causal=True, order='contiguous', scale=0\.5\)"):
+            step(params)
+
+
+@on_ranks(2)
+def test_a_forgotten_pvary_is_named():
+    """Nothing is gathered over "cp", on whose ranks the weights are whole and x is split."""
+    mesh = fs.init_mesh({"shard": 1, "cp": -1}, device="cpu")
+    shard, axis = mesh["shard"], fs.axis_of(mesh["cp"])
+    split = fs.compose(fs.fully_shard(shard), fs.split_dim(mesh["cp"], dim=0))
+    layout = fs.masked(split, "x", otherwise=fs.fully_shard(shard))
+    params = fs.shard({"x": normal()(8, 1, 1, 4), "w": torch.eye(4).double()}, layout)
+
+    def loss(params, vary, close):
+        full = fs.gather(params)
+        x, w = full["x"].permute(1, 2, 0, 3), vary(full["w"], axis)
+        return close(fs.ring_attention(x, x @ w, x, axis).square().sum(), axis)
+
+    check_varying(loss, params, fs.pvary, fs.psum_invariant)
+    text = "['w']: expected fs.gather or fs.pvary before its use with varying values, got a leaf that is whole on all"
+    with pytest.raises(AssertionError, match=re.escape(text)):
+        check_varying(loss, params, lambda w, axis: w, fs.psum_invariant)
+    with pytest.raises(AssertionError, match="ring_attention over 'cp', whose result varies"):
+        check_varying(loss, params, fs.pvary, lambda loss, axis: loss)
+
+
+@on_ranks(2)
+def test_bad_arguments():
+    axis = fs.axis_of(cp_mesh())
+    q, k, v, _ = whole(3)
+
+    def refused(text, f, *args, **keywords):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            f(*args, **keywords)
+
+    refused("ring_attention: expected axis to be an Axis, got a str", fs.ring_attention, q, k, v, "cp")
+    refused("ring_attention: causal: expected True or False, got 1", fs.ring_attention, q, k, v, axis, 1)
+    text = "expected q to be a floating tensor (batch, heads, time, head dim), got a float64 Tensor of shape (8, 3, 4)"
+    refused(f"ring_attention: {text}", fs.ring_attention, q[0], k, v, axis)
+    text = "expected k to be of shape (2, 8, 3, 4) and dtype torch.float64, as q is, got a float64 Tensor of shape "
+    text += "(2, 4, 3, 4); repeat heads that several share by k.repeat_interleave(times, 1)"
+    refused(f"ring_attention: {text}", fs.ring_attention, q, k[:, :4], v, axis)
+    refused("ring_attention: expected v to be of shape", fs.ring_attention, q, k, v.float(), axis)
+    text = 'ring_attention: expected order to be "contiguous" or "zigzag", got \'striped\''
+    refused(text, fs.ring_attention, q, k, v, axis, order="striped")
+    text = (
+        "ring_attention: expected an even number of places in time, of which each half is a chunk in 'zigzag' order, "
+    )
+    refused(f"{text}got 3; cut by fs.ring_positions", fs.ring_attention, q, k, v, axis, order="zigzag")
+    refused("ring_attention: expected scale to be", fs.ring_attention, q, k, v, axis, scale="1")
+    text = "ring_positions: expected time to be a multiple of 4, the chunks in 'zigzag' order of 2 ranks, got 6"
+    refused(text, fs.ring_positions, axis, 6, "zigzag")
+    text = "ulysses: expected heads of k, its dim 1, to be a multiple of 2, the ranks of 'cp', got 3; repeat or"
+    refused(text, fs.ulysses(dense, axis), q, k[:, :3], v)
+    refused("ulysses: expected attention to be a function, got an int", fs.ulysses, 1, axis)
