@@ -165,7 +165,7 @@ SYSTEMS = {
 }
 FIRST_SCREEN = re.sub(r"```.*?```", "", README.read_text().split("\n## ")[0], flags=re.DOTALL)
 SPEED = " ".join(section(README, "Speed and memory").split())
-FINE_UNITS = re.compile(r"With a unit for each large layer FSDP2 peaks at (\d+) MiB\.")
+FINE_UNITS = re.compile(r"FSDP2's is (\d+) MiB with a unit for each large layer\.")
 ON_ONE_RANK = re.compile(r"On one rank a step takes ([\d.]+) \((.*?)\) to ([\d.]+) \((.*?)\) of plain PyTorch's\.")
 
 

@@ -1,0 +1,148 @@
+"""Train a GPT on a mesh of four axes: ZeRO-3, long sequences, a pipeline and tensor parallelism in one loss function.
+
+Run on four ranks, which are two stages of two tensor-parallel ranks, or name the sizes yourself:
+
+    torchrun --standalone --nproc_per_node 4 examples/four_dimensions.py
+    torchrun --standalone --nproc_per_node 4 examples/four_dimensions.py --shard 2 --cp 2 --pipe 1 --tp 1
+
+A large leaf is split over all axes. "shard" and "cp" split the batch, by sequences and by time; "pipe" splits the
+layers, "tp" heads, hidden width and vocabulary, and between its matrices time, as in Megatron-LM's sequence
+parallelism. The program prints the bytes that a rank sends over each axis in a step, and the distance from the same
+training in one process, in float64.
+"""
+
+import argparse
+import os
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gpt import batch, standard_library
+
+import fshard as fs
+
+HEAD_WIDTH, VOCABULARY = 16, 256
+AXES = ("pipe", "shard", "cp", "tp")  # the outermost first: ranks of "tp" are next to each other
+COLUMNS, ROWS = ("*.qkv", "*.up"), ("*.out", "*.down")  # split by outputs, split by inputs
+
+Axes = dict[str, fs.Axis]
+
+
+def initial(width: int, layers: int, context: int, seed: int) -> Any:
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    ones = partial(torch.ones, dtype=torch.float64)
+    matrices = {"qkv": (3 * width, width), "out": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
+    return {
+        "embedding": {"tokens": draw(VOCABULARY, width) * 0.05, "positions": draw(context, width) * 0.05},
+        "layers": {
+            **{name: draw(layers, *shape) * 0.05 for name, shape in matrices.items()},
+            **{"norm1": ones(layers, width), "norm2": ones(layers, width)},
+        },
+        "head": {"norm": ones(width), "weight": draw(VOCABULARY, width) * 0.05},
+    }
+
+
+def strategy(mesh: Any, axes: Axes) -> fs.ShardTransform:
+    """Split layers over "pipe", matrices over "tp", and the last dim of every leaf over "shard" and "cp"."""
+    data = [fs.fully_shard(axes[name], dim=-1) for name in ("shard", "cp")]
+    pipe, tp = fs.split_dim(axes["pipe"], dim=0), partial(fs.split_dim, axes["tp"])
+    stacked = fs.masked(
+        fs.compose(*data, pipe, tp(dim=1)),
+        COLUMNS,
+        otherwise=fs.masked(fs.compose(*data, pipe, tp(dim=2)), ROWS, otherwise=fs.compose(*data, pipe)),
+    )
+    vocabulary = ("embedding.tokens", "head.weight")
+    rest = fs.masked(fs.compose(*data, tp(dim=0)), vocabulary, otherwise=fs.compose(*data))
+    return fs.zero3(mesh, layout=fs.masked(stacked, "layers.*", otherwise=rest))
+
+
+def rms_norm(weight: torch.Tensor, h: torch.Tensor, axes: Axes) -> torch.Tensor:
+    return F.rms_norm(h, h.shape[-1:]) * fs.pvary(weight, axes["tp"])  # ranks of "tp" have other parts of h
+
+
+def layer(p: Any, h: torch.Tensor, axes: Axes) -> torch.Tensor:  # (batch, time / (cp tp), width)
+    tp = axes["tp"]
+    x = fs.all_gather(rms_norm(p["norm1"], h, axes), tp, dim=1)
+    q, k, v = F.linear(x, p["qkv"]).unflatten(-1, (-1, 3, HEAD_WIDTH)).permute(3, 0, 2, 1, 4)
+    attended = fs.ring_attention(q, k, v, axes["cp"]).transpose(1, 2).flatten(2)
+    h = h + fs.reduce_scatter(F.linear(attended, p["out"]), tp, dim=1)
+    x = fs.all_gather(rms_norm(p["norm2"], h, axes), tp, dim=1)
+    return h + fs.reduce_scatter(F.linear(F.gelu(F.linear(x, p["up"])), p["down"]), tp, dim=1)
+
+
+def stage(params: Any, h: torch.Tensor, axes: Axes) -> torch.Tensor:
+    layers = params["layers"]
+    for i in range(len(layers["qkv"])):
+        h = layer({name: leaf[i] for name, leaf in layers.items()}, h, axes)
+    return h
+
+
+def embed(params: Any, x: torch.Tensor, axes: Axes) -> torch.Tensor:
+    p, tp = params["embedding"], axes["tp"]
+    h = fs.vocab_parallel_embedding(x, p["tokens"], tp, scatter_dim=1)
+    start = fs.axis_index(axes["cp"]) * x.shape[1] + fs.axis_index(tp) * h.shape[1]
+    return h + fs.pvary(p["positions"], tp)[start : start + h.shape[1]]
+
+
+def cross_entropy(params: Any, h: torch.Tensor, y: torch.Tensor, axes: Axes) -> torch.Tensor:
+    p, tp = params["head"], axes["tp"]
+    h = fs.all_gather(rms_norm(p["norm"], h, axes), tp, dim=1)
+    return fs.vocab_parallel_cross_entropy(h, p["weight"], y, tp)
+
+
+def train(params: Any, axes: Axes, args: argparse.Namespace, schedule: str) -> tuple[list[float], Any]:
+    """Losses and final parameters."""
+    with_axes = {name: partial(f, axes=axes) for name, f in (("first", embed), ("last", cross_entropy))}
+    microbatches = {"microbatches": args.microbatches, "schedule": schedule}
+    loss_fn = fs.pipeline(partial(stage, axes=axes), axes["pipe"], **with_axes, **microbatches)
+    tx = fs.chain(fs.clip_by_global_norm(0.5), fs.adamw(args.lr, weight_decay=0.1))
+    state, losses, text = fs.TrainState.create(params, tx), [], standard_library()[0]
+    for step in range(args.steps):
+        rows, times = axes["shard"], axes["cp"]
+        x, y = (
+            tokens.chunk(rows.size)[fs.axis_index(rows)].chunk(times.size, 1)[fs.axis_index(times)]
+            for tokens in batch(text, args.batch, args.context, seed=step)
+        )
+        loss, grads = fs.value_and_grad(loss_fn)(state.params, x, y)
+        state = fs.update(tx, state, grads)
+        losses.append(loss.item())
+    return losses, state.params
+
+
+def main() -> None:
+    args = parse_args()
+    mesh = fs.init_mesh({name: getattr(args, name) for name in AXES}, device="cpu")
+    axes = {name: fs.axis_of(mesh, name) for name in AXES}
+    full = initial(args.width, args.layers, args.context, args.seed)
+    params = fs.shard(full, strategy(mesh, axes))
+    with fs.comm.record() as record:
+        losses, trained = train(params, axes, args, args.schedule)
+    trained = fs.unshard(trained)
+    if mesh.get_rank() == 0:
+        print(params["layers"]["qkv"])
+        alone, expected = train(full, {name: fs.Axis(name, 1, "") for name in AXES}, args, "gpipe")
+        gaps = [float((a - b).abs().max()) for a, b in zip(fs.tree_leaves(trained), fs.tree_leaves(expected))]
+        sent = {name: sum(c.sent for c in record if c.axis == name) / args.steps / 1e6 for name in AXES}
+        print("sent by this rank in a step:", ", ".join(f"{n:.2f} MB over {name!r}" for name, n in sent.items()))
+        print(f"loss {losses[0]:.4f}, after {args.steps} steps {losses[-1]:.4f}")
+        print("largest difference from one process:", end=" ")
+        print(f"{max(abs(a - b) for a, b in zip(losses, alone)):.1e} in a loss, {max(gaps):.1e} in a parameter")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    parser.add_argument("--tp", type=int, default=min(2, ranks))
+    parser.add_argument("--pipe", type=int, default=max(1, ranks // 2))
+    for name, value in {"shard": 1, "cp": 1, "microbatches": 4, "steps": 20, "width": 64, "layers": 4}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    for name, value in {"context": 64, "batch": 8, "seed": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--schedule", default="1f1b", choices=("gpipe", "1f1b"))
+    parser.add_argument("--lr", type=float, default=3e-3)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
