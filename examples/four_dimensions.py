@@ -4,11 +4,12 @@ Run on four ranks, which are two stages of two tensor-parallel ranks, or name th
 
     torchrun --standalone --nproc_per_node 4 examples/four_dimensions.py
     torchrun --standalone --nproc_per_node 4 examples/four_dimensions.py --shard 2 --cp 2 --pipe 1 --tp 1
+    python examples/four_dimensions.py --plan 8 16 4 8 --width 512 --layers 8 --context 512 --batch 256
 
 A large leaf is split over all axes. "shard" and "cp" split the batch, by sequences and by time; "pipe" splits the
 layers, "tp" heads, hidden width and vocabulary, and between its matrices time, as in Megatron-LM's sequence
 parallelism. The program prints the bytes that a rank sends over each axis in a step, and the distance from the same
-training in one process, in float64.
+training in one process, in float64. The last command prints what a rank of 4,096 holds and sends.
 """
 
 import argparse
@@ -91,23 +92,40 @@ def cross_entropy(params: Any, h: torch.Tensor, y: torch.Tensor, axes: Axes) -> 
     return fs.vocab_parallel_cross_entropy(h, p["weight"], y, tp)
 
 
-def train(params: Any, axes: Axes, args: argparse.Namespace, schedule: str) -> tuple[list[float], Any]:
-    """Losses and final parameters."""
+def optimizer(args: argparse.Namespace) -> fs.GradientTransformation:
+    return fs.chain(fs.clip_by_global_norm(0.5), fs.adamw(args.lr, weight_decay=0.1))
+
+
+def train_step(state: Any, axes: Axes, x: torch.Tensor, y: torch.Tensor, args: argparse.Namespace) -> tuple[Any, Any]:
     with_axes = {name: partial(f, axes=axes) for name, f in (("first", embed), ("last", cross_entropy))}
-    microbatches = {"microbatches": args.microbatches, "schedule": schedule}
+    microbatches = {"microbatches": args.microbatches, "schedule": args.schedule}
     loss_fn = fs.pipeline(partial(stage, axes=axes), axes["pipe"], **with_axes, **microbatches)
-    tx = fs.chain(fs.clip_by_global_norm(0.5), fs.adamw(args.lr, weight_decay=0.1))
-    state, losses, text = fs.TrainState.create(params, tx), [], standard_library()[0]
-    for step in range(args.steps):
+    loss, grads = fs.value_and_grad(loss_fn)(state.params, x, y)
+    return fs.update(optimizer(args), state, grads), loss
+
+
+def train(params: Any, axes: Axes, args: argparse.Namespace) -> tuple[list[float], Any]:
+    """Losses and final parameters."""
+    step, losses = partial(train_step, axes=axes, args=args), []
+    step = fs.jit(step) if args.jit else step
+    state, text = fs.TrainState.create(params, optimizer(args)), standard_library()[0]
+    for number in range(args.steps):
         rows, times = axes["shard"], axes["cp"]
         x, y = (
             tokens.chunk(rows.size)[fs.axis_index(rows)].chunk(times.size, 1)[fs.axis_index(times)]
-            for tokens in batch(text, args.batch, args.context, seed=step)
+            for tokens in batch(text, args.batch, args.context, seed=number)
         )
-        loss, grads = fs.value_and_grad(loss_fn)(state.params, x, y)
-        state = fs.update(tx, state, grads)
+        state, loss = step(state, x=x, y=y)
         losses.append(loss.item())
     return losses, state.params
+
+
+def planned(params: Any, axes: Axes, args: argparse.Namespace) -> Any:
+    """What a step does on a mesh of other sizes."""
+    mesh = dict(zip(AXES, args.plan, strict=True))
+    state = fs.TrainState.create(params, optimizer(args))
+    x = torch.zeros(args.batch // mesh["shard"], args.context // mesh["cp"], dtype=torch.int64)
+    return fs.plan(partial(train_step, args=args), state, axes, x, x, mesh=mesh)
 
 
 def main() -> None:
@@ -116,12 +134,15 @@ def main() -> None:
     axes = {name: fs.axis_of(mesh, name) for name in AXES}
     full = initial(args.width, args.layers, args.context, args.seed)
     params = fs.shard(full, strategy(mesh, axes))
+    if args.plan:
+        return print(planned(params, axes, args))
     with fs.comm.record() as record:
-        losses, trained = train(params, axes, args, args.schedule)
+        losses, trained = train(params, axes, args)
     trained = fs.unshard(trained)
     if mesh.get_rank() == 0:
         print(params["layers"]["qkv"])
-        alone, expected = train(full, {name: fs.Axis(name, 1, "") for name in AXES}, args, "gpipe")
+        args.schedule = "gpipe"
+        alone, expected = train(full, {name: fs.Axis(name, 1, "") for name in AXES}, args)
         gaps = [float((a - b).abs().max()) for a, b in zip(fs.tree_leaves(trained), fs.tree_leaves(expected))]
         sent = {name: sum(c.sent for c in record if c.axis == name) / args.steps / 1e6 for name in AXES}
         print("sent by this rank in a step:", ", ".join(f"{n:.2f} MB over {name!r}" for name, n in sent.items()))
@@ -140,6 +161,10 @@ def parse_args() -> argparse.Namespace:
     for name, value in {"context": 64, "batch": 8, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--schedule", default="1f1b", choices=("gpipe", "1f1b"))
+    parser.add_argument("--jit", action="store_true")
+    parser.add_argument(
+        "--plan", type=int, nargs=4, metavar=tuple(AXES), help="print the plan of a step on such a mesh"
+    )
     parser.add_argument("--lr", type=float, default=3e-3)
     return parser.parse_args()
 

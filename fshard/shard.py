@@ -22,6 +22,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str],
 
     Args:
         full_tree: Pytree of full tensors, the same on every rank; None leaves stay None.
+            Fake tensors, of torch's FakeTensorMode, give leaves without values, to plan with.
         transform: A strategy or any other ShardTransform.
         frozen: Says by a leaf's path whether it takes no gradient. Parameters that do not require one are frozen too.
 
@@ -278,7 +279,7 @@ def unfit(leaf: Any) -> tuple[str, str] | None:
     """Describe a leaf that cannot be cut, and the leaf expected."""
     if is_sharded(leaf):
         return "a Sharded leaf", "a full tensor; reshard changes layouts"
-    if leaf is not None and type(leaf) not in (torch.Tensor, torch.nn.Parameter):
+    if leaf is not None and type(leaf) not in (torch.Tensor, torch.nn.Parameter) and not _compat.is_fake(leaf):
         return describe(leaf), "a tensor" + (
             "; from_dtensor takes DTensors over" if isinstance(leaf, torch.Tensor) else ""
         )
@@ -293,7 +294,7 @@ def unfit(leaf: Any) -> tuple[str, str] | None:
 def fingerprint(leaf: torch.Tensor, spec: Spec, origin: str | None = None) -> str:
     """Write the facts that ranks compare: a leaf's dtype, shape, layout, and a hash or the origin of its values."""
     dtype = str(leaf.dtype).removeprefix("torch.")
-    source = origin or f"of hash {hash_of(leaf)}"
+    source = origin or ("without values" if _compat.is_fake(leaf) else f"of hash {hash_of(leaf)}")
     return f"{'frozen ' if spec.frozen else ''}{dtype}{list(leaf.shape)} {source} split by {spec.partition!r}"
 
 

@@ -95,8 +95,8 @@ def has_one_rank(axis: Axis) -> bool:
         sizes = ", ".join(f"{other.name!r} of {other.size} ranks" for other in sorted(known, key=lambda a: a.name))
         raise ValueError(
             f"plan: expected the step to send over axes of the planned mesh, {sizes or 'which has none'}, got axis "
-            f"{axis.name!r} of {axis.size} ranks, which it closes over; read axes from the state's leaves, as "
-            "leaf.spec.axes"
+            f"{axis.name!r} of {axis.size} ranks, which it closes over; pass axes as arguments, or read them "
+            "from the state's leaves, as leaf.spec.axes"
         )
     return axis.size == 1
 

@@ -54,8 +54,10 @@ def plan(
     Args:
         step: A pure function of (state, *batch), or a jitted one: donated states are written in place.
         state: A TrainState, or any tree with Sharded leaves, of a mesh with the same names of axes; one rank will do,
-            and so will tensors on the meta device. Buffers without values must be in it, for `model.apply(buffers=)`.
-        *batch: The step's other arguments, as one rank gets them; tensors count by shape and dtype.
+            and so will tensors on the meta device, or what `shard` makes of torch's fake tensors. Buffers without
+            values must be in it, for `model.apply(buffers=)`.
+        *batch: The step's other arguments, as one rank gets them; tensors count by shape and dtype, and an Axis becomes
+            that of the mesh with its name.
         mesh: Ranks on each axis by its name, outermost first.
         rank: Whose step it is: its number, the last axis varying fastest.
         backend: "nccl" or "gloo": the backend of collectives, by which their algorithm is chosen.
@@ -143,6 +145,8 @@ def _laid_out(argument: Any, fake: Callable[[torch.Tensor], torch.Tensor], move:
             leaves[i] = Sharded(fake(torch.empty(spec.local_shape, dtype=leaf.local.dtype, device="meta")), spec)
         elif isinstance(leaf, torch.Tensor):
             leaves[i] = fake(leaf.detach())
+        elif isinstance(leaf, Axis):
+            leaves[i] = move(leaf)
     argument = unflatten(flat.treedef, leaves)
 
     def misfit(leaf: Any) -> tuple[str, str] | None:

@@ -5,7 +5,6 @@ tensor of the device knows its shape and dtype alone; what the host reads of it 
 algorithms as for NCCL, and send nothing.
 """
 
-import importlib
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -92,10 +91,6 @@ class WithoutMemory(TorchDispatchMode):
 
     def __init__(self, emu: ModuleType) -> None:
         super().__init__()
-        # fs.shard takes no subclasses of tensors, which these are to Python alone.
-        module = importlib.import_module("fshard.shard")
-        own = module.unfit
-        module.unfit = lambda leaf: None if isinstance(leaf, FakeTensor) else own(leaf)
         # A number becomes a tensor of the processor first, so that this mode sees its copy to the device.
         torch._C._set_only_lift_cpu_tensors(True)
         # As for tensors with values.

@@ -14,11 +14,14 @@ import torch.nn.functional as F
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
 from fshard.tree import leaves_of
+from tests.trees import assert_same_bits
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import four_dimensions as example
 
-SIZES = Namespace(width=32, layers=4, context=16, batch=8, microbatches=2, steps=3, seed=0, lr=1e-2)
+SIZES = Namespace(
+    width=32, layers=4, context=16, batch=8, microbatches=2, steps=3, seed=0, lr=1e-2, jit=False, plan=None
+)
 FLOAT64 = 8
 # Sums over ranks, tiles and microbatches in another order, handed on through AdamW's roots for a few steps.
 ROUNDING = {"rtol": 0.0, "atol": 1e-10}
@@ -53,17 +56,23 @@ def dense():
     return losses, state.params
 
 
+def laid_out(sizes):
+    """The parameters on a mesh of (pipe, shard, cp, tp), and its axes."""
+    mesh = fs.init_mesh(dict(zip(example.AXES, sizes, strict=True)), device="cpu")
+    full = example.initial(SIZES.width, SIZES.layers, SIZES.context, SIZES.seed)
+    return fs.shard(full, example.strategy(mesh, axes := {name: fs.axis_of(mesh, name) for name in example.AXES})), axes
+
+
 def program(sizes, schedule):
     """Train, and count the bytes of a step by axis and verb."""
-    mesh = fs.init_mesh(dict(zip(example.AXES, sizes, strict=True)), device="cpu")
-    axes = {name: fs.axis_of(mesh, name) for name in example.AXES}
-    full = example.initial(SIZES.width, SIZES.layers, SIZES.context, SIZES.seed)
-    params = fs.shard(full, example.strategy(mesh, axes))
+    params, axes = laid_out(sizes)
+    args = Namespace(**vars(SIZES) | {"schedule": schedule})
     with fs.comm.record() as record:
-        losses, trained = example.train(params, axes, SIZES, schedule)
+        losses, trained = example.train(params, axes, args)
     sent = Counter()
-    for entry in record:
-        sent[entry.axis, entry.label] += entry.sent / SIZES.steps
+    for entry in (entry for entry in record if not entry.scalar):
+        sent[entry.axis, entry.label] += entry.sent
+    sent = Counter({key: count / SIZES.steps for key, count in sent.items()})
     gathered = sum(math.prod(leaf.spec.gathered_shape) * FLOAT64 for leaf in leaves_of(params))
     return losses, fs.unshard(trained), sent, gathered
 
@@ -107,7 +116,41 @@ def test_training_is_that_of_one_process(sizes, schedule):
     check(sizes, schedule, math.prod(sizes))
 
 
+def jitted_and_eager(sizes, schedule):
+    params, axes = laid_out(sizes)
+    for jit in (True, False):
+        args = Namespace(**vars(SIZES) | {"schedule": schedule, "steps": 2, "jit": jit})
+        losses, trained = example.train(params, axes, args)
+        yield [*map(torch.tensor, losses), *fs.tree_leaves(trained)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "schedule"), [((2, 1, 1, 2), "1f1b"), ((1, 2, 2, 2), "gpipe")], ids=str)
+@pytest.mark.timeout(300)
+def test_jitted_bits_equal_eager(sizes, schedule):
+    spmd(lambda: assert_same_bits(*jitted_and_eager(sizes, schedule)), math.prod(sizes), timeout=250)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_processes_train_so_too(workers):
     check((2, 1, 1, 2), "1f1b", workers(4))
+
+
+def test_the_plan_is_the_recorded_step():
+    """A plan made on one rank has the bytes that ranks of the mesh send, the first and the last one."""
+    sizes, args = (2, 2, 1, 1), Namespace(**vars(SIZES) | {"schedule": "1f1b"})
+    planned = []
+    for rank in (0, 3):
+        params, axes = laid_out((1, 1, 1, 1))
+        state = fs.TrainState.create(params, example.optimizer(args))
+        x = torch.zeros(SIZES.batch // sizes[1], SIZES.context, dtype=torch.int64)
+        step = partial(example.train_step, args=args)
+        mesh = dict(zip(example.AXES, sizes, strict=True))
+        plan = fs.plan(step, state, axes, x, x, mesh=mesh, rank=rank, backend="gloo")
+        planned.append({axis: sent.bytes for axis, sent in plan.by_axis().items() if sent.bytes})
+    found = [Counter() for _ in range(4)]
+    for rank, (_, _, sent, _) in enumerate(spmd(partial(program, sizes, "1f1b"), 4, timeout=100)):
+        for (axis, _), nbytes in sent.items():
+            found[rank][axis] += nbytes
+    assert planned == [found[0], found[3]]

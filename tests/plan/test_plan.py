@@ -132,6 +132,27 @@ def test_nothing_is_left_behind():
     fs.psum(torch.ones(1), fs.Axis("other", 1, ""))
 
 
+def test_fake_tensors_are_enough():
+    """A tree of 4 TB, and an axis among the arguments."""
+    from torch._subclasses import FakeTensorMode
+
+    def plan(rows):
+        mesh = one_rank()
+        with FakeTensorMode():
+            params = fs.shard({"w": torch.ones(rows, 512)}, fs.zero3(mesh))
+            state, x = fs.TrainState.create(params, fs.adamw(0.1)), torch.ones(1, rows)
+
+        def step(state, axis, x):
+            loss, grads = fs.value_and_grad(lambda p: fs.pmean((x @ fs.gather(p)["w"]).sum(), axis))(state.params)
+            return fs.update(fs.adamw(0.1), state, grads), loss
+
+        return fs.plan(step, state, fs.axis_of(mesh), x, mesh={"shard": 8})
+
+    large = plan(2**31)
+    assert large.arguments.parameters == 2**31 * 512 * 4 // 8
+    assert large.bytes_sent() == large.arguments.parameters * 7 * 2
+
+
 def closing_over(mesh):
     axis = fs.axis_of(mesh)
 
@@ -149,7 +170,7 @@ STEP_ERRORS = {
     "an axis that it closes over": (
         closing_over,
         "plan: expected the step to send over axes of the planned mesh, 'shard' of 4 ranks, got axis 'shard' of 1 "
-        "ranks, which it closes over; read axes from the state's leaves, as leaf.spec.axes",
+        "ranks, which it closes over; pass axes as arguments, or read them from the state's leaves, as leaf.spec.axes",
     ),
     "no function": (lambda mesh: 3, "plan: expected step to be a function of (state, *batch), got an int"),
 }
