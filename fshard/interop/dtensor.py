@@ -73,7 +73,8 @@ def _from_dtensor(path: str, leaf: Any, strategy: Any, problems: list[Problem]) 
         local = pad(local, [n for size in reversed(missing) for n in (0, size)])
     # The layout is the DTensor's; how long the full tensor stays is for the strategy to say.
     own = laid_out(path, Spec(spec.shape), strategy, problems)
-    spec = replace(spec, transform=strategy, reshard=own.reshard, model_dtypes=own.model_dtypes, owned=own.owned)
+    spec = replace(spec, transform=strategy, reshard=own.reshard, model_dtypes=own.model_dtypes)
+    spec = replace(spec, owned=own.owned, independent=own.independent)
     whole = [axis.name for axis in own.owned if axis not in spec.partition_axes()]
     problems += [Problem(path, f"Replicate over {whole}", "Shard where each rank owns its piece")] if whole else []
     return Sharded(local, spec)
