@@ -117,6 +117,22 @@ def test_custom_transform(launcher, ranks, tmp_path):
     assert plot.read_bytes().startswith(PNG)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "replicas", "shards"),
+    [((sys.executable,), 1, 1), ((*TORCHRUN, 2), 2, 1), ((*TORCHRUN, 4), 2, 2), ((*TORCHRUN, 4), 4, 1)],
+)
+def test_diloco(launcher, replicas, shards):
+    """The program itself asserts the bytes that it prints."""
+    out = run(*launcher, ROOT / "examples/diloco.py", "--shard", shards, "--rounds", 3)
+    assert difference(out) < 1e-12
+    ((inner, outer),) = numbers(r"'replica': (\d+) bytes in 15 inner steps, (\S+) bytes in 3 outer steps", out)
+    assert inner == 0
+    assert (outer > 0) == (replicas > 1)
+    ((first, last),) = numbers(r"loss (\S+), after 15 steps (\S+)", out)
+    assert last < first
+
+
 @pytest.mark.parametrize("name", [*SHORT, "custom_transform"])
 def test_example_is_short_and_uses_public_names_alone(name):
     text = (ROOT / f"examples/{name}.py").read_text()

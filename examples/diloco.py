@@ -1,0 +1,104 @@
+"""Train replicas that seldom talk: DiLoCo (Douillard et al. 2023, arXiv:2311.08105), with ZeRO-3 inside each replica.
+
+Run on four ranks, on two, or on one without a launcher:
+
+    torchrun --standalone --nproc_per_node 4 examples/diloco.py --shard 2
+    torchrun --standalone --nproc_per_node 2 examples/diloco.py
+    python examples/diloco.py
+
+Leaves are `independent` over "replica": each replica has values of its own, and the inner steps of AdamW send nothing
+over that axis. After every `--inner` steps the replicas average how far they moved, and an outer step of Nesterov's SGD
+moves their common start by that mean; each replica keeps its own AdamW state. With `--outer-rate 1 --momentum 0` this
+is local SGD, which averages parameters. The program asserts the bytes sent over "replica", and prints the distance
+from one process that trains all replicas one after the other, in float64.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gpt import GPT, Block, batch, standard_library
+
+import fshard as fs
+
+
+def train(
+    params: Any, own: dict[int, slice], mean: Callable[[list[Any]], Any], model: Any, text: torch.Tensor, args: Any
+) -> tuple[dict[int, list[float]], Any, dict[str, list[Any]]]:
+    """Losses of each replica, final parameters, and collectives by phase.
+
+    `own` tells which sequences of a batch each replica of this process reads, and `mean` averages over all replicas.
+    """
+    inner = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(args.lr, weight_decay=0.1))
+    outer = fs.from_torch(torch.optim.SGD, lr=args.outer_rate, momentum=args.momentum, nesterov=args.momentum > 0)
+
+    def loss_fn(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model.apply(params, x).flatten(0, 1), y.flatten())
+
+    def inner_step(state: fs.TrainState, x: torch.Tensor, y: torch.Tensor) -> tuple[fs.TrainState, torch.Tensor]:
+        loss, grads = fs.value_and_grad(loss_fn)(state.params, x, y)
+        return fs.update(inner, state, grads), loss
+
+    states = {replica: fs.TrainState.create(params, inner) for replica in own}
+    start, momentum = params, outer.init(params)
+    losses: dict[int, list[float]] = {replica: [] for replica in own}
+    sent: dict[str, list[Any]] = {"inner": [], "outer": []}
+    for turn in range(args.rounds):
+        with fs.comm.record() as record:
+            for step in range(turn * args.inner, (turn + 1) * args.inner):
+                x, y = batch(text, args.batch, args.context, seed=step)
+                for replica, rows in own.items():
+                    states[replica], loss = inner_step(states[replica], x[rows], y[rows])
+                    losses[replica].append(loss.item())
+        sent["inner"] += record
+        with fs.comm.record() as record:
+            moved = mean([fs.tree_map(torch.sub, start, state.params) for state in states.values()])
+            start, momentum = outer.update(moved, momentum, start)
+            states = {replica: state._replace(params=start) for replica, state in states.items()}
+        sent["outer"] += record
+    return losses, start, sent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"shard": 1, "rounds": 4, "inner": 5, "width": 32, "layers": 2, "context": 32, "batch": 8, "seed": 0}
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    for name, rate in {"lr": 3e-3, "outer-rate": 0.7, "momentum": 0.9}.items():
+        parser.add_argument(f"--{name}", type=float, default=rate)
+    args = parser.parse_args()
+    mesh = fs.init_mesh({"replica": -1, "shard": args.shard}, device="cpu")
+    replica, shard = fs.axis_of(mesh, "replica"), fs.axis_of(mesh, "shard")
+    text = standard_library()[0]
+    model = fs.functionalize(GPT(args.width, args.layers, 4, args.context).double(), units=Block)
+    params = model.init(fs.compose(fs.zero3(mesh), fs.independent(replica)), seed=args.seed)
+    me, part = fs.comm.rank(replica), fs.comm.rank(shard)
+    mine = {me: slice(me + replica.size * part, None, replica.size * shard.size)}
+    losses, trained, sent = train(params, mine, lambda moved: fs.pmean(moved[0], replica), model, text, args)
+
+    pieces = sum(x.numel() * x.element_size() for x in fs.tree_leaves(params))
+    allreduce = 2 * pieces * (replica.size - 1) / replica.size
+    counted = {phase: round(sum(c.sent for c in calls if c.axis == "replica")) for phase, calls in sent.items()}
+    assert counted["inner"] == 0, counted
+    assert counted["outer"] == args.rounds * allreduce, (counted, allreduce)
+    initial, trained = (fs.tree_map(lambda x: x[0], fs.unshard(tree, stack=True)) for tree in (params, trained))
+    if mesh.get_rank() == 0:
+        all_of_them = {each: slice(each, None, replica.size) for each in range(replica.size)}
+        expected_losses, expected, _ = train(initial, all_of_them, mean, model, text, args)
+        gaps = [float((a - b).abs().max()) for a, b in zip(fs.tree_leaves(trained), fs.tree_leaves(expected))]
+        steps = args.rounds * args.inner
+        print(f"sent by each rank over 'replica': {counted['inner']} bytes in {steps} inner steps,", end=" ")
+        print(f"{counted['outer']} bytes in {args.rounds} outer steps")
+        print(f"loss {losses[me][0]:.4f}, after {steps} steps {losses[me][-1]:.4f}")
+        moved = max(abs(a - b) for a, b in zip(losses[me], expected_losses[me]))
+        print(f"largest difference from one process: {max(moved, *gaps):.1e}")
+
+
+def mean(trees: list[Any]) -> Any:
+    return fs.tree_map(lambda *leaves: sum(leaves) / len(leaves), *trees)
+
+
+if __name__ == "__main__":
+    main()
