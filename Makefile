@@ -44,6 +44,7 @@ bench: .venv/examples
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/update.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 benchmarks/compile.py --backends graph,inductor
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 benchmarks/sums.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 benchmarks/axes.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bits.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 benchmarks/checkpoint.py
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 benchmarks/trace.py

@@ -27,7 +27,8 @@ import report
 import rivals
 import torch
 from gpt import Configuration
-from rivals import Batch, Maker, System, mean_over_ranks
+from rivals import Batch, Maker, System
+from rounds import mean_over_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 

@@ -31,7 +31,8 @@ import report
 import torch
 import torch.distributed as dist
 from gpt import Configuration
-from rivals import SYSTEMS, make, mean_over_ranks
+from rivals import SYSTEMS, make
+from rounds import mean_over_ranks
 
 import fshard as fs
 

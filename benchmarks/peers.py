@@ -23,18 +23,17 @@ host.
 import argparse
 import gc
 import os
-import random
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import report
 import torch
 import torch.distributed as dist
 from gpt import Configuration
-from rivals import SYSTEMS, make, mean_over_ranks, total_bytes
+from rivals import SYSTEMS, make, total_bytes
+from rounds import Samples, mean_over_ranks, measure, paired
 
 import fshard as fs
 
@@ -50,18 +49,6 @@ ON_ONE_RANK = ("plain", "fshard-ddp", "fshard-zero2", "fshard-zero3", "fshard-ze
 COPIES = {"plain": 3.0, "ddp": 4.0, "zero-redundancy": 3.0, "fshard-ddp": 3.0, "fshard-ddp-graph": 3.0}
 # A running step gathers parameters and makes gradients; and the allocator keeps much of what was freed.
 RUNNING_COPIES, ALLOCATOR_FACTOR = 2.0, 1.5
-
-# Losses of one round agree to rounding, which the steps before multiply; below 1, where the batch is learnt by heart,
-# this is an absolute difference.
-LOSS_TOLERANCE = 1e-3
-
-
-class Samples(NamedTuple):
-    """Of each round that counts: wall time on rank 0, CPU time of its main thread, and the mean loss over ranks."""
-
-    seconds: list[float]
-    main_thread_seconds: list[float]
-    losses: list[float]
 
 
 def main() -> None:
@@ -124,39 +111,6 @@ def available_memory() -> int:
     return next(sizes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-def measure(programs: Mapping[str, Callable[[], torch.Tensor]], dropped: int, rounds: int) -> dict[str, Samples]:
-    """Run every program once a round, in an order that changes from round to round."""
-    samples = {name: Samples([], [], []) for name in programs}
-    for number in range(dropped + rounds):
-        if number == dropped:
-            # Otherwise the objects of all systems would be walked again and again in the time of whichever runs.
-            gc.collect()
-            gc.freeze()
-        # The same order on every rank, without which they would wait for each other.
-        for name in random.Random(number).sample(list(programs), len(programs)):
-            dist.barrier()
-            start, cpu_start = time.perf_counter(), time.thread_time()
-            loss = programs[name]()
-            cpu_seconds = time.thread_time() - cpu_start
-            dist.barrier()
-            seconds = time.perf_counter() - start
-            mean = mean_over_ranks(loss)
-            if number >= dropped:
-                for values, value in zip(samples[name], (seconds, cpu_seconds, mean)):
-                    values.append(value)
-    gc.unfreeze()
-    check_losses(samples)
-    return samples
-
-
-def check_losses(samples: Mapping[str, Samples]) -> None:
-    """Refuse to compare systems that did not do the same work; `plain` on several ranks does not, by design."""
-    compared = {name: s.losses for name, s in samples.items() if name != "plain" or dist.get_world_size() == 1}
-    for number, losses in enumerate(zip(*compared.values())):
-        if max(losses) - min(losses) > LOSS_TOLERANCE * max(1.0, *losses):
-            raise RuntimeError(f"losses differ in round {number}: {dict(zip(compared, losses))}")
-
-
 def summary(samples: Samples, group: Mapping[str, Samples], reference: str) -> dict[str, Any]:
     """Medians over rounds, of times and of ratios to the same round of the reference and of FSDP2."""
     ratios = paired(samples.seconds, group[reference].seconds)
@@ -172,10 +126,6 @@ def summary(samples: Samples, group: Mapping[str, Samples], reference: str) -> d
         "ratio_to_fsdp2": to_fsdp2,
         **samples._asdict(),
     }
-
-
-def paired(mine: list[float], others: list[float]) -> list[float]:
-    return [a / b for a, b in zip(mine, others)]
 
 
 def write(

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from gpt import SEED, Block, Configuration
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -190,12 +189,6 @@ def total_bytes(leaves: Iterable[Any]) -> int:
     """Bytes of this rank's own parts of tensors; other leaves count nothing."""
     tensors = (leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in leaves)
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
-
-
-def mean_over_ranks(value: torch.Tensor) -> float:
-    total = value.detach().clone()
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
 
 
 SYSTEMS: dict[str, Maker] = {

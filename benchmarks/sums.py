@@ -17,7 +17,7 @@ import report
 import torch
 import torch.distributed as dist
 from gpt import SEED, Block, Configuration
-from peers import measure, paired
+from rounds import measure, paired
 
 import fshard as fs
 
