@@ -44,6 +44,7 @@ from fshard.optim.wrappers import dynamic_loss_scale, ema, every_k, freeze, mask
 from fshard.parallel import moe
 from fshard.parallel.attention import ring_attention, ring_positions
 from fshard.parallel.pipeline import pipeline
+from fshard.parallel.tensor import tensor_parallel
 from fshard.parallel.ulysses import ulysses
 from fshard.parallel.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from fshard.plan import plan
@@ -171,6 +172,7 @@ __all__ = [
     "skip_nonfinite",
     "split_dim",
     "sync_buffers",
+    "tensor_parallel",
     "testing",
     "to_dtensor",
     "trace",

@@ -217,6 +217,9 @@ CALLS = {
     "plan": lambda w: dict(step=step, state=w.state, mesh={"shard": 2}, rank=0, backend="gloo", rates=Rates()),
     "remat": lambda w: dict(f=loss),
     "sync_buffers": lambda w: dict(buffers={"b": torch.ones(2)}, like=w.params, by="mean"),
+    "tensor_parallel": lambda w: dict(
+        module=nn.Sequential(nn.Linear(4, 4)), axis=w.axis, plan={"0": "column"}, sequence_dim=None, divide=()
+    ),
     "to_dtensor": lambda w: dict(tree=w.params, mesh=w.mesh),
     "trace": lambda w: {},
     "transform_state": lambda w: dict(params=w.params),
@@ -377,6 +380,7 @@ ACCEPTED = (
         "fully_shard.dim own_dim.dim sgd.dampening split_dim.dim value_and_grad.argnums hybrid_shard.dim",
     ),
     ("places, or none", (*NUMBERS, "an empty list"), "jit.donate_argnums jit.static_argnums"),
+    ("no attributes", ("an empty list",), "tensor_parallel.divide"),
     ("seeds and keys", ("a number", "a negative number"), "fold_in.key sample_ids.key"),
     ("seeds and keys", ("a number", "a negative number"), "testing.check_adjoint.seed testing.check_transform.seed"),
     ("seeds and keys", ("a number", "a negative number", "a tensor of integers"), "fold_in.data"),
@@ -399,6 +403,7 @@ ACCEPTED = (
         "clip_by_global_norm.sums global_norm.sums vocab_parallel_embedding.scatter_dim testing.spmd.timeout "
         "zero3.axis offload.device checkpoint.load_huggingface.names checkpoint.restore.step checkpoint.restore.only "
         "checkpoint.save_dcp.optimizer checkpoint.save_huggingface.names testing.assert_budget.mesh "
+        "tensor_parallel.sequence_dim tensor_parallel.divide "
         "testing.check_transform.bytes_sent",
     ),
     ("modules", ("a module",), "functionalize.module"),

@@ -44,7 +44,7 @@ def vocab_parallel_embedding(
 
 def vocab_parallel_cross_entropy(
     h: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     targets: torch.Tensor,
     axis: Axis,
     *,
@@ -60,7 +60,8 @@ def vocab_parallel_cross_entropy(
 
     Args:
         h: Hidden values of shape (*targets.shape, width), handed to each rank's own maths by `pvary` or `all_gather`.
-        weight: This rank's rows, of shape (vocabulary / axis.size, width), as `split_dim(axis, dim=0)` leaves them.
+        weight: This rank's rows, of shape (vocabulary / axis.size, width), as `split_dim(axis, dim=0)` leaves them;
+            None where `h` is this rank's part of the logits, of shape (*targets.shape, vocabulary / axis.size).
         targets: Token ids, the same on every rank of the axis.
         axis: The mesh axis.
         reduction: "mean" over targets that count, "sum", or "none".
@@ -75,17 +76,20 @@ def vocab_parallel_cross_entropy(
             a graph, the loss of such a target is NaN.
     """
     what = "vocab_parallel_cross_entropy"
-    _check(what, targets, weight, axis, "targets")
-    fits = isinstance(h, torch.Tensor) and h.shape == (*targets.shape, weight.shape[1])
-    expect(fits, what, f"h to be a tensor of shape {(*targets.shape, weight.shape[1])}", describe(h))
+    _check(what, targets, torch.empty(0, 0) if weight is None else weight, axis, "targets")
+    width = "rows" if weight is None else weight.shape[1]
+    fits = isinstance(h, torch.Tensor) and h.dim() and h.shape[:-1] == targets.shape and width in ("rows", h.shape[-1])
+    shape = str((*targets.shape, width)).replace("'", "")
+    expect(fits, what, f"h to be a tensor of shape {shape}", describe(h))
     expect(reduction in REDUCTIONS, what, f"reduction to be one of {REDUCTIONS}", f"{reduction!r:.40}")
     whole = isinstance(ignore_index, int) and not isinstance(ignore_index, bool)
     expect(whole, what, "ignore_index to be a whole number", f"{ignore_index!r:.40}")
     check_numbers(what, NOT_NEGATIVE, label_smoothing=label_smoothing)
     expect(label_smoothing <= 1, what, "label_smoothing to be at most 1", str(label_smoothing))
-    logits = F.linear(h, weight)
+    logits = h if weight is None else F.linear(h, weight)
+    rows = logits.shape[-1]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    own, others = _own_rows(what, targets, len(weight), axis, ignore_index)
+    own, others = _own_rows(what, targets, rows, axis, ignore_index)
     # Any shift gives the same loss; the largest logit keeps exponentials finite.
     shift = pmax(logits.detach().amax(-1), axis)
     parts = [
@@ -96,10 +100,10 @@ def vocab_parallel_cross_entropy(
     total, chosen, *everything = psum_invariant(parts, axis)
     losses = (normalizer := total.log() + shift) - chosen
     if everything:
-        uniform = normalizer - everything[0] / (len(weight) * axis.size)
+        uniform = normalizer - everything[0] / (rows * axis.size)
         losses = (1 - label_smoothing) * losses + label_smoothing * uniform
     ignored = targets == ignore_index
-    known = (targets >= 0) & (targets < len(weight) * axis.size)
+    known = (targets >= 0) & (targets < rows * axis.size)
     losses = losses.masked_fill(~known, float("nan")).masked_fill(ignored, 0.0)
     if reduction == "none":
         return losses

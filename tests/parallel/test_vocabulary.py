@@ -87,6 +87,8 @@ def test_options_are_those_of_torch(world_size):
     logits = F.linear(h, FULL["head"]).flatten(0, 1)
     expected = F.cross_entropy(logits, IGNORED.flatten(), reduction="none").view(ROWS, TIME)
     assert_trees_close(each, expected, **ROUNDING)
+    of_logits = fs.vocab_parallel_cross_entropy(F.linear(h, full["head"]), None, IGNORED, axis, reduction="none")
+    assert_same_bits(of_logits, each)
     half = fs.vocab_parallel_cross_entropy(1e4 * h.bfloat16(), full["head"].bfloat16(), TARGETS, axis)
     assert half.dtype == torch.float32
     assert half.isfinite()
@@ -153,6 +155,7 @@ def test_what_varies_is_told_from_what_agrees(world_size):
     ("change", "text"),
     [
         ({"h": torch.ones(2, 3)}, "h to be a tensor of shape (2, 2), got a float32 Tensor of shape (2, 3)"),
+        ({"weight": None, "h": torch.ones(3, 2)}, "h to be a tensor of shape (2, rows), got a float32 Tensor of shape"),
         (
             {"weight": torch.ones(4)},
             "weight to be a matrix, this rank's rows of it, got",
@@ -165,7 +168,7 @@ def test_what_varies_is_told_from_what_agrees(world_size):
         ({"axis": "tp"}, "axis to be an Axis, got a str"),
     ],
 )
-@pytest.mark.rows(8)
+@pytest.mark.rows(9)
 def test_bad_arguments_are_refused(change, text):
     given = {"h": torch.ones(2, 2), "weight": torch.ones(4, 2), "targets": torch.tensor([0, 3])}
     given = {**given, "axis": fs.Axis("tp", 1, ""), **change}

@@ -1,0 +1,193 @@
+"""Tensor parallelism of a module by the names of its submodules, with or without sequence parallelism.
+
+Follows Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), and Korthikanti et al., "Reducing Activation Recomputation in
+Large Transformer Models" (arXiv:2205.05198).
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from glob import escape
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fshard.checks import check_axis, check_dividing, describe
+from fshard.collectives import (
+    all_gather,
+    all_gather_invariant,
+    axis_index,
+    psum_invariant,
+    pvary,
+    ragged_all_to_all,
+    reduce_scatter,
+)
+from fshard.errors import expect
+from fshard.parallel.tensor_plan import WHAT, Given, plan_of
+from fshard.parallel.vocabulary import vocab_parallel_embedding
+from fshard.transforms import ShardTransform, compose, split_dim
+from fshard.transforms.compose import masked_transform
+from fshard.tree import Axis
+
+
+def tensor_parallel(
+    module: nn.Module,
+    axis: Axis,
+    plan: Mapping[str, Given],
+    *,
+    sequence_dim: int | None = None,
+    divide: str | Sequence[str] | None = None,
+) -> tuple[nn.Module, ShardTransform]:
+    """Split a module's layers over a mesh axis by a plan of their names; its forward stays as it is.
+
+    The styles of a plan:
+
+    - "column": an nn.Linear whose outputs are split; its input agrees between ranks. ("column", k) is one that computes
+      k matrices at once, such as queries, keys and values: each rank gets a piece of each, by an all-to-all of outputs.
+    - "row": an nn.Linear whose inputs are split; outputs are summed, and the bias is added once.
+    - "vocabulary": an nn.Embedding, or the nn.Linear of a head, split by rows; its output agrees between ranks. A head
+      of style "column" gives each rank its part of the logits, for `vocab_parallel_cross_entropy(logits, None, ...)`.
+    - "gather": a module whose first input its "column" layers use, such as attention; the input is handed over here
+      once, rather than by each of the layers.
+    - "split": the first layer, with `sequence_dim`; its first input is cut along that dim. From there on values between
+      layers are pieces: a "gather", or a "column" outside of any, gathers its input, and a "row" reduce-scatters.
+    - "sequence": a module that computes with pieces, such as a norm between layers, or one of queries inside "gather";
+      its parameters are whole, and their gradients are summed.
+
+    Nothing tells a forward that computes with the number of features otherwise, or a fused matrix that the plan takes
+    for one: compare the loss of a small batch with the module's own.
+
+    Args:
+        module: The module, which is not changed.
+        axis: The mesh axis, whose ranks have the same batch.
+        plan: Styles by glob patterns of submodules' names, in which `*` matches dots too; others stay whole.
+        sequence_dim: The dim of time, counted from the front, to split between layers; None splits none.
+        divide: Glob patterns of attributes that count what is split, such as "blocks.*.heads", which are divided by
+            axis.size. A number of heads next to a "column" must be named; `()` says that the forward takes all such
+            numbers from shapes, as models of transformers do.
+
+    Returns:
+        A copy of the module that shares its parameters, for `functionalize`, and a transform that splits them, to be
+        composed behind a strategy: `model.init(fs.compose(fs.zero3(mesh), split))`.
+
+    Raises:
+        ValueError: with the names of submodules that do not fit: a pattern matches nothing, two match one submodule, a
+            style is for other modules, a dim does not divide, a tied parameter would be split in two ways, or a number
+            of heads is not named.
+
+    >>> import fshard as fs
+    >>> mesh = fs.init_mesh({"shard": -1, "tp": 1}, device="cpu")
+    >>> mlp = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    >>> parallel, split = fs.tensor_parallel(mlp, fs.axis_of(mesh, "tp"), {"0": "column", "2": "row"})
+    >>> params = fs.functionalize(parallel).init(fs.compose(fs.zero3(mesh), split))
+    >>> params["0.weight"].spec.partition, params["2.weight"].spec.partition
+    (P('tp'), P(None, 'tp'))
+    """
+    check_axis(WHAT, axis)
+    expect(isinstance(module, nn.Module), WHAT, "module to be an nn.Module", describe(module))
+    known = sequence_dim is None or (type(sequence_dim) is int and sequence_dim >= 0)
+    expect(known, WHAT, "sequence_dim to be a dim counted from the front, or None", f"{sequence_dim!r:.40}")
+    styles, counts, dims = plan_of(module, axis, plan, divide)
+    cut = sequence_dim is None or any(style.name == "split" for style in styles.values())
+    expect(cut, WHAT, "plan to have a module of style 'split' with sequence_dim", "none", "name the first layer")
+    made = copy.deepcopy(module, {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
+    for name, number in counts.items():
+        path, _, key = name.rpartition(".")
+        setattr(made.get_submodule(path), key, number // axis.size)
+    gathers = tuple(f"{path}." for path, style in styles.items() if style.name == "gather")
+    for path, (name, parts) in styles.items():
+        inside = path.startswith(gathers)
+        layer = _Layer(made.get_submodule(path), axis, sequence_dim, parts, inside)
+        # Without sequence parallelism values between layers agree.
+        if name not in ("sequence", "split") or sequence_dim is not None or (inside and name == "sequence"):
+            layer.module.__dict__["forward"] = layer.forward(name)
+    split: ShardTransform | None = None
+    for dim in dict.fromkeys(dims.values()):
+        names = tuple(escape(name) for name, other in dims.items() if other == dim)
+        split = masked_transform(split_dim(axis, dim=dim), names, otherwise=split)
+    return made, split or compose()
+
+
+class _Layer(NamedTuple):
+    """A submodule of the copy, and how its forward communicates."""
+
+    module: Any
+    axis: Axis
+    dim: int | None
+    parts: int
+    inside: bool
+
+    def forward(self, style: str) -> Callable[..., Any]:
+        own = self.module.forward
+        styles: dict[str, Callable[..., Any]] = {
+            "column": self.column,
+            "row": self.row,
+            "vocabulary": self.embed if isinstance(self.module, nn.Embedding) else self.head,
+            "gather": partial(self.on_first, self.enter, own),
+            "split": partial(self.on_first, self.cut, own),
+            "sequence": partial(self.on_pieces, own),
+        }
+        return styles[style]
+
+    def on_first(self, f: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        name = next(iter(kwargs), "")
+        x = args[0] if args else kwargs.get(name)
+        fits = isinstance(x, torch.Tensor) and (self.dim is None or x.dim() > self.dim)
+        needed = "the first input of a module of style 'gather' or 'split' to be a tensor"
+        expect(fits, WHAT, needed if self.dim is None else f"{needed} with a dim {self.dim}", describe(x))
+        return forward(f(x), *args[1:], **kwargs) if args else forward(**{**kwargs, name: f(x)})
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = pvary(x, self.axis) if self.dim is None else all_gather(x, self.axis, self.dim)
+        return out
+
+    def cut(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.dim is not None
+        check_dividing(WHAT, x, self.axis, self.dim)
+        size = x.shape[self.dim] // self.axis.size
+        return pvary(x, self.axis).narrow(self.dim, axis_index(self.axis) * size, size)
+
+    def column(self, x: torch.Tensor) -> torch.Tensor:
+        out = F.linear(x if self.inside else self.enter(x), self.module.weight, self.module.bias)
+        return out if self.parts == 1 or self.axis.size == 1 else self.exchanged(out)
+
+    def exchanged(self, out: torch.Tensor) -> torch.Tensor:
+        """Send the pieces of k matrices, of which this rank has computed k in a row, to the ranks that use them."""
+        k, n, own = self.parts, self.axis.size, axis_index(self.axis)
+        users = [[piece % n for piece in range(rank * k, rank * k + k)] for rank in range(n)]
+        pieces = out.movedim(-1, 0).chunk(k)
+        rows = torch.cat([pieces[i] for i in sorted(range(k), key=lambda i: users[own][i])])
+        size = len(rows) // k
+        send = [size * users[own].count(rank) for rank in range(n)]
+        receive = [size * users[rank].count(own) for rank in range(n)]
+        exchanged: torch.Tensor = ragged_all_to_all(rows, self.axis, send, receive)
+        return exchanged.movedim(0, -1).contiguous()
+
+    def row(self, x: torch.Tensor) -> torch.Tensor:
+        out, bias = F.linear(x, self.module.weight), self.module.bias
+        if self.dim is None:
+            out = psum_invariant(out, self.axis)
+        else:
+            out, bias = reduce_scatter(out, self.axis, self.dim), bias if bias is None else pvary(bias, self.axis)
+        return out if bias is None else out + bias
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        out = vocab_parallel_embedding(ids, self.module.weight, self.axis)
+        padding = self.module.padding_idx
+        return out if padding is None else torch.where((ids == padding)[..., None], out.detach(), out)
+
+    def head(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = all_gather_invariant(self.column(x), self.axis, x.dim() - 1)
+        return logits
+
+    def on_pieces(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        attributes = self.module.__dict__
+        whole = attributes["_parameters"]
+        own = {name: tensor for name, tensor in whole.items() if tensor is not None}
+        attributes["_parameters"] = dict.fromkeys(whole) | pvary(own, self.axis)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            attributes["_parameters"] = whole

@@ -1,0 +1,366 @@
+"""tensor_parallel: modules split by plans of names against themselves in one process, and the bytes that they send."""
+
+import copy
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fshard as fs
+from fshard.testing import assert_trees_close, check_varying, spmd
+from tests.ranks import on_ranks
+from tests.test_processes import ROOT
+from tests.trees import assert_same_bits, normal
+
+sys.path.append(str(ROOT / "examples"))
+from gpt import GPT, Block
+
+WIDTH, HEADS, LAYERS, ROWS, TIME, VOCABULARY, PADDING = 48, 24, 2, 4, 24, 48, 5
+
+
+class RMSNorm(nn.Module):
+    """As LlamaRMSNorm of transformers, which computes in float32."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, h):
+        return self.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+
+class Attention(nn.Module):
+    """As LlamaAttention: the number of heads is taken from shapes, and those from the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.head_dim, self.groups = WIDTH // HEADS, 1
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.q_norm = RMSNorm(self.head_dim)
+
+    def forward(self, hidden_states, cos_sin):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (f(hidden_states).view(shape) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (x.transpose(1, 2) for x in (self.q_norm(q), k, v))
+        q, k = (x * cos_sin[0] + torch.cat([-x[..., 1:], x[..., :1]], -1) * cos_sin[1] for x in (q, k))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return self.o_proj(attended.reshape(*shape[:2], -1))
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.self_attn, self.mlp = Attention(), MLP()
+        self.input_layernorm, self.post_attention_layernorm = RMSNorm(WIDTH), RMSNorm(WIDTH)
+
+    def forward(self, hidden_states, cos_sin):
+        h = hidden_states + self.self_attn(hidden_states=self.input_layernorm(hidden_states), cos_sin=cos_sin)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class Llama(nn.Module):
+    """As LlamaForCausalLM of transformers, by the names of its submodules."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(VOCABULARY, WIDTH, padding_idx=PADDING)
+        self.layers = nn.ModuleList(DecoderLayer() for _ in range(LAYERS))
+        self.norm, self.lm_head = RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, ids):
+        h = self.embed_tokens(ids)
+        angles = torch.arange(h.shape[1]).double()[:, None].expand(-1, 2)
+        for layer in self.layers:
+            h = layer(h, (angles.cos(), angles.sin()))
+        return self.lm_head(self.norm(h))
+
+
+SHARED = {"*norm*": "sequence"}
+GPT_PLAN = {"tokens": "vocabulary", "blocks.0": "split", "*.qkv": ("column", 3), "*.up": "column"}
+GPT_PLAN |= SHARED | dict.fromkeys(("*.proj", "*.down"), "row")
+LLAMA_PLAN = {"*embed_tokens": "vocabulary", "*layers.0": "split", "*.self_attn": "gather", "*.mlp": "gather"}
+LLAMA_PLAN |= SHARED | dict.fromkeys(("*.[qkv]_proj", "*.gate_proj", "*.up_proj"), "column")
+LLAMA_PLAN |= dict.fromkeys(("*.o_proj", "*.down_proj"), "row")
+
+
+class Case(NamedTuple):
+    """A module and its plan; `head` is the style of its head."""
+
+    make: Callable[[], nn.Module]
+    layer: type[nn.Module]
+    plan: dict[str, Any]
+    head: str
+    divide: Any = None
+
+
+CASES = {
+    "GPT": Case(lambda: GPT(WIDTH, LAYERS, HEADS, TIME), Block, GPT_PLAN | {"head": "column"}, "column", "*.heads"),
+    "GPT, checkpointed": Case(
+        lambda: GPT(WIDTH, LAYERS, HEADS, TIME, remat=True),
+        Block,
+        GPT_PLAN | {"head": "vocabulary"},
+        "vocabulary",
+        ["blocks.*.heads"],
+    ),
+    "Llama": Case(lambda: Llama(False), DecoderLayer, LLAMA_PLAN | {"*lm_head": "column"}, "column"),
+    "Llama, tied": Case(lambda: Llama(True), DecoderLayer, LLAMA_PLAN | {"*lm_head": "vocabulary"}, "vocabulary"),
+}
+
+
+@cache
+def module_of(name):
+    """The same values on every rank."""
+    module, draw = CASES[name].make().double(), normal(3)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(draw(*parameter.shape) / (WIDTH**0.5 if parameter.dim() > 1 else 1) + (parameter.dim() < 2))
+    return module
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randint(VOCABULARY, (ROWS, TIME), generator=generator) for _ in range(2))
+
+
+@cache
+def one_process(name):
+    module, (x, y) = copy.deepcopy(module_of(name)), data()
+    loss = F.cross_entropy(module(x).flatten(0, 1), y.flatten())
+    loss.backward()
+    return {key: parameter.grad for key, parameter in module.named_parameters()}, loss.detach()
+
+
+class Setting(NamedTuple):
+    params: Any
+    batch: tuple[torch.Tensor, torch.Tensor]
+    loss_fn: Callable[..., torch.Tensor]
+
+
+def setting(name, sizes, sequence_dim, **changes):
+    """A case on a mesh: its parameters, this rank's tokens and its loss."""
+    case, mesh = CASES[name], fs.init_mesh(dict(zip(("shard", "tp"), sizes, strict=True)), device="cpu")
+    shard, tp = (fs.axis_of(mesh, axis) for axis in ("shard", "tp"))
+    options = {"plan": case.plan, "sequence_dim": sequence_dim, "divide": case.divide} | changes
+    parallel, split = fs.tensor_parallel(module_of(name), tp, **options)
+    model = fs.functionalize(parallel, units=case.layer)
+    params = model.init(fs.compose(fs.zero3(mesh, min_shard_elements=0, merge_bytes=0), split))
+
+    def loss_fn(params, x, y):
+        logits = model.apply(params, x)
+        if case.head == "column":
+            return fs.vocab_parallel_cross_entropy(logits, None, y, tp)
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    return Setting(params, tuple(ids.chunk(shard.size)[fs.axis_index(shard)] for ids in data()), loss_fn)
+
+
+GRIDS = {2: [(1, 2)], 3: [(1, 3)], 4: [(2, 2), (1, 4)], 8: [(2, 4), (1, 8)]}
+
+
+@on_ranks(2, 3, 4, 8, "2 processes")
+def test_it_is_the_module_of_one_process(world_size):
+    # 3 does not divide the 256 bytes of the GPT.
+    for name in CASES if world_size != 3 else ("Llama", "Llama, tied"):
+        for sizes in GRIDS[world_size]:
+            for sequence_dim in (None, 1):
+                params, batch, loss_fn = setting(name, sizes, sequence_dim)
+                loss, grads = fs.value_and_grad(loss_fn)(params, *batch)
+                assert_trees_close((fs.unshard(grads), loss), one_process(name), rtol=0, atol=1e-12)
+
+
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("name", ("GPT", "Llama"))
+@on_ranks(2, 4)
+def test_jit_has_the_same_bits(name, world_size):
+    params, batch, loss_fn = setting(name, GRIDS[world_size][0], 1)
+    step = fs.jit(lambda params, x, y: fs.value_and_grad(loss_fn)(params, x, y))
+    jitted, eager = step(params, *batch), fs.value_and_grad(loss_fn)(params, *batch)
+    assert_same_bits(fs.tree_leaves(jitted), fs.tree_leaves(eager))
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("sequence_dim", (None, 1))
+@pytest.mark.parametrize("name", ("GPT", "Llama"))
+@on_ranks(2)
+def test_what_varies_is_told_from_what_agrees(name, sequence_dim):
+    params, batch, loss_fn = setting(name, (1, 2), sequence_dim)
+    check_varying(loss_fn, params, *batch)
+    if sequence_dim is not None:
+        plan = {pattern: style for pattern, style in CASES[name].plan.items() if style != "sequence"}
+        params, batch, loss_fn = setting(name, (1, 2), sequence_dim, plan=plan)
+        with pytest.raises(AssertionError, match=r"norm[^\n]*: expected fs\.gather or fs\.pvary before its use"):
+            check_varying(loss_fn, params, *batch)
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("name", ("GPT", "Llama"))
+@on_ranks(2, 4)
+def test_bytes(name, world_size):
+    """A layer's forward and its backward sum two values each, or gather and scatter two."""
+    sent = {}
+    for sequence_dim in (None, 1):
+        params, batch, loss_fn = setting(name, (1, world_size), sequence_dim)
+        with fs.comm.record() as record:
+            fs.value_and_grad(loss_fn)(params, *batch)
+        sent[sequence_dim] = Counter()
+        for entry in record:
+            sent[sequence_dim][str(entry.label)] += entry.sent if entry.axis == "tp" and not entry.scalar else 0
+    tokens, part = ROWS * TIME * 8, (world_size - 1) / world_size
+    values, sums = tokens * WIDTH, 2 * part * 2 * tokens  # what travels between layers; exponentials and targets
+    if name == "GPT":
+        # Of its three pieces of queries, keys and values a rank sends so many to others.
+        exchanged = {2: 1, 4: 2}[world_size] * values / world_size
+        inside, between = 0, 2 * (2 * LAYERS + 1) + 2 * LAYERS
+    else:
+        exchanged, inside, between = 0, LAYERS * WIDTH // HEADS * 8, 2 * LAYERS + 1
+    needed = {
+        "psum_invariant": 2 * part * (2 * LAYERS + 1) * values + sums,
+        "pvary": 2 * part * ((2 * LAYERS + 1) * values + inside),
+        "ragged_all_to_all": 2 * LAYERS * exchanged,
+    }
+    pieces = {
+        "psum_invariant": 2 * part * values + sums,
+        "pvary": 2 * part * (values + between * WIDTH * 8 + inside),
+        "all_gather": part * (4 * LAYERS + 1) * values,
+        "reduce_scatter": part * (4 * LAYERS + 1) * values,
+        "ragged_all_to_all": 2 * LAYERS * exchanged,
+    }
+    for sequence_dim, numbers in ((None, needed), (1, pieces)):
+        assert {label: sent[sequence_dim][label] for label in pieces} == {**dict.fromkeys(pieces, 0), **numbers}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+def test_llama_of_transformers():
+    """With grouped queries, and the loss of its own forward."""
+    llama = import_module("transformers.models.llama.modeling_llama")
+    sizes = dict(hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=LAYERS, vocab_size=VOCABULARY)
+    config = llama.LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4, pad_token_id=PADDING)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = llama.LlamaForCausalLM(config).double()
+    ids, plan = data()[0], LLAMA_PLAN | {"lm_head": "vocabulary"}
+
+    def program(sequence_dim):
+        mesh = fs.init_mesh({"shard": -1, "tp": 2}, device="cpu")
+        tp = fs.axis_of(mesh, "tp")
+        parallel, split = fs.tensor_parallel(module, tp, plan, sequence_dim=sequence_dim)
+        model = fs.functionalize(parallel, units=llama.LlamaDecoderLayer)
+        params = model.init(fs.compose(fs.zero3(mesh), split))
+        own = ids.chunk(fs.axis_size(shard := fs.axis_of(mesh, "shard")))[fs.axis_index(shard)]
+        loss, grads = fs.value_and_grad(lambda params: model.apply(params, own, labels=own).loss)(params)
+        return fs.unshard(grads), loss
+
+    expected = copy.deepcopy(module)
+    loss = expected(ids, labels=ids).loss
+    loss.backward()
+    wanted = {name: parameter.grad for name, parameter in expected.named_parameters()}, loss.detach()
+    for world_size in (2, 4):
+        for sequence_dim in (None, 1):
+            for found in spmd(partial(program, sequence_dim), world_size):
+                # Its loss is computed in float32, of logits one rounding apart.
+                assert_trees_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_the_module_is_not_changed():
+    module = module_of("GPT")
+    made, _ = fs.tensor_parallel(module, fs.Axis("tp", 2, ""), CASES["GPT"].plan, divide="*.heads")
+    assert [block.heads for block in module.blocks] == [HEADS] * LAYERS
+    assert [block.heads for block in made.blocks] == [HEADS // 2] * LAYERS
+    assert not any("forward" in vars(submodule) for submodule in module.modules())
+    for (name, parameter), (other, same) in zip(module.named_parameters(), made.named_parameters(), strict=True):
+        assert name == other
+        assert parameter is same
+
+
+@on_ranks(2)
+def test_values_from_a_seed_are_those_of_the_module():
+    mesh = fs.init_mesh({"shard": 1, "tp": 2}, device="cpu")
+    case = CASES["GPT"]
+    made, split = fs.tensor_parallel(module_of("GPT"), fs.axis_of(mesh, "tp"), case.plan, divide=case.divide)
+    found = fs.functionalize(made).init(fs.compose(fs.zero3(mesh), split), seed=3)
+    expected = fs.functionalize(module_of("GPT")).init(fs.zero3(mesh), seed=3)
+    assert_same_bits(fs.unshard(found), fs.unshard(expected))
+
+
+def test_one_rank_sends_nothing():
+    module, ids = module_of("Llama"), data()[0]
+    made, _ = fs.tensor_parallel(module, fs.Axis("tp", 1, ""), CASES["Llama"].plan, sequence_dim=1)
+    with fs.comm.record() as record:
+        assert_trees_close(made(ids), module(ids), rtol=0, atol=1e-12)
+    assert not list(record)
+    with pytest.raises(ValueError, match="of style 'gather' or 'split' to be a tensor with a dim 1, got a str"):
+        made.layers[0].mlp("text")
+
+
+@on_ranks(2)
+def test_time_that_does_not_divide_is_refused():
+    params, (x, y), loss_fn = setting("Llama", (1, 2), 1)
+    with pytest.raises(
+        ValueError, match=r"tensor_parallel over 'tp': dims [^\n]*\n.*a multiple of 2, got size 23 of dim 1"
+    ):
+        loss_fn(params, x[:, 1:], y[:, 1:])
+
+
+def fits(changes, divide="*.heads"):
+    plan = {**CASES["GPT"].plan, **changes}
+    return {"plan": {pattern: style for pattern, style in plan.items() if style}, "divide": divide}
+
+
+PLAN_ERROR = "the plan does not fit the module\n  "
+BAD = [
+    ({"axis": "tp"}, "expected axis to be an Axis, got a str"),
+    ({"module": 3}, "expected module to be an nn.Module, got an int"),
+    ({"plan": {}}, "expected plan to be a dict of styles by patterns of submodules' names, got {}"),
+    (fits({"*.up": "columns"}), "expected plan['*.up'] to be one of ('column', 'row', 'vocabulary', 'gather'"),
+    (fits({"*.up": ("column", 1, 1)}), "or ('column', k), got ('column', 1, 1)"),
+    (fits({"*.up": ("row", 2)}), "or ('column', k), got ('row', 2)"),
+    (fits({"*.q_proj": "column"}), "expected plan['*.q_proj'] to match a submodule, got no match; name some of"),
+    (fits({"blocks.1.up": "row"}), "one pattern of plan to match 'blocks.1.up', got '*.up' and 'blocks.1.up'; let"),
+    (fits({"norm": "row", "*norm*": None}), PLAN_ERROR + "norm: expected an nn.Linear for style 'row', got LayerNorm"),
+    (fits({"blocks.1": "sequence"}), "blocks.1: expected a module of style 'sequence' without, got submodules with"),
+    (fits({"blocks": "gather", "blocks.1": "gather"}), "blocks.1: expected a 'gather' outside of others, got one"),
+    ({"axis": fs.Axis("tp", 5, "")}, "tokens: expected a multiple of 5 rows, got 256"),
+    ({"axis": fs.Axis("tp", 5, "")}, "blocks.0.qkv: expected a multiple of 15 outputs, got 144"),
+    ({"axis": fs.Axis("tp", 5, "")}, "blocks.0.proj: expected a multiple of 5 inputs, got 48"),
+    ({"axis": fs.Axis("tp", 16, "")}, "blocks.1.heads: expected a multiple of 16, got 24"),
+    ({"divide": None}, "expected divide to say whether blocks.0.heads, blocks.1.heads count what is split, got None"),
+    ({"divide": "*.n_heads"}, "divide to match attributes that are whole numbers, got '*.n_heads', which matches none"),
+    ({"divide": 3}, "expected divide to be patterns of attributes' names, got 3"),
+    ({"sequence_dim": -1}, "expected sequence_dim to be a dim counted from the front, or None, got -1"),
+    ({**fits({"blocks.0": None}), "sequence_dim": 1}, "a module of style 'split' with sequence_dim, got none; name"),
+    (
+        {"module": Llama(True), "plan": {"embed_tokens": "vocabulary"}, "divide": None},
+        PLAN_ERROR
+        + "lm_head.weight: expected it split by dim 0, as embed_tokens.weight, to which it is tied, got whole",
+    ),
+]
+
+
+@pytest.mark.rows(len(BAD))
+@pytest.mark.parametrize(("change", "text"), BAD)
+def test_bad_arguments_are_refused(change, text):
+    given = {"module": module_of("GPT"), "axis": fs.Axis("tp", 2, ""), **fits({}), **change}
+    with pytest.raises(ValueError, match=r"^tensor_parallel: ") as raised:
+        fs.tensor_parallel(**given)
+    assert text in str(raised.value)
