@@ -212,3 +212,66 @@ def test_rows_of_other_sizes_are_no_numbers():
     for program in (shapes, sizes):
         with pytest.raises(RankError, match="failed"):
             spmd(program, 2)
+
+
+ALONE = {
+    "psum": fs.psum,
+    "ppermute": lambda x, axis: fs.ppermute(x, axis, [(0, 1), (1, 0)]),
+    "all_to_all": lambda x, axis: fs.all_to_all(x, axis, 0, 1),
+    "broadcast": lambda x, axis: fs.broadcast(x, axis, 1),
+    "pmax": lambda x, axis: fs.pmax(x.detach(), axis),
+    "psum of integers": lambda x, axis: fs.psum(x.detach().long(), axis),
+    "ring_attention": lambda x, axis: fs.ring_attention(*[x[None, None]] * 3, axis),
+    "ragged_all_to_all": lambda x, axis: fs.ragged_all_to_all(x, axis, [1, 1], [1, 1]),
+}
+
+
+@on_ranks(2, "2 processes")
+def test_a_rank_that_leaves_a_collective_out_is_an_error_on_every_rank():
+    """In the first call, and, but for sizes of one call's own, in one whose collectives are known from another."""
+    axis = fs.axis_of(one_axis())
+    for number, (name, send) in enumerate(ALONE.items()):
+        # A tree of its own: an order that ranks departed from is not followed for long.
+        params = fs.shard({"w": torch.ones(2, 2 + 2 * number)}, fs.zero3(one_axis(), min_shard_elements=0))
+
+        def loss_fn(params, ranks, fails):
+            w = fs.gather(params)["w"]
+            if fails and fs.axis_index(axis) == 1:
+                raise KeyError("of rank 1")
+            sent = send(w, axis).sum() if fs.axis_index(axis) in ranks else 0.0  # noqa: B023
+            return (fs.gather({"w": params["w"]})["w"] * w).sum() + sent
+
+        for known in (False, True)[: 1 + (name != "ragged_all_to_all")]:
+            if known:
+                expected = fs.tree_leaves(fs.value_and_grad(loss_fn)(params, (0, 1), False))
+            with pytest.raises(ValueError, match="mismatch between ranks") as error:
+                fs.value_and_grad(loss_fn)(params, (0,), False)
+            text = rf"expected {name.split()[0]}.* over 'shard'.* as on rank shard=0, got .*gather.* on rank shard=1"
+            assert re.search(text, str(error.value))
+            if known:
+                assert_same_bits(fs.tree_leaves(fs.value_and_grad(loss_fn)(params, (0, 1), False)), expected)
+            kind, text = (KeyError, "of rank 1") if fs.axis_index(axis) else (RuntimeError, "rank shard=1 f raised")
+            with pytest.raises(kind, match=text):
+                fs.value_and_grad(loss_fn)(params, (0, 1), True)
+
+
+@on_ranks(2, "2 processes")
+def test_fewer_microbatches_than_on_another_rank_are_an_error_on_every_rank():
+    axis = fs.axis_of(one_axis())
+    params = fs.shard({"w": torch.ones(2, 2)}, fs.zero3(one_axis(), min_shard_elements=0))
+
+    def loss_fn(params, x):
+        return fs.psum((fs.gather(params)["w"] * x).sum(), axis)
+
+    def run(number):
+        mine = fs.microbatches([torch.ones(2)] * number, like=params)
+        return fs.accumulate(loss_fn, sums="tree", microbatches=number)(params, mine)
+
+    short = ValueError, "expected as many microbatches on every rank for a loss with collectives of its own, got fewer"
+    fewer = len(fs.microbatches(range(3), like=params)) == 1
+    kind, text = short if fewer else (RuntimeError, "on rank shard=. f raised ValueError: accumulate: expected as many")
+    for known in (False, True):
+        if known:
+            run(2)
+        with pytest.raises(kind, match=text):
+            run(3)

@@ -1,6 +1,16 @@
 """Differentiable collectives over a named axis, each with its transpose; the objective and the typing of its values."""
 
-from fshard.collectives.linear import Chain, chained, custom_call, linear_call, located, maps_of, operands, reductions
+from fshard.collectives.linear import (
+    Chain,
+    Repeat,
+    chained,
+    custom_call,
+    linear_call,
+    located,
+    maps_of,
+    operands,
+    reductions,
+)
 from fshard.collectives.moves import (
     all_gather,
     all_gather_invariant,
@@ -32,6 +42,7 @@ from fshard.collectives.varying import check_agrees, check_not_reduced, reduced_
 __all__ = [
     "Chain",
     "Over",
+    "Repeat",
     "Used",
     "Uses",
     "agreed_uses",

@@ -130,7 +130,8 @@ def ragged_all_to_all(tree: Tree, axis: Axis, send_sizes: Sequence[int], recv_si
     check_leaves(f"{what}: leaves do not fit", flatten(tree), unfit, "sort and count rows by their destination")
     run = partial(_exchange_rows, axis=axis, send=send, receive=receive, label="ragged_all_to_all")
     back = partial(_exchange_rows, axis=axis, send=receive, receive=send, label="ragged_all_to_all")
-    return on_tree(tree, run, back, "ragged_all_to_all", axis)
+    # Sizes are those of one call.
+    return on_tree(tree, run, back, "ragged_all_to_all", axis, repeated=False)
 
 
 def ppermute(tree: Tree, axis: Axis, perm: Iterable[tuple[int, int]]) -> Tree:

@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from fshard import comm
 from fshard.checks import check_operands
-from fshard.collectives.linear import count_reduction, on_tree
+from fshard.collectives.linear import count_reduction, in_chain, on_tree
 from fshard.errors import expect
 from fshard.tree import Axis, Tree, tree_leaves, tree_map
 
@@ -106,7 +106,7 @@ def pmax(tree: Tree, axis: Axis) -> Tree:
     tensors = tree_leaves(tree)
     differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     expect(not differentiated, *_NO_DERIVATIVE)
-    outputs = iter(_Max.apply(axis, *tensors) if tensors else ())
+    outputs = iter(in_chain(lambda tensors: list(_Max.apply(axis, *tensors)), tensors, "pmax", axis) if tensors else ())
     return tree_map(lambda _: next(outputs), tree)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.checks import refuse_writes
-from fshard.collectives import Chain, chained
+from fshard.collectives import Chain, Repeat, chained
 from fshard.engine.backward import Backward
 from fshard.engine.forward import Forward
 from fshard.engine.graph import (
@@ -213,8 +213,8 @@ class Call:
         self._backward.arrived(use, group, grads)
         return self._backward.reduced_now(use, group) if leaves[0].derived else [None] * len(group)
 
-    def _collective(self, name: str, axis: Axis, differentiated: bool) -> None:
-        self._forward.note(CollectiveEvent(name, axis.name, differentiated))
+    def _collective(self, name: str, axis: Axis, differentiated: bool, repeat: Repeat | None) -> None:
+        self._forward.note(CollectiveEvent(name, axis.name, differentiated), repeat)
 
     def _mark(self) -> Callable[[], None]:
         """Note where the function calls a collective; the backward then brings this rank's steps there."""
@@ -263,7 +263,7 @@ class Call:
                 self._peers.agree(error=error, where=self._phase)
                 raise error
             self._failed = error
-            if not self._forward.follow({leaf.path: leaf for leaf in self._own}):
+            if not self._forward.follow({leaf.path: leaf for leaf in self._own}, self._chain):
                 # Other ranks depart in the same way, or hear of the failure by the backend.
                 if isinstance(error, Departed):
                     remember(self._key, None)
@@ -277,14 +277,18 @@ class Call:
             RuntimeError: if another rank failed.
             ValueError: if the loss has collectives of its own, or other ranks gather other units than before.
         """
+        order = self._concluded[-1]
+        if self._failed is None and order is not None and order.has_collectives:
+            expected = "as many microbatches on every rank for a loss with collectives of its own"
+            remedy = "share them by a number of ranks that divides them"
+            self._failed = ValueError(f"{self._what}: expected {expected}, got fewer on this one; {remedy}")
         if self._failed is not None and self._order is None:
             self._peers.agree(error=self._failed, where=self._phase)
             raise self._failed
-        self._begin(self._concluded[-1])
-        if self._peers.axes and not self._forward.follow({leaf.path: leaf for leaf in self._own}):
-            expected = "as many microbatches on every rank for a loss with collectives of its own"
-            remedy = "share them by a number of ranks that divides them"
-            raise ValueError(f"{self._what}: expected {expected}, got fewer on this one; {remedy}")
+        self._begin(order)
+        if self._peers.axes and not self._forward.follow({leaf.path: leaf for leaf in self._own}, self._chain):
+            assert self._failed is not None
+            raise self._failed
 
     def evaluate(self, f: Callable[[], Any]) -> Any:
         """Run a function that applies one model, without a backward: units are gathered just in time and dropped.

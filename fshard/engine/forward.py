@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fshard import _compat, comm
+from fshard.collectives import Chain, Repeat
 from fshard.engine import schedule
 from fshard.engine.order import (
     CHECKPOINTED,
@@ -69,6 +70,7 @@ class Forward:
         self.saved, self._what, self._peers, self._opened = saved, what, peers, opened
         self._order, self._shared, self._votes = order, bool(peers.axes), bool(peers.axes) and votes
         self._events: list[Place] = []
+        self._repeats: dict[int, Repeat] = {}
         self._made: list[Use] = []
         self._inserted: set[Use] = set()
         self._steps: list[Step] = []
@@ -122,8 +124,12 @@ class Forward:
         )
         return uses
 
-    def note(self, event: Event) -> None:
+    def note(self, event: Event, repeat: Repeat | None = None) -> None:
         """Take the next event that ranks share, after the uses that come before it in the order that they follow.
+
+        Args:
+            event: The event.
+            repeat: How to take part in it without operands.
 
         Raises:
             Departed: if it is another one than in that order.
@@ -138,6 +144,8 @@ class Forward:
         place = Place(event, len(self.uses))
         if self._order is not None and place != expected:
             raise Departed
+        if repeat is not None:
+            self._repeats[len(self._events)] = repeat
         self._events.append(place)
 
     def reach(self, use: Use, passed: Callable[[Use], None] | None = None) -> None:
@@ -207,14 +215,15 @@ class Forward:
         self.failed = True
         self._checkpointed.clear()
 
-    def follow(self, leaves: Mapping[str, Leaf]) -> bool:
+    def follow(self, leaves: Mapping[str, Leaf], chain: Chain) -> bool:
         """Take part in the rest of the order without computing anything: this rank has failed, or has no microbatch.
 
         Args:
             leaves: The call's own leaves by their paths.
+            chain: Ties collectives of the function's own, in which the rank takes part with zeros.
 
         Returns:
-            Whether the rank could; False where a collective of the function's own comes, whose operands it lacks.
+            Whether the rank could; False where a collective comes whose sizes are those of one call.
         """
         assert self._order is not None
         self.fail()
@@ -226,13 +235,21 @@ class Forward:
                 case PassEvent(name, units, buckets):
                     self.begin(name, [_unit_like(unit, leaves) for unit in units], buckets)
                 case CollectiveEvent():
-                    return False
+                    if (repeat := self._order.repeats.get(len(self._events))) is None:
+                        return False
+                    repeat.call(chain)
         self.finish()
         self._settle(self._voted(self._flags(), [], self._order.dtype) if self._votes else self._order)
         return True
 
     def finish(self) -> None:
-        """Take the steps that are left, close all uses, and note which checkpoints of this rank need them again."""
+        """Take the steps that are left, close all uses, and note which checkpoints of this rank need them again.
+
+        Raises:
+            Departed: if events of the order that ranks follow have not come.
+        """
+        if self._expected is not None and not self.failed:
+            raise Departed
         self.outside(None)
         for one in self.passes:
             one.end()
@@ -266,9 +283,11 @@ class Forward:
             order = self._voted(flags, needed, dtype)
         else:
             late = any(mine > most for mine, most in zip(needed, order.needed, strict=False))
-            if self._expected or late or dtype != order.dtype or not flags & {CHECKPOINTED, LAST_GONE} <= order.flags:
+            if late or dtype != order.dtype or not flags & {CHECKPOINTED, LAST_GONE} <= order.flags:
                 raise Departed
             self.news = not flags <= order.flags
+            # Shapes of a batch may change from call to call.
+            order = order._replace(repeats=self._repeats)
         self._settle(order)
         return order
 
@@ -284,7 +303,7 @@ class Forward:
         agreed = self._peers.agree(end, told, flags)
         numbers = needed or [0] * len(self.uses)
         highest = tuple(self._peers.highest(numbers)) if CHECKPOINTED in agreed else ()
-        return Order(tuple(self._events), len(self.uses), agreed, highest, dtype)
+        return Order(tuple(self._events), len(self.uses), agreed, highest, dtype, self._repeats)
 
     def end(self) -> None:
         """Drop outputs, and all that leads back here: calls are many, and nothing waits for the garbage collector."""

@@ -1,12 +1,13 @@
 """The order of a forward's collectives: ranks vote on it when it is new, and follow it by themselves afterwards."""
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from fshard import comm
+from fshard.collectives import Repeat
 from fshard.engine.schedule import Bucket
 from fshard.engine.unit import Unit, Use
 from fshard.tree import Spec
@@ -119,6 +120,7 @@ class Order(NamedTuple):
         needed: For each use how many scopes came before the end of the last checkpoint that needs it, on any rank;
             empty where no checkpoint runs anything again.
         dtype: Of the loss.
+        repeats: How a rank that failed takes part in the function's own collectives, by their places among the events.
     """
 
     events: tuple[Place, ...]
@@ -126,11 +128,17 @@ class Order(NamedTuple):
     flags: frozenset[int]
     needed: tuple[int, ...]
     dtype: torch.dtype
+    repeats: Mapping[int, Repeat]
 
     @property
     def keeps_all(self) -> bool:
         """Whether nothing is gathered again: the one use that there is stays for the backward."""
         return self.uses == 1 and LAST_GONE not in self.flags
+
+    @property
+    def has_collectives(self) -> bool:
+        """Whether the function calls collectives of its own."""
+        return any(isinstance(place.event, CollectiveEvent) for place in self.events)
 
     def saved(self, use: Use) -> bool:
         """Whether any rank has saved a use, or its number is too large for a flag."""
