@@ -266,6 +266,7 @@ class Call:
             if not self._forward.follow({leaf.path: leaf for leaf in self._own}, self._chain):
                 # Other ranks depart in the same way, or hear of the failure by the backend.
                 if isinstance(error, Departed):
+                    self._forward.drop()
                     remember(self._key, None)
                 raise error
             return None

@@ -305,6 +305,11 @@ class Forward:
         highest = tuple(self._peers.highest(numbers)) if CHECKPOINTED in agreed else ()
         return Order(tuple(self._events), len(self.uses), agreed, highest, dtype, self._repeats)
 
+    def drop(self) -> None:
+        """Drop all full tensors, when gathers that are under way have ended."""
+        for use in self._made:
+            use.release()
+
     def end(self) -> None:
         """Drop outputs, and all that leads back here: calls are many, and nothing waits for the garbage collector."""
         for use in self.uses:

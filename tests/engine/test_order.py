@@ -252,3 +252,30 @@ def test_a_unit_that_one_rank_enters_twice_is_named_on_every_rank():
 
     first, second = spmd(program, 2)
     assert first == second
+
+
+class Exchange(nn.Module):
+    """Sends rows to the next rank, or not."""
+
+    def __init__(self, axis, sends):
+        super().__init__()
+        self.axis, self.sends = axis, sends
+
+    def forward(self, x):
+        return fs.ragged_all_to_all(x, self.axis, [1, 1], [1, 1]) if self.sends else x
+
+
+def test_gathers_of_a_departing_call_end_with_it():
+    """Units behind the place where ranks depart are gathered ahead, and nobody asks for them."""
+
+    def program():
+        mesh = one_axis()
+        for sends in (False, True, False):
+            layers = (nn.Linear(4, 4), Exchange(fs.axis_of(mesh), sends), nn.Linear(4, 4), nn.Linear(4, 4))
+            model = fs.functionalize(nn.Sequential(*layers), units=nn.Linear)
+            params = model.init(fs.zero3(mesh, min_shard_elements=0, merge_bytes=0), seed=0)
+            fs.value_and_grad(lambda p: model.apply(p, torch.ones(2, 4)).sum())(params)  # noqa: B023
+
+    before = torch._C._distributed_c10d._get_work_registry_size()
+    spmd(program, 2)
+    assert torch._C._distributed_c10d._get_work_registry_size() == before
