@@ -150,16 +150,28 @@ def _tag(op: str, message: torch.Tensor) -> int:
 
 
 def _downward(group: ProcessGroup) -> ProcessGroup:
-    """Find the group of the same ranks for messages to lower ones; all ranks make it at their first swap."""
-    description = f"{group.group_name} downward"
-    for other in torch.distributed.distributed_c10d._world.pg_map:
-        if other.group_desc == description:
+    """Find the group of the same ranks for messages to lower ones; all ranks make it at their first swap.
+
+    Checked on 2.13, whose `new_group` for some ranks alone names groups by how many a rank has, which ranks differ in.
+    """
+    c10d, name = torch.distributed.distributed_c10d, f"{group.group_name} downward"
+    for other in c10d._world.pg_map:
+        if other.group_name == name:
             return other
     ranks = torch.distributed.get_process_group_ranks(group)
     timeout = group._get_backend(torch.device("cpu")).options._timeout
-    made = torch.distributed.new_group(
-        ranks, backend="gloo", use_local_synchronization=True, group_desc=description, timeout=timeout
+    store, gloo = c10d._get_default_store(), torch.distributed.Backend("gloo")
+    made, _ = c10d._new_process_group_helper(
+        group.size(),
+        group.rank(),
+        ranks,
+        gloo,
+        store,
+        name,  # type: ignore[arg-type]
+        timeout=timeout,
+        group_desc=name,
     )
+    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -44,3 +45,15 @@ def test_traced_collectives_are_the_same(name, algorithm):
     assert any(target.startswith("fshard.") for target in targets)
     assert any(target.startswith("_c10d_functional.wait_tensor") for target in targets)
     assert_same_bits(graph(tensors), collective(tensors, line, "test", algorithm))
+
+
+def test_ranks_that_use_groups_of_their_own_before(workers):
+    """Two ranks exchange among them before all three do; the third has no such group."""
+
+    def program():
+        pair, everyone = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
+        if dist.get_rank() < 2:
+            comm.all_reduce([torch.ones(())], fs.Axis("pair", 2, pair.group_name), "test")
+        return comm.all_reduce([torch.ones(())], fs.Axis("all", 3, everyone.group_name), "test")[0].item()
+
+    assert workers(3).run(program, 20.0) == [3.0] * 3
