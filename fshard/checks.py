@@ -328,8 +328,10 @@ def check_floating(what: str, flat: Flat) -> None:
 
 
 def check_axis(what: str, axis: Any) -> None:
-    """Refuse an axis that is no Axis."""
+    """Refuse an axis that is no Axis, or of a mesh that this process is not on."""
     expect(isinstance(axis, Axis), what, "axis to be an Axis", describe(axis), "take it from a mesh by fs.axis_of")
+    found = f"axis {axis.name!r} of {axis.size} ranks in group {axis.group_name!r}"
+    expect(is_reachable(axis), what, "axis of a mesh of this process", found, "call it on the ranks of that mesh")
 
 
 def check_dividing(what: str, tree: Tree, axis: Axis, dim: int) -> None:

@@ -3,7 +3,7 @@
 import atexit
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,31 +12,39 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fshard import _compat
 from fshard.checks import describe
 from fshard.comm import CollectiveError
-from fshard.errors import Problem, leaf_error
+from fshard.errors import Problem, expect, leaf_error
 from fshard.tree import Axis
 
 Mesh = DeviceMesh
 
 
-def init_mesh(shape: Mapping[str, int], device: str | None = None) -> Mesh:
-    """Make a device mesh over all ranks, starting torch.distributed if nobody has.
+def init_mesh(shape: Mapping[str, int], device: str | None = None, *, ranks: Sequence[int] | None = None) -> Mesh:
+    """Make a device mesh over all ranks or some, starting torch.distributed if nobody has.
 
     Under torchrun the ranks are the launcher's; with no launcher at all there is one. A process group that this call
     started is destroyed at interpreter exit.
+
+    A mesh of some ranks lets different models live on different ranks, such as a trainer and a reference model. Every
+    rank of the run makes every mesh, in the same order; then each works with the meshes that it is a member of, where
+    `mesh.get_coordinate()` is not None. Members wait for each other alone. Pass a mesh of some ranks to
+    `fs.checkpoint` by `mesh=`. Values pass from one mesh to another through a checkpoint, or by `fs.broadcast` over the
+    axis of a mesh of all ranks beside.
 
     Args:
         shape: Size of each named axis, outermost first; one of them may be -1 for "the rest of the ranks".
         device: "cpu" or the type of an accelerator, such as "cuda" or "xpu"; by default the one that torch finds,
             where torch.distributed has a backend of its own for it, else "cpu".
+        ranks: The ranks of the mesh, ascending; None for all. `shape` divides their number.
 
     Returns:
-        A torch DeviceMesh of that shape with named axes.
+        A torch DeviceMesh of that shape with named axes, also on a rank that is not among `ranks`: there whatever is
+        given the mesh refuses it at once.
 
     Raises:
         ValueError: before torch.distributed is started, if the sizes do not multiply to the number of ranks, there is
-            no such device, torch.distributed runs already on a backend that does not serve the device, or the
-            environment is half a launcher's; before any group is made, and on every rank, if ranks ask for
-            different meshes.
+            no such device, `ranks` are not ranks of this run, torch.distributed runs already on a backend that does
+            not serve the device, or the environment is half a launcher's; before any group is made, and on every
+            rank, if ranks ask for different meshes.
         CollectiveError: if a rank does not come within the process group's timeout.
 
     >>> init_mesh({"shard": -1}, device="cpu").size()
@@ -45,15 +53,25 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None) -> Mesh:
     device = _default_device() if device is None else device
     try:
         _check_device(device)
-        sizes = _sizes(shape, dist.get_world_size() if dist.is_initialized() else _launched())
+        everybody = dist.get_world_size() if dist.is_initialized() else _launched()
+        members = _members(ranks, everybody)
+        sizes = _sizes(shape, len(members))
     except ValueError as error:
         # Others may have asked for what they can have, and wait.
         _compare(str(error))
         raise
     if not dist.is_initialized():
         _start(device)
-    _compare(f"{dict(zip(shape, sizes, strict=True))} on {device!r}")
-    mesh = init_device_mesh(device, sizes, mesh_dim_names=tuple(shape))
+    some = len(members) < everybody
+    among = f" of ranks {members}" if some else ""
+    _compare(f"{dict(zip(shape, sizes, strict=True))} on {device!r}{among}")
+    if some:
+        places = torch.tensor(members, device="cpu").reshape(sizes)
+        mesh = DeviceMesh(device, places, mesh_dim_names=tuple(shape))
+        inside = mesh.get_coordinate() is not None
+        _compat.join_members([mesh.get_group(name).group_name for name in shape] if inside else [], members)
+    else:
+        mesh = init_device_mesh(device, sizes, mesh_dim_names=tuple(shape))
     _compat.release_groups_at_exit(mesh)
     return mesh
 
@@ -69,7 +87,7 @@ def axis_of(mesh: Mesh | Axis, name: str | None = None) -> Axis:
         The axis with its size and the name of its process group.
 
     Raises:
-        ValueError: if the mesh has no such axis, or several and none was named.
+        ValueError: if the mesh has no such axis, or several and none was named, or this rank is not one of its ranks.
     """
     return axis_given(mesh, name, "name")
 
@@ -100,6 +118,11 @@ def axis_given(mesh: Mesh | Axis, name: str | None, argument: str) -> Axis:
         raise ValueError(
             f"expected {argument} to be one of {names}, got {name!r:.40}; pass {argument}= or name it in init_mesh"
         )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"expected a call on one of the mesh's ranks {mesh.mesh.flatten().tolist()}, got one on rank "
+            f"{dist.get_rank()}; call it where mesh.get_coordinate() is not None"
+        )
     _compat.release_groups_at_exit(mesh)
     return Axis(name, mesh.size(names.index(name)), mesh.get_group(name).group_name)
 
@@ -111,6 +134,33 @@ def world() -> Axis:
     group = dist.group.WORLD
     assert group is not None
     return Axis("world", group.size(), group.group_name)
+
+
+def ranks_of(mesh: Mesh | Axis | None) -> Axis:
+    """All ranks of a mesh as one axis.
+
+    Args:
+        mesh: A mesh of this rank; None for all ranks of this run.
+
+    Returns:
+        The axis.
+
+    Raises:
+        ValueError: if it is no mesh, this rank is not one of its ranks, or no group has them all.
+    """
+    if mesh is None:
+        return world()
+    names = getattr(mesh, "mesh_dim_names", None) or (None,)
+    axes = [axis_of(mesh, name) for name in names]
+    size = math.prod(axis.size for axis in axes)
+    if len(axes) == 1:
+        return axes[0]
+    everyone = world()
+    group = everyone.group_name if size == everyone.size else _compat.members_of(axes[0].group_name)
+    if group is None or _compat.group_size(group) != size:
+        remedy = "pass one of its axes, as mesh['shard'], or make it by fs.init_mesh"
+        raise ValueError(f"expected mesh to be a whole one, got a part with axes {names}; {remedy}")
+    return Axis("+".join(axis.name for axis in axes), size, group)
 
 
 def _accelerator() -> str | None:
@@ -150,6 +200,18 @@ def _compare(asked: str) -> None:
         problem = Problem("mesh", f"{found[other]} on rank {other}", f"{found[0]} as on rank 0")
         remedy = "make the same meshes on every rank, in the same order"
         raise leaf_error("init_mesh: ranks ask for different meshes", [problem], remedy)
+
+
+def _members(ranks: Sequence[int] | None, everybody: int) -> list[int]:
+    """The ranks of a mesh."""
+    if ranks is None:
+        return list(range(everybody))
+    given = list(ranks) if isinstance(ranks, Sequence) else []
+    whole = all(type(rank) is int and 0 <= rank < everybody for rank in given)
+    ascending = bool(given) and whole and given == sorted(set(given))
+    needed = f"ranks to be different ranks from 0 to {everybody - 1}, ascending"
+    expect(ascending, "init_mesh", needed, f"{ranks!r:.100}", "ranks=[0, 1] is a mesh of the first two")
+    return given
 
 
 def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:

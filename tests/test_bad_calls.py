@@ -139,7 +139,7 @@ CALLS = {
     "functionalize": lambda w: dict(module=nn.Linear(2, 2), units=None),
     "gather": lambda w: dict(tree=w.params),
     "global_norm": lambda w: dict(tree=w.grads, p=2.0, sums="tree"),
-    "init_mesh": lambda w: dict(shape={"shard": -1}, device="cpu"),
+    "init_mesh": lambda w: dict(shape={"shard": -1}, device="cpu", ranks=[0]),
     "measure": lambda w: dict(mesh=w.mesh),
     "jit": lambda w: dict(f=loss, donate_argnums=(), static_argnums=(), backend="graph"),
     "lamb": lambda w: dict(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0),
@@ -237,7 +237,13 @@ METHODS = {
 }
 CHECKPOINTS = {
     "Manager": lambda w: dict(
-        directory=w.directory / "managed", keep=2, every=1, asynchronous=False, donated=True, timeout=10.0
+        directory=w.directory / "managed",
+        keep=2,
+        every=1,
+        asynchronous=False,
+        donated=True,
+        timeout=10.0,
+        mesh=w.grid,
     ),
     "from_optimizer_state_dict": lambda w: dict(
         state_dict=checkpoint.to_optimizer_state_dict(w.adam_state, w.module, w.adam),
@@ -280,6 +286,7 @@ CHECKPOINTS = {
         only="*",
         donate=False,
         progress=False,
+        mesh=w.grid,
     ),
     "save": lambda w: dict(
         directory=w.fresh(),
@@ -289,6 +296,7 @@ CHECKPOINTS = {
         donated=True,
         progress=False,
         timeout=10.0,
+        mesh=w.grid,
     ),
     "save_dcp": lambda w: dict(
         directory=w.fresh(),
@@ -399,9 +407,10 @@ ACCEPTED = (
         ("None",),
         "accumulate.sums microbatches.communicate reduce_microbatches.communicate accumulate.communicate "
         "zero3.prefetch zero3.merge_bytes "
-        "axis_of.name cast.gather cast.scatter ddp.axis init_mesh.device zero1.axis zero2.axis "
+        "axis_of.name cast.gather cast.scatter ddp.axis init_mesh.device init_mesh.ranks zero1.axis zero2.axis "
         "clip_by_global_norm.sums global_norm.sums vocab_parallel_embedding.scatter_dim testing.spmd.timeout "
         "zero3.axis offload.device checkpoint.load_huggingface.names checkpoint.restore.step checkpoint.restore.only "
+        "checkpoint.Manager.mesh checkpoint.restore.mesh checkpoint.save.mesh "
         "checkpoint.save_dcp.optimizer checkpoint.save_huggingface.names testing.assert_budget.mesh "
         "tensor_parallel.sequence_dim tensor_parallel.divide "
         "testing.check_transform.bytes_sent",

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from fshard.checkpoint.restore import latest, restore
-from fshard.checkpoint.save import Saving, checked_directory, checked_step, start
+from fshard.checkpoint.save import Saving, checked_directory, checked_step, members, start
 from fshard.checks import POSITIVE, check_flags, check_numbers
+from fshard.mesh import Mesh, ranks_of
 from fshard.tree import Tree
 
 
@@ -37,6 +38,7 @@ class Manager:
         asynchronous: bool = True,
         donated: bool = True,
         timeout: float = 1800.0,
+        mesh: Mesh | None = None,
     ) -> None:
         """Keep the directory and the options.
 
@@ -48,10 +50,11 @@ class Manager:
             donated: Whether steps may write over a state that was saved, as for `save`; copies then go to buffers that
                 are kept from one save to the next.
             timeout: Seconds that the first rank waits for the others to have written.
+            mesh: As for `save`.
 
         Raises:
-            ValueError: if `directory` is no path, `keep` or `every` is no positive whole number, `timeout` is not above
-                0, or a flag is neither True nor False.
+            ValueError: if `directory` is no path, this rank is not one of the mesh's, `keep` or `every` is no positive
+                whole number, `timeout` is not above 0, or a flag is neither True nor False.
         """
         check_flags("checkpoint.Manager", asynchronous=asynchronous, donated=donated)
         for name, value in (("keep", keep), ("every", every)):
@@ -59,7 +62,8 @@ class Manager:
                 raise ValueError(f"checkpoint.Manager: expected {name} to be a whole number from 1, got {value!r}")
         self._directory = checked_directory("checkpoint.Manager", directory)
         check_numbers("checkpoint.Manager", POSITIVE, timeout=timeout)
-        self._every = every
+        ranks_of(mesh)
+        self._every, self._mesh = every, mesh
         self._options: dict[str, Any] = {
             "keep": keep,
             "timeout": timeout,
@@ -89,7 +93,8 @@ class Manager:
         if checked_step("checkpoint.Manager", state, step) % self._every and not force:
             return False
         self.wait()
-        self._saving = start(self._directory, state, step, staging=self._staging, **self._options)
+        ranks = members("checkpoint.Manager", self._mesh, state)
+        self._saving = start(self._directory, state, step, ranks=ranks, staging=self._staging, **self._options)
         return True
 
     def wait(self) -> None:
@@ -109,7 +114,7 @@ class Manager:
     def restore(self, like: Tree, **arguments: Any) -> Tree:
         """Read a checkpoint, as `fs.checkpoint.restore` does, after waiting for the save under way."""
         self.wait()
-        return restore(self._directory, like, **arguments)
+        return restore(self._directory, like, mesh=self._mesh, **arguments)
 
     def close(self) -> None:
         """Wait for the last save; the buffers of copies are given back."""

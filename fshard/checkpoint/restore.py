@@ -22,7 +22,7 @@ from fshard.checkpoint.manifest import (
     file_name,
     parts_of,
 )
-from fshard.checkpoint.save import progress_bar
+from fshard.checkpoint.save import members, progress_bar
 from fshard.checks import check_flags, check_local, describe
 from fshard.errors import Problem, leaf_error
 from fshard.interop.files import named, open_regular, read_bytes
@@ -37,9 +37,10 @@ from fshard.interop.pieces import (
 )
 from fshard.interop.ranks import CheckpointError, agree, check_call, check_path, raise_on_all_ranks
 from fshard.interop.safetensors import BLOCK_BYTES, lay_out
-from fshard.mesh import world
+from fshard.mesh import Mesh
 from fshard.shard import per_rank
 from fshard.tree import (
+    Axis,
     Flat,
     Mask,
     Sharded,
@@ -84,6 +85,7 @@ def restore(
     only: Mask | None = None,
     donate: bool = False,
     progress: bool = False,
+    mesh: Mesh | None = None,
 ) -> Tree:
     """Read a checkpoint, bitwise, into any layout, mesh and number of ranks. Every rank must call this.
 
@@ -100,6 +102,7 @@ def restore(
         donate: Read into the memory of `like`, whose values are lost, also where reading fails half-way; otherwise
             there is room for both.
         progress: Show a progress bar on the first rank. Needs tqdm.
+        mesh: The mesh of some ranks whose ranks read, as `fs.init_mesh` made it; None where all ranks of this run do.
 
     Returns:
         A tree of the structure, specs, dtypes and devices of `like`.
@@ -109,7 +112,8 @@ def restore(
             changed silently.
         CheckpointError: on every rank, if there is no such checkpoint or a file is damaged, by its name.
     """
-    with raise_on_all_ranks(LABEL):
+    ranks = members(LABEL, mesh, like)
+    with raise_on_all_ranks(LABEL, ranks=ranks):
         root = check_path(LABEL, "directory", directory)
         check_flags(LABEL, donate=donate, progress=progress)
         bar = progress_bar(progress)
@@ -117,18 +121,18 @@ def restore(
         flat = given._replace(leaves=[per_rank(leaf) for leaf in given.leaves])
         wanted = _wanted(flat, only)
         _check_arguments(flat, wanted, step, subtree)
-    path, manifest = _open(root, step)
+    path, manifest = _open(root, step, ranks)
     names = [subtree + ("" if name == "(root)" else name) for name in flat.paths]
     zeros = _added_later(flat, wanted, names, manifest)
     needed = {names[i]: leaf for i, leaf in enumerate(flat.leaves) if wanted[i] and i not in zeros}
-    _check_fit(needed, subtree, only is None, manifest, path)
+    _check_fit(needed, subtree, only is None, manifest, path, ranks)
     tensors = {name: leaf for name, leaf in needed.items() if is_tensor(leaf)}
     made: dict[str, Any] = {name: manifest.values[name] for name in needed if name not in tensors}
     made |= {names[i]: empty_like(flat.leaves[i]).zero_() for i in zeros}
-    rank, ranks = comm.rank(world()), world().size
-    with raise_on_all_ranks(LABEL, path), _Reader(path, manifest) as reader:
+    rank = comm.rank(ranks)
+    with raise_on_all_ranks(LABEL, path, ranks), _Reader(path, manifest) as reader:
         # The headers of files that nobody reads are checked too, by each rank its share.
-        for index in range(rank, len(manifest.files), ranks):
+        for index in range(rank, len(manifest.files), ranks.size):
             reader.open(index)
         total = sum(reader.cost(name, leaf) for name, leaf in tensors.items())
         with bar(f"restoring step {manifest.step}", total, rank) as tick:
@@ -188,9 +192,9 @@ def _check_arguments(flat: Flat, wanted: list[bool], step: Any, subtree: Any) ->
         raise leaf_error(f"{LABEL}: nothing can be read into some leaves", problems, remedy)
 
 
-def _open(root: Path, step: int | None) -> tuple[Path, Manifest]:
+def _open(root: Path, step: int | None, ranks: Axis) -> tuple[Path, Manifest]:
     """Find the checkpoint, the same on every rank, and read its manifest."""
-    with raise_on_all_ranks(LABEL, root):
+    with raise_on_all_ranks(LABEL, root, ranks):
         path = directories.latest_path(root) if step is None else directories.path_of(root, step)
         if path is None:
             raise CheckpointError(f"{root}: expected a checkpoint that fs.checkpoint.save wrote, got none")
@@ -212,11 +216,13 @@ def _open(root: Path, step: int | None) -> tuple[Path, Manifest]:
                 raise CheckpointError(f"{path / name}: expected the file that the manifest names, got nothing")
             raise CheckpointError(f"{path / name}: found a file that the manifest does not name; move it elsewhere")
     entries = {"(checkpoint)": f"{path.name} of digest {digest(data)}"}
-    agree(LABEL, entries, "ranks read different checkpoints", "pass step=")
+    agree(LABEL, entries, "ranks read different checkpoints", "pass step=", ranks)
     return path, manifest
 
 
-def _check_fit(leaves: Mapping[str, Any], subtree: str, whole: bool, manifest: Manifest, path: Path) -> None:
+def _check_fit(
+    leaves: Mapping[str, Any], subtree: str, whole: bool, manifest: Manifest, path: Path, ranks: Axis
+) -> None:
     """Refuse on every rank leaves that the checkpoint lacks, or has of another dtype, shape or type."""
     found = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in manifest.tensors.items()}
     found |= {name: describe(value) for name, value in manifest.values.items()}
@@ -227,7 +233,7 @@ def _check_fit(leaves: Mapping[str, Any], subtree: str, whole: bool, manifest: M
         for name in (*needed, *extra)
         if found.get(name) != needed.get(name)
     ]
-    difference = comm.disagreement({p.path: f"{p.got} instead of {p.expected}" for p in problems}, [world()], LABEL)
+    difference = comm.disagreement({p.path: f"{p.got} instead of {p.expected}" for p in problems}, [ranks], LABEL)
     problems = [difference] if difference else problems
     if problems:
         remedy = "restore into a state built as the one that was saved; only= and subtree= read parts of it"

@@ -44,11 +44,19 @@ from fshard.interop.pieces import (
     shape_of,
     split_of,
 )
-from fshard.interop.ranks import CheckpointError, agree, check_call, check_path, raise_on_all_ranks, reason
+from fshard.interop.ranks import (
+    CheckpointError,
+    agree,
+    check_call,
+    check_members,
+    check_path,
+    raise_on_all_ranks,
+    reason,
+)
 from fshard.interop.safetensors import lay_out, write_tensors
-from fshard.mesh import world
+from fshard.mesh import Mesh, ranks_of
 from fshard.shard import per_rank
-from fshard.tree import Flat, Tree, flatten, tensor_of
+from fshard.tree import Axis, Flat, Tree, flatten, tensor_of
 
 LABEL = "checkpoint.save"
 # Larger ones Python may refuse to read as text.
@@ -68,10 +76,12 @@ class Saving:
         step: The step that is saved.
     """
 
-    def __init__(self, step: int, written: "Future[None]", joined: "Future[Path] | None", patience: "_Wait") -> None:
+    def __init__(
+        self, step: int, ranks: Axis, written: "Future[None]", joined: "Future[Path] | None", patience: "_Wait"
+    ) -> None:
         """Keep this rank's part that is being written, and on the first rank the joining of all parts."""
         self.step = step
-        self._written, self._joined, self._patience = written, joined, patience
+        self._ranks, self._written, self._joined, self._patience = ranks, written, joined, patience
         self._outcome: Path | CheckpointError | None = None
 
     def wait(self) -> Path:
@@ -90,14 +100,14 @@ class Saving:
         return self._outcome
 
     def _finish(self) -> Path | CheckpointError:
-        failures = [text for text in comm.texts(_failure(self._written), world(), LABEL) if text]
+        failures = [text for text in comm.texts(_failure(self._written), self._ranks, LABEL) if text]
         if failures:
             self._patience.given_up.set()
         failure, path = "", ""
         if self._joined is not None:
             failure = _failure(self._joined)
             path = "" if failure else str(self._joined.result())
-        failure, path = json.loads(comm.texts(json.dumps([failure, path]), world(), LABEL)[0])
+        failure, path = json.loads(comm.texts(json.dumps([failure, path]), self._ranks, LABEL)[0])
         if failures or failure:
             return CheckpointError(f"{LABEL}: step {self.step} was not saved: {[*failures, failure][0]}")
         return Path(path)
@@ -112,6 +122,7 @@ def save(
     donated: bool = True,
     progress: bool = False,
     timeout: float = 1800.0,
+    mesh: Mesh | None = None,
 ) -> Saving:
     """Write a checkpoint of a state: each rank its shards, replicated leaves once. Every rank must call this.
 
@@ -129,6 +140,7 @@ def save(
             asynchronous save then copies it aside before it returns.
         progress: Show a progress bar on the first rank. Needs tqdm.
         timeout: Seconds that the first rank waits for the others to have written.
+        mesh: The mesh of some ranks whose ranks save, as `fs.init_mesh` made it; None where all ranks of this run do.
 
     Returns:
         The save under way; complete unless `asynchronous`.
@@ -146,7 +158,16 @@ def save(
     >>> checkpoint.restore(directory, like={"w": torch.zeros(3)})
     {'w': tensor([1., 1., 1.])}
     """
-    return start(directory, state, step, asynchronous=asynchronous, donated=donated, progress=progress, timeout=timeout)
+    return start(
+        directory,
+        state,
+        step,
+        asynchronous=asynchronous,
+        donated=donated,
+        progress=progress,
+        timeout=timeout,
+        ranks=members(LABEL, mesh, state),
+    )
 
 
 def start(
@@ -158,6 +179,7 @@ def start(
     donated: bool,
     progress: bool = False,
     timeout: float,
+    ranks: Axis,
     staging: MutableMapping[str, torch.Tensor] | None = None,
     keep: int | None = None,
 ) -> Saving:
@@ -171,10 +193,11 @@ def start(
         donated: Whether a later step may write over the state.
         progress: Whether to show a progress bar.
         timeout: Seconds to wait for other ranks.
+        ranks: Those that save.
         staging: Buffers for copies, by path, kept from one save to the next.
         keep: How many checkpoints stay; None for all.
     """
-    with raise_on_all_ranks(LABEL):
+    with raise_on_all_ranks(LABEL, ranks=ranks):
         check_flags(LABEL, asynchronous=asynchronous, donated=donated, progress=progress)
         check_numbers(LABEL, POSITIVE, timeout=timeout)
         bar = progress_bar(progress)
@@ -184,13 +207,13 @@ def start(
         root = checked_directory(LABEL, directory)
         check_call(LABEL, flat)
         check_local(LABEL, flat)
-    tensors, values = _checked(flat, number, str(directory))
-    rank, ranks = comm.rank(world()), world().size
-    pieces = _own_pieces(tensors, replicas(LABEL, tensors, world()), rank)
-    with raise_on_all_ranks(LABEL):
+    tensors, values = _checked(flat, number, str(directory), ranks)
+    rank = comm.rank(ranks)
+    pieces = _own_pieces(tensors, replicas(LABEL, tensors, ranks), rank)
+    with raise_on_all_ranks(LABEL, ranks=ranks):
         if asynchronous and donated:
             pieces = {path: _aside(path, piece, {} if staging is None else staging) for path, piece in pieces.items()}
-    temporary, lock = _prepare(root, number)
+    temporary, lock = _prepare(root, number, ranks)
     patience = _Wait(timeout)
     leaves = {path: Leaf(dtype_name(tensor_of(leaf)), shape_of(leaf), ()) for path, leaf in tensors.items()}
 
@@ -202,7 +225,7 @@ def start(
     def join() -> Path:
         assert lock is not None
         try:
-            _join_parts(temporary, ranks, Manifest(number, leaves, values, ()), patience)
+            _join_parts(temporary, ranks.size, Manifest(number, leaves, values, ()), patience)
             path = directories.publish(temporary, root, number)
             if keep is not None:
                 directories.prune(root, keep)
@@ -212,10 +235,17 @@ def start(
             directories.unlock(lock)
 
     written = _in_background(write)
-    saving = Saving(number, written, _in_background(join) if lock is not None else None, patience)
+    saving = Saving(number, ranks, written, _in_background(join) if lock is not None else None, patience)
     if not asynchronous:
         saving.wait()
     return saving
+
+
+def members(label: str, mesh: Mesh | None, tree: Tree) -> Axis:
+    """Return the ranks of a call, before any collective of it, and refuse a tree of others."""
+    ranks = ranks_of(mesh)
+    check_members(label, tree, "pass mesh=, the mesh that fs.init_mesh made of their ranks", ranks)
+    return ranks
 
 
 def progress_bar(shown: bool) -> Callable[[str, int, int], AbstractContextManager[Tick]]:
@@ -269,7 +299,7 @@ def _is_text(text: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def _checked(flat: Flat, step: int, directory: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _checked(flat: Flat, step: int, directory: str, ranks: Axis) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tensors and the other leaves by path; refuse, on every rank, leaves that cannot be saved."""
     problems: list[Problem] = []
     tensors, values, entries = {}, {}, {"(step)": str(step), "(directory)": directory}
@@ -285,7 +315,7 @@ def _checked(flat: Flat, step: int, directory: str) -> tuple[dict[str, Any], dic
             values[path] = leaf
             entries[path] = repr(leaf)
     remedy = "make all but the values of Sharded leaves the same on every rank"
-    agree(LABEL, entries, "ranks hold different states", remedy)
+    agree(LABEL, entries, "ranks hold different states", remedy, ranks)
     if problems:
         raise leaf_error(f"{LABEL}: leaves cannot be saved", problems, "keep them out of the state")
     return tensors, values
@@ -336,16 +366,16 @@ def _aside(path: str, piece: Piece, staging: MutableMapping[str, torch.Tensor]) 
     return Piece(piece.offset, room.copy_(source))
 
 
-def _prepare(directory: Path, step: int) -> tuple[Path, IO[bytes] | None]:
+def _prepare(directory: Path, step: int, ranks: Axis) -> tuple[Path, IO[bytes] | None]:
     """Have the first rank lock the directory and make one for the checkpoint, whose name all ranks return."""
     lock, name, failure = None, "", ""
-    if not comm.rank(world()):
+    if not comm.rank(ranks):
         try:
             lock = directories.lock(directory)
             name = directories.make(directory, step).name
         except (OSError, ValueError) as error:
             failure = reason(error, directory)
-    name, failure = json.loads(comm.texts(json.dumps([name, failure]), world(), LABEL)[0])
+    name, failure = json.loads(comm.texts(json.dumps([name, failure]), ranks, LABEL)[0])
     if failure:
         if lock is not None:
             directories.unlock(lock)

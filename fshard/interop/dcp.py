@@ -20,7 +20,7 @@ from fshard.interop.optimizer_state import (
     states_of,
 )
 from fshard.interop.pieces import layout_of, replicas
-from fshard.interop.ranks import TRUST, agree, check_path, raise_on_all_ranks, refuse_untrusted
+from fshard.interop.ranks import TRUST, agree, check_members, check_path, raise_on_all_ranks, refuse_untrusted
 from fshard.interop.state_dict import Entry, Names, by_name, read_leaves, with_leaves
 from fshard.mesh import world
 from fshard.tree import Tree
@@ -61,6 +61,7 @@ def save_dcp(
         CheckpointError: on every rank, if the directory has a checkpoint already, or files cannot be written.
     """
     label, names = "checkpoint.save_dcp", Names(module)
+    check_members(label, state)
     check_types(label, str, "a text", model_key=model_key, optimizer_key=optimizer_key)
     check_types(label, (torch.optim.Optimizer, NoneType), "a torch optimizer or None", optimizer=optimizer)
     with raise_on_all_ranks(label):
@@ -131,6 +132,7 @@ def load_dcp(
         CheckpointError: on every rank, if the checkpoint is not trusted or cannot be read.
     """
     label, names = "checkpoint.load_dcp", Names(module)
+    check_members(label, like)
     check_types(label, str, "a text", model_key=model_key, optimizer_key=optimizer_key)
     check_updates(label, updates)
     entries: dict[str, Entry] = {}

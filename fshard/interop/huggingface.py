@@ -22,6 +22,7 @@ from fshard.interop.ranks import (
     TRUST,
     CheckpointError,
     agree,
+    check_members,
     check_path,
     expect_file,
     raise_on_all_ranks,
@@ -65,6 +66,7 @@ def save_huggingface(
         CheckpointError: on every rank, if the directory has weights already, or files cannot be written.
     """
     label = "checkpoint.save_huggingface"
+    check_members(label, params)
     whole = type(max_file_bytes) is int and max_file_bytes > 0
     expect(whole, label, "max_file_bytes to be a whole number from 1", repr(max_file_bytes))
     leaves = _renamed(label, by_name(label, params, Names(None)), names)
@@ -114,6 +116,7 @@ def load_huggingface(
             damaged or leads elsewhere.
     """
     label = "checkpoint.load_huggingface"
+    check_members(label, like)
     known = Names(module)
     with ExitStack() as stack:
         found: dict[str, Entry] = {}

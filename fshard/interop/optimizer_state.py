@@ -10,7 +10,7 @@ from fshard import comm
 from fshard.checks import check_flags, check_leaves, check_types, describe
 from fshard.errors import Problem, expect, refuse
 from fshard.interop.pieces import layout_of
-from fshard.interop.ranks import agree
+from fshard.interop.ranks import agree, check_members
 from fshard.interop.state_dict import Entry, Names, entry_of, named_leaves, owned_tensors, read_leaves, with_leaves
 from fshard.mesh import world
 from fshard.optim.from_torch import TorchState
@@ -38,6 +38,7 @@ def to_optimizer_state_dict(
             torch optimizer has not.
     """
     label, names = "checkpoint.to_optimizer_state_dict", Names(module)
+    check_members(label, opt_state)
     check_flags(label, rank0_only=rank0_only)
     order = {name: i for i, name in enumerate(optimizer_names(label, names, optimizer))}
     leaves = optimizer_leaves(label, opt_state)
@@ -83,6 +84,7 @@ def from_optimizer_state_dict(
             not count and `updates` is not given.
     """
     label = "checkpoint.from_optimizer_state_dict"
+    check_members(label, like)
     check_updates(label, updates)
     known = isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys()
     needed = "state_dict to be the state dict of a torch optimizer, with state and param_groups"

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -13,7 +13,7 @@ from fshard import _compat, comm
 from fshard.errors import Problem, expect, refuse
 from fshard.mesh import world
 from fshard.shard import REMEDY, check_one_value
-from fshard.tree import Flat
+from fshard.tree import Axis, Flat, Tree, flatten, is_sharded
 
 
 class CheckpointError(ValueError):
@@ -26,17 +26,21 @@ expect_file = partial(expect, error=CheckpointError)
 # The remedy where a pickle is refused.
 TRUST = "pass trusted=True if you trust whoever wrote it"
 
+# The remedy where a function that all ranks call gets leaves of a mesh of some.
+ELSEWHERE = "call fs.unshard, or fs.checkpoint.save and restore with mesh=, which work on a mesh of some ranks"
+
 # The types that a caller may handle; any other exception becomes the first of them.
 _KINDS = (CheckpointError, ImportError, TypeError, ValueError, RuntimeError)
 
 
 @contextmanager
-def raise_on_all_ranks(label: str, place: object = "") -> Iterator[None]:
+def raise_on_all_ranks(label: str, place: object = "", ranks: Axis | None = None) -> Iterator[None]:
     """Raise on every rank the first exception that any of them raises inside, where no rank may wait for another.
 
     Args:
         label: The public function, for the error.
         place: The file or directory that an error is about which names none.
+        ranks: The ranks; None for all of this run.
     """
     failure, said = None, (0, "")
     try:
@@ -46,7 +50,7 @@ def raise_on_all_ranks(label: str, place: object = "") -> Iterator[None]:
         named = isinstance(error, CheckpointError | OSError)
         kind = next((i for i, kind in enumerate(_KINDS) if type(error) is kind), 0)
         said = kind, f"{label}: {text}" if named else text
-    for kind, text in map(json.loads, comm.texts(json.dumps(said), world(), label)):
+    for kind, text in map(json.loads, comm.texts(json.dumps(said), ranks or world(), label)):
         if text:
             raise _KINDS[kind](text) from failure
 
@@ -63,10 +67,42 @@ def agree(
     entries: Mapping[str, str],
     what: str = "ranks hold different leaves",
     remedy: str = "make what is not Sharded the same on every rank, and read the same files",
+    ranks: Axis | None = None,
 ) -> None:
     """Refuse on every rank entries that differ between ranks."""
-    difference = comm.disagreement(entries, [world()], label)
+    difference = comm.disagreement(entries, [ranks or world()], label)
     refuse(f"{label}: {what}", [difference] if difference else [], remedy)
+
+
+def check_members(label: str, tree: Tree, remedy: str = ELSEWHERE, ranks: Axis | None = None) -> None:
+    """Refuse, before any collective, a tree that lives on other ranks than those of the call.
+
+    Args:
+        label: The public function, for the error.
+        tree: The tree; what is no tree is refused later.
+        remedy: What the caller can do.
+        ranks: The ranks of the call; None for all of this run.
+
+    Raises:
+        ValueError: with an axis whose ranks are others.
+    """
+    leaves = []
+    with suppress(Exception):
+        leaves = flatten(tree).leaves
+    axes = dict.fromkeys(axis for leaf in leaves if is_sharded(leaf) for axis in leaf.spec.axes)
+    call = ranks or world()
+    whole = call.size == world().size
+    for axis in axes:
+        if _compat.group_size(axis.group_name) is None:
+            continue
+        members = _compat.members_of(axis.group_name)
+        if whole:
+            other, needed = members is not None, "all ranks of this run"
+        else:
+            allowed = _compat.group_ranks(call.group_name)
+            other, needed = not set(_compat.group_ranks(axis.group_name)) <= set(allowed), f"ranks {allowed}"
+        found = _compat.group_ranks(members or axis.group_name)
+        expect(not other, label, f"leaves on a mesh of {needed}", f"axis {axis.name!r} of ranks {found}", remedy)
 
 
 def check_call(label: str, flat: Flat) -> None:

@@ -30,6 +30,7 @@ from fshard.interop.ranks import (
     CheckpointError,
     agree,
     check_call,
+    check_members,
     check_path,
     expect_file,
     raise_on_all_ranks,
@@ -69,6 +70,7 @@ def to_state_dict(
     {'w': tensor([1., 1., 1.])}
     """
     label, names = "checkpoint.to_state_dict", Names(module)
+    check_members(label, params)
     with raise_on_all_ranks(label):
         check_flags(label, rank0_only=rank0_only)
     leaves = by_name(label, params, names)
@@ -103,6 +105,7 @@ def from_state_dict(
     {'w': tensor([1., 1., 1.])}
     """
     label, names = "checkpoint.from_state_dict", Names(module)
+    check_members(label, like)
     check_types(label, Mapping, "a mapping from names to tensors", state_dict=state_dict)
     problems = [
         Problem(str(name), describe(value), "a full tensor")
@@ -136,6 +139,7 @@ def load_torch(
         CheckpointError: on every rank, if the file is not trusted or cannot be read.
     """
     label, names = "checkpoint.load_torch", Names(module)
+    check_members(label, like)
     found: dict[str, Entry] = {}
     with raise_on_all_ranks(label, path):
         check_flags(label, TRUST, trusted=trusted)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat, comm
-from fshard.checks import describe, mark_donated, refuse_donated
+from fshard.checks import check_axes, describe, is_reachable, mark_donated, refuse_donated
 from fshard.collectives import Used, Uses, agreed_uses
 from fshard.errors import Problem, leaf_error
 from fshard.jit.backends import BACKENDS, Backend, ready, writes_in_place
@@ -134,6 +134,7 @@ class Jitted:
         """Find the graph of a call, or trace it."""
         with _telling_others(flat):
             refuse_donated("jit", flat)
+            check_axes("jit", flat)
             if self._donated:
                 refuse_shared(flat, self._donated)
             try:
@@ -311,7 +312,7 @@ def _telling_others(flat: Flat) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        comm.same_call("jit", _axes_of(flat), comm.NO_FACTS, error)
+        comm.same_call("jit", [axis for axis in _axes_of(flat) if is_reachable(axis)], comm.NO_FACTS, error)
         raise
 
 

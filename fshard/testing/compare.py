@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fshard import _compat
 from fshard.checks import NOT_NEGATIVE, check_flags, check_numbers, describe, is_donated, same_structure
 from fshard.errors import Problem, expect, refuse
+from fshard.mesh import Mesh, ranks_of
 from fshard.shard import hash_of, unshard, without_padding
 from fshard.train_state import TrainState
 from fshard.tree import Tree, flatten, is_sharded
@@ -164,10 +165,11 @@ def assert_matches_ddp(
     atol: float | None = None,
     exact: bool = False,
     find_unused_parameters: bool = False,
+    mesh: Mesh | None = None,
 ) -> Match:
     """Run a train step and torch DDP side by side and assert that losses and parameters agree after every step.
 
-    Call it on every rank of a real process group, each with its own batches.
+    Call it on every rank of a real process group, or of a mesh of some ranks, each with its own batches.
 
     Args:
         train_step: Called with (state, batch); returns (state, objective).
@@ -181,6 +183,7 @@ def assert_matches_ddp(
         atol: Absolute tolerance; by default likewise.
         exact: Ask for bitwise equality instead. DDP divides before it sums, so this holds for one or two ranks.
         find_unused_parameters: As for DDP, which needs it where a rank's loss uses some parameters only.
+        mesh: The mesh of some ranks that the state lives on; None for all ranks of this run.
 
     Returns:
         The final state and the largest differences seen.
@@ -196,7 +199,9 @@ def assert_matches_ddp(
         # A copy of a module has no hooks of its parameters'.
         for hook in _compat.gradient_hooks(parameter).values():
             mine.register_hook(hook)
-    reference = DistributedDataParallel(copied, find_unused_parameters=find_unused_parameters)
+    ranks = ranks_of(mesh)
+    group = _compat.resolve_process_group(ranks.group_name)
+    reference = DistributedDataParallel(copied, process_group=group, find_unused_parameters=find_unused_parameters)
     torch_optimizer = optimizer(reference.parameters())
     loss_gap = params_gap = 0.0
     for step, batch in enumerate(batches):
@@ -207,8 +212,8 @@ def assert_matches_ddp(
             before_step(reference)
         torch_optimizer.step()
         expected_loss = loss.detach().clone()
-        dist.all_reduce(expected_loss)
-        expected_loss /= dist.get_world_size()
+        dist.all_reduce(expected_loss, group=group)
+        expected_loss /= ranks.size
         state, objective = train_step(state, batch)
         expected = {name: parameter.detach() for name, parameter in reference.module.named_parameters()}
         actual = unshard(state.params)

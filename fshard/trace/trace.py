@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fshard import _compat, comm
-from fshard.mesh import world
+from fshard.mesh import Mesh, ranks_of, world
 from fshard.trace.events import Event, Timeline, offsets, packed, unpacked
 from fshard.trace.report import Report
 from fshard.tree import Axis
@@ -71,7 +71,7 @@ class Trace(comm.Watcher):
         self._begin = self._read_at = time.perf_counter_ns()
         self._held = self._last = self._left = self._meter.read()
 
-    def report(self, alone: bool = False) -> Report:
+    def report(self, alone: bool = False, mesh: Mesh | None = None) -> Report:
         """Collect the records of all ranks, and find the stragglers.
 
         Every rank calls it, also one whose trace was interrupted or recorded nothing: it exchanges clocks and sends
@@ -81,18 +81,19 @@ class Trace(comm.Watcher):
         Args:
             alone: Whether to leave the other ranks out, which then do not call it: as after an error, when they may be
                 gone.
+            mesh: The mesh of some ranks whose ranks report; None for all ranks of this run.
 
         Returns:
             The report, the same on every rank.
 
         Raises:
-            ValueError: if the trace is still running.
+            ValueError: if the trace is still running, or this rank is not one of the mesh's.
         """
         if not self._end:
             raise ValueError("trace.report: expected a trace that has ended, got one still running; leave its context")
         if alone:
             return Report([self._own()], 0)
-        axis = world()
+        axis = ranks_of(mesh)
         rows = map(unpacked, comm.texts(packed((self._own(), _exchange(axis))), axis, LABEL))
         timelines, exchanges = zip(*rows, strict=True)
         ahead, error = offsets(exchanges)
