@@ -16,6 +16,10 @@ from fshard.transforms import LayoutError, ShardTransform
 from fshard.transforms.compose import at, layout_axes, masks
 from fshard.tree import Axis, Flat, P, Sharded, Spec, Tree, flatten, is_sharded, names_of, unflatten
 
+SAME_TREE = (
+    "build the same tree on every rank, from one seed; simulated ranks share a generator, so build it before they start"
+)
+
 
 def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str], bool] | None = None) -> Tree:
     """Keep this rank's piece of every tensor, after checking that all ranks hold the same tree and values.
@@ -60,8 +64,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str],
     pairs = {path: leaf for path, leaf in zip(flat.paths, out, strict=True) if leaf is not None}
     difference = _difference(entries, pairs, layout_axes(transform))
     if difference:
-        remedy = "build the same tree on every rank, for instance from one seed"
-        raise leaf_error("shard: ranks hold different trees", [difference], remedy)
+        raise leaf_error("shard: ranks hold different trees", [difference], SAME_TREE)
     refuse_donated("shard", flat)
     if problems:
         raise leaf_error("shard: leaves cannot be sharded", problems, "pass full tensors whose shapes fit the strategy")

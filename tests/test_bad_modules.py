@@ -88,7 +88,8 @@ ROWS = [
         "shard: ranks hold different trees\n"
         "  ['bias']: expected float32[2] of hash {hash} split by P('shard') as on rank shard=0, got float32[2] of "
         "hash {hash} split by P('shard') on rank shard=1\n"
-        "To fix: build the same tree on every rank, for instance from one seed.",
+        "To fix: build the same tree on every rank, from one seed; simulated ranks share a generator, so build it "
+        "before they start.",
         ("shard", "shard"),
     ),
     *(

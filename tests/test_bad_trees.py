@@ -12,7 +12,10 @@ from fshard.comm.agree import FIRST
 from tests.bad_input import Row, assert_all_refused, assert_refused
 
 FIT = "\nTo fix: pass full tensors whose shapes fit the strategy."
-ALIKE = "\nTo fix: build the same tree on every rank, for instance from one seed."
+ALIKE = (
+    "\nTo fix: build the same tree on every rank, from one seed; simulated ranks share a generator, so build it before "
+    "they start."
+)
 KEEP = "\nTo fix: keep a leaf's shape when mapping over it."
 TEXT = "of hash {hash} split by"
 

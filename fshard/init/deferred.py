@@ -13,7 +13,7 @@ from fshard.errors import Problem, expect, refuse
 from fshard.init.calls import NewBuffers, drawn_by_constructors, undrawable
 from fshard.init.counter import UNDRAWN, count
 from fshard.init.replay import replay
-from fshard.shard import check_transform, fingerprint, is_frozen, laid_out, local_piece, stored, unfit
+from fshard.shard import SAME_TREE, check_transform, fingerprint, is_frozen, laid_out, local_piece, stored, unfit
 from fshard.transforms import ShardTransform
 from fshard.transforms.compose import at, layout_axes, masks
 from fshard.tree import Sharded, Spec, flatten, names_of, unflatten
@@ -117,8 +117,7 @@ class _Shards:
         # A rank sees only the elements of its own part that were left out.
         flags = [i for i, name in enumerate(self._names) if name in self._undrawn]
         vote = comm.vote(entries, flags, layout_axes(self._transform), "shard")
-        remedy = "build the same tree on every rank, for instance from one seed"
-        refuse("shard: ranks hold different trees", [vote.problem] if vote.problem else [], remedy)
+        refuse("shard: ranks hold different trees", [vote.problem] if vote.problem else [], SAME_TREE)
         refuse("shard: leaves cannot be sharded", self.problems, "pass full tensors whose shapes fit the strategy")
         for name in (self._names[i] for i in sorted(vote.flags)):
             self._undrawn.setdefault(name, Problem(f"[{name!r}]", *UNDRAWN))

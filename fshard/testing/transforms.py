@@ -77,7 +77,7 @@ def check_adjoint(
             problems.append(
                 Problem(f"[{i}]", found, f"inner products equal to within {bound:.3g} (shape {spec.shape})")
             )
-    remedy = "make scatter the transpose of gather, with the sum over ranks"
+    remedy = "make scatter the transpose of gather, with the sum over ranks; error= allows for a lossy one, as 2**-8"
     refuse("check_adjoint: scatter is not gather's transpose", problems, remedy, AssertionError)
 
 
