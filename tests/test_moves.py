@@ -64,6 +64,7 @@ def test_rows_of_any_number_have_gradients():
 
 
 @on_ranks(1, 2, 4, "2 processes")
+@pytest.mark.rows(2)
 def test_a_step_may_be_jitted():
     axis = fs.axis_of(one_axis())
     own, size = fs.axis_index(axis), fs.axis_size(axis)

@@ -174,7 +174,7 @@ def test_processes_have_the_bits_of_the_tree(world_size, number, workers):
 
 
 @pytest.mark.parametrize(("world_size", "number"), ((1, 8), (2, 8), (3, 8), (4, 8), (4, 16)))
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 def test_jitted_steps_have_the_bits_of_the_tree(world_size, number):
     wanted = {"weighted": oracle(torch.float32, "weighted", number)}
     only = ("zero3", "hsdp")
@@ -239,6 +239,7 @@ def sent(step, params, mine):
 
 
 @on_ranks(2, 4)
+@pytest.mark.rows(1)
 def test_powers_of_two_send_what_accumulation_in_turn_sends(world_size):
     for name, strategy in strategies(world_size).items():
         model = fs.functionalize(tied(torch.float32))

@@ -88,6 +88,7 @@ def check_without_values(found):
     assert set().union(*(each["collectives"] for each in found.values())) == fused
 
 
+@pytest.mark.slow
 def test_programs_on_an_accelerator_without_values_let_the_host_wait_nowhere(library):
     check_without_values(run(library, "--fake", *CORE_WITHOUT_VALUES))
 

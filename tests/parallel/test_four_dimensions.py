@@ -137,6 +137,7 @@ def test_processes_train_so_too(workers):
     check((2, 1, 1, 2), "1f1b", workers(4))
 
 
+@pytest.mark.slow
 def test_the_plan_is_the_recorded_step():
     """A plan made on one rank has the bytes that ranks of the mesh send, the first and the last one."""
     sizes, args = (2, 2, 1, 1), Namespace(**vars(SIZES) | {"schedule": "1f1b"})
