@@ -97,7 +97,9 @@ def value_and_grad(
 
     Args:
         f: Called with all arguments; returns this rank's scalar loss, or (sum, count) for "weighted".
-        argnums: Which arguments are parameters; with several, gradients come as a tuple.
+        argnums: Which arguments are parameters, or inputs; with several, gradients come as a tuple. Inputs are
+            arguments of plain tensors beside others of Sharded leaves: their gradients are those of the objective by
+            what this rank itself passed.
         reduce: "mean" over ranks, "sum", or "weighted": sum of sums divided by the sum of counts,
             which is NaN where nobody counts anything; `skip_nonfinite` leaves such a step out.
         reduce_over: The mesh axes that batches are split over, as axes or names: losses are reduced over them. Losses
@@ -141,18 +143,21 @@ def value_and_grad(
             )
         if len({place % len(args) for place in places}) < len(places):
             raise ValueError(f"value_and_grad: expected argnums to be {EACH_ONCE}, got {argnums!r}")
-        params = args[places[0]] if single else tuple(args[place] for place in places)
+        inputs = _inputs(places, args)
+        trained = [place for place in places if place not in inputs]
+        params = args[trained[0]] if single else tuple(args[place] for place in trained)
 
-        def with_params(tree: Tree) -> Any:
+        def with_params(tree: Tree, given: Tree) -> Any:
             arguments = list(args)
-            for place, part in zip(places, (tree,) if single else tree, strict=True):
+            for place, part in (*zip(trained, (tree,) if single else tree, strict=True), *given.items()):
                 arguments[place] = part
             return f(*arguments, **kwargs)
 
-        value, (aux,), *rest = differentiate(
+        value, (aux,), grads, given, *rest = differentiate(
             "value_and_grad",
             [with_params],
             params,
+            inputs,
             reduce,
             has_aux,
             over=reduce_over,
@@ -161,9 +166,18 @@ def value_and_grad(
             share=own_share("value_and_grad", params, None, 1, None) if sums else None,
             transform_state=transform_state,
         )
-        return (value, aux) if has_aux else value, *rest
+        if inputs:
+            by_place = {**dict(zip(trained, grads, strict=True)), **given}
+            grads = tuple(by_place[place] for place in places)
+        return (value, aux) if has_aux else value, grads, *rest
 
     return run
+
+
+def _inputs(places: Sequence[int], args: Sequence[Any]) -> dict[int, Tree]:
+    """The arguments without Sharded leaves, by their places, where others have such leaves."""
+    plain = {place: args[place] for place in places if not any(map(is_sharded, flatten(args[place]).leaves))}
+    return plain if len(plain) < len(places) else {}
 
 
 EACH_ONCE = "a number or several, each once"
@@ -182,8 +196,9 @@ Parts = tuple[torch.Tensor, Any, Any]
 
 def differentiate(
     what: str,
-    functions: Sequence[Callable[[Tree], Any]],
+    functions: Sequence[Callable[[Tree, Tree], Any]],
     params: Tree,
+    inputs: Tree,
     reduce: str,
     has_aux: bool,
     *,
@@ -198,8 +213,9 @@ def differentiate(
 
     Args:
         what: The verb that runs, for errors.
-        functions: Each maps the parameters to this rank's loss of one microbatch, as `value_and_grad` takes it.
+        functions: Each maps parameters and inputs to this rank's loss of one microbatch, as `value_and_grad` takes it.
         params: The parameters.
+        inputs: Plain tensors, to differentiate by too; none with several functions.
         reduce: As for `value_and_grad`; "mean" is over microbatches too.
         has_aux: As for `value_and_grad`.
         over: The axes of the reduction, as for `value_and_grad`.
@@ -210,35 +226,38 @@ def differentiate(
         transform_state: As for `value_and_grad`.
 
     Returns:
-        The objective, each function's aux, the gradients, and the new state where one was passed.
+        The objective, each function's aux, the gradients of parameters and of inputs, and the new state where one was
+        passed.
     """
-    flat = flatten(params)
+    flat, given = flatten(params), flatten(inputs)
     check_local(what, flat)
     call_of(what, flat)
     axes = reduction_axes(params, what, over)
     shared = shared_axes(params, axes)
-    check_floating(what, flat)
-    check_differentiable(what, flat)
+    for each in (flat, given):
+        check_floating(what, each)
+        check_differentiable(what, each)
     states = states_of(what, params, transform_state)
-    given = flat
+    whole = flat
     if share is not None:
         if _compat.is_tracing():
             comm.ops.told(json.dumps({"sums": "tree"}))
         flat = flat._replace(leaves=_in_tree(what, flat, share))
+    over_axes = named(axes, over)
     run = _Run(
-        what, functions, flat, axes, shared, named(axes, over), reduce, has_aux, code, schedule, once, share, states
+        what, functions, flat, given, axes, shared, over_axes, reduce, has_aux, code, schedule, once, share, states
     )
-    if _is_outer(flat):
+    if _is_outer(flat, given):
         comm.same_call(what, shared, flat, **run.told())
-        value, auxes, grads = run.reference()
+        value, auxes, grads, by_inputs = run.reference()
     else:
-        value, auxes, grads = run.engine()
+        value, auxes, grads, by_inputs = run.engine()
     check_agrees(value, flat, axes, what)
     wrapped = [
         Sharded(grad, leaf.spec) if is_sharded(leaf) and grad is not None else grad
-        for grad, leaf in zip(grads, given.leaves, strict=True)
+        for grad, leaf in zip(grads, whole.leaves, strict=True)
     ]
-    found = value, auxes, unflatten(flat.treedef, wrapped)
+    found = value, auxes, unflatten(flat.treedef, wrapped), unflatten(given.treedef, by_inputs)
     return found if transform_state is ABSENT else (*found, joined(params, states, transform_state))
 
 
@@ -256,15 +275,16 @@ def _in_tree(what: str, flat: Flat, share: Share) -> list[Any]:
     return leaves
 
 
-Found = tuple[torch.Tensor, list[Any], list[Any]]
+Found = tuple[torch.Tensor, list[Any], list[Any], list[Any]]
 
 
 class _Run(NamedTuple):
     """One differentiation, in either form."""
 
     what: str
-    functions: Sequence[Callable[[Tree], Any]]
+    functions: Sequence[Callable[[Tree, Tree], Any]]
     flat: Flat
+    inputs: Flat
     axes: Sequence[Axis]  # those of the reduction
     shared: Sequence[Axis]  # those whose ranks make the same call
     over: dict[str, list[str]]  # the reduction's, where the caller names them
@@ -276,10 +296,10 @@ class _Run(NamedTuple):
     share: Share | None
     states: list[Tree]
 
-    def local(self, function: Callable[[Tree], Any], leaves: list[Any]) -> Parts:
+    def local(self, function: Callable[[Tree, Tree], Any], leaves: list[Any], inputs: list[Any]) -> Parts:
         """This rank's loss of one microbatch, count and aux."""
         before = reductions()
-        out = function(unflatten(self.flat.treedef, leaves))
+        out = function(unflatten(self.flat.treedef, leaves), unflatten(self.inputs.treedef, inputs))
         if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise ValueError(
                 f"{self.what}: expected f to return the pair (loss, aux) for has_aux=True, got {describe(out)}"
@@ -337,23 +357,26 @@ class _Run(NamedTuple):
 
     def _engine(self, call: Call) -> Found:
         values, counts, auxes = [], [], []
+        inputs = [None if leaf is None else leaf.detach().requires_grad_() for leaf in self.inputs.leaves]
+        by_inputs: list[Any] = []
         single = len(self.functions) == 1 and self.share is None
         rounds = len(self.functions) if self.share is None else self.share.rounds
         numbers = range(rounds) if self.share is None else self.share.indices
         divisor: Any = 1
         for i, function in enumerate(self.functions):
 
-            def run(function: Callable[[Tree], Any] = function) -> Parts:
+            def run(function: Callable[[Tree, Tree], Any] = function) -> Parts:
                 if self.schedule:
                     call.schedule(self.schedule(unflatten(self.flat.treedef, call.bound)))
-                return self.local(function, call.bound)
+                return self.local(function, call.bound, inputs)
 
             value, count, aux = call.forward(run) or (call.zero(), call.zero(), None)
             count, aux = map_leaves(_unbound, (count, aux))
             # With one microbatch each gradient can be divided as soon as it is reduced.
             divisor = self.divisor([count]) if single else 1
             last = i == rounds - 1
-            call.backward(value, divisor, reduce=last or not self.once, last=last, microbatch=numbers[i])
+            reduce = last or not self.once
+            by_inputs = call.backward(value, divisor, inputs, reduce=reduce, last=last, microbatch=numbers[i])
             values.append(value.detach())
             counts.append(count)
             auxes.append(aux)
@@ -372,7 +395,8 @@ class _Run(NamedTuple):
         for (i, leaf), yes in zip(trained, used, strict=True):
             if yes:
                 grads[i], self.states[i] = leaf.take_grad(rest), leaf.state
-        return divided(self.objective(value), divisor if single else rest), auxes, grads
+        by_inputs = [None if grad is None else divided(grad, divisor if single else rest) for grad in by_inputs]
+        return divided(self.objective(value), divisor if single else rest), auxes, grads, by_inputs
 
     def reference(self) -> Found:
         """Differentiate by torch.func, with every unit gathered when a function asks for it and kept."""
@@ -385,7 +409,8 @@ class _Run(NamedTuple):
                 f'{self.what}: expected one sum over ranks for each microbatch inside torch.func, got "once"; {remedy}'
             )
         trained = [i for i, leaf in enumerate(self.flat.leaves) if is_trained(leaf)]
-        tensors = [tensor_of(self.flat.leaves[i]) for i in trained]
+        inputs = [leaf for leaf in self.inputs.leaves if leaf is not None]
+        tensors = [*(tensor_of(self.flat.leaves[i]) for i in trained), *inputs]
         values: list[torch.Tensor] = []
         counts, auxes = [], []
         trees = [TreeSum() for _ in trained]
@@ -398,8 +423,9 @@ class _Run(NamedTuple):
         for function in self.functions:
             parts: list[Tree] = []
             loss_of = functools.partial(self._loss_of, function, trained, parts)
-            with refuse_writes(self.what, [self.flat.paths[i] for i in trained], tensors):
+            with refuse_writes(self.what, [self.flat.paths[i] for i in trained], tensors[: len(trained)]):
                 found, (value, outputs) = torch.func.grad_and_value(loss_of, has_aux=True)(tensors)
+            found, by_inputs = found[: len(trained)], iter(found[len(trained) :])
             carried = iter(outputs)
             count, aux = tree_map(
                 lambda leaf: next(carried) if isinstance(leaf, torch.Tensor) else leaf,  # noqa: B023
@@ -421,25 +447,29 @@ class _Run(NamedTuple):
         for i, grad in zip(trained, added, strict=True):
             assert grad is not None
             grads[i] = divided(grad, divisor).to(tensor_of(self.flat.leaves[i]).dtype)
-        return divided(self.objective(total(self.summed(values), self.axes)), divisor), auxes, grads
+        given = [None if leaf is None else divided(next(by_inputs), divisor) for leaf in self.inputs.leaves]
+        return divided(self.objective(total(self.summed(values), self.axes)), divisor), auxes, grads, given
 
     def _loss_of(
-        self, function: Callable[[Tree], Any], trained: list[int], parts: list[Tree], tensors: list[torch.Tensor]
+        self, function: Callable[[Tree, Tree], Any], trained: list[int], parts: list[Tree], tensors: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         leaves = list(self.flat.leaves)
-        for i, tensor in zip(trained, tensors, strict=True):
-            leaves[i] = like(leaves[i], tensor)
-        value, count, aux = self.local(function, leaves)
+        rest = iter(tensors)
+        for i in trained:
+            leaves[i] = like(leaves[i], next(rest))
+        inputs = [None if leaf is None else next(rest) for leaf in self.inputs.leaves]
+        value, count, aux = self.local(function, leaves, inputs)
         # torch.func carries tensors alone out of the transform; the rest of the tree waits here.
         parts.append((count, aux))
         return value, [leaf for leaf in tree_leaves((count, aux)) if isinstance(leaf, torch.Tensor)]
 
 
-def _is_outer(flat: Flat) -> bool:
+def _is_outer(flat: Flat, inputs: Flat) -> bool:
     """Whether what is returned must be differentiable itself, or there is nothing to gather."""
-    tensors = [leaf.local for leaf in flat.leaves if is_sharded(leaf)]
+    sharded = [leaf.local for leaf in flat.leaves if is_sharded(leaf)]
+    tensors = [*sharded, *(leaf for leaf in inputs.leaves if leaf is not None)]
     outer = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return not tensors or outer or _compat.transforms_active() or any(map(_compat.is_dual, tensors))
+    return not sharded or outer or _compat.transforms_active() or any(map(_compat.is_dual, tensors))
 
 
 def _unbound(leaf: Any) -> Any:
@@ -532,10 +562,11 @@ def accumulate(
             numbered = share or numbered_in_turn("accumulate", params, len(microbatches), once, reduce_over)
             given = list(zip(microbatches, numbered.indices, strict=True))
         functions = [functools.partial(_on, f, (*first, *args), kwargs) for first in given]
-        value, auxes, *rest = differentiate(
+        value, auxes, grads, _, *rest = differentiate(
             "accumulate",
             functions,
             params,
+            (),
             reduce,
             has_aux,
             over=reduce_over,
@@ -545,12 +576,12 @@ def accumulate(
             share=share if sums else None,
             transform_state=transform_state,
         )
-        return (value, auxes) if has_aux else value, *rest
+        return (value, auxes) if has_aux else value, grads, *rest
 
     return run
 
 
-def _on(f: Callable[..., Any], args: Any, kwargs: Any, params: Tree) -> Any:
+def _on(f: Callable[..., Any], args: Any, kwargs: Any, params: Tree, _: Tree) -> Any:
     return f(params, *args, **kwargs)
 
 

@@ -323,19 +323,24 @@ class Call:
         self,
         loss: torch.Tensor,
         divisor: Any,
+        inputs: Sequence[torch.Tensor | None] = (),
         *,
         reduce: bool = True,
         last: bool = True,
         microbatch: int | None = None,
-    ) -> None:
+    ) -> list[torch.Tensor | None]:
         """Differentiate the loss of the last forward and add its gradients to the leaves.
 
         Args:
             loss: This rank's scalar loss, attached to the graph; where this rank failed it has none, and adds zeros.
             divisor: Summed gradients are divided by it.
+            inputs: This rank's own tensors to differentiate by too.
             reduce: Whether gathered leaves' gradients are reduced now, rather than kept in full.
             last: Whether no other forward follows, so that tensors that were kept may go.
             microbatch: The number in the job of the forward's microbatch; None where this rank had none.
+
+        Returns:
+            The gradients of the inputs, not divided; zeros where the loss did not use them.
         """
         leaves = [leaf for leaf in self._own if leaf.trained]
         early = any(policy_of([leaf]).early for leaf in leaves)
@@ -355,11 +360,14 @@ class Call:
         starts = [torch.ones_like(out) if out is loss else torch.zeros_like(out) for out in outputs]
         failed = None
         direct: Grads = [None] * len(leaves)
+        given = [tensor for tensor in inputs if tensor is not None]
+        by_given: Grads = [None] * len(given)
         try:
-            if outputs and leaves:
-                inputs = [*(leaf.tensor for leaf in leaves), *first, ANY_CALL]
+            if outputs and (leaves or given):
+                sources = [*(leaf.tensor for leaf in leaves), *given, *first, ANY_CALL]
                 with self._unchanged():
-                    direct = torch.autograd.grad(outputs, inputs, starts, allow_unused=True)[: len(leaves)]
+                    found = torch.autograd.grad(outputs, sources, starts, allow_unused=True)
+                direct, by_given = found[: len(leaves)], found[len(leaves) : len(leaves) + len(given)]
                 check_graph(self._what, outputs[: len(outputs) - len(ends)], leaves, direct)
                 self._refuse_on_shards([leaf for leaf, grad in zip(leaves, direct, strict=True) if grad is not None])
         except Exception as error:
@@ -370,17 +378,19 @@ class Call:
             raise failed
         if failed is not None:
             self._failed, self._phase = self._failed or failed, "the backward"
-            return
+            return []
         if anchors:
             mark_used(loss, leaves)
         for leaf in trees:
             leaf.end_microbatch(last)
         # Gradients from maths on shards are this rank's own part of the sum already.
-        found = [(leaf, grad) for leaf, grad in zip(leaves, direct, strict=True) if grad is not None]
-        parts = divided_parts([leaf.as_part(grad, own=False) for leaf, grad in found], divisor)
-        for (leaf, _), part in zip(found, parts, strict=True):
+        pairs = [(leaf, grad) for leaf, grad in zip(leaves, direct, strict=True) if grad is not None]
+        parts = divided_parts([leaf.as_part(grad, own=False) for leaf, grad in pairs], divisor)
+        for (leaf, _), part in zip(pairs, parts, strict=True):
             leaf.add_reduced(part)
             leaf.used = leaf.used or not anchors
+        rest = (torch.zeros_like(t) if grad is None else grad for t, grad in zip(given, by_given, strict=True))
+        return [None if tensor is None else next(rest) for tensor in inputs]
 
     def zero(self) -> torch.Tensor:
         """Make the loss of a rank that failed, or has no microbatch."""
