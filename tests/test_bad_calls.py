@@ -268,6 +268,7 @@ CHECKPOINTS = {
         like=w.weights,
         names=str,
         module=w.module,
+        strict=True,
         cast=False,
         trusted=True,
     ),
@@ -307,7 +308,9 @@ CHECKPOINTS = {
         optimizer_key="optim",
         flatten_optimizer_state_dict=False,
     ),
-    "save_huggingface": lambda w: dict(directory=w.fresh(), params=w.weights, names=str, max_file_bytes=10**6),
+    "save_huggingface": lambda w: dict(
+        directory=w.fresh(), params=w.weights, names=str, module=w.module, max_file_bytes=10**6
+    ),
     "to_optimizer_state_dict": lambda w: dict(
         opt_state=w.adam_state, module=w.module, optimizer=w.adam, rank0_only=False
     ),
@@ -421,7 +424,8 @@ ACCEPTED = (
         "modules that have the leaves, or none",
         ("None", "a module"),
         "checkpoint.from_state_dict.module checkpoint.load_dcp.module checkpoint.load_huggingface.module "
-        "checkpoint.load_torch.module checkpoint.save_dcp.module checkpoint.to_state_dict.module",
+        "checkpoint.load_torch.module checkpoint.save_dcp.module checkpoint.save_huggingface.module "
+        "checkpoint.to_state_dict.module",
     ),
     (
         "directories may be made; any sequence holds microbatches",
@@ -455,11 +459,6 @@ ACCEPTED = (
     ("specs are read, no values", (*TREES, "a donated tree"), "objective.like sync_buffers.like"),
     ("specs are read, no values", ("None", *TREES, "a donated tree"), "microbatches.like reduce_microbatches.like"),
     ("trees of tensors with values", tuple(x for x in TREES if x != "a tensor on meta"), "shard.full_tree"),
-    (
-        "trees of tensors with values",
-        tuple(x for x in TREES if x != "a tensor on meta"),
-        "checkpoint.save_huggingface.params",
-    ),
     ("trees of floating tensors", tuple(x for x in TREES if x != "a tensor of integers"), "TrainState.create.params"),
     (
         "values that a manifest can hold",

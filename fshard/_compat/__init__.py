@@ -66,6 +66,7 @@ from fshard._compat.modules import (
     pre_hooks_of,
     set_flat_weights,
 )
+from fshard._compat.pretrained import is_pretrained_model, not_ignored, not_saved
 from fshard._compat.threads import (
     ThreadedCollective,
     keeping_thread_object,

@@ -29,9 +29,19 @@ from fshard.interop.ranks import (
     refuse_untrusted,
 )
 from fshard.interop.safetensors import DTYPES, lay_out, write_tensors
-from fshard.interop.state_dict import Entry, Names, by_name, entry_of, filled, gathered, in_groups, read_pickle
+from fshard.interop.state_dict import (
+    Entry,
+    Names,
+    by_name,
+    entry_of,
+    filled,
+    gathered_for,
+    in_groups,
+    read_pickle,
+)
+from fshard.interop.transformers import Found, Planned, as_planned, from_files, is_pretrained, to_files
 from fshard.mesh import world
-from fshard.tree import Tree, tensor_of
+from fshard.tree import Tree
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -44,42 +54,57 @@ def save_huggingface(
     params: Tree,
     *,
     names: Callable[[str], str] | None = None,
+    module: nn.Module | None = None,
     max_file_bytes: int = 5_000_000_000,
 ) -> None:
     """Write full parameters as a Hugging Face model has them, for `from_pretrained`. Every rank must call this.
 
-    The first rank writes; of large leaves one is full at a time. The model's configuration is written by its own
-    `config.save_pretrained`, before or after. Files appear when they are complete, the one that names the others last.
-    Tied parameters are written once, under the name that the tree has. To write another dtype, pass parameters that
-    `fs.tree_map` has converted.
+    The first rank writes; of large leaves one is full at a time, or those that transformers converts together. The
+    model's configuration is written by its own `config.save_pretrained`, before or after. Files appear when they are
+    complete, the one that names the others last. Tied parameters are written once. To write another dtype, pass
+    parameters that `fs.tree_map` has converted.
 
     Args:
         directory: Where the files go; made where there is none.
-        params: Any pytree of parameters, and of buffers that the model saves, Sharded or full. Names are those of its
-            leaves, joined by dots.
-        names: What a leaf is called in the files, from its name; None takes it as it is.
+        params: Any pytree of parameters, perhaps with buffers, Sharded or full. Names are those of its leaves, joined
+            by dots.
+        names: What a leaf is called in the files, from its name. None takes it as it is, or as transformers calls it.
+        module: The module whose parameters they are, on any device: buffers that are not persistent are then left out.
+            For a model of transformers the files have the names and weights that its `save_pretrained` writes, where
+            they are not those of the module: experts one by one, for instance.
         max_file_bytes: From how many bytes of tensors on another file is begun; a leaf is never cut.
 
     Raises:
         ValueError: on every rank, if a leaf is no tensor that safetensors can hold, ranks hold different leaves,
-            or two have one name.
+            two have one name, or parameters or buffers that the module saves are not there.
         CheckpointError: on every rank, if the directory has weights already, or files cannot be written.
     """
     label = "checkpoint.save_huggingface"
     check_members(label, params)
     whole = type(max_file_bytes) is int and max_file_bytes > 0
     expect(whole, label, "max_file_bytes to be a whole number from 1", repr(max_file_bytes))
-    leaves = _renamed(label, by_name(label, params, Names(None)), names)
+    known = Names(module)
+    leaves = {name: leaf for name, leaf in by_name(label, params, known).items() if known.saved_as(name)}
     agree(label, {"(directory)": str(directory)})
+    lacking = [name for name in known.aliases if known.saved_as(name) and name not in leaves]
+    problems = [Problem(name, "nothing", "a parameter or a buffer that the module saves") for name in lacking]
+    refuse(f"{label}: leaves do not fit", problems, "pass {**params, **buffers}")
+    full: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Planned] = {}
+    if names is None and is_pretrained(module):
+        with raise_on_all_ranks(label):
+            tensors = to_files(leaves, module, known, full)
+    else:
+        tensors = _renamed(label, {name: as_planned(leaves, name, full) for name in leaves}, names)
     problems = [
-        Problem(name, f"dtype {dtype_name(tensor_of(leaf))}", f"one of {', '.join(DTYPES)}")
-        for name, leaf in leaves.items()
-        if dtype_name(tensor_of(leaf)) not in DTYPES
+        Problem(name, f"dtype {dtype_name(tensor)}", f"one of {', '.join(DTYPES)}")
+        for name, tensor in tensors.items()
+        if dtype_name(tensor) not in DTYPES
     ]
     refuse(f"{label}: safetensors has no such dtype", problems, "convert these leaves by fs.tree_map")
     replicas(label, leaves, world())
     with new_files(label, directory, (SINGLE, INDEX)) as temporary:
-        _write(temporary, leaves, in_groups(leaves, max_file_bytes))
+        _write(temporary, leaves, tensors, full, in_groups(tensors, max_file_bytes))
 
 
 def load_huggingface(
@@ -88,21 +113,28 @@ def load_huggingface(
     *,
     names: Callable[[str], str] | None = None,
     module: nn.Module | None = None,
+    strict: bool = True,
     cast: bool = False,
     trusted: bool = False,
 ) -> Tree:
     """Read the weights of a Hugging Face model into parameters of any layout. Every rank must call this.
 
-    Each rank reads the slices it keeps and no more. Where transformers itself converts old files to what a model is now
-    (a few architectures, experts among them), let `from_pretrained` read them, and shard the module.
+    Each rank reads the slices it keeps and no more. Where transformers has other names in files than in the model, or
+    other weights (experts one by one, which the model stacks), its own conversion runs, as in `from_pretrained`. A
+    conversion that stacks, joins, cuts or transposes reads only the slices that a rank needs too; any other is done in
+    full, one leaf at a time.
 
     Args:
         directory: Where the weights are: one safetensors file, or several with an index.
         like: Parameters as they shall be, perhaps with buffers: leaves say which dtype, shape and layout; their values
             are not used and may be on the meta device.
-        names: What a leaf is called in the files, from its name; None takes it as it is.
+        names: What a leaf is called in the files, from its name. None takes it as it is, or as transformers calls it.
         module: The module whose parameters they are, on any device: files may then have a tied parameter under any of
-            its names, or under several with the same values.
+            its names, or under several with the same values, and buffers that are not persistent stay as they are in
+            `like`. A model of transformers is needed for its conversion.
+        strict: Whether files must have every leaf and nothing else. False is for a model with a head on the weights of
+            one without, and the other way: leaves that are not in the files stay as they are in `like`, and weights
+            that are not in `like` are not read.
         cast: Whether to convert from one floating dtype to another.
         trusted: Whether weights that are pickled (*.bin), where there are no others, may be read. Only tensors are
             taken from them, but a pickle can be made to run code as it is read.
@@ -112,19 +144,22 @@ def load_huggingface(
 
     Raises:
         ValueError: on every rank, with every leaf that the files lack, have otherwise or have besides.
-        CheckpointError: on every rank, if there are no weights, they are pickled and not trusted, or a file is
-            damaged or leads elsewhere.
+        CheckpointError: on every rank, if there are no weights, they are pickled and not trusted, a file is
+            damaged or leads elsewhere, or transformers cannot convert its weights.
     """
     label = "checkpoint.load_huggingface"
     check_members(label, like)
     known = Names(module)
     with ExitStack() as stack:
-        found: dict[str, Entry] = {}
+        found = Found({})
         with raise_on_all_ranks(label, directory):
             check_flags(label, TRUST, trusted=trusted)
-            found = _open(check_path(label, "directory", directory), stack, trusted)
-        found = _as_ours(found, [*known.first, *by_name(label, like, known)], names)
-        return filled(label, found, like, known, cast)
+            check_flags(label, strict=strict)
+            found = Found(_open(check_path(label, "directory", directory), stack, trusted))
+            if names is None and is_pretrained(module):
+                found = from_files(found.entries, module)
+        entries = _as_ours(found.entries, [*known.first, *by_name(label, like, known)], names)
+        return filled(label, entries, like, known, cast, found.optional, strict)
 
 
 def _check_names(label: str, names: Any) -> None:
@@ -156,30 +191,37 @@ def _as_ours(found: dict[str, Entry], own: list[str], names: Callable[[str], str
     return {ours.get(name, f"{name} (in the files)"): entry for name, entry in found.items()}
 
 
-def _write(directory: Path, leaves: Mapping[str, Any], groups: list[list[str]]) -> None:
+def _write(
+    directory: Path,
+    leaves: Mapping[str, Any],
+    tensors: Mapping[str, Planned],
+    full: dict[str, torch.Tensor],
+    groups: list[list[str]],
+) -> None:
     """Write a file of each group on the first rank; every rank gathers all leaves, also when the first cannot write."""
     layouts = [
-        lay_out({name: (dtype_name(tensor_of(leaves[name])), shape_of(leaves[name])) for name in group}, format="pt")
+        lay_out({name: (dtype_name(tensors[name]), shape_of(tensors[name])) for name in group}, format="pt")
         for group in groups
     ]
     number = len(groups)
     files = [SINGLE] if number == 1 else [f"model-{i:05d}-of-{number:05d}.safetensors" for i in range(1, number + 1)]
-    full = gathered({name: leaves[name] for layout in layouts for name in layout.starts})
+    order = [name for layout in layouts for name in layout.starts]
+    gathering = gathered_for({name: tensors[name].sources for name in order}, leaves, full)
     try:
         if comm.rank(world()):
             return
         for name, layout in zip(files, layouts, strict=True):
             with open(directory / name, "xb", buffering=0) as file:
-                write_tensors(file, layout.header, (next(full)[1] for _ in layout.starts))
+                write_tensors(file, layout.header, (tensors[next(gathering)].value() for _ in layout.starts))
         if number > 1:
             where = {name: file for file, layout in zip(files, layouts, strict=True) for name in layout.starts}
-            index = {"metadata": {"total_size": sum(map(nbytes_of, leaves.values()))}, "weight_map": where}
+            index = {"metadata": {"total_size": sum(map(nbytes_of, tensors.values()))}, "weight_map": where}
             with open(directory / INDEX, "xb") as listing:
                 listing.write(json.dumps(index, indent=2, sort_keys=True).encode())
                 listing.flush()
                 os.fsync(listing.fileno())
     finally:
-        for _ in full:
+        for _ in gathering:
             pass
 
 

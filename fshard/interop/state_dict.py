@@ -1,6 +1,6 @@
 """Plain state dicts of modules; leaves by name, gathered into full tensors or cut out of them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
@@ -253,9 +253,41 @@ def by_name(label: str, tree: Tree, names: Names) -> dict[str, Any]:
 def gathered(leaves: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Full tensors by name, one large leaf or one bucket of small ones at a time. Every rank must take all."""
     for bucket in in_groups(leaves, BUCKET_BYTES):
-        sharded = [name for name in bucket if is_sharded(leaves[name])]
-        full = dict(zip(sharded, unsharded([leaves[name] for name in sharded]), strict=True))
-        yield from ((name, full.get(name, leaves[name]).detach()) for name in bucket)
+        yield from _gathered_together({name: leaves[name] for name in bucket}).items()
+
+
+def gathered_for(
+    sources: Mapping[str, Collection[str]], leaves: Mapping[str, Any], full: dict[str, torch.Tensor]
+) -> Iterator[str]:
+    """Name one result after the other, when the leaves that it is made of are full. Every rank must take all.
+
+    Args:
+        sources: The names of the leaves of each result.
+        leaves: The leaves by name.
+        full: Where full leaves are put, those of one result or of several with small leaves at a time.
+    """
+    buckets: list[tuple[list[str], dict[str, Any]]] = [([], {})]
+    room = BUCKET_BYTES
+    for result, names in sources.items():
+        new = {name: leaves[name] for name in sorted(names) if name not in buckets[-1][1]}
+        nbytes = sum(map(nbytes_of, new.values()))
+        if new and buckets[-1][0] and nbytes > room:
+            buckets.append(([], {}))
+            room, new = BUCKET_BYTES, {name: leaves[name] for name in sorted(names)}
+            nbytes = sum(map(nbytes_of, new.values()))
+        buckets[-1][0].append(result)
+        buckets[-1][1].update(new)
+        room -= nbytes
+    for results, needed in buckets:
+        full.update(_gathered_together(needed))
+        yield from results
+        full.clear()
+
+
+def _gathered_together(leaves: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    sharded = [name for name, leaf in leaves.items() if is_sharded(leaf)]
+    full = dict(zip(sharded, unsharded([leaves[name] for name in sharded]), strict=True))
+    return {name: full.get(name, leaf).detach() for name, leaf in leaves.items()}
 
 
 def in_groups(leaves: Mapping[str, Any], nbytes: int) -> list[list[str]]:
@@ -301,12 +333,38 @@ def entry_of(tensor: torch.Tensor, mark: str = "") -> Entry:
     return Entry(tensor.dtype, tuple(tensor.shape), tensor.detach().__getitem__, mark)
 
 
-def filled(label: str, found: Mapping[str, Entry], like: Tree, names: Names, cast: bool) -> Tree:
-    """Read this rank's part of every leaf of a tree by its name, or refuse, on every rank, entries that do not fit."""
+def filled(
+    label: str,
+    found: Mapping[str, Entry],
+    like: Tree,
+    names: Names,
+    cast: bool,
+    optional: Container[str] = (),
+    strict: bool = True,
+) -> Tree:
+    """Read this rank's part of every leaf of a tree by its name, or refuse, on every rank, entries that do not fit.
+
+    Args:
+        label: The public function, for errors.
+        found: The entries by name.
+        like: The tree.
+        names: The names of its module.
+        cast: Whether to convert from one floating dtype to another.
+        optional: Leaves that need no entry if they have values.
+        strict: Whether every other leaf needs an entry, and every entry a leaf.
+    """
     needed, groups = by_name(label, like, names), names.grouped(found)
-    # A state dict has no buffers that are not persistent, which stay as they are.
-    kept = {name: needed.pop(name) for name in list(needed) if not names.saved_as(name) and name not in groups}
     remedy = "pass a tree of the same names; module= knows which are tied or not saved, cast=True changes dtypes"
+
+    def stays(name: str) -> bool:
+        # A state dict has no buffers that are not persistent, which stay as they are.
+        valued = not tensor_of(needed[name]).is_meta
+        return not names.saved_as(name) or (valued and (not strict or name in optional))
+
+    if not strict:
+        groups = {name: entries for name, entries in groups.items() if name in needed}
+        expect(groups or not needed, label, "names of leaves among those in the files", "none of them", remedy)
+    kept = {name: needed.pop(name) for name in list(needed) if name not in groups and stays(name)}
     made = read_leaves(label, needed, groups, remedy, cast)
     return with_leaves(like, made | {name: tree_map(torch.clone, leaf) for name, leaf in kept.items()})
 
