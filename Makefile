@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test slow fuzz lint types demo examples bench clean
+.PHONY: test slow fuzz lint types docs demo examples bench clean
 .NOTPARALLEL:
 
 test: .venv/test
@@ -19,6 +19,12 @@ lint: .venv/dev
 
 types: .venv/dev
 	$(BIN)/mypy fshard
+
+# A page for each public module; `!` leaves out other modules, some of which have the names of functions.
+docs: .venv/dev
+	$(BIN)/python -W error -m pdoc -d google --no-show-source -o build/docs \
+	    fshard fshard.parallel.moe fshard.optim.schedules '!fshard\.(?!checkpoint$$|comm$$|testing$$).*' \
+	    fshard.parallel.moe fshard.optim.schedules
 
 demo: .venv/examples
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/meter.py \

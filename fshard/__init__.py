@@ -1,4 +1,32 @@
-"""fshard: fully sharded data parallelism as pure functions for PyTorch."""
+"""Fully sharded data parallelism as pure functions for PyTorch.
+
+The public names by use, as `import fshard as fs` has them:
+
+- **Ranks**: `init_mesh`, `axis_of`, `Axis`; `measure` and `Link` size messages by what links carry.
+- **Sharded leaves**: `shard`, `unshard`, `reshard`; `Sharded`, `Spec`, `P`; `tree_map`, `tree_leaves`.
+- **Models**: `functionalize`, `Model`, `sync_buffers`.
+- **The four verbs**: `gather`, `apply`, `scatter_grads`, `update`.
+- **Gradients**: `value_and_grad`, `accumulate`, `objective`, `remat`; `microbatches`, `reduce_microbatches` and
+  `sample_ids` for the same bits at any number of ranks; `fold_in` for random keys.
+- **Strategies**: `ddp`, `zero1`, `zero2`, `zero3`, `hsdp`.
+- **Transforms**: `fully_shard`, `hybrid_shard`, `replicate`, `split_dim`, `own_dim`, `independent`; `compose`, `cast`,
+  `quantize`, `offload`, `bucket`; `masked` chooses by name; `Wrapped`, `ShardTransform`, `Storage` and `LayoutError` for
+  one's own; `transform_state`.
+- **Optimizers**: `TrainState`, `from_torch`, `chain`, `partition`, `freeze`, `whole`; `sgd`, `adam`, `adamw`, `lamb`,
+  `lars`, `adafactor`; `GradientTransformation` and `Optimizer` for one's own.
+- **Gradient transformations**: `clip_by_global_norm`, `clip_by_norm`, `clip_by_value`, `global_norm`,
+  `add_decayed_weights`, `scale_by_adam`, `scale_by_trust_ratio`, `scale_by_factored_rms`, `skip_nonfinite`,
+  `dynamic_loss_scale`, `every_k`, `ema`.
+- **Learning rates**: `fshard.optim.schedules` as `fs.schedules`, `from_torch_scheduler`.
+- **jit**: `jit`, `make_graph`.
+- **Other axes**: `pipeline`, `tensor_parallel`, `ring_attention`, `ring_positions`, `ulysses`,
+  `vocab_parallel_embedding`, `vocab_parallel_cross_entropy`; `fshard.parallel.moe` as `fs.moe`.
+- **Collectives in a loss**: `psum`, `pmean`, `pmax`, `psum_invariant`, `pvary`, `all_gather`, `all_gather_invariant`,
+  `reduce_scatter`, `all_to_all`, `ragged_all_to_all`, `ppermute`, `broadcast`, `axis_index`, `axis_size`.
+- **Before and during a step**: `plan`, `trace`; `fshard.comm` records what is sent.
+- **Checkpoints and exchange**: `fshard.checkpoint`, `to_dtensor`, `from_dtensor`.
+- **Tests**: `fshard.testing`.
+"""
 
 from fshard import checkpoint, comm, testing
 from fshard.apply import Model, apply, functionalize, sync_buffers

@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
+import fshard as fs
 from tests import house
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -225,6 +227,11 @@ DOCSTRING = "f: needs a docstring that begins with a sentence"
 )
 def test_documentation_rule(value: object, errors: Sequence[str]):
     assert house.documentation("f", value) == errors
+
+
+def test_the_reference_groups_every_public_name():
+    grouped = re.findall(r"`(?:fshard\.)?(?:optim\.|parallel\.)?(\w+)`", fs.__doc__)
+    assert sorted(grouped) == sorted(fs.__all__)
 
 
 def test_verbs_are_functions_after_every_submodule_was_imported():

@@ -55,7 +55,6 @@ class Workers:
         warnings_as_errors: Whether a warning makes a program fail.
 
     Raises:
-        ImportError: cloudpickle is missing.
         RankError: A worker failed to start.
 
     >>> with Workers(world_size=2) as workers:
@@ -67,7 +66,6 @@ class Workers:
         self, world_size: int, timeout: float = 60.0, backend: str = "gloo", warnings_as_errors: bool = True
     ) -> None:
         expect(world_size > 0, "Workers", "world_size to be at least 1", str(world_size))
-        _dumps(None)
         self.world_size = world_size
         self.timeout = timeout
         self.backend = backend
@@ -217,12 +215,7 @@ def _ending(code: int | None) -> str:
 
 def _dumps(value: Any) -> bytes:
     """Pickle a value, with the functions in it that no module holds."""
-    try:
-        import cloudpickle
-    except ImportError as error:
-        raise ImportError(
-            "Workers needs cloudpickle to send programs; install it by: pip install 'fshard[test]'"
-        ) from error
+    import cloudpickle
 
     class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
         # A function that says torch.ops refers to it as to a submodule, and it is not one.
