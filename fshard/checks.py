@@ -10,7 +10,7 @@ import torch
 
 from fshard import _compat
 from fshard.errors import Problem, expect, leaf_error, refuse
-from fshard.tree import Axis, Flat, Mask, Tree, Treedef, flatten, is_sharded, is_trained, matches, tensor_of
+from fshard.tree import Axis, Flat, Mask, Tree, Treedef, TreeMask, flatten, is_sharded, is_trained, matches, tensor_of
 
 # Where a tensor says that it was donated.
 DONATED = "donated"
@@ -162,10 +162,13 @@ def check_leaves(what: str, flat: Flat, misfit: Callable[[Any], tuple[str, str] 
     refuse(what, [Problem(path, *found) for path, leaf in pairs if (found := misfit(leaf))], remedy)
 
 
-def check_matches(what: str, masks: Iterable[Mask], names: Sequence[str]) -> None:
-    """Refuse masks that match none of the leaves' names."""
+def check_matches(what: str, masks: Iterable[Mask], names: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Refuse masks that match none of the leaves, and trees of bools of another structure."""
     for mask in masks:
-        if not any(matches(mask, name) for name in names):
+        if isinstance(mask, TreeMask):
+            problems = [Problem(name, got, expected) for name, expected, got in mask.misfits(names)]
+            refuse(f"{what}: the mask has other leaves", problems, "make it of this tree, by fs.tree_map for instance")
+        if not any(matches(mask, name, leaf) for name, leaf in zip(names, leaves, strict=True)):
             shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
             raise ValueError(f"{what}: the mask {mask!r} matches no leaf of {shown}; name some of these")
 

@@ -44,7 +44,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str],
     check_transform(transform, "shard")
     flat = flatten(full_tree)
     names = names_of(flat.treedef)
-    check_matches("shard", masks(transform), names)
+    check_matches("shard", masks(transform), names, flat.leaves)
     problems: list[Problem] = []
     out: list[Any] = []
     entries: dict[str, str] = {}
@@ -56,7 +56,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str],
             entries[path] = misfit[0] if misfit else "None"
             continue
         spec = Spec(tuple(leaf.shape), frozen=is_frozen(path, leaf, frozen))
-        spec = laid_out(path, spec, at(transform, name), problems)
+        spec = laid_out(path, spec, at(transform, name, leaf), problems)
         out.append((leaf.detach(), spec))
         entries[path] = fingerprint(leaf, spec)
     entries["(structure)"] = outline(flat.treedef)
@@ -159,7 +159,7 @@ def reshard(tree: Tree, transform: ShardTransform) -> Tree:
     check_local("reshard", flat)
     check_one_value("reshard", flat, REMEDY)
     names = _names_of_parameters(tree, flat)
-    check_matches("reshard", masks(transform), names)
+    check_matches("reshard", masks(transform), names, flat.leaves)
     problems: list[Problem] = []
     out: list[Any] = []
     for path, name, leaf in zip(flat.paths, names, flat.leaves, strict=True):
@@ -167,7 +167,7 @@ def reshard(tree: Tree, transform: ShardTransform) -> Tree:
         if is_sharded(leaf):
             if leaf.spec.transform is None:
                 problems.append(Problem(path, "state of a transform, this rank's own", "leaves that have a transform"))
-            spec = laid_out(path, Spec(leaf.spec.shape, frozen=leaf.spec.frozen), at(transform, name), problems)
+            spec = laid_out(path, Spec(leaf.spec.shape, frozen=leaf.spec.frozen), at(transform, name, leaf), problems)
         out.append((leaf, spec))
     if any(is_sharded(leaf) and leaf.spec.transform is None for leaf in flat.leaves):
         remedy = "reshard without it, and make it anew by fs.transform_state"

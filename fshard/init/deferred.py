@@ -61,7 +61,7 @@ class _Shards:
         self._module, self._transform = module, transform
         self._flat = flatten(dict(module.named_parameters()))
         self._names = names_of(self._flat.treedef)
-        check_matches("shard", masks(transform), self._names)
+        check_matches("shard", masks(transform), self._names, self._flat.leaves)
         self.problems: list[Problem] = []
         self._undrawn: dict[str, Problem] = {}
         self._remedy = ""
@@ -74,7 +74,7 @@ class _Shards:
             spec = Spec(tuple(leaf.shape), frozen=is_frozen(path, leaf))
             if misfit:
                 self.problems.append(Problem(path, *misfit))
-            self._specs[name] = spec if misfit else laid_out(path, spec, at(transform, name), self.problems)
+            self._specs[name] = spec if misfit else laid_out(path, spec, at(transform, name, leaf), self.problems)
             self._entries[name] = misfit[0] if misfit else fingerprint(leaf, self._specs[name], "without values")
 
     def replay(self, new_buffer: Callable[[torch.Tensor], torch.Tensor], seed: int) -> nn.Module:

@@ -35,10 +35,10 @@ def from_dtensor(tree: Tree, strategy: Any) -> Tree:
     check_transform(strategy, "from_dtensor", "strategy")
     flat = flatten(tree)
     names = names_of(flat.treedef)
-    check_matches("from_dtensor", masks(strategy), names)
+    check_matches("from_dtensor", masks(strategy), names, flat.leaves)
     problems: list[Problem] = []
     leaves = [
-        _from_dtensor(path, leaf, at(strategy, name), problems) if isinstance(leaf, DTensor) else leaf
+        _from_dtensor(path, leaf, at(strategy, name, leaf), problems) if isinstance(leaf, DTensor) else leaf
         for path, name, leaf in zip(flat.paths, names, flat.leaves, strict=True)
     ]
     remedy = "use the strategy's mesh and Shard or Replicate"

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +26,14 @@ from fshard.optim.leaves import (
 )
 from fshard.transforms import ShardTransform, masked_transform
 from fshard.tree import (
+    MASK,
     Added,
     Axis,
+    Flat,
     Mask,
     Tree,
     Treedef,
+    as_mask,
     flatten,
     is_mask,
     is_sharded,
@@ -38,6 +42,7 @@ from fshard.tree import (
     map_leaves,
     matches,
     names_of,
+    reads_leaves,
     tensor_of,
     tree_map,
     unflatten,
@@ -328,14 +333,16 @@ def _has_values() -> bool:
     return not (_compat.transforms_active() or _compat.is_tracing())
 
 
-def masked(tx: Any, mask: Mask, otherwise: ShardTransform | None = None) -> Any:
+def masked(tx: Any, mask: Mask | Tree, otherwise: ShardTransform | None = None) -> Any:
     """Apply a transformation, an optimizer or a sharding transform to some leaves, as in Optax.
 
     Args:
         tx: The GradientTransformation, Optimizer or ShardTransform. Others' gradients pass through the first; the
             second does not change their parameters; the third leaves them to `otherwise`.
         mask: Which leaves: a glob pattern of their names or several, where a name is a leaf's keys joined by dots, such
-            as "blocks.0.norm.weight", and `*` stands for anything; or a function of the name.
+            as "blocks.0.norm.weight", and `*` stands for anything; a function of the name; a function of (name, leaf),
+            which gets a tensor of the leaf's full shape and dtype without values, as in
+            `lambda name, leaf: leaf.dim() >= 2`; or a tree of bools, one for each leaf or for all below it.
         otherwise: For a ShardTransform: that of all other leaves, over the same axes; None changes nothing in them.
 
     Returns:
@@ -360,7 +367,7 @@ def masked(tx: Any, mask: Mask, otherwise: ShardTransform | None = None) -> Any:
     return _partition("masked", [mask, "*"], [tx, _unchanged("masked", tx)])
 
 
-def freeze(tx: Any, mask: Mask) -> Any:
+def freeze(tx: Any, mask: Mask | Tree) -> Any:
     """Keep some parameters as they are, and update the others.
 
     Unlike leaves that are sharded as frozen, these have gradients, which are not used.
@@ -382,8 +389,8 @@ def partition(parts: Mapping[Mask, Any]) -> Any:
     """Give each leaf to the first part that matches it: parameter groups.
 
     Args:
-        parts: GradientTransformations, or Optimizers, by masks as `masked` takes them. One must match every leaf;
-            `"*"` matches all that are left.
+        parts: GradientTransformations, or Optimizers, by masks as `masked` takes them, but for trees. One must match
+            every leaf; `"*"` matches all that are left.
 
     Returns:
         The Optimizer, or the GradientTransformation; its state is a tuple of those of the parts, in their order.
@@ -408,15 +415,23 @@ def _partition(what: str, masks: Sequence[Mask], members: Sequence[Any]) -> Any:
     one_kind = any(members and all(isinstance(m, cls) for m in members) for cls in (Optimizer, GradientTransformation))
     found = ", ".join(map(describe, members)) or "nothing"
     expect(one_kind, what, "parts of Optimizers alone or GradientTransformations alone", found)
+    masks = [as_mask(mask) for mask in masks]
     for mask in masks:
-        needed = "the mask to be a glob pattern of leaves' names, several, or a function of the name"
-        expect(is_mask(mask), what, needed, describe(mask))
+        expect(is_mask(mask), what, f"the mask to be {MASK}", describe(mask))
+    by_leaves = any(map(reads_leaves, masks))
 
     @lru_cache(maxsize=16)
-    def owners(treedef: Treedef) -> tuple[int | None, ...]:
+    def numbered(treedef: Treedef, kinds: tuple[tuple[Any, ...] | None, ...]) -> tuple[int | None, ...]:
+        """Number, for each leaf of a kind, the first member whose mask matches it."""
+        leaves = [kind and torch.empty(kind[0], dtype=kind[1], device="meta") for kind in kinds] or repeat(None)
+        pairs = zip(names_of(treedef), leaves, strict=False)
+        return tuple(
+            next((i for i, mask in enumerate(masks) if matches(mask, name, leaf)), None) for name, leaf in pairs
+        )
+
+    def owners(flat: Flat) -> tuple[int | None, ...]:
         """Number, for each leaf, the first member whose mask matches it."""
-        numbered = list(enumerate(masks))
-        return tuple(next((i for i, mask in numbered if matches(mask, name)), None) for name in names_of(treedef))
+        return numbered(flat.treedef, tuple(map(_kind_of, flat.leaves)) if by_leaves else ())
 
     def parts_of(tree: Tree, found: Sequence[int | None]) -> list[Tree]:
         """Take a tree apart: for each member its leaves, and None in the place of others."""
@@ -428,10 +443,11 @@ def _partition(what: str, masks: Sequence[Mask], members: Sequence[Any]) -> Any:
         ]
 
     def init(params: Tree) -> Tree:
-        treedef = flatten(params).treedef
-        found = owners(treedef)
-        check_matches(what, masks, names_of(treedef))
-        left = [name for name, owner in zip(names_of(treedef), found, strict=True) if owner is None]
+        flat = flatten(params)
+        names, found = names_of(flat.treedef), owners(flat)
+        check_matches(what, masks, names, flat.leaves)
+        rows = zip(names, found, flat.leaves, strict=True)
+        left = [name for name, owner, leaf in rows if owner is None and leaf is not None]
         if left:
             shown = ", ".join(left[:4])
             raise ValueError(f'{what}: no mask matches {shown}; add one for "*", which matches all that are left')
@@ -439,16 +455,23 @@ def _partition(what: str, masks: Sequence[Mask], members: Sequence[Any]) -> Any:
 
     def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> tuple[Tree, Tree]:
         check_states(what, state, len(members))
-        treedef = flatten(params).treedef
-        found = owners(treedef)
+        flat = flatten(params)
+        found = owners(flat)
         parts = zip(members, parts_of(grads, found), state, parts_of(params, found), strict=True)
         outs, states = zip(*(step_of(member, donate)(*part) for member, *part in parts), strict=True)
         leaves = [leaves_of(out) for out in outs]
-        return unflatten(treedef, [None if i is None else leaves[i][n] for n, i in enumerate(found)]), states
+        return unflatten(flat.treedef, [None if i is None else leaves[i][n] for n, i in enumerate(found)]), states
 
     if isinstance(members[0], Optimizer):
         return Optimizer(init, run, partial(run, donate=True))
     return GradientTransformation(init, run)
+
+
+def _kind_of(leaf: Any) -> tuple[Any, ...] | None:
+    """Return the full shape and the dtype of a leaf; None where it has none."""
+    if leaf is None:
+        return None
+    return tuple(leaf.spec.shape if is_sharded(leaf) else leaf.shape), tensor_of(leaf).dtype
 
 
 def _unchanged(what: str, tx: Any) -> Any:

@@ -23,7 +23,7 @@ from fshard.transforms.base import (
     takes,
 )
 from fshard.transforms.local import _Cast
-from fshard.tree import Axis, Mask, ModelDtypes, ReshardPolicy, Spec, Tree, is_mask, matches, rebuilt
+from fshard.tree import MASK, Axis, Mask, ModelDtypes, ReshardPolicy, Spec, Tree, as_mask, is_mask, matches, rebuilt
 
 _NOTHING = ShardTransform()
 
@@ -226,7 +226,7 @@ def masked_transform(transform: ShardTransform, mask: Mask, otherwise: ShardTran
 
     Args:
         transform: The transform of the leaves that are meant.
-        mask: Which leaves: glob patterns of their names, or a function of the name.
+        mask: Which leaves; see `fs.masked`.
         otherwise: The transform of the others; None changes nothing in them.
 
     Returns:
@@ -238,9 +238,9 @@ def masked_transform(transform: ShardTransform, mask: Mask, otherwise: ShardTran
     otherwise = _NOTHING if otherwise is None else otherwise
     if not isinstance(otherwise, ShardTransform):
         raise ValueError(f"masked: expected otherwise to be a ShardTransform, got {describe(otherwise)}")
+    mask = as_mask(mask)
     if not is_mask(mask):
-        needed = "a glob pattern of leaves' names, several, or a function of the name"
-        raise ValueError(f"masked: expected the mask to be {needed}, got {describe(mask)}")
+        raise ValueError(f"masked: expected the mask to be {MASK}, got {describe(mask)}")
     if set(transform.axes) != set(otherwise.axes):
         other, axes = ([axis.name for axis in t.axes] for t in (otherwise, transform))
         raise ValueError(
@@ -326,21 +326,23 @@ def summed_axes(transform: ShardTransform) -> tuple[Axis, ...]:
     return tuple(dict.fromkeys(axis for node in nodes(transform) for axis in own(node)))
 
 
-def at(transform: ShardTransform, name: str) -> ShardTransform:
+def at(transform: ShardTransform, name: str, leaf: Any) -> ShardTransform:
     """Choose the transform of one leaf.
 
     Args:
         transform: The transform, which may have masks.
         name: The leaf's keys joined by dots, such as "blocks.0.norm.weight".
+        leaf: The leaf: a tensor of its full shape, or Sharded.
 
     Returns:
         The transform without masks; leaves of equal ones share one object.
     """
     if isinstance(transform, _Masked):
-        return at(transform.transform if matches(transform.mask, name) else transform.otherwise, name)
+        chosen_part = transform.transform if matches(transform.mask, name, leaf) else transform.otherwise
+        return at(chosen_part, name, leaf)
 
     def chosen(value: Any) -> Any:
-        return at(value, name) if isinstance(value, ShardTransform) else rebuilt(value, chosen)
+        return at(value, name, leaf) if isinstance(value, ShardTransform) else rebuilt(value, chosen)
 
     found = rebuilt(transform, chosen)
     return _shared(found) if isinstance(found, _Composed) and found is not transform else found

@@ -1,7 +1,7 @@
 """Leaves and their specs: Sharded, Spec, Axis, P; pytrees of them; shape arithmetic."""
 
 from fshard.tree.exact import Exact
-from fshard.tree.masks import Mask, is_mask, matches
+from fshard.tree.masks import MASK, Mask, TreeMask, as_mask, is_mask, matches, reads_leaves
 from fshard.tree.nodes import (
     Added,
     Flat,

@@ -85,9 +85,72 @@ def test_masked_passes_the_other_gradients_through():
     assert state == ((), ())
 
 
+def matrices(name, leaf):
+    return leaf.dim() >= 2
+
+
+TREE = {name: parameter.dim() >= 2 for name, parameter in module().named_parameters()}
+
+
+@pytest.mark.parametrize("mask", [matrices, TREE, {"0": {"weight": True, "bias": False}, "1": False, "2": True}])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_leaves_may_be_chosen_by_shapes_or_by_a_tree(mask, world_size):
+    """As by names; a leaf's shape is that of the full one, also where a rank has none of its rows."""
+    nested = "0" in mask if isinstance(mask, dict) else False
+    by_name = ["0.weight", "2.weight"] + ["2.bias"] * nested
+
+    def program(mask):
+        strategy = fs.zero2(one_axis(), min_shard_elements=0)
+        tree = dict(module().named_parameters())
+        tx = fs.chain(
+            fs.add_decayed_weights(0.1, mask), fs.freeze(fs.sgd(0.1, momentum=0.9), lambda name: "1." in name)
+        )
+        state = fs.TrainState.create(fs.shard(tree, strategy), tx)
+        for step in range(1, STEPS + 1):
+            state = fs.jit(lambda s, grads: fs.update(tx, s, grads))(state, fs.shard(gradients(step), strategy))
+        return fs.unshard(state.params)
+
+    assert_same_bits(spmd(lambda: program(mask), world_size), spmd(lambda: program(tuple(by_name)), world_size))
+
+
+def test_parts_may_be_chosen_by_shapes():
+    params = {"a": torch.ones(3, 2), "b": torch.ones(2), "c": None}
+    tx = fs.partition({matrices: fs.sgd(1.0), lambda name, leaf: leaf.dim() < 2: fs.sgd(0.5)})
+    new, _ = tx.update(params, tx.init(params), params)
+    assert_same_bits(new, {"a": torch.zeros(3, 2), "b": torch.full((2,), 0.5), "c": None})
+    # Of the same structure and other shapes.
+    turned = {"a": torch.ones(2), "b": torch.ones(3, 2), "c": None}
+    new, _ = tx.update(turned, tx.init(turned), turned)
+    assert_same_bits(new, {"a": torch.full((2,), 0.5), "b": torch.zeros(3, 2), "c": None})
+
+
+def test_a_tree_may_be_made_of_sharded_parameters():
+    params = fs.shard({"a": torch.ones(3, 2), "b": torch.ones(2)}, fs.ddp(one_axis()))
+    tx = fs.freeze(fs.sgd(1.0), fs.tree_map(lambda leaf: leaf.dim() < 2, params))
+    new, _ = tx.update(params, tx.init(params), params)
+    assert_same_bits(fs.unshard(new), {"a": torch.zeros(3, 2), "b": torch.ones(2)})
+
+
 PARAMS = {"a": torch.ones(2), "b": torch.ones(2)}
-MASK = "expected the mask to be a glob pattern of leaves' names, several, or a function of the name"
+MASK = (
+    "expected the mask to be a glob pattern of leaves' names, several, a function of the name or of (name, leaf), or a "
+    "tree of bools"
+)
+OTHER = "freeze: the mask has other leaves\n  {}\nTo fix: make it of this tree, by fs.tree_map for instance."
 REFUSED = {
+    "a tree without a leaf": (
+        lambda: fs.freeze(fs.sgd(0.1), {"a": True}).init(PARAMS),
+        OTHER.format("b: expected a bool, got none"),
+    ),
+    "a tree with another leaf": (
+        lambda: fs.freeze(fs.sgd(0.1), {"a": True, "b": False, "c": True}).init(PARAMS),
+        OTHER.format("c: expected a leaf, got none"),
+    ),
+    "a tree that means nothing": (
+        lambda: fs.freeze(fs.sgd(0.1), {"a": False, "b": False}).init(PARAMS),
+        "freeze: the mask TreeMask(entries=(('a', False), ('b', False))) matches no leaf of a, b; name some of these",
+    ),
+    "a tree of numbers": (lambda: fs.freeze(fs.sgd(0.1), {"a": 1, "b": 0}), f"freeze: {MASK}, got a dict"),
     "a pattern that means nothing": (
         lambda: fs.masked(fs.sgd(0.1), "bias").init(PARAMS),
         "masked: the mask 'bias' matches no leaf of a, b; name some of these",

@@ -49,7 +49,7 @@ def assert_adjoint(transform: fs.ShardTransform, full: Any) -> None:
     shapes: dict[fs.ShardTransform, list[tuple[int, ...]]] = {}
     for name, leaf in zip(names_of(flat.treedef), flat.leaves):
         if leaf is not None:
-            shapes.setdefault(at(transform, name), []).append(tuple(leaf.shape))
+            shapes.setdefault(at(transform, name, leaf), []).append(tuple(leaf.shape))
     for chosen, group in shapes.items():
         check_adjoint(chosen, group)
 

@@ -21,7 +21,10 @@ AXES = (
     "masked: expected other leaves to be reduced over the axes {}, got {}; give otherwise= a transform over these, "
     "such as fs.replicate"
 )
-MASK = "masked: expected the mask to be a glob pattern of leaves' names, several, or a function of the name, got {}"
+MASK = (
+    "masked: expected the mask to be a glob pattern of leaves' names, several, a function of the name or of (name, "
+    "leaf), or a tree of bools, got {}"
+)
 NAMELESS = (
     "masked: leaves are meant by their names, which only fs.shard, fs.reshard and model.init know; each leaf's spec "
     "has its own transform"

@@ -27,6 +27,16 @@ MASKS = {
     "patterns": (("layers.1.*", "head*"), ["layers.1.weight", "head.0.w"]),
     "a function": (lambda name: "0" in name, ["layers.0.weight", "layers.0.bias", "head.0.w"]),
     "one name": ("head.0.w", ["head.0.w"]),
+    "a function of leaves": (lambda name, leaf: leaf.dim() == 2, ["layers.0.weight", "layers.1.weight"]),
+    "a function of full shapes": (lambda name, leaf: leaf.shape == (4, 3), ["layers.0.weight"]),
+    "a tree of bools": (
+        OrderedDict(layers=[Layer(False, True), Layer(True, None)], head=({"w": False},)),
+        ["layers.0.bias", "layers.1.weight"],
+    ),
+    "bools for subtrees": (
+        {"layers": [Layer(False, True), True], "head": False},
+        ["layers.0.bias", "layers.1.weight"],
+    ),
     "everything": ("*", ["layers.0.weight", "layers.0.bias", "layers.1.weight", "head.0.w"]),
     "one letter": ("layers.[!1].?ias", ["layers.0.bias"]),
 }
@@ -87,6 +97,26 @@ def test_transforms_of_equal_masks_are_equal_and_leaves_share_their_transforms()
     first, second = (fs.compose(fs.masked(fs.cast(gather=torch.bfloat16), "a*"), fs.ddp(mesh)) for _ in range(2))
     assert first == second
     assert hash(first) == hash(second)
+    trees = [fs.masked(fs.cast(gather=torch.bfloat16), {"a1": True, "b": False}) for _ in range(2)]
+    assert trees[0] == trees[1]
+    assert hash(trees[0]) == hash(trees[1])
     params = fs.shard({"a1": torch.ones(3), "a2": torch.ones(3), "b": torch.ones(3)}, first)
     assert params["a1"].spec.transform is params["a2"].spec.transform
     assert params["b"].spec.transform == fs.compose(fs.ddp(mesh))
+
+
+@on_ranks(3)
+def test_reshard_and_model_init_choose_by_full_shapes():
+    """A shard's shape is another, and some ranks have none of a leaf's rows."""
+    mesh = one_axis()
+    wide = fs.masked(
+        fs.fully_shard(mesh), lambda name, leaf: leaf.dim() > 1 and leaf.shape[0] == 2, otherwise=fs.replicate(mesh)
+    )
+    full = {"few": torch.ones(2, 5), "many": torch.ones(7, 5), "bias": torch.ones(2)}
+    parts = {"few": fs.P("shard"), "many": fs.P(), "bias": fs.P()}
+    moved = fs.reshard(fs.shard(full, fs.zero3(mesh, min_shard_elements=0)), wide)
+    assert {name: leaf.spec.partition for name, leaf in moved.items()} == parts
+    with torch.device("meta"):
+        module = torch.nn.Linear(7, 2)
+    params = fs.functionalize(module).init(wide, seed=0)
+    assert {name: leaf.spec.partition for name, leaf in params.items()} == {"weight": fs.P("shard"), "bias": fs.P()}
