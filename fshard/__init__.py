@@ -53,6 +53,7 @@ from fshard.jit import jit, make_graph
 from fshard.links import Link, measure
 from fshard.mesh import axis_of, init_mesh
 from fshard.microbatches import microbatches, reduce_microbatches
+from fshard.modules import no_split
 from fshard.optim import schedules
 from fshard.optim.from_torch import from_torch
 from fshard.optim.native import adafactor, adam, adamw, lamb, lars, sgd
@@ -168,6 +169,7 @@ __all__ = [
     "measure",
     "microbatches",
     "moe",
+    "no_split",
     "objective",
     "offload",
     "own_dim",

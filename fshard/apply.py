@@ -239,10 +239,11 @@ def functionalize(module: nn.Module, units: Units = None) -> Model:
     Args:
         module: The module, with values or on the meta device; tied and frozen parameters keep their meaning.
         units: Which submodules' parameters are gathered together, just before the submodule runs: a module class or a
-            tuple of classes; a glob pattern of names, in which `*` stands for what lies between two dots; a number, for
-            the smallest submodules of at least so many parameters; a function of (name, module); or a list of such,
-            which then also says in which order they are gathered, where the module's own order is not that of its
-            forward. Other parameters form a unit for each submodule that owns some. None gathers all at once.
+            tuple of classes, which `fs.no_split(module)` lists for a model of transformers; a glob pattern of names, in
+            which `*` stands for what lies between two dots; a number, for the smallest submodules of at least so many
+            parameters; a function of (name, module); or a list of such, which then also says in which order they are
+            gathered, where the module's own order is not that of its forward. Other parameters form a unit for each
+            submodule that owns some. None gathers all at once.
 
     Returns:
         A Model with `init` and `apply`.

@@ -11,6 +11,7 @@ from torch import nn
 from fshard import _compat
 from fshard.checks import describe
 from fshard.engine import Call, Leaf, Pass
+from fshard.errors import expect
 from fshard.tree import matches
 
 # They hold submodules and have no forward.
@@ -116,6 +117,38 @@ def select(module: nn.Module, units: Any) -> dict[str, int]:
                 )
             selected.setdefault(path, 0 if together else rank)
     return selected
+
+
+def no_split(model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """List the units that a model of transformers declares: its layers, by the `_no_split_modules` of its classes.
+
+    Args:
+        model: The model, or a module with such models among its submodules, with values or on the meta device.
+
+    Returns:
+        The classes of submodules, for `functionalize(model, units=fs.no_split(model))`.
+
+    Raises:
+        ValueError: if no submodule with parameters is of a class that is declared.
+
+    >>> class Block(nn.Linear): ...
+    >>> class Model(nn.Sequential):
+    ...     _no_split_modules = ["Block"]
+    >>> [cls.__name__ for cls in no_split(Model(Block(2, 2), nn.ReLU(), Block(2, 2)))]
+    ['Block']
+    """
+    given = isinstance(model, nn.Module)
+    expect(given, "no_split", "model to be an nn.Module", describe(model), "pass the module itself")
+    declared: dict[str, None] = {}
+    for submodule in model.modules():
+        declared.update(dict.fromkeys(getattr(submodule, "_no_split_modules", None) or ()))
+    # transformers declares classes by their names.
+    named = [part for part in model.modules() if part is not model and type(part).__name__ in declared]
+    found = dict.fromkeys(type(part) for part in named if any(True for _ in part.parameters()))
+    got = f"{', '.join(sorted(declared))}, of which it has none with parameters" if declared else "none"
+    remedy = "pass units= another rule, such as the class of its layers or a glob pattern like 'model.layers.*'"
+    expect(found, "no_split", f"model {type(model).__name__} to declare _no_split_modules", got, remedy)
+    return tuple(found)
 
 
 def _test(rule: Any) -> Callable[[str, nn.Module], bool]:

@@ -67,6 +67,12 @@ def step(state):
     return fs.update(fs.sgd(0.1), state, fs.value_and_grad(loss)(state.params)[1])
 
 
+class Declares(nn.Sequential):
+    """Declares its units, as models of transformers do."""
+
+    _no_split_modules = ("Linear",)
+
+
 class World:
     """The ranks of this process, and what calls need."""
 
@@ -146,6 +152,7 @@ CALLS = {
     "lars": lambda w: dict(lr=0.1, momentum=0.9, weight_decay=0.0, trust_coefficient=0.001, eps=0.0),
     "masked": lambda w: dict(tx=w.tx, mask="w"),
     "microbatches": lambda w: dict(batches=[1, 2], like=w.params, communicate="each"),
+    "no_split": lambda w: dict(model=Declares(nn.Linear(2, 2))),
     "objective": lambda w: dict(loss=torch.ones(()), like=w.params, reduce="mean"),
     "partition": lambda w: dict(parts={"*": w.tx}),
     "psum": lambda w: dict(tree=torch.ones(2), axis=w.axis),

@@ -138,6 +138,43 @@ def test_a_rule_selects_these_units_in_this_order(rule):
     assert selected(Tower(), units) == expected
 
 
+class Declared(nn.Module):
+    """Has a model among its submodules that declares its units by the names of their classes, as transformers does."""
+
+    def __init__(self, *names, tail=("Sequential",)):
+        super().__init__()
+        self.tower = Tower()
+        self.tower._no_split_modules = set(names)
+        self._no_split_modules = tail
+
+
+def test_units_that_a_model_declares():
+    module = Declared("Block", "Embedding", "ReLU", "LSTM", tail=None)
+    assert fs.no_split(module) == (nn.Embedding, Block)
+    with torch.device("meta"):
+        assert fs.no_split(Declared("Block")) == (Block, nn.Sequential)
+    assert selected(module, fs.no_split(module)) == selected(module, (Block, nn.Embedding))
+    # A class that stands for the whole model is no unit.
+    assert fs.no_split(Declared("Declared", "Block", tail=None)) == (Block,)
+
+
+@pytest.mark.parametrize(
+    "module, got",
+    [
+        (Tower(), "model Tower to declare _no_split_modules, got none"),
+        (
+            Declared("LSTM", tail=["ReLU"]),
+            "model Declared to declare _no_split_modules, got LSTM, ReLU, of which it has none with parameters",
+        ),
+    ],
+)
+def test_models_that_declare_no_units_are_refused(module, got):
+    remedy = "; pass units= another rule, such as the class of its layers or a glob pattern like 'model.layers.*'"
+    with pytest.raises(ValueError, match="no_split") as caught:
+        fs.no_split(module)
+    assert str(caught.value) == f"no_split: expected {got}{remedy}"
+
+
 def test_a_unit_ends_where_the_first_one_outside_it_begins():
     units = fs.functionalize(Tower(), units="blocks.?.mlp")._units
     assert [(unit.path, unit.end) for unit in units] == [

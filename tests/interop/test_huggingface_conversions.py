@@ -140,6 +140,14 @@ def test_both_ways_as_transformers(tmp_path, name, max_file_bytes):
     assert_same_bits(dict(case.read(ours).state_dict()), dict(oracle.state_dict()))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_every_model_declares_units(name):
+    module = CASES[name].on_meta()
+    layers = fs.no_split(module)
+    units = {unit.path for unit in fs.functionalize(module, units=layers)._units}
+    assert sum(isinstance(module.get_submodule(path), layers) for path in units) >= 2
+
+
 def files_of(directory):
     files = sorted(directory.glob("*.safetensors"))
     return dict(sorted((name, tensor) for file in files for name, tensor in load_file(file).items()))
