@@ -88,6 +88,14 @@ def axis_of(mesh: Mesh | Axis, name: str | None = None) -> Axis:
 
     Raises:
         ValueError: if the mesh has no such axis, or several and none was named, or this rank is not one of its ranks.
+
+    >>> import fshard as fs
+    >>> mesh = fs.init_mesh({"shard": -1, "tp": 1}, device="cpu")
+    >>> fs.axis_of(mesh, "tp").name, fs.axis_of(mesh["shard"]).name
+    ('tp', 'shard')
+    >>> fs.axis_of(mesh)
+    Traceback (most recent call last):
+    ValueError: expected mesh to have one axis, got ('shard', 'tp'); name one, as in mesh['shard']
     """
     return axis_given(mesh, name, "name")
 

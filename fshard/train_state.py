@@ -26,6 +26,12 @@ class TrainState(NamedTuple):
         buffers: The model's buffers by name.
         key: Random key of the run, or None.
         transform_state: State of the parameters' transforms, such as what a lossy scatter left out; mostly None.
+
+    >>> import torch, fshard as fs
+    >>> params = fs.shard({"w": torch.ones(2)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+    >>> state = fs.TrainState.create(params, fs.sgd(0.1, momentum=0.9), key=7)
+    >>> state.step, state.params, state.key
+    (tensor(0), {'w': Sharded(float32[2], P(), local [2])}, tensor(7))
     """
 
     step: torch.Tensor

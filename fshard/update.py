@@ -22,6 +22,14 @@ class Optimizer(NamedTuple):
         update: update(grads, state, params) returns (params, state).
         update_donated: As `update`, and may write to the state and the parameters that it is given; None where the
             optimizer has no use for that.
+
+    >>> import torch, fshard as fs
+    >>> def update(grads, state, params):
+    ...     return fs.tree_map(lambda p, g: p - 0.1 * g.sign(), params, grads), state
+    >>> tx = fs.Optimizer(init=lambda params: (), update=update)
+    >>> params = {"w": torch.ones(2)}
+    >>> tx.update({"w": torch.tensor([5.0, -7.0])}, tx.init(params), params)[0]
+    {'w': tensor([0.9000, 1.1000])}
     """
 
     init: Callable[[Tree], Tree]
@@ -35,6 +43,14 @@ class GradientTransformation(NamedTuple):
     Attributes:
         init: init(params) returns the transformation's state.
         update: update(grads, state, params) returns (grads, state).
+
+    >>> import torch, fshard as fs
+    >>> def update(grads, state, params):
+    ...     return fs.tree_map(torch.sign, grads), state
+    >>> tx = fs.chain(fs.GradientTransformation(lambda params: (), update), fs.sgd(0.1))
+    >>> params = {"w": torch.ones(2)}
+    >>> tx.update({"w": torch.tensor([5.0, -7.0])}, tx.init(params), params)[0]
+    {'w': tensor([0.9000, 1.1000])}
     """
 
     init: Callable[[Tree], Tree]
@@ -65,6 +81,15 @@ def update(
 
     Raises:
         ValueError: before any collective, if the gradients are not those of state.params, or tx is no optimizer.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.sgd(0.1)
+    >>> params = fs.shard({"w": torch.ones(2)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+    >>> state = fs.TrainState.create(params, tx)
+    >>> _, grads = fs.value_and_grad(lambda p: fs.gather(p)["w"].sum())(state.params)
+    >>> state = fs.update(tx, state, grads)
+    >>> state.step, state.params["w"].local
+    (tensor(1), tensor([0.9000, 0.9000]))
     """
     remedy = "end the chain with one, such as fs.from_torch"
     expect(isinstance(tx, Optimizer), "update", "tx to be an Optimizer", describe(tx), remedy)
@@ -107,6 +132,12 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
 
     Raises:
         ValueError: if an optimizer stands anywhere but last, or something is neither.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.chain(fs.clip_by_value(1.0), fs.sgd(0.1))
+    >>> params = {"w": torch.ones(2)}
+    >>> tx.update({"w": torch.tensor([5.0, -0.5])}, tx.init(params), params)[0]
+    {'w': tensor([0.9000, 1.0500])}
     """
     for part in transformations:
         known = isinstance(part, GradientTransformation | Optimizer)

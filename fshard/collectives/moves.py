@@ -23,6 +23,14 @@ def all_gather(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
 
     Returns:
         Tensors axis.size times as long along `dim`.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))
+    ...     x = torch.full((1, 2), float(fs.axis_index(axis)))
+    ...     return fs.all_gather(x, axis).tolist(), fs.all_gather(x, axis, dim=1).tolist()
+    >>> fs.testing.spmd(program, world=2)[0]
+    ([[0.0, 0.0], [1.0, 1.0]], [[0.0, 0.0, 1.0, 1.0]])
     """
     check_dim("all_gather", dim)
     check_operands("all_gather", tree, axis, dim)
@@ -41,6 +49,16 @@ def all_gather_invariant(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
 
     Returns:
         Tensors axis.size times as long along `dim`.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"tp": -1}, device="cpu"))
+    ...     x = torch.tensor([fs.axis_index(axis) + 1.0], requires_grad=True)
+    ...     full = fs.all_gather_invariant(x, axis)
+    ...     (full * full).sum().backward()
+    ...     return full.tolist(), x.grad.tolist()
+    >>> fs.testing.spmd(program, world=2)
+    [([1.0, 2.0], [2.0]), ([1.0, 2.0], [4.0])]
     """
     check_dim("all_gather_invariant", dim)
     check_operands("all_gather_invariant", tree, axis, dim)
@@ -61,6 +79,13 @@ def reduce_scatter(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
 
     Raises:
         ValueError: if a leaf has no such dim, or it does not divide, with the leaf's path.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))
+    ...     return fs.reduce_scatter(torch.arange(4) + 10 * fs.axis_index(axis), axis).tolist()
+    >>> fs.testing.spmd(program, world=2)
+    [[10, 12], [14, 16]]
     """
     check_dim("reduce_scatter", dim)
     check_operands("reduce_scatter", tree, axis, dim)
@@ -84,6 +109,14 @@ def all_to_all(tree: Tree, axis: Axis, split_dim: int, concat_dim: int) -> Tree:
 
     Raises:
         ValueError: if a leaf has no such dim, or it does not divide, with the leaf's path.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"cp": -1}, device="cpu"))
+    ...     x = torch.arange(4).reshape(1, 4) + 10 * fs.axis_index(axis)
+    ...     return fs.all_to_all(x, axis, split_dim=1, concat_dim=0).tolist()
+    >>> fs.testing.spmd(program, world=2)
+    [[[0, 1], [10, 11]], [[2, 3], [12, 13]]]
     """
     check_dim("all_to_all", split_dim, "split_dim")
     check_dim("all_to_all", concat_dim, "concat_dim")
@@ -113,6 +146,15 @@ def ragged_all_to_all(tree: Tree, axis: Axis, send_sizes: Sequence[int], recv_si
     Raises:
         ValueError: if sizes are not one whole number of 0 or more for each rank, or a leaf has another number of rows,
             with the leaf's path.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"expert": -1}, device="cpu"))
+    ...     send, receive = ([1, 2], [1, 0]) if fs.axis_index(axis) == 0 else ([0, 3], [2, 3])
+    ...     rows = torch.arange(3) + 10 * fs.axis_index(axis)
+    ...     return fs.ragged_all_to_all(rows, axis, send, receive).tolist()
+    >>> fs.testing.spmd(program, world=2)
+    [[0], [1, 2, 10, 11, 12]]
     """
     check_operands("ragged_all_to_all", tree, axis, 0)
     send, receive = (
@@ -150,6 +192,14 @@ def ppermute(tree: Tree, axis: Axis, perm: Iterable[tuple[int, int]]) -> Tree:
 
     Raises:
         ValueError: if `perm` is no such pairs.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"cp": -1}, device="cpu"))
+    ...     x = torch.tensor(fs.axis_index(axis) + 1)
+    ...     return fs.ppermute(x, axis, [(0, 1), (1, 2)]).item()
+    >>> fs.testing.spmd(program, world=3)
+    [0, 1, 2]
     """
     check_operands("ppermute", tree, axis)
     pairs = _checked_pairs(perm, axis)
@@ -173,6 +223,13 @@ def broadcast(tree: Tree, axis: Axis, root: int = 0) -> Tree:
 
     Raises:
         ValueError: if the axis has no such rank.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))
+    ...     return fs.broadcast(torch.tensor(fs.axis_index(axis)), axis, root=1).item()
+    >>> fs.testing.spmd(program, world=2)
+    [1, 1]
     """
     check_operands("broadcast", tree, axis, vary=True)
     known = type(root) is int and 0 <= root < axis.size
@@ -189,6 +246,13 @@ def axis_index(axis: Axis) -> int:
 
     Returns:
         A number from 0 to axis.size - 1.
+
+    >>> import fshard as fs
+    >>> def program():
+    ...     mesh = fs.init_mesh({"replicate": 2, "shard": 2}, device="cpu")
+    ...     return fs.axis_index(fs.axis_of(mesh, "replicate")), fs.axis_index(fs.axis_of(mesh, "shard"))
+    >>> fs.testing.spmd(program, world=4)
+    [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
     check_axis("axis_index", axis)
     return comm.rank(axis)
@@ -202,6 +266,13 @@ def axis_size(axis: Axis) -> int:
 
     Returns:
         The number of ranks.
+
+    >>> import fshard as fs
+    >>> def program():
+    ...     mesh = fs.init_mesh({"replicate": 1, "shard": 2}, device="cpu")
+    ...     return fs.axis_size(fs.axis_of(mesh, "replicate")), fs.axis_size(fs.axis_of(mesh, "shard"))
+    >>> fs.testing.spmd(program, world=2)
+    [(1, 2), (1, 2)]
     """
     check_axis("axis_size", axis)
     return axis.size

@@ -132,6 +132,16 @@ def objective(loss: Loss, like: Tree, reduce: str = "mean", *, reduce_over: Over
 
     Raises:
         ValueError: if `reduce` is another word, `loss` is not what it asks for, or a leaf of `like` is no tensor.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    ...     params = fs.shard({"w": torch.ones(2)}, fs.zero3(mesh))
+    ...     total, count = [(6.0, 1.0), (2.0, 3.0)][fs.axis_index(fs.axis_of(mesh))]
+    ...     loss = torch.tensor(total), torch.tensor(count)
+    ...     return fs.objective(loss, like=params, reduce="weighted").item()
+    >>> fs.testing.spmd(program, world=2)  # (6 + 2) / (1 + 3)
+    [2.0, 2.0]
     """
     check_reduce(reduce, "objective")
     check_loss(loss, reduce, "objective")

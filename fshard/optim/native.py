@@ -81,6 +81,15 @@ def sgd(
 
     Raises:
         ValueError: if a number is out of range, or `nesterov` is asked for without momentum or with dampening.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.sgd(0.1, momentum=0.9)
+    >>> params, grads = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.0, -1.0])}
+    >>> params, state = tx.update(grads, tx.init(params), params)
+    >>> params
+    {'w': tensor([0.9000, 2.1000])}
+    >>> tx.update(grads, state, params)[0]
+    {'w': tensor([0.7100, 2.2900])}
     """
     check_rates("sgd", lr, momentum=momentum, weight_decay=weight_decay)
     check_numbers("sgd", FINITE, dampening=dampening)
@@ -127,6 +136,12 @@ def adam(
 
     Raises:
         ValueError: if a number is out of range; from init, if a leaf is no real floating tensor.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.adam(0.1)  # whose first step has the learning rate's size, whatever the gradient's
+    >>> params = {"w": torch.tensor([1.0, 2.0])}
+    >>> tx.update({"w": torch.tensor([5.0, -0.01])}, tx.init(params), params)[0]
+    {'w': tensor([0.9000, 2.1000])}
     """
     check_rates("adam", lr, betas, eps=eps, weight_decay=weight_decay)
     return _descent("adam", lr, scale_by_adam(betas, eps), AdamState, before=[_decayed(weight_decay)])
@@ -150,6 +165,12 @@ def adamw(
 
     Raises:
         ValueError: if a number is out of range; from init, if a leaf is no real floating tensor.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.adamw(0.1, weight_decay=0.5)
+    >>> params = {"w": torch.tensor([1.0, 2.0])}
+    >>> tx.update({"w": torch.zeros(2)}, tx.init(params), params)[0]  # shrinks by 0.1 * 0.5
+    {'w': tensor([0.9500, 1.9000])}
     """
     check_rates("adamw", lr, betas, eps=eps, weight_decay=weight_decay)
     return _descent("adamw", lr, scale_by_adam(betas, eps), AdamState, decay=weight_decay)
@@ -181,6 +202,13 @@ def lamb(
     Raises:
         ValueError: if a number is out of range, or `sums` is another word; from init, if a leaf is no real floating
             tensor.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.lamb(0.1)
+    >>> params = {"w": torch.tensor([3.0, 4.0])}
+    >>> new, _ = tx.update({"w": torch.tensor([1.0, 1.0])}, tx.init(params), params)
+    >>> fs.global_norm({"w": new["w"] - params["w"]})  # a tenth of the norm of w
+    tensor(0.5000)
     """
     check_sums("lamb", sums)
     check_rates("lamb", lr, betas, eps=eps, weight_decay=weight_decay)
@@ -228,6 +256,12 @@ def lars(
     Raises:
         ValueError: if a number is out of range, or `sums` is another word; from init, if a leaf is no real floating
             tensor.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.lars(1.0, momentum=0.0, trust_coefficient=0.1)
+    >>> params = {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update({"w": torch.tensor([100.0, 0.0])}, tx.init(params), params)[0]  # a step of a tenth of the norm of w
+    {'w': tensor([2.5000, 4.0000])}
     """
     check_sums("lars", sums)
     check_rates("lars", lr, momentum=momentum, weight_decay=weight_decay, trust_coefficient=trust_coefficient, eps=eps)
@@ -277,6 +311,13 @@ def adafactor(
     Raises:
         ValueError: if a number is out of range, or `sums` is another word; from init, if a leaf is no real floating
             tensor.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.adafactor(0.1)
+    >>> params = {"w": torch.ones(2, 3)}
+    >>> new, state = tx.update({"w": torch.ones(2, 3)}, tx.init(params), params)
+    >>> new["w"][0], [tuple(leaf.shape) for leaf in fs.tree_leaves(state)]  # a row and a column
+    (tensor([0.9000, 0.9000, 0.9000]), [(), (2, 1), (1, 3), ()])
     """
     check_sums("adafactor", sums)
     check_rates("adafactor", lr, weight_decay=weight_decay)

@@ -79,6 +79,13 @@ def clip_by_global_norm(
 
     Raises:
         ValueError: if `max_norm` is negative or not finite, `p` is not positive, or `sums` is another word.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.clip_by_global_norm(1.0, keep_norm=True)
+    >>> grads = {"w": torch.tensor([3.0]), "b": torch.tensor([4.0])}
+    >>> clipped, state = tx.update(grads, tx.init(grads), grads)
+    >>> clipped, state.norm
+    ({'w': tensor([0.6000]), 'b': tensor([0.8000])}, tensor(5., dtype=torch.float64))
     """
     check_numbers("clip_by_global_norm", NOT_NEGATIVE, max_norm=max_norm)
     check_order("clip_by_global_norm", p, sums)
@@ -113,6 +120,12 @@ def clip_by_norm(max_norm: float, p: float = 2.0, *, sums: str | None = None) ->
 
     Raises:
         ValueError: if `max_norm` is negative or not finite, `p` is not positive, or `sums` is another word.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.clip_by_norm(1.0)
+    >>> grads = {"w": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.5])}
+    >>> tx.update(grads, tx.init(grads), grads)[0]
+    {'w': tensor([0.6000, 0.8000]), 'b': tensor([0.5000])}
     """
     check_numbers("clip_by_norm", NOT_NEGATIVE, max_norm=max_norm)
     check_order("clip_by_norm", p, sums)
@@ -136,6 +149,12 @@ def clip_by_value(max_value: float) -> GradientTransformation:
 
     Raises:
         ValueError: if `max_value` is negative or not finite.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.clip_by_value(1.0)
+    >>> grads = {"w": torch.tensor([3.0, -4.0, 0.5])}
+    >>> tx.update(grads, tx.init(grads), grads)[0]
+    {'w': tensor([ 1.0000, -1.0000,  0.5000])}
     """
     check_numbers("clip_by_value", NOT_NEGATIVE, max_value=max_value)
     return stateless(lambda grads, params: map_gradients(lambda grad: grad.clamp(-max_value, max_value), grads))
@@ -226,6 +245,12 @@ def scale_by_trust_ratio(
 
     Raises:
         ValueError: if a number is out of range, or `sums` is another word.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.scale_by_trust_ratio()
+    >>> params, grads = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.0, 0.01])}
+    >>> tx.update(grads, tx.init(params), params)[0]
+    {'w': tensor([0., 5.])}
     """
     check_sums("scale_by_trust_ratio", sums)
     check_numbers("scale_by_trust_ratio", NOT_NEGATIVE, trust_coefficient=trust_coefficient, eps=eps)
@@ -258,6 +283,13 @@ def add_decayed_weights(
     Raises:
         ValueError: if `weight_decay` is negative or not finite, or `sums` is another word; from init, if `mask` matches
             no leaf.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.add_decayed_weights(0.5, mask="*weight")
+    >>> params = {"weight": torch.ones(2), "bias": torch.ones(1)}
+    >>> grads = {"weight": torch.zeros(2), "bias": torch.zeros(1)}
+    >>> tx.update(grads, tx.init(params), params)[0]
+    {'weight': tensor([0.5000, 0.5000]), 'bias': tensor([0.])}
     """
     check_sums("add_decayed_weights", sums)
     check_numbers("add_decayed_weights", NOT_NEGATIVE, weight_decay=weight_decay)
@@ -305,6 +337,13 @@ def scale_by_factored_rms(
     Raises:
         ValueError: if a number is out of range, or `sums` is another word; from init, if a leaf is no real floating
             tensor.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.scale_by_factored_rms()
+    >>> grads = {"w": torch.tensor([[1.0, 2.0], [10.0, 20.0]])}  # its squares are a column times a row
+    >>> tx.update(grads, tx.init(grads), grads)[0]
+    {'w': tensor([[1., 1.],
+            [1., 1.]])}
     """
     check_sums("scale_by_factored_rms", sums)
     check_factored("scale_by_factored_rms", beta2_decay, **{} if eps is None else {"eps": eps})

@@ -32,6 +32,11 @@ def constant(value: float) -> Schedule:
 
     Raises:
         ValueError: if the value is not finite.
+
+    >>> import torch, fshard as fs
+    >>> schedule = fs.schedules.constant(0.1)
+    >>> [float(schedule(torch.tensor(count))) for count in (0, 1000)]
+    [0.1, 0.1]
     """
     check_numbers("schedules.constant", FINITE, value=value)
     return lambda count: _checked(count).double() * 0 + value

@@ -55,6 +55,17 @@ def whole(tx: Optimizer) -> Optimizer:
 
     Raises:
         ValueError: if `tx` is no optimizer.
+
+    >>> import torch, fshard as fs
+    >>> def unit_step(grads, state, params):  # a step as long as 1, whose norm must be that of the whole leaf
+    ...     return fs.tree_map(lambda p, g: p - g / g.norm(), params, grads), state
+    >>> def program():
+    ...     mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    ...     grads = fs.shard({"w": torch.tensor([3.0, 4.0])}, fs.fully_shard(mesh))
+    ...     tx, params = fs.whole(fs.Optimizer(lambda params: (), unit_step)), fs.tree_map(torch.zeros_like, grads)
+    ...     return tx.update(grads, tx.init(params), params)[0]["w"].local
+    >>> fs.testing.spmd(program, world=2)
+    [tensor([-0.6000]), tensor([-0.8000])]
     """
     check_optimizer("whole", tx, "fs.from_torch(torch.optim.Muon)")
 

@@ -76,6 +76,13 @@ def skip_nonfinite(tx: Optimizer) -> Optimizer:
 
     Raises:
         ValueError: if `tx` is no optimizer.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.skip_nonfinite(fs.sgd(0.1))
+    >>> params = {"w": torch.ones(2)}
+    >>> params, state = tx.update({"w": torch.tensor([1.0, torch.inf])}, tx.init(params), params)
+    >>> params, state.skipped
+    ({'w': tensor([1., 1.])}, tensor(1))
     """
     check_optimizer("skip_nonfinite", tx)
 
@@ -136,6 +143,15 @@ def dynamic_loss_scale(
 
     Raises:
         ValueError: if a number is out of range; from an update of processors outside of jit, if the scale becomes 0.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.dynamic_loss_scale(fs.sgd(0.1), init_scale=4.0)
+    >>> params = {"w": torch.ones(1)}
+    >>> state = tx.init(params)
+    >>> for grad in (torch.ones(1) * state.scale, torch.tensor([torch.inf])):
+    ...     params, state = tx.update({"w": grad}, state, params)
+    >>> params, state.scale
+    ({'w': tensor([0.9000])}, tensor(2.))
     """
     check_optimizer("dynamic_loss_scale", tx)
     # As the scale is kept.
@@ -204,6 +220,16 @@ def every_k(tx: Optimizer, k: int, *, sums: str | None = None) -> Optimizer:
 
     Raises:
         ValueError: if `tx` is no optimizer, `k` is no positive number, or `sums` is another word.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.every_k(fs.sgd(0.1), k=2)
+    >>> params = {"w": torch.ones(1)}
+    >>> state = tx.init(params)
+    >>> for grad in (1.0, 3.0):
+    ...     params, state = tx.update({"w": torch.tensor([grad])}, state, params)
+    ...     print(params)
+    {'w': tensor([1.])}
+    {'w': tensor([0.8000])}
     """
     check_sums("every_k", sums)
     check_optimizer("every_k", tx)
@@ -279,6 +305,13 @@ def ema(tx: Optimizer, decay: float) -> Optimizer:
 
     Raises:
         ValueError: if `tx` is no optimizer, or `decay` is out of range.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.ema(fs.sgd(1.0), decay=0.5)
+    >>> params = {"w": torch.ones(1)}
+    >>> params, state = tx.update({"w": torch.ones(1)}, tx.init(params), params)
+    >>> params, state.average
+    ({'w': tensor([0.])}, {'w': tensor([0.5000])})
     """
     check_optimizer("ema", tx, "fs.from_torch")
     check_numbers("ema", Range("a number from 0 to 1", lambda number: 0 <= number <= 1), decay=decay)
@@ -381,6 +414,12 @@ def freeze(tx: Any, mask: Mask | Tree) -> Any:
 
     Raises:
         ValueError: as `masked`.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.freeze(fs.sgd(0.1), "body.*")
+    >>> params = {"body": {"w": torch.ones(1)}, "head": {"w": torch.ones(1)}}
+    >>> tx.update(params, tx.init(params), params)[0]
+    {'body': {'w': tensor([1.])}, 'head': {'w': tensor([0.9000])}}
     """
     return _partition("freeze", [mask, "*"], [_unchanged("freeze", tx), tx])
 

@@ -36,6 +36,16 @@ class Sharded:
         call: Weak reference to the running call of `value_and_grad` that the leaf is bound to; None outside of one.
             `dataclasses.replace(leaf, local=...)` keeps it, so that a leaf computed from a bound one is gathered by
             the same call.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    ...     return fs.shard({"w": torch.arange(4.0)}, fs.fully_shard(mesh))
+    >>> trees = fs.testing.spmd(program, world=2)
+    >>> trees[1]
+    {'w': Sharded(float32[4], P('shard'), local [2])}
+    >>> [tree["w"].local.tolist() for tree in trees], trees[1]["w"].spec.shape
+    ([[0.0, 1.0], [2.0, 3.0]], (4,))
     """
 
     local: torch.Tensor

@@ -16,6 +16,13 @@ class Axis:
     """A named axis of the device mesh: the ranks that share a dim or a sum.
 
     It holds no rank, so that specs agree between ranks, and no DeviceMesh, whose equality depends on the thread.
+
+    >>> import fshard as fs
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))
+    ...     return axis.name, axis.size
+    >>> fs.testing.spmd(program, world=2)
+    [('shard', 2), ('shard', 2)]
     """
 
     name: str
@@ -118,6 +125,11 @@ class Spec:
         model_dtypes: The dtypes of inputs and outputs of models that have the leaf.
         owned: Of the axes that split a dim, those whose ranks compute with their own piece.
         independent: Of the axes that split none, those whose ranks hold values of their own.
+
+    >>> import fshard as fs
+    >>> spec = fs.Spec((3, 2), fs.P("shard"), (fs.Axis("shard", 2, "0"),))
+    >>> spec.padded_shape, spec.local_shape
+    ((4, 2), (2, 2))
     """
 
     shape: tuple[int, ...]
