@@ -210,7 +210,6 @@ def test_world_size_must_be_positive():
         Workers(0)
 
 
-
 def test_close_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with Workers(2) as two:
