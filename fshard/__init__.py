@@ -4,7 +4,7 @@ The public names by use, as `import fshard as fs` has them:
 
 - **Ranks**: `init_mesh`, `axis_of`, `Axis`; `measure` and `Link` size messages by what links carry.
 - **Sharded leaves**: `shard`, `unshard`, `reshard`; `Sharded`, `Spec`, `P`; `tree_map`, `tree_leaves`.
-- **Models**: `functionalize`, `Model`, `sync_buffers`.
+- **Models**: `functionalize`, `no_split`, `Model`, `sync_buffers`.
 - **The four verbs**: `gather`, `apply`, `scatter_grads`, `update`.
 - **Gradients**: `value_and_grad`, `accumulate`, `objective`, `remat`; `microbatches`, `reduce_microbatches` and
   `sample_ids` for the same bits at any number of ranks; `fold_in` for random keys.
