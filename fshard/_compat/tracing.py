@@ -15,6 +15,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fshard._compat.fake import is_fake
+from fshard._compat.layouts import decompositions
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -163,7 +164,8 @@ def make_graph_of(f: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> tup
 
     # Passes will change the graph: the code that it has until then is not needed.
     with _use_lazy_graph_module(True), patch.object(proxy_tensor, "proxy_call", noted):
-        return proxy_tensor.make_fx(f, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors), read
+        make = proxy_tensor.make_fx(f, dict(decompositions()), tracing_mode="fake", _allow_non_fake_inputs=True)
+        return make(*tensors), read
 
 
 def asks_for_values(error: Exception) -> bool:

@@ -1,0 +1,81 @@
+"""Operators whose results torch lays out otherwise on tensors without values, or refuses there, checked on 2.13."""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+_GROUPED = torch.ops.aten._grouped_mm.default
+# Rows of its result start at multiples of this.
+_ALIGNMENT_BYTES = 16
+
+# Their kernels give the result the layout of the first operand, their Python forms that of the second.
+_FIRST_DECIDES = (
+    torch.ops.aten.copysign.Tensor,
+    torch.ops.aten.hardsigmoid_backward.default,
+    torch.ops.aten.hardswish_backward.default,
+    torch.ops.aten.hardtanh_backward.default,
+    torch.ops.aten.logit_backward.default,
+    torch.ops.aten.softplus_backward.default,
+    torch.ops.aten.xlogy.Tensor,
+)
+
+
+@cache
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """Return what a trace writes down in the place of such operators: the same kernels, whose layouts it knows.
+
+    torch's kernel of grouped products takes float32 and float16, its form without values bfloat16 alone. A wrong layout
+    makes views that the kernels' results do not allow. Checked on 2.13.
+    """
+    library = torch.library.Library("fshard_compat", "DEF")
+
+    def own(operator: Any, name: str, fake: Callable[..., Any]) -> Any:
+        schema = str(operator._schema).removeprefix("aten::")
+        library.define(name + schema[schema.index("(") :])
+        library.impl(name, lambda *args, **kwargs: operator(*args, **kwargs), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fshard_compat::{name}", fake, lib=library)
+        made = getattr(torch.ops.fshard_compat, name).default
+        # Operators are gone when their library is.
+        made.__dict__["library"] = library
+        return made
+
+    product = own(_GROUPED, "grouped_mm", _product)
+
+    def grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return NotImplemented if a.dtype == torch.bfloat16 or a.dtype != b.dtype else product(a, b, *args, **kwargs)
+
+    found: dict[Any, Callable[..., Any]] = {_GROUPED: grouped_mm}
+    for operator in _FIRST_DECIDES:
+        found[operator] = _where_layouts_differ(own(operator, operator.__name__.partition(".")[0], _as_first))
+    return MappingProxyType(found)
+
+
+def _where_layouts_differ(operator: Any) -> Callable[..., Any]:
+    def run(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        same = a.shape == b.shape and a.stride() == b.stride()
+        return NotImplemented if same else operator(a, b, *args, **kwargs)
+
+    return run
+
+
+def _as_first(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Make the result without values, as sums of two tensors have it."""
+    return torch.empty_like(a + b)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, *args: Any) -> torch.Tensor:
+    """Make the result without values: rows of a by group, columns of b by group, or a product for each group."""
+    if a.dim() == 2 and b.dim() == 2:
+        assert offs is not None
+        shape: tuple[int, ...] = (offs.shape[0], a.shape[0], b.shape[1])
+    elif a.dim() == 2 or b.dim() == 2:
+        shape = (a.shape[-2], b.shape[-1])
+    else:
+        shape = (a.shape[0], a.shape[1], b.shape[2])
+    step = _ALIGNMENT_BYTES // a.element_size()
+    width = -(-shape[-1] // step) * step
+    strides = (width, 1) if len(shape) == 2 else (shape[-2] * width, width, 1)
+    return a.new_empty_strided(shape, strides)
