@@ -15,7 +15,7 @@ model writes a sample, and --against draws the losses of another run beside them
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,8 +47,8 @@ PRESETS = {
 }
 
 
-def main() -> None:
-    args = parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse_args(arguments)
     torch.set_num_threads(args.threads)
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
     sizes, first = PRESETS[args.preset], mesh.get_rank() == 0
@@ -200,7 +200,7 @@ def read(path: Path) -> list[tuple[int, float, int]]:
     return [(int(step), float(loss), int(ranks)) for step, loss, ranks in rows]
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
     parser.add_argument("--steps", type=int, default=300)
@@ -217,7 +217,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=20, help="steps from one checkpoint to the next")
     parser.add_argument("--sample", type=int, default=200, help="bytes to write at the end")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
