@@ -33,6 +33,14 @@ class Model:
     Attributes:
         buffers: The module's buffers when it was functionalized, by name; those of a module on the meta device have
             values after `init` with a seed, where the module draws them.
+
+    >>> import torch, fshard as fs
+    >>> model = fs.functionalize(torch.nn.BatchNorm1d(2))
+    >>> params = model.init(fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+    >>> out, buffers = model.apply(params, torch.tensor([[0.0, 1.0], [2.0, 3.0]]), buffers=model.buffers)
+    >>> out, model.buffers["running_mean"], buffers["running_mean"]
+    (tensor([[-1.0000, -1.0000],
+            [ 1.0000,  1.0000]]), tensor([0., 0.]), tensor([0.1000, 0.2000]))
     """
 
     def __init__(self, module: nn.Module, units: Units = None) -> None:
@@ -276,6 +284,12 @@ def apply(model: Model, params: Mapping[str, Any], *args: Any, **kwargs: Any) ->
 
     Raises:
         ValueError: as `Model.apply`.
+
+    >>> import torch, fshard as fs
+    >>> model = fs.functionalize(torch.nn.Linear(2, 1))
+    >>> params = {"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.tensor([0.5])}
+    >>> fs.apply(model, params, torch.ones(1, 2))
+    tensor([[3.5000]])
     """
     if not isinstance(model, Model):
         raise ValueError(f"apply: expected model to be a Model, got {describe(model)}; make one by fs.functionalize")
@@ -390,6 +404,15 @@ def sync_buffers(buffers: Tree, like: Tree, by: str = "rank0") -> Tree:
 
     Raises:
         ValueError: if `by` is another word.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    ...     params = fs.shard({"w": torch.ones(2)}, fs.zero3(mesh))
+    ...     buffers = {"mean": torch.tensor(fs.axis_index(fs.axis_of(mesh)) + 1.0)}
+    ...     return [fs.sync_buffers(buffers, params, by=by)["mean"].item() for by in ("rank0", "mean")]
+    >>> fs.testing.spmd(program, world=2)
+    [[1.0, 1.5], [1.0, 1.5]]
     """
     if by not in ("rank0", "mean"):
         raise ValueError(f'sync_buffers: expected by to be "rank0" or "mean", got {by!r}')

@@ -25,6 +25,12 @@ class Link(NamedTuple):
     Attributes:
         latency: Seconds that it takes whatever its size.
         bandwidth: Bytes that a rank sends in a second.
+
+    >>> import fshard as fs
+    >>> link = fs.Link(latency=20e-6, bandwidth=5e9)
+    >>> link.merge_bytes
+    1600000
+    >>> strategy = fs.zero3(fs.init_mesh({"shard": -1}, device="cpu"), links={"shard": link})
     """
 
     latency: float
@@ -82,6 +88,12 @@ def measure(mesh: Mesh) -> dict[str, Link]:
 
     Raises:
         ValueError: if `mesh` is no mesh with named axes.
+
+    >>> import fshard as fs
+    >>> mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    >>> fs.measure(mesh)  # of one rank nothing is sent, and the link is what the backend's usually is
+    {'shard': Link(latency=..., bandwidth=...)}
+    >>> strategy = fs.zero3(mesh, links=fs.measure(mesh))
     """
     if not isinstance(mesh, Mesh):
         raise ValueError(f"measure: expected mesh to be a DeviceMesh, got {describe(mesh)}; make one by fs.init_mesh")

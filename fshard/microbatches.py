@@ -328,6 +328,15 @@ def reduce_microbatches(
 
     Raises:
         ValueError: if `reduce` is another word, an aux holds something else than tensors, or as for `accumulate`.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     params = fs.shard({"w": torch.ones(2)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+    ...     mine = fs.microbatches([torch.tensor([n]) for n in (1.0, 2.0, 3.0, 4.0)], like=params)
+    ...     auxes = [{"seen": batch.sum(), "largest": batch.max()} for batch in mine]
+    ...     return len(mine), fs.reduce_microbatches(auxes, params, reduce="sum")["seen"]
+    >>> fs.testing.spmd(program, world=2)[0], fs.testing.spmd(program, world=1)[0]
+    ((2, tensor(10.)), (4, tensor(10.)))
     """
     expect(reduce in ("mean", "sum"), "reduce_microbatches", 'reduce to be "mean" or "sum"', repr(reduce))
     check_order("reduce_microbatches", communicate)

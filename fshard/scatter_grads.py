@@ -42,6 +42,15 @@ def scatter_grads(
     Raises:
         ValueError: before any collective, if structures or shapes differ, a gradient is sharded already, or
             `transform_state` is missing or not that of `like`.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    ...     params = fs.shard({"w": torch.zeros(4)}, fs.fully_shard(mesh))
+    ...     mine = {"w": torch.arange(4.0) + 10 * fs.axis_index(fs.axis_of(mesh))}
+    ...     return fs.scatter_grads(mine, params)["w"].local.tolist()
+    >>> fs.testing.spmd(program, world=2)
+    [[5.0, 6.0], [7.0, 8.0]]
     """
     if reduce not in ("mean", "sum", "weighted") or (reduce == "weighted") != (count is not None):
         found = f"reduce={reduce!r} {'without' if count is None else 'with'} count"

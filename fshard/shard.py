@@ -111,6 +111,13 @@ def unshard(tree: Tree, *, stack: bool = False) -> Tree:
 
     Raises:
         ValueError: if a leaf's shape does not match its spec, or ranks hold values of their own.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     params = fs.shard({"w": torch.arange(3.0)}, fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu")))
+    ...     return params["w"], fs.unshard(params)["w"]
+    >>> fs.testing.spmd(program, world=2)[0]
+    (Sharded(float32[3], P('shard'), local [2]), tensor([0., 1., 2.]))
     """
     flat = flatten(tree)
     check_local("unshard", flat)
@@ -153,6 +160,15 @@ def reshard(tree: Tree, transform: ShardTransform) -> Tree:
     Raises:
         ValueError: if a leaf's shape does not match its spec or does not fit the transform, or a leaf has no transform,
             as the state of one has not.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    ...     rows = fs.shard({"w": torch.arange(4).reshape(2, 2)}, fs.fully_shard(mesh))
+    ...     columns = fs.reshard(rows, fs.fully_shard(mesh, dim=1))
+    ...     return rows["w"].local.tolist(), columns["w"].local.tolist()
+    >>> fs.testing.spmd(program, world=2)
+    [([[0, 1]], [[0], [2]]), ([[2, 3]], [[1], [3]])]
     """
     check_transform(transform, "reshard")
     flat = flatten(tree)

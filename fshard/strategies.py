@@ -43,6 +43,15 @@ def ddp(
 
     Raises:
         ValueError: if the mesh has no such axis, a dtype is not floating, or `links` has no such link.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     params = fs.shard({"w": torch.ones(4, 512)}, fs.ddp(fs.init_mesh({"shard": -1}, device="cpu")))
+    ...     with fs.comm.record() as record:
+    ...         fs.accumulate(lambda p, x: (x * fs.gather(p)["w"]).sum())(params, [1.0, 2.0])
+    ...     return params["w"].spec.partition, [entry.op for entry in record if not entry.scalar]
+    >>> fs.testing.spmd(program, world=2)[0]  # one sum for each of two microbatches
+    (P(), ['all_reduce', 'all_reduce'])
     """
     layout = _over(mesh, axis, replicated)
     policy = ReshardPolicy(False, merge_bytes=_merge_bytes("ddp", layout, links))
@@ -77,6 +86,15 @@ def zero1(
 
     Raises:
         ValueError: if the mesh has no such axis, a dtype is not floating, or `links` has no such link.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     params = fs.shard({"w": torch.ones(4, 512)}, fs.zero1(fs.init_mesh({"shard": -1}, device="cpu")))
+    ...     with fs.comm.record() as record:
+    ...         fs.accumulate(lambda p, x: (x * fs.gather(p)["w"]).sum())(params, [1.0, 2.0])
+    ...     return params["w"].spec.partition, [entry.op for entry in record if not entry.scalar]
+    >>> fs.testing.spmd(program, world=2)[0]  # once for both microbatches
+    (P('shard'), ['all_gather', 'reduce_scatter'])
     """
     layout = _over(mesh, axis, partial(fully_shard, min_shard_elements=min_shard_elements))
     policy = ReshardPolicy(False, merge_bytes=_merge_bytes("zero1", layout, links), early=False)
@@ -111,6 +129,15 @@ def zero2(
 
     Raises:
         ValueError: if the mesh has no such axis, a dtype is not floating, or `links` has no such link.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     params = fs.shard({"w": torch.ones(4, 512)}, fs.zero2(fs.init_mesh({"shard": -1}, device="cpu")))
+    ...     with fs.comm.record() as record:
+    ...         fs.accumulate(lambda p, x: (x * fs.gather(p)["w"]).sum())(params, [1.0, 2.0])
+    ...     return params["w"].spec.partition, [entry.op for entry in record if not entry.scalar]
+    >>> fs.testing.spmd(program, world=2)[0]  # the gradient of each of two microbatches
+    (P('shard'), ['all_gather', 'reduce_scatter', 'reduce_scatter'])
     """
     layout = _over(mesh, axis, partial(fully_shard, min_shard_elements=min_shard_elements))
     policy = ReshardPolicy(False, merge_bytes=_merge_bytes("zero2", layout, links), early=True)
@@ -191,6 +218,15 @@ def zero3(
     Raises:
         ValueError: if the mesh has no such axis, a dtype is not floating, a number is negative, or `links` has no
             such link.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     params = fs.shard({"w": torch.ones(4, 512)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+    ...     with fs.comm.record() as record:
+    ...         fs.accumulate(lambda p, x: (x * fs.gather(p)["w"]).sum())(params, [1.0, 2.0])
+    ...     return params["w"].spec.partition, [entry.op for entry in record if not entry.scalar]
+    >>> fs.testing.spmd(program, world=2)[0]
+    (P('shard'), ['all_gather', 'reduce_scatter', 'all_gather', 'reduce_scatter'])
     """
     for name, unit, number in (("prefetch", "units", prefetch), ("merge_bytes", "bytes", merge_bytes)):
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
@@ -233,6 +269,16 @@ def hsdp(
 
     Raises:
         ValueError: if the mesh has no such axes, and as for `zero3`.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     mesh = fs.init_mesh({"replicate": 2, "shard": 2}, device="cpu")
+    ...     params = fs.shard({"w": torch.ones(4, 512)}, fs.hsdp(mesh))
+    ...     with fs.comm.record() as record:
+    ...         fs.value_and_grad(lambda p: fs.gather(p)["w"].sum())(params)
+    ...     return [(entry.op, entry.axis) for entry in record if not entry.scalar]
+    >>> fs.testing.spmd(program, world=4)[0]
+    [('all_gather', 'shard'), ('reduce_scatter', 'shard'), ('all_reduce', 'replicate')]
     """
     if "layout" in options:
         raise ValueError("hsdp: expected no layout, got one; use zero3(mesh, layout=...)")
@@ -267,6 +313,13 @@ def hybrid_shard(
 
     Raises:
         ValueError: if the mesh lacks an axis, or an argument is out of range.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     mesh = fs.init_mesh({"replicate": 2, "shard": 2}, device="cpu")
+    ...     return fs.shard({"w": torch.arange(4.0)}, fs.hybrid_shard(mesh))["w"].local.tolist()
+    >>> fs.testing.spmd(program, world=4)
+    [[0.0, 1.0], [2.0, 3.0], [0.0, 1.0], [2.0, 3.0]]
     """
     inner = fully_shard(
         axis_given(mesh, axis, "axis"), dim=dim, min_shard_elements=min_shard_elements, algorithm=algorithm

@@ -87,13 +87,12 @@ def value_and_grad(
     result is that of torch.func.grad_and_value(lambda p: fs.objective(f(fs.gather(p)), like=p))(params), except that
     gradients are summed before they are divided, as `scatter_grads` does; but units are gathered just in time, dropped
     and gathered again in the backward as their strategy says, and gradients are reduced as they appear. Under a
-    torch.func transform, or where parameters are part of an outer graph, it is that very expression. Follows
+    torch.func transform, or where parameters are part of an outer graph, it is that very expression; of plain tensors
+    alone, which say nothing of ranks, it is torch.func.grad_and_value on each rank by itself. Follows
     jax.value_and_grad.
 
     Ranks vote on the order of gathers in the first call of the same code on equal specs; later calls start with one
     message. A call that departs from the order runs `f` again, with votes and from the same random numbers.
-
-    Of plain tensors alone, which say nothing of ranks, it is torch.func.grad_and_value on each rank by itself.
 
     Args:
         f: Called with all arguments; returns this rank's scalar loss, or (sum, count) for "weighted".
@@ -127,6 +126,12 @@ def value_and_grad(
             axis of `reduce_over`, the loss differs between ranks of an axis that nothing is reduced over, ranks gather
             different units, `f` wrote to a parameter, or it runs in inference mode.
         RuntimeError: by the function returned, if another rank failed.
+
+    >>> import torch, fshard as fs
+    >>> params = fs.shard({"w": torch.tensor([1.0, 2.0])}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+    >>> loss, grads = fs.value_and_grad(lambda p, x: (x * fs.gather(p)["w"].square()).sum())(params, 10.0)
+    >>> loss, grads["w"].local
+    (tensor(50.), tensor([20., 40.]))
     """
     check_function("value_and_grad", f)
     check_reduce(reduce, "value_and_grad")
@@ -539,6 +544,12 @@ def accumulate(
         ValueError: if `reduce`, `communicate` or `sums` is unknown; by the function returned, if there are no
             microbatches, ranks cannot share them in one tree, a transform has other bits at another number of ranks,
             f computes on shards, and as for `value_and_grad`.
+
+    >>> import torch, fshard as fs
+    >>> params = fs.shard({"w": torch.tensor([1.0, 2.0])}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+    >>> loss, grads = fs.accumulate(lambda p, x: (x * fs.gather(p)["w"].square()).sum())(params, [10.0, 30.0])
+    >>> loss, grads["w"].local
+    (tensor(100.), tensor([40., 80.]))
     """
     check_function("accumulate", f)
     check_reduce(reduce, "accumulate")

@@ -133,6 +133,13 @@ def fully_shard(
 
     Raises:
         ValueError: if the mesh has several axes, or an argument is out of range.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    ...     return fs.shard({"w": torch.tensor([1.0, 2.0, 3.0])}, fs.fully_shard(mesh))["w"].local.tolist()
+    >>> fs.testing.spmd(program, world=2)  # the 0 is padding
+    [[1.0, 2.0], [3.0, 0.0]]
     """
     if algorithm not in comm.ALGORITHMS:
         raise ValueError(f"fully_shard: expected algorithm to be one of {comm.ALGORITHMS}, got {algorithm!r}")
@@ -173,6 +180,15 @@ def replicate(mesh: Mesh | Axis, *, algorithm: comm.Algorithm = "auto") -> Shard
 
     Raises:
         ValueError: if the mesh has several axes, or the algorithm is unknown.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     mesh = fs.init_mesh({"replicate": -1}, device="cpu")
+    ...     params = fs.shard({"w": torch.ones(2)}, fs.replicate(mesh))
+    ...     mine = {"w": torch.tensor([1.0, 3.0]) * fs.axis_index(fs.axis_of(mesh))}
+    ...     return fs.scatter_grads(mine, params, reduce="sum")["w"].local.tolist()
+    >>> fs.testing.spmd(program, world=3)  # 0 + 1 + 2 times each
+    [[3.0, 9.0], [3.0, 9.0], [3.0, 9.0]]
     """
     if algorithm not in comm.ALGORITHMS:
         raise ValueError(f"replicate: expected algorithm to be one of {comm.ALGORITHMS}, got {algorithm!r}")
@@ -203,6 +219,15 @@ def independent(mesh: Mesh | Axis) -> ShardTransform:
 
     Raises:
         ValueError: if the mesh has several axes.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"replica": -1}, device="cpu"))
+    ...     params = fs.shard({"w": torch.zeros(2)}, fs.independent(axis))
+    ...     params = fs.tree_map(lambda w: w + fs.axis_index(axis), params)  # each rank goes its own way
+    ...     return fs.unshard(params, stack=True)["w"].tolist(), fs.pmean(params, axis)["w"].local.tolist()
+    >>> fs.testing.spmd(program, world=2)[0]
+    ([[0.0, 0.0], [1.0, 1.0]], [0.5, 0.5])
     """
     return _Independent(axis_of(mesh))
 
@@ -251,6 +276,14 @@ def split_dim(mesh: Mesh | Axis, *, dim: int) -> ShardTransform:
 
     Raises:
         ValueError: if the mesh has several axes; from shard, if a leaf's dim does not divide.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     mesh = fs.init_mesh({"tp": -1}, device="cpu")
+    ...     params = fs.shard({"w": torch.arange(4.0).reshape(2, 2)}, fs.split_dim(mesh, dim=1))
+    ...     return fs.gather(params)["w"].tolist()
+    >>> fs.testing.spmd(program, world=2)  # each rank computes with its own column
+    [[[0.0], [2.0]], [[1.0], [3.0]]]
     """
     check_dim("split_dim", dim)
     return _SplitDim(axis_of(mesh), dim)
@@ -275,6 +308,16 @@ def own_dim(mesh: Mesh | Axis, dim: int = 0) -> ShardTransform:
 
     Raises:
         ValueError: if the mesh has several axes; from shard, if a leaf's dim does not divide.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     mesh = fs.init_mesh({"expert": -1}, device="cpu")
+    ...     params, rank = fs.shard({"experts": torch.ones(2, 3)}, fs.own_dim(mesh)), fs.axis_index(fs.axis_of(mesh))
+    ...     loss_and_grads = fs.value_and_grad(lambda p: (1 + rank) * fs.gather(p)["experts"].sum(), reduce="sum")
+    ...     loss, grads = loss_and_grads(params)
+    ...     return loss.item(), grads["experts"].local.tolist()
+    >>> fs.testing.spmd(program, world=2)  # the sum of both losses, and of each piece its own gradient
+    [(9.0, [[1.0, 1.0, 1.0]]), (9.0, [[2.0, 2.0, 2.0]])]
     """
     check_dim("own_dim", dim)
     return _SplitDim(axis_of(mesh), dim, brings_data=True)

@@ -32,7 +32,20 @@ _FORMER = MappingProxyType(
 
 
 class LayoutError(ValueError):
-    """A leaf's shape does not fit a transform: what was expected and what it is."""
+    """A leaf's shape does not fit a transform: what was expected and what it is.
+
+    >>> import torch, fshard as fs
+    >>> class Pairs(fs.Wrapped):
+    ...     def layout(self, spec):
+    ...         if spec.shape[0] % 2:
+    ...             raise fs.LayoutError(got=f"{spec.shape[0]} rows", expected="an even number of rows")
+    ...         return self.inner.layout(spec)
+    >>> fs.shard({"w": torch.ones(3)}, Pairs(fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu"))))
+    Traceback (most recent call last):
+    ValueError: shard: leaves cannot be sharded
+      ['w']: expected an even number of rows, got 3 rows
+    To fix: pass full tensors whose shapes fit the strategy.
+    """
 
     def __init__(self, got: str, expected: str) -> None:
         """Keep both parts, so that `shard` can add the leaf's path."""
@@ -46,6 +59,14 @@ class Storage(NamedTuple):
     Attributes:
         device: The device that keeps shards.
         compute_device: The device that computes with them; gathers from another one start on a stream of their own.
+
+    >>> import torch, fshard as fs
+    >>> class Offloaded(fs.Wrapped):
+    ...     @property
+    ...     def storage(self):
+    ...         return fs.Storage(device=torch.device("cpu"), compute_device=torch.device("cuda"))
+    >>> Offloaded(fs.compose()).storage.compute_device
+    device(type='cuda')
     """
 
     device: torch.device
@@ -66,6 +87,17 @@ class ShardTransform:
     The members are `axes`, `storage`, `layout`, `gather`, `scatter`, `start_gather`, `start_scatter` and `init`. Fields
     and helpers are a subclass's own; an int field `bucket_bytes` is set by `bucket`. A class with a method that nearly
     has a member's name, or with half of a pair, is refused by a TypeError when it is made.
+
+    >>> import torch, fshard as fs
+    >>> class Rounded(fs.ShardTransform):
+    ...     def gather(self, leaves, specs):
+    ...         return [leaf.round() for leaf in leaves]
+    ...     def scatter(self, grads, specs):  # straight through the rounding
+    ...         return list(grads)
+    >>> strategy = fs.compose(fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")), Rounded())
+    >>> params = fs.shard({"w": torch.tensor([0.8, 2.1])}, strategy)
+    >>> fs.gather(params), fs.unshard(params)
+    ({'w': tensor([1., 2.])}, {'w': tensor([0.8000, 2.1000])})
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -225,6 +257,15 @@ class Wrapped(ShardTransform):
 
     Attributes:
         inner: The other transform.
+
+    >>> import torch, fshard as fs
+    >>> class Coarse(fs.Wrapped):  # leaves travel as bfloat16
+    ...     def gather(self, leaves, specs):
+    ...         return [full.float() for full in self.inner.gather([leaf.bfloat16() for leaf in leaves], specs)]
+    >>> strategy = Coarse(fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu")))
+    >>> params = fs.shard({"w": torch.tensor([1.0, 1 / 3])}, strategy)
+    >>> fs.gather(params), fs.unshard(params)
+    ({'w': tensor([1.0000, 0.3340])}, {'w': tensor([1.0000, 0.3333])})
     """
 
     inner: ShardTransform

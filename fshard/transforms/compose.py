@@ -168,6 +168,15 @@ def compose(*transforms: ShardTransform) -> ShardTransform:
         ValueError: if two of them use the same mesh axis or have a reshard policy, one that moves shards to another
             device is not the first, a dim would be split anew before it has been gathered, or something is no
             transform.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     mesh = fs.init_mesh({"shard": 2, "tp": 2}, device="cpu")
+    ...     strategy = fs.compose(fs.fully_shard(mesh["shard"]), fs.split_dim(mesh["tp"], dim=1))
+    ...     params = fs.shard({"w": torch.ones(4, 6)}, strategy)
+    ...     return params["w"], fs.gather(params)["w"].shape
+    >>> fs.testing.spmd(program, world=4)[0]
+    (Sharded(float32[4, 6], P('shard', 'tp'), local [2, 3]), torch.Size([4, 3]))
     """
     return composed(transforms)
 
@@ -265,6 +274,16 @@ def bucket(transform: ShardTransform, nbytes: int = 25 * 1024 * 1024) -> ShardTr
 
     Raises:
         ValueError: if the size is no positive number, or nothing in the transform travels in buffers.
+
+    >>> import torch, fshard as fs
+    >>> def buffers(nbytes):
+    ...     transform = fs.bucket(fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu")), nbytes)
+    ...     params = fs.shard({"a": torch.ones(1 << 14), "b": torch.ones(1 << 14)}, transform)
+    ...     with fs.comm.record() as record:
+    ...         fs.gather(params)
+    ...     return [entry.tensors for entry in record if not entry.scalar]
+    >>> [fs.testing.spmd(lambda: buffers(nbytes), world=2)[0] for nbytes in (1, 1 << 20)]
+    [[2], [1]]
     """
     if not isinstance(transform, ShardTransform):
         raise ValueError(

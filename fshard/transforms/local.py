@@ -90,6 +90,11 @@ def offload(device: torch.device | str | None = None) -> ShardTransform:
 
     Raises:
         ValueError: if torch knows no such device.
+
+    >>> import fshard as fs
+    >>> strategy = fs.compose(fs.offload("cuda"), fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+    >>> strategy.storage
+    Storage(device=device(type='cpu'), compute_device=device(type='cuda'))
     """
     if device is None:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

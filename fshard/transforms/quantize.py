@@ -207,6 +207,14 @@ def quantize(
 
     Raises:
         ValueError: if the mesh has several axes, or an argument is out of range.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    ...     params = fs.shard({"w": torch.tensor([127.0, 0.7, -127.0, 3.4])}, fs.quantize(mesh))
+    ...     return fs.gather(params)["w"].tolist(), fs.unshard(params)["w"]
+    >>> fs.testing.spmd(program, world=2)[0]  # each block in steps of 1; what is stored stays exact
+    ([127.0, 1.0, -127.0, 3.0], tensor([ 127.0000,    0.7000, -127.0000,    3.4000]))
     """
     if not isinstance(block, int) or isinstance(block, bool) or block < 1:
         raise ValueError(f"quantize: expected block to be a number of elements, 1 or more, got {block!r}")

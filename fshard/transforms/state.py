@@ -37,6 +37,16 @@ def transform_state(params: Tree) -> Tree:
 
     Raises:
         ValueError: if a leaf's shape does not match its spec.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    ...     params = fs.shard({"w": torch.ones(4)}, fs.quantize(mesh, scatter=True))
+    ...     state, mine = fs.transform_state(params), {"w": torch.tensor([127.0, 0.75, -127.0, 3.25])}
+    ...     grads, state = fs.scatter_grads(mine, params, transform_state=state)
+    ...     return fs.unshard(grads)["w"].tolist(), state["w"].local.tolist()
+    >>> fs.testing.spmd(program, world=2)[0]  # 0.75 went as 1, and 3.25 as 3
+    ([127.0, 1.0, -127.0, 3.0], [[[0.0, -0.25], [0.0, 0.25]]])
     """
     flat = flatten(params)
     check_local("transform_state", flat)
