@@ -33,6 +33,10 @@ def rank(axis: Axis) -> int:
 
     Returns:
         A number from 0 to axis.size - 1.
+
+    >>> import fshard as fs
+    >>> fs.testing.spmd(lambda: fs.comm.rank(fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))), world=2)
+    [0, 1]
     """
     return 0 if axis.size == 1 else _compat.group_rank(axis.group_name)
 
@@ -194,6 +198,15 @@ def start_all_gather(
 
     Returns:
         A function that waits and returns tensors of shape (axis.size, *shard.shape), in rank order.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))
+    ...     finish = fs.comm.start_all_gather([torch.tensor([fs.comm.rank(axis)])], axis, "example")
+    ...     beside = torch.ones(2) + 1  # is computed while the shards travel
+    ...     return finish()[0].tolist()
+    >>> fs.testing.spmd(program, world=2)
+    [[[0], [1]], [[0], [1]]]
     """
     if has_one_rank(axis) or not shards:
         return lambda: [shard.unsqueeze(0) for shard in shards]
@@ -223,6 +236,14 @@ def start_reduce_scatter(
 
     Returns:
         A function that waits and returns tensors of `shape`, summed in rank order by the direct algorithm.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))
+    ...     finish = fs.comm.start_reduce_scatter([torch.tensor([[1.0, 2.0], [3.0, 4.0]])], axis, "example")
+    ...     return finish()[0].tolist()
+    >>> fs.testing.spmd(program, world=2)
+    [[2.0, 4.0], [6.0, 8.0]]
     """
     if has_one_rank(axis) or not stacks:
         return lambda: [stack[0] for stack in stacks]
@@ -253,6 +274,14 @@ def start_all_reduce(
 
     Returns:
         A function that waits and returns the sums, in rank order by the direct algorithm.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))
+    ...     finish = fs.comm.start_all_reduce([torch.tensor([1.0]), torch.tensor([2.0, 3.0])], axis, "example")
+    ...     return [total.tolist() for total in finish()]
+    >>> fs.testing.spmd(program, world=2)[0]
+    [[2.0], [4.0, 6.0]]
     """
     if has_one_rank(axis) or not tensors:
         return lambda: list(tensors)
@@ -335,6 +364,14 @@ def all_gather(
 
     Returns:
         Tensors of shape (axis.size, *shard.shape), in rank order.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))
+    ...     first, second = fs.comm.all_gather([torch.tensor(fs.comm.rank(axis)), torch.ones(3)], axis, "example")
+    ...     return first.tolist(), second.shape
+    >>> fs.testing.spmd(program, world=2)[0]
+    ([0, 1], torch.Size([2, 3]))
     """
     return start_all_gather(shards, axis, label, algorithm)()
 
@@ -352,6 +389,14 @@ def reduce_scatter(
 
     Returns:
         Tensors without the stacks' first dim, summed in rank order by the direct algorithm.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))
+    ...     stack = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (fs.comm.rank(axis) + 1)
+    ...     return fs.comm.reduce_scatter([stack], axis, "example")[0].tolist()
+    >>> fs.testing.spmd(program, world=2)
+    [[3.0, 6.0], [9.0, 12.0]]
     """
     return start_reduce_scatter(stacks, axis, label, algorithm)()
 
@@ -369,6 +414,13 @@ def all_reduce(
 
     Returns:
         The sums, in rank order by the direct algorithm.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))
+    ...     return fs.comm.all_reduce([torch.tensor([fs.comm.rank(axis) + 1.0])], axis, "example")[0].tolist()
+    >>> fs.testing.spmd(program, world=2)
+    [[3.0], [3.0]]
     """
     return start_all_reduce(tensors, axis, label, algorithm)()
 
@@ -391,6 +443,15 @@ def all_to_all(
 
     Returns:
         For each rank what it has sent.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))
+    ...     send = [[torch.tensor([10 * fs.comm.rank(axis) + to])] for to in range(2)]
+    ...     receive = [[(torch.Size([1]), torch.int64)]] * 2
+    ...     return [tensors[0].item() for tensors in fs.comm.all_to_all(send, receive, axis, "example")]
+    >>> fs.testing.spmd(program, world=2)
+    [[0, 10], [1, 11]]
     """
     return start_all_to_all(send, receive, axis, label, device)()
 
@@ -413,6 +474,16 @@ def start_all_to_all(
 
     Returns:
         A function that waits and returns for each rank what it has sent.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))
+    ...     send = [[], [torch.ones(3)]] if fs.comm.rank(axis) == 0 else [[], []]
+    ...     receive = [[], []] if fs.comm.rank(axis) == 0 else [[(torch.Size([3]), torch.float32)], []]
+    ...     finish = fs.comm.start_all_to_all(send, receive, axis, "example")
+    ...     return finish()
+    >>> fs.testing.spmd(program, world=2)
+    [[[], []], [[tensor([1., 1., 1.])], []]]
     """
     if has_one_rank(axis):
         return lambda: [list(row) for row in send]

@@ -51,7 +51,12 @@ def objects_of_this_rank() -> dict[type, Any]:
 
 
 class Verb(StrEnum):
-    """Those that ask for collectives and are known by name; others, such as users' transforms, pass any word."""
+    """Those that ask for collectives and are known by name; others, such as users' transforms, pass any word.
+
+    >>> import fshard as fs
+    >>> list(fs.comm.Verb), fs.comm.Label("gather").verb == fs.comm.Verb.GATHER
+    ([<Verb.GATHER: 'gather'>, <Verb.SCATTER: 'scatter'>, <Verb.AGREE: 'agree'>, <Verb.OBJECTIVE: 'objective'>], True)
+    """
 
     GATHER = "gather"
     SCATTER = "scatter"
@@ -60,7 +65,12 @@ class Verb(StrEnum):
 
 
 class Phase(StrEnum):
-    """Whether a call begins with a collective, or one of its passes ends."""
+    """Whether a call begins with a collective, or one of its passes ends.
+
+    >>> import fshard as fs
+    >>> fs.comm.Label("agree", call="update", phase=fs.comm.Phase.BEGIN).event
+    'update begins'
+    """
 
     NONE = ""
     BEGIN = "begins"
@@ -76,6 +86,11 @@ class Label(NamedTuple):
         leaves: Paths of the leaves that travel.
         call: For messages by which ranks compare what they do, the call that comes next.
         phase: Whether that call begins or ends.
+
+    >>> import fshard as fs
+    >>> label = fs.comm.Label(fs.comm.Verb.GATHER, units=("layers.0",), leaves=("['weight']", "['bias']"))
+    >>> label.unit, str(label)
+    ('layers.0', "gather | layers.0 | ['weight'], ['bias']")
     """
 
     verb: str
@@ -210,6 +225,12 @@ class Collective(NamedTuple):
         tensors: Buffers it carried.
         scalar: Whether it carried single numbers only, or the few by which ranks agree on what comes next, or tell each
             other with the objective which leaves they used.
+
+    >>> import fshard as fs
+    >>> label = fs.comm.Label("gather", units=("layers.0",))
+    >>> entry = fs.comm.Collective("all_gather", "shard", 4, label, bytes=1000, tensors=1, scalar=False)
+    >>> entry.label, entry.unit, entry.sent  # three quarters of the bytes
+    ('gather', 'layers.0', 750.0)
     """
 
     op: str
@@ -249,7 +270,17 @@ class Collective(NamedTuple):
 
 
 class Record(list[Collective]):
-    """The collectives of a recording, in the order of their issue."""
+    """The collectives of a recording, in the order of their issue.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     params = fs.shard({"w": torch.ones(4)}, fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu")))
+    ...     with fs.comm.record() as record:
+    ...         fs.gather(params)
+    ...     return record.bytes_sent()
+    >>> fs.testing.spmd(program, world=2)  # half of 4 times 4 bytes
+    [8.0, 8.0]
+    """
 
     def bytes_sent(self) -> float:
         """Bytes each rank sent, in nominal ring terms, scalars left out."""

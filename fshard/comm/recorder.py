@@ -27,7 +27,23 @@ ANSWERS = 1.0
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed: a rank is gone, late beyond the process group's timeout, or does something else."""
+    """A collective failed: a rank is gone, late beyond the process group's timeout, or does something else.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    ...     params, rank = fs.shard({"w": torch.ones(2)}, fs.fully_shard(mesh)), mesh.get_rank()
+    ...     loss_and_grads = fs.value_and_grad(lambda p: fs.gather(p)["w"].sum())
+    ...     try:
+    ...         fs.checkpoint.to_state_dict(params, rank0_only=True) if rank == 0 else loss_and_grads(params)
+    ...     except fs.comm.CollectiveError as error:
+    ...         return str(error)
+    >>> print(fs.testing.spmd(program, world=2)[0])  # every rank must call to_state_dict
+    collective mismatch between ranks
+      rank 0: checkpoint.to_state_dict
+      rank 1: value_and_grad begins
+    To fix: let every rank make the same calls in the same order, also those whose result one rank alone uses, ...
+    """
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +116,16 @@ def flight_recorder() -> FlightRecorder:
 
     Returns:
         The recorder, the same one at each call of this thread.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))
+    ...     before = fs.comm.flight_recorder().started
+    ...     fs.comm.all_reduce([torch.ones(2)], axis, "example")
+    ...     recorder = fs.comm.flight_recorder()
+    ...     return recorder.started - before, recorder.finished.op, str(recorder.finished.about)
+    >>> fs.testing.spmd(program, world=2)[0]
+    (1, 'all_reduce', 'example')
     """
     return of_this_rank(FlightRecorder)
 
@@ -199,6 +225,15 @@ def record() -> Iterator[Record]:
 
     Yields:
         A list of Collective that grows as collectives are issued.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     params = fs.shard({"w": torch.ones(4)}, fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu")))
+    ...     with fs.comm.record() as record:
+    ...         fs.gather(params)
+    ...     return [(entry.op, entry.bytes, entry.unit) for entry in record if not entry.scalar]
+    >>> fs.testing.spmd(program, world=2)[0]
+    [('all_gather', 16, "['w']")]
     """
     entries = Record()
     with watched(_Recording(entries)):

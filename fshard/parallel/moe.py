@@ -38,6 +38,12 @@ class Routing(NamedTuple):
         experts: Numbers of experts, (tokens, k), for each token in the order of its choice.
         weights: The factors of their outputs, (tokens, k).
         probs: The router's probability of every expert, (tokens, number of experts).
+
+    >>> import torch, fshard as fs
+    >>> routing = fs.moe.route(torch.tensor([[0.25, 0.75], [0.5, 0.5]]).log())
+    >>> routing.probs, routing.weights.shape
+    (tensor([[0.2500, 0.7500],
+            [0.5000, 0.5000]]), torch.Size([2, 1]))
     """
 
     experts: torch.Tensor
@@ -54,6 +60,12 @@ class Sent(NamedTuple):
         places: Where each choice's row is among those that this rank sent; first choices of all tokens come first.
         capacity: How many rows each expert took from this rank; None means all.
         received: Otherwise the order of received rows by expert, and how many went to each rank and came from it.
+
+    >>> import torch, fshard as fs
+    >>> tokens, logits = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[0.0, 9.0], [9.0, 0.0], [0.0, 9.0]])
+    >>> rows, sent = fs.moe.dispatch(tokens, fs.moe.route(logits), capacity=1)
+    >>> rows.tolist(), sent.capacity  # the third token found no room
+    ([[[2.0]], [[1.0]]], 1)
     """
 
     routing: Routing
@@ -77,6 +89,14 @@ def route(logits: torch.Tensor, k: int = 1, *, normalize: bool = True) -> Routin
 
     Raises:
         ValueError: if `logits` has other dims, or there are no k experts.
+
+    >>> import torch, fshard as fs
+    >>> logits = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.1, 0.4]]).log()  # two tokens, three experts
+    >>> routing = fs.moe.route(logits, k=2)
+    >>> routing.experts, routing.weights
+    (tensor([[1, 2],
+            [0, 2]]), tensor([[0.6667, 0.3333],
+            [0.5556, 0.4444]]))
     """
     expect(logits.dim() == 2, "moe.route", "logits of shape (tokens, experts)", describe(logits), "flatten other dims")
     fits = type(k) is int and 1 <= k <= logits.shape[1]
@@ -108,6 +128,16 @@ def dispatch(
     Raises:
         ValueError: if `tokens` do not fit `routing`, the axis does not divide the experts, the capacity is no positive
             number, or there is none inside fs.jit.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"expert": -1}, device="cpu"))
+    ...     tokens = torch.tensor([[1.0], [2.0]]) + 10 * fs.axis_index(axis)
+    ...     routing = fs.moe.route(torch.tensor([[9.0, 0.0], [0.0, 9.0]]))
+    ...     rows, sent = fs.moe.dispatch(tokens, routing, axis)
+    ...     return [row.tolist() for row in rows]
+    >>> fs.testing.spmd(program, world=2)  # each rank has one expert, and gets that expert's tokens of both
+    [[[[1.0], [11.0]]], [[[2.0], [12.0]]]]
     """
     what, number = "moe.dispatch", routing.probs.shape[-1]
     fits = tokens.dim() == 2 and len(tokens) == len(routing.experts)
@@ -151,6 +181,13 @@ def combine(rows: Iterable[torch.Tensor], sent: Sent) -> torch.Tensor:
 
     Returns:
         One row for each token, (tokens, width of the outputs).
+
+    >>> import torch, fshard as fs
+    >>> routing = fs.moe.route(torch.tensor([[0.25, 0.75], [0.5, 0.5]]).log(), k=2)
+    >>> rows, sent = fs.moe.dispatch(torch.tensor([[1.0], [2.0]]), routing)
+    >>> fs.moe.combine([rows[0] * 10, rows[1] * 100], sent)
+    tensor([[ 77.5000],
+            [110.0000]])
     """
     axis, weights = sent.axis, sent.routing.weights.T
     if sent.capacity is not None:
@@ -178,6 +215,11 @@ def load_balance(routing: Routing, axes: Sequence[Axis] = ()) -> torch.Tensor:
 
     Returns:
         A scalar; 0 where this rank has no tokens.
+
+    >>> import torch, fshard as fs
+    >>> even, uneven = torch.tensor([[99.0, 0.0], [0.0, 99.0]]), torch.tensor([[99.0, 0.0], [99.0, 0.0]])
+    >>> fs.moe.load_balance(fs.moe.route(even)), fs.moe.load_balance(fs.moe.route(uneven))
+    (tensor(1.), tensor(2.))
     """
     number = routing.probs.shape[-1]
     chosen = routing.experts.reshape(-1, 1) == torch.arange(number, device=routing.experts.device)
@@ -196,5 +238,9 @@ def z_loss(logits: torch.Tensor) -> torch.Tensor:
 
     Returns:
         A scalar; 0 where there are no tokens.
+
+    >>> import torch, fshard as fs
+    >>> fs.moe.z_loss(torch.zeros(3, 4)), torch.tensor(4.0).log().square()
+    (tensor(1.9218), tensor(1.9218))
     """
     return logits.logsumexp(-1).square().sum() / max(len(logits), 1)

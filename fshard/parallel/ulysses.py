@@ -28,6 +28,16 @@ def ulysses(attention: Callable[..., torch.Tensor], axis: Axis) -> Callable[...,
 
     Raises:
         ValueError: by the function returned, if the ranks do not divide the heads of a tensor.
+
+    >>> import torch, fshard as fs
+    >>> attention = torch.nn.functional.scaled_dot_product_attention
+    >>> q, k, v = torch.arange(48.0).sin().reshape(3, 1, 2, 4, 2)  # batch 1, two heads, time 4, head dim 2
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"cp": -1}, device="cpu"))
+    ...     return fs.ulysses(attention, axis)(*(x.chunk(2, dim=2)[fs.axis_index(axis)] for x in (q, k, v)))
+    >>> pieces = fs.testing.spmd(program, world=2)
+    >>> pieces[0].shape, torch.allclose(torch.cat(pieces, dim=2), attention(q, k, v))
+    (torch.Size([1, 2, 2, 2]), True)
     """
     expect(callable(attention), "ulysses", "attention to be a function", describe(attention))
     check_axis("ulysses", axis)

@@ -34,6 +34,15 @@ def vocab_parallel_embedding(
 
     Raises:
         ValueError: if an argument does not fit; on a processor, if an id is not in the vocabulary.
+
+    >>> import torch, fshard as fs
+    >>> weight = torch.tensor([[0.0, 0.5], [1.0, 1.5], [2.0, 2.5], [3.0, 3.5]])  # a vocabulary of four
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"tp": -1}, device="cpu"))
+    ...     mine = weight.chunk(2)[fs.axis_index(axis)]
+    ...     return fs.vocab_parallel_embedding(torch.tensor([3, 0]), mine, axis).tolist()
+    >>> fs.testing.spmd(program, world=2)
+    [[[3.0, 3.5], [0.0, 0.5]], [[3.0, 3.5], [0.0, 0.5]]]
     """
     what = "vocab_parallel_embedding"
     _check(what, ids, weight, axis, "ids")
@@ -74,6 +83,17 @@ def vocab_parallel_cross_entropy(
     Raises:
         ValueError: if an argument does not fit; on a processor, if a target is not in the vocabulary. Elsewhere, and in
             a graph, the loss of such a target is NaN.
+
+    >>> import torch, fshard as fs
+    >>> h, weight, targets = torch.ones(1, 2), torch.arange(8.0).reshape(4, 2), torch.tensor([2])
+    >>> torch.nn.functional.cross_entropy(h @ weight.T, targets)
+    tensor(4.0185)
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"tp": -1}, device="cpu"))
+    ...     mine = weight.chunk(2)[fs.axis_index(axis)]
+    ...     return fs.vocab_parallel_cross_entropy(fs.pvary(h, axis), mine, targets, axis)
+    >>> fs.testing.spmd(program, world=2)
+    [tensor(4.0185), tensor(4.0185)]
     """
     what = "vocab_parallel_cross_entropy"
     _check(what, targets, torch.empty(0, 0) if weight is None else weight, axis, "targets")
