@@ -69,6 +69,13 @@ def latest(directory: str | PathLike[str]) -> int | None:
 
     Raises:
         CheckpointError: if the file that names it is damaged, or cannot be read.
+
+    >>> import tempfile, torch, fshard as fs
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     before = fs.checkpoint.latest(directory)
+    ...     path = fs.checkpoint.save(directory, {"w": torch.ones(3)}, step=10).wait()
+    ...     before, fs.checkpoint.latest(directory)
+    (None, 10)
     """
     root = check_path("checkpoint.latest", "directory", directory)
     with named(root):
@@ -111,6 +118,15 @@ def restore(
         ValueError: on every rank, with every leaf that the checkpoint lacks or has otherwise; dtypes are never
             changed silently.
         CheckpointError: on every rank, if there is no such checkpoint or a file is damaged, by its name.
+
+    >>> import tempfile, torch, fshard as fs
+    >>> state = {"params": {"w": torch.tensor([1.0, 2.0])}, "epoch": torch.tensor(3)}
+    >>> like = fs.shard({"w": torch.zeros(2)}, fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu")))
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = fs.checkpoint.save(directory, state, step=1).wait()
+    ...     params = fs.checkpoint.restore(directory, like, subtree="['params']")
+    >>> params, params["w"].local
+    ({'w': Sharded(float32[2], P('shard'), local [2])}, tensor([1., 2.]))
     """
     ranks = members(LABEL, mesh, like)
     with raise_on_all_ranks(LABEL, ranks=ranks):

@@ -74,6 +74,12 @@ class Saving:
 
     Attributes:
         step: The step that is saved.
+
+    >>> import tempfile, torch, fshard as fs
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     saving = fs.checkpoint.save(directory, {"w": torch.ones(3)}, step=7, asynchronous=True)
+    ...     saving.step, saving.wait().name  # training goes on between the two
+    (7, 'step-00000007')
     """
 
     def __init__(

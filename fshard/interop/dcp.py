@@ -59,6 +59,16 @@ def save_dcp(
         ValueError: on every rank, if a leaf is no tensor or ranks hold different leaves, or the optimizer's state
             holds more than that of `fs.from_torch`.
         CheckpointError: on every rank, if the directory has a checkpoint already, or files cannot be written.
+
+    >>> import tempfile, torch, fshard as fs
+    >>> import torch.distributed.checkpoint as dcp
+    >>> params = fs.shard({"w": torch.tensor([1.0, 2.0])}, fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu")))
+    >>> state_dict = {"model": {"w": torch.zeros(2)}}
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     fs.checkpoint.save_dcp(directory, params)
+    ...     dcp.load(state_dict, checkpoint_id=directory)
+    >>> state_dict
+    {'model': {'w': tensor([1., 2.])}}
     """
     label, names = "checkpoint.save_dcp", Names(module)
     check_members(label, state)
@@ -130,6 +140,14 @@ def load_dcp(
     Raises:
         ValueError: on every rank, with every leaf that the checkpoint lacks, has otherwise or has besides.
         CheckpointError: on every rank, if the checkpoint is not trusted or cannot be read.
+
+    >>> import tempfile, torch, fshard as fs
+    >>> import torch.distributed.checkpoint as dcp
+    >>> like = fs.shard({"w": torch.zeros(2)}, fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu")))
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     metadata = dcp.save({"model": {"w": torch.tensor([1.0, 2.0])}}, checkpoint_id=directory)
+    ...     fs.unshard(fs.checkpoint.load_dcp(directory, like, trusted=True))
+    {'w': tensor([1., 2.])}
     """
     label, names = "checkpoint.load_dcp", Names(module)
     check_members(label, like)

@@ -29,6 +29,13 @@ def from_dtensor(tree: Tree, strategy: Any) -> Tree:
     Raises:
         ValueError: if a leaf has partial or strided placements, a dim that several axes split unevenly, or lives on
             other axes than the strategy's.
+
+    >>> import torch, fshard as fs
+    >>> from torch.distributed.tensor import Shard, distribute_tensor
+    >>> mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    >>> state_dict = {"w": distribute_tensor(torch.ones(4, 2), mesh, [Shard(1)])}
+    >>> fs.from_dtensor(state_dict, fs.fully_shard(mesh))
+    {'w': Sharded(float32[4, 2], P(None, 'shard'), local [4, 2])}
     """
     from torch.distributed.tensor import DTensor
 
@@ -93,6 +100,13 @@ def to_dtensor(tree: Tree, mesh: Mesh) -> Tree:
     Raises:
         ValueError: if a leaf lives on an axis that the mesh lacks, splits a dim over axes in another order or unevenly
             over several, or is a number that is split.
+
+    >>> import torch, fshard as fs
+    >>> mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    >>> params = fs.shard({"w": torch.ones(4, 2)}, fs.fully_shard(mesh))
+    >>> dtensor = fs.to_dtensor(params, mesh)["w"]
+    >>> dtensor.placements, dtensor.to_local().data_ptr() == params["w"].local.data_ptr()
+    ((Shard(dim=0),), True)
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 

@@ -36,6 +36,16 @@ def to_optimizer_state_dict(
     Raises:
         ValueError: on every rank, if the state holds more than torch's optimizers do, or parameters that the
             torch optimizer has not.
+
+    >>> import torch, fshard as fs
+    >>> module = torch.nn.Linear(2, 1, bias=False)
+    >>> params = fs.functionalize(module).init(fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+    >>> tx = fs.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+    >>> _, state = tx.update(fs.tree_map(torch.ones_like, params), tx.init(params), params)
+    >>> optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    >>> optimizer.load_state_dict(fs.checkpoint.to_optimizer_state_dict(state, module, optimizer))
+    >>> optimizer.state[module.weight]
+    {'momentum_buffer': tensor([[1., 1.]])}
     """
     label, names = "checkpoint.to_optimizer_state_dict", Names(module)
     check_members(label, opt_state)
@@ -82,6 +92,17 @@ def from_optimizer_state_dict(
     Raises:
         ValueError: on every rank, with every state that is missing, otherwise or besides, or where the class does
             not count and `updates` is not given.
+
+    >>> import torch, fshard as fs
+    >>> module = torch.nn.Linear(2, 1, bias=False)
+    >>> optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    >>> module(torch.ones(2)).backward()
+    >>> optimizer.step()
+    >>> params = fs.functionalize(module).init(fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+    >>> like = fs.from_torch(torch.optim.Adam, lr=0.1).init(params)
+    >>> state = fs.checkpoint.from_optimizer_state_dict(optimizer.state_dict(), like, module, optimizer)
+    >>> state.updates
+    tensor(1)
     """
     label = "checkpoint.from_optimizer_state_dict"
     check_members(label, like)

@@ -17,7 +17,16 @@ from fshard.tree import Axis, Flat, Tree, flatten, is_sharded
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written or read; the message names the file or the leaf."""
+    """A checkpoint that cannot be written or read; the message names the file or the leaf.
+
+    >>> import tempfile, torch, fshard as fs
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     try:
+    ...         state = fs.checkpoint.restore(directory, like={"w": torch.zeros(3)})
+    ...     except fs.checkpoint.CheckpointError as error:
+    ...         print(error)
+    checkpoint.restore: ...: expected a checkpoint that fs.checkpoint.save wrote, got none
+    """
 
 
 # Refuses a file unless it is as expected.

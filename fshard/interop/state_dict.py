@@ -137,6 +137,14 @@ def load_torch(
     Raises:
         ValueError: as `from_state_dict`.
         CheckpointError: on every rank, if the file is not trusted or cannot be read.
+
+    >>> import tempfile, torch, fshard as fs
+    >>> like = fs.shard({"w": torch.zeros(2)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     torch.save({"w": torch.tensor([1.0, 2.0])}, f"{directory}/model.pt")
+    ...     params = fs.checkpoint.load_torch(f"{directory}/model.pt", like, trusted=True)
+    >>> params, params["w"].local
+    ({'w': Sharded(float32[2], P(), local [2])}, tensor([1., 2.]))
     """
     label, names = "checkpoint.load_torch", Names(module)
     check_members(label, like)

@@ -145,6 +145,12 @@ class Match(NamedTuple):
         state: The state after the last step.
         loss: Largest difference of an objective.
         params: Largest difference of a parameter's element.
+
+    >>> import torch, fshard as fs
+    >>> state = fs.TrainState.create({"w": torch.ones(2)}, fs.sgd(0.1))
+    >>> match = fs.testing.Match(state, loss=0.0, params=1.2e-7)  # as assert_matches_ddp returns it
+    >>> f"parameters came as close as {match.params:.0e}"
+    'parameters came as close as 1e-07'
     """
 
     state: TrainState
@@ -191,6 +197,24 @@ def assert_matches_ddp(
     Raises:
         AssertionError: naming the first step that differs, and every leaf that does.
         ValueError: if ranks are simulated by threads, which DDP cannot run on.
+
+    >>> import torch, fshard as fs
+    >>> module, tx = torch.nn.Linear(2, 1), fs.from_torch(torch.optim.SGD, lr=0.1)
+    >>> model, mesh = fs.functionalize(module), fs.init_mesh({"shard": -1}, device="cpu")
+    >>> def train_step(state, x):
+    ...     loss, grads = fs.value_and_grad(lambda p: model.apply(p, x).square().mean())(state.params)
+    ...     return fs.update(tx, state, grads), loss
+    >>> match = fs.testing.assert_matches_ddp(
+    ...     train_step,
+    ...     fs.TrainState.create(model.init(fs.zero3(mesh)), tx),
+    ...     torch.arange(12.0).reshape(2, 3, 2),  # two batches
+    ...     module=module,
+    ...     loss_fn=lambda ddp, x: ddp(x).square().mean(),
+    ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    ...     exact=True,
+    ... )
+    >>> match.state.step, match.params
+    (tensor(2), 0.0)
     """
     processes, remedy = dist.get_backend() != "threaded", "run it by spmd(f, Workers(n))"
     expect(processes, "assert_matches_ddp", "ranks to be processes", "threads", remedy)

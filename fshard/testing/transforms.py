@@ -50,6 +50,18 @@ def check_adjoint(
 
     Raises:
         AssertionError: on every rank, with each leaf whose two products differ by more than rounding, and by how much.
+
+    >>> import fshard as fs
+    >>> class Forgetful(fs.Wrapped):
+    ...     def gather(self, leaves, specs):
+    ...         return [2 * full for full in self.inner.gather(leaves, specs)]  # and scatter forgets it
+    >>> transform = fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu"))
+    >>> fs.testing.check_adjoint(transform, [(3, 2), (4,)])
+    >>> fs.testing.check_adjoint(Forgetful(transform), [(4,)])
+    Traceback (most recent call last):
+    AssertionError: check_adjoint: scatter is not gather's transpose
+      [0]: expected inner products equal to within ... (shape (4,)), got <gather(x), y> = ... and <x, scatter(y)> = ...
+    To fix: make scatter the transpose of gather, with the sum over ranks; error= allows for a lossy one, as 2**-8.
     """
     _check_trial("check_adjoint", transform, shapes, dtype, seed, error)
     shards = shard(_drawn(shapes, [dtype] * len(shapes), seed), transform)
@@ -89,6 +101,16 @@ class TransformReport(NamedTuple):
         scatter_bytes: Bytes each rank sent in one scatter.
         gather_error: What gather is off by, relative to the leaf's largest magnitude.
         training_error: What parameters are off by after three steps, relative to how far they went.
+
+    >>> import fshard as fs
+    >>> def program():
+    ...     int8 = fs.quantize(fs.init_mesh({"shard": -1}, device="cpu"))
+    ...     return fs.testing.check_transform(int8, [(4, 6)], error=1 / 254)
+    >>> report = fs.testing.spmd(program, world=2)[0]
+    >>> report.gather_bytes, report.scatter_bytes  # of 24 numbers of 8 bytes
+    (16.0, 96.0)
+    >>> 0 < report.gather_error < 1 / 254
+    True
     """
 
     gather_bytes: float
@@ -129,6 +151,13 @@ def check_transform(
     Raises:
         AssertionError: on every rank, with everything that does not hold and by how much.
         ValueError: if leaves stay split over some axis, which asks for a computation of its own.
+
+    >>> import fshard as fs
+    >>> def program():
+    ...     transform = fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu"))
+    ...     return fs.testing.check_transform(transform, [(4, 6)], bytes_sent=(96, 96))  # half of 24 numbers of 8 bytes
+    >>> fs.testing.spmd(program, world=2)[0].gather_error
+    0.0
     """
     _check_trial("check_transform", transform, shapes, dtype, seed, error)
     pair = bytes_sent is None or (isinstance(bytes_sent, tuple) and len(bytes_sent) == 2)

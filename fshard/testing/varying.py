@@ -69,6 +69,21 @@ def check_varying(f: Callable[..., Any], params: Tree, *args: Any, reduce_over: 
 
     Raises:
         AssertionError: with every wrong step, the line that made it, and the remedy.
+
+    >>> import torch, fshard as fs
+    >>> def program(total):
+    ...     tp = fs.axis_of(fs.init_mesh({"tp": -1}, device="cpu"))
+    ...     params = fs.shard({"w": torch.ones(4)}, fs.split_dim(tp, dim=0))
+    ...     try:
+    ...         fs.testing.check_varying(lambda p: total(fs.gather(p)["w"].sum(), tp), params)
+    ...     except AssertionError as error:
+    ...         return str(error)
+    >>> fs.testing.spmd(lambda: program(fs.psum_invariant), world=2)
+    [None, None]
+    >>> print(fs.testing.spmd(lambda: program(fs.psum), world=2)[0])
+    check_varying: varying and invariant values are mixed
+      File ...: expected one that agrees: fs.psum_invariant, whose sum agrees, got psum over 'tp', whose result varies
+    To fix: see the docstrings of psum, psum_invariant and pvary.
     """
     check_function("check_varying", f)
     flat = flatten(params)

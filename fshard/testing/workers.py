@@ -39,7 +39,18 @@ NEVER = timedelta(days=1)
 
 
 class RankError(RuntimeError):
-    """A rank failed, ended or hung; the message says which, and shows its traceback or stack."""
+    """A rank failed, ended or hung; the message says which, and shows its traceback or stack.
+
+    >>> import fshard as fs
+    >>> try:
+    ...     fs.testing.spmd(lambda: 1 / 0, world=2)
+    ... except fs.testing.RankError as error:
+    ...     print(error)
+    rank 0 of 2 failed:
+    Traceback (most recent call last):
+    ...
+    ZeroDivisionError: division by zero
+    """
 
 
 class Workers:
