@@ -1,6 +1,8 @@
 """Models of transformers in files: both ways as its own from_pretrained and save_pretrained, of many architectures."""
 
+import contextlib
 import re
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +13,8 @@ import fshard as fs
 from fshard.checkpoint import CheckpointError, load_huggingface, save_huggingface
 from fshard.interop import huggingface
 from fshard.interop.pieces import piece_of
-from fshard.interop.transformers import Planned, planned
+from fshard.interop.state_dict import Entry, Names
+from fshard.interop.transformers import Planned, from_files, planned, to_files
 from fshard.testing import spmd
 from tests.trees import assert_same_bits, one_axis
 
@@ -268,7 +271,7 @@ def test_parameters_without_buffers_that_the_module_saves_are_refused(tmp_path):
 
 def conversions():
     """A conversion on real tensors, and those tensors; each has slices that a box of its result needs."""
-    loading = __import__("transformers.core_model_loading", fromlist=["_"])
+    loading = import_module("transformers.core_model_loading")
     four = {"a": [torch.randn(6, 4, 2) for _ in range(4)], "b": [torch.randn(6, 4, 2) for _ in range(4)]}
     one = {"a": [torch.randn(8, 6, 4)]}
     config = transformers.LlamaConfig(num_attention_heads=2)
@@ -318,3 +321,54 @@ def test_functions_that_write_cannot_be_planned():
     with pytest.raises(NotImplementedError, match="writes to a weight"):
         plan[0] = 1
     assert_same_bits((plan + 1).value(), torch.full((2,), 2.0))
+
+
+def architectures():
+    """The classes of transformers whose names or weights in files are not those of the model."""
+    registered = import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping
+    auto = import_module("transformers.models.auto.modeling_auto")
+    kinds = ("", "FOR_CAUSAL_LM_", "FOR_IMAGE_TEXT_TO_TEXT_", "FOR_OBJECT_DETECTION_", "FOR_SEMANTIC_SEGMENTATION_")
+    for kind in kinds:
+        for model_type, classes in getattr(auto, f"MODEL_{kind}MAPPING_NAMES").items():
+            for name in [classes] if isinstance(classes, str) else classes:
+                if registered(model_type) or registered(name):
+                    yield name
+
+
+def of_default_size(name):
+    """A model on the meta device, of few layers and experts; None where it needs a package or arguments."""
+    with contextlib.suppress(Exception), torch.device("meta"):
+        cls = getattr(transformers, name)
+        config = cls.config_class()
+        for part in (config, *(getattr(config, f"{kind}_config", None) for kind in ("text", "vision", "audio"))):
+            if isinstance(getattr(part, "num_hidden_layers", None), int) and not getattr(part, "layer_types", None):
+                part.num_hidden_layers = min(part.num_hidden_layers, 2)
+            for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+                if isinstance(getattr(part, key, None), int):
+                    setattr(part, key, min(getattr(part, key), 16))
+        return cls(config)
+    return None
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+def test_every_architecture_reads_the_names_and_shapes_that_it_writes():
+    """Without values: there is no memory for them."""
+    made, wrong = [], {}
+    for name in dict.fromkeys(architectures()):
+        module = of_default_size(name)
+        if module is None:
+            continue
+        made.append(name)
+        names = Names(module)
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        leaves = {key: tensor for key, tensor in tensors if names.saved_as(key)}
+        files = to_files(leaves, module, names, {})
+        back = from_files({key: Entry(each.dtype, tuple(each.shape), each.read) for key, each in files.items()}, module)
+        found = {names.first.get(key, key): (each.dtype, each.shape) for key, each in back.entries.items()}
+        needed = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in leaves.items()}
+        if found != {key: each for key, each in needed.items() if key in found or key not in back.optional}:
+            wrong[name] = sorted(found.items() ^ needed.items())[:4]
+        assert frozenset().union(*(each.sources for each in files.values())) == leaves.keys(), name
+    assert wrong == {}
+    assert len(made) > 230
