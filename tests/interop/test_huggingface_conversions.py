@@ -16,6 +16,7 @@ from fshard.interop.pieces import piece_of
 from fshard.interop.state_dict import Entry, Names
 from fshard.interop.transformers import Planned, from_files, planned, to_files
 from fshard.testing import spmd
+from tests.test_guide import GUIDE, section
 from tests.trees import assert_same_bits, one_axis
 
 transformers = pytest.importorskip("transformers")
@@ -372,3 +373,64 @@ def test_every_architecture_reads_the_names_and_shapes_that_it_writes():
         assert frozenset().union(*(each.sources for each in files.values())) == leaves.keys(), name
     assert wrong == {}
     assert len(made) > 230
+
+
+def test_files_of_older_versions(tmp_path):
+    """Other names of weights, a base without its prefix, and buffers that are no longer saved."""
+    case = CASES["BERT"]
+    case.build().save_pretrained(tmp_path)
+    content = load_file(tmp_path / SINGLE)
+    old = {
+        name.removeprefix("bert.")
+        .replace("LayerNorm.weight", "LayerNorm.gamma")
+        .replace("Norm.bias", "Norm.beta"): tensor
+        for name, tensor in content.items()
+    }
+    assert not any(name.startswith("bert.") or "LayerNorm.weight" in name for name in old)
+    save_file({**old, "embeddings.position_ids": torch.arange(512)[None]}, tmp_path / SINGLE, metadata={"format": "pt"})
+    oracle, meta = case.read(tmp_path), case.on_meta()
+
+    def program():
+        like, kept = like_of(meta)
+        back = fs.unshard(load_huggingface(tmp_path, like, module=meta))
+        assert_same_bits(back, expected(oracle, like) | kept)
+
+    spmd(program, RANKS)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float64])
+def test_stacked_experts_of_another_dtype_are_cast(tmp_path, stored):
+    case = CASES["Mixtral"]
+    case.build().to(stored).save_pretrained(tmp_path)
+    oracle = getattr(transformers, case.model).from_pretrained(tmp_path, dtype=torch.float32)
+    meta = case.on_meta()
+
+    def program():
+        like, kept = like_of(meta)
+        with pytest.raises(ValueError, match="cast=True changes dtypes"):
+            load_huggingface(tmp_path, like, module=meta)
+        back = fs.unshard(load_huggingface(tmp_path, like, module=meta, cast=True))
+        assert_same_bits(back, expected(oracle, like) | kept)
+
+    spmd(program, RANKS)
+
+
+def test_the_guide(tmp_path):
+    """Its program, from files to files."""
+    (block,) = re.findall(r"```python\n(.*?)```", section(GUIDE, "Models of transformers"), re.DOTALL)
+    files, out = tmp_path / "files", tmp_path / "out"
+    CASES["Mixtral"].build().save_pretrained(files)
+
+    def program():
+        mesh = one_axis()
+        batch = torch.arange(6)[None] + mesh.get_rank()
+        scope = {"directory": files, "out": out, "mesh": mesh, "batches": [batch] * 2, "torch": torch, "fs": fs}
+        with torch.random.fork_rng():
+            exec(block, scope)
+        return {name: fs.unshard(leaf) for name, leaf in scope["state"].params.items()}
+
+    first, second = spmd(program, RANKS)
+    assert_same_bits(first, second)
+    loaded = CASES["Mixtral"].read(out)
+    assert_same_bits(expected(loaded, first), first)
+    assert not torch.equal(first["lm_head.weight"], CASES["Mixtral"].build().lm_head.weight)
