@@ -1,5 +1,6 @@
 """The architecture of fshard, and that the rules which guard it find what they should."""
 
+import doctest
 import importlib
 import pkgutil
 import re
@@ -162,6 +163,14 @@ def test_public_names_are_documented():
     fshard = importlib.import_module("fshard")
     errors = [error for name, value in house.public_objects(fshard) for error in house.documentation(name, value)]
     assert not errors, "\n".join(errors)
+
+
+def test_public_names_have_an_example():
+    """In their docstrings, where pytest runs it."""
+    examples = doctest.DocTestParser().get_examples
+    public = [(name, value) for name, value in house.public_objects(fs) if not isinstance(value, ModuleType)]
+    assert len(public) > 100
+    assert [name for name, value in public if not examples(value.__doc__ or "")] == []
 
 
 def described(x: int, *rest: int) -> Iterator[int]:

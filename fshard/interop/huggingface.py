@@ -78,6 +78,14 @@ def save_huggingface(
         ValueError: on every rank, if a leaf is no tensor that safetensors can hold, ranks hold different leaves,
             two have one name, or parameters or buffers that the module saves are not there.
         CheckpointError: on every rank, if the directory has weights already, or files cannot be written.
+
+    >>> import os, tempfile, torch, fshard as fs
+    >>> from safetensors.torch import load_file
+    >>> params = fs.shard({"w": torch.tensor([1.0, 2.0])}, fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu")))
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     fs.checkpoint.save_huggingface(directory, params)
+    ...     os.listdir(directory), load_file(f"{directory}/model.safetensors")
+    (['model.safetensors'], {'w': tensor([1., 2.])})
     """
     label = "checkpoint.save_huggingface"
     check_members(label, params)
@@ -146,6 +154,14 @@ def load_huggingface(
         ValueError: on every rank, with every leaf that the files lack, have otherwise or have besides.
         CheckpointError: on every rank, if there are no weights, they are pickled and not trusted, a file is
             damaged or leads elsewhere, or transformers cannot convert its weights.
+
+    >>> import tempfile, torch, fshard as fs
+    >>> params = fs.shard({"w": torch.tensor([1.0, 2.0])}, fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu")))
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     fs.checkpoint.save_huggingface(directory, params)
+    ...     loaded = fs.checkpoint.load_huggingface(directory, like=fs.tree_map(torch.zeros_like, params))
+    >>> loaded, loaded["w"].local
+    ({'w': Sharded(float32[2], P('shard'), local [2])}, tensor([1., 2.]))
     """
     label = "checkpoint.load_huggingface"
     check_members(label, like)
