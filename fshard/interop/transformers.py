@@ -189,8 +189,8 @@ def from_files(found: Mapping[str, Entry], module: nn.Module) -> Found:
     Raises:
         CheckpointError: if transformers cannot convert a weight.
     """
-    loading = import_module("transformers.core_model_loading")
-    transforms = import_module("transformers.conversion_mapping").get_model_conversion_mapping(module)
+    loading = _library("core_model_loading")
+    transforms = _library("conversion_mapping").get_model_conversion_mapping(module)
     renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
@@ -238,7 +238,7 @@ def to_files(leaves: Mapping[str, Any], module: nn.Module, names: Names, full: M
     Returns:
         Planned tensors by their names in the files, whose sources are names of leaves.
     """
-    loading, modeling = map(import_module, ("transformers.core_model_loading", "transformers.modeling_utils"))
+    loading, modeling = _library("core_model_loading"), _library("modeling_utils")
     skipped = _compat.not_saved(module)
     # On the meta device, where the library finds tied weights by the module's own.
     state = {
@@ -249,6 +249,21 @@ def to_files(leaves: Mapping[str, Any], module: nn.Module, names: Names, full: M
     kept = modeling.remove_tied_weights_from_state_dict(state, module)
     sources = {name: as_planned(leaves, names.first[name], full) for name in kept}
     return dict(loading.revert_weight_conversion(module, sources))
+
+
+def _library(name: str) -> Any:
+    """Import a module of transformers, which has been imported already where it has made a model.
+
+    Raises:
+        ImportError: if it is an older version.
+    """
+    try:
+        return import_module(f"transformers.{name}")
+    except ImportError as error:
+        found = getattr(import_module("transformers"), "__version__", "an unknown version")
+        raise ImportError(
+            f"expected transformers 5.23 or newer, got {found} ({error}); install fshard[models]"
+        ) from error
 
 
 def as_planned(leaves: Mapping[str, Any], name: str, full: Mapping[str, Any]) -> Planned:

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import sys
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -434,3 +435,20 @@ def test_the_guide(tmp_path):
     loaded = CASES["Mixtral"].read(out)
     assert_same_bits(expected(loaded, first), first)
     assert not torch.equal(first["lm_head.weight"], CASES["Mixtral"].build().lm_head.weight)
+
+
+def test_older_libraries_are_refused_by_name(tmp_path, monkeypatch):
+    case = CASES["ViT"]
+    module = case.build()
+    module.save_pretrained(tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
+    needed = r"expected transformers 5\.23 or newer, got \d.*; install fshard\[models\]"
+    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+    def program():
+        with pytest.raises(ImportError, match=needed):
+            load_huggingface(tmp_path, params, module=module)
+        with pytest.raises(ImportError, match=needed):
+            save_huggingface(tmp_path / "out", params, module=module)
+
+    spmd(program, RANKS)
