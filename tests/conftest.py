@@ -21,6 +21,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def process_group_ends_with_the_test() -> Iterator[None]:
     """A mesh made outside simulated ranks starts a process group of one rank, which the next test must not find."""
+    if dist.is_initialized():
+        # Of a doctest, for which there are no fixtures.
+        dist.destroy_process_group()
     excepthook = sys.excepthook
     yield
     if dist.is_initialized():
