@@ -90,6 +90,16 @@ class Model:
             ValueError: if ranks hold different values, the module is on the meta device and no seed is given, a
                 submodule cannot draw its values anew, has a constructor that draws values otherwise than by
                 reset_parameters, or draws them by more than "counter" can follow.
+
+        >>> import torch, fshard as fs
+        >>> with torch.device("meta"):
+        ...     module = torch.nn.Linear(2, 3)
+        >>> model, mesh = fs.functionalize(module), fs.init_mesh({"shard": -1}, device="cpu")
+        >>> params = model.init(fs.fully_shard(mesh), seed=0)
+        >>> params
+        {'weight': Sharded(float32[3, 2], P('shard'), local [3, 2]), 'bias': Sharded(float32[3], P('shard'), local [3])}
+        >>> torch.equal(model.init(fs.fully_shard(mesh), seed=0)["weight"].local, params["weight"].local)
+        True
         """
         check_transform(strategy, "model.init", "strategy")
         empty = [name for name, parameter in self._module.named_parameters() if parameter.is_meta]
@@ -133,6 +143,13 @@ class Model:
         Raises:
             ValueError: if names or shapes do not match, a leaf outlived the call that it was bound to, or the module
                 wrote to a parameter, or to a buffer that was not passed.
+
+        >>> import torch, fshard as fs
+        >>> model = fs.functionalize(torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Dropout(0.5)))
+        >>> params = model.init(fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")), seed=0)
+        >>> first, again, other = (model.apply(params, torch.ones(4, 2), key=key) for key in (1, 1, 2))
+        >>> first.shape, torch.equal(first, again), torch.equal(first, other)
+        (torch.Size([4, 8]), True, False)
         """
         _check_names("apply", "params", params, self._shapes)
         given = self.buffers if buffers is None else buffers

@@ -59,6 +59,12 @@ class TrainState(NamedTuple):
 
         Raises:
             ValueError: if the optimizer refuses the parameters, or the key is no integer.
+
+        >>> import torch, fshard as fs
+        >>> params = fs.shard({"w": torch.ones(2)}, fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu")))
+        >>> state = fs.TrainState.create(params, fs.ema(fs.sgd(0.1), 0.9), key=7)
+        >>> state.opt_state.average
+        {'w': Sharded(float32[2], P('shard'), local [2])}
         """
         if not callable(getattr(tx, "init", None)):
             raise ValueError(

@@ -112,7 +112,14 @@ class Manager:
         return latest(self._directory)
 
     def restore(self, like: Tree, **arguments: Any) -> Tree:
-        """Read a checkpoint, as `fs.checkpoint.restore` does, after waiting for the save under way."""
+        """Read a checkpoint, as `fs.checkpoint.restore` does, after waiting for the save under way.
+
+        >>> import tempfile, torch, fshard as fs
+        >>> with tempfile.TemporaryDirectory() as directory, fs.checkpoint.Manager(directory) as manager:
+        ...     saved = manager.save({"w": torch.ones(2)}, step=1)
+        ...     manager.restore(like={"w": torch.zeros(2)})
+        {'w': tensor([1., 1.])}
+        """
         self.wait()
         return restore(self._directory, like, mesh=self._mesh, **arguments)
 

@@ -88,6 +88,16 @@ class Trace(comm.Watcher):
 
         Raises:
             ValueError: if the trace is still running, or this rank is not one of the mesh's.
+
+        >>> import torch, fshard as fs
+        >>> def program():
+        ...     params = fs.shard({"w": torch.ones(4)}, fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu")))
+        ...     with fs.trace() as trace:
+        ...         fs.gather(params)
+        ...     return trace.report()
+        >>> report = fs.testing.spmd(program, world=2)[0]
+        >>> [row.rank for row in report.ranks], [row.bytes for row in report.units if row.unit == "['w']"]
+        ([0, 1], [8.0])
         """
         if not self._end:
             raise ValueError("trace.report: expected a trace that has ended, got one still running; leave its context")

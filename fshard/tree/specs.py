@@ -222,6 +222,12 @@ class Spec:
 
         Returns:
             The spec.
+
+        >>> import fshard as fs
+        >>> shard, tp = fs.Axis("shard", 2, "0"), fs.Axis("tp", 4, "1")
+        >>> spec = fs.Spec((16, 8)).split(shard, dim=0).split(tp, dim=0)
+        >>> spec.partition, spec.local_shape
+        (P(('shard', 'tp')), (2, 8))
         """
         entries = [self.partition.names(d) for d in range(max(len(self.partition), dim + 1))]
         entries[dim] = (*entries[dim], axis.name)
@@ -230,7 +236,14 @@ class Spec:
         return replace(self, partition=partition, owned=pieces).on(axis)
 
     def on(self, axis: Axis, *, independent: bool = False) -> "Spec":
-        """Place the leaf on `axis` too, without splitting it, perhaps with values of each rank's own."""
+        """Place the leaf on `axis` too, without splitting it, perhaps with values of each rank's own.
+
+        >>> import fshard as fs
+        >>> shard, replicate = fs.Axis("shard", 2, "0"), fs.Axis("replicate", 2, "1")
+        >>> spec = fs.Spec((16, 8)).split(shard, dim=0).on(replicate)
+        >>> [axis.name for axis in spec.axes], spec.local_shape, spec.dim_of(shard), spec.dim_of(replicate)
+        (['shard', 'replicate'], (8, 8), 0, None)
+        """
         if axis in self.axes:
             return self
         own = (*self.independent, axis) if independent else self.independent
