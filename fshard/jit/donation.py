@@ -24,22 +24,27 @@ def argument_of(path: str) -> int | None:
 
 
 def pairs_of(traced: Traced, flat: Flat, donated: Sequence[int], is_donated: Sequence[bool]) -> dict[int, int]:
-    """Find for each donated argument the part of the result that has its structure, and pair their tensors."""
+    """Find for each donated argument a part of the result of its own that has its structure, and pair their tensors."""
     numbers = {path: n for n, path in enumerate(traced.paths)}
     tensors = [n for n, out in enumerate(traced.outputs) if out is not None]
     place = {leaf: k for k, leaf in enumerate(tensors)}
     inputs, outs = placeholders(traced.graph.graph), results(traced.graph.graph)
     pairs: dict[int, int] = {}
-    for argument in donated:
+    structures = {argument: subtrees(subtrees(flat.treedef)[0])[argument] for argument in donated}
+    taken: set[int] = set()
+    # A state before a part of it: the gradients look like the state's parameters.
+    for argument, structure in sorted(structures.items(), key=lambda item: -item[1].num_leaves):
         given = [i for i, path in enumerate(flat.paths) if argument_of(path) == argument]
-        wanted = subtrees(flat.treedef)[0]
-        structure = subtrees(wanted)[argument]
-        start = next((s for s, part in _parts(traced.treedef) if part == structure), None)
+        starts = [start for start, part in _parts(traced.treedef) if part == structure]
+        size = structure.num_leaves
+        start = next((start for start in starts if taken.isdisjoint(range(start, start + size))), None)
         if start is None:
+            found = "that another donated argument does not take has" if starts else "has"
             raise ValueError(
-                f"jit: argument {argument} is donated, but no part of the result has its structure; return its "
+                f"jit: argument {argument} is donated, but no part of the result {found} its structure; return its "
                 "successor, such as the new state, or do not donate it"
             )
+        taken.update(range(start, start + size))
         for offset, i in enumerate(given):
             out = traced.outputs[start + offset]
             if flat.paths[i] in numbers and out is not None:

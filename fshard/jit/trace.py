@@ -31,10 +31,25 @@ _PLACES = (
     *("data_ptr", "is_set_to", "storage", "untyped_storage", "is_shared", "is_pinned"),
     *("_base", "_is_view", "_version"),
 )
+# Their models format values for the messages of checks alone, before they know whether to raise.
+_CHECKING = ("transformers",)
 _NO_VALUES = (
     "the value of a tensor, which a trace does not have",
     "use torch.where in the place of a branch, a tensor in the place of item(), and prints outside of the jitted "
     "function",
+)
+_EXPERTS = (
+    'call module.set_experts_implementation("batched_mm") before functionalize, which multiplies without looking which '
+    "experts were hit"
+)
+_IN_PACKAGE = (
+    "{} branches there on what its input holds: give it an input or a configuration for which it does not, or leave "
+    "the call out of the jitted function and jit the others, such as the update (see the rules of jit in "
+    "examples/README.md)"
+)
+_NO_CONVERSION = (
+    "conversion of a module's parameters to another dtype or device, got one in {}; convert the module before "
+    "functionalize, or keep the dtype that its forward asks for"
 )
 _NO_PLACES = (
     "where a tensor lies in memory, which differs from call to call",
@@ -175,8 +190,10 @@ class _Unseen(TorchFunctionMode):
             raise _LookedAtError(f"Tensor.{name}", _NO_PLACES)
         if name == "grad" and any(args[0] is tensor for tensor in self.given) and _is_asked_by_user():
             raise _LookedAtError("Tensor.grad", _NO_GRADS)
-        if name in _LOOKS and _own_frame(traceback.extract_stack()[:-1]) is not None:
-            raise _LookedAtError(f"Tensor.{name}")
+        if name in _LOOKS:
+            frame = _own_frame(traceback.extract_stack()[:-1])
+            if frame is not None and not (name in _SHOWS and _package_of(frame.filename) in _CHECKING):
+                raise _LookedAtError(f"Tensor.{name}")
         return func(*args, **(kwargs or {}))
 
 
@@ -250,20 +267,45 @@ def _explained(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not (isinstance(error, _LookedAtError) or _compat.asks_for_values(error)):
-            raise
+        steps = list(traceback.walk_tb(error.__traceback__))
         frame = _own_frame(traceback.extract_tb(error.__traceback__))
         place = f'{frame.filename}:{frame.lineno}: "{frame.line}"' if frame else "the function"
+        if _compat.converts_parameters(steps[-1][0].f_code):
+            raise ValueError(f"{what}: expected no {_NO_CONVERSION.format(place)}") from error
+        if not (isinstance(error, _LookedAtError) or _compat.asks_for_values(error)):
+            raise
         looked, remedy = error.why if isinstance(error, _LookedAtError) else _NO_VALUES
+        package = _package_of(frame.filename) if frame else None
+        if package is not None and remedy is _NO_VALUES[1]:
+            owners = [found.f_locals.get("self") for found, _ in steps if _is_own(found.f_code.co_filename)]
+            remedy = _EXPERTS if _loops_over_experts(owners) else _IN_PACKAGE.format(package)
         raise ValueError(f"{what}: expected no look at {looked}, got one in {place}; {remedy}") from error
+
+
+def _loops_over_experts(owners: Sequence[Any]) -> bool:
+    """Whether the last of the objects whose methods run is a mixture of transformers that may multiply otherwise."""
+    is_mixture = bool(owners) and hasattr(owners[-1], "is_concatenated")
+    settable = any(callable(getattr(owner, "set_experts_implementation", None)) for owner in owners)
+    return is_mixture and settable and owners[-1].config._experts_implementation == "eager"
+
+
+def _package_of(filename: str) -> str | None:
+    """The installed package that code belongs to; None for the user's own program."""
+    _, installed, inside = filename.rpartition("site-packages/")
+    return inside.partition("/")[0] if installed else None
 
 
 def _own_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     """The innermost line of the user's own program."""
     for frame in reversed(frames):
-        if not (_is_library(frame.filename) or frame.filename.startswith(_PACKAGES)):
+        if _is_own(frame.filename):
             return frame
     return None
+
+
+def _is_own(filename: str) -> bool:
+    """Whether code is neither torch's nor ours nor the standard library's."""
+    return not (_is_library(filename) or filename.startswith(_PACKAGES))
 
 
 def _is_library(filename: str) -> bool:

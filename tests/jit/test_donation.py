@@ -52,6 +52,28 @@ def test_every_leaf_stays_where_it_is(name):
     assert_alike(batches, before)
 
 
+@pytest.mark.parametrize("order", (1, -1), ids=("state first", "gradients first"))
+def test_arguments_that_are_donated_take_no_part_of_the_result_twice(order):
+    """Gradients have the structure of the new state's parameters, which are the state's own."""
+    tx = fs.from_torch(torch.optim.SGD, lr=0.1)
+    state = fs.TrainState.create({"w": torch.ones(3)}, tx)
+    grads = {"w": torch.ones(3)}
+
+    def update(*given):
+        state, grads = given[::order]
+        return fs.update(tx, state, grads)
+
+    number = (0, 1)[::order].index(1)
+    text = (
+        f"jit: argument {number} is donated, but no part of the result that another donated argument does not take has "
+        "its structure; return its successor, such as the new state, or do not donate it"
+    )
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        fs.jit(update, donate_argnums=(0, 1))(*(state, grads)[::order])
+    swapped = fs.jit(lambda a, b: (b, a + 1), donate_argnums=(0, 1))(X.clone(), X + 5)
+    assert [found.tolist() for found in swapped] == [[5, 6, 7], [1, 2, 3]]
+
+
 def given_up(what, paths):
     lines = [
         f"  {path}: expected what that call returned in its place, got a tensor that was donated to an earlier call\n"

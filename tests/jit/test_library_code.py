@@ -1,0 +1,128 @@
+"""Functions that read values in the code of an installed library: errors name a remedy that works, and checks pass."""
+
+import re
+
+import pytest
+import torch
+
+import fshard as fs
+from tests.trees import assert_same_bits, one_axis
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.slow
+
+TOKENS = dict(vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+DECODER = TOKENS | dict(num_key_value_heads=1, head_dim=8, max_position_embeddings=32)
+VISION = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=8)
+
+
+def mixtral():
+    config = transformers.MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2)
+    return transformers.MixtralForCausalLM(config)
+
+
+def switch():
+    sizes = dict(vocab_size=61, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, num_experts=4)
+    config = transformers.SwitchTransformersConfig(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
+    return transformers.SwitchTransformersForConditionalGeneration(config).bfloat16()
+
+
+def llava():
+    vision = transformers.CLIPVisionConfig(**VISION, patch_size=4)
+    text = transformers.LlamaConfig(**DECODER)
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=60, vision_feature_layer=-1
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def flaubert():
+    config = transformers.FlaubertConfig(
+        vocab_size=61, emb_dim=16, n_layers=2, n_heads=2, dropout=0.0, attention_dropout=0.0
+    )
+    return transformers.FlaubertWithLMHeadModel(config)
+
+
+def stepped(module, batch, **options):
+    """A loss with its gradients, eager, and the function that gave them, to be jitted."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+    model = fs.functionalize(module.train())
+
+    def step(params, batch):
+        def loss_fn(params):
+            return model.apply(params, **{"use_cache": False, **options}, **batch).loss
+
+        return fs.value_and_grad(loss_fn)(params)
+
+    params = model.init(fs.zero3(one_axis()))
+    return step, (params, batch), step(params, batch)
+
+
+def tokens(length=7):
+    ids = torch.randint(3, 60, (2, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def padded(batch):
+    """With a mask that hides the end of a sequence: of ones alone, transformers drops it outside of traces."""
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, -2:] = 0
+    return batch | {"attention_mask": mask}
+
+
+def test_a_loop_over_experts_names_the_form_without_values():
+    module = mixtral()
+    module.set_experts_implementation("eager")
+    step, given, _ = stepped(module, tokens())
+    line = '"for expert_idx in expert_hit:"'
+    remedy = 'call module.set_experts_implementation("batched_mm") before functionalize'
+    with pytest.raises(ValueError, match=f"(?s)modeling_mixtral.*{re.escape(line)}; {re.escape(remedy)}"):
+        fs.jit(step)(*given)
+
+
+@pytest.mark.parametrize("implementation", ("batched_mm", "grouped_mm"))
+def test_forms_without_values_have_the_eager_bits(implementation):
+    module = mixtral()
+    module.set_experts_implementation(implementation)
+    step, given, (loss, grads) = stepped(module, padded(tokens()))
+    jitted_loss, jitted = fs.jit(step)(*given)
+    assert_same_bits({"loss": jitted_loss, "grads": fs.unshard(jitted)}, {"loss": loss, "grads": fs.unshard(grads)})
+
+
+@pytest.mark.parametrize("options", (dict(use_cache=True), dict(attn="eager")), ids=("cache", "attention"))
+def test_without_a_mask_the_remedies_have_the_eager_bits(options):
+    """Transformers keeps a mask in a trace that it drops elsewhere, once it has looked at it: the README says so."""
+    module = mixtral()
+    module.set_attn_implementation(options.get("attn", "sdpa"))
+    step, given, (loss, grads) = stepped(module, tokens(), use_cache="use_cache" in options)
+    jitted_loss, jitted = fs.jit(step)(*given)
+    assert_same_bits({"loss": jitted_loss, "grads": fs.unshard(jitted)}, {"loss": loss, "grads": fs.unshard(grads)})
+
+
+def test_messages_of_a_models_checks_may_show_tensors():
+    """Llava formats the number of image tokens for a message before it knows whether to raise."""
+    ids = tokens(9)["input_ids"]
+    ids[:, 1:5] = 60
+    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    batch = padded({"input_ids": ids, "labels": ids}) | {"pixel_values": pixels}
+    step, given, (loss, grads) = stepped(llava(), batch)
+    jitted_loss, jitted = fs.jit(step)(*given)
+    assert_same_bits({"loss": jitted_loss, "grads": fs.unshard(jitted)}, {"loss": loss, "grads": fs.unshard(grads)})
+
+
+def test_a_branch_in_a_library_names_the_library_and_the_way_around():
+    step, given, _ = stepped(flaubert(), tokens())
+    text = "transformers branches there on what its input holds: give it an input or a configuration for which it does"
+    with pytest.raises(ValueError, match=f"(?s)modeling_flaubert.*{text}.*jit the others, such as the update"):
+        fs.jit(step)(*given)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_conversion_in_a_forward_is_named():
+    step, given, _ = stepped(switch(), tokens())
+    with pytest.raises(ValueError, match=r"jit: expected no conversion of a module.s parameters.*modeling_switch"):
+        fs.jit(step)(*given)
