@@ -1,5 +1,6 @@
 """Private APIs by which ranks are threads of one process, each with the versions it was checked on."""
 
+import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,14 +42,21 @@ def keeping_thread_object(key: str, value: object) -> Iterator[None]:
     A thread that ended with it would let go of it without Python's lock, and abort a process that ends at that time.
     """
     before = thread_object(key)
-    torch._C._stash_obj_in_tls(key, value)
+    _stash(key, value)
     try:
         yield
     finally:
-        if before is None:
+        if before is None and hasattr(torch._C, "_remove_obj_from_tls"):
             torch._C._remove_obj_from_tls(key)
         else:
-            torch._C._stash_obj_in_tls(key, before)
+            _stash(key, before)
+
+
+def _stash(key: str, value: object) -> None:
+    """Put an object under a key of this thread; torch 2.11 takes no reference to it, and lets go of one."""
+    torch._C._stash_obj_in_tls(key, value)
+    if torch.torch_version.__version__ < "2.12":
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 @contextmanager
@@ -76,10 +84,13 @@ def threaded_process_groups(join: Callable[[ThreadedCollective], None]) -> Itera
 
         return SimpleNamespace(join=wait)
 
+    world = multi_threaded_pg.ThreadLocalWorld()
+    if not hasattr(world, "comms"):
+        world.comms = []  # type: ignore[misc]  # which torch 2.11 clears in the end, though its threaded world lacks it
     # `init_process_group` sets all of these.
     own_world = patch.multiple(
         dist.distributed_c10d,
-        _world=multi_threaded_pg.ThreadLocalWorld(),
+        _world=world,
         _backend=dist.distributed_c10d._backend,
         _default_pg_init_method=dist.distributed_c10d._default_pg_init_method,
     )
