@@ -1,5 +1,6 @@
 """What the documents say is there: examples, commands, files, the calls of FSDP2, and measured figures."""
 
+import copy
 import json
 import re
 import shlex
@@ -11,13 +12,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+import fshard as fs
+from fshard.testing import assert_trees_close, spmd
 from tests.test_migration import ROWS
 from tests.test_processes import ROOT, TORCHRUN, run
 
 GUIDE, README = ROOT / "examples/README.md", ROOT / "README.md"
 DOCUMENTS = (README, ROOT / "CONTRIBUTING.md", GUIDE, ROOT / "fshard/checkpoint/FORMAT.md")
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+class Batch(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
 
 # Runs each script up to where it has parsed its arguments; prints what went wrong.
 PARSE = """
@@ -261,3 +271,33 @@ def test_no_other_figure_stands_beside_them():
     for known in (r"^\|.*$", r"\(torch .*?\)", r"Python \d\.\d+ and torch \d\.\d+", FINE_UNITS, ON_ONE_RANK):
         rest = re.sub(known, "", rest, flags=0 if isinstance(known, re.Pattern) else re.MULTILINE)
     assert not re.findall(r"\d+\.\d+|\d+ MiB", rest)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_state_that_travels(ranks):
+    """The guide's program runs, and its jitted step has the bits of the eager one."""
+    (program,) = re.findall(r"```python\n(.*?)```", section(GUIDE, "State that travels"), flags=re.DOTALL)
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5 if ranks == 1 else 0.0)
+    module = torch.nn.Sequential(*layers, torch.nn.Linear(8, 3))
+    inputs, targets = torch.randn(ranks, 6, 4), torch.randint(3, (ranks, 6))
+
+    def run():
+        mesh = fs.init_mesh({"shard": -1}, device="cpu")
+        batch = Batch(inputs[mesh.get_rank()], targets[mesh.get_rank()])
+        scope = {"torch": torch, "F": torch.nn.functional, "fs": fs, "mesh": mesh, "module": copy.deepcopy(module)}
+        exec(program, scope)
+        states, jitted = [scope["state"]], fs.jit(scope["train_step"])
+        for _ in range(3):
+            state, loss = scope["train_step"](states[-1], batch)
+            assert_trees_close(jitted(states[-1], batch), (state, loss), exact=True)
+            states.append(state)
+        out = scope["evaluated"].apply(state.opt_state.average, batch.x, buffers=state.buffers)[0]
+        return torch.stack([state.buffers["1.running_mean"] for state in states]), out
+
+    found = spmd(run, ranks)
+    for means, out in found:
+        assert not means[0].any()
+        assert means.unique(dim=0).shape == means.shape
+        assert means.equal(found[0][0])  # the first rank's statistics, everywhere
+        assert out.isfinite().all()
