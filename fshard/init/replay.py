@@ -15,7 +15,7 @@ from fshard.init.calls import blank_copy, calls_of, fill_blank, new_parameter
 TRUNC_NORMAL = "trunc_normal_"
 
 # Their results do not depend on earlier values of the tensor.
-_OVERWRITING = frozenset(
+OVERWRITING = frozenset(
     [
         *("zero_", "fill_", "copy_", "uniform_", "normal_", TRUNC_NORMAL),
         *("random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"),
@@ -134,7 +134,7 @@ class Watch(_compat.DispatchMode):
     def _touch(self, op: str, name: str, written: torch.Tensor | None, is_read: bool) -> Touch:
         own = self.tensors[name]
         whole = written is not None and not is_read and place_of(written) == place_of(own)
-        return Touch(name, written, whole and op in _OVERWRITING)
+        return Touch(name, written, whole and op in OVERWRITING)
 
 
 def place_of(tensor: torch.Tensor) -> Place:

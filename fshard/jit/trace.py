@@ -285,8 +285,8 @@ def _explained(what: str) -> Iterator[None]:
 def _loops_over_experts(owners: Sequence[Any]) -> bool:
     """Whether the last of the objects whose methods run is a mixture of transformers that may multiply otherwise."""
     is_mixture = bool(owners) and hasattr(owners[-1], "is_concatenated")
-    settable = any(callable(getattr(owner, "set_experts_implementation", None)) for owner in owners)
-    return is_mixture and settable and owners[-1].config._experts_implementation == "eager"
+    asked = [getattr(owner, "get_experts_implementation", None) for owner in owners if is_mixture]
+    return any("eager" in implementation().values() for implementation in asked if implementation is not None)
 
 
 def _package_of(filename: str) -> str | None:
