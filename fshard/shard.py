@@ -10,8 +10,17 @@ import torch
 from torch.nn.functional import pad
 
 from fshard import _compat, comm
-from fshard.checks import check_leaves, check_local, check_matches, describe, is_reachable, outline, refuse_donated
-from fshard.errors import Problem, leaf_error
+from fshard.checks import (
+    check_function,
+    check_leaves,
+    check_local,
+    check_matches,
+    describe,
+    is_reachable,
+    outline,
+    refuse_donated,
+)
+from fshard.errors import Problem, expect, leaf_error
 from fshard.transforms import LayoutError, ShardTransform
 from fshard.transforms.compose import at, layout_axes, masks
 from fshard.tree import Axis, Flat, P, Sharded, Spec, Tree, flatten, is_sharded, names_of, unflatten
@@ -145,7 +154,7 @@ def check_one_value(what: str, flat: Flat, remedy: str) -> None:
     check_leaves(f"{what}: ranks hold different values", flat, misfit, remedy)
 
 
-def reshard(tree: Tree, transform: ShardTransform) -> Tree:
+def reshard(tree: Tree, transform: ShardTransform, *, frozen: Callable[[str], bool] | None = None) -> Tree:
     """Move Sharded leaves to another layout, strategy or mesh of the same ranks, bitwise; one leaf is full at a time.
 
     Works on parameters, optimizer state, or a whole TrainState.
@@ -153,13 +162,15 @@ def reshard(tree: Tree, transform: ShardTransform) -> Tree:
     Args:
         tree: Pytree with Sharded leaves; other leaves stay as they are.
         transform: The strategy that the result is sharded with.
+        frozen: Says by a leaf's path whether it takes no gradient from now on, such as in a fine-tuning by stages; the
+            optimizer's state is then made anew for these parameters, by `TrainState.create`. None keeps what is frozen.
 
     Returns:
         The tree with the same values in the new layout, in storage of its own.
 
     Raises:
-        ValueError: if a leaf's shape does not match its spec or does not fit the transform, or a leaf has no transform,
-            as the state of one has not.
+        ValueError: if a leaf's shape does not match its spec or does not fit the transform, a leaf has no transform,
+            as the state of one has not, or `frozen` comes with a TrainState.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -171,6 +182,10 @@ def reshard(tree: Tree, transform: ShardTransform) -> Tree:
     [([[0, 1]], [[0], [2]]), ([[2, 3]], [[1], [3]])]
     """
     check_transform(transform, "reshard")
+    if frozen is not None:
+        check_function("reshard", frozen, "frozen")
+        parameters = not hasattr(tree, "opt_state")
+        expect(parameters, "reshard", "frozen with parameters", f"it with a {type(tree).__name__}", "pass state.params")
     flat = flatten(tree)
     check_local("reshard", flat)
     check_one_value("reshard", flat, REMEDY)
@@ -183,7 +198,8 @@ def reshard(tree: Tree, transform: ShardTransform) -> Tree:
         if is_sharded(leaf):
             if leaf.spec.transform is None:
                 problems.append(Problem(path, "state of a transform, this rank's own", "leaves that have a transform"))
-            spec = laid_out(path, Spec(leaf.spec.shape, frozen=leaf.spec.frozen), at(transform, name, leaf), problems)
+            fixed = leaf.spec.frozen if frozen is None else bool(frozen(path))
+            spec = laid_out(path, Spec(leaf.spec.shape, frozen=fixed), at(transform, name, leaf), problems)
         out.append((leaf, spec))
     if any(is_sharded(leaf) and leaf.spec.transform is None for leaf in flat.leaves):
         remedy = "reshard without it, and make it anew by fs.transform_state"

@@ -166,7 +166,7 @@ CALLS = {
     "reduce_microbatches": lambda w: dict(auxes=[torch.ones(2)], like=w.params, reduce="mean", communicate="each"),
     "reduce_scatter": lambda w: dict(tree=torch.ones(2), axis=w.axis, dim=0),
     "replicate": lambda w: dict(mesh=w.mesh, algorithm="auto"),
-    "reshard": lambda w: dict(tree=w.params, transform=fs.ddp(w.mesh)),
+    "reshard": lambda w: dict(tree=w.params, transform=fs.ddp(w.mesh), frozen=lambda path: False),
     "ring_attention": lambda w: dict(
         **{name: torch.ones(1, 1, 4, 4) for name in "qkv"}, axis=w.axis, causal=True, order="zigzag", scale=0.5
     ),
@@ -380,6 +380,7 @@ ACCEPTED = (
         "testing.assert_budget.bytes_sent",
     ),
     ("a budget, or none", ("None", *NUMBERS, "an empty dict"), "testing.assert_budget.collectives"),
+    ("a function, or none", ("None",), "reshard.frozen"),
     (
         "a number, or a schedule: any function",
         (*NUMBERS, "a class", "a module"),

@@ -724,6 +724,24 @@ class Frozen:
         return train(program(module=half_frozen()))
 
 
+@row("parameter.requires_grad_(True), in a later stage", "fs.reshard(state.params, strategy, frozen=...)")
+class Thawed:
+    def fsdp2():
+        model = sharded(half_frozen())
+        train_fsdp2(model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        return train_fsdp2(model)
+
+    def fshard():
+        made = program(module=half_frozen())
+        state = made.state
+        for batch in batches():
+            state, _ = made.step(state, batch)
+        params = fs.reshard(state.params, zero3(), frozen=lambda path: False)
+        return train(made._replace(state=fs.TrainState.create(params, adamw())))
+
+
 @row("fully_shard(model, ignored_params=...)", "fs.masked(fs.zero3(mesh), names, otherwise=fs.ddp(mesh))")
 class Ignored:
     def fsdp2():
