@@ -20,6 +20,7 @@ SEGMENTS = dict(text_config=SIZES, vision_config=SIZES | dict(image_size=8, patc
 # Weight norm; parameters that are drawn in a constructor; constants of a constructor; normal numbers that are cut off.
 MODELS = {
     "weight norm": lambda: (transformers.Wav2Vec2Model, transformers.Wav2Vec2Config(**AUDIO)),
+    "a copy to a device": lambda: (transformers.Wav2Vec2ConformerModel, transformers.Wav2Vec2ConformerConfig(**AUDIO)),
     "constructor": lambda: (transformers.OpenAIGPTLMHeadModel, transformers.OpenAIGPTConfig(**GPT)),
     "constants": lambda: (
         transformers.CLIPSegModel,

@@ -97,6 +97,9 @@ class _Tape(_compat.DispatchMode):
             self._late[_compat.storage_key(args[0])] = args[0]
             self._write(name, func, given, kwargs, None, random)
             return args[0]
+        if _refs(given) and kwargs.get("device") is not None:
+            # Conversions to a device: it has no values yet.
+            kwargs = {**kwargs, "device": torch.device("meta")}
         out = func(*args, **kwargs)
         refs = [*_refs(given), *_refs(self.refer(out))]
         if not refs:
