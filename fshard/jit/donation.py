@@ -1,6 +1,6 @@
 """Donation: whose memory a result takes, and what may be donated."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -98,6 +98,23 @@ def refuse_shared(flat: Flat, donated: Sequence[int]) -> None:
     ]
     if problems:
         raise leaf_error("jit: arguments share memory that is donated", problems, "clone one of them")
+
+
+def refuse_closed(flat: Flat, donated: Sequence[int], reached: Collection[int]) -> None:
+    """Refuse donated tensors that the function closes over too: the next call would read emptied memory.
+
+    Args:
+        flat: The arguments.
+        donated: The numbers of those that are donated.
+        reached: Identities of the tensors that the function closes over.
+    """
+    problems = [
+        Problem(path, "a tensor that the function closes over too", "one that it takes from its arguments alone")
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if id(tensor_of(leaf)) in reached and argument_of(path) in donated
+    ]
+    remedy = "read it from the argument inside of the function, such as state.buffers, or close over a clone"
+    raise leaf_error("jit: donated leaves would be read again in the next call", problems, remedy)
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:

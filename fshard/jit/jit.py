@@ -13,7 +13,7 @@ from fshard.checks import check_axes, describe, is_reachable, mark_donated, refu
 from fshard.collectives import Used, Uses, agreed_uses
 from fshard.errors import Problem, leaf_error
 from fshard.jit.backends import BACKENDS, Backend, ready, writes_in_place
-from fshard.jit.donation import argument_of, pairs_of, refuse_shared, tensor_of, write
+from fshard.jit.donation import argument_of, pairs_of, refuse_closed, refuse_shared, tensor_of, write
 from fshard.jit.passes import (
     Told,
     clean,
@@ -99,7 +99,7 @@ class Jitted:
             if _runs_inline(tensors):
                 return self._f(*args, **kwargs)
             program = self._program(flat, tensors, args, static)
-        self._check_closed(program, flat)
+        self._check_closed(program, flat, tensors)
         for axes, facts in program.facts:
             comm.same_call("jit", axes, facts)
         with torch.no_grad():
@@ -150,8 +150,12 @@ class Jitted:
         self._last = Known(asked, flat, tensors), program
         return program
 
-    def _check_closed(self, program: _Program, flat: Flat) -> None:
-        """Refuse a call after a write to a tensor that the function closes over."""
+    def _check_closed(self, program: _Program, flat: Flat, tensors: Sequence[torch.Tensor]) -> None:
+        """Refuse a call after a write to a tensor that the function closes over, or that would donate one."""
+        reached = {id(tensor) for tensor, _ in program.closed}
+        if reached and any(id(tensors[i]) in reached for i in program.donated):
+            with _telling_others(flat):
+                refuse_closed(flat, self._donated, reached)
         for tensor, version in program.closed:
             if _compat.version(tensor) != version:
                 found = f"a write to a {describe(tensor)[2:]} since the trace"

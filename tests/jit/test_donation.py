@@ -240,6 +240,30 @@ def test_memory_that_other_tensors_have_is_copied_before_it_is_written_to(name, 
         assert given.equal(X)
 
 
+@on_ranks(1, 2)
+def test_what_the_function_closes_over_is_not_given_up():
+    """The next call would read it again."""
+    text = (
+        "jit: donated leaves would be read again in the next call\n"
+        "  [0][0]['kept']: expected one that it takes from its arguments alone, got a tensor that the function closes "
+        "over too\nTo fix: read it from the argument inside of the function, such as state.buffers, or close over a "
+        "clone."
+    )
+    mine = X.clone()
+    params = fs.shard({"w": X}, fs.zero3(one_axis()))
+
+    def f(state, x):
+        return {**state, "params": fs.tree_map(lambda leaf: leaf + mine.sum(), state["params"])}, x * mine
+
+    jitted = fs.jit(f, donate_argnums=0)
+    first, _ = jitted({"kept": X.clone(), "params": params}, X)
+    for state in ({**first, "kept": mine}, {"kept": mine, "params": fs.shard({"w": X}, fs.zero3(one_axis()))}):
+        with refused(text):
+            jitted(state, X)
+    assert mine.equal(X)
+    assert jitted(first, X)[1].equal(X * X)
+
+
 def test_memory_that_elements_share_is_not_given_up():
     """Such as counts that torch.func.vmap makes of a number."""
     text = (
