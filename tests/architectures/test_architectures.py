@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from tests.architectures import configs
 from tests.architectures.checks import CHECKS, check
 from tests.architectures.models import UnfitError, case_of
