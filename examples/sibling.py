@@ -18,6 +18,7 @@ apart.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from compare import compare, parse_args
@@ -67,7 +68,9 @@ def main() -> None:
     args = parse_args("sibling", __doc__, steps=60)
     mesh, flat = (fs.init_mesh(shape, device="cpu") for shape in ({"replicate": 2, "shard": -1}, {"shard": -1}))
     siblings = Sibling(fs.axis_of(mesh, "replicate"), fs.axis_of(mesh, "shard"))
-    strategies = {"ZeRO-3": fs.zero3(flat), "HSDP": fs.hsdp(mesh), "siblings": fs.zero3(mesh, layout=siblings)}
+    # The units of this small model would be merged and gathered once.
+    zero3, hsdp = partial(fs.zero3, merge_bytes=0), partial(fs.hsdp, merge_bytes=0)
+    strategies = {"ZeRO-3": zero3(flat), "HSDP": hsdp(mesh), "siblings": zero3(mesh, layout=siblings)}
     # Of a ring through all ranks two links lead to the other node.
     part = {"replicate": 1.0, "shard": 0.0}
     compare(
