@@ -83,6 +83,7 @@ from fshard._compat.tracing import (
     asks_for_values,
     changes_geometry,
     guards_of,
+    is_entrywise,
     is_linearizing,
     is_tracing,
     make_graph_of,

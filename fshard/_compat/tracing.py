@@ -95,6 +95,11 @@ def arguments_of(target: Any) -> list[Argument] | None:
     return [Argument(name, is_view or info is not None, info is not None and info.is_write) for name, info in infos]
 
 
+def is_entrywise(target: Any) -> bool:
+    """Whether an operator on lists does with each entry what it would do with it alone. Checked on 2.13."""
+    return arguments_of(target) is not None and target._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
+
+
 def guards_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """Make a check that as many other tensors are distinct and look like these, without keeping them. Checked on 2.13.
 

@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
-from torch.fx.node import map_arg
 
 from fshard import _compat, comm
 from fshard.checks import check_function
 from fshard.jit.jit import Jitted
 from fshard.jit.memory import held_bytes
-from fshard.jit.passes import clean, placeholders, results
+from fshard.jit.passes import clean, placeholders, results, sent_by
 from fshard.jit.signature import aval, flat_arguments
 from fshard.jit.trace import Traced, trace
 
@@ -157,11 +156,6 @@ def traced_as_run(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     traced = trace(f, flat_arguments(args, kwargs, ()), lambda tree: f(*tree[0], **tree[1]), what)
     clean(traced.graph)
     return traced
-
-
-def sent_by(node: Node) -> comm.Collective | None:
-    """Return the collective that an operator of a graph starts, if any."""
-    return comm.collective_of(node.target, map_arg(node.args, lambda given: given.meta["val"]))
 
 
 def operator_name(node: Node) -> str:

@@ -14,6 +14,7 @@ from fshard.collectives import Used, Uses, agreed_uses
 from fshard.errors import Problem, leaf_error
 from fshard.jit.backends import BACKENDS, Backend, ready, writes_in_place
 from fshard.jit.donation import argument_of, pairs_of, refuse_closed, refuse_shared, tensor_of, write
+from fshard.jit.early import update_early
 from fshard.jit.passes import (
     Told,
     clean,
@@ -231,6 +232,7 @@ class Jitted:
         refuse_hidden_results(traced.graph.graph, "jit")
         pairs = pairs_of(traced, flat, self._donated, donated)
         if writes_in_place(self._backend):
+            update_early(traced.graph.graph)
             donate(traced.graph, pairs)
         return traced, pairs, said, told, axes
 

@@ -1,6 +1,6 @@
 """Memory: the bytes that a graph holds while each of its operators runs."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +56,7 @@ def lifetimes(graph: Graph) -> Lifetimes:
     """
     nodes = list(graph.nodes)
     order = {node: n for n, node in enumerate(nodes)}
-    storages = _storages(nodes)
+    storages = storages_of(nodes)
     given: Storages = {}
     last: dict[Hashable, int] = {}
     for node, found in storages.items():
@@ -100,7 +100,7 @@ def held_bytes(graph: Graph) -> Iterator[tuple[Node, int]]:
             total -= held.pop(name, 0)
 
 
-def _storages(nodes: list[Node]) -> dict[Node, Storages]:
+def storages_of(nodes: Sequence[Node]) -> dict[Node, Storages]:
     """For each node the storages that its results lie in."""
     found: dict[Node, Storages] = {}
     names: dict[int, Hashable] = {}

@@ -19,14 +19,14 @@ aten = torch.ops.aten
 _NOTHING = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 # Which do nothing where the result looks as before.
 _VIEWS = (aten.view.default, aten.slice.Tensor, aten.expand.default)
-_COPIES = (aten.clone.default, aten.lift_fresh_copy.default)
+COPIES = (aten.clone.default, aten.lift_fresh_copy.default)
 
 
 def roots(graph: Graph) -> dict[Node, frozenset[Node]]:
     """For each node the inputs, constants and copies whose memory its result may be."""
     found: dict[Node, frozenset[Node]] = {}
     for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr") or node.target in _COPIES:
+        if node.op in ("placeholder", "get_attr") or node.target in COPIES:
             found[node] = frozenset([node])
         elif node.op == "call_function":
             found[node] = frozenset().union(*(found[given] for given in _aliased(node)))
@@ -35,7 +35,7 @@ def roots(graph: Graph) -> dict[Node, frozenset[Node]]:
 
 def _aliased(node: Node) -> Iterator[Node]:
     """List the nodes that a node's result may share memory with."""
-    given = _arguments(node)
+    given = arguments(node)
     if given is None or node.target is _compat.WAIT_TENSOR:
         # Of a list that an operator has returned, or of what was waited for.
         yield from node.all_input_nodes
@@ -45,7 +45,7 @@ def _aliased(node: Node) -> Iterator[Node]:
             yield from _nodes(value)
 
 
-def _arguments(node: Node) -> list[tuple[_compat.Argument, Any]] | None:
+def arguments(node: Node) -> list[tuple[_compat.Argument, Any]] | None:
     """The arguments of an operator with what is given for them."""
     arguments = _compat.arguments_of(node.target)
     if arguments is None:
@@ -59,13 +59,19 @@ def _nodes(given: Any) -> list[Node]:
     return [node for node in several if isinstance(node, Node)]
 
 
-def writes(graph: Graph) -> Iterator[tuple[Node, Node]]:
-    """Every node that writes to memory, with what it writes to."""
-    for node in graph.nodes:
-        for argument, value in _arguments(node) or ():
-            # Fused optimizers declare that they write to gradients, and do where there is a scale for them.
-            if argument.written and not (argument.name == "grads" and node.kwargs.get("grad_scale") is None):
-                yield from ((node, target) for target in _nodes(value))
+def written(node: Node) -> list[Node]:
+    """What a node writes to."""
+    found: list[Node] = []
+    for argument, value in arguments(node) or ():
+        # Fused optimizers declare that they write to gradients, and do where there is a scale for them.
+        if argument.written and not (argument.name == "grads" and node.kwargs.get("grad_scale") is None):
+            found += _nodes(value)
+    return found
+
+
+def sent_by(node: Node) -> comm.Collective | None:
+    """Return the collective that an operator of a graph starts, if any."""
+    return comm.collective_of(node.target, map_arg(node.args, lambda given: given.meta["val"]))
 
 
 def refuse_writes(graph: Graph, paths: Sequence[str], donated: Sequence[bool], what: str) -> None:
@@ -73,7 +79,7 @@ def refuse_writes(graph: Graph, paths: Sequence[str], donated: Sequence[bool], w
     inputs = {node: i for i, node in enumerate(placeholders(graph))}
     found = roots(graph)
     problems: dict[str, Problem] = {}
-    for node, target in writes(graph):
+    for node, target in [(writer, target) for writer in graph.nodes for target in written(writer)]:
         for root in found[target]:
             if root.op == "get_attr":
                 problems["(closure)"] = Problem(
@@ -135,7 +141,7 @@ def is_random(node: Node) -> bool:
     tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     if not tagged or str(node.target).startswith("fshard."):
         return False
-    return not any(argument.name == "dropout_p" and value in (None, 0.0) for argument, value in _arguments(node) or ())
+    return not any(argument.name == "dropout_p" and value in (None, 0.0) for argument, value in arguments(node) or ())
 
 
 class Told(NamedTuple):
@@ -228,7 +234,7 @@ def is_view(node: Node) -> bool:
     """Whether a node does no more than look at memory in another way, or take one of several results."""
     if node.target is operator.getitem:
         return True
-    given = [argument for argument, _ in _arguments(node) or ()]
+    given = [argument for argument, _ in arguments(node) or ()]
     return any(argument.aliased for argument in given) and not any(argument.written for argument in given)
 
 
@@ -239,7 +245,7 @@ def is_impure(node: Node) -> bool:
     # A collective is there for the other ranks too, and must have ended before its buffers go.
     if node.target in (_compat.WAIT_TENSOR, ops.wait, *ops.EFFECTS):
         return True
-    return any(argument.written for argument, _ in _arguments(node) or ())
+    return any(argument.written for argument, _ in arguments(node) or ())
 
 
 def _is_same(before_node: Node, after_node: Node) -> bool:
@@ -266,12 +272,12 @@ def donate(module: GraphModule, pairs: Mapping[int, int]) -> None:
     stands_for: dict[Node, Node] = {}
     for i, k in pairs.items():
         given, result = inputs[i], stands_for.get(outs[k], outs[k])
-        copied = _written(result)
+        copied = _written_root(result)
         copied = stands_for.get(copied, copied)
         if copied is given:
             outs[k] = given
             continue
-        if copied.target in _COPIES and copied.args[0] is given and last[given] is copied:
+        if copied.target in COPIES and copied.args[0] is given and last[given] is copied:
             # A copy that was made to be written to: the input itself may be.
             last[given], stands_for[copied] = max(last[copied], given, key=order.__getitem__), given
             outs[k] = given
@@ -293,10 +299,10 @@ def donate(module: GraphModule, pairs: Mapping[int, int]) -> None:
     graph.eliminate_dead_code(is_impure)
 
 
-def _written(node: Node) -> Node:
+def _written_root(node: Node) -> Node:
     """Find the node whose memory operators in place have written to."""
     while True:
-        first = next(iter(_arguments(node) or ()), None)
+        first = next(iter(arguments(node) or ()), None)
         if first is None or not first[0].written or not isinstance(first[1], Node):
             return node
         node = first[1]

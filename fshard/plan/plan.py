@@ -12,9 +12,9 @@ from torch.fx import Graph, Node
 from fshard import _compat, comm
 from fshard.checks import check_leaves, check_local, describe
 from fshard.errors import expect
-from fshard.jit.graph import operator_name, sent_by, traced_as_run
+from fshard.jit.graph import operator_name, traced_as_run
 from fshard.jit.memory import Lifetimes, lifetimes
-from fshard.jit.passes import is_view, placeholders, results
+from fshard.jit.passes import is_view, placeholders, results, sent_by
 from fshard.plan.report import Bytes, Moment, Plan, Rates, check_rates, flops_of, unit_of
 from fshard.transforms import transform_state
 from fshard.transforms.compose import layout_axes

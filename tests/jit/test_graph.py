@@ -10,9 +10,9 @@ from torch import nn
 import fshard as fs
 from fshard import _compat
 from fshard.comm import ops
-from fshard.engine import backward
 from fshard.jit.passes import placeholders, roots
 from fshard.testing import spmd
+from fshard.tree import ReshardPolicy
 from tests.jit.steps import collectives, copied, trained
 from tests.jit.test_features import Stack, inputs
 from tests.ranks import on_ranks
@@ -146,8 +146,8 @@ def test_no_gathered_unit_is_held_between_its_turns():
 def test_reductions_start_with_their_gradients_and_are_bounded(monkeypatch):
     """Each starts as soon as its gradient is there, and no more bytes are under way than the engine allows."""
     cap = 600 * 1024
-    monkeypatch.setattr(backward, "IN_FLIGHT_BYTES", cap)
-    computed = assert_reductions_are_bounded(nodes_of(graph_of.__wrapped__()[0]), cap)
+    monkeypatch.setattr(ReshardPolicy, "ahead_bytes", cap)
+    computed = assert_reductions_are_bounded(nodes_of(graph_of.__wrapped__(prefetch=1)[0]), cap)
     assert computed == sorted(computed)
     assert len(set(computed)) >= 2 * UNITS
 
@@ -180,11 +180,11 @@ def test_donated_leaves_are_written_right_after_their_update(world_size):
             assert order[write] - max(order[write.args[1]], *map(order.get, reads), 0) <= len(inputs)
 
 
-def test_one_fused_update_for_all_leaves_and_no_copy_of_them():
+def test_fused_updates_of_all_leaves_and_no_copy_of_them():
     nodes = nodes_of(graph_of()[0])
-    fused = [node for node in nodes if "_fused_adamw_" in str(node.target)]
-    assert len(fused) == 1
-    assert all(leaf.op == "placeholder" for leaf in fused[0].args[0])
+    updated = [leaf for node in nodes if "_fused_adamw_" in str(node.target) for leaf in node.args[0]]
+    assert len(updated) == len(set(updated)) == len(list(filled(Deep()).parameters()))
+    assert all(leaf.op == "placeholder" for leaf in updated)
     assert not any(str(node.target).startswith("aten.detach") for node in nodes)
 
 
