@@ -1,15 +1,18 @@
 """Operators whose results torch lays out otherwise on tensors without values, or refuses there, checked on 2.13."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 _GROUPED = torch.ops.aten._grouped_mm.default
 # Rows of its result start at multiples of this.
 _ALIGNMENT_BYTES = 16
+
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 # Their kernels give the result the layout of the first operand, their Python forms that of the second.
 _FIRST_DECIDES = (
@@ -47,10 +50,20 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     def grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented if a.dtype == torch.bfloat16 or a.dtype != b.dtype else product(a, b, *args, **kwargs)
 
-    found: dict[Any, Callable[..., Any]] = {_GROUPED: grouped_mm}
+    found: dict[Any, Callable[..., Any]] = {_GROUPED: grouped_mm, **dict.fromkeys(_VIEWS, _view)}
     for operator in _FIRST_DECIDES:
         found[operator] = _where_layouts_differ(own(operator, operator.__name__.partition(".")[0], _as_first))
     return MappingProxyType(found)
+
+
+def _view(x: torch.Tensor, size: Sequence[int]) -> Any:
+    """View as the kernel does, which gives dims of size 1 other strides than the form without values."""
+    if 1 not in x.shape or any(isinstance(number, torch.SymInt) for number in (*x.shape, *x.stride(), *size)):
+        return NotImplemented
+    with _disable_current_modes():
+        seen = x.view(size)
+        strides = torch.empty_strided(x.shape, x.stride(), device="meta").view(size).stride()
+    return NotImplemented if seen.stride() == strides else x.as_strided(seen.shape, strides)
 
 
 def _where_layouts_differ(operator: Any) -> Callable[..., Any]:

@@ -89,3 +89,43 @@ def test_equal_layouts_keep_torchs_own_operators():
     text = str(fs.make_graph(lambda a, b: FIRST["softplus"](a, b))(a, a.clone()))
     assert "aten.softplus_backward" in text
     assert set(_compat.layouts.decompositions()) >= {aten.softplus_backward.default, aten._grouped_mm.default}
+
+
+VIEWED = {
+    "same shape": (torch.Size((3, 1, 5)), (3, 1, 5)),
+    "a dim of size 1 in front": (torch.Size((1, 5)), (1, 1, 5)),
+    "one dim less": (torch.Size((4, 1, 1)), (4, 1)),
+    "joined": (torch.Size((2, 1, 6)), (12,)),
+    "split": (torch.Size((1, 12)), (3, 1, 4)),
+}
+
+
+@pytest.mark.parametrize("name", VIEWED)
+def test_views_have_the_strides_of_the_kernel_at_dims_of_size_1(name):
+    """Kernels of products are chosen by them, and round differently."""
+    shape, viewed = VIEWED[name]
+    strides = []
+
+    def run(x):
+        # Of a size 1 that steps by 1, as a slice of one column has it.
+        odd = x.as_strided(shape, [1 if size == 1 else stride for size, stride in zip(shape, x.stride(), strict=True)])
+        for given in (x, odd):
+            strides.append(given.view(viewed).stride())
+        return odd.view(viewed) + 0, aten._unsafe_view(odd, viewed) + 0
+
+    x = normal()(*shape)
+    out = run(x)
+    assert_same_bits(list(fs.jit(run)(x)), list(out))
+    assert strides[:2] == strides[2:]
+
+
+def test_products_of_columns_in_two_vmaps_have_the_eager_bits():
+    """Which kernel multiplies depends on strides of dims of size 1."""
+    draw = normal()
+    weight, x = draw(3, 33, 1), draw(3, 5, 33)
+
+    def loss(weight, x):
+        return torch.func.vmap(lambda x: (x @ weight).tanh().square().mean())(x).mean()
+
+    step = torch.func.vmap(torch.func.grad_and_value(loss), in_dims=(0, None))
+    assert_same_bits(list(fs.jit(step)(weight, x)), list(step(weight, x)))
