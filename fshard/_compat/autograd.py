@@ -24,6 +24,15 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether vmap holds a tensor, at any level. Checked on 2.13."""
+    while is_transformed(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return False
+
+
 def is_differentiated(tensor: torch.Tensor) -> bool:
     """Whether a backward of autograd's or of any torch.func transform may reach a tensor. Checked on 2.13."""
     while is_transformed(tensor) and not tensor.requires_grad:

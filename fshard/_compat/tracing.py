@@ -95,6 +95,15 @@ def arguments_of(target: Any) -> list[Argument] | None:
     return [Argument(name, is_view or info is not None, info is not None and info.is_write) for name, info in infos]
 
 
+def is_effect(target: Any) -> bool:
+    """Whether an operator is there for what it does alone, such as an assert. Checked on 2.13."""
+    if arguments_of(target) is None:
+        return False
+    # Ranges of the profiler and of symbols say something of a trace, not of its values.
+    told = target.namespace == "profiler" or target._opname.startswith("sym_constrain_range")
+    return not target._schema.returns and not told
+
+
 def is_entrywise(target: Any) -> bool:
     """Whether an operator on lists does with each entry what it would do with it alone. Checked on 2.13."""
     return arguments_of(target) is not None and target._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
@@ -140,11 +149,11 @@ def outside_modes() -> AbstractContextManager[object]:
 
 
 def sees_programs() -> bool:
-    """Whether a mode of the user's, or hooks on what autograd saves, take part in what runs. Checked on 2.13.
+    """Whether a mode of the user's, hooks on what autograd saves or its search for anomalies look on. Checked on 2.13.
 
     A default device is such a mode too, but known by its value.
     """
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None or torch.is_anomaly_enabled():
         return True
     return not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 

@@ -71,7 +71,7 @@ def written(node: Node) -> list[Node]:
 
 def sent_by(node: Node) -> comm.Collective | None:
     """Return the collective that an operator of a graph starts, if any."""
-    return comm.collective_of(node.target, map_arg(node.args, lambda given: given.meta["val"]))
+    return comm.collective_of(node.target, map_arg(node.args, lambda given: given.meta.get("val")))
 
 
 def refuse_writes(graph: Graph, paths: Sequence[str], donated: Sequence[bool], what: str) -> None:
@@ -103,11 +103,20 @@ def refuse_ambient_random(graph: Graph, what: str) -> None:
             keyed = True
         elif node.target is ops.set_random_state:
             keyed = at.get(node.args[0], False)
-        elif not keyed and is_random(node):
+        elif not keyed and (drawing := next(filter(is_random, _with_branches(node)), None)):
             raise ValueError(
-                f"{what}: expected random numbers with a key, got {node.target} without one; pass "
+                f"{what}: expected random numbers with a key, got {drawing.target} without one; pass "
                 "model.apply(..., key=...) a key of each step by fs.fold_in(state.key, state.step)"
             )
+
+
+def _with_branches(node: Node) -> Iterator[Node]:
+    """A node, and those of the graphs that it is given, as torch.cond is."""
+    yield node
+    for given in node.all_input_nodes:
+        module = getattr(node.graph.owning_module, str(given.target)) if given.op == "get_attr" else None
+        for inner in module.graph.nodes if isinstance(module, GraphModule) else ():
+            yield from _with_branches(inner)
 
 
 def refuse_foreign_collectives(graph: Graph, what: str) -> None:
@@ -185,7 +194,7 @@ def told_in(graph: Graph) -> tuple[Told, comm.Facts, tuple[Axis, ...]]:
             for name, value in json.loads(node.args[0]).items():
                 found = used if name == "leaves" else entries
                 found[name if found.get(name, value) == value else f"{name} of its verb {number}"] = value
-        collective = comm.collective_of(node.target, map_arg(node.args, lambda given: given.meta["val"]))
+        collective = sent_by(node)
         if collective is not None:
             name, size, group = node.args[-5:-2] if node.target is not ops.all_to_all else node.args[-4:-1]
             # Each rank has its own part of an exchange.
@@ -244,6 +253,8 @@ def is_impure(node: Node) -> bool:
         return True
     # A collective is there for the other ranks too, and must have ended before its buffers go.
     if node.target in (_compat.WAIT_TENSOR, ops.wait, *ops.EFFECTS):
+        return True
+    if node.target is not ops.told and _compat.is_effect(node.target):
         return True
     return any(argument.written for argument, _ in arguments(node) or ())
 
