@@ -70,12 +70,23 @@ class Jitted:
     """
 
     def __init__(
-        self, f: Callable[..., Any], donate_argnums: Sequence[int], static_argnums: Sequence[int], backend: Backend
+        self,
+        f: Callable[..., Any],
+        donate_argnums: Sequence[int],
+        static_argnums: Sequence[int],
+        static_argnames: Sequence[str],
+        backend: Backend,
     ) -> None:
         """Nothing is traced yet."""
         functools.update_wrapper(self, f)
-        self._f, self._donated, self._static, self._backend = f, donate_argnums, static_argnums, backend
-        self._positional = _positional(f)
+        parameters = _parameters(f)
+        open_ended = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
+        if unknown := sorted(set(static_argnames) - {p.name for p in parameters}) * (not open_ended):
+            raise ValueError(f"jit: expected static_argnames to be names of the function's arguments, got {unknown}")
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._f, self._donated, self._backend, self._positional = f, donate_argnums, backend, len(names)
+        self._static = static_argnums or [i for i, name in enumerate(names) if name in static_argnames]
+        self._names = static_argnames or [names[i] for i in static_argnums if i < len(names)]
         self._programs: dict[Signature, _Program] = {}
         self._last: tuple[Known, _Program] | None = None
         # For what this rank's traces have used, what those of all ranks do.
@@ -90,16 +101,17 @@ class Jitted:
             if beyond := [n for n in numbers if n >= max(len(args), self._positional)]:
                 found = f"{beyond[0]} in a call with {len(args)}; count from 0, and pass such arguments by position"
                 raise ValueError(f"jit: expected {name}_argnums to be numbers of arguments by position, got {found}")
-        flat = flat_arguments(args, kwargs, self._static)
+        flat = flat_arguments(args, kwargs, self._static, self._names)
         tensors = [tensor_of(leaf) for leaf in flat.leaves if is_sharded(leaf) or isinstance(leaf, torch.Tensor)]
         if _compat.is_tracing() or _compat.transforms_active() or _compat.sees_programs():
             return self._f(*args, **kwargs)
         static = [(f"{i}", args[i]) for i in self._static if i < len(args)]
+        static += [(name, kwargs[name]) for name in self._names if name in kwargs]
         program = self._last_program(flat, tensors, static)
         if program is None:
             if _runs_inline(tensors):
                 return self._f(*args, **kwargs)
-            program = self._program(flat, tensors, args, static)
+            program = self._program(flat, tensors, args, kwargs, static)
         self._check_closed(program, flat, tensors)
         for axes, facts in program.facts:
             comm.same_call("jit", axes, facts)
@@ -130,7 +142,12 @@ class Jitted:
         return None
 
     def _program(
-        self, flat: Flat, tensors: Sequence[torch.Tensor], args: Sequence[Any], static: Sequence[tuple[str, Any]]
+        self,
+        flat: Flat,
+        tensors: Sequence[torch.Tensor],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        static: Sequence[tuple[str, Any]],
     ) -> _Program:
         """Find the graph of a call, or trace it."""
         with _telling_others(flat):
@@ -144,7 +161,7 @@ class Jitted:
             except TypeError:
                 raise unhashable(static, flat) from None
         if program is None:
-            program = self._traced(asked, flat, args)
+            program = self._traced(asked, flat, args, kwargs)
             if program.traced.offsets and not self._offsets:
                 self._offsets, asked = True, signature(flat, tensors, static, True)
             self._programs[asked] = program
@@ -166,7 +183,7 @@ class Jitted:
                         "argument"
                     )
 
-    def _traced(self, asked: Signature, flat: Flat, args: Sequence[Any]) -> _Program:
+    def _traced(self, asked: Signature, flat: Flat, args: Sequence[Any], kwargs: dict[str, Any]) -> _Program:
         if self._programs:
             before = next(reversed(self._programs))
             problems = [
@@ -183,11 +200,11 @@ class Jitted:
 
         uses = Uses()
         with _telling_others(flat):
-            traced, pairs, said, told, sent_over = self._graph(flat, args, uses)
+            traced, pairs, said, told, sent_over = self._graph(flat, args, kwargs, uses)
         agreed = self._agreed(uses, told, _axes_of(flat))
         with _telling_others(flat):
             if agreed != uses.used:
-                traced, pairs, said, _, sent_over = self._graph(flat, args, Uses(agreed))
+                traced, pairs, said, _, sent_over = self._graph(flat, args, kwargs, Uses(agreed))
             closed = [(tensor, _compat.version(tensor)) for tensor in traced.closed]
             run = ready(traced.graph, self._backend, "jit")
         self.traces.append(why)
@@ -211,13 +228,14 @@ class Jitted:
 
     def graph_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Traced:
         """Trace the function as a call would, up to the graph that its backend is given."""
-        return self._graph(flat_arguments(args, kwargs, self._static), args)[0]
+        return self._graph(flat_arguments(args, kwargs, self._static, self._names), args, kwargs)[0]
 
     def _graph(
-        self, flat: Flat, args: Sequence[Any], uses: Uses | None = None
+        self, flat: Flat, args: Sequence[Any], kwargs: dict[str, Any], uses: Uses | None = None
     ) -> tuple[Traced, dict[int, int], Told, comm.Facts, tuple[Axis, ...]]:
         def rebuild(tree: Any) -> Any:
             positional, keywords = tree
+            keywords = {name: kwargs[name] if name in self._names else given for name, given in keywords.items()}
             return self._f(*(args[i] if i in self._static else a for i, a in enumerate(positional)), **keywords)
 
         traced = trace(self._f, flat, rebuild, uses=uses)
@@ -242,6 +260,7 @@ def jit(
     *,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     backend: Backend = "graph",
 ) -> Any:
     """Trace a function into one graph of operators and collectives, and run that from then on.
@@ -258,6 +277,7 @@ def jit(
         donate_argnums: Arguments that the caller donates: the part of the result that has the structure of such an
             argument is written in its place, at the same addresses, and the old tensors are emptied.
         static_argnums: Arguments that are no tensors and may change; the function is traced for each value.
+        static_argnames: The same by name. Of one of the two alone the other follows by the function's signature.
         backend: "graph" runs the operators one by one, bit for bit as eager code. "inductor" compiles those between
             collectives to kernels, which round otherwise, and leaves collectives, updates and random numbers where they
             are. A function of the torch.fx.GraphModule and its inputs as fake tensors returns what is run in its place.
@@ -274,15 +294,18 @@ def jit(
     ({'y': tensor([0., 0.])}, {'y': tensor([0., 0.])}, ['the first call'])
     """
     donated, static = _numbers("donate", donate_argnums), _numbers("static", static_argnums)
+    names = tuple(static_argnames) if isinstance(static_argnames, list | tuple) else (static_argnames,)
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"jit: expected static_argnames to be names of arguments, got {static_argnames!r}")
     if both := sorted(set(donated) & set(static)):
         raise ValueError(f"jit: expected arguments to be donated or static, got {both} as both")
     if not callable(backend) and backend not in BACKENDS:
         raise ValueError(f"jit: expected backend to be one of {BACKENDS} or a function, got {backend!r}")
     if f is None:
-        return lambda g: Jitted(g, donated, static, backend)
+        return lambda g: Jitted(g, donated, static, names, backend)
     if not callable(f):
         raise ValueError(f"jit: expected f to be a function, got {describe(f)}")
-    return Jitted(f, donated, static, backend)
+    return Jitted(f, donated, static, names, backend)
 
 
 def _runs_inline(tensors: Sequence[torch.Tensor]) -> bool:
@@ -296,13 +319,12 @@ def _runs_inline(tensors: Sequence[torch.Tensor]) -> bool:
     return any(tensor.requires_grad and (graded or not tensor.is_leaf) for tensor in tensors)
 
 
-def _positional(f: Callable[..., Any]) -> int:
-    """How many arguments a function takes by position, as far as its signature names them."""
+def _parameters(f: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The arguments that a function names, as far as its signature is known."""
     try:
-        parameters = inspect.signature(f).parameters.values()
+        return list(inspect.signature(f).parameters.values())
     except (TypeError, ValueError):
-        return 0
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+        return []
 
 
 def _numbers(name: str, value: Any) -> tuple[int, ...]:

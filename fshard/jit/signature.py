@@ -247,7 +247,13 @@ def _said(entry: Any, other: Any) -> str:
         return repr(entry)
     found, spec = entry
     said = found.differences(other[0]) if isinstance(other, tuple) else str(found)
-    return said if spec is None else f"{said}, {_described(spec.value)}"
+    if spec is None:
+        return said
+    before = other[1].value if isinstance(other, tuple) and other[1] is not None else None
+    text = _described(spec.value)
+    # What is not said of a spec is its transform, with all that it holds.
+    same = before is not None and before != spec.value and _described(before) == text
+    return f"{said}, {text}{f' of {spec.value.transform!r:.200}' * same}"
 
 
 def _described(spec: Spec) -> str:
@@ -260,9 +266,12 @@ def arguments(args: Sequence[Any], static: Sequence[int]) -> Tree:
     return tuple(None if i in static else arg for i, arg in enumerate(args))
 
 
-def flat_arguments(args: Sequence[Any], kwargs: dict[str, Any], static: Sequence[int]) -> Flat:
-    """All traced arguments, taken apart."""
-    return flatten((arguments(args, static), kwargs))
+def flat_arguments(
+    args: Sequence[Any], kwargs: dict[str, Any], static: Sequence[int], names: Sequence[str] = ()
+) -> Flat:
+    """All traced arguments, taken apart; None in the place of static ones."""
+    keywords = {name: None if name in names else given for name, given in kwargs.items()} if names else kwargs
+    return flatten((arguments(args, static), keywords))
 
 
 def unhashable(static: Sequence[tuple[str, Any]], flat: Flat) -> ValueError:

@@ -229,6 +229,14 @@ ROWS = {
         "jit: expected torch's own kernel for nn.LSTM, got oneDNN's, which has no trace; call "
         "torch.backends.mkldnn.set_flags(False) first, for eager steps too",
     ),
+    "a name that is no name": (
+        lambda: fs.jit(scale, static_argnames=1),
+        "jit: expected static_argnames to be names of arguments, got 1",
+    ),
+    "a name that no argument has": (
+        lambda: fs.jit(scale, static_argnames=("by", "mode")),
+        "jit: expected static_argnames to be names of the function's arguments, got ['mode']",
+    ),
     "donated and static": (
         lambda: fs.jit(scale, donate_argnums=(0, 1), static_argnums=1),
         "jit: expected arguments to be donated or static, got [1] as both",

@@ -87,6 +87,40 @@ def test_static_values_have_a_trace_each():
     ]
 
 
+def test_static_names_hold_by_keyword_and_by_position():
+    def f(x, mode="sin", *, times=1):
+        return getattr(x, mode)() * times
+
+    for options in ({"static_argnames": ("mode", "times")}, {"static_argnames": "times", "static_argnums": 1}):
+        jitted = fs.jit(f, **options)
+        for _ in range(2):
+            assert jitted(X, mode="cos").equal(X.cos())
+            assert jitted(X, mode="exp", times=2).equal(X.exp() * 2)
+            assert jitted(X, "exp").equal(X.exp())
+    assert jitted(X, "exp", times=3).equal(X.exp() * 3)
+    assert jitted(X, "exp", times=4).equal(X.exp() * 4)
+    assert jitted.traces[-1] == "static argument times was 3 and is 4"
+    assert [len(jitted.traces), len(set(jitted.traces))] == [5, 5]
+
+
+def test_static_numbers_hold_by_keyword():
+    jitted = fs.jit(lambda x, n: x**n, static_argnums=1)
+    assert [jitted(X, n=n).equal(X**n) for n in (2, 3, 2)] == [True] * 3
+    assert jitted.traces == [FIRST, "static argument n was 2 and is 3"]
+
+
+def test_a_transform_with_another_field_is_named():
+    """Such as one that rounds by a key of each step."""
+    mesh, full = one_axis(), {"w": normal()(4, 6)}
+    jitted = fs.jit(lambda p: fs.tree_map(torch.sin, p))
+    for merge_bytes in (0, 1):
+        jitted(fs.shard(full, fs.zero3(mesh, merge_bytes=merge_bytes)))
+    before, after = jitted.traces[1].split(" and is ")
+    assert before.startswith("[0][0]['w'] was float64[4, 6] on cpu, a shard of [4, 6] by P(")
+    assert before.replace("merge_bytes=0", "merge_bytes=1").endswith(after)
+    assert before != after
+
+
 def test_specs_have_a_trace_each():
     def program():
         mesh, full = one_axis(), {"w": normal()(4, 6)}
