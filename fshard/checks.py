@@ -239,7 +239,11 @@ def check_local(what: str, flat: Flat) -> None:
         return shape or f"{describe(local)} as local tensor", f"a local tensor of shape {needed}"
 
     refuse_donated(what, flat)
-    check_leaves(f"{what}: shards do not match their specs", flat, misfit, "keep a leaf's shape when mapping over it")
+    members = (
+        "stack Sharded members for vmap, each of which fs.shard made: fs.tree_map(lambda *m: torch.stack(m), a, b)"
+    )
+    remedy = members if _compat.transforms_active() else "keep a leaf's shape when mapping over it"
+    check_leaves(f"{what}: shards do not match their specs", flat, misfit, remedy)
     check_axes(what, flat)
 
 

@@ -106,6 +106,9 @@ def seeded(key: torch.Tensor | int | None) -> Iterator[None]:
         yield
         return
     _check_key(key, "apply")
+    if isinstance(key, torch.Tensor) and _compat.is_batched(key):
+        found, remedy = "a batch of keys, by vmap", "loop over the keys, or draw before vmap and pass what was drawn"
+        raise ValueError(f"apply: expected one key, from which torch's generator draws, got {found}; {remedy}")
     if _compat.is_tracing():
         before = comm.ops.random_state()
         # A sum, because an operator of constants alone would run now.

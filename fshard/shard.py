@@ -130,6 +130,8 @@ def unshard(tree: Tree, *, stack: bool = False) -> Tree:
     """
     flat = flatten(tree)
     check_local("unshard", flat)
+    if any(_compat.is_batched(leaf.local) for leaf in flat.leaves if is_sharded(leaf)):
+        raise ValueError("unshard: expected one tree, got a batch of them, by vmap; call fs.gather there")
     if stack:
         flat = flat._replace(leaves=[per_rank(leaf) for leaf in flat.leaves])
     check_one_value("unshard", flat, "pass stack=True")

@@ -42,7 +42,8 @@ class GradientTransformation(NamedTuple):
 
     Attributes:
         init: init(params) returns the transformation's state.
-        update: update(grads, state, params) returns (grads, state).
+        update: update(grads, state, params) returns (grads, state). Leaves are Sharded: this rank's parts, to be mapped
+            over by `fs.tree_map`. What looks at whole gradients asks all ranks, as `global_norm` does.
 
     >>> import torch, fshard as fs
     >>> def update(grads, state, params):
