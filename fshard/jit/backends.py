@@ -17,6 +17,9 @@ from fshard.jit.trace import TRACING
 Backend = str | Callable[..., Any]
 BACKENDS = ("graph", "inductor")
 
+# glibc's DEFAULT_MMAP_THRESHOLD_MAX, less what a block takes beyond its bytes.
+MAPPED_BYTES = 2**25 - 2**16
+
 
 def writes_in_place(backend: Backend) -> bool:
     """Whether a backend keeps the order of what reads and writes an input, so that results may be written there."""
@@ -34,6 +37,7 @@ def ready(module: Any, backend: Backend, what: str) -> Callable[..., Any]:
     Returns:
         A function of its inputs.
     """
+    _let_freed_memory_stay()
     if callable(backend):
         return backend(module, [node.meta["val"] for node in placeholders(module.graph)])
     if backend == "inductor":
@@ -41,6 +45,15 @@ def ready(module: Any, backend: Backend, what: str) -> Callable[..., Any]:
             compile_pieces(module)
     finish_waits(module)
     return lowered(module)
+
+
+def _let_freed_memory_stay() -> None:
+    """Keep glibc from giving the memory of a step back to the system, which is slow to hand it out again in the next.
+
+    It keeps twice the largest block that it has given back, up to this size. A model of small tensors has no such
+    block. The one made here is never touched, and so takes no memory.
+    """
+    torch.empty(MAPPED_BYTES, dtype=torch.uint8, device="cpu")
 
 
 def compile_pieces(module: GraphModule) -> None:
