@@ -41,10 +41,10 @@ examples: .venv/models
 
 bench: .venv/examples
 	for configuration in d128-L4-B8-T128-V256 d512-L8-B4-T256 d1024-L8-B1-T128 d64-L48-B1-T16; do \
-	    OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 benchmarks/peers.py \
+	    OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py \
 	        --configuration $$configuration --compiled || exit 1; \
 	done
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py --world-size-1
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py --ranks 1
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/init.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/update.py

@@ -2,18 +2,20 @@
 
 Two ranks, one thread each, for the configurations of the project's targets:
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/peers.py --configuration d512-L8-B4-T256
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/peers.py --configuration d1024-L8-B1-T128
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/peers.py --configuration d64-L48-B1-T16
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 benchmarks/peers.py --configuration d128-L4-B8-T128-V256
+    OMP_NUM_THREADS=1 python benchmarks/peers.py --configuration d512-L8-B4-T256
+    OMP_NUM_THREADS=1 python benchmarks/peers.py --configuration d1024-L8-B1-T128
+    OMP_NUM_THREADS=1 python benchmarks/peers.py --configuration d64-L48-B1-T16
+    OMP_NUM_THREADS=1 python benchmarks/peers.py --configuration d128-L4-B8-T128-V256
 
---compiled adds FSDP2 with compiled blocks and fshard by Inductor, which take minutes to compile. On one rank, without a
-launcher, fshard against plain PyTorch, for the whole step and for forward and backward alone:
+--compiled adds FSDP2 with compiled blocks and fshard by Inductor, which take minutes to compile. On one rank fshard
+against plain PyTorch, for the whole step and for forward and backward alone:
 
-    OMP_NUM_THREADS=1 python benchmarks/peers.py --world-size-1 --configuration d512-L8-B4-T256
+    OMP_NUM_THREADS=1 python benchmarks/peers.py --ranks 1 --configuration d512-L8-B4-T256
 
-All systems live in one process. Where they would need more than --memory-fraction of the memory that is available, they
-are measured in groups one after another, with the reference in each; one group that does not fit is refused.
+Each system has processes of its own, as in use, and all wait while one takes a step: in one process the C allocator
+gives back to the operating system what one system frees and another takes, and steps are slower by up to a third. Where
+the systems would need more than --memory-fraction of the memory that is available, they are measured in groups one
+after another, with the reference in each; one group that does not fit is refused.
 
 Ratios are medians over rounds of the ratio to the reference (torch DDP, or plain PyTorch) in the same round. The time
 of the main thread is CPU time, which waiting does not add to: what it exceeds plain PyTorch's by is overhead of the
@@ -21,19 +23,19 @@ host.
 """
 
 import argparse
-import gc
 import os
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import report
 import torch
-import torch.distributed as dist
 from gpt import Configuration
-from rivals import SYSTEMS, make, total_bytes
-from rounds import Samples, mean_over_ranks, measure, paired
+from rivals import SYSTEMS, System, make, total_bytes
+from rounds import Samples, Turn, check_losses, in_turn, paired, take_turn
 
 import fshard as fs
 
@@ -48,48 +50,55 @@ ON_ONE_RANK = ("plain", "fshard-ddp", "fshard-zero2", "fshard-zero3", "fshard-ze
 # What a system keeps between steps, in sizes of the parameters, where it does not shard everything.
 COPIES = {"plain": 3.0, "ddp": 4.0, "zero-redundancy": 3.0, "fshard-ddp": 3.0, "fshard-ddp-graph": 3.0}
 # A running step gathers parameters and makes gradients; and the allocator keeps much of what was freed.
-RUNNING_COPIES, ALLOCATOR_FACTOR = 2.0, 1.5
+RUNNING_COPIES, ALLOCATOR_FACTOR = 2.0, 1.2
+# What a process with torch in it takes, and one that compiles.
+PROCESS_BYTES = 500 * 2**20
+# A step, or making a system and compiling it, ends before.
+HUNG_SECONDS = 600.0
 
 
 def main() -> None:
     args = parse_args()
-    torch.set_num_threads(1)
-    mesh = fs.init_mesh({"shard": -1}, device="cpu")
-    if (mesh.size() == 1) != args.world_size_1:
-        needed = "one rank and no launcher" if args.world_size_1 else "several: run under torchrun, or --world-size-1"
-        raise SystemExit(f"peers.py: expected the number of ranks to be {needed}, got {mesh.size()}")
-    names = args.systems or (ON_ONE_RANK if args.world_size_1 else ACROSS_RANKS)
+    names = args.systems or (ON_ONE_RANK if args.ranks == 1 else ACROSS_RANKS)
     names = [*names, "fshard-zero3-inductor", "fsdp2-compiled"] if args.compiled else list(names)
-    wanted = "plain" if args.world_size_1 else "ddp"
+    wanted = "plain" if args.ranks == 1 else "ddp"
     reference = wanted if wanted in names else names[0]
+    parts = ("step", "gradients") if args.ranks == 1 else ("step",)
 
-    groups = grouped(names, reference, args, mesh.size())
-    samples: dict[str, list[dict[str, Samples]]] = {"step": [], "gradients": []}
-    for group in groups:
-        systems = {name: make(name, args.configuration, mesh) for name in group}
-        steps = {name: system.step for name, system in systems.items()}
-        samples["step"].append(measure(steps, args.dropped, args.rounds))
-        if args.world_size_1:
-            gradients = {name: system.gradients for name, system in systems.items()}
-            samples["gradients"].append(measure(gradients, args.dropped, args.rounds))
-            del gradients
-        # The next group needs the memory.
-        del systems, steps
-        gc.collect()
-    if mesh.get_rank() == 0:
-        write(args, mesh.size(), reference, {part: measured for part, measured in samples.items() if measured})
+    samples: dict[str, list[dict[str, Samples]]] = {part: [] for part in parts}
+    for group in grouped(names, reference, args):
+        with ExitStack() as stack:
+            make_ranks = partial(fs.testing.Workers, args.ranks, timeout=HUNG_SECONDS, warnings_as_errors=False)
+            ranks = {name: stack.enter_context(make_ranks()) for name in group}
+            for part in parts:
+                turn = partial(steps_of, ranks, args.configuration, part)
+                samples[part].append(in_turn(group, turn, args.dropped, args.rounds))
+                check_losses(samples[part][-1], args.ranks)
+    write(args, reference, samples)
 
 
-def grouped(names: Sequence[str], reference: str, args: argparse.Namespace, ranks: int) -> list[list[str]]:
+def steps_of(
+    ranks: Mapping[str, fs.testing.Workers], configuration: Configuration, part: str, name: str, steps: int
+) -> Sequence[Turn]:
+    """Let a system take steps, or parts of them, on each of its ranks."""
+    return ranks[name].run(lambda: take_turn(getattr(system_of(name, configuration), part), steps))
+
+
+@cache
+def system_of(name: str, configuration: Configuration) -> System:
+    """The system of this process, made when it is first asked for."""
+    return make(name, configuration, fs.init_mesh({"shard": -1}, device="cpu"))
+
+
+def grouped(names: Sequence[str], reference: str, args: argparse.Namespace) -> list[list[str]]:
     """Split the systems into groups that fit into memory, the reference in each."""
     with torch.device("meta"):
         size = total_bytes(args.configuration.module().parameters())
-    # The mean, because every rank must come to the same groups.
-    budget = args.memory_fraction * mean_over_ranks(torch.tensor(available_memory(), dtype=torch.float64))
+    budget = args.memory_fraction * available_memory()
 
     def needed(group: Sequence[str]) -> float:
-        copies = RUNNING_COPIES + sum(COPIES.get(name, 3.0 / ranks + 0.5) for name in group)
-        return ALLOCATOR_FACTOR * ranks * size * copies
+        copies = sum(RUNNING_COPIES + COPIES.get(name, 3.0 / args.ranks + 0.5) for name in group)
+        return args.ranks * (ALLOCATOR_FACTOR * size * copies + PROCESS_BYTES * len(group))
 
     groups = [[reference]]
     for name in (name for name in names if name != reference):
@@ -128,14 +137,13 @@ def summary(samples: Samples, group: Mapping[str, Samples], reference: str) -> d
     }
 
 
-def write(
-    args: argparse.Namespace, ranks: int, reference: str, samples: Mapping[str, list[dict[str, Samples]]]
-) -> None:
+def write(args: argparse.Namespace, reference: str, samples: Mapping[str, list[dict[str, Samples]]]) -> None:
+    ranks = args.ranks
     name = args.configuration.name
     results = report.circumstances("peers")
     results |= {
         "configuration": {"name": name, **args.configuration._asdict()},
-        **{"ranks": ranks, "backend": dist.get_backend(), "threads": torch.get_num_threads()},
+        **{"ranks": ranks, "backend": "gloo", "threads": 1},
         **{"reference": reference, "rounds": args.rounds, "dropped_rounds": args.dropped},
     }
     columns = ("ms", "ratio", "quartiles", "to fsdp2", "main thread ms", "ratio")
@@ -173,7 +181,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--configuration", type=Configuration.parse, default="d512-L8-B4-T256")
     parser.add_argument("--systems", type=lambda names: names.split(","), help=f"of {','.join(SYSTEMS)}")
     parser.add_argument("--compiled", action="store_true", help="also FSDP2 with compiled blocks, and Inductor")
-    parser.add_argument("--world-size-1", action="store_true", help="against plain PyTorch on one rank")
+    parser.add_argument("--ranks", type=int, default=2, help="of each system; 1 is against plain PyTorch")
     parser.add_argument("--rounds", type=int, default=11, help="rounds that count")
     parser.add_argument("--dropped", type=int, default=2, help="rounds before them")
     parser.add_argument("--memory-fraction", type=float, default=0.8, help="of the available memory, to use at most")
@@ -181,6 +189,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if unknown := set(args.systems or ()) - set(SYSTEMS):
         parser.error(f"no system is called {', '.join(sorted(unknown))}; there are {', '.join(SYSTEMS)}")
+    if args.ranks < 1:
+        parser.error(f"--ranks is {args.ranks}; there is at least one")
     return args
 
 

@@ -117,12 +117,10 @@ def fshard(strategy: Callable[[DeviceMesh], fs.ShardTransform], backend: str | N
             loss, grads, memory = remembering(state.params, *batch)
             return fs.update(tx, state, grads, donate=True, transform_state=memory), loss
 
-        def loss_of(params: Any, *batch: torch.Tensor) -> torch.Tensor:
-            return value_and_grad(params, *batch)[0]
-
+        # All of its results, or a graph would leave the backward out.
+        backward = fs.jit(value_and_grad, backend=backend) if backend else value_and_grad
         if backend:
             train_step = fs.jit(train_step, donate_argnums=0, backend=backend)
-            loss_of = fs.jit(loss_of, backend=backend)
 
         def step() -> torch.Tensor:
             nonlocal state
@@ -130,7 +128,7 @@ def fshard(strategy: Callable[[DeviceMesh], fs.ShardTransform], backend: str | N
             return loss
 
         def gradients() -> torch.Tensor:
-            return loss_of(state.params, *batch)
+            return backward(state.params, *batch)[0]
 
         def stored() -> Stored:
             return Stored(*(total_bytes(fs.tree_leaves(tree)) for tree in (state.params, state.opt_state)))

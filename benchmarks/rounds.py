@@ -2,8 +2,9 @@
 
 import gc
 import random
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,8 @@ import torch.distributed as dist
 # Losses of one round agree to rounding, which the steps before multiply; below 1, where the batch is learnt by heart,
 # this is an absolute difference.
 LOSS_TOLERANCE = 1e-3
+# What a system's steps of one round take, unless one takes longer.
+TURN_SECONDS = 0.5
 
 
 class Samples(NamedTuple):
@@ -22,34 +25,71 @@ class Samples(NamedTuple):
     losses: list[float]
 
 
-def measure(programs: Mapping[str, Callable[[], torch.Tensor]], dropped: int, rounds: int) -> dict[str, Samples]:
-    """Run every program once a round, in an order that changes from round to round."""
-    samples = {name: Samples([], [], []) for name in programs}
+class Turn(NamedTuple):
+    """One step of a system on one rank: its wall time, CPU time of the main thread, and the mean loss over ranks."""
+
+    seconds: float
+    main_thread_seconds: float
+    loss: float
+
+
+def take_turn(step: Callable[[], torch.Tensor], steps: int = 1) -> Turn:
+    """Take steps, each from when all ranks begin until all have ended; the mean of all but the first of several.
+
+    The first finds the processor's caches as another system has left them.
+    """
+    turns = [_timed(step) for _ in range(steps)]
+    *times, losses = zip(*turns[1:] or turns)
+    return Turn(*map(statistics.mean, times), losses[-1])
+
+
+def _timed(step: Callable[[], torch.Tensor]) -> Turn:
+    dist.barrier()
+    start, cpu_start = time.perf_counter(), time.thread_time()
+    loss = step()
+    cpu_seconds = time.thread_time() - cpu_start
+    dist.barrier()
+    return Turn(time.perf_counter() - start, cpu_seconds, mean_over_ranks(loss))
+
+
+def in_turn(
+    names: Sequence[str], turn: Callable[[str, int], Sequence[Turn]], dropped: int, rounds: int
+) -> dict[str, Samples]:
+    """Let every system take a turn on its ranks once a round, in an order that changes from round to round.
+
+    Args:
+        names: The systems.
+        turn: Lets one take a number of steps; returns what its ranks measured.
+        dropped: Rounds of one step before those that count.
+        rounds: Rounds that count.
+    """
+    samples = {name: Samples([], [], []) for name in names}
+    seconds: list[float] = []
     for number in range(dropped + rounds):
-        if number == dropped:
-            # Otherwise the objects of all systems would be walked again and again in the time of whichever runs.
-            gc.collect()
-            gc.freeze()
         # The same order on every rank, without which they would wait for each other.
-        for name in random.Random(number).sample(list(programs), len(programs)):
-            dist.barrier()
-            start, cpu_start = time.perf_counter(), time.thread_time()
-            loss = programs[name]()
-            cpu_seconds = time.thread_time() - cpu_start
-            dist.barrier()
-            seconds = time.perf_counter() - start
-            mean = mean_over_ranks(loss)
-            if number >= dropped:
-                for values, value in zip(samples[name], (seconds, cpu_seconds, mean)):
-                    values.append(value)
-    gc.unfreeze()
-    check_losses(samples)
+        for name in random.Random(number).sample(list(names), len(names)):
+            counts = number >= dropped
+            first = turn(name, 1 + round(TURN_SECONDS / statistics.median(seconds)) if counts else 1)[0]
+            for values, value in zip(samples[name], first if counts else ()):
+                values.append(value)
+            seconds += [first.seconds] if number == dropped - 1 else []
     return samples
 
 
-def check_losses(samples: Mapping[str, Samples]) -> None:
+def measure(programs: Mapping[str, Callable[[], torch.Tensor]], dropped: int, rounds: int) -> dict[str, Samples]:
+    """Run every program once a round in this process, as its rank of each."""
+    # Otherwise the objects of all programs would be walked again and again in the time of whichever runs.
+    gc.collect()
+    gc.freeze()
+    samples = in_turn(list(programs), lambda name, _: [take_turn(programs[name])], dropped, rounds)
+    gc.unfreeze()
+    check_losses(samples, dist.get_world_size())
+    return samples
+
+
+def check_losses(samples: Mapping[str, Samples], ranks: int) -> None:
     """Refuse to compare systems that did not do the same work; `plain` on several ranks does not, by design."""
-    compared = {name: s.losses for name, s in samples.items() if name != "plain" or dist.get_world_size() == 1}
+    compared = {name: s.losses for name, s in samples.items() if name != "plain" or ranks == 1}
     for number, losses in enumerate(zip(*compared.values())):
         if max(losses) - min(losses) > LOSS_TOLERANCE * max(1.0, *losses):
             raise RuntimeError(f"losses differ in round {number}: {dict(zip(compared, losses))}")
