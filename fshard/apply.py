@@ -19,6 +19,7 @@ from fshard.modules import Skeleton, Units, plan_units
 from fshard.random import seeded
 from fshard.shard import check_transform, shard
 from fshard.transforms import ShardTransform
+from fshard.transforms.compose import computed_shape
 from fshard.tree import Flat, ModelDtypes, Tree, flatten, is_sharded, tree_leaves, tree_map, unflatten
 
 Buffers = dict[str, torch.Tensor]
@@ -388,6 +389,10 @@ def _check_names(what: str, argument: str, found: Any, needed: Mapping[str, tupl
     for name, leaf in found.items():
         shape = needed.get(name)
         has = leaf.spec.shape if is_sharded(leaf) else tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
+        if is_sharded(leaf) and shape not in (None, has):
+            # Such as weights that are stored as blocks of bytes.
+            with _compat.outside_modes(), _compat.outside_transforms():
+                has = computed_shape(leaf.spec, leaf.local.dtype)
         if name not in needed:
             problems.append(Problem(f"[{name!r}]", "a leaf", "nothing"))
         elif has is None or shape not in (None, has):

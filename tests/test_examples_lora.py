@@ -73,3 +73,21 @@ def test_layers_and_matrices_by_other_names(tmp_path):
     options = ("--model", tmp_path / "model", "--units", "transformer.h.*", "--targets", "*.c_*.weight", "--steps", 5)
     before, after, _ = finetune((*TORCHRUN, 2), tmp_path / "exported", *options)
     assert float(after) < float(before)
+
+
+PEFT = ROOT / "examples/finetune_peft.py"
+
+
+@pytest.mark.parametrize("bits", (8, 4))
+@LAUNCHERS
+def test_adapters_of_peft_on_a_base_of_bytes(tmp_path, launcher, bits):
+    pytest.importorskip("peft")
+    out = run(*launcher, PEFT, "--export", tmp_path / "adapter", "--steps", 60, "--bits", bits)
+    before, after = re.search(r"held-out loss (\S+) before, (\S+) after", out).groups()
+    assert float(after) < float(before) - 0.5
+    assert f"{tmp_path / 'adapter'}: PeftModel.from_pretrained reads the adapter" in out
+    ranks = 1 if launcher == (sys.executable,) else 2
+    kept, numbers = (float(figure) for figure in re.search(r"keeps (\S+) MB .* bits, (\S+) in float32", out).groups())
+    # Of each number a byte or half a byte, and of each 64 a scale; vectors stay in float32.
+    assert kept / numbers == pytest.approx((bits / 8 + 4 / 64) / 4, rel=0.02)
+    assert numbers * ranks == pytest.approx(918_656 * 4 / 1e6, rel=0.01)

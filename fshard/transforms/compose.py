@@ -373,6 +373,25 @@ def _shared(chosen: _Composed) -> ShardTransform:
     return composed(chosen.stages, chosen.reshard, chosen.model_dtypes)
 
 
+@lru_cache(maxsize=1024)
+def computed_shape(spec: Spec, dtype: torch.dtype) -> tuple[int, ...]:
+    """Find the shape that a model computes with, where parts of a transform that use no axis gather another one.
+
+    Args:
+        spec: The leaf's spec.
+        dtype: What it is stored as.
+
+    Returns:
+        The shape; that of the spec where no such part changes it.
+    """
+    tensor = torch.empty(spec.shape, dtype=dtype, device="meta")
+    transform: Any = spec.transform
+    for stage in transform.stages if isinstance(transform, _Composed) else (transform,):
+        if isinstance(stage, ShardTransform) and not (isinstance(stage, BuiltIn) or stage.axes):
+            (tensor,) = stage.gather([tensor], [spec])
+    return tuple(tensor.shape)
+
+
 class Reduction(NamedTuple):
     """The facts about a transform's scatter that the engine asks for each gradient.
 
