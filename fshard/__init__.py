@@ -50,8 +50,7 @@ from fshard.collectives import (
 from fshard.gather import gather
 from fshard.interop.dtensor import from_dtensor, to_dtensor
 from fshard.jit import jit, make_graph
-from fshard.links import Link, measure
-from fshard.mesh import axis_of, init_mesh
+from fshard.mesh import Link, axis_of, init_mesh, measure
 from fshard.microbatches import microbatches, reduce_microbatches
 from fshard.modules import no_split
 from fshard.optim import schedules
@@ -77,14 +76,11 @@ from fshard.parallel.tensor import tensor_parallel
 from fshard.parallel.ulysses import ulysses
 from fshard.parallel.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from fshard.plan import plan
-from fshard.random import fold_in
+from fshard.random import fold_in, sample_ids
 from fshard.remat import remat
-from fshard.sample_ids import sample_ids
 from fshard.scatter_grads import scatter_grads
 from fshard.shard import reshard, shard, unshard
-from fshard.strategies import ddp, hsdp, hybrid_shard, zero1, zero2, zero3
 from fshard.trace import trace
-from fshard.train_state import TrainState
 from fshard.transforms import (
     LayoutError,
     ShardTransform,
@@ -102,8 +98,9 @@ from fshard.transforms import (
     split_dim,
     transform_state,
 )
+from fshard.transforms.strategies import ddp, hsdp, hybrid_shard, zero1, zero2, zero3
 from fshard.tree import Axis, P, Sharded, Spec, tree_leaves, tree_map
-from fshard.update import GradientTransformation, Optimizer, chain, update
+from fshard.update import GradientTransformation, Optimizer, TrainState, chain, update
 from fshard.value_and_grad import accumulate, value_and_grad
 
 __version__ = "0.1.0"

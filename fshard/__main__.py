@@ -20,11 +20,10 @@ from fshard.mesh import Mesh, init_mesh
 from fshard.optim.native import adamw
 from fshard.optim.scale import clip_by_global_norm
 from fshard.shard import shard, unshard
-from fshard.strategies import zero3
 from fshard.testing import Workers, assert_trees_close, spmd
-from fshard.train_state import TrainState
+from fshard.transforms.strategies import zero3
 from fshard.tree import Tree
-from fshard.update import chain, update
+from fshard.update import TrainState, chain, update
 from fshard.value_and_grad import value_and_grad
 
 PACKAGES = ("fshard", "torch", "optree", "numpy")

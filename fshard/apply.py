@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from fshard import _compat, comm
-from fshard.checks import check_local, check_operands, check_transforms, describe, refuse_writes, writes_counted
 from fshard.collectives import reduction_axes
 from fshard.engine import Call, Leaf, Unit, call_of
 from fshard.errors import Problem, leaf_error
@@ -21,6 +20,7 @@ from fshard.shard import check_transform, shard
 from fshard.transforms import ShardTransform
 from fshard.transforms.compose import computed_shape
 from fshard.tree import Flat, ModelDtypes, Tree, flatten, is_sharded, tree_leaves, tree_map, unflatten
+from fshard.tree.checks import check_local, check_operands, check_transforms, describe, refuse_writes, writes_counted
 
 Buffers = dict[str, torch.Tensor]
 

@@ -1,12 +1,12 @@
 """Verb 1: gather, from stored shards to the full tensors that a model computes with."""
 
 from fshard import _compat, comm
-from fshard.checks import check_local, check_tensors, check_transforms, writes_counted
 from fshard.collectives import linear_call
 from fshard.engine import call_of
 from fshard.transforms import ShardTransform
 from fshard.transforms.compose import pair
 from fshard.tree import Flat, Sharded, Tree, flatten, grouped, is_sharded, unflatten
+from fshard.tree.checks import check_local, check_tensors, check_transforms, writes_counted
 
 
 def gather(tree: Tree) -> Tree:

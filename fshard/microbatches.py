@@ -7,10 +7,10 @@ import torch
 from torch.nn.functional import pad
 
 from fshard import comm
-from fshard.checks import describe
 from fshard.collectives import Over, divided, reduction_axes, total
 from fshard.errors import Problem, expect, leaf_error
 from fshard.tree import Axis, ReshardPolicy, Tree, flatten, is_sharded, leaves_of, unflatten
+from fshard.tree.checks import describe
 
 ORDERS = ("each", "once")
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from fshard import _compat
-from fshard.checks import describe
 from fshard.engine import Call, Leaf, Pass
 from fshard.errors import expect
 from fshard.tree import matches
+from fshard.tree.checks import describe
 
 # They hold submodules and have no forward.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

@@ -9,8 +9,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from fshard import _compat
-from fshard.checks import check_function, describe
 from fshard.tree import Tree, tree_leaves, tree_map
+from fshard.tree.checks import check_function, describe
 
 Flat = Callable[..., tuple[torch.Tensor, ...]]
 

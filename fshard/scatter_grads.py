@@ -5,12 +5,12 @@ from typing import Any
 import torch
 
 from fshard import comm
-from fshard.checks import check_floating, check_local, check_no_gradient, describe, same_structure
 from fshard.collectives import Over, denominator, divided, linear_call, named, reduction_axes, shared_axes
 from fshard.errors import Problem, leaf_error
 from fshard.transforms.compose import pair, reduction, scatter
 from fshard.transforms.state import ABSENT, Absent, joined, states_of
 from fshard.tree import Sharded, Tree, flatten, grouped, is_sharded, is_trained, unflatten
+from fshard.tree.checks import check_floating, check_local, check_no_gradient, describe, same_structure
 
 
 def scatter_grads(

@@ -10,7 +10,11 @@ import torch
 from torch.nn.functional import pad
 
 from fshard import _compat, comm
-from fshard.checks import (
+from fshard.errors import Problem, expect, leaf_error
+from fshard.transforms import LayoutError, ShardTransform
+from fshard.transforms.compose import at, layout_axes, masks
+from fshard.tree import Axis, Flat, P, Sharded, Spec, Tree, flatten, is_sharded, names_of, unflatten
+from fshard.tree.checks import (
     check_function,
     check_leaves,
     check_local,
@@ -20,10 +24,6 @@ from fshard.checks import (
     outline,
     refuse_donated,
 )
-from fshard.errors import Problem, expect, leaf_error
-from fshard.transforms import LayoutError, ShardTransform
-from fshard.transforms.compose import at, layout_axes, masks
-from fshard.tree import Axis, Flat, P, Sharded, Spec, Tree, flatten, is_sharded, names_of, unflatten
 
 SAME_TREE = (
     "build the same tree on every rank, from one seed; simulated ranks share a generator, so build it before they start"

@@ -9,18 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat, comm
-from fshard.checks import (
-    check_differentiable,
-    check_flags,
-    check_floating,
-    check_function,
-    check_local,
-    check_loss,
-    check_reduce,
-    check_sums,
-    describe,
-    refuse_writes,
-)
 from fshard.collectives import (
     Over,
     check_agrees,
@@ -64,6 +52,18 @@ from fshard.tree import (
     tree_leaves,
     tree_map,
     unflatten,
+)
+from fshard.tree.checks import (
+    check_differentiable,
+    check_flags,
+    check_floating,
+    check_function,
+    check_local,
+    check_loss,
+    check_reduce,
+    check_sums,
+    describe,
+    refuse_writes,
 )
 
 Schedule = Callable[[Tree], Sequence[Tree]]

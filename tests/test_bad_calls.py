@@ -22,9 +22,9 @@ from torch import nn
 
 import fshard as fs
 from fshard import checkpoint, testing
-from fshard.checks import mark_donated
 from fshard.errors import short
 from fshard.plan import Rates
+from fshard.tree.checks import mark_donated
 
 # Refused calls that must be clear, of 100.
 SHARE = 95

@@ -13,8 +13,8 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 import fshard as fs
-from fshard.checks import outline
 from fshard.tree import flatten, unflatten
+from fshard.tree.checks import outline
 from tests.trees import Layer
 
 SHARD, TENSOR = fs.Axis("shard", 3, "group 0"), fs.Axis("tensor", 2, "group 1")

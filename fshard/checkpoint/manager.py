@@ -7,9 +7,9 @@ import torch
 
 from fshard.checkpoint.restore import latest, restore
 from fshard.checkpoint.save import Saving, checked_directory, checked_step, members, start
-from fshard.checks import POSITIVE, check_flags, check_numbers
 from fshard.mesh import Mesh, ranks_of
 from fshard.tree import Tree
+from fshard.tree.checks import POSITIVE, check_flags, check_numbers
 
 
 class Manager:

@@ -7,9 +7,9 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NamedTuple, get_args, get_origin
 
-from fshard.checks import describe
 from fshard.interop.ranks import CheckpointError
 from fshard.interop.safetensors import DTYPES
+from fshard.tree.checks import describe
 
 NAME, VERSION = "fshard.checkpoint", 1
 MANIFEST = "manifest.json"

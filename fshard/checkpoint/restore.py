@@ -23,7 +23,6 @@ from fshard.checkpoint.manifest import (
     parts_of,
 )
 from fshard.checkpoint.save import members, progress_bar
-from fshard.checks import check_flags, check_local, describe
 from fshard.errors import Problem, leaf_error
 from fshard.interop.files import named, open_regular, read_bytes
 from fshard.interop.pieces import (
@@ -54,6 +53,7 @@ from fshard.tree import (
     tensor_of,
     unflatten,
 )
+from fshard.tree.checks import check_flags, check_local, describe
 
 LABEL = "checkpoint.restore"
 

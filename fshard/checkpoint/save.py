@@ -30,7 +30,6 @@ from fshard.checkpoint.manifest import (
     encode,
     file_name,
 )
-from fshard.checks import POSITIVE, check_flags, check_local, check_numbers, describe
 from fshard.errors import Problem, leaf_error
 from fshard.interop.files import MARK, named, read_bytes, write_bytes
 from fshard.interop.pieces import (
@@ -57,6 +56,7 @@ from fshard.interop.safetensors import lay_out, write_tensors
 from fshard.mesh import Mesh, ranks_of
 from fshard.shard import per_rank
 from fshard.tree import Axis, Flat, Tree, flatten, tensor_of
+from fshard.tree.checks import POSITIVE, check_flags, check_local, check_numbers, describe
 
 LABEL = "checkpoint.save"
 # Larger ones Python may refuse to read as text.

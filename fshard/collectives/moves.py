@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from fshard import comm
-from fshard.checks import check_axis, check_dim, check_dividing, check_leaves, check_operands, describe
 from fshard.collectives.linear import LinearMap, Tensors, on_tree
 from fshard.errors import expect
 from fshard.tree import Axis, Tree, flatten, tensor_of
+from fshard.tree.checks import check_axis, check_dim, check_dividing, check_leaves, check_operands, describe
 
 
 def all_gather(tree: Tree, axis: Axis, dim: int = 0) -> Tree:

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 
 from fshard import _compat, comm
-from fshard.checks import (
+from fshard.collectives.sums import psum_invariant
+from fshard.errors import Problem, expect, leaf_error
+from fshard.tree import Axis, Flat, Tree, flatten, is_sharded
+from fshard.tree.checks import (
     check_axes,
     check_leaves,
     check_loss,
@@ -17,9 +20,6 @@ from fshard.checks import (
     check_transforms,
     describe,
 )
-from fshard.collectives.sums import psum_invariant
-from fshard.errors import Problem, expect, leaf_error
-from fshard.tree import Axis, Flat, Tree, flatten, is_sharded
 
 # Axes or their names, one or several; None leaves them to the specs.
 Over = Axis | str | Sequence[Axis | str] | None

@@ -12,10 +12,10 @@ import torch
 from torch.autograd import Function
 
 from fshard import comm
-from fshard.checks import check_operands
 from fshard.collectives.linear import count_reduction, in_chain, on_tree
 from fshard.errors import expect
 from fshard.tree import Axis, Tree, tree_leaves, tree_map
+from fshard.tree.checks import check_operands
 
 
 def psum(tree: Tree, axis: Axis) -> Tree:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fshard import _compat, comm
-from fshard.checks import refuse_writes
 from fshard.collectives import Chain, Repeat, chained
 from fshard.engine.backward import Backward
 from fshard.engine.forward import Forward
@@ -31,6 +30,7 @@ from fshard.engine.unit import Leaf, Unit, Use, divided_parts, policy_of
 from fshard.errors import Problem, leaf_error
 from fshard.microbatches import Share
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded
+from fshard.tree.checks import refuse_writes
 
 
 class Call:

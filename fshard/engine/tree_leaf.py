@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
-from fshard.checks import describe
 from fshard.engine.unit import Leaf, Part, Sum
 from fshard.errors import Problem, leaf_error
 from fshard.microbatches import Share, TreeSum
 from fshard.transforms.compose import reduction
 from fshard.tree import Sharded
+from fshard.tree.checks import describe
 
 
 class TreeLeaf(Leaf):

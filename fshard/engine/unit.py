@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat, comm
-from fshard.checks import check_versions, describe, writes_counted
 from fshard.collectives import divided
 from fshard.engine.schedule import Ahead
 from fshard.errors import Problem, leaf_error
 from fshard.transforms.compose import reduction, sum_dtype
 from fshard.tree import ReshardPolicy, Sharded, grouped, matches
+from fshard.tree.checks import check_versions, describe, writes_counted
 
 _PLAIN = ReshardPolicy()
 

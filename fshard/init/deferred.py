@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from fshard import comm
-from fshard.checks import check_matches, check_seed, outline
 from fshard.errors import Problem, expect, refuse
 from fshard.init.calls import NewBuffers, drawn_by_constructors, initializer_of, undrawable
 from fshard.init.construct import construct
@@ -18,6 +17,7 @@ from fshard.shard import SAME_TREE, check_transform, fingerprint, is_frozen, lai
 from fshard.transforms import ShardTransform
 from fshard.transforms.compose import at, layout_axes, masks
 from fshard.tree import Sharded, Spec, flatten, names_of, unflatten
+from fshard.tree.checks import check_matches, check_seed, outline
 
 # torch's default generator belongs to the process, so simulated ranks take turns to seed it.
 _SEEDING = threading.Lock()

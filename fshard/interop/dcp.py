@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fshard.checks import check_flags, check_types
 from fshard.errors import expect
 from fshard.interop.files import new_files
 from fshard.interop.optimizer_state import (
@@ -24,6 +23,7 @@ from fshard.interop.ranks import TRUST, agree, check_members, check_path, raise_
 from fshard.interop.state_dict import Entry, Names, by_name, read_leaves, with_leaves
 from fshard.mesh import world
 from fshard.tree import Tree
+from fshard.tree.checks import check_flags, check_types
 
 METADATA = ".metadata"
 

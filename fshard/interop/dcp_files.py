@@ -35,10 +35,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from fshard.checks import describe
 from fshard.interop.pieces import is_tensor, piece_of, shape_of
 from fshard.interop.ranks import CheckpointError
 from fshard.interop.state_dict import Entry
+from fshard.tree.checks import describe
 
 METADATA = ".metadata"
 

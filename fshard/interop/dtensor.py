@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from fshard.checks import check_leaves, check_local, check_matches, check_types
 from fshard.errors import Problem, refuse
 from fshard.mesh import Mesh, axis_of
 from fshard.shard import check_transform, laid_out, without_padding
 from fshard.transforms.compose import at, layout_axes, masks
 from fshard.tree import Axis, Sharded, Spec, Tree, flatten, is_sharded, names_of, unflatten
+from fshard.tree.checks import check_leaves, check_local, check_matches, check_types
 
 
 def from_dtensor(tree: Tree, strategy: Any) -> Tree:

@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fshard import comm
-from fshard.checks import check_flags, describe
 from fshard.errors import Problem, expect, leaf_error, refuse
 from fshard.interop.files import new_files
 from fshard.interop.pieces import dtype_name, nbytes_of, replicas, shape_of
@@ -42,6 +41,7 @@ from fshard.interop.state_dict import (
 from fshard.interop.transformers import Found, Planned, as_planned, from_files, is_pretrained, to_files
 from fshard.mesh import world
 from fshard.tree import Tree
+from fshard.tree.checks import check_flags, describe
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from fshard import comm
-from fshard.checks import check_flags, check_leaves, check_types, describe
 from fshard.errors import Problem, expect, refuse
 from fshard.interop.pieces import layout_of
 from fshard.interop.ranks import agree, check_members
@@ -15,6 +14,7 @@ from fshard.interop.state_dict import Entry, Names, entry_of, named_leaves, owne
 from fshard.mesh import world
 from fshard.optim.from_torch import TorchState
 from fshard.tree import Tree, flatten, map_nodes, tree_map
+from fshard.tree.checks import check_flags, check_leaves, check_types, describe
 
 StateDict = dict[str, Any]
 

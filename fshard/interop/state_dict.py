@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from fshard import comm
-from fshard.checks import check_flags, check_local, check_types, describe
 from fshard.errors import Problem, expect, refuse
 from fshard.interop.pieces import (
     bytes_of,
@@ -39,6 +38,7 @@ from fshard.interop.ranks import (
 from fshard.mesh import world
 from fshard.shard import hash_of, unsharded
 from fshard.tree import Tree, flatten, is_sharded, names_of, tensor_of, tree_map, unflatten
+from fshard.tree.checks import check_flags, check_local, check_types, describe
 
 Value = TypeVar("Value")
 

@@ -8,12 +8,12 @@ import torch
 from torch.fx import Node
 
 from fshard import _compat, comm
-from fshard.checks import check_function
 from fshard.jit.jit import Jitted
 from fshard.jit.memory import held_bytes
 from fshard.jit.passes import clean, placeholders, results, sent_by
 from fshard.jit.signature import aval, flat_arguments
 from fshard.jit.trace import Traced, trace
+from fshard.tree.checks import check_function
 
 
 class Moment(NamedTuple):

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat, comm
-from fshard.checks import check_axes, describe, is_reachable, mark_donated, refuse_donated
 from fshard.collectives import Used, Uses, agreed_uses
 from fshard.errors import Problem, leaf_error
 from fshard.jit.backends import BACKENDS, Backend, ready, writes_in_place
@@ -38,6 +37,7 @@ from fshard.jit.signature import (
 )
 from fshard.jit.trace import Traced, trace
 from fshard.tree import Axis, Flat, Sharded, is_sharded, unflatten
+from fshard.tree.checks import check_axes, describe, is_reachable, mark_donated, refuse_donated
 
 
 class _Program(NamedTuple):

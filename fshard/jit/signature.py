@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat, comm
-from fshard.checks import describe, is_donated
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Exact, Flat, Spec, Tree, Treedef, flatten, has_plain_keys, is_sharded
+from fshard.tree.checks import describe, is_donated
 
 
 class Aval(NamedTuple):

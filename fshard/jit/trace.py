@@ -15,11 +15,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fshard import _compat, comm
-from fshard.checks import describe, writes_counted
 from fshard.collectives import Uses
 from fshard.errors import Problem, leaf_error
 from fshard.jit.passes import constants
 from fshard.tree import Flat, Sharded, Treedef, flatten, is_sharded, unflatten
+from fshard.tree.checks import describe, writes_counted
 
 # Traces patch what belongs to the process, and so do compilers.
 TRACING = threading.Lock()

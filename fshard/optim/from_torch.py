@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat
-from fshard.checks import check_floating, check_leaves, check_sums, describe
 from fshard.errors import expect
 from fshard.optim.leaves import check_state, missing, none_missed, partition_axes
 from fshard.tree import Added, Flat, Tree, flatten, is_trained, leaves_of, like, tensor_of, unflatten
+from fshard.tree.checks import check_floating, check_leaves, check_sums, describe
 from fshard.update import Optimizer
 
 Hyper = dict[str, Any]

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from fshard._compat import is_tracing
-from fshard.checks import check_floating, check_leaves, describe
 from fshard.collectives import pvary
 from fshard.errors import expect
 from fshard.shard import without_padding
@@ -24,6 +23,7 @@ from fshard.tree import (
     tensor_of,
     unflatten,
 )
+from fshard.tree.checks import check_floating, check_leaves, describe
 from fshard.update import GradientTransformation, Optimizer
 
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard.checks import FINITE, Range, check_floating, check_numbers, check_sums
 from fshard.optim.leaves import (
     check_real,
     check_state,
@@ -39,6 +38,7 @@ from fshard.tree import (
     map_leaves,
     tensor_of,
 )
+from fshard.tree.checks import FINITE, Range, check_floating, check_numbers, check_sums
 from fshard.update import GradientTransformation, Optimizer
 
 

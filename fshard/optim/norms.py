@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from fshard import comm
-from fshard.checks import POSITIVE, Range, check_local, check_numbers, check_sums, check_tensors
 from fshard.collectives import total
 from fshard.optim.element_sums import Request, added, element_sums, gathered
 from fshard.optim.leaves import elements_of, partition_axes, size_of
 from fshard.tree import Axis, Tree, flatten, grouped, leaves_of, tensor_of
+from fshard.tree.checks import POSITIVE, Range, check_local, check_numbers, check_sums, check_tensors
 
 # Elements of a gradient that are squared at a time.
 PIECE = 1 << 16

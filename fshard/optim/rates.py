@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from fshard._compat import is_transformed
-from fshard.checks import FRACTION, NOT_NEGATIVE, check_numbers
 from fshard.errors import expect
+from fshard.tree.checks import FRACTION, NOT_NEGATIVE, check_numbers
 
 Number = float | torch.Tensor
 Rate = Number | Callable[[torch.Tensor], Number]

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import comm
-from fshard.checks import NOT_NEGATIVE, Range, check_flags, check_numbers, check_sums
 from fshard.collectives import total
 from fshard.optim.element_sums import Request, element_sums
 from fshard.optim.leaves import (
@@ -44,6 +43,7 @@ from fshard.tree import (
     tree_map,
     unflatten,
 )
+from fshard.tree.checks import NOT_NEGATIVE, Range, check_flags, check_numbers, check_sums
 from fshard.update import GradientTransformation
 
 

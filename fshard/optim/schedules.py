@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fshard.checks import FINITE, NOT_NEGATIVE, check_function, check_numbers, describe
 from fshard.errors import expect
+from fshard.tree.checks import FINITE, NOT_NEGATIVE, check_function, check_numbers, describe
 
 __all__ = ["constant", "cosine", "from_torch_scheduler", "join", "linear", "warmup_cosine"]
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat, comm
-from fshard.checks import POSITIVE, Range, check_matches, check_numbers, check_sums, describe
 from fshard.collectives import linear_call
 from fshard.errors import expect
 from fshard.optim.leaves import (
@@ -47,6 +46,7 @@ from fshard.tree import (
     tree_map,
     unflatten,
 )
+from fshard.tree.checks import POSITIVE, Range, check_matches, check_numbers, check_sums, describe
 from fshard.update import GradientTransformation, Optimizer, check_states, step_of
 
 

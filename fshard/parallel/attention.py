@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from fshard import comm
-from fshard.checks import FINITE, check_axis, check_flags, check_numbers, describe
 from fshard.collectives import custom_call
 from fshard.errors import expect
 from fshard.parallel.ring import LABEL, Ring, backward, forward, plain
 from fshard.tree import Axis
+from fshard.tree.checks import FINITE, check_axis, check_flags, check_numbers, describe
 
 
 def ring_attention(

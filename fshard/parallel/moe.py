@@ -23,10 +23,10 @@ from typing import NamedTuple
 import torch
 
 from fshard import _compat
-from fshard.checks import check_axis, describe
 from fshard.collectives import all_to_all, psum, ragged_all_to_all
 from fshard.errors import expect
 from fshard.tree import Axis
+from fshard.tree.checks import check_axis, describe
 
 __all__ = ["Routing", "Sent", "combine", "dispatch", "load_balance", "route", "z_loss"]
 

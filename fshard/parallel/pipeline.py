@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from fshard import _compat, comm
-from fshard.checks import check_axis, check_leaves, check_local, describe
 from fshard.collectives import axis_index, ppermute, psum_invariant, pvary
 from fshard.errors import expect
 from fshard.gather import gather as fully_gathered
@@ -20,6 +19,7 @@ from fshard.parallel.scheduled import Parts, Run, Stage, scheduled
 from fshard.parallel.ticks import SCHEDULES
 from fshard.transforms.compose import reduction, sum_dtype
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tensor_of, tree_leaves, tree_map, unflatten
+from fshard.tree.checks import check_axis, check_leaves, check_local, describe
 
 REDUCTIONS = ("mean", "sum", "weighted")
 GATHERS = ("once", "each")

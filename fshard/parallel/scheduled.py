@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from fshard import comm
-from fshard.checks import describe
 from fshard.collectives import Chain, chained, custom_call, walked
 from fshard.engine.order import Departed
 from fshard.errors import expect
 from fshard.parallel.each_time import EachTime
 from fshard.parallel.ticks import Op, Tick, receiver, ticks
 from fshard.tree import Axis, Spec, Tree
+from fshard.tree.checks import describe
 
 T = TypeVar("T")
 

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fshard.checks import check_axis, check_dividing, describe
 from fshard.collectives import (
     all_gather,
     all_gather_invariant,
@@ -30,6 +29,7 @@ from fshard.parallel.vocabulary import vocab_parallel_embedding
 from fshard.transforms import ShardTransform, compose, split_dim
 from fshard.transforms.compose import masked_transform
 from fshard.tree import Axis
+from fshard.tree.checks import check_axis, check_dividing, describe
 
 
 def tensor_parallel(

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from fshard.checks import check_axis, describe
 from fshard.collectives import all_to_all
 from fshard.errors import expect
 from fshard.parallel.attention import check_four_dims
 from fshard.tree import Axis
+from fshard.tree.checks import check_axis, describe
 
 
 def ulysses(attention: Callable[..., torch.Tensor], axis: Axis) -> Callable[..., torch.Tensor]:

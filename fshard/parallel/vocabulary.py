@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from fshard import _compat
-from fshard.checks import NOT_NEGATIVE, check_axis, check_numbers, describe
 from fshard.collectives import axis_index, pmax, psum_invariant, reduce_scatter
 from fshard.errors import expect
 from fshard.tree import Axis
+from fshard.tree.checks import NOT_NEGATIVE, check_axis, check_numbers, describe
 
 REDUCTIONS = ("mean", "sum", "none")
 

@@ -10,7 +10,6 @@ import torch
 from torch.fx import Graph, Node
 
 from fshard import _compat, comm
-from fshard.checks import check_leaves, check_local, describe
 from fshard.errors import expect
 from fshard.jit.graph import operator_name, traced_as_run
 from fshard.jit.memory import Lifetimes, lifetimes
@@ -19,6 +18,7 @@ from fshard.plan.report import Bytes, Moment, Plan, Rates, check_rates, flops_of
 from fshard.transforms import transform_state
 from fshard.transforms.compose import layout_axes
 from fshard.tree import Axis, Sharded, Tree, flatten, is_sharded, rebuilt, tree_map, unflatten
+from fshard.tree.checks import check_leaves, check_local, describe
 
 Sent = Mapping[Node, comm.Collective]
 # Names of units by the storages.

@@ -13,8 +13,8 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from fshard import comm
-from fshard.checks import NOT_NEGATIVE, POSITIVE, check_numbers, check_types
 from fshard.errors import expect
+from fshard.tree.checks import NOT_NEGATIVE, POSITIVE, check_numbers, check_types
 
 aten = torch.ops.aten
 _ATTENTION = "_scaled_dot_product_flash_attention"

@@ -20,11 +20,10 @@ from fshard.plan.plan import plan
 from fshard.plan.report import Bytes, Plan, Rates, bytes_from, readable
 from fshard.random import fold_in
 from fshard.shard import laid_out
-from fshard.strategies import MIN_SHARD_ELEMENTS, ddp, zero1, zero2, zero3
-from fshard.train_state import TrainState
 from fshard.transforms import ShardTransform, compose, fully_shard, replicate
+from fshard.transforms.strategies import MIN_SHARD_ELEMENTS, ddp, zero1, zero2, zero3
 from fshard.tree import Axis, Sharded, Spec, Tree
-from fshard.update import update
+from fshard.update import TrainState, update
 from fshard.value_and_grad import value_and_grad
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")

@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fshard.checks import describe
 from fshard.errors import expect
 from fshard.plan import Plan, plan
 from fshard.plan.report import bytes_from, readable
 from fshard.tree import flatten, is_sharded
+from fshard.tree.checks import describe
 
 _OPS = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 # So many units are named that broke a budget.

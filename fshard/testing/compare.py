@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fshard import _compat
-from fshard.checks import NOT_NEGATIVE, check_flags, check_numbers, describe, is_donated, same_structure
 from fshard.errors import Problem, expect, refuse
 from fshard.mesh import Mesh, ranks_of
 from fshard.shard import hash_of, unshard, without_padding
-from fshard.train_state import TrainState
 from fshard.tree import Tree, flatten, is_sharded
+from fshard.tree.checks import NOT_NEGATIVE, check_flags, check_numbers, describe, is_donated, same_structure
+from fshard.update import TrainState
 
 
 def assert_trees_close(

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import comm
-from fshard.checks import check_function, describe
 from fshard.errors import expect
 from fshard.mesh import init_mesh
 from fshard.microbatches import microbatches
 from fshard.shard import unshard
 from fshard.testing.spmd import spmd
 from fshard.testing.workers import Workers
-from fshard.train_state import TrainState
 from fshard.tree import Tree, flatten
+from fshard.tree.checks import check_function, describe
+from fshard.update import TrainState
 
 # The parts of a step's result in the order in which they are computed.
 LOSS, AUX, STATE = "loss", "aux", "state"

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from fshard._compat import ThreadedCollective, shared_dual_level, threaded_process_groups
-from fshard.checks import POSITIVE, check_function, check_numbers
 from fshard.errors import expect
 from fshard.testing.workers import RankError, Workers
+from fshard.tree.checks import POSITIVE, check_function, check_numbers
 
 T = TypeVar("T")
 

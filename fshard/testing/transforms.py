@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import comm
-from fshard.checks import NOT_NEGATIVE, check_numbers, check_seed, describe
 from fshard.collectives import objective
 from fshard.errors import Problem, expect, refuse
 from fshard.gather import gather
@@ -16,11 +15,11 @@ from fshard.optim.native import sgd
 from fshard.scatter_grads import scatter_grads
 from fshard.shard import check_transform as check_argument
 from fshard.shard import shard, unshard
-from fshard.train_state import TrainState
 from fshard.transforms import ShardTransform
 from fshard.transforms.compose import layout_axes, scatter, summed_axes
 from fshard.tree import Axis, Spec, Tree, flatten, grouped, tree_map
-from fshard.update import update
+from fshard.tree.checks import NOT_NEGATIVE, check_numbers, check_seed, describe
+from fshard.update import TrainState, update
 from fshard.value_and_grad import value_and_grad
 
 SHAPES = ((5, 3), (7,), (24, 8), (1, 4), (), (0, 3))

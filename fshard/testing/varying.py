@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard.checks import check_function, check_local, check_transforms
 from fshard.collectives import Over, located, maps_of, reduction_axes, walked
 from fshard.errors import Problem, refuse
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, unflatten
+from fshard.tree.checks import check_function, check_local, check_transforms
 
 
 class Kind(NamedTuple):

@@ -8,10 +8,10 @@ import torch
 from torch.nn.functional import pad
 
 from fshard import comm
-from fshard.checks import Range, check_dim, check_numbers
 from fshard.mesh import Mesh, axis_of
 from fshard.transforms.base import BuiltIn, Finish, LayoutError, ShardTransform, Tensors
 from fshard.tree import Axis, Spec
+from fshard.tree.checks import Range, check_dim, check_numbers
 
 StartSums = Callable[[Tensors, Sequence[Spec]], Finish]
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat
-from fshard.checks import describe
 from fshard.transforms.axis import _SplitDim
 from fshard.transforms.base import (
     BuiltIn,
@@ -24,6 +23,7 @@ from fshard.transforms.base import (
 )
 from fshard.transforms.local import _Cast
 from fshard.tree import MASK, Axis, Mask, ModelDtypes, ReshardPolicy, Spec, Tree, as_mask, is_mask, matches, rebuilt
+from fshard.tree.checks import describe
 
 _NOTHING = ShardTransform()
 

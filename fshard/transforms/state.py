@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from fshard.checks import check_local, describe
 from fshard.errors import Problem, leaf_error
 from fshard.transforms.compose import reduction
 from fshard.tree import Flat, P, Sharded, Spec, Tree, flatten, is_sharded, unflatten
+from fshard.tree.checks import check_local, describe
 
 
 class Absent(enum.Enum):

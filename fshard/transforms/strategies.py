@@ -8,8 +8,7 @@ import torch
 
 from fshard import comm
 from fshard.errors import expect
-from fshard.links import Link, link_of
-from fshard.mesh import Mesh, axis_given
+from fshard.mesh import Link, Mesh, axis_given, link_of
 from fshard.transforms import ShardTransform, cast, compose, fully_shard
 from fshard.transforms import replicate as replicated
 from fshard.transforms.compose import composed
