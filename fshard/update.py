@@ -11,7 +11,18 @@ from fshard.errors import Problem, expect, refuse
 from fshard.random import key_of
 from fshard.transforms import transform_state
 from fshard.transforms.state import ABSENT, Absent
-from fshard.tree import Spec, Tree, dcp_error, flatten, is_sharded, is_trained, tree_leaves, tree_map
+from fshard.tree import (
+    Spec,
+    Tree,
+    dcp_error,
+    flatten,
+    is_sharded,
+    is_trained,
+    leaves_of,
+    like,
+    map_leaves,
+    tensor_of,
+)
 from fshard.tree.checks import check_flags, describe, refuse_donated, same_structure
 
 
@@ -194,10 +205,18 @@ def step_of(tx: Optimizer | GradientTransformation, donate: bool) -> Callable[[T
 def _owned(state: TrainState) -> dict[str, Tree]:
     """Copy the tensors that an update writes to where other tensors share their memory, as those of fs.gather do."""
     written = {"params": state.params, "opt_state": state.opt_state}
-    tensors = [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
+    # What an average of frozen parameters holds are these parameters, to which nothing is written.
+    frozen = {id(tensor_of(leaf)) for leaf in leaves_of(state.params) if not is_trained(leaf)}
+    tensors = [tensor_of(leaf) for leaf in leaves_of(written)]
+    tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and id(tensor) not in frozen]
     pairs = zip(tensors, _compat.share_memory(tensors), strict=True)
     copies = {id(tensor): tensor.detach().clone() for tensor, shared in pairs if shared}
-    return tree_map(lambda leaf: copies.get(id(leaf), leaf), written) if copies else written
+
+    def owned(leaf: Any) -> Any:
+        copy = copies.get(id(tensor_of(leaf)))
+        return leaf if copy is None else like(leaf, copy)
+
+    return map_leaves(owned, written) if copies else written
 
 
 def chain(*transformations: GradientTransformation | Optimizer) -> Any:

@@ -23,13 +23,19 @@ def argument_of(path: str) -> int | None:
     return int(head) if path.startswith("[0][") else None
 
 
-def pairs_of(traced: Traced, flat: Flat, donated: Sequence[int], is_donated: Sequence[bool]) -> dict[int, int]:
-    """Find for each donated argument a part of the result of its own that has its structure, and pair their tensors."""
+def pairs_of(traced: Traced, flat: Flat, donated: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
+    """Find for each donated argument a part of the result of its own that has its structure, and pair their tensors.
+
+    Returns:
+        For inputs the results that are to be written in their place; and those that are the inputs themselves.
+    """
     numbers = {path: n for n, path in enumerate(traced.paths)}
     tensors = [n for n, out in enumerate(traced.outputs) if out is not None]
     place = {leaf: k for k, leaf in enumerate(tensors)}
     inputs, outs = placeholders(traced.graph.graph), results(traced.graph.graph)
+    given_as = dict(zip(inputs, (id(tensor_of(leaf)) for leaf in flat.leaves if _is_tensor(leaf)), strict=True))
     pairs: dict[int, int] = {}
+    passed: dict[int, int] = {}
     structures = {argument: subtrees(subtrees(flat.treedef)[0])[argument] for argument in donated}
     taken: set[int] = set()
     # A state before a part of it: the gradients look like the state's parameters.
@@ -51,8 +57,8 @@ def pairs_of(traced: Traced, flat: Flat, donated: Sequence[int], is_donated: Seq
                 spec = flat.leaves[i].spec if is_sharded(flat.leaves[i]) else True
                 n, k = numbers[flat.paths[i]], place[start + offset]
                 if out == spec and _same(inputs[n].meta["val"], outs[k].meta["val"]):
-                    pairs[n] = k
-    return pairs
+                    (passed if given_as.get(outs[k]) == id(tensor_of(flat.leaves[i])) else pairs)[n] = k
+    return pairs, passed
 
 
 def _parts(treedef: Any) -> list[tuple[int, Any]]:
@@ -78,19 +84,26 @@ def write(pairs: dict[int, int], tensors: Sequence[torch.Tensor], outputs: list[
         tensors[i].copy_(outputs[k])
 
 
-def refuse_shared(flat: Flat, donated: Sequence[int]) -> None:
+def refuse_shared(flat: Flat, donated: Sequence[int], passed: Collection[int]) -> None:
     """Refuse a tensor that is donated and is another argument too, which would change while it is read.
 
     Tensors that share memory with others are copied before they are written to.
+
+    Args:
+        flat: The arguments.
+        donated: The numbers of those that are donated.
+        passed: Numbers of the tensors that nothing is written to, such as frozen parameters and their average.
     """
-    firsts: dict[int, str] = {}
-    problems = [
-        Problem(path, f"memory that {first} has too, and one of them is donated", "tensors of their own")
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if isinstance(tensor := tensor_of(leaf), torch.Tensor) and tensor.numel()
-        if (first := firsts.setdefault(id(tensor), path)) is not path
-        and {argument_of(first), argument_of(path)} & set(donated)
-    ]
+    firsts: dict[int, tuple[str, bool]] = {}
+    problems = []
+    rows = ((path, leaf) for path, leaf in zip(flat.paths, flat.leaves, strict=True) if _is_tensor(leaf))
+    for i, (path, leaf) in enumerate(rows):
+        first, stays = firsts.setdefault(id(tensor_of(leaf)), (path, i in passed))
+        if first is path or (stays and i in passed) or not tensor_of(leaf).numel():
+            continue
+        if {argument_of(first), argument_of(path)} & set(donated):
+            found = f"memory that {first} has too, and one of them is donated"
+            problems.append(Problem(path, found, "tensors of their own"))
     problems += [
         Problem(path, "elements that share their memory, as expand has them", "memory for each")
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
@@ -115,6 +128,10 @@ def refuse_closed(flat: Flat, donated: Sequence[int], reached: Collection[int]) 
     ]
     remedy = "read it from the argument inside of the function, such as state.buffers, or close over a clone"
     raise leaf_error("jit: donated leaves would be read again in the next call", problems, remedy)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(tensor_of(leaf), torch.Tensor)
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:

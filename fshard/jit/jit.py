@@ -47,7 +47,8 @@ class _Program(NamedTuple):
         traced: What was traced.
         run: Maps the arguments' tensors to the results'.
         donated: Inputs that are donated.
-        pairs: For donated inputs the results that take their place.
+        pairs: For donated inputs the results that are written in their place.
+        passed: For donated inputs that nothing is written to the results that they are themselves.
         in_place: Whether the graph writes them there itself.
         closed: Tensors that the function closes over, and how often they had been written to.
         facts: What decides its collectives, and the axes that ranks compare it over.
@@ -57,6 +58,7 @@ class _Program(NamedTuple):
     run: Callable[..., Any]
     donated: list[int]
     pairs: dict[int, int]
+    passed: dict[int, int]
     in_place: bool
     closed: list[tuple[torch.Tensor, int]]
     facts: list[tuple[Sequence[Axis], comm.Facts]]
@@ -102,7 +104,8 @@ class Jitted:
                 found = f"{beyond[0]} in a call with {len(args)}; count from 0, and pass such arguments by position"
                 raise ValueError(f"jit: expected {name}_argnums to be numbers of arguments by position, got {found}")
         flat = flat_arguments(args, kwargs, self._static, self._names)
-        tensors = [tensor_of(leaf) for leaf in flat.leaves if is_sharded(leaf) or isinstance(leaf, torch.Tensor)]
+        leaves = [leaf for leaf in flat.leaves if is_sharded(leaf) or isinstance(leaf, torch.Tensor)]
+        tensors = [tensor_of(leaf) for leaf in leaves]
         if _compat.is_tracing() or _compat.transforms_active() or _compat.sees_programs():
             return self._f(*args, **kwargs)
         static = [(f"{i}", args[i]) for i in self._static if i < len(args)]
@@ -116,17 +119,24 @@ class Jitted:
         for axes, facts in program.facts:
             comm.same_call("jit", axes, facts)
         with torch.no_grad():
-            shared = _compat.share_memory([tensors[i] for i in program.donated])
-            copied = {i: tensors[i] for i, others in zip(program.donated, shared, strict=True) if others}
-            for i, tensor in copied.items():
-                # Such as what fs.gather returned for a leaf that ranks hold whole.
-                tensors[i] = _compat.copied_as_it_is(tensor)
+            written = [i for i in program.donated if i not in program.passed]
+            shared = _compat.share_memory([tensors[i] for i in written])
+            # Such as what fs.gather returned for a leaf that ranks hold whole.
+            copies = {
+                i: _compat.copied_as_it_is(tensors[i]) for i, others in zip(written, shared, strict=True) if others
+            }
+            for i, copy in copies.items():
+                tensors[i] = copy
             outputs = list(program.run(*tensors))
             if not program.in_place:
                 write(program.pairs, tensors, outputs)
-            for k, kept in zip(program.pairs.values(), mark_donated([tensors[i] for i in program.pairs]), strict=True):
-                outputs[k] = kept
-            mark_donated([tensor for i, tensor in copied.items() if i in program.pairs])
+            # Only the arguments refer to them now, unless the caller does.
+            del tensors
+            taken = program.pairs | program.passed
+            for k in taken.values():
+                outputs[k] = None
+            for (i, k), kept in zip(taken.items(), mark_donated([leaves[i] for i in taken]), strict=True):
+                outputs[k] = copies.get(i, kept)
         return _assembled(program.traced, outputs)
 
     def _last_program(
@@ -153,8 +163,6 @@ class Jitted:
         with _telling_others(flat):
             refuse_donated("jit", flat)
             check_axes("jit", flat)
-            if self._donated:
-                refuse_shared(flat, self._donated)
             try:
                 asked = signature(flat, tensors, static, self._offsets)
                 program = self._programs.get(asked)
@@ -165,6 +173,9 @@ class Jitted:
             if program.traced.offsets and not self._offsets:
                 self._offsets, asked = True, signature(flat, tensors, static, True)
             self._programs[asked] = program
+        if self._donated:
+            with _telling_others(flat):
+                refuse_shared(flat, self._donated, program.passed)
         self._last = Known(asked, flat, tensors), program
         return program
 
@@ -200,18 +211,19 @@ class Jitted:
 
         uses = Uses()
         with _telling_others(flat):
-            traced, pairs, said, told, sent_over = self._graph(flat, args, kwargs, uses)
+            traced, pairs, passed, said, told, sent_over = self._graph(flat, args, kwargs, uses)
         agreed = self._agreed(uses, told, _axes_of(flat))
         with _telling_others(flat):
             if agreed != uses.used:
-                traced, pairs, said, _, sent_over = self._graph(flat, args, kwargs, Uses(agreed))
+                traced, pairs, passed, said, _, sent_over = self._graph(flat, args, kwargs, Uses(agreed))
             closed = [(tensor, _compat.version(tensor)) for tensor in traced.closed]
             run = ready(traced.graph, self._backend, "jit")
         self.traces.append(why)
         # A rank whose trace fails knows the axes of its arguments alone.
         axes = _axes_of(flat) or sent_over
         donated = [i for i, path in enumerate(traced.paths) if argument_of(path) in self._donated]
-        return _Program(traced, run, donated, pairs, writes_in_place(self._backend), closed, said.facts(axes))
+        in_place = writes_in_place(self._backend)
+        return _Program(traced, run, donated, pairs, passed, in_place, closed, said.facts(axes))
 
     def _agreed(self, uses: Uses, told: comm.Facts, axes: Sequence[Axis]) -> Used:
         """Which leaves the traces of all ranks use.
@@ -232,7 +244,7 @@ class Jitted:
 
     def _graph(
         self, flat: Flat, args: Sequence[Any], kwargs: dict[str, Any], uses: Uses | None = None
-    ) -> tuple[Traced, dict[int, int], Told, comm.Facts, tuple[Axis, ...]]:
+    ) -> tuple[Traced, dict[int, int], dict[int, int], Told, comm.Facts, tuple[Axis, ...]]:
         def rebuild(tree: Any) -> Any:
             positional, keywords = tree
             keywords = {name: kwargs[name] if name in self._names else given for name, given in keywords.items()}
@@ -248,11 +260,11 @@ class Jitted:
         refuse_writes(traced.graph.graph, traced.paths, donated, "jit")
         refuse_ambient_random(traced.graph.graph, "jit")
         refuse_hidden_results(traced.graph.graph, "jit")
-        pairs = pairs_of(traced, flat, self._donated, donated)
+        pairs, passed = pairs_of(traced, flat, self._donated)
         if writes_in_place(self._backend):
             update_early(traced.graph.graph)
             donate(traced.graph, pairs)
-        return traced, pairs, said, told, axes
+        return traced, pairs, passed, said, told, axes
 
 
 def jit(

@@ -1,6 +1,7 @@
 """Checks that every verb makes of its trees before it communicates."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
@@ -10,7 +11,21 @@ import torch
 
 from fshard import _compat
 from fshard.errors import Problem, expect, leaf_error, refuse
-from fshard.tree import Axis, Flat, Mask, Tree, Treedef, TreeMask, flatten, is_sharded, is_trained, matches, tensor_of
+from fshard.tree import (
+    Axis,
+    Flat,
+    Mask,
+    Sharded,
+    Spec,
+    Tree,
+    Treedef,
+    TreeMask,
+    flatten,
+    is_sharded,
+    is_trained,
+    matches,
+    tensor_of,
+)
 
 # Where a tensor says that it was donated.
 DONATED = "donated"
@@ -174,19 +189,38 @@ def check_matches(what: str, masks: Iterable[Mask], names: Sequence[str], leaves
             raise ValueError(f"{what}: the mask {mask!r} matches no leaf of {shown}; name some of these")
 
 
-def mark_donated(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Move the memory of tensors to new ones, and mark the old ones as donated."""
+def mark_donated(leaves: Sequence[Any]) -> list[torch.Tensor]:
+    """Hand over the tensors of donated leaves, which are left with an empty tensor that says so.
+
+    A tensor that the caller holds besides is emptied itself, and its memory is handed over in a new one. Leaves that
+    share a tensor hand over one for all.
+    """
+    alone = _hold_alone(leaves)
+    kept = [tensor_of(leaf) for leaf in leaves]
     empty: dict[Any, torch.Tensor] = {}
-    kept = []
-    for tensor in tensors:
-        kept.append(tensor.data)
+    moved: dict[int, torch.Tensor] = {}
+    for i, tensor in enumerate(kept):
         kind = tensor.dtype, tensor.device
         if kind not in empty:
             empty[kind] = tensor.new_empty(0)
-        # By no operator: there may be thousands.
-        tensor.data = empty[kind]
-        tensor.__dict__[DONATED] = True
+            empty[kind].__dict__[DONATED] = True
+        if alone[i]:
+            object.__setattr__(leaves[i], "local", empty[kind])
+        elif id(tensor) in moved:
+            kept[i] = moved[id(tensor)]
+        else:
+            kept[i] = moved[id(tensor)] = tensor.data
+            # By no operator: there may be thousands.
+            tensor.data = empty[kind]
+            tensor.__dict__[DONATED] = True
     return kept
+
+
+def _hold_alone(leaves: Sequence[Any]) -> list[bool]:
+    """For each leaf whether it is Sharded and nothing else refers to its tensor."""
+    probe = Sharded(torch.empty(0), Spec(()))
+    counts = [sys.getrefcount(leaf.local) if isinstance(leaf, Sharded) else 0 for leaf in (*leaves, probe)]
+    return [found == counts[-1] for found in counts[:-1]]
 
 
 def is_donated(leaf: Any) -> bool:

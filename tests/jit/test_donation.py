@@ -8,7 +8,6 @@ from torch import nn
 
 import fshard as fs
 from fshard.errors import SHOWN
-from fshard.testing import RankError
 from fshard.tree import flatten, is_sharded
 from tests.jit.steps import STEPS, assert_alike, copied, refused, tensors, train_step
 from tests.jit.test_functions import blocks, chain
@@ -281,14 +280,64 @@ def test_parts_of_one_tensor_that_do_not_overlap_may_be_given_up():
     assert_alike(found, {"a": X + 1, "b": X + 4})
 
 
-LENDS = pytest.mark.xfail(raises=RankError, strict=True, reason="its average begins as the frozen parameter itself")
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=LENDS if name == "ema" else ()) for name in TABLE])
+@pytest.mark.parametrize("name", TABLE)
 @on_ranks(1)
-def test_no_optimizer_begins_with_shared_memory(name):
-    where = [tensor.data_ptr() for tensor in tensors(updating(name)().state) if tensor.numel()]
+def test_no_optimizer_begins_with_shared_memory_that_it_writes_to(name):
+    """The average of a frozen parameter is the parameter."""
+    state = updating(name)().state
+    frozen = {tensor.data_ptr() for tensor in tensors([leaf for leaf in flatten(state).leaves if is_frozen(leaf)])}
+    where = [tensor.data_ptr() for tensor in tensors(state) if tensor.numel() and tensor.data_ptr() not in frozen]
     assert len(set(where)) == len(where)
+
+
+def is_frozen(leaf):
+    return is_sharded(leaf) and leaf.spec.frozen
+
+
+@pytest.mark.parametrize("backend", ("graph", lambda graph, inputs: graph), ids=("graph", "a function"))
+@on_ranks(1, 2)
+def test_frozen_parameters_and_their_average_stay_one_tensor(backend):
+    """They are not copied, jitted or eager; and both leaves of the old state say that they were donated."""
+    full = {"frozen": normal()(5, 3), "trained": normal(1)(5, 3)}
+    params = fs.shard(full, fs.zero3(one_axis(), min_shard_elements=0), frozen=lambda path: "frozen" in path)
+    tx = fs.ema(fs.adamw(0.1), 0.9)
+
+    def step(state):
+        def loss(params):
+            full = fs.gather(params)
+            return (full["trained"] * full["frozen"]).square().sum()
+
+        _, grads = fs.value_and_grad(loss)(state.params)
+        return fs.update(tx, state, grads, donate=True)
+
+    def frozen_of(state):
+        return [state.params["frozen"], state.opt_state.average["frozen"]]
+
+    begin = fs.TrainState.create(params, tx)
+    eager, state = copied(begin), copied(begin)
+    for tree in (eager, state):
+        tree.opt_state.average["frozen"] = tree.params["frozen"]
+    jitted = fs.jit(step, donate_argnums=0, backend=backend)
+    where = [places(frozen_of(tree)) for tree in (eager, state)]
+    for _ in range(STEPS):
+        before, eager, state = state, step(eager), jitted(state)
+        assert_alike(state, eager)
+        assert [places(frozen_of(tree)) for tree in (eager, state)] == where
+        assert [leaf.local.shape for leaf in frozen_of(before)] == [(0,), (0,)]
+        with pytest.raises(ValueError, match="arguments were donated"):
+            jitted(before)
+    assert_alike(fs.unshard(state.params)["frozen"], full["frozen"])
+
+
+def test_a_tensor_that_the_caller_holds_is_emptied_and_others_go_on():
+    """Only the leaf is emptied of a tensor that nobody else refers to: thousands of tensors are made anew otherwise."""
+    mesh = fs.init_mesh({"shard": 1}, device="cpu")
+    old = fs.shard({"a": X, "b": X}, fs.zero3(mesh))
+    held, number = old["b"].local, id(old["a"].local)
+    new = fs.jit(lambda tree: fs.tree_map(lambda leaf: leaf + 1, tree), donate_argnums=0)(old)
+    assert_alike(fs.unshard(new), {"a": X + 1, "b": X + 1})
+    assert id(new["a"].local) == number
+    assert [tensor.shape for tensor in (held, old["a"].local, old["b"].local)] == [(0,)] * 3
 
 
 @on_ranks(2)
