@@ -135,11 +135,12 @@ def to_codes(rows: torch.Tensor, block: int, batch: int = 0) -> torch.Tensor:
     # Lower precisions cannot hold the scales of small numbers.
     values = rows.detach().reshape(len(rows), -1).to(_wide(rows.dtype))
     size = values.shape[1]
-    blocks = pad(values, (0, -size % block)).reshape(len(rows), -(-size // block), block)
+    blocks = _padded(values, -size % block).reshape(len(rows), -(-size // block), block)
     scales = (blocks.abs().amax(-1) / LARGEST).to(torch.float32)
-    usable = (scales.isfinite() & (scales > 0)).unsqueeze(-1)
-    steps = torch.where(usable, blocks / scales.unsqueeze(-1), 0)
-    codes = steps.round().clamp(-LARGEST, LARGEST).to(torch.int8).reshape(len(rows), -1)[:, :size]
+    # Nothing to divide by gives zeros, and so does what is not finite.
+    steps = blocks / torch.where(scales > 0, scales, torch.inf).unsqueeze(-1)
+    steps = steps.nan_to_num_(0.0).round_().clamp_(-LARGEST, LARGEST)
+    codes = steps.to(torch.int8).reshape(len(rows), -1)[:, :size]
     bytes_of = torch.cat([scales.view(torch.uint8).reshape(len(rows), -1), codes.view(torch.uint8)], dim=1)
     return bytes_of.reshape(count, -1)
 
@@ -155,7 +156,7 @@ def from_codes(
         return torch.empty((len(rows), *shape), dtype=dtype, device=rows.device)
     parts = rows.reshape(-1, 4 * blocks + size)
     scales = parts[:, : 4 * blocks].contiguous().view(torch.float32).to(wide)
-    codes = pad(parts[:, 4 * blocks :].view(torch.int8).to(wide), (0, -size % block))
+    codes = _padded(parts[:, 4 * blocks :].view(torch.int8), -size % block)
     # A scale may have been rounded up, and the largest of all numbers must not become infinite by that.
     largest = torch.finfo(wide).max / LARGEST * (1 - torch.finfo(wide).eps)
     scales = torch.where(scales.isfinite(), scales, torch.nan).clamp(max=largest)
@@ -164,6 +165,11 @@ def from_codes(
     if not batch:
         return values.reshape(len(rows), *shape)
     return values.reshape(len(rows), -1, *inner).movedim(1, -1).reshape(len(rows), *shape)
+
+
+def _padded(rows: torch.Tensor, zeros: int) -> torch.Tensor:
+    """Append zeros to each row; torch's pad copies where there is nothing to append."""
+    return pad(rows, (0, zeros)) if zeros else rows
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
