@@ -2,7 +2,7 @@
 
 import ctypes
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from fshard.transforms import LayoutError, ShardTransform
 from fshard.transforms.compose import at, layout_axes, masks
 from fshard.tree import Axis, Flat, P, Sharded, Spec, Tree, flatten, is_sharded, names_of, unflatten
 from fshard.tree.checks import (
-    check_function,
     check_leaves,
     check_local,
     check_matches,
@@ -24,20 +23,22 @@ from fshard.tree.checks import (
     outline,
     refuse_donated,
 )
+from fshard.tree.masks import MASK, Mask, TreeMask, as_mask, is_mask, matches, reads_leaves
 
 SAME_TREE = (
     "build the same tree on every rank, from one seed; simulated ranks share a generator, so build it before they start"
 )
 
 
-def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str], bool] | None = None) -> Tree:
+def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | None = None) -> Tree:
     """Keep this rank's piece of every tensor, after checking that all ranks hold the same tree and values.
 
     Args:
         full_tree: Pytree of full tensors, the same on every rank; None leaves stay None.
             Fake tensors, of torch's FakeTensorMode, give leaves without values, to plan with.
         transform: A strategy or any other ShardTransform.
-        frozen: Says by a leaf's path whether it takes no gradient. Parameters that do not require one are frozen too.
+        frozen: Which leaves take no gradient, as `masked` takes a mask; but a function of one argument gets a leaf's
+            path, such as "['w']". Parameters that do not require a gradient are frozen too.
 
     Returns:
         The tree with Sharded leaves that own their storage.
@@ -54,17 +55,18 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Callable[[str],
     flat = flatten(full_tree)
     names = names_of(flat.treedef)
     check_matches("shard", masks(transform), names, flat.leaves)
+    chosen = [False] * len(names) if frozen is None else _chosen("shard", frozen, flat, names)
     problems: list[Problem] = []
     out: list[Any] = []
     entries: dict[str, str] = {}
-    for path, name, leaf in zip(flat.paths, names, flat.leaves, strict=True):
+    for path, name, leaf, still in zip(flat.paths, names, flat.leaves, chosen, strict=True):
         misfit = unfit(leaf)
         if leaf is None or misfit:
             problems += [Problem(path, *misfit)] if misfit else []
             out.append(None)
             entries[path] = misfit[0] if misfit else "None"
             continue
-        spec = Spec(tuple(leaf.shape), frozen=is_frozen(path, leaf, frozen))
+        spec = Spec(tuple(leaf.shape), frozen=still or is_frozen(leaf))
         spec = laid_out(path, spec, at(transform, name, leaf), problems)
         out.append((leaf.detach(), spec))
         entries[path] = fingerprint(leaf, spec)
@@ -156,7 +158,7 @@ def check_one_value(what: str, flat: Flat, remedy: str) -> None:
     check_leaves(f"{what}: ranks hold different values", flat, misfit, remedy)
 
 
-def reshard(tree: Tree, transform: ShardTransform, *, frozen: Callable[[str], bool] | None = None) -> Tree:
+def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | None = None) -> Tree:
     """Move Sharded leaves to another layout, strategy or mesh of the same ranks, bitwise; one leaf is full at a time.
 
     Works on parameters, optimizer state, or a whole TrainState.
@@ -164,15 +166,16 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Callable[[str], bo
     Args:
         tree: Pytree with Sharded leaves; other leaves stay as they are.
         transform: The strategy that the result is sharded with.
-        frozen: Says by a leaf's path whether it takes no gradient from now on, such as in a fine-tuning by stages; the
-            optimizer's state is then made anew for these parameters, by `TrainState.create`. None keeps what is frozen.
+        frozen: Which leaves take no gradient from now on, as for `shard`, such as in a fine-tuning by stages. In a
+            TrainState a leaf keeps its optimizer state while it is frozen, and one that had none starts it anew with
+            its first gradient, as under torch.optim. None keeps what is frozen.
 
     Returns:
         The tree with the same values in the new layout, in storage of its own.
 
     Raises:
         ValueError: if a leaf's shape does not match its spec or does not fit the transform, a leaf has no transform,
-            as the state of one has not, or `frozen` comes with a TrainState.
+            as the state of one has not, or `frozen` matches names where it is asked for paths.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -184,24 +187,32 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Callable[[str], bo
     [([[0, 1]], [[0], [2]]), ([[2, 3]], [[1], [3]])]
     """
     check_transform(transform, "reshard")
-    if frozen is not None:
-        check_function("reshard", frozen, "frozen")
-        parameters = not hasattr(tree, "opt_state")
-        expect(parameters, "reshard", "frozen with parameters", f"it with a {type(tree).__name__}", "pass state.params")
     flat = flatten(tree)
     check_local("reshard", flat)
     check_one_value("reshard", flat, REMEDY)
     names = _names_of_parameters(tree, flat)
     check_matches("reshard", masks(transform), names, flat.leaves)
+    fixed = None
+    if frozen is not None:
+        params = flatten(getattr(tree, "params", tree))
+        known = names_of(params.treedef)
+        fixed = dict(zip(known, _chosen("reshard", frozen, params, known), strict=True))
     problems: list[Problem] = []
     out: list[Any] = []
+    specs: dict[str, Spec] = {}
     for path, name, leaf in zip(flat.paths, names, flat.leaves, strict=True):
         spec = None
         if is_sharded(leaf):
             if leaf.spec.transform is None:
                 problems.append(Problem(path, "state of a transform, this rank's own", "leaves that have a transform"))
-            fixed = leaf.spec.frozen if frozen is None else bool(frozen(path))
-            spec = laid_out(path, Spec(leaf.spec.shape, frozen=fixed), at(transform, name, leaf), problems)
+            still = leaf.spec.frozen if fixed is None else fixed.get(name, leaf.spec.frozen)
+            dims = _reduced(leaf.spec, specs.get(name))
+            if dims:
+                spec = specs[name].reduced(dims)
+            else:
+                spec = laid_out(path, Spec(leaf.spec.shape, frozen=still), at(transform, name, leaf), problems)
+            # A TrainState has its parameters first, and then what the optimizer keeps for each.
+            specs.setdefault(name, spec)
         out.append((leaf, spec))
     if any(is_sharded(leaf) and leaf.spec.transform is None for leaf in flat.leaves):
         remedy = "reshard without it, and make it anew by fs.transform_state"
@@ -290,6 +301,14 @@ def _names_of_parameters(tree: Tree, flat: Flat) -> tuple[str, ...]:
     return tuple(next((own for own in known if f".{name}".endswith(f".{own}")), name) for name in names)
 
 
+def _reduced(spec: Spec, own: Spec | None) -> list[int]:
+    """The dims that the optimizer has taken a mean of a parameter over: none of state that has its shape."""
+    if own is None or len(spec.shape) != len(own.shape):
+        return []
+    pairs = list(zip(spec.shape, own.shape, strict=True))
+    return [dim for dim, (n, k) in enumerate(pairs) if n != k] if all(n in (1, k) for n, k in pairs) else []
+
+
 def _move(leaf: Sharded, spec: Spec) -> torch.Tensor:
     if (leaf.spec.partition, leaf.spec.partition_axes()) == (spec.partition, spec.partition_axes()):
         return leaf.local.clone()
@@ -306,10 +325,26 @@ def laid_out(path: str, spec: Spec, transform: ShardTransform, problems: list[Pr
         return spec
 
 
-def is_frozen(path: str, leaf: torch.Tensor, frozen: Callable[[str], bool] | None = None) -> bool:
-    """Whether a leaf takes no gradient."""
-    fixed = isinstance(leaf, torch.nn.Parameter) and not leaf.requires_grad
-    return fixed or (frozen is not None and frozen(path))
+def is_frozen(leaf: torch.Tensor) -> bool:
+    """Whether a leaf is a parameter that takes no gradient."""
+    return isinstance(leaf, torch.nn.Parameter) and not leaf.requires_grad
+
+
+def _chosen(what: str, frozen: Mask | Tree, flat: Flat, names: Sequence[str]) -> list[bool]:
+    """Tell which leaves are to be frozen."""
+    mask = as_mask(frozen)
+    expect(is_mask(mask), what, f"frozen to be {MASK}", describe(frozen))
+    is_function = callable(mask) and not isinstance(mask, TreeMask)
+    if not is_function:
+        check_matches(what, [mask], names, flat.leaves)
+    if not is_function or reads_leaves(mask):
+        return [matches(mask, name, leaf) for name, leaf in zip(names, flat.leaves, strict=True)]
+    chosen = [bool(mask(path)) for path in flat.paths]
+    if not any(chosen) and any(map(mask, names)):
+        path, name = next(pair for pair in zip(flat.paths, names, strict=True) if mask(pair[1]))
+        remedy = f'test for paths such as "{path}", or pass a glob pattern or a function of (name, leaf)'
+        expect(False, what, "frozen to match some paths", f"a function that matches names such as {name!r}", remedy)
+    return chosen
 
 
 def unfit(leaf: Any) -> tuple[str, str] | None:

@@ -177,7 +177,7 @@ CALLS = {
     "scale_by_trust_ratio": lambda w: dict(trust_coefficient=1.0, eps=0.0),
     "scatter_grads": lambda w: dict(grads=w.full, like=w.params, reduce="mean"),
     "sgd": lambda w: dict(lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0),
-    "shard": lambda w: dict(full_tree=w.full, transform=fs.zero2(w.mesh)),
+    "shard": lambda w: dict(full_tree=w.full, transform=fs.zero2(w.mesh), frozen=lambda path: False),
     "skip_nonfinite": lambda w: dict(tx=w.tx),
     "independent": lambda w: dict(mesh=w.mesh),
     "own_dim": lambda w: dict(mesh=w.mesh, dim=0),
@@ -380,7 +380,6 @@ ACCEPTED = (
         "testing.assert_budget.bytes_sent",
     ),
     ("a budget, or none", ("None", *NUMBERS, "an empty dict"), "testing.assert_budget.collectives"),
-    ("a function, or none", ("None",), "reshard.frozen"),
     (
         "a number, or a schedule: any function",
         (*NUMBERS, "a class", "a module"),
@@ -414,6 +413,7 @@ ACCEPTED = (
     ("functions", ("a class",), "testing.spmd.f"),
     ("functions; None makes a decorator", ("None", "a class", "a module"), "jit.f"),
     ("masks: patterns, and functions of a name", MASKS, "freeze.mask masked.mask zero3.regather"),
+    ("a mask, or none", ("None",), "reshard.frozen shard.frozen"),
     (
         "the default",
         ("None",),

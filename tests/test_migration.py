@@ -724,22 +724,22 @@ class Frozen:
         return train(program(module=half_frozen()))
 
 
-@row("parameter.requires_grad_(True), in a later stage", "fs.reshard(state.params, strategy, frozen=...)")
+@row("parameter.requires_grad_(True), in a later stage", "fs.reshard(state, strategy, frozen=...)")
 class Thawed:
     def fsdp2():
         model = sharded(half_frozen())
-        train_fsdp2(model)
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        train_fsdp2(model, optimizer)
         for parameter in model.parameters():
             parameter.requires_grad_(True)
-        return train_fsdp2(model)
+        return train_fsdp2(model, optimizer)
 
     def fshard():
         made = program(module=half_frozen())
         state = made.state
         for batch in batches():
             state, _ = made.step(state, batch)
-        params = fs.reshard(state.params, zero3(), frozen=lambda path: False)
-        return train(made._replace(state=fs.TrainState.create(params, adamw())))
+        return train(made._replace(state=fs.reshard(state, zero3(), frozen=lambda path: False)))
 
 
 @row("fully_shard(model, ignored_params=...)", "fs.masked(fs.zero3(mesh), names, otherwise=fs.ddp(mesh))")

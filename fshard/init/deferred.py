@@ -72,7 +72,7 @@ class _Shards:
         for path, name, leaf in zip(self._flat.paths, self._names, self._flat.leaves, strict=True):
             blank = leaf.is_meta and leaf.layout == torch.strided and torch.get_default_device().type != "meta"
             misfit = None if blank else unfit(leaf)
-            spec = Spec(tuple(leaf.shape), frozen=is_frozen(path, leaf))
+            spec = Spec(tuple(leaf.shape), frozen=is_frozen(leaf))
             if misfit:
                 self.problems.append(Problem(path, *misfit))
             self._specs[name] = spec if misfit else laid_out(path, spec, at(transform, name, leaf), self.problems)

@@ -10,7 +10,7 @@ import torch
 
 from fshard import _compat
 from fshard.errors import expect
-from fshard.optim.leaves import check_state, missing, none_missed, partition_axes
+from fshard.optim.leaves import begun, check_state, missing, none_missed, partition_axes
 from fshard.tree import Added, Flat, Tree, flatten, is_trained, leaves_of, like, tensor_of, unflatten
 from fshard.tree.checks import check_floating, check_leaves, check_sums, describe
 from fshard.update import Optimizer
@@ -104,6 +104,8 @@ def from_torch(
 
     def update(grads: Tree, state: TorchState, params: Tree, donate: bool = False) -> tuple[Tree, TorchState]:
         check_state("from_torch", state, TorchState)
+        if habits.withheld:
+            state = begun(state, grads, lambda: {"missed": none_missed(params)})
         flat, gradients = flatten(params), [tensor_of(leaf) for leaf in leaves_of(grads)]
         before = {name: leaves_of(slot) for name, slot in state.slots.items()}
         tensors_of = {name: [tensor_of(leaf) for leaf in slot] for name, slot in before.items()}

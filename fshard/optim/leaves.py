@@ -132,6 +132,31 @@ def missing(missed: Tree, grads: Tree) -> Tree:
     return map_leaves(count, missed, grads)
 
 
+def begun(state: Any, grads: Tree, make: Callable[[], dict[str, Tree]]) -> Any:
+    """Begin the state of leaves that have their first gradient after they were frozen, as torch.optim does.
+
+    Args:
+        state: A NamedTuple, whose first field counts updates, and `missed` those that each leaf had no gradient in.
+        grads: The gradients.
+        make: Returns new trees for fields of the state that are None where a leaf was frozen.
+
+    Returns:
+        The state with these leaves.
+    """
+    first = next(name for name in ("missed", "momentum") if name in state._fields)
+    pairs = zip(leaves_of(getattr(state, first)), leaves_of(grads), strict=True)
+    if all(kept is not None or grad is None for kept, grad in pairs):
+        return state
+
+    def filled(old: Tree, new: Tree) -> Tree:
+        return map_leaves(lambda kept, made: made if kept is None else kept, old, new)
+
+    trees = make()
+    if "missed" in state._fields:
+        trees["missed"] = for_trained(lambda _: state[0].clone(), next(iter(trees.values())))
+    return state._replace(**{name: filled(getattr(state, name), tree) for name, tree in trees.items()})
+
+
 def check_real(what: str, flat: Flat) -> None:
     """Refuse leaves that take a gradient and are no real floating tensors."""
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard.optim.leaves import (
+    begun,
     check_real,
     check_state,
     leafwise,
@@ -110,6 +111,7 @@ def sgd(
 
         if not has_momentum:
             return grads, SgdState(state.updates + 1, None)
+        state = begun(state, grads, lambda: {"momentum": zeros(params)})
         old, numbers = (grads, state.momentum), (momentum, dampening)
         grads, kept = leafwise(heavy, grads, old, [state.missed], numbers)
         return grads, SgdState(state.updates + 1, kept, missing(state.missed, grads))
@@ -274,6 +276,7 @@ def lars(
             new = rate * grad + momentum * old
             return new, new
 
+        state = begun(state, grads, lambda: {"momentum": zeros(params)})
         numbers = (value_of(lr, state.updates), momentum)
         grads, kept = leafwise(heavy, grads, (grads, state.momentum), numbers=numbers)
         return grads, LarsState(state.updates + 1, kept)
@@ -346,7 +349,7 @@ def adafactor(
         def move(step: Any, param: Any, kept: Any) -> tuple[torch.Tensor, ...]:
             return (param * kept.to(param.dtype) - step,)
 
-        steps = map_leaves(relative, steps, params, *norms_of_both(steps, params, sums), state.missed)
+        steps = map_leaves(relative, steps, params, *norms_of_both(steps, params, sums), after.missed)
         (params,) = leafwise(move, steps, [params], numbers=(1 - rate * weight_decay,))
         return params, after
 

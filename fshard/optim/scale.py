@@ -1,7 +1,6 @@
 """Gradient transformations: clipping, decay of weights, and the scaling of Adam, LAMB and Adafactor."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from fshard import comm
 from fshard.collectives import total
 from fshard.optim.element_sums import Request, element_sums
 from fshard.optim.leaves import (
+    begun,
     check_real,
     check_state,
     for_trained,
@@ -29,7 +29,6 @@ from fshard.shard import local_ranges
 from fshard.tree import (
     Added,
     Mask,
-    P,
     Sharded,
     Spec,
     Tree,
@@ -204,6 +203,7 @@ def scale_by_adam(betas: tuple[Number, Number] = (0.9, 0.999), eps: Number = 1e-
 
     def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         check_state("scale_by_adam", state, AdamState)
+        state = begun(state, grads, lambda: {"mean": zeros(params), "square": zeros(params)})
 
         def direction(
             grad: Any, _: Any, mean: Any, square: Any, missed: Any, beta1: Any, beta2: Any, eps: Any
@@ -350,12 +350,13 @@ def scale_by_factored_rms(
 
     def init(params: Tree) -> AdafactorState:
         check_real("scale_by_factored_rms", flatten(params))
-        row = for_trained(lambda leaf: _zeros(leaf, -1 if _is_matrix(leaf) else None), params)
-        column = for_trained(lambda leaf: _zeros(leaf, -2) if _is_matrix(leaf) else None, params)
-        return AdafactorState(torch.zeros((), dtype=torch.int64), row, column, none_missed(params))
+        return AdafactorState(
+            torch.zeros((), dtype=torch.int64), **_rows_and_columns(params), missed=none_missed(params)
+        )
 
     def update(grads: Tree, state: AdafactorState, params: Tree) -> tuple[Tree, AdafactorState]:
         check_state("scale_by_factored_rms", state, AdafactorState)
+        state = begun(state, grads, lambda: _rows_and_columns(params))
         flat, leaves = flatten(grads), leaves_of(params)
         steps, chosen = list(flat.leaves), [i for i, grad in enumerate(flat.leaves) if grad is not None]
         matrices = [i for i in chosen if _is_matrix(steps[i])]
@@ -390,6 +391,11 @@ def check_factored(what: str, beta2_decay: float, **eps: float | None) -> None:
     check_numbers(what, NOT_NEGATIVE, **eps)
 
 
+def _rows_and_columns(params: Tree) -> dict[str, Tree]:
+    row = for_trained(lambda leaf: _zeros(leaf, -1 if _is_matrix(leaf) else None), params)
+    return {"row": row, "column": for_trained(lambda leaf: _zeros(leaf, -2) if _is_matrix(leaf) else None, params)}
+
+
 def _is_matrix(leaf: Any) -> bool:
     return bool(tensor_of(leaf).dim() > 1)
 
@@ -405,17 +411,7 @@ def _zeros(leaf: Any, dim: int | None) -> Any:
     if dim is None:
         return like(leaf, torch.zeros_like(tensor, requires_grad=False))
     zeros = tensor.new_zeros([1 if k == tensor.dim() + dim else size for k, size in enumerate(tensor.shape)])
-    return Sharded(zeros, _mean_spec(leaf.spec, dim)) if is_sharded(leaf) else zeros
-
-
-def _mean_spec(spec: Spec, dim: int) -> Spec:
-    """Make the spec of a leaf's mean over a dim, which no axis splits any more."""
-    number = len(spec.shape) + dim
-    entries = [None if k == number else entry for k, entry in enumerate(spec.partition)]
-    while entries and entries[-1] is None:
-        entries.pop()
-    shape = tuple(1 if k == number else size for k, size in enumerate(spec.shape))
-    return replace(spec, shape=shape, partition=P(*entries))
+    return Sharded(zeros, leaf.spec.reduced([tensor.dim() + dim])) if is_sharded(leaf) else zeros
 
 
 def _means(requests: Sequence[tuple[Any, torch.Tensor, int]], order: str | None) -> list[torch.Tensor]:

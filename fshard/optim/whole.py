@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import comm
+from fshard.errors import Problem, refuse
 from fshard.optim.leaves import check_optimizer, check_state
 from fshard.shard import local_piece, unshard
 from fshard.tree import (
@@ -30,8 +31,8 @@ class WholeState(NamedTuple):
     """State of an optimizer made by `whole`.
 
     Attributes:
-        leaves: For each leaf that takes a gradient the state of the optimizer inside for it alone, every tensor of it
-            sharded, but for single numbers.
+        leaves: For each leaf the state of the optimizer inside for it alone, every tensor of it sharded, but for single
+            numbers; None for a leaf that takes no gradient.
     """
 
     leaves: tuple[Tree, ...]
@@ -70,36 +71,43 @@ def whole(tx: Optimizer) -> Optimizer:
     check_optimizer("whole", tx, "fs.from_torch(torch.optim.Muon)")
 
     def init(params: Tree) -> WholeState:
-        flat = flatten(params)
-        states = []
-        for leaf in filter(is_trained, flat.leaves):
-            # One leaf at a time is whole, on every rank, because a state may start from its values.
-            (full,) = leaves_of(unshard([leaf]))
-            states.append(map_leaves(lambda value, leaf=leaf: _cut(value, leaf), tx.init({"leaf": full})))
-        return WholeState(tuple(states))
+        return WholeState(tuple(map(begin, leaves_of(params))))
+
+    def begin(leaf: Any) -> Tree:
+        if not is_trained(leaf):
+            return None
+        # One leaf at a time is whole, on every rank, because a state may start from its values.
+        (full,) = leaves_of(unshard([leaf]))
+        return map_leaves(lambda value: _cut(value, leaf), tx.init({"leaf": full}))
 
     def update(grads: Tree, state: WholeState, params: Tree) -> tuple[Tree, WholeState]:
         check_state("whole", state, WholeState)
         flat = flatten(params)
         leaves, states = list(flat.leaves), list(state.leaves)
-        travelling: dict[tuple[Axis, ...], list[tuple[int, int, Any]]] = {}
-        trained = [(i, grad) for i, grad in enumerate(leaves_of(grads)) if is_trained(leaves[i])]
-        for n, (i, grad) in enumerate(trained):
+        each = zip(flat.paths, leaves, states, strict=True)
+        late = [path for path, leaf, kept in each if is_trained(leaf) and kept is None]
+        # An optimizer may keep nothing for any leaf.
+        problems = [Problem(path, "none", "a state") for path in late if any(kept is not None for kept in states)]
+        refuse("whole: leaves were frozen until now", problems, "make the state anew by fs.TrainState.create")
+        travelling: dict[tuple[Axis, ...], list[tuple[int, Any]]] = {}
+        for i, grad in enumerate(leaves_of(grads)):
             leaf = leaves[i]
+            if states[i] is None and not is_trained(leaf):
+                continue
             if grad is None:
                 # The update counts, and a leaf may have an average; neither looks across elements.
-                new, states[n] = tx.update({"leaf": None}, states[n], {"leaf": leaf})
+                new, states[i] = tx.update({"leaf": None}, states[i], {"leaf": leaf})
                 leaves[i] = new["leaf"]
             elif axes := _route(leaf):
-                travelling.setdefault(axes, []).append((n, i, grad))
+                travelling.setdefault(axes, []).append((i, grad))
             else:
-                new, states[n] = tx.update({"leaf": _full(grad)}, states[n], {"leaf": _full(leaf)})
+                new, states[i] = tx.update({"leaf": _full(grad)}, states[i], {"leaf": _full(leaf)})
                 leaves[i] = like(leaf, new["leaf"].reshape(tensor_of(leaf).shape))
         for axes, rows in travelling.items():
             comm.same_call("update", axes)
-            done = _step_at_owners(tx, axes, [(grad, leaves[i], states[n]) for n, i, grad in rows])
-            for (n, i, _), (leaf, kept) in zip(rows, done, strict=True):
-                leaves[i], states[n] = leaf, kept
+            done = _step_at_owners(tx, axes, [(grad, leaves[i], states[i]) for i, grad in rows])
+            for (i, _), (leaf, kept) in zip(rows, done, strict=True):
+                leaves[i], states[i] = leaf, kept
         return unflatten(flat.treedef, leaves), WholeState(tuple(states))
 
     return Optimizer(init, update)

@@ -12,6 +12,7 @@ from fshard import _compat, comm
 from fshard.collectives import linear_call
 from fshard.errors import expect
 from fshard.optim.leaves import (
+    begun,
     check_optimizer,
     check_state,
     elements_of,
@@ -241,6 +242,7 @@ def every_k(tx: Optimizer, k: int, *, sums: str | None = None) -> Optimizer:
 
     def run(grads: Tree, state: EveryState, params: Tree, donate: bool = False) -> tuple[Tree, EveryState]:
         check_state("every_k", state, EveryState)
+        state = begun(state, grads, lambda: {"mean": zeros(params)})
         add = torch.Tensor.add_ if donate else torch.Tensor.add
 
         def collected(grad: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -234,6 +234,21 @@ class Spec:
         partition = P(*(names if len(names) > 1 else names[0] if names else None for names in entries))
         pieces = (*self.owned, axis) if owned else self.owned
         return replace(self, partition=partition, owned=pieces).on(axis)
+
+    def reduced(self, dims: Iterable[int]) -> "Spec":
+        """Describe a mean of the leaf over some dims, which keep a size of 1 that no axis splits.
+
+        >>> import fshard as fs
+        >>> rows = fs.Spec((16, 8)).split(fs.Axis("shard", 2, "0"), dim=0)
+        >>> rows.reduced([1]).partition, rows.reduced([0]).partition, rows.reduced([0]).shape
+        (P('shard'), P(), (1, 8))
+        """
+        chosen = tuple(dims)
+        entries = [None if dim in chosen else entry for dim, entry in enumerate(self.partition)]
+        while entries and entries[-1] is None:
+            entries.pop()
+        shape = tuple(1 if dim in chosen else size for dim, size in enumerate(self.shape))
+        return replace(self, shape=shape, partition=P(*entries))
 
     def on(self, axis: Axis, *, independent: bool = False) -> "Spec":
         """Place the leaf on `axis` too, without splitting it, perhaps with values of each rank's own.

@@ -1,5 +1,6 @@
 """Leaves whose gradient is None: they and all that is kept for them stay, as torch.optim leaves them."""
 
+import itertools
 from typing import NamedTuple
 
 import pytest
@@ -163,6 +164,57 @@ def test_a_leaf_is_as_if_the_updates_without_it_had_not_been(name):
                     assert_same_bits(state.params[leaf].local, one.params[leaf].local)
 
     spmd(program, 2)
+
+
+WRAPPED = {
+    "ema": lambda: fs.ema(fs.adam(0.1), 0.9),
+    "every_k of 4": lambda: fs.every_k(fs.adam(0.1), 4),
+    "from_torch Adagrad": lambda: fs.from_torch(optim.Adagrad, lr=0.1, initial_accumulator_value=0.5),
+}
+
+
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("name", TABLE | WRAPPED)
+def test_a_leaf_that_is_frozen_for_some_steps_is_as_one_without_a_gradient(name):
+    """Frozen and trained again by reshard of the whole state, between steps."""
+
+    def program():
+        transform = fs.zero2(one_axis(), min_shard_elements=0)
+        tx = (TABLE | WRAPPED)[name]()
+        for history, donate in itertools.product(HISTORIES, (False, True)):
+            expected = fs.TrainState.create(fs.shard(values(), transform), tx)
+            state, still = None, None
+            for full in gradients(history):
+                used = {k: v for k, v in full.items() if v is not None}
+                before, still = still, tuple(k for k, v in full.items() if v is None)
+                if state is None:
+                    state = fs.TrainState.create(fs.shard(values(), transform, frozen=still or None), tx)
+                elif still != before:
+                    state = fs.reshard(state, transform, frozen=still or (lambda path: False))
+                    assert {k for k, leaf in state.params.items() if leaf.spec.frozen} == set(still)
+                if "whole" in name and still != before and history in ("late start", "not both") and "a" in used:
+                    break  # Its state begins with TrainState.create.
+                nothing = dict.fromkeys(still)
+                expected = fs.update(tx, expected, fs.shard(used, transform) | nothing)
+                state = fs.update(tx, state, fs.shard(used, transform) | nothing, donate=donate)
+                for leaf in SHAPES:
+                    assert_same_bits(state.params[leaf].local, expected.params[leaf].local)
+
+    spmd(program, 2)
+
+
+def test_whole_refuses_a_leaf_that_was_frozen_so_far():
+    transform = fs.ddp(one_axis())
+    tx = fs.whole(fs.adam(0.1))
+    state = fs.TrainState.create(fs.shard(values(), transform, frozen="a"), tx)
+    state = fs.reshard(state, transform, frozen="b")
+    with pytest.raises(ValueError, match="frozen") as caught:
+        fs.update(tx, state, fs.shard({"a": values()["a"]}, transform) | {"b": None})
+    assert str(caught.value) == (
+        "whole: leaves were frozen until now\n"
+        "  ['a']: expected a state, got none\n"
+        "To fix: make the state anew by fs.TrainState.create."
+    )
 
 
 def copied(leaf):
