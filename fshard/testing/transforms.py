@@ -131,8 +131,8 @@ def check_transform(
 
     It must be compared by value, hashed and pickled; unshard must undo shard bit for bit; gather must return the leaf,
     and scatter be its transpose (`check_adjoint`), both the same each time, without writes to their arguments, and with
-    batches of vmap at the end of a leaf's dims passed through; and three steps of gradient descent with it in place, by
-    the four verbs and by `value_and_grad`, must end where one process does.
+    batches of vmap at the end of a leaf's dims passed through; states of a lossy scatter must change; and three steps
+    of gradient descent with it in place, by the four verbs and by `value_and_grad`, must end where one process does.
 
     Args:
         transform: The transform, alone or in a composition; with a state or without.
@@ -221,6 +221,12 @@ class _Trial:
         twice, again = scatter(self.transform, grads, self.specs, states)
         self.claim("scatter twice: differing leaves", _differing([once, after], [twice, again]), 0.0)
         self.claim("scatter's inputs: leaves it wrote to", _differing([given, before], [grads, states]), 0.0)
+        if self.error and any(state is not None for state in states):
+            # What a lossy scatter leaves out is lost for good unless it remembers that.
+            for _ in range(STEPS - 1):
+                after = scatter(self.transform, grads, self.specs, after)[1]
+            kept = _differing(after, before) == 0
+            self.claim(f"states of a lossy scatter: as they were, {STEPS} scatters later", float(kept), 0.0)
         shapes = [tuple(a.shape) == tuple(b.shape) for a, b in zip(once, self.stored, strict=True)]
         self.claim("scatter's outputs: leaves of other shapes than stored", float(shapes.count(False)), 0.0)
         sent = ("gather", self.gather_bytes), ("scatter", self.scatter_bytes)

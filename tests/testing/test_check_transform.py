@@ -136,6 +136,33 @@ class StartsOtherwise(Around):
         return lambda: scattered
 
 
+@dataclass(frozen=True)
+class Forgets(fs.Wrapped):
+    """Rounds gradients, and drops what that leaves out."""
+
+    remembers: bool = False
+
+    def init(self, grad):
+        return torch.zeros_like(grad)
+
+    def scatter(self, grads, specs, states):
+        due = [grad + left for grad, left in zip(grads, states, strict=True)]
+        rounded = [(100 * grad).round() / 100 for grad in due]
+        left = [grad - given for grad, given in zip(due, rounded, strict=True)]
+        return self.inner.scatter(rounded, specs), left if self.remembers else states
+
+
+def test_a_lossy_scatter_that_forgets_what_it_left_out_is_named():
+    def program():
+        plain = fs.fully_shard(one_axis())
+        check_transform(Forgets(plain, remembers=True), error=1 / 50)
+        named = r"states of a lossy scatter: as they were, 3 scatters later: expected at most 0, got 1"
+        with pytest.raises(AssertionError, match=named):
+            check_transform(Forgets(plain), error=1 / 50)
+
+    spmd(program, 2)
+
+
 WRONG = {
     Doubled: r"gather of \[0\] of shape \(5, 3\): relative error: expected at most 0, got 1",
     Averaging: (
