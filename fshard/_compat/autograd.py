@@ -161,12 +161,17 @@ def shares_memory(tensor: torch.Tensor) -> bool:
 
 def share_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """For each tensor whether anything else holds its memory; under torch.func nobody can tell. Checked on 2.13."""
+    known = [tensor for tensor in tensors if not is_transformed(tensor)] if transforms_active() else tensors
     alone = torch.empty(0)
-    storages = [None if is_transformed(tensor) else tensor.untyped_storage() for tensor in (*tensors, alone)]
-    # Two counts of owners: those of the memory, and those of Python's object for it.
-    count, references = torch._C._storage_Use_Count, sys.getrefcount
-    holders = [None if s is None else (count(s._cdata), references(s)) for s in storages]
-    return [found != holders[-1] for found in holders[:-1]]
+    storages = [tensor.untyped_storage() for tensor in (*known, alone)]
+    # Two counts of owners, those of the memory and those of Python's object for it, of which the last has one each.
+    count = torch._C._storage_Use_Count
+    uses, references = [count(storage._cdata) for storage in storages], list(map(sys.getrefcount, storages))
+    shared = [a != uses[-1] or b != references[-1] for a, b in zip(uses, references, strict=True)]
+    if known is tensors:
+        return shared[:-1]
+    found = iter(shared)
+    return [not is_transformed(tensor) and next(found) for tensor in tensors]
 
 
 def copied_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -177,14 +182,25 @@ def copied_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def divide_in_place(tensors: Sequence[torch.Tensor], divisor: Any) -> None:
-    """Divide tensors by a number or a scalar tensor, by one operator where it takes them. Checked on 2.13."""
+    """Divide tensors by a number or a scalar tensor, by one operator where it takes them. Checked on 2.13.
+
+    Those that a buffer was split into are divided as that one tensor.
+    """
     device = divisor.device if isinstance(divisor, torch.Tensor) else None
-    together = []
+    together: list[torch.Tensor] = []
+    parts: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
+        base = tensor._base
         if tensor.is_conj() or tensor.is_neg() or device not in (None, tensor.device):
             tensor.div_(divisor)
-        else:
+        elif base is None or base.is_conj() or base.is_neg() or base.dtype != tensor.dtype:
             together.append(tensor)
+        else:
+            parts.setdefault(id(base), []).append(tensor)
+    for found in parts.values():
+        base = found[0]._base
+        whole = base is not None and base.numel() == sum(part.numel() for part in found)
+        together += [base] if whole else found  # type: ignore[list-item]
     if together:
         torch._foreach_div_(together, divisor)
 

@@ -12,7 +12,7 @@ from fshard import _compat, comm
 from fshard.collectives import Used, Uses, agreed_uses
 from fshard.errors import Problem, leaf_error
 from fshard.jit.backends import BACKENDS, Backend, ready, writes_in_place
-from fshard.jit.donation import argument_of, pairs_of, refuse_closed, refuse_shared, tensor_of, write
+from fshard.jit.donation import argument_of, pairs_of, refuse_closed, refuse_shared, write
 from fshard.jit.early import update_early
 from fshard.jit.passes import (
     Told,
@@ -36,8 +36,11 @@ from fshard.jit.signature import (
     unhashable,
 )
 from fshard.jit.trace import Traced, trace
-from fshard.tree import Axis, Flat, Sharded, is_sharded, unflatten
+from fshard.tree import Axis, Flat, Sharded, unflatten
 from fshard.tree.checks import check_axes, describe, is_reachable, mark_donated, refuse_donated
+
+# Leaves that hold a tensor.
+_HELD = (Sharded, torch.Tensor)
 
 
 class _Program(NamedTuple):
@@ -48,6 +51,7 @@ class _Program(NamedTuple):
         run: Maps the arguments' tensors to the results'.
         donated: Inputs that are donated.
         pairs: For donated inputs the results that are written in their place.
+        written: Those of them that something is written to.
         passed: For donated inputs that nothing is written to the results that they are themselves.
         in_place: Whether the graph writes them there itself.
         closed: Tensors that the function closes over, and how often they had been written to.
@@ -57,6 +61,7 @@ class _Program(NamedTuple):
     traced: Traced
     run: Callable[..., Any]
     donated: list[int]
+    written: list[int]
     pairs: dict[int, int]
     passed: dict[int, int]
     in_place: bool
@@ -104,8 +109,8 @@ class Jitted:
                 found = f"{beyond[0]} in a call with {len(args)}; count from 0, and pass such arguments by position"
                 raise ValueError(f"jit: expected {name}_argnums to be numbers of arguments by position, got {found}")
         flat = flat_arguments(args, kwargs, self._static, self._names)
-        leaves = [leaf for leaf in flat.leaves if is_sharded(leaf) or isinstance(leaf, torch.Tensor)]
-        tensors = [tensor_of(leaf) for leaf in leaves]
+        leaves = [leaf for leaf in flat.leaves if isinstance(leaf, _HELD)]
+        tensors = [leaf.local if isinstance(leaf, Sharded) else leaf for leaf in leaves]
         if _compat.is_tracing() or _compat.transforms_active() or _compat.sees_programs():
             return self._f(*args, **kwargs)
         static = [(f"{i}", args[i]) for i in self._static if i < len(args)]
@@ -119,11 +124,12 @@ class Jitted:
         for axes, facts in program.facts:
             comm.same_call("jit", axes, facts)
         with torch.no_grad():
-            written = [i for i in program.donated if i not in program.passed]
-            shared = _compat.share_memory([tensors[i] for i in written])
+            shared = _compat.share_memory([tensors[i] for i in program.written])
             # Such as what fs.gather returned for a leaf that ranks hold whole.
             copies = {
-                i: _compat.copied_as_it_is(tensors[i]) for i, others in zip(written, shared, strict=True) if others
+                i: _compat.copied_as_it_is(tensors[i])
+                for i, others in zip(program.written, shared, strict=True)
+                if others
             }
             for i, copy in copies.items():
                 tensors[i] = copy
@@ -223,7 +229,8 @@ class Jitted:
         axes = _axes_of(flat) or sent_over
         donated = [i for i, path in enumerate(traced.paths) if argument_of(path) in self._donated]
         in_place = writes_in_place(self._backend)
-        return _Program(traced, run, donated, pairs, passed, in_place, closed, said.facts(axes))
+        written = [i for i in donated if i not in passed]
+        return _Program(traced, run, donated, written, pairs, passed, in_place, closed, said.facts(axes))
 
     def _agreed(self, uses: Uses, told: comm.Facts, axes: Sequence[Axis]) -> Used:
         """Which leaves the traces of all ranks use.

@@ -199,19 +199,22 @@ def mark_donated(leaves: Sequence[Any]) -> list[torch.Tensor]:
     kept = [tensor_of(leaf) for leaf in leaves]
     empty: dict[Any, torch.Tensor] = {}
     moved: dict[int, torch.Tensor] = {}
-    for i, tensor in enumerate(kept):
-        kind = tensor.dtype, tensor.device
-        if kind not in empty:
-            empty[kind] = tensor.new_empty(0)
-            empty[kind].__dict__[DONATED] = True
-        if alone[i]:
-            object.__setattr__(leaves[i], "local", empty[kind])
+    put = object.__setattr__
+    for i, (tensor, is_alone) in enumerate(zip(kept, alone, strict=True)):
+        # There may be thousands, and a device is slow to make and to hash.
+        kind = tensor.dtype if tensor.is_cpu else (tensor.dtype, tensor.device)
+        gone = empty.get(kind)
+        if gone is None:
+            gone = empty[kind] = tensor.new_empty(0)
+            gone.__dict__[DONATED] = True
+        if is_alone:
+            put(leaves[i], "local", gone)
         elif id(tensor) in moved:
             kept[i] = moved[id(tensor)]
         else:
             kept[i] = moved[id(tensor)] = tensor.data
-            # By no operator: there may be thousands.
-            tensor.data = empty[kind]
+            # By no operator.
+            tensor.data = gone
             tensor.__dict__[DONATED] = True
     return kept
 
