@@ -13,7 +13,8 @@ against plain PyTorch, for the whole step and for forward and backward alone:
     OMP_NUM_THREADS=1 python benchmarks/peers.py --ranks 1 --configuration d512-L8-B4-T256
 
 Each system has processes of its own, as in use, and all wait while one takes a step: in one process the C allocator
-gives back to the operating system what one system frees and another takes, and steps are slower by up to a third. Where
+gives back to the operating system what one system frees and another takes, and steps are slower by up to a third. Which
+pages of memory a process got moves its times by some percent until it ends, so all are started --launches times. Where
 the systems would need more than --memory-fraction of the memory that is available, they are measured in groups one
 after another, with the reference in each; one group that does not fit is refused.
 
@@ -28,6 +29,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +69,28 @@ def main() -> None:
 
     samples: dict[str, list[dict[str, Samples]]] = {part: [] for part in parts}
     for group in grouped(names, reference, args):
-        with ExitStack() as stack:
-            make_ranks = partial(fs.testing.Workers, args.ranks, timeout=HUNG_SECONDS, warnings_as_errors=False)
-            ranks = {name: stack.enter_context(make_ranks()) for name in group}
-            for part in parts:
-                turn = partial(steps_of, ranks, args.configuration, part)
-                samples[part].append(in_turn(group, turn, args.dropped, args.rounds))
-                check_losses(samples[part][-1], args.ranks)
+        launches = [measured(group, parts, args) for _ in range(args.launches)]
+        for part in parts:
+            samples[part].append({name: together([launch[part][name] for launch in launches]) for name in group})
     write(args, reference, samples)
+
+
+def measured(group: Sequence[str], parts: Sequence[str], args: argparse.Namespace) -> dict[str, dict[str, Samples]]:
+    """Start the processes of some systems and measure them, part by part."""
+    samples = {}
+    with ExitStack() as stack:
+        make_ranks = partial(fs.testing.Workers, args.ranks, timeout=HUNG_SECONDS, warnings_as_errors=False)
+        ranks = {name: stack.enter_context(make_ranks()) for name in group}
+        for part in parts:
+            turn = partial(steps_of, ranks, args.configuration, part)
+            samples[part] = in_turn(group, turn, args.dropped, args.rounds)
+            check_losses(samples[part], args.ranks)
+    return samples
+
+
+def together(launches: Sequence[Samples]) -> Samples:
+    """The rounds of several launches, one after another."""
+    return Samples(*(list(chain.from_iterable(values)) for values in zip(*launches, strict=True)))
 
 
 def steps_of(
@@ -144,7 +160,7 @@ def write(args: argparse.Namespace, reference: str, samples: Mapping[str, list[d
     results |= {
         "configuration": {"name": name, **args.configuration._asdict()},
         **{"ranks": ranks, "backend": "gloo", "threads": 1},
-        **{"reference": reference, "rounds": args.rounds, "dropped_rounds": args.dropped},
+        **{"reference": reference, "launches": args.launches, "rounds": args.rounds, "dropped_rounds": args.dropped},
     }
     columns = ("ms", "ratio", "quartiles", "to fsdp2", "main thread ms", "ratio")
     bars = {}
@@ -182,15 +198,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--systems", type=lambda names: names.split(","), help=f"of {','.join(SYSTEMS)}")
     parser.add_argument("--compiled", action="store_true", help="also FSDP2 with compiled blocks, and Inductor")
     parser.add_argument("--ranks", type=int, default=2, help="of each system; 1 is against plain PyTorch")
-    parser.add_argument("--rounds", type=int, default=11, help="rounds that count")
+    parser.add_argument("--launches", type=int, default=3, help="times that the processes are started")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds that count, of each launch")
     parser.add_argument("--dropped", type=int, default=2, help="rounds before them")
     parser.add_argument("--memory-fraction", type=float, default=0.8, help="of the available memory, to use at most")
     parser.add_argument("--results", type=Path, default=report.RESULTS)
     args = parser.parse_args()
     if unknown := set(args.systems or ()) - set(SYSTEMS):
         parser.error(f"no system is called {', '.join(sorted(unknown))}; there are {', '.join(SYSTEMS)}")
-    if args.ranks < 1:
-        parser.error(f"--ranks is {args.ranks}; there is at least one")
+    if min(args.ranks, args.launches) < 1:
+        parser.error(f"--ranks is {args.ranks}, --launches is {args.launches}; there is at least one")
     return args
 
 
