@@ -13,8 +13,8 @@ against plain PyTorch, for the whole step and for forward and backward alone:
     OMP_NUM_THREADS=1 python benchmarks/peers.py --ranks 1 --configuration d512-L8-B4-T256
 
 Each system has processes of its own, as in use, and all wait while one takes a step: in one process the C allocator
-gives back to the operating system what one system frees and another takes, and steps are slower by up to a third. Which
-pages of memory a process got moves its times by some percent until it ends, so all are started --launches times. Where
+gives back to the operating system what one system frees and another takes, and steps are slower by up to a third. From
+one start to the next a process's times move by some percent, so all are started --launches times. Where
 the systems would need more than --memory-fraction of the memory that is available, they are measured in groups one
 after another, with the reference in each; one group that does not fit is refused.
 

@@ -307,7 +307,7 @@ def _stop() -> None:
 
 
 class Link(NamedTuple):
-    """What a collective over a mesh axis costs.
+    """The cost of a collective over a mesh axis.
 
     Attributes:
         latency: Seconds that it takes whatever its size.

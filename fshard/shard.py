@@ -59,14 +59,14 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | N
     problems: list[Problem] = []
     out: list[Any] = []
     entries: dict[str, str] = {}
-    for path, name, leaf, still in zip(flat.paths, names, flat.leaves, chosen, strict=True):
+    for path, name, leaf, is_chosen in zip(flat.paths, names, flat.leaves, chosen, strict=True):
         misfit = unfit(leaf)
         if leaf is None or misfit:
             problems += [Problem(path, *misfit)] if misfit else []
             out.append(None)
             entries[path] = misfit[0] if misfit else "None"
             continue
-        spec = Spec(tuple(leaf.shape), frozen=still or is_frozen(leaf))
+        spec = Spec(tuple(leaf.shape), frozen=is_chosen or is_frozen(leaf))
         spec = laid_out(path, spec, at(transform, name, leaf), problems)
         out.append((leaf.detach(), spec))
         entries[path] = fingerprint(leaf, spec)
@@ -192,11 +192,11 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | None
     check_one_value("reshard", flat, REMEDY)
     names = _names_of_parameters(tree, flat)
     check_matches("reshard", masks(transform), names, flat.leaves)
-    fixed = None
+    chosen: dict[str, bool] = {}
     if frozen is not None:
         params = flatten(getattr(tree, "params", tree))
         known = names_of(params.treedef)
-        fixed = dict(zip(known, _chosen("reshard", frozen, params, known), strict=True))
+        chosen = dict(zip(known, _chosen("reshard", frozen, params, known), strict=True))
     problems: list[Problem] = []
     out: list[Any] = []
     specs: dict[str, Spec] = {}
@@ -205,12 +205,12 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | None
         if is_sharded(leaf):
             if leaf.spec.transform is None:
                 problems.append(Problem(path, "state of a transform, this rank's own", "leaves that have a transform"))
-            still = leaf.spec.frozen if fixed is None else fixed.get(name, leaf.spec.frozen)
             dims = _reduced(leaf.spec, specs.get(name))
             if dims:
                 spec = specs[name].reduced(dims)
             else:
-                spec = laid_out(path, Spec(leaf.spec.shape, frozen=still), at(transform, name, leaf), problems)
+                whole = Spec(leaf.spec.shape, frozen=chosen.get(name, leaf.spec.frozen))
+                spec = laid_out(path, whole, at(transform, name, leaf), problems)
             # A TrainState has its parameters first, and then what the optimizer keeps for each.
             specs.setdefault(name, spec)
         out.append((leaf, spec))

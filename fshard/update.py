@@ -205,7 +205,7 @@ def step_of(tx: Optimizer | GradientTransformation, donate: bool) -> Callable[[T
 def _owned(state: TrainState) -> dict[str, Tree]:
     """Copy the tensors that an update writes to where other tensors share their memory, as those of fs.gather do."""
     written = {"params": state.params, "opt_state": state.opt_state}
-    # What an average of frozen parameters holds are these parameters, to which nothing is written.
+    # The average of a frozen parameter is that parameter itself, and nothing is written to it.
     frozen = {id(tensor_of(leaf)) for leaf in leaves_of(state.params) if not is_trained(leaf)}
     tensors = [tensor_of(leaf) for leaf in leaves_of(written)]
     tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and id(tensor) not in frozen]

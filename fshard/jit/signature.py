@@ -119,7 +119,7 @@ class Known:
 
 
 def _mark(leaf: Any) -> Any:
-    """What leaves of the same fact mostly have in common, which is faster to compare."""
+    """Return the spec of a Sharded leaf, True for a tensor, or the leaf: if it is the same object, so is the fact."""
     return leaf.spec if isinstance(leaf, Sharded) else isinstance(leaf, torch.Tensor) or leaf
 
 

@@ -222,7 +222,7 @@ class _Trial:
         self.claim("scatter twice: differing leaves", _differing([once, after], [twice, again]), 0.0)
         self.claim("scatter's inputs: leaves it wrote to", _differing([given, before], [grads, states]), 0.0)
         if self.error and any(state is not None for state in states):
-            # What a lossy scatter leaves out is lost for good unless it remembers that.
+            # If the state stays the same, the rounding errors of all gradients are lost.
             for _ in range(STEPS - 1):
                 after = scatter(self.transform, grads, self.specs, after)[1]
             kept = _differing(after, before) == 0

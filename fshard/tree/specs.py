@@ -238,6 +238,12 @@ class Spec:
     def reduced(self, dims: Iterable[int]) -> "Spec":
         """Describe a mean of the leaf over some dims, which keep a size of 1 that no axis splits.
 
+        Args:
+            dims: The dims, counted from the front.
+
+        Returns:
+            The spec.
+
         >>> import fshard as fs
         >>> rows = fs.Spec((16, 8)).split(fs.Axis("shard", 2, "0"), dim=0)
         >>> rows.reduced([1]).partition, rows.reduced([0]).partition, rows.reduced([0]).shape
