@@ -1,17 +1,22 @@
 """Step times between hosts with links of a known rate: network namespaces of this machine, joined by veth pairs.
 
-Needs root and iproute2 (`apt install iproute2`). Each host has ranks of its own, started by torchrun with a rendezvous
-over the link, whose rate `tc ... tbf` limits in both directions:
+Needs root and iproute2 (`apt install iproute2`). Each host has processes of its own, started by torchrun with a
+rendezvous over the link, whose rate `tc ... tbf` limits in both directions:
 
     python benchmarks/hosts.py --configuration d512-L8-B4-T256 --rates 10,1,0.4
     python benchmarks/hosts.py --ranks-per-host 2 --rates 1 --systems plain,ddp,fsdp2,fshard-zero3,fshard-hsdp
 
+Each system has processes of its own, and all wait while one takes a step; see peers.py, also for --launches and
+--memory-fraction.
+
 The bound of a system is max(compute, wire): compute is the step of `plain`, which trains as many processes on the same
 cores without a message, and wire is the bytes of the busier direction of the link by the interface's own counters,
-divided by its rate. Bytes without the headers of their packets are compared with what `fs.comm.record()` counts.
+divided by its rate. Bytes without the headers of their packets are compared with what `fs.comm.record()` counts. No
+program comes closer to the wire than 4%: the rate also counts the headers of each segment, 66 bytes to 1448 of TCP.
 """
 
 import argparse
+import datetime
 import json
 import os
 import random
@@ -22,8 +27,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +36,7 @@ import report
 import torch
 import torch.distributed as dist
 from gpt import Configuration
+from groups import grouped
 from rivals import SYSTEMS, make
 from rounds import mean_over_ranks
 
@@ -47,7 +53,10 @@ ON_FOUR = (*NAMES, "fshard-hsdp")
 HEADER_BYTES = 14 + 20 + 20 + 12
 # tc's bucket holds what the link sends between two ticks of the kernel's clock, and a packet before it is cut.
 TICKS_PER_SECOND, LARGEST_PACKET = 250, 128 * 1024
+# Of the rendezvous; the systems' own stores follow.
 PORT = 29411
+# A process waits for its turn while others make their systems, compile and take steps.
+TURN_TIMEOUT = datetime.timedelta(minutes=30)
 
 
 def main() -> None:
@@ -65,13 +74,21 @@ def main() -> None:
         "hosts": 2,
         "ranks": 2 * args.ranks_per_host,
         "ranks_per_host": args.ranks_per_host,
+        "launches": args.launches,
         "rounds": args.rounds,
         "dropped_rounds": args.dropped,
     }
     results["rates"] = {}
+    references = [name for name in ("plain", "ddp") if name in args.systems]
+    ranks = 2 * args.ranks_per_host
+    groups = grouped("hosts.py", args.systems, references, args.configuration, ranks, args.memory_fraction)
     for rate in args.rates:
+        found: dict[str, Any] = {}
         with hosts(2, rate) as names:
-            results["rates"][f"{rate:g}"] = summarised(run(names, rate, args), rate)
+            for group in groups:
+                launches = [run(names, rate, group, args) for _ in range(args.launches)]
+                found = summarised(launches, rate) | found
+        results["rates"][f"{rate:g}"] = {name: found[name] for name in args.systems}
         show(results["rates"][f"{rate:g}"], rate, args)
     file = args.results / f"hosts-{args.configuration.name}-{2 * args.ranks_per_host}.json"
     report.write_json(file, results)
@@ -108,19 +125,24 @@ def command(text: str, check: bool = True) -> None:
     subprocess.run(text.split(), check=check, capture_output=not check)
 
 
-def run(names: Sequence[str], rate: float, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure all systems on the hosts; returns the samples of each rank."""
+# Of each rank of each system, what it measured.
+Launch = Mapping[str, Sequence[dict[str, Any]]]
+
+
+def run(names: Sequence[str], rate: float, group: Sequence[str], args: argparse.Namespace) -> Launch:
+    """Start the processes of some systems on the hosts, and measure them."""
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for i, name in enumerate(names):
             torchrun = [
                 *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(names)), "--node-rank", str(i)),
-                *("--nproc-per-node", str(args.ranks_per_host), "--rdzv-backend", "c10d", "--rdzv-id", "hosts"),
-                *("--rdzv-conf", f"is_host={i == 0}"),
+                *("--nproc-per-node", str(args.ranks_per_host * len(group)), "--rdzv-backend", "c10d"),
+                *("--rdzv-id", "hosts", "--rdzv-conf", f"is_host={i == 0}"),
                 *("--rdzv-endpoint", f"10.77.0.1:{PORT}", "--local-addr", f"10.77.0.{i + 1}"),
             ]
-            options = ["--worker", folder, "--systems", ",".join(args.systems), "--rounds", str(args.rounds)]
+            options = ["--worker", folder, "--systems", ",".join(group), "--rounds", str(args.rounds)]
             options += ["--dropped", str(args.dropped), "--configuration", args.configuration.name]
+            options += ["--ranks-per-host", str(args.ranks_per_host)]
             environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
             processes.append(
                 subprocess.Popen(["ip", "netns", "exec", name, *torchrun, __file__, *options], env=environment)
@@ -134,37 +156,54 @@ def run(names: Sequence[str], rate: float, args: argparse.Namespace) -> list[dic
                 process.wait(30)
         if any(codes):
             raise SystemExit(f"hosts.py: at {rate:g} Gbit/s torchrun ended with {codes}")
-        return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank-*.json"))]
+        return {
+            name: [json.loads(path.read_text()) for path in sorted(Path(folder).glob(f"{name}.rank-*.json"))]
+            for name in group
+        }
 
 
 def work(args: argparse.Namespace) -> None:
-    """Measure on one rank, and write its samples."""
+    """Measure one system on one rank of its own, in turn with the processes of others; write the samples."""
     torch.set_num_threads(1)
-    mesh = fs.init_mesh({"shard": -1}, device="cpu")
-    systems = {name: make(name, args.configuration, mesh) for name in args.systems}
-    samples: dict[str, dict[str, list[Any]]] = {
-        name: {"seconds": [], "sent": [], "received": [], "losses": []} for name in systems
+    every = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=TURN_TIMEOUT)
+    number, local_rank = divmod(int(os.environ["LOCAL_RANK"]), args.ranks_per_host)
+    name, host = args.systems[number], int(os.environ["GROUP_RANK"])
+    # A world of its own, with a store of its own, beside those of the other systems.
+    os.environ |= {
+        "RANK": str(host * args.ranks_per_host + local_rank),
+        "WORLD_SIZE": str(2 * args.ranks_per_host),
+        "LOCAL_RANK": str(local_rank),
+        "MASTER_ADDR": "10.77.0.1",
+        "MASTER_PORT": str(PORT + 1 + number),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
-    for number in range(args.dropped + args.rounds):
-        for name in random.Random(number).sample(list(systems), len(systems)):
-            dist.barrier()
-            before, start = counters(), time.perf_counter()
-            loss = systems[name].step()
-            # No barrier before the clock: the slowest rank's time counts, and counters settle after it.
-            seconds = time.perf_counter() - start
-            dist.barrier()
-            sent, received = (after - earlier for after, earlier in zip(counters(), before))
-            mean = mean_over_ranks(loss)
-            if number >= args.dropped:
-                for key, value in zip(samples[name], (seconds, sent, received, mean)):
-                    samples[name][key].append(value)
-    recorded = {}
-    for name in systems:
-        with fs.comm.record() as record:
-            systems[name].step()
-        recorded[name] = record.bytes_sent()
-    found = {"samples": samples, "recorded": recorded, "host": os.environ["GROUP_RANK"]}
-    Path(args.worker, f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    system = make(name, args.configuration, mesh)
+    samples: dict[str, Any] = {"host": host, "seconds": [], "sent": [], "received": [], "losses": []}
+    last = args.dropped + args.rounds
+    rounds = [random.Random(n).sample(args.systems, len(args.systems)) for n in range(last + 1)]
+    for turn, (n, whose) in enumerate((n, whose) for n, order in enumerate(rounds) for whose in order):
+        if whose != name:
+            continue
+        if turn:
+            every.wait([f"turn {turn}"])
+        dist.barrier()
+        before, start = counters(), time.perf_counter()
+        with fs.comm.record() if n == last else nullcontext() as record:
+            loss = system.step()
+        # No barrier before the clock: the slowest rank's time counts, and counters settle after it.
+        seconds = time.perf_counter() - start
+        dist.barrier()
+        sent, received = (after - earlier for after, earlier in zip(counters(), before))
+        mean = mean_over_ranks(loss)
+        if record is not None:
+            samples["recorded"] = record.bytes_sent()
+        elif n >= args.dropped:
+            for key, value in {"seconds": seconds, "sent": sent, "received": received, "losses": mean}.items():
+                samples[key].append(value)
+        if dist.get_rank() == 0:
+            every.set(f"turn {turn + 1}", "")
+    Path(args.worker, f"{name}.rank-{dist.get_rank()}.json").write_text(json.dumps(samples))
 
 
 def counters() -> tuple[int, int]:
@@ -174,35 +213,37 @@ def counters() -> tuple[int, int]:
     return tuple(read[f"{way}_bytes"] - HEADER_BYTES * read[f"{way}_packets"] for way in ("tx", "rx"))  # type: ignore[return-value]
 
 
-def summarised(ranks: Sequence[dict[str, Any]], rate: float) -> dict[str, Any]:
-    """Summarise the samples of all ranks by system."""
-    slowest = {
-        name: [max(times) for times in zip(*(rank["samples"][name]["seconds"] for rank in ranks))]
-        for name in ranks[0]["samples"]
-    }
+def summarised(launches: Sequence[Launch], rate: float) -> dict[str, Any]:
+    """Summarise the samples of all ranks and launches by system."""
+    names = list(launches[0])
+    slowest = {name: in_rounds(launches, name, "seconds", max) for name in names}
     compute = statistics.median(slowest["plain"]) if "plain" in slowest else None
     found = {}
     for name, seconds in slowest.items():
-        own = [rank["samples"][name] for rank in ranks]
-        busiest = statistics.median([max(counts) for counts in zip(*(each["sent"] for each in own))])
+        busiest = statistics.median(in_rounds(launches, name, "sent", max))
         wire = busiest * 8 / (rate * 1e9)
-        # Ranks of one host share an interface, and what they send each other does not pass it.
-        sent = {rank["host"]: rank["recorded"][name] for rank in ranks}
         bound = None if compute is None else max(compute, wire)
         median = statistics.median(seconds)
+        # Ranks of one host share an interface, and what they send each other does not pass it.
+        recorded = {rank["host"]: rank["recorded"] for rank in launches[0][name]}
         found[name] = {
             "median_seconds": median,
             "wire_seconds": wire,
             "bound_seconds": bound,
             "to_bound": bound and median / bound,
             "interface_bytes": busiest,
-            "recorded_bytes": max(sent.values()),
+            "recorded_bytes": max(recorded.values()),
             "ratio": paired(seconds, slowest.get("fsdp2")),
             "to_ddp": paired(seconds, slowest.get("ddp")),
             "seconds": seconds,
-            "losses": own[0]["losses"],
+            "losses": in_rounds(launches, name, "losses", lambda values: values[0]),
         }
     return found
+
+
+def in_rounds(launches: Sequence[Launch], name: str, key: str, of_ranks: Callable[[Any], float]) -> list[float]:
+    """One value of all ranks for each round, launch after launch."""
+    return [of_ranks(values) for launch in launches for values in zip(*(rank[key] for rank in launch[name]))]
 
 
 def paired(seconds: Sequence[float], others: Sequence[float] | None) -> float | None:
@@ -263,9 +304,11 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--systems", type=lambda names: names.split(","), help=f"of {','.join(SYSTEMS)}")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds that count")
+    parser.add_argument("--launches", type=int, default=2, help="times that the processes are started")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds that count, of each launch")
     parser.add_argument("--dropped", type=int, default=2, help="rounds before them")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for each rate")
+    parser.add_argument("--memory-fraction", type=float, default=0.8, help="of the available memory, to use at most")
     parser.add_argument("--results", type=Path, default=report.RESULTS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()

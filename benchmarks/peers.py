@@ -24,7 +24,6 @@ host.
 """
 
 import argparse
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -34,9 +33,9 @@ from pathlib import Path
 from typing import Any
 
 import report
-import torch
 from gpt import Configuration
-from rivals import SYSTEMS, System, make, total_bytes
+from groups import grouped
+from rivals import SYSTEMS, System, make
 from rounds import Samples, Turn, check_losses, in_turn, paired, take_turn
 
 import fshard as fs
@@ -49,12 +48,6 @@ ACROSS_RANKS = (
 )
 ON_ONE_RANK = ("plain", "fshard-ddp", "fshard-zero2", "fshard-zero3", "fshard-zero3-graph")
 
-# What a system keeps between steps, in sizes of the parameters, where it does not shard everything.
-COPIES = {"plain": 3.0, "ddp": 4.0, "zero-redundancy": 3.0, "fshard-ddp": 3.0, "fshard-ddp-graph": 3.0}
-# A running step gathers parameters and makes gradients; and the allocator keeps much of what was freed.
-RUNNING_COPIES, ALLOCATOR_FACTOR = 2.0, 1.2
-# What a process with torch in it takes, and one that compiles.
-PROCESS_BYTES = 500 * 2**20
 # A step, or making a system and compiling it, ends before.
 HUNG_SECONDS = 600.0
 
@@ -68,7 +61,7 @@ def main() -> None:
     parts = ("step", "gradients") if args.ranks == 1 else ("step",)
 
     samples: dict[str, list[dict[str, Samples]]] = {part: [] for part in parts}
-    for group in grouped(names, reference, args):
+    for group in grouped("peers.py", names, [reference], args.configuration, args.ranks, args.memory_fraction):
         launches = [measured(group, parts, args) for _ in range(args.launches)]
         for part in parts:
             samples[part].append({name: together([launch[part][name] for launch in launches]) for name in group})
@@ -104,36 +97,6 @@ def steps_of(
 def system_of(name: str, configuration: Configuration) -> System:
     """The system of this process, made when it is first asked for."""
     return make(name, configuration, fs.init_mesh({"shard": -1}, device="cpu"))
-
-
-def grouped(names: Sequence[str], reference: str, args: argparse.Namespace) -> list[list[str]]:
-    """Split the systems into groups that fit into memory, the reference in each."""
-    with torch.device("meta"):
-        size = total_bytes(args.configuration.module().parameters())
-    budget = args.memory_fraction * available_memory()
-
-    def needed(group: Sequence[str]) -> float:
-        copies = sum(RUNNING_COPIES + COPIES.get(name, 3.0 / args.ranks + 0.5) for name in group)
-        return args.ranks * (ALLOCATOR_FACTOR * size * copies + PROCESS_BYTES * len(group))
-
-    groups = [[reference]]
-    for name in (name for name in names if name != reference):
-        if needed([*groups[-1], name]) > budget and len(groups[-1]) > 1:
-            groups.append([reference])
-        groups[-1].append(name)
-    for group in groups:
-        if needed(group) > budget:
-            found = f"expected about {needed(group) / 2**30:.1f} GiB of memory, got {budget / 2**30:.1f}"
-            raise SystemExit(f"peers.py: {found} for {', '.join(group)}; choose a smaller configuration")
-    return groups
-
-
-def available_memory() -> int:
-    """Bytes that can be allocated without swapping; everything there is where the system does not tell."""
-    information = Path("/proc/meminfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    sizes = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    return next(sizes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def summary(samples: Samples, group: Mapping[str, Samples], reference: str) -> dict[str, Any]:
