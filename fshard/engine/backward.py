@@ -8,8 +8,8 @@ import torch
 
 from fshard import _compat, comm
 from fshard.engine import schedule
-from fshard.engine.schedule import Kind, Step, Turn
-from fshard.engine.unit import Leaf, Unit, Use, divided_parts, policy_of
+from fshard.engine.schedule import Kind, Step
+from fshard.engine.unit import Leaf, Unit, Use, divided_parts, policy_of, turn_of
 from fshard.transforms.compose import start_scatter
 
 
@@ -23,26 +23,6 @@ class _Flight(NamedTuple):
     leaves: list[Leaf]
     finish: Any
     nbytes: int
-
-
-def turn_of(use: Use, reduce: bool) -> Turn:
-    """Describe a use to the schedule.
-
-    Args:
-        use: The use.
-        reduce: Whether gradients of the call's own leaves are reduced in this backward.
-    """
-    leaves = use.unit.leaves
-    # A computed leaf hands its gradient on at each use; the call's own have theirs complete at the first.
-    due = [i for i, leaf in enumerate(leaves) if leaf.trained and (leaf.derived or (reduce and leaf.first is use))]
-    # Large leaves come first: small ones share a node, which autograd reaches last.
-    due.sort(key=lambda i: (leaves[i].derived, not leaves[i].large, -i))
-    nbytes = [leaves[i].nbytes for i in due]
-    # Gradients of one node come all at once: they count where the first of them is reduced.
-    shared = [n for n, i in enumerate(due) if not leaves[i].large and not leaves[i].derived]
-    for n in shared[1:]:
-        nbytes[shared[0]], nbytes[n] = nbytes[shared[0]] + nbytes[n], 0
-    return Turn(use.regathered and use.saved, use.unit.nbytes, use.unit.ahead, tuple(due), tuple(nbytes))
 
 
 class Backward:
@@ -108,7 +88,7 @@ class Backward:
         if all(step.kind in (Kind.OPEN, Kind.GATHER) for step in self._steps[self._at : to]):
             self._advance(to + 1)
         for step in self._steps[self._at : to + 1]:
-            if step.kind is Kind.GATHER:
+            if step.kind is Kind.GATHER and not self._uses[step.use].stays:
                 self._uses[step.use].start(self._pool)
         return use
 
@@ -204,7 +184,8 @@ class Backward:
         use = self._uses[step.use]
         match step.kind:
             case Kind.GATHER:
-                use.start(self._pool)
+                if not use.stays:
+                    use.start(self._pool)
             case Kind.REDUCE:
                 leaf = use.unit.leaves[step.leaf]
                 if self._early or leaf.derived:

@@ -1,5 +1,6 @@
 """The forward: gathers units in one order on every rank, and knows which are open."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -11,7 +12,8 @@ from fshard.collectives import Chain, Repeat
 from fshard.engine import schedule
 from fshard.engine.order import (
     CHECKPOINTED,
-    LAST_GONE,
+    FACTS,
+    GONE,
     SAVED,
     CollectiveEvent,
     Departed,
@@ -23,7 +25,7 @@ from fshard.engine.order import (
 )
 from fshard.engine.saved import Saved
 from fshard.engine.schedule import Bucket, Kind, Step
-from fshard.engine.unit import Leaf, State, Unit, Use
+from fshard.engine.unit import Leaf, State, Unit, Use, turn_of
 from fshard.tree import Sharded
 
 if TYPE_CHECKING:
@@ -74,9 +76,11 @@ class Forward:
         self._made: list[Use] = []
         self._inserted: set[Use] = set()
         self._steps: list[Step] = []
-        self._at = 0
+        self._at = self._gathers = 0
         self.open: tuple[Use, ...] = ()
-        self._left: Use | None = None
+        self._left: list[Use] = []
+        self._near: set[Use] = set()
+        self._differentiated = votes or order is not None
         self._refetched: Use | None = None
         self._leave_outside: Callable[[], None] | None = None
         self._pool = comm.Pool()
@@ -93,11 +97,12 @@ class Forward:
             Its use, open.
         """
         if self._shared:
-            self.note(UnitEvent.of(unit))
+            self.note(UnitEvent.of(unit, inside))
         use = self._make(unit)
         self._inserted.add(use)
         use.inside, number = tuple(inside), len(self._made) - 1
         self._steps[self._at : self._at] = [Step(Kind.GATHER, number), Step(Kind.OPEN, number)]
+        self._gathers += 1
         self.reach(use)
         return use
 
@@ -122,6 +127,7 @@ class Forward:
         self._steps[self._at : self._at] = schedule.forward(
             [unit.nbytes for unit in units], [unit.ahead for unit in units], first
         )
+        self._gathers += len(units)
         return uses
 
     def note(self, event: Event, repeat: Repeat | None = None) -> None:
@@ -161,7 +167,7 @@ class Forward:
                 (passed or self.leave)(opened)
 
     def leave(self, use: Use) -> None:
-        """Leave a use's scope; its tensors are dropped when the next one opens, or as the backward says."""
+        """Leave a use's scope; its tensors are dropped when others take their place, or as the backward says."""
         use.take_back()
         if self.over:
             return
@@ -169,7 +175,8 @@ class Forward:
             use.check_writes(self._what)
         self._make_room()
         self._pool.clear()
-        self._left = use if use.regathered else None
+        if use.regathered:
+            self._left.append(use)
 
     def outside(self, leave: Callable[[], None] | None) -> None:
         """Leave the scope outside of any model, and enter another.
@@ -231,7 +238,7 @@ class Forward:
             self._pass_over(expected.opened)
             match expected.event:
                 case UnitEvent() as event:
-                    self.leave(self.insert(_unit_like(event, leaves)))
+                    self.leave(self.insert(_unit_like(event, leaves), [self.uses[n] for n in event.inside]))
                 case PassEvent(name, units, buckets):
                     self.begin(name, [_unit_like(unit, leaves) for unit in units], buckets)
                 case CollectiveEvent():
@@ -254,6 +261,7 @@ class Forward:
         for one in self.passes:
             one.end()
         self._pass_over(len(self._made))
+        self._make_room()
         self.over = True
         self._close_all_but(())
         for _, uses in self._checkpointed.values():
@@ -283,7 +291,7 @@ class Forward:
             order = self._voted(flags, needed, dtype)
         else:
             late = any(mine > most for mine, most in zip(needed, order.needed, strict=False))
-            if late or dtype != order.dtype or not flags & {CHECKPOINTED, LAST_GONE} <= order.flags:
+            if late or dtype != order.dtype or not flags & FACTS <= order.flags:
                 raise Departed
             self.news = not flags <= order.flags
             # Shapes of a batch may change from call to call.
@@ -292,8 +300,8 @@ class Forward:
         return order
 
     def _flags(self) -> set[int]:
-        """Say what this rank has saved, and whether the last use has lost tensors."""
-        gone = {LAST_GONE} if self.uses and self._last().state is not State.FULL else set()
+        """Say what this rank has saved, and which of the uses that closed last have lost tensors."""
+        gone = {GONE + n for n, use in enumerate(self._closed_last()) if use.state is not State.FULL}
         return {SAVED + use.number for use in self.uses if use.saved} | gone
 
     def _voted(self, flags: set[int], needed: Sequence[int], dtype: torch.dtype) -> Order:
@@ -347,6 +355,7 @@ class Forward:
         if step.kind is Kind.OPEN:
             self._enter(use)
             return use
+        self._gathers, self._near = self._gathers - 1, set()
         self._make_room()
         if self._votes and use not in self._inserted:
             self._vote(UnitEvent.of(use.unit))
@@ -361,6 +370,11 @@ class Forward:
 
     def _enter(self, use: Use) -> None:
         """Open a use, wait for its tensors, and close those that it does not lie inside."""
+        self._near = {use, *use.inside}
+        if self._differentiated and not self._gathers:
+            # Where nothing more is gathered ahead, as many stay as the backward would gather again before all else.
+            before = [other for other in reversed(self.uses) if other.regathered]
+            self._near.update(before[: use.unit.ahead.count(other.unit.nbytes for other in before)])
         self._make_room()
         self._pool.clear()
         self._close_all_but(use.inside)
@@ -383,11 +397,12 @@ class Forward:
         self.open = tuple(use for use in self.open if use in inside)
 
     def _make_room(self) -> None:
-        """Drop the tensors of the use that was left last."""
-        use, self._left = self._left, None
-        # Tensors that the order does not regather stay, where this rank alone has saved them.
-        if use is not None and (self._order is None or not use.saved or self._order.saved(use)):
-            use.release(self._pool)
+        """Drop the tensors of uses that were left, but for those that are near the one opened last."""
+        for use in self._left:
+            # Tensors that the order does not regather stay, where this rank alone has saved them.
+            if use not in self._near and (self._order is None or not use.saved or self._order.saved(use)):
+                use.release(self._pool)
+        self._left = [use for use in self._left if use in self._near]
 
     def _needed(self) -> list[int]:
         """For each use how many scopes came before a checkpoint ended that will need it again; 0 where none will."""
@@ -399,21 +414,22 @@ class Forward:
 
     def _settle(self, order: Order) -> None:
         """Drop tensors, the same on every rank; those that this rank alone has saved stay with it."""
-        last = self._last() if self.uses else None
+        full = {use for n, use in enumerate(self._closed_last()) if GONE + n not in order.flags}
+        own = {use for use in self.uses if use.saved}
         for use in self.uses:
-            own, use.saved = use.saved, order.saved(use)
-            if use.regathered and (use is not last or LAST_GONE in order.flags):
-                if use.saved or not own:
-                    use.release()
-            elif use is last:
-                # The unit that computed last is needed first: it is kept rather than gathered again.
-                use.saved = False
+            use.saved = order.saved(use)
         if any(order.needed):
             self.scopes = schedule.postponed(self.scopes, order.needed)
+        first = schedule.gathered_first(self.scopes, [turn_of(use, reduce=True) for use in self.uses])
+        for use in self.uses:
+            use.stays = use in full and use.number in first
+            if use.regathered and not use.stays and (use.saved or use not in own):
+                use.release()
 
-    def _last(self) -> Use:
-        """The use that closed last."""
-        return self.uses[self.scopes[-1].use]
+    def _closed_last(self) -> list[Use]:
+        """The uses that closed last, from the last on, as many as there are flags for."""
+        closed = (self.uses[step.use] for step in reversed(self.scopes) if step.kind is Kind.CLOSE)
+        return list(itertools.islice((use for use in closed if use.regathered), SAVED - GONE))
 
 
 def _unit_like(event: UnitEvent, own: Mapping[str, Leaf]) -> Unit:

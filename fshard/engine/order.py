@@ -22,16 +22,19 @@ class UnitEvent(NamedTuple):
     Attributes:
         name: The unit's name.
         members: Its leaves.
+        inside: Numbers of the uses that it lies inside, where it is gathered by itself.
     """
 
     name: str
     members: tuple[Member, ...]
+    inside: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, unit: Unit) -> "UnitEvent":
+    def of(cls, unit: Unit, inside: Sequence[Use] = ()) -> "UnitEvent":
         """Describe a unit."""
         pairs = ((leaf, (leaf.spec, leaf.stored.dtype, leaf.trained)) for leaf in unit.leaves)
-        return cls(unit.name, tuple((leaf.path, facts if leaf.derived else None) for leaf, facts in pairs))
+        members = tuple((leaf.path, facts if leaf.derived else None) for leaf, facts in pairs)
+        return cls(unit.name, members, tuple(use.number for use in inside))
 
     @property
     def label(self) -> comm.Label:
@@ -105,9 +108,11 @@ class Place(NamedTuple):
     opened: int
 
 
-# Flags that ranks vote on at the end of a forward: whether a checkpoint will run something again, whether the last use
-# has lost tensors, and from the third number on which uses were saved.
-CHECKPOINTED, LAST_GONE, SAVED = 0, 1, 2
+# Flags that ranks vote on at the end of a forward: whether a checkpoint will run something again, which of the uses
+# that closed last have lost tensors, from the last on, and which uses were saved, by their numbers.
+CHECKPOINTED, GONE, SAVED = 0, 1, 17
+# Those of them that no later call may raise anew.
+FACTS = frozenset(range(SAVED))
 
 
 class Order(NamedTuple):
@@ -133,7 +138,7 @@ class Order(NamedTuple):
     @property
     def keeps_all(self) -> bool:
         """Whether nothing is gathered again: the one use that there is stays for the backward."""
-        return self.uses == 1 and LAST_GONE not in self.flags
+        return self.uses == 1 and GONE not in self.flags
 
     @property
     def has_collectives(self) -> bool:

@@ -220,6 +220,21 @@ def backward(events: Sequence[Step], turns: Sequence[Turn]) -> list[Step]:
     return steps
 
 
+def gathered_first(events: Sequence[Step], turns: Sequence[Turn]) -> set[int]:
+    """Find the uses that a backward gathers before all else: where they are still there, they need not go.
+
+    Args:
+        events: As for `backward`.
+        turns: As for `backward`.
+
+    Returns:
+        Their numbers.
+    """
+    kinds = (Kind.GATHER, Kind.COLLECTIVE)
+    first = itertools.takewhile(lambda step: step.kind in kinds, backward(events, turns))
+    return {step.use for step in first if step.kind is Kind.GATHER}
+
+
 def postponed(events: Sequence[Step], needed: Sequence[int]) -> list[Step]:
     """Let uses close no sooner than the checkpoints that compute with them again: the backward begins with those.
 

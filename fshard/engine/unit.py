@@ -11,7 +11,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.collectives import divided
-from fshard.engine.schedule import Ahead
+from fshard.engine.schedule import Ahead, Turn
 from fshard.errors import Problem, leaf_error
 from fshard.transforms.compose import reduction, sum_dtype
 from fshard.tree import ReshardPolicy, Sharded, grouped, matches
@@ -296,6 +296,7 @@ class Use:
         outputs: Tensors handed out to the function, by leaf, while the unit is open; autograd knows them.
         opened: Whether the forward has come to it.
         closed: Whether another one has taken its place in the forward.
+        stays: Whether its tensors stay from the forward to the backward, which comes to it before all else.
         saved: Whether the backward needs its tensors: autograd saved a handle of one, or a checkpoint will run its
             forward again.
         sequence: Number of the first autograd node that may have used it.
@@ -307,7 +308,7 @@ class Use:
 
     __slots__ = (
         *("_finish", "_handed_out", "_versions", "anchor", "checkpoints", "closed", "full", "inside", "number"),
-        *("opened", "outputs", "regathered", "saved", "sequence", "state", "unit", "until"),
+        *("opened", "outputs", "regathered", "saved", "sequence", "state", "stays", "unit", "until"),
     )
 
     def __init__(self, unit: Unit, regathered: bool) -> None:
@@ -316,7 +317,7 @@ class Use:
         self.full: list[torch.Tensor | None] = []
         self.outputs: dict[int, torch.Tensor] = {}
         self.inside: tuple[Use, ...] = ()
-        self.opened = self.closed = self.saved = False
+        self.opened = self.closed = self.saved = self.stays = False
         self.sequence = self.checkpoints = 0
         self.until: int | None = None
         self.anchor: torch.Tensor | None = None
@@ -423,3 +424,23 @@ class Use:
         if self.state is State.FULL:
             paths, stored = zip(*((leaf.path, leaf.stored) for leaf in self.unit.leaves), strict=True)
             check_versions(what, paths, self.full, self._versions, stored)
+
+
+def turn_of(use: Use, reduce: bool) -> Turn:
+    """Describe a use to the schedule.
+
+    Args:
+        use: The use.
+        reduce: Whether gradients of the call's own leaves are reduced in this backward.
+    """
+    leaves = use.unit.leaves
+    # A computed leaf hands its gradient on at each use; the call's own have theirs complete at the first.
+    due = [i for i, leaf in enumerate(leaves) if leaf.trained and (leaf.derived or (reduce and leaf.first is use))]
+    # Large leaves come first: small ones share a node, which autograd reaches last.
+    due.sort(key=lambda i: (leaves[i].derived, not leaves[i].large, -i))
+    nbytes = [leaves[i].nbytes for i in due]
+    # Gradients of one node come all at once: they count where the first of them is reduced.
+    shared = [n for n, i in enumerate(due) if not leaves[i].large and not leaves[i].derived]
+    for n in shared[1:]:
+        nbytes[shared[0]], nbytes[n] = nbytes[shared[0]] + nbytes[n], 0
+    return Turn(use.regathered and use.saved, use.unit.nbytes, use.unit.ahead, tuple(due), tuple(nbytes))

@@ -203,7 +203,8 @@ def zero3(
         reduce_dtype: Dtype that gradients are reduced in; None means the dtype they are computed in.
         output_dtype: Dtype that a model's floating outputs are cast to; None keeps theirs.
         prefetch: How many units are gathered ahead of the one that computes; None means one, and more while they are
-            together below twice `merge_bytes`.
+            together below twice `merge_bytes`. Of the last units of a forward as many stay for the backward, which
+            would gather them again before all else.
         merge_bytes: Neighbouring units are gathered together up to this many bytes, and their gradients reduced
             together up to a quarter of it; 0 keeps both apart. None goes by the link: sixteen times its latency by its
             bandwidth.

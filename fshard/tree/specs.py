@@ -76,7 +76,7 @@ class ReshardPolicy:
         regather: Whether units are dropped after their forward and gathered again in the backward: for all of them,
             for those whose names match a glob pattern or a function of the name, or for none.
         prefetch: How many units are gathered ahead of the one that computes; None means one, and more while they are
-            together below `ahead_bytes`.
+            together below `ahead_bytes`. As many stay from the end of the forward to the backward.
         merge_bytes: Neighbours are gathered together up to this many bytes, because latency would cost more than the
             transfer.
         early: Whether gradients are reduced as they appear, rather than after the backward.

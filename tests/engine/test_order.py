@@ -70,9 +70,9 @@ def evaluations():
 
 
 # How many messages a call has once its order is known, and how many gathers and objectives: the first unit's weight is
-# not saved, and the last one's stays.
+# not saved, and the last one's stays; a model's last two do, whose gathers were known ahead.
 STEADY = {
-    "a model": (steps_of_a_model, 1, LAYERS + (LAYERS - 2) + 1),
+    "a model": (steps_of_a_model, 1, LAYERS + (LAYERS - 3) + 1),
     "a plain loop": (steps_of_a_loop, 1, LAYERS + (LAYERS - 2) + 1),
     "an evaluation": (evaluations, 2, LAYERS),
 }

@@ -6,7 +6,7 @@ where a collective of the function's own begins or ends.
 
 import pytest
 
-from fshard.engine.schedule import Ahead, Kind, Part, Step, Turn, backward, forward, merge, postponed
+from fshard.engine.schedule import Ahead, Kind, Part, Step, Turn, backward, forward, gathered_first, merge, postponed
 
 KINDS = {"g": Kind.GATHER, "o": Kind.OPEN, "r": Kind.REDUCE, "c": Kind.CLOSE, "x": Kind.COLLECTIVE}
 LETTERS = {kind: letter for letter, kind in KINDS.items()}
@@ -98,6 +98,7 @@ BACKWARDS = {
     "the last one kept": (CHAIN, [one(), one(), one(again=False)], "g1 o2 r2.0 c2 g0 o1 r1.0 c1 o0 r0.0 c0"),
     "none again": (CHAIN, [one(again=False)] * 3, "o2 r2.0 c2 o1 r1.0 c1 o0 r0.0 c0"),
     "a collective of the function's own": ("o0 x0 x1 o1 c1 c0", [one()] * 2, "g0 g1 o0 o1 r1.0 c1 x1 x0 r0.0 c0"),
+    "one at the end": ("o0 c0 o1 c1 x0", [one()] * 2, "x0 g1 g0 o1 r1.0 c1 o0 r0.0 c0"),
     "nothing due, as where gradients are reduced once": (
         "o0 c0 o1 c1",
         [one(due=())] * 2,
@@ -112,6 +113,15 @@ BACKWARDS = {
 def test_backward(name):
     events, turns, expected = BACKWARDS[name]
     assert text_of(backward(steps(events), turns)) == expected
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_what_is_gathered_before_all_else(name):
+    """All gathers in front of the first other step, but for collectives of the function's own."""
+    events, turns, expected = BACKWARDS[name]
+    first = [word for word in expected.split() if word[0] != "x"]
+    count = next(n for n, word in enumerate([*first, ""]) if word[:1] != "g")
+    assert gathered_first(steps(events), turns) == {int(word[1:]) for word in first[:count]}
 
 
 # The forward, for each use how many events came before the end of a checkpoint that needs it, and the new order.

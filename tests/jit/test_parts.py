@@ -10,7 +10,7 @@ from tests.trees import assert_same_bits, normal, one_axis
 
 
 def make():
-    module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))).double()
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))).double()
     model = fs.functionalize(module, units="*")
     return model, model.init(fs.zero3(one_axis(), merge_bytes=0, min_shard_elements=0), seed=0)
 
@@ -57,8 +57,8 @@ def test_a_jitted_part_of_an_eager_loss_runs_as_it_is(name):
         )
     (eager, gathered), (jitted, gathered_jitted) = found
     assert_same_bits(list(jitted), list(eager))
-    # Three units in the forward, and some of them again.
-    assert gathered_jitted == gathered > 3
+    # Four units in the forward, and some of them again.
+    assert gathered_jitted == gathered > 4
     assert all(not one.traces for one in (part if isinstance(part, list) else [part]))
 
 
