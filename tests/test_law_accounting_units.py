@@ -310,3 +310,28 @@ def test_gradients_are_reduced_as_they_appear_except_by_zero1(strategy):
         fs.value_and_grad(f)(params)
     entries = [e for e in record if isinstance(e, str) or not e.scalar]
     assert ", ".join(e if isinstance(e, str) else f"{e.label} {names[e.bytes]}" for e in entries) == order
+
+
+@on_ranks(2)
+def test_gradients_of_one_unit_are_reduced_as_they_appear_in_every_call():
+    """Nothing is gathered again: in a later call autograd saves the full tensors themselves."""
+
+    class Noted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            # Each too large to share a node with others.
+            self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(3))
+
+        def forward(self, x, record):
+            for i, layer in enumerate(self.layers):
+                x = layer(x)
+                x.register_hook(lambda _, i=i: record.append(f"hook {i}"))
+            return x.square().mean()
+
+    model = fs.functionalize(filled(Noted()), units=None)
+    params, orders = model.init(fs.zero3(one_axis(), links=FAST)), []
+    for _ in range(3):
+        with fs.comm.record() as record:
+            fs.value_and_grad(lambda p, record=record: model.apply(p, torch.ones(3, 256).double(), record))(params)
+        orders.append([e if isinstance(e, str) else e.label for e in record if isinstance(e, str) or not e.scalar])
+    assert orders == [["gather", "hook 2", "scatter", "hook 1", "scatter", "hook 0", "scatter"]] * 3

@@ -153,6 +153,8 @@ class Backward:
             case Kind.REDUCE:
                 return (step.use, step.leaf) in self._ready
             case Kind.GATHER:
+                if self._uses[step.use].stays:
+                    return True
                 # Behind a reduction it takes the place of the full tensors that went; else it waits until it is needed.
                 before = self._steps[number - 1].kind if number else None
                 return before is Kind.REDUCE or (before is Kind.GATHER and self._may_take(number - 1))
