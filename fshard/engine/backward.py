@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +14,18 @@ from fshard.engine.unit import Leaf, Unit, Use, divided_parts, policy_of, turn_o
 from fshard.transforms.compose import start_scatter
 
 
-class _Bucket(NamedTuple):
-    leaves: list[Leaf]
-    grads: list[torch.Tensor]
-    nbytes: int
+@dataclass
+class _Bucket:
+    """Gradients that are reduced together."""
+
+    leaves: list[Leaf] = field(default_factory=list)
+    grads: list[torch.Tensor] = field(default_factory=list)
+    nbytes: int = 0
+
+    def add(self, leaf: Leaf, grad: torch.Tensor) -> None:
+        self.leaves.append(leaf)
+        self.grads.append(grad)
+        self.nbytes += leaf.nbytes
 
 
 class _Flight(NamedTuple):
@@ -105,15 +114,15 @@ class Backward:
         for i, grad in zip(group, grads, strict=True):
             if grad is not None:
                 use.unit.leaves[i].add_partial(grad)
-            if use.until is None and (use.regathered or self._last):
-                use.drop(i, self._pool if self._at <= self._last_gather else None)
-            self._ready.add((use.number, i))
+        if use.until is None and (use.regathered or self._last):
+            use.drop(group, self._pool if self._at <= self._last_gather else None)
+        self._ready.update((use.number, i) for i in group)
         while self._at < len(self._steps) and self._may_take(self._at):
             self._take(self._steps[self._at])
 
     def reduced_now(self, use: Use, group: Sequence[int]) -> list[torch.Tensor]:
         """Finish the gradients of leaves from which autograd goes on."""
-        self._advance(1 + max(self._place[Step(Kind.REDUCE, use.number, i)] for i in group))
+        self._advance(1 + self._place[Step(Kind.REDUCE, use.number, self._turns[use.number].due[-1])])
         while self._flying:
             self._land()
         return [use.unit.leaves[i].take_reduced() for i in group]
@@ -137,9 +146,8 @@ class Backward:
         if self._reduce_now:
             # Steps that were too early, and leaves used in earlier microbatches only, which left the reduction to this.
             reduces = (step for step in self._steps if step.kind is Kind.REDUCE)
-            due = (self._uses[step.use].unit.leaves[step.leaf] for step in reduces)
-            for leaf in dict.fromkeys(leaf for leaf in (*due, *leaves) if leaf.owed):
-                self._reduce(leaf)
+            due = (self._uses[step.use].unit.leaves[i] for step in reduces for i in step.leaves)
+            self._reduce(list(dict.fromkeys(leaf for leaf in (*due, *leaves) if leaf.owed)))
         self._land_all()
         return self._failed
 
@@ -151,7 +159,7 @@ class Backward:
         step = self._steps[number]
         match step.kind:
             case Kind.REDUCE:
-                return (step.use, step.leaf) in self._ready
+                return all((step.use, i) in self._ready for i in step.leaves)
             case Kind.GATHER:
                 if self._uses[step.use].stays:
                     return True
@@ -189,12 +197,12 @@ class Backward:
                 if not use.stays:
                     use.start(self._pool)
             case Kind.REDUCE:
-                leaf = use.unit.leaves[step.leaf]
-                if self._early or leaf.derived:
-                    self._reduce(leaf)
-                if step.leaf == self._turns[step.use].due[-1]:
+                leaves = [use.unit.leaves[i] for i in step.leaves]
+                if self._early or leaves[0].derived:
+                    self._reduce(leaves)
+                if step.leaves == self._turns[step.use].due[-1]:
                     # Autograd waits for a computed leaf: its bucket starts here, whatever else this rank has ready.
-                    self._start_all(0 if leaf.derived else use.unit.policy.bucket_bytes)
+                    self._start_all(0 if leaves[0].derived else use.unit.policy.bucket_bytes)
             case Kind.CLOSE:
                 self._pinned.append(use)
                 for other in self._pinned:
@@ -210,19 +218,26 @@ class Backward:
         except Exception as error:
             self._failed = error
 
-    def _reduce(self, leaf: Leaf) -> None:
-        self._run_hooks(leaf)
-        grad, nbytes, transform = leaf.take_partial(), leaf.nbytes, leaf.spec.transform
-        size = leaf.bucket_bytes
-        if nbytes >= size:
-            self._start(_Bucket([leaf], [grad], nbytes))
-            return
-        if (full := self._buckets.get(transform)) and full.nbytes + nbytes > size:
-            self._start(self._buckets.pop(transform))
-        leaves, grads, before = self._buckets.get(transform, _Bucket([], [], 0))
-        self._buckets[transform] = bucket = _Bucket([*leaves, leaf], [*grads, grad], before + nbytes)
-        if bucket.nbytes >= size:
-            self._start(self._buckets.pop(transform))
+    def _reduce(self, leaves: Sequence[Leaf]) -> None:
+        transform, bucket = None, _Bucket()
+        for leaf in leaves:
+            if leaf.hooks:
+                self._run_hooks(leaf)
+            grad, size = leaf.take_partial(), leaf.bucket_bytes
+            if leaf.nbytes >= size:
+                self._start(_Bucket([leaf], [grad], leaf.nbytes))
+                continue
+            # Neighbours share one transform, which is slow to hash.
+            if leaf.spec.transform is not transform:
+                transform = leaf.spec.transform
+                bucket = self._buckets.setdefault(transform, _Bucket())
+            if bucket.leaves and bucket.nbytes + leaf.nbytes > size:
+                self._start(bucket)
+                bucket = self._buckets[transform] = _Bucket()
+            bucket.add(leaf, grad)
+            if bucket.nbytes >= size:
+                self._start(bucket)
+                bucket = self._buckets[transform] = _Bucket()
 
     @_compat.outside_selective_checkpoint()
     def _start(self, bucket: _Bucket) -> None:
@@ -249,8 +264,9 @@ class Backward:
 
     def _start_all(self, least: int = 0) -> None:
         """Start all buckets of so many bytes at least."""
-        for transform in [transform for transform, bucket in self._buckets.items() if bucket.nbytes >= least]:
-            self._start(self._buckets.pop(transform))
+        for transform, bucket in list(self._buckets.items()):
+            if bucket.leaves and bucket.nbytes >= least:
+                self._start(self._buckets.pop(transform))
 
     def _land_all(self) -> None:
         self._start_all()

@@ -74,9 +74,9 @@ class Call:
         self._failed: Exception | None = None
         self._phase, self._news = "f" if self._differentiable else what, False
         self.bound = [self._bind(leaf) for leaf in flat.leaves]
-        pairs = zip(flat.paths, self.bound, strict=True)
+        given = zip(flat.paths, self.bound, flat.leaves, strict=True)
         kind = Leaf if share is None else partial(TreeLeaf, share=share)
-        self.leaves = [kind(path, leaf) if is_sharded(leaf) else None for path, leaf in pairs]
+        self.leaves = [kind(path, leaf, own.local) if is_sharded(leaf) else None for path, leaf, own in given]
         self._own = [leaf for leaf in self.leaves if leaf is not None]
         self._share = share
         self._concluded: list[Order | None] = []
@@ -108,7 +108,7 @@ class Call:
         """Find the leaf that this call bound, or take in one that was computed from such."""
         found = self._by_tensor.get(id(leaf.local))
         if found is None:
-            found = self._by_tensor[id(leaf.local)] = Leaf(path, leaf, derived=True)
+            found = self._by_tensor[id(leaf.local)] = Leaf(path, leaf, leaf.local, derived=True)
             if found.trained:
                 self._refuse_on_shards([found])
         return found

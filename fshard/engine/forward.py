@@ -441,7 +441,7 @@ def _unit_like(event: UnitEvent, own: Mapping[str, Leaf]) -> Unit:
             spec, dtype, trained = derived
             like = next(iter(own.values())).stored
             zeros = like.new_zeros(spec.local_shape, dtype=dtype).requires_grad_(trained)
-            leaf = Leaf(path, Sharded(zeros, spec), derived=True)
+            leaf = Leaf(path, Sharded(zeros, spec), zeros, derived=True)
         assert leaf is not None
         leaves.append(leaf)
     return Unit(event.name, tuple(leaves))

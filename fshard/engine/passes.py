@@ -33,10 +33,6 @@ class Pass:
         self._units = [_merged(units[b.first : b.last + 1], b.regathered) for b in self._buckets]
         self._uses = [] if forward.over else forward.begin(name, self._units, self._buckets)
         self._bucket_of = [n for n, b in enumerate(self._buckets) for _ in range(b.first, b.last + 1)]
-        self._holders: dict[Leaf, list[int]] = {}
-        for number, unit in enumerate(self._units):
-            for leaf in unit.leaves:
-                self._holders.setdefault(leaf, []).append(number)
         self._over = False
         self._open: dict[int, Use] = {}
         self._held: dict[int, Use] = {}
@@ -104,7 +100,7 @@ class Pass:
 
     def _bucket_with(self, leaf: Leaf) -> int | None:
         """The bucket that holds a leaf: of several, as of tied ones, the next that has not been opened."""
-        holders = self._holders.get(leaf, [])
+        holders = [number for number, unit in enumerate(self._units) if leaf in unit.places]
         ahead = (number for number in holders if self._uses and not self._uses[number].opened)
         return next(ahead, holders[0] if holders else None)
 

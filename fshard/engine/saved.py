@@ -32,18 +32,19 @@ class Saved:
 
     def __init__(self, fetch: Callable[[Use, int], torch.Tensor]) -> None:
         """Call `fetch` when a gathered tensor is needed."""
-        self._fetch = fetch
+        self._fetch, self._hooked = fetch, False
         # A weak reference keeps a storage's address from being used anew, so that no other is taken for it.
         # Beside it stand the use, the place in it, and the type and bits of the tensor that will be gathered again.
         self._known: dict[int, tuple[object, Use, int, type, bool]] = {}
 
     def hooks(self) -> AbstractContextManager[None]:
         """Make the context in which the function runs, so that autograd saves no gathered tensor."""
+        self._hooked = True
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def watch(self, use: Use) -> None:
         """Know a use's tensors, except those that it shares with stored shards."""
-        if use.state is not State.FULL or not use.regathered:
+        if not self._hooked or use.state is not State.FULL or not use.regathered:
             return
         for place, (leaf, tensor) in enumerate(zip(use.unit.leaves, use.full, strict=True)):
             if tensor is not None:
@@ -61,9 +62,8 @@ class Saved:
         if found is None or found[1].closed:
             return tensor
         _, use, place, cls, lazy = found
-        like = use.unit.leaves[place].like
         # A subclass holds more than its numbers; memory of lazy bits reads otherwise in another dtype.
-        if type(tensor) is not cls or like is None or (lazy and tensor.dtype is not like.dtype):
+        if type(tensor) is not cls or (lazy and tensor.dtype is not use.unit.leaves[place].dtype):
             return tensor
         use.saved = True
         layout = tensor.size(), tensor.stride(), tensor.storage_offset()

@@ -14,8 +14,8 @@ class Kind(StrEnum):
     """The kinds of steps.
 
     GATHER starts the all-gather of a use. OPEN is where the forward starts to compute with it, and the backward to
-    differentiate that. REDUCE reduces the gradient of one of its leaves. CLOSE is where another use may take its place.
-    COLLECTIVE is where the function's own collective begins or ends; no later step comes before it on any rank.
+    differentiate that. REDUCE reduces gradients of leaves that come at once. CLOSE is where another use may take its
+    place. COLLECTIVE is where the function's own collective begins or ends; no later step comes before it on any rank.
     """
 
     GATHER = "gather"
@@ -31,12 +31,12 @@ class Step(NamedTuple):
     Attributes:
         kind: What it does.
         use: Number of the use, in the order of the forward; for COLLECTIVE, that of the step among its like.
-        leaf: For REDUCE, the number of the leaf in its unit.
+        leaves: For REDUCE, the numbers of the leaves in their unit.
     """
 
     kind: Kind
     use: int
-    leaf: int = -1
+    leaves: tuple[int, ...] = ()
 
 
 class Part(NamedTuple):
@@ -161,14 +161,15 @@ class Turn(NamedTuple):
         again: Whether it is gathered again.
         size: The bytes that its gather moves.
         ahead: How far gathers run ahead while it is differentiated.
-        due: The leaves whose gradients are complete where the backward leaves it, in the order of their reduction.
-        nbytes: Bytes of each of these gradients; where some come at once, of all with the first of them.
+        due: The leaves whose gradients are complete where the backward leaves it, in the order of their reduction;
+            together those whose gradients come at once.
+        nbytes: Bytes of the gradients of each of these groups.
     """
 
     again: bool
     size: int
     ahead: Ahead
-    due: tuple[int, ...] = ()
+    due: tuple[tuple[int, ...], ...] = ()
     nbytes: tuple[int, ...] = ()
 
     def early(self) -> int:
@@ -212,8 +213,8 @@ def backward(events: Sequence[Step], turns: Sequence[Turn]) -> list[Step]:
             started = gather(passed) if early else gather_ahead(turn.ahead)
             steps.append(Step(Kind.OPEN, event.use))
             continue
-        for n, leaf in enumerate(turn.due, start=1):
-            steps.append(Step(Kind.REDUCE, event.use, leaf))
+        for n, leaves in enumerate(turn.due, start=1):
+            steps.append(Step(Kind.REDUCE, event.use, leaves))
             if n == early:
                 started = gather_ahead(turn.ahead)
         steps.append(Step(Kind.CLOSE, event.use))

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from fshard.engine.unit import Leaf, Part, Sum
+from fshard.engine.unit import Leaf, Part
 from fshard.errors import Problem, leaf_error
 from fshard.microbatches import Share, TreeSum
 from fshard.transforms.compose import reduction
@@ -21,9 +21,9 @@ class TreeLeaf(Leaf):
 
     __slots__ = ("_share", "_tree", "microbatch")
 
-    def __init__(self, path: str, leaf: Sharded, share: Share) -> None:
+    def __init__(self, path: str, leaf: Sharded, stored: torch.Tensor, share: Share) -> None:
         """Take a leaf in."""
-        super().__init__(path, leaf)
+        super().__init__(path, leaf, stored)
         self._share, self._tree = share, TreeSum()
         self.microbatch: int | None = None
 
@@ -34,15 +34,14 @@ class TreeLeaf(Leaf):
     @property
     def _dtype(self) -> torch.dtype:
         """The dtype of all sums over microbatches: that of the reduction, or else of full gradients."""
-        assert self.like is not None
-        return reduction(self.spec.transform).dtype or self.like.dtype
+        return reduction(self.spec.transform).dtype or self.dtype
 
     def take_partial(self) -> torch.Tensor:
         """Hand over this rank's full gradient, of this microbatch or of all; where blocks are uneven, several sums."""
         if self._early:
             return super().take_partial()
         self.owed = False
-        self._enter(self._full)
+        self._enter()
         if self._share.uneven:
             parts = [self.zeros().to(self._dtype) if part is None else part for part in self._tree.take()]
             return torch.stack(parts, dim=-1)
@@ -52,14 +51,18 @@ class TreeLeaf(Leaf):
     def end_microbatch(self, last: bool) -> None:
         """Take the gradient of a microbatch into the tree when its backward has ended."""
         if self._early or not last:
-            self._enter(self._reduced if self._early else self._full)
+            self._enter()
 
-    def _enter(self, own: Sum) -> None:
+    def _enter(self) -> None:
         if self.microbatch is None:
             return
-        grad = own.take()
-        wide = None if grad is None else grad.to(self._dtype)
-        self._tree.add(self.microbatch // (self._share.ranks if self._early else 1), wide, own=wide is not grad)
+        if self._early:
+            part, self._reduced = self._reduced, None
+        else:
+            part, self._full = self._full, None
+        wide = None if part is None else part.grad.to(self._dtype)
+        own = part is not None and wide is not part.grad
+        self._tree.add(self.microbatch // (self._share.ranks if self._early else 1), wide, own=own)
         self.microbatch = None
 
     def as_part(self, grad: torch.Tensor, own: bool | None = None) -> Part:
@@ -70,7 +73,7 @@ class TreeLeaf(Leaf):
     def take_grad(self, divisor: Any = 1) -> torch.Tensor:
         """Hand over the reduced gradient, divided and in the stored dtype; zeros where this rank has none."""
         if self._early and (total := self._tree.total()) is not None:
-            self._reduced.add(super().as_part(total, own=False).grad)
+            self.add_reduced(super().as_part(total, own=False))
         return super().take_grad(divisor)
 
 

@@ -20,14 +20,6 @@ from fshard.tree.checks import check_versions, describe, writes_counted
 _PLAIN = ReshardPolicy()
 
 
-class Like(NamedTuple):
-    """Shape, dtype and device of a tensor."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
 class Part(NamedTuple):
     """A part of a gradient, and whether it may be written to."""
 
@@ -35,39 +27,13 @@ class Part(NamedTuple):
     own: bool
 
 
-class Sum:
-    """Gradients that are added up, in place from where the sum is no one else's tensor.
-
-    Attributes:
-        value: The sum so far; None before the first part.
-    """
-
-    __slots__ = ("_own", "value")
-
-    def __init__(self) -> None:
-        """Nothing is added yet."""
-        self.value: torch.Tensor | None = None
-        self._own = False
-
-    def add(self, part: torch.Tensor, dtype: torch.dtype | None = None, own: bool = False) -> None:
-        """Add a part.
-
-        Args:
-            part: The part.
-            dtype: The dtype in which two parts and more are added up; None leaves it to them.
-            own: Whether the part may be written to.
-        """
-        if self.value is None:
-            self.value, self._own = part, own
-            return
-        wide = self.value if dtype is None else self.value.to(dtype)
-        self.value = wide.add_(part) if self._own or wide is not self.value else wide + part
-        self._own = True
-
-    def take(self) -> torch.Tensor | None:
-        """Hand over the sum, and begin anew."""
-        value, self.value = self.value, None
-        return value
+def _sum(total: Part | None, part: Part, dtype: torch.dtype | None = None) -> Part:
+    """Add a part to a sum of gradients, in place where the sum may be written to; a dtype widens the sum of several."""
+    if total is None:
+        return part
+    wide = total.grad if dtype is None else total.grad.to(dtype)
+    own = total.own or wide is not total.grad
+    return Part(wide.add_(part.grad) if own else wide + part.grad, True)
 
 
 class Leaf:
@@ -78,9 +44,12 @@ class Leaf:
         spec: Its spec.
         tensor: The local tensor that autograd knows: the call's own leaf, or one computed from such.
         stored: The same outside of any graph.
+        nbytes: Bytes of the full tensor.
         trained: Whether it takes a gradient.
         derived: Whether it was computed inside the call, so that autograd goes on from its reduced gradient.
-        like: Shape, dtype and device of the full tensor, once it has been gathered.
+        shape: Shape of the full tensor, once it has been gathered.
+        dtype: Its dtype.
+        device: Its device.
         large: Whether it is large enough for an autograd node of its own.
         bucket_bytes: Its gradient is reduced together with others up to this many bytes; a larger one by itself.
         keeper: The use that keeps its full tensor for others, where the policy says so.
@@ -93,53 +62,51 @@ class Leaf:
     """
 
     __slots__ = (
-        *("_full", "_reduced", "_unhooked", "derived", "first", "hooks", "keeper", "large", "like", "owed", "path"),
-        *("accumulated", "bucket_bytes", "spec", "state", "stored", "tensor", "trained", "used"),
+        *("_full", "_reduced", "_unhooked", "derived", "first", "hooks", "keeper", "large", "owed", "path"),
+        *("accumulated", "bucket_bytes", "device", "dtype", "nbytes", "shape", "spec", "state", "stored", "tensor"),
+        *("trained", "used"),
     )
 
-    def __init__(self, path: str, leaf: Sharded, derived: bool = False) -> None:
+    def __init__(self, path: str, leaf: Sharded, stored: torch.Tensor, derived: bool = False) -> None:
         """Take a leaf in."""
         self.path, self.spec, self.tensor, self.derived = path, leaf.spec, leaf.local, derived
-        self.stored = leaf.local.detach()
+        self.stored = stored.detach() if stored.requires_grad else stored
         self.trained = leaf.local.requires_grad
         if derived and self.trained and reduction(leaf.spec.transform).has_state:
             found = "a leaf computed from others whose transform has a state"
             remedy = "gather leaves as they are, or give the result the spec of one whose transform has no state"
             raise leaf_error("gather: no state", [Problem(path, found, "one of the parameters")], remedy)
-        self.like: Like | None = None
+        self.shape: Sequence[int] | None = None
         self.large = self.accumulated = self.owed = self.used = False
         self.bucket_bytes = bucket_bytes_of(leaf)
         self.keeper: Use | None = None
         self.first: Use | None = None
         # Of this rank: the full gradient of the running backward before hooks, that of all backwards, the reduced one.
-        self._unhooked, self._full, self._reduced = Sum(), Sum(), Sum()
+        self._unhooked: Part | None = None
+        self._full: Part | None = None
+        self._reduced: Part | None = None
         self.state: Any = None
         self.hooks: dict[int, Callable[[torch.Tensor], torch.Tensor | None]] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the full tensor."""
-        assert self.like is not None
-        return self.like.shape.numel() * self.like.dtype.itemsize
-
     def zeros(self) -> torch.Tensor:
         """Make the gradient of a rank that did not use the leaf."""
-        assert self.like is not None
-        return torch.zeros(self.like.shape, dtype=self.like.dtype, device=self.like.device)
+        assert self.shape is not None
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
     def gathered(self, full: torch.Tensor) -> None:
         """Note dtype and shape of the full tensor, the same on every rank."""
-        if self.like is None:
-            self.like = Like(full.shape, full.dtype, full.device)
+        if self.shape is None:
+            self.shape = self.spec.shape if full.shape == self.spec.shape else full.shape
+            self.dtype, self.device, self.nbytes = full.dtype, full.device, full.nbytes
             self.large = self.nbytes >= min(self.bucket_bytes, comm.PACK_BYTES)
 
     def add_partial(self, grad: torch.Tensor) -> None:
         """Add to this rank's full gradient; where hooks are to run, to that of the running backward."""
         self.used = True
         if self.hooks:
-            self._unhooked.add(grad)
+            self._unhooked = _sum(self._unhooked, Part(grad, False))
         else:
-            self._full.add(grad, self._sum_dtype(grad.dtype))
+            self._full = _sum(self._full, Part(grad, False), self._sum_dtype(grad.dtype))
 
     def run_hooks(self) -> None:
         """Run hooks on the gradient of the running backward, which is complete, and add their result.
@@ -147,11 +114,10 @@ class Leaf:
         Raises:
             ValueError: if a hook returns something else than a gradient.
         """
-        unhooked = self._unhooked.take()
-        if unhooked is None:
+        if self._unhooked is None:
             return
         # A copy, which hooks may keep or write to.
-        grad = unhooked.clone()
+        grad, self._unhooked = self._unhooked.grad.clone(), None
         for hook in self.hooks.values():
             with torch.no_grad():
                 found = hook(grad)
@@ -161,13 +127,12 @@ class Leaf:
                 remedy = "return one like its argument"
                 raise leaf_error("register_hook: a hook's result is no gradient", [problem], remedy)
             grad = grad if found is None else found.detach()
-        self._full.add(grad, self._sum_dtype(grad.dtype))
+        self._full = _sum(self._full, Part(grad, False), self._sum_dtype(grad.dtype))
 
     def take_partial(self) -> torch.Tensor:
         """Hand over this rank's full gradient; zeros where it has none."""
-        self.owed = False
-        grad = self._full.take()
-        return self.zeros() if grad is None else grad
+        full, self._full, self.owed = self._full, None, False
+        return self.zeros() if full is None else full.grad
 
     def _sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Find the dtype in which gradients of a dtype are added up."""
@@ -186,18 +151,20 @@ class Leaf:
 
     def add_reduced(self, part: Part) -> None:
         """Add a part of the reduced gradient."""
-        self._reduced.add(part.grad, own=part.own)
+        self._reduced = _sum(self._reduced, part)
 
     def take_reduced(self) -> torch.Tensor:
         """Hand over the reduced gradient to autograd, which goes on from it."""
-        grad = self._reduced.take()
-        assert grad is not None
-        return grad
+        reduced, self._reduced = self._reduced, None
+        assert reduced is not None
+        return reduced.grad
 
     def take_grad(self, divisor: Any = 1) -> torch.Tensor:
         """Hand over the reduced gradient, divided and in the stored dtype; zeros where this rank has none."""
-        grad = self._reduced.take()
-        return torch.zeros_like(self.stored) if grad is None else divided(grad, divisor).to(self.stored.dtype)
+        reduced, self._reduced = self._reduced, None
+        if reduced is None:
+            return torch.zeros_like(self.stored)
+        return divided(reduced.grad, divisor).to(self.stored.dtype)
 
 
 def divided_parts(parts: Sequence[Part], divisor: Any) -> list[Part]:
@@ -375,25 +342,27 @@ class Use:
         assert found is not None
         return found
 
-    def drop(self, index: int, pool: comm.Pool | None = None) -> None:
-        """Drop the full tensor of one leaf.
+    def drop(self, group: Sequence[int], pool: comm.Pool | None = None) -> None:
+        """Drop the full tensors of some leaves.
 
         Args:
-            index: Its number.
-            pool: Takes its memory, if nobody else holds it and the next gather may write to it.
+            group: Their numbers.
+            pool: Takes their memory, if nobody else holds it and the next gather may write to it.
         """
         if self.state is State.FULL:
-            tensor, self.full[index] = self.full[index], None
-            if pool is not None and self.regathered and tensor is not None:
-                pool.put(tensor)
+            for index in group:
+                tensor, self.full[index] = self.full[index], None
+                if pool is not None and self.regathered and tensor is not None:
+                    pool.put(tensor)
+                # Or the last one would still be held.
+                del tensor
 
     def release(self, pool: comm.Pool | None = None) -> None:
         """Drop all full tensors."""
         if self.state is State.GATHERING:
             # This rank had no use for it, but the gather is under way.
             self.wait()
-        for index in range(len(self.full)):
-            self.drop(index, pool)
+        self.drop(range(len(self.full)), pool)
         self.full, self.state = [], State.ABSENT
 
     def group_of(self, index: int) -> list[int]:
@@ -435,12 +404,11 @@ def turn_of(use: Use, reduce: bool) -> Turn:
     """
     leaves = use.unit.leaves
     # A computed leaf hands its gradient on at each use; the call's own have theirs complete at the first.
-    due = [i for i, leaf in enumerate(leaves) if leaf.trained and (leaf.derived or (reduce and leaf.first is use))]
-    # Large leaves come first: small ones share a node, which autograd reaches last.
-    due.sort(key=lambda i: (leaves[i].derived, not leaves[i].large, -i))
-    nbytes = [leaves[i].nbytes for i in due]
-    # Gradients of one node come all at once: they count where the first of them is reduced.
-    shared = [n for n, i in enumerate(due) if not leaves[i].large and not leaves[i].derived]
-    for n in shared[1:]:
-        nbytes[shared[0]], nbytes[n] = nbytes[shared[0]] + nbytes[n], 0
+    derived = tuple(i for i, leaf in enumerate(leaves) if leaf.derived and leaf.trained)
+    own = [i for i, leaf in enumerate(leaves) if not leaf.derived and leaf.trained and reduce and leaf.first is use]
+    own.reverse()
+    # Large leaves come first, one by one: the small ones share a node, which autograd reaches last.
+    large = [(i,) for i in own if leaves[i].large]
+    due = [group for group in (*large, tuple(i for i in own if not leaves[i].large), derived[::-1]) if group]
+    nbytes = [sum(leaves[i].nbytes for i in group) for group in due]
     return Turn(use.regathered and use.saved, use.unit.nbytes, use.unit.ahead, tuple(due), tuple(nbytes))

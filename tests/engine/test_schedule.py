@@ -1,7 +1,7 @@
 """The schedule as tables, without ranks.
 
-Steps are written as letters: g a gather, o where a use opens, r a reduction (of leaf n as r.n), c where it closes, x
-where a collective of the function's own begins or ends.
+Steps are written as letters: g a gather, o where a use opens, r a reduction (of leaves m and n as r.mn), c where it
+closes, x where a collective of the function's own begins or ends.
 """
 
 import pytest
@@ -15,13 +15,13 @@ LETTERS = {kind: letter for letter, kind in KINDS.items()}
 def steps(text):
     found = []
     for word in text.split():
-        use, _, leaf = word[1:].partition(".")
-        found.append(Step(KINDS[word[0]], int(use), int(leaf) if leaf else -1))
+        use, _, leaves = word[1:].partition(".")
+        found.append(Step(KINDS[word[0]], int(use), tuple(map(int, leaves))))
     return found
 
 
 def text_of(found):
-    return " ".join(f"{LETTERS[s.kind]}{s.use}{f'.{s.leaf}' if s.leaf >= 0 else ''}" for s in found)
+    return " ".join(".".join([f"{LETTERS[s.kind]}{s.use}", "".join(map(str, s.leaves))]).rstrip(".") for s in found)
 
 
 def chain(n):
@@ -79,7 +79,7 @@ def test_forward(name):
     assert text_of(forward(sizes, [Ahead(*ahead)] * len(sizes))) == expected
 
 
-def one(again=True, prefetch=1, due=(0,), nbytes=None, fits=0):
+def one(again=True, prefetch=1, due=((0,),), nbytes=None, fits=0):
     return Turn(again, 4, Ahead(prefetch, fits), due, nbytes or (4,) * len(due))
 
 
@@ -92,8 +92,13 @@ BACKWARDS = {
     "all again, as many as fit": (CHAIN, [one(fits=8)] * 3, "g2 g1 g0 o2 r2.0 c2 o1 r1.0 c1 o0 r0.0 c0"),
     "the next unit comes before the last quarter of the bytes": (
         "o0 c0 o1 c1",
-        [one(due=(1, 0)), one(due=(2, 1, 0), nbytes=(4, 2, 2))],
+        [one(due=((1,), (0,))), one(due=((2,), (1,), (0,)), nbytes=(4, 2, 2))],
         "g1 o1 r1.2 r1.1 g0 r1.0 c1 o0 r0.1 r0.0 c0",
+    ),
+    "gradients that come at once": (
+        "o0 c0 o1 c1",
+        [one(due=((1, 0),)), one(due=((3,), (2, 1, 0)))],
+        "g1 o1 r1.3 g0 r1.210 c1 o0 r0.10 c0",
     ),
     "the last one kept": (CHAIN, [one(), one(), one(again=False)], "g1 o2 r2.0 c2 g0 o1 r1.0 c1 o0 r0.0 c0"),
     "none again": (CHAIN, [one(again=False)] * 3, "o2 r2.0 c2 o1 r1.0 c1 o0 r0.0 c0"),
