@@ -204,6 +204,8 @@ def work(args: argparse.Namespace) -> None:
         if dist.get_rank() == 0:
             every.set(f"turn {turn + 1}", "")
     Path(args.worker, f"{name}.rank-{dist.get_rank()}.json").write_text(json.dumps(samples))
+    # FSDP2's threads would end the process with an abort.
+    dist.destroy_process_group()
 
 
 def counters() -> tuple[int, int]:
