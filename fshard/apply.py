@@ -179,7 +179,7 @@ class Model:
         call = call_of("apply", flat)
         sharded = [leaf.local for leaf in flat.leaves if is_sharded(leaf)]
         outer = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sharded)
-        if not sharded or _compat.transforms_active() or any(map(_compat.is_dual, sharded)) or (outer and call is None):
+        if not sharded or _compat.transforms_active() or _compat.any_dual(sharded) or (outer and call is None):
             return self._run_full(params, buffers, args, kwargs)
         if call is not None:
             return self._run_units(call, params, buffers, args, kwargs)
@@ -234,7 +234,7 @@ class Model:
         for name, hooks in self._hooks.items():
             own, leaf = leaves.get(name), params[name]
             if own is not None and not own.derived:
-                own.hooks = own.hooks | hooks
+                own.hooks = {**own.hooks, **hooks}
             elif _compat.is_differentiated(leaf.local if is_sharded(leaf) else leaf):
                 found = "one that torch.func or autograd differentiates, or that was gathered or computed before"
                 problems.append(Problem(f"[{name!r}]", found, "the Sharded leaf that fs.value_and_grad passes to f"))
@@ -389,6 +389,8 @@ def _check_names(what: str, argument: str, found: Any, needed: Mapping[str, tupl
     for name, leaf in found.items():
         shape = needed.get(name)
         has = leaf.spec.shape if is_sharded(leaf) else tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
+        if has is not None and has == shape:
+            continue
         if is_sharded(leaf) and shape not in (None, has):
             # Such as weights that are stored as blocks of bytes.
             with _compat.outside_modes(), _compat.outside_transforms():
@@ -438,7 +440,7 @@ def sync_buffers(buffers: Tree, like: Tree, by: str = "rank0") -> Tree:
     """
     if by not in ("rank0", "mean"):
         raise ValueError(f'sync_buffers: expected by to be "rank0" or "mean", got {by!r}')
-    for axis in reduction_axes(like, "sync_buffers"):
+    for axis in reduction_axes(flatten(like), "sync_buffers"):
         check_operands("sync_buffers", buffers, axis)
         rows = iter(comm.all_gather(tree_leaves(buffers), axis, "sync_buffers"))
         buffers = tree_map(lambda _, rows=rows: _merged(next(rows), by), buffers)

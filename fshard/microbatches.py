@@ -233,7 +233,7 @@ def own_share(what: str, params: Tree, communicate: str | None, own: int, job: i
 
 def numbered_in_turn(what: str, params: Tree, own: int, once: bool, over: Over = None) -> Share:
     """Number as many microbatches on every rank, where sums are no tree."""
-    ranks, rank = _place([axis for axis in reversed(reduction_axes(params, what, over)) if axis.size > 1])
+    ranks, rank = _place([axis for axis in reversed(reduction_axes(flatten(params), what, over)) if axis.size > 1])
     return Share(own * ranks, ranks, rank, "once" if once else "each")
 
 
@@ -256,7 +256,7 @@ def _ordered(what: str, params: Tree) -> Sequence[Axis]:
     def order(leaf: Any) -> list[Axis]:
         return [axis for axis in reversed(leaf.spec.transform.axes) if axis.size > 1]
 
-    reduced = reduction_axes(params, what)
+    reduced = reduction_axes(flat, what)
     wanted = [axis for axis in reversed(reduced) if axis.size > 1]
 
     problems = [
@@ -348,8 +348,9 @@ def reduce_microbatches(
         wrong = [leaf for leaf in flat.leaves if not isinstance(leaf, torch.Tensor)]
         expect(not wrong, "reduce_microbatches", "tensors in every aux", describe(wrong[0]) if wrong else "")
     share = own_share("reduce_microbatches", like, communicate, len(auxes), microbatches)
-    axes = reduction_axes(like, "reduce_microbatches")
-    comm.same_call("reduce_microbatches", axes, flatten(like), reduce=reduce, microbatches=share.total)
+    params = flatten(like)
+    axes = reduction_axes(params, "reduce_microbatches")
+    comm.same_call("reduce_microbatches", axes, params, reduce=reduce, microbatches=share.total)
     columns = zip(*(flat.leaves for flat in flats), strict=True)
     wide = ([x.long() if x.dtype == torch.bool else x for x in column] for column in columns)
     sums = [tree_total(total(share.slots(column), axes)) for column in wide]

@@ -63,7 +63,7 @@ def scatter_grads(
         check_no_gradient(count, "scatter_grads")
     flat, params = flatten(grads), flatten(like)
     same_structure("scatter_grads of gradients", flat, params)
-    axes = reduction_axes(like, "scatter_grads", reduce_over)
+    axes = reduction_axes(params, "scatter_grads", reduce_over)
     check_local("scatter_grads of `like`", params)
     check_floating("scatter_grads", params)
     problems = [
@@ -74,8 +74,8 @@ def scatter_grads(
     if problems:
         remedy = "pass the gradients of full leaves, as from torch.func.grad at fs.gather(like)"
         raise leaf_error("scatter_grads: gradients do not fit `like`", problems, remedy)
-    states = states_of("scatter_grads", like, transform_state)
-    shared = shared_axes(like, axes)
+    states = states_of("scatter_grads", params, transform_state)
+    shared = shared_axes(params, axes)
     comm.same_call("scatter_grads", shared, params, reduce=reduce, **named(axes, reduce_over))
     divisor = denominator(count, axes, reduce)
     leaves: list[Any] = list(flat.leaves)
@@ -100,7 +100,7 @@ def scatter_grads(
         for i, spec, grad in zip(group, specs, scattered, strict=True):
             leaves[i] = Sharded(divided(grad.to(params.leaves[i].local.dtype), divisor), spec)
     reduced = unflatten(flat.treedef, leaves)
-    return reduced if transform_state is ABSENT else (reduced, joined(like, states, transform_state))
+    return reduced if transform_state is ABSENT else (reduced, joined(params, states, transform_state))
 
 
 def _problem(grad: Any, param: Any) -> tuple[str, str] | None:

@@ -57,6 +57,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | N
     check_matches("shard", masks(transform), names, flat.leaves)
     chosen = [False] * len(names) if frozen is None else _chosen("shard", frozen, flat, names)
     problems: list[Problem] = []
+    layouts: Layouts = {}
     out: list[Any] = []
     entries: dict[str, str] = {}
     for path, name, leaf, is_chosen in zip(flat.paths, names, flat.leaves, chosen, strict=True):
@@ -67,7 +68,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | N
             entries[path] = misfit[0] if misfit else "None"
             continue
         spec = Spec(tuple(leaf.shape), frozen=is_chosen or is_frozen(leaf))
-        spec = laid_out(path, spec, at(transform, name, leaf), problems)
+        spec = laid_out(path, spec, at(transform, name, leaf), problems, layouts)
         out.append((leaf.detach(), spec))
         entries[path] = fingerprint(leaf, spec)
     entries["(structure)"] = outline(flat.treedef)
@@ -199,6 +200,7 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | None
         chosen = dict(zip(known, _chosen("reshard", frozen, params, known), strict=True))
     problems: list[Problem] = []
     out: list[Any] = []
+    layouts: Layouts = {}
     specs: dict[str, Spec] = {}
     for path, name, leaf in zip(flat.paths, names, flat.leaves, strict=True):
         spec = None
@@ -210,7 +212,7 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | None
                 spec = specs[name].reduced(dims)
             else:
                 whole = Spec(leaf.spec.shape, frozen=chosen.get(name, leaf.spec.frozen))
-                spec = laid_out(path, whole, at(transform, name, leaf), problems)
+                spec = laid_out(path, whole, at(transform, name, leaf), problems, layouts)
             # A TrainState has its parameters first, and then what the optimizer keeps for each.
             specs.setdefault(name, spec)
         out.append((leaf, spec))
@@ -316,10 +318,29 @@ def _move(leaf: Sharded, spec: Spec) -> torch.Tensor:
     return local_piece(full, spec)
 
 
-def laid_out(path: str, spec: Spec, transform: ShardTransform, problems: list[Problem]) -> Spec:
-    """The spec that a transform gives a leaf; where it cannot, the problem is noted."""
+Layouts = dict[tuple[int, Spec], Spec]
+
+
+def laid_out(
+    path: str, spec: Spec, transform: ShardTransform, problems: list[Problem], known: Layouts | None = None
+) -> Spec:
+    """Find the spec that a transform gives a leaf.
+
+    Args:
+        path: The leaf's path.
+        spec: The leaf as a whole.
+        transform: The transform.
+        problems: A transform that cannot lay it out is noted here.
+        known: Specs of the same tree: leaves of equal ones share one object, which is found sooner than an equal one.
+
+    Returns:
+        The spec; the one given where there was a problem.
+    """
+    known = {} if known is None else known
     try:
-        return replace(transform.layout(spec), transform=transform)
+        if (id(transform), spec) not in known:
+            known[id(transform), spec] = replace(transform.layout(spec), transform=transform)
+        return known[id(transform), spec]
     except LayoutError as error:
         problems.append(Problem(path, error.got, error.expected))
         return spec

@@ -12,6 +12,7 @@ from fshard.random import key_of
 from fshard.transforms import transform_state
 from fshard.transforms.state import ABSENT, Absent
 from fshard.tree import (
+    Sharded,
     Spec,
     Tree,
     dcp_error,
@@ -22,6 +23,7 @@ from fshard.tree import (
     like,
     map_leaves,
     tensor_of,
+    tensors_of,
 )
 from fshard.tree.checks import check_flags, describe, refuse_donated, same_structure
 
@@ -206,8 +208,9 @@ def _owned(state: TrainState) -> dict[str, Tree]:
     """Copy the tensors that an update writes to where other tensors share their memory, as those of fs.gather do."""
     written = {"params": state.params, "opt_state": state.opt_state}
     # The average of a frozen parameter is that parameter itself, and nothing is written to it.
-    frozen = {id(tensor_of(leaf)) for leaf in leaves_of(state.params) if not is_trained(leaf)}
-    tensors = [tensor_of(leaf) for leaf in leaves_of(written)]
+    params = leaves_of(state.params)
+    frozen = {id(leaf.local) for leaf in params if isinstance(leaf, Sharded) and leaf.spec.frozen}
+    tensors = tensors_of(leaves_of(written))
     tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and id(tensor) not in frozen]
     pairs = zip(tensors, _compat.share_memory(tensors), strict=True)
     copies = {id(tensor): tensor.detach().clone() for tensor, shared in pairs if shared}
@@ -282,14 +285,14 @@ def _check_gradients(grads: Tree, params: Tree) -> None:
 
 def _misfit(grad: Any, param: Any) -> tuple[str, str] | None:
     """Describe a gradient that does not fit its parameter, and the one expected."""
-    if not is_trained(param):
-        return "a gradient", f"None for {'None' if param is None else 'a frozen leaf'}"
-    if is_sharded(param) and is_sharded(grad):
+    if isinstance(param, Sharded) and isinstance(grad, Sharded) and not param.spec.frozen:
         if grad.spec is not param.spec and grad.spec != param.spec:
             return _differences(grad.spec, param.spec)
         found, needed = grad.local, param.local
         same = found.shape == needed.shape and found.dtype == needed.dtype
         return None if same else (f"{describe(found)} as shard", describe(needed))
+    if not is_trained(param):
+        return "a gradient", f"None for {'None' if param is None else 'a frozen leaf'}"
     same = not is_sharded(param) and isinstance(grad, torch.Tensor) and grad.shape == param.shape
     return None if same else (describe(grad), describe(param))
 

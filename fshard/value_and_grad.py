@@ -237,12 +237,12 @@ def differentiate(
     flat, given = flatten(params), flatten(inputs)
     check_local(what, flat)
     call_of(what, flat)
-    axes = reduction_axes(params, what, over)
-    shared = shared_axes(params, axes)
+    axes = reduction_axes(flat, what, over)
+    shared = shared_axes(flat, axes)
     for each in (flat, given):
         check_floating(what, each)
         check_differentiable(what, each)
-    states = states_of(what, params, transform_state)
+    states = states_of(what, flat, transform_state)
     whole = flat
     if share is not None:
         if _compat.is_tracing():
@@ -263,7 +263,7 @@ def differentiate(
         for grad, leaf in zip(grads, whole.leaves, strict=True)
     ]
     found = value, auxes, unflatten(flat.treedef, wrapped), unflatten(given.treedef, by_inputs)
-    return found if transform_state is ABSENT else (*found, joined(params, states, transform_state))
+    return found if transform_state is ABSENT else (*found, joined(whole, states, transform_state))
 
 
 def _in_tree(what: str, flat: Flat, share: Share) -> list[Any]:
@@ -474,7 +474,7 @@ def _is_outer(flat: Flat, inputs: Flat) -> bool:
     sharded = [leaf.local for leaf in flat.leaves if is_sharded(leaf)]
     tensors = [*sharded, *(leaf for leaf in inputs.leaves if leaf is not None)]
     outer = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return not sharded or outer or _compat.transforms_active() or any(map(_compat.is_dual, tensors))
+    return not sharded or outer or _compat.transforms_active() or _compat.any_dual(tensors)
 
 
 def _unbound(leaf: Any) -> Any:

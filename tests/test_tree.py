@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 import fshard as fs
 from fshard.tree import flatten, unflatten
 from fshard.tree.checks import outline
-from tests.trees import Layer
+from tests.trees import Layer, one_axis
 
 SHARD, TENSOR = fs.Axis("shard", 3, "group 0"), fs.Axis("tensor", 2, "group 1")
 
@@ -177,6 +177,26 @@ def test_a_leaf_is_a_tree(leaf):
     assert paths == ["(root)"]
     assert leaves == [leaf]
     assert unflatten(treedef, leaves) is leaf
+
+
+def test_a_flat_tree_lists_each_spec_and_axis_once():
+    two, three = spec((4, 6), (SHARD, 0)), spec((4, 6), (TENSOR, 1), (SHARD, 0))
+    leaves = [fs.Sharded(torch.zeros(each.local_shape), each) for each in (two, replace(two), three)]
+    flat = flatten({"plain": torch.ones(2), "none": None, "leaves": leaves})
+    assert flat.specs == (two, three)
+    assert flat.axes == (SHARD, TENSOR)
+    assert flat._replace(leaves=[None] * 5).specs == ()
+
+
+def test_leaves_of_one_layout_share_their_spec():
+    strategy = fs.zero3(one_axis())
+    full = {name: torch.zeros(shape) for name, shape in {"a": (4, 2), "b": (4, 2), "c": (2, 4)}.items()}
+    model = fs.functionalize(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+    for tree in (fs.shard(full, strategy), fs.reshard(fs.shard(full, fs.ddp(one_axis())), strategy)):
+        assert tree["a"].spec is tree["b"].spec
+        assert tree["a"].spec != tree["c"].spec
+    params = model.init(strategy, seed=0)
+    assert params["0.weight"].spec is params["1.weight"].spec
 
 
 def test_an_empty_tree_has_no_leaves():

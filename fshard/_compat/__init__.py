@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 from fshard._compat.attention import fused_attention, fused_attention_backward, fuses_attention
 from fshard._compat.autograd import (
+    any_dual,
     below_autograd,
     checkpoints,
     copied_as_it_is,
@@ -20,7 +21,6 @@ from fshard._compat.autograd import (
     in_reentrant_checkpoint,
     is_batched,
     is_differentiated,
-    is_dual,
     is_held_elsewhere,
     is_transformed,
     negated_view,
@@ -37,6 +37,7 @@ from fshard._compat.autograd import (
     storage_key,
     transforms_active,
     version,
+    versions,
 )
 from fshard._compat.collectives import (
     exchange_notes,

@@ -161,7 +161,7 @@ def custom_call(
         ValueError: without `plain`, if more than a first derivative in reverse mode is asked for.
     """
     custom = _Custom(forward, backward, plain, what, remedy, len(tensors))
-    plainly = _compat.transforms_active() or any(map(_compat.is_dual, tensors))
+    plainly = _compat.transforms_active() or _compat.any_dual(tensors)
     custom.check(plainly)
     if plainly:
         assert plain is not None

@@ -25,11 +25,11 @@ from fshard.tree.checks import (
 Over = Axis | str | Sequence[Axis | str] | None
 
 
-def reduction_axes(like: Tree, what: str, over: Over = None) -> tuple[Axis, ...]:
-    """The mesh axes that losses are reduced over: those named, or those that the transforms of `like` declare.
+def reduction_axes(flat: Flat, what: str, over: Over = None) -> tuple[Axis, ...]:
+    """The mesh axes that losses are reduced over: those named, or those that transforms declare.
 
     Args:
-        like: A tree whose leaves are all Sharded, or none; None counts as neither.
+        flat: A tree whose leaves are all Sharded, or none; None counts as neither.
         what: The verb that asks, for its error.
         over: The axes over which batches are split; None means those of every leaf's transform.
 
@@ -40,43 +40,32 @@ def reduction_axes(like: Tree, what: str, over: Over = None) -> tuple[Axis, ...]
         ValueError: if transforms declare different axes, a leaf is nothing on an axis that was named, or only some
             leaves are Sharded.
     """
-    flat = flatten(like)
     check_axes(what, flat)
     check_transforms(what, flat)
-    # Leaves share their transforms: by identity, each is looked at once.
-    transforms = {
-        id(leaf.spec.transform): (path, leaf.spec.transform)
-        for path, leaf in zip(reversed(flat.paths), reversed(flat.leaves), strict=True)
-        if is_sharded(leaf)
-    }
-    if not transforms:
+    if not flat.specs:
         check_tensors(what, flat)
         expect(not over, what, "reduce_over with Sharded leaves, whose specs have axes", "it with plain tensors alone")
         return ()
-    sharded = {path: transform.axes for path, transform in transforms.values()}
     first = next(path for path, leaf in zip(flat.paths, flat.leaves, strict=True) if is_sharded(leaf))
-    needed = sharded[first]
-    problems = [
-        Problem(path, describe(leaf), f"a Sharded leaf, as {first} is")
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if leaf is not None and not is_sharded(leaf)
-    ]
-    if problems:
-        remedy = "shard the whole tree (fs.ddp keeps leaves whole), or keep other leaves out of the parameters"
-        raise leaf_error(f"{what}: plain leaves among Sharded ones", problems, remedy)
+
+    def plain(leaf: Any) -> tuple[str, str] | None:
+        return None if is_sharded(leaf) or leaf is None else (describe(leaf), f"a Sharded leaf, as {first} is")
+
+    remedy = "shard the whole tree (fs.ddp keeps leaves whole), or keep other leaves out of the parameters"
+    check_leaves(f"{what}: plain leaves among Sharded ones", flat, plain, remedy)
     if over is not None:
         return _named(over, flat, what)
-    if all(set(axes) == set(needed) for axes in sharded.values()):
+    found = [spec.transform.axes for spec in flat.specs if spec.transform is not None]
+    needed = found[0]
+    if all(set(axes) == set(needed) for axes in found):
         return needed
     names = [axis.name for axis in needed]
     problems = [
-        Problem(path, f"axes {[axis.name for axis in found]}", f"{names} of one mesh, as for {first}")
+        Problem(path, f"axes {[axis.name for axis in axes]}", f"{names} of one mesh, as for {first}")
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if is_sharded(leaf) and set(found := leaf.spec.transform.axes) != set(needed)
+        if is_sharded(leaf) and set(axes := leaf.spec.transform.axes) != set(needed)
     ]
-    if problems:
-        raise leaf_error(f"{what}: leaves are reduced over different axes", problems, "shard the tree on one mesh")
-    return needed
+    raise leaf_error(f"{what}: leaves are reduced over different axes", problems, "shard the tree on one mesh")
 
 
 def _named(over: Over, flat: Flat, what: str) -> tuple[Axis, ...]:
@@ -85,8 +74,7 @@ def _named(over: Over, flat: Flat, what: str) -> tuple[Axis, ...]:
     fits = isinstance(given, list | tuple) and all(isinstance(one, Axis | str) for one in given)
     expect(fits, what, "reduce_over to be axes or their names", describe(over))
     assert given is not None
-    specs = dict.fromkeys(leaf.spec for leaf in flat.leaves if is_sharded(leaf))
-    known = {axis.name: axis for spec in specs for axis in spec.roles}
+    known = {axis.name: axis for spec in flat.specs for axis in spec.roles}
     axes = tuple(dict.fromkeys(known.get(one, one) if isinstance(one, str) else one for one in given))
     names = [axis if isinstance(axis, str) else axis.name for axis in axes]
 
@@ -106,10 +94,9 @@ def _named(over: Over, flat: Flat, what: str) -> tuple[Axis, ...]:
     return tuple(axis for axis in axes if isinstance(axis, Axis))
 
 
-def shared_axes(like: Tree, over: Sequence[Axis]) -> tuple[Axis, ...]:
+def shared_axes(flat: Flat, over: Sequence[Axis]) -> tuple[Axis, ...]:
     """List the axes whose ranks run a call together: those of its reduction, and those of its leaves' transforms."""
-    specs = dict.fromkeys(leaf.spec for leaf in flatten(like).leaves if is_sharded(leaf))
-    inner = (axis for spec in specs if spec.transform for axis in spec.transform.axes)
+    inner = (axis for spec in flat.specs if spec.transform for axis in spec.transform.axes)
     return tuple(dict.fromkeys((*over, *inner)))
 
 
@@ -145,9 +132,10 @@ def objective(loss: Loss, like: Tree, reduce: str = "mean", *, reduce_over: Over
     """
     check_reduce(reduce, "objective")
     check_loss(loss, reduce, "objective")
-    axes = reduction_axes(like, "objective", reduce_over)
+    params = flatten(like)
+    axes = reduction_axes(params, "objective", reduce_over)
     value, count = loss if isinstance(loss, tuple) else (loss, None)
-    comm.same_call("objective", shared_axes(like, axes), flatten(like), reduce=reduce, **named(axes, reduce_over))
+    comm.same_call("objective", shared_axes(params, axes), params, reduce=reduce, **named(axes, reduce_over))
     return divided(total(value, axes), denominator(count, axes, reduce))
 
 

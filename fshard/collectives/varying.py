@@ -9,7 +9,7 @@ import torch
 from fshard import _compat, comm
 from fshard.collectives.linear import maps_of, operands
 from fshard.errors import Problem, leaf_error
-from fshard.tree import Axis, Flat, Spec, is_sharded
+from fshard.tree import Axis, Flat, Spec
 
 Place = TypeVar("Place")
 
@@ -121,10 +121,8 @@ def check_agrees(value: torch.Tensor, flat: Flat, axes: Sequence[Axis], what: st
     Raises:
         ValueError: on every rank, with the values of all.
     """
-    # By identity: leaves share their axes, which are slow to hash.
-    specs = [leaf.spec for leaf in flat.leaves if is_sharded(leaf)]
-    placed = {id(axis): axis for spec in specs for axis in spec.axes if axis not in spec.independent}
-    others = [axis for axis in dict.fromkeys(placed.values()) if axis.size > 1 and axis not in axes]
+    placed = dict.fromkeys(axis for spec in flat.specs for axis in spec.axes if axis not in spec.independent)
+    others = [axis for axis in placed if axis.size > 1 and axis not in axes]
     if not others or _compat.is_transformed(value) or _compat.is_tracing():
         return
     for axis in others:

@@ -147,12 +147,14 @@ class Packing(NamedTuple):
                 out[group[0]] = buffer
                 continue
             parts = buffer.split([shapes[i].numel() for i in group], dim=-1)
-            out.update({i: part.reshape((*part.shape[:-1], *shapes[i])) for i, part in zip(group, parts, strict=True)})
+            rows = buffer.shape[:-1]
+            out.update({i: part.reshape((*rows, *shapes[i])) for i, part in zip(group, parts, strict=True)})
         return [out[i] for i in range(len(out))]
 
 
 def _flat(tensor: torch.Tensor, keep: int) -> torch.Tensor:
-    return tensor.reshape((*tensor.shape[:keep], tensor.shape[keep:].numel()))
+    """Join all dims behind the first `keep` into one."""
+    return tensor.flatten(keep) if tensor.dim() > keep else tensor.unsqueeze(keep)
 
 
 def packing(
@@ -163,18 +165,22 @@ def packing(
     Without a size for buckets what is small shares one buffer; with one all that is smaller shares buffers up to it.
     """
     groups: list[list[int]] = []
-    filling: dict[torch.dtype, tuple[list[int], int]] = {}
+    filling: dict[torch.dtype, list[int]] = {}
+    filled: dict[torch.dtype, int] = {}
     for i, tensor in enumerate(tensors):
         nbytes = copies * tensor.numel() * tensor.element_size()
         if algorithm == "coalesced" or nbytes >= (bucket_bytes or PACK_BYTES):
             groups.append([i])
             continue
-        group, size = filling.get(tensor.dtype, ([], 0))
-        if bucket_bytes is not None and size + nbytes > bucket_bytes:
-            groups.append(group)
-            group, size = [], 0
-        filling[tensor.dtype] = ([*group, i], size + nbytes)
-    return Packing([*groups, *(group for group, _ in filling.values())])
+        dtype = tensor.dtype
+        if dtype in filling and (bucket_bytes is None or filled[dtype] + nbytes <= bucket_bytes):
+            filling[dtype].append(i)
+            filled[dtype] += nbytes
+            continue
+        if dtype in filling:
+            groups.append(filling[dtype])
+        filling[dtype], filled[dtype] = [i], nbytes
+    return Packing([*groups, *filling.values()])
 
 
 Finish = Callable[[], list[torch.Tensor]]

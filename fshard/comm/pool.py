@@ -59,7 +59,7 @@ def reusable(tensor: torch.Tensor) -> torch.Tensor:
     Returns:
         The same numbers in the same memory, not as a view of anything.
     """
-    if tensor.numel() * tensor.element_size() < LARGE_BYTES or _compat.is_tracing():
+    if tensor.nbytes < LARGE_BYTES or _compat.is_tracing():
         return tensor
     return _over(tensor, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 

@@ -111,9 +111,10 @@ class Backward:
 
     def arrived(self, use: Use, group: Sequence[int], grads: Sequence[torch.Tensor | None]) -> None:
         """Take this rank's full gradients for some leaves of a use."""
+        leaves = use.unit.leaves
         for i, grad in zip(group, grads, strict=True):
             if grad is not None:
-                use.unit.leaves[i].add_partial(grad)
+                leaves[i].add_partial(grad)
         if use.until is None and (use.regathered or self._last):
             use.drop(group, self._pool if self._at <= self._last_gather else None)
         self._ready.update((use.number, i) for i in group)
@@ -142,7 +143,8 @@ class Backward:
         self._failed = self._failed or failed
         self._advance(len(self._steps))
         for leaf in leaves:
-            self._run_hooks(leaf)
+            if leaf.hooks:
+                self._run_hooks(leaf)
         if self._reduce_now:
             # Steps that were too early, and leaves used in earlier microbatches only, which left the reduction to this.
             reduces = (step for step in self._steps if step.kind is Kind.REDUCE)
@@ -254,12 +256,12 @@ class Backward:
     def _land(self) -> None:
         leaves, finish, _ = self._flying.popleft()
         with torch.no_grad():
-            grads = dict(zip(leaves, finish(), strict=True))
+            pairs = list(zip(leaves, finish(), strict=True))
             # Divided now, while they are in the processor's cache.
             for derived, divisor in ((True, 1), (False, self._divisor)):
-                chosen = [leaf for leaf in leaves if leaf.derived is derived]
-                parts = divided_parts([leaf.as_part(grads[leaf]) for leaf in chosen], divisor)
-                for leaf, part in zip(chosen, parts, strict=True):
+                chosen = [(leaf, grad) for leaf, grad in pairs if leaf.derived is derived]
+                parts = divided_parts([leaf.as_part(grad) for leaf, grad in chosen], divisor)
+                for (leaf, _), part in zip(chosen, parts, strict=True):
                     leaf.add_reduced(part)
 
     def _start_all(self, least: int = 0) -> None:

@@ -32,9 +32,10 @@ class UnitEvent(NamedTuple):
     @classmethod
     def of(cls, unit: Unit, inside: Sequence[Use] = ()) -> "UnitEvent":
         """Describe a unit."""
-        pairs = ((leaf, (leaf.spec, leaf.stored.dtype, leaf.trained)) for leaf in unit.leaves)
-        members = tuple((leaf.path, facts if leaf.derived else None) for leaf, facts in pairs)
-        return cls(unit.name, members, tuple(use.number for use in inside))
+        members = [
+            (leaf.path, (leaf.spec, leaf.stored.dtype, leaf.trained) if leaf.derived else None) for leaf in unit.leaves
+        ]
+        return cls(unit.name, tuple(members), tuple(use.number for use in inside))
 
     @property
     def label(self) -> comm.Label:

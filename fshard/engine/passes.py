@@ -79,13 +79,15 @@ class Pass:
             leaf: The leaf.
             in_turn: Whether the schedule moves on to its bucket, rather than gather it once more outside the schedule.
         """
-        inner = (self._open[self._bucket_of[number]] for number in reversed(self._scopes))
-        found = next((use for use in (*inner, *self._open.values()) if leaf in use.unit.places), None)
-        if found is None:
-            bucket = self._bucket_with(leaf)
-            assert bucket is not None
-            found = self._reach(bucket, in_turn)
-        return found, found.unit.places[leaf]
+        inner = [self._open[self._bucket_of[number]] for number in reversed(self._scopes)]
+        for use in (*inner, *self._open.values()):
+            index = use.unit.places.get(leaf)
+            if index is not None:
+                return use, index
+        bucket = self._bucket_with(leaf)
+        assert bucket is not None
+        use = self._reach(bucket, in_turn)
+        return use, use.unit.places[leaf]
 
     def end(self) -> None:
         """Take part in the rest of the schedule, and close everything."""

@@ -2,9 +2,10 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,9 @@ from fshard.tree import ReshardPolicy, Sharded, grouped, matches
 from fshard.tree.checks import check_versions, describe, writes_counted
 
 _PLAIN = ReshardPolicy()
+
+Hook = Callable[[torch.Tensor], torch.Tensor | None]
+_NO_HOOKS: Mapping[int, Hook] = MappingProxyType({})
 
 
 class Part(NamedTuple):
@@ -34,6 +38,11 @@ def _sum(total: Part | None, part: Part, dtype: torch.dtype | None = None) -> Pa
     wide = total.grad if dtype is None else total.grad.to(dtype)
     own = total.own or wide is not total.grad
     return Part(wide.add_(part.grad) if own else wide + part.grad, True)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # Most have that dtype, and an operator takes longer to find out.
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 class Leaf:
@@ -62,7 +71,7 @@ class Leaf:
     """
 
     __slots__ = (
-        *("_full", "_reduced", "_unhooked", "derived", "first", "hooks", "keeper", "large", "owed", "path"),
+        *("_full", "_is_new", "_reduced", "_unhooked", "derived", "first", "hooks", "keeper", "large", "owed", "path"),
         *("accumulated", "bucket_bytes", "device", "dtype", "nbytes", "shape", "spec", "state", "stored", "tensor"),
         *("trained", "used"),
     )
@@ -72,13 +81,16 @@ class Leaf:
         self.path, self.spec, self.tensor, self.derived = path, leaf.spec, leaf.local, derived
         self.stored = stored.detach() if stored.requires_grad else stored
         self.trained = leaf.local.requires_grad
-        if derived and self.trained and reduction(leaf.spec.transform).has_state:
+        facts, policy = reduction(leaf.spec.transform), leaf.spec.reshard or _PLAIN
+        if derived and self.trained and facts.has_state:
             found = "a leaf computed from others whose transform has a state"
             remedy = "gather leaves as they are, or give the result the spec of one whose transform has no state"
             raise leaf_error("gather: no state", [Problem(path, found, "one of the parameters")], remedy)
         self.shape: Sequence[int] | None = None
         self.large = self.accumulated = self.owed = self.used = False
-        self.bucket_bytes = bucket_bytes_of(leaf)
+        # Small leaves of one unit always share a bucket.
+        self.bucket_bytes = facts.bucket_bytes or max(policy.bucket_bytes, comm.PACK_BYTES)
+        self._is_new = facts.is_new
         self.keeper: Use | None = None
         self.first: Use | None = None
         # Of this rank: the full gradient of the running backward before hooks, that of all backwards, the reduced one.
@@ -86,7 +98,7 @@ class Leaf:
         self._full: Part | None = None
         self._reduced: Part | None = None
         self.state: Any = None
-        self.hooks: dict[int, Callable[[torch.Tensor], torch.Tensor | None]] = {}
+        self.hooks = _NO_HOOKS
 
     def zeros(self) -> torch.Tensor:
         """Make the gradient of a rank that did not use the leaf."""
@@ -106,7 +118,7 @@ class Leaf:
         if self.hooks:
             self._unhooked = _sum(self._unhooked, Part(grad, False))
         else:
-            self._full = _sum(self._full, Part(grad, False), self._sum_dtype(grad.dtype))
+            self._add_full(grad)
 
     def run_hooks(self) -> None:
         """Run hooks on the gradient of the running backward, which is complete, and add their result.
@@ -127,7 +139,11 @@ class Leaf:
                 remedy = "return one like its argument"
                 raise leaf_error("register_hook: a hook's result is no gradient", [problem], remedy)
             grad = grad if found is None else found.detach()
-        self._full = _sum(self._full, Part(grad, False), self._sum_dtype(grad.dtype))
+        self._add_full(grad)
+
+    def _add_full(self, grad: torch.Tensor) -> None:
+        part = Part(grad, False)
+        self._full = part if self._full is None else _sum(self._full, part, self._sum_dtype(grad.dtype))
 
     def take_partial(self) -> torch.Tensor:
         """Hand over this rank's full gradient; zeros where it has none."""
@@ -145,8 +161,8 @@ class Leaf:
             grad: The part.
             own: Whether it may be written to; None asks the transform that reduced it.
         """
-        wide = grad.to(self._sum_dtype(self.stored.dtype))
-        own = reduction(self.spec.transform).is_new if own is None else own
+        wide = _cast(grad, self._sum_dtype(self.stored.dtype))
+        own = self._is_new if own is None else own
         return Part(wide, own or wide is not grad)
 
     def add_reduced(self, part: Part) -> None:
@@ -164,7 +180,7 @@ class Leaf:
         reduced, self._reduced = self._reduced, None
         if reduced is None:
             return torch.zeros_like(self.stored)
-        return divided(reduced.grad, divisor).to(self.stored.dtype)
+        return _cast(divided(reduced.grad, divisor), self.stored.dtype)
 
 
 def divided_parts(parts: Sequence[Part], divisor: Any) -> list[Part]:
@@ -182,12 +198,6 @@ def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
 def policy_of(leaves: Sequence[Leaf | Sharded]) -> ReshardPolicy:
     """Find the reshard policy of leaves that share one strategy; the default where their specs have none."""
     return next((leaf.spec.reshard for leaf in leaves if leaf.spec.reshard), _PLAIN)
-
-
-def bucket_bytes_of(leaf: Leaf | Sharded) -> int:
-    """Find the size of the buckets that a leaf's gradient is reduced in; small leaves of one unit always share one."""
-    given = reduction(leaf.spec.transform).bucket_bytes
-    return max(policy_of([leaf]).bucket_bytes, comm.PACK_BYTES) if given is None else given
 
 
 def transform_of(leaf: Leaf) -> Any:
@@ -332,8 +342,8 @@ class Use:
                 if i not in found:
                     assert leaf.keeper is not None
                     found[i] = leaf.keeper.tensor_of(leaf)
-            self.full, self.state = [found[i] for i in range(len(leaves))], State.FULL
-            self._versions = [_compat.version(found[i]) for i in range(len(leaves))]
+            full = [found[i] for i in range(len(leaves))]
+            self.full, self.state, self._versions = [*full], State.FULL, _compat.versions(full)
         return self.full
 
     def tensor_of(self, leaf: Leaf) -> torch.Tensor:
@@ -391,8 +401,8 @@ class Use:
     def check_writes(self, what: str) -> None:
         """Refuse in-place writes to full tensors, which would not reach the parameters, or reach them unseen."""
         if self.state is State.FULL:
-            paths, stored = zip(*((leaf.path, leaf.stored) for leaf in self.unit.leaves), strict=True)
-            check_versions(what, paths, self.full, self._versions, stored)
+            leaves, full = self.unit.leaves, [tensor for tensor in self.full if tensor is not None]
+            check_versions(what, [leaf.path for leaf in leaves], full, self._versions, [leaf.stored for leaf in leaves])
 
 
 def turn_of(use: Use, reduce: bool) -> Turn:

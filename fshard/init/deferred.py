@@ -13,7 +13,17 @@ from fshard.init.calls import NewBuffers, drawn_by_constructors, initializer_of,
 from fshard.init.construct import construct
 from fshard.init.counter import UNDRAWN, count
 from fshard.init.replay import replay
-from fshard.shard import SAME_TREE, check_transform, fingerprint, is_frozen, laid_out, local_piece, stored, unfit
+from fshard.shard import (
+    SAME_TREE,
+    Layouts,
+    check_transform,
+    fingerprint,
+    is_frozen,
+    laid_out,
+    local_piece,
+    stored,
+    unfit,
+)
 from fshard.transforms import ShardTransform
 from fshard.transforms.compose import at, layout_axes, masks
 from fshard.tree import Sharded, Spec, flatten, names_of, unflatten
@@ -69,13 +79,15 @@ class _Shards:
         self._specs: dict[str, Spec] = {}
         self._entries: dict[str, str] = {}
         self._shards: dict[str, Sharded] = {}
+        layouts: Layouts = {}
         for path, name, leaf in zip(self._flat.paths, self._names, self._flat.leaves, strict=True):
             blank = leaf.is_meta and leaf.layout == torch.strided and torch.get_default_device().type != "meta"
             misfit = None if blank else unfit(leaf)
             spec = Spec(tuple(leaf.shape), frozen=is_frozen(leaf))
             if misfit:
                 self.problems.append(Problem(path, *misfit))
-            self._specs[name] = spec if misfit else laid_out(path, spec, at(transform, name, leaf), self.problems)
+            chosen = at(transform, name, leaf)
+            self._specs[name] = spec if misfit else laid_out(path, spec, chosen, self.problems, layouts)
             self._entries[name] = misfit[0] if misfit else fingerprint(leaf, self._specs[name], "without values")
 
     def replay(self, new_buffer: Callable[[torch.Tensor], torch.Tensor], seed: int) -> nn.Module:

@@ -1,6 +1,8 @@
 """from_torch: any elementwise torch.optim class as a pure optimizer."""
 
+import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -11,7 +13,7 @@ import torch
 from fshard import _compat
 from fshard.errors import expect
 from fshard.optim.leaves import begun, check_state, missing, none_missed, partition_axes
-from fshard.tree import Added, Flat, Tree, flatten, is_trained, leaves_of, like, tensor_of, unflatten
+from fshard.tree import Added, Flat, Tree, flatten, is_trained, leaves_of, like, tensor_of, tensors_of, unflatten
 from fshard.tree.checks import check_floating, check_leaves, check_sums, describe
 from fshard.update import Optimizer
 
@@ -106,15 +108,16 @@ def from_torch(
         check_state("from_torch", state, TorchState)
         if habits.withheld:
             state = begun(state, grads, lambda: {"missed": none_missed(params)})
-        flat, gradients = flatten(params), [tensor_of(leaf) for leaf in leaves_of(grads)]
+        flat, gradients = flatten(params), tensors_of(leaves_of(grads))
         before = {name: leaves_of(slot) for name, slot in state.slots.items()}
-        tensors_of = {name: [tensor_of(leaf) for leaf in slot] for name, slot in before.items()}
+        slots = {name: tensors_of(slot) for name, slot in before.items()}
         chosen = [i for i, grad in enumerate(gradients) if grad is not None and is_trained(flat.leaves[i])]
         tensors = [tensor_of(flat.leaves[i]) for i in chosen]
-        donate = donate and _can_be_written([*tensors, *(value for slot in tensors_of.values() for value in slot)])
+        donate = donate and _can_be_written([*tensors, *itertools.chain(*slots.values())])
         new = [_plain(tensor) if donate else copied(tensor) for tensor in tensors]
-        rows = [[(name, slot[i]) for name, slot in tensors_of.items() if slot[i] is not None] for i in chosen]
-        kept = [{name: value if donate else copied(value) for name, value in row} for row in rows]
+        kept = [{name: slot[i] for name, slot in slots.items() if slot[i] is not None} for i in chosen]
+        if not donate:
+            kept = [{name: copied(value) for name, value in states.items()} for states in kept]
         first: list[bool] = []
         if habits.withheld:
             counts = leaves_of(state.missed)
@@ -139,8 +142,8 @@ def from_torch(
         leaves = list(flat.leaves)
         for i, tensor in zip(chosen, new, strict=True):
             leaves[i] = like(leaves[i], tensor)
-        slots = _slots(dict(zip(chosen, after, strict=True)), flat, habits.scalars, before)
-        return unflatten(flat.treedef, leaves), TorchState(state.updates + 1, slots, held, missed)
+        new_slots = _slots(dict(zip(chosen, after, strict=True)), flat, habits.scalars, before)
+        return unflatten(flat.treedef, leaves), TorchState(state.updates + 1, new_slots, held, missed)
 
     return Optimizer(init, update, partial(update, donate=True))
 
@@ -173,13 +176,13 @@ def _step(optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]) -> 
 
 def _same_objects(before: State, after: State) -> bool:
     """Tell whether a class wrote to its state in place, and put no other objects into it."""
-    return len(before) == len(after) and all(after.get(name) is value for name, value in before.items())
+    return before.keys() == after.keys() and all(map(operator.is_, before.values(), map(after.get, before)))
 
 
 def _can_be_written(values: Sequence[Any]) -> bool:
     """Tell whether tensors can be stepped in place: none is there twice or has strides, which fused kernels ignore."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return len(set(map(id, tensors))) == len(tensors) and all(tensor.is_contiguous() for tensor in tensors)
+    return len(set(map(id, tensors))) == len(tensors) and all(map(torch.Tensor.is_contiguous, tensors))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

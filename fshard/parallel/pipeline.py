@@ -298,7 +298,7 @@ def _refuse_derivatives(parts: Parts, flat: Flat, batch: tuple[Tree, ...]) -> No
     given = [*(tensor_of(leaf) for leaf in flat.leaves if leaf is not None), *tree_leaves(batch)]
     needed, remedy = f"no {{}} with schedule={parts.schedule!r}", 'take schedule="gpipe", which is differentiable so'
     expect(not _compat.transforms_active(), "pipeline", needed.format("transform"), "torch.func", remedy)
-    dual = any(_compat.is_dual(tensor) for tensor in given)
+    dual = _compat.any_dual(given)
     expect(not dual, "pipeline", needed.format("forward-mode derivative"), "a tensor with a tangent", remedy)
     wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tree_leaves(batch))
     expect(not wanted, "pipeline", needed.format("gradient of the batch"), "one that requires a gradient", remedy)

@@ -89,7 +89,7 @@ def check_varying(f: Callable[..., Any], params: Tree, *args: Any, reduce_over: 
     flat = flatten(params)
     check_local("check_varying", flat)
     check_transforms("check_varying", flat)
-    reduced = reduction_axes(params, "check_varying", reduce_over)
+    reduced = reduction_axes(flat, "check_varying", reduce_over)
     axes = dict.fromkeys(axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.axes)
     leaves = [_tracked(leaf) for leaf in flat.leaves]
     with torch.enable_grad(), located():

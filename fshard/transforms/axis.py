@@ -91,23 +91,25 @@ class _FullyShard(BuiltIn):
             grad = grad if spec.shape else grad.unsqueeze(0)
         missing = -grad.shape[dim] % self.axis.size
         grad = pad(grad, (0, 0) * (grad.dim() - dim - 1) + (0, missing)) if missing else grad
-        return grad.unflatten(dim, (self.axis.size, -1)).movedim(dim, 0)
+        sizes, rows = grad.shape, grad.shape[dim] // self.axis.size
+        pieces = grad.reshape((*sizes[:dim], self.axis.size, rows, *sizes[dim + 1 :]))
+        return pieces.movedim(dim, 0) if dim else pieces
 
     def split_dims(self, specs: Sequence[Spec]) -> dict[int, int]:
         """List the leaves that are split over this axis with the dim of each; the others are replicated."""
-        dims = ((i, spec.dim_of(self.axis)) for i, spec in enumerate(specs))
-        return {i: dim for i, dim in dims if dim is not None}
+        return {i: dim for i, spec in enumerate(specs) if (dim := spec.dim_of(self.axis)) is not None}
 
     def _outermost(self, spec: Spec, dim: int) -> bool:
         """Tell whether this axis is the last one gathered along `dim`, after which a number has no dim left."""
-        return spec.split_axes(dim)[0] == self.axis
+        return spec.partition.names(dim)[0] == self.axis.name
 
 
 def _joined(rows: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """Put every rank's piece side by side along `dim` and cut them to `size`, row-major: kernels round by strides."""
     length = rows.shape[dim + 1]
     if dim == 0:
-        return rows.flatten(0, 1).narrow(0, 0, size).contiguous()
+        joined = rows.flatten(0, 1)
+        return (joined if len(joined) == size else joined.narrow(0, 0, size)).contiguous()
     if size == len(rows) * length:
         return rows.movedim(0, dim).flatten(dim, dim + 1).contiguous()
     kept = (min(max(size - i * length, 0), length) for i in range(len(rows)))

@@ -55,15 +55,15 @@ def transform_state(params: Tree) -> Tree:
     states = [
         _init(leaf.spec, leaf.local.dtype, leaf.local.device) if _has_state(leaf) else None for leaf in flat.leaves
     ]
-    return joined(params, states)
+    return joined(flat, states)
 
 
-def states_of(what: str, params: Tree, state: Tree | Absent) -> list[Tree]:
+def states_of(what: str, flat: Flat, state: Tree | Absent) -> list[Tree]:
     """Take a state apart: for each leaf of the parameters its own tensors, or None.
 
     Args:
         what: The verb that asks, for errors.
-        params: The parameters.
+        flat: The parameters.
         state: What `transform_state` or the verb returned last.
 
     Returns:
@@ -73,15 +73,11 @@ def states_of(what: str, params: Tree, state: Tree | Absent) -> list[Tree]:
         ValueError: before any collective, if the state is not that of these parameters, or there is none where a
             transform needs one.
     """
-    flat = flatten(params)
     remedy = "pass transform_state=, first as fs.transform_state(params) makes it, then as this verb returns it"
     if state is ABSENT or state is None:
-        problems = [
-            Problem(path, "no state", "that of its transform")
-            for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-            if _has_state(leaf)
-        ]
-        if problems:
+        if any(map(_spec_has_state, flat.specs)):
+            pairs = zip(flat.paths, flat.leaves, strict=True)
+            problems = [Problem(path, "no state", "that of its transform") for path, leaf in pairs if _has_state(leaf)]
             raise leaf_error(f"{what}: transforms need their state", problems, remedy)
         return [None] * len(flat.leaves)
     try:
@@ -102,11 +98,11 @@ def states_of(what: str, params: Tree, state: Tree | Absent) -> list[Tree]:
     return [_unwrapped(part) for part in parts]
 
 
-def joined(params: Tree, states: Sequence[Tree], like: Tree = ()) -> Tree:
+def joined(flat: Flat, states: Sequence[Tree], like: Tree = ()) -> Tree:
     """Put the leaves' states together as one tree, each rank's tensors as rows of Sharded leaves.
 
     Args:
-        params: The parameters.
+        flat: The parameters.
         states: One tree for each leaf, or None.
         like: The state before; None stays None.
 
@@ -115,7 +111,6 @@ def joined(params: Tree, states: Sequence[Tree], like: Tree = ()) -> Tree:
     """
     if like is None:
         return None
-    flat = flatten(params)
     rows = [
         None if state is None else _wrapped(state, leaf.spec) for leaf, state in zip(flat.leaves, states, strict=True)
     ]
@@ -123,9 +118,11 @@ def joined(params: Tree, states: Sequence[Tree], like: Tree = ()) -> Tree:
 
 
 def _has_state(leaf: Any) -> bool:
-    if not is_sharded(leaf) or leaf.spec.transform is None or leaf.spec.frozen:
-        return False
-    return reduction(leaf.spec.transform).has_state
+    return is_sharded(leaf) and _spec_has_state(leaf.spec)
+
+
+def _spec_has_state(spec: Spec) -> bool:
+    return spec.transform is not None and not spec.frozen and reduction(spec.transform).has_state
 
 
 def _wrapped(state: Tree, spec: Spec) -> Tree:

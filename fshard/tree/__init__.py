@@ -22,6 +22,7 @@ from fshard.tree.nodes import (
     names_of,
     subtrees,
     tensor_of,
+    tensors_of,
     tree_leaves,
     tree_map,
     unflatten,

@@ -1,6 +1,7 @@
 """Checks that every verb makes of its trees before it communicates."""
 
 import math
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from fshard.tree import (
     is_trained,
     matches,
     tensor_of,
+    tensors_of,
 )
 
 # Where a tensor says that it was donated.
@@ -228,7 +230,7 @@ def _hold_alone(leaves: Sequence[Any]) -> list[bool]:
 
 def is_donated(leaf: Any) -> bool:
     """Tell whether a leaf's tensor was donated; it is empty then, of shape (0,)."""
-    return DONATED in getattr(tensor_of(leaf), "__dict__", ())
+    return getattr(leaf.local if isinstance(leaf, Sharded) else leaf, DONATED, None) is True
 
 
 def refuse_donated(what: str, flat: Flat) -> None:
@@ -241,13 +243,9 @@ def refuse_donated(what: str, flat: Flat) -> None:
     Raises:
         ValueError: with the path of every leaf that was donated.
     """
-
-    def misfit(leaf: Any) -> tuple[str, str] | None:
-        pair = "a tensor that was donated to an earlier call", "what that call returned in its place"
-        return pair if is_donated(leaf) else None
-
-    remedy = "go on with the new state, or do not donate the old one"
-    check_leaves(f"{what}: arguments were donated", flat, misfit, remedy)
+    pair = "a tensor that was donated to an earlier call", "what that call returned in its place"
+    donated = [Problem(path, *pair) for path, leaf in zip(flat.paths, flat.leaves, strict=True) if is_donated(leaf)]
+    refuse(f"{what}: arguments were donated", donated, "go on with the new state, or do not donate the old one")
 
 
 def is_reachable(axis: Axis) -> bool:
@@ -267,10 +265,10 @@ def check_local(what: str, flat: Flat) -> None:
     """
 
     def misfit(leaf: Any) -> tuple[str, str] | None:
-        if not is_sharded(leaf):
+        if not isinstance(leaf, Sharded):
             return None
         local, needed = leaf.local, leaf.spec.local_shape
-        if isinstance(local, torch.Tensor) and tuple(local.shape) == needed:
+        if isinstance(local, torch.Tensor) and local.shape == needed:
             return None
         shape = f"a local tensor of shape {tuple(local.shape)}" if isinstance(local, torch.Tensor) else ""
         return shape or f"{describe(local)} as local tensor", f"a local tensor of shape {needed}"
@@ -294,16 +292,19 @@ def check_axes(what: str, flat: Flat) -> None:
     Raises:
         ValueError: with the path of every leaf that lives on an axis whose process group this process does not have.
     """
-    # By identity: leaves share their axes, which are slow to hash.
-    reachable: dict[int, bool] = {}
-    problems = []
-    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-        for axis in leaf.spec.axes if is_sharded(leaf) else ():
-            if id(axis) not in reachable:
-                reachable[id(axis)] = is_reachable(axis)
-            if not reachable[id(axis)]:
-                found = f"axis {axis.name!r} of {axis.size} ranks in group {axis.group_name!r}"
-                problems.append(Problem(path, found, "a group of that size that this process is in"))
+    away = [axis for axis in flat.axes if not is_reachable(axis)]
+    if not away:
+        return
+    problems = [
+        Problem(
+            path,
+            f"axis {axis.name!r} of {axis.size} ranks in group {axis.group_name!r}",
+            "a group of that size that this process is in",
+        )
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        for axis in (leaf.spec.axes if is_sharded(leaf) else ())
+        if axis in away
+    ]
     refuse(f"{what}: leaves of another mesh", problems, "shard the tree on a mesh of this process")
 
 
@@ -328,8 +329,9 @@ def check_transforms(what: str, flat: Flat) -> None:
         pair = "a computed tensor that requires a gradient", "none, because its spec is frozen"
         return pair if computed else None
 
-    check_leaves(f"{what}: leaves cannot be gathered", flat, missing, "make them by fs.shard or fs.reshard")
-    if torch.is_grad_enabled():
+    if any(spec.transform is None for spec in flat.specs):
+        check_leaves(f"{what}: leaves cannot be gathered", flat, missing, "make them by fs.shard or fs.reshard")
+    if torch.is_grad_enabled() and any(spec.frozen for spec in flat.specs):
         remedy = "give the result the spec of the leaf that is trained, or detach it"
         check_leaves(f"{what}: a frozen leaf would lose its gradient", flat, lost, remedy)
 
@@ -362,14 +364,15 @@ def check_floating(what: str, flat: Flat) -> None:
     Raises:
         ValueError: with the path of every other leaf that is no floating or complex tensor.
     """
-
-    def misfit(leaf: Any) -> tuple[str, str] | None:
-        tensor = tensor_of(leaf)
-        fits = isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex())
-        return (describe(tensor), "a floating tensor") if is_trained(leaf) and not fits else None
-
+    rows = zip(flat.paths, flat.leaves, tensors_of(flat.leaves), strict=True)
+    problems = [
+        Problem(path, describe(tensor), "a floating tensor")
+        for path, leaf, tensor in rows
+        if not (isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex()))
+        and is_trained(leaf)
+    ]
     remedy = "shard these leaves with frozen=, or keep them out of the parameters"
-    check_leaves(f"{what}: leaves cannot take a gradient", flat, misfit, remedy)
+    refuse(f"{what}: leaves cannot take a gradient", problems, remedy)
 
 
 def check_axis(what: str, axis: Any) -> None:
@@ -467,7 +470,7 @@ def check_loss(loss: Any, reduce: str, what: str) -> None:
 
 def check_no_gradient(count: torch.Tensor, what: str) -> None:
     """Refuse a count that is differentiated: sums are divided by it as by a constant, so gradients would be wrong."""
-    constant = not (count.requires_grad or _compat.is_dual(count))
+    constant = not (count.requires_grad or _compat.any_dual([count]))
     expect(constant, what, "a count that requires no gradient", "one that does", "pass count.detach()")
 
 
@@ -515,13 +518,13 @@ def check_differentiable(what: str, flat: Flat) -> None:
     needed = "a call outside of torch.inference_mode(), where autograd records nothing"
     remedy = "call it outside, and evaluate with model.apply inside"
     expect(not torch.is_inference_mode_enabled(), what, needed, "one inside it", remedy)
-
-    def misfit(leaf: Any) -> tuple[str, str] | None:
-        tensor = tensor_of(leaf)
-        made_inside = isinstance(tensor, torch.Tensor) and tensor.is_inference()
-        return ("a tensor made in torch.inference_mode()", "one that autograd can record") if made_inside else None
-
-    check_leaves(f"{what}: parameters take no gradient", flat, misfit, "clone them outside of inference mode")
+    pair = "a tensor made in torch.inference_mode()", "one that autograd can record"
+    problems = [
+        Problem(path, *pair)
+        for path, tensor in zip(flat.paths, tensors_of(flat.leaves), strict=True)
+        if isinstance(tensor, torch.Tensor) and tensor.is_inference()
+    ]
+    refuse(f"{what}: parameters take no gradient", problems, "clone them outside of inference mode")
 
 
 @contextmanager
@@ -550,7 +553,7 @@ def refuse_writes(
     Raises:
         ValueError: when the context ends, as for `check_versions`.
     """
-    versions = [_compat.version(tensor) for tensor in tensors]
+    versions = _compat.versions(tensors)
     yield
     check_versions(what, paths, tensors, versions, tensors if owned is None else owned)
 
@@ -563,16 +566,18 @@ def check_versions(
     Args:
         what: The verb that asks, for its error.
         paths: The tensors' paths.
-        tensors: The tensors; None where there is nothing to look at.
+        tensors: The tensors; None for those that are gone.
         versions: Their version counters before.
         owned: The caller's tensors of the same leaves. What shares memory with one that was written to is lost.
 
     Raises:
         ValueError: with the path of every tensor written to, and whether the caller has lost it.
     """
+    now = _compat.versions(tensors)
+    if now == versions:
+        return
     problems, lost = [], False
-    for path, tensor, version, owner in zip(paths, tensors, versions, owned, strict=True):
-        writes = 0 if tensor is None else _compat.version(tensor) - version
+    for path, tensor, owner, writes in zip(paths, tensors, owned, map(operator.sub, now, versions), strict=True):
         if writes:
             mine = _compat.is_transformed(tensor) or _compat.storage_key(tensor) == _compat.storage_key(owner)
             lost = lost or mine

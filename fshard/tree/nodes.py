@@ -11,7 +11,7 @@ from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
 
 from fshard import _compat
 from fshard.errors import Problem, leaf_error
-from fshard.tree.specs import Spec
+from fshard.tree.specs import Axis, Spec
 
 Tree = Any
 Treedef = optree.PyTreeSpec
@@ -159,12 +159,26 @@ _compat.register_torch_pytree(
 _IS_SHARDED: Callable[[Any], bool] = Sharded.__instancecheck__
 
 
-class Flat(NamedTuple):
-    """A tree taken apart: one path per leaf, the leaves (Sharded and None kept whole) and the structure."""
-
+class _Flat(NamedTuple):
     paths: list[str]
     leaves: list[Any]
     treedef: Treedef
+
+
+class Flat(_Flat):
+    """A tree taken apart: one path per leaf, the leaves (Sharded and None kept whole) and the structure."""
+
+    @functools.cached_property
+    def specs(self) -> tuple[Spec, ...]:
+        """The specs of its Sharded leaves, each once: what they say need not be asked of thousands of leaves."""
+        # Most leaves share theirs, and specs are slow to hash.
+        by_id = {id(leaf.spec): leaf.spec for leaf in self.leaves if isinstance(leaf, Sharded)}
+        return tuple(dict.fromkeys(by_id.values()))
+
+    @functools.cached_property
+    def axes(self) -> tuple[Axis, ...]:
+        """The mesh axes that they live on, each once."""
+        return tuple(dict.fromkeys(axis for spec in self.specs for axis in spec.axes))
 
 
 def is_sharded(node: Any) -> bool:
@@ -175,6 +189,11 @@ def is_sharded(node: Any) -> bool:
 def tensor_of(leaf: Any) -> Any:
     """Return the tensor that this rank holds of a leaf: the shard of a Sharded one, else the leaf itself."""
     return leaf.local if isinstance(leaf, Sharded) else leaf
+
+
+def tensors_of(leaves: Iterable[Any]) -> list[Any]:
+    """The `tensor_of` each of thousands of leaves."""
+    return [leaf.local if isinstance(leaf, Sharded) else leaf for leaf in leaves]
 
 
 def like(leaf: Any, tensor: Any) -> Any:

@@ -182,8 +182,12 @@ class Spec:
 
     def dim_of(self, axis: Axis) -> int | None:
         """The dim that `axis` splits, or None when the leaf is replicated over it."""
-        dims = (dim for dim in range(len(self.partition)) if axis.name in self.partition.names(dim))
-        return next(dims, None)
+        return self._dims.get(axis.name)
+
+    @functools.cached_property
+    def _dims(self) -> Mapping[str, int]:
+        """The dim that each axis splits."""
+        return {name: dim for dim in range(len(self.partition)) for name in self.partition.names(dim)}
 
     @functools.cached_property
     def roles(self) -> Mapping[Axis, Role]:
