@@ -195,16 +195,17 @@ def divide_in_place(tensors: Sequence[torch.Tensor], divisor: Any) -> None:
     parts: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         base = tensor._base
-        if tensor.is_conj() or tensor.is_neg() or device not in (None, tensor.device):
+        if tensor.is_conj() or tensor.is_neg() or (device is not None and device != tensor.device):
             tensor.div_(divisor)
-        elif base is None or base.is_conj() or base.is_neg() or base.dtype != tensor.dtype:
+        elif base is None:
             together.append(tensor)
         else:
             parts.setdefault(id(base), []).append(tensor)
     for found in parts.values():
         base = found[0]._base
-        whole = base is not None and base.numel() == sum(part.numel() for part in found)
-        together += [base] if whole else found  # type: ignore[list-item]
+        assert base is not None
+        plain = not (base.is_conj() or base.is_neg()) and all(part.dtype is base.dtype for part in found)
+        together += [base] if plain and base.numel() == sum([part.numel() for part in found]) else found
     if together:
         torch._foreach_div_(together, divisor)
 

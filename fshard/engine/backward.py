@@ -57,7 +57,7 @@ class Backward:
         self._place = {step: n for n, step in enumerate(self._steps)}
         self._last_gather = max((n for n, step in enumerate(self._steps) if step.kind is Kind.GATHER), default=-1)
         self._at = 0
-        self._ready: set[tuple[int, int]] = set()
+        self._ready: list[set[int]] = [set() for _ in uses]
         self._pool = comm.Pool()
         self._buckets: dict[Any, _Bucket] = {}
         self._pinned: list[Use] = []
@@ -117,7 +117,7 @@ class Backward:
                 leaves[i].add_partial(grad)
         if use.until is None and (use.regathered or self._last):
             use.drop(group, self._pool if self._at <= self._last_gather else None)
-        self._ready.update((use.number, i) for i in group)
+        self._ready[use.number].update(group)
         while self._at < len(self._steps) and self._may_take(self._at):
             self._take(self._steps[self._at])
 
@@ -161,7 +161,7 @@ class Backward:
         step = self._steps[number]
         match step.kind:
             case Kind.REDUCE:
-                return all((step.use, i) in self._ready for i in step.leaves)
+                return self._ready[step.use].issuperset(step.leaves)
             case Kind.GATHER:
                 if self._uses[step.use].stays:
                     return True

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from fshard.engine.unit import Leaf, Unit, Use, divided_parts, policy_of
 from fshard.errors import Problem, leaf_error
 from fshard.microbatches import Share
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded
-from fshard.tree.checks import refuse_writes
+from fshard.tree.checks import check_versions
 
 
 class Call:
@@ -78,6 +78,7 @@ class Call:
         kind = Leaf if share is None else partial(TreeLeaf, share=share)
         self.leaves = [kind(path, leaf, own.local) if is_sharded(leaf) else None for path, leaf, own in given]
         self._own = [leaf for leaf in self.leaves if leaf is not None]
+        self._versions = _compat.versions(leaf.stored for leaf in self._own)
         self._share = share
         self._concluded: list[Order | None] = []
         if share is not None:
@@ -225,9 +226,10 @@ class Call:
         """Whether some tensors are gathered again in the backward."""
         return bool(self._peers.axes) and any(policy_of([leaf]).regather is not False for leaf in self._own)
 
-    def _unchanged(self) -> AbstractContextManager[None]:
-        """Refuse writes to parameters inside the context."""
-        return refuse_writes(self._what, [leaf.path for leaf in self._own], [leaf.stored for leaf in self._own])
+    def _check_writes(self) -> None:
+        """Refuse writes to parameters since the call began."""
+        stored = [leaf.stored for leaf in self._own]
+        check_versions(self._what, [leaf.path for leaf in self._own], stored, self._versions, stored)
 
     def forward(self, f: Callable[[], tuple[torch.Tensor, Any, Any]]) -> tuple[torch.Tensor, Any, Any] | None:
         """Run the function, and see whether every rank has.
@@ -250,8 +252,9 @@ class Call:
             # Without anything to gather again, autograd may save full tensors themselves.
             drops = self._drops() and not (self._order and self._order.keeps_all)
             hooks = self._forward.saved.hooks() if drops else nullcontext()
-            with hooks, chained(self._chain), torch.enable_grad(), self._unchanged():
+            with hooks, chained(self._chain), torch.enable_grad():
                 out = f()
+                self._check_writes()
             self._forward.finish()
             order = self._forward.conclude(out[0].dtype)
             self._concluded, self._news = [*self._concluded, order], self._news or self._forward.news
@@ -365,8 +368,8 @@ class Call:
         try:
             if outputs and (leaves or given):
                 sources = [*(leaf.tensor for leaf in leaves), *given, *first, ANY_CALL]
-                with self._unchanged():
-                    found = torch.autograd.grad(outputs, sources, starts, allow_unused=True)
+                found = torch.autograd.grad(outputs, sources, starts, allow_unused=True)
+                self._check_writes()
                 direct, by_given = found[: len(leaves)], found[len(leaves) : len(leaves) + len(given)]
                 check_graph(self._what, outputs[: len(outputs) - len(ends)], leaves, direct)
                 self._refuse_on_shards([leaf for leaf, grad in zip(leaves, direct, strict=True) if grad is not None])

@@ -414,11 +414,12 @@ def turn_of(use: Use, reduce: bool) -> Turn:
     """
     leaves = use.unit.leaves
     # A computed leaf hands its gradient on at each use; the call's own have theirs complete at the first.
-    derived = tuple(i for i, leaf in enumerate(leaves) if leaf.derived and leaf.trained)
+    derived = tuple([i for i, leaf in enumerate(leaves) if leaf.derived and leaf.trained])
     own = [i for i, leaf in enumerate(leaves) if not leaf.derived and leaf.trained and reduce and leaf.first is use]
     own.reverse()
     # Large leaves come first, one by one: the small ones share a node, which autograd reaches last.
     large = [(i,) for i in own if leaves[i].large]
-    due = [group for group in (*large, tuple(i for i in own if not leaves[i].large), derived[::-1]) if group]
-    nbytes = [sum(leaves[i].nbytes for i in group) for group in due]
+    small = tuple([i for i in own if not leaves[i].large])
+    due = [group for group in (*large, small, derived[::-1]) if group]
+    nbytes = [sum([leaves[i].nbytes for i in group]) for group in due]
     return Turn(use.regathered and use.saved, use.unit.nbytes, use.unit.ahead, tuple(due), tuple(nbytes))
