@@ -1,5 +1,6 @@
 """Private APIs of autograd, torch.func and tensors, each with the versions it was checked on."""
 
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -192,20 +193,17 @@ def divide_in_place(tensors: Sequence[torch.Tensor], divisor: Any) -> None:
     """
     device = divisor.device if isinstance(divisor, torch.Tensor) else None
     together: list[torch.Tensor] = []
-    parts: dict[int, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        base = tensor._base
-        if tensor.is_conj() or tensor.is_neg() or (device is not None and device != tensor.device):
-            tensor.div_(divisor)
-        elif base is None:
-            together.append(tensor)
-        else:
-            parts.setdefault(id(base), []).append(tensor)
-    for found in parts.values():
-        base = found[0]._base
-        assert base is not None
-        plain = not (base.is_conj() or base.is_neg()) and all(part.dtype is base.dtype for part in found)
-        together += [base] if plain and base.numel() == sum([part.numel() for part in found]) else found
+    # Parts of one buffer follow one another.
+    for _, found in itertools.groupby(tensors, lambda tensor: id(tensor._base)):
+        parts = list(found)
+        base = parts[0]._base
+        if base is not None and base.numel() == sum([part.numel() for part in parts]):
+            parts = [base] if all(part.dtype is base.dtype for part in parts) else parts
+        for part in parts:
+            if part.is_conj() or part.is_neg() or (device is not None and device != part.device):
+                part.div_(divisor)
+            else:
+                together.append(part)
     if together:
         torch._foreach_div_(together, divisor)
 

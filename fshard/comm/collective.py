@@ -3,7 +3,7 @@
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -146,9 +146,11 @@ class Packing(NamedTuple):
             if len(group) == 1:
                 out[group[0]] = buffer
                 continue
-            parts = buffer.split([shapes[i].numel() for i in group], dim=-1)
-            rows = buffer.shape[:-1]
-            out.update({i: part.reshape((*rows, *shapes[i])) for i, part in zip(group, parts, strict=True)})
+            sizes, rows = [shapes[i].numel() for i in group], buffer.shape[:-1]
+            # Of several rows each tensor would be a view with gaps: one operator copies all of them.
+            split: Any = torch.split_with_sizes_copy if rows else torch.split_with_sizes
+            parts = split(buffer, sizes, -1)
+            out.update({i: part.view((*rows, *shapes[i])) for i, part in zip(group, parts, strict=True)})
         return [out[i] for i in range(len(out))]
 
 

@@ -79,11 +79,13 @@ class Pass:
             leaf: The leaf.
             in_turn: Whether the schedule moves on to its bucket, rather than gather it once more outside the schedule.
         """
-        inner = [self._open[self._bucket_of[number]] for number in reversed(self._scopes)]
-        for use in (*inner, *self._open.values()):
-            index = use.unit.places.get(leaf)
-            if index is not None:
-                return use, index
+        for number in reversed(self._scopes):
+            use = self._open[self._bucket_of[number]]
+            if leaf in use.unit.places:
+                return use, use.unit.places[leaf]
+        for use in self._open.values():
+            if leaf in use.unit.places:
+                return use, use.unit.places[leaf]
         bucket = self._bucket_with(leaf)
         assert bucket is not None
         use = self._reach(bucket, in_turn)
