@@ -257,6 +257,26 @@ def test_a_rank_that_leaves_a_collective_out_is_an_error_on_every_rank():
 
 
 @on_ranks(2, "2 processes")
+def test_a_rank_that_fails_takes_part_in_collectives_by_the_shapes_of_the_call_before():
+    axis = fs.axis_of(one_axis())
+    params = fs.shard({"w": torch.ones(2, 2)}, fs.zero3(one_axis(), min_shard_elements=0))
+
+    def loss_fn(params, x, fails):
+        w = fs.gather(params)["w"]
+        if fails:
+            raise KeyError("of rank 1")
+        return fs.psum(x @ w, axis).sum()
+
+    step = fs.value_and_grad(loss_fn)
+    for number in (3, 3, 7):
+        expected = step(params, torch.ones(number, 2), False)
+    kind, text = (KeyError, "of rank 1") if fs.axis_index(axis) else (RuntimeError, "rank shard=1 f raised")
+    with pytest.raises(kind, match=text):
+        step(params, torch.ones(7, 2), fs.axis_index(axis) == 1)
+    assert_same_bits(fs.tree_leaves(step(params, torch.ones(7, 2), False)), fs.tree_leaves(expected))
+
+
+@on_ranks(2, "2 processes")
 def test_fewer_microbatches_than_on_another_rank_are_an_error_on_every_rank():
     axis = fs.axis_of(one_axis())
     params = fs.shard({"w": torch.ones(2, 2)}, fs.zero3(one_axis(), min_shard_elements=0))

@@ -262,16 +262,7 @@ class Call:
         except Exception as error:
             if _compat.refuses_saved_tensor_hooks(error):
                 error = FunctionTransform("f calls torch.func")
-            if self._order is None or isinstance(error, comm.CollectiveError):
-                self._peers.agree(error=error, where=self._phase)
-                raise error
-            self._failed = error
-            if not self._forward.follow({leaf.path: leaf for leaf in self._own}, self._chain):
-                # Other ranks depart in the same way, or hear of the failure by the backend.
-                if isinstance(error, Departed):
-                    self._forward.drop()
-                    remember(self._key, None)
-                raise error
+            self._go_on(error)
             return None
 
     def join(self) -> None:
@@ -281,18 +272,31 @@ class Call:
             RuntimeError: if another rank failed.
             ValueError: if the loss has collectives of its own, or other ranks gather other units than before.
         """
-        order = self._concluded[-1]
+        order = self._concluded[-1] if self._concluded else self._order
         if self._failed is None and order is not None and order.has_collectives:
             expected = "as many microbatches on every rank for a loss with collectives of its own"
             remedy = "share them by a number of ranks that divides them"
             self._failed = ValueError(f"{self._what}: expected {expected}, got fewer on this one; {remedy}")
-        if self._failed is not None and self._order is None:
-            self._peers.agree(error=self._failed, where=self._phase)
-            raise self._failed
         self._begin(order)
+        self._go_on(self._failed)
+
+    def _go_on(self, error: Exception | None) -> None:
+        """Take part in the rest of a forward without computing: after an error, or without a microbatch.
+
+        Args:
+            error: The error of this rank, which is raised if other ranks hear of it now, or cannot be followed.
+        """
+        if error is not None and (self._order is None or isinstance(error, comm.CollectiveError)):
+            self._peers.agree(error=error, where=self._phase)
+            raise error
+        self._failed = error
         if self._peers.axes and not self._forward.follow({leaf.path: leaf for leaf in self._own}, self._chain):
-            assert self._failed is not None
-            raise self._failed
+            # Other ranks depart in the same way, or hear of the failure by the backend.
+            if isinstance(error, Departed):
+                self._forward.drop()
+                remember(self._key, None)
+            assert error is not None
+            raise error
 
     def evaluate(self, f: Callable[[], Any]) -> Any:
         """Run a function that applies one model, without a backward: units are gathered just in time and dropped.
@@ -425,7 +429,8 @@ class Call:
             assert own is not None
             raise own
         if self._peers.axes and not _compat.is_tracing():
-            order = self._order or common(self._concluded)
+            # A known order too, with the shapes of this call.
+            order = common(self._concluded or [self._order])
             remember(self._key, None if news else order, departed)
         if departed:
             raise Departed
