@@ -10,7 +10,7 @@ import torch
 from fshard import _compat, comm
 from fshard.engine import schedule
 from fshard.engine.schedule import Kind, Step
-from fshard.engine.unit import Leaf, Unit, Use, divided_parts, policy_of, turn_of
+from fshard.engine.unit import Leaf, Unit, Use, divided_parts, policy_of, transform_of, turn_of
 from fshard.transforms.compose import start_scatter
 
 
@@ -26,6 +26,12 @@ class _Bucket:
         self.leaves.append(leaf)
         self.grads.append(grad)
         self.nbytes += leaf.nbytes
+
+    def take(self) -> tuple[list[Leaf], list[torch.Tensor], int]:
+        """Hand over what it holds, and be empty."""
+        taken = self.leaves, self.grads, self.nbytes
+        self.leaves, self.grads, self.nbytes = [], [], 0
+        return taken
 
 
 class _Flight(NamedTuple):
@@ -124,8 +130,7 @@ class Backward:
     def reduced_now(self, use: Use, group: Sequence[int]) -> list[torch.Tensor]:
         """Finish the gradients of leaves from which autograd goes on."""
         self._advance(1 + self._place[Step(Kind.REDUCE, use.number, self._turns[use.number].due[-1])])
-        while self._flying:
-            self._land()
+        self._land_all()
         return [use.unit.leaves[i].take_reduced() for i in group]
 
     def finish(self, leaves: Sequence[Leaf], failed: Exception | None) -> Exception | None:
@@ -143,13 +148,11 @@ class Backward:
         self._failed = self._failed or failed
         self._advance(len(self._steps))
         for leaf in leaves:
-            if leaf.hooks:
-                self._run_hooks(leaf)
+            self._run_hooks(leaf)
         if self._reduce_now:
-            # Steps that were too early, and leaves used in earlier microbatches only, which left the reduction to this.
-            reduces = (step for step in self._steps if step.kind is Kind.REDUCE)
-            due = (self._uses[step.use].unit.leaves[i] for step in reduces for i in step.leaves)
-            self._reduce(list(dict.fromkeys(leaf for leaf in (*due, *leaves) if leaf.owed)))
+            # Leaves that were not reduced at their step, or used in earlier microbatches only.
+            self._reduce([leaf for leaf in reversed(leaves) if leaf.owed])
+        self._start_all()
         self._land_all()
         return self._failed
 
@@ -223,8 +226,7 @@ class Backward:
     def _reduce(self, leaves: Sequence[Leaf]) -> None:
         transform, bucket = None, _Bucket()
         for leaf in leaves:
-            if leaf.hooks:
-                self._run_hooks(leaf)
+            self._run_hooks(leaf)
             grad, size = leaf.take_partial(), leaf.bucket_bytes
             if leaf.nbytes >= size:
                 self._start(_Bucket([leaf], [grad], leaf.nbytes))
@@ -233,30 +235,33 @@ class Backward:
             if leaf.spec.transform is not transform:
                 transform = leaf.spec.transform
                 bucket = self._buckets.setdefault(transform, _Bucket())
-            if bucket.leaves and bucket.nbytes + leaf.nbytes > size:
+            if bucket.nbytes + leaf.nbytes > size:
                 self._start(bucket)
-                bucket = self._buckets[transform] = _Bucket()
             bucket.add(leaf, grad)
             if bucket.nbytes >= size:
                 self._start(bucket)
-                bucket = self._buckets[transform] = _Bucket()
 
     @_compat.outside_selective_checkpoint()
     def _start(self, bucket: _Bucket) -> None:
-        most = policy_of(bucket.leaves).ahead_bytes
-        while self._flying and bucket.nbytes + sum(flight.nbytes for flight in self._flying) > most:
+        """Start to reduce a bucket's gradients, and empty it."""
+        leaves, grads, nbytes = bucket.take()
+        most = policy_of(leaves).ahead_bytes
+        while self._flying and nbytes + sum(flight.nbytes for flight in self._flying) > most:
             self._land()
-        paths = [leaf.path for leaf in bucket.leaves]
-        units = dict.fromkeys(leaf.first.unit.name for leaf in bucket.leaves if leaf.first is not None)
-        with torch.no_grad(), comm.concerning(tuple(units), paths):
-            finish = _start_scatter(bucket.leaves, bucket.grads)
-        self._flying.append(_Flight(bucket.leaves, finish, bucket.nbytes))
+        units = dict.fromkeys(leaf.first.unit.name for leaf in leaves if leaf.first is not None)
+        specs, states = [leaf.spec for leaf in leaves], [leaf.state for leaf in leaves]
+        with torch.no_grad(), comm.concerning(tuple(units), [leaf.path for leaf in leaves]):
+            finish = start_scatter(transform_of(leaves[0]), grads, specs, states)
+        self._flying.append(_Flight(leaves, finish, nbytes))
 
     @_compat.outside_selective_checkpoint()
     def _land(self) -> None:
         leaves, finish, _ = self._flying.popleft()
         with torch.no_grad():
-            pairs = list(zip(leaves, finish(), strict=True))
+            grads, states = finish()
+            pairs = list(zip(leaves, grads, strict=True))
+            for leaf, state in zip(leaves, states, strict=True):
+                leaf.state = state
             # Divided now, while they are in the processor's cache.
             for derived, divisor in ((True, 1), (False, self._divisor)):
                 chosen = [(leaf, grad) for leaf, grad in pairs if leaf.derived is derived]
@@ -266,12 +271,12 @@ class Backward:
 
     def _start_all(self, least: int = 0) -> None:
         """Start all buckets of so many bytes at least."""
-        for transform, bucket in list(self._buckets.items()):
+        for bucket in self._buckets.values():
+            # Leaves without elements are reduced too.
             if bucket.leaves and bucket.nbytes >= least:
-                self._start(self._buckets.pop(transform))
+                self._start(bucket)
 
     def _land_all(self) -> None:
-        self._start_all()
         while self._flying:
             self._land()
 
@@ -279,17 +284,3 @@ class Backward:
 def _is_left(use: Use, running: int | None) -> bool:
     """Whether autograd runs a node from before a use."""
     return running is not None and use.sequence > running
-
-
-def _start_scatter(leaves: Sequence[Leaf], grads: Sequence[torch.Tensor]) -> Any:
-    """Start to reduce gradients of leaves that share a transform; when that is finished, they have its new state."""
-    transform: Any = leaves[0].spec.transform
-    finish = start_scatter(transform, grads, [leaf.spec for leaf in leaves], [leaf.state for leaf in leaves])
-
-    def finish_states() -> Sequence[torch.Tensor]:
-        reduced, states = finish()
-        for leaf, state in zip(leaves, states, strict=True):
-            leaf.state = state
-        return reduced
-
-    return finish_states

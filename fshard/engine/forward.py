@@ -73,10 +73,8 @@ class Forward:
         self._order, self._shared, self._votes = order, bool(peers.axes), bool(peers.axes) and votes
         self._events: list[Place] = []
         self._repeats: dict[int, Repeat] = {}
-        self._made: list[Use] = []
-        self._inserted: set[Use] = set()
-        self._steps: list[Step] = []
-        self._at = self._gathers = 0
+        # GATHER and OPEN that are to come, in their order.
+        self._steps: list[tuple[Kind, Use]] = []
         self.open: tuple[Use, ...] = ()
         self._left: list[Use] = []
         self._near: set[Use] = set()
@@ -99,11 +97,9 @@ class Forward:
         if self._shared:
             self.note(UnitEvent.of(unit, inside))
         use = self._make(unit)
-        self._inserted.add(use)
-        use.inside, number = tuple(inside), len(self._made) - 1
-        self._steps[self._at : self._at] = [Step(Kind.GATHER, number), Step(Kind.OPEN, number)]
-        self._gathers += 1
-        self.reach(use)
+        use.inside = tuple(inside)
+        self._start(use)
+        self._enter(use)
         return use
 
     def begin(self, name: str, units: Sequence[Unit], buckets: Sequence[Bucket]) -> list[Use]:
@@ -119,15 +115,12 @@ class Forward:
         """
         if self._shared:
             self.note(PassEvent.of(name, units, buckets))
-        first = len(self._made)
         uses = [self._make(unit) for unit in units]
         for use, bucket in zip(uses, buckets, strict=True):
             around = (other for other, b in zip(uses, buckets, strict=True) if b.first < bucket.first < b.end)
             use.inside = tuple(around)
-        self._steps[self._at : self._at] = schedule.forward(
-            [unit.nbytes for unit in units], [unit.ahead for unit in units], first
-        )
-        self._gathers += len(units)
+        steps = schedule.forward([unit.nbytes for unit in units], [unit.ahead for unit in units])
+        self._steps[:0] = [(step.kind, uses[step.use]) for step in steps]
         return uses
 
     def note(self, event: Event, repeat: Repeat | None = None) -> None:
@@ -162,8 +155,8 @@ class Forward:
             passed: Called with each use that is passed over, which else is left at once.
         """
         while not use.opened:
-            opened = self._take()
-            if opened is not None and opened is not use:
+            opened = self._next()
+            if opened is not use:
                 (passed or self.leave)(opened)
 
     def leave(self, use: Use) -> None:
@@ -260,7 +253,8 @@ class Forward:
         self.outside(None)
         for one in self.passes:
             one.end()
-        self._pass_over(len(self._made))
+        while self._steps:
+            self.leave(self._next())
         self._make_room()
         self.over = True
         self._close_all_but(())
@@ -315,7 +309,7 @@ class Forward:
 
     def drop(self) -> None:
         """Drop all full tensors, when gathers that are under way have ended."""
-        for use in self._made:
+        for use in (*self.uses, *(use for _, use in self._steps)):
             use.release()
 
     def end(self) -> None:
@@ -335,43 +329,41 @@ class Forward:
 
     def _pass_over(self, opened: int) -> None:
         """Pass over uses until so many have been opened, or none is left."""
-        while len(self.uses) < opened and self._at < len(self._steps):
-            passed = self._take()
-            if passed is not None:
-                self.leave(passed)
+        while len(self.uses) < opened and self._steps:
+            self.leave(self._next())
 
-    def _take(self) -> Use | None:
-        """Take the next step; returns the use that it opens.
+    def _next(self) -> Use:
+        """Take the steps up to the next OPEN, and return its use.
 
         Raises:
-            Departed: if an event of the order that ranks follow comes before this step, and has not come on this rank.
+            Departed: if an event of the order that ranks follow comes before, and has not come on this rank.
         """
         expected = self._expected
         if expected is not None and expected.opened == len(self.uses):
             raise Departed
-        step = self._steps[self._at]
-        self._at += 1
-        use = self._made[step.use]
-        if step.kind is Kind.OPEN:
-            self._enter(use)
-            return use
-        self._gathers, self._near = self._gathers - 1, set()
+        kind, use = self._steps.pop(0)
+        while kind is Kind.GATHER:
+            if self._votes:
+                self._vote(UnitEvent.of(use.unit))
+            self._start(use)
+            kind, use = self._steps.pop(0)
+        self._enter(use)
+        return use
+
+    def _start(self, use: Use) -> None:
+        """Start a gather, in the place of uses that were left."""
+        self._near = set()
         self._make_room()
-        if self._votes and use not in self._inserted:
-            self._vote(UnitEvent.of(use.unit))
         use.start(self._pool)
-        return None
 
     def _make(self, unit: Unit) -> Use:
         # One rank alone holds everything anyway.
-        use = Use(unit, regathered=self._shared and unit.is_regathered)
-        self._made.append(use)
-        return use
+        return Use(unit, regathered=self._shared and unit.is_regathered)
 
     def _enter(self, use: Use) -> None:
         """Open a use, wait for its tensors, and close those that it does not lie inside."""
         self._near = {use, *use.inside}
-        if self._differentiated and not self._gathers:
+        if self._differentiated and not any(kind is Kind.GATHER for kind, _ in self._steps):
             # Where nothing more is gathered ahead, as many stay as the backward would gather again before all else.
             before = [other for other in reversed(self.uses) if other.regathered]
             self._near.update(before[: use.unit.ahead.count(other.unit.nbytes for other in before)])

@@ -133,13 +133,12 @@ def _alike(parts: Sequence[Part]) -> bool:
     return len(parts) == 1 or (len({part.regathered for part in parts}) == 1 and not any(part.apart for part in parts))
 
 
-def forward(sizes: Sequence[int], aheads: Sequence[Ahead], first: int = 0) -> list[Step]:
+def forward(sizes: Sequence[int], aheads: Sequence[Ahead]) -> list[Step]:
     """List the steps of a pass over uses whose order is known.
 
     Args:
         sizes: For each use the bytes that its gather moves.
         aheads: For each use how far gathers run ahead while it computes.
-        first: Number of the first of them.
 
     Returns:
         GATHER and OPEN of each.
@@ -148,8 +147,8 @@ def forward(sizes: Sequence[int], aheads: Sequence[Ahead], first: int = 0) -> li
     started = 0
     for number, ahead in enumerate(aheads):
         to = max(started, number + 1 + ahead.count(sizes[number + 1 :]))
-        steps.extend(Step(Kind.GATHER, first + use) for use in range(started, to))
-        steps.append(Step(Kind.OPEN, first + number))
+        steps.extend(Step(Kind.GATHER, use) for use in range(started, to))
+        steps.append(Step(Kind.OPEN, number))
         started = to
     return steps
 
