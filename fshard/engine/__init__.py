@@ -7,4 +7,3 @@ from fshard.engine.passes import Pass as Pass
 from fshard.engine.saved import FunctionTransform as FunctionTransform
 from fshard.engine.unit import Leaf as Leaf
 from fshard.engine.unit import Unit as Unit
-from fshard.engine.unit import policy_of as policy_of

@@ -10,7 +10,7 @@ import torch
 from fshard import _compat, comm
 from fshard.engine import schedule
 from fshard.engine.schedule import Kind, Step
-from fshard.engine.unit import Leaf, Unit, Use, divided_parts, policy_of, transform_of, turn_of
+from fshard.engine.unit import Leaf, Unit, Use, divided_parts, transform_of, turn_of
 from fshard.transforms.compose import start_scatter
 
 
@@ -43,9 +43,7 @@ class _Flight(NamedTuple):
 class Backward:
     """One backward pass over the uses of a forward."""
 
-    def __init__(
-        self, uses: Sequence[Use], scopes: Sequence[Step], *, divisor: Any, reduce: bool, early: bool, last: bool
-    ) -> None:
+    def __init__(self, uses: Sequence[Use], scopes: Sequence[Step], *, divisor: Any, reduce: bool, last: bool) -> None:
         """Before the first step.
 
         Args:
@@ -53,11 +51,10 @@ class Backward:
             scopes: OPEN and CLOSE of each, as for `schedule.backward`.
             divisor: What reduced gradients of the call's own leaves are divided by.
             reduce: Whether gradients of the call's own leaves are reduced in this backward.
-            early: Whether they are as they appear.
             last: Whether no other forward follows, so that tensors kept from use to use may go.
         """
         self._uses, self._divisor = uses, divisor
-        self._reduce_now, self._early, self._last = reduce, early, last
+        self._reduce_now, self._last = reduce, last
         self._turns = [turn_of(use, reduce) for use in uses]
         self._steps = schedule.backward(scopes, self._turns)
         self._place = {step: n for n, step in enumerate(self._steps)}
@@ -203,7 +200,7 @@ class Backward:
                     use.start(self._pool)
             case Kind.REDUCE:
                 leaves = [use.unit.leaves[i] for i in step.leaves]
-                if self._early or leaves[0].derived:
+                if use.unit.policy.early or leaves[0].derived:
                     self._reduce(leaves)
                 if step.leaves == self._turns[step.use].due[-1]:
                     # Autograd waits for a computed leaf: its bucket starts here, whatever else this rank has ready.
@@ -245,7 +242,7 @@ class Backward:
     def _start(self, bucket: _Bucket) -> None:
         """Start to reduce a bucket's gradients, and empty it."""
         leaves, grads, nbytes = bucket.take()
-        most = policy_of(leaves).ahead_bytes
+        most = leaves[0].policy.ahead_bytes
         while self._flying and nbytes + sum(flight.nbytes for flight in self._flying) > most:
             self._land()
         units = dict.fromkeys(leaf.first.unit.name for leaf in leaves if leaf.first is not None)

@@ -26,7 +26,7 @@ from fshard.engine.order import CollectiveEvent, Departed, Order, common, known,
 from fshard.engine.passes import Pass
 from fshard.engine.saved import FunctionTransform, Saved
 from fshard.engine.tree_leaf import TreeLeaf, check_sums
-from fshard.engine.unit import Leaf, Unit, Use, divided_parts, policy_of
+from fshard.engine.unit import Leaf, Unit, Use, divided_parts
 from fshard.errors import Problem, leaf_error
 from fshard.microbatches import Share
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded
@@ -166,9 +166,9 @@ class Call:
 
     def _opened(self, use: Use) -> None:
         """Give computed leaves their autograd node on every rank, whether this one uses them or not."""
-        derived = [i for i, leaf in enumerate(use.unit.leaves) if leaf.derived and leaf.trained]
-        if derived and torch.is_grad_enabled():
-            deliver(self.receive, use, derived)
+        for group in use.unit.groups:
+            if use.unit.leaves[group[0]].derived and torch.is_grad_enabled():
+                deliver(self.receive, use, group)
 
     def _again(self, unit: Unit) -> Use:
         """Find the use of a unit that a checkpoint computes with once more, and gather it."""
@@ -185,7 +185,7 @@ class Call:
             if out is None or not torch.is_grad_enabled():
                 self._refuse_reentrant(leaf)
         if out is None and leaf.trained and torch.is_grad_enabled():
-            deliver(self.receive, use, use.group_of(index))
+            deliver(self.receive, use, next(group for group in use.unit.groups if index in group))
             out = use.outputs[index]
         return use.tensor_of(leaf).detach() if out is None else out
 
@@ -202,7 +202,7 @@ class Call:
             raise graph_outlived_call([use.unit.leaves[index].path])
         return (self._backward or self._forward).fetch(use, index)
 
-    def receive(self, use: Use, group: list[int], grads: Grads) -> Grads:
+    def receive(self, use: Use, group: Sequence[int], grads: Grads) -> Grads:
         """Take the gradients of a use's outputs, and return those from which autograd goes on."""
         leaves = [use.unit.leaves[i] for i in group]
         if self.ended:
@@ -224,7 +224,7 @@ class Call:
 
     def _drops(self) -> bool:
         """Whether some tensors are gathered again in the backward."""
-        return bool(self._peers.axes) and any(policy_of([leaf]).regather is not False for leaf in self._own)
+        return bool(self._peers.axes) and any(leaf.policy.regather is not False for leaf in self._own)
 
     def _check_writes(self) -> None:
         """Refuse writes to parameters since the call began."""
@@ -350,9 +350,8 @@ class Call:
             The gradients of the inputs, not divided; zeros where the loss did not use them.
         """
         leaves = [leaf for leaf in self._own if leaf.trained]
-        early = any(policy_of([leaf]).early for leaf in leaves)
         uses, scopes = self._forward.uses, self._forward.scopes
-        self._backward = Backward(uses, scopes, divisor=divisor, reduce=reduce, early=early, last=last)
+        self._backward = Backward(uses, scopes, divisor=divisor, reduce=reduce, last=last)
         if last:
             for leaf in self._own:
                 leaf.keeper = None

@@ -20,14 +20,16 @@ ANY_CALL = torch.zeros((), requires_grad=True)
 Grads = Sequence[torch.Tensor | None]
 
 # Takes the gradients of a use's outputs for some of its leaves; returns those from which autograd goes on.
-Receive = Callable[[Use, list[int], Grads], Grads]
+Receive = Callable[[Use, Sequence[int], Grads], Grads]
 
 
 class _Deliver(Function):
     """Hand full tensors to the function, and their gradients to the call that receives them."""
 
     @staticmethod
-    def forward(ctx: Any, receive: Receive, use: Use, group: list[int], full: list[Any], *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, receive: Receive, use: Use, group: Sequence[int], full: list[Any], *tensors: torch.Tensor
+    ) -> Any:
         ctx.receive, ctx.use, ctx.group, ctx.others = receive, use, group, len(tensors) - len(group)
         ctx.set_materialize_grads(False)
         # The last output keeps the node within reach of a rank that uses none of the others.
@@ -55,7 +57,7 @@ def graph_outlived_call(paths: Sequence[str]) -> ValueError:
 
 
 @_compat.outside_selective_checkpoint()
-def deliver(receive: Receive, use: Use, group: list[int]) -> None:
+def deliver(receive: Receive, use: Use, group: Sequence[int]) -> None:
     """Make the outputs of a use for some of its leaves, with one autograd node for all of them."""
     full = use.wait()
     tensors = [use.unit.leaves[i].tensor for i in group]

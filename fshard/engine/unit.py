@@ -51,6 +51,7 @@ class Leaf:
     Attributes:
         path: The leaf's path.
         spec: Its spec.
+        policy: Its reshard policy; the default where its spec has none.
         tensor: The local tensor that autograd knows: the call's own leaf, or one computed from such.
         stored: The same outside of any graph.
         nbytes: Bytes of the full tensor.
@@ -72,8 +73,8 @@ class Leaf:
 
     __slots__ = (
         *("_full", "_is_new", "_reduced", "_unhooked", "derived", "first", "hooks", "keeper", "large", "owed", "path"),
-        *("accumulated", "bucket_bytes", "device", "dtype", "nbytes", "shape", "spec", "state", "stored", "tensor"),
-        *("trained", "used"),
+        *("accumulated", "bucket_bytes", "device", "dtype", "nbytes", "policy", "shape", "spec", "state", "stored"),
+        *("tensor", "trained", "used"),
     )
 
     def __init__(self, path: str, leaf: Sharded, stored: torch.Tensor, derived: bool = False) -> None:
@@ -81,7 +82,7 @@ class Leaf:
         self.path, self.spec, self.tensor, self.derived = path, leaf.spec, leaf.local, derived
         self.stored = stored.detach() if stored.requires_grad else stored
         self.trained = leaf.local.requires_grad
-        facts, policy = reduction(leaf.spec.transform), leaf.spec.reshard or _PLAIN
+        facts, self.policy = reduction(leaf.spec.transform), leaf.spec.reshard or _PLAIN
         if derived and self.trained and facts.has_state:
             found = "a leaf computed from others whose transform has a state"
             remedy = "gather leaves as they are, or give the result the spec of one whose transform has no state"
@@ -89,7 +90,7 @@ class Leaf:
         self.shape: Sequence[int] | None = None
         self.large = self.accumulated = self.owed = self.used = False
         # Small leaves of one unit always share a bucket.
-        self.bucket_bytes = facts.bucket_bytes or max(policy.bucket_bytes, comm.PACK_BYTES)
+        self.bucket_bytes = facts.bucket_bytes or max(self.policy.bucket_bytes, comm.PACK_BYTES)
         self._is_new = facts.is_new
         self.keeper: Use | None = None
         self.first: Use | None = None
@@ -195,11 +196,6 @@ def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (a.shape, a.dtype, a.device, a.layout) == (b.shape, b.dtype, b.device, b.layout)
 
 
-def policy_of(leaves: Sequence[Leaf | Sharded]) -> ReshardPolicy:
-    """Find the reshard policy of leaves that share one strategy; the default where their specs have none."""
-    return next((leaf.spec.reshard for leaf in leaves if leaf.spec.reshard), _PLAIN)
-
-
 def transform_of(leaf: Leaf) -> Any:
     """Find the transform by which a leaf is gathered."""
     return leaf.spec.transform
@@ -230,8 +226,22 @@ class Unit:
 
     @functools.cached_property
     def policy(self) -> ReshardPolicy:
-        """The policy of its leaves."""
-        return policy_of(self.leaves)
+        """The policy of its leaves, which share one strategy."""
+        return next((leaf.policy for leaf in self.leaves if leaf.spec.reshard), _PLAIN)
+
+    @functools.cached_property
+    def groups(self) -> list[tuple[int, ...]]:
+        """The leaves whose gradients come at once, last ones first, once their full tensors have been gathered.
+
+        Each large leaf has an autograd node of its own. Small ones share a node, and so a buffer of gradients; autograd
+        reaches their node last. Computed leaves share another.
+        """
+        trained = [i for i in reversed(range(len(self.leaves))) if self.leaves[i].trained]
+        own = [i for i in trained if not self.leaves[i].derived]
+        large = [(i,) for i in own if self.leaves[i].large]
+        small = tuple([i for i in own if not self.leaves[i].large])
+        derived = tuple([i for i in trained if self.leaves[i].derived])
+        return [group for group in (*large, small, derived) if group]
 
     @functools.cached_property
     def ahead(self) -> Ahead:
@@ -375,18 +385,6 @@ class Use:
         self.drop(range(len(self.full)), pool)
         self.full, self.state = [], State.ABSENT
 
-    def group_of(self, index: int) -> list[int]:
-        """List the leaves that share an autograd node with one: small ones do, and so a buffer of gradients."""
-        leaves = self.unit.leaves
-        if leaves[index].large and not leaves[index].derived:
-            return [index]
-        derived = leaves[index].derived
-        return [
-            i
-            for i, leaf in enumerate(leaves)
-            if i not in self.outputs and leaf.trained and leaf.derived == derived and (derived or not leaf.large)
-        ]
-
     def hand_out(self, holder: dict[str, Any], key: str) -> None:
         """Note where an output was put, to be taken from there when the unit's scope ends."""
         self._handed_out.append((holder, key))
@@ -413,13 +411,12 @@ def turn_of(use: Use, reduce: bool) -> Turn:
         reduce: Whether gradients of the call's own leaves are reduced in this backward.
     """
     leaves = use.unit.leaves
-    # A computed leaf hands its gradient on at each use; the call's own have theirs complete at the first.
-    derived = tuple([i for i, leaf in enumerate(leaves) if leaf.derived and leaf.trained])
-    own = [i for i, leaf in enumerate(leaves) if not leaf.derived and leaf.trained and reduce and leaf.first is use]
-    own.reverse()
-    # Large leaves come first, one by one: the small ones share a node, which autograd reaches last.
-    large = [(i,) for i in own if leaves[i].large]
-    small = tuple([i for i in own if not leaves[i].large])
-    due = [group for group in (*large, small, derived[::-1]) if group]
+
+    def is_due(leaf: Leaf) -> bool:
+        # A computed leaf hands its gradient on at each use; the call's own have theirs complete at the first.
+        return leaf.derived or (reduce and leaf.first is use)
+
+    due = [tuple([i for i in group if is_due(leaves[i])]) for group in use.unit.groups]
+    due = [group for group in due if group]
     nbytes = [sum([leaves[i].nbytes for i in group]) for group in due]
     return Turn(use.regathered and use.saved, use.unit.nbytes, use.unit.ahead, tuple(due), tuple(nbytes))
