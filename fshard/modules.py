@@ -312,8 +312,9 @@ class Skeleton:
         """Read a parameter, gathering its unit where that is not open."""
         value = self.values.get(name)
         if value is None and self._pass is not None and self._call is not None and name in self._leaves:
-            use, index = self._pass.find(self._leaves[name])
-            value = self._call.output(use, index)
+            leaf = self._leaves[name]
+            use = self._pass.find(leaf)
+            value = self._call.output(use, leaf)
             use.hand_out(weights, key)
         if value is None:
             raise RuntimeError(
@@ -327,20 +328,16 @@ class Skeleton:
 
     def enter(self, scope: "_Scope") -> None:
         """A submodule starts to run."""
-        if self._pass is not None and scope.inside is not None:
-            self._pass.begin(scope.inside)
-        if self._pass is not None and scope.number is not None:
-            self._pass.enter(scope.number)
+        if self._pass is not None:
+            self._pass.enter(scope.number, scope.inside)
         for weights in self._compiled.get(scope.number, ()) if scope.number is not None else ():
             for key in weights:
                 weights[key]
 
     def leave(self, scope: "_Scope") -> None:
         """It has run."""
-        if self._pass is not None and scope.number is not None:
-            self._pass.leave(scope.number)
-        if self._pass is not None and scope.inside is not None:
-            self._pass.finish(scope.inside)
+        if self._pass is not None:
+            self._pass.leave(scope.number, scope.inside)
 
 
 class _Scope(NamedTuple):

@@ -152,14 +152,14 @@ class Call:
         again = self._backward is not None and self._backward.find(unit) is not None
         within = None if again else next((one for one in self._forward.passes if one.has(unit)), None)
         if within is not None:
-            use, _ = within.find(unit.leaves[0], in_turn=True)
+            use = within.find(unit.leaves[0], in_turn=True)
         elif self._forward.over:
             use = self._again(unit)
         else:
             self._forward.outside(None)
             use = self._forward.insert(unit)
             self._forward.outside(partial(self._forward.leave, use))
-        out = [self.output(use, use.unit.places[leaf]) for leaf in unit.leaves]
+        out = [self.output(use, leaf) for leaf in unit.leaves]
         if within is None:
             use.outputs = {}
         return out
@@ -177,9 +177,10 @@ class Call:
             raise ValueError(f"{self._what}: a checkpoint computes {unit.name} again that the backward has left")
         return self._backward.recomputed(use)
 
-    def output(self, use: Use, index: int) -> torch.Tensor:
+    def output(self, use: Use, leaf: Leaf) -> torch.Tensor:
         """Return the tensor that the function gets for one leaf of an open use."""
-        out, leaf = use.outputs.get(index), use.unit.leaves[index]
+        index = use.unit.places[leaf]
+        out = use.outputs.get(index)
         if not self._forward.over:
             self._forward.compute(use)
             if out is None or not torch.is_grad_enabled():

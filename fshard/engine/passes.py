@@ -1,5 +1,6 @@
 """Passes: applications of a model, which gather its units in one order whatever a rank enters."""
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from fshard.engine.forward import Forward
@@ -39,27 +40,31 @@ class Pass:
         self._scopes: list[int] = []
         self._running: list[range] = []
 
-    def enter(self, number: int) -> None:
-        """Open the scope of a unit."""
-        self._reach(self._bucket_of[number])
-        self._scopes.append(number)
+    def enter(self, number: int | None, inside: range | None) -> None:
+        """Begin to run a submodule.
 
-    def leave(self, number: int) -> None:
-        """Close the scope of a unit; its tensors go with the last unit of its bucket."""
-        while self._scopes and self._scopes.pop() != number:
-            pass
-        bucket = self._bucket_of[number]
-        ended = self._ends[number] == self._buckets[bucket].last + 1
-        if ended and not self._in_scope(bucket) and bucket in self._open:
-            self._forward.leave(self._open.pop(bucket))
+        Args:
+            number: Of the unit whose scope it is, which opens; None where it is that of none.
+            inside: The units that it holds, if it holds several.
+        """
+        if inside is not None:
+            self._running.append(inside)
+        if number is not None:
+            self._reach(self._bucket_of[number])
+            self._scopes.append(number)
 
-    def begin(self, units: range) -> None:
-        """Note that a submodule starts to run, which holds these units."""
-        self._running.append(units)
-
-    def finish(self, units: range) -> None:
-        """Note that it has run."""
-        while self._running and self._running.pop() != units:
+    def leave(self, number: int | None, inside: range | None) -> None:
+        """End a submodule; the tensors of its unit go with the last unit of their bucket."""
+        if number is not None:
+            while self._scopes and self._scopes.pop() != number:
+                pass
+            bucket = self._bucket_of[number]
+            ended = self._ends[number] == self._buckets[bucket].last + 1
+            if ended and not self._in_scope(bucket) and bucket in self._open:
+                self._forward.leave(self._open.pop(bucket))
+        if inside is None:
+            return
+        while self._running and self._running.pop() != inside:
             pass
         for bucket in list(self._held):
             if not self._share_submodule(bucket, bucket):
@@ -72,24 +77,20 @@ class Pass:
             return False
         return all(leaf in self._units[bucket].places for leaf in unit.leaves)
 
-    def find(self, leaf: Leaf, in_turn: bool = False) -> tuple[Use, int]:
+    def find(self, leaf: Leaf, in_turn: bool = False) -> Use:
         """Find the use that holds a leaf, innermost scope first; open its bucket where none does.
 
         Args:
             leaf: The leaf.
             in_turn: Whether the schedule moves on to its bucket, rather than gather it once more outside the schedule.
         """
-        for number in reversed(self._scopes):
-            use = self._open[self._bucket_of[number]]
+        inner = (self._open[self._bucket_of[number]] for number in reversed(self._scopes))
+        for use in itertools.chain(inner, self._open.values()):
             if leaf in use.unit.places:
-                return use, use.unit.places[leaf]
-        for use in self._open.values():
-            if leaf in use.unit.places:
-                return use, use.unit.places[leaf]
+                return use
         bucket = self._bucket_with(leaf)
         assert bucket is not None
-        use = self._reach(bucket, in_turn)
-        return use, use.unit.places[leaf]
+        return self._reach(bucket, in_turn)
 
     def end(self) -> None:
         """Take part in the rest of the schedule, and close everything."""
