@@ -83,9 +83,9 @@ def value_and_grad(
     """Turn a local loss into a function of its objective and the gradients, sharded as the parameters are.
 
     `f` gets the sharded parameters and gathers where it needs them, by `model.apply` or `fs.gather`. It may compute on
-    shards before; a leaf that ranks hold whole it must gather, or `fs.pvary`, because its gradient is summed there. The
+    shards before; it must gather a leaf that ranks hold whole, or pass it to `fs.pvary`: both sum its gradient. The
     result is that of torch.func.grad_and_value(lambda p: fs.objective(f(fs.gather(p)), like=p))(params), except that
-    gradients are summed before they are divided, as `scatter_grads` does; but units are gathered just in time, dropped
+    gradients are summed before they are divided, as `scatter_grads` does; and units are gathered just in time, dropped
     and gathered again in the backward as their strategy says, and gradients are reduced as they appear. Under a
     torch.func transform, or where parameters are part of an outer graph, it is that very expression; of plain tensors
     alone, which say nothing of ranks, it is torch.func.grad_and_value on each rank by itself. Follows
@@ -111,14 +111,14 @@ def value_and_grad(
             does not name, ranks go through the rest of it, and nothing more comes ahead. Models know theirs.
         sums: "tree" as for `accumulate`, with one microbatch on each rank; None adds up in the order of ranks.
         transform_state: The state of transforms that have one, such as state.transform_state of a TrainState. Where it
-            is passed, be it None, its successor is returned too.
+            is passed, even as None, the new state is returned too.
 
     Returns:
         A function of f's arguments. It returns (objective, grads), or ((objective, aux), grads): the objective is equal
-        on every rank, and without a graph, as the gradients are there and no backward() is needed; grads have the
-        parameters' structure, specs and dtypes, and None where a leaf is frozen, or where no rank's loss used it:
-        `fs.update` leaves it as it is. Where another rank used it, this one counts as zeros. Under torch.func, unused
-        leaves have zeros too. With `transform_state` the new state comes third.
+        on every rank and has no graph, because the gradients are there already; grads have the parameters' structure,
+        specs and dtypes, and None where a leaf is frozen, or where no rank's loss used it: `fs.update` leaves it as it
+        is. Where another rank used it, this one counts as zeros. Under torch.func, unused leaves have zeros too. With
+        `transform_state` the new state comes third.
 
     Raises:
         ValueError: if `reduce` is unknown; by the function returned, if the loss does not fit it, a leaf that takes a
@@ -180,7 +180,7 @@ def value_and_grad(
 
 
 def _inputs(places: Sequence[int], args: Sequence[Any]) -> dict[int, Tree]:
-    """The arguments without Sharded leaves, by their places, where others have such leaves."""
+    """Find the arguments without Sharded leaves, by place; none if no argument has Sharded leaves."""
     plain = {place: args[place] for place in places if not any(map(is_sharded, flatten(args[place]).leaves))}
     return plain if len(plain) < len(places) else {}
 
@@ -189,7 +189,7 @@ EACH_ONCE = "a number or several, each once"
 
 
 def _places(argnums: Any) -> tuple[int, ...]:
-    """The argument numbers as a tuple."""
+    """Make a tuple of the argument numbers."""
     places = tuple(argnums) if isinstance(argnums, list | tuple) else (argnums,)
     if not places or not all(isinstance(place, int) for place in places) or len(set(places)) < len(places):
         raise ValueError(f"value_and_grad: expected argnums to be {EACH_ONCE}, got {argnums!r}")
@@ -224,10 +224,10 @@ def differentiate(
         reduce: As for `value_and_grad`; "mean" is over microbatches too.
         has_aux: As for `value_and_grad`.
         over: The axes of the reduction, as for `value_and_grad`.
-        code: Stands for the code of the functions, whose order of collectives may be known.
+        code: The key of the functions, by which their order of collectives may be known.
         schedule: As for `value_and_grad`.
         once: Whether full gradients are summed over microbatches before they are reduced.
-        share: The microbatches of this rank, where sums are one tree over those of all ranks.
+        share: The microbatches of this rank, if sums are one tree over the microbatches of all ranks.
         transform_state: As for `value_and_grad`.
 
     Returns:
@@ -292,7 +292,7 @@ class _Run(NamedTuple):
     inputs: Flat
     axes: Sequence[Axis]  # those of the reduction
     shared: Sequence[Axis]  # those whose ranks make the same call
-    over: dict[str, list[str]]  # the reduction's, where the caller names them
+    over: dict[str, list[str]]  # names of the reduction's axes, if the caller chose them
     reduce: str
     has_aux: bool
     code: Hashable
@@ -302,7 +302,7 @@ class _Run(NamedTuple):
     states: list[Tree]
 
     def local(self, function: Callable[[Tree, Tree], Any], leaves: list[Any], inputs: list[Any]) -> Parts:
-        """This rank's loss of one microbatch, count and aux."""
+        """Compute this rank's loss of one microbatch, with its count and aux."""
         before = reductions()
         out = function(unflatten(self.flat.treedef, leaves), unflatten(self.inputs.treedef, inputs))
         if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
@@ -335,7 +335,7 @@ class _Run(NamedTuple):
         return {"reduce": self.reduce, **self.over, **(once if self.what == "accumulate" else {}), **tree}
 
     def summed(self, values: list[torch.Tensor]) -> torch.Tensor:
-        """Add up the losses of this rank, or put them where those of all ranks are added up in one tree."""
+        """Add up the losses of this rank, or put them into slots of one tree over all ranks."""
         return functools.reduce(operator.add, values) if self.share is None else self.share.slots(values)
 
     def objective(self, summed: torch.Tensor) -> torch.Tensor:
@@ -343,7 +343,7 @@ class _Run(NamedTuple):
         return summed if self.share is None else tree_total(summed)
 
     def engine(self) -> Found:
-        """Run the engine."""
+        """Run the engine; the reference, if a function calls torch.func."""
         try:
             return attempted(self._attempt)
         except FunctionTransform:
@@ -404,7 +404,7 @@ class _Run(NamedTuple):
         return divided(self.objective(value), divisor if single else rest), auxes, grads, by_inputs
 
     def reference(self) -> Found:
-        """Differentiate by torch.func, with every unit gathered when a function asks for it and kept."""
+        """Differentiate by torch.func; every unit is gathered when a function asks for it, and kept."""
         if any(state is not None for state in self.states):
             remedy = "differentiate at gathered parameters, and call fs.scatter_grads outside of it"
             raise ValueError(f"{self.what}: expected no state of transforms inside torch.func, got one; {remedy}")
@@ -464,13 +464,13 @@ class _Run(NamedTuple):
             leaves[i] = like(leaves[i], next(rest))
         inputs = [None if leaf is None else next(rest) for leaf in self.inputs.leaves]
         value, count, aux = self.local(function, leaves, inputs)
-        # torch.func carries tensors alone out of the transform; the rest of the tree waits here.
+        # torch.func carries only tensors out of the transform; the rest of the tree goes by this list.
         parts.append((count, aux))
         return value, [leaf for leaf in tree_leaves((count, aux)) if isinstance(leaf, torch.Tensor)]
 
 
 def _is_outer(flat: Flat, inputs: Flat) -> bool:
-    """Whether what is returned must be differentiable itself, or there is nothing to gather."""
+    """Whether the result must be differentiable itself, or there is nothing to gather."""
     sharded = [leaf.local for leaf in flat.leaves if is_sharded(leaf)]
     tensors = [*sharded, *(leaf for leaf in inputs.leaves if leaf is not None)]
     outer = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -484,7 +484,7 @@ def _unbound(leaf: Any) -> Any:
 
 
 def code_of(function: Callable[..., Any]) -> Hashable:
-    """Find the object that stands for a function whose order may be known: its code, which equals that of its like."""
+    """Find the key of a function whose order may be known: its code, equal for all functions of one definition."""
     while isinstance(function, functools.partial):
         function = function.func
     code: Hashable = getattr(function, "__code__", None)
@@ -512,8 +512,8 @@ def accumulate(
     """Turn a local loss of one microbatch into a function of many: `value_and_grad` of their common objective.
 
     Activations of one microbatch are held at a time. The objective is the mean over microbatches and ranks, or with
-    "weighted" the true mean over all items, however unequally they are spread. Gradients are added up in the dtype that
-    they are reduced in, where that is wider than the one they are computed in, or stored in.
+    "weighted" the true mean over all items, however unequally they are spread. Gradients are added up in the dtype
+    that they are reduced in, if it is wider than the dtype that they are computed in, or stored in.
 
     Args:
         f: Called as f(params, microbatch, *args, **kwargs); returns this rank's scalar loss, or (sum, count) for

@@ -28,7 +28,7 @@ class _Bucket:
         self.nbytes += leaf.nbytes
 
     def take(self) -> tuple[list[Leaf], list[torch.Tensor], int]:
-        """Hand over what it holds, and be empty."""
+        """Hand over the contents, and leave the bucket empty."""
         taken = self.leaves, self.grads, self.nbytes
         self.leaves, self.grads, self.nbytes = [], [], 0
         return taken
@@ -44,14 +44,14 @@ class Backward:
     """One backward pass over the uses of a forward."""
 
     def __init__(self, uses: Sequence[Use], scopes: Sequence[Step], *, divisor: Any, reduce: bool, last: bool) -> None:
-        """Before the first step.
+        """Begin before the first step.
 
         Args:
             uses: Those of the forward.
             scopes: OPEN and CLOSE of each, as for `schedule.backward`.
             divisor: What reduced gradients of the call's own leaves are divided by.
             reduce: Whether gradients of the call's own leaves are reduced in this backward.
-            last: Whether no other forward follows, so that tensors kept from use to use may go.
+            last: Whether no other forward follows, so that tensors kept from use to use may be dropped.
         """
         self._uses, self._divisor = uses, divisor
         self._reduce_now, self._last = reduce, last
@@ -82,18 +82,18 @@ class Backward:
         return full
 
     def find(self, unit: Unit) -> Use | None:
-        """Find the use whose forward runs again: the unit's last one that the backward has not left, or still holds."""
+        """Find the use to recompute: the unit's last one that the backward has not closed, or still holds."""
         self._pass_left()
         uses = (use for use in reversed(self._uses) if use.unit.leaves == unit.leaves)
         left = (use for use in uses if self._at <= self._closes(use) or use in self._pinned)
         return next(left, None)
 
     def recomputed(self, use: Use) -> Use:
-        """Gather a use again whose forward is about to run again, with all that the backward needs before it.
+        """Regather a use that is about to be recomputed, and all that the backward needs before it.
 
-        Its gradients come later, after those of the uses behind it: only gathers are taken out of turn.
+        Only gathers are taken out of turn; the use's gradients come later, after those of later uses.
         """
-        # A checkpoint runs once, but several, or one in another, may need a use one after another.
+        # One checkpoint runs once; of several, or of nested ones, a later one may need the use again.
         use.until = None if use.checkpoints == 1 else use.until
         self._pass_left()
         to = self._place[Step(Kind.OPEN, use.number)]
@@ -125,7 +125,7 @@ class Backward:
             self._take(self._steps[self._at])
 
     def reduced_now(self, use: Use, group: Sequence[int]) -> list[torch.Tensor]:
-        """Finish the gradients of leaves from which autograd goes on."""
+        """Reduce the gradients of derived leaves and wait for them, because autograd goes on from these."""
         self._advance(1 + self._place[Step(Kind.REDUCE, use.number, self._turns[use.number].due[-1])])
         self._land_all()
         return [use.unit.leaves[i].take_reduced() for i in group]
@@ -165,7 +165,7 @@ class Backward:
             case Kind.GATHER:
                 if self._uses[step.use].stays:
                     return True
-                # Behind a reduction it takes the place of the full tensors that went; else it waits until it is needed.
+                # Right behind a reduction it reuses the memory just freed; elsewhere it waits until it is needed.
                 before = self._steps[number - 1].kind if number else None
                 return before is Kind.REDUCE or (before is Kind.GATHER and self._may_take(number - 1))
             case Kind.OPEN:
@@ -203,7 +203,7 @@ class Backward:
                 if use.unit.policy.early or leaves[0].derived:
                     self._reduce(leaves)
                 if step.leaves == self._turns[step.use].due[-1]:
-                    # Autograd waits for a computed leaf: its bucket starts here, whatever else this rank has ready.
+                    # Autograd waits for a derived leaf: its bucket starts here, whatever else this rank has ready.
                     self._start_all(0 if leaves[0].derived else use.unit.policy.bucket_bytes)
             case Kind.CLOSE:
                 self._pinned.append(use)
@@ -267,7 +267,7 @@ class Backward:
                     leaf.add_reduced(part)
 
     def _start_all(self, least: int = 0) -> None:
-        """Start all buckets of so many bytes at least."""
+        """Start all buckets of at least so many bytes."""
         for bucket in self._buckets.values():
             # Leaves without elements are reduced too.
             if bucket.leaves and bucket.nbytes >= least:
@@ -279,5 +279,5 @@ class Backward:
 
 
 def _is_left(use: Use, running: int | None) -> bool:
-    """Whether autograd runs a node from before a use."""
+    """Whether autograd has left a use: it runs a node that was made before the use."""
     return running is not None and use.sequence > running

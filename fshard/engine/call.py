@@ -1,4 +1,4 @@
-"""A call: one run of `value_and_grad` or of a model, which the leaves that it binds lead back to."""
+"""One run of `value_and_grad` or of a model. Bound leaves refer to it."""
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -37,7 +37,7 @@ class Call:
     """Binds leaves for a function, gathers units when it asks for them, and collects gradients.
 
     Attributes:
-        bound: The parameters as the function gets them: Sharded ones lead back to this call.
+        bound: The parameters as the function gets them: Sharded ones refer to this call.
         leaves: The same as the engine sees them; None for leaves that are not Sharded.
         at_end: Functions to run when the call ends.
         ended: Whether it has ended.
@@ -53,13 +53,13 @@ class Call:
         share: Share | None = None,
         **told: Any,
     ) -> None:
-        """Take parameters in, and see that every rank begins the same call.
+        """Bind parameters, and check that every rank begins the same call.
 
         Args:
             what: The verb that runs, for errors.
             flat: Its parameters.
             axes: The mesh axes that they live on.
-            code: Stands for the function to be differentiated, whose order of collectives may be known; None where
+            code: The key of the function to differentiate, by which its order of collectives may be known; None if
                 nothing is differentiated.
             share: The microbatches that this rank adds up in one tree with those of others; None adds them up in turn.
             **told: The verb's other arguments that decide what is sent or what sums mean.
@@ -96,7 +96,7 @@ class Call:
         return Sharded(local, leaf.spec, weakref.ref(self))
 
     def _begin(self, order: Order | None) -> None:
-        """Prepare for a forward, in an order that ranks share, or vote on."""
+        """Prepare for a forward, whose order ranks know; without one they vote."""
         self._by_tensor = {id(leaf.tensor): leaf for leaf in self._own}
         for leaf in self._own:
             leaf.first = None
@@ -106,7 +106,7 @@ class Call:
         self._chain = Chain(self._collective, self._mark)
 
     def leaf_of(self, path: str, leaf: Sharded) -> Leaf:
-        """Find the leaf that this call bound, or take in one that was computed from such."""
+        """Find the leaf that this call bound, or make a derived one."""
         found = self._by_tensor.get(id(leaf.local))
         if found is None:
             found = self._by_tensor[id(leaf.local)] = Leaf(path, leaf, leaf.local, derived=True)
@@ -115,7 +115,7 @@ class Call:
         return found
 
     def _refuse_on_shards(self, leaves: Sequence[Leaf]) -> None:
-        """Refuse maths on shards where gradients are added up in one tree: it runs once for each sum over ranks."""
+        """Refuse maths on shards where gradients are added up in one tree: its transpose runs once for each sum."""
         if self._share is not None and leaves:
             problems = [Problem(leaf.path, "maths on shards", "a gather of the parameter itself") for leaf in leaves]
             remedy = "compute with full tensors, behind the gather"
@@ -148,7 +148,7 @@ class Call:
     def gather(self, paths: Sequence[str], leaves: Sequence[Sharded]) -> list[torch.Tensor]:
         """Gather leaves in a plain function, as one unit."""
         unit = self._unit_of(paths, leaves)
-        # A checkpoint may compute again what was gathered by itself, though a schedule names it too.
+        # A checkpoint may recompute with a unit that was gathered by itself, though a schedule names it too.
         again = self._backward is not None and self._backward.find(unit) is not None
         within = None if again else next((one for one in self._forward.passes if one.has(unit)), None)
         if within is not None:
@@ -165,13 +165,13 @@ class Call:
         return out
 
     def _opened(self, use: Use) -> None:
-        """Give computed leaves their autograd node on every rank, whether this one uses them or not."""
+        """Make the autograd node of derived leaves on every rank, whether this one uses them or not."""
         for group in use.unit.groups:
             if use.unit.leaves[group[0]].derived and torch.is_grad_enabled():
                 deliver(self.receive, use, group)
 
     def _again(self, unit: Unit) -> Use:
-        """Find the use of a unit that a checkpoint computes with once more, and gather it."""
+        """Find the use of a unit that a checkpoint recomputes with, and regather it."""
         assert self._backward is not None
         if (use := self._backward.find(unit)) is None:
             raise ValueError(f"{self._what}: a checkpoint computes {unit.name} again that the backward has left")
@@ -191,7 +191,7 @@ class Call:
         return use.tensor_of(leaf).detach() if out is None else out
 
     def _refuse_reentrant(self, leaf: Leaf) -> None:
-        """Refuse a use whose gradient would be lost: a reentrant checkpoint asks for it by loss.backward() alone."""
+        """Refuse a use inside a reentrant checkpoint, whose own backward would lose the gradient."""
         if self._differentiable and leaf.trained and _compat.in_reentrant_checkpoint():
             problem = Problem(leaf.path, "a use inside a reentrant checkpoint", "one that autograd records")
             remedy = "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
@@ -219,7 +219,7 @@ class Call:
         self._forward.note(CollectiveEvent(name, axis.name, differentiated), repeat)
 
     def _mark(self) -> Callable[[], None]:
-        """Note where the function calls a collective; the backward then brings this rank's steps there."""
+        """Note where a collective begins or ends; before it passes there, the backward takes all steps up to there."""
         number = self._forward.mark()
         return lambda: None if number is None or self._backward is None else self._backward.passed(number)
 
@@ -233,7 +233,7 @@ class Call:
         check_versions(self._what, [leaf.path for leaf in self._own], stored, self._versions, stored)
 
     def forward(self, f: Callable[[], tuple[torch.Tensor, Any, Any]]) -> tuple[torch.Tensor, Any, Any] | None:
-        """Run the function, and see whether every rank has.
+        """Run the function, and compare its course with the other ranks'.
 
         Args:
             f: The function: this rank's loss, count and aux.
@@ -250,7 +250,7 @@ class Call:
         try:
             if self._failed is not None:
                 raise self._failed
-            # Without anything to gather again, autograd may save full tensors themselves.
+            # If nothing is regathered, autograd may save full tensors themselves.
             drops = self._drops() and not (self._order and self._order.keeps_all)
             hooks = self._forward.saved.hooks() if drops else nullcontext()
             with hooks, chained(self._chain), torch.enable_grad():
@@ -267,7 +267,7 @@ class Call:
             return None
 
     def join(self) -> None:
-        """Take part in a forward of other ranks, in the order of the one before, where this one has no microbatch left.
+        """Take part in a forward of other ranks, in the order of the last one, when this rank has no microbatch left.
 
         Raises:
             RuntimeError: if another rank failed.
@@ -316,7 +316,7 @@ class Call:
             self._forward.finish()
         except Exception as error:
             if not isinstance(error, comm.CollectiveError):
-                # The order of one model is known: other ranks hear of the failure behind it.
+                # The order of one model is known: this rank follows it to the end, and then tells the others.
                 self._forward.fail()
                 self._forward.finish()
                 self._peers.agree(error=error, where=self._phase)
@@ -340,11 +340,11 @@ class Call:
         """Differentiate the loss of the last forward and add its gradients to the leaves.
 
         Args:
-            loss: This rank's scalar loss, attached to the graph; where this rank failed it has none, and adds zeros.
+            loss: This rank's scalar loss, attached to the graph; where this rank failed, a zero without a graph.
             divisor: Summed gradients are divided by it.
             inputs: This rank's own tensors to differentiate by too.
             reduce: Whether gathered leaves' gradients are reduced now, rather than kept in full.
-            last: Whether no other forward follows, so that tensors that were kept may go.
+            last: Whether no other forward follows, so that tensors that were kept may be dropped.
             microbatch: The number in the job of the forward's microbatch; None where this rank had none.
 
         Returns:
@@ -407,7 +407,7 @@ class Call:
 
     @property
     def status(self) -> tuple[bool, ...]:
-        """Say whether this rank failed, departed or saved other tensors; the others get it with the objective."""
+        """Say whether this rank failed, departed or saved other tensors; other ranks get this with the objective."""
         departed = isinstance(self._failed, Departed)
         return self._failed is not None and not departed, departed, self._news
 
@@ -429,7 +429,7 @@ class Call:
             assert own is not None
             raise own
         if self._peers.axes and not _compat.is_tracing():
-            # A known order too, with the shapes of this call.
+            # A known order is remembered again, with the shapes of this call.
             order = common(self._concluded or [self._order])
             remember(self._key, None if news else order, departed)
         if departed:
@@ -473,7 +473,7 @@ def call_of(what: str, flat: Flat) -> Call | None:
 
 
 def attempted(attempt: Callable[[], Any]) -> Any:
-    """Run a call, and where ranks depart from the order that they know, again from the same random numbers.
+    """Run a call; if ranks departed from the known order, run it once more from the same random numbers.
 
     Args:
         attempt: Runs the call.

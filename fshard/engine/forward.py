@@ -38,10 +38,10 @@ class Forward:
     Attributes:
         uses: In the order in which they were opened.
         scopes: OPEN and CLOSE of each, and COLLECTIVE, in their order.
-        open: The uses that no other has taken the place of.
+        open: Uses that are open: opened, and not yet closed by another.
         passes: Applications of models in it.
         saved: The hooks by which autograd saves tensors.
-        failed: Whether this rank goes on only because others do.
+        failed: Whether this rank computes nothing more and only takes part in collectives.
         over: Whether the function has returned.
         news: Whether this rank has saved tensors that the order does not regather.
     """
@@ -55,7 +55,7 @@ class Forward:
         saved: Saved,
         opened: Callable[[Use], None],
     ) -> None:
-        """Before the first event.
+        """Begin before the first event.
 
         Args:
             what: The verb that runs, for errors.
@@ -73,7 +73,7 @@ class Forward:
         self._order, self._shared, self._votes = order, bool(peers.axes), bool(peers.axes) and votes
         self._events: list[Place] = []
         self._repeats: dict[int, Repeat] = {}
-        # GATHER and OPEN that are to come, in their order.
+        # GATHER and OPEN steps that are left, in their order.
         self._steps: list[tuple[Kind, Use]] = []
         self.open: tuple[Use, ...] = ()
         self._left: list[Use] = []
@@ -89,7 +89,7 @@ class Forward:
 
         Args:
             unit: The unit.
-            inside: Uses within which it lies, which stay open.
+            inside: The uses that it lies inside, which stay open.
 
         Returns:
             Its use, open.
@@ -103,7 +103,7 @@ class Forward:
         return use
 
     def begin(self, name: str, units: Sequence[Unit], buckets: Sequence[Bucket]) -> list[Use]:
-        """Put the uses of a pass next into the schedule.
+        """Put the steps of a pass before those that are left.
 
         Args:
             name: The model's name, for errors.
@@ -124,21 +124,21 @@ class Forward:
         return uses
 
     def note(self, event: Event, repeat: Repeat | None = None) -> None:
-        """Take the next event that ranks share, after the uses that come before it in the order that they follow.
+        """Take the next shared event; uses that the order opens before it are passed over first.
 
         Args:
             event: The event.
             repeat: How to take part in it without operands.
 
         Raises:
-            Departed: if it is another one than in that order.
+            Departed: if the order has another event there.
             ValueError: if ranks vote and do different things.
         """
         expected = self._expected
         if expected is not None and expected.event == event:
             self._pass_over(expected.opened)
         if self._votes:
-            # Another rank may have opened uses that were gathered ahead, and this one has no use for.
+            # Another rank may have opened more uses by now; pass over as many here.
             self._pass_over(max(self._vote(event, len(self.uses)), default=0))
         place = Place(event, len(self.uses))
         if self._order is not None and place != expected:
@@ -152,7 +152,7 @@ class Forward:
 
         Args:
             use: The use.
-            passed: Called with each use that is passed over, which else is left at once.
+            passed: Called with each use passed over; None leaves it at once.
         """
         while not use.opened:
             opened = self._next()
@@ -160,7 +160,7 @@ class Forward:
                 (passed or self.leave)(opened)
 
     def leave(self, use: Use) -> None:
-        """Leave a use's scope; its tensors are dropped when others take their place, or as the backward says."""
+        """Leave a use's scope; its tensors are dropped when the next gather or use begins, unless they stay."""
         use.take_back()
         if self.over:
             return
@@ -175,14 +175,14 @@ class Forward:
         """Leave the scope outside of any model, and enter another.
 
         Args:
-            leave: Leaves the new one, which ends where the next begins, as far as anybody can know.
+            leave: Leaves the new scope; called when the next one begins.
         """
         before, self._leave_outside = self._leave_outside, leave
         if before is not None:
             before()
 
     def fetch(self, use: Use, index: int) -> torch.Tensor:
-        """Look up a full tensor for a function that differentiates itself: gathered again while it stays with a use."""
+        """Look up a full tensor while the function itself differentiates, with one use regathered at a time."""
         if use.state is not State.FULL:
             if self._refetched is not None:
                 self._refetched.release()
@@ -223,7 +223,7 @@ class Forward:
             chain: Ties collectives of the function's own, in which the rank takes part with zeros.
 
         Returns:
-            Whether the rank could; False where a collective comes whose sizes are those of one call.
+            Whether the rank could; False if a collective of the function's own cannot be repeated.
         """
         assert self._order is not None
         self.fail()
@@ -246,7 +246,7 @@ class Forward:
         """Take the steps that are left, close all uses, and note which checkpoints of this rank need them again.
 
         Raises:
-            Departed: if events of the order that ranks follow have not come.
+            Departed: if events of the order have not come on this rank.
         """
         if self._expected is not None and not self.failed:
             raise Departed
@@ -265,7 +265,7 @@ class Forward:
                 use.checkpoints += 1
 
     def conclude(self, dtype: torch.dtype) -> Order | None:
-        """See that every rank has come to the end by the same way, and drop tensors as the policy says.
+        """Check that every rank had the same events, and drop tensors as the policy says.
 
         Args:
             dtype: Of the loss.
@@ -294,12 +294,12 @@ class Forward:
         return order
 
     def _flags(self) -> set[int]:
-        """Say what this rank has saved, and which of the uses that closed last have lost tensors."""
+        """List which uses this rank has saved, and which of the last ones to close have lost tensors."""
         gone = {GONE + n for n, use in enumerate(self._closed_last()) if use.state is not State.FULL}
         return {SAVED + use.number for use in self.uses if use.saved} | gone
 
     def _voted(self, flags: set[int], needed: Sequence[int], dtype: torch.dtype) -> Order:
-        """Vote on what came, and on what the backward needs."""
+        """Vote on the end of the forward, on its flags, and on the needs of checkpoints."""
         end = comm.Label(comm.Verb.AGREE, call="f", phase=comm.Phase.END)
         told = {"the loss": f"dtype {str(dtype).removeprefix('torch.')}"}
         agreed = self._peers.agree(end, told, flags)
@@ -308,12 +308,12 @@ class Forward:
         return Order(tuple(self._events), len(self.uses), agreed, highest, dtype, self._repeats)
 
     def drop(self) -> None:
-        """Drop all full tensors, when gathers that are under way have ended."""
+        """Wait for gathers that are under way, and drop all full tensors."""
         for use in (*self.uses, *(use for _, use in self._steps)):
             use.release()
 
     def end(self) -> None:
-        """Drop outputs, and all that leads back here: calls are many, and nothing waits for the garbage collector."""
+        """Drop outputs and all that refers to this forward, so that memory is freed without the garbage collector."""
         for use in self.uses:
             use.take_back()
         self.passes, self._leave_outside = [], None
@@ -336,7 +336,7 @@ class Forward:
         """Take the steps up to the next OPEN, and return its use.
 
         Raises:
-            Departed: if an event of the order that ranks follow comes before, and has not come on this rank.
+            Departed: if the order has an event before it that has not come on this rank.
         """
         expected = self._expected
         if expected is not None and expected.opened == len(self.uses):
@@ -351,20 +351,20 @@ class Forward:
         return use
 
     def _start(self, use: Use) -> None:
-        """Start a gather, in the place of uses that were left."""
+        """Drop uses that were left, and start a gather in their memory."""
         self._near = set()
         self._make_room()
         use.start(self._pool)
 
     def _make(self, unit: Unit) -> Use:
-        # One rank alone holds everything anyway.
+        # A single rank holds everything anyway.
         return Use(unit, regathered=self._shared and unit.is_regathered)
 
     def _enter(self, use: Use) -> None:
-        """Open a use, wait for its tensors, and close those that it does not lie inside."""
+        """Open a use, wait for its tensors, and close the uses that it does not lie inside."""
         self._near = {use, *use.inside}
         if self._differentiated and not any(kind is Kind.GATHER for kind, _ in self._steps):
-            # Where nothing more is gathered ahead, as many stay as the backward would gather again before all else.
+            # Once nothing is left to gather ahead, as many uses stay as the backward would regather first.
             before = [other for other in reversed(self.uses) if other.regathered]
             self._near.update(before[: use.unit.ahead.count(other.unit.nbytes for other in before)])
         self._make_room()
@@ -381,7 +381,7 @@ class Forward:
         self._opened(use)
 
     def _close_all_but(self, inside: Iterable[Use]) -> None:
-        """Let other uses take the place of those that are open: tensors computed with them from here on are kept."""
+        """Close all open uses but some: from here on autograd saves tensors of the closed ones as they are."""
         for use in reversed(self.open):
             if use not in inside:
                 self.scopes.append(Step(Kind.CLOSE, use.number))
@@ -389,15 +389,15 @@ class Forward:
         self.open = tuple(use for use in self.open if use in inside)
 
     def _make_room(self) -> None:
-        """Drop the tensors of uses that were left, but for those that are near the one opened last."""
+        """Drop the tensors of uses that were left, except those near the use that was opened last."""
         for use in self._left:
-            # Tensors that the order does not regather stay, where this rank alone has saved them.
+            # A use that only this rank saved, and that the order does not regather, keeps its tensors.
             if use not in self._near and (self._order is None or not use.saved or self._order.saved(use)):
                 use.release(self._pool)
         self._left = [use for use in self._left if use in self._near]
 
     def _needed(self) -> list[int]:
-        """For each use how many scopes came before a checkpoint ended that will need it again; 0 where none will."""
+        """Count for each use the scopes before the end of the last checkpoint that will need it; 0 if none will."""
         numbers = [0] * len(self.uses)
         for scopes, uses in self._checkpointed.values():
             for use in uses:
@@ -405,7 +405,7 @@ class Forward:
         return numbers
 
     def _settle(self, order: Order) -> None:
-        """Drop tensors, the same on every rank; those that this rank alone has saved stay with it."""
+        """Decide which uses stay for the backward, and drop the others; tensors that only this rank saved are kept."""
         full = {use for n, use in enumerate(self._closed_last()) if GONE + n not in order.flags}
         own = {use for use in self.uses if use.saved}
         for use in self.uses:
@@ -419,13 +419,13 @@ class Forward:
                 use.release()
 
     def _closed_last(self) -> list[Use]:
-        """The uses that closed last, from the last on, as many as there are flags for."""
+        """List the last uses to close, latest first, as many as there are flags for."""
         closed = (self.uses[step.use] for step in reversed(self.scopes) if step.kind is Kind.CLOSE)
         return list(itertools.islice((use for use in closed if use.regathered), SAVED - GONE))
 
 
 def _unit_like(event: UnitEvent, own: Mapping[str, Leaf]) -> Unit:
-    """Make a unit of an event's leaves; of those that the function would have computed, with zeros."""
+    """Make a unit of an event's leaves, with zeros for the derived ones."""
     leaves = []
     for path, derived in event.members:
         leaf = own.get(path)

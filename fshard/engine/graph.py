@@ -13,7 +13,7 @@ from fshard.errors import Problem, leaf_error
 from fshard.transforms.compose import pair
 from fshard.tree import grouped
 
-# An input of every node, so that a backward reaches units of calls now over, whose graphs have none of its leaves.
+# An input of every node: it lets a backward reach nodes of ended calls, so that they raise.
 ANY_CALL = torch.zeros((), requires_grad=True)
 
 
@@ -32,7 +32,7 @@ class _Deliver(Function):
     ) -> Any:
         ctx.receive, ctx.use, ctx.group, ctx.others = receive, use, group, len(tensors) - len(group)
         ctx.set_materialize_grads(False)
-        # The last output keeps the node within reach of a rank that uses none of the others.
+        # The last output lets the backward reach the node on a rank that uses none of the others.
         anchor = [torch.zeros(())] if use.unit.leaves[group[0]].derived else []
         return (*(tensor.detach() for tensor in full), *anchor)
 
@@ -82,8 +82,7 @@ def scattered(leaves: Sequence[Leaf], grads: Grads) -> list[torch.Tensor]:
 def mark_used(loss: torch.Tensor, leaves: Sequence[Leaf]) -> None:
     """Mark the leaves that a loss depends on by maths on shards.
 
-    Ranks run the backwards of leaves that were computed from others whether they use these or not, so that the
-    gradients which autograd returns do not tell.
+    A non-None gradient does not prove use, because every rank runs the backward of derived leaves.
 
     Args:
         loss: This rank's loss, after its backward.
@@ -105,7 +104,7 @@ def mark_used(loss: torch.Tensor, leaves: Sequence[Leaf]) -> None:
 
 
 def check_graph(what: str, outputs: Sequence[torch.Tensor], leaves: Sequence[Leaf], grads: Grads) -> None:
-    """Refuse maths on the shards of leaves whose gradients are summed, or go through hooks, where they are gathered.
+    """Refuse maths on the shards of leaves whose gradients only a gather would sum, or show to hooks.
 
     Args:
         what: The verb that runs, for the error.
@@ -126,7 +125,7 @@ def refuse_unhooked(what: str, leaves: Sequence[Leaf]) -> None:
 
     Args:
         what: The verb that runs, for the error.
-        leaves: Leaves whose gradients are no part of the full one that is collected in a backward.
+        leaves: Leaves with a gradient that is not part of the full one, which a backward collects.
 
     Raises:
         ValueError: with the path of every one that has hooks.

@@ -1,4 +1,4 @@
-"""The order of a forward's collectives: ranks vote on it when it is new, and follow it by themselves afterwards."""
+"""The order of a forward's collectives: ranks vote on it when it is new, and follow it without votes afterwards."""
 
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
@@ -22,7 +22,7 @@ class UnitEvent(NamedTuple):
     Attributes:
         name: The unit's name.
         members: Its leaves.
-        inside: Numbers of the uses that it lies inside, where it is gathered by itself.
+        inside: Numbers of the uses that it lies inside, if it is gathered by itself.
     """
 
     name: str
@@ -109,10 +109,10 @@ class Place(NamedTuple):
     opened: int
 
 
-# Flags that ranks vote on at the end of a forward: whether a checkpoint will run something again, which of the uses
-# that closed last have lost tensors, from the last on, and which uses were saved, by their numbers.
+# Flags at the end of a forward. CHECKPOINTED: a checkpoint runs a unit again. GONE + n: the n-th last use to close has
+# lost its tensors. SAVED + n: use n was saved.
 CHECKPOINTED, GONE, SAVED = 0, 1, 17
-# Those of them that no later call may raise anew.
+# A later call that raises a new flag of the first two kinds departs.
 FACTS = frozenset(range(SAVED))
 
 
@@ -138,7 +138,7 @@ class Order(NamedTuple):
 
     @property
     def keeps_all(self) -> bool:
-        """Whether nothing is gathered again: the one use that there is stays for the backward."""
+        """Whether nothing is regathered, because the only use stays for the backward."""
         return self.uses == 1 and GONE not in self.flags
 
     @property
@@ -152,7 +152,7 @@ class Order(NamedTuple):
 
 
 def common(orders: Sequence[Order | None]) -> Order | None:
-    """Find the order that the forwards of several microbatches had; None where they had none, or differ."""
+    """Find the order that the forwards of several microbatches share; None if one has none, or they differ."""
     first, *others = orders
     for order in others:
         if first is None or order is None or (order.events, order.uses) != (first.events, first.uses):
@@ -162,7 +162,7 @@ def common(orders: Sequence[Order | None]) -> Order | None:
     return first
 
 
-# So many orders are remembered; an order that ranks departed from so often is not followed any more.
+# How many orders are remembered, and after how many departures ranks vote in every call.
 ORDERS, DEPARTURES = 64, 2
 
 
@@ -184,7 +184,7 @@ def known(key: Hashable) -> Order | None:
 
 
 def remember(key: Hashable, order: Order | None, departed: bool = False) -> None:
-    """Remember the order of a call that every rank has come to the end of.
+    """Remember the order of a call that every rank has ended.
 
     Args:
         key: As for `known`.

@@ -1,4 +1,4 @@
-"""Passes: applications of a model, which gather its units in one order whatever a rank enters."""
+"""Passes: applications of a model, which gather its units in one order whichever of them a rank enters."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ class Pass:
 
     Units are gathered ahead by the schedule. One that is passed over is gathered at its turn all the same, so that
     ranks stay in step whatever each of them enters; inside a submodule that runs it is held until that has ended,
-    because it may only come later than its turn. One that is entered again is gathered outside the schedule.
+    because its own entry may come later in that submodule. One that is entered again is gathered outside the schedule.
     """
 
     def __init__(self, forward: Forward, name: str, units: Sequence[Unit], again: Callable[[Unit], Use]) -> None:
@@ -23,7 +23,7 @@ class Pass:
             forward: The forward that it is a part of.
             name: The model's name.
             units: In the order of their gathering, each before those that lie inside it.
-            again: Finds the use of a unit, gathered, for a checkpoint that computes with it in the backward.
+            again: Finds and regathers the use of a unit for a checkpoint that recomputes with it.
         """
         parts = [
             Part(unit.nbytes, unit.is_regathered, unit.policy.merge_bytes, i + 1 + unit.inside, unit.apart)
@@ -54,7 +54,7 @@ class Pass:
             self._scopes.append(number)
 
     def leave(self, number: int | None, inside: range | None) -> None:
-        """End a submodule; the tensors of its unit go with the last unit of their bucket."""
+        """End a submodule; the use of its bucket is left with the bucket's last unit."""
         if number is not None:
             while self._scopes and self._scopes.pop() != number:
                 pass
@@ -71,7 +71,7 @@ class Pass:
                 self._forward.leave(self._held.pop(bucket))
 
     def has(self, unit: Unit) -> bool:
-        """Whether a bucket holds all leaves of a unit, and may still come, or come again."""
+        """Whether a bucket holds all leaves of a unit, and may still be opened, or opened again."""
         bucket = self._bucket_with(unit.leaves[0])
         if bucket is None or (self._over and not self._forward.over):
             return False
@@ -82,7 +82,7 @@ class Pass:
 
         Args:
             leaf: The leaf.
-            in_turn: Whether the schedule moves on to its bucket, rather than gather it once more outside the schedule.
+            in_turn: Whether the schedule moves on to its bucket; else one out of turn is gathered outside the schedule.
         """
         inner = (self._open[self._bucket_of[number]] for number in reversed(self._scopes))
         for use in itertools.chain(inner, self._open.values()):
@@ -104,7 +104,7 @@ class Pass:
             self._forward.leave(self._uses[-1])
 
     def _bucket_with(self, leaf: Leaf) -> int | None:
-        """The bucket that holds a leaf: of several, as of tied ones, the next that has not been opened."""
+        """Find the bucket that holds a leaf; of several (tied leaves) the next that has not been opened."""
         holders = [number for number, unit in enumerate(self._units) if leaf in unit.places]
         ahead = (number for number in holders if self._uses and not self._uses[number].opened)
         return next(ahead, holders[0] if holders else None)
@@ -113,9 +113,9 @@ class Pass:
         return any(self._bucket_of[number] == bucket for number in self._scopes)
 
     def _reach(self, bucket: int, in_turn: bool = True) -> Use:
-        """Open a bucket, and close those that stand open without a scope, such as of a leaf read outside its module.
+        """Open a bucket, and leave those that are open without a scope, because a leaf was read outside its module.
 
-        Such a reading before its module's turn, as of a weight's dtype, leaves the schedule alone.
+        Reading a leaf before its module runs (a weight's dtype) does not move the schedule.
         """
         for other in [n for n in self._open if n != bucket and not self._in_scope(n)]:
             self._forward.leave(self._open.pop(other))
@@ -139,7 +139,7 @@ class Pass:
         return bucket == first or self._share_submodule(first, bucket)
 
     def _pass_over(self, use: Use, entered: int) -> None:
-        """Hold a use that was passed over where a submodule that runs may still come to it; leave it else."""
+        """Hold a use that was passed over if a running submodule may still come to it; else leave it."""
         number = self._uses.index(use) if use in self._uses else None
         if number is not None and self._share_submodule(number, entered):
             self._held[number] = use

@@ -33,8 +33,8 @@ class Saved:
     def __init__(self, fetch: Callable[[Use, int], torch.Tensor]) -> None:
         """Call `fetch` when a gathered tensor is needed."""
         self._fetch, self._hooked = fetch, False
-        # A weak reference keeps a storage's address from being used anew, so that no other is taken for it.
-        # Beside it stand the use, the place in it, and the type and bits of the tensor that will be gathered again.
+        # By a storage's address: a weak reference, the use, the leaf's place in it, the tensor's type, and whether it
+        # is a conjugate or negative view. The weak reference keeps the address from being reused by another storage.
         self._known: dict[int, tuple[object, Use, int, type, bool]] = {}
 
     def hooks(self) -> AbstractContextManager[None]:
@@ -43,7 +43,7 @@ class Saved:
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def watch(self, use: Use) -> None:
-        """Know a use's tensors, except those that it shares with stored shards."""
+        """Register a use's tensors, except those that share memory with stored shards."""
         if not self._hooked or use.state is not State.FULL or not use.regathered:
             return
         for place, (leaf, tensor) in enumerate(zip(use.unit.leaves, use.full, strict=True)):
@@ -54,15 +54,15 @@ class Saved:
                     self._known[key] = (alive, use, place, type(tensor), lazy)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Handle:
-        """Save a tensor, or a note of it."""
+        """Save a handle of a gathered tensor, or the tensor itself."""
         if tensor.layout is not torch.strided or _compat.is_transformed(tensor):
             return tensor
         found = self._known.get(_compat.storage_key(tensor))
-        # What is computed with a unit's tensors after its turn keeps them: the backward needs them before their turn.
+        # After its use has closed, a tensor is saved as it is: the backward needs it before it regathers the use.
         if found is None or found[1].closed:
             return tensor
         _, use, place, cls, lazy = found
-        # A subclass holds more than its numbers; memory of lazy bits reads otherwise in another dtype.
+        # A subclass has more state than its values; a conjugate or negative view has other values in another dtype.
         if type(tensor) is not cls or (lazy and tensor.dtype is not use.unit.leaves[place].dtype):
             return tensor
         use.saved = True
@@ -75,7 +75,7 @@ class Saved:
             return saved
         full = self._fetch(saved.use, saved.place)
         if full.dtype is not saved.dtype:
-            # All of the memory as one dim: a view of other sizes needs no more than that its bytes are whole elements.
+            # Take all of the memory as one dim, cut to whole elements of the saved dtype, which a view needs.
             nbytes = full.untyped_storage().nbytes() // saved.dtype.itemsize * saved.dtype.itemsize
             full = full.as_strided((nbytes // full.dtype.itemsize,), (1,), 0).view(saved.dtype)
         view = full.as_strided(saved.size, saved.stride, saved.offset)

@@ -14,8 +14,8 @@ class Kind(StrEnum):
     """The kinds of steps.
 
     GATHER starts the all-gather of a use. OPEN is where the forward starts to compute with it, and the backward to
-    differentiate that. REDUCE reduces gradients of leaves that come at once. CLOSE is where another use may take its
-    place. COLLECTIVE is where the function's own collective begins or ends; no later step comes before it on any rank.
+    differentiate. REDUCE reduces gradients of leaves that come at once. CLOSE is where another use may replace it.
+    COLLECTIVE is where the function's own collective begins or ends; no later step comes before it on any rank.
     """
 
     GATHER = "gather"
@@ -30,7 +30,7 @@ class Step(NamedTuple):
 
     Attributes:
         kind: What it does.
-        use: Number of the use, in the order of the forward; for COLLECTIVE, that of the step among its like.
+        use: Number of the use, in the order of the forward; for COLLECTIVE, of the step among COLLECTIVE steps.
         leaves: For REDUCE, the numbers of the leaves in their unit.
     """
 
@@ -77,8 +77,8 @@ class Ahead(NamedTuple):
     """How far gathers run ahead of the use that computes.
 
     Attributes:
-        uses: So many uses at least.
-        nbytes: And more, while all that are gathered ahead move no more bytes together.
+        uses: Gather at least so many uses ahead.
+        nbytes: Gather further ahead while the total stays within these bytes.
     """
 
     uses: int
@@ -97,8 +97,8 @@ def merge(parts: Sequence[Part]) -> list[Bucket]:
         parts: Units in the order of their gathering, each before those that lie inside it.
 
     Returns:
-        The buckets. A unit that holds others is merged with all of them or none; units that lie in different ones are
-        not merged.
+        The buckets. A unit is merged with all units inside it or with none; units inside different parents are merged
+        only along with those.
     """
     buckets: list[Bucket] = []
     around: list[int] = []
@@ -114,7 +114,7 @@ def merge(parts: Sequence[Part]) -> list[Bucket]:
             nbytes, end = part.nbytes, i + 1
         last = buckets[-1] if buckets else None
         chained = last is not None and last.end == i and part.end == end and parent == parent_before
-        # Leaves that ranks hold whole cost nothing to gather, and can go with any.
+        # Units whose leaves ranks hold whole cost nothing to gather, and are merged with any neighbour.
         fits = nbytes == 0 or size + nbytes <= part.merge_bytes
         if last and chained and fits and _alike(parts[i - 1 : end]):
             size += nbytes
@@ -160,8 +160,8 @@ class Turn(NamedTuple):
         again: Whether it is gathered again.
         size: The bytes that its gather moves.
         ahead: How far gathers run ahead while it is differentiated.
-        due: The leaves whose gradients are complete where the backward leaves it, in the order of their reduction;
-            together those whose gradients come at once.
+        due: Groups of leaves whose gradients are complete when the backward leaves the use, in the order of their
+            reduction; the gradients of a group arrive at once.
         nbytes: Bytes of the gradients of each of these groups.
     """
 
@@ -172,13 +172,13 @@ class Turn(NamedTuple):
     nbytes: tuple[int, ...] = ()
 
     def early(self) -> int:
-        """Count the reductions before the last quarter of the bytes: most full tensors have gone by then."""
+        """Count the reductions within the first three quarters of the bytes: after them most full tensors are gone."""
         sums = list(itertools.accumulate(self.nbytes))
         return sum(4 * total <= 3 * sums[-1] for total in sums)
 
 
 def backward(events: Sequence[Step], turns: Sequence[Turn]) -> list[Step]:
-    """Turn a forward around.
+    """List the steps of a backward: those of its forward, turned around.
 
     Args:
         events: OPEN and CLOSE of each use, and COLLECTIVE, in the order of the forward.
@@ -208,7 +208,7 @@ def backward(events: Sequence[Step], turns: Sequence[Turn]) -> list[Step]:
         early = turn.early()
         if event.kind is Kind.CLOSE:
             passed = max(passed, place.get(event.use, -1) + 1)
-            # The next unit comes when most of this one has gone, unless that is all at once.
+            # Gather ahead after the early reductions (three quarters of the bytes), or now if there are none.
             started = gather(passed) if early else gather_ahead(turn.ahead)
             steps.append(Step(Kind.OPEN, event.use))
             continue
@@ -221,7 +221,7 @@ def backward(events: Sequence[Step], turns: Sequence[Turn]) -> list[Step]:
 
 
 def gathered_first(events: Sequence[Step], turns: Sequence[Turn]) -> set[int]:
-    """Find the uses that a backward gathers before all else: where they are still there, they need not go.
+    """Find the uses that a backward would gather first: those that are still full can stay.
 
     Args:
         events: As for `backward`.
@@ -236,7 +236,7 @@ def gathered_first(events: Sequence[Step], turns: Sequence[Turn]) -> set[int]:
 
 
 def postponed(events: Sequence[Step], needed: Sequence[int]) -> list[Step]:
-    """Let uses close no sooner than the checkpoints that compute with them again: the backward begins with those.
+    """Move the CLOSE of a use behind the checkpoints that will need it, because the backward comes to them first.
 
     Args:
         events: OPEN and CLOSE of each use, and COLLECTIVE, in the order of the forward.

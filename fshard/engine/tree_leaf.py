@@ -16,7 +16,7 @@ class TreeLeaf(Leaf):
     """A leaf of a call with `sums="tree"`.
 
     Attributes:
-        microbatch: The number in the job of the one whose backward runs; None where this rank has none.
+        microbatch: The number in the job of the microbatch whose backward runs; None where this rank has none.
     """
 
     __slots__ = ("_share", "_tree", "microbatch")

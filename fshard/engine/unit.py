@@ -41,7 +41,7 @@ def _sum(total: Part | None, part: Part, dtype: torch.dtype | None = None) -> Pa
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # Most have that dtype, and an operator takes longer to find out.
+    # Most tensors have that dtype, and an operator takes longer to find that out.
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
@@ -52,7 +52,7 @@ class Leaf:
         path: The leaf's path.
         spec: Its spec.
         policy: Its reshard policy; the default where its spec has none.
-        tensor: The local tensor that autograd knows: the call's own leaf, or one computed from such.
+        tensor: The local tensor that autograd knows: an own leaf of the call, or a derived one.
         stored: The same outside of any graph.
         nbytes: Bytes of the full tensor.
         trained: Whether it takes a gradient.
@@ -94,7 +94,7 @@ class Leaf:
         self._is_new = facts.is_new
         self.keeper: Use | None = None
         self.first: Use | None = None
-        # Of this rank: the full gradient of the running backward before hooks, that of all backwards, the reduced one.
+        # _unhooked: this backward's full gradient before hooks. _full: sum over backwards. _reduced: after reduction.
         self._unhooked: Part | None = None
         self._full: Part | None = None
         self._reduced: Part | None = None
@@ -231,10 +231,10 @@ class Unit:
 
     @functools.cached_property
     def groups(self) -> list[tuple[int, ...]]:
-        """The leaves whose gradients come at once, last ones first, once their full tensors have been gathered.
+        """Groups of leaves whose gradients come at once, last ones first; to be read after the first gather.
 
         Each large leaf has an autograd node of its own. Small ones share a node, and so a buffer of gradients; autograd
-        reaches their node last. Computed leaves share another.
+        reaches their node last. Derived leaves share another.
         """
         trained = [i for i in reversed(range(len(self.leaves))) if self.leaves[i].trained]
         own = [i for i in trained if not self.leaves[i].derived]
@@ -277,19 +277,19 @@ class Use:
         unit: The unit.
         number: Its number among the uses of a forward, once it has been opened.
         regathered: Whether its tensors are dropped after the forward.
-        inside: Uses within which it lies, which stay open while it is.
+        inside: The uses that it lies inside, which stay open while it is.
         state: Where its full tensors are.
         full: The full tensors, by leaf; None for single ones that were dropped.
         outputs: Tensors handed out to the function, by leaf, while the unit is open; autograd knows them.
         opened: Whether the forward has come to it.
-        closed: Whether another one has taken its place in the forward.
-        stays: Whether its tensors stay from the forward to the backward, which comes to it before all else.
+        closed: Whether another use has replaced it in the forward.
+        stays: Whether its tensors stay from the forward to the backward, which needs them first.
         saved: Whether the backward needs its tensors: autograd saved a handle of one, or a checkpoint will run its
             forward again.
         sequence: Number of the first autograd node that may have used it.
-        checkpoints: How many checkpoints of this rank's compute with it.
-        until: Number of the use that the backward must have left before the tensors may go, because a checkpoint of
-            this rank's may need them until then; None where none does.
+        checkpoints: How many checkpoints of this rank compute with it.
+        until: Keep the tensors until the backward has left the use of this number: a checkpoint of this rank may need
+            them until then. None: no checkpoint does.
         anchor: Output of a node that the backward must reach on every rank.
     """
 
@@ -317,7 +317,7 @@ class Use:
         """Start to gather, unless that is under way.
 
         Args:
-            pool: Memory that the gather may write to; what it leaves of it is gone afterwards.
+            pool: Memory that the gather may write to; the rest of it is freed.
         """
         if self.state is not State.ABSENT:
             return
@@ -374,7 +374,7 @@ class Use:
                 tensor, self.full[index] = self.full[index], None
                 if pool is not None and self.regathered and tensor is not None:
                     pool.put(tensor)
-                # Or the last one would still be held.
+                # Otherwise this name would still hold the last one.
                 del tensor
 
     def release(self, pool: comm.Pool | None = None) -> None:
@@ -386,7 +386,7 @@ class Use:
         self.full, self.state = [], State.ABSENT
 
     def hand_out(self, holder: dict[str, Any], key: str) -> None:
-        """Note where an output was put, to be taken from there when the unit's scope ends."""
+        """Note where an output was put, so that it is taken back when the unit's scope ends."""
         self._handed_out.append((holder, key))
 
     def take_back(self) -> None:
@@ -413,7 +413,7 @@ def turn_of(use: Use, reduce: bool) -> Turn:
     leaves = use.unit.leaves
 
     def is_due(leaf: Leaf) -> bool:
-        # A computed leaf hands its gradient on at each use; the call's own have theirs complete at the first.
+        # A derived leaf hands its gradient on at each use; that of an own leaf is complete at its first use.
         return leaf.derived or (reduce and leaf.first is use)
 
     due = [tuple([i for i in group if is_due(leaves[i])]) for group in use.unit.groups]
