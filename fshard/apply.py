@@ -11,7 +11,7 @@ from torch import nn
 from fshard import _compat, comm
 from fshard.collectives import reduction_axes
 from fshard.engine import Call, Leaf, Unit, call_of
-from fshard.errors import Problem, leaf_error
+from fshard.errors import Problem, leaf_error, refuse
 from fshard.gather import gather
 from fshard.init import copied, init, refuse_blank
 from fshard.modules import Skeleton, Units, plan_units
@@ -238,12 +238,11 @@ class Model:
             elif _compat.is_differentiated(leaf.local if is_sharded(leaf) else leaf):
                 found = "one that torch.func or autograd differentiates, or that was gathered or computed before"
                 problems.append(Problem(f"[{name!r}]", found, "the Sharded leaf that fs.value_and_grad passes to f"))
-        if problems:
-            remedy = (
-                "call apply on what fs.value_and_grad passes to f, or remove the hooks before functionalize and change "
-                "the gradients that come back"
-            )
-            raise leaf_error("apply: parameters have hooks (register_hook)", problems, remedy)
+        remedy = (
+            "call apply on what fs.value_and_grad passes to f, or remove the hooks before functionalize and change "
+            "the gradients that come back"
+        )
+        refuse("apply: parameters have hooks (register_hook)", problems, remedy)
 
     def _skeleton(self) -> Skeleton:
         try:
@@ -334,8 +333,7 @@ def _refuse_lazy(module: nn.Module) -> None:
     problems = [
         Problem(f"[{name!r}]", type(t).__name__, "a tensor with a shape") for name, t in tensors if isinstance(t, lazy)
     ]
-    if problems:
-        raise leaf_error("functionalize: lazy parameters", problems, "run the module once before")
+    refuse("functionalize: lazy parameters", problems, "run the module once before")
 
 
 def _refuse_hidden_weights(module: nn.Module) -> None:
@@ -353,8 +351,7 @@ def _refuse_hidden_weights(module: nn.Module) -> None:
                 problems.append(Problem(path or "(root)", f"{where}.{name}", remedies[name]))
         if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
             problems.append(Problem(path or "(root)", f"{type(submodule).__name__}(sparse=True)", "sparse=False"))
-    if problems:
-        raise leaf_error("functionalize: modules that cannot be sharded", problems, "change these modules first")
+    refuse("functionalize: modules that cannot be sharded", problems, "change these modules first")
 
 
 def _cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
@@ -400,8 +397,7 @@ def _check_names(what: str, argument: str, found: Any, needed: Mapping[str, tupl
         elif has is None or shape not in (None, has):
             wanted = "a tensor" if shape is None else f"a tensor of shape {shape}"
             problems.append(Problem(f"[{name!r}]", describe(leaf) if has is None else f"shape {has}", wanted))
-    if problems:
-        raise leaf_error(f"{what}: {argument} do not match the module's", problems, "pass those of this model")
+    refuse(f"{what}: {argument} do not match the module's", problems, "pass those of this model")
 
 
 def _refuse_lost_updates(copies: Buffers, after: Mapping[str, torch.Tensor]) -> None:
@@ -410,9 +406,8 @@ def _refuse_lost_updates(copies: Buffers, after: Mapping[str, torch.Tensor]) -> 
         for name, buffer in copies.items()
         if after[name] is not buffer or _compat.version(buffer)
     ]
-    if problems:
-        remedy = "pass buffers= and keep those returned, or functionalize the module in eval mode"
-        raise leaf_error("apply: buffers were updated and would be lost", problems, remedy)
+    remedy = "pass buffers= and keep those returned, or functionalize the module in eval mode"
+    refuse("apply: buffers were updated and would be lost", problems, remedy)
 
 
 def sync_buffers(buffers: Tree, like: Tree, by: str = "rank0") -> Tree:

@@ -6,7 +6,7 @@ import torch
 
 from fshard import comm
 from fshard.collectives import Over, denominator, divided, linear_call, named, reduction_axes, shared_axes
-from fshard.errors import Problem, leaf_error
+from fshard.errors import Problem, refuse
 from fshard.transforms.compose import pair, reduction, scatter
 from fshard.transforms.state import ABSENT, Absent, joined, states_of
 from fshard.tree import Sharded, Tree, flatten, grouped, is_sharded, is_trained, unflatten
@@ -71,9 +71,8 @@ def scatter_grads(
         for path, grad, param in zip(flat.paths, flat.leaves, params.leaves, strict=True)
         if (problem := _problem(grad, param))
     ]
-    if problems:
-        remedy = "pass the gradients of full leaves, as from torch.func.grad at fs.gather(like)"
-        raise leaf_error("scatter_grads: gradients do not fit `like`", problems, remedy)
+    remedy = "pass the gradients of full leaves, as from torch.func.grad at fs.gather(like)"
+    refuse("scatter_grads: gradients do not fit `like`", problems, remedy)
     states = states_of("scatter_grads", params, transform_state)
     shared = shared_axes(params, axes)
     comm.same_call("scatter_grads", shared, params, reduce=reduce, **named(axes, reduce_over))

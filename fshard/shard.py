@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from fshard import _compat, comm
-from fshard.errors import Problem, expect, leaf_error
+from fshard.errors import Problem, expect, leaf_error, refuse
 from fshard.transforms import LayoutError, ShardTransform
 from fshard.transforms.compose import at, layout_axes, masks
 from fshard.tree import Axis, Flat, P, Sharded, Spec, Tree, flatten, is_sharded, names_of, unflatten
@@ -78,8 +78,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | N
     if difference:
         raise leaf_error("shard: ranks hold different trees", [difference], SAME_TREE)
     refuse_donated("shard", flat)
-    if problems:
-        raise leaf_error("shard: leaves cannot be sharded", problems, "pass full tensors whose shapes fit the strategy")
+    refuse("shard: leaves cannot be sharded", problems, "pass full tensors whose shapes fit the strategy")
     return unflatten(flat.treedef, [leaf and Sharded(stored(local_piece(*leaf), leaf[1]), leaf[1]) for leaf in out])
 
 
@@ -219,8 +218,7 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | None
     if any(is_sharded(leaf) and leaf.spec.transform is None for leaf in flat.leaves):
         remedy = "reshard without it, and make it anew by fs.transform_state"
         raise leaf_error("reshard: leaves belong to their ranks", problems, remedy)
-    if problems:
-        raise leaf_error("reshard: leaves do not fit", problems, "choose a strategy that fits their shapes")
+    refuse("reshard: leaves do not fit", problems, "choose a strategy that fits their shapes")
     comm.same_call("reshard", _split_over(flat), flat, transform=transform)
     leaves = [leaf if spec is None else Sharded(stored(_move(leaf, spec), spec), spec) for leaf, spec in out]
     return unflatten(flat.treedef, leaves)

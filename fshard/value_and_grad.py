@@ -23,7 +23,7 @@ from fshard.collectives import (
     total,
 )
 from fshard.engine import Call, FunctionTransform, attempted, call_of
-from fshard.errors import Problem, expect, leaf_error
+from fshard.errors import Problem, expect, refuse
 from fshard.microbatches import (
     Share,
     TreeSum,
@@ -274,9 +274,8 @@ def _in_tree(what: str, flat: Flat, share: Share) -> list[Any]:
             leaves.append(Sharded(leaf.local, in_tree(leaf.spec, uneven), leaf.call) if is_sharded(leaf) else leaf)
         except LayoutError as error:
             problems.append(Problem(path, error.got, error.expected))
-    if problems:
-        remedy = 'take a strategy without it, or leave out sums="tree"'
-        raise leaf_error(f"{what}: a transform has other bits at another number of ranks", problems, remedy)
+    remedy = 'take a strategy without it, or leave out sums="tree"'
+    refuse(f"{what}: a transform has other bits at another number of ranks", problems, remedy)
     return leaves
 
 

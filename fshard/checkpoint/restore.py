@@ -23,7 +23,7 @@ from fshard.checkpoint.manifest import (
     parts_of,
 )
 from fshard.checkpoint.save import members, progress_bar
-from fshard.errors import Problem, leaf_error
+from fshard.errors import Problem, leaf_error, refuse
 from fshard.interop.files import named, open_regular, read_bytes
 from fshard.interop.pieces import (
     Piece,
@@ -203,9 +203,8 @@ def _check_arguments(flat: Flat, wanted: list[bool], step: Any, subtree: Any) ->
             problems.append(Problem(path, f"{describe(local)}, {layout}", "a plain strided tensor"))
         elif local.is_meta and torch.get_default_device().type == "meta":
             problems.append(Problem(path, "a meta tensor where the default device is meta too", "room for values"))
-    if problems:
-        remedy = "pass a tree of plain tensors or Sharded leaves, and call restore outside of torch.device('meta')"
-        raise leaf_error(f"{LABEL}: nothing can be read into some leaves", problems, remedy)
+    remedy = "pass a tree of plain tensors or Sharded leaves, and call restore outside of torch.device('meta')"
+    refuse(f"{LABEL}: nothing can be read into some leaves", problems, remedy)
 
 
 def _open(root: Path, step: int | None, ranks: Axis) -> tuple[Path, Manifest]:

@@ -30,7 +30,7 @@ from fshard.checkpoint.manifest import (
     encode,
     file_name,
 )
-from fshard.errors import Problem, leaf_error
+from fshard.errors import Problem, refuse
 from fshard.interop.files import MARK, named, read_bytes, write_bytes
 from fshard.interop.pieces import (
     Piece,
@@ -322,8 +322,7 @@ def _checked(flat: Flat, step: int, directory: str, ranks: Axis) -> tuple[dict[s
             entries[path] = repr(leaf)
     remedy = "make all but the values of Sharded leaves the same on every rank"
     agree(LABEL, entries, "ranks hold different states", remedy, ranks)
-    if problems:
-        raise leaf_error(f"{LABEL}: leaves cannot be saved", problems, "keep them out of the state")
+    refuse(f"{LABEL}: leaves cannot be saved", problems, "keep them out of the state")
     return tensors, values
 
 

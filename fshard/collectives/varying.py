@@ -8,7 +8,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.collectives.linear import maps_of, operands
-from fshard.errors import Problem, leaf_error
+from fshard.errors import Problem, refuse
 from fshard.tree import Axis, Flat, Spec
 
 Place = TypeVar("Place")
@@ -73,9 +73,8 @@ def refuse_unsummed(
         for path, axes in needed.items()
         if path in wrong
     ]
-    if problems:
-        remedy = "gather these leaves, or hand them to each rank's own maths by fs.pvary, so that gradients are summed"
-        raise leaf_error(f"{what}: gradients would stay unsummed", problems, remedy)
+    remedy = "gather these leaves, or hand them to each rank's own maths by fs.pvary, so that gradients are summed"
+    refuse(f"{what}: gradients would stay unsummed", problems, remedy)
 
 
 def walked(starts: Iterable[Place], behind: Callable[[Place], Iterable[Place]]) -> Iterator[Place]:

@@ -27,7 +27,7 @@ from fshard.engine.passes import Pass
 from fshard.engine.saved import FunctionTransform, Saved
 from fshard.engine.tree_leaf import TreeLeaf, check_sums
 from fshard.engine.unit import Leaf, Unit, Use, divided_parts
-from fshard.errors import Problem, leaf_error
+from fshard.errors import Problem, leaf_error, refuse
 from fshard.microbatches import Share
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded
 from fshard.tree.checks import check_versions
@@ -466,9 +466,8 @@ def call_of(what: str, flat: Flat) -> Call | None:
     ]
     found = "a leaf bound to a call of value_and_grad that has ended"
     problems = [Problem(path, found, "the caller's own") for path, call in bound if call is None or call.ended]
-    if problems:
-        remedy = "gather the parameters that you passed, or those that the running call binds"
-        raise leaf_error(f"{what}: leaves of an ended call", problems, remedy)
+    remedy = "gather the parameters that you passed, or those that the running call binds"
+    refuse(f"{what}: leaves of an ended call", problems, remedy)
     return bound[-1][1] if bound else None
 
 

@@ -9,7 +9,7 @@ from torch.autograd import Function
 from fshard import _compat
 from fshard.collectives import linear_call, refuse_unsummed, walked
 from fshard.engine.unit import Leaf, Use, transform_of
-from fshard.errors import Problem, leaf_error
+from fshard.errors import Problem, leaf_error, refuse
 from fshard.transforms.compose import pair
 from fshard.tree import grouped
 
@@ -132,6 +132,5 @@ def refuse_unhooked(what: str, leaves: Sequence[Leaf]) -> None:
     """
     found = "maths on its shards, or a derivative by it inside the loss"
     problems = [Problem(leaf.path, found, "uses of the gathered leaf alone") for leaf in leaves if leaf.hooks]
-    if problems:
-        remedy = "gather these leaves first and differentiate outside, or remove the hooks before functionalize"
-        raise leaf_error(f"{what}: gradients that hooks on parameters would not see", problems, remedy)
+    remedy = "gather these leaves first and differentiate outside, or remove the hooks before functionalize"
+    refuse(f"{what}: gradients that hooks on parameters would not see", problems, remedy)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from fshard.engine.unit import Leaf, Part
-from fshard.errors import Problem, leaf_error
+from fshard.errors import Problem, refuse
 from fshard.microbatches import Share, TreeSum
 from fshard.transforms.compose import reduction
 from fshard.tree import Sharded
@@ -91,6 +91,5 @@ def check_sums(what: str, leaves: list[Leaf], share: Share) -> None:
         for leaf, dtype in pairs
         if dtype is not None and torch.promote_types(dtype, leaf.stored.dtype) != leaf.stored.dtype
     ]
-    if problems:
-        remedy = 'pass communicate="once", or store parameters in the dtype of the reduction'
-        raise leaf_error(f"{what}: shards would round the sums of microbatches", problems, remedy)
+    remedy = 'pass communicate="once", or store parameters in the dtype of the reduction'
+    refuse(f"{what}: shards would round the sums of microbatches", problems, remedy)

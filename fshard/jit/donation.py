@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fshard import _compat
-from fshard.errors import Problem, leaf_error
+from fshard.errors import Problem, leaf_error, refuse
 from fshard.jit.passes import placeholders, results
 from fshard.jit.trace import Traced
 from fshard.tree import Flat, is_sharded, subtrees
@@ -109,8 +109,7 @@ def refuse_shared(flat: Flat, donated: Sequence[int], passed: Collection[int]) -
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
         if isinstance(tensor := tensor_of(leaf), torch.Tensor) and argument_of(path) in donated and _is_expanded(tensor)
     ]
-    if problems:
-        raise leaf_error("jit: arguments share memory that is donated", problems, "clone one of them")
+    refuse("jit: arguments share memory that is donated", problems, "clone one of them")
 
 
 def refuse_closed(flat: Flat, donated: Sequence[int], reached: Collection[int]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.collectives import Used, Uses, agreed_uses
-from fshard.errors import Problem, leaf_error
+from fshard.errors import Problem, refuse
 from fshard.jit.backends import BACKENDS, Backend, ready, writes_in_place
 from fshard.jit.donation import argument_of, pairs_of, refuse_closed, refuse_shared, write
 from fshard.jit.early import update_early
@@ -207,10 +207,9 @@ class Jitted:
                 Problem(path, f"{b!r}, a leaf that is no tensor and was {a!r} before", "a tensor")
                 for path, a, b in changed_values(before, asked, flat)
             ]
-            if problems:
-                remedy = "pass tensors, which may change, or make it a static argument: each value has its own trace"
-                with _telling_others(flat):
-                    raise leaf_error("jit: leaves that are part of the graph have changed", problems, remedy)
+            remedy = "pass tensors, which may change, or make it a static argument: each value has its own trace"
+            with _telling_others(flat):
+                refuse("jit: leaves that are part of the graph have changed", problems, remedy)
             why = "; ".join(changes(before, asked, flat.paths))
         else:
             why = "the first call"

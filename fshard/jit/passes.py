@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 
 from fshard import _compat, comm
 from fshard.comm import ops
-from fshard.errors import Problem, leaf_error
+from fshard.errors import Problem, refuse
 from fshard.tree import Axis
 
 aten = torch.ops.aten
@@ -88,9 +88,8 @@ def refuse_writes(graph: Graph, paths: Sequence[str], donated: Sequence[bool], w
             elif root in inputs and not donated[inputs[root]]:
                 path = paths[inputs[root]]
                 problems[path] = Problem(path, f"{node.target} on an argument", "a new tensor, or donate_argnums")
-    if problems:
-        remedy = "return what is new; a jitted function writes to donated arguments alone"
-        raise leaf_error(f"{what}: the function writes to tensors", list(problems.values()), remedy)
+    remedy = "return what is new; a jitted function writes to donated arguments alone"
+    refuse(f"{what}: the function writes to tensors", list(problems.values()), remedy)
 
 
 def refuse_ambient_random(graph: Graph, what: str) -> None:

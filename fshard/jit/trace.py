@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from fshard import _compat, comm
 from fshard.collectives import Uses
-from fshard.errors import Problem, leaf_error
+from fshard.errors import Problem, leaf_error, refuse
 from fshard.jit.passes import constants
 from fshard.tree import Flat, Sharded, Treedef, flatten, is_sharded, unflatten
 from fshard.tree.checks import describe, writes_counted
@@ -168,9 +168,8 @@ def _check_outputs(what: str, out: Flat) -> None:
         for path, leaf in zip(out.paths, out.leaves, strict=True)
         if leaf is not None and not is_sharded(leaf) and not isinstance(leaf, torch.Tensor)
     ]
-    if problems:
-        remedy = "return tensors; a graph computes nothing else, and a number would stay what it was in the first call"
-        raise leaf_error(f"{what}: the function returns what is no tensor", problems, remedy)
+    remedy = "return tensors; a graph computes nothing else, and a number would stay what it was in the first call"
+    refuse(f"{what}: the function returns what is no tensor", problems, remedy)
 
 
 class _Unseen(TorchFunctionMode):

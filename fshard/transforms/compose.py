@@ -139,20 +139,13 @@ class _Masked(ShardTransform):
     def axes(self) -> tuple[Axis, ...]:
         return self.transform.axes
 
-    def layout(self, spec: Spec) -> Spec:
-        raise self._nameless()
-
-    def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
-        raise self._nameless()
-
-    def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
-        raise self._nameless()
-
-    def _nameless(self) -> ValueError:
-        return ValueError(
+    def layout(self, *_: Any, **__: Any) -> Any:
+        raise ValueError(
             "masked: leaves are meant by their names, which only fs.shard, fs.reshard and model.init know; each leaf's "
             "spec has its own transform"
         )
+
+    gather = scatter = layout
 
 
 def compose(*transforms: ShardTransform) -> ShardTransform:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fshard.errors import Problem, leaf_error
+from fshard.errors import Problem, leaf_error, refuse
 from fshard.transforms.compose import reduction
 from fshard.tree import Flat, P, Sharded, Spec, Tree, flatten, is_sharded, unflatten
 from fshard.tree.checks import check_local, describe
@@ -93,8 +93,7 @@ def states_of(what: str, flat: Flat, state: Tree | Absent) -> list[Tree]:
         for path, leaf, part in zip(flat.paths, flat.leaves, parts, strict=True)
         if (misfit := _misfit(leaf, part))
     ]
-    if problems:
-        raise leaf_error(f"{what}: transform_state does not fit the parameters", problems, remedy)
+    refuse(f"{what}: transform_state does not fit the parameters", problems, remedy)
     return [_unwrapped(part) for part in parts]
 
 
