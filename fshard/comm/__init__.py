@@ -9,7 +9,6 @@ from fshard.comm.agree import (
     STAGES,
     Facts,
     Peers,
-    Vote,
     disagreement,
     facts_of,
     highest,

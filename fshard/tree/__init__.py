@@ -27,4 +27,4 @@ from fshard.tree.nodes import (
     tree_map,
     unflatten,
 )
-from fshard.tree.specs import Axis, ModelDtypes, P, ReshardPolicy, Spec, Transform, rebuilt
+from fshard.tree.specs import Axis, ModelDtypes, P, ReshardPolicy, Spec, rebuilt
