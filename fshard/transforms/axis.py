@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn.functional import pad
@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from fshard import comm
 from fshard.mesh import Mesh, axis_of
 from fshard.transforms.base import BuiltIn, Finish, LayoutError, ShardTransform, Tensors
+from fshard.transforms.node_sums import start_node_sums, start_whole_node_sums
 from fshard.tree import Axis, Spec
 from fshard.tree.checks import Range, check_dim, check_numbers
 
@@ -25,6 +26,8 @@ class _FullyShard(BuiltIn):
     min_shard_elements: int
     algorithm: comm.Algorithm
     bucket_bytes: int | None = None
+    # Of the job, where gradients are given as partial sums.
+    microbatches: int | None = field(default=None, kw_only=True, repr=False)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -50,6 +53,8 @@ class _FullyShard(BuiltIn):
 
     def start_sums(self, stacks: Tensors, specs: Sequence[Spec]) -> Finish:
         """Start sending each rank its row of every stack; finished, each is the sum of what ranks sent."""
+        if self.microbatches:
+            return start_node_sums(stacks, self.axis, self.microbatches)
         return comm.start_reduce_scatter(stacks, self.axis, "scatter", self.algorithm, self.bucket_bytes)
 
     def start_gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Finish:
@@ -75,9 +80,7 @@ class _FullyShard(BuiltIn):
         whole = [i for i in range(len(grads)) if i not in dims]
         stacks = [self.stack(grads[i], specs[i], dim) for i, dim in dims.items()]
         scattering = start_sums(stacks, [specs[i] for i in dims])
-        summing = comm.start_all_reduce(
-            [grads[i] for i in whole], self.axis, "scatter", self.algorithm, self.bucket_bytes
-        )
+        summing = _start_whole_sums(self, [grads[i] for i in whole])
 
         def finish() -> Tensors:
             out = dict(zip((*dims, *whole), (*scattering(), *summing()), strict=True))
@@ -155,6 +158,7 @@ class _Replicate(BuiltIn):
     axis: Axis
     algorithm: comm.Algorithm
     bucket_bytes: int | None = None
+    microbatches: int | None = field(default=None, kw_only=True, repr=False)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -167,7 +171,14 @@ class _Replicate(BuiltIn):
         return self.start_scatter(grads, specs)()
 
     def start_scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Finish:
-        return comm.start_all_reduce(grads, self.axis, "scatter", self.algorithm, self.bucket_bytes)
+        return _start_whole_sums(self, grads)
+
+
+def _start_whole_sums(transform: _FullyShard | _Replicate, grads: Tensors) -> Finish:
+    """Start summing gradients of leaves that every rank of the axis has whole."""
+    if transform.microbatches:
+        return start_whole_node_sums(grads, transform.axis, transform.microbatches)
+    return comm.start_all_reduce(grads, transform.axis, "scatter", transform.algorithm, transform.bucket_bytes)
 
 
 def replicate(mesh: Mesh | Axis, *, algorithm: comm.Algorithm = "auto") -> ShardTransform:
