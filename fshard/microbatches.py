@@ -183,7 +183,7 @@ def share_of(what: str, params: Tree, communicate: str | None, job: int) -> Shar
     """
     axes = _ordered(what, params)
     sizes = [axis.size for axis in axes]
-    ranks, rank = _place(axes)
+    ranks, rank = place_of(axes)
     enough, remedy = f"one microbatch or more for each of {ranks} ranks", "cut the batch in more microbatches"
     expect(job >= ranks, what, enough, f"{job} in the whole job", remedy)
     # Where only the outermost sum is over a number of ranks that is no power of two, it is the tree's root.
@@ -222,7 +222,7 @@ def own_share(what: str, params: Tree, communicate: str | None, own: int, job: i
     """
     axes = _ordered(what, params)
     try:
-        share = share_of(what, params, communicate, own * _place(axes)[0] if job is None else job)
+        share = share_of(what, params, communicate, own * place_of(axes)[0] if job is None else job)
         remedy = "pass fs.microbatches(batches, like=params), and the job's number as microbatches="
         expect(own == len(share.indices), what, f"{len(share.indices)} of {share.total} microbatches", str(own), remedy)
     except ValueError as error:
@@ -233,12 +233,12 @@ def own_share(what: str, params: Tree, communicate: str | None, own: int, job: i
 
 def numbered_in_turn(what: str, params: Tree, own: int, once: bool, over: Over = None) -> Share:
     """Number as many microbatches on every rank, where sums are no tree."""
-    ranks, rank = _place([axis for axis in reversed(reduction_axes(flatten(params), what, over)) if axis.size > 1])
+    ranks, rank = place_of([axis for axis in reversed(reduction_axes(flatten(params), what, over)) if axis.size > 1])
     return Share(own * ranks, ranks, rank, "once" if once else "each")
 
 
-def _place(axes: Sequence[Axis]) -> tuple[int, int]:
-    """How many ranks some axes have, and which of them this one is, the first axis fastest."""
+def place_of(axes: Sequence[Axis]) -> tuple[int, int]:
+    """Count the ranks of some axes, and find this one's number among them, the first axis fastest."""
     rank, ranks = 0, 1
     for axis in axes:
         rank, ranks = rank + comm.rank(axis) * ranks, ranks * axis.size

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from fshard import comm
 from fshard.collectives import linear_call
-from fshard.microbatches import TreeSum, nodes
+from fshard.microbatches import TreeSum, nodes, place_of
 from fshard.shard import local_ranges
 from fshard.tree import Axis, Spec, grouped, is_sharded
 
@@ -188,9 +188,8 @@ def subtrees(n: int, sizes: tuple[int, ...]) -> list[list[tuple[int, int]]]:
 def _summed_over(axes: tuple[Axis, ...], asks: Sequence[_Ask]) -> list[torch.Tensor]:
     """Sum tensors over the ranks of axes, by one message over each; those with equal trees go through them together."""
     trees = grouped(range(len(asks)), lambda i: (asks[i].n, asks[i].tensor.shape[2], i if asks[i].terms else None))
-    sizes, own = tuple(axis.size for axis in axes), 0
-    for axis in axes:
-        own = own * axis.size + comm.rank(axis)
+    sizes = tuple(axis.size for axis in axes)
+    ranks, own = place_of(axes[::-1])
     sent = []
     for (n, trail, _), group in trees.items():
         part = torch.cat([asks[i].tensor for i in group]) if len(group) > 1 else asks[group[0]].tensor
@@ -203,7 +202,7 @@ def _summed_over(axes: tuple[Axis, ...], asks: Sequence[_Ask]) -> list[torch.Ten
     message = torch.cat([sums.reshape(-1) for sums in sent])
     for axis in reversed(axes):
         message = gathered(message, axis, "norm")
-    ranks, counts = math.prod(sizes), [sums.numel() for sums in sent]
+    counts = [sums.numel() for sums in sent]
     rows = message.reshape(ranks, sum(counts)).split(counts, 1)
     out: dict[int, torch.Tensor] = {}
     for ((n, _, _), group), row, part in zip(trees.items(), rows, sent, strict=True):

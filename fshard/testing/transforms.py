@@ -11,6 +11,7 @@ from fshard import comm
 from fshard.collectives import objective
 from fshard.errors import Problem, expect, refuse
 from fshard.gather import gather
+from fshard.microbatches import place_of
 from fshard.optim.native import sgd
 from fshard.scatter_grads import scatter_grads
 from fshard.shard import check_transform as check_argument
@@ -68,7 +69,8 @@ def check_adjoint(
     # Copies, so that a transform which writes to its arguments is not taken for a wrong transpose.
     given = [leaf.local.clone() for leaf in shards]
     gathered = _by_transform(specs, lambda transform, of, specs: transform.gather(of(given), specs))
-    cotangents = _drawn([x.shape for x in gathered], [x.dtype for x in gathered], seed + 1 + _place(transform))
+    _, place = place_of(transform.axes)
+    cotangents = _drawn([x.shape for x in gathered], [x.dtype for x in gathered], seed + 1 + place)
     grads = [tensor.clone() for tensor in cotangents]
 
     def scattered_by(transform: Any, of: Callable[..., Any], specs: Sequence[Spec]) -> Any:
@@ -234,9 +236,9 @@ class _Trial:
             self.claim(f"{what}: bytes sent away from the {needed:g} asked for", abs(found - needed), 0.0)
 
     def check_training(self, seed: int) -> None:
-        world = math.prod(axis.size for axis in self.transform.axes)
-        batches = [list(self._batch(seed + 1 + place)) for place in range(world)]
-        own = batches[_place(self.transform)]
+        world, place = place_of(self.transform.axes)
+        batches = [list(self._batch(seed + 1 + n)) for n in range(world)]
+        own = batches[place]
         expected, far = self._one_process(batches)
         by_verbs, at_once = unshard(self._train(own, _four_verbs)), unshard(self._train(own, _in_one_call))
         self.claim("value_and_grad against the four verbs: differing leaves", _differing(at_once, by_verbs), 0.0)
@@ -300,14 +302,6 @@ def _in_one_call(state: TrainState, batch: Any) -> Any:
         return _loss(gather(params), batch)
 
     return value_and_grad(local, transform_state=state.transform_state)(state.params)[1:]
-
-
-def _place(transform: ShardTransform) -> int:
-    """Find this rank's number among those of the transform's axes."""
-    place = 0
-    for axis in transform.axes:
-        place = place * axis.size + comm.rank(axis)
-    return place
 
 
 def _largest(tensor: torch.Tensor) -> float:
