@@ -8,14 +8,14 @@ sends their sums, and finishes the tree with those of the other ranks.
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
 from fshard import comm
-from fshard.collectives import linear_call
+from fshard.collectives import all_gather_invariant
 from fshard.microbatches import TreeSum, nodes, place_of
 from fshard.shard import local_ranges
 from fshard.tree import Axis, Spec, grouped, is_sharded
@@ -97,18 +97,6 @@ def element_sums(requests: Sequence[Request], terms: Terms) -> list[torch.Tensor
 def added(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
     """Add up n float64 numbers of shape () in the tree of a dim of n elements."""
     return _halved(torch.stack([*numbers]).reshape(1, -1, 1)).reshape(()) if numbers else torch.zeros(())
-
-
-def gathered(numbers: torch.Tensor, axis: Axis, label: str) -> torch.Tensor:
-    """Gather every rank's numbers into one more dim, in front; the result agrees between ranks."""
-    # So each rank's numbers get their own cotangents as they are, without a sum.
-    gather, own = partial(comm.all_gather, axis=axis, label=label), partial(_own_rows, axis=axis)
-    (rows,) = linear_call(gather, own, [numbers])
-    return rows
-
-
-def _own_rows(stacks: Sequence[torch.Tensor], axis: Axis) -> list[torch.Tensor]:
-    return [stack[comm.rank(axis)] for stack in stacks]
 
 
 def _steps(request: Request, terms: Terms) -> Generator[_Ask, torch.Tensor, torch.Tensor]:
@@ -201,7 +189,7 @@ def _summed_over(axes: tuple[Axis, ...], asks: Sequence[_Ask]) -> list[torch.Ten
         sent.append(torch.cat(sums, 1))
     message = torch.cat([sums.reshape(-1) for sums in sent])
     for axis in reversed(axes):
-        message = gathered(message, axis, "norm")
+        message = all_gather_invariant(message[None], axis)
     counts = [sums.numel() for sums in sent]
     rows = message.reshape(ranks, sum(counts)).split(counts, 1)
     out: dict[int, torch.Tensor] = {}

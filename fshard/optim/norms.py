@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from fshard import comm
-from fshard.collectives import total
-from fshard.optim.element_sums import Request, added, element_sums, gathered
+from fshard.collectives import all_gather_invariant, total
+from fshard.optim.element_sums import Request, added, element_sums
 from fshard.optim.leaves import elements_of, partition_axes, size_of
 from fshard.tree import Axis, Tree, flatten, grouped, leaves_of, tensor_of
 from fshard.tree.checks import POSITIVE, Range, check_local, check_numbers, check_sums, check_tensors
@@ -162,5 +162,5 @@ def _largest(tensor: torch.Tensor) -> torch.Tensor:
 def _agreed(norms: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
     """Take the largest of every rank's norms."""
     for axis in axes:
-        norms = gathered(norms, axis, "clip").amax(0)
+        norms = all_gather_invariant(norms[None], axis).amax(0)
     return norms

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat, comm
-from fshard.collectives import linear_call
+from fshard.collectives import total
 from fshard.errors import expect
 from fshard.optim.leaves import (
     begun,
@@ -351,9 +351,7 @@ def all_finite(grads: Tree) -> torch.Tensor:
     bad = (~torch.stack(parts)).any().long()
     axes: dict[Axis, None] = dict.fromkeys(axis for leaf in leaves if is_sharded(leaf) for axis in leaf.spec.axes)
     comm.same_call("update", tuple(axes))
-    for axis in axes:
-        (bad,) = linear_call(partial(comm.all_reduce, axis=axis, label="finite"), tuple, [bad])
-    return bad == 0
+    return total(bad, tuple(axes)) == 0
 
 
 def either(flag: torch.Tensor, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
