@@ -258,8 +258,7 @@ def without_padding(leaf: Sharded) -> torch.Tensor:
 
 def _split_over(flat: Flat) -> tuple[Axis, ...]:
     """The axes that leaves are put together over."""
-    specs = dict.fromkeys(leaf.spec for leaf in flat.leaves if is_sharded(leaf))
-    return tuple(dict.fromkeys(axis for spec in specs for axis in spec.partition_axes()))
+    return tuple(dict.fromkeys(axis for spec in flat.specs for axis in spec.partition_axes()))
 
 
 def unsharded(leaves: Sequence[Any]) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from os import PathLike
@@ -13,7 +13,7 @@ from fshard import _compat, comm
 from fshard.errors import Problem, expect, refuse
 from fshard.mesh import world
 from fshard.shard import REMEDY, check_one_value
-from fshard.tree import Axis, Flat, Tree, flatten, is_sharded
+from fshard.tree import Axis, Flat, Tree, flatten
 
 
 class CheckpointError(ValueError):
@@ -95,10 +95,9 @@ def check_members(label: str, tree: Tree, remedy: str = ELSEWHERE, ranks: Axis |
     Raises:
         ValueError: with an axis whose ranks are others.
     """
-    leaves = []
+    axes: Sequence[Axis] = ()
     with suppress(Exception):
-        leaves = flatten(tree).leaves
-    axes = dict.fromkeys(axis for leaf in leaves if is_sharded(leaf) for axis in leaf.spec.axes)
+        axes = flatten(tree).axes
     call = ranks or world()
     whole = call.size == world().size
     for axis in axes:

@@ -28,7 +28,6 @@ from fshard.jit.passes import (
 from fshard.jit.signature import (
     Known,
     Signature,
-    axes_of,
     changed_values,
     changes,
     flat_arguments,
@@ -364,7 +363,7 @@ def _telling_others(flat: Flat) -> Iterator[None]:
 
 def _axes_of(flat: Flat) -> tuple[Axis, ...]:
     """The axes of several ranks that Sharded arguments live on."""
-    return tuple(axis for axis in axes_of(flat) if axis.size > 1)
+    return tuple(axis for axis in flat.axes if axis.size > 1)
 
 
 def _assembled(traced: Traced, outputs: Sequence[torch.Tensor]) -> Any:

@@ -77,7 +77,7 @@ def signature(
     entries = tuple(map(_entry, flat.leaves))
     same = _same([*tensors, *filter(is_sharded, flat.leaves)])
     begins = tuple(tensor.storage_offset() for tensor in tensors) if offsets else ()
-    return Signature(flat.treedef, keys, entries, same, _exact(static), begins, _ranks(axes_of(flat)), _modes())
+    return Signature(flat.treedef, keys, entries, same, _exact(static), begins, _ranks(flat.axes), _modes())
 
 
 class Known:
@@ -87,7 +87,7 @@ class Known:
         """Note what a call and its signature look like."""
         self._asked, self._number = asked, len(tensors)
         self._marks, self._facts = list(map(_mark, flat.leaves)), list(map(_fact, flat.leaves))
-        self._axes = axes_of(flat)
+        self._axes = flat.axes
         self._guards = _compat.guards_of(tensors)
         # Donated tensors have this shape, and so look like nothing else.
         self._empty = [i for i, tensor in enumerate(tensors) if tensor.shape == (0,)]
@@ -132,13 +132,6 @@ def _fact(leaf: Any) -> Any:
 
 def _exact(static: Sequence[tuple[str, Any]]) -> tuple[tuple[str, Exact], ...]:
     return tuple((name, Exact(value)) for name, value in static)
-
-
-def axes_of(flat: Flat) -> tuple[Axis, ...]:
-    """The axes that Sharded arguments live on."""
-    # By identity: leaves share their axes, which are slow to hash.
-    axes = {id(axis): axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.axes}
-    return tuple(dict.fromkeys(axes.values()))
 
 
 def _ranks(axes: Sequence[Axis]) -> tuple[int, ...]:

@@ -90,13 +90,12 @@ def check_varying(f: Callable[..., Any], params: Tree, *args: Any, reduce_over: 
     check_local("check_varying", flat)
     check_transforms("check_varying", flat)
     reduced = reduction_axes(flat, "check_varying", reduce_over)
-    axes = dict.fromkeys(axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.axes)
     leaves = [_tracked(leaf) for leaf in flat.leaves]
     with torch.enable_grad(), located():
         out = f(unflatten(flat.treedef, leaves), *args)
     loss = out[0] if isinstance(out, tuple) else out
     followed = Flat(flat.paths, leaves, flat.treedef)
-    problems = [problem for axis in axes for problem in _wrong_steps(loss, followed, axis, axis in reduced)]
+    problems = [problem for axis in flat.axes for problem in _wrong_steps(loss, followed, axis, axis in reduced)]
     remedy = "see the docstrings of psum, psum_invariant and pvary"
     refuse("check_varying: varying and invariant values are mixed", problems, remedy, AssertionError)
 

@@ -171,14 +171,17 @@ class Flat(_Flat):
     @functools.cached_property
     def specs(self) -> tuple[Spec, ...]:
         """The specs of its Sharded leaves, each once: what they say need not be asked of thousands of leaves."""
-        # Most leaves share theirs, and specs are slow to hash.
-        by_id = {id(leaf.spec): leaf.spec for leaf in self.leaves if isinstance(leaf, Sharded)}
-        return tuple(dict.fromkeys(by_id.values()))
+        return tuple(dict.fromkeys(self._specs()))
 
     @functools.cached_property
     def axes(self) -> tuple[Axis, ...]:
         """The mesh axes that they live on, each once."""
-        return tuple(dict.fromkeys(axis for spec in self.specs for axis in spec.axes))
+        # Of specs that are refused too, because a transform cannot be hashed.
+        return tuple(dict.fromkeys(axis for spec in self._specs() for axis in spec.axes))
+
+    def _specs(self) -> Iterable[Spec]:
+        # Most leaves share theirs, and specs are slow to hash.
+        return {id(leaf.spec): leaf.spec for leaf in self.leaves if isinstance(leaf, Sharded)}.values()
 
 
 def is_sharded(node: Any) -> bool:

@@ -207,6 +207,12 @@ ROWS = {
         "  static argument 1: expected a tensor, or what can, got a list, which cannot be hashed\n"
         "To fix: pass tensors in dicts, lists, tuples or NamedTuples.",
     ),
+    "a transform that cannot be hashed": (
+        lambda: fs.jit(lambda x: x)(fs.Sharded(X, fs.Spec((3,), transform=[]))),
+        "jit: arguments are no pytrees of tensors\n"
+        "  [0][0]: expected a tensor, or what can, got a Sharded leaf, which cannot be hashed\n"
+        "To fix: pass tensors in dicts, lists, tuples or NamedTuples.",
+    ),
     "no key": (
         lambda: fs.jit(drops)(X),
         "jit: expected random numbers with a key, got aten.bernoulli_.float without one; pass "
