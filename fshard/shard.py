@@ -229,10 +229,14 @@ def local_piece(full: torch.Tensor, spec: Spec) -> torch.Tensor:
     piece = full.reshape(spec.full_shape)
     for dim, (start, size) in enumerate(local_ranges(spec)):
         piece = piece.narrow(dim, start, size)
+    filled = padded(piece, spec)
+    return piece.clone(memory_format=torch.contiguous_format) if filled is piece else filled
+
+
+def padded(piece: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """Fill this rank's elements up to the shape of a shard, with zeros; the same tensor where none are missing."""
     missing = [n - k for n, k in zip(spec.local_shape, piece.shape, strict=True)]
-    if any(missing):
-        return pad(piece, [n for size in reversed(missing) for n in (0, size)])
-    return piece.clone(memory_format=torch.contiguous_format)
+    return pad(piece, [n for size in reversed(missing) for n in (0, size)]) if any(missing) else piece
 
 
 def local_ranges(spec: Spec) -> list[tuple[int, int]]:

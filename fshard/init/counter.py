@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 
 from fshard import _compat
 from fshard.errors import Problem
 from fshard.init.calls import blank_copy, calls_of, device_of
 from fshard.init.replay import TRUNC_NORMAL, Place, Touch, Watch, place_of
 from fshard.random import fold_in, uniform_at
-from fshard.shard import hash_of, local_ranges
+from fshard.shard import hash_of, local_ranges, padded
 from fshard.tree import Spec
 
 UNDRAWN = ("elements left out by reset_parameters", "a value for each")
@@ -125,9 +124,7 @@ class Part:
     def local(self) -> torch.Tensor:
         """Return this rank's shard; its padding is zero."""
         sizes = [size for _, size in self._ranges]
-        piece = self._values.to(self.dtype).reshape(sizes)
-        missing = [n - k for n, k in zip(self.spec.local_shape, sizes, strict=True)]
-        return pad(piece, [n for size in reversed(missing) for n in (0, size)]) if any(missing) else piece
+        return padded(self._values.to(self.dtype).reshape(sizes), self.spec)
 
 
 class Counted(NamedTuple):

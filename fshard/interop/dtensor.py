@@ -6,11 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
 from fshard.errors import Problem, refuse
 from fshard.mesh import Mesh, axis_of
-from fshard.shard import check_transform, laid_out, without_padding
+from fshard.shard import check_transform, laid_out, padded, without_padding
 from fshard.transforms.compose import at, layout_axes, masks
 from fshard.tree import Axis, Sharded, Spec, Tree, flatten, is_sharded, names_of, unflatten
 from fshard.tree.checks import check_leaves, check_local, check_matches, check_types
@@ -74,10 +73,7 @@ def _from_dtensor(path: str, leaf: Any, strategy: Any, problems: list[Problem]) 
     if misfit := _misfit(spec, axes):
         problems.append(Problem(path, *misfit))
         return leaf
-    local = leaf.to_local().detach()
-    missing = [n - k for n, k in zip(spec.local_shape, local.shape, strict=True)]
-    if any(missing):
-        local = pad(local, [n for size in reversed(missing) for n in (0, size)])
+    local = padded(leaf.to_local().detach(), spec)
     # The layout is the DTensor's; how long the full tensor stays is for the strategy to say.
     own = laid_out(path, Spec(spec.shape), strategy, problems)
     spec = replace(spec, transform=strategy, reshard=own.reshard, model_dtypes=own.model_dtypes)
