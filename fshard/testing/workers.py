@@ -136,10 +136,8 @@ class Workers:
         self.close()
 
     def _start(self) -> None:
-        method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-        context: Any = multiprocessing.get_context(method)
-        if method == "forkserver":
-            context.set_forkserver_preload(["torch", __name__])
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", __name__])
         self._directory = Path(tempfile.mkdtemp(prefix="fshard-"))
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
@@ -257,8 +255,7 @@ def _worker(
     """Serve one rank until the pool closes or its process is gone."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     stack_file = _stack_file(directory, rank).open("w")
-    if hasattr(faulthandler, "register"):
-        faulthandler.register(signal.SIGTERM, stack_file, chain=True)
+    faulthandler.register(signal.SIGTERM, stack_file, chain=True)
     torch.set_num_threads(1)
     store = f"file://{directory / 'store'}"
     join = partial(dist.init_process_group, backend, store, timeout=NEVER, world_size=world_size, rank=rank)
