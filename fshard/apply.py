@@ -11,7 +11,7 @@ from torch import nn
 from fshard import _compat, comm
 from fshard.collectives import reduction_axes
 from fshard.engine import Call, Leaf, Unit, call_of
-from fshard.errors import Problem, leaf_error, refuse
+from fshard.errors import Problem, expect, leaf_error, refuse
 from fshard.gather import gather
 from fshard.init import copied, init, refuse_blank
 from fshard.modules import Skeleton, Units, plan_units
@@ -46,10 +46,8 @@ class Model:
 
     def __init__(self, module: nn.Module, units: Units = None) -> None:
         """Copy the module without its weights; see `functionalize`."""
-        if not isinstance(module, nn.Module):
-            raise ValueError(
-                f"functionalize: expected module to be an nn.Module, got {describe(module)}; call its class first"
-            )
+        needed, found = "module to be an nn.Module", describe(module)
+        expect(isinstance(module, nn.Module), "functionalize", needed, found, "call its class first")
         _refuse_lazy(module)
         _refuse_hidden_weights(module)
         named = {name: _compat.gradient_hooks(parameter) for name, parameter in module.named_parameters()}
@@ -107,8 +105,7 @@ class Model:
         if seed is None and empty:
             problems = [Problem(f"[{name!r}]", "a tensor on the meta device", "a tensor with values") for name in empty]
             raise leaf_error("model.init: parameters have no values", problems, "pass seed= to draw them")
-        if seed is None and mode != "replay":
-            raise ValueError(f"model.init: expected a seed for mode={mode!r}, got none; pass seed=")
+        expect(seed is not None or mode == "replay", "model.init", f"a seed for {mode=}", "none", "pass seed=")
         if seed is None:
             return shard(dict(self._module.named_parameters()), strategy)
         params, drawn = init(self._module, self._given, strategy, seed, mode)
@@ -308,8 +305,7 @@ def apply(model: Model, params: Mapping[str, Any], *args: Any, **kwargs: Any) ->
     >>> fs.apply(model, params, torch.ones(1, 2))
     tensor([[3.5000]])
     """
-    if not isinstance(model, Model):
-        raise ValueError(f"apply: expected model to be a Model, got {describe(model)}; make one by fs.functionalize")
+    expect(isinstance(model, Model), "apply", "model to be a Model", describe(model), "make one by fs.functionalize")
     return model.apply(params, *args, **kwargs)
 
 
@@ -377,11 +373,8 @@ def _cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
 
 def _check_names(what: str, argument: str, found: Any, needed: Mapping[str, tuple[int, ...] | None]) -> None:
     """Refuse a dict whose names, or where they are known shapes, differ from those needed."""
-    if not isinstance(found, Mapping):
-        raise ValueError(
-            f"{what}: expected {argument} to be a dict by name, got {describe(found)}; pass what model.init or apply "
-            "returned"
-        )
+    remedy = "pass what model.init or apply returned"
+    expect(isinstance(found, Mapping), what, f"{argument} to be a dict by name", describe(found), remedy)
     problems = [Problem(f"[{name!r}]", "nothing", "a leaf") for name in needed if name not in found]
     for name, leaf in found.items():
         shape = needed.get(name)
@@ -433,8 +426,7 @@ def sync_buffers(buffers: Tree, like: Tree, by: str = "rank0") -> Tree:
     >>> fs.testing.spmd(program, world=2)
     [[1.0, 1.5], [1.0, 1.5]]
     """
-    if by not in ("rank0", "mean"):
-        raise ValueError(f'sync_buffers: expected by to be "rank0" or "mean", got {by!r}')
+    expect(by in ("rank0", "mean"), "sync_buffers", 'by to be "rank0" or "mean"', repr(by))
     for axis in reduction_axes(flatten(like), "sync_buffers"):
         check_operands("sync_buffers", buffers, axis)
         rows = iter(comm.all_gather(tree_leaves(buffers), axis, "sync_buffers"))

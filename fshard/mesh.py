@@ -195,10 +195,8 @@ def _default_device() -> str:
 
 def _check_device(device: str) -> None:
     known = [each for each in ("cpu", _accelerator()) if each]
-    if device not in known:
-        raise ValueError(
-            f"init_mesh: expected device to be one of {known}, which torch finds here, got {device!r:.100}"
-        )
+    needed = f"device to be one of {known}, which torch finds here"
+    expect(device in known, "init_mesh", needed, f"{device!r:.100}")
     if dist.is_initialized():
         _check_backend(device)
 
@@ -232,22 +230,17 @@ def _members(ranks: Sequence[int] | None, everybody: int) -> list[int]:
 
 
 def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:
-    if not isinstance(shape, Mapping):
-        raise ValueError(
-            f"init_mesh: expected shape to be a mapping from names of axes to their sizes, got {describe(shape)}"
-        )
+    needed = "shape to be a mapping from names of axes to their sizes"
+    expect(isinstance(shape, Mapping), "init_mesh", needed, describe(shape))
     sizes = list(shape.values())
-    if not sizes or any(type(size) is not int or (size < 1 and size != -1) for size in sizes) or sizes.count(-1) > 1:
-        raise ValueError(
-            f"init_mesh: expected shape to be positive whole sizes, one of which may be -1, got {dict(shape)}"
-        )
+    whole = all(type(size) is int and (size > 0 or size == -1) for size in sizes)
+    needed = "shape to be positive whole sizes, one of which may be -1"
+    expect(sizes and whole and sizes.count(-1) <= 1, "init_mesh", needed, f"{dict(shape)}")
     known = math.prod(size for size in sizes if size != -1)
-    if ranks % known or (-1 not in sizes and known != ranks):
-        needed = f"a multiple of {known}" if -1 in sizes else str(known)
-        remedy = "choose sizes whose product is the number of ranks, or -1 for one of them"
-        raise ValueError(
-            f"init_mesh: expected the number of ranks to be {needed} for {dict(shape)}, got {ranks}; {remedy}"
-        )
+    count = f"a multiple of {known}" if -1 in sizes else str(known)
+    needed = f"the number of ranks to be {count} for {dict(shape)}"
+    remedy = "choose sizes whose product is the number of ranks, or -1 for one of them"
+    expect(not ranks % known and (-1 in sizes or known == ranks), "init_mesh", needed, f"{ranks}", remedy)
     return tuple(ranks // known if size == -1 else size for size in sizes)
 
 
@@ -263,12 +256,9 @@ def _launched() -> int:
 def _check_backend(device: str) -> None:
     # Pairs such as "cpu:gloo,cuda:nccl".
     serves = [pair.split(":")[0] for pair in dist.get_backend_config().split(",")]
-    if device not in serves:
-        raise ValueError(
-            f"init_mesh: expected a torch.distributed that serves {device!r}, got one that runs on "
-            f"{dist.get_backend()!r} already and serves {serves}; call torch.distributed.destroy_process_group() "
-            "first or pass another device"
-        )
+    found = f"one that runs on {dist.get_backend()!r} already and serves {serves}"
+    remedy = "call torch.distributed.destroy_process_group() first or pass another device"
+    expect(device in serves, "init_mesh", f"a torch.distributed that serves {device!r}", found, remedy)
 
 
 def _start(device: str) -> None:
@@ -382,8 +372,7 @@ def measure(mesh: Mesh) -> dict[str, Link]:
     {'shard': Link(latency=..., bandwidth=...)}
     >>> strategy = fs.zero3(mesh, links=fs.measure(mesh))
     """
-    if not isinstance(mesh, Mesh):
-        raise ValueError(f"measure: expected mesh to be a DeviceMesh, got {describe(mesh)}; make one by fs.init_mesh")
+    expect(isinstance(mesh, Mesh), "measure", "mesh to be a DeviceMesh", describe(mesh), "make one by fs.init_mesh")
     axes = [axis_of(mesh, name) for name in mesh.mesh_dim_names or (None,)]
     device = torch.device(mesh.device_type)
     found: dict[str, Link] = {}

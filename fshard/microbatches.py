@@ -151,8 +151,7 @@ def tree_total(values: torch.Tensor) -> torch.Tensor:
 
 def check_order(what: str, communicate: str | None) -> None:
     """Refuse another word than those that `accumulate` takes."""
-    if communicate not in (None, *ORDERS):
-        raise ValueError(f'{what}: expected communicate to be "each", "once" or None, got {communicate!r}')
+    expect(communicate in (None, *ORDERS), what, 'communicate to be "each", "once" or None', repr(communicate))
 
 
 def check_job(what: str, number: Any) -> None:

@@ -66,9 +66,8 @@ def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
 
 def _check_key(key: Any, what: str) -> None:
     tensor = isinstance(key, torch.Tensor) and not key.dim() and key.dtype == torch.int64
-    if not (_is_whole(key) or tensor):
-        needed = "an int64 tensor of shape () or a whole number"
-        raise ValueError(f"{what}: expected key to be {needed}, got {describe(key)}; make one by fs.fold_in")
+    needed = "key to be an int64 tensor of shape () or a whole number"
+    expect(_is_whole(key) or tensor, what, needed, describe(key), "make one by fs.fold_in")
 
 
 def _is_whole(value: Any) -> bool:
@@ -93,11 +92,10 @@ def key_of(key: torch.Tensor | int, what: str) -> torch.Tensor:
     """
     if isinstance(key, torch.Tensor) and _holds_integers(key):
         return key
-    if not _is_whole(key):
-        found, needed = describe(key), "a whole number or an int64 tensor of shape ()"
-        raise ValueError(f"{what}: expected key to be {needed}, got {found}; make one by fs.fold_in")
-    if not -(2**63) <= int(key) < 2**63:
-        raise ValueError(f"{what}: expected key to be a number of 64 bits, from -2**63 to 2**63 - 1, got {key}")
+    needed = "key to be a whole number or an int64 tensor of shape ()"
+    expect(_is_whole(key), what, needed, describe(key), "make one by fs.fold_in")
+    needed = "key to be a number of 64 bits, from -2**63 to 2**63 - 1"
+    expect(-(2**63) <= int(key) < 2**63, what, needed, f"{key}")
     return torch.tensor(int(key), dtype=torch.int64)
 
 

@@ -404,12 +404,9 @@ def hash_of(tensor: torch.Tensor) -> str:
 
 def check_transform(transform: Any, verb: str, argument: str = "transform") -> None:
     """Refuse what is no transform, or one of another mesh than this process is on."""
-    if not isinstance(transform, ShardTransform):
-        raise ValueError(
-            f"{verb}: expected {argument} to be a ShardTransform such as fs.zero2(mesh), got {describe(transform)}"
-        )
+    needed = f"{argument} to be a ShardTransform such as fs.zero2(mesh)"
+    expect(isinstance(transform, ShardTransform), verb, needed, describe(transform))
+    needed = "a strategy over axes whose groups have their size and this process in them"
     for axis in layout_axes(transform):
-        if not is_reachable(axis):
-            found = f"axis {axis.name!r} of {axis.size} ranks in group {axis.group_name!r}"
-            needed = "axes whose groups have their size and this process in them"
-            raise ValueError(f"{verb}: expected a strategy over {needed}, got {found}; make it of this process's mesh")
+        found = f"axis {axis.name!r} of {axis.size} ranks in group {axis.group_name!r}"
+        expect(is_reachable(axis), verb, needed, found, "make it of this process's mesh")

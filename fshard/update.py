@@ -122,10 +122,8 @@ class TrainState(NamedTuple):
         >>> state.opt_state.average
         {'w': Sharded(float32[2], P('shard'), local [2])}
         """
-        if not callable(getattr(tx, "init", None)):
-            raise ValueError(
-                f"TrainState.create: expected tx to be an Optimizer, got {describe(tx)}; make one by fs.from_torch"
-            )
+        is_optimizer, remedy = callable(getattr(tx, "init", None)), "make one by fs.from_torch"
+        expect(is_optimizer, "TrainState.create", "tx to be an Optimizer", describe(tx), remedy)
         key = None if key is None else key_of(key, "TrainState.create")
         step = torch.zeros((), dtype=torch.int64)
         return cls(step, params, tx.init(params), buffers, key, transform_state(params))

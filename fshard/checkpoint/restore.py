@@ -23,7 +23,7 @@ from fshard.checkpoint.manifest import (
     parts_of,
 )
 from fshard.checkpoint.save import members, progress_bar
-from fshard.errors import Problem, leaf_error, refuse
+from fshard.errors import Problem, expect, leaf_error, refuse
 from fshard.interop.files import named, open_regular, read_bytes
 from fshard.interop.pieces import (
     Piece,
@@ -34,7 +34,7 @@ from fshard.interop.pieces import (
     padded_with_zeros,
     piece_of,
 )
-from fshard.interop.ranks import CheckpointError, agree, check_call, check_path, raise_on_all_ranks
+from fshard.interop.ranks import CheckpointError, agree, check_call, check_path, expect_file, raise_on_all_ranks
 from fshard.interop.safetensors import BLOCK_BYTES, lay_out
 from fshard.mesh import Mesh
 from fshard.shard import per_rank
@@ -53,7 +53,7 @@ from fshard.tree import (
     tensor_of,
     unflatten,
 )
-from fshard.tree.checks import check_flags, check_local, describe
+from fshard.tree.checks import check_flags, check_local, check_matches, describe
 
 LABEL = "checkpoint.restore"
 
@@ -169,14 +169,10 @@ def _wanted(flat: Flat, only: Mask | None) -> list[bool]:
     """For each leaf whether to read it."""
     if only is None:
         return [True] * len(flat.leaves)
-    if not is_mask(only):
-        raise ValueError(f"{LABEL}: expected only to be a pattern or several, or a function, got {describe(only)}")
+    expect(is_mask(only), LABEL, "only to be a pattern or several, or a function", describe(only))
     names = names_of(flat.treedef)
-    wanted = [matches(only, name) for name in names]
-    if not any(wanted):
-        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-        raise ValueError(f"{LABEL}: the mask {only!r} matches no leaf of {shown}; name some of these")
-    return wanted
+    check_matches(LABEL, [only], names, [None] * len(names))
+    return [matches(only, name) for name in names]
 
 
 def _added_later(flat: Flat, wanted: list[bool], names: list[str], manifest: Manifest) -> list[int]:
@@ -187,10 +183,8 @@ def _added_later(flat: Flat, wanted: list[bool], names: list[str], manifest: Man
 
 def _check_arguments(flat: Flat, wanted: list[bool], step: Any, subtree: Any) -> None:
     """Refuse leaves that nothing can be read into, and arguments of other types."""
-    if step is not None and type(step) is not int:
-        raise ValueError(f"{LABEL}: expected step to be an int, or None for the latest, got {describe(step)}")
-    if not isinstance(subtree, str):
-        raise ValueError(f"{LABEL}: expected subtree to be a path such as '.params', got {describe(subtree)}")
+    expect(step is None or type(step) is int, LABEL, "step to be an int, or None for the latest", describe(step))
+    expect(isinstance(subtree, str), LABEL, "subtree to be a path such as '.params'", describe(subtree))
     check_call(LABEL, flat)
     check_local(LABEL, flat)
     problems = []
@@ -213,22 +207,19 @@ def _open(root: Path, step: int | None, ranks: Axis) -> tuple[Path, Manifest]:
         path = directories.latest_path(root) if step is None else directories.path_of(root, step)
         if path is None:
             raise CheckpointError(f"{root}: expected a checkpoint that fs.checkpoint.save wrote, got none")
-        if path.is_symlink():
-            raise CheckpointError(f"{path}: expected a directory, got a link")
+        expect_file(not path.is_symlink(), str(path), "a directory", "a link")
         data = read_bytes(path / MANIFEST, MAX_MANIFEST_BYTES)
         try:
             manifest = decode(data)
         except CheckpointError as error:
             # The names in a hostile one may be long.
             raise CheckpointError(f"{path / MANIFEST}: {str(error)[:1000]}") from None
-        named_step = directories.step_of(path)
-        if manifest.step != named_step:
-            needed = f"step {named_step} as its name says"
-            raise CheckpointError(f"{path}: expected {needed}, got step {manifest.step}; give it its own name back")
+        named_step, remedy = directories.step_of(path), "give it its own name back"
+        needed, found = f"step {named_step} as its name says", f"step {manifest.step}"
+        expect_file(manifest.step == named_step, str(path), needed, found, remedy)
         needed_files = {MANIFEST, *map(file_name, range(len(manifest.files)))}
         for name in sorted(needed_files ^ set(os.listdir(path))):
-            if name in needed_files:
-                raise CheckpointError(f"{path / name}: expected the file that the manifest names, got nothing")
+            expect_file(name not in needed_files, f"{path / name}", "the file that the manifest names", "nothing")
             raise CheckpointError(f"{path / name}: found a file that the manifest does not name; move it elsewhere")
     entries = {"(checkpoint)": f"{path.name} of digest {digest(data)}"}
     agree(LABEL, entries, "ranks read different checkpoints", "pass step=", ranks)
@@ -301,8 +292,7 @@ class _Reader:
             descriptor = open_regular(path)
             self._open[index] = _File(descriptor, layout.starts)
             size = os.fstat(descriptor).st_size
-            if size != needed.bytes:
-                raise CheckpointError(f"{path}: expected {needed.bytes} bytes, got {size}")
+            expect_file(size == needed.bytes, str(path), f"{needed.bytes} bytes", str(size))
             header = os.pread(descriptor, len(layout.header), 0)
             if header != layout.header or digest(header) != needed.header or layout.size != size:
                 raise CheckpointError(f"{path}: its header does not match its digest, so it was damaged")

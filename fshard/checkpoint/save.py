@@ -30,7 +30,7 @@ from fshard.checkpoint.manifest import (
     encode,
     file_name,
 )
-from fshard.errors import Problem, refuse
+from fshard.errors import Problem, expect, refuse
 from fshard.interop.files import MARK, named, read_bytes, write_bytes
 from fshard.interop.pieces import (
     Piece,
@@ -49,6 +49,7 @@ from fshard.interop.ranks import (
     check_call,
     check_members,
     check_path,
+    expect_file,
     raise_on_all_ranks,
     reason,
 )
@@ -278,14 +279,12 @@ def checked_step(label: str, state: Tree, step: Any) -> int:
     Raises:
         ValueError: if it is no whole number.
     """
-    found = getattr(state, "step", None) if step is None else step
+    found: Any = getattr(state, "step", None) if step is None else step
     if type(found) is torch.Tensor and not (found.dim() or found.is_meta or _compat.is_transformed(found)):
         found = found.item()
-    if type(found) is not int or not 0 <= found < 10**18:
-        shown = describe(found) if isinstance(found, torch.Tensor) else repr(found)[:40]
-        raise ValueError(
-            f"{label}: expected step to be a whole number from 0, got {shown}; pass step=, or a state that has one"
-        )
+    is_step, remedy = type(found) is int and 0 <= found < 10**18, "pass step=, or a state that has one"
+    shown = describe(found) if isinstance(found, torch.Tensor) else repr(found)[:40]
+    expect(is_step, label, "step to be a whole number from 0", shown, remedy)
     return found
 
 
@@ -296,8 +295,7 @@ def checked_directory(label: str, directory: Any) -> Path:
         ValueError: if it is no path, or its name is no text.
     """
     path = check_path(label, "directory", directory)
-    if not _is_text(str(directory)):
-        raise ValueError(f"{label}: expected directory to be a name that is text in UTF-8, got {str(directory)!r}")
+    expect(_is_text(str(directory)), label, "directory to be a name that is text in UTF-8", repr(str(directory)))
     return path
 
 
@@ -469,10 +467,8 @@ class _Wait:
         while not path.exists():
             if not main_thread().is_alive():
                 # The lock is free once the file is there, too.
-                if _is_free(part) and not path.exists():
-                    raise CheckpointError(
-                        f"{part}: expected a rank to write it, got one that is gone; see why it ended"
-                    )
+                is_coming = not _is_free(part) or path.exists()
+                expect_file(is_coming, str(part), "a rank to write it", "one that is gone", "see why it ended")
                 self._deadline = min(self._deadline, time.monotonic() + PATIENCE_AT_EXIT)
             if time.monotonic() > self._deadline:
                 remedy = "see that every rank is alive and that all share the directory"

@@ -141,10 +141,9 @@ def optimizer_names(label: str, names: Names, optimizer: torch.optim.Optimizer) 
     """The names of a torch optimizer's parameters, in its order."""
     check_types(label, torch.optim.Optimizer, "a torch optimizer", optimizer=optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    unknown = [i for i, param in enumerate(params) if id(param) not in names.by_tensor]
-    if unknown:
-        found = f"parameter {unknown[0]} of {len(params)}, which is none of the module's"
-        raise ValueError(f"{label}: expected optimizer to have the parameters of module, got {found}; make it of them")
+    unknown = next((i for i, param in enumerate(params) if id(param) not in names.by_tensor), None)
+    found = f"parameter {unknown} of {len(params)}, which is none of the module's"
+    expect(unknown is None, label, "optimizer to have the parameters of module", found, "make it of them")
     return [names.by_tensor[id(param)] for param in params]
 
 

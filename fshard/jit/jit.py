@@ -10,7 +10,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.collectives import Used, Uses, agreed_uses
-from fshard.errors import Problem, refuse
+from fshard.errors import Problem, expect, refuse
 from fshard.jit.backends import BACKENDS, Backend, ready, writes_in_place
 from fshard.jit.donation import argument_of, pairs_of, refuse_closed, refuse_shared, write
 from fshard.jit.early import update_early
@@ -320,8 +320,7 @@ def jit(
         raise ValueError(f"jit: expected backend to be one of {BACKENDS} or a function, got {backend!r}")
     if f is None:
         return lambda g: Jitted(g, donated, static, names, backend)
-    if not callable(f):
-        raise ValueError(f"jit: expected f to be a function, got {describe(f)}")
+    expect(callable(f), "jit", "f to be a function", describe(f))
     return Jitted(f, donated, static, names, backend)
 
 

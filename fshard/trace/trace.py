@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fshard import _compat, comm
+from fshard.errors import expect
 from fshard.mesh import Mesh, ranks_of, world
 from fshard.trace.events import Event, Timeline, offsets, packed, unpacked
 from fshard.trace.report import Report
@@ -99,8 +100,7 @@ class Trace(comm.Watcher):
         >>> [row.rank for row in report.ranks], [row.bytes for row in report.units if row.unit == "['w']"]
         ([0, 1], [8.0])
         """
-        if not self._end:
-            raise ValueError("trace.report: expected a trace that has ended, got one still running; leave its context")
+        expect(self._end, "trace.report", "a trace that has ended", "one still running", "leave its context")
         if alone:
             return Report([self._own()], 0)
         axis = ranks_of(mesh)
@@ -192,10 +192,8 @@ def trace() -> Iterator[Trace]:
     >>> len(trace.report().timelines)
     1
     """
-    if _compat.is_tracing():
-        raise ValueError(
-            "trace: expected a place around the call of a traced function, got one inside, where nothing runs"
-        )
+    needed = "a place around the call of a traced function"
+    expect(not _compat.is_tracing(), "trace", needed, "one inside, where nothing runs")
     recorded = Trace()
     try:
         with comm.watched(recorded):

@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from fshard import comm
+from fshard.errors import expect
 from fshard.mesh import Mesh, axis_of
 from fshard.transforms.base import BuiltIn, Finish, LayoutError, ShardTransform, Tensors
 from fshard.transforms.node_sums import start_node_sums, start_whole_node_sums
@@ -146,8 +147,7 @@ def fully_shard(
     >>> fs.testing.spmd(program, world=2)  # the 0 is padding
     [[1.0, 2.0], [3.0, 0.0]]
     """
-    if algorithm not in comm.ALGORITHMS:
-        raise ValueError(f"fully_shard: expected algorithm to be one of {comm.ALGORITHMS}, got {algorithm!r}")
+    expect(algorithm in comm.ALGORITHMS, "fully_shard", f"algorithm to be one of {comm.ALGORITHMS}", repr(algorithm))
     check_numbers("fully_shard", Range("0 or more", lambda number: number >= 0), min_shard_elements=min_shard_elements)
     check_dim("fully_shard", dim)
     return _FullyShard(axis_of(mesh), dim, min_shard_elements, algorithm)
@@ -203,8 +203,7 @@ def replicate(mesh: Mesh | Axis, *, algorithm: comm.Algorithm = "auto") -> Shard
     >>> fs.testing.spmd(program, world=3)  # 0 + 1 + 2 times each
     [[3.0, 9.0], [3.0, 9.0], [3.0, 9.0]]
     """
-    if algorithm not in comm.ALGORITHMS:
-        raise ValueError(f"replicate: expected algorithm to be one of {comm.ALGORITHMS}, got {algorithm!r}")
+    expect(algorithm in comm.ALGORITHMS, "replicate", f"algorithm to be one of {comm.ALGORITHMS}", repr(algorithm))
     return _Replicate(axis_of(mesh), algorithm)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat
+from fshard.errors import expect
 from fshard.transforms.axis import _SplitDim
 from fshard.transforms.base import (
     BuiltIn,
@@ -191,9 +192,8 @@ def composed(
         ValueError: as for `compose`.
     """
     for transform in transforms:
-        if not isinstance(transform, ShardTransform):
-            expected = "ShardTransforms such as fs.fully_shard(mesh)"
-            raise ValueError(f"compose: expected transforms to be {expected}, got {describe(transform)}")
+        needed = "transforms to be ShardTransforms such as fs.fully_shard(mesh)"
+        expect(isinstance(transform, ShardTransform), "compose", needed, describe(transform))
     policies = [(reshard, model_dtypes)] if reshard else []
     policies += [(t.reshard, t.model_dtypes) for t in transforms if isinstance(t, _Composed) and t.reshard]
     stages = tuple(s for t in transforms for s in (t.stages if isinstance(t, _Composed) else (t,)) if s != _NOTHING)
@@ -202,24 +202,19 @@ def composed(
     # What depends on a leaf's name may be for other leaves; it is looked at again for each.
     names = [axis.name for stage in stages for axis in (stage.axes if masks(stage) else layout_axes(stage))]
     twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(
-            f"compose: expected one transform for each axis, got two for the axes {twice}; drop one of the two"
-        )
+    expect(not twice, "compose", "one transform for each axis", f"two for the axes {twice}", "drop one of the two")
     for i, stage in enumerate(stages):
         gathered = list(dict.fromkeys(axis.name for behind in stages[i + 1 :] for axis in summed_axes(behind)))
         for node in nodes(stage):
-            if i and node.storage:
-                found = "expected offload first, as it says where shards are stored, got it behind others"
-                raise ValueError(f"compose: {found}")
+            needed = "offload first, as it says where shards are stored"
+            expect(not (i and node.storage), "compose", needed, "it behind others")
             if gathered and isinstance(node, _SplitDim):
                 name = "own_dim" if node.brings_data else "split_dim"
                 found = f"expected {name} over {node.axis.name!r} behind what gathers over {gathered}"
                 raise ValueError(f"compose: {found}, got it before")
     strategies = [s for s in stages if any(isinstance(node, _Composed) and node.reshard for node in nodes(s))]
-    if len(policies) + len(strategies) > 1:
-        found = "expected one strategy, which has the reshard policy, got two; take the other's parts by themselves"
-        raise ValueError(f"compose: {found}")
+    needed, remedy = "one strategy, which has the reshard policy", "take the other's parts by themselves"
+    expect(len(policies) + len(strategies) <= 1, "compose", needed, "two", remedy)
     return _Composed(stages, *(policies[0] if policies else ()))
 
 
@@ -238,17 +233,13 @@ def masked_transform(transform: ShardTransform, mask: Mask, otherwise: ShardTran
         ValueError: if `mask` is no mask, or the two transforms sum gradients over different axes.
     """
     otherwise = _NOTHING if otherwise is None else otherwise
-    if not isinstance(otherwise, ShardTransform):
-        raise ValueError(f"masked: expected otherwise to be a ShardTransform, got {describe(otherwise)}")
+    expect(isinstance(otherwise, ShardTransform), "masked", "otherwise to be a ShardTransform", describe(otherwise))
     mask = as_mask(mask)
-    if not is_mask(mask):
-        raise ValueError(f"masked: expected the mask to be {MASK}, got {describe(mask)}")
-    if set(transform.axes) != set(otherwise.axes):
-        other, axes = ([axis.name for axis in t.axes] for t in (otherwise, transform))
-        raise ValueError(
-            f"masked: expected other leaves to be reduced over the axes {axes}, got {other}; "
-            "give otherwise= a transform over these, such as fs.replicate"
-        )
+    expect(is_mask(mask), "masked", f"the mask to be {MASK}", describe(mask))
+    other, axes = ([axis.name for axis in t.axes] for t in (otherwise, transform))
+    needed = f"other leaves to be reduced over the axes {axes}"
+    remedy = "give otherwise= a transform over these, such as fs.replicate"
+    expect(set(transform.axes) == set(otherwise.axes), "masked", needed, f"{other}", remedy)
     return _Masked(transform, mask, otherwise)
 
 
@@ -278,10 +269,8 @@ def bucket(transform: ShardTransform, nbytes: int = 25 * 1024 * 1024) -> ShardTr
     >>> [fs.testing.spmd(lambda: buffers(nbytes), world=2)[0] for nbytes in (1, 1 << 20)]
     [[2], [1]]
     """
-    if not isinstance(transform, ShardTransform):
-        raise ValueError(
-            f"bucket: expected transform to be a ShardTransform such as fs.zero3(mesh), got {describe(transform)}"
-        )
+    needed = "transform to be a ShardTransform such as fs.zero3(mesh)"
+    expect(isinstance(transform, ShardTransform), "bucket", needed, describe(transform))
     if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0:
         raise ValueError(f"bucket: expected nbytes to be a positive number of bytes, got {nbytes!r}")
     if not any(_bucketed(node) for node in nodes(transform)):
@@ -442,9 +431,8 @@ def _has_state(transform: ShardTransform) -> bool:
     if cls.init is not Wrapped.init:
         return cls is not _Composed or any(map(_has_state, parts(transform)))
     inner = any(map(_has_state, parts(transform)))
-    if inner and not takes(cls.scatter, 3):
-        found = "got one without states around a transform that has one; take them and hand them on"
-        raise ValueError(f"{cls.__name__}: expected scatter(self, grads, specs, states), {found}")
+    found, remedy = "one without states around a transform that has one", "take them and hand them on"
+    expect(not inner or takes(cls.scatter, 3), cls.__name__, "scatter(self, grads, specs, states)", found, remedy)
     return inner
 
 

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import pad
 
 from fshard import comm
+from fshard.errors import expect
 from fshard.mesh import Mesh, axis_of
 from fshard.transforms.axis import _FullyShard, fully_shard
 from fshard.transforms.base import Finish, FinishWithStates, ShardTransform, States, Tensors
@@ -224,10 +225,8 @@ def quantize(
     """
     if not isinstance(block, int) or isinstance(block, bool) or block < 1:
         raise ValueError(f"quantize: expected block to be a number of elements, 1 or more, got {block!r}")
-    if not (gather or scatter):
-        raise ValueError(
-            "quantize: expected gather or scatter to be rounded, got neither; pass one of them, or use fully_shard"
-        )
+    remedy = "pass one of them, or use fully_shard"
+    expect(gather or scatter, "quantize", "gather or scatter to be rounded", "neither", remedy)
     plain = fully_shard(axis_of(mesh), dim=dim, min_shard_elements=min_shard_elements, algorithm=algorithm)
     assert isinstance(plain, _FullyShard)
     made = _QuantizeWithFeedback if scatter and error_feedback else _Quantize

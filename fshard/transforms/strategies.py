@@ -280,8 +280,7 @@ def hsdp(
     >>> fs.testing.spmd(program, world=4)[0]
     [('all_gather', 'shard'), ('reduce_scatter', 'shard'), ('all_reduce', 'replicate')]
     """
-    if "layout" in options:
-        raise ValueError("hsdp: expected no layout, got one; use zero3(mesh, layout=...)")
+    expect("layout" not in options, "hsdp", "no layout", "one", "use zero3(mesh, layout=...)")
     layout = hybrid_shard(mesh, axis, replicate, min_shard_elements=min_shard_elements)
     return zero3(mesh, axis, layout=layout, **options)
 
