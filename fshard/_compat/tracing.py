@@ -117,8 +117,7 @@ def guards_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """
     from torch._C._dynamo.guards import TensorGuards
 
-    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    return check
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 def is_tracing() -> bool:
@@ -129,8 +128,7 @@ def is_tracing() -> bool:
 def trace_notes() -> dict[str, Any]:
     """A dict that lives as long as the running trace, for what belongs to it alone. Checked on 2.13."""
     tracer: Any = torch._C._get_dispatch_mode(_TorchDispatchModeKey.PROXY).tracer
-    notes: dict[str, Any] = tracer.__dict__.setdefault("fshard_notes", {})
-    return notes
+    return tracer.__dict__.setdefault("fshard_notes", {})
 
 
 def is_linearizing() -> bool:

@@ -140,8 +140,7 @@ class _Layer(NamedTuple):
         return forward(f(x), *args[1:], **kwargs) if args else forward(**{**kwargs, name: f(x)})
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = pvary(x, self.axis) if self.dim is None else all_gather(x, self.axis, self.dim)
-        return out
+        return pvary(x, self.axis) if self.dim is None else all_gather(x, self.axis, self.dim)
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
         assert self.dim is not None
@@ -179,8 +178,7 @@ class _Layer(NamedTuple):
         return out if padding is None else torch.where((ids == padding)[..., None], out.detach(), out)
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = all_gather_invariant(self.column(x), self.axis, x.dim() - 1)
-        return logits
+        return all_gather_invariant(self.column(x), self.axis, x.dim() - 1)
 
     def on_pieces(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         attributes = self.module.__dict__

@@ -50,7 +50,6 @@ def ulysses(attention: Callable[..., torch.Tensor], axis: Axis) -> Callable[...,
             expect(tensor.shape[1] % axis.size == 0, "ulysses", needed, str(tensor.shape[1]), remedy)
         whole = attention(*all_to_all((q, k, v), axis, 1, 2), **keywords)
         check_four_dims("ulysses", "the result of attention", whole)
-        out: torch.Tensor = all_to_all(whole, axis, 2, 1)
-        return out
+        return all_to_all(whole, axis, 2, 1)
 
     return run

@@ -159,8 +159,7 @@ def _label(node: Any, axis: Axis) -> str | None:
     fun, *_ = [*_maps(node), None]
     if fun is None or fun.keywords.get("axis") != axis:
         return None
-    label: str | None = fun.keywords.get("label")
-    return label
+    return fun.keywords.get("label")
 
 
 def _gathered_over(node: Any, output: int) -> tuple[Axis, ...] | None:

@@ -494,8 +494,7 @@ def _scattered(
     grads: Tensors, transform: ShardTransform, specs: Sequence[Spec], summed_over: tuple[Axis, ...]
 ) -> Tensors:
     check_stateless(transform)
-    scattered: Tensors = transform.scatter(grads, specs)
-    return scattered
+    return transform.scatter(grads, specs)
 
 
 def scatter(transform: ShardTransform, grads: Tensors, specs: Sequence[Spec], states: States) -> tuple[Tensors, States]:
