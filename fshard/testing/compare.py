@@ -76,7 +76,8 @@ def _difference(a: Any, b: Any, rtol: float | None, atol: float | None, exact: b
     wrong = ~torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
     if not wrong.any():
         return None
-    distance = (a.to(torch.float64) - b.to(torch.float64)).abs().masked_fill(~wrong, 0.0).nan_to_num(nan=torch.inf)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    distance = (a.to(wide) - b.to(wide)).abs().masked_fill(~wrong, 0.0).nan_to_num(nan=torch.inf)
     worst = tuple(int(i) for i in torch.unravel_index(distance.argmax(), distance.shape))
     count = f"{int(wrong.sum())} of {a.numel()} elements differ, most by {float(distance.max()):.3g} at {worst}"
     return f"{a[worst].item()!r} there ({count})", f"{b[worst].item()!r} within rtol={rtol:.3g}, atol={atol:.3g}"
