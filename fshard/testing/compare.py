@@ -70,7 +70,7 @@ def _difference(a: Any, b: Any, rtol: float | None, atol: float | None, exact: b
     if a.shape != b.shape or (exact and a.dtype != b.dtype):
         return f"{a.dtype} of {tuple(a.shape)}", f"{b.dtype} of {tuple(b.shape)}"
     dtype = torch.promote_types(a.dtype, b.dtype)
-    default = default_tolerances(dtype)
+    default = _compat.default_tolerances(dtype)
     rtol, atol = (0.0, 0.0) if exact else (default[0] if rtol is None else rtol, default[1] if atol is None else atol)
     a, b = a.to(dtype), b.to(dtype)
     wrong = ~torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
@@ -81,15 +81,6 @@ def _difference(a: Any, b: Any, rtol: float | None, atol: float | None, exact: b
     worst = tuple(int(i) for i in torch.unravel_index(distance.argmax(), distance.shape))
     count = f"{int(wrong.sum())} of {a.numel()} elements differ, most by {float(distance.max()):.3g} at {worst}"
     return f"{a[worst].item()!r} there ({count})", f"{b[worst].item()!r} within rtol={rtol:.3g}, atol={atol:.3g}"
-
-
-def default_tolerances(dtype: torch.dtype) -> tuple[float, float]:
-    """Look up the relative and absolute tolerance that torch.testing.assert_close has for a dtype."""
-    if not (dtype.is_floating_point or dtype.is_complex):
-        return 0.0, 0.0
-    return {torch.float16: (1e-3, 1e-5), torch.bfloat16: (1.6e-2, 1e-5), torch.float32: (1.3e-6, 1e-5)}.get(
-        dtype, (1e-7, 1e-7)
-    )
 
 
 def check_pure(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
