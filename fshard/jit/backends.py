@@ -26,13 +26,12 @@ def writes_in_place(backend: Backend) -> bool:
     return not callable(backend)
 
 
-def ready(module: Any, backend: Backend, what: str) -> Callable[..., Any]:
+def ready(module: Any, backend: Backend) -> Callable[..., Any]:
     """Make a graph ready to run.
 
     Args:
         module: The torch.fx.GraphModule.
         backend: As for `jit`.
-        what: Who asks, for errors.
 
     Returns:
         A function of its inputs.

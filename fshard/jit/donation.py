@@ -9,12 +9,7 @@ from fshard import _compat
 from fshard.errors import Problem, leaf_error, refuse
 from fshard.jit.passes import placeholders, results
 from fshard.jit.trace import Traced
-from fshard.tree import Flat, is_sharded, subtrees
-
-
-def tensor_of(leaf: Any) -> torch.Tensor:
-    """Return this rank's shard of a leaf; another leaf as it is."""
-    return leaf.local if is_sharded(leaf) else leaf
+from fshard.tree import Flat, is_sharded, subtrees, tensor_of
 
 
 def argument_of(path: str) -> int | None:

@@ -153,7 +153,7 @@ def traced_as_run(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     """
     if isinstance(f, Jitted):
         return f.graph_for(args, kwargs)
-    traced = trace(f, flat_arguments(args, kwargs, ()), lambda tree: f(*tree[0], **tree[1]), what)
+    traced = trace(flat_arguments(args, kwargs, ()), lambda tree: f(*tree[0], **tree[1]), what)
     clean(traced.graph)
     return traced
 

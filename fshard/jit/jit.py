@@ -221,7 +221,7 @@ class Jitted:
             if agreed != uses.used:
                 traced, pairs, passed, said, _, sent_over = self._graph(flat, args, kwargs, Uses(agreed))
             closed = [(tensor, _compat.version(tensor)) for tensor in traced.closed]
-            run = ready(traced.graph, self._backend, "jit")
+            run = ready(traced.graph, self._backend)
         self.traces.append(why)
         # A rank whose trace fails knows the axes of its arguments alone.
         axes = _axes_of(flat) or sent_over
@@ -255,16 +255,16 @@ class Jitted:
             keywords = {name: kwargs[name] if name in self._names else given for name, given in keywords.items()}
             return self._f(*(args[i] if i in self._static else a for i, a in enumerate(positional)), **keywords)
 
-        traced = trace(self._f, flat, rebuild, uses=uses)
-        refuse_foreign_collectives(traced.graph.graph, "jit")
+        traced = trace(flat, rebuild, uses=uses)
+        refuse_foreign_collectives(traced.graph.graph)
         if self._backend == "inductor":
-            refuse_tree_sums(traced.graph.graph, "jit")
+            refuse_tree_sums(traced.graph.graph)
         said, told, axes = told_in(traced.graph.graph)
         clean(traced.graph)
         donated = [argument_of(path) in self._donated for path in traced.paths]
-        refuse_writes(traced.graph.graph, traced.paths, donated, "jit")
-        refuse_ambient_random(traced.graph.graph, "jit")
-        refuse_hidden_results(traced.graph.graph, "jit")
+        refuse_writes(traced.graph.graph, traced.paths, donated)
+        refuse_ambient_random(traced.graph.graph)
+        refuse_hidden_results(traced.graph.graph)
         pairs, passed = pairs_of(traced, flat, self._donated)
         if writes_in_place(self._backend):
             update_early(traced.graph.graph)

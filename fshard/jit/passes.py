@@ -74,7 +74,7 @@ def sent_by(node: Node) -> comm.Collective | None:
     return comm.collective_of(node.target, map_arg(node.args, lambda given: given.meta.get("val")))
 
 
-def refuse_writes(graph: Graph, paths: Sequence[str], donated: Sequence[bool], what: str) -> None:
+def refuse_writes(graph: Graph, paths: Sequence[str], donated: Sequence[bool]) -> None:
     """Refuse a graph that writes to inputs which are not donated, or to what the function closes over."""
     inputs = {node: i for i, node in enumerate(placeholders(graph))}
     found = roots(graph)
@@ -89,10 +89,10 @@ def refuse_writes(graph: Graph, paths: Sequence[str], donated: Sequence[bool], w
                 path = paths[inputs[root]]
                 problems[path] = Problem(path, f"{node.target} on an argument", "a new tensor, or donate_argnums")
     remedy = "return what is new; a jitted function writes to donated arguments alone"
-    refuse(f"{what}: the function writes to tensors", list(problems.values()), remedy)
+    refuse("jit: the function writes to tensors", list(problems.values()), remedy)
 
 
-def refuse_ambient_random(graph: Graph, what: str) -> None:
+def refuse_ambient_random(graph: Graph) -> None:
     """Refuse random numbers of no key, which a graph would draw from wherever torch's generator happens to be."""
     keyed, at = False, {}
     for node in graph.nodes:
@@ -104,7 +104,7 @@ def refuse_ambient_random(graph: Graph, what: str) -> None:
             keyed = at.get(node.args[0], False)
         elif not keyed and (drawing := next(filter(is_random, _with_branches(node)), None)):
             raise ValueError(
-                f"{what}: expected random numbers with a key, got {drawing.target} without one; pass "
+                f"jit: expected random numbers with a key, got {drawing.target} without one; pass "
                 "model.apply(..., key=...) a key of each step by fs.fold_in(state.key, state.step)"
             )
 
@@ -118,30 +118,30 @@ def _with_branches(node: Node) -> Iterator[Node]:
             yield from _with_branches(inner)
 
 
-def refuse_foreign_collectives(graph: Graph, what: str) -> None:
+def refuse_foreign_collectives(graph: Graph) -> None:
     """Refuse collectives of torch's own, which have no transpose, and whose group a graph cannot hold."""
     for node in graph.nodes:
         name = str(node.target)
         if name.startswith(("c10d.", "_c10d_functional.")) and node.target is not _compat.WAIT_TENSOR:
             raise ValueError(
-                f"{what}: expected collectives of fshard alone, got {name} of torch.distributed; call fs.psum, "
+                f"jit: expected collectives of fshard alone, got {name} of torch.distributed; call fs.psum, "
                 "fs.pmean, fs.all_gather or fs.reduce_scatter over an axis of the mesh, or call it outside"
             )
 
 
-def refuse_hidden_results(graph: Graph, what: str) -> None:
+def refuse_hidden_results(graph: Graph) -> None:
     """Refuse oneDNN's recurrent kernel, whose backward needs what its forward keeps out of a trace."""
     if any(str(node.target).startswith("aten.mkldnn_rnn_layer_backward") for node in graph.nodes):
         remedy = "call torch.backends.mkldnn.set_flags(False) first, for eager steps too"
-        raise ValueError(f"{what}: expected torch's own kernel for nn.LSTM, got oneDNN's, which has no trace; {remedy}")
+        raise ValueError(f"jit: expected torch's own kernel for nn.LSTM, got oneDNN's, which has no trace; {remedy}")
 
 
-def refuse_tree_sums(graph: Graph, what: str) -> None:
+def refuse_tree_sums(graph: Graph) -> None:
     """Refuse sums="tree" in a graph whose kernels are not torch's own, before it is cleaned."""
     if any("sums" in json.loads(node.args[0]) for node in graph.nodes if node.target is ops.told):
         found = "Inductor's, whose bits depend on what it joins them with"
         remedy = 'take backend="graph", or leave out sums="tree"'
-        raise ValueError(f'{what}: expected torch\'s own kernels for sums="tree", got {found}; {remedy}')
+        raise ValueError(f'jit: expected torch\'s own kernels for sums="tree", got {found}; {remedy}')
 
 
 def is_random(node: Node) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.errors import Problem, leaf_error
-from fshard.tree import Axis, Exact, Flat, Sharded, Spec, Tree, Treedef, flatten, has_plain_keys, is_sharded
+from fshard.tree import Axis, Exact, Flat, Sharded, Spec, Treedef, flatten, has_plain_keys, is_sharded
 from fshard.tree.checks import describe, is_donated
 
 
@@ -260,17 +260,12 @@ def _described(spec: Spec) -> str:
     return f"a shard of {list(spec.shape)} by {spec.partition!r} over {axes}{', frozen' * spec.frozen}"
 
 
-def arguments(args: Sequence[Any], static: Sequence[int]) -> Tree:
-    """The arguments that are traced; None in the place of static ones."""
-    return tuple(None if i in static else arg for i, arg in enumerate(args))
-
-
 def flat_arguments(
     args: Sequence[Any], kwargs: dict[str, Any], static: Sequence[int], names: Sequence[str] = ()
 ) -> Flat:
     """All traced arguments, taken apart; None in the place of static ones."""
     keywords = {name: None if name in names else given for name, given in kwargs.items()} if names else kwargs
-    return flatten((arguments(args, static), keywords))
+    return flatten((tuple(None if i in static else arg for i, arg in enumerate(args)), keywords))
 
 
 def unhashable(static: Sequence[tuple[str, Any]], flat: Flat) -> ValueError:

@@ -81,13 +81,10 @@ class Traced(NamedTuple):
     offsets: bool
 
 
-def trace(
-    f: Callable[..., Any], flat: Flat, rebuild: Callable[[Any], Any], what: str = "jit", uses: Uses | None = None
-) -> Traced:
+def trace(flat: Flat, rebuild: Callable[[Any], Any], what: str = "jit", uses: Uses | None = None) -> Traced:
     """Write a function down.
 
     Args:
-        f: The function.
         flat: Its arguments, taken apart; their tensors become inputs of the graph.
         rebuild: Makes of the arguments' tree the function's result.
         what: Who asks, for errors.
