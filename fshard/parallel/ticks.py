@@ -4,7 +4,6 @@ GPipe (Huang et al., arXiv:1811.06965), 1F1B (PipeDream-Flush: Narayanan et al.,
 with virtual stages (Megatron-LM: Narayanan et al., arXiv:2104.04473).
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -72,16 +71,6 @@ def receiver(stage: int, op: Op, stages: int, virtual_stages: int) -> tuple[int,
     if not 0 <= place < stages * virtual_stages:
         return None
     return place % stages, op._replace(chunk=place // stages)
-
-
-def live(table: Sequence[Tick], stage: int) -> int:
-    """Count how many microbatches of virtual stages a stage holds at most, between forward and backward."""
-    held = most = 0
-    for row in table:
-        op = row[stage]
-        held += 0 if op is None else -1 if op.backward else 1
-        most = max(most, held)
-    return most
 
 
 def _order(stage: int, stages: int, microbatches: int, schedule: str, virtual_stages: int) -> list[Op]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fshard.parallel.ticks import SCHEDULES, Op, live, receiver, ticks
+from fshard.parallel.ticks import SCHEDULES, Op, receiver, ticks
 
 SIZES = [(stages, count) for stages in (1, 2, 3, 4, 8) for count in (1, 2, 3, 4, 8, 16)]
 
@@ -10,6 +10,16 @@ SIZES = [(stages, count) for stages in (1, 2, 3, 4, 8) for count in (1, 2, 3, 4,
 def tables(schedule, virtual_stages=1, backward=True):
     sizes = [(n, m) for n, m in SIZES if schedule != "interleaved" or m % n == 0]
     return [(n, m, ticks(n, m, schedule, virtual_stages, backward)) for n, m in sizes]
+
+
+def live(table, stage):
+    """Count how many microbatches of virtual stages a stage holds at most, between forward and backward."""
+    held = most = 0
+    for row in table:
+        op = row[stage]
+        held += 0 if op is None else -1 if op.backward else 1
+        most = max(most, held)
+    return most
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
