@@ -80,12 +80,11 @@ def _holds_integers(value: Any) -> bool:
     return not (value.is_floating_point() or value.is_complex())
 
 
-def key_of(key: torch.Tensor | int, what: str) -> torch.Tensor:
+def key_of(key: torch.Tensor | int) -> torch.Tensor:
     """A run's key as a tensor, which a step may take and return.
 
     Args:
         key: A whole number, or a tensor of integers, which is returned as it is.
-        what: Who asks, for errors.
 
     Raises:
         ValueError: if it is neither, or a number of more than 64 bits.
@@ -93,9 +92,9 @@ def key_of(key: torch.Tensor | int, what: str) -> torch.Tensor:
     if isinstance(key, torch.Tensor) and _holds_integers(key):
         return key
     needed = "key to be a whole number or an int64 tensor of shape ()"
-    expect(_is_whole(key), what, needed, describe(key), "make one by fs.fold_in")
+    expect(_is_whole(key), "TrainState.create", needed, describe(key), "make one by fs.fold_in")
     needed = "key to be a number of 64 bits, from -2**63 to 2**63 - 1"
-    expect(-(2**63) <= int(key) < 2**63, what, needed, f"{key}")
+    expect(-(2**63) <= int(key) < 2**63, "TrainState.create", needed, f"{key}")
     return torch.tensor(int(key), dtype=torch.int64)
 
 

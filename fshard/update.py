@@ -124,7 +124,7 @@ class TrainState(NamedTuple):
         """
         is_optimizer, remedy = callable(getattr(tx, "init", None)), "make one by fs.from_torch"
         expect(is_optimizer, "TrainState.create", "tx to be an Optimizer", describe(tx), remedy)
-        key = None if key is None else key_of(key, "TrainState.create")
+        key = None if key is None else key_of(key)
         step = torch.zeros((), dtype=torch.int64)
         return cls(step, params, tx.init(params), buffers, key, transform_state(params))
 

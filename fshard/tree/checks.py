@@ -136,18 +136,17 @@ def check_seed(what: str, seed: Any) -> None:
     expect(holds, what, "seed to be a whole number of 64 bits", shown)
 
 
-def check_function(what: str, f: Any, name: str = "f") -> None:
+def check_function(what: str, f: Any) -> None:
     """Refuse what is no function.
 
     Args:
         what: The function that asks, for its error.
         f: The argument.
-        name: Its name.
 
     Raises:
         ValueError: if it cannot be called.
     """
-    expect(callable(f), what, f"{name} to be a function", describe(f))
+    expect(callable(f), what, "f to be a function", describe(f))
 
 
 def check_dim(what: str, dim: Any, name: str = "dim") -> None:
