@@ -72,11 +72,11 @@ class Network(nn.Module):
         return self.head(self.features(x))
 
 
-def network() -> Network:
+def network(kind: type[Network] = Network) -> Any:
     """The same values on every rank and on both sides."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return Network()
+        return kind()
 
 
 def batches(count: int = STEPS) -> list[Batch]:
@@ -89,25 +89,42 @@ def batches(count: int = STEPS) -> list[Batch]:
 # What every FSDP2 program has, and what every fshard program has in its place.
 
 
-def sharded(module: nn.Module, **options: Any) -> Any:
+def sharded(module: nn.Module | None = None, of_root: Any = None, **options: Any) -> Any:
+    module = module or network()
     for block in module.blocks:
         fully_shard(block, **options)
-    return fully_shard(module, **options)
+    return fully_shard(module, **options | (of_root or {}))
 
 
-def fsdp2_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
+def adamw_of(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), **ADAMW)
+
+
+def fsdp2_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, between: Callable[[], Any] = lambda: None
+) -> torch.Tensor:
+    loss = fsdp2_backward(model, batch)
+    between()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def fsdp2_backward(model: nn.Module, batch: Batch) -> torch.Tensor:
     x, y = batch
     loss = mse_loss(model(x).float(), y)
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
     return mean_over_ranks(loss)
 
 
-def train_fsdp2(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = STEPS) -> Any:
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), **ADAMW)
-    losses = [fsdp2_step(model, optimizer, batch) for batch in batches(steps)]
+def train_fsdp2(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **between: Any) -> Any:
+    optimizer = optimizer or adamw_of(model)
+    losses = [fsdp2_step(model, optimizer, batch, **between) for batch in batches()]
     return {"losses": losses, "params": full(model)}
+
+
+def fsdp2_gradients(model: nn.Module, batch: Batch) -> Any:
+    return fsdp2_backward(model, batch), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
 def full(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -140,6 +157,14 @@ def adamw() -> fs.Optimizer:
     return fs.from_torch(torch.optim.AdamW, **ADAMW)
 
 
+def functional(module: nn.Module | None = None) -> fs.Model:
+    return fs.functionalize(module or network(), units=Block)
+
+
+def loss_of(model: fs.Model) -> Callable[[Any, Batch], torch.Tensor]:
+    return lambda params, batch: mse_loss(model.apply(params, batch[0]).float(), batch[1])
+
+
 class Program(NamedTuple):
     """An fshard program: a model, its first state, and its train step."""
 
@@ -149,45 +174,57 @@ class Program(NamedTuple):
 
 
 def program(
-    strategy: fs.ShardTransform | None = None,
-    tx: fs.Optimizer | None = None,
-    module: nn.Module | None = None,
-    params: Any = None,
+    strategy: fs.ShardTransform | None = None, tx: fs.Optimizer | None = None, module: nn.Module | None = None
 ) -> Program:
-    model, tx = fs.functionalize(module or network(), units=Block), tx or adamw()
-
-    def loss_fn(params: Any, batch: Batch) -> torch.Tensor:
-        return mse_loss(model.apply(params, batch[0]).float(), batch[1])
+    model, tx = functional(module), tx or adamw()
 
     def train_step(state: fs.TrainState, batch: Batch) -> tuple[fs.TrainState, torch.Tensor]:
-        loss, grads = fs.value_and_grad(loss_fn)(state.params, batch)
+        loss, grads = fs.value_and_grad(loss_of(model))(state.params, batch)
         return fs.update(tx, state, grads), loss
 
-    params = params or model.init(strategy or zero3())
-    return Program(model, fs.TrainState.create(params, tx), train_step)
+    return Program(model, fs.TrainState.create(model.init(strategy or zero3()), tx), train_step)
 
 
-def train(made: Program, steps: int = STEPS) -> Any:
+def stepped(made: Program) -> tuple[fs.TrainState, list[torch.Tensor]]:
     state, losses = made.state, []
-    for batch in batches(steps):
+    for batch in batches():
         state, loss = made.step(state, batch)
         losses.append(loss)
+    return state, losses
+
+
+def train(made: Program) -> Any:
+    state, losses = stepped(made)
     return {"losses": losses, "params": fs.unshard(state.params)}
+
+
+def evaluated(made: Program) -> torch.Tensor:
+    return made.model.apply(made.state.params, batches()[0][0])
+
+
+def gradients(made: Program, batch: Batch, **options: Any) -> Any:
+    loss, grads = fs.value_and_grad(loss_of(made.model), **options)(made.state.params, batch)
+    return loss, fs.unshard(grads)
 
 
 # What several rows use.
 
 
+def accumulated_by_fsdp2(model: Any, before: Callable[[Any, bool], None] = lambda model, last: None) -> Any:
+    """Parameters after an update with the gradients of four microbatches; `before` is told which one is the last."""
+    optimizer, microbatches = adamw_of(model), batches(4)
+    for number, (x, y) in enumerate(microbatches, start=1):
+        before(model, number == len(microbatches))
+        (mse_loss(model(x), y) / len(microbatches)).backward()
+    optimizer.step()
+    return full(model)
+
+
 def accumulated(communicate: str, strategy: fs.ShardTransform | None = None) -> Any:
-    """Parameters after an update with the gradients of four microbatches."""
-    model, tx = fs.functionalize(network(), units=Block), adamw()
-    state = fs.TrainState.create(model.init(strategy or zero3()), tx)
-
-    def loss_fn(params: Any, batch: Batch) -> torch.Tensor:
-        return mse_loss(model.apply(params, batch[0]), batch[1])
-
-    _, grads = fs.accumulate(loss_fn, communicate=communicate)(state.params, batches(4))
-    return fs.unshard(fs.update(tx, state, grads).params)
+    """The same by fshard."""
+    model, state, _ = program(strategy)
+    _, grads = fs.accumulate(loss_of(model), communicate=communicate)(state.params, batches(4))
+    return fs.unshard(fs.update(adamw(), state, grads).params)
 
 
 def others() -> Network:
@@ -206,6 +243,12 @@ def half_frozen() -> Network:
     return module
 
 
+def checkpointed() -> Network:
+    module = network()
+    module.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in module.blocks)
+    return module
+
+
 class Routed(Network):
     """Each rank uses one of two layers."""
 
@@ -220,12 +263,6 @@ class Routed(Network):
         return self.head(self.experts[dist.get_rank()](self.features(x)))
 
 
-def routed() -> Routed:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Routed()
-
-
 class Tied(Network):
     """With a buffer, and a weight under two names."""
 
@@ -233,12 +270,6 @@ class Tied(Network):
         super().__init__()
         self.register_buffer("scale", torch.full((), 2.0))
         self.blocks[1].up.weight = self.blocks[0].up.weight
-
-
-def tied() -> Tied:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Tied()
 
 
 class Gathers(TorchDispatchMode):
@@ -278,9 +309,8 @@ def shared_directory() -> str:
 
 def saved_by_fsdp2(directory: str) -> None:
     """Train by FSDP2 and save as its programs do."""
-    model = sharded(network())
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    train_fsdp2(model, optimizer)
+    model = sharded()
+    train_fsdp2(model, optimizer := adamw_of(model))
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=directory)
 
@@ -288,7 +318,7 @@ def saved_by_fsdp2(directory: str) -> None:
 def go_on_by_fsdp2(directory: str) -> Any:
     """Load what was saved into another network, and train on."""
     model = sharded(others())
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    optimizer = adamw_of(model)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     states = {"model": model_state, "optim": optimizer_state}
     dcp.load(states, checkpoint_id=directory)
@@ -312,14 +342,14 @@ class Row(NamedTuple):
     equivalent: str
     fsdp2: Callable[[], Any]
     fshard: Callable[[], Any]
-    atol: float
+    atol: float = 0.0
 
 
 ROWS: dict[str, Row] = {}
 
 
 def row(call: str, equivalent: str, atol: float = 0.0) -> Callable[[Any], Any]:
-    """Enter a pair of programs into the table."""
+    """Enter a pair of programs of several lines into the table."""
 
     def enter(pair: Any) -> Any:
         ROWS[call] = Row(equivalent, pair.fsdp2, pair.fshard, atol)
@@ -328,56 +358,27 @@ def row(call: str, equivalent: str, atol: float = 0.0) -> Callable[[Any], Any]:
     return enter
 
 
-@row("fully_shard(block), fully_shard(model)", "fs.functionalize(module, units=Block), model.init(fs.zero3(mesh))")
-class Units:
-    def fsdp2():
-        model = network()
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
-        return train_fsdp2(model)
-
-    def fshard():
-        model = fs.functionalize(network(), units=Block)
-        params = model.init(fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
-        return train(program(params=params))
-
-
-@row("loss = loss_fn(model(x), y); loss.backward()", "loss, grads = fs.value_and_grad(loss_fn)(params, x, y)")
-class Gradients:
-    def fsdp2():
-        model, ((x, y),) = sharded(network()), batches(1)
-        loss = mse_loss(model(x), y)
-        loss.backward()
-        return mean_over_ranks(loss), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-
-    def fshard():
-        model, ((x, y),) = fs.functionalize(network(), units=Block), batches(1)
-
-        def loss_fn(params, x, y):
-            return mse_loss(model.apply(params, x), y)
-
-        loss, grads = fs.value_and_grad(loss_fn)(model.init(zero3()), x, y)
-        return loss, fs.unshard(grads)
-
-
-@row(
-    "torch.optim.AdamW(model.parameters(), lr=...)",
-    "tx = fs.from_torch(torch.optim.AdamW, lr=...), state = fs.TrainState.create(params, tx)",
+ROWS["fully_shard(block), fully_shard(model)"] = Row(
+    "fs.functionalize(module, units=Block), model.init(fs.zero3(mesh))",
+    lambda: train_fsdp2(sharded()),
+    lambda: train(program(fs.zero3(mesh_of_ranks()))),
 )
-class TheOptimizer:
-    def fsdp2():
-        model = sharded(network())
-        return train_fsdp2(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-
-    def fshard():
-        return train(program(tx=fs.from_torch(torch.optim.AdamW, lr=1e-3)))
+ROWS["loss = loss_fn(model(x), y); loss.backward()"] = Row(
+    "loss, grads = fs.value_and_grad(loss_fn)(params, x, y)",
+    lambda: fsdp2_gradients(sharded(), batches()[0]),
+    lambda: gradients(program(), batches()[0]),
+)
+ROWS["torch.optim.AdamW(model.parameters(), lr=...)"] = Row(
+    "tx = fs.from_torch(torch.optim.AdamW, lr=...), state = fs.TrainState.create(params, tx)",
+    lambda: train_fsdp2(model := sharded(), torch.optim.AdamW(model.parameters(), lr=1e-3)),
+    lambda: train(program(tx=fs.from_torch(torch.optim.AdamW, lr=1e-3))),
+)
 
 
 @row("StepLR(optimizer, ...), scheduler.step()", "fs.from_torch(..., lr=fs.from_torch_scheduler(StepLR, ...))")
 class Scheduler:
     def fsdp2():
-        model, losses = sharded(network()), []
+        model, losses = sharded(), []
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
         for batch in batches():
@@ -390,98 +391,57 @@ class Scheduler:
         return train(program(tx=fs.from_torch(torch.optim.AdamW, lr=schedule)))
 
 
-@row("optimizer.step(), optimizer.zero_grad()", "state = fs.update(tx, state, grads)")
-class Optimizers:
-    def fsdp2():
-        model = sharded(network())
-        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-        for x, y in batches():
-            mse_loss(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return full(model)
-
-    def fshard():
-        model = fs.functionalize(network(), units=Block)
-        tx = fs.from_torch(torch.optim.AdamW, **ADAMW)
-        state = fs.TrainState.create(model.init(zero3()), tx)
-
-        def loss_fn(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return mse_loss(model.apply(params, x), y)
-
-        for x, y in batches():
-            _, grads = fs.value_and_grad(loss_fn)(state.params, x, y)
-            state = fs.update(tx, state, grads)
-        return fs.unshard(state.params)
-
-
-@row("fully_shard(model, mesh=mesh_2d)", "fs.hsdp(mesh)")
-class HybridSharding:
-    def fsdp2():
-        meshes = [init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) for shape in ((2, 1), (1, 2))]
-        return [train_fsdp2(sharded(network(), mesh=mesh)) for mesh in meshes]
-
-    def fshard():
-        meshes = [fs.init_mesh({"replicate": size, "shard": -1}, device="cpu") for size in (2, 1)]
-        return [train(program(fs.hsdp(mesh))) for mesh in meshes]
-
-
-@row("MixedPrecisionPolicy(param_dtype, reduce_dtype)", "fs.zero3(mesh, param_dtype=..., reduce_dtype=...)")
-class MixedPrecision:
-    def fsdp2():
-        policies = [MixedPrecisionPolicy(torch.bfloat16, reduce_dtype) for reduce_dtype in (None, torch.float32)]
-        return [train_fsdp2(sharded(network(), mp_policy=policy)) for policy in policies]
-
-    def fshard():
-        kept = [zero3(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype) for reduce_dtype in (None, torch.float32)]
-        return [train(program(strategy)) for strategy in kept]
-
-
-@row("MixedPrecisionPolicy(output_dtype)", "fs.zero3(mesh, output_dtype=...)")
-class OutputDtype:
-    def fsdp2():
-        model = network()
-        for block in model.blocks:
-            fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))
-        return model(batches()[0][0]).detach()
-
-    def fshard():
-        made = program(zero3(param_dtype=torch.bfloat16, output_dtype=torch.float32))
-        return made.model.apply(made.state.params, batches()[0][0])
+ROWS["optimizer.step(), optimizer.zero_grad()"] = Row(
+    "state = fs.update(tx, state, grads)", lambda: train_fsdp2(sharded()), lambda: train(program())
+)
+ROWS["fully_shard(model, mesh=mesh_2d)"] = Row(
+    "fs.hsdp(mesh)",
+    lambda: [
+        train_fsdp2(sharded(mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))))
+        for shape in ((2, 1), (1, 2))
+    ],
+    lambda: [train(program(fs.hsdp(fs.init_mesh({"replicate": size, "shard": -1}, device="cpu")))) for size in (2, 1)],
+)
+REDUCE_DTYPES = (None, torch.float32)
+ROWS["MixedPrecisionPolicy(param_dtype, reduce_dtype)"] = Row(
+    "fs.zero3(mesh, param_dtype=..., reduce_dtype=...)",
+    lambda: [train_fsdp2(sharded(mp_policy=MixedPrecisionPolicy(torch.bfloat16, kept))) for kept in REDUCE_DTYPES],
+    lambda: [train(program(zero3(param_dtype=torch.bfloat16, reduce_dtype=kept))) for kept in REDUCE_DTYPES],
+)
+BFLOAT16 = MixedPrecisionPolicy(torch.bfloat16)
+FLOAT32_OUT = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)}
+ROWS["MixedPrecisionPolicy(output_dtype)"] = Row(
+    "fs.zero3(mesh, output_dtype=...)",
+    lambda: sharded(mp_policy=BFLOAT16, of_root=FLOAT32_OUT)(batches()[0][0]).detach(),
+    lambda: evaluated(program(zero3(param_dtype=torch.bfloat16, output_dtype=torch.float32))),
+)
 
 
 @row("MixedPrecisionPolicy(cast_forward_inputs=False)", "fs.zero3(mesh, layout=fs.compose(fs.cast(gather=...), ...))")
 class InputsAsTheyAre:
     def fsdp2():
-        model = sharded(network(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False))
+        model = sharded(mp_policy=MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False))
         x, y = batches()[0]
         with pytest.raises(RuntimeError, match="same dtype"):
             model(x)
         model.reset_iter_state()
-        loss = mse_loss(model(x.bfloat16()).float(), y)
-        loss.backward()
-        return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+        return fsdp2_gradients(model, (x.bfloat16(), y))
 
     def fshard():
         mesh = mesh_of_ranks()
-        model = fs.functionalize(network(), units=Block)
-        params = model.init(fs.zero3(mesh, layout=fs.compose(fs.cast(gather=torch.bfloat16), fs.fully_shard(mesh))))
+        made = program(fs.zero3(mesh, layout=fs.compose(fs.cast(gather=torch.bfloat16), fs.fully_shard(mesh))))
         x, y = batches()[0]
         with pytest.raises(RuntimeError, match="same dtype"):
-            model.apply(params, x)
-        loss_fn = lambda params: mse_loss(model.apply(params, x.bfloat16()).float(), y)  # noqa: E731
-        return fs.unshard(fs.value_and_grad(loss_fn)(params)[1])
+            made.model.apply(made.state.params, x)
+        return gradients(made, (x.bfloat16(), y))
 
 
-@row("CPUOffloadPolicy()", "fs.compose(fs.offload(), fs.zero3(mesh))")
-class Offload:
-    def fsdp2():
-        # Pinning takes an accelerator.
-        return train_fsdp2(sharded(network(), offload_policy=CPUOffloadPolicy(pin_memory=False)))
-
-    def fshard():
-        return train(program(fs.compose(fs.offload("cpu"), zero3())))
+# Pinning takes an accelerator.
+ROWS["CPUOffloadPolicy()"] = Row(
+    "fs.compose(fs.offload(), fs.zero3(mesh))",
+    lambda: train_fsdp2(sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))),
+    lambda: train(program(fs.compose(fs.offload("cpu"), zero3()))),
+)
 
 
 @row("reshard_after_forward=True, False", "fs.zero3(mesh, regather=True), regather=False")
@@ -489,7 +449,7 @@ class Regather:
     def fsdp2():
         runs, gathers = [], []
         for again in (True, False):
-            model = sharded(network(), reshard_after_forward=again)
+            model = sharded(reshard_after_forward=again)
             with Gathers() as counted:
                 runs.append(train_fsdp2(model))
             gathers.append(counted.number)
@@ -505,78 +465,47 @@ class Regather:
         return runs, gathers[0] > gathers[1]
 
 
-@row("model.set_requires_gradient_sync(False)", 'fs.accumulate(loss_fn, communicate="once")')
-class AccumulateFull:
-    def fsdp2():
-        model = sharded(network())
-        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-        microbatches = batches(4)
-        for number, (x, y) in enumerate(microbatches, start=1):
-            model.set_requires_gradient_sync(number == len(microbatches))
-            (mse_loss(model(x), y) / len(microbatches)).backward()
-        optimizer.step()
-        return full(model)
-
-    def fshard():
-        return accumulated("once")
+def let_go_after_the_last(model: Any, last: bool) -> None:
+    model.set_requires_gradient_sync(last)
+    model.set_reshard_after_backward(last)
+    model.set_is_last_backward(last)
 
 
-@row("loss.backward() for each microbatch", 'fs.accumulate(loss_fn, communicate="each")')
-class AccumulateShards:
-    def fsdp2():
-        model = sharded(network())
-        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-        for x, y in batches(4):
-            (mse_loss(model(x), y) / 4).backward()
-        optimizer.step()
-        return full(model)
-
-    def fshard():
-        return accumulated("each")
-
-
-@row("model.set_reshard_after_backward(False)", "fs.zero1(mesh) with fs.accumulate, which gathers once")
-class KeepBetweenMicrobatches:
-    def fsdp2():
-        model = sharded(network(), reshard_after_forward=False)
-        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-        microbatches = batches(4)
-        for number, (x, y) in enumerate(microbatches, start=1):
-            last = number == len(microbatches)
-            model.set_requires_gradient_sync(last)
-            model.set_reshard_after_backward(last)
-            model.set_is_last_backward(last)
-            (mse_loss(model(x), y) / len(microbatches)).backward()
-        optimizer.step()
-        return full(model)
-
-    def fshard():
-        return accumulated("once", fs.zero1(mesh_of_ranks()))
+ROWS["model.set_requires_gradient_sync(False)"] = Row(
+    'fs.accumulate(loss_fn, communicate="once")',
+    lambda: accumulated_by_fsdp2(sharded(), lambda model, last: model.set_requires_gradient_sync(last)),
+    lambda: accumulated("once"),
+)
+ROWS["loss.backward() for each microbatch"] = Row(
+    'fs.accumulate(loss_fn, communicate="each")',
+    lambda: accumulated_by_fsdp2(sharded()),
+    lambda: accumulated("each"),
+)
+ROWS["model.set_reshard_after_backward(False)"] = Row(
+    "fs.zero1(mesh) with fs.accumulate, which gathers once",
+    lambda: accumulated_by_fsdp2(sharded(reshard_after_forward=False), let_go_after_the_last),
+    lambda: accumulated("once", fs.zero1(mesh_of_ranks())),
+)
 
 
 @row("model.set_gradient_divide_factor(1.0)", 'fs.value_and_grad(loss_fn, reduce="sum")')
 class SumOfGradients:
     def fsdp2():
-        model = sharded(network())
+        model = sharded()
         for unit in (*model.blocks, model):
             unit.set_gradient_divide_factor(1.0)
             # gloo does not divide.
             unit.set_force_sum_reduction_for_comms(True)
-        x, y = batches()[0]
-        mse_loss(model(x), y).backward()
-        return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+        return fsdp2_gradients(model, batches()[0])[1]
 
     def fshard():
-        model, (x, y) = fs.functionalize(network(), units=Block), batches()[0]
-        loss_fn = lambda params: mse_loss(model.apply(params, x), y)  # noqa: E731
-        _, grads = fs.value_and_grad(loss_fn, reduce="sum")(model.init(zero3()))
-        return fs.unshard(grads)
+        return gradients(program(), batches()[0], reduce="sum")[1]
 
 
 @row("model.set_all_reduce_hook(hook)", "a transform of one's own: fs.Wrapped with scatter")
 class HookOnGradients:
     def fsdp2():
-        model = sharded(network())
+        model = sharded()
         for unit in (*model.blocks, model):
             unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5))
         return train_fsdp2(model)
@@ -594,7 +523,7 @@ class HookOnGradients:
 @row("block.unshard(), block.reshard()", "fs.gather(params), and del")
 class Unshard:
     def fsdp2():
-        model = sharded(network(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        model = sharded(mp_policy=BFLOAT16)
         block = model.blocks[1]
         block.unshard()
         gathered = {name: parameter.detach().clone() for name, parameter in block.named_parameters()}
@@ -610,7 +539,7 @@ class Unshard:
 @row("block.set_modules_to_forward_prefetch(next), ..._backward_prefetch", "fs.zero3(mesh, prefetch=2)")
 class Prefetch:
     def fsdp2():
-        model = sharded(network())
+        model = sharded()
         blocks = list(model.blocks)
         for i, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 3])
@@ -634,14 +563,13 @@ LEARNING_RATE, MAX_NORM = 0.1, 0.05
 )
 class Clip:
     def fsdp2():
-        model = sharded(network())
+        model = sharded()
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-        for x, y in batches():
-            mse_loss(model(x), y).backward()
+
+        def clip():
             assert torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).full_tensor() > MAX_NORM
-            optimizer.step()
-            optimizer.zero_grad()
-        return full(model)
+
+        return train_fsdp2(model, optimizer, between=clip)["params"]
 
     def fshard():
         sgd = fs.from_torch(torch.optim.SGD, lr=LEARNING_RATE)
@@ -655,8 +583,8 @@ class LossScale:
     scale = MappingProxyType({"init_scale": 2.0**8, "growth_interval": 2})
 
     def fsdp2():
-        model = sharded(network())
-        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        model = sharded()
+        optimizer = adamw_of(model)
         scaler = torch.amp.GradScaler("cpu", **LossScale.scale)
         for x, y in one_overflows():
             scaler.scale(mse_loss(model(x), y)).backward()
@@ -666,7 +594,7 @@ class LossScale:
         return full(model), scaler.get_scale()
 
     def fshard():
-        model = fs.functionalize(network(), units=Block)
+        model = functional()
         tx = fs.dynamic_loss_scale(adamw(), **LossScale.scale)
         state = fs.TrainState.create(model.init(zero3()), tx)
 
@@ -679,33 +607,26 @@ class LossScale:
         return fs.unshard(state.params), state.opt_state.scale
 
 
-@row("parameter.full_tensor()", "fs.unshard(params)")
-class FullTensor:
-    def fsdp2():
-        return {name: parameter.full_tensor().detach() for name, parameter in sharded(network()).named_parameters()}
-
-    def fshard():
-        return fs.unshard(fs.functionalize(network(), units=Block).init(zero3()))
+ROWS["parameter.full_tensor()"] = Row(
+    "fs.unshard(params)", lambda: full(sharded()), lambda: fs.unshard(program().state.params)
+)
 
 
 @row("parameter.to_local(), parameter.placements", "leaf.local, leaf.spec")
 class Local:
     def fsdp2():
-        parameters = dict(sharded(network()).named_parameters())
-        return {
-            name: (parameter.to_local().detach(), parameter.placements[0].dim) for name, parameter in parameters.items()
-        }
+        return {name: (p.to_local().detach(), p.placements[0].dim) for name, p in sharded().named_parameters()}
 
     def fshard():
         axis = fs.axis_of(mesh_of_ranks())
-        params = fs.functionalize(network(), units=Block).init(zero3())
+        params = program().state.params
         return {name: (leaf.local, leaf.spec.dim_of(axis)) for name, leaf in params.items()}
 
 
 @row("shard_placement_fn=lambda parameter: Shard(...)", "fs.zero3(mesh, layout=fs.fully_shard(mesh, dim=...))")
 class Placement:
     def fsdp2():
-        model = sharded(network(), shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1))
+        model = sharded(shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1))
         local = {name: parameter.to_local().detach().clone() for name, parameter in model.named_parameters()}
         return local, train_fsdp2(model)
 
@@ -715,30 +636,25 @@ class Placement:
         return {name: leaf.local for name, leaf in made.state.params.items()}, train(made)
 
 
-@row("parameter.requires_grad_(False)", "the same, before fs.functionalize")
-class Frozen:
-    def fsdp2():
-        return train_fsdp2(sharded(half_frozen()))
-
-    def fshard():
-        return train(program(module=half_frozen()))
+ROWS["parameter.requires_grad_(False)"] = Row(
+    "the same, before fs.functionalize",
+    lambda: train_fsdp2(sharded(half_frozen())),
+    lambda: train(program(module=half_frozen())),
+)
 
 
 @row("parameter.requires_grad_(True), in a later stage", "fs.reshard(state, strategy, frozen=...)")
 class Thawed:
     def fsdp2():
         model = sharded(half_frozen())
-        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-        train_fsdp2(model, optimizer)
+        train_fsdp2(model, optimizer := adamw_of(model))
         for parameter in model.parameters():
             parameter.requires_grad_(True)
         return train_fsdp2(model, optimizer)
 
     def fshard():
         made = program(module=half_frozen())
-        state = made.state
-        for batch in batches():
-            state, _ = made.step(state, batch)
+        state, _ = stepped(made)
         return train(made._replace(state=fs.reshard(state, zero3(), frozen=lambda path: False)))
 
 
@@ -746,23 +662,19 @@ class Thawed:
 class Ignored:
     def fsdp2():
         model = network()
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model, ignored_params=set(model.head.parameters()))
-        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-        for x, y in batches():
-            mse_loss(model(x), y).backward()
+        sharded(model, of_root={"ignored_params": set(model.head.parameters())})
+
+        def mean_of_the_ignored():
             for parameter in model.head.parameters():
                 # Their gradients are left to the caller.
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= dist.get_world_size()
-            optimizer.step()
-            optimizer.zero_grad()
-        return full(model)
+
+        return train_fsdp2(model, between=mean_of_the_ignored)
 
     def fshard():
         strategy = fs.masked(zero3(), lambda name: not name.startswith("head."), otherwise=fs.ddp(mesh_of_ranks()))
-        return train(program(strategy))["params"]
+        return train(program(strategy))
 
 
 @row("model.set_reduce_scatter_unused_params(True)", "nothing: a leaf that another rank used counts as zeros")
@@ -770,28 +682,19 @@ class Unused:
     """Each rank uses a layer of its own."""
 
     def fsdp2():
-        model = sharded(routed())
+        model = sharded(network(Routed))
         model.set_reduce_scatter_unused_params(True)
         return train_fsdp2(model)
 
     def fshard():
-        return train(program(module=routed()))
+        return train(program(module=network(Routed)))
 
 
-@row("checkpoint_wrapper(block)", "fs.functionalize of the same, or fs.remat(f)")
-class Remat:
-    def fsdp2():
-        module = network()
-        for i, block in enumerate(module.blocks):
-            module.blocks[i] = checkpoint_wrapper(block)
-        return train_fsdp2(sharded(module))
-
-    def fshard():
-        module = network()
-        for i, block in enumerate(module.blocks):
-            module.blocks[i] = checkpoint_wrapper(block)
-        made = program(module=module)
-        return train(made)
+ROWS["checkpoint_wrapper(block)"] = Row(
+    "fs.functionalize of the same, or fs.remat(f)",
+    lambda: train_fsdp2(sharded(checkpointed())),
+    lambda: train(program(module=checkpointed())),
+)
 
 
 @row("block.compile()", "fs.jit(train_step, donate_argnums=0)")
@@ -812,25 +715,24 @@ class Compile:
 @row("model.eval(), torch.no_grad()", "model.apply(params, x)")
 class Evaluate:
     def fsdp2():
-        model = sharded(network()).eval()
+        model = sharded().eval()
         with torch.no_grad():
             return model(batches()[0][0])
 
     def fshard():
-        model = fs.functionalize(network().eval(), units=Block)
-        return model.apply(model.init(zero3()), batches()[0][0])
+        return evaluated(program(module=network().eval()))
 
 
 @row("model.set_reshard_after_forward(False), to sample", "full = fs.gather(params), model.apply(full, x)")
 class Sample:
     def fsdp2():
-        model = sharded(network())
+        model = sharded()
         model.set_reshard_after_forward(False)
         with torch.no_grad():
             return [model(x) for x, _ in batches()]
 
     def fshard():
-        model = fs.functionalize(network(), units=Block)
+        model = functional()
         full = fs.gather(model.init(zero3()))
         return [model.apply(full, x) for x, _ in batches()]
 
@@ -838,7 +740,7 @@ class Sample:
 @row('register_fsdp_forward_method(model, "features")', "fs.functionalize of a module whose forward it is")
 class OtherMethod:
     def fsdp2():
-        model = sharded(network())
+        model = sharded()
         register_fsdp_forward_method(model, "features")
         return model.features(batches()[0][0]).detach()
 
@@ -846,9 +748,9 @@ class OtherMethod:
         class Features(Network):
             forward = Network.features
 
-        params = fs.functionalize(network(), units=Block).init(zero3())
+        params = functional().init(zero3())
         with torch.device("meta"):
-            features = fs.functionalize(Features(), units=Block)
+            features = functional(Features())
         return features.apply(params, batches()[0][0])
 
 
@@ -870,7 +772,7 @@ class MetaDevice:
 
     def fshard():
         with torch.device("meta"):
-            model = fs.functionalize(Network(), units=Block)
+            model = functional(Network())
         params = fs.unshard(model.init(zero3(), seed=0))
         assert_trees_close(params, dict(network().state_dict()), exact=True)
         return drawn(params)
@@ -883,12 +785,12 @@ class MetaDevice:
 class FullStateDict:
     def fsdp2():
         # Not by blocks, of which two have the same weight.
-        state_dict = get_model_state_dict(fully_shard(tied()), options=FULL)
-        tied().load_state_dict(state_dict)
+        state_dict = get_model_state_dict(fully_shard(network(Tied)), options=FULL)
+        network(Tied).load_state_dict(state_dict)
         return state_dict
 
     def fshard():
-        module, model = tied(), fs.functionalize(tied())
+        module, model = network(Tied), fs.functionalize(network(Tied))
         state_dict = fs.checkpoint.to_state_dict({**model.init(zero3()), **model.buffers}, module=module)
         module.load_state_dict(state_dict)
         return state_dict
@@ -918,7 +820,7 @@ class LoadFullStateDict:
 class ShardedStateDict:
     def fsdp2():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-        state_dict = get_model_state_dict(sharded(network(), mesh=mesh))
+        state_dict = get_model_state_dict(sharded(mesh=mesh))
         taken_over = fs.from_dtensor(state_dict, zero3_on(mesh))
         return {name: tensor.to_local() for name, tensor in state_dict.items()}, dict(fs.unshard(taken_over))
 
@@ -932,20 +834,15 @@ class ShardedStateDict:
 @row("get_optimizer_state_dict(model, optimizer)", "fs.checkpoint.to_optimizer_state_dict(state.opt_state, ...)")
 class OptimizerStateDict:
     def fsdp2():
-        model = sharded(network())
-        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-        train_fsdp2(model, optimizer)
+        model = sharded()
+        train_fsdp2(model, optimizer := adamw_of(model))
         slots = get_optimizer_state_dict(model, optimizer, options=FULL)["state"]
         return [slots[name] for name, _ in model.named_parameters()]
 
     def fshard():
-        made, state = program(), None
-        state = made.state
-        for batch in batches():
-            state, _ = made.step(state, batch)
-        module = network()
-        optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
-        return list(fs.checkpoint.to_optimizer_state_dict(state.opt_state, module, optimizer)["state"].values())
+        (state, _), module = stepped(program()), network()
+        slots = fs.checkpoint.to_optimizer_state_dict(state.opt_state, module, adamw_of(module))["state"]
+        return list(slots.values())
 
 
 @row(
@@ -957,11 +854,8 @@ class Checkpoint:
         return go_on_by_fsdp2(directory)
 
     def fshard():
-        made, directory = program(), shared_directory()
-        state = made.state
-        for batch in batches():
-            state, _ = made.step(state, batch)
-        fs.checkpoint.save(directory, state)
+        state, _ = stepped(program())
+        fs.checkpoint.save(directory := shared_directory(), state)
         fresh = program(module=others())
         return train(fresh._replace(state=fs.checkpoint.restore(directory, like=fresh.state)))
 
@@ -970,8 +864,7 @@ class Checkpoint:
     "dcp.load of what an FSDP2 run saved", "fs.checkpoint.load_dcp(directory, like=state, module=module, trusted=True)"
 )
 class GoOnFromFSDP2:
-    def fsdp2():
-        return Checkpoint.fsdp2()
+    fsdp2 = Checkpoint.fsdp2
 
     def fshard():
         saved_by_fsdp2(directory := shared_directory())
@@ -985,23 +878,18 @@ class GoOnFromFSDP2:
     "fs.checkpoint.save_dcp(directory, state, module=module, optimizer=optimizer)",
 )
 class GoBackToFSDP2:
-    def fsdp2():
-        return Checkpoint.fsdp2()
+    fsdp2 = Checkpoint.fsdp2
 
     def fshard():
-        made, directory, module = program(), shared_directory(), network()
-        state = made.state
-        for batch in batches():
-            state, _ = made.step(state, batch)
-        optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
-        fs.checkpoint.save_dcp(directory, state, module=module, optimizer=optimizer)
+        (state, _), directory, module = stepped(program()), shared_directory(), network()
+        fs.checkpoint.save_dcp(directory, state, module=module, optimizer=adamw_of(module))
         return go_on_by_fsdp2(directory)
 
 
 @row("model.reset_iter_state() after an error", "nothing: the state is as it was")
 class AfterAnError:
     def fsdp2():
-        model = sharded(network())
+        model = sharded()
         with pytest.raises(RuntimeError, match="shapes"):
             model(torch.ones(1, 1))
         model.reset_iter_state()
