@@ -1,7 +1,6 @@
 """accumulate: several microbatches give the loss and gradients of one batch, in the bytes of law 8."""
 
 import copy
-import math
 from functools import partial
 
 import pytest
@@ -14,18 +13,14 @@ import fshard as fs
 from fshard.testing import assert_trees_close, spmd
 from tests.bad_input import Row, assert_all_refused, loss
 from tests.ranks import my_rank, on_ranks
+from tests.test_law_accounting_units import stack, unit_bytes
 from tests.trees import assert_same_bits, normal, one_axis, two_axes
+from tests.unit_models import filled
 
 # A few hundred products of numbers around one, summed in another order, in float64.
 ATOL = 1e-12
 
 MICROBATCHES = 3
-
-
-def stack():
-    return nn.Sequential(
-        nn.Embedding(7, 5), nn.Linear(5, 11), nn.Tanh(), nn.Linear(11, 3), nn.Tanh(), nn.Linear(3, 13)
-    ).double()
 
 
 def strategies(mesh):
@@ -133,9 +128,7 @@ def test_bytes_are_those_of_the_law(strategy, communicate, world_size):
         f = fs.accumulate(partial(local, model.apply, "mean"), communicate=communicate)
         with fs.comm.record() as record:
             f(params, microbatches())
-        sizes = dict.fromkeys("0135", 0)
-        for name, leaf in params.items():
-            sizes[name[0]] += math.prod(leaf.spec.padded_shape) * 8
+        sizes = unit_bytes(params)
         n, regathered = sum(sizes.values()), sum(sizes[unit] for unit in AGAIN.get(strategy, ""))
         once = communicate == "once" or (communicate is None and strategy in ONCE)
         # Of a strategy that keeps some, those that it drops are gathered again in every microbatch.
@@ -236,11 +229,7 @@ class Tower(nn.Module):
 @pytest.mark.parametrize("how", ("around units", "inside units", "around several", "fs.remat"))
 def test_checkpoints(how, world_size):
     """What a microbatch computes again, it computes with the tensors of that microbatch, reduced in it or not."""
-    module = Tower(how).double()
-    draw = normal()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(draw(*parameter.shape) / 2)
+    module = filled(Tower(how))
     ranks = [[normal(1 + 3 * rank + i)(2, 5) for i in range(MICROBATCHES)] for rank in range(world_size)]
     value = sum(module(x) for batches in ranks for x in batches) / MICROBATCHES / world_size
     expected = (
@@ -374,28 +363,14 @@ def test_bad_arguments_are_refused():
     assert_all_refused(ROWS)
 
 
-@pytest.mark.parametrize("communicate", ("each", "once"))
-@on_ranks(2, timeout=20.0)
-def test_other_numbers_of_microbatches_on_other_ranks_are_refused(communicate):
-    params = fs.shard({"w": normal()(5, 3)}, fs.zero3(one_axis(), min_shard_elements=0))
-    step = fs.accumulate(lambda p, x: (fs.gather(p)["w"] * x).sum(), communicate=communicate)
-    expected = step(params, [1.0, 2.0])
-    with pytest.raises(ValueError, match=r"^accumulate: ranks were told different things\n  microbatches: "):
-        step(params, [1.0, 2.0, 3.0][: 2 + my_rank()])
-    assert_same_bits(fs.tree_leaves(step(params, [1.0, 2.0])), fs.tree_leaves(expected))
-
-
 class SometimesTied(nn.Module):
     """A layer that some microbatches leave out, before a weight that its unit has been left with."""
 
     def __init__(self):
         super().__init__()
-        draw = normal()
         self.embedding = nn.Embedding(7, 5)
         self.always, self.sometimes = nn.Linear(5, 5), nn.Linear(5, 5)
-        with torch.no_grad():
-            for parameter in self.double().parameters():
-                parameter.copy_(draw(*parameter.shape) / 3)
+        filled(self)
 
     def forward(self, tokens, with_layer):
         hidden = self.always(self.embedding(tokens))

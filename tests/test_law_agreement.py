@@ -67,7 +67,7 @@ CALLS = {
         "each",
         ["communicate", "'once'", "'each'"],
     ),
-    "verb": (lambda params, v: train(params, verb=v), fs.apply, fs.value_and_grad, ["verb", "apply", "value_and_grad"]),
+    "verb": (lambda params, v: train(params, verb=v), fs.apply, fs.value_and_grad, ["verb", "got apply", "grad as on"]),
     "under torch.func": (by_torch_func, "sum", "mean", ["reduce", "'sum'", "'mean'"]),
 }
 JITTED = CALLS | {
@@ -160,9 +160,17 @@ TOLD = {
         lambda mesh, verb: train(params_of(zero3(mesh)), verb=verb),
         fs.accumulate,
         fs.value_and_grad,
-        ["verb", "accumulate", "value_and_grad"],
+        ["verb: ", "got accumulate on", "value_and_grad as on"],
     ),
-    "microbatches": (lambda mesh, n: accumulate(params_of(zero3(mesh)), n), 3, 2, ["microbatches", "3", "2"]),
+    **{
+        f"microbatches, {communicate}": (
+            lambda mesh, n, communicate=communicate: accumulate(params_of(zero3(mesh)), n, communicate=communicate),
+            3,
+            2,
+            ["accumulate: ranks were told different things\n  microbatches: expected 2 as on", "got 3 on"],
+        )
+        for communicate in ("each", "once")
+    },
     "units": (
         lambda mesh, units: by_units(params_of(zero3(mesh, merge_bytes=0)), units),
         None,
@@ -173,12 +181,13 @@ TOLD = {
 
 
 def lines_of(text, parts):
-    """Read the lines behind an error's headline, the same on every rank, and check the first one."""
+    """Read the lines behind an error's headline, the same on every rank; check the headline and the first of them."""
     assert re.match(
         r"\w+: (ranks were told different things|collective mismatch between ranks|ranks hold different trees)\n", text
     ), text
-    assert all(part in text.splitlines()[1] for part in parts), text
-    return text.splitlines()[1:]
+    headline, *lines = text.splitlines()
+    assert all(part in f"{headline}\n{lines[0]}" for part in parts), text
+    return lines
 
 
 @pytest.mark.rows(100)
@@ -187,7 +196,8 @@ def lines_of(text, parts):
 def test_ranks_that_were_told_different_things_are_all_told(name):
     """Within seconds, and a good step goes on as before."""
     mesh, (call, other, common, parts) = one_axis(), TOLD[name]
-    good = partial(train, params_of(zero3(mesh)))
+    params, verbs = params_of(zero3(mesh)), (fs.value_and_grad, fs.accumulate)
+    good = lambda: [train(params, verb=verb) for verb in verbs]  # noqa: E731
     expected, started = good(), time.monotonic()
     try:
         text = str(call(mesh, other if mesh.get_rank() == mesh.size() - 1 else common))
