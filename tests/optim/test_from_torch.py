@@ -260,17 +260,6 @@ def test_frozen_leaves_stay_and_have_no_state(case):
         assert all(slot["trained"] is not None for slot in slots.values())
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_nothing_to_train(case):
-    cls, hyper = CASES[case]
-    tx = fs.from_torch(cls, **hyper)
-    frozen = fs.shard({"w": torch.ones(3)}, fs.ddp(one_axis()), frozen=lambda path: True)
-    for params, grads in (({}, {}), (frozen, {"w": None})):
-        new, state = tx.update(grads, tx.init(params), params)
-        assert fs.tree_leaves(new) == fs.tree_leaves(params)
-        assert state[:3] == (torch.tensor(1), {}, {})
-
-
 def decay(count):
     return 0.5 ** int(count)
 

@@ -54,7 +54,8 @@ def with_matrices(tx):
 # Norms add up the squares of each leaf, rank by rank.
 NORM = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 TABLE = {
-    "sgd": Row(lambda: fs.sgd(0.1)),
+    "sgd": Row(lambda: fs.sgd(0.1, weight_decay=0.1)),
+    "sgd dampening": Row(lambda: fs.sgd(0.1, 0.9, dampening=0.2, weight_decay=0.1)),
     "sgd momentum": Row(lambda: fs.sgd(0.1, 0.9, nesterov=True, weight_decay=0.1)),
     "adam": Row(lambda: fs.adam(0.1, weight_decay=0.1)),
     "adamw": Row(lambda: fs.adamw(lambda count: 0.1 / (1 + count))),
@@ -190,12 +191,16 @@ def test_an_update_is_pure(name):
     def program():
         params, grads = on_shards(every_leaf())
         tx = TABLE[name].make()
-        params, state = run(tx, params, grads[:1])
-        given = (grads[1], state, params)
-        copies = fs.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, given)
-        first, second = tx.update(*given), tx.update(*given)
-        assert_same_bits(fs.tree_leaves(given), fs.tree_leaves(copies))
-        assert_same_bits(fs.tree_leaves(first), fs.tree_leaves(second))
+        state = tx.init(params)
+        for grad in grads[:2]:
+            given = (grad, state, params)
+            tensors = [leaf for leaf in fs.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+            before = [(leaf.clone(), leaf._version) for leaf in tensors]
+            first, second = tx.update(*given), tx.update(*given)
+            assert_same_bits(tensors, [value for value, _ in before])
+            assert [leaf._version for leaf in tensors] == [version for _, version in before]
+            assert_same_bits(fs.tree_leaves(first), fs.tree_leaves(second))
+            params, state = first
 
     spmd(program, 2)
 

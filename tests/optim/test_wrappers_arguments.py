@@ -1,6 +1,7 @@
 """What every optimizer and wrapper does alike: frozen leaves pass through, and bad arguments and states are refused."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import optim
 
 import fshard as fs
 from fshard.testing import spmd
+from tests.optim.test_from_torch import CASES
 from tests.trees import assert_same_bits, normal, one_axis
 
 
@@ -22,9 +24,10 @@ WRAPPERS = {
     "every_k, 2": lambda tx: fs.every_k(tx, 2),
     "ema": lambda tx: fs.ema(tx, 0.9),
 }
+NATIVE = ("sgd", "adam", "adamw", "lamb", "lars")
 OPTIMIZERS = {
     **{name: lambda wrap=wrap: wrap(sgd()) for name, wrap in WRAPPERS.items()},
-    **{name: lambda name=name: getattr(fs, name)(0.1) for name in ("sgd", "adam", "adamw", "lamb", "lars")},
+    **{name: lambda name=name: getattr(fs, name)(0.1) for name in NATIVE},
     "sgd momentum": lambda: fs.sgd(0.1, 0.9),
     "clip_by_norm": lambda: fs.chain(fs.clip_by_norm(0.5), sgd()),
     "clip_by_value": lambda: fs.chain(fs.clip_by_value(0.5), sgd()),
@@ -63,14 +66,21 @@ def test_frozen_and_absent_leaves_pass_through(case, donate):
     spmd(program, 2)
 
 
-@pytest.mark.parametrize("case", OPTIMIZERS)
+EVERY = OPTIMIZERS | {f"from_torch {row}": partial(fs.from_torch, cls, **how) for row, (cls, how) in CASES.items()}
+
+
+@pytest.mark.parametrize("case", EVERY)
 def test_nothing_to_train(case):
-    tx = OPTIMIZERS[case]()
+    tx = EVERY[case]()
     frozen = fs.shard({"w": torch.ones(3)}, fs.ddp(one_axis()), frozen=lambda path: True)
     for params, grads in (({}, {}), (frozen, {"w": None})):
         for update in (tx.update, tx.update_donated or tx.update):
-            new, _ = update(grads, tx.init(params), params)
+            new, state = update(grads, tx.init(params), params)
             assert fs.tree_leaves(new) == fs.tree_leaves(params)
+            if case not in OPTIMIZERS:
+                assert state[:3] == (torch.tensor(1), {}, {})
+            elif case in NATIVE:
+                assert state.updates.item() == 1
 
 
 @pytest.mark.parametrize("case", WRAPPERS)
