@@ -395,13 +395,6 @@ def test_a_file_that_is_missing(tmp_path, missing):
     assert f"__{missing}_0.distcp" in message
 
 
-def test_a_checkpoint_that_is_there_stays(tmp_path):
-    save_dcp(tmp_path, {"w": torch.ones(3)})
-    message = refusal(lambda mesh: save_dcp(tmp_path, {"w": torch.zeros(3)}))
-    assert ".metadata: expected no file of that name, got one; write to another directory, or remove" in message
-    assert_same_bits(load_dcp(tmp_path, {"w": torch.zeros(3)}, trusted=True), {"w": torch.ones(3)})
-
-
 def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     def full_disk(*_):
         raise OSError(28, "No space left on device")

@@ -306,15 +306,6 @@ def test_pickled_weights_are_read_when_trusted(tmp_path, indexed):
     spmd(lambda: assert_same_bits(fs.unshard(read(tmp_path, trusted=True)), FULL), 2)
 
 
-def test_weights_that_are_there_stay(tmp_path):
-    save_huggingface(tmp_path, FULL)
-    before = (tmp_path / SINGLE).read_bytes()
-    message = refusal(lambda mesh: save_huggingface(tmp_path, {"w": torch.ones(1)}))
-    assert f"{tmp_path / SINGLE}: expected no file of that name, got one; write to another directory" in message
-    assert (tmp_path / SINGLE).read_bytes() == before
-    assert os.listdir(tmp_path) == [SINGLE]
-
-
 def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / ".exporting-0123456789abcdef").mkdir()
