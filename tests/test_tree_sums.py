@@ -357,6 +357,34 @@ def test_a_microbatch_that_fails_fails_everywhere(world_size):
         assert step(params, mine)[0].item() == 28 * 30 / 8
 
 
+class _Routed(nn.Module):
+    """Enters its second layer where it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, enter):
+        h = torch.tanh(self.first(x))
+        return self.third(torch.tanh(self.second(h)) if enter else h)
+
+
+@on_ranks(2, "2 processes")
+def test_a_unit_of_a_microbatch_that_one_rank_lacks_is_in_the_order_of_every_rank(world_size):
+    """Only the third microbatch enters the second layer; the rank of the first one follows it without computing."""
+    model = fs.functionalize(_Routed(), units=nn.Linear)
+    params = model.init(fs.zero3(one_axis(), merge_bytes=0, prefetch=0, min_shard_elements=0), seed=0)
+    mine = fs.microbatches(range(3), params, "once")
+    assert mine == ([1, 2] if my_rank() else [0])
+    step = fs.accumulate(
+        lambda p, number: model.apply(p, torch.ones(2, 4), number == 2).square().mean(),
+        **{"sums": "tree", "communicate": "once", "microbatches": 3},
+    )
+    expected = fs.tree_leaves(step(params, mine))
+    for _ in range(2):
+        assert_same_bits(fs.tree_leaves(step(params, mine)), expected)
+
+
 def summed(p, *rest):
     return sum(leaf.sum() for leaf in fs.tree_leaves(fs.gather(p)))
 

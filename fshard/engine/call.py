@@ -258,7 +258,8 @@ class Call:
                 self._check_writes()
             self._forward.finish()
             order = self._forward.conclude(out[0].dtype)
-            self._concluded, self._news = [*self._concluded, order], self._news or self._forward.news
+            self._concluded.append(order)
+            self._news = self._news or self._forward.news
             return out
         except Exception as error:
             if _compat.refuses_saved_tensor_hooks(error):
@@ -273,7 +274,7 @@ class Call:
             RuntimeError: if another rank failed.
             ValueError: if the loss has collectives of its own, or other ranks gather other units than before.
         """
-        order = self._concluded[-1] if self._concluded else self._order
+        order = self._concluded[-1]
         if self._failed is None and order is not None and order.has_collectives:
             expected = "as many microbatches on every rank for a loss with collectives of its own"
             remedy = "share them by a number of ranks that divides them"
@@ -291,7 +292,12 @@ class Call:
             self._peers.agree(error=error, where=self._phase)
             raise error
         self._failed = error
-        if self._peers.axes and not self._forward.follow({leaf.path: leaf for leaf in self._own}, self._chain):
+        if not self._peers.axes:
+            return
+        order = self._forward.follow({leaf.path: leaf for leaf in self._own}, self._chain)
+        # As on ranks that have computed it: all remember one order of all microbatches.
+        self._concluded.append(order)
+        if order is None:
             # Other ranks depart in the same way, or hear of the failure by the backend.
             if isinstance(error, Departed):
                 self._forward.drop()
@@ -430,7 +436,7 @@ class Call:
             raise own
         if self._peers.axes and not _compat.is_tracing():
             # A known order is remembered again, with the shapes of this call.
-            order = common(self._concluded or [self._order])
+            order = common(self._concluded)
             remember(self._key, None if news else order, departed)
         if departed:
             raise Departed

@@ -215,7 +215,7 @@ class Forward:
         self.failed = True
         self._checkpointed.clear()
 
-    def follow(self, leaves: Mapping[str, Leaf], chain: Chain) -> bool:
+    def follow(self, leaves: Mapping[str, Leaf], chain: Chain) -> Order | None:
         """Take part in the rest of the order without computing anything: this rank has failed, or has no microbatch.
 
         Args:
@@ -223,7 +223,7 @@ class Forward:
             chain: Ties collectives of the function's own, in which the rank takes part with zeros.
 
         Returns:
-            Whether the rank could; False if a collective of the function's own cannot be repeated.
+            The order; None if a collective of the function's own cannot be repeated.
         """
         assert self._order is not None
         self.fail()
@@ -236,11 +236,12 @@ class Forward:
                     self.begin(name, [_unit_like(unit, leaves) for unit in units], buckets)
                 case CollectiveEvent():
                     if (repeat := self._order.repeats.get(len(self._events))) is None:
-                        return False
+                        return None
                     repeat.call(chain)
         self.finish()
-        self._settle(self._voted(self._flags(), [], self._order.dtype) if self._votes else self._order)
-        return True
+        order = self._voted(self._flags(), [], self._order.dtype) if self._votes else self._order
+        self._settle(order)
+        return order
 
     def finish(self) -> None:
         """Take the steps that are left, close all uses, and note which checkpoints of this rank need them again.
