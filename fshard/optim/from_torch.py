@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -129,7 +128,7 @@ def from_torch(
         # As autograd accumulates gradients: classes read the memory of complex ones, without lazy bits.
         taken = [_plain(gradients[i]).resolve_conj().resolve_neg().contiguous() for i in chosen]
         optimizer = build(cls, values, new, taken, first, habits.filled)
-        optimizer.state.update(zip(new, map(dict, kept), strict=True))
+        optimizer.state.update(zip(new, kept, strict=True))
         _step(optimizer, new)
         after = [optimizer.state[tensor] for tensor in new]
         held = {
@@ -137,7 +136,7 @@ def from_torch(
             for name, tensor in state.hyper.items()
         }
         missed = missing(state.missed, grads) if habits.withheld else Added()
-        if donate and all(map(_same_objects, kept, after)):
+        if donate and all(_in_place(states, i, slots) for states, i in zip(after, chosen, strict=True)):
             return params, TorchState(state.updates + 1, state.slots, held, missed)
         leaves = list(flat.leaves)
         for i, tensor in zip(chosen, new, strict=True):
@@ -174,9 +173,9 @@ def _step(optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]) -> 
             tensor.grad = None
 
 
-def _same_objects(before: State, after: State) -> bool:
-    """Tell whether a class wrote to its state in place, and put no other objects into it."""
-    return before.keys() == after.keys() and all(map(operator.is_, before.values(), map(after.get, before)))
+def _in_place(states: State, i: int, slots: Mapping[str, Sequence[Any]]) -> bool:
+    """Tell whether a class wrote to its state of a leaf in place, and put no other objects into it."""
+    return states.keys() <= slots.keys() and all(states.get(name) is slot[i] for name, slot in slots.items())
 
 
 def _can_be_written(values: Sequence[Any]) -> bool:
