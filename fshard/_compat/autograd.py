@@ -167,19 +167,16 @@ def shares_memory(tensor: torch.Tensor) -> bool:
 def share_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """For each tensor whether anything else holds its memory; under torch.func nobody can tell. Checked on 2.13."""
     known = [tensor for tensor in tensors if not is_transformed(tensor)] if transforms_active() else tensors
-    alone = _owners(torch.empty(0))
-    # One by one: thousands of Python's objects at once would set off its garbage collector.
-    shared = [_owners(tensor) != alone for tensor in known]
+    alone = torch.empty(0)
+    storages = [tensor.untyped_storage() for tensor in (*known, alone)]
+    # Two counts of owners, those of the memory and those of Python's object for it, of which the last has one each.
+    count = torch._C._storage_Use_Count
+    uses, references = [count(storage._cdata) for storage in storages], list(map(sys.getrefcount, storages))
+    shared = [a != uses[-1] or b != references[-1] for a, b in zip(uses, references, strict=True)]
     if known is tensors:
-        return shared
+        return shared[:-1]
     found = iter(shared)
     return [not is_transformed(tensor) and next(found) for tensor in tensors]
-
-
-def _owners(tensor: torch.Tensor) -> tuple[int, int]:
-    """Count the owners of a tensor's memory, and those of Python's object for it."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
 def copied_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
