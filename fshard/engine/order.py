@@ -162,7 +162,7 @@ def common(orders: Sequence[Order | None]) -> Order | None:
     return first
 
 
-# How many orders are remembered, and after how many departures ranks vote in every call.
+# Orders are remembered up to this number; after so many departures from one, ranks vote in every call.
 ORDERS, DEPARTURES = 64, 2
 
 
