@@ -335,3 +335,21 @@ def test_gradients_of_one_unit_are_reduced_as_they_appear_in_every_call():
             fs.value_and_grad(lambda p, record=record: model.apply(p, torch.ones(3, 256).double(), record))(params)
         orders.append([e if isinstance(e, str) else e.label for e in record if isinstance(e, str) or not e.scalar])
     assert orders == [["gather", "hook 2", "scatter", "hook 1", "scatter", "hook 0", "scatter"]] * 3
+
+
+@on_ranks(2)
+def test_a_unit_of_a_tree_of_several_strategies_is_reduced_when_its_own_strategy_says(world_size):
+    mesh, apart = one_axis(), {"shard": fs.Link(latency=1e-12, bandwidth=1.0)}
+    full = {"late": torch.ones(4, 256), "soon": torch.ones(4, 512)}
+    strategies = {"late": fs.zero1(mesh, links=apart), "soon": fs.zero2(mesh, links=apart)}
+    params = {name: fs.shard({name: full[name]}, strategy)[name] for name, strategy in strategies.items()}
+
+    def loss(params):
+        first = fs.gather({"soon": params["soon"]})["soon"].square().sum()
+        return first * fs.gather({"late": params["late"]})["late"].square().sum()
+
+    with fs.comm.record() as record:
+        fs.value_and_grad(loss)(params)
+    # The backward comes to the leaf of ZeRO-1 first, which waits for its end.
+    sent = [entry.bytes for entry in record if entry.op == "reduce_scatter"]
+    assert sent == [full[name].nbytes for name in ("soon", "late")]
