@@ -10,9 +10,10 @@ Each system has processes of its own, and all wait while one takes a step; see p
 --memory-fraction.
 
 The bound of a system is max(compute, wire): compute is the step of `plain`, which trains as many processes on the same
-cores without a message, and wire is the bytes of the busier direction of the link by the interface's own counters,
-divided by its rate. Bytes without the headers of their packets are compared with what `fs.comm.record()` counts. No
-program comes closer to the wire than 4%: the rate also counts the headers of each segment, 66 bytes to 1448 of TCP.
+cores without a message, and wire is the bytes of the busier direction of the link, by the counters of what limits its
+rate, divided by the rate. These count the headers of each segment, 66 bytes to 1448 of TCP, as a network card does;
+the interface's counters do not, because the kernel cuts segments behind them. Bytes without headers are compared with
+what `fs.comm.record()` counts.
 """
 
 import argparse
@@ -49,7 +50,7 @@ NAMES = (
 )
 ON_FOUR = (*NAMES, "fshard-hsdp")
 
-# Of Ethernet, IP and TCP with timestamps, in each packet that the interface counts.
+# Of Ethernet, IP and TCP with timestamps, in each segment.
 HEADER_BYTES = 14 + 20 + 20 + 12
 # tc's bucket holds what the link sends between two ticks of the kernel's clock, and a packet before it is cut.
 TICKS_PER_SECOND, LARGEST_PACKET = 250, 128 * 1024
@@ -179,7 +180,7 @@ def work(args: argparse.Namespace) -> None:
     }
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
     system = make(name, args.configuration, mesh)
-    samples: dict[str, Any] = {"host": host, "seconds": [], "sent": [], "received": [], "losses": []}
+    samples: dict[str, Any] = {"host": host, "seconds": [], "sent": [], "payload": [], "losses": []}
     last = args.dropped + args.rounds
     rounds = [random.Random(n).sample(args.systems, len(args.systems)) for n in range(last + 1)]
     for turn, (n, whose) in enumerate((n, whose) for n, order in enumerate(rounds) for whose in order):
@@ -188,18 +189,21 @@ def work(args: argparse.Namespace) -> None:
         if turn:
             every.wait([f"turn {turn}"])
         dist.barrier()
-        before, start = counters(), time.perf_counter()
+        before = counters()
+        dist.barrier()
+        start = time.perf_counter()
         with fs.comm.record() if n == last else nullcontext() as record:
             loss = system.step()
         # No barrier before the clock: the slowest rank's time counts, and counters settle after it.
         seconds = time.perf_counter() - start
         dist.barrier()
-        sent, received = (after - earlier for after, earlier in zip(counters(), before))
+        sent, segments = (after - earlier for after, earlier in zip(counters(), before))
+        payload = sent - HEADER_BYTES * segments
         mean = mean_over_ranks(loss)
         if record is not None:
             samples["recorded"] = record.bytes_sent()
         elif n >= args.dropped:
-            for key, value in {"seconds": seconds, "sent": sent, "received": received, "losses": mean}.items():
+            for key, value in {"seconds": seconds, "sent": sent, "payload": payload, "losses": mean}.items():
                 samples[key].append(value)
         if dist.get_rank() == 0:
             every.set(f"turn {turn + 1}", "")
@@ -209,10 +213,12 @@ def work(args: argparse.Namespace) -> None:
 
 
 def counters() -> tuple[int, int]:
-    """Bytes that this host's interface has sent and received, without the headers of packets."""
-    folder = Path("/sys/class/net/eth0/statistics")
-    read = {name: int((folder / name).read_text()) for name in ("tx_bytes", "tx_packets", "rx_bytes", "rx_packets")}
-    return tuple(read[f"{way}_bytes"] - HEADER_BYTES * read[f"{way}_packets"] for way in ("tx", "rx"))  # type: ignore[return-value]
+    """Bytes that this host's link has sent, with the headers of segments, and the number of segments."""
+    shown = subprocess.run(
+        ["tc", "-s", "-j", "qdisc", "show", "dev", "eth0"], check=True, capture_output=True, text=True
+    )
+    (link,) = json.loads(shown.stdout)
+    return link["bytes"], link["packets"]
 
 
 def summarised(launches: Sequence[Launch], rate: float) -> dict[str, Any]:
@@ -222,7 +228,7 @@ def summarised(launches: Sequence[Launch], rate: float) -> dict[str, Any]:
     compute = statistics.median(slowest["plain"]) if "plain" in slowest else None
     found = {}
     for name, seconds in slowest.items():
-        busiest = statistics.median(in_rounds(launches, name, "sent", max))
+        busiest, payload = (statistics.median(in_rounds(launches, name, key, max)) for key in ("sent", "payload"))
         wire = busiest * 8 / (rate * 1e9)
         bound = None if compute is None else max(compute, wire)
         median = statistics.median(seconds)
@@ -233,7 +239,8 @@ def summarised(launches: Sequence[Launch], rate: float) -> dict[str, Any]:
             "wire_seconds": wire,
             "bound_seconds": bound,
             "to_bound": bound and median / bound,
-            "interface_bytes": busiest,
+            "link_bytes": busiest,
+            "payload_bytes": payload,
             "recorded_bytes": max(recorded.values()),
             "ratio": paired(seconds, slowest.get("fsdp2")),
             "to_ddp": paired(seconds, slowest.get("ddp")),
@@ -260,13 +267,14 @@ def show(found: dict[str, Any], rate: float, args: argparse.Namespace) -> None:
             f"{1e3 * values['wire_seconds']:.0f}",
             "-" if values["to_bound"] is None else f"{values['to_bound']:.3f}",
             f"{values['to_ddp']:.3f}" if values["to_ddp"] else "-",
-            f"{values['interface_bytes'] / 1e6:.1f}",
+            f"{values['link_bytes'] / 1e6:.1f}",
+            f"{values['payload_bytes'] / 1e6:.1f}",
             f"{values['recorded_bytes'] / 1e6:.1f}" if values["recorded_bytes"] else "-",
             f"{values['losses'][-1]:.4f}",
         ]
         for name, values in found.items()
     }
-    columns = ("ms", "wire ms", "to bound", "to ddp", "MB sent", "recorded", "loss")
+    columns = ("ms", "wire ms", "to bound", "to ddp", "MB sent", "payload", "recorded", "loss")
     report.print_table(f"{args.configuration.name}, 2 hosts x {args.ranks_per_host}, {rate:g} Gbit/s", columns, rows)
 
 
