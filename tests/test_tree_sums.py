@@ -1,6 +1,7 @@
 """sums="tree": losses, counts and gradients of a job's microbatches have the bits of one binary tree at any W."""
 
 import copy
+import itertools
 import math
 import re
 from functools import partial, reduce
@@ -338,18 +339,23 @@ def test_a_microbatch_that_fails_fails_everywhere(world_size):
     """Also where a rank has no microbatch left, and only follows, and where the rank that fails has fewer."""
     params = fs.shard({"w": torch.ones(30)}, fs.zero3(one_axis(), min_shard_elements=0))
 
+    def fail(*_):
+        raise BrokenError(f"microbatch {broken}")
+
     def loss(p, number):
-        full = fs.gather(p)["w"]
+        value = fs.gather(p)["w"].sum() * number
+        if number == broken and phase == "forward":
+            fail()
         if number == broken:
-            raise BrokenError(f"microbatch {number}")
-        return full.sum() * number
+            value.register_hook(fail)
+        return value
 
     step = fs.accumulate(loss, communicate="once", sums="tree", microbatches=8)
     mine = fs.microbatches(range(8), params, "once")
     assert len(mine) == (2 if my_rank() == 0 else 3)
-    broken = None
+    broken, phase = None, ""
     step(params, mine)
-    for number in range(8):
+    for number, phase in itertools.product(range(8), ("forward", "backward")):
         broken = number
         with pytest.raises(BrokenError if number in mine else RuntimeError, match=f"microbatch {number}"):
             step(params, mine)

@@ -389,13 +389,14 @@ class Call:
         self._forward.end()
         if isinstance(failed, comm.CollectiveError):
             raise failed
+        # Also a microbatch that failed has its place in the trees, with zeros where it gave no gradient.
+        for leaf in trees:
+            leaf.end_microbatch(last)
         if failed is not None:
             self._failed, self._phase = self._failed or failed, "the backward"
             return []
         if anchors:
             mark_used(loss, leaves)
-        for leaf in trees:
-            leaf.end_microbatch(last)
         # Gradients from maths on shards are this rank's own part of the sum already.
         pairs = [(leaf, grad) for leaf, grad in zip(leaves, direct, strict=True) if grad is not None]
         parts = divided_parts([leaf.as_part(grad, own=False) for leaf, grad in pairs], divisor)
