@@ -9,6 +9,7 @@ from functools import partial, reduce
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.microbatches import Share, TreeSum, nodes, tree_total
@@ -355,8 +356,8 @@ def test_a_microbatch_that_fails_fails_everywhere(world_size):
     assert len(mine) == (2 if my_rank() == 0 else 3)
     broken, phase = None, ""
     step(params, mine)
-    for number, phase in itertools.product(range(8), ("forward", "backward")):
-        broken = number
+    for number, where in itertools.product(range(8), ("forward", "backward")):
+        broken, phase = number, where
         with pytest.raises(BrokenError if number in mine else RuntimeError, match=f"microbatch {number}"):
             step(params, mine)
         broken = None
@@ -389,6 +390,26 @@ def test_a_unit_of_a_microbatch_that_one_rank_lacks_is_in_the_order_of_every_ran
     expected = fs.tree_leaves(step(params, mine))
     for _ in range(2):
         assert_same_bits(fs.tree_leaves(step(params, mine)), expected)
+
+
+@on_ranks(2)
+def test_a_rank_with_fewer_microbatches_traces_what_others_regather(world_size):
+    """Also for their checkpoints: nothing tells it in a trace but the microbatches that it has."""
+    model = fs.functionalize(_Routed(), units=nn.Linear)
+    params = model.init(fs.zero3(one_axis(), merge_bytes=0, prefetch=0, min_shard_elements=0), seed=0)
+    mine = tuple(fs.microbatches(range(3), params, "once"))
+    functions = {
+        "plain": model.apply,
+        "checkpointed": lambda *args: checkpoint(model.apply, *args, use_reentrant=False),
+    }
+    for name, apply in functions.items():
+
+        def loss(p, number, apply=apply):
+            return apply(p, torch.full((2, 4), 1.0 + number), True).square().mean()
+
+        step = fs.accumulate(loss, communicate="once", sums="tree", microbatches=3)
+        found, expected = fs.jit(step, static_argnums=1)(params, mine), step(params, mine)
+        assert_same_bits({name: fs.tree_leaves(found)}, {name: fs.tree_leaves(expected)})
 
 
 def summed(p, *rest):

@@ -239,7 +239,9 @@ class Forward:
                         return None
                     repeat.call(chain)
         self.finish()
-        order = self._voted(self._flags(), [], self._order.dtype) if self._votes else self._order
+        # In a trace ranks tell each other nothing: what this rank's microbatches save is all that is known.
+        votes = self._votes and not _compat.is_tracing()
+        order = self._voted(self._flags(), [], self._order.dtype) if votes else self._order
         self._settle(order)
         return order
 
