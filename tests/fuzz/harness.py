@@ -44,7 +44,7 @@ def dense():
                 for name, leaf in leaves.items():
                     if leaf.grad is not None:
                         sums[name] = sums.get(name, 0) + leaf.grad.to(REDUCED or leaf.dtype)
-        divisor = {"mean": WORLD * MICRO, "sum": 1, "weighted": counts}[REDUCE]
+        divisor = {"mean": JOB, "sum": 1, "weighted": counts}[REDUCE]
         for name, leaf in trained.items():
             leaf.grad = (sums[name] / divisor).to(leaf.dtype) if name in sums else None
         grads = {name: trained[name].grad if name in trained else None for name in values}
@@ -102,7 +102,7 @@ def steps_of_rank(strategy, jitted):
 
     def step(state, data, t):
         if MICRO > 1:
-            gradient = fs.accumulate(loss_fn, reduce=REDUCE, communicate=COMMUNICATE, schedule=SCHEDULE)
+            gradient = fs.accumulate(loss_fn, reduce=REDUCE, communicate=COMMUNICATE, schedule=SCHEDULE, **SUMS)
         else:
             gradient, (data,) = fs.value_and_grad(loss_fn, reduce=REDUCE, schedule=SCHEDULE), data
         loss, grads = gradient(state.params, data, t)

@@ -42,6 +42,8 @@ class Plan:
         jitted: Strategies that are jitted too.
         variant: The strategy that runs besides those of every program.
         only: The one strategy that runs, where a failure of it is shrunk.
+        tree: Whether microbatches are added up in one tree.
+        fewer: How many microbatches the job has less than `micro` on every rank.
     """
 
     seed: int = 0
@@ -67,6 +69,13 @@ class Plan:
     jitted: tuple[str, ...] = ()
     variant: str = "zero3 kept"
     only: str = ""
+    tree: bool = False
+    fewer: int = 0
+
+    @property
+    def job(self) -> int:
+        """Microbatches of all ranks together."""
+        return self.world * self.micro - self.fewer
 
     def features(self) -> frozenset[str]:
         """What refusals, bounds and statistics go by."""
@@ -81,6 +90,8 @@ class Plan:
             found |= {"around", self.around[2]}
         if self.micro > 1:
             found |= {"accumulate", f"communicate {self.communicate}"}
+            found |= {"tree"} if self.tree else set()
+            found |= {"fewer"} if self.fewer else set()
         for name in ("ragged", "evaluate"):
             found |= {getattr(self, name)} - {""}
         found |= {name for name in ("clip", "donate", "again", "schedule") if getattr(self, name)}
@@ -135,6 +146,7 @@ def draw(seed: int) -> Plan:
         tuple(pick.sample(("ddp", "zero1", "zero2", "zero3", "hsdp"), 1)) if seed % 4 == 3 else (),
         pick.choice(("zero3 kept", "zero3 some kept", "zero3 late", "zero3 merged")),
     )
+    plan = replace(plan, tree=pick.random() < 0.5, fewer=pick.choice((0, 0, 1, world)))
     return valid(plan)
 
 
@@ -192,6 +204,13 @@ def valid(plan: Plan) -> Plan:
         plan = replace(plan, micro=1)
     if plan.around and plan.around[1] > len(blocks):
         plan = replace(plan, around=None)
+    if plan.micro == 1:
+        plan = replace(plan, tree=False)
+    if not plan.tree or plan.job < plan.world:
+        plan = replace(plan, fewer=0)
+    # In a tree only powers of two of ranks take turns, and only where all have as many.
+    if plan.tree and plan.communicate == "'each'" and (plan.fewer % plan.world or plan.world == 3):
+        plan = replace(plan, communicate="None")
     # The mean of no rows is no number, of a rank or of all of them.
     if plan.ragged == "empty" and (plan.reduce == "mean" or plan.world == 1):
         plan = replace(plan, ragged="ragged")
@@ -246,7 +265,7 @@ def smaller(plan: Plan) -> Iterator[Plan]:
             candidates.append(replace(plan, blocks=tuple(rest[:i] + rest[i + 1 :]), around=_moved(plan, i)))
     for name in ("jitted", "breaks", "around", "micro", "ragged", "clip", "evaluate", "again", "donate", "schedule"):
         candidates.append(replace(plan, **{name: getattr(least, name)}))
-    for name in ("dtype", "reduce", "communicate", "optimizer", "units", "form", "rank"):
+    for name in ("fewer", "tree", "dtype", "reduce", "communicate", "optimizer", "units", "form", "rank"):
         candidates.append(replace(plan, **{name: getattr(least, name)}))
     candidates += [replace(plan, world=w) for w in range(1, plan.world)] + [
         replace(plan, steps=s) for s in range(1, plan.steps)

@@ -26,6 +26,7 @@ from fshard.testing import spmd
 
 D, WORLD, STEPS, MICRO = 6, {world}, {steps}, {micro}
 REDUCE, COMMUNICATE, CLIP = "{reduce}", {communicate}, {clip}
+JOB, SUMS = {job}, {sums}
 STORED, COMPUTED, REDUCED, ROUNDED = {stored}, {computed}, {reduced}, {rounded}
 DONATE, AGAIN, EVALUATE, LATE = {donate}, {again}, "{evaluate}", {late}
 BREAKS, BREAKING = {breaks}, {breaking}
@@ -80,6 +81,8 @@ HOOKS = {
 
 # The refusals that are documented, by the features that together may meet them; any other error is a failure.
 REFUSALS: dict[str, str] = {
+    # In a mesh of two axes.
+    "tree": "expected blocks that are nodes of a tree",
     "reentrant": "got a use inside a reentrant checkpoint",
     # Weights that were gathered outside of it, or are frozen: torch's own error, with the same remedy.
     "reentrant & function": "you can either set use_reentrant=False",
@@ -127,6 +130,8 @@ def render(plan: Plan) -> str:
         micro=plan.micro,
         reduce=plan.reduce,
         communicate=plan.communicate,
+        job=plan.job,
+        sums={"sums": "tree", "microbatches": plan.job} if plan.tree else {},
         clip=0.5 if plan.clip else 0,
         stored=stored,
         computed=computed,
@@ -442,7 +447,7 @@ def function_form(plan: Plan) -> list[str]:
 BATCHES = """
 def batches(r, t):
     made = []
-    for i in range(MICRO):
+    for i in range((r + 1) * JOB // WORLD - r * JOB // WORLD):
         draw = torch.Generator().manual_seed(1000 * r + 10 * t + i)
         x, y = torch.randn(2, {rows}, D, generator=draw, dtype=torch.float64).to(COMPUTED)
         made.append((x, y))
