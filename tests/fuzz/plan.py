@@ -13,6 +13,10 @@ HOOKS = ("", "mask", "clamp", "scale", "watch")
 UNITS = ("Block", "None", "nn.Module", "'block*'", "1", "lambda path, module: path.endswith(('0', '2'))")
 OPTIMIZERS = ("SGD", "momentum", "nesterov", "AdamW", "amsgrad", "RMSprop", "Adagrad", "fs.sgd", "fs.adam", "fs.adamw")
 DTYPES = ("float64", "float32", "bfloat16", "policy", "policy, float32 sums")
+VARIANTS = (
+    *("zero3 kept", "zero3 some kept", "zero3 late", "zero3 merged"),
+    *("zero3 in buckets", "zero3 last dim", "zero3 beside zero2"),
+)
 STATE = "module-state"
 
 
@@ -144,7 +148,7 @@ def draw(seed: int) -> Plan:
         pick.randrange(world),
         (pick.randrange(2), pick.choice(("forward", "backward"))) if pick.random() < 0.12 else None,
         tuple(pick.sample(("ddp", "zero1", "zero2", "zero3", "hsdp"), 1)) if seed % 4 == 3 else (),
-        pick.choice(("zero3 kept", "zero3 some kept", "zero3 late", "zero3 merged")),
+        pick.choice(VARIANTS),
     )
     plan = replace(plan, tree=pick.random() < 0.5, fewer=pick.choice((0, 0, 1, world)))
     return valid(plan)
@@ -211,6 +215,9 @@ def valid(plan: Plan) -> Plan:
     # In a tree only powers of two of ranks take turns, and only where all have as many.
     if plan.tree and plan.communicate == "'each'" and (plan.fewer % plan.world or plan.world == 3):
         plan = replace(plan, communicate="None")
+    # A policy of casts is an argument of one of the two strategies.
+    if plan.dtype.startswith("policy") and plan.variant == "zero3 beside zero2":
+        plan = replace(plan, variant="zero3 kept")
     # The mean of no rows is no number, of a rank or of all of them.
     if plan.ragged == "empty" and (plan.reduce == "mean" or plan.world == 1):
         plan = replace(plan, ragged="ragged")
