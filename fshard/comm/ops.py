@@ -56,20 +56,19 @@ def _all_gather(tensors: Tensors, axis: str, size: int, group: str, algorithm: s
         pool = current_pool()
         buffers = [pool.empty(tensor, (size, *tensor.shape)) for tensor in tensors]
         for tensor, buffer in zip(tensors, buffers, strict=True):
-            rows = list(buffer)
-            rows[own].copy_(tensor)
+            buffer[own].copy_(tensor)
+            rows = list(map(_bytes, buffer))
             _swap("all_gather", [rows[own]] * size, rows, buffer, group)
     return buffers
 
 
 def _swap(op: str, send: Tensors, receive: Tensors, buffer: torch.Tensor, group: str) -> None:
-    """Start to send each rank a row and to receive one from each, on which `buffer` waits; what this rank has stays."""
+    """Start to send each rank bytes and receive some from each, on which `buffer` waits; what this rank has stays."""
     if not send[0].numel():
         return
-    source, target = [_bytes(row) for row in send], [_bytes(row) for row in receive]
-    for work in _compat.start_swap(op, source, target, group):
+    for work in _compat.start_swap(op, send, receive, group):
         _compat.register_work(buffer, work)
-    _keep(buffer, [*source, *target])
+    _keep(buffer, [*send, *receive])
 
 
 def _keep(buffer: torch.Tensor, under_way: Tensors) -> None:
@@ -115,10 +114,10 @@ def _exchange(op: str, rows: torch.Tensor, buffer: torch.Tensor, own: int, size:
     """Send each rank its row and receive one of each; between two ranks all to the other, and nothing to oneself."""
     rows = rows.contiguous()
     if size == 2:
-        _swap(op, [rows] * 2, [buffer[0]] * 2, buffer, group)
+        _swap(op, [_bytes(rows)] * 2, [_bytes(buffer[0])] * 2, buffer, group)
         return
     buffer[own].copy_(rows[own])
-    _swap(op, list(rows), list(buffer), buffer, group)
+    _swap(op, list(map(_bytes, rows)), list(map(_bytes, buffer)), buffer, group)
 
 
 def _per_dtype(tensors: Tensors, start: Callable[[Tensors], Tensors]) -> Tensors:
