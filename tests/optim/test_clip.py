@@ -100,15 +100,12 @@ def test_full_gradients_are_clipped_too(p):
 
 
 @pytest.mark.parametrize("p", (1.0, 2.0, math.inf))
+@on_ranks(2)
 def test_complex_gradients_count_by_their_magnitudes(p):
     full = {name: grad if grad is None else torch.complex(grad, 2 * grad) for name, grad in gradients().items()}
-
-    def program():
-        on = meshes()
-        for strategy in LAYOUTS.values():
-            assert_clipped_as_by_torch(fs.unshard(clip(fs.shard(full, strategy(on)), 0.5, p)), full, 0.5, p)
-
-    spmd(program, 2)
+    on = meshes()
+    for strategy in LAYOUTS.values():
+        assert_clipped_as_by_torch(fs.unshard(clip(fs.shard(full, strategy(on)), 0.5, p)), full, 0.5, p)
 
 
 @pytest.mark.parametrize("poison", (math.nan, math.inf, 1e30))
@@ -140,60 +137,46 @@ def test_padding_does_not_count(p, poison):
 
 
 @pytest.mark.parametrize("p", ORDERS)
-@pytest.mark.parametrize("world_size", (2, 3, 4))
-def test_whole_leaves_count_once_beside_split_ones(p, world_size):
+@on_ranks(2, 3, 4)
+def test_whole_leaves_count_once_beside_split_ones(p):
     full = gradients()
-
-    def program():
-        grads = fs.shard(full, fs.zero2(one_axis(), min_shard_elements=20))
-        assert {path for path, leaf in grads.items() if leaf and leaf.spec.partition} == {"wide"}
-        assert_clipped_as_by_torch(fs.unshard(clip(grads, 0.5, p)), full, 0.5, p)
-
-    spmd(program, world_size)
+    grads = fs.shard(full, fs.zero2(one_axis(), min_shard_elements=20))
+    assert {path for path, leaf in grads.items() if leaf and leaf.spec.partition} == {"wide"}
+    assert_clipped_as_by_torch(fs.unshard(clip(grads, 0.5, p)), full, 0.5, p)
 
 
 @pytest.mark.parametrize("p", ORDERS)
+@on_ranks(3)
 def test_no_gradients_and_zeros(p):
-    def program():
-        zeros = fs.tree_map(torch.zeros_like, gradients())
-        grads = fs.shard(zeros, fs.zero2(one_axis(), min_shard_elements=0))
-        for tree in ({}, {"frozen": None}, grads):
-            for max_norm in (0.0, 1.0):
-                clipped = clip(tree, max_norm, p)
-                assert_same_bits(fs.tree_leaves(clipped), fs.tree_leaves(tree))
-                assert global_norm(tree, p).item() == 0.0
-
-    spmd(program, 3)
+    zeros = fs.tree_map(torch.zeros_like, gradients())
+    grads = fs.shard(zeros, fs.zero2(one_axis(), min_shard_elements=0))
+    for tree in ({}, {"frozen": None}, grads):
+        for max_norm in (0.0, 1.0):
+            clipped = clip(tree, max_norm, p)
+            assert_same_bits(fs.tree_leaves(clipped), fs.tree_leaves(tree))
+            assert global_norm(tree, p).item() == 0.0
 
 
 @pytest.mark.parametrize("p", ORDERS)
 @pytest.mark.parametrize("bad", (math.nan, math.inf))
+@on_ranks(4)
 def test_what_is_not_finite_spreads_as_with_torch(bad, p):
     full = gradients()
     full["wide"][2, 5] = bad
-
-    def program():
-        for name in ("ddp", *ALL_SPLIT):
-            assert_clipped_as_by_torch(
-                fs.unshard(clip(fs.shard(full, STRATEGIES[name](meshes())), 0.5, p)), full, 0.5, p
-            )
-
-    spmd(program, 4)
+    for name in ("ddp", *ALL_SPLIT):
+        assert_clipped_as_by_torch(fs.unshard(clip(fs.shard(full, STRATEGIES[name](meshes())), 0.5, p)), full, 0.5, p)
 
 
+@on_ranks(2)
 def test_half_precision_is_summed_in_more():
     """In bfloat16 itself the sum would stand still at 256."""
     ones = {"w": torch.ones(4096, dtype=torch.bfloat16)}
-
-    def program():
-        for name, make in ONE_AXIS.items():
-            grads = fs.shard(ones, make(meshes()))
-            norm = global_norm(grads)
-            assert (norm.dtype, norm.item()) == (torch.float32, 64.0), name
-            clipped = fs.unshard(clip(grads, 32.0))["w"]
-            assert_same_bits(clipped, torch.full((4096,), 0.5, dtype=torch.bfloat16))
-
-    spmd(program, 2)
+    for name, make in ONE_AXIS.items():
+        grads = fs.shard(ones, make(meshes()))
+        norm = global_norm(grads)
+        assert (norm.dtype, norm.item()) == (torch.float32, 64.0), name
+        clipped = fs.unshard(clip(grads, 32.0))["w"]
+        assert_same_bits(clipped, torch.full((4096,), 0.5, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("p", ORDERS)
@@ -236,7 +219,7 @@ def test_collectives(world_size, p):
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("p, max_norm", [*((p, 0.5) for p in ORDERS), (2.0, 1e6)])
-@pytest.mark.parametrize("world_size", (1, 2, 4))
+@on_ranks(1, 2, 4)
 def test_derivative_is_that_of_full_gradients(world_size, p, max_norm):
     """Through gather and a loss that differs between ranks, as when a learning rate or a loss is learned."""
     full = {name: grad for name, grad in gradients().items() if grad is not None and grad.numel()}
@@ -256,41 +239,34 @@ def test_derivative_is_that_of_full_gradients(world_size, p, max_norm):
 
     expected = torch.func.grad(dense)(full)
     tangent = torch.func.jvp(dense, (full,), (direction,))[1]
+    on = meshes()
+    share = 1 + torch.distributed.get_rank()
+    for make in LAYOUTS.values():
+        params = fs.shard(full, make(on))
 
-    def program():
-        on = meshes()
-        share = 1 + torch.distributed.get_rank()
-        for make in LAYOUTS.values():
-            params = fs.shard(full, make(on))
+        def sharded(grads):
+            return fs.objective(local_loss(fs.gather(clip(grads, max_norm, p)), share), grads, reduce="sum")
 
-            def sharded(grads):
-                return fs.objective(local_loss(fs.gather(clip(grads, max_norm, p)), share), grads, reduce="sum")
-
-            # Both sum over the elements and the ranks, terms no larger than the shares times the largest direction.
-            atol = 2 * (ELEMENTS + world_size) * torch.finfo(torch.float64).eps * shares * largest
-            found = fs.unshard(torch.func.grad(sharded)(params))
-            assert_trees_close(found, expected, rtol=0.0, atol=atol)
-            directions = fs.shard(direction, make(on))
-            found = torch.func.jvp(sharded, (params,), (directions,))[1]
-            torch.testing.assert_close(found, tangent, rtol=0.0, atol=ELEMENTS * atol)
-
-    spmd(program, world_size)
+        # Both sum over the elements and the ranks, terms no larger than the shares times the largest direction.
+        atol = 2 * (ELEMENTS + world_size) * torch.finfo(torch.float64).eps * shares * largest
+        found = fs.unshard(torch.func.grad(sharded)(params))
+        assert_trees_close(found, expected, rtol=0.0, atol=atol)
+        directions = fs.shard(direction, make(on))
+        found = torch.func.jvp(sharded, (params,), (directions,))[1]
+        torch.testing.assert_close(found, tangent, rtol=0.0, atol=ELEMENTS * atol)
 
 
 @pytest.mark.parametrize("p", ORDERS)
+@on_ranks(2)
 def test_derivative_at_zero_is_finite(p):
     zeros = {name: torch.zeros_like(grad) for name, grad in gradients().items() if grad is not None}
+    params = fs.shard(zeros, fs.zero2(one_axis(), min_shard_elements=0))
 
-    def program():
-        params = fs.shard(zeros, fs.zero2(one_axis(), min_shard_elements=0))
+    def total(grads):
+        return fs.objective(sum(leaf.sum() for leaf in fs.gather(clip(grads, 1.0, p)).values()), grads)
 
-        def total(grads):
-            return fs.objective(sum(leaf.sum() for leaf in fs.gather(clip(grads, 1.0, p)).values()), grads)
-
-        derivative = fs.unshard(torch.func.grad(total)(params))
-        assert_same_bits(derivative, fs.tree_map(torch.ones_like, zeros))
-
-    spmd(program, 2)
+    derivative = fs.unshard(torch.func.grad(total)(params))
+    assert_same_bits(derivative, fs.tree_map(torch.ones_like, zeros))
 
 
 @on_ranks(1, 2, "2 processes")

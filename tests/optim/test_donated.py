@@ -10,6 +10,7 @@ from torch import optim
 
 import fshard as fs
 from fshard.testing import spmd
+from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, one_axis
 
 
@@ -83,38 +84,34 @@ def both(tx, donated, plain, grads):
 
 
 @pytest.mark.parametrize("name", CASES)
+@on_ranks(2)
 def test_copies_of_a_state_go_their_own_ways(name):
-    def program():
-        tx, plain = start(name)
-        donated = copy.deepcopy(plain)
-        for step in range(3):
-            donated, plain = both(tx, donated, plain, gradients(plain, step))
-        other, other_plain = copy.deepcopy(donated), copy.deepcopy(plain)
-        for step in range(3, 6):
-            donated, plain = both(tx, donated, plain, gradients(plain, step))
-            other, other_plain = both(tx, other, other_plain, gradients(other_plain, step + 10))
-        assert_same(donated, plain)
-        assert_same(other, other_plain)
-
-    spmd(program, 2)
+    tx, plain = start(name)
+    donated = copy.deepcopy(plain)
+    for step in range(3):
+        donated, plain = both(tx, donated, plain, gradients(plain, step))
+    other, other_plain = copy.deepcopy(donated), copy.deepcopy(plain)
+    for step in range(3, 6):
+        donated, plain = both(tx, donated, plain, gradients(plain, step))
+        other, other_plain = both(tx, other, other_plain, gradients(other_plain, step + 10))
+    assert_same(donated, plain)
+    assert_same(other, other_plain)
 
 
 @pytest.mark.parametrize("name", CASES)
+@on_ranks(2)
 def test_leaves_that_were_replaced_are_seen(name):
-    def program():
-        tx, plain = start(name)
-        donated = copy.deepcopy(plain)
-        donated, plain = both(tx, donated, plain, gradients(plain, 0))
-        doubled = [{**s.params, "a": fs.tree_map(lambda x: x * 2, s.params["a"])} for s in (donated, plain)]
-        donated, plain = donated._replace(params=doubled[0]), plain._replace(params=doubled[1])
-        donated, plain = both(tx, donated, plain, gradients(plain, 1))
-        slots = fs.tree_map(lambda x: x * 2 if x.dim() else x, donated.opt_state.slots)
-        donated = donated._replace(opt_state=donated.opt_state._replace(slots=slots))
-        slots = fs.tree_map(lambda x: x * 2 if x.dim() else x, plain.opt_state.slots)
-        plain = plain._replace(opt_state=plain.opt_state._replace(slots=slots))
-        assert_same(*both(tx, donated, plain, gradients(plain, 2)))
-
-    spmd(program, 2)
+    tx, plain = start(name)
+    donated = copy.deepcopy(plain)
+    donated, plain = both(tx, donated, plain, gradients(plain, 0))
+    doubled = [{**s.params, "a": fs.tree_map(lambda x: x * 2, s.params["a"])} for s in (donated, plain)]
+    donated, plain = donated._replace(params=doubled[0]), plain._replace(params=doubled[1])
+    donated, plain = both(tx, donated, plain, gradients(plain, 1))
+    slots = fs.tree_map(lambda x: x * 2 if x.dim() else x, donated.opt_state.slots)
+    donated = donated._replace(opt_state=donated.opt_state._replace(slots=slots))
+    slots = fs.tree_map(lambda x: x * 2 if x.dim() else x, plain.opt_state.slots)
+    plain = plain._replace(opt_state=plain.opt_state._replace(slots=slots))
+    assert_same(*both(tx, donated, plain, gradients(plain, 2)))
 
 
 MISFITS = {
@@ -128,17 +125,15 @@ MISFITS = {
 
 @pytest.mark.parametrize("misfit", MISFITS)
 @pytest.mark.parametrize("name", ("AdamW", "SGD momentum fused"))
+@on_ranks(2)
 def test_gradients_that_do_not_fit_are_refused_with_the_state_whole(name, misfit):
-    def program():
-        tx, plain = start(name)
-        donated = copy.deepcopy(plain)
-        donated, plain = both(tx, donated, plain, gradients(plain, 0))
-        with pytest.raises(ValueError, match="update"):
-            fs.update(tx, donated, MISFITS[misfit](gradients(plain, 1)), donate=True)
-        assert_same(donated, plain)
-        assert_same(*both(tx, donated, plain, gradients(plain, 1)))
-
-    spmd(program, 2)
+    tx, plain = start(name)
+    donated = copy.deepcopy(plain)
+    donated, plain = both(tx, donated, plain, gradients(plain, 0))
+    with pytest.raises(ValueError, match="update"):
+        fs.update(tx, donated, MISFITS[misfit](gradients(plain, 1)), donate=True)
+    assert_same(donated, plain)
+    assert_same(*both(tx, donated, plain, gradients(plain, 1)))
 
 
 @pytest.mark.rows(1)

@@ -11,6 +11,7 @@ import fshard as fs
 from fshard.optim.element_sums import Request, element_sums, subtrees
 from fshard.optim.norms import global_norm, leaf_norms
 from fshard.testing import assert_trees_close, spmd
+from tests.ranks import on_ranks
 from tests.trees import STRATEGIES, as_bytes, assert_same_bits, meshes, normal, one_axis
 
 # No size is a multiple of four, and some leave ranks without elements.
@@ -46,27 +47,23 @@ def power_of(full):
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (1, 2, 3, 4, 8))
-def test_sums_are_those_of_the_oracle(world_size):
+@on_ranks(1, 2, 3, 4, 8)
+def test_sums_are_those_of_the_oracle():
     shapes = SHAPES | {"cube": (9, 5, 7), "rows": (33, 1, 17), "large": (40, 4000), "long": (140001,)}
     full = {name: normal(1)(*shape, dtype=torch.float32) for name, shape in shapes.items()}
     expected = [power_of(value) for value in full.values()]
     middle = in_tree((full["cube"].double() ** 2).transpose(1, 2))
-
-    def program():
-        on = meshes()
-        for make in LAYOUTS.values():
-            sharded = fs.shard(full, make(on))
-            requests = [Request(leaf, leaf.local, range(leaf.local.dim())) for leaf in sharded.values()]
-            found = element_sums(requests, lambda piece: piece.double() * piece.double())
-            assert_same_bits([number.reshape(()) for number in found], expected)
-            # A sum over one dim leaves the others split.
-            cube = sharded["cube"]
-            (found,) = element_sums([Request(cube, cube.local.double() ** 2, [1])], torch.Tensor.double)
-            spec = replace(cube.spec, shape=(9, 1, 7))
-            assert_same_bits(fs.unshard(fs.Sharded(found, spec)), middle.unsqueeze(1))
-
-    spmd(program, world_size)
+    on = meshes()
+    for make in LAYOUTS.values():
+        sharded = fs.shard(full, make(on))
+        requests = [Request(leaf, leaf.local, range(leaf.local.dim())) for leaf in sharded.values()]
+        found = element_sums(requests, lambda piece: piece.double() * piece.double())
+        assert_same_bits([number.reshape(()) for number in found], expected)
+        # A sum over one dim leaves the others split.
+        cube = sharded["cube"]
+        (found,) = element_sums([Request(cube, cube.local.double() ** 2, [1])], torch.Tensor.double)
+        spec = replace(cube.spec, shape=(9, 1, 7))
+        assert_same_bits(fs.unshard(fs.Sharded(found, spec)), middle.unsqueeze(1))
 
 
 def test_a_rank_sends_the_largest_subtrees_in_its_range():
@@ -202,36 +199,33 @@ def test_split_for_good():
 
 
 @pytest.mark.parametrize("p", (1.0, 2.0, 3.0, 6.0, math.inf))
+@on_ranks(2)
 def test_values_and_derivatives_are_those_without_a_tree(p):
     shapes = {"w": (5, 3), "v": (7,), "wide": (3, 70)}
     full = tree(0, {"double": torch.float64}, shapes)
     turned = {name: torch.complex(x, 2 * x.flip(0)) for name, x in full.items()}
     eps = torch.finfo(torch.float64).eps
+    on = meshes()
+    for make in (LAYOUTS["zero3 of every leaf"], LAYOUTS["two dims"]):
+        for values in (full, turned):
+            params, direction = (fs.shard(values, make(on)) for _ in range(2))
+            expected = global_norm(params, p)
+            torch.testing.assert_close(global_norm(params, p, sums="tree"), expected, rtol=300 * eps, atol=0.0)
+            if values is turned:
+                continue
 
-    def program():
-        on = meshes()
-        for make in (LAYOUTS["zero3 of every leaf"], LAYOUTS["two dims"]):
-            for values in (full, turned):
-                params, direction = (fs.shard(values, make(on)) for _ in range(2))
-                expected = global_norm(params, p)
-                torch.testing.assert_close(global_norm(params, p, sums="tree"), expected, rtol=300 * eps, atol=0.0)
-                if values is turned:
-                    continue
+            def loss(params, sums):
+                clipped, _ = fs.clip_by_global_norm(0.5, p, sums=sums).update(params, (), params)
+                whole = fs.gather(clipped)
+                return fs.objective(sum(leaf.sin().sum() for leaf in whole.values()), params)
 
-                def loss(params, sums):
-                    clipped, _ = fs.clip_by_global_norm(0.5, p, sums=sums).update(params, (), params)
-                    whole = fs.gather(clipped)
-                    return fs.objective(sum(leaf.sin().sum() for leaf in whole.values()), params)
-
-                found, needed = (fs.unshard(torch.func.grad(loss)(params, sums)) for sums in ("tree", None))
-                assert_trees_close(found, needed, rtol=0.0, atol=1e4 * eps)
-                found, needed = (
-                    torch.func.jvp(lambda p: loss(p, sums), (params,), (direction,))[1]  # noqa: B023
-                    for sums in ("tree", None)
-                )
-                torch.testing.assert_close(found, needed, rtol=1e4 * eps, atol=1e4 * eps)
-
-    spmd(program, 2)
+            found, needed = (fs.unshard(torch.func.grad(loss)(params, sums)) for sums in ("tree", None))
+            assert_trees_close(found, needed, rtol=0.0, atol=1e4 * eps)
+            found, needed = (
+                torch.func.jvp(lambda p: loss(p, sums), (params,), (direction,))[1]  # noqa: B023
+                for sums in ("tree", None)
+            )
+            torch.testing.assert_close(found, needed, rtol=1e4 * eps, atol=1e4 * eps)
 
 
 def test_bytes():
@@ -258,29 +252,24 @@ def test_bytes():
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("name", ("lamb", "adafactor", "adamw"))
+@on_ranks(2)
 def test_jitted_updates_have_the_bits_of_eager_ones(name):
     shapes = {"w": (5, 3), "bias": (50,)}
-
-    def program():
-        tx, strategy = TABLE[name](), fs.zero3(one_axis(), min_shard_elements=0)
-        params, *grads = (fs.shard(tree(step, {"single": torch.float32}, shapes), strategy) for step in range(3))
-        state = eager = fs.TrainState.create(params, tx)
-        step = fs.jit(lambda state, grads: fs.update(tx, state, grads))
-        for grad in grads:
-            state, eager = step(state, grad), fs.update(tx, eager, grad)
-        assert_same_bits(fs.tree_leaves(state), fs.tree_leaves(eager))
-
-    spmd(program, 2)
+    tx, strategy = TABLE[name](), fs.zero3(one_axis(), min_shard_elements=0)
+    params, *grads = (fs.shard(tree(step, {"single": torch.float32}, shapes), strategy) for step in range(3))
+    state = eager = fs.TrainState.create(params, tx)
+    step = fs.jit(lambda state, grads: fs.update(tx, state, grads))
+    for grad in grads:
+        state, eager = step(state, grad), fs.update(tx, eager, grad)
+    assert_same_bits(fs.tree_leaves(state), fs.tree_leaves(eager))
 
 
+@on_ranks(2)
 def test_ranks_with_and_without_a_tree_are_named():
-    def program():
-        grads = fs.shard({"w": torch.ones(50)}, fs.zero2(one_axis(), min_shard_elements=0))
-        sums = "tree" if torch.distributed.get_rank() else None
-        with pytest.raises(ValueError, match="sums"):
-            fs.clip_by_global_norm(0.5, sums=sums).update(grads, (), None)
-
-    spmd(program, 2)
+    grads = fs.shard({"w": torch.ones(50)}, fs.zero2(one_axis(), min_shard_elements=0))
+    sums = "tree" if torch.distributed.get_rank() else None
+    with pytest.raises(ValueError, match="sums"):
+        fs.clip_by_global_norm(0.5, sums=sums).update(grads, (), None)
 
 
 TAKES_SUMS = {

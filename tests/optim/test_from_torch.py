@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
 from fshard.tree import flatten, is_sharded
+from tests.ranks import on_ranks
 from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
 
 STEPS = 5
@@ -147,44 +148,37 @@ def test_full_trees_get_the_bits_of_the_class(case):
 
 
 @pytest.mark.rows(2)
-@pytest.mark.parametrize("world_size", (1, 2, 3, 4))
+@on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("case", CASES)
 def test_shards_get_the_bits_of_full_trees(case, world_size):
     dense, dense_states = functional(case)
-
-    def program():
-        for name in ("zero2 of every leaf", "last dim")[: 1 + (world_size == 3)]:
-            strategy = STRATEGIES[name](meshes())
-            params, states = functional(case, place=lambda full: fs.shard(full, strategy))  # noqa: B023
-            for state in states:
-                assert flatten(state).treedef == flatten(states[0]).treedef
-                assert_state_fits(state, params)
-            assert states[-1].updates.item() == STEPS
-            full = {"params": fs.unshard(params), **fs.unshard(states[-1].slots)}
-            for slot, values in ({"params": dense} | dense_states[-1].slots).items():
-                for path, value in values.items():
-                    assert_equal_arithmetic(full[slot][path], value, exact=not differs_in_vectors(case, path))
-
-    spmd(program, world_size)
+    for name in ("zero2 of every leaf", "last dim")[: 1 + (world_size == 3)]:
+        strategy = STRATEGIES[name](meshes())
+        params, states = functional(case, place=lambda full: fs.shard(full, strategy))  # noqa: B023
+        for state in states:
+            assert flatten(state).treedef == flatten(states[0]).treedef
+            assert_state_fits(state, params)
+        assert states[-1].updates.item() == STEPS
+        full = {"params": fs.unshard(params), **fs.unshard(states[-1].slots)}
+        for slot, values in ({"params": dense} | dense_states[-1].slots).items():
+            for path, value in values.items():
+                assert_equal_arithmetic(full[slot][path], value, exact=not differs_in_vectors(case, path))
 
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4)
 def test_resharded_state_is_the_state_of_resharded_parameters(strategy):
     cls, hyper = CASES["AdamW, foreach"]
-
-    def program():
-        on = meshes()
-        params = fs.shard({name: torch.ones(shape) for name, shape in SHAPES.items()}, STRATEGIES[strategy](on))
-        tx = fs.from_torch(cls, **hyper)
-        state = tx.init(params)
-        assert_state_fits(state, params)
-        for make in STRATEGIES.values():
-            moved, moved_state = fs.reshard((params, state), make(on))
-            assert flatten(moved_state).treedef == flatten(tx.init(moved)).treedef
-            assert_state_fits(moved_state, moved)
-
-    spmd(program, 4)
+    on = meshes()
+    params = fs.shard({name: torch.ones(shape) for name, shape in SHAPES.items()}, STRATEGIES[strategy](on))
+    tx = fs.from_torch(cls, **hyper)
+    state = tx.init(params)
+    assert_state_fits(state, params)
+    for make in STRATEGIES.values():
+        moved, moved_state = fs.reshard((params, state), make(on))
+        assert flatten(moved_state).treedef == flatten(tx.init(moved)).treedef
+        assert_state_fits(moved_state, moved)
 
 
 @pytest.mark.parametrize("sharded", (False, True))

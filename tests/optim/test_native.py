@@ -8,6 +8,7 @@ from torch import optim
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
+from tests.ranks import on_ranks
 from tests.trees import STRATEGIES, assert_same_bits, meshes, normal
 
 STEPS = 5
@@ -166,18 +167,14 @@ def test_layerwise_follows_the_papers(case, world_size):
 
 
 @pytest.mark.parametrize("case", AGAINST_TORCH)
-@pytest.mark.parametrize("world_size", (1, 2, 3))
-def test_shards_get_the_bits_of_full_trees(case, world_size):
+@on_ranks(1, 2, 3)
+def test_shards_get_the_bits_of_full_trees(case):
     ours, _, hyper = AGAINST_TORCH[case]
     params, state = run(ours(**hyper))
-
-    def program():
-        for make in LAYOUTS.values():
-            strategy = make(meshes())
-            found = run(ours(**hyper), lambda full: fs.shard(full, strategy))  # noqa: B023
-            assert_same_bits(fs.unshard(found), (params, state))
-
-    spmd(program, world_size)
+    for make in LAYOUTS.values():
+        strategy = make(meshes())
+        found = run(ours(**hyper), lambda full: fs.shard(full, strategy))  # noqa: B023
+        assert_same_bits(fs.unshard(found), (params, state))
 
 
 def number(value):

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
 from tests.optim.test_native import EPS, LAYOUTS, OURS, SHAPES, STEPS, number, run, tree
+from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, meshes, one_axis
 
 ELEMENTS = 15 + 7 + 1 + 1
@@ -54,29 +55,25 @@ def test_derivatives_of_full_trees(case, updates):
 
 @pytest.mark.rows(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("case", OURS)
 def test_derivatives_of_shards_are_those_of_full_trees(case, world_size, layout):
     full, numbers = tree(0), fs.tree_map(number, OURS[case][1])
     expected = torch.func.grad(dense(case, 2), argnums=(0, 1))(full, numbers)
     largest = max(leaf.abs().max().item() for leaf in fs.tree_leaves(expected) if leaf.numel())
+    rank = torch.distributed.get_rank()
+    share = (1 + rank) / sum(range(1, world_size + 1))
+    params = fs.shard(full, LAYOUTS[layout](meshes()))
 
-    def program():
-        rank = torch.distributed.get_rank()
-        share = (1 + rank) / sum(range(1, world_size + 1))
-        params = fs.shard(full, LAYOUTS[layout](meshes()))
+    def local(params, step):
+        return fs.objective(share * inner_loss(fs.gather(params), step), params, reduce="sum")
 
-        def local(params, step):
-            return fs.objective(share * inner_loss(fs.gather(params), step), params, reduce="sum")
-
-        loss = learned(case, 2, torch.func.grad(local), lambda params: local(params, STEPS))
-        found, found_numbers = torch.func.grad(loss, argnums=(0, 1))(params, numbers)
-        # Two updates and three losses, each with sums over the elements and the ranks and some 16 roundings more.
-        atol = 2 * 5 * (ELEMENTS + world_size + 16) * EPS * largest
-        assert_trees_close(fs.unshard(found), expected[0], rtol=0.0, atol=atol)
-        assert_trees_close(found_numbers, expected[1], rtol=0.0, atol=atol)
-
-    spmd(program, world_size)
+    loss = learned(case, 2, torch.func.grad(local), lambda params: local(params, STEPS))
+    found, found_numbers = torch.func.grad(loss, argnums=(0, 1))(params, numbers)
+    # Two updates and three losses, each with sums over the elements and the ranks and some 16 roundings more.
+    atol = 2 * 5 * (ELEMENTS + world_size + 16) * EPS * largest
+    assert_trees_close(fs.unshard(found), expected[0], rtol=0.0, atol=atol)
+    assert_trees_close(found_numbers, expected[1], rtol=0.0, atol=atol)
 
 
 @pytest.mark.parametrize("weight_decay", (0.0, 0.1))
@@ -121,7 +118,7 @@ def test_vmap_over_learning_rates(case):
     assert_trees_close(found, expected, rtol=STEPS * EPS, atol=STEPS * 2 * 2 * (15 + 1) * EPS * 0.5 * 8)
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
+@on_ranks(2, 3)
 def test_adafactor_learns_its_rate_and_decay_on_shards(world_size):
     numbers = {"lr": number(0.05), "weight_decay": number(0.3)}
     full, grads = ({name: leaf for name, leaf in tree(seed).items() if leaf.numel()} for seed in (0, 1))
@@ -134,17 +131,13 @@ def test_adafactor_learns_its_rate_and_decay_on_shards(world_size):
         return sum((leaf**2).sum() for leaf in params.values())
 
     expected = torch.func.grad(lambda n: loss(n, full, grads, squares))(numbers)
+    strategy = fs.zero2(one_axis(), min_shard_elements=0)
+    params, shards = fs.shard(full, strategy), fs.shard(grads, strategy)
 
-    def program():
-        strategy = fs.zero2(one_axis(), min_shard_elements=0)
-        params, shards = fs.shard(full, strategy), fs.shard(grads, strategy)
+    def close(new):
+        return fs.objective(squares(fs.gather(new)), params)
 
-        def close(new):
-            return fs.objective(squares(fs.gather(new)), params)
-
-        found = torch.func.grad(lambda n: loss(n, params, shards, close))(numbers)
-        # Sums over all elements in another order, of terms that the largest derivative bounds.
-        largest = max(value.abs().item() for value in expected.values())
-        assert_trees_close(found, expected, rtol=0.0, atol=5 * (ELEMENTS + world_size + 16) * EPS * largest)
-
-    spmd(program, world_size)
+    found = torch.func.grad(lambda n: loss(n, params, shards, close))(numbers)
+    # Sums over all elements in another order, of terms that the largest derivative bounds.
+    largest = max(value.abs().item() for value in expected.values())
+    assert_trees_close(found, expected, rtol=0.0, atol=5 * (ELEMENTS + world_size + 16) * EPS * largest)

@@ -10,6 +10,7 @@ from torch import optim
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
 from fshard.tree import flatten, is_sharded
+from tests.ranks import on_ranks
 from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
 
 STEPS = 4
@@ -161,68 +162,62 @@ def test_sharded_is_dense(name, world_size):
 
 
 @pytest.mark.parametrize("name", TABLE)
+@on_ranks(2)
 def test_state_is_sharded_as_the_parameters_and_keeps_its_structure(name):
-    def program():
-        params, grads = on_shards(every_leaf())
-        tx = TABLE[name].make()
-        before = tx.init(params)
-        specs = {leaf.spec for leaf in flatten(params).leaves}
-        rows = [leaf for leaf in flatten(before).leaves if is_sharded(leaf) and leaf.spec not in specs]
-        # Adafactor keeps rows and columns of a leaf, split as far as the leaf is, or by `whole` along their first dim.
-        assert not rows or "adafactor" in name.lower()
-        assert {leaf.spec.partition for leaf in rows} <= {fs.P("shard"), fs.P()}
-        for leaf in flatten(before).leaves:
-            assert is_sharded(leaf) or not isinstance(leaf, torch.Tensor) or not leaf.dim()
-        describe = fs.tree_map(lambda x: (x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x), before)
-        for grad in grads:
-            params, state = tx.update(grad, before, params)
-            after = fs.tree_map(lambda x: (x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x), state)
-            assert fs.tree_leaves(after) == fs.tree_leaves(describe)
-            assert flatten(state).treedef == flatten(before).treedef
-            pairs = zip(flatten(state).leaves, flatten(before).leaves, strict=True)
-            assert all(a.spec == b.spec for a, b in pairs if is_sharded(a))
-            before = state
-
-    spmd(program, 2)
+    params, grads = on_shards(every_leaf())
+    tx = TABLE[name].make()
+    before = tx.init(params)
+    specs = {leaf.spec for leaf in flatten(params).leaves}
+    rows = [leaf for leaf in flatten(before).leaves if is_sharded(leaf) and leaf.spec not in specs]
+    # Adafactor keeps rows and columns of a leaf, split as far as the leaf is, or by `whole` along their first dim.
+    assert not rows or "adafactor" in name.lower()
+    assert {leaf.spec.partition for leaf in rows} <= {fs.P("shard"), fs.P()}
+    for leaf in flatten(before).leaves:
+        assert is_sharded(leaf) or not isinstance(leaf, torch.Tensor) or not leaf.dim()
+    describe = fs.tree_map(lambda x: (x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x), before)
+    for grad in grads:
+        params, state = tx.update(grad, before, params)
+        after = fs.tree_map(lambda x: (x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x), state)
+        assert fs.tree_leaves(after) == fs.tree_leaves(describe)
+        assert flatten(state).treedef == flatten(before).treedef
+        pairs = zip(flatten(state).leaves, flatten(before).leaves, strict=True)
+        assert all(a.spec == b.spec for a, b in pairs if is_sharded(a))
+        before = state
 
 
 @pytest.mark.parametrize("name", TABLE)
+@on_ranks(2)
 def test_an_update_is_pure(name):
-    def program():
-        params, grads = on_shards(every_leaf())
-        tx = TABLE[name].make()
-        state = tx.init(params)
-        for grad in grads[:2]:
-            given = (grad, state, params)
-            tensors = [leaf for leaf in fs.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
-            before = [(leaf.clone(), leaf._version) for leaf in tensors]
-            first, second = tx.update(*given), tx.update(*given)
-            assert_same_bits(tensors, [value for value, _ in before])
-            assert [leaf._version for leaf in tensors] == [version for _, version in before]
-            assert_same_bits(fs.tree_leaves(first), fs.tree_leaves(second))
-            params, state = first
-
-    spmd(program, 2)
+    params, grads = on_shards(every_leaf())
+    tx = TABLE[name].make()
+    state = tx.init(params)
+    for grad in grads[:2]:
+        given = (grad, state, params)
+        tensors = [leaf for leaf in fs.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        before = [(leaf.clone(), leaf._version) for leaf in tensors]
+        first, second = tx.update(*given), tx.update(*given)
+        assert_same_bits(tensors, [value for value, _ in before])
+        assert [leaf._version for leaf in tensors] == [version for _, version in before]
+        assert_same_bits(fs.tree_leaves(first), fs.tree_leaves(second))
+        params, state = first
 
 
 @pytest.mark.parametrize("name", TABLE)
+@on_ranks(2)
 def test_a_donated_update_has_the_same_bits_and_the_same_addresses(name):
-    def program():
-        params, grads = on_shards(every_leaf())
-        tx = TABLE[name].make()
-        state = fs.TrainState.create(params, tx)
-        expected = state
-        for grad in grads:
-            expected = fs.update(tx, expected, grad)
-        state = state._replace(params=fs.tree_map(torch.clone, state.params))
-        places = addresses((state.params, state.opt_state))
-        for grad in grads:
-            state = fs.update(tx, state, grad, donate=True)
-        assert_same_bits(fs.tree_leaves(state), fs.tree_leaves(expected))
-        if TABLE[name].donated:
-            assert addresses((state.params, state.opt_state)) == places
-
-    spmd(program, 2)
+    params, grads = on_shards(every_leaf())
+    tx = TABLE[name].make()
+    state = fs.TrainState.create(params, tx)
+    expected = state
+    for grad in grads:
+        expected = fs.update(tx, expected, grad)
+    state = state._replace(params=fs.tree_map(torch.clone, state.params))
+    places = addresses((state.params, state.opt_state))
+    for grad in grads:
+        state = fs.update(tx, state, grad, donate=True)
+    assert_same_bits(fs.tree_leaves(state), fs.tree_leaves(expected))
+    if TABLE[name].donated:
+        assert addresses((state.params, state.opt_state)) == places
 
 
 def addresses(tree):
@@ -231,15 +226,13 @@ def addresses(tree):
 
 
 @pytest.mark.parametrize("name", TABLE)
+@on_ranks(2)
 def test_state_survives_numpy(name):
-    def program():
-        params, grads = on_shards(every_leaf())
-        tx = TABLE[name].make()
-        params, state = run(tx, params, grads[:2])
-        arrays = fs.tree_map(lambda x: x.numpy().copy() if isinstance(x, torch.Tensor) else x, (params, state))
-        assert any(isinstance(x, numpy.ndarray) for x in fs.tree_leaves(arrays))
-        back = fs.tree_map(lambda x: torch.from_numpy(x) if isinstance(x, numpy.ndarray) else x, arrays)
-        again = run(tx, back[0], grads[2:], back[1])
-        assert_same_bits(fs.tree_leaves(again), fs.tree_leaves(run(tx, params, grads[2:], state)))
-
-    spmd(program, 2)
+    params, grads = on_shards(every_leaf())
+    tx = TABLE[name].make()
+    params, state = run(tx, params, grads[:2])
+    arrays = fs.tree_map(lambda x: x.numpy().copy() if isinstance(x, torch.Tensor) else x, (params, state))
+    assert any(isinstance(x, numpy.ndarray) for x in fs.tree_leaves(arrays))
+    back = fs.tree_map(lambda x: torch.from_numpy(x) if isinstance(x, numpy.ndarray) else x, arrays)
+    again = run(tx, back[0], grads[2:], back[1])
+    assert_same_bits(fs.tree_leaves(again), fs.tree_leaves(run(tx, params, grads[2:], state)))

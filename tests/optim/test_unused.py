@@ -8,9 +8,9 @@ import torch
 from torch import optim
 
 import fshard as fs
-from fshard.testing import spmd
 from fshard.tree import flatten, is_sharded
 from tests.optim.test_from_torch import CASES, Lion
+from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
 SHAPES = {"a": (5, 3), "b": (7,)}
@@ -129,41 +129,38 @@ def run(tx, state, grads, donate=False):
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("name", TABLE)
+@on_ranks(2)
 def test_a_leaf_is_as_if_the_updates_without_it_had_not_been(name):
     """Each leaf by itself, stepped only when it has a gradient; but the number of updates counts all of them."""
     counts = "count" in name or name == "adamw"
+    transform = fs.zero2(one_axis(), min_shard_elements=0)
 
-    def program():
-        transform = fs.zero2(one_axis(), min_shard_elements=0)
+    def sharded(tree):
+        return fs.shard({k: v for k, v in tree.items() if v is not None}, transform) | {
+            k: None for k, v in tree.items() if v is None
+        }
 
-        def sharded(tree):
-            return fs.shard({k: v for k, v in tree.items() if v is not None}, transform) | {
-                k: None for k, v in tree.items() if v is None
-            }
-
-        for history in HISTORIES:
-            for donate in (False, True):
-                tx = TABLE[name]()
-                state = fs.TrainState.create(sharded(values()), tx)
-                structure = flatten(state).treedef
-                for grads in gradients(history):
-                    before = {n: copied(state.params[n]) for n, grad in grads.items() if grad is None}
-                    kept = moments(state, before) if not donate else {}
-                    state = fs.update(tx, state, sharded(grads), donate=donate)
-                    assert flatten(state).treedef == structure
-                    for n, leaf in before.items():
-                        assert_same_bits(state.params[n].local, leaf)
-                    assert_same_bits(moments(state, before) if not donate else {}, kept)
-                if counts:
-                    continue
-                for leaf in SHAPES:
-                    some = [grads[leaf] for grads in gradients(history) if grads[leaf] is not None]
-                    alone = TABLE[name]() if name != "partition" else torch_sgd() if leaf == "a" else fs.adam(0.1)
-                    one = fs.TrainState.create(fs.shard({leaf: values()[leaf]}, transform), alone)
-                    one = run(alone, one, [fs.shard({leaf: grad}, transform) for grad in some])
-                    assert_same_bits(state.params[leaf].local, one.params[leaf].local)
-
-    spmd(program, 2)
+    for history in HISTORIES:
+        for donate in (False, True):
+            tx = TABLE[name]()
+            state = fs.TrainState.create(sharded(values()), tx)
+            structure = flatten(state).treedef
+            for grads in gradients(history):
+                before = {n: copied(state.params[n]) for n, grad in grads.items() if grad is None}
+                kept = moments(state, before) if not donate else {}
+                state = fs.update(tx, state, sharded(grads), donate=donate)
+                assert flatten(state).treedef == structure
+                for n, leaf in before.items():
+                    assert_same_bits(state.params[n].local, leaf)
+                assert_same_bits(moments(state, before) if not donate else {}, kept)
+            if counts:
+                continue
+            for leaf in SHAPES:
+                some = [grads[leaf] for grads in gradients(history) if grads[leaf] is not None]
+                alone = TABLE[name]() if name != "partition" else torch_sgd() if leaf == "a" else fs.adam(0.1)
+                one = fs.TrainState.create(fs.shard({leaf: values()[leaf]}, transform), alone)
+                one = run(alone, one, [fs.shard({leaf: grad}, transform) for grad in some])
+                assert_same_bits(state.params[leaf].local, one.params[leaf].local)
 
 
 WRAPPED = {
@@ -175,32 +172,29 @@ WRAPPED = {
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("name", TABLE | WRAPPED)
+@on_ranks(2)
 def test_a_leaf_that_is_frozen_for_some_steps_is_as_one_without_a_gradient(name):
     """Frozen and trained again by reshard of the whole state, between steps."""
-
-    def program():
-        transform = fs.zero2(one_axis(), min_shard_elements=0)
-        tx = (TABLE | WRAPPED)[name]()
-        for history, donate in itertools.product(HISTORIES, (False, True)):
-            expected = fs.TrainState.create(fs.shard(values(), transform), tx)
-            state, still = None, None
-            for full in gradients(history):
-                used = {k: v for k, v in full.items() if v is not None}
-                before, still = still, tuple(k for k, v in full.items() if v is None)
-                if state is None:
-                    state = fs.TrainState.create(fs.shard(values(), transform, frozen=still or None), tx)
-                elif still != before:
-                    state = fs.reshard(state, transform, frozen=still or (lambda path: False))
-                    assert {k for k, leaf in state.params.items() if leaf.spec.frozen} == set(still)
-                if "whole" in name and still != before and history in ("late start", "not both") and "a" in used:
-                    break  # Its state begins with TrainState.create.
-                nothing = dict.fromkeys(still)
-                expected = fs.update(tx, expected, fs.shard(used, transform) | nothing)
-                state = fs.update(tx, state, fs.shard(used, transform) | nothing, donate=donate)
-                for leaf in SHAPES:
-                    assert_same_bits(state.params[leaf].local, expected.params[leaf].local)
-
-    spmd(program, 2)
+    transform = fs.zero2(one_axis(), min_shard_elements=0)
+    tx = (TABLE | WRAPPED)[name]()
+    for history, donate in itertools.product(HISTORIES, (False, True)):
+        expected = fs.TrainState.create(fs.shard(values(), transform), tx)
+        state, still = None, None
+        for full in gradients(history):
+            used = {k: v for k, v in full.items() if v is not None}
+            before, still = still, tuple(k for k, v in full.items() if v is None)
+            if state is None:
+                state = fs.TrainState.create(fs.shard(values(), transform, frozen=still or None), tx)
+            elif still != before:
+                state = fs.reshard(state, transform, frozen=still or (lambda path: False))
+                assert {k for k, leaf in state.params.items() if leaf.spec.frozen} == set(still)
+            if "whole" in name and still != before and history in ("late start", "not both") and "a" in used:
+                break  # Its state begins with TrainState.create.
+            nothing = dict.fromkeys(still)
+            expected = fs.update(tx, expected, fs.shard(used, transform) | nothing)
+            state = fs.update(tx, state, fs.shard(used, transform) | nothing, donate=donate)
+            for leaf in SHAPES:
+                assert_same_bits(state.params[leaf].local, expected.params[leaf].local)
 
 
 def test_whole_refuses_a_leaf_that_was_frozen_so_far():
@@ -278,26 +272,23 @@ RESTARTED = ("sgd", "adam", "lamb", "adafactor", "from_torch", "from_torch SGD",
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("name", RESTARTED)
+@on_ranks(2)
 def test_a_restart_goes_on_as_before(name, tmp_path):
     """A checkpoint holds how often each leaf was updated."""
-
-    def program():
-        transform = fs.zero2(one_axis(), min_shard_elements=0)
-        tx = TABLE[name]()
-        for history in HISTORIES:
-            grads = [
-                {k: None if v is None else fs.shard({k: v}, transform)[k] for k, v in step.items()}
-                for step in gradients(history)
-            ]
-            state = run(tx, fs.TrainState.create(fs.shard(values(), transform), tx), grads[:3])
-            fs.checkpoint.save(tmp_path / history, state)
-            like = fs.TrainState.create(fs.shard(values(9), transform), tx)
-            restored = fs.checkpoint.restore(tmp_path / history, like=like)
-            assert_same_bits(fs.tree_leaves(restored), fs.tree_leaves(state))
-            ends = [run(tx, start, grads[3:]) for start in (state, restored)]
-            assert_same_bits(*map(fs.tree_leaves, ends))
-
-    spmd(program, 2)
+    transform = fs.zero2(one_axis(), min_shard_elements=0)
+    tx = TABLE[name]()
+    for history in HISTORIES:
+        grads = [
+            {k: None if v is None else fs.shard({k: v}, transform)[k] for k, v in step.items()}
+            for step in gradients(history)
+        ]
+        state = run(tx, fs.TrainState.create(fs.shard(values(), transform), tx), grads[:3])
+        fs.checkpoint.save(tmp_path / history, state)
+        like = fs.TrainState.create(fs.shard(values(9), transform), tx)
+        restored = fs.checkpoint.restore(tmp_path / history, like=like)
+        assert_same_bits(fs.tree_leaves(restored), fs.tree_leaves(state))
+        ends = [run(tx, start, grads[3:]) for start in (state, restored)]
+        assert_same_bits(*map(fs.tree_leaves, ends))
 
 
 class OldSgd(NamedTuple):
@@ -346,23 +337,20 @@ def in_the_old_form(state):
 @pytest.mark.parametrize(
     "name", ("sgd", "adam", "adamw", "lamb", "adafactor", "from_torch", "from_torch SGD", "every_k")
 )
+@on_ranks(2)
 def test_old_checkpoints_load(name, tmp_path):
     """Every leaf of theirs has had each update."""
-
-    def program():
-        transform = fs.zero2(one_axis(), min_shard_elements=0)
-        tx = TABLE[name]()
-        grads = [fs.shard(values(1 + step), transform) for step in range(4)]
-        state = run(tx, fs.TrainState.create(fs.shard(values(), transform), tx), grads[:2])
-        old = in_the_old_form(state)
-        assert not any("missed" in path for path in flatten(old).paths)
-        fs.checkpoint.save(tmp_path, old)
-        like = fs.TrainState.create(fs.shard(values(9), transform), tx)
-        restored = fs.checkpoint.restore(tmp_path, like=like)
-        assert_same_bits(fs.tree_leaves(restored), fs.tree_leaves(state))
-        assert_same_bits(*(fs.tree_leaves(run(tx, start, grads[2:])) for start in (state, restored)))
-
-    spmd(program, 2)
+    transform = fs.zero2(one_axis(), min_shard_elements=0)
+    tx = TABLE[name]()
+    grads = [fs.shard(values(1 + step), transform) for step in range(4)]
+    state = run(tx, fs.TrainState.create(fs.shard(values(), transform), tx), grads[:2])
+    old = in_the_old_form(state)
+    assert not any("missed" in path for path in flatten(old).paths)
+    fs.checkpoint.save(tmp_path, old)
+    like = fs.TrainState.create(fs.shard(values(9), transform), tx)
+    restored = fs.checkpoint.restore(tmp_path, like=like)
+    assert_same_bits(fs.tree_leaves(restored), fs.tree_leaves(state))
+    assert_same_bits(*(fs.tree_leaves(run(tx, start, grads[2:])) for start in (state, restored)))
 
 
 def test_a_checkpoint_that_lacks_some_counts_is_refused(tmp_path):

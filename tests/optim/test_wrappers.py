@@ -13,6 +13,7 @@ from fshard.optim.wrappers import all_finite
 from fshard.shard import without_padding
 from fshard.testing import assert_trees_close, spmd
 from fshard.tree import flatten
+from tests.ranks import on_ranks
 from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
 
 SHAPES = {"w": (5, 3), "vector": (7,), "scalar": (), "empty": (0, 3)}
@@ -59,28 +60,25 @@ def poisoned(grads, value, name="vector"):
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("wrap", ("skip_nonfinite", "dynamic_loss_scale"))
 @pytest.mark.parametrize("value", (math.inf, -math.inf, math.nan))
+@on_ranks(3)
 def test_one_bad_rank_skips_on_all(value, wrap, inner, donate):
     tx = getattr(fs, wrap)(INNER[inner]())
     update = step(tx, donate)
-
-    def program():
-        for name in LAYOUTS:
-            strategy = STRATEGIES[name](meshes())
-            params, *grads = (fs.shard(tree(seed), strategy) for seed in range(3))
-            start = update(grads[0], tx.init(params), params)
-            for culprit in range(3):
-                bad = poisoned(grads[1], value) if torch.distributed.get_rank() == culprit else grads[1]
-                new, state = update(bad, start[1], start[0])
-                assert (state.skipped.item(), state.skipped.dtype) == (1, torch.int64)
-                assert_same_shards(new, start[0])
-                assert_same_shards(state.inner, start[1].inner)
-                # As if it had never been.
-                again, onward = update(grads[1], state, new), update(grads[1], start[1], start[0])
-                assert again[1].skipped.item() == 1
-                if wrap == "skip_nonfinite":
-                    assert_same_shards((again[0], again[1].inner), (onward[0], onward[1].inner))
-
-    spmd(program, 3)
+    for name in LAYOUTS:
+        strategy = STRATEGIES[name](meshes())
+        params, *grads = (fs.shard(tree(seed), strategy) for seed in range(3))
+        start = update(grads[0], tx.init(params), params)
+        for culprit in range(3):
+            bad = poisoned(grads[1], value) if torch.distributed.get_rank() == culprit else grads[1]
+            new, state = update(bad, start[1], start[0])
+            assert (state.skipped.item(), state.skipped.dtype) == (1, torch.int64)
+            assert_same_shards(new, start[0])
+            assert_same_shards(state.inner, start[1].inner)
+            # As if it had never been.
+            again, onward = update(grads[1], state, new), update(grads[1], start[1], start[0])
+            assert again[1].skipped.item() == 1
+            if wrap == "skip_nonfinite":
+                assert_same_shards((again[0], again[1].inner), (onward[0], onward[1].inner))
 
 
 def test_good_gradients_update_as_without():
@@ -171,20 +169,17 @@ def test_half_precision_keeps_gradients_of_a_large_scale():
     assert_same_shards(tx.update(grads, tx.init(params), params)[0], torch.full_like(params, -(2.0**-12)))
 
 
+@on_ranks(2)
 def test_clipping_inside_sees_true_gradients():
     def clipped():
         return fs.chain(fs.clip_by_global_norm(0.5), fs.from_torch(optim.SGD, lr=1.0))
 
     tx, plain = fs.dynamic_loss_scale(clipped(), init_scale=2.0**10), clipped()
-
-    def program():
-        params, grads = (fs.shard(tree(k), fs.zero2(one_axis(), min_shard_elements=0)) for k in (0, 1))
-        scaled = fs.tree_map(lambda grad: grad * 2.0**10, grads)
-        assert_same_shards(
-            tx.update(scaled, tx.init(params), params)[0], plain.update(grads, plain.init(params), params)[0]
-        )
-
-    spmd(program, 2)
+    params, grads = (fs.shard(tree(k), fs.zero2(one_axis(), min_shard_elements=0)) for k in (0, 1))
+    scaled = fs.tree_map(lambda grad: grad * 2.0**10, grads)
+    assert_same_shards(
+        tx.update(scaled, tx.init(params), params)[0], plain.update(grads, plain.init(params), params)[0]
+    )
 
 
 @pytest.mark.parametrize("donate", (False, True))
@@ -233,33 +228,30 @@ def test_updates_in_a_vmap_are_skipped_alike():
 @pytest.mark.parametrize("donate", (False, True))
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("k", (1, 2, 3))
+@on_ranks(2)
 def test_every_k_is_an_update_with_the_mean(k, inner, donate):
     tx, plain = fs.every_k(INNER[inner](), k), INNER[inner]()
     update, dtype = (tx.update_donated if donate else tx.update), torch.float64
-
-    def program():
-        strategy = fs.zero2(one_axis(), min_shard_elements=0)
-        params, grads = fs.shard(tree(0, dtype), strategy), [fs.shard(tree(s, dtype), strategy) for s in range(1, 7)]
-        expected, expected_state = params, plain.init(params)
-        state = tx.init(params)
-        params = copied(params)
-        for i in range(6 // k * k):
-            before, given = copied((params, state.inner)), copied(grads[i])
-            params, state = update(grads[i], state, params)
-            assert_same_shards(grads[i], given)
-            assert state.collected.item() == (i + 1) % k
-            assert state.collected.dtype == torch.int64
-            if (i + 1) % k:
-                assert_same_shards((params, state.inner), before)
-                continue
-            means = fs.tree_map(lambda *leaves: sum(leaves) / k, *grads[i + 1 - k : i + 1])
-            expected, expected_state = plain.update(means, expected_state, expected)
-            assert not any(leaf.any() for leaf in fs.tree_leaves(state.mean))
-            # Means differ by k + 2 roundings, which Adam divides by a gradient as small as 1e-2.
-            tolerance = 6 * 100 * (k + 2) * torch.finfo(dtype).eps
-            assert_trees_close(params, expected, rtol=tolerance, atol=tolerance)
-
-    spmd(program, 2)
+    strategy = fs.zero2(one_axis(), min_shard_elements=0)
+    params, grads = fs.shard(tree(0, dtype), strategy), [fs.shard(tree(s, dtype), strategy) for s in range(1, 7)]
+    expected, expected_state = params, plain.init(params)
+    state = tx.init(params)
+    params = copied(params)
+    for i in range(6 // k * k):
+        before, given = copied((params, state.inner)), copied(grads[i])
+        params, state = update(grads[i], state, params)
+        assert_same_shards(grads[i], given)
+        assert state.collected.item() == (i + 1) % k
+        assert state.collected.dtype == torch.int64
+        if (i + 1) % k:
+            assert_same_shards((params, state.inner), before)
+            continue
+        means = fs.tree_map(lambda *leaves: sum(leaves) / k, *grads[i + 1 - k : i + 1])
+        expected, expected_state = plain.update(means, expected_state, expected)
+        assert not any(leaf.any() for leaf in fs.tree_leaves(state.mean))
+        # Means differ by k + 2 roundings, which Adam divides by a gradient as small as 1e-2.
+        tolerance = 6 * 100 * (k + 2) * torch.finfo(dtype).eps
+        assert_trees_close(params, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_every_k_leaves_what_the_state_inside_keeps():
@@ -278,25 +270,22 @@ def test_every_k_leaves_what_the_state_inside_keeps():
 @pytest.mark.parametrize("donate", (False, True))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
 @pytest.mark.parametrize("decay", (0.0, 0.3, 0.9, 0.999, 1.0))
+@on_ranks(2)
 def test_ema_gets_the_bits_of_torch(decay, dtype, donate):
     inner = fs.from_torch(optim.AdamW, lr=0.1)
     tx, average = fs.ema(inner, decay), get_ema_multi_avg_fn(decay)
-
-    def program():
-        for name in LAYOUTS:
-            strategy = STRATEGIES[name](meshes())
-            params = fs.shard(tree(0, dtype), strategy)
-            state = tx.init(params)
-            assert_same_bits(fs.unshard(state.average), tree(0, dtype))
-            expected = list(tree(0, dtype).values())
-            alone = params, inner.init(params)
-            params = copied(params)
-            for seed in range(1, 6):
-                grads = fs.shard(tree(seed, dtype), strategy)
-                alone = inner.update(grads, alone[1], alone[0])
-                params, state = (tx.update_donated if donate else tx.update)(grads, state, params)
-                assert_same_shards((params, state.inner), alone)
-                average(expected, list(fs.unshard(params).values()), seed)
-                assert_same_bits(list(fs.unshard(state.average).values()), expected)
-
-    spmd(program, 2)
+    for name in LAYOUTS:
+        strategy = STRATEGIES[name](meshes())
+        params = fs.shard(tree(0, dtype), strategy)
+        state = tx.init(params)
+        assert_same_bits(fs.unshard(state.average), tree(0, dtype))
+        expected = list(tree(0, dtype).values())
+        alone = params, inner.init(params)
+        params = copied(params)
+        for seed in range(1, 6):
+            grads = fs.shard(tree(seed, dtype), strategy)
+            alone = inner.update(grads, alone[1], alone[0])
+            params, state = (tx.update_donated if donate else tx.update)(grads, state, params)
+            assert_same_shards((params, state.inner), alone)
+            average(expected, list(fs.unshard(params).values()), seed)
+            assert_same_bits(list(fs.unshard(state.average).values()), expected)

@@ -8,8 +8,8 @@ import torch
 from torch import optim
 
 import fshard as fs
-from fshard.testing import spmd
 from tests.optim.test_from_torch import CASES
+from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
 
@@ -38,32 +38,29 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("donate", (False, True))
 @pytest.mark.parametrize("case", OPTIMIZERS)
+@on_ranks(2)
 def test_frozen_and_absent_leaves_pass_through(case, donate):
     tx = OPTIMIZERS[case]()
     draw = normal()
     # A length that does not divide: its norm must not see the padding, and its bits do not depend on the order of sums.
     full = {"fixed": draw(5, 3), "trained": draw(1), "absent": None}
     grads = [draw(1) for _ in range(2)]
-
-    def program():
-        strategy = fs.zero2(one_axis(), min_shard_elements=0)
-        params = fs.shard(full, strategy, frozen=lambda path: "fixed" in path)
-        fixed = params["fixed"]
-        state = fs.TrainState.create(params, tx)
-        alone, alone_state = full["trained"], tx.init(full["trained"])
-        for grad in grads:
-            gradients = {"fixed": None, "trained": fs.shard(grad, strategy), "absent": None}
-            state = fs.update(tx, state, gradients, donate=donate)
-            alone, alone_state = tx.update(grad, alone_state, alone)
-        assert state.step.item() == 2
-        assert state.params["fixed"] is fixed
-        assert_same_bits(fs.unshard(fixed), full["fixed"])
-        if hasattr(state.opt_state, "average"):
-            assert state.opt_state.average["fixed"] is fixed
-        assert state.params["absent"] is None
-        assert_same_bits(fs.unshard(state.params)["trained"], alone)
-
-    spmd(program, 2)
+    strategy = fs.zero2(one_axis(), min_shard_elements=0)
+    params = fs.shard(full, strategy, frozen=lambda path: "fixed" in path)
+    fixed = params["fixed"]
+    state = fs.TrainState.create(params, tx)
+    alone, alone_state = full["trained"], tx.init(full["trained"])
+    for grad in grads:
+        gradients = {"fixed": None, "trained": fs.shard(grad, strategy), "absent": None}
+        state = fs.update(tx, state, gradients, donate=donate)
+        alone, alone_state = tx.update(grad, alone_state, alone)
+    assert state.step.item() == 2
+    assert state.params["fixed"] is fixed
+    assert_same_bits(fs.unshard(fixed), full["fixed"])
+    if hasattr(state.opt_state, "average"):
+        assert state.opt_state.average["fixed"] is fixed
+    assert state.params["absent"] is None
+    assert_same_bits(fs.unshard(state.params)["trained"], alone)
 
 
 EVERY = OPTIMIZERS | {f"from_torch {row}": partial(fs.from_torch, cls, **how) for row, (cls, how) in CASES.items()}
