@@ -16,6 +16,7 @@ import fshard as fs
 from fshard.checkpoint import CheckpointError, load_dcp, save_dcp
 from fshard.testing import spmd
 from tests.interop.test_state_dict import Net, every_leaf, refusal, sharded
+from tests.ranks import on_ranks
 from tests.trees import TREES, assert_same_bits, every_strategy, exotic_dtypes, normal, one_axis, two_axes
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
@@ -194,40 +195,34 @@ def test_the_keys_are_those_of_fsdp2(workers, tmp_path):
             assert getattr(found, "size", None) == getattr(ours.state_dict_metadata[key], "size", None)
 
 
-def test_learning_rates_that_were_injected_travel(workers, tmp_path):
-    def program():
-        mesh = one_axis()
-        for flat in (False, True):
-            theirs = Fsdp2(mesh, torch.optim.AdamW, {"lr": 0.125}, flat)
-            theirs.save(tmp_path / f"there {flat}")
-            ours = Ours(every_leaf(mesh), torch.optim.AdamW, ADAMW)
-            ours.load(tmp_path / f"there {flat}")
-            assert float(ours.state.opt_state[0].hyper["lr"]) == 0.125
-            ours.save(tmp_path / f"back {flat}", flat)
-            other = Fsdp2(mesh, torch.optim.AdamW, ADAMW, flat)
-            other.load(tmp_path / f"back {flat}")
-            assert other.optimizer.param_groups[0]["lr"] == 0.125
-
-    spmd(program, workers(2))
+@on_ranks("2 processes")
+def test_learning_rates_that_were_injected_travel(tmp_path):
+    mesh = one_axis()
+    for flat in (False, True):
+        theirs = Fsdp2(mesh, torch.optim.AdamW, {"lr": 0.125}, flat)
+        theirs.save(tmp_path / f"there {flat}")
+        ours = Ours(every_leaf(mesh), torch.optim.AdamW, ADAMW)
+        ours.load(tmp_path / f"there {flat}")
+        assert float(ours.state.opt_state[0].hyper["lr"]) == 0.125
+        ours.save(tmp_path / f"back {flat}", flat)
+        other = Fsdp2(mesh, torch.optim.AdamW, ADAMW, flat)
+        other.load(tmp_path / f"back {flat}")
+        assert other.optimizer.param_groups[0]["lr"] == 0.125
 
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("tree", [*TREES.values(), exotic_dtypes], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("world_size", (1, 2, 3, 4))
-def test_trees_come_back_in_any_layout(tmp_path, world_size, tree):
+@on_ranks(1, 2, 3, 4)
+def test_trees_come_back_in_any_layout(tmp_path, tree):
     """Also in layouts that DTensor does not have."""
-
-    def program():
-        previous = None
-        for i, (_, strategy) in enumerate(every_strategy()):
-            params = fs.shard(tree(), strategy)
-            save_dcp(tmp_path / str(i), params)
-            # From what the layout before wrote.
-            back = load_dcp(tmp_path / (previous or "0"), fs.tree_map(torch.zeros_like, params), trusted=True)
-            assert_same_bits(fs.unshard(back), fs.unshard(params))
-            previous = str(i)
-
-    spmd(program, world_size)
+    previous = None
+    for i, (_, strategy) in enumerate(every_strategy()):
+        params = fs.shard(tree(), strategy)
+        save_dcp(tmp_path / str(i), params)
+        # From what the layout before wrote.
+        back = load_dcp(tmp_path / (previous or "0"), fs.tree_map(torch.zeros_like, params), trusted=True)
+        assert_same_bits(fs.unshard(back), fs.unshard(params))
+        previous = str(i)
 
 
 def test_another_number_of_ranks(tmp_path):

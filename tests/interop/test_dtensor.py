@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import fshard as fs
 from fshard.testing import spmd
+from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
 
@@ -31,74 +32,64 @@ def every_leaf(mesh):
     return fs.zero2(mesh, min_shard_elements=0)
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
-def test_parameters_of_fsdp2_are_taken_over(workers, world_size):
-    def program():
-        mesh, fsdp2 = one_axis(), module()
-        fully_shard(fsdp2, mesh=mesh)
-        theirs = dict(fsdp2.named_parameters())
-        params = fs.from_dtensor(theirs, every_leaf(mesh))
-        # The layout is the one that `shard` itself gives, so that everything else goes on from here.
-        ours = fs.shard(full_values(), every_leaf(mesh))
-        assert {name: leaf.spec for name, leaf in params.items()} == {name: leaf.spec for name, leaf in ours.items()}
-        assert_same_bits(fs.tree_leaves(params), fs.tree_leaves(ours))
-        assert_same_bits(fs.unshard(params), full_values())
-        for name in EVEN:
-            assert params[name].local.data_ptr() == theirs[name].to_local().data_ptr()
-        assert not any(leaf.requires_grad for leaf in fs.tree_leaves(params))
-
-    spmd(program, workers(world_size))
+@on_ranks("2 processes", "3 processes")
+def test_parameters_of_fsdp2_are_taken_over():
+    mesh, fsdp2 = one_axis(), module()
+    fully_shard(fsdp2, mesh=mesh)
+    theirs = dict(fsdp2.named_parameters())
+    params = fs.from_dtensor(theirs, every_leaf(mesh))
+    # The layout is the one that `shard` itself gives, so that everything else goes on from here.
+    ours = fs.shard(full_values(), every_leaf(mesh))
+    assert {name: leaf.spec for name, leaf in params.items()} == {name: leaf.spec for name, leaf in ours.items()}
+    assert_same_bits(fs.tree_leaves(params), fs.tree_leaves(ours))
+    assert_same_bits(fs.unshard(params), full_values())
+    for name in EVEN:
+        assert params[name].local.data_ptr() == theirs[name].to_local().data_ptr()
+    assert not any(leaf.requires_grad for leaf in fs.tree_leaves(params))
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
-def test_shards_become_the_dtensors_of_fsdp2(workers, world_size):
-    def program():
-        mesh, fsdp2 = one_axis(), module()
-        fully_shard(fsdp2, mesh=mesh)
-        params = fs.shard(full_values(), every_leaf(mesh))
-        ours = fs.to_dtensor(params, mesh)
-        for name, theirs in fsdp2.named_parameters():
-            assert (ours[name].shape, ours[name].stride()) == (theirs.shape, theirs.stride())
-            assert ours[name].placements == theirs.placements
-            assert ours[name].to_local().equal(theirs.to_local().detach())
-            assert ours[name].full_tensor().equal(full_values()[name])
-            if name in EVEN:
-                assert ours[name].to_local().data_ptr() == params[name].local.data_ptr()
-        # So an FSDP2 model loads them.
-        fsdp2.load_state_dict(fs.to_dtensor(fs.tree_map(lambda t: 2 * t, params), mesh))
-        assert_same_bits(fs.unshard(fs.from_dtensor(dict(fsdp2.named_parameters()), every_leaf(mesh))), doubled())
-
-    spmd(program, workers(world_size))
+@on_ranks("2 processes", "3 processes")
+def test_shards_become_the_dtensors_of_fsdp2():
+    mesh, fsdp2 = one_axis(), module()
+    fully_shard(fsdp2, mesh=mesh)
+    params = fs.shard(full_values(), every_leaf(mesh))
+    ours = fs.to_dtensor(params, mesh)
+    for name, theirs in fsdp2.named_parameters():
+        assert (ours[name].shape, ours[name].stride()) == (theirs.shape, theirs.stride())
+        assert ours[name].placements == theirs.placements
+        assert ours[name].to_local().equal(theirs.to_local().detach())
+        assert ours[name].full_tensor().equal(full_values()[name])
+        if name in EVEN:
+            assert ours[name].to_local().data_ptr() == params[name].local.data_ptr()
+    # So an FSDP2 model loads them.
+    fsdp2.load_state_dict(fs.to_dtensor(fs.tree_map(lambda t: 2 * t, params), mesh))
+    assert_same_bits(fs.unshard(fs.from_dtensor(dict(fsdp2.named_parameters()), every_leaf(mesh))), doubled())
 
 
 def doubled():
     return {name: 2 * tensor for name, tensor in full_values().items()}
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
-def test_there_and_back_is_the_same(workers, world_size):
+@on_ranks("2 processes", "3 processes")
+def test_there_and_back_is_the_same():
     """Also whole and empty leaves, numbers that stay whole, other dims, and leaves that are no tensors of ours."""
-
-    def program():
-        mesh, draw, plain = one_axis(), normal(), torch.ones(2)
-        full = {"w": draw(5, 4), "matrix": draw(12, 7), "row": draw(1, 4), "empty": draw(0, 3), "none": None}
-        strategies = (
-            every_leaf(mesh),
-            fs.zero2(mesh, min_shard_elements=30),
-            fs.ddp(mesh),
-            fs.fully_shard(mesh, dim=-1),
-        )
-        for strategy in strategies:
-            numbers = {} if strategy in (strategies[0], strategies[-1]) else {"number": draw()}
-            params = fs.shard(full | numbers, strategy)
-            dtensors = fs.to_dtensor({"params": params, "plain": plain}, mesh)
-            assert dtensors["plain"] is plain
-            assert isinstance(dtensors["params"]["w"], DTensor)
-            again = fs.from_dtensor(dtensors, strategy)["params"]
-            assert_same_bits(fs.tree_leaves(again), fs.tree_leaves(params))
-            assert [leaf and leaf.spec for leaf in again.values()] == [leaf and leaf.spec for leaf in params.values()]
-
-    spmd(program, workers(world_size))
+    mesh, draw, plain = one_axis(), normal(), torch.ones(2)
+    full = {"w": draw(5, 4), "matrix": draw(12, 7), "row": draw(1, 4), "empty": draw(0, 3), "none": None}
+    strategies = (
+        every_leaf(mesh),
+        fs.zero2(mesh, min_shard_elements=30),
+        fs.ddp(mesh),
+        fs.fully_shard(mesh, dim=-1),
+    )
+    for strategy in strategies:
+        numbers = {} if strategy in (strategies[0], strategies[-1]) else {"number": draw()}
+        params = fs.shard(full | numbers, strategy)
+        dtensors = fs.to_dtensor({"params": params, "plain": plain}, mesh)
+        assert dtensors["plain"] is plain
+        assert isinstance(dtensors["params"]["w"], DTensor)
+        again = fs.from_dtensor(dtensors, strategy)["params"]
+        assert_same_bits(fs.tree_leaves(again), fs.tree_leaves(params))
+        assert [leaf and leaf.spec for leaf in again.values()] == [leaf and leaf.spec for leaf in params.values()]
 
 
 def two_axes():
@@ -107,16 +98,14 @@ def two_axes():
     return mesh, fs.compose(fs.fully_shard(mesh["minor"]), fs.fully_shard(mesh["major"]))
 
 
+@on_ranks(4)
 def test_a_dim_over_two_axes():
-    def program():
-        mesh, strategy = two_axes()
-        params = fs.shard({"w": normal()(8, 3)}, strategy)
-        dtensor = fs.to_dtensor(params, mesh)["w"]
-        assert dtensor.placements == (Shard(0), Shard(0))
-        assert dtensor.to_local().equal(distribute_tensor(normal()(8, 3), mesh, dtensor.placements).to_local())
-        assert_same_bits(fs.unshard(fs.from_dtensor({"w": dtensor}, strategy)), {"w": normal()(8, 3)})
-
-    spmd(program, 4)
+    mesh, strategy = two_axes()
+    params = fs.shard({"w": normal()(8, 3)}, strategy)
+    dtensor = fs.to_dtensor(params, mesh)["w"]
+    assert dtensor.placements == (Shard(0), Shard(0))
+    assert dtensor.to_local().equal(distribute_tensor(normal()(8, 3), mesh, dtensor.placements).to_local())
+    assert_same_bits(fs.unshard(fs.from_dtensor({"w": dtensor}, strategy)), {"w": normal()(8, 3)})
 
 
 def test_layouts_that_dtensor_pads_otherwise_are_refused():
@@ -157,18 +146,16 @@ def test_a_strategy_that_does_not_fit_names_the_leaf(workers):
     assert spmd(program, workers(2)) == [needed] * 2
 
 
-def test_hsdp(workers):
-    def program():
-        mesh = fs.init_mesh({"replicate": 1, "shard": -1}, device="cpu")
-        hsdp = fs.compose(fs.replicate(mesh["replicate"]), fs.fully_shard(mesh["shard"]))
-        params = fs.shard({"w": normal()(5, 4)}, hsdp)
-        dtensor = fs.to_dtensor(params, mesh)["w"]
-        assert dtensor.placements == (Replicate(), Shard(0))
-        again = fs.from_dtensor({"w": dtensor}, hsdp)
-        assert_same_bits(fs.unshard(again), {"w": normal()(5, 4)})
-        assert set(again["w"].spec.axes) == set(params["w"].spec.axes)
-
-    spmd(program, workers(2))
+@on_ranks("2 processes")
+def test_hsdp():
+    mesh = fs.init_mesh({"replicate": 1, "shard": -1}, device="cpu")
+    hsdp = fs.compose(fs.replicate(mesh["replicate"]), fs.fully_shard(mesh["shard"]))
+    params = fs.shard({"w": normal()(5, 4)}, hsdp)
+    dtensor = fs.to_dtensor(params, mesh)["w"]
+    assert dtensor.placements == (Replicate(), Shard(0))
+    again = fs.from_dtensor({"w": dtensor}, hsdp)
+    assert_same_bits(fs.unshard(again), {"w": normal()(5, 4)})
+    assert set(again["w"].spec.axes) == set(params["w"].spec.axes)
 
 
 def test_parameters_that_take_no_gradient_are_frozen(workers):
@@ -201,22 +188,20 @@ def test_dtensors_that_cannot_be_taken_over_are_all_named(workers):
         assert remedy == "To fix: use the strategy's mesh and Shard or Replicate."
 
 
-def test_leaves_that_dtensor_cannot_express_are_all_named(workers):
-    def program():
-        line, grid = one_axis(), fs.init_mesh({"replicate": 1, "shard": -1}, device="cpu")
-        full = {"w": torch.ones(4, 4)}
-        both = fs.shard(full, fs.compose(fs.fully_shard(grid["replicate"]), fs.fully_shard(grid["shard"])))
-        for params, mesh in (
-            (fs.shard(full, every_leaf(line)), fs.init_mesh({"other": -1}, device="cpu")),
-            (both, grid),
+@on_ranks("2 processes")
+def test_leaves_that_dtensor_cannot_express_are_all_named():
+    line, grid = one_axis(), fs.init_mesh({"replicate": 1, "shard": -1}, device="cpu")
+    full = {"w": torch.ones(4, 4)}
+    both = fs.shard(full, fs.compose(fs.fully_shard(grid["replicate"]), fs.fully_shard(grid["shard"])))
+    for params, mesh in (
+        (fs.shard(full, every_leaf(line)), fs.init_mesh({"other": -1}, device="cpu")),
+        (both, grid),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=(
+                r"to_dtensor: DTensor has no such layout on this mesh\n"
+                r"  \['w'\]: expected dims split in the order of .*, got P\("
+            ),
         ):
-            with pytest.raises(
-                ValueError,
-                match=(
-                    r"to_dtensor: DTensor has no such layout on this mesh\n"
-                    r"  \['w'\]: expected dims split in the order of .*, got P\("
-                ),
-            ):
-                fs.to_dtensor(params, mesh)
-
-    spmd(program, workers(2))
+            fs.to_dtensor(params, mesh)

@@ -14,6 +14,7 @@ from fshard.checkpoint import (
     to_state_dict,
 )
 from fshard.testing import RankError, spmd
+from tests.ranks import on_ranks
 from tests.trees import TREES, assert_same_bits, every_strategy, exotic_dtypes, normal, one_axis
 
 WORLD_SIZES = (1, 2, 3, 4)
@@ -58,51 +59,41 @@ def batch(step):
 
 
 @pytest.mark.parametrize("tree", [*TREES.values(), exotic_dtypes], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_trees_come_back(world_size, tree):
-    def program():
-        for _, strategy in every_strategy():
-            params = fs.shard(tree(), strategy)
-            state_dict = to_state_dict(params)
-            assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in state_dict.values())
-            back = from_state_dict(state_dict, fs.tree_map(torch.zeros_like, params))
-            assert_same_bits(fs.unshard(back), fs.unshard(params))
-
-    spmd(program, world_size)
+@on_ranks(*WORLD_SIZES)
+def test_trees_come_back(tree):
+    for _, strategy in every_strategy():
+        params = fs.shard(tree(), strategy)
+        state_dict = to_state_dict(params)
+        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in state_dict.values())
+        back = from_state_dict(state_dict, fs.tree_map(torch.zeros_like, params))
+        assert_same_bits(fs.unshard(back), fs.unshard(params))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_modules_load_what_was_gathered(world_size):
+@on_ranks(*WORLD_SIZES)
+def test_modules_load_what_was_gathered():
     module = Net()
-
-    def program():
-        state_dict = to_state_dict(sharded(module, every_leaf(one_axis())), module=module)
-        assert state_dict.keys() == module.state_dict().keys()
-        assert state_dict["head.weight"] is state_dict["embedding.weight"]
-        other = Net(1)
-        other.load_state_dict(state_dict)
-        assert_same_bits(dict(other.state_dict()), dict(module.state_dict()))
-
-    spmd(program, world_size)
+    state_dict = to_state_dict(sharded(module, every_leaf(one_axis())), module=module)
+    assert state_dict.keys() == module.state_dict().keys()
+    assert state_dict["head.weight"] is state_dict["embedding.weight"]
+    other = Net(1)
+    other.load_state_dict(state_dict)
+    assert_same_bits(dict(other.state_dict()), dict(module.state_dict()))
 
 
 @pytest.mark.parametrize("alias", ["embedding.weight", "head.weight", None])
+@on_ranks(3)
 def test_modules_give_what_is_sharded(alias):
     """A tied parameter may be there under any of its names, or under all."""
     module = Net()
-
-    def program():
-        given = {name: value for name, value in module.state_dict().items() if alias is None or "weight" not in name}
-        if alias:
-            given |= {name: value for name, value in module.state_dict().items() if "cache" not in name}
-            del given["head.weight" if alias == "embedding.weight" else "embedding.weight"]
-        like = sharded(Net(1), every_leaf(one_axis()))
-        del like["cache"]
-        back = from_state_dict(given, like, module=module)
-        expected = dict(module.named_parameters()) | dict(module.named_buffers())
-        assert_same_bits(fs.unshard(back), {name: expected[name].detach() for name in like})
-
-    spmd(program, 3)
+    given = {name: value for name, value in module.state_dict().items() if alias is None or "weight" not in name}
+    if alias:
+        given |= {name: value for name, value in module.state_dict().items() if "cache" not in name}
+        del given["head.weight" if alias == "embedding.weight" else "embedding.weight"]
+    like = sharded(Net(1), every_leaf(one_axis()))
+    del like["cache"]
+    back = from_state_dict(given, like, module=module)
+    expected = dict(module.named_parameters()) | dict(module.named_buffers())
+    assert_same_bits(fs.unshard(back), {name: expected[name].detach() for name in like})
 
 
 @pytest.mark.parametrize("other", [lambda tensor: tensor + 1, lambda tensor: tensor.double()], ids=["value", "dtype"])
@@ -276,35 +267,31 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", (1, 2, 4))
-def test_training_moves_from_torch_and_back(world_size, name):
+@on_ranks(1, 2, 4)
+def test_training_moves_from_torch_and_back(name):
     """Two steps in torch, two in fshard and two in torch again are six in torch, bit for bit.
 
     All ranks have the same batch, whose gradients' mean is exact over powers of two.
     """
     cls, hyper, counted = OPTIMIZERS[name]
-
-    def program():
-        expected = Net().eval()
-        trained_here(expected, cls(expected.parameters(), **hyper), range(6))
-        module = Net().eval()
-        optimizer = cls(module.parameters(), **hyper)
-        trained_here(module, optimizer, range(2))
-        model, tx = fs.functionalize(module), fs.from_torch(cls, **hyper)
-        state = fs.TrainState.create(model.init(every_leaf(one_axis())), tx, buffers=model.buffers)
-        fresh = cls(module.parameters(), **hyper)
-        taken = from_optimizer_state_dict(optimizer.state_dict(), state.opt_state, module, fresh, **counted)
-        assert int(taken.updates) == 2
-        state = trained_there(module, tx, state._replace(opt_state=taken), range(2, 4))
-        given = to_optimizer_state_dict(state.opt_state, module, fresh)
-        after = Net(1).eval()
-        after.load_state_dict(to_state_dict({**state.params, **state.buffers}, module=module))
-        optimizer = cls(after.parameters(), **hyper)
-        optimizer.load_state_dict(given)
-        trained_here(after, optimizer, range(4, 6))
-        assert_same_bits(dict(after.state_dict()), dict(expected.state_dict()))
-
-    spmd(program, world_size)
+    expected = Net().eval()
+    trained_here(expected, cls(expected.parameters(), **hyper), range(6))
+    module = Net().eval()
+    optimizer = cls(module.parameters(), **hyper)
+    trained_here(module, optimizer, range(2))
+    model, tx = fs.functionalize(module), fs.from_torch(cls, **hyper)
+    state = fs.TrainState.create(model.init(every_leaf(one_axis())), tx, buffers=model.buffers)
+    fresh = cls(module.parameters(), **hyper)
+    taken = from_optimizer_state_dict(optimizer.state_dict(), state.opt_state, module, fresh, **counted)
+    assert int(taken.updates) == 2
+    state = trained_there(module, tx, state._replace(opt_state=taken), range(2, 4))
+    given = to_optimizer_state_dict(state.opt_state, module, fresh)
+    after = Net(1).eval()
+    after.load_state_dict(to_state_dict({**state.params, **state.buffers}, module=module))
+    optimizer = cls(after.parameters(), **hyper)
+    optimizer.load_state_dict(given)
+    trained_here(after, optimizer, range(4, 6))
+    assert_same_bits(dict(after.state_dict()), dict(expected.state_dict()))
 
 
 def test_groups_are_parts_of_a_partition():
@@ -395,15 +382,13 @@ class Cached(nn.Module):
         self.register_buffer("cache", torch.full((3,), 7.0), persistent=False)
 
 
+@on_ranks(2)
 def test_buffers_that_are_not_persistent_make_the_round_trip():
-    def program():
-        module = Cached()
-        model = fs.functionalize(module)
-        full = {**model.init(fs.zero2(one_axis()), seed=0), **model.buffers}
-        saved = to_state_dict(full, module=module)
-        assert "cache" not in saved
-        back = from_state_dict(saved, full, module=module)
-        assert_same_bits(fs.unshard(back), fs.unshard(full))
-        assert back["cache"].data_ptr() != full["cache"].data_ptr()
-
-    spmd(program, 2)
+    module = Cached()
+    model = fs.functionalize(module)
+    full = {**model.init(fs.zero2(one_axis()), seed=0), **model.buffers}
+    saved = to_state_dict(full, module=module)
+    assert "cache" not in saved
+    back = from_state_dict(saved, full, module=module)
+    assert_same_bits(fs.unshard(back), fs.unshard(full))
+    assert back["cache"].data_ptr() != full["cache"].data_ptr()

@@ -9,6 +9,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.testing import spmd
+from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, one_axis
 
 WIDTH, LAYERS = 256, 6
@@ -62,16 +63,14 @@ def places(graph, word):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
 def test_bits_are_those_of_the_eager_step(strategy, optimizer):
-    def program():
-        step, state, batches = case(strategy, optimizer)
-        jitted, given = fs.jit(step, donate_argnums=0), fs.tree_map(torch.clone, state)
-        for x in batches:
-            state, expected = step(state, x)
-            given, loss = jitted(given, x)
-            assert_same_bits(fs.unshard((given, loss)), fs.unshard((state, expected)))
-
-    spmd(program, 2)
+    step, state, batches = case(strategy, optimizer)
+    jitted, given = fs.jit(step, donate_argnums=0), fs.tree_map(torch.clone, state)
+    for x in batches:
+        state, expected = step(state, x)
+        given, loss = jitted(given, x)
+        assert_same_bits(fs.unshard((given, loss)), fs.unshard((state, expected)))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -105,20 +104,16 @@ def test_a_schedule_and_counts_come_with_the_first_update(monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
 def test_nothing_is_overwritten_before_the_backward_has_read_it(strategy):
-    def program():
-        _, state, batches = case(strategy, "fused")
-        model = fs.functionalize(
-            nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))), nn.Linear
-        )
+    _, state, batches = case(strategy, "fused")
+    model = fs.functionalize(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))), nn.Linear)
 
-        def step(params, x, half):
-            loss, grads = fs.value_and_grad(lambda params: model.apply(params, x).square().mean())(params)
-            return fs.tree_map(torch.sub, fs.tree_map(half, params), grads), loss
+    def step(params, x, half):
+        loss, grads = fs.value_and_grad(lambda params: model.apply(params, x).square().mean())(params)
+        return fs.tree_map(torch.sub, fs.tree_map(half, params), grads), loss
 
-        expected = step(state.params, batches[0], lambda leaf: leaf * 0.5)
-        jitted = fs.jit(step, donate_argnums=0, static_argnums=2)
-        found = jitted(state.params, batches[0], lambda leaf: leaf.mul_(0.5))
-        assert_same_bits(fs.unshard(found), fs.unshard(expected))
-
-    spmd(program, 2)
+    expected = step(state.params, batches[0], lambda leaf: leaf * 0.5)
+    jitted = fs.jit(step, donate_argnums=0, static_argnums=2)
+    found = jitted(state.params, batches[0], lambda leaf: leaf.mul_(0.5))
+    assert_same_bits(fs.unshard(found), fs.unshard(expected))

@@ -26,45 +26,39 @@ def six():
 
 @pytest.mark.parametrize("per_bucket", MESSAGES)
 @pytest.mark.parametrize("layout, ops", [(fs.fully_shard, ("all_gather", "reduce_scatter")), (fs.ddp, (None, None))])
+@on_ranks(2)
 def test_large_leaves_travel_in_fewer_messages(layout, ops, per_bucket):
     """As buffers of one collective where the verbs are called, and as collectives of the engine's reductions."""
     full = six()
     buffers, reductions = MESSAGES[per_bucket]
     gather, scatter = ops
-
-    def program():
-        plain = layout(one_axis())
-        params = fs.shard(full, plain if per_bucket is None else fs.bucket(plain, per_bucket * LEAF))
-        with fs.comm.record() as record:
-            fs.gather(params)
-        assert told(record) == [("all_gather", "shard", "gather", buffers, COUNT * LEAF)] * bool(gather)
-        with fs.comm.record() as record:
-            fs.scatter_grads(full, like=params)
-        assert told(record) == [(scatter or "all_reduce", "shard", "scatter", buffers, COUNT * LEAF)]
-        with fs.comm.record() as record:
-            fs.value_and_grad(lambda p: sum((x**2).sum() for x in fs.gather(p).values()))(params)
-        found = [entry for entry in told(record) if entry[2] == "scatter"]
-        assert len(found) == reductions
-        assert sum(entry[-1] for entry in found) == COUNT * LEAF
-        assert record.bytes_sent() == 2 * COUNT * LEAF / 2
-
-    spmd(program, 2)
+    plain = layout(one_axis())
+    params = fs.shard(full, plain if per_bucket is None else fs.bucket(plain, per_bucket * LEAF))
+    with fs.comm.record() as record:
+        fs.gather(params)
+    assert told(record) == [("all_gather", "shard", "gather", buffers, COUNT * LEAF)] * bool(gather)
+    with fs.comm.record() as record:
+        fs.scatter_grads(full, like=params)
+    assert told(record) == [(scatter or "all_reduce", "shard", "scatter", buffers, COUNT * LEAF)]
+    with fs.comm.record() as record:
+        fs.value_and_grad(lambda p: sum((x**2).sum() for x in fs.gather(p).values()))(params)
+    found = [entry for entry in told(record) if entry[2] == "scatter"]
+    assert len(found) == reductions
+    assert sum(entry[-1] for entry in found) == COUNT * LEAF
+    assert record.bytes_sent() == 2 * COUNT * LEAF / 2
 
 
+@on_ranks(2)
 def test_the_engine_fills_buckets_as_the_verbs_do():
     """Two leaves go to a bucket of two and a half."""
     full = six()
-
-    def program():
-        params = fs.shard(full, fs.bucket(fs.fully_shard(one_axis()), LEAF * 5 // 2))
-        with fs.comm.record() as record:
-            fs.scatter_grads(full, like=params)
-        assert [entry[3] for entry in told(record)] == [3]
-        with fs.comm.record() as record:
-            fs.value_and_grad(lambda p: sum((x**2).sum() for x in fs.gather(p).values()))(params)
-        assert sum(entry[3] for entry in told(record) if entry[2] == "scatter") == 3
-
-    spmd(program, 2)
+    params = fs.shard(full, fs.bucket(fs.fully_shard(one_axis()), LEAF * 5 // 2))
+    with fs.comm.record() as record:
+        fs.scatter_grads(full, like=params)
+    assert [entry[3] for entry in told(record)] == [3]
+    with fs.comm.record() as record:
+        fs.value_and_grad(lambda p: sum((x**2).sum() for x in fs.gather(p).values()))(params)
+    assert sum(entry[3] for entry in told(record) if entry[2] == "scatter") == 3
 
 
 @on_ranks(2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.testing import check_adjoint, spmd
+from fshard.testing import check_adjoint
 from tests.bad_input import Row, assert_all_refused
 from tests.ranks import my_rank, on_ranks
 from tests.test_bad_setup import setup
@@ -71,21 +71,18 @@ def test_pieces_round_trips_and_adjoint(world_size):
         check_adjoint(transform, [shape])
 
 
+@on_ranks(2)
 def test_alone_it_keeps_pieces_and_communicates_nothing():
     full = {"w": normal()(4, 6), "special": exotic_dtypes()["special"][1:]}
-
-    def program():
-        for split in (fs.split_dim, fs.own_dim):
-            params = fs.shard(full, split(one_axis(), dim=-1))
-            with fs.comm.record() as record:
-                pieces = fs.gather(params)
-                grads = fs.scatter_grads(pieces, like=params, reduce="sum")
-            assert [entry for entry in record if split is fs.split_dim or entry.label != fs.comm.Verb.AGREE] == []
-            rank = my_rank()
-            assert_same_bits(pieces, {name: leaf.chunk(2, -1)[rank] for name, leaf in full.items()})
-            assert_same_bits(fs.unshard(grads), full)
-
-    spmd(program, 2)
+    for split in (fs.split_dim, fs.own_dim):
+        params = fs.shard(full, split(one_axis(), dim=-1))
+        with fs.comm.record() as record:
+            pieces = fs.gather(params)
+            grads = fs.scatter_grads(pieces, like=params, reduce="sum")
+        assert [entry for entry in record if split is fs.split_dim or entry.label != fs.comm.Verb.AGREE] == []
+        rank = my_rank()
+        assert_same_bits(pieces, {name: leaf.chunk(2, -1)[rank] for name, leaf in full.items()})
+        assert_same_bits(fs.unshard(grads), full)
 
 
 @on_ranks(4)

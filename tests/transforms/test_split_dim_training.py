@@ -8,6 +8,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.testing import RankError, assert_trees_close, spmd
+from tests.ranks import on_ranks
 from tests.transforms.laws import grid
 from tests.trees import WORLD_SIZES, assert_same_bits, normal
 
@@ -126,27 +127,21 @@ def test_tensor_parallel_training_is_that_of_one_process(optimizer, world_size):
     assert_same_bits(others, [first] * len(others))
 
 
-def test_processes(workers):
+@on_ranks("2 processes")
+def test_processes():
     """Two ranks that are both tensor parallel."""
     module, expected = perceptron(), one_process("clipped SGD")
-
-    def program():
-        mesh = grid(2)
-        state = train(mesh, module, megatron(mesh, fs.zero3(mesh, min_shard_elements=0)), "clipped SGD")
-        assert state.params["first.weight"].local.shape == (WIDTH // 2, 5)
-        assert_trees_close(fs.unshard(state.params), expected, rtol=0, atol=BOUND)
-
-    spmd(program, workers(2))
+    mesh = grid(2)
+    state = train(mesh, module, megatron(mesh, fs.zero3(mesh, min_shard_elements=0)), "clipped SGD")
+    assert state.params["first.weight"].local.shape == (WIDTH // 2, 5)
+    assert_trees_close(fs.unshard(state.params), expected, rtol=0, atol=BOUND)
 
 
 @pytest.mark.xfail(strict=True, raises=RankError, reason="apply asks gathered parameters for the module's full shapes")
+@on_ranks(2)
 def test_apply_takes_gathered_pieces_as_it_takes_shards():
     module = perceptron()
-
-    def program():
-        mesh, model = grid(2), fs.functionalize(module)
-        params, tp = model.init(megatron(mesh, fs.fully_shard(mesh["shard"]))), fs.axis_of(mesh, "tp")
-        x, _ = batches()[0]
-        assert_same_bits(model.apply(fs.gather(params), x, tp), model.apply(params, x, tp))
-
-    spmd(program, 2)
+    mesh, model = grid(2), fs.functionalize(module)
+    params, tp = model.init(megatron(mesh, fs.fully_shard(mesh["shard"]))), fs.axis_of(mesh, "tp")
+    x, _ = batches()[0]
+    assert_same_bits(model.apply(fs.gather(params), x, tp), model.apply(params, x, tp))
