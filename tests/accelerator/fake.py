@@ -20,11 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fshard.comm import ops, recorder
 
 aten = torch.ops.aten
-KERNELS = {
-    ops.all_gather: ops._all_gather,
-    ops.reduce_scatter: ops._reduce_scatter,
-    ops.all_reduce: ops._all_reduce,
-}
+KERNELS = {ops.all_gather: ops._all_gather, ops.reduce_scatter: ops._reduce_scatter, ops.all_reduce: ops._all_reduce}
 # Their results' shapes depend on values.
 SHAPED_BY_VALUES = (
     *(aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.unique_consecutive.default),

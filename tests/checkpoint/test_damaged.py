@@ -121,11 +121,7 @@ def test_where_each_kind_of_damage_is_found(tmp_path):
     text = manifest.read_text()
     for old, new, message in (
         ("fshard.checkpoint", "fshard.checkpoinr", "it is not of a checkpoint of fshard"),
-        (
-            '"version": 1',
-            '"version": 2',
-            "expected version 1, got 2; read it with the fshard that wrote it",
-        ),
+        ('"version": 1', '"version": 2', "expected version 1, got 2; read it with the fshard that wrote it"),
         ('"step": 2', '"step": 3', "its digest does not match, so it was damaged or edited"),
         ("[3, 2]", "[2, 3]", "['w']: expected chunks that cover each element of [2, 3] once, got others"),
         (" ", "  ", "its digest does not match, so it was damaged or edited"),
@@ -259,10 +255,7 @@ FAULTS = {
         lambda root: os.truncate(root / "latest", 1 << 40),
         "latest: expected at most 1000 bytes, got 1099511627776",
     ),
-    "sparse file": (
-        damaged_file(lambda path: os.truncate(path, 1 << 40)),
-        " bytes, got 1099511627776",
-    ),
+    "sparse file": (damaged_file(lambda path: os.truncate(path, 1 << 40)), " bytes, got 1099511627776"),
     "sparse manifest": (
         lambda root: os.truncate(root / "step-00000003" / "manifest.json", 1 << 40),
         "manifest.json: expected at most 1073741824 bytes, got 1099511627776",

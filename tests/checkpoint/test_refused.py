@@ -252,24 +252,15 @@ GENERIC = "To fix: restore into a state built as the one that was saved; only= a
     ("like", "lines"),
     [
         ({"w": torch.ones(3, 3), "n": 1}, ["['w']: expected float32[3, 3], got float32[3, 2]"]),
-        (
-            {"w": torch.ones(3, 2, dtype=torch.bfloat16), "n": 1},
-            ["['w']: expected bfloat16[3, 2], got float32[3, 2]"],
-        ),
-        (
-            {"w": torch.ones(3, 2), "x": torch.ones(1), "n": 1},
-            ["['x']: expected float32[1], got nothing"],
-        ),
+        ({"w": torch.ones(3, 2, dtype=torch.bfloat16), "n": 1}, ["['w']: expected bfloat16[3, 2], got float32[3, 2]"]),
+        ({"w": torch.ones(3, 2), "x": torch.ones(1), "n": 1}, ["['x']: expected float32[1], got nothing"]),
         ({"w": torch.ones(3, 2)}, ["['n']: expected nothing, got an int"]),
         ({"w": torch.ones(3, 2), "n": True}, ["['n']: expected a bool, got an int"]),
         ({"w": torch.ones(3, 2), "n": None}, ["['n']: expected None, got an int"]),
         ({"w": torch.ones(3, 2), "n": torch.ones(())}, ["['n']: expected float32[], got an int"]),
         ({"w": None, "n": 1}, ["['w']: expected None, got float32[3, 2]"]),
         ({"w": numpy.ones((3, 2)), "n": 1}, ["['w']: expected a ndarray, got float32[3, 2]"]),
-        (
-            {},
-            ["['n']: expected nothing, got an int", "['w']: expected nothing, got float32[3, 2]"],
-        ),
+        ({}, ["['n']: expected nothing, got an int", "['w']: expected nothing, got float32[3, 2]"]),
         (
             torch.ones(3, 2),
             [

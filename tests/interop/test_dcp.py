@@ -121,13 +121,7 @@ class Ours:
         return losses
 
     def save(self, directory, flat=False):
-        save_dcp(
-            directory,
-            self.state,
-            module=self.module,
-            optimizer=self.optimizer,
-            flatten_optimizer_state_dict=flat,
-        )
+        save_dcp(directory, self.state, module=self.module, optimizer=self.optimizer, flatten_optimizer_state_dict=flat)
 
     def load(self, directory, **arguments):
         self.state = load_dcp(directory, self.state, module=self.module, trusted=True, **arguments)

@@ -75,12 +75,7 @@ def test_there_and_back_is_the_same():
     """Also whole and empty leaves, numbers that stay whole, other dims, and leaves that are no tensors of ours."""
     mesh, draw, plain = one_axis(), normal(), torch.ones(2)
     full = {"w": draw(5, 4), "matrix": draw(12, 7), "row": draw(1, 4), "empty": draw(0, 3), "none": None}
-    strategies = (
-        every_leaf(mesh),
-        fs.zero2(mesh, min_shard_elements=30),
-        fs.ddp(mesh),
-        fs.fully_shard(mesh, dim=-1),
-    )
+    strategies = (every_leaf(mesh), fs.zero2(mesh, min_shard_elements=30), fs.ddp(mesh), fs.fully_shard(mesh, dim=-1))
     for strategy in strategies:
         numbers = {} if strategy in (strategies[0], strategies[-1]) else {"number": draw()}
         params = fs.shard(full | numbers, strategy)
@@ -193,10 +188,7 @@ def test_leaves_that_dtensor_cannot_express_are_all_named():
     line, grid = one_axis(), fs.init_mesh({"replicate": 1, "shard": -1}, device="cpu")
     full = {"w": torch.ones(4, 4)}
     both = fs.shard(full, fs.compose(fs.fully_shard(grid["replicate"]), fs.fully_shard(grid["shard"])))
-    for params, mesh in (
-        (fs.shard(full, every_leaf(line)), fs.init_mesh({"other": -1}, device="cpu")),
-        (both, grid),
-    ):
+    for params, mesh in ((fs.shard(full, every_leaf(line)), fs.init_mesh({"other": -1}, device="cpu")), (both, grid)):
         with pytest.raises(
             ValueError,
             match=(

@@ -267,10 +267,7 @@ DAMAGES = dict(
                 lambda d: (os.remove(d / min(PARTS)), os.mkfifo(d / min(PARTS))),
                 "expected a regular file, got something else",
             ),
-            (
-                lambda d: (d / INDEX).rename(d / "notes.txt"),
-                "expected one of its files of weights, got",
-            ),
+            (lambda d: (d / INDEX).rename(d / "notes.txt"), "expected one of its files of weights, got"),
         ]
     )
 )

@@ -279,12 +279,7 @@ MODES = {
     ),
 }
 SETTINGS = {
-    "default dtype": (
-        torch.get_default_dtype,
-        torch.set_default_dtype,
-        torch.float64,
-        lambda x: x * torch.ones(3),
-    ),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64, lambda x: x * torch.ones(3)),
     "deterministic mode": (
         torch.get_deterministic_debug_mode,
         torch.set_deterministic_debug_mode,

@@ -62,7 +62,7 @@ def test_groups_are_those_of_torch_bit_for_bit():
 def test_names_are_keys_joined_by_dots():
     tree = {"blocks": [Layer(1, None), Layer(2, 3)], "head.weight": 4}
     assert list(names_of(flatten(tree).treedef)) == [
-        *("blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "blocks.1.bias", "head.weight"),
+        *("blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "blocks.1.bias", "head.weight")
     ]
 
 
@@ -163,10 +163,7 @@ REFUSED = {
         lambda: fs.chain(fs.add_decayed_weights(0.1, "w*"), fs.sgd(0.1)).init(PARAMS),
         "masked: the mask 'w*' matches no leaf of a, b; name some of these",
     ),
-    "freezing nothing": (
-        lambda: fs.freeze(fs.sgd(0.1), ()).init(PARAMS),
-        f"freeze: {MASK}, got a tuple",
-    ),
+    "freezing nothing": (lambda: fs.freeze(fs.sgd(0.1), ()).init(PARAMS), f"freeze: {MASK}, got a tuple"),
     "leaves that are left": (
         lambda: fs.partition({"a": fs.sgd(0.1)}).init(PARAMS),
         'partition: no mask matches b; add one for "*", which matches all that are left',

@@ -172,11 +172,7 @@ BAD = {
         "ReduceLROnPlateau needs a metric at every step; keep the learning rate in the state instead, by "
         "from_torch(..., inject=['lr'])",
     ),
-    "nan at first": (
-        *STEP,
-        {"steps": 3, "lr": float("nan")},
-        "expected lr to be a finite number, 0 or more, got nan",
-    ),
+    "nan at first": (*STEP, {"steps": 3, "lr": float("nan")}, "expected lr to be a finite number, 0 or more, got nan"),
     "inf later": (
         exploding,
         {"lr": 0.1, "value": float("inf")},
@@ -286,18 +282,9 @@ def test_schedules_are_part_of_a_graph():
         (lambda s: s.constant(float("nan")), "schedules.constant: expected value to be a finite number"),
         (lambda s: s.linear(0.0, float("inf"), 3), "schedules.linear: expected end to be a finite number"),
         (lambda s: s.linear(0.0, 1.0, 0), "schedules.linear: expected steps to be a number of updates, 1 or more"),
-        (
-            lambda s: s.cosine(1.0, 2.5),
-            "schedules.cosine: expected steps to be a number of .*, got 2.5",
-        ),
-        (
-            lambda s: s.warmup_cosine(1.0, 5, 5),
-            "schedules.warmup_cosine: expected steps to be a .*, 6 or more",
-        ),
-        (
-            lambda s: s.join([s.constant(1.0)], [3]),
-            "schedules.join: expected one boundary between two",
-        ),
+        (lambda s: s.cosine(1.0, 2.5), "schedules.cosine: expected steps to be a number of .*, got 2.5"),
+        (lambda s: s.warmup_cosine(1.0, 5, 5), "schedules.warmup_cosine: expected steps to be a .*, 6 or more"),
+        (lambda s: s.join([s.constant(1.0)], [3]), "schedules.join: expected one boundary between two"),
         (lambda s: s.join([s.constant(1.0)] * 3, [3, 3]), r"schedules.join: expected boundaries\[1\] to be"),
         (lambda s: s.linear(0.0, 1.0, 2)(1), "schedule: expected the count to be an int64 tensor of shape"),
     ],

@@ -89,12 +89,7 @@ def test_no_optimizer_is_refused(case):
         WRAPPERS[case](fs.clip_by_value(1.0))
 
 
-STATES = {
-    "skip_nonfinite": "SkipState",
-    "dynamic_loss_scale": "ScaleState",
-    "every_k": "EveryState",
-    "ema": "EmaState",
-}
+STATES = {"skip_nonfinite": "SkipState", "dynamic_loss_scale": "ScaleState", "every_k": "EveryState", "ema": "EmaState"}
 
 
 @pytest.mark.parametrize("donate", (False, True))

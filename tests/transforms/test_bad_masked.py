@@ -47,10 +47,7 @@ BAD = [
     ),
     Row(
         "a mask within otherwise that means nothing",
-        lambda world: (
-            world.full,
-            fs.masked(fs.cast(), "a", otherwise=fs.masked(fs.cast(gather=torch.bfloat16), "c")),
-        ),
+        lambda world: (world.full, fs.masked(fs.cast(), "a", otherwise=fs.masked(fs.cast(gather=torch.bfloat16), "c"))),
         fs.shard,
         "shard: " + NO_LEAF.format("c"),
     ),

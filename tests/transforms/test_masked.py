@@ -33,10 +33,7 @@ MASKS = {
         OrderedDict(layers=[Layer(False, True), Layer(True, None)], head=({"w": False},)),
         ["layers.0.bias", "layers.1.weight"],
     ),
-    "bools for subtrees": (
-        {"layers": [Layer(False, True), True], "head": False},
-        ["layers.0.bias", "layers.1.weight"],
-    ),
+    "bools for subtrees": ({"layers": [Layer(False, True), True], "head": False}, ["layers.0.bias", "layers.1.weight"]),
     "everything": ("*", ["layers.0.weight", "layers.0.bias", "layers.1.weight", "head.0.w"]),
     "one letter": ("layers.[!1].?ias", ["layers.0.bias"]),
 }
