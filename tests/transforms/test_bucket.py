@@ -6,9 +6,7 @@ import torch
 import fshard as fs
 from fshard.testing import spmd
 from fshard.transforms.compose import reduction
-from tests.bad_input import assert_all_refused
 from tests.ranks import on_ranks
-from tests.test_bad_setup import setup
 from tests.transforms.laws import told
 from tests.trees import assert_same_bits, normal, one_axis
 
@@ -110,29 +108,3 @@ def test_a_bucket_in_a_bucket_has_the_outer_size():
         assert fs.bucket(fs.bucket(plain, 20), 20) == fs.bucket(plain, 20)
         assert reduction(fs.bucket(plain, 20)).bucket_bytes == 20
     assert reduction(fs.bucket(fs.ddp(mesh))).bucket_bytes == 25 * 2**20
-
-
-NOTHING = "bucket: nothing in the transform travels in buffers; wrap fully_shard or replicate"
-SIZE = "bucket: expected nbytes to be a positive number of bytes, got {}"
-BAD = [
-    *(
-        setup(f"a size of {size}", fs.bucket, SIZE.format(size), lambda world: world.zero2, size)
-        for size in (0, -1, 2.5, True, None)
-    ),
-    setup("a size that is a text", fs.bucket, SIZE.format("'25MB'"), lambda world: world.zero2, "25MB"),
-    setup(
-        "a mesh",
-        fs.bucket,
-        "bucket: expected transform to be a ShardTransform such as fs.zero3(mesh), got a DeviceMesh",
-        lambda world: world.mesh,
-    ),
-    setup("a cast", fs.bucket, NOTHING, fs.cast(gather=torch.bfloat16)),
-    setup("nothing", fs.bucket, NOTHING, fs.compose()),
-    setup("quantize", fs.bucket, NOTHING, lambda world: fs.quantize(world.mesh)),
-    setup("zero3 of quantize", fs.bucket, NOTHING, lambda world: fs.zero3(world.mesh, layout=fs.quantize(world.mesh))),
-    setup("split_dim", fs.bucket, NOTHING, lambda world: fs.split_dim(world.mesh, dim=0)),
-]
-
-
-def test_bad_arguments_are_refused():
-    assert_all_refused(BAD)

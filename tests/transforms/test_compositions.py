@@ -8,9 +8,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
-from tests.bad_input import assert_all_refused
 from tests.ranks import my_rank, on_ranks
-from tests.test_bad_setup import setup
 from tests.test_law_ddp import ROWS, STEPS, Run, batches, bound, initial, one_process, one_rank_of, row_losses
 from tests.transforms.laws import SGD
 from tests.trees import assert_same_bits, two_axes
@@ -178,69 +176,3 @@ def test_processes(workers):
     first, second = spmd(program, workers(2))
     assert_same_bits(first, second)
     assert_trees_close(first, one_process("SGD").params, rtol=0, atol=OFF)
-
-
-TWICE = "compose: expected one transform for each axis, got two for the axes {}; drop one of the two"
-STAY = "compose: expected one strategy, which has the reshard policy, got two; take the other's parts by themselves"
-BAD = [
-    setup(
-        "quantize and fully_shard",
-        fs.compose,
-        TWICE.format(["shard"]),
-        *[lambda w: w.zero2, lambda w: fs.quantize(w.mesh)],
-    ),
-    setup(
-        "two strategies on one axis",
-        fs.compose,
-        TWICE.format(["shard"]),
-        *[lambda w: fs.zero3(w.mesh), lambda w: w.zero2],
-    ),
-    setup(
-        "hsdp of quantize over both axes",
-        lambda on: fs.compose(fs.hybrid_shard(on), fs.quantize(on["shard"]), fs.ddp(on, "replicate")),
-        TWICE.format(["replicate", "shard"]),
-        lambda world: world.grid,
-    ),
-    setup(
-        "two strategies on two axes",
-        lambda on: fs.compose(fs.ddp(on, "replicate"), fs.zero3(on, "shard")),
-        STAY,
-        lambda world: world.grid,
-    ),
-    setup(
-        "a strategy as zero3's layout",
-        lambda mesh: fs.zero3(mesh, layout=fs.zero2(mesh)),
-        STAY,
-        lambda world: world.mesh,
-    ),
-    setup(
-        "a strategy in a mask behind one",
-        lambda on: fs.compose(
-            fs.zero3(on, "replicate"), fs.masked(fs.zero3(on), "a", otherwise=fs.replicate(on["shard"]))
-        ),
-        STAY,
-        lambda world: world.grid,
-    ),
-    setup(
-        "split_dim before quantize",
-        lambda on: fs.compose(fs.split_dim(on["replicate"], dim=0), fs.quantize(on["shard"])),
-        "compose: expected split_dim over 'replicate' behind what gathers over ['shard'], got it before",
-        lambda world: world.grid,
-    ),
-    setup(
-        "split_dim in a mask before ddp",
-        lambda on: fs.compose(fs.masked(fs.split_dim(on["replicate"], dim=0), "a"), fs.ddp(on)),
-        "compose: expected split_dim over 'replicate' behind what gathers over ['shard'], got it before",
-        lambda world: world.grid,
-    ),
-    setup(
-        "a layout that is no transform",
-        lambda mesh: fs.zero3(mesh, layout="quantize"),
-        "compose: expected transforms to be ShardTransforms such as fs.fully_shard(mesh), got a str",
-        lambda world: world.mesh,
-    ),
-]
-
-
-def test_bad_compositions_are_refused():
-    assert_all_refused(BAD)

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 import fshard as fs
-from tests.bad_input import assert_all_refused
 from tests.ranks import on_ranks
-from tests.test_bad_setup import ALGORITHMS, setup
 from tests.transforms.laws import squares, told
 from tests.trees import normal, two_axes
 
@@ -65,48 +63,6 @@ def test_one_rank_communicates_nothing():
         fs.scatter_grads(full, like=params)
     assert list(record) == []
     assert full["float64"].data_ptr() == params["float64"].local.data_ptr()
-
-
-LACKS = "expected {1} to be one of ('shard',), got {0!r}; pass {1}= or name it in init_mesh"
-BAD = [
-    setup("a mesh of one axis", fs.hybrid_shard, LACKS.format("replicate", "replicate"), lambda world: world.mesh),
-    setup("hsdp on a mesh of one axis", fs.hsdp, LACKS.format("replicate", "replicate"), lambda world: world.mesh),
-    setup("another axis", fs.hybrid_shard, LACKS.format("node", "axis"), lambda world: world.mesh, "node"),
-    setup(
-        "one axis for both",
-        lambda mesh: fs.hybrid_shard(mesh, "shard", "shard"),
-        "compose: expected one transform for each axis, got two for the axes ['shard']; drop one of the two",
-        lambda world: world.grid,
-    ),
-    setup(
-        "an unknown algorithm",
-        lambda mesh: fs.hybrid_shard(mesh, algorithm="ring"),
-        f"fully_shard: {ALGORITHMS}",
-        lambda world: world.grid,
-    ),
-    setup(
-        "less than no elements",
-        lambda mesh: fs.hsdp(mesh, min_shard_elements=-1),
-        "fully_shard: expected min_shard_elements to be 0 or more, got -1",
-        lambda world: world.grid,
-    ),
-    setup(
-        "no mesh",
-        fs.hybrid_shard,
-        "expected mesh to be a DeviceMesh or an Axis, got a str; make one by fs.init_mesh",
-        "replicate",
-    ),
-    setup(
-        "options of zero3",
-        lambda mesh: fs.hsdp(mesh, prefetch=-1),
-        "zero3: expected prefetch to be a number of units, 0 or more, got -1",
-        lambda world: world.grid,
-    ),
-]
-
-
-def test_bad_arguments_are_refused():
-    assert_all_refused(BAD)
 
 
 def test_a_layout_says_all_that_is_to_be_said_of_it():

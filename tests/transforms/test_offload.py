@@ -6,9 +6,7 @@ import pytest
 import torch
 
 import fshard as fs
-from tests.bad_input import assert_all_refused
 from tests.ranks import on_ranks
-from tests.test_bad_setup import setup
 from tests.transforms.laws import told
 from tests.trees import one_axis
 
@@ -45,32 +43,3 @@ def test_it_sends_what_the_strategy_sends_and_copies_nothing(world_size):
             assert fs.gather(params)["w"].data_ptr() == params["w"].local.data_ptr()
     assert records[0] == records[1]
     assert bool(records[0]) == (world_size > 1)
-
-
-BEHIND = "compose: expected offload first, as it says where shards are stored, got it behind others"
-DEVICE = 'offload: expected device to be a device such as "cuda", or None, got {}'
-BAD = [
-    setup("after a strategy", fs.compose, BEHIND, lambda world: world.zero2, fs.offload("cpu")),
-    setup("after a cast", fs.compose, BEHIND, fs.cast(gather=torch.bfloat16), fs.offload("cpu")),
-    setup("twice", fs.compose, BEHIND, fs.offload("cpu"), fs.offload("cpu")),
-    setup(
-        "within zero3, after its cast",
-        lambda mesh: fs.zero3(
-            mesh, param_dtype=torch.bfloat16, layout=fs.compose(fs.offload("cpu"), fs.fully_shard(mesh))
-        ),
-        BEHIND,
-        lambda world: world.mesh,
-    ),
-    setup(
-        "within a mask",
-        lambda mesh: fs.compose(fs.cast(gather=torch.bfloat16), fs.masked(offloaded(fs.ddp(mesh)), "a", fs.ddp(mesh))),
-        BEHIND,
-        lambda world: world.mesh,
-    ),
-    setup("no such device", fs.offload, DEVICE.format("'tpv'"), "tpv"),
-    setup("no device", fs.offload, DEVICE.format("2.5"), 2.5),
-]
-
-
-def test_bad_arguments_are_refused():
-    assert_all_refused(BAD)

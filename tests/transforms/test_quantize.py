@@ -6,10 +6,7 @@ from torch.func import vjp
 
 import fshard as fs
 from fshard.testing import spmd
-from tests.bad_input import assert_all_refused
 from tests.ranks import my_rank, on_ranks
-from tests.test_bad_setup import ALGORITHMS as ALGORITHM
-from tests.test_bad_setup import setup
 from tests.test_law_purity import unchanged
 from tests.transforms.laws import SMALL, gradients, squares, told
 from tests.transforms.rounding import gather_bound, gathered, largest, pieces
@@ -159,41 +156,3 @@ def test_one_rank_communicates_nothing_and_processes_agree(workers):
 def test_the_oracle_bounds_by_blocks():
     assert largest(torch.tensor([1.0, -4, 2, 0, 3]), 2).tolist() == [4, 4, 2, 2, 3]
     assert [piece.tolist() for piece in pieces(torch.tensor([1.0, 2, 3]), 2)] == [[1, 2], [3, 0]]
-
-
-BLOCK = "quantize: expected block to be a number of elements, 1 or more, got {}"
-BAD = [
-    *(
-        setup(f"blocks of {size!r}", lambda mesh, size=size: fs.quantize(mesh, block=size), BLOCK.format(repr(size)), m)
-        for size in (0, -3, True, 2.0, "256")
-        for m in [lambda world: world.mesh]
-    ),
-    setup(
-        "nothing to round",
-        lambda mesh: fs.quantize(mesh, gather=False),
-        "quantize: expected gather or scatter to be rounded, got neither; pass one of them, or use fully_shard",
-        lambda world: world.mesh,
-    ),
-    setup(
-        "a mesh of two axes",
-        fs.quantize,
-        "expected mesh to have one axis, got ('replicate', 'shard'); name one, as in mesh['shard']",
-        lambda world: world.grid,
-    ),
-    setup(
-        "an unknown algorithm",
-        lambda mesh: fs.quantize(mesh, algorithm="ring"),
-        f"fully_shard: {ALGORITHM}",
-        lambda world: world.mesh,
-    ),
-    setup(
-        "less than no elements",
-        lambda mesh: fs.quantize(mesh, min_shard_elements=-1),
-        "fully_shard: expected min_shard_elements to be 0 or more, got -1",
-        lambda world: world.mesh,
-    ),
-]
-
-
-def test_bad_arguments_are_refused():
-    assert_all_refused(BAD)

@@ -8,9 +8,7 @@ import torch
 
 import fshard as fs
 from fshard.testing import check_adjoint
-from tests.bad_input import Row, assert_all_refused
 from tests.ranks import my_rank, on_ranks
-from tests.test_bad_setup import setup
 from tests.test_law_purity import unchanged
 from tests.transforms.laws import grid, told
 from tests.trees import WORLD_SIZES, assert_same_bits, exotic_dtypes, normal, one_axis
@@ -98,59 +96,3 @@ def test_a_rank_gathers_and_reduces_its_own_piece_alone():
         ("all_gather", "shard", "gather", 1, 12 * 10 * 8 // 2),
         ("reduce_scatter", "shard", "scatter", 1, 12 * 10 * 8 // 2),
     ]
-
-
-FIT = "\nTo fix: pass full tensors whose shapes fit the strategy."
-ODD = "\n  ['a']: expected a multiple of 2, the size of 'shard', got size 5 of dim 0"
-BAD = [
-    Row(
-        "a dim that does not divide",
-        lambda world: (world.full, fs.split_dim(world.mesh, dim=0)),
-        fs.shard,
-        f"shard: leaves cannot be sharded{ODD}{FIT}",
-        ("shard",),
-    ),
-    Row(
-        "reshard of it",
-        lambda world: (world.params, fs.split_dim(world.mesh, dim=0)),
-        fs.reshard,
-        f"reshard: leaves do not fit{ODD}\nTo fix: choose a strategy that fits their shapes.",
-    ),
-    Row(
-        "no such dim",
-        lambda world: ({"n": torch.ones(()), "v": torch.ones(4)}, fs.split_dim(world.mesh, dim=1)),
-        fs.shard,
-        "shard: leaves cannot be sharded\n"
-        "  ['n']: expected a dim 1 to split over 'shard', got shape ()\n"
-        f"  ['v']: expected a dim 1 to split over 'shard', got shape (4,){FIT}",
-        ("shard",),
-    ),
-    setup(
-        "before what gathers",
-        lambda world: fs.compose(fs.split_dim(world.grid["shard"], dim=0), fs.ddp(world.grid, "replicate")),
-        "compose: expected split_dim over 'shard' behind what gathers over ['replicate'], got it before",
-        lambda world: world,
-    ),
-    setup(
-        "owned before what gathers",
-        lambda world: fs.compose(fs.own_dim(world.grid["shard"]), fs.ddp(world.grid, "replicate")),
-        "compose: expected own_dim over 'shard' behind what gathers over ['replicate'], got it before",
-        lambda world: world,
-    ),
-    setup(
-        "the axis that is gathered over",
-        lambda world: fs.compose(fs.zero3(world.mesh), fs.split_dim(world.mesh, dim=0)),
-        "compose: expected one transform for each axis, got two for the axes ['shard']; drop one of the two",
-        lambda world: world,
-    ),
-    setup(
-        "a mesh of two axes",
-        lambda mesh: fs.split_dim(mesh, dim=0),
-        "expected mesh to have one axis, got ('replicate', 'shard'); name one, as in mesh['shard']",
-        lambda world: world.grid,
-    ),
-]
-
-
-def test_bad_input_is_refused():
-    assert_all_refused(BAD)

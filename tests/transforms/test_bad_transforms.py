@@ -1,0 +1,287 @@
+"""Transforms that are refused: bad arguments, compositions of two for one axis, and masks that match no leaf."""
+
+from operator import attrgetter
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from tests.bad_input import Row, assert_all_refused
+from tests.ranks import on_ranks
+from tests.test_bad_setup import ALGORITHMS, setup
+from tests.transforms.laws import SGD
+from tests.trees import one_axis
+
+MESH, GRID, ZERO2 = map(attrgetter, ("mesh", "grid", "zero2"))
+BFLOAT16 = fs.cast(gather=torch.bfloat16)
+
+ONE_AXIS = "expected mesh to have one axis, got ('replicate', 'shard'); name one, as in mesh['shard']"
+SMALLEST = "fully_shard: expected min_shard_elements to be 0 or more, got -1"
+TWICE = "compose: expected one transform for each axis, got two for the axes {}; drop one of the two"
+EARLY = "compose: expected {} over '{}' behind what gathers over ['{}'], got it before"
+
+BEHIND = "compose: expected offload first, as it says where shards are stored, got it behind others"
+DEVICE = 'offload: expected device to be a device such as "cuda", or None, got {}'
+OFFLOAD = [
+    setup("offload after a strategy", fs.compose, BEHIND, ZERO2, fs.offload("cpu")),
+    setup("offload after a cast", fs.compose, BEHIND, BFLOAT16, fs.offload("cpu")),
+    setup("offload twice", fs.compose, BEHIND, fs.offload("cpu"), fs.offload("cpu")),
+    setup(
+        "offload within zero3, after its cast",
+        lambda mesh: fs.zero3(
+            mesh, param_dtype=torch.bfloat16, layout=fs.compose(fs.offload("cpu"), fs.fully_shard(mesh))
+        ),
+        BEHIND,
+        MESH,
+    ),
+    setup(
+        "offload within a mask",
+        lambda mesh: fs.compose(BFLOAT16, fs.masked(fs.compose(fs.offload("cpu"), fs.ddp(mesh)), "a", fs.ddp(mesh))),
+        BEHIND,
+        MESH,
+    ),
+    setup("offload to no such device", fs.offload, DEVICE.format("'tpv'"), "tpv"),
+    setup("offload to no device", fs.offload, DEVICE.format("2.5"), 2.5),
+]
+
+LACKS = "expected {1} to be one of ('shard',), got {0!r}; pass {1}= or name it in init_mesh"
+NO_MESH = "expected mesh to be a DeviceMesh or an Axis, got a str; make one by fs.init_mesh"
+PREFETCH = "zero3: expected prefetch to be a number of units, 0 or more, got -1"
+HYBRID = [
+    setup("hybrid_shard on a mesh of one axis", fs.hybrid_shard, LACKS.format("replicate", "replicate"), MESH),
+    setup("hsdp on a mesh of one axis", fs.hsdp, LACKS.format("replicate", "replicate"), MESH),
+    setup("hybrid_shard on another axis", fs.hybrid_shard, LACKS.format("node", "axis"), MESH, "node"),
+    setup("hybrid_shard with one axis for both", fs.hybrid_shard, TWICE.format(["shard"]), GRID, "shard", "shard"),
+    setup(
+        "hybrid_shard by an unknown algorithm",
+        lambda mesh: fs.hybrid_shard(mesh, algorithm="ring"),
+        f"fully_shard: {ALGORITHMS}",
+        GRID,
+    ),
+    setup("hsdp of less than no elements", lambda mesh: fs.hsdp(mesh, min_shard_elements=-1), SMALLEST, GRID),
+    setup("hybrid_shard on no mesh", fs.hybrid_shard, NO_MESH, "replicate"),
+    setup("hsdp with a bad option of zero3", lambda mesh: fs.hsdp(mesh, prefetch=-1), PREFETCH, GRID),
+]
+
+NOTHING = "bucket: nothing in the transform travels in buffers; wrap fully_shard or replicate"
+SIZE = "bucket: expected nbytes to be a positive number of bytes, got {!r}"
+NO_TRANSFORM = "bucket: expected transform to be a ShardTransform such as fs.zero3(mesh), got a DeviceMesh"
+BUCKET = [
+    *(
+        setup(f"a bucket of {size!r}", fs.bucket, SIZE.format(size), ZERO2, size)
+        for size in (0, -1, 2.5, True, None, "25MB")
+    ),
+    setup("a bucket of a mesh", fs.bucket, NO_TRANSFORM, MESH),
+    setup("a bucket of a cast", fs.bucket, NOTHING, BFLOAT16),
+    setup("a bucket of nothing", fs.bucket, NOTHING, fs.compose()),
+    setup("a bucket of quantize", lambda mesh: fs.bucket(fs.quantize(mesh)), NOTHING, MESH),
+    setup(
+        "a bucket of zero3 of quantize", lambda mesh: fs.bucket(fs.zero3(mesh, layout=fs.quantize(mesh))), NOTHING, MESH
+    ),
+    setup("a bucket of split_dim", lambda mesh: fs.bucket(fs.split_dim(mesh, dim=0)), NOTHING, MESH),
+]
+
+BLOCK = "quantize: expected block to be a number of elements, 1 or more, got {!r}"
+NEITHER = "quantize: expected gather or scatter to be rounded, got neither; pass one of them, or use fully_shard"
+QUANTIZE = [
+    *(
+        setup(
+            f"quantize in blocks of {size!r}",
+            lambda mesh, size=size: fs.quantize(mesh, block=size),
+            BLOCK.format(size),
+            MESH,
+        )
+        for size in (0, -3, True, 2.0, "256")
+    ),
+    setup("quantize that rounds nothing", lambda mesh: fs.quantize(mesh, gather=False), NEITHER, MESH),
+    setup("quantize on a mesh of two axes", fs.quantize, ONE_AXIS, GRID),
+    setup(
+        "quantize by an unknown algorithm",
+        lambda mesh: fs.quantize(mesh, algorithm="ring"),
+        f"fully_shard: {ALGORITHMS}",
+        MESH,
+    ),
+    setup("quantize of less than no elements", lambda mesh: fs.quantize(mesh, min_shard_elements=-1), SMALLEST, MESH),
+]
+
+FIT = "\nTo fix: pass full tensors whose shapes fit the strategy."
+ODD = "\n  ['a']: expected a multiple of 2, the size of 'shard', got size 5 of dim 0"
+SPLIT_DIM = [
+    Row(
+        "split_dim of a dim that does not divide",
+        lambda world: (world.full, fs.split_dim(world.mesh, dim=0)),
+        fs.shard,
+        f"shard: leaves cannot be sharded{ODD}{FIT}",
+        ("shard",),
+    ),
+    Row(
+        "reshard by split_dim of a dim that does not divide",
+        lambda world: (world.params, fs.split_dim(world.mesh, dim=0)),
+        fs.reshard,
+        f"reshard: leaves do not fit{ODD}\nTo fix: choose a strategy that fits their shapes.",
+    ),
+    Row(
+        "split_dim of no such dim",
+        lambda world: ({"n": torch.ones(()), "v": torch.ones(4)}, fs.split_dim(world.mesh, dim=1)),
+        fs.shard,
+        "shard: leaves cannot be sharded\n"
+        "  ['n']: expected a dim 1 to split over 'shard', got shape ()\n"
+        f"  ['v']: expected a dim 1 to split over 'shard', got shape (4,){FIT}",
+        ("shard",),
+    ),
+    setup(
+        "split_dim before what gathers",
+        lambda grid: fs.compose(fs.split_dim(grid["shard"], dim=0), fs.ddp(grid, "replicate")),
+        EARLY.format("split_dim", "shard", "replicate"),
+        GRID,
+    ),
+    setup(
+        "own_dim before what gathers",
+        lambda grid: fs.compose(fs.own_dim(grid["shard"]), fs.ddp(grid, "replicate")),
+        EARLY.format("own_dim", "shard", "replicate"),
+        GRID,
+    ),
+    setup(
+        "split_dim before quantize",
+        lambda grid: fs.compose(fs.split_dim(grid["replicate"], dim=0), fs.quantize(grid["shard"])),
+        EARLY.format("split_dim", "replicate", "shard"),
+        GRID,
+    ),
+    setup(
+        "split_dim in a mask before ddp",
+        lambda grid: fs.compose(fs.masked(fs.split_dim(grid["replicate"], dim=0), "a"), fs.ddp(grid)),
+        EARLY.format("split_dim", "replicate", "shard"),
+        GRID,
+    ),
+    setup(
+        "split_dim over the axis that is gathered over",
+        lambda mesh: fs.compose(fs.zero3(mesh), fs.split_dim(mesh, dim=0)),
+        TWICE.format(["shard"]),
+        MESH,
+    ),
+    setup("split_dim on a mesh of two axes", lambda mesh: fs.split_dim(mesh, dim=0), ONE_AXIS, GRID),
+]
+
+STAY = "compose: expected one strategy, which has the reshard policy, got two; take the other's parts by themselves"
+NO_LAYOUT = "compose: expected transforms to be ShardTransforms such as fs.fully_shard(mesh), got a str"
+COMPOSE = [
+    setup(
+        "quantize and fully_shard",
+        lambda mesh: fs.compose(fs.zero2(mesh, min_shard_elements=0), fs.quantize(mesh)),
+        TWICE.format(["shard"]),
+        MESH,
+    ),
+    setup(
+        "two strategies on one axis",
+        lambda mesh: fs.compose(fs.zero3(mesh), fs.zero2(mesh, min_shard_elements=0)),
+        TWICE.format(["shard"]),
+        MESH,
+    ),
+    setup(
+        "hsdp of quantize over both axes",
+        lambda grid: fs.compose(fs.hybrid_shard(grid), fs.quantize(grid["shard"]), fs.ddp(grid, "replicate")),
+        TWICE.format(["replicate", "shard"]),
+        GRID,
+    ),
+    setup(
+        "two strategies, one in a mask",
+        lambda mesh: fs.compose(
+            fs.masked(fs.zero3(mesh), "a", otherwise=fs.ddp(mesh)),
+            fs.masked(fs.zero3(mesh), "b", otherwise=fs.ddp(mesh)),
+        ),
+        TWICE.format(["shard"]),
+        MESH,
+    ),
+    setup(
+        "two strategies on two axes",
+        lambda grid: fs.compose(fs.ddp(grid, "replicate"), fs.zero3(grid, "shard")),
+        STAY,
+        GRID,
+    ),
+    setup("a strategy as zero3's layout", lambda mesh: fs.zero3(mesh, layout=fs.zero2(mesh)), STAY, MESH),
+    setup(
+        "a strategy in a mask behind one",
+        lambda grid: fs.compose(
+            fs.zero3(grid, "replicate"), fs.masked(fs.zero3(grid), "a", otherwise=fs.replicate(grid["shard"]))
+        ),
+        STAY,
+        GRID,
+    ),
+    setup("a layout that is no transform", lambda mesh: fs.zero3(mesh, layout="quantize"), NO_LAYOUT, MESH),
+]
+
+
+def bfloat16_of(mask, strategy):
+    return fs.compose(fs.masked(BFLOAT16, mask), strategy)
+
+
+NO_LEAF = "the mask {!r} matches no leaf of a, b.0; name some of these"
+AXES = (
+    "masked: expected other leaves to be reduced over the axes {}, got {}; give otherwise= a transform over these, "
+    "such as fs.replicate"
+)
+MASK = (
+    "masked: expected the mask to be a glob pattern of leaves' names, several, a function of the name or of (name, "
+    "leaf), or a tree of bools, got {}"
+)
+OTHERWISE = "masked: expected otherwise to be a ShardTransform, got a str"
+OPTIMIZER = "masked: otherwise is for ShardTransforms, not for an Optimizer; partition has parts"
+NAMELESS = (
+    "masked: leaves are meant by their names, which only fs.shard, fs.reshard and model.init know; each leaf's spec "
+    "has its own transform"
+)
+MASKED = [
+    *(
+        Row(
+            f"{verb.__name__} by a mask that means nothing",
+            lambda world, tree=tree: (getattr(world, tree), bfloat16_of("w*", world.zero2)),
+            verb,
+            f"{verb.__name__}: " + NO_LEAF.format("w*"),
+        )
+        for verb, tree in ((fs.shard, "full"), (fs.reshard, "params"))
+    ),
+    Row(
+        "reshard of a state by a mask that means nothing",
+        lambda world: (world.state, bfloat16_of(("c", "d.*"), world.zero2)),
+        fs.reshard,
+        "reshard: the mask ('c', 'd.*') matches no leaf of step, a, b.0, opt_state.1.updates, ...; name some of these",
+    ),
+    Row(
+        "a mask within otherwise that means nothing",
+        lambda world: (world.full, fs.masked(fs.cast(), "a", otherwise=fs.masked(BFLOAT16, "c"))),
+        fs.shard,
+        "shard: " + NO_LEAF.format("c"),
+    ),
+    setup("others reduced over nothing", fs.masked, AXES.format(["shard"], []), ZERO2, "a"),
+    setup(
+        "others reduced over another axis",
+        lambda world: fs.masked(world.zero2, "a", fs.ddp(world.other, "data")),
+        AXES.format(["shard"], ["data"]),
+        lambda world: world,
+    ),
+    setup("otherwise of no transform", fs.masked, OTHERWISE, fs.cast(), "a", "b"),
+    setup("otherwise of an optimizer", fs.masked, OPTIMIZER, SGD, "a", fs.cast()),
+    *(
+        setup(f"a mask of {mask!r}", fs.masked, MASK.format(found), fs.cast(), mask)
+        for mask, found in ((3, "an int"), ((), "a tuple"), (("a", 1), "a tuple"), (None, "None"))
+    ),
+    *(
+        setup(
+            f"{verb} without names", lambda t, verb=verb: getattr(t, verb)([], []), NAMELESS, fs.masked(fs.cast(), "a")
+        )
+        for verb in ("gather", "scatter")
+    ),
+]
+
+
+def test_bad_arguments_are_refused():
+    assert_all_refused([*OFFLOAD, *HYBRID, *BUCKET, *QUANTIZE, *SPLIT_DIM, *COMPOSE, *MASKED])
+
+
+@on_ranks(2)
+def test_model_init_refuses_a_mask_that_means_nothing():
+    model = fs.functionalize(nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="matches no leaf") as caught:
+        model.init(bfloat16_of("norm*", fs.zero2(one_axis())))
+    assert str(caught.value) == "shard: the mask 'norm*' matches no leaf of bias, weight; name some of these"
