@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fshard as fs
+from fshard.shard import without_padding
 from fshard.tree import flatten, unflatten
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
@@ -161,11 +162,23 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
         assert as_bytes(a).equal(as_bytes(b)), f"{path}: {a} and {b} differ in some bits"
 
 
+def padded_with(leaf: fs.Sharded, value: float) -> fs.Sharded:
+    """A leaf with another value where its shard is padded."""
+    out = fs.Sharded(torch.full_like(leaf.local, value), leaf.spec)
+    without_padding(out).copy_(without_padding(leaf))
+    return out
+
+
 def none_as_zeros(grads: Any, params: Any) -> Any:
     """Gradients as torch.func has them, which gives zeros to what a function does not use."""
     flat, leaves = flatten(params), flatten(grads).leaves
     found = [fs.tree_map(torch.zeros_like, p) if g is None else g for g, p in zip(leaves, flat.leaves, strict=True)]
     return unflatten(flat.treedef, found)
+
+
+def every_bit(tree: Any) -> list[bytes]:
+    """The bits of a tree's tensors, which ranks can return to be compared."""
+    return [as_bytes(leaf).numpy().tobytes() for leaf in fs.tree_leaves(tree)]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,9 @@ import torch
 import fshard as fs
 from fshard.optim.norms import global_norm
 from fshard.shard import without_padding
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
 from tests.ranks import on_ranks
-from tests.trees import ONE_AXIS, STRATEGIES, assert_same_bits, meshes, normal, one_axis
+from tests.trees import ONE_AXIS, STRATEGIES, assert_same_bits, every_bit, meshes, normal, one_axis, padded_with
 
 ORDERS = (1.0, 2.0, 3.0, math.inf)
 SHAPES = {"w": (5, 3), "wide": (3, 70), "vector": (7,), "one": (1,), "scalar": (), "empty": (0, 3)}
@@ -58,35 +58,26 @@ def assert_clipped_as_by_torch(clipped, full, max_norm, p):
 @pytest.mark.rows(2)
 @pytest.mark.parametrize("p", ORDERS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
-@pytest.mark.parametrize("world_size", (1, 2, 3, 4))
-def test_every_strategy_clips_as_torch_does(world_size, dtype, p):
-    full = gradients(dtype)
+@on_ranks(1, 2, 3, 4)
+def test_every_strategy_clips_as_torch_does(dtype, p):
+    full, on, results = gradients(dtype), meshes(), {}
     norm = torch_clip(full, 1.0, p)[1]
-
-    def program():
-        on = meshes()
-        results = {}
-        for name, make in LAYOUTS.items():
-            grads = fs.shard(full, make(on))
-            torch.testing.assert_close(global_norm(grads, p), norm, rtol=rounding(dtype, p), atol=0.0)
-            for max_norm in (0.0, 0.5, 1e6):
-                clipped = clip(grads, max_norm, p)
-                assert [leaf.spec for leaf in specs(clipped)] == [leaf.spec for leaf in specs(grads)]
-                results[name, max_norm] = fs.unshard(clipped)
-                assert_clipped_as_by_torch(results[name, max_norm], full, max_norm, p)
-        return results
-
-    ranks = spmd(program, world_size)
-    for results in ranks:
-        assert_same_bits(results, ranks[0])
-        for (_, max_norm), clipped in results.items():
+    for name, make in LAYOUTS.items():
+        grads = fs.shard(full, make(on))
+        torch.testing.assert_close(global_norm(grads, p), norm, rtol=rounding(dtype, p), atol=0.0)
+        for max_norm in (0.0, 0.5, 1e6):
+            clipped = clip(grads, max_norm, p)
+            assert [leaf.spec for leaf in specs(clipped)] == [leaf.spec for leaf in specs(grads)]
+            found = results[name, max_norm] = fs.unshard(clipped)
+            assert_clipped_as_by_torch(found, full, max_norm, p)
             if max_norm == 0.0:
-                assert all(not leaf.any() for leaf in fs.tree_leaves(clipped))
+                assert all(not leaf.any() for leaf in fs.tree_leaves(found))
             if max_norm == 1e6:
-                assert_same_bits(clipped, full)
+                assert_same_bits(found, full)
             # The norm is taken in float64 and agrees in float32 however leaves are split.
             if dtype == torch.float32 or math.isinf(p):
-                assert_same_bits(clipped, results["ddp", max_norm])
+                assert_same_bits(found, results["ddp", max_norm])
+    return every_bit(list(results.values()))
 
 
 def specs(tree):
@@ -110,30 +101,16 @@ def test_complex_gradients_count_by_their_magnitudes(p):
 
 @pytest.mark.parametrize("poison", (math.nan, math.inf, 1e30))
 @pytest.mark.parametrize("p", ORDERS)
+@on_ranks(4)
 def test_padding_does_not_count(p, poison):
-    full = gradients()
-
-    def poisoned(leaf):
-        local = torch.full_like(leaf.local, poison)
-        padded = fs.Sharded(local, leaf.spec)
-        without_padding(padded).copy_(without_padding(leaf))
-        return padded, local.numel() - without_padding(padded).numel()
-
-    def program():
-        padding = 0
-        on = meshes()
-        for name in ALL_SPLIT:
-            clean = fs.shard(full, STRATEGIES[name](on))
-            grads = dict(clean)
-            for path, leaf in clean.items():
-                if leaf is not None:
-                    grads[path], missing = poisoned(leaf)
-                    padding += missing
-            assert_same_bits(fs.unshard(clip(grads, 0.5, p)), fs.unshard(clip(clean, 0.5, p)))
-        return padding
-
+    full, on, padding = gradients(), meshes(), 0
+    for name in ALL_SPLIT:
+        clean = fs.shard(full, STRATEGIES[name](on))
+        grads = {path: leaf if leaf is None else padded_with(leaf, poison) for path, leaf in clean.items()}
+        padding += sum(leaf.local.numel() - without_padding(leaf).numel() for leaf in specs(grads))
+        assert_same_bits(fs.unshard(clip(grads, 0.5, p)), fs.unshard(clip(clean, 0.5, p)))
     # On every rank there was some to poison but for the first, whose shards are full.
-    assert all(spmd(program, 4)[1:])
+    assert padding or torch.distributed.get_rank() == 0
 
 
 @pytest.mark.parametrize("p", ORDERS)
@@ -180,19 +157,9 @@ def test_half_precision_is_summed_in_more():
 
 
 @pytest.mark.parametrize("p", ORDERS)
-@pytest.mark.parametrize("world_size", (1, 2, 4))
+@on_ranks(1, 2, 4)
 def test_collectives(world_size, p):
     """One number over each axis that gradients are split over, and nothing else."""
-    full = gradients()
-
-    def program():
-        on, counted = meshes(), {}
-        for name, make in STRATEGIES.items():
-            grads = fs.shard(full, make(on))
-            with fs.comm.record() as record:
-                clip(grads, 0.5, p)
-            counted[name] = [(e.op, e.axis, e.bytes, e.scalar) for e in record if e.label != fs.comm.Verb.AGREE]
-        return counted
 
     def one_number(axis, ranks):
         largest = ("all_gather", axis, 8 * ranks, True)
@@ -213,8 +180,13 @@ def test_collectives(world_size, p):
     matrices, vectors = (("replicate", outer), ("shard", inner)), (("shard", inner), ("replicate", outer))
     for axes in (matrices[:1], vectors, matrices) if inner > 1 else (matrices[:1],):
         expected["two dims"] += [entry for axis in axes for entry in one_number(*axis)]
-    for counted in spmd(program, world_size):
-        assert counted == expected
+    full, on = gradients(), meshes()
+    for name, make in STRATEGIES.items():
+        grads = fs.shard(full, make(on))
+        with fs.comm.record() as record:
+            clip(grads, 0.5, p)
+        sent = [(e.op, e.axis, e.bytes, e.scalar) for e in record if e.label != fs.comm.Verb.AGREE]
+        assert sent == expected[name], name
 
 
 @pytest.mark.rows(1)

@@ -8,10 +8,10 @@ import torch
 from torch import optim
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
 from fshard.tree import flatten, is_sharded
 from tests.ranks import on_ranks
-from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
+from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis, padded_with
 
 STEPS = 4
 
@@ -24,6 +24,7 @@ SHAPES = {
     "one": (1,),
     "scalar": (),
     "empty": (0, 3),
+    "stack": (2, 5, 3),
 }
 MATRICES = ("w", "wide", "tall")
 
@@ -139,26 +140,18 @@ def every_leaf():
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (1, 2, 3, 4))
+@on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("name", TABLE)
-def test_sharded_is_dense(name, world_size):
-    expected, row = dense(name), TABLE[name]
-
-    def program():
-        found = {}
-        for strategy, make in STRATEGIES.items():
-            transform = make(meshes())
-            found[strategy] = fs.unshard(run(row.make(), *on_shards(transform))[0])
-        return found
-
-    for found in spmd(program, world_size):
-        for params in found.values():
-            if row.rounds:
-                # Clipped gradients and parameters are about 1; STEPS updates each hand on what the one before had.
-                bound = STEPS * row.rounds * torch.finfo(torch.float64).eps
-                assert_trees_close(params, expected, rtol=bound, atol=bound)
-            else:
-                assert_same_bits(params, expected)
+def test_sharded_is_dense(name):
+    expected, row, on = dense(name), TABLE[name], meshes()
+    for make in STRATEGIES.values():
+        params = fs.unshard(run(row.make(), *on_shards(make(on)))[0])
+        if row.rounds:
+            # Clipped gradients and parameters are about 1; STEPS updates each hand on what the one before had.
+            bound = STEPS * row.rounds * torch.finfo(torch.float64).eps
+            assert_trees_close(params, expected, rtol=bound, atol=bound)
+        else:
+            assert_same_bits(params, expected)
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -236,3 +229,23 @@ def test_state_survives_numpy(name):
     back = fs.tree_map(lambda x: torch.from_numpy(x) if isinstance(x, numpy.ndarray) else x, arrays)
     again = run(tx, back[0], grads[2:], back[1])
     assert_same_bits(fs.tree_leaves(again), fs.tree_leaves(run(tx, params, grads[2:], state)))
+
+
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("layout", ("zero2 of every leaf", "last dim", "hsdp", "two dims"))
+@pytest.mark.parametrize("name", TABLE)
+@on_ranks(4)
+def test_padding_is_never_looked_at(name, layout):
+    """Its values are unspecified: nothing that optimizers make of them may reach a leaf."""
+
+    def trained(value):
+        params, grads = on_shards(STRATEGIES[layout](meshes()))
+        params, *grads = (
+            {path: leaf if leaf is None else padded_with(leaf, value) for path, leaf in tree.items()}
+            for tree in (params, *grads)
+        )
+        return fs.unshard(run(TABLE[name].make(), params, grads)[0])
+
+    expected = trained(0.0)
+    for value in (3.0, float("nan")):
+        assert_same_bits(trained(value), expected)

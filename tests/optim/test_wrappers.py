@@ -10,11 +10,10 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import fshard as fs
 from fshard.optim.wrappers import all_finite
-from fshard.shard import without_padding
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
 from fshard.tree import flatten
 from tests.ranks import on_ranks
-from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
+from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis, padded_with
 
 SHAPES = {"w": (5, 3), "vector": (7,), "scalar": (), "empty": (0, 3)}
 LAYOUTS = ("ddp", "zero2", "zero2 of every leaf", "last dim", "hsdp", "two dims")
@@ -91,35 +90,24 @@ def test_good_gradients_update_as_without():
 
 
 @pytest.mark.parametrize("value", (math.inf, math.nan))
+@on_ranks(3)
 def test_padding_does_not_count(value):
-    def program():
-        leaf = fs.shard(torch.ones(5), fs.zero2(one_axis(), min_shard_elements=0))
-        padded = fs.Sharded(torch.full_like(leaf.local, value), leaf.spec)
-        without_padding(padded).copy_(without_padding(leaf))
-        return all_finite({"w": padded, "frozen": None}).item()
-
-    assert spmd(program, 3) == [True] * 3
+    leaf = fs.shard(torch.ones(5), fs.zero2(one_axis(), min_shard_elements=0))
+    assert all_finite({"w": padded_with(leaf, value), "frozen": None}).item() is True
 
 
+@on_ranks(2)
 def test_transforms_look_at_every_rank():
     """Under torch.func both outcomes are computed, and one is chosen on every rank alike."""
-    tx = fs.skip_nonfinite(fs.sgd(0.5))
+    tx, full = fs.skip_nonfinite(fs.sgd(0.5)), tree(0, torch.float64)
+    params = fs.shard(full, fs.zero2(one_axis(), min_shard_elements=0))
+    for grads in (params, poisoned(params, math.inf) if torch.distributed.get_rank() == 1 else params):
 
-    def program():
-        params = fs.shard(tree(0, torch.float64), fs.zero2(one_axis(), min_shard_elements=0))
-        found = []
-        for grads in (params, poisoned(params, math.inf) if torch.distributed.get_rank() == 1 else params):
+        def loss(params, grads=grads):
+            new, _ = tx.update(grads, tx.init(params), params)
+            return fs.objective(sum(leaf.sum() for leaf in fs.gather(new).values()), params)
 
-            def loss(params, grads=grads):
-                new, _ = tx.update(grads, tx.init(params), params)
-                return fs.objective(sum(leaf.sum() for leaf in fs.gather(new).values()), params)
-
-            found.append(fs.unshard(torch.func.grad(loss)(params)))
-        return found
-
-    ones = fs.tree_map(torch.ones_like, tree(0, torch.float64))
-    for found in spmd(program, 2):
-        assert_same_bits(found, [ones, ones])
+        assert_same_bits(fs.unshard(torch.func.grad(loss)(params)), fs.tree_map(torch.ones_like, full))
 
 
 SCALES = {
@@ -212,17 +200,16 @@ def test_a_scale_does_not_grow_to_infinity():
     assert scales == [2.0**127] * 3
 
 
+@on_ranks(2)
 def test_updates_in_a_vmap_are_skipped_alike():
-    def program():
-        params = fs.shard({"w": torch.ones(5, 3)}, fs.zero2(one_axis(), min_shard_elements=0))
-        tx = fs.skip_nonfinite(fs.sgd(0.1))
+    params = fs.shard({"w": torch.ones(5, 3)}, fs.zero2(one_axis(), min_shard_elements=0))
+    tx = fs.skip_nonfinite(fs.sgd(0.1))
 
-        def step(scale):
-            return tx.update(fs.tree_map(lambda x: x * scale, params), tx.init(params), params)[0]["w"].local
+    def step(scale):
+        return tx.update(fs.tree_map(lambda x: x * scale, params), tx.init(params), params)[0]["w"].local
 
-        return torch.func.vmap(step)(torch.tensor([1.0, math.inf]))[:, 0, 0].tolist()
-
-    assert spmd(program, 2) == [[torch.tensor(0.9).item(), 1.0]] * 2
+    found = torch.func.vmap(step)(torch.tensor([1.0, math.inf]))[:, 0, 0]
+    assert found.tolist() == [torch.tensor(0.9).item(), 1.0]
 
 
 @pytest.mark.parametrize("donate", (False, True))
