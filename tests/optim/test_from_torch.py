@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import optim
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
 from fshard.tree import flatten, is_sharded
 from tests.ranks import on_ranks
 from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
@@ -231,29 +232,6 @@ def test_strides_do_not_matter(case):
             assert_same_bits(run(place, place_gradient), expected)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_frozen_leaves_stay_and_have_no_state(case):
-    cls, hyper = CASES[case]
-    tx = fs.from_torch(cls, **hyper)
-    draw = normal()
-    full, grad = {"fixed": draw(5, 3), "trained": draw(5, 3), "absent": None}, draw(5, 3)
-
-    def program():
-        strategy = fs.zero2(one_axis(), min_shard_elements=0)
-        params = fs.shard(full, strategy, frozen=lambda path: "fixed" in path)
-        grads = {"fixed": None, "trained": fs.shard(grad, strategy), "absent": None}
-        state = tx.init(params)
-        new, state = tx.update(grads, state, params)
-        alone, _ = tx.update(grad, tx.init(full["trained"]), full["trained"])
-        return new["fixed"] is params["fixed"], fs.unshard(new)["trained"], alone, state.slots
-
-    for same, trained, alone, slots in spmd(program, 2):
-        assert same
-        assert_equal_arithmetic(trained, alone, exact=not differs_in_vectors(case), steps=1)
-        assert all(slot["fixed"] is None and slot["absent"] is None for slot in slots.values())
-        assert all(slot["trained"] is not None for slot in slots.values())
-
-
 def decay(count):
     return 0.5 ** int(count)
 
@@ -338,3 +316,64 @@ def test_gradients_that_are_conjugated_lazily_get_the_bits_of_torch(cls):
     tx = fs.from_torch(cls, lr=0.1)
     found, _ = tx.update({"z": lazy}, tx.init({"z": z}), {"z": z})
     assert_same_bits([found["z"]], [parameter.detach()])
+
+
+# Hyperparameters that the state holds.
+PARAMS = {"w": normal(0)(5, 3), "b": normal(1)(7)}
+RATES = (0.1, 0.03, 0.0, 1.0)
+
+
+def gradients(step):
+    return {name: normal(10 * step + i)(*value.shape) for i, (name, value) in enumerate(PARAMS.items())}
+
+
+@pytest.mark.parametrize("donate", (False, True))
+@pytest.mark.parametrize("cls", (optim.AdamW, optim.SGD, optim.RMSprop))
+def test_a_rate_that_is_replaced_in_the_state_is_that_of_a_class_told_so(cls, donate):
+    tensors = {name: torch.nn.Parameter(value.clone()) for name, value in PARAMS.items()}
+    optimizer = cls(tensors.values(), lr=0.5, weight_decay=0.1)
+    tx = fs.from_torch(cls, inject=("lr", "weight_decay"), lr=0.5, weight_decay=0.1)
+    state = fs.TrainState.create(fs.tree_map(torch.clone, PARAMS), tx)
+    assert fs.tree_map(float, state.opt_state.hyper) == {"lr": 0.5, "weight_decay": 0.1}
+    for step, rate in enumerate(RATES, start=1):
+        hyper = {"lr": torch.tensor(rate, dtype=torch.float64), "weight_decay": torch.tensor(rate / 7)}
+        state = state._replace(opt_state=state.opt_state._replace(hyper=hyper))
+        state = fs.update(tx, state, gradients(step), donate=donate)
+        optimizer.param_groups[0].update(lr=rate, weight_decay=float(torch.tensor(rate / 7)))
+        for name, grad in gradients(step).items():
+            tensors[name].grad = grad
+        optimizer.step()
+        assert_same_bits(state.params, {name: tensor.detach() for name, tensor in tensors.items()})
+        assert state.opt_state.hyper["lr"] is hyper["lr"]
+
+
+@pytest.mark.parametrize("donate", (False, True))
+def test_a_schedule_s_last_value_can_be_read(donate):
+    tx = fs.from_torch(optim.SGD, inject=("lr",), lr=lambda count: RATES[int(count)])
+    state = fs.TrainState.create(fs.tree_map(torch.clone, PARAMS), tx)
+    for step, rate in enumerate(RATES):
+        state = fs.update(tx, state, gradients(step), donate=donate)
+        assert state.opt_state.hyper["lr"].item() == rate
+        assert state.opt_state.hyper["lr"].dtype is torch.float64
+
+
+@pytest.mark.parametrize(
+    "name, hyper, found",
+    [
+        ("lr", {}, "not among its arguments"),
+        ("betas", {"betas": (0.9, 0.99)}, "a tuple"),
+        ("amsgrad", {"amsgrad": True}, "a bool"),
+    ],
+)
+def test_what_is_no_number_is_not_injected(name, hyper, found):
+    text = f"from_torch: expected inject to name numbers, got {name!r}, which is {found}"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        fs.from_torch(optim.AdamW, inject=(name,), **hyper)
+
+
+def test_an_injected_rate_that_is_not_finite_is_refused():
+    tx = fs.from_torch(optim.SGD, inject=("lr",), lr=0.1)
+    state = tx.init(PARAMS)._replace(hyper={"lr": torch.tensor(float("nan"))})
+    text = "from_torch: expected lr to be a finite number, got nan after 0 updates; mend the schedule"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        tx.update(gradients(0), state, PARAMS)

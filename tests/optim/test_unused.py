@@ -1,6 +1,7 @@
 """Leaves whose gradient is None: they and all that is kept for them stay, as torch.optim leaves them."""
 
 import itertools
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -10,6 +11,7 @@ from torch import optim
 import fshard as fs
 from fshard.tree import flatten, is_sharded
 from tests.optim.test_from_torch import CASES, Lion
+from tests.optim.test_native import AGAINST_TORCH
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
@@ -67,28 +69,18 @@ def test_every_class_has_the_bits_of_torch(case):
             assert int(state.opt_state.updates) == len(expected)
 
 
-NATIVE = {
-    "sgd": (lambda: fs.sgd(0.1, weight_decay=0.1), lambda p: optim.SGD(p, lr=0.1, weight_decay=0.1)),
-    "sgd momentum": (
-        lambda: fs.sgd(0.1, 0.9, dampening=0.5, weight_decay=0.1),
-        lambda p: optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
-    ),
-    "adam": (lambda: fs.adam(0.1, weight_decay=0.1), lambda p: optim.Adam(p, lr=0.1, weight_decay=0.1)),
-    "adamw": (lambda: fs.adamw(0.1, weight_decay=0.1), lambda p: optim.AdamW(p, lr=0.1, weight_decay=0.1)),
-    "adafactor": (
-        lambda: fs.adafactor(0.1, weight_decay=0.1),
-        lambda p: optim.Adafactor(p, lr=0.1, weight_decay=0.1, foreach=False),
-    ),
+NATIVE = AGAINST_TORCH | {
+    "adafactor": (fs.adafactor, partial(optim.Adafactor, foreach=False), {"lr": 0.1, "weight_decay": 0.1})
 }
 
 
 @pytest.mark.parametrize("name", NATIVE)
 def test_our_own_are_torch_s_within_rounding(name):
-    ours, torch_s = NATIVE[name]
-    tx = ours()
+    ours, cls, hyper = NATIVE[name]
+    tx = ours(**hyper)
     for history in HISTORIES:
         params, state = values(), tx.init(values())
-        for grads, expected in zip(gradients(history), stateful(torch_s, history), strict=True):
+        for grads, expected in zip(gradients(history), stateful(partial(cls, **hyper), history), strict=True):
             params, state = tx.update(grads, state, params)
             torch.testing.assert_close(params, expected, rtol=1e-12, atol=1e-12)
 

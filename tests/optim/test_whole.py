@@ -6,8 +6,8 @@ from torch import optim
 
 import fshard as fs
 from fshard.optim.whole import assign, flops_of
-from fshard.testing import spmd
 from fshard.tree import flatten, is_sharded
+from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
 STEPS = 3
@@ -71,50 +71,35 @@ LAYOUTS = {
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (1, 2, 3, 4))
+@on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("name", CLASSES)
-def test_it_is_the_class_itself_bit_for_bit(name, world_size):
+def test_it_is_the_class_itself_bit_for_bit(name):
     cls, hyper = CLASSES[name]
     expected = stateful(cls, hyper)
-
-    def program():
-        found = []
-        for make in LAYOUTS.values():
-            strategy = make(one_axis())
-            tx = fs.whole(fs.from_torch(cls, **hyper))
-            state = fs.TrainState.create(fs.shard(tree(0), strategy), tx)
-            for step in range(1, STEPS + 1):
-                state = fs.update(tx, state, fs.shard(tree(step), strategy))
-            found.append(fs.unshard(state.params))
-        return found
-
-    for row in spmd(program, world_size):
-        for found in row:
-            assert_same_bits(found, expected)
+    for make in LAYOUTS.values():
+        strategy = make(one_axis())
+        tx = fs.whole(fs.from_torch(cls, **hyper))
+        state = fs.TrainState.create(fs.shard(tree(0), strategy), tx)
+        for step in range(1, STEPS + 1):
+            state = fs.update(tx, state, fs.shard(tree(step), strategy))
+        assert_same_bits(fs.unshard(state.params), expected)
 
 
-@pytest.mark.parametrize("world_size", (2, 3, 4))
+@on_ranks(2, 3, 4)
 def test_a_rank_sends_its_share_of_what_is_stepped(world_size):
     """To others: in go parameters, gradients and state, out come parameters and state, without single numbers."""
-    shapes = {f"w{i}": (12 * world_size, 8) for i in range(2 * world_size)}
-    full = {name: torch.ones(shape) for name, shape in shapes.items()}
-
-    def program():
-        strategy = fs.zero2(one_axis(), min_shard_elements=0)
-        tx = fs.whole(fs.from_torch(optim.Muon, lr=0.1))
-        params = fs.shard(full, strategy)
-        state = tx.init(params)
-        with fs.comm.record() as record:
-            tx.update(params, state, params)
-        return [(entry.op, entry.label, entry.bytes) for entry in record if entry.label != fs.comm.Verb.AGREE]
-
+    full = {f"w{i}": torch.ones(12 * world_size, 8) for i in range(2 * world_size)}
+    tx, params = fs.whole(fs.from_torch(optim.Muon, lr=0.1)), fs.shard(full, LAYOUTS["rows"](one_axis()))
+    state = tx.init(params)
+    with fs.comm.record() as record:
+        tx.update(params, state, params)
     n = sum(value.nbytes for value in full.values())
-    for found in spmd(program, world_size):
-        there, back, numbers = found
-        assert there == ("all_to_all", "whole", 3 * n * (world_size - 1) // world_size**2)
-        assert back == ("all_to_all", "whole", 2 * n * (world_size - 1) // world_size**2)
+    assert [(entry.op, entry.label, entry.bytes) for entry in record if entry.label != fs.comm.Verb.AGREE] == [
+        ("all_to_all", "whole", 3 * n * (world_size - 1) // world_size**2),
+        ("all_to_all", "whole", 2 * n * (world_size - 1) // world_size**2),
         # Muon counts nothing; from_torch counts updates once for each leaf, in 8 bytes.
-        assert numbers == ("all_to_all", "whole", 8 * 2 * (world_size - 1))
+        ("all_to_all", "whole", 8 * 2 * (world_size - 1)),
+    ]
 
 
 def test_work_is_balanced():
@@ -127,53 +112,46 @@ def test_work_is_balanced():
     assert assign([], 3) == []
 
 
+@on_ranks(2)
 def test_between_updates_everything_is_sharded():
-    def program():
-        params = fs.shard(tree(0), fs.zero2(one_axis(), min_shard_elements=0))
-        state = fs.whole(fs.from_torch(Shampoo)).init(params)
-        shapes = [tuple(leaf.spec.shape) for leaf in flatten(state).leaves if is_sharded(leaf)]
-        whole = [leaf for leaf in flatten(state).leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
-        assert whole == []
-        return shapes
-
+    state = fs.whole(fs.from_torch(Shampoo)).init(fs.shard(tree(0), LAYOUTS["rows"](one_axis())))
+    leaves = flatten(state).leaves
+    assert not [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     expected = [shape for rows, columns in SHAPES.values() for shape in ((rows, rows), (columns, columns))]
-    assert sorted(spmd(program, 2)[0]) == sorted(expected)
+    assert sorted(tuple(leaf.spec.shape) for leaf in leaves if is_sharded(leaf)) == sorted(expected)
 
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize(("name", "world_size"), [("Muon", 4), ("Shampoo", 4), ("Adafactor", 6), ("AdamW", 8)])
-def test_leaves_over_several_axes_travel_over_one_after_another(name, world_size):
+@on_ranks()
+def test_leaves_over_several_axes_travel_over_one_after_another(name):
     cls, hyper = CLASSES[name]
     expected = stateful(cls, hyper)
     # There, back and counts, over each axis of each way to put leaves together.
     exchanges = {"rows": 3, "columns": 3, "two dims": 6, "one dim": 6, "owned": 3 + 6}
-
-    def program():
-        mesh = fs.init_mesh({"tp": 2, "shard": -1}, device="cpu")
-        line = one_axis()
-        layouts = {
-            "rows": fs.fully_shard(line),
-            "columns": fs.fully_shard(line, dim=1),
-            "two dims": fs.compose(fs.fully_shard(mesh["tp"], dim=1), fs.fully_shard(mesh["shard"])),
-            "one dim": fs.compose(fs.fully_shard(mesh["tp"]), fs.fully_shard(mesh["shard"])),
-            "owned": fs.masked(
-                fs.compose(fs.fully_shard(mesh["shard"], dim=1), fs.own_dim(mesh["tp"])),
-                "square",
-                otherwise=fs.hybrid_shard(mesh, "shard", "tp"),
-            ),
-        }
-        for layout, strategy in layouts.items():
-            tx = fs.whole(fs.from_torch(cls, **hyper))
-            state = fs.TrainState.create(fs.shard(tree(0), strategy), tx)
-            for step in range(1, STEPS + 1):
-                with fs.comm.record() as record:
-                    state = fs.update(tx, state, fs.shard(tree(step), strategy))
-            assert_same_bits(fs.unshard(state.params), expected)
-            assert len([entry for entry in record if entry.label == "whole"]) == exchanges[layout]
-            local = [leaf for leaf in flatten(state.opt_state).leaves if is_sharded(leaf)]
-            assert all(leaf.local.shape == leaf.spec.local_shape for leaf in local)
-
-    spmd(program, world_size)
+    mesh = fs.init_mesh({"tp": 2, "shard": -1}, device="cpu")
+    line = one_axis()
+    layouts = {
+        "rows": fs.fully_shard(line),
+        "columns": fs.fully_shard(line, dim=1),
+        "two dims": fs.compose(fs.fully_shard(mesh["tp"], dim=1), fs.fully_shard(mesh["shard"])),
+        "one dim": fs.compose(fs.fully_shard(mesh["tp"]), fs.fully_shard(mesh["shard"])),
+        "owned": fs.masked(
+            fs.compose(fs.fully_shard(mesh["shard"], dim=1), fs.own_dim(mesh["tp"])),
+            "square",
+            otherwise=fs.hybrid_shard(mesh, "shard", "tp"),
+        ),
+    }
+    for layout, strategy in layouts.items():
+        tx = fs.whole(fs.from_torch(cls, **hyper))
+        state = fs.TrainState.create(fs.shard(tree(0), strategy), tx)
+        for step in range(1, STEPS + 1):
+            with fs.comm.record() as record:
+                state = fs.update(tx, state, fs.shard(tree(step), strategy))
+        assert_same_bits(fs.unshard(state.params), expected)
+        assert len([entry for entry in record if entry.label == "whole"]) == exchanges[layout]
+        local = [leaf for leaf in flatten(state.opt_state).leaves if is_sharded(leaf)]
+        assert all(leaf.local.shape == leaf.spec.local_shape for leaf in local)
 
 
 def test_bad_arguments_are_refused():

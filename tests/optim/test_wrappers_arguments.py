@@ -36,11 +36,14 @@ OPTIMIZERS = {
 }
 
 
+EVERY = OPTIMIZERS | {f"from_torch {row}": partial(fs.from_torch, cls, **how) for row, (cls, how) in CASES.items()}
+
+
 @pytest.mark.parametrize("donate", (False, True))
-@pytest.mark.parametrize("case", OPTIMIZERS)
+@pytest.mark.parametrize("case", EVERY)
 @on_ranks(2)
 def test_frozen_and_absent_leaves_pass_through(case, donate):
-    tx = OPTIMIZERS[case]()
+    tx = EVERY[case]()
     draw = normal()
     # A length that does not divide: its norm must not see the padding, and its bits do not depend on the order of sums.
     full = {"fixed": draw(5, 3), "trained": draw(1), "absent": None}
@@ -61,9 +64,9 @@ def test_frozen_and_absent_leaves_pass_through(case, donate):
         assert state.opt_state.average["fixed"] is fixed
     assert state.params["absent"] is None
     assert_same_bits(fs.unshard(state.params)["trained"], alone)
-
-
-EVERY = OPTIMIZERS | {f"from_torch {row}": partial(fs.from_torch, cls, **how) for row, (cls, how) in CASES.items()}
+    for slot in getattr(state.opt_state, "slots", {}).values():
+        assert slot["fixed"] is slot["absent"] is None
+        assert slot["trained"] is not None
 
 
 @pytest.mark.parametrize("case", EVERY)
