@@ -1,5 +1,6 @@
 """What a jitted function may not do, each with the text of its error."""
 
+import inspect
 import pprint
 import re
 import threading
@@ -88,26 +89,17 @@ def recurs(x):
         return dict(zip(parameters, torch.autograd.grad(out, parameters.values())))
 
 
-LOOKS = {
-    branch: "return x if x.sum() > 0 else -x",
-    loop: "while x.sum() < 3:",
-    prints: "print(x)",
-    formats: 'return {f"{x}": x}',
-    as_number: "return x * x.numpy().sum()",
-    as_float: "return x * (1 if float(x.sum()) > 0 else 2)",
-    asks: "return x if len(x[x > 1]) else -x",
-    prints_item: 'print("the sum", x.sum().item())',
-    formats_item: 'print(f"{x.sum().item():.3f}")',
-    formats_items: 'print("{} {:d}".format("count", (x > 1).sum().item()))',
-    writes_items: "return {str(x.tolist()): x}",
-    writes_truth: "return {repr((x.sum() > 1).item()): x}",
-    pretty_items: "return {pprint.pformat([x.sum().item()]): x}",
-}
+# Each in its first line.
+LOOKS = (
+    *(branch, loop, prints, formats, as_number, as_float, asks, prints_item, formats_item, formats_items),
+    *(writes_items, writes_truth, pretty_items),
+)
 
 
 @pytest.mark.parametrize("f", LOOKS, ids=lambda f: f.__name__)
 def test_looking_at_values_names_the_line(f):
-    place = re.escape(f"{__file__}:") + r"\d+" + re.escape(f': "{LOOKS[f]}"{NO_VALUES}')
+    line = inspect.getsource(f).splitlines()[1].strip()
+    place = re.escape(f"{__file__}:") + r"\d+" + re.escape(f': "{line}"{NO_VALUES}')
     with pytest.raises(ValueError, match=f"^{LOOK}{place}$"):
         fs.jit(f)(X)
 

@@ -13,7 +13,6 @@ from torch.func import grad, vmap
 import fshard as fs
 from fshard import _compat
 from fshard.jit.signature import signature
-from fshard.testing import spmd
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
@@ -121,24 +120,20 @@ def test_a_transform_with_another_field_is_named():
     assert before != after
 
 
+@on_ranks(2)
 def test_specs_have_a_trace_each():
-    def program():
-        mesh, full = one_axis(), {"w": normal()(4, 6)}
-        jitted = fs.jit(lambda p: fs.tree_map(torch.sin, p))
-        for _ in range(2):
-            for dim in (0, 1):
-                params = fs.shard(full, fs.fully_shard(mesh, dim=dim))
-                out = jitted(params)
-                assert out["w"].spec == params["w"].spec
-                assert_same_bits(fs.unshard(out)["w"], full["w"].sin())
-        return jitted.traces
-
-    for first, second in spmd(program, 2):
-        assert first == FIRST
-        assert second == (
-            "[0][0]['w'] was float64[2, 6] on cpu, a shard of [4, 6] by P('shard') over shard=2 and is "
-            "float64[4, 3] on cpu, a shard of [4, 6] by P(None, 'shard') over shard=2"
-        )
+    mesh, full = one_axis(), {"w": normal()(4, 6)}
+    jitted = fs.jit(lambda p: fs.tree_map(torch.sin, p))
+    for dim in (0, 1, 0, 1):
+        params = fs.shard(full, fs.fully_shard(mesh, dim=dim))
+        out = jitted(params)
+        assert out["w"].spec == params["w"].spec
+        assert_same_bits(fs.unshard(out)["w"], full["w"].sin())
+    assert jitted.traces == [
+        FIRST,
+        "[0][0]['w'] was float64[2, 6] on cpu, a shard of [4, 6] by P('shard') over shard=2 and is "
+        "float64[4, 3] on cpu, a shard of [4, 6] by P(None, 'shard') over shard=2",
+    ]
 
 
 def test_modes_have_a_trace_each():

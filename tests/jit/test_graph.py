@@ -10,7 +10,7 @@ from torch import nn
 import fshard as fs
 from fshard import _compat
 from fshard.comm import ops
-from fshard.jit.passes import placeholders, roots
+from fshard.jit.passes import Told, placeholders, roots
 from fshard.testing import spmd
 from fshard.tree import ReshardPolicy
 from tests.jit.steps import collectives, copied, trained
@@ -204,20 +204,18 @@ def run_as_it_is(graph, inputs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ("graph", run_as_it_is))
+@on_ranks(2)
 def test_make_graph_of_a_jitted_step_is_the_graph_that_its_backend_is_given(backend):
-    def program():
-        model = fs.functionalize(filled(Deep()), Block)
-        case = trained(model.apply, model.init(zero3()(one_axis())), inputs())
-        jitted, batch = fs.jit(case.step, donate_argnums=0, backend=backend), case.batches[0]
-        graph = fs.make_graph(jitted)(case.state, *batch)
-        # Nothing was kept for later calls, and nothing donated.
-        assert not jitted.traces
-        plain = fs.make_graph(case.step)(case.state, *batch)
-        jitted(case.state, *batch)
-        (program,) = jitted._programs.values()
-        return graph, plain, nodes_of(program)
-
-    graph, plain, run = spmd(program, 2)[0]
+    model = fs.functionalize(filled(Deep()), Block)
+    case = trained(model.apply, model.init(zero3()(one_axis())), inputs())
+    jitted, batch = fs.jit(case.step, donate_argnums=0, backend=backend), case.batches[0]
+    graph = fs.make_graph(jitted)(case.state, *batch)
+    # Nothing was kept for later calls, and nothing donated.
+    assert not jitted.traces
+    plain = fs.make_graph(case.step)(case.state, *batch)
+    jitted(case.state, *batch)
+    (program,) = jitted._programs.values()
+    run = nodes_of(program)
     assert [node.name for node in graph.module.graph.nodes] == [node.name for node in run]
     assert graph.bytes_sent() == plain.bytes_sent()
     in_place = [out.op == "placeholder" for out in run[-1].args[0]]
@@ -371,3 +369,19 @@ def test_dividing_together_has_the_bits_of_dividing_one_by_one(divisor):
     _compat.divide_in_place(tensors, divisor)
     assert_same_bits(tensors, expected)
     assert_same_bits(part[4:], rest)
+
+
+def test_stages_compare_the_orders_of_each_process_group():
+    """Over an axis only its own collectives are compared, and elsewhere all in one order."""
+    shard, pipe = fs.Axis("shard", 2, "a"), fs.Axis("pipe", 2, "b")
+    first, second = [(shard, "gather"), (pipe, "send")], [(pipe, "send"), (shard, "gather")]
+    other = [(shard, "reduce"), (pipe, "send")]
+
+    def facts(sent, staged):
+        return [found for _, found in Told({}, sent, staged).facts([shard, pipe])]
+
+    assert facts(first, True) == facts(second, True)
+    assert facts(first, False) != facts(second, False)
+    over_shard, over_pipe = zip(facts(first, True), facts(other, True), strict=True)
+    assert over_shard[0] != over_shard[1]
+    assert over_pipe[0] == over_pipe[1]
