@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 import fshard as fs
 from fshard import checkpoint
 from fshard.testing import spmd
-from tests.checkpoint.states import assert_same, sampler, zeros_like
+from tests.checkpoint.states import assert_same, sampler, save, zeros_like
 from tests.trees import meshes, normal, one_axis
 
 
@@ -73,10 +74,7 @@ def test_each_single_byte(file, tmp_path):
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("file", ("manifest.json", "rank-00000.safetensors", "rank-00001.safetensors", "latest"))
 def test_random_damage_is_told_on_every_rank(file, tmp_path):
-    def write():
-        return checkpoint.save(tmp_path, split(state()), 2).wait()
-
-    path = spmd(write, 2)[0]
+    path = save(tmp_path, lambda on: split(state()), 2, step=2)
     path = tmp_path / file if file == "latest" else path / file
     data = path.read_bytes()
     cases = [flip(data, *case) for case in flips(len(data), 12, seed=62)]
@@ -143,122 +141,86 @@ def test_where_each_kind_of_damage_is_found(tmp_path):
 @pytest.fixture
 def three(tmp_path):
     """Checkpoints of steps 1, 2 and 3 by 2 ranks, of the same shapes."""
-
-    def write():
-        for step in (1, 2, 3):
-            checkpoint.save(tmp_path, fs.tree_map(lambda leaf: leaf + step, split(state())), step)  # noqa: B023
-
-    spmd(write, 2)
+    for step in (1, 2, 3):
+        save(tmp_path, lambda on: fs.tree_map(lambda leaf: leaf + step, split(state())), 2, step)  # noqa: B023
     return tmp_path
 
 
-def swap(one, other):
-    spare = one.with_name("spare")
-    one.rename(spare)
-    other.rename(one)
-    spare.rename(other)
+FILE, MANIFEST, THIRD = "rank-00000.safetensors", "manifest.json", "step-00000003"
+PART = f"{THIRD}/{FILE}"
 
 
-FILE, OTHER = "rank-00000.safetensors", "rank-00001.safetensors"
-
-
-def damaged_file(damage):
-    return lambda root: damage(root / "step-00000003" / FILE)
-
-
-def replaced(make):
+def swapped(one, other):
     def damage(root):
-        path = root / "step-00000003" / FILE
-        path.unlink()
+        (root / one).rename(root / "spare")
+        (root / other).rename(root / one)
+        (root / "spare").rename(root / other)
+
+    return damage
+
+
+def stale(name):
+    return lambda root: shutil.copy(root / "step-00000001" / name, root / THIRD / name)
+
+
+def replaced(name, make):
+    """Something else in the place of a file or a directory."""
+
+    def damage(root):
+        path = root / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
         make(path)
 
     return damage
 
 
-def linked(root):
-    path = root / "step-00000003" / FILE
-    outside = root / "outside"
-    path.rename(outside)
-    path.symlink_to(outside)
+def linked(name, target=None):
+    """A link in the place of a file or a directory, to where that is now or to somewhere else."""
+
+    def damage(root):
+        (root / name).rename(root / "outside")
+        (root / name).symlink_to(target or root / "outside")
+
+    return damage
 
 
-def linked_manifest(root):
-    path = root / "step-00000003" / "manifest.json"
-    path.rename(root / "outside")
-    path.symlink_to(root / "outside")
+def grown(name):
+    return lambda root: os.truncate(root / name, 1 << 40)
 
 
-def linked_directory(root):
-    (root / "step-00000003").rename(root / "outside")
-    (root / "step-00000003").symlink_to(root / "outside")
-
-
+LINK, NO_FILE = "expected a regular file, got a link", "expected a regular file, got something else"
+OTHER_STEP = f"{THIRD}: expected step 3 as its name says, got step 1"
+NO_NAME = "expected the name of a checkpoint, got"
 FAULTS = {
-    "swapped files": (lambda root: swap(root / "step-00000003" / FILE, root / "step-00000003" / OTHER), FILE),
-    "stale file": (lambda root: shutil.copy(root / "step-00000001" / FILE, root / "step-00000003" / FILE), FILE),
-    "stale manifest": (
-        lambda root: shutil.copy(root / "step-00000001" / "manifest.json", root / "step-00000003" / "manifest.json"),
-        "step-00000003: expected step 3 as its name says, got step 1",
-    ),
-    "stale checkpoint": (
-        lambda root: swap(root / "step-00000001", root / "step-00000003"),
-        "step-00000003: expected step 3 as its name says, got step 1",
-    ),
-    "missing file": (damaged_file(os.unlink), FILE),
-    "missing manifest": (lambda root: (root / "step-00000003" / "manifest.json").unlink(), "manifest.json"),
-    "extra file": (lambda root: (root / "step-00000003" / "rank-00002.safetensors").touch(), "rank-00002.safetensors"),
-    "extra hidden file": (lambda root: (root / "step-00000003" / ".hidden").touch(), "step-00000003/.hidden"),
-    "extra directory": (lambda root: (root / "step-00000003" / "more").mkdir(), "step-00000003/more"),
-    "link": (linked, f"{FILE}: expected a regular file, got a link"),
-    "link to nothing": (
-        replaced(lambda path: path.symlink_to("nothing")),
-        f"{FILE}: expected a regular file, got a link",
-    ),
-    "link to itself": (replaced(lambda path: path.symlink_to(path)), f"{FILE}: expected a regular file, got a link"),
-    "link to a device": (
-        replaced(lambda path: path.symlink_to("/dev/zero")),
-        f"{FILE}: expected a regular file, got a link",
-    ),
-    "linked manifest": (linked_manifest, "manifest.json: expected a regular file, got a link"),
-    "linked checkpoint": (linked_directory, "step-00000003: expected a directory, got a link"),
-    "pipe": (replaced(os.mkfifo), f"{FILE}: expected a regular file, got something else"),
-    "directory": (replaced(os.mkdir), f"{FILE}: expected a regular file, got something else"),
-    "checkpoint that is a file": (
-        lambda root: (shutil.rmtree(root / "step-00000003"), (root / "step-00000003").touch()),
-        "step-00000003/manifest.json: Not a directory",
-    ),
-    "checkpoint that is empty": (
-        lambda root: (shutil.rmtree(root / "step-00000003"), (root / "step-00000003").mkdir()),
-        "step-00000003/manifest.json: No such file or directory",
-    ),
-    "removed checkpoint": (
-        lambda root: shutil.rmtree(root / "step-00000003"),
-        "; pass step= one of those that are there: 1, 2",
-    ),
-    "latest that is a directory": (
-        lambda root: ((root / "latest").unlink(), (root / "latest").mkdir()),
-        "latest: expected a regular file, got something else",
-    ),
-    "latest that is a pipe": (
-        lambda root: ((root / "latest").unlink(), os.mkfifo(root / "latest")),
-        "latest: expected a regular file, got something else",
-    ),
-    "latest that leads elsewhere": (
-        lambda root: (root / "latest").write_text("../../step-00000003"),
-        "expected the name of a checkpoint, got",
-    ),
-    "latest without its digest": (
-        lambda root: (root / "latest").write_text("step-00000003\n"),
-        "expected the name of a checkpoint, got",
-    ),
-    "large latest": (
-        lambda root: os.truncate(root / "latest", 1 << 40),
-        "latest: expected at most 1000 bytes, got 1099511627776",
-    ),
-    "sparse file": (damaged_file(lambda path: os.truncate(path, 1 << 40)), " bytes, got 1099511627776"),
+    "swapped files": (swapped(PART, f"{THIRD}/rank-00001.safetensors"), FILE),
+    "stale file": (stale(FILE), FILE),
+    "stale manifest": (stale(MANIFEST), OTHER_STEP),
+    "stale checkpoint": (swapped("step-00000001", THIRD), OTHER_STEP),
+    "missing file": (lambda root: (root / PART).unlink(), FILE),
+    "missing manifest": (lambda root: (root / THIRD / MANIFEST).unlink(), MANIFEST),
+    "extra file": (lambda root: (root / THIRD / "rank-00002.safetensors").touch(), "rank-00002.safetensors"),
+    "extra hidden file": (lambda root: (root / THIRD / ".hidden").touch(), f"{THIRD}/.hidden"),
+    "extra directory": (lambda root: (root / THIRD / "more").mkdir(), f"{THIRD}/more"),
+    "link": (linked(PART), f"{FILE}: {LINK}"),
+    "link to nothing": (linked(PART, "nothing"), f"{FILE}: {LINK}"),
+    "link to itself": (linked(PART, FILE), f"{FILE}: {LINK}"),
+    "link to a device": (linked(PART, "/dev/zero"), f"{FILE}: {LINK}"),
+    "linked manifest": (linked(f"{THIRD}/{MANIFEST}"), f"{MANIFEST}: {LINK}"),
+    "linked checkpoint": (linked(THIRD), f"{THIRD}: expected a directory, got a link"),
+    "pipe": (replaced(PART, os.mkfifo), f"{FILE}: {NO_FILE}"),
+    "directory": (replaced(PART, os.mkdir), f"{FILE}: {NO_FILE}"),
+    "checkpoint that is a file": (replaced(THIRD, Path.touch), f"{THIRD}/{MANIFEST}: Not a directory"),
+    "checkpoint that is empty": (replaced(THIRD, os.mkdir), f"{THIRD}/{MANIFEST}: No such file or directory"),
+    "removed checkpoint": (lambda root: shutil.rmtree(root / THIRD), "; pass step= one of those that are there: 1, 2"),
+    "latest that is a directory": (replaced("latest", os.mkdir), f"latest: {NO_FILE}"),
+    "latest that is a pipe": (replaced("latest", os.mkfifo), f"latest: {NO_FILE}"),
+    "latest that leads elsewhere": (lambda root: (root / "latest").write_text(f"../../{THIRD}"), NO_NAME),
+    "latest without its digest": (lambda root: (root / "latest").write_text(f"{THIRD}\n"), NO_NAME),
+    "large latest": (grown("latest"), "latest: expected at most 1000 bytes, got 1099511627776"),
+    "sparse file": (grown(PART), " bytes, got 1099511627776"),
     "sparse manifest": (
-        lambda root: os.truncate(root / "step-00000003" / "manifest.json", 1 << 40),
-        "manifest.json: expected at most 1073741824 bytes, got 1099511627776",
+        grown(f"{THIRD}/{MANIFEST}"),
+        f"{MANIFEST}: expected at most 1073741824 bytes, got 1099511627776",
     ),
 }
 
@@ -307,11 +269,7 @@ def test_what_is_beside_checkpoints_is_of_no_matter(three):
     assert checkpoint.latest(three) == 3
     with pytest.raises(checkpoint.CheckpointError, match="found no checkpoint of step 9, only of 1, 2, 3"):
         checkpoint.restore(three, {}, step=9)
-
-    def write():
-        checkpoint.save(three, split(state()), 4)
-
-    spmd(write, 2)
+    save(three, lambda on: split(state()), 2, step=4)
     there = {path.name for path in three.iterdir()}
     assert not there.intersection(left)
     assert there.issuperset((".old-x", ".saving-00000009-x", "notes"))
@@ -332,11 +290,7 @@ def test_damage_to_what_nobody_asks_for(tmp_path):
 
 def test_a_file_that_no_rank_reads_from_is_checked_too(tmp_path):
     """On 3 ranks two of them have nothing to write."""
-
-    def program():
-        return checkpoint.save(tmp_path, {"w": torch.ones(3)}, 1).wait()
-
-    path = spmd(program, 3)[0]
+    path = save(tmp_path, lambda on: {"w": torch.ones(3)}, 3)
     for rank in range(3):
         file = path / f"rank-{rank:05d}.safetensors"
         data = file.read_bytes()

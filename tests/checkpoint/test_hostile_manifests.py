@@ -153,6 +153,7 @@ def test_hostile_leaves(case, saved):
 BODY = "body: expected [step, tensors, values, files], got"
 STEP = "step: expected a whole number from 0, got"
 VALUE = "['n']: expected None, a bool, int, float or str, got"
+MISSING = "rank-00001.safetensors: expected the file that the manifest names, got nothing"
 BODIES = {
     "list": ([], f"{BODY} a list"),
     "none": (None, f"{BODY} None"),
@@ -170,14 +171,8 @@ BODIES = {
     "float of a number": ({"values": {"['n']": {"float": 1}}}, f"{VALUE} a dict"),
     "float spelled otherwise": ({"values": {"['n']": {"float": "1_0"}}}, "its digest does not match"),
     "files that are a dict": ({"files": {}}, "files: expected a list, got a dict"),
-    "too many files": (
-        {"files": [[0, "0" * 32]] * 100_000},
-        "rank-00001.safetensors: expected the file that the manifest names, got nothing",
-    ),
-    "many files": (
-        {"files": [[0, "0" * 32]] * 20_000},
-        "rank-00001.safetensors: expected the file that the manifest names, got nothing",
-    ),
+    "too many files": ({"files": [[0, "0" * 32]] * 100_000}, MISSING),
+    "many files": ({"files": [[0, "0" * 32]] * 20_000}, MISSING),
     "no files": ({"files": [], "tensors": {}}, f"{FILE}: found a file that the manifest does not name"),
     "name for a file": (
         {"files": [["../../etc/passwd", "0" * 32]]},

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -52,6 +53,7 @@ def refused_everywhere(program, ranks=2, kind=ValueError):
 STEP = "pass step=, or a state that has one"
 
 
+@pytest.mark.rows(6)
 @pytest.mark.parametrize(
     ("step", "shown"),
     [
@@ -69,12 +71,11 @@ STEP = "pass step=, or a state that has one"
         (torch.tensor(1, device="meta"), "an int64 Tensor of shape ()"),
     ],
 )
-def test_bad_steps(step, shown, tmp_path):
-    text = refused(lambda: checkpoint.save(tmp_path, {}, step))
-    assert (
-        text.replace("np.int64(3)", "3")
-        == f"checkpoint.save: expected step to be a whole number from 0, got {shown}; {STEP}"
-    )
+@pytest.mark.parametrize("function", ("save", "Manager"))
+def test_bad_steps(function, step, shown, tmp_path):
+    save = checkpoint.Manager(tmp_path).save if function == "Manager" else partial(checkpoint.save, tmp_path)
+    text = refused(lambda: save({}, step)).replace("np.int64(3)", "3")
+    assert text == f"checkpoint.{function}: expected step to be a whole number from 0, got {shown}; {STEP}"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -172,36 +173,34 @@ def test_leaves_of_one_path(tmp_path):
 REMEDY = "To fix: make all but the values of Sharded leaves the same on every rank."
 
 
+def in_dtype(dtype):
+    return fs.shard({"w": torch.ones(4, dtype=dtype)}, group_of_one())["w"]
+
+
 @pytest.mark.parametrize(
-    ("make", "line"),
+    ("make", "path", "first", "second"),
     [
+        (lambda: {"a": 1} | ({"b": 2} if my_rank() else {}), "['b']", "nothing", "2"),
+        (lambda: {"a": my_rank()}, "['a']", "0", "1"),
+        (lambda: {"a": float("nan") if my_rank() else 0.0}, "['a']", "0.0", "nan"),
+        (lambda: {"a": True if my_rank() else 1}, "['a']", "1", "True"),
+        (lambda: my_rank() + 4, "(step)", "4", "5"),
+        (lambda: {"mean": torch.zeros(2 + my_rank())}, "['mean']", "float32[2]", "float32[3]"),
         (
-            lambda: ({"a": 1} | ({"b": 2} if my_rank() else {}), 1),
-            "['b']: expected nothing as on rank world=0, got 2 on rank world=1",
-        ),
-        (lambda: ({"a": my_rank()}, 1), "['a']: expected 0 as on rank world=0, got 1 on rank world=1"),
-        (
-            lambda: ({"a": float("nan") if my_rank() else 0.0}, 1),
-            "['a']: expected 0.0 as on rank world=0, got nan on rank world=1",
-        ),
-        (
-            lambda: ({"a": True if my_rank() else 1}, 1),
-            "['a']: expected 1 as on rank world=0, got True on rank world=1",
-        ),
-        (lambda: ({}, my_rank() + 4), "(step): expected 4 as on rank world=0, got 5 on rank world=1"),
-        (
-            lambda: ({"mean": torch.zeros(2 + my_rank())}, 1),
-            "['mean']: expected float32[2] as on rank world=0, got float32[3] on rank world=1",
-        ),
-        (
-            lambda: (fs.shard({"w": torch.ones(4, dtype=torch.float64 if my_rank() else None)}, group_of_one()), 1),
-            "['w']: expected float32[4] split by P('shard') as on rank world=0, got float64[4] split by P('shard') "
-            "on rank world=1",
+            lambda: {"w": in_dtype(torch.float64 if my_rank() else None)},
+            *("['w']", "float32[4] split by P('shard')", "float64[4] split by P('shard')"),
         ),
     ],
 )
-def test_ranks_with_different_states(make, line, tmp_path):
-    text = refused_everywhere(lambda: checkpoint.save(tmp_path, *make()))
+def test_ranks_with_different_states(make, path, first, second, tmp_path):
+    """Of a tree, or of a step where there is a number."""
+
+    def save():
+        made = make()
+        return checkpoint.save(tmp_path, {}, made) if isinstance(made, int) else checkpoint.save(tmp_path, made, 1)
+
+    text = refused_everywhere(save)
+    line = f"{path}: expected {first} as on rank world=0, got {second} on rank world=1"
     assert text.startswith(f"checkpoint.save: ranks hold different states\n  {line}")
     assert text.endswith(REMEDY)
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ import fshard as fs
 from fshard import checkpoint
 from fshard.checkpoint.manifest import decode
 from fshard.shard import local_piece
-from fshard.testing import spmd
+from fshard.testing import assert_trees_close, spmd
 from fshard.tree import flatten, is_sharded
 from tests.checkpoint.states import (
     ALL_TREES,
@@ -27,7 +27,7 @@ from tests.checkpoint.states import (
     zeros_like,
 )
 from tests.ranks import on_ranks
-from tests.trees import WORLD_SIZES, assert_same_bits, assorted, meshes, normal, one_axis
+from tests.trees import TREES, WORLD_SIZES, assert_same_bits, assorted, every_strategy, meshes, normal, one_axis
 
 
 @pytest.mark.rows(2)
@@ -223,7 +223,7 @@ def test_training_goes_on_at_another_world_size(tx, tmp_path):
     for ranks, layout in ((1, "ddp"), (3, "zero3"), (4, "two dims")):
         end = spmd(lambda: go_on(layout), ranks)[0]  # noqa: B023
         # Elementwise optimizers have the same bits; Adafactor's means are summed in another order.
-        fs.testing.assert_trees_close(end.params, ended.params, rtol=1e-12 if tx == "adafactor" else 0, atol=0)
+        assert_trees_close(end.params, ended.params, rtol=1e-12 if tx == "adafactor" else 0, atol=0)
 
 
 @on_ranks(3)
@@ -346,3 +346,33 @@ def test_every_leaf_of_a_shard_is_where_shard_puts_it(tmp_path):
                 assert leaf.local.equal(local_piece(full[path[2:-2]], leaf.spec)), (layout, path)
 
     spmd(program, 4)
+
+
+def pointers(tree):
+    return [leaf.data_ptr() for leaf in fs.tree_leaves(tree) if leaf.numel()]
+
+
+@on_ranks(3)
+def test_memory_of_a_donated_tree_is_taken_over(tmp_path):
+    for number, (name, make) in enumerate(TREES.items()):
+        for strategy_name, strategy in every_strategy():
+            state = fs.shard(make(), strategy)
+            directory = tmp_path / f"{number} {strategy_name}"
+            fs.checkpoint.save(directory, state, step=0)
+            like = fs.tree_map(torch.ones_like, state)
+            before = pointers(like)
+            restored = fs.checkpoint.restore(directory, like, donate=True)
+            assert pointers(restored) == before, name
+            assert_trees_close(restored, state, exact=True)
+
+
+def test_memory_that_is_not_a_leafs_own_is_not_taken_over(tmp_path):
+    """Such as an average that begins as the leaf itself, or what is expanded."""
+    w = torch.arange(6.0)
+    saved = {"mean": w + 1, "ones": torch.arange(3.0), "w": w}
+    fs.checkpoint.save(tmp_path, saved, step=0)
+    like = {"mean": torch.zeros(6), "ones": torch.zeros(()).expand(3)}
+    like["w"] = like["mean"]
+    restored = fs.checkpoint.restore(tmp_path, like, donate=True)
+    assert_trees_close(restored, saved, exact=True)
+    assert restored["mean"].data_ptr() == like["mean"].data_ptr() != restored["w"].data_ptr()
