@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.testing import check_transform, spmd
+from fshard.testing import check_transform
 from fshard.transforms.compose import layout_axes, masks, reduction
 from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits, normal, one_axis, two_axes
@@ -125,38 +125,39 @@ class Slots(fs.ShardTransform):
         return [self.factor * grad for grad in grads]
 
 
+@on_ranks(2)
 def test_what_is_read_off_the_structure():
     """Of a user's own transform around others too."""
+    mesh = one_axis()
+    axis, wide = fs.axis_of(mesh), fs.cast(scatter=torch.float64)
+    own = Own(True, axis, inner=fs.masked(fs.compose(fs.fully_shard(mesh), wide), "a*", fs.replicate(mesh)))
+    assert layout_axes(own) == (axis,) == layout_axes(Own(True, axis))
+    assert masks(own) == ("a*",) == masks(fs.compose(fs.offload("cpu"), own))
+    assert reduction(fs.bucket(own, 30)).bucket_bytes == 30
+    assert fs.bucket(own, 30) == fs.bucket(fs.bucket(own, 40), 30)
+    params = fs.shard({"a1": torch.ones(3), "b": torch.ones(3)}, own)
+    assert [params[name].spec.transform.inner.axes for name in params] == [(axis,)] * 2
+    assert params["b"].spec.transform.inner == fs.replicate(mesh)
+    facts = {
+        fs.fully_shard(mesh): (None, None, False, True),
+        fs.zero3(mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32): (torch.float32, None, False, True),
+        fs.compose(wide, fs.bucket(fs.ddp(mesh), 20), fs.cast(scatter=torch.float16)): (
+            *(torch.float16, 20, False, True),
+        ),
+        fs.compose(fs.offload("cpu"), fs.quantize(mesh, scatter=True)): (None, None, True, True),
+        fs.compose(Slots(1.0), fs.fully_shard(mesh)): (None, None, False, False),
+        fs.Wrapped(fs.compose(fs.fully_shard(mesh), wide)): (torch.float64, None, False, False),
+        fs.Wrapped(fs.quantize(mesh, scatter=True)): (None, None, True, False),
+        fs.split_dim(mesh, dim=0): (None, None, False, False),
+        fs.compose(): (None, None, False, False),
+    }
+    for transform, expected in facts.items():
+        assert reduction(transform) == expected, transform
 
-    def program():
-        mesh = one_axis()
-        axis, wide = fs.axis_of(mesh), fs.cast(scatter=torch.float64)
-        own = Own(True, axis, inner=fs.masked(fs.compose(fs.fully_shard(mesh), wide), "a*", fs.replicate(mesh)))
-        assert layout_axes(own) == (axis,) == layout_axes(Own(True, axis))
-        assert masks(own) == ("a*",) == masks(fs.compose(fs.offload("cpu"), own))
-        assert reduction(fs.bucket(own, 30)).bucket_bytes == 30
-        assert fs.bucket(own, 30) == fs.bucket(fs.bucket(own, 40), 30)
-        params = fs.shard({"a1": torch.ones(3), "b": torch.ones(3)}, own)
-        assert [params[name].spec.transform.inner.axes for name in params] == [(axis,)] * 2
-        assert params["b"].spec.transform.inner == fs.replicate(mesh)
-        facts = {
-            fs.fully_shard(mesh): (None, None, False, True),
-            fs.zero3(mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32): (torch.float32, None, False, True),
-            fs.compose(wide, fs.bucket(fs.ddp(mesh), 20), fs.cast(scatter=torch.float16)): (
-                *(torch.float16, 20, False, True),
-            ),
-            fs.compose(fs.offload("cpu"), fs.quantize(mesh, scatter=True)): (None, None, True, True),
-            fs.compose(Slots(1.0), fs.fully_shard(mesh)): (None, None, False, False),
-            fs.Wrapped(fs.compose(fs.fully_shard(mesh), wide)): (torch.float64, None, False, False),
-            fs.Wrapped(fs.quantize(mesh, scatter=True)): (None, None, True, False),
-            fs.split_dim(mesh, dim=0): (None, None, False, False),
-            fs.compose(): (None, None, False, False),
-        }
-        for transform, expected in facts.items():
-            assert reduction(transform) == expected, transform
 
-    spmd(program, 2)
-    spmd(lambda: reduction(fs.zero3(one_axis())).is_new and pytest.fail("one rank hands on what it was given"), 1)
+@on_ranks(1)
+def test_one_rank_hands_on_what_it_was_given():
+    assert not reduction(fs.zero3(one_axis())).is_new
 
 
 KEPT: Any = {}
@@ -286,21 +287,18 @@ def test_a_part_may_be_done_otherwise():
     torch.testing.assert_close(found["w"], torch.full((4,), 0.54, dtype=torch.float64))
 
 
+@on_ranks(3)
 def test_it_passes_check_transform():
-    spmd(lambda: check_transform(fs.Wrapped(fs.zero3(one_axis(), min_shard_elements=0))), 3)
+    check_transform(fs.Wrapped(fs.zero3(one_axis(), min_shard_elements=0)))
 
 
+@on_ranks(2)
 def test_a_cast_leaves_other_leaves_than_floating_ones_as_they_are():
     """Indices would be rounded, and imaginary parts lost."""
     full = {"w": torch.linspace(0, 1, 5), "index": torch.arange(300, 307), "mask": torch.arange(5) % 2 == 0}
     full["phase"] = torch.complex(torch.ones(3), torch.arange(3.0))
-
-    def program():
-        params = fs.shard(full, fs.zero3(one_axis(), param_dtype=torch.bfloat16, min_shard_elements=0))
-        return fs.gather(params)
-
-    for found in spmd(program, 2):
-        assert found["w"].dtype == torch.bfloat16
-        for name in ("index", "mask", "phase"):
-            assert found[name].dtype == full[name].dtype
-            assert found[name].equal(full[name])
+    found = fs.gather(fs.shard(full, fs.zero3(one_axis(), param_dtype=torch.bfloat16, min_shard_elements=0)))
+    assert found.pop("w").dtype == torch.bfloat16
+    for name, leaf in found.items():
+        assert leaf.dtype == full[name].dtype
+        assert leaf.equal(full[name])

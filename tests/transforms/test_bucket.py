@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.testing import spmd
 from fshard.transforms.compose import reduction
 from tests.ranks import on_ranks
 from tests.transforms.laws import told
@@ -81,22 +80,18 @@ def test_small_leaves_fill_buckets_up_to_their_size():
     assert buffers(fs.bucket(plain, 400), mixed) == [[3 + 1], [3 + 1]]
 
 
-def test_ddp_by_buckets_on_processes(workers):
+@on_ranks("2 processes")
+def test_ddp_by_buckets_on_processes():
     """The same bits as without, by one buffer for each bucket."""
-    full = six()
-
-    def program():
-        runs = []
-        for transform in (fs.ddp(one_axis()), fs.bucket(fs.ddp(one_axis()))):
-            params = fs.shard(full, transform)
-            with fs.comm.record() as record:
-                _, grads = fs.value_and_grad(lambda p: sum((x**2).sum() for x in fs.gather(p).values()))(params)
-            runs.append((grads["leaf3"].local, sum(tensors for *_, tensors, _ in told(record))))
-        return runs
-
-    for (plain, many), (bucketed, one) in spmd(program, workers(2)):
-        assert_same_bits(plain, bucketed)
-        assert (many, one) == (COUNT, 1)
+    found = []
+    for transform in (fs.ddp(one_axis()), fs.bucket(fs.ddp(one_axis()))):
+        params = fs.shard(six(), transform)
+        with fs.comm.record() as record:
+            _, grads = fs.value_and_grad(lambda p: sum((x**2).sum() for x in fs.gather(p).values()))(params)
+        found.append((grads["leaf3"].local, sum(tensors for *_, tensors, _ in told(record))))
+    (plain, many), (bucketed, one) = found
+    assert_same_bits(plain, bucketed)
+    assert (many, one) == (COUNT, 1)
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@ from fshard.testing import assert_trees_close, spmd
 from tests.ranks import my_rank, on_ranks
 from tests.test_law_ddp import ROWS, STEPS, Run, batches, bound, initial, one_process, one_rank_of, row_losses
 from tests.transforms.laws import SGD
-from tests.trees import assert_same_bits, two_axes
+from tests.trees import assert_same_bits, every_bit, two_axes
 from tests.unit_models import BOUND, Block, Language, filled, tokens
 
 WEIGHTS, BFLOAT16, FLOAT32 = "*.weight", torch.bfloat16, torch.float32
@@ -160,19 +160,17 @@ def test_a_module_with_units_by_everything_at_once(world_size):
     assert_trees_close(fs.tree_leaves(states[0]), fs.tree_leaves(states[1]), rtol=0, atol=BOUND)
 
 
-def test_processes(workers):
-    def program():
-        mesh = fs.init_mesh({"replicate": 1, "shard": -1}, device="cpu")
-        state = fs.TrainState.create(fs.shard(initial(), LOSSY["hsdp of int8 sums, cast"](mesh)), SGD)
-        ends = []
-        for step in (in_one_call, with_four_verbs):
-            after = state
-            for batch in batches():
-                after, _ = step(after, one_rank_of(batch, "mean"))
-            ends.append(after)
-        assert_same_bits(fs.tree_leaves(ends[0]), fs.tree_leaves(ends[1]))
-        return fs.unshard(ends[0].params)
-
-    first, second = spmd(program, workers(2))
-    assert_same_bits(first, second)
-    assert_trees_close(first, one_process("SGD").params, rtol=0, atol=OFF)
+@on_ranks("2 processes")
+def test_processes():
+    mesh = fs.init_mesh({"replicate": 1, "shard": -1}, device="cpu")
+    state = fs.TrainState.create(fs.shard(initial(), LOSSY["hsdp of int8 sums, cast"](mesh)), SGD)
+    ends = []
+    for step in (in_one_call, with_four_verbs):
+        after = state
+        for batch in batches():
+            after, _ = step(after, one_rank_of(batch, "mean"))
+        ends.append(after)
+    assert_same_bits(fs.tree_leaves(ends[0]), fs.tree_leaves(ends[1]))
+    found = fs.unshard(ends[0].params)
+    assert_trees_close(found, one_process("SGD").params, rtol=0, atol=OFF)
+    return every_bit(found)

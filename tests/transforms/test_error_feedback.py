@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
 from tests.ranks import my_rank, on_ranks
 from tests.test_law_purity import unchanged
 from tests.transforms.laws import FROZEN, every_kind, grid, shard_kinds
@@ -146,39 +146,35 @@ def test_leaves_that_other_stages_have_made_small_keep_their_feedback():
 
 
 @pytest.mark.parametrize("feedback", (True, False))
+@on_ranks(2)
 def test_a_small_signal_next_to_large_noise_arrives_with_feedback_alone(feedback):
     """Ranks' large gradients cancel; the small one is below half a step of them, and is always rounded away.
 
     A step of the noise is 1000 / 127 on each rank, of which half a one, twice, is all that the state ever keeps back.
     """
     rate, target, steps = 0.05, 3.0, 100
+    layout = fs.quantize(one_axis(), gather=False, scatter=True, error_feedback=feedback)
+    tx = fs.from_torch(torch.optim.SGD, lr=rate)
+    state = fs.TrainState.create(fs.shard({"w": torch.zeros(4)}, layout), tx)
+    noise = torch.tensor([1000.0, 0.0, 1000.0, 0.0]) * (1 - 2 * my_rank())
 
-    def program():
-        layout = fs.quantize(one_axis(), gather=False, scatter=True, error_feedback=feedback)
-        params = fs.shard({"w": torch.zeros(4)}, layout)
-        tx = fs.from_torch(torch.optim.SGD, lr=rate)
-        state = fs.TrainState.create(params, tx)
-        noise = torch.tensor([1000.0, 0.0, 1000.0, 0.0]) * (1 - 2 * my_rank())
+    def loss(p):
+        w = fs.gather(p)["w"]
+        return (w * noise).sum() + (w[1::2] - target).square().sum() / 2
 
-        def loss(p):
-            w = fs.gather(p)["w"]
-            return (w * noise).sum() + (w[1::2] - target).square().sum() / 2
-
-        for _ in range(steps):
-            if feedback:
-                _, grads, after = fs.value_and_grad(loss, transform_state=state.transform_state)(state.params)
-                state = fs.update(tx, state, grads, transform_state=after)
-            else:
-                _, grads = fs.value_and_grad(loss)(state.params)
-                state = fs.update(tx, state, grads)
-        return fs.unshard(state.params)["w"]
-
-    for w in spmd(program, 2):
-        assert_trees_close(w[::2], torch.zeros(2), rtol=0, atol=rate * 1000 / 127)
+    for _ in range(steps):
         if feedback:
-            # What was not applied is in the state, at most half a step, and gradients are taken that far away; on top
-            # comes what is left to go.
-            apart = rate * 1000 / 127 + target * (1 - rate) ** steps
-            assert_trees_close(w[1::2], torch.full((2,), target), rtol=0, atol=apart)
+            _, grads, after = fs.value_and_grad(loss, transform_state=state.transform_state)(state.params)
+            state = fs.update(tx, state, grads, transform_state=after)
         else:
-            assert not w[1::2].any()
+            _, grads = fs.value_and_grad(loss)(state.params)
+            state = fs.update(tx, state, grads)
+    w = fs.unshard(state.params)["w"]
+    assert_trees_close(w[::2], torch.zeros(2), rtol=0, atol=rate * 1000 / 127)
+    if feedback:
+        # What was not applied is in the state, at most half a step, and gradients are taken that far away; on top comes
+        # what is left to go.
+        apart = rate * 1000 / 127 + target * (1 - rate) ** steps
+        assert_trees_close(w[1::2], torch.full((2,), target), rtol=0, atol=apart)
+    else:
+        assert not w[1::2].any()

@@ -10,7 +10,7 @@ from fshard.testing import assert_trees_close
 from tests.ranks import on_ranks
 from tests.test_law_ddp import bound, one_process
 from tests.transforms.laws import assert_laws, gradients, trained
-from tests.trees import WORLD_SIZES, Meshes, as_bytes, assert_same_bits, meshes, two_axes
+from tests.trees import WORLD_SIZES, Meshes, assert_same_bits, every_bit, meshes, two_axes
 from tests.unit_models import Block, Language, assert_one_process, filled, tokens
 
 
@@ -106,7 +106,7 @@ def test_training_is_that_of_the_plain_transform_and_of_one_process(name):
     runs = [trained(transform, reduce=reduce) for reduce in (("mean", "weighted") if name == "hsdp" else ("mean",))]
     assert_same_bits(runs[0], trained(same))
     assert_trees_close(runs, [one_process("SGD")] * len(runs), rtol=0, atol=bound("SGD"))
-    return [as_bytes(leaf).numpy().tobytes() for leaf in fs.tree_leaves(runs)]
+    return every_bit(runs)
 
 
 def zero3(mesh, **options):

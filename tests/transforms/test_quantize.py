@@ -5,12 +5,21 @@ import torch
 from torch.func import vjp
 
 import fshard as fs
-from fshard.testing import spmd
 from tests.ranks import my_rank, on_ranks
 from tests.test_law_purity import unchanged
 from tests.transforms.laws import SMALL, gradients, squares, told
 from tests.transforms.rounding import gather_bound, gathered, largest, pieces
-from tests.trees import WORLD_SIZES, assert_same_bits, exotic_dtypes, frozen, mixed_dtypes, normal, one_axis, uneven
+from tests.trees import (
+    WORLD_SIZES,
+    assert_same_bits,
+    every_bit,
+    exotic_dtypes,
+    frozen,
+    mixed_dtypes,
+    normal,
+    one_axis,
+    uneven,
+)
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BLOCKS = (1, 3, 64, 256)
@@ -26,30 +35,25 @@ def floats(dtype, scale=1.0):
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
+@on_ranks(*WORLD_SIZES[1:])
 def test_elements_are_off_by_at_most_half_a_step(world_size):
     """By what the oracle says, to the bit; the same on all ranks. Magnitudes are small for float16, whose are few."""
-
-    def program():
-        runs = []
-        for dtype in DTYPES:
-            for block, dim, scale in ((1, 0, 1.0), (3, -1, 1e-6), (64, 0, 1.0), (256, 0, 1e-6)):
-                full = floats(dtype, scale)
-                params = fs.shard(full, fs.quantize(one_axis(), block=block, dim=dim))
-                with unchanged(params):
-                    found = fs.gather(params)
-                    assert_same_bits(fs.unshard(params), full)
-                for name, leaf in full.items():
-                    off = (found[name].double() - leaf.double()).abs()
-                    along = dim if leaf.dim() else 0
-                    assert (off <= gather_bound(leaf, world_size, block, along)).all(), (name, dtype, block)
-                    assert (found[name][leaf == 0] == 0).all()
-                    assert_same_bits(found[name], gathered(leaf, world_size, block, along))
-                runs.append(found)
-        return runs
-
-    first, *others = spmd(program, world_size)
-    assert_same_bits(others, [first] * len(others))
+    runs = []
+    for dtype in DTYPES:
+        for block, dim, scale in ((1, 0, 1.0), (3, -1, 1e-6), (64, 0, 1.0), (256, 0, 1e-6)):
+            full = floats(dtype, scale)
+            params = fs.shard(full, fs.quantize(one_axis(), block=block, dim=dim))
+            with unchanged(params):
+                found = fs.gather(params)
+                assert_same_bits(fs.unshard(params), full)
+            for name, leaf in full.items():
+                off = (found[name].double() - leaf.double()).abs()
+                along = dim if leaf.dim() else 0
+                assert (off <= gather_bound(leaf, world_size, block, along)).all(), (name, dtype, block)
+                assert (found[name][leaf == 0] == 0).all()
+                assert_same_bits(found[name], gathered(leaf, world_size, block, along))
+            runs.append(found)
+    return every_bit(runs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -134,23 +138,20 @@ def test_gradients_pass_straight_through():
         gradients(transform)
 
 
-def test_one_rank_communicates_nothing_and_processes_agree(workers):
-    def alone():
-        params = fs.shard({"float64": normal()(5, 3)}, fs.quantize(one_axis(), scatter=True, error_feedback=False))
-        with fs.comm.record() as record:
-            fs.value_and_grad(squares)(params)
-            assert fs.gather(params)["float64"].data_ptr() == params["float64"].local.data_ptr()
-        assert list(record) == []
+@on_ranks(1)
+def test_one_rank_communicates_nothing():
+    params = fs.shard({"float64": normal()(5, 3)}, fs.quantize(one_axis(), scatter=True, error_feedback=False))
+    with fs.comm.record() as record:
+        fs.value_and_grad(squares)(params)
+        assert fs.gather(params)["float64"].data_ptr() == params["float64"].local.data_ptr()
+    assert list(record) == []
 
-    spmd(alone, 1)
 
-    def program():
-        params = fs.shard(floats(torch.float32), fs.quantize(one_axis(), block=64))
-        return fs.gather(params)
-
-    first, second = spmd(program, workers(2))
-    assert_same_bits(first, second)
-    assert_same_bits(first, {name: gathered(leaf, 2, 64) for name, leaf in floats(torch.float32).items()})
+@on_ranks("2 processes")
+def test_processes_agree():
+    full = floats(torch.float32)
+    found = fs.gather(fs.shard(full, fs.quantize(one_axis(), block=64)))
+    assert_same_bits(found, {name: gathered(leaf, 2, 64) for name, leaf in full.items()})
 
 
 def test_the_oracle_bounds_by_blocks():

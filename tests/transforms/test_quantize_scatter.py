@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.testing import spmd
 from tests.ranks import my_rank, on_ranks
 from tests.test_law_purity import unchanged
 from tests.transforms.laws import told
@@ -82,15 +81,11 @@ def test_what_is_not_finite_reaches_every_rank_in_its_block():
         assert state is None or all(row.isfinite().all() for row in fs.tree_leaves(state))
 
 
-def test_processes(workers):
-    def program():
-        params = fs.shard(full_tree(torch.float32), fs.quantize(one_axis(), scatter=True, block=64))
-        local = grads_of(0, my_rank(), torch.float32)
-        state = fs.transform_state(params)
-        return fs.unshard(fs.scatter_grads(local, like=params, reduce="sum", transform_state=state)[0])
-
-    grads, others = spmd(program, workers(2))
-    assert_same_bits(grads, others)
-    for name in grads:
+@on_ranks("2 processes")
+def test_processes():
+    params = fs.shard(full_tree(torch.float32), fs.quantize(one_axis(), scatter=True, block=64))
+    local, state = grads_of(0, my_rank(), torch.float32), fs.transform_state(params)
+    found = fs.unshard(fs.scatter_grads(local, like=params, reduce="sum", transform_state=state)[0])
+    for name, grad in found.items():
         expected = sum(gathered(grads_of(0, rank, torch.float32)[name], 2, 64) for rank in range(2))
-        assert_same_bits(grads[name], expected)
+        assert_same_bits(grad, expected)

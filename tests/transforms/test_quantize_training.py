@@ -6,7 +6,7 @@ from torch import nn
 from torch.func import jvp, vmap
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
 from tests.ranks import my_rank, on_ranks
 from tests.test_law_ddp import ALGORITHMS, Run, batches, bound, initial, row_losses
 from tests.transforms.laws import trained
@@ -53,14 +53,11 @@ def one_process(ranks, block):
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", WORLD_SIZES[:-1])
+@on_ranks(*WORLD_SIZES[:-1])
 def test_training_is_that_of_one_process_at_rounded_parameters(world_size):
-    def program():
-        layout = fs.quantize(one_axis(), block=8)
-        return [trained(layout), trained(fs.zero3(one_axis(), layout=layout))]
-
-    for runs in spmd(program, world_size):
-        assert_trees_close(runs, [one_process(world_size, 8)] * 2, rtol=0, atol=bound("SGD"))
+    layout = fs.quantize(one_axis(), block=8)
+    runs = [trained(layout), trained(fs.zero3(one_axis(), layout=layout))]
+    assert_trees_close(runs, [one_process(world_size, 8)] * 2, rtol=0, atol=bound("SGD"))
 
 
 @on_ranks(1, 2, 3)

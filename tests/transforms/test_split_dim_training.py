@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard.testing import RankError, assert_trees_close, spmd
+from fshard.testing import RankError, assert_trees_close
 from tests.ranks import on_ranks
 from tests.transforms.laws import grid
-from tests.trees import WORLD_SIZES, assert_same_bits, normal
+from tests.trees import WORLD_SIZES, assert_same_bits, every_bit, normal
 
 WIDTH, ROWS, STEPS = 8, 24, 4
 
@@ -105,26 +105,18 @@ def train(mesh, module, strategy, optimizer):
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(*WORLD_SIZES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_tensor_parallel_training_is_that_of_one_process(optimizer, world_size):
-    module, expected = perceptron(), one_process(optimizer)
-
-    def program():
-        mesh = grid(world_size)
-        for name in STRATEGIES if world_size == 4 else ("fully_shard", "zero3"):
-            strategy = megatron(mesh, STRATEGIES[name](mesh))
-            state = train(mesh, module, strategy, optimizer)
-            assert_trees_close(fs.unshard(state.params), expected, rtol=0, atol=BOUND)
-            slots = (state.opt_state[-1]).slots
-            for moments in slots.values():
-                for key, moment in moments.items():
-                    if fs.tree_leaves(moment)[0].shape == state.params[key].local.shape:
-                        assert moment.spec == state.params[key].spec
-        return fs.unshard(state.params)
-
-    first, *others = spmd(program, world_size)
-    assert_same_bits(others, [first] * len(others))
+    module, expected, mesh = perceptron(), one_process(optimizer), grid(world_size)
+    for name in STRATEGIES if world_size == 4 else ("fully_shard", "zero3"):
+        state = train(mesh, module, megatron(mesh, STRATEGIES[name](mesh)), optimizer)
+        assert_trees_close(fs.unshard(state.params), expected, rtol=0, atol=BOUND)
+        for moments in state.opt_state[-1].slots.values():
+            for key, moment in moments.items():
+                if fs.tree_leaves(moment)[0].shape == state.params[key].local.shape:
+                    assert moment.spec == state.params[key].spec
+    return every_bit(fs.unshard(state.params))
 
 
 @on_ranks("2 processes")

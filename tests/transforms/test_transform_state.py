@@ -9,11 +9,11 @@ from torch import nn
 
 import fshard as fs
 from fshard.shard import local_piece
-from fshard.testing import spmd
 from tests.ranks import my_rank, on_ranks
 from tests.test_law_purity import unchanged
 from tests.transforms.laws import SGD
-from tests.trees import assert_same_bits, normal, one_axis, two_axes
+from tests.trees import assert_same_bits, every_bit, normal, one_axis, two_axes
+from tests.unit_models import filled
 
 ROWS = 4
 
@@ -132,33 +132,26 @@ def test_without_a_stateful_transform_there_is_none():
         assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(fs.scatter_grads(fs.gather(params), like=params)))
 
 
-def test_processes(workers):
-    def program():
-        (x,) = microbatches(1)
-        state = fs.TrainState.create(make_params(one_axis()), SGD)
-        for _ in range(3):
-            state = step_of(state, x)
-        return fs.unshard(state)
-
-    first, second = spmd(program, workers(2))
-    assert_same_bits(fs.tree_leaves(first), fs.tree_leaves(second))
+@on_ranks("2 processes")
+def test_processes():
+    (x,) = microbatches(1)
+    state = fs.TrainState.create(make_params(one_axis()), SGD)
+    for _ in range(3):
+        state = step_of(state, x)
+    return every_bit(fs.unshard(state))
 
 
+@on_ranks(2)
 def test_a_module_trains_with_it_by_units():
     """Two steps, each rank's own batch; the tree of a model's parameters is that of its state."""
-    module = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-
-    def program():
-        model = fs.functionalize(module, nn.Linear)
-        layout = fs.quantize(one_axis(), scatter=True, block=4)
-        state = fs.TrainState.create(model.init(fs.zero3(one_axis(), layout=layout, merge_bytes=0)), SGD)
-        assert list(state.transform_state) == list(state.params)
-        (x,), last = microbatches(1), None
-        for _ in range(2):
-            run = fs.value_and_grad(lambda p: model.apply(p, x).square().mean(), transform_state=state.transform_state)
-            value, grads, after = run(state.params)
-            state = fs.update(SGD, state, grads, transform_state=after)
-            assert last is None or value < last
-            last = value
-
-    spmd(program, 2)
+    model = fs.functionalize(filled(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))), nn.Linear)
+    layout = fs.quantize(one_axis(), scatter=True, block=4)
+    state = fs.TrainState.create(model.init(fs.zero3(one_axis(), layout=layout, merge_bytes=0)), SGD)
+    assert list(state.transform_state) == list(state.params)
+    (x,), last = microbatches(1), None
+    for _ in range(2):
+        run = fs.value_and_grad(lambda p: model.apply(p, x).square().mean(), transform_state=state.transform_state)
+        value, grads, after = run(state.params)
+        state = fs.update(SGD, state, grads, transform_state=after)
+        assert last is None or value < last
+        last = value
