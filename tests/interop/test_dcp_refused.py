@@ -10,8 +10,9 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 import fshard as fs
-from fshard.testing import spmd
+from tests.checkpoint.states import refused
 from tests.interop.test_state_dict import every_leaf
+from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
 LEAF = "Sharded(float64[4, 2], P('shard'), local [2, 2])"
@@ -36,21 +37,16 @@ STATES = {
 
 @pytest.mark.parametrize("save", [dcp.save, lambda *a, **k: dcp.async_save(*a, **k).result()], ids=["now", "later"])
 @pytest.mark.parametrize("name", STATES)
-def test_leaves_are_refused_before_anything_is_written(workers, tmp_path, name, save):
+@on_ranks("2 processes")
+def test_leaves_are_refused_before_anything_is_written(tmp_path, name, save):
     make, path = STATES[name]
-
-    def program():
-        with pytest.raises(dcp.api.CheckpointException) as caught:
-            save(make(), checkpoint_id=tmp_path / "there")
-        return str(caught.value)
-
+    text = refused(lambda: save(make(), checkpoint_id=tmp_path / "there"), dcp.api.CheckpointException)
     needed = (
         "ValueError: torch.distributed.checkpoint.save: shards of all ranks but one would be lost\n"
         f"  {path}: expected tensors or DTensors, got {LEAF}\n"
         "To fix: pass fs.to_dtensor(params, mesh), or use fs.checkpoint.save or fs.checkpoint.save_dcp.\n"
     )
-    for text in spmd(program, workers(2)):
-        assert text.count(needed) == 2
+    assert text.count(needed) == 2
     assert os.listdir(tmp_path) == []
 
 
@@ -61,18 +57,13 @@ def test_a_train_state_without_shards_is_saved(tmp_path):
     assert set(dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata) == {"s", "n"}
 
 
-def test_leaves_are_not_loaded_into(workers, tmp_path):
+@on_ranks("2 processes")
+def test_leaves_are_not_loaded_into(tmp_path):
     """By torch's own error, which names the leaf on every rank; it has no hook for another."""
-
-    def program():
-        params = leaves()
-        dcp.save({"m": fs.to_dtensor(params, one_axis())}, checkpoint_id=tmp_path)
-        with pytest.raises(dcp.api.CheckpointException) as caught:
-            dcp.load({"m": dict(params)}, checkpoint_id=tmp_path)
-        return str(caught.value)
-
-    for text in spmd(program, workers(2)):
-        assert len(re.findall("ValueError: Invalid checkpoint metadata for m.w,", text)) == 2
+    params = leaves()
+    dcp.save({"m": fs.to_dtensor(params, one_axis())}, checkpoint_id=tmp_path)
+    text = refused(lambda: dcp.load({"m": dict(params)}, checkpoint_id=tmp_path), dcp.api.CheckpointException)
+    assert len(re.findall("ValueError: Invalid checkpoint metadata for m.w,", text)) == 2
 
 
 def test_leaves_are_pickled_as_ever():
