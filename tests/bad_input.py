@@ -147,3 +147,11 @@ def assert_fits(found: Refusal, row: Row) -> None:
     assert found.kind is ValueError, row.name
     assert re.fullmatch(pattern, found.text), f"{row.name}\nfound:\n{found.text}\nneeded:\n{row.error}"
     assert tuple(label for label, _ in found.issued) == row.issued, row.name
+
+
+def text_of(call: Callable[[], Any]) -> str:
+    """The text of the ValueError that a call raises, or what it returned."""
+    try:
+        return f"no error, but {call()}"
+    except ValueError as error:
+        return str(error)

@@ -258,12 +258,3 @@ def test_the_norm_may_be_kept():
     assert_same_bits(
         fs.unshard(torch.func.grad(fs.global_norm)({"w": torch.tensor([3.0, 4.0])})), {"w": torch.tensor([0.6, 0.8])}
     )
-
-
-def test_other_trees_have_no_norm():
-    with pytest.raises(ValueError, match=r"global_norm: leaves are no tensors\n  \['w'\]: expected .*, got a float"):
-        fs.global_norm({"w": 3.0})
-    with pytest.raises(ValueError, match="global_norm: expected p to be"):
-        fs.global_norm({"w": torch.ones(2)}, 0.0)
-    with pytest.raises(ValueError, match="clip_by_global_norm: keep_norm: expected True or False, got 'yes'"):
-        fs.clip_by_global_norm(1.0, keep_norm="yes")

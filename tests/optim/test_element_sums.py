@@ -11,6 +11,7 @@ import fshard as fs
 from fshard.optim.element_sums import Request, element_sums, subtrees
 from fshard.optim.norms import global_norm, leaf_norms
 from fshard.testing import assert_trees_close, spmd
+from tests.bad_input import text_of
 from tests.ranks import on_ranks
 from tests.trees import STRATEGIES, as_bytes, assert_same_bits, meshes, normal, one_axis
 
@@ -272,36 +273,6 @@ def test_ranks_with_and_without_a_tree_are_named():
         fs.clip_by_global_norm(0.5, sums=sums).update(grads, (), None)
 
 
-TAKES_SUMS = {
-    "clip_by_global_norm": {"max_norm": 1.0},
-    "clip_by_norm": {"max_norm": 1.0},
-    "scale_by_trust_ratio": {},
-    "scale_by_factored_rms": {},
-    "add_decayed_weights": {"weight_decay": 0.1},
-    "lamb": {"lr": 0.1},
-    "lars": {"lr": 0.1},
-    "adafactor": {"lr": 0.1},
-    "every_k": {"tx": fs.sgd(0.1), "k": 2},
-    "from_torch": {"cls": optim.SGD, "lr": 0.1},
-}
-
-
-def refusal(f):
-    with pytest.raises(ValueError, match=": ") as caught:
-        f()
-    return str(caught.value)
-
-
-def test_refusals():
-    for name, arguments in TAKES_SUMS.items():
-        text = f"{name}: expected sums to be \"tree\" or None, got 'pairs'"
-        assert refusal(lambda: getattr(fs, name)(**arguments, sums="pairs")) == text  # noqa: B023
-    text = 'clip_by_norm: expected p to be a whole number or inf with sums="tree", got 2.5'
-    assert refusal(lambda: fs.clip_by_norm(1.0, 2.5, sums="tree")) == text
-    text = 'from_torch: expected a kernel of Adam for sums="tree" that rounds alike, got fused=True; '
-    assert refusal(lambda: fs.from_torch(optim.Adam, fused=True, sums="tree")) == text + "leave out fused, or sums"
-
-
 class Uneven(optim.SGD):
     """Steps the last element of a vector otherwise, as kernels do behind their last full register."""
 
@@ -317,7 +288,7 @@ def test_classes_that_round_elements_by_their_place_are_refused():
     what = 'from_torch: {} rounds elements by where they stand in a shard, which sums="tree" excludes'
     for cls, dtype in ((Uneven, torch.float64), (optim.SGD, torch.bfloat16)):
         tx = fs.from_torch(cls, lr=0.1, sums="tree")
-        text = refusal(lambda: tx.init({"w": torch.ones(3, dtype=dtype)}))  # noqa: B023
+        text = text_of(lambda: tx.init({"w": torch.ones(3, dtype=dtype)}))  # noqa: B023
         assert text.startswith(what.format(cls.__name__)), text
         assert "['w']" in text
         assert "step them by fs.adamw, or keep parameters in float32" in text

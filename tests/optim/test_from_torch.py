@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import re
 
 import pytest
 import torch
@@ -355,25 +354,3 @@ def test_a_schedule_s_last_value_can_be_read(donate):
         state = fs.update(tx, state, gradients(step), donate=donate)
         assert state.opt_state.hyper["lr"].item() == rate
         assert state.opt_state.hyper["lr"].dtype is torch.float64
-
-
-@pytest.mark.parametrize(
-    "name, hyper, found",
-    [
-        ("lr", {}, "not among its arguments"),
-        ("betas", {"betas": (0.9, 0.99)}, "a tuple"),
-        ("amsgrad", {"amsgrad": True}, "a bool"),
-    ],
-)
-def test_what_is_no_number_is_not_injected(name, hyper, found):
-    text = f"from_torch: expected inject to name numbers, got {name!r}, which is {found}"
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        fs.from_torch(optim.AdamW, inject=(name,), **hyper)
-
-
-def test_an_injected_rate_that_is_not_finite_is_refused():
-    tx = fs.from_torch(optim.SGD, inject=("lr",), lr=0.1)
-    state = tx.init(PARAMS)._replace(hyper={"lr": torch.tensor(float("nan"))})
-    text = "from_torch: expected lr to be a finite number, got nan after 0 updates; mend the schedule"
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        tx.update(gradients(0), state, PARAMS)

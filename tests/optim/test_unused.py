@@ -189,20 +189,6 @@ def test_a_leaf_that_is_frozen_for_some_steps_is_as_one_without_a_gradient(name)
                 assert_same_bits(state.params[leaf].local, expected.params[leaf].local)
 
 
-def test_whole_refuses_a_leaf_that_was_frozen_so_far():
-    transform = fs.ddp(one_axis())
-    tx = fs.whole(fs.adam(0.1))
-    state = fs.TrainState.create(fs.shard(values(), transform, frozen="a"), tx)
-    state = fs.reshard(state, transform, frozen="b")
-    with pytest.raises(ValueError, match="frozen") as caught:
-        fs.update(tx, state, fs.shard({"a": values()["a"]}, transform) | {"b": None})
-    assert str(caught.value) == (
-        "whole: leaves were frozen until now\n"
-        "  ['a']: expected a state, got none\n"
-        "To fix: make the state anew by fs.TrainState.create."
-    )
-
-
 def copied(leaf):
     return leaf.local.clone()
 

@@ -152,11 +152,3 @@ def test_leaves_over_several_axes_travel_over_one_after_another(name):
         assert len([entry for entry in record if entry.label == "whole"]) == exchanges[layout]
         local = [leaf for leaf in flatten(state.opt_state).leaves if is_sharded(leaf)]
         assert all(leaf.local.shape == leaf.spec.local_shape for leaf in local)
-
-
-def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match=r"whole: expected tx to be an Optimizer, such as .*, got a type"):
-        fs.whole(optim.Muon)
-    tx = fs.whole(fs.adam(0.1))
-    with pytest.raises(ValueError, match="whole: expected the state to be a WholeState, got a tuple"):
-        tx.update({"w": torch.ones(2)}, (), {"w": torch.ones(2)})

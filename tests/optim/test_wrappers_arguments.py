@@ -1,4 +1,4 @@
-"""What every optimizer and wrapper does alike: frozen leaves pass through, and bad arguments and states are refused."""
+"""What every optimizer and wrapper does alike: frozen leaves pass through, and states of others are refused."""
 
 import re
 from functools import partial
@@ -83,15 +83,6 @@ def test_nothing_to_train(case):
                 assert state.updates.item() == 1
 
 
-@pytest.mark.parametrize("case", WRAPPERS)
-def test_no_optimizer_is_refused(case):
-    name = case.split(",")[0]
-    end = "fs.from_torch" + ("" if name == "ema" else " or an fs.chain with one")
-    text = f"{name}: expected tx to be an Optimizer, such as {end}, got a GradientTransformation"
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        WRAPPERS[case](fs.clip_by_value(1.0))
-
-
 STATES = {"skip_nonfinite": "SkipState", "dynamic_loss_scale": "ScaleState", "every_k": "EveryState", "ema": "EmaState"}
 
 
@@ -107,45 +98,3 @@ def test_state_of_another_optimizer_is_refused(name, donate):
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         (tx.update_donated if donate else tx.update)(params, sgd().init(params), params)
     assert_same_bits(params, torch.ones(2))
-
-
-SCALE = {
-    "init_scale": "a number above 0, finite in float32",
-    "growth_factor": "a number above 1",
-    "backoff_factor": "a number between 0 and 1",
-    "growth_interval": "a number above 0",
-}
-
-
-BAD = {
-    **{
-        f"{name}={value}": (
-            fs.dynamic_loss_scale,
-            {name: value},
-            f"dynamic_loss_scale: expected {name} to be {SCALE[name]}, got {value!r}",
-        )
-        for name, values in {
-            # The scale is kept in float32, where 1e39 is inf and 1e-50 is 0.
-            "init_scale": (0.0, -1.0, float("inf"), float("nan"), 1e39, 1e-50),
-            "growth_factor": (1.0, 0.5, float("nan")),
-            "backoff_factor": (0.0, 1.0, float("nan")),
-            "growth_interval": (0, -1),
-        }.items()
-        for value in values
-    },
-    **{
-        f"k={k}": (fs.every_k, {"k": k}, f"every_k: expected k to be a number of gradients, 1 or more, got {k!r}")
-        for k in (0, -1, 1.0, True, None)
-    },
-    **{
-        f"decay={decay}": (fs.ema, {"decay": decay}, f"ema: expected decay to be a number from 0 to 1, got {decay}")
-        for decay in (-0.1, 1.1, float("nan"))
-    },
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_arguments(case):
-    wrap, arguments, text = BAD[case]
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        wrap(sgd(), **arguments)
