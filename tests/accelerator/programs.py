@@ -262,9 +262,12 @@ def _optimizer(name: str, make: Callable[[], Any], alone: dict[str, int] = STATU
     }
 
 
-def _torch(name: str, waits: dict[str, int] | None = None, tolerance: float = EXACT) -> dict[str, Program]:
-    tx = lambda: fs.from_torch(getattr(torch.optim, name), lr=1e-2)  # noqa: E731
-    return {f"torch {name}": Program(lambda device: train(device, tx=tx()), waits or {}, tolerance)}
+def _torch(*names: str, waits: dict[str, int] | None = None, tolerance: float = EXACT) -> dict[str, Program]:
+    tx = lambda name: fs.from_torch(getattr(torch.optim, name), lr=1e-2)  # noqa: E731
+    return {
+        f"torch {name}": Program(lambda device, name=name: train(device, tx=tx(name)), waits or {}, tolerance)
+        for name in names
+    }
 
 
 def _strategy(strategy: Callable[[Any], Any]) -> dict[str, Program]:
@@ -289,18 +292,10 @@ PROGRAMS = {
     "checkpointed": Program(lambda device: train(device, remat=True)),
     "dropout": Program(lambda device: train(device, key=True, dropout=0.3)),
     "dropout jitted": Program(lambda device: train(device, key=True, dropout=0.3, jit=True)),
-    **_torch("Adam"),
-    **_torch("AdamW"),
-    **_torch("SGD"),
-    **_torch("RMSprop"),
-    **_torch("Adagrad"),
-    **_torch("Adadelta"),
-    **_torch("Adamax"),
-    **_torch("NAdam"),
-    **_torch("RAdam"),
+    **_torch("Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam"),
     # torch's own code reads its step, and indexes by a mask.
-    **_torch("ASGD", {"aten::_local_scalar_dense": LEAVES}, SINGLE),
-    **_torch("Rprop", {"index by a mask": 3 * LEAVES}),
+    **_torch("ASGD", waits={"aten::_local_scalar_dense": LEAVES}, tolerance=SINGLE),
+    **_torch("Rprop", waits={"index by a mask": 3 * LEAVES}),
     **_optimizer("sgd", lambda: fs.sgd(1e-2, momentum=0.9)),
     **_optimizer("adam", lambda: fs.adam(1e-2)),
     **_optimizer("lamb", lambda: fs.lamb(1e-2)),
