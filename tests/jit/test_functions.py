@@ -12,7 +12,7 @@ from tests.ranks import my_rank
 from tests.test_law_ddp import batches as whole_batches
 from tests.test_law_ddp import initial, one_rank_of, row_losses
 from tests.transforms.laws import grid
-from tests.transforms.test_split_dim_training import megatron, perceptron
+from tests.transforms.test_split_dim import megatron, perceptron
 from tests.trees import CASTS, STRATEGIES, meshes, normal, one_axis
 
 LAYOUTS = STRATEGIES | CASTS | {"quantize": lambda on: fs.quantize(on.line, scatter=True, block=8)}

@@ -1,14 +1,18 @@
-"""quantize: what gathers of int8 blocks lose, and what they do not."""
+"""quantize: what gathers and sums of int8 blocks lose, what they do not, what they send, and training with them."""
 
 import pytest
 import torch
-from torch.func import vjp
+from torch import nn
+from torch.func import jvp, vjp, vmap
 
 import fshard as fs
+from fshard.testing import assert_trees_close
 from tests.ranks import my_rank, on_ranks
+from tests.test_law_ddp import ALGORITHMS, Run, batches, initial, row_losses
+from tests.test_law_ddp import bound as bound_of_training
 from tests.test_law_purity import unchanged
-from tests.transforms.laws import SMALL, gradients, squares, told
-from tests.transforms.rounding import gather_bound, gathered, largest, pieces
+from tests.transforms.laws import SMALL, gradients, squares, told, trained
+from tests.transforms.rounding import bound, full_tree, gather_bound, gathered, grads_of, joined, largest, pieces
 from tests.trees import (
     WORLD_SIZES,
     assert_same_bits,
@@ -20,6 +24,7 @@ from tests.trees import (
     one_axis,
     uneven,
 )
+from tests.unit_models import BOUND, Block, Language, filled, tokens
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BLOCKS = (1, 3, 64, 256)
@@ -157,3 +162,141 @@ def test_processes_agree():
 def test_the_oracle_bounds_by_blocks():
     assert largest(torch.tensor([1.0, -4, 2, 0, 3]), 2).tolist() == [4, 4, 2, 2, 3]
     assert [piece.tolist() for piece in pieces(torch.tensor([1.0, 2, 3]), 2)] == [[1, 2], [3, 0]]
+
+
+@pytest.mark.rows(1)
+@pytest.mark.parametrize(
+    "world_size, dtype", [*((size, torch.float64) for size in WORLD_SIZES), (3, torch.float32), (3, torch.bfloat16)]
+)
+@on_ranks()
+def test_sums_are_off_by_at_most_half_a_step_of_each_rank(world_size, dtype):
+    """And are what the oracle says, added in rank order; with one rank they are exact."""
+    for block, dim in ((1, 0), (7, -1), (256, 0))[world_size // 8 :]:
+        rough = fs.quantize(one_axis(), block=block, scatter=True, error_feedback=False, dim=dim)
+        params, local = fs.shard(full_tree(dtype), rough), grads_of(0, my_rank(), dtype)
+        with unchanged(params, local):
+            found = fs.unshard(fs.scatter_grads(local, like=params, reduce="sum"))
+        for name, total in found.items():
+            ranks = [grads_of(0, rank, dtype)[name] for rank in range(world_size)]
+            along = dim if total.dim() else 0
+            sent = [gathered(grad, world_size, block, along) for grad in ranks]
+            expected = sent[0]
+            for other in sent[1:]:
+                expected = expected + other
+            assert_same_bits(total, expected)
+            if world_size > 1:
+                off = sum(
+                    joined([bound(p, block) for p in pieces(g, world_size, along)], g.double(), along) for g in ranks
+                )
+                magnitude = sum(grad.double().abs() for grad in sent)
+                off = off + magnitude * torch.finfo(dtype).eps * world_size
+                assert ((total.double() - sum(grad.double() for grad in ranks)).abs() <= off).all()
+
+
+@on_ranks(2, 3, 8)
+def test_a_reduction_sends_a_quarter_of_the_bytes(world_size):
+    """To each rank a row of codes and scales."""
+    full = {"w": torch.ones(67, 65), "large": torch.ones(1024, 300), "whole": torch.ones(3)}
+    for feedback in (False, True):
+        for block in (16, 256):
+            transform = fs.quantize(
+                one_axis(), scatter=True, error_feedback=feedback, block=block, min_shard_elements=4
+            )
+            params = fs.shard(full, transform)
+            state = {"transform_state": fs.transform_state(params)} if feedback else {}
+            with fs.comm.record() as record:
+                fs.scatter_grads(full, like=params, **state)
+            sizes = [params[name].local.numel() for name in ("w", "large")]
+            n = world_size * sum(size + 4 * -(-size // block) for size in sizes)
+            leaving = n * (world_size - 1) // world_size
+            assert ("all_to_all", "shard", "scatter", 1, leaving) in told(record)
+            assert [entry[0] for entry in told(record) if entry[-1] != leaving] == ["all_reduce"]
+            plain = sum(world_size * size * 4 for size in sizes)
+            assert 0.25 < n / plain < 0.25 + 1 / block + 32 / min(sizes)
+
+
+@on_ranks(2)
+def test_what_is_not_finite_reaches_every_rank_in_its_block():
+    """Of rank 1's gradient; the state forgets it."""
+    local = [torch.ones(16), torch.ones(16)]
+    local[1][5] = torch.inf
+    for feedback in (False, True):
+        transform = fs.quantize(one_axis(), scatter=True, error_feedback=feedback, block=4)
+        params = fs.shard([torch.zeros(16)], transform)
+        state = {"transform_state": fs.transform_state(params)} if feedback else {}
+        found = fs.scatter_grads([local[my_rank()]], like=params, reduce="sum", **state)
+        grads, state = found if feedback else (found, None)
+        full = fs.unshard(grads)[0]
+        assert full.isnan().nonzero().flatten().tolist() == [4, 5, 6, 7]
+        assert_same_bits(full[:4], torch.full((4,), 2.0))
+        assert state is None or all(row.isfinite().all() for row in fs.tree_leaves(state))
+
+
+@on_ranks("2 processes")
+def test_sums_of_processes_are_those_of_the_oracle():
+    params = fs.shard(full_tree(torch.float32), fs.quantize(one_axis(), scatter=True, block=64))
+    local, state = grads_of(0, my_rank(), torch.float32), fs.transform_state(params)
+    found = fs.unshard(fs.scatter_grads(local, like=params, reduce="sum", transform_state=state)[0])
+    for name, grad in found.items():
+        expected = sum(gathered(grads_of(0, rank, torch.float32)[name], 2, 64) for rank in range(2))
+        assert_same_bits(grad, expected)
+
+
+@on_ranks(1, 2, 3)
+def test_vmap_and_jvp():
+    """Members of an ensemble share no blocks; tangents travel as the leaves do, rounded in blocks of their own."""
+    draw = normal(2)
+    members = [{"w": draw(5, 3) * 10**k, "n": draw()} for k in (0, 3)]
+    transform = fs.quantize(one_axis(), block=4)
+    params = [fs.shard(member, transform) for member in members]
+    stacked = fs.tree_map(lambda a, b: torch.stack([a, b], -1), *params)
+    expected = fs.tree_map(lambda a, b: torch.stack([a, b]), *map(fs.gather, params))
+    assert_same_bits(vmap(fs.gather, in_dims=-1)(stacked), expected)
+    full, tangent = jvp(fs.gather, (params[0],), (params[1],))
+    assert_same_bits((full, tangent), (fs.gather(params[0]), fs.gather(params[1])))
+    rough = fs.quantize(one_axis(), block=4, scatter=True, error_feedback=False)
+    like = [fs.shard(member, rough) for member in members]
+    sums = vmap(lambda g: fs.scatter_grads(g, like=like[0], reduce="sum"))(
+        fs.tree_map(lambda a, b: torch.stack([a, b]), *members)
+    )
+    apart = [fs.scatter_grads(member, like=like[0], reduce="sum") for member in members]
+    for i, one in enumerate(apart):
+        assert_same_bits([x[i] for x in fs.tree_leaves(sums)], fs.tree_leaves(one))
+
+
+def one_process(ranks, block):
+    """SGD at parameters rounded as every rank gathers them, whose gradients are taken for those of the parameters."""
+    params, losses = initial(), []
+    optimizer = ALGORITHMS["SGD"].cls(fs.tree_leaves(params), **ALGORITHMS["SGD"].hyper)
+    for batch in batches():
+        seen = fs.tree_map(lambda leaf: gathered(leaf, ranks, block).clone().requires_grad_(), params)
+        loss = row_losses(seen, batch).mean()
+        loss.backward()
+        for leaf, full in zip(fs.tree_leaves(params), fs.tree_leaves(seen)):
+            leaf.grad = full.grad
+        optimizer.step()
+        losses.append(loss.detach())
+    return Run(torch.stack(losses), params)
+
+
+@pytest.mark.rows(1)
+@on_ranks(*WORLD_SIZES[:-1])
+def test_training_is_that_of_one_process_at_rounded_parameters(world_size):
+    layout = fs.quantize(one_axis(), block=8)
+    runs = [trained(layout), trained(fs.zero3(one_axis(), layout=layout))]
+    assert_trees_close(runs, [one_process(world_size, 8)] * 2, rtol=0, atol=bound_of_training("SGD"))
+
+
+@on_ranks(1, 2, 3)
+def test_modules_with_units(world_size):
+    """Units gathered again are the same, so that the engine has the gradients of the verbs."""
+    module, batches = filled(Language()), tokens(world_size)
+    layout = fs.quantize(one_axis(), block=64, min_shard_elements=20)
+    model = fs.functionalize(module, (Block, nn.Linear))
+    params = model.init(fs.zero3(one_axis(), layout=layout, merge_bytes=3000))
+    loss = lambda p: model.apply(p, *batches[my_rank()])  # noqa: E731
+    value, grads = fs.value_and_grad(loss)(params)
+    full, expected = torch.func.grad_and_value(loss)(fs.gather(params))
+    found = fs.unshard(fs.scatter_grads(full, like=params))
+    assert_trees_close(value, fs.objective(expected, like=params), rtol=0, atol=BOUND)
+    assert_trees_close(fs.unshard(grads), found, rtol=0, atol=BOUND)
