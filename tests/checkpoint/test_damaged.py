@@ -10,7 +10,7 @@ import torch
 import fshard as fs
 from fshard import checkpoint
 from fshard.testing import spmd
-from tests.checkpoint.states import assert_same, sampler, save, zeros_like
+from tests.checkpoint.states import assert_same, refused, sampler, save, zeros_like
 from tests.trees import meshes, normal, one_axis
 
 
@@ -239,9 +239,7 @@ def test_fault(fault, three):
         assert isinstance(texts[0], str)
         assert text in texts[0], texts[0]
     if fault.startswith(("latest", "large latest")):
-        with pytest.raises(checkpoint.CheckpointError) as error:
-            checkpoint.latest(three)
-        assert str(three / "latest") in str(error.value)
+        assert str(three / "latest") in refused(lambda: checkpoint.latest(three), checkpoint.CheckpointError)
 
     def check_others():
         expected = split(state())

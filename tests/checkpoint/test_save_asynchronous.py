@@ -105,10 +105,8 @@ def test_a_default_device_without_values_changes_nothing(tmp_path):
 
 def test_a_second_save_while_one_is_under_way(held, tmp_path):
     saving = checkpoint.save(tmp_path, full(1), 1, asynchronous=True)
-    with pytest.raises(checkpoint.CheckpointError) as error:
-        checkpoint.save(tmp_path, full(2), 2)
     place = f"process {os.getpid()} of {os.uname().nodename}"
-    assert str(error.value) == (
+    assert refused(lambda: checkpoint.save(tmp_path, full(2), 2), checkpoint.CheckpointError) == (
         f"checkpoint.save: step 2 was not saved: {tmp_path}: expected to be alone, got {place}, which is saving "
         "there; wait for it, or save to another directory"
     )
@@ -195,10 +193,8 @@ def test_waiting_twice_fails_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors, "write_all", lambda *_: 1 / 0)
     saving = checkpoint.save(tmp_path, full(1), 1, asynchronous=True)
     for _ in range(2):
-        with pytest.raises(
-            checkpoint.CheckpointError, match=r"^checkpoint\.save: step 1 was not saved: division by zero"
-        ):
-            saving.wait()
+        text = refused(saving.wait, checkpoint.CheckpointError)
+        assert text.startswith("checkpoint.save: step 1 was not saved: division by zero")
     assert names(tmp_path) == [".lock"]
 
 
@@ -214,10 +210,9 @@ def test_a_failure_of_the_last_files(file, tmp_path, monkeypatch):
 
     with monkeypatch.context() as broken:
         broken.setattr(os, "replace", replace)
-        with pytest.raises(
-            checkpoint.CheckpointError, match=rf"^checkpoint\.save: step 2 .*/{file}: Input/output error$"
-        ):
-            checkpoint.save(tmp_path, full(2), 2)
+        text = refused(lambda: checkpoint.save(tmp_path, full(2), 2), checkpoint.CheckpointError)
+        assert text.startswith("checkpoint.save: step 2 ")
+        assert text.endswith(f"/{file}: Input/output error")
     assert checkpoint.restore(tmp_path, full(0))["step"] == 1
     checkpoint.save(tmp_path, full(3), 3)
     assert checkpoint.restore(tmp_path, full(0))["step"] == 3

@@ -182,21 +182,16 @@ def test_only_the_tree_has_the_bits_of_one_rank(sums, same):
     assert all(a.equal(b) for a, b in zip(one, four)) == same
 
 
+@on_ranks(4, 6)
 def test_split_for_good():
     """Tensor-parallel leaves, split over two axes in two dims."""
     full = {"w": normal(2)(16, 6, dtype=torch.float32), "v": normal(3)(8, 3)}
-    expected = global_norm(full, sums="tree")
-
-    def program():
-        mesh = fs.init_mesh({"shard": -1, "tp": 2}, device="cpu")
-        for dims in ((0, 0), (0, 1), (1, 0)):
-            strategy = fs.compose(fs.fully_shard(mesh["shard"], dim=dims[0]), fs.split_dim(mesh["tp"], dim=dims[1]))
-            even = {"w": full["w"]} if dims[1] else full
-            assert_same_bits(global_norm(fs.shard(even, strategy), sums="tree"), global_norm(even, sums="tree"))
-
-    assert expected.dtype == torch.float64
-    spmd(program, 4)
-    spmd(program, 6)
+    assert global_norm(full, sums="tree").dtype == torch.float64
+    mesh = fs.init_mesh({"shard": -1, "tp": 2}, device="cpu")
+    for dims in ((0, 0), (0, 1), (1, 0)):
+        strategy = fs.compose(fs.fully_shard(mesh["shard"], dim=dims[0]), fs.split_dim(mesh["tp"], dim=dims[1]))
+        even = {"w": full["w"]} if dims[1] else full
+        assert_same_bits(global_norm(fs.shard(even, strategy), sums="tree"), global_norm(even, sums="tree"))
 
 
 @pytest.mark.parametrize("p", (1.0, 2.0, 3.0, 6.0, math.inf))
@@ -229,26 +224,24 @@ def test_values_and_derivatives_are_those_without_a_tree(p):
             torch.testing.assert_close(found, needed, rtol=1e4 * eps, atol=1e4 * eps)
 
 
+def sent(grads):
+    with fs.comm.record() as record:
+        fs.clip_by_global_norm(0.5, sums="tree").update(grads, (), None)
+    return [event.bytes * 3 // 4 for event in record if event.label != fs.comm.Verb.AGREE]
+
+
+@on_ranks(4)
 def test_bytes():
     """A leaf sends the sums of its largest subtrees, as many for each rank as any has; the last dim is summed first."""
     # 13 elements on each of 4 ranks: [0, 13), [13, 26), [26, 39) and [39, 50) hold 3, 4, 5 and 3 subtrees, which counts
     # the absent elements behind 50 in the last.
-    rows = {(50,): 5, (64, 3): 1, (50, 7): 5, (2, 50): None}
-
-    def program():
-        strategy, last = fs.zero2(one_axis(), min_shard_elements=0), fs.fully_shard(one_axis(), dim=-1)
-        for shapes in ([(50,)], [(64, 3)], list(rows)[:3]):
-            grads = fs.shard([torch.ones(shape) for shape in shapes], strategy)
-            assert sent(grads) == [8 * 3 * sum(rows[shape] for shape in shapes)]
-        assert sent(fs.shard([torch.ones(2, 50)], last)) == [8 * 3 * 2 * 5]
-        assert sent(fs.shard([torch.ones(50)], fs.ddp(one_axis()))) == []
-
-    def sent(grads):
-        with fs.comm.record() as record:
-            fs.clip_by_global_norm(0.5, sums="tree").update(grads, (), None)
-        return [event.bytes * 3 // 4 for event in record if event.label != fs.comm.Verb.AGREE]
-
-    spmd(program, 4)
+    rows = {(50,): 5, (64, 3): 1, (50, 7): 5}
+    strategy = fs.zero2(one_axis(), min_shard_elements=0)
+    for shapes in ([(50,)], [(64, 3)], list(rows)):
+        grads = fs.shard([torch.ones(shape) for shape in shapes], strategy)
+        assert sent(grads) == [8 * 3 * sum(rows[shape] for shape in shapes)]
+    assert sent(fs.shard([torch.ones(2, 50)], fs.fully_shard(one_axis(), dim=-1))) == [8 * 3 * 2 * 5]
+    assert sent(fs.shard([torch.ones(50)], fs.ddp(one_axis()))) == []
 
 
 @pytest.mark.rows(1)
