@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import fshard as fs
 from tests.checkpoint.states import refused
+from tests.interop.test_state_dict import every_leaf
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
@@ -27,10 +28,6 @@ EVEN = ("0.weight", "0.bias")
 
 def full_values():
     return {name: parameter.detach() for name, parameter in module().named_parameters()}
-
-
-def every_leaf(mesh):
-    return fs.zero2(mesh, min_shard_elements=0)
 
 
 @on_ranks("2 processes", "3 processes")

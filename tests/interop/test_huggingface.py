@@ -14,6 +14,7 @@ from fshard.interop import huggingface
 from fshard.testing import spmd
 from fshard.tree import flatten, names_of
 from tests.interop.test_state_dict import Net, every_leaf, refusal, sharded
+from tests.ranks import on_ranks
 from tests.trees import TREES, assert_same_bits, every_strategy, exotic_dtypes, normal, one_axis
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -38,33 +39,26 @@ def written(directory):
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("tree", [*TREES.values(), representable], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_trees_come_back(tmp_path, world_size, tree):
-    def program():
-        for i, (_, strategy) in enumerate(every_strategy()):
-            params, directory = fs.shard(tree(), strategy), tmp_path / str(i)
-            save_huggingface(directory, params)
-            assert os.listdir(directory) == [SINGLE]
-            back = load_huggingface(directory, fs.tree_map(torch.zeros_like, params))
-            assert_same_bits(fs.unshard(back), fs.unshard(params))
-
-    spmd(program, world_size)
+@on_ranks(*WORLD_SIZES)
+def test_trees_come_back(tmp_path, tree):
+    for i, (_, strategy) in enumerate(every_strategy()):
+        params, directory = fs.shard(tree(), strategy), tmp_path / str(i)
+        save_huggingface(directory, params)
+        assert os.listdir(directory) == [SINGLE]
+        back = load_huggingface(directory, fs.tree_map(torch.zeros_like, params))
+        assert_same_bits(fs.unshard(back), fs.unshard(params))
     assert_same_bits(written(tmp_path / "0"), by_name(tree()))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(*WORLD_SIZES)
 @pytest.mark.parametrize("max_file_bytes, files", [(1, 4), (500, 3), (700, 2), (10_000, 1)])
-def test_files_are_as_large_as_they_may_be(tmp_path, world_size, max_file_bytes, files):
+def test_files_are_as_large_as_they_may_be(tmp_path, max_file_bytes, files):
     draw = normal()
     full = {"a": draw(5, 3), "b": draw(7, 11), "c": draw(3).float(), "d": draw(9, 2).bfloat16()}
-
-    def program():
-        params = fs.shard(full, every_leaf(one_axis()))
-        save_huggingface(tmp_path, params, max_file_bytes=max_file_bytes)
-        back = load_huggingface(tmp_path, fs.tree_map(torch.zeros_like, params))
-        assert_same_bits(fs.unshard(back), full)
-
-    spmd(program, world_size)
+    params = fs.shard(full, every_leaf(one_axis()))
+    save_huggingface(tmp_path, params, max_file_bytes=max_file_bytes)
+    back = load_huggingface(tmp_path, fs.tree_map(torch.zeros_like, params))
+    assert_same_bits(fs.unshard(back), full)
     assert_same_bits(written(tmp_path), full)
     names = sorted(name for name in os.listdir(tmp_path) if name.endswith(".safetensors"))
     if files == 1:
@@ -95,20 +89,16 @@ def test_buckets_hold_what_fits(tmp_path, monkeypatch):
     assert_same_bits(written(tmp_path), full)
 
 
+@on_ranks(2)
 def test_names_may_be_others_in_the_files(tmp_path):
     full = {"w": normal()(5), "v": normal(1)(3)}
-
-    def program():
-        params = fs.shard(full, every_leaf(one_axis()))
-        save_huggingface(tmp_path, params, names="model.{}".format)
-        like = fs.tree_map(torch.zeros_like, params)
-        assert_same_bits(fs.unshard(load_huggingface(tmp_path, like, names="model.{}".format)), full)
-        with pytest.raises(
-            ValueError, match=r"(?s)w: expected float.*, got nothing.*model\.v: expected nothing, got float64\[3\]"
-        ):
-            load_huggingface(tmp_path, like)
-
-    spmd(program, 2)
+    params, names = fs.shard(full, every_leaf(one_axis())), "model.{}".format
+    save_huggingface(tmp_path, params, names=names)
+    like = fs.tree_map(torch.zeros_like, params)
+    assert_same_bits(fs.unshard(load_huggingface(tmp_path, like, names=names)), full)
+    text = r"(?s)w: expected float.*, got nothing.*model\.v: expected nothing, got float64\[3\]"
+    with pytest.raises(ValueError, match=text):
+        load_huggingface(tmp_path, like)
     assert_same_bits(written(tmp_path), {f"model.{name}": tensor for name, tensor in full.items()})
     with pytest.raises(ValueError, match="w: expected a name of its own, got the name of another leaf"):
         save_huggingface(tmp_path / "other", full, names=lambda name: "same")
@@ -223,11 +213,8 @@ def test_dtypes_change_when_asked(tmp_path):
     layout(tmp_path, {SINGLE: {"a": FULL["a"].bfloat16(), "b": FULL["b"]}}, index=None)
     message = refusal(lambda mesh: read(tmp_path))
     assert "a: expected float64[5, 3], got bfloat16[5, 3]" in message
-
-    def program():
-        assert_same_bits(fs.unshard(read(tmp_path, cast=True)), {"a": FULL["a"].bfloat16().double(), "b": FULL["b"]})
-
-    spmd(program, 2)
+    expected = {"a": FULL["a"].bfloat16().double(), "b": FULL["b"]}
+    spmd(lambda: assert_same_bits(fs.unshard(read(tmp_path, cast=True)), expected), 2)
 
 
 def test_leaves_that_do_not_fit_are_all_named(tmp_path):

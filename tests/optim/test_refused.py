@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler
 
 import fshard as fs
 from tests.bad_input import text_of
-from tests.optim.test_wrappers_arguments import NATIVE, WRAPPERS, sgd
+from tests.optim.test_wrappers import NATIVE, WRAPPERS, sgd
 from tests.trees import one_axis
 
 NAN, INF = float("nan"), float("inf")
