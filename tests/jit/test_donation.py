@@ -135,18 +135,6 @@ def test_an_error_in_the_trace_leaves_what_was_donated_whole():
     assert x.equal(X)
 
 
-def swapped(tree):
-    return {"a": tree["b"], "b": tree["a"]}
-
-
-def shifted(tree):
-    return {"a": tree["b"][1:].clone().new_ones(3) + tree["a"].sum(), "b": tree["a"].flip(0)}
-
-
-def viewed(tree):
-    return {"a": tree["a"].expand(3), "b": tree["b"].t().contiguous() if tree["b"].dim() > 1 else tree["b"][:]}
-
-
 def late(tree):
     """What is returned first is needed for what is returned last."""
     a = tree["a"] + 1
@@ -154,17 +142,19 @@ def late(tree):
     return {"a": a, "b": b}
 
 
-def same(tree):
-    return {"a": tree["a"] + 1, "b": tree["a"] + 1}
+READS = {
+    "swapped": lambda tree: {"a": tree["b"], "b": tree["a"]},
+    "shifted": lambda tree: {"a": tree["b"][1:].clone().new_ones(3) + tree["a"].sum(), "b": tree["a"].flip(0)},
+    "viewed": lambda tree: {"a": tree["a"].expand(3), "b": tree["b"][:]},
+    "late": late,
+    "same": lambda tree: {"a": tree["a"] + 1, "b": tree["a"] + 1},
+    "once": lambda tree: dict.fromkeys(("a", "b"), tree["a"] * tree["b"]),
+}
 
 
-def once(tree):
-    y = tree["a"] * tree["b"]
-    return {"a": y, "b": y}
-
-
-@pytest.mark.parametrize("f", (swapped, shifted, viewed, late, same, once), ids=lambda f: f.__name__)
-def test_values_are_read_before_they_are_written_over(f):
+@pytest.mark.parametrize("name", READS)
+def test_values_are_read_before_they_are_written_over(name):
+    f = READS[name]
     tree = {"a": X + 1, "b": 2 * X}
     expected, where = f(tree), places(tree)
     for backend in ("graph", lambda graph, inputs: graph):

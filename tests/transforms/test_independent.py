@@ -8,7 +8,7 @@ import torch
 import fshard as fs
 from fshard import checkpoint
 from fshard.interop.state_dict import to_state_dict
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal
 
@@ -76,25 +76,20 @@ def test_replicas_train_by_themselves(world_size):
         )
 
 
+@on_ranks(4)
 def test_a_checkpoint_keeps_each_ranks_values_for_the_same_size(tmp_path):
-    def save():
-        _, state = trained(STRATEGIES["zero3"])
-        checkpoint.save(tmp_path, state)
-        blank = fs.tree_map(torch.zeros_like, state)
-        assert_same_bits(fs.tree_leaves(checkpoint.restore(tmp_path, blank)), fs.tree_leaves(state))
-        mesh = fs.init_mesh({"replica": 2, "shard": -1}, device="cpu")
-        other = fs.compose(fs.ddp(mesh), fs.independent(mesh["replica"]))
-        moved = checkpoint.restore(tmp_path, fs.shard(initial(), other), subtree=".params")
-        assert_same_bits(fs.unshard(moved, stack=True), fs.unshard(state.params, stack=True))
-
-    def restore():
-        mesh = fs.init_mesh({"replica": -1}, device="cpu")
-        like = fs.shard(initial(), fs.independent(mesh["replica"]))
-        with pytest.raises(ValueError, match=re.escape("expected float64[4, 6], got float64[2, 6]")):
-            checkpoint.restore(tmp_path, like, subtree=".params")
-
-    spmd(save, 4)
-    spmd(restore, 4)
+    _, state = trained(STRATEGIES["zero3"])
+    checkpoint.save(tmp_path, state)
+    blank = fs.tree_map(torch.zeros_like, state)
+    assert_same_bits(fs.tree_leaves(checkpoint.restore(tmp_path, blank)), fs.tree_leaves(state))
+    mesh = fs.init_mesh({"replica": 2, "shard": -1}, device="cpu")
+    other = fs.compose(fs.ddp(mesh), fs.independent(mesh["replica"]))
+    moved = checkpoint.restore(tmp_path, fs.shard(initial(), other), subtree=".params")
+    assert_same_bits(fs.unshard(moved, stack=True), fs.unshard(state.params, stack=True))
+    line = fs.init_mesh({"replica": -1}, device="cpu")
+    like = fs.shard(initial(), fs.independent(line["replica"]))
+    with pytest.raises(ValueError, match=re.escape("expected float64[4, 6], got float64[2, 6]")):
+        checkpoint.restore(tmp_path, like, subtree=".params")
 
 
 @on_ranks(2)
