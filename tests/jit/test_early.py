@@ -87,13 +87,9 @@ def test_updates_come_between_reductions_and_memory_of_gradients_goes(monkeypatc
     assert early.peak_bytes() <= late.peak_bytes() - saved
 
 
-def test_what_waits_for_a_norm_stays(monkeypatch):
-    late, early = (graph_of(monkeypatch, early, optimizer="clipped") for early in (False, True))
-    assert [str(node) for node in late.module.graph.nodes] == [str(node) for node in early.module.graph.nodes]
-
-
-def test_one_rank_and_one_reduction_stay(monkeypatch):
-    late, early = (graph_of(monkeypatch, early, world=1) for early in (False, True))
+@pytest.mark.parametrize("options", ({"optimizer": "clipped"}, {"world": 1}), ids=("a norm", "one rank"))
+def test_what_waits_for_a_norm_and_what_is_not_reduced_stays(monkeypatch, options):
+    late, early = (graph_of(monkeypatch, early, **options) for early in (False, True))
     assert [str(node) for node in late.module.graph.nodes] == [str(node) for node in early.module.graph.nodes]
 
 

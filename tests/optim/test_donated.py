@@ -98,19 +98,22 @@ def test_copies_of_a_state_go_their_own_ways(name):
     assert_same(other, other_plain)
 
 
+def twice(tree):
+    """All of a tree but single numbers."""
+    return fs.tree_map(lambda x: x * 2 if x.dim() else x, tree)
+
+
 @pytest.mark.parametrize("name", CASES)
 @on_ranks(2)
 def test_leaves_that_were_replaced_are_seen(name):
     tx, plain = start(name)
     donated = copy.deepcopy(plain)
     donated, plain = both(tx, donated, plain, gradients(plain, 0))
-    doubled = [{**s.params, "a": fs.tree_map(lambda x: x * 2, s.params["a"])} for s in (donated, plain)]
-    donated, plain = donated._replace(params=doubled[0]), plain._replace(params=doubled[1])
+    donated, plain = (s._replace(params={**s.params, "a": twice(s.params["a"])}) for s in (donated, plain))
     donated, plain = both(tx, donated, plain, gradients(plain, 1))
-    slots = fs.tree_map(lambda x: x * 2 if x.dim() else x, donated.opt_state.slots)
-    donated = donated._replace(opt_state=donated.opt_state._replace(slots=slots))
-    slots = fs.tree_map(lambda x: x * 2 if x.dim() else x, plain.opt_state.slots)
-    plain = plain._replace(opt_state=plain.opt_state._replace(slots=slots))
+    donated, plain = (
+        s._replace(opt_state=s.opt_state._replace(slots=twice(s.opt_state.slots))) for s in (donated, plain)
+    )
     assert_same(*both(tx, donated, plain, gradients(plain, 2)))
 
 

@@ -1,8 +1,8 @@
 """Leaves whose gradient is None: they and all that is kept for them stay, as torch.optim leaves them."""
 
 import itertools
+from collections import namedtuple
 from functools import partial
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -113,6 +113,12 @@ TABLE = {
 }
 
 
+def sharded(tree, transform):
+    """Shard a tree in which leaves may be None."""
+    trained = {name: leaf for name, leaf in tree.items() if leaf is not None}
+    return dict.fromkeys(tree) | fs.shard(trained, transform)
+
+
 def run(tx, state, grads, donate=False):
     for grad in grads:
         state = fs.update(tx, state, grad, donate=donate)
@@ -126,21 +132,15 @@ def test_a_leaf_is_as_if_the_updates_without_it_had_not_been(name):
     """Each leaf by itself, stepped only when it has a gradient; but the number of updates counts all of them."""
     counts = "count" in name or name == "adamw"
     transform = fs.zero2(one_axis(), min_shard_elements=0)
-
-    def sharded(tree):
-        return fs.shard({k: v for k, v in tree.items() if v is not None}, transform) | {
-            k: None for k, v in tree.items() if v is None
-        }
-
     for history in HISTORIES:
         for donate in (False, True):
             tx = TABLE[name]()
-            state = fs.TrainState.create(sharded(values()), tx)
+            state = fs.TrainState.create(sharded(values(), transform), tx)
             structure = flatten(state).treedef
             for grads in gradients(history):
                 before = {n: copied(state.params[n]) for n, grad in grads.items() if grad is None}
                 kept = moments(state, before) if not donate else {}
-                state = fs.update(tx, state, sharded(grads), donate=donate)
+                state = fs.update(tx, state, sharded(grads, transform), donate=donate)
                 assert flatten(state).treedef == structure
                 for n, leaf in before.items():
                     assert_same_bits(state.params[n].local, leaf)
@@ -173,18 +173,17 @@ def test_a_leaf_that_is_frozen_for_some_steps_is_as_one_without_a_gradient(name)
         expected = fs.TrainState.create(fs.shard(values(), transform), tx)
         state, still = None, None
         for full in gradients(history):
-            used = {k: v for k, v in full.items() if v is not None}
             before, still = still, tuple(k for k, v in full.items() if v is None)
             if state is None:
                 state = fs.TrainState.create(fs.shard(values(), transform, frozen=still or None), tx)
             elif still != before:
                 state = fs.reshard(state, transform, frozen=still or (lambda path: False))
                 assert {k for k, leaf in state.params.items() if leaf.spec.frozen} == set(still)
-            if "whole" in name and still != before and history in ("late start", "not both") and "a" in used:
+            if "whole" in name and still != before and history in ("late start", "not both") and full["a"] is not None:
                 break  # Its state begins with TrainState.create.
-            nothing = dict.fromkeys(still)
-            expected = fs.update(tx, expected, fs.shard(used, transform) | nothing)
-            state = fs.update(tx, state, fs.shard(used, transform) | nothing, donate=donate)
+            grads = sharded(full, transform)
+            expected = fs.update(tx, expected, grads)
+            state = fs.update(tx, state, grads, donate=donate)
             for leaf in SHAPES:
                 assert_same_bits(state.params[leaf].local, expected.params[leaf].local)
 
@@ -256,10 +255,7 @@ def test_a_restart_goes_on_as_before(name, tmp_path):
     transform = fs.zero2(one_axis(), min_shard_elements=0)
     tx = TABLE[name]()
     for history in HISTORIES:
-        grads = [
-            {k: None if v is None else fs.shard({k: v}, transform)[k] for k, v in step.items()}
-            for step in gradients(history)
-        ]
+        grads = [sharded(step, transform) for step in gradients(history)]
         state = run(tx, fs.TrainState.create(fs.shard(values(), transform), tx), grads[:3])
         fs.checkpoint.save(tmp_path / history, state)
         like = fs.TrainState.create(fs.shard(values(9), transform), tx)
@@ -269,46 +265,21 @@ def test_a_restart_goes_on_as_before(name, tmp_path):
         assert_same_bits(*map(fs.tree_leaves, ends))
 
 
-class OldSgd(NamedTuple):
-    updates: torch.Tensor
-    momentum: dict
-
-
-class OldAdam(NamedTuple):
-    updates: torch.Tensor
-    mean: dict
-    square: dict
-
-
-class OldTorch(NamedTuple):
-    updates: torch.Tensor
-    slots: dict
-    hyper: dict
-
-
-class OldAdafactor(NamedTuple):
-    updates: torch.Tensor
-    row: dict
-    column: dict
-
-
-class OldEvery(NamedTuple):
-    collected: torch.Tensor
-    mean: dict
-    inner: tuple
-
-
-OLD = {"SgdState": OldSgd, "AdamState": OldAdam, "TorchState": OldTorch, "AdafactorState": OldAdafactor}
+# The fields of states when updates were counted for all leaves together.
+OLD = {
+    "SgdState": namedtuple("OldSgd", ("updates", "momentum")),
+    "AdamState": namedtuple("OldAdam", ("updates", "mean", "square")),
+    "TorchState": namedtuple("OldTorch", ("updates", "slots", "hyper")),
+    "AdafactorState": namedtuple("OldAdafactor", ("updates", "row", "column")),
+    "EveryState": namedtuple("OldEvery", ("collected", "mean", "inner")),
+}
 
 
 def in_the_old_form(state):
-    """A state with the fields that it had when updates were counted for all leaves together."""
     if isinstance(state, fs.TrainState):
         return state._replace(opt_state=in_the_old_form(state.opt_state))
-    if type(state).__name__ == "EveryState":
-        return OldEvery(state.collected, state.mean, in_the_old_form(state.inner))
     if old := OLD.get(type(state).__name__):
-        return old(*(getattr(state, field) for field in old._fields))
+        return old(*(in_the_old_form(getattr(state, field)) for field in old._fields))
     return state
 
 
