@@ -61,11 +61,8 @@ def test_shards_become_the_dtensors_of_fsdp2():
             assert ours[name].to_local().data_ptr() == params[name].local.data_ptr()
     # So an FSDP2 model loads them.
     fsdp2.load_state_dict(fs.to_dtensor(fs.tree_map(lambda t: 2 * t, params), mesh))
-    assert_same_bits(fs.unshard(fs.from_dtensor(dict(fsdp2.named_parameters()), every_leaf(mesh))), doubled())
-
-
-def doubled():
-    return {name: 2 * tensor for name, tensor in full_values().items()}
+    loaded = fs.unshard(fs.from_dtensor(dict(fsdp2.named_parameters()), every_leaf(mesh)))
+    assert_same_bits(loaded, {name: 2 * tensor for name, tensor in full_values().items()})
 
 
 @on_ranks("2 processes", "3 processes")

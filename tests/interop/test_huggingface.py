@@ -238,29 +238,22 @@ def test_an_index_that_leads_elsewhere(tmp_path, file):
     assert f"expected a .safetensors file beside the index, got {file!r} for a" in message
 
 
-DAMAGES = dict(
-    enumerate(
-        [
-            (lambda d: (d / INDEX).write_text("{"), "it is no JSON"),
-            (lambda d: (d / INDEX).write_text("[" * 100_000), "it is no JSON"),
-            (lambda d: (d / INDEX).write_text("[]"), "a weight_map from tensors to files, got none"),
-            (lambda d: (d / INDEX).write_text('{"weight_map": {}}'), "a weight_map from tensors to files, got none"),
-            (lambda d: layout(d, PARTS, where={"a": min(PARTS), "b": min(PARTS)}), "expected b as"),
-            (lambda d: os.remove(d / min(PARTS)), f"{min(PARTS)}: No such file"),
-            (lambda d: (d / min(PARTS)).write_bytes(b"x" * 4), f"{min(PARTS)}: "),
-            (lambda d: (d / min(PARTS)).write_bytes((d / min(PARTS)).read_bytes()[:-1]), f"{min(PARTS)}: "),
-            (lambda d: layout(d, {max(PARTS): FULL}, index=None), "in one file, got it in another too"),
-            (
-                lambda d: (os.remove(d / min(PARTS)), os.mkfifo(d / min(PARTS))),
-                "expected a regular file, got something else",
-            ),
-            (lambda d: (d / INDEX).rename(d / "notes.txt"), "expected one of its files of weights, got"),
-        ]
-    )
-)
+DAMAGES = [
+    (lambda d: (d / INDEX).write_text("{"), "it is no JSON"),
+    (lambda d: (d / INDEX).write_text("[" * 100_000), "it is no JSON"),
+    (lambda d: (d / INDEX).write_text("[]"), "a weight_map from tensors to files, got none"),
+    (lambda d: (d / INDEX).write_text('{"weight_map": {}}'), "a weight_map from tensors to files, got none"),
+    (lambda d: layout(d, PARTS, where={"a": min(PARTS), "b": min(PARTS)}), "expected b as"),
+    (lambda d: os.remove(d / min(PARTS)), f"{min(PARTS)}: No such file"),
+    (lambda d: (d / min(PARTS)).write_bytes(b"x" * 4), f"{min(PARTS)}: "),
+    (lambda d: (d / min(PARTS)).write_bytes((d / min(PARTS)).read_bytes()[:-1]), f"{min(PARTS)}: "),
+    (lambda d: layout(d, {max(PARTS): FULL}, index=None), "in one file, got it in another too"),
+    (lambda d: (os.remove(d / min(PARTS)), os.mkfifo(d / min(PARTS))), "expected a regular file, got something else"),
+    (lambda d: (d / INDEX).rename(d / "notes.txt"), "expected one of its files of weights, got"),
+]
 
 
-@pytest.mark.parametrize("number", DAMAGES)
+@pytest.mark.parametrize("number", range(len(DAMAGES)))
 def test_damage_is_named_on_every_rank(tmp_path, number):
     damage, message = DAMAGES[number]
     layout(tmp_path, PARTS)
