@@ -34,6 +34,11 @@ class Row(NamedTuple):
         return self.name
 
 
+def rows_of(name: str, call: Callable[["World", Any], Any], cases: Iterable[tuple[Any, str]]) -> list[Row]:
+    """Rows of a call on the world and a bad value, for each (value, error); `{}` in the name is the value."""
+    return [Row(name.format(value), lambda world, value=value: (world, value), call, error) for value, error in cases]
+
+
 class World(NamedTuple):
     """Good values of one rank: two meshes of all ranks, a tree in full and sharded, and all that a step takes."""
 

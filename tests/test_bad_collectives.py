@@ -3,9 +3,12 @@
 import torch
 
 import fshard as fs
-from tests.bad_input import Row, assert_all_refused
+from tests.bad_input import Row, assert_all_refused, rows_of
 
 AXIS = "take it from a mesh by fs.axis_of"
+SIZES = "to be 2 whole numbers of 0 or more, one for each rank"
+PAIRS = "ppermute: expected perm to be pairs (source, destination) of coordinates from 0 to 1"
+FALL_OFF = "leave out pairs that fall off the end of the axis"
 SUMS = [fs.psum, fs.pmean, fs.pvary, fs.psum_invariant, fs.pmax, fs.broadcast]
 ALONG_A_DIM = [fs.all_gather, fs.reduce_scatter]
 
@@ -65,24 +68,14 @@ ROWS += [
 ROWS += [
     *(
         Row(
-            f"reduce_scatter of a dim {dim} that does not divide",
+            f"{name} of a dim {dim} that does not divide",
             lambda world, dim=dim: ({"a": torch.ones(2, 4), "b": torch.ones(3, 5)}, fs.axis_of(world.mesh), dim),
-            fs.reduce_scatter,
-            "reduce_scatter over 'shard': dims do not divide\n"
+            COLLECTIVES[name],
+            f"{name} over 'shard': dims do not divide\n"
             f"  ['b']: expected a multiple of 2, got size {size} of dim {dim}\n"
             "To fix: pad the dim.",
         )
-        for dim, size in enumerate((3, 5))
-    ),
-    *(
-        Row(
-            f"all_to_all of a dim {dim} that does not divide",
-            lambda world, dim=dim: ({"a": torch.ones(2, 4), "b": torch.ones(3, 5)}, fs.axis_of(world.mesh), dim),
-            to_all,
-            "all_to_all over 'shard': dims do not divide\n"
-            f"  ['b']: expected a multiple of 2, got size {size} of dim {dim}\n"
-            "To fix: pad the dim.",
-        )
+        for name in ("reduce_scatter", "all_to_all")
         for dim, size in enumerate((3, 5))
     ),
     Row(
@@ -101,61 +94,30 @@ ROWS += [
         "  ['y']: expected 2 rows, the sum of send_sizes, got 3 rows\n"
         "To fix: sort and count rows by their destination.",
     ),
-    *(
-        Row(
-            f"ragged_all_to_all by {what}",
-            lambda world, send=send, receive=receive: (torch.ones(2), fs.axis_of(world.mesh), send, receive),
-            rows_to_all,
-            f"ragged_all_to_all: expected {needed}",
-        )
-        for what, send, receive, needed in (
+    *rows_of(
+        "ragged_all_to_all by the sizes {}",
+        lambda world, sizes: rows_to_all(torch.ones(2), fs.axis_of(world.mesh), *sizes),
+        [
             (
-                "sizes of a tensor",
-                torch.ones(2),
-                (1, 1),
-                "send_sizes to be 2 whole numbers of 0 or more, one for each rank, got a float32 Tensor of shape (2,); "
-                "call .tolist() of a tensor of counts",
+                (torch.ones(2), (1, 1)),
+                f"ragged_all_to_all: expected send_sizes {SIZES}, got a float32 Tensor of shape (2,); call .tolist() "
+                "of a tensor of counts",
             ),
-            (
-                "too few sizes",
-                (2,),
-                (1, 1),
-                "send_sizes to be 2 whole numbers of 0 or more, one for each rank, got [2]",
-            ),
-            (
-                "a size below 0",
-                (1, 1),
-                (3, -1),
-                "recv_sizes to be 2 whole numbers of 0 or more, one for each rank, got [3, -1]",
-            ),
-        )
+            (((2,), (1, 1)), f"ragged_all_to_all: expected send_sizes {SIZES}, got [2]"),
+            (((1, 1), (3, -1)), f"ragged_all_to_all: expected recv_sizes {SIZES}, got [3, -1]"),
+        ],
     ),
-    *(
-        Row(
-            f"ppermute by {what}",
-            lambda world, perm=perm: (torch.ones(2), fs.axis_of(world.mesh), perm),
-            ring,
-            f"ppermute: expected perm to {needed}",
-        )
-        for what, perm, needed in (
+    *rows_of(
+        "ppermute by {}",
+        lambda world, perm: ring(torch.ones(2), fs.axis_of(world.mesh), perm),
+        [
+            ([(0, 1), (1, 2)], f"{PAIRS}, got [(0, 1), (1, 2)]; {FALL_OFF}"),
+            ([0, 1], f"{PAIRS}, got [0, 1]; {FALL_OFF}"),
             (
-                "a rank that is none",
-                [(0, 1), (1, 2)],
-                "be pairs (source, destination) of coordinates from 0 to 1, got [(0, 1), (1, 2)]; "
-                "leave out pairs that fall off the end of the axis",
-            ),
-            (
-                "numbers",
-                [0, 1],
-                "be pairs (source, destination) of coordinates from 0 to 1, got [0, 1]; "
-                "leave out pairs that fall off the end of the axis",
-            ),
-            (
-                "a destination of two",
                 [(0, 1), (1, 1)],
-                "have each source and each destination once, got [(0, 1), (1, 1)]",
+                "ppermute: expected perm to have each source and each destination once, got [(0, 1), (1, 1)]",
             ),
-        )
+        ],
     ),
     Row(
         "broadcast from a rank that is none",

@@ -27,24 +27,18 @@ def setup(name, call, error, *arguments):
 
 
 MESHES = [
-    setup(
-        "ranks that do not divide",
-        CPU,
-        "init_mesh: expected the number of ranks to be a multiple of 3 for {'replicate': 3, 'shard': -1}, got 2; "
-        + PRODUCT,
-        {"replicate": 3, "shard": -1},
-    ),
-    setup(
-        "too many ranks",
-        CPU,
-        "init_mesh: expected the number of ranks to be 4 for {'replicate': 2, 'shard': 2}, got 2; " + PRODUCT,
-        {"replicate": 2, "shard": 2},
-    ),
-    setup(
-        "too few ranks",
-        CPU,
-        "init_mesh: expected the number of ranks to be 1 for {'shard': 1}, got 2; " + PRODUCT,
-        {"shard": 1},
+    *(
+        setup(
+            f"ranks of {shape}",
+            CPU,
+            f"init_mesh: expected the number of ranks to be {n} for {shape}, got 2; {PRODUCT}",
+            shape,
+        )
+        for shape, n in (
+            ({"replicate": 3, "shard": -1}, "a multiple of 3"),
+            ({"replicate": 2, "shard": 2}, 4),
+            ({"shard": 1}, 1),
+        )
     ),
     *(
         setup(f"sizes {shape}", CPU, f"{SIZES}, got {shape}", shape)
@@ -117,17 +111,13 @@ TRANSFORMS = [
         lambda world: world.zero2,
         lambda world: world.mesh,
     ),
-    setup(
-        "cast to integers",
-        lambda dtype: fs.cast(gather=dtype),
-        f"cast: expected gather= {FLOATING}, got torch.int8",
-        torch.int8,
-    ),
-    setup(
-        "cast by a name",
-        lambda dtype: fs.cast(scatter=dtype),
-        f"cast: expected scatter= {FLOATING}, got 'bf16'",
-        "bf16",
+    *(
+        setup(
+            f"cast with {which}={dtype}",
+            partial(fs.cast, **{which: dtype}),
+            f"cast: expected {which}= {FLOATING}, got {got}",
+        )
+        for which, dtype, got in (("gather", torch.int8, "torch.int8"), ("scatter", "bf16", "'bf16'"))
     ),
     *(
         setup(

@@ -18,19 +18,25 @@ ALIKE = (
 )
 KEEP = "\nTo fix: keep a leaf's shape when mapping over it."
 TEXT = "of hash {hash} split by"
+SPLIT = f"{TEXT} P('shard')"
+GONE = fs.Axis("shard", 2, "gone")
 
 
-def differs(name, tree, path, got, expected, **keywords):
+def differs(name, tree, difference):
     """A row where ranks shard different trees: `tree` is made from whether this is the last rank."""
 
     def arguments(world):
         return tree(world.rank == world.mesh.size() - 1), world.zero2
 
-    error = (
-        "shard: ranks hold different trees\n"
-        f"  {path}: expected {expected} as on rank shard=0, got {got} on rank shard={{last}}"
-    )
-    return Row(name, arguments, partial(fs.shard, **keywords), error + ALIKE, ("shard", "shard"))
+    expected, got = difference.split(", got ")
+    error = f"shard: ranks hold different trees\n  {expected} as on rank shard=0, got {got} on rank shard={{last}}"
+    return Row(name, arguments, fs.shard, error + ALIKE, ("shard", "shard"))
+
+
+def unfit(name, arguments, *problems):
+    """A row of leaves that cannot be sharded."""
+    lines = "".join(f"\n  {problem}" for problem in problems)
+    return Row(name, arguments, fs.shard, f"shard: leaves cannot be sharded{lines}{FIT}", ("shard",))
 
 
 ones = torch.ones
@@ -57,94 +63,69 @@ DIFFERENT = [
     differs(
         "a leaf more on one rank",
         lambda last: {"a": ones(2), **({"b": ones(3)} if last else {}), "c": ones(1)},
-        "['b']",
-        f"float32[3] {TEXT} P('shard')",
-        "nothing",
+        f"['b']: expected nothing, got float32[3] {SPLIT}",
     ),
     differs(
         "a leaf less on one rank",
         lambda last: [ones(2)] if last else [ones(2), ones(3)],
-        "[1]",
-        "nothing",
-        f"float32[3] {TEXT} P('shard')",
+        f"[1]: expected float32[3] {SPLIT}, got nothing",
     ),
     differs(
         "a leaf where others have a tree",
         lambda last: {"a": ones(2) if last else {"w": ones(2)}},
-        "['a']['w']",
-        "nothing",
-        f"float32[2] {TEXT} P('shard')",
+        f"['a']['w']: expected float32[2] {SPLIT}, got nothing",
     ),
     differs(
         "another kind of node",
         lambda last: {"a": [ones(2)] if last else (ones(2),), "b": []},
-        "(structure)",
-        "dict(list(*), list())",
-        "dict(tuple(*), list())",
+        "(structure): expected dict(tuple(*), list()), got dict(list(*), list())",
     ),
     differs(
         "another order of keys",
         lambda last: OrderedDict(a=ones(2), b=ones(3)) if last else {"a": ones(2), "b": ones(3)},
-        "(structure)",
-        "OrderedDict(*, *)",
-        "dict(*, *)",
+        "(structure): expected dict(*, *), got OrderedDict(*, *)",
     ),
     differs(
         "an empty node more",
         lambda last: {"a": ones(2), **({"b": ()} if last else {})},
-        "(structure)",
-        "dict(*, tuple())",
-        "dict(*)",
+        "(structure): expected dict(*), got dict(*, tuple())",
     ),
     differs(
         "another shape",
         lambda last: {"a": ones(2), "b": ones(3 + last), "c": ones(1 + last)},
-        "['b']",
-        f"float32[4] {TEXT} P('shard')",
-        f"float32[3] {TEXT} P('shard')",
+        f"['b']: expected float32[3] {SPLIT}, got float32[4] {SPLIT}",
     ),
     differs(
         "another dtype",
         lambda last: ones(2, dtype=torch.float64 if last else torch.bfloat16),
-        "(root)",
-        f"float64[2] {TEXT} P('shard')",
-        f"bfloat16[2] {TEXT} P('shard')",
+        f"(root): expected bfloat16[2] {SPLIT}, got float64[2] {SPLIT}",
     ),
     differs(
         "another value",
         lambda last: {"a": ones(2), "b": torch.tensor([0.0, -0.0 if last else 0.0])},
-        "['b']",
-        f"float32[2] {TEXT} P('shard')",
-        f"float32[2] {TEXT} P('shard')",
+        f"['b']: expected float32[2] {SPLIT}, got float32[2] {SPLIT}",
     ),
     differs(
         "None on one rank",
         lambda last: {"a": None if last else ones(2)},
-        "['a']",
-        "None",
-        f"float32[2] {TEXT} P('shard')",
+        f"['a']: expected float32[2] {SPLIT}, got None",
     ),
     differs(
         "no tensor on one rank",
         lambda last: {"a": 1.5 if last else ones(2)},
-        "['a']",
-        "a float",
-        f"float32[2] {TEXT} P('shard')",
+        f"['a']: expected float32[2] {SPLIT}, got a float",
     ),
     differs(
         "frozen on one rank",
         lambda last: {"a": torch.nn.Parameter(ones(2), requires_grad=not last)},
-        "['a']",
-        f"frozen float32[2] {TEXT} P('shard')",
-        f"float32[2] {TEXT} P('shard')",
+        f"['a']: expected float32[2] {SPLIT}, got frozen float32[2] {SPLIT}",
     ),
     Row(
         "another value on the first rank",
         lambda world: ({"a": torch.full((2,), float(world.rank == 0))}, world.zero2),
         fs.shard,
         "shard: ranks hold different trees\n"
-        f"  ['a']: expected float32[2] {TEXT} P('shard') as on rank shard=0, got float32[2] {TEXT} "
-        f"P('shard') on rank shard=1{ALIKE}",
+        f"  ['a']: expected float32[2] {SPLIT} as on rank shard=0, got float32[2] {SPLIT} on rank shard=1{ALIKE}",
         ("shard", "shard"),
     ),
     Row(
@@ -152,8 +133,8 @@ DIFFERENT = [
         lambda world: (world.full, fs.ddp(world.mesh) if world.rank == 1 else world.zero2),
         fs.shard,
         "shard: ranks hold different trees\n"
-        f"  ['a']: expected float32[5, 3] {TEXT} P('shard') as on rank shard=0, got float32[5, 3] {TEXT} P() "
-        f"on rank shard=1{ALIKE}",
+        f"  ['a']: expected float32[5, 3] {SPLIT} as on rank shard=0, got float32[5, 3] {TEXT} P() on rank "
+        f"shard=1{ALIKE}",
         ("shard", "shard"),
     ),
 ]
@@ -167,62 +148,45 @@ ROWS = [
         ),
         fs.shard,
         "shard: ranks hold different trees\n"
-        f"  ['a']: expected float32[] {TEXT} P('shard') as on rank replicate=0, shard=0, got float32[] "
-        f"{TEXT} P('shard') on rank replicate=1, shard=0{ALIKE}",
+        f"  ['a']: expected float32[] {SPLIT} as on rank replicate=0, shard=0, got float32[] {SPLIT} on rank "
+        f"replicate=1, shard=0{ALIKE}",
         ("shard",) * 4,
         ranks=4,
     ),
-    Row(
+    unfit(
         "leaves that are no tensors",
         lambda world: ({"a": ones(2), "n": [3, None], "s": "x", "v": ones(2).numpy()}, world.zero2),
-        fs.shard,
-        "shard: leaves cannot be sharded\n"
-        "  ['n'][0]: expected a tensor, got an int\n"
-        "  ['s']: expected a tensor, got a str\n"
-        "  ['v']: expected a tensor, got a ndarray" + FIT,
-        ("shard",),
+        "['n'][0]: expected a tensor, got an int",
+        "['s']: expected a tensor, got a str",
+        "['v']: expected a tensor, got a ndarray",
     ),
-    Row(
+    unfit(
         "sharding twice",
         lambda world: (world.params, world.zero2),
-        fs.shard,
-        "shard: leaves cannot be sharded\n"
-        "  ['a']: expected a full tensor; reshard changes layouts, got a Sharded leaf\n"
-        "  ['b'][0]: expected a full tensor; reshard changes layouts, got a Sharded leaf" + FIT,
-        ("shard",),
+        "['a']: expected a full tensor; reshard changes layouts, got a Sharded leaf",
+        "['b'][0]: expected a full tensor; reshard changes layouts, got a Sharded leaf",
     ),
-    Row(
+    unfit(
         "tensors that cannot be cut",
         lambda world: ({"m": ones(2, device="meta"), "s": torch.eye(2).to_sparse(), "w": ones(2)}, world.zero2),
-        fs.shard,
-        "shard: leaves cannot be sharded\n"
-        "  ['m']: expected a strided tensor with values, got a strided tensor on device meta\n"
-        "  ['s']: expected a strided tensor with values, got a sparse_coo tensor on device cpu" + FIT,
-        ("shard",),
+        "['m']: expected a strided tensor with values, got a strided tensor on device meta",
+        "['s']: expected a strided tensor with values, got a sparse_coo tensor on device cpu",
     ),
-    Row(
+    unfit(
         "DTensors",
         lambda world: ({"a": fs.to_dtensor(world.params, world.mesh)["a"]}, world.zero2),
-        fs.shard,
-        "shard: leaves cannot be sharded\n"
-        "  ['a']: expected a tensor; from_dtensor takes DTensors over, got a float32 DTensor of shape (5, 3)" + FIT,
-        ("shard",),
+        "['a']: expected a tensor; from_dtensor takes DTensors over, got a float32 DTensor of shape (5, 3)",
     ),
-    Row(
+    unfit(
         "a dim that some leaves lack",
         lambda world: ({"a": ones(4, 2), "b": [ones(4), ones(())]}, fs.fully_shard(world.mesh, dim=1)),
-        fs.shard,
-        "shard: leaves cannot be sharded\n"
-        "  ['b'][0]: expected a dim 1 to split over 'shard', got shape (4,)\n"
-        "  ['b'][1]: expected a dim 1 to split over 'shard', got shape ()" + FIT,
-        ("shard",),
+        "['b'][0]: expected a dim 1 to split over 'shard', got shape (4,)",
+        "['b'][1]: expected a dim 1 to split over 'shard', got shape ()",
     ),
-    Row(
+    unfit(
         "a dim counted from the end that some leaves lack",
         lambda world: ([ones(4, 2), ones(4)], fs.fully_shard(world.mesh, dim=-2)),
-        fs.shard,
-        "shard: leaves cannot be sharded\n  [1]: expected a dim -2 to split over 'shard', got shape (4,)" + FIT,
-        ("shard",),
+        "[1]: expected a dim -2 to split over 'shard', got shape (4,)",
     ),
     Row(
         "resharding over a dim that some leaves lack",
@@ -289,18 +253,18 @@ ROWS = [
     *(
         Row(
             f"{verb.__name__} of leaves of a mesh that is gone",
-            lambda world, axis=axis: ({"a": replace(world.params["a"], spec=fs.Spec((5, 3), fs.P("shard"), (axis,)))},),
+            lambda world: ({"a": replace(world.params["a"], spec=fs.Spec((5, 3), fs.P("shard"), (GONE,)))},),
             verb,
             f"{verb.__name__}: leaves of another mesh\n"
-            f"  ['a']: expected a group of that size that this process is in, got axis 'shard' of {axis.size} ranks "
-            f"in group {axis.group_name!r}\n"
+            "  ['a']: expected a group of that size that this process is in, got axis 'shard' of 2 ranks in group "
+            "'gone'\n"
             "To fix: shard the tree on a mesh of this process.",
         )
-        for verb, axis in [(fs.gather, fs.Axis("shard", 2, "gone")), (fs.unshard, fs.Axis("shard", 2, "gone"))]
+        for verb in (fs.gather, fs.unshard)
     ),
     Row(
         "a strategy of a mesh that is gone",
-        lambda world: (world.full, fs.fully_shard(fs.Axis("shard", 2, "gone"))),
+        lambda world: (world.full, fs.fully_shard(GONE)),
         fs.shard,
         "shard: expected a strategy over axes whose groups have their size and this process in them, got axis "
         "'shard' of 2 ranks in group 'gone'; make it of this process's mesh",

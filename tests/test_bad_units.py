@@ -9,7 +9,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.testing import spmd
-from tests.bad_input import Row, assert_all_refused, loss
+from tests.bad_input import Row, assert_all_refused, loss, rows_of
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
@@ -82,59 +82,50 @@ KEPT = [
     ]
 ]
 
-EACH_ONCE = "expected argnums to be a number or several, each once"
+EACH_ONCE = "value_and_grad: expected argnums to be a number or several, each once"
 GIVEN = "were given by position"
-DATA = "expected data to be a whole number, a tensor of integers, or an Axis"
+DATA = "fold_in: expected data to be a whole number, a tensor of integers, or an Axis"
 KEY = "expected key to be an int64 tensor of shape () or a whole number"
+MAKE, TAKE = "; make one by fs.fold_in", "; take an Axis from a mesh by fs.axis_of"
 FLOATING = "to be a floating torch.dtype such as torch.bfloat16, got"
 REGATHER = "zero3: expected regather to be a bool, glob patterns of units' names, or a function of the name"
 ARGUMENTS = [
-    *(
-        Row(
-            f"zero3 with {name}={value!r}",
-            lambda world, name=name, value=value: (world.mesh, {name: value}),
-            lambda mesh, keywords: fs.zero3(mesh, **keywords),
-            error,
-        )
-        for name, value, error in [
-            ("prefetch", -1, "zero3: expected prefetch to be a number of units, 0 or more, got -1"),
-            ("prefetch", 1.5, "zero3: expected prefetch to be a number of units, 0 or more, got 1.5"),
-            ("prefetch", True, "zero3: expected prefetch to be a number of units, 0 or more, got True"),
-            ("merge_bytes", True, "zero3: expected merge_bytes to be a number of bytes, 0 or more, got True"),
-            ("regather", 3, f"{REGATHER}, got 3"),
-            ("regather", None, f"{REGATHER}, got None"),
-            ("regather", ("blocks.*", 3), f"{REGATHER}, got ('blocks.*', 3)"),
-            ("merge_bytes", -1, "zero3: expected merge_bytes to be a number of bytes, 0 or more, got -1"),
-            ("param_dtype", torch.int32, f"cast: expected gather= {FLOATING} torch.int32"),
-            ("param_dtype", "bfloat16", f"cast: expected gather= {FLOATING} 'bfloat16'"),
-            ("reduce_dtype", torch.int8, f"cast: expected scatter= {FLOATING} torch.int8"),
-            ("output_dtype", torch.int64, f"zero3: expected output_dtype {FLOATING} torch.int64"),
-            ("output_dtype", "half", f"zero3: expected output_dtype {FLOATING} 'half'"),
-            ("min_shard_elements", -1, "fully_shard: expected min_shard_elements to be 0 or more, got -1"),
-        ]
+    *rows_of(
+        "zero3 with {}",
+        lambda world, keywords: fs.zero3(world.mesh, **keywords),
+        [
+            ({"prefetch": -1}, "zero3: expected prefetch to be a number of units, 0 or more, got -1"),
+            ({"prefetch": 1.5}, "zero3: expected prefetch to be a number of units, 0 or more, got 1.5"),
+            ({"prefetch": True}, "zero3: expected prefetch to be a number of units, 0 or more, got True"),
+            ({"merge_bytes": True}, "zero3: expected merge_bytes to be a number of bytes, 0 or more, got True"),
+            ({"regather": 3}, f"{REGATHER}, got 3"),
+            ({"regather": None}, f"{REGATHER}, got None"),
+            ({"regather": ("blocks.*", 3)}, f"{REGATHER}, got ('blocks.*', 3)"),
+            ({"merge_bytes": -1}, "zero3: expected merge_bytes to be a number of bytes, 0 or more, got -1"),
+            ({"param_dtype": torch.int32}, f"cast: expected gather= {FLOATING} torch.int32"),
+            ({"param_dtype": "bfloat16"}, f"cast: expected gather= {FLOATING} 'bfloat16'"),
+            ({"reduce_dtype": torch.int8}, f"cast: expected scatter= {FLOATING} torch.int8"),
+            ({"output_dtype": torch.int64}, f"zero3: expected output_dtype {FLOATING} torch.int64"),
+            ({"output_dtype": "half"}, f"zero3: expected output_dtype {FLOATING} 'half'"),
+            ({"min_shard_elements": -1}, "fully_shard: expected min_shard_elements to be 0 or more, got -1"),
+            (
+                {"axis": "shards"},
+                "expected axis to be one of ('shard',), got 'shards'; pass axis= or name it in init_mesh",
+            ),
+        ],
     ),
-    Row(
-        "zero3 over an axis that is not there",
-        lambda world: (world.mesh, "shards"),
-        fs.zero3,
-        "expected axis to be one of ('shard',), got 'shards'; pass axis= or name it in init_mesh",
-    ),
-    *(
-        Row(
-            f"argnums={argnums!r}",
-            lambda world, argnums=argnums: (argnums, world.params),
-            lambda argnums, params: fs.value_and_grad(loss, argnums=argnums)(params),
-            f"value_and_grad: {error}",
-        )
-        for argnums, error in [
-            (1, f"argnums is 1, but 1 arguments {GIVEN}"),
-            (-2, f"argnums is -2, but 1 arguments {GIVEN}"),
-            ((0, 1), f"argnums is (0, 1), but 1 arguments {GIVEN}"),
+    *rows_of(
+        "argnums={!r}",
+        lambda world, argnums: fs.value_and_grad(loss, argnums=argnums)(world.params),
+        [
+            (1, f"value_and_grad: argnums is 1, but 1 arguments {GIVEN}"),
+            (-2, f"value_and_grad: argnums is -2, but 1 arguments {GIVEN}"),
+            ((0, 1), f"value_and_grad: argnums is (0, 1), but 1 arguments {GIVEN}"),
             ("0", f"{EACH_ONCE}, got '0'"),
             (None, f"{EACH_ONCE}, got None"),
             ((0, 0), f"{EACH_ONCE}, got (0, 0)"),
             ((0, -1), f"{EACH_ONCE}, got (0, -1)"),
-        ]
+        ],
     ),
     Row(
         "parameters by keyword",
@@ -147,7 +138,7 @@ ARGUMENTS = [
             f"apply with a key that is {kind}",
             lambda world, key=key: (linear().init(world.zero2, seed=0), key),
             lambda params, key: linear().apply(params, torch.ones(4, 3), key=key),
-            f"apply: {KEY}, got {kind}; make one by fs.fold_in",
+            f"apply: {KEY}, got {kind}{MAKE}",
         )
         for key, kind in [
             ("seed", "a str"),
@@ -156,31 +147,27 @@ ARGUMENTS = [
             (torch.ones(2, dtype=torch.int64), "an int64 Tensor of shape (2,)"),
         ]
     ),
-    *(
-        Row(
-            f"fold_in of {kind}",
-            lambda world, key=key: (key,),
-            lambda key: fs.fold_in(key, 1),
-            f"fold_in: {KEY}, got {kind}; make one by fs.fold_in",
-        )
-        for key, kind in [("seed", "a str"), (1.5, "a float"), (torch.ones(()), "a float32 Tensor of shape ()")]
+    *rows_of(
+        "fold_in of {!r}",
+        lambda _, key: fs.fold_in(key, 1),
+        [
+            ("seed", f"fold_in: {KEY}, got a str{MAKE}"),
+            (1.5, f"fold_in: {KEY}, got a float{MAKE}"),
+            (torch.ones(()), f"fold_in: {KEY}, got a float32 Tensor of shape (){MAKE}"),
+        ],
     ),
-    *(
-        Row(
-            f"fold_in with {kind}",
-            lambda world, data=data: (world.mesh if data is None else data,),
-            lambda data: fs.fold_in(0, data),
-            f"fold_in: {DATA}, got {kind}; take an Axis from a mesh by fs.axis_of",
-        )
-        for data, kind in [
-            (None, "a DeviceMesh"),
-            ("shard", "a str"),
-            (1.5, "a float"),
-            (True, "a bool"),
-            ([1], "a list"),
-            (torch.ones(()), "a float32 Tensor of shape ()"),
-            (torch.ones((), dtype=torch.bool), "a bool Tensor of shape ()"),
-        ]
+    *rows_of(
+        "fold_in with {!r}",
+        lambda world, data: fs.fold_in(0, world.mesh if data is None else data),
+        [
+            (None, f"{DATA}, got a DeviceMesh{TAKE}"),
+            ("shard", f"{DATA}, got a str{TAKE}"),
+            (1.5, f"{DATA}, got a float{TAKE}"),
+            (True, f"{DATA}, got a bool{TAKE}"),
+            ([1], f"{DATA}, got a list{TAKE}"),
+            (torch.ones(()), f"{DATA}, got a float32 Tensor of shape (){TAKE}"),
+            (torch.ones((), dtype=torch.bool), f"{DATA}, got a bool Tensor of shape (){TAKE}"),
+        ],
     ),
 ]
 

@@ -6,7 +6,7 @@ from torch import optim
 
 import fshard as fs
 from fshard.tree import ReshardPolicy
-from tests.bad_input import Row, assert_all_refused, make_world
+from tests.bad_input import Row, assert_all_refused, make_world, rows_of
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits
 
@@ -42,7 +42,12 @@ def on_axis_data(world, tree):
 
 
 MADE = "; make one by fs.fold_in"
-KEY = "a whole number or an int64 tensor of shape ()"
+CREATE = "TrainState.create: expected key"
+KEY = f"{CREATE} to be a whole number or an int64 tensor of shape ()"
+MAX_NORM = "clip_by_global_norm: expected max_norm to be a finite number, 0 or more"
+P = "clip_by_global_norm: expected p to be a number above 0"
+CLOSURE = "needs a closure, which an update does not have; use AdamW or SGD"
+CLASS = "from_torch: expected cls to be a torch.optim class, got"
 
 
 ROWS = [
@@ -136,10 +141,7 @@ ROWS = [
             fs.update,
             f"update: expected tx to be an Optimizer, got {kind}; end the chain with one, such as fs.from_torch",
         )
-        for tx, kind in [
-            (fs.clip_by_global_norm(1.0), "a GradientTransformation"),
-            (optim.AdamW, "a type"),
-        ]
+        for tx, kind in [(fs.clip_by_global_norm(1.0), "a GradientTransformation"), (optim.AdamW, "a type")]
     ),
     Row(
         "update of no state",
@@ -165,22 +167,18 @@ ROWS = [
         fs.TrainState.create,
         "TrainState.create: expected tx to be an Optimizer, got a type; make one by fs.from_torch",
     ),
-    *(
-        Row(
-            f"a state with {got} for its key",
-            lambda world, key=key: (world.params, world.tx, key),
-            lambda params, tx, key: fs.TrainState.create(params, tx, key=key),
-            f"TrainState.create: expected key to be {expected}, got {got}{remedy}",
-        )
-        for key, got, expected, remedy in [
-            ("seed", "a str", KEY, MADE),
-            (1.5, "a float", KEY, MADE),
-            (True, "a bool", KEY, MADE),
-            (torch.zeros(()), "a float32 Tensor of shape ()", KEY, MADE),
-            (torch.ones(2, dtype=torch.bool), "a bool Tensor of shape (2,)", KEY, MADE),
-            (torch.Generator(), "a Generator", KEY, MADE),
-            (2**63, f"{2**63}", "a number of 64 bits, from -2**63 to 2**63 - 1", ""),
-        ]
+    *rows_of(
+        "a state with {} for its key",
+        lambda world, key: fs.TrainState.create(world.params, world.tx, key=key),
+        [
+            ("seed", f"{KEY}, got a str{MADE}"),
+            (1.5, f"{KEY}, got a float{MADE}"),
+            (True, f"{KEY}, got a bool{MADE}"),
+            (torch.zeros(()), f"{KEY}, got a float32 Tensor of shape (){MADE}"),
+            (torch.ones(2, dtype=torch.bool), f"{KEY}, got a bool Tensor of shape (2,){MADE}"),
+            (torch.Generator(), f"{KEY}, got a Generator{MADE}"),
+            (2**63, f"{CREATE} to be a number of 64 bits, from -2**63 to 2**63 - 1, got {2**63}"),
+        ],
     ),
     Row(
         "an optimizer in the middle of a chain",
@@ -194,48 +192,28 @@ ROWS = [
         fs.chain,
         "chain: expected gradient transformations and an Optimizer at the end, got a float",
     ),
-    *(
-        Row(
-            f"clip_by_global_norm({max_norm}, {p})",
-            lambda _, max_norm=max_norm, p=p: (max_norm, p),
-            fs.clip_by_global_norm,
-            f"clip_by_global_norm: {error}",
-        )
-        for max_norm, p, error in [
-            (-1.0, 2.0, "expected max_norm to be a finite number, 0 or more, got -1.0"),
-            (float("nan"), 2.0, "expected max_norm to be a finite number, 0 or more, got nan"),
-            (float("inf"), 2.0, "expected max_norm to be a finite number, 0 or more, got inf"),
-            (1.0, 0.0, "expected p to be a number above 0, got 0.0"),
-            (1.0, -1.0, "expected p to be a number above 0, got -1.0"),
-            (1.0, float("nan"), "expected p to be a number above 0, got nan"),
-        ]
+    *rows_of(
+        "clip_by_global_norm{}",
+        lambda _, arguments: fs.clip_by_global_norm(*arguments),
+        [
+            ((-1.0, 2.0), f"{MAX_NORM}, got -1.0"),
+            ((float("nan"), 2.0), f"{MAX_NORM}, got nan"),
+            ((float("inf"), 2.0), f"{MAX_NORM}, got inf"),
+            ((1.0, 0.0), f"{P}, got 0.0"),
+            ((1.0, -1.0), f"{P}, got -1.0"),
+            ((1.0, float("nan")), f"{P}, got nan"),
+        ],
     ),
-    *(
-        Row(
-            f"from_torch of {name}",
-            lambda _, cls=cls: (cls,),
-            fs.from_torch,
-            f"from_torch: {error}",
-        )
-        for name, cls, error in [
-            ("LBFGS", optim.LBFGS, "LBFGS needs a closure, which an update does not have; use AdamW or SGD"),
-            (
-                "a kind of LBFGS",
-                type("MyLBFGS", (optim.LBFGS,), {}),
-                "MyLBFGS needs a closure, which an update does not have; use AdamW or SGD",
-            ),
-            (
-                "SparseAdam",
-                optim.SparseAdam,
-                "SparseAdam needs sparse gradients, which an update does not have; use AdamW or SGD",
-            ),
-            (
-                "an object",
-                optim.SGD([torch.zeros(1)], lr=1.0),
-                "expected cls to be a torch.optim class, got a SGD; pass its arguments by name",
-            ),
-            ("no class", "AdamW", "expected cls to be a torch.optim class, got a str; pass its arguments by name"),
-        ]
+    *rows_of(
+        "from_torch of {}",
+        lambda _, cls: fs.from_torch(cls),
+        [
+            (optim.LBFGS, f"from_torch: LBFGS {CLOSURE}"),
+            (type("MyLBFGS", (optim.LBFGS,), {}), f"from_torch: MyLBFGS {CLOSURE}"),
+            (optim.SparseAdam, f"from_torch: SparseAdam {CLOSURE.replace('a closure', 'sparse gradients')}"),
+            (optim.SGD([torch.zeros(1)], lr=1.0), f"{CLASS} a SGD; pass its arguments by name"),
+            ("AdamW", f"{CLASS} a str; pass its arguments by name"),
+        ],
     ),
 ]
 
