@@ -95,36 +95,29 @@ RUNS = {"one batch": (1, None), "each": (3, "each"), "once": (3, "once")}
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("run", RUNS)
 def test_gradients_are_those_of_torch_with_the_same_hooks(run, world_size):
     module, unhooked = language(), language(hook=False)
     number, communicate = RUNS[run]
     expected, other = (in_torch(m, world_size, number) for m in (module, unhooked))
     assert all(not expected[name].allclose(other[name]) for name in ("embedding.weight", "hidden.weight"))
-
-    def program():
-        for strategy in STRATEGIES.values():
-            model = fs.functionalize(module, units=nn.Linear if world_size == 2 else None)
-            _, grads = gradients(model, model.init(strategy(meshes())), number, communicate)
-            assert_trees_close(fs.unshard(grads), expected, rtol=ATOL, atol=ATOL)
-
-    spmd(program, world_size)
+    for strategy in STRATEGIES.values():
+        model = fs.functionalize(module, units=nn.Linear if world_size == 2 else None)
+        _, grads = gradients(model, model.init(strategy(meshes())), number, communicate)
+        assert_trees_close(fs.unshard(grads), expected, rtol=ATOL, atol=ATOL)
 
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("communicate", ("each", "once"))
+@on_ranks(2)
 def test_hooks_run_in_blocks_that_are_computed_again(communicate):
     module = language(checkpointed=True)
     expected = in_torch(module, 2, 2)
-
-    def program():
-        for strategy in STRATEGIES.values():
-            model = fs.functionalize(module, units=nn.Linear)
-            _, grads = gradients(model, model.init(strategy(meshes())), 2, communicate)
-            assert_trees_close(fs.unshard(grads), expected, rtol=ATOL, atol=ATOL)
-
-    spmd(program, 2)
+    for strategy in STRATEGIES.values():
+        model = fs.functionalize(module, units=nn.Linear)
+        _, grads = gradients(model, model.init(strategy(meshes())), 2, communicate)
+        assert_trees_close(fs.unshard(grads), expected, rtol=ATOL, atol=ATOL)
 
 
 def applied_twice(model, params, tokens):
@@ -181,6 +174,7 @@ def test_hooks_may_write_to_what_they_get_and_keep_it():
         assert_same_bits(kept, [torch.full((3, 2), x).double() for x in (2.0, 3.0)])
 
 
+@on_ranks(1, 2)
 def test_a_hook_may_conjugate():
     class Complex(nn.Module):
         def __init__(self):
@@ -194,28 +188,19 @@ def test_a_hook_may_conjugate():
     module = Complex()
     x = normal(1)(3, 2, dtype=torch.complex128) * (2 - 1j)
     (expected,) = torch.autograd.grad(module(x), [module.w])
-
-    def program():
-        for strategy in STRATEGIES.values():
-            model = fs.functionalize(module)
-            _, grads = fs.value_and_grad(model.apply)(model.init(strategy(meshes())), x)
-            assert_trees_close(fs.unshard(grads)["w"], expected.resolve_conj(), rtol=ATOL, atol=ATOL)
-
-    for world_size in (1, 2):
-        spmd(program, world_size)
+    for strategy in STRATEGIES.values():
+        model = fs.functionalize(module)
+        _, grads = fs.value_and_grad(model.apply)(model.init(strategy(meshes())), x)
+        assert_trees_close(fs.unshard(grads)["w"], expected.resolve_conj(), rtol=ATOL, atol=ATOL)
 
 
+@on_ranks(2)
 def test_jit_traces_hooks():
-    module = language()
-
-    def program():
-        model = fs.functionalize(module, units=nn.Linear)
-        for name in ("ddp", "zero3"):
-            params = model.init(STRATEGIES[name](meshes()))
-            step, tokens = fs.value_and_grad(partial(value_of, model, early=True)), batch(0, 0)
-            assert_same_bits(fs.tree_leaves(fs.jit(step)(params, tokens)), fs.tree_leaves(step(params, tokens)))
-
-    spmd(program, 2)
+    model = fs.functionalize(language(), units=nn.Linear)
+    for name in ("ddp", "zero3"):
+        params = model.init(STRATEGIES[name](meshes()))
+        step, tokens = fs.value_and_grad(partial(value_of, model, early=True)), batch(0, 0)
+        assert_same_bits(fs.tree_leaves(fs.jit(step)(params, tokens)), fs.tree_leaves(step(params, tokens)))
 
 
 def hooked(hook):
@@ -247,77 +232,65 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
+@on_ranks(2)
 def test_gradients_that_a_hook_would_not_see_whole_are_refused(name):
     """Every rank says so, and names the leaf and a remedy."""
-    module = hooked(torch.sin)
-
-    def program():
-        for strategy in ("ddp", "zero3"):
-            model = fs.functionalize(module, units=nn.Linear)
-            params = model.init(STRATEGIES[strategy](meshes()))
-            with pytest.raises(ValueError, match=r"(?s)hooks.*'hidden\.weight'.*To fix: "):
-                fs.value_and_grad(partial(LOSSES[name], model))(params, batch(0, 0))
-
-    spmd(program, 2)
+    model = fs.functionalize(hooked(torch.sin), units=nn.Linear)
+    for strategy in ("ddp", "zero3"):
+        params = model.init(STRATEGIES[strategy](meshes()))
+        with pytest.raises(ValueError, match=r"(?s)hooks.*'hidden\.weight'.*To fix: "):
+            fs.value_and_grad(partial(LOSSES[name], model))(params, batch(0, 0))
 
 
+@on_ranks(2)
 def test_torch_func_refuses_hooks():
-    module = hooked(torch.sin)
+    model = fs.functionalize(hooked(torch.sin))
+    params = model.init(STRATEGIES["zero3"](meshes()))
+    tokens, full = batch(0, 0), fs.gather(params)
 
-    def program():
-        model = fs.functionalize(module)
-        params = model.init(STRATEGIES["zero3"](meshes()))
-        tokens, full = batch(0, 0), fs.gather(params)
+    def f(p):
+        return value_of(model, p, tokens)
 
-        def f(p):
-            return value_of(model, p, tokens)
-
-        outer = fs.tree_map(lambda x: x.clone().requires_grad_(), params)
-        calls = {
-            "grad": lambda: torch.func.grad(f)(full),
-            "reference": lambda: torch.func.grad(lambda p: fs.objective(f(p), like=p))(params),
-            "vjp": lambda: torch.func.vjp(f, full),
-            "grad of vmap": lambda: torch.func.grad(lambda p: torch.func.vmap(lambda _: f(p))(torch.ones(2)).sum())(
-                full
-            ),
-            "outer": lambda: f(outer),
-        }
-        for call in calls.values():
-            with pytest.raises(ValueError, match=r"(?s)register_hook.*'hidden\.weight'.*remove the hooks"):
-                call()
-        # No hook would run in these under torch either.
-        torch.func.jvp(f, (full,), (full,))
-        torch.func.vmap(lambda _: f(full))(torch.ones(2))
-        torch.func.grad(lambda h: f(full) * h)(torch.ones(()))
-        with torch.no_grad():
-            f(outer)
-
-    spmd(program, 2)
+    outer = fs.tree_map(lambda x: x.clone().requires_grad_(), params)
+    calls = {
+        "grad": lambda: torch.func.grad(f)(full),
+        "reference": lambda: torch.func.grad(lambda p: fs.objective(f(p), like=p))(params),
+        "vjp": lambda: torch.func.vjp(f, full),
+        "grad of vmap": lambda: torch.func.grad(lambda p: torch.func.vmap(lambda _: f(p))(torch.ones(2)).sum())(full),
+        "outer": lambda: f(outer),
+    }
+    for call in calls.values():
+        with pytest.raises(ValueError, match=r"(?s)register_hook.*'hidden\.weight'.*remove the hooks"):
+            call()
+    # No hook would run in these under torch either.
+    torch.func.jvp(f, (full,), (full,))
+    torch.func.vmap(lambda _: f(full))(torch.ones(2))
+    torch.func.grad(lambda h: f(full) * h)(torch.ones(()))
+    with torch.no_grad():
+        f(outer)
 
 
+SHAPE = r"'hidden\.weight'\].*expected None or a float64 Tensor of shape \(5, 5\)"
 BAD = {
-    "shape": (lambda grad: grad[0], r"'hidden\.weight'\].*expected None or a float64 Tensor of shape \(5, 5\)"),
-    "dtype": (lambda grad: grad.float(), r"'hidden\.weight'\].*got a float32 Tensor"),
-    "type": (lambda grad: 3.0, r"'hidden\.weight'\].*got a float$"),
+    "shape": (lambda grad: grad[0], ValueError, SHAPE),
+    "dtype": (lambda grad: grad.float(), ValueError, r"'hidden\.weight'\].*got a float32 Tensor"),
+    "type": (lambda grad: 3.0, ValueError, r"'hidden\.weight'\].*got a float$"),
+    "raises": (lambda grad: 1 / 0, ZeroDivisionError, "division by zero"),
 }
 
 
 @pytest.mark.rows(2)
 @pytest.mark.parametrize("communicate", ("each", "once"))
-@pytest.mark.parametrize("name", (*BAD, "raises"))
+@pytest.mark.parametrize("name", BAD)
+@on_ranks(2)
 def test_a_hook_that_fails_on_one_rank_ends_the_call_on_all(name, communicate):
-    bad, error = BAD.get(name, (lambda grad: 1 / 0, "division by zero"))
-
-    def program():
-        first = my_rank() == 0
-        model = fs.functionalize(hooked(bad if first else lambda grad: None), units=nn.Linear)
-        for strategy in STRATEGIES.values():
-            params = model.init(strategy(meshes()))
-            kind = RuntimeError if not first else ZeroDivisionError if name == "raises" else ValueError
-            with pytest.raises(kind, match=f"(?m){error}" if first else "on rank .*=0 the backward raised"):
-                gradients(model, params, 2, communicate)
-
-    spmd(program, 2)
+    (bad, kind, error), first = BAD[name], my_rank() == 0
+    model = fs.functionalize(hooked(bad if first else lambda grad: None), units=nn.Linear)
+    for strategy in STRATEGIES.values():
+        params = model.init(strategy(meshes()))
+        text = f"(?m){error}" if first else "on rank .*=0 the backward raised"
+        with pytest.raises(kind if first else RuntimeError, match=text):
+            gradients(model, params, 2, communicate)
 
 
 def test_post_accumulate_hooks_are_refused():

@@ -8,7 +8,6 @@ from torch import nn
 
 import fshard as fs
 from fshard.comm.collective import EXCHANGE_BYTES, PACK_BYTES
-from fshard.testing import spmd
 from fshard.tree import flatten
 from tests.ranks import my_rank, on_ranks
 from tests.trees import FLOATING, ONE_AXIS, STRATEGIES, meshes, normal, one_axis
@@ -153,16 +152,14 @@ def listed(record):
 
 
 @pytest.mark.parametrize("strategy", STEPS)
+@on_ranks(4)
 def test_the_collectives_of_a_step(strategy):
     """They are the same on every rank, and in both spellings but for the numbers that travel with the objective."""
-
-    def program():
-        transform = STRATEGIES[strategy](meshes())
-        return [listed(recorded(step, transform, small_and_large())[0]) for step in (with_four_verbs, in_one_call)]
-
+    transform = STRATEGIES[strategy](meshes())
     gathered, reduced, objective = STEPS[strategy]
     told_used = [tuple(USED.get(part, part) for part in entry) for entry in objective]
-    assert spmd(program, 4) == [[gathered + reduced + end for end in (objective, told_used)]] * 4
+    for step, end in ((with_four_verbs, objective), (in_one_call, told_used)):
+        assert listed(recorded(step, transform, small_and_large())[0]) == gathered + reduced + end
 
 
 @pytest.mark.parametrize(
@@ -184,91 +181,76 @@ def test_update_communicates_one_number_per_axis_to_clip_and_else_nothing(strate
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (2, 3, 4))
-def test_order_is_the_same_on_all_ranks_whatever_a_rank_uses(world_size):
-    def program():
-        on, records = meshes(), []
-        rank = fs.comm.rank(fs.axis_of(on.line))
+@on_ranks(2, 3, 4)
+def test_order_is_the_same_on_all_ranks_whatever_a_rank_uses():
+    on, records = meshes(), []
 
-        def loss_fn(params):
-            full = fs.gather(params)
-            return sum(tensor.sum() for tensor in list(full.values())[: rank % 4]) + full["scale"]
+    def loss_fn(params):
+        full = fs.gather(params)
+        return sum(tensor.sum() for tensor in list(full.values())[: my_rank() % 4]) + full["scale"]
 
-        for strategy in STRATEGIES.values():
-            params = fs.shard(small_and_large(), strategy(on))
-            with fs.comm.record() as record:
-                fs.value_and_grad(loss_fn)(params)
-            records.append(record)
-        return records
-
-    first, *others = spmd(program, world_size)
-    assert others == [first] * (world_size - 1)
-    assert all(first)
+    for strategy in STRATEGIES.values():
+        params = fs.shard(small_and_large(), strategy(on))
+        with fs.comm.record() as record:
+            fs.value_and_grad(loss_fn)(params)
+        records.append(record)
+    assert all(records)
+    return records
 
 
+@on_ranks(2)
 def test_frozen_leaves_are_gathered_and_never_scattered():
     """Also where a gradient with respect to them is asked for, which is zero; they travel apart from the others."""
-
-    def program():
-        full = {"w": torch.ones(4, 3), "fixed": torch.ones(4, 3), "count": torch.ones(2, dtype=torch.int64)}
-        params = fs.shard(full, fs.zero2(one_axis(), min_shard_elements=0), frozen=lambda path: "fixed" in path)
-        counts = {"count": params.pop("count")}
-        with fs.comm.record() as record:
-            grads = torch.func.grad(lambda p: total(p | counts))(params)
-        assert bool((grads["w"].local == 2).all())
-        assert bool((grads["fixed"].local == 0).all())
-        return listed(record)
-
+    full = {"w": torch.ones(4, 3), "fixed": torch.ones(4, 3), "count": torch.ones(2, dtype=torch.int64)}
+    params = fs.shard(full, fs.zero2(one_axis(), min_shard_elements=0), frozen=lambda path: "fixed" in path)
+    counts = {"count": params.pop("count")}
+    with fs.comm.record() as record:
+        grads = torch.func.grad(lambda p: total(p | counts))(params)
+    assert bool((grads["w"].local == 2).all())
+    assert bool((grads["fixed"].local == 0).all())
     trained, still = 4 * 3 * 4, 4 * 3 * 4 + 2 * 8
     gathered = [("all_gather", "shard", "gather", 2, still), ("all_gather", "shard", "gather", 1, trained)]
-    expected = [*gathered, ("reduce_scatter", "shard", "scatter", 1, trained)]
-    assert spmd(program, 2) == [expected] * 2
+    assert listed(record) == [*gathered, ("reduce_scatter", "shard", "scatter", 1, trained)]
 
 
+@on_ranks(2)
 def test_bfloat16_halves_what_is_gathered():
-    def program():
-        mesh, sent = one_axis(), []
-        full = {"w": normal()(64, 32, dtype=torch.float32), "b": normal()(6, dtype=torch.float32)}
-        sharded = fs.zero2(mesh, min_shard_elements=0)
-        half, single = fs.cast(gather=torch.bfloat16), fs.cast(scatter=torch.float32)
-        for strategy in (sharded, fs.compose(half, sharded), fs.compose(half, sharded, single)):
-            record, _ = recorded(in_one_call, strategy, full)
-            sent.append([entry.bytes for entry in record if not entry.scalar])
-        return sent
-
-    n = (64 * 32 + 6) * 4
-    assert spmd(program, 2) == [[[n, n], [n // 2, n // 2], [n // 2, n]]] * 2
+    full = {"w": normal()(64, 32, dtype=torch.float32), "b": normal()(6, dtype=torch.float32)}
+    sharded, n = fs.zero2(one_axis(), min_shard_elements=0), (64 * 32 + 6) * 4
+    half, single = fs.cast(gather=torch.bfloat16), fs.cast(scatter=torch.float32)
+    for strategy, sent in (
+        (sharded, [n, n]),
+        (fs.compose(half, sharded), [n // 2, n // 2]),
+        (fs.compose(half, sharded, single), [n // 2, n]),
+    ):
+        record, _ = recorded(in_one_call, strategy, full)
+        assert [entry.bytes for entry in record if not entry.scalar] == sent
 
 
+@on_ranks(2)
 def test_one_number_is_a_scalar_and_two_are_not():
-    def program():
-        axis = fs.axis_of(one_axis())
-        with fs.comm.record() as record:
-            fs.psum(torch.ones(()), axis)
-            fs.psum([torch.ones(()), torch.ones(())], axis)
-            fs.all_gather(torch.ones(1), axis)
-        return [(entry.op, entry.size, entry.bytes, entry.sent, entry.scalar) for entry in record]
-
-    expected = [("all_reduce", 2, 4, 4.0, True), ("all_reduce", 2, 8, 8.0, False), ("all_gather", 2, 8, 4.0, True)]
-    assert spmd(program, 2) == [expected] * 2
+    axis = fs.axis_of(one_axis())
+    with fs.comm.record() as record:
+        fs.psum(torch.ones(()), axis)
+        fs.psum([torch.ones(()), torch.ones(())], axis)
+        fs.all_gather(torch.ones(1), axis)
+    found = [(entry.op, entry.size, entry.bytes, entry.sent, entry.scalar) for entry in record]
+    assert found == [("all_reduce", 2, 4, 4.0, True), ("all_reduce", 2, 8, 8.0, False), ("all_gather", 2, 8, 4.0, True)]
 
 
 @pytest.mark.parametrize("strategy", ("ddp", "zero1", "zero2 of every leaf"))
-def test_a_step_of_a_module_on_processes(workers, strategy):
+@on_ranks("2 processes")
+def test_a_step_of_a_module_on_processes(strategy):
     """The same formula where tied weights count once and frozen ones are gathered but have no gradient."""
     module = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 32), nn.Linear(32, 50, bias=False)).double()
     module[2].weight = module[0].weight
     module[1].bias.requires_grad_(False)
     n, frozen = (50 * 32 + 32 * 32) * 8, 32 * 8
-
-    def program():
-        model = fs.functionalize(module)
-        params = model.init(STRATEGIES[strategy](meshes()))
-        tokens = torch.arange(4) + my_rank()
-        with fs.comm.record() as record:
-            fs.value_and_grad(lambda p: model.apply(p, tokens).square().mean())(params)
-        return record.bytes_sent(), sum(entry.sent for entry in told(record) if entry.scalar)
-
+    model, tokens = fs.functionalize(module), torch.arange(4) + my_rank()
+    params = model.init(STRATEGIES[strategy](meshes()), seed=0)
+    with fs.comm.record() as record:
+        fs.value_and_grad(lambda p: model.apply(p, tokens).square().mean())(params)
     gathered = n + (frozen if strategy == "zero2 of every leaf" else 0)
+    assert record.bytes_sent() == (gathered + n) / 2
     # The objective, in float64, whether each of the two leaves that are trained was used, and this rank's status.
-    assert spmd(program, workers(2)) == [((gathered + n) / 2, 6 * 8.0)] * 2
+    assert sum(entry.sent for entry in told(record) if entry.scalar) == 6 * 8.0

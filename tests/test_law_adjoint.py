@@ -28,11 +28,11 @@ def test_scatter_is_the_transpose_of_gather(strategy):
         check_adjoint(transform, shapes(make()))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(*WORLD_SIZES)
 @pytest.mark.parametrize("strategy", CASTS)
-def test_casts_are_linear_on_values_that_they_keep(strategy, world_size):
+def test_casts_are_linear_on_values_that_they_keep(strategy):
     """Leaves of bfloat16 lose nothing on the way in, and gradients of bfloat16 nothing on the way out."""
-    spmd(lambda: check_adjoint(CASTS[strategy](meshes()), shapes(uneven()), dtype=torch.bfloat16), world_size)
+    check_adjoint(CASTS[strategy](meshes()), shapes(uneven()), dtype=torch.bfloat16)
 
 
 @on_ranks(*WORLD_SIZES)
@@ -97,9 +97,9 @@ def products_of_wrong_leaves(make_transform, world_size):
     return [(path, *map(float, numbers)) for path, *numbers in re.findall(line, str(error))]
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_a_right_transform_of_a_users_own_passes(world_size):
-    spmd(lambda: check_adjoint(fs.compose(Scale(3.0, 3.0), fs.zero2(one_axis())), VECTOR_MATRIX_NUMBER), world_size)
+@on_ranks(*WORLD_SIZES)
+def test_a_right_transform_of_a_users_own_passes():
+    check_adjoint(fs.compose(Scale(3.0, 3.0), fs.zero2(one_axis())), VECTOR_MATRIX_NUMBER)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

@@ -222,42 +222,35 @@ def test_jitted_ranks_that_were_told_different_things_are_all_told(name):
     return lines_of(str(caught.value), parts)
 
 
+@on_ranks(3, timeout=6 * SECONDS)
 def test_a_rank_that_traces_again_keeps_the_others_waiting_and_no_more():
     """Batches of other lengths on other ranks decide no collective: each rank has the bits of its eager step."""
+    params = params_of(zero3(one_axis(), merge_bytes=0))
 
-    def program():
-        mesh = one_axis()
-        params = params_of(zero3(mesh, merge_bytes=0))
+    def step(params, x):
+        return fs.value_and_grad(lambda p: loss_of(MODEL, p, x))(params)
 
-        def step(params, x):
-            return fs.value_and_grad(lambda p: loss_of(MODEL, p, x))(params)
-
-        jitted = fs.jit(step)
-        for lengths in ((2, 2), (2, 3), (5, 2), (5, 3), (2, 2)):
-            x = normal(mesh.get_rank())(lengths[min(mesh.get_rank(), 1)], 4)
-            assert_same_bits(fs.tree_leaves(jitted(params, x)), fs.tree_leaves(step(params, x)))
-        return len(jitted.traces)
-
-    assert spmd(program, 3, timeout=6 * SECONDS) == [2, 2, 2]
+    jitted = fs.jit(step)
+    for lengths in ((2, 2), (2, 3), (5, 2), (5, 3), (2, 2)):
+        x = normal(my_rank())(lengths[min(my_rank(), 1)], 4)
+        assert_same_bits(fs.tree_leaves(jitted(params, x)), fs.tree_leaves(step(params, x)))
+    assert len(jitted.traces) == 2
 
 
+@on_ranks(3, timeout=4 * SECONDS)
 def test_a_rank_whose_trace_fails_tells_the_others():
-    def program():
-        mesh = one_axis()
-        params = params_of(zero3(mesh))
+    params = params_of(zero3(one_axis()))
 
-        @fs.jit
-        def step(params):
-            if mesh.get_rank() == 1:
-                raise KeyError("at 1")
-            return train(params)
+    @fs.jit
+    def step(params):
+        if my_rank() == 1:
+            raise KeyError("at 1")
+        return train(params)
 
-        with pytest.raises((KeyError, RuntimeError)) as caught:
-            step(params)
-        return str(caught.value)
-
-    expected = "jit: another rank failed, and this one stops with it: on rank shard=1 jit raised KeyError: 'at 1'"
-    assert spmd(program, 3, timeout=4 * SECONDS) == [expected, "'at 1'", expected]
+    with pytest.raises(KeyError if my_rank() == 1 else RuntimeError) as caught:
+        step(params)
+    told = "jit: another rank failed, and this one stops with it: on rank shard=1 jit raised KeyError: 'at 1'"
+    assert str(caught.value) == ("'at 1'" if my_rank() == 1 else told)
 
 
 def updated(params, tx):
@@ -372,11 +365,9 @@ def test_meshes_of_other_shapes_are_refused_before_groups_are_made(kind, workers
         assert all(part in text.splitlines()[1] for part in parts), text
 
 
+@on_ranks(2)
 def test_a_rank_with_facts_and_one_without_are_told_apart():
-    def program():
-        axis = fs.axis_of(one_axis())
-        facts = fs.comm.Facts.of({"verb": "'update'"}) if my_rank() else fs.comm.NO_FACTS
-        with pytest.raises(ValueError, match=r"update: ranks were told different things\n  verb: expected nothing"):
-            fs.comm.same_call("update", (axis,), facts)
-
-    spmd(program, 2)
+    axis = fs.axis_of(one_axis())
+    facts = fs.comm.Facts.of({"verb": "'update'"}) if my_rank() else fs.comm.NO_FACTS
+    with pytest.raises(ValueError, match=r"update: ranks were told different things\n  verb: expected nothing"):
+        fs.comm.same_call("update", (axis,), facts)

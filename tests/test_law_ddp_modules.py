@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy, gelu
 
 import fshard as fs
 from fshard.testing import assert_matches_ddp, assert_trees_close, spmd
+from tests.ranks import on_ranks
 from tests.trees import ONE_AXIS, STRATEGIES, WORLD_SIZES, assert_same_bits, meshes, one_axis
 
 SEQUENCES, LENGTH, VOCABULARY, WIDTH, STEPS = 24, 4, 11, 6, 4
@@ -96,29 +97,25 @@ def one_process(module):
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_tied_frozen_and_unused_parameters(world_size):
+@on_ranks(*WORLD_SIZES)
+def test_tied_frozen_and_unused_parameters():
     module = network(has_unused=True)
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     expected = one_process(module)
     moved = [name for name in before if not before[name].equal(expected[name])]
     assert moved == [name for name in before if name not in ("positions", "unused")]
-
-    def program():
-        on, model = meshes(), fs.functionalize(module)
-        for strategy in ("ddp", "zero2", "zero2 of every leaf", "two dims"):
-            for step in train_steps(model, sgd()):
-                state = fs.TrainState.create(model.init(STRATEGIES[strategy](on)), sgd())
-                assert "head.weight" not in state.params
-                for batch in batches():
-                    state, _ = step(state, mine(batch))
-                assert state.opt_state.slots["momentum_buffer"]["positions"] is None
-                after = fs.unshard(state.params)
-                assert_trees_close(after, expected, rtol=0, atol=BOUND)
-                for name in ("positions", "unused"):
-                    assert_same_bits(after[name], before[name])
-
-    spmd(program, world_size)
+    on, model = meshes(), fs.functionalize(module)
+    for strategy in ("ddp", "zero2", "zero2 of every leaf", "two dims"):
+        for step in train_steps(model, sgd()):
+            state = fs.TrainState.create(model.init(STRATEGIES[strategy](on)), sgd())
+            assert "head.weight" not in state.params
+            for batch in batches():
+                state, _ = step(state, mine(batch))
+            assert state.opt_state.slots["momentum_buffer"]["positions"] is None
+            after = fs.unshard(state.params)
+            assert_trees_close(after, expected, rtol=0, atol=BOUND)
+            for name in ("positions", "unused"):
+                assert_same_bits(after[name], before[name])
     assert_same_bits(dict(module.named_parameters()), before)
 
 

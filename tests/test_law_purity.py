@@ -11,7 +11,6 @@ from torch.func import grad
 
 import fshard as fs
 from fshard import _compat
-from fshard.testing import spmd
 from tests.ranks import BreaksInBackward, BrokenError, on_ranks
 from tests.trees import CASTS, STRATEGIES, as_bytes, assert_same_bits, assorted, meshes, normal, one_axis
 
@@ -117,22 +116,18 @@ def test_scatter_grads_and_update_leave_gradients_alone(strategy):
             assert_same_bits(fs.unshard(fs.update(tx, state, grads)), fs.unshard(after))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(*WORLD_SIZES)
 @pytest.mark.parametrize("strategy", ("ddp", "zero2 of every leaf"))
-def test_apply_leaves_parameters_and_buffers_alone(strategy, world_size):
+def test_apply_leaves_parameters_and_buffers_alone(strategy):
     module = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.ReLU(inplace=True))
-
-    def program():
-        model = fs.functionalize(module)
-        params, x = model.init(STRATEGIES[strategy](meshes()), seed=0), normal()(4, 5).float()
-        with unchanged(params, model.buffers, x, module.state_dict()):
-            out, buffers = model.apply(params, x, buffers=model.buffers)
-            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-                model.apply(params, x[:, 1:])
-            assert_same_bits(model.apply(params, x, buffers=model.buffers), (out, buffers))
-        assert not buffers["1.running_mean"].equal(model.buffers["1.running_mean"])
-
-    spmd(program, world_size)
+    model = fs.functionalize(module)
+    params, x = model.init(STRATEGIES[strategy](meshes()), seed=0), normal()(4, 5).float()
+    with unchanged(params, model.buffers, x, module.state_dict()):
+        out, buffers = model.apply(params, x, buffers=model.buffers)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model.apply(params, x[:, 1:])
+        assert_same_bits(model.apply(params, x, buffers=model.buffers), (out, buffers))
+    assert not buffers["1.running_mean"].equal(model.buffers["1.running_mean"])
 
 
 def fails_before_gather(params, batch):

@@ -9,7 +9,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
-from tests.ranks import on_ranks
+from tests.ranks import BreaksInBackward, BrokenError, on_ranks
 from tests.trees import assert_same_bits, none_as_zeros, normal, one_axis
 
 LAYERS = 6
@@ -78,28 +78,22 @@ STEADY = {
 }
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("name", STEADY)
+@on_ranks(2, 3)
 def test_a_known_order_costs_one_message(name):
     make, messages, others = STEADY[name]
-
-    def program():
-        step, records, results = make(), [], []
-        for _ in range(3):
-            with fs.comm.record() as record:
-                results.append(step())
-            records.append([entry.label for entry in record])
-        for result in results[1:]:
-            assert_same_bits(fs.tree_leaves(result), fs.tree_leaves(results[0]))
-        return records
-
-    for world_size in (2, 3):
-        first, *rest = spmd(program, world_size)
-        assert all(other == first for other in rest)
-        _, second, third = first
-        assert second == third
-        assert third.count("agree") == messages
-        assert len([label for label in third if label in ("gather", "objective")]) == others
+    step, records, results = make(), [], []
+    for _ in range(3):
+        with fs.comm.record() as record:
+            results.append(step())
+        records.append([entry.label for entry in record])
+    for result in results[1:]:
+        assert_same_bits(fs.tree_leaves(result), fs.tree_leaves(results[0]))
+    assert records[1] == records[2]
+    assert records[2].count("agree") == messages
+    assert len([label for label in records[2] if label in ("gather", "objective")]) == others
+    return records
 
 
 @on_ranks("2 processes")
@@ -123,43 +117,24 @@ def test_ranks_that_depart_alike_vote_again():
     assert counts == [8, 1 + 7, 1 + 8, 6, 4]
 
 
+@on_ranks(2, 3)
 def test_a_rank_that_departs_alone_is_named_on_every_rank():
-    def program():
-        params = params_of()
-
-        def loss(params, names):
-            return run_layers(params, names)
-
-        step = fs.value_and_grad(loss)
-        expected = step(params, "012")
-        with pytest.raises(ValueError, match=r"value_and_grad: collective mismatch between ranks\n") as caught:
-            step(params, "012" if dist.get_rank() else "01")
-        assert_same_bits(fs.tree_leaves(step(params, "012")), fs.tree_leaves(expected))
-        return str(caught.value)
-
-    for world_size in (2, 3):
-        first, *rest = spmd(program, world_size)
-        assert rest == [first] * (world_size - 1)
-        assert "expected f ended as on rank shard=0, got gather ['2'] on rank shard=1" in first
+    params, step = params_of(), fs.value_and_grad(run_layers)
+    expected = step(params, "012")
+    with pytest.raises(ValueError, match=r"value_and_grad: collective mismatch between ranks\n") as caught:
+        step(params, "012" if dist.get_rank() else "01")
+    assert_same_bits(fs.tree_leaves(step(params, "012")), fs.tree_leaves(expected))
+    assert "expected f ended as on rank shard=0, got gather ['2'] on rank shard=1" in str(caught.value)
+    return str(caught.value)
 
 
-class _FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise KeyError("in the backward")
+def fail(where, i):
+    """Fails before, in the middle of or behind the layers."""
+    if where == i:
+        raise BrokenError(f"at {i}")
 
 
-def fail(where, i, n):
-    """Fails before, in the middle of or behind the layers, or in the backward."""
-    if where == i or (where == "end" and i == n):
-        raise KeyError(f"at {i}")
-
-
-FAILURES = (0, 3, "end", "backward")
+FAILURES = (0, 3, LAYERS, "backward")
 
 
 @pytest.mark.rows(1)
@@ -174,10 +149,10 @@ def test_a_rank_that_fails_takes_part_and_tells_the_others(where, communicate):
         def loss(params, fails):
             h = x_of()
             for i in range(LAYERS):
-                fail(where if fails else None, i, LAYERS)
+                fail(where if fails else None, i)
                 h = torch.tanh(h @ fs.gather(params[f"{i}"]))
-            fail(where if fails else None, LAYERS, LAYERS)
-            return (_FailsInBackward.apply(h) if fails and where == "backward" else h).square().sum()
+            fail(where if fails else None, LAYERS)
+            return (BreaksInBackward.apply(h, "at backward") if fails and where == "backward" else h).square().sum()
 
         def step(fails):
             if communicate is None:
@@ -185,73 +160,64 @@ def test_a_rank_that_fails_takes_part_and_tells_the_others(where, communicate):
             return fs.accumulate(loss, communicate=communicate)(params, [False, fails, False])
 
         expected = step(False)
-        with pytest.raises((KeyError, RuntimeError)) as caught:
+        with pytest.raises((BrokenError, RuntimeError)) as caught:
             step(dist.get_rank() == 1)
         assert_same_bits(fs.tree_leaves(step(False)), fs.tree_leaves(expected))
         return str(caught.value)
 
-    phase, text = ("the backward", "in the backward") if where == "backward" else ("f", f"at {where}")
-    verb, text = "accumulate" if communicate else "value_and_grad", text.replace("at end", f"at {LAYERS}")
-    other = (
-        f"{verb}: another rank failed, and this one stops with it: on rank shard=1 {phase} raised KeyError: {text!r}"
-    )
-    assert spmd(program, 3) == [other, repr(text), other]
+    verb, phase = "accumulate" if communicate else "value_and_grad", "the backward" if where == "backward" else "f"
+    told = f"{verb}: another rank failed, and this one stops with it: on rank shard=1 {phase} raised BrokenError: "
+    assert spmd(program, 3) == [f"{told}at {where}", f"at {where}", f"{told}at {where}"]
 
 
+@on_ranks(2)
 def test_a_rank_may_save_tensors_that_the_order_does_not_regather():
     """It keeps them, and tells the others, so that ranks vote in the next step."""
+    params, counts = params_of(), []
 
-    def program():
-        params = params_of()
+    def loss(params, detached):
+        h = x_of()
+        for i in range(3):
+            full = fs.gather(params[f"{i}"])
+            # A product saves its weight for the gradient of the other operand alone.
+            h = (h.detach() if detached and i == 1 else h) @ full
+        return h.square().sum()
 
-        def loss(params, detached):
-            h = x_of()
-            for i in range(3):
-                full = fs.gather(params[f"{i}"])
-                # A product saves its weight for the gradient of the other operand alone.
-                h = (h.detach() if detached and i == 1 else h) @ full
-            return h.square().sum()
-
-        counts = []
-        for detached in (True, True, dist.get_rank() == 0, False, False):
-            with fs.comm.record() as record:
-                found = fs.value_and_grad(loss)(params, detached)
-            assert_same(found, reference(partial(loss, detached=detached), params), params)
-            counts.append(votes(record))
-        return counts
-
-    first, second = spmd(program, 2)
-    assert first == second
-    assert [count == 1 for count in first] == [False, True, True, False, True]
+    for detached in (True, True, dist.get_rank() == 0, False, False):
+        with fs.comm.record() as record:
+            found = fs.value_and_grad(loss)(params, detached)
+        assert_same(found, reference(partial(loss, detached=detached), params), params)
+        counts.append(votes(record))
+    assert [count == 1 for count in counts] == [False, True, True, False, True]
+    return counts
 
 
+class Twice(nn.Module):
+    """Enters a unit a second time where it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.early, self.shared = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, twice):
+        x = self.shared(self.early(x))
+        return self.shared(self.early(x) if twice else x)
+
+
+@on_ranks(2)
 def test_a_unit_that_one_rank_enters_twice_is_named_on_every_rank():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.early, self.shared = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x, twice):
-            x = self.shared(self.early(x))
-            return self.shared(self.early(x) if twice else x)
-
     model = fs.functionalize(Twice().double(), units=nn.Linear)
+    params = model.init(fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0), seed=0)
 
-    def program():
-        params = model.init(fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0), seed=0)
+    def loss(params, twice):
+        return model.apply(params, x_of(), twice).square().sum()
 
-        def loss(params, twice):
-            return model.apply(params, x_of(), twice).square().sum()
-
-        with pytest.raises(ValueError, match=r"value_and_grad: collective mismatch between ranks\n") as caught:
-            fs.value_and_grad(loss)(params, dist.get_rank() == 0)
-        for twice in (True, False, True, True):
-            found = fs.value_and_grad(loss)(params, twice)
-            assert_same(found, reference(partial(loss, twice=twice), params), params)
-        return str(caught.value)
-
-    first, second = spmd(program, 2)
-    assert first == second
+    with pytest.raises(ValueError, match=r"value_and_grad: collective mismatch between ranks\n") as caught:
+        fs.value_and_grad(loss)(params, dist.get_rank() == 0)
+    for twice in (True, False, True, True):
+        found = fs.value_and_grad(loss)(params, twice)
+        assert_same(found, reference(partial(loss, twice=twice), params), params)
+    return str(caught.value)
 
 
 class Exchange(nn.Module):
