@@ -1,6 +1,5 @@
 """accumulate: several microbatches give the loss and gradients of one batch, in the bytes of law 8."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -11,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
-from tests.bad_input import Row, assert_all_refused, loss
+from tests.bad_input import assert_all_refused, loss, rows_of
 from tests.ranks import my_rank, on_ranks
 from tests.test_law_accounting_units import stack, unit_bytes
 from tests.trees import assert_same_bits, normal, one_axis, two_axes
@@ -37,6 +36,14 @@ def strategies(mesh):
     }
 
 
+def modelled(frozen=None):
+    """A module and a model of its units, of which one may be frozen."""
+    module = stack()
+    if frozen is not None:
+        module[frozen].requires_grad_(False)
+    return module, fs.functionalize(module, units=(nn.Embedding, nn.Linear))
+
+
 def tokens(rank, number):
     """From one to four tokens."""
     return (torch.arange(1 + (2 * rank + 3 * number) % 4) + rank + number) % 7
@@ -57,8 +64,7 @@ def local(run, reduce, params, batch):
 
 
 def in_one_process(module, reduce, ranks):
-    """The objective and gradients of all tokens; on a copy, because functional_call writes to the module."""
-    module = copy.deepcopy(module)
+    """The objective and gradients of all tokens."""
     named = dict(module.named_parameters())
     full = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in named.items()}
     batches = [tokens(rank, number) for rank in range(ranks) for number in range(MICROBATCHES)]
@@ -71,42 +77,33 @@ def in_one_process(module, reduce, ranks):
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("communicate", ("each", "once"))
 @pytest.mark.parametrize("reduce", ("mean", "sum", "weighted"))
 def test_it_is_one_process_on_all_tokens(reduce, communicate, world_size):
     """Weighted: the true mean over all tokens, though every microbatch of every rank has another number of them."""
-    module = stack()
-
-    def program():
-        model = fs.functionalize(module, units=(nn.Embedding, nn.Linear))
-        value, grads = in_one_process(module, reduce, world_size)
-        for transform in strategies(one_axis()).values():
-            params = model.init(transform)
-            f = fs.accumulate(partial(local, model.apply, reduce), reduce=reduce, communicate=communicate)
-            found = f(params, microbatches())
-            assert_trees_close((found[0], fs.unshard(found[1])), (value, grads), rtol=ATOL, atol=ATOL)
-            assert_same_bits(fs.tree_leaves(f(params, microbatches())), fs.tree_leaves(found))
-
-    spmd(program, world_size)
+    module, model = modelled()
+    value, grads = in_one_process(module, reduce, world_size)
+    for transform in strategies(one_axis()).values():
+        params = model.init(transform)
+        f = fs.accumulate(partial(local, model.apply, reduce), reduce=reduce, communicate=communicate)
+        found = f(params, microbatches())
+        assert_trees_close((found[0], fs.unshard(found[1])), (value, grads), rtol=ATOL, atol=ATOL)
+        assert_same_bits(fs.tree_leaves(f(params, microbatches())), fs.tree_leaves(found))
 
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("reduce", ("mean", "sum", "weighted"))
 @pytest.mark.parametrize("communicate", ("each", "once"))
+@on_ranks(2)
 def test_one_microbatch_is_value_and_grad(communicate, reduce):
-    module = stack()
-
-    def program():
-        model = fs.functionalize(module, units=(nn.Embedding, nn.Linear))
-        f, batch = partial(local, model.apply, reduce), tokens(my_rank(), 0)
-        for transform in strategies(one_axis()).values():
-            params = model.init(transform)
-            found = fs.accumulate(f, reduce=reduce, communicate=communicate)(params, [batch])
-            expected = fs.value_and_grad(f, reduce=reduce)(params, batch)
-            assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
-
-    spmd(program, 2)
+    _, model = modelled()
+    f, batch = partial(local, model.apply, reduce), tokens(my_rank(), 0)
+    for transform in strategies(one_axis()).values():
+        params = model.init(transform)
+        found = fs.accumulate(f, reduce=reduce, communicate=communicate)(params, [batch])
+        expected = fs.value_and_grad(f, reduce=reduce)(params, batch)
+        assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
 
 
 # The units "0", "1", "3" and "5" of `stack`: in each microbatch all are gathered, and these again in its backward.
@@ -115,33 +112,27 @@ AGAIN = {"zero3": "1", "zero3 that keeps some": "1"}
 ONCE = ("zero1",)
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
+@on_ranks(2, 3)
 @pytest.mark.parametrize("communicate", ("each", "once", None))
 @pytest.mark.parametrize("strategy", ("zero3", "zero3 that keeps", "zero3 that keeps some", "zero2", "zero1", "ddp"))
 def test_bytes_are_those_of_the_law(strategy, communicate, world_size):
     """3Mn where each microbatch is reduced, (2M + 1)n where full gradients are summed, and 2n gathered once too."""
-    module = stack()
-
-    def program():
-        model = fs.functionalize(module, units=(nn.Embedding, nn.Linear))
-        params = model.init(strategies(one_axis())[strategy])
-        f = fs.accumulate(partial(local, model.apply, "mean"), communicate=communicate)
-        with fs.comm.record() as record:
-            f(params, microbatches())
-        sizes = unit_bytes(params)
-        n, regathered = sum(sizes.values()), sum(sizes[unit] for unit in AGAIN.get(strategy, ""))
-        once = communicate == "once" or (communicate is None and strategy in ONCE)
-        # Of a strategy that keeps some, those that it drops are gathered again in every microbatch.
-        dropped = {"zero3": n, "zero3 that keeps some": sizes["1"]}.get(strategy, 0)
-        gathered = 0 if strategy == "ddp" else n + (MICROBATCHES - 1) * dropped + MICROBATCHES * regathered
-        reduced = (1 if once else MICROBATCHES) * n * (2 if strategy == "ddp" else 1)
-        sent = (gathered + reduced) * (world_size - 1) / world_size
-        assert record.bytes_sent() == pytest.approx(sent, rel=1e-12)
-        assert [entry.op for entry in record if entry.scalar and entry.label != fs.comm.Verb.AGREE] == ["all_reduce"]
-        return record
-
-    first, *others = spmd(program, world_size)
-    assert others == [first] * (world_size - 1)
+    _, model = modelled()
+    params = model.init(strategies(one_axis())[strategy])
+    f = fs.accumulate(partial(local, model.apply, "mean"), communicate=communicate)
+    with fs.comm.record() as record:
+        f(params, microbatches())
+    sizes = unit_bytes(params)
+    n, regathered = sum(sizes.values()), sum(sizes[unit] for unit in AGAIN.get(strategy, ""))
+    once = communicate == "once" or (communicate is None and strategy in ONCE)
+    # Of a strategy that keeps some, those that it drops are gathered again in every microbatch.
+    dropped = {"zero3": n, "zero3 that keeps some": sizes["1"]}.get(strategy, 0)
+    gathered = 0 if strategy == "ddp" else n + (MICROBATCHES - 1) * dropped + MICROBATCHES * regathered
+    reduced = (1 if once else MICROBATCHES) * n * (2 if strategy == "ddp" else 1)
+    sent = (gathered + reduced) * (world_size - 1) / world_size
+    assert record.bytes_sent() == pytest.approx(sent, rel=1e-12)
+    assert [entry.op for entry in record if entry.scalar and entry.label != fs.comm.Verb.AGREE] == ["all_reduce"]
+    return record
 
 
 MANY = 16
@@ -225,57 +216,43 @@ class Tower(nn.Module):
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (1, 2))
+@on_ranks(1, 2)
 @pytest.mark.parametrize("how", ("around units", "inside units", "around several", "fs.remat"))
 def test_checkpoints(how, world_size):
     """What a microbatch computes again, it computes with the tensors of that microbatch, reduced in it or not."""
-    module = filled(Tower(how))
+    module, mesh = filled(Tower(how)), one_axis()
     ranks = [[normal(1 + 3 * rank + i)(2, 5) for i in range(MICROBATCHES)] for rank in range(world_size)]
     value = sum(module(x) for batches in ranks for x in batches) / MICROBATCHES / world_size
-    expected = (
-        value.detach(),
-        dict(zip(dict(module.named_parameters()), torch.autograd.grad(value, list(module.parameters())))),
-    )
-
-    def program():
-        mesh = one_axis()
-        # Neighbours are merged up to some bytes, but not units inside units.
-        model = fs.functionalize(module, units=nn.Module)
-        apart = dict(min_shard_elements=0, merge_bytes=0)
-        table = {
-            "zero3 that keeps some": fs.zero3(mesh, regather="blocks.1*", **apart),
-            "hsdp": fs.hsdp(two_axes(world_size), **apart),
-        }
-        for name in ("zero3", "zero3 that keeps", "zero2", "zero1", "ddp"):
-            table[name] = strategies(mesh)[name]
-        for name, transform in table.items():
-            params = model.init(transform)
-            for communicate in ("each", "once"):
-                try:
-                    found = fs.accumulate(model.apply, communicate=communicate)(params, ranks[mesh.get_rank()])
-                    assert_trees_close((found[0], fs.unshard(found[1])), expected, rtol=ATOL, atol=ATOL)
-                except Exception as error:
-                    error.add_note(f"{name}, communicate={communicate!r}")
-                    raise
-
-    spmd(program, world_size)
+    grads = torch.autograd.grad(value, list(module.parameters()))
+    expected = value.detach(), dict(zip(dict(module.named_parameters()), grads))
+    # Neighbours are merged up to some bytes, but not units inside units.
+    model = fs.functionalize(module, units=nn.Module)
+    apart = dict(min_shard_elements=0, merge_bytes=0)
+    table = {name: strategies(mesh)[name] for name in ("zero3", "zero3 that keeps", "zero2", "zero1", "ddp")} | {
+        "zero3 that keeps some": fs.zero3(mesh, regather="blocks.1*", **apart),
+        "hsdp": fs.hsdp(two_axes(world_size), **apart),
+    }
+    for name, transform in table.items():
+        params = model.init(transform)
+        for communicate in ("each", "once"):
+            try:
+                found = fs.accumulate(model.apply, communicate=communicate)(params, ranks[mesh.get_rank()])
+                assert_trees_close((found[0], fs.unshard(found[1])), expected, rtol=ATOL, atol=ATOL)
+            except Exception as error:
+                error.add_note(f"{name}, communicate={communicate!r}")
+                raise
 
 
+@on_ranks(2)
 def test_frozen_units_have_no_gradient():
-    module = stack()
-    module[3].requires_grad_(False)
-
-    def program():
-        model = fs.functionalize(module, units=(nn.Embedding, nn.Linear))
-        value, grads = in_one_process(module, "mean", 2)
-        for transform in strategies(one_axis()).values():
-            for communicate in ("each", "once"):
-                f = fs.accumulate(partial(local, model.apply, "mean"), communicate=communicate)
-                found = f(model.init(transform), microbatches())
-                assert found[1]["3.weight"] is None
-                assert_trees_close((found[0], fs.unshard(found[1])), (value, grads), rtol=ATOL, atol=ATOL)
-
-    spmd(program, 2)
+    module, model = modelled(frozen=3)
+    value, grads = in_one_process(module, "mean", 2)
+    for transform in strategies(one_axis()).values():
+        for communicate in ("each", "once"):
+            f = fs.accumulate(partial(local, model.apply, "mean"), communicate=communicate)
+            found = f(model.init(transform), microbatches())
+            assert found[1]["3.weight"] is None
+            assert_trees_close((found[0], fs.unshard(found[1])), (value, grads), rtol=ATOL, atol=ATOL)
 
 
 @on_ranks(2)
@@ -331,31 +308,25 @@ def test_under_torch_func_it_is_the_same():
     assert_trees_close(found, expected, rtol=ATOL, atol=ATOL)
 
 
+MICRO = "accumulate: expected the microbatches to be a sequence of one or more, got"
 ROWS = [
-    Row(
-        f"{name}={value!r}",
-        lambda _, name=name, value=value: ({name: value},),
-        lambda keywords: fs.accumulate(loss, **keywords),
-        error,
-    )
-    for name, value, error in [
-        ("communicate", "twice", 'accumulate: expected communicate to be "each", "once" or None, got \'twice\''),
-        ("reduce", "max", 'accumulate: expected reduce to be "mean", "sum" or "weighted", got \'max\''),
-    ]
-] + [
-    Row(
-        f"microbatches that are {found}",
-        lambda world, batches=batches: (world.params, batches),
-        lambda params, batches: fs.accumulate(lambda p, _: loss(p))(
-            params, batches() if callable(batches) else batches
-        ),
-        f"accumulate: expected the microbatches to be a sequence of one or more, got {found}",
-    )
-    for batches, found in [
-        ([], "none"),
-        (torch.ones(3), "a float32 Tensor of shape (3,)"),
-        (lambda: iter([1]), "a list_iterator"),
-    ]
+    *rows_of(
+        "accumulate with {}",
+        lambda _, keywords: fs.accumulate(loss, **keywords),
+        [
+            ({"communicate": "twice"}, 'accumulate: expected communicate to be "each", "once" or None, got \'twice\''),
+            ({"reduce": "max"}, 'accumulate: expected reduce to be "mean", "sum" or "weighted", got \'max\''),
+        ],
+    ),
+    *rows_of(
+        "microbatches that are {}",
+        lambda world, batches: fs.accumulate(lambda p, _: loss(p))(world.params, batches),
+        [
+            ([], f"{MICRO} none"),
+            (torch.ones(3), f"{MICRO} a float32 Tensor of shape (3,)"),
+            (iter([1]), f"{MICRO} a list_iterator"),
+        ],
+    ),
 ]
 
 

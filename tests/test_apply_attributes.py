@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 from tests.unit_models import BOUND, filled, zero3
@@ -173,22 +173,16 @@ class Masked(nn.Module):
         return checkpoint(self.part, x, use_reentrant=False).square().mean()
 
 
-@pytest.mark.parametrize("world_size", (1, 2))
+@on_ranks(1, 2)
 def test_a_checkpoint_reads_in_the_backward_what_the_forward_has_set(world_size):
-    module = filled(Masked())
+    module, mesh = filled(Masked()), one_axis()
     batches = [normal(rank)(3, WIDTH) for rank in range(world_size)]
-    leaves = [module.inner.weight, module.inner.bias]
-    ranks = [torch.autograd.grad(module(x), leaves) for x in batches]
+    ranks = [torch.autograd.grad(module(x), [module.inner.weight, module.inner.bias]) for x in batches]
     expected = [sum(grads) / world_size for grads in zip(*ranks)]
     module.mask = None
-
-    def program():
-        mesh, model = one_axis(), fs.functionalize(module, Inner)
-        params = model.init(zero3()(mesh))
-        for run in (fs.value_and_grad, fs.accumulate):
-            batch = batches[mesh.get_rank()]
-            _, grads = run(model.apply)(params, batch if run is fs.value_and_grad else [batch, batch])
-            found = [fs.unshard(grads)[name] for name in ("inner.weight", "inner.bias")]
-            assert_trees_close(found, expected, rtol=0, atol=BOUND)
-
-    spmd(program, world_size)
+    model, batch = fs.functionalize(module, Inner), batches[mesh.get_rank()]
+    params = model.init(zero3()(mesh))
+    for run in (fs.value_and_grad, fs.accumulate):
+        _, grads = run(model.apply)(params, batch if run is fs.value_and_grad else [batch, batch])
+        found = [fs.unshard(grads)[name] for name in ("inner.weight", "inner.bias")]
+        assert_trees_close(found, expected, rtol=0, atol=BOUND)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
 from tests.modules import EPS, ROWS, assert_untouched, build, everything
 from tests.ranks import on_ranks
 from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
@@ -53,7 +53,7 @@ def test_buffers_go_in_and_out():
     assert_same_bits(*(model.apply(params, ROWS, buffers=buffers)[1] for _ in range(2)))
 
 
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@on_ranks(1, 2, 3)
 def test_batch_norm_trains_and_evaluates_as_under_ddp(world_size):
     """DDP gives every rank rank 0's buffers before each forward; statistics are of the rank's own batch."""
     steps, draw = 3, normal()
@@ -76,33 +76,25 @@ def test_batch_norm_trains_and_evaluates_as_under_ddp(world_size):
             optimizer.step()
         return dict(module.named_parameters()), dict(module.named_buffers()), copy.deepcopy(module).eval()(ROWS)
 
-    def program():
-        model, evaluated = fs.functionalize(start), fs.functionalize(copy.deepcopy(start).eval())
-        mesh = one_axis()
-        params = model.init(fs.zero2(mesh, min_shard_elements=0))
-        tx = fs.from_torch(torch.optim.SGD, lr=0.1)
-        state = fs.TrainState.create(params, tx, buffers=model.buffers)
+    model, evaluated, mesh = fs.functionalize(start), fs.functionalize(copy.deepcopy(start).eval()), one_axis()
+    tx = fs.from_torch(torch.optim.SGD, lr=0.1)
+    state = fs.TrainState.create(model.init(fs.zero2(mesh, min_shard_elements=0)), tx, buffers=model.buffers)
 
-        def loss_fn(params, buffers, x):
-            out, buffers = model.apply(params, x, buffers=buffers)
-            return out.square().sum(), buffers
+    def loss_fn(params, buffers, x):
+        out, buffers = model.apply(params, x, buffers=buffers)
+        return out.square().sum(), buffers
 
-        for step in batches:
-            buffers = fs.sync_buffers(state.buffers, like=state.params)
-            batch = step[fs.comm.rank(fs.axis_of(mesh))]
-            (_, buffers), grads = fs.value_and_grad(loss_fn, has_aux=True)(state.params, buffers, batch)
-            state = fs.update(tx, state._replace(buffers=buffers), grads)
+    for step in batches:
         buffers = fs.sync_buffers(state.buffers, like=state.params)
-        out, same = evaluated.apply(state.params, ROWS, buffers=buffers)
-        assert_same_bits(same, buffers)
-        return fs.unshard(state.params), buffers, out
-
-    expected = reference()
+        (_, buffers), grads = fs.value_and_grad(loss_fn, has_aux=True)(state.params, buffers, step[mesh.get_rank()])
+        state = fs.update(tx, state._replace(buffers=buffers), grads)
+    buffers = fs.sync_buffers(state.buffers, like=state.params)
+    out, same = evaluated.apply(state.params, ROWS, buffers=buffers)
+    assert_same_bits(same, buffers)
     # A step sums some 50 products of numbers up to 100, and so hands on that many roundings.
     atol = steps * 50 * world_size * EPS * 100
-    for found in spmd(program, world_size):
-        assert_trees_close(found, expected, rtol=0.0, atol=atol)
-        assert found[1]["1.num_batches_tracked"].item() == steps
+    assert_trees_close((fs.unshard(state.params), buffers, out), reference(), rtol=0.0, atol=atol)
+    assert buffers["1.num_batches_tracked"].item() == steps
 
 
 @on_ranks(1, 2, 4)

@@ -11,8 +11,9 @@ from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.nn.functional import dropout, mse_loss
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
 from tests.modules import EPS, EVERY_LEAF, ROWS, build
+from tests.ranks import on_ranks
 from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
 
 
@@ -142,9 +143,9 @@ def dense_and_sharded():
 TRANSFORM_ATOL = 2 * 33 * EPS * 10
 
 
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("strategy", ("ddp", EVERY_LEAF, "last dim"))
-def test_function_transforms(strategy, world_size):
+def test_function_transforms(strategy):
     dense, model, full = dense_and_sharded()
     draw = normal(3)
     tangent = {path: draw(*leaf.shape) for path, leaf in full.items()}
@@ -153,27 +154,20 @@ def test_function_transforms(strategy, world_size):
     def loss(run, params, x):
         return mse_loss(run(params, x), target)
 
-    expected = {
-        "grad": grad(lambda p: loss(dense, p, ROWS))(full),
-        "vmap": vmap(lambda x: dense(full, x))(batch),
-        "jvp": jvp(lambda p: dense(p, ROWS), (full,), (tangent,)),
-        "jvp of inputs": jvp(lambda x: dense(full, x), (ROWS,), (batch[0],)),
-        "vmap of grad of inputs": vmap(grad(lambda x: loss(dense, full, x)))(batch),
-        "jacrev of inputs": jacrev(lambda x: dense(full, x))(ROWS[0]),
-    }
-
-    def program():
-        transform = STRATEGIES[strategy](meshes())
-        params, directions = fs.shard(full, transform), fs.shard(tangent, transform)
-        run = model.apply
-        found = {
-            "grad": fs.unshard(grad(lambda p: fs.objective(loss(run, p, ROWS), like=p))(params)),
+    def results(run, params, directions):
+        return {
             "vmap": vmap(lambda x: run(params, x))(batch),
             "jvp": jvp(lambda p: run(p, ROWS), (params,), (directions,)),
             "jvp of inputs": jvp(lambda x: run(params, x), (ROWS,), (batch[0],)),
             "vmap of grad of inputs": vmap(grad(lambda x: loss(run, params, x)))(batch),
             "jacrev of inputs": jacrev(lambda x: run(params, x))(ROWS[0]),
         }
-        assert_trees_close(found, expected, rtol=0.0, atol=TRANSFORM_ATOL)
 
-    spmd(program, world_size)
+    expected = results(dense, full, tangent) | {"grad": grad(lambda p: loss(dense, p, ROWS))(full)}
+
+    transform = STRATEGIES[strategy](meshes())
+    params, directions = fs.shard(full, transform), fs.shard(tangent, transform)
+    found = results(model.apply, params, directions) | {
+        "grad": fs.unshard(grad(lambda p: fs.objective(loss(model.apply, p, ROWS), like=p))(params))
+    }
+    assert_trees_close(found, expected, rtol=0.0, atol=TRANSFORM_ATOL)

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard.testing import spmd
 from tests.bad_input import Row, assert_all_refused, loss, rows_of
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
+from tests.unit_models import filled
 
 ENDED = "expected the caller's own, got a leaf bound to a call of value_and_grad that has ended"
 BOUND_LEAVES = "\nTo fix: gather the parameters that you passed, or those that the running call binds."
@@ -228,27 +228,21 @@ class Writing(nn.Linear):
 
 @pytest.mark.parametrize("min_shard_elements", (0, 1000), ids=("split", "whole"))
 @pytest.mark.parametrize("frozen", (False, True))
+@on_ranks(2)
 def test_a_module_that_writes_to_a_weight_of_its_unit_is_refused(frozen, min_shard_elements):
-    module = nn.Sequential(nn.Linear(3, 3), Writing(3, 3), nn.Linear(3, 3))
-
-    def program():
-        model = fs.functionalize(module, units=nn.Linear)
-        params = fs.shard(
-            dict(module.named_parameters()),
-            fs.zero3(one_axis(), min_shard_elements=min_shard_elements, merge_bytes=0),
-            frozen=lambda path: frozen and "1." in path,
-        )
-        before = fs.tree_map(torch.clone, params)
-        # A leaf that ranks hold whole is the caller's own memory, which has the values written.
-        lost, state = " (the leaf is lost)", "the values of a lost leaf have changed in the caller's state"
-        if not min_shard_elements:
-            lost, state = "", "the caller's state is whole"
-        problem = f"  ['1.weight']: expected none, got 1 in-place writes{lost}"
-        remedy = f"To fix: compute a new tensor instead; {state}."
-        error = f"value_and_grad: parameters were written to\n{problem}\n{remedy}"
-        with pytest.raises(ValueError, match=re.escape(error)):
-            fs.value_and_grad(lambda p: model.apply(p, torch.ones(4, 3)).sum())(params)
-        if not min_shard_elements:
-            assert_same_bits(fs.tree_leaves(params), fs.tree_leaves(before))
-
-    spmd(program, 2)
+    module = filled(nn.Sequential(nn.Linear(3, 3), Writing(3, 3), nn.Linear(3, 3)), torch.float32)
+    model = fs.functionalize(module, units=nn.Linear)
+    strategy = fs.zero3(one_axis(), min_shard_elements=min_shard_elements, merge_bytes=0)
+    params = fs.shard(dict(module.named_parameters()), strategy, frozen=lambda path: frozen and "1." in path)
+    before = fs.tree_map(torch.clone, params)
+    # A leaf that ranks hold whole is the caller's own memory, which has the values written.
+    lost, state = " (the leaf is lost)", "the values of a lost leaf have changed in the caller's state"
+    if not min_shard_elements:
+        lost, state = "", "the caller's state is whole"
+    problem = f"  ['1.weight']: expected none, got 1 in-place writes{lost}"
+    remedy = f"To fix: compute a new tensor instead; {state}."
+    error = f"value_and_grad: parameters were written to\n{problem}\n{remedy}"
+    with pytest.raises(ValueError, match=re.escape(error)):
+        fs.value_and_grad(lambda p: model.apply(p, torch.ones(4, 3)).sum())(params)
+    if not min_shard_elements:
+        assert_same_bits(fs.tree_leaves(params), fs.tree_leaves(before))

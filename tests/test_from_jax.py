@@ -11,6 +11,7 @@ from torch.func import grad, grad_and_value, vmap
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
+from tests.ranks import my_rank, on_ranks
 from tests.test_custom_transforms import TopK, lossy
 from tests.test_guide import GUIDE, section
 from tests.trees import assert_same_bits, normal, one_axis
@@ -53,52 +54,42 @@ def outer(params, task):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(RANKS)
 def test_gradients_inside_of_a_loss_are_this_ranks_own_after_a_gather(strategy):
     def dense(params):
         return torch.stack(
             [vmap(lambda task: inner(adapted(params, task), task.query))(tasks(rank)).mean() for rank in range(RANKS)]
         ).mean()
 
-    def program():
-        mesh = one_axis()
-        params = fs.shard(full(), STRATEGIES[strategy](mesh))
-        step, task = fs.value_and_grad(outer), tasks(mesh.get_rank())
-        eager, jitted = step(params, task), fs.jit(step)(params, task)
-        assert_same_bits(fs.tree_leaves(jitted), fs.tree_leaves(eager))
-        return eager[0], fs.unshard(eager[1])
-
+    params = fs.shard(full(), STRATEGIES[strategy](one_axis()))
+    step, task = fs.value_and_grad(outer), tasks(my_rank())
+    eager, jitted = step(params, task), fs.jit(step)(params, task)
+    assert_same_bits(fs.tree_leaves(jitted), fs.tree_leaves(eager))
     grads, loss = grad_and_value(dense)(full())
-    for found in spmd(program, RANKS):
-        assert_trees_close(found, (loss, grads), **ROUNDING)
+    assert_trees_close((eager[0], fs.unshard(eager[1])), (loss, grads), **ROUNDING)
 
 
+@on_ranks(RANKS)
 def test_members_are_stacked_after_they_were_sharded():
-    def program():
-        mesh = one_axis()
-        strategy, x = STRATEGIES["zero3"](mesh), tasks(0).query[0]
-        members = [fs.shard(fs.tree_map(lambda leaf, n=n: leaf + n, full()), strategy) for n in range(3)]
-        stacked = fs.tree_map(lambda *leaves: torch.stack(leaves), *members)
+    strategy, x = STRATEGIES["zero3"](one_axis()), tasks(0).query[0]
+    members = [fs.shard(fs.tree_map(lambda leaf, n=n: leaf + n, full()), strategy) for n in range(3)]
+    stacked = fs.tree_map(lambda *leaves: torch.stack(leaves), *members)
 
-        def loss(params):
-            return inner(fs.gather(params), x)
+    def loss(params):
+        return inner(fs.gather(params), x)
 
-        values, grads = vmap(fs.value_and_grad(loss))(stacked)
-        for n, member in enumerate(members):
-            value, gradient = fs.value_and_grad(loss)(member)
-            one = fs.tree_map(lambda leaf, n=n: leaf[n], grads)
-            assert_trees_close((values[n], fs.unshard(one)), (value, fs.unshard(gradient)), **ROUNDING)
-        unsplit = fs.shard(fs.tree_map(lambda leaf: torch.stack([leaf] * 3), full()), strategy)
-        return {
-            "members": failure(lambda: vmap(fs.value_and_grad(loss))(unsplit)),
-            "unshard": failure(lambda: vmap(fs.unshard)(stacked)),
-        }
-
-    for said in spmd(program, RANKS):
-        assert said["members"].endswith(
-            "To fix: stack Sharded members for vmap, each of which fs.shard made: "
-            "fs.tree_map(lambda *m: torch.stack(m), a, b)."
-        )
-        assert said["unshard"] == "unshard: expected one tree, got a batch of them, by vmap; call fs.gather there"
+    values, grads = vmap(fs.value_and_grad(loss))(stacked)
+    for n, member in enumerate(members):
+        value, gradient = fs.value_and_grad(loss)(member)
+        one = fs.tree_map(lambda leaf, n=n: leaf[n], grads)
+        assert_trees_close((values[n], fs.unshard(one)), (value, fs.unshard(gradient)), **ROUNDING)
+    unsplit = fs.shard(fs.tree_map(lambda leaf: torch.stack([leaf] * 3), full()), strategy)
+    assert failure(lambda: vmap(fs.value_and_grad(loss))(unsplit)).endswith(
+        "To fix: stack Sharded members for vmap, each of which fs.shard made: "
+        "fs.tree_map(lambda *m: torch.stack(m), a, b)."
+    )
+    said = failure(lambda: vmap(fs.unshard)(stacked))
+    assert said == "unshard: expected one tree, got a batch of them, by vmap; call fs.gather there"
 
 
 def failure(f):
@@ -134,6 +125,7 @@ def test_a_module_that_draws_makes_random_numbers_of_a_key():
         vmap(lambda key: draw(key=key), randomness="different")(torch.arange(3))
 
 
+@on_ranks(RANKS)
 def test_norms_of_shards_are_sums_over_ranks():
     """A transformation of Optax by the user's own hand."""
 
@@ -141,16 +133,12 @@ def test_norms_of_shards_are_sums_over_ranks():
         norm = fs.global_norm(grads)
         return fs.tree_map(lambda g: g / (norm + 1e-6).clamp(min=1.0), grads), state
 
-    def program():
-        params = fs.shard(full(), STRATEGIES["zero3"](one_axis()))
-        transformations = fs.GradientTransformation(lambda params: (), update), fs.clip_by_global_norm(1.0)
-        return [fs.unshard(tx.update(params, tx.init(params), params)[0]) for tx in transformations]
-
+    params = fs.shard(full(), STRATEGIES["zero3"](one_axis()))
+    transformations = fs.GradientTransformation(lambda params: (), update), fs.clip_by_global_norm(1.0)
+    own, built_in = (fs.unshard(tx.update(params, tx.init(params), params)[0]) for tx in transformations)
     norm = torch.cat([leaf.flatten() for leaf in full().values()]).norm()
-    expected = fs.tree_map(lambda leaf: leaf / (norm + 1e-6), full())
-    for own, built_in in spmd(program, RANKS):
-        assert_trees_close(own, built_in, **ROUNDING)
-        assert_trees_close(built_in, expected, **ROUNDING)
+    assert_trees_close(own, built_in, **ROUNDING)
+    assert_trees_close(built_in, fs.tree_map(lambda leaf: leaf / (norm + 1e-6), full()), **ROUNDING)
 
 
 class Rounded(torch.autograd.Function):
@@ -177,31 +165,29 @@ def rounded(leaf, key):
     return Rounded.apply(leaf, (number & 65535).int().reshape(leaf.shape))
 
 
+@on_ranks(RANKS)
 def test_shards_may_be_rounded_by_a_key_before_they_are_gathered():
-    def program():
-        mesh = one_axis()
-        single = fs.tree_map(torch.Tensor.float, full())
-        params, x = fs.shard(single, STRATEGIES["zero3"](mesh)), tasks(mesh.get_rank()).query[0].float()
+    mesh = one_axis()
+    single = fs.tree_map(torch.Tensor.float, full())
+    params, x = fs.shard(single, STRATEGIES["zero3"](mesh)), tasks(mesh.get_rank()).query[0].float()
 
-        def loss_fn(params, key, x):
-            key = fs.fold_in(key, fs.axis_of(mesh))
-            low = fs.gather(fs.tree_map(lambda leaf: rounded(leaf, key), params))
-            return inner(fs.tree_map(torch.Tensor.float, low), x)
+    def loss_fn(params, key, x):
+        key = fs.fold_in(key, fs.axis_of(mesh))
+        low = fs.gather(fs.tree_map(lambda leaf: rounded(leaf, key), params))
+        return inner(fs.tree_map(torch.Tensor.float, low), x)
 
-        step = fs.value_and_grad(loss_fn)
-        jitted, losses = fs.jit(step), []
-        for n in range(3):
-            key = fs.fold_in(0, n)
-            with fs.comm.record() as record:
-                eager = step(params, key, x)
-            assert_same_bits(fs.tree_leaves(jitted(params, key, x)), fs.tree_leaves(eager))
-            losses.append(float(eager[0]))
-        assert len(set(losses)) == 3
-        assert len(jitted.traces) == 1
-        return [entry.bytes for entry in record if entry.label in ("gather", "scatter")]
-
+    step = fs.value_and_grad(loss_fn)
+    jitted, losses = fs.jit(step), []
+    for n in range(3):
+        key = fs.fold_in(0, n)
+        with fs.comm.record() as record:
+            eager = step(params, key, x)
+        assert_same_bits(fs.tree_leaves(jitted(params, key, x)), fs.tree_leaves(eager))
+        losses.append(float(eager[0]))
+    assert len(set(losses)) == 3
+    assert len(jitted.traces) == 1
     # Numbers of two bytes, and gradients as well.
-    assert spmd(program, RANKS) == [[2 * (24 + 6)] * 2] * RANKS
+    assert [entry.bytes for entry in record if entry.label in ("gather", "scatter")] == [2 * (24 + 6)] * 2
 
 
 def test_state_of_transforms_belongs_to_its_number_of_ranks(tmp_path):

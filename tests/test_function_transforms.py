@@ -1,12 +1,12 @@
 """torch.func.vmap through gather: gradients of each sample."""
 
 import pytest
-import torch
 from torch.func import grad, vmap
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
 from tests.losses import ATOL, FIXED, errors, full_params, shard, specs
+from tests.ranks import my_rank, on_ranks
 from tests.trees import STRATEGIES, meshes, normal
 
 TRANSFORMED = ("ddp", "zero2 of every leaf", "last dim", "hsdp", "two dims")
@@ -24,7 +24,7 @@ def sharded_loss(p, x, target):
     return dense_loss(fs.gather(p), x, target)
 
 
-@pytest.mark.parametrize("world_size", (1, 2, 3, 4))
+@on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("strategy", TRANSFORMED)
 def test_gradients_of_each_sample(strategy, world_size):
     """Of full parameters they are the rank's own; through gather those of equal places in the ranks' batches add up."""
@@ -37,14 +37,11 @@ def test_gradients_of_each_sample(strategy, world_size):
     dense = [vmap(grad(one(dense_loss)), in_dims=(None, 0, 0))(full, *args) for args in batches]
     expected = fs.tree_map(lambda *leaves: sum(leaves), *dense)
 
-    def program():
-        params, rank = shard(STRATEGIES[strategy](meshes()), full), torch.distributed.get_rank()
-        own = vmap(grad(one(dense_loss)), in_dims=(None, 0, 0))(fs.gather(params), *batches[rank])
-        assert_trees_close(own, dense[rank], rtol=0.0, atol=ATOL)
-        summed = vmap(grad(one(sharded_loss)), in_dims=(None, 0, 0))(params, *batches[rank])
-        assert specs(summed) == specs(params)
-        for sample in range(samples):
-            found = fs.unshard(fs.tree_map(lambda leaf: leaf[sample], summed))  # noqa: B023
-            assert_trees_close(found, fs.tree_map(lambda leaf: leaf[sample], expected), rtol=0.0, atol=ATOL)  # noqa: B023
-
-    spmd(program, world_size)
+    params, rank = shard(STRATEGIES[strategy](meshes()), full), my_rank()
+    own = vmap(grad(one(dense_loss)), in_dims=(None, 0, 0))(fs.gather(params), *batches[rank])
+    assert_trees_close(own, dense[rank], rtol=0.0, atol=ATOL)
+    summed = vmap(grad(one(sharded_loss)), in_dims=(None, 0, 0))(params, *batches[rank])
+    assert specs(summed) == specs(params)
+    for sample in range(samples):
+        found = fs.unshard(fs.tree_map(lambda leaf: leaf[sample], summed))  # noqa: B023
+        assert_trees_close(found, fs.tree_map(lambda leaf: leaf[sample], expected), rtol=0.0, atol=ATOL)  # noqa: B023

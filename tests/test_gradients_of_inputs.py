@@ -1,10 +1,13 @@
 """value_and_grad by inputs: arguments of plain tensors beside sharded parameters."""
 
+import itertools
+
 import pytest
 import torch
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
+from tests.ranks import on_ranks
 
 STRATEGIES = {"ddp": fs.ddp, "zero2": fs.zero2, "zero3": lambda mesh: fs.zero3(mesh, merge_bytes=0)}
 
@@ -60,17 +63,10 @@ def program(reduce, strategy, jitted):
     assert by_given["unused"].tolist() == [0, 0]
 
 
-REDUCES = ("mean", "sum", "weighted")
-ROWS = [(reduce, strategy, jitted) for reduce in REDUCES for strategy in STRATEGIES for jitted in (False, True)]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_gradients_of_inputs_are_those_of_one_process(ranks):
-    def rows():
-        for row in ROWS:
-            program(*row)
-
-    spmd(rows, ranks)
+@on_ranks(1, 2, 3)
+def test_gradients_of_inputs_are_those_of_one_process():
+    for row in itertools.product(("mean", "sum", "weighted"), STRATEGIES, (False, True)):
+        program(*row)
 
 
 def test_inputs_that_take_no_gradient_are_refused():

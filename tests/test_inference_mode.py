@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard.testing import spmd
 from tests.ranks import on_ranks
 from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
 from tests.unit_models import filled, zero3
@@ -40,49 +39,42 @@ class Rescaled(nn.Module):
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (1, 2))
+@on_ranks(1, 2)
 @pytest.mark.parametrize("units", (None, nn.Linear))
-def test_writes_to_gathered_weights_are_refused_in_every_mode(units, world_size):
+def test_writes_to_gathered_weights_are_refused_in_every_mode(units):
     """By the name of a leaf, on every rank, and calls after that are those of a model that never failed."""
     module, x = filled(Rescaled()).eval(), normal()(3, WIDTH)
     expected = module(x, rescale=False).detach()
-
-    def program():
-        on, model = meshes(), fs.functionalize(module, units)
-        for layout in LAYOUTS.values():
-            for mode in MODES:
-                for jit in (lambda f: f, fs.jit):
-                    # What was written may have reached the parameters.
-                    params = model.init(layout(on))
-                    with mode(), pytest.raises(ValueError, match=r"\['blocks.0.weight'\]: .*1 in-place writes"):
-                        jit(model.apply)(params, x)
+    on, model = meshes(), fs.functionalize(module, units)
+    runs = (
+        lambda params: model.apply(params, x),
+        lambda params: fs.jit(model.apply)(params, x),
+        lambda params: model.apply(fs.gather(params), x),
+    )
+    for layout in LAYOUTS.values():
+        for mode in MODES:
+            for run in runs:
+                # What was written may have reached the parameters.
                 params = model.init(layout(on))
                 with mode(), pytest.raises(ValueError, match=r"\['blocks.0.weight'\]: .*1 in-place writes"):
-                    model.apply(fs.gather(params), x)
-                params = model.init(layout(on))
-                with mode():
-                    found = model.apply(params, x, rescale=False)
-                assert_same_bits(found.detach(), expected)
-
-    spmd(program, world_size)
+                    run(params)
+            params = model.init(layout(on))
+            with mode():
+                found = model.apply(params, x, rescale=False)
+            assert_same_bits(found.detach(), expected)
 
 
 @pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
 def test_updates_of_buffers_are_not_lost(mode):
-    module, x = nn.BatchNorm1d(WIDTH).double(), normal()(3, WIDTH)
-
-    def program():
-        model = fs.functionalize(module)
-        params = model.init(fs.ddp(one_axis()))
-        with mode():
-            with pytest.raises(
-                ValueError, match=r"(?s)buffers were updated and would be lost.*\['num_batches_tracked'\]"
-            ):
-                model.apply(params, x)
-            _, buffers = model.apply(params, x, buffers=model.buffers)
-        assert not buffers["running_mean"].equal(model.buffers["running_mean"])
-
-    spmd(program, 2)
+    model, x = fs.functionalize(nn.BatchNorm1d(WIDTH).double()), normal()(3, WIDTH)
+    params = model.init(fs.ddp(one_axis()))
+    lost = r"(?s)buffers were updated and would be lost.*\['num_batches_tracked'\]"
+    with mode():
+        with pytest.raises(ValueError, match=lost):
+            model.apply(params, x)
+        _, buffers = model.apply(params, x, buffers=model.buffers)
+    assert not buffers["running_mean"].equal(model.buffers["running_mean"])
 
 
 def loss(params, x):
@@ -125,18 +117,14 @@ def test_differentiation_is_refused():
                 assert_same_bits(fs.unshard(run(cloned)[0]), fs.unshard(4 * expected[0]))
 
 
-@pytest.mark.parametrize("world_size", (1, 2))
-def test_parameters_made_in_inference_mode_evaluate(world_size):
+@on_ranks(1, 2)
+def test_parameters_made_in_inference_mode_evaluate():
     module, x = filled(Rescaled()).eval(), normal()(3, WIDTH)
     expected = module(x, rescale=False).detach()
-
-    def program():
-        on, model = meshes(), fs.functionalize(module, nn.Linear)
-        for layout in LAYOUTS.values():
-            with torch.inference_mode():
-                params = model.init(layout(on))
-                found = [model.apply(params, x, rescale=False)]
-            found.append(model.apply(params, x, rescale=False))
-            assert_same_bits([out.detach() for out in found], [expected] * 2)
-
-    spmd(program, world_size)
+    on, model = meshes(), fs.functionalize(module, nn.Linear)
+    for layout in LAYOUTS.values():
+        with torch.inference_mode():
+            params = model.init(layout(on))
+            found = [model.apply(params, x, rescale=False)]
+        found.append(model.apply(params, x, rescale=False))
+        assert_same_bits([out.detach() for out in found], [expected] * 2)

@@ -10,9 +10,10 @@ import fshard as fs
 from fshard.shard import without_padding
 from fshard.testing import spmd
 from fshard.transforms.compose import layout_axes
+from tests.ranks import on_ranks
 from tests.test_init import SEEDED
 from tests.test_init_replay import GPT, Own, frozen, tied, transposed
-from tests.trees import ONE_AXIS, TWO_AXES, assert_same_bits, every_strategy, one_axis
+from tests.trees import assert_same_bits, every_strategy, one_axis
 
 ROWS, COLUMNS = 256, 512
 
@@ -200,26 +201,18 @@ def test_every_world_size_and_strategy_draws_the_same(world_size):
         expected[name] = fs.unshard(params)
 
     def program():
-        found = []
         for name, module in modules.items():
-            for _, strategy in every_strategy(ONE_AXIS | TWO_AXES):
+            for _, strategy in every_strategy():
                 with fs.comm.record() as record:
                     params = fs.functionalize(module).init(strategy, seed=7, mode="counter")
                 assert len(record) == sum(axis.size > 1 for axis in layout_axes(strategy))
-                padding_is_zero(params)
-                found.append((name, fs.unshard(params)))
-        return found
+                for leaf in params.values():
+                    assert leaf.local.count_nonzero() == without_padding(leaf).count_nonzero()
+                assert_same_bits(fs.unshard(params), expected[name])
 
     state = torch.get_rng_state()
-    for found in spmd(program, world_size):
-        for name, full in found:
-            assert_same_bits(full, expected[name])
+    spmd(program, world_size)
     assert_same_bits(torch.get_rng_state(), state)
-
-
-def padding_is_zero(params):
-    for leaf in params.values():
-        assert leaf.local.count_nonzero() == without_padding(leaf).count_nonzero()
 
 
 def refused(draw):
@@ -235,44 +228,39 @@ def refused(draw):
     return "\n".join(problem.strip() for problem in problems)
 
 
-EXPECTED = "expected operators on each element by itself, got "
+EXPECTED = "expected operators on each element by itself, got"
+COPY = "copy_ of what other operators computed"
 REFUSED = {
-    "orthogonal": (
-        lambda m: nn.init.orthogonal_(m.weight),
-        ("['1.weight']", "copy_ of what other operators computed"),
-    ),
-    "eye": (lambda m: nn.init.eye_(m.weight), ("['1.weight']", "the operator eye")),
-    "sparse": (lambda m: nn.init.sparse_(m.weight, 0.3), ("['1.weight']", "the operator index_put_")),
-    "another parameter": (
-        lambda m: m.weight.data.copy_(m.inner.weight.mean(0)),
-        ("['1.weight']", "copy_ of what other operators computed"),
-    ),
+    "orthogonal": (lambda m: nn.init.orthogonal_(m.weight), f"['1.weight']: {EXPECTED} {COPY}"),
+    "eye": (lambda m: nn.init.eye_(m.weight), f"['1.weight']: {EXPECTED} the operator eye"),
+    "sparse": (lambda m: nn.init.sparse_(m.weight, 0.3), f"['1.weight']: {EXPECTED} the operator index_put_"),
+    "another parameter": (lambda m: m.weight.data.copy_(m.inner.weight.mean(0)), f"['1.weight']: {EXPECTED} {COPY}"),
     "its own numbers": (
         lambda m: m.weight.data.normal_(generator=torch.Generator()),
-        ("['1.weight']", "normal_ with a generator of its own"),
+        f"['1.weight']: {EXPECTED} normal_ with a generator of its own",
     ),
-    "exponential": (lambda m: m.bias.data.exponential_(), ("['1.bias']", "the operator exponential_")),
-    "rounding": (lambda m: m.bias.data.div_(2, rounding_mode="floor"), ("['1.bias']", "the operator div_")),
+    "exponential": (lambda m: m.bias.data.exponential_(), f"['1.bias']: {EXPECTED} the operator exponential_"),
+    "rounding": (
+        lambda m: m.bias.data.div_(2, rounding_mode="floor"),
+        f"['1.bias']: {EXPECTED} the operator div_",
+    ),
+    "a value": (
+        lambda m: m.weight.data.div_(m.weight.max().item()),
+        "1: expected a reset that asks for none, got DataDependentOutputException where parameters have no values: "
+        "aten._local_scalar_dense.default",
+    ),
+    "another tensor": (
+        lambda m: setattr(m.bias, "data", torch.zeros(6)),
+        "['1.bias']: expected in-place operators on it, got another tensor put in its place",
+    ),
 }
 
 
+@pytest.mark.rows(9)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_element_by_element_is_refused(name):
-    draw, (path, got) = REFUSED[name]
-    assert refused(draw) == f"{path}: {EXPECTED}{got}"
-
-
-def test_what_asks_for_values_is_refused():
-    found = refused(lambda m: m.weight.data.div_(m.weight.max().item()))
-    assert found == (
-        "1: expected a reset that asks for none, got DataDependentOutputException where parameters have no values: "
-        "aten._local_scalar_dense.default"
-    )
-
-
-def test_what_is_put_in_the_place_of_a_parameter_is_refused():
-    found = refused(lambda m: setattr(m.bias, "data", torch.zeros(6)))
-    assert found == "['1.bias']: expected in-place operators on it, got another tensor put in its place"
+    draw, expected = REFUSED[name]
+    assert refused(draw) == expected
 
 
 def test_what_is_overwritten_may_be_anything():
@@ -294,24 +282,19 @@ class HalfDrawn(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ("replay", "counter"))
+@on_ranks(4)
 def test_what_no_rank_draws_is_refused_on_all(mode):
     """Under "counter" only the ranks that have these elements see it."""
-
-    def program():
-        with pytest.raises(ValueError, match="elements left out by reset_parameters") as caught:
-            fs.functionalize(HalfDrawn()).init(fs.zero2(one_axis(), min_shard_elements=0), seed=0, mode=mode)
-        return str(caught.value)
-
-    assert len(set(spmd(program, 4))) == 1
+    with pytest.raises(ValueError, match="elements left out by reset_parameters") as caught:
+        fs.functionalize(HalfDrawn()).init(fs.zero2(one_axis(), min_shard_elements=0), seed=0, mode=mode)
+    return str(caught.value)
 
 
+@on_ranks(2)
 def test_seeds_that_differ_between_ranks_are_refused():
-    def program():
-        mesh = one_axis()
-        with pytest.raises(ValueError, match="ranks hold different trees") as caught:
-            fs.functionalize(nn.Linear(2, 2)).init(fs.zero2(mesh), seed=mesh.get_rank(), mode="counter")
-        return str(caught.value)
-
-    (message,) = set(spmd(program, 2))
-    assert "drawn from seed 1 by uniform_(" in message
-    assert "as on rank shard=0" in message
+    mesh = one_axis()
+    with pytest.raises(ValueError, match="ranks hold different trees") as caught:
+        fs.functionalize(nn.Linear(2, 2)).init(fs.zero2(mesh), seed=mesh.get_rank(), mode="counter")
+    assert "drawn from seed 1 by uniform_(" in str(caught.value)
+    assert "as on rank shard=0" in str(caught.value)
+    return str(caught.value)

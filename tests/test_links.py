@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.testing import spmd
 from tests.bad_input import Row, assert_all_refused
 from tests.ranks import on_ranks
 from tests.trees import one_axis, two_axes
@@ -40,17 +39,14 @@ def test_a_size_of_ones_own_goes_before_a_link():
     assert sharded.spec.reshard.merge_bytes == 7
 
 
-def test_ranks_measure_the_same_links(workers):
-    def program():
-        mesh = fs.init_mesh({"replicate": 1, "shard": 2}, device="cpu")
-        links = fs.measure(mesh)
-        fs.zero3(mesh["shard"], links=links)
-        return links
-
-    first, second = spmd(program, workers(2))
-    assert first == second
-    assert set(first) == {"replicate", "shard"}
-    assert all(0 < number < float("inf") for link in first.values() for number in link)
+@on_ranks("2 processes")
+def test_ranks_measure_the_same_links():
+    mesh = fs.init_mesh({"replicate": 1, "shard": 2}, device="cpu")
+    links = fs.measure(mesh)
+    fs.zero3(mesh["shard"], links=links)
+    assert set(links) == {"replicate", "shard"}
+    assert all(0 < number < float("inf") for link in links.values() for number in link)
+    return links
 
 
 NEEDED = "{}: expected links to map 'shard' to a Link of positive numbers, got {}; pass fs.measure(mesh)"
