@@ -1,23 +1,159 @@
 """The examples run as a user runs them, and print what they promise."""
 
+import ast
+import math
 import re
 import sys
 
 import pytest
 
+import fshard as fs
 from tests.test_processes import ROOT, TORCHRUN, run
 
-SMALL = ("--steps", 3, "--width", 16, "--layers", 1, "--lines", 3)
+LAUNCHERS = pytest.mark.parametrize(
+    ("launcher", "ranks"), [((sys.executable,), 1), ((*TORCHRUN, 2), 2)], ids=["alone", "torchrun"]
+)
+SHORT = ("dp_sgd", "maml", "ensemble", "hessian")
+# Examples that compare transforms, on how many ranks they run, and of what modules of fshard they use names.
+RANKS = {"topk": 2, "powersgd": 2, "sibling": 4}
+USED = dict.fromkeys([*RANKS, "compare"], ("fs", "fs.comm"))
+# Below how many lines examples stay.
+LINES = {**dict.fromkeys([*SHORT, "compare"], 120), **dict.fromkeys(RANKS, 80), "custom_transform": math.inf}
+PNG = b"\x89PNG"
+TINY = ("--steps", 3, "--width", 32, "--layers", 1, "--context", 16, "--batch", 2)
+
+
+def numbers(pattern, out):
+    """The numbers that a pattern's groups match, row by row."""
+    return [tuple(map(float, row if isinstance(row, tuple) else (row,))) for row in re.findall(pattern, out)]
+
+
+def difference(out):
+    ((found,),) = numbers(r"largest difference .*: (\S+e[-+]\d+)", out)
+    return found
+
+
+@pytest.mark.slow
+@LAUNCHERS
+def test_dp_sgd(launcher, ranks):
+    out = run(*launcher, ROOT / "examples/dp_sgd.py", "--steps", 25)
+    assert difference(out) < 1e-14
+    spent = [epsilon for (epsilon,) in numbers(r"epsilon (\S+) ", out)]
+    assert len(spent) == 5
+    assert spent == sorted(spent)
+    accuracies = [percent for (percent,) in numbers(r"(\S+)% of held-out digits are right", out)]
+    assert accuracies[-2] > 50
+    assert accuracies[-1] > accuracies[-2]
+
+
+def test_epsilon_of_a_gaussian_without_sampling(monkeypatch):
+    """Its closed form, 1 / (2 s^2) + sqrt(2 log(1 / delta)) / s, minimal over all orders and not whole ones alone."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from dp_sgd import DELTA, epsilon
+
+    for noise in (5.0, 10.0):
+        closed = 1 / (2 * noise**2) + (-2 * math.log(DELTA)) ** 0.5 / noise
+        assert epsilon(1 - 1e-12, noise, 1) == pytest.approx(closed, rel=1e-3)
+    assert epsilon(0.01, 1.0, 100) < epsilon(0.1, 1.0, 100) < epsilon(0.1, 1.0, 200)
+    assert epsilon(0.1, 2.0, 100) < epsilon(0.1, 1.0, 100)
+
+
+@pytest.mark.slow
+@LAUNCHERS
+def test_maml(launcher, ranks, tmp_path):
+    plot = tmp_path / "maml.png"
+    out = run(*launcher, ROOT / "examples/maml.py", "--steps", 60, "--tasks", 10, "--plot", plot)
+    assert difference(out) < 1e-12
+    without, learned = numbers(r"(?:steps|MAML) {2,}(\S+) +(\S+) +(\S+)", out)
+    assert learned[0] > learned[1] > learned[2]
+    assert learned[2] < without[2]
+    assert plot.read_bytes().startswith(PNG)
+
+
+@pytest.mark.slow
+@LAUNCHERS
+def test_ensemble(launcher, ranks, tmp_path):
+    plot = tmp_path / "ensemble.png"
+    out = run(*launcher, ROOT / "examples/ensemble.py", "--members", 3, "--steps", 40, "--plot", plot)
+    assert difference(out) < 1e-12
+    one, three = numbers(r"a step of \d: (\d+) collectives, (\d+) kB", out)
+    assert one[0] == three[0]
+    assert (three[1] > 2.9 * one[1] > 0) if ranks > 1 else (one == three == (0, 0))
+    right, wrong, nines = (median for (median,) in numbers(r"median disagreement (\S+)", out))
+    assert right < min(wrong, nines)
+    assert plot.read_bytes().startswith(PNG)
+
+
+@pytest.mark.slow
+@LAUNCHERS
+def test_hessian(launcher, ranks, tmp_path):
+    plot = tmp_path / "hessian.png"
+    out = run(*launcher, ROOT / "examples/hessian.py", "--steps", 10, "--every", 5, "--images", 100, "--plot", plot)
+    assert difference(out) < 1e-12
+    rows = numbers(r"step +(\d+), largest eigenvalues: (\S+) (\S+) (\S+)", out)
+    assert [row[0] for row in rows] == [0, 5, 10]
+    assert all(first > second > third > 0 for _, first, second, third in rows)
+    assert plot.read_bytes().startswith(PNG)
+
+
+@pytest.mark.slow
+@LAUNCHERS
+def test_custom_transform(launcher, ranks, tmp_path):
+    plot = tmp_path / "custom.png"
+    out = run(*launcher, ROOT / "examples/custom_transform.py", *TINY, "--plot", plot)
+    assert "step 3 with its scatter forgotten: check_adjoint: scatter is not gather's transpose" in out
+    before, after = out.split("of each rank")
+    checks = numbers(r"(?m)^([1-5]) .*?" + r" {2,}([-+.e\d]+)" * 4 + "$", before)
+    assert [row[0] for row in checks] == [1, 2, 3, 4, 5]
+    # Exact steps are off by nothing, and gradients as int8 cost less than a fifth of float64's.
+    assert checks[0][3:] == checks[2][3:] == (0, 0)
+    assert ranks == 1 or checks[4][2] < checks[0][2] / 5
+    trained = numbers(r"(?m)^(?:fs\.fully_shard|[1-5] \D.*?)" + r" {2,}([0-9.]+)" * 5 + "$", after)
+    losses, sent = ([row[i] for row in trained] for i in (0, 1))
+    assert len(trained) == 6
+    assert losses[0] == losses[1] == losses[3]
+    assert all(4.0 < loss < 6.0 for loss in losses)
+    if ranks > 1:
+        assert sent[0] == sent[1] == sent[3] > sent[2] > sent[4] > sent[5]
+    assert plot.read_bytes().startswith(PNG)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("launcher", "ranks", "strategy"),
-    [((sys.executable,), 1, "zero1"), ((*TORCHRUN, 2), 2, "zero3")],
-    ids=["alone", "torchrun"],
+    ("launcher", "replicas", "shards"),
+    [((sys.executable,), 1, 1), ((*TORCHRUN, 2), 2, 1), ((*TORCHRUN, 4), 2, 2), ((*TORCHRUN, 4), 4, 1)],
 )
-def test_unequal_tokens(launcher, ranks, strategy):
-    out = run(*launcher, ROOT / "examples/unequal_tokens.py", *SMALL, "--strategy", strategy)
+def test_diloco(launcher, replicas, shards):
+    """The program itself asserts the bytes that it prints."""
+    out = run(*launcher, ROOT / "examples/diloco.py", "--shard", shards, "--rounds", 3)
+    assert difference(out) < 1e-12
+    ((inner, outer),) = numbers(r"'replica': (\d+) bytes in 15 inner steps, (\S+) bytes in 3 outer steps", out)
+    assert inner == 0
+    assert (outer > 0) == (replicas > 1)
+    ((first, last),) = numbers(r"loss (\S+), after 15 steps (\S+)", out)
+    assert last < first
+
+
+@pytest.mark.rows(9)
+@pytest.mark.parametrize(("name", "lines"), LINES.items())
+def test_example_is_short_and_uses_public_names_alone(name, lines):
+    text = (ROOT / f"examples/{name}.py").read_text()
+    assert len(text.splitlines()) < lines
+    assert re.findall(".*import.*fshard.*|.*fshard.*import.*", text) == ["import fshard as fs"]
+    attributes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)]
+    assert not [node.attr for node in attributes if node.attr.startswith("_")]
+    for room, public in {"fs": fs.__all__, "fs.comm": fs.comm.__all__, "fs.testing": fs.testing.__all__}.items():
+        used = {node.attr for node in attributes if ast.unparse(node.value) == room}
+        assert used <= set(public)
+        assert used or room not in USED.get(name, ())
+    assert name not in SHORT or "FSDP2 cannot do this" in ast.get_docstring(ast.parse(text))
+
+
+@pytest.mark.slow
+@LAUNCHERS
+def test_unequal_tokens(launcher, ranks):
+    strategy, sizes = "zero1" if ranks == 1 else "zero3", ("--steps", 3, "--width", 16, "--layers", 1, "--lines", 3)
+    out = run(*launcher, ROOT / "examples/unequal_tokens.py", *sizes, "--strategy", strategy)
     means, weighted = (float(re.search(rf"{name} +(\S+)", out)[1]) for name in ("mean of means", "weighted"))
     assert weighted < 1e-5 < 0.02 < means
     rows = [line.split() for line in out.splitlines() if re.match(r" +\d+ ", line)]
@@ -26,3 +162,44 @@ def test_unequal_tokens(launcher, ranks, strategy):
         assert len(counts) == ranks
         assert int(counts[-1]) > 2 * int(counts[0]) or ranks == 1
         assert 4.0 < float(loss) < 6.0
+
+
+@pytest.mark.slow
+@LAUNCHERS
+@pytest.mark.parametrize("statistics", ["mean", "rank0"])
+def test_resnet_learns_and_is_exported(tmp_path, launcher, ranks, statistics):
+    pytest.importorskip("transformers")
+    options = ("--steps", 60, "--statistics", statistics, "--directory", tmp_path)
+    out = run(*launcher, ROOT / "examples/resnet.py", *options)
+    right, images = re.search(r"(\d+) of (\d+) test images right", out).groups()
+    assert int(images) == 360
+    assert int(right) > 300
+    assert f"{tmp_path / 'model'}: from_pretrained gives the logits of the sharded model" in out
+
+
+@pytest.mark.slow
+@LAUNCHERS
+def test_diffusion_learns_and_draws(tmp_path, launcher, ranks):
+    pytest.importorskip("diffusers")
+    options = ("--steps", 60, "--times", 20, "--decay", 0.9, "--directory", tmp_path)
+    out = run(*launcher, ROOT / "examples/diffusion.py", *options)
+    before, after = map(float, re.search(r"held-out loss (\S+) before, (\S+) after", out).groups())
+    assert after < 0.6 < before
+    assert (tmp_path / "samples.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RANKS)
+def test_transforms_are_compared(name, tmp_path):
+    plot = tmp_path / "loss.png"
+    out = run(*TORCHRUN, RANKS[name], ROOT / f"examples/{name}.py", *TINY, "--plot", plot)
+    rows = re.findall(r"^\w.*?" + r" {2,}([0-9.]+)" * 5 + "$", out, re.MULTILINE)
+    losses, _, part, stored, _ = ([float(cell) for cell in column] for column in zip(*rows))
+    assert len(rows) == 2 + (name == "sibling")
+    assert all(4.0 < loss < 6.0 for loss in losses)
+    assert part[1] < 0.7 * part[0]
+    if name == "sibling":
+        assert losses[0] == losses[1] == losses[2]
+        assert part[1] < part[2] < part[0]
+        assert stored[0] == stored[2] < 0.6 * stored[1]
+    assert plot.read_bytes().startswith(PNG)
