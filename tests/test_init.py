@@ -1,4 +1,7 @@
-"""model.init(seed=...) draws what constructing the module draws, at every world size."""
+"""model.init(seed=...) draws what constructing the module draws, one parameter at a time as all at once."""
+
+import copy
+import threading
 
 import pytest
 import torch
@@ -6,8 +9,9 @@ from torch import nn
 
 import fshard as fs
 from fshard.testing import spmd
+from fshard.transforms.compose import layout_axes
 from tests.modules import Recurrent, assert_untouched, build, everything
-from tests.trees import ONE_AXIS, assert_same_bits, meshes, one_axis
+from tests.trees import ONE_AXIS, assert_same_bits, every_strategy, meshes, one_axis
 
 
 class Block(nn.Module):
@@ -114,3 +118,255 @@ def test_what_a_seed_would_leave_undrawn_is_refused():
         "  ['1.scale']: expected a value for each, got elements left out by reset_parameters\n"
         "To fix: draw them in reset_parameters, or leave out seed to take the values the module has."
     )
+
+
+def children_first(module, seen):
+    if module not in seen:
+        seen.add(module)
+        for child in module.children():
+            yield from children_first(child, seen)
+        yield module
+
+
+def dense(module, seed):
+    """The oracle: the whole module filled with NaN, then each reset_parameters in turn."""
+    memo = {id(t): torch.zeros_like(t, device="cpu") for t in module.buffers()}
+    for parameter in module.parameters():
+        blank = torch.nan if parameter.is_floating_point() else 0
+        values = torch.full_like(parameter, blank, device="cpu")
+        memo[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    made = copy.deepcopy(module, memo)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        for submodule in children_first(made, set()):
+            reset = getattr(submodule, "reset_parameters", getattr(submodule, "_reset_parameters", None))
+            if reset is not None:
+                reset()
+    return {name: parameter.detach() for name, parameter in made.named_parameters()}
+
+
+class GPT(nn.Module):
+    """Draws all of its submodules' values again, as GPTs do."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(11, 6, padding_idx=2)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(6, 2, 8) for _ in range(2))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def reset_parameters(self):
+        self.apply(self._init_weights)
+        for name, parameter in self.named_parameters():
+            if name.endswith("out_proj.weight"):
+                nn.init.normal_(parameter, std=0.01)
+
+    def _init_weights(self, module):
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            module.weight.data.normal_(0.0, 0.02)
+        if getattr(module, "padding_idx", None) is not None:
+            module.weight.data[module.padding_idx].zero_()
+        if getattr(module, "bias", None) is not None:
+            nn.init.zeros_(module.bias)
+
+
+class Own(nn.Module):
+    """A matrix, a vector and a linear layer whose values a function draws."""
+
+    def __init__(self, draw, dtype=torch.float32):
+        super().__init__()
+        self.inner = nn.Linear(5, 4, dtype=dtype)
+        self.weight = nn.Parameter(torch.empty(7, 5, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(6, dtype=dtype))
+        self.draw = draw
+
+    def reset_parameters(self):
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+        self.draw(self)
+
+
+def reading(module):
+    """Reads what its child has drawn."""
+    with torch.no_grad():
+        module.weight.copy_(module.inner.weight.mean(0))
+        module.weight.div_(module.inner.weight.norm())
+
+
+def rejecting(module):
+    """Draws until the values suit it, so that nothing can be said without values."""
+    with torch.no_grad():
+        while module.weight.abs().max() > 1 or not module.weight.std() > 0:
+            module.weight.normal_(0, 0.4)
+        module.inner.weight.clamp_(min=0)
+
+
+def by_array(module):
+    """Writes past torch."""
+    module.weight.detach().numpy()[:] = module.inner.weight.detach().numpy().sum()
+
+
+def by_list(module):
+    module.bias.data.fill_(module.weight.tolist()[0][0])
+
+
+def deviating(module):
+    """Does something else where there are no values, and something that depends on values drawn before."""
+    if type(module.weight) is nn.Parameter:
+        nn.init.normal_(module.weight)
+        with torch.no_grad():
+            module.inner.bias += module.weight.sum()
+
+
+def in_place_of_others(module):
+    """Puts tensors in the place of its own."""
+    module.weight = nn.Parameter(torch.randn(7, 5))
+    module.bias.data = torch.rand(6)
+    module.inner.weight.data = module.inner.weight.data * 2
+
+
+def with_numbers_of_its_own(module):
+    nn.init.normal_(module.weight, generator=torch.Generator().manual_seed(1))
+
+
+def with_a_seed_of_its_own(module):
+    with torch.random.fork_rng():
+        torch.manual_seed(8)
+        nn.init.normal_(module.weight)
+    nn.init.normal_(module.bias)
+
+
+def with_factories(module):
+    with torch.no_grad():
+        module.weight.copy_(torch.randn(7, 5) + torch.rand_like(module.weight))
+        module.bias.copy_(torch.randperm(6) + torch.empty(6).bernoulli_(0.4))
+    nn.init.normal_(module.inner.bias)
+
+
+DRAWS = {
+    **{f.__name__: f for f in (with_a_seed_of_its_own, with_factories)},
+    **{f.__name__: f for f in (reading, rejecting, by_array, by_list, deviating, in_place_of_others)},
+    "own numbers": with_numbers_of_its_own,
+    "orthogonal": lambda module: nn.init.orthogonal_(module.weight),
+    "eye": lambda module: nn.init.eye_(module.weight),
+    "sparse": lambda module: nn.init.sparse_(module.weight, 0.3),
+    "truncated": lambda module: nn.init.trunc_normal_(module.weight, std=2.0),
+    "truncated far out": lambda module: nn.init.trunc_normal_(module.weight, a=1.5, b=4.0),
+    "rows": lambda module: [nn.init.normal_(row) for row in module.weight.data],
+    "entries": lambda module: module.weight.data.__setitem__((slice(1, 6, 2), 3), 4.0),
+}
+
+
+def tied():
+    module = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 9))
+    module[1].weight = module[0].weight
+    return module
+
+
+def transposed():
+    module = nn.Linear(6, 4)
+    module.weight = nn.Parameter(torch.empty(6, 4).t())
+    return module
+
+
+def frozen():
+    module = nn.Linear(6, 4)
+    module.weight.requires_grad_(False)
+    return module
+
+
+MODULES = {
+    **SEEDED,
+    **{name: lambda draw=draw: Own(draw) for name, draw in DRAWS.items()},
+    **{str(d): lambda d=d: Own(reading, d) for d in (torch.float16, torch.bfloat16, torch.float64)},
+    **{f.__name__: f for f in (GPT, tied, transposed, frozen)},
+    "one module twice": lambda: nn.Sequential(*[nn.Linear(3, 3)] * 2),
+    "nothing": nn.ReLU,
+}
+
+
+@pytest.mark.filterwarnings("ignore:mean is more than 2 std")
+@pytest.mark.parametrize("device", ("cpu", "meta"))
+@pytest.mark.parametrize("name", MODULES)
+def test_replay_is_dense(name, device):
+    with torch.device(device):
+        module = MODULES[name]()
+    expected = dense(module, 5)
+    state = torch.get_rng_state()
+    model = fs.functionalize(module)
+    for _, strategy in every_strategy(ONE_AXIS):
+        assert_same_bits(fs.unshard(model.init(strategy, seed=5)), expected)
+    assert_same_bits(torch.get_rng_state(), state)
+    assert all(parameter.device.type == device for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)))
+@pytest.mark.slow
+def test_replay_is_dense_at_every_world_size(world_size):
+    """Of every strategy; the recorder sees one comparison, and nothing else travels."""
+    names = ("transformer", "GPT", "rejecting", "deviating", "tied")
+    modules = {name: MODULES[name]() for name in names}
+    expected = {name: dense(module, 5) for name, module in modules.items()}
+
+    def program():
+        for name, module in modules.items():
+            for _, strategy in every_strategy():
+                with fs.comm.record() as record:
+                    params = fs.functionalize(module).init(strategy, seed=5)
+                assert len(record) == sum(axis.size > 1 for axis in layout_axes(strategy))
+                assert_same_bits(fs.unshard(params), expected[name])
+
+    spmd(program, world_size)
+
+
+def test_other_threads_may_draw():
+    """Simulated ranks share torch's generator."""
+    module, done = SEEDED["transformer"](), threading.Event()
+
+    def draw():
+        while not done.is_set():
+            torch.rand(1)
+
+    expected, other = dense(module, 5), threading.Thread(target=draw)
+    other.start()
+    try:
+        params = fs.functionalize(module).init(fs.ddp(one_axis()), seed=5)
+    finally:
+        done.set()
+        other.join()
+    assert_same_bits(fs.unshard(params), expected)
+
+
+def test_frozen_parameters_stay_frozen():
+    params = fs.functionalize(frozen()).init(fs.zero2(one_axis()), seed=0)
+    assert {name: leaf.spec.frozen for name, leaf in params.items()} == {"weight": True, "bias": False}
+
+
+BAD = [
+    (dict(seed="0"), "model.init: expected seed to be a whole number of 64 bits, got a str"),
+    (dict(seed=True), "model.init: expected seed to be a whole number of 64 bits, got True"),
+    (dict(seed=0, mode="dense"), 'model.init: expected mode to be "replay" or "counter", got \'dense\''),
+    (dict(mode="counter"), "model.init: expected a seed for mode='counter', got none; pass seed="),
+]
+
+
+@pytest.mark.parametrize("arguments, message", BAD)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=r"model\.init") as caught:
+        fs.functionalize(nn.Linear(2, 2)).init(fs.ddp(one_axis()), **arguments)
+    assert str(caught.value) == message
+
+
+def test_a_leaf_that_does_not_fit_is_refused_before_anything_is_drawn():
+    class Counting(nn.Linear):
+        calls = 0
+
+        def reset_parameters(self):
+            Counting.calls += 1
+            super().reset_parameters()
+
+    model = fs.functionalize(nn.Sequential(Counting(3, 3)))
+    before = Counting.calls
+    with pytest.raises(ValueError, match=r"shard: leaves cannot be sharded\n  \['0.bias'\]"):
+        model.init(fs.fully_shard(one_axis(), dim=1), seed=0)
+    assert Counting.calls == before

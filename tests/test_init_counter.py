@@ -11,8 +11,7 @@ from fshard.shard import without_padding
 from fshard.testing import spmd
 from fshard.transforms.compose import layout_axes
 from tests.ranks import on_ranks
-from tests.test_init import SEEDED
-from tests.test_init_replay import GPT, Own, frozen, tied, transposed
+from tests.test_init import GPT, SEEDED, Own, frozen, tied, transposed
 from tests.trees import assert_same_bits, every_strategy, one_axis
 
 ROWS, COLUMNS = 256, 512

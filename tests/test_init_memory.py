@@ -6,7 +6,7 @@ from torch import nn
 
 import fshard as fs
 from tests.ranks import on_ranks
-from tests.test_init_replay import GPT
+from tests.test_init import GPT
 from tests.trees import one_axis
 
 WIDTH, LAYERS = 256, 6
