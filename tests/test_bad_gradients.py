@@ -1,11 +1,14 @@
-"""Bad losses, gradients and optimizers: what the verbs from the loss to the update refuse, before they communicate."""
+"""Bad losses, gradients, optimizers and states: what the verbs from the loss to the update refuse."""
 
 from functools import partial
 
+import pytest
 import torch
+from torch import optim
 
 import fshard as fs
-from tests.bad_input import Row, assert_all_refused, loss, make_world
+from fshard.tree import ReshardPolicy
+from tests.bad_input import Row, assert_all_refused, loss, make_world, rows_of
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits
 
@@ -247,10 +250,6 @@ ROWS += [
 ]
 
 
-def test_bad_gradients_are_refused():
-    assert_all_refused(ROWS)
-
-
 @on_ranks(2)
 def test_whole_and_split_leaves_of_one_mesh_mix():
     world = make_world()
@@ -278,3 +277,274 @@ def test_integer_leaves_may_be_frozen_and_leaves_may_be_missing():
     scattered = fs.scatter_grads({"a": ones(5, 3), "i": None, "n": None}, like=params)
     assert_same_bits(fs.unshard(scattered["a"]), ones(5, 3))
     assert scattered["i"] is scattered["n"] is None
+
+
+STAGES = (
+    "_FullyShard(axis=Axis(name='shard', size=2, group_name={group}), dim=0, min_shard_elements=0, "
+    "algorithm='auto', bucket_bytes=None)"
+)
+POLICY = f"reshard={ReshardPolicy(regather=False)!r}, model_dtypes=None"
+FROM = "\nTo fix: pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned."
+OTHER_STATE = "update with the optimizer that made the state"
+
+
+class Normed(optim.Optimizer):
+    """Divides a gradient by its norm along some dims, as trust-ratio methods do."""
+
+    def __init__(self, params, lr=0.1, dim=None):
+        super().__init__(params, {"lr": lr, "dim": dim})
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad / torch.linalg.vector_norm(p.grad, dim=group["dim"], keepdim=True)
+
+
+def update_with(name, grads, error, issued=()):
+    return Row(
+        f"update: {name}", lambda world: (world.tx, world.state, grads(world)), fs.update, f"update{error}", issued
+    )
+
+
+def on_axis_data(world, tree):
+    return fs.reshard(tree, fs.fully_shard(world.other["data"]))
+
+
+MADE = "; make one by fs.fold_in"
+CREATE = "TrainState.create: expected key"
+KEY = f"{CREATE} to be a whole number or an int64 tensor of shape ()"
+MAX_NORM = "clip_by_global_norm: expected max_norm to be a finite number, 0 or more"
+P = "clip_by_global_norm: expected p to be a number above 0"
+CLOSURE = "needs a closure, which an update does not have; use AdamW or SGD"
+CLASS = "from_torch: expected cls to be a torch.optim class, got"
+
+
+ROWS += [
+    update_with(
+        "full gradients",
+        lambda world: world.full_grads,
+        ": gradients do not fit the parameters\n"
+        "  ['a']: expected a Sharded leaf, got a float32 Tensor of shape (5, 3)\n"
+        "  ['b'][0]: expected a Sharded leaf, got a float32 Tensor of shape (4,)" + FROM,
+    ),
+    update_with(
+        "another tree",
+        lambda world: {"a": world.grads["a"], "c": world.grads["a"]},
+        " with gradients: trees differ in structure\n"
+        "  ['b'][0]: expected a leaf, got nothing\n"
+        "  ['c']: expected nothing, got a leaf\n"
+        "To fix: pass trees made from the same parameters.",
+    ),
+    update_with(
+        "another kind of node",
+        lambda world: {"a": world.grads["a"], "b": tuple(world.grads["b"])},
+        " with gradients: trees differ in structure\n"
+        "  (structure): expected dict(*, list(*)), got dict(*, tuple(*))\n"
+        "To fix: pass trees made from the same parameters.",
+    ),
+    update_with(
+        "a gradient less",
+        lambda world: {"a": world.grads["a"], "b": [3]},
+        ": gradients do not fit the parameters\n  ['b'][0]: expected a Sharded leaf, got an int" + FROM,
+    ),
+    update_with(
+        "another layout",
+        lambda world: {"a": world.grads["a"], "b": fs.reshard(world.grads["b"], fs.ddp(world.mesh))},
+        ": gradients do not fit the parameters\n  ['b'][0]: expected P('shard'), got P()" + FROM,
+    ),
+    update_with(
+        "another mesh",
+        lambda world: {"a": world.grads["a"], "b": on_axis_data(world, world.grads["b"])},
+        ": gradients do not fit the parameters\n"
+        "  ['b'][0]: expected P('shard'); axes shard=2 in group {group}, got P('data'); axes data=2 in group "
+        "{group}" + FROM,
+    ),
+    update_with(
+        "another global shape",
+        lambda world: fs.shard({"a": torch.ones(6, 3), "b": [torch.ones(4)]}, world.zero2),
+        ": gradients do not fit the parameters\n  ['a']: expected shape (5, 3), got shape (6, 3)" + FROM,
+    ),
+    update_with(
+        "another local shape",
+        lambda world: fs.tree_map(lambda x: x[:1], world.grads),
+        ": gradients do not fit the parameters\n"
+        "  ['a']: expected a float32 Tensor of shape (3, 3), got a float32 Tensor of shape (1, 3) as shard\n"
+        "  ['b'][0]: expected a float32 Tensor of shape (2,), got a float32 Tensor of shape (1,) as shard" + FROM,
+    ),
+    update_with(
+        "another dtype",
+        lambda world: {"a": fs.tree_map(torch.Tensor.double, world.grads["a"]), "b": world.grads["b"]},
+        ": gradients do not fit the parameters\n"
+        "  ['a']: expected a float32 Tensor of shape (3, 3), got a float64 Tensor of shape (3, 3) as shard" + FROM,
+    ),
+    Row(
+        "update: gradients of frozen leaves",
+        lambda world: (
+            world.tx,
+            fs.TrainState.create(fs.shard(world.full, world.zero2, frozen=lambda path: path == "['a']"), world.tx),
+            world.grads,
+        ),
+        fs.update,
+        "update: gradients do not fit the parameters\n  ['a']: expected None for a frozen leaf, got a gradient" + FROM,
+    ),
+    Row(
+        "update: other gradient transforms",
+        lambda world: (
+            world.tx,
+            world.state,
+            fs.reshard(world.grads, fs.compose(fs.cast(scatter=torch.float32), world.zero2)),
+        ),
+        fs.update,
+        "update: gradients do not fit the parameters\n"
+        + "".join(
+            f"  {path}: expected transform _Composed(stages=({STAGES},), {POLICY}), got transform "
+            f"_Composed(stages=(_Cast(gather_dtype=None, scatter_dtype=torch.float32), {STAGES}), {POLICY})\n"
+            for path in ("['a']", "['b'][0]")
+        ).rstrip()
+        + FROM,
+    ),
+    *(
+        Row(
+            f"update by {kind}",
+            lambda world, tx=tx: (tx, world.state, world.grads),
+            fs.update,
+            f"update: expected tx to be an Optimizer, got {kind}; end the chain with one, such as fs.from_torch",
+        )
+        for tx, kind in [(fs.clip_by_global_norm(1.0), "a GradientTransformation"), (optim.AdamW, "a type")]
+    ),
+    Row(
+        "update of no state",
+        lambda world: (world.tx, world.params, world.grads),
+        fs.update,
+        "update: expected state to be a TrainState, got a dict; make one by fs.TrainState.create",
+    ),
+    Row(
+        "update of a state of a chain",
+        lambda world: (fs.from_torch(optim.AdamW), world.state, world.grads),
+        fs.update,
+        f"from_torch: expected the state to be a TorchState, got a tuple; {OTHER_STATE}",
+    ),
+    Row(
+        "update of a state of another chain",
+        lambda world: (fs.chain(world.tx), world.state, world.grads),
+        fs.update,
+        f"chain: expected the state to be a tuple of 1, got a tuple of 2; {OTHER_STATE}",
+    ),
+    Row(
+        "a state of a torch class",
+        lambda world: (world.params, optim.AdamW),
+        fs.TrainState.create,
+        "TrainState.create: expected tx to be an Optimizer, got a type; make one by fs.from_torch",
+    ),
+    *rows_of(
+        "a state with {} for its key",
+        lambda world, key: fs.TrainState.create(world.params, world.tx, key=key),
+        [
+            ("seed", f"{KEY}, got a str{MADE}"),
+            (1.5, f"{KEY}, got a float{MADE}"),
+            (True, f"{KEY}, got a bool{MADE}"),
+            (torch.zeros(()), f"{KEY}, got a float32 Tensor of shape (){MADE}"),
+            (torch.ones(2, dtype=torch.bool), f"{KEY}, got a bool Tensor of shape (2,){MADE}"),
+            (torch.Generator(), f"{KEY}, got a Generator{MADE}"),
+            (2**63, f"{CREATE} to be a number of 64 bits, from -2**63 to 2**63 - 1, got {2**63}"),
+        ],
+    ),
+    Row(
+        "an optimizer in the middle of a chain",
+        lambda world: (world.tx, fs.clip_by_global_norm(1.0)),
+        fs.chain,
+        "chain: expected an optimizer at the end alone, got one before it; it returns parameters, not gradients",
+    ),
+    Row(
+        "a chain with a number",
+        lambda world: (1.0, world.tx),
+        fs.chain,
+        "chain: expected gradient transformations and an Optimizer at the end, got a float",
+    ),
+    *rows_of(
+        "clip_by_global_norm{}",
+        lambda _, arguments: fs.clip_by_global_norm(*arguments),
+        [
+            ((-1.0, 2.0), f"{MAX_NORM}, got -1.0"),
+            ((float("nan"), 2.0), f"{MAX_NORM}, got nan"),
+            ((float("inf"), 2.0), f"{MAX_NORM}, got inf"),
+            ((1.0, 0.0), f"{P}, got 0.0"),
+            ((1.0, -1.0), f"{P}, got -1.0"),
+            ((1.0, float("nan")), f"{P}, got nan"),
+        ],
+    ),
+    *rows_of(
+        "from_torch of {}",
+        lambda _, cls: fs.from_torch(cls),
+        [
+            (optim.LBFGS, f"from_torch: LBFGS {CLOSURE}"),
+            (type("MyLBFGS", (optim.LBFGS,), {}), f"from_torch: MyLBFGS {CLOSURE}"),
+            (optim.SparseAdam, f"from_torch: SparseAdam {CLOSURE.replace('a closure', 'sparse gradients')}"),
+            (optim.SGD([torch.zeros(1)], lr=1.0), f"{CLASS} a SGD; pass its arguments by name"),
+            ("AdamW", f"{CLASS} a str; pass its arguments by name"),
+        ],
+    ),
+]
+
+# Optimizers that look across elements, with hyperparameters under which that may be hard to see.
+ACROSS = [
+    (optim.Muon, {}),
+    (optim.Adafactor, {}),
+    (optim.Adafactor, {"lr": lambda count: 0.1 * float(count)}),
+    (optim.Muon, {"lr": 1e-15}),
+    (Normed, {}),
+    (Normed, {"dim": 0, "lr": 0.0}),
+    (Normed, {"dim": 1}),
+]
+ROWS += [
+    Row(
+        f"{cls.__name__} {sorted(hyper)} on sharded leaves",
+        lambda world, cls=cls, hyper=hyper: (
+            fs.shard(
+                {"a": torch.ones(4, 3), "b": torch.ones(2, 2), "c": torch.ones(2)},
+                fs.zero2(world.mesh, min_shard_elements=3),
+            ),
+            fs.from_torch(cls, **hyper),
+        ),
+        fs.TrainState.create,
+        f"from_torch: {cls.__name__} looks across the elements of a leaf\n"
+        "  ['a']: expected a whole one, got a leaf split over ['shard']\n"
+        "  ['b']: expected a whole one, got a leaf split over ['shard']\n"
+        "To fix: keep leaves whole with fs.ddp, or choose an elementwise optimizer.",
+    )
+    for cls, hyper in ACROSS
+]
+
+
+def test_bad_gradients_and_updates_are_refused():
+    assert_all_refused(ROWS)
+
+
+@pytest.mark.parametrize(("cls", "hyper"), [pair for pair in ACROSS if pair[1] != {"lr": 1e-15}])
+@on_ranks(2)
+def test_whole_leaves_take_any_optimizer(cls, hyper):
+    world = make_world()
+    full = {"a": world.full["a"], "b": world.full["a"].T @ world.full["a"]}
+    params = fs.shard(full, fs.ddp(world.mesh))
+    tx = fs.from_torch(cls, **hyper)
+    state = fs.TrainState.create(params, tx)
+    modules = {name: torch.nn.Parameter(leaf.clone()) for name, leaf in full.items()}
+    evaluated = {name: value(0) if callable(value) else value for name, value in hyper.items()}
+    optimizer = cls(list(modules.values()), **evaluated)
+    for step in range(3):
+        for group in optimizer.param_groups:
+            group.update({name: value(step) for name, value in hyper.items() if callable(value)})
+        for leaf in modules.values():
+            leaf.grad = leaf.detach().cos()
+        grads = fs.tree_map(torch.cos, state.params)
+        with torch.no_grad():
+            optimizer.step()
+        state = fs.update(tx, state, grads)
+    assert_same_bits(fs.unshard(state.params), {name: leaf.detach() for name, leaf in modules.items()})
+
+
+@on_ranks(2)
+def test_elementwise_optimizers_take_sharded_leaves():
+    world = make_world()
+    for cls in (optim.SGD, optim.AdamW, optim.RMSprop, optim.Rprop, optim.ASGD):
+        fs.TrainState.create(world.params, fs.from_torch(cls, lr=lambda count: 0.1 * float(count)))
