@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -151,50 +152,39 @@ def test_strategies_refuse_nothing_that_fits():
     assert fs.compose() == fs.compose(fs.compose())
 
 
-# Calls of init_mesh in a process without CUDA: (environment, backend that runs already, shape, device, error).
+class Process(NamedTuple):
+    """A call of init_mesh that a process without CUDA refuses, its environment and a backend that runs already."""
+
+    error: str
+    environment: dict[str, str] = {}  # noqa: RUF012
+    backend: str | None = None
+    shape: dict[str, int] = {"shard": -1}  # noqa: RUF012
+    device: str = "cpu"
+
+
+GRID = {"replicate": 2, "shard": -1}
+INDIVISIBLE = f"init_mesh: expected the number of ranks to be a multiple of 2 for {GRID}, got"
 PROCESS = {
-    "CUDA where there is none": (
-        {},
-        None,
-        {"shard": -1},
-        "cuda",
-        "init_mesh: expected device to be one of ['cpu'], which torch finds here, got 'cuda'",
+    "CUDA where there is none": Process(
+        "init_mesh: expected device to be one of ['cpu'], which torch finds here, got 'cuda'", device="cuda"
     ),
-    "a launcher's ranks that do not divide": (
-        {"RANK": "1", "WORLD_SIZE": "3"},
-        None,
-        {"replicate": 2, "shard": -1},
-        "cpu",
-        "init_mesh: expected the number of ranks to be a multiple of 2 for {'replicate': 2, 'shard': -1}, got 3; "
-        + PRODUCT,
+    "a launcher's ranks that do not divide": Process(
+        f"{INDIVISIBLE} 3; {PRODUCT}", {"RANK": "1", "WORLD_SIZE": "3"}, shape=GRID
     ),
-    "no launcher and two ranks": (
-        {},
-        None,
-        {"replicate": 2, "shard": -1},
-        "cpu",
-        "init_mesh: expected the number of ranks to be a multiple of 2 for {'replicate': 2, 'shard': -1}, got 1; "
-        + PRODUCT,
-    ),
+    "no launcher and two ranks": Process(f"{INDIVISIBLE} 1; {PRODUCT}", shape=GRID),
     **{
-        f"{name} alone": (
+        f"{name} alone": Process(
+            f"init_mesh: expected RANK and WORLD_SIZE in the environment, got {name} alone; run under torchrun, which "
+            "sets both, or unset it",
             {name: "1"},
-            None,
-            {"shard": -1},
-            "cpu",
-            f"init_mesh: expected RANK and WORLD_SIZE in the environment, got {name} alone; run under torchrun, "
-            "which sets both, or unset it",
         )
         for name in ("RANK", "WORLD_SIZE")
     },
-    "a backend of another device": (
-        {},
-        # Stands for "nccl", which does not start without CUDA.
-        "cuda:fake",
-        {"shard": -1},
-        "cpu",
+    "a backend of another device": Process(
         "init_mesh: expected a torch.distributed that serves 'cpu', got one that runs on 'cuda:fake' already and "
         "serves ['cuda']; call torch.distributed.destroy_process_group() first or pass another device",
+        # Stands for "nccl", which does not start without CUDA.
+        backend="cuda:fake",
     ),
 }
 
@@ -204,7 +194,7 @@ def refused_in_process():
     from torch.testing._internal.distributed import fake_pg
 
     errors = {}
-    for name, (environment, backend, shape, device, _) in PROCESS.items():
+    for name, (_, environment, backend, shape, device) in PROCESS.items():
         os.environ.update(environment)
         if backend:
             dist.init_process_group(backend, rank=0, world_size=1, store=fake_pg.FakeStore())
@@ -237,4 +227,4 @@ def test_bad_calls_in_a_process_of_its_own_are_refused():
         timeout=60,
     )
     assert found.returncode == 0, found.stderr
-    assert json.loads(found.stdout.splitlines()[-1]) == {name: case[-1] for name, case in PROCESS.items()}
+    assert json.loads(found.stdout.splitlines()[-1]) == {name: case.error for name, case in PROCESS.items()}
