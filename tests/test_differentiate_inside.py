@@ -121,28 +121,14 @@ def hooks_and_a_checkpoint(params, x):
         return checkpoint(perceptron, params, x, use_reentrant=False)
 
 
-FUNCTIONS = {
-    f.__name__: f
-    for f in (
-        penalty_on_weights,
-        penalty_on_weights_of_one_gather,
-        penalty_on_inputs,
-        third_order,
-        gradient_without_graph,
-        saved_on_cpu,
-        packed_by_the_user,
-        copied_by_the_user,
-        hooks_around_some,
-        hooks_and_a_checkpoint,
-    )
-}
+DIFFERENTIATING = (penalty_on_weights, penalty_on_weights_of_one_gather, penalty_on_inputs, third_order)
+HOOKING = (saved_on_cpu, packed_by_the_user, copied_by_the_user, hooks_around_some, hooks_and_a_checkpoint)
 
 
 @pytest.mark.rows(2)
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_it_is_what_autograd_does_on_full_tensors(name):
-    f = FUNCTIONS[name]
+@pytest.mark.parametrize("f", (*DIFFERENTIATING, gradient_without_graph, *HOOKING))
+def test_it_is_what_autograd_does_on_full_tensors(f):
     x = batch()
     for transform in strategies(one_axis()).values():
         params = fs.shard(full_values(), transform)
@@ -168,15 +154,11 @@ def func_inside(params, x):
     return perceptron(params, x) + grad(lambda w: torch.tanh(x @ w).square().sum())(weight).square().sum()
 
 
-NESTED = {f.__name__: f for f in (nested, one_step_of_maml, func_inside)}
-
-
 @pytest.mark.rows(2)
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("name", NESTED)
-def test_value_and_grad_inside_is_torch_func_inside(name):
+@pytest.mark.parametrize("f", (nested, one_step_of_maml, func_inside))
+def test_value_and_grad_inside_is_torch_func_inside(f):
     """Under either of them, and by either of them."""
-    f = NESTED[name]
     x = batch()
     for transform in strategies(one_axis()).values():
         params = fs.shard(full_values(), transform)

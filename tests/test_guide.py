@@ -140,29 +140,24 @@ def test_guide_and_migration_test_name_the_same_calls():
     assert found == [[call, row.equivalent] for call, row in ROWS.items()]
 
 
+MISTAKES = {
+    "mean": r"step 0 .*\n +\['loss'\]",
+    "rate": r"step 2 .*\n +\['params'\]",
+    "psum": r"check_varying: .*\n +File .*/ddp_parity.py",
+    "frozen": r"step 0 .*\n +\['params'\]\['blocks.0.up.weight'\].*\n +To fix",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mistake", "found"),
-    [
-        pytest.param("mean", r"step 0 .*\n +\['loss'\]", marks=pytest.mark.slow),
-        ("rate", r"step 2 .*\n +\['params'\]"),
-        ("psum", r"check_varying: .*\n +File .*/ddp_parity.py"),
-        pytest.param(
-            "frozen",
-            r"step 0 .*\n +\['params'\]\['blocks.0.up.weight'\].*\n +To fix",
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["mean", "rate", "psum", "frozen"],
-)
-def test_tools_find_the_mistake(mistake, found):
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_tools_find_the_mistake(mistake):
     """What the guide says of `ddp_parity.py --break`."""
     sizes = {"width": 32, "layers": 2, "heads": 2, "context": 16, "batch": 2}
     options = [part for name, size in sizes.items() for part in (f"--{name}", size)]
     out = run(*TORCHRUN, 2, ROOT / "examples/ddp_parity.py", "--break", mistake, *options)
     right, wrong = out.strip().split("\n\n")
     assert right.endswith("\n  assert_matches_ddp: largest difference 0 in a parameter\n  check_varying: nothing wrong")
-    assert re.search(found, wrong)
+    assert re.search(MISTAKES[mistake], wrong)
 
 
 # Names of columns in the README, and of systems in the results.

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
-from fshard.testing import assert_matches_ddp, assert_trees_close, spmd
+from fshard.testing import assert_matches_ddp, assert_trees_close
 from tests.ranks import my_rank, on_ranks
 from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
 
@@ -302,27 +302,24 @@ def test_post_accumulate_hooks_are_refused():
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("strategy", ("ddp", "zero2 of every leaf", "zero3"))
-def test_hooks_run_as_under_torch_ddp(strategy, workers):
+@on_ranks("2 processes")
+def test_hooks_run_as_under_torch_ddp(strategy):
     """Bit for bit, in processes, where a rank does not use some parameters too."""
     module = language()
+    model = fs.functionalize(module, units=nn.Linear)
+    tx = fs.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
 
-    def program():
-        model = fs.functionalize(module, units=nn.Linear)
-        tx = fs.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+    def step(state, tokens):
+        loss, grads = fs.value_and_grad(partial(value_of, model))(state.params, tokens)
+        return fs.update(tx, state, grads), loss
 
-        def step(state, tokens):
-            loss, grads = fs.value_and_grad(partial(value_of, model))(state.params, tokens)
-            return fs.update(tx, state, grads), loss
-
-        assert_matches_ddp(
-            step,
-            fs.TrainState.create(model.init(STRATEGIES[strategy](meshes())), tx),
-            [batch(my_rank(), number) for number in range(3)],
-            module=module,
-            loss_fn=lambda module, tokens: loss_of(module(tokens), tokens),
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-            exact=True,
-            find_unused_parameters=True,
-        )
-
-    spmd(program, workers(2))
+    assert_matches_ddp(
+        step,
+        fs.TrainState.create(model.init(STRATEGIES[strategy](meshes())), tx),
+        [batch(my_rank(), number) for number in range(3)],
+        module=module,
+        loss_fn=lambda module, tokens: loss_of(module(tokens), tokens),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        exact=True,
+        find_unused_parameters=True,
+    )

@@ -128,8 +128,7 @@ def write(folder: Path, file: str, text: str) -> Path:
 
 
 def test_public_names_are_documented():
-    fshard = importlib.import_module("fshard")
-    errors = [error for name, value in house.public_objects(fshard) for error in house.documentation(name, value)]
+    errors = [error for name, value in house.public_objects(fs) for error in house.documentation(name, value)]
     assert not errors, "\n".join(errors)
 
 
@@ -212,19 +211,18 @@ def test_the_reference_groups_every_public_name():
 
 
 def test_verbs_are_functions_after_every_submodule_was_imported():
-    fshard = importlib.import_module("fshard")
-    modules = [module.name for module in pkgutil.walk_packages(fshard.__path__, "fshard.")]
+    modules = [module.name for module in pkgutil.walk_packages(fs.__path__, "fshard.")]
     for module in modules:
         importlib.import_module(module)
     # A file that defines a public function of its own name.
-    verbs = {name for name in fshard.__all__ if f"fshard.{name}" in modules} - {"checkpoint", "comm", "testing"}
+    verbs = {name for name in fs.__all__ if f"fshard.{name}" in modules} - {"checkpoint", "comm", "testing"}
     assert verbs >= {"gather", "apply", "scatter_grads", "value_and_grad", "update", "shard"}
-    assert all(isinstance(getattr(fshard, verb), FunctionType) for verb in verbs)
+    assert all(isinstance(getattr(fs, verb), FunctionType) for verb in verbs)
 
 
 def test_version_is_that_of_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert importlib.import_module("fshard").__version__ == project["version"]
+    assert fs.__version__ == project["version"]
 
 
 def test_import_is_light():

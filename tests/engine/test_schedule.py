@@ -104,11 +104,7 @@ BACKWARDS = {
     "none again": (CHAIN, [one(again=False)] * 3, "o2 r2.0 c2 o1 r1.0 c1 o0 r0.0 c0"),
     "a collective of the function's own": ("o0 x0 x1 o1 c1 c0", [one()] * 2, "g0 g1 o0 o1 r1.0 c1 x1 x0 r0.0 c0"),
     "one at the end": ("o0 c0 o1 c1 x0", [one()] * 2, "x0 g1 g0 o1 r1.0 c1 o0 r0.0 c0"),
-    "nothing due, as where gradients are reduced once": (
-        "o0 c0 o1 c1",
-        [one(due=())] * 2,
-        "g1 g0 o1 c1 o0 c0",
-    ),
+    "nothing due, as where gradients are reduced once": ("o0 c0 o1 c1", [one(due=())] * 2, "g1 g0 o1 c1 o0 c0"),
     "nested": ("o0 o1 c1 o2 c2 c0", [one()] * 3, "g0 g2 o0 g1 o2 r2.0 c2 o1 r1.0 c1 r0.0 c0"),
     "a unit used twice": ("o0 c0 o1 c1 o2 c2", [one(), one(), one(due=())], "g2 g1 o2 c2 g0 o1 r1.0 c1 o0 r0.0 c0"),
 }
