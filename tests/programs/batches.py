@@ -5,8 +5,7 @@ from torch.func import grad, grad_and_value, jvp, vmap
 
 import fshard as fs
 from tests.programs.learning import adam, adam_of
-from tests.programs.program import Program
-from tests.programs.sides import errors
+from tests.programs.sides import Program, errors
 from tests.programs.subjects import ROWS
 
 RATE = 0.3

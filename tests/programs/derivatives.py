@@ -4,8 +4,7 @@ import torch
 from torch.func import grad, grad_and_value, jvp, vjp, vmap
 
 import fshard as fs
-from tests.programs.program import Program, alike
-from tests.programs.sides import errors
+from tests.programs.sides import Program, alike, errors
 
 
 def gradient(side):

@@ -4,7 +4,7 @@ import torch
 from torch.func import grad, grad_and_value, vmap
 
 import fshard as fs
-from tests.programs.program import Program, alike
+from tests.programs.sides import Program, alike
 
 RATE, MOMENTUM, UPDATES = 0.3, 0.9, 3
 

@@ -1,9 +1,9 @@
-"""The two sides of every comparison: all rows in one process, and a rank's rows with sharded parameters."""
+"""A program, and the two sides of its comparison: all rows in one process, a rank's rows with sharded parameters."""
 
 from collections.abc import Callable
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.func import vmap
@@ -21,6 +21,25 @@ CHOSEN: dict[str, Callable[[Meshes], fs.ShardTransform]] = {
     **{name: STRATEGIES[name] for name in ("zero2 of every leaf", "hsdp", "last dim", "ddp", "two dims")},
     "zero3": lambda on: fs.zero3(on.line, min_shard_elements=0, merge_bytes=0),
 }
+
+
+class Program(NamedTuple):
+    """A program as one process runs it and as a rank of several does.
+
+    Attributes:
+        dense: Called with a Dense; returns named results.
+        sharded: Called with an OfRank; returns the same ones, sharded or whole.
+        sweeps: How often it goes through the model, each time summing as many terms again.
+    """
+
+    dense: Callable[[Any], dict[str, Any]]
+    sharded: Callable[[Any], dict[str, Any]]
+    sweeps: int
+
+
+def alike(run: Callable[[Any], dict[str, Any]], sweeps: int) -> Program:
+    """A program whose text is the same on both sides."""
+    return Program(run, run, sweeps)
 
 
 def errors(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -8,12 +8,10 @@ import torch.distributed as dist
 
 import fshard as fs
 from tests.programs.batches import BATCHES
-from tests.programs.curvature import CURVATURE
+from tests.programs.curvature import CURVATURE, JACOBIANS
 from tests.programs.derivatives import DERIVATIVES
-from tests.programs.jacobians import JACOBIANS
 from tests.programs.learning import LEARNING
-from tests.programs.program import Program
-from tests.programs.sides import CHOSEN, Dense, OfRank
+from tests.programs.sides import CHOSEN, Dense, OfRank, Program
 from tests.programs.subjects import EPS, SUBJECTS, subject
 
 PROGRAMS: dict[str, Program] = {**DERIVATIVES, **JACOBIANS, **BATCHES, **LEARNING, **CURVATURE}
