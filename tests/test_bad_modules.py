@@ -1,13 +1,261 @@
-"""Bad modules and parameters for them: what functionalize, init and apply refuse."""
+"""Bad modules, parameters and arguments, leaves that outlive their call, and writes to gathered weights."""
 
+import re
+from functools import partial
+
+import pytest
 import torch
 from torch import nn
 
 import fshard as fs
-from tests.bad_input import Row, assert_all_refused, make_world
+from tests.bad_input import Row, assert_all_refused, loss, make_world, rows_of
 from tests.ranks import on_ranks
+from tests.trees import assert_same_bits, normal, one_axis
+from tests.unit_models import filled
+
+ENDED = "expected the caller's own, got a leaf bound to a call of value_and_grad that has ended"
+BOUND_LEAVES = "\nTo fix: gather the parameters that you passed, or those that the running call binds."
+
+
+def kept(world, hold):
+    """The leaves that a call bound, after it has ended; `hold` keeps its graph alive too."""
+    found = []
+
+    def f(params):
+        full = fs.gather(params)
+        found.extend([params, full] if hold else [params])
+        return full["a"].sum()
+
+    fs.value_and_grad(f)(world.params)
+    return found
+
+
+# Made once: ranks that are threads share torch's generator, and would draw different values.
+LINEAR = nn.Linear(3, 2)
+
+
+def linear():
+    return fs.functionalize(LINEAR)
+
+
+def kept_of_a_model(world, hold):
+    model, found = linear(), []
+
+    def f(params):
+        out = model.apply(params, torch.ones(4, 3))
+        found.extend([params, out] if hold else [params])
+        return out.sum()
+
+    fs.value_and_grad(f)(model.init(fs.zero3(world.mesh, min_shard_elements=0)))
+    return found
+
+
+KEPT = [
+    row
+    for hold in (False, True)
+    for graph in ["whose graph lives on" if hold else "whose graph is gone"]
+    for row in [
+        Row(
+            f"gather of leaves of an ended call {graph}",
+            partial(kept, hold=hold),
+            lambda params, *_: fs.gather(params),
+            f"gather: leaves of an ended call\n  ['a']: {ENDED}\n  ['b'][0]: {ENDED}{BOUND_LEAVES}",
+        ),
+        Row(
+            f"value_and_grad of leaves of an ended call {graph}",
+            partial(kept, hold=hold),
+            lambda params, *_: fs.value_and_grad(loss)(params),
+            f"value_and_grad: leaves of an ended call\n  ['a']: {ENDED}\n  ['b'][0]: {ENDED}{BOUND_LEAVES}",
+        ),
+        Row(
+            f"a leaf of an ended call {graph} among others",
+            lambda world, hold=hold: (world.params, *kept(world, hold)),
+            lambda params, old, *_: fs.value_and_grad(lambda p: loss({**p, "a": old["a"]}))(params),
+            f"gather: leaves of an ended call\n  ['a']: {ENDED}{BOUND_LEAVES}",
+        ),
+        Row(
+            f"apply of leaves of an ended call {graph}",
+            partial(kept_of_a_model, hold=hold),
+            lambda params, *_: linear().apply(params, torch.ones(4, 3)),
+            f"apply: leaves of an ended call\n  ['bias']: {ENDED}\n  ['weight']: {ENDED}{BOUND_LEAVES}",
+        ),
+    ]
+]
+
+EACH_ONCE = "value_and_grad: expected argnums to be a number or several, each once"
+GIVEN = "were given by position"
+DATA = "fold_in: expected data to be a whole number, a tensor of integers, or an Axis"
+KEY = "expected key to be an int64 tensor of shape () or a whole number"
+MAKE, TAKE = "; make one by fs.fold_in", "; take an Axis from a mesh by fs.axis_of"
+FLOATING = "to be a floating torch.dtype such as torch.bfloat16, got"
+REGATHER = "zero3: expected regather to be a bool, glob patterns of units' names, or a function of the name"
+ARGUMENTS = [
+    *rows_of(
+        "zero3 with {}",
+        lambda world, keywords: fs.zero3(world.mesh, **keywords),
+        [
+            ({"prefetch": -1}, "zero3: expected prefetch to be a number of units, 0 or more, got -1"),
+            ({"prefetch": 1.5}, "zero3: expected prefetch to be a number of units, 0 or more, got 1.5"),
+            ({"prefetch": True}, "zero3: expected prefetch to be a number of units, 0 or more, got True"),
+            ({"merge_bytes": True}, "zero3: expected merge_bytes to be a number of bytes, 0 or more, got True"),
+            ({"regather": 3}, f"{REGATHER}, got 3"),
+            ({"regather": None}, f"{REGATHER}, got None"),
+            ({"regather": ("blocks.*", 3)}, f"{REGATHER}, got ('blocks.*', 3)"),
+            ({"merge_bytes": -1}, "zero3: expected merge_bytes to be a number of bytes, 0 or more, got -1"),
+            ({"param_dtype": torch.int32}, f"cast: expected gather= {FLOATING} torch.int32"),
+            ({"param_dtype": "bfloat16"}, f"cast: expected gather= {FLOATING} 'bfloat16'"),
+            ({"reduce_dtype": torch.int8}, f"cast: expected scatter= {FLOATING} torch.int8"),
+            ({"output_dtype": torch.int64}, f"zero3: expected output_dtype {FLOATING} torch.int64"),
+            ({"output_dtype": "half"}, f"zero3: expected output_dtype {FLOATING} 'half'"),
+            ({"min_shard_elements": -1}, "fully_shard: expected min_shard_elements to be 0 or more, got -1"),
+            (
+                {"axis": "shards"},
+                "expected axis to be one of ('shard',), got 'shards'; pass axis= or name it in init_mesh",
+            ),
+        ],
+    ),
+    *rows_of(
+        "argnums={!r}",
+        lambda world, argnums: fs.value_and_grad(loss, argnums=argnums)(world.params),
+        [
+            (1, f"value_and_grad: argnums is 1, but 1 arguments {GIVEN}"),
+            (-2, f"value_and_grad: argnums is -2, but 1 arguments {GIVEN}"),
+            ((0, 1), f"value_and_grad: argnums is (0, 1), but 1 arguments {GIVEN}"),
+            ("0", f"{EACH_ONCE}, got '0'"),
+            (None, f"{EACH_ONCE}, got None"),
+            ((0, 0), f"{EACH_ONCE}, got (0, 0)"),
+            ((0, -1), f"{EACH_ONCE}, got (0, -1)"),
+        ],
+    ),
+    Row(
+        "parameters by keyword",
+        lambda world: (world.params,),
+        lambda params: fs.value_and_grad(lambda params: loss(params))(params=params),
+        f"value_and_grad: argnums is 0, but 0 arguments {GIVEN}",
+    ),
+    *(
+        Row(
+            f"apply with a key that is {kind}",
+            lambda world, key=key: (linear().init(world.zero2, seed=0), key),
+            lambda params, key: linear().apply(params, torch.ones(4, 3), key=key),
+            f"apply: {KEY}, got {kind}{MAKE}",
+        )
+        for key, kind in [
+            ("seed", "a str"),
+            (1.5, "a float"),
+            (torch.ones(()), "a float32 Tensor of shape ()"),
+            (torch.ones(2, dtype=torch.int64), "an int64 Tensor of shape (2,)"),
+        ]
+    ),
+    *rows_of(
+        "fold_in of {!r}",
+        lambda _, key: fs.fold_in(key, 1),
+        [
+            ("seed", f"fold_in: {KEY}, got a str{MAKE}"),
+            (1.5, f"fold_in: {KEY}, got a float{MAKE}"),
+            (torch.ones(()), f"fold_in: {KEY}, got a float32 Tensor of shape (){MAKE}"),
+        ],
+    ),
+    *rows_of(
+        "fold_in with {!r}",
+        lambda world, data: fs.fold_in(0, world.mesh if data is None else data),
+        [
+            (None, f"{DATA}, got a DeviceMesh{TAKE}"),
+            ("shard", f"{DATA}, got a str{TAKE}"),
+            (1.5, f"{DATA}, got a float{TAKE}"),
+            (True, f"{DATA}, got a bool{TAKE}"),
+            ([1], f"{DATA}, got a list{TAKE}"),
+            (torch.ones(()), f"{DATA}, got a float32 Tensor of shape (){TAKE}"),
+            (torch.ones((), dtype=torch.bool), f"{DATA}, got a bool Tensor of shape (){TAKE}"),
+        ],
+    ),
+]
+
+
+def test_bad_arguments_are_refused():
+    assert_all_refused(KEPT + ARGUMENTS)
+
+
+STILL = {"nothing frozen": (), "frozen": ("a",)}
+
+
+@pytest.mark.parametrize("when", ("in its turn", "after its turn", "in the backward"))
+@pytest.mark.parametrize("still", STILL)
+@pytest.mark.parametrize("min_shard_elements", (0, 1000), ids=("split", "whole"))
+@on_ranks(2)
+def test_a_write_to_a_gathered_weight_is_named_or_reaches_nothing(min_shard_elements, still, when):
+    """What ranks hold whole is handed out as it is stored; what they split is a copy of the function's own."""
+    full = {"a": normal()(5, 3), "b": normal(1)(3, 4)}
+    strategy = fs.zero3(one_axis(), min_shard_elements=min_shard_elements)
+    params = fs.shard(full, strategy, frozen=lambda path: path[2:3] in STILL[still])
+    before = fs.tree_map(torch.clone, params)
+
+    def f(params, write):
+        def now(name, tensor):
+            if write == name:
+                with torch.no_grad():
+                    tensor.add_(1)
+
+        a = fs.gather(params["a"])
+        value = a.square().sum()
+        now("in its turn", a)
+        b = fs.gather(params["b"])
+        now("after its turn", a)
+        b.register_hook(lambda _: now("in the backward", a))
+        return value + b.square().sum()
+
+    _, expected = fs.value_and_grad(f)(params, "never")
+    refused, grads = None, expected
+    try:
+        _, grads = fs.value_and_grad(f)(params, when)
+    except ValueError as error:
+        refused = str(error)
+    assert (refused is not None) or when != "in its turn"
+    if refused is not None:
+        assert "value_and_grad: parameters were written to\n  ['a']: expected none, got 1 in-place writes" in refused
+        return
+    assert_same_bits(fs.tree_leaves(params), fs.tree_leaves(before))
+    assert_same_bits(fs.tree_leaves(grads), fs.tree_leaves(expected))
+
+
+class Writing(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        with torch.no_grad():
+            self.weight.mul_(2.0)
+        return y
+
+
+@pytest.mark.parametrize("min_shard_elements", (0, 1000), ids=("split", "whole"))
+@pytest.mark.parametrize("frozen", (False, True))
+@on_ranks(2)
+def test_a_module_that_writes_to_a_weight_of_its_unit_is_refused(frozen, min_shard_elements):
+    module = filled(nn.Sequential(nn.Linear(3, 3), Writing(3, 3), nn.Linear(3, 3)), torch.float32)
+    model = fs.functionalize(module, units=nn.Linear)
+    strategy = fs.zero3(one_axis(), min_shard_elements=min_shard_elements, merge_bytes=0)
+    params = fs.shard(dict(module.named_parameters()), strategy, frozen=lambda path: frozen and "1." in path)
+    before = fs.tree_map(torch.clone, params)
+    # A leaf that ranks hold whole is the caller's own memory, which has the values written.
+    lost, state = " (the leaf is lost)", "the values of a lost leaf have changed in the caller's state"
+    if not min_shard_elements:
+        lost, state = "", "the caller's state is whole"
+    problem = f"  ['1.weight']: expected none, got 1 in-place writes{lost}"
+    remedy = f"To fix: compute a new tensor instead; {state}."
+    error = f"value_and_grad: parameters were written to\n{problem}\n{remedy}"
+    with pytest.raises(ValueError, match=re.escape(error)):
+        fs.value_and_grad(lambda p: model.apply(p, torch.ones(4, 3)).sum())(params)
+    if not min_shard_elements:
+        assert_same_bits(fs.tree_leaves(params), fs.tree_leaves(before))
+
 
 MODEL = "\nTo fix: pass those of this model."
+
+
+class WritesBefore(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.mul_(2.0)
+        return super().forward(x)
 
 
 class Unresettable(nn.Module):
@@ -16,17 +264,6 @@ class Unresettable(nn.Module):
         self.scale = nn.Parameter(torch.ones(3))
         self.inner = nn.Sequential(nn.Linear(2, 2), nn.MultiheadAttention(2, 1))
         self.inner[1].extra = nn.ParameterList([torch.ones(1)])
-
-
-class Writing(nn.Linear):
-    def forward(self, x):
-        with torch.no_grad():
-            self.weight.mul_(2.0)
-        return super().forward(x)
-
-
-def linear():
-    return nn.Linear(3, 2)
 
 
 def applied(module, params, **keywords):
@@ -40,7 +277,7 @@ def applied(module, params, **keywords):
     return arguments, lambda module, params, x: model.apply(params, x, **keywords)
 
 
-ROWS = [
+MODULES = [
     Row(
         "functionalize of a class",
         lambda _: (nn.Linear,),
@@ -49,7 +286,7 @@ ROWS = [
     ),
     Row(
         "a lazy module",
-        lambda _: (nn.Sequential(linear(), nn.LazyLinear(2, bias=False), nn.LazyBatchNorm1d(affine=False)),),
+        lambda _: (nn.Sequential(nn.Linear(3, 2), nn.LazyLinear(2, bias=False), nn.LazyBatchNorm1d(affine=False)),),
         fs.functionalize,
         "functionalize: lazy parameters\n"
         "  ['1.weight']: expected a tensor with a shape, got UninitializedParameter\n"
@@ -68,7 +305,7 @@ ROWS = [
     ),
     Row(
         "a meta module without a seed",
-        lambda world: (nn.Sequential(linear(), nn.Linear(2, 1, device="meta")), world.zero2),
+        lambda world: (nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1, device="meta")), world.zero2),
         lambda module, strategy: fs.functionalize(module).init(strategy),
         "model.init: parameters have no values\n"
         "  ['1.weight']: expected a tensor with values, got a tensor on the meta device\n"
@@ -77,13 +314,13 @@ ROWS = [
     ),
     Row(
         "init by no strategy",
-        lambda world: (linear(), "zero2"),
+        lambda world: (nn.Linear(3, 2), "zero2"),
         lambda module, strategy: fs.functionalize(module).init(strategy, seed=0),
         "model.init: expected strategy to be a ShardTransform such as fs.zero2(mesh), got a str",
     ),
     Row(
         "seeds that differ between ranks",
-        lambda world: (linear(), world.zero2, world.rank),
+        lambda world: (nn.Linear(3, 2), world.zero2, world.rank),
         lambda module, strategy, seed: fs.functionalize(module).init(strategy, seed=seed),
         "shard: ranks hold different trees\n"
         "  ['bias']: expected float32[2] of hash {hash} split by P('shard') as on rank shard=0, got float32[2] of "
@@ -93,7 +330,7 @@ ROWS = [
         ("shard", "shard"),
     ),
     *(
-        Row(name, *applied(linear(), params), f"apply: {error}")
+        Row(name, *applied(nn.Linear(3, 2), params), f"apply: {error}")
         for name, params, error in [
             (
                 "parameters that are missing and unexpected",
@@ -121,14 +358,14 @@ ROWS = [
     ),
     Row(
         "sharded parameters of other shapes",
-        lambda world: (linear(), fs.functionalize(nn.Linear(2, 2)).init(world.zero2, seed=0)),
+        lambda world: (nn.Linear(3, 2), fs.functionalize(nn.Linear(2, 2)).init(world.zero2, seed=0)),
         lambda module, params: fs.functionalize(module).apply(params, torch.ones(4, 3)),
         "apply: params do not match the module's\n"
         "  ['weight']: expected a tensor of shape (2, 3), got shape (2, 2)" + MODEL,
     ),
     Row(
         "a forward that writes to a parameter",
-        *applied(Writing(3, 2, bias=False), None),
+        *applied(WritesBefore(3, 2, bias=False), None),
         "apply: parameters were written to\n"
         "  ['weight']: expected none, got 1 in-place writes\n"
         "To fix: compute a new tensor instead; the caller's state is whole.",
@@ -152,7 +389,7 @@ ROWS = [
     ),
     Row(
         "apply of a module",
-        lambda _: (linear(), {}, torch.ones(4, 3)),
+        lambda _: (nn.Linear(3, 2), {}, torch.ones(4, 3)),
         fs.apply,
         "apply: expected model to be a Model, got a Linear; make one by fs.functionalize",
     ),
@@ -160,7 +397,7 @@ ROWS = [
 
 
 def test_bad_modules_are_refused():
-    assert_all_refused(ROWS)
+    assert_all_refused(MODULES)
 
 
 @on_ranks(2)
