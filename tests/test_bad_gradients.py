@@ -35,6 +35,8 @@ def differentiate(params, f=loss, **keywords):
     return fs.value_and_grad(f, **keywords)(params)
 
 
+COUNTED = 'scatter_grads: expected "mean", "sum", or "weighted" with count='
+COUNT = "scatter_grads: expected count to be a real scalar tensor"
 REDUCE = 'expected reduce to be "mean", "sum" or "weighted"'
 FULL = "\nTo fix: pass the gradients of full leaves, as from torch.func.grad at fs.gather(like)."
 PLAIN = (
@@ -76,9 +78,7 @@ ROWS = [
         ]
     ),
     *(
-        Row(
-            f"{verb}: integer leaf", lambda world, rest=rest: rest(with_integer_leaf(world)), call, f"{verb}: {INTEGER}"
-        )
+        Row(f"{verb}: integer", lambda world, rest=rest: rest(with_integer_leaf(world)), call, f"{verb}: {INTEGER}")
         for verb, call, rest in [
             ("scatter_grads", scatter, lambda params: ({"a": ones(5, 3), "i": None}, params)),
             ("value_and_grad", differentiate, lambda params: (params,)),
@@ -106,21 +106,19 @@ ROWS = [
         f"scatter_grads of `like`: {CHANGED}",
     ),
     # Gradients that do not fit.
-    Row(
-        "scatter_grads: sharded gradients",
-        lambda world: (world.grads, world.params),
-        scatter,
-        "scatter_grads: gradients do not fit `like`\n"
-        "  ['a']: expected a full tensor of shape (5, 3), got a Sharded leaf\n"
-        "  ['b'][0]: expected a full tensor of shape (4,), got a Sharded leaf" + FULL,
-    ),
-    Row(
-        "scatter_grads: arguments swapped",
-        lambda world: (world.params, world.full_grads),
-        scatter,
-        "scatter_grads: gradients do not fit `like`\n"
-        "  ['a']: expected a full tensor of shape (5, 3), got a Sharded leaf\n"
-        "  ['b'][0]: expected a full tensor of shape (4,), got a Sharded leaf" + FULL,
+    *(
+        Row(
+            f"scatter_grads: {name}",
+            arguments,
+            scatter,
+            "scatter_grads: gradients do not fit `like`\n"
+            "  ['a']: expected a full tensor of shape (5, 3), got a Sharded leaf\n"
+            "  ['b'][0]: expected a full tensor of shape (4,), got a Sharded leaf" + FULL,
+        )
+        for name, arguments in [
+            ("sharded gradients", lambda world: (world.grads, world.params)),
+            ("arguments swapped", lambda world: (world.params, world.full_grads)),
+        ]
     ),
     Row(
         "scatter_grads: other shapes",
@@ -145,64 +143,42 @@ ROWS = [
         "  ['c']: expected nothing, got a leaf\n"
         "To fix: pass trees made from the same parameters.",
     ),
-    *(
-        Row(
-            f"scatter_grads: reduce={keywords.get('reduce')} and count={keywords.get('count')}",
-            lambda world: (world.full_grads, world.params),
-            partial(scatter, **keywords),
-            f"scatter_grads: {error}",
-        )
-        for keywords, error in [
-            ({"reduce": "avg"}, 'expected "mean", "sum", or "weighted" with count=, got reduce=\'avg\' without count'),
-            (
-                {"reduce": "weighted"},
-                'expected "mean", "sum", or "weighted" with count=, got reduce=\'weighted\' without count',
-            ),
-            ({"count": scalar(3)}, 'expected "mean", "sum", or "weighted" with count=, got reduce=\'mean\' with count'),
-            (
-                {"reduce": "weighted", "count": 3},
-                "expected count to be a real scalar tensor, got an int; torch.tensor makes one",
-            ),
+    *rows_of(
+        "scatter_grads with {}",
+        lambda world, keywords: scatter(world.full_grads, world.params, **keywords),
+        [
+            ({"reduce": "avg"}, f"{COUNTED}, got reduce='avg' without count"),
+            ({"reduce": "weighted"}, f"{COUNTED}, got reduce='weighted' without count"),
+            ({"count": scalar(3)}, f"{COUNTED}, got reduce='mean' with count"),
+            ({"reduce": "weighted", "count": 3}, f"{COUNT}, got an int; torch.tensor makes one"),
             (
                 {"reduce": "weighted", "count": ones(2)},
-                "expected count to be a real scalar tensor, got a float32 Tensor of shape (2,); torch.tensor makes one",
+                f"{COUNT}, got a float32 Tensor of shape (2,); torch.tensor makes one",
             ),
-        ]
+        ],
     ),
 ]
 
-FLOATING = "expected the loss to be a floating scalar tensor, got"
+FLOATING = "expected the loss to be a floating scalar tensor"
+TOTAL = "expected the sum to be a floating scalar tensor"
+PAIR = 'expected the loss to be the pair (sum, count) for reduce="weighted"'
 SUM = "; sum or average over the batch"
+REAL = "expected the count to be a real scalar tensor, got an int; torch.tensor makes one"
+ALONE = "alone, got a tuple; value_and_grad takes (loss, aux) by has_aux=True"
 # What a local loss must not be: (name, reduce, loss of a number, error).
 LOSSES = [
-    ("no scalar", "mean", lambda x: x.expand(3), f"{FLOATING} a float32 Tensor of shape (3,){SUM}"),
-    ("no tensor", "sum", float, f"{FLOATING} a float{SUM}"),
-    ("nothing", "mean", lambda x: None, f"{FLOATING} None{SUM}"),
-    ("integer", "mean", lambda x: x.long(), f"{FLOATING} an int64 Tensor of shape (){SUM}"),
-    (
-        "a pair for mean",
-        "mean",
-        lambda x: (x, x),
-        "expected the loss to be a floating scalar tensor alone, got a tuple; value_and_grad takes (loss, aux) by "
-        "has_aux=True",
-    ),
-    (
-        "no count",
-        "weighted",
-        lambda x: x,
-        'expected the loss to be the pair (sum, count) for reduce="weighted", got a float32 Tensor of shape ()',
-    ),
-    (
-        "a count that is no tensor",
-        "weighted",
-        lambda x: (x, 3),
-        "expected the count to be a real scalar tensor, got an int; torch.tensor makes one",
-    ),
+    ("no scalar", "mean", lambda x: x.expand(3), f"{FLOATING}, got a float32 Tensor of shape (3,){SUM}"),
+    ("no tensor", "sum", float, f"{FLOATING}, got a float{SUM}"),
+    ("nothing", "mean", lambda x: None, f"{FLOATING}, got None{SUM}"),
+    ("integer", "mean", lambda x: x.long(), f"{FLOATING}, got an int64 Tensor of shape (){SUM}"),
+    ("a pair for mean", "mean", lambda x: (x, x), f"{FLOATING} {ALONE}"),
+    ("no count", "weighted", lambda x: x, f"{PAIR}, got a float32 Tensor of shape ()"),
+    ("a count that is no tensor", "weighted", lambda x: (x, 3), REAL),
     (
         "a sum that is no scalar",
         "weighted",
         lambda x: (x[None], x),
-        f"expected the sum to be a floating scalar tensor, got a float32 Tensor of shape (1,){SUM}",
+        f"{TOTAL}, got a float32 Tensor of shape (1,){SUM}",
     ),
 ]
 ROWS += [
