@@ -16,6 +16,7 @@ from fshard.errors import Problem, leaf_error
 from fshard.testing import spmd
 from tests.ranks import BreaksInBackward, BrokenError, my_rank, on_ranks, world_of
 from tests.trees import assert_same_bits, normal, one_axis
+from tests.unit_models import filled
 
 # A call that some rank never comes to would wait for the timeout of the process group, which is minutes.
 SECONDS = 20.0
@@ -154,29 +155,31 @@ PLACES = [{0: 0}, {1: 0}, {0: 2}, {1: 2}, {0: 4}, {1: 4}]
 SEVERAL = [{0: 1, 1: 3}, {0: 3, 1: 1}, {0: 0, 1: 4}, {0: 2, 1: 2}]
 
 
-def program_of_breaks(place, what, spelling):
-    module = Chain([nn.Linear(4, 4, bias=False).double() for _ in range(4)]) if spelling == "a module" else None
+def of_function(**options):
+    """A step of a function, and parameters by strategy."""
+    trees = {name: fs.shard(full_values(), transform) for name, transform in strategies(one_axis()).items()}
+    return fs.value_and_grad(lambda params, broken: chain(params, broken=broken), **options), trees
 
-    def program():
-        rank = my_rank()
-        model = fs.functionalize(module, units=nn.Linear) if module is not None else None
 
-        def run(params, broken):
-            return chain(params, broken=broken) if model is None else model.apply(params, broken)
+def of_function_with_a_schedule_of_some():
+    """What is gathered beside the schedule and what a failing rank owes to the schedule do not mix."""
+    step, _ = of_function(schedule=lambda params: [params["blocks"][1], params["blocks"][3]])
+    return step, {"zero3": fs.shard(full_values(), fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))}
 
-        def good(params):
-            return fs.value_and_grad(run)(params, lambda place, x: x)
 
-        def call(params):
-            return fs.value_and_grad(run)(params, breaking(place.get(rank), what))
+def model_of_a_chain():
+    return fs.functionalize(filled(Chain([nn.Linear(4, 4, bias=False) for _ in range(4)])), units=nn.Linear)
 
-        found = {}
-        for strategy, transform in strategies(one_axis()).items():
-            full = full_values() if module is None else dict(module.named_parameters())
-            found[strategy] = outcomes(call, good, fs.shard(full, transform))
-        return found
 
-    return program
+def of_module():
+    model = model_of_a_chain()
+    trees = {name: model.init(transform) for name, transform in strategies(one_axis()).items()}
+    return fs.value_and_grad(model.apply), trees
+
+
+def of_evaluation():
+    model = model_of_a_chain()
+    return model.apply, {"zero3": model.init(fs.zero3(one_axis(), min_shard_elements=0))}
 
 
 def is_own(found, rank, place):
@@ -205,49 +208,27 @@ def assert_each_is_told(rows, place):
             assert rank in own or names_another(outcome, rank, place), (strategy, rank, outcome)
 
 
-@pytest.mark.rows(9)
+FORWARDS = (of_function, of_module, of_evaluation, of_function_with_a_schedule_of_some)
+BREAKS = [
+    *((make, "in the forward") for make in FORWARDS),
+    *((make, "in the backward") for make in (of_function, of_module)),
+]
+
+
+@pytest.mark.rows(15)
 @pytest.mark.parametrize("world_size", (2, 3, "2 processes"))
-@pytest.mark.parametrize("what", ("in the forward", "in the backward"))
-@pytest.mark.parametrize("spelling", ("a function", "a module"))
+@pytest.mark.parametrize("make, what", BREAKS)
 @pytest.mark.parametrize("place", PLACES + SEVERAL, ids=str)
-def test_a_rank_that_fails_raises_its_own_error_and_the_others_name_it(place, spelling, what, world_size, workers):
-    rows = spmd(program_of_breaks(place, what, spelling), world_of(world_size, workers), timeout=SECONDS)
-    assert_each_is_told(rows, place)
-
-
-@pytest.mark.parametrize("world_size", (2, 3))
-@pytest.mark.parametrize("place", PLACES, ids=str)
-def test_evaluation_that_fails_on_one_rank_is_told_to_the_others(place, world_size):
-    module = Chain([nn.Linear(4, 4, bias=False).double() for _ in range(4)])
-
+def test_a_rank_that_fails_raises_its_own_error_and_the_others_name_it(place, make, what, world_size, workers):
     def program():
-        rank = my_rank()
-        model = fs.functionalize(module, units=nn.Linear)
-        params = model.init(fs.zero3(one_axis(), min_shard_elements=0))
+        run, trees = make()
+        broken = breaking(place.get(my_rank()), what)
+        return {
+            strategy: outcomes(lambda p: run(p, broken), lambda p: run(p, lambda place, x: x), params)
+            for strategy, params in trees.items()
+        }
 
-        def good(params):
-            return model.apply(params, lambda place, x: x)
-
-        def call(params):
-            return model.apply(params, breaking(place.get(rank), "in the forward"))
-
-        return outcomes(call, good, params)
-
-    for rank, found in enumerate(spmd(program, world_size, timeout=SECONDS)):
-        assert is_own(found, rank, place) or names_another(found, rank, place), (rank, found)
-
-
-@pytest.mark.parametrize("place", PLACES, ids=str)
-def test_a_rank_that_fails_under_a_schedule_of_some_is_told_to_the_others(place):
-    """What is gathered beside the schedule and what the failing rank owes to the schedule do not mix."""
-
-    def program():
-        rank = my_rank()
-        step = fs.value_and_grad(chain, schedule=lambda p: [p["blocks"][1], p["blocks"][3]])
-        params = fs.shard(full_values(), fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))
-        return {"zero3": outcomes(lambda p: step(p, broken=breaking(place.get(rank), "in the forward")), step, params)}
-
-    assert_each_is_told(spmd(program, 2, timeout=SECONDS), place)
+    assert_each_is_told(spmd(program, world_of(world_size, workers), timeout=SECONDS), place)
 
 
 @pytest.mark.parametrize("rank", (0, 1))
