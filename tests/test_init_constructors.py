@@ -1,4 +1,4 @@
-"""A seed draws what reset_parameters draws; a constructor that draws or sets values otherwise is refused by name."""
+"""A seed draws what reset_parameters draws, of parameters and buffers; what it would not draw is refused by name."""
 
 import math
 import re
@@ -221,3 +221,135 @@ def test_a_module_may_be_given_reset_parameters():
         assert fs.unshard(params)["second.lora_A.default.weight"].any()
     finally:
         del type(layer).reset_parameters
+
+
+class Rotary(nn.Module):
+    """A buffer that is never saved, one that is drawn at random, and one that the constructor alone makes."""
+
+    def __init__(self, has_mask=False):
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(4))
+        self.register_buffer("frequencies", self.computed(), persistent=False)
+        self.register_buffer("features", torch.empty(4, 4))
+        self.register_buffer("positions", torch.arange(4), persistent=False)
+        if has_mask:
+            self.register_buffer("mask", torch.ones(4, 4).tril(), persistent=False)
+        self.reset_parameters()
+
+    @staticmethod
+    def computed():
+        return 100.0 ** -torch.linspace(0, 1, 4)
+
+    def reset_parameters(self):
+        nn.init.ones_(self.scale)
+        self.frequencies = self.computed()
+        nn.init.normal_(self.features)
+        self.positions.copy_(torch.arange(4))
+
+    def forward(self, x):
+        y = (self.scale * x * self.frequencies.cos()) @ self.features + self.positions
+        return y * self.mask[0] if hasattr(self, "mask") else y
+
+
+def make(device, **options):
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Rotary(**options))
+
+
+MODES = ("replay", "counter")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("world_size", (1, 3))
+def test_buffers_that_are_drawn_have_values(mode, world_size):
+    module = make("meta")
+
+    def program():
+        model = fs.functionalize(module)
+        before = model.buffers
+        params = model.init(fs.zero2(one_axis(), min_shard_elements=0), seed=3, mode=mode)
+        assert all(buffer.is_meta for buffer in before.values())
+        first = model.buffers
+        model.init(fs.zero2(one_axis()), seed=4, mode=mode)
+        assert not model.buffers["2.features"].equal(first["2.features"])
+        out, after = model.apply(params, torch.ones(5, 4), buffers=first)
+        return fs.unshard(params), first, out, after
+
+    for params, buffers, out, after in spmd(program, world_size):
+        assert buffers.keys() == dict(module.named_buffers()).keys()
+        assert_same_bits(buffers["2.frequencies"], Rotary.computed())
+        assert buffers["2.positions"].tolist() == [0, 1, 2, 3]
+        assert buffers["1.running_mean"].tolist() == [0] * 4
+        assert buffers["1.running_var"].tolist() == [1] * 4
+        assert int(buffers["1.num_batches_tracked"]) == 0
+        assert int(after["1.num_batches_tracked"]) == 1
+        expected = torch.func.functional_call(make("cpu"), {**params, **buffers}, torch.ones(5, 4))
+        assert_same_bits(out, expected.detach())
+    assert all(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()])
+
+
+def test_replay_draws_buffers_as_constructing_does():
+    """In turn with parameters, from one generator."""
+    model = fs.functionalize(make("meta"))
+    params = model.init(fs.ddp(one_axis()), seed=3)
+    module = make("cpu")
+    assert_same_bits(fs.unshard(params), {name: p.detach() for name, p in module.named_parameters()})
+    assert_same_bits(model.buffers, dict(module.named_buffers()))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_buffers_that_nobody_draws_are_asked_for(mode):
+    model = fs.functionalize(make("meta", has_mask=True))
+    params = model.init(fs.ddp(one_axis()), seed=3, mode=mode)
+    for buffers in ({}, {"buffers": model.buffers}):
+        with pytest.raises(ValueError, match="have no values") as caught:
+            model.apply(params, torch.ones(5, 4), **buffers)
+        assert str(caught.value) == (
+            "apply: buffers have no values\n"
+            "  ['2.mask']: expected a tensor with values, got a tensor on the meta device\n"
+            "To fix: pass buffers= with values for them, or write to them in the module's reset_parameters."
+        )
+    given = model.buffers | {"2.mask": torch.ones(4, 4).tril()}
+    out, _ = model.apply(params, torch.ones(5, 4), buffers=given)
+    assert out[:, 1:].count_nonzero() == 0
+
+
+def test_a_model_without_values_is_run_on_the_meta_device():
+    module = make("meta").eval()
+    model = fs.functionalize(module)
+    out = model.apply(dict(module.named_parameters()), torch.ones(5, 4, device="meta"))
+    assert (out.is_meta, out.shape) == (True, (5, 4))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_buffers_with_values_keep_them(mode):
+    module = make("cpu")
+    with torch.no_grad():
+        for buffer in module.buffers():
+            buffer.fill_(7)
+    model = fs.functionalize(module)
+    model.init(fs.ddp(one_axis()), seed=3, mode=mode)
+    assert all(buffer.eq(7).all() for buffer in [*model.buffers.values(), *module.buffers()])
+
+
+def test_a_buffer_computed_from_parameters():
+    """Replay computes it; counter has no full parameters to compute it from."""
+
+    class Summed(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3)
+            self.register_buffer("total", torch.empty(()))
+
+        def reset_parameters(self):
+            super().reset_parameters()
+            if hasattr(self, "total"):
+                with torch.no_grad():
+                    self.total.copy_(self.weight.sum())
+
+    with torch.device("meta"):
+        model = fs.functionalize(Summed())
+    params = model.init(fs.ddp(one_axis()), seed=0)
+    assert model.buffers["total"].equal(params["weight"].local.sum())
+    with pytest.raises(ValueError, match="RuntimeError where parameters have no values: a buffer is computed from"):
+        model.init(fs.ddp(one_axis()), seed=0, mode="counter")

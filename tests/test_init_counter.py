@@ -239,10 +239,7 @@ REFUSED = {
         f"['1.weight']: {EXPECTED} normal_ with a generator of its own",
     ),
     "exponential": (lambda m: m.bias.data.exponential_(), f"['1.bias']: {EXPECTED} the operator exponential_"),
-    "rounding": (
-        lambda m: m.bias.data.div_(2, rounding_mode="floor"),
-        f"['1.bias']: {EXPECTED} the operator div_",
-    ),
+    "rounding": (lambda m: m.bias.data.div_(2, rounding_mode="floor"), f"['1.bias']: {EXPECTED} the operator div_"),
     "a value": (
         lambda m: m.weight.data.div_(m.weight.max().item()),
         "1: expected a reset that asks for none, got DataDependentOutputException where parameters have no values: "
