@@ -1,18 +1,21 @@
 """The examples run as a user runs them, and print what they promise."""
 
 import ast
+import gzip
 import math
 import re
+import runpy
+import struct
 import sys
+from typing import NamedTuple
 
 import pytest
+import torch
 
 import fshard as fs
 from tests.test_processes import ROOT, TORCHRUN, run
 
-LAUNCHERS = pytest.mark.parametrize(
-    ("launcher", "ranks"), [((sys.executable,), 1), ((*TORCHRUN, 2), 2)], ids=["alone", "torchrun"]
-)
+LAUNCHERS = {"alone": ((sys.executable,), 1), "torchrun": ((*TORCHRUN, 2), 2)}
 SHORT = ("dp_sgd", "maml", "ensemble", "hessian")
 # Examples that compare transforms, on how many ranks they run, and of what modules of fshard they use names.
 RANKS = {"topk": 2, "powersgd": 2, "sibling": 4}
@@ -28,13 +31,25 @@ def numbers(pattern, out):
     return [tuple(map(float, row if isinstance(row, tuple) else (row,))) for row in re.findall(pattern, out)]
 
 
+def launched(test):
+    """A slow test of an example, which one process runs and then two."""
+    rows = pytest.mark.parametrize(("launcher", "ranks"), LAUNCHERS.values(), ids=LAUNCHERS)
+    return pytest.mark.slow(rows(test))
+
+
+def plotted(launcher, name, directory, *options):
+    """What an example prints, which must write a plot."""
+    out = run(*launcher, ROOT / f"examples/{name}.py", *options, "--plot", directory / "plot.png")
+    assert (directory / "plot.png").read_bytes().startswith(PNG)
+    return out
+
+
 def difference(out):
     ((found,),) = numbers(r"largest difference .*: (\S+e[-+]\d+)", out)
     return found
 
 
-@pytest.mark.slow
-@LAUNCHERS
+@launched
 def test_dp_sgd(launcher, ranks):
     out = run(*launcher, ROOT / "examples/dp_sgd.py", "--steps", 25)
     assert difference(out) < 1e-14
@@ -58,49 +73,38 @@ def test_epsilon_of_a_gaussian_without_sampling(monkeypatch):
     assert epsilon(0.1, 2.0, 100) < epsilon(0.1, 1.0, 100)
 
 
-@pytest.mark.slow
-@LAUNCHERS
+@launched
 def test_maml(launcher, ranks, tmp_path):
-    plot = tmp_path / "maml.png"
-    out = run(*launcher, ROOT / "examples/maml.py", "--steps", 60, "--tasks", 10, "--plot", plot)
+    out = plotted(launcher, "maml", tmp_path, "--steps", 60, "--tasks", 10)
     assert difference(out) < 1e-12
     without, learned = numbers(r"(?:steps|MAML) {2,}(\S+) +(\S+) +(\S+)", out)
     assert learned[0] > learned[1] > learned[2]
     assert learned[2] < without[2]
-    assert plot.read_bytes().startswith(PNG)
 
 
-@pytest.mark.slow
-@LAUNCHERS
+@launched
 def test_ensemble(launcher, ranks, tmp_path):
-    plot = tmp_path / "ensemble.png"
-    out = run(*launcher, ROOT / "examples/ensemble.py", "--members", 3, "--steps", 40, "--plot", plot)
+    out = plotted(launcher, "ensemble", tmp_path, "--members", 3, "--steps", 40)
     assert difference(out) < 1e-12
     one, three = numbers(r"a step of \d: (\d+) collectives, (\d+) kB", out)
     assert one[0] == three[0]
     assert (three[1] > 2.9 * one[1] > 0) if ranks > 1 else (one == three == (0, 0))
     right, wrong, nines = (median for (median,) in numbers(r"median disagreement (\S+)", out))
     assert right < min(wrong, nines)
-    assert plot.read_bytes().startswith(PNG)
 
 
-@pytest.mark.slow
-@LAUNCHERS
+@launched
 def test_hessian(launcher, ranks, tmp_path):
-    plot = tmp_path / "hessian.png"
-    out = run(*launcher, ROOT / "examples/hessian.py", "--steps", 10, "--every", 5, "--images", 100, "--plot", plot)
+    out = plotted(launcher, "hessian", tmp_path, "--steps", 10, "--every", 5, "--images", 100)
     assert difference(out) < 1e-12
     rows = numbers(r"step +(\d+), largest eigenvalues: (\S+) (\S+) (\S+)", out)
     assert [row[0] for row in rows] == [0, 5, 10]
     assert all(first > second > third > 0 for _, first, second, third in rows)
-    assert plot.read_bytes().startswith(PNG)
 
 
-@pytest.mark.slow
-@LAUNCHERS
+@launched
 def test_custom_transform(launcher, ranks, tmp_path):
-    plot = tmp_path / "custom.png"
-    out = run(*launcher, ROOT / "examples/custom_transform.py", *TINY, "--plot", plot)
+    out = plotted(launcher, "custom_transform", tmp_path, *TINY)
     assert "step 3 with its scatter forgotten: check_adjoint: scatter is not gather's transpose" in out
     before, after = out.split("of each rank")
     checks = numbers(r"(?m)^([1-5]) .*?" + r" {2,}([-+.e\d]+)" * 4 + "$", before)
@@ -115,7 +119,6 @@ def test_custom_transform(launcher, ranks, tmp_path):
     assert all(4.0 < loss < 6.0 for loss in losses)
     if ranks > 1:
         assert sent[0] == sent[1] == sent[3] > sent[2] > sent[4] > sent[5]
-    assert plot.read_bytes().startswith(PNG)
 
 
 @pytest.mark.slow
@@ -149,8 +152,7 @@ def test_example_is_short_and_uses_public_names_alone(name, lines):
     assert name not in SHORT or "FSDP2 cannot do this" in ast.get_docstring(ast.parse(text))
 
 
-@pytest.mark.slow
-@LAUNCHERS
+@launched
 def test_unequal_tokens(launcher, ranks):
     strategy, sizes = "zero1" if ranks == 1 else "zero3", ("--steps", 3, "--width", 16, "--layers", 1, "--lines", 3)
     out = run(*launcher, ROOT / "examples/unequal_tokens.py", *sizes, "--strategy", strategy)
@@ -164,8 +166,7 @@ def test_unequal_tokens(launcher, ranks):
         assert 4.0 < float(loss) < 6.0
 
 
-@pytest.mark.slow
-@LAUNCHERS
+@launched
 @pytest.mark.parametrize("statistics", ["mean", "rank0"])
 def test_resnet_learns_and_is_exported(tmp_path, launcher, ranks, statistics):
     pytest.importorskip("transformers")
@@ -177,8 +178,7 @@ def test_resnet_learns_and_is_exported(tmp_path, launcher, ranks, statistics):
     assert f"{tmp_path / 'model'}: from_pretrained gives the logits of the sharded model" in out
 
 
-@pytest.mark.slow
-@LAUNCHERS
+@launched
 def test_diffusion_learns_and_draws(tmp_path, launcher, ranks):
     pytest.importorskip("diffusers")
     options = ("--steps", 60, "--times", 20, "--decay", 0.9, "--directory", tmp_path)
@@ -191,8 +191,7 @@ def test_diffusion_learns_and_draws(tmp_path, launcher, ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RANKS)
 def test_transforms_are_compared(name, tmp_path):
-    plot = tmp_path / "loss.png"
-    out = run(*TORCHRUN, RANKS[name], ROOT / f"examples/{name}.py", *TINY, "--plot", plot)
+    out = plotted((*TORCHRUN, RANKS[name]), name, tmp_path, *TINY)
     rows = re.findall(r"^\w.*?" + r" {2,}([0-9.]+)" * 5 + "$", out, re.MULTILINE)
     losses, _, part, stored, _ = ([float(cell) for cell in column] for column in zip(*rows))
     assert len(rows) == 2 + (name == "sibling")
@@ -202,4 +201,123 @@ def test_transforms_are_compared(name, tmp_path):
         assert losses[0] == losses[1] == losses[2]
         assert part[1] < part[2] < part[0]
         assert stored[0] == stored[2] < 0.6 * stored[1]
-    assert plot.read_bytes().startswith(PNG)
+
+
+MNIST = ROOT / "examples/mnist.py"
+NAMES = ("ddp", "zero1", "zero2", "zero3")
+
+
+class Row(NamedTuple):
+    loss: str
+    right: int
+    images: int
+    kept: float
+    most: float
+    milliseconds: float
+
+
+def rows_of(out):
+    found = re.findall(r"^(\w+) +(\S+) +(\d+) of (\d+) +(\S+) +(\S+) +(\S+)$", out, re.MULTILINE)
+    return {name: Row(loss, int(right), int(images), *map(float, rest)) for name, loss, right, images, *rest in found}
+
+
+@pytest.fixture(scope="module")
+def example():
+    return runpy.run_path(str(MNIST))
+
+
+def write_idx(path, values, is_gzipped):
+    data = bytes([0, 0, 8, values.dim()]) + struct.pack(f">{values.dim()}I", *values.shape) + values.numpy().tobytes()
+    path.write_bytes(gzip.compress(data) if is_gzipped else data)
+
+
+def write_mnist(directory, side, train, test, is_gzipped):
+    """Images of vertical bars, which stand where their label says, in noise."""
+    generator = torch.Generator().manual_seed(0)
+    written = {}
+    for part, count in (("train", train), ("t10k", test)):
+        labels = torch.randint(10, (count,), generator=generator, dtype=torch.uint8)
+        images = torch.randint(100, (count, side, side), generator=generator, dtype=torch.uint8)
+        images[torch.arange(count), :, 1 + labels.long()] = 255
+        suffix = ".gz" if is_gzipped else ""
+        write_idx(directory / f"{part}-images-idx3-ubyte{suffix}", images, is_gzipped)
+        write_idx(directory / f"{part}-labels-idx1-ubyte{suffix}", labels, is_gzipped)
+        written |= {f"{part}-images": images, f"{part}-labels": labels}
+    return written
+
+
+@pytest.mark.parametrize("is_gzipped", [True, False], ids=["gz", "plain"])
+def test_reads_idx_files(example, tmp_path, is_gzipped):
+    written = write_mnist(tmp_path, 12, 7, 5, is_gzipped)
+    for name, values in written.items():
+        assert torch.equal(example["read_idx"](tmp_path, name), values)
+    (train_images, train_labels), (test_images, test_labels) = example["load"](tmp_path)
+    assert train_images.shape == (7, 1, 12, 12)
+    assert test_images.shape == (5, 1, 12, 12)
+    assert torch.equal(train_labels, written["train-labels"].long())
+    assert torch.equal(test_labels, written["t10k-labels"].long())
+    eps = torch.finfo(torch.float32).eps
+    assert abs(train_images.double().mean()) < eps
+    assert abs(train_images.double().std() - 1) < eps
+    # What is held out is scaled as what is trained on is.
+    raw = written["train-images"].double()
+    scaled = (written["t10k-images"].double() - raw.mean()) / raw.std()
+    assert torch.equal(test_images[:, 0], scaled.float())
+
+
+def test_refuses_what_is_no_idx_file(example, tmp_path):
+    with pytest.raises(SystemExit, match=r"has no train-images-idx\*-ubyte or train-images-idx\*-ubyte.gz"):
+        example["read_idx"](tmp_path, "train-images")
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(b"\0\0\x0d\1\0\0\0\1\0\0\0\0")
+    with pytest.raises(SystemExit, match="is no IDX file of unsigned bytes"):
+        example["read_idx"](tmp_path, "train-images")
+
+
+@pytest.mark.parametrize("images", [1, 7, 2001, 4000])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_test_image_is_counted_once(example, images, ranks):
+    """And all ranks come with equally many parts, because each is a round of collectives."""
+    test = torch.arange(images), torch.arange(images)
+    parts = [example["parts_of"](test, rank, ranks) for rank in range(ranks)]
+    assert len({len(of_rank) for of_rank in parts}) == 1
+    for i in range(2):
+        assert torch.cat([part[i] for of_rank in parts for part in of_rank]).sort().values.equal(test[i])
+    assert max(len(part[0]) for of_rank in parts for part in of_rank) <= 1000
+
+
+@launched
+def test_strategies_agree_to_the_last_image(tmp_path, launcher, ranks):
+    options = ("--epochs", 2, "--hidden", 256, "--batch", 32 // ranks, "--directory", tmp_path)
+    out = run(*launcher, MNIST, *options, timeout=200)
+    rows = rows_of(out)
+    assert tuple(rows) == NAMES
+    assert len({(row.loss, row.right, row.images) for row in rows.values()}) == 1
+    assert "Largest difference of a parameter between checkpoints: 0\n" in out
+    # The digits that come with scikit-learn; one of ten is right by chance.
+    assert rows["ddp"].images == 360
+    assert rows["ddp"].right > 0.7 * 360
+    for name, row in rows.items():
+        assert 0 < row.kept < row.most
+        assert row.milliseconds > 0
+        if ranks == 1 or name == "ddp":
+            assert row.kept == rows["ddp"].kept
+        else:
+            # Biases and the first convolution stay whole.
+            assert 0.5 < row.kept / rows["ddp"].kept < 0.52
+            assert row.most < rows["ddp"].most
+        assert fs.checkpoint.latest(tmp_path / name) == 2 * (1437 // 32)
+    assert (tmp_path / "mnist.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.slow
+def test_one_strategy_on_files_of_mnist(tmp_path):
+    """On three ranks, whose parts of 161 images differ, and whose checkpoints lie over those of a run before."""
+    write_mnist(tmp_path, 12, 300, 161, is_gzipped=True)
+    options = ("--strategy", "zero3", "--data", tmp_path, "--hidden", 32, "--batch", 10, "--directory", tmp_path)
+    for epochs in (2, 1):
+        out = run(*TORCHRUN, 3, MNIST, *options, "--epochs", epochs)
+        rows = rows_of(out)
+        assert list(rows) == ["zero3"]
+        assert rows["zero3"].images == 161
+        assert fs.checkpoint.latest(tmp_path / "zero3") == epochs * 10
+        assert "Largest difference of a parameter between checkpoints: 0\n" in out
