@@ -467,7 +467,7 @@ UNCALLED = {
         "RankError": "raised, not called",
         "TransformReport": "returned, not called",
         "Workers": "starts processes: tests/testing/test_workers.py",
-        "assert_matches_ddp": "needs a process group that serves DDP: tests/test_law_ddp_modules.py",
+        "assert_matches_ddp": "needs a process group that serves DDP: tests/test_law_ddp.py",
         "assert_same_bits": "makes ranks of its own: tests/testing/test_same_bits.py",
     },
 }
