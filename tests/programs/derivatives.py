@@ -25,23 +25,13 @@ def outputs_of(side):
     return lambda p: side.predict(p, side.support[0])
 
 
-def pulled_dense(side):
-    outputs, pull = vjp(outputs_of(side), side.params)
-    return {"rows": outputs, "grads": pull(side.query[0].flatten(1)[:, : outputs.shape[1]])[0]}
-
-
-def pulled_sharded(side):
+def pulled(side):
     outputs, pull = vjp(outputs_of(side), side.params)
     (grads,) = pull(side.query[0].flatten(1)[:, : outputs.shape[1]])
     return {"rows": side.joined(outputs), "grads": grads}
 
 
-def pushed_dense(side):
-    outputs, rows = jvp(outputs_of(side), (side.params,), (side.directions[0],))
-    return {"outputs": outputs, "rows": rows, "slope": jvp(side.loss, (side.params,), (side.directions[0],))[1]}
-
-
-def pushed_sharded(side):
+def pushed(side):
     outputs, rows = jvp(outputs_of(side), (side.params,), (side.directions[0],))
     slope = jvp(side.loss, (side.params,), (side.directions[0],))[1]
     return {"outputs": side.joined(outputs), "rows": side.joined(rows), "slope": slope}
@@ -133,8 +123,8 @@ DERIVATIVES = {
     "grad": alike(gradient, 2),
     "grad_and_value": alike(gradient_and_value, 2),
     "value_and_grad": Program(gradient_and_value, engine, 2),
-    "vjp": Program(pulled_dense, pulled_sharded, 2),
-    "jvp": Program(pushed_dense, pushed_sharded, 2),
+    "vjp": alike(pulled, 2),
+    "jvp": alike(pushed, 2),
     "hvp, jvp of grad": alike(pushed_gradient, 4),
     "hvp, grad of jvp": Program(pushed_gradient, gradient_of_push, 4),
     "hvp, vjp of grad": Program(pushed_gradient, pulled_gradient, 4),

@@ -73,6 +73,10 @@ class Dense:
         x, y = batch or self.support
         return errors(self.predict(params, x), y).mean()
 
+    def joined(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks, on every rank."""
+        return rows
+
     def stack(self, trees: list[Tree], dim: int = 0) -> Tree:
         return fs.tree_map(lambda *leaves: torch.stack(leaves, dim), *trees)
 
@@ -104,7 +108,6 @@ class OfRank(Dense):
         return fs.objective(self.local(params, batch), like=params, reduce="weighted")
 
     def joined(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks, on every rank."""
         before, after = (rows.new_zeros(n, *rows.shape[1:]) for n in (self.start, ROWS - self.start - self.count))
         return fs.psum_invariant(torch.cat([before, rows, after]), self.axis)
 

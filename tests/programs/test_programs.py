@@ -1,14 +1,21 @@
-"""Every torch.func program on sharded parameters has the numbers of one process."""
+"""Every torch.func program on sharded parameters has the numbers of one process, but for some that do not work."""
+
+import warnings
 
 import pytest
+import torch
+from torch import nn
+from torch.func import grad, jvp, linearize, vmap
 
-from fshard.testing import spmd
+import fshard as fs
+from fshard.testing import RankError, assert_trees_close, spmd
 from tests.programs.batches import LONGEST, rows_dense
 from tests.programs.curvature import rows_of
-from tests.programs.sides import CHOSEN, Dense
+from tests.programs.sides import CHOSEN, Dense, OfRank
 from tests.programs.subjects import COUNTS, ROWS, SUBJECTS, subject
 from tests.programs.table import PROGRAMS, check, expected, strategies, world_sizes
 from tests.ranks import on_ranks
+from tests.trees import meshes, normal, one_axis
 
 CASES = [(program, name, n) for program in PROGRAMS for name in SUBJECTS for n in world_sizes(name, program)]
 
@@ -56,3 +63,93 @@ def test_dp_sgd_clips_some_rows(name):
 
 def test_rows_of_all_ranks_are_the_batch():
     assert all(len(counts) == ranks and sum(counts) == ROWS for ranks, counts in COUNTS.items())
+
+
+@on_ranks("2 processes")
+def test_linearize_is_refused_on_several_ranks():
+    """It would fold collectives away; traced by threads, others could be in its place, hence processes."""
+    side = OfRank(subject("function"), "zero3")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        text = r"expected torch\.func\.jvp for each tangent, .* got torch\.func\.linearize, which folds"
+        with pytest.raises(ValueError, match=text):
+            linearize(side.loss, side.params)
+
+
+@on_ranks(1)
+def test_linearize_on_one_rank():
+    side = OfRank(subject("function"), "zero3")
+    with warnings.catch_warnings():
+        # torch's own, about tensors that its trace holds.
+        warnings.simplefilter("ignore")
+        value, push = linearize(side.loss, side.params)
+    expected_value, slope = jvp(side.loss, (side.params,), (side.directions[0],))
+    assert value.equal(expected_value)
+    assert push(side.directions[0]).equal(slope)
+
+
+@pytest.mark.parametrize("strategy", ("ddp", "zero3"))
+@on_ranks(2)
+def test_vmap_of_a_loss_that_uses_a_leaf_on_one_rank(strategy):
+    """A rank without rows for an expert: its gradient is zeros, which vmap has not batched."""
+    full = {name: torch.ones(3, 5, dtype=torch.float64) for name in ("both", "expert")}
+    rates = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    on = meshes()
+    params = fs.shard(full, CHOSEN[strategy](on))
+
+    def loss(p, rate):
+        whole = fs.gather(p)
+        names = ("both", "expert") if on.line.get_rank() == 0 else ("both",)
+        return fs.objective(rate * sum(whole[name].sum() for name in names), like=p, reduce="sum")
+
+    grads = vmap(grad(loss), in_dims=(None, 0))(params, rates)
+    for name, ranks in {"both": 2, "expert": 1}.items():
+        found = vmap(fs.gather)(grads)[name]
+        assert found.equal(ranks * rates[:, None, None].expand_as(found))
+
+
+def test_vmap_of_a_transformer_on_a_rank_without_rows():
+    expected("transformer", "vmap, nested")
+    spmd(lambda: check("transformer", "vmap, nested", "zero3"), 8)
+
+
+def test_shard_inside_a_transform_is_refused_by_path():
+    transform = fs.ddp(one_axis())
+    params = fs.shard({"w": torch.ones(3)}, transform)
+
+    def loss(p):
+        noise = fs.shard({"noise": torch.ones(3)}, transform)
+        return fs.objective((fs.gather(p)["w"] * fs.gather(noise)["noise"]).sum(), like=p)
+
+    with pytest.raises(ValueError, match=r"\['noise'\]"):
+        grad(loss)(params)
+
+
+def test_remat_of_the_first_call_of_a_model():
+    module = nn.Linear(3, 2)
+    model = fs.functionalize(module)
+    params = model.init(fs.ddp(one_axis()))
+
+    def loss(p):
+        return fs.objective(fs.remat(lambda p, x: model.apply(p, x).square().sum())(p, torch.ones(4, 3)), like=p)
+
+    assert grad(loss)(params)["bias"].local.shape == (2,)
+
+
+@pytest.mark.xfail(strict=True, raises=RankError, reason="whole sends leaves by collectives without a rule for vmap")
+def test_vmap_of_whole():
+    """An ensemble whose members' matrices travel to owners, stepped as each member alone."""
+    draw = normal(1)
+    members = [{"weight": draw(5, 3)} for _ in range(2)]
+    tx = fs.whole(fs.from_torch(torch.optim.Muon, lr=0.1))
+
+    def step(params):
+        return tx.update(params, tx.init(params), params)[0]
+
+    def program():
+        shards = [fs.shard(member, fs.zero2(one_axis(), min_shard_elements=0)) for member in members]
+        together = vmap(step)(fs.tree_map(lambda *leaves: torch.stack(leaves), *shards))
+        for i, member in enumerate(shards):
+            assert_trees_close(fs.tree_map(lambda leaf: leaf[i], together), step(member))  # noqa: B023
+
+    spmd(program, 2)
