@@ -9,7 +9,7 @@ from torch.func import grad
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
 from tests.bad_input import assert_all_refused, loss, rows_of
 from tests.ranks import my_rank, on_ranks
 from tests.test_law_accounting_units import stack, unit_bytes
@@ -162,7 +162,7 @@ def half_loss(full, x):
 
 @pytest.mark.rows(2)
 @pytest.mark.parametrize("stored", (SINGLE, HALF))
-@pytest.mark.parametrize("world_size", (1, 2))
+@on_ranks(1, 2)
 def test_gradients_are_added_up_in_the_dtype_of_the_reduction(world_size, stored):
     """Computed in bfloat16 and reduced in float32: each addition rounds in float32, and the result in its own dtype."""
     draw = normal()
@@ -173,21 +173,17 @@ def test_gradients_are_added_up_in_the_dtype_of_the_reduction(world_size, stored
     exact = dict(zip(full, [torch.stack(grads).double() for grads in zip(*parts)]))
     rounding = len(parts) * torch.finfo(SINGLE).eps
 
-    def program():
-        mesh = one_axis()
-        for name, strategy in IN_SINGLE.items():
-            params = fs.shard(leaves, strategy(mesh))
-            for communicate in ("each", "once"):
-                step = fs.accumulate(lambda p, x: half_loss(fs.gather(p), x), communicate=communicate)
-                grads = fs.unshard(step(params, ranks[mesh.get_rank()])[1])
-                for leaf, found in grads.items():
-                    assert found.dtype is stored
-                    expected, size = exact[leaf].mean(0), exact[leaf].abs().mean(0)
-                    bound = rounding * size + (torch.finfo(stored).eps * expected.abs() if stored is HALF else 0)
-                    off = ((found.double() - expected).abs() / bound).max().item()
-                    assert off <= 1, f"{leaf} by {name}, communicate={communicate!r}: {off:.3g} times the bound"
-
-    spmd(program, world_size)
+    for name, strategy in IN_SINGLE.items():
+        params = fs.shard(leaves, strategy(one_axis()))
+        for communicate in ("each", "once"):
+            step = fs.accumulate(lambda p, x: half_loss(fs.gather(p), x), communicate=communicate)
+            grads = fs.unshard(step(params, ranks[my_rank()])[1])
+            for leaf, found in grads.items():
+                assert found.dtype is stored
+                expected, size = exact[leaf].mean(0), exact[leaf].abs().mean(0)
+                bound = rounding * size + (torch.finfo(stored).eps * expected.abs() if stored is HALF else 0)
+                off = ((found.double() - expected).abs() / bound).max().item()
+                assert off <= 1, f"{leaf} by {name}, communicate={communicate!r}: {off:.3g} times the bound"
 
 
 class Tower(nn.Module):

@@ -276,10 +276,8 @@ class Normed(optim.Optimizer):
                 p -= group["lr"] * p.grad / torch.linalg.vector_norm(p.grad, dim=group["dim"], keepdim=True)
 
 
-def update_with(name, grads, error, issued=()):
-    return Row(
-        f"update: {name}", lambda world: (world.tx, world.state, grads(world)), fs.update, f"update{error}", issued
-    )
+def update_with(name, grads, error):
+    return Row(f"update: {name}", lambda world: (world.tx, world.state, grads(world)), fs.update, f"update{error}")
 
 
 def on_axis_data(world, tree):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fshard as fs
-from tests.bad_input import Row, assert_all_refused, loss, make_world, rows_of
+from tests.bad_input import Row, assert_all_refused, loss, rows_of
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 from tests.unit_models import filled
@@ -52,8 +52,7 @@ def kept_of_a_model(world, hold):
 
 KEPT = [
     row
-    for hold in (False, True)
-    for graph in ["whose graph lives on" if hold else "whose graph is gone"]
+    for hold, graph in ((False, "whose graph is gone"), (True, "whose graph lives on"))
     for row in [
         Row(
             f"gather of leaves of an ended call {graph}",
@@ -398,12 +397,3 @@ MODULES = [
 
 def test_bad_modules_are_refused():
     assert_all_refused(MODULES)
-
-
-@on_ranks(2)
-def test_buffers_that_are_passed_are_returned():
-    world = make_world()
-    model = fs.functionalize(nn.BatchNorm1d(3))
-    params = model.init(world.zero2)
-    _, buffers = model.apply(params, torch.ones(4, 3), buffers=model.buffers)
-    assert (int(buffers["num_batches_tracked"]), int(model.buffers["num_batches_tracked"])) == (1, 0)

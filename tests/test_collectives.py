@@ -22,12 +22,8 @@ class Collective(NamedTuple):
 
     run: Callable
     transpose: Callable
-    given: Callable[[int], tuple[int, ...]]
-    result: Callable[[int], tuple[int, ...]]
-
-
-def same(_):
-    return (4, 3)
+    given: Callable[[int], tuple[int, ...]] = lambda _: (4, 3)
+    result: Callable[[int], tuple[int, ...]] = lambda _: (4, 3)
 
 
 def ring(axis, back=False):
@@ -35,8 +31,13 @@ def ring(axis, back=False):
     return [(target, source) for source, target in pairs] if back else pairs
 
 
-def line(axis):
-    return [(rank, rank + 1) for rank in range(axis.size - 1)]
+def around(tree, axis, back=False):
+    return fs.ppermute(tree, axis, ring(axis, back))
+
+
+def along(tree, axis, back=False):
+    line = [(rank, rank + 1) for rank in range(axis.size - 1)]
+    return fs.ppermute(tree, axis, [pair[::-1] for pair in line] if back else line)
 
 
 def sizes(axis, back=False):
@@ -60,30 +61,20 @@ def at_root(tree, axis, root):
 
 
 COLLECTIVES = {
-    "psum": Collective(fs.psum, fs.psum, same, same),
-    "pmean": Collective(fs.pmean, fs.pmean, same, same),
-    "pvary": Collective(fs.pvary, fs.psum_invariant, same, same),
-    "psum_invariant": Collective(fs.psum_invariant, fs.pvary, same, same),
-    "all_gather": Collective(fs.all_gather, fs.reduce_scatter, same, lambda n: (4 * n, 3)),
-    "reduce_scatter": Collective(fs.reduce_scatter, fs.all_gather, lambda n: (4 * n, 3), same),
+    "psum": Collective(fs.psum, fs.psum),
+    "pmean": Collective(fs.pmean, fs.pmean),
+    "pvary": Collective(fs.pvary, fs.psum_invariant),
+    "psum_invariant": Collective(fs.psum_invariant, fs.pvary),
+    "all_gather": Collective(fs.all_gather, fs.reduce_scatter, result=lambda n: (4 * n, 3)),
+    "reduce_scatter": Collective(fs.reduce_scatter, fs.all_gather, given=lambda n: (4 * n, 3)),
     "all_gather of dim 1": Collective(
-        partial(fs.all_gather, dim=1), partial(fs.reduce_scatter, dim=1), same, lambda n: (4, 3 * n)
+        partial(fs.all_gather, dim=1), partial(fs.reduce_scatter, dim=1), result=lambda n: (4, 3 * n)
     ),
     "reduce_scatter of dim 1": Collective(
-        partial(fs.reduce_scatter, dim=1), partial(fs.all_gather, dim=1), lambda n: (4, 3 * n), same
+        partial(fs.reduce_scatter, dim=1), partial(fs.all_gather, dim=1), given=lambda n: (4, 3 * n)
     ),
-    "ppermute around": Collective(
-        lambda x, axis: fs.ppermute(x, axis, ring(axis)),
-        lambda y, axis: fs.ppermute(y, axis, ring(axis, True)),
-        same,
-        same,
-    ),
-    "ppermute along": Collective(
-        lambda x, axis: fs.ppermute(x, axis, line(axis)),
-        lambda y, axis: fs.ppermute(y, axis, [pair[::-1] for pair in line(axis)]),
-        same,
-        same,
-    ),
+    "ppermute around": Collective(around, partial(around, back=True)),
+    "ppermute along": Collective(along, partial(along, back=True)),
     "all_to_all": Collective(
         partial(fs.all_to_all, split_dim=0, concat_dim=1),
         partial(fs.all_to_all, split_dim=1, concat_dim=0),
@@ -91,7 +82,7 @@ COLLECTIVES = {
         lambda n: (2, 3 * n),
     ),
     "ragged_all_to_all": Collective(ragged, partial(ragged, back=True), rows_of_all, rows_of_all),
-    "broadcast": Collective(partial(fs.broadcast, root=0), partial(at_root, root=0), same, same),
+    "broadcast": Collective(partial(fs.broadcast, root=0), partial(at_root, root=0)),
 }
 
 # What these take or give agrees between ranks, so that an inner product counts it once.
@@ -338,10 +329,6 @@ def test_bad_operands_are_refused():
     assert_all_refused(ROWS)
 
 
-def around(x, axis, by=1):
-    return fs.ppermute(x, axis, [(rank, (rank + by) % axis.size) for rank in range(axis.size)])
-
-
 def forward(tensors, axis, label):
     (x,) = tensors
     received = around(x, axis)
@@ -349,7 +336,7 @@ def forward(tensors, axis, label):
 
 
 def backward(saved, grads, axis):
-    return [around(3 * saved[1] ** 2 * grads[0], axis, -1)]
+    return [around(3 * saved[1] ** 2 * grads[0], axis, back=True)]
 
 
 def cubes(x, axis, plain=True, what="cubes"):

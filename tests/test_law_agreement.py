@@ -26,7 +26,7 @@ X = normal()(2, 4)
 
 
 def zero3(mesh, **options):
-    return fs.zero3(mesh, min_shard_elements=0, **options)
+    return fs.zero3(mesh, **{"min_shard_elements": 0, **options})
 
 
 def params_of(strategy, **keywords):
@@ -84,23 +84,22 @@ def option(name, **others):
     return lambda mesh, value: train(params_of(zero3(mesh, **{name: value}, **others)))
 
 
+ZERO2 = partial(fs.zero2, min_shard_elements=0)
+BIAS = "['0.bias']"
+
+
 # The same of calls of the mesh.
 TOLD = {
     **{
         name: (lambda mesh, told, call=call: call(params_of(zero3(mesh)), told), *rest)
         for name, (call, *rest) in CALLS.items()
     },
-    "param_dtype": (option("param_dtype"), torch.float32, torch.bfloat16, ["['0.bias']", "float32", "bfloat16"]),
-    "reduce_dtype": (option("reduce_dtype"), torch.float32, None, ["['0.bias']", "scatter_dtype=torch.float32"]),
-    "merge_bytes": (option("merge_bytes"), 0, 4096, ["['0.bias']", "merge_bytes 0", "merge_bytes 4096"]),
-    "prefetch": (option("prefetch", merge_bytes=0), 0, 2, ["['0.bias']", "prefetch 0", "prefetch 2"]),
-    "regather": (option("regather"), False, True, ["['0.bias']", "regather False", "regather True"]),
-    "regather of some units": (
-        option("regather", merge_bytes=0),
-        lambda name: name == "1",
-        lambda name: name == "2",
-        ["unit 1"],
-    ),
+    "param_dtype": (option("param_dtype"), torch.float32, torch.bfloat16, [BIAS, "float32", "bfloat16"]),
+    "reduce_dtype": (option("reduce_dtype"), torch.float32, None, [BIAS, "scatter_dtype=torch.float32"]),
+    "merge_bytes": (option("merge_bytes"), 0, 4096, [BIAS, "merge_bytes 0", "merge_bytes 4096"]),
+    "prefetch": (option("prefetch", merge_bytes=0), 0, 2, [BIAS, "prefetch 0", "prefetch 2"]),
+    "regather": (option("regather"), False, True, [BIAS, "regather False", "regather True"]),
+    "regather of some units": (option("regather", merge_bytes=0), lambda n: n == "1", lambda n: n == "2", ["unit 1"]),
     "weighted": (
         lambda mesh, w: fs.value_and_grad(
             lambda p: (fs.gather(p)["0.bias"].sum(), X.sum()) if w else fs.gather(p)["0.bias"].sum(),
@@ -110,23 +109,13 @@ TOLD = {
         False,
         ["reduce", "'weighted'", "'sum'"],
     ),
-    "strategy": (
-        lambda mesh, s: train(params_of(s(mesh))),
-        lambda mesh: fs.zero2(mesh, min_shard_elements=0),
-        zero3,
-        ["['0.bias']", "regather False", "regather True"],
-    ),
-    "layout": (
-        lambda mesh, n: train(params_of(fs.zero3(mesh, min_shard_elements=n))),
-        10,
-        0,
-        ["['0.bias']", "P()", "P('shard')"],
-    ),
+    "strategy": (lambda mesh, s: train(params_of(s(mesh))), ZERO2, zero3, ["regather False", "regather True", BIAS]),
+    "layout": (option("min_shard_elements"), 10, 0, [BIAS, "P()", "P('shard')"]),
     "frozen": (
         lambda mesh, name: train(params_of(zero3(mesh), frozen=lambda path: name in path)),
         "0.bias",
         "none",
-        ["['0.bias']", "frozen float64"],
+        [BIAS, "frozen float64"],
     ),
     # fs.shard compares the rows above itself; these are sharded in the same way, and differ afterwards.
     "frozen afterwards": (
@@ -138,7 +127,7 @@ TOLD = {
         ),
         True,
         False,
-        ["['0.bias']", "frozen True", "frozen False"],
+        [BIAS, "frozen True", "frozen False"],
     ),
     "dtype of a leaf": (
         lambda mesh, d: fs.value_and_grad(lambda p: fs.gather(p)["0.bias"].double().sum())(
@@ -146,7 +135,7 @@ TOLD = {
         ),
         torch.float32,
         torch.float64,
-        ["['0.bias']", "torch.float32", "torch.float64"],
+        [BIAS, "torch.float32", "torch.float64"],
     ),
     "a leaf more": (
         lambda mesh, names: fs.value_and_grad(lambda p: fs.gather(p)["0.bias"].sum())(
@@ -343,26 +332,19 @@ MESHES = {
 }
 
 
-def program_of_meshes():
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    found = []
-    for common, other, _ in MESHES.values():
+@pytest.mark.rows(1)
+@on_ranks(4, "4 processes", timeout=4 * SECONDS)
+def test_meshes_of_other_shapes_are_refused_before_groups_are_made():
+    rank, size, found = my_rank(), torch.distributed.get_world_size(), []
+    for common, other, parts in MESHES.values():
         with pytest.raises(ValueError, match=r"^init_mesh: ranks ask for different meshes\n") as caught:
             fs.init_mesh(other if rank == size - 1 else common, device="cpu")
         found.append(str(caught.value))
+        assert all(part in found[-1].splitlines()[1] for part in parts), found[-1]
         # What some ask for by -1 and others by a number is the same.
         mesh = fs.init_mesh({"shard": -1 if rank else size}, device="cpu")
         assert fs.comm.all_gather([torch.ones(1)], fs.axis_of(mesh), "test")[0].sum() == size
     return found
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("kind", ("threads", "processes"))
-def test_meshes_of_other_shapes_are_refused_before_groups_are_made(kind, workers):
-    rows = spmd(program_of_meshes, 4 if kind == "threads" else workers(4), timeout=4 * SECONDS)
-    assert rows == [rows[0]] * 4
-    for text, (*_, parts) in zip(rows[0], MESHES.values(), strict=True):
-        assert all(part in text.splitlines()[1] for part in parts), text
 
 
 @on_ranks(2)

@@ -88,14 +88,8 @@ def make_step(tx, module, microbatches, communicate):
             counted = torch.arange(CONTEXT) < lengths[:, None]
             return (losses * counted).sum(), counted.sum()
 
-        run = fs.accumulate(
-            loss_fn,
-            reduce="weighted",
-            sums="tree",
-            with_index=True,
-            microbatches=microbatches,
-            communicate=communicate,
-        )
+        options = dict(reduce="weighted", sums="tree", with_index=True, communicate=communicate)
+        run = fs.accumulate(loss_fn, microbatches=microbatches, **options)
         loss, grads = run(state.params, mine)
         return fs.update(tx, state, grads), loss
 

@@ -11,16 +11,13 @@ from tests.ranks import on_ranks
 from tests.trees import one_axis, two_axes
 
 SLOW = fs.Link(latency=5e-4, bandwidth=5e7)
-
-
-def leaf():
-    return {"w": torch.ones(64, 64)}
+LEAF = {"w": torch.ones(64, 64)}
 
 
 @pytest.mark.parametrize("strategy", (fs.ddp, fs.zero1, fs.zero2, fs.zero3))
 @on_ranks(1, 2)
 def test_messages_take_sixteen_latencies(strategy):
-    policy = fs.shard(leaf(), strategy(one_axis(), links={"shard": SLOW, "other": fs.Link(1.0, 1.0)}))["w"].spec.reshard
+    policy = fs.shard(LEAF, strategy(one_axis(), links={"shard": SLOW, "other": fs.Link(1.0, 1.0)}))["w"].spec.reshard
     assert policy.merge_bytes == SLOW.merge_bytes == 16 * 25_000
     assert policy.bucket_bytes == policy.merge_bytes // 4
     assert policy.ahead_bytes == policy.merge_bytes * 2
@@ -29,13 +26,13 @@ def test_messages_take_sixteen_latencies(strategy):
 @on_ranks(4)
 def test_two_axes_send_what_the_one_that_needs_larger_messages_does():
     links = {"shard": SLOW, "replicate": fs.Link(2e-3, 5e7)}
-    sharded = fs.shard(leaf(), fs.hsdp(two_axes(4), links=links))["w"]
+    sharded = fs.shard(LEAF, fs.hsdp(two_axes(4), links=links))["w"]
     assert sharded.spec.reshard.merge_bytes == links["replicate"].merge_bytes
 
 
 @on_ranks(2)
 def test_a_size_of_ones_own_goes_before_a_link():
-    sharded = fs.shard(leaf(), fs.zero3(one_axis(), links={"shard": SLOW}, merge_bytes=7))["w"]
+    sharded = fs.shard(LEAF, fs.zero3(one_axis(), links={"shard": SLOW}, merge_bytes=7))["w"]
     assert sharded.spec.reshard.merge_bytes == 7
 
 

@@ -16,8 +16,8 @@ LAYERS = 6
 FULL = {f"{i}": normal(i)(4, 4) / 2 for i in range(LAYERS)}
 
 
-def params_of(**options):
-    return fs.shard(FULL, fs.zero3(one_axis(), min_shard_elements=0, **{"merge_bytes": 0, **options}))
+def params_of(full=FULL, **options):
+    return fs.shard(full, fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0, **options))
 
 
 def x_of():
@@ -51,12 +51,8 @@ MODEL_FULL = {name: normal(i)(*shape) for i, (name, shape) in enumerate(MODEL._s
 
 
 def steps_of_a_model():
-    params = fs.shard(MODEL_FULL, fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))
-
-    def loss(params):
-        return MODEL.apply(params, x_of()).square().sum()
-
-    return lambda: fs.value_and_grad(loss)(params)
+    params = params_of(MODEL_FULL)
+    return lambda: fs.value_and_grad(lambda p: MODEL.apply(p, x_of()).square().sum())(params)
 
 
 def steps_of_a_loop():
@@ -65,7 +61,7 @@ def steps_of_a_loop():
 
 
 def evaluations():
-    params = fs.shard(MODEL_FULL, fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))
+    params = params_of(MODEL_FULL)
     return lambda: MODEL.apply(params, x_of())
 
 
