@@ -7,7 +7,7 @@ from torch import nn
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
 from tests.bad_input import Row, assert_all_refused
-from tests.ranks import my_rank
+from tests.ranks import my_rank, on_ranks
 from tests.trees import normal, one_axis
 
 
@@ -101,12 +101,7 @@ RULES = {
     # Two layers of 32 each, and 40 that they leave to both blocks.
     "a small number": (
         32,
-        [
-            EMBED,
-            ("blocks", of_block(0)[:2] + of_block(1)[:2]),
-            *(BY_LAYER[i] for i in (3, 4, 7, 8)),
-            HEAD,
-        ],
+        [EMBED, ("blocks", of_block(0)[:2] + of_block(1)[:2]), *(BY_LAYER[i] for i in (3, 4, 7, 8)), HEAD],
     ),
     "1": (1, BY_LAYER),
     "all parameters": (198, [("", ALL)]),
@@ -203,25 +198,22 @@ def test_tied_modules_are_one_unit_and_tied_parameters_are_in_many():
 
 
 @pytest.mark.parametrize("rule", RULES)
+@on_ranks(2)
 def test_every_rule_computes_the_same(rule):
     """Whichever units there are, and in whichever order they are gathered."""
     module, units = Tower().double(), RULES[rule][0]
     draw = normal()
     for parameter in module.parameters():
         parameter.data = draw(*parameter.shape)
-
-    def program():
-        strategy = fs.zero3(one_axis(), merge_bytes=0, min_shard_elements=0)
-        tokens = torch.arange(5) + my_rank()
-        results = []
-        for model in (fs.functionalize(module), fs.functionalize(module, units=units)):
-            params = model.init(strategy)
-            out = model.apply(params, tokens[:2])
-            value, grads = fs.value_and_grad(lambda p, m=model: m.apply(p, tokens).square().mean())(params)
-            results.append((out, value, fs.unshard(grads)))
-        assert_trees_close(results[1], results[0], rtol=1e-12, atol=1e-12)
-
-    spmd(program, 2)
+    strategy = fs.zero3(one_axis(), merge_bytes=0, min_shard_elements=0)
+    tokens = torch.arange(5) + my_rank()
+    results = []
+    for model in (fs.functionalize(module), fs.functionalize(module, units=units)):
+        params = model.init(strategy)
+        out = model.apply(params, tokens[:2])
+        value, grads = fs.value_and_grad(lambda p, m=model: m.apply(p, tokens).square().mean())(params)
+        results.append((out, value, fs.unshard(grads)))
+    assert_trees_close(results[1], results[0], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("units, gathered", [(nn.Linear, [0, 1, 2, 1, 0, 1]), (["2", "1", "0"], [2, 1, 0])])

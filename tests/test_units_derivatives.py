@@ -7,7 +7,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
+from tests.ranks import on_ranks
 from tests.trees import one_axis
 from tests.unit_models import (
     BOUND,
@@ -135,7 +136,7 @@ def distilled(student, teacher, x):
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("together", (True, False))
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@on_ranks(1, 2, 3)
 def test_two_models_in_one_loss(world_size, together):
     """Their parameters are one tree, or two arguments."""
     modules = {"student": filled(Critic()), "teacher": filled(nn.Sequential(Block(), Perceptron()))}
@@ -151,23 +152,19 @@ def test_two_models_in_one_loss(world_size, together):
 
     value, grads = one_process(nn.ModuleDict(modules), batches, objective)
     expected = value, by_model(grads)
+    mesh = one_axis()
+    (x,) = batches[mesh.get_rank()]
+    models = {name: fs.functionalize(module, Block) for name, module in modules.items()}
 
-    def program():
-        mesh = one_axis()
-        (x,) = batches[mesh.get_rank()]
-        models = {name: fs.functionalize(module, Block) for name, module in modules.items()}
+    def loss(student, teacher):
+        params = {"student": student, "teacher": teacher}
+        return distilled(*(lambda x, n=n: models[n].apply(params[n], x) for n in models), x)
 
-        def loss(student, teacher):
-            params = {"student": student, "teacher": teacher}
-            return distilled(*(lambda x, n=n: models[n].apply(params[n], x) for n in models), x)
-
-        for prefetch in (0, 1, 2):
-            params = {name: model.init(zero3(prefetch=prefetch)(mesh)) for name, model in models.items()}
-            if together:
-                found = full(fs.value_and_grad(lambda p: loss(**p))(params))
-            else:
-                found, pair = full(fs.value_and_grad(loss, argnums=(0, 1))(*params.values()))
-                found = found, dict(zip(models, pair))
-            assert_trees_close(found, expected, rtol=0, atol=BOUND)
-
-    spmd(program, world_size)
+    for prefetch in (0, 1, 2):
+        params = {name: model.init(zero3(prefetch=prefetch)(mesh)) for name, model in models.items()}
+        if together:
+            found = full(fs.value_and_grad(lambda p: loss(**p))(params))
+        else:
+            found, pair = full(fs.value_and_grad(loss, argnums=(0, 1))(*params.values()))
+            found = found, dict(zip(models, pair))
+        assert_trees_close(found, expected, rtol=0, atol=BOUND)

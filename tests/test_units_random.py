@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
+from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, one_axis
 from tests.unit_models import BOUND, WIDTH, Block, filled, full, vectors, zero3
 
@@ -126,30 +127,27 @@ def test_another_key_gives_other_masks():
     assert_same_bits(one_process(module, [torch.tensor(KEY)])[1][0], masks[0])
 
 
-def test_calls_in_one_loss_draw_from_their_keys(workers):
+@on_ranks("2 processes")
+def test_calls_in_one_loss_draw_from_their_keys():
     """The order of calls does not matter, nor what is drawn in between."""
     module = network()
+    mesh, model = one_axis(), fs.functionalize(module, Block)
+    params = model.init(zero3()(mesh))
+    (x,) = vectors(RANKS)[mesh.get_rank()]
 
-    def program():
-        mesh, model = one_axis(), fs.functionalize(module, Block)
-        params = model.init(zero3()(mesh))
-        (x,) = vectors(RANKS)[mesh.get_rank()]
+    def loss(p, order):
+        found = {}
+        for key in order:
+            torch.rand(3)
+            found[key] = model.apply(p, x, key=key)
+        return found[1][0] - 2 * found[2][0], (found[1][1], found[2][1])
 
-        def loss(p, order):
-            found = {}
-            for key in order:
-                torch.rand(3)
-                found[key] = model.apply(p, x, key=key)
-            return found[1][0] - 2 * found[2][0], (found[1][1], found[2][1])
-
-        run = fs.value_and_grad(loss, has_aux=True)
-        (one, masks), grads = run(params, (1, 2))
-        (two, again), others = run(params, (2, 1))
-        assert_same_bits(masks, again)
-        assert not masks[0].equal(masks[1])
-        assert_trees_close((one, grads), (two, others), rtol=0, atol=BOUND)
-
-    spmd(program, workers(RANKS))
+    run = fs.value_and_grad(loss, has_aux=True)
+    (one, masks), grads = run(params, (1, 2))
+    (two, again), others = run(params, (2, 1))
+    assert_same_bits(masks, again)
+    assert not masks[0].equal(masks[1])
+    assert_trees_close((one, grads), (two, others), rtol=0, atol=BOUND)
 
 
 def test_without_a_key_masks_come_from_the_ambient_generator(workers):

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
+from tests.ranks import on_ranks
 from tests.trees import normal, one_axis
 from tests.unit_models import (
     BOUND,
@@ -191,7 +192,7 @@ def test_low_rank_adaptation(which, rule):
         spmd(program, world_size)
 
 
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@on_ranks(1, 2, 3)
 def test_interpolation_of_two_arguments(world_size):
     """Both trees are parameters, and the model runs on a mixture of them."""
     module, other = filled(Regression()), filled(Regression())
@@ -207,15 +208,11 @@ def test_interpolation_of_two_arguments(world_size):
     grads, value = torch.func.grad_and_value(
         lambda p, q: sum(mixed(p, q, x) for (x,) in batches) / world_size, argnums=(0, 1)
     )(one, two)
+    mesh, model = one_axis(), fs.functionalize(module, Block)
+    (x,) = batches[mesh.get_rank()]
+    params = [fs.shard(tree, zero3()(mesh)) for tree in (one, two)]
 
-    def program():
-        mesh, model = one_axis(), fs.functionalize(module, Block)
-        (x,) = batches[mesh.get_rank()]
-        params = [fs.shard(tree, zero3()(mesh)) for tree in (one, two)]
+    def loss(p, q):
+        return model.apply(fs.tree_map(lambda a, b: a * 0.3 + b * 0.7, p, q), x)
 
-        def loss(p, q):
-            return model.apply(fs.tree_map(lambda a, b: a * 0.3 + b * 0.7, p, q), x)
-
-        assert_trees_close(full(fs.value_and_grad(loss, argnums=(0, 1))(*params)), (value, grads), rtol=0, atol=BOUND)
-
-    spmd(program, world_size)
+    assert_trees_close(full(fs.value_and_grad(loss, argnums=(0, 1))(*params)), (value, grads), rtol=0, atol=BOUND)

@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
+from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, one_axis
 from tests.unit_models import (
     BOUND,
@@ -80,30 +81,26 @@ def in_one_process(module, batches):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@on_ranks(1, 2, 3)
 def test_buffers_go_in_and_out(world_size, rule):
     """Over several steps each rank's buffers are those of one process that runs its batches, bit by bit."""
     module = filled(Normalised())
     batches = [vectors(world_size * STEPS)[step::STEPS] for step in range(STEPS)]
     expected = list(in_one_process(module, batches))
+    mesh, model = one_axis(), fs.functionalize(module, RULES[rule])
+    rank = mesh.get_rank()
 
-    def program():
-        mesh, model = one_axis(), fs.functionalize(module, RULES[rule])
-        rank = mesh.get_rank()
+    def loss(params, buffers, x):
+        return model.apply(params, x, buffers=buffers)
 
-        def loss(params, buffers, x):
-            return model.apply(params, x, buffers=buffers)
-
-        for strategy in CHOSEN[world_size].values():
-            params, buffers = model.init(strategy(mesh)), model.buffers
-            assert {"counter.scale", "counter.calls", "blocks.1.counter.mean", "norm.running_var"} <= set(buffers)
-            for step, (value, grads, after) in zip(batches, expected):
-                found = fs.value_and_grad(loss, has_aux=True)(params, buffers, *step[rank])
-                (objective, buffers), sharded = found
-                assert_trees_close(full((objective, sharded)), (value, grads), rtol=0, atol=BOUND)
-                assert_same_bits(buffers, after[rank])
-
-    spmd(program, world_size)
+    for strategy in CHOSEN[world_size].values():
+        params, buffers = model.init(strategy(mesh)), model.buffers
+        assert {"counter.scale", "counter.calls", "blocks.1.counter.mean", "norm.running_var"} <= set(buffers)
+        for step, (value, grads, after) in zip(batches, expected):
+            found = fs.value_and_grad(loss, has_aux=True)(params, buffers, *step[rank])
+            (objective, buffers), sharded = found
+            assert_trees_close(full((objective, sharded)), (value, grads), rtol=0, atol=BOUND)
+            assert_same_bits(buffers, after[rank])
 
 
 class Evaluated(Language):
@@ -115,28 +112,24 @@ class Evaluated(Language):
 
 @pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode, torch.enable_grad))
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@on_ranks(1, 2, 3)
 def test_evaluation(world_size, rule, mode):
     """Outside value_and_grad units are gathered once each, whatever the mode."""
     module = filled(Evaluated())
     batches = tokens(world_size)
     expected = [module(*batch).detach() for batch in batches]
-
-    def program():
-        mesh, model = one_axis(), fs.functionalize(module, RULES[rule])
-        rank = mesh.get_rank()
-        for strategy in CHOSEN[world_size].values():
-            params = model.init(strategy(mesh))
-            with mode():
-                outputs = [model.apply(params, *batches[rank]) for _ in range(2)]
-            assert_same_bits(outputs, [expected[rank]] * 2)
-            assert not any(out.requires_grad for out in outputs)
-            with fs.comm.record() as record:
-                model.apply(params, *batches[rank])
-            padded = sum(leaf.local.numel() * leaf.local.element_size() * world_size for leaf in params.values())
-            assert sum(entry.bytes for entry in record if not entry.scalar) == (padded if world_size > 1 else 0)
-
-    spmd(program, world_size)
+    mesh, model = one_axis(), fs.functionalize(module, RULES[rule])
+    rank = mesh.get_rank()
+    for strategy in CHOSEN[world_size].values():
+        params = model.init(strategy(mesh))
+        with mode():
+            outputs = [model.apply(params, *batches[rank]) for _ in range(2)]
+        assert_same_bits(outputs, [expected[rank]] * 2)
+        assert not any(out.requires_grad for out in outputs)
+        with fs.comm.record() as record:
+            model.apply(params, *batches[rank])
+        padded = sum(leaf.local.numel() * leaf.local.element_size() * world_size for leaf in params.values())
+        assert sum(entry.bytes for entry in record if not entry.scalar) == (padded if world_size > 1 else 0)
 
 
 class Inputs(nn.Module):
@@ -152,42 +145,34 @@ class Inputs(nn.Module):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@on_ranks(1, 2, 3)
 def test_gradients_of_inputs_outside_value_and_grad(world_size, rule):
     """As for saliency maps: the caller differentiates what was evaluated, with parameters that take no gradient."""
     module = filled(Inputs(checkpointed=False))
     batches = vectors(world_size)
     inputs = [x.clone().requires_grad_() for (x,) in batches]
     expected = [torch.autograd.grad(module(x), x) for x in inputs]
-
-    def program():
-        mesh, model = one_axis(), fs.functionalize(module, RULES[rule])
-        rank = mesh.get_rank()
-        for strategy in CHOSEN[world_size].values():
-            params = model.init(strategy(mesh))
-            x = batches[rank][0].clone().requires_grad_()
-            found = torch.autograd.grad(model.apply(params, x), x)
-            assert_trees_close(found, expected[rank], rtol=0, atol=BOUND)
-
-    spmd(program, world_size)
+    mesh, model = one_axis(), fs.functionalize(module, RULES[rule])
+    rank = mesh.get_rank()
+    for strategy in CHOSEN[world_size].values():
+        params = model.init(strategy(mesh))
+        x = batches[rank][0].clone().requires_grad_()
+        found = torch.autograd.grad(model.apply(params, x), x)
+        assert_trees_close(found, expected[rank], rtol=0, atol=BOUND)
 
 
 @pytest.mark.parametrize("checkpointed", (False, True))
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@on_ranks(1, 2, 3)
 def test_a_graph_of_the_caller(world_size, checkpointed):
     """Parameters that take part in a graph of the caller's own are differentiated by it."""
     module = filled(Inputs(checkpointed))
     batches = vectors(world_size)
     value, grads = one_process(module, batches, lambda apply, p, b: sum(apply(p, *x) for x in b) / world_size)
-
-    def program():
-        mesh, model = one_axis(), fs.functionalize(module, Block)
-        (x,) = batches[mesh.get_rank()]
-        params = fs.tree_map(lambda leaf: leaf.requires_grad_(), model.init(zero3()(mesh)))
-        loss = fs.objective(model.apply(params, x), like=params)
-        found = iter(torch.autograd.grad(loss, fs.tree_leaves(params)))
-        assert_trees_close(
-            full((loss.detach(), fs.tree_map(lambda _: next(found), params))), (value, grads), rtol=0, atol=BOUND
-        )
-
-    spmd(program, world_size)
+    mesh, model = one_axis(), fs.functionalize(module, Block)
+    (x,) = batches[mesh.get_rank()]
+    params = fs.tree_map(lambda leaf: leaf.requires_grad_(), model.init(zero3()(mesh)))
+    loss = fs.objective(model.apply(params, x), like=params)
+    found = iter(torch.autograd.grad(loss, fs.tree_leaves(params)))
+    assert_trees_close(
+        full((loss.detach(), fs.tree_map(lambda _: next(found), params))), (value, grads), rtol=0, atol=BOUND
+    )

@@ -7,7 +7,8 @@ import torch
 from torch.func import grad_and_value
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
+from tests.ranks import on_ranks
 from tests.trees import meshes, normal
 
 WIDTH = 6
@@ -68,7 +69,7 @@ def loss_of(view, params, x):
 
 @pytest.mark.rows(1)
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
-@pytest.mark.parametrize("world_size", (1, 2))
+@on_ranks(1, 2)
 def test_views_of_gathered_weights(world_size):
     expected = {}
     batches = [normal(2 + rank)(2, WIDTH) for rank in range(world_size)]
@@ -79,24 +80,20 @@ def test_views_of_gathered_weights(world_size):
             return sum(loss(p, x.to(dtype)) for x in batches)
 
         expected[dtype, name] = loss, *grad_and_value(objective)(initial(dtype))
-
-    def program():
-        on = meshes()
-        for (dtype, name), (loss, grads, value) in expected.items():
-            x = batches[on.line.get_rank()].to(dtype)
-            # Sums over two ranks round once more than one process does.
-            bound = 16 * torch.finfo(dtype).eps * max(g.abs().max().item() for g in grads.values())
-            for strategy, make in STRATEGIES.items():
-                params = fs.shard(initial(dtype), make(on))
-                run = fs.value_and_grad(loss, reduce="sum")
-                # A trace takes its time, and none takes a subclass.
-                jitted = dtype is torch.complex128 and strategy == "zero3" and name != "subclass"
-                for form in (run, fs.jit(run)) if jitted and world_size > 1 else (run,):
-                    found = form(params, x)
-                    try:
-                        assert_trees_close((found[0], fs.unshard(found[1])), (value, grads), rtol=0, atol=bound)
-                    except Exception as error:
-                        error.add_note(f"{dtype}, {name}, {strategy}, {'eager' if form is run else 'jitted'}")
-                        raise
-
-    spmd(program, world_size)
+    on = meshes()
+    for (dtype, name), (loss, grads, value) in expected.items():
+        x = batches[on.line.get_rank()].to(dtype)
+        # Sums over two ranks round once more than one process does.
+        bound = 16 * torch.finfo(dtype).eps * max(g.abs().max().item() for g in grads.values())
+        for strategy, make in STRATEGIES.items():
+            params = fs.shard(initial(dtype), make(on))
+            run = fs.value_and_grad(loss, reduce="sum")
+            # A trace takes its time, and none takes a subclass.
+            jitted = dtype is torch.complex128 and strategy == "zero3" and name != "subclass"
+            for form in (run, fs.jit(run)) if jitted and world_size > 1 else (run,):
+                found = form(params, x)
+                try:
+                    assert_trees_close((found[0], fs.unshard(found[1])), (value, grads), rtol=0, atol=bound)
+                except Exception as error:
+                    error.add_note(f"{dtype}, {name}, {strategy}, {'eager' if form is run else 'jitted'}")
+                    raise

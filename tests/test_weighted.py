@@ -29,20 +29,16 @@ from tests.unequal_tokens import (
 STEPS = 3
 
 
-@pytest.mark.parametrize("world_size", LENGTHS)
+@on_ranks(*LENGTHS)
 @pytest.mark.parametrize("kind", ("module", "plain"))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_form_is_the_mean_over_all_tokens(strategy, kind, world_size):
     module = stack()
     expected = in_one_process(module, world_size)
-
-    def program():
-        params, forward, batches = setup(module, strategy, kind)
-        for form in FORMS.values():
-            value, grads = form(partial(token_sum, forward), params, batches())
-            assert_trees_close((value, fs.unshard(grads)), expected, rtol=0.0, atol=ATOL)
-
-    spmd(program, world_size)
+    params, forward, batches = setup(module, strategy, kind)
+    for form in FORMS.values():
+        value, grads = form(partial(token_sum, forward), params, batches())
+        assert_trees_close((value, fs.unshard(grads)), expected, rtol=0.0, atol=ATOL)
 
 
 def of_empty_batch(forward, params, pair):
@@ -56,24 +52,20 @@ def constant_where_none(forward, params, pair):
     return (torch.zeros((), dtype=torch.float64), torch.tensor(0)) if found[1] == 0 else found
 
 
-@pytest.mark.parametrize("world_size", LENGTHS)
+@on_ranks(*LENGTHS)
 @pytest.mark.parametrize("loss_of", (of_empty_batch, constant_where_none))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_tokens_on_a_rank_need_no_padding(strategy, loss_of, world_size):
     module = stack()
     expected = in_one_process(module, world_size)
-
-    def program():
-        params, forward, batches = setup(module, strategy, "module")
-        for name in ("value_and_grad", "accumulate each", "accumulate once"):
-            value, grads = FORMS[name](partial(loss_of, forward), params, batches())
-            assert_trees_close((value, fs.unshard(grads)), expected, rtol=0.0, atol=ATOL)
-
-    spmd(program, world_size)
+    params, forward, batches = setup(module, strategy, "module")
+    for name in ("value_and_grad", "accumulate each", "accumulate once"):
+        value, grads = FORMS[name](partial(loss_of, forward), params, batches())
+        assert_trees_close((value, fs.unshard(grads)), expected, rtol=0.0, atol=ATOL)
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", LENGTHS)
+@on_ranks(*LENGTHS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_training_is_that_of_one_process(strategy, world_size):
     """With momentum, and other lengths on a rank in every step."""
@@ -86,82 +78,68 @@ def test_training_is_that_of_one_process(strategy, world_size):
         F.cross_entropy(trained(x), y, ignore_index=IGNORED).backward()
         optimizer.step()
     expected = {name: parameter.detach() for name, parameter in trained.named_parameters()}
-
-    def program():
-        params, forward, batches = setup(module, strategy, "module")
-        tx = fs.from_torch(torch.optim.SGD, **options)
-        for form in FORMS.values():
-            state = fs.TrainState.create(params, tx)
-            for step in range(STEPS):
-                _, grads = form(partial(token_sum, forward), state.params, batches(step))
-                state = fs.update(tx, state, grads)
-            assert_trees_close(fs.unshard(state.params), expected, rtol=0.0, atol=10 * STEPS * ATOL)
-
-    spmd(program, world_size)
+    params, forward, batches = setup(module, strategy, "module")
+    tx = fs.from_torch(torch.optim.SGD, **options)
+    for form in FORMS.values():
+        state = fs.TrainState.create(params, tx)
+        for step in range(STEPS):
+            _, grads = form(partial(token_sum, forward), state.params, batches(step))
+            state = fs.update(tx, state, grads)
+        assert_trees_close(fs.unshard(state.params), expected, rtol=0.0, atol=10 * STEPS * ATOL)
 
 
-@pytest.mark.parametrize("world_size", LENGTHS)
+@on_ranks(*LENGTHS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_means_of_means_are_something_else(strategy, world_size):
     module = stack()
     value, grads = in_one_process(module, world_size)
-
-    def program():
-        params, forward, batches = setup(module, strategy, "module")
-        mean = partial(token_mean, forward)
-        found = [fs.accumulate(mean, communicate=communicate)(params, batches()) for communicate in ("each", "once")]
-        if world_size > 1:
-            found.append(fs.value_and_grad(mean)(params, torch.cat(batches(), dim=1)))
-        for other, other_grads in found:
-            assert abs(other - value) > 0.1
-            gaps = fs.tree_map(lambda a, b: (a - b).abs().max(), fs.unshard(other_grads), grads)
-            assert all(gap > 0.01 for gap in fs.tree_leaves(gaps))
-
-    spmd(program, world_size)
+    params, forward, batches = setup(module, strategy, "module")
+    mean = partial(token_mean, forward)
+    found = [fs.accumulate(mean, communicate=communicate)(params, batches()) for communicate in ("each", "once")]
+    if world_size > 1:
+        found.append(fs.value_and_grad(mean)(params, torch.cat(batches(), dim=1)))
+    for other, other_grads in found:
+        assert abs(other - value) > 0.1
+        gaps = fs.tree_map(lambda a, b: (a - b).abs().max(), fs.unshard(other_grads), grads)
+        assert all(gap > 0.01 for gap in fs.tree_leaves(gaps))
 
 
 @pytest.mark.parametrize("form", FORMS)
+@on_ranks(2)
 def test_no_tokens_at_all_are_not_a_number(form):
     """As the mean of no losses is in torch; fs.skip_nonfinite passes over such a step."""
     module = stack()
-
-    def program():
-        for strategy in STRATEGIES:
-            params, forward, batches = setup(module, strategy, "module")
-            empty = [torch.stack([x, torch.full_like(x, IGNORED)]) for x, _ in batches()]
-            value, grads = FORMS[form](partial(token_sum, forward), params, empty)
-            assert value.isnan()
-            if form == "torch.func":
-                # Its backward divides first, and cross_entropy drops what comes to tokens that it ignores.
-                continue
-            assert all(leaf.isnan().all() for leaf in fs.tree_leaves(fs.unshard(grads)))
-            tx = fs.skip_nonfinite(fs.from_torch(torch.optim.SGD, lr=0.1))
-            state = fs.update(tx, fs.TrainState.create(params, tx), grads)
-            assert_same_bits(fs.unshard(state.params), fs.unshard(params))
-
-    spmd(program, 2)
+    for strategy in STRATEGIES:
+        params, forward, batches = setup(module, strategy, "module")
+        empty = [torch.stack([x, torch.full_like(x, IGNORED)]) for x, _ in batches()]
+        value, grads = FORMS[form](partial(token_sum, forward), params, empty)
+        assert value.isnan()
+        if form == "torch.func":
+            # Its backward divides first, and cross_entropy drops what comes to tokens that it ignores.
+            continue
+        assert all(leaf.isnan().all() for leaf in fs.tree_leaves(fs.unshard(grads)))
+        tx = fs.skip_nonfinite(fs.from_torch(torch.optim.SGD, lr=0.1))
+        state = fs.update(tx, fs.TrainState.create(params, tx), grads)
+        assert_same_bits(fs.unshard(state.params), fs.unshard(params))
 
 
 @pytest.mark.rows(2)
 @pytest.mark.parametrize("kind", ("int32", "float32", "float64"))
 @pytest.mark.parametrize("form", FORMS)
+@on_ranks(3)
 def test_counts_of_any_kind_give_the_same_bits(form, kind):
     module = stack()
     factor = torch.ones((), dtype=getattr(torch, kind))
+    for strategy in STRATEGIES:
+        params, forward, batches = setup(module, strategy, "plain")
 
-    def program():
-        for strategy in STRATEGIES:
-            params, forward, batches = setup(module, strategy, "plain")
+        def loss_of(params, pair, forward=forward):
+            value, count = token_sum(forward, params, pair)
+            return value, count.to(factor.dtype) * factor
 
-            def loss_of(params, pair, forward=forward):
-                value, count = token_sum(forward, params, pair)
-                return value, count.to(factor.dtype) * factor
-
-            found = FORMS[form](loss_of, params, batches())
-            expected = FORMS[form](partial(token_sum, forward), params, batches())
-            assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
-
-    spmd(program, 3)
+        found = FORMS[form](loss_of, params, batches())
+        expected = FORMS[form](partial(token_sum, forward), params, batches())
+        assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
 
 
 def accumulated(count, microbatches=2):
