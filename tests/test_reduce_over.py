@@ -92,16 +92,14 @@ def test_a_loss_that_varies_over_an_axis_that_nothing_is_reduced_over_is_refused
     refused(lambda p, x, y, tp: 0 * fs.gather(p)["up"].sum() + fs.comm.rank(tp), text, reduce_over="shard")
 
 
+@on_ranks(2)
 def test_check_varying_names_a_leaf_whose_gradient_would_be_counted_twice():
-    def program():
-        mesh, _, tp = axes()
-        params = fs.shard(FULL, STRATEGIES["split over both"](mesh))
-        text = "expected one that agrees: fs.psum_invariant of a value computed from it, got fs.gather over 'tp'"
-        with pytest.raises(AssertionError, match=re.escape(text)):
-            check_varying(loss_fn, params, X, Y, reduce_over="shard")
-        check_varying(partial(loss_fn, tp=tp), params, X, Y, reduce_over="shard")
-
-    spmd(program, 2)
+    mesh, _, tp = axes()
+    params = fs.shard(FULL, STRATEGIES["split over both"](mesh))
+    text = "expected one that agrees: fs.psum_invariant of a value computed from it, got fs.gather over 'tp'"
+    with pytest.raises(AssertionError, match=re.escape(text)):
+        check_varying(loss_fn, params, X, Y, reduce_over="shard")
+    check_varying(partial(loss_fn, tp=tp), params, X, Y, reduce_over="shard")
 
 
 @pytest.mark.parametrize(
@@ -130,13 +128,11 @@ def test_plain_tensors_have_no_axes():
         fs.value_and_grad(loss_fn, reduce_over="shard")(FULL, X, Y)
 
 
+@on_ranks(4)
 def test_several_axes_split_a_dim_as_partitions_do():
-    def program():
-        mesh, shard, tp = axes()
-        place = fs.comm.rank(shard) * tp.size + fs.comm.rank(tp)
-        for make in (fs.zero1, fs.zero2, fs.zero3):
-            leaf = fs.shard(FULL, make(mesh, axis=("shard", "tp"), min_shard_elements=0))["down"]
-            assert leaf.spec.partition == fs.P(("shard", "tp"))
-            assert_same_bits(leaf.local, FULL["down"].chunk(4)[place])
-
-    spmd(program, 4)
+    mesh, shard, tp = axes()
+    place = fs.comm.rank(shard) * tp.size + fs.comm.rank(tp)
+    for make in (fs.zero1, fs.zero2, fs.zero3):
+        leaf = fs.shard(FULL, make(mesh, axis=("shard", "tp"), min_shard_elements=0))["down"]
+        assert leaf.spec.partition == fs.P(("shard", "tp"))
+        assert_same_bits(leaf.local, FULL["down"].chunk(4)[place])

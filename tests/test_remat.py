@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard import _compat
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 
@@ -204,9 +204,9 @@ def gathering(part, x):
     return block(fs.gather(part), x)
 
 
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_inside_value_and_grad_it_is_the_function(strategy, world_size):
+def test_inside_value_and_grad_it_is_the_function(strategy):
     """Gathering inside, or passed what was gathered outside; and as torch's own checkpoint does."""
 
     def outside(step):
@@ -219,20 +219,16 @@ def test_inside_value_and_grad_it_is_the_function(strategy, world_size):
         "remat twice": fs.remat(lambda part, x: fs.remat(gathering)(part, x)),
         "remat in remat": fs.remat(outside(fs.remat(block))),
     }
-
-    def program():
-        mesh = one_axis()
-        x = normal(1 + fs.comm.rank(fs.axis_of(mesh)))(2, 5)
-        params = fs.shard(full_values(), STRATEGIES[strategy](mesh))
-        expected = fs.value_and_grad(lambda p: chain(gathering, p, x))(params)
-        for schedule in (None, lambda p: p["blocks"]):
-            for step in spellings.values():
-                found = fs.value_and_grad(lambda p, s=step: chain(s, p, x), schedule=schedule)(params)
-                assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
-        whole = fs.value_and_grad(fs.remat(lambda p: chain(gathering, p, x)))(params)
-        assert_same_bits(fs.tree_leaves(whole), fs.tree_leaves(expected))
-
-    spmd(program, world_size)
+    mesh = one_axis()
+    x = normal(1 + fs.comm.rank(fs.axis_of(mesh)))(2, 5)
+    params = fs.shard(full_values(), STRATEGIES[strategy](mesh))
+    expected = fs.value_and_grad(lambda p: chain(gathering, p, x))(params)
+    for schedule in (None, lambda p: p["blocks"]):
+        for step in spellings.values():
+            found = fs.value_and_grad(lambda p, s=step: chain(s, p, x), schedule=schedule)(params)
+            assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
+    whole = fs.value_and_grad(fs.remat(lambda p: chain(gathering, p, x)))(params)
+    assert_same_bits(fs.tree_leaves(whole), fs.tree_leaves(expected))
 
 
 @on_ranks(1, 2, 3)

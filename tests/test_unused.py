@@ -191,29 +191,26 @@ def batches(rank):
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_mixture_of_experts_is_ddp_bitwise(optimizer, workers):
+@on_ranks("2 processes")
+def test_a_mixture_of_experts_is_ddp_bitwise(optimizer):
     cls, hyper = OPTIMIZERS[optimizer]
     module, tx = mixture(), fs.from_torch(cls, **hyper)
+    on, model = meshes(), fs.functionalize(module, nn.Linear)
+    loss = fs.value_and_grad(lambda p, x, picks: model.apply(p, x, picks).square().mean())
 
-    def program():
-        on, model = meshes(), fs.functionalize(module, nn.Linear)
-        loss = fs.value_and_grad(lambda p, x, picks: model.apply(p, x, picks).square().mean())
+    def step(state, batch):
+        value, grads = loss(state.params, *batch)
+        return fs.update(tx, state, grads, donate=int(state.step) % 2 == 0), value
 
-        def step(state, batch):
-            value, grads = loss(state.params, *batch)
-            return fs.update(tx, state, grads, donate=int(state.step) % 2 == 0), value
-
-        for name in ("ddp", "zero2 of every leaf", "zero3"):
-            state = fs.TrainState.create(model.init(STRATEGIES[name](on)), tx)
-            assert_matches_ddp(
-                step,
-                state,
-                batches(my_rank()),
-                module=module,
-                loss_fn=lambda module, batch: module(*batch).square().mean(),
-                optimizer=lambda parameters: cls(parameters, **hyper),
-                exact=True,
-                find_unused_parameters=True,
-            )
-
-    spmd(program, workers(2))
+    for name in ("ddp", "zero2 of every leaf", "zero3"):
+        state = fs.TrainState.create(model.init(STRATEGIES[name](on)), tx)
+        assert_matches_ddp(
+            step,
+            state,
+            batches(my_rank()),
+            module=module,
+            loss_fn=lambda module, batch: module(*batch).square().mean(),
+            optimizer=lambda parameters: cls(parameters, **hyper),
+            exact=True,
+            find_unused_parameters=True,
+        )

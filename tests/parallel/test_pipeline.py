@@ -213,39 +213,37 @@ def test_live_microbatches():
 
 @pytest.mark.parametrize("schedule, v", SCHEDULES)
 @pytest.mark.parametrize("jitted", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "jitted"])
+@on_ranks(4)
 def test_stages_gathered_in_each_microbatch(schedule, v, jitted):
     """Full tensors of a stage are gone when its forward is over."""
+    kept, count = [], 2
 
-    def program():
-        kept, count = [], 2
+    def watched(p, h):
+        # What lives of microbatches before is what autograd saved.
+        assert all(reference() is None for reference in kept) or schedule == "gpipe"
+        kept.append(weakref.ref(p["layers"]["up"].untyped_storage()))
+        return stage(p, h)
 
-        def watched(p, h):
-            # What lives of microbatches before is what autograd saved.
-            assert all(reference() is None for reference in kept) or schedule == "gpipe"
-            kept.append(weakref.ref(p["layers"]["up"].untyped_storage()))
-            return stage(p, h)
+    params, data, f = setting((2, 2), schedule, v, count, gather="each", stage=stage if jitted else watched)
 
-        params, data, f = setting((2, 2), schedule, v, count, gather="each", stage=stage if jitted else watched)
+    def run(params, x, y):
+        return fs.value_and_grad(f)(params, x, y)
 
-        def run(params, x, y):
-            return fs.value_and_grad(f)(params, x, y)
-
-        with fs.comm.record() as record:
-            loss, grads = run(params, *data)
-        assert_trees_close((layers_in_one(fs.unshard(grads), v), loss), dense(), **EXACT)
-        full = full_params()
-        shared = nbytes([full["embed"], full["head"]]) * (WORDS + 1) // WORDS / 2
-        owned = nbytes(full["layers"]) / 4
-        # Each tick but for the last one gathers again, with gpipe.
-        gathered, reduced = (2 * (count + 1) - 1, 1) if schedule == "gpipe" else (2 * count, count)
-        assert sent(record, "shard", "gather") == shared + gathered * owned
-        assert sent(record, "shard", "scatter") == shared + reduced * owned
-        if jitted:
-            assert_same_bits(tensors(fs.jit(run)(params, *data)), tensors((loss, grads)))
-
-    spmd(program, 4)
+    with fs.comm.record() as record:
+        loss, grads = run(params, *data)
+    assert_trees_close((layers_in_one(fs.unshard(grads), v), loss), dense(), **EXACT)
+    full = full_params()
+    shared = nbytes([full["embed"], full["head"]]) * (WORDS + 1) // WORDS / 2
+    owned = nbytes(full["layers"]) / 4
+    # Each tick but for the last one gathers again, with gpipe.
+    gathered, reduced = (2 * (count + 1) - 1, 1) if schedule == "gpipe" else (2 * count, count)
+    assert sent(record, "shard", "gather") == shared + gathered * owned
+    assert sent(record, "shard", "scatter") == shared + reduced * owned
+    if jitted:
+        assert_same_bits(tensors(fs.jit(run)(params, *data)), tensors((loss, grads)))
 
 
+@on_ranks(4)
 def test_weighted_losses_and_tied_leaves():
     """Microbatches count by their tokens; the head is the embedding."""
 
@@ -257,51 +255,44 @@ def test_weighted_losses_and_tied_leaves():
         return value / count
 
     wanted = torch.func.grad_and_value(expected)(full_params())
-
-    def program():
-        for schedule, v in SCHEDULES:
-            params, data, f = setting((2, 2), schedule, v, last=tied_last, reduce="weighted")
-            loss, grads = fs.value_and_grad(f, reduce="weighted")(params, *data)
-            assert_trees_close((layers_in_one(fs.unshard(grads), v), loss), wanted, **EXACT)
-
-    spmd(program, 4)
+    for schedule, v in SCHEDULES:
+        params, data, f = setting((2, 2), schedule, v, last=tied_last, reduce="weighted")
+        loss, grads = fs.value_and_grad(f, reduce="weighted")(params, *data)
+        assert_trees_close((layers_in_one(fs.unshard(grads), v), loss), wanted, **EXACT)
 
 
 @pytest.mark.parametrize("jitted", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "jitted"])
+@on_ranks(4)
 def test_collectives_inside_of_stages(jitted):
     """A stage's hidden units are split over another axis, whose sums run forwards and backwards in each microbatch."""
+    for schedule in ("1f1b",) if jitted else ("gpipe", "1f1b"):
+        mesh = fs.init_mesh({"shard": 1, "pipe": 2, "tp": 2}, device="cpu")
+        shard, pipe, tp = (fs.axis_of(mesh, name) for name in ("shard", "pipe", "tp"))
+        each = fs.fully_shard(shard)
 
-    def program():
-        for schedule in ("1f1b",) if jitted else ("gpipe", "1f1b"):
-            mesh = fs.init_mesh({"shard": 1, "pipe": 2, "tp": 2}, device="cpu")
-            shard, pipe, tp = (fs.axis_of(mesh, name) for name in ("shard", "pipe", "tp"))
-            each = fs.fully_shard(shard)
+        def owned(*rest, each=each, pipe=pipe):
+            return fs.compose(each, *rest, fs.split_dim(pipe, dim=0))
 
-            def owned(*rest, each=each, pipe=pipe):
-                return fs.compose(each, *rest, fs.split_dim(pipe, dim=0))
+        rest = fs.masked(owned(), "layers.bias", otherwise=each)
+        down = fs.masked(owned(fs.split_dim(tp, dim=2)), "layers.down", otherwise=rest)
+        layout = fs.masked(owned(fs.split_dim(tp, dim=1)), "layers.up", otherwise=down)
+        params = fs.shard(full_params(), fs.zero3(mesh, layout=layout, merge_bytes=0))
 
-            rest = fs.masked(owned(), "layers.bias", otherwise=each)
-            down = fs.masked(owned(fs.split_dim(tp, dim=2)), "layers.down", otherwise=rest)
-            layout = fs.masked(owned(fs.split_dim(tp, dim=1)), "layers.up", otherwise=down)
-            params = fs.shard(full_params(), fs.zero3(mesh, layout=layout, merge_bytes=0))
+        def split_stage(p, h, tp=tp):
+            for up, down, bias in zip(*(p["layers"][name] for name in ("up", "down", "bias")), strict=True):
+                hidden = torch.tanh(F.linear(fs.pvary(h, tp), up))
+                h = h + fs.psum_invariant(F.linear(hidden, down), tp) + bias
+            return h
 
-            def split_stage(p, h, tp=tp):
-                for up, down, bias in zip(*(p["layers"][name] for name in ("up", "down", "bias")), strict=True):
-                    hidden = torch.tanh(F.linear(fs.pvary(h, tp), up))
-                    h = h + fs.psum_invariant(F.linear(hidden, down), tp) + bias
-                return h
+        f = fs.pipeline(split_stage, pipe, microbatches=2, schedule=schedule, first=first, last=last)
 
-            f = fs.pipeline(split_stage, pipe, microbatches=2, schedule=schedule, first=first, last=last)
+        def run(params, x, y, f=f):
+            return fs.value_and_grad(f)(params, x, y)
 
-            def run(params, x, y, f=f):
-                return fs.value_and_grad(f)(params, x, y)
-
-            loss, grads = run(params, *batch())
-            assert_trees_close((fs.unshard(grads), loss), dense(), **EXACT)
-            if jitted:
-                assert_same_bits(tensors(fs.jit(run)(params, *batch())), tensors((loss, grads)))
-
-    spmd(program, 4)
+        loss, grads = run(params, *batch())
+        assert_trees_close((fs.unshard(grads), loss), dense(), **EXACT)
+        if jitted:
+            assert_same_bits(tensors(fs.jit(run)(params, *batch())), tensors((loss, grads)))
 
 
 def test_stages_that_differ():
@@ -330,45 +321,38 @@ def test_stages_that_differ():
         spmd(lambda: program(schedule), 2)  # noqa: B023
 
 
+@on_ranks(2)
 def test_gpipe_is_differentiable_to_any_order():
     """A product with the Hessian, and a tangent of the loss."""
     tangent = fs.tree_map(torch.ones_like, full_params())
     value, slope = torch.func.jvp(lambda p: dense_loss(p, *batch()), (full_params(),), (tangent,))
     _, product = torch.func.jvp(torch.func.grad(lambda p: dense_loss(p, *batch())), (full_params(),), (tangent,))
-
-    def program():
-        params, data, f = setting((1, 2), "gpipe")
-        ones = fs.tree_map(torch.ones_like, params)
-        found = torch.func.jvp(lambda p: f(p, *data), (params,), (ones,))
-        assert_trees_close(found, (value, slope), **EXACT)
-        _, found = torch.func.jvp(torch.func.grad(lambda p: f(p, *data)), (params,), (ones,))
-        assert_trees_close(fs.unshard(found), product, **EXACT)
-
-    spmd(program, 2)
+    params, data, f = setting((1, 2), "gpipe")
+    ones = fs.tree_map(torch.ones_like, params)
+    found = torch.func.jvp(lambda p: f(p, *data), (params,), (ones,))
+    assert_trees_close(found, (value, slope), **EXACT)
+    _, found = torch.func.jvp(torch.func.grad(lambda p: f(p, *data)), (params,), (ones,))
+    assert_trees_close(fs.unshard(found), product, **EXACT)
 
 
 @pytest.mark.parametrize("schedule, v", SCHEDULES[1:])
+@on_ranks(2)
 def test_other_derivatives_are_refused_by_name(schedule, v):
-    def program():
-        params, data, f = setting((1, 2), schedule, v)
-        ones = fs.tree_map(torch.ones_like, params)
-        with pytest.raises(
-            ValueError, match=r"expected no transform with schedule=.*, got torch\.func; take schedule="
-        ):
-            torch.func.grad(lambda p: f(p, *data))(params)
-        with pytest.raises(ValueError, match=r"got torch\.func"):
-            torch.func.jvp(lambda p: f(p, *data), (params,), (ones,))
-        leaves = fs.tree_map(lambda t: t.clone().requires_grad_(), params)
-        with pytest.raises(ValueError, match="expected first derivatives by value_and_grad or backward"):
-            torch.autograd.grad(f(leaves, *data), [leaves["embed"].local], create_graph=True)
-        with pytest.raises(ValueError, match="expected no gradient of the batch"):
-            fs.value_and_grad(lambda p, x: f(p, x, x))(params, torch.zeros(ROWS, TIME, requires_grad=True))
-        kept = torch.zeros(WIDTH, dtype=torch.float64, requires_grad=True)
-        params, data, f = setting((1, 2), schedule, v, stage=lambda p, h: stage(p, h) + kept)
-        with pytest.raises(ValueError, match="expected stages to compute with params and h, got a closure's tensor"):
-            fs.value_and_grad(f)(params, *data)
-
-    spmd(program, 2)
+    params, data, f = setting((1, 2), schedule, v)
+    ones = fs.tree_map(torch.ones_like, params)
+    with pytest.raises(ValueError, match=r"expected no transform with schedule=.*, got torch\.func; take schedule="):
+        torch.func.grad(lambda p: f(p, *data))(params)
+    with pytest.raises(ValueError, match=r"got torch\.func"):
+        torch.func.jvp(lambda p: f(p, *data), (params,), (ones,))
+    leaves = fs.tree_map(lambda t: t.clone().requires_grad_(), params)
+    with pytest.raises(ValueError, match="expected first derivatives by value_and_grad or backward"):
+        torch.autograd.grad(f(leaves, *data), [leaves["embed"].local], create_graph=True)
+    with pytest.raises(ValueError, match="expected no gradient of the batch"):
+        fs.value_and_grad(lambda p, x: f(p, x, x))(params, torch.zeros(ROWS, TIME, requires_grad=True))
+    kept = torch.zeros(WIDTH, dtype=torch.float64, requires_grad=True)
+    params, data, f = setting((1, 2), schedule, v, stage=lambda p, h: stage(p, h) + kept)
+    with pytest.raises(ValueError, match="expected stages to compute with params and h, got a closure's tensor"):
+        fs.value_and_grad(f)(params, *data)
 
 
 @pytest.mark.parametrize("schedule, v", SCHEDULES)
@@ -487,21 +471,18 @@ def test_wrong_arguments_are_refused():
     assert "whose gradients are reduced over 'pipe'" in outcome(made(), everywhere, *data)
 
 
+@on_ranks(2)
 def test_frozen_leaves_have_no_gradient():
     """Of stages and of the first part, beside those that are trained, which have theirs."""
-
-    def program():
-        mesh = fs.init_mesh({"shard": 1, "pipe": 2}, device="cpu")
-        shard, pipe = (fs.axis_of(mesh, name) for name in ("shard", "pipe"))
-        owned = fs.compose(fs.fully_shard(shard, dim=-1), fs.split_dim(pipe, dim=0))
-        strategy = fs.zero3(mesh, layout=fs.masked(owned, "layers.*", otherwise=fs.fully_shard(shard)))
-        params = fs.shard(full_params(), strategy, frozen=lambda path: "up" in path or "embed" in path)
-        for schedule, gather in (("gpipe", "once"), ("1f1b", "once"), ("1f1b", "each")):
-            f = fs.pipeline(stage, pipe, microbatches=4, schedule=schedule, first=first, last=last, gather=gather)
-            _, grads = fs.value_and_grad(f)(params, *batch())
-            assert grads["embed"] is None
-            assert grads["layers"]["up"] is None
-            for name in ("down", "bias"):
-                assert_trees_close(fs.unshard(grads["layers"][name]), dense()[0]["layers"][name], **EXACT)
-
-    spmd(program, 2)
+    mesh = fs.init_mesh({"shard": 1, "pipe": 2}, device="cpu")
+    shard, pipe = (fs.axis_of(mesh, name) for name in ("shard", "pipe"))
+    owned = fs.compose(fs.fully_shard(shard, dim=-1), fs.split_dim(pipe, dim=0))
+    strategy = fs.zero3(mesh, layout=fs.masked(owned, "layers.*", otherwise=fs.fully_shard(shard)))
+    params = fs.shard(full_params(), strategy, frozen=lambda path: "up" in path or "embed" in path)
+    for schedule, gather in (("gpipe", "once"), ("1f1b", "once"), ("1f1b", "each")):
+        f = fs.pipeline(stage, pipe, microbatches=4, schedule=schedule, first=first, last=last, gather=gather)
+        _, grads = fs.value_and_grad(f)(params, *batch())
+        assert grads["embed"] is None
+        assert grads["layers"]["up"] is None
+        for name in ("down", "bias"):
+            assert_trees_close(fs.unshard(grads["layers"][name]), dense()[0]["layers"][name], **EXACT)

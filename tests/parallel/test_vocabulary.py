@@ -157,10 +157,7 @@ def test_what_varies_is_told_from_what_agrees(world_size):
     [
         ({"h": torch.ones(2, 3)}, "h to be a tensor of shape (2, 2), got a float32 Tensor of shape (2, 3)"),
         ({"weight": None, "h": torch.ones(3, 2)}, "h to be a tensor of shape (2, rows), got a float32 Tensor of shape"),
-        (
-            {"weight": torch.ones(4)},
-            "weight to be a matrix, this rank's rows of it, got",
-        ),
+        ({"weight": torch.ones(4)}, "weight to be a matrix, this rank's rows of it, got"),
         ({"targets": torch.ones(2)}, "targets to be a tensor of whole numbers, got a float32 Tensor of shape (2,)"),
         ({"targets": torch.tensor([0, 4])}, "ids from 0 to 3, got 0 to 4"),
         ({"targets": torch.tensor([-1, 0])}, "ids from 0 to 3, got -1 to 0"),

@@ -5,9 +5,10 @@ import re
 import pytest
 
 import fshard as fs
-from fshard.testing import assert_budget, spmd
+from fshard.testing import assert_budget
 from tests.jit.steps import refused
 from tests.plan.models import Case, prepared
+from tests.ranks import on_ranks
 
 MESH = {"shard": 4}
 COUNTS = (
@@ -57,14 +58,12 @@ def test_traffic_that_breaks_it_names_the_units_that_send_most():
 
 
 @pytest.mark.slow
+@on_ranks(2)
 def test_without_a_mesh_the_states_own_counts():
-    def program():
-        step, args = step_and_args(fs.init_mesh({"shard": 2}, device="cpu"))
-        with pytest.raises(AssertionError, match="on a mesh of shard 2\n  collectives is"):
-            assert_budget(step, args, collectives=1)
-        step(*args[:1], *args[1:])
-
-    spmd(program, 2)
+    step, args = step_and_args(fs.init_mesh({"shard": 2}, device="cpu"))
+    with pytest.raises(AssertionError, match="on a mesh of shard 2\n  collectives is"):
+        assert_budget(step, args, collectives=1)
+    step(*args[:1], *args[1:])
 
 
 @pytest.mark.slow
@@ -90,18 +89,9 @@ def test_strategies_stay_in_the_bytes_of_their_formula(strategy, times):
             "assert_budget: expected bytes_sent to be a number of bytes, 0 or more, or a text such as 80GB or 500 "
             "MiB, got True",
         ),
-        (
-            {"collectives": 1.5},
-            f"{COUNTS}, got 1.5",
-        ),
-        (
-            {"collectives": {"gather": 1}},
-            f"{COUNTS}, got {{'gather': 1}}",
-        ),
-        (
-            {"collectives": {"all_gather": "1"}},
-            f"{COUNTS}, got {{'all_gather': '1'}}",
-        ),
+        ({"collectives": 1.5}, f"{COUNTS}, got 1.5"),
+        ({"collectives": {"gather": 1}}, f"{COUNTS}, got {{'gather': 1}}"),
+        ({"collectives": {"all_gather": "1"}}, f"{COUNTS}, got {{'all_gather': '1'}}"),
     ],
 )
 def test_bad_budgets_are_refused(budget, text):

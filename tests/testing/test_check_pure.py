@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.testing import check_pure, spmd
+from fshard.testing import check_pure
+from tests.ranks import on_ranks
 from tests.trees import normal, one_axis
 
 TX = fs.from_torch(torch.optim.SGD, lr=0.1)
@@ -47,7 +48,7 @@ def step_that(write):
 
 
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("world_size", (1, 2))
+@on_ranks(1, 2)
 def test_writes_past_the_version_counter_are_named(world_size, write):
     """Where the caller's state has changed; elsewhere they change a copy, and nothing else."""
     step = step_that(WRITES[write])
@@ -56,33 +57,25 @@ def test_writes_past_the_version_counter_are_named(world_size, write):
         "  argument 0.params['w']: expected those before it, got other values after the step\n"
         "To fix: find the write in place to these tensors or to a view of them, and compute a new tensor instead."
     )
-
-    def program():
-        for strategy in STRATEGIES:
-            state, batch = started(strategy)
-            if world_size == 1 or strategy in WHOLE:
-                with pytest.raises(AssertionError, match=re.escape(error)):
-                    check_pure(step, state, batch)
-            else:
+    for strategy in STRATEGIES:
+        state, batch = started(strategy)
+        if world_size == 1 or strategy in WHOLE:
+            with pytest.raises(AssertionError, match=re.escape(error)):
                 check_pure(step, state, batch)
-
-    spmd(program, world_size)
+        else:
+            check_pure(step, state, batch)
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (1, 2))
-def test_pure_and_donated_steps_pass(world_size):
+@on_ranks(1, 2)
+def test_pure_and_donated_steps_pass():
     step = step_that(lambda w: None)
-
-    def program():
-        for strategy in STRATEGIES:
-            state, batch = started(strategy)
-            after, value = check_pure(step, state, batch=batch)
-            assert torch.equal(value, step(state, batch)[1])
-            assert after.step == state.step + 1
-            check_pure(fs.jit(step, donate_argnums=0), state, batch)
-
-    spmd(program, world_size)
+    for strategy in STRATEGIES:
+        state, batch = started(strategy)
+        after, value = check_pure(step, state, batch=batch)
+        assert torch.equal(value, step(state, batch)[1])
+        assert after.step == state.step + 1
+        check_pure(fs.jit(step, donate_argnums=0), state, batch)
 
 
 def test_what_a_tensor_is_counts_as_well():

@@ -9,6 +9,7 @@ import torch
 
 import fshard as fs
 from fshard.testing import check_transform, spmd
+from tests.ranks import on_ranks
 from tests.trees import CASTS, STRATEGIES, meshes, one_axis, two_axes
 
 
@@ -24,37 +25,33 @@ def test_every_exact_strategy_passes(world_size):
         assert report.training_error < 1e-15
 
 
+@on_ranks(4)
 def test_lossy_ones_pass_within_their_error():
-    def program():
-        mesh, on = two_axes(4), meshes()
-        shard = mesh["shard"]
-        rounded = fs.quantize(shard, scatter=True, error_feedback=False)
-        kept = fs.compose(fs.replicate(mesh["replicate"]), fs.quantize(shard, gather=False, scatter=True))
-        check_transform(rounded, error=1 / 200)
-        check_transform(kept, error=1 / 200)
-        check_transform(CASTS["cast zero2"](on), error=1 / 200)
-        with pytest.raises(AssertionError, match="check_adjoint: scatter is not gather's transpose"):
-            check_transform(rounded, error=1 / 20000)
-        with pytest.raises(
-            AssertionError, match=r"gather of \[2\] of shape \(24, 8\): relative error: expected .*, got 0\.00"
-        ):
-            check_transform(fs.quantize(shard), [(1, 1), (1, 1), (24, 8)], error=1 / 400)
-
-    spmd(program, 4)
+    mesh, on = two_axes(4), meshes()
+    shard = mesh["shard"]
+    rounded = fs.quantize(shard, scatter=True, error_feedback=False)
+    kept = fs.compose(fs.replicate(mesh["replicate"]), fs.quantize(shard, gather=False, scatter=True))
+    check_transform(rounded, error=1 / 200)
+    check_transform(kept, error=1 / 200)
+    check_transform(CASTS["cast zero2"](on), error=1 / 200)
+    with pytest.raises(AssertionError, match="check_adjoint: scatter is not gather's transpose"):
+        check_transform(rounded, error=1 / 20000)
+    with pytest.raises(
+        AssertionError, match=r"gather of \[2\] of shape \(24, 8\): relative error: expected .*, got 0\.00"
+    ):
+        check_transform(fs.quantize(shard), [(1, 1), (1, 1), (24, 8)], error=1 / 400)
 
 
+@on_ranks(2)
 def test_bytes_are_held_to_what_is_asked():
-    def program():
-        transform = fs.fully_shard(one_axis())
-        report = check_transform(transform, [(4, 6)])
-        assert (report.gather_bytes, report.scatter_bytes) == (96.0, 96.0)
-        check_transform(transform, [(4, 6)], bytes_sent=(96, 96))
-        with pytest.raises(
-            AssertionError, match="scatter: bytes sent away from the 90 asked for: expected at most 0, got 6"
-        ):
-            check_transform(transform, [(4, 6)], bytes_sent=(96, 90))
-
-    spmd(program, 2)
+    transform = fs.fully_shard(one_axis())
+    report = check_transform(transform, [(4, 6)])
+    assert (report.gather_bytes, report.scatter_bytes) == (96.0, 96.0)
+    check_transform(transform, [(4, 6)], bytes_sent=(96, 96))
+    with pytest.raises(
+        AssertionError, match="scatter: bytes sent away from the 90 asked for: expected at most 0, got 6"
+    ):
+        check_transform(transform, [(4, 6)], bytes_sent=(96, 90))
 
 
 @dataclass(frozen=True)
@@ -152,15 +149,13 @@ class Forgets(fs.Wrapped):
         return self.inner.scatter(rounded, specs), left if self.remembers else states
 
 
+@on_ranks(2)
 def test_a_lossy_scatter_that_forgets_what_it_left_out_is_named():
-    def program():
-        plain = fs.fully_shard(one_axis())
-        check_transform(Forgets(plain, remembers=True), error=1 / 50)
-        named = r"states of a lossy scatter: as they were, 3 scatters later: expected at most 0, got 1"
-        with pytest.raises(AssertionError, match=named):
-            check_transform(Forgets(plain), error=1 / 50)
-
-    spmd(program, 2)
+    plain = fs.fully_shard(one_axis())
+    check_transform(Forgets(plain, remembers=True), error=1 / 50)
+    named = r"states of a lossy scatter: as they were, 3 scatters later: expected at most 0, got 1"
+    with pytest.raises(AssertionError, match=named):
+        check_transform(Forgets(plain), error=1 / 50)
 
 
 WRONG = {
@@ -180,43 +175,35 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda cls: cls.__name__)
+@on_ranks(2)
 def test_each_mistake_is_named(wrong):
-    def program():
-        plain = fs.fully_shard(one_axis())
-        check_transform(Around(plain))
-        with pytest.raises(AssertionError, match=WRONG[wrong]):
-            check_transform(wrong(plain))
-
-    spmd(program, 2)
+    plain = fs.fully_shard(one_axis())
+    check_transform(Around(plain))
+    with pytest.raises(AssertionError, match=WRONG[wrong]):
+        check_transform(wrong(plain))
 
 
+@on_ranks(2)
 def test_a_mistake_of_one_rank_is_raised_on_all():
-    def program():
-        with pytest.raises(AssertionError, match="scatter's inputs"):
-            check_transform(WritesOnOneRank(fs.fully_shard(one_axis())))
-
-    spmd(program, 2)
+    with pytest.raises(AssertionError, match="scatter's inputs"):
+        check_transform(WritesOnOneRank(fs.fully_shard(one_axis())))
 
 
+@on_ranks(4)
 def test_leaves_that_stay_split_are_refused():
-    def program():
-        mesh = two_axes(4)
-        transform = fs.compose(fs.fully_shard(mesh["shard"]), fs.split_dim(mesh["replicate"], dim=0))
-        text = (
-            r"^check_transform: expected leaves that gather makes whole, got some split over \['replicate'\]; check "
-            r"the rest without them$"
-        )
-        with pytest.raises(ValueError, match=text):
-            check_transform(transform, [(4, 4)])
-
-    spmd(program, 4)
+    mesh = two_axes(4)
+    transform = fs.compose(fs.fully_shard(mesh["shard"]), fs.split_dim(mesh["replicate"], dim=0))
+    text = (
+        r"^check_transform: expected leaves that gather makes whole, got some split over \['replicate'\]; check "
+        r"the rest without them$"
+    )
+    with pytest.raises(ValueError, match=text):
+        check_transform(transform, [(4, 4)])
 
 
+@on_ranks(3)
 def test_dtypes_and_a_state():
-    def program():
-        mesh = one_axis()
-        check_transform(fs.zero3(mesh), dtype=torch.float32)
-        check_transform(replace(fs.fully_shard(mesh), algorithm="flat"), dtype=torch.float32)
-        check_transform(fs.quantize(mesh, scatter=True), dtype=torch.float32, error=1 / 200)
-
-    spmd(program, 3)
+    mesh = one_axis()
+    check_transform(fs.zero3(mesh), dtype=torch.float32)
+    check_transform(replace(fs.fully_shard(mesh), algorithm="flat"), dtype=torch.float32)
+    check_transform(fs.quantize(mesh, scatter=True), dtype=torch.float32, error=1 / 200)

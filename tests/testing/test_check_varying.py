@@ -7,6 +7,7 @@ import torch
 
 import fshard as fs
 from fshard.testing import check_varying, spmd
+from tests.ranks import on_ranks
 from tests.trees import normal
 
 FULL = {"norm": normal(1)(6), "up": normal(2)(8, 6), "down": normal(3)(6, 8), "head": normal(4)(6, 6)}
@@ -110,35 +111,29 @@ def test_the_line_is_named():
     checked(make, 'in loss return fs.psum(full["norm"].sum(), tp) # this line: expected one that agrees')
 
 
+@on_ranks(4)
 def test_columns_may_be_gathered_into_what_agrees():
     """Its transpose takes this rank's piece, where all_gather's sums as many equal cotangents as there are ranks."""
+    mesh = fs.init_mesh({"shard": 2, "tp": 2}, device="cpu")
+    tp, params = fs.axis_of(mesh["tp"]), fs.shard(FULL, parallel(mesh))
 
-    def program():
-        mesh = fs.init_mesh({"shard": 2, "tp": 2}, device="cpu")
-        tp, params = fs.axis_of(mesh["tp"]), fs.shard(FULL, parallel(mesh))
+    def loss(params):
+        return fs.all_gather_invariant(fs.gather(params)["up"], tp).square().sum()
 
-        def loss(params):
-            return fs.all_gather_invariant(fs.gather(params)["up"], tp).square().sum()
-
-        check_varying(loss, params)
-        value, grads = fs.value_and_grad(loss)(params)
-        fs.testing.assert_trees_close((value, fs.unshard(grads)["up"]), (FULL["up"].square().sum(), 2 * FULL["up"]))
-
-    spmd(program, 4)
+    check_varying(loss, params)
+    value, grads = fs.value_and_grad(loss)(params)
+    fs.testing.assert_trees_close((value, fs.unshard(grads)["up"]), (FULL["up"].square().sum(), 2 * FULL["up"]))
 
 
+@on_ranks(3)
 def test_it_switches_nothing_of_the_process():
     """Ranks may be threads, and each that put a switch of the process back would leave the state of another's."""
+    params = fs.shard(FULL, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+    found = []
 
-    def program():
-        params = fs.shard(FULL, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
-        found = []
+    def loss(params):
+        found.append(torch.is_anomaly_enabled())
+        return (X @ fs.gather(params["head"])).square().mean()
 
-        def loss(params):
-            found.append(torch.is_anomaly_enabled())
-            return (X @ fs.gather(params["head"])).square().mean()
-
-        check_varying(loss, params)
-        return [*found, torch.is_anomaly_enabled()]
-
-    assert spmd(program, 3) == [[False, False]] * 3
+    check_varying(loss, params)
+    assert [*found, torch.is_anomaly_enabled()] == [False, False]
