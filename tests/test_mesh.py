@@ -1,17 +1,24 @@
-"""init_mesh, and the axes of its meshes."""
+"""init_mesh and the axes of its meshes, of all ranks and of some: a trainer beside a reference model."""
+
+import re
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional
 
 import fshard as fs
-from fshard.testing import spmd
-from tests.ranks import on_ranks
+from fshard import checkpoint
+from fshard.testing import assert_matches_ddp, assert_trees_close, spmd
+from tests.ranks import my_rank, on_ranks, world_of
+
+TX = fs.from_torch(torch.optim.AdamW, lr=0.05, fused=False)
 
 
 @pytest.mark.parametrize(
-    "shape, ranks, sizes",
+    "shape, world_size, sizes",
     [
         ({"shard": -1}, 1, (1,)),
         ({"shard": -1}, 6, (6,)),
@@ -22,27 +29,24 @@ from tests.ranks import on_ranks
         ({"a": 6, "b": -1}, 6, (6, 1)),
     ],
 )
-def test_sizes(shape, ranks, sizes):
-    def program():
-        mesh = fs.init_mesh(shape, device="cpu")
-        assert isinstance(mesh, DeviceMesh)
-        assert mesh.mesh_dim_names == tuple(shape)
-        assert [fs.axis_of(mesh, name).size for name in shape] == list(sizes)
-        return tuple(mesh.shape)
-
-    assert spmd(program, ranks) == [sizes] * ranks
+@on_ranks()
+def test_sizes(shape, sizes):
+    mesh = fs.init_mesh(shape, device="cpu")
+    assert isinstance(mesh, DeviceMesh)
+    assert mesh.mesh_dim_names == tuple(shape)
+    assert [fs.axis_of(mesh, name).size for name in shape] == list(sizes)
+    assert tuple(mesh.shape) == sizes
 
 
+@on_ranks(6)
 def test_axes_group_the_ranks_of_a_row():
     """The outermost axis first: ranks 0, 1, 2 share the inner axis and 0, 3 the outer one."""
-
-    def program():
-        mesh = fs.init_mesh({"outer": 2, "inner": 3}, device="cpu")
-        rank = torch.tensor([dist.get_rank()])
-        rows = (fs.comm.all_gather([rank], fs.axis_of(mesh, name), "test")[0] for name in ("outer", "inner"))
-        return tuple(row.flatten().tolist() for row in rows)
-
-    assert spmd(program, 6) == [([r % 3, r % 3 + 3], [r // 3 * 3 + k for k in range(3)]) for r in range(6)]
+    mesh, rank = fs.init_mesh({"outer": 2, "inner": 3}, device="cpu"), my_rank()
+    outer, inner = (
+        fs.comm.all_gather([torch.tensor([rank])], fs.axis_of(mesh, name), "test")[0] for name in ("outer", "inner")
+    )
+    assert outer.flatten().tolist() == [rank % 3, rank % 3 + 3]
+    assert inner.flatten().tolist() == [rank // 3 * 3 + k for k in range(3)]
 
 
 @on_ranks(4)
@@ -55,41 +59,295 @@ def test_axis_of_a_whole_mesh_of_a_part_and_of_an_axis():
     assert len({axis, fs.axis_of(grid, "a"), fs.axis_of(grid, "b")}) == 3
 
 
-def test_axes_agree_between_ranks_and_with_torchs_own_meshes(workers):
+@on_ranks(2, "2 processes")
+def test_axes_agree_between_ranks_and_with_torchs_own_meshes():
     """An axis holds no rank: specs made of it are equal on all ranks that share it."""
+    theirs = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    axes = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu")), fs.axis_of(theirs)
+    assert [axis.size for axis in axes] == [2, 2]
+    return axes
 
-    def program():
-        ours, theirs = (
-            fs.init_mesh({"shard": -1}, device="cpu"),
-            init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)),
-        )
-        return fs.axis_of(ours), fs.axis_of(theirs)
 
-    for world in (2, workers(2)):
-        first, second = spmd(program, world)
-        assert first == second
-        assert [axis.size for axis in first] == [2, 2]
+def network():
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def batch_of(number, place):
+    draw = torch.Generator().manual_seed(10 * number + place)
+    return torch.randn(4, 3, generator=draw, dtype=torch.float64), torch.randn(4, 1, generator=draw).double()
+
+
+def loss_of(model, params, batch):
+    return functional.mse_loss(model.apply(params, batch[0]), batch[1])
+
+
+def is_member(mesh):
+    return mesh.get_coordinate() is not None
+
+
+def trained(mesh, wrap=fs.jit):
+    """Train on a mesh by three steps: the state, and what does not depend on where ranks are."""
+    model = fs.functionalize(network(), units=nn.Linear)
+    state = fs.TrainState.create(model.init(fs.zero3(mesh, axis=None), seed=0), TX)
+    axis = fs.axis_of(mesh)
+
+    def step(state, batch):
+        loss, grads = fs.value_and_grad(partial(loss_of, model))(state.params, batch)
+        return fs.update(TX, state, grads), loss
+
+    step, losses = wrap(step), []
+    for number in range(3):
+        state, loss = step(state, batch_of(number, fs.axis_index(axis)))
+        losses.append(loss)
+    return state, (losses, fs.unshard(state.params))
+
+
+def evaluated(mesh, params):
+    model, axis = fs.functionalize(network(), units=nn.Linear), fs.axis_of(mesh)
+    return fs.objective(loss_of(model, params, batch_of(9, fs.axis_index(axis))), like=params)
+
+
+def trainer_and_reference(world_size, directory, wrap):
+    """Train on ranks 0 and 1, beside which the others evaluate; then evaluate there the state that was saved."""
+    everyone = fs.axis_of(fs.init_mesh({"all": -1}, device="cpu"))
+    trainer = fs.init_mesh({"train": 2}, device="cpu", ranks=[0, 1])
+    reference = fs.init_mesh({"eval": -1}, device="cpu", ranks=range(2, world_size))
+    with fs.comm.record() as events:
+        if is_member(trainer):
+            state, found = trained(trainer, wrap)
+            checkpoint.save(directory, state, mesh=trainer)
+        else:
+            model = fs.functionalize(network(), units=nn.Linear)
+            params = model.init(fs.zero3(reference, axis=None), seed=1)
+            # Other calls than the trainer's, and another number of them.
+            found = [evaluated(reference, params) for _ in range(5)]
+            fs.value_and_grad(partial(loss_of, model))(params, batch_of(0, 0))
+    fs.psum(torch.zeros(()), everyone)
+    if is_member(reference):
+        with fs.comm.record() as later:
+            params = checkpoint.restore(directory, params, subtree=".params", mesh=reference)
+            found = evaluated(reference, params), fs.unshard(params)
+        events += later
+    return found, {event.axis for event in events}
 
 
 @pytest.mark.parametrize(
-    "shape, ranks, message",
+    ("world", "wrap"), [(3, fs.jit), (4, lambda step: step), ("3 processes", lambda step: step)], ids=str
+)
+def test_trainer_and_reference(world, wrap, workers, tmp_path):
+    size = int(str(world)[0])
+    (losses, params), _ = spmd(lambda: trained(fs.init_mesh({"train": -1}, device="cpu"), wrap)[1], 2)
+    found = spmd(partial(trainer_and_reference, size, tmp_path, wrap), world_of(world, workers))
+    for (got, full), axes in found[:2]:
+        assert_trees_close((got, full), (losses, params), exact=True)
+        assert axes == {"train"}
+    model = fs.functionalize(network())
+    needed = sum(loss_of(model, params, batch_of(9, place)) for place in range(size - 2)) / (size - 2)
+    for (loss, full), axes in found[2:]:
+        assert_trees_close(full, params, exact=True)
+        assert_trees_close(loss, needed, rtol=0, atol=1e-12)
+        assert axes == ({"eval"} if size == 4 else set())
+
+
+@on_ranks(4)
+def test_values_pass_by_broadcast_over_all_ranks():
+    everyone = fs.axis_of(fs.init_mesh({"all": -1}, device="cpu"))
+    trainer, reference = (fs.init_mesh({"shard": -1}, device="cpu", ranks=ranks) for ranks in ([1, 2], [0, 3]))
+    full = {"w": torch.zeros(3), "b": torch.zeros(())}
+    if is_member(trainer):
+        full = fs.unshard(fs.shard({"w": torch.arange(3.0), "b": torch.ones(())}, fs.zero3(trainer)))
+    full = fs.broadcast(full, everyone, root=1)
+    if is_member(reference):
+        full = fs.unshard(fs.shard(full, fs.zero3(reference)))
+    assert_trees_close(full, {"w": torch.arange(3.0), "b": torch.ones(())}, exact=True)
+
+
+@on_ranks(5)
+def test_a_mesh_of_two_axes_saves_by_one_group(tmp_path):
+    """Members save in the background by a Manager, and a rank outside waits for nothing."""
+    grid = fs.init_mesh({"replicate": 2, "shard": -1}, device="cpu", ranks=[0, 1, 3, 4])
+    # A mesh beside, whose groups are others.
+    fs.init_mesh({"replicate": 2, "shard": -1}, device="cpu", ranks=[1, 2, 3, 4])
+    assert is_member(grid) is (my_rank() != 2)
+    if not is_member(grid):
+        return
+    params = fs.shard({"w": torch.arange(6.0)}, fs.hsdp(grid, min_shard_elements=0))
+    with checkpoint.Manager(tmp_path / "grid", mesh=grid) as manager, fs.comm.record() as events:
+        manager.save(params, 1)
+        found = manager.restore(fs.tree_map(torch.zeros_like, params))
+    # One axis is a mesh of its ranks, too.
+    row = grid["shard"]
+    checkpoint.save(tmp_path / f"row {fs.axis_index(fs.axis_of(grid, 'replicate'))}", {"a": 1}, 1, mesh=row)
+    assert fs.unshard(found)["w"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert {(event.axis, event.size) for event in events} == {("replicate+shard", 4)}
+
+
+@on_ranks("3 processes")
+def test_ddp_and_traces_of_some_processes():
+    mesh = fs.init_mesh({"shard": -1}, device="cpu", ranks=[0, 2])
+    assert is_member(mesh) is (my_rank() != 1)
+    if not is_member(mesh):
+        return
+    torch.manual_seed(0)
+    module = network()
+    model = fs.functionalize(module, units=nn.Linear)
+    state = fs.TrainState.create(fs.shard(dict(module.named_parameters()), fs.zero3(mesh)), fs.sgd(0.1))
+
+    def step(state, batch):
+        loss, grads = fs.value_and_grad(partial(loss_of, model))(state.params, batch)
+        return fs.update(fs.sgd(0.1), state, grads), loss
+
+    batches = [batch_of(number, fs.axis_index(fs.axis_of(mesh))) for number in range(2)]
+    with fs.trace() as trace:
+        assert_matches_ddp(
+            step,
+            state,
+            batches,
+            module=module,
+            loss_fn=lambda ddp, batch: functional.mse_loss(ddp(batch[0]), batch[1]),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            mesh=mesh,
+        )
+    report = trace.report(mesh=mesh)
+    assert [line.rank for line in report.timelines] == [0, 2]
+    assert {event.members for line in report.timelines for event in line.events} == {(0, 2)}
+
+
+def outside(mesh, directory):
+    """Calls with a mesh that this rank is not in."""
+    yield lambda: fs.axis_of(mesh)
+    yield lambda: fs.zero3(mesh)
+    yield lambda: fs.hsdp(mesh, "shard", "shard")
+    yield lambda: fs.fully_shard(mesh)
+    yield lambda: fs.measure(mesh)
+    yield lambda: checkpoint.save(directory, {}, 1, mesh=mesh)
+    yield lambda: checkpoint.restore(directory, {}, mesh=mesh)
+    yield lambda: checkpoint.Manager(directory, mesh=mesh)
+    with fs.trace() as trace:
+        pass
+    yield lambda: trace.report(mesh=mesh)
+
+
+def held_by_others(params, axis):
+    """Calls with leaves, and with the axis, of a mesh that this rank is not in."""
+    yield "gather", lambda: fs.gather(params)
+    yield "unshard", lambda: fs.unshard(params)
+    yield "value_and_grad", lambda: fs.value_and_grad(lambda p: fs.gather(p)["w"].sum())(params)
+    yield "scatter_grads", lambda: fs.scatter_grads({"w": torch.ones(4)}, like=params)
+    yield "objective", lambda: fs.objective(torch.ones(()), like=params)
+    yield "psum", lambda: fs.psum(torch.ones(2), axis)
+    yield "broadcast", lambda: fs.broadcast(torch.ones(2), axis)
+    yield "jit", lambda: fs.jit(lambda p: fs.gather(p))(params)
+
+
+def test_a_foreign_mesh_is_refused_at_once(tmp_path):
+    """Only the rank outside calls, so that a collective would never end."""
+    shared = {}
+
+    def program():
+        everyone = fs.axis_of(fs.init_mesh({"all": -1}, device="cpu"))
+        mesh = fs.init_mesh({"shard": 2}, device="cpu", ranks=[0, 1])
+        if is_member(mesh):
+            params = fs.shard({"w": torch.ones(4)}, fs.zero3(mesh, min_shard_elements=0))
+            shared[fs.comm.rank(everyone)] = params, fs.axis_of(mesh)
+        fs.psum(torch.zeros(()), everyone)
+        if not is_member(mesh):
+            for call in outside(mesh, tmp_path):
+                with pytest.raises(ValueError, match=r"mesh's ranks \[0, 1\], got one on rank 2"):
+                    call()
+            for name, call in held_by_others(*shared[0]):
+                with pytest.raises(ValueError, match=r"'shard' of 2 ranks") as raised:
+                    call()
+                assert name in str(raised.value)
+        return fs.psum(torch.ones(()), everyone).item()
+
+    assert spmd(program, 3) == [3.0] * 3
+
+
+def whole_world(params, directory):
+    """Calls that all ranks of the run make unless they are told a mesh."""
+    module = nn.Linear(4, 1, bias=False)
+    params = {"weight": params["w"]}
+    yield "save", lambda: checkpoint.save(directory, params, 1)
+    yield "restore", lambda: checkpoint.restore(directory, params)
+    yield "Manager", lambda: checkpoint.Manager(directory).save(params, 1)
+    yield "to_state_dict", lambda: checkpoint.to_state_dict(params)
+    yield "from_state_dict", lambda: checkpoint.from_state_dict({}, params)
+    yield "load_torch", lambda: checkpoint.load_torch(directory, params)
+    yield "save_dcp", lambda: checkpoint.save_dcp(directory, params)
+    yield "load_dcp", lambda: checkpoint.load_dcp(directory, params)
+    yield "save_huggingface", lambda: checkpoint.save_huggingface(directory, params)
+    yield "load_huggingface", lambda: checkpoint.load_huggingface(directory, params)
+    yield (
+        "from_optimizer_state_dict",
+        lambda: checkpoint.from_optimizer_state_dict({}, TX.init(params), module, torch.optim.SGD(module.parameters())),
+    )
+    yield (
+        "to_optimizer_state_dict",
+        lambda: checkpoint.to_optimizer_state_dict(TX.init(params), module, torch.optim.SGD(module.parameters())),
+    )
+
+
+@on_ranks(3)
+def test_a_checkpoint_is_told_which_ranks_make_it(tmp_path):
+    """A state of some ranks is refused before any collective where the call is for all, or for other ranks."""
+    mesh = fs.init_mesh({"shard": 2}, device="cpu", ranks=[0, 2])
+    line = fs.init_mesh({"shard": -1}, device="cpu")
+    wide = fs.shard({"w": torch.ones(4)}, fs.zero3(line, min_shard_elements=0))
+    if is_member(mesh):
+        params = fs.shard({"w": torch.ones(4)}, fs.zero3(mesh, min_shard_elements=0))
+        for _, call in whole_world(params, tmp_path):
+            with pytest.raises(ValueError, match=r"all ranks of this run, got axis 'shard' of ranks \[0, 2\]; .*mesh="):
+                call()
+        with pytest.raises(
+            ValueError, match=r"leaves on a mesh of ranks \[0, 2\], got axis 'shard' of ranks \[0, 1, 2\]"
+        ):
+            checkpoint.save(tmp_path, wide, 1, mesh=mesh)
+
+
+NEEDED = r"init_mesh: expected ranks to be different ranks from 0 to 2, ascending, got "
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shape", "ranks", "message"),
     [
-        ({"shard": 4}, 2, r"init_mesh: expected the number of ranks to be 4 for \{'shard': 4\}, got 2"),
-        (
-            {"a": 3, "b": -1},
-            4,
-            r"init_mesh: expected the number of ranks to be a multiple of 3 for \{'a': 3, 'b': -1\}, got 4",
-        ),
-        ({"a": -1, "b": -1}, 2, "expected shape to be positive whole sizes, one of which may be -1"),
-        ({"a": 0}, 2, "expected shape to be positive whole sizes"),
-        ({}, 2, "expected shape to be positive whole sizes"),
+        (2, {"shard": 4}, None, r"init_mesh: expected the number of ranks to be 4 for \{'shard': 4\}, got 2"),
+        (4, {"a": 3, "b": -1}, None, r"ranks to be a multiple of 3 for \{'a': 3, 'b': -1\}, got 4"),
+        (2, {"a": -1, "b": -1}, None, "expected shape to be positive whole sizes, one of which may be -1"),
+        (2, {"a": 0}, None, "expected shape to be positive whole sizes"),
+        (2, {}, None, "expected shape to be positive whole sizes"),
+        (3, {"shard": -1}, [0, 0], NEEDED + r"\[0, 0\]"),
+        (3, {"shard": -1}, [2, 1], NEEDED),
+        (3, {"shard": -1}, [1, 3], NEEDED),
+        (3, {"shard": -1}, [-1, 0], NEEDED),
+        (3, {"shard": -1}, [], NEEDED),
+        (3, {"shard": -1}, [True], NEEDED),
+        (3, {"shard": -1}, "01", NEEDED),
+        (3, {"shard": -1}, 2, NEEDED + "2"),
+        (3, {"shard": 2}, [0], r"the number of ranks to be 2 for \{'shard': 2\}, got 1"),
+        (3, {"a": 2, "b": -1}, [0, 1, 2], r"to be a multiple of 2 for \{'a': 2, 'b': -1\}, got 3"),
+        (3, {"shard": 3}, [0, 1], r"to be 3 for \{'shard': 3\}, got 2"),
     ],
 )
-def test_shapes_that_do_not_hold_the_ranks(shape, ranks, message):
-    def program():
-        with pytest.raises(ValueError, match=message):
-            fs.init_mesh(shape, device="cpu")
-        # Nothing is left half made.
-        fs.init_mesh({"shard": -1}, device="cpu")
+@pytest.mark.rows(7)
+@on_ranks()
+def test_shapes_and_ranks_that_do_not_fit_are_refused(shape, ranks, message):
+    with pytest.raises(ValueError, match=message):
+        fs.init_mesh(shape, device="cpu", ranks=ranks)
+    # Nothing is left half made.
+    fs.init_mesh({"shard": -1}, device="cpu", ranks=None if ranks is None else [0, 2])
 
-    spmd(program, ranks)
+
+@on_ranks(3)
+def test_ranks_that_ask_for_different_ranks_all_refuse():
+    rank = fs.comm.rank(fs.axis_of(fs.init_mesh({"all": -1}, device="cpu")))
+    assert rank == my_rank()
+    for ranks in ([0, 1] if rank else [0, 2], [0, 1] if rank else None, [0, 1] if rank else [0, 9]):
+        with pytest.raises(ValueError, match=re.escape("of ranks [0, 1]") if rank or ranks != [0, 9] else "to 2"):
+            fs.init_mesh({"shard": -1}, device="cpu", ranks=ranks)
+
+
+@on_ranks(2)
+def test_all_ranks_are_a_mesh_of_all():
+    mesh = fs.init_mesh({"shard": -1}, device="cpu", ranks=range(2))
+    assert fs.axis_of(mesh) == fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))
