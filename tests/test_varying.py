@@ -43,8 +43,7 @@ def test_a_loss_that_is_reduced_already(strategy):
     refused(lambda p: 0.5 * fs.psum_invariant(squares(p), axis) / 2 + 1, params, text, reduce="sum")
     refused(lambda p: (fs.psum_invariant(squares(p), axis), torch.tensor(2)), params, text, reduce="weighted")
     with pytest.raises(
-        ValueError,
-        match=r"^accumulate: expected the loss to be this rank's own, got one reduced over 'shard' already",
+        ValueError, match=r"^accumulate: expected the loss to be this rank's own, got one reduced over 'shard' already"
     ):
         fs.accumulate(lambda p, _: fs.objective(squares(p), like=p))(params, [0, 1])
 

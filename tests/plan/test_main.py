@@ -112,10 +112,7 @@ BAD = {
         ["--link", "shard=fast"],
         "plan: expected --link to be GB/s, or those of each axis, as replicate=40,shard=400, got 'shard=fast'",
     ),
-    "a link too few": (
-        ["--link", "tp=1"],
-        "plan: expected link of shard to be a number above 0, got None",
-    ),
+    "a link too few": (["--link", "tp=1"], "plan: expected link of shard to be a number above 0, got None"),
     "no rate": (["--tflops", "0"], "plan: expected flops to be a number above 0, got 0.0"),
 }
 

@@ -197,10 +197,7 @@ ERRORS = {
         "plan: expected rank to be a whole number from 0 to 3 for the mesh {'shard': 4}, got 4",
     ),
     "a backend": ({"backend": "mpi"}, "plan: expected backend to be one of ('nccl', 'gloo'), got 'mpi'"),
-    "no rate": (
-        {"rates": Rates(flops=0)},
-        "plan: expected flops to be a number above 0, got 0",
-    ),
+    "no rate": ({"rates": Rates(flops=0)}, "plan: expected flops to be a number above 0, got 0"),
     "a link too few": (
         {"rates": Rates(link={"tp": 1.0})},
         "plan: expected link of shard to be a number above 0, got None",

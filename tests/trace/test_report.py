@@ -160,13 +160,8 @@ def test_ranks_that_part_are_named_and_what_follows_is_not_matched():
 def test_groups_are_matched_apart():
     """Two axes of two ranks each, and no order between them."""
     lines = [
-        timeline(
-            rank,
-            *(event("gather", "a", 10 * n + rank, 10 * n + 5, members=pair) for n, pair in enumerate(order)),
-        )
-        for rank, order in enumerate(
-            [[(0, 1), (0, 2)], [(1, 3), (0, 1)], [(0, 2), (2, 3)], [(2, 3), (1, 3)]],
-        )
+        timeline(rank, *(event("gather", "a", 10 * n + rank, 10 * n + 5, members=pair) for n, pair in enumerate(order)))
+        for rank, order in enumerate([[(0, 1), (0, 2)], [(1, 3), (0, 1)], [(0, 2), (2, 3)], [(2, 3), (1, 3)]])
     ]
     report = Report(lines, 0)
     assert report.mismatches == []
