@@ -1,6 +1,7 @@
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard.testing import RankError, spmd
+from tests.ranks import my_rank, on_ranks
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -59,65 +61,54 @@ def test_world_size_must_be_positive():
         spmd(dist.get_rank, 0)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(1, 2, 3)
 def test_collectives(world_size):
-    ranks = torch.arange(float(world_size))
-
-    def program():
-        rank, results = dist.get_rank(), {}
-        mine = torch.tensor([float(rank)])
-        for name in ("SUM", "MAX", "PRODUCT"):
-            results[name] = mine.clone()
-            dist.all_reduce(results[name], getattr(dist.ReduceOp, name))
-        results["all_gather"] = torch.empty(world_size)
-        dist.all_gather(list(results["all_gather"].split(1)), mine)
-        results["reduce_scatter"] = torch.empty(1)
-        dist.reduce_scatter(results["reduce_scatter"], list((ranks + rank).split(1)))
-        results["all_to_all"] = torch.empty(world_size)
-        dist.all_to_all_single(results["all_to_all"], ranks + 10 * rank)
-        results["broadcast"] = mine.clone()
-        dist.broadcast(results["broadcast"], src=world_size - 1)
-        results["scatter"] = torch.empty(1)
-        dist.scatter(results["scatter"], list(ranks.split(1)) if rank == 0 else None, src=0)
-        objects = [None] * world_size
-        dist.all_gather_object(objects, {"rank": rank})
-        dist.barrier()
-        return {name: value.tolist() for name, value in results.items()}, objects
-
-    for rank, (results, objects) in enumerate(spmd(program, world_size)):
-        total = ranks.sum().item()
-        assert results == {
-            "SUM": [total],
-            "MAX": [world_size - 1.0],
-            "PRODUCT": [0.0],
-            "all_gather": ranks.tolist(),
-            "reduce_scatter": [world_size * rank + total],
-            "all_to_all": (10 * ranks + rank).tolist(),
-            "broadcast": [world_size - 1.0],
-            "scatter": [float(rank)],
-        }
-        assert objects == [{"rank": other} for other in range(world_size)]
+    rank, ranks, found = my_rank(), torch.arange(float(world_size)), {}
+    mine, total = torch.tensor([float(rank)]), ranks.sum().item()
+    for name in ("SUM", "MAX", "PRODUCT"):
+        found[name] = mine.clone()
+        dist.all_reduce(found[name], getattr(dist.ReduceOp, name))
+    found["all_gather"] = torch.empty(world_size)
+    dist.all_gather(list(found["all_gather"].split(1)), mine)
+    found["reduce_scatter"] = torch.empty(1)
+    dist.reduce_scatter(found["reduce_scatter"], list((ranks + rank).split(1)))
+    found["all_to_all"] = torch.empty(world_size)
+    dist.all_to_all_single(found["all_to_all"], ranks + 10 * rank)
+    found["broadcast"] = mine.clone()
+    dist.broadcast(found["broadcast"], src=world_size - 1)
+    found["scatter"] = torch.empty(1)
+    dist.scatter(found["scatter"], list(ranks.split(1)) if rank == 0 else None, src=0)
+    objects = [None] * world_size
+    dist.all_gather_object(objects, {"rank": rank})
+    dist.barrier()
+    assert {name: value.tolist() for name, value in found.items()} == {
+        "SUM": [total],
+        "MAX": [world_size - 1.0],
+        "PRODUCT": [0.0],
+        "all_gather": ranks.tolist(),
+        "reduce_scatter": [world_size * rank + total],
+        "all_to_all": (10 * ranks + rank).tolist(),
+        "broadcast": [world_size - 1.0],
+        "scatter": [float(rank)],
+    }
+    assert objects == [{"rank": other} for other in range(world_size)]
 
 
+@on_ranks(2)
 def test_functional_collectives():
-    def program():
-        ops, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
-        rank = torch.full((2,), float(dist.get_rank()))
-        gathered = ops.all_gather_into_tensor_coalesced([rank, rank[:1]], 2, group)
-        scattered = ops.reduce_scatter_tensor_coalesced([rank], "sum", 2, group)
-        return [
-            ops.wait_tensor(tensor).tolist() for tensor in [*gathered, *scattered, ops.all_reduce(rank, "sum", group)]
-        ]
-
-    assert spmd(program, 2) == [[[0, 0, 1, 1], [0, 1], [1], [1, 1]]] * 2
+    ops, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    rank = torch.full((2,), float(my_rank()))
+    gathered = ops.all_gather_into_tensor_coalesced([rank, rank[:1]], 2, group)
+    scattered = ops.reduce_scatter_tensor_coalesced([rank], "sum", 2, group)
+    found = [*gathered, *scattered, ops.all_reduce(rank, "sum", group)]
+    assert [ops.wait_tensor(tensor).tolist() for tensor in found] == [[0, 0, 1, 1], [0, 1], [1], [1, 1]]
 
 
+@on_ranks(6)
 def test_device_mesh_with_subgroups():
-    def program():
-        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("replicate", "shard"))
-        return [ranks_summed(mesh[name].get_group()) for name in mesh.mesh_dim_names]
-
-    assert spmd(program, 6) == [[column * 2 + 3, row * 9 + 3] for row in (0, 1) for column in (0, 1, 2)]
+    mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("replicate", "shard"))
+    row, column = divmod(my_rank(), 3)
+    assert [ranks_summed(mesh[name].get_group()) for name in mesh.mesh_dim_names] == [column * 2 + 3, row * 9 + 3]
 
 
 def test_failing_rank_releases_the_others():
@@ -229,50 +220,44 @@ def test_stuck_rank_is_reported_at_the_timeout(endless):
     assert went_on == []
 
 
-def mismatched_kinds():
-    if dist.get_rank() == 0:
-        return ranks_summed()
-    return dist.all_gather([torch.empty(1), torch.empty(1)], torch.ones(1))
-
-
-def mismatched_operations():
-    dist.all_reduce(torch.ones(1), dist.ReduceOp.SUM if dist.get_rank() == 0 else dist.ReduceOp.MAX)
-
-
-def mismatched_sources():
-    dist.broadcast(torch.ones(1), src=dist.get_rank())
-
-
-def mismatched_shapes():
-    dist.broadcast(torch.ones(1 + dist.get_rank()), src=0)
-
-
-def mismatched_dtypes():
-    ones = torch.ones(1, dtype=[torch.float32, torch.float64][dist.get_rank()])
+def reduce_scatter_of(dtype):
+    ones = torch.ones(1, dtype=dtype)
     dist.reduce_scatter(torch.empty_like(ones), [ones, ones])
 
 
-@pytest.mark.parametrize(
-    "program, first, second",
-    [
-        (mismatched_kinds, "AllReduce(op=RedOpType.SUM) of torch.float32 ()", "AllGather()"),
-        (mismatched_operations, "AllReduce(op=RedOpType.SUM)", "AllReduce(op=RedOpType.MAX)"),
-        (mismatched_sources, "Broadcast(src=0)", "Broadcast(src=1)"),
-        (mismatched_shapes, "Broadcast(src=0) of torch.float32 (1,)", "Broadcast(src=0) of torch.float32 (2,)"),
-        (
-            mismatched_dtypes,
-            "ReduceScatter(op=RedOpType.SUM) of torch.float32",
-            "of torch.float64 (1,), torch.float64 (1,)",
-        ),
-    ],
-)
-def test_mismatched_collectives(program, first, second):
-    text = str(failure(program, 2))
+# What two ranks do at once, and how their collectives are told.
+MISMATCHED = [
+    (
+        (ranks_summed, lambda: dist.all_gather([torch.empty(1), torch.empty(1)], torch.ones(1))),
+        ("AllReduce(op=RedOpType.SUM) of torch.float32 ()", "AllGather()"),
+    ),
+    (
+        [partial(dist.all_reduce, torch.ones(1), op) for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)],
+        ("AllReduce(op=RedOpType.SUM)", "AllReduce(op=RedOpType.MAX)"),
+    ),
+    (
+        [partial(dist.broadcast, torch.ones(1), src=source) for source in (0, 1)],
+        ("Broadcast(src=0)", "Broadcast(src=1)"),
+    ),
+    (
+        [partial(dist.broadcast, torch.ones(size), src=0) for size in (1, 2)],
+        ("Broadcast(src=0) of torch.float32 (1,)", "Broadcast(src=0) of torch.float32 (2,)"),
+    ),
+    (
+        [partial(reduce_scatter_of, dtype) for dtype in (torch.float32, torch.float64)],
+        ("ReduceScatter(op=RedOpType.SUM) of torch.float32", "of torch.float64 (1,), torch.float64 (1,)"),
+    ),
+]
+
+
+@pytest.mark.parametrize("calls, told", MISMATCHED, ids=("kinds", "operations", "sources", "shapes", "dtypes"))
+def test_mismatched_collectives(calls, told):
+    text = str(failure(lambda: calls[my_rank()](), 2))
     assert text.startswith(
         "different collectives at once: ranks [] of 2 finished, ranks [0, 1] did not\nrank 0 waits in "
     )
-    assert f"rank 0 waits in {first}" in text
-    assert second in text[text.index("rank 1 waits in ") :]
+    assert f"rank 0 waits in {told[0]}" in text
+    assert told[1] in text[text.index("rank 1 waits in ") :]
 
 
 def test_failing_collective_names_itself():
@@ -329,36 +314,32 @@ def test_program_may_destroy_its_process_group():
     spmd(dist.destroy_process_group, 2)
 
 
+@on_ranks(4)
 def test_forward_mode_derivatives_on_all_ranks_at_once():
     def cubes(x):
         return (x**3).sum()
 
-    def program():
-        dist.barrier()
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        for _ in range(40):
-            x, t = torch.randn(2, 4, generator=generator, dtype=torch.float64)
-            torch.testing.assert_close(torch.func.jvp(torch.sin, (x,), (t,)), (x.sin(), x.cos() * t))
-            hvp = torch.func.jvp(torch.func.grad(cubes), (x,), (t,))[1]
-            torch.testing.assert_close(hvp, 6 * x * t)
-            torch.testing.assert_close(torch.func.jacfwd(torch.exp)(x), x.exp().diag())
-            torch.testing.assert_close(torch.func.hessian(cubes)(x), (6 * x).diag())
-            with forward_ad.dual_level():
-                dual = forward_ad.make_dual(x, t)
-                torch.testing.assert_close(forward_ad.unpack_dual(dual * dual).tangent, 2 * x * t)
-
-    spmd(program, 4)
+    dist.barrier()
+    generator = torch.Generator().manual_seed(my_rank())
+    for _ in range(40):
+        x, t = torch.randn(2, 4, generator=generator, dtype=torch.float64)
+        torch.testing.assert_close(torch.func.jvp(torch.sin, (x,), (t,)), (x.sin(), x.cos() * t))
+        hvp = torch.func.jvp(torch.func.grad(cubes), (x,), (t,))[1]
+        torch.testing.assert_close(hvp, 6 * x * t)
+        torch.testing.assert_close(torch.func.jacfwd(torch.exp)(x), x.exp().diag())
+        torch.testing.assert_close(torch.func.hessian(cubes)(x), (6 * x).diag())
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, t)
+            torch.testing.assert_close(forward_ad.unpack_dual(dual * dual).tangent, 2 * x * t)
 
 
+@on_ranks(4)
 def test_forward_mode_with_collectives():
-    def program():
-        def f(x):
-            dist.barrier()
-            return x**2
+    def f(x):
+        dist.barrier()
+        return x**2
 
-        return torch.func.jvp(f, (torch.tensor(3.0),), (torch.tensor(float(dist.get_rank())),))[1].item()
-
-    assert spmd(program, 4) == [0.0, 6.0, 12.0, 18.0]
+    assert torch.func.jvp(f, (torch.tensor(3.0),), (torch.tensor(float(my_rank())),))[1].item() == 6.0 * my_rank()
 
 
 class Seen(TorchDispatchMode):
@@ -371,44 +352,37 @@ class Seen(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@on_ranks(3)
 def test_dispatch_modes_see_the_rank_only():
-    def program():
-        x = torch.ones(3)
-        with Seen() as seen:
-            for _ in range(dist.get_rank()):
-                x = x + 1
-            dist.all_reduce(x)
-        return [name for name in seen.names if "add" in name or "copy" in name or "stack" in name]
-
-    assert spmd(program, 3) == [[], ["aten.add.Tensor"], ["aten.add.Tensor"] * 2]
+    x = torch.ones(3)
+    with Seen() as seen:
+        for _ in range(my_rank()):
+            x = x + 1
+        dist.all_reduce(x)
+    found = [name for name in seen.names if "add" in name or "copy" in name or "stack" in name]
+    assert found == ["aten.add.Tensor"] * my_rank()
 
 
+@on_ranks(3)
 def test_collectives_on_inference_tensors():
-    def program():
-        with torch.inference_mode():
-            return ranks_summed()
-
-    assert spmd(program, 3) == [3.0] * 3
+    with torch.inference_mode():
+        assert ranks_summed() == 3.0
 
 
+@on_ranks(3)
 def test_collectives_inside_torch_func():
-    def program():
-        total = torch.tensor(float(dist.get_rank()))
+    total = torch.tensor(float(my_rank()))
 
-        def loss(x):
-            dist.all_reduce(total)
-            return x * total
+    def loss(x):
+        dist.all_reduce(total)
+        return x * total
 
-        return torch.func.grad(loss)(torch.tensor(1.0)).item()
-
-    assert spmd(program, 3) == [3.0] * 3
+    assert torch.func.grad(loss)(torch.tensor(1.0)).item() == 3.0
 
 
+@on_ranks(2)
 def test_backward_of_a_sharded_program():
-    def program():
-        x = torch.tensor([dist.get_rank() + 1.0], requires_grad=True)
-        (x**2).sum().backward()
-        dist.all_reduce(x.grad)
-        return x.grad.item(), x.grad._version
-
-    assert spmd(program, 2) == [(6.0, 1)] * 2
+    x = torch.tensor([my_rank() + 1.0], requires_grad=True)
+    (x**2).sum().backward()
+    dist.all_reduce(x.grad)
+    assert (x.grad.item(), x.grad._version) == (6.0, 1)
