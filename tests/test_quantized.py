@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
+from tests.ranks import on_ranks
 from tests.test_processes import ROOT
 from tests.trees import assert_same_bits, normal, one_axis
 
@@ -68,59 +69,50 @@ def batch(rank):
 
 
 @BITS
-@pytest.mark.parametrize("ranks", (1, 2, 3))
-def test_a_frozen_base_of_bytes_trains_the_other_leaves_as_one_process_does(bits, ranks):
+@on_ranks(1, 2, 3)
+def test_a_frozen_base_of_bytes_trains_the_other_leaves_as_one_process_does(bits, world_size):
     """Biases here. Bytes are gathered again in the backward, and nothing else of a weight is kept or sent."""
-
-    def program():
-        mesh = one_axis()
-        model = fs.functionalize(Net().double(), units=nn.Sequential)
-        transform = strategy(mesh, torch.float64, bits, merge_bytes=0)
-        params = fs.shard(stored(bits), transform, frozen=lambda path: "weight" in path)
-        step = fs.value_and_grad(model.apply)
-        with fs.comm.record() as record:
-            loss, grads = step(params, batch(mesh.get_rank()))
-        jitted = fs.jit(step)(params, batch(mesh.get_rank()))
-        assert_same_bits(fs.tree_leaves(jitted), fs.tree_leaves((loss, grads)))
-        kept = {name: leaf.local.shape for name, leaf in params.items() if leaf.local.dtype == torch.uint8}
-        gathered = [entry.bytes for entry in record if entry.label == "gather"]
-        return loss, fs.unshard({n: g for n, g in grads.items() if n in trained}), kept, gathered
-
     full = {
         n: dequantized(leaf, bits).double() if leaf.dtype == torch.uint8 else leaf for n, leaf in stored(bits).items()
     }
     trained = [name for name in full if name.endswith("bias")]
 
     def dense(biases):
-        losses = [torch.func.functional_call(Net(), {**full, **biases}, (batch(rank),)) for rank in range(ranks)]
+        losses = [torch.func.functional_call(Net(), {**full, **biases}, (batch(rank),)) for rank in range(world_size)]
         return torch.stack(losses).mean()
 
-    grads, loss = torch.func.grad_and_value(dense)({name: full[name] for name in trained})
+    expected = torch.func.grad_and_value(dense)({name: full[name] for name in trained})
+    mesh = one_axis()
+    model = fs.functionalize(Net().double(), units=nn.Sequential)
+    transform = strategy(mesh, torch.float64, bits, merge_bytes=0)
+    params = fs.shard(stored(bits), transform, frozen=lambda path: "weight" in path)
+    step = fs.value_and_grad(model.apply)
+    with fs.comm.record() as record:
+        loss, grads = step(params, batch(mesh.get_rank()))
+    assert_trees_close((fs.unshard({name: grads[name] for name in trained}), loss), expected, **ROUNDING)
+    jitted = fs.jit(step)(params, batch(mesh.get_rank()))
+    assert_same_bits(fs.tree_leaves(jitted), fs.tree_leaves((loss, grads)))
     row = {n: WIDTH if n.endswith("0.weight") else INNER for n in full if n.endswith("weight")}
-    for found, found_grads, kept, gathered in spmd(program, ranks):
-        assert_trees_close((found, found_grads), (loss, grads), **ROUNDING)
-        sizes = SCALE_BYTES + BLOCK * bits // 8
-        for name, shape in kept.items():
+    sizes = SCALE_BYTES + BLOCK * bits // 8
+    for name, leaf in params.items():
+        if leaf.local.dtype == torch.uint8:
             # Whole rows, and so whole blocks.
-            assert shape == (-(-len(full[name]) // ranks), row[name] // BLOCK, sizes), name
-        if ranks > 1:
-            padded = {name: ranks * -(-len(full[name]) // ranks) for name in full}
-            unit = sum(padded[f"blocks.0.{n}.weight"] * row[f"blocks.0.{n}.weight"] // BLOCK * sizes for n in (0, 2))
-            biases = 8 * (WIDTH + INNER)
-            # Three units, of which the first is gathered again; biases of few elements are whole on each rank.
-            assert sum(gathered) in (4 * unit, 4 * (unit + biases)), (gathered, unit)
+            assert leaf.local.shape == (-(-len(full[name]) // world_size), row[name] // BLOCK, sizes), name
+    if world_size > 1:
+        gathered = sum(entry.bytes for entry in record if entry.label == "gather")
+        padded = {name: world_size * -(-len(full[name]) // world_size) for name in full}
+        unit = sum(padded[f"blocks.0.{n}.weight"] * row[f"blocks.0.{n}.weight"] // BLOCK * sizes for n in (0, 2))
+        biases = 8 * (WIDTH + INNER)
+        # Three units, of which the first is gathered again; biases of few elements are whole on each rank.
+        assert gathered in (4 * unit, 4 * (unit + biases)), (gathered, unit)
 
 
+@on_ranks(2)
 def test_gather_gives_numbers_and_unshard_the_bytes():
-    def program():
-        params = fs.shard(stored(4), strategy(one_axis(), torch.bfloat16, 4))
-        name = "blocks.1.2.weight"
-        return fs.gather(params)[name], fs.unshard(params)[name]
-
-    for gathered, whole in spmd(program, 2):
-        expected = stored(4)["blocks.1.2.weight"]
-        assert_same_bits(whole, expected)
-        assert_same_bits(gathered, dequantized(expected, 4).bfloat16())
+    params, name = fs.shard(stored(4), strategy(one_axis(), torch.bfloat16, 4)), "blocks.1.2.weight"
+    expected = stored(4)[name]
+    assert_same_bits(fs.unshard(params)[name], expected)
+    assert_same_bits(fs.gather(params)[name], dequantized(expected, 4).bfloat16())
 
 
 def test_other_shapes_are_refused_with_what_is_gathered():

@@ -137,25 +137,23 @@ def test_gradients_have_the_same_bits_at_any_number_of_ranks():
     assert_trees_close(found[1:], found[:1] * 2, exact=True)
 
 
+@on_ranks(2)
 def test_functions_over_more_axes():
-    def program():
-        mesh = fs.init_mesh({name: -1 if name == "expert" else 1 for name in ("pipe", "cp", "tp", "expert")}, "cpu")
-        scope = {"fs": fs} | {name: fs.axis_of(mesh, name) for name in mesh.mesh_dim_names}
-        scope["x"], scope["router"] = torch.ones(6, 4), torch.ones(4, 2)
-        scope["q"] = scope["k"] = scope["v"] = torch.ones(1, 2, 6, 4)
-        scope["h"], scope["weight"], scope["targets"] = torch.ones(3, 4), torch.zeros(5, 4), torch.tensor([0, 3, 4])
-        scope["stage"], scope["embed"] = lambda params, h: h * fs.tree_leaves(params)[0], lambda params, x: x.double()
-        scope["head"] = lambda params, h: h.square().mean()
-        exec(MORE_AXES, scope)
-        params = fs.shard({"w": torch.full((1,), 3.0, dtype=torch.float64)}, fs.zero3(mesh, "expert"))
-        value, grads = fs.value_and_grad(scope["loss_fn"])(params, torch.ones(8, 1))
-        sizes = [len(rows) for rows in scope["rows"]]
-        return scope["loss"].item(), scope["mixed"].shape, sum(sizes), value.item(), fs.unshard(grads)["w"].item()
-
-    for loss, shape, rows, value, grad in spmd(program, 2):
-        assert loss == pytest.approx(math.log(5))
-        # Each of 6 tokens goes to both experts, one of which each rank has.
-        assert (tuple(shape), rows, value, grad) == ((1, 2, 6, 4), 12, 9.0, 6.0)
+    mesh = fs.init_mesh({name: -1 if name == "expert" else 1 for name in ("pipe", "cp", "tp", "expert")}, "cpu")
+    scope = {"fs": fs} | {name: fs.axis_of(mesh, name) for name in mesh.mesh_dim_names}
+    scope["x"], scope["router"] = torch.ones(6, 4), torch.ones(4, 2)
+    scope["q"] = scope["k"] = scope["v"] = torch.ones(1, 2, 6, 4)
+    scope["h"], scope["weight"], scope["targets"] = torch.ones(3, 4), torch.zeros(5, 4), torch.tensor([0, 3, 4])
+    scope["stage"], scope["embed"] = lambda params, h: h * fs.tree_leaves(params)[0], lambda params, x: x.double()
+    scope["head"] = lambda params, h: h.square().mean()
+    exec(MORE_AXES, scope)
+    assert scope["loss"].item() == pytest.approx(math.log(5))
+    assert scope["mixed"].shape == (1, 2, 6, 4)
+    # Each of 6 tokens goes to both experts, one of which each rank has.
+    assert sum(len(rows) for rows in scope["rows"]) == 12
+    params = fs.shard({"w": torch.full((1,), 3.0, dtype=torch.float64)}, fs.zero3(mesh, "expert"))
+    value, grads = fs.value_and_grad(scope["loss_fn"])(params, torch.ones(8, 1))
+    assert (value.item(), fs.unshard(grads)["w"].item()) == (9.0, 6.0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -5,7 +5,7 @@ import torch
 from torch.func import grad_and_value
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
 from tests.ranks import my_rank, on_ranks
 from tests.trees import none_as_zeros, normal, one_axis
 
@@ -242,57 +242,49 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("schedule, prefetch", RECORDS)
+@on_ranks(2)
 def test_what_is_scheduled_is_gathered_ahead(schedule, prefetch):
     full = {"blocks": [normal(i)(6, 6) for i in range(3)]}
     schedules = {"none": None, "in order": lambda p: p["blocks"]}
+    strategy = fs.zero3(one_axis(), merge_bytes=0, min_shard_elements=0, prefetch=prefetch)
+    params, x = fs.shard(full, strategy), normal(9)(2, 6).requires_grad_()
+    with fs.comm.record() as record:
 
-    def program():
-        strategy = fs.zero3(one_axis(), merge_bytes=0, min_shard_elements=0, prefetch=prefetch)
-        params, x = fs.shard(full, strategy), normal(9)(2, 6).requires_grad_()
-        with fs.comm.record() as record:
+        def f(params):
+            h = x
+            for i, block in enumerate(params["blocks"]):
+                weight = fs.gather(block)
+                record.append(f"[{i}]")
+                h = torch.tanh(h @ weight)
+                h.register_hook(lambda _, i=i: record.append(f"({i})"))
+            return h.sum()
 
-            def f(params):
-                h = x
-                for i, block in enumerate(params["blocks"]):
-                    weight = fs.gather(block)
-                    record.append(f"[{i}]")
-                    h = torch.tanh(h @ weight)
-                    h.register_hook(lambda _, i=i: record.append(f"({i})"))
-                return h.sum()
-
-            fs.value_and_grad(f, schedule=schedules[schedule])(params)
-        return [e if isinstance(e, str) else e.label for e in record if isinstance(e, str) or e.label == "gather"]
-
-    found = spmd(program, 2)
-    expected = [e if e[0] in "[(" else "gather" for e in RECORDS[schedule, prefetch].split()]
-    assert found == [expected] * 2
+        fs.value_and_grad(f, schedule=schedules[schedule])(params)
+    found = [e if isinstance(e, str) else e.label for e in record if isinstance(e, str) or e.label == "gather"]
+    assert found == [e if e[0] in "[(" else "gather" for e in RECORDS[schedule, prefetch].split()]
 
 
+@on_ranks(2)
 def test_a_leaf_of_two_units_is_gathered_with_each_and_no_other():
     """Such as a table of tokens at both ends: the second gather is not the first unit's again."""
+    full = {"tokens": torch.ones(4, 2), "positions": torch.ones(100, 2), "weight": torch.ones(2, 2)}
+    params = fs.shard(full, fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0, prefetch=0))
 
-    def program():
-        full = {"tokens": torch.ones(4, 2), "positions": torch.ones(100, 2), "weight": torch.ones(2, 2)}
-        params = fs.shard(full, fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0, prefetch=0))
+    def part(params, *names):
+        return {name: params[name] for name in names}
 
-        def part(params, *names):
-            return {name: params[name] for name in names}
+    def loss(params):
+        first = fs.gather(part(params, "tokens", "positions"))
+        x = first["tokens"] + first["positions"][:4]
+        x = x @ fs.gather(part(params, "weight"))["weight"]
+        return (x @ fs.gather(part(params, "tokens"))["tokens"].T).square().mean()
 
-        def loss(params):
-            first = fs.gather(part(params, "tokens", "positions"))
-            x = first["tokens"] + first["positions"][:4]
-            x = x @ fs.gather(part(params, "weight"))["weight"]
-            return (x @ fs.gather(part(params, "tokens"))["tokens"].T).square().mean()
+    def units(params):
+        return [part(params, "tokens", "positions"), part(params, "weight"), part(params, "tokens")]
 
-        def units(params):
-            return [part(params, "tokens", "positions"), part(params, "weight"), part(params, "tokens")]
-
-        found = []
-        for schedule in (None, units):
-            with fs.comm.record() as record:
-                fs.value_and_grad(loss, schedule=schedule)(params)
-            found.append(sum(entry.bytes for entry in record if entry.label == "gather"))
-        return found
-
-    without, scheduled = spmd(program, 2)[0]
-    assert scheduled == without
+    found = []
+    for schedule in (None, units):
+        with fs.comm.record() as record:
+            fs.value_and_grad(loss, schedule=schedule)(params)
+        found.append(sum(entry.bytes for entry in record if entry.label == "gather"))
+    assert found[0] == found[1]

@@ -9,7 +9,6 @@ import fshard as fs
 from fshard import comm
 from fshard.comm import Label, Phase, Pool, Verb
 from fshard.comm.events import LEAVES, WIDTH
-from fshard.testing import spmd
 from tests.ranks import on_ranks
 from tests.trees import one_axis
 
@@ -42,21 +41,19 @@ def test_labels(name):
     assert (label.unit, str(label)) == (unit, text)
 
 
+@on_ranks(2)
 def test_collectives_carry_the_innermost_purpose():
-    def program():
-        axis, pool = fs.axis_of(one_axis()), Pool([torch.ones(3)])
-        with comm.record() as record:
-            with comm.concerning(["outer"], ["['v']"]):
-                with comm.concerning(("inner",), ("['w']",), pool):
-                    comm.all_gather([torch.ones(2)], axis, "gather")
-                comm.all_reduce([torch.ones(2)], axis, Label("whole", ("own",)))
-                comm.all_reduce([torch.ones(2)], axis, "sums")
+    axis, pool = fs.axis_of(one_axis()), Pool([torch.ones(3)])
+    with comm.record() as record:
+        with comm.concerning(["outer"], ["['v']"]):
+            with comm.concerning(("inner",), ("['w']",), pool):
+                comm.all_gather([torch.ones(2)], axis, "gather")
+            comm.all_reduce([torch.ones(2)], axis, Label("whole", ("own",)))
             comm.all_reduce([torch.ones(2)], axis, "sums")
-        assert pool == []
-        return [str(entry.about) for entry in record]
-
+        comm.all_reduce([torch.ones(2)], axis, "sums")
+    assert pool == []
     labels = ["gather | inner | ['w']", "whole | own", "sums | outer | ['v']", "sums"]
-    assert spmd(program, 2) == [labels] * 2
+    assert [str(entry.about) for entry in record] == labels
 
 
 @on_ranks(2)

@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import comm
-from fshard.testing import spmd
 from fshard.trace.stragglers import BETWEEN, spans
 from tests.ranks import BrokenError, on_ranks
 from tests.trace.steps import UNITS, make_step
@@ -19,41 +18,36 @@ BACKENDS = (None, "graph", "inductor")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
-def test_records_what_the_recorder_does(workers, backend):
-    def program():
-        step, state, x = make_step()
-        if backend:
-            step = fs.jit(step, backend=backend)
-            step(state, x)
-        with fs.trace() as trace, comm.record() as record:
-            state, _ = step(state, x)
-            step(state, x)
-        report = trace.report()
-        timeline = report.timelines[dist.get_rank()]
-        assert [(e.op, e.axis, e.who, e.unit) for e in timeline.events] == [
-            (e.op, e.axis, e.label, e.unit) for e in record
-        ]
-        assert sum(e.bytes for e in timeline.events) == record.bytes_sent() + record.scalar_bytes_sent()
-        for event in timeline.events:
-            times = [event.begin, event.issued, *(time for wait in event.waits for time in wait)]
-            assert event.waits
-            assert times == sorted(times)
-            assert timeline.begin <= event.begin <= event.end <= timeline.end
-            assert min(event.memory) > 0
-            assert event.members == (0, 1)
-        # The first one's weights are not needed in the backward, the last one's are kept for it.
-        gathered = [event.unit for event in timeline.events if event.who == "gather"]
-        assert {unit: gathered.count(unit) for unit in UNITS} == {UNITS[0]: 2, UNITS[1]: 4, UNITS[2]: 2}
-        assert any(UNITS[0] in event.unit for event in timeline.events if event.who == "scatter")
-        assert any("weight" in event.leaves for event in timeline.events)
-        assert not report.mismatches
-        assert len(report.matched) == len(timeline.events)
-        return str(report)
-
-    first, second = spmd(program, workers(2))
-    assert first == second
-    assert "trace of 2 ranks" in first
-    assert all(unit in first for unit in UNITS)
+@on_ranks("2 processes")
+def test_records_what_the_recorder_does(backend):
+    step, state, x = make_step()
+    if backend:
+        step = fs.jit(step, backend=backend)
+        step(state, x)
+    with fs.trace() as trace, comm.record() as record:
+        state, _ = step(state, x)
+        step(state, x)
+    report = trace.report()
+    timeline = report.timelines[dist.get_rank()]
+    assert [(e.op, e.axis, e.who, e.unit) for e in timeline.events] == [(e.op, e.axis, e.label, e.unit) for e in record]
+    assert sum(e.bytes for e in timeline.events) == record.bytes_sent() + record.scalar_bytes_sent()
+    for event in timeline.events:
+        times = [event.begin, event.issued, *(time for wait in event.waits for time in wait)]
+        assert event.waits
+        assert times == sorted(times)
+        assert timeline.begin <= event.begin <= event.end <= timeline.end
+        assert min(event.memory) > 0
+        assert event.members == (0, 1)
+    # The first one's weights are not needed in the backward, the last one's are kept for it.
+    gathered = [event.unit for event in timeline.events if event.who == "gather"]
+    assert {unit: gathered.count(unit) for unit in UNITS} == {UNITS[0]: 2, UNITS[1]: 4, UNITS[2]: 2}
+    assert any(UNITS[0] in event.unit for event in timeline.events if event.who == "scatter")
+    assert any("weight" in event.leaves for event in timeline.events)
+    assert not report.mismatches
+    assert len(report.matched) == len(timeline.events)
+    assert "trace of 2 ranks" in str(report)
+    assert all(unit in str(report) for unit in UNITS)
+    return str(report)
 
 
 @on_ranks("2 processes")
@@ -149,16 +143,14 @@ def test_names_the_rank_and_the_unit_that_the_others_waited_for(late, jitted):
     assert f"rank {late}" in str(report)
 
 
+@on_ranks(3)
 def test_simulated_ranks():
-    def program():
-        step, state, x = make_step()
-        with fs.trace() as trace:
-            step(state, x)
-        return str(trace.report())
-
-    first, *others = spmd(program, 3)
-    assert set(others) == {first}
-    assert first.startswith("trace of 3 ranks")
+    step, state, x = make_step()
+    with fs.trace() as trace:
+        step(state, x)
+    text = str(trace.report())
+    assert text.startswith("trace of 3 ranks")
+    return text
 
 
 def test_one_rank_needs_no_process_group():
