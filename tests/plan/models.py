@@ -57,6 +57,20 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+class Masked(nn.Module):
+    """Layers, and buffers that its constructor makes, to one of which it writes."""
+
+    def __init__(self, layers: int):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers)))
+        self.register_buffer("mask", torch.ones(64, 64).tril(), persistent=False)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls += 1
+        return (self.layers(x) @ self.mask).square().mean()
+
+
 def sizes_of(strategy: str, ranks: int) -> dict[str, int]:
     """A mesh of a strategy; that of hsdp has two replicas where that goes."""
     if strategy != "hsdp":

@@ -1,6 +1,8 @@
 """The command line: what it says of a factory, of its arguments and of what it planned."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,23 +12,11 @@ from fshard.plan import Options, Rates, Workload, workload_of
 from fshard.plan.__main__ import about, main
 from fshard.plan.models import GPTS
 from fshard.plan.sweep import prepared
+from tests.plan.models import Masked
+from tests.test_processes import ROOT
 
 HERE = "tests.plan.test_main"
 RATES = "rates: 400 TFLOP/s, memory 2500 GB/s, link 40 GB/s, latency 20 us"
-
-
-class Masked(nn.Module):
-    """Has buffers that its constructor makes, and writes to one."""
-
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers)))
-        self.register_buffer("mask", torch.ones(64, 64).tril(), persistent=False)
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, x):
-        self.calls += 1
-        return (self.layers(x) @ self.mask).square().mean()
 
 
 def masked(layers=2):
@@ -45,6 +35,10 @@ def one_too_many():
 
 def needs_width(width):
     return Masked(2), torch.zeros(2, width)
+
+
+def broken():
+    return Masked(2)
 
 
 def run(factory, *more):
@@ -97,32 +91,78 @@ def test_slower_links_take_longer(capsys):
     assert seconds("shard=0.001") > 10 * seconds("40")
 
 
+@pytest.mark.slow
+def test_the_cheapest_that_fits_is_told(capsys):
+    assert run("masked", "--strategy", "zero2,zero3", "--memory", "1MB") == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[2].startswith("strategy ")
+    assert re.search(r"^zero2 +4 +kept +yes +\d+\.\d\d kB", out, re.MULTILINE)
+    assert "the cheapest that fits 1MB, by the time that is estimated from these rates:" in out
+    assert "optimizer state" in out
+    assert run("masked", "--memory", "1kB") == 1
+    assert "none fits 1kB: the least is" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_package_runs():
+    command = [sys.executable, "-m", "fshard.plan", "--model", f"{HERE}:masked", "--world-size", "8"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert "the cheapest that fits 80GB" in done.stdout
+
+
+def test_a_factory_of_one_depth_is_traced_whole():
+    workload = workload_of(f"{HERE}:masked")
+    assert workload.layers == 2
+    assert workload.units is nn.Linear
+
+
+NO_MODEL = (
+    "model to be one of gpt-125m, gpt-1.3b, gpt-13b, gpt-175b, gpt-1t, or package:factory, a function that can be "
+    "imported, got "
+)
+RETURNS = "to return (module, batch), where module(*batch) is the loss, got"
+# Arguments, and what follows on "plan: expected".
 BAD = {
+    "a model": (["--model", "gpt-9b"], f"{NO_MODEL}'gpt-9b': no such model"),
+    "a module": (["--model", "no_such:factory"], f"{NO_MODEL}'no_such:factory': No module named 'no_such'"),
+    "what a factory returns": (["--model", f"{HERE}:broken"], f"{HERE}:broken {RETURNS} a Masked"),
     "a batch that does not fit": (
         ["--model", f"{HERE}:one_too_many"],
-        f"plan: expected {HERE}:one_too_many to return (module, batch), where module(*batch) is the loss, got a "
-        "batch of 2 for the forward of a Masked (too many positional arguments)",
+        f"{HERE}:one_too_many {RETURNS} a batch of 2 for the forward of a Masked (too many positional arguments)",
     ),
     "a factory with arguments": (
         ["--model", f"{HERE}:needs_width"],
-        f"plan: expected {HERE}:needs_width to take no arguments without defaults, missing a required argument: "
-        "'width'",
+        f"{HERE}:needs_width to take no arguments without defaults, missing a required argument: 'width'",
     ),
+    "memory": (
+        ["--memory", "80"],
+        "memory to be a number of bytes, 0 or more, or a text such as 80GB or 500 MiB, got '80'",
+    ),
+    "a strategy": (["--strategy", "zero4"], "strategy to be one of ddp, zero1, zero2, zero3, hsdp, got 'zero4'"),
+    "ranks": (["--world-size", "0"], "--world-size to be whole numbers of ranks from 1, by commas, got '0'"),
+    "a node": (
+        ["--strategy", "hsdp", "--node", "3"],
+        "world size to be a multiple of hsdp's 3 ranks a node, got 4; pass another",
+    ),
+    "a choice": (["--activations", "lost"], "--activations to be one of kept, again, got 'lost'"),
     "a link": (
         ["--link", "shard=fast"],
-        "plan: expected --link to be GB/s, or those of each axis, as replicate=40,shard=400, got 'shard=fast'",
+        "--link to be GB/s, or those of each axis, as replicate=40,shard=400, got 'shard=fast'",
     ),
-    "a link too few": (["--link", "tp=1"], "plan: expected link of shard to be a number above 0, got None"),
-    "no rate": (["--tflops", "0"], "plan: expected flops to be a number above 0, got 0.0"),
+    "a link too few": (["--link", "tp=1"], "link of shard to be a number above 0, got None"),
+    "no rate": (["--tflops", "0"], "flops to be a number above 0, got 0.0"),
 }
 
 
+@pytest.mark.rows(6)
 @pytest.mark.parametrize("name", BAD)
 def test_bad_arguments_are_refused_before_anything_is_printed(name, capsys):
     changes, text = BAD[name]
     assert run("masked", *changes) == 2
     found = capsys.readouterr()
-    assert (found.out, found.err.strip()) == ("", text)
+    assert (found.out, found.err.strip()) == ("", f"plan: expected {text}")
 
 
 def test_help_says_what_a_factory_returns_and_the_defaults(capsys):
