@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fshard as fs
 from fshard.parallel.attention_blocks import ROWS, attend, attend_backward
 from fshard.testing import check_varying
-from tests.ranks import on_ranks
+from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits, normal
 
 BATCH, HEADS, HEAD = 2, 8, 4
@@ -183,12 +183,11 @@ def test_zigzag_is_balanced():
         assert blocks.found == {"": [4] * expected, "_backward": [4] * expected}
 
 
+@on_ranks(2)
 def test_positions():
-    def program(order):
-        return fs.ring_positions(fs.axis_of(cp_mesh()), 8, order).tolist()
-
-    rows = {order: fs.testing.spmd(partial(program, order), 2) for order in ORDERS}
-    assert rows == {"contiguous": [[0, 1, 2, 3], [4, 5, 6, 7]], "zigzag": [[0, 1, 6, 7], [2, 3, 4, 5]]}
+    places = {"contiguous": [[0, 1, 2, 3], [4, 5, 6, 7]], "zigzag": [[0, 1, 6, 7], [2, 3, 4, 5]]}
+    for order, ranks in places.items():
+        assert fs.ring_positions(fs.axis_of(cp_mesh()), 8, order).tolist() == ranks[my_rank()]
 
 
 TIME, WIDTH, WORDS, LAYERS = 16, 8, 11, 2
@@ -218,38 +217,31 @@ def loss_fn(params, x, y, at, attention):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(2, 2), (1, 4), (2, 4)])
+@pytest.mark.parametrize("world_size, sizes", [(4, (2, 2)), (4, (1, 4)), (8, (2, 4))], ids=str)
+@on_ranks(timeout=120)
 def test_a_gpt_trains_as_in_one_process(sizes):
     """ZeRO-3 over "shard", the sequence over "cp"; jitted, and through a checkpoint, the bits are the same."""
-    at_once, expected = grad_and_loss(gpt())
-
-    def program():
-        mesh = fs.init_mesh(dict(zip(("shard", "cp"), sizes, strict=True)), device="cpu")
-        shard, cp = fs.axis_of(mesh["shard"]), fs.axis_of(mesh["cp"])
-        layout = fs.hybrid_shard(mesh, "shard", "cp", min_shard_elements=0)
-        params = fs.shard(gpt(), fs.zero3(mesh, layout=layout))
-        rings = {order: partial(fs.ring_attention, axis=cp, order=order) for order in ORDERS}
-        exchange = partial(fs.ulysses(F.scaled_dot_product_attention, cp), is_causal=True)
-        for attention, order in [*((ring, order) for order, ring in rings.items()), (exchange, "contiguous")]:
-            at = fs.ring_positions(cp, TIME, order)
-            x, y = (t.chunk(sizes[0])[fs.axis_index(shard)][:, at] for t in tokens())
-            step = fs.value_and_grad(partial(loss_fn, at=at, attention=attention))
-            loss, grads = step(params, x, y)
-            assert_near([loss, *fs.tree_leaves(fs.unshard(grads))], [expected, *fs.tree_leaves(at_once)])
-            # The second time the order of collectives is known.
-            again = [step(params, x, y)]
-            if order == "zigzag":
-                remat = fs.value_and_grad(partial(loss_fn, at=at, attention=fs.remat(attention)))
-                again += [fs.jit(step)(params, x, y), remat(params, x, y)]
-            for value, found in again:
-                assert_same_bits((value, fs.unshard(found)), (loss, fs.unshard(grads)))
-            check_varying(partial(loss_fn, at=at, attention=attention), params, x, y)
-
-    fs.testing.spmd(program, sizes[0] * sizes[1], timeout=120)
-
-
-def grad_and_loss(params):
-    return torch.func.grad_and_value(loss_fn)(params, *tokens(), torch.arange(TIME), dense)
+    at_once, expected = torch.func.grad_and_value(loss_fn)(gpt(), *tokens(), torch.arange(TIME), dense)
+    mesh = fs.init_mesh(dict(zip(("shard", "cp"), sizes, strict=True)), device="cpu")
+    shard, cp = fs.axis_of(mesh["shard"]), fs.axis_of(mesh["cp"])
+    layout = fs.hybrid_shard(mesh, "shard", "cp", min_shard_elements=0)
+    params = fs.shard(gpt(), fs.zero3(mesh, layout=layout))
+    rings = {order: partial(fs.ring_attention, axis=cp, order=order) for order in ORDERS}
+    exchange = partial(fs.ulysses(F.scaled_dot_product_attention, cp), is_causal=True)
+    for attention, order in [*((ring, order) for order, ring in rings.items()), (exchange, "contiguous")]:
+        at = fs.ring_positions(cp, TIME, order)
+        x, y = (t.chunk(sizes[0])[fs.axis_index(shard)][:, at] for t in tokens())
+        step = fs.value_and_grad(partial(loss_fn, at=at, attention=attention))
+        loss, grads = step(params, x, y)
+        assert_near([loss, *fs.tree_leaves(fs.unshard(grads))], [expected, *fs.tree_leaves(at_once)])
+        # The second time the order of collectives is known.
+        again = [step(params, x, y)]
+        if order == "zigzag":
+            remat = fs.value_and_grad(partial(loss_fn, at=at, attention=fs.remat(attention)))
+            again += [fs.jit(step)(params, x, y), remat(params, x, y)]
+        for value, found in again:
+            assert_same_bits((value, fs.unshard(found)), (loss, fs.unshard(grads)))
+        check_varying(partial(loss_fn, at=at, attention=attention), params, x, y)
 
 
 @on_ranks(2, "2 processes")
@@ -313,28 +305,32 @@ def test_a_forgotten_pvary_is_named():
 def test_bad_arguments():
     axis = fs.axis_of(cp_mesh())
     q, k, v, _ = whole(3)
-
-    def refused(text, f, *args, **keywords):
+    ring = partial(fs.ring_attention, q, k, v, axis)
+    shape = "q to be a floating tensor (batch, heads, time, head dim), got a float64 Tensor of shape (8, 3, 4)"
+    heads = "(2, 4, 3, 4); repeat heads that several share by k.repeat_interleave(times, 1)"
+    chunks = "an even number of places in time, of which each half is a chunk in 'zigzag' order, got 3; cut by"
+    for call, text in (
+        (partial(fs.ring_attention, q, k, v, "cp"), "ring_attention: expected axis to be an Axis, got a str"),
+        (partial(fs.ring_attention, q, k, v, axis, 1), "ring_attention: causal: expected True or False, got 1"),
+        (partial(fs.ring_attention, q[0], k, v, axis), f"ring_attention: expected {shape}"),
+        (
+            partial(fs.ring_attention, q, k[:, :4], v, axis),
+            "ring_attention: expected k to be of shape (2, 8, 3, 4) and dtype torch.float64, as q is, got a float64 "
+            f"Tensor of shape {heads}",
+        ),
+        (partial(fs.ring_attention, q, k, v.float(), axis), "ring_attention: expected v to be of shape"),
+        (partial(ring, order="striped"), 'expected order to be "contiguous" or "zigzag", got \'striped\''),
+        (partial(ring, order="zigzag"), f"ring_attention: expected {chunks} fs.ring_positions"),
+        (partial(ring, scale="1"), "ring_attention: expected scale to be"),
+        (
+            partial(fs.ring_positions, axis, 6, "zigzag"),
+            "expected time to be a multiple of 4, the chunks in 'zigzag' order of 2 ranks, got 6",
+        ),
+        (
+            partial(fs.ulysses(dense, axis), q, k[:, :3], v),
+            "ulysses: expected heads of k, its dim 1, to be a multiple of 2, the ranks of 'cp', got 3; repeat or",
+        ),
+        (partial(fs.ulysses, 1, axis), "ulysses: expected attention to be a function, got an int"),
+    ):
         with pytest.raises(ValueError, match=re.escape(text)):
-            f(*args, **keywords)
-
-    refused("ring_attention: expected axis to be an Axis, got a str", fs.ring_attention, q, k, v, "cp")
-    refused("ring_attention: causal: expected True or False, got 1", fs.ring_attention, q, k, v, axis, 1)
-    text = "expected q to be a floating tensor (batch, heads, time, head dim), got a float64 Tensor of shape (8, 3, 4)"
-    refused(f"ring_attention: {text}", fs.ring_attention, q[0], k, v, axis)
-    text = "expected k to be of shape (2, 8, 3, 4) and dtype torch.float64, as q is, got a float64 Tensor of shape "
-    text += "(2, 4, 3, 4); repeat heads that several share by k.repeat_interleave(times, 1)"
-    refused(f"ring_attention: {text}", fs.ring_attention, q, k[:, :4], v, axis)
-    refused("ring_attention: expected v to be of shape", fs.ring_attention, q, k, v.float(), axis)
-    text = 'ring_attention: expected order to be "contiguous" or "zigzag", got \'striped\''
-    refused(text, fs.ring_attention, q, k, v, axis, order="striped")
-    text = (
-        "ring_attention: expected an even number of places in time, of which each half is a chunk in 'zigzag' order, "
-    )
-    refused(f"{text}got 3; cut by fs.ring_positions", fs.ring_attention, q, k, v, axis, order="zigzag")
-    refused("ring_attention: expected scale to be", fs.ring_attention, q, k, v, axis, scale="1")
-    text = "ring_positions: expected time to be a multiple of 4, the chunks in 'zigzag' order of 2 ranks, got 6"
-    refused(text, fs.ring_positions, axis, 6, "zigzag")
-    text = "ulysses: expected heads of k, its dim 1, to be a multiple of 2, the ranks of 'cp', got 3; repeat or"
-    refused(text, fs.ulysses(dense, axis), q, k[:, :3], v)
-    refused("ulysses: expected attention to be a function, got an int", fs.ulysses, 1, axis)
+            call()

@@ -126,23 +126,22 @@ def check_bytes(record, sizes, schedule, v, count, gradients):
 
 
 @pytest.mark.rows(2)
-@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4)], ids=str)
+@pytest.mark.parametrize(
+    "world_size, sizes", [(1, (1, 1)), (2, (1, 2)), (4, (1, 4)), (4, (2, 2)), (8, (2, 4))], ids=str
+)
+@on_ranks()
 def test_equals_dense(sizes):
     """Loss, gradients and bytes of each schedule; without a gradient its forwards alone."""
-
-    def program():
-        for schedule, v in SCHEDULES:
-            params, data, f = setting(sizes, schedule, v)
-            with fs.comm.record() as record:
-                loss, grads = fs.value_and_grad(f)(params, *data)
-            assert_trees_close((layers_in_one(fs.unshard(grads), v), loss), dense(), **EXACT)
-            check_bytes(record, sizes, schedule, v, 4, gradients=True)
-            with torch.no_grad(), fs.comm.record() as record:
-                alone = f(params, *data)
-            assert_trees_close(fs.objective(alone, like=params), dense()[1], **EXACT)
-            check_bytes(record, sizes, schedule, v, 4, gradients=False)
-
-    spmd(program, sizes[0] * sizes[1])
+    for schedule, v in SCHEDULES:
+        params, data, f = setting(sizes, schedule, v)
+        with fs.comm.record() as record:
+            loss, grads = fs.value_and_grad(f)(params, *data)
+        assert_trees_close((layers_in_one(fs.unshard(grads), v), loss), dense(), **EXACT)
+        check_bytes(record, sizes, schedule, v, 4, gradients=True)
+        with torch.no_grad(), fs.comm.record() as record:
+            alone = f(params, *data)
+        assert_trees_close(fs.objective(alone, like=params), dense()[1], **EXACT)
+        check_bytes(record, sizes, schedule, v, 4, gradients=False)
 
 
 @pytest.mark.rows(1)
@@ -159,7 +158,8 @@ def test_jitted_bits_equal_eager(world_size, schedule, v):
     assert_same_bits(tensors(fs.jit(run)(params, *data)), tensors((loss, grads)))
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((2, 4), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("world_size, sizes", [(4, (2, 2)), pytest.param(8, (2, 4), marks=pytest.mark.slow)], ids=str)
+@on_ranks()
 def test_steps_equal_dense(sizes):
     """Clipped AdamW."""
     tx = fs.chain(fs.clip_by_global_norm(0.1), fs.adamw(0.01, eps=0.01))
@@ -171,14 +171,10 @@ def test_steps_equal_dense(sizes):
         return state.params
 
     expected = trained(full_params(), lambda p: torch.func.grad_and_value(dense_loss)(p, *batch())[::-1])
-
-    def program():
-        for schedule, v in SCHEDULES[1:]:
-            params, data, f = setting(sizes, schedule, v)
-            found = trained(params, lambda p: fs.value_and_grad(f)(p, *data))  # noqa: B023
-            assert_trees_close(layers_in_one(fs.unshard(found), v), expected, **EXACT)
-
-    spmd(program, sizes[0] * sizes[1])
+    for schedule, v in SCHEDULES[1:]:
+        params, data, f = setting(sizes, schedule, v)
+        found = trained(params, lambda p: fs.value_and_grad(f)(p, *data))  # noqa: B023
+        assert_trees_close(layers_in_one(fs.unshard(found), v), expected, **EXACT)
 
 
 class Counted(Function):
@@ -196,19 +192,23 @@ class Counted(Function):
         return grad, None
 
 
+@on_ranks(4)
 def test_live_microbatches():
     """At most ranks - stage of them with 1F1B; the ticks that send are those of the table."""
-
-    def program(schedule, v, count):
+    for schedule, v, count, most in (
+        ("1f1b", 1, 8, [4, 3, 2, 1]),
+        ("1f1b", 1, 2, [2, 2, 2, 1]),
+        ("gpipe", 1, 4, [7] * 4),
+        ("interleaved", 2, 8, [11, 9, 7, 5]),
+    ):
         held = [0]
-        params, data, f = setting((1, 4), schedule, v, count, stage=lambda p, h: Counted.apply(stage(p, h), held))
-        fs.value_and_grad(f)(params, *data)
-        return max(held)
 
-    assert spmd(lambda: program("1f1b", 1, 8), 4) == [4, 3, 2, 1]
-    assert spmd(lambda: program("1f1b", 1, 2), 4) == [2, 2, 2, 1]
-    assert spmd(lambda: program("gpipe", 1, 4), 4) == [7] * 4
-    assert spmd(lambda: program("interleaved", 2, 8), 4) == [2 * (3 - stage) + 5 for stage in range(4)]
+        def counted(p, h, held=held):
+            return Counted.apply(stage(p, h), held)
+
+        params, data, f = setting((1, 4), schedule, v, count, stage=counted)
+        fs.value_and_grad(f)(params, *data)
+        assert max(held) == most[my_rank()], (schedule, count)
 
 
 @pytest.mark.parametrize("schedule, v", SCHEDULES)
@@ -295,6 +295,7 @@ def test_collectives_inside_of_stages(jitted):
             assert_same_bits(tensors(fs.jit(run)(params, *batch())), tensors((loss, grads)))
 
 
+@on_ranks(2)
 def test_stages_that_differ():
     """Stages branch by their place; all ranks hold the leaves of all stages."""
 
@@ -304,21 +305,17 @@ def test_stages_that_differ():
     own = {"embed": full_params()["embed"], "head": full_params()["head"]}
     own |= {"shift": full_params()["layers"]["bias"][0], "turn": full_params()["layers"]["down"][0][:, :WIDTH].clone()}
     wanted = torch.func.grad_and_value(expected)(own, *batch())
+    mesh = fs.init_mesh({"shard": 1, "pipe": 2}, device="cpu")
+    pipe = fs.axis_of(mesh, "pipe")
+    params = fs.shard(own, fs.zero3(mesh, layout=fs.fully_shard(fs.axis_of(mesh, "shard"))))
 
-    def program(schedule):
-        mesh = fs.init_mesh({"shard": 1, "pipe": 2}, device="cpu")
-        pipe = fs.axis_of(mesh, "pipe")
-        params = fs.shard(own, fs.zero3(mesh, layout=fs.fully_shard(fs.axis_of(mesh, "shard"))))
+    def branching(p, h):
+        return h @ p["turn"] if fs.axis_index(pipe) else torch.tanh(h + p["shift"])
 
-        def branching(p, h):
-            return h @ p["turn"] if fs.axis_index(pipe) else torch.tanh(h + p["shift"])
-
+    for schedule in ("gpipe", "1f1b"):
         f = fs.pipeline(branching, pipe, microbatches=2, schedule=schedule, first=first, last=last)
         loss, grads = fs.value_and_grad(f)(params, *batch())
         assert_trees_close((fs.unshard(grads), loss), wanted, **EXACT)
-
-    for schedule in ("gpipe", "1f1b"):
-        spmd(lambda: program(schedule), 2)  # noqa: B023
 
 
 @on_ranks(2)
@@ -443,15 +440,13 @@ def test_wrong_arguments_are_refused():
     def made(stage=stage, **given):
         return fs.pipeline(stage, pipe, **dict(microbatches=2, first=first, last=last) | given)
 
+    interleaved = dict(schedule="interleaved")
     for given, text in (
         (dict(schedule="2f2b"), "expected schedule to be one of"),
         (dict(microbatches=0), "expected microbatches to be a whole number of 1 or more, got 0"),
         (dict(microbatches=True), "expected microbatches to be a whole number"),
         (dict(virtual_stages=2), "expected virtual_stages to be 1 but for schedule"),
-        (
-            dict(schedule="interleaved", microbatches=3),
-            "expected microbatches to be a multiple of the 2 ranks of 'pipe'",
-        ),
+        (interleaved | dict(microbatches=3), "expected microbatches to be a multiple of the 2 ranks of 'pipe'"),
         (dict(gather="twice"), "expected gather to be one of"),
         (dict(reduce="max"), "expected reduce to be one of"),
         (dict(last=None), "expected last to be a function"),
@@ -459,16 +454,17 @@ def test_wrong_arguments_are_refused():
         with pytest.raises(ValueError, match=text):
             made(**given)
     full = fs.gather(params)
-    assert "['embed']: expected a Sharded leaf, which pipeline gathers by itself, got a plain tensor" in outcome(
-        f, full, *data
-    )
-    interleaved = made(schedule="interleaved", virtual_stages=2)
-    assert "expected a stack of 2 virtual stages in dim 0" in outcome(interleaved, params, *data)
-    assert "last to return a scalar tensor" in outcome(made(last=lambda p, h, y: h), params, *data)
-    assert "stage_fn to return a tensor of shape (4, 3, 4)" in outcome(made(stage=lambda p, h: h[:1]), params, *data)
-    assert "first to return a floating tensor" in outcome(made(first=lambda p, x: x), params, *data)
     everywhere = fs.shard(full_params(), fs.zero3(fs.init_mesh({"pipe": 2}, device="cpu"), axis="pipe"))
-    assert "whose gradients are reduced over 'pipe'" in outcome(made(), everywhere, *data)
+    unsharded = "['embed']: expected a Sharded leaf, which pipeline gathers by itself, got a plain tensor"
+    for call, given, text in (
+        (f, full, unsharded),
+        (made(**interleaved, virtual_stages=2), params, "expected a stack of 2 virtual stages in dim 0"),
+        (made(last=lambda p, h, y: h), params, "last to return a scalar tensor"),
+        (made(stage=lambda p, h: h[:1]), params, "stage_fn to return a tensor of shape (4, 3, 4)"),
+        (made(first=lambda p, x: x), params, "first to return a floating tensor"),
+        (made(), everywhere, "whose gradients are reduced over 'pipe'"),
+    ):
+        assert text in outcome(call, given, *data)
 
 
 @on_ranks(2)
