@@ -1,4 +1,4 @@
-"""Every algorithm of the collectives, on simulated ranks and on processes: values, order of sums, memory."""
+"""Every algorithm of the collectives, on ranks and processes: values, order of sums, memory, fakes and graphs."""
 
 from datetime import timedelta
 from functools import reduce
@@ -6,12 +6,14 @@ from functools import reduce
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fshard as fs
 from fshard import comm
 from fshard.comm.collective import EXCHANGE_BYTES, PACK_BYTES
 from tests.ranks import my_rank, on_ranks
-from tests.trees import as_bytes, assert_same_bits, one_axis
+from tests.trees import as_bytes, assert_same_bits, normal, one_axis
 
 ALGORITHMS = ("auto", "direct", "coalesced", "flat")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
@@ -218,3 +220,46 @@ def test_an_exchange_takes_single_elements_of_any_stride(world_size):
     rows = [[columns[:, 1]] for _ in range(world_size)]
     received = fs.comm.all_to_all(rows, [[(torch.Size([1]), torch.float32)]] * world_size, axis, "test")
     assert [row[0].tolist() for row in received] == [[1.0]] * world_size
+
+
+FAKE_AXIS = fs.Axis("shard", 3, "a group that no process has")
+FAKE_CALLS = {
+    "all_gather": (comm.all_gather, [(2, 5), (), (PACK_BYTES,)], [(3, 2, 5), (3,), (3, PACK_BYTES)]),
+    "reduce_scatter": (comm.reduce_scatter, [(3, 2, 5), (3,), (3, PACK_BYTES)], [(2, 5), (), (PACK_BYTES,)]),
+    "all_reduce": (comm.all_reduce, [(2, 5), (), (PACK_BYTES,)], [(2, 5), (), (PACK_BYTES,)]),
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS[1:])
+@pytest.mark.parametrize("name", FAKE_CALLS)
+def test_fake_tensors_need_no_ranks(name, algorithm):
+    collective, shapes, expected = FAKE_CALLS[name]
+    with FakeTensorMode():
+        outputs = collective([torch.ones(shape).bfloat16() for shape in shapes], FAKE_AXIS, "test", algorithm)
+    assert [tuple(output.shape) for output in outputs] == expected
+    assert {output.dtype for output in outputs} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS[1:])
+@pytest.mark.parametrize("name", FAKE_CALLS)
+@on_ranks("3 processes")
+def test_traced_collectives_are_the_same(name, algorithm):
+    """A graph holds the operators themselves, each with a wait, and computes what eager code does."""
+    collective, shapes, _ = FAKE_CALLS[name]
+    line = fs.axis_of(one_axis())
+    draw = normal(comm.rank(line))
+    tensors = [draw(*shape) for shape in shapes]
+    graph = make_fx(lambda tensors: collective(tensors, line, "test", algorithm), tracing_mode="fake")(tensors)
+    targets = [str(node.target) for node in graph.graph.nodes]
+    assert any(target.startswith("fshard.") for target in targets)
+    assert any(target.startswith("_c10d_functional.wait_tensor") for target in targets)
+    assert_same_bits(graph(tensors), collective(tensors, line, "test", algorithm))
+
+
+@on_ranks("3 processes", timeout=20.0)
+def test_ranks_that_use_groups_of_their_own_before():
+    """Two ranks exchange among them before all three do; the third has no such group."""
+    pair, everyone = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
+    if my_rank() < 2:
+        comm.all_reduce([torch.ones(())], fs.Axis("pair", 2, pair.group_name), "test")
+    assert comm.all_reduce([torch.ones(())], fs.Axis("all", 3, everyone.group_name), "test")[0].item() == 3.0

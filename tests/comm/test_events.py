@@ -1,4 +1,4 @@
-"""Events: labels travel through operators as they are, and are text only where they are printed."""
+"""The recorder and its events: one for each operator of this thread, with a label that is text only where printed."""
 
 import threading
 
@@ -8,6 +8,7 @@ import torch
 import fshard as fs
 from fshard import comm
 from fshard.comm import Label, Phase, Pool, Verb
+from fshard.comm.collective import PACK_BYTES
 from fshard.comm.events import LEAVES, WIDTH
 from tests.ranks import on_ranks
 from tests.trees import one_axis
@@ -77,3 +78,28 @@ def test_each_thread_has_objects_of_its_own():
     thread.join()
     assert comm.of_this_rank(Pool) is mine
     assert others[0] is not mine
+
+
+@pytest.mark.parametrize("algorithm, packed", [("direct", 3), ("flat", 3), ("coalesced", 4)])
+@on_ranks(2, "2 processes")
+@pytest.mark.rows(6)
+def test_records(algorithm, packed):
+    """One entry for each operator with the bytes of the full tensors; a recorder sees this rank's thread alone."""
+    line = fs.axis_of(one_axis())
+    tensors = [torch.ones(4), torch.ones(4), torch.ones(4).double(), torch.ones(PACK_BYTES // 8).double()]
+    stacks = [tensor.view(2, -1) for tensor in tensors]
+    with comm.record() as record:
+        comm.all_gather(tensors, line, "mine", algorithm)
+        comm.reduce_scatter(stacks, line, "mine", algorithm)
+        comm.all_reduce(tensors, line, "mine", algorithm)
+        comm.all_reduce([torch.ones((), dtype=torch.float64)], line, "mine", algorithm)
+    comm.all_reduce(tensors, line, "not recorded", algorithm)
+    assert {(entry.axis, entry.size, entry.label) for entry in record} == {("shard", 2, "mine")}
+    nbytes = 2 * 4 * 4 + 4 * 8 + PACK_BYTES
+    # Packed buffers by dtype and what travels alone; a fused collective needs no packing. Two ranks sum whole tensors.
+    assert [(entry.op, entry.bytes, entry.tensors, entry.scalar) for entry in record] == [
+        ("all_gather", 2 * nbytes, packed, False),
+        ("reduce_scatter", nbytes, packed, False),
+        ("all_reduce", nbytes, packed, False),
+        ("all_reduce", 8, 1, True),
+    ]
