@@ -11,6 +11,7 @@ from tests.plan.models import Case, prepared
 from tests.ranks import on_ranks
 
 MESH = {"shard": 4}
+NBYTES = "assert_budget: expected {} to be a number of bytes, 0 or more, or a text such as 80GB or 500 MiB, got {}"
 COUNTS = (
     "assert_budget: expected collectives to be a whole number, 0 or more, or one for each op of ('all_gather', "
     "'all_reduce', 'all_to_all', 'reduce_scatter')"
@@ -79,16 +80,8 @@ def test_strategies_stay_in_the_bytes_of_their_formula(strategy, times):
     "budget, text",
     [
         ({}, "assert_budget: expected peak_bytes=, bytes_sent= or collectives=, got none of them"),
-        (
-            {"peak_bytes": "80 apples"},
-            "assert_budget: expected peak_bytes to be a number of bytes, 0 or more, or a text such as 80GB or 500 "
-            "MiB, got '80 apples'",
-        ),
-        (
-            {"bytes_sent": True},
-            "assert_budget: expected bytes_sent to be a number of bytes, 0 or more, or a text such as 80GB or 500 "
-            "MiB, got True",
-        ),
+        ({"peak_bytes": "80 apples"}, NBYTES.format("peak_bytes", "'80 apples'")),
+        ({"bytes_sent": True}, NBYTES.format("bytes_sent", True)),
         ({"collectives": 1.5}, f"{COUNTS}, got 1.5"),
         ({"collectives": {"gather": 1}}, f"{COUNTS}, got {{'gather': 1}}"),
         ({"collectives": {"all_gather": "1"}}, f"{COUNTS}, got {{'all_gather': '1'}}"),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import fshard as fs
 from fshard.plan import Bytes, Rates
 from tests.jit.steps import refused
-from tests.plan.models import Case, prepared
+from tests.plan.models import Case, Masked, prepared
 from tests.ranks import on_ranks
 
 
@@ -163,49 +163,37 @@ def branching(params, x):
     return x if x.sum() > 0 else x + 1
 
 
+# Makers of steps, and what follows on "plan: expected".
 STEP_ERRORS = {
     "an axis that it closes over": (
         closing_over,
-        "plan: expected the step to send over axes of the planned mesh, 'shard' of 4 ranks, got axis 'shard' of 1 "
-        "ranks, which it closes over; pass axes as arguments, or read them from the state's leaves, as leaf.spec.axes",
+        "the step to send over axes of the planned mesh, 'shard' of 4 ranks, got axis 'shard' of 1 ranks, which it "
+        "closes over; pass axes as arguments, or read them from the state's leaves, as leaf.spec.axes",
     ),
-    "no function": (lambda mesh: 3, "plan: expected step to be a function of (state, *batch), got an int"),
+    "no function": (lambda mesh: 3, "step to be a function of (state, *batch), got an int"),
 }
-NO_MESH = (
-    'plan: expected mesh to be a mapping from names of axes to whole numbers of ranks from 1, as {"shard": 4096}, got '
+NO_MESH = 'mesh to be a mapping from names of axes to whole numbers of ranks from 1, as {"shard": 4096}, got'
+OTHER_AXES = (
+    "mesh to have the state's axes, 'shard', got {}; give each a size, or make the state with a strategy of other axes"
 )
 ERRORS = {
-    "no mapping": ({"mesh": 4}, f"{NO_MESH}4"),
-    "no axes": ({"mesh": {}}, f"{NO_MESH}{{}}"),
-    "no size": ({"mesh": {"shard": 0}}, f"{NO_MESH}{{'shard': 0}}"),
-    "half a rank": ({"mesh": {"shard": 2.5}}, f"{NO_MESH}{{'shard': 2.5}}"),
-    "another axis": (
-        {"mesh": {"data": 4}},
-        "plan: expected mesh to have the state's axes, 'shard', got 'data'; give each a size, or make the state "
-        "with a strategy of other axes",
-    ),
-    "one axis more": (
-        {"mesh": {"shard": 4, "tp": 2}},
-        "plan: expected mesh to have the state's axes, 'shard', got 'shard', 'tp'; give each a size, or make the "
-        "state with a strategy of other axes",
-    ),
-    "a rank that there is not": (
-        {"rank": 4},
-        "plan: expected rank to be a whole number from 0 to 3 for the mesh {'shard': 4}, got 4",
-    ),
-    "a backend": ({"backend": "mpi"}, "plan: expected backend to be one of ('nccl', 'gloo'), got 'mpi'"),
-    "no rate": ({"rates": Rates(flops=0)}, "plan: expected flops to be a number above 0, got 0"),
-    "a link too few": (
-        {"rates": Rates(link={"tp": 1.0})},
-        "plan: expected link of shard to be a number above 0, got None",
-    ),
+    "no mapping": ({"mesh": 4}, f"{NO_MESH} 4"),
+    "no axes": ({"mesh": {}}, f"{NO_MESH} {{}}"),
+    "no size": ({"mesh": {"shard": 0}}, f"{NO_MESH} {{'shard': 0}}"),
+    "half a rank": ({"mesh": {"shard": 2.5}}, f"{NO_MESH} {{'shard': 2.5}}"),
+    "another axis": ({"mesh": {"data": 4}}, OTHER_AXES.format("'data'")),
+    "one axis more": ({"mesh": {"shard": 4, "tp": 2}}, OTHER_AXES.format("'shard', 'tp'")),
+    "no such rank": ({"rank": 4}, "rank to be a whole number from 0 to 3 for the mesh {'shard': 4}, got 4"),
+    "a backend": ({"backend": "mpi"}, "backend to be one of ('nccl', 'gloo'), got 'mpi'"),
+    "no rate": ({"rates": Rates(flops=0)}, "flops to be a number above 0, got 0"),
+    "a link too few": ({"rates": Rates(link={"tp": 1.0})}, "link of shard to be a number above 0, got None"),
 }
 
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_bad_meshes_and_rates_are_refused(name):
     options, text = ERRORS[name]
-    with refused(text):
+    with refused(f"plan: expected {text}"):
         planned(**options)
 
 
@@ -213,7 +201,7 @@ def test_bad_meshes_and_rates_are_refused(name):
 def test_bad_steps_are_refused(name):
     make, text = STEP_ERRORS[name]
     mesh = one_rank()
-    with refused(text):
+    with refused(f"plan: expected {text}"):
         fs.plan(make(mesh), fs.shard({"w": torch.ones(64, 64)}, fs.zero3(mesh)), torch.ones(2), mesh={"shard": 4})
 
 
@@ -252,24 +240,10 @@ def test_optimizers_that_ask_for_their_counts_are_planned():
     assert planned.by_axis()["shard"].collectives > 0
 
 
-class Masked(torch.nn.Module):
-    """Makes its buffers in its constructor, and writes to one."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(64, 64)
-        self.register_buffer("mask", torch.ones(64, 64).tril())
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, x):
-        self.calls += 1
-        return (self.layer(x) @ self.mask).square().mean()
-
-
 def masked_step(given):
     """The step of a module on the meta device, its buffers in the state or not, and the state."""
     with torch.device("meta"):
-        model = fs.functionalize(Masked())
+        model = fs.functionalize(Masked(1))
     tx = fs.sgd(0.1)
     state = fs.TrainState.create(model.init(fs.zero3(one_rank()), seed=0), tx, buffers=model.buffers)
 
