@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.testing import assert_trees_close, check_varying, spmd
+from fshard.testing import assert_trees_close, check_varying
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal
 
@@ -73,23 +73,45 @@ def test_ranks_of_other_axes_share_a_loss(reduce, world_size):
         assert_same_bits(fs.tree_leaves(fs.jit(one)(params, x, y)), fs.tree_leaves(one(params, x, y)))
 
 
-def refused(f, text, **options):
-    def program():
-        mesh, _, tp = axes()
-        params = fs.shard(FULL, STRATEGIES["split over both"](mesh))
-        with pytest.raises(ValueError, match=re.escape(text)):
-            fs.value_and_grad(partial(f, tp=tp), **options)(params, X, Y)
-
-    spmd(program, 2)
+def different(params, x, y, tp):
+    """A loss of which each rank of tp has another one."""
+    return 0 * fs.gather(params)["up"].sum() + fs.comm.rank(tp)
 
 
-def test_a_loss_that_varies_over_an_axis_that_nothing_is_reduced_over_is_refused():
-    text = (
-        "value_and_grad: expected a loss that agrees between ranks of 'tp', over which it is not reduced, got "
-        "0, 1; sum partial results by fs.psum_invariant before they are used, or name the axis in reduce_over if "
-        "its ranks have batches of their own"
-    )
-    refused(lambda p, x, y, tp: 0 * fs.gather(p)["up"].sum() + fs.comm.rank(tp), text, reduce_over="shard")
+# A loss, options, and what follows on "value_and_grad: ".
+REFUSED = {
+    "a loss that varies over an axis that nothing is reduced over": (
+        different,
+        {"reduce_over": "shard"},
+        "expected a loss that agrees between ranks of 'tp', over which it is not reduced, got 0, 1; sum partial "
+        "results by fs.psum_invariant before they are used, or name the axis in reduce_over if its ranks have batches "
+        "of their own",
+    ),
+    "an axis that is none": (
+        loss_fn,
+        {"reduce_over": ("shard", "cp")},
+        "gradients would stay unsummed\n"
+        "  ['bias']: expected a transform that sums gradients over ['cp'], or owns pieces there, got gathered over "
+        "'tp', gathered over 'shard'\n",
+    ),
+    "a number": (loss_fn, {"reduce_over": 3}, "expected reduce_over to be axes or their names, got an int"),
+    "sums in a tree": (
+        loss_fn,
+        {"reduce_over": "shard", "sums": "tree"},
+        'expected reduce_over or sums="tree", got both; shard the parameters on these axes alone',
+    ),
+}
+
+
+@pytest.mark.rows(4)
+@pytest.mark.parametrize("name", REFUSED)
+@on_ranks(2)
+def test_refused(name):
+    f, options, text = REFUSED[name]
+    mesh, _, tp = axes()
+    params = fs.shard(FULL, STRATEGIES["split over both"](mesh))
+    with pytest.raises(ValueError, match=re.escape(f"value_and_grad: {text}")):
+        fs.value_and_grad(partial(f, tp=tp), **options)(params, X, Y)
 
 
 @on_ranks(2)
@@ -100,26 +122,6 @@ def test_check_varying_names_a_leaf_whose_gradient_would_be_counted_twice():
     with pytest.raises(AssertionError, match=re.escape(text)):
         check_varying(loss_fn, params, X, Y, reduce_over="shard")
     check_varying(partial(loss_fn, tp=tp), params, X, Y, reduce_over="shard")
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (
-            {"reduce_over": ("shard", "cp")},
-            "value_and_grad: gradients would stay unsummed\n"
-            "  ['bias']: expected a transform that sums gradients over ['cp'], or owns pieces there, got gathered over "
-            "'tp', gathered over 'shard'\n",
-        ),
-        ({"reduce_over": 3}, "value_and_grad: expected reduce_over to be axes or their names, got an int"),
-        (
-            {"reduce_over": "shard", "sums": "tree"},
-            'value_and_grad: expected reduce_over or sums="tree", got both; shard the parameters on these axes alone',
-        ),
-    ],
-)
-def test_bad_axes_are_refused(options, text):
-    refused(loss_fn, text, **options)
 
 
 def test_plain_tensors_have_no_axes():

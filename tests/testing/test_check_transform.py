@@ -8,21 +8,20 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.testing import check_transform, spmd
+from fshard.testing import check_transform
 from tests.ranks import on_ranks
 from tests.trees import CASTS, STRATEGIES, meshes, one_axis, two_axes
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (1, 2, 3, 4))
-def test_every_exact_strategy_passes(world_size):
-    def program():
-        on = meshes()
-        return {name: check_transform(make(on)) for name, make in STRATEGIES.items() if "dim" not in name}
-
-    for report in spmd(program, world_size)[0].values():
-        assert report.gather_error == 0.0
-        assert report.training_error < 1e-15
+@on_ranks(1, 2, 3, 4)
+def test_every_exact_strategy_passes():
+    on = meshes()
+    for name, make in STRATEGIES.items():
+        if "dim" not in name:
+            report = check_transform(make(on))
+            assert report.gather_error == 0.0
+            assert report.training_error < 1e-15
 
 
 @on_ranks(4)

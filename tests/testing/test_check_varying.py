@@ -1,6 +1,7 @@
 """check_varying: a right loss passes, and each step that takes a value for what it is not is named."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -21,31 +22,11 @@ def parallel(mesh):
     return fs.compose(fs.zero3(mesh, min_shard_elements=7), *split)
 
 
-def loss_of(params, enter, leave, again=lambda norm: norm):
+def loss_of(params, enter, leave):
     full = fs.gather(params)
     x = enter(X * full["norm"])
     x = leave(torch.relu(x @ full["up"].T) @ full["down"].T)
-    return ((x * again(full["norm"])) @ full["head"]).square().mean()
-
-
-def checked(make, error):
-    """Check a loss on four ranks, of which `make` gets the two axes and the parameters."""
-
-    def program():
-        mesh = fs.init_mesh({"shard": 2, "tp": 2}, device="cpu")
-        params = fs.shard(FULL, parallel(mesh))
-        f = make(fs.axis_of(mesh["shard"]), fs.axis_of(mesh["tp"]))
-        if error is None:
-            check_varying(f, params)
-            return
-        with pytest.raises(AssertionError, match=re.escape(error)):
-            check_varying(f, params)
-
-    spmd(program, 4)
-
-
-def test_a_right_loss_passes():
-    checked(lambda shard, tp: lambda p: loss_of(p, lambda x: fs.pvary(x, tp), lambda x: fs.psum_invariant(x, tp)), None)
+    return ((x * full["norm"]) @ full["head"]).square().mean()
 
 
 def test_a_model_passes_under_every_strategy():
@@ -60,55 +41,60 @@ def test_a_model_passes_under_every_strategy():
     spmd(program, 3)
 
 
-MISTAKES = {
+def sum_that_varies(params, shard, tp):
+    full = fs.gather(params)
+    return fs.psum(full["norm"].sum(), tp)  # this line
+
+
+WHOLE = (
+    "['norm']: expected fs.gather or fs.pvary before its use with varying values, got a leaf that is whole on all "
+    "ranks of '{}'"
+)
+# Losses, and what is wrong with them.
+LOSSES = {
+    "right": (lambda p, shard, tp: loss_of(p, lambda x: fs.pvary(x, tp), lambda x: fs.psum_invariant(x, tp)), None),
     "pvary forgotten": (
-        lambda shard, tp: lambda p: loss_of(p, lambda x: x, lambda x: fs.psum_invariant(x, tp)),
-        "['norm']: expected fs.gather or fs.pvary before its use with varying values, got a leaf that is whole on "
-        "all ranks of 'tp'",
+        lambda p, shard, tp: loss_of(p, lambda x: x, lambda x: fs.psum_invariant(x, tp)),
+        WHOLE.format("tp"),
     ),
     "psum for psum_invariant": (
-        lambda shard, tp: lambda p: loss_of(p, lambda x: fs.pvary(x, tp), lambda x: fs.psum(x, tp)),
+        lambda p, shard, tp: loss_of(p, lambda x: fs.pvary(x, tp), lambda x: fs.psum(x, tp)),
         "expected one that agrees: fs.psum_invariant, whose sum agrees, got psum over 'tp', whose result varies",
     ),
     "partial sums": (
-        lambda shard, tp: lambda p: loss_of(p, lambda x: fs.pvary(x, tp), lambda x: x),
+        lambda p, shard, tp: loss_of(p, lambda x: fs.pvary(x, tp), lambda x: x),
         "['down']: expected fs.psum_invariant before its use as an invariant value, got a leaf that is split over 'tp'",
     ),
     "a whole leaf on pieces": (
-        lambda shard, tp: lambda p: fs.psum_invariant((p["norm"].local * fs.gather(p)["up"]).sum(), tp),
-        "['norm']: expected fs.gather or fs.pvary before its use with varying values, got a leaf that is whole on "
-        "all ranks of 'tp'",
+        lambda p, shard, tp: fs.psum_invariant((p["norm"].local * fs.gather(p)["up"]).sum(), tp),
+        WHOLE.format("tp"),
     ),
     "all_gather of columns": (
-        lambda shard, tp: lambda p: fs.all_gather(fs.gather(p)["up"], tp).sum(),
+        lambda p, shard, tp: fs.all_gather(fs.gather(p)["up"], tp).sum(),
         "expected one that agrees: fs.all_gather_invariant, whose result agrees, got all_gather over 'tp'",
     ),
     "an objective": (
-        lambda shard, tp: lambda p: fs.psum_invariant(fs.gather(p)["norm"].sum(), shard),
+        lambda p, shard, tp: fs.psum_invariant(fs.gather(p)["norm"].sum(), shard),
         "expected one that varies: fs.pvary of it first, got psum_invariant over 'shard', whose result agrees",
     ),
-    "a whole leaf past gather": (
-        lambda shard, tp: lambda p: p["norm"].local.sum(),
-        "['norm']: expected fs.gather or fs.pvary before its use with varying values, got a leaf that is whole on "
-        "all ranks of 'shard'",
+    "a whole leaf past gather": (lambda p, shard, tp: p["norm"].local.sum(), WHOLE.format("shard")),
+    "a line that is named": (
+        sum_that_varies,
+        'in sum_that_varies return fs.psum(full["norm"].sum(), tp) # this line: expected one that agrees',
     ),
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes(mistake):
-    checked(*MISTAKES[mistake])
-
-
-def test_the_line_is_named():
-    def make(shard, tp):
-        def loss(params):
-            full = fs.gather(params)
-            return fs.psum(full["norm"].sum(), tp)  # this line
-
-        return loss
-
-    checked(make, 'in loss return fs.psum(full["norm"].sum(), tp) # this line: expected one that agrees')
+@pytest.mark.rows(5)
+@pytest.mark.parametrize("name", LOSSES)
+@on_ranks(4)
+def test_losses(name):
+    mesh = fs.init_mesh({"shard": 2, "tp": 2}, device="cpu")
+    params, axes = fs.shard(FULL, parallel(mesh)), (fs.axis_of(mesh["shard"]), fs.axis_of(mesh["tp"]))
+    loss, error = LOSSES[name]
+    expected = nullcontext() if error is None else pytest.raises(AssertionError, match=re.escape(error))
+    with expected:
+        check_varying(lambda p: loss(p, *axes), params)
 
 
 @on_ranks(4)

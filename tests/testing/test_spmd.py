@@ -104,11 +104,13 @@ def test_functional_collectives():
     assert [ops.wait_tensor(tensor).tolist() for tensor in found] == [[0, 0, 1, 1], [0, 1], [1], [1, 1]]
 
 
-@on_ranks(6)
-def test_device_mesh_with_subgroups():
-    mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("replicate", "shard"))
-    row, column = divmod(my_rank(), 3)
-    assert [ranks_summed(mesh[name].get_group()) for name in mesh.mesh_dim_names] == [column * 2 + 3, row * 9 + 3]
+@on_ranks(6, "4 processes")
+def test_device_mesh_with_subgroups(world_size):
+    inner = world_size // 2
+    mesh = init_device_mesh("cpu", (2, inner), mesh_dim_names=("replicate", "shard"))
+    row, column = divmod(my_rank(), inner)
+    assert ranks_summed(mesh["replicate"].get_group()) == 2 * column + inner
+    assert ranks_summed(mesh["shard"].get_group()) == inner * (inner - 1) / 2 + row * inner**2
 
 
 def test_failing_rank_releases_the_others():

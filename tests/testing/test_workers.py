@@ -13,7 +13,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import fshard as fs
 from fshard.testing import RankError, Workers, spmd
@@ -95,15 +94,6 @@ def test_same_program_on_simulated_and_real_ranks(workers):
         return tangent.item()
 
     assert spmd(program, workers) == spmd(program, 2) == [18.0, 18.0]
-
-
-def test_device_mesh_with_subgroups():
-    def program():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        return [ranks_summed(mesh[name].get_group()) for name in mesh.mesh_dim_names]
-
-    with Workers(4) as four:
-        assert four.run(program) == [[2.0, 1.0], [4.0, 1.0], [2.0, 5.0], [4.0, 5.0]]
 
 
 def test_failing_rank_ends_its_hanging_peers(workers):
