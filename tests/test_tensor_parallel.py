@@ -10,7 +10,7 @@ import torch
 from torch.func import grad, grad_and_value, jvp
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
 from fshard.tree import flatten
 from tests.parallel_transformer import (
     LAYERS,
@@ -26,10 +26,12 @@ from tests.parallel_transformer import (
     schedule,
     strategy,
 )
+from tests.ranks import my_rank, on_ranks
 from tests.test_processes import ROOT, TORCHRUN, run
 from tests.trees import normal
 
 MESHES = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (2, 4))  # sizes of "shard" and "tp"
+EVERY_MESH = pytest.mark.parametrize("world_size, sizes", [(math.prod(sizes), sizes) for sizes in MESHES], ids=str)
 STEPS, MAX_NORM = 3, 0.1
 ADAMW = dict(lr=0.01, eps=0.01, weight_decay=0.1)
 
@@ -91,62 +93,53 @@ def train_and_compare(sizes, transform, gradients=by_value_and_grad):
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize(
     "name, gradients",
     [*((name, by_value_and_grad) for name in STRATEGIES), ("large leaves", by_four_verbs)],
     ids=lambda part: part if isinstance(part, str) else part.__name__,
 )
+@EVERY_MESH
+@on_ranks()
 def test_training_is_that_of_one_process(name, gradients, sizes):
     """Losses, gradients, and parameters after steps of AdamW that are clipped by the norm of all gradients."""
-    one_process(sizes[1])
-    spmd(lambda: train_and_compare(sizes, STRATEGIES[name], gradients), math.prod(sizes))
+    train_and_compare(sizes, STRATEGIES[name], gradients)
 
 
-def test_processes_train_alike(workers):
-    spmd(lambda: train_and_compare((1, 2), STRATEGIES["every leaf"]), workers(2))
+@on_ranks("2 processes")
+def test_processes_train_alike():
+    train_and_compare((1, 2), STRATEGIES["every leaf"])
 
 
+@on_ranks(6)
 def test_specs_say_both_axes():
-    def program():
-        params = fs.shard(full_params(2), STRATEGIES["large leaves"](mesh_of((3, 2))))
-        block = params["blocks"][0]
-        leaves = {"q": block["attention"]["q"], "out": block["attention"]["out"], "norm": block["norm"]["bias"]}
-        leaves |= {"up": block["up"]["weight"], "up.bias": block["up"]["bias"], "positions": params["positions"]}
-        return {
-            name: (leaf.spec.partition, leaf.spec.gathered_shape, leaf.local.shape) for name, leaf in leaves.items()
-        }
-
-    found, *others = spmd(program, 6)
-    assert others == [found] * 5
-    assert found == {
-        "q": (fs.P(("tp", "shard")), (6, 7), (2, 7)),
-        "out": (fs.P("shard", "tp"), (7, 6), (3, 6)),
-        "up": (fs.P(("tp", "shard")), (10, 7), (4, 7)),
-        "up.bias": (fs.P("tp"), (10,), (10,)),
-        "norm": (fs.P(), (7,), (7,)),
-        "positions": (fs.P(), (4, 7), (4, 7)),
-    }
+    params = fs.shard(full_params(2), STRATEGIES["large leaves"](mesh_of((3, 2))))
+    block = params["blocks"][0]
+    for leaf, partition, gathered, local in (
+        (block["attention"]["q"], fs.P(("tp", "shard")), (6, 7), (2, 7)),
+        (block["attention"]["out"], fs.P("shard", "tp"), (7, 6), (3, 6)),
+        (block["up"]["weight"], fs.P(("tp", "shard")), (10, 7), (4, 7)),
+        (block["up"]["bias"], fs.P("tp"), (10,), (10,)),
+        (block["norm"]["bias"], fs.P(), (7,), (7,)),
+        (params["positions"], fs.P(), (4, 7), (4, 7)),
+    ):
+        assert (leaf.spec.partition, leaf.spec.gathered_shape, leaf.local.shape) == (partition, gathered, local)
 
 
 @pytest.mark.rows(2)
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@EVERY_MESH
+@on_ranks()
 def test_unshard_gives_back_the_matrices(sizes):
-    full = full_params(sizes[1])
-
-    def program():
-        mesh = mesh_of(sizes)
-        params = fs.shard(full, STRATEGIES["every leaf"](mesh))
-        assert_trees_close(fs.unshard(params), full, exact=True)
-        whole = fs.reshard(params, fs.ddp(mesh))
-        assert_trees_close(fs.gather(whole), full, exact=True)
-        assert_trees_close(fs.reshard(whole, STRATEGIES["large leaves"](mesh)), params, exact=True)
-
-    spmd(program, math.prod(sizes))
+    full, mesh = full_params(sizes[1]), mesh_of(sizes)
+    params = fs.shard(full, STRATEGIES["every leaf"](mesh))
+    assert_trees_close(fs.unshard(params), full, exact=True)
+    whole = fs.reshard(params, fs.ddp(mesh))
+    assert_trees_close(fs.gather(whole), full, exact=True)
+    assert_trees_close(fs.reshard(whole, STRATEGIES["large leaves"](mesh)), params, exact=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@EVERY_MESH
+@on_ranks()
 def test_derivatives_are_those_of_one_process(sizes):
     full, draw = full_params(sizes[1]), normal(7)
     tangent = fs.tree_map(lambda leaf: draw(*leaf.shape), full)
@@ -158,51 +151,42 @@ def test_derivatives_are_those_of_one_process(sizes):
 
     slope = jvp(dense, (full,), (tangent,))[1]
     expected, product = jvp(grad(dense), (full,), (tangent,))
+    mesh = mesh_of(sizes)
+    transform, own, tp = STRATEGIES["every leaf"](mesh), mine(mesh), fs.axis_of(mesh, "tp")
+    params, direction = fs.shard(full, transform), fs.shard(tangent, transform)
 
-    def program():
-        mesh = mesh_of(sizes)
-        transform, own, tp = STRATEGIES["every leaf"](mesh), mine(mesh), fs.axis_of(mesh, "tp")
-        params, direction = fs.shard(full, transform), fs.shard(tangent, transform)
+    def sharded(p):
+        return fs.objective(loss_fn(p, *own, tp), like=p, reduce="weighted")
 
-        def sharded(p):
-            return fs.objective(loss_fn(p, *own, tp), like=p, reduce="weighted")
-
-        assert_trees_close(jvp(sharded, (params,), (direction,))[1], slope, **tolerance)
-        found = jvp(grad(sharded), (params,), (direction,))
-        for part, needed in zip(found, (expected, product)):
-            assert_trees_close(fs.unshard(part), needed, **tolerance)
-
-    spmd(program, math.prod(sizes))
+    assert_trees_close(jvp(sharded, (params,), (direction,))[1], slope, **tolerance)
+    found = jvp(grad(sharded), (params,), (direction,))
+    for part, needed in zip(found, (expected, product)):
+        assert_trees_close(fs.unshard(part), needed, **tolerance)
 
 
 @pytest.mark.rows(2)
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@EVERY_MESH
+@on_ranks()
 def test_each_axis_carries_its_own(sizes):
     """Over "shard" this rank's share of the parameters, over "tp" activations alone."""
-
-    def program():
-        mesh = mesh_of(sizes)
-        params = fs.shard(full_params(sizes[1]), STRATEGIES["every leaf"](mesh))
-        with fs.comm.record() as record:
-            by_value_and_grad(params, *mine(mesh), fs.axis_of(mesh, "tp"))
-        moved = Counter()
-        for entry in record:
-            moved[entry.axis, entry.label] += 0 if entry.scalar else entry.bytes
-        return moved, fs.tree_map(lambda leaf: leaf.numel() * leaf.element_size() * sizes[0], params)
-
-    for rank, (moved, stored) in enumerate(spmd(program, math.prod(sizes))):
-        expected = Counter()
-        if sizes[0] > 1:
-            nbytes = {name: sum(fs.tree_leaves(stored[name])) for name in stored}
-            # The table is gathered at each of its uses; in the backward only the last needs it, and is kept till then.
-            expected["shard", "gather"] = 2 * nbytes["tokens"] + nbytes["positions"] + 2 * nbytes["blocks"]
-            expected["shard", "scatter"] = sum(nbytes.values())
-        if sizes[1] > 1:
-            numbers = ROWS[sizes[0]][rank // sizes[1]] * TIME * 8
-            # Twice a block: what goes in and what comes out; the embedding and logits; two numbers of each loss.
-            expected["tp", "psum_invariant"] = (2 * LAYERS + 1) * WIDTH * numbers + 2 * numbers
-            expected["tp", "pvary"] = (2 * LAYERS + 1) * WIDTH * numbers
-        assert +moved == expected
+    mesh = mesh_of(sizes)
+    params = fs.shard(full_params(sizes[1]), STRATEGIES["every leaf"](mesh))
+    with fs.comm.record() as record:
+        by_value_and_grad(params, *mine(mesh), fs.axis_of(mesh, "tp"))
+    moved, expected = Counter(), Counter()
+    for entry in record:
+        moved[entry.axis, entry.label] += 0 if entry.scalar else entry.bytes
+    if sizes[0] > 1:
+        nbytes = {name: sum(leaf.nbytes for leaf in fs.tree_leaves(params[name])) * sizes[0] for name in params}
+        # The table is gathered at each of its uses; in the backward only the last needs it, and is kept till then.
+        expected["shard", "gather"] = 2 * nbytes["tokens"] + nbytes["positions"] + 2 * nbytes["blocks"]
+        expected["shard", "scatter"] = sum(nbytes.values())
+    if sizes[1] > 1:
+        numbers = ROWS[sizes[0]][my_rank() // sizes[1]] * TIME * 8
+        # Twice a block: what goes in and what comes out; the embedding and logits; two numbers of each loss.
+        expected["tp", "psum_invariant"] = (2 * LAYERS + 1) * WIDTH * numbers + 2 * numbers
+        expected["tp", "pvary"] = (2 * LAYERS + 1) * WIDTH * numbers
+    assert +moved == expected
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
 from fshard.tree import leaves_of
+from tests.ranks import world_of
 from tests.trees import assert_same_bits
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -77,10 +78,26 @@ def program(sizes, schedule):
     return losses, fs.unshard(trained), sent, gathered
 
 
-def check(sizes, schedule, world):
+@pytest.mark.parametrize(
+    ("sizes", "schedule", "world"),
+    [
+        ((2, 1, 1, 2), "1f1b", 4),
+        ((1, 2, 2, 1), "gpipe", 4),
+        pytest.param((2, 2, 2, 1), "1f1b", 8, marks=pytest.mark.slow),
+        pytest.param((2, 2, 1, 2), "gpipe", 8, marks=pytest.mark.slow),
+        pytest.param((4, 1, 2, 1), "1f1b", 8, marks=pytest.mark.slow),
+        pytest.param((2, 2, 2, 2), "1f1b", 16, marks=pytest.mark.slow),
+        pytest.param((2, 1, 1, 2), "1f1b", "4 processes", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.timeout(500)
+def test_training_is_that_of_one_process(sizes, schedule, world, workers):
+    """Clipped AdamW steps on a mesh of (pipe, shard, cp, tp)."""
     pipe, shard, cp, tp = sizes
     losses, params = dense()
-    for found_losses, found, sent, gathered in spmd(partial(program, sizes, schedule), world, timeout=400):
+    ranks = spmd(partial(program, sizes, schedule), world_of(world, workers), timeout=400)
+    for found_losses, found, sent, gathered in ranks:
         assert found_losses == pytest.approx(losses, rel=0.0, abs=ROUNDING["atol"])
         assert_trees_close(found, params, **ROUNDING)
         # A microbatch of hidden values, on all ranks of "tp" together.
@@ -98,24 +115,6 @@ def check(sizes, schedule, world):
             assert over_both == gathered * (1 - 1 / (shard * cp))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "schedule"),
-    [
-        ((2, 1, 1, 2), "1f1b"),
-        ((1, 2, 2, 1), "gpipe"),
-        pytest.param((2, 2, 2, 1), "1f1b", marks=pytest.mark.slow),
-        pytest.param((2, 2, 1, 2), "gpipe", marks=pytest.mark.slow),
-        pytest.param((4, 1, 2, 1), "1f1b", marks=pytest.mark.slow),
-        pytest.param((2, 2, 2, 2), "1f1b", marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-@pytest.mark.timeout(500)
-def test_training_is_that_of_one_process(sizes, schedule):
-    """Clipped AdamW steps on a mesh of (pipe, shard, cp, tp)."""
-    check(sizes, schedule, math.prod(sizes))
-
-
 def jitted_and_eager(sizes, schedule):
     params, axes = laid_out(sizes)
     for jit in (True, False):
@@ -129,12 +128,6 @@ def jitted_and_eager(sizes, schedule):
 @pytest.mark.timeout(300)
 def test_jitted_bits_equal_eager(sizes, schedule):
     spmd(lambda: assert_same_bits(*jitted_and_eager(sizes, schedule)), math.prod(sizes), timeout=250)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_processes_train_so_too(workers):
-    check((2, 1, 1, 2), "1f1b", workers(4))
 
 
 @pytest.mark.slow
