@@ -1,4 +1,4 @@
-"""Whole processes: what a user starts from a shell ends well and says what it should."""
+"""What a user starts from a shell, python -m fshard too, ends well and says what it should."""
 
 import re
 import subprocess
@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from fshard.__main__ import main
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
@@ -120,3 +123,27 @@ def test_demo_learns_and_equals_ddp(tmp_path):
     # In nats per byte; frequencies of single bytes give 3.2, of pairs 2.4.
     assert float(re.search(r"held-out loss +([0-9.]+)", out)[1]) < 2.4
     assert "largest difference from DDP: 0 in a loss, 0 in a parameter, over 360 steps" in out
+
+
+def test_versions_and_devices(capsys):
+    assert main(["--no-test"]) == 0
+    out = capsys.readouterr().out
+    rows = dict(re.findall(r"^(\S+) +(.*)$", out, re.MULTILINE))
+    assert rows["fshard"] == "0.1.0"
+    assert rows["torch"].startswith(torch.__version__.partition("+")[0])
+    assert "gloo" in rows["backends"]
+    assert {"python", "platform", "processors", "accelerators"} <= set(rows)
+
+
+def test_the_self_test_passes():
+    out = run(sys.executable, "-m", "fshard")
+    assert re.search(r"self-test +passed in \d+ s: 5 steps of zero3 on 2 processes equal those of one,", out)
+
+
+def test_a_self_test_that_fails_is_told(monkeypatch, capsys):
+    def wrong():
+        raise AssertionError("the leaf ['up'] differs")
+
+    monkeypatch.setattr("fshard.__main__.self_test", wrong)
+    assert main([]) == 1
+    assert "failed: AssertionError: the leaf ['up'] differs" in capsys.readouterr().out

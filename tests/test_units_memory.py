@@ -85,8 +85,8 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-def noted(module, world_size, frozen=(), **options):
-    """What each rank noted, with everything that it logged, and its gradients."""
+def noted(module, world_size, evaluated=False, **options):
+    """What each rank noted, with everything that it logged, and its gradients unless it only evaluated."""
     batches = vectors(world_size)
 
     def program():
@@ -95,7 +95,9 @@ def noted(module, world_size, frozen=(), **options):
         params = model.init(fs.compose(zero3(**options)(mesh), Watched(log)))
         (x,) = batches[mesh.get_rank()]
         with fs.comm.record() as record:
-            _, grads = fs.value_and_grad(lambda p: model.apply(p, x, log))(params)
+            run = model.apply if evaluated else fs.value_and_grad(model.apply)
+            result = run(params, x, log)
+        grads = None if evaluated else result[1]
         log.note("returned", -1)
         return log, record, grads
 
@@ -149,18 +151,7 @@ def test_units_are_kept_by_rule(regather):
 
 @pytest.mark.parametrize("world_size", (1, 2, 3))
 def test_nothing_is_held_after_evaluation(world_size):
-    module = filled(Layers())
-
-    def program():
-        mesh, log = one_axis(), Log()
-        model = fs.functionalize(module, Layer)
-        params = model.init(fs.compose(zero3()(mesh), Watched(log)))
-        (x,) = vectors(world_size)[mesh.get_rank()]
-        model.apply(params, x, log)
-        log.note("returned", -1)
-        return log
-
-    for log in spmd(program, world_size):
+    for log, _, _ in noted(filled(Layers()), world_size, evaluated=True):
         for event, layer, weights, _ in log.notes:
             # One rank needs no copies: what it gathers is what it stores.
             if event in ("begin", "end") and world_size > 1:
