@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard.testing import RankError, spmd
-from tests.ranks import my_rank, on_ranks
+from tests.ranks import my_rank, on_ranks, world_of
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -40,20 +40,20 @@ def ranks_summed(group=None):
     return total.item()
 
 
-def failure(f, world_size, timeout=60.0):
-    """The error of a simulation, which must come long before the timeout."""
+def failure(f, world, timeout=60.0):
+    """The error of a run, which must come long before the timeout."""
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
-        spmd(f, world_size, timeout)
+        spmd(f, world, timeout)
     assert time.monotonic() - start < 20
     return caught.value
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_results_come_in_rank_order(world_size):
-    assert spmd(lambda: (dist.get_rank(), dist.get_world_size()), world_size) == [
-        (rank, world_size) for rank in range(world_size)
-    ]
+@pytest.mark.parametrize("world", [1, 2, 5, "2 processes"])
+def test_results_come_in_rank_order(world, workers):
+    size, offset = int(str(world)[0]), torch.arange(3)
+    ranks = spmd(lambda: (dist.get_world_size(), (offset + dist.get_rank()).tolist()), world_of(world, workers))
+    assert ranks == [(size, [rank, rank + 1, rank + 2]) for rank in range(size)]
 
 
 def test_world_size_must_be_positive():
@@ -113,28 +113,30 @@ def test_device_mesh_with_subgroups(world_size):
     assert ranks_summed(mesh["shard"].get_group()) == inner * (inner - 1) / 2 + row * inner**2
 
 
-def test_failing_rank_releases_the_others():
-    error = ValueError("bad batch")
+@pytest.mark.parametrize("world", [4, "2 processes"])
+def test_failing_rank_ends_its_waiting_peers(world, workers):
+    error, last = ValueError("bad batch"), int(str(world)[0]) - 1
 
     def program():
-        if dist.get_rank() == 3:
+        if dist.get_rank() == last:
             raise error
         ranks_summed()
 
-    caught = failure(program, 4)
-    assert str(caught).startswith("rank 3 of 4 failed:\nTraceback (most recent call last):\n")
+    caught = failure(program, world_of(world, workers))
+    assert str(caught).startswith(f"rank {last} of {last + 1} failed:\nTraceback (most recent call last):\n")
     assert str(caught).endswith("ValueError: bad batch\n")
     assert "in program" in str(caught)
-    assert caught.__cause__ is error
+    assert caught.__cause__ is error or world != 4
 
 
-def test_lowest_failing_rank_is_reported():
+@pytest.mark.parametrize("world", [4, "2 processes"])
+def test_lowest_failing_rank_is_reported(world, workers):
     def program():
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0 and world == 4:
             return ranks_summed()
         raise ValueError(f"from rank {dist.get_rank()}")
 
-    assert str(failure(program, 4)).endswith("ValueError: from rank 1\n")
+    assert str(failure(program, world_of(world, workers))).endswith(f"ValueError: from rank {int(world == 4)}\n")
 
 
 def test_exit_of_a_rank_is_a_failure():
@@ -342,6 +344,14 @@ def test_forward_mode_with_collectives():
         return x**2
 
     assert torch.func.jvp(f, (torch.tensor(3.0),), (torch.tensor(float(my_rank())),))[1].item() == 6.0 * my_rank()
+
+
+@on_ranks(2, "2 processes")
+def test_collectives_of_tangents():
+    x, t = torch.tensor([3.0]), torch.tensor([my_rank() + 1.0])
+    tangent = torch.func.jvp(torch.square, (x,), (t,))[1]
+    dist.all_reduce(tangent)
+    assert tangent.item() == 18.0
 
 
 class Seen(TorchDispatchMode):
