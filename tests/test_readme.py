@@ -29,46 +29,38 @@ class Batch(NamedTuple):
     y: torch.Tensor
 
 
-def names(seed):
-    torch_generator = torch.Generator().manual_seed(seed)
-    module = nn.Sequential(nn.Embedding(7, 300), nn.Linear(300, 7))
-    batch = Batch(
-        x=torch.randint(7, (2, 3), generator=torch_generator), y=torch.randint(7, (2, 3), generator=torch_generator)
-    )
-    return {"torch": torch, "F": F, "module": module, "Block": nn.Linear, "dataclass": dataclass, "fs": fs}, batch
+MODULE = nn.Sequential(nn.Embedding(7, 300), nn.Linear(300, 7))
+NAMES = {"torch": torch, "F": F, "module": MODULE, "Block": nn.Linear, "dataclass": dataclass, "fs": fs}
+
+
+def batch_of(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return Batch(*torch.randint(7, (2, 2, 3), generator=generator))
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_both_train_steps_give_the_same_bits(world_size):
-    shared, _ = names(0)
-
-    def program():
-        scope = dict(shared)
-        exec(TRAIN_STEP, scope)
-        _, batch = names(scope["mesh"].get_rank())
-        state, loss = scope["train_step"](scope["state"], batch)
-        eager = scope["train_step"]
-        exec(FOUR_VERBS, scope)
-        again, loss_again = scope["train_step"](scope["state"], batch)
-        assert_trees_close({"loss": loss, "state": state}, {"loss": loss_again, "state": again}, exact=True)
-        scope["train_step"] = eager
-        exec(JIT, scope)
-        # A copy, because the jitted step takes its memory.
-        jitted, loss_again = scope["train_step"](fs.tree_map(torch.clone, scope["state"]), batch)
-        assert_trees_close({"loss": loss, "state": state}, {"loss": loss_again, "state": jitted}, exact=True)
-        assert int(state.step) == 1
-        return loss.item()
-
-    losses = spmd(program, world_size)
-    assert len(set(losses)) == 1
+@on_ranks(1, 2)
+def test_both_train_steps_give_the_same_bits():
+    scope = dict(NAMES)
+    exec(TRAIN_STEP, scope)
+    batch = batch_of(scope["mesh"].get_rank())
+    state, loss = scope["train_step"](scope["state"], batch)
+    eager = scope["train_step"]
+    exec(FOUR_VERBS, scope)
+    again, loss_again = scope["train_step"](scope["state"], batch)
+    assert_trees_close({"loss": loss, "state": state}, {"loss": loss_again, "state": again}, exact=True)
+    scope["train_step"] = eager
+    exec(JIT, scope)
+    # A copy, because the jitted step takes its memory.
+    jitted, loss_again = scope["train_step"](fs.tree_map(torch.clone, scope["state"]), batch)
+    assert_trees_close({"loss": loss, "state": state}, {"loss": loss_again, "state": jitted}, exact=True)
+    assert int(state.step) == 1
+    return loss.item()
 
 
 def test_a_step_is_planned_held_to_a_budget_and_traced(tmp_path, capsys):
-    shared, batch = names(0)
-
     def program():
-        scope = {**shared, "batch": batch}
+        scope = {**NAMES, "batch": batch_of(0)}
         exec(TRAIN_STEP, scope)
         exec(AHEAD.replace("step.json", str(tmp_path / f"{scope['mesh'].get_rank()}.json")), scope)
 
@@ -77,27 +69,22 @@ def test_a_step_is_planned_held_to_a_budget_and_traced(tmp_path, capsys):
     assert "parameters" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_goes_on_from_its_checkpoint(tmp_path, world_size):
+@on_ranks(1, 2)
+def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     class GPT(nn.Sequential):
         def __init__(self, width, layers):
             super().__init__(nn.Embedding(7, width), *(nn.Linear(width, width) for _ in range(layers)))
 
     text = STATE.replace('"runs/gpt"', repr(str(tmp_path))).replace("every=100", "every=2")
-    shared, batch = names(0)
-
-    def program():
-        scope = {**shared, "GPT": GPT, "batches": [batch] * 5}
-        exec(TRAIN_STEP, scope)
-        first = scope["state"]
-        exec(text, scope)
-        assert fs.checkpoint.latest(tmp_path) == 4
-        there = scope["state"]
-        scope |= {"state": first, "batches": [batch]}
-        exec(text, scope)
-        assert_trees_close(scope["state"], there, exact=True)
-
-    spmd(program, world_size)
+    scope = {**NAMES, "GPT": GPT, "batches": [batch_of(0)] * 5}
+    exec(TRAIN_STEP, scope)
+    first = scope["state"]
+    exec(text, scope)
+    assert fs.checkpoint.latest(tmp_path) == 4
+    there = scope["state"]
+    scope |= {"state": first, "batches": [batch_of(0)]}
+    exec(text, scope)
+    assert_trees_close(scope["state"], there, exact=True)
 
 
 @on_ranks(1, 2)
@@ -117,11 +104,10 @@ def test_units_of_a_plain_function(world_size):
 
 
 def test_gradients_have_the_same_bits_at_any_number_of_ranks():
-    shared, _ = names(0)
     data = torch.randint(7, (40, 2, 3), generator=torch.Generator().manual_seed(1))
 
     def program():
-        scope = {**shared, "key": 1, "step": 3, "data": data}
+        scope = {**NAMES, "key": 1, "step": 3, "data": data}
         exec(TRAIN_STEP, scope)
         apply = scope["model"].apply
 

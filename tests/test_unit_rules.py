@@ -49,34 +49,19 @@ HEAD = ("head", ["embed.weight", "head.bias"])
 BLOCKS = [("blocks.0", of_block(0)), ("blocks.1", of_block(1))]
 BY_BLOCK = [EMBED, *BLOCKS, HEAD]
 ALL = ["embed.weight", *of_block(0), *of_block(1), "head.bias"]
+
+
+def in_parts(i, *parts):
+    """What a block owns, and its mixer, as units, with further parts of it and their parameters."""
+    names = of_block(i)
+    found = [("", names[:1]), (".mixer", names[1:2]), *((part, names[chosen]) for part, chosen in parts)]
+    return [(f"blocks.{i}{part}", chosen) for part, chosen in found]
+
+
+MLP, LAYERS = [(".mlp", slice(2, 4))], [(".mlp.0", slice(2, 3)), (".mlp.2", slice(3, 4))]
 # A feed-forward network each; what else a block owns is one unit around them, and one for each other submodule.
-BY_MLP = [
-    EMBED,
-    *(
-        unit
-        for i in range(2)
-        for unit in [
-            (f"blocks.{i}", of_block(i)[:1]),
-            (f"blocks.{i}.mixer", of_block(i)[1:2]),
-            (f"blocks.{i}.mlp", of_block(i)[2:]),
-        ]
-    ),
-    HEAD,
-]
-BY_LAYER = [
-    EMBED,
-    *(
-        unit
-        for i in range(2)
-        for unit in [
-            (f"blocks.{i}", of_block(i)[:1]),
-            (f"blocks.{i}.mixer", of_block(i)[1:2]),
-            (f"blocks.{i}.mlp.0", of_block(i)[2:3]),
-            (f"blocks.{i}.mlp.2", of_block(i)[3:]),
-        ]
-    ),
-    HEAD,
-]
+BY_MLP = [EMBED, *in_parts(0, *MLP), *in_parts(1, *MLP), HEAD]
+BY_LAYER = [EMBED, *in_parts(0, *LAYERS), *in_parts(1, *LAYERS), HEAD]
 
 # What a rule selects of a Tower, as pairs of a submodule and its parameters, in the order of their gathering.
 RULES = {

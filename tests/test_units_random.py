@@ -66,58 +66,33 @@ def one_process(module, keys):
     return (loss.detach(), dict(zip(leaves, grads))), [mask for _, mask in outputs]
 
 
-def by_rule(module, key_of, **options):
-    """The program of one rank: loss, gradients and mask by each rule, computed twice with the same key."""
-
-    def program():
-        mesh = one_axis()
-        (x,) = vectors(RANKS)[mesh.get_rank()]
-        key, found = key_of(mesh), {}
-        torch.manual_seed(mesh.get_rank())
-        state = torch.get_rng_state()
-        for name, rule in RULES.items():
-            model = fs.functionalize(module, rule)
-            params = model.init(zero3(**options)(mesh))
-            run = fs.value_and_grad(lambda p: model.apply(p, x, key=key), has_aux=True)  # noqa: B023
-            (value, mask), grads = run(params)
-            found[name] = full((value, grads)), mask
-            (value, mask), grads = run(params)
-            assert_same_bits((full((value, grads)), mask), found[name])
-        # A key changes nothing of the generator that code without keys draws from.
-        assert torch.get_rng_state().equal(state)
-        return found
-
-    return program
-
-
-@pytest.mark.rows(1)
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("prefetch", (0, 1, 2))
 @pytest.mark.parametrize("checkpointed", (False, True))
-def test_one_key_gives_every_rank_the_same_masks(workers, checkpointed):
-    module = network(checkpointed)
-    expected, (mask, again) = one_process(network(), [KEY] * RANKS)
-    assert_same_bits(mask, again)
-    for found in spmd(by_rule(module, lambda mesh: KEY), workers(RANKS)):
-        for result, own_mask in found.values():
-            assert_trees_close(result, expected, rtol=0, atol=BOUND)
-            assert_same_bits(own_mask, mask)
-
-
-def folded(mesh):
-    return fs.fold_in(KEY, fs.axis_of(mesh))
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("prefetch", (0, 2))
-@pytest.mark.parametrize("checkpointed", (False, True))
-def test_a_key_for_each_rank_gives_other_masks(workers, checkpointed, prefetch):
-    module = network(checkpointed)
+@pytest.mark.parametrize("folded", (False, True))
+@on_ranks("2 processes")
+def test_keys_decide_the_masks(folded, checkpointed, prefetch):
+    """One key gives every rank the same masks, and a key for each rank others, by each rule and in each call."""
     # A number stands for a rank as its axis does.
-    expected, masks = one_process(network(), [fs.fold_in(KEY, rank) for rank in range(RANKS)])
-    assert not masks[0].equal(masks[1])
-    for rank, found in enumerate(spmd(by_rule(module, folded, prefetch=prefetch), workers(RANKS))):
-        for result, own_mask in found.values():
-            assert_trees_close(result, expected, rtol=0, atol=BOUND)
-            assert_same_bits(own_mask, masks[rank])
+    expected, masks = one_process(network(), [fs.fold_in(KEY, rank) if folded else KEY for rank in range(RANKS)])
+    assert masks[0].equal(masks[1]) is not folded
+    mesh, module = one_axis(), network(checkpointed)
+    (x,) = vectors(RANKS)[mesh.get_rank()]
+    key = fs.fold_in(KEY, fs.axis_of(mesh)) if folded else KEY
+    torch.manual_seed(mesh.get_rank())
+    state = torch.get_rng_state()
+    for rule in RULES.values():
+        model = fs.functionalize(module, rule)
+        params = model.init(zero3(prefetch=prefetch)(mesh))
+        run = fs.value_and_grad(lambda p: model.apply(p, x, key=key), has_aux=True)  # noqa: B023
+        (value, mask), grads = run(params)
+        found = full((value, grads))
+        assert_trees_close(found, expected, rtol=0, atol=BOUND)
+        assert_same_bits(mask, masks[mesh.get_rank()])
+        (value, mask), grads = run(params)
+        assert_same_bits((full((value, grads)), mask), (found, masks[mesh.get_rank()]))
+    # A key changes nothing of the generator that code without keys draws from.
+    assert torch.get_rng_state().equal(state)
 
 
 def test_another_key_gives_other_masks():
