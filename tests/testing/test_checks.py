@@ -1,4 +1,4 @@
-"""check_varying: a right loss passes, and each step that takes a value for what it is not is named."""
+"""Checks of fshard.testing pass what is right, and name each leaf, step and value that is not."""
 
 import re
 from contextlib import nullcontext
@@ -7,9 +7,114 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.testing import check_varying, spmd
+from fshard.testing import assert_trees_close, check_pure, check_varying, spmd
 from tests.ranks import on_ranks
-from tests.trees import normal
+from tests.trees import normal, one_axis
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COMPLEX = (torch.complex64, torch.complex128)
+
+
+def passes(check, actual, expected):
+    try:
+        check(actual, expected)
+    except AssertionError:
+        return False
+    return True
+
+
+def test_tolerances_are_those_of_torch():
+    for dtype in (*FLOATS, *COMPLEX):
+        expected, results = torch.ones(1, dtype=dtype), set()
+        for distance in (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1):
+            result = passes(assert_trees_close, expected + distance, expected)
+            assert result == passes(torch.testing.assert_close, expected + distance, expected), (dtype, distance)
+            results.add(result)
+        assert results == {True, False}
+
+
+@pytest.mark.parametrize("dtype", COMPLEX, ids=str)
+def test_distance_of_complex_leaves(dtype):
+    actual, expected = torch.tensor([1, 4 + 4j], dtype=dtype), torch.tensor([1, 1 + 0j], dtype=dtype)
+    text = "['w']: expected (1+0j) within rtol=0, atol=0, got (4+4j) there (1 of 2 elements differ, most by 5 at (1,))"
+    with pytest.raises(AssertionError, match=re.escape(text)):
+        assert_trees_close({"w": actual}, {"w": expected}, rtol=0, atol=0)
+
+
+TX = fs.from_torch(torch.optim.SGD, lr=0.1)
+
+STRATEGIES = {
+    "ddp": fs.ddp,
+    "zero1": lambda mesh: fs.zero1(mesh, min_shard_elements=0),
+    "zero2": lambda mesh: fs.zero2(mesh, min_shard_elements=0),
+    "zero3": lambda mesh: fs.zero3(mesh, min_shard_elements=0),
+    "zero3 of whole leaves": lambda mesh: fs.zero3(mesh, min_shard_elements=1000),
+}
+# Those whose gather hands out the state's own memory, where there are several ranks.
+WHOLE = ("ddp", "zero3 of whole leaves")
+
+WRITES = {
+    "data": lambda w: w.data.clamp_(0, 0),
+    "numpy": lambda w: w.detach().numpy().fill(0),
+}
+
+
+def started(strategy):
+    params = fs.shard({"w": normal()(5, 3), "v": normal(1)(3)}, STRATEGIES[strategy](one_axis()))
+    return fs.TrainState.create(params, TX), normal(2)(4, 5)
+
+
+def step_that(write):
+    def step(state, batch):
+        def loss(params):
+            full = fs.gather(params)
+            value = (batch @ full["w"] + full["v"]).square().sum()
+            write(full["w"])
+            return value
+
+        value, grads = fs.value_and_grad(loss)(state.params)
+        return fs.update(TX, state, grads), value
+
+    return step
+
+
+@pytest.mark.parametrize("write", WRITES)
+@on_ranks(1, 2)
+def test_writes_past_the_version_counter_are_named(world_size, write):
+    """Where the caller's state has changed; elsewhere they change a copy, and nothing else."""
+    step = step_that(WRITES[write])
+    error = (
+        "check_pure: the step changed its arguments\n"
+        "  argument 0.params['w']: expected those before it, got other values after the step\n"
+        "To fix: find the write in place to these tensors or to a view of them, and compute a new tensor instead."
+    )
+    for strategy in STRATEGIES:
+        state, batch = started(strategy)
+        if world_size == 1 or strategy in WHOLE:
+            with pytest.raises(AssertionError, match=re.escape(error)):
+                check_pure(step, state, batch)
+        else:
+            check_pure(step, state, batch)
+
+
+@pytest.mark.rows(1)
+@on_ranks(1, 2)
+def test_pure_and_donated_steps_pass():
+    step = step_that(lambda w: None)
+    for strategy in STRATEGIES:
+        state, batch = started(strategy)
+        after, value = check_pure(step, state, batch=batch)
+        assert torch.equal(value, step(state, batch)[1])
+        assert after.step == state.step + 1
+        check_pure(fs.jit(step, donate_argnums=0), state, batch)
+
+
+def test_what_a_tensor_is_counts_as_well():
+    tensors = {"nan": torch.tensor([float("nan")]), "conj": torch.ones(2, dtype=torch.complex64).conj(), "empty": None}
+    check_pure(lambda tree: None, tensors)
+    with pytest.raises(AssertionError, match=r"\['nan'\].*\n  x\['s'\]: expected those before it"):
+        check_pure(lambda tree, x: (tree["nan"].zero_(), x["s"].resize_(2, 3)), tensors, x={"s": torch.zeros(3, 2)})
+
 
 FULL = {"norm": normal(1)(6), "up": normal(2)(8, 6), "down": normal(3)(6, 8), "head": normal(4)(6, 6)}
 X = normal(5)(3, 6)
@@ -46,7 +151,7 @@ def sum_that_varies(params, shard, tp):
     return fs.psum(full["norm"].sum(), tp)  # this line
 
 
-WHOLE = (
+NOT_GATHERED = (
     "['norm']: expected fs.gather or fs.pvary before its use with varying values, got a leaf that is whole on all "
     "ranks of '{}'"
 )
@@ -55,7 +160,7 @@ LOSSES = {
     "right": (lambda p, shard, tp: loss_of(p, lambda x: fs.pvary(x, tp), lambda x: fs.psum_invariant(x, tp)), None),
     "pvary forgotten": (
         lambda p, shard, tp: loss_of(p, lambda x: x, lambda x: fs.psum_invariant(x, tp)),
-        WHOLE.format("tp"),
+        NOT_GATHERED.format("tp"),
     ),
     "psum for psum_invariant": (
         lambda p, shard, tp: loss_of(p, lambda x: fs.pvary(x, tp), lambda x: fs.psum(x, tp)),
@@ -67,7 +172,7 @@ LOSSES = {
     ),
     "a whole leaf on pieces": (
         lambda p, shard, tp: fs.psum_invariant((p["norm"].local * fs.gather(p)["up"]).sum(), tp),
-        WHOLE.format("tp"),
+        NOT_GATHERED.format("tp"),
     ),
     "all_gather of columns": (
         lambda p, shard, tp: fs.all_gather(fs.gather(p)["up"], tp).sum(),
@@ -77,7 +182,7 @@ LOSSES = {
         lambda p, shard, tp: fs.psum_invariant(fs.gather(p)["norm"].sum(), shard),
         "expected one that varies: fs.pvary of it first, got psum_invariant over 'shard', whose result agrees",
     ),
-    "a whole leaf past gather": (lambda p, shard, tp: p["norm"].local.sum(), WHOLE.format("shard")),
+    "a whole leaf past gather": (lambda p, shard, tp: p["norm"].local.sum(), NOT_GATHERED.format("shard")),
     "a line that is named": (
         sum_that_varies,
         'in sum_that_varies return fs.psum(full["norm"].sum(), tp) # this line: expected one that agrees',
