@@ -267,25 +267,19 @@ def test_a_foreign_mesh_is_refused_at_once(tmp_path):
 def whole_world(params, directory):
     """Calls that all ranks of the run make unless they are told a mesh."""
     module = nn.Linear(4, 1, bias=False)
-    params = {"weight": params["w"]}
-    yield "save", lambda: checkpoint.save(directory, params, 1)
-    yield "restore", lambda: checkpoint.restore(directory, params)
-    yield "Manager", lambda: checkpoint.Manager(directory).save(params, 1)
-    yield "to_state_dict", lambda: checkpoint.to_state_dict(params)
-    yield "from_state_dict", lambda: checkpoint.from_state_dict({}, params)
-    yield "load_torch", lambda: checkpoint.load_torch(directory, params)
-    yield "save_dcp", lambda: checkpoint.save_dcp(directory, params)
-    yield "load_dcp", lambda: checkpoint.load_dcp(directory, params)
-    yield "save_huggingface", lambda: checkpoint.save_huggingface(directory, params)
-    yield "load_huggingface", lambda: checkpoint.load_huggingface(directory, params)
-    yield (
-        "from_optimizer_state_dict",
-        lambda: checkpoint.from_optimizer_state_dict({}, TX.init(params), module, torch.optim.SGD(module.parameters())),
-    )
-    yield (
-        "to_optimizer_state_dict",
-        lambda: checkpoint.to_optimizer_state_dict(TX.init(params), module, torch.optim.SGD(module.parameters())),
-    )
+    params, optimizer = {"weight": params["w"]}, torch.optim.SGD(module.parameters())
+    yield lambda: checkpoint.save(directory, params, 1)
+    yield lambda: checkpoint.restore(directory, params)
+    yield lambda: checkpoint.Manager(directory).save(params, 1)
+    yield lambda: checkpoint.to_state_dict(params)
+    yield lambda: checkpoint.from_state_dict({}, params)
+    yield lambda: checkpoint.load_torch(directory, params)
+    yield lambda: checkpoint.save_dcp(directory, params)
+    yield lambda: checkpoint.load_dcp(directory, params)
+    yield lambda: checkpoint.save_huggingface(directory, params)
+    yield lambda: checkpoint.load_huggingface(directory, params)
+    yield lambda: checkpoint.from_optimizer_state_dict({}, TX.init(params), module, optimizer)
+    yield lambda: checkpoint.to_optimizer_state_dict(TX.init(params), module, optimizer)
 
 
 @on_ranks(3)
@@ -296,7 +290,7 @@ def test_a_checkpoint_is_told_which_ranks_make_it(tmp_path):
     wide = fs.shard({"w": torch.ones(4)}, fs.zero3(line, min_shard_elements=0))
     if is_member(mesh):
         params = fs.shard({"w": torch.ones(4)}, fs.zero3(mesh, min_shard_elements=0))
-        for _, call in whole_world(params, tmp_path):
+        for call in whole_world(params, tmp_path):
             with pytest.raises(ValueError, match=r"all ranks of this run, got axis 'shard' of ranks \[0, 2\]; .*mesh="):
                 call()
         with pytest.raises(

@@ -31,8 +31,7 @@ def test_values():
     assert_same_bits(fs.ppermute(x, axis, []), torch.zeros_like(x))
     to_all = fs.all_to_all(row(own, 2 * size).view(size, 2), axis, 0, 1)
     assert_same_bits(to_all, torch.cat([row(rank, 2 * size)[2 * own : 2 * own + 2] for rank in ranks])[None])
-    send, receive = ([(first + 2 * second) % 3 for second in ranks] for first in (own,) for _ in range(2))
-    receive = [(rank + 2 * own) % 3 for rank in ranks]
+    send, receive = [(own + 2 * rank) % 3 for rank in ranks], [(rank + 2 * own) % 3 for rank in ranks]
     rows = torch.cat([row(own)[None] + 100 * rank for rank in ranks for _ in range(send[rank])] or [x[:0].view(0, 3)])
     expected = [row(rank)[None] + 100 * own for rank in ranks for _ in range(receive[rank])]
     assert_same_bits(fs.ragged_all_to_all(rows, axis, send, receive), torch.cat([*expected, x.new_empty(0, 3)]))
@@ -160,9 +159,7 @@ def test_pmax_has_no_derivative():
     with pytest.raises(ValueError, match=text):
         jvp(lambda x: fs.pmax(x, axis), (x,), (x,))
     shifted = grad(lambda x: (x - fs.pmax(x.detach(), axis)).exp().sum())(x)
-    assert_same_bits(
-        shifted, (x - x).exp() * (x - x).exp() if fs.axis_size(axis) == 0 else (x - fs.pmax(x, axis)).exp()
-    )
+    assert_same_bits(shifted, (x - fs.pmax(x, axis)).exp())
     batch = torch.stack([x + fs.axis_index(axis), x])
     assert_same_bits(vmap(lambda x: fs.pmax(x, axis))(batch), fs.pmax(batch, axis))
     assert_same_bits(vmap(lambda x: fs.pmax(x, axis), in_dims=1)(batch), fs.pmax(batch, axis).T)

@@ -166,21 +166,19 @@ def test_losses_and_gradients_have_the_bits_of_the_tree_at_any_world_size(world_
 
 
 @pytest.mark.parametrize("number", (8, 5))
-@pytest.mark.parametrize("world_size", ("2 processes", "3 processes", "4 processes"))
+@on_ranks("2 processes", "3 processes", "4 processes")
 @pytest.mark.rows(3)
-def test_processes_have_the_bits_of_the_tree(world_size, number, workers):
-    size = int(world_size[0])
-    wanted = {"weighted": oracle(torch.float32, "weighted", number)}
-    only = ("zero3 in units", "ddp", "hsdp")
-    spmd(partial(run_rows, size, torch.float32, number, wanted, only=only), workers(size))
+def test_processes_have_the_bits_of_the_tree(world_size, number):
+    wanted, only = {"weighted": oracle(torch.float32, "weighted", number)}, ("zero3 in units", "ddp", "hsdp")
+    run_rows(world_size, torch.float32, number, wanted, only=only)
 
 
 @pytest.mark.parametrize(("world_size", "number"), ((1, 8), (2, 8), (3, 8), (4, 8), (4, 16)))
+@on_ranks()
 @pytest.mark.rows(1)
 def test_jitted_steps_have_the_bits_of_the_tree(world_size, number):
     wanted = {"weighted": oracle(torch.float32, "weighted", number)}
-    only = ("zero3", "hsdp")
-    assert spmd(lambda: run_rows(world_size, torch.float32, number, wanted, jitted=True, only=only), world_size)[0]
+    assert run_rows(world_size, torch.float32, number, wanted, jitted=True, only=("zero3", "hsdp"))
 
 
 def test_sums_in_turn_have_other_bits():

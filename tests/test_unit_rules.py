@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
 from tests.bad_input import Row, assert_all_refused
 from tests.ranks import my_rank, on_ranks
-from tests.trees import normal, one_axis
+from tests.trees import one_axis
+from tests.unit_models import filled
 
 
 class Block(nn.Module):
@@ -186,10 +187,7 @@ def test_tied_modules_are_one_unit_and_tied_parameters_are_in_many():
 @on_ranks(2)
 def test_every_rule_computes_the_same(rule):
     """Whichever units there are, and in whichever order they are gathered."""
-    module, units = Tower().double(), RULES[rule][0]
-    draw = normal()
-    for parameter in module.parameters():
-        parameter.data = draw(*parameter.shape)
+    module, units = filled(Tower()), RULES[rule][0]
     strategy = fs.zero3(one_axis(), merge_bytes=0, min_shard_elements=0)
     tokens = torch.arange(5) + my_rank()
     results = []
@@ -202,6 +200,7 @@ def test_every_rule_computes_the_same(rule):
 
 
 @pytest.mark.parametrize("units, gathered", [(nn.Linear, [0, 1, 2, 1, 0, 1]), (["2", "1", "0"], [2, 1, 0])])
+@on_ranks(2)
 def test_a_list_in_the_order_of_the_forward_saves_gathers(units, gathered):
     """Where a module's own order is not that of its forward."""
 
@@ -211,17 +210,13 @@ def test_a_list_in_the_order_of_the_forward_saves_gathers(units, gathered):
                 x = layer(x)
             return x
 
-    module = Reversed(nn.Linear(6, 2, bias=False), nn.Linear(4, 6, bias=False), nn.Linear(8, 4, bias=False))
-
-    def program():
-        model = fs.functionalize(module, units=units)
-        params = model.init(fs.zero3(one_axis(), merge_bytes=0, min_shard_elements=0))
-        with fs.comm.record() as record:
-            fs.value_and_grad(lambda p: model.apply(p, torch.ones(3, 8)).sum())(params)
-        names = {12 * 4: 0, 24 * 4: 1, 32 * 4: 2}
-        return [names[entry.bytes] for entry in record if entry.label == "gather"]
-
-    assert spmd(program, 2) == [gathered] * 2
+    layers = nn.Linear(6, 2, bias=False), nn.Linear(4, 6, bias=False), nn.Linear(8, 4, bias=False)
+    model = fs.functionalize(filled(Reversed(*layers), None), units=units)
+    params = model.init(fs.zero3(one_axis(), merge_bytes=0, min_shard_elements=0))
+    with fs.comm.record() as record:
+        fs.value_and_grad(lambda p: model.apply(p, torch.ones(3, 8)).sum())(params)
+    names = {12 * 4: 0, 24 * 4: 1, 32 * 4: 2}
+    assert [names[entry.bytes] for entry in record if entry.label == "gather"] == gathered
 
 
 UNITS = (

@@ -12,7 +12,7 @@ import fshard as fs
 from tests.jit.steps import STEPS, WORLDS, Case, adamw, assert_on_ranks, trained
 from tests.jit.test_functions import blocks, chain
 from tests.ranks import my_rank, world_of
-from tests.test_units_random import Dropped
+from tests.test_units_state import Dropped
 from tests.trees import normal, one_axis, two_axes
 from tests.unit_models import HIDDEN, LENGTH, SEQUENCES, VOCABULARY, WIDTH, Block, Language, filled, zero3
 

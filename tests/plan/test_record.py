@@ -1,5 +1,7 @@
 """The planned collectives against those that ranks record when they run the step."""
 
+import math
+
 import pytest
 import torch
 
@@ -31,10 +33,7 @@ def recorded(make, sizes):
             step(state, *batch)
         return record
 
-    ranks = 1
-    for size in sizes.values():
-        ranks *= size
-    return spmd(program, ranks)[0]
+    return spmd(program, math.prod(sizes.values()))[0]
 
 
 def assert_exact(make, sizes):
