@@ -114,7 +114,9 @@ def fsdp2_backward(model: nn.Module, batch: Batch) -> torch.Tensor:
     x, y = batch
     loss = mse_loss(model(x).float(), y)
     loss.backward()
-    return mean_over_ranks(loss)
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
 
 
 def train_fsdp2(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **between: Any) -> Any:
@@ -134,23 +136,13 @@ def full(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def mean_over_ranks(loss: torch.Tensor) -> torch.Tensor:
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
-
-
 def mesh_of_ranks() -> Any:
     return fs.init_mesh({"shard": -1}, device="cpu")
 
 
-def zero3(**options: Any) -> fs.ShardTransform:
+def zero3(mesh: Any = None, **options: Any) -> fs.ShardTransform:
     """ZeRO-3 of a network so small that biases would be kept whole and units merged."""
-    return zero3_on(mesh_of_ranks(), **options)
-
-
-def zero3_on(mesh: Any, **options: Any) -> fs.ShardTransform:
-    return fs.zero3(mesh, min_shard_elements=0, merge_bytes=0, **options)
+    return fs.zero3(mesh or mesh_of_ranks(), min_shard_elements=0, merge_bytes=0, **options)
 
 
 def adamw() -> fs.Optimizer:
@@ -821,12 +813,12 @@ class ShardedStateDict:
     def fsdp2():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
         state_dict = get_model_state_dict(sharded(mesh=mesh))
-        taken_over = fs.from_dtensor(state_dict, zero3_on(mesh))
+        taken_over = fs.from_dtensor(state_dict, zero3(mesh))
         return {name: tensor.to_local() for name, tensor in state_dict.items()}, dict(fs.unshard(taken_over))
 
     def fshard():
         mesh = mesh_of_ranks()
-        params = fs.functionalize(network()).init(zero3_on(mesh))
+        params = fs.functionalize(network()).init(zero3(mesh))
         state_dict = fs.to_dtensor(params, mesh)
         return {name: tensor.to_local() for name, tensor in state_dict.items()}, fs.unshard(params)
 

@@ -1,6 +1,7 @@
 """Models cut into units in every way, checkpointed and compiled too, have the loss and gradients of one process."""
 
 from functools import partial
+from operator import attrgetter
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 import fshard as fs
-from fshard.testing import spmd
 from tests.ranks import on_ranks
 from tests.trees import one_axis
 from tests.unit_models import (
@@ -66,25 +66,22 @@ class ReadsAhead(Language):
         return h * self.blocks[1].perceptron.outer.bias
 
 
-class TwiceInARow(Language):
+class InOrder(Language):
+    """Enters its blocks in an order that may not be the one of their registration."""
+
+    def __init__(self, order, tie=lambda model: None):
+        super().__init__(tie)
+        self.order = order
+
     def hidden(self, h):
-        for block in self.blocks:
-            h = block(block(h))
+        for i in self.order:
+            h = self.blocks[i](h)
         return h
 
 
 class TwiceAround(Language):
     def hidden(self, h):
         return super().hidden(super().hidden(h))
-
-
-class Backwards(Language):
-    """Enters units in an order that is not the one of their registration."""
-
-    def hidden(self, h):
-        for block in reversed(self.blocks):
-            h = block(h)
-        return h
 
 
 class ComputesAside(Language):
@@ -114,38 +111,21 @@ class Everything(TwiceAround, ReadsAhead, TiedByAttribute):
     """All of it at once."""
 
 
-def freeze_leaves(model):
-    for name in ("embedding.weight", "blocks.0.scale", "blocks.1.perceptron.inner.weight", "norm.bias"):
-        model.get_parameter(name).requires_grad_(False)
+def freeze(*paths, tie=lambda model: None):
+    """Freeze some submodules and parameters of a model, once others are tied."""
 
+    def apply(model):
+        tie(model)
+        for path in paths:
+            attrgetter(path)(model).requires_grad_(False)
 
-def freeze_units(model):
-    model.blocks[0].requires_grad_(False)
-    model.blocks[2].perceptron.requires_grad_(False)
-    model.norm.requires_grad_(False)
-
-
-def freeze_front(model):
-    for part in (model.embedding, model.blocks[0], model.blocks[1]):
-        part.requires_grad_(False)
-
-
-def freeze_tied(model):
-    tie_head(model)
-    model.embedding.weight.requires_grad_(False)
+    return apply
 
 
 def add_unused(model):
     model.blocks.insert(1, Block(5))
     model.blocks[3].register_parameter("unused", nn.Parameter(torch.empty(3, 5)))
     model.register_parameter("unused", nn.Parameter(torch.empty(2)))
-
-
-class Unused(Language):
-    def hidden(self, h):
-        for i in (0, 2, 3):
-            h = self.blocks[i](h)
-        return h
 
 
 LANGUAGES = {
@@ -155,17 +135,19 @@ LANGUAGES = {
     "tied blocks": lambda: Language(tie_blocks, hidden=(13, 11, 13)),
     "shared block": lambda: Language(share_block),
     "reads ahead": ReadsAhead,
-    "twice in a row": TwiceInARow,
+    "twice in a row": lambda: InOrder((0, 0, 1, 1, 2, 2)),
     "twice around": TwiceAround,
     "twice around, tied": lambda: TwiceAround(tie_head),
-    "backwards": Backwards,
+    "backwards": lambda: InOrder((2, 1, 0)),
     "computes aside": ComputesAside,
     "read without a gradient first": lambda: Language(look_first),
-    "frozen leaves": lambda: Language(freeze_leaves),
-    "frozen units": lambda: Language(freeze_units),
-    "frozen front": lambda: Language(freeze_front),
-    "frozen and tied": lambda: Language(freeze_tied),
-    "unused": lambda: Unused(add_unused),
+    "frozen leaves": lambda: Language(
+        freeze("embedding.weight", "blocks.0.scale", "blocks.1.perceptron.inner.weight", "norm.bias")
+    ),
+    "frozen units": lambda: Language(freeze("blocks.0", "blocks.2.perceptron", "norm")),
+    "frozen front": lambda: Language(freeze("embedding", "blocks.0", "blocks.1")),
+    "frozen and tied": lambda: Language(freeze("embedding.weight", tie=tie_head)),
+    "unused": lambda: InOrder((0, 2, 3), add_unused),
 }
 
 
@@ -187,7 +169,7 @@ def test_every_strategy(rule):
 def test_a_list_says_the_order_of_gathering(prefetch):
     """Units that a model enters backwards are gathered ahead in that order, each once."""
     rule = ["embedding", "blocks.2", "blocks.1", "blocks.0", "norm", "head"]
-    module = filled(Backwards())
+    module = filled(InOrder((2, 1, 0)))
     assert_one_process(module, tokens(), rule, {"zero3": zero3(prefetch=prefetch)}, again=True)
 
 
@@ -441,31 +423,23 @@ def compiled(module):
     return torch.compile(module, backend="aot_eager")
 
 
-def compile_blocks(model):
-    for i, block in enumerate(model.blocks):
-        model.blocks[i] = compiled(block)
+def compile_parts(*paths, before=lambda model: None):
+    """Compile some submodules of a model, once it is made ready."""
+
+    def apply(model):
+        before(model)
+        for path in paths:
+            model.set_submodule(path, compiled(model.get_submodule(path)))
+
+    return apply
 
 
-def compile_some(model):
-    model.blocks[1] = compiled(model.blocks[1])
-    model.head = compiled(model.head)
-
-
-def compile_inside(model):
-    for block in model.blocks:
-        block.perceptron = compiled(block.perceptron)
-
-
-def compile_and_tie(model):
-    model.head.weight = model.embedding.weight
+def tie_far(model):
+    tie_head(model)
     model.blocks[2].perceptron.outer.bias = model.blocks[0].perceptron.outer.bias
-    compile_blocks(model)
 
 
-def compile_and_freeze(model):
-    model.blocks[0].requires_grad_(False)
-    model.blocks[1].perceptron.inner.requires_grad_(False)
-    compile_blocks(model)
+BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 
 
 class InPlace(Language):
@@ -478,11 +452,11 @@ class InPlace(Language):
 
 
 COMPILED = {
-    "blocks": lambda: Language(compile_blocks),
-    "some": lambda: Language(compile_some),
-    "inside": lambda: Language(compile_inside),
-    "tied": lambda: Language(compile_and_tie),
-    "frozen": lambda: Language(compile_and_freeze),
+    "blocks": lambda: Language(compile_parts(*BLOCKS)),
+    "some": lambda: Language(compile_parts("blocks.1", "head")),
+    "inside": lambda: Language(compile_parts(*(f"{block}.perceptron" for block in BLOCKS))),
+    "tied": lambda: Language(compile_parts(*BLOCKS, before=tie_far)),
+    "frozen": lambda: Language(compile_parts(*BLOCKS, before=freeze("blocks.0", "blocks.1.perceptron.inner"))),
     "whole": lambda: compiled(Language()),
     "in place": InPlace,
 }
@@ -505,10 +479,11 @@ def test_compiled_models(name, rule):
 @COMPILES
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("prefetch", (0, 1))
+@on_ranks(1)
 def test_blocks_are_compiled_once(prefetch):
     """The same code runs in every call and in the backward, not a fresh one for each gathered weight."""
     torch._dynamo.reset()
-    graphs = []
+    graphs, counts = [], []
 
     def counting(graph, inputs):
         graphs.append(graph)
@@ -517,15 +492,9 @@ def test_blocks_are_compiled_once(prefetch):
     module = filled(Language())
     for i, block in enumerate(module.blocks):
         module.blocks[i] = torch.compile(block, backend=counting, dynamic=False)
-
-    def program():
-        mesh, model = one_axis(), fs.functionalize(module, Block)
-        params = model.init(zero3(prefetch=prefetch)(mesh))
-        counts = []
-        for batch in tokens(3):
-            fs.value_and_grad(lambda p: model.apply(p, *batch))(params)  # noqa: B023
-            counts.append(len(graphs))
-        return counts
-
-    (counts,) = spmd(program, 1)
+    mesh, model = one_axis(), fs.functionalize(module, Block)
+    params = model.init(zero3(prefetch=prefetch)(mesh))
+    for batch in tokens(3):
+        fs.value_and_grad(lambda p: model.apply(p, *batch))(params)  # noqa: B023
+        counts.append(len(graphs))
     assert counts == [len(module.blocks)] * 3

@@ -8,6 +8,7 @@ import fshard as fs
 from fshard.testing import assert_matches_ddp
 from tests.ranks import my_rank, on_ranks
 from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
+from tests.unit_models import filled
 
 STRATEGIES = STRATEGIES | {
     "zero3": lambda on: fs.zero3(on.line, min_shard_elements=0),
@@ -160,13 +161,6 @@ class Mixture(nn.Module):
         return self.last(sum((torch.tanh(self.experts[pick](h)) for pick in picks), h))
 
 
-def mixture():
-    module, draw = Mixture().double(), normal()
-    for parameter in module.parameters():
-        parameter.data = draw(*parameter.shape)
-    return module
-
-
 STEPS = 30
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, dict(lr=0.01, weight_decay=0.1)),
@@ -190,7 +184,7 @@ def batches(rank):
 @on_ranks("2 processes")
 def test_a_mixture_of_experts_is_ddp_bitwise(optimizer):
     cls, hyper = OPTIMIZERS[optimizer]
-    module, tx = mixture(), fs.from_torch(cls, **hyper)
+    module, tx = filled(Mixture()), fs.from_torch(cls, **hyper)
     on, model = meshes(), fs.functionalize(module, nn.Linear)
     loss = fs.value_and_grad(lambda p, x, picks: model.apply(p, x, picks).square().mean())
 

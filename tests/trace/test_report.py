@@ -7,10 +7,10 @@ import pytest
 
 import fshard as fs
 from fshard.comm import Collective, Label, Phase
-from fshard.testing import spmd
 from fshard.trace import Report
 from fshard.trace.events import Event, Timeline, offsets, packed, unpacked
 from fshard.trace.stragglers import BETWEEN, spans
+from tests.ranks import my_rank, on_ranks
 from tests.trace.steps import make_step
 
 MS = 1_000_000
@@ -227,38 +227,35 @@ def assert_is_trace(path, ranks):
     return kinds
 
 
+def assert_saved(report, folder):
+    report.save(folder / "trace.json")
+    report.plot(folder / "trace.png")
+    assert (folder / "trace.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_saved_files(tmp_path):
-    report = Report(two_ranks(), 0)
-    report.save(tmp_path / "trace.json")
+    assert_saved(Report(two_ranks(), 0), tmp_path)
     kinds = assert_is_trace(tmp_path / "trace.json", {0, 1})
     named = {entry["name"] for entry in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
     assert {"compute a", "compute b", "compute (update, between steps)"} <= named
     # An arrow for each of the two collectives that rank 0 waited in for rank 1.
     assert kinds["s"] == 2
-    report.plot(tmp_path / "trace.png")
-    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_saved_files_of_a_real_step(tmp_path, workers):
-    def program():
-        step, state, x = make_step()
-        with fs.trace() as trace:
-            step(state, x)
-        report = trace.report()
-        if report.timelines[0].rank == fs.comm.rank(fs.Axis("world", 2, "0")):
-            report.save(tmp_path / "trace.json")
-            report.plot(str(tmp_path / "trace.png"))
-
-    spmd(program, workers(2))
-    assert_is_trace(tmp_path / "trace.json", {0, 1})
-    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
+@on_ranks("2 processes")
+def test_saved_files_of_a_real_step(tmp_path):
+    step, state, x = make_step()
+    with fs.trace() as trace:
+        step(state, x)
+    report = trace.report()
+    if my_rank() == 0:
+        assert_saved(report, tmp_path)
+        report.plot(str(tmp_path / "trace.png"))
+        assert_is_trace(tmp_path / "trace.json", {0, 1})
 
 
 def test_files_of_nothing(tmp_path):
     with fs.trace() as trace:
         pass
-    report = trace.report()
-    report.plot(tmp_path / "trace.png")
-    report.save(tmp_path / "trace.json")
+    assert_saved(trace.report(), tmp_path)
     assert {entry["ph"] for entry in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]} == set("MXC")
-    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
