@@ -468,7 +468,7 @@ UNCALLED = {
         "TransformReport": "returned, not called",
         "Workers": "starts processes: tests/testing/test_workers.py",
         "assert_matches_ddp": "needs a process group that serves DDP: tests/test_law_ddp.py",
-        "assert_same_bits": "makes ranks of its own: tests/testing/test_same_bits.py",
+        "assert_same_bits": "makes ranks of its own: tests/testing/test_checks.py",
     },
 }
 

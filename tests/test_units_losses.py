@@ -240,19 +240,13 @@ def square_of_shards(params):
     return sum(leaf.square().sum() for leaf in fs.tree_leaves(params))
 
 
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("rule", RULES)
-def test_regulariser_on_shards(rule):
+def regularised(apply, params, *batch):
     """Ranks' parts add up to one regulariser, so the mean of the losses has a part of it."""
+    return apply(params, *batch) + RATE * square_of_shards(params)
 
-    def loss(apply, params, *batch):
-        return apply(params, *batch) + RATE * square_of_shards(params)
 
-    def objective(apply, params, batches):
-        return mean_of(of_module)(apply, params, batches) + RATE * square_of_shards(params) / len(batches)
-
-    module, options = filled(Regression()), dict(loss=loss, objective=objective)
-    assert_one_process_on_ranks(module, vectors, RULES[rule], CHOSEN, **options)
+def regularised_once(apply, params, batches):
+    return mean_of(of_module)(apply, params, batches) + RATE * square_of_shards(params) / len(batches)
 
 
 def adapted_by_func(apply, params, x):
@@ -280,15 +274,21 @@ def adapted(apply, params, batches):
     return mean_of(of_module)(apply, moved, batches)
 
 
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("rule", ("a class", "two classes"))
+ADAPTED = (adapted_by_func, adapted_by_autograd, adapted_by_model_value_and_grad)
+
+
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
-    "loss", (adapted_by_func, adapted_by_autograd, adapted_by_model_value_and_grad), ids=lambda f: f.__name__
+    "loss, objective, rule",
+    [
+        *((regularised, regularised_once, rule) for rule in RULES),
+        *((loss, adapted, rule) for loss in ADAPTED for rule in ("a class", "two classes")),
+    ],
 )
-def test_a_step_inside_the_loss(loss, rule):
-    """MAML: the gradient goes through the inner gradient."""
-    module, options = filled(Regression()), dict(loss=loss, objective=adapted)
-    assert_one_process_on_ranks(module, vectors, RULES[rule], CHOSEN, **options)
+def test_losses_on_shards(loss, objective, rule):
+    """A regulariser, and MAML: the gradient goes through the inner gradient of a step inside the loss."""
+    options = dict(loss=loss, objective=objective)
+    assert_one_process_on_ranks(filled(Regression()), vectors, RULES[rule], CHOSEN, **options)
 
 
 @pytest.mark.rows(1)

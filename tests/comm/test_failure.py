@@ -4,11 +4,9 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +17,8 @@ from fshard import _compat, comm
 from fshard.comm import recorder
 from fshard.testing import RankError, Workers
 from fshard.testing import workers as workers_module
+from tests.test_processes import ROOT, TORCHRUN
 from tests.trace.steps import make_step
-
-ROOT = Path(__file__).parents[2]
 
 # After which a rank that waits for another gives up. Gloo needs it where a rank dies, too: an error of a connection
 # does not end the wait for a message that is just being sent (signalException in gloo/transport/tcp/pair.cc).
@@ -142,21 +139,23 @@ def test_ranks_that_do_different_things(workers):
             assert "  leaves: ['w0'], ['w1'], ['w2'], ['w3'], ['w4'], ['w5'], and 2 more\n" in text
 
 
+def killed_in_a_step(path):
+    """Write down what a rank fails with whose peer is killed in front of the second unit."""
+
+    def between(place):
+        if (dist.get_rank(), place) == (1, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with impatient_axis() as axis:
+        step, state, x = make_step(axis, between)
+        path.write_text(text_of(lambda: step(state, x)))
+
+
 def test_a_process_that_is_killed(tmp_path, monkeypatch):
     # The pool would end the other one before it has said all.
     monkeypatch.setattr(workers_module, "GRACE", 60.0)
-
-    def program():
-        def between(place):
-            if (dist.get_rank(), place) == (1, 1):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        with impatient_axis() as axis:
-            step, state, x = make_step(axis, between)
-            (tmp_path / f"{dist.get_rank()}").write_text(text_of(lambda: step(state, x)))
-
     with Workers(2) as workers, pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
-        workers.run(program)
+        workers.run(lambda: killed_in_a_step(tmp_path / f"{dist.get_rank()}"))
     in_order((tmp_path / "0").read_text(), *KILLED)
 
 
@@ -169,22 +168,12 @@ KILLED = (
 )
 
 UNDER_TORCHRUN = """
-import os, pathlib, signal, sys
-import torch.distributed as dist
-from fshard import comm
-from tests.comm.test_failure import impatient_axis, text_of
-from tests.trace.steps import make_step
+import pathlib, signal, sys
+from tests.comm.test_failure import killed_in_a_step
 
 # The launcher ends the other ranks as soon as one has gone.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-def between(place):
-    if (dist.get_rank(), place) == (1, 1):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-with impatient_axis() as axis:
-    step, state, x = make_step(axis, between)
-    pathlib.Path(sys.argv[1]).write_text(text_of(lambda: step(state, x)))
+killed_in_a_step(pathlib.Path(sys.argv[1]))
 """
 
 
@@ -192,9 +181,8 @@ with impatient_axis() as axis:
 def test_a_rank_of_torchrun_that_is_killed(tmp_path):
     script, found = tmp_path / "script.py", tmp_path / "found"
     script.write_text(UNDER_TORCHRUN)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [*torchrun, str(script), str(found)]
+    command = list(map(str, (*TORCHRUN, 2, script, found)))
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode != 0
     assert found.exists(), result.stdout + result.stderr

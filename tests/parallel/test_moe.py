@@ -252,20 +252,20 @@ def test_one_process_needs_no_axis():
 def test_bad_arguments_are_refused():
     logits, x = torch.randn(4, 6), torch.ones(4, 2)
     routing = fs.moe.route(logits)
-    text = "expected a multiple of 4 experts, one block for each rank, got 6"
-    four = fs.comm.fake_world({"expert": 4}, {"expert": 0}, "gloo")
-    with four as axes, pytest.raises(ValueError, match=text):
-        fs.moe.dispatch(x, routing, axes["expert"])
-    rows = [
-        (lambda: fs.moe.route(torch.ones(2, 3, 4)), "moe.route: expected logits of shape (tokens, experts), got"),
-        (lambda: fs.moe.route(logits, 7), "moe.route: expected k to be from 1 to 6, got 7"),
-        (lambda: fs.moe.dispatch(x[:3], routing), "moe.dispatch: expected tokens of shape (4, width), as routed, got"),
-        (lambda: fs.moe.dispatch(x, routing, "expert"), "moe.dispatch: expected axis to be an Axis, got a str"),
-        (
-            lambda: fs.moe.dispatch(x, routing, capacity=0),
-            "moe.dispatch: expected capacity to be a positive number, got 0",
-        ),
-    ]
-    for call, text in rows:
-        with pytest.raises(ValueError, match=re.escape(text)):
-            call()
+    with fs.comm.fake_world({"expert": 4}, {"expert": 0}, "gloo") as axes:
+        for call, text in (
+            (lambda: fs.moe.route(torch.ones(2, 3, 4)), "route: expected logits of shape (tokens, experts), got"),
+            (lambda: fs.moe.route(logits, 7), "route: expected k to be from 1 to 6, got 7"),
+            (lambda: fs.moe.dispatch(x[:3], routing), "dispatch: expected tokens of shape (4, width), as routed, got"),
+            (lambda: fs.moe.dispatch(x, routing, "expert"), "dispatch: expected axis to be an Axis, got a str"),
+            (
+                lambda: fs.moe.dispatch(x, routing, capacity=0),
+                "dispatch: expected capacity to be a positive number, got 0",
+            ),
+            (
+                lambda: fs.moe.dispatch(x, routing, axes["expert"]),
+                "dispatch: expected a multiple of 4 experts, one block for each rank, got 6",
+            ),
+        ):
+            with pytest.raises(ValueError, match=re.escape(f"moe.{text}")):
+                call()

@@ -123,7 +123,8 @@ def test_real_ranks_are_not_disturbed():
 def test_nothing_is_left_behind():
     assert not dist.is_initialized()
     params = fs.shard({"w": torch.zeros(64, 64)}, fs.zero3(fs.Axis("shard", 1, "")))
-    with pytest.raises(ValueError, match="expected no look at the value of a tensor"):
+    line = re.escape('x if x.sum() > 0 else x + 1"; use torch.where')
+    with pytest.raises(ValueError, match=f"expected no look at the value of a tensor.*{line}"):
         fs.plan(branching, params, torch.ones(2), mesh={"shard": 4})
     assert not dist.is_initialized()
     # Axes of one rank are taken again.
@@ -204,12 +205,6 @@ def test_bad_steps_are_refused(name):
     mesh = one_rank()
     with refused(f"plan: expected {text}"):
         fs.plan(make(mesh), fs.shard({"w": torch.ones(64, 64)}, fs.zero3(mesh)), torch.ones(2), mesh={"shard": 4})
-
-
-def test_a_branch_on_a_value_is_refused_with_its_line():
-    params = fs.shard({"w": torch.ones(64, 64)}, fs.zero3(one_rank()))
-    with pytest.raises(ValueError, match=re.escape('x if x.sum() > 0 else x + 1"; use torch.where')):
-        fs.plan(branching, params, torch.ones(2), mesh={"shard": 4})
 
 
 def test_arguments_without_a_sharded_leaf_are_refused():
