@@ -151,12 +151,6 @@ def one_process(name):
     return {key: parameter.grad for key, parameter in module.named_parameters()}, loss.detach()
 
 
-class Setting(NamedTuple):
-    params: Any
-    batch: tuple[torch.Tensor, torch.Tensor]
-    loss_fn: Callable[..., torch.Tensor]
-
-
 def setting(name, sizes, sequence_dim, **changes):
     """A case on a mesh: its parameters, this rank's tokens and its loss."""
     case, mesh = CASES[name], fs.init_mesh(dict(zip(("shard", "tp"), sizes, strict=True)), device="cpu")
@@ -172,7 +166,7 @@ def setting(name, sizes, sequence_dim, **changes):
             return fs.vocab_parallel_cross_entropy(logits, None, y, tp)
         return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
-    return Setting(params, tuple(ids.chunk(shard.size)[fs.axis_index(shard)] for ids in data()), loss_fn)
+    return params, tuple(ids.chunk(shard.size)[fs.axis_index(shard)] for ids in data()), loss_fn
 
 
 GRIDS = {2: [(1, 2)], 3: [(1, 3)], 4: [(2, 2), (1, 4)], 8: [(2, 4), (1, 8)]}
