@@ -71,16 +71,14 @@ def test_a_step_may_be_jitted():
     sent, received = ([(s - own) % size + 1 for s in range(size)], [(own - s) % size + 1 for s in range(size)])
     params = fs.shard({"w": row(0, 6 * size).view(-1, 3) / 10}, fs.zero3(one_axis(), min_shard_elements=0))
 
-    def step(params, x):
-        def loss_fn(params):
-            w = fs.gather(params)["w"]
-            h = fs.ppermute(torch.tanh(x @ w.T), axis, around)
-            h = fs.all_to_all(h, axis, 1, 0)
-            top = fs.broadcast(h.detach().amax(), axis) + fs.pmax(h.detach().amax(), axis)
-            return (fs.ragged_all_to_all(h[: sum(sent)], axis, sent, received) * top).square().sum()
+    def loss_fn(params, x):
+        w = fs.gather(params)["w"]
+        h = fs.ppermute(torch.tanh(x @ w.T), axis, around)
+        h = fs.all_to_all(h, axis, 1, 0)
+        top = fs.broadcast(h.detach().amax(), axis) + fs.pmax(h.detach().amax(), axis)
+        return (fs.ragged_all_to_all(h[: sum(sent)], axis, sent, received) * top).square().sum()
 
-        return fs.value_and_grad(loss_fn)(params)
-
+    step = fs.value_and_grad(loss_fn)
     x = row(own, 3 * sum(sent)).view(-1, 3) / 30
     eager, (jitted, again) = step(params, x), (fs.jit(step)(params, x) for _ in range(2))
     for loss, grads in (jitted, again):

@@ -12,7 +12,7 @@ import fshard as fs
 from fshard import _compat
 from fshard.testing import assert_trees_close
 from tests.ranks import on_ranks
-from tests.trees import assert_same_bits, normal, one_axis
+from tests.trees import OF_EVERY_LEAF, assert_same_bits, normal, one_axis
 
 # Derivatives of derivatives: a hundred products of numbers around one, in float64.
 ATOL = 1e-12
@@ -179,20 +179,12 @@ def test_a_closure_is_fine_under_autograd():
     assert_same_bits(w.grad, 2 * w)
 
 
-STRATEGIES = {
-    "zero3": lambda mesh: fs.zero3(mesh, min_shard_elements=0),
-    "zero3 that keeps": lambda mesh: fs.zero3(mesh, min_shard_elements=0, regather=False),
-    "zero2": lambda mesh: fs.zero2(mesh, min_shard_elements=0),
-    "ddp": fs.ddp,
-}
-
-
 def gathering(part, x):
     return block(fs.gather(part), x)
 
 
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", OF_EVERY_LEAF)
 def test_inside_value_and_grad_it_is_the_function(strategy):
     """Gathering inside, or passed what was gathered outside; and as torch's own checkpoint does."""
 
@@ -208,7 +200,7 @@ def test_inside_value_and_grad_it_is_the_function(strategy):
     }
     mesh = one_axis()
     x = normal(1 + fs.comm.rank(fs.axis_of(mesh)))(2, 5)
-    params = fs.shard(full_values(), STRATEGIES[strategy](mesh))
+    params = fs.shard(full_values(), OF_EVERY_LEAF[strategy](mesh))
     expected = fs.value_and_grad(lambda p: chain(gathering, p, x))(params)
     for schedule in (None, lambda p: p["blocks"]):
         for step in spellings.values():
@@ -223,7 +215,7 @@ def test_gathering_under_torch_func_is_computed_and_gathered_again(world_size):
     """The reference of value_and_grad, which keeps what it gathered, does not with remat."""
     mesh = one_axis()
     x = normal(1 + fs.comm.rank(fs.axis_of(mesh)))(2, 5)
-    params = fs.shard(full_values(), STRATEGIES["zero3"](mesh))
+    params = fs.shard(full_values(), OF_EVERY_LEAF["zero3"](mesh))
     counts, results = [], []
     for step in (gathering, fs.remat(gathering)):
         with fs.comm.record() as record:

@@ -1,6 +1,6 @@
 """value_and_grad is torch.func over gather and objective, law 5; and which arguments it takes and returns."""
 
-from functools import wraps
+from functools import partial, wraps
 from inspect import Signature, signature
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from tests.losses import (
     specs,
 )
 from tests.ranks import my_rank, on_ranks
-from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
+from tests.trees import OF_EVERY_LEAF, STRATEGIES, assert_same_bits, meshes, normal, one_axis
 
 UNUSED = dict.fromkeys(LOSSES, ("a", "b", "empty", "unused")) | {
     "regularised": (),
@@ -109,15 +109,7 @@ def full_values():
     return {"up": draw(5, 3), "down": draw(3)}, [draw(5), draw(2, 3)]
 
 
-def strategies(mesh):
-    every = {"min_shard_elements": 0}
-    return {
-        "zero3": fs.zero3(mesh, **every),
-        "zero3 of units": fs.zero3(mesh, merge_bytes=0, **every),
-        "zero3 that keeps": fs.zero3(mesh, regather=False, **every),
-        "zero2": fs.zero2(mesh, **every),
-        "ddp": fs.ddp(mesh),
-    }
+TREE_STRATEGIES = OF_EVERY_LEAF | {"zero3 of units": partial(fs.zero3, min_shard_elements=0, merge_bytes=0)}
 
 
 def own_rows():
@@ -138,8 +130,8 @@ def with_trees(test):
 
     @wraps(test)
     def run(**given):
-        for transform in strategies(one_axis()).values():
-            first, second = (fs.shard(full, transform) for full in full_values())
+        for strategy in TREE_STRATEGIES.values():
+            first, second = (fs.shard(full, strategy(one_axis())) for full in full_values())
             test(first=first, x=own_rows(), second=second, **given)
 
     run.__signature__ = Signature(own)
@@ -245,8 +237,8 @@ def test_a_schedule_gets_what_argnums_select(first, x, second):
 @on_ranks(2)
 def test_frozen_and_integer_leaves_have_no_gradient_and_others_theirs():
     full = {"w": normal()(5, 3), "fixed": normal(1)(5, 3), "count": torch.arange(4)}
-    for transform in strategies(one_axis()).values():
-        params = fs.shard(full, transform, frozen=lambda path: "w" not in path)
+    for strategy in TREE_STRATEGIES.values():
+        params = fs.shard(full, strategy(one_axis()), frozen=lambda path: "w" not in path)
 
         def f(params):
             full = fs.gather(params)

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -131,6 +132,14 @@ TWO_AXES: dict[str, Strategy] = {
 }
 
 STRATEGIES = ONE_AXIS | TWO_AXES
+
+# On a mesh of one axis, over which every leaf is split.
+OF_EVERY_LEAF: dict[str, Callable[[Any], fs.ShardTransform]] = {
+    "zero3": partial(fs.zero3, min_shard_elements=0),
+    "zero3 that keeps": partial(fs.zero3, min_shard_elements=0, regather=False),
+    "zero2": partial(fs.zero2, min_shard_elements=0),
+    "ddp": fs.ddp,
+}
 
 # Leaves travel as bfloat16, gradients as float32.
 CASTS: dict[str, Strategy] = {

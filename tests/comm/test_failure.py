@@ -205,16 +205,12 @@ def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch):
     assert _compat.exchange_notes("key", 0, "note", [0, 1], 0.05) == {}
 
 
-def test_notes_of_an_earlier_failure_are_not_read():
+def test_notes_of_an_earlier_failure_are_not_read(monkeypatch):
     kept = dist.HashStore()
     kept.set("key/1/1", "earlier")
     kept.set("key/2/2", "now")
-    original = dist.distributed_c10d._get_default_store
-    dist.distributed_c10d._get_default_store = lambda: kept
-    try:
-        assert _compat.exchange_notes("key/2", 0, "mine", [0, 1, 2], 0.05) == {2: "now"}
-    finally:
-        dist.distributed_c10d._get_default_store = original
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: kept)
+    assert _compat.exchange_notes("key/2", 0, "mine", [0, 1, 2], 0.05) == {2: "now"}
     assert kept.get("key/2/0") == b"mine"
 
 

@@ -120,9 +120,7 @@ def setting(sizes, strategy=inside, tokens=None):
 
 
 def found_by(params, batch, jit=False, **options):
-    def run(params, x, y):
-        return fs.value_and_grad(lambda p: loss_fn(p, x, y, parallel, **options), reduce="weighted")(params)
-
+    run = fs.value_and_grad(lambda p, x, y: loss_fn(p, x, y, parallel, **options), reduce="weighted")
     value, grads = (fs.jit(run) if jit else run)(params, *batch)
     return fs.unshard(grads), value
 

@@ -78,13 +78,14 @@ def layers_in_one(params, virtual_stages):
     return params | {"layers": fs.tree_map(join, params["layers"])}
 
 
-def setting(sizes, schedule="1f1b", virtual_stages=1, count=4, names=("shard", "pipe"), **given):
+def setting(sizes, schedule="1f1b", virtual_stages=1, count=4, frozen=None, **given):
     """Sharded parameters, this rank's batch and the loss function."""
-    mesh = fs.init_mesh(dict(zip(names, sizes, strict=True)), device="cpu")
+    mesh = fs.init_mesh(dict(zip(("shard", "pipe"), sizes, strict=True)), device="cpu")
     shard, pipe = (fs.axis_of(mesh, name) for name in ("shard", "pipe"))
     owned = fs.compose(fs.fully_shard(shard, dim=-1), fs.split_dim(pipe, dim=int(virtual_stages > 1)))
     layout = fs.masked(owned, "layers.*", otherwise=fs.fully_shard(shard))
-    params = fs.shard(stacked(full_params(), virtual_stages), fs.zero3(mesh, layout=layout, merge_bytes=0))
+    strategy = fs.zero3(mesh, layout=layout, merge_bytes=0)
+    params = fs.shard(stacked(full_params(), virtual_stages), strategy, frozen=frozen)
     x, y = (t.chunk(shard.size)[fs.axis_index(shard)] for t in batch())
     given = dict(first=first, last=last) | given
     f = fs.pipeline(
@@ -150,10 +151,7 @@ def test_equals_dense(sizes):
 @on_ranks("2 processes", 2)
 def test_jitted_bits_equal_eager(world_size, schedule, v):
     params, data, f = setting((1, world_size), schedule, v, count=2)
-
-    def run(params, x, y):
-        return fs.value_and_grad(f)(params, x, y)
-
+    run = fs.value_and_grad(f)
     loss, grads = run(params, *data)
     assert_trees_close((layers_in_one(fs.unshard(grads), v), loss), dense(), **EXACT)
     assert_same_bits(tensors(fs.jit(run)(params, *data)), tensors((loss, grads)))
@@ -226,10 +224,7 @@ def test_stages_gathered_in_each_microbatch(schedule, v, jitted):
         return stage(p, h)
 
     params, data, f = setting((2, 2), schedule, v, count, gather="each", stage=stage if jitted else watched)
-
-    def run(params, x, y):
-        return fs.value_and_grad(f)(params, x, y)
-
+    run = fs.value_and_grad(f)
     with fs.comm.record() as record:
         loss, grads = run(params, *data)
     assert_trees_close((layers_in_one(fs.unshard(grads), v), loss), dense(), **EXACT)
@@ -286,10 +281,7 @@ def test_collectives_inside_of_stages(jitted):
             return h
 
         f = fs.pipeline(split_stage, pipe, microbatches=2, schedule=schedule, first=first, last=last)
-
-        def run(params, x, y, f=f):
-            return fs.value_and_grad(f)(params, x, y)
-
+        run = fs.value_and_grad(f)
         loss, grads = run(params, *batch())
         assert_trees_close((fs.unshard(grads), loss), dense(), **EXACT)
         if jitted:
@@ -471,14 +463,9 @@ def test_wrong_arguments_are_refused():
 @on_ranks(2)
 def test_frozen_leaves_have_no_gradient():
     """Of stages and of the first part, beside those that are trained, which have theirs."""
-    mesh = fs.init_mesh({"shard": 1, "pipe": 2}, device="cpu")
-    shard, pipe = (fs.axis_of(mesh, name) for name in ("shard", "pipe"))
-    owned = fs.compose(fs.fully_shard(shard, dim=-1), fs.split_dim(pipe, dim=0))
-    strategy = fs.zero3(mesh, layout=fs.masked(owned, "layers.*", otherwise=fs.fully_shard(shard)))
-    params = fs.shard(full_params(), strategy, frozen=lambda path: "up" in path or "embed" in path)
     for schedule, gather in (("gpipe", "once"), ("1f1b", "once"), ("1f1b", "each")):
-        f = fs.pipeline(stage, pipe, microbatches=4, schedule=schedule, first=first, last=last, gather=gather)
-        _, grads = fs.value_and_grad(f)(params, *batch())
+        params, data, f = setting((1, 2), schedule, gather=gather, frozen=lambda path: "up" in path or "embed" in path)
+        _, grads = fs.value_and_grad(f)(params, *data)
         assert grads["embed"] is None
         assert grads["layers"]["up"] is None
         for name in ("down", "bias"):

@@ -11,7 +11,7 @@ import fshard as fs
 from fshard.testing import assert_same_bits, assert_trees_close, check_pure, check_varying
 from fshard.testing.same_bits import _difference
 from tests.ranks import my_rank, on_ranks
-from tests.trees import normal, one_axis
+from tests.trees import OF_EVERY_LEAF, normal, one_axis
 from tests.unit_models import filled
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -46,12 +46,9 @@ def test_distance_of_complex_leaves(dtype):
 
 TX = fs.from_torch(torch.optim.SGD, lr=0.1)
 
-STRATEGIES = {
-    "ddp": fs.ddp,
-    "zero1": lambda mesh: fs.zero1(mesh, min_shard_elements=0),
-    "zero2": lambda mesh: fs.zero2(mesh, min_shard_elements=0),
-    "zero3": lambda mesh: fs.zero3(mesh, min_shard_elements=0),
-    "zero3 of whole leaves": lambda mesh: fs.zero3(mesh, min_shard_elements=1000),
+STRATEGIES = OF_EVERY_LEAF | {
+    "zero1": partial(fs.zero1, min_shard_elements=0),
+    "zero3 of whole leaves": partial(fs.zero3, min_shard_elements=1000),
 }
 # Those whose gather hands out the state's own memory, where there are several ranks.
 WHOLE = ("ddp", "zero3 of whole leaves")

@@ -214,8 +214,6 @@ def test_ranks_that_did_different_things_are_named():
     axis = fs.axis_of(one_axis())
     with fs.trace() as trace:
         comm.all_gather([torch.ones(2)], axis, "both")
-        if comm.rank(axis) == 0:
-            finish = None
     if comm.rank(axis) == 0:
         with fs.trace() as trace:
             finish = comm.start_all_gather([torch.ones(2)], axis, "traced here")
