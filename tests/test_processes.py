@@ -25,7 +25,6 @@ for _ in range(10):
     loss, grads = fs.value_and_grad(lambda p: fs.gather(p)["w"].sum() + fs.gather(p)["b"].sum())(params)
 """
 
-
 # Threads of ranks that are over may still be ending.
 SIMULATES_AND_ENDS = """
 import torch, fshard as fs
@@ -34,7 +33,6 @@ def program():
     return fs.value_and_grad(lambda p: fs.gather(p)["w"].sum())(params)
 fs.testing.spmd(program, 4)
 """
-
 
 # The second rank is killed before it makes its mesh, once both have connected.
 KILLED_BEFORE_ITS_MESH = """
@@ -54,7 +52,6 @@ try:
 except RuntimeError as error:
     print(type(error).__name__, error)
 """
-
 
 LAUNCHERS = {"alone": (sys.executable,), "torchrun": (*TORCHRUN, 2)}
 

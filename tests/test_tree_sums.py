@@ -425,10 +425,6 @@ class Halved(fs.Wrapped):
         return self.inner.scatter([grad.half().to(grad.dtype) for grad in grads], specs)
 
 
-def quantized(on):
-    return fs.zero3(on, layout=fs.quantize(on))
-
-
 def on_shards(p, batch):
     return fs.gather(fs.tree_map(lambda tensor: 2 * tensor, p))["w"].sum()
 
@@ -440,7 +436,7 @@ REFUSED = (
         'accumulate: expected sums="tree" beside microbatches, got microbatches alone',
     ),
     (
-        lambda: fs.accumulate(summed, sums="tree")(sharded(quantized), [0, 1]),
+        lambda: fs.accumulate(summed, sums="tree")(sharded(lambda on: fs.zero3(on, layout=fs.quantize(on))), [0, 1]),
         "accumulate: a transform has other bits at another number of ranks\n"
         "  ['w']: expected fully_shard, replicate, split_dim, casts and offload alone, got Quantize\n"
         'To fix: take a strategy without it, or leave out sums="tree".',

@@ -118,10 +118,6 @@ LOSSES = {
 }
 
 
-def applied(loss_of):
-    return lambda apply, params, x: loss_of(lambda x: apply(params, x), x)
-
-
 # A critic has no embedding.
 CRITIC_RULES = MORE_RULES | {"a list": MORE_RULES["a list"][1:]}
 
@@ -131,7 +127,11 @@ CRITIC_RULES = MORE_RULES | {"a list": MORE_RULES["a list"][1:]}
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name, rule, strategies):
     build, loss_of = LOSSES[name]
-    assert_one_process_on_ranks(filled(build()), vectors, CRITIC_RULES[rule], strategies, loss=applied(loss_of))
+
+    def loss(apply, params, x):
+        return loss_of(lambda x: apply(params, x), x)
+
+    assert_one_process_on_ranks(filled(build()), vectors, CRITIC_RULES[rule], strategies, loss=loss)
 
 
 def distilled(student, teacher, x):

@@ -22,7 +22,6 @@ MORE_DTYPES = (torch.bool, torch.int8, torch.float16, torch.complex64, torch.flo
 # Elements of float64: none, one, few; summed in one exchange and just not; packed and just not.
 SIZES = (0, 1, 5, EXCHANGE_BYTES // 8, EXCHANGE_BYTES // 8 + 1, PACK_BYTES // 8 - 1, PACK_BYTES // 8)
 
-
 WORLDS = (2, 3, "2 processes", "3 processes")
 
 

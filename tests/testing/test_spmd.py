@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fshard.testing import RankError, spmd
+from fshard.testing import RankError, Workers, spmd
 from tests.ranks import my_rank, on_ranks, world_of
 
 pytestmark = [
@@ -59,6 +59,8 @@ def test_results_come_in_rank_order(world, workers):
 def test_world_size_must_be_positive():
     with pytest.raises(ValueError, match="spmd: expected world to be Workers, or a whole number from 1 to 4096, got 0"):
         spmd(dist.get_rank, 0)
+    with pytest.raises(ValueError, match="expected world_size to be at least 1, got 0"):
+        Workers(0)
 
 
 @on_ranks(1, 2, 3)

@@ -151,11 +151,6 @@ def test_failure_to_start_is_reported():
         Workers(2, backend="carrier-pigeon")
 
 
-def test_world_size_must_be_positive():
-    with pytest.raises(ValueError, match="expected world_size to be at least 1, got 0"):
-        Workers(0)
-
-
 @pytest.mark.parametrize("closes", (True, False), ids=("closed", "garbage"))
 def test_nothing_is_left_behind(closes, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
