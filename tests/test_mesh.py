@@ -132,7 +132,9 @@ def trainer_and_reference(world_size, directory, wrap):
 
 
 @pytest.mark.parametrize(
-    ("world", "wrap"), [(3, fs.jit), (4, lambda step: step), ("3 processes", lambda step: step)], ids=str
+    ("world", "wrap"),
+    [(3, fs.jit), (4, lambda step: step), ("3 processes", lambda step: step)],
+    ids=["3", "4", "3 processes"],
 )
 def test_trainer_and_reference(world, wrap, workers, tmp_path):
     size = int(str(world)[0])
