@@ -396,7 +396,7 @@ ROWS += [
         "update of a state of a chain",
         lambda world: (fs.from_torch(optim.AdamW), world.state, world.grads),
         fs.update,
-        f"from_torch: expected the state to be a TorchState, got a tuple; {OTHER_STATE}",
+        f"from_torch: expected a state of class TorchState, got a tuple; {OTHER_STATE}",
     ),
     Row(
         "update of a state of another chain",

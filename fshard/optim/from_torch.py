@@ -221,7 +221,7 @@ def evaluated(hyper: Hyper, count: torch.Tensor, held: Mapping[str, torch.Tensor
         if computed and isinstance(value, torch.Tensor) and not (hyper.get("capturable") or _compat.is_tracing()):
             value = value.item()
         if isinstance(value, float) and not math.isfinite(value):
-            found = f"{value} after {int(count)} updates"
+            found = f"{value} at count {int(count)}"
             expect(False, "from_torch", f"{name} to be a finite number", found, "mend the schedule")
         values[name] = value
     return values

@@ -172,7 +172,7 @@ def check_real(what: str, flat: Flat) -> None:
 def check_state(what: str, state: Any, needed: type) -> None:
     """Refuse a state that another optimizer has made."""
     remedy = "update with the optimizer that made the state"
-    expect(isinstance(state, needed), what, f"the state to be a {needed.__name__}", describe(state), remedy)
+    expect(isinstance(state, needed), what, f"a state of class {needed.__name__}", describe(state), remedy)
 
 
 def check_optimizer(what: str, tx: Any, such_as: str = "fs.from_torch or an fs.chain with one") -> None:

@@ -49,5 +49,5 @@ def value_of(rate: Rate, count: torch.Tensor) -> Any:
     else:
         known = value if isinstance(value, int | float) else 0.0
     if not math.isfinite(known):
-        expect(False, "update", "the learning rate to be a finite number", f"{known} after {int(count)} updates")
+        expect(False, "update", "the learning rate to be a finite number", f"{known} at count {int(count)}")
     return value

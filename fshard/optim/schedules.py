@@ -143,7 +143,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
         check_function("schedules.join", schedule)
     fits = len(schedules) > 0 and len(boundaries) == len(schedules) - 1
     needed = "one boundary between two schedules"
-    expect(fits, "schedules.join", needed, f"{len(boundaries)} for {len(schedules)} schedules")
+    expect(fits, "schedules.join", needed, f"boundaries: {len(boundaries)}, schedules: {len(schedules)}")
     for i, boundary in enumerate(boundaries):
         _check_steps("join", f"boundaries[{i}]", boundary, boundaries[i - 1] + 1 if i else 1)
     starts = [0, *boundaries]
@@ -225,7 +225,7 @@ def from_torch_scheduler(
         given = ", ".join(f"{key}={value!r:.40}" for key, value in arguments.items()) or "none"
         found = f"{cls!r:.60} and {given}, of which torch says: {error}"
         raise ValueError(f"{verb}: expected cls to be a scheduler and arguments that it takes, got {found}") from error
-    found = f"{values[-1]} after {len(values) - 1} updates"
+    found = f"{values[-1]} at count {len(values) - 1}"
     expect(math.isfinite(values[-1]), verb, f"{name} to be a finite number", found)
     table = torch.tensor(values, dtype=torch.float64)
 

@@ -100,13 +100,13 @@ SCHEDULES = [
     *(
         (
             partial(fs.from_torch_scheduler, exploding, lr=0.1, steps=3, value=value),
-            f"from_torch_scheduler: expected lr to be a finite number, got {value} after 2 updates",
+            f"from_torch_scheduler: expected lr to be a finite number, got {value} at count 2",
         )
         for value in (INF, NAN)
     ),
     (
         used_where_not_finite,
-        "from_torch: expected lr to be a finite number, got inf after 1 updates; mend the schedule",
+        "from_torch: expected lr to be a finite number, got inf at count 1; mend the schedule",
     ),
     *(
         (partial(schedule, 1), "schedule: expected the count to be an int64 tensor of shape (), got an int")
@@ -122,7 +122,7 @@ SCHEDULES = [
     ),
     (
         lambda: fs.schedules.join([CONSTANT], [3]),
-        "schedules.join: expected one boundary between two schedules, got 1 for 1 schedules",
+        "schedules.join: expected one boundary between two schedules, got boundaries: 1, schedules: 1",
     ),
     (
         lambda: fs.schedules.join([CONSTANT] * 3, [3, 3]),
@@ -228,7 +228,7 @@ MAKE = {name: partial(getattr(fs, name), 0.1) for name in NATIVE} | {
 @pytest.mark.parametrize("name", STATES)
 def test_states_of_others_are_refused(name):
     tx, end = MAKE[name](), "got a tuple; update with the optimizer that made the state"
-    assert text_of(lambda: tx.update(W, (), W)) == f"{name}: expected the state to be a {STATES[name]}, {end}"
+    assert text_of(lambda: tx.update(W, (), W)) == f"{name}: expected a state of class {STATES[name]}, {end}"
 
 
 @pytest.mark.rows(5)
@@ -248,14 +248,14 @@ def test_leaves_and_rates_are_refused(name):
         )
     for rate in (INF, torch.tensor(INF)):
         diverging = getattr(fs, name)(lambda count, rate=rate: rate)
-        text = "update: expected the learning rate to be a finite number, got inf after 0 updates"
+        text = "update: expected the learning rate to be a finite number, got inf at count 0"
         assert text_of(partial(diverging.update, W, diverging.init(W), W)) == text
 
 
 def test_an_injected_rate_that_is_not_finite_is_refused():
     tx = fs.from_torch(optim.SGD, inject=("lr",), lr=0.1)
     state = tx.init(W)._replace(hyper={"lr": torch.tensor(NAN)})
-    text = "from_torch: expected lr to be a finite number, got nan after 0 updates; mend the schedule"
+    text = "from_torch: expected lr to be a finite number, got nan at count 0; mend the schedule"
     assert text_of(lambda: tx.update(W, state, W)) == text
 
 

@@ -362,7 +362,7 @@ def test_state_of_another_optimizer_is_refused(name, donate):
     tx = WRAPPERS[name](sgd())
     params = torch.ones(2)
     text = (
-        f"{name}: expected the state to be a {STATES[name]}, got a TorchState; update with the optimizer that made "
+        f"{name}: expected a state of class {STATES[name]}, got a TorchState; update with the optimizer that made "
         "the state"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
