@@ -239,7 +239,7 @@ class Forward:
                         return None
                     repeat.call(chain)
         self.finish()
-        # In a trace ranks tell each other nothing: what this rank's microbatches save is all that is known.
+        # Ranks do not vote in a trace: this rank takes the flags of its own last microbatch.
         votes = self._votes and not _compat.is_tracing()
         order = self._voted(self._flags(), [], self._order.dtype) if votes else self._order
         self._settle(order)

@@ -86,7 +86,7 @@ HOOKS = {
 
 # The refusals that are documented, by the features that together may meet them; any other error is a failure.
 REFUSALS: dict[str, str] = {
-    # In a mesh of two axes.
+    # Over two axes each rank must have as many microbatches, a power of two.
     "tree": "expected blocks that are nodes of a tree",
     "reentrant": "got a use inside a reentrant checkpoint",
     # Weights that were gathered outside of it, or are frozen: torch's own error, with the same remedy.

@@ -411,7 +411,7 @@ def leaves():
 
 
 # torch.distributed.checkpoint itself does not know Sharded leaves: it is told so before it writes anything.
-# What a user may hand over, and the name of the leaf that is refused.
+# States of several structures, and the name of the leaf that each is refused for.
 STATES = {
     "a tree": (lambda: {"m": leaves()}, "m.w"),
     "a leaf": (leaves, "w"),

@@ -131,7 +131,7 @@ SCHEDULES = [
 ]
 
 
-# What each is to be, and what it is not.
+# For each argument what its error expects, and values that are refused.
 SCALE = {
     # The scale is kept in float32, where 1e39 is inf and 1e-50 is 0.
     "init_scale": ("a number above 0, finite in float32", (0.0, -1.0, INF, NAN, 1e39, 1e-50)),

@@ -218,7 +218,7 @@ def test_stages_gathered_in_each_microbatch(schedule, v, jitted):
     kept, count = [], 2
 
     def watched(p, h):
-        # What lives of microbatches before is what autograd saved.
+        # Of earlier microbatches only tensors that autograd saved may be alive.
         assert all(reference() is None for reference in kept) or schedule == "gpipe"
         kept.append(weakref.ref(p["layers"]["up"].untyped_storage()))
         return stage(p, h)
