@@ -148,8 +148,7 @@ def _refuse_differences(
                     found = f"other values on rank {b} than on rank {a}"
                     problems.setdefault(path, Problem(path, found, "the same on both"))
     remedy = (
-        "make them the same, buffers for instance by fs.sync_buffers; or, where ranks of an axis differ on purpose, "
-        "store a leaf with a row for each of them: "
+        "make them the same, buffers by fs.sync_buffers; where ranks differ on purpose, store a row for each: "
         "fs.Sharded(local.unsqueeze(0), fs.Spec((ranks, *shape), fs.P(axis, *partition), axes))"
     )
     ordered = [problems[path] for paths in hashes for path in paths if path in problems]

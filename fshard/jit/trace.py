@@ -44,8 +44,7 @@ _EXPERTS = (
 )
 _IN_PACKAGE = (
     "{} branches there on what its input holds: give it an input or a configuration for which it does not, or leave "
-    "the call out of the jitted function and jit the others, such as the update (see the rules of jit in "
-    "examples/README.md)"
+    "the call out of the jitted function (see the rules of jit in the guide)"
 )
 _NO_CONVERSION = (
     "conversion of a module's parameters to another dtype or device, got one in {}; convert the module before "

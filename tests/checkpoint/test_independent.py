@@ -43,8 +43,7 @@ def trained(strategy, shard=2, rounds=1):
 
 
 REMEDY = (
-    "To fix: make them the same, buffers for instance by fs.sync_buffers; or, where ranks of an axis differ on "
-    "purpose, store a leaf with a row for each of them: "
+    "To fix: make them the same, buffers by fs.sync_buffers; where ranks differ on purpose, store a row for each: "
     "fs.Sharded(local.unsqueeze(0), fs.Spec((ranks, *shape), fs.P(axis, *partition), axes))."
 )
 
