@@ -293,6 +293,13 @@ def test_manager_keeps_the_newest(keep, world_size, asynchronous, tmp_path):
     assert not [name for name in names(tmp_path) if name.startswith((".old", ".saving"))]
 
 
+def test_the_last_step_is_saved_when_forced(tmp_path):
+    with checkpoint.Manager(tmp_path, every=3) as manager:
+        saved = [manager.save(full(step), step, force=step == 4) for step in range(5)]
+    assert saved == [True, False, False, True, True]
+    assert checkpoint.latest(tmp_path) == 4
+
+
 def test_pruning_is_last(tmp_path, monkeypatch):
     """When the new one has its name, and `latest` names it, the old ones are there still."""
     from fshard.checkpoint import directory

@@ -1,0 +1,92 @@
+"""CAPABILITIES.md maps each public name, keyword and promise to tests that exist."""
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from types import FunctionType, ModuleType
+
+import fshard as fs
+from tests import house
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def with_keywords(name: str, value: object) -> Iterator[str]:
+    yield name
+    # Errors, enumerations and records are made by fshard alone.
+    if callable(value) and not (isinstance(value, type) and issubclass(value, BaseException | Enum | list)):
+        yield from (f"{name}({parameter})" for parameter in inspect.signature(value).parameters if parameter != "self")
+
+
+def public_names() -> Iterator[str]:
+    """Every public function, class and method, and each with each of its parameters."""
+    objects = list(house.public_objects(fs))
+    modules = {value.__name__: f"fs.{name.rpartition('.')[2]}" for name, value in objects if type(value) is ModuleType}
+    for full, value in objects:
+        module, _, short = full.rpartition(".")
+        name = f"{modules.get(module, 'fs')}.{short}"
+        if type(value) is not ModuleType:
+            yield from with_keywords(name, value)
+        for member, kept in vars(value).items() if isinstance(value, type) else ():
+            if not member.startswith("_") and isinstance(kept, FunctionType | classmethod | property):
+                yield from with_keywords(f"{name}.{member}", getattr(value, member))
+
+
+@cache
+def existing_tests() -> set[str]:
+    files = {path.relative_to(ROOT): ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py")}
+    functions = (
+        (path, node) for path, tree in files.items() for node in tree.body if isinstance(node, ast.FunctionDef)
+    )
+    return {f"`{path}::{node.name}`" for path, node in functions if node.name.startswith("test_")}
+
+
+def breaches(text: str, public: set[str]) -> Iterator[str]:
+    """What is wrong with a map of these public names."""
+    unmapped = set(public)
+    for line in text.splitlines():
+        if not line.startswith("| ") or line.startswith("| capability |"):
+            continue
+        capability, evidence, ring, state = (cell.strip() for cell in line.strip("|").split(" | "))
+        spelled = re.findall(r"`(fs\.[\w.]+)(?:\(([^)]*)\))?`", capability)
+        names = {f"{name}({keyword})" for name, keywords in spelled for keyword in re.findall(r"\w+", keywords)}
+        names |= {name for name, keywords in spelled if state == "kept" or not keywords}
+        if ring not in ("core", "ext") or state not in ("kept", "given up"):
+            yield f"{capability}: expected core or ext, kept or given up, got {ring}, {state}"
+        elif state == "kept":
+            yield from (
+                f"{capability}: no test {test}" for test in evidence.split(", ") if test not in existing_tests()
+            )
+            yield from (f"{capability}: no public {name}" for name in sorted(names - public))
+            unmapped -= names
+        else:
+            yield from (f"{capability}: {name} still exists" for name in sorted(names & public))
+            if "::" in evidence or " " not in evidence:
+                yield f"{capability}: expected a reason, got {evidence!r}"
+    yield from (f"{name} has no row" for name in sorted(unmapped))
+
+
+def test_every_capability_has_a_row_and_every_row_a_test():
+    assert list(breaches((ROOT / "tests/CAPABILITIES.md").read_text(), set(public_names()))) == []
+
+
+TEST = "`tests/test_capabilities.py::test_a_wrong_row_is_found`"
+ROWS = {
+    f"| `fs.f(x)` | {TEST} | core | kept |": "",
+    "| `fs.f(x)` | `tests/test_x.py::test_x` | core | kept |": "`fs.f(x)`: no test `tests/test_x.py::test_x`",
+    f"| `fs.f(x, y)` | {TEST} | ext | kept |": "`fs.f(x, y)`: no public fs.f(y)",
+    f"| a | {TEST} | core | gone |": "a: expected core or ext, kept or given up, got core, gone",
+    f"| `fs.g` | {TEST} | core | given up |": f"`fs.g`: expected a reason, got '{TEST}'",
+    "| `fs.f(x)` | by `fs.g` | core | given up |": "`fs.f(x)`: fs.f(x) still exists",
+    "| `fs.f(y)` | by `fs.g` | core | given up |": "",
+}
+
+
+def test_a_wrong_row_is_found():
+    for row, error in ROWS.items():
+        assert "".join(breaches(f"| `fs.f(x)` | {TEST} | core | kept |\n{row}", {"fs.f", "fs.f(x)"})) == error
+    assert list(breaches("", {"fs.f"})) == ["fs.f has no row"]
