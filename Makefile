@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test slow fuzz lint types docs demo examples bench clean
+.PHONY: test slow fuzz mutants lint types docs demo examples bench clean
 .NOTPARALLEL:
 
 test: .venv/test
@@ -12,6 +12,9 @@ slow: .venv/models
 
 fuzz: .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seeds 0:5000 --resume
+
+mutants: .venv/test
+	$(BIN)/python -m tests.mutants --save
 
 lint: .venv/dev
 	$(BIN)/ruff format --check .

@@ -1,0 +1,117 @@
+"""Plant each fault in a copy of the checkout and see which tests find it: `python -m tests.mutants`.
+
+For one fault: `--only NAME`; to run again what has a result: `--again`; to write the table: `--save`.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tests.mutants.faults import FAULTS, Fault
+from tests.mutants.report import judged, table
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNS, RESULTS = ROOT / "runs/mutants", ROOT / "tests/mutants/RESULTS.md"
+
+
+def tracked() -> list[str]:
+    """List the tracked files of the checkout that are there."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
+def digest(fault: Fault, names: Sequence[str]) -> str:
+    """Hash what decides a result: the package, the tests, and the fault."""
+    found = hashlib.sha256(repr(fault).encode())
+    for name in sorted(names):
+        if name.endswith(".py") and name.startswith(("fshard/", "tests/")) and not name.startswith("tests/mutants/"):
+            found.update(name.encode() + (ROOT / name).read_bytes())
+    return found.hexdigest()[:16]
+
+
+def run(fault: Fault, names: Sequence[str], limit: float) -> dict[str, Any]:
+    """Run the tests that mirror a fault's file, then the laws, on a copy with the fault."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        copy = Path(folder) / "copy"
+        for name in names:
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, copy / name)
+        text = (ROOT / fault.file).read_text()
+        (copy / fault.file).write_text(fault.planted(text))
+        laws = [name for name in sorted(names) if re.fullmatch(r"tests/test_law_\w+\.py", name)]
+        begin = time.time()
+        outcome, by = pytest(copy, [*fault.tests, *(name for name in laws if name not in fault.tests)], limit)
+        seconds = round(time.time() - begin, 1)
+        if outcome == "found":
+            # A test that fails without the fault has not found it.
+            (copy / fault.file).write_text(text)
+            without = pytest(copy, [by], limit)
+            outcome, by = (outcome, by) if without[0] == "missed" else ("broken", f"without the fault: {without}")
+    return {"outcome": outcome, "by": by, "seconds": seconds, "limit": limit}
+
+
+def pytest(copy: Path, tests: Sequence[str], limit: float) -> tuple[str, str]:
+    """Run tests of a copy, and judge how that ended."""
+    running, log = copy.parent / "running.json", copy.parent / "log.txt"
+    running.write_text("{}")
+    options = ["-x", "-q", "-p", "tests.mutants.running", "-p", "no:cacheprovider", *(["-n", "2"] * (len(tests) > 1))]
+    settings = {"PYTHONPATH": str(copy), "MUTANTS_RUNNING": str(running), "OMP_NUM_THREADS": "1"}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, *tests],
+            cwd=copy,
+            env={**os.environ, **settings, "COLUMNS": "1000"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        code = None
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(limit)
+        end = time.time()
+        # Ranks of a test may outlive it.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    since = json.loads(running.read_text() or "{}")
+    return judged(code, log.read_text(), {test: end - start for test, start in since.items()}, limit)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=[fault.name for fault in FAULTS], help="names of faults")
+    parser.add_argument("--again", action="store_true", help="run those that have a result, too")
+    parser.add_argument("--seconds", type=float, default=60.0, help="the limit for one fault")
+    parser.add_argument("--save", action="store_true", help="write the table to tests/mutants/RESULTS.md")
+    options = parser.parse_args()
+    names, results = tracked(), dict[str, dict[str, Any]]()
+    RUNS.mkdir(parents=True, exist_ok=True)
+    for fault in FAULTS:
+        file, text = RUNS / f"{fault.name}.json", digest(fault, names)
+        known = json.loads(file.read_text()) if file.exists() else {}
+        if fault.name in (options.only or [fault.name]) and (options.again or known.get("text") != text):
+            known = {**run(fault, names, options.seconds), "text": text}
+            file.write_text(json.dumps(known, indent=1) + "\n")
+            print(f"{fault.name}: {known['outcome']} in {known['seconds']} s, {known['by']}", flush=True)
+        if known.get("text") == text:
+            results[fault.name] = known
+    print(table(results))
+    if options.save:
+        RESULTS.write_text(table(results))
+    return int(any(result["outcome"] == "broken" for result in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""One-line faults of the kind that people make, each against a law of fshard's contract.
+
+They were chosen by reading the package, not its tests. When a line is rebuilt, plant the same fault in the new one.
+"""
+
+from typing import NamedTuple
+
+# How many faults each topic has.
+TOPICS = {"transforms": 6, "comm and collectives": 6, "jit": 5, "optim and state": 5, "extensions": 3}
+
+# The tests that mirror a file: those of the first entry that its path begins with.
+MIRRORS = {
+    "fshard/transforms/quantize.py": ("tests/transforms", "tests/test_quantized.py"),
+    "fshard/transforms": ("tests/transforms",),
+    "fshard/comm": ("tests/comm",),
+    "fshard/collectives/moves.py": ("tests/test_moves.py", "tests/test_collectives.py"),
+    "fshard/collectives/objective.py": ("tests/test_weighted.py", "tests/test_reduce_over.py"),
+    "fshard/collectives": ("tests/test_collectives.py", "tests/test_varying.py"),
+    "fshard/jit": ("tests/jit",),
+    "fshard/optim": ("tests/optim",),
+    "fshard/update.py": ("tests/test_update.py",),
+    "fshard/shard.py": ("tests/test_law_round_trip.py",),
+    "fshard/checkpoint": ("tests/checkpoint",),
+    "fshard/parallel": ("tests/parallel",),
+    "fshard/interop": ("tests/interop",),
+}
+
+
+class Fault(NamedTuple):
+    """A fault.
+
+    Attributes:
+        name: Its name.
+        topic: One of TOPICS.
+        file: The file that it is planted in.
+        before: The line that it takes the place of, without its indentation; the file has it once.
+        after: The faulty line.
+        law: The law that it breaks, by its number in the contract, and how.
+    """
+
+    name: str
+    topic: str
+    file: str
+    before: str
+    after: str
+    law: str
+
+    def planted(self, text: str) -> str:
+        """Put the fault into the text of its file."""
+        lines = text.split("\n")
+        (place,) = [i for i, line in enumerate(lines) if line.strip() == self.before]
+        lines[place] = lines[place].replace(self.before, self.after)
+        return "\n".join(lines)
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """The tests that mirror its file."""
+        return next(tests for start, tests in MIRRORS.items() if self.file.startswith(start))
+
+
+FAULTS = (
+    Fault(
+        "gradient-padded-in-front",
+        "transforms",
+        "fshard/transforms/axis.py",
+        "grad = pad(grad, (0, 0) * (grad.dim() - dim - 1) + (0, missing)) if missing else grad",
+        "grad = pad(grad, (0, 0) * (grad.dim() - dim - 1) + (missing, 0)) if missing else grad",
+        "2: scatter is gather's transpose, also of uneven leaves",
+    ),
+    Fault(
+        "number-loses-its-dim-at-the-first-axis",
+        "transforms",
+        "fshard/transforms/axis.py",
+        "return spec.partition.names(dim)[0] == self.axis.name",
+        "return spec.partition.names(dim)[-1] == self.axis.name",
+        "1: round trip of a 0-d leaf that two axes split",
+    ),
+    Fault(
+        "dtype-of-reduction-read-in-order-of-gather",
+        "transforms",
+        "fshard/transforms/compose.py",
+        "for part in reversed(parts(transform)):",
+        "for part in parts(transform):",
+        "3: microbatches are added up in reduce_dtype",
+    ),
+    Fault(
+        "own-transform-counted-as-new",
+        "transforms",
+        "fshard/transforms/compose.py",
+        "if not isinstance(stage, BuiltIn):",
+        "if isinstance(stage, Wrapped):",
+        "4: nothing is written to tensors that a user's transform keeps",
+    ),
+    Fault(
+        "scatter-casts-to-dtype-of-gather",
+        "transforms",
+        "fshard/transforms/local.py",
+        "return _to(grads, self.scatter_dtype)",
+        "return _to(grads, self.gather_dtype)",
+        "3: gradients are reduced, and returned, as precise as reduce_dtype says",
+    ),
+    Fault(
+        "states-in-order-of-scatter",
+        "transforms",
+        "fshard/transforms/compose.py",
+        "return None if all(state is None for state in states) else tuple(reversed(states))",
+        "return None if all(state is None for state in states) else tuple(states)",
+        "9: each part of a composition has its own state",
+    ),
+    Fault(
+        "lost-wait-of-all-to-all",
+        "comm and collectives",
+        "fshard/comm/collective.py",
+        "landed, alone = ops.wait(buffer).to(device), sum(map(len, receive)) == 1",
+        "landed, alone = buffer.to(device), sum(map(len, receive)) == 1",
+        "4: the same bits twice",
+    ),
+    Fault(
+        "rows-filled-by-the-remainder",
+        "comm and collectives",
+        "fshard/comm/collective.py",
+        "return torch.nn.functional.pad(flat, (0, -flat.numel() % size)).view(size, -1)",
+        "return torch.nn.functional.pad(flat, (0, flat.numel() % size)).view(size, -1)",
+        "3: large leaves that the ranks do not divide are summed too",
+    ),
+    Fault(
+        "mean-over-the-first-axis-alone",
+        "comm and collectives",
+        "fshard/collectives/objective.py",
+        'return math.prod(axis.size for axis in axes) if reduce == "mean" else 1',
+        'return math.prod(axis.size for axis in axes[:1]) if reduce == "mean" else 1',
+        "3: the mean is over the ranks of all axes",
+    ),
+    Fault(
+        "ppermute-is-its-own-transpose",
+        "comm and collectives",
+        "fshard/collectives/moves.py",
+        "back = partial(_permute, axis=axis, perm=tuple((target, source) for source, target in pairs), "
+        'label="ppermute")',
+        'back = partial(_permute, axis=axis, perm=pairs, label="ppermute")',
+        "2: the transpose sends back",
+    ),
+    Fault(
+        "collectives-tied-to-the-first-token",
+        "comm and collectives",
+        "fshard/collectives/linear.py",
+        "*out, token = _Tie.apply(self._mark(), *tensors, self.tokens[-1])",
+        "*out, token = _Tie.apply(self._mark(), *tensors, self.tokens[0])",
+        "10: every rank runs every transpose, in one order",
+    ),
+    Fault(
+        "pool-takes-memory-that-others-hold",
+        "comm and collectives",
+        "fshard/comm/pool.py",
+        'if tensor.device.type != "cpu" or nbytes < LARGE_BYTES or _compat.shares_memory(tensor):',
+        'if tensor.device.type != "cpu" or nbytes < LARGE_BYTES:',
+        "9: no result changes by aliases of memory that is used again",
+    ),
+    Fault(
+        "key-without-dtype-of-autocast",
+        "jit",
+        "fshard/jit/signature.py",
+        "torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in devices",
+        "torch.is_autocast_enabled(device) for device in devices",
+        "9: jit's key holds all that the trace read",
+    ),
+    Fault(
+        "static-values-compared-by-equality",
+        "jit",
+        "fshard/jit/signature.py",
+        "and _exact(static) == asked.static",
+        "and [(name, value) for name, value in static] == [(name, kept.value) for name, kept in asked.static]",
+        "9: equality of Python values decides nothing, so 1 and 1.0 have a trace each",
+    ),
+    Fault(
+        "donated-input-written-before-its-last-reader",
+        "jit",
+        "fshard/jit/passes.py",
+        "with graph.inserting_after(max(result, last[given], key=order.__getitem__)):",
+        "with graph.inserting_after(result):",
+        "6: a jitted step equals the eager one",
+    ),
+    Fault(
+        "donated-inputs-that-change-places",
+        "jit",
+        "fshard/jit/donation.py",
+        "if _compat.storage_key(out) in written:",
+        "if _compat.storage_key(out) in written and k not in pairs.values():",
+        "6: a jitted step equals the eager one, with a backend of one's own",
+    ),
+    Fault(
+        "key-counts-behind-its-call",
+        "jit",
+        "fshard/jit/passes.py",
+        "at[node] = keyed",
+        "at[node] = True",
+        "9: no ambient generator decides what a graph returns",
+    ),
+    Fault(
+        "reshard-compares-names-of-axes",
+        "optim and state",
+        "fshard/shard.py",
+        "if (leaf.spec.partition, leaf.spec.partition_axes()) == (spec.partition, spec.partition_axes()):",
+        "if leaf.spec.partition == spec.partition:",
+        "1: reshard between any two layouts, such as axes of one name and two sizes",
+    ),
+    Fault(
+        "adam-counts-updates-that-a-leaf-missed",
+        "optim and state",
+        "fshard/optim/scale.py",
+        "count = (state.updates - missed + 1).double()",
+        "count = (state.updates + 1).double()",
+        "9: what the optimizer keeps for a leaf without a gradient stays, as under torch.optim",
+    ),
+    Fault(
+        "gradient-of-the-rate-is-this-rank's",
+        "optim and state",
+        "fshard/optim/leaves.py",
+        "by_axes[axes] = [varying(n, axes) if isinstance(n, torch.Tensor) else n for n in numbers]",
+        "by_axes[axes] = list(numbers)",
+        "5: derivatives through an update are those of all shards",
+    ),
+    Fault(
+        "aliases-of-optimizer-state-not-copied",
+        "optim and state",
+        "fshard/update.py",
+        'written = {"params": state.params, "opt_state": state.opt_state}',
+        'written = {"params": state.params}',
+        "4: donation changes nothing but what was donated",
+    ),
+    Fault(
+        "donated-state-not-set-aside",
+        "optim and state",
+        "fshard/checkpoint/save.py",
+        "if asynchronous and donated:",
+        "if asynchronous and not donated:",
+        "4: a checkpoint has the state that it was given, whatever later steps write over it",
+    ),
+    Fault(
+        "rows-of-experts-not-sorted-back",
+        "extensions",
+        "fshard/parallel/moe.py",
+        "back = ragged_all_to_all(back[grouping.argsort()], axis, receive, send)",
+        "back = ragged_all_to_all(back[grouping], axis, receive, send)",
+        "2: combine is dispatch's transpose",
+    ),
+    Fault(
+        "feedback-of-the-wrong-sign",
+        "extensions",
+        "fshard/transforms/quantize.py",
+        "after[i] = torch.nan_to_num(stack - sent, nan=0.0, posinf=0.0, neginf=0.0).to(states[i].dtype)",
+        "after[i] = torch.nan_to_num(sent - stack, nan=0.0, posinf=0.0, neginf=0.0).to(states[i].dtype)",
+        "3: what rounding leaves out is added to the next gradients",
+    ),
+    Fault(
+        "padding-becomes-part-of-a-dtensor",
+        "extensions",
+        "fshard/interop/dtensor.py",
+        "local = without_padding(leaf)",
+        "local = leaf.local",
+        "1: round trip through DTensor, also of uneven leaves",
+    ),
+)

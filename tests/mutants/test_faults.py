@@ -1,0 +1,38 @@
+"""The faults can be planted: each line is there once, and the file with the fault is still Python."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.faults import FAULTS, TOPICS, Fault
+from tests.mutants.report import judged
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_counts() -> None:
+    assert Counter(fault.topic for fault in FAULTS) == TOPICS
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) == 25
+
+
+@pytest.mark.rows(len(FAULTS))
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_planted(fault: Fault) -> None:
+    text = (ROOT / fault.file).read_text()
+    found = [line.strip() for line in text.split("\n")].count(fault.before)
+    assert found == 1, f"{fault.file} has its line {found} times; plant the same fault in the line that took its place"
+    assert ast.dump(ast.parse(fault.planted(text))) != ast.dump(ast.parse(text))
+    assert all((ROOT / test).exists() for test in fault.tests)
+
+
+def test_judged() -> None:
+    failed, broken = "FAILED tests/a.py::test_b - assert 1 == 2", "ERROR tests/a.py - SyntaxError"
+    assert judged(1, failed, {}, 60) == ("found", "tests/a.py::test_b")
+    by_xdist = f"{failed}\n!!! xdist.dsession.Interrupted: stopping after 1 failures !!!"
+    assert judged(2, by_xdist, {}, 60) == ("found", "tests/a.py::test_b")
+    assert judged(0, "3 passed", {}, 60)[0] == "missed"
+    assert judged(None, "", {"tests/a.py::test_b": 30.0}, 60) == ("timed out", "tests/a.py::test_b after 30 s")
+    assert judged(None, "", {"tests/a.py::test_b": 3.0}, 60)[0] == "missed"
+    assert judged(1, broken, {}, 60)[0] == judged(2, failed, {}, 60)[0] == "broken"
