@@ -1,6 +1,7 @@
 """Verb 2: apply, and functionalize: any nn.Module as a pure function of its parameters."""
 
 import copy
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -23,6 +24,9 @@ from fshard.tree import Flat, ModelDtypes, Tree, flatten, is_sharded, tree_leave
 from fshard.tree.checks import check_local, check_operands, check_transforms, describe, refuse_writes, writes_counted
 
 Buffers = dict[str, torch.Tensor]
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Model:
@@ -59,6 +63,7 @@ class Model:
         self._bare = copied(module, lambda tensor: torch.empty_like(tensor, device="meta"))
         self._places = _places(self._bare)
         self._units = plan_units(module, units, {name: self._places[name] for name in self._shapes})
+        self._in_training = [path for path, submodule in module.named_modules() if _differs_in_training(submodule)]
         # Calls that overlap (threads, a model called inside itself) each need a copy of their own.
         self._idle: list[Skeleton] = []
 
@@ -132,7 +137,7 @@ class Model:
             buffers: Buffers by name. None takes the module's own and refuses to lose an update of them.
             key: Where random numbers come from, such as dropout's: the same key gives the same numbers. Make one for
                 each step and, if masks are to differ between ranks, for each rank by `fold_in`. None takes torch's
-                own generator as it is.
+                own generator as it is; with gradients off, a warning then names dropout or BatchNorm in training mode.
             **kwargs: Passed to the module's forward.
 
         Returns:
@@ -165,10 +170,26 @@ class Model:
         with seeded(key):
             out, after = self._run(flat, params, copies, args, kwargs)
         out = _cast(out, dtypes.outputs)
-        if buffers is not None:
-            return out, after
-        _refuse_lost_updates(copies, after)
-        return out
+        if buffers is None:
+            _refuse_lost_updates(copies, after)
+        if self._in_training and key is None and not torch.is_grad_enabled():
+            self._warn_of_training(flat)
+        return out if buffers is None else (out, after)
+
+    def _warn_of_training(self, flat: Flat) -> None:
+        """Warn of an evaluation in training mode, unless leaves belong to a call or a graph, which is no evaluation."""
+        tensors = (leaf.local if is_sharded(leaf) else leaf for leaf in flat.leaves)
+        if call_of("apply", flat) is not None or any(tensor.requires_grad for tensor in tensors):
+            return
+        first, *others = self._in_training
+        found = f"{type(self._bare.get_submodule(first)).__name__} {first or '(root)'!r}"
+        also = f" and {len(others)} more" if others else ""
+        warnings.warn(
+            f"apply: expected modules in eval mode where gradients are off, got {found}{also} in training mode; "
+            "evaluate by fs.functionalize(module.eval()), because module.eval() after functionalize has no effect, or "
+            "pass key= if this is intended",
+            stacklevel=3,
+        )
 
     def _run(
         self, flat: Flat, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any
@@ -253,10 +274,11 @@ class Model:
 def functionalize(module: nn.Module, units: Units = None) -> Model:
     """Turn any nn.Module into functions of its parameters, without touching it.
 
-    Follows torch.func.functional_call and Flax's init and apply. For a model that trains with dropout and evaluates
-    without, functionalize it in both modes; the parameters serve both. What torch.compile made of a submodule is
-    gathered as a whole. Functions that `register_hook` has put on parameters by now run inside `value_and_grad`: once
-    in each backward, on this rank's full gradient before it is reduced, if this rank used the parameter.
+    Follows torch.func.functional_call and Flax's init and apply. The model keeps the module's mode of now: for one that
+    trains with dropout and evaluates without, functionalize both module.train() and module.eval(); the parameters
+    serve both. What torch.compile made of a submodule is gathered as a whole. Functions that `register_hook` has put on
+    parameters by now run inside `value_and_grad`: once in each backward, on this rank's full gradient before it is
+    reduced, if this rank used the parameter.
 
     Args:
         module: The module, with values or on the meta device; tied and frozen parameters keep their meaning.
@@ -321,6 +343,15 @@ def _places(module: nn.Module) -> dict[str, list[str]]:
         for name, tensor in (*parameters, *buffers):
             names.setdefault(tensor, []).append(name)
     return {places[0]: places for places in names.values()}
+
+
+def _differs_in_training(submodule: nn.Module) -> bool:
+    """Tell whether a module is in training mode and runs otherwise than in eval mode."""
+    if isinstance(submodule, _BATCH_NORMS):
+        return submodule.training and submodule.running_mean is not None
+    if isinstance(submodule, _DROPOUTS):
+        return submodule.training and submodule.p > 0
+    return submodule.training and isinstance(submodule, nn.RNNBase | nn.MultiheadAttention) and submodule.dropout > 0
 
 
 def _refuse_lazy(module: nn.Module) -> None:

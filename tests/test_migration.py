@@ -228,6 +228,12 @@ def others() -> Network:
     return module
 
 
+def with_dropout() -> Network:
+    module = network()
+    module.head = nn.Sequential(nn.Dropout(0.5), module.head)
+    return module
+
+
 def half_frozen() -> Network:
     module = network()
     module.inward.requires_grad_(False)
@@ -704,15 +710,18 @@ class Compile:
         return train(made._replace(step=fs.jit(made.step, donate_argnums=0)))
 
 
-@row("model.eval(), torch.no_grad()", "model.apply(params, x)")
+@row("model.eval(), torch.no_grad()", "fs.functionalize(module.eval()).apply(params, x)")
 class Evaluate:
     def fsdp2():
-        model = sharded().eval()
+        model = sharded(with_dropout()).eval()
         with torch.no_grad():
             return model(batches()[0][0])
 
     def fshard():
-        return evaluated(program(module=network().eval()))
+        module = with_dropout()
+        params = functional(module).init(zero3())
+        with torch.no_grad():
+            return functional(module.eval()).apply(params, batches()[0][0])
 
 
 @row("model.set_reshard_after_forward(False), to sample", "full = fs.gather(params), model.apply(full, x)")
