@@ -18,6 +18,8 @@ from fshard import _compat, comm
 from fshard.collectives import Uses
 from fshard.errors import Problem, leaf_error, refuse
 from fshard.jit.passes import constants
+from fshard.optim.from_torch import evaluated
+from fshard.optim.rates import value_of
 from fshard.tree import Flat, Sharded, Treedef, flatten, is_sharded, unflatten
 from fshard.tree.checks import describe, writes_counted
 
@@ -42,6 +44,11 @@ _EXPERTS = (
     'call module.set_experts_implementation("batched_mm") before functionalize, which multiplies without looking which '
     "experts were hit"
 )
+_SCHEDULE = (
+    "a schedule gets the number of updates as a tensor: take one of fs.schedules or of fs.from_torch_scheduler, or "
+    "write torch.where for a branch and torch functions for those of math"
+)
+_ASK_SCHEDULES = (value_of.__code__, evaluated.__code__)
 _IN_PACKAGE = (
     "{} branches there on what its input holds: give it an input or a configuration for which it does not, or leave "
     "the call out of the jitted function (see the rules of jit in the guide)"
@@ -274,6 +281,8 @@ def _explained(what: str) -> Iterator[None]:
         if package is not None and remedy is _NO_VALUES[1]:
             owners = [found.f_locals.get("self") for found, _ in steps if _is_own(found.f_code.co_filename)]
             remedy = _EXPERTS if _loops_over_experts(owners) else _IN_PACKAGE.format(package)
+        if any(found.f_code in _ASK_SCHEDULES for found, _ in steps):
+            remedy = _SCHEDULE
         raise ValueError(f"{what}: expected no look at {looked}, got one in {place}; {remedy}") from error
 
 

@@ -1,9 +1,11 @@
 """What a jitted function may not do, each with the text of its error."""
 
 import inspect
+import math
 import pprint
 import re
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -102,6 +104,29 @@ def test_looking_at_values_names_the_line(f):
     place = re.escape(f"{__file__}:") + r"\d+" + re.escape(f': "{line}"{NO_VALUES}')
     with pytest.raises(ValueError, match=f"^{LOOK}{place}$"):
         fs.jit(f)(X)
+
+
+def branching(count):
+    return 0.1 if count < 10 else 0.01
+
+
+def of_math(count):
+    return 0.1 * math.cos(count)
+
+
+@pytest.mark.parametrize("schedule", (branching, of_math))
+@pytest.mark.parametrize("make", (fs.sgd, partial(fs.from_torch, torch.optim.SGD)))
+def test_a_schedule_of_numbers_names_the_line_and_schedules_of_tensors(make, schedule):
+    tx, params = make(lr=schedule), {"w": torch.ones(2)}
+    state = fs.TrainState.create(params, tx)
+    fs.update(tx, state, params)
+    line = inspect.getsource(schedule).splitlines()[1].strip()
+    with pytest.raises(ValueError, match=f"^{LOOK}") as caught:
+        fs.jit(lambda state, grads: fs.update(tx, state, grads))(state, params)
+    assert str(caught.value).partition(': "')[2] == (
+        f'{line}"; a schedule gets the number of updates as a tensor: take one of fs.schedules or of '
+        "fs.from_torch_scheduler, or write torch.where for a branch and torch functions for those of math"
+    )
 
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
