@@ -48,7 +48,7 @@ class SgdState(NamedTuple):
 
     Attributes:
         updates: Updates made: an int64 tensor of shape ().
-        momentum: The momentum of each leaf, sharded as it is; None without momentum.
+        momentum: The momentum of each leaf, sharded as it is; () without momentum.
         missed: With momentum, how many of the updates each leaf had no gradient in: int64 tensors of shape ().
     """
 
@@ -100,7 +100,7 @@ def sgd(
 
     def init(params: Tree) -> SgdState:
         count = torch.zeros((), dtype=torch.int64)
-        return SgdState(count, zeros(params), none_missed(params)) if has_momentum else SgdState(count, None)
+        return SgdState(count, zeros(params), none_missed(params)) if has_momentum else SgdState(count, ())
 
     def scale(grads: Tree, state: SgdState, params: Tree) -> tuple[Tree, SgdState]:
         def heavy(
@@ -110,7 +110,7 @@ def sgd(
             return grad + momentum * new if nesterov else new, new
 
         if not has_momentum:
-            return grads, SgdState(state.updates + 1, None)
+            return grads, SgdState(state.updates + 1, ())
         state = begun(state, grads, lambda: {"momentum": zeros(params)})
         old, numbers = (grads, state.momentum), (momentum, dampening)
         grads, kept = leafwise(heavy, grads, old, [state.missed], numbers)

@@ -1,5 +1,7 @@
 """sgd, adam, adamw, lamb and lars: the arithmetic of torch and of the papers, full or sharded, and its derivatives."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import optim
@@ -300,6 +302,18 @@ def test_second_derivatives_are_finite_where_gradients_are_zero(case, weight_dec
         assert torch.func.grad(loss)(param).isfinite().all()
         assert torch.func.hessian(loss)(param).isfinite().all()
         assert torch.func.jacrev(torch.func.jacrev(loss))(param).isfinite().all()
+
+
+@pytest.mark.parametrize("case", OURS)
+def test_vmap_over_states(case):
+    ours, hyper = OURS[case]
+    tx, members = ours(**hyper), [tree(seed, shapes={"w": (5, 3)}) for seed in range(2)]
+    stack = partial(fs.tree_map, lambda *leaves: torch.stack(leaves))
+    params, state = stack(*members), stack(*map(tx.init, members))
+    found = torch.func.vmap(tx.update)(params, state, params)
+    expected = stack(*(tx.update(member, tx.init(member), member) for member in members))
+    # A norm of 15 numbers, in another order.
+    assert_trees_close(found, expected, rtol=15 * EPS, atol=15 * EPS)
 
 
 @pytest.mark.parametrize("case", OURS)
