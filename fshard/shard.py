@@ -168,7 +168,7 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | None
         transform: The strategy that the result is sharded with.
         frozen: Which leaves take no gradient from now on, as for `shard`, such as in a fine-tuning by stages. In a
             TrainState a leaf keeps its optimizer state while it is frozen, and one that had none starts it anew with
-            its first gradient, as under torch.optim. None keeps what is frozen.
+            its first gradient, as under torch.optim. None keeps what is frozen, and () freezes nothing.
 
     Returns:
         The tree with the same values in the new layout, in storage of its own.
@@ -354,6 +354,8 @@ def is_frozen(leaf: torch.Tensor) -> bool:
 
 def _chosen(what: str, frozen: Mask | Tree, flat: Flat, names: Sequence[str]) -> list[bool]:
     """Tell which leaves are to be frozen."""
+    if isinstance(frozen, tuple | list) and not frozen:
+        return [False] * len(names)
     mask = as_mask(frozen)
     expect(is_mask(mask), what, f"frozen to be {MASK}", describe(frozen))
     is_function = callable(mask) and not isinstance(mask, TreeMask)
