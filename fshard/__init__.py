@@ -217,3 +217,7 @@ __all__ = [
     "zero2",
     "zero3",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -150,12 +150,13 @@ def import_direction(package: Path) -> list[str]:
 
 
 def face_reexports_only(package: Path) -> list[str]:
-    """The package's own `__init__` holds a docstring, imports, `__all__` and `__version__`."""
+    """The package's own `__init__` holds a docstring, imports, `__all__`, `__version__` and `__dir__`."""
     source = next(source for source in read_sources(package) if source.room == "__init__")
     errors = []
     for node in source.tree.body:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         named = isinstance(node, ast.Assign) and {ast.unparse(t) for t in node.targets} <= {"__all__", "__version__"}
+        named = named or (isinstance(node, ast.FunctionDef) and node.name == "__dir__")
         if not (docstring or named or isinstance(node, ast.Import | ast.ImportFrom)):
             errors.append(f"{source.at(node)}: __init__ re-exports, nothing else")
     return errors

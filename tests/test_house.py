@@ -110,6 +110,7 @@ def test_rule_finds_a_breach(rule, file, text, message, tmp_path):
         ("mesh.py", "import os\nx = os.environ['X']\ndef f():\n    y = {}\n    os._exit(len(y))"),
         ("tree.py", "class A:\n    def f(self, b):\n        self._x = []\n        return b._x, b._replace()"),
         ("__init__.py", '"""Face."""\n\nfrom fshard.jit import jit\n\n__all__ = ["jit"]\n__version__ = "1"'),
+        ("__init__.py", "__all__ = []\n\n\ndef __dir__() -> list[str]:\n    return __all__"),
     ],
 )
 def test_rules_pass_what_is_allowed(file, text, tmp_path):
@@ -218,6 +219,7 @@ def test_verbs_are_functions_after_every_submodule_was_imported():
     verbs = {name for name in fs.__all__ if f"fshard.{name}" in modules} - {"checkpoint", "comm", "testing"}
     assert verbs >= {"gather", "apply", "scatter_grads", "value_and_grad", "update", "shard"}
     assert all(isinstance(getattr(fs, verb), FunctionType) for verb in verbs)
+    assert dir(fs) == sorted(fs.__all__)
 
 
 def test_version_is_that_of_the_project():
