@@ -67,6 +67,11 @@ class Model:
         # Calls that overlap (threads, a model called inside itself) each need a copy of their own.
         self._idle: list[Skeleton] = []
 
+    def __repr__(self) -> str:
+        """Name the module, count what it holds, and tell the mode that it runs in."""
+        counts = f"parameters={len(self._shapes)}, units={len(self._units)}, buffers={len(self.buffers)}"
+        return f"Model({type(self._module).__name__}, {counts}, training={self._bare.training})"
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave idle copies behind, which are made anew: they have values in calls alone."""
         return self.__dict__ | {"_idle": []}
@@ -282,12 +287,12 @@ def functionalize(module: nn.Module, units: Units = None) -> Model:
 
     Args:
         module: The module, with values or on the meta device; tied and frozen parameters keep their meaning.
-        units: Which submodules' parameters are gathered together, just before the submodule runs: a module class or a
-            tuple of classes, which `fs.no_split(module)` lists for a model of transformers; a glob pattern of names, in
-            which `*` stands for what lies between two dots; a number, for the smallest submodules of at least so many
-            parameters; a function of (name, module); or a list of such, which then also says in which order they are
-            gathered, where the module's own order is not that of its forward. Other parameters form a unit for each
-            submodule that owns some. None gathers all at once.
+        units: Which submodules' parameters are gathered together, just before the submodule runs: a module class or
+            several in a tuple or set, which `fs.no_split(module)` lists for a model of transformers; a glob pattern of
+            names, in which `*` stands for what lies between two dots; a number, for the smallest submodules of at least
+            so many parameters; a function of (name, module); or a list of such, which then also says in which order
+            they are gathered, where the module's own order is not that of its forward. Other parameters form a unit for
+            each submodule that owns some. None gathers all at once.
 
     Returns:
         A Model with `init` and `apply`.
@@ -299,6 +304,8 @@ def functionalize(module: nn.Module, units: Units = None) -> Model:
 
     >>> import fshard as fs
     >>> model = fs.functionalize(nn.Linear(2, 3))
+    >>> model
+    Model(Linear, parameters=2, units=1, buffers=0, training=True)
     >>> params = model.init(fs.zero2(fs.init_mesh({"shard": -1}, device="cpu")), seed=0)
     >>> model.apply(params, torch.ones(5, 2)).shape
     torch.Size([5, 3])

@@ -2,7 +2,7 @@
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from fshard.tree.checks import describe
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 Rule = type[nn.Module] | str | int | Callable[[str, nn.Module], bool]
-Units = Rule | Sequence[Rule] | None
+Units = Rule | Collection[Rule] | None
 
 
 class ModuleUnit(NamedTuple):
@@ -96,7 +96,7 @@ def select(module: nn.Module, units: Any) -> dict[str, int]:
     Raises:
         ValueError: if the rule selects nothing, or selects a submodule twice.
     """
-    rules = list(units) if isinstance(units, list | tuple) else [units]
+    rules = list(units) if isinstance(units, list | tuple | set | frozenset) else [units]
     if not rules:
         raise ValueError(f"functionalize: units is {units!r}, which matches no submodule; pass None for one unit")
     together = not isinstance(units, list)
