@@ -30,8 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from gpt import GPT, Block, batch, standard_library
-from tqdm import tqdm
-from train_gpt import sample
+from train_gpt import sample, tqdm
 
 import fshard as fs
 
@@ -151,7 +150,6 @@ def main() -> None:
         print(f"\nA sample, {args.sample} bytes after {args.steps} steps:\n{indent(text, '    ')}\n")
         report(args, ranks, (ours, theirs), stored, params, held_out_loss, record, state.params)
         plot(args, ranks, (ours, theirs), stored)
-        print(f"Curves, memory and time: {args.plot}")
 
 
 def train(runs: Sequence[Run], batches: Any, args: argparse.Namespace, ranks: int) -> Any:
@@ -164,7 +162,9 @@ def train(runs: Sequence[Run], batches: Any, args: argparse.Namespace, ranks: in
             function.restype = ctypes.c_long
     record = None
     names = " and ".join(run.name for run in runs)
-    for number, xy in enumerate(tqdm(batches, names, args.steps, disable=dist.get_rank() != 0, unit="step")):
+    if tqdm is not None:
+        batches = tqdm(batches, names, args.steps, disable=dist.get_rank() != 0, unit="step")
+    for number, xy in enumerate(batches):
         for run in runs:
             # The first step traces.
             recording = run is runs[0] and number == min(1, args.steps - 1)
@@ -278,8 +278,11 @@ def report(
 
 
 def plot(args: argparse.Namespace, ranks: int, runs: tuple[Run, Run], stored: tuple[Bytes, Bytes]) -> None:
-    from matplotlib.figure import Figure
-
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("No plot without matplotlib (pip install '.[examples]')")
+        return
     ours, theirs = runs
     figure = Figure(figsize=(13, 4), layout="constrained")
     curves, memory, times = figure.subplots(1, 3, width_ratios=(2, 1.2, 1))
@@ -305,6 +308,7 @@ def plot(args: argparse.Namespace, ranks: int, runs: tuple[Run, Run], stored: tu
         axes.set_xticks([0, 1], names)
         axes.margins(y=0.3)
     figure.savefig(args.plot, dpi=120)
+    print(f"Curves, memory and time: {args.plot}")
 
 
 def parse_args() -> argparse.Namespace:

@@ -22,9 +22,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from gpt import GPT, Block, standard_library
-from tqdm import tqdm
 
 import fshard as fs
+
+try:
+    from tqdm import tqdm
+except ImportError:
+    tqdm = None
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -148,7 +152,10 @@ class Log:
             path.write_text("".join(line for line in lines if line.endswith("\n") and int(line.split()[0]) < begin))
 
     def steps(self, count: int, tokens: int) -> Iterator[int]:
-        """The steps that are left, behind a bar that shows loss, tokens per second and the time left."""
+        """The steps that are left, behind tqdm's bar that shows loss, tokens per second and the time left."""
+        if tqdm is None:
+            yield from range(self.begin, count)
+            return
         self.bar = tqdm(range(self.begin, count), "training", count, initial=self.begin, disable=not self.written)
         for step in self.bar:
             yield step
@@ -160,11 +167,16 @@ class Log:
         if self.written:
             with self.path.open("a") as file:
                 file.write(f"{step} {loss!r} {self.ranks}\n")
+            if tqdm is None and step % 10 == 0:
+                print(f"step {step}: loss {loss:.3f}", flush=True)
 
     def plot(self, path: Path, against: Path | None) -> None:
         """Draw the losses in a color for each number of ranks, and below how far they are from those of another run."""
-        import matplotlib
-
+        try:
+            import matplotlib
+        except ImportError:
+            print(f"Losses: {self.path}; no plot without matplotlib (pip install '.[examples]')")
+            return
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
