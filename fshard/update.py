@@ -303,5 +303,9 @@ def _differences(found: Spec, needed: Spec) -> tuple[str, str]:
         return [f"shape {spec.shape}", f"{spec.partition!r}", f"axes {axes}", f"frozen={spec.frozen}"]
 
     pairs = [(a, b) for a, b in zip(parts(found), parts(needed), strict=True) if a != b]
-    pairs = pairs or [(f"transform {found.transform}", f"transform {needed.transform}")]
+    texts = f"transform {found.transform}", f"transform {needed.transform}"
+    if texts[0] == texts[1]:
+        remedy = "define its class once, outside of functions, as a frozen dataclass"
+        texts = f"an unequal one of the same text ({remedy})", texts[1]
+    pairs = pairs or [texts]
     return tuple("; ".join(side) for side in zip(*pairs, strict=True))  # type: ignore[return-value]

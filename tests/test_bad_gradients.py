@@ -1,5 +1,6 @@
 """Bad losses, gradients, optimizers and states: what the verbs from the loss to the update refuse."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -25,6 +26,13 @@ def on_two_meshes(world):
 
 def with_integer_leaf(world):
     return {"a": world.params["a"], "i": fs.shard(torch.arange(4), world.zero2)}
+
+
+def made_anew(mesh):
+    @dataclass(frozen=True)
+    class Made(fs.Wrapped): ...
+
+    return Made(fs.fully_shard(mesh, min_shard_elements=0))
 
 
 def scatter(grads, like, **keywords):
@@ -373,6 +381,18 @@ ROWS += [
         + "".join(
             f"  {path}: expected transform _Composed(stages=({STAGES},), {POLICY}), got transform "
             f"_Composed(stages=(_Cast(gather_dtype=None, scatter_dtype=torch.float32), {STAGES}), {POLICY})\n"
+            for path in ("['a']", "['b'][0]")
+        ).rstrip()
+        + FROM,
+    ),
+    Row(
+        "update: gradient transforms of a class that a function makes at each call",
+        lambda world: (world.tx, *(fs.reshard(tree, made_anew(world.mesh)) for tree in (world.state, world.grads))),
+        fs.update,
+        "update: gradients do not fit the parameters\n"
+        + "".join(
+            f"  {path}: expected transform made_anew.<locals>.Made(inner={STAGES}), got "
+            "an unequal one of the same text (define its class once, outside of functions, as a frozen dataclass)\n"
             for path in ("['a']", "['b'][0]")
         ).rstrip()
         + FROM,
