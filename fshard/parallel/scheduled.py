@@ -262,8 +262,9 @@ class Run:
         found += [(i, leaf, reduced[i][0] if stacked else reduced[i]) for i, leaf in trained if i in self._specs]
         for i, leaf, grad in found:
             if grad is not None:
-                wide, before = grad.to(self._sum_dtypes[i](grad.dtype)), self._sums.get(id(leaf))
-                self._sums[id(leaf)] = wide if before is None else before + wide
+                dtype, before = self._sum_dtypes[i](grad.dtype), self._sums.get(id(leaf))
+                # A copy, because the sum is scaled in place, and leaves may share the memory of a gradient.
+                self._sums[id(leaf)] = grad.to(dtype, copy=True) if before is None else before + grad.to(dtype)
         if h is None:
             return None
         return torch.zeros_like(self._like) if grads[-1] is None else grads[-1]

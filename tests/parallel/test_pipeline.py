@@ -257,6 +257,33 @@ def test_weighted_losses_and_tied_leaves():
         assert_trees_close((layers_in_one(fs.unshard(grads), v), loss), wanted, **EXACT)
 
 
+@pytest.mark.parametrize("schedule, v", SCHEDULES)
+@on_ranks(2)
+def test_gradients_that_share_memory(schedule, v):
+    """Autograd gives both terms of a sum one gradient, and the elements of a sum one number; the loss is scaled."""
+
+    def sharing_last(p, h, y):
+        pair = (p["one"] + p["other"]).square().sum() if y[0].equal(batch()[1][0]) else 0.0
+        return last(p, h, y) + p["shift"].sum() + pair
+
+    def expected(p, count):
+        batches = zip(*(t.chunk(count) for t in batch()), strict=True)
+        return 3 * sum(dense_loss(p, x, y, last=sharing_last) for x, y in batches) / count
+
+    own = full_params() | {name: torch.ones(3, dtype=torch.float64) for name in ("one", "other", "shift")}
+    mesh = fs.init_mesh({"shard": 1, "pipe": 2}, device="cpu")
+    shard, pipe = (fs.axis_of(mesh, name) for name in ("shard", "pipe"))
+    owned = fs.compose(fs.fully_shard(shard), fs.split_dim(pipe, dim=int(v > 1)))
+    layout = fs.masked(owned, "layers.*", otherwise=fs.fully_shard(shard))
+    params = fs.shard(stacked(own, v), fs.zero3(mesh, layout=layout))
+    for count in (2,) if v > 1 else (1, 2):
+        given = dict(schedule=schedule, virtual_stages=v, first=first, last=sharing_last)
+        f = fs.pipeline(stage, pipe, microbatches=count, **given)
+        loss, grads = fs.value_and_grad(lambda p, *data: 3 * f(p, *data))(params, *batch())  # noqa: B023
+        wanted = torch.func.grad_and_value(expected)(own, count)
+        assert_trees_close((layers_in_one(fs.unshard(grads), v), loss), wanted, **EXACT)
+
+
 @pytest.mark.parametrize("jitted", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "jitted"])
 @on_ranks(4)
 def test_collectives_inside_of_stages(jitted):
