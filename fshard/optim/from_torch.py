@@ -87,6 +87,8 @@ def from_torch(
         given = ", ".join(f"{name}={value!r:.40}" for name, value in hyper.items()) or "none"
         expected = f"arguments that {cls.__name__} takes"
         raise ValueError(f"from_torch: expected {expected}, got {given}, of which torch says: {error}") from error
+    # By other values than those observed, a class may write to gradients; its rate never decides that.
+    computed = any(callable(hyper[name]) or name in injected for name in hyper if name != "lr")
 
     def init(params: Tree) -> TorchState:
         flat = flatten(params)
@@ -127,6 +129,8 @@ def from_torch(
         values = evaluated(hyper, state.updates, state.hyper)
         # As autograd accumulates gradients: classes read the memory of complex ones, without lazy bits.
         taken = [_plain(gradients[i]).resolve_conj().resolve_neg().contiguous() for i in chosen]
+        if habits.writes or computed:
+            taken = list(map(copied, taken))
         optimizer = build(cls, values, new, taken, first, habits.filled)
         optimizer.state.update(zip(new, kept, strict=True))
         _step(optimizer, new)
@@ -272,12 +276,14 @@ class Habits(NamedTuple):
         late: Names of state that it makes in its first step.
         withheld: Names of late state whose placeholders must not reach the first step.
         filled: Whether its step is the same when its tensors are filled in after construction.
+        writes: Whether its step writes to gradients, as nesterov does with foreach, or would on an accelerator.
     """
 
     scalars: frozenset[str]
     late: frozenset[str]
     withheld: frozenset[str]
     filled: bool
+    writes: bool
 
 
 def observe(cls: type[torch.optim.Optimizer], hyper: Hyper) -> Habits:
@@ -287,14 +293,18 @@ def observe(cls: type[torch.optim.Optimizer], hyper: Hyper) -> Habits:
     optimizer = build(cls, hyper, [tensor], [torch.zeros_like(tensor)])
     with torch.no_grad():
         _compat.init_optimizer_state(optimizer)
-    early = set(optimizer.state[tensor])
+    early, written = set(optimizer.state[tensor]), []
 
-    def run(start: State, filled: bool = False) -> State:
+    def run(start: State, filled: bool = False, **changes: Any) -> State:
         tensor = torch.linspace(-1.0, 1.0, 4).reshape(2, 2)
-        optimizer = build(cls, hyper, [tensor], [torch.cos(tensor)], filled=filled)
+        grad = torch.cos(tensor)
+        before = grad.clone()
+        optimizer = build(cls, hyper, [tensor], [grad], filled=filled)
+        optimizer.param_groups[0].update(changes)
         optimizer.state[tensor].update({name: copied(value) for name, value in start.items()})
         with torch.no_grad():
             optimizer.step()
+        written.append(not grad.equal(before))
         return {**optimizer.state[tensor], "": tensor}
 
     def same(again: State) -> bool:
@@ -308,8 +318,12 @@ def observe(cls: type[torch.optim.Optimizer], hyper: Hyper) -> Habits:
     filled = False
     with suppress(Exception):
         filled = same(run({name: value for name, value in start.items() if name not in withheld}, filled=True))
+    if optimizer.defaults.get("foreach", True) is None and not optimizer.defaults.get("fused"):
+        # On accelerators torch chooses foreach by itself.
+        with suppress(Exception):
+            run({}, foreach=True)
     scalars = frozenset(name for name, value in state.items() if isinstance(value, torch.Tensor) and not value.dim())
-    return Habits(scalars, late, withheld, filled)
+    return Habits(scalars, late, withheld, filled, any(written))
 
 
 def start_state(optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor], late: frozenset[str]) -> None:

@@ -1,6 +1,7 @@
 """from_torch: the class's own arithmetic, bit for bit, as a pure function over full and sharded trees."""
 
 import inspect
+import itertools
 import math
 
 import pytest
@@ -201,6 +202,57 @@ def test_update_changes_no_input_and_shares_no_memory(case, sharded):
         assert not {leaf.data_ptr() for leaf in made} & {leaf.data_ptr() for leaf in tensors if leaf.numel()}
         assert_same_bits(fs.unshard(tx.update(*inputs)[0]), fs.unshard(outputs[0]))
         params, state = outputs
+
+
+class Decaying(Lion):
+    """A class that adds the decay to its gradients in place."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            param.grad.add_(param, alpha=0.1)
+        super().step()
+
+
+# Flags of torch's classes, beside IMPLEMENTATIONS.
+FLAGS = {
+    "momentum": (0.0, 0.9),
+    "weight_decay": (0.0, 0.1, lambda count: 0.1 * (1 - int(count))),
+    **dict.fromkeys(("maximize", "nesterov", "amsgrad", "centered", "decoupled_weight_decay"), (False, True)),
+}
+CLASSES = [*dict.fromkeys(cls for cls, _ in CASES.values()), optim.Adafactor, optim.Muon, Decaying]
+
+
+def combinations(cls):
+    """The arguments of a class with each combination of its flags."""
+    known = inspect.signature(cls).parameters
+    ways = [{}, *(how for how in IMPLEMENTATIONS.values() if next(iter(how)) in known)]
+    names = [name for name in FLAGS if name in known]
+    for how, *values in itertools.product(ways, *map(FLAGS.get, names)):
+        hyper = how | dict(zip(names, values, strict=True))
+        # Torch refuses momentum of Nesterov's kind without any.
+        if not hyper.get("nesterov") or hyper["momentum"]:
+            yield hyper
+
+
+@pytest.mark.parametrize("donate", (False, True))
+@pytest.mark.parametrize("cls", CLASSES)
+def test_no_flag_of_a_class_changes_its_inputs(cls, donate, monkeypatch):
+    """Gradients never, parameters and state unless they are donated; also where torch chooses foreach by itself."""
+    params, *grads = ({"w": normal(seed)(3, 2, dtype=torch.float32)} for seed in range(3))
+    for hyper in combinations(cls):
+        tx = fs.from_torch(cls, lr=0.1, **hyper)
+        with monkeypatch.context() as patch:
+            module = inspect.getmodule(cls)
+            if not hyper.keys() & IMPLEMENTATIONS.keys() and hasattr(module, "_default_to_fused_or_foreach"):
+                patch.setattr(module, "_default_to_fused_or_foreach", lambda *_, **__: (False, True))
+            state = fs.TrainState.create(fs.tree_map(torch.clone, params), tx)
+            for grad in grads:
+                given = (grad, () if donate else (state.params, state.opt_state))
+                tensors = [leaf for leaf in fs.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+                before = [tensor.clone() for tensor in tensors]
+                state = fs.update(tx, state, grad, donate=donate)
+                assert_same_bits(tensors, before)
 
 
 @pytest.mark.parametrize("case", CASES)
