@@ -375,7 +375,7 @@ ACCEPTED = (
     ("seeds and keys", ("None", "a number", "a negative number"), "model.init.seed"),
     ("functions", ("a class", "a module"), "accumulate.f jit.backend value_and_grad.f make_graph.f remat.f"),
     ("functions", ("a class", "a module"), "pipeline.stage_fn pipeline.last ulysses.attention"),
-    ("a number, or the default", ("None", *NUMBERS, "a negative number"), "ring_attention.scale"),
+    ("a number, or the default", ("None", *NUMBERS), "ring_attention.scale"),
     ("functions, or none", ("None", "a class", "a module"), "pipeline.first"),
     ("functions", ("a class",), "testing.spmd.f"),
     ("functions; None makes a decorator", ("None", "a class", "a module"), "jit.f"),

@@ -17,7 +17,7 @@ from fshard.collectives import custom_call
 from fshard.errors import expect
 from fshard.parallel.ring import LABEL, Ring, backward, forward, plain
 from fshard.tree import Axis
-from fshard.tree.checks import FINITE, check_axis, check_flags, check_numbers, describe
+from fshard.tree.checks import Range, check_axis, check_flags, check_numbers, describe
 
 
 def ring_attention(
@@ -48,7 +48,7 @@ def ring_attention(
         axis: The mesh axis that splits the sequence; every rank holds as much time.
         causal: Whether a query sees the keys up to its own place alone.
         order: "contiguous" or "zigzag".
-        scale: Of the scores; None means 1 / sqrt(head dim).
+        scale: Of the scores, above 0; None means 1 / sqrt(head dim).
 
     Returns:
         The result for this rank's queries, of shape (batch, heads, time, head dim of v).
@@ -67,7 +67,8 @@ def ring_attention(
     _check_order(what, order)
     _check_tensors(what, q, k, v)
     if scale is not None:
-        check_numbers(what, FINITE, scale=scale)
+        # With others torch's kernels return NaN where they mask.
+        check_numbers(what, Range("a finite number above 0", lambda number: 0 < number < math.inf), scale=scale)
     halved, zigzag = axis.size > 1 and q.shape[2] > 1, order == "zigzag"
     ring = Ring(axis, causal, zigzag, halved, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     even = f"an even number of places in time, of which each half is a chunk in {order!r} order"

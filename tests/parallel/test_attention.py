@@ -322,6 +322,10 @@ def test_bad_arguments():
         (partial(ring, order="striped"), 'expected order to be "contiguous" or "zigzag", got \'striped\''),
         (partial(ring, order="zigzag"), f"ring_attention: expected {chunks} fs.ring_positions"),
         (partial(ring, scale="1"), "ring_attention: expected scale to be"),
+        # Torch's fused kernels return NaN for them where they mask.
+        (partial(ring, scale=0.0), "ring_attention: expected scale to be a finite number above 0, got 0.0"),
+        (partial(ring, scale=-0.5), "ring_attention: expected scale to be a finite number above 0, got -0.5"),
+        (partial(ring, scale=math.inf), "ring_attention: expected scale to be a finite number above 0, got inf"),
         (
             partial(fs.ring_positions, axis, 6, "zigzag"),
             "expected time to be a multiple of 4, the chunks in 'zigzag' order of 2 ranks, got 6",
