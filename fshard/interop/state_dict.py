@@ -403,11 +403,11 @@ def read_leaves(
         castable = cast is True and entry.dtype.is_floating_point and local is not None and local.is_floating_point()
         if local is None or entry.shape != shape_of(leaf) or (entry.dtype != local.dtype and not castable):
             problems.append(Problem(name, str(entry), "nothing" if leaf is None else described(leaf)))
-    order = list(dict.fromkeys((*needed, *found)))
+    order = {name: i for i, name in enumerate(dict.fromkeys((*needed, *found)))}
     entries = {f"{name} {i}": f"{entry}{entry.mark}" for name in found for i, entry in enumerate(found[name])}
     agree(label, entries | {name: layout_of(leaf) for name, leaf in needed.items()} | {"(cast)": repr(cast)})
     check_flags(label, cast=cast)
-    refuse(f"{label}: leaves do not fit", sorted(problems, key=lambda p: order.index(p.path)), remedy)
+    refuse(f"{label}: leaves do not fit", sorted(problems, key=lambda p: order[p.path]), remedy)
     made = {}
     with raise_on_all_ranks(label):
         for name, leaf in needed.items():

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 import fshard as fs
 from fshard.checkpoint import CheckpointError, load_huggingface, save_huggingface
 from fshard.interop import huggingface
+from fshard.interop.state_dict import entry_of, read_leaves
 from fshard.testing import spmd
 from fshard.tree import flatten, names_of
 from tests.interop.test_state_dict import Net, every_leaf, refusal, sharded
@@ -377,3 +378,20 @@ def test_from_pretrained_loads_what_was_saved_and_the_other_way(tmp_path, name, 
     loaded, info = getattr(transformers, CASES[name].model).from_pretrained(ours, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert_same_bits(dict(loaded.state_dict()), dict(module.state_dict()))
+
+
+def test_tensors_that_no_leaf_is_called_like_are_compared_once():
+    """Of a model with millions of them the error must come at once: comparisons of names, not seconds."""
+    compared = []
+
+    class Name(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other):
+            compared.append(other)
+            return str.__eq__(self, other)
+
+    surplus = {Name(f"w{i}"): [entry_of(torch.ones(1))] for i in range(300)}
+    with pytest.raises(ValueError, match=r"\n  w0: expected nothing, got (.*\n)*  and 2\d\d more\n"):
+        read_leaves("load", {}, surplus, "drop them")
+    assert len(compared) <= 2 * len(surplus)
