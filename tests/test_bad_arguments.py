@@ -119,6 +119,7 @@ def test_arguments_of_transforms_jit_update_and_checkpoints():
         (lambda: checkpoint.save(None, {"w": x}, 1), "checkpoint.save: expected directory to be a path, got None"),
         (lambda: checkpoint.restore(None, {"w": x}), "checkpoint.restore: expected directory to be a path, got None"),
         (lambda: checkpoint.latest(None), "checkpoint.latest: expected directory to be a path, got None"),
+        (lambda: checkpoint.latest("a\0b"), r"checkpoint.latest: expected directory to be a path, got 'a\x00b'"),
         (lambda: checkpoint.load_huggingface(5, {"w": x}), "expected directory to be a path, got 5"),
         (lambda: checkpoint.save_huggingface(None, {"w": x}), "expected directory to be a path, got None"),
         (lambda: fs.jit(lambda x: x, static_argnums=5)(x), "expected static_argnums to be numbers of arguments by"),

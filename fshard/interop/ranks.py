@@ -130,7 +130,9 @@ def check_call(label: str, flat: Flat) -> None:
 
 def check_path(label: str, name: str, path: Any) -> Path:
     """Return the path of a file or a directory, and refuse an argument of another type."""
-    expect(isinstance(path, str | PathLike) and str(path), label, f"{name} to be a path", f"{path!r:.40}")
+    # No file has a name with a null character.
+    known = isinstance(path, str | PathLike) and str(path) and "\0" not in str(path)
+    expect(known, label, f"{name} to be a path", f"{path!r:.40}")
     return Path(path)
 
 

@@ -376,7 +376,6 @@ def test_directories_that_cannot_be_written_to(tmp_path):
     # Not even root makes a directory there.
     text = save_refused("/proc/checkpoints")
     assert text == "checkpoint.save: step 1 was not saved: /proc/checkpoints: No such file or directory"
-    assert re.search(": .*embedded null (byte|character in path)$", save_refused(f"{tmp_path}/\0"))
     assert save_refused(f"{tmp_path}/{'x' * 300}").endswith("x: File name too long")
     for call in (lambda: checkpoint.restore(file, {}), lambda: checkpoint.latest(file)):
         assert refused(call, checkpoint.CheckpointError).endswith(f"{file}: Not a directory")
