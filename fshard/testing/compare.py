@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fshard import _compat
-from fshard.errors import Problem, expect, refuse
+from fshard.errors import Problem, expect, leaf_error, refuse
 from fshard.mesh import Mesh, ranks_of
 from fshard.shard import hash_of, unshard, without_padding
 from fshard.tree import Tree, flatten, is_sharded
@@ -39,6 +39,14 @@ def assert_trees_close(
 
     >>> assert_trees_close({"w": torch.ones(2)}, {"w": torch.ones(2, dtype=torch.float64)})
     """
+    problems = _differing_leaves(actual, expected, rtol, atol, exact)
+    refuse("trees differ", problems, "look at the first leaf that differs", AssertionError)
+
+
+def _differing_leaves(
+    actual: Tree, expected: Tree, rtol: float | None, atol: float | None, exact: bool
+) -> list[Problem]:
+    """List the leaves of two trees that differ; see `assert_trees_close`."""
     check_flags("assert_trees_close", exact=exact)
     given = {name: value for name, value in {"rtol": rtol, "atol": atol}.items() if value is not None}
     check_numbers("assert_trees_close", NOT_NEGATIVE, **given)
@@ -59,7 +67,7 @@ def assert_trees_close(
         difference = _difference(a, b, rtol, atol, exact)
         if difference:
             problems.append(Problem(path, *difference))
-    refuse("trees differ", problems, "look at the first leaf that differs", AssertionError)
+    return problems
 
 
 def _difference(a: Any, b: Any, rtol: float | None, atol: float | None, exact: bool) -> tuple[str, str] | None:
@@ -165,9 +173,11 @@ def assert_matches_ddp(
     find_unused_parameters: bool = False,
     mesh: Mesh | None = None,
 ) -> Match:
-    """Run a train step and torch DDP side by side and assert that losses and parameters agree after every step.
+    """Run a train step and torch DDP side by side; assert that losses, parameters and buffers agree after every step.
 
-    Call it on every rank of a real process group, or of a mesh of some ranks, each with its own batches.
+    Call it on every rank of a real process group, or of a mesh of some ranks, each with its own batches. If a rank
+    finds a difference, all ranks raise. Buffers are compared with those of DDP's first rank, which DDP sends to the
+    others: where a train step updates buffers, it keeps them in the state and calls `sync_buffers`.
 
     Args:
         train_step: Called with (state, batch); returns (state, objective).
@@ -187,7 +197,7 @@ def assert_matches_ddp(
         The final state and the largest differences seen.
 
     Raises:
-        AssertionError: naming the first step that differs, and every leaf that does.
+        AssertionError: on every rank, naming the first step that differs, and every leaf that does.
         ValueError: if ranks are simulated by threads, which DDP cannot run on.
 
     >>> import torch, fshard as fs
@@ -210,15 +220,12 @@ def assert_matches_ddp(
     """
     processes, remedy = dist.get_backend() != "threaded", "run it by spmd(f, Workers(n))"
     expect(processes, "assert_matches_ddp", "ranks to be processes", "threads", remedy)
-    copied = copy.deepcopy(module)
-    for parameter, mine in zip(module.parameters(), copied.parameters(), strict=True):
-        # A copy of a module has no hooks of its parameters'.
-        for hook in _compat.gradient_hooks(parameter).values():
-            mine.register_hook(hook)
     ranks = ranks_of(mesh)
     group = _compat.resolve_process_group(ranks.group_name)
+    copied = _copy_of(module)
     reference = DistributedDataParallel(copied, process_group=group, find_unused_parameters=find_unused_parameters)
     torch_optimizer = optimizer(reference.parameters())
+    initial = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     loss_gap = params_gap = 0.0
     for step, batch in enumerate(batches):
         torch_optimizer.zero_grad()
@@ -227,25 +234,55 @@ def assert_matches_ddp(
         if before_step is not None:
             before_step(reference)
         torch_optimizer.step()
-        expected_loss = loss.detach().clone()
-        dist.all_reduce(expected_loss, group=group)
-        expected_loss /= ranks.size
+        expected = _values_of_ddp(copied, loss, group)
         state, objective = train_step(state, batch)
-        expected = {name: parameter.detach() for name, parameter in reference.module.named_parameters()}
-        actual = unshard(state.params)
-        loss_gap = max(loss_gap, float((objective.detach() - expected_loss).abs()))
-        params_gap = max(params_gap, _largest_gap(actual, expected))
-        try:
-            assert_trees_close(
-                {"loss": objective.detach(), "params": actual},
-                {"loss": expected_loss, "params": expected},
-                rtol=rtol,
-                atol=atol,
-                exact=exact,
-            )
-        except AssertionError as error:
-            raise AssertionError(f"step {step} (counted from 0) is the first that differs from DDP: {error}") from None
+        # A state without buffers leaves those of the module as they were.
+        actual = {
+            "loss": objective.detach(),
+            "params": unshard(state.params),
+            "buffers": initial | dict(unshard(state.buffers) or {}),
+        }
+        loss_gap = max(loss_gap, float((actual["loss"] - expected["loss"]).abs()))
+        params_gap = max(params_gap, _largest_gap(actual["params"], expected["params"]))
+        problems = _differing_leaves(actual, expected, rtol, atol, exact)
+        what = f"step {step} (counted from 0) is the first that differs from DDP: trees differ"
+        remedy = "look at the first leaf that differs"
+        _refuse_on_all_ranks(str(leaf_error(what, problems, remedy)) if problems else None, group)
     return Match(state, loss_gap, params_gap)
+
+
+def _copy_of(module: nn.Module) -> nn.Module:
+    copied = copy.deepcopy(module)
+    for parameter, mine in zip(module.parameters(), copied.parameters(), strict=True):
+        # A copy of a module has no hooks of its parameters'.
+        for hook in _compat.gradient_hooks(parameter).values():
+            mine.register_hook(hook)
+    return copied
+
+
+def _values_of_ddp(module: nn.Module, loss: torch.Tensor, group: Any) -> dict[str, Any]:
+    """Return the mean of losses, the parameters, and the first rank's buffers, which the next forward would take."""
+    mean = loss.detach().clone()
+    dist.all_reduce(mean, group=group)
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    for buffer in buffers.values():
+        dist.broadcast(buffer, group=group, group_src=0)
+    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    return {"loss": mean / dist.get_world_size(group), "params": params, "buffers": buffers}
+
+
+def _gathered(value: Any, group: Any) -> list[Any]:
+    found = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group)
+    return found
+
+
+def _refuse_on_all_ranks(text: str | None, group: Any) -> None:
+    """Raise this rank's text, or that of the first rank that has one."""
+    texts = _gathered(text, group)
+    failed = [rank for rank, found in enumerate(texts) if found is not None]
+    if failed:
+        raise AssertionError(text or f"rank {failed[0]}: {texts[failed[0]]}")
 
 
 def _largest_gap(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:

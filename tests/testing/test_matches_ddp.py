@@ -1,0 +1,82 @@
+"""assert_matches_ddp: on every rank it names what differs from DDP."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+from fshard.testing import assert_matches_ddp
+from tests.ranks import my_rank, on_ranks
+from tests.trees import normal, one_axis
+
+SGD = fs.from_torch(torch.optim.SGD, lr=0.1)
+
+
+class Net(nn.Module):
+    """A layer, BatchNorm, a buffer that never changes, and one more layer."""
+
+    def __init__(self):
+        super().__init__()
+        draw = normal(1)
+        self.layer, self.norm, self.branch = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.register_buffer("mask", torch.ones(4, dtype=torch.bool))
+        for parameter in self.parameters():
+            parameter.data = draw(*parameter.shape, dtype=torch.float32)
+
+    def forward(self, x):
+        return self.branch(self.norm(self.layer(x)) * self.mask)
+
+
+def compared(*, keeps=True, syncs=True, added=lambda rank: 0.0):
+    """Compare a step of Net, which errs as it is told to, with that of DDP."""
+    model = fs.functionalize(Net())
+    params = model.init(fs.zero3(one_axis(), min_shard_elements=0))
+
+    def train_step(state, x):
+        def loss_fn(params, x):
+            out, buffers = model.apply(params, x, buffers=state.buffers)
+            return out.square().mean(), buffers
+
+        (loss, buffers), grads = fs.value_and_grad(loss_fn, has_aux=True)(state.params, x)
+        buffers = fs.sync_buffers(buffers, state.params) if syncs else buffers
+        state = fs.update(SGD, state, grads)
+        return state._replace(buffers=buffers) if keeps else state, loss + added(my_rank())
+
+    return assert_matches_ddp(
+        train_step,
+        fs.TrainState.create(params, SGD, buffers=model.buffers),
+        [normal(10 * step + my_rank())(5, 3, dtype=torch.float32) for step in range(2)],
+        module=Net(),
+        loss_fn=lambda ddp, x: ddp(x).square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        exact=True,
+    )
+
+
+FIRST = "step 0 (counted from 0) is the first that differs from DDP: trees differ\n"
+WRONG = {
+    "buffers dropped": ({"keeps": False}, [FIRST + "  ['buffers']['norm.num_batches_tracked']: expected 1"] * 2),
+    "sync_buffers left out": (
+        {"syncs": False},
+        ["rank 1: " + FIRST + "  ['buffers']['norm", FIRST + "  ['buffers']['norm.running_mean']: expected "],
+    ),
+    "a loss on one rank": (
+        {"added": lambda rank: float(rank)},
+        ["rank 1: " + FIRST + "  ['loss']", FIRST + "  ['loss']: expected "],
+    ),
+}
+
+
+def test_a_step_that_keeps_and_syncs_its_buffers_passes(workers):
+    assert [match.params for match in fs.testing.spmd(compared, workers(2))] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.rows(len(WRONG))
+@on_ranks("2 processes")
+def test_every_rank_names_the_difference(name):
+    options, texts = WRONG[name]
+    with pytest.raises(AssertionError, match=re.escape(texts[my_rank()])):
+        compared(**options)
