@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fshard import _compat
+from fshard.collectives import walked
 from fshard.errors import Problem, expect, leaf_error, refuse
 from fshard.mesh import Mesh, ranks_of
 from fshard.shard import hash_of, unshard, without_padding
@@ -198,7 +199,8 @@ def assert_matches_ddp(
 
     Raises:
         AssertionError: on every rank, naming the first step that differs, and every leaf that does.
-        ValueError: if ranks are simulated by threads, which DDP cannot run on.
+        ValueError: if ranks are simulated by threads, which DDP cannot run on; on every rank, if the loss of a rank
+            uses some parameters only and DDP was not told by `find_unused_parameters`.
 
     >>> import torch, fshard as fs
     >>> module, tx = torch.nn.Linear(2, 1), fs.from_torch(torch.optim.SGD, lr=0.1)
@@ -230,6 +232,8 @@ def assert_matches_ddp(
     for step, batch in enumerate(batches):
         torch_optimizer.zero_grad()
         loss = loss_fn(reference, batch)
+        if not find_unused_parameters:
+            _check_all_used(copied, loss, step, group)
         loss.backward()
         if before_step is not None:
             before_step(reference)
@@ -258,6 +262,24 @@ def _copy_of(module: nn.Module) -> nn.Module:
         for hook in _compat.gradient_hooks(parameter).values():
             mine.register_hook(hook)
     return copied
+
+
+def _check_all_used(module: nn.Module, loss: torch.Tensor, step: int, group: Any) -> None:
+    """Refuse a loss of some parameters only, before a backward in which ranks would wait for their gradients."""
+    starts: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    used = set(walked(starts, lambda node: [other for other, _ in node.next_functions if other is not None]))
+    unused = [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and torch.autograd.graph.get_gradient_edge(parameter).node not in used
+    ]
+    problems = [
+        Problem(name, f"none on rank {rank}", "a use by each rank's loss")
+        for rank, names in enumerate(_gathered(unused, group))
+        for name in names
+    ]
+    what = f"assert_matches_ddp: torch DDP would not reduce gradients in step {step} (counted from 0)"
+    refuse(what, problems, "pass find_unused_parameters=True to assert_matches_ddp, and to DDP in your own program")
 
 
 def _values_of_ddp(module: nn.Module, loss: torch.Tensor, group: Any) -> dict[str, Any]:

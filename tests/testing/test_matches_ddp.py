@@ -1,4 +1,4 @@
-"""assert_matches_ddp: on every rank it names what differs from DDP."""
+"""assert_matches_ddp: on every rank it names what differs from DDP, and the option that DDP lacks."""
 
 import re
 
@@ -15,7 +15,7 @@ SGD = fs.from_torch(torch.optim.SGD, lr=0.1)
 
 
 class Net(nn.Module):
-    """A layer, BatchNorm, a buffer that never changes, and one more layer."""
+    """A layer, BatchNorm, a buffer that never changes, and a branch that a flag switches on."""
 
     def __init__(self):
         super().__init__()
@@ -25,18 +25,19 @@ class Net(nn.Module):
         for parameter in self.parameters():
             parameter.data = draw(*parameter.shape, dtype=torch.float32)
 
-    def forward(self, x):
-        return self.branch(self.norm(self.layer(x)) * self.mask)
+    def forward(self, x, branch=True):
+        x = self.norm(self.layer(x)) * self.mask
+        return self.branch(x) if branch else x
 
 
-def compared(*, keeps=True, syncs=True, added=lambda rank: 0.0):
+def compared(*, keeps=True, syncs=True, branch=lambda rank: True, added=lambda rank: 0.0, steps=2):
     """Compare a step of Net, which errs as it is told to, with that of DDP."""
-    model = fs.functionalize(Net())
+    model, use = fs.functionalize(Net()), branch(my_rank())
     params = model.init(fs.zero3(one_axis(), min_shard_elements=0))
 
     def train_step(state, x):
         def loss_fn(params, x):
-            out, buffers = model.apply(params, x, buffers=state.buffers)
+            out, buffers = model.apply(params, x, use, buffers=state.buffers)
             return out.square().mean(), buffers
 
         (loss, buffers), grads = fs.value_and_grad(loss_fn, has_aux=True)(state.params, x)
@@ -47,21 +48,27 @@ def compared(*, keeps=True, syncs=True, added=lambda rank: 0.0):
     return assert_matches_ddp(
         train_step,
         fs.TrainState.create(params, SGD, buffers=model.buffers),
-        [normal(10 * step + my_rank())(5, 3, dtype=torch.float32) for step in range(2)],
+        [normal(10 * step + my_rank())(5, 3, dtype=torch.float32) for step in range(steps)],
         module=Net(),
-        loss_fn=lambda ddp, x: ddp(x).square().mean(),
+        loss_fn=lambda ddp, x: ddp(x, use).square().mean(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         exact=True,
     )
 
 
 FIRST = "step 0 (counted from 0) is the first that differs from DDP: trees differ\n"
+UNUSED = (
+    "assert_matches_ddp: torch DDP would not reduce gradients in step 0 (counted from 0)\n"
+    "  branch.weight: expected a use by each rank's loss, got none on rank {rank}\n"
+)
 WRONG = {
     "buffers dropped": ({"keeps": False}, [FIRST + "  ['buffers']['norm.num_batches_tracked']: expected 1"] * 2),
     "sync_buffers left out": (
         {"syncs": False},
         ["rank 1: " + FIRST + "  ['buffers']['norm", FIRST + "  ['buffers']['norm.running_mean']: expected "],
     ),
+    "unused on one rank": ({"branch": lambda rank: rank == 0}, [UNUSED.format(rank=1)] * 2),
+    "unused on both": ({"branch": lambda rank: False, "steps": 1}, [UNUSED.format(rank=0)] * 2),
     "a loss on one rank": (
         {"added": lambda rank: float(rank)},
         ["rank 1: " + FIRST + "  ['loss']", FIRST + "  ['loss']: expected "],
@@ -78,5 +85,7 @@ def test_a_step_that_keeps_and_syncs_its_buffers_passes(workers):
 @on_ranks("2 processes")
 def test_every_rank_names_the_difference(name):
     options, texts = WRONG[name]
-    with pytest.raises(AssertionError, match=re.escape(texts[my_rank()])):
+    with pytest.raises((AssertionError, ValueError), match=re.escape(texts[my_rank()])) as caught:
         compared(**options)
+    if name.startswith("unused"):
+        assert "find_unused_parameters=True" in str(caught.value)
