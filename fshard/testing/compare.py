@@ -230,6 +230,7 @@ def assert_matches_ddp(
     initial = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     loss_gap = params_gap = 0.0
     for step, batch in enumerate(batches):
+        before = {name: p.detach().clone() for name, p in copied.named_parameters() if p.requires_grad}
         torch_optimizer.zero_grad()
         loss = loss_fn(reference, batch)
         if not find_unused_parameters:
@@ -250,7 +251,7 @@ def assert_matches_ddp(
         params_gap = max(params_gap, _largest_gap(actual["params"], expected["params"]))
         problems = _differing_leaves(actual, expected, rtol, atol, exact)
         what = f"step {step} (counted from 0) is the first that differs from DDP: trees differ"
-        remedy = "look at the first leaf that differs"
+        remedy = _cause(before, actual["params"], expected["params"], ranks.size) if problems else ""
         _refuse_on_all_ranks(str(leaf_error(what, problems, remedy)) if problems else None, group)
     return Match(state, loss_gap, params_gap)
 
@@ -291,6 +292,27 @@ def _values_of_ddp(module: nn.Module, loss: torch.Tensor, group: Any) -> dict[st
         dist.broadcast(buffer, group=group, group_src=0)
     params = {name: parameter.detach() for name, parameter in module.named_parameters()}
     return {"loss": mean / dist.get_world_size(group), "params": params, "buffers": buffers}
+
+
+def _cause(before: Mapping[str, Any], actual: Mapping[str, Any], expected: Mapping[str, Any], ranks: int) -> str:
+    """Name the one ratio of a step to DDP's that fits all leaves, if there is one, as the cause of a difference."""
+    steps = [(actual[name] - start, expected[name] - start, start) for name, start in before.items()]
+    dot = sum(float((own * of_ddp.conj()).sum().real) for own, of_ddp, _ in steps)
+    ratio = dot / max(
+        sum(float(of_ddp.abs().square().sum()) for _, of_ddp, _ in steps), torch.finfo(torch.float64).tiny
+    )
+    fits = all(
+        torch.allclose(
+            own, ratio * of_ddp, rtol=1e-2, atol=8 * torch.finfo(start.dtype).eps * float(start.abs().amax())
+        )
+        for own, of_ddp, start in steps
+        if start.numel()
+    )
+    if not fits or abs(ratio - 1) < 0.1:
+        return "look at the first leaf that differs"
+    if abs(ratio / ranks - 1) < 0.01:
+        return f"all gradients are {ratio:.3g} x DDP's: a sum in the place of a mean"
+    return f"all gradients, or the learning rate, are {ratio:.3g} x DDP's"
 
 
 def _gathered(value: Any, group: Any) -> list[Any]:

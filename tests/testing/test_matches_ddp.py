@@ -30,7 +30,7 @@ class Net(nn.Module):
         return self.branch(x) if branch else x
 
 
-def compared(*, keeps=True, syncs=True, branch=lambda rank: True, added=lambda rank: 0.0, steps=2):
+def compared(*, reduce="mean", keeps=True, syncs=True, branch=lambda rank: True, added=lambda rank: 0.0, steps=2):
     """Compare a step of Net, which errs as it is told to, with that of DDP."""
     model, use = fs.functionalize(Net()), branch(my_rank())
     params = model.init(fs.zero3(one_axis(), min_shard_elements=0))
@@ -40,10 +40,10 @@ def compared(*, keeps=True, syncs=True, branch=lambda rank: True, added=lambda r
             out, buffers = model.apply(params, x, use, buffers=state.buffers)
             return out.square().mean(), buffers
 
-        (loss, buffers), grads = fs.value_and_grad(loss_fn, has_aux=True)(state.params, x)
+        (loss, buffers), grads = fs.value_and_grad(loss_fn, reduce=reduce, has_aux=True)(state.params, x)
         buffers = fs.sync_buffers(buffers, state.params) if syncs else buffers
         state = fs.update(SGD, state, grads)
-        return state._replace(buffers=buffers) if keeps else state, loss + added(my_rank())
+        return state._replace(buffers=buffers) if keeps else state, loss / 2 ** (reduce == "sum") + added(my_rank())
 
     return assert_matches_ddp(
         train_step,
@@ -69,6 +69,7 @@ WRONG = {
     ),
     "unused on one rank": ({"branch": lambda rank: rank == 0}, [UNUSED.format(rank=1)] * 2),
     "unused on both": ({"branch": lambda rank: False, "steps": 1}, [UNUSED.format(rank=0)] * 2),
+    "a sum": ({"reduce": "sum"}, ["To fix: all gradients are 2 x DDP's: a sum in the place of a mean."] * 2),
     "a loss on one rank": (
         {"added": lambda rank: float(rank)},
         ["rank 1: " + FIRST + "  ['loss']", FIRST + "  ['loss']: expected "],
