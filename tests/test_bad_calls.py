@@ -314,7 +314,7 @@ TESTING = {
     "check_transform": lambda w: dict(
         transform=fs.zero2(w.mesh), shapes=[(4, 4)], dtype=torch.float64, error=0.0, bytes_sent=(0, 0), seed=0
     ),
-    "check_varying": lambda w: dict(f=loss, params=w.params),
+    "check_varying": lambda w: dict(f=loss, params=w.params, has_aux=False),
     "spmd": lambda w: dict(f=int, world=1, timeout=10.0),
 }
 # Wrong values that are right for an argument: why, which, and for which arguments.

@@ -10,7 +10,7 @@ import torch
 from fshard.collectives import Over, located, maps_of, reduction_axes, walked
 from fshard.errors import Problem, refuse
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, unflatten
-from fshard.tree.checks import check_function, check_local, check_transforms
+from fshard.tree.checks import check_flags, check_function, check_local, check_transforms
 
 
 class Kind(NamedTuple):
@@ -52,7 +52,9 @@ class _Place(NamedTuple):
     varies: bool
 
 
-def check_varying(f: Callable[..., Any], params: Tree, *args: Any, reduce_over: Over = None) -> None:
+def check_varying(
+    f: Callable[..., Any], params: Tree, *args: Any, has_aux: bool = False, reduce_over: Over = None
+) -> None:
     """Follow a loss back to the parameters, and refuse each step that mixes varying and invariant values.
 
     A loss varies between ranks of the axes that batches are split over, and agrees between ranks of other axes, such as
@@ -65,6 +67,7 @@ def check_varying(f: Callable[..., Any], params: Tree, *args: Any, reduce_over: 
         f: A local loss as `value_and_grad` takes it: returns a scalar, or (sum, count).
         params: Its parameters, Sharded.
         *args: Passed to f behind them.
+        has_aux: Whether f returns (loss, aux) instead, as for `value_and_grad`; aux is not looked at.
         reduce_over: As for `value_and_grad`.
 
     Raises:
@@ -86,6 +89,7 @@ def check_varying(f: Callable[..., Any], params: Tree, *args: Any, reduce_over: 
     To fix: see the docstrings of psum, psum_invariant and pvary.
     """
     check_function("check_varying", f)
+    check_flags("check_varying", has_aux=has_aux)
     flat = flatten(params)
     check_local("check_varying", flat)
     check_transforms("check_varying", flat)
@@ -93,7 +97,8 @@ def check_varying(f: Callable[..., Any], params: Tree, *args: Any, reduce_over: 
     leaves = [_tracked(leaf) for leaf in flat.leaves]
     with torch.enable_grad(), located():
         out = f(unflatten(flat.treedef, leaves), *args)
-    loss = out[0] if isinstance(out, tuple) else out
+    loss = out[0] if has_aux else out
+    loss = loss[0] if isinstance(loss, tuple) else loss
     followed = Flat(flat.paths, leaves, flat.treedef)
     problems = [problem for axis in flat.axes for problem in _wrong_steps(loss, followed, axis, axis in reduced)]
     remedy = "see the docstrings of psum, psum_invariant and pvary"

@@ -193,9 +193,10 @@ def test_losses(name):
     mesh = fs.init_mesh({"shard": 2, "tp": 2}, device="cpu")
     params, axes = fs.shard(FULL, parallel(mesh)), (fs.axis_of(mesh["shard"]), fs.axis_of(mesh["tp"]))
     loss, error = LOSSES[name]
-    expected = nullcontext() if error is None else pytest.raises(AssertionError, match=re.escape(error))
-    with expected:
-        check_varying(lambda p: loss(p, *axes), params)
+    forms = {False: lambda p: loss(p, *axes), True: lambda p: ((loss(p, *axes), len(X)), {"rows": X})}
+    for has_aux, f in forms.items():
+        with nullcontext() if error is None else pytest.raises(AssertionError, match=re.escape(error)):
+            check_varying(f, params, has_aux=has_aux)
 
 
 @on_ranks(4)
