@@ -12,6 +12,7 @@ from fshard.random import key_of
 from fshard.transforms import transform_state
 from fshard.transforms.state import ABSENT, Absent
 from fshard.tree import (
+    Flat,
     Sharded,
     Spec,
     Tree,
@@ -170,7 +171,8 @@ def update(
         The state after.
 
     Raises:
-        ValueError: before any collective, if the gradients are not those of state.params, or tx is no optimizer.
+        ValueError: before any collective, if the gradients are not those of state.params, or tx is no optimizer;
+            if its update does not return the pair (params, state).
 
     >>> import torch, fshard as fs
     >>> tx = fs.sgd(0.1)
@@ -186,12 +188,14 @@ def update(
     remedy = "make one by fs.TrainState.create"
     expect(isinstance(state, TrainState), "update", "state to be a TrainState", describe(state), remedy)
     check_flags("update", donate=donate)
-    _check_gradients(grads, state.params)
+    needed = flatten(state.params)
+    _check_gradients(grads, needed)
     # In a trace it is for jit to say which tensors are written in place.
     step = step_of(tx, donate and not _compat.is_tracing())
     if step is tx.update_donated:
         state = state._replace(**_owned(state))
-    params, opt_state = step(grads, state.opt_state, state.params)
+    params, opt_state = pair_of("params", step(grads, state.opt_state, state.params))
+    same_structure("update: tx.update returns (params, state), and its params", flatten(params), needed)
     after = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
     return after if transform_state is ABSENT else after._replace(transform_state=transform_state)
 
@@ -200,6 +204,13 @@ def step_of(tx: Optimizer | GradientTransformation, donate: bool) -> Callable[[T
     """Return the update of a transformation: an optimizer's donated one, where `donate` is set and there is one."""
     donated = tx.update_donated if donate and isinstance(tx, Optimizer) else None
     return donated or tx.update
+
+
+def pair_of(name: str, out: Any) -> tuple[Tree, Tree]:
+    """Refuse a result of an update that is no pair of a tree, which has a name, and the state."""
+    fits, remedy = isinstance(out, tuple) and len(out) == 2, "return both, the state also where it is empty"
+    expect(fits, "update", f"tx.update to return the pair ({name}, state)", describe(out), remedy)
+    return out
 
 
 def _owned(state: TrainState) -> dict[str, Tree]:
@@ -252,7 +263,8 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
         check_states("chain", state, len(transformations))
         states = []
         for part, part_state in zip(transformations, state, strict=True):
-            grads, part_state = step_of(part, donate)(grads, part_state, params)
+            name = "params" if isinstance(part, Optimizer) else "grads"
+            grads, part_state = pair_of(name, step_of(part, donate)(grads, part_state, params))
             states.append(part_state)
         return grads, tuple(states)
 
@@ -268,8 +280,8 @@ def check_states(what: str, state: Any, number: int) -> None:
     expect(fits, what, f"the state to be a tuple of {number}", found, remedy)
 
 
-def _check_gradients(grads: Tree, params: Tree) -> None:
-    found, needed = flatten(grads), flatten(params)
+def _check_gradients(grads: Tree, needed: Flat) -> None:
+    found = flatten(grads)
     same_structure("update with gradients", found, needed)
     rows = zip(found.paths, found.leaves, needed.leaves, strict=True)
     problems = [

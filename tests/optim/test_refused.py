@@ -277,3 +277,24 @@ def test_whole_refuses_a_leaf_that_was_frozen_so_far():
         "  ['a']: expected a state, got none\n"
         "To fix: make the state anew by fs.TrainState.create."
     )
+
+
+PAIR, BOTH = "update: expected tx.update to return the pair ({}, state), got ", "; return both, the state also where it"
+RESULTS = (
+    (fs.Optimizer, lambda params, state: params, PAIR.format("params") + "a dict" + BOTH),
+    (fs.Optimizer, lambda params, state: (params, state, 0), PAIR.format("params") + "a tuple" + BOTH),
+    (
+        fs.Optimizer,
+        lambda params, state: (state, params),
+        "update: tx.update returns (params, state), and its params: trees differ in structure\n"
+        "  ['w']: expected a leaf, got nothing\nTo fix: ",
+    ),
+    (fs.GradientTransformation, lambda grads, state: grads, PAIR.format("grads") + "a dict" + BOTH),
+)
+
+
+def test_what_is_no_pair_is_refused_as_an_update():
+    for cls, made, text in RESULTS:
+        tx = cls(lambda params: (), lambda grads, state, params, made=made: made(grads, state))
+        tx = tx if cls is fs.Optimizer else fs.chain(tx, fs.sgd(0.1))
+        assert text_of(partial(fs.update, tx, fs.TrainState.create(W, tx), W)).startswith(text)
