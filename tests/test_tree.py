@@ -217,6 +217,18 @@ def test_sharded_leaves_are_copied_and_pickled(verb):
     assert again.local.equal(LEAF.local)
 
 
+def test_a_map_takes_none_and_scalars_beside_leaves():
+    """Such as gradients of parameters that were not used, and norms."""
+    params, grads = {"w": LEAF, "v": torch.ones(2)}, {"w": None, "v": torch.ones(2)}
+    kept = fs.tree_map(lambda p, g: p if g is None else p - g, params, grads)
+    assert (kept["w"].spec, kept["w"].local is LEAF.local, kept["v"].tolist()) == (LEAF.spec, True, [0.0, 0.0])
+    assert fs.tree_map(torch.add, {"w": None}, {"w": LEAF}) == {"w": None}
+    halved = fs.tree_map(torch.div, {"w": LEAF}, {"w": torch.tensor(2.0)})["w"]
+    assert (halved.spec, halved.local.tolist()) == (LEAF.spec, (LEAF.local / 2).tolist())
+    with pytest.raises(ValueError, match="expected rest to have the structure of tree"):
+        fs.tree_map(torch.add, {"w": LEAF}, {"w": torch.ones(LEAF.spec.shape)})
+
+
 def test_a_bound_leaf_maps_together_with_an_unbound_one():
     """As optree and torch see them: a loss may compare its parameters with others of the same specs."""
     bound, plain = {"w": replace(LEAF, call=lambda: None)}, {"w": LEAF}

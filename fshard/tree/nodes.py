@@ -1,8 +1,8 @@
 """Sharded leaves, and pytrees of them."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import optree
@@ -317,8 +317,10 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
     Args:
         f: Called with one tensor of each tree.
-        tree: The tree whose structure and specs the result has.
-        *rest: Trees of the same structure.
+        tree: The tree whose structure and specs the result has. Where it has None, such as gradients of parameters that
+            were not used, so has the result.
+        *rest: Trees of the same structure. Beside a leaf they may have None, which `f` is given, and beside a Sharded
+            one a tensor of shape (), such as its norm.
 
     Returns:
         A tree of f's results.
@@ -331,6 +333,9 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """
     if not callable(f):
         raise ValueError(f"tree_map: expected f to be a function, got {f!r:.40}")
+    # First, because optree's error prints values, which a trace does not have.
+    if rest and _in_step(tree, rest):
+        return map_leaves(functools.partial(_mapped, f), tree, *rest)
     try:
         return optree.tree_map(f, tree, *rest)
     except ValueError as error:
@@ -343,6 +348,24 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
             found = f"rest with another; optree says: {error}"
             raise ValueError(f"tree_map: expected rest to have the structure of tree, got {found}") from None
         raise
+
+
+def _in_step(tree: Tree, rest: Sequence[Tree]) -> bool:
+    """Tell whether trees differ in None and tensors of shape () alone, beside leaves of the first."""
+    parts = [optree.tree_flatten(t, is_leaf=_IS_SHARDED, none_is_leaf=True) for t in (tree, *rest)]
+    (leaves, treedef), *others = parts
+    if any(structure != treedef for _, structure in others):
+        return False
+    rows = [pair for found, _ in others for pair in zip(leaves, found, strict=True)]
+    odd = [(leaf, x) for leaf, x in rows if (leaf is None, is_sharded(leaf)) != (x is None, is_sharded(x))]
+    return bool(odd) and all(leaf is None or x is None or getattr(x, "shape", None) == () for leaf, x in odd)
+
+
+def _mapped(f: Callable[..., Any], leaf: Any, *others: Any) -> Any:
+    if leaf is None:
+        return None
+    out = f(tensor_of(leaf), *map(tensor_of, others))
+    return replace(leaf, local=out) if is_sharded(leaf) else out
 
 
 def _differing_specs(flat: Flat, other: Flat) -> Iterator[Problem]:
