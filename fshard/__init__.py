@@ -15,8 +15,8 @@ The public names by use, as `import fshard as fs` has them:
 - **Optimizers**: `TrainState`, `from_torch`, `chain`, `partition`, `freeze`, `whole`; `sgd`, `adam`, `adamw`, `lamb`,
   `lars`, `adafactor`; `GradientTransformation` and `Optimizer` for one's own.
 - **Gradient transformations**: `clip_by_global_norm`, `clip_by_norm`, `clip_by_value`, `global_norm`,
-  `add_decayed_weights`, `scale_by_adam`, `scale_by_trust_ratio`, `scale_by_factored_rms`, `skip_nonfinite`,
-  `dynamic_loss_scale`, `every_k`, `ema`.
+  `leaf_norms`, `add_decayed_weights`, `scale_by_adam`, `scale_by_trust_ratio`, `scale_by_factored_rms`,
+  `skip_nonfinite`, `dynamic_loss_scale`, `every_k`, `ema`.
 - **Learning rates**: `fshard.optim.schedules` as `fs.schedules`, `from_torch_scheduler`.
 - **jit**: `jit`, `make_graph`.
 - **Other axes**: `pipeline`, `tensor_parallel`, `ring_attention`, `ring_positions`, `ulysses`,
@@ -56,7 +56,7 @@ from fshard.modules import no_split
 from fshard.optim import schedules
 from fshard.optim.from_torch import from_torch
 from fshard.optim.native import adafactor, adam, adamw, lamb, lars, sgd
-from fshard.optim.norms import global_norm
+from fshard.optim.norms import global_norm, leaf_norms
 from fshard.optim.scale import (
     add_decayed_weights,
     clip_by_global_norm,
@@ -161,6 +161,7 @@ __all__ = [
     "jit",
     "lamb",
     "lars",
+    "leaf_norms",
     "make_graph",
     "masked",
     "measure",

@@ -34,13 +34,13 @@ class Optimizer(NamedTuple):
 
     Attributes:
         init: init(params) returns the optimizer's state.
-        update: update(grads, state, params) returns (params, state).
+        update: update(grads, state, params) returns (params, state). A parameter whose gradient is None stays as it is.
         update_donated: As `update`, and may write to the state and the parameters that it is given; None where the
             optimizer has no use for that.
 
     >>> import torch, fshard as fs
     >>> def update(grads, state, params):
-    ...     return fs.tree_map(lambda p, g: p - 0.1 * g.sign(), params, grads), state
+    ...     return fs.tree_map(lambda p, g: p if g is None else p - 0.1 * g.sign(), params, grads), state
     >>> tx = fs.Optimizer(init=lambda params: (), update=update)
     >>> params = {"w": torch.ones(2)}
     >>> tx.update({"w": torch.tensor([5.0, -7.0])}, tx.init(params), params)[0]
@@ -58,15 +58,17 @@ class GradientTransformation(NamedTuple):
     Attributes:
         init: init(params) returns the transformation's state.
         update: update(grads, state, params) returns (grads, state). Leaves are Sharded: this rank's parts, to be mapped
-            over by `fs.tree_map`. What looks at whole gradients asks all ranks, as `global_norm` does.
+            over by `fs.tree_map`, which passes over gradients that are None. A norm of a whole leaf needs all ranks:
+            take it by `leaf_norms`, or of all leaves together by `global_norm`, and not by `tensor.norm()`, which is of
+            this rank's part. `fs.testing.check_optimizer` finds such mistakes.
 
     >>> import torch, fshard as fs
     >>> def update(grads, state, params):
-    ...     return fs.tree_map(torch.sign, grads), state
-    >>> tx = fs.chain(fs.GradientTransformation(lambda params: (), update), fs.sgd(0.1))
+    ...     return fs.tree_map(lambda grad, norm: grad / norm, grads, fs.leaf_norms(grads)), state
+    >>> tx = fs.chain(fs.GradientTransformation(lambda params: (), update), fs.sgd(1.0))
     >>> params = {"w": torch.ones(2)}
-    >>> tx.update({"w": torch.tensor([5.0, -7.0])}, tx.init(params), params)[0]
-    {'w': tensor([0.9000, 1.1000])}
+    >>> tx.update({"w": torch.tensor([3.0, -4.0])}, tx.init(params), params)[0]
+    {'w': tensor([0.4000, 1.8000])}
     """
 
     init: Callable[[Tree], Tree]

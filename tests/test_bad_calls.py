@@ -149,6 +149,7 @@ CALLS = {
     "functionalize": lambda w: dict(module=nn.Linear(2, 2), units=None),
     "gather": lambda w: dict(tree=w.params),
     "global_norm": lambda w: dict(tree=w.grads, p=2.0, sums="tree"),
+    "leaf_norms": lambda w: dict(tree=w.grads, p=2.0, sums="tree"),
     "init_mesh": lambda w: dict(shape={"shard": -1}, device="cpu", ranks=[0]),
     "measure": lambda w: dict(mesh=w.mesh),
     "jit": lambda w: dict(f=loss, donate_argnums=(), static_argnums=(), static_argnames=(), backend="graph"),
@@ -344,7 +345,7 @@ ACCEPTED = (
     ("an id that does not count", ("a negative number",), "vocab_parallel_cross_entropy.ignore_index"),
     ("a number in range", ("a negative number",), "adafactor.beta2_decay scale_by_factored_rms.beta2_decay"),
     ("a number, or the default", ("None", *NUMBERS), "scale_by_factored_rms.eps checkpoint.Manager.keep"),
-    ("a number in range", NUMBERS, "global_norm.p"),
+    ("a number in range", NUMBERS, "global_norm.p leaf_norms.p"),
     ("a number, or the default", ("None", *NUMBERS), "testing.assert_trees_close.rtol testing.assert_trees_close.atol"),
     ("a number, or the default", ("None", "a number"), "checkpoint.from_optimizer_state_dict.updates"),
     ("a number, or the default", ("None", "a number"), "checkpoint.load_dcp.updates checkpoint.save.step"),
@@ -387,7 +388,8 @@ ACCEPTED = (
         "accumulate.sums microbatches.communicate reduce_microbatches.communicate accumulate.communicate "
         "zero3.prefetch zero3.merge_bytes "
         "axis_of.name cast.gather cast.scatter ddp.axis init_mesh.device init_mesh.ranks zero1.axis zero2.axis "
-        "clip_by_global_norm.sums global_norm.sums vocab_parallel_embedding.scatter_dim testing.spmd.timeout "
+        "clip_by_global_norm.sums global_norm.sums leaf_norms.sums "
+        "vocab_parallel_embedding.scatter_dim testing.spmd.timeout "
         "zero3.axis offload.device checkpoint.load_huggingface.names checkpoint.restore.step checkpoint.restore.only "
         "checkpoint.Manager.mesh checkpoint.restore.mesh checkpoint.save.mesh "
         "checkpoint.save_dcp.optimizer checkpoint.save_huggingface.names testing.assert_budget.mesh "
@@ -416,7 +418,11 @@ ACCEPTED = (
     ("the whole tree", ("an empty text",), "checkpoint.restore.subtree"),
     ("trees of tensors; plain ones stay as they are", TREES, "gather.tree all_gather.tree all_gather_invariant.tree"),
     ("trees of tensors", TREES, "psum.tree pmean.tree pvary.tree psum_invariant.tree reduce_scatter.tree"),
-    ("trees of tensors", TREES, "sync_buffers.buffers broadcast.tree pmax.tree ppermute.tree global_norm.tree"),
+    (
+        "trees of tensors",
+        TREES,
+        "sync_buffers.buffers broadcast.tree pmax.tree ppermute.tree global_norm.tree leaf_norms.tree",
+    ),
     ("trees of two dims", (*EMPTY, "a tensor of another shape", "a tensor on meta"), "all_to_all.tree"),
     ("trees of two rows", (*EMPTY, "a tensor of integers", "another tree"), "ragged_all_to_all.tree"),
     ("empty pairs", ("an empty list", "an empty dict", "an empty text"), "ppermute.perm"),

@@ -10,8 +10,8 @@ import torch
 from fshard import comm
 from fshard.collectives import all_gather_invariant, total
 from fshard.optim.element_sums import Request, added, element_sums
-from fshard.optim.leaves import elements_of, partition_axes, size_of
-from fshard.tree import Axis, Tree, flatten, grouped, leaves_of, tensor_of
+from fshard.optim.leaves import elements_of, partition_axes, size_of, varying
+from fshard.tree import Axis, Tree, flatten, grouped, leaves_of, tensor_of, unflatten
 from fshard.tree.checks import POSITIVE, Range, check_local, check_numbers, check_sums, check_tensors
 
 # Elements of a gradient that are squared at a time.
@@ -67,19 +67,48 @@ def global_norm(tree: Tree, p: float = 2.0, *, sums: str | None = None) -> torch
     return (parts.amax() if math.isinf(p) else _rooted(parts.sum(), p)).to(dtype)
 
 
-def leaf_norms(tree: Tree, p: float = 2.0, sums: str | None = None) -> list[torch.Tensor | None]:
-    """Take the p-norm of each leaf of a tree in float64; see `global_norm`.
+def leaf_norms(tree: Tree, p: float = 2.0, *, sums: str | None = None) -> Tree:
+    """Take the p-norm of each whole leaf of a sharded tree, where `tensor.norm()` would be of this rank's part.
 
-    Costs one collective for each set of axes that some leaf is split over, however many leaves there are.
+    For an optimizer or a transformation of one's own: `tree_map` takes these norms beside the leaves. Computed as in
+    `global_norm`. Costs one collective for each set of axes that some leaf is split over, however many leaves there
+    are.
 
     Args:
         tree: Pytree of Sharded or full tensors; None leaves are passed over.
         p: The order of the norm, above 0; float("inf") for the largest magnitude.
-        sums: As for `global_norm`.
+        sums: As for `clip_by_global_norm`.
 
     Returns:
-        For each leaf a float64 scalar, equal on every rank; None for None.
+        A tree of the same structure: for each leaf a scalar in the leaf's dtype, float32 at least, equal on every rank
+        and differentiable by maths on this rank's part of the leaf; None for None.
+
+    Raises:
+        ValueError: as `global_norm`.
+
+    >>> import torch, fshard as fs
+    >>> grads = {"w": torch.tensor([3.0, 4.0]), "frozen": None}
+    >>> norms = fs.leaf_norms(grads)
+    >>> norms
+    {'w': tensor(5.), 'frozen': None}
+    >>> fs.tree_map(lambda grad, norm: grad / norm, grads, norms)
+    {'w': tensor([0.6000, 0.8000]), 'frozen': None}
     """
+    check_order("leaf_norms", p, sums)
+    flat = flatten(tree)
+    check_tensors("leaf_norms", flat)
+    check_local("leaf_norms", flat)
+
+    def scalar(leaf: Any, norm: torch.Tensor | None) -> torch.Tensor | None:
+        dtype = None if leaf is None else torch.promote_types(tensor_of(leaf).dtype.to_real(), torch.float32)
+        return None if norm is None else varying(norm.to(dtype), partition_axes(leaf))
+
+    norms = map(scalar, flat.leaves, norms_of(flat.leaves, p, sums))
+    return unflatten(flat.treedef, list(norms))
+
+
+def norms_of(tree: Tree, p: float = 2.0, sums: str | None = None) -> list[torch.Tensor | None]:
+    """Take the norms of `leaf_norms` as a list, in float64 and not yet handed to each rank's own maths."""
     leaves = leaves_of(tree)
     norms: list[torch.Tensor | None] = [None] * len(leaves)
     if sums is not None and not math.isinf(p):
@@ -99,7 +128,7 @@ def norms_of_both(steps: Tree, params: Tree, sums: str | None = None) -> tuple[l
     rows = zip(leaves_of(params), leaves_of(steps), strict=True)
     pairs = [(None if step is None else leaf, step) for leaf, step in rows]
     # Both in one collective.
-    norms = leaf_norms([*(leaf for leaf, _ in pairs), *(step for _, step in pairs)], sums=sums)
+    norms = norms_of([*(leaf for leaf, _ in pairs), *(step for _, step in pairs)], sums=sums)
     return norms[: len(pairs)], norms[len(pairs) :]
 
 

@@ -22,7 +22,7 @@ from fshard.optim.leaves import (
     varying,
     zeros,
 )
-from fshard.optim.norms import check_order, global_norm, leaf_norms, norms_of_both
+from fshard.optim.norms import check_order, global_norm, norms_of, norms_of_both
 from fshard.optim.rates import Number, check_rates
 from fshard.optim.wrappers import masked
 from fshard.shard import local_ranges
@@ -132,7 +132,7 @@ def clip_by_norm(max_norm: float, p: float = 2.0, *, sums: str | None = None) ->
     def clip(leaf: Any, norm: Any) -> Any:
         return leaf if norm is None else scaled(leaf, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
-    return stateless(lambda grads, params: map_leaves(clip, grads, leaf_norms(grads, p, sums)))
+    return stateless(lambda grads, params: map_leaves(clip, grads, norms_of(grads, p, sums)))
 
 
 def clip_by_value(max_value: float) -> GradientTransformation:

@@ -228,6 +228,30 @@ def test_derivative_is_that_of_full_gradients(world_size, p, max_norm):
         torch.testing.assert_close(found, tangent, rtol=0.0, atol=ELEMENTS * atol)
 
 
+@on_ranks(1, 3)
+def test_norms_of_whole_leaves_beside_their_parts(world_size):
+    """Of a user's own transformation: equal to the dense one, as are derivatives through it."""
+    full = {"none": None, "half": normal(3)(5, 3, dtype=torch.bfloat16), "w": normal(1)(5, 3), "v": normal(2)(7)}
+    direction, share = normal(4)(5, 3), 1 + torch.distributed.get_rank()
+    dense = {name: full[name] / torch.linalg.vector_norm(full[name].double()) for name in ("w", "v")}
+    expected = torch.func.grad(lambda w: (w / w.norm() * direction).sin().sum())(full["w"])
+    for make in LAYOUTS.values():
+        grads = fs.shard(full, make(meshes()))
+        norms = fs.leaf_norms(grads)
+        assert norms["none"] is None
+        assert [norms[name].dtype for name in ("half", "w")] == [torch.float32, torch.float64]
+        found = fs.unshard(fs.tree_map(torch.div, grads, norms))
+        assert found["half"].dtype == torch.bfloat16
+        assert_trees_close({"w": found["w"], "v": found["v"]}, dense, rtol=1e-14, atol=0)
+
+        def loss(grads):
+            full = fs.gather(fs.tree_map(torch.div, grads, fs.leaf_norms(grads)))
+            return fs.objective(share * (full["w"] * direction).sin().sum(), grads, reduce="sum")
+
+        found = fs.unshard(torch.func.grad(loss)({"w": grads["w"]}))["w"]
+        assert_trees_close(found, expected * sum(range(1, world_size + 1)), rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("p", ORDERS)
 @on_ranks(2)
 def test_derivative_at_zero_is_finite(p):

@@ -9,7 +9,7 @@ from torch import optim
 
 import fshard as fs
 from fshard.optim.element_sums import Request, element_sums, subtrees
-from fshard.optim.norms import global_norm, leaf_norms
+from fshard.optim.norms import global_norm, norms_of
 from fshard.testing import assert_trees_close, spmd
 from tests.bad_input import text_of
 from tests.ranks import on_ranks
@@ -173,7 +173,7 @@ def test_only_the_tree_has_the_bits_of_one_rank(sums, same):
     def program():
         strategy = fs.zero3(one_axis(), min_shard_elements=0)
         shards = [fs.shard(full, strategy) for full in trees]
-        return [[global_norm(t, sums=sums), *filter(is_tensor, leaf_norms(t, sums=sums))] for t in shards]
+        return [[global_norm(t, sums=sums), *filter(is_tensor, norms_of(t, sums=sums))] for t in shards]
 
     def is_tensor(x):
         return x is not None
