@@ -474,6 +474,7 @@ UNCALLED = {
         "TransformReport": "returned, not called",
         "Workers": "starts processes: tests/testing/test_workers.py",
         "assert_matches_ddp": "needs a process group that serves DDP: tests/test_law_ddp.py",
+        "check_optimizer": "makes ranks of its own: tests/testing/test_check_optimizer.py",
         "assert_same_bits": "makes ranks of its own: tests/testing/test_checks.py",
     },
 }

@@ -2,6 +2,7 @@
 
 from fshard.testing.budget import assert_budget
 from fshard.testing.compare import Match, assert_matches_ddp, assert_trees_close, check_pure
+from fshard.testing.optimizers import check_optimizer
 from fshard.testing.same_bits import assert_same_bits
 from fshard.testing.spmd import spmd
 from fshard.testing.transforms import TransformReport, check_adjoint, check_transform
@@ -18,6 +19,7 @@ __all__ = [
     "assert_same_bits",
     "assert_trees_close",
     "check_adjoint",
+    "check_optimizer",
     "check_pure",
     "check_transform",
     "check_varying",

@@ -40,11 +40,11 @@ def assert_trees_close(
 
     >>> assert_trees_close({"w": torch.ones(2)}, {"w": torch.ones(2, dtype=torch.float64)})
     """
-    problems = _differing_leaves(actual, expected, rtol, atol, exact)
+    problems = differing_leaves(actual, expected, rtol, atol, exact)
     refuse("trees differ", problems, "look at the first leaf that differs", AssertionError)
 
 
-def _differing_leaves(
+def differing_leaves(
     actual: Tree, expected: Tree, rtol: float | None, atol: float | None, exact: bool
 ) -> list[Problem]:
     """List the leaves of two trees that differ; see `assert_trees_close`."""
@@ -249,7 +249,7 @@ def assert_matches_ddp(
         }
         loss_gap = max(loss_gap, float((actual["loss"] - expected["loss"]).abs()))
         params_gap = max(params_gap, _largest_gap(actual["params"], expected["params"]))
-        problems = _differing_leaves(actual, expected, rtol, atol, exact)
+        problems = differing_leaves(actual, expected, rtol, atol, exact)
         what = f"step {step} (counted from 0) is the first that differs from DDP: trees differ"
         remedy = _cause(before, actual["params"], expected["params"], ranks.size) if problems else ""
         _refuse_on_all_ranks(str(leaf_error(what, problems, remedy)) if problems else None, group)
