@@ -5,7 +5,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -27,33 +27,31 @@ LARGE = 16
 ROUNDS, LARGE_BYTES = 7, 16 * 1024 * 1024
 
 
-def init_mesh(shape: Mapping[str, int], device: str | None = None, *, ranks: Sequence[int] | None = None) -> Mesh:
-    """Make a device mesh over all ranks or some, starting torch.distributed if nobody has.
+def init_mesh(shape: Mapping[str, int], device: str | None = None) -> Mesh:
+    """Make a device mesh over all ranks, starting torch.distributed if nobody has.
 
     Under torchrun the ranks are the launcher's; with no launcher at all there is one. A process group that this call
     started is destroyed at interpreter exit.
 
-    A mesh of some ranks lets different models live on different ranks, such as a trainer and a reference model. Every
-    rank of the run makes every mesh, in the same order; then each works with the meshes that it is a member of, where
-    `mesh.get_coordinate()` is not None. Members wait for each other alone. Pass a mesh of some ranks to
-    `fs.checkpoint` by `mesh=`. Values pass from one mesh to another through a checkpoint, or by `fs.broadcast` over the
-    axis of a mesh of all ranks beside.
+    A mesh of some ranks lets different models live on different ranks, such as a trainer and a reference model. Make it
+    by torch, as `DeviceMesh("cpu", [0, 1], mesh_dim_names=("shard",))`, on every rank of the run and in the same order;
+    then each rank works with the meshes that it is a member of, where `mesh.get_coordinate()` is not None. Pass a mesh
+    of one axis over these ranks to `fs.checkpoint` by `mesh=`. Values pass from one mesh to another through a
+    checkpoint, or by `fs.broadcast` over the axis of a mesh of all ranks beside.
 
     Args:
         shape: Size of each named axis, outermost first; one of them may be -1 for "the rest of the ranks".
         device: "cpu" or the type of an accelerator, such as "cuda" or "xpu"; by default the one that torch finds,
             where torch.distributed has a backend of its own for it, else "cpu".
-        ranks: The ranks of the mesh, ascending; None for all. `shape` divides their number.
 
     Returns:
-        A torch DeviceMesh of that shape with named axes, also on a rank that is not among `ranks`: there whatever is
-        given the mesh refuses it at once.
+        A torch DeviceMesh of that shape with named axes.
 
     Raises:
         ValueError: before torch.distributed is started, if the sizes do not multiply to the number of ranks, there is
-            no such device, `ranks` are not ranks of this run, torch.distributed runs already on a backend that does
-            not serve the device, or the environment is half a launcher's; before any group is made, and on every
-            rank, if ranks ask for different meshes.
+            no such device, torch.distributed runs already on a backend that does not serve the device, or the
+            environment is half a launcher's; before any group is made, and on every rank, if ranks ask for different
+            meshes.
         CollectiveError: if a rank does not come within the process group's timeout.
 
     >>> init_mesh({"shard": -1}, device="cpu").size()
@@ -62,25 +60,15 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, ranks: Seq
     device = _default_device() if device is None else device
     try:
         _check_device(device)
-        everybody = dist.get_world_size() if dist.is_initialized() else _launched()
-        members = _members(ranks, everybody)
-        sizes = _sizes(shape, len(members))
+        sizes = _sizes(shape, dist.get_world_size() if dist.is_initialized() else _launched())
     except ValueError as error:
         # Others may have asked for what they can have, and wait.
         _compare(str(error))
         raise
     if not dist.is_initialized():
         _start(device)
-    some = len(members) < everybody
-    among = f" of ranks {members}" if some else ""
-    _compare(f"{dict(zip(shape, sizes, strict=True))} on {device!r}{among}")
-    if some:
-        places = torch.tensor(members, device="cpu").reshape(sizes)
-        mesh = DeviceMesh(device, places, mesh_dim_names=tuple(shape))
-        inside = mesh.get_coordinate() is not None
-        _compat.join_members([mesh.get_group(name).group_name for name in shape] if inside else [], members)
-    else:
-        mesh = init_device_mesh(device, sizes, mesh_dim_names=tuple(shape))
+    _compare(f"{dict(zip(shape, sizes, strict=True))} on {device!r}")
+    mesh = init_device_mesh(device, sizes, mesh_dim_names=tuple(shape))
     _compat.release_groups_at_exit(mesh)
     return mesh
 
@@ -163,21 +151,21 @@ def ranks_of(mesh: Mesh | Axis | None) -> Axis:
         The axis.
 
     Raises:
-        ValueError: if it is no mesh, this rank is not one of its ranks, or no group has them all.
+        ValueError: if it is no mesh, this rank is not one of its ranks, or it has several axes and not all ranks.
     """
     if mesh is None:
         return world()
     names = getattr(mesh, "mesh_dim_names", None) or (None,)
     axes = [axis_of(mesh, name) for name in names]
-    size = math.prod(axis.size for axis in axes)
     if len(axes) == 1:
         return axes[0]
-    everyone = world()
-    group = everyone.group_name if size == everyone.size else _compat.members_of(axes[0].group_name)
-    if group is None or _compat.group_size(group) != size:
-        remedy = "pass one of its axes, as mesh['shard'], or make it by fs.init_mesh"
-        raise ValueError(f"expected mesh to be a whole one, got a part with axes {names}; {remedy}")
-    return Axis("+".join(axis.name for axis in axes), size, group)
+    everyone, size = world(), math.prod(axis.size for axis in axes)
+    if size != everyone.size:
+        raise ValueError(
+            f"expected mesh to have one axis or all {everyone.size} ranks, got axes {names} of {size} ranks; "
+            "pass one of its axes, as mesh['shard'], or a DeviceMesh of one axis over its ranks"
+        )
+    return Axis("+".join(axis.name for axis in axes), size, everyone.group_name)
 
 
 def _accelerator() -> str | None:
@@ -215,18 +203,6 @@ def _compare(asked: str) -> None:
         problem = Problem("mesh", f"{found[other]} on rank {other}", f"{found[0]} as on rank 0")
         remedy = "make the same meshes on every rank, in the same order"
         raise leaf_error("init_mesh: ranks ask for different meshes", [problem], remedy)
-
-
-def _members(ranks: Sequence[int] | None, everybody: int) -> list[int]:
-    """The ranks of a mesh."""
-    if ranks is None:
-        return list(range(everybody))
-    given = list(ranks) if isinstance(ranks, Sequence) else []
-    whole = all(type(rank) is int and 0 <= rank < everybody for rank in given)
-    ascending = bool(given) and whole and given == sorted(set(given))
-    needed = f"ranks to be different ranks from 0 to {everybody - 1}, ascending"
-    expect(ascending, "init_mesh", needed, f"{ranks!r:.100}", "ranks=[0, 1] is a mesh of the first two")
-    return given
 
 
 def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:

@@ -1,6 +1,5 @@
 """init_mesh and the axes of its meshes, of all ranks and of some: a trainer beside a reference model."""
 
-import re
 from functools import partial
 
 import pytest
@@ -81,6 +80,11 @@ def loss_of(model, params, batch):
     return functional.mse_loss(model.apply(params, batch[0]), batch[1])
 
 
+def some(*ranks, name="shard"):
+    """A mesh of some ranks, made by torch."""
+    return DeviceMesh("cpu", ranks, mesh_dim_names=(name,))
+
+
 def is_member(mesh):
     return mesh.get_coordinate() is not None
 
@@ -110,8 +114,7 @@ def evaluated(mesh, params):
 def trainer_and_reference(world_size, directory, wrap):
     """Train on ranks 0 and 1, beside which the others evaluate; then evaluate there the state that was saved."""
     everyone = fs.axis_of(fs.init_mesh({"all": -1}, device="cpu"))
-    trainer = fs.init_mesh({"train": 2}, device="cpu", ranks=[0, 1])
-    reference = fs.init_mesh({"eval": -1}, device="cpu", ranks=range(2, world_size))
+    trainer, reference = some(0, 1, name="train"), some(*range(2, world_size), name="eval")
     with fs.comm.record() as events:
         if is_member(trainer):
             state, found = trained(trainer, wrap)
@@ -154,7 +157,7 @@ def test_trainer_and_reference(world, wrap, workers, tmp_path):
 @on_ranks(4)
 def test_values_pass_by_broadcast_over_all_ranks():
     everyone = fs.axis_of(fs.init_mesh({"all": -1}, device="cpu"))
-    trainer, reference = (fs.init_mesh({"shard": -1}, device="cpu", ranks=ranks) for ranks in ([1, 2], [0, 3]))
+    trainer, reference = some(1, 2), some(0, 3)
     full = {"w": torch.zeros(3), "b": torch.zeros(())}
     if is_member(trainer):
         full = fs.unshard(fs.shard({"w": torch.arange(3.0), "b": torch.ones(())}, fs.zero3(trainer)))
@@ -165,28 +168,27 @@ def test_values_pass_by_broadcast_over_all_ranks():
 
 
 @on_ranks(5)
-def test_a_mesh_of_two_axes_saves_by_one_group(tmp_path):
+def test_a_mesh_of_two_axes_saves_by_a_mesh_of_one_over_its_ranks(tmp_path):
     """Members save in the background by a Manager, and a rank outside waits for nothing."""
-    grid = fs.init_mesh({"replicate": 2, "shard": -1}, device="cpu", ranks=[0, 1, 3, 4])
-    # A mesh beside, whose groups are others.
-    fs.init_mesh({"replicate": 2, "shard": -1}, device="cpu", ranks=[1, 2, 3, 4])
-    assert is_member(grid) is (my_rank() != 2)
+    grid, line = DeviceMesh("cpu", [[0, 1], [3, 4]], mesh_dim_names=("replicate", "shard")), some(0, 1, 3, 4)
+    assert is_member(grid) is is_member(line) is (my_rank() != 2)
     if not is_member(grid):
         return
     params = fs.shard({"w": torch.arange(6.0)}, fs.hsdp(grid, min_shard_elements=0))
-    with checkpoint.Manager(tmp_path / "grid", mesh=grid) as manager, fs.comm.record() as events:
+    with checkpoint.Manager(tmp_path / "grid", mesh=line) as manager:
         manager.save(params, 1)
         found = manager.restore(fs.tree_map(torch.zeros_like, params))
     # One axis is a mesh of its ranks, too.
     row = grid["shard"]
     checkpoint.save(tmp_path / f"row {fs.axis_index(fs.axis_of(grid, 'replicate'))}", {"a": 1}, 1, mesh=row)
     assert fs.unshard(found)["w"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    assert {(event.axis, event.size) for event in events} == {("replicate+shard", 4)}
+    with pytest.raises(ValueError, match=r"one axis or all 5 ranks, got axes .* of 4 ranks; pass"):
+        checkpoint.Manager(tmp_path / "grid", mesh=grid)
 
 
 @on_ranks("3 processes")
 def test_ddp_and_traces_of_some_processes():
-    mesh = fs.init_mesh({"shard": -1}, device="cpu", ranks=[0, 2])
+    mesh = some(0, 2)
     assert is_member(mesh) is (my_rank() != 1)
     if not is_member(mesh):
         return
@@ -248,7 +250,7 @@ def test_a_foreign_mesh_is_refused_at_once(tmp_path):
 
     def program():
         everyone = fs.axis_of(fs.init_mesh({"all": -1}, device="cpu"))
-        mesh = fs.init_mesh({"shard": 2}, device="cpu", ranks=[0, 1])
+        mesh = some(0, 1)
         if is_member(mesh):
             params = fs.shard({"w": torch.ones(4)}, fs.zero3(mesh, min_shard_elements=0))
             shared[fs.comm.rank(everyone)] = params, fs.axis_of(mesh)
@@ -266,84 +268,11 @@ def test_a_foreign_mesh_is_refused_at_once(tmp_path):
     assert spmd(program, 3) == [3.0] * 3
 
 
-def whole_world(params, directory):
-    """Calls that all ranks of the run make unless they are told a mesh."""
-    module = nn.Linear(4, 1, bias=False)
-    params, optimizer = {"weight": params["w"]}, torch.optim.SGD(module.parameters())
-    yield lambda: checkpoint.save(directory, params, 1)
-    yield lambda: checkpoint.restore(directory, params)
-    yield lambda: checkpoint.Manager(directory).save(params, 1)
-    yield lambda: checkpoint.to_state_dict(params)
-    yield lambda: checkpoint.from_state_dict({}, params)
-    yield lambda: checkpoint.load_torch(directory, params)
-    yield lambda: checkpoint.save_dcp(directory, params)
-    yield lambda: checkpoint.load_dcp(directory, params)
-    yield lambda: checkpoint.save_huggingface(directory, params)
-    yield lambda: checkpoint.load_huggingface(directory, params)
-    yield lambda: checkpoint.from_optimizer_state_dict({}, TX.init(params), module, optimizer)
-    yield lambda: checkpoint.to_optimizer_state_dict(TX.init(params), module, optimizer)
-
-
 @on_ranks(3)
-def test_a_checkpoint_is_told_which_ranks_make_it(tmp_path):
-    """A state of some ranks is refused before any collective where the call is for all, or for other ranks."""
-    mesh = fs.init_mesh({"shard": 2}, device="cpu", ranks=[0, 2])
-    line = fs.init_mesh({"shard": -1}, device="cpu")
+def test_a_checkpoint_refuses_leaves_of_other_ranks_than_it_is_told(tmp_path):
+    mesh, line = some(0, 2), fs.init_mesh({"shard": -1}, device="cpu")
     wide = fs.shard({"w": torch.ones(4)}, fs.zero3(line, min_shard_elements=0))
+    needed = r"leaves on a mesh of ranks \[0, 2\], got axis 'shard' of ranks \[0, 1, 2\]; pass mesh="
     if is_member(mesh):
-        params = fs.shard({"w": torch.ones(4)}, fs.zero3(mesh, min_shard_elements=0))
-        for call in whole_world(params, tmp_path):
-            with pytest.raises(ValueError, match=r"all ranks of this run, got axis 'shard' of ranks \[0, 2\]; .*mesh="):
-                call()
-        with pytest.raises(
-            ValueError, match=r"leaves on a mesh of ranks \[0, 2\], got axis 'shard' of ranks \[0, 1, 2\]"
-        ):
+        with pytest.raises(ValueError, match=needed):
             checkpoint.save(tmp_path, wide, 1, mesh=mesh)
-
-
-NEEDED = r"init_mesh: expected ranks to be different ranks from 0 to 2, ascending, got "
-
-
-@pytest.mark.parametrize(
-    ("world_size", "shape", "ranks", "message"),
-    [
-        (2, {"shard": 4}, None, r"init_mesh: expected the number of ranks to be 4 for \{'shard': 4\}, got 2"),
-        (4, {"a": 3, "b": -1}, None, r"ranks to be a multiple of 3 for \{'a': 3, 'b': -1\}, got 4"),
-        (2, {"a": -1, "b": -1}, None, "expected shape to be positive whole sizes, one of which may be -1"),
-        (2, {"a": 0}, None, "expected shape to be positive whole sizes"),
-        (2, {}, None, "expected shape to be positive whole sizes"),
-        (3, {"shard": -1}, [0, 0], NEEDED + r"\[0, 0\]"),
-        (3, {"shard": -1}, [2, 1], NEEDED),
-        (3, {"shard": -1}, [1, 3], NEEDED),
-        (3, {"shard": -1}, [-1, 0], NEEDED),
-        (3, {"shard": -1}, [], NEEDED),
-        (3, {"shard": -1}, [True], NEEDED),
-        (3, {"shard": -1}, "01", NEEDED),
-        (3, {"shard": -1}, 2, NEEDED + "2"),
-        (3, {"shard": 2}, [0], r"the number of ranks to be 2 for \{'shard': 2\}, got 1"),
-        (3, {"a": 2, "b": -1}, [0, 1, 2], r"to be a multiple of 2 for \{'a': 2, 'b': -1\}, got 3"),
-        (3, {"shard": 3}, [0, 1], r"to be 3 for \{'shard': 3\}, got 2"),
-    ],
-)
-@pytest.mark.rows(7)
-@on_ranks()
-def test_shapes_and_ranks_that_do_not_fit_are_refused(shape, ranks, message):
-    with pytest.raises(ValueError, match=message):
-        fs.init_mesh(shape, device="cpu", ranks=ranks)
-    # Nothing is left half made.
-    fs.init_mesh({"shard": -1}, device="cpu", ranks=None if ranks is None else [0, 2])
-
-
-@on_ranks(3)
-def test_ranks_that_ask_for_different_ranks_all_refuse():
-    rank = fs.comm.rank(fs.axis_of(fs.init_mesh({"all": -1}, device="cpu")))
-    assert rank == my_rank()
-    for ranks in ([0, 1] if rank else [0, 2], [0, 1] if rank else None, [0, 1] if rank else [0, 9]):
-        with pytest.raises(ValueError, match=re.escape("of ranks [0, 1]") if rank or ranks != [0, 9] else "to 2"):
-            fs.init_mesh({"shard": -1}, device="cpu", ranks=ranks)
-
-
-@on_ranks(2)
-def test_all_ranks_are_a_mesh_of_all():
-    mesh = fs.init_mesh({"shard": -1}, device="cpu", ranks=range(2))
-    assert fs.axis_of(mesh) == fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))

@@ -50,8 +50,6 @@ from fshard._compat.collectives import (
     group_rank,
     group_ranks,
     group_size,
-    join_members,
-    members_of,
     release_groups_at_exit,
     resolve_process_group,
     start_all_gather,

@@ -30,9 +30,6 @@ Tensors = list[torch.Tensor]
 # How the description of a group begins that cannot communicate.
 _FAKE = "fake "
 
-# The first word in the description of the group of all ranks of a mesh of some; the names of its axes' groups follow.
-_MEMBERS = "members"
-
 # Seconds between two looks at what others have left in a store.
 POLL = 0.02
 
@@ -103,25 +100,6 @@ def fake_process_groups(groups: Mapping[str, tuple[int, int]], backend: str) -> 
     finally:
         for name in registered:
             _unregister_process_group(name)  # type: ignore[arg-type]
-
-
-def join_members(groups: Sequence[str], ranks: Sequence[int]) -> None:
-    """Make one process group of all ranks of a mesh of some; every rank of the world calls this. Checked on 2.13.
-
-    Args:
-        groups: The process groups of the mesh's axes that this rank is in; none on a rank outside of the mesh.
-        ranks: The mesh's ranks, ascending.
-    """
-    torch.distributed.new_group(list(ranks), group_desc=" ".join((_MEMBERS, *groups)))
-
-
-def members_of(name: str) -> str | None:
-    """The group of all ranks of the mesh of some that an axis's group is of; None if it is of none. Checked on 2.13."""
-    for group in torch.distributed.distributed_c10d._world.pg_map:
-        first, *axes = group.group_desc.split()
-        if first == _MEMBERS and name in axes:
-            return group.group_name
-    return None
 
 
 def start_swap(op: str, send: Tensors, receive: Tensors, name: str) -> list[torch.distributed.Work]:

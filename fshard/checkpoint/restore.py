@@ -109,7 +109,7 @@ def restore(
         donate: Read into the memory of `like`, whose values are lost, also where reading fails half-way; otherwise
             there is room for both.
         progress: Show a progress bar on the first rank. Needs tqdm.
-        mesh: The mesh of some ranks whose ranks read, as `fs.init_mesh` made it; None where all ranks of this run do.
+        mesh: The mesh of one axis over the ranks that read; None where all ranks of this run do.
 
     Returns:
         A tree of the structure, specs, dtypes and devices of `like`.

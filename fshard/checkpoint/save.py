@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from os import PathLike
@@ -47,14 +47,13 @@ from fshard.interop.ranks import (
     CheckpointError,
     agree,
     check_call,
-    check_members,
     check_path,
     expect_file,
     raise_on_all_ranks,
     reason,
 )
 from fshard.interop.safetensors import lay_out, write_tensors
-from fshard.mesh import Mesh, ranks_of
+from fshard.mesh import Mesh, ranks_of, world
 from fshard.shard import per_rank
 from fshard.tree import Axis, Flat, Tree, flatten, tensor_of
 from fshard.tree.checks import POSITIVE, check_flags, check_local, check_numbers, describe
@@ -147,7 +146,7 @@ def save(
             asynchronous save then copies it aside before it returns.
         progress: Show a progress bar on the first rank. Needs tqdm.
         timeout: Seconds that the first rank waits for the others to have written.
-        mesh: The mesh of some ranks whose ranks save, as `fs.init_mesh` made it; None where all ranks of this run do.
+        mesh: The mesh of one axis over the ranks that save; None where all ranks of this run do.
 
     Returns:
         The save under way; complete unless `asynchronous`.
@@ -251,7 +250,16 @@ def start(
 def members(label: str, mesh: Mesh | None, tree: Tree) -> Axis:
     """Return the ranks of a call, before any collective of it, and refuse a tree of others."""
     ranks = ranks_of(mesh)
-    check_members(label, tree, "pass mesh=, the mesh that fs.init_mesh made of their ranks", ranks)
+    allowed = _compat.group_ranks(ranks.group_name) if ranks.size < world().size else []
+    axes: Sequence[Axis] = ()
+    # A tree that is none is refused later.
+    with suppress(Exception):
+        axes = flatten(tree).axes if allowed else ()
+    for axis in axes:
+        if _compat.group_size(axis.group_name) is not None:
+            found = _compat.group_ranks(axis.group_name)
+            needed, got = f"leaves on a mesh of ranks {allowed}", f"axis {axis.name!r} of ranks {found}"
+            expect(set(found) <= set(allowed), label, needed, got, "pass mesh=, a mesh of their ranks")
     return ranks
 
 

@@ -19,7 +19,7 @@ from fshard.interop.optimizer_state import (
     states_of,
 )
 from fshard.interop.pieces import layout_of, replicas
-from fshard.interop.ranks import TRUST, agree, check_members, check_path, raise_on_all_ranks, refuse_untrusted
+from fshard.interop.ranks import TRUST, agree, check_path, raise_on_all_ranks, refuse_untrusted
 from fshard.interop.state_dict import Entry, Names, by_name, read_leaves, with_leaves
 from fshard.mesh import world
 from fshard.tree import Tree
@@ -71,7 +71,6 @@ def save_dcp(
     {'model': {'w': tensor([1., 2.])}}
     """
     label, names = "checkpoint.save_dcp", Names(module)
-    check_members(label, state)
     check_types(label, str, "a text", model_key=model_key, optimizer_key=optimizer_key)
     check_types(label, (torch.optim.Optimizer, NoneType), "a torch optimizer or None", optimizer=optimizer)
     with raise_on_all_ranks(label):
@@ -150,7 +149,6 @@ def load_dcp(
     {'w': tensor([1., 2.])}
     """
     label, names = "checkpoint.load_dcp", Names(module)
-    check_members(label, like)
     check_types(label, str, "a text", model_key=model_key, optimizer_key=optimizer_key)
     check_updates(label, updates)
     entries: dict[str, Entry] = {}

@@ -21,7 +21,6 @@ from fshard.interop.ranks import (
     TRUST,
     CheckpointError,
     agree,
-    check_members,
     check_path,
     expect_file,
     raise_on_all_ranks,
@@ -88,7 +87,6 @@ def save_huggingface(
     (['model.safetensors'], {'w': tensor([1., 2.])})
     """
     label = "checkpoint.save_huggingface"
-    check_members(label, params)
     whole = type(max_file_bytes) is int and max_file_bytes > 0
     expect(whole, label, "max_file_bytes to be a whole number from 1", repr(max_file_bytes))
     known = Names(module)
@@ -164,7 +162,6 @@ def load_huggingface(
     ({'w': Sharded(float32[2], P('shard'), local [2])}, tensor([1., 2.]))
     """
     label = "checkpoint.load_huggingface"
-    check_members(label, like)
     known = Names(module)
     with ExitStack() as stack:
         found = Found({})

@@ -9,7 +9,7 @@ from torch import nn
 from fshard import comm
 from fshard.errors import Problem, expect, refuse
 from fshard.interop.pieces import layout_of
-from fshard.interop.ranks import agree, check_members
+from fshard.interop.ranks import agree
 from fshard.interop.state_dict import Entry, Names, entry_of, named_leaves, owned_tensors, read_leaves, with_leaves
 from fshard.mesh import world
 from fshard.optim.from_torch import TorchState
@@ -48,7 +48,6 @@ def to_optimizer_state_dict(
     {'momentum_buffer': tensor([[1., 1.]])}
     """
     label, names = "checkpoint.to_optimizer_state_dict", Names(module)
-    check_members(label, opt_state)
     check_flags(label, rank0_only=rank0_only)
     order = {name: i for i, name in enumerate(optimizer_names(label, names, optimizer))}
     leaves = optimizer_leaves(label, opt_state)
@@ -105,7 +104,6 @@ def from_optimizer_state_dict(
     tensor(1)
     """
     label = "checkpoint.from_optimizer_state_dict"
-    check_members(label, like)
     check_updates(label, updates)
     known = isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys()
     needed = "state_dict to be the state dict of a torch optimizer, with state and param_groups"

@@ -2,8 +2,8 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -13,7 +13,7 @@ from fshard import _compat, comm
 from fshard.errors import Problem, expect, refuse
 from fshard.mesh import world
 from fshard.shard import REMEDY, check_one_value
-from fshard.tree import Axis, Flat, Tree, flatten
+from fshard.tree import Axis, Flat
 
 
 class CheckpointError(ValueError):
@@ -34,9 +34,6 @@ expect_file = partial(expect, error=CheckpointError)
 
 # The remedy where a pickle is refused.
 TRUST = "pass trusted=True if you trust whoever wrote it"
-
-# The remedy where a function that all ranks call gets leaves of a mesh of some.
-ELSEWHERE = "call fs.unshard, or fs.checkpoint.save and restore with mesh=, which work on a mesh of some ranks"
 
 # The types that a caller may handle; any other exception becomes the first of them.
 _KINDS = (CheckpointError, ImportError, TypeError, ValueError, RuntimeError)
@@ -81,36 +78,6 @@ def agree(
     """Refuse on every rank entries that differ between ranks."""
     difference = comm.disagreement(entries, [ranks or world()], label)
     refuse(f"{label}: {what}", [difference] if difference else [], remedy)
-
-
-def check_members(label: str, tree: Tree, remedy: str = ELSEWHERE, ranks: Axis | None = None) -> None:
-    """Refuse, before any collective, a tree that lives on other ranks than those of the call.
-
-    Args:
-        label: The public function, for the error.
-        tree: The tree; what is no tree is refused later.
-        remedy: What the caller can do.
-        ranks: The ranks of the call; None for all of this run.
-
-    Raises:
-        ValueError: with an axis whose ranks are others.
-    """
-    axes: Sequence[Axis] = ()
-    with suppress(Exception):
-        axes = flatten(tree).axes
-    call = ranks or world()
-    whole = call.size == world().size
-    for axis in axes:
-        if _compat.group_size(axis.group_name) is None:
-            continue
-        members = _compat.members_of(axis.group_name)
-        if whole:
-            other, needed = members is not None, "all ranks of this run"
-        else:
-            allowed = _compat.group_ranks(call.group_name)
-            other, needed = not set(_compat.group_ranks(axis.group_name)) <= set(allowed), f"ranks {allowed}"
-        found = _compat.group_ranks(members or axis.group_name)
-        expect(not other, label, f"leaves on a mesh of {needed}", f"axis {axis.name!r} of ranks {found}", remedy)
 
 
 def check_call(label: str, flat: Flat) -> None:

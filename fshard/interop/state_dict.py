@@ -29,7 +29,6 @@ from fshard.interop.ranks import (
     CheckpointError,
     agree,
     check_call,
-    check_members,
     check_path,
     expect_file,
     raise_on_all_ranks,
@@ -70,7 +69,6 @@ def to_state_dict(
     {'w': tensor([1., 1., 1.])}
     """
     label, names = "checkpoint.to_state_dict", Names(module)
-    check_members(label, params)
     with raise_on_all_ranks(label):
         check_flags(label, rank0_only=rank0_only)
     leaves = by_name(label, params, names)
@@ -105,7 +103,6 @@ def from_state_dict(
     {'w': tensor([1., 1., 1.])}
     """
     label, names = "checkpoint.from_state_dict", Names(module)
-    check_members(label, like)
     check_types(label, Mapping, "a mapping from names to tensors", state_dict=state_dict)
     problems = [
         Problem(str(name), describe(value), "a full tensor")
@@ -147,7 +144,6 @@ def load_torch(
     ({'w': Sharded(float32[2], P(), local [2])}, tensor([1., 2.]))
     """
     label, names = "checkpoint.load_torch", Names(module)
-    check_members(label, like)
     found: dict[str, Entry] = {}
     with raise_on_all_ranks(label, path):
         check_flags(label, TRUST, trusted=trusted)
