@@ -6,11 +6,12 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from fshard import _compat, comm
 from fshard.comm import CollectiveError
@@ -20,6 +21,9 @@ from fshard.tree.checks import describe
 
 Mesh = DeviceMesh
 
+# Seconds that a rank waits for another by default: torch's own half hour is longer than anyone watches.
+TIMEOUT = 300.0
+
 # A message is large where its transfer takes so many times its latency.
 LARGE = 16
 
@@ -27,7 +31,7 @@ LARGE = 16
 ROUNDS, LARGE_BYTES = 7, 16 * 1024 * 1024
 
 
-def init_mesh(shape: Mapping[str, int], device: str | None = None) -> Mesh:
+def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: float = TIMEOUT) -> Mesh:
     """Make a device mesh over all ranks, starting torch.distributed if nobody has.
 
     Under torchrun the ranks are the launcher's; with no launcher at all there is one. A process group that this call
@@ -43,32 +47,49 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None) -> Mesh:
         shape: Size of each named axis, outermost first; one of them may be -1 for "the rest of the ranks".
         device: "cpu" or the type of an accelerator, such as "cuda" or "xpu"; by default the one that torch finds,
             where torch.distributed has a backend of its own for it, else "cpu".
+        timeout: Seconds that a rank waits for another in every process group of the mesh, longer than ranks may be
+            apart. Where torch.distributed runs already with another timeout, the mesh gets groups of its own.
 
     Returns:
         A torch DeviceMesh of that shape with named axes.
 
     Raises:
         ValueError: before torch.distributed is started, if the sizes do not multiply to the number of ranks, there is
-            no such device, torch.distributed runs already on a backend that does not serve the device, or the
-            environment is half a launcher's; before any group is made, and on every rank, if ranks ask for different
-            meshes.
-        CollectiveError: if a rank does not come within the process group's timeout.
+            no such device, `timeout` is not positive, torch.distributed runs already on a backend that does not serve
+            the device, or the environment is half a launcher's; before any group is made, and on every rank, if ranks
+            ask for different meshes.
+        CollectiveError: if a rank does not come within the timeout.
 
     >>> init_mesh({"shard": -1}, device="cpu").size()
     1
     """
     device = _default_device() if device is None else device
+    limit = timedelta(seconds=TIMEOUT)
     try:
         _check_device(device)
+        seconds = type(timeout) in (int, float) and 0 < timeout < float("inf")
+        expect(seconds, "init_mesh", "timeout to be a positive number of seconds", f"{timeout!r:.40}")
+        limit = timedelta(seconds=timeout)
         sizes = _sizes(shape, dist.get_world_size() if dist.is_initialized() else _launched())
     except ValueError as error:
         # Others may have asked for what they can have, and wait.
-        _compare(str(error))
+        _compare(str(error), limit)
         raise
     if not dist.is_initialized():
-        _start(device)
-    _compare(f"{dict(zip(shape, sizes, strict=True))} on {device!r}")
-    mesh = init_device_mesh(device, sizes, mesh_dim_names=tuple(shape))
+        _start(device, limit)
+    elif device != "cpu" and "LOCAL_RANK" in os.environ and not torch.get_device_module(device).is_initialized():
+        # Whoever started it has not said which of this machine's devices is this rank's.
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    _compare(f"{dict(zip(shape, sizes, strict=True))} on {device!r}, timeout {limit.total_seconds():g}", limit)
+    ranks = torch.arange(math.prod(sizes), device="cpu").reshape(sizes)
+    groups = []
+    for dim, (name, size) in enumerate(zip(shape, sizes, strict=True)):
+        if size == len(ranks.flatten()):
+            groups.append(_compat.group_of_all(limit))
+            continue
+        rows = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        groups.append(dist.new_subgroups_by_enumeration(rows, limit, group_desc=f"mesh_{name}")[0])
+    mesh = DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=tuple(shape))
     _compat.release_groups_at_exit(mesh)
     return mesh
 
@@ -189,11 +210,11 @@ def _check_device(device: str) -> None:
         _check_backend(device)
 
 
-def _compare(asked: str) -> None:
+def _compare(asked: str, limit: timedelta) -> None:
     """Refuse on every rank where ranks ask for different meshes, whose groups would wait for each other."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    found = _compat.texts_in_store("fshard/init_mesh", dist.get_rank(), asked, dist.get_world_size())
+    found = _compat.texts_in_store("fshard/init_mesh", dist.get_rank(), asked, dist.get_world_size(), limit)
     absent = [rank for rank, text in enumerate(found) if text is None]
     if absent:
         remedy = "every rank must call init_mesh, and several in the same order"
@@ -237,7 +258,7 @@ def _check_backend(device: str) -> None:
     expect(device in serves, "init_mesh", f"a torch.distributed that serves {device!r}", found, remedy)
 
 
-def _start(device: str) -> None:
+def _start(device: str, limit: timedelta) -> None:
     backend = dist.get_default_backend_for_device(device)
     if device != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
@@ -247,12 +268,12 @@ def _start(device: str) -> None:
         store, rank, ranks = next(iter(dist.rendezvous("env://")))  # type: ignore[attr-defined]
         prefix = f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}"
         store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     elif "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=limit)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
     atexit.register(_stop)
 
 

@@ -150,7 +150,7 @@ CALLS = {
     "gather": lambda w: dict(tree=w.params),
     "global_norm": lambda w: dict(tree=w.grads, p=2.0, sums="tree"),
     "leaf_norms": lambda w: dict(tree=w.grads, p=2.0, sums="tree"),
-    "init_mesh": lambda w: dict(shape={"shard": -1}, device="cpu"),
+    "init_mesh": lambda w: dict(shape={"shard": -1}, device="cpu", timeout=10.0),
     "measure": lambda w: dict(mesh=w.mesh),
     "jit": lambda w: dict(f=loss, donate_argnums=(), static_argnums=(), static_argnames=(), backend="graph"),
     "lamb": lambda w: dict(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0),

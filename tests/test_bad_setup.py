@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -162,6 +163,8 @@ def refused_in_process():
             del os.environ[variable]
     mesh = fs.init_mesh({"shard": -1})
     assert (mesh.device_type, mesh.size(), dist.get_backend()) == ("cpu", 1, "gloo")
+    assert mesh.get_group()._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=300)
+    assert mesh.get_group() is dist.group.WORLD
     assert fs.unshard(fs.shard({"w": torch.ones(3)}, fs.zero2(mesh)))["w"].tolist() == [1.0, 1.0, 1.0]
     return errors
 

@@ -1,9 +1,11 @@
 """init_mesh and the axes of its meshes, of all ranks and of some: a trainer beside a reference model."""
 
+from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
@@ -65,6 +67,51 @@ def test_axes_agree_between_ranks_and_with_torchs_own_meshes():
     axes = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu")), fs.axis_of(theirs)
     assert [axis.size for axis in axes] == [2, 2]
     return axes
+
+
+def timeouts_of(axis):
+    """Read the timeouts of an axis's process group and of the one for messages to lower ranks."""
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group.group_name.split()[0] == axis.group_name]
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+@pytest.mark.parametrize("given", [{}, {"timeout": 7.5}])
+@pytest.mark.parametrize("shape", [{"shard": -1}, {"replicate": 2, "shard": -1}])
+@pytest.mark.rows(100)
+@on_ranks("2 processes", "4 processes")
+def test_every_group_of_a_mesh_has_its_timeout(shape, given):
+    mesh = fs.init_mesh(shape, device="cpu", **given)
+    for name in shape:
+        axis = fs.axis_of(mesh, name)
+        fs.psum(torch.ones(()), axis)
+        assert timeouts_of(axis) == [timedelta(seconds=given.get("timeout", 300))] * min(axis.size, 2)
+    if len(shape) == 1:
+        assert fs.axis_of(mesh) == fs.axis_of(fs.init_mesh(shape, device="cpu", **given))
+
+
+@on_ranks("2 processes", pytest.param("4 processes", marks=pytest.mark.slow))
+def test_a_rank_waits_for_its_mesh_as_long_as_it_was_told(world_size):
+    """Not as long as the default group, which others made and which waits for a day."""
+    shape = {"shard": -1} if world_size == 2 else {"replicate": 2, "shard": -1}
+    mesh, store = fs.init_mesh(shape, device="cpu", timeout=2.5), dist.distributed_c10d._get_default_store()
+    if my_rank() == 0:
+        with pytest.raises(fs.comm.CollectiveError, match=r"backend: .*([Tt]imed? ?out)"):
+            fs.psum(torch.ones(()), fs.axis_of(mesh, next(iter(shape))))
+        store.set("waited", "")
+    store.wait(["waited"])
+
+
+@on_ranks(2)
+def test_timeouts_are_positive_seconds():
+    for timeout in (0, -1.0, float("inf"), float("nan"), None, "1", timedelta(seconds=1), True):
+        with pytest.raises(ValueError, match=r"^init_mesh: expected timeout to be a positive number of seconds, got "):
+            fs.init_mesh({"shard": -1}, device="cpu", timeout=timeout)
+
+
+@on_ranks(2)
+def test_ranks_that_ask_for_other_timeouts_all_refuse():
+    with pytest.raises(ValueError, match=r"ranks ask for different meshes\n.*timeout 1 .*timeout 2 "):
+        fs.init_mesh({"shard": -1}, device="cpu", timeout=1 + my_rank())
 
 
 def network():

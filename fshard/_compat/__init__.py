@@ -47,6 +47,7 @@ from fshard._compat.collectives import (
     fake_process_groups,
     group_coalesces,
     group_devices,
+    group_of_all,
     group_rank,
     group_ranks,
     group_size,

@@ -6,6 +6,7 @@ import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -102,6 +103,27 @@ def fake_process_groups(groups: Mapping[str, tuple[int, int]], backend: str) -> 
             _unregister_process_group(name)  # type: ignore[arg-type]
 
 
+def group_of_all(timeout: timedelta) -> ProcessGroup:
+    """Find the default group where it has a timeout, else a group of all ranks that has, or make it. Checked on 2.13.
+
+    torch's own way to set the timeout of a group that exists does not hold for messages between two ranks.
+    """
+    default, made = torch.distributed.group.WORLD, f"all ranks within {timeout}"
+    assert default is not None
+    if _timeout_of(default) in (timeout, None):
+        return default
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    found = next((group for group in groups if group.group_desc == made), None)
+    return found or torch.distributed.new_group(timeout=timeout, group_desc=made)
+
+
+def _timeout_of(group: ProcessGroup) -> timedelta | None:
+    """The timeout of gloo's part of a process group; None where it has none. Checked on 2.13."""
+    if group_devices(group.group_name).get("cpu") != "gloo":
+        return None
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
 def start_swap(op: str, send: Tensors, receive: Tensors, name: str) -> list[torch.distributed.Work]:
     """Start to send each rank of a group a tensor and to receive one from each; what this rank has for itself stays.
 
@@ -131,9 +153,9 @@ def start_swap(op: str, send: Tensors, receive: Tensors, name: str) -> list[torc
         empty = send[own].new_empty(0)
         into, sent = ([tensors[i] if i in others else empty for i in range(len(send))] for tensors in (receive, send))
         return [torch.distributed.all_to_all(into, sent, group=group, async_op=True)]
-    downward = _downward(group)
     works = []
     try:
+        downward = _downward(group)
         for other in others:
             outward, inward = (group, downward) if other > own else (downward, group)
             if len(receive[other]):
@@ -159,7 +181,6 @@ def _downward(group: ProcessGroup) -> ProcessGroup:
         if other.group_name == name:
             return other
     ranks = torch.distributed.get_process_group_ranks(group)
-    timeout = group._get_backend(torch.device("cpu")).options._timeout
     store, gloo = c10d._get_default_store(), torch.distributed.Backend("gloo")
     made, _ = c10d._new_process_group_helper(
         group.size(),
@@ -168,7 +189,7 @@ def _downward(group: ProcessGroup) -> ProcessGroup:
         gloo,
         store,
         name,  # type: ignore[arg-type]
-        timeout=timeout,
+        timeout=_timeout_of(group),
         group_desc=name,
     )
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
@@ -213,16 +234,15 @@ def release_groups_at_exit(mesh: "DeviceMesh") -> None:
         weakref.finalize(mesh, registry.clear)
 
 
-def texts_in_store(key: str, own: int, text: str, size: int) -> list[str | None]:
+def texts_in_store(key: str, own: int, text: str, size: int, timeout: timedelta) -> list[str | None]:
     """Show all ranks a text by the store by which they found each other, without a collective. Checked on 2.13.
-
-    Waits for the others as long as the store does, which is as long as the default group.
 
     Args:
         key: What the texts are about; the n-th call of a rank with it reads the n-th texts of the others.
         own: This rank.
         text: Its text.
         size: How many ranks there are.
+        timeout: How long to wait for them.
 
     Returns:
         Every rank's text; None for one that did not come.
@@ -232,7 +252,7 @@ def texts_in_store(key: str, own: int, text: str, size: int) -> list[str | None]
     store.set(f"{key}/{number}/{own}", text)
     keys = [f"{key}/{number}/{rank}" for rank in range(size)]
     try:
-        store.wait(keys)
+        store.wait(keys, timeout)
     except RuntimeError:
         # A store that is a file raises no DistError.
         return [store.get(key).decode() if store.check([key]) else None for key in keys]
