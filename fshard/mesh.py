@@ -227,8 +227,9 @@ def _compare(asked: str, limit: timedelta) -> None:
 
 
 def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:
+    named = isinstance(shape, Mapping) and all(isinstance(name, str) and name for name in shape)
     needed = "shape to be a mapping from names of axes to their sizes"
-    expect(isinstance(shape, Mapping), "init_mesh", needed, describe(shape))
+    expect(named, "init_mesh", needed, f"{shape!r:.100}")
     sizes = list(shape.values())
     whole = all(type(size) is int and (size > 0 or size == -1) for size in sizes)
     needed = "shape to be positive whole sizes, one of which may be -1"

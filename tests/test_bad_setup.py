@@ -45,7 +45,10 @@ REFUSED = [
         (f"{SIZES}, got {shape}", mesh_of(shape))
         for shape in ({"a": -1, "b": -1}, {"a": 0, "b": -1}, {"a": -2}, {"a": 2.0}, {"a": True, "b": 2}, {})
     ),
-    ("init_mesh: expected shape to be a mapping from names of axes to their sizes, got a list", mesh_of([-1])),
+    *(
+        (f"init_mesh: expected shape to be a mapping from names of axes to their sizes, got {shape}", mesh_of(shape))
+        for shape in ([-1], {"": 2}, {0: 2}, {None: -1})
+    ),
     (
         "init_mesh: expected device to be one of ['cpu'], which torch finds here, got 'tpu'",
         mesh_of({"shard": -1}, device="tpu"),
