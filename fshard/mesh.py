@@ -5,9 +5,9 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fshard import _compat, comm
 from fshard.comm import CollectiveError
-from fshard.errors import Problem, expect, leaf_error
+from fshard.errors import Problem, expect, refuse
 from fshard.tree import Axis
 from fshard.tree.checks import describe
 
@@ -27,8 +27,8 @@ TIMEOUT = 300.0
 # A message is large where its transfer takes so many times its latency.
 LARGE = 16
 
-# Of `measure`: gathers of each size, and the bytes of a large one.
-ROUNDS, LARGE_BYTES = 7, 16 * 1024 * 1024
+# Of `measure`: gathers of each size, and the bytes of a small and of a large one.
+ROUNDS, SIZES = 7, (1, 16 * 1024 * 1024)
 
 
 def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: float = TIMEOUT) -> Mesh:
@@ -63,10 +63,9 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
     >>> init_mesh({"shard": -1}, device="cpu").size()
     1
     """
-    device = _default_device() if device is None else device
     limit = timedelta(seconds=TIMEOUT)
     try:
-        _check_device(device)
+        device = _device(device)
         seconds = type(timeout) in (int, float) and 0 < timeout < float("inf")
         expect(seconds, "init_mesh", "timeout to be a positive number of seconds", f"{timeout!r:.40}")
         limit = timedelta(seconds=timeout)
@@ -75,20 +74,16 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
         # Others may have asked for what they can have, and wait.
         _compare(str(error), limit)
         raise
+    if device != "cpu" and not (dist.is_initialized() and torch.get_device_module(device).is_initialized()):
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
     if not dist.is_initialized():
         _start(device, limit)
-    elif device != "cpu" and "LOCAL_RANK" in os.environ and not torch.get_device_module(device).is_initialized():
-        # Whoever started it has not said which of this machine's devices is this rank's.
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     _compare(f"{dict(zip(shape, sizes, strict=True))} on {device!r}, timeout {limit.total_seconds():g}", limit)
-    ranks = torch.arange(math.prod(sizes), device="cpu").reshape(sizes)
-    groups = []
-    for dim, (name, size) in enumerate(zip(shape, sizes, strict=True)):
-        if size == len(ranks.flatten()):
-            groups.append(_compat.group_of_all(limit))
-            continue
+    ranks, groups = torch.arange(math.prod(sizes), device="cpu").reshape(sizes), []
+    for dim, size in enumerate(sizes):
         rows = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        groups.append(dist.new_subgroups_by_enumeration(rows, limit, group_desc=f"mesh_{name}")[0])
+        whole = len(rows) == 1
+        groups.append(_compat.group_of_all(limit) if whole else dist.new_subgroups_by_enumeration(rows, limit)[0])
     mesh = DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=tuple(shape))
     _compat.release_groups_at_exit(mesh)
     return mesh
@@ -134,20 +129,19 @@ def axis_given(mesh: Mesh | Axis, name: str | None, argument: str) -> Axis:
     """
     if isinstance(mesh, Axis):
         return mesh
-    if not isinstance(mesh, DeviceMesh):
+    if not isinstance(mesh, Mesh):
         raise ValueError(f"expected mesh to be a DeviceMesh or an Axis, got {describe(mesh)}; make one by fs.init_mesh")
     names = mesh.mesh_dim_names or ()
     if name is None and len(names) != 1:
         raise ValueError(f"expected mesh to have one axis, got {names}; name one, as in mesh['shard']")
     name = names[0] if name is None else name
     if name not in names:
-        raise ValueError(
-            f"expected {argument} to be one of {names}, got {name!r:.40}; pass {argument}= or name it in init_mesh"
-        )
+        remedy = f"pass {argument}= or name it in init_mesh"
+        raise ValueError(f"expected {argument} to be one of {names}, got {name!r:.40}; {remedy}")
     if mesh.get_coordinate() is None:
+        ranks, remedy = mesh.mesh.flatten().tolist(), "call it where mesh.get_coordinate() is not None"
         raise ValueError(
-            f"expected a call on one of the mesh's ranks {mesh.mesh.flatten().tolist()}, got one on rank "
-            f"{dist.get_rank()}; call it where mesh.get_coordinate() is not None"
+            f"expected a call on one of the mesh's ranks {ranks}, got one on rank {dist.get_rank()}; {remedy}"
         )
     _compat.release_groups_at_exit(mesh)
     return Axis(name, mesh.size(names.index(name)), mesh.get_group(name).group_name)
@@ -155,11 +149,8 @@ def axis_given(mesh: Mesh | Axis, name: str | None, argument: str) -> Axis:
 
 def world() -> Axis:
     """All ranks of this run as one axis, whatever meshes there are; one rank where torch.distributed does not run."""
-    if not dist.is_initialized():
-        return Axis("world", 1, "")
     group = dist.group.WORLD
-    assert group is not None
-    return Axis("world", group.size(), group.group_name)
+    return Axis("world", 1, "") if group is None else Axis("world", group.size(), group.group_name)
 
 
 def ranks_of(mesh: Mesh | Axis | None) -> Axis:
@@ -176,38 +167,33 @@ def ranks_of(mesh: Mesh | Axis | None) -> Axis:
     """
     if mesh is None:
         return world()
-    names = getattr(mesh, "mesh_dim_names", None) or (None,)
-    axes = [axis_of(mesh, name) for name in names]
-    if len(axes) == 1:
-        return axes[0]
-    everyone, size = world(), math.prod(axis.size for axis in axes)
+    names = mesh.mesh_dim_names or () if isinstance(mesh, Mesh) else ()
+    if isinstance(mesh, Axis) or len(names) < 2:
+        return axis_of(mesh)
+    everyone, size = world(), mesh.size()
     if size != everyone.size:
-        raise ValueError(
-            f"expected mesh to have one axis or all {everyone.size} ranks, got axes {names} of {size} ranks; "
-            "pass one of its axes, as mesh['shard'], or a DeviceMesh of one axis over its ranks"
-        )
-    return Axis("+".join(axis.name for axis in axes), size, everyone.group_name)
+        remedy = "pass one of its axes, as mesh['shard'], or a DeviceMesh of one axis over its ranks"
+        needed = f"one axis or all {everyone.size} ranks"
+        raise ValueError(f"expected mesh to have {needed}, got axes {names} of {size} ranks; {remedy}")
+    return Axis("+".join(names), size, everyone.group_name)
 
 
-def _accelerator() -> str | None:
-    """Find the type of this machine's accelerator."""
+def _device(device: str | None) -> str:
+    """Check the type of a device, or choose one."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None else found.type
-
-
-def _default_device() -> str:
-    found = _accelerator()
-    # gloo serves devices that have no backend of their own, such as "mps", through the processor.
-    backend = dist.Backend.default_device_backend_map.get(found or "cpu", "gloo")
-    return "cpu" if found is None or backend == "gloo" else found
-
-
-def _check_device(device: str) -> None:
-    known = [each for each in ("cpu", _accelerator()) if each]
-    needed = f"device to be one of {known}, which torch finds here"
-    expect(device in known, "init_mesh", needed, f"{device!r:.100}")
+    known = ["cpu", *([found.type] if found else [])]
+    if device is None:
+        # gloo serves devices that have no backend of their own, such as "mps", through the processor.
+        own = dist.Backend.default_device_backend_map.get(known[-1], "gloo") != "gloo"
+        device = known[-1] if own else "cpu"
+    expect(device in known, "init_mesh", f"device to be one of {known}, which torch finds here", f"{device!r:.100}")
     if dist.is_initialized():
-        _check_backend(device)
+        # Pairs such as "cpu:gloo,cuda:nccl".
+        serves = [pair.split(":")[0] for pair in dist.get_backend_config().split(",")]
+        got = f"one that runs on {dist.get_backend()!r} already and serves {serves}"
+        remedy = "call torch.distributed.destroy_process_group() first or pass another device"
+        expect(device in serves, "init_mesh", f"a torch.distributed that serves {device!r}", got, remedy)
+    return device
 
 
 def _compare(asked: str, limit: timedelta) -> None:
@@ -216,14 +202,13 @@ def _compare(asked: str, limit: timedelta) -> None:
         return
     found = _compat.texts_in_store("fshard/init_mesh", dist.get_rank(), asked, dist.get_world_size(), limit)
     absent = [rank for rank, text in enumerate(found) if text is None]
-    if absent:
-        remedy = "every rank must call init_mesh, and several in the same order"
-        raise CollectiveError(f"init_mesh: expected all {len(found)} ranks, got nothing from ranks {absent}; {remedy}")
-    other = next((rank for rank, text in enumerate(found) if text != found[0]), None)
-    if other is not None:
-        problem = Problem("mesh", f"{found[other]} on rank {other}", f"{found[0]} as on rank 0")
-        remedy = "make the same meshes on every rank, in the same order"
-        raise leaf_error("init_mesh: ranks ask for different meshes", [problem], remedy)
+    remedy = "every rank must call init_mesh, and several in the same order"
+    got = f"nothing from ranks {absent}"
+    expect(not absent, "init_mesh", f"all {len(found)} ranks", got, remedy, CollectiveError)
+    others = [(rank, text) for rank, text in enumerate(found) if text != found[0]][:1]
+    problems = [Problem("mesh", f"{text} on rank {rank}", f"{found[0]} as on rank 0") for rank, text in others]
+    remedy = "make the same meshes on every rank, in the same order"
+    refuse("init_mesh: ranks ask for different meshes", problems, remedy)
 
 
 def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:
@@ -245,48 +230,27 @@ def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:
 def _launched() -> int:
     """The number of ranks that a launcher started, 1 without one."""
     given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
-    if len(given) == 1:
-        remedy = "run under torchrun, which sets both, or unset it"
-        raise ValueError(f"init_mesh: expected RANK and WORLD_SIZE in the environment, got {given[0]} alone; {remedy}")
+    remedy = "run under torchrun, which sets both, or unset it"
+    expect(len(given) != 1, "init_mesh", "RANK and WORLD_SIZE in the environment", f"{''.join(given)} alone", remedy)
     return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def _check_backend(device: str) -> None:
-    # Pairs such as "cpu:gloo,cuda:nccl".
-    serves = [pair.split(":")[0] for pair in dist.get_backend_config().split(",")]
-    found = f"one that runs on {dist.get_backend()!r} already and serves {serves}"
-    remedy = "call torch.distributed.destroy_process_group() first or pass another device"
-    expect(device in serves, "init_mesh", f"a torch.distributed that serves {device!r}", found, remedy)
 
 
 def _start(device: str, limit: timedelta) -> None:
     backend = dist.get_default_backend_for_device(device)
     if device != "cpu":
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
         # Ranks compare what they do by messages between processors, for which no host waits for its accelerator.
         backend = f"cpu:gloo,{device}:{backend}"
-    if _restarts_here():
-        store, rank, ranks = next(iter(dist.rendezvous("env://")))  # type: ignore[attr-defined]
-        prefix = f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}"
-        store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
-    elif "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=limit)
-    else:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
+    found: tuple[Any, int, int] = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
+    if "RANK" in os.environ:
+        found = next(iter(dist.rendezvous("env://", timeout=limit)))  # type: ignore[attr-defined]
+    # Where torchrun restarts the ranks of its one node, its store has the addresses of ranks that were killed, and a
+    # rank that reads one before it is written anew cannot connect (pytorch#135712). Several nodes count differently.
+    one_node = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") == "1"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_node else "0"
+    store, rank, ranks = found
+    store = dist.PrefixStore(f"restart {restarts}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     atexit.register(_stop)
-
-
-def _restarts_here() -> bool:
-    """Whether torchrun may have restarted the ranks, all of one node.
-
-    Its store then has the addresses of ranks that were killed, and a rank that reads one before it is written anew
-    cannot connect (pytorch#135712). Agents of several nodes count restarts differently.
-    """
-    environment = os.environ
-    shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment.get("GROUP_WORLD_SIZE") == "1"
-    return shared and "TORCHELASTIC_RESTART_COUNT" in environment
 
 
 def _stop() -> None:
@@ -340,12 +304,11 @@ def link_of(axis: Axis, links: Mapping[str, Link] | None, what: str) -> Link:
         backends = _compat.group_devices(axis.group_name) if known else {}
         return _ACCELERATOR if set(backends.values()) - {backends.get("cpu")} else _HOST
     link = links.get(axis.name) if isinstance(links, Mapping) else None
-    if not (isinstance(link, Link) and all(isinstance(n, int | float) and 0 < n < float("inf") for n in link)):
-        found = f"{link!r} for {axis.name!r}" if isinstance(links, Mapping) else describe(links)
-        raise ValueError(
-            f"{what}: expected links to map {axis.name!r} to a Link of positive numbers, got {found}; "
-            "pass fs.measure(mesh)"
-        )
+    usable = isinstance(link, Link) and all(isinstance(n, int | float) and 0 < n < float("inf") for n in link)
+    got = f"{link!r} for {axis.name!r}" if isinstance(links, Mapping) else describe(links)
+    needed = f"links to map {axis.name!r} to a Link of positive numbers"
+    expect(usable, what, needed, got, "pass fs.measure(mesh)")
+    assert link is not None
     return link
 
 
@@ -372,34 +335,26 @@ def measure(mesh: Mesh) -> dict[str, Link]:
     """
     expect(isinstance(mesh, Mesh), "measure", "mesh to be a DeviceMesh", describe(mesh), "make one by fs.init_mesh")
     axes = [axis_of(mesh, name) for name in mesh.mesh_dim_names or (None,)]
-    device = torch.device(mesh.device_type)
-    found: dict[str, Link] = {}
+    found = {axis.name: link_of(axis, None, "measure") for axis in axes}
     for axis in axes:
-        if axis.size == 1:
-            found[axis.name] = link_of(axis, None, "measure")
-            continue
-        small, large = (_seconds(axis, torch.zeros(n, dtype=torch.uint8, device=device)) for n in (1, LARGE_BYTES))
-        times = torch.tensor([small, large - small], dtype=torch.float64, device=device)
-        for other in axes:
-            times = comm.all_gather([times], other, "measure")[0].amax(0)
-        latency, transfer = times.tolist()
-        # Two digits: more are noise.
-        found[axis.name] = Link(_rounded(latency), _rounded((axis.size - 1) * LARGE_BYTES / max(transfer, latency)))
+        if axis.size > 1:
+            small, large = (_seconds(axis, torch.zeros(n, dtype=torch.uint8, device=mesh.device_type)) for n in SIZES)
+            times = torch.tensor([small, large - small], dtype=torch.float64, device=mesh.device_type)
+            for other in axes:
+                times = comm.all_gather([times], other, "measure")[0].amax(0)
+            latency, transfer = times.tolist()
+            # Two digits: more are noise.
+            bandwidth = float(f"{(axis.size - 1) * SIZES[1] / max(transfer, latency):.1e}")
+            found[axis.name] = Link(float(f"{latency:.1e}"), bandwidth)
     return found
 
 
 def _seconds(axis: Axis, shard: torch.Tensor) -> float:
     """Time a gather of a shard from each rank."""
-    return statistics.median(_timed(lambda: comm.all_gather([shard], axis, "measure")) for _ in range(ROUNDS))
-
-
-def _timed(gather: Callable[[], list[torch.Tensor]]) -> float:
-    start = time.perf_counter()
-    for tensor in gather():
+    times = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
         # Reads one number, for which an accelerator has to finish.
-        tensor.reshape(-1)[-1].item()
-    return time.perf_counter() - start
-
-
-def _rounded(number: float) -> float:
-    return float(f"{number:.1e}")
+        comm.all_gather([shard], axis, "measure")[0].flatten()[-1].item()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
