@@ -149,8 +149,11 @@ def axis_given(mesh: Mesh | Axis, name: str | None, argument: str) -> Axis:
 
 def world() -> Axis:
     """All ranks of this run as one axis, whatever meshes there are; one rank where torch.distributed does not run."""
-    group = dist.group.WORLD
-    return Axis("world", 1, "") if group is None else Axis("world", group.size(), group.group_name)
+    if not dist.is_initialized():
+        return Axis("world", 1, "")
+    # Calls on a mesh and calls of all ranks are compared where they send over one group.
+    group = _compat.group_of_all()
+    return Axis("world", group.size(), group.group_name)
 
 
 def ranks_of(mesh: Mesh | Axis | None) -> Axis:

@@ -31,6 +31,9 @@ Tensors = list[torch.Tensor]
 # How the description of a group begins that cannot communicate.
 _FAKE = "fake "
 
+# The description of groups of all ranks beside the default group.
+_ALL = "all ranks"
+
 # Seconds between two looks at what others have left in a store.
 POLL = 0.02
 
@@ -103,18 +106,25 @@ def fake_process_groups(groups: Mapping[str, tuple[int, int]], backend: str) -> 
             _unregister_process_group(name)  # type: ignore[arg-type]
 
 
-def group_of_all(timeout: timedelta) -> ProcessGroup:
-    """Find the default group where it has a timeout, else a group of all ranks that has, or make it. Checked on 2.13.
+def group_of_all(timeout: timedelta | None = None) -> ProcessGroup:
+    """Find or make the group of all ranks of a timeout, the default group where it has that. Checked on 2.13.
 
     torch's own way to set the timeout of a group that exists does not hold for messages between two ranks.
+
+    Args:
+        timeout: The timeout; None finds the group that waits longest of those made, else the default group.
+
+    Returns:
+        The group.
     """
-    default, made = torch.distributed.group.WORLD, f"all ranks within {timeout}"
+    default, c10d = torch.distributed.group.WORLD, torch.distributed.distributed_c10d
     assert default is not None
+    made = {_timeout_of(group) or timedelta(): group for group in c10d._world.pg_map if group.group_desc == _ALL}
+    if timeout is None:
+        return made[max(made)] if made else default
     if _timeout_of(default) in (timeout, None):
         return default
-    groups = torch.distributed.distributed_c10d._world.pg_map
-    found = next((group for group in groups if group.group_desc == made), None)
-    return found or torch.distributed.new_group(timeout=timeout, group_desc=made)
+    return made.get(timeout) or torch.distributed.new_group(timeout=timeout, group_desc=_ALL)
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta | None:
