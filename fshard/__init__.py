@@ -10,7 +10,7 @@ The public names by use, as `import fshard as fs` has them:
   `sample_ids` for the same bits at any number of ranks; `fold_in` for random keys.
 - **Strategies**: `ddp`, `zero1`, `zero2`, `zero3`, `hsdp`.
 - **Transforms**: `fully_shard`, `hybrid_shard`, `replicate`, `split_dim`, `own_dim`, `independent`; `compose`, `cast`,
-  `quantize`, `offload`, `bucket`; `masked` chooses by name; `Wrapped`, `ShardTransform`, `Storage` and `LayoutError`
+  `quantize`, `offload`; `masked` chooses by name; `Wrapped`, `ShardTransform`, `Storage` and `LayoutError`
   for one's own; `transform_state`.
 - **Optimizers**: `TrainState`, `from_torch`, `chain`, `partition`, `freeze`, `whole`; `sgd`, `adam`, `adamw`, `lamb`,
   `lars`, `adafactor`; `GradientTransformation` and `Optimizer` for one's own.
@@ -86,7 +86,6 @@ from fshard.transforms import (
     ShardTransform,
     Storage,
     Wrapped,
-    bucket,
     cast,
     compose,
     fully_shard,
@@ -132,7 +131,6 @@ __all__ = [
     "axis_of",
     "axis_size",
     "broadcast",
-    "bucket",
     "cast",
     "chain",
     "checkpoint",

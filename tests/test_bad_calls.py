@@ -128,7 +128,6 @@ CALLS = {
     "axis_size": lambda w: dict(axis=w.axis),
     "broadcast": lambda w: dict(tree=torch.ones(2), axis=w.axis, root=0),
     "axis_of": lambda w: dict(mesh=w.mesh, name="shard"),
-    "bucket": lambda w: dict(transform=fs.zero3(w.mesh), nbytes=100),
     "cast": lambda w: dict(gather=torch.bfloat16, scatter=torch.float32),
     "clip_by_global_norm": lambda w: dict(max_norm=1.0, p=2.0, sums="tree", keep_norm=True),
     "clip_by_norm": lambda w: dict(max_norm=1.0, p=2.0),
@@ -145,7 +144,7 @@ CALLS = {
     "from_torch_scheduler": lambda w: dict(
         cls=torch.optim.lr_scheduler.StepLR, lr=0.1, steps=3, name="lr", momentum=0.9, step_size=1
     ),
-    "fully_shard": lambda w: dict(mesh=w.mesh, dim=0, min_shard_elements=0, algorithm="auto"),
+    "fully_shard": lambda w: dict(mesh=w.mesh, dim=0, min_shard_elements=0),
     "functionalize": lambda w: dict(module=nn.Linear(2, 2), units=None),
     "gather": lambda w: dict(tree=w.params),
     "global_norm": lambda w: dict(tree=w.grads, p=2.0, sums="tree"),
@@ -170,7 +169,7 @@ CALLS = {
     "quantize": lambda w: dict(mesh=w.mesh, block=64),
     "reduce_microbatches": lambda w: dict(auxes=[torch.ones(2)], like=w.params, reduce="mean", communicate="each"),
     "reduce_scatter": lambda w: dict(tree=torch.ones(2), axis=w.axis, dim=0),
-    "replicate": lambda w: dict(mesh=w.mesh, algorithm="auto"),
+    "replicate": lambda w: dict(mesh=w.mesh),
     "reshard": lambda w: dict(tree=w.params, transform=fs.ddp(w.mesh), frozen=lambda path: False),
     "ring_attention": lambda w: dict(
         **{name: torch.ones(1, 1, 4, 4) for name in "qkv"}, axis=w.axis, causal=True, order="zigzag", scale=0.5
@@ -211,9 +210,7 @@ CALLS = {
     "compose": lambda w: dict(transforms=fs.zero2(w.mesh)),
     "from_dtensor": lambda w: dict(tree=fs.to_dtensor(w.params, w.mesh), strategy=fs.zero2(w.mesh)),
     "hsdp": lambda w: dict(mesh=w.grid, axis="shard", replicate="replicate", min_shard_elements=0),
-    "hybrid_shard": lambda w: dict(
-        mesh=w.grid, axis="shard", replicate="replicate", dim=0, min_shard_elements=0, algorithm="auto"
-    ),
+    "hybrid_shard": lambda w: dict(mesh=w.grid, axis="shard", replicate="replicate", dim=0, min_shard_elements=0),
     "make_graph": lambda w: dict(f=loss),
     "offload": lambda w: dict(device="cpu"),
     "pipeline": lambda w: dict(
@@ -327,7 +324,7 @@ ACCEPTED = (
     (
         "a number in range",
         NUMBERS,
-        "adafactor.d adafactor.weight_decay adam.eps adam.weight_decay adamw.eps adamw.weight_decay bucket.nbytes "
+        "adafactor.d adafactor.weight_decay adam.eps adam.weight_decay adamw.eps adamw.weight_decay "
         "add_decayed_weights.weight_decay clip_by_global_norm.max_norm clip_by_global_norm.p clip_by_norm.max_norm "
         "clip_by_norm.p clip_by_value.max_value dynamic_loss_scale.init_scale dynamic_loss_scale.growth_factor "
         "dynamic_loss_scale.growth_interval every_k.k from_torch_scheduler.lr from_torch_scheduler.momentum "

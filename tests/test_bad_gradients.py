@@ -263,10 +263,7 @@ def test_integer_leaves_may_be_frozen_and_leaves_may_be_missing():
     assert scattered["i"] is scattered["n"] is None
 
 
-STAGES = (
-    "_FullyShard(axis=Axis(name='shard', size=2, group_name={group}), dim=0, min_shard_elements=0, "
-    "algorithm='auto', bucket_bytes=None)"
-)
+STAGES = "_FullyShard(axis=Axis(name='shard', size=2, group_name={group}), dim=0, min_shard_elements=0)"
 POLICY = f"reshard={ReshardPolicy(regather=False)!r}, model_dtypes=None"
 FROM = "\nTo fix: pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned."
 OTHER_STATE = "update with the optimizer that made the state"

@@ -17,7 +17,6 @@ from tests.ranks import on_ranks
 
 SIZES = "init_mesh: expected shape to be positive whole sizes, one of which may be -1"
 PRODUCT = "choose sizes whose product is the number of ranks, or -1 for one of them"
-ALGORITHMS = "expected algorithm to be one of ('auto', 'direct', 'coalesced', 'flat', 'tree'), got 'ring'"
 MISSING = "to be one of ('shard',), got 'data'; pass"
 FLOATING = "to be a floating torch.dtype such as torch.bfloat16"
 
@@ -81,10 +80,6 @@ REFUSED = [
     ),
     (f"cast: expected gather= {FLOATING}, got torch.int8", lambda _: fs.cast(gather=torch.int8)),
     (f"cast: expected scatter= {FLOATING}, got 'bf16'", lambda _: fs.cast(scatter="bf16")),
-    *(
-        (f"{f.__name__}: {ALGORITHMS}", lambda world, f=f: f(world.mesh, algorithm="ring"))
-        for f in (fs.fully_shard, fs.replicate)
-    ),
     *(
         (
             "fully_shard: expected min_shard_elements to be 0 or more, got -1",

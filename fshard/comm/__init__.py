@@ -17,9 +17,7 @@ from fshard.comm.agree import (
     vote,
 )
 from fshard.comm.collective import (
-    ALGORITHMS,
     PACK_BYTES,
-    Algorithm,
     all_gather,
     all_reduce,
     all_to_all,

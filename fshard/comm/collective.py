@@ -12,8 +12,7 @@ from fshard.comm import ops
 from fshard.comm.events import Label, encoded, labelled, of_this_rank
 from fshard.tree import Axis
 
-Algorithm = Literal["auto", "direct", "coalesced", "flat", "tree"]
-ALGORITHMS = ("auto", "direct", "coalesced", "flat", "tree")
+Algorithm = Literal["direct", "coalesced", "flat"]
 
 # A tensor smaller than this travels in one buffer with the other small ones of its dtype: below it latency costs more
 # than the copy. Measured with gloo on two cores; in bytes of the full tensor.
@@ -105,15 +104,11 @@ def has_one_rank(axis: Axis) -> bool:
     return axis.size == 1
 
 
-def resolve(algorithm: Algorithm, axis: Axis, device: torch.device) -> Algorithm:
-    """Choose how to send: direct for a tree's sums, and by backend for "auto": for accelerators coalesced if it can."""
+def algorithm_of(axis: Axis, device: torch.device) -> Algorithm:
+    """Choose how to send by backend: direct for the processor, for accelerators coalesced if it can."""
     if _compat.is_linearizing():
         needed = "torch.func.jvp for each tangent, or vmap of it"
         raise ValueError(f"expected {needed}, got torch.func.linearize, which folds collectives away")
-    if algorithm == "tree":
-        return "direct"
-    if algorithm != "auto":
-        return algorithm
     backends = _compat.group_devices(axis.group_name)
     # A fake group has one backend, whatever device the tensors of a plan are on.
     mover = device.type if device.type in backends else next(iter(backends))
@@ -159,30 +154,16 @@ def _flat(tensor: torch.Tensor, keep: int) -> torch.Tensor:
     return tensor.flatten(keep) if tensor.dim() > keep else tensor.unsqueeze(keep)
 
 
-def packing(
-    tensors: Sequence[torch.Tensor], copies: int, algorithm: Algorithm, bucket_bytes: int | None = None
-) -> Packing:
-    """Group tensors of one dtype that travel together; a coalesced collective needs no packing.
-
-    Without a size for buckets what is small shares one buffer; with one all that is smaller shares buffers up to it.
-    """
-    groups: list[list[int]] = []
-    filling: dict[torch.dtype, list[int]] = {}
-    filled: dict[torch.dtype, int] = {}
+def packing(tensors: Sequence[torch.Tensor], copies: int, algorithm: Algorithm) -> Packing:
+    """Let small tensors of one dtype share a buffer; a coalesced collective needs no packing."""
+    alone: list[list[int]] = []
+    together: dict[torch.dtype, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        nbytes = copies * tensor.numel() * tensor.element_size()
-        if algorithm == "coalesced" or nbytes >= (bucket_bytes or PACK_BYTES):
-            groups.append([i])
-            continue
-        dtype = tensor.dtype
-        if dtype in filling and (bucket_bytes is None or filled[dtype] + nbytes <= bucket_bytes):
-            filling[dtype].append(i)
-            filled[dtype] += nbytes
-            continue
-        if dtype in filling:
-            groups.append(filling[dtype])
-        filling[dtype], filled[dtype] = [i], nbytes
-    return Packing([*groups, *filling.values()])
+        if algorithm == "coalesced" or copies * tensor.numel() * tensor.element_size() >= PACK_BYTES:
+            alone.append([i])
+        else:
+            together.setdefault(tensor.dtype, []).append(i)
+    return Packing([*alone, *together.values()])
 
 
 Finish = Callable[[], list[torch.Tensor]]
@@ -192,8 +173,6 @@ def start_all_gather(
     shards: Sequence[torch.Tensor],
     axis: Axis,
     label: str | Label,
-    algorithm: Algorithm = "auto",
-    bucket_bytes: int | None = None,
 ) -> Finish:
     """Start gathering every rank's shards.
 
@@ -201,8 +180,6 @@ def start_all_gather(
         shards: One tensor per leaf, of the same shapes and dtypes on every rank.
         axis: The ranks that take part.
         label: Who asks, for the recorder.
-        algorithm: See `fshard.comm.ops`.
-        bucket_bytes: Tensors smaller than this share buffers of up to this many bytes; None packs what is small.
 
     Returns:
         A function that waits and returns tensors of shape (axis.size, *shard.shape), in rank order.
@@ -218,9 +195,8 @@ def start_all_gather(
     """
     if has_one_rank(axis) or not shards:
         return lambda: [shard.unsqueeze(0) for shard in shards]
-    # A tree is for sums.
-    algorithm = resolve("auto" if algorithm == "tree" else algorithm, axis, shards[0].device)
-    packed = packing(shards, axis.size, algorithm, bucket_bytes)
+    algorithm = algorithm_of(axis, shards[0].device)
+    packed = packing(shards, axis.size, algorithm)
     shapes = [shard.shape for shard in shards]
     buffers = ops.all_gather(packed.pack(shards, 0), *_named(axis), algorithm, encoded(labelled(label)))
     return lambda: packed.unpack([ops.wait(buffer) for buffer in buffers], shapes)
@@ -230,8 +206,7 @@ def start_reduce_scatter(
     stacks: Sequence[torch.Tensor],
     axis: Axis,
     label: str | Label,
-    algorithm: Algorithm = "auto",
-    bucket_bytes: int | None = None,
+    tree: bool = False,
 ) -> Finish:
     """Start summing over ranks and keeping this rank's row.
 
@@ -239,11 +214,10 @@ def start_reduce_scatter(
         stacks: One tensor per leaf of shape (axis.size, *shape): row i goes to rank i.
         axis: The ranks that take part.
         label: Who asks, for the recorder.
-        algorithm: See `fshard.comm.ops`.
-        bucket_bytes: Tensors smaller than this share buffers of up to this many bytes; None packs what is small.
+        tree: Whether sums are in one binary tree over ranks, whatever the backend.
 
     Returns:
-        A function that waits and returns tensors of `shape`, summed in rank order by the direct algorithm.
+        A function that waits and returns tensors of `shape`, summed in rank order on the processor.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -255,8 +229,8 @@ def start_reduce_scatter(
     """
     if has_one_rank(axis) or not stacks:
         return lambda: [stack[0] for stack in stacks]
-    tree, algorithm = algorithm == "tree", resolve(algorithm, axis, stacks[0].device)
-    packed = packing(stacks, 1, algorithm, bucket_bytes)
+    algorithm = "direct" if tree else algorithm_of(axis, stacks[0].device)
+    packed = packing(stacks, 1, algorithm)
     shapes = [stack.shape[1:] for stack in stacks]
     sources = packed.pack(stacks, 1)
     buffers = ops.reduce_scatter(sources, *_named(axis), algorithm, encoded(labelled(label)))
@@ -268,8 +242,7 @@ def start_all_reduce(
     tensors: Sequence[torch.Tensor],
     axis: Axis,
     label: str | Label,
-    algorithm: Algorithm = "auto",
-    bucket_bytes: int | None = None,
+    tree: bool = False,
 ) -> Finish:
     """Start summing over ranks.
 
@@ -277,11 +250,10 @@ def start_all_reduce(
         tensors: One tensor per leaf, of the same shapes and dtypes on every rank.
         axis: The ranks that take part.
         label: Who asks, for the recorder.
-        algorithm: See `fshard.comm.ops`.
-        bucket_bytes: Tensors smaller than this share buffers of up to this many bytes; None packs what is small.
+        tree: Whether sums are in one binary tree over ranks, whatever the backend.
 
     Returns:
-        A function that waits and returns the sums, in rank order by the direct algorithm.
+        A function that waits and returns the sums, in rank order on the processor.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -294,8 +266,8 @@ def start_all_reduce(
     if has_one_rank(axis) or not tensors:
         return lambda: list(tensors)
     # The gather that runs when it is finished is for the same units.
-    asked, algorithm, label = algorithm, resolve(algorithm, axis, tensors[0].device), labelled(label)
-    packed = packing(tensors, 1, algorithm, bucket_bytes)
+    algorithm, label = "direct" if tree else algorithm_of(axis, tensors[0].device), labelled(label)
+    packed = packing(tensors, 1, algorithm)
     shapes = [tensor.shape for tensor in tensors]
     buffers = packed.pack(tensors, 0)
     # Between two ranks an exchange of everything moves no more bytes, and is over in one round.
@@ -303,14 +275,14 @@ def start_all_reduce(
     exchanged = [once or b.numel() * b.element_size() <= EXCHANGE_BYTES for b in buffers]
     small = [i for i, yes in enumerate(exchanged) if yes]
     large = [i for i, yes in enumerate(exchanged) if not yes]
-    scattering = start_reduce_scatter([_rows(buffers[i], axis.size) for i in large], axis, label, asked)
+    scattering = start_reduce_scatter([_rows(buffers[i], axis.size) for i in large], axis, label, tree)
     sources = [buffers[i] for i in small]
     flying = ops.all_reduce(sources, *_named(axis), algorithm, encoded(label)) if small else []
     own = sources if _from_the_other(algorithm, axis) else None
 
     def finish() -> list[torch.Tensor]:
-        gathering = start_all_gather(scattering(), axis, label, asked)
-        sums = dict(zip(small, _sums(flying, own, asked == "tree"), strict=True))
+        gathering = start_all_gather(scattering(), axis, label)
+        sums = dict(zip(small, _sums(flying, own, tree), strict=True))
         for i, rows in zip(large, gathering(), strict=True):
             sums[i] = rows.reshape(-1)[: buffers[i].numel()].view(buffers[i].shape)
         return packed.unpack([sums[i] for i in range(len(buffers))], shapes)
@@ -359,16 +331,13 @@ def _sum_pairs(buffer: torch.Tensor) -> torch.Tensor:
     return rows[0]
 
 
-def all_gather(
-    shards: Sequence[torch.Tensor], axis: Axis, label: str | Label, algorithm: Algorithm = "auto"
-) -> list[torch.Tensor]:
+def all_gather(shards: Sequence[torch.Tensor], axis: Axis, label: str | Label) -> list[torch.Tensor]:
     """Gather every rank's shards and wait for them.
 
     Args:
         shards: As for `start_all_gather`.
         axis: The ranks that take part.
         label: Who asks, for the recorder.
-        algorithm: See `fshard.comm.ops`.
 
     Returns:
         Tensors of shape (axis.size, *shard.shape), in rank order.
@@ -381,22 +350,19 @@ def all_gather(
     >>> fs.testing.spmd(program, world=2)[0]
     ([0, 1], torch.Size([2, 3]))
     """
-    return start_all_gather(shards, axis, label, algorithm)()
+    return start_all_gather(shards, axis, label)()
 
 
-def reduce_scatter(
-    stacks: Sequence[torch.Tensor], axis: Axis, label: str | Label, algorithm: Algorithm = "auto"
-) -> list[torch.Tensor]:
+def reduce_scatter(stacks: Sequence[torch.Tensor], axis: Axis, label: str | Label) -> list[torch.Tensor]:
     """Sum over ranks, keep this rank's row and wait for it.
 
     Args:
         stacks: As for `start_reduce_scatter`.
         axis: The ranks that take part.
         label: Who asks, for the recorder.
-        algorithm: See `fshard.comm.ops`.
 
     Returns:
-        Tensors without the stacks' first dim, summed in rank order by the direct algorithm.
+        Tensors without the stacks' first dim, summed in rank order on the processor.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -406,22 +372,19 @@ def reduce_scatter(
     >>> fs.testing.spmd(program, world=2)
     [[3.0, 6.0], [9.0, 12.0]]
     """
-    return start_reduce_scatter(stacks, axis, label, algorithm)()
+    return start_reduce_scatter(stacks, axis, label)()
 
 
-def all_reduce(
-    tensors: Sequence[torch.Tensor], axis: Axis, label: str | Label, algorithm: Algorithm = "auto"
-) -> list[torch.Tensor]:
+def all_reduce(tensors: Sequence[torch.Tensor], axis: Axis, label: str | Label) -> list[torch.Tensor]:
     """Sum over ranks and wait.
 
     Args:
         tensors: As for `start_all_reduce`.
         axis: The ranks that take part.
         label: Who asks, for the recorder.
-        algorithm: See `fshard.comm.ops`.
 
     Returns:
-        The sums, in rank order by the direct algorithm.
+        The sums, in rank order on the processor.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -430,7 +393,7 @@ def all_reduce(
     >>> fs.testing.spmd(program, world=2)
     [[3.0], [3.0]]
     """
-    return start_all_reduce(tensors, axis, label, algorithm)()
+    return start_all_reduce(tensors, axis, label)()
 
 
 def all_to_all(

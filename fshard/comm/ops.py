@@ -9,8 +9,6 @@ Algorithms:
         buffer of a sum is what the other rank sent, and nothing else.
     coalesced: one fused collective for the whole list, which is what NCCL does best.
     flat: the backend's own collective for each tensor.
-
-"tree", which callers may ask for, is direct with sums in a binary tree over ranks.
 """
 
 import os

@@ -90,7 +90,7 @@ class Leaf:
         self.shape: Sequence[int] | None = None
         self.large = self.accumulated = self.owed = self.used = False
         # Small leaves of one unit always share a bucket.
-        self.bucket_bytes = facts.bucket_bytes or max(self.policy.bucket_bytes, comm.PACK_BYTES)
+        self.bucket_bytes = max(self.policy.bucket_bytes, comm.PACK_BYTES)
         self._is_new = facts.is_new
         self.keeper: Use | None = None
         self.first: Use | None = None
@@ -111,7 +111,7 @@ class Leaf:
         if self.shape is None:
             self.shape = self.spec.shape if full.shape == self.spec.shape else full.shape
             self.dtype, self.device, self.nbytes = full.dtype, full.device, full.nbytes
-            self.large = self.nbytes >= min(self.bucket_bytes, comm.PACK_BYTES)
+            self.large = self.nbytes >= comm.PACK_BYTES
 
     def add_partial(self, grad: torch.Tensor) -> None:
         """Add to this rank's full gradient; where hooks are to run, to that of the running backward."""

@@ -8,7 +8,6 @@ import torch
 from torch.nn.functional import pad
 
 from fshard import comm
-from fshard.errors import expect
 from fshard.mesh import Mesh, axis_of
 from fshard.transforms.base import BuiltIn, Finish, LayoutError, ShardTransform, Tensors
 from fshard.transforms.node_sums import start_node_sums, start_whole_node_sums
@@ -25,8 +24,8 @@ class _FullyShard(BuiltIn):
     axis: Axis
     dim: int
     min_shard_elements: int
-    algorithm: comm.Algorithm
-    bucket_bytes: int | None = None
+    # Whether sums over ranks are in one binary tree.
+    tree: bool = field(default=False, kw_only=True, repr=False)
     # Of the job, where gradients are given as partial sums.
     microbatches: int | None = field(default=None, kw_only=True, repr=False)
 
@@ -50,13 +49,13 @@ class _FullyShard(BuiltIn):
 
     def start_rows(self, shards: Tensors, specs: Sequence[Spec]) -> Finish:
         """Start sending every rank all shards; finished, each has the ranks' rows as its first dim."""
-        return comm.start_all_gather(shards, self.axis, "gather", self.algorithm, self.bucket_bytes)
+        return comm.start_all_gather(shards, self.axis, "gather")
 
     def start_sums(self, stacks: Tensors, specs: Sequence[Spec]) -> Finish:
         """Start sending each rank its row of every stack; finished, each is the sum of what ranks sent."""
         if self.microbatches:
             return start_node_sums(stacks, self.axis, self.microbatches)
-        return comm.start_reduce_scatter(stacks, self.axis, "scatter", self.algorithm, self.bucket_bytes)
+        return comm.start_reduce_scatter(stacks, self.axis, "scatter", self.tree)
 
     def start_gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Finish:
         dims = self.split_dims(specs)
@@ -120,9 +119,7 @@ def _joined(rows: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return torch.cat([row.narrow(dim, 0, n) for row, n in zip(rows, kept, strict=True)], dim)
 
 
-def fully_shard(
-    mesh: Mesh | Axis, *, dim: int = 0, min_shard_elements: int = 0, algorithm: comm.Algorithm = "auto"
-) -> ShardTransform:
+def fully_shard(mesh: Mesh | Axis, *, dim: int = 0, min_shard_elements: int = 0) -> ShardTransform:
     """Split each leaf in equal pieces over a mesh axis: gather is an all-gather, scatter a reduce-scatter.
 
     A dim that does not divide is padded at its end, as FSDP2 does. Tiny leaves stay whole on every rank and have their
@@ -132,7 +129,6 @@ def fully_shard(
         mesh: A mesh of one axis, such as mesh["shard"], or an Axis.
         dim: The dim to split; may count from the end.
         min_shard_elements: Leaves of fewer elements stay whole.
-        algorithm: How collectives run; "auto" chooses by backend. See `fshard.comm.ops`.
 
     Returns:
         The transform.
@@ -147,17 +143,15 @@ def fully_shard(
     >>> fs.testing.spmd(program, world=2)  # the 0 is padding
     [[1.0, 2.0], [3.0, 0.0]]
     """
-    expect(algorithm in comm.ALGORITHMS, "fully_shard", f"algorithm to be one of {comm.ALGORITHMS}", repr(algorithm))
     check_numbers("fully_shard", Range("0 or more", lambda number: number >= 0), min_shard_elements=min_shard_elements)
     check_dim("fully_shard", dim)
-    return _FullyShard(axis_of(mesh), dim, min_shard_elements, algorithm)
+    return _FullyShard(axis_of(mesh), dim, min_shard_elements)
 
 
 @dataclass(frozen=True)
 class _Replicate(BuiltIn):
     axis: Axis
-    algorithm: comm.Algorithm
-    bucket_bytes: int | None = None
+    tree: bool = field(default=False, kw_only=True, repr=False)
     microbatches: int | None = field(default=None, kw_only=True, repr=False)
 
     @property
@@ -178,21 +172,20 @@ def _start_whole_sums(transform: _FullyShard | _Replicate, grads: Tensors) -> Fi
     """Start summing gradients of leaves that every rank of the axis has whole."""
     if transform.microbatches:
         return start_whole_node_sums(grads, transform.axis, transform.microbatches)
-    return comm.start_all_reduce(grads, transform.axis, "scatter", transform.algorithm, transform.bucket_bytes)
+    return comm.start_all_reduce(grads, transform.axis, "scatter", transform.tree)
 
 
-def replicate(mesh: Mesh | Axis, *, algorithm: comm.Algorithm = "auto") -> ShardTransform:
+def replicate(mesh: Mesh | Axis) -> ShardTransform:
     """Keep each leaf the same on every rank of a mesh axis: gather communicates nothing, scatter sums.
 
     Args:
         mesh: A mesh of one axis, such as mesh["replicate"], or an Axis.
-        algorithm: How collectives run; "auto" chooses by backend. See `fshard.comm.ops`.
 
     Returns:
         The transform.
 
     Raises:
-        ValueError: if the mesh has several axes, or the algorithm is unknown.
+        ValueError: if the mesh has several axes.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -203,8 +196,7 @@ def replicate(mesh: Mesh | Axis, *, algorithm: comm.Algorithm = "auto") -> Shard
     >>> fs.testing.spmd(program, world=3)  # 0 + 1 + 2 times each
     [[3.0, 9.0], [3.0, 9.0], [3.0, 9.0]]
     """
-    expect(algorithm in comm.ALGORITHMS, "replicate", f"algorithm to be one of {comm.ALGORITHMS}", repr(algorithm))
-    return _Replicate(axis_of(mesh), algorithm)
+    return _Replicate(axis_of(mesh))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ _FORMER = MappingProxyType(
         "start_scatter_with_state": "start_scatter(self, grads, specs, states)",
         "store": "storage",
         "beside": "storage",
-        "bucketed": "a field bucket_bytes",
     }
 )
 
@@ -85,8 +84,8 @@ class ShardTransform:
     its scatter takes and returns states. Gather has no state: it runs as often as a strategy wants.
 
     The members are `axes`, `storage`, `layout`, `gather`, `scatter`, `start_gather`, `start_scatter` and `init`. Fields
-    and helpers are a subclass's own; an int field `bucket_bytes` is set by `bucket`. A class with a method that nearly
-    has a member's name, or with half of a pair, is refused by a TypeError when it is made.
+    and helpers are a subclass's own. A class with a method that nearly has a member's name, or with half of a pair, is
+    refused by a TypeError when it is made.
 
     >>> import torch, fshard as fs
     >>> class Rounded(fs.ShardTransform):

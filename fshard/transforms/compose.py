@@ -1,4 +1,4 @@
-"""Transforms made of others: compose, masked and bucket, and all that is read off their structure."""
+"""Transforms made of others: compose and masked, and all that is read off their structure."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -243,50 +243,6 @@ def masked_transform(transform: ShardTransform, mask: Mask, otherwise: ShardTran
     return _Masked(transform, mask, otherwise)
 
 
-def bucket(transform: ShardTransform, nbytes: int = 25 * 1024 * 1024) -> ShardTransform:
-    """Let leaves travel together: those smaller than a bucket share buffers of up to its size.
-
-    Fewer and larger messages, where latency costs more than the copies and the memory of the buffers; follows
-    DistributedDataParallel's bucket_cap_mb. Values are the same.
-
-    Args:
-        transform: A strategy, or any transform that communicates.
-        nbytes: Size of a bucket in bytes of full tensors.
-
-    Returns:
-        The transform with buckets.
-
-    Raises:
-        ValueError: if the size is no positive number, or nothing in the transform travels in buffers.
-
-    >>> import torch, fshard as fs
-    >>> def buffers(nbytes):
-    ...     transform = fs.bucket(fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu")), nbytes)
-    ...     params = fs.shard({"a": torch.ones(1 << 14), "b": torch.ones(1 << 14)}, transform)
-    ...     with fs.comm.record() as record:
-    ...         fs.gather(params)
-    ...     return [entry.tensors for entry in record if not entry.scalar]
-    >>> [fs.testing.spmd(lambda: buffers(nbytes), world=2)[0] for nbytes in (1, 1 << 20)]
-    [[2], [1]]
-    """
-    needed = "transform to be a ShardTransform such as fs.zero3(mesh)"
-    expect(isinstance(transform, ShardTransform), "bucket", needed, describe(transform))
-    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0:
-        raise ValueError(f"bucket: expected nbytes to be a positive number of bytes, got {nbytes!r}")
-    if not any(_bucketed(node) for node in nodes(transform)):
-        raise ValueError("bucket: nothing in the transform travels in buffers; wrap fully_shard or replicate")
-
-    def sized(value: Any) -> Any:
-        own = isinstance(value, ShardTransform) and _bucketed(value)
-        return rebuilt(replace(value, bucket_bytes=nbytes) if own else value, sized)
-
-    return sized(transform)
-
-
-def _bucketed(transform: ShardTransform) -> bool:
-    return any(field.name == "bucket_bytes" and field.init for field in fields(transform))
-
-
 def _held(transform: ShardTransform) -> Iterator[Any]:
     """List the values in a transform's fields, and in tuples there."""
     for field in fields(transform):
@@ -379,13 +335,11 @@ class Reduction(NamedTuple):
 
     Attributes:
         dtype: The dtype that gradients are reduced in; None leaves them in theirs.
-        bucket_bytes: The size of the buffers that leaves travel in; None where only small ones share one.
         has_state: Whether scatter takes and returns states.
         is_new: Whether scatter returns tensors that nobody else holds, which may be written to.
     """
 
     dtype: torch.dtype | None = None
-    bucket_bytes: int | None = None
     has_state: bool = False
     is_new: bool = False
 
@@ -406,8 +360,7 @@ def reduction(transform: Any) -> Reduction:
         return Reduction()
     found: Reduction | None = transform.__dict__.get("_reduction")
     if found is None:
-        sizes = [size for node in nodes(transform) if (size := getattr(node, "bucket_bytes", None)) is not None]
-        found = Reduction(_dtype(transform), max(sizes, default=None), _has_state(transform), _is_new(transform))
+        found = Reduction(_dtype(transform), _has_state(transform), _is_new(transform))
         transform.__dict__["_reduction"] = found
     return found
 

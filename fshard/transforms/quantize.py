@@ -1,7 +1,7 @@
 """quantize: leaves, and if asked for gradients, travel as blocks of int8."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import pad
@@ -18,8 +18,6 @@ LARGEST = 127
 
 @dataclass(frozen=True)
 class _Quantize(_FullyShard):
-    # Bytes travel in messages of their own.
-    bucket_bytes: int | None = field(default=None, init=False)
     block: int = 256
     gathers: bool = True
     scatters: bool = False
@@ -31,7 +29,7 @@ class _Quantize(_FullyShard):
         batch = {i: shards[i].dim() - len(specs[i].full_shape) for i in lossy}
         codes = [to_codes(shards[i].unsqueeze(0), self.block, batch[i])[0] for i in lossy]
         rest = super().start_rows([shards[i] for i in exact], [specs[i] for i in exact])
-        travelling = comm.start_all_gather(codes, self.axis, "gather", self.algorithm)
+        travelling = comm.start_all_gather(codes, self.axis, "gather")
 
         def finish() -> Tensors:
             out = dict(zip(exact, rest(), strict=True))
@@ -187,7 +185,6 @@ def quantize(
     block: int = 256,
     dim: int = 0,
     min_shard_elements: int = 0,
-    algorithm: comm.Algorithm = "auto",
 ) -> ShardTransform:
     """Split each leaf over a mesh axis, as `fully_shard`, and let it travel as int8, a quarter of float32's bytes.
 
@@ -207,7 +204,6 @@ def quantize(
         block: Elements that share a scale of 4 bytes.
         dim: As for `fully_shard`.
         min_shard_elements: As for `fully_shard`; leaves that stay whole are summed exactly.
-        algorithm: As for `fully_shard`.
 
     Returns:
         The transform. Integer and complex leaves, those of 8 bits, and an axis of one rank, are left exact.
@@ -227,7 +223,7 @@ def quantize(
         raise ValueError(f"quantize: expected block to be a number of elements, 1 or more, got {block!r}")
     remedy = "pass one of them, or use fully_shard"
     expect(gather or scatter, "quantize", "gather or scatter to be rounded", "neither", remedy)
-    plain = fully_shard(axis_of(mesh), dim=dim, min_shard_elements=min_shard_elements, algorithm=algorithm)
+    plain = fully_shard(axis_of(mesh), dim=dim, min_shard_elements=min_shard_elements)
     assert isinstance(plain, _FullyShard)
     made = _QuantizeWithFeedback if scatter and error_feedback else _Quantize
-    return made(plain.axis, dim, min_shard_elements, algorithm, block, gather, scatter)
+    return made(plain.axis, dim, min_shard_elements, block, gather, scatter)

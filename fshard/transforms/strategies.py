@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from fshard import comm
 from fshard.errors import expect
 from fshard.mesh import Link, Mesh, axis_given, link_of
 from fshard.transforms import ShardTransform, cast, compose, fully_shard
@@ -292,7 +291,6 @@ def hybrid_shard(
     *,
     dim: int = 0,
     min_shard_elements: int = 0,
-    algorithm: comm.Algorithm = "auto",
 ) -> ShardTransform:
     """Split each leaf over one mesh axis and keep the pieces the same over another (HSDP).
 
@@ -305,7 +303,6 @@ def hybrid_shard(
         replicate: Name of the axis whose ranks hold the same pieces.
         dim: As for `fully_shard`.
         min_shard_elements: As for `fully_shard`.
-        algorithm: As for `fully_shard`.
 
     Returns:
         compose(replicate(...), fully_shard(...)).
@@ -320,7 +317,5 @@ def hybrid_shard(
     >>> fs.testing.spmd(program, world=4)
     [[0.0, 1.0], [2.0, 3.0], [0.0, 1.0], [2.0, 3.0]]
     """
-    inner = fully_shard(
-        axis_given(mesh, axis, "axis"), dim=dim, min_shard_elements=min_shard_elements, algorithm=algorithm
-    )
-    return compose(replicated(axis_given(mesh, replicate, "replicate"), algorithm=algorithm), inner)
+    inner = fully_shard(axis_given(mesh, axis, "axis"), dim=dim, min_shard_elements=min_shard_elements)
+    return compose(replicated(axis_given(mesh, replicate, "replicate")), inner)

@@ -41,7 +41,7 @@ def _in_tree(transform: ShardTransform, uneven: int) -> ShardTransform:
     if type(transform) in (_FullyShard, _Replicate):
         if transform.axes[0].size == 1:
             return transform
-        sums: dict[str, Any] = {"microbatches": uneven} if uneven else {"algorithm": "tree"}
+        sums: dict[str, Any] = {"microbatches": uneven} if uneven else {"tree": True}
         return replace(transform, **sums)
     name = " of ".join(type(node).__name__.strip("_") for node in (transform, *parts(transform)))
     raise LayoutError(name, "fully_shard, replicate, split_dim, casts and offload alone")

@@ -12,10 +12,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fshard as fs
 from fshard import comm
 from fshard.comm.collective import EXCHANGE_BYTES, PACK_BYTES
+from tests.comm.algorithms import ALGORITHMS, sent_by
 from tests.ranks import my_rank, on_ranks
 from tests.trees import as_bytes, assert_same_bits, normal, one_axis
 
-ALGORITHMS = ("auto", "direct", "coalesced", "flat")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 MORE_DTYPES = (torch.bool, torch.int8, torch.float16, torch.complex64, torch.float8_e4m3fn)
 
@@ -62,34 +62,37 @@ def assert_sums(actual, parts, in_rank_order):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @on_ranks(*WORLDS)
 def test_all_gather(algorithm):
-    line = axis()
-    ranks = of_ranks(line.size, [(n,) for n in SIZES] + [(), (5, 0), (3, 4, 5)], DTYPES + MORE_DTYPES)
-    mine = ranks[comm.rank(line)]
-    assert_same_bits(comm.all_gather(mine, line, "test", algorithm), list(map(torch.stack, zip(*ranks))))
+    with sent_by(algorithm):
+        line = axis()
+        ranks = of_ranks(line.size, [(n,) for n in SIZES] + [(), (5, 0), (3, 4, 5)], DTYPES + MORE_DTYPES)
+        mine = ranks[comm.rank(line)]
+        assert_same_bits(comm.all_gather(mine, line, "test"), list(map(torch.stack, zip(*ranks))))
 
 
 @pytest.mark.rows(2)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @on_ranks(*WORLDS)
 def test_reduce_scatter(algorithm):
-    line = axis()
-    shapes = [(line.size, n // line.size) for n in SIZES] + [(line.size,), (line.size, 5, 0), (line.size, 3, 4, 5)]
-    ranks = of_ranks(line.size, shapes, DTYPES)
-    me = comm.rank(line)
-    sums = comm.reduce_scatter(ranks[me], line, "test", algorithm)
-    for total, *stacks in zip(sums, *ranks, strict=True):
-        assert_sums(total, [stack[me] for stack in stacks], algorithm in ("auto", "direct"))
+    with sent_by(algorithm):
+        line = axis()
+        shapes = [(line.size, n // line.size) for n in SIZES] + [(line.size,), (line.size, 5, 0), (line.size, 3, 4, 5)]
+        ranks = of_ranks(line.size, shapes, DTYPES)
+        me = comm.rank(line)
+        sums = comm.reduce_scatter(ranks[me], line, "test")
+        for total, *stacks in zip(sums, *ranks, strict=True):
+            assert_sums(total, [stack[me] for stack in stacks], algorithm in ("auto", "direct"))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @on_ranks(*WORLDS)
 def test_all_reduce(algorithm):
-    line = axis()
-    ranks = of_ranks(line.size, [(n,) for n in SIZES] + [(), (5, 0), (3, 4, 5)], DTYPES)
-    sums = comm.all_reduce(ranks[comm.rank(line)], line, "test", algorithm)
-    for total, *parts in zip(sums, *ranks, strict=True):
-        assert_sums(total, parts, algorithm in ("auto", "direct"))
-    return [as_bytes(total).numpy().tobytes() for total in sums]
+    with sent_by(algorithm):
+        line = axis()
+        ranks = of_ranks(line.size, [(n,) for n in SIZES] + [(), (5, 0), (3, 4, 5)], DTYPES)
+        sums = comm.all_reduce(ranks[comm.rank(line)], line, "test")
+        for total, *parts in zip(sums, *ranks, strict=True):
+            assert_sums(total, parts, algorithm in ("auto", "direct"))
+        return [as_bytes(total).numpy().tobytes() for total in sums]
 
 
 @pytest.mark.rows(6)
@@ -99,8 +102,8 @@ def test_direct_sums_are_in_rank_order(elements):
     """(1e16 + 1) - 1e16 is 0 and (1e16 - 1e16) + 1 is 1: the order shows in every element."""
     line = axis()
     value = torch.full((elements,), [1e16, 1.0, -1e16, 1.0][comm.rank(line)], dtype=torch.float64)
-    (total,) = comm.all_reduce([value], line, "test", "direct")
-    (piece,) = comm.reduce_scatter([value.repeat(line.size, 1)], line, "test", "direct")
+    (total,) = comm.all_reduce([value], line, "test")
+    (piece,) = comm.reduce_scatter([value.repeat(line.size, 1)], line, "test")
     assert {*total.tolist(), *piece.tolist()} == {1.0 if line.size == 4 else 0.0}
 
 
@@ -120,61 +123,65 @@ def strided():
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @on_ranks(*WORLDS)
 def test_strided_inputs(algorithm):
-    line = axis()
-    tensors, one = strided(), torch.arange(8.0)[3:4].as_strided((1,), (5,))
-    expected = [torch.stack([tensor] * line.size) for tensor in (*tensors, one)]
-    assert_same_bits(comm.all_gather([*tensors, one], line, "test", algorithm), expected)
-    for tensor in (*tensors, one):
-        assert_same_bits(comm.all_gather([tensor], line, "test", algorithm), [torch.stack([tensor] * line.size)])
-        assert_same_bits(comm.all_reduce([tensor], line, "test", algorithm), [tensor * line.size])
-    for tensor in tensors:
-        stack = tensor[:6].unflatten(0, (line.size, -1)) if len(tensor) == 6 else tensor[:1].expand(line.size, 4, 1)
-        expected = stack[comm.rank(line)] * line.size
-        assert_same_bits(comm.reduce_scatter([stack], line, "test", algorithm), [expected])
+    with sent_by(algorithm):
+        line = axis()
+        tensors, one = strided(), torch.arange(8.0)[3:4].as_strided((1,), (5,))
+        expected = [torch.stack([tensor] * line.size) for tensor in (*tensors, one)]
+        assert_same_bits(comm.all_gather([*tensors, one], line, "test"), expected)
+        for tensor in (*tensors, one):
+            assert_same_bits(comm.all_gather([tensor], line, "test"), [torch.stack([tensor] * line.size)])
+            assert_same_bits(comm.all_reduce([tensor], line, "test"), [tensor * line.size])
+        for tensor in tensors:
+            stack = tensor[:6].unflatten(0, (line.size, -1)) if len(tensor) == 6 else tensor[:1].expand(line.size, 4, 1)
+            expected = stack[comm.rank(line)] * line.size
+            assert_same_bits(comm.reduce_scatter([stack], line, "test"), [expected])
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @on_ranks(*WORLDS)
 def test_inputs_are_left_alone_and_results_are_new(algorithm):
-    line = axis()
-    for n in SIZES[1:]:
-        tensor, stack = torch.ones(n), torch.ones(line.size, n)
-        results = [
-            *comm.all_gather([tensor], line, "test", algorithm),
-            *comm.reduce_scatter([stack], line, "test", algorithm),
-            *comm.all_reduce([tensor], line, "test", algorithm),
-        ]
-        for result in results:
-            result.fill_(7.0)
-        assert bool((tensor == 1).all())
-        assert bool((stack == 1).all())
+    with sent_by(algorithm):
+        line = axis()
+        for n in SIZES[1:]:
+            tensor, stack = torch.ones(n), torch.ones(line.size, n)
+            results = [
+                *comm.all_gather([tensor], line, "test"),
+                *comm.reduce_scatter([stack], line, "test"),
+                *comm.all_reduce([tensor], line, "test"),
+            ]
+            for result in results:
+                result.fill_(7.0)
+            assert bool((tensor == 1).all())
+            assert bool((stack == 1).all())
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @on_ranks(*WORLDS)
 def test_collectives_in_flight_finish_in_any_order(algorithm):
-    line = axis()
-    mine = torch.full((6,), comm.rank(line) + 1.0)
-    finish = [
-        comm.start_all_gather([mine], line, "first", algorithm),
-        comm.start_all_reduce([mine], line, "second", algorithm),
-        comm.start_reduce_scatter([mine.view(line.size, -1)], line, "third", algorithm),
-    ]
-    (scattered,), (total,), (gathered,) = (wait() for wait in reversed(finish))
-    ranks = range(1, line.size + 1)
-    assert gathered.tolist() == [[float(rank)] * 6 for rank in ranks]
-    assert total.tolist() == [float(sum(ranks))] * 6
-    assert scattered.tolist() == [float(sum(ranks))] * (6 // line.size)
+    with sent_by(algorithm):
+        line = axis()
+        mine = torch.full((6,), comm.rank(line) + 1.0)
+        finish = [
+            comm.start_all_gather([mine], line, "first"),
+            comm.start_all_reduce([mine], line, "second"),
+            comm.start_reduce_scatter([mine.view(line.size, -1)], line, "third"),
+        ]
+        (scattered,), (total,), (gathered,) = (wait() for wait in reversed(finish))
+        ranks = range(1, line.size + 1)
+        assert gathered.tolist() == [[float(rank)] * 6 for rank in ranks]
+        assert total.tolist() == [float(sum(ranks))] * 6
+        assert scattered.tolist() == [float(sum(ranks))] * (6 // line.size)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @on_ranks(1, 2)
 def test_nothing_to_send_is_no_collective(algorithm):
-    line = axis()
-    with comm.record() as record:
-        for collective in (comm.all_gather, comm.reduce_scatter, comm.all_reduce):
-            assert collective([], line, "test", algorithm) == []
-    assert record == []
+    with sent_by(algorithm):
+        line = axis()
+        with comm.record() as record:
+            for collective in (comm.all_gather, comm.reduce_scatter, comm.all_reduce):
+                assert collective([], line, "test") == []
+        assert record == []
 
 
 @on_ranks(1)
@@ -232,11 +239,12 @@ FAKE_CALLS = {
 @pytest.mark.parametrize("algorithm", ALGORITHMS[1:])
 @pytest.mark.parametrize("name", FAKE_CALLS)
 def test_fake_tensors_need_no_ranks(name, algorithm):
-    collective, shapes, expected = FAKE_CALLS[name]
-    with FakeTensorMode():
-        outputs = collective([torch.ones(shape).bfloat16() for shape in shapes], FAKE_AXIS, "test", algorithm)
-    assert [tuple(output.shape) for output in outputs] == expected
-    assert {output.dtype for output in outputs} == {torch.bfloat16}
+    with sent_by(algorithm):
+        collective, shapes, expected = FAKE_CALLS[name]
+        with FakeTensorMode():
+            outputs = collective([torch.ones(shape).bfloat16() for shape in shapes], FAKE_AXIS, "test")
+        assert [tuple(output.shape) for output in outputs] == expected
+        assert {output.dtype for output in outputs} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS[1:])
@@ -244,15 +252,16 @@ def test_fake_tensors_need_no_ranks(name, algorithm):
 @on_ranks("3 processes")
 def test_traced_collectives_are_the_same(name, algorithm):
     """A graph holds the operators themselves, each with a wait, and computes what eager code does."""
-    collective, shapes, _ = FAKE_CALLS[name]
-    line = fs.axis_of(one_axis())
-    draw = normal(comm.rank(line))
-    tensors = [draw(*shape) for shape in shapes]
-    graph = make_fx(lambda tensors: collective(tensors, line, "test", algorithm), tracing_mode="fake")(tensors)
-    targets = [str(node.target) for node in graph.graph.nodes]
-    assert any(target.startswith("fshard.") for target in targets)
-    assert any(target.startswith("_c10d_functional.wait_tensor") for target in targets)
-    assert_same_bits(graph(tensors), collective(tensors, line, "test", algorithm))
+    with sent_by(algorithm):
+        collective, shapes, _ = FAKE_CALLS[name]
+        line = fs.axis_of(one_axis())
+        draw = normal(comm.rank(line))
+        tensors = [draw(*shape) for shape in shapes]
+        graph = make_fx(lambda tensors: collective(tensors, line, "test"), tracing_mode="fake")(tensors)
+        targets = [str(node.target) for node in graph.graph.nodes]
+        assert any(target.startswith("fshard.") for target in targets)
+        assert any(target.startswith("_c10d_functional.wait_tensor") for target in targets)
+        assert_same_bits(graph(tensors), collective(tensors, line, "test"))
 
 
 @on_ranks("3 processes", timeout=20.0)

@@ -10,6 +10,7 @@ from fshard import comm
 from fshard.comm import Label, Phase, Pool, Verb
 from fshard.comm.collective import PACK_BYTES
 from fshard.comm.events import LEAVES, WIDTH
+from tests.comm.algorithms import sent_by
 from tests.ranks import on_ranks
 from tests.trees import one_axis
 
@@ -88,12 +89,12 @@ def test_records(algorithm, packed):
     line = fs.axis_of(one_axis())
     tensors = [torch.ones(4), torch.ones(4), torch.ones(4).double(), torch.ones(PACK_BYTES // 8).double()]
     stacks = [tensor.view(2, -1) for tensor in tensors]
-    with comm.record() as record:
-        comm.all_gather(tensors, line, "mine", algorithm)
-        comm.reduce_scatter(stacks, line, "mine", algorithm)
-        comm.all_reduce(tensors, line, "mine", algorithm)
-        comm.all_reduce([torch.ones((), dtype=torch.float64)], line, "mine", algorithm)
-    comm.all_reduce(tensors, line, "not recorded", algorithm)
+    with comm.record() as record, sent_by(algorithm):
+        comm.all_gather(tensors, line, "mine")
+        comm.reduce_scatter(stacks, line, "mine")
+        comm.all_reduce(tensors, line, "mine")
+        comm.all_reduce([torch.ones((), dtype=torch.float64)], line, "mine")
+    comm.all_reduce(tensors, line, "not recorded")
     assert {(entry.axis, entry.size, entry.label) for entry in record} == {("shard", 2, "mine")}
     nbytes = 2 * 4 * 4 + 4 * 8 + PACK_BYTES
     # Packed buffers by dtype and what travels alone; a fused collective needs no packing. Two ranks sum whole tensors.

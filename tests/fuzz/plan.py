@@ -15,7 +15,7 @@ OPTIMIZERS = ("SGD", "momentum", "nesterov", "AdamW", "amsgrad", "RMSprop", "Ada
 DTYPES = ("float64", "float32", "bfloat16", "policy", "policy, float32 sums")
 VARIANTS = (
     *("zero3 kept", "zero3 some kept", "zero3 late", "zero3 merged"),
-    *("zero3 in buckets", "zero3 last dim", "zero3 beside zero2"),
+    *("zero3 last dim", "zero3 beside zero2"),
 )
 STATE = "module-state"
 

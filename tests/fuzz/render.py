@@ -69,7 +69,6 @@ STRATEGIES = {
     "zero3 some kept": 'fs.zero3(mesh, min_shard_elements=10, merge_bytes=0, regather="*1*", prefetch=2{policy})',
     "zero3 late": "fs.zero3(mesh, min_shard_elements=0, merge_bytes=0, prefetch=0{policy})",
     "zero3 merged": "fs.zero3(mesh, min_shard_elements=20{policy})",
-    "zero3 in buckets": "fs.bucket(fs.zero3(mesh, min_shard_elements=0, merge_bytes=0{policy}), 200)",
     "zero3 last dim": "fs.zero3(mesh, layout=fs.fully_shard(mesh, dim=-1), merge_bytes=0{policy})",
     "zero3 beside zero2": (
         "fs.masked(fs.zero3(mesh, min_shard_elements=0, merge_bytes=0{policy}), '*0*', otherwise=fs.zero2(mesh))"

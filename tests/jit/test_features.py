@@ -234,7 +234,6 @@ STRATEGIES = {
     "hsdp": lambda: fs.hsdp(grid(), **EVERY),
     "quantize": quantized(),
     "quantize with error feedback": quantized(scatter=True),
-    "bucket": lambda: fs.zero3(one_axis(), layout=fs.bucket(fs.fully_shard(one_axis()), 3000), merge_bytes=0),
     "offload": lambda: fs.zero3(one_axis(), layout=fs.compose(fs.offload("cpu"), fs.fully_shard(one_axis()))),
 }
 RULES = {"blocks": Block, "blocks and layers": (Block, nn.Linear), "every module": nn.Module}

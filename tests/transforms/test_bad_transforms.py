@@ -9,7 +9,7 @@ from torch import nn
 import fshard as fs
 from tests.bad_input import Row, assert_all_refused
 from tests.ranks import on_ranks
-from tests.test_bad_setup import ALGORITHMS, setup
+from tests.test_bad_setup import setup
 from tests.transforms.laws import SGD
 from tests.trees import one_axis
 
@@ -53,33 +53,9 @@ HYBRID = [
     setup("hsdp on a mesh of one axis", fs.hsdp, LACKS.format("replicate", "replicate"), MESH),
     setup("hybrid_shard on another axis", fs.hybrid_shard, LACKS.format("node", "axis"), MESH, "node"),
     setup("hybrid_shard with one axis for both", fs.hybrid_shard, TWICE.format(["shard"]), GRID, "shard", "shard"),
-    setup(
-        "hybrid_shard by an unknown algorithm",
-        lambda mesh: fs.hybrid_shard(mesh, algorithm="ring"),
-        f"fully_shard: {ALGORITHMS}",
-        GRID,
-    ),
     setup("hsdp of less than no elements", lambda mesh: fs.hsdp(mesh, min_shard_elements=-1), SMALLEST, GRID),
     setup("hybrid_shard on no mesh", fs.hybrid_shard, NO_MESH, "replicate"),
     setup("hsdp with a bad option of zero3", lambda mesh: fs.hsdp(mesh, prefetch=-1), PREFETCH, GRID),
-]
-
-NOTHING = "bucket: nothing in the transform travels in buffers; wrap fully_shard or replicate"
-SIZE = "bucket: expected nbytes to be a positive number of bytes, got {!r}"
-NO_TRANSFORM = "bucket: expected transform to be a ShardTransform such as fs.zero3(mesh), got a DeviceMesh"
-BUCKET = [
-    *(
-        setup(f"a bucket of {size!r}", fs.bucket, SIZE.format(size), ZERO2, size)
-        for size in (0, -1, 2.5, True, None, "25MB")
-    ),
-    setup("a bucket of a mesh", fs.bucket, NO_TRANSFORM, MESH),
-    setup("a bucket of a cast", fs.bucket, NOTHING, BFLOAT16),
-    setup("a bucket of nothing", fs.bucket, NOTHING, fs.compose()),
-    setup("a bucket of quantize", lambda mesh: fs.bucket(fs.quantize(mesh)), NOTHING, MESH),
-    setup(
-        "a bucket of zero3 of quantize", lambda mesh: fs.bucket(fs.zero3(mesh, layout=fs.quantize(mesh))), NOTHING, MESH
-    ),
-    setup("a bucket of split_dim", lambda mesh: fs.bucket(fs.split_dim(mesh, dim=0)), NOTHING, MESH),
 ]
 
 BLOCK = "quantize: expected block to be a number of elements, 1 or more, got {!r}"
@@ -96,12 +72,6 @@ QUANTIZE = [
     ),
     setup("quantize that rounds nothing", lambda mesh: fs.quantize(mesh, gather=False), NEITHER, MESH),
     setup("quantize on a mesh of two axes", fs.quantize, ONE_AXIS, GRID),
-    setup(
-        "quantize by an unknown algorithm",
-        lambda mesh: fs.quantize(mesh, algorithm="ring"),
-        f"fully_shard: {ALGORITHMS}",
-        MESH,
-    ),
     setup("quantize of less than no elements", lambda mesh: fs.quantize(mesh, min_shard_elements=-1), SMALLEST, MESH),
 ]
 
@@ -276,7 +246,7 @@ MASKED = [
 
 
 def test_bad_arguments_are_refused():
-    assert_all_refused([*OFFLOAD, *HYBRID, *BUCKET, *QUANTIZE, *SPLIT_DIM, *COMPOSE, *MASKED])
+    assert_all_refused([*OFFLOAD, *HYBRID, *QUANTIZE, *SPLIT_DIM, *COMPOSE, *MASKED])
 
 
 @on_ranks(2)

@@ -48,7 +48,6 @@ REFUSED = [
             "axess": "axes",
             "store": "storage",
             "beside": "storage",
-            "bucketed": "a field bucket_bytes",
             "scatter_with_state": "scatter(self, grads, specs, states)",
             "start_scatter_with_state": "start_scatter(self, grads, specs, states)",
         }.items()
@@ -104,7 +103,6 @@ class Own(fs.ShardTransform):
     gathers: bool
     axis: fs.Axis | None
     axes: tuple[fs.Axis, ...] = ()
-    bucket_bytes: int | None = None
     inner: fs.ShardTransform | None = None
 
     def scatter(self, grads, specs):
@@ -133,23 +131,19 @@ def test_what_is_read_off_the_structure():
     own = Own(True, axis, inner=fs.masked(fs.compose(fs.fully_shard(mesh), wide), "a*", fs.replicate(mesh)))
     assert layout_axes(own) == (axis,) == layout_axes(Own(True, axis))
     assert masks(own) == ("a*",) == masks(fs.compose(fs.offload("cpu"), own))
-    assert reduction(fs.bucket(own, 30)).bucket_bytes == 30
-    assert fs.bucket(own, 30) == fs.bucket(fs.bucket(own, 40), 30)
     params = fs.shard({"a1": torch.ones(3), "b": torch.ones(3)}, own)
     assert [params[name].spec.transform.inner.axes for name in params] == [(axis,)] * 2
     assert params["b"].spec.transform.inner == fs.replicate(mesh)
     facts = {
-        fs.fully_shard(mesh): (None, None, False, True),
-        fs.zero3(mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32): (torch.float32, None, False, True),
-        fs.compose(wide, fs.bucket(fs.ddp(mesh), 20), fs.cast(scatter=torch.float16)): (
-            *(torch.float16, 20, False, True),
-        ),
-        fs.compose(fs.offload("cpu"), fs.quantize(mesh, scatter=True)): (None, None, True, True),
-        fs.compose(Slots(1.0), fs.fully_shard(mesh)): (None, None, False, False),
-        fs.Wrapped(fs.compose(fs.fully_shard(mesh), wide)): (torch.float64, None, False, False),
-        fs.Wrapped(fs.quantize(mesh, scatter=True)): (None, None, True, False),
-        fs.split_dim(mesh, dim=0): (None, None, False, False),
-        fs.compose(): (None, None, False, False),
+        fs.fully_shard(mesh): (None, False, True),
+        fs.zero3(mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32): (torch.float32, False, True),
+        fs.compose(wide, fs.ddp(mesh), fs.cast(scatter=torch.float16)): (torch.float16, False, True),
+        fs.compose(fs.offload("cpu"), fs.quantize(mesh, scatter=True)): (None, True, True),
+        fs.compose(Slots(1.0), fs.fully_shard(mesh)): (None, False, False),
+        fs.Wrapped(fs.compose(fs.fully_shard(mesh), wide)): (torch.float64, False, False),
+        fs.Wrapped(fs.quantize(mesh, scatter=True)): (None, True, False),
+        fs.split_dim(mesh, dim=0): (None, False, False),
+        fs.compose(): (None, False, False),
     }
     for transform, expected in facts.items():
         assert reduction(transform) == expected, transform
@@ -235,7 +229,6 @@ def trained(transform, full, steps=3):
 INNER = {
     "fully_shard": lambda mesh: fs.fully_shard(mesh["shard"]),
     "hsdp": lambda mesh: fs.hsdp(mesh, min_shard_elements=0),
-    "buckets": lambda mesh: fs.bucket(fs.fully_shard(mesh["shard"]), 1000),
     "masked": lambda mesh: fs.masked(fs.fully_shard(mesh["shard"]), "w", fs.replicate(mesh["shard"])),
     "feedback": lambda mesh: fs.quantize(mesh["shard"], scatter=True),
 }

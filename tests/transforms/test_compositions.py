@@ -23,17 +23,15 @@ def int8(axis, **options):
 
 # By a mesh of "replicate" and "shard": what gives one process's numbers, and what rounds.
 EXACT = {
-    "buckets of hsdp, by name": lambda on: fs.bucket(
-        fs.masked(fs.hsdp(on, min_shard_elements=0), WEIGHTS, otherwise=fs.compose(*map(fs.replicate, axes(on)))), 200
+    "hsdp, by name": lambda on: fs.masked(
+        fs.hsdp(on, min_shard_elements=0), WEIGHTS, otherwise=fs.compose(*map(fs.replicate, axes(on)))
     ),
-    "offloaded hsdp": lambda on: fs.compose(fs.offload("cpu"), fs.bucket(fs.hsdp(on, min_shard_elements=4))),
+    "offloaded hsdp": lambda on: fs.compose(fs.offload("cpu"), fs.hsdp(on, min_shard_elements=4)),
     "two strategies of leaves": lambda on: fs.compose(
         fs.masked(fs.fully_shard(on["replicate"]), WEIGHTS, otherwise=fs.replicate(on["replicate"])),
         fs.zero3(on, min_shard_elements=0),
     ),
-    "buckets of buckets": lambda on: fs.compose(
-        fs.bucket(fs.fully_shard(on["replicate"]), 50), fs.bucket(fs.fully_shard(on["shard"], dim=-1), 100)
-    ),
+    "both dims": lambda on: fs.compose(fs.fully_shard(on["replicate"]), fs.fully_shard(on["shard"], dim=-1)),
     "wide sums": lambda on: fs.compose(fs.hybrid_shard(on), fs.cast(scatter=torch.float64)),
 }
 LOSSY = {
@@ -44,7 +42,7 @@ LOSSY = {
         param_dtype=BFLOAT16,
         reduce_dtype=FLOAT32,
     ),
-    "int8 behind buckets": lambda on: fs.compose(fs.bucket(fs.replicate(on["replicate"])), int8(on["shard"])),
+    "int8 behind a sum": lambda on: fs.compose(fs.replicate(on["replicate"]), int8(on["shard"])),
     "int8 by name": lambda on: fs.compose(
         fs.replicate(on["replicate"]), fs.masked(int8(on["shard"]), WEIGHTS, otherwise=fs.fully_shard(on["shard"]))
     ),
@@ -145,7 +143,7 @@ def test_a_module_with_units_by_everything_at_once(world_size):
     module, batches = filled(Language(hidden=(13, 11))), tokens(world_size)
     mesh = two_axes(world_size)
     layout = fs.compose(
-        fs.bucket(fs.replicate(mesh["replicate"])),
+        fs.replicate(mesh["replicate"]),
         fs.masked(int8(mesh["shard"]), ("*.weight", "*scale"), otherwise=fs.fully_shard(mesh["shard"])),
     )
     model = fs.functionalize(module, (Block, nn.Linear))

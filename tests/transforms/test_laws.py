@@ -36,11 +36,6 @@ Pair = tuple[fs.ShardTransform, fs.ShardTransform | None]
 
 # A transform, and a plain one whose sums have the same order, if there is one.
 EXACT: dict[str, Callable[[Meshes], Pair]] = {
-    # Sizes that hold everything, some leaves, and hardly one.
-    "bucket of all": lambda on: (fs.bucket(plain(on)), plain(on)),
-    "bucket of some": lambda on: (fs.bucket(fs.zero2(on.line, min_shard_elements=6), 200), fs.zero2(on.line)),
-    "bucket of one": lambda on: (fs.bucket(fs.ddp(on.line), 1), fs.ddp(on.line)),
-    "bucket of a mask": lambda on: (fs.bucket(fs.masked(plain(on), odd, fs.replicate(on.line)), 100), plain(on)),
     "split or whole": lambda on: (fs.masked(plain(on), odd, fs.replicate(on.line)), plain(on)),
     "one dim or another": lambda on: (fs.masked(plain(on), odd, fs.fully_shard(on.line, dim=-1)), plain(on)),
     "mask of strategies": lambda on: (
@@ -61,7 +56,6 @@ EXACT: dict[str, Callable[[Meshes], Pair]] = {
     "hybrid_shard of the last dim": lambda on: (fs.hybrid_shard(on.grid, dim=-1), nested(on)),
     "hsdp": lambda on: (fs.hsdp(on.grid, min_shard_elements=0), nested(on)),
     "hybrid_shard, small leaves whole": lambda on: (fs.hybrid_shard(on.grid, min_shard_elements=6), None),
-    "hybrid_shard, flat": lambda on: (fs.hybrid_shard(on.grid, algorithm="flat"), None),
     "hybrid_shard, axes turned around": lambda on: (fs.hybrid_shard(on.grid, "replicate", "shard"), None),
 }
 
@@ -85,8 +79,6 @@ def one_node(on):
 
 
 TRAINED: dict[str, Callable[[Meshes], Pair]] = {
-    "bucket of zero3": lambda on: (fs.bucket(fs.zero3(on.line, min_shard_elements=0), 300), plain(on)),
-    "bucket of hybrid_shard": lambda on: (fs.bucket(fs.hybrid_shard(on.grid), 300), fs.hybrid_shard(on.grid)),
     "mask of strategies": lambda on: (
         fs.masked(fs.zero3(on.line, min_shard_elements=0), "*.weight", otherwise=fs.ddp(on.line)),
         fs.zero2(on.line),
@@ -118,9 +110,6 @@ def hsdp(mesh, **options):
 
 
 OF_UNITS = {
-    "small buckets": lambda mesh: fs.bucket(zero3(mesh, merge_bytes=0), 3000),
-    "large buckets": lambda mesh: fs.bucket(fs.zero3(mesh, min_shard_elements=50)),
-    "buckets of ddp": lambda mesh: fs.bucket(fs.ddp(mesh), 10**6),
     "by name": lambda mesh: fs.masked(zero3(mesh, merge_bytes=0), ("*.weight", "*scale"), otherwise=fs.ddp(mesh)),
     "offload": lambda mesh: offloaded(zero3(mesh, merge_bytes=0)),
     "hsdp, units apart": lambda mesh: hsdp(mesh, merge_bytes=0),
