@@ -6,17 +6,19 @@ Run on four ranks, on two, or on one without a launcher:
     torchrun --standalone --nproc_per_node 2 examples/diloco.py
     python examples/diloco.py
 
-Leaves are `independent` over "replica": each replica has values of its own, and the inner steps of AdamW send nothing
+No leaf lives on the axis "replica": each replica has values of its own, and the inner steps of AdamW send nothing
 over that axis. After every `--inner` steps the replicas average how far they moved, and an outer step of Nesterov's SGD
 moves their common start by that mean; each replica keeps its own AdamW state. With `--outer-rate 1 --momentum 0` this
-is local SGD, which averages parameters. The program asserts the bytes sent over "replica", and prints the distance
-from one process that trains all replicas one after the other, in float64.
+is local SGD, which averages parameters. `--directory` keeps a checkpoint, in which leaves that differ between replicas
+have a row for each of them. The program asserts the bytes sent over "replica", and prints the distance from one process
+that trains all replicas one after the other, in float64.
 """
 
 import argparse
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import torch
 import torch.nn.functional as F
 from gpt import GPT, Block, batch, standard_library
@@ -26,8 +28,8 @@ import fshard as fs
 
 def train(
     params: Any, own: dict[int, slice], mean: Callable[[list[Any]], Any], model: Any, text: torch.Tensor, args: Any
-) -> tuple[dict[int, list[float]], Any, dict[str, list[Any]]]:
-    """Losses of each replica, final parameters, and collectives by phase.
+) -> tuple[dict[int, list[float]], Any, dict[int, fs.TrainState], dict[str, list[Any]]]:
+    """Losses of each replica, the common start with its momentum, the replicas' states, and collectives by phase.
 
     `own` tells which sequences of a batch each replica of this process reads, and `mean` averages over all replicas.
     """
@@ -58,7 +60,20 @@ def train(
             start, momentum = outer.update(moved, momentum, start)
             states = {replica: state._replace(params=start) for replica, state in states.items()}
         sent["outer"] += record
-    return losses, start, sent
+    return losses, (start, momentum), states, sent
+
+
+def as_rows(state: fs.TrainState, axis: fs.Axis) -> Any:
+    """Add a first dim to each leaf, split over `axis`: what was a value of each replica is its row of one leaf."""
+
+    def row(leaf: Any) -> Any:
+        if not isinstance(leaf, fs.Sharded):
+            return leaf
+        spec = leaf.spec
+        rows = fs.Spec((axis.size, *spec.shape), fs.P(axis.name, *spec.partition), (axis, *spec.axes))
+        return fs.Sharded(leaf.local.unsqueeze(0), rows)
+
+    return optree.tree_map(row, state, is_leaf=lambda leaf: isinstance(leaf, fs.Sharded))
 
 
 def main() -> None:
@@ -68,25 +83,29 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     for name, rate in {"lr": 3e-3, "outer-rate": 0.7, "momentum": 0.9}.items():
         parser.add_argument(f"--{name}", type=float, default=rate)
+    parser.add_argument("--directory", help="keep a checkpoint there")
     args = parser.parse_args()
     mesh = fs.init_mesh({"replica": -1, "shard": args.shard}, device="cpu")
     replica, shard = fs.axis_of(mesh, "replica"), fs.axis_of(mesh, "shard")
     text = standard_library()[0]
     model = fs.functionalize(GPT(args.width, args.layers, 4, args.context).double(), units=Block)
-    params = model.init(fs.compose(fs.zero3(mesh), fs.independent(replica)), seed=args.seed)
+    params = model.init(fs.zero3(mesh), seed=args.seed)
     me, part = fs.comm.rank(replica), fs.comm.rank(shard)
     mine = {me: slice(me + replica.size * part, None, replica.size * shard.size)}
-    losses, trained, sent = train(params, mine, lambda moved: fs.pmean(moved[0], replica), model, text, args)
+    losses, outer, states, sent = train(params, mine, lambda moved: fs.pmean(moved[0], replica), model, text, args)
 
     pieces = sum(x.numel() * x.element_size() for x in fs.tree_leaves(params))
     allreduce = 2 * pieces * (replica.size - 1) / replica.size
     counted = {phase: round(sum(c.sent for c in calls if c.axis == "replica")) for phase, calls in sent.items()}
     assert counted["inner"] == 0, counted
     assert counted["outer"] == args.rounds * allreduce, (counted, allreduce)
-    initial, trained = (fs.tree_map(lambda x: x[0], fs.unshard(tree, stack=True)) for tree in (params, trained))
+    if args.directory:
+        # A restore gives the rows back, and leaf.local[0] is this replica's.
+        fs.checkpoint.save(args.directory, {"outer": outer, "inner": as_rows(states[me], replica)}, step=args.rounds)
+    initial, trained = fs.unshard(params), fs.unshard(outer[0])
     if mesh.get_rank() == 0:
         all_of_them = {each: slice(each, None, replica.size) for each in range(replica.size)}
-        expected_losses, expected, _ = train(initial, all_of_them, mean, model, text, args)
+        expected_losses, (expected, _), *_ = train(initial, all_of_them, mean, model, text, args)
         gaps = [float((a - b).abs().max()) for a, b in zip(fs.tree_leaves(trained), fs.tree_leaves(expected))]
         steps = args.rounds * args.inner
         print(f"sent by each rank over 'replica': {counted['inner']} bytes in {steps} inner steps,", end=" ")

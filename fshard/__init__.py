@@ -9,7 +9,7 @@ The public names by use, as `import fshard as fs` has them:
 - **Gradients**: `value_and_grad`, `accumulate`, `objective`, `remat`; `microbatches`, `reduce_microbatches` and
   `sample_ids` for the same bits at any number of ranks; `fold_in` for random keys.
 - **Strategies**: `ddp`, `zero1`, `zero2`, `zero3`, `hsdp`.
-- **Transforms**: `fully_shard`, `hybrid_shard`, `replicate`, `split_dim`, `own_dim`, `independent`; `compose`, `cast`,
+- **Transforms**: `fully_shard`, `hybrid_shard`, `replicate`, `split_dim`, `own_dim`; `compose`, `cast`,
   `quantize`, `offload`; `masked` chooses by name; `Wrapped`, `ShardTransform`, `Storage` and `LayoutError`
   for one's own; `transform_state`.
 - **Optimizers**: `TrainState`, `from_torch`, `chain`, `partition`, `freeze`, `whole`; `sgd`, `adam`, `adamw`, `lamb`,
@@ -89,7 +89,6 @@ from fshard.transforms import (
     cast,
     compose,
     fully_shard,
-    independent,
     offload,
     own_dim,
     quantize,
@@ -154,7 +153,6 @@ __all__ = [
     "global_norm",
     "hsdp",
     "hybrid_shard",
-    "independent",
     "init_mesh",
     "jit",
     "lamb",

@@ -13,9 +13,8 @@ from fshard import _compat, comm
 from fshard.errors import Problem, expect, leaf_error, refuse
 from fshard.transforms import LayoutError, ShardTransform
 from fshard.transforms.compose import at, layout_axes, masks
-from fshard.tree import Axis, Flat, P, Sharded, Spec, Tree, flatten, is_sharded, names_of, unflatten
+from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, is_sharded, names_of, unflatten
 from fshard.tree.checks import (
-    check_leaves,
     check_local,
     check_matches,
     describe,
@@ -73,8 +72,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | N
         entries[path] = fingerprint(leaf, spec)
     entries["(structure)"] = outline(flat.treedef)
     # Ranks compare before any of them refuses its tree: a tree may be wrong on one rank alone.
-    pairs = {path: leaf for path, leaf in zip(flat.paths, out, strict=True) if leaf is not None}
-    difference = _difference(entries, pairs, layout_axes(transform))
+    difference = comm.disagreement(entries, layout_axes(transform), "shard")
     if difference:
         raise leaf_error("shard: ranks hold different trees", [difference], SAME_TREE)
     refuse_donated("shard", flat)
@@ -82,46 +80,18 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | N
     return unflatten(flat.treedef, [leaf and Sharded(stored(local_piece(*leaf), leaf[1]), leaf[1]) for leaf in out])
 
 
-def _difference(
-    entries: dict[str, str], leaves: dict[str, tuple[torch.Tensor, Spec]], axes: Sequence[Axis]
-) -> Problem | None:
-    """Find what ranks hold otherwise: values too, but for leaves over axes that they are independent on."""
-    own = dict.fromkeys(axis for _, spec in leaves.values() for axis in spec.independent)
-    found = comm.disagreement(entries, [axis for axis in axes if axis not in own], "shard")
-    if found or not own:
-        return found
-    named = {path: fingerprint(*pair, "of each rank's own") for path, pair in leaves.items() if pair[1].independent}
-    return comm.disagreement(entries | named, tuple(own), "shard")
-
-
-def per_rank(leaf: Any) -> Any:
-    """Give a leaf that ranks hold values of their own of a dim for each such axis, which is split over it."""
-    for axis in leaf.spec.independent if is_sharded(leaf) else ():
-        spec, local = leaf.spec, leaf.local
-        if spec.shape:
-            partition, local = P(axis.name, *spec.partition), local.unsqueeze(0)
-        else:
-            # A number that is split has a dim already, whose one element one rank has.
-            partition, local = P((axis.name, *spec.partition.names(0))), local.reshape(1)
-        shape = (axis.size, *spec.shape)
-        leaf = Sharded(local, replace(spec, shape=shape, partition=partition, transform=None, independent=()))
-    return leaf
-
-
-def unshard(tree: Tree, *, stack: bool = False) -> Tree:
+def unshard(tree: Tree) -> Tree:
     """Put full tensors together again: the exact inverse of `shard`, for export and comparison.
 
     Args:
         tree: Pytree with Sharded leaves; other leaves stay as they are.
-        stack: Whether leaves that ranks of an axis hold values of their own of are stacked along new first dims, rather
-            than refused.
 
     Returns:
         The tree with full tensors, bitwise what was sharded. A leaf that this rank holds whole is returned without a
         copy.
 
     Raises:
-        ValueError: if a leaf's shape does not match its spec, or ranks hold values of their own.
+        ValueError: if a leaf's shape does not match its spec.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -134,28 +104,12 @@ def unshard(tree: Tree, *, stack: bool = False) -> Tree:
     check_local("unshard", flat)
     if any(_compat.is_batched(leaf.local) for leaf in flat.leaves if is_sharded(leaf)):
         raise ValueError("unshard: expected one tree, got a batch of them, by vmap; call fs.gather there")
-    if stack:
-        flat = flat._replace(leaves=[per_rank(leaf) for leaf in flat.leaves])
-    check_one_value("unshard", flat, "pass stack=True")
     sharded = [i for i, leaf in enumerate(flat.leaves) if is_sharded(leaf)]
     comm.same_call("unshard", _split_over(flat), flat)
     leaves = list(flat.leaves)
     for i, tensor in zip(sharded, unsharded([leaves[i] for i in sharded]), strict=True):
         leaves[i] = tensor
     return unflatten(flat.treedef, leaves)
-
-
-REMEDY = "average what fs.unshard(tree, stack=True) stacks, and shard the result"
-
-
-def check_one_value(what: str, flat: Flat, remedy: str) -> None:
-    """Refuse leaves of which ranks hold values of their own."""
-
-    def misfit(leaf: Any) -> tuple[str, str] | None:
-        own = [axis.name for axis in leaf.spec.independent] if is_sharded(leaf) else []
-        return (f"a value of each rank's own over {own}", "one value") if own else None
-
-    check_leaves(f"{what}: ranks hold different values", flat, misfit, remedy)
 
 
 def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | None = None) -> Tree:
@@ -189,7 +143,6 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | None
     check_transform(transform, "reshard")
     flat = flatten(tree)
     check_local("reshard", flat)
-    check_one_value("reshard", flat, REMEDY)
     names = _names_of_parameters(tree, flat)
     check_matches("reshard", masks(transform), names, flat.leaves)
     chosen: dict[str, bool] = {}

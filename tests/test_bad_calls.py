@@ -183,7 +183,6 @@ CALLS = {
     "sgd": lambda w: dict(lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0),
     "shard": lambda w: dict(full_tree=w.full, transform=fs.zero2(w.mesh), frozen=lambda path: False),
     "skip_nonfinite": lambda w: dict(tx=w.tx),
-    "independent": lambda w: dict(mesh=w.mesh),
     "own_dim": lambda w: dict(mesh=w.mesh, dim=0),
     "split_dim": lambda w: dict(mesh=w.mesh, dim=0),
     "ulysses": lambda w: dict(attention=torch.add, axis=w.axis),

@@ -2,6 +2,7 @@
 
 import ast
 import gzip
+import json
 import math
 import re
 import runpy
@@ -126,9 +127,12 @@ def test_custom_transform(launcher, ranks, tmp_path):
     ("launcher", "replicas", "shards"),
     [((sys.executable,), 1, 1), ((*TORCHRUN, 2), 2, 1), ((*TORCHRUN, 4), 2, 2), ((*TORCHRUN, 4), 4, 1)],
 )
-def test_diloco(launcher, replicas, shards):
-    """The program itself asserts the bytes that it prints."""
-    out = run(*launcher, ROOT / "examples/diloco.py", "--shard", shards, "--rounds", 3)
+def test_diloco(launcher, replicas, shards, tmp_path):
+    """The program itself asserts the bytes that it prints; a checkpoint has a row for each replica."""
+    out = run(*launcher, ROOT / "examples/diloco.py", "--shard", shards, "--rounds", 3, "--directory", tmp_path)
+    names = [f"['inner'].opt_state[1].{kind}['head.weight']" for kind in ("mean", "square")]
+    rows = json.loads((tmp_path / "step-00000003/manifest.json").read_text())["body"]["tensors"]
+    assert [rows[name][1][0] for name in names] == [replicas] * 2
     assert difference(out) < 1e-12
     ((inner, outer),) = numbers(r"'replica': (\d+) bytes in 15 inner steps, (\S+) bytes in 3 outer steps", out)
     assert inner == 0

@@ -171,8 +171,6 @@ ROLES = {
         layout=fs.compose(fs.cast(scatter=torch.float64), fs.fully_shard(mesh["shard"]), fs.own_dim(mesh["other"])),
     ),
     "own_dim of ddp": lambda mesh: fs.compose(fs.replicate(mesh["shard"]), fs.own_dim(mesh["other"])),
-    "independent": lambda mesh: fs.compose(fs.zero3(mesh, min_shard_elements=0), fs.independent(mesh["other"])),
-    "independent of ddp": lambda mesh: fs.compose(fs.ddp(mesh), fs.independent(mesh["other"])),
     "both data axes": lambda mesh: fs.zero3(mesh, axis=("shard", "other"), min_shard_elements=0),
 }
 SIZES = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 3: [(1, 3)], 4: [(2, 2)], 8: [(2, 4)]}
@@ -206,16 +204,11 @@ def test_roles_keep_the_laws(role, world_size):
         transform, full = ROLES[role](mesh), initial()
         shard, other = fs.axis_of(mesh["shard"]), fs.axis_of(mesh["other"])
         params = fs.shard(full, transform)
-        if "independent" in role:
-            stacks = fs.tree_map(lambda x: x.expand(other.size, *x.shape), full)  # noqa: B023
-            assert_same_bits(fs.unshard(params, stack=True), stacks)
-        else:
-            assert_same_bits(fs.unshard(params), full)
-            for make in ROLES.values():
-                if other not in fs.shard(full, make(mesh))["leaf 0"].spec.independent:
-                    moved = fs.reshard(fs.reshard(params, make(mesh)), transform)
-                    assert_same_bits(fs.tree_leaves(moved), fs.tree_leaves(params))
-            check_adjoint(transform, SHAPES)
+        assert_same_bits(fs.unshard(params), full)
+        for make in ROLES.values():
+            moved = fs.reshard(fs.reshard(params, make(mesh)), transform)
+            assert_same_bits(fs.tree_leaves(moved), fs.tree_leaves(params))
+        check_adjoint(transform, SHAPES)
         before = [as_bytes(leaf) for leaf in fs.tree_leaves(params)]
         place = fs.axis_index(shard) if role == "split_dim" else mesh.get_rank()
         x, step = normal(7 + place)(), fs.value_and_grad(loss_of(role, other))

@@ -37,7 +37,6 @@ from fshard.interop.pieces import (
 from fshard.interop.ranks import CheckpointError, agree, check_call, check_path, expect_file, raise_on_all_ranks
 from fshard.interop.safetensors import BLOCK_BYTES, lay_out
 from fshard.mesh import Mesh
-from fshard.shard import per_rank
 from fshard.tree import (
     Axis,
     Flat,
@@ -133,8 +132,7 @@ def restore(
         root = check_path(LABEL, "directory", directory)
         check_flags(LABEL, donate=donate, progress=progress)
         bar = progress_bar(progress)
-        given = flatten(like)
-        flat = given._replace(leaves=[per_rank(leaf) for leaf in given.leaves])
+        flat = flatten(like)
         wanted = _wanted(flat, only)
         _check_arguments(flat, wanted, step, subtree)
     path, manifest = _open(root, step, ranks)
@@ -153,16 +151,7 @@ def restore(
         total = sum(reader.cost(name, leaf) for name, leaf in tensors.items())
         with bar(f"restoring step {manifest.step}", total, rank) as tick:
             made |= {name: reader.read(name, leaf, donate, tick) for name, leaf in tensors.items()}
-    return unflatten(
-        flat.treedef, [_own(made.get(name, leaf), leaf) for name, leaf in zip(names, given.leaves, strict=True)]
-    )
-
-
-def _own(made: Any, like: Any) -> Any:
-    """Undo `per_rank`."""
-    if not is_sharded(like) or not like.spec.independent:
-        return made
-    return Sharded(made.local.reshape(like.local.shape), like.spec)
+    return unflatten(flat.treedef, [made.get(name, leaf) for name, leaf in zip(names, flat.leaves, strict=True)])
 
 
 def _wanted(flat: Flat, only: Mask | None) -> list[bool]:

@@ -54,7 +54,6 @@ from fshard.interop.ranks import (
 )
 from fshard.interop.safetensors import lay_out, write_tensors
 from fshard.mesh import Mesh, ranks_of, world
-from fshard.shard import per_rank
 from fshard.tree import Axis, Flat, Tree, flatten, tensor_of
 from fshard.tree.checks import POSITIVE, check_flags, check_local, check_numbers, describe
 
@@ -208,7 +207,6 @@ def start(
         check_numbers(LABEL, POSITIVE, timeout=timeout)
         bar = progress_bar(progress)
         flat = flatten(state)
-        flat = flat._replace(leaves=[per_rank(leaf) for leaf in flat.leaves])
         number = checked_step(LABEL, state, step)
         root = checked_directory(LABEL, directory)
         check_call(LABEL, flat)

@@ -81,9 +81,7 @@ def _named(over: Over, flat: Flat, what: str) -> tuple[Axis, ...]:
     def unfit(leaf: Any) -> tuple[str, str] | None:
         if not is_sharded(leaf) or leaf.spec.frozen:
             return None
-        missing = [
-            name for name, axis in zip(names, axes, strict=True) if leaf.spec.roles.get(axis) in (None, "independent")
-        ]
+        missing = [name for name, axis in zip(names, axes, strict=True) if axis not in leaf.spec.roles]
         if not missing:
             return None
         roles = ", ".join(f"{role} over {axis.name!r}" for axis, role in leaf.spec.roles.items()) or "no roles"

@@ -120,7 +120,7 @@ def check_agrees(value: torch.Tensor, flat: Flat, axes: Sequence[Axis], what: st
     Raises:
         ValueError: on every rank, with the values of all.
     """
-    placed = dict.fromkeys(axis for spec in flat.specs for axis in spec.axes if axis not in spec.independent)
+    placed = dict.fromkeys(axis for spec in flat.specs for axis in spec.axes)
     others = [axis for axis in placed if axis.size > 1 and axis not in axes]
     if not others or _compat.is_transformed(value) or _compat.is_tracing():
         return

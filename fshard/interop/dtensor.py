@@ -76,8 +76,7 @@ def _from_dtensor(path: str, leaf: Any, strategy: Any, problems: list[Problem]) 
     local = padded(leaf.to_local().detach(), spec)
     # The layout is the DTensor's; how long the full tensor stays is for the strategy to say.
     own = laid_out(path, Spec(spec.shape), strategy, problems)
-    spec = replace(spec, transform=strategy, reshard=own.reshard, model_dtypes=own.model_dtypes)
-    spec = replace(spec, owned=own.owned, independent=own.independent)
+    spec = replace(spec, transform=strategy, reshard=own.reshard, model_dtypes=own.model_dtypes, owned=own.owned)
     whole = [axis.name for axis in own.owned if axis not in spec.partition_axes()]
     problems += [Problem(path, f"Replicate over {whole}", "Shard where each rank owns its piece")] if whole else []
     return Sharded(local, spec)
@@ -132,8 +131,6 @@ def _misfit(spec: Spec, axes: list[Axis]) -> tuple[str, str] | None:
 
     It splits a dim over axes in their order, a number not at all, and pads otherwise where it splits over two of them.
     """
-    if spec.independent:
-        return f"values of each rank's own over {_named(spec.independent)}", "one value"
     splits = [spec.split_axes(dim) for dim in range(len(spec.shape))]
     ordered = all([axis for axis in axes if axis in split] == list(split) for split in splits)
     if not ordered or not set(spec.axes) <= set(axes):

@@ -12,7 +12,6 @@ from typing import Any
 from fshard import _compat, comm
 from fshard.errors import Problem, expect, refuse
 from fshard.mesh import world
-from fshard.shard import REMEDY, check_one_value
 from fshard.tree import Axis, Flat
 
 
@@ -81,18 +80,16 @@ def agree(
 
 
 def check_call(label: str, flat: Flat) -> None:
-    """Refuse a call inside a trace or a transform, where tensors have no values, and leaves of one path or many values.
+    """Refuse a call inside a trace or a transform, where tensors have no values, and leaves of one path.
 
     Raises:
-        ValueError: inside of fs.jit or torch.func, or with each path that several leaves have, or that ranks of an
-            axis have values of their own of.
+        ValueError: inside of fs.jit or torch.func, or with each path that several leaves have.
     """
     plain = not (_compat.is_tracing() or _compat.transforms_active())
     expect(plain, label, "a call outside of fs.jit and torch.func, on their results", "one inside")
     counts = Counter(flat.paths).items()
     problems = [Problem(path, f"{n} leaves", "one of each path") for path, n in counts if n > 1]
     refuse(f"{label}: leaves of one path", problems, "give keys that print differently")
-    check_one_value(label, flat, REMEDY)
 
 
 def check_path(label: str, name: str, path: Any) -> Path:

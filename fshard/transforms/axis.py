@@ -200,43 +200,6 @@ def replicate(mesh: Mesh | Axis) -> ShardTransform:
 
 
 @dataclass(frozen=True)
-class _Independent(BuiltIn):
-    axis: Axis
-
-    def layout(self, spec: Spec) -> Spec:
-        return spec.on(self.axis, independent=True)
-
-
-def independent(mesh: Mesh | Axis) -> ShardTransform:
-    """Let ranks of a mesh axis hold values of their own: nothing is gathered, reduced or compared over it.
-
-    Local SGD: `compose(zero3(mesh), independent(mesh["replica"]))` trains a replica on each rank of the axis, with
-    losses of its own; `fs.pmean(params, axis)` averages them by hand. A checkpoint keeps each rank's values, for the
-    same size of the axis, and `unshard(tree, stack=True)` stacks them. Follows Stich, "Local SGD Converges Fast and
-    Communicates Little" (2019), and Douillard et al., "DiLoCo" (2023).
-
-    Args:
-        mesh: A mesh of one axis, such as mesh["replica"], or an Axis.
-
-    Returns:
-        The transform.
-
-    Raises:
-        ValueError: if the mesh has several axes.
-
-    >>> import torch, fshard as fs
-    >>> def program():
-    ...     axis = fs.axis_of(fs.init_mesh({"replica": -1}, device="cpu"))
-    ...     params = fs.shard({"w": torch.zeros(2)}, fs.independent(axis))
-    ...     params = fs.tree_map(lambda w: w + fs.axis_index(axis), params)  # each rank goes its own way
-    ...     return fs.unshard(params, stack=True)["w"].tolist(), fs.pmean(params, axis)["w"].local.tolist()
-    >>> fs.testing.spmd(program, world=2)[0]
-    ([[0.0, 0.0], [1.0, 1.0]], [0.5, 0.5])
-    """
-    return _Independent(axis_of(mesh))
-
-
-@dataclass(frozen=True)
 class _SplitDim(BuiltIn):
     """Split leaves for good; `brings_data` says that batches are split over the axis too."""
 

@@ -426,7 +426,7 @@ def check_operands(what: str, tree: Tree, axis: Axis, dim: int | None = None, *,
 
     def untyped(leaf: Any) -> tuple[str, str] | None:
         known = axis.size > 1 and vary is not None and is_sharded(leaf) and axis in leaf.spec.axes
-        if not known or (leaf.spec.dim_of(axis) is not None or axis in leaf.spec.independent) is vary:
+        if not known or (leaf.spec.dim_of(axis) is not None) is vary:
             return None
         found = "a leaf that ranks hold whole" if vary else "a leaf that is split over the axis"
         return found, f"one that {'varies' if vary else 'agrees'} between ranks"

@@ -63,9 +63,8 @@ class Transform(Protocol):
         """The mesh axes that batches are split over, and so gradients are summed over."""
 
 
-# What an axis is to a leaf: split over it and gathered, whole and its gradient summed, split and computed with so, or
-# whole with values of each rank's own.
-Role = Literal["gathered", "summed", "owned", "independent"]
+# What an axis is to a leaf: split over it and gathered, whole and its gradient summed, or split and computed with so.
+Role = Literal["gathered", "summed", "owned"]
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,6 @@ class Spec:
         reshard: How long the full tensor stays; None means a plain ReshardPolicy().
         model_dtypes: The dtypes of inputs and outputs of models that have the leaf.
         owned: Of the axes that split a dim, those whose ranks compute with their own piece.
-        independent: Of the axes that split none, those whose ranks hold values of their own.
 
     >>> import fshard as fs
     >>> spec = fs.Spec((3, 2), fs.P("shard"), (fs.Axis("shard", 2, "0"),))
@@ -140,7 +138,6 @@ class Spec:
     reshard: ReshardPolicy | None = None
     model_dtypes: ModelDtypes | None = None
     owned: tuple[Axis, ...] = ()
-    independent: tuple[Axis, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -148,7 +145,7 @@ class Spec:
     @functools.cached_property
     def _hash(self) -> int:
         """Specs are looked up often, and what they hold is slow to hash."""
-        kept = self.reshard, self.model_dtypes, self.owned, self.independent
+        kept = self.reshard, self.model_dtypes, self.owned
         return hash((self.shape, self.partition, self.axes, self.frozen, self.transform, *kept))
 
     @functools.cached_property
@@ -193,11 +190,10 @@ class Spec:
     def roles(self) -> Mapping[Axis, Role]:
         """What each axis is to the leaf; an axis that the leaf is whole on and nothing is summed over is left out."""
         summed, split = self.transform.axes if self.transform else (), self.partition_axes()
-        roles: dict[Axis, Role] = {
+        return {
             axis: "owned" if axis in self.owned or axis not in summed else "gathered" if axis in split else "summed"
             for axis in (*summed, *split)
         }
-        return roles | dict.fromkeys(self.independent, "independent")
 
     @functools.cached_property
     def scattered_axes(self) -> tuple[Axis, ...]:
@@ -260,8 +256,8 @@ class Spec:
         shape = tuple(1 if dim in chosen else size for dim, size in enumerate(self.shape))
         return replace(self, shape=shape, partition=P(*entries))
 
-    def on(self, axis: Axis, *, independent: bool = False) -> "Spec":
-        """Place the leaf on `axis` too, without splitting it, perhaps with values of each rank's own.
+    def on(self, axis: Axis) -> "Spec":
+        """Place the leaf on `axis` too, without splitting it.
 
         >>> import fshard as fs
         >>> shard, replicate = fs.Axis("shard", 2, "0"), fs.Axis("replicate", 2, "1")
@@ -269,10 +265,7 @@ class Spec:
         >>> [axis.name for axis in spec.axes], spec.local_shape, spec.dim_of(shard), spec.dim_of(replicate)
         (['shard', 'replicate'], (8, 8), 0, None)
         """
-        if axis in self.axes:
-            return self
-        own = (*self.independent, axis) if independent else self.independent
-        return replace(self, axes=(*self.axes, axis), independent=own)
+        return self if axis in self.axes else replace(self, axes=(*self.axes, axis))
 
     def _splits(self) -> tuple[int, ...]:
         return tuple(math.prod(axis.size for axis in self.split_axes(d)) for d in range(len(self.full_shape)))
