@@ -80,8 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             x, y = microbatch
             return cross_entropy(model.apply(params, x, key=fs.fold_in(key, index)), y)
 
-        job = {"sums": args.sums, "microbatches": number} if args.sums else {}
-        loss, grads = fs.accumulate(loss_fn, with_index=True, **job)(state.params, microbatches)
+        loss, grads = fs.accumulate(loss_fn, sums=args.sums, with_index=True)(state.params, microbatches)
         return fs.update(tx, state, grads), loss
 
     jitted_step = fs.jit(train_step, donate_argnums=0)

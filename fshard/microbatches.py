@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
 from fshard import comm
 from fshard.collectives import Over, divided, reduction_axes, total
@@ -23,30 +22,20 @@ class Share(NamedTuple):
         ranks: How many ranks share them.
         rank: This rank's number, in the order of reduction.
         communicate: "once" gives each rank a contiguous block, "each" every `ranks`-th microbatch.
-        uneven: Whether ranks' blocks are no nodes of the tree, so that each sends several partial sums.
     """
 
     total: int
     ranks: int
     rank: int
     communicate: str
-    uneven: bool = False
 
     @property
     def indices(self) -> range:
         """Numbers of the rank's microbatches among those of the job."""
-        return self.of(self.rank)
-
-    def of(self, rank: int) -> range:
-        """List the numbers of a rank's microbatches."""
         if self.communicate == "each":
-            return range(rank, self.total, self.ranks)
-        return range(rank * self.total // self.ranks, (rank + 1) * self.total // self.ranks)
-
-    @property
-    def rounds(self) -> int:
-        """The most microbatches that any rank has."""
-        return -(-self.total // self.ranks)
+            return range(self.rank, self.total, self.ranks)
+        own = self.total // self.ranks
+        return range(self.rank * own, (self.rank + 1) * own)
 
     def slots(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Put the values of this rank's microbatches at their places among those of the job, with zeros elsewhere.
@@ -62,64 +51,35 @@ class Share(NamedTuple):
         return torch.stack([own.get(i, zero) for i in range(self.total)])
 
 
-def nodes(indices: range) -> list[tuple[int, int]]:
-    """Cut consecutive leaves of a binary tree in the fewest of its nodes: the start and the size of each.
-
-    >>> nodes(range(3, 8))
-    [(3, 1), (4, 4)]
-    """
-    found, start = [], indices.start
-    while start < indices.stop:
-        size = start & -start or 1 << (indices.stop - start).bit_length()
-        while start + size > indices.stop:
-            size //= 2
-        found.append((start, size))
-        start += size
-    return found
-
-
 class TreeSum:
-    """Adds up parts in one binary tree over their numbers, and holds the fewest partial sums that this allows.
+    """Adds up a power of two of parts in one binary tree, and holds the fewest partial sums that this allows.
 
     A part that is None counts as zeros; so a sum has the same bits whoever holds them.
     """
 
-    __slots__ = ("_nodes",)
+    __slots__ = ("_sums",)
 
     def __init__(self) -> None:
         """Nothing is added yet."""
-        self._nodes: list[tuple[int, int, torch.Tensor | None, bool]] = []
+        self._sums: list[tuple[int, torch.Tensor | None, bool]] = []
 
-    def add(self, start: int, part: torch.Tensor | None, size: int = 1, own: bool = False) -> None:
+    def add(self, part: torch.Tensor | None, own: bool = False) -> None:
         """Add the part that comes next.
 
         Args:
-            start: Its number, or that of the first leaf below it.
             part: The part.
-            size: How many leaves are below it.
             own: Whether it may be written to.
         """
-        while self._nodes and self._nodes[-1][1] == size and self._nodes[-1][0] % (2 * size) == 0:
-            start, _, left, owned = self._nodes.pop()
+        size = 1
+        while self._sums and self._sums[-1][0] == size:
+            _, left, owned = self._sums.pop()
             part, own = _plus(left, owned, part, own)
             size *= 2
-        self._nodes.append((start, size, part, own))
-
-    def take(self) -> list[torch.Tensor | None]:
-        """Hand over the partial sums, in their order, and begin anew."""
-        parts = [part for _, _, part, _ in self._nodes]
-        self._nodes = []
-        return parts
+        self._sums.append((size, part, own))
 
     def total(self) -> torch.Tensor | None:
-        """Hand over the sum, and begin anew; leaves behind the last one are absent."""
-        if not self._nodes:
-            return None
-        *others, (_, _, found, own) = self._nodes
-        for _, _, left, owned in reversed(others):
-            found, own = _plus(left, owned, found, own)
-        self._nodes = []
-        return found
+        """Hand over the sum; None where no part was a tensor."""
+        return self._sums[-1][1] if self._sums else None
 
 
 def _plus(a: torch.Tensor | None, own_a: bool, b: torch.Tensor | None, own_b: bool) -> tuple[torch.Tensor | None, bool]:
@@ -136,14 +96,13 @@ def tree_total(values: torch.Tensor) -> torch.Tensor:
     """Add up what a tensor holds along its first dim, in a binary tree.
 
     Args:
-        values: A tensor of shape (number, *shape).
+        values: A tensor of shape (number, *shape), where number is a power of two.
 
     Returns:
-        The sum, of `shape`; the tree is that of the next power of two, with leaves absent.
+        The sum, of `shape`.
     """
     # A negative zero counts as a zero, as it does where other ranks' zeros are added to it.
     values = values + torch.zeros((), dtype=values.dtype, device=values.device)
-    values = pad(values, (0, 0) * (values.dim() - 1) + (0, (1 << (len(values) - 1).bit_length()) - len(values)))
     while len(values) > 1:
         values = values[0::2] + values[1::2]
     return values[0]
@@ -154,19 +113,13 @@ def check_order(what: str, communicate: str | None) -> None:
     expect(communicate in (None, *ORDERS), what, 'communicate to be "each", "once" or None', repr(communicate))
 
 
-def check_job(what: str, number: Any) -> None:
-    """Refuse what is no number of microbatches."""
-    whole = isinstance(number, int) and not isinstance(number, bool) and number > 0
-    expect(number is None or whole, what, "microbatches to be a number, 1 or more, or None", repr(number))
-
-
 def reduces_early(params: Tree) -> bool:
     """Tell whether the strategy of parameters reduces each gradient as it appears."""
     return all((leaf.spec.reshard or ReshardPolicy()).early for leaf in leaves_of(params) if is_sharded(leaf))
 
 
 def share_of(what: str, params: Tree, communicate: str | None, job: int) -> Share:
-    """Find which microbatches of a job are this rank's, where sums over them do not depend on the number of ranks.
+    """Find which microbatches of a job are this rank's.
 
     Args:
         what: The verb that asks, for errors.
@@ -178,56 +131,41 @@ def share_of(what: str, params: Tree, communicate: str | None, job: int) -> Shar
         The share.
 
     Raises:
-        ValueError: if the ranks cannot share the microbatches in one tree.
+        ValueError: if ranks do not get as many each.
     """
-    axes = _ordered(what, params)
-    sizes = [axis.size for axis in axes]
-    ranks, rank = place_of(axes)
-    enough, remedy = f"one microbatch or more for each of {ranks} ranks", "cut the batch in more microbatches"
-    expect(job >= ranks, what, enough, f"{job} in the whole job", remedy)
-    # Where only the outermost sum is over a number of ranks that is no power of two, it is the tree's root.
-    powers = all(map(_is_power, sizes[:-1]))
-    as_each = job % ranks == 0 and powers and (job == ranks or all(map(_is_power, sizes)))
-    as_once = ranks == 1 or (job % ranks == 0 and powers and _is_power(job // ranks))
-    if communicate is None:
-        communicate = "each" if as_each and (reduces_early(params) or not as_once) else "once"
-    names = " by ".join(f"{axis.size} ranks of {axis.name!r}" for axis in axes)
-    if communicate == "each":
-        needed = "a power of two of ranks that divides the microbatches"
-        remedy = 'pass communicate="once", which any number of ranks can'
-        expect(as_each, what, f'for communicate="each" {needed}', f"{job} microbatches on {names}", remedy)
-    uneven = communicate == "once" and not as_once
-    remedy = "reduce over one axis, or over powers of two of ranks with a power of two of microbatches on each"
-    expect(not uneven or len(axes) == 1, what, "blocks that are nodes of a tree", f"{job} on {names}", remedy)
-    return Share(job, ranks, rank, communicate, uneven)
+    ranks, rank = place_of(_ordered(what, params))
+    remedy = "cut the batch in a multiple of that many microbatches"
+    expect(job % ranks == 0, what, f"as many microbatches on each of {ranks} ranks", f"{job} in the whole job", remedy)
+    order = communicate or ("each" if reduces_early(params) else "once")
+    return Share(job, ranks, rank, order)
 
 
-def own_share(what: str, params: Tree, communicate: str | None, own: int, job: int | None) -> Share:
-    """Find the share of a rank that was given some microbatches; ranks hear where one was given another number.
+def own_share(what: str, params: Tree, communicate: str | None, own: int) -> Share:
+    """Find the share of a rank that was given some microbatches, where sums over them are one tree at any world size.
 
     Args:
         what: The verb that begins, for errors.
         params: As for `share_of`.
         communicate: As for `share_of`.
-        own: How many microbatches this rank was given.
-        job: How many the whole job has; None means as many on every rank.
+        own: How many microbatches this rank was given, and each of the others.
 
     Returns:
         The share.
 
     Raises:
-        ValueError: as for `share_of`, or if this rank was given another number than its share has.
+        ValueError: as for `share_of`, or if the ranks or their microbatches are no power of two.
         RuntimeError: if another rank failed.
     """
     axes = _ordered(what, params)
+    names = " by ".join(f"{axis.size} ranks of {axis.name!r}" for axis in axes) or "1 rank"
+    needed = 'powers of two of ranks and of microbatches for sums="tree"'
     try:
-        share = share_of(what, params, communicate, own * place_of(axes)[0] if job is None else job)
-        remedy = "pass fs.microbatches(batches, like=params), and the job's number as microbatches="
-        expect(own == len(share.indices), what, f"{len(share.indices)} of {share.total} microbatches", str(own), remedy)
+        powers = all(map(_is_power, (own, *(axis.size for axis in axes))))
+        expect(powers, what, needed, f"{own} microbatches on each of {names}", 'take others, or leave out sums="tree"')
     except ValueError as error:
         comm.same_call(what, axes, error=error)
         raise
-    return share
+    return share_of(what, params, communicate, own * place_of(axes)[0])
 
 
 def numbered_in_turn(what: str, params: Tree, own: int, once: bool, over: Over = None) -> Share:
@@ -282,7 +220,7 @@ def microbatches(batches: Sequence[Any], like: Tree, communicate: str | None = N
         This rank's microbatches.
 
     Raises:
-        ValueError: if the ranks cannot share the microbatches in one tree.
+        ValueError: if ranks would not get as many each.
 
     >>> import torch
     >>> import fshard as fs
@@ -307,7 +245,6 @@ def reduce_microbatches(
     *,
     reduce: str = "mean",
     communicate: str | None = None,
-    microbatches: int | None = None,
 ) -> Tree:
     """Reduce what a loss returned besides, over all microbatches of a job, in the tree of `accumulate(sums="tree")`.
 
@@ -319,13 +256,13 @@ def reduce_microbatches(
         like: Parameters, whose specs tell the ranks.
         reduce: "mean" or "sum" over the microbatches.
         communicate: As for `accumulate`.
-        microbatches: As for `accumulate`.
 
     Returns:
         A tree in the structure of one aux, equal on every rank; a mean of whole numbers is a float64.
 
     Raises:
-        ValueError: if `reduce` is another word, an aux holds something else than tensors, or as for `accumulate`.
+        ValueError: if `reduce` is another word, an aux holds something else than tensors, or ranks or microbatches are
+            no power of two.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -338,14 +275,13 @@ def reduce_microbatches(
     """
     expect(reduce in ("mean", "sum"), "reduce_microbatches", 'reduce to be "mean" or "sum"', repr(reduce))
     check_order("reduce_microbatches", communicate)
-    check_job("reduce_microbatches", microbatches)
     known = isinstance(auxes, Sequence) and len(auxes) > 0
     expect(known, "reduce_microbatches", "auxes to be a sequence of one or more", _found(auxes))
     flats = [flatten(aux) for aux in auxes]
     for flat in flats:
         wrong = [leaf for leaf in flat.leaves if not isinstance(leaf, torch.Tensor)]
         expect(not wrong, "reduce_microbatches", "tensors in every aux", describe(wrong[0]) if wrong else "")
-    share = own_share("reduce_microbatches", like, communicate, len(auxes), microbatches)
+    share = own_share("reduce_microbatches", like, communicate, len(auxes))
     params = flatten(like)
     axes = reduction_axes(params, "reduce_microbatches")
     comm.same_call("reduce_microbatches", axes, params, reduce=reduce, microbatches=share.total)

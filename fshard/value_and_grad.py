@@ -27,7 +27,6 @@ from fshard.errors import Problem, expect, refuse
 from fshard.microbatches import (
     Share,
     TreeSum,
-    check_job,
     check_order,
     numbered_in_turn,
     own_share,
@@ -168,7 +167,7 @@ def value_and_grad(
             over=reduce_over,
             code=code_of(f),
             schedule=schedule,
-            share=own_share("value_and_grad", params, None, 1, None) if sums else None,
+            share=own_share("value_and_grad", params, None, 1) if sums else None,
             transform_state=transform_state,
         )
         if inputs:
@@ -247,7 +246,7 @@ def differentiate(
     if share is not None:
         if _compat.is_tracing():
             comm.ops.told(json.dumps({"sums": "tree"}))
-        flat = flat._replace(leaves=_in_tree(what, flat, share))
+        flat = flat._replace(leaves=_in_tree(what, flat))
     over_axes = named(axes, over)
     run = _Run(
         what, functions, flat, given, axes, shared, over_axes, reduce, has_aux, code, schedule, once, share, states
@@ -266,12 +265,12 @@ def differentiate(
     return found if transform_state is ABSENT else (*found, joined(whole, states, transform_state))
 
 
-def _in_tree(what: str, flat: Flat, share: Share) -> list[Any]:
+def _in_tree(what: str, flat: Flat) -> list[Any]:
     """Let leaves sum their gradients in one tree."""
-    leaves, problems, uneven = [], [], share.total if share.uneven else 0
+    leaves, problems = [], []
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         try:
-            leaves.append(Sharded(leaf.local, in_tree(leaf.spec, uneven), leaf.call) if is_sharded(leaf) else leaf)
+            leaves.append(Sharded(leaf.local, in_tree(leaf.spec), leaf.call) if is_sharded(leaf) else leaf)
         except LayoutError as error:
             problems.append(Problem(path, error.got, error.expected))
     remedy = 'take a strategy without it, or leave out sums="tree"'
@@ -364,8 +363,6 @@ class _Run(NamedTuple):
         inputs = [None if leaf is None else leaf.detach().requires_grad_() for leaf in self.inputs.leaves]
         by_inputs: list[Any] = []
         single = len(self.functions) == 1 and self.share is None
-        rounds = len(self.functions) if self.share is None else self.share.rounds
-        numbers = range(rounds) if self.share is None else self.share.indices
         divisor: Any = 1
         for i, function in enumerate(self.functions):
 
@@ -378,16 +375,13 @@ class _Run(NamedTuple):
             count, aux = map_leaves(_unbound, (count, aux))
             # With one microbatch each gradient can be divided as soon as it is reduced.
             divisor = self.divisor([count]) if single else 1
-            last = i == rounds - 1
+            last = i == len(self.functions) - 1
             reduce = last or not self.once
-            by_inputs = call.backward(value, divisor, inputs, reduce=reduce, last=last, microbatch=numbers[i])
+            by_inputs = call.backward(value, divisor, inputs, reduce=reduce, last=last)
             values.append(value.detach())
             counts.append(count)
             auxes.append(aux)
             del value
-        if len(self.functions) < rounds:
-            call.join()
-            call.backward(call.zero(), divisor)
         rest = 1 if single else self.divisor(counts)
         value = self.summed(values)
         trained = [(i, leaf) for i, leaf in enumerate(call.leaves) if leaf is not None and leaf.trained]
@@ -437,7 +431,7 @@ class _Run(NamedTuple):
             )
             if self.share is not None:
                 for i, tree, grad in zip(trained, trees, found, strict=True):
-                    tree.add(len(values), wide(i, grad))
+                    tree.add(wide(i, grad))
             elif sums is None:
                 sums = list(found)
             else:
@@ -504,7 +498,6 @@ def accumulate(
     communicate: str | None = None,
     sums: str | None = None,
     with_index: bool = False,
-    microbatches: int | None = None,
     schedule: Schedule | None = None,
     transform_state: Tree | Absent = ABSENT,
 ) -> Callable[..., Any]:
@@ -525,12 +518,10 @@ def accumulate(
             strategy: once for ZeRO-1, else each.
         sums: "tree" adds up gradients, losses and counts in one binary tree over the microbatches of the whole job,
             so that they have the same bits on any number of ranks. Each rank passes what `fs.microbatches` chooses of
-            the job's; forward and backward must have bits that depend on the microbatch alone. "each" takes powers of
-            two of ranks that divide the microbatches; "once" takes any, and sends several partial sums of a rank where
-            blocks are uneven. None adds up in turn.
+            the job's, of which there are a power of two, as there are ranks; forward and backward must have bits that
+            depend on the microbatch alone. None adds up in turn.
         with_index: Whether f is called as f(params, microbatch, index, *args, **kwargs), with the microbatch's number
             in the job, as `fs.microbatches` numbers them: `fold_in` makes a key of it.
-        microbatches: How many the whole job has; None means as many on every rank.
         schedule: As for `value_and_grad`.
         transform_state: As for `value_and_grad`; it goes from microbatch to microbatch where each is reduced.
 
@@ -541,8 +532,8 @@ def accumulate(
 
     Raises:
         ValueError: if `reduce`, `communicate` or `sums` is unknown; by the function returned, if there are no
-            microbatches, ranks cannot share them in one tree, a transform has other bits at another number of ranks,
-            f computes on shards, and as for `value_and_grad`.
+            microbatches, with sums="tree" no power of two of them or of ranks, a transform has other bits at another
+            number of ranks, f computes on shards, and as for `value_and_grad`.
 
     >>> import torch, fshard as fs
     >>> params = fs.shard({"w": torch.tensor([1.0, 2.0])}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
@@ -556,16 +547,12 @@ def accumulate(
     check_sums("accumulate", sums)
     _check_over("accumulate", reduce_over, sums)
     check_flags("accumulate", has_aux=has_aux, with_index=with_index)
-    check_job("accumulate", microbatches)
-    expect(sums or microbatches is None, "accumulate", 'sums="tree" beside microbatches', "microbatches alone")
-
-    job = microbatches
 
     def run(params: Tree, microbatches: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         if not isinstance(microbatches, Sequence) or not microbatches:
             found = "none" if isinstance(microbatches, Sequence) else describe(microbatches)
             raise ValueError(f"accumulate: expected the microbatches to be a sequence of one or more, got {found}")
-        share = own_share("accumulate", params, communicate, len(microbatches), job) if sums else None
+        share = own_share("accumulate", params, communicate, len(microbatches)) if sums else None
         once = share.communicate == "once" if share else _once(communicate, params)
         given: list[tuple[Any, ...]] = [(batch,) for batch in microbatches]
         if with_index:
@@ -583,7 +570,7 @@ def accumulate(
             code=code_of(f),
             schedule=schedule,
             once=once,
-            share=share if sums else None,
+            share=share,
             transform_state=transform_state,
         )
         return (value, auxes) if has_aux else value, grads, *rest

@@ -269,25 +269,3 @@ def test_a_rank_that_fails_takes_part_in_collectives_by_the_shapes_of_the_call_b
     with pytest.raises(kind, match=text):
         step(params, torch.ones(7, 2), fs.axis_index(axis) == 1)
     assert_same_bits(fs.tree_leaves(step(params, torch.ones(7, 2), False)), fs.tree_leaves(expected))
-
-
-@on_ranks(2, "2 processes")
-def test_fewer_microbatches_than_on_another_rank_are_an_error_on_every_rank():
-    axis = fs.axis_of(one_axis())
-    params = fs.shard({"w": torch.ones(2, 2)}, fs.zero3(one_axis(), min_shard_elements=0))
-
-    def loss_fn(params, x):
-        return fs.psum((fs.gather(params)["w"] * x).sum(), axis)
-
-    def run(number):
-        mine = fs.microbatches([torch.ones(2)] * number, like=params)
-        return fs.accumulate(loss_fn, sums="tree", microbatches=number)(params, mine)
-
-    short = ValueError, "expected as many microbatches on every rank for a loss with collectives of its own, got fewer"
-    fewer = len(fs.microbatches(range(3), like=params)) == 1
-    kind, text = short if fewer else (RuntimeError, "on rank shard=. f raised ValueError: accumulate: expected as many")
-    for known in (False, True):
-        if known:
-            run(2)
-        with pytest.raises(kind, match=text):
-            run(3)

@@ -9,10 +9,9 @@ from functools import partial, reduce
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
-from fshard.microbatches import Share, TreeSum, nodes, tree_total
+from fshard.microbatches import TreeSum, tree_total
 from fshard.testing import spmd
 from fshard.transforms.tree_sums import in_tree
 from tests.ranks import BrokenError, my_rank, on_ranks
@@ -65,11 +64,10 @@ def local(run, how, params, batch, *index):
     return (kept.sum(), counted.sum()) if how == "weighted" else kept.mean()
 
 
-def added(parts, start, size):
-    """The tree over [start, start + size): what is behind the last part is absent."""
-    if size == 1 or start + size // 2 >= len(parts):
-        return parts[start] if size == 1 else added(parts, start, size // 2)
-    return added(parts, start, size // 2) + added(parts, start + size // 2, size // 2)
+def added(parts):
+    """The tree over a power of two of parts."""
+    half = len(parts) // 2
+    return added(parts[:half]) + added(parts[half:]) if half else parts[0]
 
 
 def oracle(dtype, how, number):
@@ -85,10 +83,9 @@ def oracle(dtype, how, number):
         grads.append([torch.zeros_like(p) if g is None else g for g, p in zip(got, params.values())])
         values.append(value.detach())
         counts.append(count.double())
-    size = 1 << (number - 1).bit_length()
-    divisor = {"mean": number, "sum": 1, "weighted": added(counts, 0, size)}[how]
-    sums = [added(column, 0, size) for column in zip(*grads)]
-    divided = [(total / divisor).to(total.dtype) for total in [added(values, 0, size), *sums]]
+    divisor = {"mean": number, "sum": 1, "weighted": added(counts)}[how]
+    sums = [added(column) for column in zip(*grads)]
+    divided = [(total / divisor).to(total.dtype) for total in [added(values), *sums]]
     return divided[0], dict(zip(params, divided[1:]))
 
 
@@ -114,15 +111,6 @@ def strategies(world_size):
 ORDERS = ("once", "each", None)
 
 
-def shared(world_size, number, communicate, axes):
-    """Whether ranks can share microbatches in one tree."""
-    whole, power = number % world_size == 0, world_size & (world_size - 1) == 0
-    if communicate == "each":
-        return whole and (power or number == world_size)
-    block = number // world_size
-    return axes == 1 or world_size == 1 or (whole and power and block & (block - 1) == 0)
-
-
 def run_rows(world_size, dtype, number, wanted, jitted=False, only=None):
     """Rows of the table that ranks can share, each against the oracle: the ways to reduce take turns."""
     ran = 0
@@ -130,8 +118,7 @@ def run_rows(world_size, dtype, number, wanted, jitted=False, only=None):
         model = fs.functionalize(tied(dtype), units=nn.Linear)
         params = model.init(strategy)
         for communicate in ORDERS[: 3 if name == "zero3" else 2]:
-            axes = 2 if "hsdp" in name and world_size > 2 else 1
-            if (only and name not in only) or not shared(world_size, number, communicate or "once", axes):
+            if only and name not in only:
                 continue
             how = list(wanted)[ran % len(wanted)]
             step = fs.accumulate(
@@ -140,7 +127,6 @@ def run_rows(world_size, dtype, number, wanted, jitted=False, only=None):
                 communicate=communicate,
                 sums="tree",
                 with_index=True,
-                microbatches=number,
             )
             mine = fs.microbatches(list(map(microbatch, range(number))), params, communicate)
             step = fs.jit(step) if jitted else step
@@ -153,27 +139,25 @@ def run_rows(world_size, dtype, number, wanted, jitted=False, only=None):
     return ran
 
 
-@pytest.mark.parametrize("number", (8, 16, 6, 24))
+@pytest.mark.parametrize("number", (8, 16))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("world_size", (1, 2, 3, 4, 5, 6, 7, 8))
+@pytest.mark.parametrize("world_size", (1, 2, 4, 8))
 @pytest.mark.rows(5)
 def test_losses_and_gradients_have_the_bits_of_the_tree_at_any_world_size(world_size, dtype, number):
     wanted = {how: oracle(dtype, how, number) for how in ("mean", "weighted")}
-    if number < world_size:
-        pytest.skip("fewer microbatches than ranks")
     ran = spmd(lambda: run_rows(world_size, dtype, number, wanted), world_size)[0]
     assert ran >= 5
 
 
-@pytest.mark.parametrize("number", (8, 5))
-@on_ranks("2 processes", "3 processes", "4 processes")
-@pytest.mark.rows(3)
+@pytest.mark.parametrize("number", (8, 4))
+@on_ranks("2 processes", "4 processes")
+@pytest.mark.rows(2)
 def test_processes_have_the_bits_of_the_tree(world_size, number):
     wanted, only = {"weighted": oracle(torch.float32, "weighted", number)}, ("zero3 in units", "ddp", "hsdp")
     run_rows(world_size, torch.float32, number, wanted, only=only)
 
 
-@pytest.mark.parametrize(("world_size", "number"), ((1, 8), (2, 8), (3, 8), (4, 8), (4, 16)))
+@pytest.mark.parametrize(("world_size", "number"), ((1, 8), (2, 8), (4, 8), (4, 16)))
 @on_ranks()
 @pytest.mark.rows(1)
 def test_jitted_steps_have_the_bits_of_the_tree(world_size, number):
@@ -215,7 +199,7 @@ def test_mixed_precision_sums_in_the_dtype_of_the_reduction(world_size):
     assert_same_bits(many, one)
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(2, 4)
 def test_value_and_grad_is_one_microbatch_a_rank(world_size):
     model = fs.functionalize(tied(torch.float32))
     params = model.init(fs.zero3(one_axis(), min_shard_elements=20))
@@ -250,56 +234,20 @@ def test_powers_of_two_send_what_accumulation_in_turn_sends(world_size):
             assert sent(make(sums="tree"), params, mine) == sent(make(), params, mine), name
 
 
-@on_ranks(3, 5)
-def test_uneven_blocks_send_a_row_of_every_node(world_size):
-    """And the sums of leaves that ranks hold whole once more."""
-    number, size = 8, 6 * 35
-    params = fs.shard({"w": torch.ones(30, 7)}, fs.zero3(one_axis(), min_shard_elements=0))
-    step = fs.accumulate(
-        lambda p, x: (fs.gather(p)["w"] * x).sum(), communicate="once", sums="tree", microbatches=number
-    )
-    mine = fs.microbatches([torch.full((30, 7), float(i)) for i in range(number)], params, "once")
-    share = Share(number, world_size, my_rank(), "once", True)
-    own = len(nodes(share.indices))
-    row = 4 * size // world_size
-    assert [entry for entry in sent(step, params, mine) if entry[0] == "all_to_all"] == [
-        ("all_to_all", own * (world_size - 1) * row)
-    ]
-
-
-@pytest.mark.parametrize("number", range(1, 34))
-def test_a_rank_holds_few_partial_sums(number):
-    for ranks in range(1, number + 1):
-        for rank in range(ranks):
-            indices = Share(number, ranks, rank, "once").indices
-            tree, most = TreeSum(), 0
-            for i in indices:
-                # A gradient that comes is one more.
-                most = max(most, len(tree._nodes) + 1)
-                tree.add(i, torch.zeros(()))
-            bound = 2 * math.ceil(math.log2(number / ranks)) + 2
-            power = number % ranks == 0 and (number // ranks) & (number // ranks - 1) == 0
-            assert most <= (math.log2(number // ranks) + 1 if power else bound)
-            cut = nodes(indices)
-            assert len(cut) <= bound
-            assert [i for start, size in cut for i in range(start, start + size)] == list(indices)
-            assert all(start % size == 0 for start, size in cut)
-
-
-@pytest.mark.parametrize("number", (1, 2, 3, 5, 8, 13, 24))
+@pytest.mark.parametrize("number", (1, 2, 4, 8, 32))
 def test_the_tree_is_that_of_its_definition(number):
+    """And holds at most log2(number) partial sums, beside the part that comes."""
     draw = normal()
-    parts = [draw(9, dtype=torch.float32) * 10.0**i for i in range(number)]
+    parts = [draw(9, dtype=torch.float32) * 10.0 ** (i % 13) for i in range(number)]
     unused = {1, 2, number - 1} if number > 3 else set()
     values = [torch.zeros(9) if i in unused else part for i, part in enumerate(parts)]
-    wanted = added(values, 0, 1 << (number - 1).bit_length())
     tree = TreeSum()
     for i, part in enumerate(parts):
-        tree.add(i, None if i in unused else part)
-    found = tree.total()
-    assert_same_bits(found if found is not None else torch.zeros(9), wanted)
-    assert_same_bits(tree_total(torch.stack(values)), wanted + 0.0)
-    assert number < 8 or not as_bytes(reduce(torch.add, values)).equal(as_bytes(wanted))
+        assert len(tree._sums) <= math.log2(number)
+        tree.add(None if i in unused else part)
+    assert_same_bits(tree.total(), added(values))
+    assert_same_bits(tree_total(torch.stack(values)), added(values) + 0.0)
+    assert number < 8 or not as_bytes(reduce(torch.add, values)).equal(as_bytes(added(values)))
 
 
 @on_ranks(1, 2, 4)
@@ -309,7 +257,7 @@ def test_what_losses_return_besides_is_reduced_in_the_tree(world_size):
     auxes = [{"mean": draw(4), "count": torch.tensor(i), "hit": torch.tensor(i % 2 == 0)} for i in range(8)]
     mine = fs.microbatches(auxes, params)
     found = fs.reduce_microbatches(mine, params)
-    total = added([aux["mean"] for aux in auxes], 0, 8)
+    total = added([aux["mean"] for aux in auxes])
     assert_same_bits(found["mean"], total / 8)
     assert (found["count"].item(), found["hit"].item()) == (3.5, 0.5)
     sums = fs.reduce_microbatches(mine, params, reduce="sum")
@@ -333,9 +281,8 @@ def test_an_index_is_the_number_in_the_job(world_size):
             assert len(seen) == 8 // world_size
 
 
-@on_ranks(3)
+@on_ranks(2)
 def test_a_microbatch_that_fails_fails_everywhere(world_size):
-    """Also where a rank has no microbatch left, and only follows, and where the rank that fails has fewer."""
     params = fs.shard({"w": torch.ones(30)}, fs.zero3(one_axis(), min_shard_elements=0))
 
     def fail(*_):
@@ -349,9 +296,8 @@ def test_a_microbatch_that_fails_fails_everywhere(world_size):
             value.register_hook(fail)
         return value
 
-    step = fs.accumulate(loss, communicate="once", sums="tree", microbatches=8)
+    step = fs.accumulate(loss, communicate="once", sums="tree")
     mine = fs.microbatches(range(8), params, "once")
-    assert len(mine) == (2 if my_rank() == 0 else 3)
     broken, phase = None, ""
     step(params, mine)
     for number, where in itertools.product(range(8), ("forward", "backward")):
@@ -360,54 +306,6 @@ def test_a_microbatch_that_fails_fails_everywhere(world_size):
             step(params, mine)
         broken = None
         assert step(params, mine)[0].item() == 28 * 30 / 8
-
-
-class _Routed(nn.Module):
-    """Enters its second layer where it is told to."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x, enter):
-        h = torch.tanh(self.first(x))
-        return self.third(torch.tanh(self.second(h)) if enter else h)
-
-
-@on_ranks(2, "2 processes")
-def test_a_unit_of_a_microbatch_that_one_rank_lacks_is_in_the_order_of_every_rank(world_size):
-    """Only the third microbatch enters the second layer; the rank of the first one follows it without computing."""
-    model = fs.functionalize(_Routed(), units=nn.Linear)
-    params = model.init(fs.zero3(one_axis(), merge_bytes=0, prefetch=0, min_shard_elements=0), seed=0)
-    mine = fs.microbatches(range(3), params, "once")
-    assert mine == ([1, 2] if my_rank() else [0])
-    step = fs.accumulate(
-        lambda p, number: model.apply(p, torch.ones(2, 4), number == 2).square().mean(),
-        **{"sums": "tree", "communicate": "once", "microbatches": 3},
-    )
-    expected = fs.tree_leaves(step(params, mine))
-    for _ in range(2):
-        assert_same_bits(fs.tree_leaves(step(params, mine)), expected)
-
-
-@on_ranks(2)
-def test_a_rank_with_fewer_microbatches_traces_what_others_regather(world_size):
-    """Also for their checkpoints: nothing tells it in a trace but the microbatches that it has."""
-    model = fs.functionalize(_Routed(), units=nn.Linear)
-    params = model.init(fs.zero3(one_axis(), merge_bytes=0, prefetch=0, min_shard_elements=0), seed=0)
-    mine = tuple(fs.microbatches(range(3), params, "once"))
-    functions = {
-        "plain": model.apply,
-        "checkpointed": lambda *args: checkpoint(model.apply, *args, use_reentrant=False),
-    }
-    for name, apply in functions.items():
-
-        def loss(p, number, apply=apply):
-            return apply(p, torch.full((2, 4), 1.0 + number), True).square().mean()
-
-        step = fs.accumulate(loss, communicate="once", sums="tree", microbatches=3)
-        found, expected = fs.jit(step, static_argnums=1)(params, mine), step(params, mine)
-        assert_same_bits({name: fs.tree_leaves(found)}, {name: fs.tree_leaves(expected)})
 
 
 def summed(p, *rest):
@@ -431,10 +329,6 @@ def on_shards(p, batch):
 
 REFUSED = (
     (lambda: fs.accumulate(summed, sums="pairs"), "accumulate: expected sums to be \"tree\" or None, got 'pairs'"),
-    (
-        lambda: fs.accumulate(summed, microbatches=8),
-        'accumulate: expected sums="tree" beside microbatches, got microbatches alone',
-    ),
     (
         lambda: fs.accumulate(summed, sums="tree")(sharded(lambda on: fs.zero3(on, layout=fs.quantize(on))), [0, 1]),
         "accumulate: a transform has other bits at another number of ranks\n"
@@ -461,19 +355,14 @@ REFUSED = (
         'To fix: pass communicate="once", or store parameters in the dtype of the reduction.',
     ),
     (
-        lambda: fs.accumulate(summed, sums="tree", microbatches=8)(sharded(fs.ddp), [0, 1]),
-        "accumulate: expected 4 of 8 microbatches, got 2; pass fs.microbatches(batches, like=params), and the job's "
-        "number as microbatches=",
+        lambda: fs.accumulate(summed, sums="tree")(sharded(fs.ddp), [0, 1, 2]),
+        'accumulate: expected powers of two of ranks and of microbatches for sums="tree", got 3 microbatches on each '
+        "of 2 ranks of 'shard'; take others, or leave out sums=\"tree\"",
     ),
     (
-        lambda: fs.microbatches([0], sharded(fs.ddp)),
-        "microbatches: expected one microbatch or more for each of 2 ranks, got 1 in the whole job; cut the batch in "
-        "more microbatches",
-    ),
-    (
-        lambda: fs.microbatches(range(7), sharded(fs.ddp), "each"),
-        'microbatches: expected for communicate="each" a power of two of ranks that divides the microbatches, got 7 '
-        "microbatches on 2 ranks of 'shard'; pass communicate=\"once\", which any number of ranks can",
+        lambda: fs.microbatches(range(7), sharded(fs.ddp)),
+        "microbatches: expected as many microbatches on each of 2 ranks, got 7 in the whole job; cut the batch in a "
+        "multiple of that many microbatches",
     ),
     (
         lambda: fs.jit(fs.accumulate(summed, sums="tree"), backend="inductor")(sharded(fs.ddp), [0, 1]),
@@ -495,42 +384,43 @@ def test_what_would_change_bits_is_refused(world_size):
             call()
 
 
+@on_ranks(3)
+def test_other_numbers_of_ranks_are_refused_by_name(world_size):
+    params = sharded(fs.zero3)
+    text = (
+        "powers of two of ranks and of microbatches for sums=\"tree\", got 1 microbatches on each of 3 ranks of 'shard'"
+    )
+    for call in (
+        lambda: fs.value_and_grad(summed, sums="tree")(params),
+        lambda: fs.accumulate(summed, sums="tree")(params, [0]),
+        lambda: fs.reduce_microbatches([torch.ones(2)], params),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+    # Which microbatches are whose is told for any number of ranks.
+    assert fs.microbatches(range(6), params, "each") == [my_rank(), my_rank() + 3]
+
+
 @on_ranks(2, "2 processes")
 def test_a_rank_with_another_number_of_microbatches_fails_everywhere(world_size):
     params = sharded(fs.zero3)
-    step = fs.accumulate(summed, sums="tree", microbatches=8)
+    step = fs.accumulate(summed, sums="tree")
     step(params, [0, 1, 2, 3])
+    own = [0, 1] if my_rank() else [0, 1, 2, 3]
+    odd = [0, 1, 2] if my_rank() else [0, 1, 2, 3]
+    auxes = [torch.ones(2)] * len(own)
     for call in (
-        lambda count: step(params, list(range(count))),
-        lambda count: fs.accumulate(summed, sums="tree")(params, list(range(count))),
-        lambda count: fs.reduce_microbatches([torch.ones(2)] * count, params, microbatches=8),
+        lambda: step(params, own),
+        lambda: step(params, odd),
+        lambda: fs.reduce_microbatches(auxes, params),
     ):
-        with pytest.raises((ValueError, RuntimeError), match=r"microbatches: expected|microbatches, got|another rank"):
-            call(4 - my_rank())
+        with pytest.raises((ValueError, RuntimeError), match=r"microbatches|another rank"):
+            call()
     step(params, [0, 1, 2, 3])
-
-
-@on_ranks(6)
-def test_uneven_blocks_over_two_axes_are_refused(world_size):
-    mesh = fs.init_mesh({"replicate": 2, "shard": 3}, device="cpu")
-    params = fs.shard({"w": torch.ones(30)}, fs.hsdp(mesh))
-    with pytest.raises(ValueError, match="expected blocks that are nodes of a tree, got 12 on 3 ranks of 'shard' by 2"):
-        fs.microbatches(range(12), params, "once")
-
-
-@pytest.mark.parametrize("backend", ("nccl", "gloo"))
-@on_ranks(1)
-def test_a_plan_tells_what_uneven_blocks_send(backend):
-    params = fs.shard({"w": torch.ones(30, 7)}, fs.zero3(one_axis(), min_shard_elements=0))
-    step = fs.accumulate(lambda p, x: (fs.gather(p)["w"] * x).sum(), communicate="once", sums="tree", microbatches=9)
-    plan = fs.plan(lambda p, *batches: step(p, batches), params, 1.0, 2.0, 3.0, mesh={"shard": 3}, backend=backend)
-    # Rank 0 has the nodes of two microbatches and of one, each with rows of 10 x 7 numbers.
-    assert [entry.bytes for entry in plan.collectives() if entry.op == "all_to_all"] == [2 * 2 * 280]
 
 
 @on_ranks(2)
 def test_transforms_are_equal_where_their_strategies_are():
     spec, again = (sharded(fs.zero3)["w"].spec for _ in range(2))
     assert in_tree(spec) == in_tree(again) != spec
-    assert in_tree(spec, 8) == in_tree(again, 8) != in_tree(spec, 5)
     assert copy.copy(in_tree(spec).transform).axes == spec.transform.axes

@@ -323,12 +323,10 @@ def _sum_rows(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_pairs(buffer: torch.Tensor) -> torch.Tensor:
-    """Add neighbours, then their sums: a binary tree, with rows absent up to the next power of two."""
-    rows = list(buffer)
-    while len(rows) > 1:
-        pairs = zip(rows[0::2], rows[1::2], strict=False)
-        rows = [a + b for a, b in pairs] + rows[len(rows) // 2 * 2 :]
-    return rows[0]
+    """Add neighbours, then their sums: a binary tree over a power of two of rows."""
+    while len(buffer) > 1:
+        buffer = buffer[0::2] + buffer[1::2]
+    return buffer[0]
 
 
 def all_gather(shards: Sequence[torch.Tensor], axis: Axis, label: str | Label) -> list[torch.Tensor]:

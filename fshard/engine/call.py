@@ -267,28 +267,13 @@ class Call:
             self._go_on(error)
             return None
 
-    def join(self) -> None:
-        """Take part in a forward of other ranks, in the order of the last one, when this rank has no microbatch left.
-
-        Raises:
-            RuntimeError: if another rank failed.
-            ValueError: if the loss has collectives of its own, or other ranks gather other units than before.
-        """
-        order = self._concluded[-1]
-        if self._failed is None and order is not None and order.has_collectives:
-            expected = "as many microbatches on every rank for a loss with collectives of its own"
-            remedy = "share them by a number of ranks that divides them"
-            self._failed = ValueError(f"{self._what}: expected {expected}, got fewer on this one; {remedy}")
-        self._begin(order)
-        self._go_on(self._failed)
-
-    def _go_on(self, error: Exception | None) -> None:
-        """Take part in the rest of a forward without computing: after an error, or without a microbatch.
+    def _go_on(self, error: Exception) -> None:
+        """Take part in the rest of a forward without computing, after an error.
 
         Args:
             error: The error of this rank, which is raised if other ranks hear of it now, or cannot be followed.
         """
-        if error is not None and (self._order is None or isinstance(error, comm.CollectiveError)):
+        if self._order is None or isinstance(error, comm.CollectiveError):
             self._peers.agree(error=error, where=self._phase)
             raise error
         self._failed = error
@@ -302,7 +287,6 @@ class Call:
             if isinstance(error, Departed):
                 self._forward.drop()
                 remember(self._key, None)
-            assert error is not None
             raise error
 
     def evaluate(self, f: Callable[[], Any]) -> Any:
@@ -341,7 +325,6 @@ class Call:
         *,
         reduce: bool = True,
         last: bool = True,
-        microbatch: int | None = None,
     ) -> list[torch.Tensor | None]:
         """Differentiate the loss of the last forward and add its gradients to the leaves.
 
@@ -351,7 +334,6 @@ class Call:
             inputs: This rank's own tensors to differentiate by too.
             reduce: Whether gathered leaves' gradients are reduced now, rather than kept in full.
             last: Whether no other forward follows, so that tensors that were kept may be dropped.
-            microbatch: The number in the job of the forward's microbatch; None where this rank had none.
 
         Returns:
             The gradients of the inputs, not divided; zeros where the loss did not use them.
@@ -362,9 +344,6 @@ class Call:
         if last:
             for leaf in self._own:
                 leaf.keeper = None
-        trees = [leaf for leaf in leaves if isinstance(leaf, TreeLeaf)]
-        for leaf in trees:
-            leaf.microbatch = microbatch
         anchors = [use.anchor for use in uses if use.anchor is not None and self._failed is None]
         first, ends = self._chain.tokens[:1], self._chain.tokens[1:]
         # The next microbatch's collectives are tied anew, or its backward would run these again.
@@ -390,8 +369,9 @@ class Call:
         if isinstance(failed, comm.CollectiveError):
             raise failed
         # Also a microbatch that failed has its place in the trees, with zeros where it gave no gradient.
-        for leaf in trees:
-            leaf.end_microbatch(last)
+        for leaf in leaves:
+            if isinstance(leaf, TreeLeaf):
+                leaf.end_microbatch(last)
         if failed is not None:
             self._failed, self._phase = self._failed or failed, "the backward"
             return []
@@ -407,7 +387,7 @@ class Call:
         return [None if tensor is None else next(rest) for tensor in inputs]
 
     def zero(self) -> torch.Tensor:
-        """Make the loss of a rank that failed, or has no microbatch."""
+        """Make the loss of a rank that failed."""
         order = self._order or self._concluded[-1]
         assert order is not None
         return self._own[0].stored.new_zeros((), dtype=order.dtype)

@@ -216,7 +216,7 @@ class Forward:
         self._checkpointed.clear()
 
     def follow(self, leaves: Mapping[str, Leaf], chain: Chain) -> Order | None:
-        """Take part in the rest of the order without computing anything: this rank has failed, or has no microbatch.
+        """Take part in the rest of the order without computing anything: this rank has failed.
 
         Args:
             leaves: The call's own leaves by their paths.

@@ -141,11 +141,6 @@ class Order(NamedTuple):
         """Whether nothing is regathered, because the only use stays for the backward."""
         return self.uses == 1 and GONE not in self.flags
 
-    @property
-    def has_collectives(self) -> bool:
-        """Whether the function calls collectives of its own."""
-        return any(isinstance(place.event, CollectiveEvent) for place in self.events)
-
     def saved(self, use: Use) -> bool:
         """Whether any rank has saved a use, or its number is too large for a flag."""
         return SAVED + use.number in self.flags or SAVED + use.number >= comm.FLAGS

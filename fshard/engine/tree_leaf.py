@@ -13,19 +13,14 @@ from fshard.tree.checks import describe
 
 
 class TreeLeaf(Leaf):
-    """A leaf of a call with `sums="tree"`.
+    """A leaf of a call with `sums="tree"`."""
 
-    Attributes:
-        microbatch: The number in the job of the microbatch whose backward runs; None where this rank has none.
-    """
-
-    __slots__ = ("_share", "_tree", "microbatch")
+    __slots__ = ("_share", "_tree")
 
     def __init__(self, path: str, leaf: Sharded, stored: torch.Tensor, share: Share) -> None:
         """Take a leaf in."""
         super().__init__(path, leaf, stored)
         self._share, self._tree = share, TreeSum()
-        self.microbatch: int | None = None
 
     @property
     def _early(self) -> bool:
@@ -37,14 +32,11 @@ class TreeLeaf(Leaf):
         return reduction(self.spec.transform).dtype or self.dtype
 
     def take_partial(self) -> torch.Tensor:
-        """Hand over this rank's full gradient, of this microbatch or of all; where blocks are uneven, several sums."""
+        """Hand over this rank's full gradient, of this microbatch or of all."""
         if self._early:
             return super().take_partial()
         self.owed = False
         self._enter()
-        if self._share.uneven:
-            parts = [self.zeros().to(self._dtype) if part is None else part for part in self._tree.take()]
-            return torch.stack(parts, dim=-1)
         total = self._tree.total()
         return self.zeros().to(self._dtype) if total is None else total
 
@@ -54,16 +46,13 @@ class TreeLeaf(Leaf):
             self._enter()
 
     def _enter(self) -> None:
-        if self.microbatch is None:
-            return
         if self._early:
             part, self._reduced = self._reduced, None
         else:
             part, self._full = self._full, None
         wide = None if part is None else part.grad.to(self._dtype)
         own = part is not None and wide is not part.grad
-        self._tree.add(self.microbatch // (self._share.ranks if self._early else 1), wide, own=own)
-        self.microbatch = None
+        self._tree.add(wide, own=own)
 
     def as_part(self, grad: torch.Tensor, own: bool | None = None) -> Part:
         """Cast a part of the reduced gradient to the dtype of the tree, which loses nothing; see `Leaf`."""

@@ -1,30 +1,26 @@
-"""Sums over the elements of leaves in one fixed binary tree: the same bits however leaves are split.
+"""Sums over the elements of leaves that are exact, and so have the same bits however leaves are split.
 
-Along a dim of n elements neighbours are added, elements 2i and 2i + 1, then their sums in the same way, as if absent
-elements filled it up to a power of two. Dims are summed from the last to the first, so the tree depends on the full
-shape of a leaf alone. Of a split dim each rank sums the largest subtrees inside its range, at most two of each height,
-sends their sums, and finishes the tree with those of the other ranks.
+Terms are cut in digits: whole numbers of few bits, counted from the largest term. float64 holds every sum of digits,
+in whatever order they are added, and the sums of digits make up the sum of the terms. It has no derivative.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Generator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
-from fshard import comm
-from fshard.collectives import all_gather_invariant
-from fshard.microbatches import TreeSum, nodes, place_of
+from fshard import _compat, comm
+from fshard.errors import expect
 from fshard.shard import local_ranges
 from fshard.tree import Axis, Spec, grouped, is_sharded
 
-# So many elements become float64 numbers and sums of LANES neighbours at a time, in a processor's cache.
-PIECE, LANES = 1 << 17, 16
+# So many elements become float64 numbers at a time, in a processor's cache.
+PIECE = 1 << 14
 
-# Leaves of up to so many elements are summed together: each operator takes as long as thousands of elements.
-SMALL = 1 << 14
+# Bits of the largest term, at least, that digits make up: those of a float64.
+BITS = 53
 
 Terms = Callable[[torch.Tensor], torch.Tensor]
 
@@ -43,162 +39,107 @@ class Request(NamedTuple):
     dims: Sequence[int]
 
 
-class _Ask(NamedTuple):
-    """A tensor of shape (lead, elements of this rank, trail), to be summed over n elements.
-
-    Attributes:
-        axes: The axes that split the n elements, perhaps none.
-        n: How many elements all their ranks have.
-        tensor: The tensor.
-        terms: Makes of it the float64 numbers to be summed, if it is too large to hold them; else None.
-    """
+class _Part(NamedTuple):
+    """A request without padding: the axes that split its dims, and the bits of a digit."""
 
     axes: tuple[Axis, ...]
-    n: int
     tensor: torch.Tensor
-    terms: Terms | None
+    dims: tuple[int, ...]
+    bits: int
 
 
 def element_sums(requests: Sequence[Request], terms: Terms) -> list[torch.Tensor]:
-    """Sum terms of elements over dims, by one collective over each axis for each set of axes that splits such dims.
+    """Sum terms of elements over dims, by two collectives over each axis for each set of axes that splits such dims.
 
     Args:
         requests: Tensors and their dims.
-        terms: Maps a piece of a tensor to float64 numbers, element by element: 0 or more, and 0 for 0.
+        terms: Maps a piece of a tensor to float64 numbers, element by element: 0 or more, 0 for 0, and no less for a
+            number of larger magnitude.
 
     Returns:
         The sums in float64, of size 1 along their dims, equal on the ranks that split these dims.
+
+    Raises:
+        ValueError: if a tensor is differentiated.
     """
-    running = [_steps(request, terms) for request in requests]
+    tensors = [request.tensor for request in requests]
+    differentiated = any(map(_compat.is_differentiated, tensors)) or _compat.any_dual(tensors)
+    remedy = "leave out sums where updates are differentiated"
+    expect(not differentiated, 'sums="tree"', "tensors without derivatives", "one that is differentiated", remedy)
+    parts = [_part(request) for request in requests]
     sums: dict[int, torch.Tensor] = {}
-
-    def resumed(values: dict[int, Any]) -> dict[int, _Ask]:
-        asks = {}
-        for i, value in values.items():
-            try:
-                asks[i] = running[i].send(value)
-            except StopIteration as end:
-                sums[i] = end.value
-        return asks
-
-    asks = resumed(dict.fromkeys(range(len(running))))
-    while asks:
-        # What needs no other rank comes first, so that all leaves that axes split are sent together.
-        numbers = [i for i, ask in asks.items() if not ask.axes] or list(asks)
-        found: dict[int, torch.Tensor] = {}
-        for axes, group in grouped([asks[i] for i in numbers], lambda ask: ask.axes).items():
-            comm.same_call('update by sums="tree"', axes)
-            totals = _summed_over(axes, [asks.pop(numbers[k]) for k in group])
-            found.update(zip([numbers[k] for k in group], totals, strict=True))
-        asks |= resumed(found)
-    return [sums[i] for i in range(len(running))]
+    for axes, group in grouped(parts, lambda part: part.axes).items():
+        comm.same_call('update by sums="tree"', axes)
+        bounds = [_bound(parts[i], terms) for i in group]
+        for axis in axes:
+            bounds = [rows.amax(0) for rows in comm.all_gather(bounds, axis, "largest terms")]
+        # Powers of two above the bounds, within what their inverses can be.
+        powers = [torch.frexp(bound).exponent.clamp(-1000, 1022).long() for bound in bounds]
+        digits = [_digits(parts[i], _power_of_two(-power), terms) for i, power in zip(group, powers, strict=True)]
+        for axis in axes:
+            digits = comm.all_reduce(digits, axis, "sums of digits")
+        for i, rows, power, bound in zip(group, digits, powers, bounds, strict=True):
+            total = torch.zeros_like(bound)
+            for row in reversed(rows.unbind()):
+                total = (total + row) * 2.0 ** -parts[i].bits
+            # Not a number, or infinity, is the bound itself.
+            sums[i] = torch.where(bound.isfinite(), total * _power_of_two(power), bound)
+    return [sums[i].reshape(_kept(request.tensor, request.dims)) for i, request in enumerate(requests)]
 
 
-def added(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Add up n float64 numbers of shape () in the tree of a dim of n elements."""
-    return _halved(torch.stack([*numbers]).reshape(1, -1, 1)).reshape(()) if numbers else torch.zeros(())
-
-
-def _steps(request: Request, terms: Terms) -> Generator[_Ask, torch.Tensor, torch.Tensor]:
-    """Sum over one dim after another; yields where other ranks have a part of it, or other leaves go along."""
+def _part(request: Request) -> _Part:
     leaf, tensor, dims = request
     spec = leaf.spec if is_sharded(leaf) else Spec(tuple(leaf.shape))
     ranges = local_ranges(spec)
     for dim in dims:
         tensor = tensor.narrow(dim, 0, ranges[dim][1])
-    shape = list(tensor.shape)
-    # Ranks decide alike, whatever is left to them of a dim.
-    left = terms if math.prod(spec.local_shape) > SMALL else None
-    tensor = tensor if left and dims else terms(tensor)
-    for dim in sorted(dims, reverse=True):
-        part = tensor.reshape(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :]))
-        axes = tuple(axis for axis in spec.split_axes(dim) if axis.size > 1)
-        shape[dim] = 1
-        if 0 in spec.full_shape:
-            tensor = part.new_zeros(shape, dtype=torch.float64)
-        elif axes or left is None:
-            tensor = yield _Ask(axes, spec.full_shape[dim], part, left)
-        else:
-            tensor = _summed(part, left)
-        left = None
-    return tensor.reshape(shape)
+    axes = tuple(axis for dim in dims for axis in spec.split_axes(dim) if axis.size > 1)
+    count = math.prod(spec.full_shape[dim] for dim in dims)
+    # The largest term may be twice the power of two twice over.
+    bits = 51 - max(0, count - 1).bit_length()
+    return (
+        _Part(axes, tensor.reshape(-1), (0,), bits)
+        if len(dims) == tensor.dim()
+        else _Part(axes, tensor, (*dims,), bits)
+    )
 
 
-def _summed(part: torch.Tensor, terms: Terms | None) -> torch.Tensor:
-    """Sum a subtree of the middle dim of a tensor of shape (lead, n, trail) to (lead, 1, trail)."""
-    lead, n, trail = part.shape
-    if terms is None:
-        return _halved(part)
-    lanes = min(LANES, 1 << (n - 1).bit_length())
-    filled = pad(part, (0, 0, 0, -n % lanes)) if n % lanes else part
-    rows = filled.reshape(lead * (filled.shape[1] // lanes), lanes, trail)
-    # The pieces do not change the tree.
-    pieces = rows.split(max(1, PIECE // (lanes * max(1, trail)) if part.is_cpu else len(rows)))
-    sums = torch.cat([_halved(terms(piece)) for piece in pieces])
-    return _halved(sums.reshape(lead, filled.shape[1] // lanes, trail))
+def _kept(tensor: torch.Tensor, dims: Sequence[int]) -> list[int]:
+    return [1 if dim in dims else size for dim, size in enumerate(tensor.shape)]
 
 
-def _halved(sums: torch.Tensor) -> torch.Tensor:
-    """Add neighbours along the middle dim until one is left."""
-    while (n := sums.shape[1]) > 1:
-        pairs = sums[:, 0:-1:2] + sums[:, 1::2]
-        sums = torch.cat([pairs, sums[:, -1:]], 1) if n % 2 else pairs
-    return sums
+def _bound(part: _Part, terms: Terms) -> torch.Tensor:
+    """Find the largest term along the dims, or for complex numbers a larger one."""
+    tensor, dims = part.tensor, part.dims
+    if not tensor.numel():
+        return tensor.new_zeros(_kept(tensor, dims), dtype=torch.float64)
+    if tensor.is_complex():
+        pairs = torch.view_as_real(tensor.resolve_conj())
+        largest = _largest(pairs, (*dims, -1)).squeeze(-1)
+        return terms(torch.complex(largest, largest))
+    return terms(_largest(tensor, dims))
 
 
-@lru_cache(maxsize=4096)
-def subtrees(n: int, sizes: tuple[int, ...]) -> list[list[tuple[int, int]]]:
-    """Find the largest subtrees inside the range of each rank, where axes of some sizes split n elements.
-
-    Args:
-        n: How many elements the dim has.
-        sizes: Of the axes that split it, major first.
-
-    Returns:
-        For each rank where each subtree starts, and its size; absent elements behind the last one are in its subtree.
-
-    >>> subtrees(10, (2,))
-    [[(0, 4), (4, 1)], [(5, 1), (6, 2), (8, 8)]]
-    """
-    nominal, ranges = n, [(0, n)]
-    for size in sizes:
-        nominal = -(-nominal // size)
-        ranges = [
-            (min(start + rank * nominal, end), min(start + (rank + 1) * nominal, end))
-            for start, end in ranges
-            for rank in range(size)
-        ]
-    full = 1 << (n - 1).bit_length()
-    found = [nodes(range(start, full if start < end == n else end)) for start, end in ranges]
-    return [[(start, size) for start, size in parts if start < n] for parts in found]
+def _largest(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    return torch.maximum(tensor.amax(dims, keepdim=True), -tensor.amin(dims, keepdim=True))
 
 
-def _summed_over(axes: tuple[Axis, ...], asks: Sequence[_Ask]) -> list[torch.Tensor]:
-    """Sum tensors over the ranks of axes, by one message over each; those with equal trees go through them together."""
-    trees = grouped(range(len(asks)), lambda i: (asks[i].n, asks[i].tensor.shape[2], i if asks[i].terms else None))
-    sizes = tuple(axis.size for axis in axes)
-    ranks, own = place_of(axes[::-1])
-    sent = []
-    for (n, trail, _), group in trees.items():
-        part = torch.cat([asks[i].tensor for i in group]) if len(group) > 1 else asks[group[0]].tensor
-        found = subtrees(n, sizes)
-        first = found[own][0][0] if found[own] else 0
-        sums = [_summed(part[:, at - first : at - first + size], asks[group[0]].terms) for at, size in found[own]]
-        missing = max(map(len, found)) - len(sums)
-        sums.append(part.new_zeros((len(part), missing, trail), dtype=torch.float64))
-        sent.append(torch.cat(sums, 1))
-    message = torch.cat([sums.reshape(-1) for sums in sent])
-    for axis in reversed(axes):
-        message = all_gather_invariant(message[None], axis)
-    counts = [sums.numel() for sums in sent]
-    rows = message.reshape(ranks, sum(counts)).split(counts, 1)
-    out: dict[int, torch.Tensor] = {}
-    for ((n, _, _), group), row, part in zip(trees.items(), rows, sent, strict=True):
-        tree, columns = TreeSum(), row.reshape(ranks, *part.shape)
-        for rank, places in enumerate(subtrees(n, sizes)):
-            for k, (at, size) in enumerate(places):
-                tree.add(at, columns[rank, :, k : k + 1], size)
-        total = tree.total()
-        assert total is not None
-        out.update(zip(group, total.split([len(asks[i].tensor) for i in group]), strict=True))
-    return [out[i] for i in range(len(asks))]
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """Make float64 numbers of their exponents alone, exact wherever an element stands."""
+    return ((exponent + 1023) << 52).view(torch.float64)
+
+
+def _digits(part: _Part, scale: torch.Tensor, terms: Terms) -> torch.Tensor:
+    """Sum each of the digits of the terms along the dims, to (digits, *sums)."""
+    _, tensor, dims, bits = part
+    rows = max(1, PIECE // max(1, tensor[:1].numel())) if tensor.is_cpu else max(1, len(tensor))
+    scales = itertools.repeat(scale) if 0 in dims else scale.split(rows)
+    found = []
+    for piece, factor in zip(tensor.split(rows), scales, strict=False):
+        left, digits = terms(piece) * (factor * 2.0**bits), []
+        for _ in range(-(-BITS // bits)):
+            whole = left.floor()
+            digits.append(whole.sum(dims, keepdim=True))
+            left = left.sub_(whole).mul_(2.0**bits)
+        found.append(torch.stack(digits))
+    return torch.stack(found).sum(0) if 0 in dims else torch.cat(found, 1)

@@ -9,8 +9,8 @@ import torch
 
 from fshard import comm
 from fshard.collectives import all_gather_invariant, total
-from fshard.optim.element_sums import Request, added, element_sums
-from fshard.optim.leaves import elements_of, partition_axes, size_of, varying
+from fshard.optim.element_sums import Request, element_sums
+from fshard.optim.leaves import elements_of, partition_axes, varying
 from fshard.tree import Axis, Tree, flatten, grouped, leaves_of, tensor_of, unflatten
 from fshard.tree.checks import POSITIVE, Range, check_local, check_numbers, check_sums, check_tensors
 
@@ -61,7 +61,7 @@ def global_norm(tree: Tree, p: float = 2.0, *, sums: str | None = None) -> torch
     # The norm of complex numbers is real.
     dtype = reduce(torch.promote_types, (tensor_of(leaf).dtype.to_real() for leaf in leaves), torch.float32)
     if sums is not None and not math.isinf(p):
-        return _rooted(added(_tree_powers([leaf for leaf in leaves if size_of(leaf)], p)), p).to(dtype)
+        return _rooted(torch.stack(_tree_powers(leaves, p)).sum(), p).to(dtype)
     groups = grouped(leaves, partition_axes).items()
     parts = torch.stack([_reduced([leaves[i] for i in group], axes, p, each=False) for axes, group in groups])
     return (parts.amax() if math.isinf(p) else _rooted(parts.sum(), p)).to(dtype)
@@ -146,7 +146,7 @@ def _reduced(leaves: Sequence[Any], axes: tuple[Axis, ...], p: float, *, each: b
 
 
 def _tree_powers(leaves: Sequence[Any], p: float) -> list[torch.Tensor]:
-    """Sum the p-th powers of each leaf's magnitudes in a tree, for a whole number p."""
+    """Sum the p-th powers of each leaf's magnitudes exactly, for a whole number p."""
 
     def powers(piece: torch.Tensor) -> torch.Tensor:
         if piece.is_complex():

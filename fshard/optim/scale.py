@@ -63,14 +63,14 @@ def clip_by_global_norm(
 
     Follows torch.nn.utils.clip_grad_norm_ on full gradients, with the norm taken in float64: each element counts
     once, however many ranks store it, and padding does not count. Costs one collective of a single number over each
-    axis that gradients are split over, for each set of axes that some leaf is split over; with sums="tree" of the sums
-    of subtrees instead, 2 log2(n) numbers at most from each rank for a leaf whose first dim of n elements is split.
+    axis that gradients are split over, for each set of axes that some leaf is split over; with sums="tree" two, of four
+    numbers for each leaf.
 
     Args:
         max_norm: The largest norm to let through, 0 or more.
         p: The order of the norm, above 0; float("inf") for the largest magnitude.
-        sums: "tree" adds up in one fixed binary tree that depends on the full shapes of leaves alone, so that the norm
-            has the same bits at any world size, under any strategy and in every precision. `p` is then a whole number.
+        sums: "tree" adds up exactly, so that the norm has the same bits at any world size, under any strategy and in
+            every precision. `p` is then a whole number, and the norm has no derivative.
         keep_norm: Whether the state holds the norm, for logging.
 
     Returns:
@@ -329,7 +329,7 @@ def scale_by_factored_rms(
     Args:
         beta2_decay: The power of the number of updates that new squares are weighed by.
         eps: The least mean square, by default the dtype's epsilon.
-        sums: "tree" takes means in float64, each by one fixed binary tree; see `clip_by_global_norm`.
+        sums: "tree" takes means in float64, of exact sums; see `clip_by_global_norm`.
 
     Returns:
         The transformation; its state keeps the parameters' specs, as far as rows and columns have them.

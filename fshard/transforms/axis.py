@@ -10,7 +10,6 @@ from torch.nn.functional import pad
 from fshard import comm
 from fshard.mesh import Mesh, axis_of
 from fshard.transforms.base import BuiltIn, Finish, LayoutError, ShardTransform, Tensors
-from fshard.transforms.node_sums import start_node_sums, start_whole_node_sums
 from fshard.tree import Axis, Spec
 from fshard.tree.checks import Range, check_dim, check_numbers
 
@@ -26,8 +25,6 @@ class _FullyShard(BuiltIn):
     min_shard_elements: int
     # Whether sums over ranks are in one binary tree.
     tree: bool = field(default=False, kw_only=True, repr=False)
-    # Of the job, where gradients are given as partial sums.
-    microbatches: int | None = field(default=None, kw_only=True, repr=False)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -53,8 +50,6 @@ class _FullyShard(BuiltIn):
 
     def start_sums(self, stacks: Tensors, specs: Sequence[Spec]) -> Finish:
         """Start sending each rank its row of every stack; finished, each is the sum of what ranks sent."""
-        if self.microbatches:
-            return start_node_sums(stacks, self.axis, self.microbatches)
         return comm.start_reduce_scatter(stacks, self.axis, "scatter", self.tree)
 
     def start_gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Finish:
@@ -152,7 +147,6 @@ def fully_shard(mesh: Mesh | Axis, *, dim: int = 0, min_shard_elements: int = 0)
 class _Replicate(BuiltIn):
     axis: Axis
     tree: bool = field(default=False, kw_only=True, repr=False)
-    microbatches: int | None = field(default=None, kw_only=True, repr=False)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -170,8 +164,6 @@ class _Replicate(BuiltIn):
 
 def _start_whole_sums(transform: _FullyShard | _Replicate, grads: Tensors) -> Finish:
     """Start summing gradients of leaves that every rank of the axis has whole."""
-    if transform.microbatches:
-        return start_whole_node_sums(grads, transform.axis, transform.microbatches)
     return comm.start_all_reduce(grads, transform.axis, "scatter", transform.tree)
 
 

@@ -12,13 +12,11 @@ from fshard.tree import Spec
 
 
 @lru_cache(maxsize=4096)
-def in_tree(spec: Spec, uneven: int = 0) -> Spec:
+def in_tree(spec: Spec) -> Spec:
     """Let a leaf's transform sum gradients in the tree of a job's microbatches.
 
     Args:
         spec: The leaf's spec.
-        uneven: How many microbatches the job has, where ranks' blocks are uneven: gradients are then given as several
-            partial sums. 0 where each rank has one sum.
 
     Returns:
         The spec with a transform that stores and gathers in the same way.
@@ -27,13 +25,13 @@ def in_tree(spec: Spec, uneven: int = 0) -> Spec:
         LayoutError: if the transform does something whose bits depend on how many ranks there are.
     """
     transform: Any = spec.transform
-    return spec if transform is None else replace(spec, transform=_in_tree(transform, uneven))
+    return spec if transform is None else replace(spec, transform=_in_tree(transform))
 
 
 @lru_cache(maxsize=64)
-def _in_tree(transform: ShardTransform, uneven: int) -> ShardTransform:
+def _in_tree(transform: ShardTransform) -> ShardTransform:
     if isinstance(transform, _Composed):
-        return replace(transform, stages=tuple(_in_tree(stage, uneven) for stage in transform.stages))
+        return replace(transform, stages=tuple(_in_tree(stage) for stage in transform.stages))
     if isinstance(transform, _SplitDim) and transform.brings_data:
         raise LayoutError(f"own_dim over {transform.axis.name!r}", "gradients that are sums of ranks' microbatches")
     if type(transform) in (_Cast, _Offload, _SplitDim) or type(transform) is ShardTransform:
@@ -41,7 +39,7 @@ def _in_tree(transform: ShardTransform, uneven: int) -> ShardTransform:
     if type(transform) in (_FullyShard, _Replicate):
         if transform.axes[0].size == 1:
             return transform
-        sums: dict[str, Any] = {"microbatches": uneven} if uneven else {"tree": True}
-        return replace(transform, **sums)
+        assert isinstance(transform, _FullyShard | _Replicate)
+        return replace(transform, tree=True)
     name = " of ".join(type(node).__name__.strip("_") for node in (transform, *parts(transform)))
     raise LayoutError(name, "fully_shard, replicate, split_dim, casts and offload alone")

@@ -47,7 +47,6 @@ class Plan:
         variant: The strategy that runs besides those of every program.
         only: The one strategy that runs, where a failure of it is shrunk.
         tree: Whether microbatches are added up in one tree.
-        fewer: How many microbatches the job has less than `micro` on every rank.
     """
 
     seed: int = 0
@@ -74,12 +73,11 @@ class Plan:
     variant: str = "zero3 kept"
     only: str = ""
     tree: bool = False
-    fewer: int = 0
 
     @property
     def job(self) -> int:
         """Microbatches of all ranks together."""
-        return self.world * self.micro - self.fewer
+        return self.world * self.micro
 
     def features(self) -> frozenset[str]:
         """What refusals, bounds and statistics go by."""
@@ -95,7 +93,6 @@ class Plan:
         if self.micro > 1:
             found |= {"accumulate", f"communicate {self.communicate}"}
             found |= {"tree"} if self.tree else set()
-            found |= {"fewer"} if self.fewer else set()
         for name in ("ragged", "evaluate"):
             found |= {getattr(self, name)} - {""}
         found |= {name for name in ("clip", "donate", "again", "schedule") if getattr(self, name)}
@@ -150,7 +147,7 @@ def draw(seed: int) -> Plan:
         tuple(pick.sample(("ddp", "zero1", "zero2", "zero3", "hsdp"), 1)) if seed % 4 == 3 else (),
         pick.choice(VARIANTS),
     )
-    plan = replace(plan, tree=pick.random() < 0.5, fewer=pick.choice((0, 0, 1, world)))
+    plan = replace(plan, tree=pick.random() < 0.5)
     return valid(plan)
 
 
@@ -208,13 +205,8 @@ def valid(plan: Plan) -> Plan:
         plan = replace(plan, micro=1)
     if plan.around and plan.around[1] > len(blocks):
         plan = replace(plan, around=None)
-    if plan.micro == 1:
+    if plan.micro != 2 or plan.world == 3:
         plan = replace(plan, tree=False)
-    if not plan.tree or plan.job < plan.world:
-        plan = replace(plan, fewer=0)
-    # In a tree only powers of two of ranks take turns, and only where all have as many.
-    if plan.tree and plan.communicate == "'each'" and (plan.fewer % plan.world or plan.world == 3):
-        plan = replace(plan, communicate="None")
     # A policy of casts is an argument of one of the two strategies.
     if plan.dtype.startswith("policy") and plan.variant == "zero3 beside zero2":
         plan = replace(plan, variant="zero3 kept")
@@ -272,7 +264,7 @@ def smaller(plan: Plan) -> Iterator[Plan]:
             candidates.append(replace(plan, blocks=tuple(rest[:i] + rest[i + 1 :]), around=_moved(plan, i)))
     for name in ("jitted", "breaks", "around", "micro", "ragged", "clip", "evaluate", "again", "donate", "schedule"):
         candidates.append(replace(plan, **{name: getattr(least, name)}))
-    for name in ("fewer", "tree", "dtype", "reduce", "communicate", "optimizer", "units", "form", "rank"):
+    for name in ("tree", "dtype", "reduce", "communicate", "optimizer", "units", "form", "rank"):
         candidates.append(replace(plan, **{name: getattr(least, name)}))
     candidates += [replace(plan, world=w) for w in range(1, plan.world)] + [
         replace(plan, steps=s) for s in range(1, plan.steps)

@@ -85,8 +85,6 @@ HOOKS = {
 
 # The refusals that are documented, by the features that together may meet them; any other error is a failure.
 REFUSALS: dict[str, str] = {
-    # Over two axes each rank must have as many microbatches, a power of two.
-    "tree": "expected blocks that are nodes of a tree",
     "reentrant": "got a use inside a reentrant checkpoint",
     # Weights that were gathered outside of it, or are frozen: torch's own error, with the same remedy.
     "reentrant & function": "you can either set use_reentrant=False",
@@ -135,7 +133,7 @@ def render(plan: Plan) -> str:
         reduce=plan.reduce,
         communicate=plan.communicate,
         job=plan.job,
-        sums={"sums": "tree", "microbatches": plan.job} if plan.tree else {},
+        sums={"sums": "tree"} if plan.tree else {},
         clip=0.5 if plan.clip else 0,
         stored=stored,
         computed=computed,
