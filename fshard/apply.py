@@ -11,7 +11,7 @@ from torch import nn
 
 from fshard import _compat, comm
 from fshard.collectives import reduction_axes
-from fshard.engine import Call, Leaf, Unit, call_of
+from fshard.engine import Call, Unit, call_of
 from fshard.errors import Problem, expect, leaf_error, refuse
 from fshard.gather import gather
 from fshard.init import copied, init, refuse_blank
@@ -54,8 +54,6 @@ class Model:
         expect(isinstance(module, nn.Module), "functionalize", needed, found, "call its class first")
         _refuse_lazy(module)
         _refuse_hidden_weights(module)
-        named = {name: _compat.gradient_hooks(parameter) for name, parameter in module.named_parameters()}
-        self._hooks = {name: hooks for name, hooks in named.items() if hooks}
         self.buffers: Buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
         self._given = self.buffers
         self._module = module
@@ -212,7 +210,6 @@ class Model:
         return call.evaluate(lambda: self._run_units(call, bound, buffers, args, kwargs))
 
     def _run_full(self, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any) -> tuple[Any, Buffers]:
-        self._hand_over_hooks(params, {})
         full = gather(dict(params))
         skeleton = self._skeleton()
         skeleton.bind(full, buffers)
@@ -230,7 +227,6 @@ class Model:
         self, call: Call, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any
     ) -> tuple[Any, Buffers]:
         leaves = {name: call.leaf_of(f"[{name!r}]", leaf) for name, leaf in params.items() if is_sharded(leaf)}
-        self._hand_over_hooks(params, leaves)
         units = [
             Unit(
                 unit.path or "(root)", tuple(leaves[n] for n in unit.names if n in leaves), unit.end - i - 1, unit.apart
@@ -251,22 +247,6 @@ class Model:
         if skeleton.release():
             self._idle.append(skeleton)
 
-    def _hand_over_hooks(self, params: Mapping[str, Any], leaves: Mapping[str, Leaf]) -> None:
-        """Give hooks to the leaves of a call; refuse them where nobody knows when a gradient is complete."""
-        problems = []
-        for name, hooks in self._hooks.items():
-            own, leaf = leaves.get(name), params[name]
-            if own is not None and not own.derived:
-                own.hooks = {**own.hooks, **hooks}
-            elif _compat.is_differentiated(leaf.local if is_sharded(leaf) else leaf):
-                found = "one that torch.func or autograd differentiates, or that was gathered or computed before"
-                problems.append(Problem(f"[{name!r}]", found, "the Sharded leaf that fs.value_and_grad passes to f"))
-        remedy = (
-            "call apply on what fs.value_and_grad passes to f, or remove the hooks before functionalize and change "
-            "the gradients that come back"
-        )
-        refuse("apply: parameters have hooks (register_hook)", problems, remedy)
-
     def _skeleton(self) -> Skeleton:
         try:
             return self._idle.pop()
@@ -281,9 +261,7 @@ def functionalize(module: nn.Module, units: Units = None) -> Model:
 
     Follows torch.func.functional_call and Flax's init and apply. The model keeps the module's mode of now: for one that
     trains with dropout and evaluates without, functionalize both module.train() and module.eval(); the parameters
-    serve both. What torch.compile made of a submodule is gathered as a whole. Functions that `register_hook` has put on
-    parameters by now run inside `value_and_grad`: once in each backward, on this rank's full gradient before it is
-    reduced, if this rank used the parameter.
+    serve both. What torch.compile made of a submodule is gathered as a whole.
 
     Args:
         module: The module, with values or on the meta device; tied and frozen parameters keep their meaning.
@@ -298,9 +276,8 @@ def functionalize(module: nn.Module, units: Units = None) -> Model:
         A Model with `init` and `apply`.
 
     Raises:
-        ValueError: if the module has lazy parameters whose shapes are not known yet, or parameters with hooks that run
-            after gradients are accumulated, or `units` matches nothing, or two
-            parts of a list match the same submodule.
+        ValueError: if the module has lazy parameters whose shapes are not known yet, or parameters with hooks, or
+            `units` matches nothing, or two parts of a list match the same submodule.
 
     >>> import fshard as fs
     >>> model = fs.functionalize(nn.Linear(2, 3))
@@ -373,10 +350,11 @@ def _refuse_lazy(module: nn.Module) -> None:
 def _refuse_hidden_weights(module: nn.Module) -> None:
     """Refuse modules whose hooks compute a weight from parameters or take gradients, and sparse gradients."""
     remedies = {"prune": "what torch.nn.utils.prune.remove makes of it", "weight_norm": "parametrizations.weight_norm"}
+    needed = "a change of the gradients that come back, or a transform with a scatter of its own"
     problems = [
-        Problem(name, "register_post_accumulate_grad_hook", "a step on the gradients that fs.value_and_grad returns")
+        Problem(name, f"a parameter with {found}", needed)
         for name, parameter in module.named_parameters()
-        if _compat.has_post_accumulate_hooks(parameter)
+        if (found := _compat.hook_of(parameter))
     ]
     for path, submodule in module.named_modules():
         for hook in _compat.pre_hooks_of(submodule):

@@ -168,6 +168,8 @@ def linear_with(change):
 def test_modules_that_hide_a_weight_are_refused_by_name():
     from torch.nn.utils import parametrizations, prune, weight_norm
 
+    changed = "a change of the gradients that come back, or a transform with a scatter of its own"
+
     for module, text in (
         (
             linear_with(lambda m: prune.l1_unstructured(m, "weight", 0.5)),
@@ -175,6 +177,13 @@ def test_modules_that_hide_a_weight_are_refused_by_name():
         ),
         (linear_with(weight_norm), "  0: expected parametrizations.weight_norm, got torch.nn.utils.weight_norm\n"),
         (nn.Embedding(3, 2, sparse=True), "  (root): expected sparse=False, got Embedding(sparse=True)\n"),
+        *(
+            (
+                linear_with(lambda m, method=method: getattr(m.weight, method)(print)),
+                f"  0.weight: expected {changed}, got a parameter with {method}\n",
+            )
+            for method in ("register_hook", "register_post_accumulate_grad_hook")
+        ),
     ):
         with pytest.raises(ValueError, match=re.escape(text)):
             fs.functionalize(module)

@@ -47,14 +47,11 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
-def gradient_hooks(tensor: torch.Tensor) -> dict[int, Callable[[torch.Tensor], torch.Tensor | None]]:
-    """The functions registered by `register_hook`, by numbers that no two registrations share. Checked on 2.13."""
-    return dict(tensor._backward_hooks or {})
-
-
-def has_post_accumulate_hooks(tensor: torch.Tensor) -> bool:
-    """Whether a function was registered by `register_post_accumulate_grad_hook`. Checked on 2.13."""
-    return bool(tensor._post_accumulate_grad_hooks)
+def hook_of(tensor: torch.Tensor) -> str | None:
+    """The method by which a function on the tensor's gradient was registered, if any was. Checked on 2.13."""
+    if tensor._post_accumulate_grad_hooks:
+        return "register_post_accumulate_grad_hook"
+    return "register_hook" if tensor._backward_hooks else None
 
 
 def transforms_active() -> bool:

@@ -65,7 +65,6 @@ class Backward:
         self._buckets: dict[Any, _Bucket] = {}
         self._pinned: list[Use] = []
         self._flying: deque[_Flight] = deque()
-        self._failed: Exception | None = None
         for use in uses:
             for leaf in use.unit.leaves:
                 leaf.owed = leaf.owed or (leaf.trained and not leaf.derived and leaf.first is use)
@@ -138,20 +137,17 @@ class Backward:
             failed: The error of the backward, if it failed; nothing is sent after a collective failed.
 
         Returns:
-            The error of the backward or of a hook.
+            The error of the backward.
         """
         if isinstance(failed, comm.CollectiveError):
             return failed
-        self._failed = self._failed or failed
         self._advance(len(self._steps))
-        for leaf in leaves:
-            self._run_hooks(leaf)
         if self._reduce_now:
             # Leaves that were not reduced at their step, or used in earlier microbatches only.
             self._reduce([leaf for leaf in reversed(leaves) if leaf.owed])
         self._start_all()
         self._land_all()
-        return self._failed
+        return failed
 
     def _closes(self, use: Use) -> int:
         return self._place[Step(Kind.CLOSE, use.number)]
@@ -212,18 +208,9 @@ class Backward:
                         other.release()
                 self._pinned = [other for other in self._pinned if other.until is not None and other.until < use.number]
 
-    def _run_hooks(self, leaf: Leaf) -> None:
-        """Run a leaf's hooks; other ranks wait for the steps that follow, so their error is raised at the end."""
-        try:
-            if self._failed is None:
-                leaf.run_hooks()
-        except Exception as error:
-            self._failed = error
-
     def _reduce(self, leaves: Sequence[Leaf]) -> None:
         transform, bucket = None, _Bucket()
         for leaf in leaves:
-            self._run_hooks(leaf)
             grad, size = leaf.take_partial(), leaf.bucket_bytes
             if leaf.nbytes >= size:
                 self._start(_Bucket([leaf], [grad], leaf.nbytes))

@@ -19,7 +19,6 @@ from fshard.engine.graph import (
     deliver,
     graph_outlived_call,
     mark_used,
-    refuse_unhooked,
     scattered,
 )
 from fshard.engine.order import CollectiveEvent, Departed, Order, common, known, remember
@@ -210,7 +209,6 @@ class Call:
             pairs = zip(leaves, grads, strict=True)
             raise graph_outlived_call([leaf.path for leaf, grad in pairs if grad is not None])
         if self._backward is None:
-            refuse_unhooked(self._what, leaves)
             return scattered(leaves, grads)
         self._backward.arrived(use, group, grads)
         return self._backward.reduced_now(use, group) if leaves[0].derived else [None] * len(group)

@@ -9,7 +9,7 @@ from torch.autograd import Function
 from fshard import _compat
 from fshard.collectives import linear_call, refuse_unsummed, walked
 from fshard.engine.unit import Leaf, Use, transform_of
-from fshard.errors import Problem, leaf_error, refuse
+from fshard.errors import Problem, leaf_error
 from fshard.transforms.compose import pair
 from fshard.tree import grouped
 
@@ -104,7 +104,7 @@ def mark_used(loss: torch.Tensor, leaves: Sequence[Leaf]) -> None:
 
 
 def check_graph(what: str, outputs: Sequence[torch.Tensor], leaves: Sequence[Leaf], grads: Grads) -> None:
-    """Refuse maths on the shards of leaves whose gradients only a gather would sum, or show to hooks.
+    """Refuse maths on the shards of leaves whose gradients only a gather would sum.
 
     Args:
         what: The verb that runs, for the error.
@@ -117,20 +117,3 @@ def check_graph(what: str, outputs: Sequence[torch.Tensor], leaves: Sequence[Lea
     """
     direct = [leaf for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
     refuse_unsummed(what, outputs, [(leaf.path, leaf.spec, leaf.tensor) for leaf in direct], _delivers)
-    refuse_unhooked(what, direct)
-
-
-def refuse_unhooked(what: str, leaves: Sequence[Leaf]) -> None:
-    """Refuse gradients that hooks on parameters would not see, or see in parts.
-
-    Args:
-        what: The verb that runs, for the error.
-        leaves: Leaves with a gradient that is not part of the full one, which a backward collects.
-
-    Raises:
-        ValueError: with the path of every one that has hooks.
-    """
-    found = "maths on its shards, or a derivative by it inside the loss"
-    problems = [Problem(leaf.path, found, "uses of the gathered leaf alone") for leaf in leaves if leaf.hooks]
-    remedy = "gather these leaves first and differentiate outside, or remove the hooks before functionalize"
-    refuse(f"{what}: gradients that hooks on parameters would not see", problems, remedy)

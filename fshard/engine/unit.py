@@ -2,10 +2,9 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +15,9 @@ from fshard.engine.schedule import Ahead, Turn
 from fshard.errors import Problem, leaf_error
 from fshard.transforms.compose import reduction, sum_dtype
 from fshard.tree import ReshardPolicy, Sharded, grouped, matches
-from fshard.tree.checks import check_versions, describe, writes_counted
+from fshard.tree.checks import check_versions, writes_counted
 
 _PLAIN = ReshardPolicy()
-
-Hook = Callable[[torch.Tensor], torch.Tensor | None]
-_NO_HOOKS: Mapping[int, Hook] = MappingProxyType({})
 
 
 class Part(NamedTuple):
@@ -68,11 +64,10 @@ class Leaf:
         owed: Whether a reduction of it is due on every rank, whether this one has used the leaf or not.
         used: Whether a backward of this rank has reached it.
         state: The state of its transform, if that has one.
-        hooks: Functions that run on this rank's full gradient in each backward, by the numbers of their registrations.
     """
 
     __slots__ = (
-        *("_full", "_is_new", "_reduced", "_unhooked", "derived", "first", "hooks", "keeper", "large", "owed", "path"),
+        *("_full", "_is_new", "_reduced", "derived", "first", "keeper", "large", "owed", "path"),
         *("accumulated", "bucket_bytes", "device", "dtype", "nbytes", "policy", "shape", "spec", "state", "stored"),
         *("tensor", "trained", "used"),
     )
@@ -94,12 +89,10 @@ class Leaf:
         self._is_new = facts.is_new
         self.keeper: Use | None = None
         self.first: Use | None = None
-        # _unhooked: this backward's full gradient before hooks. _full: sum over backwards. _reduced: after reduction.
-        self._unhooked: Part | None = None
+        # _full: this rank's sum over backwards. _reduced: after reduction.
         self._full: Part | None = None
         self._reduced: Part | None = None
         self.state: Any = None
-        self.hooks = _NO_HOOKS
 
     def zeros(self) -> torch.Tensor:
         """Make the gradient of a rank that did not use the leaf."""
@@ -114,36 +107,8 @@ class Leaf:
             self.large = self.nbytes >= comm.PACK_BYTES
 
     def add_partial(self, grad: torch.Tensor) -> None:
-        """Add to this rank's full gradient; where hooks are to run, to that of the running backward."""
-        self.used = True
-        if self.hooks:
-            self._unhooked = _sum(self._unhooked, Part(grad, False))
-        else:
-            self._add_full(grad)
-
-    def run_hooks(self) -> None:
-        """Run hooks on the gradient of the running backward, which is complete, and add their result.
-
-        Raises:
-            ValueError: if a hook returns something else than a gradient.
-        """
-        if self._unhooked is None:
-            return
-        # A copy, which hooks may keep or write to.
-        grad, self._unhooked = self._unhooked.grad.clone(), None
-        for hook in self.hooks.values():
-            with torch.no_grad():
-                found = hook(grad)
-            fits = isinstance(found, torch.Tensor) and _same_kind(found, grad)
-            if found is not None and not fits:
-                problem = Problem(self.path, describe(found), f"None or {describe(grad)}")
-                remedy = "return one like its argument"
-                raise leaf_error("register_hook: a hook's result is no gradient", [problem], remedy)
-            grad = grad if found is None else found.detach()
-        self._add_full(grad)
-
-    def _add_full(self, grad: torch.Tensor) -> None:
-        part = Part(grad, False)
+        """Add to this rank's full gradient."""
+        self.used, part = True, Part(grad, False)
         self._full = part if self._full is None else _sum(self._full, part, self._sum_dtype(grad.dtype))
 
     def take_partial(self) -> torch.Tensor:
@@ -190,10 +155,6 @@ def divided_parts(parts: Sequence[Part], divisor: Any) -> list[Part]:
         return list(parts)
     _compat.divide_in_place([part.grad for part in parts if part.own], divisor)
     return [part if part.own else Part(divided(part.grad, divisor), True) for part in parts]
-
-
-def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a.shape, a.dtype, a.device, a.layout) == (b.shape, b.dtype, b.device, b.layout)
 
 
 def transform_of(leaf: Leaf) -> Any:

@@ -224,7 +224,7 @@ def assert_matches_ddp(
     expect(processes, "assert_matches_ddp", "ranks to be processes", "threads", remedy)
     ranks = ranks_of(mesh)
     group = _compat.resolve_process_group(ranks.group_name)
-    copied = _copy_of(module)
+    copied = copy.deepcopy(module)
     reference = DistributedDataParallel(copied, process_group=group, find_unused_parameters=find_unused_parameters)
     torch_optimizer = optimizer(reference.parameters())
     initial = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
@@ -254,15 +254,6 @@ def assert_matches_ddp(
         remedy = _cause(before, actual["params"], expected["params"], ranks.size) if problems else ""
         _refuse_on_all_ranks(str(leaf_error(what, problems, remedy)) if problems else None, group)
     return Match(state, loss_gap, params_gap)
-
-
-def _copy_of(module: nn.Module) -> nn.Module:
-    copied = copy.deepcopy(module)
-    for parameter, mine in zip(module.parameters(), copied.parameters(), strict=True):
-        # A copy of a module has no hooks of its parameters'.
-        for hook in _compat.gradient_hooks(parameter).values():
-            mine.register_hook(hook)
-    return copied
 
 
 def _check_all_used(module: nn.Module, loss: torch.Tensor, step: int, group: Any) -> None:

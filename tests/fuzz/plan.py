@@ -181,19 +181,15 @@ def valid(plan: Plan) -> Plan:
         tied = plan.blocks[block.tie] if block.tie is not None and block.tie < i else None
         if tied is None or shared(block, tied) is None or block.wrap == "no_grad":
             block = replace(block, tie=None)
-        # In a function hooks are registered on what is gathered, and again by what runs again.
+        # Hooks are registered on what a function gathers, and again by what runs again.
         runs_again = block.wrap != "none" or block.tie is not None or around(plan, i)
         ties = any(other.tie == i for other in plan.blocks)
-        if block.hook and plan.form == "function" and (runs_again or ties or block.frozen):
+        if block.hook and (plan.form == "module" or runs_again or ties or block.frozen):
             block = replace(block, hook="")
         if block.hook and ("unused" in kind.feature or block.wrap in ("no_grad", "reentrant")):
             block = replace(block, hook="")
         if block.hook == "clamp" and (plan.micro > 1 or not exact or "complex" in kind.feature):
             block = replace(block, hook="mask")
-        if block.hook and block.tie is not None and blocks[block.tie].frozen:
-            block = replace(block, hook="")
-        if block.hook and block.frozen:
-            block = replace(block, frozen=False)
         if block.keeps and (block.wrap not in ("none", "twice") or around(plan, i) or block.when != "always"):
             block = replace(block, keeps=False)
         blocks.append(block)

@@ -379,8 +379,6 @@ def module_form(plan: Plan) -> list[str]:
     extra = []
     for i, block in enumerate(plan.blocks):
         for name in KINDS[block.kind].params:
-            if block.hook:
-                extra.append(f"module.block{i}.{name}.register_hook({HOOKS[block.hook]})")
             if block.frozen and (i, name) in set(owned(plan)):
                 extra.append(f"module.block{i}.{name}.requires_grad_(False)")
     text = MODULE.format(units=plan.units, extra=indented(extra, 4))
