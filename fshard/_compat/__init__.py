@@ -62,7 +62,6 @@ from fshard._compat.collectives import (
 from fshard._compat.fake import fake_maker, is_fake, seen_trunc_normal
 from fshard._compat.inductor import compile_by_inductor
 from fshard._compat.modules import (
-    converts_parameters,
     forget_flat_weights,
     init_optimizer_state,
     is_compiled,

@@ -2,7 +2,6 @@
 
 import inspect
 import sys
-from types import CodeType
 from typing import Any
 
 import torch
@@ -47,8 +46,3 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> bool:
     lists = len(inspect.signature(init_group).parameters) - 1
     init_group(group, *([] for _ in range(lists)))
     return True
-
-
-def converts_parameters(code: CodeType) -> bool:
-    """Whether code is that of a module which converts its parameters, as by to(). Checked on 2.13."""
-    return code is torch.nn.Module._apply.__code__

@@ -40,23 +40,6 @@ _NO_VALUES = (
     "use torch.where in the place of a branch, a tensor in the place of item(), and prints outside of the jitted "
     "function",
 )
-_EXPERTS = (
-    'call module.set_experts_implementation("batched_mm") before functionalize, which multiplies without looking which '
-    "experts were hit"
-)
-_SCHEDULE = (
-    "a schedule gets the number of updates as a tensor: take one of fs.schedules or of fs.from_torch_scheduler, or "
-    "write torch.where for a branch and torch functions for those of math"
-)
-_ASK_SCHEDULES = (value_of.__code__, evaluated.__code__)
-_IN_PACKAGE = (
-    "{} branches there on what its input holds: give it an input or a configuration for which it does not, or leave "
-    "the call out of the jitted function (see the rules of jit in the guide)"
-)
-_NO_CONVERSION = (
-    "conversion of a module's parameters to another dtype or device, got one in {}; convert the module before "
-    "functionalize, or keep the dtype that its forward asks for"
-)
 _NO_PLACES = (
     "where a tensor lies in memory, which differs from call to call",
     "ask for shapes, strides, offsets and `a is b`, for each of which the function is traced",
@@ -269,28 +252,12 @@ def _explained(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        steps = list(traceback.walk_tb(error.__traceback__))
-        frame = _own_frame(traceback.extract_tb(error.__traceback__))
-        place = f'{frame.filename}:{frame.lineno}: "{frame.line}"' if frame else "the function"
-        if _compat.converts_parameters(steps[-1][0].f_code):
-            raise ValueError(f"{what}: expected no {_NO_CONVERSION.format(place)}") from error
         if not (isinstance(error, _LookedAtError) or _compat.asks_for_values(error)):
             raise
+        frame = _own_frame(traceback.extract_tb(error.__traceback__))
+        place = f'{frame.filename}:{frame.lineno}: "{frame.line}"' if frame else "the function"
         looked, remedy = error.why if isinstance(error, _LookedAtError) else _NO_VALUES
-        package = _package_of(frame.filename) if frame else None
-        if package is not None and remedy is _NO_VALUES[1]:
-            owners = [found.f_locals.get("self") for found, _ in steps if _is_own(found.f_code.co_filename)]
-            remedy = _EXPERTS if _loops_over_experts(owners) else _IN_PACKAGE.format(package)
-        if any(found.f_code in _ASK_SCHEDULES for found, _ in steps):
-            remedy = _SCHEDULE
         raise ValueError(f"{what}: expected no look at {looked}, got one in {place}; {remedy}") from error
-
-
-def _loops_over_experts(owners: Sequence[Any]) -> bool:
-    """Whether the last of the objects whose methods run is a mixture of transformers that may multiply otherwise."""
-    is_mixture = bool(owners) and hasattr(owners[-1], "is_concatenated")
-    asked = [getattr(owner, "get_experts_implementation", None) for owner in owners if is_mixture]
-    return any("eager" in implementation().values() for implementation in asked if implementation is not None)
 
 
 def _package_of(filename: str) -> str | None:
