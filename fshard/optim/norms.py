@@ -24,8 +24,7 @@ def check_order(what: str, p: float, sums: str | None) -> None:
     check_sums(what, sums)
     if sums is not None:
         # Other powers are rounded by what stands beside an element.
-        whole = Range('a whole number or inf with sums="tree"', lambda number: math.isinf(number) or number % 1 == 0)
-        check_numbers(what, whole, p=p)
+        check_numbers(what, Range('2 or inf with sums="tree"', lambda number: number in (2, math.inf)), p=p)
 
 
 def global_norm(tree: Tree, p: float = 2.0, *, sums: str | None = None) -> torch.Tensor:
@@ -61,7 +60,7 @@ def global_norm(tree: Tree, p: float = 2.0, *, sums: str | None = None) -> torch
     # The norm of complex numbers is real.
     dtype = reduce(torch.promote_types, (tensor_of(leaf).dtype.to_real() for leaf in leaves), torch.float32)
     if sums is not None and not math.isinf(p):
-        return _rooted(torch.stack(_tree_powers(leaves, p)).sum(), p).to(dtype)
+        return _rooted(torch.stack(_exact_squares(leaves)).sum(), p).to(dtype)
     groups = grouped(leaves, partition_axes).items()
     parts = torch.stack([_reduced([leaves[i] for i in group], axes, p, each=False) for axes, group in groups])
     return (parts.amax() if math.isinf(p) else _rooted(parts.sum(), p)).to(dtype)
@@ -113,7 +112,7 @@ def norms_of(tree: Tree, p: float = 2.0, sums: str | None = None) -> list[torch.
     norms: list[torch.Tensor | None] = [None] * len(leaves)
     if sums is not None and not math.isinf(p):
         chosen = [i for i, leaf in enumerate(leaves) if leaf is not None]
-        for i, power in zip(chosen, _tree_powers([leaves[i] for i in chosen], p), strict=True):
+        for i, power in zip(chosen, _exact_squares([leaves[i] for i in chosen]), strict=True):
             norms[i] = _rooted(power, p)
         return norms
     for axes, group in grouped(leaves, partition_axes).items():
@@ -145,28 +144,18 @@ def _reduced(leaves: Sequence[Any], axes: tuple[Axis, ...], p: float, *, each: b
     return total(torch.stack([power for part in powers for power in part]).sum(), axes)
 
 
-def _tree_powers(leaves: Sequence[Any], p: float) -> list[torch.Tensor]:
-    """Sum the p-th powers of each leaf's magnitudes exactly, for a whole number p."""
+def _exact_squares(leaves: Sequence[Any]) -> list[torch.Tensor]:
+    """Sum the squares of each leaf's magnitudes exactly."""
 
-    def powers(piece: torch.Tensor) -> torch.Tensor:
-        if piece.is_complex():
-            parts = torch.view_as_real(piece.resolve_conj()).double()
-            squares = parts[..., 0] * parts[..., 0] + parts[..., 1] * parts[..., 1]
-            base, left = (squares, p / 2) if p % 2 == 0 else (_rooted(squares, 2), p)
-        else:
-            double = piece.double()
-            base, left = (double * double, p / 2) if p % 2 == 0 else (double.abs(), p)
+    def squares(piece: torch.Tensor) -> torch.Tensor:
         # By products alone: powers of vectors are rounded otherwise than those of the last few elements.
-        found = None
-        while left:
-            found = (base if found is None else found * base) if left % 2 else found
-            left //= 2
-            base = base * base if left else base
-        assert found is not None
-        return found
+        if not piece.is_complex():
+            return piece.double() * piece.double()
+        real, imaginary = torch.view_as_real(piece.resolve_conj()).double().unbind(-1)
+        return real * real + imaginary * imaginary
 
     requests = [Request(leaf, tensor_of(leaf), range(tensor_of(leaf).dim())) for leaf in leaves]
-    return [power.reshape(()) for power in element_sums(requests, powers)]
+    return [power.reshape(()) for power in element_sums(requests, squares)]
 
 
 def _rooted(power: torch.Tensor, p: float) -> torch.Tensor:

@@ -70,7 +70,7 @@ def clip_by_global_norm(
         max_norm: The largest norm to let through, 0 or more.
         p: The order of the norm, above 0; float("inf") for the largest magnitude.
         sums: "tree" adds up exactly, so that the norm has the same bits at any world size, under any strategy and in
-            every precision. `p` is then a whole number, and the norm has no derivative.
+            every precision. `p` is then 2 or inf, and the norm has no derivative.
         keep_norm: Whether the state holds the norm, for logging.
 
     Returns:

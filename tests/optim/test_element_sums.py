@@ -92,7 +92,7 @@ TABLE = {
     "lars": lambda: fs.lars(0.1, weight_decay=0.1, sums="tree"),
     "adafactor": lambda: with_clip(fs.adafactor(0.1, weight_decay=0.1, sums="tree")),
     "clip_by_norm": lambda: fs.chain(
-        fs.clip_by_norm(0.5, 3.0, sums="tree"), fs.clip_by_global_norm(0.2, 1.0, sums="tree"), fs.sgd(0.1)
+        fs.clip_by_norm(0.5, sums="tree"), fs.clip_by_global_norm(0.2, sums="tree"), fs.sgd(0.1)
     ),
     "infinite order": lambda: fs.chain(fs.clip_by_norm(0.5, math.inf, sums="tree"), fs.sgd(0.1)),
     "every_k": lambda: fs.every_k(
@@ -193,7 +193,7 @@ def test_split_for_good():
         assert_same_bits(global_norm(fs.shard(even, strategy), sums="tree"), global_norm(even, sums="tree"))
 
 
-@pytest.mark.parametrize("p", (1.0, 2.0, 3.0, 6.0, math.inf))
+@pytest.mark.parametrize("p", (2.0, math.inf))
 @on_ranks(2)
 def test_values_are_those_without_exact_sums(p):
     full = tree(0, {"double": torch.float64}, {"w": (5, 3), "v": (7,), "wide": (3, 70)})

@@ -190,7 +190,7 @@ ARGUMENTS = [
     ),
     (
         lambda: fs.clip_by_norm(1.0, 2.5, sums="tree"),
-        'clip_by_norm: expected p to be a whole number or inf with sums="tree", got 2.5',
+        'clip_by_norm: expected p to be 2 or inf with sums="tree", got 2.5',
     ),
     (
         lambda: fs.from_torch(optim.Adam, fused=True, sums="tree"),
