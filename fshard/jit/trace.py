@@ -18,8 +18,6 @@ from fshard import _compat, comm
 from fshard.collectives import Uses
 from fshard.errors import Problem, leaf_error, refuse
 from fshard.jit.passes import constants
-from fshard.optim.from_torch import evaluated
-from fshard.optim.rates import value_of
 from fshard.tree import Flat, Sharded, Treedef, flatten, is_sharded, unflatten
 from fshard.tree.checks import describe, writes_counted
 
@@ -37,8 +35,8 @@ _PLACES = (
 _CHECKING = ("transformers",)
 _NO_VALUES = (
     "the value of a tensor, which a trace does not have",
-    "use torch.where in the place of a branch, a tensor in the place of item(), and prints outside of the jitted "
-    "function",
+    "use torch.where in the place of a branch, a tensor in the place of item(), fs.schedules or "
+    "fs.from_torch_scheduler for a learning rate, and prints outside of the jitted function",
 )
 _NO_PLACES = (
     "where a tensor lies in memory, which differs from call to call",

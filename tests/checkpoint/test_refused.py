@@ -2,7 +2,6 @@
 
 import enum
 import os
-import re
 import subprocess
 import sys
 import textwrap
