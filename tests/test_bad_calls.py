@@ -324,7 +324,7 @@ ACCEPTED = (
         "a number in range",
         NUMBERS,
         "adafactor.d adafactor.weight_decay adam.eps adam.weight_decay adamw.eps adamw.weight_decay "
-        "add_decayed_weights.weight_decay clip_by_global_norm.max_norm clip_by_global_norm.p clip_by_norm.max_norm "
+        "add_decayed_weights.weight_decay clip_by_global_norm.max_norm clip_by_norm.max_norm "
         "clip_by_norm.p clip_by_value.max_value dynamic_loss_scale.init_scale dynamic_loss_scale.growth_factor "
         "dynamic_loss_scale.growth_interval every_k.k from_torch_scheduler.lr from_torch_scheduler.momentum "
         "fully_shard.min_shard_elements lamb.eps lamb.weight_decay lars.momentum lars.weight_decay lars.eps "
@@ -335,13 +335,17 @@ ACCEPTED = (
         "hybrid_shard.min_shard_elements checkpoint.Manager.timeout checkpoint.Manager.every checkpoint.save.timeout "
         "checkpoint.save_huggingface.max_file_bytes testing.check_adjoint.error testing.check_transform.error",
     ),
-    ("a number in range", ("a number",), "from_torch_scheduler.steps sample_ids.step sample_ids.samples"),
+    ("a mask of no leaves", ("an empty list",), "shard.frozen reshard.frozen"),
+    (
+        "a number in range",
+        ("a number",),
+        "init_mesh.timeout from_torch_scheduler.steps sample_ids.step sample_ids.samples",
+    ),
     ("a number in range", ("a number",), "sample_ids.batch testing.spmd.world testing.spmd.timeout"),
     ("an id, or one that does not count", ("a number",), "vocab_parallel_cross_entropy.ignore_index"),
     ("an id that does not count", ("a negative number",), "vocab_parallel_cross_entropy.ignore_index"),
     ("a number in range", ("a negative number",), "adafactor.beta2_decay scale_by_factored_rms.beta2_decay"),
     ("a number, or the default", ("None", *NUMBERS), "scale_by_factored_rms.eps checkpoint.Manager.keep"),
-    ("a number in range", NUMBERS, "global_norm.p leaf_norms.p"),
     ("a number, or the default", ("None", *NUMBERS), "testing.assert_trees_close.rtol testing.assert_trees_close.atol"),
     ("a number, or the default", ("None", "a number"), "checkpoint.from_optimizer_state_dict.updates"),
     ("a number, or the default", ("None", "a number"), "checkpoint.load_dcp.updates checkpoint.save.step"),
