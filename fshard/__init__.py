@@ -16,7 +16,7 @@ The public names by use, as `import fshard as fs` has them:
   `lars`, `adafactor`; `GradientTransformation` and `Optimizer` for one's own.
 - **Gradient transformations**: `clip_by_global_norm`, `clip_by_norm`, `clip_by_value`, `global_norm`,
   `leaf_norms`, `add_decayed_weights`, `scale_by_adam`, `scale_by_trust_ratio`, `scale_by_factored_rms`,
-  `skip_nonfinite`, `dynamic_loss_scale`, `every_k`, `ema`.
+  `skip_nonfinite`, `dynamic_loss_scale`, `ema`.
 - **Learning rates**: `fshard.optim.schedules` as `fs.schedules`, `from_torch_scheduler`.
 - **jit**: `jit`, `make_graph`.
 - **Other axes**: `pipeline`, `tensor_parallel`, `ring_attention`, `ring_positions`, `ulysses`,
@@ -68,7 +68,7 @@ from fshard.optim.scale import (
 )
 from fshard.optim.schedules import from_torch_scheduler
 from fshard.optim.whole import whole
-from fshard.optim.wrappers import dynamic_loss_scale, ema, every_k, freeze, masked, partition, skip_nonfinite
+from fshard.optim.wrappers import dynamic_loss_scale, ema, freeze, masked, partition, skip_nonfinite
 from fshard.parallel import moe
 from fshard.parallel.attention import ring_attention, ring_positions
 from fshard.parallel.pipeline import pipeline
@@ -141,7 +141,6 @@ __all__ = [
     "ddp",
     "dynamic_loss_scale",
     "ema",
-    "every_k",
     "fold_in",
     "freeze",
     "from_dtensor",

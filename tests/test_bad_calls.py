@@ -137,7 +137,6 @@ CALLS = {
         tx=w.tx, init_scale=2.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2
     ),
     "ema": lambda w: dict(tx=w.tx, decay=0.9),
-    "every_k": lambda w: dict(tx=w.tx, k=2),
     "fold_in": lambda w: dict(key=1, data=2),
     "freeze": lambda w: dict(tx=w.tx, mask="w"),
     "from_torch": lambda w: dict(cls=torch.optim.SGD, lr=0.1),
@@ -326,7 +325,7 @@ ACCEPTED = (
         "adafactor.d adafactor.weight_decay adam.eps adam.weight_decay adamw.eps adamw.weight_decay "
         "add_decayed_weights.weight_decay clip_by_global_norm.max_norm clip_by_norm.max_norm "
         "clip_by_norm.p clip_by_value.max_value dynamic_loss_scale.init_scale dynamic_loss_scale.growth_factor "
-        "dynamic_loss_scale.growth_interval every_k.k from_torch_scheduler.lr from_torch_scheduler.momentum "
+        "dynamic_loss_scale.growth_interval from_torch_scheduler.lr from_torch_scheduler.momentum "
         "fully_shard.min_shard_elements lamb.eps lamb.weight_decay lars.momentum lars.weight_decay lars.eps "
         "lars.trust_coefficient pipeline.microbatches pipeline.virtual_stages quantize.block scale_by_adam.eps "
         "scale_by_trust_ratio.trust_coefficient "

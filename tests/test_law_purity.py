@@ -201,7 +201,6 @@ OPTIMIZERS = {
     "AdamW fused": lambda: fs.from_torch(torch.optim.AdamW, lr=0.1, fused=True),
     "SGD, clipped": lambda: fs.chain(fs.clip_by_global_norm(0.1), fs.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)),
     "ema": lambda: fs.ema(fs.from_torch(torch.optim.AdamW, lr=0.1), decay=0.5),
-    "accumulated": lambda: fs.every_k(fs.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9), 2),
     "by names": lambda: fs.partition(
         {"w": fs.from_torch(torch.optim.AdamW, lr=0.1), "*": fs.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)}
     ),

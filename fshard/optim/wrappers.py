@@ -12,22 +12,17 @@ from fshard import _compat, comm
 from fshard.collectives import total
 from fshard.errors import expect
 from fshard.optim.leaves import (
-    begun,
     check_optimizer,
     check_state,
     elements_of,
     for_trained,
     leafwise,
     map_gradients,
-    missing,
-    none_missed,
     stateless,
-    zeros,
 )
 from fshard.transforms import ShardTransform, masked_transform
 from fshard.tree import (
     MASK,
-    Added,
     Axis,
     Flat,
     Mask,
@@ -47,7 +42,7 @@ from fshard.tree import (
     tree_map,
     unflatten,
 )
-from fshard.tree.checks import POSITIVE, Range, check_matches, check_numbers, check_sums, describe
+from fshard.tree.checks import POSITIVE, Range, check_matches, check_numbers, describe
 from fshard.update import GradientTransformation, Optimizer, check_states, step_of
 
 
@@ -187,97 +182,6 @@ def dynamic_loss_scale(
         return params, ScaleState(scale, good, state.skipped + (~finite).long(), inner)
 
     return Optimizer(init, run, partial(run, donate=True))
-
-
-class EveryState(NamedTuple):
-    """State of an optimizer made by `every_k`.
-
-    Attributes:
-        collected: Gradients collected since the last update: an int64 tensor of shape ().
-        mean: Their sum divided by k, sharded as they are.
-        inner: The state of the optimizer inside.
-        missed: How many of the gradients collected were None, for each leaf: int64 tensors of shape ().
-    """
-
-    collected: torch.Tensor
-    mean: Tree
-    inner: Tree
-    missed: Tree = Added()
-
-
-def every_k(tx: Optimizer, k: int, *, sums: str | None = None) -> Optimizer:
-    """Update once with the mean of k gradients; the parameters stay as they are in between.
-
-    A leaf's gradient is None where all k were. Each gradient has been reduced; `accumulate` communicates less. Follows
-    optax.MultiSteps.
-
-    Args:
-        tx: The optimizer.
-        k: How many gradients.
-        sums: "tree" rounds a gradient's share before it is added, as for `add_decayed_weights`.
-
-    Returns:
-        The optimizer.
-
-    Raises:
-        ValueError: if `tx` is no optimizer, `k` is no positive number, or `sums` is another word.
-
-    >>> import torch, fshard as fs
-    >>> tx = fs.every_k(fs.sgd(0.1), k=2)
-    >>> params = {"w": torch.ones(1)}
-    >>> state = tx.init(params)
-    >>> for grad in (1.0, 3.0):
-    ...     params, state = tx.update({"w": torch.tensor([grad])}, state, params)
-    ...     print(params)
-    {'w': tensor([1.])}
-    {'w': tensor([0.8000])}
-    """
-    check_sums("every_k", sums)
-    check_optimizer("every_k", tx)
-    whole = isinstance(k, int) and not isinstance(k, bool) and k > 0
-    expect(whole, "every_k", "k to be a number of gradients, 1 or more", repr(k))
-
-    def init(params: Tree) -> EveryState:
-        return EveryState(torch.zeros((), dtype=torch.int64), zeros(params), tx.init(params), none_missed(params))
-
-    def run(grads: Tree, state: EveryState, params: Tree, donate: bool = False) -> tuple[Tree, EveryState]:
-        check_state("every_k", state, EveryState)
-        state = begun(state, grads, lambda: {"mean": zeros(params)})
-        add = torch.Tensor.add_ if donate else torch.Tensor.add
-
-        def collected(grad: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor]:
-            return (add(mean, grad, alpha=1 / k) if sums is None else add(mean, grad * (1 / k)),)
-
-        (mean,) = leafwise(collected, grads, [state.mean])
-        missed = missing(state.missed, grads)
-        due = state.collected + 1 == k
-
-        def update() -> tuple[Tree, Tree, Tree, Tree]:
-            new, inner = _step_with_used(step_of(tx, donate), mean, missed, k, grads, state.inner, params)
-            # The state inside may keep the gradients that it was given.
-            return new, inner, tree_map(torch.zeros_like, mean), tree_map(torch.zeros_like, missed)
-
-        params, inner, mean, missed = either(due, update, lambda: (params, state.inner, mean, missed))
-        return params, EveryState(torch.where(due, 0, state.collected + 1), mean, inner, missed)
-
-    return Optimizer(init, run, partial(run, donate=True))
-
-
-def _step_with_used(
-    step: Callable[..., Any], mean: Tree, missed: Tree, k: int, grads: Tree, inner: Tree, params: Tree
-) -> Any:
-    """Update with the means of leaves of which any of k gradients was not None."""
-    if _has_values():
-        used = map_leaves(lambda leaf, count: None if count is None or int(count) == k else leaf, mean, missed)
-        return step(used, inner, params)
-    unused = map_leaves(lambda grad, count: count if grad is None else None, grads, missed)
-    counts = [count for count in leaves_of(unused) if count is not None]
-    if not counts:
-        return step(mean, inner, params)
-    # Of counts that have no value yet: those without a gradient now had none before either, unless other graphs ran.
-    never = torch.stack([count == k for count in counts]).all()
-    without = map_leaves(lambda leaf, count: leaf if count is None else None, mean, unused)
-    return either(never, lambda: step(without, inner, params), lambda: step(mean, inner, params))
 
 
 class EmaState(NamedTuple):

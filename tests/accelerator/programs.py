@@ -312,7 +312,6 @@ PROGRAMS = {
     **_optimizer("ema", lambda: fs.ema(fs.adam(1e-2), decay=0.9)),
     **_optimizer("skip_nonfinite", lambda: fs.skip_nonfinite(fs.adam(1e-2))),
     **_optimizer("loss scale", lambda: fs.dynamic_loss_scale(fs.adam(1e-2))),
-    **_optimizer("every_k", lambda: fs.every_k(fs.adam(1e-2), 2)),
     **_optimizer("clip", lambda: fs.chain(fs.clip_by_norm(0.1), fs.clip_by_value(0.05), fs.sgd(1e-2))),
     **_optimizer(
         "schedule",

@@ -14,7 +14,6 @@ OPTIMIZERS = {
     "fused AdamW": lambda: fs.from_torch(torch.optim.AdamW, lr=0.1, fused=True),
     "adamw": lambda: fs.adamw(0.1),
     "clipped sgd": lambda: fs.chain(fs.clip_by_global_norm(0.5), fs.sgd(0.1, 0.9)),
-    "every two": lambda: fs.every_k(fs.adamw(0.1), 2),
     "ema": lambda: fs.ema(fs.skip_nonfinite(fs.adamw(0.1)), 0.9),
 }
 

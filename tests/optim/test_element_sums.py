@@ -95,10 +95,8 @@ TABLE = {
         fs.clip_by_norm(0.5, sums="tree"), fs.clip_by_global_norm(0.2, sums="tree"), fs.sgd(0.1)
     ),
     "infinite order": lambda: fs.chain(fs.clip_by_norm(0.5, math.inf, sums="tree"), fs.sgd(0.1)),
-    "every_k": lambda: fs.every_k(
-        fs.chain(fs.add_decayed_weights(0.1, sums="tree"), fs.scale_by_trust_ratio(0.5, sums="tree"), fs.sgd(0.1)),
-        3,
-        sums="tree",
+    "trust ratio": lambda: fs.chain(
+        fs.add_decayed_weights(0.1, sums="tree"), fs.scale_by_trust_ratio(0.5, sums="tree"), fs.sgd(0.1)
     ),
     "from_torch AdamW": lambda: with_clip(for_halves(fs.from_torch(optim.AdamW, lr=0.1, sums="tree"))),
     "from_torch SGD": lambda: with_clip(for_halves(fs.from_torch(optim.SGD, lr=0.1, momentum=0.9, sums="tree"))),

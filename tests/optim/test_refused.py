@@ -146,9 +146,6 @@ def test_arguments_of_wrappers_are_refused():
         for value in values:
             text = f"dynamic_loss_scale: expected {name} to be {needed}, got {value!r}"
             assert text_of(partial(fs.dynamic_loss_scale, sgd(), **{name: value})) == text
-    for k in (0, -1, 1.0, True, None):
-        text = f"every_k: expected k to be a number of gradients, 1 or more, got {k!r}"
-        assert text_of(partial(fs.every_k, sgd(), k=k)) == text
     for decay in (-0.1, 1.1, NAN):
         text = f"ema: expected decay to be a number from 0 to 1, got {decay}"
         assert text_of(partial(fs.ema, sgd(), decay=decay)) == text
@@ -163,7 +160,7 @@ TAKES_SUMS = {
     **{"clip_by_global_norm": {"max_norm": 1.0}, "clip_by_norm": {"max_norm": 1.0}},
     **{"scale_by_trust_ratio": {}, "scale_by_factored_rms": {}, "add_decayed_weights": {"weight_decay": 0.1}},
     **{"lamb": {"lr": 0.1}, "lars": {"lr": 0.1}, "adafactor": {"lr": 0.1}},
-    **{"every_k": {"tx": fs.sgd(0.1), "k": 2}, "from_torch": {"cls": optim.SGD, "lr": 0.1}},
+    **{"from_torch": {"cls": optim.SGD, "lr": 0.1}},
 }
 ARGUMENTS = [
     *(

@@ -85,8 +85,6 @@ TABLE = {
     "freeze": Row(lambda: fs.freeze(from_torch(), ("w", "wide")), donated=True),
     "skip_nonfinite": Row(lambda: fs.skip_nonfinite(from_torch()), donated=True),
     "dynamic_loss_scale": Row(lambda: fs.dynamic_loss_scale(from_torch(), growth_interval=2), donated=True),
-    # It hands its gradients over, and collects the next ones elsewhere.
-    "every_k": Row(lambda: fs.every_k(from_torch(), 2)),
     "ema": Row(lambda: fs.ema(from_torch(), 0.9), donated=True),
     "whole": Row(lambda: fs.whole(fs.adam(0.1))),
     # Adafactor cannot step a leaf without elements.

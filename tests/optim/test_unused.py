@@ -107,7 +107,6 @@ TABLE = {
     "partition": lambda: fs.partition({"a": torch_sgd(), "*": fs.adam(0.1)}),
     "skip_nonfinite": lambda: fs.skip_nonfinite(torch_sgd()),
     "dynamic_loss_scale": lambda: fs.dynamic_loss_scale(fs.adam(0.1), init_scale=1.0, growth_interval=100),
-    "every_k": lambda: fs.every_k(torch_sgd(), 1),
     "whole": lambda: fs.whole(fs.adam(0.1)),
     "whole from_torch": lambda: fs.whole(torch_sgd()),
 }
@@ -157,7 +156,6 @@ def test_a_leaf_is_as_if_the_updates_without_it_had_not_been(name):
 
 WRAPPED = {
     "ema": lambda: fs.ema(fs.adam(0.1), 0.9),
-    "every_k of 4": lambda: fs.every_k(fs.adam(0.1), 4),
     "from_torch Adagrad": lambda: fs.from_torch(optim.Adagrad, lr=0.1, initial_accumulator_value=0.5),
 }
 
@@ -222,29 +220,7 @@ def test_an_average_of_parameters_moves_on():
     assert_same_bits(state.average, {"w": torch.full((2,), 0.75).double(), "v": torch.zeros(2).double()})
 
 
-@pytest.mark.parametrize("jitted", (False, True))
-def test_every_k_gives_none_where_all_were(jitted):
-    def make(tx):
-        step = lambda state, grads: fs.update(tx, state, grads)  # noqa: E731
-        return fs.jit(step) if jitted else step
-
-    full = values()
-    some = [{"a": None, "b": grads["b"]} for grads in gradients("late start")]
-    tx, plain = fs.every_k(fs.adamw(0.1), 2), fs.adamw(0.1)
-    state, expected = fs.TrainState.create(full, tx), fs.TrainState.create(full, plain)
-    step, plain_step = make(tx), make(plain)
-    for first, second in zip(some[::2], some[1::2], strict=True):
-        state = step(step(state, first), second)
-        mean = {"a": None, "b": first["b"] * 0.5 + second["b"] * 0.5}
-        expected = plain_step(expected, mean)
-        torch.testing.assert_close(state.params, expected.params, rtol=1e-12, atol=1e-12)
-        assert_same_bits(state.params["a"], full["a"])
-    if not jitted:
-        state = step(step(state, some[0]), some[1] | {"a": full["a"]})
-        assert not state.params["a"].equal(full["a"])
-
-
-RESTARTED = ("sgd", "adam", "lamb", "adafactor", "from_torch", "from_torch SGD", "every_k", "whole", "partition")
+RESTARTED = ("sgd", "adam", "lamb", "adafactor", "from_torch", "from_torch SGD", "whole", "partition")
 
 
 @pytest.mark.rows(1)
@@ -271,7 +247,6 @@ OLD = {
     "AdamState": namedtuple("OldAdam", ("updates", "mean", "square")),
     "TorchState": namedtuple("OldTorch", ("updates", "slots", "hyper")),
     "AdafactorState": namedtuple("OldAdafactor", ("updates", "row", "column")),
-    "EveryState": namedtuple("OldEvery", ("collected", "mean", "inner")),
 }
 
 
@@ -283,9 +258,7 @@ def in_the_old_form(state):
     return state
 
 
-@pytest.mark.parametrize(
-    "name", ("sgd", "adam", "adamw", "lamb", "adafactor", "from_torch", "from_torch SGD", "every_k")
-)
+@pytest.mark.parametrize("name", ("sgd", "adam", "adamw", "lamb", "adafactor", "from_torch", "from_torch SGD"))
 @on_ranks(2)
 def test_old_checkpoints_load(name, tmp_path):
     """Every leaf of theirs has had each update."""

@@ -1,4 +1,4 @@
-"""skip_nonfinite, dynamic_loss_scale, every_k and ema: one decision on all ranks, and torch's own numbers.
+"""skip_nonfinite, dynamic_loss_scale and ema: one decision on all ranks, and torch's own numbers.
 
 And what every optimizer does with leaves that are frozen or absent.
 """
@@ -14,7 +14,6 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import fshard as fs
 from fshard.optim.wrappers import all_finite
-from fshard.testing import assert_trees_close
 from fshard.tree import flatten
 from tests.optim.test_from_torch import CASES
 from tests.ranks import on_ranks
@@ -217,47 +216,6 @@ def test_updates_in_a_vmap_are_skipped_alike():
     assert found.tolist() == [torch.tensor(0.9).item(), 1.0]
 
 
-@pytest.mark.parametrize("donate", (False, True))
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("k", (1, 2, 3))
-@on_ranks(2)
-def test_every_k_is_an_update_with_the_mean(k, inner, donate):
-    tx, plain = fs.every_k(INNER[inner](), k), INNER[inner]()
-    update, dtype = (tx.update_donated if donate else tx.update), torch.float64
-    strategy = fs.zero2(one_axis(), min_shard_elements=0)
-    params, grads = fs.shard(tree(0, dtype), strategy), [fs.shard(tree(s, dtype), strategy) for s in range(1, 7)]
-    expected, expected_state = params, plain.init(params)
-    state = tx.init(params)
-    params = copied(params)
-    for i in range(6 // k * k):
-        before, given = copied((params, state.inner)), copied(grads[i])
-        params, state = update(grads[i], state, params)
-        assert_same_shards(grads[i], given)
-        assert state.collected.item() == (i + 1) % k
-        assert state.collected.dtype == torch.int64
-        if (i + 1) % k:
-            assert_same_shards((params, state.inner), before)
-            continue
-        means = fs.tree_map(lambda *leaves: sum(leaves) / k, *grads[i + 1 - k : i + 1])
-        expected, expected_state = plain.update(means, expected_state, expected)
-        assert not any(leaf.any() for leaf in fs.tree_leaves(state.mean))
-        # Means differ by k + 2 roundings, which Adam divides by a gradient as small as 1e-2.
-        tolerance = 6 * 100 * (k + 2) * torch.finfo(dtype).eps
-        assert_trees_close(params, expected, rtol=tolerance, atol=tolerance)
-
-
-def test_every_k_leaves_what_the_state_inside_keeps():
-    """A transformation may keep gradients in its state, which is not every_k's to write to."""
-    last = fs.GradientTransformation(lambda params: params, lambda grads, state, params: (grads, grads))
-    tx = fs.every_k(fs.chain(last, fs.from_torch(optim.SGD, lr=0.1)), 2)
-    for donate in (False, True):
-        params, grads = tree(0), fs.tree_map(torch.ones_like, tree(1))
-        state = tx.init(copied(params))
-        for _ in range(2):
-            params, state = (tx.update_donated if donate else tx.update)(grads, state, params)
-        assert_same_shards(state.inner[0], grads)
-
-
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("donate", (False, True))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
@@ -290,8 +248,6 @@ def sgd():
 WRAPPERS = {
     "skip_nonfinite": fs.skip_nonfinite,
     "dynamic_loss_scale": fs.dynamic_loss_scale,
-    "every_k": lambda tx: fs.every_k(tx, 1),
-    "every_k, 2": lambda tx: fs.every_k(tx, 2),
     "ema": lambda tx: fs.ema(tx, 0.9),
 }
 NATIVE = ("sgd", "adam", "adamw", "lamb", "lars")
@@ -302,7 +258,7 @@ OPTIMIZERS = {
     "clip_by_norm": lambda: fs.chain(fs.clip_by_norm(0.5), sgd()),
     "clip_by_value": lambda: fs.chain(fs.clip_by_value(0.5), sgd()),
     "add_decayed_weights": lambda: fs.chain(fs.add_decayed_weights(0.1), sgd()),
-    "all at once": lambda: fs.ema(fs.skip_nonfinite(fs.dynamic_loss_scale(fs.every_k(fs.adamw(0.1), 1))), 0.5),
+    "all at once": lambda: fs.ema(fs.skip_nonfinite(fs.dynamic_loss_scale(fs.adamw(0.1))), 0.5),
 }
 
 
@@ -353,7 +309,7 @@ def test_nothing_to_train(case):
                 assert state.updates.item() == 1
 
 
-STATES = {"skip_nonfinite": "SkipState", "dynamic_loss_scale": "ScaleState", "every_k": "EveryState", "ema": "EmaState"}
+STATES = {"skip_nonfinite": "SkipState", "dynamic_loss_scale": "ScaleState", "ema": "EmaState"}
 
 
 @pytest.mark.parametrize("donate", (False, True))
