@@ -1,11 +1,8 @@
 """ShardTransform, the one extension point, and Wrapped, the ground for transforms that change a part of another."""
 
-import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,18 +13,6 @@ Tensors = Sequence[torch.Tensor]
 States = Sequence[Tree]
 Finish = Callable[[], Tensors]
 FinishWithStates = Callable[[], tuple[Tensors, States]]
-
-MEMBERS = ("axes", "storage", "layout", "gather", "scatter", "start_gather", "start_scatter", "init")
-
-# Names that transforms were written with before, and the form that takes their place.
-_FORMER = MappingProxyType(
-    {
-        "scatter_with_state": "scatter(self, grads, specs, states)",
-        "start_scatter_with_state": "start_scatter(self, grads, specs, states)",
-        "store": "storage",
-        "beside": "storage",
-    }
-)
 
 
 class LayoutError(ValueError):
@@ -84,7 +69,7 @@ class ShardTransform:
     its scatter takes and returns states. Gather has no state: it runs as often as a strategy wants.
 
     The members are `axes`, `storage`, `layout`, `gather`, `scatter`, `start_gather`, `start_scatter` and `init`. Fields
-    and helpers are a subclass's own. A class with a method that nearly has a member's name, or with half of a pair, is
+    and helpers are a subclass's own. A class with half of a pair is
     refused by a TypeError when it is made.
 
     >>> import torch, fshard as fs
@@ -102,7 +87,7 @@ class ShardTransform:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse a class that would not do what it says."""
         super().__init_subclass__(**kwargs)
-        if problem := _misnamed(cls) or _half(cls):
+        if problem := _half(cls):
             raise TypeError(f"{cls.__name__}: {problem}")
 
     @property
@@ -199,18 +184,6 @@ class ShardTransform:
             A tree of tensors, this rank's own; None where the leaf needs none.
         """
         return None
-
-
-def _misnamed(cls: type[ShardTransform]) -> str | None:
-    """Find a method or property whose name is nearly a member's, or was one."""
-    kinds = (FunctionType, property, cached_property, classmethod, staticmethod)
-    helpers = [name for name, value in vars(cls).items() if isinstance(value, kinds) and not name.startswith("_")]
-    for name in helpers:
-        if name not in MEMBERS:
-            near = difflib.get_close_matches(name, MEMBERS, 1, cutoff=0.8)
-            if expected := _FORMER.get(name) or next(iter(near), None):
-                return f"expected {expected}, got {name}; rename it (the name of a helper may begin with an underscore)"
-    return None
 
 
 def _half(cls: type[ShardTransform]) -> str | None:

@@ -27,32 +27,12 @@ def plain(self, grads, specs):
 
 PAIR = {"gather": function, "scatter": plain}
 START = "define both, so that they do the same"
-RENAME = "; rename it (the name of a helper may begin with an underscore)"
 ALONE = (
     " alone; define scatter as gather's transpose, with the sum over axes; let it return grads as they are where they "
     "pass straight through"
 )
 # What a class defines, and what is said of it.
 REFUSED = [
-    *(
-        ({**PAIR, name: function}, f"expected {member}, got {name}{RENAME}")
-        for name, member in {
-            "gathers": "gather",
-            "gahter": "gather",
-            "scater": "scatter",
-            "start_gathr": "start_gather",
-            "start_scatters": "start_scatter",
-            "lay_out": "layout",
-            "inits": "init",
-            "storages": "storage",
-            "axess": "axes",
-            "store": "storage",
-            "beside": "storage",
-            "scatter_with_state": "scatter(self, grads, specs, states)",
-            "start_scatter_with_state": "start_scatter(self, grads, specs, states)",
-        }.items()
-    ),
-    ({"axs": property(function)}, f"expected axes, got axs{RENAME}"),
     ({"gather": function}, "expected scatter beside gather, got gather" + ALONE),
     ({"axes": property(function)}, "expected scatter beside axes, got axes" + ALONE),
     ({"init": function}, "expected scatter beside init, got init" + ALONE),
