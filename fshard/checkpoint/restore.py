@@ -43,7 +43,6 @@ from fshard.tree import (
     Mask,
     Sharded,
     Tree,
-    added,
     flatten,
     is_mask,
     is_sharded,
@@ -137,12 +136,10 @@ def restore(
         _check_arguments(flat, wanted, step, subtree)
     path, manifest = _open(root, step, ranks)
     names = [subtree + ("" if name == "(root)" else name) for name in flat.paths]
-    zeros = _added_later(flat, wanted, names, manifest)
-    needed = {names[i]: leaf for i, leaf in enumerate(flat.leaves) if wanted[i] and i not in zeros}
+    needed = {names[i]: leaf for i, leaf in enumerate(flat.leaves) if wanted[i]}
     _check_fit(needed, subtree, only is None, manifest, path, ranks)
     tensors = {name: leaf for name, leaf in needed.items() if is_tensor(leaf)}
     made: dict[str, Any] = {name: manifest.values[name] for name in needed if name not in tensors}
-    made |= {names[i]: empty_like(flat.leaves[i]).zero_() for i in zeros}
     rank = comm.rank(ranks)
     with raise_on_all_ranks(LABEL, path, ranks), _Reader(path, manifest) as reader:
         # The headers of files that nobody reads are checked too, by each rank its share.
@@ -162,12 +159,6 @@ def _wanted(flat: Flat, only: Mask | None) -> list[bool]:
     names = names_of(flat.treedef)
     check_matches(LABEL, [only], names, [None] * len(names))
     return [matches(only, name) for name in names]
-
-
-def _added_later(flat: Flat, wanted: list[bool], names: list[str], manifest: Manifest) -> list[int]:
-    """The leaves that states did not have when a checkpoint was written which has none of them."""
-    late = [i for i in added(flat.treedef) if wanted[i] and isinstance(flat.leaves[i], torch.Tensor)]
-    return [] if any(names[i] in manifest.tensors for i in late) else late
 
 
 def _check_arguments(flat: Flat, wanted: list[bool], step: Any, subtree: Any) -> None:

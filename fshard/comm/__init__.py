@@ -46,9 +46,6 @@ from fshard.comm.ops import collective_of
 from fshard.comm.pool import Pool, reusable
 from fshard.comm.recorder import CollectiveError, Issued, Watcher, flight_recorder, record, watched
 
-# Other names of these verbs, for one release.
-AGREE, OBJECTIVE = Verb.AGREE, Verb.OBJECTIVE
-
 __all__ = [
     "Collective",
     "CollectiveError",

@@ -70,7 +70,7 @@ def _limits(nodes: Sequence[Node]) -> dict[Node, int]:
     for n, node in enumerate(nodes):
         sent = sent_by(node)
         if sent is not None:
-            limit, last = (last, last) if sent.about.verb == comm.OBJECTIVE else (None, n)
+            limit, last = (last, last) if sent.about.verb == comm.Verb.OBJECTIVE else (None, n)
         elif limit is not None and limit >= 0 and node.op == "call_function" and not _stays(node):
             limits[node] = limit
     return limits

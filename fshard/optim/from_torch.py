@@ -12,7 +12,7 @@ import torch
 from fshard import _compat
 from fshard.errors import expect
 from fshard.optim.leaves import begun, check_state, missing, none_missed, partition_axes
-from fshard.tree import Added, Flat, Tree, flatten, is_trained, leaves_of, like, tensor_of, tensors_of, unflatten
+from fshard.tree import Flat, Tree, flatten, is_trained, leaves_of, like, tensor_of, tensors_of, unflatten
 from fshard.tree.checks import check_floating, check_leaves, check_sums, describe
 from fshard.update import Optimizer
 
@@ -35,7 +35,7 @@ class TorchState(NamedTuple):
     updates: torch.Tensor
     slots: dict[str, Tree]
     hyper: dict[str, torch.Tensor]
-    missed: Tree = Added()
+    missed: Tree = ()
 
 
 def from_torch(
@@ -102,7 +102,7 @@ def from_torch(
         optimizer = build(cls, values, tensors, [torch.zeros_like(tensor) for tensor in tensors])
         start_state(optimizer, tensors, habits.late)
         states = {i: optimizer.state[tensor] for i, tensor in zip(trained, tensors, strict=True)}
-        missed = none_missed(params) if habits.withheld else Added()
+        missed = none_missed(params) if habits.withheld else ()
         return TorchState(start.clone(), _slots(states, flat, habits.scalars, {}), dict(injected), missed)
 
     def update(grads: Tree, state: TorchState, params: Tree, donate: bool = False) -> tuple[Tree, TorchState]:
@@ -139,7 +139,7 @@ def from_torch(
             name: torch.as_tensor(values[name], dtype=torch.float64).detach() if callable(hyper[name]) else tensor
             for name, tensor in state.hyper.items()
         }
-        missed = missing(state.missed, grads) if habits.withheld else Added()
+        missed = missing(state.missed, grads) if habits.withheld else ()
         if donate and all(_in_place(states, i, slots) for states, i in zip(after, chosen, strict=True)):
             return params, TorchState(state.updates + 1, state.slots, held, missed)
         leaves = list(flat.leaves)

@@ -31,7 +31,6 @@ from fshard.optim.scale import (
     updates_of,
 )
 from fshard.tree import (
-    Added,
     Flat,
     Tree,
     flatten,
@@ -54,7 +53,7 @@ class SgdState(NamedTuple):
 
     updates: torch.Tensor
     momentum: Tree
-    missed: Tree = Added()
+    missed: Tree = ()
 
 
 def sgd(

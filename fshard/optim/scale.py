@@ -27,7 +27,6 @@ from fshard.optim.rates import Number, check_rates
 from fshard.optim.wrappers import masked
 from fshard.shard import local_ranges
 from fshard.tree import (
-    Added,
     Mask,
     Sharded,
     Spec,
@@ -172,7 +171,7 @@ class AdamState(NamedTuple):
     updates: torch.Tensor
     mean: Tree
     square: Tree
-    missed: Tree = Added()
+    missed: Tree = ()
 
 
 def scale_by_adam(betas: tuple[Number, Number] = (0.9, 0.999), eps: Number = 1e-8) -> GradientTransformation:
@@ -315,7 +314,7 @@ class AdafactorState(NamedTuple):
     updates: torch.Tensor
     row: Tree
     column: Tree
-    missed: Tree = Added()
+    missed: Tree = ()
 
 
 def scale_by_factored_rms(

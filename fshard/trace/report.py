@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fshard.trace.events import Event, Timeline
 from fshard.trace.export import draw, write_perfetto
-from fshard.trace.stragglers import BETWEEN, Kind, Matched, Span, match, spans
+from fshard.trace.stragglers import BETWEEN, Kind, Span, match, spans
 
 # Rows of collectives for no unit, and of those by which ranks compare what they do.
 OTHERS, AGREEMENT = "(no unit)", "(agreement)"
@@ -85,16 +85,6 @@ class Report:
         self.spans: dict[int, list[Span]] = {timeline.rank: list(spans(timeline)) for timeline in self.timelines}
         self.ranks = [self._rank_row(timeline) for timeline in self.timelines]
         self.units = self._unit_rows()
-
-    @property
-    def meetings(self) -> list[Matched]:
-        """Another name of `matched`, for one release."""
-        return self.matched
-
-    @property
-    def parted(self) -> list[dict[int, Event | None]]:
-        """Another name of `mismatches`, for one release."""
-        return self.mismatches
 
     @property
     def latest(self) -> int | None:

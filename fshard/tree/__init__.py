@@ -3,12 +3,10 @@
 from fshard.tree.exact import Exact
 from fshard.tree.masks import MASK, Mask, TreeMask, as_mask, is_mask, matches, reads_leaves
 from fshard.tree.nodes import (
-    Added,
     Flat,
     Sharded,
     Tree,
     Treedef,
-    added,
     dcp_error,
     flatten,
     grouped,

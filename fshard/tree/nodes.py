@@ -271,22 +271,6 @@ def _key(entry: Any) -> str:
     return str(getattr(entry, "field", getattr(entry, "name", entry.entry)))
 
 
-class Added(NamedTuple):
-    """The default of a NamedTuple's field that was added to it: checkpoints without the field have zeros there."""
-
-
-@functools.lru_cache(maxsize=256)
-def added(treedef: Treedef) -> tuple[int, ...]:
-    """The numbers of the leaves that lie in fields whose default is `Added`."""
-    accessors = enumerate(optree.treespec_accessors(treedef))
-    return tuple(i for i, accessor in accessors if any(map(_is_added, accessor)))
-
-
-def _is_added(entry: Any) -> bool:
-    is_field = isinstance(entry, optree.NamedTupleEntry)
-    return is_field and isinstance(entry.type._field_defaults.get(entry.field), Added)
-
-
 @functools.lru_cache(maxsize=256)
 def _paths(treedef: Treedef) -> tuple[str, ...]:
     """Spell out the leaves' paths, as in ['blocks'][0]; slow enough to remember."""

@@ -340,7 +340,7 @@ def test_a_collective_runs_where_this_rank_does_not_use_its_result():
     step = fs.jit(lambda x: (fs.all_gather(2 * x, axis), x + 1)[1])
     with fs.comm.record() as record:
         assert step(torch.ones(3)).equal(torch.full((3,), 2.0))
-    assert [entry.op for entry in record if entry.about.verb != fs.comm.AGREE] == ["all_gather"]
+    assert [entry.op for entry in record if entry.about.verb != fs.comm.Verb.AGREE] == ["all_gather"]
 
 
 def test_gradients_that_arrive_together_are_divided_by_one_operator():

@@ -1,7 +1,6 @@
 """Leaves whose gradient is None: they and all that is kept for them stay, as torch.optim leaves them."""
 
 import itertools
-from collections import namedtuple
 from functools import partial
 
 import pytest
@@ -239,48 +238,6 @@ def test_a_restart_goes_on_as_before(name, tmp_path):
         assert_same_bits(fs.tree_leaves(restored), fs.tree_leaves(state))
         ends = [run(tx, start, grads[3:]) for start in (state, restored)]
         assert_same_bits(*map(fs.tree_leaves, ends))
-
-
-# The fields of states when updates were counted for all leaves together.
-OLD = {
-    "SgdState": namedtuple("OldSgd", ("updates", "momentum")),
-    "AdamState": namedtuple("OldAdam", ("updates", "mean", "square")),
-    "TorchState": namedtuple("OldTorch", ("updates", "slots", "hyper")),
-    "AdafactorState": namedtuple("OldAdafactor", ("updates", "row", "column")),
-}
-
-
-def in_the_old_form(state):
-    if isinstance(state, fs.TrainState):
-        return state._replace(opt_state=in_the_old_form(state.opt_state))
-    if old := OLD.get(type(state).__name__):
-        return old(*(in_the_old_form(getattr(state, field)) for field in old._fields))
-    return state
-
-
-@pytest.mark.parametrize("name", ("sgd", "adam", "adamw", "lamb", "adafactor", "from_torch", "from_torch SGD"))
-@on_ranks(2)
-def test_old_checkpoints_load(name, tmp_path):
-    """Every leaf of theirs has had each update."""
-    transform = fs.zero2(one_axis(), min_shard_elements=0)
-    tx = TABLE[name]()
-    grads = [fs.shard(values(1 + step), transform) for step in range(4)]
-    state = run(tx, fs.TrainState.create(fs.shard(values(), transform), tx), grads[:2])
-    old = in_the_old_form(state)
-    assert not any("missed" in path for path in flatten(old).paths)
-    fs.checkpoint.save(tmp_path, old)
-    like = fs.TrainState.create(fs.shard(values(9), transform), tx)
-    restored = fs.checkpoint.restore(tmp_path, like=like)
-    assert_same_bits(fs.tree_leaves(restored), fs.tree_leaves(state))
-    assert_same_bits(*(fs.tree_leaves(run(tx, start, grads[2:])) for start in (state, restored)))
-
-
-def test_a_checkpoint_that_lacks_some_counts_is_refused(tmp_path):
-    tx, params = fs.adam(0.1), values()
-    state = tx.init(params)
-    fs.checkpoint.save(tmp_path, state._replace(missed={"a": state.missed["a"], "b": None}), step=0)
-    with pytest.raises(ValueError, match=r"missed\['b'\]"):
-        fs.checkpoint.restore(tmp_path, like=state)
 
 
 @pytest.mark.parametrize("case", ("AdamW, foreach", "SGD dampening, foreach"))
