@@ -100,10 +100,35 @@ def test_specs_differ_by_each_of_their_parts():
 LEAF = fs.Sharded(torch.arange(6.0).view(2, 3), spec((5, 3), (SHARD, 0)))
 
 
-def test_sharded_is_a_value_without_comparison():
-    """Comparing or converting it would have to communicate on one rank alone."""
-    assert fs.Sharded(LEAF.local, LEAF.spec) != LEAF
+AS_A_TENSOR = {
+    "equal": lambda leaf: leaf == fs.Sharded(leaf.local, leaf.spec),
+    "unequal": lambda leaf: leaf != fs.Sharded(leaf.local, leaf.spec),
+    "equal to a tensor": lambda leaf: torch.ones(2) == leaf,
+    "truth": bool,
+    "float": float,
+    "index": lambda leaf: [0, 1][leaf],
+    "len": len,
+    "iteration": list,
+    "element": lambda leaf: leaf[0],
+    "order": lambda leaf: leaf < 1,
+    "sum": lambda leaf: leaf + 1,
+    "sum with a tensor": lambda leaf: torch.ones(2) + leaf,
+    "negation": lambda leaf: -leaf,
+    "a function of torch": torch.relu,
+    "shape": lambda leaf: leaf.shape,
+}
+
+
+@pytest.mark.parametrize("use", AS_A_TENSOR)
+def test_sharded_is_no_tensor(use):
+    """A number would be of this rank's shard alone, and comparing would have to communicate on one rank."""
+    with pytest.raises(AttributeError if use == "shape" else TypeError):
+        AS_A_TENSOR[use](LEAF)
+
+
+def test_sharded_is_an_unchanging_value():
     assert not hasattr(LEAF, "__array__")
+    assert {LEAF: 1}[LEAF] == 1
     with pytest.raises(FrozenInstanceError):
         LEAF.local = LEAF.local
     assert repr(LEAF) == "Sharded(float32[5, 3], P('shard'), local [2, 3])"

@@ -2,8 +2,8 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, NoReturn
 
 import optree
 import torch
@@ -67,6 +67,15 @@ class Sharded:
         """
         raise TypeError(f"{getattr(func, '__name__', func)}: {NO_TENSOR}")
 
+    def __eq__(self, other: object) -> NoReturn:
+        raise TypeError(f"==: {NO_TENSOR}")
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(f"bool: {NO_TENSOR}")
+
+    # As of an object without __eq__: leaves are compared by identity where they are keys.
+    __hash__ = object.__hash__
+
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
         """Called by torch.distributed.checkpoint, which would pickle this and keep what one rank has.
 
@@ -74,32 +83,6 @@ class Sharded:
             ValueError: always.
         """
         raise dcp_error(fqn, repr(self))
-
-
-def _missing(self: Sharded, name: str) -> Any:
-    """Raise where a Sharded leaf is asked for an attribute of a tensor."""
-    if name == "__qualname__":
-        # torch.optim names by it what it refuses.
-        return "Sharded (step these by fs.from_torch, or call fs.gather for full tensors)"
-    if name.startswith("_"):
-        raise AttributeError(f"Sharded has no attribute {name!r}")
-    raise AttributeError(f"Sharded.{name}: {NO_TENSOR}")
-
-
-def _no_operator(name: str) -> Any:
-    def refuse(self: Sharded, *others: Any) -> Any:
-        raise TypeError(f"{name}: {NO_TENSOR}")
-
-    return refuse
-
-
-# Set here, so that types are checked as of a class without them.
-setattr(Sharded, "__getattr__", _missing)  # noqa: B010
-for _operator in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
-    for _name in (f"__{_operator}__", f"__r{_operator}__"):
-        setattr(Sharded, _name, _no_operator(_operator))
-for _operator in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "float", "int", "index"):
-    setattr(Sharded, f"__{_operator}__", _no_operator(_operator))
 
 
 def dcp_error(fqn: str, found: str) -> ValueError:

@@ -118,7 +118,7 @@ def test_padding_does_not_count(p, poison):
 def test_whole_leaves_count_once_beside_split_ones(p):
     full = gradients()
     grads = fs.shard(full, fs.zero2(one_axis(), min_shard_elements=20))
-    assert {path for path, leaf in grads.items() if leaf and leaf.spec.partition} == {"wide"}
+    assert {path for path, leaf in grads.items() if leaf is not None and leaf.spec.partition} == {"wide"}
     assert_clipped_as_by_torch(fs.unshard(clip(grads, 0.5, p)), full, 0.5, p)
 
 

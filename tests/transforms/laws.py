@@ -90,7 +90,7 @@ def gradients(transform: fs.ShardTransform) -> dict[str, torch.Tensor]:
         with unchanged(local):
             scattered = fs.scatter_grads({**local, **dict.fromkeys(FROZEN)}, like=params)
     assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(scattered))
-    assert {name: leaf and leaf.spec for name, leaf in found.items()} == {
+    assert {name: leaf if leaf is None else leaf.spec for name, leaf in found.items()} == {
         name: None if name in FROZEN else leaf.spec for name, leaf in params.items()
     }
     return fs.unshard(found)
