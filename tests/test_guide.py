@@ -19,8 +19,9 @@ from fshard.testing import assert_trees_close, spmd
 from tests.test_migration import ROWS
 from tests.test_processes import ROOT, TORCHRUN, run
 
-GUIDE, README = ROOT / "examples/README.md", ROOT / "README.md"
-DOCUMENTS = (README, ROOT / "CONTRIBUTING.md", GUIDE, ROOT / "fshard/checkpoint/FORMAT.md")
+README, GUIDE = ROOT / "README.md", ROOT / "examples/README.md"
+MIGRATION, REFERENCE = ROOT / "examples/MIGRATION.md", ROOT / "examples/REFERENCE.md"
+DOCUMENTS = (README, ROOT / "CONTRIBUTING.md", GUIDE, MIGRATION, REFERENCE, ROOT / "fshard/checkpoint/FORMAT.md")
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
@@ -70,7 +71,9 @@ def tables(text: str) -> list[list[list[str]]]:
 
 
 NEED_TRANSFORMERS = {
-    str(path.relative_to(ROOT)) for path in EXAMPLES if re.search(r"^from transformers", path.read_text(), re.MULTILINE)
+    str(path.relative_to(ROOT))
+    for path in EXAMPLES
+    if re.search(r"^from (?:transformers|diffusers|peft)", path.read_text(), re.MULTILINE)
 }
 
 
@@ -83,7 +86,7 @@ def commands() -> dict[str, str]:
     """Commands that start a script of this repository, and where they stand."""
     texts = {document: document.read_text() for document in DOCUMENTS}
     texts |= {example: example.read_text().split('"""')[1] for example in EXAMPLES}
-    pattern = re.compile(r"^    ((?:\S+=\S+ )?(?:torchrun|python) .*?)(?:  +#.*)?$", flags=re.MULTILINE)
+    pattern = re.compile(r"^    ((?:\S+=\S+ )?(?:torchrun|python) (?!-m ).*?)(?:  +#.*)?$", flags=re.MULTILINE)
     return {command: str(path.relative_to(ROOT)) for path, text in texts.items() for command in pattern.findall(text)}
 
 
@@ -135,7 +138,7 @@ def test_links_lead_somewhere(document):
 
 
 def test_guide_and_migration_test_name_the_same_calls():
-    (head, *found), *_ = tables(section(GUIDE, "From FSDP2"))
+    (head, *found), *_ = tables(section(MIGRATION, "From FSDP2"))
     assert head == ["FSDP2", "fshard"]
     assert found == [[call, row.equivalent] for call, row in ROWS.items()]
 
@@ -168,8 +171,7 @@ SYSTEMS = {
     "fs.zero2": "fshard-zero2",
     "fs.zero3": "fshard-zero3",
 }
-FIRST_SCREEN = re.sub(r"```.*?```", "", README.read_text().split("\n## ")[0], flags=re.DOTALL)
-SPEED = " ".join(section(README, "Speed and memory").split())
+TABLE, SPEED = section(README, "Speed and memory"), " ".join(section(README, "Speed and memory").split())
 FINE_UNITS = re.compile(r"FSDP2's is (\d+) MiB with a unit for each large layer\.")
 ON_ONE_RANK = re.compile(r"On one rank a step takes ([\d.]+) of plain PyTorch's \((.*?)\)\.")
 
@@ -187,7 +189,7 @@ class Figure(NamedTuple):
 
 def figures_of_table() -> Iterator[Figure]:
     """Every cell of the README's table of speed and memory."""
-    ((head, *rows),) = tables(FIRST_SCREEN)
+    ((head, *rows),) = tables(TABLE)
     suffix, systems = "", []
     for column in head[1:]:
         # From the column that says so on, steps are jitted.
@@ -250,7 +252,7 @@ def test_figures_are_of_the_versions_and_days_that_are_named():
 
 
 def test_losses_drifted_as_the_text_says():
-    text = " ".join(section(README, "The same bits at any number of ranks").split())
+    text = " ".join(section(REFERENCE, "The same bits at any number of ranks").split())
     differ, steps, largest = re.search(r"plot (\d+) of (\d+) losses on 4 ranks .* by up to ([\d.e-]+);", text).groups()
     results = json.loads((ROOT / "benchmarks/results/bits.json").read_text())
     drift = results["drift"]
@@ -261,7 +263,7 @@ def test_losses_drifted_as_the_text_says():
 
 def test_no_other_figure_stands_beside_them():
     """A number that the tests above do not look up would be one that nobody measured."""
-    rest = f"{FIRST_SCREEN}\n{SPEED}"
+    rest = TABLE
     for known in (r"^\|.*$", r"\(torch .*?\)", r"Python \d\.\d+ and torch \d\.\d+", FINE_UNITS, ON_ONE_RANK):
         rest = re.sub(known, "", rest, flags=0 if isinstance(known, re.Pattern) else re.MULTILINE)
     assert not re.findall(r"\d+\.\d+|\d+ MiB", rest)
@@ -270,7 +272,7 @@ def test_no_other_figure_stands_beside_them():
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_state_that_travels(ranks):
     """The guide's program runs, and its jitted step has the bits of the eager one."""
-    (program,) = re.findall(r"```python\n(.*?)```", section(GUIDE, "State that travels"), flags=re.DOTALL)
+    (program,) = re.findall(r"```python\n(.*?)```", section(REFERENCE, "State that travels"), flags=re.DOTALL)
     torch.manual_seed(0)
     layers = torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5 if ranks == 1 else 0.0)
     module = torch.nn.Sequential(*layers, torch.nn.Linear(8, 3))

@@ -1,7 +1,7 @@
 """From FSDP2 to fshard: the calls of an FSDP2 program and what stands for each, run side by side on two processes.
 
 Each row trains, evaluates, saves or initialises the same network twice, and what the two sides return must be equal:
-bit for bit, but where a row says how far they may be apart and why. The table of `examples/README.md` has these rows.
+bit for bit, but where a row says how far they may be apart and why. The table of `MIGRATION.md` has these rows.
 """
 
 import tempfile

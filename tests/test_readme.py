@@ -1,4 +1,4 @@
-"""The README's programs run as printed."""
+"""The programs of the README and of the reference run as printed."""
 
 import math
 import re
@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,51 +17,75 @@ from torch import nn
 import fshard as fs
 from fshard.testing import assert_trees_close, check_transform, spmd
 from tests.ranks import on_ranks
+from tests.test_processes import TORCHRUN, run
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-TRAIN_STEP, FOUR_VERBS, UNITS, SAME_BITS, MORE_AXES, OPTIMIZERS, JIT, STATE, TRANSFORMS, TESTING, AHEAD = re.findall(
-    r"```python\n(.*?)```", README, flags=re.DOTALL
+ROOT = Path(__file__).parents[1]
+README, REFERENCE = ROOT / "README.md", ROOT / "examples/REFERENCE.md"
+BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+PROGRAM, FOUR_VERBS, OPTIMIZERS, STATE, TRANSFORMS, TESTING = BLOCK.findall(README.read_text())
+# The program up to its loop, and that with the eager step.
+SETUP = PROGRAM.split("train, test = ")[0]
+EAGER = SETUP.replace("@fs.jit", "")
+
+
+def blocks(heading: str) -> list[str]:
+    """The programs of one section of the reference."""
+    return BLOCK.findall(REFERENCE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0])
+
+
+((UNITS,), (SAME_BITS,), (MORE_AXES,), (AHEAD,), (BAD_SAMPLE, NO_ROWS)) = map(
+    blocks,
+    (
+        "Units of a plain function",
+        "The same bits at any number of ranks",
+        "More axes",
+        "Planning and tracing",
+        "When a rank fails",
+    ),
 )
 
 
-class Batch(NamedTuple):
-    x: torch.Tensor
-    y: torch.Tensor
+def rows_of(scope: dict[str, Any]) -> torch.Tensor:
+    """The first rows of this rank."""
+    return scope["data"].chunk(scope["mesh"].size())[scope["mesh"].get_rank()][:4]
 
 
-MODULE = nn.Sequential(nn.Embedding(7, 300), nn.Linear(300, 7))
-NAMES = {"torch": torch, "F": F, "module": MODULE, "Block": nn.Linear, "dataclass": dataclass, "fs": fs}
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ([sys.executable], [*TORCHRUN, 2]))
+def test_the_first_program_runs_as_pasted(launcher, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    said = re.findall(r"loss ([\d.]+), of bytes it was not trained on ([\d.]+)", run(*launcher, script))
+    assert len(said) == (1 if len(launcher) == 1 else 2)
+    assert len(set(said)) == 1
+    assert max(map(float, said[0])) < 3.5  # nothing learned is log(256), 5.5
 
 
-def batch_of(seed):
-    generator = torch.Generator().manual_seed(seed)
-    return Batch(*torch.randint(7, (2, 2, 3), generator=generator))
-
-
-@pytest.mark.rows(1)
 @on_ranks(1, 2)
-def test_both_train_steps_give_the_same_bits():
-    scope = dict(NAMES)
-    exec(TRAIN_STEP, scope)
-    batch = batch_of(scope["mesh"].get_rank())
-    state, loss = scope["train_step"](scope["state"], batch)
-    eager = scope["train_step"]
-    exec(FOUR_VERBS, scope)
-    again, loss_again = scope["train_step"](scope["state"], batch)
-    assert_trees_close({"loss": loss, "state": state}, {"loss": loss_again, "state": again}, exact=True)
-    scope["train_step"] = eager
-    exec(JIT, scope)
-    # A copy, because the jitted step takes its memory.
-    jitted, loss_again = scope["train_step"](fs.tree_map(torch.clone, scope["state"]), batch)
-    assert_trees_close({"loss": loss, "state": state}, {"loss": loss_again, "state": jitted}, exact=True)
-    assert int(state.step) == 1
-    return loss.item()
+def test_the_first_program_trains_and_evaluates(capsys):
+    scope = {}
+    exec(PROGRAM.replace("range(200)", "range(2)"), scope)
+    assert int(scope["state"].step) == 2
+    return scope["loss"].item()
+
+
+@on_ranks(1, 2)
+def test_both_train_steps_and_the_jitted_one_give_the_same_bits():
+    scopes = []
+    for text in (SETUP, EAGER, EAGER + FOUR_VERBS):
+        scopes.append(scope := {})
+        exec(text, scope)
+        scope["state"], scope["loss"] = scope["train_step"](scope["state"], rows_of(scope))
+    results = [{"loss": scope["loss"], "state": scope["state"]} for scope in scopes]
+    assert_trees_close(results[1:], results[:1] * 2, exact=True)
+    return results[0]["loss"].item()
 
 
 def test_a_step_is_planned_held_to_a_budget_and_traced(tmp_path, capsys):
     def program():
-        scope = {**NAMES, "batch": batch_of(0)}
-        exec(TRAIN_STEP, scope)
+        scope = {}
+        exec(EAGER, scope)
+        scope["batch"] = rows_of(scope)
         exec(AHEAD.replace("step.json", str(tmp_path / f"{scope['mesh'].get_rank()}.json")), scope)
 
     spmd(program, 2)
@@ -69,20 +93,43 @@ def test_a_step_is_planned_held_to_a_budget_and_traced(tmp_path, capsys):
     assert "parameters" in capsys.readouterr().out
 
 
+def weighted(params, rows):
+    return (rows @ fs.gather(params)["w"]).sum(), torch.tensor(float(len(rows)))
+
+
+@on_ranks(1, 2)
+def test_ranks_decide_together_to_leave_out_a_step():
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    params = fs.shard({"w": torch.ones(4)}, fs.zero3(mesh))
+    scope = {"torch": torch, "fs": fs, "mesh": mesh, "params": params, "loss_fn": weighted}
+    good, bad = torch.ones(3, 4), torch.full((3, 4), torch.nan)
+    first = mesh.get_rank() == 0
+    exec(BAD_SAMPLE, scope | {"rows": bad if first else good}, left_out := {})
+    assert "loss" not in left_out
+    exec(BAD_SAMPLE, scope | {"rows": good}, taken := {})
+    assert taken["loss"].item() == 4.0
+    # The first rank's data end one step before the others'.
+    batches = iter([good] * (1 if first else 2))
+    scope |= {"axis": fs.axis_of(mesh, "shard"), "batches": batches}
+    losses = []
+    for _ in range(3):
+        scope.pop("loss", None)
+        exec(NO_ROWS, scope)
+        losses.append(scope["loss"].item() if "loss" in scope else None)
+    assert losses == [4.0, 4.0 if mesh.size() > 1 else None, None]
+
+
 @on_ranks(1, 2)
 def test_a_run_goes_on_from_its_checkpoint(tmp_path):
-    class GPT(nn.Sequential):
-        def __init__(self, width, layers):
-            super().__init__(nn.Embedding(7, width), *(nn.Linear(width, width) for _ in range(layers)))
-
     text = STATE.replace('"runs/gpt"', repr(str(tmp_path))).replace("every=100", "every=2")
-    scope = {**NAMES, "GPT": GPT, "batches": [batch_of(0)] * 5}
-    exec(TRAIN_STEP, scope)
+    scope = {"GPT": lambda width, layers: nn.Sequential(*(scope["Block"]() for _ in range(layers)))}
+    exec(EAGER, scope)
+    scope["batches"] = [rows_of(scope)] * 5
     first = scope["state"]
     exec(text, scope)
     assert fs.checkpoint.latest(tmp_path) == 4
     there = scope["state"]
-    scope |= {"state": first, "batches": [batch_of(0)]}
+    scope |= {"state": first, "batches": scope["batches"][:1]}
     exec(text, scope)
     assert_trees_close(scope["state"], there, exact=True)
 
@@ -107,8 +154,9 @@ def test_gradients_have_the_same_bits_at_any_number_of_ranks():
     data = torch.randint(7, (40, 2, 3), generator=torch.Generator().manual_seed(1))
 
     def program():
-        scope = {**NAMES, "key": 1, "step": 3, "data": data}
-        exec(TRAIN_STEP, scope)
+        scope = {}
+        exec(EAGER, scope)
+        scope |= {"key": 1, "step": 3, "data": data}
         apply = scope["model"].apply
 
         def loss_fn(params, samples, index):

@@ -17,7 +17,7 @@ from fshard.interop.pieces import piece_of
 from fshard.interop.state_dict import Entry, Names
 from fshard.interop.transformers import Planned, from_files, planned, to_files
 from fshard.testing import spmd
-from tests.test_guide import GUIDE, section
+from tests.test_guide import REFERENCE, section
 from tests.trees import assert_same_bits, one_axis
 
 transformers = pytest.importorskip("transformers")
@@ -418,7 +418,7 @@ def test_stacked_experts_of_another_dtype_are_cast(tmp_path, stored):
 
 def test_the_guide(tmp_path):
     """Its program, from files to files."""
-    (block,) = re.findall(r"```python\n(.*?)```", section(GUIDE, "Models of transformers"), re.DOTALL)
+    (block,) = re.findall(r"```python\n(.*?)```", section(REFERENCE, "Models of transformers"), re.DOTALL)
     files, out = tmp_path / "files", tmp_path / "out"
     CASES["Mixtral"].build().save_pretrained(files)
 
