@@ -9,8 +9,7 @@ from torch import nn
 
 from fshard import comm
 from fshard.errors import Problem, expect, refuse
-from fshard.init.calls import NewBuffers, drawn_by_constructors, initializer_of, undrawable
-from fshard.init.construct import construct
+from fshard.init.calls import NewBuffers, drawn_by_constructors, undrawable
 from fshard.init.counter import UNDRAWN, count
 from fshard.init.replay import replay
 from fshard.shard import (
@@ -92,17 +91,11 @@ class _Shards:
 
     def replay(self, new_buffer: Callable[[torch.Tensor], torch.Tensor], seed: int) -> nn.Module:
         """Draw the values that constructing the module draws."""
-        blank: set[str] = set()
 
         def keep(name: str, full: torch.Tensor) -> None:
-            # Of the full tensor, so that ranks agree.
-            (blank.add if _has_nan(full) else blank.discard)(name)
             self._keep(name, local_piece(full, self._specs[name]), fingerprint(full, self._specs[name]))
 
         made, left = replay(self._module, new_buffer, seed, keep)
-        again = construct(self._module, seed, keep) if (left or blank) and initializer_of(self._module) else None
-        if again is not None:
-            made, left = again, []
         for name in left:
             self._undrawn[name] = Problem(f"[{name!r}]", *UNDRAWN)
         self._remedy = "draw them in reset_parameters"
