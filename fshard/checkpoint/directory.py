@@ -3,34 +3,20 @@
 import fcntl
 import os
 import re
-import stat
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from fshard.checkpoint.manifest import HEAD, MANIFEST, digest
-from fshard.interop.files import (
-    make_temporary,
-    named,
-    open_regular,
-    read_bytes,
-    remove_leftovers,
-    sync,
-    temporary_name,
-    write_bytes,
-)
+from fshard.checkpoint.manifest import MANIFEST, digest
+from fshard.interop.files import make_temporary, named, read_bytes, remove_leftovers, sync, temporary_path, write_bytes
 from fshard.interop.ranks import CheckpointError
 
 # The step, and which of several saves of it.
 _SAVED = re.compile(r"step-([0-9]{8,18})(?:\.([0-9]{1,9}))?")
-# The files of a complete checkpoint.
-_FILES = re.compile(rf"rank-[0-9]{{5,}}\.safetensors|{re.escape(MANIFEST)}")
-# Directories that are being made, which carry the step, or removed, which carry the name of the checkpoint.
-_LEFTOVERS = rf"\.(?:saving-[0-9]{{8,18}}|old-(?P<name>{_SAVED.pattern}))"
+# Directories that are being made, or removed.
+_LEFTOVERS = r"\.(?:saving|old)-.*"
 LATEST, LOCK = "latest", ".lock"
-# The process that holds the lock writes this into it, and which process it is.
-_WRITER = b"process "
-ELSEWHERE = "move it elsewhere, or save to another directory"
 
 
 def saved(directory: Path) -> dict[tuple[int, int], Path]:
@@ -98,38 +84,25 @@ def lock(directory: Path) -> IO[bytes]:
     """Make the directory where there is none, and become the only one that writes to it until the file is closed.
 
     Raises:
-        CheckpointError: if another process, or another save of this one, is writing to it, or a file of another program
-            is in the way.
+        CheckpointError: if another process, or another save of this one, is writing to it.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    # What is written follows no link.
+    descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+    file = os.fdopen(descriptor, "ab+", buffering=0)
     try:
-        found = b"" if not os.path.lexists(directory / LATEST) else read_bytes(directory / LATEST, 1000)
-        file = os.fdopen(open_regular(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND), "ab+", buffering=0)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; {ELSEWHERE}") from None
-    except OSError as error:
-        raise CheckpointError(f"{error.filename}: {error.strerror}") from error
-    try:
+        # The kernel gives the lock back when a process is killed.
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
         file.seek(0)
-        writer = file.read(100)
-        if not writer.startswith(_WRITER) and writer:
-            raise CheckpointError(f"{directory / LOCK}: expected the lock of a save, got another file; {ELSEWHERE}")
-        try:
-            # The kernel gives the lock back when a process is killed.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            by = writer.decode(errors="replace").strip() or "another process"
-            remedy = "which is saving there; wait for it, or save to another directory"
-            raise CheckpointError(f"{directory}: expected to be alone, got {by}, {remedy}") from None
-        name = found.decode(errors="replace").partition(" ")[0]
-        ours = not found or (_SAVED.fullmatch(name) and found == _naming(name))
-        # Beside checkpoints of ours it is a damaged one of ours.
-        if not ours and not any(map(is_ours, saved(directory).values())):
-            wrong = f"expected the name of a checkpoint, got {found!r:.100}; {ELSEWHERE}"
-            raise CheckpointError(f"{directory / LATEST}: {wrong}")
+        by = file.read(100).decode(errors="replace").strip() or "another process"
+        file.close()
+        remedy = "which is saving there; wait for it, or save to another directory"
+        raise CheckpointError(f"{directory}: expected to be alone, got {by}, {remedy}") from None
+    try:
         file.truncate(0)
-        file.write(_WRITER + f"{os.getpid()} of {os.uname().nodename}".encode())
-        remove_leftovers(directory, _LEFTOVERS, _remove_leftover)
+        file.write(f"process {os.getpid()} of {os.uname().nodename}".encode())
+        remove_leftovers(directory, _LEFTOVERS)
     except BaseException:
         unlock(file)
         raise
@@ -147,25 +120,9 @@ def make(directory: Path, step: int) -> Path:
     return make_temporary(directory, f".saving-{step:08d}")
 
 
-def _remove_leftover(path: Path) -> None:
-    """Remove a leftover without the mark: a whole checkpoint that a kill left without its name, or an empty one."""
-    if is_ours(path):
-        match = re.match(_LEFTOVERS, path.name)
-        _clear(path, path.parent / match["name"] if match and match["name"] else path)
-    else:
-        path.rmdir()
-
-
 def is_ours(path: Path) -> bool:
-    """Whether a directory is a checkpoint that a save wrote, by its manifest; no link is followed."""
-    if path.is_symlink():
-        return False
-    try:
-        descriptor = open_regular(path / MANIFEST)
-    except (OSError, CheckpointError):
-        return False
-    with os.fdopen(descriptor, "rb") as file:
-        return file.read(len(HEAD)) == HEAD.encode()
+    """Whether a directory is a checkpoint, by its manifest; a link to one is not."""
+    return not path.is_symlink() and (path / MANIFEST).is_file()
 
 
 def publish(temporary: Path, directory: Path, step: int) -> Path:
@@ -199,21 +156,8 @@ def prune(directory: Path, keep: int) -> None:
 
 def remove(path: Path) -> None:
     """Remove a checkpoint, which loses its name first, so that no half of one is ever taken for one."""
-    doomed = path.with_name(temporary_name(f".old-{path.name}"))
+    doomed = temporary_path(path.parent, f".old-{path.name}")
     # Where it cannot be, nothing is lost.
     with suppress(OSError):
         os.rename(path, doomed)
-        _clear(doomed, path)
-
-
-def _clear(path: Path, name: Path) -> None:
-    """Remove the files of a checkpoint; a directory that has others in it gets its name back."""
-    # By the manifest, the last one, it is known for one of ours.
-    for file in sorted(os.listdir(path), key=lambda file: file == MANIFEST):
-        if _FILES.fullmatch(file) and stat.S_ISREG(os.lstat(path / file).st_mode):
-            os.remove(path / file)
-    try:
-        path.rmdir()
-    except OSError:
-        if not os.path.lexists(name):
-            os.rename(path, name)
+        shutil.rmtree(doomed)

@@ -44,7 +44,7 @@ class Manager:
 
         Args:
             directory: Where checkpoints are kept, a file system that all ranks share.
-            keep: How many checkpoints stay, None for all; directories that no save wrote stay, and do not count.
+            keep: How many checkpoints stay, None for all; directories without a manifest stay, and do not count.
             every: Steps from one save to the next.
             asynchronous: Write while the next steps run.
             donated: Whether steps may write over a state that was saved, as for `save`; copies then go to buffers that

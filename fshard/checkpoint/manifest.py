@@ -13,8 +13,6 @@ from fshard.tree.checks import describe
 
 NAME, VERSION = "fshard.checkpoint", 1
 MANIFEST = "manifest.json"
-# The beginning of every manifest, and of no other file of its name.
-HEAD = f'{{"format": "{NAME}",'
 # A manifest has about 100 bytes for each chunk; a reader would believe nothing in a larger one.
 MAX_MANIFEST_BYTES = 1 << 30
 # Complex numbers are stored as pairs.
@@ -95,7 +93,7 @@ def encode(manifest: Manifest) -> bytes:
     # JSON has no infinity and other rules for numbers; repr is exact.
     values = {path: {"float": repr(v)} if isinstance(v, float) else v for path, v in manifest.values.items()}
     body = json.dumps({**manifest._asdict(), "values": values})
-    head = f'{HEAD}\n "version": {VERSION},\n "digest": "{digest(body.encode())}"'
+    head = f'{{"format": "{NAME}",\n "version": {VERSION},\n "digest": "{digest(body.encode())}"'
     return f'{head},\n "body": {body}}}\n'.encode()
 
 

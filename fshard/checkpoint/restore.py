@@ -187,7 +187,6 @@ def _open(root: Path, step: int | None, ranks: Axis) -> tuple[Path, Manifest]:
         path = directories.latest_path(root) if step is None else directories.path_of(root, step)
         if path is None:
             raise CheckpointError(f"{root}: expected a checkpoint that fs.checkpoint.save wrote, got none")
-        expect_file(not path.is_symlink(), str(path), "a directory", "a link")
         data = read_bytes(path / MANIFEST, MAX_MANIFEST_BYTES)
         try:
             manifest = decode(data)

@@ -31,7 +31,7 @@ from fshard.checkpoint.manifest import (
     file_name,
 )
 from fshard.errors import Problem, expect, refuse
-from fshard.interop.files import MARK, named, read_bytes, write_bytes
+from fshard.interop.files import named, read_bytes, write_bytes
 from fshard.interop.pieces import (
     Piece,
     Split,
@@ -447,9 +447,8 @@ def _join_parts(directory: Path, ranks: int, manifest: Manifest, wait: "_Wait") 
     for path, leaf in tensors.items():
         check_tiles(path, leaf)
     write_bytes(directory / MANIFEST, encode(manifest._replace(tensors=tensors, files=tuple(files))))
-    # The manifest now says whose the directory is.
-    for file in (*listings, directory / MARK):
-        os.remove(file)
+    for listing in listings:
+        os.remove(listing)
 
 
 def _listing(directory: Path, rank: int) -> Path:

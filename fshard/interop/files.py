@@ -1,13 +1,12 @@
 """Files that appear whole or not at all, and directories in the making, which a later call removes after a kill."""
 
 import contextlib
-import errno
 import os
 import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from fshard import comm
 from fshard.interop.ranks import CheckpointError, check_path, expect_file, raise_on_all_ranks, reason
 from fshard.mesh import world
 
-# A directory in the making has this file, by which a later call knows that it may be removed.
-MARK, MARKED = ".fshard", b"fshard.checkpoint\n"
 EXPORTING = ".exporting"
 
 
@@ -29,19 +26,14 @@ def named(path: Path) -> Iterator[None]:
         raise CheckpointError(reason(error, path)) from error
 
 
-def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file.
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading, where another kind of file might never end.
 
     Raises:
-        CheckpointError: if it is a link or a device, which would lead elsewhere.
+        CheckpointError: if it is a pipe, a device or a directory.
     """
-    try:
-        # Not to block on a pipe.
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise CheckpointError(f"{path}: expected a regular file, got a link") from None
-        raise
+    # Not to block on a pipe.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(f"{path}: expected a regular file, got something else")
@@ -52,7 +44,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
     """Read a regular file of at most so many bytes.
 
     Raises:
-        CheckpointError: if it is larger, a link or a device.
+        CheckpointError: if it is larger, or no file.
     """
     descriptor = open_regular(path)
     with os.fdopen(descriptor, "rb") as file:
@@ -66,7 +58,7 @@ def write_bytes(path: Path, data: bytes, durable: bool = True) -> None:
     """Write a file that is there as a whole or not at all; `sync` of its directory has it stay when power fails."""
     beside = path.with_name(f".{path.name}.part")
     with named(path):
-        # A kill may have left one, or another program a link.
+        # A kill may have left one.
         beside.unlink(missing_ok=True)
         with open(beside, "xb") as file:
             file.write(data)
@@ -85,45 +77,29 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def temporary_name(kind: str) -> str:
-    """A new name of a directory in the making, or of one that is being removed."""
-    return f"{kind}-{secrets.token_hex(8)}"
-
-
 def make_temporary(directory: Path, kind: str) -> Path:
-    """Make a directory with the mark inside another one, so that a move between them is a rename."""
-    path = directory / temporary_name(kind)
+    """Make a directory inside another one, so that a move between them is a rename."""
+    path = temporary_path(directory, kind)
     path.mkdir()
-    try:
-        (path / MARK).write_bytes(MARKED)
-    except BaseException:
-        shutil.rmtree(path, ignore_errors=True)
-        raise
     return path
 
 
-def remove_leftovers(directory: Path, kind: str, remove: Callable[[Path], None] = Path.rmdir) -> None:
-    """Remove directories that killed calls left: marked ones, and others as `remove` does; no link is followed.
+def temporary_path(directory: Path, kind: str) -> Path:
+    """A new path of a directory in the making, or of one that is being removed."""
+    return directory / f"{kind}-{secrets.token_hex(8)}"
+
+
+def remove_leftovers(directory: Path, kind: str) -> None:
+    """Remove temporary directories that killed calls left; no link is followed.
 
     Args:
         directory: The directory that has them in it.
         kind: A regular expression of how their names begin.
-        remove: By default empty ones are removed, of calls that were killed before the mark or after the rest.
     """
-    for path in map(directory.joinpath, os.listdir(directory)):
-        if re.fullmatch(rf"{kind}-[0-9a-f]{{16}}", path.name) and not path.is_symlink():
-            # One that cannot be removed stays.
-            with contextlib.suppress(OSError):
-                (shutil.rmtree if _is_marked(path) else remove)(path)
-
-
-def _is_marked(path: Path) -> bool:
-    try:
-        found = read_bytes(path / MARK, len(MARKED))
-    except (OSError, CheckpointError):
-        return False
-    # A kill may have cut it short.
-    return MARKED.startswith(found)
+    for name in os.listdir(directory):
+        if re.fullmatch(rf"{kind}-[0-9a-f]{{16}}", name):
+            # One that cannot be removed stays, and so does a link.
+            shutil.rmtree(directory / name, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -170,7 +146,7 @@ def _refuse_taken(directory: Path, names: Sequence[str]) -> None:
 
 def _move(temporary: Path, directory: Path, deciding: Sequence[str]) -> None:
     sync(temporary)
-    names = sorted(set(os.listdir(temporary)) - {MARK}, key=lambda name: (name in deciding, name))
+    names = sorted(os.listdir(temporary), key=lambda name: (name in deciding, name))
     _refuse_taken(directory, names)
     moved = []
     try:
@@ -182,5 +158,5 @@ def _move(temporary: Path, directory: Path, deciding: Sequence[str]) -> None:
         for name in moved:
             os.rename(directory / name, temporary / name)
         raise
-    shutil.rmtree(temporary)
+    temporary.rmdir()
     sync(directory)

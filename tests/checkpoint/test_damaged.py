@@ -174,12 +174,12 @@ def replaced(name, make):
     return damage
 
 
-def linked(name, target=None):
-    """A link in the place of a file or a directory, to where that is now or to somewhere else."""
+def linked(name, target):
+    """A link in the place of a file."""
 
     def damage(root):
-        (root / name).rename(root / "outside")
-        (root / name).symlink_to(target or root / "outside")
+        (root / name).unlink()
+        (root / name).symlink_to(target)
 
     return damage
 
@@ -188,7 +188,7 @@ def grown(name):
     return lambda root: os.truncate(root / name, 1 << 40)
 
 
-LINK, NO_FILE = "expected a regular file, got a link", "expected a regular file, got something else"
+NO_FILE = "expected a regular file, got something else"
 OTHER_STEP = f"{THIRD}: expected step 3 as its name says, got step 1"
 NO_NAME = "expected the name of a checkpoint, got"
 FAULTS = {
@@ -201,12 +201,10 @@ FAULTS = {
     "extra file": (lambda root: (root / THIRD / "rank-00002.safetensors").touch(), "rank-00002.safetensors"),
     "extra hidden file": (lambda root: (root / THIRD / ".hidden").touch(), f"{THIRD}/.hidden"),
     "extra directory": (lambda root: (root / THIRD / "more").mkdir(), f"{THIRD}/more"),
-    "link": (linked(PART), f"{FILE}: {LINK}"),
-    "link to nothing": (linked(PART, "nothing"), f"{FILE}: {LINK}"),
-    "link to itself": (linked(PART, FILE), f"{FILE}: {LINK}"),
-    "link to a device": (linked(PART, "/dev/zero"), f"{FILE}: {LINK}"),
-    "linked manifest": (linked(f"{THIRD}/{MANIFEST}"), f"{MANIFEST}: {LINK}"),
-    "linked checkpoint": (linked(THIRD), f"{THIRD}: expected a directory, got a link"),
+    "link to nothing": (linked(PART, "nothing"), FILE),
+    "link to itself": (linked(PART, FILE), f"{FILE}: Too many levels of symbolic links"),
+    "link to a device": (linked(PART, "/dev/zero"), f"{FILE}: {NO_FILE}"),
+    "link to another file": (linked(PART, "../step-00000001/rank-00001.safetensors"), FILE),
     "pipe": (replaced(PART, os.mkfifo), f"{FILE}: {NO_FILE}"),
     "directory": (replaced(PART, os.mkdir), f"{FILE}: {NO_FILE}"),
     "checkpoint that is a file": (replaced(THIRD, Path.touch), f"{THIRD}/{MANIFEST}: Not a directory"),

@@ -517,11 +517,9 @@ def test_leftovers_that_are_links_are_not_followed(saved):
     outside = saved.parent.parent / "outside"
     outside.mkdir(exist_ok=True)
     (outside / "mine").write_text("mine")
-    (outside / ".fshard").write_text("fshard.checkpoint\n")
     (saved.parent / ".saving-00000001-0123456789abcdef").symlink_to(outside)
     left = saved.parent / ".saving-00000002-0123456789abcdef"
     left.mkdir()
-    (left / ".fshard").write_text("fshard.checkpoint\n")
     (left / "link").symlink_to(outside)
     (saved.parent / ".old-step-00000001-0123456789abcdef").symlink_to(outside)
     with checkpoint.Manager(saved.parent, keep=1) as manager:

@@ -405,10 +405,8 @@ def test_links_that_a_writer_would_follow(name, tmp_path):
     directory.mkdir()
     (directory / name).symlink_to(outside)
     if name == ".lock":
-        assert save_refused(directory) == (
-            f"checkpoint.save: step 1 was not saved: {directory}/.lock: expected a regular file, got a link; "
-            "move it elsewhere, or save to another directory"
-        )
+        text = save_refused(directory)
+        assert text == f"checkpoint.save: step 1 was not saved: {directory}/.lock: Too many levels of symbolic links"
     else:
         checkpoint.save(directory, {}, 1)
     assert outside.read_text() == "mine"
