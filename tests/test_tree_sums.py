@@ -262,6 +262,9 @@ def test_what_losses_return_besides_is_reduced_in_the_tree(world_size):
     assert (found["count"].item(), found["hit"].item()) == (3.5, 0.5)
     sums = fs.reduce_microbatches(mine, params, reduce="sum")
     assert (sums["count"].item(), sums["hit"].item()) == (28, 4)
+    for communicate in ("once", "each"):
+        again = fs.microbatches(auxes, params, communicate)
+        assert_same_bits(fs.reduce_microbatches(again, params, communicate=communicate)["mean"], total / 8)
 
 
 @on_ranks(1, 2, 4)

@@ -189,7 +189,7 @@ def test_casts_by_the_strategy(world_size, rule, policy):
     reduced = options.get("reduce_dtype", computed)
     expected = mean(ranks, reduced)
     dtypes = dict.fromkeys(expected[1], torch.float32)
-    whole = (partial(fs.ddp, **options), partial(fs.zero2, min_shard_elements=0, **options))
+    whole = (partial(fs.ddp, **options), *(partial(f, min_shard_elements=0, **options) for f in (fs.zero1, fs.zero2)))
     for found in runs(module, batches, rule, (zero3(**options), zero3(**options, prefetch=0, regather=False), *whole)):
         assert found[0].dtype is expected[0].dtype
         assert {name: grad.dtype for name, grad in found[1].items()} == dtypes

@@ -219,7 +219,8 @@ def test_a_failure_of_the_last_files(file, tmp_path, monkeypatch):
     assert not [name for name in names(tmp_path) if name.startswith(".saving")]
 
 
-def test_the_first_rank_gives_up_on_one_that_writes_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("manager", (False, True))
+def test_the_first_rank_gives_up_on_one_that_writes_nothing(manager, tmp_path, monkeypatch):
     save = sys.modules["fshard.checkpoint.save"]
     inner = save.write_bytes
 
@@ -227,9 +228,14 @@ def test_the_first_rank_gives_up_on_one_that_writes_nothing(tmp_path, monkeypatc
         if path.name != "rank-00001.json":
             inner(path, data, **arguments)
 
+    def program():
+        if not manager:
+            return checkpoint.save(tmp_path, full(1), 1, timeout=0.1)
+        return checkpoint.Manager(tmp_path, asynchronous=False, timeout=0.1).save(full(1), 1)
+
     monkeypatch.setattr(save, "write_bytes", write_bytes)
     with pytest.raises(RankError) as error:
-        spmd(lambda: checkpoint.save(tmp_path, full(1), 1, timeout=0.1), 2)
+        spmd(program, 2)
     remedy = "see that every rank is alive and that all share the directory"
     assert message(error).endswith(f"/rank-00001.json: found nothing after 0 s; {remedy}")
     assert names(tmp_path) == [".lock"]

@@ -244,6 +244,16 @@ def test_other_keys(tmp_path):
     assert_same_bits(theirs["app"]["model"], full)
 
 
+def test_other_keys_of_an_optimizer(tmp_path):
+    module, keys = One(), {"model_key": "app.model", "optimizer_key": "app.adam"}
+    state = fs.tree_map(lambda leaf: leaf + 1, trained())
+    save_dcp(tmp_path, state, module=module, optimizer=torch.optim.AdamW(module.parameters()), **keys)
+    assert_same_bits(load_dcp(tmp_path, trained(), trusted=True, **keys), state)
+    assert "optim.state.w.step: expected float32[], got nothing" in refusal(
+        lambda mesh: load_dcp(tmp_path, trained(), trusted=True, model_key="app.model")
+    )
+
+
 def test_torchs_offline_tools_read_it(tmp_path):
     module = Language()
     tx = fs.from_torch(torch.optim.AdamW, **ADAMW)

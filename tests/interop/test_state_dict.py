@@ -283,6 +283,8 @@ def test_training_moves_from_torch_and_back(name):
     assert int(taken.updates) == 2
     state = trained_there(module, tx, state._replace(opt_state=taken), range(2, 4))
     given = to_optimizer_state_dict(state.opt_state, module, fresh)
+    alone = to_optimizer_state_dict(state.opt_state, module, fresh, rank0_only=True)
+    assert_same_bits(alone.get("state"), None if my_rank() else given["state"])
     after = Net(1).eval()
     after.load_state_dict(to_state_dict({**state.params, **state.buffers}, module=module))
     optimizer = cls(after.parameters(), **hyper)

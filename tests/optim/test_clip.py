@@ -90,6 +90,18 @@ def test_full_gradients_are_clipped_too(p):
     assert_clipped_as_by_torch(clip(full, 0.5, p), full, 0.5, p)
 
 
+@pytest.mark.parametrize("p", ORDERS)
+@on_ranks(1, 2)
+def test_each_leaf_is_clipped_by_a_norm_of_its_own(p):
+    full = gradients()
+    expected = {
+        name: grad if grad is None else torch_clip({name: grad}, 0.5, p)[0][name] for name, grad in full.items()
+    }
+    for make in LAYOUTS.values():
+        clipped, _ = fs.clip_by_norm(0.5, p).update(fs.shard(full, make(meshes())), (), None)
+        assert_trees_close(fs.unshard(clipped), expected, rtol=rounding(torch.float64, p) + 1e-15, atol=0.0)
+
+
 @pytest.mark.parametrize("p", (1.0, 2.0, math.inf))
 @on_ranks(2)
 def test_complex_gradients_count_by_their_magnitudes(p):

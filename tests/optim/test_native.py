@@ -216,6 +216,11 @@ def test_a_chain_of_pieces_is_the_optimizer(name):
     assert_same_bits(params, run(getattr(fs, name)(0.1, (0.8, 0.9), 1e-3))[0])
 
 
+def test_decay_adds_a_multiple_of_the_parameters():
+    decayed, _ = fs.add_decayed_weights(0.25).update(tree(1), (), tree(0))
+    assert_same_bits(decayed, {name: grad + 0.25 * tree(0)[name] for name, grad in tree(1).items()})
+
+
 ELEMENTS = 15 + 7 + 1 + 1
 
 

@@ -69,7 +69,11 @@ def test_every_class_has_the_bits_of_torch(case):
 
 
 NATIVE = AGAINST_TORCH | {
-    "adafactor": (fs.adafactor, partial(optim.Adafactor, foreach=False), {"lr": 0.1, "weight_decay": 0.1})
+    "adafactor": (fs.adafactor, partial(optim.Adafactor, foreach=False), {"lr": 0.1, "weight_decay": 0.1}),
+    "adafactor by other numbers": (
+        *(fs.adafactor, partial(optim.Adafactor, foreach=False)),
+        {"lr": 0.1, "beta2_decay": -0.6, "eps": (1.0, 3.0), "d": 1.5},
+    ),
 }
 
 
