@@ -2,7 +2,7 @@
 
 The public names by use, as `import fshard as fs` has them:
 
-- **Ranks**: `init_mesh`, `axis_of`, `Axis`; `measure` and `Link` size messages by what links carry.
+- **Ranks**: `init_mesh`, `axis_of`, `Axis`.
 - **Sharded leaves**: `shard`, `unshard`, `reshard`; `Sharded`, `Spec`, `P`; `tree_map`, `tree_leaves`.
 - **Models**: `functionalize`, `no_split`, `Model`, `sync_buffers`.
 - **The four verbs**: `gather`, `apply`, `scatter_grads`, `update`.
@@ -50,7 +50,7 @@ from fshard.collectives import (
 from fshard.gather import gather
 from fshard.interop.dtensor import from_dtensor, to_dtensor
 from fshard.jit import jit, make_graph
-from fshard.mesh import Link, axis_of, init_mesh, measure
+from fshard.mesh import axis_of, init_mesh
 from fshard.microbatches import microbatches, reduce_microbatches
 from fshard.modules import no_split
 from fshard.optim import schedules
@@ -107,7 +107,6 @@ __all__ = [
     "Axis",
     "GradientTransformation",
     "LayoutError",
-    "Link",
     "Model",
     "Optimizer",
     "P",
@@ -159,7 +158,6 @@ __all__ = [
     "leaf_norms",
     "make_graph",
     "masked",
-    "measure",
     "microbatches",
     "moe",
     "no_split",

@@ -1,19 +1,17 @@
-"""Device meshes: init_mesh, the Axis values that specs hold instead of a mesh, and what messages over an axis cost."""
+"""Device meshes: init_mesh, and the Axis values that specs hold instead of a mesh."""
 
 import atexit
 import math
 import os
-import statistics
-import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fshard import _compat, comm
+from fshard import _compat
 from fshard.comm import CollectiveError
 from fshard.errors import Problem, expect, refuse
 from fshard.tree import Axis
@@ -23,12 +21,6 @@ Mesh = DeviceMesh
 
 # Seconds that a rank waits for another by default: torch's own half hour is longer than anyone watches.
 TIMEOUT = 300.0
-
-# A message is large where its transfer takes so many times its latency.
-LARGE = 16
-
-# Of `measure`: gathers of each size, and the bytes of a small and of a large one.
-ROUNDS, SIZES = 7, (1, 16 * 1024 * 1024)
 
 
 def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: float = TIMEOUT) -> Mesh:
@@ -259,105 +251,3 @@ def _start(device: str, limit: timedelta) -> None:
 def _stop() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-class Link(NamedTuple):
-    """The cost of a collective over a mesh axis.
-
-    Attributes:
-        latency: Seconds that it takes whatever its size.
-        bandwidth: Bytes that a rank sends in a second.
-
-    >>> import fshard as fs
-    >>> link = fs.Link(latency=20e-6, bandwidth=5e9)
-    >>> link.merge_bytes
-    1600000
-    >>> strategy = fs.zero3(fs.init_mesh({"shard": -1}, device="cpu"), links={"shard": link})
-    """
-
-    latency: float
-    bandwidth: float
-
-    @property
-    def merge_bytes(self) -> int:
-        """Bytes up to which units are gathered together: from there on latency costs little beside the transfer."""
-        return round(LARGE * self.latency * self.bandwidth)
-
-
-# Processes on one machine by gloo (0.5 ms, 2 GiB/s), and accelerators on one machine.
-_HOST, _ACCELERATOR = Link(latency=2**-11, bandwidth=2**31), Link(latency=3e-5, bandwidth=1e11)
-
-
-def link_of(axis: Axis, links: Mapping[str, Link] | None, what: str) -> Link:
-    """Find the link by which a strategy sizes the messages over an axis.
-
-    Args:
-        axis: The axis.
-        links: The user's links by names of axes; None chooses by the backend of the axis, and measures nothing.
-        what: The strategy, for errors.
-
-    Returns:
-        The link.
-
-    Raises:
-        ValueError: if the user's links have none for the axis, or one that is not positive.
-    """
-    if links is None:
-        known = axis.size > 1 and _compat.group_size(axis.group_name)
-        backends = _compat.group_devices(axis.group_name) if known else {}
-        return _ACCELERATOR if set(backends.values()) - {backends.get("cpu")} else _HOST
-    link = links.get(axis.name) if isinstance(links, Mapping) else None
-    usable = isinstance(link, Link) and all(isinstance(n, int | float) and 0 < n < float("inf") for n in link)
-    got = f"{link!r} for {axis.name!r}" if isinstance(links, Mapping) else describe(links)
-    needed = f"links to map {axis.name!r} to a Link of positive numbers"
-    expect(usable, what, needed, got, "pass fs.measure(mesh)")
-    assert link is not None
-    return link
-
-
-def measure(mesh: Mesh) -> dict[str, Link]:
-    """Measure the links of a mesh, axis by axis, for a strategy to size its messages by.
-
-    It takes a second or so, and every rank must call it. Ranks agree on the slowest that any of them found. Runs that
-    must send the same messages should use the same links: print them once, and pass them to later runs.
-
-    Args:
-        mesh: The mesh.
-
-    Returns:
-        A Link for each axis name, equal on every rank, such as for `zero3(mesh, links=measure(mesh))`.
-
-    Raises:
-        ValueError: if `mesh` is no mesh with named axes.
-
-    >>> import fshard as fs
-    >>> mesh = fs.init_mesh({"shard": -1}, device="cpu")
-    >>> fs.measure(mesh)  # of one rank nothing is sent, and the link is what the backend's usually is
-    {'shard': Link(latency=..., bandwidth=...)}
-    >>> strategy = fs.zero3(mesh, links=fs.measure(mesh))
-    """
-    expect(isinstance(mesh, Mesh), "measure", "mesh to be a DeviceMesh", describe(mesh), "make one by fs.init_mesh")
-    axes = [axis_of(mesh, name) for name in mesh.mesh_dim_names or (None,)]
-    found = {axis.name: link_of(axis, None, "measure") for axis in axes}
-    for axis in axes:
-        if axis.size > 1:
-            small, large = (_seconds(axis, torch.zeros(n, dtype=torch.uint8, device=mesh.device_type)) for n in SIZES)
-            times = torch.tensor([small, large - small], dtype=torch.float64, device=mesh.device_type)
-            for other in axes:
-                times = comm.all_gather([times], other, "measure")[0].amax(0)
-            latency, transfer = times.tolist()
-            # Two digits: more are noise.
-            bandwidth = float(f"{(axis.size - 1) * SIZES[1] / max(transfer, latency):.1e}")
-            found[axis.name] = Link(float(f"{latency:.1e}"), bandwidth)
-    return found
-
-
-def _seconds(axis: Axis, shard: torch.Tensor) -> float:
-    """Time a gather of a shard from each rank."""
-    times = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        # Reads one number, for which an accelerator has to finish.
-        comm.all_gather([shard], axis, "measure")[0].flatten()[-1].item()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)

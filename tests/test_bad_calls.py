@@ -149,7 +149,6 @@ CALLS = {
     "global_norm": lambda w: dict(tree=w.grads, p=2.0, sums="tree"),
     "leaf_norms": lambda w: dict(tree=w.grads, p=2.0, sums="tree"),
     "init_mesh": lambda w: dict(shape={"shard": -1}, device="cpu", timeout=10.0),
-    "measure": lambda w: dict(mesh=w.mesh),
     "jit": lambda w: dict(f=loss, donate_argnums=(), static_argnums=(), static_argnames=(), backend="graph"),
     "lamb": lambda w: dict(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0),
     "lars": lambda w: dict(lr=0.1, momentum=0.9, weight_decay=0.0, trust_coefficient=0.001, eps=0.0),
@@ -456,9 +455,7 @@ THEIRS = {
 # Public names that are not called, and why.
 UNCALLED = {
     "fs": {
-        **dict.fromkeys(
-            ("Axis", "Link", "P", "Spec", "Sharded", "Storage"), "data, which verbs check when they get it"
-        ),
+        **dict.fromkeys(("Axis", "P", "Spec", "Sharded", "Storage"), "data, which verbs check when they get it"),
         "Model": "made by functionalize; its methods are called",
         **dict.fromkeys(("GradientTransformation", "Optimizer"), "fs.update checks before it calls them"),
         **dict.fromkeys(("ShardTransform", "Wrapped"), "base classes of a user's own"),

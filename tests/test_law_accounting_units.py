@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fshard as fs
+from fshard.transforms import strategies
 from tests.ranks import my_rank, on_ranks
 from tests.trees import normal, one_axis
 from tests.unit_models import filled
@@ -259,8 +260,15 @@ def test_tied_weights_are_gathered_with_every_unit_and_reduced_once():
     assert sum(bytes_of(record, "scatter")) == tied + inner
 
 
-# Three leaves large enough to be reduced by themselves where links are so fast, of sizes that tell them apart.
-FAST = {"shard": fs.Link(latency=1e-6, bandwidth=1e9)}
+# Three leaves large enough to be reduced by themselves where messages are so small, of sizes that tell them apart.
+SMALL = 16_000
+
+
+@pytest.fixture
+def small_messages(monkeypatch):
+    monkeypatch.setattr(strategies, "HOST_BYTES", SMALL)
+
+
 LARGE = {"first": (64, 512), "second": (512, 128), "third": (128, 257)}
 FIRST, SECOND, THIRD = (("{}", name) for name in LARGE)
 
@@ -279,6 +287,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.usefixtures("small_messages")
 @pytest.mark.parametrize("strategy", ORDERS)
 @on_ranks(2)
 def test_gradients_are_reduced_as_they_appear_except_by_zero1(strategy):
@@ -287,7 +296,7 @@ def test_gradients_are_reduced_as_they_appear_except_by_zero1(strategy):
     full = {name: draw(*shape) / 16 for name, shape in LARGE.items()}
     x = draw(3, 64)
     names = {math.prod(shape) * 8: name for name, shape in LARGE.items()}
-    params = fs.shard(full, make(one_axis(), links=FAST))
+    params = fs.shard(full, make(one_axis()))
     with fs.comm.record() as record:
 
         def f(params):
@@ -319,7 +328,7 @@ def test_gradients_of_one_unit_are_reduced_as_they_appear_in_every_call():
             return x.square().mean()
 
     model = fs.functionalize(filled(Noted()), units=None)
-    params, orders = model.init(fs.zero3(one_axis(), links=FAST)), []
+    params, orders = model.init(fs.zero3(one_axis(), merge_bytes=SMALL)), []
     for _ in range(3):
         with fs.comm.record() as record:
             fs.value_and_grad(lambda p, record=record: model.apply(p, torch.ones(3, 256).double(), record))(params)
@@ -327,11 +336,12 @@ def test_gradients_of_one_unit_are_reduced_as_they_appear_in_every_call():
     assert orders == [["gather", "hook 2", "scatter", "hook 1", "scatter", "hook 0", "scatter"]] * 3
 
 
+@pytest.mark.usefixtures("small_messages")
 @on_ranks(2)
 def test_a_unit_of_a_tree_of_several_strategies_is_reduced_when_its_own_strategy_says(world_size):
-    mesh, apart = one_axis(), {"shard": fs.Link(latency=1e-12, bandwidth=1.0)}
+    mesh = one_axis()
     full = {"late": torch.ones(4, 256), "soon": torch.ones(4, 512)}
-    strategies = {"late": fs.zero1(mesh, links=apart), "soon": fs.zero2(mesh, links=apart)}
+    strategies = {"late": fs.zero1(mesh), "soon": fs.zero2(mesh)}
     params = {name: fs.shard({name: full[name]}, strategy)[name] for name, strategy in strategies.items()}
 
     def loss(params):

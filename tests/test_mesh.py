@@ -270,7 +270,6 @@ def outside(mesh, directory):
     yield lambda: fs.zero3(mesh)
     yield lambda: fs.hsdp(mesh, "shard", "shard")
     yield lambda: fs.fully_shard(mesh)
-    yield lambda: fs.measure(mesh)
     yield lambda: checkpoint.save(directory, {}, 1, mesh=mesh)
     yield lambda: checkpoint.restore(directory, {}, mesh=mesh)
     yield lambda: checkpoint.Manager(directory, mesh=mesh)

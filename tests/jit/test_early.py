@@ -9,13 +9,12 @@ from torch import nn
 
 import fshard as fs
 from fshard.testing import spmd
+from fshard.transforms import strategies
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, one_axis
 
 WIDTH, LAYERS = 256, 6
 LEAF = 4 * WIDTH * WIDTH
-# On which each layer is gathered and reduced by itself, and two gradients are under way at a time.
-LINKS = {"shard": fs.Link(latency=1e-6, bandwidth=LEAF / 16e-6)}
 STRATEGIES = {"ddp": fs.ddp, "zero1": fs.zero1, "zero2": fs.zero2, "zero3": fs.zero3}
 adamw = partial(fs.from_torch, torch.optim.AdamW, lr=1e-3)
 OPTIMIZERS = {
@@ -31,11 +30,17 @@ OPTIMIZERS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def layers_travel_alone(monkeypatch):
+    """Each layer is gathered and reduced by itself, and two gradients are under way at a time."""
+    monkeypatch.setattr(strategies, "HOST_BYTES", LEAF)
+
+
 def case(strategy, optimizer):
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     model = fs.functionalize(module, units=nn.Linear)
     tx = OPTIMIZERS[optimizer]()
-    state = fs.TrainState.create(model.init(STRATEGIES[strategy](one_axis(), links=LINKS), seed=0), tx)
+    state = fs.TrainState.create(model.init(STRATEGIES[strategy](one_axis()), seed=0), tx)
 
     def step(state, x):
         loss, grads = fs.value_and_grad(lambda params: model.apply(params, x).square().mean())(state.params)
