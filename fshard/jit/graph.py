@@ -1,7 +1,6 @@
 """make_graph: a function's graph to read, with what it sends and what memory it takes."""
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -63,35 +62,6 @@ class StepGraph:
         among it: little but for convolutions, which lay their arguments out anew, and other collectives than direct.
         """
         return max((moment.bytes for moment in self.moments), default=0)
-
-    def plot(self, path: str | Path) -> None:
-        """Draw the memory that is held over the operators, and where collectives start.
-
-        Args:
-            path: Where to write the picture, such as "step.png". Needs matplotlib.
-        """
-        from matplotlib.figure import Figure
-
-        mib = [moment.bytes / 2**20 for moment in self.moments]
-        largest = max((entry.bytes for entry in self.collectives()), default=1) or 1
-        figure = Figure(figsize=(11, 4.5), layout="constrained")
-        axes = figure.subplots()
-        axes.fill_between(range(len(mib)), mib, step="post", alpha=0.4)
-        for op, color in (("all_gather", "C2"), ("reduce_scatter", "C3"), ("all_reduce", "C1"), ("all_to_all", "C4")):
-            sent = [
-                (n, m.collective.bytes) for n, m in enumerate(self.moments) if m.collective and m.collective.op == op
-            ]
-            if not sent:
-                continue
-            sizes = [10 + 200 * (nbytes / largest) ** 0.5 for _, nbytes in sent]
-            axes.scatter([n for n, _ in sent], [mib[n] for n, _ in sent], sizes, color=color, label=op, zorder=3)
-        axes.set(xlim=(0, len(mib)), xlabel="operators, in their order", ylabel="MiB held beyond the arguments")
-        axes.set_ylim(bottom=0)
-        sent_mib, most = self.bytes_sent() / 2**20, self.peak_bytes() / 2**20
-        axes.set_title(f"{sent_mib:.2f} MiB sent per rank, {most:.2f} MiB at most")
-        if self.collectives():
-            axes.legend(title="starts of collectives, by size")
-        figure.savefig(path, dpi=110)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

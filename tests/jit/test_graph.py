@@ -297,34 +297,6 @@ def test_what_collectives_work_on_is_held_until_they_are_waited_for(world_size, 
     assert bytes_of(f, X) == expected * X.nbytes
 
 
-def test_the_legend_of_a_picture_names_the_collectives_that_are_there(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    from matplotlib.axes import Axes
-
-    kept, legends = Axes.legend, []
-
-    def legend(axes, **options):
-        found = kept(axes, **options)
-        legends.append([text.get_text() for text in found.get_texts()])
-        return found
-
-    monkeypatch.setattr(Axes, "legend", legend)
-
-    def program():
-        axis = fs.axis_of(one_axis())
-        return (
-            fs.make_graph(lambda x: fs.psum(fs.all_gather(x, axis).sin().sum(), axis))(X),
-            fs.make_graph(lambda x: fs.comm.all_to_all([[x], [x]], [[(x.shape, x.dtype)]] * 2, axis, "test"))(X),
-            fs.make_graph(torch.sin)(X),
-        )
-
-    for number, graph in enumerate(spmd(program, 2)[0]):
-        path = tmp_path / f"{number}.png"
-        graph.plot(path)
-        assert path.stat().st_size > 10_000
-    assert legends == [["all_gather", "all_reduce"], ["all_to_all"]]
-
-
 @on_ranks(2)
 def test_a_collective_whose_result_this_rank_does_not_use_stays_and_is_waited_for():
     """Other ranks may use it, and its buffers must not go before it has ended."""
