@@ -268,7 +268,7 @@ CHECKPOINTS = {
     ),
     "load_torch": lambda w: dict(path=w.saved("torch"), like=w.weights, module=w.module, cast=False, trusted=True),
     "restore": lambda w: dict(
-        directory=w.saved("run"), like=w.state, step=1, subtree="", only="*", donate=False, progress=False, mesh=w.grid
+        directory=w.saved("run"), like=w.state, step=1, subtree="", only="*", donate=False, mesh=w.grid
     ),
     "save": lambda w: dict(
         directory=w.fresh(),
@@ -276,7 +276,6 @@ CHECKPOINTS = {
         step=1,
         asynchronous=False,
         donated=True,
-        progress=False,
         timeout=10.0,
         mesh=w.grid,
     ),

@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from fshard.checkpoint.manifest import (
     file_name,
     parts_of,
 )
-from fshard.checkpoint.save import members, progress_bar
+from fshard.checkpoint.save import members
 from fshard.errors import Problem, expect, leaf_error, refuse
 from fshard.interop.files import named, open_regular, read_bytes
 from fshard.interop.pieces import (
@@ -89,7 +89,6 @@ def restore(
     subtree: str = "",
     only: Mask | None = None,
     donate: bool = False,
-    progress: bool = False,
     mesh: Mesh | None = None,
 ) -> Tree:
     """Read a checkpoint, bitwise, into any layout, mesh and number of ranks. Every rank must call this.
@@ -106,7 +105,6 @@ def restore(
             name; others stay as they are. None reads all, and refuses a checkpoint that has more.
         donate: Read into the memory of `like`, whose values are lost, also where reading fails half-way; otherwise
             there is room for both.
-        progress: Show a progress bar on the first rank. Needs tqdm.
         mesh: The mesh of one axis over the ranks that read; None where all ranks of this run do.
 
     Returns:
@@ -129,8 +127,7 @@ def restore(
     ranks = members(LABEL, mesh, like)
     with raise_on_all_ranks(LABEL, ranks=ranks):
         root = check_path(LABEL, "directory", directory)
-        check_flags(LABEL, donate=donate, progress=progress)
-        bar = progress_bar(progress)
+        check_flags(LABEL, donate=donate)
         flat = flatten(like)
         wanted = _wanted(flat, only)
         _check_arguments(flat, wanted, step, subtree)
@@ -145,9 +142,7 @@ def restore(
         # The headers of files that nobody reads are checked too, by each rank its share.
         for index in range(rank, len(manifest.files), ranks.size):
             reader.open(index)
-        total = sum(reader.cost(name, leaf) for name, leaf in tensors.items())
-        with bar(f"restoring step {manifest.step}", total, rank) as tick:
-            made |= {name: reader.read(name, leaf, donate, tick) for name, leaf in tensors.items()}
+        made |= {name: reader.read(name, leaf, donate) for name, leaf in tensors.items()}
     return unflatten(flat.treedef, [made.get(name, leaf) for name, leaf in zip(names, flat.leaves, strict=True)])
 
 
@@ -277,23 +272,17 @@ class _Reader:
                 raise CheckpointError(f"{path}: its header does not match its digest, so it was damaged")
         return self._open[index]
 
-    def cost(self, name: str, like: Any) -> int:
-        """The number of bytes that are read for a leaf."""
-        leaf, piece = self._manifest.tensors[name], piece_of(like)
-        size = tensor_of(like).element_size()
-        return sum(torch.Size(chunk.shape).numel() * size for chunk, *_ in _overlaps(leaf, piece))
-
-    def read(self, name: str, like: Any, donated: bool, tick: Callable[[int], Any]) -> Any:
+    def read(self, name: str, like: Any, donated: bool) -> Any:
         """Read this rank's part of a leaf, into the memory of one that is donated."""
         made = self._taken(like) if donated else empty_like(like)
         piece = piece_of(made)
         for chunk, source, target in _overlaps(self._manifest.tensors[name], piece):
             whole = (chunk.offset, chunk.shape) == (piece.offset, piece.shape)
             if whole and piece.tensor.is_contiguous() and piece.tensor.device.type == "cpu":
-                self._read_chunk(name, chunk, piece.tensor, tick)
+                self._read_chunk(name, chunk, piece.tensor)
             else:
                 room = torch.empty(chunk.shape, dtype=piece.tensor.dtype, device="cpu")
-                self._read_chunk(name, chunk, room, tick)
+                self._read_chunk(name, chunk, room)
                 piece.tensor[target].copy_(room[source])
         return made
 
@@ -308,7 +297,7 @@ class _Reader:
         self._filled.add(memory)
         return padded_with_zeros(Sharded(local, like.spec) if is_sharded(like) else local)
 
-    def _read_chunk(self, name: str, chunk: Chunk, into: torch.Tensor, tick: Callable[[int], Any]) -> None:
+    def _read_chunk(self, name: str, chunk: Chunk, into: torch.Tensor) -> None:
         """Read a chunk into contiguous memory on the host."""
         path, file = self._path / file_name(chunk.file), self.open(chunk.file)
         data, checksum, at = byte_view(into), 0, file.starts[name]
@@ -319,7 +308,6 @@ class _Reader:
                 raise CheckpointError(f"{path}: it was cut short while it was read")
             checksum = zlib.crc32(block[:count], checksum)
             data, at = data[count:], at + count
-            tick(count)
         if checksum != chunk.checksum:
             raise CheckpointError(f"{path}: the elements of {name} do not match their checksum, so it was damaged")
 

@@ -5,9 +5,9 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from threading import Event, Thread, main_thread
@@ -64,7 +64,6 @@ MAX_INT_BITS = 2000
 LOOK_EVERY = 0.002
 # Seconds that the end of the program waits for ranks that may be dead.
 PATIENCE_AT_EXIT = 30.0
-Tick = Callable[[int], Any]
 T = TypeVar("T")
 
 
@@ -125,7 +124,6 @@ def save(
     *,
     asynchronous: bool = False,
     donated: bool = True,
-    progress: bool = False,
     timeout: float = 1800.0,
     mesh: Mesh | None = None,
 ) -> Saving:
@@ -143,7 +141,6 @@ def save(
             complete at some time after; `Saving.wait` waits for it.
         donated: Whether a later step may write over the state, as one does that was jitted with donate_argnums: an
             asynchronous save then copies it aside before it returns.
-        progress: Show a progress bar on the first rank. Needs tqdm.
         timeout: Seconds that the first rank waits for the others to have written.
         mesh: The mesh of one axis over the ranks that save; None where all ranks of this run do.
 
@@ -169,7 +166,6 @@ def save(
         step,
         asynchronous=asynchronous,
         donated=donated,
-        progress=progress,
         timeout=timeout,
         ranks=members(LABEL, mesh, state),
     )
@@ -182,7 +178,6 @@ def start(
     *,
     asynchronous: bool,
     donated: bool,
-    progress: bool = False,
     timeout: float,
     ranks: Axis,
     staging: MutableMapping[str, torch.Tensor] | None = None,
@@ -196,16 +191,14 @@ def start(
         step: Its step.
         asynchronous: Whether to return before the checkpoint is complete.
         donated: Whether a later step may write over the state.
-        progress: Whether to show a progress bar.
         timeout: Seconds to wait for other ranks.
         ranks: Those that save.
         staging: Buffers for copies, by path, kept from one save to the next.
         keep: How many checkpoints stay; None for all.
     """
     with raise_on_all_ranks(LABEL, ranks=ranks):
-        check_flags(LABEL, asynchronous=asynchronous, donated=donated, progress=progress)
+        check_flags(LABEL, asynchronous=asynchronous, donated=donated)
         check_numbers(LABEL, POSITIVE, timeout=timeout)
-        bar = progress_bar(progress)
         flat = flatten(state)
         number = checked_step(LABEL, state, step)
         root = checked_directory(LABEL, directory)
@@ -222,9 +215,7 @@ def start(
     leaves = {path: Leaf(dtype_name(tensor_of(leaf)), shape_of(leaf), ()) for path, leaf in tensors.items()}
 
     def write() -> None:
-        total = sum(piece.tensor.nbytes for piece in pieces.values())
-        with bar(f"saving step {number}", total, rank) as tick:
-            _write_part(temporary, rank, pieces, tick)
+        _write_part(temporary, rank, pieces)
 
     def join() -> Path:
         assert lock is not None
@@ -259,24 +250,6 @@ def members(label: str, mesh: Mesh | None, tree: Tree) -> Axis:
             needed, got = f"leaves on a mesh of ranks {allowed}", f"axis {axis.name!r} of ranks {found}"
             expect(set(found) <= set(allowed), label, needed, got, "pass mesh=, a mesh of their ranks")
     return ranks
-
-
-def progress_bar(shown: bool) -> Callable[[str, int, int], AbstractContextManager[Tick]]:
-    """Return a function that opens a progress bar of so many bytes on the first rank, or none where none is shown.
-
-    Raises:
-        ImportError: if one is to be shown and tqdm is not installed.
-    """
-    if not shown:
-        return lambda title, total, rank: nullcontext(lambda nbytes: None)
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    @contextmanager
-    def bar(title: str, total: int, rank: int) -> Iterator[Tick]:
-        with tqdm(total=total, desc=title, unit="B", unit_scale=True, disable=rank > 0) as drawn:
-            yield drawn.update
-
-    return bar
 
 
 def checked_step(label: str, state: Tree, step: Any) -> int:
@@ -411,7 +384,7 @@ def _failure(future: "Future[Any]") -> str:
     return reason(error) if error else ""
 
 
-def _write_part(directory: Path, rank: int, pieces: Mapping[str, Piece], tick: Tick) -> None:
+def _write_part(directory: Path, rank: int, pieces: Mapping[str, Piece]) -> None:
     """Write the parts of this rank, and then the list of them, by which the first rank knows that they are complete."""
     layout = lay_out({path: (dtype_name(piece.tensor), piece.shape) for path, piece in pieces.items()}, pairs=True)
     part = directory / file_name(rank)
@@ -419,7 +392,7 @@ def _write_part(directory: Path, rank: int, pieces: Mapping[str, Piece], tick: T
         # The kernel gives it back when this process is killed, by which the first rank knows; some disks have no locks.
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        checksums = write_tensors(file, layout.header, (pieces[path].tensor for path in layout.starts), tick)
+        checksums = write_tensors(file, layout.header, (pieces[path].tensor for path in layout.starts))
         chunks = {
             path: (pieces[path].offset, pieces[path].shape, checksum)
             for path, checksum in zip(layout.starts, checksums, strict=True)

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import IO, Any, NamedTuple
 
@@ -55,16 +55,13 @@ def lay_out(tensors: Mapping[str, tuple[str, Sequence[int]]], *, pairs: bool = F
     return Layout(header, {name: len(header) + start for name, start in starts.items()}, len(header) + end)
 
 
-def write_tensors(
-    file: IO[bytes], header: bytes, tensors: Iterable[torch.Tensor], tick: Callable[[int], Any] = lambda nbytes: None
-) -> list[int]:
+def write_tensors(file: IO[bytes], header: bytes, tensors: Iterable[torch.Tensor]) -> list[int]:
     """Write a header and tensors to a file, and have them on the disk.
 
     Args:
         file: The open file, without a buffer.
         header: The header.
         tensors: The tensors, in the order of the layout; each is taken when the one before it is written.
-        tick: Called with the number of bytes of each block that is written.
 
     Returns:
         The CRC-32 of each tensor's bytes.
@@ -77,7 +74,6 @@ def write_tensors(
             block = data[start : start + BLOCK_BYTES]
             checksum = zlib.crc32(block, checksum)
             write_all(file.fileno(), block)
-            tick(len(block))
         checksums.append(checksum)
     os.fsync(file.fileno())
     return checksums

@@ -60,8 +60,7 @@ def calls(tmp_path):
     """Calls of every function of the package that has a flag, by the flag's name."""
     where, module = tmp_path / "there", torch.nn.Linear(1, 1)
     yield "donate", "restore", lambda flag: checkpoint.restore(where, TREE, donate=flag)
-    yield "progress", "restore", lambda flag: checkpoint.restore(where, TREE, progress=flag)
-    for name in ("asynchronous", "donated", "progress"):
+    for name in ("asynchronous", "donated"):
         yield name, "save", lambda flag, name=name: checkpoint.save(tmp_path / "new", TREE, 1, **{name: flag})
     for name in ("asynchronous", "donated"):
         yield name, "Manager", lambda flag, name=name: checkpoint.Manager(tmp_path / "new", **{name: flag})

@@ -350,16 +350,6 @@ def test_no_room_for_values(tmp_path):
     assert "['w']: expected a plain strided tensor, got a float32 Tensor of shape (3,), sparse_coo" in text
 
 
-def test_a_progress_bar_that_one_rank_cannot_show(tmp_path, monkeypatch):
-    def refuse(shown):
-        if shown:
-            raise ImportError("no tqdm")
-
-    monkeypatch.setattr(sys.modules["fshard.checkpoint.save"], "progress_bar", refuse)
-    text = refused_everywhere(lambda: checkpoint.save(tmp_path, {}, 1, progress=my_rank() == 1), kind=ImportError)
-    assert text == "no tqdm"
-
-
 def save_refused(directory, ranks=2):
     return refused_everywhere(
         lambda: checkpoint.save(directory, {"w": torch.ones(3)}, 1), ranks, checkpoint.CheckpointError
