@@ -6,8 +6,8 @@ The public names by use, as `import fshard as fs` has them:
 - **Sharded leaves**: `shard`, `unshard`, `reshard`; `Sharded`, `Spec`, `P`; `tree_map`, `tree_leaves`.
 - **Models**: `functionalize`, `no_split`, `Model`, `sync_buffers`.
 - **The four verbs**: `gather`, `apply`, `scatter_grads`, `update`.
-- **Gradients**: `value_and_grad`, `accumulate`, `objective`, `remat`; `microbatches`, `reduce_microbatches` and
-  `sample_ids` for the same bits at any number of ranks; `fold_in` for random keys.
+- **Gradients**: `value_and_grad`, `accumulate`, `objective`, `remat`; `microbatches` and `sample_ids` for the
+  same bits at any number of ranks; `fold_in` for random keys.
 - **Strategies**: `ddp`, `zero1`, `zero2`, `zero3`, `hsdp`.
 - **Transforms**: `fully_shard`, `hybrid_shard`, `replicate`, `split_dim`, `own_dim`; `compose`, `cast`,
   `quantize`, `offload`; `masked` chooses by name; `Wrapped`, `ShardTransform`, `Storage` and `LayoutError`
@@ -51,7 +51,7 @@ from fshard.gather import gather
 from fshard.interop.dtensor import from_dtensor, to_dtensor
 from fshard.jit import jit, make_graph
 from fshard.mesh import axis_of, init_mesh
-from fshard.microbatches import microbatches, reduce_microbatches
+from fshard.microbatches import microbatches
 from fshard.modules import no_split
 from fshard.optim import schedules
 from fshard.optim.from_torch import from_torch
@@ -175,7 +175,6 @@ __all__ = [
     "pvary",
     "quantize",
     "ragged_all_to_all",
-    "reduce_microbatches",
     "reduce_scatter",
     "remat",
     "replicate",

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import comm
-from fshard.collectives import Over, divided, reduction_axes, total
+from fshard.collectives import Over, reduction_axes
 from fshard.errors import Problem, expect, refuse
-from fshard.tree import Axis, ReshardPolicy, Tree, flatten, is_sharded, leaves_of, unflatten
+from fshard.tree import Axis, ReshardPolicy, Tree, flatten, is_sharded, leaves_of
 from fshard.tree.checks import describe
 
 ORDERS = ("each", "once")
@@ -237,57 +237,3 @@ def microbatches(batches: Sequence[Any], like: Tree, communicate: str | None = N
 
 def _found(batches: Any) -> str:
     return "none" if isinstance(batches, Sequence) else describe(batches)
-
-
-def reduce_microbatches(
-    auxes: Sequence[Tree],
-    like: Tree,
-    *,
-    reduce: str = "mean",
-    communicate: str | None = None,
-) -> Tree:
-    """Reduce what a loss returned besides, over all microbatches of a job, in the tree of `accumulate(sums="tree")`.
-
-    Counts, metrics and the buffers of normalizations have the same bits on any number of ranks. Each tensor is sent
-    as often as the job has microbatches.
-
-    Args:
-        auxes: The aux of each of this rank's microbatches, as `accumulate` returned them: trees of tensors.
-        like: Parameters, whose specs tell the ranks.
-        reduce: "mean" or "sum" over the microbatches.
-        communicate: As for `accumulate`.
-
-    Returns:
-        A tree in the structure of one aux, equal on every rank; a mean of whole numbers is a float64.
-
-    Raises:
-        ValueError: if `reduce` is another word, an aux holds something else than tensors, or ranks or microbatches are
-            no power of two.
-
-    >>> import torch, fshard as fs
-    >>> def program():
-    ...     params = fs.shard({"w": torch.ones(2)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
-    ...     mine = fs.microbatches([torch.tensor([n]) for n in (1.0, 2.0, 3.0, 4.0)], like=params)
-    ...     auxes = [{"seen": batch.sum(), "largest": batch.max()} for batch in mine]
-    ...     return len(mine), fs.reduce_microbatches(auxes, params, reduce="sum")["seen"]
-    >>> fs.testing.spmd(program, world=2)[0], fs.testing.spmd(program, world=1)[0]
-    ((2, tensor(10.)), (4, tensor(10.)))
-    """
-    expect(reduce in ("mean", "sum"), "reduce_microbatches", 'reduce to be "mean" or "sum"', repr(reduce))
-    check_order("reduce_microbatches", communicate)
-    known = isinstance(auxes, Sequence) and len(auxes) > 0
-    expect(known, "reduce_microbatches", "auxes to be a sequence of one or more", _found(auxes))
-    flats = [flatten(aux) for aux in auxes]
-    for flat in flats:
-        wrong = [leaf for leaf in flat.leaves if not isinstance(leaf, torch.Tensor)]
-        expect(not wrong, "reduce_microbatches", "tensors in every aux", describe(wrong[0]) if wrong else "")
-    share = own_share("reduce_microbatches", like, communicate, len(auxes))
-    params = flatten(like)
-    axes = reduction_axes(params, "reduce_microbatches")
-    comm.same_call("reduce_microbatches", axes, params, reduce=reduce, microbatches=share.total)
-    columns = zip(*(flat.leaves for flat in flats), strict=True)
-    wide = ([x.long() if x.dtype == torch.bool else x for x in column] for column in columns)
-    sums = [tree_total(total(share.slots(column), axes)) for column in wide]
-    if reduce == "mean":
-        sums = [divided(x if x.is_floating_point() or x.is_complex() else x.double(), share.total) for x in sums]
-    return unflatten(flats[0].treedef, sums)

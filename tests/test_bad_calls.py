@@ -165,7 +165,6 @@ CALLS = {
     "pvary": lambda w: dict(tree=torch.ones(2), axis=w.axis),
     "psum_invariant": lambda w: dict(tree=torch.ones(2), axis=w.axis),
     "quantize": lambda w: dict(mesh=w.mesh, block=64),
-    "reduce_microbatches": lambda w: dict(auxes=[torch.ones(2)], like=w.params, reduce="mean", communicate="each"),
     "reduce_scatter": lambda w: dict(tree=torch.ones(2), axis=w.axis, dim=0),
     "replicate": lambda w: dict(mesh=w.mesh),
     "reshard": lambda w: dict(tree=w.params, transform=fs.ddp(w.mesh), frozen=lambda path: False),
@@ -378,12 +377,11 @@ ACCEPTED = (
     ("functions", ("a class",), "testing.spmd.f"),
     ("functions; None makes a decorator", ("None", "a class", "a module"), "jit.f"),
     ("masks: patterns, and functions of a name", MASKS, "freeze.mask masked.mask zero3.regather"),
-    ("a mask, or none", ("None",), "reshard.frozen shard.frozen"),
+    ("masks, or none", ("None", "an empty list"), "reshard.frozen shard.frozen"),
     (
         "the default",
         ("None",),
-        "accumulate.sums microbatches.communicate reduce_microbatches.communicate accumulate.communicate "
-        "zero3.prefetch zero3.merge_bytes "
+        "accumulate.sums microbatches.communicate accumulate.communicate zero3.prefetch zero3.merge_bytes "
         "axis_of.name cast.gather cast.scatter ddp.axis init_mesh.device init_mesh.ranks zero1.axis zero2.axis "
         "clip_by_global_norm.sums global_norm.sums leaf_norms.sums "
         "vocab_parallel_embedding.scatter_dim testing.spmd.timeout "
@@ -426,7 +424,7 @@ ACCEPTED = (
     ("ids, and another vocabulary", ("a tensor of integers",), "vocab_parallel_embedding.ids"),
     ("another vocabulary", ("a tensor of another shape",), "vocab_parallel_embedding.weight"),
     ("specs are read, no values", (*TREES, "a donated tree"), "objective.like sync_buffers.like"),
-    ("specs are read, no values", ("None", *TREES, "a donated tree"), "microbatches.like reduce_microbatches.like"),
+    ("specs are read, no values", ("None", *TREES, "a donated tree"), "microbatches.like"),
     ("trees of tensors with values", {*TREES} - {"a tensor on meta"}, "shard.full_tree"),
     ("trees of floating tensors", {*TREES} - {"a tensor of integers"}, "TrainState.create.params"),
     (

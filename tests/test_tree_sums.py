@@ -251,23 +251,6 @@ def test_the_tree_is_that_of_its_definition(number):
 
 
 @on_ranks(1, 2, 4)
-def test_what_losses_return_besides_is_reduced_in_the_tree(world_size):
-    params = fs.shard({"w": torch.ones(3)}, fs.ddp(one_axis()))
-    draw = normal()
-    auxes = [{"mean": draw(4), "count": torch.tensor(i), "hit": torch.tensor(i % 2 == 0)} for i in range(8)]
-    mine = fs.microbatches(auxes, params)
-    found = fs.reduce_microbatches(mine, params)
-    total = added([aux["mean"] for aux in auxes])
-    assert_same_bits(found["mean"], total / 8)
-    assert (found["count"].item(), found["hit"].item()) == (3.5, 0.5)
-    sums = fs.reduce_microbatches(mine, params, reduce="sum")
-    assert (sums["count"].item(), sums["hit"].item()) == (28, 4)
-    for communicate in ("once", "each"):
-        again = fs.microbatches(auxes, params, communicate)
-        assert_same_bits(fs.reduce_microbatches(again, params, communicate=communicate)["mean"], total / 8)
-
-
-@on_ranks(1, 2, 4)
 def test_an_index_is_the_number_in_the_job(world_size):
     params = fs.shard({"w": torch.ones(3)}, fs.ddp(one_axis()))
     for communicate in ("once", "each"):
@@ -373,10 +356,6 @@ REFUSED = (
         'with; take backend="graph", or leave out sums="tree"',
     ),
     (lambda: fs.microbatches([], sharded(fs.ddp)), "as a sequence of one or more, got none"),
-    (
-        lambda: fs.reduce_microbatches([1.0, 2.0], sharded(fs.ddp)),
-        "reduce_microbatches: expected tensors in every aux, got",
-    ),
 )
 
 
@@ -396,7 +375,6 @@ def test_other_numbers_of_ranks_are_refused_by_name(world_size):
     for call in (
         lambda: fs.value_and_grad(summed, sums="tree")(params),
         lambda: fs.accumulate(summed, sums="tree")(params, [0]),
-        lambda: fs.reduce_microbatches([torch.ones(2)], params),
     ):
         with pytest.raises(ValueError, match=text):
             call()
@@ -411,11 +389,9 @@ def test_a_rank_with_another_number_of_microbatches_fails_everywhere(world_size)
     step(params, [0, 1, 2, 3])
     own = [0, 1] if my_rank() else [0, 1, 2, 3]
     odd = [0, 1, 2] if my_rank() else [0, 1, 2, 3]
-    auxes = [torch.ones(2)] * len(own)
     for call in (
         lambda: step(params, own),
         lambda: step(params, odd),
-        lambda: fs.reduce_microbatches(auxes, params),
     ):
         with pytest.raises((ValueError, RuntimeError), match=r"microbatches|another rank"):
             call()
