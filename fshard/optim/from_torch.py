@@ -119,13 +119,7 @@ def from_torch(
         kept = [{name: slot[i] for name, slot in slots.items() if slot[i] is not None} for i in chosen]
         if not donate:
             kept = [{name: copied(value) for name, value in states.items()} for states in kept]
-        first: list[bool] = []
-        if habits.withheld:
-            counts = leaves_of(state.missed)
-            first = [int(counts[i]) == int(state.updates) for i in chosen]
-            for states, yes in zip(kept, first, strict=True):
-                for name in habits.withheld if yes else ():
-                    states.pop(name, None)
+        first = _first_steps(state, chosen, kept, habits.withheld) if habits.withheld else []
         values = evaluated(hyper, state.updates, state.hyper)
         # As autograd accumulates gradients: classes read the memory of complex ones, without lazy bits.
         taken = [_plain(gradients[i]).resolve_conj().resolve_neg().contiguous() for i in chosen]
@@ -158,6 +152,18 @@ def _injected(names: Sequence[str], hyper: State, values: State) -> dict[str, to
         found = "not among its arguments" if name not in hyper else describe(value)
         expect(number, "from_torch", "inject to name numbers", f"{name!r}, which is {found}")
     return {name: torch.tensor(float(values[name]), dtype=torch.float64) for name in names}
+
+
+def _first_steps(
+    state: TorchState, chosen: Sequence[int], kept: Sequence[State], withheld: frozenset[str]
+) -> list[bool]:
+    """Tell which leaves make their first step, and take the placeholders out of torch's states of these."""
+    counts = leaves_of(state.missed)
+    first = [int(counts[i]) == int(state.updates) for i in chosen]
+    for states, yes in zip(kept, first, strict=True):
+        for name in withheld if yes else ():
+            states.pop(name, None)
+    return first
 
 
 def _step(optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]) -> None:
