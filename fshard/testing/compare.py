@@ -65,13 +65,11 @@ def differing_leaves(
     problems = []
     for path, a, b, same in zip(found.paths, found.leaves, needed.leaves, same_spec, strict=True):
         a, b = (without_padding(a), without_padding(b)) if same else (next(left), next(right))
-        difference = _difference(a, b, rtol, atol, exact)
-        if difference:
-            problems.append(Problem(path, *difference))
+        problems += [Problem(path, *texts) for texts in [difference(a, b, rtol, atol, exact)] if texts]
     return problems
 
 
-def _difference(a: Any, b: Any, rtol: float | None, atol: float | None, exact: bool) -> tuple[str, str] | None:
+def difference(a: Any, b: Any, rtol: float | None, atol: float | None, exact: bool) -> tuple[str, str] | None:
     """Describe the found and the expected value, where two leaves differ."""
     if a is None or b is None:
         return None if a is b else (f"{a!r}", f"{b!r}")
