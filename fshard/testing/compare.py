@@ -229,40 +229,29 @@ def assert_matches_ddp(
     loss_gap = params_gap = 0.0
     for step, batch in enumerate(batches):
         before = {name: p.detach().clone() for name, p in copied.named_parameters() if p.requires_grad}
-        torch_optimizer.zero_grad()
         loss = loss_fn(reference, batch)
         if not find_unused_parameters:
             _check_all_used(copied, loss, step, group)
-        loss.backward()
-        if before_step is not None:
-            before_step(reference)
-        torch_optimizer.step()
-        expected = _values_of_ddp(copied, loss, group)
+        expected = _step_of_ddp(reference, torch_optimizer, loss, before_step, group)
         state, objective = train_step(state, batch)
         # A state without buffers leaves those of the module as they were.
-        actual = {
-            "loss": objective.detach(),
-            "params": unshard(state.params),
-            "buffers": initial | dict(unshard(state.buffers) or {}),
-        }
+        buffers = initial | dict(unshard(state.buffers) or {})
+        actual = {"loss": objective.detach(), "params": unshard(state.params), "buffers": buffers}
         loss_gap = max(loss_gap, float((actual["loss"] - expected["loss"]).abs()))
         params_gap = max(params_gap, _largest_gap(actual["params"], expected["params"]))
         problems = differing_leaves(actual, expected, rtol, atol, exact)
-        what = f"step {step} (counted from 0) is the first that differs from DDP: trees differ"
         remedy = _cause(before, actual["params"], expected["params"], ranks.size) if problems else ""
-        _refuse_on_all_ranks(str(leaf_error(what, problems, remedy)) if problems else None, group)
+        _refuse_on_all_ranks(step, problems, remedy, group)
     return Match(state, loss_gap, params_gap)
 
 
 def _check_all_used(module: nn.Module, loss: torch.Tensor, step: int, group: Any) -> None:
     """Refuse a loss of some parameters only, before a backward in which ranks would wait for their gradients."""
-    starts: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    starts = [] if loss.grad_fn is None else [loss.grad_fn]
     used = set(walked(starts, lambda node: [other for other, _ in node.next_functions if other is not None]))
-    unused = [
-        name
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and torch.autograd.graph.get_gradient_edge(parameter).node not in used
-    ]
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    edge = torch.autograd.graph.get_gradient_edge
+    unused = [name for name, parameter in trained.items() if edge(parameter).node not in used]
     problems = [
         Problem(name, f"none on rank {rank}", "a use by each rank's loss")
         for rank, names in enumerate(_gathered(unused, group))
@@ -272,31 +261,37 @@ def _check_all_used(module: nn.Module, loss: torch.Tensor, step: int, group: Any
     refuse(what, problems, "pass find_unused_parameters=True to assert_matches_ddp, and to DDP in your own program")
 
 
-def _values_of_ddp(module: nn.Module, loss: torch.Tensor, group: Any) -> dict[str, Any]:
+def _step_of_ddp(
+    reference: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    loss: torch.Tensor,
+    before_step: Callable[[nn.Module], Any] | None,
+    group: Any,
+) -> dict[str, Any]:
     """Return the mean of losses, the parameters, and the first rank's buffers, which the next forward would take."""
+    optimizer.zero_grad()
+    loss.backward()
+    if before_step is not None:
+        before_step(reference)
+    optimizer.step()
     mean = loss.detach().clone()
     dist.all_reduce(mean, group=group)
-    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    buffers = {name: buffer.detach().clone() for name, buffer in reference.module.named_buffers()}
     for buffer in buffers.values():
         dist.broadcast(buffer, group=group, group_src=0)
-    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    params = {name: parameter.detach() for name, parameter in reference.module.named_parameters()}
     return {"loss": mean / dist.get_world_size(group), "params": params, "buffers": buffers}
 
 
 def _cause(before: Mapping[str, Any], actual: Mapping[str, Any], expected: Mapping[str, Any], ranks: int) -> str:
     """Name the one ratio of a step to DDP's that fits all leaves, if there is one, as the cause of a difference."""
-    steps = [(actual[name] - start, expected[name] - start, start) for name, start in before.items()]
+    steps = [(actual[name] - start, expected[name] - start, start) for name, start in before.items() if start.numel()]
     dot = sum(float((own * of_ddp.conj()).sum().real) for own, of_ddp, _ in steps)
-    ratio = dot / max(
-        sum(float(of_ddp.abs().square().sum()) for _, of_ddp, _ in steps), torch.finfo(torch.float64).tiny
-    )
-    fits = all(
-        torch.allclose(
-            own, ratio * of_ddp, rtol=1e-2, atol=8 * torch.finfo(start.dtype).eps * float(start.abs().amax())
-        )
-        for own, of_ddp, start in steps
-        if start.numel()
-    )
+    ratio = dot / (sum(float(of_ddp.abs().square().sum()) for _, of_ddp, _ in steps) or 1.0)
+    fits = True
+    for own, of_ddp, start in steps:
+        rounding = 8 * torch.finfo(start.dtype).eps * float(start.abs().amax())
+        fits = fits and torch.allclose(own, ratio * of_ddp, rtol=1e-2, atol=rounding)
     if not fits or abs(ratio - 1) < 0.1:
         return "look at the first leaf that differs"
     if abs(ratio / ranks - 1) < 0.01:
@@ -310,12 +305,13 @@ def _gathered(value: Any, group: Any) -> list[Any]:
     return found
 
 
-def _refuse_on_all_ranks(text: str | None, group: Any) -> None:
-    """Raise this rank's text, or that of the first rank that has one."""
-    texts = _gathered(text, group)
-    failed = [rank for rank, found in enumerate(texts) if found is not None]
-    if failed:
-        raise AssertionError(text or f"rank {failed[0]}: {texts[failed[0]]}")
+def _refuse_on_all_ranks(step: int, problems: list[Problem], remedy: str, group: Any) -> None:
+    """Raise what this rank has found, or the first rank that has found anything."""
+    what = f"step {step} (counted from 0) is the first that differs from DDP: trees differ"
+    text = str(leaf_error(what, problems, remedy)) if problems else None
+    for rank, found in enumerate(_gathered(text, group)):
+        if found is not None:
+            raise AssertionError(text or f"rank {rank}: {found}")
 
 
 def _largest_gap(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
