@@ -1,5 +1,6 @@
 """spmd: one program on several ranks, which are processes, or threads of this process."""
 
+import atexit
 import ctypes
 import queue
 import sys
@@ -25,6 +26,8 @@ SECONDS = 60.0
 
 # Seconds in which ranks may still end, or fail, by themselves once one has failed.
 GRACE = 1.0
+# Seconds that the interpreter waits at its end for ranks that are still stuck.
+EXIT_GRACE = 10.0
 # Simulated ranks; a machine has no memory for the threads of many more.
 MAX_THREADS = 4096
 
@@ -85,6 +88,13 @@ class _End(NamedTuple):
     rank: int
     value: Any
     error: BaseException | None
+
+
+def _wait_for(threads: list[threading.Thread]) -> None:
+    """Let ranks end before the interpreter does: a thread that comes back from C++ later aborts the process."""
+    deadline = time.monotonic() + EXIT_GRACE
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class _Simulation:
@@ -192,6 +202,10 @@ class _Simulation:
             if rank not in self.ended and thread.ident is not None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Stop))
         self._drain()
+        for rank in self.ended:
+            self.threads[rank].join(GRACE)
+        if stuck := [thread for thread in self.threads if thread.is_alive()]:
+            atexit.register(_wait_for, stuck)
 
     def _drain(self) -> None:
         """Refuse all collectives until all ranks have ended or the grace is over."""

@@ -1,3 +1,4 @@
+import subprocess
 import sys
 import threading
 import time
@@ -400,3 +401,40 @@ def test_backward_of_a_sharded_program():
     (x**2).sum().backward()
     dist.all_reduce(x.grad)
     assert (x.grad.item(), x.grad._version) == (6.0, 1)
+
+
+ENDS = """
+import sys, time, torch
+import torch.distributed as dist
+from fshard.testing import RankError, spmd
+
+sys.modules["fshard.testing.spmd"].GRACE = 0.05
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if dist.get_rank() == 0:
+            raise ValueError("bad batch")
+        time.sleep(0.02 * dist.get_rank())
+        return grad
+
+def program():
+    Slow.apply(torch.ones(3, requires_grad=True)).sum().backward()
+
+try:
+    spmd(program, 40)
+except RankError as error:
+    print(str(error).splitlines()[-1])
+sys.exit(3)
+"""
+
+
+def test_ranks_that_are_slow_to_end_leave_the_exit_code_alone():
+    """A thread that came back into Python from C++ while the interpreter ends would abort the process."""
+    for _ in range(2):
+        ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=50, check=False)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (3, "ValueError: bad batch\n", "")
