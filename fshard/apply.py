@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -74,7 +74,14 @@ class Model:
         """Leave idle copies behind, which are made anew: they have values in calls alone."""
         return self.__dict__ | {"_idle": []}
 
-    def init(self, strategy: ShardTransform, *, seed: int | None = None, mode: str = "replay") -> dict[str, Any]:
+    def init(
+        self,
+        strategy: ShardTransform,
+        *,
+        seed: int | None = None,
+        mode: str = "replay",
+        reset: Callable[[nn.Module], Any] | None = None,
+    ) -> dict[str, Any]:
         """Make sharded parameters, from the module's own values or anew from a seed. Every rank must call this.
 
         With a seed the module may be on the meta device: no more is held than the shards and what is being drawn, and
@@ -88,6 +95,9 @@ class Model:
             mode: "replay" draws every value on every rank, bitwise what drawing the whole module gives. "counter"
                 draws only this rank's part, each element from the seed, the parameter's name and the element's place
                 in the full tensor: other numbers, of the same distributions, and the same at every world size.
+            reset: Sets the values of a submodule in place, in the place of its reset_parameters, such as
+                `model._init_weights`; called with each submodule, children first, as nn.Module.apply does. For models
+                whose constructor draws values otherwise. None takes each submodule's own.
 
         Returns:
             Sharded parameters by name; tied ones once, under the first of their names, with the values that the last of
@@ -95,8 +105,8 @@ class Model:
 
         Raises:
             ValueError: if ranks hold different values, the module is on the meta device and no seed is given, a
-                submodule cannot draw its values anew, has a constructor that draws values otherwise than by
-                reset_parameters, or draws them by more than "counter" can follow.
+                leaf is not drawn, the module has an init_weights and neither reset_parameters nor `reset` is there, or
+                values are drawn by more than "counter" can follow.
 
         >>> import torch, fshard as fs
         >>> with torch.device("meta"):
@@ -116,7 +126,7 @@ class Model:
         expect(seed is not None or mode == "replay", "model.init", f"a seed for {mode=}", "none", "pass seed=")
         if seed is None:
             return shard(dict(self._module.named_parameters()), strategy)
-        params, drawn = init(self._module, self._given, strategy, seed, mode)
+        params, drawn = init(self._module, self._given, strategy, seed, mode, reset)
         # A new dict, because the caller may hold the one before.
         self.buffers = self.buffers | drawn
         return params

@@ -300,7 +300,8 @@ MODULES = [
         "model.init: values cannot be drawn from a seed\n"
         "  (root): expected a way to draw its values, got Unresettable without reset_parameters\n"
         "  inner.1.extra: expected a way to draw its values, got ParameterList without reset_parameters\n"
-        "To fix: add reset_parameters to these modules, or leave out seed to take the values the module has.",
+        "To fix: pass reset=, a function that sets the values of a submodule, or add reset_parameters to these "
+        "modules, or leave out seed to take the values the module has.",
     ),
     Row(
         "a meta module without a seed",

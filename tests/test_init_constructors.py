@@ -1,7 +1,4 @@
-"""A seed draws what reset_parameters draws, of parameters and buffers; what it would not draw is refused by name."""
-
-import math
-import re
+"""A seed draws what reset_parameters or reset= draws, of parameters and buffers; other leaves are refused."""
 
 import pytest
 import torch
@@ -12,77 +9,15 @@ from fshard.testing import spmd
 from tests.trees import assert_same_bits, one_axis
 
 
-class ResNet(nn.Module):
-    """Goes over its submodules once they are made, as those of vision libraries do."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(module, nn.BatchNorm2d):
-                nn.init.constant_(module.weight, 0)
-
-
-class LoraLayer:
-    def update_layer(self, rank):
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(self.base_layer.in_features, rank, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, self.base_layer.out_features, bias=False)})
-        self.reset_lora_parameters("default")
-
-    def reset_lora_parameters(self, name):
-        nn.init.kaiming_uniform_(self.lora_A[name].weight, a=math.sqrt(5))
-        nn.init.zeros_(self.lora_B[name].weight)
-
-
-class LoraLinear(nn.Module, LoraLayer):
-    """Draws by a method of a class that is no module, as peft's layers do."""
-
-    def __init__(self, base_layer, rank):
-        super().__init__()
-        self.base_layer = base_layer
-        self.update_layer(rank)
-
-
-class Lora(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 3), LoraLinear(nn.Linear(3, 5), 2)
-
-
-class ZeroLinear(nn.Linear):
-    """Has reset_parameters of its base class alone, which knows nothing of the constructor here."""
-
-    def __init__(self):
-        super().__init__(3, 3)
-        self.weight.data.zero_()
-
-
 class GPT(nn.Module):
     def __init__(self):
         super().__init__()
-        self.tokens, self.head = nn.Embedding(11, 6), nn.Linear(6, 11)
+        self.tokens, self.head, self.norm = nn.Embedding(11, 6), nn.Linear(6, 11), nn.LayerNorm(6)
         self.apply(self._init_weights)
 
     def _init_weights(self, module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             torch.nn.init.normal_(module.weight, std=0.02)
-
-
-def halved(module):
-    def halve(parameter):
-        parameter.div_(2)
-
-    with torch.no_grad():
-        for parameter in module.parameters():
-            halve(parameter)
-
-
-class Halved(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear(3, 3))
-        halved(self)
 
 
 class Resets(GPT):
@@ -119,78 +54,70 @@ class Transformer(nn.Module):
             nn.init.zeros_(module.bias)
 
 
-class Foreign(nn.Linear):
-    """Of another package than the model around it."""
-
-    __module__ = "peft.tuners"
-
-    def __init__(self):
-        super().__init__(3, 3)
-        nn.init.zeros_(self.weight)
-
-
-class Wrapper(nn.Module):
-    """Hands on what it is asked for to the model inside it, as peft's does; of the layer's package."""
-
-    __module__ = "peft.model"
-
-    def __init__(self):
-        super().__init__()
-        self.model = Transformer(Foreign)
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.model, name)
+def reset(module):
+    """Sets the values of a submodule of GPT."""
+    if isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    elif isinstance(module, nn.Linear):
+        nn.init.kaiming_uniform_(module.weight)
+        nn.init.ones_(module.bias)
+    elif isinstance(module, nn.LayerNorm):
+        module.reset_parameters()
 
 
-HERE = __name__
-REFUSED = {
-    "a loop over submodules": (ResNet, "(root)", f"{HERE}.ResNet", "kaiming_normal_ in ResNet.__init__"),
-    "a method of another base": (Lora, "second", f"{HERE}.LoraLinear", "kaiming_uniform_ in LoraLayer.reset_lora_para"),
-    "a base's reset_parameters": (ZeroLinear, "(root)", f"{HERE}.ZeroLinear", "zero_ in ZeroLinear.__init__"),
-    "apply": (GPT, "(root)", f"{HERE}.GPT", "normal_ in GPT._init_weights"),
-    "a function inside a function": (Halved, "(root)", f"{HERE}.Halved", "div_ in halved"),
-    "in a wrapped model": (Wrapper, "model.layer", "peft.tuners.Foreign", "zeros_ in Foreign.__init__"),
-    "in a model of transformers": (
-        lambda: Transformer(Foreign),
-        "layer",
-        "peft.tuners.Foreign",
-        "zeros_ in Foreign.__in",
-    ),
-}
+REMEDY = (
+    "To fix: pass reset=, a function that sets the values of a submodule, or add reset_parameters to these modules, or "
+    "leave out seed to take the values the module has."
+)
+MODES = ("replay", "counter")
 
 
-@pytest.mark.parametrize("mode", ("replay", "counter"))
-@pytest.mark.parametrize("device", ("meta", "cpu"))
-@pytest.mark.parametrize("name", REFUSED)
-def test_constructors_that_draw_are_refused(name, device, mode):
-    build, path, cls, write = REFUSED[name]
-    with torch.device(device):
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("build", (GPT, lambda: Transformer(lambda: nn.Linear(3, 3))), ids=("GPT", "initializer"))
+def test_reset_sets_the_values_of_each_submodule(build, mode):
+    """In the place of reset_parameters and of a model's own initializer, as nn.Module.apply calls it."""
+    with torch.random.fork_rng(), torch.no_grad():
         module = build()
-    error = (
-        "model.init: values cannot be drawn from a seed\n"
-        f"  {path}: expected a reset_parameters that draws them again, got {cls}, whose constructor draws or sets "
-        f"values by {write}"
-    )
-    remedy = "To fix: add reset_parameters to these modules, or leave out seed to take the values the module has."
+        torch.manual_seed(3)
+        module.apply(reset)
 
     def program():
-        model = fs.functionalize(module)
-        with pytest.raises(ValueError, match=f"(?s){re.escape(error)}.*{re.escape(remedy)}"):
-            model.init(fs.zero2(one_axis()), seed=0, mode=mode)
-        if device == "cpu":
-            assert_same_bits(fs.unshard(model.init(fs.zero2(one_axis()))), dict(module.named_parameters()))
+        with torch.device("meta"):
+            model = fs.functionalize(build())
+        found = fs.unshard(model.init(fs.zero2(one_axis()), seed=3, mode=mode, reset=reset))
+        if mode == "replay":
+            assert_same_bits(found, dict(module.named_parameters()))
+        assert all(leaf.eq(1).all() for name, leaf in found.items() if name.endswith("head.bias"))
+        assert not any(leaf.isnan().any() for leaf in found.values())
 
     spmd(program, 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_initializer_of_a_root_that_nobody_calls_is_refused(mode):
+    model = fs.functionalize(GPT())
+    with pytest.raises(ValueError, match="values cannot be drawn from a seed") as caught:
+        model.init(fs.ddp(one_axis()), seed=0, mode=mode)
+    assert str(caught.value) == (
+        "model.init: values cannot be drawn from a seed\n"
+        f"  (root): expected a way to draw its values, got GPT, whose _init_weights is not called\n{REMEDY}"
+    )
+
+
+def test_a_leaf_that_reset_leaves_out_is_refused():
+    model = fs.functionalize(GPT())
+    with pytest.raises(ValueError, match="values cannot be drawn from a seed") as caught:
+        model.init(fs.ddp(one_axis()), seed=0, reset=GPT()._init_weights)
+    lines = [f"  ['{name}']: expected" for name in ("head.bias", "norm.bias", "norm.weight")]
+    assert all(line in str(caught.value) for line in lines)
+    assert str(caught.value).endswith(REMEDY)
 
 
 PASSED = {
     "reset_parameters of its own": Resets,
     "no write": Computes,
     "torch's": lambda: nn.TransformerEncoderLayer(4, 2, 8),
-    "a model of transformers": lambda: Transformer(ZeroLinear),
+    "a model of transformers": lambda: Transformer(lambda: nn.Linear(3, 3)),
 }
 
 
@@ -208,19 +135,6 @@ def test_others_draw_what_their_constructors_do(name):
         assert_same_bits(found, dict(module.named_parameters()))
 
     spmd(program, 2)
-
-
-def test_a_module_may_be_given_reset_parameters():
-    with torch.device("meta"):
-        module = Lora()
-    layer = module.second
-    type(layer).reset_parameters = lambda self: self.reset_lora_parameters("default")
-    try:
-        params = fs.functionalize(module).init(fs.ddp(one_axis()), seed=0)
-        assert not fs.unshard(params)["second.lora_B.default.weight"].any()
-        assert fs.unshard(params)["second.lora_A.default.weight"].any()
-    finally:
-        del type(layer).reset_parameters
 
 
 class Rotary(nn.Module):
@@ -255,9 +169,6 @@ def make(device, **options):
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(3)
         return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Rotary(**options))
-
-
-MODES = ("replay", "counter")
 
 
 @pytest.mark.parametrize("mode", MODES)

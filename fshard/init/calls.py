@@ -1,10 +1,8 @@
-"""Calls that draw a module's values, in order; copies of the module to draw on; constructors that draw values too."""
+"""Calls that draw a module's values, in order, and copies of the module to draw on."""
 
 import copy
-import dis
-import inspect
 from collections.abc import Callable, Iterator, Mapping
-from types import CodeType, FunctionType
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +11,8 @@ from torch import nn
 from fshard import _compat
 from fshard.errors import Problem, leaf_error
 
-# torch's names for writing in place, as initialisers use them; those of libraries end in the same way.
-_WRITES = frozenset(name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")) | {
-    *("add_", "bernoulli_", "copy_", "div_", "exponential_", "fill_", "mul_", "random_", "sub_", "zero_"),
-}
-_ENDINGS = ("normal_", "uniform_", "normal_tf_")
-_RESETS = ("reset_parameters", "_reset_parameters")
 Replace = Callable[[torch.Tensor], torch.Tensor]
+Reset = Callable[[nn.Module], Any]
 
 
 class Call(NamedTuple):
@@ -44,22 +37,26 @@ def copied(module: nn.Module, replace: Replace, replace_buffer: Replace | None =
     return copy.deepcopy(module, memo)
 
 
-def calls_of(module: nn.Module) -> list[Call]:
+def calls_of(module: nn.Module, reset: Reset | None = None) -> list[Call]:
     """List the calls that draw a module's values, in the order in which constructors end: children before their parent.
 
-    A model of transformers draws all of its values itself.
+    A model of transformers draws all of its values itself, unless `reset` is given.
     """
     calls = []
-    for path, submodule in _children_first(module, "", set()):
-        run = initializer_of(submodule) or _reset_of(submodule)
+    for path, submodule in _children_first(module, "", set(), reset is not None):
+        run = partial(reset, submodule) if reset else initializer_of(submodule) or _reset_of(submodule)
         if run is not None:
             calls.append(Call(path, submodule, run))
     return calls
 
 
 def undrawable(module: nn.Module) -> list[Problem]:
-    """List the submodules with parameters of their own that nothing draws."""
+    """List the submodules with parameters of their own that nothing draws, and a root that draws its submodules'."""
     problems = []
+    names = [name for name in ("init_weights", "_init_weights") if callable(getattr(type(module), name, None))]
+    if names and not (initializer_of(module) or _reset_of(module)):
+        found = f"{type(module).__name__}, whose {names[0]} is not called"
+        problems.append(Problem("(root)", found, "a way to draw its values"))
     for path, submodule in module.named_modules():
         drawn = drawers(module, path) or _reset_of(submodule)
         if not drawn and any(True for _ in submodule.parameters(recurse=False)):
@@ -127,13 +124,13 @@ def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
     return getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
 
 
-def _children_first(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Visit every submodule once; not those whose values a model around them draws."""
+def _children_first(module: nn.Module, path: str, seen: set[nn.Module], every: bool) -> Iterator[tuple[str, nn.Module]]:
+    """Visit every submodule once; unless `every`, not those whose values a model around them draws."""
     if module not in seen:
         seen.add(module)
-        if initializer_of(module) is None:
+        if every or initializer_of(module) is None:
             for name, child in module.named_children():
-                yield from _children_first(child, f"{path}.{name}" if path else name, seen)
+                yield from _children_first(child, f"{path}.{name}" if path else name, seen, every)
         else:
             seen.update(module.modules())
         yield path, module
@@ -208,72 +205,3 @@ def refuse_blank(buffers: Mapping[str, torch.Tensor]) -> None:
                 "buffers=state.buffers"
             )
         raise leaf_error("apply: buffers have no values", problems, remedy)
-
-
-def drawn_by_constructors(module: nn.Module) -> list[Problem]:
-    """List the submodules whose constructor draws or sets values that no reset_parameters draws again.
-
-    The values of a module on the meta device are gone, and its constructor cannot be run again. Its code is read
-    instead: it is searched for in-place writes to tensors, and so are the functions that it calls. A class that defines
-    reset_parameters beside such a constructor is taken at its word, and so is one of torch's.
-    """
-    problems = []
-    found: dict[type, str | None] = {}
-    for path, submodule in module.named_modules():
-        cls = type(submodule)
-        if cls not in found:
-            found[cls] = _write_of(cls)
-        write = found[cls]
-        own = any(name in vars(submodule) for name in _RESETS)
-        if write and not own and _package(cls) not in _drawing_packages(module, path):
-            text = f"{cls.__module__}.{cls.__qualname__}, whose constructor draws or sets values by {write}"
-            problems.append(Problem(path or "(root)", text, "a reset_parameters that draws them again"))
-    return problems
-
-
-def _drawing_packages(module: nn.Module, path: str) -> set[str]:
-    """Find the packages whose submodules are drawn by models of transformers around them."""
-    return {_package(base) for model in drawers(module, path) for base in type(model).__mro__}
-
-
-def _write_of(cls: type) -> str | None:
-    """Find the in-place write of a class's constructor, where the class has no reset_parameters of its own."""
-    for base in cls.__mro__:
-        if any(name in vars(base) for name in _RESETS):
-            return None
-        constructor = inspect.unwrap(vars(base).get("__init__", object.__init__))
-        if isinstance(constructor, FunctionType) and (write := _write_in(constructor, cls, set())):
-            return write
-    return None
-
-
-def _write_in(function: FunctionType, cls: type, seen: set[FunctionType]) -> str | None:
-    """Find an in-place write of a function or one that it calls: a method of the class, or a function of its module."""
-    if function in seen or _package(function) == "torch":
-        return None
-    seen.add(function)
-    names = dict.fromkeys(_names(function.__code__))
-    write = next((name for name in names if name in _WRITES or name.endswith(_ENDINGS)), None)
-    if write is not None:
-        return f"{write} in {function.__qualname__}"
-    for name in names:
-        if name in ("__init__", "forward"):
-            continue
-        for called in (inspect.getattr_static(cls, name, None), function.__globals__.get(name)):
-            called = inspect.unwrap(getattr(called, "__func__", called)) if callable(called) else None
-            if isinstance(called, FunctionType) and (write := _write_in(called, cls, seen)):
-                return write
-    return None
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """List the attributes and globals that code reads, nested functions included."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname.startswith("LOAD") and isinstance(instruction.argval, str):
-            yield instruction.argval
-        elif isinstance(instruction.argval, CodeType):
-            yield from _names(instruction.argval)
-
-
-def _package(thing: type | FunctionType) -> str:
-    return (thing.__module__ or "").partition(".")[0]

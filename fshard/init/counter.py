@@ -11,8 +11,8 @@ from torch import nn
 
 from fshard import _compat
 from fshard.errors import Problem
-from fshard.init.calls import blank_copy, calls_of, device_of
-from fshard.init.replay import TRUNC_NORMAL, Place, Touch, Watch, place_of
+from fshard.init.calls import blank_copy, device_of
+from fshard.init.replay import TRUNC_NORMAL, Calls, Place, Touch, Watch, place_of
 from fshard.random import fold_in, uniform_at
 from fshard.shard import hash_of, local_ranges, padded
 from fshard.tree import Spec
@@ -142,7 +142,11 @@ class Counted(NamedTuple):
 
 
 def count(
-    module: nn.Module, new_buffer: Callable[[torch.Tensor], torch.Tensor], specs: Mapping[str, Spec], seed: int
+    module: nn.Module,
+    new_buffer: Callable[[torch.Tensor], torch.Tensor],
+    specs: Mapping[str, Spec],
+    seed: int,
+    calls_of: Calls,
 ) -> Counted:
     """Run the calls that draw a module's values without values, and apply their operators to this rank's parts.
 
@@ -151,6 +155,7 @@ def count(
         new_buffer: Makes the copy's buffer of a buffer.
         specs: The parameters' specs.
         seed: The seed; buffers are drawn with torch's generator, whose state the caller puts back.
+        calls_of: Lists the calls that draw the values of a copy of the module.
 
     Returns:
         The parts.

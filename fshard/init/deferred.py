@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from fshard import comm
 from fshard.errors import Problem, expect, refuse
-from fshard.init.calls import NewBuffers, drawn_by_constructors, undrawable
+from fshard.init.calls import NewBuffers, Reset, calls_of, undrawable
 from fshard.init.counter import UNDRAWN, count
 from fshard.init.replay import replay
 from fshard.shard import (
@@ -26,14 +27,21 @@ from fshard.shard import (
 from fshard.transforms import ShardTransform
 from fshard.transforms.compose import at, layout_axes, masks
 from fshard.tree import Sharded, Spec, flatten, names_of, unflatten
-from fshard.tree.checks import check_matches, check_seed, outline
+from fshard.tree.checks import check_matches, check_seed, describe, outline
+
+REMEDY = "pass reset=, a function that sets the values of a submodule, or add reset_parameters to these modules"
 
 # torch's default generator belongs to the process, so simulated ranks take turns to seed it.
 _SEEDING = threading.Lock()
 
 
 def init(
-    module: nn.Module, buffers: Mapping[str, torch.Tensor], transform: ShardTransform, seed: int, mode: str
+    module: nn.Module,
+    buffers: Mapping[str, torch.Tensor],
+    transform: ShardTransform,
+    seed: int,
+    mode: str,
+    reset: Reset | None = None,
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Draw a module's values anew and keep this rank's shards of them.
 
@@ -43,6 +51,7 @@ def init(
         transform: How to shard.
         seed: Where the values come from.
         mode: "replay" or "counter", as for `Model.init`.
+        reset: As for `Model.init`.
 
     Returns:
         Sharded parameters by name, and the buffers that were on the meta device and have been drawn.
@@ -52,8 +61,10 @@ def init(
     """
     expect(mode in ("replay", "counter"), "model.init", 'mode to be "replay" or "counter"', repr(mode))
     check_seed("model.init", seed)
-    _refuse_undrawn(undrawable(module) + drawn_by_constructors(module), "add reset_parameters to these modules")
-    made = _Shards(module, transform)
+    expect(reset is None or callable(reset), "model.init", "reset to be a function of a submodule", describe(reset))
+    if reset is None:
+        _refuse_undrawn(undrawable(module))
+    made = _Shards(module, transform, reset)
     blank = NewBuffers(module, buffers)
     drawn = module
     if not made.problems:
@@ -65,16 +76,16 @@ def init(
 class _Shards:
     """The shards of a module's parameters, made one by one and compared between ranks at the end."""
 
-    def __init__(self, module: nn.Module, transform: ShardTransform) -> None:
+    def __init__(self, module: nn.Module, transform: ShardTransform, reset: Reset | None) -> None:
         """Lay out all parameters."""
         check_transform(transform, "shard")
-        self._module, self._transform = module, transform
+        self._module, self._transform, self._reset = module, transform, reset
         self._flat = flatten(dict(module.named_parameters()))
         self._names = names_of(self._flat.treedef)
         check_matches("shard", masks(transform), self._names, self._flat.leaves)
         self.problems: list[Problem] = []
         self._undrawn: dict[str, Problem] = {}
-        self._remedy = ""
+        self._remedy = REMEDY
         self._specs: dict[str, Spec] = {}
         self._entries: dict[str, str] = {}
         self._shards: dict[str, Sharded] = {}
@@ -95,15 +106,14 @@ class _Shards:
         def keep(name: str, full: torch.Tensor) -> None:
             self._keep(name, local_piece(full, self._specs[name]), fingerprint(full, self._specs[name]))
 
-        made, left = replay(self._module, new_buffer, seed, keep)
+        made, left = replay(self._module, new_buffer, seed, keep, partial(calls_of, reset=self._reset))
         for name in left:
             self._undrawn[name] = Problem(f"[{name!r}]", *UNDRAWN)
-        self._remedy = "draw them in reset_parameters"
         return made
 
     def count(self, new_buffer: Callable[[torch.Tensor], torch.Tensor], seed: int) -> nn.Module:
         """Draw this rank's part of each parameter, by its elements' numbers."""
-        counted = count(self._module, new_buffer, self._specs, seed)
+        counted = count(self._module, new_buffer, self._specs, seed, partial(calls_of, reset=self._reset))
         self._undrawn = {problem.path: problem for problem in counted.problems}
         self._remedy = 'pass mode="replay", which runs any reset_parameters'
         for name, parameter in self._module.named_parameters():
@@ -143,6 +153,6 @@ def _has_nan(tensor: torch.Tensor) -> bool:
     return floating and bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
 
 
-def _refuse_undrawn(problems: list[Problem], remedy: str) -> None:
+def _refuse_undrawn(problems: list[Problem], remedy: str = REMEDY) -> None:
     remedy = f"{remedy}, or leave out seed to take the values the module has"
     refuse("model.init: values cannot be drawn from a seed", problems, remedy)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fshard import _compat
-from fshard.init.calls import blank_copy, calls_of, fill_blank, new_parameter
+from fshard.init.calls import Call, blank_copy, fill_blank, new_parameter
 
 TRUNC_NORMAL = "trunc_normal_"
 
@@ -144,6 +144,7 @@ def place_of(tensor: torch.Tensor) -> Place:
 
 Keep = Callable[[str, torch.Tensor], None]
 NewBuffer = Callable[[torch.Tensor], torch.Tensor]
+Calls = Callable[[nn.Module], list[Call]]
 
 
 class _Event(NamedTuple):
@@ -157,7 +158,9 @@ class _DeviationError(Exception):
     """The calls used parameters in another way than when they ran without values."""
 
 
-def replay(module: nn.Module, new_buffer: NewBuffer, seed: int, keep: Keep) -> tuple[nn.Module, list[str]]:
+def replay(
+    module: nn.Module, new_buffer: NewBuffer, seed: int, keep: Keep, calls_of: Calls
+) -> tuple[nn.Module, list[str]]:
     """Draw all values of a module, in the order and with the random numbers of drawing it as a whole.
 
     The calls run twice: first without values, to learn when each parameter is used. Then a parameter is made when it is
@@ -169,16 +172,17 @@ def replay(module: nn.Module, new_buffer: NewBuffer, seed: int, keep: Keep) -> t
         seed: The seed of torch's generator, whose state the caller puts back.
         keep: Takes each parameter, by name, with its values; they are gone when it returns. It may be called again,
             with the values that count.
+        calls_of: Lists the calls that draw the values of a copy of the module.
 
     Returns:
         The copy of the module that the calls ran on, for its buffers, and the names of parameters that nothing drew.
     """
-    events = _record(module, new_buffer, seed)
+    events = _record(module, new_buffer, seed, calls_of)
     with suppress(_DeviationError):
-        return _run(module, new_buffer, seed, keep, events)
+        return _run(module, new_buffer, seed, keep, calls_of, events)
     # The calls depend on values, or on whether there are some: any call may use any parameter.
     calls = range(len(calls_of(module)))
-    return _run(module, new_buffer, seed, keep, {name: [_Event(n, None) for n in calls] for name in events})
+    return _run(module, new_buffer, seed, keep, calls_of, {name: [_Event(n, None) for n in calls] for name in events})
 
 
 class _Record(Watch):
@@ -191,7 +195,7 @@ class _Record(Watch):
         return run()
 
 
-def _record(module: nn.Module, new_buffer: NewBuffer, seed: int) -> dict[str, list[_Event]]:
+def _record(module: nn.Module, new_buffer: NewBuffer, seed: int, calls_of: Calls) -> dict[str, list[_Event]]:
     """Run the calls without values and list the uses of each parameter."""
     made = blank_copy(module, _compat.fake_maker(), new_buffer)
     watch = _Record(made.parameters)
@@ -283,6 +287,7 @@ def _run(
     new_buffer: NewBuffer,
     seed: int,
     keep: Keep,
+    calls_of: Calls,
     events: Mapping[str, Sequence[_Event]],
 ) -> tuple[nn.Module, list[str]]:
     made = blank_copy(module, _hollow, new_buffer)
