@@ -93,6 +93,16 @@ def test_reset_sets_the_values_of_each_submodule(build, mode):
     spmd(program, 2)
 
 
+def test_leaves_that_an_initializer_of_a_model_leaves_out_are_refused():
+    """Such as those that models of transformers draw in their constructors."""
+    with torch.device("meta"):
+        model = fs.functionalize(Transformer(lambda: nn.LayerNorm(3)))
+    with pytest.raises(ValueError, match="values cannot be drawn from a seed") as caught:
+        model.init(fs.ddp(one_axis()), seed=0)
+    assert "['layer.weight']: expected a value for each, got elements left out" in str(caught.value)
+    assert str(caught.value).endswith(REMEDY)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_an_initializer_of_a_root_that_nobody_calls_is_refused(mode):
     model = fs.functionalize(GPT())
