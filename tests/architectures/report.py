@@ -26,8 +26,8 @@ simulated ranks under `fs.zero3`, with the layers that the library does not spli
 
 - **train**: three steps of AdamW next to one process on both batches, in float64 where the model takes it.
 - **jit**: the same steps by `fs.jit`, with the eager bits.
-- **meta**: `init(seed=0)` of a model on the meta device has the bits of the library's own initialiser, or of
-  `torch.manual_seed(0); Model(config)`.
+- **meta**: `init(seed=0)` of a model on the meta device has the bits of the library's own initialiser;
+  refused by name where that leaves values out.
 - **load, save**: `load_huggingface` of what `save_pretrained` wrote, and `from_pretrained` of what `save_huggingface`
   wrote.
 - **generate**: the tokens of `generate`, with its cache, on gathered and on sharded parameters.
