@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -66,15 +66,6 @@ class Sharded:
             TypeError: always, with the remedy.
         """
         raise TypeError(f"{getattr(func, '__name__', func)}: {NO_TENSOR}")
-
-    def __eq__(self, other: object) -> NoReturn:
-        raise TypeError(f"==: {NO_TENSOR}")
-
-    def __bool__(self) -> NoReturn:
-        raise TypeError(f"bool: {NO_TENSOR}")
-
-    # As of an object without __eq__: leaves are compared by identity where they are keys.
-    __hash__ = object.__hash__
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
         """Called by torch.distributed.checkpoint, which would pickle this and keep what one rank has.
