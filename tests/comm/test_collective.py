@@ -228,6 +228,15 @@ def test_an_exchange_takes_single_elements_of_any_stride(world_size):
     assert [row[0].tolist() for row in received] == [[1.0]] * world_size
 
 
+@on_ranks("2 processes")
+def test_processes_wait_for_what_they_exchange():
+    axis = fs.axis_of(one_axis())
+    for number in range(20):
+        mine = torch.full((1 << 16,), float(comm.rank(axis) + number))
+        received = comm.all_to_all([[mine], [mine]], [[(mine.shape, mine.dtype)]] * 2, axis, "test")
+        assert_same_bits([row[0] for row in received], [torch.full_like(mine, rank + number) for rank in range(2)])
+
+
 FAKE_AXIS = fs.Axis("shard", 3, "a group that no process has")
 FAKE_CALLS = {
     "all_gather": (comm.all_gather, [(2, 5), (), (PACK_BYTES,)], [(3, 2, 5), (3,), (3, PACK_BYTES)]),

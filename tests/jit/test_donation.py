@@ -165,6 +165,12 @@ def test_values_are_read_before_they_are_written_over(name):
         assert places(found) == where
 
 
+@pytest.mark.parametrize("backend", ("graph", lambda graph, inputs: graph), ids=("graph", "a function"))
+def test_donated_arguments_may_change_places(backend):
+    f = fs.jit(lambda a, b: (b, a), donate_argnums=(0, 1), backend=backend)
+    assert_alike(f(X.clone(), 2 * X), (2 * X, X))
+
+
 def test_only_the_part_with_the_argument_s_structure_is_written():
     jitted = fs.jit(lambda a, b: (a["x"] + b["y"], {"y": b["y"] * 2}, {"x": a["x"] * 3}), donate_argnums=(0, 1))
     a, b = {"x": X.clone()}, {"y": X.clone()}
