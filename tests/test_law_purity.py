@@ -270,6 +270,12 @@ def test_what_was_kept_has_its_bits_after_donated_steps(form, optimizer, strateg
     assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
 
 
+@on_ranks(2)
+def test_what_was_kept_has_its_bits_after_eager_donated_steps():
+    found, expected = (trained("ddp", "AdamW fused", how) for how in ("donated", "kept"))
+    assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
+
+
 def places(state: fs.TrainState) -> list[int]:
     return [tensor.data_ptr() for tensor in fs.tree_leaves((state.params, state.opt_state.slots)) if tensor.dim()]
 

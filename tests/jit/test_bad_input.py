@@ -232,11 +232,6 @@ ROWS = {
         "jit: expected random numbers with a key, got aten.bernoulli_.float without one; pass "
         "model.apply(..., key=...) a key of each step by fs.fold_in(state.key, state.step)",
     ),
-    "no key behind a call that has one": (
-        lambda: fs.jit(lambda x: fs.functionalize(torch.nn.Dropout()).apply({}, x, key=0) + torch.rand(3))(X),
-        "jit: expected random numbers with a key, got aten.rand.default without one; pass "
-        "model.apply(..., key=...) a key of each step by fs.fold_in(state.key, state.step)",
-    ),
     "negative argnums": (
         lambda: fs.jit(scale, donate_argnums=-1),
         "jit: expected donate_argnums to be numbers of arguments by position, from 0, got -1",

@@ -136,3 +136,10 @@ def test_a_branch_that_draws_needs_a_key_too():
     )
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
         fs.jit(f)(torch.ones(3))
+
+
+def test_a_key_serves_its_own_call_alone():
+    drops = fs.functionalize(torch.nn.Dropout())
+    for f in (lambda x: drops.apply({}, x, key=0) + torch.rand(3), lambda x: torch.rand(3) + drops.apply({}, x, key=0)):
+        with pytest.raises(ValueError, match=r"expected random numbers with a key, got aten\.rand\.default"):
+            fs.jit(f)(torch.ones(3))
