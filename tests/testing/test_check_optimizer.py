@@ -1,6 +1,7 @@
 """check_optimizer: it passes what is right, and names the law and the leaf of each way to be wrong."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -25,7 +26,10 @@ def test_optimizers_of_the_library_pass(name):
         "vector.bias": normal(6)(3),
         "i": torch.ones(2),
     }
-    check_optimizer(TABLE[name].make(), params, world_sizes=(1, 3))
+    # torch's Adafactor reads the step as a Python number.
+    refused = pytest.raises(AssertionError, match="update cannot be jitted: jit: expected no look at the value")
+    with refused if name == "whole Adafactor" else nullcontext():
+        check_optimizer(TABLE[name].make(), params, world_sizes=(1, 3))
 
 
 def transformation(f):
