@@ -46,7 +46,7 @@ def existing_tests() -> set[str]:
 
 
 def breaches(text: str, public: set[str]) -> Iterator[str]:
-    """What is wrong with a map of these public names."""
+    """List the errors of a map of these public names."""
     unmapped = set(public)
     for line in text.splitlines():
         if not line.startswith("| ") or line.startswith("| capability |"):

@@ -87,7 +87,7 @@ def lock(directory: Path) -> IO[bytes]:
         CheckpointError: if another process, or another save of this one, is writing to it.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    # What is written follows no link.
+    # Writing follows no link.
     descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
     file = os.fdopen(descriptor, "ab+", buffering=0)
     try:

@@ -63,7 +63,7 @@ class Transform(Protocol):
         """The mesh axes that batches are split over, and so gradients are summed over."""
 
 
-# What an axis is to a leaf: split over it and gathered, whole and its gradient summed, or split and computed with so.
+# The role of an axis for a leaf: gathered (split, made full), summed (whole), or owned (split, used as the piece).
 Role = Literal["gathered", "summed", "owned"]
 
 

@@ -5,7 +5,7 @@ They were chosen by reading the package, not its tests. When a line is rebuilt, 
 
 from typing import NamedTuple
 
-# How many faults each topic has.
+# Numbers of faults by topic.
 TOPICS = {"transforms": 6, "comm and collectives": 6, "jit": 5, "optim and state": 5, "extensions": 3}
 
 # The tests that mirror a file: those of the first entry that its path begins with.
