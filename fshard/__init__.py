@@ -29,25 +29,8 @@ The public names by use, as `import fshard as fs` has them:
 """
 
 from fshard import checkpoint, comm, testing
-from fshard.apply import Model, apply, functionalize, sync_buffers
-from fshard.collectives import (
-    all_gather,
-    all_gather_invariant,
-    all_to_all,
-    axis_index,
-    axis_size,
-    broadcast,
-    objective,
-    pmax,
-    pmean,
-    ppermute,
-    psum,
-    psum_invariant,
-    pvary,
-    ragged_all_to_all,
-    reduce_scatter,
-)
-from fshard.gather import gather
+from fshard.apply import Model, apply, functionalize
+from fshard.collectives import axis_index, axis_size, pvary
 from fshard.interop.dtensor import from_dtensor, to_dtensor
 from fshard.jit import jit, make_graph
 from fshard.mesh import axis_of, init_mesh
@@ -69,6 +52,27 @@ from fshard.optim.scale import (
 from fshard.optim.schedules import from_torch_scheduler
 from fshard.optim.whole import whole
 from fshard.optim.wrappers import dynamic_loss_scale, ema, freeze, masked, partition, skip_nonfinite
+from fshard.outermost import (
+    all_gather,
+    all_gather_invariant,
+    all_to_all,
+    broadcast,
+    gather,
+    objective,
+    pmax,
+    pmean,
+    ppermute,
+    psum,
+    psum_invariant,
+    ragged_all_to_all,
+    reduce_scatter,
+    reshard,
+    scatter_grads,
+    shard,
+    sync_buffers,
+    unshard,
+    update,
+)
 from fshard.parallel import moe
 from fshard.parallel.attention import ring_attention, ring_positions
 from fshard.parallel.pipeline import pipeline
@@ -78,8 +82,6 @@ from fshard.parallel.vocabulary import vocab_parallel_cross_entropy, vocab_paral
 from fshard.plan import plan
 from fshard.random import fold_in, sample_ids
 from fshard.remat import remat
-from fshard.scatter_grads import scatter_grads
-from fshard.shard import reshard, shard, unshard
 from fshard.trace import trace
 from fshard.transforms import (
     LayoutError,
@@ -98,7 +100,7 @@ from fshard.transforms import (
 )
 from fshard.transforms.strategies import ddp, hsdp, hybrid_shard, zero1, zero2, zero3
 from fshard.tree import Axis, P, Sharded, Spec, tree_leaves, tree_map
-from fshard.update import GradientTransformation, Optimizer, TrainState, chain, update
+from fshard.update import GradientTransformation, Optimizer, TrainState, chain
 from fshard.value_and_grad import accumulate, value_and_grad
 
 __version__ = "0.1.0"

@@ -167,6 +167,17 @@ class Model:
         >>> first.shape, torch.equal(first, again), torch.equal(first, other)
         (torch.Size([4, 8]), True, False)
         """
+        with comm.calling("apply", lambda: comm.axes_in(params)):
+            return self._apply(params, args, buffers, key, kwargs)
+
+    def _apply(
+        self,
+        params: Mapping[str, Any],
+        args: Any,
+        buffers: Buffers | None,
+        key: torch.Tensor | int | None,
+        kwargs: dict[str, Any],
+    ) -> Any:
         _check_names("apply", "params", params, self._shapes)
         given = self.buffers if buffers is None else buffers
         _check_names("apply", "buffers", given, dict.fromkeys(self.buffers))
@@ -201,7 +212,7 @@ class Model:
             f"apply: expected modules in eval mode where gradients are off, got {found}{also} in training mode; "
             "evaluate by fs.functionalize(module.eval()), because module.eval() after functionalize has no effect, or "
             "pass key= if this is intended",
-            stacklevel=3,
+            stacklevel=4,
         )
 
     def _run(

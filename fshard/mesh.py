@@ -1,6 +1,7 @@
 """Device meshes: init_mesh, and the Axis values that specs hold instead of a mesh."""
 
 import atexit
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fshard import _compat
-from fshard.comm import CollectiveError
+from fshard.comm import CollectiveError, connected
+from fshard.comm import world as world_of_ranks
 from fshard.errors import Problem, expect, refuse
 from fshard.tree import Axis
 from fshard.tree.checks import describe
@@ -74,10 +76,12 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
     ranks, groups = torch.arange(math.prod(sizes), device="cpu").reshape(sizes), []
     for dim, size in enumerate(sizes):
         rows = ranks.movedim(dim, -1).reshape(-1, size).tolist()
-        whole = len(rows) == 1
-        groups.append(_compat.group_of_all(limit) if whole else dist.new_subgroups_by_enumeration(rows, limit)[0])
+        groups.append(_compat.group_of_row(rows, limit))
     mesh = DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=tuple(shape))
     _compat.release_groups_at_exit(mesh)
+    for group in groups:
+        if group.size() > 1:
+            connected(world_of_ranks(), group.group_name)
     return mesh
 
 
@@ -195,11 +199,17 @@ def _compare(asked: str, limit: timedelta) -> None:
     """Refuse on every rank where ranks ask for different meshes, whose groups would wait for each other."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    found = _compat.texts_in_store("fshard/init_mesh", dist.get_rank(), asked, dist.get_world_size(), limit)
-    absent = [rank for rank, text in enumerate(found) if text is None]
+    own = world_of_ranks()
+    text = json.dumps([asked, own.generation + (own.broken is not None)])
+    said = _compat.texts_in_store("fshard/init_mesh", dist.get_rank(), text, dist.get_world_size(), limit)
+    absent = [rank for rank, text in enumerate(said) if text is None]
     remedy = "every rank must call init_mesh, and several in the same order"
     got = f"nothing from ranks {absent}"
-    expect(not absent, "init_mesh", f"all {len(found)} ranks", got, remedy, CollectiveError)
+    expect(not absent, "init_mesh", f"all {len(said)} ranks", got, remedy, CollectiveError)
+    found, generations = zip(*(json.loads(text) for text in said if text is not None), strict=True)
+    if max(generations) > own.generation:
+        # Where one rank has a group that is broken, all make their groups anew.
+        own.renew(max(generations))
     others = [(rank, text) for rank, text in enumerate(found) if text != found[0]][:1]
     problems = [Problem("mesh", f"{text} on rank {rank}", f"{found[0]} as on rank 0") for rank, text in others]
     remedy = "make the same meshes on every rank, in the same order"

@@ -159,12 +159,8 @@ def own_share(what: str, params: Tree, communicate: str | None, own: int) -> Sha
     axes = _ordered(what, params)
     names = " by ".join(f"{axis.size} ranks of {axis.name!r}" for axis in axes) or "1 rank"
     needed = 'powers of two of ranks and of microbatches for sums="tree"'
-    try:
-        powers = all(map(_is_power, (own, *(axis.size for axis in axes))))
-        expect(powers, what, needed, f"{own} microbatches on each of {names}", 'take others, or leave out sums="tree"')
-    except ValueError as error:
-        comm.same_call(what, axes, error=error)
-        raise
+    powers = all(map(_is_power, (own, *(axis.size for axis in axes))))
+    expect(powers, what, needed, f"{own} microbatches on each of {names}", 'take others, or leave out sums="tree"')
     return share_of(what, params, communicate, own * place_of(axes)[0])
 
 

@@ -175,7 +175,7 @@ def value_and_grad(
             grads = tuple(by_place[place] for place in places)
         return (value, aux) if has_aux else value, grads, *rest
 
-    return run
+    return comm.call(run, "value_and_grad")
 
 
 def _inputs(places: Sequence[int], args: Sequence[Any]) -> dict[int, Tree]:
@@ -371,7 +371,7 @@ class _Run(NamedTuple):
                     call.schedule(self.schedule(unflatten(self.flat.treedef, call.bound)))
                 return self.local(function, call.bound, inputs)
 
-            value, count, aux = call.forward(run) or (call.zero(), call.zero(), None)
+            value, count, aux = call.forward(run)
             count, aux = map_leaves(_unbound, (count, aux))
             # With one microbatch each gradient can be divided as soon as it is reduced.
             divisor = self.divisor([count]) if single else 1
@@ -387,7 +387,7 @@ class _Run(NamedTuple):
         trained = [(i, leaf) for i, leaf in enumerate(call.leaves) if leaf is not None and leaf.trained]
         paths, mine = [leaf.path for _, leaf in trained], [leaf.used for _, leaf in trained]
         others = [axis for axis in self.shared if axis not in self.axes]
-        value, used, status = closed(value, paths, mine, call.status, self.axes, others)
+        value, used, status = closed(value, paths, mine, [call.news], self.axes, others)
         call.settle(*status)
         grads: list[Any] = [None] * len(call.leaves)
         for (i, leaf), yes in zip(trained, used, strict=True):
@@ -575,7 +575,7 @@ def accumulate(
         )
         return (value, auxes) if has_aux else value, grads, *rest
 
-    return run
+    return comm.call(run, "accumulate")
 
 
 def _on(f: Callable[..., Any], args: Any, kwargs: Any, params: Tree, _: Tree) -> Any:

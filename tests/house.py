@@ -38,6 +38,7 @@ ROOMS = (
     "interop",
     "checkpoint",
     "testing",
+    "outermost",
     "__main__",
 )
 DISTRIBUTED_ROOMS = {"_compat", "comm", "mesh", "interop", "testing", "__main__"}

@@ -238,8 +238,9 @@ def test_a_rank_whose_trace_fails_tells_the_others():
 
     with pytest.raises(KeyError if my_rank() == 1 else RuntimeError) as caught:
         step(params)
-    told = "jit: another rank failed, and this one stops with it: on rank shard=1 jit raised KeyError: 'at 1'"
+    told = "rank 1 failed in jit: KeyError: 'at 1'\nTo fix: mend it; jit has sent nothing yet."
     assert str(caught.value) == ("'at 1'" if my_rank() == 1 else told)
+    assert fs.jit(train)(params)
 
 
 def updated(params, tx):
@@ -281,9 +282,12 @@ def errors_of_one_alone(names):
         for other, call in TRAINING.items():
             if name.split()[0] == other.split()[0] == "unshard" and "another" not in name:
                 continue
-            with pytest.raises(ValueError, match=r"(ranks were told different|collective mismatch)") as caught:
+            differ = r"(ranks were told different|collective mismatch|ranks differ in a collective)"
+            with pytest.raises((ValueError, fs.comm.CollectiveError), match=differ) as caught:
                 ALONE[name](params) if mesh.get_rank() == 0 else call(params)
-            found[name, other] = text = str(caught.value).split("\n", 1)[1]
+            one_axis()
+            text = str(caught.value).split("\n", 1)[1]
+            found[name, other] = text.splitlines()[:2]
             # Where both call one verb, as an optimizer's init does, it is the leaves that differ.
             assert name.split()[0] in text or other.split()[0] in text or "dtype" in text, text
             assert_same_bits(fs.tree_leaves(train(params)), fs.tree_leaves(expected))
@@ -319,8 +323,10 @@ def test_a_verb_that_another_process_never_calls_ends_within_the_timeout(workers
         return text
 
     text, _ = spmd(program, workers(2), timeout=2 * SECONDS)
-    assert re.match(r"all_gather number \d+ \(agree of unshard begins\) over 'shard' failed on rank 0\n", text), text
-    assert "To fix: see why rank 1 did not come" in text
+    assert text.startswith("rank 1 did not come within 2 s: it is stopped, hangs or computes\n")
+    assert re.search(
+        r"rank 0 waits in all_gather number \d+ \(start of unshard begins\) over 'shard' in unshard\n", text
+    ), text
 
 
 # The meshes that ranks ask for, the last rank its own, and what each error must name.

@@ -70,9 +70,11 @@ def test_axes_agree_between_ranks_and_with_torchs_own_meshes():
 
 
 def timeouts_of(axis):
-    """Read the timeouts of an axis's process group and of the one for messages to lower ranks."""
-    groups = [group for group in dist.distributed_c10d._world.pg_map if group.group_name.split()[0] == axis.group_name]
-    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+    """Read the timeouts of an axis's process group and of fshard's own two."""
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group.group_name == axis.group_name]
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    own = fs.comm.world().groups.get(axis.group_name)
+    return [backend.options._timeout for backend in (*backends, *(own.pair if own else ()))]
 
 
 @pytest.mark.parametrize("given", [{}, {"timeout": 7.5}])
@@ -84,7 +86,7 @@ def test_every_group_of_a_mesh_has_its_timeout(shape, given):
     for name in shape:
         axis = fs.axis_of(mesh, name)
         fs.psum(torch.ones(()), axis)
-        assert timeouts_of(axis) == [timedelta(seconds=given.get("timeout", 300))] * min(axis.size, 2)
+        assert timeouts_of(axis) == [timedelta(seconds=given.get("timeout", 300))] * (3 if axis.size > 1 else 1)
     if len(shape) == 1:
         assert fs.axis_of(mesh) == fs.axis_of(fs.init_mesh(shape, device="cpu", **given))
 

@@ -38,7 +38,8 @@ class Watched(fs.ShardTransform):
     log: Any
 
     def gather(self, leaves, specs):
-        self.log.gathered += references(leaves)
+        if not leaves[0].is_meta:
+            self.log.gathered += references(leaves)
         return leaves
 
     def scatter(self, grads, specs):

@@ -112,10 +112,10 @@ def test_used_leaves_are_told_with_the_objective():
         records.append(record)
     objectives = [entry for entry in records[0] if entry.label == "objective"]
     assert [(entry.op, entry.tensors, entry.bytes, entry.scalar) for entry in objectives] == [
-        # The loss, a bit for each leaf, and whether a rank failed, departed from the order or saved other tensors.
-        ("all_reduce", 1, 8 * (1 + 6 + 3), True)
+        # The loss, a bit for each leaf, and whether a rank saved other tensors.
+        ("all_reduce", 1, 8 * (1 + 6 + 1), True)
     ]
-    without_votes = [[entry for entry in record if entry.label != "agree"] for record in records]
+    without_votes = [[entry for entry in record if not entry.about.is_comparison] for record in records]
     assert without_votes[0] == without_votes[1]
 
 

@@ -42,14 +42,19 @@ from fshard._compat.autograd import (
     versions,
 )
 from fshard._compat.collectives import (
-    exchange_notes,
+    CUT,
+    Pair,
+    cut,
+    default_store,
     fake_process_groups,
     group_coalesces,
     group_devices,
     group_of_all,
+    group_of_row,
     group_rank,
     group_ranks,
     group_size,
+    make_pair,
     release_groups_at_exit,
     resolve_process_group,
     start_all_gather,
@@ -57,6 +62,7 @@ from fshard._compat.collectives import (
     start_reduce_scatter,
     start_swap,
     texts_in_store,
+    timeout_of,
     wait_tensor,
 )
 from fshard._compat.fake import fake_maker, is_fake, seen_trunc_normal
@@ -73,8 +79,11 @@ from fshard._compat.pretrained import is_pretrained_model, not_ignored, not_save
 from fshard._compat.threads import (
     ThreadedCollective,
     keeping_thread_object,
+    known_step,
     thread_object,
     threaded_process_groups,
+    wake_threads,
+    woken_by,
 )
 from fshard._compat.tracing import (
     RESHAPES,

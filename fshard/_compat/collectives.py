@@ -1,13 +1,10 @@
 """Private APIs of torch.distributed, each with the versions it was checked on."""
 
-import threading
-import time
 import weakref
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,11 +28,14 @@ Tensors = list[torch.Tensor]
 # How the description of a group begins that cannot communicate.
 _FAKE = "fake "
 
-# The description of groups of all ranks beside the default group.
-_ALL = "all ranks"
+# How the description of groups begins that meshes have beside the default group.
+_ROWS = "rows "
 
-# Seconds between two looks at what others have left in a store.
-POLL = 0.02
+# The tag of messages by which connections are ended; see `cut`.
+CUT = 2**31 - 1
+
+# Of the same ranks: messages to higher ones, and to lower ones.
+Pair = tuple[Any, Any]
 
 
 def resolve_process_group(name: str) -> torch.distributed.ProcessGroup:
@@ -106,25 +106,34 @@ def fake_process_groups(groups: Mapping[str, tuple[int, int]], backend: str) -> 
             _unregister_process_group(name)  # type: ignore[arg-type]
 
 
-def group_of_all(timeout: timedelta | None = None) -> ProcessGroup:
-    """Find or make the group of all ranks of a timeout, the default group where it has that. Checked on 2.13.
+def group_of_row(rows: list[list[int]], timeout: timedelta) -> ProcessGroup:
+    """Find or make the groups of the ranks in each row, and return this rank's. Checked on 2.13.
 
     torch's own way to set the timeout of a group that exists does not hold for messages between two ranks.
 
     Args:
-        timeout: The timeout; None finds the group that waits longest of those made, else the default group.
+        rows: The same on all ranks, which call this in the same order.
+        timeout: Of the groups.
 
     Returns:
-        The group.
+        The group of the row that this rank is in; the default group, where that is the row of all with this timeout.
     """
+    default, c10d, text = torch.distributed.group.WORLD, torch.distributed.distributed_c10d, f"{_ROWS}{rows}"
+    for group in c10d._world.pg_map:
+        known = group.group_desc == text or (group is default and len(rows) == 1)
+        if known and _timeout_of(group) in (timeout, None):
+            return group
+    made, _ = torch.distributed.new_subgroups_by_enumeration(rows, timeout, group_desc=text)
+    assert made is not None
+    return made
+
+
+def group_of_all() -> ProcessGroup:
+    """Find the group of all ranks that waits longest, else the default group. Checked on 2.13."""
     default, c10d = torch.distributed.group.WORLD, torch.distributed.distributed_c10d
     assert default is not None
-    made = {_timeout_of(group) or timedelta(): group for group in c10d._world.pg_map if group.group_desc == _ALL}
-    if timeout is None:
-        return made[max(made)] if made else default
-    if _timeout_of(default) in (timeout, None):
-        return default
-    return made.get(timeout) or torch.distributed.new_group(timeout=timeout, group_desc=_ALL)
+    made = [g for g in c10d._world.pg_map if g.group_desc.startswith(_ROWS) and g.size() == default.size()]
+    return max(made, key=lambda group: _timeout_of(group) or timedelta(), default=default)
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta | None:
@@ -134,20 +143,53 @@ def _timeout_of(group: ProcessGroup) -> timedelta | None:
     return group._get_backend(torch.device("cpu")).options._timeout
 
 
-def start_swap(op: str, send: Tensors, receive: Tensors, name: str) -> list[torch.distributed.Work]:
-    """Start to send each rank of a group a tensor and to receive one from each; what this rank has for itself stays.
+def timeout_of(name: str) -> float:
+    """Seconds that the process group of a name waits. Checked on 2.13."""
+    found = _timeout_of(resolve_process_group(name))
+    return float("inf") if found is None else found.total_seconds()
+
+
+def make_pair(name: str, store: Any) -> Pair | None:
+    """Connect the ranks of a process group twice, beside the group itself; None where it is not gloo's.
 
     Checked on 2.13. gloo's messages of one pair of ranks share a connection, on which the small ones that allow a
-    transfer in one direction wait for the bulk of the other: lower ranks send to higher ones in the group itself, and
-    higher to lower ones in another. Messages need none of gloo's threads, and about half the time of its collectives.
-    What has no elements is not sent.
+    transfer in one direction wait for the bulk of the other: lower ranks send to higher ones by the first group, and
+    higher to lower ones by the second. No registry holds them: they are gone with the last reference.
 
     Args:
-        op: Messages of another operator, or of another size, are not taken for these: ranks that differ wait for each
-            other until the group's timeout.
+        name: The process group's name.
+        store: Where its ranks find each other; no others know its prefix.
+
+    Returns:
+        The two groups, with the process group's timeout and devices.
+
+    Raises:
+        RuntimeError: if a rank does not come within the timeout.
+    """
+    group = resolve_process_group(name)
+    if group_devices(name).get("cpu") != "gloo":
+        return None
+    own, gloo = group._get_backend(torch.device("cpu")).options, torch.distributed.ProcessGroupGloo
+    options: Any = gloo._Options()  # type: ignore[attr-defined]
+    options._devices, options._timeout, options._threads = own._devices, own._timeout, 1  # type: ignore[attr-defined]
+    up, down = (gloo(torch.distributed.PrefixStore(way, store), group.rank(), group.size(), options) for way in "ud")  # type: ignore[attr-defined]
+    return up, down
+
+
+def start_swap(
+    pair: Pair | None, name: str, send: Tensors, receive: Tensors, tag: Callable[[int], int]
+) -> list[torch.distributed.Work]:
+    """Start to send each rank of a group a tensor and to receive one from each; what this rank has for itself stays.
+
+    Checked on 2.13. Messages need none of gloo's threads, and about half the time of its collectives. What has no
+    elements is not sent.
+
+    Args:
+        pair: The connections of `make_pair`.
+        name: The process group's name.
         send: What each rank gets, as bytes.
         receive: Where to write what each rank sends, as bytes.
-        name: The process group's name.
+        tag: Maps the bytes of a message to a number; gloo pairs no messages of different ones.
 
     Returns:
         Transfers to wait for.
@@ -158,52 +200,48 @@ def start_swap(op: str, send: Tensors, receive: Tensors, name: str) -> list[torc
     group = resolve_process_group(name)
     own = group.rank()
     others = [rank for rank in range(len(send)) if rank != own]
-    if group_devices(name).get("cpu") != "gloo":
+    if pair is None:
         # Simulated ranks know collectives alone.
         empty = send[own].new_empty(0)
         into, sent = ([tensors[i] if i in others else empty for i in range(len(send))] for tensors in (receive, send))
         return [torch.distributed.all_to_all(into, sent, group=group, async_op=True)]
     works = []
     try:
-        downward = _downward(group)
         for other in others:
-            outward, inward = (group, downward) if other > own else (downward, group)
-            if len(receive[other]):
-                works.append(inward.recv([receive[other]], other, _tag(op, receive[other])))
-            if len(send[other]):
-                works.append(outward.send([send[other]], other, _tag(op, send[other])))
+            outward, inward = pair if other > own else pair[::-1]
+            if nbytes := len(receive[other]):
+                works.append(inward.recv([receive[other]], other, tag(nbytes)))
+            if nbytes := len(send[other]):
+                works.append(outward.send([send[other]], other, tag(nbytes)))
     except RuntimeError as error:
         raise torch.distributed.DistBackendError(str(error)) from error
     return works
 
 
-def _tag(op: str, message: torch.Tensor) -> int:
-    return zlib.crc32(f"{op} of {len(message)} bytes".encode()) >> 1
+def cut(pair: Pair, own: int, size: int) -> list[int]:
+    """End all connections of a pair of groups, which wakes the ranks that wait there. Checked on 2.13.
 
+    gloo has no abort, but a receive that is waited for in vain ends its connection.
 
-def _downward(group: ProcessGroup) -> ProcessGroup:
-    """Find the group of the same ranks for messages to lower ones; all ranks make it at their first swap.
+    Args:
+        pair: The connections of `make_pair`.
+        own: This rank's number in the group.
+        size: How many ranks it has.
 
-    Checked on 2.13, whose `new_group` for some ranks alone names groups by how many a rank has, which ranks differ in.
+    Returns:
+        The ranks whose connections had ended before.
     """
-    c10d, name = torch.distributed.distributed_c10d, f"{group.group_name} downward"
-    for other in c10d._world.pg_map:
-        if other.group_name == name:
-            return other
-    ranks = torch.distributed.get_process_group_ranks(group)
-    store, gloo = c10d._get_default_store(), torch.distributed.Backend("gloo")
-    made, _ = c10d._new_process_group_helper(
-        group.size(),
-        group.rank(),
-        ranks,
-        gloo,
-        store,
-        name,  # type: ignore[arg-type]
-        timeout=_timeout_of(group),
-        group_desc=name,
-    )
-    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
-    return made
+    posted, gone = [], []
+    for other in range(size):
+        for group in pair if other != own else ():
+            try:
+                posted.append(group.recv([torch.empty(1)], other, CUT))
+            except RuntimeError:
+                gone.append(other)
+    for work in posted:
+        with suppress(RuntimeError):
+            work.wait(timedelta(milliseconds=1))
+    return gone
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -273,38 +311,6 @@ def texts_in_store(key: str, own: int, text: str, size: int, timeout: timedelta)
     return [value.decode() for value in found]
 
 
-def exchange_notes(key: str, own: int, note: str, ranks: Sequence[int], seconds: float) -> dict[int, str]:
-    """Leave a note in the store by which ranks found each other, and read those of others. Checked on 2.13.
-
-    The store may be gone, or with a rank that hangs: it is asked on a thread that nobody waits for much longer.
-
-    Args:
-        key: What the notes are about.
-        own: This rank.
-        note: Its note.
-        ranks: Whose notes to read.
-        seconds: How long to wait for them.
-
-    Returns:
-        The notes that there are, by rank.
-    """
-    found: dict[int, str] = {}
-
-    def exchange() -> None:
-        deadline = time.monotonic() + seconds
-        with suppress(Exception):
-            store = torch.distributed.distributed_c10d._get_default_store()
-            store.set(f"{key}/{own}", note)
-            missing = [rank for rank in ranks if rank != own]
-            while missing and time.monotonic() < deadline:
-                for rank in missing:
-                    if store.check([f"{key}/{rank}"]):
-                        found[rank] = store.get(f"{key}/{rank}").decode()
-                missing = [rank for rank in missing if rank not in found]
-                time.sleep(POLL if missing else 0)
-
-    thread = threading.Thread(target=exchange, daemon=True)
-    thread.start()
-    thread.join(2 * seconds)
-    # A copy, because the thread may still run.
-    return dict(found)
+def default_store() -> Any:
+    """Another client of the store by which ranks found each other, for a thread of its own. Checked on 2.13."""
+    return torch.distributed.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]

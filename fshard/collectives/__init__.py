@@ -2,7 +2,6 @@
 
 from fshard.collectives.linear import (
     Chain,
-    Repeat,
     chained,
     custom_call,
     linear_call,

@@ -150,8 +150,7 @@ def custom_call(
         what: The function's name, with all that ranks must have been told alike.
         axis: The axis that it communicates over.
         plain: The same function, made of operations that are differentiable to any order. It is called instead under
-            torch.func and with tangents, and again where the backward itself is differentiated. Where it is given,
-            no map holds tensors, and a rank that failed can take part with zeros.
+            torch.func and with tangents, and again where the backward itself is differentiated.
         remedy: Without `plain`, what the caller can do about the error.
 
     Returns:
@@ -168,8 +167,7 @@ def custom_call(
         return list(plain(tensors))
     if _compat.is_tracing() and axis.size > 1:
         comm.ops.told(json.dumps({"function": what}))
-    repeated = plain is not None
-    return in_chain(lambda tensors: _located(list(_CustomCall.apply(custom, *tensors))), tensors, what, axis, repeated)
+    return in_chain(lambda tensors: _located(list(_CustomCall.apply(custom, *tensors))), tensors, what, axis)
 
 
 def maps_of(node: Any) -> Maps | None:
@@ -198,31 +196,6 @@ class _Tie(Function):
         return None, *grads
 
 
-class Repeat(NamedTuple):
-    """A collective as a rank can call it again that has no operands: without values.
-
-    Attributes:
-        run: Calls it.
-        operands: Shape, dtype, device of each tensor, and whether it is differentiated.
-        what: Its name.
-        axis: The axis that it communicates over.
-    """
-
-    run: Callable[[Tensors], list[torch.Tensor]]
-    operands: Sequence[tuple[torch.Size, torch.dtype, torch.device, bool]]
-    what: str
-    axis: Axis
-
-    def call(self, chain: "Chain") -> None:
-        """Take part with zeros, and in the transpose as well."""
-        zeros = [
-            torch.zeros(shape, dtype=dtype, device=device, requires_grad=differentiated)
-            for shape, dtype, device, differentiated in self.operands
-        ]
-        with torch.enable_grad():
-            chain.call(self.run, zeros, self.what, self.axis)
-
-
 class Chain:
     """The collectives of one forward, tied together so that every rank runs their transposes, in reverse order.
 
@@ -233,13 +206,11 @@ class Chain:
         tokens: The first token, which requires a gradient, and the last one; none until something is tied.
     """
 
-    def __init__(
-        self, note: Callable[[str, Axis, bool, Repeat | None], None], mark: Callable[[], Callable[[], None]]
-    ) -> None:
+    def __init__(self, note: Callable[[str, Axis, bool], None], mark: Callable[[], Callable[[], None]]) -> None:
         """Nothing is tied yet.
 
         Args:
-            note: Called with the name of each collective, its axis, whether it is differentiated, and how to repeat it.
+            note: Called with the name of each collective, its axis, and whether it is differentiated.
             mark: Returns what the backward calls before it runs what was called here.
         """
         self.tokens: list[torch.Tensor] = []
@@ -251,13 +222,10 @@ class Chain:
         tensors: Tensors,
         what: str,
         axis: Axis,
-        repeated: bool = True,
     ) -> list[torch.Tensor]:
         """Call what makes one autograd node, tied where it is differentiated."""
-        wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
-        differentiated = any(wanted)
-        operands = [(t.shape, t.dtype, t.device, grad) for t, grad in zip(tensors, wanted, strict=True)]
-        self._note(what, axis, differentiated, Repeat(run, operands, what, axis) if repeated else None)
+        differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        self._note(what, axis, differentiated)
         return self._tied(run(self._tied(tensors))) if differentiated else run(tensors)
 
     def _tied(self, tensors: Tensors) -> list[torch.Tensor]:
@@ -325,7 +293,7 @@ def reductions() -> int:
     return comm.of_this_rank(_Running).reductions
 
 
-def on_tree(tree: Tree, fun: LinearMap, transpose: LinearMap, what: str, axis: Axis, *, repeated: bool = True) -> Tree:
+def on_tree(tree: Tree, fun: LinearMap, transpose: LinearMap, what: str, axis: Axis) -> Tree:
     """Call a collective, a linear map, on all tensors of a tree, in the chain of the call that runs.
 
     Args:
@@ -334,17 +302,16 @@ def on_tree(tree: Tree, fun: LinearMap, transpose: LinearMap, what: str, axis: A
         transpose: As for `linear_call`.
         what: The collective's name.
         axis: The axis that it communicates over.
-        repeated: Whether a rank that failed can take part by the shapes of an earlier call.
 
     Returns:
         The tree of outputs.
     """
-    outputs = iter(in_chain(partial(linear_call, fun, transpose), tree_leaves(tree), what, axis, repeated))
+    outputs = iter(in_chain(partial(linear_call, fun, transpose), tree_leaves(tree), what, axis))
     return tree_map(lambda _: next(outputs), tree)
 
 
 def in_chain(
-    run: Callable[[Tensors], list[torch.Tensor]], tensors: Tensors, what: str, axis: Axis, repeated: bool = True
+    run: Callable[[Tensors], list[torch.Tensor]], tensors: Tensors, what: str, axis: Axis
 ) -> list[torch.Tensor]:
     """Call a collective in the chain of the call that runs, if there is one.
 
@@ -353,11 +320,10 @@ def in_chain(
         tensors: The operands.
         what: As for `on_tree`.
         axis: As for `on_tree`.
-        repeated: As for `on_tree`.
 
     Returns:
         What it returns.
     """
     chain = comm.of_this_rank(_Running).chain
     shared = chain is not None and tensors and axis.size > 1 and not _compat.transforms_active()
-    return chain.call(run, tensors, what, axis, repeated) if chain is not None and shared else run(tensors)
+    return chain.call(run, tensors, what, axis) if chain is not None and shared else run(tensors)

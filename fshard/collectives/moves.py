@@ -172,8 +172,7 @@ def ragged_all_to_all(tree: Tree, axis: Axis, send_sizes: Sequence[int], recv_si
     check_leaves(f"{what}: leaves do not fit", flatten(tree), unfit, "sort and count rows by their destination")
     run = partial(_exchange_rows, axis=axis, send=send, receive=receive, label="ragged_all_to_all")
     back = partial(_exchange_rows, axis=axis, send=receive, receive=send, label="ragged_all_to_all")
-    # Sizes are those of one call.
-    return on_tree(tree, run, back, "ragged_all_to_all", axis, repeated=False)
+    return on_tree(tree, run, back, "ragged_all_to_all", axis)
 
 
 def ppermute(tree: Tree, axis: Axis, perm: Iterable[tuple[int, int]]) -> Tree:
@@ -302,7 +301,8 @@ def _scatter(tensors: Tensors, axis: Axis, dim: int, label: str) -> Tensors:
 def _exchange(tensors: Tensors, axis: Axis, split: int, concat: int, label: str) -> Tensors:
     pieces = [tensor.chunk(axis.size, split) for tensor in tensors]
     kinds = [(parts[0].shape, parts[0].dtype) for parts in pieces]
-    rows = comm.all_to_all(list(zip(*pieces, strict=True)), [kinds] * axis.size, axis, label)
+    about = comm.labelled(label, tensors)
+    rows = comm.all_to_all(list(zip(*pieces, strict=True)), [kinds] * axis.size, axis, about)
     return [torch.cat(parts, concat) for parts in zip(*rows, strict=True)]
 
 
@@ -319,7 +319,7 @@ def _permute(tensors: Tensors, axis: Axis, perm: tuple[tuple[int, int], ...], la
     target, source = dict(perm).get(own), {target: source for source, target in perm}.get(own)
     send = [list(tensors) if rank == target else [] for rank in range(axis.size)]
     receive = [kinds if rank == source else [] for rank in range(axis.size)]
-    rows = comm.all_to_all(send, receive, axis, label, tensors[0].device)
+    rows = comm.all_to_all(send, receive, axis, comm.labelled(label, tensors), tensors[0].device)
     return [torch.zeros_like(tensor) for tensor in tensors] if source is None else rows[source]
 
 
@@ -327,7 +327,8 @@ def _from_root(tensors: Tensors, axis: Axis, root: int, label: str) -> Tensors:
     send = list(tensors) if comm.rank(axis) == root else []
     kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
     receive = [kinds if rank == root else [] for rank in range(axis.size)]
-    return comm.all_to_all([send] * axis.size, receive, axis, label, tensors[0].device)[root]
+    about = comm.labelled(label, tensors)
+    return comm.all_to_all([send] * axis.size, receive, axis, about, tensors[0].device)[root]
 
 
 def _at_root(tensors: Tensors, axis: Axis, root: int) -> Tensors:

@@ -6,7 +6,6 @@ Names under `__all__` are for everybody; the others are for the rooms of fshard.
 from fshard.comm.agree import (
     FLAGS,
     NO_FACTS,
-    STAGES,
     Facts,
     Peers,
     disagreement,
@@ -16,6 +15,7 @@ from fshard.comm.agree import (
     texts,
     vote,
 )
+from fshard.comm.calls import axes_in, call, calling
 from fshard.comm.collective import (
     PACK_BYTES,
     all_gather,
@@ -38,13 +38,17 @@ from fshard.comm.events import (
     Verb,
     concerning,
     decoded,
+    described,
     encoded,
+    labelled,
     listed,
     of_this_rank,
 )
+from fshard.comm.failure import CollectiveError, Position, circle, connected, unequal
+from fshard.comm.groups import World, world
 from fshard.comm.ops import collective_of
 from fshard.comm.pool import Pool, reusable
-from fshard.comm.recorder import CollectiveError, Issued, Watcher, flight_recorder, record, watched
+from fshard.comm.recorder import Issued, Watcher, flight_recorder, record, watched
 
 __all__ = [
     "Collective",

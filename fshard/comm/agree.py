@@ -7,17 +7,19 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from fshard import _compat
 from fshard.comm import ops
 from fshard.comm.collective import all_gather, message_device, serves_host
-from fshard.comm.events import WIDTH, Label, Phase, Verb, decoded, encoded, labelled
-from fshard.comm.recorder import CollectiveError
+from fshard.comm.events import Label, Phase, Verb, encoded, labelled
+from fshard.comm.failure import CollectiveError
+from fshard.comm.groups import marked
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Flat, ModelDtypes, ReshardPolicy, Spec, is_sharded
 
@@ -27,26 +29,12 @@ WORDS, BITS = 12, 63
 # Flags of a call's messages, whose numbers from FLAGS on do not fit and count as put forward.
 _FAILED, _FIRST = 0, 1
 FLAGS = WORDS * BITS - _FIRST
-
-# The message of a call whose event has no name.
-_UNNAMED = Label(Verb.AGREE)
-
-# Whoever asks sends as many numbers first, so that ranks that ask different things hear of it.
-FIRST = 4 + WORDS
-# The first of them: MARK, which says that a rank asks at all, over a hash of who asks and for what.
-MARK, HASH = 0x6673, 48
+# Whoever asks sends as many numbers first.
+FIRST = 2 + WORDS
 # Bytes of a text that needs no second message.
-SHORT = 8 * (FIRST - 2)
-
-# The fact of a graph that ranks of an axis are stages, whose collectives over other axes have orders of their own.
-STAGES = "stages"
+SHORT = 8 * (FIRST - 1)
 
 MISMATCH = "collective mismatch between ranks"
-REMEDY = (
-    "let every rank make the same calls in the same order, also those whose result one rank alone uses, such as save "
-    "and to_state_dict(rank0_only=True)"
-)
-
 Number = TypeVar("Number", int, float)
 
 
@@ -183,20 +171,17 @@ def vote(
     bits = sum(1 << flag for flag in set(flags) if flag < WORDS * BITS)
     words = [bits >> BITS * i & (1 << BITS) - 1 for i in range(WORDS)]
     own = f"{encoded(label)}\n{json.dumps(dict(entries))}".encode()
-    digest = int.from_bytes(hashlib.blake2b(own + facts.digest, digest_size=7).digest(), "big")
-    text = facts.text + b"\n" + own
-    agreed, longest = 1, len(text)
+    digest, agreed = int.from_bytes(hashlib.blake2b(own + facts.digest, digest_size=7).digest(), "big"), 1
     with _compat.outside_transforms():
         for axis in axes:
-            rows = _first([digest, agreed, longest, *words], "a vote", axis, label)
+            rows = _first([digest, agreed, *words], "a vote", axis, label)
             agreed = int(all(row[:2] == [digest, 1] for row in rows))
-            longest = max(row[2] for row in rows)
-            columns = list(zip(*rows, strict=True))[3 : 3 + len(words)]
+            columns = list(zip(*rows, strict=True))[2 : 2 + len(words)]
             words = [functools.reduce(operator.or_, column) for column in columns]
         bits = sum(word << BITS * i for i, word in enumerate(words))
         raised = frozenset(flag for flag in range(bits.bit_length()) if bits >> flag & 1)
         same = agreed or fails in raised
-        problem, told = (None, False) if same else _first_difference(text.ljust(longest), axes, label)
+        problem, told = (None, False) if same else _first_difference(facts, entries, axes, label)
     return Vote(problem, raised, told)
 
 
@@ -263,6 +248,11 @@ def everyone(text: str, axes: Sequence[Axis], label: str | Label) -> list[tuple[
     return [(_place(i, asked), each) for i, each in enumerate(found)]
 
 
+def told_of(error: BaseException) -> str:
+    """Write an error, as other ranks are told of it."""
+    return f"{type(error).__name__}: {error}"
+
+
 def _as_row(data: bytes, size: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8)
 
@@ -277,71 +267,43 @@ def _exchange(tensor: torch.Tensor, axis: Axis, label: str | Label) -> torch.Ten
 
 
 def _first(numbers: list[int], kind: str, axis: Axis, label: str | Label) -> list[list[int]]:
-    """Exchange the first numbers of a message, with which ranks find out that they make different calls.
+    """Exchange the first numbers of a message, which ranks that ask for another kind of thing wait for.
 
     Args:
-        numbers: Up to FIRST - 1 are sent as so many; more are for where ranks have agreed already.
+        numbers: Up to FIRST are sent as so many; more are for where ranks have agreed already.
         kind: The use of the numbers.
         axis: The mesh axis.
         label: Who asks.
 
     Returns:
         A row of each rank, which begins with its numbers.
-
-    Raises:
-        CollectiveError: on every rank, if they do not all ask the same.
     """
-    label = labelled(label)
-    digest = hashlib.blake2b(f"{label.verb}: {kind}".encode(), digest_size=HASH // 8).digest()
-    tag = MARK << HASH | int.from_bytes(digest, "big")
-    sent = [tag, *numbers, *[0] * (FIRST - 1 - len(numbers))]
-    rows = _exchange(torch.tensor(sent), axis, label).reshape(axis.size, -1).tolist()
-    if all(row[0] == tag for row in rows):
-        return [row[1:] for row in rows]
-    compares = [row[0] >> HASH == MARK for row in rows]
-    said = ["compares its calls" if yes else "runs another collective" for yes in compares]
-    if all(compares):
-        own = ": ".join(part for part in ("" if label.verb == Verb.AGREE else label.verb, label.unit) if part)
-        texts = _exchange(_as_row(own.encode()[:WIDTH], WIDTH), axis, label).reshape(axis.size, -1)
-        said = [bytes(text.tolist()).decode(errors="ignore").rstrip() for text in texts]
-    lines = [f"  rank {rank}: {text}" for rank, text in zip(_compat.group_ranks(axis.group_name), said, strict=True)]
-    raise CollectiveError("\n".join([MISMATCH, *lines, f"To fix: {REMEDY}."]))
+    sent = [*numbers, *[0] * (FIRST - len(numbers))]
+    label = labelled(label)._replace(kind=kind)
+    return _exchange(torch.tensor(sent), axis, label).reshape(axis.size, -1).tolist()
 
 
-def _first_difference(text: bytes, axes: Sequence[Axis], label: Label) -> tuple[Problem, bool]:
+def _first_difference(
+    facts: Facts, entries: Mapping[str, str], axes: Sequence[Axis], label: Label
+) -> tuple[Problem, bool]:
     """Find the first thing that ranks differ in, and whether it is one of their facts."""
-    rows = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    for axis in axes:
-        rows = _exchange(rows, axis, label)
-    lines = [bytes(row.tolist()).decode().split("\n") for row in rows.reshape(-1, len(text))]
-    facts, entries = ([json.loads(line[i]) for line in lines] for i in (0, 2))
+    own = json.dumps([json.loads(facts.text), {"what comes next": label.event}, dict(entries)])
+    told, events, others = zip(*(json.loads(text) for _, text in everyone(own, axes, label)), strict=True)
     # Ranks of which only some begin a call differ in what comes next.
-    if all(facts) and (found := _problem(facts, list(dict.fromkeys(itertools.chain(*facts))), axes)):
-        return found, True
-    events = [{"what comes next": line[1]} for line in lines]
-    if found := _problem(events, list(events[0]), axes, lambda label: decoded(label).event):
-        return found, False
-    keys = sorted(dict.fromkeys(itertools.chain(*entries)), key=lambda key: all(key in each for each in entries))
-    if found := _problem(entries, keys, axes):
-        return found, False
-    # Some ranks have facts and others none.
-    found = _problem(facts, list(dict.fromkeys(itertools.chain(*facts))), axes)
-    assert found is not None
-    return found, True
+    for each in (told if all(told) else (), events, others, told):
+        keys = dict.fromkeys(itertools.chain(*each))
+        first = [key for key in keys if each is others and not all(key in row for row in each)]
+        if found := _problem(each, [*first, *keys], axes):
+            return found, each is told
+    raise AssertionError("ranks differ in a digest alone")
 
 
-def _problem(
-    ranks: Sequence[Mapping[str, Any]],
-    keys: Sequence[str],
-    axes: Sequence[Axis],
-    written: Callable[[str], str] = str,
-) -> Problem | None:
+def _problem(ranks: Sequence[Mapping[str, Any]], keys: Sequence[str], axes: Sequence[Axis]) -> Problem | None:
     """Find the first key for which some rank has another value than the first one."""
-    first, *others = ranks
     for key in keys:
-        for index, other in enumerate(others, start=1):
-            if other.get(key) != first.get(key):
-                found, needed = map(written, _differing(other.get(key, "nothing"), first.get(key, "nothing")))
+        for index, other in enumerate(ranks):
+            if other.get(key) != ranks[0].get(key):
+                found, needed = _differing(other.get(key, "nothing"), ranks[0].get(key, "nothing"))
                 return Problem(key, f"{found} on rank {_place(index, axes)}", f"{needed} as on rank {_place(0, axes)}")
     return None
 
@@ -377,7 +339,6 @@ class Peers:
         """
         self.axes = [axis for axis in axes if axis.size > 1]
         self._what, self._facts = what, facts
-        self._over = False
 
     def begin(self, new: bool, error: Exception | None = None) -> bool:
         """See by one message that every rank begins the same call.
@@ -394,20 +355,24 @@ class Peers:
 
         Raises:
             ValueError: on every rank, if ranks make different calls or were told different things.
-            RuntimeError: if another rank failed.
+            CollectiveError: if another rank failed.
         """
         if not self.axes or (not new and not _compat.is_tracing() and not all(map(serves_host, self.axes))):
             return new
-        event = Label(Verb.AGREE, call=self._what, phase=Phase.BEGIN)
-        return bool(self.agree(event, flags=(0,) if new else (), error=error, where=self._what))
+        event, begins = Label(Verb.START, call=self._what, phase=Phase.BEGIN), marked(begun=True)
+        flags = [*([_FAILED] if error is not None else []), *([_FIRST] if new else [])]
+        found = self._voted(event, {}, flags)
+        if _FAILED not in found:
+            return bool(found)
+        text = "" if error is None else f"rank {dist.get_rank()} failed in {begins or self._what}: {told_of(error)}"
+        failures = [said for _, said in everyone(text, self.axes, event) if said]
+        if error is None:
+            raise CollectiveError("\n".join([*failures, f"To fix: mend it; {self._what} has sent nothing yet."]))
+        marked(settled=True)
+        return new
 
     def agree(
-        self,
-        event: Label = _UNNAMED,
-        entries: Mapping[str, str] = MappingProxyType({}),
-        flags: Collection[int] = (),
-        error: Exception | None = None,
-        where: str = "",
+        self, event: Label, entries: Mapping[str, str] = MappingProxyType({}), flags: Collection[int] = ()
     ) -> frozenset[int]:
         """Refuse on every rank collectives that do not match, before they start.
 
@@ -415,46 +380,22 @@ class Peers:
             event: What comes next.
             entries: Its parts, by a name for each.
             flags: Numbers from 0 that this rank puts forward; from FLAGS on they are left out.
-            error: The error that this rank has failed with, or None.
-            where: Where it failed.
 
         Returns:
             The numbers that any rank put forward.
 
         Raises:
             ValueError: if ranks make different calls.
-            RuntimeError: if another rank failed.
         """
-        if not self.axes or self._over or isinstance(error, CollectiveError):
-            # No other rank would answer any more.
-            return frozenset()
+        return frozenset(flag - _FIRST for flag in self._voted(event, entries, [_FIRST + flag for flag in flags]))
+
+    def _voted(self, event: Label, entries: Mapping[str, str], flags: Collection[int]) -> frozenset[int]:
         facts, self._facts = self._facts, NO_FACTS
-        raised = [*([_FAILED] if error is not None else []), *(_FIRST + flag for flag in flags)]
-        found = vote(entries, raised, self.axes, event, facts, fails=_FAILED)
-        if _FAILED in found.flags:
-            self.failed(error, where, event)
-        elif found.problem is not None:
-            self._over = True
+        found = vote(entries, flags, self.axes, event, facts, fails=_FAILED)
+        if found.problem is not None:
+            marked(settled=True)
             self._refuse(found.problem, found.told)
-        return frozenset(flag - _FIRST for flag in found.flags if flag != _FAILED)
-
-    def failed(self, error: Exception | None, where: str, event: Label = _UNNAMED) -> None:
-        """Tell each other of failures, where ranks know that there are some.
-
-        Args:
-            error: The error that this rank has failed with, or None.
-            where: Where it failed.
-            event: What came next.
-
-        Raises:
-            RuntimeError: on ranks that have not failed, which rank has, where and by which error.
-        """
-        self._over = True
-        said = json.dumps(None if error is None else [where, type(error).__name__, str(error)])
-        found = [(place, json.loads(text)) for place, text in everyone(said, self.axes, event)]
-        if error is None:
-            failures = [f"on rank {place} {said[0]} raised {said[1]}: {said[2]}" for place, said in found if said]
-            raise RuntimeError(f"{self._what}: another rank failed, and this one stops with it: {'; '.join(failures)}")
+        return found.flags
 
     def highest(self, numbers: Sequence[int]) -> list[int]:
         """For each number the highest that any rank has."""
@@ -484,7 +425,7 @@ def same_call(
 
     Raises:
         ValueError: on every rank, if ranks make different calls or were told different things.
-        RuntimeError: if another rank failed.
+        CollectiveError: if another rank failed.
     """
     sent_over = [axis for axis in axes if axis.size > 1]
     if sent_over and all(map(serves_host, sent_over)):

@@ -198,7 +198,7 @@ def start_all_gather(
     algorithm = algorithm_of(axis, shards[0].device)
     packed = packing(shards, axis.size, algorithm)
     shapes = [shard.shape for shard in shards]
-    buffers = ops.all_gather(packed.pack(shards, 0), *_named(axis), algorithm, encoded(labelled(label)))
+    buffers = ops.all_gather(packed.pack(shards, 0), *_named(axis), algorithm, encoded(labelled(label, shards)))
     return lambda: packed.unpack([ops.wait(buffer) for buffer in buffers], shapes)
 
 
@@ -233,7 +233,7 @@ def start_reduce_scatter(
     packed = packing(stacks, 1, algorithm)
     shapes = [stack.shape[1:] for stack in stacks]
     sources = packed.pack(stacks, 1)
-    buffers = ops.reduce_scatter(sources, *_named(axis), algorithm, encoded(labelled(label)))
+    buffers = ops.reduce_scatter(sources, *_named(axis), algorithm, encoded(labelled(label, stacks)))
     own = [source[rank(axis)] for source in sources] if _from_the_other(algorithm, axis) else None
     return lambda: packed.unpack(_sums(buffers, own, tree), shapes)
 
@@ -266,7 +266,7 @@ def start_all_reduce(
     if has_one_rank(axis) or not tensors:
         return lambda: list(tensors)
     # The gather that runs when it is finished is for the same units.
-    algorithm, label = "direct" if tree else algorithm_of(axis, tensors[0].device), labelled(label)
+    algorithm, label = "direct" if tree else algorithm_of(axis, tensors[0].device), labelled(label, tensors)
     packed = packing(tensors, 1, algorithm)
     shapes = [tensor.shape for tensor in tensors]
     buffers = packed.pack(tensors, 0)

@@ -54,10 +54,11 @@ class Verb(StrEnum):
     """Those that ask for collectives and are known by name; others, such as users' transforms, pass any word.
 
     >>> import fshard as fs
-    >>> list(fs.comm.Verb), fs.comm.Label("gather").verb == fs.comm.Verb.GATHER
-    ([<Verb.GATHER: 'gather'>, <Verb.SCATTER: 'scatter'>, <Verb.AGREE: 'agree'>, <Verb.OBJECTIVE: 'objective'>], True)
+    >>> [str(verb) for verb in fs.comm.Verb], fs.comm.Label("gather").verb == fs.comm.Verb.GATHER
+    (['start', 'gather', 'scatter', 'agree', 'objective'], True)
     """
 
+    START = "start"
     GATHER = "gather"
     SCATTER = "scatter"
     AGREE = "agree"
@@ -86,6 +87,8 @@ class Label(NamedTuple):
         leaves: Paths of the leaves that travel.
         call: For messages by which ranks compare what they do, the call that comes next.
         phase: Whether that call begins or ends.
+        parts: The dtypes and shapes of the operands, where they are the same on every rank.
+        kind: Of a message by which ranks compare something, its use.
 
     >>> import fshard as fs
     >>> label = fs.comm.Label(fs.comm.Verb.GATHER, units=("layers.0",), leaves=("['weight']", "['bias']"))
@@ -98,6 +101,13 @@ class Label(NamedTuple):
     leaves: tuple[str, ...] = ()
     call: str = ""
     phase: Phase = Phase.NONE
+    parts: str = ""
+    kind: str = ""
+
+    @property
+    def is_comparison(self) -> bool:
+        """Whether ranks compare what they do by it, and so may come to it from different calls."""
+        return self.verb in (Verb.START, Verb.AGREE)
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -135,12 +145,30 @@ def listed(leaves: Sequence[str]) -> str:
     return ", ".join([*leaves[:LEAVES], *more])
 
 
-def labelled(who: str | Label) -> Label:
-    """Make a label of who asks and of the purpose that `concerning` names; a whole label stays as it is."""
+def labelled(who: str | Label, tensors: Sequence[torch.Tensor] = ()) -> Label:
+    """Make a label of who asks and of the purpose that `concerning` names; a whole label stays as it is.
+
+    Args:
+        who: The one who asks, or the label.
+        tensors: The operands, to be shown where no purpose is known.
+
+    Returns:
+        The label.
+    """
     if isinstance(who, Label):
         return who
     subject = of_this_rank(_Subject).current
-    return Label(who) if subject is None else Label(who, subject.units, subject.leaves)
+    if subject is not None:
+        return Label(who, subject.units, subject.leaves)
+    return Label(who, parts=described(tuple((tensor.dtype, tensor.shape) for tensor in tensors)))
+
+
+@functools.lru_cache(maxsize=1024)
+def described(shapes: tuple[tuple[torch.dtype, torch.Size], ...]) -> str:
+    """Describe tensors by their dtypes, shapes and bytes; of many the first ones."""
+    each = [f"{str(dtype).removeprefix('torch.')} {tuple(shape)}" for dtype, shape in shapes]
+    nbytes = sum(dtype.itemsize * shape.numel() for dtype, shape in shapes)
+    return f"{listed(each)}, {nbytes} bytes" if each else ""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -166,8 +194,8 @@ def decoded(text: str) -> Label:
     Returns:
         The label.
     """
-    verb, units, leaves, call, phase = json.loads(text)
-    return Label(verb, tuple(units), tuple(leaves), call, Phase(phase))
+    verb, units, leaves, call, phase, parts, kind = json.loads(text)
+    return Label(verb, tuple(units), tuple(leaves), call, Phase(phase), parts, kind)
 
 
 class concerning:  # noqa: N801
@@ -248,7 +276,9 @@ class Collective(NamedTuple):
         full = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         full *= size if op == "all_gather" else 1
         single = {"all_to_all": -1, "reduce_scatter": size}.get(op, 1)
-        scalar = all(tensor.numel() == single for tensor in tensors) or about.verb in (Verb.AGREE, Verb.OBJECTIVE)
+        scalar = (
+            all(tensor.numel() == single for tensor in tensors) or about.is_comparison or about.verb == Verb.OBJECTIVE
+        )
         return cls(op, axis, size, about, full, 1 if op == "all_to_all" else len(tensors), scalar)
 
     @property

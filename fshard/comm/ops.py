@@ -22,8 +22,11 @@ import torch.distributed as dist
 from fshard import _compat
 from fshard.comm import recorder
 from fshard.comm.events import Collective, current_pool
+from fshard.comm.groups import Group, Step, tag_of
 
 Tensors = list[torch.Tensor]
+# A collective's place in its group, and the group.
+Way = tuple[Step, Group]
 
 # How often to look whether the backend has let go, which it usually has at the first look.
 LETTING_GO = 1000
@@ -43,7 +46,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _all_gather(tensors: Tensors, axis: str, size: int, group: str, algorithm: str, label: str) -> Tensors:
+def _all_gather(tensors: Tensors, size: int, group: str, algorithm: str, way: Way) -> Tensors:
     if algorithm != "direct":
         sources = [_bytes(tensor.contiguous()) for tensor in tensors]
         gathered = _compat.start_all_gather(sources, size, group, fused=algorithm == "coalesced")
@@ -56,15 +59,16 @@ def _all_gather(tensors: Tensors, axis: str, size: int, group: str, algorithm: s
         for tensor, buffer in zip(tensors, buffers, strict=True):
             buffer[own].copy_(tensor)
             rows = list(map(_bytes, buffer))
-            _swap("all_gather", [rows[own]] * size, rows, buffer, group)
+            _swap([rows[own]] * size, rows, buffer, way)
     return buffers
 
 
-def _swap(op: str, send: Tensors, receive: Tensors, buffer: torch.Tensor, group: str) -> None:
+def _swap(send: Tensors, receive: Tensors, buffer: torch.Tensor, way: Way) -> None:
     """Start to send each rank bytes and receive some from each, on which `buffer` waits; what this rank has stays."""
     if not send[0].numel():
         return
-    for work in _compat.start_swap(op, send, receive, group):
+    step, group = way
+    for work in _compat.start_swap(group.pair, group.name, send, receive, partial(tag_of, step)):
         _compat.register_work(buffer, work)
     _keep(buffer, [*send, *receive])
 
@@ -94,7 +98,7 @@ def _all_gather_like(tensors: Tensors, size: int) -> Tensors:
     return [tensor.new_empty((size, *tensor.shape)) for tensor in tensors]
 
 
-def _reduce_scatter(tensors: Tensors, axis: str, size: int, group: str, algorithm: str, label: str) -> Tensors:
+def _reduce_scatter(tensors: Tensors, size: int, group: str, algorithm: str, way: Way) -> Tensors:
     if algorithm != "direct":
         sources = [tensor.contiguous() for tensor in tensors]
         fused = algorithm == "coalesced"
@@ -104,18 +108,18 @@ def _reduce_scatter(tensors: Tensors, axis: str, size: int, group: str, algorith
         buffers = _reduce_scatter_like(tensors, size, algorithm)
         for tensor, buffer in zip(tensors, buffers, strict=True):
             # Between two ranks only the other's row travels; more rows are moved together.
-            _exchange("reduce_scatter", tensor if size > 2 else tensor[1 - own], buffer, own, size, group)
+            _exchange(tensor if size > 2 else tensor[1 - own], buffer, own, size, way)
     return buffers
 
 
-def _exchange(op: str, rows: torch.Tensor, buffer: torch.Tensor, own: int, size: int, group: str) -> None:
+def _exchange(rows: torch.Tensor, buffer: torch.Tensor, own: int, size: int, way: Way) -> None:
     """Send each rank its row and receive one of each; between two ranks all to the other, and nothing to oneself."""
     rows = rows.contiguous()
     if size == 2:
-        _swap(op, [_bytes(rows)] * 2, [_bytes(buffer[0])] * 2, buffer, group)
+        _swap([_bytes(rows)] * 2, [_bytes(buffer[0])] * 2, buffer, way)
         return
     buffer[own].copy_(rows[own])
-    _swap(op, list(map(_bytes, rows)), list(map(_bytes, buffer)), buffer, group)
+    _swap(list(map(_bytes, rows)), list(map(_bytes, buffer)), buffer, way)
 
 
 def _per_dtype(tensors: Tensors, start: Callable[[Tensors], Tensors]) -> Tensors:
@@ -132,16 +136,16 @@ def _reduce_scatter_like(tensors: Tensors, size: int, algorithm: str) -> Tensors
     return [tensor.new_empty((rows, *tensor.shape[1:])) for tensor in tensors]
 
 
-def _all_reduce(tensors: Tensors, axis: str, size: int, group: str, algorithm: str, label: str) -> Tensors:
+def _all_reduce(tensors: Tensors, size: int, group: str, algorithm: str, way: Way) -> Tensors:
     if algorithm == "direct" and size == 2:
         own = dist.get_rank(_compat.resolve_process_group(group))
         with _compat.below_autograd():
             buffers = _all_gather_like(tensors, 1)
             for tensor, buffer in zip(tensors, buffers, strict=True):
-                _exchange("all_reduce", tensor, buffer, own, size, group)
+                _exchange(tensor, buffer, own, size, way)
         return buffers
     if algorithm == "direct":
-        return _all_gather(tensors, axis, size, group, algorithm, label)
+        return _all_gather(tensors, size, group, algorithm, way)
     sums = _per_dtype(tensors, lambda same: _compat.start_all_reduce(same, group, fused=algorithm == "coalesced"))
     return [total.unsqueeze(0) for total in sums]
 
@@ -149,14 +153,14 @@ def _all_reduce(tensors: Tensors, axis: str, size: int, group: str, algorithm: s
 def _all_to_all(
     rows: torch.Tensor, send: list[int], receive: list[int], axis: str, size: int, group: str, label: str
 ) -> torch.Tensor:
-    def start() -> torch.Tensor:
+    def start(step: Step, own_group: Group) -> torch.Tensor:
         with _compat.below_autograd():
             buffer = rows.new_empty(sum(receive))
             process_group = _compat.resolve_process_group(group)
             if _compat.group_devices(group).get(rows.device.type) == "gloo":
                 # Between ranks that have nothing for each other there is no message.
                 source, target, own = rows.split(send), buffer.split(receive), process_group.rank()
-                works = _compat.start_swap("all_to_all", source, target, group)
+                works = _compat.start_swap(own_group.pair, group, source, target, partial(tag_of, step))
                 target[own].copy_(source[own])
                 _keep(buffer, [*source, *target])
             else:
@@ -166,7 +170,11 @@ def _all_to_all(
                 _compat.register_work(buffer, work)
         return buffer
 
-    return recorder.started("all_to_all", start, _leaving(rows, send, group), (axis, size, group, label))
+    width = rows.element_size()
+    sends, receives = [width * n for n in send], [width * n for n in receive]
+    return recorder.started(
+        "all_to_all", start, _leaving(rows, send, group), (axis, size, group, label), sends, receives
+    )
 
 
 def _leaving(rows: torch.Tensor, send: list[int], group: str) -> Tensors:
@@ -192,7 +200,9 @@ def _collective(name: str, kernel: Callable[..., Tensors], like: Callable[[Tenso
     """Define an operator that starts a collective on a list of tensors; `like` makes its buffers."""
 
     def run(tensors: Tensors, axis: str, size: int, group: str, algorithm: str, label: str) -> Tensors:
-        start = partial(kernel, tensors, axis, size, group, algorithm, label)
+        def start(*way: Any) -> Tensors:
+            return kernel(tensors, size, group, algorithm, way)
+
         return recorder.started(name, start, tensors, (axis, size, group, label))
 
     def fake(tensors: Tensors, axis: str, size: int, group: str, algorithm: str, label: str) -> Tensors:

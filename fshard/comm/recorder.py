@@ -1,49 +1,21 @@
-"""The flight recorder: which collectives this rank has started and finished, and the message where one fails."""
+"""The flight recorder: which collectives this rank has started and finished, and who is told of them."""
 
-import json
+import functools
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm.events import (
-    KEY,
-    WIDTH,
-    Collective,
-    Label,
-    Record,
-    decoded,
-    listed,
-    objects_of_this_rank,
-    of_this_rank,
-)
-
-# Seconds in which the other ranks may answer; those that fail with this one do so at once.
-ANSWERS = 1.0
-
-
-class CollectiveError(RuntimeError):
-    """A collective failed: a rank is gone, late beyond the process group's timeout, or does something else.
-
-    >>> import torch, fshard as fs
-    >>> def program():
-    ...     mesh = fs.init_mesh({"shard": -1}, device="cpu")
-    ...     params, rank = fs.shard({"w": torch.ones(2)}, fs.fully_shard(mesh)), mesh.get_rank()
-    ...     loss_and_grads = fs.value_and_grad(lambda p: fs.gather(p)["w"].sum())
-    ...     try:
-    ...         fs.checkpoint.to_state_dict(params, rank0_only=True) if rank == 0 else loss_and_grads(params)
-    ...     except fs.comm.CollectiveError as error:
-    ...         return str(error)
-    >>> print(fs.testing.spmd(program, world=2)[0])  # every rank must call to_state_dict
-    collective mismatch between ranks
-      rank 0: checkpoint.to_state_dict
-      rank 1: value_and_grad begins
-    To fix: let every rank make the same calls in the same order, also those whose result one rank alone uses, ...
-    """
+from fshard.comm.events import KEY, Collective, Label, Record, decoded, described, objects_of_this_rank, of_this_rank
+from fshard.comm.failure import connected, ended, failure
+from fshard.comm.groups import TEXT, Group, Step, Waiting, World, world
+from fshard.comm.watcher import Lookout
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +29,9 @@ class Issued:
         group: Name of its process group.
         label: Who asked for it, and what for, encoded.
         number: How many this rank had started with it.
+        world: What this rank knows of the others.
+        own: The group of fshard's own.
+        step: Its place there.
         left: Buffers that have not been waited for.
     """
 
@@ -66,6 +41,9 @@ class Issued:
     group: str
     label: str
     number: int
+    world: World
+    own: Group
+    step: Step
     left: int = 0
 
     @property
@@ -100,14 +78,10 @@ class FlightRecorder:
 
     Attributes:
         started: How many have started.
-        finished: The last one of which every buffer has landed.
-        failed: How often one has failed, by process group.
         watchers: Those who are told.
     """
 
     started: int = 0
-    finished: Issued | None = None
-    failed: dict[str, int] = field(default_factory=dict)
     watchers: tuple[Watcher, ...] = ()
 
 
@@ -122,16 +96,20 @@ def flight_recorder() -> FlightRecorder:
     ...     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))
     ...     before = fs.comm.flight_recorder().started
     ...     fs.comm.all_reduce([torch.ones(2)], axis, "example")
-    ...     recorder = fs.comm.flight_recorder()
-    ...     return recorder.started - before, recorder.finished.op, str(recorder.finished.about)
-    >>> fs.testing.spmd(program, world=2)[0]
-    (1, 'all_reduce', 'example')
+    ...     return fs.comm.flight_recorder().started - before
+    >>> fs.testing.spmd(program, world=2)
+    [1, 1]
     """
     return of_this_rank(FlightRecorder)
 
 
 def started(
-    op: str, kernel: Callable[[], Any], tensors: Sequence[torch.Tensor], about: tuple[str, int, str, str]
+    op: str,
+    kernel: Callable[[Step, Group], Any],
+    tensors: Sequence[torch.Tensor],
+    about: tuple[str, int, str, str],
+    sends: Sequence[int] | None = None,
+    receives: Sequence[int] | None = None,
 ) -> Any:
     """Start a collective; its buffers lead to what the flight recorder has of it.
 
@@ -140,26 +118,58 @@ def started(
         kernel: Starts it and returns a buffer in flight, or several.
         tensors: Those it sends.
         about: Its axis, size, group and encoded label.
+        sends: The bytes for each rank, where ranks may send different ones.
+        receives: The bytes from each.
 
     Returns:
         The result of the kernel.
+
+    Raises:
+        CollectiveError: if it cannot start, or the group is broken.
     """
-    recorder = flight_recorder()
+    recorder, own = flight_recorder(), world()
     recorder.started += 1
-    issued = Issued(op, *about, recorder.started)
+    if own.broken is not None:
+        raise failure(own, None)
+    group = connected(own, about[2])
+    if own.lookout is None and group.pair is not None:
+        own.lookout = Lookout(own)
+        own.lookout.start()
+    shapes = () if sends is not None else tuple((tensor.dtype, tensor.shape) for tensor in tensors)
+    hashed, text = _texts(op, about[0], about[3], shapes)
+    within = f"{text} in {own.call.what}" if own.call is not None else text
+    step = group.enter(op, hashed, within[:TEXT], sends, receives)
+    issued = Issued(op, *about, recorder.started, own, group, step)
     for watcher in recorder.watchers:
         watcher.starts(issued, tensors)
+    before, own.waiting = own.waiting, Waiting(group, step, time.monotonic())
     try:
-        buffers = kernel()
+        with _compat.known_step((own, step)) if own.simulated else nullcontext():
+            buffers = kernel(step, group)
     except dist.DistError as error:
-        raise _explained(issued, recorder, error) from error
+        raise ended(own, own.waiting, error) from error
+    finally:
+        own.waiting = before
     several = buffers if isinstance(buffers, list) else [buffers]
     issued.left = len(several)
     for buffer in several:
         buffer.__dict__["issued"] = issued
+        own.flying[id(buffer)] = weakref.ref(buffer)
     for watcher in recorder.watchers:
         watcher.started(issued)
     return buffers
+
+
+@functools.lru_cache(maxsize=1024)
+def _texts(op: str, axis: str, label: str, shapes: tuple[tuple[torch.dtype, torch.Size], ...]) -> tuple[str, str]:
+    """Write a collective for the chain, and for messages."""
+    about = decoded(label)
+    # Ranks that begin different calls hear of it by the message itself.
+    who = "compare" if about.is_comparison else f"{about.verb} {about.ids}"
+    all_parts = about.kind or about.parts or " ".join(f"{dtype} {tuple(shape)}" for dtype, shape in shapes)
+    shown = about.parts or described(shapes)
+    unit, size = (f" of {text}" if text else "" for text in (about.unit, "" if about.kind else shown))
+    return f"{op} over {axis}: {who}: {all_parts}\n", f"({about.verb}{unit}) over {axis!r}{size}"
 
 
 def landed(buffer: torch.Tensor) -> torch.Tensor:
@@ -177,16 +187,18 @@ def landed(buffer: torch.Tensor) -> torch.Tensor:
     issued = buffer.__dict__.pop("issued", None)
     if issued is None:
         return _compat.wait_tensor(buffer)
-    recorder = flight_recorder()
+    recorder, own = flight_recorder(), issued.world
+    own.flying.pop(id(buffer), None)
     for watcher in recorder.watchers:
         watcher.waits(issued)
+    before, own.waiting = own.waiting, Waiting(issued.own, issued.step, time.monotonic())
     try:
         out = _compat.wait_tensor(buffer)
     except RuntimeError as error:
-        raise _explained(issued, recorder, error) from error
+        raise ended(own, own.waiting, error) from error
+    finally:
+        own.waiting = before
     issued.left -= 1
-    if not issued.left:
-        recorder.finished = issued
     for watcher in recorder.watchers:
         watcher.landed(issued)
     return out
@@ -238,54 +250,3 @@ def record() -> Iterator[Record]:
     entries = Record()
     with watched(_Recording(entries)):
         yield entries
-
-
-def _explained(issued: Issued, recorder: FlightRecorder, error: Exception) -> CollectiveError:
-    """Say which collective failed, and which one this rank and the others finished last.
-
-    A rank that fails leaves a note in the store by which the ranks had found each other, and reads those of the others.
-    Until then nothing is written there.
-    """
-    own, ranks = dist.get_rank(), _compat.group_ranks(issued.group)
-    notes = {own: json.dumps([_noted(issued), recorder.finished and _noted(recorder.finished)])}
-    failures = recorder.failed[issued.group] = recorder.failed.get(issued.group, 0) + 1
-    # Notes of a group's first failure are not read at its second one.
-    notes |= _compat.exchange_notes(f"fshard/{issued.group}/{failures}", own, notes[own], ranks, ANSWERS)
-    backend = (str(error).splitlines() or [type(error).__name__])[0]
-    about = issued.about
-    lines = [
-        f"{_described(*_noted(issued))} failed on rank {own}",
-        f"  backend: {backend[:WIDTH]}",
-        *([f"  leaves: {listed(about.leaves)}"] if about.units and about.leaves else []),
-        *(f"  rank {rank}{', this one' if rank == own else ''}: {_said(notes.get(rank))}" for rank in ranks),
-        f"To fix: {_remedy([rank for rank in ranks if rank not in notes], notes)}.",
-    ]
-    return CollectiveError("\n".join(lines))
-
-
-def _noted(issued: Issued) -> tuple[str, int, str, str]:
-    return issued.op, issued.number, issued.axis, issued.label
-
-
-def _described(op: str, number: int, axis: str, label: str) -> str:
-    about = decoded(label)
-    return f"{op} number {number} ({about.verb}{f' of {about.unit}' if about.unit else ''}) over {axis!r}"
-
-
-def _said(note: str | None) -> str:
-    if note is None:
-        return f"did not answer within {ANSWERS:g} s: it was killed, has ended, hangs or computes"
-    failed, finished = json.loads(note)
-    return f"failed in {_described(*failed)}; finished last: {_described(*finished) if finished else 'nothing'}"
-
-
-def _remedy(silent: list[int], notes: dict[int, str]) -> str:
-    if silent:
-        ranks = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
-        return f"see why {ranks} did not come; where that takes long for a reason, raise the process group's timeout"
-    if len(set(notes.values())) == 1:
-        return (
-            "all came, but not in time, or with other shapes or sizes: give them the same on every rank, raise the "
-            "process group's timeout, or see which rank is late by fs.trace"
-        )
-    return "let every rank run the same program; where the operations above differ, the rank behind has left one out"

@@ -129,25 +129,18 @@ class Backward:
         self._land_all()
         return [use.unit.leaves[i].take_reduced() for i in group]
 
-    def finish(self, leaves: Sequence[Leaf], failed: Exception | None) -> Exception | None:
+    def finish(self, leaves: Sequence[Leaf]) -> None:
         """Take every step that is left, with zeros where this rank has no gradient, and wait for all reductions.
 
         Args:
             leaves: All trained leaves of the call.
-            failed: The error of the backward, if it failed; nothing is sent after a collective failed.
-
-        Returns:
-            The error of the backward.
         """
-        if isinstance(failed, comm.CollectiveError):
-            return failed
         self._advance(len(self._steps))
         if self._reduce_now:
             # Leaves that were not reduced at their step, or used in earlier microbatches only.
             self._reduce([leaf for leaf in reversed(leaves) if leaf.owed])
         self._start_all()
         self._land_all()
-        return failed
 
     def _closes(self, use: Use) -> int:
         return self._place[Step(Kind.CLOSE, use.number)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fshard import _compat, comm
-from fshard.collectives import Chain, Repeat, chained
+from fshard.collectives import Chain, chained
 from fshard.engine.backward import Backward
 from fshard.engine.forward import Forward
 from fshard.engine.graph import (
@@ -40,6 +40,7 @@ class Call:
         leaves: The same as the engine sees them; None for leaves that are not Sharded.
         at_end: Functions to run when the call ends.
         ended: Whether it has ended.
+        news: Whether this rank saved tensors that the order does not regather.
     """
 
     def __init__(
@@ -70,8 +71,7 @@ class Call:
         order = known(self._key) if self._differentiable and not _compat.is_tracing() else None
         new = self._peers.begin(self._differentiable and order is None)
         self._order = None if new else order
-        self._failed: Exception | None = None
-        self._phase, self._news = "f" if self._differentiable else what, False
+        self.news = False
         self.bound = [self._bind(leaf) for leaf in flat.leaves]
         given = zip(flat.paths, self.bound, flat.leaves, strict=True)
         kind = Leaf if share is None else partial(TreeLeaf, share=share)
@@ -213,8 +213,8 @@ class Call:
         self._backward.arrived(use, group, grads)
         return self._backward.reduced_now(use, group) if leaves[0].derived else [None] * len(group)
 
-    def _collective(self, name: str, axis: Axis, differentiated: bool, repeat: Repeat | None) -> None:
-        self._forward.note(CollectiveEvent(name, axis.name, differentiated), repeat)
+    def _collective(self, name: str, axis: Axis, differentiated: bool) -> None:
+        self._forward.note(CollectiveEvent(name, axis.name, differentiated))
 
     def _mark(self) -> Callable[[], None]:
         """Note where a collective begins or ends; before it passes there, the backward takes all steps up to there."""
@@ -230,24 +230,22 @@ class Call:
         stored = [leaf.stored for leaf in self._own]
         check_versions(self._what, [leaf.path for leaf in self._own], stored, self._versions, stored)
 
-    def forward(self, f: Callable[[], tuple[torch.Tensor, Any, Any]]) -> tuple[torch.Tensor, Any, Any] | None:
+    def forward(self, f: Callable[[], tuple[torch.Tensor, Any, Any]]) -> tuple[torch.Tensor, Any, Any]:
         """Run the function, and compare its course with the other ranks'.
 
         Args:
             f: The function: this rank's loss, count and aux.
 
         Returns:
-            The function's result; None where this rank failed, and goes on because others follow the same order.
+            The function's result.
 
         Raises:
             FunctionTransform: if it calls torch.func.
-            RuntimeError: if another rank failed.
+            Departed: if this rank does something else than all ranks did in an earlier call.
             ValueError: if ranks do not gather the same units.
         """
         self._begin(self._order)
         try:
-            if self._failed is not None:
-                raise self._failed
             # If nothing is regathered, autograd may save full tensors themselves.
             drops = self._drops() and not (self._order and self._order.keeps_all)
             hooks = self._forward.saved.hooks() if drops else nullcontext()
@@ -257,35 +255,17 @@ class Call:
             self._forward.finish()
             order = self._forward.conclude(out[0].dtype)
             self._concluded.append(order)
-            self._news = self._news or self._forward.news
+            self.news = self.news or self._forward.news
             return out
+        except Departed:
+            self._forward.drop()
+            remember(self._key, None, departed=True)
+            raise
         except Exception as error:
-            if _compat.refuses_saved_tensor_hooks(error):
-                error = FunctionTransform("f calls torch.func")
-            self._go_on(error)
-            return None
-
-    def _go_on(self, error: Exception) -> None:
-        """Take part in the rest of a forward without computing, after an error.
-
-        Args:
-            error: The error of this rank, which is raised if other ranks hear of it now, or cannot be followed.
-        """
-        if self._order is None or isinstance(error, comm.CollectiveError):
-            self._peers.agree(error=error, where=self._phase)
-            raise error
-        self._failed = error
-        if not self._peers.axes:
-            return
-        order = self._forward.follow({leaf.path: leaf for leaf in self._own}, self._chain)
-        # As on ranks that have computed it: all remember one order of all microbatches.
-        self._concluded.append(order)
-        if order is None:
-            # Other ranks depart in the same way, or hear of the failure by the backend.
-            if isinstance(error, Departed):
-                self._forward.drop()
-                remember(self._key, None)
-            raise error
+            if not _compat.refuses_saved_tensor_hooks(error):
+                raise
+            self._forward.drop()
+            raise FunctionTransform("f calls torch.func") from error
 
     def evaluate(self, f: Callable[[], Any]) -> Any:
         """Run a function that applies one model, without a backward: units are gathered just in time and dropped.
@@ -295,22 +275,10 @@ class Call:
 
         Returns:
             The function's result.
-
-        Raises:
-            RuntimeError: if another rank failed.
         """
         try:
             out = f()
             self._forward.finish()
-        except Exception as error:
-            if not isinstance(error, comm.CollectiveError):
-                # The order of one model is known: this rank follows it to the end, and then tells the others.
-                self._forward.fail()
-                self._forward.finish()
-                self._peers.agree(error=error, where=self._phase)
-            raise
-        else:
-            self._peers.agree(comm.Label(comm.Verb.AGREE, call=self._what, phase=comm.Phase.END))
             return out
         finally:
             self.end()
@@ -327,7 +295,7 @@ class Call:
         """Differentiate the loss of the last forward and add its gradients to the leaves.
 
         Args:
-            loss: This rank's scalar loss, attached to the graph; where this rank failed, a zero without a graph.
+            loss: This rank's scalar loss, attached to the graph.
             divisor: Summed gradients are divided by it.
             inputs: This rank's own tensors to differentiate by too.
             reduce: Whether gathered leaves' gradients are reduced now, rather than kept in full.
@@ -342,37 +310,27 @@ class Call:
         if last:
             for leaf in self._own:
                 leaf.keeper = None
-        anchors = [use.anchor for use in uses if use.anchor is not None and self._failed is None]
+        anchors = [use.anchor for use in uses if use.anchor is not None]
         first, ends = self._chain.tokens[:1], self._chain.tokens[1:]
         # The next microbatch's collectives are tied anew, or its backward would run these again.
         self._chain.tokens.clear()
         outputs = [out for out in (loss, *anchors, *ends) if out.requires_grad]
         starts = [torch.ones_like(out) if out is loss else torch.zeros_like(out) for out in outputs]
-        failed = None
         direct: Grads = [None] * len(leaves)
         given = [tensor for tensor in inputs if tensor is not None]
         by_given: Grads = [None] * len(given)
-        try:
-            if outputs and (leaves or given):
-                sources = [*(leaf.tensor for leaf in leaves), *given, *first, ANY_CALL]
-                found = torch.autograd.grad(outputs, sources, starts, allow_unused=True)
-                self._check_writes()
-                direct, by_given = found[: len(leaves)], found[len(leaves) : len(leaves) + len(given)]
-                check_graph(self._what, outputs[: len(outputs) - len(ends)], leaves, direct)
-                self._refuse_on_shards([leaf for leaf, grad in zip(leaves, direct, strict=True) if grad is not None])
-        except Exception as error:
-            failed = error
-        failed = self._backward.finish(leaves, failed)
+        if outputs and (leaves or given):
+            sources = [*(leaf.tensor for leaf in leaves), *given, *first, ANY_CALL]
+            found = torch.autograd.grad(outputs, sources, starts, allow_unused=True)
+            self._check_writes()
+            direct, by_given = found[: len(leaves)], found[len(leaves) : len(leaves) + len(given)]
+            check_graph(self._what, outputs[: len(outputs) - len(ends)], leaves, direct)
+            self._refuse_on_shards([leaf for leaf, grad in zip(leaves, direct, strict=True) if grad is not None])
+        self._backward.finish(leaves)
         self._forward.end()
-        if isinstance(failed, comm.CollectiveError):
-            raise failed
-        # Also a microbatch that failed has its place in the trees, with zeros where it gave no gradient.
         for leaf in leaves:
             if isinstance(leaf, TreeLeaf):
                 leaf.end_microbatch(last)
-        if failed is not None:
-            self._failed, self._phase = self._failed or failed, "the backward"
-            return []
         if anchors:
             mark_used(loss, leaves)
         # Gradients from maths on shards are this rank's own part of the sum already.
@@ -384,41 +342,15 @@ class Call:
         rest = (torch.zeros_like(t) if grad is None else grad for t, grad in zip(given, by_given, strict=True))
         return [None if tensor is None else next(rest) for tensor in inputs]
 
-    def zero(self) -> torch.Tensor:
-        """Make the loss of a rank that failed."""
-        order = self._order or self._concluded[-1]
-        assert order is not None
-        return self._own[0].stored.new_zeros((), dtype=order.dtype)
-
-    @property
-    def status(self) -> tuple[bool, ...]:
-        """Say whether this rank failed, departed or saved other tensors; other ranks get this with the objective."""
-        departed = isinstance(self._failed, Departed)
-        return self._failed is not None and not departed, departed, self._news
-
-    def settle(self, failed: bool, departed: bool, news: bool) -> None:
-        """Conclude by the status of all ranks.
+    def settle(self, news: bool) -> None:
+        """Remember the order of this call.
 
         Args:
-            failed: Whether any rank failed.
-            departed: Whether any rank did not follow the order.
             news: Whether any rank saved tensors that the order does not regather.
-
-        Raises:
-            Departed: if ranks must vote; the call is to be run again.
-            RuntimeError: if another rank failed.
         """
-        if failed:
-            own = None if isinstance(self._failed, Departed) else self._failed
-            self._peers.failed(own, self._phase)
-            assert own is not None
-            raise own
         if self._peers.axes and not _compat.is_tracing():
-            # A known order is remembered again, with the shapes of this call.
-            order = common(self._concluded)
-            remember(self._key, None if news else order, departed)
-        if departed:
-            raise Departed
+            # A known order is remembered again, with the flags of this call.
+            remember(self._key, None if news else common(self._concluded))
 
     def end(self) -> None:
         """Drop all that the call holds."""

@@ -1,21 +1,19 @@
 """The forward: gathers units in one order on every rank, and knows which are open."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from fshard import _compat, comm
-from fshard.collectives import Chain, Repeat
 from fshard.engine import schedule
 from fshard.engine.order import (
     CHECKPOINTED,
     FACTS,
     GONE,
     SAVED,
-    CollectiveEvent,
     Departed,
     Event,
     Order,
@@ -25,8 +23,7 @@ from fshard.engine.order import (
 )
 from fshard.engine.saved import Saved
 from fshard.engine.schedule import Bucket, Kind, Step
-from fshard.engine.unit import Leaf, State, Unit, Use, turn_of
-from fshard.tree import Sharded
+from fshard.engine.unit import State, Unit, Use, turn_of
 
 if TYPE_CHECKING:
     from fshard.engine.passes import Pass
@@ -41,7 +38,6 @@ class Forward:
         open: Uses that are open: opened, and not yet closed by another.
         passes: Applications of models in it.
         saved: The hooks by which autograd saves tensors.
-        failed: Whether this rank computes nothing more and only takes part in collectives.
         over: Whether the function has returned.
         news: Whether this rank has saved tensors that the order does not regather.
     """
@@ -68,11 +64,10 @@ class Forward:
         self.uses: list[Use] = []
         self.scopes: list[Step] = []
         self.passes: list[Pass] = []
-        self.failed = self.over = self.news = False
+        self.over = self.news = False
         self.saved, self._what, self._peers, self._opened = saved, what, peers, opened
         self._order, self._shared, self._votes = order, bool(peers.axes), bool(peers.axes) and votes
         self._events: list[Place] = []
-        self._repeats: dict[int, Repeat] = {}
         # GATHER and OPEN steps that are left, in their order.
         self._steps: list[tuple[Kind, Use]] = []
         self.open: tuple[Use, ...] = ()
@@ -123,12 +118,11 @@ class Forward:
         self._steps[:0] = [(step.kind, uses[step.use]) for step in steps]
         return uses
 
-    def note(self, event: Event, repeat: Repeat | None = None) -> None:
+    def note(self, event: Event) -> None:
         """Take the next shared event; uses that the order opens before it are passed over first.
 
         Args:
             event: The event.
-            repeat: How to take part in it without operands.
 
         Raises:
             Departed: if the order has another event there.
@@ -143,8 +137,6 @@ class Forward:
         place = Place(event, len(self.uses))
         if self._order is not None and place != expected:
             raise Departed
-        if repeat is not None:
-            self._repeats[len(self._events)] = repeat
         self._events.append(place)
 
     def reach(self, use: Use, passed: Callable[[Use], None] | None = None) -> None:
@@ -164,8 +156,7 @@ class Forward:
         use.take_back()
         if self.over:
             return
-        if not self.failed:
-            use.check_writes(self._what)
+        use.check_writes(self._what)
         self._make_room()
         self._pool.clear()
         if use.regathered:
@@ -210,48 +201,13 @@ class Forward:
         self.scopes.append(Step(Kind.COLLECTIVE, number))
         return number
 
-    def fail(self) -> None:
-        """Forget the checkpoints of this rank, which goes on without a loss."""
-        self.failed = True
-        self._checkpointed.clear()
-
-    def follow(self, leaves: Mapping[str, Leaf], chain: Chain) -> Order | None:
-        """Take part in the rest of the order without computing anything: this rank has failed.
-
-        Args:
-            leaves: The call's own leaves by their paths.
-            chain: Ties collectives of the function's own, in which the rank takes part with zeros.
-
-        Returns:
-            The order; None if a collective of the function's own cannot be repeated.
-        """
-        assert self._order is not None
-        self.fail()
-        while (expected := self._expected) is not None:
-            self._pass_over(expected.opened)
-            match expected.event:
-                case UnitEvent() as event:
-                    self.leave(self.insert(_unit_like(event, leaves), [self.uses[n] for n in event.inside]))
-                case PassEvent(name, units, buckets):
-                    self.begin(name, [_unit_like(unit, leaves) for unit in units], buckets)
-                case CollectiveEvent():
-                    if (repeat := self._order.repeats.get(len(self._events))) is None:
-                        return None
-                    repeat.call(chain)
-        self.finish()
-        # Ranks do not vote in a trace: this rank takes the flags of its own last microbatch.
-        votes = self._votes and not _compat.is_tracing()
-        order = self._voted(self._flags(), [], self._order.dtype) if votes else self._order
-        self._settle(order)
-        return order
-
     def finish(self) -> None:
         """Take the steps that are left, close all uses, and note which checkpoints of this rank need them again.
 
         Raises:
             Departed: if events of the order have not come on this rank.
         """
-        if self._expected is not None and not self.failed:
+        if self._expected is not None:
             raise Departed
         self.outside(None)
         for one in self.passes:
@@ -291,8 +247,6 @@ class Forward:
             if late or dtype != order.dtype or not flags & FACTS <= order.flags:
                 raise Departed
             self.news = not flags <= order.flags
-            # Shapes of a batch may change from call to call.
-            order = order._replace(repeats=self._repeats)
         self._settle(order)
         return order
 
@@ -308,7 +262,7 @@ class Forward:
         agreed = self._peers.agree(end, told, flags)
         numbers = needed or [0] * len(self.uses)
         highest = tuple(self._peers.highest(numbers)) if CHECKPOINTED in agreed else ()
-        return Order(tuple(self._events), len(self.uses), agreed, highest, dtype, self._repeats)
+        return Order(tuple(self._events), len(self.uses), agreed, highest, dtype)
 
     def drop(self) -> None:
         """Wait for gathers that are under way, and drop all full tensors."""
@@ -425,18 +379,3 @@ class Forward:
         """List the last uses to close, latest first, as many as there are flags for."""
         closed = (self.uses[step.use] for step in reversed(self.scopes) if step.kind is Kind.CLOSE)
         return list(itertools.islice((use for use in closed if use.regathered), SAVED - GONE))
-
-
-def _unit_like(event: UnitEvent, own: Mapping[str, Leaf]) -> Unit:
-    """Make a unit of an event's leaves, with zeros for the derived ones."""
-    leaves = []
-    for path, derived in event.members:
-        leaf = own.get(path)
-        if derived is not None:
-            spec, dtype, trained = derived
-            like = next(iter(own.values())).stored
-            zeros = like.new_zeros(spec.local_shape, dtype=dtype).requires_grad_(trained)
-            leaf = Leaf(path, Sharded(zeros, spec), zeros, derived=True)
-        assert leaf is not None
-        leaves.append(leaf)
-    return Unit(event.name, tuple(leaves))

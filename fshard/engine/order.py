@@ -1,13 +1,12 @@
 """The order of a forward's collectives: ranks vote on it when it is new, and follow it without votes afterwards."""
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from fshard import comm
-from fshard.collectives import Repeat
 from fshard.engine.schedule import Bucket
 from fshard.engine.unit import Unit, Use
 from fshard.tree import Spec
@@ -126,7 +125,6 @@ class Order(NamedTuple):
         needed: For each use how many scopes came before the end of the last checkpoint that needs it, on any rank;
             empty where no checkpoint runs anything again.
         dtype: Of the loss.
-        repeats: How a rank that failed takes part in the function's own collectives, by their places among the events.
     """
 
     events: tuple[Place, ...]
@@ -134,7 +132,6 @@ class Order(NamedTuple):
     flags: frozenset[int]
     needed: tuple[int, ...]
     dtype: torch.dtype
-    repeats: Mapping[int, Repeat]
 
     @property
     def keeps_all(self) -> bool:

@@ -13,7 +13,7 @@ from fshard import _compat, comm
 from fshard.collectives import divided
 from fshard.engine.schedule import Ahead, Turn
 from fshard.errors import Problem, leaf_error
-from fshard.transforms.compose import reduction, sum_dtype
+from fshard.transforms.compose import reduction, start_gather, sum_dtype
 from fshard.tree import ReshardPolicy, Sharded, grouped, matches
 from fshard.tree.checks import check_versions, writes_counted
 
@@ -291,7 +291,7 @@ class Use:
         paths = [leaf.path for leaf in missing if leaf is not None]
         with writes_counted(), torch.no_grad(), comm.concerning([self.unit.name], paths, pool):
             self._finish = [
-                (group, transform.start_gather([leaves[i].stored for i in group], [leaves[i].spec for i in group]))
+                (group, start_gather(transform, [leaves[i].stored for i in group], [leaves[i].spec for i in group]))
                 for transform, group in groups.items()
             ]
         self.state = State.GATHERING

@@ -2,8 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ from fshard.jit.signature import (
 )
 from fshard.jit.trace import Traced, trace
 from fshard.tree import Axis, Flat, Sharded, unflatten
-from fshard.tree.checks import check_axes, describe, is_reachable, mark_donated, refuse_donated
+from fshard.tree.checks import check_axes, describe, mark_donated, refuse_donated
 
 # Leaves that hold a tensor.
 _HELD = (Sharded, torch.Tensor)
@@ -103,6 +103,10 @@ class Jitted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function."""
+        with comm.calling("jit", lambda: _axes_of(flat_arguments(args, kwargs, self._static, self._names))):
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for name, numbers in (("donate", self._donated), ("static", self._static)):
             if beyond := [n for n in numbers if n >= max(len(args), self._positional)]:
                 found = f"{beyond[0]} in a call with {len(args)}; count from 0, and pass such arguments by position"
@@ -165,22 +169,20 @@ class Jitted:
         static: Sequence[tuple[str, Any]],
     ) -> _Program:
         """Find the graph of a call, or trace it."""
-        with _telling_others(flat):
-            refuse_donated("jit", flat)
-            check_axes("jit", flat)
-            try:
-                asked = signature(flat, tensors, static, self._offsets)
-                program = self._programs.get(asked)
-            except TypeError:
-                raise unhashable(static, flat) from None
+        refuse_donated("jit", flat)
+        check_axes("jit", flat)
+        try:
+            asked = signature(flat, tensors, static, self._offsets)
+            program = self._programs.get(asked)
+        except TypeError:
+            raise unhashable(static, flat) from None
         if program is None:
             program = self._traced(asked, flat, args, kwargs)
             if program.traced.offsets and not self._offsets:
                 self._offsets, asked = True, signature(flat, tensors, static, True)
             self._programs[asked] = program
         if self._donated:
-            with _telling_others(flat):
-                refuse_shared(flat, self._donated, program.passed)
+            refuse_shared(flat, self._donated, program.passed)
         self._last = Known(asked, flat, tensors), program
         return program
 
@@ -188,16 +190,14 @@ class Jitted:
         """Refuse a call after a write to a tensor that the function closes over, or that would donate one."""
         reached = {id(tensor) for tensor, _ in program.closed}
         if reached and any(id(tensors[i]) in reached for i in program.donated):
-            with _telling_others(flat):
-                refuse_closed(flat, self._donated, reached)
+            refuse_closed(flat, self._donated, reached)
         for tensor, version in program.closed:
             if _compat.version(tensor) != version:
                 found = f"a write to a {describe(tensor)[2:]} since the trace"
-                with _telling_others(flat):
-                    raise ValueError(
-                        f"jit: expected nothing written to what the function closes over, got {found}; pass it as an "
-                        "argument"
-                    )
+                raise ValueError(
+                    f"jit: expected nothing written to what the function closes over, got {found}; pass it as an "
+                    "argument"
+                )
 
     def _traced(self, asked: Signature, flat: Flat, args: Sequence[Any], kwargs: dict[str, Any]) -> _Program:
         if self._programs:
@@ -207,21 +207,18 @@ class Jitted:
                 for path, a, b in changed_values(before, asked, flat)
             ]
             remedy = "pass tensors, which may change, or make it a static argument: each value has its own trace"
-            with _telling_others(flat):
-                refuse("jit: leaves that are part of the graph have changed", problems, remedy)
+            refuse("jit: leaves that are part of the graph have changed", problems, remedy)
             why = "; ".join(changes(before, asked, flat.paths))
         else:
             why = "the first call"
 
         uses = Uses()
-        with _telling_others(flat):
-            traced, pairs, passed, said, told, sent_over = self._graph(flat, args, kwargs, uses)
+        traced, pairs, passed, said, told, sent_over = self._graph(flat, args, kwargs, uses)
         agreed = self._agreed(uses, told, _axes_of(flat))
-        with _telling_others(flat):
-            if agreed != uses.used:
-                traced, pairs, passed, said, _, sent_over = self._graph(flat, args, kwargs, Uses(agreed))
-            closed = [(tensor, _compat.version(tensor)) for tensor in traced.closed]
-            run = ready(traced.graph, self._backend)
+        if agreed != uses.used:
+            traced, pairs, passed, said, _, sent_over = self._graph(flat, args, kwargs, Uses(agreed))
+        closed = [(tensor, _compat.version(tensor)) for tensor in traced.closed]
+        run = ready(traced.graph, self._backend)
         self.traces.append(why)
         # A rank whose trace fails knows the axes of its arguments alone.
         axes = _axes_of(flat) or sent_over
@@ -348,16 +345,6 @@ def _numbers(name: str, value: Any) -> tuple[int, ...]:
     if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
         raise ValueError(f"jit: expected {name}_argnums to be numbers of arguments by position, from 0, got {value!r}")
     return numbers
-
-
-@contextmanager
-def _telling_others(flat: Flat) -> Iterator[None]:
-    """Tell other ranks of an error that this rank alone may have, for which they would wait."""
-    try:
-        yield
-    except Exception as error:
-        comm.same_call("jit", [axis for axis in _axes_of(flat) if is_reachable(axis)], comm.NO_FACTS, error)
-        raise
 
 
 def _axes_of(flat: Flat) -> tuple[Axis, ...]:

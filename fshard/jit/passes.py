@@ -158,17 +158,13 @@ class Told(NamedTuple):
     Attributes:
         entries: What its verbs were told, and which leaves they used.
         sent: The axis and the text of each collective.
-        staged: Whether ranks of an axis are stages, whose collectives over other axes have orders of their own.
     """
 
     entries: Mapping[str, Any]
     sent: Sequence[tuple[Axis, str]]
-    staged: bool
 
     def facts(self, axes: Sequence[Axis]) -> list[tuple[Sequence[Axis], comm.Facts]]:
-        """Say which facts ranks of which axes compare: all in one order, or of stages those of each process group."""
-        if not self.staged:
-            return [(axes, comm.Facts.of({**self.entries, "collectives": [text for _, text in self.sent]}))]
+        """Say which facts ranks of each axis compare: stages of a pipeline differ in what they send over other axes."""
         each = {axis: [text for other, text in self.sent if other == axis] for axis in axes}
         return [([axis], comm.Facts.of({**self.entries, "collectives": each[axis]})) for axis in axes]
 
@@ -202,7 +198,7 @@ def told_in(graph: Graph) -> tuple[Told, comm.Facts, tuple[Axis, ...]]:
             )
             text = f"{collective.op} ({collective.label} {collective.unit}) over {name!r}{said}"
             sent.append((Axis(name, size, group), text))
-    told = Told({**entries, **used}, sent, comm.STAGES in entries)
+    told = Told({**entries, **used}, sent)
     return told, comm.Facts.of(entries), tuple(dict.fromkeys(axis for axis, _ in sent))
 
 

@@ -69,7 +69,6 @@ def element_sums(requests: Sequence[Request], terms: Terms) -> list[torch.Tensor
     parts = [_part(request) for request in requests]
     sums: dict[int, torch.Tensor] = {}
     for axes, group in grouped(parts, lambda part: part.axes).items():
-        comm.same_call('update by sums="tree"', axes)
         bounds = [_bound(parts[i], terms) for i in group]
         for axis in axes:
             bounds = [rows.amax(0) for rows in comm.all_gather(bounds, axis, "largest terms")]

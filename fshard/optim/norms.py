@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from fshard import comm
 from fshard.collectives import all_gather_invariant, total
 from fshard.optim.element_sums import Request, element_sums
 from fshard.optim.leaves import elements_of, partition_axes, varying
@@ -133,7 +132,6 @@ def norms_of_both(steps: Tree, params: Tree, sums: str | None = None) -> tuple[l
 
 def _reduced(leaves: Sequence[Any], axes: tuple[Axis, ...], p: float, *, each: bool) -> torch.Tensor:
     """Reduce p-th powers, or largest magnitudes, over ranks: of each leaf, or of all together."""
-    comm.same_call("update", axes)
     tensors = [elements_of(leaf) for leaf in leaves]
     if math.isinf(p):
         largest = torch.stack([_largest(tensor) for tensor in tensors])

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard import comm
 from fshard.collectives import total
 from fshard.optim.element_sums import Request, element_sums
 from fshard.optim.leaves import (
@@ -425,7 +424,6 @@ def _means(requests: Sequence[tuple[Any, torch.Tensor, int]], order: str | None)
         own = [local_ranges(spec)[dim][1] for spec, (_, dim) in zip(specs, rows, strict=True)]
         sums = [tensor.narrow(dim, 0, n).sum(dim, keepdim=True) for n, (tensor, dim) in zip(own, rows, strict=True)]
         for axes, group in grouped(over, tuple).items():
-            comm.same_call("update", axes)
             for n, found in zip(group, total([sums[n] for n in group], axes), strict=True):
                 sums[n] = found
     else:

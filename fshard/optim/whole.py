@@ -104,7 +104,6 @@ def whole(tx: Optimizer) -> Optimizer:
                 new, states[i] = tx.update({"leaf": _full(grad)}, states[i], {"leaf": _full(leaf)})
                 leaves[i] = like(leaf, new["leaf"].reshape(tensor_of(leaf).shape))
         for axes, rows in travelling.items():
-            comm.same_call("update", axes)
             done = _step_at_owners(tx, axes, [(grad, leaves[i], states[i]) for i, grad in rows])
             for (i, _), (leaf, kept) in zip(rows, done, strict=True):
                 leaves[i], states[i] = leaf, kept

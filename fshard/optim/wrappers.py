@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard import _compat, comm
+from fshard import _compat
 from fshard.collectives import total
 from fshard.errors import expect
 from fshard.optim.leaves import (
@@ -254,7 +254,6 @@ def all_finite(grads: Tree) -> torch.Tensor:
         return torch.tensor(True)
     bad = (~torch.stack(parts)).any().long()
     axes: dict[Axis, None] = dict.fromkeys(axis for leaf in leaves if is_sharded(leaf) for axis in leaf.spec.axes)
-    comm.same_call("update", tuple(axes))
     return total(bad, tuple(axes)) == 0
 
 

@@ -4,7 +4,6 @@ GPipe (Huang et al., arXiv:1811.06965), 1F1B (Narayanan et al., arXiv:2006.09503
 al., arXiv:2104.04473); `fshard.parallel.ticks` has their tables.
 """
 
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -113,7 +112,8 @@ def pipeline(
     )
 
     def loss_fn(params: Tree, x: Tree, *rest: Tree) -> Any:
-        return _loss(parts, params, x, rest)
+        with comm.calling("pipeline", lambda: [axis], begins=False):
+            return _loss(parts, params, x, rest)
 
     # Calls of the same code are expected to have the same order of collectives, which differs between schedules.
     loss_fn.__code__ = loss_fn.__code__.replace(co_name=_name(parts))
@@ -148,9 +148,7 @@ def _loss(parts: Parts, params: Tree, x: Tree, rest: tuple[Tree, ...]) -> Any:
     else:
         specs = {i: leaf.spec for i, leaf in each.items()}
         found = scheduled(Run(parts, stage, rebuild, like, split, _sum_dtypes(flat), specs), leaves, _name(parts))
-    # Collectives come before the error, so that ranks of other axes know which.
     value, *counts = psum_invariant(found, axis)
-    _end(parts, stage.error)
     return (value, counts[0].detach()) if counts else value
 
 
@@ -218,45 +216,12 @@ def _begin(parts: Parts, flat: Flat, batch: tuple[Tree, ...]) -> None:
         batch: x and the rest.
 
     Raises:
-        ValueError: on every rank, if some do not, or a schedule is to be differentiated in a way that it is not.
-        RuntimeError: if another rank failed.
+        ValueError: if they do not, or a schedule is to be differentiated in a way that it is not.
     """
-    error, shapes = None, ""
-    try:
-        check_local("pipeline", flat)
-        _check_split(parts, flat)
-        shapes = _checked_shapes(parts, flatten(batch))
-        _refuse_derivatives(parts, flat, batch)
-    except ValueError as found:
-        error = found
-    names = ("microbatches", "schedule", "virtual_stages", "reduce", "gather")
-    told = {name: str(getattr(parts, name)) for name in names}
-    gradient = torch.is_grad_enabled() and any(
-        tensor_of(leaf).requires_grad for leaf in flat.leaves if leaf is not None
-    )
-    facts = comm.Facts.of({"verb": "pipeline", **told, "batch": shapes, "differentiated": str(gradient)})
-    comm.same_call("pipeline", [parts.axis], facts, error)
-    if parts.schedule != "gpipe" and _compat.is_tracing():
-        comm.ops.told(json.dumps({comm.STAGES: parts.axis.name}))
-    if error is not None:
-        raise error
-
-
-def _end(parts: Parts, error: Exception | None) -> None:
-    """See that no stage has failed.
-
-    Args:
-        parts: The arguments of `fs.pipeline`.
-        error: This rank's error, or None.
-
-    Raises:
-        RuntimeError: if a stage failed on another rank.
-    """
-    if not _compat.is_tracing() and parts.axis.size > 1 and comm.serves_host(parts.axis):
-        event = comm.Label(comm.Verb.AGREE, call="pipeline", phase=comm.Phase.END)
-        comm.Peers("pipeline", [parts.axis]).agree(event, error=error, where="a stage")
-    if error is not None:
-        raise error
+    check_local("pipeline", flat)
+    _check_split(parts, flat)
+    _check_shapes(parts, flatten(batch))
+    _refuse_derivatives(parts, flat, batch)
 
 
 def _check_split(parts: Parts, flat: Flat) -> None:
@@ -279,8 +244,8 @@ def _check_split(parts: Parts, flat: Flat) -> None:
     check_leaves(f"pipeline over {axis.name!r}: leaves do not fit", flat, misfit, remedy)
 
 
-def _checked_shapes(parts: Parts, flat: Flat) -> str:
-    """Write down the shapes of a batch whose leaves can be cut in microbatches."""
+def _check_shapes(parts: Parts, flat: Flat) -> None:
+    """Refuse a batch whose leaves cannot be cut in microbatches."""
 
     def misfit(leaf: Any) -> tuple[str, str] | None:
         fits = isinstance(leaf, torch.Tensor) and leaf.dim() and not len(leaf) % parts.microbatches
@@ -288,7 +253,6 @@ def _checked_shapes(parts: Parts, flat: Flat) -> str:
 
     what = f"pipeline: the batch cannot be cut in {parts.microbatches} microbatches"
     check_leaves(what, flat, misfit, "pass tensors of as many rows, or another number of microbatches")
-    return ", ".join(f"{path} {describe(leaf)}" for path, leaf in zip(flat.paths, flat.leaves, strict=True))
 
 
 def _refuse_derivatives(parts: Parts, flat: Flat, batch: tuple[Tree, ...]) -> None:

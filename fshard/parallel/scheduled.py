@@ -10,7 +10,6 @@ import torch
 
 from fshard import comm
 from fshard.collectives import Chain, chained, custom_call, walked
-from fshard.engine.order import Departed
 from fshard.errors import expect
 from fshard.parallel.each_time import EachTime
 from fshard.parallel.ticks import Op, Tick, receiver, ticks
@@ -35,21 +34,16 @@ class Parts(NamedTuple):
 
 
 class Stage:
-    """The parts of a model on one rank, which takes part in the collectives that follow where one of them fails.
-
-    Attributes:
-        error: The first error of a part.
-    """
+    """The parts of a model on one rank."""
 
     def __init__(self, parts: Parts, batches: Sequence[tuple[Tree, ...]], like: torch.Tensor) -> None:
-        """Nothing has failed yet.
+        """Name the parts.
 
         Args:
             parts: The parts.
             batches: The microbatches of x and the rest.
             like: A tensor of the shape and dtype that stages take and return.
         """
-        self.error: Exception | None = None
         self._parts, self._batches, self._like = parts, batches, like
         # The loss of the last stage alone is known, and others add zeros to it.
         self._dtype = torch.promote_types(like.dtype, torch.float32)
@@ -57,47 +51,28 @@ class Stage:
     def first(self, params: Tree, microbatch: int) -> torch.Tensor:
         """Make the first stage's input."""
         x = self._batches[microbatch][0]
-        return self._tried(lambda: self._fitting("first", self._parts.first(params, x)), self._zeros)
+        return self._fitting("first", self._parts.first(params, x))
 
     def stage(self, params: Tree, h: torch.Tensor) -> torch.Tensor:
         """Run a stage."""
-        return self._tried(lambda: self._fitting("stage_fn", self._parts.stage_fn(params, h)), self._zeros)
+        return self._fitting("stage_fn", self._parts.stage_fn(params, h))
 
     def last(self, params: Tree, h: torch.Tensor, microbatch: int) -> list[torch.Tensor]:
         """Make of the last stage's output a part of the loss, and of the count for "weighted"."""
         parts, weighted = self._parts, self._parts.reduce == "weighted"
-
-        def run() -> list[torch.Tensor]:
-            out = parts.last(params, h, *self._batches[microbatch][1:])
-            found = list(out) if weighted and isinstance(out, tuple) else [out]
-            scalars = [isinstance(part, torch.Tensor) and not part.dim() for part in found]
-            needed = 'the pair (sum, count) of scalar tensors for reduce="weighted"' if weighted else "a scalar tensor"
-            expect(all(scalars) and len(found) == 1 + weighted, "pipeline", f"last to return {needed}", describe(out))
-            loss = found[0].to(self._dtype)
-            counts = [count.detach().to(torch.float64) for count in found[1:]]
-            return [loss / parts.microbatches if parts.reduce == "mean" else loss, *counts]
-
-        return self._tried(run, lambda: [part.requires_grad_(torch.is_grad_enabled()) for part in self.nothing()])
+        out = parts.last(params, h, *self._batches[microbatch][1:])
+        found = list(out) if weighted and isinstance(out, tuple) else [out]
+        scalars = [isinstance(part, torch.Tensor) and not part.dim() for part in found]
+        needed = 'the pair (sum, count) of scalar tensors for reduce="weighted"' if weighted else "a scalar tensor"
+        expect(all(scalars) and len(found) == 1 + weighted, "pipeline", f"last to return {needed}", describe(out))
+        loss = found[0].to(self._dtype)
+        counts = [count.detach().to(torch.float64) for count in found[1:]]
+        return [loss / parts.microbatches if parts.reduce == "mean" else loss, *counts]
 
     def nothing(self) -> list[torch.Tensor]:
         """Make the part of the loss, and of the count, of a stage that is not the last."""
         dtypes = [self._dtype, *([torch.float64] if self._parts.reduce == "weighted" else [])]
         return [self._like.new_zeros((), dtype=dtype) for dtype in dtypes]
-
-    def differentiate(
-        self, outputs: Sequence[tuple[torch.Tensor, torch.Tensor]], inputs: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor | None]:
-        """Run the backward of a stage; None where this rank has failed."""
-        ends, starts = zip(*outputs, strict=True)
-
-        def run() -> Sequence[torch.Tensor | None]:
-            return torch.autograd.grad(ends, inputs, starts, allow_unused=True)
-
-        return self._tried(run, lambda: [None] * len(inputs))
-
-    def check(self, run: Callable[[], None]) -> None:
-        """Let a check fail as a part does."""
-        self._tried(run, lambda: None)
 
     def _fitting(self, name: str, out: Any) -> torch.Tensor:
         shape, dtype = self._like.shape, self._like.dtype
@@ -105,21 +80,6 @@ class Stage:
         needed = f"{name} to return a tensor of shape {tuple(shape)} and {dtype}, as first returned for microbatch 0"
         expect(fits, "pipeline", needed, describe(out))
         return out
-
-    def _zeros(self) -> torch.Tensor:
-        return torch.zeros_like(self._like, requires_grad=torch.is_grad_enabled())
-
-    def _tried(self, run: Callable[[], T], otherwise: Callable[[], T]) -> T:
-        """Run a part; where this rank has failed, return what other ranks may go on with."""
-        if self.error is None:
-            try:
-                return run()
-            except (Departed, comm.CollectiveError):
-                # All ranks depart alike, and after a collective failed nothing more is sent.
-                raise
-            except Exception as error:
-                self.error = error
-        return otherwise()
 
 
 class _Live(NamedTuple):
@@ -161,6 +121,8 @@ class Run:
         self.axis, self._parts, self._stage, self._rebuild, self._like = parts.axis, parts, stage, rebuild, like
         self._split, self._sum_dtypes, self._specs = split, sums, specs
         self._own, self._stages = comm.rank(parts.axis), parts.axis.size
+        told = f"{parts.schedule}, {parts.microbatches} microbatches, gather={parts.gather!r}, reduce={parts.reduce!r}"
+        self._label = comm.Label("pipeline", parts=f"{told}, {comm.described(((like.dtype, like.shape),))}")
         self._live: dict[tuple[int, int], _Live] = {}
         self._inbox: dict[Op, Callable[[], torch.Tensor]] = {}
         self._flying: deque[Callable[[], Any]] = deque()
@@ -240,7 +202,7 @@ class Run:
         if backward:
             if op.microbatch == 0:
                 starts = [*self._leaves[op.chunk], each.token, *chain.tokens[:1], *([] if h is None else [h])]
-                self._stage.check(partial(_refuse_others, out[0], starts))
+                _refuse_others(out[0], starts)
             self._live[op.microbatch, op.chunk] = _Live(h, out[0], chain.tokens)
         return out
 
@@ -256,7 +218,10 @@ class Run:
         inputs = [*(leaf for _, leaf in leaves), each.token, *tokens[:1], *([] if h is None else [h])]
         outputs = [(out, start), *((token, torch.zeros_like(token)) for token in tokens[1:])]
         outputs = [pair for pair in outputs if pair[0].requires_grad]
-        grads = self._stage.differentiate(outputs, inputs) if outputs and inputs else [None] * len(inputs)
+        grads: Sequence[torch.Tensor | None] = [None] * len(inputs)
+        if outputs and inputs:
+            ends, starts = zip(*outputs, strict=True)
+            grads = torch.autograd.grad(ends, inputs, starts, allow_unused=True)
         reduced, stacked = each.reduce(), self._parts.schedule == "interleaved"
         found = [(i, leaf, grad) for (i, leaf), grad in zip(leaves, grads, strict=False)]
         found += [(i, leaf, reduced[i][0] if stacked else reduced[i]) for i, leaf in trained if i in self._specs]
@@ -304,7 +269,7 @@ class Run:
                 send[target] = [sent]
         sources = [source for source, target, _ in moves if target == self._own]
         receive = [[kind] if rank in sources else [] for rank in range(self._stages)]
-        finish = cache(comm.start_all_to_all(send, receive, self._parts.axis, "pipeline"))
+        finish = cache(comm.start_all_to_all(send, receive, self._parts.axis, self._label))
         for source, target, op in moves:
             if target == self._own:
                 self._inbox[op] = partial(_received, finish, source)

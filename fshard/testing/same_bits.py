@@ -137,7 +137,7 @@ def _program(
         fits = isinstance(out, tuple) and len(out) in (2, 3)
         expect(fits, "assert_same_bits", "step to return (state, loss) or (state, loss, aux)", describe(out))
         now, loss, *aux = out
-        own = (comm.Verb.SCATTER, comm.Verb.OBJECTIVE, comm.Verb.AGREE)
+        own = (comm.Verb.SCATTER, comm.Verb.OBJECTIVE, comm.Verb.AGREE, comm.Verb.START)
         sums = (entry for entry in record if entry.op in ("all_reduce", "reduce_scatter") and entry.label not in own)
         tree = {LOSS: loss, **({AUX: aux[0]} if aux else {}), STATE: now}
         rows.append(_values(tree, Counter(entry.label for entry in sums), keep == number))

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from fshard._compat import ThreadedCollective, shared_dual_level, threaded_process_groups
+from fshard import comm
+from fshard._compat import ThreadedCollective, shared_dual_level, threaded_process_groups, woken_by
 from fshard.errors import expect
 from fshard.testing.workers import RankError, Workers
 from fshard.tree.checks import POSITIVE, check_function, check_numbers
@@ -75,11 +76,29 @@ class _Stop(SystemExit):
 
 
 class _Call(NamedTuple):
-    """Message of a rank that waits in a collective. Its reply: True when the data is in place, False to stop."""
+    """Message of a rank that waits in a collective.
+
+    Attributes:
+        rank: The rank.
+        collective: The collective.
+        reply: Gets True when the data is in place, False to stop, or the text of an error.
+    """
 
     rank: int
     collective: ThreadedCollective
-    reply: queue.SimpleQueue[bool]
+    reply: queue.SimpleQueue[bool | str]
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The group, and how often it has been made anew; -1 for collectives that are not fshard's."""
+        return self.collective.group, self.collective.step[0].generation if self.collective.step else -1
+
+
+class _Wake(NamedTuple):
+    """Message of a rank that has failed: no collective of a group works any more."""
+
+    key: tuple[str, int]
+    text: str
 
 
 class _End(NamedTuple):
@@ -105,7 +124,8 @@ class _Simulation:
 
     def __init__(self, f: Callable[[], Any], world_size: int, timeout: float) -> None:
         self.timeout = timeout
-        self.inbox: queue.SimpleQueue[_Call | _End] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[_Call | _End | _Wake] = queue.SimpleQueue()
+        self.broken: dict[tuple[str, int], str] = {}
         self.waiting: dict[int, _Call] = {}
         self.ended: dict[int, _End] = {}
         self.over = threading.Event()
@@ -120,6 +140,7 @@ class _Simulation:
         try:
             limit = timedelta(seconds=self.timeout)
             dist.init_process_group("threaded", rank=rank, world_size=len(self.threads), store=store, timeout=limit)
+            woken_by(lambda group, generation, text: self.inbox.put(_Wake((group, generation), text)))
             try:
                 value = f()
             finally:
@@ -134,10 +155,13 @@ class _Simulation:
         """Wait for a collective, on the thread of a rank that called it."""
         if threading.current_thread() not in self.threads:
             raise RuntimeError(f"{collective.kind} was called on a thread that is no rank of the running simulation")
-        reply: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        reply: queue.SimpleQueue[bool | str] = queue.SimpleQueue()
         self.inbox.put(_Call(self.threads.index(threading.current_thread()), collective, reply))
-        if not reply.get():
-            raise _Stop
+        match reply.get():
+            case False:
+                raise _Stop
+            case str() as reason:
+                raise dist.DistBackendError(reason)
 
     def run(self) -> list[Any]:
         """Run the ranks until all have ended or one has failed, and return their values or raise their error."""
@@ -151,10 +175,14 @@ class _Simulation:
                     raise RankError(self._report(f"timed out after {self.timeout} s"))
                 if isinstance(message, _Call):
                     self._run_if_complete(message.collective)
-                elif message.error:
+                elif isinstance(message, _End) and message.error:
                     break
+                self._fail(lambda call: self.broken.get(call.key))
                 if self.waiting and len(self.waiting) + len(self.ended) == len(self.threads):
-                    raise RankError(self._report("deadlock"))
+                    if all(call.collective.step is None for call in self.waiting.values()):
+                        raise RankError(self._report("deadlock"))
+                    text = self._circle()
+                    self._fail(lambda call: text if call.collective.step else None)  # noqa: B023
         finally:
             self._stop()
         ends = [self.ended[rank] for rank in sorted(self.ended)]
@@ -164,7 +192,23 @@ class _Simulation:
                 raise RankError(f"rank {end.rank} of {len(self.threads)} failed:\n{text}") from end.error
         return [end.value for end in ends]
 
-    def _receive(self, deadline: float) -> _Call | _End | None:
+    def _fail(self, reason: Callable[[_Call], str | None]) -> None:
+        """Let ranks that wait in a collective of fshard's end with an error, where there is a reason."""
+        for rank, call in list(self.waiting.items()):
+            if text := reason(call):
+                del self.waiting[rank]
+                call.reply.put(text)
+
+    def _circle(self) -> str:
+        """Say where ranks wait that nobody will come to."""
+        positions = {r: comm.Position.of(c.collective.step[0]) for r, c in self.waiting.items() if c.collective.step}
+        known = {rank: position.at() for rank, position in positions.items()}
+        known |= {rank: f"waits in {self.waiting[rank].collective.kind}" for rank in self.waiting if rank not in known}
+        known |= dict.fromkeys(self.ended, "has ended")
+        lines = [f"  rank {rank} {known[rank]}" for rank in sorted(known)]
+        return "\n".join(["ranks wait for each other in different collectives", *lines])
+
+    def _receive(self, deadline: float) -> _Call | _End | _Wake | None:
         """Take account of the next message; None if there is none by the deadline."""
         try:
             message = self.inbox.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -172,6 +216,8 @@ class _Simulation:
             return None
         if isinstance(message, _Call):
             self.waiting[message.rank] = message
+        elif isinstance(message, _Wake):
+            self.broken.setdefault(*message)
         else:
             self.ended[message.rank] = message
         return message
@@ -182,7 +228,12 @@ class _Simulation:
         calls = [call for call in calls if call.collective.group == collective.group]
         if len(calls) < len(collective.ranks):
             return
-        if len({call.collective.kind for call in calls}) > 1:
+        if all(call.collective.step for call in calls):
+            steps = {call.rank: call.collective.step[1] for call in calls}
+            if found := comm.unequal(steps, {call.rank: place for place, call in enumerate(calls)}):
+                self.broken[calls[0].key] = found
+                return
+        elif len({call.collective.kind for call in calls}) > 1:
             raise RankError(self._report("different collectives at once"))
         try:
             # Inference mode: tensors that a rank made in inference mode can be written in no other.

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 import torch.distributed as dist
 
+from fshard import comm
 from fshard.errors import expect
 
 T = TypeVar("T")
@@ -56,8 +57,9 @@ class RankError(RuntimeError):
 class Workers:
     """Worker processes with a process group, which run one program after another.
 
-    After a failure the workers are replaced, so that the next program finds all ranks in step. Programs travel by
-    cloudpickle; modules that they name are imported along this process's `sys.path`.
+    After a failure the workers are replaced, so that the next program finds all ranks in step; where a program has
+    handled one, fshard's groups are made anew. Programs travel by cloudpickle; modules that they name are imported
+    along this process's `sys.path`.
 
     Args:
         world_size: Number of ranks.
@@ -100,9 +102,9 @@ class Workers:
         """
         if self._closed:
             raise RuntimeError("Workers: run was called after close; make new Workers")
-        request = pickle.dumps((sys.path, _dumps(f)))
         if not self._kill.alive:
             self._start()
+        request = pickle.dumps((sys.path, self._generation, _dumps(f)))
         self._send(request)
         return self._collect(self.timeout if timeout is None else timeout)
 
@@ -139,6 +141,7 @@ class Workers:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", __name__])
         self._directory = Path(tempfile.mkdtemp(prefix="fshard-"))
+        self._generation = 0
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._kill = weakref.finalize(self, _kill, self._processes, self._directory)
@@ -174,6 +177,7 @@ class Workers:
         except BaseException:
             self._kill()
             raise
+        self._generation = max(reply.generation for reply in replies.values())
         return [replies[rank].value for rank in range(self.world_size)]
 
     def _replies(self, timeout: float) -> dict[int, "_Reply"]:
@@ -208,11 +212,12 @@ class Workers:
 
 
 class _Reply(NamedTuple):
-    """The value of a program on a rank, its failure, and whether the process ended by it."""
+    """The value of a program on a rank, its failure, whether the process ended by it, and the next groups' number."""
 
     value: Any
     failed: str | None
     ended: bool = False
+    generation: int = 0
 
 
 def _ending(code: int | None) -> str:
@@ -273,8 +278,10 @@ def _exit_with_parent() -> None:
 
 
 def _run(request: bytes, warnings_as_errors: bool) -> Any:
-    sys.path[:], program = pickle.loads(request)
+    sys.path[:], generation, program = pickle.loads(request)
     f = pickle.loads(program)
+    if generation > comm.world().generation:
+        comm.world().renew(generation)
     with warnings.catch_warnings():
         if warnings_as_errors:
             warnings.simplefilter("error")
@@ -287,7 +294,10 @@ def _run(request: bytes, warnings_as_errors: bool) -> Any:
 def _reply(f: Callable[[], Any]) -> bytes:
     """Pickle the value of `f`, or the traceback of its error."""
     try:
-        reply = _dumps(_Reply(f(), None))
+        value = f()
+        world = comm.world() if dist.is_initialized() else None
+        generation = 0 if world is None else world.generation + (world.broken is not None)
+        reply = _dumps(_Reply(value, None, generation=generation))
     except BaseException as error:
         reply = pickle.dumps(_Reply(None, "failed:\n" + "".join(traceback.format_exception(error))))
     sys.stdout.flush()

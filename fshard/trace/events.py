@@ -68,7 +68,7 @@ class Event:
     @property
     def is_agreement(self) -> bool:
         """Whether ranks compare their calls with it, rather than send tensors of a step."""
-        return self.who == comm.Verb.AGREE
+        return self.who in (comm.Verb.START, comm.Verb.AGREE)
 
     @property
     def begins_step(self) -> bool:

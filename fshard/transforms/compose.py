@@ -99,13 +99,16 @@ class _Composed(ShardTransform):
             [None if state is None else state[i] for state in states] for i in reversed(range(len(stages)))
         ]
         for i in range(first):
-            grads, columns[i] = scatter(stages[i], grads, specs, columns[i])
-        finish = start_scatter(stages[first], grads, specs, columns[first])
+            grads, columns[i] = _scatter(stages[i], grads, specs, columns[i])
+            if not isinstance(stages[i], BuiltIn):
+                shapes = [_shape_before(i + 1, spec, grads[0].dtype, spec.gathered_shape) for spec in specs]
+                _check_shapes(stages[i], "scatter", grads, shapes)
+        finish = _start_scatter(stages[first], grads, specs, columns[first])
 
         def finish_all() -> Any:
             scattered, columns[first] = finish()
             for i in range(first + 1, len(stages)):
-                scattered, columns[i] = scatter(stages[i], scattered, specs, columns[i])
+                scattered, columns[i] = _scatter(stages[i], scattered, specs, columns[i])
             rows = zip(*reversed(columns), strict=True)
             after = [None if state is None else row for state, row in zip(states, rows, strict=True)]
             return (scattered, after) if given else scattered
@@ -322,9 +325,16 @@ def computed_shape(spec: Spec, dtype: torch.dtype) -> tuple[int, ...]:
     Returns:
         The shape; that of the spec where no such part changes it.
     """
-    tensor = torch.empty(spec.shape, dtype=dtype, device="meta")
+    return _shape_before(0, spec, dtype, spec.shape)
+
+
+@lru_cache(maxsize=1024)
+def _shape_before(last: int, spec: Spec, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Find what becomes of the shape of a full tensor in front of the last parts of its transform."""
     transform: Any = spec.transform
-    for stage in transform.stages if isinstance(transform, _Composed) else (transform,):
+    stages = transform.stages if isinstance(transform, _Composed) else (transform,)
+    tensor = torch.empty(shape, dtype=dtype, device="meta")
+    for stage in stages[: len(stages) - last]:
         if isinstance(stage, ShardTransform) and not (isinstance(stage, BuiltIn) or stage.axes):
             (tensor,) = stage.gather([tensor], [spec])
     return tuple(tensor.shape)
@@ -337,11 +347,13 @@ class Reduction(NamedTuple):
         dtype: The dtype that gradients are reduced in; None leaves them in theirs.
         has_state: Whether scatter takes and returns states.
         is_new: Whether scatter returns tensors that nobody else holds, which may be written to.
+        is_foreign: Whether a part of it is not of this package, and may return anything.
     """
 
     dtype: torch.dtype | None = None
     has_state: bool = False
     is_new: bool = False
+    is_foreign: bool = False
 
 
 def reduction(transform: Any) -> Reduction:
@@ -360,7 +372,8 @@ def reduction(transform: Any) -> Reduction:
         return Reduction()
     found: Reduction | None = transform.__dict__.get("_reduction")
     if found is None:
-        found = Reduction(_dtype(transform), _has_state(transform), _is_new(transform))
+        foreign = any(not isinstance(node, BuiltIn | _Composed) for node in nodes(transform))
+        found = Reduction(_dtype(transform), _has_state(transform), _is_new(transform), foreign)
         transform.__dict__["_reduction"] = found
     return found
 
@@ -440,14 +453,33 @@ def pair(transform: ShardTransform, specs: Sequence[Spec]) -> tuple[LinearMap, L
     """
     summed_over = specs[0].scattered_axes if specs else transform.axes
     scattered = partial(_scattered, transform=transform, specs=specs, summed_over=summed_over)
-    return partial(transform.gather, specs=specs), scattered
+    return partial(_gathered, transform=transform, specs=specs), scattered
+
+
+def _gathered(leaves: Tensors, transform: ShardTransform, specs: Sequence[Spec]) -> Tensors:
+    return _full(transform, transform.gather(leaves, specs), leaves, specs)
 
 
 def _scattered(
     grads: Tensors, transform: ShardTransform, specs: Sequence[Spec], summed_over: tuple[Axis, ...]
 ) -> Tensors:
     check_stateless(transform)
-    return transform.scatter(grads, specs)
+    return scatter(transform, grads, specs, [])[0]
+
+
+def start_gather(transform: ShardTransform, leaves: Tensors, specs: Sequence[Spec]) -> Finish:
+    """Start to gather by a transform.
+
+    Args:
+        transform: The transform.
+        leaves: One shard per leaf.
+        specs: The leaves' specs.
+
+    Returns:
+        A function that finishes and returns the full tensors.
+    """
+    finish = transform.start_gather(leaves, specs)
+    return lambda: _full(transform, finish(), leaves, specs)
 
 
 def scatter(transform: ShardTransform, grads: Tensors, specs: Sequence[Spec], states: States) -> tuple[Tensors, States]:
@@ -462,9 +494,8 @@ def scatter(transform: ShardTransform, grads: Tensors, specs: Sequence[Spec], st
     Returns:
         What scatter returns, and the new states.
     """
-    if reduction(transform).has_state:
-        return transform.scatter(grads, specs, states)
-    return transform.scatter(grads, specs), states
+    found, after = _scatter(transform, grads, specs, states)
+    return _shards(transform, found, specs), after
 
 
 def start_scatter(transform: ShardTransform, grads: Tensors, specs: Sequence[Spec], states: States) -> FinishWithStates:
@@ -479,7 +510,53 @@ def start_scatter(transform: ShardTransform, grads: Tensors, specs: Sequence[Spe
     Returns:
         A function that finishes and returns scatter's result.
     """
+    finish = _start_scatter(transform, grads, specs, states)
+
+    def finish_checked() -> tuple[Tensors, States]:
+        found, after = finish()
+        return _shards(transform, found, specs), after
+
+    return finish_checked
+
+
+def _scatter(
+    transform: ShardTransform, grads: Tensors, specs: Sequence[Spec], states: States
+) -> tuple[Tensors, States]:
+    if reduction(transform).has_state:
+        return transform.scatter(grads, specs, states)
+    return transform.scatter(grads, specs), states
+
+
+def _start_scatter(
+    transform: ShardTransform, grads: Tensors, specs: Sequence[Spec], states: States
+) -> FinishWithStates:
     if reduction(transform).has_state:
         return transform.start_scatter(grads, specs, states)
     finish = transform.start_scatter(grads, specs)
     return lambda: (finish(), states)
+
+
+def _full(transform: ShardTransform, found: Tensors, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
+    if reduction(transform).is_foreign:
+        pairs = zip(specs, leaves, strict=True)
+        needed = [_shape_before(0, spec, leaf.dtype, spec.gathered_shape) for spec, leaf in pairs]
+        _check_shapes(transform, "gather", found, needed)
+    return found
+
+
+def _shards(transform: ShardTransform, found: Tensors, specs: Sequence[Spec]) -> Tensors:
+    if reduction(transform).is_foreign:
+        _check_shapes(transform, "scatter", found, [spec.local_shape for spec in specs])
+    return found
+
+
+def _check_shapes(
+    transform: ShardTransform, verb: str, found: Sequence[torch.Tensor], needed: Sequence[tuple[int, ...]]
+) -> None:
+    """Refuse tensors of a transform that do not fit, before anybody uses them: of one rank alone, others would wait."""
+    got = [tuple(tensor.shape) for tensor in found]
+    # A batch of vmap's comes last.
+    fits = len(got) == len(needed) and all(g[: len(n)] == n for g, n in zip(got, needed, strict=True))
+    names = [type(n).__name__ for n in nodes(transform) if not isinstance(n, BuiltIn | _Composed)]
+    remedy = "return one tensor for each leaf, in their order"
+    expect(fits, f"{verb} of {', '.join(names)}", f"tensors of shapes {list(needed)}", f"{got}", remedy)

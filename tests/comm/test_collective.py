@@ -213,10 +213,8 @@ def test_processes_send_up_and_down_in_a_group_each():
         # Another order of waiting than of starting.
         assert_same_bits(summing()[0], torch.full((4,), 3.0 + 3 * number))
         assert_same_bits(gathering()[0][:, 0], torch.arange(3.0) + number)
-        made.append([each for each in dist.distributed_c10d._world.pg_map if line.group_name in each.group_desc])
-    assert [len(each) for each in made] == [1, 1, 1]
-    assert len({each[0].group_name for each in made}) == 1
-    return True
+        made.append(comm.world().groups[line.group_name].pair)
+    return len(set(made)) == 1 and len(set(made[0])) == 2
 
 
 @on_ranks(2)

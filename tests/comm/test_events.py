@@ -27,7 +27,7 @@ LABELS = {
     ),
     "long names": (Label("scatter", ("a" * WIDTH, "b")), f"{'a' * WIDTH}...", f"scatter | {'a' * WIDTH}..."),
     "a name of several lines": (Label("scatter", ("a\nb",)), "a", "scatter | a"),
-    "a call that begins": (Label(Verb.AGREE, call="jit", phase=Phase.BEGIN), "jit begins", "agree | jit begins"),
+    "a call that begins": (Label(Verb.START, call="jit", phase=Phase.BEGIN), "jit begins", "start | jit begins"),
     "a pass that ends": (Label(Verb.AGREE, call="f", phase=Phase.END), "f ended", "agree | f ended"),
     "a unit that comes next": (Label(Verb.AGREE, ("a",), call="gather"), "a", "agree | a"),
     "the end of a pass": (Label(Verb.OBJECTIVE, phase=Phase.END), "", "objective"),

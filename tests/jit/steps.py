@@ -52,7 +52,7 @@ def collectives(record: fs.comm.Record) -> list[fs.comm.Collective]:
 
     So is which leaves are used, which they tell each other with the objective.
     """
-    found = [entry for entry in record if entry.label != fs.comm.Verb.AGREE]
+    found = [entry for entry in record if not entry.about.is_comparison]
     return [entry._replace(bytes=0) if entry.label == fs.comm.Verb.OBJECTIVE else entry for entry in found]
 
 

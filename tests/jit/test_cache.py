@@ -248,7 +248,7 @@ def test_a_recorder_sees_what_runs_and_not_the_trace():
             jitted(params)
         counts.append([entry.label for entry in record])
     # The ranks' message at the start of the call, in the first one also of what was traced, and the gather.
-    assert counts == [["agree", "agree", "gather"], ["agree", "gather"]]
+    assert counts == [["start", "start", "gather"], ["start", "gather"]]
 
 
 def test_a_call_like_the_last_one_needs_no_signature(monkeypatch):

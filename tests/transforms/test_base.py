@@ -126,7 +126,7 @@ def test_what_is_read_off_the_structure():
         fs.compose(): (None, False, False),
     }
     for transform, expected in facts.items():
-        assert reduction(transform) == expected, transform
+        assert reduction(transform)[:3] == expected, transform
 
 
 @on_ranks(1)

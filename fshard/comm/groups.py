@@ -1,0 +1,186 @@
+"""fshard's own process groups; their numbers, chains and the error that broke them are the one memory between calls.
+
+They decide whether a call ends, never a value, an order or a size.
+"""
+
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from fshard import _compat
+
+# So many of a group's last collectives are kept for messages of failures, and so many characters of each.
+TRAIL, TEXT = 32, 200
+
+
+class Step(NamedTuple):
+    """One collective of a group.
+
+    Attributes:
+        number: How many the group had started with it.
+        chain: A hash of it and of all before.
+        op: Its name.
+        text: What it carries, for whom, over which axis.
+        sends: For each rank the bytes that it is sent; None where all send the same.
+        receives: For each rank the bytes that it sends here.
+    """
+
+    number: int
+    chain: int
+    op: str
+    text: str
+    sends: Sequence[int] | None = None
+    receives: Sequence[int] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.op} number {self.number} {self.text}"
+
+
+@dataclass(eq=False)
+class Group:
+    """The ranks of an axis.
+
+    Attributes:
+        name: Of the axis's process group, the same on all its ranks.
+        ranks: Their numbers in the whole run.
+        own: This rank's place in `ranks`.
+        pair: The connections that collectives are sent over; None where the backend is not gloo.
+        timeout: Seconds that a rank waits there for another.
+        number: How many collectives have started.
+        chain: A hash of them all.
+        trail: The last ones.
+    """
+
+    name: str
+    ranks: list[int]
+    own: int
+    pair: Any
+    timeout: float
+    number: int = 0
+    chain: int = 0
+    trail: deque[Step] = field(default_factory=lambda: deque(maxlen=TRAIL))
+
+    def enter(
+        self, op: str, hashed: str, text: str, sends: Sequence[int] | None, receives: Sequence[int] | None
+    ) -> Step:
+        """Note that a collective starts.
+
+        Args:
+            op: As for `Step`.
+            hashed: All that is the same on every rank.
+            text: As for `Step`.
+            sends: As for `Step`.
+            receives: As for `Step`.
+
+        Returns:
+            Its step.
+        """
+        self.number += 1
+        self.chain = zlib.crc32(hashed.encode(), self.chain)
+        step = Step(self.number, self.chain, op, text, sends, receives)
+        self.trail.append(step)
+        return step
+
+
+def tag_of(step: Step, nbytes: int) -> int:
+    """The tag of a message: ranks whose collectives differ, now or before, wait for each other."""
+    return (zlib.crc32(b"%d" % nbytes, step.chain) >> 1) % _compat.CUT
+
+
+class Waiting(NamedTuple):
+    """Where a rank waits, and since when."""
+
+    group: Group
+    step: Step
+    since: float
+
+
+@dataclass(eq=False)
+class World:
+    """All that a process, or a simulated rank, knows of the others.
+
+    Attributes:
+        rank: Its number.
+        store: By which ranks found each other; what is written there begins with the generation.
+        simulated: Whether it is a thread.
+        generation: How often groups have been made anew.
+        broken: The error that broke the groups of this generation, on every rank that heard of it.
+        groups: By the name of the axis's process group.
+        waiting: Where this rank waits.
+        call: The outermost call of fshard that runs.
+        gone: Ranks whose connections have ended.
+        flying: Buffers that have not been waited for.
+        failures: How many calls have failed on this rank.
+        lookout: The thread that watches it.
+    """
+
+    rank: int
+    store: Any
+    simulated: bool
+    generation: int = 0
+    broken: str | None = None
+    groups: dict[str, Group] = field(default_factory=dict)
+    waiting: Waiting | None = None
+    call: Any = None
+    gone: set[int] = field(default_factory=set)
+    flying: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    failures: int = 0
+    lookout: Any = None
+
+    def board(self) -> Any:
+        """The part of the store for this generation."""
+        return dist.PrefixStore(f"fshard/{self.generation}", self.store)  # type: ignore[attr-defined]
+
+    def group(self, name: str) -> Group:
+        """Find the own group of an axis, or make it, on all its ranks together."""
+        found = self.groups.get(name)
+        if found is None:
+            ranks = _compat.group_ranks(name)
+            pair = _compat.make_pair(name, dist.PrefixStore(f"{name} of {ranks}", self.board()))  # type: ignore[attr-defined]
+            found = self.groups[name] = Group(name, ranks, ranks.index(self.rank), pair, _compat.timeout_of(name))
+        return found
+
+    @property
+    def others(self) -> list[int]:
+        """The ranks that this one has a group with."""
+        return sorted({rank for group in self.groups.values() for rank in group.ranks} - {self.rank})
+
+    def renew(self, generation: int) -> None:
+        """Forget all groups and the error that broke them; they are made anew when they are asked for."""
+        self.gone.clear()
+        self.generation, self.broken, self.failures = generation, None, 0
+        self.groups.clear()
+
+
+class _Memory:
+    """What is remembered between calls, for as long as torch.distributed runs."""
+
+    def __init__(self) -> None:
+        self.worlds: weakref.WeakKeyDictionary[Any, World] = weakref.WeakKeyDictionary()
+
+
+_MEMORY = _Memory()
+
+
+def world() -> World:
+    """Find what this rank knows of the others."""
+    default = dist.group.WORLD
+    assert default is not None
+    found = _MEMORY.worlds.get(default)
+    if found is None:
+        store, simulated = _compat.default_store(), dist.get_backend() == "threaded"
+        found = _MEMORY.worlds[default] = World(dist.get_rank(), store, simulated)
+    return found
+
+
+def marked(**facts: bool) -> str | None:
+    """Note facts about the outermost call that runs, as `calling` has them, and return its name."""
+    running = world().call if dist.is_initialized() else None
+    for name, value in facts.items() if running is not None else ():
+        setattr(running, name, value)
+    return None if running is None else running.what

@@ -1,0 +1,84 @@
+"""The watcher: a thread that looks, where this rank waits for long, for a failure or a difference between ranks."""
+
+import atexit
+import sys
+import threading
+import time
+from contextlib import suppress
+
+from fshard.comm.failure import Position, circle, cut, difference, note, positions_of, within
+from fshard.comm.groups import World
+
+# Seconds: of waiting before the first look; between looks at the clock; between two looks at most.
+PATIENCE, SLICE, SELDOM = 0.4, 0.1, 30.0
+# Ranks that one look asks at most.
+ASKED = 8
+
+
+class Lookout(threading.Thread):
+    """Watches one process for as long as it has groups.
+
+    It is a daemon, because a store that hangs would hold up the process's end; `close` ends it before.
+    """
+
+    def __init__(self, world: World) -> None:
+        """Begin with a store of its own."""
+        super().__init__(name="fshard watcher", daemon=True)
+        self._world, self._over = world, threading.Event()
+        # Before process groups are destroyed, as what is registered later runs first.
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Say that this process ends, and why if by an error, and let its groups go before the interpreter does."""
+        world, error = self._world, getattr(sys, "last_value", None)
+        text = "its program is over" if error is None else f"{type(error).__name__}: {error}"[:1000]
+        within(0.5, lambda: world.board().set(f"ended/{world.rank}", text))
+        self._over.set()
+        self.join(1.0)
+        world.groups.clear()
+
+    def run(self) -> None:
+        """Look after 0.4 s of waiting in one place, then after 1, 2, 4 and more."""
+        seen, due = None, 0.0
+        while not self._over.wait(SLICE):
+            waiting = self._world.waiting
+            if waiting is not seen:
+                seen, due = waiting, PATIENCE
+            if waiting is None or time.monotonic() - waiting.since < due:
+                continue
+            with suppress(Exception):
+                if self._look():
+                    due = 0.0
+                    continue
+            due = min(2 * due + 0.2, due + SELDOM)
+
+    def _look(self) -> bool:
+        """Tell where this rank is, read where others are, and wake it if a rank failed or ranks differ."""
+        world, waiting = self._world, self._world.waiting
+        if waiting is None:
+            return False
+        board, own = world.board(), Position.of(world)
+        found = note(world, board)
+        if found is None:
+            board.set(f"at/{world.rank}", own.text())
+            asked = [rank for rank in waiting.group.ranks if rank != world.rank][:ASKED]
+            positions = {world.rank: own, **positions_of(board, asked)}
+            found = difference(positions) or circle(world.rank, _Known(board, positions))
+        if found is None or self._world.waiting is not waiting:
+            return False
+        for name in world.groups:
+            board.compare_set(f"note/{name}", "", found)
+        cut(world)
+        return True
+
+
+class _Known:
+    """Where ranks are, each asked once, and as many as one look may ask."""
+
+    def __init__(self, board: object, positions: dict[int, Position]) -> None:
+        self._board, self._positions = board, dict(positions)
+
+    def __call__(self, rank: int) -> Position | None:
+        if rank not in self._positions and len(self._positions) <= 2 * ASKED:
+            self._positions.update(positions_of(self._board, [rank]))
+        return self._positions.get(rank)
