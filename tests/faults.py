@@ -1,0 +1,294 @@
+"""Programs that one rank breaks, for the tests and the benchmark of the contract."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fshard as fs
+from fshard.testing import RankError, Workers
+from fshard.testing import workers as workers_module
+from tests.ranks import my_rank
+
+# What breaks a rank, called at each place that a program names.
+At = Callable[[str], None]
+
+
+def nowhere(place: str) -> None:
+    """Break nothing."""
+
+
+class Hook:
+    """Where a transform, a stage and a gradient transformation of this process find what breaks them."""
+
+    at: At = nowhere
+
+
+@dataclass(frozen=True)
+class Breaks(fs.ShardTransform):
+    """The identity, whose gather, scatter and their ends may break."""
+
+    def gather(self, leaves, specs):
+        Hook.at("gather")
+        return list(leaves)
+
+    def scatter(self, grads, specs):
+        Hook.at("scatter")
+        return list(grads)
+
+
+@dataclass(frozen=True)
+class BreaksInTheEnd(fs.Wrapped):
+    """Another transform, which may break when its gather has ended."""
+
+    def gather(self, leaves, specs):
+        return self.start_gather(leaves, specs)()
+
+    def start_gather(self, leaves, specs):
+        finish = self.inner.start_gather(leaves, specs)
+
+        def finish_all():
+            Hook.at("finish")
+            return finish()
+
+        return finish_all
+
+
+class BreaksInBackward(torch.autograd.Function):
+    """The identity, whose backward may break."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        Hook.at("backward")
+        return grad.clone()
+
+
+def params_of(axis: fs.Axis, **options: Any) -> Any:
+    strategy = fs.zero3(axis, **(options or {"min_shard_elements": 0}))
+    return fs.shard({"v": torch.ones(8, 4), "w": torch.ones(8, 4)}, strategy)
+
+
+def collectives(axis: fs.Axis) -> Any:
+    """Bare collectives inside a loss."""
+
+    def loss(params):
+        Hook.at("before")
+        x = fs.psum(fs.gather({"w": params["w"]})["w"], axis)
+        Hook.at("between")
+        x = fs.ppermute(x, axis, [(rank, (rank + 1) % axis.size) for rank in range(axis.size)])
+        y = BreaksInBackward.apply(x)
+        out = (fs.all_gather(y, axis)).sum() + fs.gather({"v": params["v"]})["v"].sum()
+        Hook.at("after")
+        return out
+
+    return fs.value_and_grad(loss)(params_of(axis))
+
+
+def ring(axis: fs.Axis) -> Any:
+    def loss(params):
+        w = fs.gather(params)["w"].view(1, 8, 2, 2).transpose(1, 2)
+        Hook.at("before")
+        return BreaksInBackward.apply(fs.ring_attention(w, w, w, axis)).sum()
+
+    return fs.value_and_grad(loss)(params_of(axis))
+
+
+def ulysses(axis: fs.Axis) -> Any:
+    attention = fs.ulysses(F.scaled_dot_product_attention, axis)
+
+    def loss(params):
+        w = fs.gather(params)["w"].view(1, 8, 4, 1).transpose(1, 2)
+        Hook.at("before")
+        return BreaksInBackward.apply(attention(w, w, w)).sum()
+
+    return fs.value_and_grad(loss)(params_of(axis))
+
+
+def mixture(axis: fs.Axis) -> Any:
+    def loss(params):
+        w = fs.gather(params)["w"]
+        rows, sent = fs.moe.dispatch(w, fs.moe.route(w[:, : axis.size]), axis)
+        Hook.at("between")
+        return fs.moe.combine([BreaksInBackward.apply(one) for one in rows], sent).sum()
+
+    return fs.value_and_grad(loss)(params_of(axis))
+
+
+def gather(axis: fs.Axis) -> Any:
+    return fs.gather(params_of(axis, layout=fs.compose(fs.fully_shard(axis, min_shard_elements=0), Breaks())))
+
+
+def finish(axis: fs.Axis) -> Any:
+    params = params_of(axis, layout=BreaksInTheEnd(fs.fully_shard(axis, min_shard_elements=0)))
+    return fs.value_and_grad(lambda p: fs.gather(p)["w"].sum())(params)
+
+
+def scatter_grads(axis: fs.Axis) -> Any:
+    params = params_of(axis, layout=fs.compose(fs.fully_shard(axis, min_shard_elements=0), Breaks()))
+    return fs.scatter_grads({"v": torch.ones(8, 4), "w": torch.ones(8, 4)}, params)
+
+
+def update(axis: fs.Axis) -> Any:
+    def breaks(grads, state, params):
+        Hook.at("update")
+        return grads, state
+
+    breaking = fs.GradientTransformation(lambda params: (), breaks)
+    tx = fs.chain(fs.clip_by_global_norm(1.0), breaking, fs.clip_by_global_norm(0.5), fs.sgd(0.1))
+    params = params_of(axis)
+    return fs.update(tx, fs.TrainState.create(params, tx), params)
+
+
+class Drops(nn.Module):
+    """A layer that draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout()
+
+    def forward(self, x):
+        x = self.dropout(self.linear(x))
+        Hook.at("draw")
+        return x
+
+
+def draw(axis: fs.Axis) -> Any:
+    """A model of units with a key."""
+    model = fs.functionalize(nn.Sequential(Drops(), Drops()), units=Drops)
+    params = model.init(fs.zero3(axis, min_shard_elements=0), seed=0)
+    return fs.value_and_grad(lambda p: model.apply(p, torch.ones(2, 4), key=3).sum())(params)
+
+
+def pipeline(axis: fs.Axis, schedule: str) -> Any:
+    def stage(params, h):
+        Hook.at("stage")
+        return BreaksInBackward.apply(h * params["layers"].flatten(0, -2).prod(0))
+
+    virtual = 2 if schedule == "interleaved" else 1
+    full = torch.ones(*([2] if virtual == 2 else []), axis.size, 4)
+    params = fs.shard({"layers": full}, fs.zero3(axis, layout=fs.split_dim(axis, dim=virtual - 1)))
+    loss = fs.pipeline(
+        stage,
+        axis,
+        microbatches=axis.size,
+        last=lambda p, h: h.square().mean(),
+        schedule=schedule,
+        virtual_stages=virtual,
+    )
+    return fs.value_and_grad(loss)(params, torch.ones(4 * axis.size, 4))
+
+
+# The places where each program may break.
+PROGRAMS: dict[str, tuple[Callable[[fs.Axis], Any], tuple[str, ...]]] = {
+    "collectives": (collectives, ("before", "between", "after", "backward")),
+    "gather": (gather, ("gather",)),
+    "finish": (finish, ("finish",)),
+    "scatter_grads": (scatter_grads, ("scatter",)),
+    "update": (update, ("update",)),
+    "draw": (draw, ("draw",)),
+    "ring": (ring, ("before", "backward")),
+    "ulysses": (ulysses, ("before", "backward")),
+    "mixture": (mixture, ("between", "backward")),
+    "gpipe": (partial(pipeline, schedule="gpipe"), ("stage", "backward")),
+    "1f1b": (partial(pipeline, schedule="1f1b"), ("stage", "backward")),
+    "interleaved": (partial(pipeline, schedule="interleaved"), ("stage", "backward")),
+}
+PLACES = [(name, place) for name, (_, places) in PROGRAMS.items() for place in places]
+
+
+class BadSampleError(Exception):
+    """The error of a rank that fails."""
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "raise": lambda: _raise(BadSampleError("bad sample 17")),
+    "memory": lambda: _raise(MemoryError("no memory")),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exit": lambda: os._exit(3),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "late": lambda: time.sleep(5.0),
+}
+
+
+class Outcome(NamedTuple):
+    """How a program ended on a rank.
+
+    Attributes:
+        text: Of its error, or "" for none.
+        error: The error's class.
+        seconds: From its begin to its end.
+    """
+
+    text: str
+    error: str
+    seconds: float
+
+
+def outcome(program: Callable[[], Any]) -> Outcome:
+    """Run a program and catch its error."""
+    begin = time.monotonic()
+    try:
+        program()
+        found = "", ""
+    except BaseException as error:
+        found = str(error), type(error).__name__
+    return Outcome(*found, time.monotonic() - begin)
+
+
+def axis_of_all(timeout: float = 30.0) -> fs.Axis:
+    return fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu", timeout=timeout))
+
+
+def broken_program(name: str, place: str, fault: str, then: str = "next", timeout: float = 30.0) -> Outcome:
+    """Run a program that a fault breaks on the last rank, which then ends, idles, or goes on to its next call."""
+    axis = axis_of_all(timeout)
+    program, victim = PROGRAMS[name][0], axis.size - 1
+    fs.psum(torch.ones(()), axis)
+
+    def breaks(reached: str) -> None:
+        if my_rank() == victim and reached == place:
+            FAULTS[fault]()
+
+    Hook.at = breaks
+    try:
+        found = outcome(lambda: program(axis))
+    finally:
+        Hook.at = nowhere
+    if found.error and then == "next":
+        # On every rank the same error again.
+        again = outcome(lambda: fs.psum(torch.ones(()), axis))
+        assert again.error == "CollectiveError", (again, found)
+        assert again.text.splitlines()[0] in found.text or my_rank() == victim, (again, found)
+    elif found.error and then == "idle" and my_rank() == victim:
+        time.sleep(1.5)
+    return found
+
+
+def outcomes_of_survivors(world: int, program: Callable[[], Outcome], path: Path, monkeypatch: Any) -> list[str]:
+    """Run a program that ends the last rank's process, and return the texts of the others."""
+    monkeypatch.setattr(workers_module, "GRACE", 60.0)
+
+    def run() -> None:
+        found = program()
+        (path / str(my_rank())).write_text(f"{found.seconds}\n{found.text}")
+
+    with Workers(world) as pool, suppress(RankError):
+        pool.run(run, timeout=90.0)
+    return [(path / str(rank)).read_text() for rank in range(world - 1)]
