@@ -247,7 +247,10 @@ def _start(device: str, limit: timedelta) -> None:
         backend = f"cpu:gloo,{device}:{backend}"
     found: tuple[Any, int, int] = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
     if "RANK" in os.environ:
-        found = next(iter(dist.rendezvous("env://", timeout=limit)))  # type: ignore[attr-defined]
+        try:
+            found = next(iter(dist.rendezvous("env://", timeout=limit)))  # type: ignore[attr-defined]
+        except dist.DistError as error:
+            raise CollectiveError(f"init_mesh: expected all {_launched()} ranks to start, got: {error}") from error
     # Where torchrun restarts the ranks of its one node, its store has the addresses of ranks that were killed, and a
     # rank that reads one before it is written anew cannot connect (pytorch#135712). Several nodes count differently.
     one_node = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") == "1"

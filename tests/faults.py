@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,10 +28,13 @@ def nowhere(place: str) -> None:
     """Break nothing."""
 
 
-class Hook:
-    """Where a transform, a stage and a gradient transformation of this process find what breaks them."""
+class _Hook(threading.local):
+    """Where a transform, a stage and a gradient transformation of this rank find what breaks them."""
 
-    at: At = nowhere
+    at: At = staticmethod(nowhere)
+
+
+Hook = _Hook()
 
 
 @dataclass(frozen=True)
@@ -252,6 +256,15 @@ def outcome(program: Callable[[], Any]) -> Outcome:
     return Outcome(*found, time.monotonic() - begin)
 
 
+def outcome_of(name: str, axis: fs.Axis, at: At) -> Outcome:
+    """Run one of the programs, whose places call a function."""
+    Hook.at = at
+    try:
+        return outcome(lambda: PROGRAMS[name][0](axis))
+    finally:
+        Hook.at = nowhere
+
+
 def axis_of_all(timeout: float = 30.0) -> fs.Axis:
     return fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu", timeout=timeout))
 
@@ -259,18 +272,14 @@ def axis_of_all(timeout: float = 30.0) -> fs.Axis:
 def broken_program(name: str, place: str, fault: str, then: str = "next", timeout: float = 30.0) -> Outcome:
     """Run a program that a fault breaks on the last rank, which then ends, idles, or goes on to its next call."""
     axis = axis_of_all(timeout)
-    program, victim = PROGRAMS[name][0], axis.size - 1
+    victim = axis.size - 1
     fs.psum(torch.ones(()), axis)
 
     def breaks(reached: str) -> None:
         if my_rank() == victim and reached == place:
             FAULTS[fault]()
 
-    Hook.at = breaks
-    try:
-        found = outcome(lambda: program(axis))
-    finally:
-        Hook.at = nowhere
+    found = outcome_of(name, axis, breaks)
     if found.error and then == "next":
         # On every rank the same error again.
         again = outcome(lambda: fs.psum(torch.ones(()), axis))

@@ -31,6 +31,9 @@ _FAKE = "fake "
 # How the description of groups begins that meshes have beside the default group.
 _ROWS = "rows "
 
+# How long a rank may wait until others have read what is in the store.
+LINGER = timedelta(seconds=0.7)
+
 # The tag of messages by which connections are ended; see `cut`.
 CUT = 2**31 - 1
 
@@ -305,9 +308,14 @@ def texts_in_store(key: str, own: int, text: str, size: int, timeout: timedelta)
         # A store that is a file raises no DistError.
         return [store.get(key).decode() if store.check([key]) else None for key in keys]
     found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]  # type: ignore[attr-defined]
+    store.set(f"{key}/{number}/read by {own}", "")
+    with suppress(RuntimeError):
+        # A rank that refuses what it has read may end, and the store with it.
+        store.wait([f"{key}/{number}/read by {rank}" for rank in range(size)], LINGER)
     if number > 2:
         # All have come to this call, and so have read what the last but one was for.
         store.delete_key(f"{key}/{number - 2}/{own}")
+        store.delete_key(f"{key}/{number - 2}/read by {own}")
     return [value.decode() for value in found]
 
 

@@ -186,8 +186,8 @@ def connected(world: World, name: str) -> Group:
     try:
         return world.group(name)
     except RuntimeError as error:
-        needed = f"all of ranks {_compat.group_ranks(name)} to connect"
-        raise CollectiveError(f"expected {needed}, got: {error!s:.300}\nTo fix: see which of them failed.") from error
+        needed = f"all of ranks {_compat.group_ranks(name)} to connect within {_compat.timeout_of(name):g} s"
+        raise CollectiveError(f"expected {needed}, got: {error!s:.300}; see which of them failed") from error
 
 
 def note(world: World, board: Any) -> str | None:
@@ -291,22 +291,25 @@ def _lost(world: World, group: Group, step: Step, late: float) -> str:
 
     deadline = time.monotonic() + GRACE
     within(GRACE + ANSWER, ask)
-    behind = [r for r in group.ranks if r not in positions or positions[r].number(group.name) < step.number]
-    absent = [rank for rank in gone if rank in behind] or behind or gone
+
+    def behind(ranks: Sequence[int], name: str, number: int) -> list[int]:
+        return [rank for rank in ranks if rank not in positions or positions[rank].number(name) < number]
+
+    def waits(rank: int) -> bool:
+        """Whether a rank waits for others itself; it may have gone on since it told where."""
+        at = positions.get(rank)
+        return at is not None and at.waits is not None and bool(behind(at.ranks, *at.waits))
+
+    late_ones = behind(group.ranks, group.name, step.number)
+    absent = [r for r in gone if r in late_ones] or [r for r in late_ones if not waits(r)] or late_ones or gone
     who = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
     said = [text for rank in absent if (text := within(ANSWER, lambda r=rank: _last_words(board, r)))]  # type: ignore[misc]
     if gone:
         first = f"{who} was killed or has ended{f': {said[0]}' if said else ''}"
     else:
         first = f"{who} did not come within {late:.0f} s: it is stopped, hangs or computes"
-    before = [other for other in group.trail if other.number < step.number][-1:]
-    return "\n".join(
-        [
-            first,
-            *(f"  rank {rank} {position.at()}" for rank, position in sorted(positions.items()) if position.waits),
-            *(f"  the last collective in which these ranks met: {other}" for other in before),
-        ]
-    )
+    where = [f"  rank {rank} {position.at()}" for rank, position in sorted(positions.items()) if position.waits]
+    return "\n".join([first, *where, f"  the last collective in which these ranks met: {group.finished or 'none'}"])
 
 
 def _last_words(board: Any, rank: int) -> str | None:

@@ -54,6 +54,7 @@ class Group:
         number: How many collectives have started.
         chain: A hash of them all.
         trail: The last ones.
+        finished: The one that landed last, which all ranks had started.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Group:
     number: int = 0
     chain: int = 0
     trail: deque[Step] = field(default_factory=lambda: deque(maxlen=TRAIL))
+    finished: Step | None = None
 
     def enter(
         self, op: str, hashed: str, text: str, sends: Sequence[int] | None, receives: Sequence[int] | None

@@ -198,7 +198,7 @@ def landed(buffer: torch.Tensor) -> torch.Tensor:
         raise ended(own, own.waiting, error) from error
     finally:
         own.waiting = before
-    issued.left -= 1
+    issued.left, issued.own.finished = issued.left - 1, issued.step
     for watcher in recorder.watchers:
         watcher.landed(issued)
     return out

@@ -141,7 +141,7 @@ def _sent(tensors: Tensors, axis: Axis, label: str) -> Callable[[], Tensors]:
             [[tensor] if rank == after else [] for rank in ranks],
             [[(tensor.shape, tensor.dtype)] if rank == before else [] for rank in ranks],
             axis,
-            label,
+            comm.labelled(label, tensors),
         )
         for tensor in tensors
     ]

@@ -106,7 +106,9 @@ def test_a_rank_that_leaves_a_step_out(workers, jitted):
     text, _ = workers(2).run(program)
     verb = "jit" if jitted else "value_and_grad"
     assert text.startswith("rank 1 did not come within 3 s: it is stopped, hangs or computes\n")
-    assert re.search(rf"  rank 0 waits in all_gather number \d+ \(start of {verb} begins\) over 'shard'\n", text)
+    assert re.search(
+        rf"  rank 0 waits in all_gather number \d+ \(start of {verb} begins\) over 'shard' in {verb}\n", text
+    )
     assert re.search(r"  the last collective in which these ranks met: all_reduce number \d+ \(objective\)", text)
 
 
