@@ -33,7 +33,7 @@ def blocks(heading: str) -> list[str]:
     return BLOCK.findall(REFERENCE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0])
 
 
-((UNITS,), (SAME_BITS,), (MORE_AXES,), (AHEAD,), (BAD_SAMPLE, NO_ROWS)) = map(
+((UNITS,), (SAME_BITS,), (MORE_AXES,), (AHEAD,), (GO_ON, BAD_SAMPLE, NO_ROWS)) = map(
     blocks,
     (
         "Units of a plain function",
@@ -95,6 +95,27 @@ def test_a_step_is_planned_held_to_a_budget_and_traced(tmp_path, capsys):
 
 def weighted(params, rows):
     return (rows @ fs.gather(params)["w"]).sum(), torch.tensor(float(len(rows)))
+
+
+@on_ranks(2, "2 processes")
+def test_training_goes_on_behind_a_failure_in_the_same_processes():
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    seen = []
+
+    def train_step(state, batch):
+        def loss_fn(params):
+            w = fs.gather(params)["w"]
+            if batch < 0 and mesh.get_rank() == 1:
+                raise ValueError("bad sample 17")
+            return batch * w.sum()
+
+        loss, grads = fs.value_and_grad(loss_fn)(state.params)
+        seen.append(loss.item())
+        return fs.update(fs.sgd(0.5), state, grads), loss
+
+    state = fs.TrainState.create(fs.shard({"w": torch.ones(4)}, fs.zero3(mesh)), fs.sgd(0.5))
+    exec(GO_ON, {"fs": fs, "train_step": train_step, "state": state, "batches": [1, -1, 1, -1, 1]})
+    assert seen == [4.0, 2.0, 0.0]
 
 
 @on_ranks(1, 2)
