@@ -421,7 +421,7 @@ def _check_names(what: str, argument: str, found: Any, needed: Mapping[str, tupl
         if is_sharded(leaf) and shape not in (None, has):
             # Such as weights that are stored as blocks of bytes.
             with _compat.outside_modes(), _compat.outside_transforms():
-                has = computed_shape(leaf.spec, leaf.local.dtype)
+                has = computed_shape(leaf.spec, leaf.local.dtype, leaf.spec.shape)
         if name not in needed:
             problems.append(Problem(f"[{name!r}]", "a leaf", "nothing"))
         elif has is None or shape not in (None, has):

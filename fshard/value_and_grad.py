@@ -387,8 +387,8 @@ class _Run(NamedTuple):
         trained = [(i, leaf) for i, leaf in enumerate(call.leaves) if leaf is not None and leaf.trained]
         paths, mine = [leaf.path for _, leaf in trained], [leaf.used for _, leaf in trained]
         others = [axis for axis in self.shared if axis not in self.axes]
-        value, used, status = closed(value, paths, mine, [call.news], self.axes, others)
-        call.settle(*status)
+        value, used, news = closed(value, paths, mine, call.news, self.axes, others)
+        call.settle(news)
         grads: list[Any] = [None] * len(call.leaves)
         for (i, leaf), yes in zip(trained, used, strict=True):
             if yes:

@@ -97,7 +97,7 @@ def test_a_rank_waits_for_its_mesh_as_long_as_it_was_told(world_size):
     shape = {"shard": -1} if world_size == 2 else {"replicate": 2, "shard": -1}
     mesh, store = fs.init_mesh(shape, device="cpu", timeout=2.5), dist.distributed_c10d._get_default_store()
     if my_rank() == 0:
-        with pytest.raises(fs.comm.CollectiveError, match=r"backend: .*([Tt]imed? ?out)"):
+        with pytest.raises(fs.comm.CollectiveError, match=r"did not come within [23] s"):
             fs.psum(torch.ones(()), fs.axis_of(mesh, next(iter(shape))))
         store.set("waited", "")
     store.wait(["waited"])

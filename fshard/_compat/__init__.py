@@ -79,11 +79,8 @@ from fshard._compat.pretrained import is_pretrained_model, not_ignored, not_save
 from fshard._compat.threads import (
     ThreadedCollective,
     keeping_thread_object,
-    known_step,
     thread_object,
     threaded_process_groups,
-    wake_threads,
-    woken_by,
 )
 from fshard._compat.tracing import (
     RESHAPES,

@@ -2,7 +2,6 @@
 
 import ctypes
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ class ThreadedCollective(NamedTuple):
         kind: What is called; the same text on every member of a legal collective.
         data: This rank's input and output tensors.
         run: Moves the data, given every member's in group order.
-        step: What `known_step` was given; None for collectives of others.
     """
 
     group: str
@@ -30,33 +28,6 @@ class ThreadedCollective(NamedTuple):
     kind: str
     data: Any
     run: Callable[[list[Any]], None]
-    step: Any = None
-
-
-class _Now(threading.local):
-    """What runs on this thread: the step of a collective, and how to wake simulated ranks."""
-
-    step: Any = None
-    wake: Callable[[str, int, str], None] | None = None
-
-
-_now = _Now()
-
-
-@contextmanager
-def known_step(step: Any) -> Iterator[None]:
-    """Name what the collectives that this thread calls in a context are."""
-    _now.step = step
-    try:
-        yield
-    finally:
-        _now.step = None
-
-
-def wake_threads(group: str, generation: int, text: str) -> None:
-    """Let the simulated ranks that wait in a group, or will, end with an error."""
-    if _now.wake is not None:
-        _now.wake(group, generation, text)
 
 
 def thread_object(key: str) -> Any:
@@ -79,11 +50,6 @@ def keeping_thread_object(key: str, value: object) -> Iterator[None]:
             torch._C._remove_obj_from_tls(key)
         else:
             _stash(key, before)
-
-
-def woken_by(wake: Callable[[str, int, str], None]) -> None:
-    """Let `wake_threads` of this thread call a function."""
-    _now.wake = wake
 
 
 def _stash(key: str, value: object) -> None:
@@ -113,7 +79,7 @@ def threaded_process_groups(join: Callable[[ThreadedCollective], None]) -> Itera
     def start(operation: Any, group: Any) -> SimpleNamespace:
         def wait(_: int, data: Any) -> Any:
             ranks = list(group._world().pg_group_ranks[group])
-            join(ThreadedCollective(group.pg_name, ranks, _kind(operation, data), data, operation.work, _now.step))
+            join(ThreadedCollective(group.pg_name, ranks, _kind(operation, data), data, operation.work))
             return multi_threaded_pg.ret_work(data)
 
         return SimpleNamespace(join=wait)

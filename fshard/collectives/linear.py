@@ -3,7 +3,6 @@
 The chain ties those that one forward calls.
 """
 
-import json
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -165,8 +164,6 @@ def custom_call(
     if plainly:
         assert plain is not None
         return list(plain(tensors))
-    if _compat.is_tracing() and axis.size > 1:
-        comm.ops.told(json.dumps({"function": what}))
     return in_chain(lambda tensors: _located(list(_CustomCall.apply(custom, *tensors))), tensors, what, axis)
 
 

@@ -397,10 +397,6 @@ class Peers:
             self._refuse(found.problem, found.told)
         return found.flags
 
-    def highest(self, numbers: Sequence[int]) -> list[int]:
-        """For each number the highest that any rank has."""
-        return highest(numbers, self.axes, Verb.AGREE)
-
     def _refuse(self, problem: Problem, told: bool) -> None:
         if told:
             remedy = (

@@ -8,7 +8,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,7 +22,7 @@ TOLD = 16
 
 # Seconds: for a call of the store, which may hang with the rank that holds it; until a note may be there where a
 # connection ended; in which ranks may fail alike; that a rank lingers; between two looks.
-ANSWER, GRACE, ALIKE, LINGER, LOOK = 1.0, 0.35, 0.3, 0.7, 0.01
+ANSWER, GRACE, ALIKE, LINGER, LOOK = 1.0, 0.35, 0.3, 0.7, 0.02
 
 REMEDY = (
     "mend the first error; go on from the last checkpoint, or in the same processes: call fs.init_mesh on every rank, "
@@ -190,12 +190,14 @@ def connected(world: World, name: str) -> Group:
         raise CollectiveError(f"expected {needed}, got: {error!s:.300}; see which of them failed") from error
 
 
-def note(world: World, board: Any) -> str | None:
-    """Read the note of a failure, if there is one for some of this rank's groups."""
-    for name in world.groups:
-        if board.check([f"note/{name}"]):
-            return str(board.get(f"note/{name}").decode())
-    return None
+def read(board: Any, key: str) -> str:
+    """Read what is under a key, "" if nothing is, by one operation on the store."""
+    return str(board.compare_set(key, "", "").decode())
+
+
+def note(board: Any, groups: Iterable[str]) -> str:
+    """Read the note of a failure; "" if there is none in some groups."""
+    return next(filter(None, (read(board, f"note/{name}") for name in groups)), "")
 
 
 def tell(world: World, text: str, seconds: float = LINGER) -> str:
@@ -212,7 +214,7 @@ def tell(world: World, text: str, seconds: float = LINGER) -> str:
     board, groups = world.board(), list(world.groups.values())
 
     def write() -> str:
-        first = note(world, board) or text
+        first = note(board, world.groups) or text
         for group in groups:
             first = board.compare_set(f"note/{group.name}", "", first).decode()
         board.set(f"read/{world.rank}", "")
@@ -221,7 +223,7 @@ def tell(world: World, text: str, seconds: float = LINGER) -> str:
     world.broken = within(ANSWER, write) or text
     cut(world)
     others, deadline = sorted({*world.others} - world.gone), time.monotonic() + seconds
-    within(seconds, lambda: _until(lambda: all(board.check([f"read/{rank}"]) for rank in others), deadline))
+    within(seconds, lambda: _until(lambda: board.check([f"read/{rank}" for rank in others]), deadline))
     return world.broken
 
 
@@ -231,8 +233,8 @@ def cut(world: World) -> list[int]:
     for group in list(world.groups.values()):
         if group.pair is not None:
             gone |= {group.ranks[place] for place in _compat.cut(group.pair, group.own, len(group.ranks))}
-        elif world.simulated:
-            _compat.wake_threads(group.name, world.generation, str(world.broken))
+        elif world.wake is not None:
+            world.wake(group.name, world.generation, str(world.broken))
     return sorted(gone)
 
 
@@ -254,28 +256,23 @@ def ended(world: World, waiting: Waiting, error: BaseException) -> CollectiveErr
     Returns:
         The error, whose reason is the same on every rank.
     """
-    if world.broken is None and world.simulated:
+    if world.broken is None and world.wake is not None:
         tell(world, str(error), 0.0)
     elif world.broken is None:
         late = time.monotonic() - waiting.since
         board, deadline = world.board(), time.monotonic() + GRACE
-        said = within(GRACE + ANSWER, lambda: _until(lambda: note(world, board), deadline))
-        tell(world, said or _lost(world, waiting.group, waiting.step, late))
-    return failure(world, waiting.step, error)
+        said = within(GRACE + ANSWER, lambda: _until(lambda: note(board, world.groups), deadline))
+        tell(world, said or _lost(world, waiting.group, waiting.step, late, error))
+    return failure(world, waiting.step)
 
 
-def failure(world: World, step: Step | None, error: BaseException | None = None) -> CollectiveError:
+def failure(world: World, step: Step | None = None) -> CollectiveError:
     """Make the error of groups that are broken, for a collective that this rank was in, or None."""
-    backend = (str(error).splitlines() or [type(error).__name__])[0]
-    lines = [
-        str(world.broken),
-        *([f"  rank {world.rank}, this one, was in {step}"] if step is not None else []),
-        *([f"  backend: {backend[:TEXT]}"] if error is not None and not world.simulated else []),
-    ]
-    return CollectiveError("\n".join([*lines, f"To fix: {REMEDY}."]))
+    own = [] if step is None else [f"  rank {world.rank}, this one, was in {step}"]
+    return CollectiveError("\n".join([str(world.broken), *own, f"To fix: {REMEDY}."]))
 
 
-def _lost(world: World, group: Group, step: Step, late: float) -> str:
+def _lost(world: World, group: Group, step: Step, late: float, error: BaseException) -> str:
     """Say which rank is gone or did not come, where nobody has left a note."""
     # A wait that lasts too long ends its connection itself.
     slow, broken = late > 0.95 * group.timeout, cut(world)
@@ -286,8 +283,9 @@ def _lost(world: World, group: Group, step: Step, late: float) -> str:
 
     def ask() -> None:
         board.set(f"at/{world.rank}", positions[world.rank].text())
-        _until(lambda: all(board.check([f"read/{r}"]) or board.check([f"at/{r}"]) for r in group.ranks), deadline)
-        positions.update(positions_of(board, [rank for rank in group.ranks if rank != world.rank]))
+        while (missing := [rank for rank in group.ranks if rank not in positions]) and time.monotonic() < deadline:
+            positions.update(positions_of(board, missing))
+            time.sleep(LOOK)
 
     deadline = time.monotonic() + GRACE
     within(GRACE + ANSWER, ask)
@@ -303,8 +301,10 @@ def _lost(world: World, group: Group, step: Step, late: float) -> str:
     late_ones = behind(group.ranks, group.name, step.number)
     absent = [r for r in gone if r in late_ones] or [r for r in late_ones if not waits(r)] or late_ones or gone
     who = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
-    said = [text for rank in absent if (text := within(ANSWER, lambda r=rank: _last_words(board, r)))]  # type: ignore[misc]
-    if gone:
+    said = within(ANSWER, lambda: [text for rank in absent if (text := read(board, f"ended/{rank}"))])
+    if not absent:
+        first = f"rank {world.rank} failed in {step}: {error!s:.{TEXT}}"
+    elif gone:
         first = f"{who} was killed or has ended{f': {said[0]}' if said else ''}"
     else:
         first = f"{who} did not come within {late:.0f} s: it is stopped, hangs or computes"
@@ -312,14 +312,10 @@ def _lost(world: World, group: Group, step: Step, late: float) -> str:
     return "\n".join([first, *where, f"  the last collective in which these ranks met: {group.finished or 'none'}"])
 
 
-def _last_words(board: Any, rank: int) -> str | None:
-    return board.get(f"ended/{rank}").decode() if board.check([f"ended/{rank}"]) else None
-
-
 def positions_of(board: Any, ranks: Sequence[int]) -> dict[int, Position]:
     """Read where ranks are, as far as they have told."""
-    known = [rank for rank in ranks if board.check([f"at/{rank}"])]
-    return {rank: Position.read(board.get(f"at/{rank}").decode()) for rank in known}
+    found = {rank: read(board, f"at/{rank}") for rank in ranks}
+    return {rank: Position.read(text) for rank, text in found.items() if text}
 
 
 def alike(world: World, what: str) -> bool:

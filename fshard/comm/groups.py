@@ -6,7 +6,7 @@ They decide whether a call ends, never a value, an order or a size.
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -109,7 +109,7 @@ class World:
     Attributes:
         rank: Its number.
         store: By which ranks found each other; what is written there begins with the generation.
-        simulated: Whether it is a thread.
+        wake: Ends the waits of simulated ranks in a group of some generation, with a text; None for a process.
         generation: How often groups have been made anew.
         broken: The error that broke the groups of this generation, on every rank that heard of it.
         groups: By the name of the axis's process group.
@@ -123,7 +123,7 @@ class World:
 
     rank: int
     store: Any
-    simulated: bool
+    wake: Callable[[str, int, str], None] | None = None
     generation: int = 0
     broken: str | None = None
     groups: dict[str, Group] = field(default_factory=dict)
@@ -175,8 +175,7 @@ def world() -> World:
     assert default is not None
     found = _MEMORY.worlds.get(default)
     if found is None:
-        store, simulated = _compat.default_store(), dist.get_backend() == "threaded"
-        found = _MEMORY.worlds[default] = World(dist.get_rank(), store, simulated)
+        found = _MEMORY.worlds[default] = World(dist.get_rank(), _compat.default_store())
     return found
 
 

@@ -4,7 +4,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,6 @@ class Issued:
         size: Ranks on it.
         group: Name of its process group.
         label: Who asked for it, and what for, encoded.
-        number: How many this rank had started with it.
         world: What this rank knows of the others.
         own: The group of fshard's own.
         step: Its place there.
@@ -40,7 +39,6 @@ class Issued:
     size: int
     group: str
     label: str
-    number: int
     world: World
     own: Group
     step: Step
@@ -74,14 +72,12 @@ class Watcher:
 
 @dataclass(slots=True)
 class FlightRecorder:
-    """Counts one rank's collectives, and tells watchers of them.
+    """Tells watchers of one rank's collectives.
 
     Attributes:
-        started: How many have started.
         watchers: Those who are told.
     """
 
-    started: int = 0
     watchers: tuple[Watcher, ...] = ()
 
 
@@ -94,9 +90,9 @@ def flight_recorder() -> FlightRecorder:
     >>> import torch, fshard as fs
     >>> def program():
     ...     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))
-    ...     before = fs.comm.flight_recorder().started
-    ...     fs.comm.all_reduce([torch.ones(2)], axis, "example")
-    ...     return fs.comm.flight_recorder().started - before
+    ...     with fs.comm.record():
+    ...         fs.comm.all_reduce([torch.ones(2)], axis, "example")
+    ...         return len(fs.comm.flight_recorder().watchers)
     >>> fs.testing.spmd(program, world=2)
     [1, 1]
     """
@@ -128,9 +124,8 @@ def started(
         CollectiveError: if it cannot start, or the group is broken.
     """
     recorder, own = flight_recorder(), world()
-    recorder.started += 1
     if own.broken is not None:
-        raise failure(own, None)
+        raise failure(own)
     group = connected(own, about[2])
     if own.lookout is None and group.pair is not None:
         own.lookout = Lookout(own)
@@ -139,13 +134,12 @@ def started(
     hashed, text = _texts(op, about[0], about[3], shapes)
     within = f"{text} in {own.call.what}" if own.call is not None else text
     step = group.enter(op, hashed, within[:TEXT], sends, receives)
-    issued = Issued(op, *about, recorder.started, own, group, step)
+    issued = Issued(op, *about, own, group, step)
     for watcher in recorder.watchers:
         watcher.starts(issued, tensors)
     before, own.waiting = own.waiting, Waiting(group, step, time.monotonic())
     try:
-        with _compat.known_step((own, step)) if own.simulated else nullcontext():
-            buffers = kernel(step, group)
+        buffers = kernel(step, group)
     except dist.DistError as error:
         raise ended(own, own.waiting, error) from error
     finally:

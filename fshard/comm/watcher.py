@@ -34,7 +34,8 @@ class Lookout(threading.Thread):
         text = "its program is over" if error is None else f"{type(error).__name__}: {error}"[:1000]
         within(0.5, lambda: world.board().set(f"ended/{world.rank}", text))
         self._over.set()
-        self.join(1.0)
+        if self.is_alive():
+            self.join(1.0)
         world.groups.clear()
 
     def run(self) -> None:
@@ -58,27 +59,22 @@ class Lookout(threading.Thread):
         if waiting is None:
             return False
         board, own = world.board(), Position.of(world)
-        found = note(world, board)
-        if found is None:
+        found = note(board, [waiting.group.name])
+        if not found:
             board.set(f"at/{world.rank}", own.text())
             asked = [rank for rank in waiting.group.ranks if rank != world.rank][:ASKED]
             positions = {world.rank: own, **positions_of(board, asked)}
-            found = difference(positions) or circle(world.rank, _Known(board, positions))
-        if found is None or self._world.waiting is not waiting:
+
+            def known(rank: int) -> Position | None:
+                if rank not in asked and rank != world.rank and len(asked) < ASKED:
+                    asked.append(rank)
+                    positions.update(positions_of(board, [rank]))
+                return positions.get(rank)
+
+            found = difference(positions) or circle(world.rank, known) or ""
+        if not found or self._world.waiting is not waiting:
             return False
         for name in world.groups:
             board.compare_set(f"note/{name}", "", found)
         cut(world)
         return True
-
-
-class _Known:
-    """Where ranks are, each asked once, and as many as one look may ask."""
-
-    def __init__(self, board: object, positions: dict[int, Position]) -> None:
-        self._board, self._positions = board, dict(positions)
-
-    def __call__(self, rank: int) -> Position | None:
-        if rank not in self._positions and len(self._positions) <= 2 * ASKED:
-            self._positions.update(positions_of(self._board, [rank]))
-        return self._positions.get(rank)

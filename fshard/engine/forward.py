@@ -261,7 +261,7 @@ class Forward:
         told = {"the loss": f"dtype {str(dtype).removeprefix('torch.')}"}
         agreed = self._peers.agree(end, told, flags)
         numbers = needed or [0] * len(self.uses)
-        highest = tuple(self._peers.highest(numbers)) if CHECKPOINTED in agreed else ()
+        highest = tuple(comm.highest(numbers, self._peers.axes, comm.Verb.AGREE)) if CHECKPOINTED in agreed else ()
         return Order(tuple(self._events), len(self.uses), agreed, highest, dtype)
 
     def drop(self) -> None:

@@ -16,12 +16,11 @@ from fshard.errors import expect
 from fshard.gather import gather as fully_gathered
 from fshard.parallel.scheduled import Parts, Run, Stage, scheduled
 from fshard.parallel.ticks import SCHEDULES
-from fshard.transforms.compose import reduction, sum_dtype
-from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tensor_of, tree_leaves, tree_map, unflatten
+from fshard.transforms.compose import sum_dtype
+from fshard.tree import Axis, Flat, Tree, flatten, is_sharded, tensor_of, tree_leaves, tree_map, unflatten
 from fshard.tree.checks import check_axis, check_leaves, check_local, describe
 
 REDUCTIONS = ("mean", "sum", "weighted")
-GATHERS = ("once", "each")
 
 
 def pipeline(
@@ -34,7 +33,6 @@ def pipeline(
     schedule: str = "1f1b",
     virtual_stages: int = 1,
     reduce: str = "mean",
-    gather: str = "once",
 ) -> Callable[..., Any]:
     """Turn the parts of a model into a loss function for `value_and_grad`, pipelined over a mesh axis.
 
@@ -62,10 +60,6 @@ def pipeline(
         virtual_stages: How many each rank has, with "interleaved".
         reduce: "mean" over microbatches, "sum", or "weighted", whose loss function returns (sum, count) of all
             microbatches for `value_and_grad(..., reduce="weighted")`.
-        gather: "once" gathers all leaves before the first tick and reduces their gradients once; "each" gathers what a
-            stage owns for the forward of each microbatch, drops it, and gathers it again for the backward, and "1f1b"
-            and "interleaved" reduce gradients in each microbatch too: the least memory, and 3 * microbatches times the
-            bytes of a stage in place of 2.
 
     Returns:
         A function of (params, x, *rest), with trees of tensors as x and rest. Its loss agrees between ranks of the
@@ -97,7 +91,6 @@ def pipeline(
     for name, f in (("stage_fn", stage_fn), ("last", last), ("first", first)):
         expect(callable(f) or (f is None and name == "first"), "pipeline", f"{name} to be a function", describe(f))
     expect(schedule in SCHEDULES, "pipeline", f"schedule to be one of {SCHEDULES}", f"{schedule!r:.40}")
-    expect(gather in GATHERS, "pipeline", f"gather to be one of {GATHERS}", f"{gather!r:.40}")
     expect(reduce in REDUCTIONS, "pipeline", f"reduce to be one of {REDUCTIONS}", f"{reduce!r:.40}")
     for name, number in (("microbatches", microbatches), ("virtual_stages", virtual_stages)):
         whole = type(number) is int and number >= 1
@@ -107,9 +100,7 @@ def pipeline(
     groups = schedule != "interleaved" or microbatches % axis.size == 0
     needed = f'microbatches to be a multiple of the {axis.size} ranks of {axis.name!r} for schedule="interleaved"'
     expect(groups, "pipeline", needed, f"{microbatches}")
-    parts = Parts(
-        stage_fn, first or (lambda _, x: x), last, axis, microbatches, schedule, virtual_stages, reduce, gather
-    )
+    parts = Parts(stage_fn, first or (lambda _, x: x), last, axis, microbatches, schedule, virtual_stages, reduce)
 
     def loss_fn(params: Tree, x: Tree, *rest: Tree) -> Any:
         with comm.calling("pipeline", lambda: [axis], begins=False):
@@ -128,12 +119,8 @@ def _loss(parts: Parts, params: Tree, x: Tree, rest: tuple[Tree, ...]) -> Any:
     axis, flat = parts.axis, flatten(params)
     _begin(parts, flat, (x, *rest))
     split = [is_sharded(leaf) and leaf.spec.dim_of(axis) is not None for leaf in flat.leaves]
-    each = {i: leaf for i, leaf in enumerate(flat.leaves) if parts.gather == "each" and split[i] and _drops(leaf)}
     rebuild = partial(unflatten, flat.treedef)
-    once = [None if i in each else leaf for i, leaf in enumerate(flat.leaves)]
-    leaves = [
-        each[i].local if i in each else leaf for i, leaf in enumerate(flatten(fully_gathered(rebuild(once))).leaves)
-    ]
+    leaves = list(flatten(fully_gathered(params)).leaves)
     shared = [i for i, leaf in enumerate(leaves) if not split[i] and _is_varied(leaf)]
     for i, leaf in zip(shared, pvary([leaves[i] for i in shared], axis), strict=True):
         leaves[i] = leaf
@@ -144,39 +131,19 @@ def _loss(parts: Parts, params: Tree, x: Tree, rest: tuple[Tree, ...]) -> Any:
     expect(floating, "pipeline", "first to return a floating tensor", describe(like))
     stage = Stage(parts, batches, like.detach())
     if parts.schedule == "gpipe":
-        found = _gpipe(parts, stage, lambda: rebuild(_with_gathered(leaves, each, rebuild)))
+        found = _gpipe(parts, stage, rebuild(leaves))
     else:
-        specs = {i: leaf.spec for i, leaf in each.items()}
-        found = scheduled(Run(parts, stage, rebuild, like, split, _sum_dtypes(flat), specs), leaves, _name(parts))
+        found = scheduled(Run(parts, stage, rebuild, like, split, _sum_dtypes(flat)), leaves, _name(parts))
     value, *counts = psum_invariant(found, axis)
     return (value, counts[0].detach()) if counts else value
 
 
-def _with_gathered(
-    leaves: list[torch.Tensor], each: dict[int, Sharded], rebuild: Callable[[Any], Tree]
-) -> list[torch.Tensor]:
-    """Gather the leaves that are gathered each time."""
-    if not each:
-        return leaves
-    found = flatten(fully_gathered(rebuild([each.get(i) for i in range(len(leaves))]))).leaves
-    return [found[i] if i in each else leaf for i, leaf in enumerate(leaves)]
-
-
-def _drops(leaf: Sharded) -> bool:
-    """Whether a leaf can be gathered in each microbatch, with a gradient that is complete on this rank's shard."""
-    spec, transform = leaf.spec, leaf.spec.transform
-    if transform is None or spec.frozen or not _is_varied(leaf.local) or reduction(transform).has_state:
-        return False
-    return all(spec.dim_of(axis) is not None for axis in transform.axes)
-
-
-def _gpipe(parts: Parts, stage: Stage, params_now: Callable[[], Tree]) -> list[torch.Tensor]:
+def _gpipe(parts: Parts, stage: Stage, params: Tree) -> list[torch.Tensor]:
     """Run the same on every rank, so that their graphs are alike to any order: a rank takes what counts by `where`."""
     axis, count, stages = parts.axis, parts.microbatches, parts.axis.size
     own, pairs = axis_index(axis), [(rank, rank + 1) for rank in range(stages - 1)]
     total, received = stage.nothing(), None
     for tick in range(count + stages - 1):
-        params = params_now()
         h = stage.first(params, min(tick, count - 1))
         # Before the first microbatch comes, a stage takes one like it: derivatives at zeros may be NaN.
         h = h if received is None else torch.where(h.new_full((), own == 0, dtype=torch.bool), h, received)

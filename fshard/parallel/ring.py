@@ -54,7 +54,7 @@ def plain(tensors: Tensors, ring: Ring) -> Tensors:
 
 def forward(tensors: Tensors, ring: Ring, axis: Axis, label: str) -> tuple[Tensors, Tensors]:
     """Compute the result, and what `backward` needs."""
-    out, logs = _around(tensors, ring, attend, partial(_sent, axis=axis, label=label), skip=True)
+    out, logs = _around(tensors, ring, attend, partial(_sent, ring=ring), skip=True)
     return [out], [*tensors, out, logs]
 
 
@@ -101,7 +101,7 @@ def backward(saved: Tensors, grads: Tensors, ring: Ring) -> Tensors:
     Sums travel in the dtype of the logs. A rank's own keys come last: until then their sums travel.
     """
     q, k, v, out, logs = saved
-    send, size = partial(_sent, axis=ring.axis, label=LABEL), ring.axis.size
+    send, size = partial(_sent, ring=ring), ring.axis.size
     dq, dk, dv = (x.new_zeros(x.shape, dtype=logs.dtype) for x in (q, k, v))
     of_queries = list(zip(*map(ring.cut, (grads[0], q, out, logs, dq)), strict=True))
 
@@ -132,16 +132,17 @@ def backward(saved: Tensors, grads: Tensors, ring: Ring) -> Tensors:
     return [total.to(x.dtype) for total, x in zip((dq, dk, dv), (q, k, v), strict=True)]
 
 
-def _sent(tensors: Tensors, axis: Axis, label: str) -> Callable[[], Tensors]:
+def _sent(tensors: Tensors, ring: Ring) -> Callable[[], Tensors]:
     """Start to send tensors to the next rank, one by one so that none is copied; returns what waits for the last's."""
-    ranks, own = range(axis.size), comm.rank(axis)
+    axis, own = ring.axis, comm.rank(ring.axis)
+    ranks, told = range(axis.size), f"causal={ring.causal}, zigzag={ring.zigzag}, scale={ring.scale:.6g}"
     after, before = (own + 1) % axis.size, (own - 1) % axis.size
     finishes = [
         comm.start_all_to_all(
             [[tensor] if rank == after else [] for rank in ranks],
             [[(tensor.shape, tensor.dtype)] if rank == before else [] for rank in ranks],
             axis,
-            comm.labelled(label, tensors),
+            comm.Label(LABEL, parts=f"{told}, {comm.described(((tensor.dtype, tensor.shape),))}"),
         )
         for tensor in tensors
     ]

@@ -1,8 +1,7 @@
 """One rank's part of a pipeline whose forwards and backwards run by hand, as a table of ticks says."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,9 +10,8 @@ import torch
 from fshard import comm
 from fshard.collectives import Chain, chained, custom_call, walked
 from fshard.errors import expect
-from fshard.parallel.each_time import EachTime
 from fshard.parallel.ticks import Op, Tick, receiver, ticks
-from fshard.tree import Axis, Spec, Tree
+from fshard.tree import Axis, Tree
 from fshard.tree.checks import describe
 
 T = TypeVar("T")
@@ -30,7 +28,6 @@ class Parts(NamedTuple):
     schedule: str
     virtual_stages: int
     reduce: str
-    gather: str
 
 
 class Stage:
@@ -105,7 +102,6 @@ class Run:
         like: torch.Tensor,
         split: Sequence[bool],
         sums: Sequence[Callable[[torch.dtype], torch.dtype]],
-        specs: Mapping[int, Spec],
     ) -> None:
         """Before the first tick.
 
@@ -116,19 +112,17 @@ class Run:
             like: A tensor of the shape and dtype that stages exchange.
             split: For each leaf whether it is split over the axis.
             sums: For each leaf the dtype in which gradients of some dtype are added up.
-            specs: The specs of leaves that are shards, to be gathered each time.
         """
         self.axis, self._parts, self._stage, self._rebuild, self._like = parts.axis, parts, stage, rebuild, like
-        self._split, self._sum_dtypes, self._specs = split, sums, specs
+        self._split, self._sum_dtypes = split, sums
         self._own, self._stages = comm.rank(parts.axis), parts.axis.size
-        told = f"{parts.schedule}, {parts.microbatches} microbatches, gather={parts.gather!r}, reduce={parts.reduce!r}"
+        told = f"{parts.schedule}, {parts.microbatches} microbatches, reduce={parts.reduce!r}"
         self._label = comm.Label("pipeline", parts=f"{told}, {comm.described(((like.dtype, like.shape),))}")
         self._live: dict[tuple[int, int], _Live] = {}
         self._inbox: dict[Op, Callable[[], torch.Tensor]] = {}
         self._flying: deque[Callable[[], Any]] = deque()
         # Each virtual stage's leaves, and the sums of their gradients by the leaves' ids.
         self._leaves: list[list[torch.Tensor]] = []
-        self._each: list[EachTime] = []
         self._sums: dict[int, torch.Tensor] = {}
 
     def __call__(
@@ -147,7 +141,6 @@ class Run:
         for chunk in range(parts.virtual_stages):
             leaves = [self._start(i, tensor, chunk, backward) for i, tensor in enumerate(tensors)]
             self._leaves.append(leaves)
-            self._each.append(EachTime({i: self._piece(leaves[i], spec) for i, spec in self._specs.items()}))
         found = self._stage.nothing()
         # Tensors of these graphs are needed soon, and are saved as they are.
         saved_as_they_are = torch.autograd.graph.saved_tensors_hooks(_same, _same)
@@ -167,12 +160,6 @@ class Run:
         self._land(0)
         return found, [self._gradient(i) for i in range(len(tensors))]
 
-    def _piece(self, shard: torch.Tensor, spec: Spec) -> tuple[torch.Tensor, Spec]:
-        """The shard of one virtual stage, as a stack of one."""
-        if self._parts.schedule != "interleaved":
-            return shard.detach(), spec
-        return shard.detach()[None], replace(spec, shape=(1, *spec.shape[1:]))
-
     def _start(self, i: int, tensor: torch.Tensor, chunk: int, backward: bool) -> torch.Tensor:
         """The start of a leaf's graphs: one for all virtual stages where it is whole, else one for each."""
         if chunk and not self._split[i]:
@@ -182,15 +169,9 @@ class Run:
 
     def _forward(self, op: Op, place: int, backward: bool) -> list[torch.Tensor]:
         """Run a virtual stage forwards; returns its output, or the loss and count of the last one."""
-        each, h = self._each[op.chunk], None
-        gathered = each.deliver() if backward else each.gather()
-        stacked = self._parts.schedule == "interleaved"
-        leaves = list(self._leaves[op.chunk])
+        h, params = None, self._rebuild(self._leaves[op.chunk])
         chain = Chain(lambda *_: None, lambda: lambda: None)
-        with chained(chain), each.hooks():
-            for i, tensor in gathered.items():
-                leaves[i] = tensor[0] if stacked else tensor
-            params = self._rebuild(leaves)
+        with chained(chain):
             if place:
                 h = self._inbox.pop(op)()
                 if backward:
@@ -198,10 +179,9 @@ class Run:
             out = [self._stage.stage(params, self._stage.first(params, op.microbatch) if h is None else h)]
             if place == self._stages * self._parts.virtual_stages - 1:
                 out = self._stage.last(params, out[0], op.microbatch)
-        each.drop()
         if backward:
             if op.microbatch == 0:
-                starts = [*self._leaves[op.chunk], each.token, *chain.tokens[:1], *([] if h is None else [h])]
+                starts = [*self._leaves[op.chunk], *chain.tokens[:1], *([] if h is None else [h])]
                 _refuse_others(out[0], starts)
             self._live[op.microbatch, op.chunk] = _Live(h, out[0], chain.tokens)
         return out
@@ -211,21 +191,15 @@ class Run:
         h, out, tokens = self._live.pop((op.microbatch, op.chunk))
         is_last = place == self._stages * self._parts.virtual_stages - 1
         start = torch.ones_like(out) if is_last else self._inbox.pop(op)()
-        each = self._each[op.chunk]
-        each.gather()
         trained = [(i, leaf) for i, leaf in enumerate(self._leaves[op.chunk]) if leaf.requires_grad]
-        leaves = [(i, leaf) for i, leaf in trained if i not in self._specs]
-        inputs = [*(leaf for _, leaf in leaves), each.token, *tokens[:1], *([] if h is None else [h])]
+        inputs = [*(leaf for _, leaf in trained), *tokens[:1], *([] if h is None else [h])]
         outputs = [(out, start), *((token, torch.zeros_like(token)) for token in tokens[1:])]
         outputs = [pair for pair in outputs if pair[0].requires_grad]
         grads: Sequence[torch.Tensor | None] = [None] * len(inputs)
         if outputs and inputs:
             ends, starts = zip(*outputs, strict=True)
             grads = torch.autograd.grad(ends, inputs, starts, allow_unused=True)
-        reduced, stacked = each.reduce(), self._parts.schedule == "interleaved"
-        found = [(i, leaf, grad) for (i, leaf), grad in zip(leaves, grads, strict=False)]
-        found += [(i, leaf, reduced[i][0] if stacked else reduced[i]) for i, leaf in trained if i in self._specs]
-        for i, leaf, grad in found:
+        for (i, leaf), grad in zip(trained, grads, strict=False):
             if grad is not None:
                 dtype, before = self._sum_dtypes[i](grad.dtype), self._sums.get(id(leaf))
                 # A copy, because the sum is scaled in place, and leaves may share the memory of a gradient.

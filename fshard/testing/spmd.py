@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fshard import comm
-from fshard._compat import ThreadedCollective, shared_dual_level, threaded_process_groups, woken_by
+from fshard._compat import ThreadedCollective, shared_dual_level, threaded_process_groups
 from fshard.errors import expect
 from fshard.testing.workers import RankError, Workers
 from fshard.tree.checks import POSITIVE, check_function, check_numbers
@@ -81,17 +81,19 @@ class _Call(NamedTuple):
     Attributes:
         rank: The rank.
         collective: The collective.
+        world: What the rank knows of the others, where it is in a collective of fshard's.
         reply: Gets True when the data is in place, False to stop, or the text of an error.
     """
 
     rank: int
     collective: ThreadedCollective
     reply: queue.SimpleQueue[bool | str]
+    world: comm.World | None
 
     @property
     def key(self) -> tuple[str, int]:
         """The group, and how often it has been made anew; -1 for collectives that are not fshard's."""
-        return self.collective.group, self.collective.step[0].generation if self.collective.step else -1
+        return self.collective.group, self.world.generation if self.world else -1
 
 
 class _Wake(NamedTuple):
@@ -140,7 +142,7 @@ class _Simulation:
         try:
             limit = timedelta(seconds=self.timeout)
             dist.init_process_group("threaded", rank=rank, world_size=len(self.threads), store=store, timeout=limit)
-            woken_by(lambda group, generation, text: self.inbox.put(_Wake((group, generation), text)))
+            comm.world().wake = lambda group, generation, text: self.inbox.put(_Wake((group, generation), text))
             try:
                 value = f()
             finally:
@@ -156,7 +158,9 @@ class _Simulation:
         if threading.current_thread() not in self.threads:
             raise RuntimeError(f"{collective.kind} was called on a thread that is no rank of the running simulation")
         reply: queue.SimpleQueue[bool | str] = queue.SimpleQueue()
-        self.inbox.put(_Call(self.threads.index(threading.current_thread()), collective, reply))
+        world = comm.world() if dist.is_initialized() else None
+        own = world if world is not None and world.waiting is not None else None
+        self.inbox.put(_Call(self.threads.index(threading.current_thread()), collective, reply, own))
         match reply.get():
             case False:
                 raise _Stop
@@ -179,10 +183,10 @@ class _Simulation:
                     break
                 self._fail(lambda call: self.broken.get(call.key))
                 if self.waiting and len(self.waiting) + len(self.ended) == len(self.threads):
-                    if all(call.collective.step is None for call in self.waiting.values()):
+                    if not any(call.world for call in self.waiting.values()):
                         raise RankError(self._report("deadlock"))
                     text = self._circle()
-                    self._fail(lambda call: text if call.collective.step else None)  # noqa: B023
+                    self._fail(lambda call: text if call.world else None)  # noqa: B023
         finally:
             self._stop()
         ends = [self.ended[rank] for rank in sorted(self.ended)]
@@ -201,7 +205,7 @@ class _Simulation:
 
     def _circle(self) -> str:
         """Say where ranks wait that nobody will come to."""
-        positions = {r: comm.Position.of(c.collective.step[0]) for r, c in self.waiting.items() if c.collective.step}
+        positions = {r: comm.Position.of(c.world) for r, c in self.waiting.items() if c.world}
         known = {rank: position.at() for rank, position in positions.items()}
         known |= {rank: f"waits in {self.waiting[rank].collective.kind}" for rank in self.waiting if rank not in known}
         known |= dict.fromkeys(self.ended, "has ended")
@@ -228,8 +232,8 @@ class _Simulation:
         calls = [call for call in calls if call.collective.group == collective.group]
         if len(calls) < len(collective.ranks):
             return
-        if all(call.collective.step for call in calls):
-            steps = {call.rank: call.collective.step[1] for call in calls}
+        steps = {call.rank: call.world.waiting.step for call in calls if call.world and call.world.waiting}
+        if len(steps) == len(calls):
             if found := comm.unequal(steps, {call.rank: place for place, call in enumerate(calls)}):
                 self.broken[calls[0].key] = found
                 return

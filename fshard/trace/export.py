@@ -1,83 +1,15 @@
-"""Export: a report as a picture, and as a file of trace events for ui.perfetto.dev and chrome://tracing."""
+"""Export: a report as a file of trace events for ui.perfetto.dev and chrome://tracing."""
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fshard.trace.events import Event, Timeline
-from fshard.trace.stragglers import BETWEEN, Kind, Matched, Span
-
-# How the main thread spends its time, in the words of the picture, with a colour.
-KINDS = (
-    (Kind.COMPUTE, "computing", "0.8"),
-    (Kind.BETWEEN, BETWEEN, "0.92"),
-    (Kind.START, "starting a collective", "C0"),
-    (Kind.WAIT, "waiting", "C1"),
-)
-LATE = "waiting for a late rank", "C3"
-
-# Lanes that a picture has room for: of more ranks the worst stragglers are drawn.
-LANES = 24
+from fshard.trace.stragglers import Kind, Matched, Span
 
 # The thread of a rank's process in Perfetto.
 MAIN = 0
-
-
-def draw(
-    path: str | Path,
-    title: str,
-    timelines: Sequence[Timeline],
-    spans: Mapping[int, Sequence[Span]],
-    matched: Sequence[Matched],
-) -> None:
-    """Draw a lane for each rank, and memory below.
-
-    Args:
-        path: Where to.
-        title: Its title.
-        timelines: By rank, by one clock.
-        spans: How each rank's main thread spent its time.
-        matched: The collectives that all of their ranks recorded.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    start = min(timeline.begin for timeline in timelines)
-
-    def bars(pieces: Sequence[tuple[int, int]]) -> list[tuple[float, float]]:
-        return [((begin - start) / 1e6, (end - begin) / 1e6) for begin, end in pieces]
-
-    late: dict[int, list[tuple[int, int]]] = {rank: [] for rank in spans}
-    held_up: Counter[int] = Counter()
-    for entry in matched:
-        held_up[entry.straggler] += entry.held_up()
-        for rank in entry.events:
-            late[rank] += entry.late(rank)
-    shown = sorted(sorted(timelines, key=lambda line: -held_up[line.rank])[:LANES], key=lambda line: line.rank)
-    figure = Figure(figsize=(12, 3.5 + 0.45 * len(shown)), layout="constrained")
-    lanes, held = figure.subplots(2, 1, sharex=True, height_ratios=[len(shown) + 1, 3])
-    for place, timeline in enumerate(shown):
-        pieces = [
-            ([(span.begin, span.end) for span in spans[timeline.rank] if span.kind is kind], color)
-            for kind, _, color in KINDS
-        ]
-        for found, color in (*pieces, (late[timeline.rank], LATE[1])):
-            lanes.broken_barh(bars(found), (place - 0.35, 0.7), color=color, linewidth=0)
-        times, numbers = zip(*timeline.held(), strict=True)
-        x, mib = [(when - start) / 1e6 for when in times], [n / 2**20 for n in numbers]
-        held.plot(x, mib, drawstyle="steps-post", linewidth=1, label=f"rank {timeline.rank}")
-    lanes.set_yticks(range(len(shown)), [f"rank {timeline.rank}" for timeline in shown])
-    lanes.invert_yaxis()
-    lanes.set_title(title, fontsize="medium")
-    named = [*((name, color) for _, name, color in KINDS), LATE]
-    handles = [Patch(color=color, label=name) for name, color in named]
-    lanes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=len(named), frameon=False)
-    meters = ", ".join(dict.fromkeys(timeline.meter for timeline in shown))
-    held.set(xlabel="ms", ylabel=f"MiB, {meters}")
-    held.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
-    figure.savefig(path, dpi=110)
 
 
 def write_perfetto(

