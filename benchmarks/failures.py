@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.faults import PLACES, broken_program, outcomes_of_survivors
 
 FAULTS = {"raises": "raise", "is killed": "kill", "exits": "exit"}
-CALLS = 300
+CALLS = 100
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
     costs: dict[str, dict[str, float]] = {}
     for ranks in args.ranks:
         with Workers(ranks) as pool:
-            costs[f"{ranks} ranks"] = pool.run(measured)[0]
+            costs[f"{ranks} ranks"] = pool.run(measured, timeout=600.0)[0]
     names = list(next(iter(costs.values())))
     rows = {name: [f"{each[name]:.4g}" for each in costs.values()] for name in names}
     report.print_table("costs", tuple(costs), rows)

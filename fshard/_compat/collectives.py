@@ -1,5 +1,6 @@
 """Private APIs of torch.distributed, each with the versions it was checked on."""
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -164,7 +165,7 @@ def make_pair(name: str, store: Any) -> Pair | None:
         store: Where its ranks find each other; no others know its prefix.
 
     Returns:
-        The two groups, with the process group's timeout and devices.
+        The two groups, with the process group's timeout.
 
     Raises:
         RuntimeError: if a rank does not come within the timeout.
@@ -172,11 +173,18 @@ def make_pair(name: str, store: Any) -> Pair | None:
     group = resolve_process_group(name)
     if group_devices(name).get("cpu") != "gloo":
         return None
-    own, gloo = group._get_backend(torch.device("cpu")).options, torch.distributed.ProcessGroupGloo
-    options: Any = gloo._Options()  # type: ignore[attr-defined]
-    options._devices, options._timeout, options._threads = own._devices, own._timeout, 1  # type: ignore[attr-defined]
-    up, down = (gloo(torch.distributed.PrefixStore(way, store), group.rank(), group.size(), options) for way in "ud")  # type: ignore[attr-defined]
-    return up, down
+    gloo, options = torch.distributed.ProcessGroupGloo, group._get_backend(torch.device("cpu")).options
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+
+    def connect(way: str) -> Any:
+        own: Any = gloo._Options()  # type: ignore[attr-defined]
+        # As gloo's own, but connected at once: where two ranks connect when they first send, gloo may abort.
+        found = [gloo.create_device(interface=name, lazy_init=False) for name in interfaces]
+        own._devices = found or [gloo.create_default_device(lazy_init=False)]
+        own._timeout, own._threads = options._timeout, 1
+        return gloo(torch.distributed.PrefixStore(way, store), group.rank(), group.size(), own)  # type: ignore[attr-defined]
+
+    return connect("u"), connect("d")
 
 
 def start_swap(

@@ -160,7 +160,12 @@ def test_a_process_that_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(workers_module, "GRACE", 60.0)
     with Workers(2) as workers, pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
         workers.run(lambda: killed_in_a_step(tmp_path / f"{dist.get_rank()}"))
-    assert (tmp_path / "0").read_text().splitlines() == KILLED
+    assert without_layers((tmp_path / "0").read_text()) == without_layers("\n".join(KILLED))
+
+
+def without_layers(text):
+    """A text without the layer: a connection may end while this rank still reads what came for the one before."""
+    return re.sub(r"number \d+ \(gather of layers\.\d\)", "number", text)
 
 
 UNDER_TORCHRUN = """
@@ -182,7 +187,7 @@ def test_a_rank_of_torchrun_that_is_killed(tmp_path):
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode != 0
     assert found.exists(), result.stdout + result.stderr
-    assert found.read_text().splitlines() == KILLED
+    assert without_layers(found.read_text()) == without_layers("\n".join(KILLED))
 
 
 def test_a_store_that_does_not_answer_holds_nobody_up():
