@@ -60,7 +60,13 @@ def main() -> None:
     report.print_table("operations on the store", tuple(operations), rows)
     report.write_json(
         Path(__file__).parent / "results/failures.json",
-        {**report.circumstances("failures"), "seconds": found, "costs": costs, "operations": operations},
+        {
+            **report.circumstances("failures"),
+            "ranks": args.ranks,
+            "seconds": found,
+            "costs": costs,
+            "operations": operations,
+        },
     )
 
 
