@@ -29,7 +29,7 @@ WORDS, BITS = 12, 63
 # Flags of a call's messages, whose numbers from FLAGS on do not fit and count as put forward.
 _FAILED, _FIRST = 0, 1
 FLAGS = WORDS * BITS - _FIRST
-# Whoever asks sends as many numbers first.
+# A message by which ranks compare something has as many numbers.
 FIRST = 2 + WORDS
 # Bytes of a text that needs no second message.
 SHORT = 8 * (FIRST - 1)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fshard import _compat
 from fshard.comm import ops
 from fshard.comm.agree import same_call, told_of
-from fshard.comm.failure import CollectiveError, alike, tell
+from fshard.comm.failure import CollectiveError, all_fail, tell
 from fshard.comm.groups import World, world
 from fshard.tree import Axis, flatten, is_sharded
 from fshard.tree.checks import is_reachable
@@ -23,7 +23,7 @@ R = TypeVar("R")
 class calling:  # noqa: N801
     """Let an error that leaves a context reach the other ranks, if no call is running yet.
 
-    An error before the call begins goes with the message that begins it. Later, where all ranks fail alike, or have
+    An error before the call begins goes with the message that begins it. Later, where all fail at one place, or have
     told each other by messages, nothing more happens. Else the groups of this rank are broken, and every rank ends with
     the error's text.
 
@@ -73,7 +73,7 @@ class calling:  # noqa: N801
             if self._begins and not self.begun and isinstance(error, Exception):
                 with suppress(Exception):
                     same_call(self.what, reached, error=error)
-            if not self.settled and own.broken is None and not alike(own, f"{self.what} {type(error).__name__}"):
+            if not self.settled and own.broken is None and not all_fail(own, f"{self.what} {type(error).__name__}"):
                 tell(own, f"rank {own.rank} failed in {self.what}: {told_of(error)}")
         for buffer in [ref() for ref in own.flying.values()]:
             # The backend lets go of what it works on, now that it has ended.

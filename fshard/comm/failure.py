@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from fshard import _compat
-from fshard.comm.groups import TEXT, Group, Step, Waiting, World
+from fshard.comm.groups import TEXT, Group, Link, Waiting, World
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class Position(NamedTuple):
 
     waits: tuple[str, int] | None
     ranks: list[int]
-    groups: Mapping[str, list[Step]]
+    groups: Mapping[str, list[Link]]
     places: Mapping[str, int]
 
     @classmethod
@@ -85,7 +85,7 @@ class Position(NamedTuple):
     def read(cls, text: str) -> "Position":
         """Read what `text` wrote."""
         waits, ranks, groups, places = json.loads(text)
-        steps = {name: [Step(*step) for step in trail] for name, trail in groups.items()}
+        steps = {name: [Link(*step) for step in trail] for name, trail in groups.items()}
         return cls(tuple(waits) if waits else None, ranks, steps, places)
 
     def at(self) -> str:
@@ -115,7 +115,7 @@ def difference(positions: Mapping[int, Position]) -> str | None:
     return None
 
 
-def unequal(steps: Mapping[int, Step], places: Mapping[int, int]) -> str | None:
+def unequal(steps: Mapping[int, Link], places: Mapping[int, int]) -> str | None:
     """Say how steps of one number in one group differ between ranks, or the sizes of what these exchange."""
     differ = len({step.chain for step in steps.values()}) > 1
     unfit = any(
@@ -266,13 +266,13 @@ def ended(world: World, waiting: Waiting, error: BaseException) -> CollectiveErr
     return failure(world, waiting.step)
 
 
-def failure(world: World, step: Step | None = None) -> CollectiveError:
+def failure(world: World, step: Link | None = None) -> CollectiveError:
     """Make the error of groups that are broken, for a collective that this rank was in, or None."""
     own = [] if step is None else [f"  rank {world.rank}, this one, was in {step}"]
     return CollectiveError("\n".join([str(world.broken), *own, f"To fix: {REMEDY}."]))
 
 
-def _lost(world: World, group: Group, step: Step, late: float, error: BaseException) -> str:
+def _lost(world: World, group: Group, step: Link, late: float, error: BaseException) -> str:
     """Say which rank is gone or did not come, where nobody has left a note."""
     # A wait that lasts too long ends its connection itself.
     slow, broken = late > 0.95 * group.timeout, cut(world)
@@ -318,7 +318,7 @@ def positions_of(board: Any, ranks: Sequence[int]) -> dict[int, Position]:
     return {rank: Position.read(text) for rank, text in found.items() if text}
 
 
-def alike(world: World, what: str) -> bool:
+def all_fail(world: World, what: str) -> bool:
     """Compare with the other ranks whether all fail in the same way, at the same place.
 
     Args:

@@ -18,8 +18,8 @@ from fshard import _compat
 TRAIL, TEXT = 32, 200
 
 
-class Step(NamedTuple):
-    """One collective of a group.
+class Link(NamedTuple):
+    """One collective, a link of its group's chain.
 
     Attributes:
         number: How many the group had started with it.
@@ -64,32 +64,32 @@ class Group:
     timeout: float
     number: int = 0
     chain: int = 0
-    trail: deque[Step] = field(default_factory=lambda: deque(maxlen=TRAIL))
-    finished: Step | None = None
+    trail: deque[Link] = field(default_factory=lambda: deque(maxlen=TRAIL))
+    finished: Link | None = None
 
     def enter(
         self, op: str, hashed: str, text: str, sends: Sequence[int] | None, receives: Sequence[int] | None
-    ) -> Step:
+    ) -> Link:
         """Note that a collective starts.
 
         Args:
-            op: As for `Step`.
+            op: As for `Link`.
             hashed: All that is the same on every rank.
-            text: As for `Step`.
-            sends: As for `Step`.
-            receives: As for `Step`.
+            text: As for `Link`.
+            sends: As for `Link`.
+            receives: As for `Link`.
 
         Returns:
             Its step.
         """
         self.number += 1
         self.chain = zlib.crc32(hashed.encode(), self.chain)
-        step = Step(self.number, self.chain, op, text, sends, receives)
+        step = Link(self.number, self.chain, op, text, sends, receives)
         self.trail.append(step)
         return step
 
 
-def tag_of(step: Step, nbytes: int) -> int:
+def tag_of(step: Link, nbytes: int) -> int:
     """The tag of a message: ranks whose collectives differ, now or before, wait for each other."""
     return (zlib.crc32(b"%d" % nbytes, step.chain) >> 1) % _compat.CUT
 
@@ -98,7 +98,7 @@ class Waiting(NamedTuple):
     """Where a rank waits, and since when."""
 
     group: Group
-    step: Step
+    step: Link
     since: float
 
 

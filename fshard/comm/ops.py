@@ -22,11 +22,11 @@ import torch.distributed as dist
 from fshard import _compat
 from fshard.comm import recorder
 from fshard.comm.events import Collective, current_pool
-from fshard.comm.groups import Group, Step, tag_of
+from fshard.comm.groups import Group, Link, tag_of
 
 Tensors = list[torch.Tensor]
 # A collective's place in its group, and the group.
-Way = tuple[Step, Group]
+Way = tuple[Link, Group]
 
 # How often to look whether the backend has let go, which it usually has at the first look.
 LETTING_GO = 1000
@@ -153,7 +153,7 @@ def _all_reduce(tensors: Tensors, size: int, group: str, algorithm: str, way: Wa
 def _all_to_all(
     rows: torch.Tensor, send: list[int], receive: list[int], axis: str, size: int, group: str, label: str
 ) -> torch.Tensor:
-    def start(step: Step, own_group: Group) -> torch.Tensor:
+    def start(step: Link, own_group: Group) -> torch.Tensor:
         with _compat.below_autograd():
             buffer = rows.new_empty(sum(receive))
             process_group = _compat.resolve_process_group(group)

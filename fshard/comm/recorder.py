@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fshard import _compat
 from fshard.comm.events import KEY, Collective, Label, Record, decoded, described, objects_of_this_rank, of_this_rank
 from fshard.comm.failure import connected, ended, failure
-from fshard.comm.groups import TEXT, Group, Step, Waiting, World, world
+from fshard.comm.groups import TEXT, Group, Link, Waiting, World, world
 from fshard.comm.watcher import Lookout
 
 
@@ -41,7 +41,7 @@ class Issued:
     label: str
     world: World
     own: Group
-    step: Step
+    step: Link
     left: int = 0
 
     @property
@@ -101,7 +101,7 @@ def flight_recorder() -> FlightRecorder:
 
 def started(
     op: str,
-    kernel: Callable[[Step, Group], Any],
+    kernel: Callable[[Link, Group], Any],
     tensors: Sequence[torch.Tensor],
     about: tuple[str, int, str, str],
     sends: Sequence[int] | None = None,

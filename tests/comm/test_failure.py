@@ -15,7 +15,7 @@ import torch.distributed as dist
 import fshard as fs
 from fshard import comm
 from fshard.comm import failure, recorder
-from fshard.comm.groups import Step
+from fshard.comm.groups import Link
 from fshard.testing import RankError, Workers
 from fshard.testing import workers as workers_module
 from tests.test_processes import ROOT, TORCHRUN
@@ -201,7 +201,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up():
 
 def position(rank, waits=None, **numbers):
     """A rank of two groups that has started some collectives in each, all alike, and may wait in the last of one."""
-    groups = {name: [Step(n, n, "psum", name) for n in range(1, number + 1)] for name, number in numbers.items()}
+    groups = {name: [Link(n, n, "psum", name) for n in range(1, number + 1)] for name, number in numbers.items()}
     places = dict.fromkeys(numbers, rank)
     return comm.Position(waits and (waits, numbers[waits]), [0, 1, 2], groups, places)
 
