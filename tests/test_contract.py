@@ -282,6 +282,11 @@ def test_a_rank_that_is_killed_is_named_on_all(name, place, size, fault, tmp_pat
         assert first == f"rank {size - 1} was killed or has ended", text
 
 
+def launched_alone(script, *arguments):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, str(script), *map(str, arguments)], env=environment)
+
+
 def launched(size, script, *arguments, **environment):
     """Start a script on processes that find each other without a launcher's agent."""
     with socket.socket() as found:
@@ -591,3 +596,21 @@ def test_processes_that_end_right_behind_a_late_rank_end_well(tmp_path):
     )
     for _ in range(50):
         assert [process.wait(timeout=60.0) for process in launched(2, script)] == [0, 0]
+
+
+def test_the_watcher_ends_with_the_process_groups_that_it_watches(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, threading, time, torch, torch.distributed as dist, fshard as fs\n"
+        "for number in range(3):\n"
+        "    store = dist.FileStore(f'{sys.argv[1]}{number}', 2)\n"
+        "    dist.init_process_group('gloo', store=store, rank=int(sys.argv[2]), world_size=2)\n"
+        "    fs.psum(torch.ones(()), fs.axis_of(fs.init_mesh({'shard': -1}, device='cpu')))\n"
+        "    dist.destroy_process_group()\n"
+        "    deadline = time.monotonic() + 10.0\n"
+        "    while any('watcher' in t.name for t in threading.enumerate()) and time.monotonic() < deadline:\n"
+        "        time.sleep(0.01)\n"
+        "    assert not any('watcher' in t.name for t in threading.enumerate()), number\n"
+    )
+    processes = [launched_alone(script, tmp_path / "store", rank) for rank in range(2)]
+    assert [process.wait(timeout=60.0) for process in processes] == [0, 0]

@@ -21,7 +21,7 @@ T = TypeVar("T")
 TOLD = 16
 
 # Seconds: for a call of the store, which may hang with the rank that holds it; until a note may be there where a
-# connection ended; in which ranks may fail alike; that a rank lingers; between two looks.
+# connection ended; in which all ranks may fail; that a rank lingers; between two looks.
 ANSWER, GRACE, ALIKE, LINGER, LOOK = 1.0, 0.35, 0.3, 0.7, 0.02
 
 REMEDY = (
@@ -200,16 +200,13 @@ def note(board: Any, groups: Iterable[str]) -> str:
     return next(filter(None, (read(board, f"note/{name}") for name in groups)), "")
 
 
-def tell(world: World, text: str, seconds: float = LINGER) -> str:
+def tell(world: World, text: str, seconds: float = LINGER) -> None:
     """Break this rank's groups: leave a note, end the connections, and linger until the others have read it.
 
     Args:
         world: This rank's.
         text: The reason.
         seconds: How long to linger.
-
-    Returns:
-        The reason that was there first.
     """
     board, groups = world.board(), list(world.groups.values())
 
@@ -224,7 +221,6 @@ def tell(world: World, text: str, seconds: float = LINGER) -> str:
     cut(world)
     others, deadline = sorted({*world.others} - world.gone), time.monotonic() + seconds
     within(seconds, lambda: _until(lambda: board.check([f"read/{rank}" for rank in others]), deadline))
-    return world.broken
 
 
 def cut(world: World) -> list[int]:

@@ -80,7 +80,7 @@ class Group:
             receives: As for `Link`.
 
         Returns:
-            Its step.
+            Its link.
         """
         self.number += 1
         self.chain = zlib.crc32(hashed.encode(), self.chain)

@@ -4,6 +4,7 @@ import atexit
 import sys
 import threading
 import time
+import weakref
 from contextlib import suppress
 
 from fshard.comm.failure import Position, circle, cut, difference, note, positions_of, within
@@ -16,7 +17,7 @@ ASKED = 8
 
 
 class Lookout(threading.Thread):
-    """Watches one process for as long as it has groups.
+    """Watches one process for as long as its process groups live.
 
     It is a daemon, because a store that hangs would hold up the process's end; `close` ends it before.
     """
@@ -24,29 +25,30 @@ class Lookout(threading.Thread):
     def __init__(self, world: World) -> None:
         """Begin with a store of its own."""
         super().__init__(name="fshard watcher", daemon=True)
-        self._world, self._over = world, threading.Event()
+        self._world, self._over = weakref.ref(world), threading.Event()
         # Before process groups are destroyed, as what is registered later runs first.
         atexit.register(self.close)
 
     def close(self) -> None:
         """Say that this process ends, and why if by an error, and let its groups go before the interpreter does."""
-        world, error = self._world, getattr(sys, "last_value", None)
+        error = getattr(sys, "last_value", None)
         text = "its program is over" if error is None else f"{type(error).__name__}: {error}"[:1000]
-        within(0.5, lambda: world.board().set(f"ended/{world.rank}", text))
         self._over.set()
         if self.is_alive():
             self.join(1.0)
-        world.groups.clear()
+        if (world := self._world()) is not None:
+            within(0.5, lambda: world.board().set(f"ended/{world.rank}", text))
+            world.groups.clear()
 
     def run(self) -> None:
         """Look after 0.4 s of waiting in one place, then after 1, 2, 4 and more."""
-        seen, due = None, 0.0
-        while not self._over.wait(SLICE):
-            waiting = self._world.waiting
-            if waiting is not seen:
-                seen, due = waiting, PATIENCE
-            if waiting is None or time.monotonic() - waiting.since < due:
+        since, due = 0.0, 0.0
+        # Between two looks the groups may go.
+        while not self._over.wait(SLICE) and (world := self._world()) is not None:
+            waiting, world = world.waiting, None
+            if waiting is None or time.monotonic() - waiting.since < (due if waiting.since == since else PATIENCE):
                 continue
+            since, due = waiting.since, due if waiting.since == since else PATIENCE
             with suppress(Exception):
                 if self._look():
                     due = 0.0
@@ -55,8 +57,8 @@ class Lookout(threading.Thread):
 
     def _look(self) -> bool:
         """Tell where this rank is, read where others are, and wake it if a rank failed or ranks differ."""
-        world, waiting = self._world, self._world.waiting
-        if waiting is None:
+        world = self._world()
+        if world is None or (waiting := world.waiting) is None:
             return False
         board, own = world.board(), Position.of(world)
         found = note(board, [waiting.group.name])
@@ -72,7 +74,7 @@ class Lookout(threading.Thread):
                 return positions.get(rank)
 
             found = difference(positions) or circle(world.rank, known) or ""
-        if not found or self._world.waiting is not waiting:
+        if not found or world.waiting is not waiting:
             return False
         for name in world.groups:
             board.compare_set(f"note/{name}", "", found)
