@@ -1,9 +1,8 @@
 """Verb 2: apply, and functionalize: any nn.Module as a pure function of its parameters."""
 
-import copy
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 from fshard import _compat, comm
 from fshard.collectives import reduction_axes
 from fshard.engine import Call, Unit, call_of
-from fshard.errors import Problem, expect, leaf_error, refuse
+from fshard.errors import Problem, expect, refuse
 from fshard.gather import gather
 from fshard.init import copied, init, refuse_blank
 from fshard.modules import Skeleton, Units, plan_units
@@ -20,13 +19,21 @@ from fshard.random import seeded
 from fshard.shard import check_transform, shard
 from fshard.transforms import ShardTransform
 from fshard.transforms.compose import computed_shape
-from fshard.tree import Flat, ModelDtypes, Tree, flatten, is_sharded, tree_leaves, tree_map, unflatten
-from fshard.tree.checks import check_local, check_operands, check_transforms, describe, refuse_writes, writes_counted
+from fshard.tree import Flat, ModelDtypes, Tree, flatten, is_sharded, tensors_of, tree_leaves, tree_map, unflatten
+from fshard.tree.checks import (
+    check_local,
+    check_operands,
+    check_tensors,
+    check_transforms,
+    describe,
+    refuse_writes,
+    same_structure,
+    writes_counted,
+)
 
 Buffers = dict[str, torch.Tensor]
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Model:
@@ -52,22 +59,22 @@ class Model:
         """Copy the module without its weights; see `functionalize`."""
         needed, found = "module to be an nn.Module", describe(module)
         expect(isinstance(module, nn.Module), "functionalize", needed, found, "call its class first")
-        _refuse_lazy(module)
-        _refuse_hidden_weights(module)
+        hooks = [(name, _compat.hook_of(parameter)) for name, parameter in module.named_parameters()]
+        needed = "a change of the gradients that come back, or a transform with a scatter of its own"
+        problems = [Problem(f"[{name!r}]", f"a hook of {hook}", needed) for name, hook in hooks if hook]
+        refuse("functionalize: parameters with hooks", problems, "remove the hooks")
         self.buffers: Buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-        self._given = self.buffers
         self._module = module
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         self._bare = copied(module, lambda tensor: torch.empty_like(tensor, device="meta"))
-        self._places = _places(self._bare)
-        self._units = plan_units(module, units, {name: self._places[name] for name in self._shapes})
+        self._empty = flatten(dict(self._bare.named_parameters()))
+        self._units = plan_units(module, units)
         self._in_training = [path for path, submodule in module.named_modules() if _differs_in_training(submodule)]
         # Calls that overlap (threads, a model called inside itself) each need a copy of their own.
         self._idle: list[Skeleton] = []
 
     def __repr__(self) -> str:
         """Name the module, count what it holds, and tell the mode that it runs in."""
-        counts = f"parameters={len(self._shapes)}, units={len(self._units)}, buffers={len(self.buffers)}"
+        counts = f"parameters={len(self._empty.leaves)}, units={len(self._units)}, buffers={len(self.buffers)}"
         return f"Model({type(self._module).__name__}, {counts}, training={self._bare.training})"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,14 +126,10 @@ class Model:
         True
         """
         check_transform(strategy, "model.init", "strategy")
-        empty = [name for name, parameter in self._module.named_parameters() if parameter.is_meta]
-        if seed is None and empty:
-            problems = [Problem(f"[{name!r}]", "a tensor on the meta device", "a tensor with values") for name in empty]
-            raise leaf_error("model.init: parameters have no values", problems, "pass seed= to draw them")
-        expect(seed is not None or mode == "replay", "model.init", f"a seed for {mode=}", "none", "pass seed=")
         if seed is None:
+            expect(mode == "replay", "model.init", f"a seed for {mode=}", "none", "pass seed=")
             return shard(dict(self._module.named_parameters()), strategy)
-        params, drawn = init(self._module, self._given, strategy, seed, mode, reset)
+        params, drawn = init(self._module, dict(self._module.named_buffers()), strategy, seed, mode, reset)
         # A new dict, because the caller may hold the one before.
         self.buffers = self.buffers | drawn
         return params
@@ -170,35 +173,31 @@ class Model:
         with comm.calling("apply", lambda: comm.axes_in(params)):
             return self._apply(params, args, buffers, key, kwargs)
 
-    def _apply(
-        self,
-        params: Mapping[str, Any],
-        args: Any,
-        buffers: Buffers | None,
-        key: torch.Tensor | int | None,
-        kwargs: dict[str, Any],
-    ) -> Any:
-        _check_names("apply", "params", params, self._shapes)
-        given = self.buffers if buffers is None else buffers
-        _check_names("apply", "buffers", given, dict.fromkeys(self.buffers))
-        flat = flatten(dict(params))
-        if not all(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in flat.leaves):
-            refuse_blank(given)
+    def _apply(self, params: Any, args: Any, buffers: Any, key: Any, kwargs: Any) -> Any:
+        flat = flatten(dict(params) if isinstance(params, Mapping) else params)
+        same_structure("apply: params", flat, self._empty)
+        check_tensors("apply: params", flat)
+        _check_shapes(flat, self._empty.leaves)
         check_local("apply", flat)
         check_transforms("apply", flat)
+        given = self.buffers if buffers is None else buffers
+        same_structure("apply: buffers", flatten(given), flatten(self.buffers))
+        check_tensors("apply: buffers", flatten(given))
+        if not all(tensor.is_meta for tensor in tensors_of(flat.leaves)):
+            refuse_blank(given)
         with writes_counted():
             copies = {name: buffer.clone() for name, buffer in given.items()}
-        found = (leaf.spec.model_dtypes for leaf in flat.leaves if is_sharded(leaf) and leaf.spec.model_dtypes)
-        dtypes = next(found, ModelDtypes())
+        dtypes = next((spec.model_dtypes for spec in flat.specs if spec.model_dtypes), ModelDtypes())
         args, kwargs = _cast((args, kwargs), dtypes.inputs)
         with seeded(key):
             out, after = self._run(flat, params, copies, args, kwargs)
         out = _cast(out, dtypes.outputs)
-        if buffers is None:
-            _refuse_lost_updates(copies, after)
         if self._in_training and key is None and not torch.is_grad_enabled():
             self._warn_of_training(flat)
-        return out if buffers is None else (out, after)
+        if buffers is not None:
+            return out, after
+        _refuse_lost_updates(copies, after)
+        return out
 
     def _warn_of_training(self, flat: Flat) -> None:
         """Warn of an evaluation in training mode, unless leaves belong to a call or a graph, which is no evaluation."""
@@ -234,13 +233,12 @@ class Model:
         full = gather(dict(params))
         skeleton = self._skeleton()
         skeleton.bind(full, buffers)
-        owned = [leaf.local if is_sharded(leaf) else leaf for leaf in (params[name] for name in full)]
+        owned = tensors_of(params[name] for name in full)
         with refuse_writes("apply", [f"[{name!r}]" for name in full], list(full.values()), owned):
             out = skeleton.module(*args, **kwargs)
         after = skeleton.buffers()
         # A graph of the caller's may run parts of this copy again in its backward, with these values.
-        outer = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in full.values())
-        if not outer or _compat.transforms_active():
+        if not torch.is_grad_enabled():
             self._release(skeleton)
         return out, after
 
@@ -274,7 +272,7 @@ class Model:
         except IndexError:
             # Writes to a tensor among its attributes are counted, so that it is not used again.
             with _compat.outside_modes(), writes_counted():
-                return Skeleton(self._bare, self._units, self._places)
+                return Skeleton(self._bare, self._units)
 
 
 def functionalize(module: nn.Module, units: Units = None) -> Model:
@@ -286,19 +284,17 @@ def functionalize(module: nn.Module, units: Units = None) -> Model:
 
     Args:
         module: The module, with values or on the meta device; tied and frozen parameters keep their meaning.
-        units: Which submodules' parameters are gathered together, just before the submodule runs: a module class or
-            several in a tuple or set, which `fs.no_split(module)` lists for a model of transformers; a glob pattern of
-            names, in which `*` stands for what lies between two dots; a number, for the smallest submodules of at least
-            so many parameters; a function of (name, module); or a list of such, which then also says in which order
-            they are gathered, where the module's own order is not that of its forward. Other parameters form a unit for
-            each submodule that owns some. None gathers all at once.
+        units: Which submodules' parameters are gathered together, just before the submodule runs: a module class, or
+            several as `fs.no_split(module)` lists them for a model of transformers; a glob pattern of names, in which
+            `*` stands for what lies between two dots; a number, for the smallest submodules of at least so many
+            parameters; a function of (name, module); or a list, tuple or set of such. Other parameters form a unit for
+            each submodule that owns some. None gathers all at once, but for what torch.compile made.
 
     Returns:
         A Model with `init` and `apply`.
 
     Raises:
-        ValueError: if the module has lazy parameters whose shapes are not known yet, or parameters with hooks, or
-            `units` matches nothing, or two parts of a list match the same submodule.
+        ValueError: if the module has parameters with hooks, or `units` or a part of it matches nothing.
 
     >>> import fshard as fs
     >>> model = fs.functionalize(nn.Linear(2, 3))
@@ -336,98 +332,39 @@ def apply(model: Model, params: Mapping[str, Any], *args: Any, **kwargs: Any) ->
     return model.apply(params, *args, **kwargs)
 
 
-def _places(module: nn.Module) -> dict[str, list[str]]:
-    """Where a module holds each parameter and buffer, by its name: tied ones in several places, each named once.
-
-    functional_call would name a place in a submodule of two names twice, and so not put back what was there.
-    """
-    names: dict[torch.Tensor, list[str]] = {}
-    for path, submodule in module.named_modules():
-        parameters = submodule.named_parameters(path, recurse=False, remove_duplicate=False)
-        buffers = submodule.named_buffers(path, recurse=False, remove_duplicate=False)
-        for name, tensor in (*parameters, *buffers):
-            names.setdefault(tensor, []).append(name)
-    return {places[0]: places for places in names.values()}
-
-
 def _differs_in_training(submodule: nn.Module) -> bool:
     """Tell whether a module is in training mode and runs otherwise than in eval mode."""
-    if isinstance(submodule, _BATCH_NORMS):
-        return submodule.training and submodule.running_mean is not None
-    if isinstance(submodule, _DROPOUTS):
-        return submodule.training and submodule.p > 0
-    return submodule.training and isinstance(submodule, nn.RNNBase | nn.MultiheadAttention) and submodule.dropout > 0
-
-
-def _refuse_lazy(module: nn.Module) -> None:
-    lazy = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    problems = [
-        Problem(f"[{name!r}]", type(t).__name__, "a tensor with a shape") for name, t in tensors if isinstance(t, lazy)
-    ]
-    refuse("functionalize: lazy parameters", problems, "run the module once before")
-
-
-def _refuse_hidden_weights(module: nn.Module) -> None:
-    """Refuse modules whose hooks compute a weight from parameters or take gradients, and sparse gradients."""
-    remedies = {"prune": "what torch.nn.utils.prune.remove makes of it", "weight_norm": "parametrizations.weight_norm"}
-    needed = "a change of the gradients that come back, or a transform with a scatter of its own"
-    problems = [
-        Problem(name, f"a parameter with {found}", needed)
-        for name, parameter in module.named_parameters()
-        if (found := _compat.hook_of(parameter))
-    ]
-    for path, submodule in module.named_modules():
-        for hook in _compat.pre_hooks_of(submodule):
-            where, _, name = type(hook).__module__.rpartition(".")
-            if where == "torch.nn.utils" and name in remedies:
-                problems.append(Problem(path or "(root)", f"{where}.{name}", remedies[name]))
-        if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
-            problems.append(Problem(path or "(root)", f"{type(submodule).__name__}(sparse=True)", "sparse=False"))
-    refuse("functionalize: modules that cannot be sharded", problems, "change these modules first")
+    rate = submodule.p if isinstance(submodule, _DROPOUTS) else getattr(submodule, "dropout", 0)
+    drops = isinstance(rate, float) and rate > 0
+    return submodule.training and (drops or getattr(submodule, "running_mean", None) is not None)
 
 
 def _cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
-    """Cast the floating tensors of a tree."""
-    if dtype is None:
-        return tree
+    """Cast the floating tensors of a tree, and of the dataclasses in it."""
 
     def cast(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            return x.to(dtype) if x.is_floating_point() else x
-        if not is_dataclass(x) or isinstance(x, type):
-            return x
-        # A leaf to optree; a copy, so that the caller's keeps its tensors.
-        frozen = getattr(x, "__dataclass_params__").frozen  # noqa: B009
-        out, put = copy.copy(x), object.__setattr__ if frozen else setattr
-        for field in fields(x):
-            if hasattr(x, field.name):
-                put(out, field.name, _cast(getattr(x, field.name), dtype))
-        return out
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            return x.to(dtype)
+        if is_dataclass(x) and not isinstance(x, type):
+            given = {field.name: getattr(x, field.name) for field in fields(x)}
+            return replace(x, **_cast(given, dtype))
+        return x
 
-    return tree_map(cast, tree)
+    return tree if dtype is None else tree_map(cast, tree)
 
 
-def _check_names(what: str, argument: str, found: Any, needed: Mapping[str, tuple[int, ...] | None]) -> None:
-    """Refuse a dict whose names, or where they are known shapes, differ from those needed."""
-    remedy = "pass what model.init or apply returned"
-    expect(isinstance(found, Mapping), what, f"{argument} to be a dict by name", describe(found), remedy)
-    problems = [Problem(f"[{name!r}]", "nothing", "a leaf") for name in needed if name not in found]
-    for name, leaf in found.items():
-        shape = needed.get(name)
-        has = leaf.spec.shape if is_sharded(leaf) else tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
-        if has is not None and has == shape:
-            continue
-        if is_sharded(leaf) and shape not in (None, has):
+def _check_shapes(flat: Flat, needed: Sequence[torch.Tensor]) -> None:
+    """Refuse parameters of other shapes than the module's."""
+    problems = []
+    for path, leaf, like in zip(flat.paths, flat.leaves, needed, strict=True):
+        shape = leaf.spec.shape if is_sharded(leaf) else getattr(leaf, "shape", ())
+        if is_sharded(leaf) and shape != like.shape:
             # Such as weights that are stored as blocks of bytes.
             with _compat.outside_modes(), _compat.outside_transforms():
-                has = computed_shape(leaf.spec, leaf.local.dtype, leaf.spec.shape)
-        if name not in needed:
-            problems.append(Problem(f"[{name!r}]", "a leaf", "nothing"))
-        elif has is None or shape not in (None, has):
-            wanted = "a tensor" if shape is None else f"a tensor of shape {shape}"
-            problems.append(Problem(f"[{name!r}]", describe(leaf) if has is None else f"shape {has}", wanted))
-    refuse(f"{what}: {argument} do not match the module's", problems, "pass those of this model")
+                shape = computed_shape(leaf.spec, leaf.local.dtype, leaf.spec.shape)
+        if shape != like.shape:
+            problems.append(Problem(path, f"shape {tuple(shape)}", f"shape {tuple(like.shape)}"))
+    refuse("apply: params do not match the module's", problems, "pass those of this model")
 
 
 def _refuse_lost_updates(copies: Buffers, after: Mapping[str, torch.Tensor]) -> None:

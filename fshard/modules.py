@@ -1,8 +1,8 @@
 """Modules as the engine runs them: which parameters form a unit, and a copy without weights that asks for them."""
 
 import copy
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 Rule = type[nn.Module] | str | int | Callable[[str, nn.Module], bool]
 Units = Rule | Collection[Rule] | None
+_FORMS = "a module class, a glob pattern of names, a number of parameters, a function (name, module), or a list of such"
 
 
 class ModuleUnit(NamedTuple):
@@ -37,44 +38,40 @@ class ModuleUnit(NamedTuple):
     apart: bool
 
 
-def plan_units(module: nn.Module, units: Units, places: Mapping[str, Sequence[str]]) -> list[ModuleUnit]:
+def plan_units(module: nn.Module, units: Units) -> list[ModuleUnit]:
     """Cut a module's parameters into units.
 
     Args:
         module: The module.
         units: The rule, as `functionalize` takes it.
-        places: For each parameter by its first name all its names; tied ones belong to every unit that uses them.
 
     Returns:
-        The units in the order of their gathering. Parameters outside every unit that the rule selects form units of
-        their own, one for each submodule that has some.
+        The units in the module's order. Tied parameters belong to every unit that uses them, by the first of their
+        names. Parameters outside every unit that the rule selects form units of their own, one for each submodule that
+        has some.
 
     Raises:
-        ValueError: if the rule selects nothing, or selects a submodule twice.
+        ValueError: if the rule selects nothing.
     """
-    if not places:
-        return []
-    if units is None:
-        return [ModuleUnit("", tuple(places), 1, False)]
+    first = {parameter: name for name, parameter in module.named_parameters()}
     compiled = {path for path, submodule in module.named_modules() if _compat.is_compiled(submodule)}
-    ranks = select(module, units)
-    selected = {_entered(path, compiled): rank for path, rank in sorted(ranks.items(), key=lambda x: -x[1])}
-    owned: dict[str, dict[str, None]] = {path: {} for path, _ in module.named_modules()}
-    for name, names in places.items():
-        for place in names:
-            holder = place.rpartition(".")[0]
-            owner = next((path for path in _upwards(holder) if path in selected), _entered(holder, compiled))
-            owned.setdefault(owner, {})[name] = None
-    paths = [path for path, names in owned.items() if names]
-    ordered = _in_order(paths, selected)
-    ends = [
-        next((j for j in range(i + 1, len(ordered)) if not _inside(ordered[j], path)), len(ordered))
-        for i, path in enumerate(ordered)
-    ]
+    selected = select(module, "" if units is None else units)
+    owned: dict[str, dict[str, None]] = {}
+    for path, submodule in module.named_modules():
+        around = list(_upwards(path))
+        # What is compiled is entered as a whole.
+        owners = [other for other in reversed(around) if other in compiled]
+        owners += [other for other in around if other in selected]
+        owned[path] = {}
+        names = owned[owners[0] if owners else path]
+        names.update((first[parameter], None) for parameter in submodule.parameters(recurse=False))
+    ordered = [path for path, names in owned.items() if names]
+    sizes = Counter(around for path in ordered for around in _upwards(path))
     running = {path for path, submodule in module.named_modules() if path and _orders(submodule)}
     apart = [any(around in running for around in _upwards(path.rpartition(".")[0])) for path in ordered]
     return [
-        ModuleUnit(path, tuple(owned[path]), end, alone) for path, end, alone in zip(ordered, ends, apart, strict=True)
+        ModuleUnit(path, tuple(owned[path]), i + sizes[path], alone)
+        for i, (path, alone) in enumerate(zip(ordered, apart, strict=True))
     ]
 
 
@@ -83,40 +80,43 @@ def _orders(submodule: nn.Module) -> bool:
     return not isinstance(submodule, _CONTAINERS) and type(submodule).forward is not nn.Sequential.forward
 
 
-def select(module: nn.Module, units: Any) -> dict[str, int]:
+def select(module: nn.Module, rule: Any) -> set[str]:
     """Find the submodules that a rule selects.
 
     Args:
         module: The module.
-        units: The rule, as `functionalize` takes it, but not None.
+        rule: The rule, as `functionalize` takes it, but not None.
 
     Returns:
-        Their names, each with the number of the part of the rule that selected it.
+        Their names.
 
     Raises:
-        ValueError: if the rule selects nothing, or selects a submodule twice.
+        ValueError: if it is no rule, or if it or a part of it selects nothing.
     """
-    rules = list(units) if isinstance(units, list | tuple | set | frozenset) else [units]
-    if not rules:
-        raise ValueError(f"functionalize: units is {units!r}, which matches no submodule; pass None for one unit")
-    together = not isinstance(units, list)
-    selected: dict[str, int] = {}
-    for rank, rule in enumerate(rules):
-        found = [path for path, submodule in module.named_modules() if _test(rule)(path, submodule)]
-        if isinstance(rule, int):
-            found = list(_of_size(module, rule))
-        if not found:
-            raise ValueError(f"functionalize: units={rule!r} matches no submodule; name one of named_modules()")
-        if not any(True for path in found for _ in module.get_submodule(path).parameters()):
-            raise ValueError(f"functionalize: units={rule!r} matches only submodules without parameters; name others")
-        for path in found:
-            if path in selected and not together:
-                raise ValueError(
-                    f"functionalize: units overlap: {rules[selected[path]]!r} and {rule!r} both match {path!r}; "
-                    "let one rule match it"
-                )
-            selected.setdefault(path, 0 if together else rank)
-    return selected
+    if isinstance(rule, list | tuple | set | frozenset):
+        found = {path for part in rule for path in select(module, part)}
+    else:
+        found = {path for path, submodule in module.named_modules() if _fits(rule, path, submodule)}
+    expect(found, "functionalize", "units to match submodules", repr(rule), "name some of named_modules()")
+    return found
+
+
+def _fits(rule: Any, path: str, submodule: nn.Module) -> bool:
+    """Tell whether a rule selects a submodule."""
+    if isinstance(rule, str):
+        # As many dots, so that `*` stands for one part between dots.
+        return path.count(".") == rule.count(".") and matches(rule, path)
+    if isinstance(rule, int):
+        return _size(submodule) >= rule > max(map(_size, submodule.children()), default=0)
+    if isinstance(rule, type):
+        return isinstance(submodule, rule)
+    is_function = callable(rule) and not isinstance(rule, nn.Module)
+    expect(is_function, "functionalize", f"units to be {_FORMS}", describe(rule))
+    return bool(rule(path, submodule))
+
+
+def _size(submodule: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in submodule.parameters())
 
 
 def no_split(model: nn.Module) -> tuple[type[nn.Module], ...]:
@@ -137,89 +137,14 @@ def no_split(model: nn.Module) -> tuple[type[nn.Module], ...]:
     >>> [cls.__name__ for cls in no_split(Model(Block(2, 2), nn.ReLU(), Block(2, 2)))]
     ['Block']
     """
-    given = isinstance(model, nn.Module)
-    expect(given, "no_split", "model to be an nn.Module", describe(model), "pass the module itself")
-    declared: dict[str, None] = {}
-    for submodule in model.modules():
-        declared.update(dict.fromkeys(getattr(submodule, "_no_split_modules", None) or ()))
     # transformers declares classes by their names.
-    named = [part for part in model.modules() if part is not model and type(part).__name__ in declared]
-    found = dict.fromkeys(type(part) for part in named if any(True for _ in part.parameters()))
-    got = f"{', '.join(sorted(declared))}, of which it has none with parameters" if declared else "none"
+    declared = {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+    parts = [type(part) for part in model.modules() if part is not model]
+    found = dict.fromkeys(cls for cls in parts if cls.__name__ in declared)
+    needed = f"_no_split_modules of {type(model).__name__} to name classes of its submodules"
     remedy = "pass units= another rule, such as the class of its layers or a glob pattern like 'model.layers.*'"
-    expect(found, "no_split", f"model {type(model).__name__} to declare _no_split_modules", got, remedy)
+    expect(found, "no_split", needed, repr(sorted(declared)), remedy)
     return tuple(found)
-
-
-def _test(rule: Any) -> Callable[[str, nn.Module], bool]:
-    if isinstance(rule, type) and issubclass(rule, nn.Module):
-        return lambda path, submodule: isinstance(submodule, rule)
-    if isinstance(rule, str):
-        return lambda path, submodule: _matches(path, rule)
-    if isinstance(rule, int) and not isinstance(rule, bool) and rule > 0:
-        return lambda path, submodule: False
-    if callable(rule) and not isinstance(rule, nn.Module | type):
-        return lambda path, submodule: bool(rule(path, submodule))
-    needed = (
-        "a module class, a glob pattern of names, a number of parameters, a function (name, module), or a list of such"
-    )
-    raise ValueError(f"functionalize: expected units to be {needed}, got {describe(rule)}")
-
-
-def _matches(path: str, pattern: str) -> bool:
-    """Tell whether a name matches a pattern part by part: `*` stands for one part between dots."""
-    parts, wanted = path.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(matches, wanted, parts))
-
-
-def _of_size(module: nn.Module, threshold: int) -> Iterator[str]:
-    """Find the smallest submodules that hold at least `threshold` parameters, without those already taken by others."""
-    seen: set[nn.Parameter] = set()
-
-    def rest(path: str, submodule: nn.Module) -> Iterator[str | int]:
-        size = 0
-        for name, child in submodule.named_children():
-            for found in rest(f"{path}.{name}" if path else name, child):
-                if isinstance(found, int):
-                    size += found
-                else:
-                    yield found
-        own = [p for p in submodule.parameters(recurse=False) if p not in seen]
-        seen.update(own)
-        size += sum(parameter.numel() for parameter in own)
-        if size >= threshold:
-            yield path
-            size = 0
-        yield size
-
-    return (found for found in rest("", module) if isinstance(found, str))
-
-
-def _in_order(paths: list[str], ranks: Mapping[str, int]) -> list[str]:
-    """Put siblings in the order of the rule's parts, others where they stand; submodules of a unit stay behind it."""
-
-    def rank_of(path: str, before: int) -> int:
-        inside = [rank for other, rank in ranks.items() if _inside(other, path) or other == path]
-        return min(inside, default=before)
-
-    siblings: list[tuple[str, list[str]]] = []
-    for path in paths:
-        if siblings and _inside(path, siblings[-1][0]):
-            siblings[-1][1].append(path)
-        else:
-            siblings.append((path, []))
-    keyed, highest = [], 0
-    for path, inside in siblings:
-        # A submodule that no part of the rule matches stays behind everything before it.
-        rank = rank_of(path, highest)
-        highest = max(highest, rank)
-        keyed.append((rank, path, inside))
-    keyed.sort(key=lambda entry: entry[0])
-    return [found for _, path, inside in keyed for found in (path, *_in_order(inside, ranks))]
-
-
-def _inside(path: str, other: str) -> bool:
-    return path != other and (other == "" or path.startswith(f"{other}."))
 
 
 def _upwards(path: str) -> Iterator[str]:
@@ -230,53 +155,37 @@ def _upwards(path: str) -> Iterator[str]:
     yield ""
 
 
-def _entered(path: str, compiled: set[str]) -> str:
-    """Return a module, or the outermost compiled one that it lies inside, which is entered as a whole."""
-    return next((found for found in reversed(list(_upwards(path))) if found in compiled), path)
-
-
-Places = Mapping[str, Sequence[str]]
-
-# By type: classes derived from these may not take back what they held.
-_RESTORED = (dict, OrderedDict, defaultdict, list, set)
-
-
 class Skeleton:
     """One copy of a module, for one call at a time.
 
     Attributes:
         module: The copy, to be called.
+        names: Its parameters and buffers, which hold no values, each with the first of its names.
     """
 
-    def __init__(self, module: nn.Module, units: Sequence[ModuleUnit], places: Places) -> None:
+    def __init__(self, module: nn.Module, units: Sequence[ModuleUnit]) -> None:
         """Copy a module that holds no values.
 
         Args:
             module: The module; its tensors are on the meta device.
             units: Which parameters are gathered together.
-            places: All names of each parameter and buffer, by its first.
         """
         self.module = copy.deepcopy(module)
         self.values: Mapping[str, torch.Tensor] = {}
         self._call: Call | None = None
         self._pass: Pass | None = None
         self._leaves: Mapping[str, Leaf] = {}
-        submodules = dict(self.module.named_modules())
-        first = {name: canonical for canonical, names in places.items() for name in names}
-        self._buffers: dict[str, list[tuple[nn.Module, str]]] = {}
+        self._buffers: list[tuple[dict[str, Any], str, str]] = []
         self._compiled: dict[int, list[dict[str, Any]]] = {}
-        for path, submodule in submodules.items():
-            prefix = f"{path}." if path else ""
-            names = {
-                key: p if p is None else first[prefix + key] for key, p in _compat.parameters_of(submodule).items()
-            }
-            submodule.__dict__["_parameters"] = _Weights(self, names)
-            for key, buffer in submodule._buffers.items():
-                if buffer is not None:
-                    self._buffers.setdefault(first[prefix + key], []).append((submodule, key))
+        tensors = *self.module.named_parameters(), *self.module.named_buffers()
+        self.names = {tensor: name for name, tensor in tensors}
         classes: dict[type, type] = {}
         numbers = {unit.path: number for number, unit in enumerate(units)}
-        for path, submodule in submodules.items():
+        # Children before their parent.
+        for path, submodule in reversed(list(self.module.named_modules())):
+            submodule.__dict__["_parameters"] = _Weights(self, _compat.parameters_of(submodule))
+            holder = submodule._buffers
+            self._buffers += [(holder, key, self.names[tensor]) for key, tensor in holder.items() if tensor is not None]
             scope = _Scope(self, numbers.get(path), _units_inside(path, units), isinstance(submodule, nn.RNNBase))
             if scope[1:] == (None, None, False):
                 continue
@@ -286,14 +195,13 @@ class Skeleton:
             if path in numbers and _compat.is_compiled(submodule):
                 # A compiler reads parameters past Python's own lookup: they must be there before.
                 self._compiled[numbers[path]] = [_compat.parameters_of(m) for m in submodule.modules()]
-        self._attributes = _Attributes(submodules.values())
+        self._put_back = _snapshot([submodule.__dict__ for submodule in self.module.modules()])
 
     def bind(self, values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
         """Give the copy full parameters and buffers, by name."""
         self.values = values
-        for name, buffer in buffers.items():
-            for submodule, key in self._buffers[name]:
-                submodule._buffers[key] = buffer
+        for holder, key, name in self._buffers:
+            holder[key] = buffers[name]
 
     def follow(self, call: Call, one: Pass, leaves: Mapping[str, Leaf]) -> None:
         """Take the other parameters from a call."""
@@ -301,12 +209,12 @@ class Skeleton:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The buffers as the module left them."""
-        return {name: places[0][0]._buffers[places[0][1]] for name, places in self._buffers.items()}  # type: ignore[misc]
+        return {name: holder[key] for holder, key, name in self._buffers}
 
     def release(self) -> bool:
         """Let go of all values, and of what a forward has set; returns whether the copy is as it was made."""
         self.values, self._leaves, self._call, self._pass = {}, {}, None, None
-        return self._attributes.put_back()
+        return self._put_back()
 
     def fetch(self, weights: "_Weights", key: str, name: str) -> torch.Tensor:
         """Read a parameter, gathering its unit where that is not open."""
@@ -356,90 +264,63 @@ def _units_inside(path: str, units: Sequence[ModuleUnit]) -> range | None:
 class _Weights(dict[str, Any]):
     """A submodule's `_parameters`: it holds those that were read, and looks others up."""
 
-    def __init__(self, skeleton: Skeleton, names: Mapping[str, str | None]) -> None:
-        self._skeleton, self._names = skeleton, names
-        self.put_back()
+    get, keys, values, items = Mapping.get, Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
 
-    def put_back(self) -> None:
-        """Hold what is None alone, as before anything was read or set."""
-        self.clear()
-        self.update((key, None) for key, name in self._names.items() if name is None)
+    def __init__(self, skeleton: Skeleton, empty: Mapping[str, Any]) -> None:
+        self._skeleton, self._empty = skeleton, empty
 
-    def __missing__(self, key: str) -> torch.Tensor:
-        name = self._names[key]
-        assert name is not None
-        return self._skeleton.fetch(self, key, name)
+    def __missing__(self, key: str) -> torch.Tensor | None:
+        empty = self._empty[key]
+        return None if empty is None else self._skeleton.fetch(self, key, self._skeleton.names[empty])
 
     def __contains__(self, key: object) -> bool:
-        return key in self._names
+        return key in self._empty
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._empty)
 
     def __len__(self) -> int:
-        return len(self._names)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self._names else default
-
-    def keys(self) -> Any:
-        return self._names.keys()
-
-    def values(self) -> Any:
-        return (self[key] for key in self._names)
-
-    def items(self) -> Any:
-        return ((key, self[key]) for key in self._names)
+        return len(self._empty)
 
 
-class _Attributes:
-    """The attributes of submodules, put back after a call, so that the next one does not see its changes.
+# By type: classes derived from these may not take back what they held.
+_RESTORED = (dict, OrderedDict, defaultdict, list, set, _Weights)
+
+
+def _snapshot(held: list[Any]) -> Callable[[], bool]:
+    """Copy the attributes of submodules, so that a call does not see the changes of the one before.
 
     A forward may set attributes, and write to the dicts, lists, sets and plain tensors among them. Its changes to other
     objects stay.
+
+    Args:
+        held: The dicts of attributes; what they hold is added.
+
+    Returns:
+        A function that puts all back; it returns False where that cannot be done, because a tensor was written to.
     """
+    contents = {}
+    tensors = []
+    for value in held:
+        if isinstance(value, torch.Tensor):
+            tensors.append((value, _compat.version(value)))
+        elif type(value) is tuple:
+            held.extend(value)
+        elif type(value) in _RESTORED and id(value) not in contents:
+            # A dict of weights has none yet.
+            content = value.copy()
+            contents[id(value)] = value, content
+            held.extend(content.values() if isinstance(content, dict) else content)
 
-    def __init__(self, submodules: Iterable[nn.Module]) -> None:
-        self._dicts = [(submodule.__dict__, dict(submodule.__dict__)) for submodule in submodules]
-        self._weights: list[_Weights] = []
-        # Nearly all containers of a module are empty, such as those of its hooks.
-        self._empty: list[Any] = []
-        self._filled: list[tuple[Any, Any]] = []
-        self._tensors: list[tuple[torch.Tensor, int]] = []
-        seen: set[int] = set()
-        found = [value for _, values in self._dicts for value in values.values()]
-        while found:
-            value = found.pop()
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            if isinstance(value, _Weights):
-                self._weights.append(value)
-            elif isinstance(value, torch.Tensor):
-                self._tensors.append((value, _compat.version(value)))
-            elif type(value) in (*_RESTORED, tuple):
-                found.extend(value.values() if isinstance(value, dict) else value)
-                if isinstance(value, tuple):
-                    continue
-                if value:
-                    self._filled.append((value, copy.copy(value)))
-                else:
-                    self._empty.append(value)
+    def put_back() -> bool:
+        for value, content in contents.values():
+            # Nearly all are empty, such as those of hooks.
+            if value or content:
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(content)
+        return all(_compat.version(tensor) == version for tensor, version in tensors)
 
-    def put_back(self) -> bool:
-        """Put all back; returns False where that cannot be done, because a tensor was written to."""
-        for attributes, values in self._dicts:
-            attributes.clear()
-            attributes.update(values)
-        for weights in self._weights:
-            weights.put_back()
-        if any(self._empty):
-            for container in self._empty:
-                container.clear()
-        for container, content in self._filled:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
-        return all(_compat.version(tensor) == version for tensor, version in self._tensors)
+    return put_back
 
 
 def _scoped(cls: type[nn.Module]) -> type[nn.Module]:

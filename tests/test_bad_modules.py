@@ -248,6 +248,7 @@ def test_a_module_that_writes_to_a_weight_of_its_unit_is_refused(frozen, min_sha
 
 
 MODEL = "\nTo fix: pass those of this model."
+STRUCTURE = "\nTo fix: pass trees made from the same parameters."
 
 
 class WritesBefore(nn.Linear):
@@ -284,16 +285,6 @@ MODULES = [
         "functionalize: expected module to be an nn.Module, got a type; call its class first",
     ),
     Row(
-        "a lazy module",
-        lambda _: (nn.Sequential(nn.Linear(3, 2), nn.LazyLinear(2, bias=False), nn.LazyBatchNorm1d(affine=False)),),
-        fs.functionalize,
-        "functionalize: lazy parameters\n"
-        "  ['1.weight']: expected a tensor with a shape, got UninitializedParameter\n"
-        "  ['2.running_mean']: expected a tensor with a shape, got UninitializedBuffer\n"
-        "  ['2.running_var']: expected a tensor with a shape, got UninitializedBuffer\n"
-        "To fix: run the module once before.",
-    ),
-    Row(
         "a seed for what cannot draw its values",
         lambda world: (Unresettable(), world.zero2),
         lambda module, strategy: fs.functionalize(module).init(strategy, seed=0),
@@ -305,12 +296,13 @@ MODULES = [
     ),
     Row(
         "a meta module without a seed",
-        lambda world: (nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1, device="meta")), world.zero2),
+        lambda world: (nn.Linear(3, 2, device="meta"), world.zero2),
         lambda module, strategy: fs.functionalize(module).init(strategy),
-        "model.init: parameters have no values\n"
-        "  ['1.weight']: expected a tensor with values, got a tensor on the meta device\n"
-        "  ['1.bias']: expected a tensor with values, got a tensor on the meta device\n"
-        "To fix: pass seed= to draw them.",
+        "shard: leaves cannot be sharded\n"
+        "  ['bias']: expected a strided tensor with values, got a strided tensor on device meta\n"
+        "  ['weight']: expected a strided tensor with values, got a strided tensor on device meta\n"
+        "To fix: pass full tensors whose shapes fit the strategy.",
+        ("shard",),
     ),
     Row(
         "init by no strategy",
@@ -335,24 +327,28 @@ MODULES = [
             (
                 "parameters that are missing and unexpected",
                 {"weight": torch.ones(2, 3), "scale": torch.ones(2)},
-                "params do not match the module's\n"
+                "params: trees differ in structure\n"
                 "  ['bias']: expected a leaf, got nothing\n"
-                "  ['scale']: expected nothing, got a leaf" + MODEL,
+                "  ['scale']: expected nothing, got a leaf" + STRUCTURE,
             ),
             (
                 "parameters of other shapes",
                 {"weight": torch.ones(2, 3), "bias": torch.ones(1)},
-                "params do not match the module's\n  ['bias']: expected a tensor of shape (2,), got shape (1,)" + MODEL,
+                "params do not match the module's\n  ['bias']: expected shape (2,), got shape (1,)" + MODEL,
             ),
             (
                 "parameters that are no tensors",
                 {"weight": torch.ones(2, 3), "bias": 1.0},
-                "params do not match the module's\n  ['bias']: expected a tensor of shape (2,), got a float" + MODEL,
+                "params: leaves are no tensors\n  ['bias']: expected a Sharded leaf or a tensor, got a float\n"
+                "To fix: keep other values out of the tree.",
             ),
             (
                 "parameters without names",
                 [torch.ones(2, 3)],
-                "expected params to be a dict by name, got a list; pass what model.init or apply returned",
+                "params: trees differ in structure\n"
+                "  ['bias']: expected a leaf, got nothing\n"
+                "  ['weight']: expected a leaf, got nothing\n"
+                "  [0]: expected nothing, got a leaf" + STRUCTURE,
             ),
         ]
     ),
@@ -360,8 +356,7 @@ MODULES = [
         "sharded parameters of other shapes",
         lambda world: (nn.Linear(3, 2), fs.functionalize(nn.Linear(2, 2)).init(world.zero2, seed=0)),
         lambda module, params: fs.functionalize(module).apply(params, torch.ones(4, 3)),
-        "apply: params do not match the module's\n"
-        "  ['weight']: expected a tensor of shape (2, 3), got shape (2, 2)" + MODEL,
+        "apply: params do not match the module's\n  ['weight']: expected shape (2, 3), got shape (2, 2)" + MODEL,
     ),
     Row(
         "a forward that writes to a parameter",
@@ -382,10 +377,18 @@ MODULES = [
     Row(
         "buffers that are missing and unexpected",
         *applied(nn.BatchNorm1d(3), None, buffers={"running_mean": torch.zeros(3), "running_var": 1.0, "seen": 0}),
-        "apply: buffers do not match the module's\n"
+        "apply: buffers: trees differ in structure\n"
         "  ['num_batches_tracked']: expected a leaf, got nothing\n"
-        "  ['running_var']: expected a tensor, got a float\n"
-        "  ['seen']: expected nothing, got a leaf" + MODEL,
+        "  ['seen']: expected nothing, got a leaf" + STRUCTURE,
+    ),
+    Row(
+        "buffers that are no tensors",
+        *applied(nn.BatchNorm1d(3), None, buffers=dict.fromkeys(dict(nn.BatchNorm1d(3).named_buffers()), 1.0)),
+        "apply: buffers: leaves are no tensors\n"
+        "  ['num_batches_tracked']: expected a Sharded leaf or a tensor, got a float\n"
+        "  ['running_mean']: expected a Sharded leaf or a tensor, got a float\n"
+        "  ['running_var']: expected a Sharded leaf or a tensor, got a float\n"
+        "To fix: keep other values out of the tree.",
     ),
     Row(
         "apply of a module",
