@@ -196,7 +196,10 @@ class Model:
             self._warn_of_training(flat)
         if buffers is not None:
             return out, after
-        _refuse_lost_updates(copies, after)
+        lost = [name for name, buffer in copies.items() if after[name] is not buffer or _compat.version(buffer)]
+        problems = [Problem(f"[{name!r}]", "an updated buffer", "an unchanged one") for name in lost]
+        remedy = "pass buffers= and keep those returned, or functionalize the module in eval mode"
+        refuse("apply: buffers were updated and would be lost", problems, remedy)
         return out
 
     def _warn_of_training(self, flat: Flat) -> None:
@@ -357,24 +360,14 @@ def _check_shapes(flat: Flat, needed: Sequence[torch.Tensor]) -> None:
     """Refuse parameters of other shapes than the module's."""
     problems = []
     for path, leaf, like in zip(flat.paths, flat.leaves, needed, strict=True):
-        shape = leaf.spec.shape if is_sharded(leaf) else getattr(leaf, "shape", ())
-        if is_sharded(leaf) and shape != like.shape:
+        shape = getattr(leaf.spec if is_sharded(leaf) else leaf, "shape", ())
+        if shape != like.shape and is_sharded(leaf):
             # Such as weights that are stored as blocks of bytes.
             with _compat.outside_modes(), _compat.outside_transforms():
                 shape = computed_shape(leaf.spec, leaf.local.dtype, leaf.spec.shape)
         if shape != like.shape:
             problems.append(Problem(path, f"shape {tuple(shape)}", f"shape {tuple(like.shape)}"))
     refuse("apply: params do not match the module's", problems, "pass those of this model")
-
-
-def _refuse_lost_updates(copies: Buffers, after: Mapping[str, torch.Tensor]) -> None:
-    problems = [
-        Problem(f"[{name!r}]", "an updated buffer", "an unchanged one")
-        for name, buffer in copies.items()
-        if after[name] is not buffer or _compat.version(buffer)
-    ]
-    remedy = "pass buffers= and keep those returned, or functionalize the module in eval mode"
-    refuse("apply: buffers were updated and would be lost", problems, remedy)
 
 
 def sync_buffers(buffers: Tree, like: Tree, by: str = "rank0") -> Tree:

@@ -12,14 +12,12 @@ from fshard import _compat
 from fshard.engine import Call, Leaf, Pass
 from fshard.errors import expect
 from fshard.tree import matches
-from fshard.tree.checks import describe
 
 # They hold submodules and have no forward.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 Rule = type[nn.Module] | str | int | Callable[[str, nn.Module], bool]
 Units = Rule | Collection[Rule] | None
-_FORMS = "a module class, a glob pattern of names, a number of parameters, a function (name, module), or a list of such"
 
 
 class ModuleUnit(NamedTuple):
@@ -64,7 +62,8 @@ def plan_units(module: nn.Module, units: Units) -> list[ModuleUnit]:
         owners += [other for other in around if other in selected]
         owned[path] = {}
         names = owned[owners[0] if owners else path]
-        names.update((first[parameter], None) for parameter in submodule.parameters(recurse=False))
+        for parameter in submodule.parameters(recurse=False):
+            names[first[parameter]] = None
     ordered = [path for path, names in owned.items() if names]
     sizes = Counter(around for path in ordered for around in _upwards(path))
     running = {path for path, submodule in module.named_modules() if path and _orders(submodule)}
@@ -91,13 +90,14 @@ def select(module: nn.Module, rule: Any) -> set[str]:
         Their names.
 
     Raises:
-        ValueError: if it is no rule, or if it or a part of it selects nothing.
+        ValueError: if it or a part of it selects nothing.
     """
     if isinstance(rule, list | tuple | set | frozenset):
         found = {path for part in rule for path in select(module, part)}
     else:
         found = {path for path, submodule in module.named_modules() if _fits(rule, path, submodule)}
-    expect(found, "functionalize", "units to match submodules", repr(rule), "name some of named_modules()")
+    remedy = "name some of named_modules()"
+    expect(found, "functionalize", "units to match submodules", repr(rule), remedy)
     return found
 
 
@@ -110,8 +110,6 @@ def _fits(rule: Any, path: str, submodule: nn.Module) -> bool:
         return _size(submodule) >= rule > max(map(_size, submodule.children()), default=0)
     if isinstance(rule, type):
         return isinstance(submodule, rule)
-    is_function = callable(rule) and not isinstance(rule, nn.Module)
-    expect(is_function, "functionalize", f"units to be {_FORMS}", describe(rule))
     return bool(rule(path, submodule))
 
 
@@ -129,7 +127,7 @@ def no_split(model: nn.Module) -> tuple[type[nn.Module], ...]:
         The classes of submodules, for `functionalize(model, units=fs.no_split(model))`.
 
     Raises:
-        ValueError: if no submodule with parameters is of a class that is declared.
+        ValueError: if no submodule is of a class that is declared.
 
     >>> class Block(nn.Linear): ...
     >>> class Model(nn.Sequential):
@@ -139,11 +137,12 @@ def no_split(model: nn.Module) -> tuple[type[nn.Module], ...]:
     """
     # transformers declares classes by their names.
     declared = {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
-    parts = [type(part) for part in model.modules() if part is not model]
-    found = dict.fromkeys(cls for cls in parts if cls.__name__ in declared)
-    needed = f"_no_split_modules of {type(model).__name__} to name classes of its submodules"
-    remedy = "pass units= another rule, such as the class of its layers or a glob pattern like 'model.layers.*'"
-    expect(found, "no_split", needed, repr(sorted(declared)), remedy)
+    found: dict[type[nn.Module], None] = {}
+    for part in model.modules():
+        if part is not model and type(part).__name__ in declared:
+            found[type(part)] = None
+    needed = f"{type(model).__name__} to declare _no_split_modules that it has"
+    expect(found, "no_split", needed, repr(sorted(declared)), "pass units= another rule")
     return tuple(found)
 
 
@@ -175,17 +174,16 @@ class Skeleton:
         self._call: Call | None = None
         self._pass: Pass | None = None
         self._leaves: Mapping[str, Leaf] = {}
-        self._buffers: list[tuple[dict[str, Any], str, str]] = []
+        self._buffers: Mapping[str, torch.Tensor] = {}
         self._compiled: dict[int, list[dict[str, Any]]] = {}
-        tensors = *self.module.named_parameters(), *self.module.named_buffers()
-        self.names = {tensor: name for name, tensor in tensors}
+        self.names: dict[torch.Tensor, str] = {}
+        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+            self.names[tensor] = name
         classes: dict[type, type] = {}
         numbers = {unit.path: number for number, unit in enumerate(units)}
         # Children before their parent.
         for path, submodule in reversed(list(self.module.named_modules())):
             submodule.__dict__["_parameters"] = _Weights(self, _compat.parameters_of(submodule))
-            holder = submodule._buffers
-            self._buffers += [(holder, key, self.names[tensor]) for key, tensor in holder.items() if tensor is not None]
             scope = _Scope(self, numbers.get(path), _units_inside(path, units), isinstance(submodule, nn.RNNBase))
             if scope[1:] == (None, None, False):
                 continue
@@ -195,13 +193,16 @@ class Skeleton:
             if path in numbers and _compat.is_compiled(submodule):
                 # A compiler reads parameters past Python's own lookup: they must be there before.
                 self._compiled[numbers[path]] = [_compat.parameters_of(m) for m in submodule.modules()]
-        self._put_back = _snapshot([submodule.__dict__ for submodule in self.module.modules()])
+        attributes = [submodule.__dict__ for submodule in self.module.modules()]
+        self._put_back = _snapshot(attributes)
 
     def bind(self, values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
         """Give the copy full parameters and buffers, by name."""
-        self.values = values
-        for holder, key, name in self._buffers:
-            holder[key] = buffers[name]
+        self.values, self._buffers = values, buffers
+        for submodule in self.module.modules():
+            for key, empty in submodule._buffers.items():
+                if empty is not None:
+                    submodule._buffers[key] = buffers[self.names[empty]]
 
     def follow(self, call: Call, one: Pass, leaves: Mapping[str, Leaf]) -> None:
         """Take the other parameters from a call."""
@@ -209,11 +210,12 @@ class Skeleton:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The buffers as the module left them."""
-        return {name: holder[key] for holder, key, name in self._buffers}
+        return {name: self.module.get_buffer(name) for name in self._buffers}
 
     def release(self) -> bool:
         """Let go of all values, and of what a forward has set; returns whether the copy is as it was made."""
-        self.values, self._leaves, self._call, self._pass = {}, {}, None, None
+        self.values, self._buffers, self._leaves = {}, {}, {}
+        self._call = self._pass = None
         return self._put_back()
 
     def fetch(self, weights: "_Weights", key: str, name: str) -> torch.Tensor:
@@ -264,10 +266,14 @@ def _units_inside(path: str, units: Sequence[ModuleUnit]) -> range | None:
 class _Weights(dict[str, Any]):
     """A submodule's `_parameters`: it holds those that were read, and looks others up."""
 
-    get, keys, values, items = Mapping.get, Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
+    get = Mapping.get  # type: ignore[assignment]
+    keys = Mapping.keys  # type: ignore[assignment]
+    values = Mapping.values  # type: ignore[assignment]
+    items = Mapping.items  # type: ignore[assignment]
 
     def __init__(self, skeleton: Skeleton, empty: Mapping[str, Any]) -> None:
-        self._skeleton, self._empty = skeleton, empty
+        self._skeleton = skeleton
+        self._empty = empty
 
     def __missing__(self, key: str) -> torch.Tensor | None:
         empty = self._empty[key]
@@ -317,7 +323,10 @@ def _snapshot(held: list[Any]) -> Callable[[], bool]:
             # Nearly all are empty, such as those of hooks.
             if value or content:
                 value.clear()
-                (value.extend if isinstance(value, list) else value.update)(content)
+                if isinstance(value, list):
+                    value.extend(content)
+                else:
+                    value.update(content)
         return all(_compat.version(tensor) == version for tensor, version in tensors)
 
     return put_back

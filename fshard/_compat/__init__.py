@@ -72,7 +72,6 @@ from fshard._compat.modules import (
     init_optimizer_state,
     is_compiled,
     parameters_of,
-    pre_hooks_of,
     set_flat_weights,
 )
 from fshard._compat.pretrained import is_pretrained_model, not_ignored, not_saved

@@ -22,11 +22,6 @@ def parameters_of(module: torch.nn.Module) -> dict[str, Any]:
     return module.__dict__["_parameters"]
 
 
-def pre_hooks_of(module: torch.nn.Module) -> list[Any]:
-    """The functions that a module calls before its forward. Checked on 2.13."""
-    return list(module._forward_pre_hooks.values())
-
-
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether a module is what torch.compile made of another. Checked on 2.13."""
     # The compiler is slow to import, and where nobody has, nothing is compiled.
