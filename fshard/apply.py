@@ -1,7 +1,7 @@
 """Verb 2: apply, and functionalize: any nn.Module as a pure function of its parameters."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from fshard.engine import Call, Unit, call_of
 from fshard.errors import Problem, expect, refuse
 from fshard.gather import gather
 from fshard.init import copied, init, refuse_blank
+from fshard.init.calls import Reset
 from fshard.modules import Skeleton, Units, plan_units
 from fshard.random import seeded
 from fshard.shard import check_transform, shard
@@ -82,12 +83,7 @@ class Model:
         return self.__dict__ | {"_idle": []}
 
     def init(
-        self,
-        strategy: ShardTransform,
-        *,
-        seed: int | None = None,
-        mode: str = "replay",
-        reset: Callable[[nn.Module], Any] | None = None,
+        self, strategy: ShardTransform, *, seed: int | None = None, mode: str = "replay", reset: Reset | None = None
     ) -> dict[str, Any]:
         """Make sharded parameters, from the module's own values or anew from a seed. Every rank must call this.
 

@@ -52,13 +52,13 @@ def plan_units(module: nn.Module, units: Units) -> list[ModuleUnit]:
         ValueError: if the rule selects nothing.
     """
     first = {parameter: name for name, parameter in module.named_parameters()}
-    compiled = {path for path, submodule in module.named_modules() if _compat.is_compiled(submodule)}
+    modules = dict(module.named_modules())
     selected = select(module, "" if units is None else units)
     owned: dict[str, dict[str, None]] = {}
-    for path, submodule in module.named_modules():
+    for path, submodule in modules.items():
         around = list(_upwards(path))
         # What is compiled is entered as a whole.
-        owners = [other for other in reversed(around) if other in compiled]
+        owners = [other for other in reversed(around) if _compat.is_compiled(modules[other])]
         owners += [other for other in around if other in selected]
         owned[path] = {}
         names = owned[owners[0] if owners else path]
