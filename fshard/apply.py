@@ -188,15 +188,14 @@ class Model:
         with seeded(key):
             out, after = self._run(flat, params, copies, args, kwargs)
         out = _cast(out, dtypes.outputs)
+        if buffers is None:
+            lost = [name for name, buffer in copies.items() if after[name] is not buffer or _compat.version(buffer)]
+            problems = [Problem(f"[{name!r}]", "an updated buffer", "an unchanged one") for name in lost]
+            remedy = "pass buffers= and keep those returned, or functionalize the module in eval mode"
+            refuse("apply: buffers were updated and would be lost", problems, remedy)
         if self._in_training and key is None and not torch.is_grad_enabled():
             self._warn_of_training(flat)
-        if buffers is not None:
-            return out, after
-        lost = [name for name, buffer in copies.items() if after[name] is not buffer or _compat.version(buffer)]
-        problems = [Problem(f"[{name!r}]", "an updated buffer", "an unchanged one") for name in lost]
-        remedy = "pass buffers= and keep those returned, or functionalize the module in eval mode"
-        refuse("apply: buffers were updated and would be lost", problems, remedy)
-        return out
+        return out if buffers is None else (out, after)
 
     def _warn_of_training(self, flat: Flat) -> None:
         """Warn of an evaluation in training mode, unless leaves belong to a call or a graph, which is no evaluation."""

@@ -48,7 +48,7 @@ def votes(record):
 
 
 MODEL = fs.functionalize(nn.Sequential(*(nn.Linear(4, 4) for _ in range(LAYERS))).double(), units=nn.Linear)
-MODEL_FULL = {name: normal(i)(*shape) for i, (name, shape) in enumerate(MODEL._shapes.items())}
+MODEL_FULL = {name: normal(i)(*leaf.shape) for i, (name, leaf) in enumerate(MODEL._module.named_parameters())}
 
 
 def steps_of_a_model():
