@@ -319,7 +319,7 @@ def test_every_rank_refuses_what_one_rank_has_differently(world, workers):
     for row, *ranks in zip(rows, *assert_refused(rows, workers(2) if world == "processes" else size), strict=True):
         for found in ranks:
             (_, digest), *texts = found.issued
-            assert digest == 8 * FIRST * size, row.name
+            assert digest == FIRST * size, row.name
             assert texts, row.name
         assert len({found.text for found in ranks}) == 1, row.name
 

@@ -351,11 +351,3 @@ def test_meshes_of_other_shapes_are_refused_before_groups_are_made():
         mesh = fs.init_mesh({"shard": -1 if rank else size}, device="cpu")
         assert fs.comm.all_gather([torch.ones(1)], fs.axis_of(mesh), "test")[0].sum() == size
     return found
-
-
-@on_ranks(2)
-def test_a_rank_with_facts_and_one_without_are_told_apart():
-    axis = fs.axis_of(one_axis())
-    facts = fs.comm.Facts.of({"verb": "'update'"}) if my_rank() else fs.comm.NO_FACTS
-    with pytest.raises(ValueError, match=r"update: ranks were told different things\n  verb: expected nothing"):
-        fs.comm.same_call("update", (axis,), facts)

@@ -5,7 +5,6 @@ Names under `__all__` are for everybody; the others are for the rooms of fshard.
 
 from fshard.comm.agree import (
     FLAGS,
-    NO_FACTS,
     Facts,
     Peers,
     disagreement,
@@ -13,7 +12,6 @@ from fshard.comm.agree import (
     highest,
     same_call,
     texts,
-    vote,
 )
 from fshard.comm.calls import axes_in, call, calling
 from fshard.comm.collective import (

@@ -87,8 +87,7 @@ class Label(NamedTuple):
         leaves: Paths of the leaves that travel.
         call: For messages by which ranks compare what they do, the call that comes next.
         phase: Whether that call begins or ends.
-        parts: The dtypes and shapes of the operands, where they are the same on every rank.
-        kind: Of a message by which ranks compare something, its use.
+        parts: The dtypes and shapes of the operands, where they are the same on every rank, or another text of them.
 
     >>> import fshard as fs
     >>> label = fs.comm.Label(fs.comm.Verb.GATHER, units=("layers.0",), leaves=("['weight']", "['bias']"))
@@ -102,7 +101,6 @@ class Label(NamedTuple):
     call: str = ""
     phase: Phase = Phase.NONE
     parts: str = ""
-    kind: str = ""
 
     @property
     def is_comparison(self) -> bool:
@@ -194,8 +192,8 @@ def decoded(text: str) -> Label:
     Returns:
         The label.
     """
-    verb, units, leaves, call, phase, parts, kind = json.loads(text)
-    return Label(verb, tuple(units), tuple(leaves), call, Phase(phase), parts, kind)
+    verb, units, leaves, call, phase, parts = json.loads(text)
+    return Label(verb, tuple(units), tuple(leaves), call, Phase(phase), parts)
 
 
 class concerning:  # noqa: N801

@@ -160,9 +160,9 @@ def _texts(op: str, axis: str, label: str, shapes: tuple[tuple[torch.dtype, torc
     about = decoded(label)
     # Ranks that begin different calls hear of it by the message itself.
     who = "compare" if about.is_comparison else f"{about.verb} {about.ids}"
-    all_parts = about.kind or about.parts or " ".join(f"{dtype} {tuple(shape)}" for dtype, shape in shapes)
+    all_parts = about.parts or " ".join(f"{dtype} {tuple(shape)}" for dtype, shape in shapes)
     shown = about.parts or described(shapes)
-    unit, size = (f" of {text}" if text else "" for text in (about.unit, "" if about.kind else shown))
+    unit, size = (f" of {text}" if text else "" for text in (about.unit, "" if about.is_comparison else shown))
     return f"{op} over {axis}: {who}: {all_parts}\n", f"({about.verb}{unit}) over {axis!r}{size}"
 
 

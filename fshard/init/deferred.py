@@ -1,5 +1,6 @@
 """Deferred initialisation: `Model.init` with a seed."""
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -136,12 +137,13 @@ class _Shards:
         """Compare with the other ranks, and return the shards by name."""
         entries = {path: self._entries[name] for path, name in zip(self._flat.paths, self._names, strict=True)}
         entries["(structure)"] = outline(self._flat.treedef)
-        # A rank sees only the elements of its own part that were left out.
-        flags = [i for i, name in enumerate(self._names) if name in self._undrawn]
-        vote = comm.vote(entries, flags, layout_axes(self._transform), "shard")
-        refuse("shard: ranks hold different trees", [vote.problem] if vote.problem else [], SAME_TREE)
+        axes = layout_axes(self._transform)
+        problem = comm.disagreement(entries, axes, "shard")
+        refuse("shard: ranks hold different trees", [problem] if problem else [], SAME_TREE)
         refuse("shard: leaves cannot be sharded", self.problems, "pass full tensors whose shapes fit the strategy")
-        for name in (self._names[i] for i in sorted(vote.flags)):
+        # A rank sees only the elements of its own part that were left out.
+        undrawn = comm.highest([int(name in self._undrawn) for name in self._names], axes, "shard")
+        for name in itertools.compress(self._names, undrawn):
             self._undrawn.setdefault(name, Problem(f"[{name!r}]", *UNDRAWN))
         _refuse_undrawn(list(self._undrawn.values()), self._remedy)
         return unflatten(self._flat.treedef, [self._shards[name] for name in self._names])

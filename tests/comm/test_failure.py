@@ -55,8 +55,8 @@ def text_of(call):
     return str(caught.value)
 
 
-GATHER = "all_gather number 5 (gather of layers.2) over 'shard' of float32 (36,), 144 bytes in value_and_grad"
-BEFORE = "all_gather number 4 (gather of layers.1) over 'shard' of float32 (36,), 144 bytes in value_and_grad"
+GATHER = "all_gather number 6 (gather of layers.2) over 'shard' of float32 (36,), 144 bytes in value_and_grad"
+BEFORE = "all_gather number 5 (gather of layers.1) over 'shard' of float32 (36,), 144 bytes in value_and_grad"
 
 
 def test_a_late_rank(workers):
