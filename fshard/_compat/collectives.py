@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -260,25 +260,12 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return torch.ops._c10d_functional.wait_tensor(tensor)
 
 
-def start_all_gather(tensors: Tensors, size: int, group: str, fused: bool) -> Tensors:
-    """Start the backend's all-gather of each tensor along dim 0, or one for all; results in flight. Checked on 2.13."""
+def start_by_backend(name: str, tensors: Tensors, arguments: Sequence[Any], fused: bool) -> Tensors:
+    """Start the backend's own collective of each tensor, or one for all; results in flight. Checked on 2.13."""
+    operators = torch.ops._c10d_functional
     if fused:
-        return torch.ops._c10d_functional.all_gather_into_tensor_coalesced(tensors, size, group)
-    return [torch.ops._c10d_functional.all_gather_into_tensor(tensor, size, group) for tensor in tensors]
-
-
-def start_reduce_scatter(tensors: Tensors, size: int, group: str, fused: bool) -> Tensors:
-    """Start the backend's summing reduce-scatter along dim 0; results in flight. Checked on 2.13."""
-    if fused:
-        return torch.ops._c10d_functional.reduce_scatter_tensor_coalesced(tensors, "sum", size, group)
-    return [torch.ops._c10d_functional.reduce_scatter_tensor(tensor, "sum", size, group) for tensor in tensors]
-
-
-def start_all_reduce(tensors: Tensors, group: str, fused: bool) -> Tensors:
-    """Start the backend's summing all-reduce; results in flight. Checked on 2.13."""
-    if fused:
-        return torch.ops._c10d_functional.all_reduce_coalesced(tensors, "sum", group)
-    return [torch.ops._c10d_functional.all_reduce(tensor, "sum", group) for tensor in tensors]
+        return getattr(operators, f"{name}_coalesced")(tensors, *arguments)
+    return [getattr(operators, name)(tensor, *arguments) for tensor in tensors]
 
 
 def release_groups_at_exit(mesh: "DeviceMesh") -> None:

@@ -1,9 +1,11 @@
 """Start and finish collectives on lists of plain tensors; nothing here is differentiable."""
 
+import itertools
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
@@ -122,48 +124,42 @@ def _named(axis: Axis) -> tuple[str, int, str]:
     return axis.name, axis.size, axis.group_name
 
 
-class Packing(NamedTuple):
-    """Which tensors travel alone and which share a buffer: groups of indices, singletons first."""
+class Packing:
+    """Which tensors travel alone and which share a buffer: small ones of one dtype, unless a collective is fused."""
 
-    groups: list[list[int]]
+    def __init__(self, tensors: Sequence[torch.Tensor], keep: int, copies: int, algorithm: Algorithm) -> None:
+        """Choose those that are small in so many copies, to be joined along all but their first `keep` dims."""
+        self._keep, self._shapes = keep, [tensor.shape[keep:] for tensor in tensors]
+        alone: list[list[int]] = []
+        together: dict[torch.dtype, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            if algorithm == "coalesced" or copies * tensor.numel() * tensor.element_size() >= PACK_BYTES:
+                alone.append([i])
+            else:
+                together.setdefault(tensor.dtype, []).append(i)
+        self._groups = [*alone, *together.values()]
 
-    def pack(self, tensors: Sequence[torch.Tensor], keep: int) -> list[torch.Tensor]:
-        """Join each group's tensors along everything behind their first `keep` dims."""
-        return [
-            tensors[group[0]] if len(group) == 1 else torch.cat([_flat(tensors[i], keep) for i in group], dim=keep)
-            for group in self.groups
-        ]
+    def pack(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Join the tensors of each group."""
 
-    def unpack(self, buffers: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-        """Undo `pack` on buffers whose dims end in those packed; `shapes` are the tensors' own."""
+        def flat(i: int) -> torch.Tensor:
+            return tensors[i].flatten(self._keep) if self._shapes[i] else tensors[i].unsqueeze(self._keep)
+
+        return [tensors[i] if not more else torch.cat(list(map(flat, (i, *more))), -1) for i, *more in self._groups]
+
+    def unpack(self, buffers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Take apart what has come for what was packed; its first dims may be others."""
         out: dict[int, torch.Tensor] = {}
-        for group, buffer in zip(self.groups, buffers, strict=True):
+        for group, buffer in zip(self._groups, buffers, strict=True):
             if len(group) == 1:
                 out[group[0]] = buffer
                 continue
-            sizes, rows = [shapes[i].numel() for i in group], buffer.shape[:-1]
+            rows = buffer.shape[:-1]
             # Of several rows each tensor would be a view with gaps: one operator copies all of them.
             split: Any = torch.split_with_sizes_copy if rows else torch.split_with_sizes
-            parts = split(buffer, sizes, -1)
-            out.update({i: part.view((*rows, *shapes[i])) for i, part in zip(group, parts, strict=True)})
+            parts = split(buffer, [self._shapes[i].numel() for i in group], -1)
+            out.update({i: part.view((*rows, *self._shapes[i])) for i, part in zip(group, parts, strict=True)})
         return [out[i] for i in range(len(out))]
-
-
-def _flat(tensor: torch.Tensor, keep: int) -> torch.Tensor:
-    """Join all dims behind the first `keep` into one."""
-    return tensor.flatten(keep) if tensor.dim() > keep else tensor.unsqueeze(keep)
-
-
-def packing(tensors: Sequence[torch.Tensor], copies: int, algorithm: Algorithm) -> Packing:
-    """Let small tensors of one dtype share a buffer; a coalesced collective needs no packing."""
-    alone: list[list[int]] = []
-    together: dict[torch.dtype, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        if algorithm == "coalesced" or copies * tensor.numel() * tensor.element_size() >= PACK_BYTES:
-            alone.append([i])
-        else:
-            together.setdefault(tensor.dtype, []).append(i)
-    return Packing([*alone, *together.values()])
 
 
 Finish = Callable[[], list[torch.Tensor]]
@@ -196,10 +192,9 @@ def start_all_gather(
     if has_one_rank(axis) or not shards:
         return lambda: [shard.unsqueeze(0) for shard in shards]
     algorithm = algorithm_of(axis, shards[0].device)
-    packed = packing(shards, axis.size, algorithm)
-    shapes = [shard.shape for shard in shards]
-    buffers = ops.all_gather(packed.pack(shards, 0), *_named(axis), algorithm, encoded(labelled(label, shards)))
-    return lambda: packed.unpack([ops.wait(buffer) for buffer in buffers], shapes)
+    packed = Packing(shards, 0, axis.size, algorithm)
+    buffers = ops.all_gather(packed.pack(shards), *_named(axis), algorithm, encoded(labelled(label, shards)))
+    return lambda: packed.unpack(map(ops.wait, buffers))
 
 
 def start_reduce_scatter(
@@ -230,12 +225,11 @@ def start_reduce_scatter(
     if has_one_rank(axis) or not stacks:
         return lambda: [stack[0] for stack in stacks]
     algorithm = "direct" if tree else algorithm_of(axis, stacks[0].device)
-    packed = packing(stacks, 1, algorithm)
-    shapes = [stack.shape[1:] for stack in stacks]
-    sources = packed.pack(stacks, 1)
+    packed = Packing(stacks, 1, 1, algorithm)
+    sources = packed.pack(stacks)
     buffers = ops.reduce_scatter(sources, *_named(axis), algorithm, encoded(labelled(label, stacks)))
-    own = [source[rank(axis)] for source in sources] if _from_the_other(algorithm, axis) else None
-    return lambda: packed.unpack(_sums(buffers, own, tree), shapes)
+    own = [source[rank(axis)] for source in sources] if algorithm == "direct" else [None] * len(sources)
+    return lambda: packed.unpack(map(partial(_sum, axis, tree), buffers, own))
 
 
 def start_all_reduce(
@@ -265,29 +259,24 @@ def start_all_reduce(
     """
     if has_one_rank(axis) or not tensors:
         return lambda: list(tensors)
-    # The gather that runs when it is finished is for the same units.
     algorithm, label = "direct" if tree else algorithm_of(axis, tensors[0].device), labelled(label, tensors)
-    packed = packing(tensors, 1, algorithm)
-    shapes = [tensor.shape for tensor in tensors]
-    buffers = packed.pack(tensors, 0)
+    packed = Packing(tensors, 0, 1, algorithm)
+    own: list[Any] = packed.pack(tensors)
+    large = any(buffer.numel() * buffer.element_size() > EXCHANGE_BYTES for buffer in own)
+    if algorithm == "direct" and axis.size > 2 and large:
+        finish = start_reduce_scatter([_rows(buffer, axis.size) for buffer in own], axis, label, tree)
+        shapes = [buffer.shape for buffer in own]
+
+        def finish_all() -> list[torch.Tensor]:
+            # A gather for the same units.
+            pairs = zip(all_gather(finish(), axis, label), shapes, strict=True)
+            return packed.unpack(rows.reshape(-1)[: shape.numel()].view(shape) for rows, shape in pairs)
+
+        return finish_all
     # Between two ranks an exchange of everything moves no more bytes, and is over in one round.
-    once = algorithm != "direct" or axis.size == 2
-    exchanged = [once or b.numel() * b.element_size() <= EXCHANGE_BYTES for b in buffers]
-    small = [i for i, yes in enumerate(exchanged) if yes]
-    large = [i for i, yes in enumerate(exchanged) if not yes]
-    scattering = start_reduce_scatter([_rows(buffers[i], axis.size) for i in large], axis, label, tree)
-    sources = [buffers[i] for i in small]
-    flying = ops.all_reduce(sources, *_named(axis), algorithm, encoded(label)) if small else []
-    own = sources if _from_the_other(algorithm, axis) else None
-
-    def finish() -> list[torch.Tensor]:
-        gathering = start_all_gather(scattering(), axis, label)
-        sums = dict(zip(small, _sums(flying, own, tree), strict=True))
-        for i, rows in zip(large, gathering(), strict=True):
-            sums[i] = rows.reshape(-1)[: buffers[i].numel()].view(buffers[i].shape)
-        return packed.unpack([sums[i] for i in range(len(buffers))], shapes)
-
-    return finish
+    buffers = ops.all_reduce(own, *_named(axis), algorithm, encoded(label))
+    own = own if algorithm == "direct" else [None] * len(own)
+    return lambda: packed.unpack(map(partial(_sum, axis, tree), buffers, own))
 
 
 def _rows(tensor: torch.Tensor, size: int) -> torch.Tensor:
@@ -296,37 +285,23 @@ def _rows(tensor: torch.Tensor, size: int) -> torch.Tensor:
     return torch.nn.functional.pad(flat, (0, -flat.numel() % size)).view(size, -1)
 
 
-def _from_the_other(algorithm: Algorithm, axis: Axis) -> bool:
-    """Whether sums arrive as what the other of two ranks sent."""
-    return algorithm == "direct" and axis.size == 2
-
-
-def _sums(
-    buffers: Sequence[torch.Tensor], own: Sequence[torch.Tensor] | None, tree: bool = False
-) -> list[torch.Tensor]:
-    """Wait for what all ranks sent and add it up, or for what the other one sent and add this rank's own to it."""
-    if own is None:
-        add = _sum_pairs if tree else _sum_rows
-        return [add(ops.wait(buffer)) for buffer in buffers]
-    # The sum of two is the same in either order.
-    return [ops.wait(buffer)[0].add_(mine) for buffer, mine in zip(buffers, own, strict=True)]
-
-
-def _sum_rows(buffer: torch.Tensor) -> torch.Tensor:
-    """Add the rows one after another: torch.sum's order depends on the shape."""
-    if len(buffer) == 1:
-        return buffer[0]
-    total = buffer[0] + buffer[1]
-    for row in buffer[2:]:
+def _sum(axis: Axis, tree: bool, buffer: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
+    """Add this rank's tensor to those of others: in rank order or neighbours first; None where a backend did."""
+    rows = list(ops.wait(buffer))
+    if len(rows) == 1:
+        # The sum of two is the same in either order.
+        return rows[0] if own is None else rows[0].add_(own)
+    assert own is not None
+    rows.insert(rank(axis), own)
+    while tree and len(rows) > 1:
+        rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=True)]
+    if tree:
+        return rows[0]
+    # torch.sum's order depends on the shape.
+    total = rows[0] + rows[1]
+    for row in rows[2:]:
         total += row
     return total
-
-
-def _sum_pairs(buffer: torch.Tensor) -> torch.Tensor:
-    """Add neighbours, then their sums: a binary tree over a power of two of rows."""
-    while len(buffer) > 1:
-        buffer = buffer[0::2] + buffer[1::2]
-    return buffer[0]
 
 
 def all_gather(shards: Sequence[torch.Tensor], axis: Axis, label: str | Label) -> list[torch.Tensor]:
@@ -456,47 +431,33 @@ def start_all_to_all(
     """
     if has_one_rank(axis):
         return lambda: [list(row) for row in send]
-    flat = [_packed(row) for row in send]
-    sizes = [sum(shape.numel() * dtype.itemsize for shape, dtype in row) for row in receive]
     device = device or next((tensor.device for row in send for tensor in row), torch.device("cpu"))
+    parts = [[_as_bytes(tensor) for tensor in row] for row in send]
+    filled = [part for row in parts for part in row if part.numel()]
+    # One that is alone is not copied.
+    row = filled[0] if len(filled) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *filled])
     # Numbers that optimizers keep on the processor travel from the accelerator where nothing else does.
     planned = of_this_rank(_FakeWorld).axes is not None
     served = planned or device.type in _compat.group_devices(axis.group_name)
-    rows = _joined([row.to(device if served else message_device(axis)) for row in flat])
-    lengths = [row.numel() for row in flat]
-    buffer = ops.all_to_all(rows, lengths, sizes, *_named(axis), encoded(labelled(label)))
+    row = row if served else row.to(message_device(axis))
+    nbytes = [[shape.numel() * dtype.itemsize for shape, dtype in kinds] for kinds in receive]
+    sent, awaited = [sum(part.numel() for part in row) for row in parts], list(map(sum, nbytes))
+    buffer = ops.all_to_all(row, sent, awaited, *_named(axis), encoded(labelled(label)))
 
     def finish() -> list[list[torch.Tensor]]:
         landed, alone = ops.wait(buffer).to(device), sum(map(len, receive)) == 1
-        return [_unpacked(part, kinds, alone) for part, kinds in zip(landed.split(sizes), receive, strict=True)]
+        found = iter(landed.split(list(itertools.chain(*nbytes))))
+        return [[_as_kind(next(found), *kind, alone) for kind in kinds] for kinds in receive]
 
     return finish
 
 
-def _joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate rows; one that is alone is not copied."""
-    filled = [row for row in rows if row.numel()]
-    return filled[0] if len(filled) == 1 else torch.cat(list(rows))
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    part = tensor.detach().contiguous().reshape(-1)
+    # A single element counts as contiguous whatever its stride, which view does not allow.
+    return (part.clone(memory_format=torch.contiguous_format) if part.numel() == 1 else part).view(torch.uint8)
 
 
-def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    parts = []
-    for tensor in tensors:
-        part = tensor.detach().contiguous().reshape(-1)
-        # A single element counts as contiguous whatever its stride, which view does not allow.
-        parts.append(
-            (part.clone(memory_format=torch.contiguous_format) if part.numel() == 1 else part).view(torch.uint8)
-        )
-    return _joined(parts) if parts else torch.empty(0, dtype=torch.uint8)
-
-
-def _unpacked(row: torch.Tensor, kinds: Sequence[Kind], alone: bool) -> list[torch.Tensor]:
-    tensors, start = [], 0
-    for shape, dtype in kinds:
-        nbytes = shape.numel() * dtype.itemsize
-        # A copy, because other dtypes need bytes that are aligned, and the whole buffer must not outlive the tensors.
-        part = row[start : start + nbytes]
-        # One that is alone is the buffer itself, and to autograd no view of it.
-        tensors.append((part if alone else part.clone()).view(dtype).reshape(shape).detach())
-        start += nbytes
-    return tensors
+def _as_kind(part: torch.Tensor, shape: torch.Size, dtype: torch.dtype, alone: bool) -> torch.Tensor:
+    """Copy a tensor out of a buffer, which it must not keep alive and may lie in unaligned; one alone is the buffer."""
+    return (part if alone else part.clone()).view(dtype).reshape(shape).detach()

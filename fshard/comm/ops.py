@@ -1,12 +1,11 @@
 """The collectives as torch.library operators, so that eager code, traced graphs and compilers run the same thing.
 
 Each operator starts a collective on a list of tensors and returns buffers in flight; `wait` finishes a buffer. Dim 0 of
-a buffer counts ranks, or is 1 where the backend has summed already.
+a buffer counts ranks, those of a sum that others have sent, or is 1 where the backend has summed already.
 
 Algorithms:
     direct: each rank sends its rows to the others, straight into their buffers, and sums are left to the caller. Faster
-        than gloo's own collectives, with sums in rank order: bitwise the same for every strategy. Between two ranks the
-        buffer of a sum is what the other rank sent, and nothing else.
+        than gloo's own collectives, with sums in rank order: bitwise the same for every strategy.
     coalesced: one fused collective for the whole list, which is what NCCL does best.
     flat: the backend's own collective for each tensor.
 """
@@ -25,8 +24,6 @@ from fshard.comm.events import Collective, current_pool
 from fshard.comm.groups import Group, Link, tag_of
 
 Tensors = list[torch.Tensor]
-# A collective's place in its group, and the group.
-Way = tuple[Link, Group]
 
 # How often to look whether the backend has let go, which it usually has at the first look.
 LETTING_GO = 1000
@@ -46,39 +43,48 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _all_gather(tensors: Tensors, size: int, group: str, algorithm: str, way: Way) -> Tensors:
-    if algorithm != "direct":
-        sources = [_bytes(tensor.contiguous()) for tensor in tensors]
-        gathered = _compat.start_all_gather(sources, size, group, fused=algorithm == "coalesced")
-        pairs = zip(gathered, tensors, strict=True)
-        return [buffer.view(tensor.dtype).view(size, *tensor.shape) for buffer, tensor in pairs]
-    own = dist.get_rank(_compat.resolve_process_group(group))
+def _shapes(op: str, tensors: Tensors, size: int, algorithm: str) -> list[tuple[int, ...]]:
+    """The shapes of an operator's buffers."""
+    rows = size if op == "all_gather" else size - 1 if algorithm == "direct" else 1
+    return [(rows, *tensor.shape[op == "reduce_scatter" :]) for tensor in tensors]
+
+
+def _direct(op: str, tensors: Tensors, size: int, step: Link, group: Group) -> Tensors:
+    """Exchange rows with all ranks, straight into buffers, of which those of sums have none for this rank."""
+    own, pool = group.own, current_pool()
     with _compat.below_autograd():
-        pool = current_pool()
-        buffers = [pool.empty(tensor, (size, *tensor.shape)) for tensor in tensors]
+        shapes = _shapes(op, tensors, size, "direct")
+        buffers = [pool.empty(tensor, shape) for tensor, shape in zip(tensors, shapes, strict=True)]
         for tensor, buffer in zip(tensors, buffers, strict=True):
-            buffer[own].copy_(tensor)
-            rows = list(map(_bytes, buffer))
-            _swap([rows[own]] * size, rows, buffer, way)
+            receive = list(buffer)
+            if op == "all_gather":
+                send = [buffer[own].copy_(tensor)] * size
+            else:
+                rows = tensor if op == "reduce_scatter" else tensor.contiguous().expand(size, *tensor.shape)
+                send = [row.contiguous() for rank, row in enumerate(rows) if rank != own]
+                # Nothing is sent to oneself.
+                send.insert(own, send[0])
+                receive.insert(own, receive[0])
+            _swap(send, receive, buffer, step, group)
     return buffers
 
 
-def _swap(send: Tensors, receive: Tensors, buffer: torch.Tensor, way: Way) -> None:
-    """Start to send each rank bytes and receive some from each, on which `buffer` waits; what this rank has stays."""
-    if not send[0].numel():
-        return
+def _swap(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], buffer: torch.Tensor, *way: Any) -> None:
+    """Start to send each rank a tensor and to receive one from each, on which `buffer` waits; its own stays."""
     step, group = way
-    for work in _compat.start_swap(group.pair, group.name, send, receive, partial(tag_of, step)):
-        _compat.register_work(buffer, work)
-    _keep(buffer, [*send, *receive])
+    sent, awaited = list(map(_bytes, send)), list(map(_bytes, receive))
+    works = _compat.start_swap(group.pair, group.name, sent, awaited, partial(tag_of, step))
+    _hold(buffer, works, [*sent, *awaited])
 
 
-def _keep(buffer: torch.Tensor, under_way: Tensors) -> None:
-    """Keep what gloo works on until `wait` has seen it let go.
+def _hold(buffer: torch.Tensor, works: Sequence[Any], under_way: Tensors) -> None:
+    """Let a buffer wait for transfers, and keep what gloo works on until `wait` has seen it let go.
 
     Else a thread of gloo is the last to hold these tensors. It asks for the interpreter to free them, and where that is
     on its way out, as right after a program's last collective, the process aborts.
     """
+    for work in works:
+        _compat.register_work(buffer, work)
     buffer.__dict__["under_way"] = under_way
 
 
@@ -94,60 +100,21 @@ def wait(buffer: torch.Tensor) -> torch.Tensor:
     return landed
 
 
-def _all_gather_like(tensors: Tensors, size: int) -> Tensors:
-    return [tensor.new_empty((size, *tensor.shape)) for tensor in tensors]
-
-
-def _reduce_scatter(tensors: Tensors, size: int, group: str, algorithm: str, way: Way) -> Tensors:
-    if algorithm != "direct":
-        sources = [tensor.contiguous() for tensor in tensors]
-        fused = algorithm == "coalesced"
-        return _per_dtype(sources, lambda same: _compat.start_reduce_scatter(same, size, group, fused))
-    own = dist.get_rank(_compat.resolve_process_group(group))
-    with _compat.below_autograd():
-        buffers = _reduce_scatter_like(tensors, size, algorithm)
-        for tensor, buffer in zip(tensors, buffers, strict=True):
-            # Between two ranks only the other's row travels; more rows are moved together.
-            _exchange(tensor if size > 2 else tensor[1 - own], buffer, own, size, way)
-    return buffers
-
-
-def _exchange(rows: torch.Tensor, buffer: torch.Tensor, own: int, size: int, way: Way) -> None:
-    """Send each rank its row and receive one of each; between two ranks all to the other, and nothing to oneself."""
-    rows = rows.contiguous()
-    if size == 2:
-        _swap([_bytes(rows)] * 2, [_bytes(buffer[0])] * 2, buffer, way)
-        return
-    buffer[own].copy_(rows[own])
-    _swap(list(map(_bytes, rows)), list(map(_bytes, buffer)), buffer, way)
-
-
-def _per_dtype(tensors: Tensors, start: Callable[[Tensors], Tensors]) -> Tensors:
-    """Call `start` once for each dtype: gloo does not fuse sums of different ones."""
-    buffers: dict[int, torch.Tensor] = {}
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        same = [i for i, tensor in enumerate(tensors) if tensor.dtype is dtype]
-        buffers.update(zip(same, start([tensors[i] for i in same]), strict=True))
-    return [buffers[i] for i in range(len(tensors))]
-
-
-def _reduce_scatter_like(tensors: Tensors, size: int, algorithm: str) -> Tensors:
-    rows = 1 if algorithm != "direct" or size == 2 else size
-    return [tensor.new_empty((rows, *tensor.shape[1:])) for tensor in tensors]
-
-
-def _all_reduce(tensors: Tensors, size: int, group: str, algorithm: str, way: Way) -> Tensors:
-    if algorithm == "direct" and size == 2:
-        own = dist.get_rank(_compat.resolve_process_group(group))
-        with _compat.below_autograd():
-            buffers = _all_gather_like(tensors, 1)
-            for tensor, buffer in zip(tensors, buffers, strict=True):
-                _exchange(tensor, buffer, own, size, way)
-        return buffers
-    if algorithm == "direct":
-        return _all_gather(tensors, size, group, algorithm, way)
-    sums = _per_dtype(tensors, lambda same: _compat.start_all_reduce(same, group, fused=algorithm == "coalesced"))
-    return [total.unsqueeze(0) for total in sums]
+def _by_backend(op: str, tensors: Tensors, size: int, group: str, fused: bool) -> Tensors:
+    """Start the backend's own collectives, once for each dtype, as sums of different ones are not fused."""
+    name, arguments = {
+        "all_gather": ("all_gather_into_tensor", (size, group)),
+        "reduce_scatter": ("reduce_scatter_tensor", ("sum", size, group)),
+        "all_reduce": ("all_reduce", ("sum", group)),
+    }[op]
+    sources = [_bytes(each) if op == "all_gather" else each for each in map(torch.Tensor.contiguous, tensors)]
+    found: dict[int, torch.Tensor] = {}
+    for dtype in dict.fromkeys(source.dtype for source in sources):
+        same = [i for i, source in enumerate(sources) if source.dtype is dtype]
+        started = _compat.start_by_backend(name, [sources[i] for i in same], arguments, fused)
+        found.update(zip(same, started, strict=True))
+    shapes = _shapes(op, tensors, size, "")
+    return [found[i].view(tensors[i].dtype).view(shape) for i, shape in enumerate(shapes)]
 
 
 def _all_to_all(
@@ -156,25 +123,20 @@ def _all_to_all(
     def start(step: Link, own_group: Group) -> torch.Tensor:
         with _compat.below_autograd():
             buffer = rows.new_empty(sum(receive))
-            process_group = _compat.resolve_process_group(group)
             if _compat.group_devices(group).get(rows.device.type) == "gloo":
                 # Between ranks that have nothing for each other there is no message.
-                source, target, own = rows.split(send), buffer.split(receive), process_group.rank()
-                works = _compat.start_swap(own_group.pair, group, source, target, partial(tag_of, step))
+                source, target, own = rows.split(send), buffer.split(receive), own_group.own
                 target[own].copy_(source[own])
-                _keep(buffer, [*source, *target])
+                _swap(source, target, buffer, step, own_group)
             else:
-                works = [dist.all_to_all_single(buffer, rows, receive, send, group=process_group, async_op=True)]
-                _keep(buffer, [rows])
-            for work in works:
-                _compat.register_work(buffer, work)
+                process_group = _compat.resolve_process_group(group)
+                work = dist.all_to_all_single(buffer, rows, receive, send, group=process_group, async_op=True)
+                _hold(buffer, [work], [rows])
         return buffer
 
     width = rows.element_size()
-    sends, receives = [width * n for n in send], [width * n for n in receive]
-    return recorder.started(
-        "all_to_all", start, _leaving(rows, send, group), (axis, size, group, label), sends, receives
-    )
+    sizes = [width * n for n in send], [width * n for n in receive]
+    return recorder.started("all_to_all", start, _leaving(rows, send, group), (axis, size, group, label), *sizes)
 
 
 def _leaving(rows: torch.Tensor, send: list[int], group: str) -> Tensors:
@@ -196,29 +158,26 @@ def _operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any], ta
     return getattr(torch.ops.fshard, name).default
 
 
-def _collective(name: str, kernel: Callable[..., Tensors], like: Callable[[Tensors, int, str], Tensors]) -> Any:
-    """Define an operator that starts a collective on a list of tensors; `like` makes its buffers."""
+def _collective(name: str) -> Any:
+    """Define an operator that starts a collective on a list of tensors."""
 
     def run(tensors: Tensors, axis: str, size: int, group: str, algorithm: str, label: str) -> Tensors:
-        def start(*way: Any) -> Tensors:
-            return kernel(tensors, size, group, algorithm, way)
+        def start(step: Link, own_group: Group) -> Tensors:
+            if algorithm == "direct":
+                return _direct(name, tensors, size, step, own_group)
+            return _by_backend(name, tensors, size, group, algorithm == "coalesced")
 
         return recorder.started(name, start, tensors, (axis, size, group, label))
 
     def fake(tensors: Tensors, axis: str, size: int, group: str, algorithm: str, label: str) -> Tensors:
-        return like(tensors, size, algorithm)
+        shapes = _shapes(name, tensors, size, algorithm)
+        return [tensor.new_empty(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
 
     schema = f"{name}(Tensor[] tensors, str axis, int size, str group, str algorithm, str label) -> Tensor[]"
     return _operator(schema, run, fake, _TAGS)
 
 
-all_gather = _collective("all_gather", _all_gather, lambda tensors, size, _: _all_gather_like(tensors, size))
-reduce_scatter = _collective("reduce_scatter", _reduce_scatter, _reduce_scatter_like)
-all_reduce = _collective(
-    "all_reduce",
-    _all_reduce,
-    lambda tensors, size, algorithm: _all_gather_like(tensors, size if algorithm == "direct" and size > 2 else 1),
-)
+all_gather, reduce_scatter, all_reduce = map(_collective, ("all_gather", "reduce_scatter", "all_reduce"))
 all_to_all = _operator(
     "all_to_all(Tensor rows, int[] send, int[] receive, str axis, int size, str group, str label) -> Tensor",
     _all_to_all,
@@ -273,8 +232,9 @@ def held_in_flight(func: object, args: Sequence[Any]) -> list[int | None]:
     if func not in _PACKED:
         return []
     tensors, _, size, _, algorithm, _ = args
-    if algorithm == "direct" and (func is all_gather or (func is all_reduce and size > 2)):
+    if algorithm == "direct" and func is all_gather:
         return [None for _ in tensors]
-    one_row = algorithm == "direct" and func is reduce_scatter and size == 2
-    sent = [tensor[0] if one_row else tensor for tensor in tensors]
-    return [0 if rows.is_contiguous() else rows.nbytes for rows in sent]
+    # The rows that this rank sends to others are copied one by one.
+    rows = size - 1 if algorithm == "direct" and func is reduce_scatter else 0
+    sent = [(tensor[0], rows) if rows else (tensor, 1) for tensor in tensors]
+    return [0 if each.is_contiguous() else copies * each.nbytes for each, copies in sent]
