@@ -10,6 +10,7 @@ one look of the watcher, and of a rank that fails, among 4, 16 and 64 ranks.
 """
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
@@ -25,8 +26,7 @@ import torch
 import torch.distributed as dist
 
 import fshard as fs
-from fshard.comm import watcher
-from fshard.comm.failure import Position, tell
+from fshard.comm.failure import Position, look, tell
 from fshard.comm.groups import Group, Waiting, World, tag_of
 from fshard.testing import Workers
 
@@ -134,7 +134,7 @@ def measured() -> dict[str, float]:
         "start message, ms": median_ms(lambda: fs.comm.same_call("a call", [axis])),
         "exchange of 8 numbers, ms": median_ms(lambda: fs.comm.all_reduce(eight, axis, "numbers")),
         "gloo's own all_reduce of them, ms": median_ms(lambda: dist.all_reduce(eight[0].clone())),
-        "tag and hash, ms": median_ms(lambda: tag_of(other.enter("all_reduce", "a label " * 8, "", None, None), 32)),
+        "tag and hash, ms": median_ms(lambda: tag_of(other.enter("all_reduce", "a label " * 8, ""), 32)),
         "start message, bytes": sent["start"],
         "fingerprint, bytes": 0.0,
         "objective, bytes": sent["objective"],
@@ -172,16 +172,16 @@ def counted(ranks: int) -> dict[str, int]:
     rank.counts = Counter()
     everyone = list(range(ranks))
     group = rank.groups["shard"] = Group("shard", everyone, 0, None, 30.0)
-    step = group.enter("all_reduce", "psum", "(psum)", None, None)
+    step = group.enter("all_reduce", "psum", "(psum)")
     rank.waiting = Waiting(group, step, time.monotonic())
     for other in everyone[1:]:
-        waits = Position(("shard", 1), everyone, {"shard": [step]}, {"shard": other})
-        World.board(rank).set(f"at/{other}", waits.text())
-    watcher.Lookout(rank)._look()
-    look = sum(rank.counts.values())
+        waits = Position(("shard", step), {"shard": (everyone, [step])})
+        World.board(rank).set(f"at/{other}", json.dumps(waits))
+    look(rank, rank.waiting)
+    looked = sum(rank.counts.values())
     rank.counts.clear()
     tell(rank, "rank 0 failed", 0.0)
-    return {"a look": look, "a failure": sum(rank.counts.values())}
+    return {"a look": looked, "a failure": sum(rank.counts.values())}
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from gpt import Configuration
 from rivals import SYSTEMS, make
 
 import fshard as fs
+from fshard.comm.groups import Group
 
 # Ways to run a step.
 OFF, AGAIN, TRACED, RECORDED = "off", "off again", "traced", "recorded"
@@ -118,11 +119,13 @@ def median_ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
 
 def noted_seconds() -> float:
     """Seconds in which a trace notes one collective of one buffer, from its call to its landing."""
-    tensors, label = [torch.zeros(1)], fs.comm.encoded(fs.comm.Label("gather", ("unit",)))
+    tensors, label = [torch.zeros(1)], fs.comm.Label("gather", ("unit",))
+    entry = fs.comm.Collective("all_gather", "shard", 2, label, 8, 1, False)
+    group = Group("shard", [0, 1], 0, None, 1.0)
     with fs.trace() as trace:
         start = time.perf_counter()
-        for number in range(LOOKS):
-            issued = fs.comm.Issued("all_gather", "shard", 2, dist.group.WORLD.group_name, label, number)
+        for _ in range(LOOKS):
+            issued = fs.comm.Issued(entry, fs.comm.world(), group, group.last)
             trace.starts(issued, tensors)
             trace.started(issued)
             trace.waits(issued)

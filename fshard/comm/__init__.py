@@ -32,7 +32,6 @@ from fshard.comm.events import (
     Collective,
     Label,
     Phase,
-    Record,
     Verb,
     concerning,
     decoded,
@@ -42,11 +41,11 @@ from fshard.comm.events import (
     listed,
     of_this_rank,
 )
-from fshard.comm.failure import CollectiveError, Position, circle, connected, unequal
+from fshard.comm.failure import CollectiveError, Position, connected, unequal
 from fshard.comm.groups import World, world
 from fshard.comm.ops import collective_of
 from fshard.comm.pool import Pool, reusable
-from fshard.comm.recorder import Issued, Watcher, flight_recorder, record, watched
+from fshard.comm.recorder import Issued, Record, Watcher, flight_recorder, record, watched
 
 __all__ = [
     "Collective",

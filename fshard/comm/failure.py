@@ -2,12 +2,16 @@
 
 The first rank that knows of a failure writes a note. Every rank that reads it ends its own connections, which wakes
 those that wait for it, and lingers until the others have read it too: the store may go with the rank that holds it.
+A thread of each process looks, where it waits for long, for a note, and for a difference between ranks.
 """
 
+import atexit
 import itertools
 import json
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
@@ -17,12 +21,14 @@ from fshard.comm.groups import TEXT, Group, Link, Waiting, World
 
 T = TypeVar("T")
 
-# So many steps of a group are told to others.
-TOLD = 16
-
 # Seconds: for a call of the store, which may hang with the rank that holds it; until a note may be there where a
 # connection ended; in which all ranks may fail; that a rank lingers; between two looks.
 ANSWER, GRACE, ALIKE, LINGER, LOOK = 1.0, 0.35, 0.3, 0.7, 0.02
+
+# Seconds of the thread: of waiting before the first look; between looks at the clock; between two looks at most.
+PATIENCE, SLICE, SELDOM = 0.4, 0.1, 30.0
+# Ranks that one look of it asks at most.
+ASKED = 8
 
 REMEDY = (
     "mend the first error; go on from the last checkpoint, or in the same processes: call fs.init_mesh on every rank, "
@@ -53,114 +59,90 @@ class Position(NamedTuple):
     """Where a rank is, as it tells others.
 
     Attributes:
-        waits: The group and number of the collective that it waits in; None where it does not.
-        ranks: Those of this group.
-        groups: The last steps of each of its groups, by name.
-        places: Its place in each.
+        waits: The group that it waits in, and for which collective; None where it does not.
+        groups: By the name of each of its groups the ranks there, and the last collectives that it has started.
     """
 
-    waits: tuple[str, int] | None
-    ranks: list[int]
-    groups: Mapping[str, list[Link]]
-    places: Mapping[str, int]
+    waits: tuple[str, Link] | None
+    groups: Mapping[str, tuple[list[int], list[Link]]]
 
     @classmethod
     def of(cls, world: World) -> "Position":
         """Where this rank is."""
-        waiting, known = world.waiting, list(world.groups.values())
-        at = None if waiting is None else (waiting.group.name, waiting.step.number)
-        groups = {group.name: list(group.trail)[-TOLD:] for group in known}
-        places = {group.name: group.own for group in known}
-        return cls(at, [] if waiting is None else waiting.group.ranks, groups, places)
-
-    def number(self, group: str) -> int:
-        """How many collectives it has started in a group."""
-        return self.groups[group][-1].number if self.groups.get(group) else 0
-
-    def text(self) -> str:
-        """Write it, for `read`."""
-        return json.dumps(self)
+        waiting, groups = world.waiting, list(world.groups.values())
+        at = None if waiting is None else (waiting.group.name, waiting.step)
+        return cls(at, {group.name: (group.ranks, list(group.trail)) for group in groups})
 
     @classmethod
     def read(cls, text: str) -> "Position":
-        """Read what `text` wrote."""
-        waits, ranks, groups, places = json.loads(text)
-        steps = {name: [Link(*step) for step in trail] for name, trail in groups.items()}
-        return cls(tuple(waits) if waits else None, ranks, steps, places)
+        """Read the JSON of one."""
+        waits, groups = json.loads(text)
+        known = {name: (ranks, [Link(*step) for step in trail]) for name, (ranks, trail) in groups.items()}
+        return cls((waits[0], Link(*waits[1])) if waits else None, known)
 
     def at(self) -> str:
         """Say where it waits."""
-        if self.waits is None:
-            return "runs"
-        name, number = self.waits
-        return f"waits in {next(str(step) for step in reversed(self.groups[name]) if step.number == number)}"
+        return f"waits in {self.waits[1]}" if self.waits else "runs"
 
 
-def difference(positions: Mapping[int, Position]) -> str | None:
-    """Find what ranks differ in.
+Positions = Mapping[int, Position]
 
-    Args:
-        positions: Where they are.
 
-    Returns:
-        The first difference; None where there is none, as far as their last steps tell.
-    """
-    for name in dict.fromkeys(name for position in positions.values() for name in position.groups):
-        members = {rank: position for rank, position in positions.items() if name in position.groups}
-        trails = {rank: {step.number: step for step in p.groups[name]} for rank, p in members.items()}
+def difference(positions: Positions) -> str | None:
+    """Say how ranks differ in the collectives that they have started last; None where they do not."""
+    for name in dict.fromkeys(itertools.chain(*[position.groups for position in positions.values()])):
+        members = {rank: position.groups[name] for rank, position in positions.items() if name in position.groups}
+        trails = {rank: {step.number: step for step in trail} for rank, (_, trail) in members.items()}
         for number in sorted(set().union(*trails.values())):
             steps = {rank: trail[number] for rank, trail in trails.items() if number in trail}
-            if found := unequal(steps, {rank: members[rank].places[name] for rank in steps}):
+            if found := unequal(steps, next(iter(members.values()))[0]):
                 return found
     return None
 
 
-def unequal(steps: Mapping[int, Link], places: Mapping[int, int]) -> str | None:
-    """Say how steps of one number in one group differ between ranks, or the sizes of what these exchange."""
-    differ = len({step.chain for step in steps.values()}) > 1
-    unfit = any(
-        sends[places[b]] != receives[places[a]]
-        for a, b in itertools.permutations(steps, 2)
-        if (sends := steps[a].sends) is not None and (receives := steps[b].receives) is not None
-    )
-    if not differ and not unfit:
-        return None
-    first = "ranks differ in a collective" if differ else "ranks differ in the bytes that they send each other"
-    sizes = {rank: "" if differ else f", sends {s.sends}, awaits {s.receives}" for rank, s in steps.items()}
-    return "\n".join([first, *(f"  rank {rank}: {steps[rank]}{sizes[rank]}" for rank in sorted(steps))])
+def unequal(steps: Mapping[int, Link], ranks: Sequence[int]) -> str | None:
+    """Say how steps of one number in the group of some ranks differ, or the sizes of what these exchange."""
+    first = "ranks differ in a collective"
+    if len({step.chain for step in steps.values()}) == 1:
+        first = "ranks differ in the bytes that they send each other"
+        pairs = [(steps[a].sends, steps[b].receives, a, b) for a, b in itertools.permutations(steps, 2)]
+        if all(not s or not r or s[ranks.index(b)] == r[ranks.index(a)] for s, r, a, b in pairs):
+            return None
+    return "\n".join([first, *(f"  rank {rank}: {steps[rank]}" for rank in sorted(steps))])
 
 
-def circle(own: int, look: Callable[[int], Position | None]) -> str | None:
-    """Find ranks that wait for each other in a circle, in different groups.
+def circle(own: int, positions: Positions) -> str | None:
+    """Say which ranks wait for each other in a circle, in different groups.
 
-    A rank waits for those that have started fewer collectives of its group. That this rank still waits when all have
-    been looked at makes old answers of the others true.
+    That this rank still waits when all have been looked at makes old answers of those true that wait for it.
 
     Args:
         own: This rank.
-        look: Finds where a rank is, as far as it has told.
+        positions: Where ranks are, as far as they have told.
 
     Returns:
-        Who waits where; None where there is no circle.
+        Who waits where; None where this rank waits for none that waits for it.
     """
-    path: list[tuple[int, Position]] = []
-
-    def follow(rank: int) -> bool:
-        position = look(rank)
-        if position is None or position.waits is None or any(rank == other for other, _ in path):
-            return bool(path) and rank == own
-        path.append((rank, position))
-        name, number = position.waits
-        behind = [r for r in position.ranks if r != rank and (p := look(r)) is not None and p.number(name) < number]
-        if any(follow(other) for other in behind):
-            return True
-        path.pop()
-        return False
-
-    if not follow(own):
+    behind = {rank: _behind(rank, positions) for rank in positions}
+    stuck, more = set[int](), {own}
+    while more:
+        stuck |= more
+        more = {rank for rank in positions if behind[rank] & stuck} - stuck
+    if not behind[own] & stuck:
         return None
-    lines = [f"rank {rank} {position.at()}" for rank, position in path]
-    return "\n".join(["ranks wait for each other in different collectives", *(f"  {line}" for line in sorted(lines))])
+    lines = [f"  rank {rank} {positions[rank].at()}" for rank in sorted(stuck)]
+    return "\n".join(["ranks wait for each other in different collectives", *lines])
+
+
+def _behind(rank: int, positions: Positions) -> set[int]:
+    """The ranks that one waits for: those of a group that have started fewer collectives, or have not told."""
+    position = positions.get(rank)
+    if position is None or position.waits is None:
+        return set()
+    name, step = position.waits
+    trails = {r: other.groups[name][1] for r, other in positions.items() if name in other.groups}
+    started = {r: trail[-1].number for r, trail in trails.items() if trail}
+    return {r for r in position.groups[name][0] if started.get(r, 0) < step.number}
 
 
 def within(seconds: float, ask: Callable[[], T]) -> T | None:
@@ -178,26 +160,36 @@ def within(seconds: float, ask: Callable[[], T]) -> T | None:
 
 
 def connected(world: World, name: str) -> Group:
-    """Find this rank's own group of an axis, or connect with its other ranks.
+    """Find this rank's own group of an axis, or connect with its other ranks, and let the thread watch it.
 
     Raises:
         CollectiveError: if one of them does not come.
     """
     try:
-        return world.group(name)
+        group = world.group(name)
     except RuntimeError as error:
         needed = f"all of ranks {_compat.group_ranks(name)} to connect within {_compat.timeout_of(name):g} s"
         raise CollectiveError(f"expected {needed}, got: {error!s:.300}; see which of them failed") from error
+    if world.lookout is None and group.pair is not None:
+        world.lookout = Lookout(world)
+        world.lookout.start()
+    return group
 
 
-def read(board: Any, key: str) -> str:
-    """Read what is under a key, "" if nothing is, by one operation on the store."""
-    return str(board.compare_set(key, "", "").decode())
+def read(board: Any, keys: Iterable[str]) -> list[str]:
+    """Read what is under keys, "" if nothing is, by one operation on the store for each."""
+    return [str(board.compare_set(key, "", "").decode()) for key in keys]
 
 
 def note(board: Any, groups: Iterable[str]) -> str:
     """Read the note of a failure; "" if there is none in some groups."""
-    return next(filter(None, (read(board, f"note/{name}") for name in groups)), "")
+    return next(filter(None, read(board, [f"note/{name}" for name in groups])), "")
+
+
+def positions_of(board: Any, ranks: Sequence[int]) -> dict[int, Position]:
+    """Read where ranks are, as far as they have told."""
+    found = zip(ranks, read(board, [f"at/{rank}" for rank in ranks]), strict=True)
+    return {rank: Position.read(text) for rank, text in found if text}
 
 
 def tell(world: World, text: str, seconds: float = LINGER) -> None:
@@ -208,22 +200,22 @@ def tell(world: World, text: str, seconds: float = LINGER) -> None:
         text: The reason.
         seconds: How long to linger.
     """
-    board, groups = world.board(), list(world.groups.values())
+    board, groups = world.board(), list(world.groups)
 
     def write() -> str:
-        first = note(board, world.groups) or text
-        for group in groups:
-            first = board.compare_set(f"note/{group.name}", "", first).decode()
+        first = note(board, groups) or text
+        for name in groups:
+            first = board.compare_set(f"note/{name}", "", first).decode()
         board.set(f"read/{world.rank}", "")
         return first
 
     world.broken = within(ANSWER, write) or text
     cut(world)
-    others, deadline = sorted({*world.others} - world.gone), time.monotonic() + seconds
-    within(seconds, lambda: _until(lambda: board.check([f"read/{rank}" for rank in others]), deadline))
+    keys = [f"read/{rank}" for rank in sorted({*world.others} - world.gone)]
+    _until(seconds, 0.0, lambda: board.check(keys))
 
 
-def cut(world: World) -> list[int]:
+def cut(world: World) -> set[int]:
     """End this rank's connections, and return the ranks whose had ended before."""
     gone = set()
     for group in list(world.groups.values()):
@@ -231,14 +223,19 @@ def cut(world: World) -> list[int]:
             gone |= {group.ranks[place] for place in _compat.cut(group.pair, group.own, len(group.ranks))}
         elif world.wake is not None:
             world.wake(group.name, world.generation, str(world.broken))
-    return sorted(gone)
+    return gone
 
 
-def _until(found: Callable[[], T], deadline: float) -> T:
-    """Look again and again, until something is found or the time is up."""
-    while not (value := found()) and time.monotonic() < deadline:
-        time.sleep(LOOK)
-    return value
+def _until(seconds: float, answer: float, ask: Callable[[], T]) -> T | None:
+    """Ask again and again for some seconds, until something is found, and let the store answer later than that."""
+    deadline = time.monotonic() + seconds
+
+    def look() -> T:
+        while not (value := ask()) and time.monotonic() < deadline:
+            time.sleep(LOOK)
+        return value
+
+    return within(seconds + answer, look)
 
 
 def ended(world: World, waiting: Waiting, error: BaseException) -> CollectiveError:
@@ -255,10 +252,9 @@ def ended(world: World, waiting: Waiting, error: BaseException) -> CollectiveErr
     if world.broken is None and world.wake is not None:
         tell(world, str(error), 0.0)
     elif world.broken is None:
-        late = time.monotonic() - waiting.since
-        board, deadline = world.board(), time.monotonic() + GRACE
-        said = within(GRACE + ANSWER, lambda: _until(lambda: note(board, world.groups), deadline))
-        tell(world, said or _lost(world, waiting.group, waiting.step, late, error))
+        late, board = time.monotonic() - waiting.since, world.board()
+        said = _until(GRACE, ANSWER, lambda: note(board, list(world.groups)))
+        tell(world, said or _lost(world, waiting, late, error))
     return failure(world, waiting.step)
 
 
@@ -268,70 +264,110 @@ def failure(world: World, step: Link | None = None) -> CollectiveError:
     return CollectiveError("\n".join([str(world.broken), *own, f"To fix: {REMEDY}."]))
 
 
-def _lost(world: World, group: Group, step: Link, late: float, error: BaseException) -> str:
+def _lost(world: World, waiting: Waiting, late: float, error: BaseException) -> str:
     """Say which rank is gone or did not come, where nobody has left a note."""
+    group, board = waiting.group, world.board()
     # A wait that lasts too long ends its connection itself.
     slow, broken = late > 0.95 * group.timeout, cut(world)
-    gone = [] if slow else [rank for rank in broken if rank in group.ranks]
-    world.gone.update(gone)
-    board = world.board()
+    gone = set() if slow else broken & {*group.ranks}
+    world.gone |= gone
     positions = {world.rank: Position.of(world)}
+    within(ANSWER, lambda: board.set(f"at/{world.rank}", json.dumps(positions[world.rank])))
 
-    def ask() -> None:
-        board.set(f"at/{world.rank}", positions[world.rank].text())
-        while (missing := [rank for rank in group.ranks if rank not in positions]) and time.monotonic() < deadline:
-            positions.update(positions_of(board, missing))
-            time.sleep(LOOK)
+    def all_told() -> bool:
+        positions.update(positions_of(board, [rank for rank in group.ranks if rank not in positions]))
+        return positions.keys() >= {*group.ranks}
 
-    deadline = time.monotonic() + GRACE
-    within(GRACE + ANSWER, ask)
-
-    def behind(ranks: Sequence[int], name: str, number: int) -> list[int]:
-        return [rank for rank in ranks if rank not in positions or positions[rank].number(name) < number]
-
-    def waits(rank: int) -> bool:
-        """Whether a rank waits for others itself; it may have gone on since it told where."""
-        at = positions.get(rank)
-        return at is not None and at.waits is not None and bool(behind(at.ranks, *at.waits))
-
-    late_ones = behind(group.ranks, group.name, step.number)
-    absent = [r for r in gone if r in late_ones] or [r for r in late_ones if not waits(r)] or late_ones or gone
+    _until(GRACE, ANSWER, all_told)
+    behind = _behind(world.rank, positions)
+    # A rank may wait for others itself; it may have gone on since it told where.
+    absent = sorted(gone & behind or {rank for rank in behind if not _behind(rank, positions)} or behind or gone)
     who = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
-    said = within(ANSWER, lambda: [text for rank in absent if (text := read(board, f"ended/{rank}"))])
+    said = within(ANSWER, lambda: next(filter(None, read(board, [f"ended/{rank}" for rank in absent])), ""))
     if not absent:
-        first = f"rank {world.rank} failed in {step}: {error!s:.{TEXT}}"
+        first = f"rank {world.rank} failed in {waiting.step}: {error!s:.{TEXT}}"
     elif gone:
-        first = f"{who} was killed or has ended{f': {said[0]}' if said else ''}"
+        first = f"{who} was killed or has ended{f': {said}' if said else ''}"
     else:
         first = f"{who} did not come within {late:.0f} s: it is stopped, hangs or computes"
     where = [f"  rank {rank} {position.at()}" for rank, position in sorted(positions.items()) if position.waits]
     return "\n".join([first, *where, f"  the last collective in which these ranks met: {group.finished or 'none'}"])
 
 
-def positions_of(board: Any, ranks: Sequence[int]) -> dict[int, Position]:
-    """Read where ranks are, as far as they have told."""
-    found = {rank: read(board, f"at/{rank}") for rank in ranks}
-    return {rank: Position.read(text) for rank, text in found.items() if text}
-
-
 def all_fail(world: World, what: str) -> bool:
-    """Compare with the other ranks whether all fail in the same way, at the same place.
+    """Compare with the other ranks whether all fail in the same way, at the same place, in a short time.
 
     Args:
         world: This rank's.
         what: The call and the class of the error.
 
     Returns:
-        Whether they do, in a short time.
+        Whether they do.
     """
     world.failures += 1
-    board, place = world.board(), sum(group.number for group in world.groups.values())
-    own, others = f"{what} at {place}", world.others
-    keys = [f"failed/{world.failures}/{rank}" for rank in others]
+    board, key = world.board(), f"failed/{world.failures}"
+    own = f"{what} at {sum(group.last.number for group in world.groups.values())}"
+    keys = [f"{key}/{rank}" for rank in world.others]
+    within(ANSWER, lambda: board.set(f"{key}/{world.rank}", own))
+    said = _until(ALIKE, ANSWER, lambda: board.check(keys) and [board.get(key).decode() for key in keys])
+    return {*(said or ())} == {own}
 
-    def compare() -> bool:
-        board.set(f"failed/{world.failures}/{world.rank}", own)
-        deadline = time.monotonic() + ALIKE
-        return bool(_until(lambda: board.check(keys), deadline)) and all(board.get(key).decode() == own for key in keys)
 
-    return bool(within(ALIKE + ANSWER, compare))
+class Lookout(threading.Thread):
+    """Watches one process for as long as its process groups live.
+
+    It is a daemon, because a store that hangs would hold up the process's end; `close` ends it before.
+    """
+
+    def __init__(self, world: World) -> None:
+        """Begin with a store of its own."""
+        super().__init__(name="fshard watcher", daemon=True)
+        self._world, self._over = weakref.ref(world), threading.Event()
+        # Before process groups are destroyed, as what is registered later runs first.
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Say that this process ends, and why if by an error, and let its groups go before the interpreter does."""
+        error = getattr(sys, "last_value", None)
+        text = "its program is over" if error is None else f"{type(error).__name__}: {error}"[:1000]
+        self._over.set()
+        if self.is_alive():
+            self.join(1.0)
+        if (world := self._world()) is not None:
+            within(0.5, lambda: world.board().set(f"ended/{world.rank}", text))
+            world.groups.clear()
+
+    def run(self) -> None:
+        """Look after 0.4 s of waiting in one place, then after 1, 2, 4 and more."""
+        since = due = 0.0
+        while not self._over.wait(SLICE) and (world := self._world()) is not None:
+            waiting = world.waiting
+            if waiting is not None and waiting.since != since:
+                since, due = waiting.since, PATIENCE
+            if waiting is not None and time.monotonic() - since >= due:
+                # Once ranks have been woken, again and again.
+                later, due = min(2 * due + 0.2, due + SELDOM), 0.0
+                with suppress(Exception):
+                    due = 0.0 if look(world, waiting) else later
+            # Between two looks the groups may go.
+            world = waiting = None
+
+
+def look(world: World, waiting: Waiting) -> bool:
+    """Tell where this rank is, read where others are, and wake it if a rank failed or ranks differ."""
+    board, positions = world.board(), {world.rank: Position.of(world)}
+    found = note(board, [waiting.group.name])
+    if not found:
+        board.set(f"at/{world.rank}", json.dumps(positions[world.rank]))
+        ranks = [rank for rank in waiting.group.ranks if rank != world.rank][:ASKED]
+        for rank in ranks:
+            # Then those that they wait for.
+            positions.update(positions_of(board, [rank]))
+            ranks += sorted(_behind(rank, positions) - {world.rank, *ranks})[: ASKED - len(ranks)]
+        found = difference(positions) or circle(world.rank, positions) or ""
+    if not found or world.waiting is not waiting:
+        return False
+    for name in world.groups:
+        board.compare_set(f"note/{name}", "", found)
+    cut(world)
+    return True

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fshard import _compat
 
 # So many of a group's last collectives are kept for messages of failures, and so many characters of each.
-TRAIL, TEXT = 32, 200
+TRAIL, TEXT = 16, 200
 
 
 class Link(NamedTuple):
@@ -24,21 +24,23 @@ class Link(NamedTuple):
     Attributes:
         number: How many the group had started with it.
         chain: A hash of it and of all before.
-        op: Its name.
-        text: What it carries, for whom, over which axis.
+        text: Its name, what it carries, for whom, over which axis.
         sends: For each rank the bytes that it is sent; None where all send the same.
         receives: For each rank the bytes that it sends here.
     """
 
     number: int
     chain: int
-    op: str
     text: str
     sends: Sequence[int] | None = None
     receives: Sequence[int] | None = None
 
     def __str__(self) -> str:
-        return f"{self.op} number {self.number} {self.text}"
+        return self.text if self.sends is None else f"{self.text}, sends {self.sends}, awaits {self.receives}"
+
+
+# Before the first.
+NONE = Link(0, 0, "")
 
 
 @dataclass(eq=False)
@@ -51,8 +53,7 @@ class Group:
         own: This rank's place in `ranks`.
         pair: The connections that collectives are sent over; None where the backend is not gloo.
         timeout: Seconds that a rank waits there for another.
-        number: How many collectives have started.
-        chain: A hash of them all.
+        last: The collective that has started last.
         trail: The last ones.
         finished: The one that landed last, which all ranks had started.
     """
@@ -62,31 +63,26 @@ class Group:
     own: int
     pair: Any
     timeout: float
-    number: int = 0
-    chain: int = 0
+    last: Link = NONE
     trail: deque[Link] = field(default_factory=lambda: deque(maxlen=TRAIL))
     finished: Link | None = None
 
-    def enter(
-        self, op: str, hashed: str, text: str, sends: Sequence[int] | None, receives: Sequence[int] | None
-    ) -> Link:
+    def enter(self, op: str, hashed: str, text: str, *sizes: Sequence[int]) -> Link:
         """Note that a collective starts.
 
         Args:
-            op: As for `Link`.
+            op: Its name.
             hashed: All that is the same on every rank.
-            text: As for `Link`.
-            sends: As for `Link`.
-            receives: As for `Link`.
+            text: What it carries, for whom, over which axis.
+            *sizes: The bytes for each rank and from each, where ranks may send different ones.
 
         Returns:
             Its link.
         """
-        self.number += 1
-        self.chain = zlib.crc32(hashed.encode(), self.chain)
-        step = Link(self.number, self.chain, op, text, sends, receives)
-        self.trail.append(step)
-        return step
+        number, chain = self.last.number + 1, zlib.crc32(hashed.encode(), self.last.chain)
+        self.last = Link(number, chain, f"{op} number {number} {text:.{TEXT}}", *sizes)
+        self.trail.append(self.last)
+        return self.last
 
 
 def tag_of(step: Link, nbytes: int) -> int:

@@ -4,18 +4,19 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm.events import KEY, Collective, Label, Record, decoded, described, objects_of_this_rank, of_this_rank
+from fshard.comm.events import KEY, Collective, decoded, described, objects_of_this_rank, of_this_rank
 from fshard.comm.failure import connected, ended, failure
-from fshard.comm.groups import TEXT, Group, Link, Waiting, World, world
-from fshard.comm.watcher import Lookout
+from fshard.comm.groups import Group, Link, Waiting, World, world
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -23,35 +24,18 @@ class Issued:
     """One collective under way.
 
     Attributes:
-        op: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
-        axis: Name of the mesh axis.
-        size: Ranks on it.
-        group: Name of its process group.
-        label: Who asked for it, and what for, encoded.
+        collective: The entry of a record; None where nobody was told as it started.
         world: What this rank knows of the others.
-        own: The group of fshard's own.
+        group: The group of fshard's own.
         step: Its place there.
         left: Buffers that have not been waited for.
     """
 
-    op: str
-    axis: str
-    size: int
-    group: str
-    label: str
+    collective: Collective | None
     world: World
-    own: Group
+    group: Group
     step: Link
     left: int = 0
-
-    @property
-    def about(self) -> Label:
-        """Who asked for it, and what for."""
-        return decoded(self.label)
-
-    def event(self, tensors: Sequence[torch.Tensor]) -> Collective:
-        """Describe it by the tensors that this rank gives it."""
-        return Collective.of(self.op, tensors, self.axis, self.size, self.label)
 
 
 class Watcher:
@@ -70,6 +54,36 @@ class Watcher:
         """That buffer has landed."""
 
 
+W = TypeVar("W", bound=Watcher)
+
+
+class Record(list[Collective], Watcher):
+    """The collectives of a recording, in the order of their issue.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     params = fs.shard({"w": torch.ones(4)}, fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu")))
+    ...     with fs.comm.record() as record:
+    ...         fs.gather(params)
+    ...     return record.bytes_sent()
+    >>> fs.testing.spmd(program, world=2)  # half of 4 times 4 bytes
+    [8.0, 8.0]
+    """
+
+    def bytes_sent(self) -> float:
+        """Bytes each rank sent, in nominal ring terms, scalars left out."""
+        return sum(entry.sent for entry in self if not entry.scalar)
+
+    def scalar_bytes_sent(self) -> float:
+        """Bytes each rank sent in collectives that carry single numbers only."""
+        return sum(entry.sent for entry in self if entry.scalar)
+
+    def starts(self, issued: Issued, _: Sequence[torch.Tensor]) -> None:
+        """Note it."""
+        if issued.collective is not None:
+            self.append(issued.collective)
+
+
 @dataclass(slots=True)
 class FlightRecorder:
     """Tells watchers of one rank's collectives.
@@ -79,6 +93,11 @@ class FlightRecorder:
     """
 
     watchers: tuple[Watcher, ...] = ()
+
+    def tell(self, moment: str, *args: Any) -> None:
+        """Call a method of each watcher."""
+        for watcher in self.watchers:
+            getattr(watcher, moment)(*args)
 
 
 def flight_recorder() -> FlightRecorder:
@@ -101,12 +120,11 @@ def flight_recorder() -> FlightRecorder:
 
 def started(
     op: str,
-    kernel: Callable[[Link, Group], Any],
+    kernel: Callable[[Link, Group], T],
     tensors: Sequence[torch.Tensor],
     about: tuple[str, int, str, str],
-    sends: Sequence[int] | None = None,
-    receives: Sequence[int] | None = None,
-) -> Any:
+    *sizes: Sequence[int],
+) -> T:
     """Start a collective; its buffers lead to what the flight recorder has of it.
 
     Args:
@@ -114,8 +132,7 @@ def started(
         kernel: Starts it and returns a buffer in flight, or several.
         tensors: Those it sends.
         about: Its axis, size, group and encoded label.
-        sends: The bytes for each rank, where ranks may send different ones.
-        receives: The bytes from each.
+        *sizes: The bytes for each rank and from each, where ranks may send different ones.
 
     Returns:
         The result of the kernel.
@@ -123,47 +140,49 @@ def started(
     Raises:
         CollectiveError: if it cannot start, or the group is broken.
     """
-    recorder, own = flight_recorder(), world()
+    recorder, own, (axis, size, name, label) = flight_recorder(), world(), about
     if own.broken is not None:
         raise failure(own)
-    group = connected(own, about[2])
-    if own.lookout is None and group.pair is not None:
-        own.lookout = Lookout(own)
-        own.lookout.start()
-    shapes = () if sends is not None else tuple((tensor.dtype, tensor.shape) for tensor in tensors)
-    hashed, text = _texts(op, about[0], about[3], shapes)
-    within = f"{text} in {own.call.what}" if own.call is not None else text
-    step = group.enter(op, hashed, within[:TEXT], sends, receives)
-    issued = Issued(op, *about, own, group, step)
-    for watcher in recorder.watchers:
-        watcher.starts(issued, tensors)
-    before, own.waiting = own.waiting, Waiting(group, step, time.monotonic())
-    try:
-        buffers = kernel(step, group)
-    except dist.DistError as error:
-        raise ended(own, own.waiting, error) from error
-    finally:
-        own.waiting = before
+    group = connected(own, name)
+    shapes = () if sizes else tuple((tensor.dtype, tensor.shape) for tensor in tensors)
+    hashed, text = _texts(axis, label, shapes)
+    text = f"{text} in {own.call.what}" if own.call is not None else text
+    step = group.enter(op, f"{op} {hashed}", text, *sizes)
+    entry = Collective.of(op, tensors, axis, size, label) if recorder.watchers else None
+    issued = Issued(entry, own, group, step)
+    recorder.tell("starts", issued, tensors)
+    # Other errors are not of the connections, and pass through.
+    buffers = _waiting(issued, dist.DistError, lambda: kernel(step, group))
     several = buffers if isinstance(buffers, list) else [buffers]
     issued.left = len(several)
     for buffer in several:
         buffer.__dict__["issued"] = issued
         own.flying[id(buffer)] = weakref.ref(buffer)
-    for watcher in recorder.watchers:
-        watcher.started(issued)
+    recorder.tell("started", issued)
     return buffers
 
 
+def _waiting(issued: Issued, kind: type[Exception], run: Callable[[], T]) -> T:
+    """Run what may wait for other ranks, and say why where it fails."""
+    own = issued.world
+    before, own.waiting = own.waiting, Waiting(issued.group, issued.step, time.monotonic())
+    try:
+        return run()
+    except kind as error:
+        raise ended(own, own.waiting, error) from error
+    finally:
+        own.waiting = before
+
+
 @functools.lru_cache(maxsize=1024)
-def _texts(op: str, axis: str, label: str, shapes: tuple[tuple[torch.dtype, torch.Size], ...]) -> tuple[str, str]:
+def _texts(axis: str, label: str, shapes: tuple[tuple[torch.dtype, torch.Size], ...]) -> tuple[str, str]:
     """Write a collective for the chain, and for messages."""
     about = decoded(label)
     # Ranks that begin different calls hear of it by the message itself.
     who = "compare" if about.is_comparison else f"{about.verb} {about.ids}"
-    all_parts = about.parts or " ".join(f"{dtype} {tuple(shape)}" for dtype, shape in shapes)
-    shown = about.parts or described(shapes)
-    unit, size = (f" of {text}" if text else "" for text in (about.unit, "" if about.is_comparison else shown))
-    return f"{op} over {axis}: {who}: {all_parts}\n", f"({about.verb}{unit}) over {axis!r}{size}"
+    shown = "" if about.is_comparison else about.parts or described(shapes)
+    unit, size = (f" of {text}" if text else "" for text in (about.unit, shown))
+    return f"over {axis}: {who}: {about.parts or shapes}\n", f"({about.verb}{unit}) over {axis!r}{size}"
 
 
 def landed(buffer: torch.Tensor) -> torch.Tensor:
@@ -181,56 +200,39 @@ def landed(buffer: torch.Tensor) -> torch.Tensor:
     issued = buffer.__dict__.pop("issued", None)
     if issued is None:
         return _compat.wait_tensor(buffer)
-    recorder, own = flight_recorder(), issued.world
-    own.flying.pop(id(buffer), None)
-    for watcher in recorder.watchers:
-        watcher.waits(issued)
-    before, own.waiting = own.waiting, Waiting(issued.own, issued.step, time.monotonic())
-    try:
-        out = _compat.wait_tensor(buffer)
-    except RuntimeError as error:
-        raise ended(own, own.waiting, error) from error
-    finally:
-        own.waiting = before
-    issued.left, issued.own.finished = issued.left - 1, issued.step
-    for watcher in recorder.watchers:
-        watcher.landed(issued)
+    recorder = flight_recorder()
+    issued.world.flying.pop(id(buffer), None)
+    recorder.tell("waits", issued)
+    out = _waiting(issued, RuntimeError, lambda: _compat.wait_tensor(buffer))
+    issued.left, issued.group.finished = issued.left - 1, issued.step
+    recorder.tell("landed", issued)
     return out
 
 
 @contextmanager
-def watched(watcher: Watcher) -> Iterator[None]:
+def watched(watcher: W) -> Iterator[W]:
     """Tell a watcher of this thread's collectives inside the context, those of a backward pass included.
 
     Args:
         watcher: The one that is told.
 
     Yields:
-        Nothing.
+        The watcher.
     """
     recorder = flight_recorder()
     recorder.watchers += (watcher,)
     try:
         with _compat.keeping_thread_object(KEY, objects_of_this_rank()):
-            yield
+            yield watcher
     finally:
         recorder.watchers = tuple(other for other in recorder.watchers if other is not watcher)
 
 
-class _Recording(Watcher):
-    def __init__(self, record: Record) -> None:
-        self.record = record
-
-    def starts(self, issued: Issued, tensors: Sequence[torch.Tensor]) -> None:
-        self.record.append(issued.event(tensors))
-
-
-@contextmanager
-def record() -> Iterator[Record]:
+def record() -> AbstractContextManager[Record]:
     """Record every collective this thread issues inside the context, those of a backward pass included.
 
-    Yields:
-        A list of Collective that grows as collectives are issued.
+    Returns:
+        A context, which gives a list of Collective that grows as collectives are issued.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -241,6 +243,4 @@ def record() -> Iterator[Record]:
     >>> fs.testing.spmd(program, world=2)[0]
     [('all_gather', 16, "['w']")]
     """
-    entries = Record()
-    with watched(_Recording(entries)):
-        yield entries
+    return watched(Record())

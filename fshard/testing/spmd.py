@@ -234,7 +234,7 @@ class _Simulation:
             return
         steps = {call.rank: call.world.waiting.step for call in calls if call.world and call.world.waiting}
         if len(steps) == len(calls):
-            if found := comm.unequal(steps, {call.rank: place for place, call in enumerate(calls)}):
+            if found := comm.unequal(steps, collective.ranks):
                 self.broken[calls[0].key] = found
                 return
         elif len({call.collective.kind for call in calls}) > 1:

@@ -1,6 +1,5 @@
 """trace: record when the collectives of real steps start and land, on every rank."""
 
-import functools
 import os
 import sys
 import time
@@ -67,7 +66,6 @@ class Trace(comm.Watcher):
         self._meter = meter(self._device)
         self._events: list[Event] = []
         self._flying: dict[int, Event] = {}
-        self._members = functools.cache(_compat.group_ranks)
         self._error, self._waits, self._end = "", 0, 0
         self._begin = self._read_at = time.perf_counter_ns()
         self._held = self._last = self._left = self._meter.read()
@@ -116,7 +114,8 @@ class Trace(comm.Watcher):
             self._device, self._meter = device, meter(device)
             self._held = self._last = self._meter.read()
         memory = self._memory()
-        event = Event(issued.event(tensors), tuple(self._members(issued.group)), (memory, memory))
+        assert issued.collective is not None
+        event = Event(issued.collective, tuple(issued.group.ranks), (memory, memory))
         self._flying[id(issued)] = event
         self._events.append(event)
         event.begin = time.perf_counter_ns()

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fshard.comm import ops, recorder
 
 aten = torch.ops.aten
-KERNELS = {ops.all_gather: ops._all_gather, ops.reduce_scatter: ops._reduce_scatter, ops.all_reduce: ops._all_reduce}
 # Their results' shapes depend on values.
 SHAPED_BY_VALUES = (
     *(aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.unique_consecutive.default),
@@ -107,14 +106,14 @@ class WithoutMemory(TorchDispatchMode):
         target = kwargs.get("device")
         if func.namespace == "prim" or (not given and (target is None or torch.device(target).type != "emu")):
             return func(*args, **kwargs)
-        if func in KERNELS:
+        if func in ops._PACKED:
+            name, (tensors, axis, size, group, algorithm, label) = func.name().removeprefix("fshard::"), args
+
+            def start(*_: Any) -> Any:
+                return ops._by_backend(name, tensors, size, group, algorithm == "coalesced")
+
             with self:
-                return recorder.started(
-                    func.name().removeprefix("fshard::"),
-                    lambda: KERNELS[func](*args),
-                    args[0],
-                    (args[1], args[2], args[3], args[5]),
-                )
+                return recorder.started(name, start, tensors, (axis, size, group, label))
         if func is ops.all_to_all:
             with self:
                 return ops._all_to_all(*args)

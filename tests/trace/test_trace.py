@@ -97,7 +97,7 @@ class Signals(comm.Watcher):
         self.unit, self.signal = unit, signal
 
     def waits(self, issued):
-        if issued.about.unit == self.unit:
+        if issued.collective.unit == self.unit:
             self.signal()
 
 
