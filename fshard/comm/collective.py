@@ -1,6 +1,7 @@
 """Start and finish collectives on lists of plain tensors; nothing here is differentiable."""
 
 import itertools
+import operator
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,10 @@ PACK_BYTES = 256 * 1024
 EXCHANGE_BYTES = 32 * 1024
 
 Kind = tuple[torch.Size, torch.dtype]
+Tensors = Sequence[torch.Tensor]
+Finish = Callable[[], list[torch.Tensor]]
+# Who asks for a collective, for the recorder.
+Who = str | Label
 
 
 def rank(axis: Axis) -> int:
@@ -119,56 +124,56 @@ def algorithm_of(axis: Axis, device: torch.device) -> Algorithm:
     return "coalesced" if _compat.group_coalesces(axis.group_name, mover) else "flat"
 
 
-def _named(axis: Axis) -> tuple[str, int, str]:
-    """Name an axis to an operator."""
-    return axis.name, axis.size, axis.group_name
+def _start(
+    op: Any, tensors: Tensors, axis: Axis, algorithm: Algorithm, label: Who, land: Callable[..., Iterable[torch.Tensor]]
+) -> Finish:
+    """Start a collective, in which small tensors of one dtype share a buffer, but for a fused one.
 
+    Args:
+        op: The operator, or a function of the same arguments.
+        tensors: Its tensors.
+        axis: The ranks that take part.
+        algorithm: How to send.
+        label: Who asks.
+        land: Waits for buffers and makes their results, given what this rank has sent.
 
-class Packing:
-    """Which tensors travel alone and which share a buffer: small ones of one dtype, unless a collective is fused."""
+    Returns:
+        A function that waits and returns the results.
+    """
+    keep, copies = int(op is ops.reduce_scatter), axis.size if op is ops.all_gather else 1
+    shapes = [tensor.shape[keep:] for tensor in tensors]
+    groups: dict[int | torch.dtype, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        alone = algorithm == "coalesced" or copies * tensor.numel() * tensor.element_size() >= PACK_BYTES
+        groups.setdefault(i if alone else tensor.dtype, []).append(i)
 
-    def __init__(self, tensors: Sequence[torch.Tensor], keep: int, copies: int, algorithm: Algorithm) -> None:
-        """Choose those that are small in so many copies, to be joined along all but their first `keep` dims."""
-        self._keep, self._shapes = keep, [tensor.shape[keep:] for tensor in tensors]
-        alone: list[list[int]] = []
-        together: dict[torch.dtype, list[int]] = {}
-        for i, tensor in enumerate(tensors):
-            if algorithm == "coalesced" or copies * tensor.numel() * tensor.element_size() >= PACK_BYTES:
-                alone.append([i])
-            else:
-                together.setdefault(tensor.dtype, []).append(i)
-        self._groups = [*alone, *together.values()]
+    def joined(i: int, *more: int) -> torch.Tensor:
+        flat = [tensors[j].flatten(keep) if shapes[j] else tensors[j].unsqueeze(keep) for j in (i, *more) if more]
+        return torch.cat(flat, -1) if more else tensors[i]
 
-    def pack(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Join the tensors of each group."""
+    sources = [joined(*group) for group in groups.values()]
+    about = axis.name, axis.size, axis.group_name, algorithm, encoded(labelled(label, tensors))
+    buffers = op(sources, *about)
 
-        def flat(i: int) -> torch.Tensor:
-            return tensors[i].flatten(self._keep) if self._shapes[i] else tensors[i].unsqueeze(self._keep)
-
-        return [tensors[i] if not more else torch.cat(list(map(flat, (i, *more))), -1) for i, *more in self._groups]
-
-    def unpack(self, buffers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Take apart what has come for what was packed; its first dims may be others."""
+    def finish() -> list[torch.Tensor]:
         out: dict[int, torch.Tensor] = {}
-        for group, buffer in zip(self._groups, buffers, strict=True):
-            if len(group) == 1:
-                out[group[0]] = buffer
-                continue
-            rows = buffer.shape[:-1]
-            # Of several rows each tensor would be a view with gaps: one operator copies all of them.
-            split: Any = torch.split_with_sizes_copy if rows else torch.split_with_sizes
-            parts = split(buffer, [self._shapes[i].numel() for i in group], -1)
-            out.update({i: part.view((*rows, *self._shapes[i])) for i, part in zip(group, parts, strict=True)})
+        for group, whole in zip(groups.values(), land(buffers, sources), strict=True):
+            rows, parts = whole.shape[:-1], [whole]
+            if len(group) > 1:
+                # Of several rows each tensor would be a view with gaps: one operator copies all of them.
+                split: Any = torch.split_with_sizes_copy if rows else torch.split_with_sizes
+                split = split(whole, [shapes[i].numel() for i in group], -1)
+                parts = [part.view((*rows, *shapes[i])) for i, part in zip(group, split, strict=True)]
+            out.update(zip(group, parts, strict=True))
         return [out[i] for i in range(len(out))]
 
-
-Finish = Callable[[], list[torch.Tensor]]
+    return finish
 
 
 def start_all_gather(
-    shards: Sequence[torch.Tensor],
+    shards: Tensors,
     axis: Axis,
-    label: str | Label,
+    label: Who,
 ) -> Finish:
     """Start gathering every rank's shards.
 
@@ -192,15 +197,13 @@ def start_all_gather(
     if has_one_rank(axis) or not shards:
         return lambda: [shard.unsqueeze(0) for shard in shards]
     algorithm = algorithm_of(axis, shards[0].device)
-    packed = Packing(shards, 0, axis.size, algorithm)
-    buffers = ops.all_gather(packed.pack(shards), *_named(axis), algorithm, encoded(labelled(label, shards)))
-    return lambda: packed.unpack(map(ops.wait, buffers))
+    return _start(ops.all_gather, shards, axis, algorithm, label, lambda buffers, _: map(ops.wait, buffers))
 
 
 def start_reduce_scatter(
-    stacks: Sequence[torch.Tensor],
+    stacks: Tensors,
     axis: Axis,
-    label: str | Label,
+    label: Who,
     tree: bool = False,
 ) -> Finish:
     """Start summing over ranks and keeping this rank's row.
@@ -225,17 +228,14 @@ def start_reduce_scatter(
     if has_one_rank(axis) or not stacks:
         return lambda: [stack[0] for stack in stacks]
     algorithm = "direct" if tree else algorithm_of(axis, stacks[0].device)
-    packed = Packing(stacks, 1, 1, algorithm)
-    sources = packed.pack(stacks)
-    buffers = ops.reduce_scatter(sources, *_named(axis), algorithm, encoded(labelled(label, stacks)))
-    own = [source[rank(axis)] for source in sources] if algorithm == "direct" else [None] * len(sources)
-    return lambda: packed.unpack(map(partial(_sum, axis, tree), buffers, own))
+    own = operator.itemgetter(rank(axis))
+    return _start(ops.reduce_scatter, stacks, axis, algorithm, label, partial(_sums, axis, algorithm, tree, own))
 
 
 def start_all_reduce(
-    tensors: Sequence[torch.Tensor],
+    tensors: Tensors,
     axis: Axis,
-    label: str | Label,
+    label: Who,
     tree: bool = False,
 ) -> Finish:
     """Start summing over ranks.
@@ -260,23 +260,20 @@ def start_all_reduce(
     if has_one_rank(axis) or not tensors:
         return lambda: list(tensors)
     algorithm, label = "direct" if tree else algorithm_of(axis, tensors[0].device), labelled(label, tensors)
-    packed = Packing(tensors, 0, 1, algorithm)
-    own: list[Any] = packed.pack(tensors)
-    large = any(buffer.numel() * buffer.element_size() > EXCHANGE_BYTES for buffer in own)
-    if algorithm == "direct" and axis.size > 2 and large:
-        finish = start_reduce_scatter([_rows(buffer, axis.size) for buffer in own], axis, label, tree)
-        shapes = [buffer.shape for buffer in own]
-
-        def finish_all() -> list[torch.Tensor]:
-            # A gather for the same units.
-            pairs = zip(all_gather(finish(), axis, label), shapes, strict=True)
-            return packed.unpack(rows.reshape(-1)[: shape.numel()].view(shape) for rows, shape in pairs)
-
-        return finish_all
     # Between two ranks an exchange of everything moves no more bytes, and is over in one round.
-    buffers = ops.all_reduce(own, *_named(axis), algorithm, encoded(label))
-    own = own if algorithm == "direct" else [None] * len(own)
-    return lambda: packed.unpack(map(partial(_sum, axis, tree), buffers, own))
+    once = axis.size == 2 or sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= EXCHANGE_BYTES
+    if once or algorithm != "direct":
+        own = partial(_sums, axis, algorithm, tree, lambda tensor: tensor)
+        return _start(ops.all_reduce, tensors, axis, algorithm, label, own)
+
+    def scattered(sources: Tensors, *_: object) -> Finish:
+        return start_reduce_scatter([_rows(source, axis.size) for source in sources], axis, label, tree)
+
+    def gathered(finish: Finish, sources: Tensors) -> list[torch.Tensor]:
+        pairs = zip(all_gather(finish(), axis, label), sources, strict=True)
+        return [rows.reshape(-1)[: source.numel()].view(source.shape) for rows, source in pairs]
+
+    return _start(scattered, tensors, axis, algorithm, label, gathered)
 
 
 def _rows(tensor: torch.Tensor, size: int) -> torch.Tensor:
@@ -285,26 +282,33 @@ def _rows(tensor: torch.Tensor, size: int) -> torch.Tensor:
     return torch.nn.functional.pad(flat, (0, -flat.numel() % size)).view(size, -1)
 
 
-def _sum(axis: Axis, tree: bool, buffer: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
-    """Add this rank's tensor to those of others: in rank order or neighbours first; None where a backend did."""
-    rows = list(ops.wait(buffer))
+def _sums(
+    axis: Axis, algorithm: Algorithm, tree: bool, own: Callable[..., torch.Tensor], buffers: Tensors, sources: Tensors
+) -> list[torch.Tensor]:
+    """Add this rank's own tensors to those of the others; backends have added all."""
+    landed = map(ops.wait, buffers)
+    if algorithm != "direct":
+        return [buffer[0] for buffer in landed]
+    return [_sum(buffer, own(source), rank(axis), tree) for buffer, source in zip(landed, sources, strict=True)]
+
+
+def _sum(buffer: torch.Tensor, own: torch.Tensor, place: int, tree: bool) -> torch.Tensor:
+    """Add in rank order, or neighbours first, then their sums."""
+    rows = list(buffer)
     if len(rows) == 1:
         # The sum of two is the same in either order.
-        return rows[0] if own is None else rows[0].add_(own)
-    assert own is not None
-    rows.insert(rank(axis), own)
+        return rows[0].add_(own)
+    rows.insert(place, own)
     while tree and len(rows) > 1:
         rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=True)]
-    if tree:
-        return rows[0]
     # torch.sum's order depends on the shape.
-    total = rows[0] + rows[1]
+    total = rows[0] if tree else rows[0] + rows[1]
     for row in rows[2:]:
         total += row
     return total
 
 
-def all_gather(shards: Sequence[torch.Tensor], axis: Axis, label: str | Label) -> list[torch.Tensor]:
+def all_gather(shards: Tensors, axis: Axis, label: Who) -> list[torch.Tensor]:
     """Gather every rank's shards and wait for them.
 
     Args:
@@ -326,7 +330,7 @@ def all_gather(shards: Sequence[torch.Tensor], axis: Axis, label: str | Label) -
     return start_all_gather(shards, axis, label)()
 
 
-def reduce_scatter(stacks: Sequence[torch.Tensor], axis: Axis, label: str | Label) -> list[torch.Tensor]:
+def reduce_scatter(stacks: Tensors, axis: Axis, label: Who) -> list[torch.Tensor]:
     """Sum over ranks, keep this rank's row and wait for it.
 
     Args:
@@ -348,7 +352,7 @@ def reduce_scatter(stacks: Sequence[torch.Tensor], axis: Axis, label: str | Labe
     return start_reduce_scatter(stacks, axis, label)()
 
 
-def all_reduce(tensors: Sequence[torch.Tensor], axis: Axis, label: str | Label) -> list[torch.Tensor]:
+def all_reduce(tensors: Tensors, axis: Axis, label: Who) -> list[torch.Tensor]:
     """Sum over ranks and wait.
 
     Args:
@@ -370,10 +374,10 @@ def all_reduce(tensors: Sequence[torch.Tensor], axis: Axis, label: str | Label) 
 
 
 def all_to_all(
-    send: Sequence[Sequence[torch.Tensor]],
+    send: Sequence[Tensors],
     receive: Sequence[Sequence[Kind]],
     axis: Axis,
-    label: str | Label,
+    label: Who,
     device: torch.device | None = None,
 ) -> list[list[torch.Tensor]]:
     """Send each rank tensors of its own, in one message to each, and wait for theirs.
@@ -401,10 +405,10 @@ def all_to_all(
 
 
 def start_all_to_all(
-    send: Sequence[Sequence[torch.Tensor]],
+    send: Sequence[Tensors],
     receive: Sequence[Sequence[Kind]],
     axis: Axis,
-    label: str | Label,
+    label: Who,
     device: torch.device | None = None,
 ) -> Callable[[], list[list[torch.Tensor]]]:
     """Start to send each rank tensors of its own, in one message to each.
@@ -442,7 +446,7 @@ def start_all_to_all(
     row = row if served else row.to(message_device(axis))
     nbytes = [[shape.numel() * dtype.itemsize for shape, dtype in kinds] for kinds in receive]
     sent, awaited = [sum(part.numel() for part in row) for row in parts], list(map(sum, nbytes))
-    buffer = ops.all_to_all(row, sent, awaited, *_named(axis), encoded(labelled(label)))
+    buffer = ops.all_to_all(row, sent, awaited, axis.name, axis.size, axis.group_name, encoded(labelled(label)))
 
     def finish() -> list[list[torch.Tensor]]:
         landed, alone = ops.wait(buffer).to(device), sum(map(len, receive)) == 1
