@@ -96,9 +96,9 @@ TOLD = {
     },
     "param_dtype": (option("param_dtype"), torch.float32, torch.bfloat16, [BIAS, "float32", "bfloat16"]),
     "reduce_dtype": (option("reduce_dtype"), torch.float32, None, [BIAS, "scatter_dtype=torch.float32"]),
-    "merge_bytes": (option("merge_bytes"), 0, 4096, [BIAS, "merge_bytes 0", "merge_bytes 4096"]),
-    "prefetch": (option("prefetch", merge_bytes=0), 0, 2, [BIAS, "prefetch 0", "prefetch 2"]),
-    "regather": (option("regather"), False, True, [BIAS, "regather False", "regather True"]),
+    "merge_bytes": (option("merge_bytes"), 0, 4096, [BIAS, "merge_bytes=0", "merge_bytes=4096"]),
+    "prefetch": (option("prefetch", merge_bytes=0), 0, 2, [BIAS, "prefetch=0", "prefetch=2"]),
+    "regather": (option("regather"), False, True, [BIAS, "regather=False", "regather=True"]),
     "regather of some units": (option("regather", merge_bytes=0), lambda n: n == "1", lambda n: n == "2", ["unit 1"]),
     "weighted": (
         lambda mesh, w: fs.value_and_grad(
@@ -109,7 +109,7 @@ TOLD = {
         False,
         ["reduce", "'weighted'", "'sum'"],
     ),
-    "strategy": (lambda mesh, s: train(params_of(s(mesh))), ZERO2, zero3, ["regather False", "regather True", BIAS]),
+    "strategy": (lambda mesh, s: train(params_of(s(mesh))), ZERO2, zero3, ["regather=False", "regather=True", BIAS]),
     "layout": (option("min_shard_elements"), 10, 0, [BIAS, "P()", "P('shard')"]),
     "frozen": (
         lambda mesh, name: train(params_of(zero3(mesh), frozen=lambda path: name in path)),

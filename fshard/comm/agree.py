@@ -5,22 +5,20 @@ import functools
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from fshard import _compat
 from fshard.comm import ops
-from fshard.comm.collective import all_gather, message_device, serves_host
+from fshard.comm.collective import Who, all_gather, message_device, serves_host
 from fshard.comm.events import Label, Phase, Verb, labelled
 from fshard.comm.failure import CollectiveError
-from fshard.comm.groups import marked
+from fshard.comm.groups import world
 from fshard.errors import Problem, leaf_error
-from fshard.tree import Axis, Flat, ModelDtypes, ReshardPolicy, Spec, is_sharded
+from fshard.tree import Axis, Flat, Spec, is_sharded
 
 # Bytes of the first message of a comparison, and of the size of the text that it begins with; longer texts follow.
 FIRST, SIZE = 112, 8
@@ -79,11 +77,8 @@ def _facts(
 
 
 def _leaf(spec: Spec, dtype: torch.dtype) -> list[str]:
-    policy, dtypes = spec.reshard or ReshardPolicy(), spec.model_dtypes or ModelDtypes()
-    parts = {"dtype": dtype} | {name: getattr(spec, name) for name in ("shape", "partition", "axes", "frozen")}
-    # As strategies call the dtypes.
-    parts |= vars(policy) | {"param_dtype": dtypes.inputs, "output_dtype": dtypes.outputs}
-    return [f"{name} {_text(value)}" for name, value in {**parts, "transform": spec.transform}.items()]
+    parts = {"dtype": dtype} | {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
+    return [f"{name} {_text(value)}" for name, value in parts.items()]
 
 
 def _text(value: Any) -> str:
@@ -93,9 +88,7 @@ def _text(value: Any) -> str:
     if type(value) in (list, tuple):
         return f"({', '.join(map(_text, value))})"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        known = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare]
-        # A policy and dtypes are entries of their own.
-        shown = [f"{n}={_text(part)}" for n, part in known if not isinstance(part, ReshardPolicy | ModelDtypes | None)]
+        shown = [f"{f.name}={_text(getattr(value, f.name))}" for f in dataclasses.fields(value) if f.compare]
         return f"{type(value).__name__.strip('_')}({', '.join(shown)})"
     if value is None or isinstance(value, _PLAIN):
         return repr(value)
@@ -137,18 +130,23 @@ def _compared(
     """
     if _compat.is_tracing():
         ops.told(facts.text)
-    running = marked(begun=True) or what
+        return flags
+    running = world().call
+    if running is not None:
+        running.begun = True
     with _compat.outside_transforms():
         said, flags = _agreed(facts.digest if error is None else DIFFERS, axes, label, flags)
         if said != DIFFERS:
             return flags
-        failure = "" if error is None else f"rank {dist.get_rank()} failed in {running}: {told_of(error)}"
+        within = what if running is None else running.what
+        failure = "" if error is None else f"rank {world().rank} failed in {within}: {told_of(error)}"
         texts = everyone(f"[{json.dumps(failure)}, {facts.text}]", axes, label)
     ranks = [(place, *json.loads(text)) for place, text in texts]
     failures = [failure for _, failure, _ in ranks if failure]
     if failures and error is None:
         raise CollectiveError("\n".join([*failures, f"To fix: mend it; {what} has sent nothing yet."]))
-    marked(settled=True)
+    if running is not None:
+        running.settled = True
     if not failures:
         problem = _problem([(place, entries) for place, _, entries in ranks])
         if all(VERB in entries for _, _, entries in ranks):
@@ -186,7 +184,7 @@ def _problem(ranks: Sequence[tuple[str, Mapping[str, Any]]]) -> Problem:
     raise AssertionError("ranks differ in a digest alone")
 
 
-def disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: str | Label) -> Problem | None:
+def disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: Who) -> Problem | None:
     """Compare named entries between all ranks of some axes.
 
     Args:
@@ -205,7 +203,7 @@ def disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: str | 
         return _problem([(place, json.loads(text)) for place, text in everyone(facts.text, axes, label)])
 
 
-def highest(numbers: Sequence[Number], axes: Sequence[Axis], label: str | Label) -> list[Number]:
+def highest(numbers: Sequence[Number], axes: Sequence[Axis], label: Who) -> list[Number]:
     """Find for each of several numbers the highest that any rank has.
 
     Args:
@@ -220,7 +218,7 @@ def highest(numbers: Sequence[Number], axes: Sequence[Axis], label: str | Label)
     return [max(column, key=lambda number: (number != number, number)) for column in zip(*rows, strict=True)]
 
 
-def texts(text: str, axis: Axis, label: str | Label) -> list[str]:
+def texts(text: str, axis: Axis, label: Who) -> list[str]:
     """Show every rank of an axis what each of them has to say.
 
     Args:
@@ -242,12 +240,12 @@ def texts(text: str, axis: Axis, label: str | Label) -> list[str]:
     return [row[:size].decode(errors="surrogatepass") for row, size in zip(rows, sizes, strict=True)]
 
 
-def _gathered(data: bytes, size: int, axis: Axis, label: str | Label) -> list[bytes]:
+def _gathered(data: bytes, size: int, axis: Axis, label: Who) -> list[bytes]:
     row = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8)
     return [bytes(each) for each in all_gather([row.to(message_device(axis))], axis, label)[0].tolist()]
 
 
-def everyone(text: str, axes: Sequence[Axis], label: str | Label) -> list[tuple[str, str]]:
+def everyone(text: str, axes: Sequence[Axis], label: Who) -> list[tuple[str, str]]:
     """Show every rank of several axes the texts of all of them.
 
     Args:
@@ -262,9 +260,9 @@ def everyone(text: str, axes: Sequence[Axis], label: str | Label) -> list[tuple[
     for axis in asked:
         found = [each for row in texts(json.dumps(found), axis, label) for each in json.loads(row)]
     # The first axis varies fastest.
-    strides = [math.prod(axis.size for axis in asked[:i]) for i in range(len(asked))]
-    pairs = list(zip(asked, strides, strict=True))
-    return [(", ".join(f"{a.name}={i // n % a.size}" for a, n in pairs), each) for i, each in enumerate(found)]
+    places = itertools.product(*[range(axis.size) for axis in reversed(asked)])
+    texts_of = zip(places, found, strict=True)
+    return [(", ".join(f"{a.name}={i}" for a, i in zip(asked, at[::-1], strict=True)), text) for at, text in texts_of]
 
 
 def told_of(error: BaseException) -> str:
@@ -305,7 +303,7 @@ class Peers:
     ) -> frozenset[int]:
         """Refuse on every rank events that differ; return the numbers below FLAGS that any rank puts forward."""
         bits = sum(1 << flag for flag in {*flags} if flag < FLAGS)
-        if not _compat.is_tracing():
+        if self.axes and not _compat.is_tracing():
             facts = Facts.of({NEXT: event.event, **entries})
             bits = _compared(self._what, facts, self.axes, event, flags=bits)
         return frozenset(flag for flag in range(FLAGS) if bits >> flag & 1)

@@ -80,6 +80,11 @@ class Position(NamedTuple):
         known = {name: (ranks, [Link(*step) for step in trail]) for name, (ranks, trail) in groups.items()}
         return cls((waits[0], Link(*waits[1])) if waits else None, known)
 
+    def number(self, group: str) -> int:
+        """How many collectives it has started in a group."""
+        _, trail = self.groups.get(group, ([], []))
+        return trail[-1].number if trail else 0
+
     def at(self) -> str:
         """Say where it waits."""
         return f"waits in {self.waits[1]}" if self.waits else "runs"
@@ -140,9 +145,7 @@ def _behind(rank: int, positions: Positions) -> set[int]:
     if position is None or position.waits is None:
         return set()
     name, step = position.waits
-    trails = {r: other.groups[name][1] for r, other in positions.items() if name in other.groups}
-    started = {r: trail[-1].number for r, trail in trails.items() if trail}
-    return {r for r in position.groups[name][0] if started.get(r, 0) < step.number}
+    return {r for r in position.groups[name][0] if r not in positions or positions[r].number(name) < step.number}
 
 
 def within(seconds: float, ask: Callable[[], T]) -> T | None:

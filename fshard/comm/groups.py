@@ -173,11 +173,3 @@ def world() -> World:
     if found is None:
         found = _MEMORY.worlds[default] = World(dist.get_rank(), _compat.default_store())
     return found
-
-
-def marked(**facts: bool) -> str | None:
-    """Note facts about the outermost call that runs, as `calling` has them, and return its name."""
-    running = world().call if dist.is_initialized() else None
-    for name, value in facts.items() if running is not None else ():
-        setattr(running, name, value)
-    return None if running is None else running.what

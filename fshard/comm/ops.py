@@ -134,9 +134,8 @@ def _all_to_all(
                 _hold(buffer, [work], [rows])
         return buffer
 
-    width = rows.element_size()
-    sizes = [width * n for n in send], [width * n for n in receive]
-    return recorder.started("all_to_all", start, _leaving(rows, send, group), (axis, size, group, label), *sizes)
+    leaving = _leaving(rows, send, group)
+    return recorder.started("all_to_all", start, leaving, (axis, size, group, label), send, receive)
 
 
 def _leaving(rows: torch.Tensor, send: list[int], group: str) -> Tensors:
