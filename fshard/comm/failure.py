@@ -348,10 +348,10 @@ class Lookout(threading.Thread):
             if waiting is not None and waiting.since != since:
                 since, due = waiting.since, PATIENCE
             if waiting is not None and time.monotonic() - since >= due:
-                # Once ranks have been woken, again and again.
-                later, due = min(2 * due + 0.2, due + SELDOM), 0.0
+                due = min(2 * due + 0.2, due + SELDOM)
                 with suppress(Exception):
-                    due = 0.0 if look(world, waiting) else later
+                    # Once ranks have been woken, again and again.
+                    due = 0.0 if look(world, waiting) else due
             # Between two looks the groups may go.
             world = waiting = None
 
