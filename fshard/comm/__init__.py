@@ -7,13 +7,15 @@ from fshard.comm.agree import (
     FLAGS,
     Facts,
     Peers,
+    axes_in,
+    call,
+    calling,
     disagreement,
     facts_of,
     highest,
     same_call,
     texts,
 )
-from fshard.comm.calls import axes_in, call, calling
 from fshard.comm.collective import (
     PACK_BYTES,
     all_gather,
@@ -32,6 +34,7 @@ from fshard.comm.events import (
     Collective,
     Label,
     Phase,
+    Record,
     Verb,
     concerning,
     decoded,
@@ -45,7 +48,7 @@ from fshard.comm.failure import CollectiveError, Position, connected, unequal
 from fshard.comm.groups import World, world
 from fshard.comm.ops import collective_of
 from fshard.comm.pool import Pool, reusable
-from fshard.comm.recorder import Issued, Record, Watcher, flight_recorder, record, watched
+from fshard.comm.recorder import Issued, Watcher, flight_recorder, record, watched
 
 __all__ = [
     "Collective",

@@ -295,3 +295,25 @@ class Collective(NamedTuple):
         if self.op == "all_to_all":
             return self.bytes
         return (2 if self.op == "all_reduce" else 1) * self.bytes * (self.size - 1) / self.size
+
+
+class Record(list[Collective]):
+    """The collectives of a recording, in the order of their issue.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     params = fs.shard({"w": torch.ones(4)}, fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu")))
+    ...     with fs.comm.record() as record:
+    ...         fs.gather(params)
+    ...     return record.bytes_sent()
+    >>> fs.testing.spmd(program, world=2)  # half of 4 times 4 bytes
+    [8.0, 8.0]
+    """
+
+    def bytes_sent(self) -> float:
+        """Bytes each rank sent, in nominal ring terms, scalars left out."""
+        return sum(entry.sent for entry in self if not entry.scalar)
+
+    def scalar_bytes_sent(self) -> float:
+        """Bytes each rank sent in collectives that carry single numbers only."""
+        return sum(entry.sent for entry in self if entry.scalar)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm.events import KEY, Collective, decoded, described, objects_of_this_rank, of_this_rank
+from fshard.comm.events import KEY, Collective, Record, decoded, described, objects_of_this_rank, of_this_rank
 from fshard.comm.failure import connected, ended, failure
 from fshard.comm.groups import Group, Link, Waiting, World, world
 
@@ -55,33 +55,6 @@ class Watcher:
 
 
 W = TypeVar("W", bound=Watcher)
-
-
-class Record(list[Collective], Watcher):
-    """The collectives of a recording, in the order of their issue.
-
-    >>> import torch, fshard as fs
-    >>> def program():
-    ...     params = fs.shard({"w": torch.ones(4)}, fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu")))
-    ...     with fs.comm.record() as record:
-    ...         fs.gather(params)
-    ...     return record.bytes_sent()
-    >>> fs.testing.spmd(program, world=2)  # half of 4 times 4 bytes
-    [8.0, 8.0]
-    """
-
-    def bytes_sent(self) -> float:
-        """Bytes each rank sent, in nominal ring terms, scalars left out."""
-        return sum(entry.sent for entry in self if not entry.scalar)
-
-    def scalar_bytes_sent(self) -> float:
-        """Bytes each rank sent in collectives that carry single numbers only."""
-        return sum(entry.sent for entry in self if entry.scalar)
-
-    def starts(self, issued: Issued, _: Sequence[torch.Tensor]) -> None:
-        """Note it."""
-        if issued.collective is not None:
-            self.append(issued.collective)
 
 
 @dataclass(slots=True)
@@ -228,6 +201,12 @@ def watched(watcher: W) -> Iterator[W]:
         recorder.watchers = tuple(other for other in recorder.watchers if other is not watcher)
 
 
+class _Recording(Record, Watcher):
+    def starts(self, issued: Issued, _: Sequence[torch.Tensor]) -> None:
+        if issued.collective is not None:
+            self.append(issued.collective)
+
+
 def record() -> AbstractContextManager[Record]:
     """Record every collective this thread issues inside the context, those of a backward pass included.
 
@@ -243,4 +222,4 @@ def record() -> AbstractContextManager[Record]:
     >>> fs.testing.spmd(program, world=2)[0]
     [('all_gather', 16, "['w']")]
     """
-    return watched(Record())
+    return watched(_Recording())
