@@ -153,8 +153,7 @@ def _compared(
     failures = [failure for _, failure, _ in ranks if failure]
     if failures and error is None:
         raise CollectiveError("\n".join([*failures, f"To fix: mend it; {what} has sent nothing yet."]))
-    if running is not None:
-        running.settled = True
+    _settle()
     if not failures:
         problem = _problem([(place, entries) for place, _, entries in ranks])
         if all(VERB in entries for _, _, entries in ranks):
@@ -165,6 +164,12 @@ def _compared(
         remedy = "let every rank gather the same units in the same order; one that has no use for a unit takes part"
         raise leaf_error(f"{what}: collective mismatch between ranks", [problem], remedy)
     return flags
+
+
+def _settle() -> None:
+    """Note that all ranks have heard why the call that runs ends."""
+    if (running := world().call) is not None:
+        running.settled = True
 
 
 def _agreed(digest: str, axes: Sequence[Axis], label: Label, flags: int = 0) -> tuple[str, int]:
@@ -201,13 +206,14 @@ def disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: Who) -
         label: Who asks, for the recorder.
 
     Returns:
-        None where all ranks agree, else the first entry that differs; the same on every rank. Entries that only some
-        ranks have come before those whose texts differ.
+        None where all ranks agree, else the first entry that differs; the same on every rank, which then ends the call
+        that runs. Entries that only some ranks have come before those whose texts differ.
     """
     facts, label = Facts.of(entries), labelled(label)
     with _compat.outside_transforms():
         if _agreed(facts.digest, axes, label)[0] != DIFFERS:
             return None
+        _settle()
         return _problem([(place, json.loads(text)) for place, text in everyone(facts.text, axes, label)])
 
 

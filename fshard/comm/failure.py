@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
+import torch.distributed as dist
+
 from fshard import _compat
 from fshard.comm.groups import TEXT, Group, Link, Waiting, World
 
@@ -168,11 +170,15 @@ def connected(world: World, name: str) -> Group:
     Raises:
         CollectiveError: if one of them does not come.
     """
-    try:
-        group = world.group(name)
-    except RuntimeError as error:
-        needed = f"all of ranks {_compat.group_ranks(name)} to connect within {_compat.timeout_of(name):g} s"
-        raise CollectiveError(f"expected {needed}, got: {error!s:.300}; see which of them failed") from error
+    group = world.groups.get(name)
+    if group is None:
+        ranks, timeout = _compat.group_ranks(name), _compat.timeout_of(name)
+        try:
+            pair = _compat.make_pair(name, dist.PrefixStore(f"{name} of {ranks}", world.board()))  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            needed = f"all of ranks {ranks} to connect within {timeout:g} s"
+            raise CollectiveError(f"expected {needed}, got: {error!s:.300}; see which of them failed") from error
+        group = world.groups[name] = Group(name, ranks, ranks.index(world.rank), pair, timeout)
     if world.lookout is None and group.pair is not None:
         world.lookout = Lookout(world)
         world.lookout.start()
@@ -231,14 +237,14 @@ def cut(world: World) -> set[int]:
 
 def _until(seconds: float, answer: float, ask: Callable[[], T]) -> T | None:
     """Ask again and again for some seconds, until something is found, and let the store answer later than that."""
-    deadline = time.monotonic() + seconds
 
-    def look() -> T:
+    def ask_again() -> T:
+        deadline = time.monotonic() + seconds
         while not (value := ask()) and time.monotonic() < deadline:
             time.sleep(LOOK)
         return value
 
-    return within(seconds + answer, look)
+    return within(seconds + answer, ask_again)
 
 
 def ended(world: World, waiting: Waiting, error: BaseException) -> CollectiveError:

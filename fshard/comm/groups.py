@@ -134,15 +134,6 @@ class World:
         """The part of the store for this generation."""
         return dist.PrefixStore(f"fshard/{self.generation}", self.store)  # type: ignore[attr-defined]
 
-    def group(self, name: str) -> Group:
-        """Find the own group of an axis, or make it, on all its ranks together."""
-        found = self.groups.get(name)
-        if found is None:
-            ranks = _compat.group_ranks(name)
-            pair = _compat.make_pair(name, dist.PrefixStore(f"{name} of {ranks}", self.board()))  # type: ignore[attr-defined]
-            found = self.groups[name] = Group(name, ranks, ranks.index(self.rank), pair, _compat.timeout_of(name))
-        return found
-
     @property
     def others(self) -> list[int]:
         """The ranks that this one has a group with."""
