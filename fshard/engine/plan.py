@@ -1,0 +1,168 @@
+"""Units and plans: what is gathered together, and in which order, as values that a step only looks up."""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from fshard.tree import ReshardPolicy, Spec, matches
+
+PLAIN = ReshardPolicy()
+
+# Name, spec and bytes of an element of a leaf.
+Facts = tuple[str, Spec, int]
+
+
+class Unit(NamedTuple):
+    """Leaves that are gathered together.
+
+    Attributes:
+        name: For errors and labels.
+        names: The names of its leaves.
+        nbytes: The bytes of their full tensors, as they are stored.
+        policy: Their reshard policy, as they share one strategy.
+        regathered: Whether it is dropped after its forward and gathered again in the backward.
+        lookup: Whether it holds tables of embeddings alone, whose values no backward needs.
+        inside: Numbers of the units of its plan that it lies inside.
+        last: Number of the last of the module's units that were merged into it.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    nbytes: int
+    policy: ReshardPolicy
+    regathered: bool
+    lookup: bool = False
+    inside: tuple[int, ...] = ()
+    last: int = -1
+
+    def ahead(self, sizes: Iterable[int], least: int = 1) -> int:
+        """Count the units to gather ahead of it: as many as its policy says, or one and all that are small together.
+
+        Args:
+            sizes: The bytes of those that come next.
+            least: So many at least, where its policy names no number.
+
+        Returns:
+            How many of them.
+        """
+        number = self.policy.prefetch
+        least, most = (least, self.policy.ahead_bytes) if number is None else (number, 0)
+        totals = enumerate(itertools.accumulate(sizes), start=1)
+        return sum(1 for _ in itertools.takewhile(lambda n: n[0] <= least or n[1] <= most, totals))
+
+
+class ModuleUnit(NamedTuple):
+    """Parameters of a module that are gathered when one of its submodules is entered, before neighbours are merged.
+
+    Attributes:
+        path: The submodule's name; "" is the whole module.
+        names: The parameters' names.
+        end: Number of the first unit behind this one that does not lie inside it.
+        lookup: Whether it holds tables of embeddings alone.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    end: int
+    lookup: bool
+
+
+class Plan(NamedTuple):
+    """The units of a model, in the order of their gathering.
+
+    Attributes:
+        units: The units, each before those that lie inside it.
+        unit_of: For each of the module's units the number of the one that it was merged into.
+        ends: For each of the module's units the number of the first behind it that does not lie inside it.
+    """
+
+    units: tuple[Unit, ...]
+    unit_of: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def unit_of(name: str, leaves: tuple[Facts, ...]) -> Unit:
+    """Describe a unit.
+
+    Args:
+        name: Its name.
+        leaves: Its leaves.
+
+    Returns:
+        The unit.
+    """
+    specs = [spec for _, spec, _ in leaves]
+    policy = next((spec.reshard for spec in specs if spec.reshard), PLAIN)
+    nbytes = sum(math.prod(spec.padded_shape) * size for _, spec, size in leaves)
+    # A single rank holds everything anyway.
+    shared = any(axis.size > 1 for spec in specs if spec.transform for axis in spec.transform.axes)
+    regathered = policy.regather if isinstance(policy.regather, bool) else matches(policy.regather, name)
+    return Unit(name, tuple([name for name, _, _ in leaves]), nbytes, policy, shared and regathered)
+
+
+@functools.lru_cache(maxsize=64)
+def planned(parts: tuple[ModuleUnit, ...], leaves: tuple[Facts, ...]) -> Plan:
+    """Merge small neighbours among a module's units.
+
+    Args:
+        parts: The units, each before those that lie inside it.
+        leaves: All sharded leaves.
+
+    Returns:
+        The plan.
+    """
+    known = {leaf[0]: leaf for leaf in leaves}
+
+    def joined(first: int, end: int) -> Unit:
+        own = dict.fromkeys(name for part in parts[first:end] for name in part.names if name in known)
+        paths = [part.path or "(root)" for part in parts[first:end]]
+        name = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}"
+        return unit_of(name, tuple([known[name] for name in own]))
+
+    ends, singles = [part.end for part in parts], [joined(i, i + 1) for i in range(len(parts))]
+    spans, units = merged(singles, ends), []
+    for first, end in spans:
+        lookup = all(part.lookup for part in parts[first:end])
+        around = tuple(n for n, (a, b) in enumerate(spans) if b <= first < ends[a])
+        unit = joined(first, end)._replace(regathered=singles[first].regathered, lookup=lookup)
+        units.append(unit._replace(inside=around, last=end - 1))
+    numbers = [n for n, (first, end) in enumerate(spans) for _ in range(first, end)]
+    return Plan(tuple(units), tuple(numbers), tuple(ends))
+
+
+def merged(units: Sequence[Unit], ends: Sequence[int]) -> list[tuple[int, int]]:
+    """Merge small neighbours, because latency would cost more than the transfer.
+
+    Args:
+        units: In the order of their gathering, each before those that lie inside it.
+        ends: For each the number of the first behind it that does not lie inside it.
+
+    Returns:
+        First and end of each run that is merged. A unit is merged with all units inside it or with none; units inside
+        different parents are merged only along with those.
+    """
+
+    def fits(first: int, end: int) -> bool:
+        alike = len({unit.regathered for unit in units[first:end]}) == 1
+        small = sum(unit.nbytes for unit in units[first:end]) <= units[first].policy.merge_bytes
+        return end - first == 1 or (alike and small)
+
+    def parent(number: int) -> int:
+        return max((n for n in range(number) if ends[n] > number), default=-1)
+
+    spans: list[tuple[int, int]] = []
+    i = 0
+    while i < len(units):
+        end = ends[i] if fits(i, ends[i]) else i + 1
+        first = spans[-1][0] if spans else i
+        # Both whole, behind one another, in one parent.
+        follows = spans and end == ends[i] and max(ends[first], ends[i - 1]) <= i and parent(i) == parent(first)
+        if follows and fits(first, end):
+            spans[-1] = first, end
+        else:
+            spans.append((i, end))
+        i = end
+    return spans
