@@ -10,7 +10,7 @@ from torch import nn
 
 from fshard import _compat, comm
 from fshard.collectives import reduction_axes
-from fshard.engine import Call, Unit, call_of
+from fshard.engine import Call, call_of
 from fshard.errors import Problem, expect, refuse
 from fshard.gather import gather
 from fshard.init import copied, init, refuse_blank
@@ -156,8 +156,8 @@ class Model:
             The forward's output; with `buffers`, the pair of it and the updated buffers, which stay this rank's own.
 
         Raises:
-            ValueError: if names or shapes do not match, a leaf outlived the call that it was bound to, or the module
-                wrote to a parameter, or to a buffer that was not passed.
+            ValueError: if names or shapes do not match, or the module wrote to a parameter, or to a buffer that was not
+                passed.
 
         >>> import torch, fshard as fs
         >>> model = fs.functionalize(torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Dropout(0.5)))
@@ -200,7 +200,7 @@ class Model:
     def _warn_of_training(self, flat: Flat) -> None:
         """Warn of an evaluation in training mode, unless leaves belong to a call or a graph, which is no evaluation."""
         tensors = (leaf.local if is_sharded(leaf) else leaf for leaf in flat.leaves)
-        if call_of("apply", flat) is not None or any(tensor.requires_grad for tensor in tensors):
+        if call_of(flat) is not None or any(tensor.requires_grad for tensor in tensors):
             return
         first, *others = self._in_training
         found = f"{type(self._bare.get_submodule(first)).__name__} {first or '(root)'!r}"
@@ -215,7 +215,7 @@ class Model:
     def _run(
         self, flat: Flat, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any
     ) -> tuple[Any, Buffers]:
-        call = call_of("apply", flat)
+        call = call_of(flat)
         sharded = [leaf.local for leaf in flat.leaves if is_sharded(leaf)]
         outer = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sharded)
         if not sharded or _compat.transforms_active() or _compat.any_dual(sharded) or (outer and call is None):
@@ -223,9 +223,12 @@ class Model:
         if call is not None:
             return self._run_units(call, params, buffers, args, kwargs)
         axes = dict.fromkeys(axis for leaf in flat.leaves if is_sharded(leaf) for axis in leaf.spec.transform.axes)
-        call = Call("apply", flat, list(axes))
+        call = Call("apply", flat, list(axes), trains=False)
         bound = unflatten(flat.treedef, call.bound)
-        return call.evaluate(lambda: self._run_units(call, bound, buffers, args, kwargs))
+        try:
+            return call.forward(lambda: self._run_units(call, bound, buffers, args, kwargs))
+        finally:
+            call.end()
 
     def _run_full(self, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any) -> tuple[Any, Buffers]:
         full = gather(dict(params))
@@ -244,16 +247,10 @@ class Model:
         self, call: Call, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any
     ) -> tuple[Any, Buffers]:
         leaves = {name: call.leaf_of(f"[{name!r}]", leaf) for name, leaf in params.items() if is_sharded(leaf)}
-        units = [
-            Unit(
-                unit.path or "(root)", tuple(leaves[n] for n in unit.names if n in leaves), unit.end - i - 1, unit.apart
-            )
-            for i, unit in enumerate(self._units)
-        ]
         skeleton = self._skeleton()
         # Not before: checkpoints run parts of the forward again in the backward.
         call.at_end.append(lambda: self._release(skeleton))
-        one = call.begin_pass(type(self._module).__name__, units)
+        one = call.begin_pass(self._units, leaves)
         skeleton.bind({name: leaf for name, leaf in params.items() if name not in leaves}, buffers)
         skeleton.follow(call, one, leaves)
         out = skeleton.module(*args, **kwargs)

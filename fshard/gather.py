@@ -24,8 +24,8 @@ def gather(tree: Tree) -> Tree:
         The tree with full tensors of the leaves' global shapes.
 
     Raises:
-        ValueError: if a leaf is no tensor, its shape does not match its spec, or it outlived the call that it was bound
-            to; on every rank, if other ranks make another call or gather other leaves.
+        ValueError: if a leaf is no tensor, or its shape does not match its spec; on every rank, if other ranks make
+            another call or gather other leaves.
 
     >>> import torch
     >>> import fshard as fs
@@ -38,9 +38,9 @@ def gather(tree: Tree) -> Tree:
     check_local("gather", flat)
     check_transforms("gather", flat)
     leaves = list(flat.leaves)
-    call = call_of("gather", flat)
+    call = call_of(flat)
     if call is not None and not _compat.transforms_active():
-        bound = [i for i, leaf in enumerate(leaves) if is_sharded(leaf) and (leaf.call or leaf.local.requires_grad)]
+        bound = [i for i, leaf in enumerate(leaves) if is_sharded(leaf)]
         gathered = call.gather([flat.paths[i] for i in bound], [leaves[i] for i in bound])
         for i, full in zip(bound, gathered, strict=True):
             leaves[i] = full

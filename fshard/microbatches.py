@@ -6,12 +6,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import comm
-from fshard.collectives import Over, reduction_axes
+from fshard.collectives import reduction_axes
 from fshard.errors import Problem, expect, refuse
 from fshard.tree import Axis, ReshardPolicy, Tree, flatten, is_sharded, leaves_of
 from fshard.tree.checks import describe
-
-ORDERS = ("each", "once")
 
 
 class Share(NamedTuple):
@@ -61,35 +59,26 @@ class TreeSum:
 
     def __init__(self) -> None:
         """Nothing is added yet."""
-        self._sums: list[tuple[int, torch.Tensor | None, bool]] = []
+        self._sums: list[tuple[int, torch.Tensor | None]] = []
 
-    def add(self, part: torch.Tensor | None, own: bool = False) -> None:
-        """Add the part that comes next.
-
-        Args:
-            part: The part.
-            own: Whether it may be written to.
-        """
+    def add(self, part: torch.Tensor | None) -> None:
+        """Add the part that comes next."""
         size = 1
         while self._sums and self._sums[-1][0] == size:
-            _, left, owned = self._sums.pop()
-            part, own = _plus(left, owned, part, own)
-            size *= 2
-        self._sums.append((size, part, own))
+            part, size = _plus(self._sums.pop()[1], part), 2 * size
+        self._sums.append((size, part))
 
     def total(self) -> torch.Tensor | None:
         """Hand over the sum; None where no part was a tensor."""
         return self._sums[-1][1] if self._sums else None
 
 
-def _plus(a: torch.Tensor | None, own_a: bool, b: torch.Tensor | None, own_b: bool) -> tuple[torch.Tensor | None, bool]:
-    if a is None or b is None:
-        # Zeros make a positive zero of a negative one.
-        one = b if a is None else a
-        return (None, False) if one is None else (one + 0.0, True)
-    if own_a or own_b:
-        return (a.add_(b) if own_a else b.add_(a)), True
-    return a + b, True
+def _plus(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    if a is not None and b is not None:
+        return a + b
+    one = b if a is None else a
+    # Zeros make a positive zero of a negative one.
+    return None if one is None else one + 0.0
 
 
 def tree_total(values: torch.Tensor) -> torch.Tensor:
@@ -108,18 +97,13 @@ def tree_total(values: torch.Tensor) -> torch.Tensor:
     return values[0]
 
 
-def check_order(what: str, communicate: str | None) -> None:
-    """Refuse another word than those that `accumulate` takes."""
-    expect(communicate in (None, *ORDERS), what, 'communicate to be "each", "once" or None', repr(communicate))
-
-
 def reduces_early(params: Tree) -> bool:
     """Tell whether the strategy of parameters reduces each gradient as it appears."""
     return all((leaf.spec.reshard or ReshardPolicy()).early for leaf in leaves_of(params) if is_sharded(leaf))
 
 
 def share_of(what: str, params: Tree, communicate: str | None, job: int) -> Share:
-    """Find which microbatches of a job are this rank's.
+    """Find which microbatches of a job are this rank's, where sums over them are one tree at any world size.
 
     Args:
         what: The verb that asks, for errors.
@@ -133,15 +117,14 @@ def share_of(what: str, params: Tree, communicate: str | None, job: int) -> Shar
     Raises:
         ValueError: if ranks do not get as many each.
     """
-    ranks, rank = place_of(_ordered(what, params))
+    ranks, rank = place_of(ordered_axes(what, params))
     remedy = "cut the batch in a multiple of that many microbatches"
     expect(job % ranks == 0, what, f"as many microbatches on each of {ranks} ranks", f"{job} in the whole job", remedy)
-    order = communicate or ("each" if reduces_early(params) else "once")
-    return Share(job, ranks, rank, order)
+    return Share(job, ranks, rank, communicate or ("each" if reduces_early(params) else "once"))
 
 
 def own_share(what: str, params: Tree, communicate: str | None, own: int) -> Share:
-    """Find the share of a rank that was given some microbatches, where sums over them are one tree at any world size.
+    """Find the share of a rank that was given some microbatches.
 
     Args:
         what: The verb that begins, for errors.
@@ -154,20 +137,13 @@ def own_share(what: str, params: Tree, communicate: str | None, own: int) -> Sha
 
     Raises:
         ValueError: as for `share_of`, or if the ranks or their microbatches are no power of two.
-        RuntimeError: if another rank failed.
     """
-    axes = _ordered(what, params)
+    axes = ordered_axes(what, params)
     names = " by ".join(f"{axis.size} ranks of {axis.name!r}" for axis in axes) or "1 rank"
+    powers = all(number & (number - 1) == 0 for number in (own, *(axis.size for axis in axes)))
     needed = 'powers of two of ranks and of microbatches for sums="tree"'
-    powers = all(map(_is_power, (own, *(axis.size for axis in axes))))
     expect(powers, what, needed, f"{own} microbatches on each of {names}", 'take others, or leave out sums="tree"')
     return share_of(what, params, communicate, own * place_of(axes)[0])
-
-
-def numbered_in_turn(what: str, params: Tree, own: int, once: bool, over: Over = None) -> Share:
-    """Number as many microbatches on every rank, where sums are no tree."""
-    ranks, rank = place_of([axis for axis in reversed(reduction_axes(flatten(params), what, over)) if axis.size > 1])
-    return Share(own * ranks, ranks, rank, "once" if once else "each")
 
 
 def place_of(axes: Sequence[Axis]) -> tuple[int, int]:
@@ -178,24 +154,18 @@ def place_of(axes: Sequence[Axis]) -> tuple[int, int]:
     return ranks, rank
 
 
-def _is_power(number: int) -> bool:
-    return number & (number - 1) == 0
-
-
-def _ordered(what: str, params: Tree) -> Sequence[Axis]:
+def ordered_axes(what: str, params: Tree) -> Sequence[Axis]:
     """Find the axes that gradients are summed over, in the order of the sums, which all leaves must share."""
     flat = flatten(params)
 
-    def order(leaf: Any) -> list[Axis]:
-        return [axis for axis in reversed(leaf.spec.transform.axes) if axis.size > 1]
+    def shared(axes: Sequence[Axis]) -> list[Axis]:
+        return [axis for axis in reversed(axes) if axis.size > 1]
 
-    reduced = reduction_axes(flat, what)
-    wanted = [axis for axis in reversed(reduced) if axis.size > 1]
-
+    wanted = shared(reduction_axes(flat, what))
     problems = [
-        Problem(path, f"axes in the order {[a.name for a in order(leaf)]}", f"{[a.name for a in wanted]}")
+        Problem(path, f"axes in the order {[a.name for a in found]}", f"{[a.name for a in wanted]}")
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if is_sharded(leaf) and order(leaf) != wanted
+        if is_sharded(leaf) and (found := shared(leaf.spec.transform.axes)) != wanted
     ]
     refuse(f"{what}: leaves are summed in several orders", problems, "compose the axes in one order")
     return wanted
@@ -224,12 +194,13 @@ def microbatches(batches: Sequence[Any], like: Tree, communicate: str | None = N
     >>> fs.microbatches(range(4), like=params)
     [0, 1, 2, 3]
     """
-    check_order("microbatches", communicate)
-    known = isinstance(batches, Sequence) and len(batches) > 0
-    expect(known, "microbatches", "the job's microbatches as a sequence of one or more", _found(batches))
-    share = share_of("microbatches", like, communicate, len(batches))
-    return [batches[i] for i in share.indices]
+    check_batches("microbatches", batches, communicate)
+    return [batches[i] for i in share_of("microbatches", like, communicate, len(batches)).indices]
 
 
-def _found(batches: Any) -> str:
-    return "none" if isinstance(batches, Sequence) else describe(batches)
+def check_batches(what: str, batches: Any, communicate: str | None) -> None:
+    """Refuse what is no sequence of microbatches, and another order than those that `accumulate` knows."""
+    expect(communicate in (None, "each", "once"), what, 'communicate to be "each", "once" or None', repr(communicate))
+    given = isinstance(batches, Sequence)
+    found = "none" if given else describe(batches)
+    expect(given and len(batches) > 0, what, "the microbatches to be a sequence of one or more", found)

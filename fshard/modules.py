@@ -9,31 +9,12 @@ import torch
 from torch import nn
 
 from fshard import _compat
-from fshard.engine import Call, Leaf, Pass
+from fshard.engine import Call, Leaf, ModuleUnit, Pass
 from fshard.errors import expect
 from fshard.tree import matches
 
-# They hold submodules and have no forward.
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-
 Rule = type[nn.Module] | str | int | Callable[[str, nn.Module], bool]
 Units = Rule | Collection[Rule] | None
-
-
-class ModuleUnit(NamedTuple):
-    """Parameters of a module that are gathered when one of its submodules is entered.
-
-    Attributes:
-        path: The submodule's name; "" is the whole module.
-        names: Their names.
-        end: Number of the first unit behind this one that does not lie inside it.
-        apart: Whether it lies inside a submodule with a forward of its own, which may choose among its units.
-    """
-
-    path: str
-    names: tuple[str, ...]
-    end: int
-    apart: bool
 
 
 def plan_units(module: nn.Module, units: Units) -> list[ModuleUnit]:
@@ -66,17 +47,15 @@ def plan_units(module: nn.Module, units: Units) -> list[ModuleUnit]:
             names[first[parameter]] = None
     ordered = [path for path, names in owned.items() if names]
     sizes = Counter(around for path in ordered for around in _upwards(path))
-    running = {path for path, submodule in module.named_modules() if path and _orders(submodule)}
-    apart = [any(around in running for around in _upwards(path.rpartition(".")[0])) for path in ordered]
     return [
-        ModuleUnit(path, tuple(owned[path]), i + sizes[path], alone)
-        for i, (path, alone) in enumerate(zip(ordered, apart, strict=True))
+        ModuleUnit(path, tuple(owned[path]), i + sizes[path], _is_lookup(modules[path]))
+        for i, path in enumerate(ordered)
     ]
 
 
-def _orders(submodule: nn.Module) -> bool:
-    """Tell whether a module may run its submodules in an order of its own."""
-    return not isinstance(submodule, _CONTAINERS) and type(submodule).forward is not nn.Sequential.forward
+def _is_lookup(submodule: nn.Module) -> bool:
+    """Tell whether a module holds tables of embeddings alone."""
+    return all(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in submodule.modules())
 
 
 def select(module: nn.Module, rule: Any) -> set[str]:
@@ -244,10 +223,10 @@ class Skeleton:
             for key in weights:
                 weights[key]
 
-    def leave(self, scope: "_Scope") -> None:
-        """It has run."""
+    def leave(self, scope: "_Scope", failed: bool) -> None:
+        """It has run, or raised."""
         if self._pass is not None:
-            self._pass.leave(scope.number, scope.inside)
+            self._pass.leave(scope.number, scope.inside, failed)
 
 
 class _Scope(NamedTuple):
@@ -340,12 +319,15 @@ def _scoped(cls: type[nn.Module]) -> type[nn.Module]:
         scope.skeleton.enter(scope)
         if scope.recurrent:
             _compat.set_flat_weights(self)
+        failed = True
         try:
-            return cls.__call__(self, *args, **kwargs)
+            out = cls.__call__(self, *args, **kwargs)
+            failed = False
+            return out
         finally:
             if scope.recurrent:
                 _compat.forget_flat_weights(self)
-            scope.skeleton.leave(scope)
+            scope.skeleton.leave(scope, failed)
 
     run: Callable[..., Any] = call
     return type(cls.__name__, (cls,), {"__call__": run, "__module__": cls.__module__, "__qualname__": cls.__qualname__})

@@ -3,7 +3,7 @@
 import functools
 import json
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,23 +22,14 @@ from fshard.collectives import (
     shared_axes,
     total,
 )
-from fshard.engine import Call, FunctionTransform, attempted, call_of
+from fshard.engine import Call
 from fshard.errors import Problem, expect, refuse
-from fshard.microbatches import (
-    Share,
-    TreeSum,
-    check_order,
-    numbered_in_turn,
-    own_share,
-    reduces_early,
-    tree_total,
-)
+from fshard.microbatches import Share, check_batches, own_share, place_of, reduces_early, tree_total
 from fshard.transforms.base import LayoutError
 from fshard.transforms.compose import sum_dtype
 from fshard.transforms.state import ABSENT, Absent, joined, states_of
 from fshard.transforms.tree_sums import in_tree
 from fshard.tree import (
-    Axis,
     Flat,
     Sharded,
     Tree,
@@ -90,8 +81,8 @@ def value_and_grad(
     alone, which say nothing of ranks, it is torch.func.grad_and_value on each rank by itself. Follows
     jax.value_and_grad.
 
-    Ranks vote on the order of gathers in the first call of the same code on equal specs; later calls start with one
-    message. A call that departs from the order runs `f` again, with votes and from the same random numbers.
+    Every rank makes the same gathers and collectives in the same order; a rank that has no use for a unit of a model
+    passes it over. Ranks that differ end with an error on all of them. `f` runs once.
 
     Args:
         f: Called with all arguments; returns this rank's scalar loss, or (sum, count) for "weighted".
@@ -132,21 +123,16 @@ def value_and_grad(
     >>> loss, grads["w"].local
     (tensor(50.), tensor([20., 40.]))
     """
-    check_function("value_and_grad", f)
-    check_reduce(reduce, "value_and_grad")
-    check_sums("value_and_grad", sums)
-    _check_over("value_and_grad", reduce_over, sums)
-    check_flags("value_and_grad", has_aux=has_aux)
+    _check("value_and_grad", f, reduce, reduce_over, sums, has_aux=has_aux)
+    options = _Options(reduce, reduce_over, has_aux, schedule, transform_state)
     single = isinstance(argnums, int)
     places = _places(argnums)
 
     def run(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        if not all(-len(args) <= place < len(args) for place in places):
-            raise ValueError(
-                f"value_and_grad: argnums is {argnums!r}, but {len(args)} arguments were given by position"
-            )
-        if len({place % len(args) for place in places}) < len(places):
-            raise ValueError(f"value_and_grad: expected argnums to be {EACH_ONCE}, got {argnums!r}")
+        found = f"{argnums!r} of {len(args)} arguments by position"
+        fits = all(-len(args) <= place < len(args) for place in places)
+        distinct = fits and len({place % len(args) for place in places}) == len(places)
+        expect(distinct, "value_and_grad", f"argnums to be {EACH_ONCE}", found)
         inputs = _inputs(places, args)
         trained = [place for place in places if place not in inputs]
         params = args[trained[0]] if single else tuple(args[place] for place in trained)
@@ -157,19 +143,9 @@ def value_and_grad(
                 arguments[place] = part
             return f(*arguments, **kwargs)
 
-        value, (aux,), grads, given, *rest = differentiate(
-            "value_and_grad",
-            [with_params],
-            params,
-            inputs,
-            reduce,
-            has_aux,
-            over=reduce_over,
-            code=code_of(f),
-            schedule=schedule,
-            share=own_share("value_and_grad", params, None, 1) if sums else None,
-            transform_state=transform_state,
-        )
+        share = own_share("value_and_grad", params, None, 1) if sums else None
+        job = _Job("value_and_grad", [with_params], params, inputs, options, share=share)
+        value, (aux,), grads, given, *rest = job.differentiate()
         if inputs:
             by_place = {**dict(zip(trained, grads, strict=True)), **given}
             grads = tuple(by_place[place] for place in places)
@@ -195,298 +171,236 @@ def _places(argnums: Any) -> tuple[int, ...]:
     return places
 
 
+class _Options(NamedTuple):
+    """What both verbs take, as `value_and_grad` does."""
+
+    reduce: str
+    over: Over
+    has_aux: bool
+    schedule: Schedule | None
+    transform_state: Tree | Absent
+
+
+def _check(what: str, f: Any, reduce: str, over: Over, sums: str | None, **flags: Any) -> None:
+    """Refuse arguments that neither verb takes."""
+    check_function(what, f)
+    check_reduce(reduce, what)
+    check_sums(what, sums)
+    check_flags(what, **flags)
+    remedy = "shard the parameters on these axes alone"
+    expect(sums is None or over is None, what, 'reduce_over or sums="tree"', "both", remedy)
+
+
 Parts = tuple[torch.Tensor, Any, Any]
-
-
-def differentiate(
-    what: str,
-    functions: Sequence[Callable[[Tree, Tree], Any]],
-    params: Tree,
-    inputs: Tree,
-    reduce: str,
-    has_aux: bool,
-    *,
-    over: Over = None,
-    code: Hashable,
-    schedule: Schedule | None = None,
-    once: bool = False,
-    share: Share | None = None,
-    transform_state: Tree | Absent = ABSENT,
-) -> tuple[Any, ...]:
-    """Differentiate the objective of several local losses, one after another.
-
-    Args:
-        what: The verb that runs, for errors.
-        functions: Each maps parameters and inputs to this rank's loss of one microbatch, as `value_and_grad` takes it.
-        params: The parameters.
-        inputs: Plain tensors, to differentiate by too; none with several functions.
-        reduce: As for `value_and_grad`; "mean" is over microbatches too.
-        has_aux: As for `value_and_grad`.
-        over: The axes of the reduction, as for `value_and_grad`.
-        code: The key of the functions, by which their order of collectives may be known.
-        schedule: As for `value_and_grad`.
-        once: Whether full gradients are summed over microbatches before they are reduced.
-        share: The microbatches of this rank, if sums are one tree over the microbatches of all ranks.
-        transform_state: As for `value_and_grad`.
-
-    Returns:
-        The objective, each function's aux, the gradients of parameters and of inputs, and the new state where one was
-        passed.
-    """
-    flat, given = flatten(params), flatten(inputs)
-    check_local(what, flat)
-    call_of(what, flat)
-    axes = reduction_axes(flat, what, over)
-    shared = shared_axes(flat, axes)
-    for each in (flat, given):
-        check_floating(what, each)
-        check_differentiable(what, each)
-    states = states_of(what, flat, transform_state)
-    whole = flat
-    if share is not None:
-        if _compat.is_tracing():
-            comm.ops.told(json.dumps({"sums": "tree"}))
-        flat = flat._replace(leaves=_in_tree(what, flat))
-    over_axes = named(axes, over)
-    run = _Run(
-        what, functions, flat, given, axes, shared, over_axes, reduce, has_aux, code, schedule, once, share, states
-    )
-    if _is_outer(flat, given):
-        comm.same_call(what, shared, flat, **run.told())
-        value, auxes, grads, by_inputs = run.reference()
-    else:
-        value, auxes, grads, by_inputs = run.engine()
-    check_agrees(value, flat, axes, what)
-    wrapped = [
-        Sharded(grad, leaf.spec) if is_sharded(leaf) and grad is not None else grad
-        for grad, leaf in zip(grads, whole.leaves, strict=True)
-    ]
-    found = value, auxes, unflatten(flat.treedef, wrapped), unflatten(given.treedef, by_inputs)
-    return found if transform_state is ABSENT else (*found, joined(whole, states, transform_state))
-
-
-def _in_tree(what: str, flat: Flat) -> list[Any]:
-    """Let leaves sum their gradients in one tree."""
-    leaves, problems = [], []
-    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-        try:
-            leaves.append(Sharded(leaf.local, in_tree(leaf.spec), leaf.call) if is_sharded(leaf) else leaf)
-        except LayoutError as error:
-            problems.append(Problem(path, error.got, error.expected))
-    remedy = 'take a strategy without it, or leave out sums="tree"'
-    refuse(f"{what}: a transform has other bits at another number of ranks", problems, remedy)
-    return leaves
-
-
 Found = tuple[torch.Tensor, list[Any], list[Any], list[Any]]
 
 
-class _Run(NamedTuple):
-    """One differentiation, in either form."""
+class _Job:
+    """One differentiation of the objective of several local losses, by the engine or by the reference."""
 
-    what: str
-    functions: Sequence[Callable[[Tree, Tree], Any]]
-    flat: Flat
-    inputs: Flat
-    axes: Sequence[Axis]  # those of the reduction
-    shared: Sequence[Axis]  # those whose ranks make the same call
-    over: dict[str, list[str]]  # names of the reduction's axes, if the caller chose them
-    reduce: str
-    has_aux: bool
-    code: Hashable
-    schedule: Schedule | None
-    once: bool
-    share: Share | None
-    states: list[Tree]
+    def __init__(
+        self, what: str, functions: Sequence[Callable[[Tree, Tree], Any]], params: Tree, inputs: Tree,
+        options: _Options, once: bool = False, share: Share | None = None,
+    ) -> None:  # fmt: skip
+        """Check the parameters.
 
-    def local(self, function: Callable[[Tree, Tree], Any], leaves: list[Any], inputs: list[Any]) -> Parts:
+        Args:
+            what: The verb that runs, for errors.
+            functions: Each maps parameters and inputs to this rank's loss of one microbatch.
+            params: The parameters.
+            inputs: Plain tensors, to differentiate by too; none with several functions.
+            options: The verb's arguments.
+            once: Whether full gradients are summed over microbatches before they are reduced.
+            share: The microbatches of this rank, if sums are one tree over the microbatches of all ranks.
+        """
+        self.what, self.functions, self.options, self.once, self.share = what, functions, options, once, share
+        self.whole, self.inputs = flatten(params), flatten(inputs)
+        check_local(what, self.whole)
+        self.axes = reduction_axes(self.whole, what, options.over)
+        self.shared = shared_axes(self.whole, self.axes)
+        for each in (self.whole, self.inputs):
+            check_floating(what, each)
+            check_differentiable(what, each)
+        self.states = states_of(what, self.whole, options.transform_state)
+        self.flat = self.whole if share is None else _in_tree(what, self.whole)
+        number = len(functions) if share is None else share.total
+        told = {"microbatches": number, "communicate": "once" if once else "each"} if what == "accumulate" else {}
+        tree = {} if share is None else {"sums": "tree"}
+        self.told = {"reduce": options.reduce, **named(self.axes, options.over), **told, **tree}
+
+    def differentiate(self) -> tuple[Any, ...]:
+        """Run the functions.
+
+        Returns:
+            The objective, each function's aux, the gradients of parameters and of inputs, and the new state where one
+            was passed.
+        """
+        if self.share is not None and _compat.is_tracing():
+            comm.ops.told(json.dumps({"sums": "tree"}))
+        value, auxes, grads, by_inputs = self._reference() if self._is_outer() else self._engine()
+        check_agrees(value, self.flat, self.axes, self.what)
+        wrapped = [
+            Sharded(grad, leaf.spec) if is_sharded(leaf) and grad is not None else grad
+            for grad, leaf in zip(grads, self.whole.leaves, strict=True)
+        ]
+        given = iter(by_inputs)
+        inputs = [None if leaf is None else next(given) for leaf in self.inputs.leaves]
+        found = value, auxes, unflatten(self.flat.treedef, wrapped), unflatten(self.inputs.treedef, inputs)
+        state = self.options.transform_state
+        return found if state is ABSENT else (*found, joined(self.whole, self.states, state))
+
+    def _is_outer(self) -> bool:
+        """Whether the result must be differentiable itself, or there is nothing to gather."""
+        sharded = [leaf.local for leaf in self.flat.leaves if is_sharded(leaf)]
+        tensors = [*sharded, *self._inputs()]
+        outer = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        return not sharded or outer or _compat.transforms_active() or _compat.any_dual(tensors)
+
+    def _inputs(self) -> list[torch.Tensor]:
+        return [leaf for leaf in self.inputs.leaves if leaf is not None]
+
+    def _local(self, function: Callable[[Tree, Tree], Any], leaves: list[Any], inputs: Sequence[Any]) -> Parts:
         """Compute this rank's loss of one microbatch, with its count and aux."""
-        before = reductions()
+        before, given, reduce = reductions(), iter(inputs), self.options.reduce
+        inputs = [None if leaf is None else next(given) for leaf in self.inputs.leaves]
         out = function(unflatten(self.flat.treedef, leaves), unflatten(self.inputs.treedef, inputs))
-        if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
-            raise ValueError(
-                f"{self.what}: expected f to return the pair (loss, aux) for has_aux=True, got {describe(out)}"
-            )
-        loss, aux = out if self.has_aux else (out, None)
-        check_loss(loss, self.reduce, self.what)
-        value, count = loss if self.reduce == "weighted" else (loss, None)
+        paired = not self.options.has_aux or (isinstance(out, tuple) and len(out) == 2)
+        expect(paired, self.what, "f to return the pair (loss, aux) for has_aux=True", describe(out))
+        loss, aux = out if self.options.has_aux else (out, None)
+        check_loss(loss, reduce, self.what)
+        value, count = loss if reduce == "weighted" else (loss, None)
         if reductions() > before:
             check_not_reduced(value, self.axes, self.what)
         return value, count, aux
 
-    def divisor(self, counts: list[Any]) -> Any:
+    def _divisor(self, counts: list[Any]) -> Any:
         """Compute the divisor of sums over ranks and microbatches."""
-        if self.reduce == "weighted":
-            numbers = [count.detach().to(torch.float64) for count in counts]
-            if self.share is not None:
-                return tree_total(denominator(self.share.slots(numbers), self.axes, self.reduce))
-            return denominator(torch.stack(numbers).sum(), self.axes, self.reduce)
-        if self.share is not None:
-            return self.share.total if self.reduce == "mean" else 1
-        return denominator(None, self.axes, self.reduce) * (len(self.functions) if self.reduce == "mean" else 1)
+        reduce = self.options.reduce
+        if reduce == "weighted":
+            numbers = self._summed([count.detach().to(torch.float64) for count in counts])
+            return self._total(denominator(numbers, self.axes, reduce))
+        number = len(self.functions) if self.share is None else self.share.total // self.share.ranks
+        return denominator(None, self.axes, reduce) * (number if reduce == "mean" else 1)
 
-    def told(self) -> dict[str, Any]:
-        """List the arguments that must be the same on every rank."""
-        number = len(self.functions) if self.share is None else self.share.total
-        once = {"microbatches": number, "communicate": "once" if self.once else "each"}
-        tree = {} if self.share is None else {"sums": "tree"}
-        return {"reduce": self.reduce, **self.over, **(once if self.what == "accumulate" else {}), **tree}
-
-    def summed(self, values: list[torch.Tensor]) -> torch.Tensor:
-        """Add up the losses of this rank, or put them into slots of one tree over all ranks."""
+    def _summed(self, values: list[torch.Tensor]) -> torch.Tensor:
+        """Add up numbers of this rank's microbatches, or put them into slots of one tree over all ranks."""
         return functools.reduce(operator.add, values) if self.share is None else self.share.slots(values)
 
-    def objective(self, summed: torch.Tensor) -> torch.Tensor:
+    def _total(self, summed: torch.Tensor) -> torch.Tensor:
         """Finish the sum over ranks."""
         return summed if self.share is None else tree_total(summed)
 
-    def engine(self) -> Found:
-        """Run the engine; the reference, if a function calls torch.func."""
-        try:
-            return attempted(self._attempt)
-        except FunctionTransform:
-            return self.reference()
-
-    def _attempt(self) -> Found:
-        code = self.code, self.schedule and code_of(self.schedule), self.has_aux
-        call = Call(self.what, self.flat, self.shared, code=code, share=self.share, **self.told())
+    def _engine(self) -> Found:
+        inputs = [leaf.detach().requires_grad_() for leaf in self._inputs()]
+        call = Call(self.what, self.flat, self.shared, inputs=inputs, share=self.share, **self.told)
         for leaf, state in zip(call.leaves, self.states, strict=True):
             if leaf is not None:
                 leaf.state, leaf.accumulated = state, len(self.functions) > 1 or self.share is not None
-        try:
-            return self._engine(call)
-        finally:
-            call.end()
+        with call.running():
+            try:
+                return self._run(call, inputs)
+            finally:
+                call.end()
 
-    def _engine(self, call: Call) -> Found:
+    def _run(self, call: Call, inputs: list[torch.Tensor]) -> Found:
         values, counts, auxes = [], [], []
-        inputs = [None if leaf is None else leaf.detach().requires_grad_() for leaf in self.inputs.leaves]
-        by_inputs: list[Any] = []
+        by_inputs: list[torch.Tensor] = []
         single = len(self.functions) == 1 and self.share is None
         divisor: Any = 1
         for i, function in enumerate(self.functions):
 
             def run(function: Callable[[Tree, Tree], Any] = function) -> Parts:
-                if self.schedule:
-                    call.schedule(self.schedule(unflatten(self.flat.treedef, call.bound)))
-                return self.local(function, call.bound, inputs)
+                if self.options.schedule:
+                    call.schedule(self.options.schedule(unflatten(self.flat.treedef, call.bound)))
+                return self._local(function, call.bound, inputs)
 
             value, count, aux = call.forward(run)
             count, aux = map_leaves(_unbound, (count, aux))
             # With one microbatch each gradient can be divided as soon as it is reduced.
-            divisor = self.divisor([count]) if single else 1
+            divisor = self._divisor([count]) if single else 1
             last = i == len(self.functions) - 1
-            reduce = last or not self.once
-            by_inputs = call.backward(value, divisor, inputs, reduce=reduce, last=last)
+            by_inputs = call.backward(value, divisor, reduce=last or not self.once, last=last)
             values.append(value.detach())
             counts.append(count)
             auxes.append(aux)
             del value
-        rest = 1 if single else self.divisor(counts)
-        value = self.summed(values)
-        trained = [(i, leaf) for i, leaf in enumerate(call.leaves) if leaf is not None and leaf.trained]
-        paths, mine = [leaf.path for _, leaf in trained], [leaf.used for _, leaf in trained]
+        paths, mine = [leaf.path for leaf in call.trained], [leaf.used for leaf in call.trained]
         others = [axis for axis in self.shared if axis not in self.axes]
-        value, used, news = closed(value, paths, mine, call.news, self.axes, others)
-        call.settle(news)
-        grads: list[Any] = [None] * len(call.leaves)
-        for (i, leaf), yes in zip(trained, used, strict=True):
-            if yes:
-                grads[i], self.states[i] = leaf.take_grad(rest), leaf.state
-        by_inputs = [None if grad is None else divided(grad, divisor if single else rest) for grad in by_inputs]
-        return divided(self.objective(value), divisor if single else rest), auxes, grads, by_inputs
+        rest = 1 if single else self._divisor(counts)
+        value, used = closed(self._summed(values), paths, mine, self.axes, others)
+        wanted = {leaf for leaf, yes in zip(call.trained, used, strict=True) if yes}
+        grads = [leaf.take_grad(rest) if leaf in wanted else None for leaf in call.leaves]
+        self.states = [
+            leaf.state if leaf in wanted else old for leaf, old in zip(call.leaves, self.states, strict=True)
+        ]
+        divisor = divisor if single else rest
+        return divided(self._total(value), divisor), auxes, grads, [divided(grad, divisor) for grad in by_inputs]
 
-    def reference(self) -> Found:
+    def _reference(self) -> Found:
         """Differentiate by torch.func; every unit is gathered when a function asks for it, and kept."""
-        if any(state is not None for state in self.states):
-            remedy = "differentiate at gathered parameters, and call fs.scatter_grads outside of it"
-            raise ValueError(f"{self.what}: expected no state of transforms inside torch.func, got one; {remedy}")
-        if self.share is not None and self.once and len(self.functions) > 1:
-            remedy = 'pass communicate="each", or leave out sums="tree"'
-            raise ValueError(
-                f'{self.what}: expected one sum over ranks for each microbatch inside torch.func, got "once"; {remedy}'
-            )
+        remedy = "differentiate at gathered parameters, and call fs.scatter_grads outside of it"
+        stateless = all(state is None for state in self.states)
+        expect(stateless, self.what, "no state of transforms inside torch.func", "one", remedy)
+        needed = 'no sums="tree" inside torch.func, nor of plain tensors'
+        expect(self.share is None, self.what, needed, "it", "leave it out")
+        comm.same_call(self.what, self.shared, self.flat, **self.told)
         trained = [i for i, leaf in enumerate(self.flat.leaves) if is_trained(leaf)]
-        inputs = [leaf for leaf in self.inputs.leaves if leaf is not None]
-        tensors = [*(tensor_of(self.flat.leaves[i]) for i in trained), *inputs]
-        values: list[torch.Tensor] = []
-        counts, auxes = [], []
-        trees = [TreeSum() for _ in trained]
-        sums: list[torch.Tensor] | None = None
-
-        def wide(i: int, grad: torch.Tensor) -> torch.Tensor:
-            leaf = self.flat.leaves[i]
-            return grad.to(sum_dtype(leaf.spec, grad.dtype)) if is_sharded(leaf) else grad
-
+        own = [tensor_of(self.flat.leaves[i]) for i in trained]
+        values, counts, auxes = [], [], []
+        sums: list[torch.Tensor] = []
         for function in self.functions:
             parts: list[Tree] = []
             loss_of = functools.partial(self._loss_of, function, trained, parts)
-            with refuse_writes(self.what, [self.flat.paths[i] for i in trained], tensors[: len(trained)]):
-                found, (value, outputs) = torch.func.grad_and_value(loss_of, has_aux=True)(tensors)
-            found, by_inputs = found[: len(trained)], iter(found[len(trained) :])
+            unwritten = refuse_writes(self.what, [self.flat.paths[i] for i in trained], own)
+            with unwritten, _compat.without_saved_tensor_hooks():
+                found, (value, outputs) = torch.func.grad_and_value(loss_of, has_aux=True)([*own, *self._inputs()])
             carried = iter(outputs)
-            count, aux = tree_map(
-                lambda leaf: next(carried) if isinstance(leaf, torch.Tensor) else leaf,  # noqa: B023
-                parts.pop(),
-            )
-            if self.share is not None:
-                for i, tree, grad in zip(trained, trees, found, strict=True):
-                    tree.add(wide(i, grad))
-            elif sums is None:
-                sums = list(found)
-            else:
-                sums = [wide(i, a) + b for i, a, b in zip(trained, sums, found, strict=True)]
+            count, aux = tree_map(lambda x: next(carried) if isinstance(x, torch.Tensor) else x, parts.pop())  # noqa: B023
+            wide = [self._wide(i, grad) for i, grad in zip(trained, sums, strict=False)]
+            sums = [a + b for a, b in zip(wide, found, strict=False)] if sums else list(found[: len(trained)])
             values.append(value)
             counts.append(count)
             auxes.append(aux)
-        divisor = self.divisor(counts)
+        divisor = self._divisor(counts)
         grads: list[Any] = [None] * len(self.flat.leaves)
-        added = sums or [] if self.share is None else [tree.total() for tree in trees]
-        for i, grad in zip(trained, added, strict=True):
-            assert grad is not None
-            grads[i] = divided(grad, divisor).to(tensor_of(self.flat.leaves[i]).dtype)
-        given = [None if leaf is None else divided(next(by_inputs), divisor) for leaf in self.inputs.leaves]
-        return divided(self.objective(total(self.summed(values), self.axes)), divisor), auxes, grads, given
+        for i, grad, tensor in zip(trained, sums, own, strict=True):
+            grads[i] = divided(grad, divisor).to(tensor.dtype)
+        by_inputs = [divided(grad, divisor) for grad in found[len(trained) :]]
+        return divided(total(self._summed(values), self.axes), divisor), auxes, grads, by_inputs
+
+    def _wide(self, i: int, grad: torch.Tensor) -> torch.Tensor:
+        leaf = self.flat.leaves[i]
+        return grad.to(sum_dtype(leaf.spec, grad.dtype)) if is_sharded(leaf) else grad
 
     def _loss_of(
         self, function: Callable[[Tree, Tree], Any], trained: list[int], parts: list[Tree], tensors: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         leaves = list(self.flat.leaves)
-        rest = iter(tensors)
-        for i in trained:
-            leaves[i] = like(leaves[i], next(rest))
-        inputs = [None if leaf is None else next(rest) for leaf in self.inputs.leaves]
-        value, count, aux = self.local(function, leaves, inputs)
+        for i, tensor in zip(trained, tensors, strict=False):
+            leaves[i] = like(leaves[i], tensor)
+        value, count, aux = self._local(function, leaves, tensors[len(trained) :])
         # torch.func carries only tensors out of the transform; the rest of the tree goes by this list.
         parts.append((count, aux))
         return value, [leaf for leaf in tree_leaves((count, aux)) if isinstance(leaf, torch.Tensor)]
 
 
-def _is_outer(flat: Flat, inputs: Flat) -> bool:
-    """Whether the result must be differentiable itself, or there is nothing to gather."""
-    sharded = [leaf.local for leaf in flat.leaves if is_sharded(leaf)]
-    tensors = [*sharded, *(leaf for leaf in inputs.leaves if leaf is not None)]
-    outer = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return not sharded or outer or _compat.transforms_active() or _compat.any_dual(tensors)
+def _in_tree(what: str, flat: Flat) -> Flat:
+    """Let leaves sum their gradients in one tree."""
+    leaves, problems = [], []
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        try:
+            leaves.append(Sharded(leaf.local, in_tree(leaf.spec)) if is_sharded(leaf) else leaf)
+        except LayoutError as error:
+            problems.append(Problem(path, error.got, error.expected))
+    remedy = 'take a strategy without it, or leave out sums="tree"'
+    refuse(f"{what}: a transform has other bits at another number of ranks", problems, remedy)
+    return flat._replace(leaves=leaves)
 
 
 def _unbound(leaf: Any) -> Any:
     """Detach a leaf, so that it may outlive a call."""
     detached = leaf if not isinstance(tensor_of(leaf), torch.Tensor) else tensor_of(leaf).detach()
     return Sharded(detached, leaf.spec) if is_sharded(leaf) else detached
-
-
-def code_of(function: Callable[..., Any]) -> Hashable:
-    """Find the key of a function whose order may be known: its code, equal for all functions of one definition."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    code: Hashable = getattr(function, "__code__", None)
-    return code if code is not None else type(function)  # type: ignore[return-value]
-
-
-def _check_over(what: str, over: Over, sums: str | None) -> None:
-    remedy = "shard the parameters on these axes alone"
-    expect(sums is None or over is None, what, 'reduce_over or sums="tree"', "both", remedy)
 
 
 def accumulate(
@@ -541,38 +455,23 @@ def accumulate(
     >>> loss, grads["w"].local
     (tensor(100.), tensor([40., 80.]))
     """
-    check_function("accumulate", f)
-    check_reduce(reduce, "accumulate")
-    check_order("accumulate", communicate)
-    check_sums("accumulate", sums)
-    _check_over("accumulate", reduce_over, sums)
-    check_flags("accumulate", has_aux=has_aux, with_index=with_index)
+    _check("accumulate", f, reduce, reduce_over, sums, has_aux=has_aux, with_index=with_index)
+    check_batches("accumulate", [None], communicate)
+    options = _Options(reduce, reduce_over, has_aux, schedule, transform_state)
 
     def run(params: Tree, microbatches: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        if not isinstance(microbatches, Sequence) or not microbatches:
-            found = "none" if isinstance(microbatches, Sequence) else describe(microbatches)
-            raise ValueError(f"accumulate: expected the microbatches to be a sequence of one or more, got {found}")
-        share = own_share("accumulate", params, communicate, len(microbatches)) if sums else None
+        check_batches("accumulate", microbatches, communicate)
+        own = len(microbatches)
+        share = own_share("accumulate", params, communicate, own) if sums else None
         once = share.communicate == "once" if share else _once(communicate, params)
         given: list[tuple[Any, ...]] = [(batch,) for batch in microbatches]
         if with_index:
-            numbered = share or numbered_in_turn("accumulate", params, len(microbatches), once, reduce_over)
+            axes = reduction_axes(flatten(params), "accumulate", reduce_over)
+            ranks, rank = place_of([axis for axis in reversed(axes) if axis.size > 1])
+            numbered = share or Share(own * ranks, ranks, rank, "once" if once else "each")
             given = list(zip(microbatches, numbered.indices, strict=True))
         functions = [functools.partial(_on, f, (*first, *args), kwargs) for first in given]
-        value, auxes, grads, _, *rest = differentiate(
-            "accumulate",
-            functions,
-            params,
-            (),
-            reduce,
-            has_aux,
-            over=reduce_over,
-            code=code_of(f),
-            schedule=schedule,
-            once=once,
-            share=share,
-            transform_state=transform_state,
-        )
+        value, auxes, grads, _, *rest = _Job("accumulate", functions, params, (), options, once, share).differentiate()
         return (value, auxes) if has_aux else value, grads, *rest
 
     return comm.call(run, "accumulate")

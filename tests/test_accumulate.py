@@ -331,18 +331,19 @@ def test_bad_arguments_are_refused():
 
 
 class SometimesTied(nn.Module):
-    """A layer that some microbatches leave out, before a weight that its unit has been left with."""
+    """A layer that some microbatches leave out, before a head that shares its weight with a unit that was left."""
 
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(7, 5)
-        self.always, self.sometimes = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.always, self.sometimes, self.head = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
         filled(self)
 
     def forward(self, tokens, with_layer):
         hidden = self.always(self.embedding(tokens))
         hidden = hidden + self.sometimes(hidden) if with_layer else hidden
-        return hidden @ self.embedding.weight.T
+        return self.head(hidden)
 
 
 @pytest.mark.parametrize("communicate", ("each", "once"))

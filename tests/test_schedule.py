@@ -205,11 +205,12 @@ def test_a_rank_may_skip_what_is_scheduled(skipped):
 
 
 # Units in the order of their issue; in brackets, where each block computes, forward and backward. The last unit stays,
-# and of a schedule, whose end is known, as many before it as are prefetched.
+# and of a schedule, whose end is known, as many before it as are prefetched. In the backward a unit's turn begins where
+# autograd leaves the unit behind it.
 RECORDS = {
-    ("none", 1): "0 [0] 1 [1] 2 [2] (2) 1 (1) 0 (0)",
+    ("none", 1): "0 [0] 1 [1] 2 [2] (2) 1 0 (1) (0)",
     ("in order", 0): "0 [0] 1 [1] 2 [2] (2) (1) 1 (0) 0",
-    ("in order", 1): "0 1 [0] 2 [1] [2] (2) (1) 0 (0)",
+    ("in order", 1): "0 1 [0] 2 [1] [2] (2) 0 (1) (0)",
     ("in order", 2): "0 1 2 [0] [1] [2] (2) (1) (0)",
 }
 

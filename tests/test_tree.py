@@ -251,15 +251,3 @@ def test_a_map_takes_none_and_scalars_beside_leaves():
     assert (halved.spec, halved.local.tolist()) == (LEAF.spec, (LEAF.local / 2).tolist())
     with pytest.raises(ValueError, match="expected rest to have the structure of tree"):
         fs.tree_map(torch.add, {"w": LEAF}, {"w": torch.ones(LEAF.spec.shape)})
-
-
-def test_a_bound_leaf_maps_together_with_an_unbound_one():
-    """As optree and torch see them: a loss may compare its parameters with others of the same specs."""
-    bound, plain = {"w": replace(LEAF, call=lambda: None)}, {"w": LEAF}
-    assert optree.tree_structure(bound) == optree.tree_structure(plain)
-    assert hash(optree.tree_structure(bound)) == hash(optree.tree_structure(plain))
-    for tree_map in (fs.tree_map, optree.tree_map, pytree.tree_map):
-        for first, second in ((bound, plain), (plain, bound)):
-            found = tree_map(torch.add, first, second)["w"]
-            assert torch.equal(found.local, 2 * LEAF.local)
-            assert (found.spec, found.call) == (LEAF.spec, first["w"].call)

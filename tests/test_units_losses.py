@@ -249,18 +249,6 @@ def regularised_once(apply, params, batches):
     return mean_of(of_module)(apply, params, batches) + RATE * square_of_shards(params) / len(batches)
 
 
-def adapted_by_func(apply, params, x):
-    """A step of gradient descent by torch.func; the gradient of a rank's loss by shards is the sum over ranks."""
-    grads = torch.func.grad(lambda p: apply(p, x))(params)
-    return apply(fs.tree_map(lambda p, g: p - RATE * g, params, grads), x)
-
-
-def adapted_by_autograd(apply, params, x):
-    leaves = fs.tree_leaves(params)
-    grads = iter(torch.autograd.grad(apply(params, x), leaves, create_graph=True))
-    return apply(fs.tree_map(lambda p: p - RATE * next(grads), params), x)
-
-
 def adapted_by_model_value_and_grad(apply, params, x):
     """A train step inside the loss: the inner gradients are those of the mean over ranks."""
     _, grads = fs.value_and_grad(lambda p: apply(p, x), reduce="sum")(params)
@@ -274,7 +262,7 @@ def adapted(apply, params, batches):
     return mean_of(of_module)(apply, moved, batches)
 
 
-ADAPTED = (adapted_by_func, adapted_by_autograd, adapted_by_model_value_and_grad)
+ADAPTED = (adapted_by_model_value_and_grad,)
 
 
 @pytest.mark.rows(3)

@@ -112,11 +112,11 @@ def test_used_leaves_are_told_with_the_objective():
         records.append(record)
     objectives = [entry for entry in records[0] if entry.label == "objective"]
     assert [(entry.op, entry.tensors, entry.bytes, entry.scalar) for entry in objectives] == [
-        # The loss, a bit for each leaf, and whether a rank saved other tensors.
-        ("all_reduce", 1, 8 * (1 + 6 + 1), True)
+        # The loss, and a bit for each leaf.
+        ("all_reduce", 1, 8 * (1 + 6), True)
     ]
-    without_votes = [[entry for entry in record if not entry.about.is_comparison] for record in records]
-    assert without_votes[0] == without_votes[1]
+    compared = [[entry for entry in record if not entry.about.is_comparison] for record in records]
+    assert compared[0] == compared[1]
 
 
 @on_ranks(2)

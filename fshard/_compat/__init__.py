@@ -40,6 +40,7 @@ from fshard._compat.autograd import (
     transforms_active,
     version,
     versions,
+    without_saved_tensor_hooks,
 )
 from fshard._compat.collectives import (
     CUT,

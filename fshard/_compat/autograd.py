@@ -1,6 +1,5 @@
 """Private APIs of autograd, torch.func and tensors, each with the versions it was checked on."""
 
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -92,15 +91,27 @@ def running_sequence_number() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
-def checkpoints() -> list[Any]:
-    """One object for each torch.utils.checkpoint (not reentrant) that will run again what runs now. Checked on 2.13."""
+@contextmanager
+def without_saved_tensor_hooks() -> Iterator[list[Any]]:
+    """Let autograd save tensors as they are, as torch.func needs it; yields the hooks that pack. Checked on 2.13."""
     autograd, hooks = torch._C._autograd, []
     while (top := autograd._top_saved_tensors_default_hooks(False)) is not None:
         hooks.append(top)
         autograd._pop_saved_tensors_default_hooks()
-    for pack, unpack in reversed(hooks):
-        autograd._push_saved_tensors_default_hooks(pack, unpack)
-    return [pack for pack, _ in hooks if getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.")]
+    try:
+        yield [pack for pack, _ in hooks]
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def checkpoints() -> list[Any]:
+    """One object for each torch.utils.checkpoint (not reentrant) that will run again what runs now, innermost first.
+
+    Checked on 2.13.
+    """
+    with without_saved_tensor_hooks() as hooks:
+        return [pack for pack in hooks if getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.")]
 
 
 def in_reentrant_checkpoint() -> bool:
@@ -190,9 +201,10 @@ def divide_in_place(tensors: Sequence[torch.Tensor], divisor: Any) -> None:
     """
     device = divisor.device if isinstance(divisor, torch.Tensor) else None
     together: list[torch.Tensor] = []
-    # Parts of one buffer follow one another.
-    for _, found in itertools.groupby(tensors, lambda tensor: id(tensor._base)):
-        parts = list(found)
+    buffers: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        buffers.setdefault(id(tensor if tensor._base is None else tensor._base), []).append(tensor)
+    for parts in buffers.values():
         base = parts[0]._base
         if base is not None and base.numel() == sum([part.numel() for part in parts]):
             parts = [base] if all(part.dtype is base.dtype for part in parts) else parts

@@ -164,7 +164,7 @@ def custom_call(
     if plainly:
         assert plain is not None
         return list(plain(tensors))
-    return in_chain(lambda tensors: _located(list(_CustomCall.apply(custom, *tensors))), tensors, what, axis)
+    return in_chain(lambda tensors: _located(list(_CustomCall.apply(custom, *tensors))), tensors, axis)
 
 
 def maps_of(node: Any) -> Maps | None:
@@ -203,31 +203,19 @@ class Chain:
         tokens: The first token, which requires a gradient, and the last one; none until something is tied.
     """
 
-    def __init__(self, note: Callable[[str, Axis, bool], None], mark: Callable[[], Callable[[], None]]) -> None:
-        """Nothing is tied yet.
-
-        Args:
-            note: Called with the name of each collective, its axis, and whether it is differentiated.
-            mark: Returns what the backward calls before it runs what was called here.
-        """
+    def __init__(self, passed: Callable[[], None]) -> None:
+        """Nothing is tied yet; the backward calls `passed` before it runs what was called here, and behind it."""
         self.tokens: list[torch.Tensor] = []
-        self._note, self._mark = note, mark
+        self._passed = passed
 
-    def call(
-        self,
-        run: Callable[[Tensors], list[torch.Tensor]],
-        tensors: Tensors,
-        what: str,
-        axis: Axis,
-    ) -> list[torch.Tensor]:
+    def call(self, run: Callable[[Tensors], list[torch.Tensor]], tensors: Tensors) -> list[torch.Tensor]:
         """Call what makes one autograd node, tied where it is differentiated."""
         differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        self._note(what, axis, differentiated)
         return self._tied(run(self._tied(tensors))) if differentiated else run(tensors)
 
     def _tied(self, tensors: Tensors) -> list[torch.Tensor]:
         self.tokens = self.tokens or [torch.zeros((), requires_grad=True)]
-        *out, token = _Tie.apply(self._mark(), *tensors, self.tokens[-1])
+        *out, token = _Tie.apply(self._passed, *tensors, self.tokens[-1])
         self.tokens[1:] = [token]
         return out
 
@@ -290,32 +278,28 @@ def reductions() -> int:
     return comm.of_this_rank(_Running).reductions
 
 
-def on_tree(tree: Tree, fun: LinearMap, transpose: LinearMap, what: str, axis: Axis) -> Tree:
+def on_tree(tree: Tree, fun: LinearMap, transpose: LinearMap, axis: Axis) -> Tree:
     """Call a collective, a linear map, on all tensors of a tree, in the chain of the call that runs.
 
     Args:
         tree: The operands.
         fun: As for `linear_call`.
         transpose: As for `linear_call`.
-        what: The collective's name.
         axis: The axis that it communicates over.
 
     Returns:
         The tree of outputs.
     """
-    outputs = iter(in_chain(partial(linear_call, fun, transpose), tree_leaves(tree), what, axis))
+    outputs = iter(in_chain(partial(linear_call, fun, transpose), tree_leaves(tree), axis))
     return tree_map(lambda _: next(outputs), tree)
 
 
-def in_chain(
-    run: Callable[[Tensors], list[torch.Tensor]], tensors: Tensors, what: str, axis: Axis
-) -> list[torch.Tensor]:
+def in_chain(run: Callable[[Tensors], list[torch.Tensor]], tensors: Tensors, axis: Axis) -> list[torch.Tensor]:
     """Call a collective in the chain of the call that runs, if there is one.
 
     Args:
         run: Calls it.
         tensors: The operands.
-        what: As for `on_tree`.
         axis: As for `on_tree`.
 
     Returns:
@@ -323,4 +307,4 @@ def in_chain(
     """
     chain = comm.of_this_rank(_Running).chain
     shared = chain is not None and tensors and axis.size > 1 and not _compat.transforms_active()
-    return chain.call(run, tensors, what, axis) if chain is not None and shared else run(tensors)
+    return chain.call(run, tensors) if chain is not None and shared else run(tensors)

@@ -34,7 +34,7 @@ def all_gather(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     """
     check_dim("all_gather", dim)
     check_operands("all_gather", tree, axis, dim)
-    return on_tree(tree, _gathering(axis, dim, "all_gather"), _scattering(axis, dim), "all_gather", axis)
+    return on_tree(tree, _gathering(axis, dim, "all_gather"), _scattering(axis, dim), axis)
 
 
 def all_gather_invariant(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
@@ -63,7 +63,7 @@ def all_gather_invariant(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     check_dim("all_gather_invariant", dim)
     check_operands("all_gather_invariant", tree, axis, dim)
     run = _gathering(axis, dim, "all_gather_invariant")
-    return on_tree(tree, run, partial(_own_piece, axis=axis, dim=dim), "all_gather_invariant", axis)
+    return on_tree(tree, run, partial(_own_piece, axis=axis, dim=dim), axis)
 
 
 def reduce_scatter(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
@@ -90,7 +90,7 @@ def reduce_scatter(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     check_dim("reduce_scatter", dim)
     check_operands("reduce_scatter", tree, axis, dim)
     check_dividing("reduce_scatter", tree, axis, dim)
-    return on_tree(tree, _scattering(axis, dim), _gathering(axis, dim, "all_gather"), "reduce_scatter", axis)
+    return on_tree(tree, _scattering(axis, dim), _gathering(axis, dim, "all_gather"), axis)
 
 
 def all_to_all(tree: Tree, axis: Axis, split_dim: int, concat_dim: int) -> Tree:
@@ -125,7 +125,7 @@ def all_to_all(tree: Tree, axis: Axis, split_dim: int, concat_dim: int) -> Tree:
     check_dividing("all_to_all", tree, axis, split_dim)
     run = partial(_exchange, axis=axis, split=split_dim, concat=concat_dim, label="all_to_all")
     back = partial(_exchange, axis=axis, split=concat_dim, concat=split_dim, label="all_to_all")
-    return on_tree(tree, run, back, "all_to_all", axis)
+    return on_tree(tree, run, back, axis)
 
 
 def ragged_all_to_all(tree: Tree, axis: Axis, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tree:
@@ -172,7 +172,7 @@ def ragged_all_to_all(tree: Tree, axis: Axis, send_sizes: Sequence[int], recv_si
     check_leaves(f"{what}: leaves do not fit", flatten(tree), unfit, "sort and count rows by their destination")
     run = partial(_exchange_rows, axis=axis, send=send, receive=receive, label="ragged_all_to_all")
     back = partial(_exchange_rows, axis=axis, send=receive, receive=send, label="ragged_all_to_all")
-    return on_tree(tree, run, back, "ragged_all_to_all", axis)
+    return on_tree(tree, run, back, axis)
 
 
 def ppermute(tree: Tree, axis: Axis, perm: Iterable[tuple[int, int]]) -> Tree:
@@ -204,7 +204,7 @@ def ppermute(tree: Tree, axis: Axis, perm: Iterable[tuple[int, int]]) -> Tree:
     pairs = _checked_pairs(perm, axis)
     run = partial(_permute, axis=axis, perm=pairs, label="ppermute")
     back = partial(_permute, axis=axis, perm=tuple((target, source) for source, target in pairs), label="ppermute")
-    return on_tree(tree, run, back, "ppermute", axis)
+    return on_tree(tree, run, back, axis)
 
 
 def broadcast(tree: Tree, axis: Axis, root: int = 0) -> Tree:
@@ -234,7 +234,7 @@ def broadcast(tree: Tree, axis: Axis, root: int = 0) -> Tree:
     known = type(root) is int and 0 <= root < axis.size
     expect(known, "broadcast", f"root to be a coordinate from 0 to {axis.size - 1}", f"{root!r:.40}")
     run = partial(_from_root, axis=axis, root=root, label="broadcast")
-    return on_tree(tree, run, partial(_at_root, axis=axis, root=root), "broadcast", axis)
+    return on_tree(tree, run, partial(_at_root, axis=axis, root=root), axis)
 
 
 def axis_index(axis: Axis) -> int:

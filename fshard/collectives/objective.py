@@ -204,22 +204,20 @@ def closed(
     value: torch.Tensor,
     paths: Sequence[str],
     used: list[bool],
-    news: bool,
     axes: Sequence[Axis],
     others: Sequence[Axis] = (),
-) -> tuple[torch.Tensor, list[bool], bool]:
-    """Sum a loss over ranks, and hear with it which leaves any of them used, and another fact.
+) -> tuple[torch.Tensor, list[bool]]:
+    """Sum a loss over ranks, and hear with it which leaves any of them used.
 
     Args:
         value: This rank's loss, outside of any graph.
         paths: The paths of leaves.
         used: For each of them whether this rank used it.
-        news: Another fact of this rank.
         axes: The mesh axes that the loss is summed over.
         others: Other axes whose ranks take part in the call.
 
     Returns:
-        The sum, for each leaf whether some rank used it, and whether the other fact holds on some rank.
+        The sum, and for each leaf whether some rank used it.
     """
     asked = [axis for axis in (*axes, *others) if axis.size > 1]
     if _compat.is_tracing():
@@ -231,7 +229,7 @@ def closed(
         # Between processors where they can, or the host would wait for its accelerator; in the dtype of the loss, so
         # that both can travel in one buffer.
         device = torch.device("cpu") if all(map(comm.serves_host, asked)) else value.device
-        numbers = [value, torch.tensor([*used, news], dtype=value.dtype, device=device)]
+        numbers = [value, torch.tensor(used, dtype=value.dtype, device=device)]
     together = [numbers] if numbers[-1].device == value.device else [[number] for number in numbers]
     for axis in asked:
         label = comm.Label(comm.Verb.OBJECTIVE, phase=comm.Phase.END)
@@ -243,9 +241,8 @@ def closed(
             together[-1] = [*together[-1][:-1], *facts]
     numbers = [number for each in together for number in each]
     if not asked or len(numbers) == 1:
-        return numbers[0], used, news
-    *found, news = [number > 0 for number in numbers[1].tolist()]
-    return numbers[0], found, news
+        return numbers[0], used
+    return numbers[0], [number > 0 for number in numbers[1].tolist()]
 
 
 def denominator(count: Any, axes: Sequence[Axis], reduce: str) -> Any:

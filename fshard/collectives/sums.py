@@ -43,7 +43,7 @@ def psum(tree: Tree, axis: Axis) -> Tree:
     """
     check_operands("psum", tree, axis, vary=True)
     total = partial(comm.all_reduce, axis=axis, label="psum")
-    return on_tree(tree, total, total, "psum", axis)
+    return on_tree(tree, total, total, axis)
 
 
 def pmean(tree: Tree, axis: Axis) -> Tree:
@@ -94,7 +94,7 @@ def pvary(tree: Tree, axis: Axis) -> Tree:
     [(5.0, 3.0), (10.0, 3.0)]
     """
     check_operands("pvary", tree, axis, vary=False)
-    return on_tree(tree, tuple, partial(comm.all_reduce, axis=axis, label="pvary"), "pvary", axis)
+    return on_tree(tree, tuple, partial(comm.all_reduce, axis=axis, label="pvary"), axis)
 
 
 def psum_invariant(tree: Tree, axis: Axis) -> Tree:
@@ -122,7 +122,7 @@ def psum_invariant(tree: Tree, axis: Axis) -> Tree:
     check_operands("psum_invariant", tree, axis, vary=True)
     count_reduction()
     run = partial(comm.all_reduce, axis=axis, label="psum_invariant")
-    return on_tree(tree, run, tuple, "psum_invariant", axis)
+    return on_tree(tree, run, tuple, axis)
 
 
 def pmax(tree: Tree, axis: Axis) -> Tree:
@@ -152,7 +152,7 @@ def pmax(tree: Tree, axis: Axis) -> Tree:
     tensors = tree_leaves(tree)
     differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     expect(not differentiated, *_NO_DERIVATIVE)
-    outputs = iter(in_chain(lambda tensors: list(_Max.apply(axis, *tensors)), tensors, "pmax", axis) if tensors else ())
+    outputs = iter(in_chain(lambda tensors: list(_Max.apply(axis, *tensors)), tensors, axis) if tensors else ())
     return tree_map(lambda _: next(outputs), tree)
 
 

@@ -4,9 +4,7 @@ Names under `__all__` are for everybody; the others are for the rooms of fshard.
 """
 
 from fshard.comm.agree import (
-    FLAGS,
     Facts,
-    Peers,
     axes_in,
     call,
     calling,
@@ -47,7 +45,6 @@ from fshard.comm.events import (
 from fshard.comm.failure import CollectiveError, Position, connected, unequal
 from fshard.comm.groups import World, world
 from fshard.comm.ops import collective_of
-from fshard.comm.pool import Pool, reusable
 from fshard.comm.recorder import Issued, Watcher, flight_recorder, record, watched
 
 __all__ = [

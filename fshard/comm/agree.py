@@ -8,9 +8,8 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -30,8 +29,8 @@ from fshard.tree.checks import is_reachable
 FIRST, SIZE = 112, 8
 # Said in the place of a digest by a rank that has failed, or that has heard of another digest.
 DIFFERS = "differs"
-# The first fact of a call, and of an event in it.
-VERB, NEXT = "verb", "what comes next"
+# The first fact of a call.
+VERB = "verb"
 # Values whose texts are the same on every rank.
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, torch.dtype, torch.device)
 
@@ -129,23 +128,20 @@ def same_call(
         _compared(what, facts, sent_over, Label(Verb.START, call=what, phase=Phase.BEGIN), error)
 
 
-def _compared(
-    what: str, facts: Facts, axes: Sequence[Axis], label: Label, error: Exception | None = None, flags: int = 0
-) -> int:
-    """Refuse on every rank a call of which ranks have other facts, or that one has failed in; join bits of all ranks.
+def _compared(what: str, facts: Facts, axes: Sequence[Axis], label: Label, error: Exception | None = None) -> None:
+    """Refuse on every rank a call of which ranks have other facts, or that one has failed in.
 
     In a trace nothing is sent, and the facts stay in its graph.
     """
     if _compat.is_tracing():
         ops.told(facts.text)
-        return flags
+        return
     running = world().call
     if running is not None:
         running.begun = True
     with _compat.outside_transforms():
-        said, flags = _agreed(facts.digest if error is None else DIFFERS, axes, label, flags)
-        if said != DIFFERS:
-            return flags
+        if _agreed(facts.digest if error is None else DIFFERS, axes, label):
+            return
         within = what if running is None else running.what
         failure = "" if error is None else f"rank {world().rank} failed in {within}: {told_of(error)}"
         texts = everyone(f"[{json.dumps(failure)}, {facts.text}]", axes, label)
@@ -156,14 +152,8 @@ def _compared(
     _settle()
     if not failures:
         problem = _problem([(place, entries) for place, _, entries in ranks])
-        if all(VERB in entries for _, _, entries in ranks):
-            remedy = (
-                "call the same verbs in the same order on every rank, with the same strategies, dtypes and arguments"
-            )
-            raise leaf_error(f"{what}: ranks were told different things", [problem], remedy)
-        remedy = "let every rank gather the same units in the same order; one that has no use for a unit takes part"
-        raise leaf_error(f"{what}: collective mismatch between ranks", [problem], remedy)
-    return flags
+        remedy = "call the same verbs in the same order on every rank, with the same strategies, dtypes and arguments"
+        raise leaf_error(f"{what}: ranks were told different things", [problem], remedy)
 
 
 def _settle() -> None:
@@ -172,21 +162,20 @@ def _settle() -> None:
         running.settled = True
 
 
-def _agreed(digest: str, axes: Sequence[Axis], label: Label, flags: int = 0) -> tuple[str, int]:
-    """Compare a digest with those of all ranks, by one message over each axis, and join bits of all of them."""
+def _agreed(digest: str, axes: Sequence[Axis], label: Label) -> bool:
+    """Compare a digest with those of all ranks, by one message over each axis."""
     for axis in _asked(axes):
         # Ranks that ask for texts of another kind wait for each other.
-        rows = [row.split() for row in texts(f"{digest} {flags:x}", axis, label._replace(parts="a digest"))]
-        digest = digest if all(row[0] == digest for row in rows) else DIFFERS
-        flags = functools.reduce(int.__or__, [int(row[1], 16) for row in rows])
-    return digest, flags
+        rows = texts(digest, axis, label._replace(parts="a digest"))
+        digest = digest if all(row == digest for row in rows) else DIFFERS
+    return digest != DIFFERS
 
 
 def _problem(ranks: Sequence[tuple[str, Mapping[str, Any]]]) -> Problem:
     """Find the first entry that some rank has not, or else has another of, than the first one; the verb before all."""
     (first, needed), *others = ranks
     keys = dict.fromkeys(itertools.chain(*[entries for _, entries in ranks]))
-    for key in sorted(keys, key=lambda key: key not in (VERB, NEXT) and all(key in entries for _, entries in ranks)):
+    for key in sorted(keys, key=lambda key: key != VERB and all(key in entries for _, entries in ranks)):
         for place, found in others:
             pair = [found.get(key, "nothing"), needed.get(key, "nothing")]
             if pair[0] != pair[1]:
@@ -211,7 +200,7 @@ def disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: Who) -
     """
     facts, label = Facts.of(entries), labelled(label)
     with _compat.outside_transforms():
-        if _agreed(facts.digest, axes, label)[0] != DIFFERS:
+        if _agreed(facts.digest, axes, label):
             return None
         _settle()
         return _problem([(place, json.loads(text)) for place, text in everyone(facts.text, axes, label)])
@@ -377,37 +366,3 @@ def call(f: Callable[P, R], what: str = "", begins: bool = True) -> Callable[P, 
             return f(*args, **kwargs)
 
     return run
-
-
-# Numbers that fit in the first message.
-FLAGS = 320
-
-
-class Peers:
-    """The ranks of some axes, during one call.
-
-    Attributes:
-        axes: The mesh axes that have several ranks.
-    """
-
-    def __init__(self, what: str, axes: Sequence[Axis], facts: Facts) -> None:
-        """Name the ranks, the verb that runs, and the facts that go with its first message."""
-        self.axes = [axis for axis in axes if axis.size > 1]
-        self._what, self._facts = what, facts
-
-    def begin(self, new: bool) -> bool:
-        """As `same_call`; return whether the order of the call is new to any rank, which is asked everywhere."""
-        if not self.axes or (not new and not _compat.is_tracing() and not all(map(serves_host, self.axes))):
-            return new
-        label = Label(Verb.START, call=self._what, phase=Phase.BEGIN)
-        return bool(_compared(self._what, self._facts, self.axes, label, flags=int(new)))
-
-    def agree(
-        self, event: Label, entries: Mapping[str, str] = MappingProxyType({}), flags: Collection[int] = ()
-    ) -> frozenset[int]:
-        """Refuse on every rank events that differ; return the numbers below FLAGS that any rank puts forward."""
-        bits = sum(1 << flag for flag in {*flags} if flag < FLAGS)
-        if self.axes and not _compat.is_tracing():
-            facts = Facts.of({NEXT: event.event, **entries})
-            bits = _compared(self._what, facts, self.axes, event, flags=bits)
-        return frozenset(flag for flag in range(FLAGS) if bits >> flag & 1)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from fshard import _compat
-from fshard.comm.pool import Pool
 
 # So many leaves of a unit are printed, which may have hundreds, and so many characters of the names of units.
 LEAVES, WIDTH = 6, 200
@@ -197,22 +196,21 @@ def decoded(text: str) -> Label:
 
 
 class concerning:  # noqa: N801
-    """Let the collectives that start inside a context say what they are for, and write to memory of a pool.
+    """Let the collectives that start inside a context say what they are for.
 
     As a generator it would take three times as long, at every gather.
     """
 
-    __slots__ = ("before", "leaves", "pool", "subject", "units")
+    __slots__ = ("before", "leaves", "subject", "units")
 
-    def __init__(self, units: Sequence[str], leaves: Sequence[str] = (), pool: Pool | None = None) -> None:
+    def __init__(self, units: Sequence[str], leaves: Sequence[str] = ()) -> None:
         """Name what the collectives are for.
 
         Args:
             units: Names of units; none where the leaves have no unit.
             leaves: Paths of the leaves that travel.
-            pool: Memory that gathers may write to; what they leave of it is gone when the context ends.
         """
-        self.units, self.leaves, self.pool = tuple(units), tuple(leaves), pool
+        self.units, self.leaves = tuple(units), tuple(leaves)
 
     def __enter__(self) -> None:
         self.subject = of_this_rank(_Subject)
@@ -220,8 +218,6 @@ class concerning:  # noqa: N801
 
     def __exit__(self, *_: object) -> None:
         self.subject.current = self.before
-        if self.pool is not None:
-            self.pool.clear()
 
 
 class _Subject:
@@ -231,12 +227,6 @@ class _Subject:
 
     def __init__(self) -> None:
         self.current: concerning | None = None
-
-
-def current_pool() -> Pool:
-    """Find the memory that a gather may write to."""
-    subject = of_this_rank(_Subject).current
-    return Pool() if subject is None or subject.pool is None else subject.pool
 
 
 class Collective(NamedTuple):

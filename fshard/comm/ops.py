@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fshard import _compat
 from fshard.comm import recorder
-from fshard.comm.events import Collective, current_pool
+from fshard.comm.events import Collective
 from fshard.comm.groups import Group, Link, tag_of
 
 Tensors = list[torch.Tensor]
@@ -51,10 +51,10 @@ def _shapes(op: str, tensors: Tensors, size: int, algorithm: str) -> list[tuple[
 
 def _direct(op: str, tensors: Tensors, size: int, step: Link, group: Group) -> Tensors:
     """Exchange rows with all ranks, straight into buffers, of which those of sums have none for this rank."""
-    own, pool = group.own, current_pool()
+    own = group.own
     with _compat.below_autograd():
         shapes = _shapes(op, tensors, size, "direct")
-        buffers = [pool.empty(tensor, shape) for tensor, shape in zip(tensors, shapes, strict=True)]
+        buffers = [tensor.new_empty(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
         for tensor, buffer in zip(tensors, buffers, strict=True):
             receive = list(buffer)
             if op == "all_gather":

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import optree
@@ -33,9 +33,6 @@ class Sharded:
     Attributes:
         local: This rank's tensor, of shape spec.local_shape.
         spec: The leaf's description, equal on every rank of one mesh row.
-        call: Weak reference to the running call of `value_and_grad` that the leaf is bound to; None outside of one.
-            `dataclasses.replace(leaf, local=...)` keeps it, so that a leaf computed from a bound one is gathered by
-            the same call.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -50,7 +47,6 @@ class Sharded:
 
     local: torch.Tensor
     spec: Spec
-    call: Callable[[], Any] | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         if not isinstance(self.local, torch.Tensor):
@@ -83,34 +79,12 @@ def dcp_error(fqn: str, found: str) -> ValueError:
     return leaf_error(what, [Problem(fqn, found, "tensors or DTensors")], remedy)
 
 
-class Bound:
-    """The node data of a leaf that is bound to a call; it equals the spec, so that trees with and without map together.
-
-    A node type of its own would not: optree and torch refuse to map over nodes of several types.
-    """
-
-    __slots__ = ("call", "spec")
-
-    def __init__(self, spec: Spec, call: Callable[[], Any]) -> None:
-        """Keep both."""
-        self.spec, self.call = spec, call
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self.spec == (other.spec if isinstance(other, Bound) else other))
-
-    def __hash__(self) -> int:
-        return hash(self.spec)
-
-    def __repr__(self) -> str:
-        return repr(self.spec)
+def _flatten_sharded(node: Sharded) -> tuple[tuple[torch.Tensor], Spec, tuple[str]]:
+    return (node.local,), node.spec, ("local",)
 
 
-def _flatten_sharded(node: Sharded) -> tuple[tuple[torch.Tensor], Spec | Bound, tuple[str]]:
-    return (node.local,), node.spec if node.call is None else Bound(node.spec, node.call), ("local",)
-
-
-def _unflatten_sharded(data: Spec | Bound, children: Any) -> Sharded:
-    return Sharded(children[0], data.spec, data.call) if isinstance(data, Bound) else Sharded(children[0], data)
+def _unflatten_sharded(spec: Spec, children: Any) -> Sharded:
+    return Sharded(children[0], spec)
 
 
 # Users' own optree calls must see into Sharded too, hence optree's global namespace.

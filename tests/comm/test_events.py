@@ -7,7 +7,7 @@ import torch
 
 import fshard as fs
 from fshard import comm
-from fshard.comm import Label, Phase, Pool, Verb
+from fshard.comm import Label, Phase, Verb
 from fshard.comm.collective import PACK_BYTES
 from fshard.comm.events import LEAVES, WIDTH
 from tests.comm.algorithms import sent_by
@@ -45,15 +45,14 @@ def test_labels(name):
 
 @on_ranks(2)
 def test_collectives_carry_the_innermost_purpose():
-    axis, pool = fs.axis_of(one_axis()), Pool([torch.ones(3)])
+    axis = fs.axis_of(one_axis())
     with comm.record() as record:
         with comm.concerning(["outer"], ["['v']"]):
-            with comm.concerning(("inner",), ("['w']",), pool):
+            with comm.concerning(("inner",), ("['w']",)):
                 comm.all_gather([torch.ones(2)], axis, "gather")
             comm.all_reduce([torch.ones(2)], axis, Label("whole", ("own",)))
             comm.all_reduce([torch.ones(2)], axis, "sums")
         comm.all_reduce([torch.ones(2)], axis, "sums")
-    assert pool == []
     labels = ["gather | inner | ['w']", "whole | own", "sums | outer | ['v']", "sums"]
     assert [str(entry.about) for entry in record] == labels
 
@@ -73,11 +72,11 @@ def test_graphs_print_labels_as_text():
 
 
 def test_each_thread_has_objects_of_its_own():
-    mine, others = comm.of_this_rank(Pool), []
-    thread = threading.Thread(target=lambda: others.append(comm.of_this_rank(Pool)))
+    mine, others = comm.of_this_rank(list), []
+    thread = threading.Thread(target=lambda: others.append(comm.of_this_rank(list)))
     thread.start()
     thread.join()
-    assert comm.of_this_rank(Pool) is mine
+    assert comm.of_this_rank(list) is mine
     assert others[0] is not mine
 
 

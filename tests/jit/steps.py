@@ -48,9 +48,9 @@ def copied(tree: Any) -> Any:
 
 
 def collectives(record: fs.comm.Record) -> list[fs.comm.Collective]:
-    """Those of a step; eager ranks vote besides on what comes next, which is settled in a graph.
+    """Those of a step; eager ranks compare their calls besides, which graphs did when they were traced.
 
-    So is which leaves are used, which they tell each other with the objective.
+    So they did which leaves are used, of which eager ranks tell each other with the objective.
     """
     found = [entry for entry in record if not entry.about.is_comparison]
     return [entry._replace(bytes=0) if entry.label == fs.comm.Verb.OBJECTIVE else entry for entry in found]

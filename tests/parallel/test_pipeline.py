@@ -384,7 +384,7 @@ def breaking(place, backward, switch):
 )
 @on_ranks(4, "2 processes")
 def test_a_stage_that_fails_is_an_error_on_every_rank(world_size, schedule, v, backward):
-    """In the first call, where ranks vote, and in one whose order they know; on a new mesh the next call is right."""
+    """In the first call, and in one behind another that was right; on a new mesh the next call is."""
     switch = {"on": False, "calls": 0}
     failing = breaking(1, backward, switch)
     params, data, f = setting((world_size // 2, 2), schedule, v, stage=failing)

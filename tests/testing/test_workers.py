@@ -230,7 +230,6 @@ def messages_of_a_call():
     return [entry.label for entry in record]
 
 
-def test_programs_share_no_learned_order(workers):
-    """Collectives of a program are the same whatever ran before it."""
+def test_programs_send_the_same_whatever_ran_before(workers):
     first, second = (spmd(messages_of_a_call, workers) for _ in range(2))
     assert first == second

@@ -121,11 +121,7 @@ def test_names_the_rank_and_the_unit_that_the_others_waited_for(late, jitted):
         step(state, x)
         unit, between = "jit begins", come_late
     else:
-        traced = []
-        step, state, x = make_step(between=lambda place: come_late() if traced and (rank, place) == (late, 1) else None)
-        # In the first step ranks vote on each unit before they gather it.
-        step(state, x)
-        traced.append(True)
+        step, state, x = make_step(between=lambda place: come_late() if (rank, place) == (late, 1) else None)
         unit, between = UNITS[2], None
     with fs.trace() as trace, comm.watched(Signals(unit, lambda: store.set(f"{key} {rank}", ""))):
         if between and rank == late:
@@ -182,8 +178,6 @@ def test_one_that_is_interrupted_has_what_there_was():
 @on_ranks(2)
 def test_nested_traces_both_record():
     step, state, x = make_step()
-    # The first step has votes, those after it have not.
-    step(state, x)
     with fs.trace() as outer:
         step(state, x)
         with fs.trace() as inner:

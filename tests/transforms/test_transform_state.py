@@ -262,9 +262,8 @@ BAD = [
     row(
         "a derived leaf",
         derived,
-        "gather: no state\n"
-        "  ['w']: expected one of the parameters, got a leaf computed from others whose transform has a state\n"
-        "To fix: gather leaves as they are, or give the result the spec of one whose transform has no state.",
+        "scatter: QuantizeWithFeedback has a state, which autograd cannot carry through fs.gather; differentiate at "
+        "gathered parameters and call fs.scatter_grads with transform_state=, or use fs.value_and_grad",
     ),
     row(
         "torch.func.grad through gather",

@@ -1,0 +1,163 @@
+"""Leaves: the owners of gradients."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fshard.collectives import divided
+from fshard.engine.plan import PLAIN
+from fshard.errors import Problem, refuse
+from fshard.microbatches import Share, TreeSum
+from fshard.transforms.compose import check_stateless, reduction, sum_dtype
+from fshard.tree import Sharded
+from fshard.tree.checks import describe
+
+if TYPE_CHECKING:
+    from fshard.engine.use import Use
+
+
+class Leaf:
+    """One leaf as a call sees it: the owner of its gradient.
+
+    Attributes:
+        path: The leaf's path.
+        spec: Its spec.
+        policy: Its reshard policy; the default where its spec has none.
+        tensor: The local tensor that autograd knows: an own leaf of the call, or a derived one.
+        stored: The same outside of any graph.
+        trained: Whether it takes a gradient.
+        derived: Whether it was computed inside the call, so that autograd goes on from its reduced gradient.
+        accumulated: Whether gradients of several microbatches are added up.
+        keeper: The use whose full tensor other uses share, where nothing is gathered again.
+        first: The first use of the running forward, in whose backward the gradient is complete.
+        owed: Whether a reduction is due on every rank, whether this one has used the leaf or not.
+        used: Whether this rank's loss used it.
+        state: The state of its transform, if that has one.
+        full: This rank's full gradient, not yet reduced.
+        reduced: The reduced gradient.
+    """
+
+    __slots__ = (
+        *("full", "reduced", "accumulated", "derived", "device", "dtype", "first", "keeper", "nbytes", "owed"),
+        *("path", "policy", "shape", "spec", "state", "stored", "tensor", "trained", "used"),
+    )
+
+    def __init__(self, path: str, leaf: Sharded, stored: torch.Tensor, derived: bool = False) -> None:
+        """Take a leaf in."""
+        self.path, self.spec, self.tensor, self.derived = path, leaf.spec, leaf.local, derived
+        self.stored = stored.detach() if stored.requires_grad else stored
+        self.trained, self.policy = leaf.local.requires_grad, leaf.spec.reshard or PLAIN
+        if derived and self.trained:
+            check_stateless(leaf.spec.transform)  # type: ignore[arg-type]
+        self.accumulated = self.owed = self.used = False
+        self.keeper: Use | None = None
+        self.first: Use | None = None
+        self.state: Any = None
+        self.shape: Sequence[int] | None = None
+        self.full: torch.Tensor | None = None
+        self.reduced: torch.Tensor | None = None
+
+    def gathered(self, full: torch.Tensor) -> None:
+        """Note shape, dtype and device of the full tensor, the same on every rank."""
+        if self.shape is None:
+            self.shape = self.spec.shape if full.shape == self.spec.shape else full.shape
+            self.dtype, self.device, self.nbytes = full.dtype, full.device, full.nbytes
+
+    def wide(self, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Cast to the dtype in which gradients are added up: of microbatches at least that of the reduction."""
+        wanted = sum_dtype(self.spec, dtype) if self.accumulated else dtype
+        # Most gradients have that dtype, and an operator takes longer to find that out.
+        return grad if grad.dtype is wanted else grad.to(wanted)
+
+    def add_full(self, grad: torch.Tensor) -> None:
+        """Add to this rank's full gradient."""
+        self.used = True
+        self.full = grad if self.full is None else self.wide(self.full, grad.dtype) + grad
+
+    def take_full(self) -> torch.Tensor:
+        """Hand over this rank's full gradient; zeros where it has none."""
+        full, self.full, self.owed = self.full, None, False
+        if full is None:
+            assert self.shape is not None
+            full = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return full
+
+    def sum_of_shards(self, grad: torch.Tensor) -> torch.Tensor:
+        """Cast a part of the reduced gradient to the dtype in which such parts are added up."""
+        return self.wide(grad, self.stored.dtype)
+
+    def add_reduced(self, grad: torch.Tensor) -> None:
+        """Add to the reduced gradient."""
+        self.reduced = grad if self.reduced is None else self.reduced + grad
+
+    def take_reduced(self) -> torch.Tensor | None:
+        """Hand over the reduced gradient."""
+        reduced, self.reduced = self.reduced, None
+        return reduced
+
+    def take_grad(self, divisor: Any = 1) -> torch.Tensor:
+        """Hand over the reduced gradient, divided and in the stored dtype; zeros where there is none."""
+        reduced = self.take_reduced()
+        return torch.zeros_like(self.stored) if reduced is None else divided(reduced, divisor).to(self.stored.dtype)
+
+    def end_microbatch(self, last: bool) -> None:
+        """The backward of a microbatch has ended."""
+
+
+class TreeLeaf(Leaf):
+    """A leaf whose gradients of all microbatches of a job are added up in one binary tree."""
+
+    __slots__ = ("_early", "_tree")
+
+    def __init__(self, path: str, leaf: Sharded, stored: torch.Tensor, share: Share) -> None:
+        """Take a leaf in."""
+        super().__init__(path, leaf, stored)
+        self._early, self._tree = share.communicate == "each", TreeSum()
+
+    def take_full(self) -> torch.Tensor:
+        """Hand over this rank's full gradient, of this microbatch or of all."""
+        if self._early:
+            return super().take_full()
+        self._enter(self.full)
+        self.full = self._tree.total()
+        return self._in_tree(super().take_full())
+
+    def end_microbatch(self, last: bool) -> None:
+        """Take the gradient of a microbatch into the tree."""
+        if self._early:
+            self._enter(self.take_reduced())
+        elif not last:
+            self._enter(self.full)
+            self.full = None
+
+    def _enter(self, part: torch.Tensor | None) -> None:
+        self._tree.add(None if part is None else self._in_tree(part))
+
+    def _in_tree(self, grad: torch.Tensor) -> torch.Tensor:
+        """Cast to the dtype of all sums over microbatches: that of the reduction, or else of full gradients."""
+        return grad.to(reduction(self.spec.transform).dtype or self.dtype)
+
+    def take_grad(self, divisor: Any = 1) -> torch.Tensor:
+        """Hand over the reduced gradient; see `Leaf`."""
+        if self._early and (total := self._tree.total()) is not None:
+            self.reduced = self.sum_of_shards(total)
+        return super().take_grad(divisor)
+
+
+def check_sums(what: str, leaves: Sequence[Leaf], share: Share) -> None:
+    """Refuse leaves whose shards cannot hold the sums of single microbatches.
+
+    Raises:
+        ValueError: with the path of every such leaf.
+    """
+    if share.communicate == "once":
+        return
+    pairs = [(leaf, reduction(leaf.spec.transform).dtype) for leaf in leaves if leaf.trained]
+    problems = [
+        Problem(leaf.path, f"{describe(leaf.stored)}, reduced in {dtype}", "a dtype as wide as the reduction's")
+        for leaf, dtype in pairs
+        if dtype is not None and torch.promote_types(dtype, leaf.stored.dtype) != leaf.stored.dtype
+    ]
+    remedy = 'pass communicate="once", or store parameters in the dtype of the reduction'
+    refuse(f"{what}: shards would round the sums of microbatches", problems, remedy)

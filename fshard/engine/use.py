@@ -1,0 +1,144 @@
+"""Uses: the owners of full tensors."""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+
+from fshard import _compat, comm
+from fshard.engine.leaf import Leaf
+from fshard.engine.plan import Unit
+from fshard.transforms.compose import start_gather
+from fshard.tree import grouped
+from fshard.tree.checks import check_versions, writes_counted
+
+
+class State(Enum):
+    """Where the full tensors of a use are."""
+
+    ABSENT = "absent"
+    GATHERING = "gathering"
+    FULL = "full"
+
+
+def transform_of(leaf: Leaf) -> Any:
+    """Find the transform by which a leaf is gathered."""
+    return leaf.spec.transform
+
+
+class Use:
+    """One gathering of a unit in a forward, and again in its backward: the owner of its full tensors.
+
+    Attributes:
+        unit: The unit.
+        leaves: Its leaves.
+        trained: Those that take a gradient.
+        places: The number of each.
+        state: Where its full tensors are.
+        full: The full tensors, by leaf.
+        outputs: Tensors handed out to the function, by leaf, while its scope lasts; autograd knows them.
+        left: Whether its scope has ended.
+        checkpoint: The outermost checkpoint that computes with it again, until whose end it stays open.
+        closed: Whether another use has replaced it in the forward.
+        lazy: Whether the backward gathers it again on demand alone.
+        due: Number of the step of the backward at which its gradients are due.
+    """
+
+    __slots__ = (
+        *(
+            "_finish",
+            "_holders",
+            "_versions",
+            "checkpoint",
+            "closed",
+            "due",
+            "full",
+            "lazy",
+            "leaves",
+            "left",
+            "outputs",
+            "places",
+        ),
+        *("state", "trained", "unit"),
+    )
+
+    def __init__(self, unit: Unit, leaves: Sequence[Leaf]) -> None:
+        """Nothing is gathered yet."""
+        self.unit, self.leaves = unit, leaves
+        self.places = {leaf: i for i, leaf in enumerate(leaves)}
+        self.trained = [leaf for leaf in leaves if leaf.trained]
+        self.state, self.due = State.ABSENT, -1
+        self.checkpoint: Any = None
+        self.full: list[torch.Tensor] = []
+        self.outputs: dict[int, torch.Tensor] = {}
+        self.left = self.closed = self.lazy = False
+        self._holders: list[tuple[dict[str, Any], str]] = []
+        self._finish: list[tuple[list[int], Callable[[], Sequence[torch.Tensor]]]] = []
+        self._versions: list[int] = []
+
+    def holds(self, leaves: Sequence[Leaf]) -> bool:
+        """Whether it has some leaves, and there are any."""
+        return bool(leaves) and self.places.keys() >= set(leaves)
+
+    @_compat.outside_selective_checkpoint()
+    def start(self) -> None:
+        """Start to gather, unless that is under way."""
+        if self.state is not State.ABSENT:
+            return
+        leaves, self.state = self.leaves, State.GATHERING
+        missing = [leaf if leaf.keeper is None else None for leaf in leaves]
+        if not self.unit.regathered:
+            for leaf in leaves:
+                leaf.keeper = leaf.keeper or self
+        paths = [leaf.path for leaf in missing if leaf is not None]
+        with writes_counted(), torch.no_grad(), comm.concerning([self.unit.name], paths):
+            self._finish = [
+                (group, start_gather(transform, [leaves[i].stored for i in group], [leaves[i].spec for i in group]))
+                for transform, group in grouped(missing, transform_of).items()
+            ]
+
+    @_compat.outside_selective_checkpoint()
+    def wait(self) -> list[torch.Tensor]:
+        """Wait for the full tensors, and gather them if need be."""
+        if self.state is not State.FULL:
+            self.start()
+            found: dict[int, torch.Tensor] = {}
+            finishing, self._finish = self._finish, []
+            with writes_counted(), torch.no_grad():
+                for group, finish in finishing:
+                    found.update(zip(group, finish(), strict=True))
+            full = [
+                found[i] if i in found else leaf.keeper.tensor_of(leaf)  # type: ignore[union-attr]
+                for i, leaf in enumerate(self.leaves)
+            ]
+            for leaf, tensor in zip(self.leaves, full, strict=True):
+                leaf.gathered(tensor)
+            self.full, self.state, self._versions = full, State.FULL, _compat.versions(full)
+        return self.full
+
+    def tensor_of(self, leaf: Leaf) -> torch.Tensor:
+        """The full tensor of a leaf."""
+        return self.wait()[self.places[leaf]]
+
+    def release(self) -> None:
+        """Drop all full tensors; those that are under way come first."""
+        if self.state is State.GATHERING:
+            self.wait()
+        self.full, self.state = [], State.ABSENT
+
+    def hand_out(self, holder: dict[str, Any], key: str) -> None:
+        """Note where an output was put, so that it is taken back when the use's scope ends."""
+        self._holders.append((holder, key))
+
+    def take_back(self) -> None:
+        """Take back what was handed out: outside of its scope nobody finds a use's tensors."""
+        for holder, key in self._holders:
+            holder.pop(key, None)
+        self.outputs, self._holders = {}, []
+
+    def check_writes(self, what: str) -> None:
+        """Refuse in-place writes to full tensors, which would not reach the parameters, or reach them unseen."""
+        if self.state is State.FULL:
+            paths, stored = [leaf.path for leaf in self.leaves], [leaf.stored for leaf in self.leaves]
+            check_versions(what, paths, self.full, self._versions, stored)
