@@ -339,11 +339,20 @@ def backward(saved, grads, axis):
     return [around(3 * saved[1] ** 2 * grads[0], axis, back=True)]
 
 
-def cubes(x, axis, plain=True):
+def cubes(x, axis, plain=True, what="cubes"):
     """The cube of the last rank's value."""
     run, back = partial(forward, axis=axis, label="ppermute"), partial(backward, axis=axis)
     form = (lambda tensors: [around(tensors[0], axis) ** 3]) if plain else None
-    return custom_call(run, back, [x], "cubes", axis, plain=form, remedy="use the plain form")[0]
+    return custom_call(run, back, [x], what, axis, plain=form, remedy="use the plain form")[0]
+
+
+@on_ranks(2)
+def test_ranks_that_tell_a_function_other_things_are_told():
+    """Though what they send is alike."""
+    axis = fs.axis_of(one_axis())
+    params = fs.shard({"w": torch.ones(4)}, fs.zero3(one_axis(), min_shard_elements=0))
+    with pytest.raises(fs.comm.CollectiveError, match=r"(?s)rank 0: .*cubes 0.*rank 1: .*cubes 1"):
+        fs.value_and_grad(lambda p: cubes(fs.gather(p["w"]), axis, what=f"cubes {fs.axis_index(axis)}").sum())(params)
 
 
 def row(axis):

@@ -106,7 +106,8 @@ class _CustomCall(Function):
     def forward(ctx: Any, custom: _Custom, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.custom, ctx.maps = custom, Maps(custom.forward, custom.backward)
         # Graphs that it may make for itself are no part of the caller's.
-        with _running_with("chain", None):
+        # Its name goes with the tags of what it sends: ranks that were told other things wait, and are told how.
+        with _running_with("chain", None), comm.concerning((custom.what,)):
             outputs, saved = custom.forward(tensors)
         ctx.save_for_backward(*saved)
         return tuple(outputs)
