@@ -201,9 +201,8 @@ class Skeleton:
         """Read a parameter, gathering its unit where that is not open."""
         value = self.values.get(name)
         if value is None and self._pass is not None and self._call is not None and name in self._leaves:
-            leaf = self._leaves[name]
-            use = self._pass.find(leaf)
-            value = self._call.output(use, leaf)
+            use = self._pass.find(name)
+            value = self._call.output(use, self._leaves[name])
             use.hand_out(weights, key)
         if value is None:
             raise RuntimeError(

@@ -1,6 +1,5 @@
 """Passes: applications of a model, whose units are gathered in the plan's order whichever of them a rank enters."""
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -76,15 +75,22 @@ class Pass:
             if n not in self._scopes and self._plan.ends[number] == self._plan.units[n].last + 1 and n in self._open:
                 self._end(n, False)
 
-    def find(self, leaf: Leaf) -> Use:
-        """Find the use that holds a leaf, innermost scope first; one that is read outside of its scope is opened."""
-        inner = (self._open[n] for n in reversed(self._scopes) if n in self._open)
-        for use in itertools.chain(inner, self._open.values()):
-            if leaf in use.places:
-                return use
-        # Of several units (tied leaves) the next that has not been opened.
-        holders = [n for n, use in enumerate(self._uses) if leaf in use.places]
-        return self._reach(next((n for n in holders if n >= self._cursor.at), holders[0]), False)
+    def find(self, name: str) -> Use:
+        """Find an open use that holds a leaf; one that is read outside of its scope is opened.
+
+        Args:
+            name: The leaf's name.
+
+        Returns:
+            The use.
+        """
+        numbers = self._plan.holders[name]
+        number = next((n for n in numbers if n in self._open), None)
+        if number is None:
+            # Of several units (tied leaves) the next that has not been opened.
+            number = next((n for n in numbers if n >= self._cursor.at), numbers[0])
+            self._reach(number, False)
+        return self._open[number]
 
     def end(self) -> None:
         """Pass over the rest of the plan, and leave everything."""
@@ -108,7 +114,7 @@ class Pass:
         for other in [n for n in self._open if n != number and n not in self._scopes]:
             self._end(other, False)
 
-    def _reach(self, number: int, entered: bool) -> Use:
+    def _reach(self, number: int, entered: bool) -> None:
         """Open a unit; reading a leaf before its module runs (a weight's dtype) does not move the cursor."""
         self._leave_others(number)
         if number not in self._open:
@@ -121,7 +127,6 @@ class Pass:
             else:
                 use = Use(self._plan.units[number], self._uses[number].leaves)
                 self._open[number] = self._forward.insert(use, [self._open[n] for n in self._scopes])
-        return self._open[number]
 
     def _advance(self, to: int, entered: int = -1) -> None:
         """Open units in their turn; those that this rank has not entered are held or left."""

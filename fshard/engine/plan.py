@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fshard.tree import ReshardPolicy, Spec, matches
@@ -75,11 +75,13 @@ class Plan(NamedTuple):
     Attributes:
         units: The units, each before those that lie inside it.
         unit_of: For each of the module's units the number of the one that it was merged into.
+        holders: For each leaf the numbers of the units that it is a part of, by its name.
         ends: For each of the module's units the number of the first behind it that does not lie inside it.
     """
 
     units: tuple[Unit, ...]
     unit_of: tuple[int, ...]
+    holders: Mapping[str, Sequence[int]]
     ends: tuple[int, ...]
 
 
@@ -123,46 +125,53 @@ def planned(parts: tuple[ModuleUnit, ...], leaves: tuple[Facts, ...]) -> Plan:
         return unit_of(name, tuple([known[name] for name in own]))
 
     ends, singles = [part.end for part in parts], [joined(i, i + 1) for i in range(len(parts))]
-    spans, units = merged(singles, ends), []
+    spans, holders = merged(singles, ends), dict[str, list[int]]()
+    units: list[Unit] = []
     for first, end in spans:
         lookup = all(part.lookup for part in parts[first:end])
         around = tuple(n for n, (a, b) in enumerate(spans) if b <= first < ends[a])
-        unit = joined(first, end)._replace(regathered=singles[first].regathered, lookup=lookup)
-        units.append(unit._replace(inside=around, last=end - 1))
+        unit = joined(first, end)
+        # The only one stays till its backward anyway; what is small stays where another model follows, too.
+        kept = len(spans) == 1 and unit.nbytes <= unit.policy.merge_bytes
+        regathered = singles[first].regathered and not kept
+        for name in unit.names:
+            holders.setdefault(name, []).append(len(units))
+        units.append(unit._replace(regathered=regathered, lookup=lookup, inside=around, last=end - 1))
     numbers = [n for n, (first, end) in enumerate(spans) for _ in range(first, end)]
-    return Plan(tuple(units), tuple(numbers), tuple(ends))
+    return Plan(tuple(units), tuple(numbers), holders, tuple(ends))
 
 
-def merged(units: Sequence[Unit], ends: Sequence[int]) -> list[tuple[int, int]]:
+def merged(units: Sequence[Unit], ends: Sequence[int], first: int = 0, end: int | None = None) -> list[tuple[int, int]]:
     """Merge small neighbours, because latency would cost more than the transfer.
 
     Args:
         units: In the order of their gathering, each before those that lie inside it.
         ends: For each the number of the first behind it that does not lie inside it.
+        first: Number of the first unit of one parent.
+        end: Number of the first unit behind that parent; None for all.
 
     Returns:
         First and end of each run that is merged. A unit is merged with all units inside it or with none; units inside
         different parents are merged only along with those.
     """
-
-    def fits(first: int, end: int) -> bool:
-        alike = len({unit.regathered for unit in units[first:end]}) == 1
-        small = sum(unit.nbytes for unit in units[first:end]) <= units[first].policy.merge_bytes
-        return end - first == 1 or (alike and small)
-
-    def parent(number: int) -> int:
-        return max((n for n in range(number) if ends[n] > number), default=-1)
-
     spans: list[tuple[int, int]] = []
-    i = 0
-    while i < len(units):
-        end = ends[i] if fits(i, ends[i]) else i + 1
-        first = spans[-1][0] if spans else i
-        # Both whole, behind one another, in one parent.
-        follows = spans and end == ends[i] and max(ends[first], ends[i - 1]) <= i and parent(i) == parent(first)
-        if follows and fits(first, end):
-            spans[-1] = first, end
+    # Where the last run begins, if it holds all units inside its own.
+    whole = None
+    while first < (len(units) if end is None else end):
+        after = ends[first]
+        if not _fits(units[first:after]):
+            spans += [(first, first + 1), *merged(units, ends, first + 1, after)]
+            whole = None
+        elif whole is not None and _fits(units[whole:after]):
+            spans[-1] = whole, after
         else:
-            spans.append((i, end))
-        i = end
+            spans.append((first, after))
+            whole = first
+        first = after
     return spans
+
+
+def _fits(units: Sequence[Unit]) -> bool:
+    """Tell whether units are few bytes together and alike, or one."""
+    alike = len({unit.regathered for unit in units}) == 1
+    return len(units) == 1 or (alike and sum(unit.nbytes for unit in units) <= units[0].policy.merge_bytes)

@@ -47,7 +47,8 @@ class Saved:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Handle:
         """Save a handle of a gathered tensor, or the tensor itself where a handle could not give back the same."""
-        if tensor.layout is not torch.strided or _compat.is_transformed(tensor):
+        # Most saved tensors are none of these, and this runs for each of them.
+        if not self._known or tensor.layout is not torch.strided or _compat.is_transformed(tensor):
             return tensor
         found = self._known.get(_compat.storage_key(tensor))
         # After its use has closed, a tensor is saved as it is: the backward needs it before it regathers the use.
