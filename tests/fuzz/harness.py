@@ -102,9 +102,9 @@ def steps_of_rank(strategy, jitted):
 
     def step(state, data, t):
         if MICRO > 1:
-            gradient = fs.accumulate(loss_fn, reduce=REDUCE, communicate=COMMUNICATE, schedule=SCHEDULE, **SUMS)
+            gradient = fs.accumulate(loss_fn, reduce=REDUCE, communicate=COMMUNICATE, **SUMS)
         else:
-            gradient, (data,) = fs.value_and_grad(loss_fn, reduce=REDUCE, schedule=SCHEDULE), data
+            gradient, (data,) = fs.value_and_grad(loss_fn, reduce=REDUCE), data
         loss, grads = gradient(state.params, data, t)
         return fs.update(tx, state, grads, donate=DONATE and not jitted), loss, grads
 
@@ -115,6 +115,8 @@ def steps_of_rank(strategy, jitted):
             try:
                 step(state, batches(r, t), t + 100)
             except Exception:
+                # The rank that raised has broken the groups of all; the state before serves the new ones.
+                fs.init_mesh(MESHES.get(strategy, {"shard": -1}), device="cpu")
                 assert same(fs.unshard(state.params), before), f"step {t} failed, and the state is not whole"
             else:
                 raise AssertionError(f"step {t} returned on rank {r} although rank {BREAKING} raised")
