@@ -24,6 +24,8 @@ STRATEGIES = {
 PRECISIONS = {
     "float32": (torch.float32, {}),
     "bfloat16": (torch.float32, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
+    # The sums over microbatches are wider than the shards.
+    "bfloat16 shards": (torch.bfloat16, {"reduce_dtype": torch.float32}),
     "float64": (torch.float64, {}),
 }
 

@@ -332,15 +332,6 @@ REFUSED = (
         "To fix: compute with full tensors, behind the gather.",
     ),
     (
-        lambda: fs.accumulate(summed, sums="tree", communicate="each")(
-            sharded(partial(fs.zero3, reduce_dtype=torch.float32), torch.bfloat16), [0, 1]
-        ),
-        "accumulate: shards would round the sums of microbatches\n"
-        "  ['w']: expected a dtype as wide as the reduction's, got a bfloat16 Tensor of shape (30, 4), reduced in "
-        "torch.float32\n"
-        'To fix: pass communicate="once", or store parameters in the dtype of the reduction.',
-    ),
-    (
         lambda: fs.accumulate(summed, sums="tree")(sharded(fs.ddp), [0, 1, 2]),
         'accumulate: expected powers of two of ranks and of microbatches for sums="tree", got 3 microbatches on each '
         "of 2 ranks of 'shard'; take others, or leave out sums=\"tree\"",

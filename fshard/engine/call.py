@@ -13,7 +13,7 @@ from fshard.engine.backward import Backward
 from fshard.engine.cursor import Cursor, Step
 from fshard.engine.forward import Forward
 from fshard.engine.graph import ANY_CALL, Grads, check_direct, deliver, graph_outlived, share_graph, used_by
-from fshard.engine.leaf import Leaf, TreeLeaf, check_sums
+from fshard.engine.leaf import Leaf, TreeLeaf
 from fshard.engine.passes import Pass
 from fshard.engine.plan import Facts, ModuleUnit, planned, unit_of
 from fshard.engine.saved import Saved
@@ -64,8 +64,6 @@ class Call:
         drops = any(leaf.policy.regather is not False for leaf in self._own)
         self._drops = trains and drops and any(axis.size > 1 for axis in axes)
         self._versions = _compat.versions(leaf.stored for leaf in self._own)
-        if share is not None:
-            check_sums(what, self._own, share)
         self.at_end: list[Callable[[], None]] = []
         self.ended = False
         self._begin()

@@ -7,11 +7,9 @@ import torch
 
 from fshard.collectives import divided
 from fshard.engine.plan import PLAIN
-from fshard.errors import Problem, refuse
 from fshard.microbatches import Share, TreeSum
 from fshard.transforms.compose import check_stateless, reduction, sum_dtype
 from fshard.tree import Sharded
-from fshard.tree.checks import describe
 
 if TYPE_CHECKING:
     from fshard.engine.use import Use
@@ -143,21 +141,3 @@ class TreeLeaf(Leaf):
         if self._early and (total := self._tree.total()) is not None:
             self.reduced = self.sum_of_shards(total)
         return super().take_grad(divisor)
-
-
-def check_sums(what: str, leaves: Sequence[Leaf], share: Share) -> None:
-    """Refuse leaves whose shards cannot hold the sums of single microbatches.
-
-    Raises:
-        ValueError: with the path of every such leaf.
-    """
-    if share.communicate == "once":
-        return
-    pairs = [(leaf, reduction(leaf.spec.transform).dtype) for leaf in leaves if leaf.trained]
-    problems = [
-        Problem(leaf.path, f"{describe(leaf.stored)}, reduced in {dtype}", "a dtype as wide as the reduction's")
-        for leaf, dtype in pairs
-        if dtype is not None and torch.promote_types(dtype, leaf.stored.dtype) != leaf.stored.dtype
-    ]
-    remedy = 'pass communicate="once", or store parameters in the dtype of the reduction'
-    refuse(f"{what}: shards would round the sums of microbatches", problems, remedy)
