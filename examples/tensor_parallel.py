@@ -75,10 +75,9 @@ def train(params: Any, mine: slice, tp: fs.Axis, text: torch.Tensor, args: argpa
     """Losses and final parameters; `mine` is which sequences of a batch are this rank's."""
     tx = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(args.lr, weight_decay=0.1))
     state, losses = fs.TrainState.create(params, tx), []
-    units = lambda params: [params["embedding"], *params["blocks"], params["head"]]  # noqa: E731
     for step in range(args.steps):
         x, y = batch(text, args.batch, args.context, seed=step)
-        loss, grads = fs.value_and_grad(loss_fn, schedule=units)(state.params, (x[mine], y[mine]), tp)
+        loss, grads = fs.value_and_grad(loss_fn)(state.params, (x[mine], y[mine]), tp)
         state = fs.update(tx, state, grads)
         losses.append(loss.item())
     return losses, state.params

@@ -56,8 +56,6 @@ from fshard.tree.checks import (
     refuse_writes,
 )
 
-Schedule = Callable[[Tree], Sequence[Tree]]
-
 
 def value_and_grad(
     f: Callable[..., Any],
@@ -66,7 +64,6 @@ def value_and_grad(
     reduce: str = "mean",
     reduce_over: Over = None,
     has_aux: bool = False,
-    schedule: Schedule | None = None,
     sums: str | None = None,
     transform_state: Tree | Absent = ABSENT,
 ) -> Callable[..., Any]:
@@ -96,9 +93,6 @@ def value_and_grad(
             by `psum_invariant` or `broadcast` in the loss. None means the axes that the transforms of all leaves
             declare.
         has_aux: Whether f returns (loss, aux) instead; aux is any tree of tensors and stays this rank's own.
-        schedule: For functions that gather parts of a tree: maps the parameters to those parts, in the order in which f
-            will gather them, so that they are gathered ahead. It should name all of them: at the first gather that it
-            does not name, ranks go through the rest of it, and nothing more comes ahead. Models know theirs.
         sums: "tree" as for `accumulate`, with one microbatch on each rank; None adds up in the order of ranks.
         transform_state: The state of transforms that have one, such as state.transform_state of a TrainState. Where it
             is passed, even as None, the new state is returned too.
@@ -124,7 +118,7 @@ def value_and_grad(
     (tensor(50.), tensor([20., 40.]))
     """
     _check("value_and_grad", f, reduce, reduce_over, sums, has_aux=has_aux)
-    options = _Options(reduce, reduce_over, has_aux, schedule, transform_state)
+    options = _Options(reduce, reduce_over, has_aux, transform_state)
     single = isinstance(argnums, int)
     places = _places(argnums)
 
@@ -177,7 +171,6 @@ class _Options(NamedTuple):
     reduce: str
     over: Over
     has_aux: bool
-    schedule: Schedule | None
     transform_state: Tree | Absent
 
 
@@ -310,8 +303,6 @@ class _Job:
         for i, function in enumerate(self.functions):
 
             def run(function: Callable[[Tree, Tree], Any] = function) -> Parts:
-                if self.options.schedule:
-                    call.schedule(self.options.schedule(unflatten(self.flat.treedef, call.bound)))
                 return self._local(function, call.bound, inputs)
 
             value, count, aux = call.forward(run)
@@ -412,7 +403,6 @@ def accumulate(
     communicate: str | None = None,
     sums: str | None = None,
     with_index: bool = False,
-    schedule: Schedule | None = None,
     transform_state: Tree | Absent = ABSENT,
 ) -> Callable[..., Any]:
     """Turn a local loss of one microbatch into a function of many: `value_and_grad` of their common objective.
@@ -436,7 +426,6 @@ def accumulate(
             depend on the microbatch alone. None adds up in turn.
         with_index: Whether f is called as f(params, microbatch, index, *args, **kwargs), with the microbatch's number
             in the job, as `fs.microbatches` numbers them: `fold_in` makes a key of it.
-        schedule: As for `value_and_grad`.
         transform_state: As for `value_and_grad`; it goes from microbatch to microbatch where each is reduced.
 
     Returns:
@@ -457,7 +446,7 @@ def accumulate(
     """
     _check("accumulate", f, reduce, reduce_over, sums, has_aux=has_aux, with_index=with_index)
     check_batches("accumulate", [None], communicate)
-    options = _Options(reduce, reduce_over, has_aux, schedule, transform_state)
+    options = _Options(reduce, reduce_over, has_aux, transform_state)
 
     def run(params: Tree, microbatches: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         check_batches("accumulate", microbatches, communicate)

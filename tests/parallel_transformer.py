@@ -93,10 +93,6 @@ def loss_fn(params, x, y, tp):
     return (normalizer.log() - right).sum(), torch.tensor(y.numel())
 
 
-def schedule(params):
-    return [params["tokens"], params["positions"], *params["blocks"]]
-
-
 def mesh_of(sizes):
     return fs.init_mesh(dict(zip(("shard", "tp"), sizes)), device="cpu")
 

@@ -272,7 +272,7 @@ def test_every_microbatch_has_its_aux_and_other_arguments_are_passed_on():
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("communicate", ("each", "once"))
 @on_ranks(2)
-def test_maths_on_shards_and_schedules(communicate):
+def test_maths_on_shards(communicate):
     """What autograd returns for the shards themselves is summed too."""
     full = {"a": normal()(5, 3), "b": normal(1)(3, 4)}
     x = [normal(2 + 3 * my_rank() + i)(2, 5) for i in range(MICROBATCHES)]
@@ -283,7 +283,7 @@ def test_maths_on_shards_and_schedules(communicate):
             a = fs.tree_map(lambda a, b: a + 0.5 * b, params["a"], params["a"])
             return torch.tanh(x @ fs.gather(a) @ fs.gather(params["b"])).sum() + (fs.gather(params["a"])).sum()
 
-        found = fs.accumulate(f, communicate=communicate, schedule=lambda p: [p["b"]])(params, x)
+        found = fs.accumulate(f, communicate=communicate)(params, x)
         mean = fs.value_and_grad(lambda p, f=f: sum(f(p, part) for part in x) / MICROBATCHES)(params)
         assert_trees_close(found, mean, rtol=ATOL, atol=ATOL)
 

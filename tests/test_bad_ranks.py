@@ -156,16 +156,10 @@ PLACES = [{0: 0}, {1: 0}, {0: 2}, {1: 2}, {0: 4}, {1: 4}]
 SEVERAL = [{0: 1, 1: 3}, {0: 3, 1: 1}, {0: 0, 1: 4}, {0: 2, 1: 2}]
 
 
-def of_function(**options):
+def of_function():
     """A step of a function, and parameters by strategy."""
     trees = {name: fs.shard(full_values(), transform) for name, transform in strategies(one_axis()).items()}
-    return fs.value_and_grad(lambda params, broken: chain(params, broken=broken), **options), trees
-
-
-def of_function_with_a_schedule_of_some():
-    """What is gathered beside the schedule and what a failing rank owes to the schedule do not mix."""
-    step, _ = of_function(schedule=lambda params: [params["blocks"][1], params["blocks"][3]])
-    return step, {"zero3": fs.shard(full_values(), fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))}
+    return fs.value_and_grad(lambda params, broken: chain(params, broken=broken)), trees
 
 
 def model_of_a_chain():
@@ -205,7 +199,7 @@ def assert_each_is_told(rows, place):
             assert rank in own or names_another(outcome, rank, place), (strategy, rank, outcome)
 
 
-FORWARDS = (of_function, of_module, of_evaluation, of_function_with_a_schedule_of_some)
+FORWARDS = (of_function, of_module, of_evaluation)
 BREAKS = [
     *((make, "in the forward") for make in FORWARDS),
     *((make, "in the backward") for make in (of_function, of_module)),
@@ -226,21 +220,6 @@ def test_a_rank_that_fails_raises_its_own_error_and_the_others_name_it(place, ma
         }
 
     assert_each_is_told(spmd(program, world_of(world_size, workers), timeout=SECONDS), place)
-
-
-@pytest.mark.parametrize("rank", (0, 1))
-def test_a_schedule_that_fails_on_one_rank_is_told_to_the_others(rank):
-    def schedule(params):
-        if my_rank() == rank:
-            raise BrokenError(f"at {rank}")
-        return params["blocks"]
-
-    def program():
-        params = fs.shard(full_values(), fs.zero3(one_axis(), min_shard_elements=0))
-        good = fs.value_and_grad(chain)
-        return {"zero3": outcomes(fs.value_and_grad(chain, schedule=schedule), good, params)}
-
-    assert_each_is_told(spmd(program, 2, timeout=SECONDS), {rank: rank})
 
 
 def axis_in(params):

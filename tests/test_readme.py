@@ -165,8 +165,8 @@ def test_units_of_a_plain_function(world_size):
     scope = {"torch": torch, "fs": fs, "params": params, "x": x}
     with fs.comm.record() as record:
         exec(UNITS, scope)
-    # Of three, the first is gathered again, and the others stay for the backward.
-    assert sum(entry.label == "gather" for entry in record) == (4 if world_size > 1 else 0)
+    # Of three, the last stays for the backward, and the others are gathered again.
+    assert sum(entry.label == "gather" for entry in record) == (5 if world_size > 1 else 0)
     expected = torch.func.grad(scope["loss_fn"])({"blocks": blocks}, x)
     assert_trees_close(fs.unshard(scope["grads"]), expected, rtol=1e-5, atol=1e-7)
 

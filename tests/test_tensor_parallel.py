@@ -23,7 +23,6 @@ from tests.parallel_transformer import (
     loss_fn,
     mesh_of,
     mine,
-    schedule,
     strategy,
 )
 from tests.ranks import my_rank, on_ranks
@@ -67,7 +66,7 @@ def one_process(tp):
 
 
 def by_value_and_grad(params, x, y, tp):
-    return fs.value_and_grad(loss_fn, reduce="weighted", schedule=schedule)(params, x, y, tp)
+    return fs.value_and_grad(loss_fn, reduce="weighted")(params, x, y, tp)
 
 
 def by_four_verbs(params, x, y, tp):

@@ -222,18 +222,6 @@ def test_aux_is_this_rank_s_own_and_holds_no_graph(reduce, first, x, second):
     assert_same_bits([value, *fs.tree_leaves(grads)], fs.tree_leaves(without(first, x, second=second)))
 
 
-@pytest.mark.rows(1)
-@on_ranks(2, 3)
-@with_trees
-def test_a_schedule_gets_what_argnums_select(first, x, second):
-    """One tree, or a tuple of several."""
-    one = fs.value_and_grad(loss_of, schedule=lambda p: [p["up"], p["down"]])(first, x, second)
-    assert_same_bits(fs.tree_leaves(one), fs.tree_leaves(fs.value_and_grad(loss_of)(first, x, second)))
-    both = fs.value_and_grad(loss_of, argnums=(0, 2), schedule=lambda p: [p[1][0], p[0], p[1][1]])(first, x, second)
-    expected = fs.value_and_grad(loss_of, argnums=(0, 2))(first, x, second)
-    assert_trees_close(both, expected, rtol=ROUNDING, atol=ROUNDING)
-
-
 @on_ranks(2)
 def test_frozen_and_integer_leaves_have_no_gradient_and_others_theirs():
     full = {"w": normal()(5, 3), "fixed": normal(1)(5, 3), "count": torch.arange(4)}

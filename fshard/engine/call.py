@@ -10,9 +10,8 @@ import torch
 from fshard import _compat, comm
 from fshard.collectives import Chain, chained, divided
 from fshard.engine.backward import Backward
-from fshard.engine.cursor import Cursor, Step
 from fshard.engine.forward import Forward
-from fshard.engine.graph import ANY_CALL, Grads, check_direct, deliver, graph_outlived, share_graph, used_by
+from fshard.engine.graph import ANY_CALL, Grads, check_direct, deliver, graph_outlived, used_by
 from fshard.engine.leaf import Leaf, TreeLeaf
 from fshard.engine.passes import Pass
 from fshard.engine.plan import Facts, ModuleUnit, planned, unit_of
@@ -20,7 +19,7 @@ from fshard.engine.saved import Saved
 from fshard.engine.use import Use
 from fshard.errors import Problem, expect, leaf_error
 from fshard.microbatches import Share
-from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded
+from fshard.tree import Axis, Flat, Sharded, is_sharded
 from fshard.tree.checks import check_versions
 
 # Under which the function, and what autograd runs again of it, find the call that runs them.
@@ -79,7 +78,6 @@ class Call:
         self._forward = Forward(self._what, self._trains, bool(self._inputs), Saved(self._fetch))
         self._backward: Backward | None = None
         self._chain = Chain(self._catch_up)
-        self._schedule: Cursor | None = None
         self._derived: list[Leaf] = []
         # The number of uses that may have made derived leaves.
         self._late = 0
@@ -113,37 +111,12 @@ class Call:
             The pass.
         """
         if not self._forward.over:
-            self._forward.outside(None)
+            self._forward.leave_plain()
         return Pass(self._forward, planned(tuple(units), _facts(leaves, leaves.values())), leaves, self._again)
-
-    def schedule(self, parts: Sequence[Tree]) -> None:
-        """Gather units ahead, in the order in which the function will gather them.
-
-        Args:
-            parts: A tree of bound leaves for each of its gathers.
-        """
-        flats = [flatten(part) for part in parts]
-        uses = [self._plain_use(self._leaves_of(flat.paths, flat.leaves)) for flat in flats]
-        self._schedule = Cursor([Step(use, True) for use in uses], self._forward.make_room)
-
-    def _pass_schedule(self, leaves: Sequence[Leaf] = ()) -> Use | None:
-        """Pass over the schedule's uses up to that of some leaves, and open it; all if none of those left has these."""
-        if self._schedule is None:
-            return None
-        steps, first = self._schedule.steps, max(self._schedule.at - 1, 0)
-        # The one before may still be open.
-        numbers = (n for n in range(first, len(steps)) if steps[n].use.holds(leaves) and not steps[n].use.left)
-        number = next(numbers, len(steps))
-        for step in self._schedule.advance(number + 1):
-            self._forward.insert_plain(step.use, self._schedule.all_begun)
-        return steps[number].use if number < len(steps) else None
 
     def _leaves_of(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[Leaf]:
         pairs = zip(paths, leaves, strict=True)
         return list(dict.fromkeys(self.leaf_of(path, leaf) for path, leaf in pairs if is_sharded(leaf)))
-
-    def _plain_use(self, leaves: list[Leaf]) -> Use:
-        return Use(unit_of(_name(leaves), _facts([leaf.path for leaf in leaves], leaves)), leaves)
 
     def gather(self, paths: Sequence[str], leaves: Sequence[Sharded]) -> list[torch.Tensor]:
         """Gather leaves in a plain function, as one unit."""
@@ -151,10 +124,8 @@ class Call:
         if self._forward.over:
             use = self._again(asked)
         else:
-            scheduled = self._pass_schedule(asked)
-            use = scheduled or self._plain_use(asked)
-            if scheduled is None:
-                self._forward.insert_plain(use, last=True)
+            use = Use(unit_of(_name(asked), _facts([leaf.path for leaf in asked], asked)), asked)
+            self._forward.insert_plain(use)
         outputs = [self.output(use, self.leaf_of(path, leaf)) for path, leaf in zip(paths, leaves, strict=True)]
         # The function holds them.
         use.outputs = {}
@@ -235,7 +206,6 @@ class Call:
             remedy = "pass regather=False to the strategy, or differentiate fs.objective(f(fs.gather(p)), like=p) by it"
             raise ValueError(f"{found}; {remedy}") from error
         self._check_writes()
-        self._pass_schedule()
         self._forward.finish()
         return out
 
@@ -259,9 +229,9 @@ class Call:
         outputs = [out for out in (loss, *self._chain.tokens[1:]) if out.requires_grad]
         starts = [torch.ones_like(out) if out is loss else torch.zeros_like(out) for out in outputs]
         used = used_by(loss, self.trained) if self._derived else set()
-        shared = bool(self._derived) and share_graph(outputs, self._derived)
         sources = [*self._inputs, *self._chain.tokens[:1], ANY_CALL]
-        found = self._differentiate(outputs, starts, sources, retain_graph=shared)
+        # What made derived leaves may be a part of this graph.
+        found = self._differentiate(outputs, starts, sources, retain_graph=bool(self._derived))
         own = self._add_direct(found, divisor)
         check_direct(self._what, outputs, own, [*own, *self._derived] if self._share else [])
         backward.finish()
@@ -306,7 +276,7 @@ class Call:
         for leaf in self._own:
             leaf.keeper = leaf.first = None
         self.at_end, self._by_tensor, self._backward, self.ended = [], {}, None, True
-        self._derived, self._schedule = [], None
+        self._derived = []
         del self._forward, self._chain
 
 

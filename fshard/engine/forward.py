@@ -1,6 +1,6 @@
 """The forward: gathers units in the order of the program, and knows which uses are open."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,15 +36,14 @@ class Forward:
         self._what, self._trains, self._differentiated = what, trains, differentiated
         self._open: list[Use] = []
         self._left: list[Use] = []
-        self._leave_outside: Callable[[], None] | None = None
+        self._plain: Use | None = None
 
-    def insert(self, use: Use, inside: Sequence[Use], last: bool = True) -> Use:
+    def insert(self, use: Use, inside: Sequence[Use]) -> Use:
         """Gather on demand a use that no plan has next.
 
         Args:
             use: The use.
             inside: The open uses that it lies inside.
-            last: As for `open`.
 
         Returns:
             The use, open.
@@ -52,19 +51,19 @@ class Forward:
         if use.state is State.ABSENT:
             self.make_room()
             use.start()
-        self.open(use, inside, last, outermost_checkpoint())
+        self.open(use, inside, True, outermost_checkpoint())
         return use
 
-    def insert_plain(self, use: Use, last: bool) -> None:
-        """Gather for a plain function; the scope of the plain gather before it ends.
+    def insert_plain(self, use: Use) -> None:
+        """Gather for a plain function; the scope of the plain gather before it ends."""
+        self.leave_plain()
+        self._plain = self.insert(use, [other for other in self._open if not other.left])
 
-        Args:
-            use: The use.
-            last: As for `open`.
-        """
-        self.outside(None)
-        self.insert(use, [other for other in self._open if not other.left], last)
-        self.outside(lambda: self.leave(use))
+    def leave_plain(self) -> None:
+        """End the scope of the last plain gather."""
+        use, self._plain = self._plain, None
+        if use is not None:
+            self.leave(use)
 
     def open(self, use: Use, inside: Sequence[Use], last: bool, checkpoint: Any) -> None:
         """Open a use, wait for its tensors, and close the uses that it does not lie inside.
@@ -104,16 +103,6 @@ class Forward:
         if use.unit.regathered:
             self._left.append(use)
 
-    def outside(self, leave: Callable[[], None] | None) -> None:
-        """Leave the scope outside of any model, and enter another.
-
-        Args:
-            leave: Leaves the new scope; called when the next one begins.
-        """
-        before, self._leave_outside = self._leave_outside, leave
-        if before is not None:
-            before()
-
     def make_room(self, near: Sequence[Use] = ()) -> None:
         """Drop the tensors of uses that were left, except those near the use that opens."""
         for use in self._left:
@@ -123,7 +112,7 @@ class Forward:
 
     def finish(self) -> None:
         """Close all uses when the function has returned."""
-        self.outside(None)
+        self.leave_plain()
         self._close_all_but(())
         self.over = True
         if not self._trains:
@@ -133,7 +122,7 @@ class Forward:
         """Drop outputs and all that refers to this forward, so that memory is freed without the garbage collector."""
         for use in self.uses:
             use.take_back()
-        self.uses, self.events, self._open, self._left, self._leave_outside = [], [], [], [], None
+        self.uses, self.events, self._open, self._left, self._plain = [], [], [], [], None
 
     def _close_all_but(self, inside: Sequence[Use]) -> None:
         """Close open uses: from here on autograd saves their tensors as they are.

@@ -1,6 +1,6 @@
 """The autograd nodes by which gradients come to the engine, and checks of the graph that they are part of."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -89,18 +89,6 @@ def used_by(loss: torch.Tensor, own: Sequence[Leaf]) -> set[Leaf]:
 
     found.update([ends[node] for node, _ in walked([(loss.grad_fn, 0)], behind) if node in ends])
     return found
-
-
-def share_graph(outputs: Iterable[torch.Tensor], derived: Iterable[Leaf]) -> bool:
-    """Tell whether a backward of outputs runs nodes that made derived leaves."""
-
-    def behind(node: Any) -> list[Any]:
-        return [] if node is None or _use_of(node) else [other for other, _ in node.next_functions]
-
-    own = set(walked([output.grad_fn for output in outputs], behind))
-    makers = walked([leaf.tensor.grad_fn for leaf in derived], behind)
-    # What accumulates the gradients of leaves is in both.
-    return any(node is not None and node in own and node.next_functions for node in makers)
 
 
 def check_direct(what: str, outputs: Sequence[torch.Tensor], leaves: Sequence[Leaf], in_tree: Sequence[Leaf]) -> None:

@@ -45,24 +45,6 @@ class Use:
         due: Number of the step of the backward at which its gradients are due.
     """
 
-    __slots__ = (
-        *(
-            "_finish",
-            "_holders",
-            "_versions",
-            "checkpoint",
-            "closed",
-            "due",
-            "full",
-            "lazy",
-            "leaves",
-            "left",
-            "outputs",
-            "places",
-        ),
-        *("state", "trained", "unit"),
-    )
-
     def __init__(self, unit: Unit, leaves: Sequence[Leaf]) -> None:
         """Nothing is gathered yet."""
         self.unit, self.leaves = unit, leaves

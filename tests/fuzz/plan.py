@@ -66,7 +66,6 @@ class Plan:
     donate: bool = False
     again: bool = False
     evaluate: str = ""
-    schedule: bool = False
     rank: int = 0
     breaks: tuple[int, str] | None = None
     jitted: tuple[str, ...] = ()
@@ -95,7 +94,7 @@ class Plan:
             found |= {"tree"} if self.tree else set()
         for name in ("ragged", "evaluate"):
             found |= {getattr(self, name)} - {""}
-        found |= {name for name in ("clip", "donate", "again", "schedule") if getattr(self, name)}
+        found |= {name for name in ("clip", "donate", "again") if getattr(self, name)}
         found |= {"raises", f"raises in the {self.breaks[1]}"} if self.breaks else set()
         found |= {"jit"} if self.jitted else set()
         return frozenset(found)
@@ -141,7 +140,6 @@ def draw(seed: int) -> Plan:
         pick.random() < 0.3,
         pick.random() < 0.3,
         pick.choice(("", "", "", "no_grad", "inference_mode")),
-        pick.random() < 0.4,
         pick.randrange(world),
         (pick.randrange(2), pick.choice(("forward", "backward"))) if pick.random() < 0.12 else None,
         tuple(pick.sample(("ddp", "zero1", "zero2", "zero3", "hsdp"), 1)) if seed % 4 == 3 else (),
@@ -211,11 +209,8 @@ def valid(plan: Plan) -> Plan:
         plan = replace(plan, ragged="ragged")
     if plan.optimizer.startswith("fs.adam") and "complex" in plan.features():
         plan = replace(plan, optimizer="AdamW")
-    irregular = any(b.when != "always" or b.wrap not in ("none", "checkpoint") or b.tie is not None for b in blocks)
     if not any(has_own(plan.blocks, i) and not block.frozen for i, block in enumerate(plan.blocks)):
         plan = replace(plan, blocks=tuple(replace(block, frozen=False) for block in plan.blocks))
-    if plan.schedule and (plan.form == "module" or irregular or plan.around):
-        plan = replace(plan, schedule=False)
     if plan.jitted:
         plan = replace(plan, breaks=None)
     if plan.breaks and not takes_gradient(plan):
@@ -258,7 +253,7 @@ def smaller(plan: Plan) -> Iterator[Plan]:
         if n > 1:
             rest = [replace(b, tie=None if b.tie == i or b.tie is None else b.tie - (b.tie > i)) for b in plan.blocks]
             candidates.append(replace(plan, blocks=tuple(rest[:i] + rest[i + 1 :]), around=_moved(plan, i)))
-    for name in ("jitted", "breaks", "around", "micro", "ragged", "clip", "evaluate", "again", "donate", "schedule"):
+    for name in ("jitted", "breaks", "around", "micro", "ragged", "clip", "evaluate", "again", "donate"):
         candidates.append(replace(plan, **{name: getattr(least, name)}))
     for name in ("tree", "dtype", "reduce", "communicate", "optimizer", "units", "form", "rank"):
         candidates.append(replace(plan, **{name: getattr(least, name)}))

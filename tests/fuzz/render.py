@@ -35,7 +35,6 @@ FROZEN = {frozen}
 REFUSALS = {refusals}
 MESHES = {{"hsdp": {{"replicate": 2, "shard": -1}}}}
 JITTED = {jitted}
-SCHEDULE = {schedule}
 '''
 
 DTYPES = {
@@ -153,7 +152,6 @@ def render(plan: Plan) -> str:
         frozen={f"block{i}.{name}" for i, name in owned(plan) if plan.blocks[i].frozen} or "set()",
         refusals=[pattern for names, pattern in REFUSALS.items() if features.issuperset(names.split(" & "))],
         jitted=set(plan.jitted) or "set()",
-        schedule=f"lambda params: [{', '.join(part(plan, i) for i in range(n))}]" if plan.schedule else None,
     )
     wrapped = {"policy": policy, "computed": computed}
     lines = []

@@ -30,7 +30,7 @@ def test_the_hundred_have_every_feature():
     kinds = {feature for kind in KINDS.values() for feature in kind.feature.split()}
     hooks = {f"hook {hook}" for hook in HOOKS if hook}
     others = {"accumulate", "ragged", "empty", "raises", "jit", "donate"}
-    others |= {"around", "schedule", "tie", "frozen", "keeps", "tree"}
+    others |= {"around", "tie", "frozen", "keeps", "tree"}
     worlds = {f"world {w}" for w in (1, 2, 3, 4)}
     wanted = kinds | hooks | others | worlds | {*DTYPES, *WRAPS, *WHENS, *OPTIMIZERS} - {"none", "always"}
     assert sorted(wanted - have) == []

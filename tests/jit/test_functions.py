@@ -83,13 +83,7 @@ def chain(params, x):
     return (x @ fs.gather(params["head"])).square().mean()
 
 
-SCHEDULES = {
-    "none": None,
-    "all": lambda p: [*p["blocks"], p["head"]],
-    "some": lambda p: p["blocks"][:2],
-    "another order": lambda p: [*reversed(p["blocks"])],
-}
-SCHEDULED = {
+STRATEGIES = {
     "zero3": lambda mesh: fs.zero3(mesh, min_shard_elements=0, merge_bytes=0),
     "zero3 that keeps": lambda mesh: fs.zero3(mesh, min_shard_elements=0, merge_bytes=0, regather=False),
     "zero2": lambda mesh: fs.zero2(mesh, min_shard_elements=0),
@@ -104,20 +98,16 @@ def rows_of(x, count=STEPS):
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (1, 2, 3))
-@pytest.mark.parametrize("strategy", SCHEDULED)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules(schedule, strategy, world_size):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gathers_in_turn(strategy, world_size):
     assert_on_ranks(
-        lambda: trained(
-            chain, fs.shard(blocks(), SCHEDULED[strategy](one_axis())), rows_of(1), schedule=SCHEDULES[schedule]
-        ),
-        world_size,
+        lambda: trained(chain, fs.shard(blocks(), STRATEGIES[strategy](one_axis())), rows_of(1)), world_size
     )
 
 
 def accumulated(strategy, communicate, reduce):
     def make():
-        tx, params = adamw(), fs.shard(blocks(), SCHEDULED[strategy](one_axis()))
+        tx, params = adamw(), fs.shard(blocks(), STRATEGIES[strategy](one_axis()))
 
         def loss(params, x):
             return (chain(params, x), torch.ones(len(x)).sum()) if reduce == "weighted" else chain(params, x)
@@ -137,7 +127,7 @@ def accumulated(strategy, communicate, reduce):
 @pytest.mark.parametrize("world_size", (1, 2, 3))
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 @pytest.mark.parametrize("communicate", ("each", "once"))
-@pytest.mark.parametrize("strategy", SCHEDULED)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_accumulation(strategy, communicate, reduce, world_size):
     assert_on_ranks(accumulated(strategy, communicate, reduce), world_size)
 

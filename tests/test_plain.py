@@ -1,4 +1,4 @@
-"""The module-free form: plain functions that gather parts of a tree, with and without a schedule."""
+"""The module-free form: plain functions that gather parts of a tree."""
 
 from functools import partial
 
@@ -143,27 +143,14 @@ def reference(f, params):
     return fs.objective(value.detach(), like=params), fs.scatter_grads(grads, like=params)
 
 
-# Also such as the function does not follow: they only say what is gathered ahead.
-SCHEDULES = {
-    "none": None,
-    "in order": lambda p: [p["embed"], *p["blocks"], p["scale"]],
-    "in order, to the embedding's last use": lambda p: [p["embed"], *p["blocks"], p["embed"], p["scale"]],
-    "backwards": lambda p: [p["scale"], *reversed(p["blocks"]), p["embed"]],
-    "of some": lambda p: p["blocks"][1:],
-    "of pairs": lambda p: [[p["embed"], p["scale"]], p["blocks"][:2], p["blocks"][2:]],
-    "of everything at once": lambda p: [p],
-}
-
-
-def assert_is_the_reference(f, schedules, names):
+def assert_is_the_reference(f, names):
     """On this rank, with some strategies; their references differ by nothing but rounding."""
     for name, transform in strategies(one_axis()).items():
         if name in names:
             params = fs.shard(full_values(), transform)
             expected = reference(f, params)
-            for schedule in schedules:
-                value, grads = fs.value_and_grad(f, schedule=SCHEDULES[schedule])(params)
-                assert_trees_close((value, none_as_zeros(grads, params)), expected, rtol=ATOL, atol=ATOL)
+            value, grads = fs.value_and_grad(f)(params)
+            assert_trees_close((value, none_as_zeros(grads, params)), expected, rtol=ATOL, atol=ATOL)
 
 
 @pytest.mark.rows(1)
@@ -171,55 +158,18 @@ def assert_is_the_reference(f, schedules, names):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_it_is_the_reference(name, world_size):
     some = strategies(one_axis()) if world_size == 2 else ("zero3", "zero3 of small whole leaves", "ddp")
-    assert_is_the_reference(FUNCTIONS[name], ("none", "in order"), some)
+    assert_is_the_reference(FUNCTIONS[name], some)
 
 
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("name", FUNCTIONS)
+# Units in the order of their issue; in brackets, where each block computes, forward and backward. The last unit
+# stays. In the backward a unit's turn begins where autograd leaves the unit behind it.
+RECORDS = {0: "0 [0] 1 [1] 2 [2] (2) 1 (1) 0 (0)", 1: "0 [0] 1 [1] 2 [2] (2) 1 0 (1) (0)"}
+
+
+@pytest.mark.parametrize("prefetch", RECORDS)
 @on_ranks(2)
-def test_it_is_the_reference_with_schedules_that_it_does_not_follow(name):
-    assert_is_the_reference(FUNCTIONS[name], SCHEDULES, ("zero3", "zero3 of merged units"))
-
-
-@pytest.mark.rows(1)
-@on_ranks(2, 3)
-@pytest.mark.parametrize("skipped", ([0], [1], [2], [0, 1, 2]), ids=str)
-def test_a_rank_may_skip_what_is_scheduled(skipped):
-    """It takes part in the gathers and reductions all the same."""
-
-    def some_blocks(params):
-        embed = fs.gather(params["embed"])
-        x = embed[tokens()]
-        for i, block in enumerate(params["blocks"]):
-            x = run_block(fs.gather(block), x) if my_rank() or i not in skipped else x
-        return negative_log_likelihood(params, x, embed)
-
-    records = []
-    for transform in strategies(one_axis()).values():
-        params = fs.shard(full_values(), transform)
-        with fs.comm.record() as record:
-            found = fs.value_and_grad(some_blocks, schedule=SCHEDULES["in order"])(params)
-        assert_trees_close(found, reference(some_blocks, params), rtol=ATOL, atol=ATOL)
-        records.append(record)
-    return records
-
-
-# Units in the order of their issue; in brackets, where each block computes, forward and backward. The last unit stays,
-# and of a schedule, whose end is known, as many before it as are prefetched. In the backward a unit's turn begins where
-# autograd leaves the unit behind it.
-RECORDS = {
-    ("none", 1): "0 [0] 1 [1] 2 [2] (2) 1 0 (1) (0)",
-    ("in order", 0): "0 [0] 1 [1] 2 [2] (2) (1) 1 (0) 0",
-    ("in order", 1): "0 1 [0] 2 [1] [2] (2) 0 (1) (0)",
-    ("in order", 2): "0 1 2 [0] [1] [2] (2) (1) (0)",
-}
-
-
-@pytest.mark.parametrize("schedule, prefetch", RECORDS)
-@on_ranks(2)
-def test_what_is_scheduled_is_gathered_ahead(schedule, prefetch):
+def test_what_a_backward_needs_next_is_gathered_ahead(prefetch):
     full = {"blocks": [normal(i)(6, 6) for i in range(3)]}
-    schedules = {"none": None, "in order": lambda p: p["blocks"]}
     strategy = fs.zero3(one_axis(), merge_bytes=0, min_shard_elements=0, prefetch=prefetch)
     params, x = fs.shard(full, strategy), normal(9)(2, 6).requires_grad_()
     with fs.comm.record() as record:
@@ -233,9 +183,9 @@ def test_what_is_scheduled_is_gathered_ahead(schedule, prefetch):
                 h.register_hook(lambda _, i=i: record.append(f"({i})"))
             return h.sum()
 
-        fs.value_and_grad(f, schedule=schedules[schedule])(params)
+        fs.value_and_grad(f)(params)
     found = [e if isinstance(e, str) else e.label for e in record if isinstance(e, str) or e.label == "gather"]
-    assert found == [e if e[0] in "[(" else "gather" for e in RECORDS[schedule, prefetch].split()]
+    assert found == [e if e[0] in "[(" else "gather" for e in RECORDS[prefetch].split()]
 
 
 @on_ranks(2)
@@ -253,12 +203,9 @@ def test_a_leaf_of_two_units_is_gathered_with_each_and_no_other():
         x = x @ fs.gather(part(params, "weight"))["weight"]
         return (x @ fs.gather(part(params, "tokens"))["tokens"].T).square().mean()
 
-    def units(params):
-        return [part(params, "tokens", "positions"), part(params, "weight"), part(params, "tokens")]
-
-    found = []
-    for schedule in (None, units):
-        with fs.comm.record() as record:
-            fs.value_and_grad(loss, schedule=schedule)(params)
-        found.append(sum(entry.bytes for entry in record if entry.label == "gather"))
-    assert found[0] == found[1]
+    with fs.comm.record() as record:
+        fs.value_and_grad(loss)(params)
+    # The last use stays.
+    nbytes = {name: leaf.nbytes for name, leaf in full.items()}
+    gathered = sum(entry.bytes for entry in record if entry.label == "gather")
+    assert gathered == 2 * sum(nbytes.values()) + nbytes["tokens"]
