@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.testing import RankError, Workers
@@ -176,6 +177,62 @@ def draw(axis: fs.Axis) -> Any:
     return fs.value_and_grad(lambda p: model.apply(p, torch.ones(2, 4), key=3).sum())(params)
 
 
+class Layer(nn.Module):
+    """A unit that may break in its forward and in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        Hook.at("forward")
+        return BreaksInBackward.apply(self.linear(x))
+
+
+class Checkpointed(Layer):
+    """One that is computed again in the backward, where it may break."""
+
+    again = False
+
+    def forward(self, x):
+        return checkpoint(self.run, x, use_reentrant=False)
+
+    def run(self, x):
+        if self.again:
+            Hook.at("again")
+        self.again = True
+        return super().forward(x)
+
+
+class Experts(nn.Module):
+    """A layer, then one of two, which ranks choose in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.experts = Layer(), nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x):
+        return self.experts[my_rank() % 2](self.first(x))
+
+
+def of_model(module: nn.Module, run: Callable[[fs.Model, Any], Any], axis: fs.Axis) -> Any:
+    """Run a model of units that are gathered one by one."""
+    model = fs.functionalize(module, units=Layer)
+    return run(model, model.init(fs.zero3(axis, min_shard_elements=0, merge_bytes=0), seed=0))
+
+
+def differentiated(model: fs.Model, params: Any) -> Any:
+    return fs.value_and_grad(lambda p: model.apply(p, torch.ones(2, 4)).sum())(params)
+
+
+def accumulated(model: fs.Model, params: Any) -> Any:
+    return fs.accumulate(lambda p, x: model.apply(p, x).sum())(params, [torch.ones(2, 4), torch.ones(1, 4)])
+
+
+def applied(model: fs.Model, params: Any) -> Any:
+    return model.apply(params, torch.ones(2, 4))
+
+
 def pipeline(axis: fs.Axis, schedule: str) -> Any:
     def stage(params, h):
         Hook.at("stage")
@@ -209,6 +266,16 @@ PROGRAMS: dict[str, tuple[Callable[[fs.Axis], Any], tuple[str, ...]]] = {
     "gpipe": (partial(pipeline, schedule="gpipe"), ("stage", "backward")),
     "1f1b": (partial(pipeline, schedule="1f1b"), ("stage", "backward")),
     "interleaved": (partial(pipeline, schedule="interleaved"), ("stage", "backward")),
+}
+PROGRAMS |= {
+    "accumulate": (partial(of_model, nn.Sequential(Layer(), Layer()), accumulated), ("forward", "backward")),
+    # The third is not on its way when a rank breaks in the first.
+    "apply": (partial(of_model, nn.Sequential(Layer(), Layer(), Layer()), applied), ("forward",)),
+    "checkpoints": (
+        partial(of_model, nn.Sequential(Checkpointed(), Checkpointed()), differentiated),
+        ("forward", "again", "backward"),
+    ),
+    "experts": (partial(of_model, Experts(), differentiated), ("forward", "backward")),
 }
 PLACES = [(name, place) for name, (_, places) in PROGRAMS.items() for place in places]
 

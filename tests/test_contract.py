@@ -331,7 +331,7 @@ def test_a_rank_whose_program_ends_by_an_error_is_named_with_it(tmp_path, lazy):
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("size", (2, 4))
-@pytest.mark.parametrize("name, place", [("collectives", "between"), ("1f1b", "stage"), ("mixture", "backward")])
+@pytest.mark.parametrize("name, place", [("collectives", "between"), ("1f1b", "stage"), ("checkpoints", "again")])
 def test_a_rank_that_does_not_come_is_named_at_the_timeout(name, place, size):
     def program():
         axis = axis_of_all(2.0)
@@ -479,7 +479,7 @@ def test_nothing_is_raised_where_a_rank_is_slow():
     # A trace sends what an eager call does, but for the messages by which ranks compare calls.
     expected = step(params)
     assert_same_bits(fs.tree_leaves(fs.jit(step)(params)), fs.tree_leaves(expected))
-    for name in ("1f1b", "interleaved", "gpipe", "mixture", "ring"):
+    for name in ("1f1b", "interleaved", "gpipe", "mixture", "ring", "accumulate", "apply", "checkpoints", "experts"):
         PROGRAMS[name][0](axis)
     grid = fs.init_mesh({"replicate": 1 if size == 2 else 2, "shard": -1}, device="cpu", timeout=60.0)
     hybrid = fs.shard({"w": torch.ones(8, 4)}, fs.hsdp(grid))
