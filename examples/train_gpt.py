@@ -72,15 +72,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     adamw = fs.from_torch(torch.optim.AdamW, sums=args.sums, **hyper)
     tx = fs.chain(fs.clip_by_global_norm(1.0, sums=args.sums), adamw)
 
-    def train_step(state: fs.TrainState, microbatches: list[Batch]) -> tuple[fs.TrainState, torch.Tensor]:
+    def train_step(state: fs.TrainState, microbatches: list[Any]) -> tuple[fs.TrainState, torch.Tensor]:
         # Other masks in each step and in each microbatch of the job, all drawn from one key.
         key = fs.fold_in(state.key, state.step)
 
-        def loss_fn(params: Any, microbatch: Batch, index: int) -> torch.Tensor:
-            x, y = microbatch
+        def loss_fn(params: Any, microbatch: tuple[int, Batch]) -> torch.Tensor:
+            index, (x, y) = microbatch
             return cross_entropy(model.apply(params, x, key=fs.fold_in(key, index)), y)
 
-        loss, grads = fs.accumulate(loss_fn, sums=args.sums, with_index=True)(state.params, microbatches)
+        loss, grads = fs.accumulate(loss_fn, sums=args.sums)(state.params, microbatches)
         return fs.update(tx, state, grads), loss
 
     jitted_step = fs.jit(train_step, donate_argnums=0)
@@ -92,8 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         log = Log(args.directory / "losses.txt", first, mesh.size(), begin=int(state.step))
         for step in log.steps(min(args.steps, args.stop_at or args.steps), sizes.batch * sizes.context):
             ids = fs.sample_ids(step, args.seed, samples=len(train_text) // sizes.context - 1, batch=sizes.batch)
-            mine = fs.microbatches(ids.unflatten(0, (number, -1)).unbind(), like=state.params)
-            state, loss = jitted_step(state, [windows(train_text, ids, sizes.context) for ids in mine])
+            mine = fs.microbatches(list(enumerate(ids.unflatten(0, (number, -1)))), like=state.params)
+            state, loss = jitted_step(state, [(i, windows(train_text, ids, sizes.context)) for i, ids in mine])
             log.add(step, loss.item())
             manager.save(state)
 

@@ -1,10 +1,10 @@
 """value_and_grad and accumulate: the loss and its sharded, reduced gradients in one call."""
 
-import functools
 import json
-import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -23,21 +23,18 @@ from fshard.collectives import (
     total,
 )
 from fshard.engine import Call
-from fshard.errors import Problem, expect, refuse
-from fshard.microbatches import Share, check_batches, own_share, place_of, reduces_early, tree_total
-from fshard.transforms.base import LayoutError
-from fshard.transforms.compose import sum_dtype
+from fshard.errors import expect
+from fshard.microbatches import Share, check_batches, order_of, share_of, tree_total
 from fshard.transforms.state import ABSENT, Absent, joined, states_of
 from fshard.transforms.tree_sums import in_tree
 from fshard.tree import (
-    Flat,
     Sharded,
     Tree,
     flatten,
     is_sharded,
     is_trained,
+    leaves_of,
     like,
-    map_leaves,
     tensor_of,
     tree_leaves,
     tree_map,
@@ -45,9 +42,7 @@ from fshard.tree import (
 )
 from fshard.tree.checks import (
     check_differentiable,
-    check_flags,
     check_floating,
-    check_function,
     check_local,
     check_loss,
     check_reduce,
@@ -55,6 +50,7 @@ from fshard.tree.checks import (
     describe,
     refuse_writes,
 )
+
 
 
 def value_and_grad(
@@ -105,7 +101,7 @@ def value_and_grad(
         `transform_state` the new state comes third.
 
     Raises:
-        ValueError: if `reduce` is unknown; by the function returned, if the loss does not fit it, a leaf that takes a
+        ValueError: by the function returned, if `reduce` is unknown or the loss does not fit it, a leaf that takes a
             gradient is not floating, leaves are plain among Sharded ones, a leaf's gradient is not complete over an
             axis of `reduce_over`, the loss differs between ranks of an axis that nothing is reduced over, ranks gather
             different units, `f` wrote to a parameter, or it runs in inference mode.
@@ -117,178 +113,147 @@ def value_and_grad(
     >>> loss, grads["w"].local
     (tensor(50.), tensor([20., 40.]))
     """
-    _check("value_and_grad", f, reduce, reduce_over, sums, has_aux=has_aux)
-    options = _Options(reduce, reduce_over, has_aux, transform_state)
-    single = isinstance(argnums, int)
-    places = _places(argnums)
+    start = partial(_Job, "value_and_grad", reduce, reduce_over, has_aux, sums, transform_state)
+    several = isinstance(argnums, list | tuple)
+    numbers: Any = argnums if several else (argnums,)
 
     def run(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        found = f"{argnums!r} of {len(args)} arguments by position"
-        fits = all(-len(args) <= place < len(args) for place in places)
-        distinct = fits and len({place % len(args) for place in places}) == len(places)
-        expect(distinct, "value_and_grad", f"argnums to be {EACH_ONCE}", found)
-        inputs = _inputs(places, args)
+        known = {number: place for place in range(len(args)) for number in (place, place - len(args))}
+        places: list[Any] = [known.get(number) for number in numbers]
+        distinct = None not in places and len(set(places)) == len(places) > 0
+        needed = "argnums to be numbers of arguments by position, each once"
+        expect(distinct, "value_and_grad", needed, f"{argnums!r:.40} of {len(args)}")
+        inputs = {n: args[n] for n in places if several and not any(map(is_sharded, leaves_of(args[n])))}
+        # Plain tensors alone are parameters.
+        inputs = inputs if len(inputs) < len(places) else {}
         trained = [place for place in places if place not in inputs]
-        params = args[trained[0]] if single else tuple(args[place] for place in trained)
+        params = tuple(args[place] for place in trained) if several else args[trained[0]]
 
         def with_params(tree: Tree, given: Tree) -> Any:
-            arguments = list(args)
-            for place, part in (*zip(trained, (tree,) if single else tree, strict=True), *given.items()):
-                arguments[place] = part
-            return f(*arguments, **kwargs)
+            changed = dict(zip(trained, tree if several else (tree,), strict=True)) | given
+            return f(*(changed.get(place, arg) for place, arg in enumerate(args)), **kwargs)
 
-        share = own_share("value_and_grad", params, None, 1) if sums else None
-        job = _Job("value_and_grad", [with_params], params, inputs, options, share=share)
-        value, (aux,), grads, given, *rest = job.differentiate()
-        if inputs:
-            by_place = {**dict(zip(trained, grads, strict=True)), **given}
+        value, (aux,), grads, by_inputs, *state = start([with_params], params, inputs).run()
+        if several:
+            by_place = dict(zip(trained, grads, strict=True)) | by_inputs
             grads = tuple(by_place[place] for place in places)
-        return (value, aux) if has_aux else value, grads, *rest
+        objective = (value, aux) if has_aux else value
+        return objective, grads, *state
 
     return comm.call(run, "value_and_grad")
 
 
-def _inputs(places: Sequence[int], args: Sequence[Any]) -> dict[int, Tree]:
-    """Find the arguments without Sharded leaves, by place; none if no argument has Sharded leaves."""
-    plain = {place: args[place] for place in places if not any(map(is_sharded, flatten(args[place]).leaves))}
-    return plain if len(plain) < len(places) else {}
+Function = Callable[[Tree, Tree], Any]
+Parts = tuple[torch.Tensor, Any, Any]
+Found = tuple[torch.Tensor, Sequence[Any], list[Any], Sequence[torch.Tensor]]
 
 
-EACH_ONCE = "a number or several, each once"
+@dataclass
+class _Job:
+    """One differentiation of the objective of several local losses, by the engine or by the reference.
 
+    Attributes:
+        functions: Each maps parameters and inputs to this rank's loss of one microbatch.
+        inputs: Plain tensors, to differentiate by too.
+        communicate: As for `accumulate`.
+    """
 
-def _places(argnums: Any) -> tuple[int, ...]:
-    """Make a tuple of the argument numbers."""
-    places = tuple(argnums) if isinstance(argnums, list | tuple) else (argnums,)
-    if not places or not all(isinstance(place, int) for place in places) or len(set(places)) < len(places):
-        raise ValueError(f"value_and_grad: expected argnums to be {EACH_ONCE}, got {argnums!r}")
-    return places
-
-
-class _Options(NamedTuple):
-    """What both verbs take, as `value_and_grad` does."""
-
+    what: str
     reduce: str
     over: Over
     has_aux: bool
+    sums: str | None
     transform_state: Tree | Absent
+    functions: Sequence[Function]
+    params: Tree
+    inputs: Tree = ()
+    communicate: str | None = None
 
+    def __post_init__(self) -> None:
+        """Check the parameters."""
+        check_reduce(self.reduce, self.what)
+        check_sums(self.what, self.sums)
+        remedy = "shard the parameters on these axes alone"
+        expect(not self.sums or self.over is None, self.what, 'reduce_over or sums="tree"', "both", remedy)
+        self.flat = flatten(self.params)
+        check_local(self.what, self.flat)
+        self.axes = reduction_axes(self.flat, self.what, self.over)
+        self.shared = shared_axes(self.flat, self.axes)
+        for each in (self.flat, flatten(self.inputs)):
+            check_floating(self.what, each)
+            check_differentiable(self.what, each)
+        self.states = states_of(self.what, self.flat, self.transform_state)
+        self.share: Share | None = None
+        self.told: dict[str, Any] = {"reduce": self.reduce, **named(self.axes, self.over)}
+        if self.communicate:
+            self.told |= {"microbatches": len(self.functions), "communicate": self.communicate}
+        if self.sums:
+            self.told["sums"] = self.sums
+            self.share = share_of(self.axes, self.communicate or order_of(self.what, self.params, None))
+            self.share.check(self.what, len(self.functions))
 
-def _check(what: str, f: Any, reduce: str, over: Over, sums: str | None, **flags: Any) -> None:
-    """Refuse arguments that neither verb takes."""
-    check_function(what, f)
-    check_reduce(reduce, what)
-    check_sums(what, sums)
-    check_flags(what, **flags)
-    remedy = "shard the parameters on these axes alone"
-    expect(sums is None or over is None, what, 'reduce_over or sums="tree"', "both", remedy)
-
-
-Parts = tuple[torch.Tensor, Any, Any]
-Found = tuple[torch.Tensor, list[Any], list[Any], list[Any]]
-
-
-class _Job:
-    """One differentiation of the objective of several local losses, by the engine or by the reference."""
-
-    def __init__(
-        self, what: str, functions: Sequence[Callable[[Tree, Tree], Any]], params: Tree, inputs: Tree,
-        options: _Options, once: bool = False, share: Share | None = None,
-    ) -> None:  # fmt: skip
-        """Check the parameters.
-
-        Args:
-            what: The verb that runs, for errors.
-            functions: Each maps parameters and inputs to this rank's loss of one microbatch.
-            params: The parameters.
-            inputs: Plain tensors, to differentiate by too; none with several functions.
-            options: The verb's arguments.
-            once: Whether full gradients are summed over microbatches before they are reduced.
-            share: The microbatches of this rank, if sums are one tree over the microbatches of all ranks.
-        """
-        self.what, self.functions, self.options, self.once, self.share = what, functions, options, once, share
-        self.whole, self.inputs = flatten(params), flatten(inputs)
-        check_local(what, self.whole)
-        self.axes = reduction_axes(self.whole, what, options.over)
-        self.shared = shared_axes(self.whole, self.axes)
-        for each in (self.whole, self.inputs):
-            check_floating(what, each)
-            check_differentiable(what, each)
-        self.states = states_of(what, self.whole, options.transform_state)
-        self.flat = self.whole if share is None else _in_tree(what, self.whole)
-        number = len(functions) if share is None else share.total
-        told = {"microbatches": number, "communicate": "once" if once else "each"} if what == "accumulate" else {}
-        tree = {} if share is None else {"sums": "tree"}
-        self.told = {"reduce": options.reduce, **named(self.axes, options.over), **told, **tree}
-
-    def differentiate(self) -> tuple[Any, ...]:
+    def run(self) -> tuple[Any, ...]:
         """Run the functions.
 
         Returns:
             The objective, each function's aux, the gradients of parameters and of inputs, and the new state where one
             was passed.
         """
-        if self.share is not None and _compat.is_tracing():
+        if self.share and _compat.is_tracing():
             comm.ops.told(json.dumps({"sums": "tree"}))
-        value, auxes, grads, by_inputs = self._reference() if self._is_outer() else self._engine()
-        check_agrees(value, self.flat, self.axes, self.what)
-        wrapped = [
-            Sharded(grad, leaf.spec) if is_sharded(leaf) and grad is not None else grad
-            for grad, leaf in zip(grads, self.whole.leaves, strict=True)
-        ]
-        given = iter(by_inputs)
-        inputs = [None if leaf is None else next(given) for leaf in self.inputs.leaves]
-        found = value, auxes, unflatten(self.flat.treedef, wrapped), unflatten(self.inputs.treedef, inputs)
-        state = self.options.transform_state
-        return found if state is ABSENT else (*found, joined(self.whole, self.states, state))
-
-    def _is_outer(self) -> bool:
-        """Whether the result must be differentiable itself, or there is nothing to gather."""
-        sharded = [leaf.local for leaf in self.flat.leaves if is_sharded(leaf)]
-        tensors = [*sharded, *self._inputs()]
+        tensors = tree_leaves((self.params, self.inputs))
         outer = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        return not sharded or outer or _compat.transforms_active() or _compat.any_dual(tensors)
+        # The result must be differentiable itself, or there is nothing to gather.
+        by_torch = outer or not self.flat.specs or _compat.transforms_active() or _compat.any_dual(tensors)
+        value, auxes, grads, by_inputs = self._reference() if by_torch else self._engine()
+        check_agrees(value, self.flat, self.axes, self.what)
+        pairs = zip(self.flat.leaves, grads, strict=True)
+        wrapped = [Sharded(grad, leaf.spec) if is_sharded(leaf) and grad is not None else grad for leaf, grad in pairs]
+        found = value, auxes, unflatten(self.flat.treedef, wrapped), _with_tensors(self.inputs, by_inputs)
+        if self.transform_state is ABSENT:
+            return found
+        return *found, joined(self.flat, self.states, self.transform_state)
 
-    def _inputs(self) -> list[torch.Tensor]:
-        return [leaf for leaf in self.inputs.leaves if leaf is not None]
-
-    def _local(self, function: Callable[[Tree, Tree], Any], leaves: list[Any], inputs: Sequence[Any]) -> Parts:
+    def _local(self, function: Function, leaves: list[Any], inputs: Sequence[Any]) -> Parts:
         """Compute this rank's loss of one microbatch, with its count and aux."""
-        before, given, reduce = reductions(), iter(inputs), self.options.reduce
-        inputs = [None if leaf is None else next(given) for leaf in self.inputs.leaves]
-        out = function(unflatten(self.flat.treedef, leaves), unflatten(self.inputs.treedef, inputs))
-        paired = not self.options.has_aux or (isinstance(out, tuple) and len(out) == 2)
+        before = reductions()
+        out = function(unflatten(self.flat.treedef, leaves), _with_tensors(self.inputs, inputs))
+        paired = not self.has_aux or (isinstance(out, tuple) and len(out) == 2)
         expect(paired, self.what, "f to return the pair (loss, aux) for has_aux=True", describe(out))
-        loss, aux = out if self.options.has_aux else (out, None)
-        check_loss(loss, reduce, self.what)
-        value, count = loss if reduce == "weighted" else (loss, None)
+        loss, aux = out if self.has_aux else (out, None)
+        check_loss(loss, self.reduce, self.what)
+        value, count = loss if self.reduce == "weighted" else (loss, None)
         if reductions() > before:
             check_not_reduced(value, self.axes, self.what)
         return value, count, aux
 
-    def _divisor(self, counts: list[Any]) -> Any:
+    def _divisor(self, counts: Sequence[Any]) -> Any:
         """Compute the divisor of sums over ranks and microbatches."""
-        reduce = self.options.reduce
-        if reduce == "weighted":
+        if self.reduce == "weighted":
             numbers = self._summed([count.detach().to(torch.float64) for count in counts])
-            return self._total(denominator(numbers, self.axes, reduce))
-        number = len(self.functions) if self.share is None else self.share.total // self.share.ranks
-        return denominator(None, self.axes, reduce) * (number if reduce == "mean" else 1)
+            return self._total(denominator(numbers, self.axes, self.reduce))
+        return denominator(None, self.axes, self.reduce) * (len(counts) if self.reduce == "mean" else 1)
 
-    def _summed(self, values: list[torch.Tensor]) -> torch.Tensor:
+    def _summed(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Add up numbers of this rank's microbatches, or put them into slots of one tree over all ranks."""
-        return functools.reduce(operator.add, values) if self.share is None else self.share.slots(values)
+        return self.share.slots(values) if self.share else sum(values[1:], values[0])
 
     def _total(self, summed: torch.Tensor) -> torch.Tensor:
         """Finish the sum over ranks."""
-        return summed if self.share is None else tree_total(summed)
+        return tree_total(summed) if self.share else summed
 
     def _engine(self) -> Found:
-        inputs = [leaf.detach().requires_grad_() for leaf in self._inputs()]
-        call = Call(self.what, self.flat, self.shared, inputs=inputs, share=self.share, **self.told)
+        flat = self.flat
+        if self.share:
+            leaves = [leaf and Sharded(leaf.local, in_tree(leaf.spec, self.axes)) for leaf in flat.leaves]
+            flat = flat._replace(leaves=leaves)
+        inputs = [leaf.detach().requires_grad_() for leaf in tree_leaves(self.inputs)]
+        call = Call(self.what, flat, self.shared, inputs=inputs, share=self.share, **self.told)
+        several = bool(self.share) or len(self.functions) > 1
         for leaf, state in zip(call.leaves, self.states, strict=True):
             if leaf is not None:
-                leaf.state, leaf.accumulated = state, len(self.functions) > 1 or self.share is not None
+                leaf.state = state
+                leaf.accumulated = several
         with call.running():
             try:
                 return self._run(call, inputs)
@@ -297,101 +262,74 @@ class _Job:
 
     def _run(self, call: Call, inputs: list[torch.Tensor]) -> Found:
         values, counts, auxes = [], [], []
-        by_inputs: list[torch.Tensor] = []
-        single = len(self.functions) == 1 and self.share is None
-        divisor: Any = 1
-        for i, function in enumerate(self.functions):
+        # With one microbatch each gradient can be divided as soon as it is reduced.
+        single = len(self.functions) == 1 and not self.share
+        for left, function in enumerate(self.functions, 1 - len(self.functions)):
 
-            def run(function: Callable[[Tree, Tree], Any] = function) -> Parts:
+            def run(function: Function = function) -> Parts:
                 return self._local(function, call.bound, inputs)
 
             value, count, aux = call.forward(run)
-            count, aux = map_leaves(_unbound, (count, aux))
-            # With one microbatch each gradient can be divided as soon as it is reduced.
-            divisor = self._divisor([count]) if single else 1
-            last = i == len(self.functions) - 1
-            by_inputs = call.backward(value, divisor, reduce=last or not self.once, last=last)
+            count, aux = tree_map(_detached, (count, aux))
             values.append(value.detach())
             counts.append(count)
             auxes.append(aux)
+            now = self._divisor(counts) if single else 1
+            last = not left
+            by_inputs = call.backward(value, now, reduce=last or self.communicate != "once", last=last)
             del value
-        paths, mine = [leaf.path for leaf in call.trained], [leaf.used for leaf in call.trained]
-        others = [axis for axis in self.shared if axis not in self.axes]
-        rest = 1 if single else self._divisor(counts)
-        value, used = closed(self._summed(values), paths, mine, self.axes, others)
-        wanted = {leaf for leaf, yes in zip(call.trained, used, strict=True) if yes}
-        grads = [leaf.take_grad(rest) if leaf in wanted else None for leaf in call.leaves]
-        self.states = [
-            leaf.state if leaf in wanted else old for leaf, old in zip(call.leaves, self.states, strict=True)
-        ]
-        divisor = divisor if single else rest
-        return divided(self._total(value), divisor), auxes, grads, [divided(grad, divisor) for grad in by_inputs]
+        later = 1 if single else self._divisor(counts)
+        mine = {leaf.path: leaf.used for leaf in call.trained}
+        value, used = closed(self._summed(values), mine, self.axes, self.shared)
+        grads: list[Any] = [None] * len(call.leaves)
+        for i, leaf in enumerate(call.leaves):
+            if leaf is not None and used.get(leaf.path):
+                grads[i] = leaf.take_grad(later)
+                self.states[i] = leaf.state
+        divisor = now if single else later
+        value = divided(self._total(value), divisor)
+        return value, auxes, grads, [divided(grad, divisor) for grad in by_inputs]
 
     def _reference(self) -> Found:
         """Differentiate by torch.func; every unit is gathered when a function asks for it, and kept."""
-        remedy = "differentiate at gathered parameters, and call fs.scatter_grads outside of it"
-        stateless = all(state is None for state in self.states)
-        expect(stateless, self.what, "no state of transforms inside torch.func", "one", remedy)
         needed = 'no sums="tree" inside torch.func, nor of plain tensors'
-        expect(self.share is None, self.what, needed, "it", "leave it out")
+        expect(not self.sums, self.what, needed, "it", "leave it out")
         comm.same_call(self.what, self.shared, self.flat, **self.told)
         trained = [i for i, leaf in enumerate(self.flat.leaves) if is_trained(leaf)]
+        paths = [self.flat.paths[i] for i in trained]
         own = [tensor_of(self.flat.leaves[i]) for i in trained]
-        values, counts, auxes = [], [], []
-        sums: list[torch.Tensor] = []
-        for function in self.functions:
-            parts: list[Tree] = []
-            loss_of = functools.partial(self._loss_of, function, trained, parts)
-            unwritten = refuse_writes(self.what, [self.flat.paths[i] for i in trained], own)
-            with unwritten, _compat.without_saved_tensor_hooks():
-                found, (value, outputs) = torch.func.grad_and_value(loss_of, has_aux=True)([*own, *self._inputs()])
-            carried = iter(outputs)
-            count, aux = tree_map(lambda x: next(carried) if isinstance(x, torch.Tensor) else x, parts.pop())  # noqa: B023
-            wide = [self._wide(i, grad) for i, grad in zip(trained, sums, strict=False)]
-            sums = [a + b for a, b in zip(wide, found, strict=False)] if sums else list(found[: len(trained)])
-            values.append(value)
-            counts.append(count)
-            auxes.append(aux)
+        rest: list[Tree] = []
+
+        def loss_of(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            leaves = list(self.flat.leaves)
+            for i, tensor in zip(trained, tensors, strict=False):
+                leaves[i] = like(leaves[i], tensor)
+            parts = [self._local(function, leaves, tensors[len(trained) :]) for function in self.functions]
+            # torch.func carries only tensors out of the transform; the rest of the tree goes by this list.
+            rest.append(parts)
+            carried = [leaf for leaf in tree_leaves(parts) if isinstance(leaf, torch.Tensor)]
+            return self._summed([value for value, *_ in parts]), carried
+
+        with refuse_writes(self.what, paths, own), _compat.without_saved_tensor_hooks():
+            tensors = [*own, *tree_leaves(self.inputs)]
+            found, (value, outputs) = torch.func.grad_and_value(loss_of, has_aux=True)(tensors)
+        _, counts, auxes = zip(*_with_tensors(rest.pop(), outputs), strict=True)
         divisor = self._divisor(counts)
-        grads: list[Any] = [None] * len(self.flat.leaves)
-        for i, grad, tensor in zip(trained, sums, own, strict=True):
-            grads[i] = divided(grad, divisor).to(tensor.dtype)
-        by_inputs = [divided(grad, divisor) for grad in found[len(trained) :]]
-        return divided(total(self._summed(values), self.axes), divisor), auxes, grads, by_inputs
-
-    def _wide(self, i: int, grad: torch.Tensor) -> torch.Tensor:
-        leaf = self.flat.leaves[i]
-        return grad.to(sum_dtype(leaf.spec, grad.dtype)) if is_sharded(leaf) else grad
-
-    def _loss_of(
-        self, function: Callable[[Tree, Tree], Any], trained: list[int], parts: list[Tree], tensors: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        leaves = list(self.flat.leaves)
-        for i, tensor in zip(trained, tensors, strict=False):
-            leaves[i] = like(leaves[i], tensor)
-        value, count, aux = self._local(function, leaves, tensors[len(trained) :])
-        # torch.func carries only tensors out of the transform; the rest of the tree goes by this list.
-        parts.append((count, aux))
-        return value, [leaf for leaf in tree_leaves((count, aux)) if isinstance(leaf, torch.Tensor)]
+        found = [divided(grad, divisor) for grad in found]
+        grads = dict(zip(trained, found, strict=False))
+        by_leaf = [grads.get(i) for i in range(len(self.flat.leaves))]
+        value = divided(total(value, self.axes), divisor)
+        return value, auxes, by_leaf, found[len(trained) :]
 
 
-def _in_tree(what: str, flat: Flat) -> Flat:
-    """Let leaves sum their gradients in one tree."""
-    leaves, problems = [], []
-    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-        try:
-            leaves.append(Sharded(leaf.local, in_tree(leaf.spec)) if is_sharded(leaf) else leaf)
-        except LayoutError as error:
-            problems.append(Problem(path, error.got, error.expected))
-    remedy = 'take a strategy without it, or leave out sums="tree"'
-    refuse(f"{what}: a transform has other bits at another number of ranks", problems, remedy)
-    return flat._replace(leaves=leaves)
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _unbound(leaf: Any) -> Any:
-    """Detach a leaf, so that it may outlive a call."""
-    detached = leaf if not isinstance(tensor_of(leaf), torch.Tensor) else tensor_of(leaf).detach()
-    return Sharded(detached, leaf.spec) if is_sharded(leaf) else detached
+def _with_tensors(tree: Tree, tensors: Sequence[torch.Tensor]) -> Tree:
+    """Put tensors in the places of those of a tree."""
+    left = iter(tensors)
+    return tree_map(lambda leaf: next(left) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def accumulate(
@@ -402,14 +340,14 @@ def accumulate(
     has_aux: bool = False,
     communicate: str | None = None,
     sums: str | None = None,
-    with_index: bool = False,
     transform_state: Tree | Absent = ABSENT,
 ) -> Callable[..., Any]:
     """Turn a local loss of one microbatch into a function of many: `value_and_grad` of their common objective.
 
-    Activations of one microbatch are held at a time. The objective is the mean over microbatches and ranks, or with
-    "weighted" the true mean over all items, however unequally they are spread. Gradients are added up in the dtype
-    that they are reduced in, if it is wider than the dtype that they are computed in, or stored in.
+    Activations of one microbatch are held at a time, but inside torch.func, and of plain tensors alone, those of all.
+    The objective is the mean over microbatches and ranks, or with "weighted" the true mean over all items, however
+    unequally they are spread. Gradients are added up in the dtype that they are reduced in, if it is wider than the
+    dtype that they are computed in, or stored in.
 
     Args:
         f: Called as f(params, microbatch, *args, **kwargs); returns this rank's scalar loss, or (sum, count) for
@@ -424,8 +362,6 @@ def accumulate(
             so that they have the same bits on any number of ranks. Each rank passes what `fs.microbatches` chooses of
             the job's, of which there are a power of two, as there are ranks; forward and backward must have bits that
             depend on the microbatch alone. None adds up in turn.
-        with_index: Whether f is called as f(params, microbatch, index, *args, **kwargs), with the microbatch's number
-            in the job, as `fs.microbatches` numbers them: `fold_in` makes a key of it.
         transform_state: As for `value_and_grad`; it goes from microbatch to microbatch where each is reduced.
 
     Returns:
@@ -434,9 +370,9 @@ def accumulate(
         `transform_state` the new state comes third. A leaf that was used in any microbatch has a gradient.
 
     Raises:
-        ValueError: if `reduce`, `communicate` or `sums` is unknown; by the function returned, if there are no
-            microbatches, with sums="tree" no power of two of them or of ranks, a transform has other bits at another
-            number of ranks, f computes on shards, and as for `value_and_grad`.
+        ValueError: by the function returned, if `communicate` or `sums` is unknown, there are no microbatches, with
+            sums="tree" no power of two of them or of ranks, a transform has other bits at another number of ranks, f
+            computes on shards, and as for `value_and_grad`.
 
     >>> import torch, fshard as fs
     >>> params = fs.shard({"w": torch.tensor([1.0, 2.0])}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
@@ -444,31 +380,14 @@ def accumulate(
     >>> loss, grads["w"].local
     (tensor(100.), tensor([40., 80.]))
     """
-    _check("accumulate", f, reduce, reduce_over, sums, has_aux=has_aux, with_index=with_index)
-    check_batches("accumulate", [None], communicate)
-    options = _Options(reduce, reduce_over, has_aux, transform_state)
+    start = partial(_Job, "accumulate", reduce, reduce_over, has_aux, sums, transform_state)
 
     def run(params: Tree, microbatches: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        check_batches("accumulate", microbatches, communicate)
-        own = len(microbatches)
-        share = own_share("accumulate", params, communicate, own) if sums else None
-        once = share.communicate == "once" if share else _once(communicate, params)
-        given: list[tuple[Any, ...]] = [(batch,) for batch in microbatches]
-        if with_index:
-            axes = reduction_axes(flatten(params), "accumulate", reduce_over)
-            ranks, rank = place_of([axis for axis in reversed(axes) if axis.size > 1])
-            numbered = share or Share(own * ranks, ranks, rank, "once" if once else "each")
-            given = list(zip(microbatches, numbered.indices, strict=True))
-        functions = [functools.partial(_on, f, (*first, *args), kwargs) for first in given]
-        value, auxes, grads, _, *rest = _Job("accumulate", functions, params, (), options, once, share).differentiate()
-        return (value, auxes) if has_aux else value, grads, *rest
+        check_batches("accumulate", microbatches)
+        functions = [lambda tree, _, batch=batch: f(tree, batch, *args, **kwargs) for batch in microbatches]
+        order = order_of("accumulate", params, communicate)
+        value, auxes, grads, _, *state = start(functions, params, communicate=order).run()
+        objective = (value, auxes) if has_aux else value
+        return objective, grads, *state
 
     return comm.call(run, "accumulate")
-
-
-def _on(f: Callable[..., Any], args: Any, kwargs: Any, params: Tree, _: Tree) -> Any:
-    return f(params, *args, **kwargs)
-
-
-def _once(communicate: str | None, params: Tree) -> bool:
-    return communicate == "once" or (communicate is None and not reduces_early(params))

@@ -308,7 +308,7 @@ MICRO = "accumulate: expected the microbatches to be a sequence of one or more, 
 ROWS = [
     *rows_of(
         "accumulate with {}",
-        lambda _, keywords: fs.accumulate(loss, **keywords),
+        lambda world, keywords: fs.accumulate(lambda p, _: loss(p), **keywords)(world.params, [1]),
         [
             ({"communicate": "twice"}, 'accumulate: expected communicate to be "each", "once" or None, got \'twice\''),
             ({"reduce": "max"}, 'accumulate: expected reduce to be "mean", "sum" or "weighted", got \'max\''),

@@ -359,7 +359,9 @@ ACCEPTED = (
     ("torch's class takes it; int is a schedule", ("a number", "a class"), "from_torch.lr"),
     ("torch's class takes it", (*NUMBERS, "a negative number", "nan"), "from_torch_scheduler.step_size"),
     ("compared when there is a tree", (*NUMBERS, "a negative number"), "fully_shard.dim own_dim.dim hybrid_shard.dim"),
-    ("compared when there is a tree", (*NUMBERS, "a negative number"), "split_dim.dim value_and_grad.argnums"),
+    ("compared when there is a tree", (*NUMBERS, "a negative number"), "split_dim.dim"),
+    ("from the end", ("a negative number",), "value_and_grad.argnums"),
+    ("false to Python", (*EMPTY, "an empty text"), "value_and_grad.has_aux"),
     ("a number in range", (*NUMBERS, "a negative number"), "sgd.dampening"),
     ("places, or none", (*NUMBERS, "an empty list"), "jit.donate_argnums jit.static_argnums"),
     ("no attributes", ("an empty list",), "tensor_parallel.divide"),
@@ -370,7 +372,7 @@ ACCEPTED = (
     ("seeds and keys", ("None", "a number", "a negative number", "a huge number"), "apply.key model.apply.key"),
     ("seeds and keys", ("None", "a number", "a negative number", "a tensor of integers"), "TrainState.create.key"),
     ("seeds and keys", ("None", "a number", "a negative number"), "model.init.seed"),
-    ("functions", ("a class", "a module"), "accumulate.f jit.backend value_and_grad.f make_graph.f remat.f"),
+    ("functions", ("a class", "a module"), "jit.backend make_graph.f remat.f"),
     ("functions", ("a class", "a module"), "pipeline.stage_fn pipeline.last ulysses.attention"),
     ("a number, or the default", ("None", *NUMBERS), "ring_attention.scale"),
     ("functions, or none", ("None", "a class", "a module"), "pipeline.first"),
@@ -445,7 +447,15 @@ ACCEPTED = (
 )
 # Wrong values that the caller's own function gets, whose error stays as it is.
 THEIRS = {
-    *("plan.step", "tree_map.f", "tree_map.tree", "objective of value_and_grad.params", "testing.check_pure.args"),
+    *(
+        "accumulate.f",
+        "value_and_grad.f",
+        "plan.step",
+        "tree_map.f",
+        "tree_map.tree",
+        "objective of value_and_grad.params",
+        "testing.check_pure.args",
+    ),
     *("objective of accumulate.params", "jitted step.state", "testing.assert_budget.step", "testing.check_pure.step"),
     *("testing.check_varying.f", "testing.check_varying.params"),
 }
@@ -487,6 +497,8 @@ def targets(w):
         "objective of accumulate": lambda params, microbatches: fs.accumulate(lambda p, _: loss(p))(
             params, microbatches
         ),
+        "accumulate": lambda **given: fs.accumulate(**given)(w.params, [1, 2]),
+        "value_and_grad": lambda **given: fs.value_and_grad(**given)(w.params),
         "jitted step": fs.jit(step),
         "testing.check_pure": lambda step, args: testing.check_pure(step, args),
     }

@@ -20,8 +20,7 @@ def linear():
     return fs.functionalize(LINEAR)
 
 
-EACH_ONCE = "value_and_grad: expected argnums to be a number or several, each once"
-GIVEN = "arguments by position"
+EACH_ONCE = "value_and_grad: expected argnums to be numbers of arguments by position, each once"
 DATA = "fold_in: expected data to be a whole number, a tensor of integers, or an Axis"
 KEY = "expected key to be an int64 tensor of shape () or a whole number"
 MAKE, TAKE = "; make one by fs.fold_in", "; take an Axis from a mesh by fs.axis_of"
@@ -56,20 +55,14 @@ ARGUMENTS = [
         "argnums={!r}",
         lambda world, argnums: fs.value_and_grad(loss, argnums=argnums)(world.params),
         [
-            (1, f"{EACH_ONCE}, got 1 of 1 {GIVEN}"),
-            (-2, f"{EACH_ONCE}, got -2 of 1 {GIVEN}"),
-            ((0, 1), f"{EACH_ONCE}, got (0, 1) of 1 {GIVEN}"),
-            ("0", f"{EACH_ONCE}, got '0'"),
-            (None, f"{EACH_ONCE}, got None"),
-            ((0, 0), f"{EACH_ONCE}, got (0, 0)"),
-            ((0, -1), f"{EACH_ONCE}, got (0, -1) of 1 {GIVEN}"),
+            *((given, f"{EACH_ONCE}, got {given!r} of 1") for given in (1, -2, (0, 1), "0", None, (0, 0), (0, -1))),
         ],
     ),
     Row(
         "parameters by keyword",
         lambda world: (world.params,),
         lambda params: fs.value_and_grad(lambda params: loss(params))(params=params),
-        f"{EACH_ONCE}, got 0 of 0 {GIVEN}",
+        f"{EACH_ONCE}, got 0 of 0",
     ),
     *(
         Row(

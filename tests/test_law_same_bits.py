@@ -74,7 +74,7 @@ def batch(step, microbatches):
     steps = torch.arange(CONTEXT + 1)
     tokens = (ids[:, None] * 7 + steps * (1 + ids[:, None] % 5)) % VOCABULARY
     parts = zip(tokens.unflatten(0, (microbatches, -1)), ids.unflatten(0, (microbatches, -1)), strict=True)
-    return [(part, 1 + numbers % CONTEXT) for part, numbers in parts]
+    return [(i, part, 1 + numbers % CONTEXT) for i, (part, numbers) in enumerate(parts)]
 
 
 def make_step(tx, module, microbatches, communicate):
@@ -83,14 +83,14 @@ def make_step(tx, module, microbatches, communicate):
     def step(state, mine):
         key = fs.fold_in(state.key, state.step)
 
-        def loss_fn(params, microbatch, index):
-            tokens, lengths = microbatch
+        def loss_fn(params, microbatch):
+            index, tokens, lengths = microbatch
             logits = model.apply(params, tokens[:, :-1], index, key=fs.fold_in(key, index)).float()
             losses = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
             counted = torch.arange(CONTEXT) < lengths[:, None]
             return (losses * counted).sum(), counted.sum()
 
-        options = dict(reduce="weighted", sums="tree", with_index=True, communicate=communicate)
+        options = dict(reduce="weighted", sums="tree", communicate=communicate)
         run = fs.accumulate(loss_fn, **options)
         loss, grads = run(state.params, mine)
         return fs.update(tx, state, grads), loss

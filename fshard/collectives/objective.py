@@ -201,48 +201,41 @@ def agreed_uses(uses: Uses) -> Used:
 
 
 def closed(
-    value: torch.Tensor,
-    paths: Sequence[str],
-    used: list[bool],
-    axes: Sequence[Axis],
-    others: Sequence[Axis] = (),
-) -> tuple[torch.Tensor, list[bool]]:
+    value: torch.Tensor, used: dict[str, bool], axes: Sequence[Axis], shared: Sequence[Axis]
+) -> tuple[torch.Tensor, dict[str, bool]]:
     """Sum a loss over ranks, and hear with it which leaves any of them used.
 
     Args:
         value: This rank's loss, outside of any graph.
-        paths: The paths of leaves.
-        used: For each of them whether this rank used it.
+        used: Whether this rank used a leaf, by its path.
         axes: The mesh axes that the loss is summed over.
-        others: Other axes whose ranks take part in the call.
+        shared: These, and others whose ranks take part in the call.
 
     Returns:
         The sum, and for each leaf whether some rank used it.
     """
-    asked = [axis for axis in (*axes, *others) if axis.size > 1]
+    asked = [axis for axis in shared if axis.size > 1]
+    label = comm.Label(comm.Verb.OBJECTIVE, phase=comm.Phase.END)
     if _compat.is_tracing():
-        uses, numbers = _compat.trace_notes().get("uses"), [value]
-        used = used if uses is None else uses.take(used, [*axes, *others])
-        said = [f"{path} {'used' if yes else 'unused'}" for path, yes in zip(paths, used, strict=True)]
+        uses = _compat.trace_notes().get("uses")
+        used = used if uses is None else dict(zip(used, uses.take(list(used.values()), shared), strict=True))
+        said = [f"{path} {'used' if yes else 'unused'}" for path, yes in used.items()]
         comm.ops.told(json.dumps({"leaves": said}))
-    else:
-        # Between processors where they can, or the host would wait for its accelerator; in the dtype of the loss, so
-        # that both can travel in one buffer.
-        device = torch.device("cpu") if all(map(comm.serves_host, asked)) else value.device
-        numbers = [value, torch.tensor(used, dtype=value.dtype, device=device)]
-    together = [numbers] if numbers[-1].device == value.device else [[number] for number in numbers]
+        for axis in asked:
+            (value,) = comm.all_reduce([value], axis, label) if axis in axes else [value]
+        return value, used
+    # Between processors where they can, or the host would wait for its accelerator; in the dtype of the loss, so
+    # that both can travel in one buffer.
+    device = torch.device("cpu") if all(map(comm.serves_host, asked)) else value.device
+    facts = torch.tensor(list(used.values()), dtype=value.dtype, device=device)
     for axis in asked:
-        label = comm.Label(comm.Verb.OBJECTIVE, phase=comm.Phase.END)
-        if axis in axes:
-            together = [comm.all_reduce(each, axis, label) for each in together]
-        elif not _compat.is_tracing():
-            # The loss agrees there already.
-            facts = comm.all_reduce(together[-1][-1:], axis, label)
-            together[-1] = [*together[-1][:-1], *facts]
-    numbers = [number for each in together for number in each]
-    if not asked or len(numbers) == 1:
-        return numbers[0], used
-    return numbers[0], [number > 0 for number in numbers[1].tolist()]
+        if axis in axes and device == value.device:
+            value, facts = comm.all_reduce([value, facts], axis, label)
+        else:
+            # The loss agrees over other axes.
+            (value,) = comm.all_reduce([value], axis, label) if axis in axes else [value]
+            (facts,) = comm.all_reduce([facts], axis, label)
+    return value, {path: number > 0 for path, number in zip(used, facts.tolist(), strict=True)} if asked else used
 
 
 def denominator(count: Any, axes: Sequence[Axis], reduce: str) -> Any:

@@ -240,7 +240,7 @@ def _cause(row: int, first: str, with_aux: bool) -> tuple[str, str]:
         )
     if first.startswith(LOSS):
         source = "the state before is equal: the data, the forward or the sum of losses differs"
-        return source, f"{tree}, draw random numbers by the microbatch's number (with_index=True), and take {kernels}"
+        return source, f"{tree}, draw random numbers by the microbatch's number, and take {kernels}"
     if first.startswith(AUX):
         source = "the state before and the loss are equal: the backward, the sums of gradients, or what else aux holds"
         return source, f"{tree}, and take {kernels}"

@@ -311,7 +311,8 @@ DIFFERENT = (
         partial(step, loss_fn=by_rank),
         state,
         r"\n  loss: expected .* \(1 of 1 elements differ, by \d+ ulp at most, at \(\)\)\n.*\n"
-        r"  the state before is equal: the data, the forward or the sum of losses differs\nTo fix: .*with_index=True",
+        r"  the state before is equal: the data, the forward or the sum of losses differs\n"
+        r"To fix: .*by the microbatch's number, and take",
     ),
     ("gradients by rank", partial(step, aux=True, loss_fn=by_rank_in_gradients), state, r"\n  aux\['v'\]: expected"),
     (

@@ -275,8 +275,9 @@ BAD = [
     row(
         "value_and_grad within torch.func.grad",
         lambda m: torch.func.grad(lambda p: differentiate_at(p, m))({name: m.params[name] for name in ("w", "b")}),
-        "value_and_grad: expected no state of transforms inside torch.func, got one; differentiate at gathered "
-        "parameters, and call fs.scatter_grads outside of it",
+        "scatter: QuantizeWithFeedback has a state, which autograd cannot carry through fs.gather; differentiate at "
+        "gathered parameters and call fs.scatter_grads with transform_state=, or use fs.value_and_grad",
+        ("gather",),
     ),
     row(
         "reshard of a TrainState",
