@@ -1,11 +1,14 @@
 """Verb 1: gather, from stored shards to the full tensors that a model computes with."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from fshard import _compat, comm
-from fshard.collectives import linear_call
+from fshard.collectives import shared_axes
 from fshard.engine import call_of
 from fshard.transforms import ShardTransform
-from fshard.transforms.compose import pair
-from fshard.tree import Flat, Sharded, Tree, flatten, grouped, is_sharded, unflatten
+from fshard.transforms.compose import gather_by
+from fshard.tree import Sharded, Tree, flatten, grouped, is_sharded, unflatten
 from fshard.tree.checks import check_local, check_tensors, check_transforms, writes_counted
 
 
@@ -37,23 +40,14 @@ def gather(tree: Tree) -> Tree:
     check_tensors("gather", flat)
     check_local("gather", flat)
     check_transforms("gather", flat)
+    call = None if _compat.transforms_active() else call_of(flat)
+    if call is None:
+        comm.same_call("gather", shared_axes(flat, ()), flat)
     leaves = list(flat.leaves)
-    call = call_of(flat)
-    if call is not None and not _compat.transforms_active():
-        bound = [i for i, leaf in enumerate(leaves) if is_sharded(leaf)]
-        gathered = call.gather([flat.paths[i] for i in bound], [leaves[i] for i in bound])
-        for i, full in zip(bound, gathered, strict=True):
-            leaves[i] = full
-    groups = grouped((leaf if is_sharded(leaf) else None for leaf in leaves), _gathered_with)
-    # Leaves of a running call have gone through it; what is left begins a call of its own.
-    axes = dict.fromkeys(axis for transform, _ in groups for axis in transform.axes)
-    comm.same_call("gather", tuple(axes), Flat(flat.paths, leaves, flat.treedef))
-    for (transform, still), group in groups.items():
-        shards = [leaves[i].local.detach() if still else leaves[i].local for i in group]
-        run, transpose = pair(transform, [leaves[i].spec for i in group])
-        paths = [flat.paths[i] for i in group]
-        with writes_counted(), comm.concerning((), paths):
-            gathered = linear_call(run, transpose, shards)
+    sharded = [leaf if is_sharded(leaf) else None for leaf in leaves]
+    for key, group in grouped(sharded, _gathered_with if call is None else lambda _: None).items():
+        paths, shards = [flat.paths[i] for i in group], [leaves[i] for i in group]
+        gathered = _gathered(key, paths, shards) if call is None else call.gather(paths, shards)
         for i, full in zip(group, gathered, strict=True):
             leaves[i] = full
     return unflatten(flat.treedef, leaves)
@@ -63,3 +57,10 @@ def _gathered_with(leaf: Sharded) -> tuple[ShardTransform, bool]:
     """Find the transform of a leaf, and whether it takes no gradient: leaves that are equal in both share a node."""
     differentiable = leaf.local.is_floating_point() or leaf.local.is_complex()
     return leaf.spec.transform, leaf.spec.frozen or not differentiable  # type: ignore[return-value]
+
+
+def _gathered(key: Any, paths: list[str], shards: list[Sharded]) -> Sequence[Any]:
+    transform, still = key
+    tensors = [leaf.local.detach() if still else leaf.local for leaf in shards]
+    with writes_counted(), comm.concerning((), paths):
+        return gather_by(transform, tensors, [leaf.spec for leaf in shards])

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 
 from fshard import comm
-from fshard.collectives import Over, denominator, divided, linear_call, named, reduction_axes, shared_axes
-from fshard.errors import Problem, refuse
-from fshard.transforms.compose import pair, reduction, scatter
+from fshard.collectives import Over, denominator, divided, named, reduction_axes, shared_axes
+from fshard.errors import Problem, expect, refuse
+from fshard.transforms.compose import scatter_by
 from fshard.transforms.state import ABSENT, Absent, joined, states_of
-from fshard.tree import Sharded, Tree, flatten, grouped, is_sharded, is_trained, unflatten
-from fshard.tree.checks import check_floating, check_local, check_no_gradient, describe, same_structure
+from fshard.tree import Flat, Sharded, Tree, flatten, grouped, is_sharded, is_trained, tree_map, unflatten
+from fshard.tree.checks import check_count, check_floating, check_local, check_reduce, describe, same_structure
 
 
 def scatter_grads(
@@ -52,65 +52,46 @@ def scatter_grads(
     >>> fs.testing.spmd(program, world=2)
     [[5.0, 6.0], [7.0, 8.0]]
     """
-    if reduce not in ("mean", "sum", "weighted") or (reduce == "weighted") != (count is not None):
-        found = f"reduce={reduce!r} {'without' if count is None else 'with'} count"
-        raise ValueError(f'scatter_grads: expected "mean", "sum", or "weighted" with count=, got {found}')
-    if count is not None and (not isinstance(count, torch.Tensor) or count.dim() or count.is_complex()):
-        raise ValueError(
-            f"scatter_grads: expected count to be a real scalar tensor, got {describe(count)}; torch.tensor makes one"
-        )
-    if count is not None:
-        check_no_gradient(count, "scatter_grads")
+    check_reduce(reduce, "scatter_grads")
+    if reduce == "weighted":
+        check_count(count, "scatter_grads")
+    else:
+        expect(count is None, "scatter_grads", 'reduce="weighted" for a count', repr(reduce))
     flat, params = flatten(grads), flatten(like)
     same_structure("scatter_grads of gradients", flat, params)
     axes = reduction_axes(params, "scatter_grads", reduce_over)
     check_local("scatter_grads of `like`", params)
     check_floating("scatter_grads", params)
-    problems = [
-        Problem(path, *problem)
-        for path, grad, param in zip(flat.paths, flat.leaves, params.leaves, strict=True)
-        if (problem := _problem(grad, param))
-    ]
-    remedy = "pass the gradients of full leaves, as from torch.func.grad at fs.gather(like)"
-    refuse("scatter_grads: gradients do not fit `like`", problems, remedy)
+    _check_shapes(flat, params)
     states = states_of("scatter_grads", params, transform_state)
-    shared = shared_axes(params, axes)
-    comm.same_call("scatter_grads", shared, params, reduce=reduce, **named(axes, reduce_over))
+    comm.same_call("scatter_grads", shared_axes(params, axes), params, reduce=reduce, **named(axes, reduce_over))
     divisor = denominator(count, axes, reduce)
-    leaves: list[Any] = list(flat.leaves)
-    for i, param in enumerate(params.leaves):
-        if not is_sharded(param):
-            leaves[i] = None if leaves[i] is None else divided(leaves[i], divisor)
-        elif param.spec.frozen:
-            leaves[i] = None
-    trained = [param if is_sharded(param) and is_trained(param) else None for param in params.leaves]
-    for transform, group in grouped(trained, lambda param: param.spec.transform).items():
-        specs = tuple(params.leaves[i].spec for i in group)
-        full = [_or_zeros(leaves[i], params.leaves[i]) for i in group]
-        paths = [flat.paths[i] for i in group]
-        with comm.concerning((), paths):
-            if reduction(transform).has_state:
-                scattered, after = scatter(transform, full, specs, [states[i] for i in group])
-                for i, state in zip(group, after, strict=True):
-                    states[i] = state
-            else:
-                transpose, run = pair(transform, specs)
-                scattered = linear_call(run, transpose, full)
-        for i, spec, grad in zip(group, specs, scattered, strict=True):
-            leaves[i] = Sharded(divided(grad.to(params.leaves[i].local.dtype), divisor), spec)
-    reduced = unflatten(flat.treedef, leaves)
+    sums = _scattered(flat, params, states) if params.specs else flat.leaves
+    reduced = tree_map(lambda grad: divided(grad, divisor), unflatten(flat.treedef, sums))
     return reduced if transform_state is ABSENT else (reduced, joined(params, states, transform_state))
 
 
-def _problem(grad: Any, param: Any) -> tuple[str, str] | None:
-    """Describe a gradient that does not fit its parameter, and the one expected."""
-    if grad is None or (is_sharded(param) and param.spec.frozen):
-        return None
-    needed = param.spec.gathered_shape if is_sharded(param) else None if param is None else tuple(param.shape)
-    if isinstance(grad, torch.Tensor) and tuple(grad.shape) == needed:
-        return None
-    return describe(grad), "None" if needed is None else f"a full tensor of shape {needed}"
+def _check_shapes(flat: Flat, params: Flat) -> None:
+    problems = []
+    for path, grad, param in zip(flat.paths, flat.leaves, params.leaves, strict=True):
+        if grad is not None and is_trained(param):
+            shape = param.spec.gathered_shape if is_sharded(param) else tuple(param.shape)
+            if not isinstance(grad, torch.Tensor) or grad.shape != shape:
+                problems.append(Problem(path, describe(grad), f"a full tensor of shape {shape}"))
+    remedy = "pass the gradients of full leaves, as from torch.func.grad at fs.gather(like)"
+    refuse("scatter_grads: gradients do not fit `like`", problems, remedy)
 
 
-def _or_zeros(grad: torch.Tensor | None, param: Sharded) -> torch.Tensor:
-    return param.local.new_zeros(param.spec.gathered_shape) if grad is None else grad
+def _scattered(flat: Flat, params: Flat, states: list[Tree]) -> list[Any]:
+    """Reduce the gradients of Sharded leaves, and put new states of their transforms in the places of the old ones."""
+    sums: list[Any] = [None] * len(flat.leaves)
+    trained = [param if is_trained(param) else None for param in params.leaves]
+    for transform, group in grouped(trained, lambda param: param.spec.transform).items():
+        leaves = [params.leaves[i] for i in group]
+        before = [states[i] for i in group]
+        with comm.concerning((), [flat.paths[i] for i in group]):
+            found, after = scatter_by(transform, leaves, [flat.leaves[i] for i in group], before)
+        for i, grad, state in zip(group, found, after, strict=True):
+            sums[i] = Sharded(grad, params.leaves[i].spec)
+            states[i] = state
+    return sums

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat
+from fshard.collectives import linear_call
+from fshard.collectives.linear import LinearMap
 from fshard.errors import expect
 from fshard.transforms.axis import _SplitDim
 from fshard.transforms.base import (
@@ -99,7 +101,7 @@ class _Composed(ShardTransform):
             [None if state is None else state[i] for state in states] for i in reversed(range(len(stages)))
         ]
         for i in range(first):
-            grads, columns[i] = _scatter(stages[i], grads, specs, columns[i])
+            grads, columns[i] = _start_scatter(stages[i], grads, specs, columns[i])()
             if not isinstance(stages[i], BuiltIn):
                 shapes = [computed_shape(spec, grads[0].dtype, spec.gathered_shape, without=i + 1) for spec in specs]
                 _check_shapes(stages[i], "scatter", grads, shapes)
@@ -108,7 +110,7 @@ class _Composed(ShardTransform):
         def finish_all() -> Any:
             scattered, columns[first] = finish()
             for i in range(first + 1, len(stages)):
-                scattered, columns[i] = _scatter(stages[i], scattered, specs, columns[i])
+                scattered, columns[i] = _start_scatter(stages[i], scattered, specs, columns[i])()
             rows = zip(*reversed(columns), strict=True)
             after = [None if state is None else row for state, row in zip(states, rows, strict=True)]
             return (scattered, after) if given else scattered
@@ -433,21 +435,47 @@ def check_stateless(transform: ShardTransform) -> None:
         )
 
 
-LinearMap = Callable[[Tensors], Tensors]
-
-
-def pair(transform: ShardTransform, specs: Sequence[Spec]) -> tuple[LinearMap, LinearMap]:
-    """Make the gather of some leaves and its transpose, for autograd and torch.func.
+def gather_by(transform: ShardTransform, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
+    """Gather differentiably, as one node of autograd's, whose backward scatters; that refuses a transform with a state.
 
     Args:
-        transform: Their transform.
-        specs: Their specs.
+        transform: The transform.
+        leaves: One shard per leaf.
+        specs: The leaves' specs.
 
     Returns:
-        Functions of a tensor for each leaf; the second raises a ValueError where the transform has a state. Its keyword
-        `summed_over` tells checks of a loss's graph that it sums gradients.
+        The full tensors.
     """
-    summed_over = specs[0].scattered_axes if specs else transform.axes
+    return linear_call(*_pair(transform, specs), leaves)
+
+
+def scatter_by(
+    transform: ShardTransform, leaves: Sequence[Any], grads: Sequence[torch.Tensor | None], states: States
+) -> tuple[Tensors, States]:
+    """Scatter the gradients of Sharded leaves, differentiably if the transform has no state.
+
+    Args:
+        transform: The transform.
+        leaves: The leaves.
+        grads: Their full gradients; None counts as zeros.
+        states: As for `scatter`.
+
+    Returns:
+        The shards, in the leaves' dtypes, and the new states.
+    """
+    specs, pairs = [leaf.spec for leaf in leaves], zip(leaves, grads, strict=True)
+    full = [leaf.local.new_zeros(leaf.spec.gathered_shape) if grad is None else grad for leaf, grad in pairs]
+    if reduction(transform).has_state:
+        found, states = scatter(transform, full, specs, states)
+    else:
+        run, transpose = _pair(transform, specs)
+        found = linear_call(transpose, run, full)
+    return [grad.to(leaf.local.dtype) for leaf, grad in zip(leaves, found, strict=True)], states
+
+
+def _pair(transform: ShardTransform, specs: Sequence[Spec]) -> tuple[LinearMap, LinearMap]:
+    """Make a gather and its transpose; its keyword `summed_over` tells checks of a loss's graph that it sums."""
+    summed_over = specs[0].scattered_axes
     scattered = partial(_scattered, transform=transform, specs=specs, summed_over=summed_over)
     return partial(_gathered, transform=transform, specs=specs), scattered
 
@@ -490,7 +518,7 @@ def scatter(transform: ShardTransform, grads: Tensors, specs: Sequence[Spec], st
     Returns:
         What scatter returns, and the new states.
     """
-    return _checked(transform, specs, *_scatter(transform, grads, specs, states))
+    return start_scatter(transform, grads, specs, states)()
 
 
 def start_scatter(transform: ShardTransform, grads: Tensors, specs: Sequence[Spec], states: States) -> FinishWithStates:
@@ -506,15 +534,14 @@ def start_scatter(transform: ShardTransform, grads: Tensors, specs: Sequence[Spe
         A function that finishes and returns scatter's result.
     """
     finish = _start_scatter(transform, grads, specs, states)
-    return lambda: _checked(transform, specs, *finish())
 
+    def finish_checked() -> tuple[Tensors, States]:
+        found, after = finish()
+        if reduction(transform).is_foreign:
+            _check_shapes(transform, "scatter", found, [spec.local_shape for spec in specs])
+        return found, after
 
-def _scatter(
-    transform: ShardTransform, grads: Tensors, specs: Sequence[Spec], states: States
-) -> tuple[Tensors, States]:
-    if reduction(transform).has_state:
-        return transform.scatter(grads, specs, states)
-    return transform.scatter(grads, specs), states
+    return finish_checked
 
 
 def _start_scatter(
@@ -532,12 +559,6 @@ def _full(transform: ShardTransform, found: Tensors, leaves: Tensors, specs: Seq
         needed = [computed_shape(spec, leaf.dtype, spec.gathered_shape) for spec, leaf in pairs]
         _check_shapes(transform, "gather", found, needed)
     return found
-
-
-def _checked(transform: ShardTransform, specs: Sequence[Spec], found: Tensors, after: States) -> tuple[Tensors, States]:
-    if reduction(transform).is_foreign:
-        _check_shapes(transform, "scatter", found, [spec.local_shape for spec in specs])
-    return found, after
 
 
 def _check_shapes(

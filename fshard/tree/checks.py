@@ -454,21 +454,20 @@ def check_loss(loss: Any, reduce: str, what: str) -> None:
     weighted = reduce == "weighted"
     pair = not weighted or (isinstance(loss, tuple) and len(loss) == 2)
     expect(pair, what, 'the loss to be the pair (sum, count) for reduce="weighted"', describe(loss))
-    for name, part in zip(("sum", "count"), loss, strict=True) if weighted else [("loss", loss)]:
-        count, scalar = name == "count", isinstance(part, torch.Tensor) and not part.dim()
-        fits = scalar and (part.is_floating_point() or (count and not part.is_complex()))
-        needed, remedy = "a floating scalar tensor", "sum or average over the batch"
-        if count:
-            needed, remedy = "a real scalar tensor", "torch.tensor makes one"
-        elif isinstance(part, tuple):
-            needed, remedy = "a floating scalar tensor alone", "value_and_grad takes (loss, aux) by has_aux=True"
-        expect(fits, what, f"the {name} to be {needed}", describe(part), remedy)
-        if count:
-            check_no_gradient(part, what)
+    value, name = (loss[0], "sum") if weighted else (loss, "loss")
+    fits = isinstance(value, torch.Tensor) and not value.dim() and value.is_floating_point()
+    needed, remedy = "a floating scalar tensor", "sum or average over the batch"
+    if isinstance(value, tuple):
+        needed, remedy = "a floating scalar tensor alone", "value_and_grad takes (loss, aux) by has_aux=True"
+    expect(fits, what, f"the {name} to be {needed}", describe(value), remedy)
+    if weighted:
+        check_count(loss[1], what)
 
 
-def check_no_gradient(count: torch.Tensor, what: str) -> None:
-    """Refuse a count that is differentiated: sums are divided by it as by a constant, so gradients would be wrong."""
+def check_count(count: Any, what: str) -> None:
+    """Refuse a count that is no scalar, or is differentiated: sums are divided by it as by a constant."""
+    scalar = isinstance(count, torch.Tensor) and not count.dim() and not count.is_complex()
+    expect(scalar, what, "the count to be a real scalar tensor", describe(count), "torch.tensor makes one")
     constant = not (count.requires_grad or _compat.any_dual([count]))
     expect(constant, what, "a count that requires no gradient", "one that does", "pass count.detach()")
 
