@@ -88,9 +88,10 @@ def _scattered(flat: Flat, params: Flat, states: list[Tree]) -> list[Any]:
     trained = [param if is_trained(param) else None for param in params.leaves]
     for transform, group in grouped(trained, lambda param: param.spec.transform).items():
         leaves = [params.leaves[i] for i in group]
+        full = [flat.leaves[i] for i in group]
         before = [states[i] for i in group]
         with comm.concerning((), [flat.paths[i] for i in group]):
-            found, after = scatter_by(transform, leaves, [flat.leaves[i] for i in group], before)
+            found, after = scatter_by(transform, leaves, full, before)
         for i, grad, state in zip(group, found, after, strict=True):
             sums[i] = Sharded(grad, params.leaves[i].spec)
             states[i] = state
