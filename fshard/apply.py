@@ -1,6 +1,5 @@
 """Verb 2: apply, and functionalize: any nn.Module as a pure function of its parameters."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -33,8 +32,6 @@ from fshard.tree.checks import (
 )
 
 Buffers = dict[str, torch.Tensor]
-
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class Model:
@@ -69,7 +66,6 @@ class Model:
         self._bare = copied(module, lambda tensor: torch.empty_like(tensor, device="meta"))
         self._empty = flatten(dict(self._bare.named_parameters()))
         self._units = plan_units(module, units)
-        self._in_training = [path for path, submodule in module.named_modules() if _differs_in_training(submodule)]
         # Calls that overlap (threads, a model called inside itself) each need a copy of their own.
         self._idle: list[Skeleton] = []
 
@@ -149,7 +145,7 @@ class Model:
             buffers: Buffers by name. None takes the module's own and refuses to lose an update of them.
             key: Where random numbers come from, such as dropout's: the same key gives the same numbers. Make one for
                 each step and, if masks are to differ between ranks, for each rank by `fold_in`. None takes torch's
-                own generator as it is; with gradients off, a warning then names dropout or BatchNorm in training mode.
+                own generator as it is.
             **kwargs: Passed to the module's forward.
 
         Returns:
@@ -193,24 +189,7 @@ class Model:
             problems = [Problem(f"[{name!r}]", "an updated buffer", "an unchanged one") for name in lost]
             remedy = "pass buffers= and keep those returned, or functionalize the module in eval mode"
             refuse("apply: buffers were updated and would be lost", problems, remedy)
-        if self._in_training and key is None and not torch.is_grad_enabled():
-            self._warn_of_training(flat)
         return out if buffers is None else (out, after)
-
-    def _warn_of_training(self, flat: Flat) -> None:
-        """Warn of an evaluation in training mode, unless leaves belong to a call or a graph, which is no evaluation."""
-        tensors = (leaf.local if is_sharded(leaf) else leaf for leaf in flat.leaves)
-        if call_of(flat) is not None or any(tensor.requires_grad for tensor in tensors):
-            return
-        first, *others = self._in_training
-        found = f"{type(self._bare.get_submodule(first)).__name__} {first or '(root)'!r}"
-        also = f" and {len(others)} more" if others else ""
-        warnings.warn(
-            f"apply: expected modules in eval mode where gradients are off, got {found}{also} in training mode; "
-            "evaluate by fs.functionalize(module.eval()), because module.eval() after functionalize has no effect, or "
-            "pass key= if this is intended",
-            stacklevel=4,
-        )
 
     def _run(
         self, flat: Flat, params: Mapping[str, Any], buffers: Buffers, args: Any, kwargs: Any
@@ -325,13 +304,6 @@ def apply(model: Model, params: Mapping[str, Any], *args: Any, **kwargs: Any) ->
     """
     expect(isinstance(model, Model), "apply", "model to be a Model", describe(model), "make one by fs.functionalize")
     return model.apply(params, *args, **kwargs)
-
-
-def _differs_in_training(submodule: nn.Module) -> bool:
-    """Tell whether a module is in training mode and runs otherwise than in eval mode."""
-    rate = submodule.p if isinstance(submodule, _DROPOUTS) else getattr(submodule, "dropout", 0)
-    drops = isinstance(rate, float) and rate > 0
-    return submodule.training and (drops or getattr(submodule, "running_mean", None) is not None)
 
 
 def _cast(tree: Tree, dtype: torch.dtype | None) -> Tree:

@@ -3,8 +3,6 @@
 import copy
 import pickle
 import threading
-import warnings
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -269,54 +267,6 @@ def test_dropout_draws_from_the_ambient_generator():
             assert_same_bits(outputs[-1], dropout(linear, 0.5, training=True))
     assert_same_bits(outputs[0], outputs[1])
     assert not outputs[0].equal(outputs[2])
-
-
-REMEDY = (
-    "in training mode; evaluate by fs.functionalize(module.eval()), because module.eval() after functionalize has no "
-    "effect, or pass key= if this is intended"
-)
-IN_TRAINING = (
-    (nn.Dropout(0.5), "Dropout '(root)'"),
-    (nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.1), nn.Dropout1d(0.1)), "Dropout '1' and 1 more"),
-    (nn.Sequential(nn.BatchNorm1d(3)), "BatchNorm1d '0'"),
-    (nn.LSTM(3, 3, num_layers=2, dropout=0.5), "LSTM '(root)'"),
-    (nn.Sequential(nn.Dropout(0.0), nn.BatchNorm1d(3, track_running_stats=False), nn.LSTM(3, 3)), None),
-    (nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3)).eval(), None),
-)
-
-
-@pytest.mark.parametrize("off", (torch.no_grad, torch.inference_mode))
-@pytest.mark.parametrize("module, found", IN_TRAINING)
-def test_evaluation_in_training_mode_warns_once_in_each_call(module, found, off):
-    module, x = copy.deepcopy(module), torch.ones(4, 3)
-    model = fs.functionalize(module)
-    params = model.init(fs.zero3(one_axis())) if list(module.parameters()) else {}
-    module.eval()
-    expected = f"apply: expected modules in eval mode where gradients are off, got {found} {REMEDY}"
-
-    def texts(params, mode=nullcontext, **keywords):
-        with warnings.catch_warnings(record=True) as caught, mode():
-            warnings.simplefilter("always")
-            model.apply(params, x, buffers=model.buffers, **keywords)
-        assert all(warning.filename == __file__ for warning in caught)
-        return [str(warning.message) for warning in caught]
-
-    assert texts(params, off) == [expected] * (found is not None)
-    assert texts(params, off, key=0) == texts(params) == []
-
-
-def test_parts_of_a_step_without_gradients_warn_of_nothing():
-    model = fs.functionalize(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).double())
-    params = model.init(fs.zero3(one_axis()))
-
-    def loss_fn(params):
-        full = fs.gather(params)
-        with torch.no_grad():
-            targets = model.apply(params, ROWS), model.apply(full, ROWS)
-        return sum(mse_loss(model.apply(params, ROWS), target) for target in targets)
-
-    fs.value_and_grad(loss_fn)(params)
-    torch.func.grad(loss_fn)(fs.gather(params))
 
 
 def dense_and_sharded():

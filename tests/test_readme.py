@@ -180,7 +180,8 @@ def test_gradients_have_the_same_bits_at_any_number_of_ranks():
         scope |= {"key": 1, "step": 3, "data": data}
         apply = scope["model"].apply
 
-        def loss_fn(params, samples, index):
+        def loss_fn(params, microbatch):
+            index, samples = microbatch
             x, y = samples.unbind(1)
             return F.cross_entropy(apply(params, x).flatten(0, 1), y.flatten()) * (1 + index)
 
