@@ -182,8 +182,9 @@ def test_collectives_take_trees():
 
 
 AXIS = "take it from a mesh by fs.axis_of"
-SIZES = "to be 2 whole numbers of 0 or more, one for each rank"
-PAIRS = "ppermute: expected perm to be pairs (source, destination) of coordinates from 0 to 1"
+SIZES = "ragged_all_to_all: expected send_sizes and recv_sizes to be 2 whole numbers of 0 or more, one for each rank"
+COUNTS = "call .tolist() of a tensor of counts; a graph sends each rank its capacity of rows, by all_to_all"
+PAIRS = "ppermute: expected perm to have each source and each destination once, from 0 to 1"
 FALL_OFF = "leave out pairs that fall off the end of the axis"
 SUMS = [fs.psum, fs.pmean, fs.pvary, fs.psum_invariant, fs.pmax, fs.broadcast]
 ALONG_A_DIM = [fs.all_gather, fs.reduce_scatter]
@@ -242,18 +243,6 @@ ROWS += [
     ]
 ]
 ROWS += [
-    *(
-        Row(
-            f"{name} of a dim {dim} that does not divide",
-            lambda world, dim=dim: ({"a": torch.ones(2, 4), "b": torch.ones(3, 5)}, fs.axis_of(world.mesh), dim),
-            VERBS[name],
-            f"{name} over 'shard': dims do not divide\n"
-            f"  ['b']: expected a multiple of 2, got size {size} of dim {dim}\n"
-            "To fix: pad the dim.",
-        )
-        for name in ("reduce_scatter", "all_to_all")
-        for dim, size in enumerate((3, 5))
-    ),
     Row(
         "all_to_all to a dim that is none",
         lambda world: (torch.ones(2), fs.axis_of(world.mesh), 0, 1),
@@ -262,38 +251,19 @@ ROWS += [
         "  (root): expected a tensor with a dim 1, counted from the front, got a float32 Tensor of shape (2,)\n"
         "To fix: pass tensors of more dims, or another dim.",
     ),
-    Row(
-        "ragged_all_to_all of other rows",
-        lambda world: ({"x": torch.ones(2), "y": torch.ones(3)}, fs.axis_of(world.mesh)),
-        rows_to_all,
-        "ragged_all_to_all over 'shard': leaves do not fit\n"
-        "  ['y']: expected 2 rows, the sum of send_sizes, got 3 rows\n"
-        "To fix: sort and count rows by their destination.",
-    ),
     *rows_of(
         "ragged_all_to_all by the sizes {}",
         lambda world, sizes: rows_to_all(torch.ones(2), fs.axis_of(world.mesh), *sizes),
         [
-            (
-                (torch.ones(2), (1, 1)),
-                f"ragged_all_to_all: expected send_sizes {SIZES}, got a float32 Tensor of shape (2,); call .tolist() "
-                "of a tensor of counts",
-            ),
-            (((2,), (1, 1)), f"ragged_all_to_all: expected send_sizes {SIZES}, got [2]"),
-            (((1, 1), (3, -1)), f"ragged_all_to_all: expected recv_sizes {SIZES}, got [3, -1]"),
+            ((torch.ones(2), (1, 1)), f"{SIZES}, got [tensor(1.), tensor(1.)]; {COUNTS}"),
+            (((2,), (1, 1)), f"{SIZES}, got [2]; {COUNTS}"),
+            (((1, 1), (3, -1)), f"{SIZES}, got [3, -1]; {COUNTS}"),
         ],
     ),
     *rows_of(
         "ppermute by {}",
         lambda world, perm: permute(torch.ones(2), fs.axis_of(world.mesh), perm),
-        [
-            ([(0, 1), (1, 2)], f"{PAIRS}, got [(0, 1), (1, 2)]; {FALL_OFF}"),
-            ([0, 1], f"{PAIRS}, got [0, 1]; {FALL_OFF}"),
-            (
-                [(0, 1), (1, 1)],
-                "ppermute: expected perm to have each source and each destination once, got [(0, 1), (1, 1)]",
-            ),
-        ],
+        [(perm, f"{PAIRS}, got {perm}; {FALL_OFF}") for perm in ([(0, 1), (1, 2)], [(0, 1), (1, 1)])],
     ),
     Row(
         "broadcast from a rank that is none",

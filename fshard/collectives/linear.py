@@ -15,6 +15,7 @@ from torch.autograd import Function
 from fshard import _compat, comm
 from fshard.errors import expect
 from fshard.tree import Axis, Tree, tree_leaves, tree_map
+from fshard.tree.checks import check_operands
 
 Tensors = Sequence[torch.Tensor]
 LinearMap = Callable[[Tensors], Tensors]
@@ -279,20 +280,39 @@ def reductions() -> int:
     return comm.of_this_rank(_Running).reductions
 
 
-def on_tree(tree: Tree, fun: LinearMap, transpose: LinearMap, axis: Axis) -> Tree:
+def collective(
+    what: str,
+    tree: Tree,
+    axis: Axis,
+    run: Callable[..., Tensors],
+    back: Callable[..., Tensors],
+    *,
+    dim: int | None = None,
+    vary: bool | None = None,
+) -> Tree:
     """Call a collective, a linear map, on all tensors of a tree, in the chain of the call that runs.
 
     Args:
+        what: Its name.
         tree: The operands.
-        fun: As for `linear_call`.
-        transpose: As for `linear_call`.
         axis: The axis that it communicates over.
+        run: Maps tensors to as many outputs: `tuple`, or a function that takes axis= and label= too.
+        back: Its transpose. One that does not communicate has label=None, by which checks of graphs know.
+        dim: As for `check_operands`.
+        vary: As for `check_operands`.
 
     Returns:
         The tree of outputs.
     """
+    check_operands(what, tree, axis, dim, vary=vary)
+    fun, transpose = (_told(f, {"axis": axis, "label": what}) for f in (run, back))
     outputs = iter(in_chain(partial(linear_call, fun, transpose), tree_leaves(tree), axis))
     return tree_map(lambda _: next(outputs), tree)
+
+
+def _told(f: Callable[..., Tensors], keywords: dict[str, Any]) -> LinearMap:
+    """Bind keywords to a map, but for those that it has; the identity takes none."""
+    return f if f is tuple else partial(f, **{**keywords, **getattr(f, "keywords", {})})
 
 
 def in_chain(run: Callable[[Tensors], list[torch.Tensor]], tensors: Tensors, axis: Axis) -> list[torch.Tensor]:
@@ -301,7 +321,7 @@ def in_chain(run: Callable[[Tensors], list[torch.Tensor]], tensors: Tensors, axi
     Args:
         run: Calls it.
         tensors: The operands.
-        axis: As for `on_tree`.
+        axis: As for `collective`.
 
     Returns:
         What it returns.

@@ -2,15 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from fshard import comm
-from fshard.collectives.linear import LinearMap, Tensors, on_tree
+from fshard.collectives.linear import Tensors, collective
 from fshard.errors import expect
-from fshard.tree import Axis, Tree, flatten, tensor_of
-from fshard.tree.checks import check_axis, check_dim, check_dividing, check_leaves, check_operands, describe
+from fshard.tree import Axis, Tree
+from fshard.tree.checks import check_axis, check_operands
 
 
 def all_gather(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
@@ -32,9 +31,8 @@ def all_gather(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     >>> fs.testing.spmd(program, world=2)[0]
     ([[0.0, 0.0], [1.0, 1.0]], [[0.0, 0.0, 1.0, 1.0]])
     """
-    check_dim("all_gather", dim)
-    check_operands("all_gather", tree, axis, dim)
-    return on_tree(tree, _gathering(axis, dim, "all_gather"), _scattering(axis, dim), axis)
+    back = partial(_scatter, dim=dim, label="reduce_scatter")
+    return collective("all_gather", tree, axis, partial(_concatenate, dim=dim), back, dim=dim)
 
 
 def all_gather_invariant(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
@@ -60,10 +58,8 @@ def all_gather_invariant(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     >>> fs.testing.spmd(program, world=2)
     [([1.0, 2.0], [2.0]), ([1.0, 2.0], [4.0])]
     """
-    check_dim("all_gather_invariant", dim)
-    check_operands("all_gather_invariant", tree, axis, dim)
-    run = _gathering(axis, dim, "all_gather_invariant")
-    return on_tree(tree, run, partial(_own_piece, axis=axis, dim=dim), axis)
+    run, back = partial(_concatenate, dim=dim), partial(_own_piece, dim=dim, label=None)
+    return collective("all_gather_invariant", tree, axis, run, back, dim=dim)
 
 
 def reduce_scatter(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
@@ -78,7 +74,8 @@ def reduce_scatter(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
         Tensors 1 / axis.size as long along `dim`.
 
     Raises:
-        ValueError: if a leaf has no such dim, or it does not divide, with the leaf's path.
+        ValueError: if a leaf has no such dim, with its path.
+        RuntimeError: of torch's, if the dim does not divide.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -87,10 +84,8 @@ def reduce_scatter(tree: Tree, axis: Axis, dim: int = 0) -> Tree:
     >>> fs.testing.spmd(program, world=2)
     [[10, 12], [14, 16]]
     """
-    check_dim("reduce_scatter", dim)
-    check_operands("reduce_scatter", tree, axis, dim)
-    check_dividing("reduce_scatter", tree, axis, dim)
-    return on_tree(tree, _scattering(axis, dim), _gathering(axis, dim, "all_gather"), axis)
+    back = partial(_concatenate, dim=dim, label="all_gather")
+    return collective("reduce_scatter", tree, axis, partial(_scatter, dim=dim), back, dim=dim)
 
 
 def all_to_all(tree: Tree, axis: Axis, split_dim: int, concat_dim: int) -> Tree:
@@ -108,7 +103,8 @@ def all_to_all(tree: Tree, axis: Axis, split_dim: int, concat_dim: int) -> Tree:
         Tensors 1 / axis.size as long along `split_dim`, then axis.size times as long along `concat_dim`.
 
     Raises:
-        ValueError: if a leaf has no such dim, or it does not divide, with the leaf's path.
+        ValueError: if a leaf has no such dim, with its path.
+        RuntimeError: of torch's, if the dim does not divide.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -118,14 +114,10 @@ def all_to_all(tree: Tree, axis: Axis, split_dim: int, concat_dim: int) -> Tree:
     >>> fs.testing.spmd(program, world=2)
     [[[0, 1], [10, 11]], [[2, 3], [12, 13]]]
     """
-    check_dim("all_to_all", split_dim, "split_dim")
-    check_dim("all_to_all", concat_dim, "concat_dim")
     check_operands("all_to_all", tree, axis, concat_dim)
-    check_operands("all_to_all", tree, axis, split_dim)
-    check_dividing("all_to_all", tree, axis, split_dim)
-    run = partial(_exchange, axis=axis, split=split_dim, concat=concat_dim, label="all_to_all")
-    back = partial(_exchange, axis=axis, split=concat_dim, concat=split_dim, label="all_to_all")
-    return on_tree(tree, run, back, axis)
+    run = partial(_exchange, split=split_dim, concat=concat_dim)
+    back = partial(_exchange, split=concat_dim, concat=split_dim)
+    return collective("all_to_all", tree, axis, run, back, dim=split_dim)
 
 
 def ragged_all_to_all(tree: Tree, axis: Axis, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tree:
@@ -144,8 +136,8 @@ def ragged_all_to_all(tree: Tree, axis: Axis, send_sizes: Sequence[int], recv_si
         Tensors of sum(recv_sizes) rows.
 
     Raises:
-        ValueError: if sizes are not one whole number of 0 or more for each rank, or a leaf has another number of rows,
-            with the leaf's path.
+        ValueError: if sizes are not one whole number of 0 or more for each rank.
+        RuntimeError: of torch's, if a leaf has another number of rows.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -156,23 +148,9 @@ def ragged_all_to_all(tree: Tree, axis: Axis, send_sizes: Sequence[int], recv_si
     >>> fs.testing.spmd(program, world=2)
     [[0], [1, 2, 10, 11, 12]]
     """
-    check_operands("ragged_all_to_all", tree, axis, 0)
-    send, receive = (
-        _checked_sizes(name, sizes, axis) for name, sizes in (("send_sizes", send_sizes), ("recv_sizes", recv_sizes))
-    )
-    own = comm.rank(axis)
-    needed = f"recv_sizes to have {send[own]} rows from rank {own} itself, as send_sizes has"
-    expect(send[own] == receive[own], "ragged_all_to_all", needed, str(receive[own]))
-
-    def unfit(leaf: Any) -> tuple[str, str] | None:
-        rows = None if leaf is None else tensor_of(leaf).shape[0]
-        return None if rows in (None, sum(send)) else (f"{rows} rows", f"{sum(send)} rows, the sum of send_sizes")
-
-    what = f"ragged_all_to_all over {axis.name!r}"
-    check_leaves(f"{what}: leaves do not fit", flatten(tree), unfit, "sort and count rows by their destination")
-    run = partial(_exchange_rows, axis=axis, send=send, receive=receive, label="ragged_all_to_all")
-    back = partial(_exchange_rows, axis=axis, send=receive, receive=send, label="ragged_all_to_all")
-    return on_tree(tree, run, back, axis)
+    run = partial(_exchange_rows, send=send_sizes, receive=recv_sizes)
+    back = partial(_exchange_rows, send=recv_sizes, receive=send_sizes)
+    return collective("ragged_all_to_all", tree, axis, run, back, dim=0)
 
 
 def ppermute(tree: Tree, axis: Axis, perm: Iterable[tuple[int, int]]) -> Tree:
@@ -200,11 +178,9 @@ def ppermute(tree: Tree, axis: Axis, perm: Iterable[tuple[int, int]]) -> Tree:
     >>> fs.testing.spmd(program, world=3)
     [0, 1, 2]
     """
-    check_operands("ppermute", tree, axis)
-    pairs = _checked_pairs(perm, axis)
-    run = partial(_permute, axis=axis, perm=pairs, label="ppermute")
-    back = partial(_permute, axis=axis, perm=tuple((target, source) for source, target in pairs), label="ppermute")
-    return on_tree(tree, run, back, axis)
+    pairs = [(source, target) for source, target in perm]
+    back = partial(_permute, perm=[(target, source) for source, target in pairs])
+    return collective("ppermute", tree, axis, partial(_permute, perm=pairs), back)
 
 
 def broadcast(tree: Tree, axis: Axis, root: int = 0) -> Tree:
@@ -230,11 +206,8 @@ def broadcast(tree: Tree, axis: Axis, root: int = 0) -> Tree:
     >>> fs.testing.spmd(program, world=2)
     [1, 1]
     """
-    check_operands("broadcast", tree, axis, vary=True)
-    known = type(root) is int and 0 <= root < axis.size
-    expect(known, "broadcast", f"root to be a coordinate from 0 to {axis.size - 1}", f"{root!r:.40}")
-    run = partial(_from_root, axis=axis, root=root, label="broadcast")
-    return on_tree(tree, run, partial(_at_root, axis=axis, root=root), axis)
+    run, back = partial(_from_root, root=root), partial(_at_root, root=root, label=None)
+    return collective("broadcast", tree, axis, run, back, vary=True)
 
 
 def axis_index(axis: Axis) -> int:
@@ -277,84 +250,63 @@ def axis_size(axis: Axis) -> int:
     return axis.size
 
 
-def _gathering(axis: Axis, dim: int, label: str) -> LinearMap:
-    return partial(_concatenate, axis=axis, dim=dim, label=label)
+def _concatenate(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:
+    return [rows.movedim(0, dim).flatten(dim, dim + 1) for rows in comm.all_gather(tensors, axis, label)]
 
 
-def _scattering(axis: Axis, dim: int) -> LinearMap:
-    return partial(_scatter, axis=axis, dim=dim, label="reduce_scatter")
-
-
-def _concatenate(tensors: Tensors, axis: Axis, dim: int, label: str) -> Tensors:
-    return [rows.movedim(0, dim).flatten(dim, dim + 1) for rows in comm.all_gather(tensors, axis=axis, label=label)]
-
-
-def _own_piece(tensors: Tensors, axis: Axis, dim: int) -> Tensors:
+def _own_piece(tensors: Tensors, axis: Axis, label: None, dim: int) -> Tensors:
     return [tensor.unflatten(dim, (axis.size, -1)).select(dim, comm.rank(axis)).contiguous() for tensor in tensors]
 
 
-def _scatter(tensors: Tensors, axis: Axis, dim: int, label: str) -> Tensors:
+def _scatter(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:
     stacks = [tensor.unflatten(dim, (axis.size, -1)).movedim(dim, 0) for tensor in tensors]
-    return comm.reduce_scatter(stacks, axis=axis, label=label)
+    return comm.reduce_scatter(stacks, axis, label)
 
 
-def _exchange(tensors: Tensors, axis: Axis, split: int, concat: int, label: str) -> Tensors:
-    pieces = [tensor.chunk(axis.size, split) for tensor in tensors]
+def _exchange(tensors: Tensors, axis: Axis, label: str, split: int, concat: int) -> Tensors:
+    pieces = [tensor.unflatten(split, (axis.size, -1)).unbind(split) for tensor in tensors]
     kinds = [(parts[0].shape, parts[0].dtype) for parts in pieces]
     about = comm.labelled(label, tensors)
     rows = comm.all_to_all(list(zip(*pieces, strict=True)), [kinds] * axis.size, axis, about)
     return [torch.cat(parts, concat) for parts in zip(*rows, strict=True)]
 
 
-def _exchange_rows(
-    tensors: Tensors, axis: Axis, send: tuple[int, ...], receive: tuple[int, ...], label: str
-) -> Tensors:
-    rows = list(zip(*(tensor.split(send) for tensor in tensors), strict=True))
+def _exchange_rows(tensors: Tensors, axis: Axis, label: str, send: Sequence[int], receive: Sequence[int]) -> Tensors:
+    own = comm.rank(axis)
+    for sizes in (send, receive):
+        whole = [type(size) for size in sizes] == [int] * axis.size and min(sizes) >= 0
+        needed = f"send_sizes and recv_sizes to be {axis.size} whole numbers of 0 or more, one for each rank"
+        remedy = "call .tolist() of a tensor of counts; a graph sends each rank its capacity of rows, by all_to_all"
+        expect(whole, "ragged_all_to_all", needed, f"{list(sizes)!r:.100}", remedy)
+    needed = f"as many rows in recv_sizes as in send_sizes from rank {own} itself"
+    expect(send[own] == receive[own], "ragged_all_to_all", needed, f"{receive[own]} and {send[own]}")
+    rows = list(zip(*(tensor.split(list(send)) for tensor in tensors), strict=True))
     kinds = [[(torch.Size((size, *tensor.shape[1:])), tensor.dtype) for tensor in tensors] for size in receive]
     return [torch.cat(parts) for parts in zip(*comm.all_to_all(rows, kinds, axis, label), strict=True)]
 
 
-def _permute(tensors: Tensors, axis: Axis, perm: tuple[tuple[int, int], ...], label: str) -> Tensors:
+def _permute(tensors: Tensors, axis: Axis, label: str, perm: Sequence[tuple[int, int]]) -> Tensors:
+    once = all(len({*side} & {*range(axis.size)}) == len(side) for side in zip(*perm, strict=True))
+    needed = f"perm to have each source and each destination once, from 0 to {axis.size - 1}"
+    remedy = "leave out pairs that fall off the end of the axis"
+    expect(once, "ppermute", needed, f"{perm!r:.100}", remedy)
+    return _sent(tensors, axis, label, perm)
+
+
+def _from_root(tensors: Tensors, axis: Axis, label: str, root: int) -> Tensors:
+    known = root in range(axis.size)
+    expect(known, "broadcast", f"root to be a coordinate from 0 to {axis.size - 1}", f"{root!r:.40}")
+    return _sent(tensors, axis, label, [(root, rank) for rank in range(axis.size)])
+
+
+def _sent(tensors: Tensors, axis: Axis, label: str, pairs: Sequence[tuple[int, int]]) -> Tensors:
+    """Send tensors from ranks to others; zeros where nobody sends."""
     own, kinds = comm.rank(axis), [(tensor.shape, tensor.dtype) for tensor in tensors]
-    target, source = dict(perm).get(own), {target: source for source, target in perm}.get(own)
-    send = [list(tensors) if rank == target else [] for rank in range(axis.size)]
-    receive = [kinds if rank == source else [] for rank in range(axis.size)]
+    send = [list(tensors) if (own, rank) in pairs else [] for rank in range(axis.size)]
+    receive = [kinds if (rank, own) in pairs else [] for rank in range(axis.size)]
     rows = comm.all_to_all(send, receive, axis, comm.labelled(label, tensors), tensors[0].device)
-    return [torch.zeros_like(tensor) for tensor in tensors] if source is None else rows[source]
+    return next((row for row in rows if row), [torch.zeros_like(tensor) for tensor in tensors])
 
 
-def _from_root(tensors: Tensors, axis: Axis, root: int, label: str) -> Tensors:
-    send = list(tensors) if comm.rank(axis) == root else []
-    kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
-    receive = [kinds if rank == root else [] for rank in range(axis.size)]
-    about = comm.labelled(label, tensors)
-    return comm.all_to_all([send] * axis.size, receive, axis, about, tensors[0].device)[root]
-
-
-def _at_root(tensors: Tensors, axis: Axis, root: int) -> Tensors:
+def _at_root(tensors: Tensors, axis: Axis, label: None, root: int) -> Tensors:
     return list(tensors) if comm.rank(axis) == root else [torch.zeros_like(tensor) for tensor in tensors]
-
-
-def _checked_sizes(name: str, sizes: Sequence[int], axis: Axis) -> tuple[int, ...]:
-    what, needed = "ragged_all_to_all", f"{name} to be {axis.size} whole numbers of 0 or more, one for each rank"
-    expect(isinstance(sizes, Sequence), what, needed, describe(sizes), "call .tolist() of a tensor of counts")
-    symbolic = any(isinstance(size, torch.SymInt) for size in sizes)
-    remedy = "give every rank the same number of rows, its capacity, and send them by all_to_all"
-    expect(not symbolic, what, f"{name} that a graph can hold", "sizes that come from data", remedy)
-    whole = len(sizes) == axis.size and all(type(size) is int and size >= 0 for size in sizes)
-    expect(whole, what, needed, f"{list(sizes)!r:.100}")
-    return tuple(sizes)
-
-
-def _checked_pairs(perm: Iterable[tuple[int, int]], axis: Axis) -> tuple[tuple[int, int], ...]:
-    pairs: tuple[Any, ...] = tuple(tuple(pair) if isinstance(pair, Sequence) else pair for pair in perm)
-    ranks = range(axis.size)
-    fits = all(
-        isinstance(pair, tuple) and len(pair) == 2 and all(type(rank) is int and rank in ranks for rank in pair)
-        for pair in pairs
-    )
-    needed = f"perm to be pairs (source, destination) of coordinates from 0 to {axis.size - 1}"
-    expect(fits, "ppermute", needed, f"{list(pairs)!r:.100}", "leave out pairs that fall off the end of the axis")
-    once = all(len(set(side)) == len(pairs) for side in zip(*pairs, strict=True))
-    expect(once, "ppermute", "perm to have each source and each destination once", f"{list(pairs)!r:.100}")
-    return pairs

@@ -5,14 +5,13 @@ values give varying ones and are their own transposes. `psum_invariant` and `pva
 a value that agrees between ranks, the second hands such a value to each rank's own maths.
 """
 
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch.autograd import Function
 
 from fshard import comm
-from fshard.collectives.linear import count_reduction, in_chain, on_tree
+from fshard.collectives.linear import collective, count_reduction, in_chain
 from fshard.errors import expect
 from fshard.tree import Axis, Tree, tree_leaves, tree_map
 from fshard.tree.checks import check_operands
@@ -41,9 +40,7 @@ def psum(tree: Tree, axis: Axis) -> Tree:
     >>> fs.testing.spmd(program, world=2)  # 1 + 4, and the derivatives of the two ranks' losses together
     [(5.0, 4.0), (5.0, 8.0)]
     """
-    check_operands("psum", tree, axis, vary=True)
-    total = partial(comm.all_reduce, axis=axis, label="psum")
-    return on_tree(tree, total, total, axis)
+    return collective("psum", tree, axis, comm.all_reduce, comm.all_reduce, vary=True)
 
 
 def pmean(tree: Tree, axis: Axis) -> Tree:
@@ -93,8 +90,7 @@ def pvary(tree: Tree, axis: Axis) -> Tree:
     >>> fs.testing.spmd(program, world=2)  # each rank's own loss, and the sum of both derivatives
     [(5.0, 3.0), (10.0, 3.0)]
     """
-    check_operands("pvary", tree, axis, vary=False)
-    return on_tree(tree, tuple, partial(comm.all_reduce, axis=axis, label="pvary"), axis)
+    return collective("pvary", tree, axis, tuple, comm.all_reduce, vary=False)
 
 
 def psum_invariant(tree: Tree, axis: Axis) -> Tree:
@@ -119,10 +115,8 @@ def psum_invariant(tree: Tree, axis: Axis) -> Tree:
     >>> fs.testing.spmd(program, world=2)  # 1 + 4, and the derivatives of the one objective that the ranks share
     [(5.0, 2.0), (5.0, 4.0)]
     """
-    check_operands("psum_invariant", tree, axis, vary=True)
     count_reduction()
-    run = partial(comm.all_reduce, axis=axis, label="psum_invariant")
-    return on_tree(tree, run, tuple, axis)
+    return collective("psum_invariant", tree, axis, comm.all_reduce, tuple, vary=True)
 
 
 def pmax(tree: Tree, axis: Axis) -> Tree:

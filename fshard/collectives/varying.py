@@ -1,7 +1,6 @@
 """Checks that read varying and agreeing values off the graph of a loss."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -60,7 +59,7 @@ def refuse_unsummed(
         node, varied = place
         if node in ends or sums(node):
             return []
-        varied = varied | _summed_over(node)
+        varied = varied.union(_summed_over(node))
         return [(other, varied) for other in _next(node)]
 
     starts = [(output.grad_fn, frozenset[Axis]()) for output in outputs if output.grad_fn is not None]
@@ -140,21 +139,18 @@ def _next(node: Any) -> Iterator[Any]:
     return (behind for behind, _ in operands(node) if behind is not None)
 
 
-def _summed_over(node: Any) -> frozenset[Axis]:
+def _summed_over(node: Any) -> Sequence[Axis]:
     """The axes over which a node's backward sums: that of a pvary, or those of a gather under torch.func."""
-    if (axis := _axis_of(node, "transpose", "pvary")) is not None:
-        return frozenset([axis])
-    scatter = _partial(node, "transpose")
-    return frozenset(scatter.keywords.get("summed_over", ())) if scatter is not None else frozenset()
+    axis = _axis_of(node, "transpose", "pvary")
+    return _keywords(node, "transpose").get("summed_over", ()) if axis is None else (axis,)
 
 
 def _axis_of(node: Any, side: str, label: str) -> Axis | None:
     """The axis of a collective in a graph, by the label of the map on one side of its linear call."""
-    found = _partial(node, side)
-    return found.keywords["axis"] if found is not None and found.keywords.get("label") == label else None
+    keywords = _keywords(node, side)
+    return keywords["axis"] if keywords.get("label") == label else None
 
 
-def _partial(node: Any, side: str) -> partial[Any] | None:
-    """The map on one side of a linear call; None where a node is none, or its map was not made by `partial`."""
-    found = getattr(maps_of(node), side, None)
-    return found if isinstance(found, partial) else None
+def _keywords(node: Any, side: str) -> dict[str, Any]:
+    """The keywords of the map on one side of a linear call; none where a node has no such map."""
+    return getattr(getattr(maps_of(node), side, None), "keywords", {})

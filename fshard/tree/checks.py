@@ -420,7 +420,7 @@ def check_operands(what: str, tree: Tree, axis: Axis, dim: int | None = None, *,
 
     def unfit(leaf: Any) -> tuple[str, str] | None:
         tensor = tensor_of(leaf)
-        fits = isinstance(tensor, torch.Tensor) and (dim is None or 0 <= dim < tensor.dim())
+        fits = isinstance(tensor, torch.Tensor) and (dim is None or dim in range(tensor.dim()))
         needed = "a tensor" if dim is None else f"a tensor with a dim {dim}, counted from the front"
         return None if leaf is None or fits else (describe(tensor), needed)
 
