@@ -265,7 +265,7 @@ def _scatter(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:
 
 def _exchange(tensors: Tensors, axis: Axis, label: str, split: int, concat: int) -> Tensors:
     pieces = [tensor.unflatten(split, (axis.size, -1)).unbind(split) for tensor in tensors]
-    kinds = [(parts[0].shape, parts[0].dtype) for parts in pieces]
+    kinds = _kinds([parts[0] for parts in pieces])
     about = comm.labelled(label, tensors)
     rows = comm.all_to_all(list(zip(*pieces, strict=True)), [kinds] * axis.size, axis, about)
     return [torch.cat(parts, concat) for parts in zip(*rows, strict=True)]
@@ -301,11 +301,15 @@ def _from_root(tensors: Tensors, axis: Axis, label: str, root: int) -> Tensors:
 
 def _sent(tensors: Tensors, axis: Axis, label: str, pairs: Sequence[tuple[int, int]]) -> Tensors:
     """Send tensors from ranks to others; zeros where nobody sends."""
-    own, kinds = comm.rank(axis), [(tensor.shape, tensor.dtype) for tensor in tensors]
+    own, kinds = comm.rank(axis), _kinds(tensors)
     send = [list(tensors) if (own, rank) in pairs else [] for rank in range(axis.size)]
     receive = [kinds if (rank, own) in pairs else [] for rank in range(axis.size)]
     rows = comm.all_to_all(send, receive, axis, comm.labelled(label, tensors), tensors[0].device)
     return next((row for row in rows if row), [torch.zeros_like(tensor) for tensor in tensors])
+
+
+def _kinds(tensors: Tensors) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def _at_root(tensors: Tensors, axis: Axis, label: None, root: int) -> Tensors:

@@ -9,8 +9,8 @@ import torch
 
 from fshard import _compat, comm
 from fshard.collectives.sums import psum_invariant
-from fshard.errors import Problem, expect, leaf_error
-from fshard.tree import Axis, Flat, Tree, flatten, is_sharded
+from fshard.errors import expect
+from fshard.tree import Axis, Flat, Tree, flatten, is_sharded, is_trained
 from fshard.tree.checks import (
     check_axes,
     check_leaves,
@@ -55,33 +55,27 @@ def reduction_axes(flat: Flat, what: str, over: Over = None) -> tuple[Axis, ...]
     check_leaves(f"{what}: plain leaves among Sharded ones", flat, plain, remedy)
     if over is not None:
         return _named(over, flat, what)
-    found = [spec.transform.axes for spec in flat.specs if spec.transform is not None]
-    needed = found[0]
-    if all(set(axes) == set(needed) for axes in found):
-        return needed
+    needed, *others = [spec.transform.axes for spec in flat.specs if spec.transform is not None]
     names = [axis.name for axis in needed]
-    problems = [
-        Problem(path, f"axes {[axis.name for axis in axes]}", f"{names} of one mesh, as for {first}")
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
-        if is_sharded(leaf) and set(axes := leaf.spec.transform.axes) != set(needed)
-    ]
-    raise leaf_error(f"{what}: leaves are reduced over different axes", problems, "shard the tree on one mesh")
+
+    def differs(leaf: Any) -> tuple[str, str] | None:
+        axes = leaf.spec.transform.axes if is_sharded(leaf) else needed
+        pair = f"axes {[axis.name for axis in axes]}", f"{names} of one mesh, as for {first}"
+        return None if set(axes) == set(needed) else pair
+
+    if any(set(axes) != set(needed) for axes in others):
+        check_leaves(f"{what}: leaves are reduced over different axes", flat, differs, "shard the tree on one mesh")
+    return needed
 
 
 def _named(over: Over, flat: Flat, what: str) -> tuple[Axis, ...]:
     """The axes that a caller names, each of which every leaf must account for."""
-    given = (over,) if isinstance(over, Axis | str) else over
-    fits = isinstance(given, list | tuple) and all(isinstance(one, Axis | str) for one in given)
-    expect(fits, what, "reduce_over to be axes or their names", describe(over))
-    assert given is not None
-    known = {axis.name: axis for spec in flat.specs for axis in spec.roles}
-    axes = tuple(dict.fromkeys(known.get(one, one) if isinstance(one, str) else one for one in given))
-    names = [axis if isinstance(axis, str) else axis.name for axis in axes]
+    known: dict[Any, Axis] = {axis.name: axis for spec in flat.specs for axis in spec.roles}
+    given: Any = [over] if isinstance(over, Axis | str) else over
+    axes = tuple(dict.fromkeys(known.get(one, one) for one in given))
 
     def unfit(leaf: Any) -> tuple[str, str] | None:
-        if not is_sharded(leaf) or leaf.spec.frozen:
-            return None
-        missing = [name for name, axis in zip(names, axes, strict=True) if axis not in leaf.spec.roles]
+        missing = [getattr(axis, "name", axis) for axis in axes if is_trained(leaf) and axis not in leaf.spec.roles]
         if not missing:
             return None
         roles = ", ".join(f"{role} over {axis.name!r}" for axis, role in leaf.spec.roles.items()) or "no roles"
@@ -89,7 +83,7 @@ def _named(over: Over, flat: Flat, what: str) -> tuple[Axis, ...]:
 
     remedy = "shard these leaves on all axes of reduce_over, such as by zero3(mesh, axis=(...)), or name fewer axes"
     check_leaves(f"{what}: gradients would stay unsummed", flat, unfit, remedy)
-    return tuple(axis for axis in axes if isinstance(axis, Axis))
+    return axes
 
 
 def shared_axes(flat: Flat, over: Sequence[Axis]) -> tuple[Axis, ...]:
@@ -182,20 +176,11 @@ def agreed_uses(uses: Uses) -> Used:
 
     Returns:
         What some rank uses, the same on every rank.
-
-    Raises:
-        ValueError: on every rank, if their traces differentiate other things.
     """
     used = uses.used
     for axis in dict.fromkeys(axis for axes in uses.axes for axis in axes if axis.size > 1):
         texts = comm.texts(json.dumps(used), axis, comm.Verb.AGREE)
         rows = [json.loads(text) for text in texts]
-        if len({tuple(map(len, row)) for row in rows}) > 1:
-            found = ", ".join(str([len(call) for call in row]) for row in rows)
-            raise ValueError(
-                f"jit: ranks of {axis.name!r} differentiate losses of several numbers of leaves: expected the same "
-                f"numbers, got {found}; make the same calls of value_and_grad on every rank"
-            )
         used = tuple(tuple(map(any, zip(*calls, strict=True))) for calls in zip(*rows, strict=True))
     return used
 

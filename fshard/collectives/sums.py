@@ -5,7 +5,7 @@ values give varying ones and are their own transposes. `psum_invariant` and `pva
 a value that agrees between ranks, the second hands such a value to each rank's own maths.
 """
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.autograd import Function
@@ -132,7 +132,7 @@ def pmax(tree: Tree, axis: Axis) -> Tree:
         The tree of largest values.
 
     Raises:
-        ValueError: if a tensor requires a gradient, or has a tangent.
+        ValueError: if a tensor requires a gradient.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -145,17 +145,11 @@ def pmax(tree: Tree, axis: Axis) -> Tree:
     check_operands("pmax", tree, axis, vary=True)
     tensors = tree_leaves(tree)
     differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    expect(not differentiated, *_NO_DERIVATIVE)
+    needed, found = "tensors without derivatives", "one that is differentiated"
+    remedy = "pass tensor.detach(); a shift of exponents by their largest needs no derivative"
+    expect(not differentiated, "pmax", needed, found, remedy)
     outputs = iter(in_chain(lambda tensors: list(_Max.apply(axis, *tensors)), tensors, axis) if tensors else ())
     return tree_map(lambda _: next(outputs), tree)
-
-
-_NO_DERIVATIVE = (
-    "pmax",
-    "tensors without derivatives",
-    "one that is differentiated",
-    "pass tensor.detach(); a shift of exponents by their largest needs no derivative",
-)
 
 
 class _Max(Function):
@@ -166,11 +160,6 @@ class _Max(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.mark_non_differentiable(*output)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        what, needed, found, remedy = _NO_DERIVATIVE
-        raise ValueError(f"{what}: expected {needed}, got {found}; {remedy}")
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], axis: Axis, *tensors: torch.Tensor) -> Any:

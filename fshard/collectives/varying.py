@@ -7,26 +7,10 @@ import torch
 
 from fshard import _compat, comm
 from fshard.collectives.linear import maps_of, operands
-from fshard.errors import Problem, refuse
+from fshard.errors import Problem, expect, refuse
 from fshard.tree import Axis, Flat, Spec
 
 Place = TypeVar("Place")
-
-
-def reduced_over(loss: torch.Tensor, axes: Sequence[Axis]) -> Axis | None:
-    """Find an axis that a loss has been summed over already, by `objective` or `psum_invariant`.
-
-    Args:
-        loss: A scalar.
-        axes: The axes that it will be summed over.
-
-    Returns:
-        The first such axis; None where there is none, or it was handed to this rank's own maths again by `pvary`.
-    """
-    starts = [] if loss.grad_fn is None else [loss.grad_fn]
-    nodes = walked(starts, lambda node: _next(node) if _axis_of(node, "transpose", "pvary") is None else ())
-    found = (_axis_of(node, "fun", "psum_invariant") for node in nodes)
-    return next((axis for axis in found if axis in axes), None)
 
 
 def refuse_unsummed(
@@ -97,13 +81,17 @@ def walked(starts: Iterable[Place], behind: Callable[[Place], Iterable[Place]]) 
 
 
 def check_not_reduced(loss: torch.Tensor, axes: Sequence[Axis], what: str) -> None:
-    """Refuse a local loss that ranks have summed already, whose gradients would be too small by their number."""
-    axis = reduced_over(loss, [axis for axis in axes if axis.size > 1])
-    if axis is not None:
-        raise ValueError(
-            f"{what}: expected the loss to be this rank's own, got one reduced over {axis.name!r} already, by "
-            "fs.objective or fs.psum_invariant; return the loss of its batch, which is reduced for you, or sum "
-            "parts of it by fs.psum"
+    """Refuse a local loss that ranks have summed already, whose gradients would be too small by their number.
+
+    Behind a `pvary` the sum was handed to this rank's own maths again.
+    """
+    starts = [] if loss.grad_fn is None else [loss.grad_fn]
+    nodes = walked(starts, lambda node: _next(node) if _axis_of(node, "transpose", "pvary") is None else ())
+    for axis in (_axis_of(node, "fun", "psum_invariant") for node in nodes):
+        found = f"one reduced over {axis.name!r} already, by fs.objective or fs.psum_invariant" if axis else ""
+        remedy = "return the loss of its batch, which is reduced for you, or sum parts of it by fs.psum"
+        expect(
+            axis is None or axis.size == 1 or axis not in axes, what, "the loss to be this rank's own", found, remedy
         )
 
 
