@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard.comm.failure import Position, look, tell
-from fshard.comm.groups import Group, Waiting, World, tag_of
+from fshard.comm.groups import Group, Issued, World, tag_of
 from fshard.testing import Workers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -173,14 +173,14 @@ def counted(ranks: int) -> dict[str, int]:
     everyone = list(range(ranks))
     group = rank.groups["shard"] = Group("shard", everyone, 0, None, 30.0)
     step = group.enter("all_reduce", "psum", "(psum)")
-    rank.waiting = Waiting(group, step, time.monotonic())
+    rank.waiting = Issued(None, rank, group, step, since=time.monotonic())
     for other in everyone[1:]:
         waits = Position(("shard", step), {"shard": (everyone, [step])})
         World.board(rank).set(f"at/{other}", json.dumps(waits))
     look(rank, rank.waiting)
     looked = sum(rank.counts.values())
     rank.counts.clear()
-    tell(rank, "rank 0 failed", 0.0)
+    tell(rank, "rank 0 failed")
     return {"a look": looked, "a failure": sum(rank.counts.values())}
 
 

@@ -29,6 +29,7 @@ from rivals import SYSTEMS, make
 
 import fshard as fs
 from fshard.comm.groups import Group
+from fshard.comm.recorder import Watchers
 
 # Ways to run a step.
 OFF, AGAIN, TRACED, RECORDED = "off", "off again", "traced", "recorded"
@@ -125,7 +126,7 @@ def noted_seconds() -> float:
     with fs.trace() as trace:
         start = time.perf_counter()
         for _ in range(LOOKS):
-            issued = fs.comm.Issued(entry, fs.comm.world(), group, group.last)
+            issued = fs.comm.Issued(entry, fs.comm.world(), group, group.trail[-1])
             trace.starts(issued, tensors)
             trace.started(issued)
             trace.waits(issued)
@@ -137,7 +138,7 @@ def look_seconds() -> float:
     """Seconds of one look at what this thread is to tell, and whom."""
     start = time.perf_counter()
     for _ in range(LOOKS):
-        for _ in fs.comm.flight_recorder().watchers:
+        for _ in fs.comm.of_this_rank(Watchers):
             pass
     return (time.perf_counter() - start) / LOOKS
 

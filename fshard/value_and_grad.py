@@ -52,7 +52,6 @@ from fshard.tree.checks import (
 )
 
 
-
 def value_and_grad(
     f: Callable[..., Any],
     *,

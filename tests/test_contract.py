@@ -353,7 +353,6 @@ def test_a_rank_that_does_not_come_is_named_at_the_timeout(name, place, size):
         first, *rest = each.text.splitlines()
         assert first == f"rank {size - 1} did not come within 2 s: it is stopped, hangs or computes", each
         assert any(re.match(r"  rank 0 waits in \w+ number \d+ \(.*\)", line) for line in rest), each
-        assert any(line.startswith("  the last collective in which these ranks met: ") for line in rest), each
         assert each.seconds < 15.0, (rank, each)
 
 
@@ -393,7 +392,7 @@ DIFFERENT: dict[str, tuple[Callable[[fs.Axis], Any], Callable[[fs.Axis], Any], s
     "an extra one": (
         lambda axis: fs.gather(params_of(axis)),
         lambda axis: (params_of(axis), fs.psum(X, axis)),
-        r"\(start of gather begins\)",
+        r"\(start of gather\)",
         r"\(psum\)",
     ),
     "ragged": (
@@ -405,7 +404,7 @@ DIFFERENT: dict[str, tuple[Callable[[fs.Axis], Any], Callable[[fs.Axis], Any], s
     "another call": (
         lambda axis: fs.unshard(params_of(axis)),
         lambda axis: fs.update(fs.sgd(0.1), (s := fs.TrainState.create(params_of(axis), fs.sgd(0.1))), s.params),
-        r"\(start of unshard begins\)",
+        r"\(start of unshard\)",
         "has ended",
     ),
     "microbatches": (

@@ -48,7 +48,6 @@ from fshard._compat.collectives import (
     cut,
     default_store,
     fake_process_groups,
-    group_coalesces,
     group_devices,
     group_of_all,
     group_of_row,

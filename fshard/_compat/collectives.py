@@ -74,14 +74,6 @@ def group_devices(name: str) -> dict[str, str]:
     return dict(pair.split(":") for pair in torch.distributed.get_backend_config(group).split(","))
 
 
-def group_coalesces(name: str, device: str) -> bool:
-    """Whether a process group runs collectives of many tensors of a device as one. Checked on 2.13."""
-    group = resolve_process_group(name)
-    if group.group_desc.startswith(_FAKE):
-        return group.group_desc == _FAKE + "nccl"
-    return group._get_backend(torch.device(device)).supports_coalescing
-
-
 @contextmanager
 def fake_process_groups(groups: Mapping[str, tuple[int, int]], backend: str) -> Iterator[None]:
     """Let there be process groups that cannot communicate, for traces. Checked on 2.13.
@@ -188,9 +180,13 @@ def make_pair(name: str, store: Any) -> Pair | None:
 
 
 def start_swap(
-    pair: Pair | None, name: str, send: Tensors, receive: Tensors, tag: Callable[[int], int]
+    pair: Pair | None,
+    name: str,
+    send: Mapping[int, torch.Tensor],
+    receive: Mapping[int, torch.Tensor],
+    tag: Callable[[int], int],
 ) -> list[torch.distributed.Work]:
-    """Start to send each rank of a group a tensor and to receive one from each; what this rank has for itself stays.
+    """Start to send each other rank of a group a tensor and to receive one from each.
 
     Checked on 2.13. Messages need none of gloo's threads, and about half the time of its collectives. What has no
     elements is not sent.
@@ -198,8 +194,8 @@ def start_swap(
     Args:
         pair: The connections of `make_pair`.
         name: The process group's name.
-        send: What each rank gets, as bytes.
-        receive: Where to write what each rank sends, as bytes.
+        send: What each other rank gets, as bytes.
+        receive: Where to write what each other rank sends, as bytes.
         tag: Maps the bytes of a message to a number; gloo pairs no messages of different ones.
 
     Returns:
@@ -209,17 +205,15 @@ def start_swap(
         DistBackendError: if a connection has ended.
     """
     group = resolve_process_group(name)
-    own = group.rank()
-    others = [rank for rank in range(len(send)) if rank != own]
     if pair is None:
         # Simulated ranks know collectives alone.
-        empty = send[own].new_empty(0)
-        into, sent = ([tensors[i] if i in others else empty for i in range(len(send))] for tensors in (receive, send))
+        own = next(iter(send.values())).new_empty(0)
+        into, sent = ([tensors.get(rank, own) for rank in range(group.size())] for tensors in (receive, send))
         return [torch.distributed.all_to_all(into, sent, group=group, async_op=True)]
     works = []
     try:
-        for other in others:
-            outward, inward = pair if other > own else pair[::-1]
+        for other in send:
+            outward, inward = pair if other > group.rank() else pair[::-1]
             if nbytes := len(receive[other]):
                 works.append(inward.recv([receive[other]], other, tag(nbytes)))
             if nbytes := len(send[other]):
@@ -260,12 +254,17 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return torch.ops._c10d_functional.wait_tensor(tensor)
 
 
-def start_by_backend(name: str, tensors: Tensors, arguments: Sequence[Any], fused: bool) -> Tensors:
-    """Start the backend's own collective of each tensor, or one for all; results in flight. Checked on 2.13."""
+def start_by_backend(op: str, tensors: Tensors, size: int, group: str, *sizes: Sequence[int]) -> Tensors:
+    """Start the backend's own collective of several tensors; results in flight. Checked on 2.13."""
     operators = torch.ops._c10d_functional
-    if fused:
-        return getattr(operators, f"{name}_coalesced")(tensors, *arguments)
-    return [getattr(operators, name)(tensor, *arguments) for tensor in tensors]
+    match op:
+        case "all_gather":
+            return operators.all_gather_into_tensor_coalesced(tensors, size, group)
+        case "reduce_scatter":
+            return operators.reduce_scatter_tensor_coalesced(tensors, "sum", size, group)
+        case "all_reduce":
+            return operators.all_reduce_coalesced(tensors, "sum", group)
+    return [operators.all_to_all_single(tensor, *sizes[::-1], group) for tensor in tensors]
 
 
 def release_groups_at_exit(mesh: "DeviceMesh") -> None:

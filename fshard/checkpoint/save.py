@@ -104,14 +104,14 @@ class Saving:
         return self._outcome
 
     def _finish(self) -> Path | CheckpointError:
-        failures = [text for text in comm.texts(_failure(self._written), self._ranks, LABEL) if text]
+        failures = [text for text in comm.everyone(_failure(self._written), [self._ranks], LABEL) if text]
         if failures:
             self._patience.given_up.set()
         failure, path = "", ""
         if self._joined is not None:
             failure = _failure(self._joined)
             path = "" if failure else str(self._joined.result())
-        failure, path = json.loads(comm.texts(json.dumps([failure, path]), self._ranks, LABEL)[0])
+        failure, path = comm.everyone([failure, path], [self._ranks], LABEL)[0]
         if failures or failure:
             return CheckpointError(f"{LABEL}: step {self.step} was not saved: {[*failures, failure][0]}")
         return Path(path)
@@ -357,7 +357,7 @@ def _prepare(directory: Path, step: int, ranks: Axis) -> tuple[Path, IO[bytes] |
             name = directories.make(directory, step).name
         except (OSError, ValueError) as error:
             failure = reason(error, directory)
-    name, failure = json.loads(comm.texts(json.dumps([name, failure]), ranks, LABEL)[0])
+    name, failure = comm.everyone([name, failure], [ranks], LABEL)[0]
     if failure:
         if lock is not None:
             directories.unlock(lock)

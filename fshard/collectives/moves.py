@@ -264,11 +264,8 @@ def _scatter(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:
 
 
 def _exchange(tensors: Tensors, axis: Axis, label: str, split: int, concat: int) -> Tensors:
-    pieces = [tensor.unflatten(split, (axis.size, -1)).unbind(split) for tensor in tensors]
-    kinds = _kinds([parts[0] for parts in pieces])
-    about = comm.labelled(label, tensors)
-    rows = comm.all_to_all(list(zip(*pieces, strict=True)), [kinds] * axis.size, axis, about)
-    return [torch.cat(parts, concat) for parts in zip(*rows, strict=True)]
+    stacks, ones = [tensor.unflatten(split, (axis.size, -1)).movedim(split, 0) for tensor in tensors], [1] * axis.size
+    return [torch.cat(list(rows), concat) for rows in comm.all_to_all(stacks, ones, ones, axis, label)]
 
 
 def _exchange_rows(tensors: Tensors, axis: Axis, label: str, send: Sequence[int], receive: Sequence[int]) -> Tensors:
@@ -280,9 +277,7 @@ def _exchange_rows(tensors: Tensors, axis: Axis, label: str, send: Sequence[int]
         expect(whole, "ragged_all_to_all", needed, f"{list(sizes)!r:.100}", remedy)
     needed = f"as many rows in recv_sizes as in send_sizes from rank {own} itself"
     expect(send[own] == receive[own], "ragged_all_to_all", needed, f"{receive[own]} and {send[own]}")
-    rows = list(zip(*(tensor.split(list(send)) for tensor in tensors), strict=True))
-    kinds = [[(torch.Size((size, *tensor.shape[1:])), tensor.dtype) for tensor in tensors] for size in receive]
-    return [torch.cat(parts) for parts in zip(*comm.all_to_all(rows, kinds, axis, label), strict=True)]
+    return comm.all_to_all(tensors, send, receive, axis, label)
 
 
 def _permute(tensors: Tensors, axis: Axis, label: str, perm: Sequence[tuple[int, int]]) -> Tensors:
@@ -301,15 +296,12 @@ def _from_root(tensors: Tensors, axis: Axis, label: str, root: int) -> Tensors:
 
 def _sent(tensors: Tensors, axis: Axis, label: str, pairs: Sequence[tuple[int, int]]) -> Tensors:
     """Send tensors from ranks to others; zeros where nobody sends."""
-    own, kinds = comm.rank(axis), _kinds(tensors)
-    send = [list(tensors) if (own, rank) in pairs else [] for rank in range(axis.size)]
-    receive = [kinds if (rank, own) in pairs else [] for rank in range(axis.size)]
-    rows = comm.all_to_all(send, receive, axis, comm.labelled(label, tensors), tensors[0].device)
-    return next((row for row in rows if row), [torch.zeros_like(tensor) for tensor in tensors])
-
-
-def _kinds(tensors: Tensors) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(tensor.shape, tensor.dtype) for tensor in tensors]
+    own = comm.rank(axis)
+    send = [int((own, rank) in pairs) for rank in range(axis.size)]
+    receive = [int((rank, own) in pairs) for rank in range(axis.size)]
+    found = comm.all_to_all([tensor.expand(sum(send), *tensor.shape) for tensor in tensors], send, receive, axis, label)
+    copies = zip(found, tensors, strict=True)
+    return [rows[0].detach() if sum(receive) else torch.zeros_like(tensor) for rows, tensor in copies]
 
 
 def _at_root(tensors: Tensors, axis: Axis, label: None, root: int) -> Tensors:

@@ -179,8 +179,13 @@ def agreed_uses(uses: Uses) -> Used:
     """
     used = uses.used
     for axis in dict.fromkeys(axis for axes in uses.axes for axis in axes if axis.size > 1):
-        texts = comm.texts(json.dumps(used), axis, comm.Verb.AGREE)
-        rows = [json.loads(text) for text in texts]
+        rows = comm.everyone(used, [axis], comm.Verb.AGREE)
+        if len({tuple(map(len, row)) for row in rows}) > 1:
+            found = ", ".join(str([len(call) for call in row]) for row in rows)
+            raise ValueError(
+                f"jit: ranks of {axis.name!r} differentiate losses of several numbers of leaves: expected the same "
+                f"numbers, got {found}; make the same calls of value_and_grad on every rank"
+            )
         used = tuple(tuple(map(any, zip(*calls, strict=True))) for calls in zip(*rows, strict=True))
     return used
 
@@ -200,12 +205,12 @@ def closed(
         The sum, and for each leaf whether some rank used it.
     """
     asked = [axis for axis in shared if axis.size > 1]
-    label = comm.Label(comm.Verb.OBJECTIVE, phase=comm.Phase.END)
+    label = comm.Label(comm.Verb.OBJECTIVE)
     if _compat.is_tracing():
         uses = _compat.trace_notes().get("uses")
         used = used if uses is None else dict(zip(used, uses.take(list(used.values()), shared), strict=True))
         said = [f"{path} {'used' if yes else 'unused'}" for path, yes in used.items()]
-        comm.ops.told(json.dumps({"leaves": said}))
+        comm.ops.told(json.dumps({"leaves": "\n".join(said)}))
         for axis in asked:
             (value,) = comm.all_reduce([value], axis, label) if axis in axes else [value]
         return value, used

@@ -3,23 +3,13 @@
 Names under `__all__` are for everybody; the others are for the rooms of fshard.
 """
 
-from fshard.comm.agree import (
-    Facts,
-    axes_in,
-    call,
-    calling,
-    disagreement,
-    facts_of,
-    highest,
-    same_call,
-    texts,
-)
+from fshard.comm.agree import axes_in, call, calling, disagreement, everyone, same_call
 from fshard.comm.collective import (
     PACK_BYTES,
     all_gather,
     all_reduce,
     all_to_all,
-    fake_world,
+    planned,
     rank,
     reduce_scatter,
     serves_host,
@@ -28,36 +18,21 @@ from fshard.comm.collective import (
     start_all_to_all,
     start_reduce_scatter,
 )
-from fshard.comm.events import (
-    Collective,
-    Label,
-    Phase,
-    Record,
-    Verb,
-    concerning,
-    decoded,
-    described,
-    encoded,
-    labelled,
-    listed,
-    of_this_rank,
-)
+from fshard.comm.events import Collective, Label, Record, Verb, concerning, decoded, described, listed, of_this_rank
 from fshard.comm.failure import CollectiveError, Position, connected, unequal
-from fshard.comm.groups import World, world
+from fshard.comm.groups import Issued, World, world
 from fshard.comm.ops import collective_of
-from fshard.comm.recorder import Issued, Watcher, flight_recorder, record, watched
+from fshard.comm.recorder import Watcher, record, watched
 
 __all__ = [
     "Collective",
     "CollectiveError",
     "Label",
-    "Phase",
     "Record",
     "Verb",
     "all_gather",
     "all_reduce",
     "all_to_all",
-    "flight_recorder",
     "rank",
     "record",
     "reduce_scatter",

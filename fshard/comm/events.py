@@ -5,7 +5,7 @@ The recorder, `trace`, `plan`, graphs and messages of failures read these values
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeVar
@@ -21,7 +21,19 @@ LEAVES, WIDTH = 6, 200
 KEY = "fshard rank"
 _objects: ContextVar[dict[type, Any] | None] = ContextVar("fshard_objects_of_this_rank", default=None)
 
+# The units and leaves that collectives which start now are for.
+_subject: ContextVar[tuple[tuple[str, ...], tuple[str, ...]] | None] = ContextVar("fshard_subject", default=None)
+
 T = TypeVar("T")
+# The dtypes and shapes of tensors.
+Shapes = tuple[tuple[torch.dtype, torch.Size], ...]
+# The axis of a collective, its size and group, and the encoded label.
+Whose = tuple[str, int, str, str]
+
+
+class _Objects(dict[type, Any]):
+    def __missing__(self, kind: type) -> Any:
+        return self.setdefault(kind, kind())
 
 
 def of_this_rank(kind: type[T]) -> T:
@@ -33,19 +45,14 @@ def of_this_rank(kind: type[T]) -> T:
     Returns:
         The same object at each call of this thread; while `watched` also on threads that run its backward passes.
     """
-    objects = objects_of_this_rank()
-    found: T | None = objects.get(kind)
-    if found is None:
-        found = objects[kind] = kind()
+    found: T = objects_of_this_rank()[kind]
     return found
 
 
 def objects_of_this_rank() -> dict[type, Any]:
     """Find all objects that `of_this_rank` keeps, by their classes."""
-    found: dict[type, Any] | None = _compat.thread_object(KEY) or _objects.get()
-    if found is None:
-        found = {}
-        _objects.set(found)
+    if (found := _compat.thread_object(KEY) or _objects.get()) is None:
+        _objects.set(found := _Objects())
     return found
 
 
@@ -64,29 +71,14 @@ class Verb(StrEnum):
     OBJECTIVE = "objective"
 
 
-class Phase(StrEnum):
-    """Whether a call begins with a collective, or one of its passes ends.
-
-    >>> import fshard as fs
-    >>> fs.comm.Label("agree", call="update", phase=fs.comm.Phase.BEGIN).event
-    'update begins'
-    """
-
-    NONE = ""
-    BEGIN = "begins"
-    END = "ended"
-
-
 class Label(NamedTuple):
     """Who asks for a collective, and what for.
 
     Attributes:
         verb: Who asks: a `Verb`, or any word.
-        units: Names of the units that it is for.
+        units: Names of the units that it is for; of the message that begins a call, its verb.
         leaves: Paths of the leaves that travel.
-        call: For messages by which ranks compare what they do, the call that comes next.
-        phase: Whether that call begins or ends.
-        parts: The dtypes and shapes of the operands, where they are the same on every rank, or another text of them.
+        parts: The dtypes and shapes of the operands, or another text that is the same on every rank.
 
     >>> import fshard as fs
     >>> label = fs.comm.Label(fs.comm.Verb.GATHER, units=("layers.0",), leaves=("['weight']", "['bias']"))
@@ -97,8 +89,6 @@ class Label(NamedTuple):
     verb: str
     units: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
-    call: str = ""
-    phase: Phase = Phase.NONE
     parts: str = ""
 
     @property
@@ -107,22 +97,10 @@ class Label(NamedTuple):
         return self.verb in (Verb.START, Verb.AGREE)
 
     @property
-    def ids(self) -> tuple[str, ...]:
-        """The units, or where they have no names the leaves."""
-        return self.units or self.leaves
-
-    @property
     def unit(self) -> str:
-        """The units as text, or else the call that comes next, or the leaves."""
-        if self.units:
-            line = ", ".join(self.units).partition("\n")[0]
-            return line if len(line) <= WIDTH else f"{line[:WIDTH]}..."
-        return self.event or listed(self.leaves)
-
-    @property
-    def event(self) -> str:
-        """The call that comes next, as text; empty where nobody says."""
-        return " ".join(part for part in (self.call, self.phase, ", ".join(self.units)) if part) if self.call else ""
+        """The units as text, or where they have no names the leaves."""
+        line = ", ".join(self.units).partition("\n")[0] or listed(self.leaves)
+        return line if len(line) <= WIDTH else f"{line[:WIDTH]}..."
 
     def __str__(self) -> str:
         parts = (self.verb, self.unit, listed(self.leaves) if self.units else "")
@@ -142,43 +120,33 @@ def listed(leaves: Sequence[str]) -> str:
     return ", ".join([*leaves[:LEAVES], *more])
 
 
-def labelled(who: str | Label, tensors: Sequence[torch.Tensor] = ()) -> Label:
+def labelled(who: str | Label, shapes: Shapes = ()) -> Label:
     """Make a label of who asks and of the purpose that `concerning` names; a whole label stays as it is.
 
     Args:
         who: The one who asks, or the label.
-        tensors: The operands, to be shown where no purpose is known.
+        shapes: Of the operands, to be shown where no purpose is known.
 
     Returns:
         The label.
     """
     if isinstance(who, Label):
         return who
-    subject = of_this_rank(_Subject).current
-    if subject is not None:
-        return Label(who, subject.units, subject.leaves)
-    return Label(who, parts=described(tuple((tensor.dtype, tensor.shape) for tensor in tensors)))
+    if (subject := _subject.get()) is not None:
+        return Label(who, *subject)
+    return Label(who, parts=described(shapes))
 
 
 @functools.lru_cache(maxsize=1024)
-def described(shapes: tuple[tuple[torch.dtype, torch.Size], ...]) -> str:
+def described(shapes: Shapes) -> str:
     """Describe tensors by their dtypes, shapes and bytes; of many the first ones."""
     each = [f"{str(dtype).removeprefix('torch.')} {tuple(shape)}" for dtype, shape in shapes]
     nbytes = sum(dtype.itemsize * shape.numel() for dtype, shape in shapes)
     return f"{listed(each)}, {nbytes} bytes" if each else ""
 
 
-@functools.lru_cache(maxsize=1024)
-def encoded(label: Label) -> str:
-    """Write a label as a text: an operator takes no other values.
-
-    Args:
-        label: The label.
-
-    Returns:
-        The text, for `decoded`.
-    """
-    return json.dumps(label)
+# A label as a text: an operator takes no other values.
+encoded: Callable[[Label], str] = functools.lru_cache(maxsize=1024)(json.dumps)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -191,8 +159,8 @@ def decoded(text: str) -> Label:
     Returns:
         The label.
     """
-    verb, units, leaves, call, phase, parts = json.loads(text)
-    return Label(verb, tuple(units), tuple(leaves), call, Phase(phase), parts)
+    verb, units, leaves, parts = json.loads(text)
+    return Label(verb, tuple(units), tuple(leaves), parts)
 
 
 class concerning:  # noqa: N801
@@ -201,7 +169,7 @@ class concerning:  # noqa: N801
     As a generator it would take three times as long, at every gather.
     """
 
-    __slots__ = ("before", "leaves", "subject", "units")
+    __slots__ = ("subject", "token")
 
     def __init__(self, units: Sequence[str], leaves: Sequence[str] = ()) -> None:
         """Name what the collectives are for.
@@ -210,23 +178,13 @@ class concerning:  # noqa: N801
             units: Names of units; none where the leaves have no unit.
             leaves: Paths of the leaves that travel.
         """
-        self.units, self.leaves = tuple(units), tuple(leaves)
+        self.subject = tuple(units), tuple(leaves)
 
     def __enter__(self) -> None:
-        self.subject = of_this_rank(_Subject)
-        self.before, self.subject.current = self.subject.current, self
+        self.token = _subject.set(self.subject)
 
     def __exit__(self, *_: object) -> None:
-        self.subject.current = self.before
-
-
-class _Subject:
-    """Holds the innermost purpose of collectives that start now."""
-
-    __slots__ = ("current",)
-
-    def __init__(self) -> None:
-        self.current: concerning | None = None
+        _subject.reset(self.token)
 
 
 class Collective(NamedTuple):
@@ -258,16 +216,16 @@ class Collective(NamedTuple):
     scalar: bool
 
     @classmethod
-    def of(cls, op: str, tensors: Sequence[torch.Tensor], axis: str, size: int, label: str) -> "Collective":
-        """Describe a collective by what its operator is given: tensors of any kind, and an encoded label."""
-        about = decoded(label)
-        full = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        full *= size if op == "all_gather" else 1
+    def of(cls, op: str, tensors: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]], whose: Whose) -> "Collective":
+        """Describe a collective by what its operator is given: tensors of any kind, and of an all-to-all its sizes."""
+        axis, size, group, label = whose
+        about, nbytes = decoded(label), sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if sizes:
+            # What is for this rank stays.
+            nbytes -= nbytes // max(sum(sizes[0]), 1) * sizes[0][_compat.group_rank(group)]
         single = {"all_to_all": -1, "reduce_scatter": size}.get(op, 1)
-        scalar = (
-            all(tensor.numel() == single for tensor in tensors) or about.is_comparison or about.verb == Verb.OBJECTIVE
-        )
-        return cls(op, axis, size, about, full, 1 if op == "all_to_all" else len(tensors), scalar)
+        scalar = all(t.numel() == single for t in tensors) or about.is_comparison or about.verb == Verb.OBJECTIVE
+        return cls(op, axis, size, about, nbytes * (size if op == "all_gather" else 1), len(tensors), scalar)
 
     @property
     def label(self) -> str:
@@ -303,7 +261,3 @@ class Record(list[Collective]):
     def bytes_sent(self) -> float:
         """Bytes each rank sent, in nominal ring terms, scalars left out."""
         return sum(entry.sent for entry in self if not entry.scalar)
-
-    def scalar_bytes_sent(self) -> float:
-        """Bytes each rank sent in collectives that carry single numbers only."""
-        return sum(entry.sent for entry in self if entry.scalar)

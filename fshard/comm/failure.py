@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm.groups import TEXT, Group, Link, Waiting, World
+from fshard.comm.groups import TEXT, Group, Issued, Link, World
 
 T = TypeVar("T")
 
 # Seconds: for a call of the store, which may hang with the rank that holds it; until a note may be there where a
-# connection ended; in which all ranks may fail; that a rank lingers; between two looks.
+# connection ended; in which all ranks may fail; that a rank lingers; between two questions.
 ANSWER, GRACE, ALIKE, LINGER, LOOK = 1.0, 0.35, 0.3, 0.7, 0.02
 
 # Seconds of the thread: of waiting before the first look; between looks at the clock; between two looks at most.
@@ -82,11 +82,6 @@ class Position(NamedTuple):
         known = {name: (ranks, [Link(*step) for step in trail]) for name, (ranks, trail) in groups.items()}
         return cls((waits[0], Link(*waits[1])) if waits else None, known)
 
-    def number(self, group: str) -> int:
-        """How many collectives it has started in a group."""
-        _, trail = self.groups.get(group, ([], []))
-        return trail[-1].number if trail else 0
-
     def at(self) -> str:
         """Say where it waits."""
         return f"waits in {self.waits[1]}" if self.waits else "runs"
@@ -97,21 +92,20 @@ Positions = Mapping[int, Position]
 
 def difference(positions: Positions) -> str | None:
     """Say how ranks differ in the collectives that they have started last; None where they do not."""
-    for name in dict.fromkeys(itertools.chain(*[position.groups for position in positions.values()])):
-        members = {rank: position.groups[name] for rank, position in positions.items() if name in position.groups}
-        trails = {rank: {step.number: step for step in trail} for rank, (_, trail) in members.items()}
-        for number in sorted(set().union(*trails.values())):
-            steps = {rank: trail[number] for rank, trail in trails.items() if number in trail}
-            if found := unequal(steps, next(iter(members.values()))[0]):
-                return found
-    return None
+    started: dict[tuple[str, int], dict[int, Link]] = {}
+    members: dict[str, list[int]] = {}
+    for rank, position in positions.items():
+        for name, (members[name], trail) in position.groups.items():
+            for step in trail:
+                started.setdefault((name, step.number), {})[rank] = step
+    return next(filter(None, (unequal(started[place], members[place[0]]) for place in sorted(started))), None)
 
 
 def unequal(steps: Mapping[int, Link], ranks: Sequence[int]) -> str | None:
     """Say how steps of one number in the group of some ranks differ, or the sizes of what these exchange."""
     first = "ranks differ in a collective"
     if len({step.chain for step in steps.values()}) == 1:
-        first = "ranks differ in the bytes that they send each other"
+        first = "ranks differ in the rows that they send each other"
         pairs = [(steps[a].sends, steps[b].receives, a, b) for a, b in itertools.permutations(steps, 2)]
         if all(not s or not r or s[ranks.index(b)] == r[ranks.index(a)] for s, r, a, b in pairs):
             return None
@@ -130,12 +124,11 @@ def circle(own: int, positions: Positions) -> str | None:
     Returns:
         Who waits where; None where this rank waits for none that waits for it.
     """
-    behind = {rank: _behind(rank, positions) for rank in positions}
     stuck, more = set[int](), {own}
     while more:
         stuck |= more
-        more = {rank for rank in positions if behind[rank] & stuck} - stuck
-    if not behind[own] & stuck:
+        more = {rank for rank in positions if _behind(rank, positions) & stuck} - stuck
+    if not _behind(own, positions) & stuck:
         return None
     lines = [f"  rank {rank} {positions[rank].at()}" for rank in sorted(stuck)]
     return "\n".join(["ranks wait for each other in different collectives", *lines])
@@ -147,20 +140,27 @@ def _behind(rank: int, positions: Positions) -> set[int]:
     if position is None or position.waits is None:
         return set()
     name, step = position.waits
-    return {r for r in position.groups[name][0] if r not in positions or positions[r].number(name) < step.number}
+    started = {r: other.groups[name][1][-1].number for r, other in positions.items() if name in other.groups}
+    return {r for r in position.groups[name][0] if started.get(r, 0) < step.number}
 
 
-def within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """Ask the store, which may be gone, or hang with the rank that holds it; None where it does not answer in time."""
+def answer(ask: Callable[[], T], seconds: float = 0.0) -> T | None:
+    """Ask the store, again and again for some seconds until it finds something; None where it does not answer.
+
+    It may be gone, or hang with the rank that holds it.
+    """
     found: list[T] = []
 
     def run() -> None:
+        deadline = time.monotonic() + seconds
         with suppress(Exception):
-            found.append(ask())
+            while not (value := ask()) and time.monotonic() < deadline:
+                time.sleep(LOOK)
+            found.append(value)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(seconds + ANSWER)
     return found[0] if found else None
 
 
@@ -176,8 +176,7 @@ def connected(world: World, name: str) -> Group:
         try:
             pair = _compat.make_pair(name, dist.PrefixStore(f"{name} of {ranks}", world.board()))  # type: ignore[attr-defined]
         except RuntimeError as error:
-            needed = f"all of ranks {ranks} to connect within {timeout:g} s"
-            raise CollectiveError(f"expected {needed}, got: {error!s:.300}; see which of them failed") from error
+            raise CollectiveError(f"expected ranks {ranks} to connect in {timeout:g} s, got: {error!s:.300}") from error
         group = world.groups[name] = Group(name, ranks, ranks.index(world.rank), pair, timeout)
     if world.lookout is None and group.pair is not None:
         world.lookout = Lookout(world)
@@ -185,43 +184,28 @@ def connected(world: World, name: str) -> Group:
     return group
 
 
-def read(board: Any, keys: Iterable[str]) -> list[str]:
-    """Read what is under keys, "" if nothing is, by one operation on the store for each."""
-    return [str(board.compare_set(key, "", "").decode()) for key in keys]
+def read(board: Any, kind: str, names: Iterable[object]) -> str:
+    """Read the first text of a kind that one of some names has; "" if none has."""
+    texts = (board.compare_set(f"{kind}/{name}", "", "").decode() for name in names)
+    return next(filter(None, texts), "")
 
 
-def note(board: Any, groups: Iterable[str]) -> str:
-    """Read the note of a failure; "" if there is none in some groups."""
-    return next(filter(None, read(board, [f"note/{name}" for name in groups])), "")
-
-
-def positions_of(board: Any, ranks: Sequence[int]) -> dict[int, Position]:
-    """Read where ranks are, as far as they have told."""
-    found = zip(ranks, read(board, [f"at/{rank}" for rank in ranks]), strict=True)
-    return {rank: Position.read(text) for rank, text in found if text}
-
-
-def tell(world: World, text: str, seconds: float = LINGER) -> None:
-    """Break this rank's groups: leave a note, end the connections, and linger until the others have read it.
-
-    Args:
-        world: This rank's.
-        text: The reason.
-        seconds: How long to linger.
-    """
+def _noted(world: World, text: str) -> str:
+    """Leave a note in this rank's groups, and return the one that was there first."""
     board, groups = world.board(), list(world.groups)
+    first = read(board, "note", groups) or text
+    for name in groups:
+        first = board.compare_set(f"note/{name}", "", first).decode()
+    return first
 
-    def write() -> str:
-        first = note(board, groups) or text
-        for name in groups:
-            first = board.compare_set(f"note/{name}", "", first).decode()
-        board.set(f"read/{world.rank}", "")
-        return first
 
-    world.broken = within(ANSWER, write) or text
+def tell(world: World, text: str) -> None:
+    """Break this rank's groups: leave a note, end the connections, and linger until the others have read it."""
+    board, keys = world.board(), [f"read/{rank}" for rank in world.others]
+    world.broken = answer(lambda: _noted(world, text)) or text
+    answer(lambda: board.set(f"read/{world.rank}", ""))
     cut(world)
-    keys = [f"read/{rank}" for rank in sorted({*world.others} - world.gone)]
-    _until(seconds, 0.0, lambda: board.check(keys))
+    answer(lambda: board.check(keys), LINGER)
 
 
 def cut(world: World) -> set[int]:
@@ -235,36 +219,20 @@ def cut(world: World) -> set[int]:
     return gone
 
 
-def _until(seconds: float, answer: float, ask: Callable[[], T]) -> T | None:
-    """Ask again and again for some seconds, until something is found, and let the store answer later than that."""
-
-    def ask_again() -> T:
-        deadline = time.monotonic() + seconds
-        while not (value := ask()) and time.monotonic() < deadline:
-            time.sleep(LOOK)
-        return value
-
-    return within(seconds + answer, ask_again)
-
-
-def ended(world: World, waiting: Waiting, error: BaseException) -> CollectiveError:
+def ended(world: World, issued: Issued, error: BaseException) -> CollectiveError:
     """Make the error of a collective that could not start or land.
 
     Args:
         world: This rank's.
-        waiting: Where it is.
+        issued: The collective.
         error: What the backend says.
 
     Returns:
         The error, whose reason is the same on every rank.
     """
-    if world.broken is None and world.wake is not None:
-        tell(world, str(error), 0.0)
-    elif world.broken is None:
-        late, board = time.monotonic() - waiting.since, world.board()
-        said = _until(GRACE, ANSWER, lambda: note(board, list(world.groups)))
-        tell(world, said or _lost(world, waiting, late, error))
-    return failure(world, waiting.step)
+    if world.broken is None:
+        tell(world, str(error) if world.wake is not None else _lost(world, issued, error))
+    return failure(world, issued.step)
 
 
 def failure(world: World, step: Link | None = None) -> CollectiveError:
@@ -273,34 +241,40 @@ def failure(world: World, step: Link | None = None) -> CollectiveError:
     return CollectiveError("\n".join([str(world.broken), *own, f"To fix: {REMEDY}."]))
 
 
-def _lost(world: World, waiting: Waiting, late: float, error: BaseException) -> str:
-    """Say which rank is gone or did not come, where nobody has left a note."""
-    group, board = waiting.group, world.board()
+def _lost(world: World, issued: Issued, error: BaseException) -> str:
+    """Say why a wait ended: by the note of a rank that knows, else which rank is gone or did not come."""
+    board, group, late = world.board(), issued.group, time.monotonic() - issued.since
+    answer(lambda: _positions(world, issued, 0))
+    if note := answer(lambda: read(board, "note", world.groups), GRACE):
+        return note
     # A wait that lasts too long ends its connection itself.
-    slow, broken = late > 0.95 * group.timeout, cut(world)
-    gone = set() if slow else broken & {*group.ranks}
-    world.gone |= gone
-    positions = {world.rank: Position.of(world)}
-    within(ANSWER, lambda: board.set(f"at/{world.rank}", json.dumps(positions[world.rank])))
-
-    def all_told() -> bool:
-        positions.update(positions_of(board, [rank for rank in group.ranks if rank not in positions]))
-        return positions.keys() >= {*group.ranks}
-
-    _until(GRACE, ANSWER, all_told)
+    gone = set() if late > 0.95 * group.timeout else cut(world) & {*group.ranks}
+    positions = answer(lambda: _positions(world, issued, len(group.ranks))) or {world.rank: Position.of(world)}
     behind = _behind(world.rank, positions)
     # A rank may wait for others itself; it may have gone on since it told where.
     absent = sorted(gone & behind or {rank for rank in behind if not _behind(rank, positions)} or behind or gone)
     who = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
-    said = within(ANSWER, lambda: next(filter(None, read(board, [f"ended/{rank}" for rank in absent])), ""))
     if not absent:
-        first = f"rank {world.rank} failed in {waiting.step}: {error!s:.{TEXT}}"
+        first = f"rank {world.rank} failed in {issued.step}: {error!s:.{TEXT}}"
     elif gone:
+        said = answer(lambda: read(board, "ended", absent))
         first = f"{who} was killed or has ended{f': {said}' if said else ''}"
     else:
         first = f"{who} did not come within {late:.0f} s: it is stopped, hangs or computes"
     where = [f"  rank {rank} {position.at()}" for rank, position in sorted(positions.items()) if position.waits]
-    return "\n".join([first, *where, f"  the last collective in which these ranks met: {group.finished or 'none'}"])
+    return "\n".join([first, *where])
+
+
+def _positions(world: World, issued: Issued, most: int) -> dict[int, Position]:
+    """Tell where this rank is, and read where some others are that it waits for, or those wait for."""
+    board, positions = world.board(), {world.rank: Position.of(world)}
+    board.set(f"at/{world.rank}", json.dumps(positions[world.rank]))
+    ranks = [rank for rank in issued.group.ranks if rank != world.rank][:most]
+    for rank in ranks:
+        if text := read(board, "at", [rank]):
+            positions[rank] = Position.read(text)
+        ranks += sorted(_behind(rank, positions) - {world.rank, *ranks})[: most - len(ranks)]
+    return positions
 
 
 def all_fail(world: World, what: str) -> bool:
@@ -315,10 +289,10 @@ def all_fail(world: World, what: str) -> bool:
     """
     world.failures += 1
     board, key = world.board(), f"failed/{world.failures}"
-    own = f"{what} at {sum(group.last.number for group in world.groups.values())}"
+    own = f"{what} at {sum(group.trail[-1].number for group in world.groups.values())}"
     keys = [f"{key}/{rank}" for rank in world.others]
-    within(ANSWER, lambda: board.set(f"{key}/{world.rank}", own))
-    said = _until(ALIKE, ANSWER, lambda: board.check(keys) and [board.get(key).decode() for key in keys])
+    answer(lambda: board.set(f"{key}/{world.rank}", own))
+    said = answer(lambda: board.check(keys) and [board.get(key).decode() for key in keys], ALIKE)
     return {*(said or ())} == {own}
 
 
@@ -340,10 +314,9 @@ class Lookout(threading.Thread):
         error = getattr(sys, "last_value", None)
         text = "its program is over" if error is None else f"{type(error).__name__}: {error}"[:1000]
         self._over.set()
-        if self.is_alive():
-            self.join(1.0)
+        self.join(ANSWER)
         if (world := self._world()) is not None:
-            within(0.5, lambda: world.board().set(f"ended/{world.rank}", text))
+            answer(lambda: world.board().set(f"ended/{world.rank}", text))
             world.groups.clear()
 
     def run(self) -> None:
@@ -362,21 +335,14 @@ class Lookout(threading.Thread):
             world = waiting = None
 
 
-def look(world: World, waiting: Waiting) -> bool:
+def look(world: World, waiting: Issued) -> bool:
     """Tell where this rank is, read where others are, and wake it if a rank failed or ranks differ."""
-    board, positions = world.board(), {world.rank: Position.of(world)}
-    found = note(board, [waiting.group.name])
+    found = read(world.board(), "note", [waiting.group.name])
     if not found:
-        board.set(f"at/{world.rank}", json.dumps(positions[world.rank]))
-        ranks = [rank for rank in waiting.group.ranks if rank != world.rank][:ASKED]
-        for rank in ranks:
-            # Then those that they wait for.
-            positions.update(positions_of(board, [rank]))
-            ranks += sorted(_behind(rank, positions) - {world.rank, *ranks})[: ASKED - len(ranks)]
+        positions = _positions(world, waiting, ASKED)
         found = difference(positions) or circle(world.rank, positions) or ""
     if not found or world.waiting is not waiting:
         return False
-    for name in world.groups:
-        board.compare_set(f"note/{name}", "", found)
+    _noted(world, found)
     cut(world)
     return True

@@ -25,8 +25,8 @@ class Link(NamedTuple):
         number: How many the group had started with it.
         chain: A hash of it and of all before.
         text: Its name, what it carries, for whom, over which axis.
-        sends: For each rank the bytes that it is sent; None where all send the same.
-        receives: For each rank the bytes that it sends here.
+        sends: For each rank the rows that it is sent; None where all send the same.
+        receives: For each rank the rows that it sends here.
     """
 
     number: int
@@ -39,10 +39,6 @@ class Link(NamedTuple):
         return self.text if self.sends is None else f"{self.text}, sends {self.sends}, awaits {self.receives}"
 
 
-# Before the first.
-NONE = Link(0, 0, "")
-
-
 @dataclass(eq=False)
 class Group:
     """The ranks of an axis.
@@ -53,9 +49,7 @@ class Group:
         own: This rank's place in `ranks`.
         pair: The connections that collectives are sent over; None where the backend is not gloo.
         timeout: Seconds that a rank waits there for another.
-        last: The collective that has started last.
-        trail: The last ones.
-        finished: The one that landed last, which all ranks had started.
+        trail: The collectives that have started last.
     """
 
     name: str
@@ -63,9 +57,7 @@ class Group:
     own: int
     pair: Any
     timeout: float
-    last: Link = NONE
-    trail: deque[Link] = field(default_factory=lambda: deque(maxlen=TRAIL))
-    finished: Link | None = None
+    trail: deque[Link] = field(default_factory=lambda: deque([Link(0, 0, "")], TRAIL))
 
     def enter(self, op: str, hashed: str, text: str, *sizes: Sequence[int]) -> Link:
         """Note that a collective starts.
@@ -74,15 +66,14 @@ class Group:
             op: Its name.
             hashed: All that is the same on every rank.
             text: What it carries, for whom, over which axis.
-            *sizes: The bytes for each rank and from each, where ranks may send different ones.
+            *sizes: The rows for each rank and from each, where ranks may send different ones.
 
         Returns:
             Its link.
         """
-        number, chain = self.last.number + 1, zlib.crc32(hashed.encode(), self.last.chain)
-        self.last = Link(number, chain, f"{op} number {number} {text:.{TEXT}}", *sizes)
-        self.trail.append(self.last)
-        return self.last
+        number, chain = self.trail[-1].number + 1, zlib.crc32(hashed.encode(), self.trail[-1].chain)
+        self.trail.append(Link(number, chain, f"{op} number {number} {text:.{TEXT}}", *sizes))
+        return self.trail[-1]
 
 
 def tag_of(step: Link, nbytes: int) -> int:
@@ -90,12 +81,25 @@ def tag_of(step: Link, nbytes: int) -> int:
     return (zlib.crc32(b"%d" % nbytes, step.chain) >> 1) % _compat.CUT
 
 
-class Waiting(NamedTuple):
-    """Where a rank waits, and since when."""
+@dataclass(slots=True, eq=False)
+class Issued:
+    """One collective under way.
 
+    Attributes:
+        collective: The entry of a record; None where nobody was told as it started.
+        world: What this rank knows of the others.
+        group: The group of fshard's own.
+        step: Its place there.
+        left: Buffers that have not been waited for.
+        since: When this rank began to wait for it last.
+    """
+
+    collective: Any
+    world: "World"
     group: Group
     step: Link
-    since: float
+    left: int = 0
+    since: float = 0.0
 
 
 @dataclass(eq=False)
@@ -109,9 +113,8 @@ class World:
         generation: How often groups have been made anew.
         broken: The error that broke the groups of this generation, on every rank that heard of it.
         groups: By the name of the axis's process group.
-        waiting: Where this rank waits.
+        waiting: The collective that this rank waits for.
         call: The outermost call of fshard that runs.
-        gone: Ranks whose connections have ended.
         flying: Buffers that have not been waited for.
         failures: How many calls have failed on this rank.
         lookout: The thread that watches it.
@@ -123,10 +126,9 @@ class World:
     generation: int = 0
     broken: str | None = None
     groups: dict[str, Group] = field(default_factory=dict)
-    waiting: Waiting | None = None
+    waiting: Issued | None = None
     call: Any = None
-    gone: set[int] = field(default_factory=set)
-    flying: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    flying: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
     failures: int = 0
     lookout: Any = None
 
@@ -141,7 +143,6 @@ class World:
 
     def renew(self, generation: int) -> None:
         """Forget all groups and the error that broke them; they are made anew when they are asked for."""
-        self.gone.clear()
         self.generation, self.broken, self.failures = generation, None, 0
         self.groups.clear()
 

@@ -3,11 +3,10 @@
 Each operator starts a collective on a list of tensors and returns buffers in flight; `wait` finishes a buffer. Dim 0 of
 a buffer counts ranks, those of a sum that others have sent, or is 1 where the backend has summed already.
 
-Algorithms:
+Tensors go in one of two ways:
     direct: each rank sends its rows to the others, straight into their buffers, and sums are left to the caller. Faster
         than gloo's own collectives, with sums in rank order: bitwise the same for every strategy.
-    coalesced: one fused collective for the whole list, which is what NCCL does best.
-    flat: the backend's own collective for each tensor.
+    by the backend: one fused collective for the whole list, which is what NCCL does best.
 """
 
 import os
@@ -16,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fshard import _compat
 from fshard.comm import recorder
@@ -24,6 +22,8 @@ from fshard.comm.events import Collective
 from fshard.comm.groups import Group, Link, tag_of
 
 Tensors = list[torch.Tensor]
+# Of an all-to-all the rows for each rank and from each; of others none.
+Sizes = Sequence[Sequence[int]]
 
 # How often to look whether the backend has let go, which it usually has at the first look.
 LETTING_GO = 1000
@@ -43,38 +43,35 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _shapes(op: str, tensors: Tensors, size: int, algorithm: str) -> list[tuple[int, ...]]:
+def _shapes(op: str, tensors: Tensors, size: int, direct: bool, sizes: Sizes) -> list[tuple[int, ...]]:
     """The shapes of an operator's buffers."""
-    rows = size if op == "all_gather" else size - 1 if algorithm == "direct" else 1
-    return [(rows, *tensor.shape[op == "reduce_scatter" :]) for tensor in tensors]
+    rows = size if op == "all_gather" else sum(sizes[1]) if sizes else size - 1 if direct else 1
+    return [(rows, *tensor.shape[op in ("reduce_scatter", "all_to_all") :]) for tensor in tensors]
 
 
-def _direct(op: str, tensors: Tensors, size: int, step: Link, group: Group) -> Tensors:
+def _direct(op: str, tensors: Tensors, size: int, sizes: Sizes, step: Link, group: Group) -> Tensors:
     """Exchange rows with all ranks, straight into buffers, of which those of sums have none for this rank."""
-    own = group.own
+    own, buffers = group.own, []
     with _compat.below_autograd():
-        shapes = _shapes(op, tensors, size, "direct")
-        buffers = [tensor.new_empty(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
-        for tensor, buffer in zip(tensors, buffers, strict=True):
-            receive = list(buffer)
+        for tensor, shape in zip(tensors, _shapes(op, tensors, size, True, sizes), strict=True):
+            buffer = tensor.new_empty(shape)
+            into = list(buffer.split(sizes[1]) if sizes else buffer)
             if op == "all_gather":
-                send = [buffer[own].copy_(tensor)] * size
+                rows = [into[own].copy_(tensor)] * size
+            elif op == "all_to_all":
+                rows = list(tensor.split(sizes[0]))
+                into[own].copy_(rows[own])
             else:
-                rows = tensor if op == "reduce_scatter" else tensor.contiguous().expand(size, *tensor.shape)
-                send = [row.contiguous() for rank, row in enumerate(rows) if rank != own]
-                # Nothing is sent to oneself.
-                send.insert(own, send[0])
-                receive.insert(own, receive[0])
-            _swap(send, receive, buffer, step, group)
+                rows = list(tensor) if op == "reduce_scatter" else [tensor.contiguous()] * size
+                into.insert(own, buffer)
+            sent, awaited = (
+                {rank: _bytes(row.contiguous()) for rank, row in enumerate(each) if rank != own}
+                for each in (rows, into)
+            )
+            works = _compat.start_swap(group.pair, group.name, sent, awaited, partial(tag_of, step))
+            _hold(buffer, works, [*sent.values(), *awaited.values()])
+            buffers.append(buffer)
     return buffers
-
-
-def _swap(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], buffer: torch.Tensor, *way: Any) -> None:
-    """Start to send each rank a tensor and to receive one from each, on which `buffer` waits; its own stays."""
-    step, group = way
-    sent, awaited = list(map(_bytes, send)), list(map(_bytes, receive))
-    works = _compat.start_swap(group.pair, group.name, sent, awaited, partial(tag_of, step))
-    _hold(buffer, works, [*sent, *awaited])
 
 
 def _hold(buffer: torch.Tensor, works: Sequence[Any], under_way: Tensors) -> None:
@@ -100,48 +97,19 @@ def wait(buffer: torch.Tensor) -> torch.Tensor:
     return landed
 
 
-def _by_backend(op: str, tensors: Tensors, size: int, group: str, fused: bool) -> Tensors:
-    """Start the backend's own collectives, once for each dtype, as sums of different ones are not fused."""
-    name, arguments = {
-        "all_gather": ("all_gather_into_tensor", (size, group)),
-        "reduce_scatter": ("reduce_scatter_tensor", ("sum", size, group)),
-        "all_reduce": ("all_reduce", ("sum", group)),
-    }[op]
-    sources = [_bytes(each) if op == "all_gather" else each for each in map(torch.Tensor.contiguous, tensors)]
+def _by_backend(op: str, tensors: Tensors, size: int, sizes: Sizes, _: Link, group: Group) -> Tensors:
+    """Start the backend's own collectives, fused for each dtype, as sums of different ones are not fused."""
+    moves = op in ("all_gather", "all_to_all")
+    sources = [
+        each.unsqueeze(-1).view(torch.uint8) if moves else each for each in map(torch.Tensor.contiguous, tensors)
+    ]
     found: dict[int, torch.Tensor] = {}
     for dtype in dict.fromkeys(source.dtype for source in sources):
         same = [i for i, source in enumerate(sources) if source.dtype is dtype]
-        started = _compat.start_by_backend(name, [sources[i] for i in same], arguments, fused)
+        started = _compat.start_by_backend(op, [sources[i] for i in same], size, group.name, *sizes)
         found.update(zip(same, started, strict=True))
-    shapes = _shapes(op, tensors, size, "")
+    shapes = _shapes(op, tensors, size, False, sizes)
     return [found[i].view(tensors[i].dtype).view(shape) for i, shape in enumerate(shapes)]
-
-
-def _all_to_all(
-    rows: torch.Tensor, send: list[int], receive: list[int], axis: str, size: int, group: str, label: str
-) -> torch.Tensor:
-    def start(step: Link, own_group: Group) -> torch.Tensor:
-        with _compat.below_autograd():
-            buffer = rows.new_empty(sum(receive))
-            if _compat.group_devices(group).get(rows.device.type) == "gloo":
-                # Between ranks that have nothing for each other there is no message.
-                source, target, own = rows.split(send), buffer.split(receive), own_group.own
-                target[own].copy_(source[own])
-                _swap(source, target, buffer, step, own_group)
-            else:
-                process_group = _compat.resolve_process_group(group)
-                work = dist.all_to_all_single(buffer, rows, receive, send, group=process_group, async_op=True)
-                _hold(buffer, [work], [rows])
-        return buffer
-
-    leaving = _leaving(rows, send, group)
-    return recorder.started("all_to_all", start, leaving, (axis, size, group, label), send, receive)
-
-
-def _leaving(rows: torch.Tensor, send: list[int], group: str) -> Tensors:
-    """List what an all-to-all sends to other ranks."""
-    own = _compat.group_rank(group)
-    return [row for rank, row in enumerate(rows.split(send)) if rank != own]
 
 
 def _seed(key: torch.Tensor) -> None:
@@ -157,32 +125,25 @@ def _operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any], ta
     return getattr(torch.ops.fshard, name).default
 
 
-def _collective(name: str) -> Any:
+def _collective(name: str, sizes: str = "") -> Any:
     """Define an operator that starts a collective on a list of tensors."""
 
-    def run(tensors: Tensors, axis: str, size: int, group: str, algorithm: str, label: str) -> Tensors:
-        def start(step: Link, own_group: Group) -> Tensors:
-            if algorithm == "direct":
-                return _direct(name, tensors, size, step, own_group)
-            return _by_backend(name, tensors, size, group, algorithm == "coalesced")
+    def run(tensors: Tensors, *about: Any) -> Tensors:
+        *sizes, direct, axis, size, group, label = about
+        start = partial(_direct if direct else _by_backend, name, tensors, size, sizes)
+        return recorder.started(name, start, tensors, (axis, size, group, label), *sizes)
 
-        return recorder.started(name, start, tensors, (axis, size, group, label))
-
-    def fake(tensors: Tensors, axis: str, size: int, group: str, algorithm: str, label: str) -> Tensors:
-        shapes = _shapes(name, tensors, size, algorithm)
+    def fake(tensors: Tensors, *about: Any) -> Tensors:
+        *sizes, direct, _, size, _, _ = about
+        shapes = _shapes(name, tensors, size, direct, sizes)
         return [tensor.new_empty(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
 
-    schema = f"{name}(Tensor[] tensors, str axis, int size, str group, str algorithm, str label) -> Tensor[]"
+    schema = f"{name}(Tensor[] tensors, {sizes}bool direct, str axis, int size, str group, str label) -> Tensor[]"
     return _operator(schema, run, fake, _TAGS)
 
 
 all_gather, reduce_scatter, all_reduce = map(_collective, ("all_gather", "reduce_scatter", "all_reduce"))
-all_to_all = _operator(
-    "all_to_all(Tensor rows, int[] send, int[] receive, str axis, int size, str group, str label) -> Tensor",
-    _all_to_all,
-    lambda rows, send, receive, *_: rows.new_empty(sum(receive)),
-    _TAGS,
-)
+all_to_all = _collective("all_to_all", "int[] send, int[] receive, ")
 random_state = _operator(
     "random_state() -> Tensor", torch.get_rng_state, lambda: torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8)
 )
@@ -193,7 +154,7 @@ told = _operator("told(str facts) -> ()", lambda facts: None, lambda facts: None
 
 # A graph keeps them in their order, though nothing uses their results.
 EFFECTS = (set_random_state, seed)
-_PACKED = (all_gather, reduce_scatter, all_reduce)
+STARTS = (all_gather, reduce_scatter, all_reduce, all_to_all)
 
 
 def collective_of(func: Any, args: Sequence[Any]) -> Collective | None:
@@ -206,13 +167,9 @@ def collective_of(func: Any, args: Sequence[Any]) -> Collective | None:
     Returns:
         The entry of a record; None for other operators.
     """
-    if func in _PACKED:
-        tensors, axis, size, _, _, label = args
-        return Collective.of(func.name().removeprefix("fshard::"), tensors, axis, size, label)
-    if func is all_to_all:
-        rows, send, _, axis, size, group, label = args
-        return Collective.of("all_to_all", _leaving(rows, send, group), axis, size, label)
-    return None
+    if func not in STARTS:
+        return None
+    return Collective.of(func.name().removeprefix("fshard::"), args[0], args[1:-5], tuple(args[-4:]))
 
 
 def held_in_flight(func: object, args: Sequence[Any]) -> list[int | None]:
@@ -226,14 +183,12 @@ def held_in_flight(func: object, args: Sequence[Any]) -> list[int | None]:
         For each tensor None where nothing is held, 0 where it is the tensor itself, else the bytes of a copy; an empty
         list for other operators.
     """
-    if func is all_to_all:
-        return [0]
-    if func not in _PACKED:
+    if func not in STARTS:
         return []
-    tensors, _, size, _, algorithm, _ = args
-    if algorithm == "direct" and func is all_gather:
+    tensors, *_, direct, _, size, _, _ = args
+    if direct and func is all_gather:
         return [None for _ in tensors]
     # The rows that this rank sends to others are copied one by one.
-    rows = size - 1 if algorithm == "direct" and func is reduce_scatter else 0
-    sent = [(tensor[0], rows) if rows else (tensor, 1) for tensor in tensors]
+    by_rows = direct and func is not all_reduce
+    sent = [(tensor[:1], size - 1) if by_rows else (tensor, 1) for tensor in tensors]
     return [0 if each.is_contiguous() else copies * each.nbytes for each, copies in sent]

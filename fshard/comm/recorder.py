@@ -2,40 +2,21 @@
 
 import functools
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm.events import KEY, Collective, Record, decoded, described, objects_of_this_rank, of_this_rank
+from fshard.comm import events
+from fshard.comm.events import Collective, Record, Shapes, Whose, of_this_rank
 from fshard.comm.failure import connected, ended, failure
-from fshard.comm.groups import Group, Link, Waiting, World, world
+from fshard.comm.groups import Group, Issued, Link, world
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True, eq=False)
-class Issued:
-    """One collective under way.
-
-    Attributes:
-        collective: The entry of a record; None where nobody was told as it started.
-        world: What this rank knows of the others.
-        group: The group of fshard's own.
-        step: Its place there.
-        left: Buffers that have not been waited for.
-    """
-
-    collective: Collective | None
-    world: World
-    group: Group
-    step: Link
-    left: int = 0
+Tensors = list[torch.Tensor]
 
 
 class Watcher:
@@ -57,55 +38,26 @@ class Watcher:
 W = TypeVar("W", bound=Watcher)
 
 
-@dataclass(slots=True)
-class FlightRecorder:
-    """Tells watchers of one rank's collectives.
-
-    Attributes:
-        watchers: Those who are told.
-    """
-
-    watchers: tuple[Watcher, ...] = ()
+class Watchers(list[Watcher]):
+    """Those who are told of one rank's collectives."""
 
     def tell(self, moment: str, *args: Any) -> None:
-        """Call a method of each watcher."""
-        for watcher in self.watchers:
+        """Call a method of each."""
+        for watcher in self:
             getattr(watcher, moment)(*args)
 
 
-def flight_recorder() -> FlightRecorder:
-    """Find this rank's flight recorder.
-
-    Returns:
-        The recorder, the same one at each call of this thread.
-
-    >>> import torch, fshard as fs
-    >>> def program():
-    ...     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))
-    ...     with fs.comm.record():
-    ...         fs.comm.all_reduce([torch.ones(2)], axis, "example")
-    ...         return len(fs.comm.flight_recorder().watchers)
-    >>> fs.testing.spmd(program, world=2)
-    [1, 1]
-    """
-    return of_this_rank(FlightRecorder)
-
-
 def started(
-    op: str,
-    kernel: Callable[[Link, Group], T],
-    tensors: Sequence[torch.Tensor],
-    about: tuple[str, int, str, str],
-    *sizes: Sequence[int],
-) -> T:
+    op: str, kernel: Callable[[Link, Group], Tensors], tensors: Tensors, whose: Whose, *sizes: Sequence[int]
+) -> Tensors:
     """Start a collective; its buffers lead to what the flight recorder has of it.
 
     Args:
         op: Its name.
-        kernel: Starts it and returns a buffer in flight, or several.
+        kernel: Starts it and returns buffers in flight.
         tensors: Those it sends.
-        about: Its axis, size, group and encoded label.
-        *sizes: The bytes for each rank and from each, where ranks may send different ones.
+        whose: Its axis, size, group and encoded label.
+        *sizes: The rows for each rank and from each, where ranks may send different ones.
 
     Returns:
         The result of the kernel.
@@ -113,49 +65,47 @@ def started(
     Raises:
         CollectiveError: if it cannot start, or the group is broken.
     """
-    recorder, own, (axis, size, name, label) = flight_recorder(), world(), about
+    watchers, own, (axis, _, name, label) = of_this_rank(Watchers), world(), whose
     if own.broken is not None:
         raise failure(own)
     group = connected(own, name)
-    shapes = () if sizes else tuple((tensor.dtype, tensor.shape) for tensor in tensors)
-    hashed, text = _texts(axis, label, shapes)
+    hashed, text = _texts(axis, label, tuple((tensor.dtype, tensor.shape[len(sizes) > 0 :]) for tensor in tensors))
     text = f"{text} in {own.call.what}" if own.call is not None else text
     step = group.enter(op, f"{op} {hashed}", text, *sizes)
-    entry = Collective.of(op, tensors, axis, size, label) if recorder.watchers else None
+    entry = Collective.of(op, tensors, sizes, whose) if watchers else None
     issued = Issued(entry, own, group, step)
-    recorder.tell("starts", issued, tensors)
+    watchers.tell("starts", issued, tensors)
     # Other errors are not of the connections, and pass through.
     buffers = _waiting(issued, dist.DistError, lambda: kernel(step, group))
-    several = buffers if isinstance(buffers, list) else [buffers]
-    issued.left = len(several)
-    for buffer in several:
+    issued.left = len(buffers)
+    for buffer in buffers:
         buffer.__dict__["issued"] = issued
-        own.flying[id(buffer)] = weakref.ref(buffer)
-    recorder.tell("started", issued)
+        own.flying[id(buffer)] = buffer
+    watchers.tell("started", issued)
     return buffers
 
 
 def _waiting(issued: Issued, kind: type[Exception], run: Callable[[], T]) -> T:
     """Run what may wait for other ranks, and say why where it fails."""
     own = issued.world
-    before, own.waiting = own.waiting, Waiting(issued.group, issued.step, time.monotonic())
+    before, own.waiting, issued.since = own.waiting, issued, time.monotonic()
     try:
         return run()
     except kind as error:
-        raise ended(own, own.waiting, error) from error
+        raise ended(own, issued, error) from error
     finally:
         own.waiting = before
 
 
 @functools.lru_cache(maxsize=1024)
-def _texts(axis: str, label: str, shapes: tuple[tuple[torch.dtype, torch.Size], ...]) -> tuple[str, str]:
+def _texts(axis: str, label: str, shapes: Shapes) -> tuple[str, str]:
     """Write a collective for the chain, and for messages."""
-    about = decoded(label)
+    about = events.decoded(label)
     # Ranks that begin different calls hear of it by the message itself.
-    who = "compare" if about.is_comparison else f"{about.verb} {about.ids}"
-    shown = "" if about.is_comparison else about.parts or described(shapes)
+    who = "compare" if about.is_comparison else f"{about.verb} {about.units or about.leaves}"
+    shown = "" if about.is_comparison else about.parts or events.described(shapes)
     unit, size = (f" of {text}" if text else "" for text in (about.unit, shown))
-    return f"over {axis}: {who}: {about.parts or shapes}\n", f"({about.verb}{unit}) over {axis!r}{size}"
+    return f"over {axis}: {who}: {about.parts} {shapes}\n", f"({about.verb}{unit}) over {axis!r}{size}"
 
 
 def landed(buffer: torch.Tensor) -> torch.Tensor:
@@ -173,12 +123,12 @@ def landed(buffer: torch.Tensor) -> torch.Tensor:
     issued = buffer.__dict__.pop("issued", None)
     if issued is None:
         return _compat.wait_tensor(buffer)
-    recorder = flight_recorder()
+    watchers = of_this_rank(Watchers)
     issued.world.flying.pop(id(buffer), None)
-    recorder.tell("waits", issued)
+    watchers.tell("waits", issued)
     out = _waiting(issued, RuntimeError, lambda: _compat.wait_tensor(buffer))
-    issued.left, issued.group.finished = issued.left - 1, issued.step
-    recorder.tell("landed", issued)
+    issued.left -= 1
+    watchers.tell("landed", issued)
     return out
 
 
@@ -192,19 +142,18 @@ def watched(watcher: W) -> Iterator[W]:
     Yields:
         The watcher.
     """
-    recorder = flight_recorder()
-    recorder.watchers += (watcher,)
+    watchers = of_this_rank(Watchers)
+    watchers.append(watcher)
     try:
-        with _compat.keeping_thread_object(KEY, objects_of_this_rank()):
+        with _compat.keeping_thread_object(events.KEY, events.objects_of_this_rank()):
             yield watcher
     finally:
-        recorder.watchers = tuple(other for other in recorder.watchers if other is not watcher)
+        watchers[:] = [other for other in watchers if other is not watcher]
 
 
 class _Recording(Record, Watcher):
     def starts(self, issued: Issued, _: Sequence[torch.Tensor]) -> None:
-        if issued.collective is not None:
-            self.append(issued.collective)
+        self.append(issued.collective)
 
 
 def record() -> AbstractContextManager[Record]:

@@ -142,7 +142,9 @@ class _Shards:
         refuse("shard: ranks hold different trees", [problem] if problem else [], SAME_TREE)
         refuse("shard: leaves cannot be sharded", self.problems, "pass full tensors whose shapes fit the strategy")
         # A rank sees only the elements of its own part that were left out.
-        undrawn = comm.highest([int(name in self._undrawn) for name in self._names], axes, "shard")
+        undrawn = map(
+            any, zip(*comm.everyone([name in self._undrawn for name in self._names], axes, "shard"), strict=True)
+        )
         for name in itertools.compress(self._names, undrawn):
             self._undrawn.setdefault(name, Problem(f"[{name!r}]", *UNDRAWN))
         _refuse_undrawn(list(self._undrawn.values()), self._remedy)

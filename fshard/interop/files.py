@@ -125,7 +125,7 @@ def new_files(label: str, given: str | PathLike[str], deciding: Sequence[str]) -
             _refuse_taken(directory, deciding)
             remove_leftovers(directory, re.escape(EXPORTING))
             name = make_temporary(directory, EXPORTING).name
-    temporary = directory / comm.texts(name, world(), label)[0]
+    temporary = directory / comm.everyone(name, [world()], label)[0]
     try:
         with raise_on_all_ranks(label, directory):
             yield temporary

@@ -124,7 +124,7 @@ def replicas(label: str, leaves: Mapping[str, Any], world: Axis) -> dict[Split, 
         hashes.setdefault(split, {}).update({path: hash_of(piece_of(leaf).tensor)} if shared else {})
     places = [[comm.rank(axis) for axis in split] for split in hashes]
     digests = [f"{zlib.crc32(json.dumps(each).encode()):08x}" for each in hashes.values()]
-    rows = [json.loads(text) for text in comm.texts(json.dumps([places, digests]), world, label)]
+    rows = comm.everyone([places, digests], [world], label)
     # By the place on a split's axes, the digest of the first rank there; every rank sees every difference.
     first: dict[str, str] = {}
     pairs = [(f"{i} {place}", each) for row in rows for i, (place, each) in enumerate(zip(*row, strict=True))]
@@ -137,7 +137,7 @@ def _refuse_differences(
     label: str, hashes: Sequence[Mapping[str, str]], places: Sequence[Sequence[Sequence[int]]], world: Axis
 ) -> None:
     """Name the leaves whose hashes differ between ranks in the same place."""
-    everybody = [json.loads(text) for text in comm.texts(json.dumps(hashes), world, label)]
+    everybody = comm.everyone(hashes, [world], label)
     problems: dict[str, Problem] = {}
     for i, paths in enumerate(hashes):
         first: dict[tuple[int, ...], int] = {}

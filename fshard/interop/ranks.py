@@ -1,6 +1,5 @@
 """Errors that every rank raises, and checks that every rank passes the same arguments."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -55,7 +54,7 @@ def raise_on_all_ranks(label: str, place: object = "", ranks: Axis | None = None
         named = isinstance(error, CheckpointError | OSError)
         kind = next((i for i, kind in enumerate(_KINDS) if type(error) is kind), 0)
         said = kind, f"{label}: {text}" if named else text
-    for kind, text in map(json.loads, comm.texts(json.dumps(said), ranks or world(), label)):
+    for kind, text in comm.everyone(said, [ranks or world()], label):
         if text:
             raise _KINDS[kind](text) from failure
 

@@ -65,7 +65,7 @@ class _Program(NamedTuple):
     passed: dict[int, int]
     in_place: bool
     closed: list[tuple[torch.Tensor, int]]
-    facts: list[tuple[Sequence[Axis], comm.Facts]]
+    facts: list[tuple[Sequence[Axis], str]]
 
 
 class Jitted:
@@ -227,7 +227,7 @@ class Jitted:
         written = [i for i in donated if i not in passed]
         return _Program(traced, run, donated, written, pairs, passed, in_place, closed, said.facts(axes))
 
-    def _agreed(self, uses: Uses, told: comm.Facts, axes: Sequence[Axis]) -> Used:
+    def _agreed(self, uses: Uses, told: str, axes: Sequence[Axis]) -> Used:
         """Which leaves the traces of all ranks use.
 
         Ranks ask each other in their first trace. One that traces again, as for a batch of another shape, may be the
@@ -246,7 +246,7 @@ class Jitted:
 
     def _graph(
         self, flat: Flat, args: Sequence[Any], kwargs: dict[str, Any], uses: Uses | None = None
-    ) -> tuple[Traced, dict[int, int], dict[int, int], Told, comm.Facts, tuple[Axis, ...]]:
+    ) -> tuple[Traced, dict[int, int], dict[int, int], Told, str, tuple[Axis, ...]]:
         def rebuild(tree: Any) -> Any:
             positional, keywords = tree
             keywords = {name: kwargs[name] if name in self._names else given for name, given in keywords.items()}

@@ -139,9 +139,9 @@ def _flights(nodes: list[Node], storages: dict[Node, Storages]) -> Iterator[Flig
     for node in nodes:
         values = map_arg(node.args, lambda given: given.meta.get("val"))
         for i, copied in enumerate(ops.held_in_flight(node.target, values)):
-            given: Any = node.args[0]
             source: Storages = {(node, i): copied} if copied else {}
             if copied == 0:
-                source = storages[given[i] if isinstance(given, list | tuple) else given]
+                given: Any = node.args[0]
+                source = storages[given[i]]
             buffer = list(storages[node])[i]
             yield Flight(node, waits.get(buffer, node), buffer, source)

@@ -163,13 +163,13 @@ class Told(NamedTuple):
     entries: Mapping[str, Any]
     sent: Sequence[tuple[Axis, str]]
 
-    def facts(self, axes: Sequence[Axis]) -> list[tuple[Sequence[Axis], comm.Facts]]:
+    def facts(self, axes: Sequence[Axis]) -> list[tuple[Sequence[Axis], str]]:
         """Say which facts ranks of each axis compare: stages of a pipeline differ in what they send over other axes."""
-        each = {axis: [text for other, text in self.sent if other == axis] for axis in axes}
-        return [([axis], comm.Facts.of({**self.entries, "collectives": each[axis]})) for axis in axes]
+        each = {axis: "\n".join(text for other, text in self.sent if other == axis) for axis in axes}
+        return [([axis], json.dumps({**self.entries, "collectives": each[axis]})) for axis in axes]
 
 
-def told_in(graph: Graph) -> tuple[Told, comm.Facts, tuple[Axis, ...]]:
+def told_in(graph: Graph) -> tuple[Told, str, tuple[Axis, ...]]:
     """Find the facts that decide the collectives of a graph, before it is cleaned.
 
     Args:
@@ -191,15 +191,15 @@ def told_in(graph: Graph) -> tuple[Told, comm.Facts, tuple[Axis, ...]]:
                 found[name if found.get(name, value) == value else f"{name} of its verb {number}"] = value
         collective = sent_by(node)
         if collective is not None:
-            name, size, group = node.args[-5:-2] if node.target is not ops.all_to_all else node.args[-4:-1]
+            name, size, group = node.args[-4:-1]
             # Each rank has its own part of an exchange.
             said = (
-                "" if node.target is ops.all_to_all else f" of {collective.tensors} tensors, {collective.bytes} bytes"
+                "" if collective.op == "all_to_all" else f" of {collective.tensors} tensors, {collective.bytes} bytes"
             )
             text = f"{collective.op} ({collective.label} {collective.unit}) over {name!r}{said}"
             sent.append((Axis(name, size, group), text))
     told = Told({**entries, **used}, sent)
-    return told, comm.Facts.of(entries), tuple(dict.fromkeys(axis for axis, _ in sent))
+    return told, json.dumps(entries), tuple(dict.fromkeys(axis for axis, _ in sent))
 
 
 def placeholders(graph: Graph) -> list[Node]:

@@ -136,6 +136,7 @@ def _cut(value: Any, leaf: Any) -> Any:
     return Sharded(local_piece(value, spec), spec)
 
 
+Lists = Sequence[Sequence[torch.Tensor]]
 Row = tuple[Any, Any, Tree]  # a leaf's gradient, the leaf, and its state
 
 
@@ -160,12 +161,9 @@ def _step_at_owners(tx: Optimizer, axes: Sequence[Axis], rows: Sequence[Row]) ->
     shards = [[value for value in flat.leaves if is_sharded(value)] for flat in flats]
     numbers = [[value for value in flat.leaves if value is not None and not is_sharded(value)] for flat in flats]
 
-    def exchanged(send: list[list[torch.Tensor]], receive: list[list[Any]]) -> list[list[torch.Tensor]]:
-        return comm.all_to_all(send, [[(t.shape, t.dtype) for t in row] for row in receive], axis, "whole")
-
     there = [[grad.local, *(value.local for value in row)] for (grad, _, _), row in zip(rows, shards, strict=True)]
-    received = exchanged(
-        [[t for m in some for t in there[m]] for some in owned], [[t for m in mine for t in there[m]]] * axis.size
+    received = _exchanged(
+        [[t for m in some for t in there[m]] for some in owned], [[t for m in mine for t in there[m]]] * axis.size, axis
     )
     pieces = zip(*received, strict=True)
     gathered: list[Row] = []
@@ -182,9 +180,9 @@ def _step_at_owners(tx: Optimizer, axes: Sequence[Axis], rows: Sequence[Row]) ->
             elif old is not None:
                 counted.append(torch.as_tensor(value))
     locals_of = [[value.local for m in some for value in shards[m]] for some in owned]
-    back = exchanged([[parts[rank] for parts in cut] for rank in range(axis.size)], locals_of)
+    back = _exchanged([[parts[rank] for parts in cut] for rank in range(axis.size)], locals_of, axis)
     kinds = [[torch.as_tensor(value) for m in some for value in numbers[m]] for some in owned]
-    told = exchanged([counted] * axis.size, kinds)
+    told = _exchanged([counted] * axis.size, kinds, axis)
     stepped, known = [iter(row) for row in back], [iter(row) for row in told]
 
     def after_of(old: Any, owner: int) -> Any:
@@ -199,6 +197,18 @@ def _step_at_owners(tx: Optimizer, axes: Sequence[Axis], rows: Sequence[Row]) ->
         unflatten(flat.treedef, [after_of(old, owner) for old in flat.leaves])
         for flat, owner in zip(flats, owners, strict=True)
     ]
+
+
+def _exchanged(send: Lists, receive: Lists, axis: Axis) -> Lists:
+    """Send each rank tensors of any dtypes, as bytes, and wait for those that are like `receive`."""
+    away, here = ([sum(tensor.nbytes for tensor in row) for row in rows] for rows in (send, receive))
+    device = next((tensor.device for row in (*send, *receive) for tensor in row), None)
+    flat = [tensor.contiguous().unsqueeze(-1).view(torch.uint8).flatten() for row in send for tensor in row]
+    rows = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *flat])
+    (landed,) = comm.all_to_all([rows], away, here, axis, "whole")
+    parts = iter(landed.split([like.nbytes for row in receive for like in row]))
+    # A part may lie unaligned in what has landed, which it must not keep alive.
+    return [[next(parts).clone().view(like.dtype).view(like.shape) for like in row] for row in receive]
 
 
 def _stepped(tx: Optimizer, grad: Any, leaf: Any, kept: Tree) -> Tree:

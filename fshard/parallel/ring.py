@@ -135,18 +135,16 @@ def backward(saved: Tensors, grads: Tensors, ring: Ring) -> Tensors:
 def _sent(tensors: Tensors, ring: Ring) -> Callable[[], Tensors]:
     """Start to send tensors to the next rank, one by one so that none is copied; returns what waits for the last's."""
     axis, own = ring.axis, comm.rank(ring.axis)
-    ranks, told = range(axis.size), f"causal={ring.causal}, zigzag={ring.zigzag}, scale={ring.scale:.6g}"
+    told = f"causal={ring.causal}, zigzag={ring.zigzag}, scale={ring.scale:.6g}"
+    shapes = tuple((tensor.dtype, tensor.shape) for tensor in tensors)
     after, before = (own + 1) % axis.size, (own - 1) % axis.size
-    finishes = [
-        comm.start_all_to_all(
-            [[tensor] if rank == after else [] for rank in ranks],
-            [[(tensor.shape, tensor.dtype)] if rank == before else [] for rank in ranks],
-            axis,
-            comm.Label(LABEL, parts=f"{told}, {comm.described(((tensor.dtype, tensor.shape),))}"),
-        )
-        for tensor in tensors
-    ]
-    return lambda: [finish()[before][0] for finish in finishes]
+    send, receive = ([int(rank == other) for rank in range(axis.size)] for other in (after, before))
+    rows, label = (
+        [tensor.unsqueeze(0) for tensor in tensors],
+        comm.Label(LABEL, parts=f"{told}, {comm.described(shapes)}"),
+    )
+    finish = comm.start_all_to_all(rows, send, receive, axis, label)
+    return lambda: [row[0] for row in finish()]
 
 
 def _permuted(tensors: Tensors, axis: Axis) -> Callable[[], Tensors]:

@@ -233,20 +233,15 @@ class Run:
         moves = [move for move in moves if move[0] != move[1]]
         if not moves:
             return
-        kind = (self._like.shape, self._like.dtype)
-        send: list[list[torch.Tensor]] = [[] for _ in tick]
-        # Nothing, on the device of what others send.
-        send[self._own] = [self._like.new_empty(0)]
-        for source, target, _ in moves:
-            if source == self._own:
-                assert sent is not None
-                send[target] = [sent]
-        sources = [source for source, target, _ in moves if target == self._own]
-        receive = [[kind] if rank in sources else [] for rank in range(self._stages)]
-        finish = cache(comm.start_all_to_all(send, receive, self._parts.axis, self._label))
+        targets = [target for source, target, _ in moves if source == self._own]
+        sources = sorted(source for source, target, _ in moves if target == self._own)
+        row = self._like if sent is None else sent
+        send, receive = ([int(rank in ranks) for rank in range(self._stages)] for ranks in (targets, sources))
+        rows = row.expand(len(targets), *row.shape)
+        finish = cache(comm.start_all_to_all([rows], send, receive, self._parts.axis, self._label))
         for source, target, op in moves:
             if target == self._own:
-                self._inbox[op] = partial(_received, finish, source)
+                self._inbox[op] = partial(_received, finish, sources.index(source))
         self._flying.append(finish)
         # What is sent is kept until it has arrived.
         self._land(self._stages)
@@ -260,8 +255,8 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _received(finish: Callable[[], list[list[torch.Tensor]]], source: int) -> torch.Tensor:
-    return finish()[source][0]
+def _received(finish: Callable[[], list[torch.Tensor]], row: int) -> torch.Tensor:
+    return finish()[0][row]
 
 
 def _refuse_others(out: torch.Tensor, starts: Sequence[torch.Tensor]) -> None:

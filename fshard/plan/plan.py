@@ -1,8 +1,10 @@
 """plan: the cost of a step on a mesh of any size, found in one process without running it."""
 
 import math
+import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -84,7 +86,7 @@ def plan(
     expect(backend in BACKENDS, "plan", f"backend to be one of {BACKENDS}", repr(backend))
     expect(callable(step), "plan", "step to be a function of (state, *batch)", describe(step))
     _check_axes((state, *batch), mesh)
-    with comm.fake_world(mesh, place, backend) as axes:
+    with _fake_axes(mesh, place, backend) as axes:
         fake, move = _compat.fake_maker(symbols=True), _mover(axes)
         args = tuple(_laid_out(argument, fake, move) for argument in (state, *batch))
         traced = traced_as_run(step, args, {}, "plan")
@@ -97,6 +99,20 @@ def plan(
         arguments, moments = timeline_of(graph, life, known)
         seconds, waiting = step_seconds(moments, life, rates)
         return Plan(dict(mesh), place, arguments, list(moments.values()), seconds, waiting, rates)
+
+
+@contextmanager
+def _fake_axes(sizes: Mapping[str, int], place: Mapping[str, int], backend: str) -> Iterator[dict[str, Axis]]:
+    """Let there be axes to trace with, whose groups cannot communicate, and no others to send over."""
+    # Names of their own keep them from being taken for real groups.
+    axes = {name: Axis(name, size, f"fake {name} {uuid.uuid4().hex}") for name, size in sizes.items()}
+    groups = {axis.group_name: (place[name], axis.size) for name, axis in axes.items()}
+    token = comm.planned.set(axes.values())
+    try:
+        with _compat.fake_process_groups(groups, backend):
+            yield axes
+    finally:
+        comm.planned.reset(token)
 
 
 def _coordinates(mesh: Any, rank: Any) -> dict[str, int]:

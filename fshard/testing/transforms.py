@@ -175,8 +175,14 @@ def check_transform(
     trial.judge()
     trial.check_training(seed)
     trial.judge()
-    errors = comm.highest([trial.gather_error, trial.training_error], transform.axes, "check_transform")
+    errors = _highest([trial.gather_error, trial.training_error], transform.axes)
     return TransformReport(trial.gather_bytes, trial.scatter_bytes, *errors)
+
+
+def _highest(numbers: list[float], axes: Sequence[Axis]) -> list[float]:
+    """The highest that any rank has of each number; NaN where any rank has it."""
+    columns = zip(*comm.everyone(numbers, axes, "check_transform"), strict=True)
+    return [max(column, key=lambda number: (number != number, number)) for column in columns]
 
 
 class _Trial:
@@ -260,7 +266,7 @@ class _Trial:
 
     def judge(self) -> None:
         """Raise for all claims that do not hold; by the largest of all ranks, so that all ranks raise."""
-        worst = comm.highest([found for found, _ in self.excess.values()], self.transform.axes, "check_transform")
+        worst = _highest([found for found, _ in self.excess.values()], self.transform.axes)
         problems = [
             Problem(path, f"{found:.4g}", f"at most {bound:.4g}")
             for found, (path, (_, bound)) in zip(worst, self.excess.items(), strict=True)

@@ -68,17 +68,17 @@ class Event:
     @property
     def is_agreement(self) -> bool:
         """Whether ranks compare their calls with it, rather than send tensors of a step."""
-        return self.who in (comm.Verb.START, comm.Verb.AGREE)
+        return self.collective.about.is_comparison
 
     @property
     def begins_step(self) -> bool:
         """Whether a step begins with it."""
-        return self.collective.about.phase is comm.Phase.BEGIN
+        return self.who == comm.Verb.START
 
     @property
     def ends_pass(self) -> bool:
         """Whether one of a step's passes ends with it."""
-        return self.collective.about.phase is comm.Phase.END
+        return self.who == comm.Verb.OBJECTIVE
 
     @property
     def name(self) -> str:

@@ -132,7 +132,7 @@ def between(timeline: Timeline) -> Iterator[tuple[int, int]]:
     gathered = False
     sent: set[str] = set()
     for event in timeline.events:
-        gathers, units = event.who == comm.Verb.GATHER, event.collective.about.ids
+        gathers, units = event.who == comm.Verb.GATHER, event.collective.about.units or event.collective.about.leaves
         if event.begins_step or (gathers and (not gathered or not sent.isdisjoint(units))):
             if since is not None:
                 yield since, event.begin

@@ -102,7 +102,7 @@ class Trace(comm.Watcher):
         if alone:
             return Report([self._own()], 0)
         axis = ranks_of(mesh)
-        rows = map(unpacked, comm.texts(packed((self._own(), _exchange(axis))), axis, LABEL))
+        rows = map(unpacked, comm.everyone(packed((self._own(), _exchange(axis))), [axis], LABEL))
         timelines, exchanges = zip(*rows, strict=True)
         ahead, error = offsets(exchanges)
         return Report([line.shifted(n) for line, n in zip(timelines, ahead, strict=True)], error)
@@ -114,7 +114,6 @@ class Trace(comm.Watcher):
             self._device, self._meter = device, meter(device)
             self._held = self._last = self._meter.read()
         memory = self._memory()
-        assert issued.collective is not None
         event = Event(issued.collective, tuple(issued.group.ranks), (memory, memory))
         self._flying[id(issued)] = event
         self._events.append(event)
@@ -163,7 +162,7 @@ def _exchange(axis: Axis) -> list[tuple[int, int]]:
     noted = []
     for _ in range(ROUNDS if axis.size > 1 else 0):
         begin = time.perf_counter_ns()
-        comm.highest([0], [axis], LABEL)
+        comm.disagreement({}, [axis], LABEL)
         noted.append((begin, time.perf_counter_ns()))
     return noted
 

@@ -48,25 +48,23 @@ class _Quantize(_FullyShard):
 
     def start_sums_of(self, stacks: Tensors, specs: Sequence[Spec], codes: Mapping[int, torch.Tensor]) -> Finish:
         """Start the sums of stacks, of which some travel as bytes."""
-        ranks = range(self.axis.size)
-        kinds = [(rows.shape[1:], rows.dtype) for rows in codes.values()]
-        send = [[rows[rank] for rows in codes.values()] for rank in ranks]
+        ones = [1] * self.axis.size
         exact = [i for i in range(len(stacks)) if i not in codes]
         rest = super().start_sums([stacks[i] for i in exact], [specs[i] for i in exact])
-        travelling = comm.start_all_to_all(send, [kinds for _ in ranks], self.axis, "scatter") if codes else tuple
+        travelling = comm.start_all_to_all(list(codes.values()), ones, ones, self.axis, "scatter")
 
         def finish() -> Tensors:
             out = dict(zip(exact, rest(), strict=True))
-            for i, rows in zip(codes, zip(*travelling(), strict=True), strict=True):
+            for i, rows in zip(codes, travelling(), strict=True):
                 out[i] = self._sum(rows, stacks[i], specs[i])
             return [out[i] for i in range(len(stacks))]
 
         return finish
 
-    def _sum(self, rows: Sequence[torch.Tensor], stack: torch.Tensor, spec: Spec) -> torch.Tensor:
+    def _sum(self, rows: torch.Tensor, stack: torch.Tensor, spec: Spec) -> torch.Tensor:
         """Add what ranks sent, in their order."""
         batch = stack.dim() - 1 - len(spec.full_shape)
-        total, *others = from_codes(torch.stack(list(rows)), stack.shape[1:], stack.dtype, self.block, batch)
+        total, *others = from_codes(rows, stack.shape[1:], stack.dtype, self.block, batch)
         for other in others:
             total = total + other
         return total

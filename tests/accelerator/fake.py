@@ -6,6 +6,7 @@ algorithms as for NCCL, and send nothing.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -106,17 +107,11 @@ class WithoutMemory(TorchDispatchMode):
         target = kwargs.get("device")
         if func.namespace == "prim" or (not given and (target is None or torch.device(target).type != "emu")):
             return func(*args, **kwargs)
-        if func in ops._PACKED:
-            name, (tensors, axis, size, group, algorithm, label) = func.name().removeprefix("fshard::"), args
-
-            def start(*_: Any) -> Any:
-                return ops._by_backend(name, tensors, size, group, algorithm == "coalesced")
-
+        if func in ops.STARTS:
+            name, (tensors, *sizes, _, axis, size, group, label) = func.name().removeprefix("fshard::"), args
+            start = partial(ops._by_backend, name, tensors, size, sizes)
             with self:
-                return recorder.started(name, start, tensors, (axis, size, group, label))
-        if func is ops.all_to_all:
-            with self:
-                return ops._all_to_all(*args)
+                return recorder.started(name, start, tensors, (axis, size, group, label), *sizes)
         if func.namespace == "c10d":
             # Its work is done, on tensors that nobody sees.
             out = func(*tree_map_only(torch.Tensor, _of_host, args), **kwargs)

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fshard as fs
 from fshard import comm
 from fshard.comm.collective import EXCHANGE_BYTES, PACK_BYTES
+from fshard.plan.plan import _fake_axes
 from tests.comm.algorithms import ALGORITHMS, sent_by
 from tests.ranks import my_rank, on_ranks
 from tests.trees import as_bytes, assert_same_bits, normal, one_axis
@@ -220,10 +221,9 @@ def test_processes_send_up_and_down_in_a_group_each():
 @on_ranks(2)
 def test_an_exchange_takes_single_elements_of_any_stride(world_size):
     axis = fs.axis_of(one_axis())
-    columns = torch.arange(6.0).reshape(3, 2)[:1]
-    rows = [[columns[:, 1]] for _ in range(world_size)]
-    received = fs.comm.all_to_all(rows, [[(torch.Size([1]), torch.float32)]] * world_size, axis, "test")
-    assert [row[0].tolist() for row in received] == [[1.0]] * world_size
+    column, ones = torch.arange(6.0).reshape(3, 2)[:world_size, 1], [1] * world_size
+    (received,) = fs.comm.all_to_all([column], ones, ones, axis, "test")
+    assert received.tolist() == [column[comm.rank(axis)]] * world_size
 
 
 @on_ranks("2 processes")
@@ -231,8 +231,26 @@ def test_processes_wait_for_what_they_exchange():
     axis = fs.axis_of(one_axis())
     for number in range(20):
         mine = torch.full((1 << 16,), float(comm.rank(axis) + number))
-        received = comm.all_to_all([[mine], [mine]], [[(mine.shape, mine.dtype)]] * 2, axis, "test")
-        assert_same_bits([row[0] for row in received], [torch.full_like(mine, rank + number) for rank in range(2)])
+        (received,) = comm.all_to_all([mine.expand(2, -1)], [1, 1], [1, 1], axis, "test")
+        assert_same_bits(list(received), [torch.full_like(mine, rank + number) for rank in range(2)])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@on_ranks(*WORLDS)
+def test_all_to_all_sends_each_rank_rows_of_its_own(algorithm):
+    """Of many tensors, of any dtype and memory layout; rank r sends rank s r + 2 s rows, which are none from 0 to 0."""
+    with sent_by(algorithm):
+        line = axis()
+        me, ranks = comm.rank(line), range(line.size)
+        counts = [[r + 2 * s for s in ranks] for r in ranks]
+        parts = [
+            [values([(n,), (n, 0), (n, 3, 2)], DTYPES + MORE_DTYPES, 8 * r + s) for s, n in enumerate(row)]
+            for r, row in enumerate(counts)
+        ]
+        sent = [torch.cat(pieces) for pieces in zip(*parts[me])]
+        sent[2] = sent[2].transpose(1, 2).contiguous().transpose(1, 2)
+        found = comm.all_to_all(sent, counts[me], [row[me] for row in counts], line, "test")
+        assert_same_bits(found, [torch.cat(pieces) for pieces in zip(*(row[me] for row in parts))])
 
 
 FAKE_CALLS = {
@@ -245,7 +263,7 @@ FAKE_CALLS = {
 @pytest.mark.parametrize("algorithm", ALGORITHMS[1:])
 @pytest.mark.parametrize("name", FAKE_CALLS)
 def test_fake_tensors_need_no_ranks(name, algorithm):
-    with sent_by(algorithm), comm.fake_world({"shard": 3}, {"shard": 1}, "gloo") as axes:
+    with sent_by(algorithm), _fake_axes({"shard": 3}, {"shard": 1}, "gloo") as axes:
         collective, shapes, expected = FAKE_CALLS[name]
         with FakeTensorMode():
             outputs = collective([torch.ones(shape).bfloat16() for shape in shapes], axes["shard"], "test")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import fshard as fs
 from fshard import comm
 from fshard.comm import failure, recorder
+from fshard.comm.events import encoded
 from fshard.comm.groups import Link
 from fshard.testing import RankError, Workers
 from fshard.testing import workers as workers_module
@@ -56,8 +57,7 @@ def text_of(call):
     return str(caught.value)
 
 
-GATHER = "all_gather number 6 (gather of layers.2) over 'shard' of float32 (36,), 144 bytes in value_and_grad"
-BEFORE = "all_gather number 5 (gather of layers.1) over 'shard' of float32 (36,), 144 bytes in value_and_grad"
+GATHER = "all_gather number 7 (gather of layers.2) over 'shard' of float32 (36,), 144 bytes in value_and_grad"
 
 
 def test_a_late_rank(workers):
@@ -83,11 +83,10 @@ def test_a_late_rank(workers):
     common = [
         "rank 1 did not come within 3 s: it is stopped, hangs or computes",
         f"  rank 0 waits in {GATHER}",
-        f"  the last collective in which these ranks met: {BEFORE}",
     ]
     assert first == "\n".join([*common, f"  rank 0, this one, was in {GATHER}", REMEDY])
     # It comes too late, and hears why the others have gone.
-    assert re.sub(r"  rank 1 waits in .*\n", "", second).splitlines()[:3] == common
+    assert re.sub(r"  rank 1 waits in .*\n", "", second).splitlines()[:2] == common
 
 
 @pytest.mark.slow
@@ -107,10 +106,7 @@ def test_a_rank_that_leaves_a_step_out(workers, jitted):
     text, _ = workers(2).run(program)
     verb = "jit" if jitted else "value_and_grad"
     assert text.startswith("rank 1 did not come within 3 s: it is stopped, hangs or computes\n")
-    assert re.search(
-        rf"  rank 0 waits in all_gather number \d+ \(start of {verb} begins\) over 'shard' in {verb}\n", text
-    )
-    assert re.search(r"  the last collective in which these ranks met: all_reduce number \d+ \(objective\)", text)
+    assert re.search(rf"  rank 0 waits in all_gather number \d+ \(start of {verb}\) over 'shard' in {verb}\n", text)
 
 
 def test_ranks_that_do_different_things(workers):
@@ -125,7 +121,7 @@ def test_ranks_that_do_different_things(workers):
                 return text_of(lambda: comm.all_gather([torch.ones(2)], axis, "gather"))
 
     gather = "all_gather number 2 (gather of blocks.7) over 'shard' of float32 (2,), 8 bytes"
-    steps = [gather, gather, "reduce_scatter number 2 (sums) over 'shard' of float32 (3, 2), 24 bytes"]
+    steps = [gather, gather, "reduce_scatter number 2 (sums) over 'shard' of float32 (2,), 8 bytes"]
     for rank, text in enumerate(workers(3).run(program)):
         first, *others, own, remedy = text.splitlines()
         assert first == "ranks differ in a collective"
@@ -152,7 +148,6 @@ def killed_in_a_step(path):
 KILLED = [
     "rank 1 was killed or has ended",
     f"  rank 0 waits in {GATHER}",
-    f"  the last collective in which these ranks met: {BEFORE}",
     f"  rank 0, this one, was in {GATHER}",
     REMEDY,
 ]
@@ -197,16 +192,14 @@ def test_a_store_that_does_not_answer_holds_nobody_up():
     def gone():
         raise dist.DistNetworkError("gone")
 
-    assert failure.within(0.05, threading.Event().wait) is None
-    assert failure.within(0.05, gone) is None
-    assert failure.within(5.0, lambda: "note") == "note"
+    assert failure.answer(threading.Event().wait) is None
+    assert failure.answer(gone, 5.0) is None
+    assert failure.answer(lambda: "note", 5.0) == "note"
 
 
 def position(waits=None, **numbers):
     """A rank of two groups that has started some collectives in each, all alike, and may wait in the last of one."""
-    trails = {
-        name: [Link(n, n, f"psum {n} in {name}") for n in range(1, number + 1)] for name, number in numbers.items()
-    }
+    trails = {name: [Link(n, n, f"psum {n} in {name}") for n in range(number + 1)] for name, number in numbers.items()}
     groups = {name: ([0, 1, 2], trail) for name, trail in trails.items()}
     return comm.Position(waits and (waits, trails[waits][-1]), groups)
 
@@ -241,7 +234,7 @@ def test_a_collective_that_cannot_start():
     def kernel(step, group):
         raise dist.DistBackendError("no device\nand more")
 
-    about = comm.encoded(comm.Label("gather", ("a",), ("['w']",)))
+    about = encoded(comm.Label("gather", ("a",), ("['w']",)))
     with pytest.raises(comm.CollectiveError) as caught:
         recorder.started("all_gather", kernel, [torch.ones(1)], ("shard", 1, axis.group_name, about))
     text = "rank 0 failed in all_gather number 1 (gather of a) over 'shard' of float32 (1,), 4 bytes: no device\n"

@@ -169,8 +169,8 @@ def branching(params, x):
 STEP_ERRORS = {
     "an axis that it closes over": (
         closing_over,
-        "the step to send over axes of the planned mesh, 'shard' of 4 ranks, got axis 'shard' of 1 ranks, which it "
-        "closes over; pass axes as arguments, or read them from the state's leaves, as leaf.spec.axes",
+        "axes of the planned mesh, got 'shard' of 1 ranks, which the step closes over; pass axes as arguments, or read "
+        "them from the state's leaves, as leaf.spec.axes",
     ),
     "no function": (lambda mesh: 3, "step to be a function of (state, *batch), got an int"),
 }

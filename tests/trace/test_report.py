@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 import fshard as fs
-from fshard.comm import Collective, Label, Phase
+from fshard.comm import Collective, Label
 from fshard.trace import Report
 from fshard.trace.events import Event, Timeline, offsets, packed, unpacked
 from fshard.trace.stragglers import BETWEEN, spans
@@ -16,9 +16,9 @@ from tests.trace.steps import make_step
 MS = 1_000_000
 
 
-def event(who, unit, begin, issued, *waits, op="all_gather", members=(0, 1), memory=(100, 100), phase=Phase.NONE):
+def event(who, unit, begin, issued, *waits, op="all_gather", members=(0, 1), memory=(100, 100)):
     units = unit if isinstance(unit, tuple) else (unit,) if unit else ()
-    collective = Collective(op, "shard", 2, Label(who, units, ("['w']",), phase=phase), 2048, 1, False)
+    collective = Collective(op, "shard", 2, Label(who, units, ("['w']",)), 2048, 1, False)
     times = (begin * MS, issued * MS, [(a * MS, b * MS) for a, b in waits])
     return Event(collective, members, memory, *times)
 
@@ -130,16 +130,16 @@ def test_eager_steps_are_told_apart_by_what_ranks_agree_on():
     """As by ddp, which gathers nothing."""
 
     def step(n):
-        begin, *ends = ("2 units of Net", n, Phase.BEGIN), ("f", n + 6, Phase.END), ("the backward", n + 16, Phase.END)
         begin, end, last = (
-            event("agree", text, at, at + 1, (at + 1, at + 2), phase=phase) for text, at, phase in (begin, *ends)
+            event(who, text, at, at + 1, (at + 1, at + 2))
+            for who, text, at in (("start", "f", n), ("objective", "", n + 6), ("objective", "", n + 16))
         )
         return begin, end, event("scatter", "a", n + 12, n + 13, (n + 13, n + 14), op="all_reduce"), last
 
     line = timeline(0, *step(10), *step(60))
     apart = [name for name in names_of(line) if name[0] == BETWEEN]
     assert apart == [(BETWEEN, *at) for at in ((0, 10), (28, 60), (78, 100))]
-    assert [event.name for event in line.events[:2]] == ["agreement of 2 units of Net", "agreement of f"]
+    assert [event.name for event in line.events[:2]] == ["agreement of f", "objective of ['w']"]
     assert "\n(agreement): ranks compare" in str(Report([line], 0))
 
 

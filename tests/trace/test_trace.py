@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import comm
+from fshard.comm.recorder import Watchers
 from fshard.trace.stragglers import BETWEEN, spans
 from tests.ranks import BrokenError, on_ranks
 from tests.trace.steps import UNITS, make_step
@@ -31,7 +32,7 @@ def test_records_what_the_recorder_does(backend):
     report = trace.report()
     timeline = report.timelines[dist.get_rank()]
     assert [(e.op, e.axis, e.who, e.unit) for e in timeline.events] == [(e.op, e.axis, e.label, e.unit) for e in record]
-    assert sum(e.bytes for e in timeline.events) == record.bytes_sent() + record.scalar_bytes_sent()
+    assert sum(e.bytes for e in timeline.events) == sum(entry.sent for entry in record)
     for event in timeline.events:
         times = [event.begin, event.issued, *(time for wait in event.waits for time in wait)]
         assert event.waits
@@ -119,7 +120,7 @@ def test_names_the_rank_and_the_unit_that_the_others_waited_for(late, jitted):
         step, state, x = make_step()
         step = fs.jit(step)
         step(state, x)
-        unit, between = "jit begins", come_late
+        unit, between = "jit", come_late
     else:
         step, state, x = make_step(between=lambda place: come_late() if (rank, place) == (late, 1) else None)
         unit, between = UNITS[2], None
@@ -200,7 +201,7 @@ def test_collectives_before_and_after_are_not_recorded():
     (inside, behind) = trace.report().timelines[0].events
     assert (inside.who, len(inside.waits)) == ("inside", 1)
     assert (behind.who, behind.waits, behind.end) == ("not waited for", [], behind.issued)
-    assert comm.flight_recorder().watchers == ()
+    assert comm.of_this_rank(Watchers) == []
 
 
 @on_ranks(2)

@@ -209,7 +209,7 @@ def test_a_reduction_sends_a_quarter_of_the_bytes(world_size):
             sizes = [params[name].local.numel() for name in ("w", "large")]
             n = world_size * sum(size + 4 * -(-size // block) for size in sizes)
             leaving = n * (world_size - 1) // world_size
-            assert ("all_to_all", "shard", "scatter", 1, leaving) in told(record)
+            assert ("all_to_all", "shard", "scatter", 2, leaving) in told(record)
             assert [entry[0] for entry in told(record) if entry[-1] != leaving] == ["all_reduce"]
             plain = sum(world_size * size * 4 for size in sizes)
             assert 0.25 < n / plain < 0.25 + 1 / block + 32 / min(sizes)
