@@ -9,12 +9,15 @@ from typing import Any
 import torch
 
 from fshard import _compat, comm
+from fshard.comm import ops
 from fshard.errors import expect
 from fshard.tree import Axis
 from fshard.tree.checks import describe
 
 # Eight do for large datasets; of so many the 720 permutations of six samples come up equally often as well.
 ROUNDS = 16
+
+RANDOM_STATE_BYTES = torch.get_rng_state().numel()
 
 
 def fold_in(key: torch.Tensor | int, data: torch.Tensor | int | Axis) -> torch.Tensor:
@@ -98,6 +101,20 @@ def key_of(key: torch.Tensor | int) -> torch.Tensor:
     return torch.tensor(int(key), dtype=torch.int64)
 
 
+def _seed(key: torch.Tensor | int) -> None:
+    torch.manual_seed(int(key) & (1 << 63) - 1)
+
+
+# Of torch's CPU generator, as operators for a graph.
+random_state = ops.operator(
+    "random_state() -> Tensor", torch.get_rng_state, lambda: torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8)
+)
+set_random_state = ops.operator("set_random_state(Tensor state) -> ()", torch.set_rng_state, lambda state: None)
+seed = ops.operator("seed(Tensor key) -> ()", _seed, lambda key: None, ops.TAGS)
+# A graph keeps them in their order, though nothing uses their results.
+EFFECTS = (set_random_state, seed)
+
+
 @contextmanager
 def seeded(key: torch.Tensor | int | None) -> Iterator[None]:
     """Draw torch's random numbers from a key, and put the generators' states back; None changes nothing.
@@ -112,14 +129,14 @@ def seeded(key: torch.Tensor | int | None) -> Iterator[None]:
         found, remedy = "a batch of keys, by vmap", "loop over the keys, or draw before vmap and pass what was drawn"
         raise ValueError(f"apply: expected one key, from which torch's generator draws, got {found}; {remedy}")
     if _compat.is_tracing():
-        before = comm.ops.random_state()
+        before = random_state()
         # A sum, because an operator of constants alone would run now.
-        comm.ops.seed(torch.zeros((), dtype=torch.int64) + key)
+        seed(torch.zeros((), dtype=torch.int64) + key)
         yield
-        comm.ops.set_random_state(before)
+        set_random_state(before)
         return
     with torch.random.fork_rng():
-        torch.manual_seed(int(key) & (1 << 63) - 1)
+        _seed(key)
         yield
 
 

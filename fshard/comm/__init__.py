@@ -21,7 +21,6 @@ from fshard.comm.collective import (
 from fshard.comm.events import Collective, Label, Record, Verb, concerning, decoded, described, listed, of_this_rank
 from fshard.comm.failure import CollectiveError, Position, connected, unequal
 from fshard.comm.groups import Issued, World, world
-from fshard.comm.ops import collective_of
 from fshard.comm.recorder import Watcher, record, watched
 
 __all__ = [

@@ -23,7 +23,7 @@ from fshard.comm.events import Label, Verb, labelled
 from fshard.comm.failure import CollectiveError, all_fail, tell
 from fshard.comm.groups import World, world
 from fshard.errors import Problem, leaf_error
-from fshard.tree import Axis, Flat, Spec, flatten, is_sharded
+from fshard.tree import Axis, Flat, flatten, is_sharded
 from fshard.tree.checks import is_reachable
 
 # Bytes of a digest, and of the size of what ranks say.
@@ -38,12 +38,15 @@ R = TypeVar("R")
 
 
 @functools.lru_cache(maxsize=64)
-def _facts(
-    told: tuple[tuple[str, str], ...], paths: tuple[str, ...], specs: tuple[Spec, ...], dtypes: tuple[torch.dtype, ...]
-) -> str:
-    """Write what decides the collectives of a call, as JSON: slow to spell out, and the same in every step."""
+def _facts(told: tuple[Any, ...], *leaves: tuple[Any, ...]) -> str:
+    """Write what decides the collectives of a call, as JSON: slow to spell out, and the same in every step.
+
+    Args:
+        told: The names and texts of arguments.
+        *leaves: The paths of leaves, their specs and their dtypes.
+    """
     entries = dict(told)
-    for path, spec, dtype in zip(paths, specs, dtypes, strict=True):
+    for path, spec, dtype in zip(*leaves, strict=True):
         parts = {"dtype": dtype} | {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
         entries[path] = "\n".join(f"{name} {_text(value)}" for name, value in parts.items())
     return json.dumps(entries)
@@ -59,9 +62,7 @@ def _text(value: Any) -> str:
     return re.sub(r" at 0x\w+", "", repr(value))
 
 
-def same_call(
-    what: str, axes: Sequence[Axis], facts: str | Flat = "", error: BaseException | None = None, **told: Any
-) -> None:
+def same_call(what: str, axes: Sequence[Axis], facts: str | Flat = "", failed: str = "", **told: Any) -> None:
     """See that every rank begins the same call, by one message over each axis of processors.
 
     Where accelerators alone can send, ranks send none: the host would have to wait for its accelerator in every step.
@@ -72,7 +73,7 @@ def same_call(
         axes: The mesh axes that it communicates over.
         facts: JSON of texts by the names of all that must be the same on every rank, or the tree that the verb was
             given: of each Sharded leaf its dtype, layout, policy and transform; the other leaves decide no collective.
-        error: The error that this rank has failed with instead, or None.
+        failed: The error that this rank has failed with instead, if it has.
         **told: With a tree, other arguments that decide what is sent or what sums mean.
 
     Raises:
@@ -93,14 +94,13 @@ def same_call(
         return
     if (running := world().call) is not None:
         running.begun = True
-    failed = "" if error is None else f"rank {world().rank} failed in {what}: {type(error).__name__}: {error}"
     ranks = _ranks_that_differ(facts or json.dumps({VERB: what}), axes, Label(Verb.START, (what,)), failed)
-    failures = [failure for _, failure, _ in ranks if failure]
-    if failures and error is None:
+    if failed or not ranks:
+        return
+    if failures := [failure for _, failure, _ in ranks if failure]:
         raise CollectiveError("\n".join([*failures, f"To fix: mend it; {what} has sent nothing yet."]))
-    if ranks and not failures:
-        remedy = "call the same verbs in the same order on every rank, with the same strategies, dtypes and arguments"
-        raise leaf_error(f"{what}: ranks were told different things", [_difference(ranks)], remedy)
+    remedy = "call the same verbs in the same order on every rank, with the same strategies, dtypes and arguments"
+    raise leaf_error(f"{what}: ranks were told different things", [_difference(ranks)], remedy)
 
 
 def disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: Who) -> Problem | None:
@@ -170,7 +170,8 @@ def everyone(said: Any, axes: Sequence[Axis], label: Who) -> list[Any]:
 
 def _gathered(data: bytes, size: int, axis: Axis, label: Who) -> list[bytes]:
     """What ranks send, filled up with spaces to a size."""
-    device = "cpu" if serves_host(axis) else next(iter(_compat.group_devices(axis.group_name)))
+    # The processor's name comes before those of accelerators.
+    device = min(_compat.group_devices(axis.group_name))
     row = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8).to(device)
     return [bytes(each) for each in all_gather([row], axis, label)[0].tolist()]
 
@@ -219,31 +220,28 @@ class calling:  # noqa: N801
 
     def _tell(self, own: World, error: BaseException) -> None:
         axes: Sequence[Axis] = ()
+        text = f"rank {own.rank} failed in {self.what}: {type(error).__name__}: {error}"
         with suppress(Exception):
             axes = self._axes()
         reached = [axis for axis in axes if is_reachable(axis)]
-        told = own.broken is not None or isinstance(error, CollectiveError)
         # Nobody of another mesh waits for this rank.
-        if not told and (reached or not axes):
+        if own.call is self and own.broken is None and (reached or not axes):
             if self._begins and not self.begun:
                 with suppress(Exception):
-                    same_call(self.what, reached, error=error)
+                    same_call(self.what, reached, failed=text)
             if own.call is self and own.broken is None and not all_fail(own, f"{self.what} {type(error).__name__}"):
-                tell(own, f"rank {own.rank} failed in {self.what}: {type(error).__name__}: {error}")
+                tell(own, text)
         for buffer in list(own.flying.values()):
             # The backend lets go of what it works on, now that it has ended.
             with suppress(RuntimeError):
                 ops.wait(buffer)
-        own.flying.clear()
 
 
 def axes_in(given: Any) -> Sequence[Axis]:
     """List the axes over which a function of Axis values and Sharded leaves communicates."""
-    found: dict[Axis, None] = {}
-    for leaf in flatten(given).leaves:
-        if isinstance(leaf, Axis) or is_sharded(leaf):
-            found |= dict.fromkeys([leaf] if isinstance(leaf, Axis) else (leaf.spec.transform or leaf.spec).axes)
-    return tuple(found)
+    found = [leaf for leaf in flatten(given).leaves if isinstance(leaf, Axis) or is_sharded(leaf)]
+    axes = ([leaf] if isinstance(leaf, Axis) else (leaf.spec.transform or leaf.spec).axes for leaf in found)
+    return tuple(dict.fromkeys(itertools.chain(*axes)))
 
 
 def call(f: Callable[P, R], what: str = "", begins: bool = True) -> Callable[P, R]:

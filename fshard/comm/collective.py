@@ -1,6 +1,6 @@
 """Start and finish collectives on lists of plain tensors; nothing here is differentiable."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import reduce
 from typing import Any
@@ -24,8 +24,8 @@ Finish = Callable[[], list[torch.Tensor]]
 # Who asks for a collective, for the recorder.
 Who = str | Label
 
-# The axes that a step may send over while `fs.plan` traces it.
-planned: ContextVar[Collection[Axis] | None] = ContextVar("fshard_planned", default=None)
+# Is called with the axis of each collective while `fs.plan` traces a step.
+planned: ContextVar[Callable[[Axis], object]] = ContextVar("fshard_planned", default=bool)
 
 
 def rank(axis: Axis) -> int:
@@ -57,24 +57,16 @@ def serves_host(axis: Axis) -> bool:
 
 
 def has_one_rank(axis: Axis) -> bool:
-    """Whether nothing is to be sent over an axis.
-
-    Raises:
-        ValueError: while a step is planned, if the axis is not of the planned mesh.
-    """
-    known = planned.get()
-    if known is not None and axis not in known:
-        needed, found = "axes of the planned mesh", f"{axis.name!r} of {axis.size} ranks, which the step closes over"
-        remedy = "pass axes as arguments, or read them from the state's leaves, as leaf.spec.axes"
-        raise ValueError(f"plan: expected {needed}, got {found}; {remedy}")
+    """Whether nothing is to be sent over an axis."""
+    planned.get()(axis)
     return axis.size == 1
 
 
 def is_direct(axis: Axis, device: torch.device) -> bool:
     """Whether ranks send each other rows of tensors of a device, as processors do, or their backend sums."""
     if _compat.is_linearizing():
-        needed = "torch.func.jvp for each tangent, or vmap of it"
-        raise ValueError(f"expected {needed}, got torch.func.linearize, which folds collectives away")
+        found = "torch.func.linearize, which folds collectives away"
+        raise ValueError(f"expected torch.func.jvp for each tangent, or vmap of it, got {found}")
     backends = _compat.group_devices(axis.group_name)
     return backends.get(device.type) == backends.get("cpu", "")
 
@@ -95,12 +87,12 @@ def _start(op: Any, tensors: Tensors, axis: Axis, label: Who, keep: int = 0, tre
     """
     direct, own = tree or is_direct(axis, tensors[0].device), rank(axis)
     shapes = [tensor.shape[keep:] for tensor in tensors]
-    label = labelled(label, tuple((tensor.dtype, shape) for tensor, shape in zip(tensors, shapes, strict=True)))
+    label = labelled(label, tensors, keep)
     # Ranks pack alike, though in an all-to-all they have different numbers of rows.
     copies = axis.size if keep or tree is None else 1
     groups: dict[int | torch.dtype, list[int]] = {}
-    for i, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
-        alone = not direct or copies * shape.numel() * tensor.element_size() >= PACK_BYTES
+    for i, tensor in enumerate(tensors):
+        alone = not direct or copies * shapes[i].numel() * tensor.element_size() >= PACK_BYTES
         groups.setdefault(i if alone else tensor.dtype, []).append(i)
 
     def joined(i: int, *more: int) -> torch.Tensor:
@@ -204,7 +196,7 @@ def start_all_reduce(tensors: Tensors, axis: Axis, label: Who, tree: bool = Fals
     once = axis.size == 2 or sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= EXCHANGE_BYTES
     if once or not (tree or is_direct(axis, tensors[0].device)):
         return _start(ops.all_reduce, tensors, axis, label, 0, tree)
-    label = labelled(label, tuple((tensor.dtype, tensor.shape) for tensor in tensors))
+    label = labelled(label, tensors)
     scattering = start_reduce_scatter([_rows(tensor, axis.size) for tensor in tensors], axis, label, tree)
 
     def finish() -> list[torch.Tensor]:
@@ -349,8 +341,5 @@ def start_all_to_all(tensors: Tensors, send: Sequence[int], receive: Sequence[in
     """
     if has_one_rank(axis) or not tensors:
         return lambda: list(tensors)
-
-    def start(sources: list[torch.Tensor], *about: Any) -> list[torch.Tensor]:
-        return ops.all_to_all(sources, list(send), list(receive), *about)
-
-    return _start(start, [tensor.detach() for tensor in tensors], axis, label, 1)
+    tensors = [tensor.detach() for tensor in tensors]
+    return _start(lambda sources, *about: ops.all_to_all(sources, send, receive, *about), tensors, axis, label, 1)

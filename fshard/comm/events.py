@@ -22,7 +22,7 @@ KEY = "fshard rank"
 _objects: ContextVar[dict[type, Any] | None] = ContextVar("fshard_objects_of_this_rank", default=None)
 
 # The units and leaves that collectives which start now are for.
-_subject: ContextVar[tuple[tuple[str, ...], tuple[str, ...]] | None] = ContextVar("fshard_subject", default=None)
+_subject: ContextVar[tuple[Any, ...]] = ContextVar("fshard_subject", default=())
 
 T = TypeVar("T")
 # The dtypes and shapes of tensors.
@@ -103,8 +103,7 @@ class Label(NamedTuple):
         return line if len(line) <= WIDTH else f"{line[:WIDTH]}..."
 
     def __str__(self) -> str:
-        parts = (self.verb, self.unit, listed(self.leaves) if self.units else "")
-        return " | ".join(part for part in parts if part)
+        return " | ".join(filter(None, (self.verb, self.unit, listed(self.leaves) if self.units else "")))
 
 
 def listed(leaves: Sequence[str]) -> str:
@@ -120,21 +119,22 @@ def listed(leaves: Sequence[str]) -> str:
     return ", ".join([*leaves[:LEAVES], *more])
 
 
-def labelled(who: str | Label, shapes: Shapes = ()) -> Label:
+def labelled(who: str | Label, tensors: Sequence[torch.Tensor] = (), keep: int = 0) -> Label:
     """Make a label of who asks and of the purpose that `concerning` names; a whole label stays as it is.
 
     Args:
         who: The one who asks, or the label.
-        shapes: Of the operands, to be shown where no purpose is known.
+        tensors: The operands, to be shown where no purpose is known.
+        keep: Their first dims that are not shown.
 
     Returns:
         The label.
     """
     if isinstance(who, Label):
         return who
-    if (subject := _subject.get()) is not None:
+    if subject := _subject.get():
         return Label(who, *subject)
-    return Label(who, parts=described(shapes))
+    return Label(who, parts=described(tuple((tensor.dtype, tensor.shape[keep:]) for tensor in tensors)))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -61,30 +61,22 @@ class Position(NamedTuple):
     """Where a rank is, as it tells others.
 
     Attributes:
-        waits: The group that it waits in, and for which collective; None where it does not.
-        groups: By the name of each of its groups the ranks there, and the last collectives that it has started.
+        waits: The group that it waits in, and the parts of the link that it waits for; None where it does not.
+        groups: By the name of each of its groups the ranks there, and the links that it has started last.
     """
 
-    waits: tuple[str, Link] | None
-    groups: Mapping[str, tuple[list[int], list[Link]]]
+    waits: tuple[str, Any] | None
+    groups: Mapping[str, tuple[list[int], Any]]
 
     @classmethod
     def of(cls, world: World) -> "Position":
         """Where this rank is."""
-        waiting, groups = world.waiting, list(world.groups.values())
-        at = None if waiting is None else (waiting.group.name, waiting.step)
-        return cls(at, {group.name: (group.ranks, list(group.trail)) for group in groups})
-
-    @classmethod
-    def read(cls, text: str) -> "Position":
-        """Read the JSON of one."""
-        waits, groups = json.loads(text)
-        known = {name: (ranks, [Link(*step) for step in trail]) for name, (ranks, trail) in groups.items()}
-        return cls((waits[0], Link(*waits[1])) if waits else None, known)
+        at = (issued.group.name, issued.step) if (issued := world.waiting) else None
+        return cls(at, {group.name: (group.ranks, list(group.trail)) for group in list(world.groups.values())})
 
     def at(self) -> str:
         """Say where it waits."""
-        return f"waits in {self.waits[1]}" if self.waits else "runs"
+        return f"waits in {Link(*self.waits[1])}" if self.waits else "runs"
 
 
 Positions = Mapping[int, Position]
@@ -96,7 +88,7 @@ def difference(positions: Positions) -> str | None:
     members: dict[str, list[int]] = {}
     for rank, position in positions.items():
         for name, (members[name], trail) in position.groups.items():
-            for step in trail:
+            for step in map(Link._make, trail):
                 started.setdefault((name, step.number), {})[rank] = step
     return next(filter(None, (unequal(started[place], members[place[0]]) for place in sorted(started))), None)
 
@@ -106,8 +98,8 @@ def unequal(steps: Mapping[int, Link], ranks: Sequence[int]) -> str | None:
     first = "ranks differ in a collective"
     if len({step.chain for step in steps.values()}) == 1:
         first = "ranks differ in the rows that they send each other"
-        pairs = [(steps[a].sends, steps[b].receives, a, b) for a, b in itertools.permutations(steps, 2)]
-        if all(not s or not r or s[ranks.index(b)] == r[ranks.index(a)] for s, r, a, b in pairs):
+        pairs = [pair for pair in itertools.permutations(steps, 2) if steps[pair[0]].sends]
+        if all(steps[a].sends[ranks.index(b)] == steps[b].receives[ranks.index(a)] for a, b in pairs):
             return None
     return "\n".join([first, *(f"  rank {rank}: {steps[rank]}" for rank in sorted(steps))])
 
@@ -130,8 +122,8 @@ def circle(own: int, positions: Positions) -> str | None:
         more = {rank for rank in positions if _behind(rank, positions) & stuck} - stuck
     if not _behind(own, positions) & stuck:
         return None
-    lines = [f"  rank {rank} {positions[rank].at()}" for rank in sorted(stuck)]
-    return "\n".join(["ranks wait for each other in different collectives", *lines])
+    first = "ranks wait for each other in different collectives"
+    return "\n".join([first, *(f"  rank {rank} {positions[rank].at()}" for rank in sorted(stuck))])
 
 
 def _behind(rank: int, positions: Positions) -> set[int]:
@@ -139,9 +131,9 @@ def _behind(rank: int, positions: Positions) -> set[int]:
     position = positions.get(rank)
     if position is None or position.waits is None:
         return set()
-    name, step = position.waits
-    started = {r: other.groups[name][1][-1].number for r, other in positions.items() if name in other.groups}
-    return {r for r in position.groups[name][0] if started.get(r, 0) < step.number}
+    name, (number, *_) = position.waits
+    started = {r: other.groups[name][1][-1][0] for r, other in positions.items() if name in other.groups}
+    return {r for r in position.groups[name][0] if started.get(r, 0) < number}
 
 
 def answer(ask: Callable[[], T], seconds: float = 0.0) -> T | None:
@@ -203,9 +195,8 @@ def tell(world: World, text: str) -> None:
     """Break this rank's groups: leave a note, end the connections, and linger until the others have read it."""
     board, keys = world.board(), [f"read/{rank}" for rank in world.others]
     world.broken = answer(lambda: _noted(world, text)) or text
-    answer(lambda: board.set(f"read/{world.rank}", ""))
     cut(world)
-    answer(lambda: board.check(keys), LINGER)
+    answer(lambda: board.set(f"read/{world.rank}", "") or board.check(keys), LINGER)
 
 
 def cut(world: World) -> set[int]:
@@ -252,8 +243,8 @@ def _lost(world: World, issued: Issued, error: BaseException) -> str:
     positions = answer(lambda: _positions(world, issued, len(group.ranks))) or {world.rank: Position.of(world)}
     behind = _behind(world.rank, positions)
     # A rank may wait for others itself; it may have gone on since it told where.
-    absent = sorted(gone & behind or {rank for rank in behind if not _behind(rank, positions)} or behind or gone)
-    who = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
+    absent = sorted(gone & behind or {rank for rank in behind if not _behind(rank, positions)} or behind)
+    who = " and ".join(f"rank {rank}" for rank in absent)
     if not absent:
         first = f"rank {world.rank} failed in {issued.step}: {error!s:.{TEXT}}"
     elif gone:
@@ -272,7 +263,7 @@ def _positions(world: World, issued: Issued, most: int) -> dict[int, Position]:
     ranks = [rank for rank in issued.group.ranks if rank != world.rank][:most]
     for rank in ranks:
         if text := read(board, "at", [rank]):
-            positions[rank] = Position.read(text)
+            positions[rank] = Position(*json.loads(text))
         ranks += sorted(_behind(rank, positions) - {world.rank, *ranks})[: most - len(ranks)]
     return positions
 
@@ -288,12 +279,11 @@ def all_fail(world: World, what: str) -> bool:
         Whether they do.
     """
     world.failures += 1
-    board, key = world.board(), f"failed/{world.failures}"
-    own = f"{what} at {sum(group.trail[-1].number for group in world.groups.values())}"
+    place = sum(group.trail[-1].number for group in world.groups.values())
+    board, key = world.board(), f"failed/{world.failures}/{what} at {place}"
     keys = [f"{key}/{rank}" for rank in world.others]
-    answer(lambda: board.set(f"{key}/{world.rank}", own))
-    said = answer(lambda: board.check(keys) and [board.get(key).decode() for key in keys], ALIKE)
-    return {*(said or ())} == {own}
+    answer(lambda: board.set(f"{key}/{world.rank}", ""))
+    return bool(answer(lambda: board.check(keys), ALIKE))
 
 
 class Lookout(threading.Thread):
@@ -323,14 +313,14 @@ class Lookout(threading.Thread):
         """Look after 0.4 s of waiting in one place, then after 1, 2, 4 and more."""
         since = due = 0.0
         while not self._over.wait(SLICE) and (world := self._world()) is not None:
-            waiting = world.waiting
-            if waiting is not None and waiting.since != since:
-                since, due = waiting.since, PATIENCE
-            if waiting is not None and time.monotonic() - since >= due:
-                due = min(2 * due + 0.2, due + SELDOM)
-                with suppress(Exception):
-                    # Once ranks have been woken, again and again.
-                    due = 0.0 if look(world, waiting) else due
+            if (waiting := world.waiting) is not None:
+                if waiting.since != since:
+                    since, due = waiting.since, PATIENCE
+                if time.monotonic() - since >= due:
+                    due = min(2 * due + 0.2, due + SELDOM)
+                    with suppress(Exception):
+                        # Once ranks have been woken, again and again.
+                        due = 0.0 if look(world, waiting) else due
             # Between two looks the groups may go.
             world = waiting = None
 

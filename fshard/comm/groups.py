@@ -25,18 +25,18 @@ class Link(NamedTuple):
         number: How many the group had started with it.
         chain: A hash of it and of all before.
         text: Its name, what it carries, for whom, over which axis.
-        sends: For each rank the rows that it is sent; None where all send the same.
+        sends: For each rank the rows that it is sent; none where all send the same.
         receives: For each rank the rows that it sends here.
     """
 
     number: int
     chain: int
     text: str
-    sends: Sequence[int] | None = None
-    receives: Sequence[int] | None = None
+    sends: Sequence[int] = ()
+    receives: Sequence[int] = ()
 
     def __str__(self) -> str:
-        return self.text if self.sends is None else f"{self.text}, sends {self.sends}, awaits {self.receives}"
+        return f"{self.text}, sends {self.sends}, awaits {self.receives}" if self.sends else self.text
 
 
 @dataclass(eq=False)
@@ -71,7 +71,8 @@ class Group:
         Returns:
             Its link.
         """
-        number, chain = self.trail[-1].number + 1, zlib.crc32(hashed.encode(), self.trail[-1].chain)
+        last = self.trail[-1]
+        number, chain = last.number + 1, zlib.crc32(hashed.encode(), last.chain)
         self.trail.append(Link(number, chain, f"{op} number {number} {text:.{TEXT}}", *sizes))
         return self.trail[-1]
 
@@ -147,11 +148,8 @@ class World:
         self.groups.clear()
 
 
-class _Memory:
+class _Memory(weakref.WeakKeyDictionary[Any, World]):
     """What is remembered between calls, for as long as torch.distributed runs."""
-
-    def __init__(self) -> None:
-        self.worlds: weakref.WeakKeyDictionary[Any, World] = weakref.WeakKeyDictionary()
 
 
 _MEMORY = _Memory()
@@ -161,7 +159,7 @@ def world() -> World:
     """Find what this rank knows of the others."""
     default = dist.group.WORLD
     assert default is not None
-    found = _MEMORY.worlds.get(default)
+    found = _MEMORY.get(default)
     if found is None:
-        found = _MEMORY.worlds[default] = World(dist.get_rank(), _compat.default_store())
+        found = _MEMORY[default] = World(dist.get_rank(), _compat.default_store())
     return found

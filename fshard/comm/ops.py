@@ -28,11 +28,8 @@ Sizes = Sequence[Sequence[int]]
 # How often to look whether the backend has let go, which it usually has at the first look.
 LETTING_GO = 1000
 
-# Of torch's CPU generator.
-RANDOM_STATE_BYTES = torch.get_rng_state().numel()
-
 # Without it a trace would run an operator of constants once, and leave it out of the graph.
-_TAGS = (torch.Tag.nondeterministic_seeded,)
+TAGS = (torch.Tag.nondeterministic_seeded,)
 
 _LIBRARY = torch.library.Library("fshard", "DEF")
 
@@ -55,34 +52,25 @@ def _direct(op: str, tensors: Tensors, size: int, sizes: Sizes, step: Link, grou
     with _compat.below_autograd():
         for tensor, shape in zip(tensors, _shapes(op, tensors, size, True, sizes), strict=True):
             buffer = tensor.new_empty(shape)
+            rows: Any
             into = list(buffer.split(sizes[1]) if sizes else buffer)
             if op == "all_gather":
                 rows = [into[own].copy_(tensor)] * size
             elif op == "all_to_all":
-                rows = list(tensor.split(sizes[0]))
+                rows = tensor.split(sizes[0])
                 into[own].copy_(rows[own])
             else:
-                rows = list(tensor) if op == "reduce_scatter" else [tensor.contiguous()] * size
+                rows = tensor if op == "reduce_scatter" else [tensor.contiguous()] * size
                 into.insert(own, buffer)
-            sent, awaited = (
-                {rank: _bytes(row.contiguous()) for rank, row in enumerate(each) if rank != own}
-                for each in (rows, into)
-            )
-            works = _compat.start_swap(group.pair, group.name, sent, awaited, partial(tag_of, step))
-            _hold(buffer, works, [*sent.values(), *awaited.values()])
+            sent = {rank: _bytes(row.contiguous()) for rank, row in enumerate(rows) if rank != own}
+            awaited = {rank: _bytes(row) for rank, row in enumerate(into) if rank != own}
+            for work in _compat.start_swap(group.pair, group.name, sent, awaited, partial(tag_of, step)):
+                _compat.register_work(buffer, work)
+            # Else a thread of gloo is the last to hold these tensors. It asks for the interpreter to free them, and
+            # where that is on its way out, as right after a program's last collective, the process aborts.
+            buffer.__dict__["under_way"] = [*sent.values(), *awaited.values()]
             buffers.append(buffer)
     return buffers
-
-
-def _hold(buffer: torch.Tensor, works: Sequence[Any], under_way: Tensors) -> None:
-    """Let a buffer wait for transfers, and keep what gloo works on until `wait` has seen it let go.
-
-    Else a thread of gloo is the last to hold these tensors. It asks for the interpreter to free them, and where that is
-    on its way out, as right after a program's last collective, the process aborts.
-    """
-    for work in works:
-        _compat.register_work(buffer, work)
-    buffer.__dict__["under_way"] = under_way
 
 
 def wait(buffer: torch.Tensor) -> torch.Tensor:
@@ -99,24 +87,19 @@ def wait(buffer: torch.Tensor) -> torch.Tensor:
 
 def _by_backend(op: str, tensors: Tensors, size: int, sizes: Sizes, _: Link, group: Group) -> Tensors:
     """Start the backend's own collectives, fused for each dtype, as sums of different ones are not fused."""
-    moves = op in ("all_gather", "all_to_all")
-    sources = [
-        each.unsqueeze(-1).view(torch.uint8) if moves else each for each in map(torch.Tensor.contiguous, tensors)
-    ]
+    sources = [tensor.contiguous() for tensor in tensors]
+    if op in ("all_gather", "all_to_all"):
+        sources = [source.unsqueeze(-1).view(torch.uint8) for source in sources]
     found: dict[int, torch.Tensor] = {}
     for dtype in dict.fromkeys(source.dtype for source in sources):
         same = [i for i, source in enumerate(sources) if source.dtype is dtype]
         started = _compat.start_by_backend(op, [sources[i] for i in same], size, group.name, *sizes)
-        found.update(zip(same, started, strict=True))
-    shapes = _shapes(op, tensors, size, False, sizes)
-    return [found[i].view(tensors[i].dtype).view(shape) for i, shape in enumerate(shapes)]
+        found |= zip(same, started, strict=True)
+    shapes = enumerate(_shapes(op, tensors, size, False, sizes))
+    return [found[i].view(tensors[i].dtype).view(shape) for i, shape in shapes]
 
 
-def _seed(key: torch.Tensor) -> None:
-    torch.manual_seed(int(key) & (1 << 63) - 1)
-
-
-def _operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()) -> Any:
+def operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()) -> Any:
     """Define an operator by its schema; `fake` makes its result for tensors without values."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=tags)
@@ -135,25 +118,17 @@ def _collective(name: str, sizes: str = "") -> Any:
 
     def fake(tensors: Tensors, *about: Any) -> Tensors:
         *sizes, direct, _, size, _, _ = about
-        shapes = _shapes(name, tensors, size, direct, sizes)
-        return [tensor.new_empty(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
+        return list(map(torch.Tensor.new_empty, tensors, _shapes(name, tensors, size, direct, sizes)))
 
     schema = f"{name}(Tensor[] tensors, {sizes}bool direct, str axis, int size, str group, str label) -> Tensor[]"
-    return _operator(schema, run, fake, _TAGS)
+    return operator(schema, run, fake, TAGS)
 
 
 all_gather, reduce_scatter, all_reduce = map(_collective, ("all_gather", "reduce_scatter", "all_reduce"))
 all_to_all = _collective("all_to_all", "int[] send, int[] receive, ")
-random_state = _operator(
-    "random_state() -> Tensor", torch.get_rng_state, lambda: torch.empty(RANDOM_STATE_BYTES, dtype=torch.uint8)
-)
-set_random_state = _operator("set_random_state(Tensor state) -> ()", torch.set_rng_state, lambda state: None)
-seed = _operator("seed(Tensor key) -> ()", _seed, lambda key: None, _TAGS)
 # Leaves in a graph the facts that a verb was told; it does nothing.
-told = _operator("told(str facts) -> ()", lambda facts: None, lambda facts: None, _TAGS)
+told = operator("told(str facts) -> ()", lambda facts: None, lambda facts: None, TAGS)
 
-# A graph keeps them in their order, though nothing uses their results.
-EFFECTS = (set_random_state, seed)
 STARTS = (all_gather, reduce_scatter, all_reduce, all_to_all)
 
 

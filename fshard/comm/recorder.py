@@ -10,8 +10,17 @@ import torch
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm import events
-from fshard.comm.events import Collective, Record, Shapes, Whose, of_this_rank
+from fshard.comm.events import (
+    KEY,
+    Collective,
+    Record,
+    Shapes,
+    Whose,
+    decoded,
+    described,
+    objects_of_this_rank,
+    of_this_rank,
+)
 from fshard.comm.failure import connected, ended, failure
 from fshard.comm.groups import Group, Issued, Link, world
 
@@ -69,9 +78,9 @@ def started(
     if own.broken is not None:
         raise failure(own)
     group = connected(own, name)
-    hashed, text = _texts(axis, label, tuple((tensor.dtype, tensor.shape[len(sizes) > 0 :]) for tensor in tensors))
+    hashed, text = _texts(op, axis, label, tuple((tensor.dtype, tensor.shape[len(sizes) > 0 :]) for tensor in tensors))
     text = f"{text} in {own.call.what}" if own.call is not None else text
-    step = group.enter(op, f"{op} {hashed}", text, *sizes)
+    step = group.enter(op, hashed, text, *sizes)
     entry = Collective.of(op, tensors, sizes, whose) if watchers else None
     issued = Issued(entry, own, group, step)
     watchers.tell("starts", issued, tensors)
@@ -88,24 +97,23 @@ def started(
 def _waiting(issued: Issued, kind: type[Exception], run: Callable[[], T]) -> T:
     """Run what may wait for other ranks, and say why where it fails."""
     own = issued.world
-    before, own.waiting, issued.since = own.waiting, issued, time.monotonic()
+    own.waiting, issued.since = issued, time.monotonic()
     try:
         return run()
     except kind as error:
         raise ended(own, issued, error) from error
     finally:
-        own.waiting = before
+        own.waiting = None
 
 
 @functools.lru_cache(maxsize=1024)
-def _texts(axis: str, label: str, shapes: Shapes) -> tuple[str, str]:
+def _texts(op: str, axis: str, label: str, shapes: Shapes) -> tuple[str, str]:
     """Write a collective for the chain, and for messages."""
-    about = events.decoded(label)
+    about = decoded(label)
     # Ranks that begin different calls hear of it by the message itself.
     who = "compare" if about.is_comparison else f"{about.verb} {about.units or about.leaves}"
-    shown = "" if about.is_comparison else about.parts or events.described(shapes)
-    unit, size = (f" of {text}" if text else "" for text in (about.unit, shown))
-    return f"over {axis}: {who}: {about.parts} {shapes}\n", f"({about.verb}{unit}) over {axis!r}{size}"
+    unit, shown = f" of {about.unit}" if about.unit else "", about.parts or described(shapes)
+    return f"{op} over {axis}: {who}: {about.parts} {shapes}\n", f"({about.verb}{unit}) over {axis!r} of {shown}"
 
 
 def landed(buffer: torch.Tensor) -> torch.Tensor:
@@ -145,7 +153,7 @@ def watched(watcher: W) -> Iterator[W]:
     watchers = of_this_rank(Watchers)
     watchers.append(watcher)
     try:
-        with _compat.keeping_thread_object(events.KEY, events.objects_of_this_rank()):
+        with _compat.keeping_thread_object(KEY, objects_of_this_rank()):
             yield watcher
     finally:
         watchers[:] = [other for other in watchers if other is not watcher]

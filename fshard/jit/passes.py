@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fshard import _compat, comm
+from fshard import _compat, comm, random
 from fshard.comm import ops
 from fshard.errors import Problem, refuse
 from fshard.tree import Axis
@@ -71,7 +71,7 @@ def written(node: Node) -> list[Node]:
 
 def sent_by(node: Node) -> comm.Collective | None:
     """Return the collective that an operator of a graph starts, if any."""
-    return comm.collective_of(node.target, map_arg(node.args, lambda given: given.meta.get("val")))
+    return ops.collective_of(node.target, map_arg(node.args, lambda given: given.meta.get("val")))
 
 
 def refuse_writes(graph: Graph, paths: Sequence[str], donated: Sequence[bool]) -> None:
@@ -96,11 +96,11 @@ def refuse_ambient_random(graph: Graph) -> None:
     """Refuse random numbers of no key, which a graph would draw from wherever torch's generator happens to be."""
     keyed, at = False, {}
     for node in graph.nodes:
-        if node.target is ops.random_state:
+        if node.target is random.random_state:
             at[node] = keyed
-        elif node.target is ops.seed:
+        elif node.target is random.seed:
             keyed = True
-        elif node.target is ops.set_random_state:
+        elif node.target is random.set_random_state:
             keyed = at.get(node.args[0], False)
         elif not keyed and (drawing := next(filter(is_random, _with_branches(node)), None)):
             raise ValueError(
@@ -247,7 +247,7 @@ def is_impure(node: Node) -> bool:
     if node.op in ("placeholder", "output"):
         return True
     # A collective is there for the other ranks too, and must have ended before its buffers go.
-    if node.target in (_compat.WAIT_TENSOR, ops.wait, *ops.EFFECTS):
+    if node.target in (_compat.WAIT_TENSOR, ops.wait, *random.EFFECTS):
         return True
     if node.target is not ops.told and _compat.is_effect(node.target):
         return True

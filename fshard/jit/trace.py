@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fshard import _compat, comm
+from fshard import _compat, random
 from fshard.collectives import Uses
 from fshard.errors import Problem, leaf_error, refuse
 from fshard.jit.passes import constants
@@ -226,8 +226,8 @@ def _generator_in_graph() -> Iterator[None]:
     with patch.multiple(
         torch,
         # Other threads may run meanwhile.
-        get_rng_state=lambda: comm.ops.random_state() if _compat.is_tracing() else get(),
-        set_rng_state=lambda state: comm.ops.set_random_state(state) if _compat.is_tracing() else put(state),
+        get_rng_state=lambda: random.random_state() if _compat.is_tracing() else get(),
+        set_rng_state=lambda state: random.set_random_state(state) if _compat.is_tracing() else put(state),
     ):
         yield
 

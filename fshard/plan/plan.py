@@ -107,7 +107,13 @@ def _fake_axes(sizes: Mapping[str, int], place: Mapping[str, int], backend: str)
     # Names of their own keep them from being taken for real groups.
     axes = {name: Axis(name, size, f"fake {name} {uuid.uuid4().hex}") for name, size in sizes.items()}
     groups = {axis.group_name: (place[name], axis.size) for name, axis in axes.items()}
-    token = comm.planned.set(axes.values())
+
+    def check(axis: Axis) -> None:
+        found = f"{axis.name!r} of {axis.size} ranks, which the step closes over"
+        remedy = "pass axes as arguments, or read them from the state's leaves, as leaf.spec.axes"
+        expect(axis in axes.values(), "plan", "axes of the planned mesh", found, remedy)
+
+    token = comm.planned.set(check)
     try:
         with _compat.fake_process_groups(groups, backend):
             yield axes
