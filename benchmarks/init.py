@@ -8,7 +8,8 @@ module on the meta device, to_empty, and each submodule's reset_parameters on DT
 module with values on every rank and shard it then. Each system runs in processes of its own, ranks connected and
 everything imported; a round makes the parameters anew, after one on a small model. Times are the slowest rank's,
 medians over the rounds. Memory is the most that a round allocates beyond what there was before, of any rank, counted as
-in memory.py. The bound of fshard-replay is the shards, the largest parameter, and a flag for each of its elements.
+in memory.py. The bound of fshard-replay is the shards, the largest submodule that draws, and a flag for each of its
+elements.
 """
 
 import argparse
@@ -140,9 +141,9 @@ def bound_of(configuration: Configuration, ranks: int) -> dict[str, int]:
     """What replay cannot need more than, part by part, in bytes."""
     with torch.device("meta"):
         module = configuration.module()
-    largest = max(parameter.nbytes for parameter in module.parameters())
+    largest = max(total_bytes(submodule.parameters(recurse=False)) for submodule in module.modules())
     flags = max(parameter.numel() for parameter in module.parameters())
-    return {"shards": total_bytes(module.parameters()) // ranks, "largest parameter": largest, "flags": flags}
+    return {"shards": total_bytes(module.parameters()) // ranks, "largest submodule": largest, "flags": flags}
 
 
 def write(args: argparse.Namespace, reason: str, measured: dict[str, list[Any]]) -> None:

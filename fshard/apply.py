@@ -12,8 +12,7 @@ from fshard.collectives import reduction_axes
 from fshard.engine import Call, call_of
 from fshard.errors import Problem, expect, refuse
 from fshard.gather import gather
-from fshard.init import copied, init, refuse_blank
-from fshard.init.calls import Reset
+from fshard.init import Reset, copied, init, refuse_blank
 from fshard.modules import Skeleton, Units, plan_units
 from fshard.random import seeded
 from fshard.shard import check_transform, shard
@@ -83,8 +82,8 @@ class Model:
     ) -> dict[str, Any]:
         """Make sharded parameters, from the module's own values or anew from a seed. Every rank must call this.
 
-        With a seed the module may be on the meta device: no more is held than the shards and what is being drawn, and
-        `buffers` then holds values for those buffers that the module draws itself.
+        With a seed the module may be on the meta device: no more is held than the shards and the outermost submodule
+        that draws, and `buffers` then holds values for those buffers that the module draws itself.
 
         Args:
             strategy: How to shard them, such as fs.zero2(mesh).
@@ -94,9 +93,11 @@ class Model:
             mode: "replay" draws every value on every rank, bitwise what drawing the whole module gives. "counter"
                 draws only this rank's part, each element from the seed, the parameter's name and the element's place
                 in the full tensor: other numbers, of the same distributions, and the same at every world size.
+                It follows uniform_, normal_, trunc_normal_ and arithmetic with numbers, on views too.
             reset: Sets the values of a submodule in place, in the place of its reset_parameters, such as
-                `model._init_weights`; called with each submodule, children first, as nn.Module.apply does. For models
-                whose constructor draws values otherwise. None takes each submodule's own.
+                `model._init_weights`; called with each submodule, children first, as nn.Module.apply does, and once
+                before, to see which submodules draw. For models whose constructor draws values otherwise. None takes
+                each submodule's own.
 
         Returns:
             Sharded parameters by name; tied ones once, under the first of their names, with the values that the last of
@@ -104,8 +105,8 @@ class Model:
 
         Raises:
             ValueError: if ranks hold different values, the module is on the meta device and no seed is given, a
-                leaf is not drawn, the module has an init_weights and neither reset_parameters nor `reset` is there, or
-                values are drawn by more than "counter" can follow.
+                leaf is not drawn, the module has an init_weights and neither reset_parameters nor `reset` is there, a
+                reset uses tensors outside of its submodule, or values are drawn by more than "counter" can follow.
 
         >>> import torch, fshard as fs
         >>> with torch.device("meta"):
@@ -121,7 +122,7 @@ class Model:
         if seed is None:
             expect(mode == "replay", "model.init", f"a seed for {mode=}", "none", "pass seed=")
             return shard(dict(self._module.named_parameters()), strategy)
-        params, drawn = init(self._module, dict(self._module.named_buffers()), strategy, seed, mode, reset)
+        params, drawn = init(self._module, strategy, seed, mode, reset)
         # A new dict, because the caller may hold the one before.
         self.buffers = self.buffers | drawn
         return params

@@ -221,10 +221,11 @@ MODULES = [
         lambda world: (Unresettable(), world.zero2),
         lambda module, strategy: fs.functionalize(module).init(strategy, seed=0),
         "model.init: values cannot be drawn from a seed\n"
-        "  (root): expected a way to draw its values, got Unresettable without reset_parameters\n"
-        "  inner.1.extra: expected a way to draw its values, got ParameterList without reset_parameters\n"
+        "  ['scale']: expected a value for each, got elements left out by reset_parameters\n"
+        "  ['inner.1.extra.0']: expected a value for each, got elements left out by reset_parameters\n"
         "To fix: pass reset=, a function that sets the values of a submodule, or add reset_parameters to these "
         "modules, or leave out seed to take the values the module has.",
+        ("shard",),
     ),
     Row(
         "a meta module without a seed",
@@ -247,8 +248,8 @@ MODULES = [
         lambda world: (nn.Linear(3, 2), world.zero2, world.rank),
         lambda module, strategy, seed: fs.functionalize(module).init(strategy, seed=seed),
         "shard: ranks hold different trees\n"
-        "  ['bias']: expected float32[2] of hash {hash} split by P('shard') as on rank shard=0, got float32[2] of "
-        "hash {hash} split by P('shard') on rank shard=1\n"
+        "  ['weight']: expected float32[2, 3] of hash {hash} split by P('shard') as on rank shard=0, got float32[2, 3] "
+        "of hash {hash} split by P('shard') on rank shard=1\n"
         "To fix: build the same tree on every rank, from one seed; simulated ranks share a generator, so build it "
         "before they start.",
         ("shard", "shard"),

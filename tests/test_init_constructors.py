@@ -1,5 +1,8 @@
 """A seed draws what reset_parameters or reset= draws, of parameters and buffers; other leaves are refused."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -39,19 +42,26 @@ class Computes(nn.Sequential):
 
 
 class Transformer(nn.Module):
-    """Draws its submodules' values as models of transformers do, those of its own package."""
+    """Draws its submodules' values as models of transformers do, each model its own."""
 
-    def __init__(self, layer):
+    def __init__(self, layer, std=0.5):
         super().__init__()
-        self.layer = layer()
+        self.layer, self.std = layer(), std
 
     def initialize_weights(self):
-        self.apply(self._init_weights)
+        with torch.no_grad():
+            self.apply(self._init_weights)
 
     def _init_weights(self, module):
         if isinstance(module, nn.Linear):
-            nn.init.ones_(module.weight)
+            module.weight.data.normal_(std=self.std)
             nn.init.zeros_(module.bias)
+
+
+@pytest.fixture
+def transformers(monkeypatch):
+    """In the place of the library, whose models are known by their class."""
+    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", SimpleNamespace(PreTrainedModel=Transformer))
 
 
 def reset(module):
@@ -73,6 +83,7 @@ MODES = ("replay", "counter")
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.usefixtures("transformers")
 @pytest.mark.parametrize("build", (GPT, lambda: Transformer(lambda: nn.Linear(3, 3))), ids=("GPT", "initializer"))
 def test_reset_sets_the_values_of_each_submodule(build, mode):
     """In the place of reset_parameters and of a model's own initializer, as nn.Module.apply calls it."""
@@ -93,6 +104,7 @@ def test_reset_sets_the_values_of_each_submodule(build, mode):
     spmd(program, 2)
 
 
+@pytest.mark.usefixtures("transformers")
 def test_leaves_that_an_initializer_of_a_model_leaves_out_are_refused():
     """Such as those that models of transformers draw in their constructors."""
     with torch.device("meta"):
@@ -127,7 +139,6 @@ PASSED = {
     "reset_parameters of its own": Resets,
     "no write": Computes,
     "torch's": lambda: nn.TransformerEncoderLayer(4, 2, 8),
-    "a model of transformers": lambda: Transformer(lambda: nn.Linear(3, 3)),
 }
 
 
@@ -136,8 +147,6 @@ def test_others_draw_what_their_constructors_do(name):
     with torch.random.fork_rng():
         torch.manual_seed(3)
         module = PASSED[name]()
-        if name == "a model of transformers":
-            module.initialize_weights()
 
     def program():
         model = fs.functionalize(module)
@@ -145,6 +154,219 @@ def test_others_draw_what_their_constructors_do(name):
         assert_same_bits(found, dict(module.named_parameters()))
 
     spmd(program, 2)
+
+
+def children_first(module):
+    for child in module.children():
+        yield from children_first(child)
+    yield module
+
+
+def nested():
+    """A model of transformers around another, inside of a module that is none; two layers share a weight."""
+    inner = Transformer(lambda: nn.Linear(3, 3), std=2.0)
+    module = nn.Sequential(nn.Linear(2, 3), Transformer(lambda: nn.Sequential(inner, nn.Linear(3, 3))), nn.LayerNorm(3))
+    inner.layer.weight = module[1].layer[1].weight
+    module[1].all_tied_weights_keys = {"layer.1.weight": "layer.0.layer.weight"}
+    return module
+
+
+@pytest.mark.usefixtures("transformers")
+@pytest.mark.parametrize("mode", MODES)
+def test_models_of_transformers_draw_by_their_own_initializer(mode):
+    """With tied weights as if they were not tied, of which the source's is kept, as after their init_weights."""
+    oracle = nested()
+    inner = oracle[1].layer[0]
+    oracle[1].layer[1].weight = nn.Parameter(torch.empty(3, 3))
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(3)
+        oracle[0].reset_parameters()
+        for part in children_first(oracle[1]):
+            (inner if part in (inner, inner.layer) else oracle[1])._init_weights(part)
+    expected = {name: p.detach() for name, p in oracle.named_parameters() if name != "1.layer.1.weight"}
+
+    def program():
+        with torch.device("meta"):
+            model = fs.functionalize(nested())
+        found = fs.unshard(model.init(fs.zero2(one_axis(), min_shard_elements=0), seed=3, mode=mode))
+        assert found.keys() == expected.keys()
+        assert not any(leaf.isnan().any() for leaf in found.values())
+        if mode == "replay":
+            assert_same_bits(found, expected)
+        return found
+
+    first, second = spmd(program, 2)
+    assert_same_bits(first, second)
+
+
+class NanoGPT(nn.Module):
+    """Karpathy's: a root that draws by self.apply, projections into the residual path anew, a tied head."""
+
+    def __init__(self, layers=2):
+        super().__init__()
+        self.layers = layers
+        blocks = nn.ModuleList(nn.ModuleDict({"c_attn": nn.Linear(6, 18), "c_proj": nn.Linear(6, 6)}) for _ in range(2))
+        self.transformer = nn.ModuleDict({"wte": nn.Embedding(11, 6), "h": blocks, "ln_f": nn.LayerNorm(6)})
+        self.lm_head = nn.Linear(6, 11, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+        self.apply(self._init_weights)
+        self._init_projections()
+
+    def _init_projections(self):
+        for name, parameter in self.named_parameters():
+            if name.endswith("c_proj.weight"):
+                nn.init.normal_(parameter, mean=0.0, std=0.02 / (2 * self.layers) ** 0.5)
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, mean=0.0, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, mean=0.0, std=0.02)
+
+
+def reset_gpt(module):
+    """What the root does, written down as reset=."""
+    NanoGPT._init_weights(module, module)
+    if isinstance(module, nn.LayerNorm):
+        module.reset_parameters()
+    if isinstance(module, NanoGPT):
+        module._init_projections()
+
+
+class Bottleneck(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.conv2, self.bn2 = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        return x + self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))
+
+
+class ResNet(nn.Module):
+    """Of torchvision's kind: the constructor of the root draws convolutions over what theirs have drawn."""
+
+    def __init__(self, zero_init_residual=True):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4)
+        self.layer1 = nn.Sequential(Bottleneck(), Bottleneck())
+        self.fc = nn.Linear(4, 3)
+        self.apply(reset_convolution)
+        self.apply(reset_residual)
+
+    def forward(self, x):
+        return self.fc(self.layer1(self.bn1(self.conv1(x))).mean((2, 3)))
+
+
+def reset_convolution(module):
+    if isinstance(module, nn.Conv2d):
+        nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    elif isinstance(module, nn.BatchNorm2d):
+        nn.init.constant_(module.weight, 1)
+        nn.init.constant_(module.bias, 0)
+
+
+def reset_residual(module):
+    if isinstance(module, Bottleneck):
+        nn.init.constant_(module.bn2.weight, 0)
+
+
+def reset_resnet(module):
+    if isinstance(module, (nn.Linear, nn.BatchNorm2d)):
+        module.reset_parameters()
+    reset_convolution(module)
+    reset_residual(module)
+
+
+RESETS = {"nanoGPT": (NanoGPT, reset_gpt), "ResNet": (ResNet, reset_resnet)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", RESETS)
+def test_a_root_that_draws_in_its_constructor_is_drawn_by_reset(name, mode):
+    """With the bits of nn.Module.apply of the same function, and the same values at every world size."""
+    build, set_values = RESETS[name]
+    with torch.random.fork_rng():
+        module = build()
+        torch.manual_seed(3)
+        with torch.no_grad():
+            module.apply(set_values)
+    with torch.device("meta"):
+        bare = build()
+
+    def program():
+        model = fs.functionalize(bare)
+        params = model.init(fs.zero3(one_axis(), min_shard_elements=0), seed=3, mode=mode, reset=set_values)
+        return fs.unshard(params), model.buffers
+
+    ranks = [found for size in (1, 2, 3) for found in spmd(program, size)]
+    for params, buffers in ranks:
+        assert_same_bits(params, ranks[0][0])
+        assert_same_bits(buffers, dict(module.named_buffers()))
+        if mode == "replay":
+            assert_same_bits(params, {name: p.detach() for name, p in module.named_parameters()})
+    assert name != "ResNet" or not ranks[0][0]["layer1.1.bn2.weight"].any()
+
+
+def test_a_root_that_draws_in_its_constructor_is_refused_without_reset():
+    with pytest.raises(
+        ValueError, match=r"\(root\): expected a way to draw its values, got NanoGPT, whose _init_weights"
+    ):
+        fs.functionalize(NanoGPT()).init(fs.ddp(one_axis()), seed=0)
+
+
+class Constant(nn.Module):
+    """Makes values in its constructor alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.gain = nn.Parameter(torch.ones(2))
+        self.register_buffer("steps", torch.arange(2))
+
+    def forward(self, x):
+        return self.linear(x) * self.gain + self.steps
+
+
+@pytest.mark.parametrize("device", ("cpu", "meta"))
+@pytest.mark.parametrize("mode", MODES)
+def test_values_of_a_constructor_are_refused_by_name_or_kept(mode, device):
+    """Never drawn otherwise, whether the module has values or not."""
+    with torch.device(device):
+        model = fs.functionalize(Constant())
+    strategy = fs.ddp(one_axis())
+    with pytest.raises(ValueError, match=r"\['gain'\]: expected a value for each, got elements left out"):
+        model.init(strategy, seed=0, mode=mode)
+
+    def reset_gain(module):
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+        if isinstance(module, Constant):
+            nn.init.ones_(module.gain)
+
+    params = model.init(strategy, seed=0, mode=mode, reset=reset_gain)
+    assert params["gain"].local.tolist() == [1, 1]
+    if device == "cpu":
+        assert model.buffers["steps"].tolist() == [0, 1]
+        assert model.init(strategy)["gain"].local.tolist() == [1, 1]
+    else:
+        with pytest.raises(ValueError, match=r"\['steps'\]: expected a tensor with values"):
+            model.apply(params, torch.ones(1, 2))
+
+
+def test_a_reset_that_uses_tensors_of_another_submodule_is_refused():
+    class Copies(nn.Linear):
+        def reset_parameters(self):
+            with torch.no_grad():
+                self.weight.copy_(self.other[0].weight if hasattr(self, "other") else torch.ones(2, 2))
+                self.bias.zero_()
+
+    module = nn.Sequential(nn.Linear(2, 2), Copies(2, 2))
+    module[1].other = [module[0]]
+    with pytest.raises(ValueError, match="expected reset to use tensors of the submodule that it was given"):
+        fs.functionalize(module).init(fs.ddp(one_axis()), seed=0)
 
 
 class Rotary(nn.Module):
@@ -229,7 +451,8 @@ def test_buffers_that_nobody_draws_are_asked_for(mode):
         assert str(caught.value) == (
             "apply: buffers have no values\n"
             "  ['2.mask']: expected a tensor with values, got a tensor on the meta device\n"
-            "To fix: pass buffers= with values for them, or write to them in the module's reset_parameters."
+            "To fix: pass buffers= with values for them, such as buffers=state.buffers inside fs.plan, or write to "
+            "them in the module's reset_parameters."
         )
     given = model.buffers | {"2.mask": torch.ones(4, 4).tril()}
     out, _ = model.apply(params, torch.ones(5, 4), buffers=given)
@@ -272,5 +495,5 @@ def test_a_buffer_computed_from_parameters():
         model = fs.functionalize(Summed())
     params = model.init(fs.ddp(one_axis()), seed=0)
     assert model.buffers["total"].equal(params["weight"].local.sum())
-    with pytest.raises(ValueError, match="RuntimeError where parameters have no values: a buffer is computed from"):
+    with pytest.raises(ValueError, match="expected buffers of numbers, got one that is computed from parameters"):
         model.init(fs.ddp(one_axis()), seed=0, mode="counter")

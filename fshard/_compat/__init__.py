@@ -72,7 +72,7 @@ from fshard._compat.modules import (
     parameters_of,
     set_flat_weights,
 )
-from fshard._compat.pretrained import is_pretrained_model, not_ignored, not_saved
+from fshard._compat.pretrained import initializer_of, is_pretrained_model, not_ignored, not_saved, untied
 from fshard._compat.threads import (
     ThreadedCollective,
     keeping_thread_object,
@@ -97,4 +97,5 @@ from fshard._compat.tracing import (
     python_function,
     sees_programs,
     trace_notes,
+    written,
 )

@@ -1,4 +1,4 @@
-"""Initialisation: sharded parameters drawn from a seed, one at a time or only this rank's part."""
+"""Initialisation: sharded parameters drawn from a seed, a submodule at a time or only this rank's part."""
 
-from fshard.init.calls import copied, refuse_blank
 from fshard.init.deferred import init
+from fshard.init.drawing import Reset, copied, refuse_blank

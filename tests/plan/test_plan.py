@@ -265,9 +265,8 @@ def test_a_modules_own_buffers_without_values_are_refused_with_what_to_do():
         "apply: buffers have no values\n"
         "  ['mask']: expected a tensor with values, got a tensor on the meta device\n"
         "  ['calls']: expected a tensor with values, got a tensor on the meta device\n"
-        "To fix: pass buffers= with values for them, or write to them in the module's reset_parameters; fs.plan "
-        "takes those of its state without values: make it with buffers=model.buffers, and pass "
-        "buffers=state.buffers."
+        "To fix: pass buffers= with values for them, such as buffers=state.buffers inside fs.plan, or write to them "
+        "in the module's reset_parameters."
     ):
         fs.plan(step, state, torch.ones(2, 64), mesh={"shard": 4})
 

@@ -1,0 +1,141 @@
+"""What replay and counter share: copies of a module, tensors to draw, and functions that draw them."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fshard import _compat
+from fshard.errors import Problem, refuse
+from fshard.tree import tree_leaves
+
+Reset = Callable[[nn.Module], Any]
+# Takes the submodule's name too.
+Setter = Callable[[str, nn.Module], Any]
+See = Callable[[Any, Any, dict[str, Any]], None]
+# One parameter: its name, this rank's shard or None where elements were left out, and the text that ranks compare.
+Drawn = tuple[str, torch.Tensor | None, str]
+
+
+def copied(
+    module: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor], shared: Iterable[torch.Tensor] = ()
+) -> nn.Module:
+    """Copy a module with other tensors for its parameters and buffers; tied ones stay tied.
+
+    Args:
+        module: The module.
+        replace: Makes the other tensors.
+        shared: Tensors of modules around it, that it may refer to, which the copy refers to too.
+    """
+    memo = {id(tensor): tensor for tensor in shared}
+    memo |= {id(buffer): replace(buffer) for buffer in module.buffers()}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(replace(parameter), requires_grad=parameter.requires_grad)
+    return copy.deepcopy(module, memo)
+
+
+def blank_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Make a tensor for the values of another, of NaN or zeros."""
+    device = torch.get_default_device() if tensor.is_meta else tensor.device
+    blank = torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0
+    return torch.empty_like(tensor, device=device).fill_(blank)
+
+
+def is_left_out(tensor: torch.Tensor, blank: torch.Tensor) -> bool:
+    """Tell whether elements of a blank tensor, or of the one in its place, were not set."""
+    if tensor.is_meta or _compat.is_fake(tensor):
+        return True
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    # It was filled once, when it was made.
+    is_same = _compat.storage_key(tensor) == _compat.storage_key(blank)
+    return is_same and _compat.version(tensor) == 1 and tensor.numel() > 0
+
+
+def refuse_blank(buffers: Mapping[str, torch.Tensor]) -> None:
+    """Refuse buffers without values.
+
+    Args:
+        buffers: The buffers that `apply` was given, or the module's own.
+
+    Raises:
+        ValueError: with the name of each that is on the meta device.
+    """
+    found, needed = "a tensor on the meta device", "a tensor with values"
+    problems = [Problem(f"[{name!r}]", found, needed) for name, buffer in buffers.items() if buffer.is_meta]
+    remedy = (
+        "pass buffers= with values for them, such as buffers=state.buffers inside fs.plan, or write to them in the "
+        "module's reset_parameters"
+    )
+    refuse("apply: buffers have no values", problems, remedy)
+
+
+def setter_of(module: nn.Module, reset: Reset | None) -> Setter:
+    """Return the function that sets the values of a submodule, or of a copy of it.
+
+    Args:
+        module: A copy of the whole module, whose tensors hold no values.
+        reset: As for `Model.init`.
+    """
+
+    def run(path: str, submodule: nn.Module) -> None:
+        initialize = _compat.initializer_of(module, path)
+        own = own_reset(submodule)
+        if reset is not None:
+            reset(submodule)
+        elif initialize is not None:
+            initialize(submodule)
+        elif own is not None:
+            own()
+
+    return run
+
+
+def own_reset(module: nn.Module) -> Callable[[], Any] | None:
+    """Return the method that draws a module's own values, or None."""
+    return getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+
+
+def children_first(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """List the submodules, each once, in the order in which constructors end: children before their parent."""
+    if module not in seen:
+        seen.add(module)
+        for name, child in module.named_children():
+            yield from children_first(child, f"{path}.{name}" if path else name, seen)
+        yield path, module
+
+
+def has_fakes(args: Any, kwargs: Any) -> bool:
+    """Tell whether tensors without values are among the arguments of an operator."""
+    return any(map(_compat.is_fake, tree_leaves((args, kwargs))))
+
+
+class Drawing(_compat.DispatchMode):
+    """Random operators draw from a generator of this mode, because other threads may draw from torch's.
+
+    It gives the numbers of torch's own one. A reset that seeds torch's generator itself draws from that.
+    """
+
+    def __init__(self, see: See, seed: int) -> None:
+        """Seed both generators, and hand operators to `see` before they run."""
+        super().__init__()
+        self._see = see
+        torch.manual_seed(seed)
+        self._own = torch.Generator().manual_seed(torch.initial_seed())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._see(func, args, kwargs)
+        own, shared = self._own, torch.default_generator
+        is_random = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+        elsewhere = any(isinstance(arg, torch.Tensor) and arg.device.type != "cpu" for arg in args)
+        if not is_random or elsewhere or shared.initial_seed() != own.initial_seed():
+            return func(*args, **kwargs)
+        if any(argument.name == "generator" for argument in _compat.arguments_of(func) or []):
+            return func(*args, **kwargs | {"generator": own})
+        shared.set_state(own.get_state())
+        out = func(*args, **kwargs)
+        own.set_state(shared.get_state())
+        return out
