@@ -1,9 +1,10 @@
 """Private APIs by which initialisers run on tensors without values, each with the versions it was checked on."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from threading import get_ident
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -33,19 +34,10 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
 
 
-@contextmanager
-def seen_trunc_normal(handler: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Let a handler run torch.nn.init.trunc_normal_ in this thread; it gets torch's own, then what that takes.
+def seen_trunc_normal(handler: Callable[..., torch.Tensor]) -> AbstractContextManager[object]:
+    """Let a handler run torch.nn.init.trunc_normal_; it gets torch's own, then what that takes.
 
     Its operators depend on the values drawn, so that it cannot run without values. Checked on 2.13.
     """
-    own, thread = torch.nn.init._no_grad_trunc_normal_, get_ident()
-
-    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return handler(own, *args, **kwargs) if get_ident() == thread else own(*args, **kwargs)
-
-    torch.nn.init._no_grad_trunc_normal_ = run
-    try:
-        yield
-    finally:
-        torch.nn.init._no_grad_trunc_normal_ = own
+    own = torch.nn.init._no_grad_trunc_normal_
+    return patch.object(torch.nn.init, "_no_grad_trunc_normal_", partial(handler, own))

@@ -136,6 +136,7 @@ def count(
             if not is_followed and drawing.has_fakes(args, kwargs):
                 raise ValueError("model.init: expected buffers of numbers, got one that is computed from parameters")
 
+    # Other threads run torch's own.
     def trunc_normal(own: Any, target: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         return target if write("trunc_normal_", target, args, options) else own(target, *args, **options)
 

@@ -1,7 +1,7 @@
 """What replay and counter share: copies of a module, tensors to draw, and functions that draw them."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,17 +20,16 @@ Drawn = tuple[str, torch.Tensor | None, str]
 
 
 def copied(
-    module: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor], shared: Iterable[torch.Tensor] = ()
+    module: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor], memo: Mapping[int, torch.Tensor] | None = None
 ) -> nn.Module:
     """Copy a module with other tensors for its parameters and buffers; tied ones stay tied.
 
     Args:
         module: The module.
         replace: Makes the other tensors.
-        shared: Tensors of modules around it, that it may refer to, which the copy refers to too.
+        memo: Others that it may refer to, such as those of the modules around it, by their ids; they are not copied.
     """
-    memo = {id(tensor): tensor for tensor in shared}
-    memo |= {id(buffer): replace(buffer) for buffer in module.buffers()}
+    memo = dict(memo or {}) | {id(buffer): replace(buffer) for buffer in module.buffers()}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(replace(parameter), requires_grad=parameter.requires_grad)
     return copy.deepcopy(module, memo)

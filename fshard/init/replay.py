@@ -47,6 +47,7 @@ def replay(
     last = {parameter: path for path in paths for parameter in bare.get_submodule(path).parameters()}
     # Tied parameters are held from the first submodule that has them to the last.
     held: dict[Any, torch.Tensor] = {}
+    others: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in names}
     run, drawing = setter_of(bare, reset), Drawing(_refuse_others, seed)
     seen: set[nn.Module] = set()
 
@@ -57,7 +58,7 @@ def replay(
 
     def draw(path: str) -> Iterator[Drawn]:
         source = bare.get_submodule(path)
-        made = copied(source, values_of, names)
+        made = copied(source, values_of, others)
         for inside, _ in children_first(source, "", seen):
             with drawing:
                 run(f"{path}.{inside}".strip("."), made.get_submodule(inside))
@@ -78,9 +79,9 @@ def replay(
 
 
 def _outermost(module: nn.Module, run: Setter, seed: int) -> list[str]:
-    """Find the outermost submodules that draw, by calls that end at the first operator; one that fails draws too."""
+    """Find the outermost submodules that draw, by calls that fail at the first operator on a tensor of theirs."""
     found: list[str] = []
-    drawing = Drawing(_end, seed)
+    drawing = Drawing(_refuse_others, seed)
     for path, submodule in module.named_modules():
         if found and (not found[-1] or path.startswith(f"{found[-1]}.")):
             continue
@@ -92,12 +93,8 @@ def _outermost(module: nn.Module, run: Setter, seed: int) -> list[str]:
     return found
 
 
-def _end(func: Any, args: Any, kwargs: Any) -> None:
-    raise RuntimeError(f"a reset ran {func} in a first call, which is to end there")
-
-
 def _refuse_others(func: Any, args: Any, kwargs: Any) -> None:
-    """Refuse tensors that are not there, because another submodule draws them."""
+    """Refuse tensors without values, such as those that another submodule draws."""
     if has_fakes(args, kwargs):
         raise ValueError(
             "model.init: expected reset to use tensors of the submodule that it was given, got those of another; set "
