@@ -135,9 +135,8 @@ FAULTS = (
         "ppermute-is-its-own-transpose",
         "comm and collectives",
         "fshard/collectives/moves.py",
-        "back = partial(_permute, axis=axis, perm=tuple((target, source) for source, target in pairs), "
-        'label="ppermute")',
-        'back = partial(_permute, axis=axis, perm=pairs, label="ppermute")',
+        "back = partial(_permute, perm=[(target, source) for source, target in pairs])",
+        "back = partial(_permute, perm=pairs)",
         "2: the transpose sends back",
     ),
     Fault(
