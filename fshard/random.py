@@ -3,8 +3,6 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from numbers import Integral
-from typing import Any
 
 import torch
 
@@ -40,19 +38,13 @@ def fold_in(key: torch.Tensor | int, data: torch.Tensor | int | Axis) -> torch.T
     >>> fold_in(0, 1).equal(fold_in(0, 1)), fold_in(0, 1).equal(fold_in(0, 2))
     (True, False)
     """
-    _check_key(key, "fold_in")
-    if not (isinstance(data, Axis | torch.SymInt) or _is_whole(data) or _holds_integers(data)):
-        needed = "a whole number, a tensor of integers, or an Axis"
-        raise ValueError(
-            f"fold_in: expected data to be {needed}, got {describe(data)}; take an Axis from a mesh by fs.axis_of"
-        )
-    given: dict[str, Any] = {"key": key, "data": data}
-    for name, value in given.items():
-        if _is_whole(value) and not -(2**63) <= value < 2**63:
-            raise ValueError(f"fold_in: expected {name} to be a number of 64 bits, got {value!r:.40}")
-    number = comm.rank(data) if isinstance(data, Axis) else data
-    mixed = _mix(torch.as_tensor(key, dtype=torch.int64)) + torch.as_tensor(number, dtype=torch.int64)
-    return _mix(mixed - 0x61C8864680B583EB)
+    number = torch.tensor(comm.rank(data)) if isinstance(data, Axis) else torch.as_tensor(data)
+    needed, remedy = (
+        "data to be a whole number, a tensor of integers, or an Axis",
+        "take an Axis from a mesh by fs.axis_of",
+    )
+    expect(_holds_integers(number), "fold_in", needed, describe(data), remedy)
+    return _mix(_mix(key_of("fold_in", key)) + number.to(torch.int64) - 0x61C8864680B583EB)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -67,38 +59,16 @@ def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
-def _check_key(key: Any, what: str) -> None:
-    tensor = isinstance(key, torch.Tensor) and not key.dim() and key.dtype == torch.int64
+def _holds_integers(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def key_of(what: str, key: torch.Tensor | int) -> torch.Tensor:
+    """Make a tensor of a key, which a step may take and return; refuse what is no whole number of 64 bits."""
+    made = torch.as_tensor(key)
     needed = "key to be an int64 tensor of shape () or a whole number"
-    expect(_is_whole(key) or tensor, what, needed, describe(key), "make one by fs.fold_in")
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _holds_integers(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or value.dtype == torch.bool:
-        return False
-    return not (value.is_floating_point() or value.is_complex())
-
-
-def key_of(key: torch.Tensor | int) -> torch.Tensor:
-    """A run's key as a tensor, which a step may take and return.
-
-    Args:
-        key: A whole number, or a tensor of integers, which is returned as it is.
-
-    Raises:
-        ValueError: if it is neither, or a number of more than 64 bits.
-    """
-    if isinstance(key, torch.Tensor) and _holds_integers(key):
-        return key
-    needed = "key to be a whole number or an int64 tensor of shape ()"
-    expect(_is_whole(key), "TrainState.create", needed, describe(key), "make one by fs.fold_in")
-    needed = "key to be a number of 64 bits, from -2**63 to 2**63 - 1"
-    expect(-(2**63) <= int(key) < 2**63, "TrainState.create", needed, f"{key}")
-    return torch.tensor(int(key), dtype=torch.int64)
+    expect(made.dtype == torch.int64 and not made.dim(), what, needed, describe(key), "make one by fs.fold_in")
+    return made
 
 
 def _seed(key: torch.Tensor | int) -> None:
@@ -124,9 +94,10 @@ def seeded(key: torch.Tensor | int | None) -> Iterator[None]:
     if key is None:
         yield
         return
-    _check_key(key, "apply")
-    if isinstance(key, torch.Tensor) and _compat.is_batched(key):
-        found, remedy = "a batch of keys, by vmap", "loop over the keys, or draw before vmap and pass what was drawn"
+    key = key_of("apply", key)
+    if _compat.is_batched(key):
+        found = "a batch of keys, by vmap"
+        remedy = "loop over the keys, or draw before vmap and pass what was drawn"
         raise ValueError(f"apply: expected one key, from which torch's generator draws, got {found}; {remedy}")
     if _compat.is_tracing():
         before = random_state()

@@ -8,7 +8,6 @@ import torch
 
 from fshard import _compat
 from fshard.errors import Problem, expect, refuse
-from fshard.random import key_of
 from fshard.transforms import transform_state
 from fshard.transforms.state import ABSENT, Absent
 from fshard.tree import (
@@ -117,7 +116,7 @@ class TrainState(NamedTuple):
             The state, at step 0.
 
         Raises:
-            ValueError: if the optimizer refuses the parameters, or the key is no integer.
+            ValueError: if the optimizer refuses the parameters.
 
         >>> import torch, fshard as fs
         >>> params = fs.shard({"w": torch.ones(2)}, fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu")))
@@ -127,7 +126,7 @@ class TrainState(NamedTuple):
         """
         is_optimizer, remedy = callable(getattr(tx, "init", None)), "make one by fs.from_torch"
         expect(is_optimizer, "TrainState.create", "tx to be an Optimizer", describe(tx), remedy)
-        key = None if key is None else key_of(key)
+        key = None if key is None else torch.as_tensor(key)
         step = torch.zeros((), dtype=torch.int64)
         return cls(step, params, tx.init(params), buffers, key, transform_state(params))
 

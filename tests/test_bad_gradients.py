@@ -282,9 +282,6 @@ def on_axis_data(world, tree):
     return fs.reshard(tree, fs.fully_shard(world.other["data"]))
 
 
-MADE = "; make one by fs.fold_in"
-CREATE = "TrainState.create: expected key"
-KEY = f"{CREATE} to be a whole number or an int64 tensor of shape ()"
 MAX_NORM = "clip_by_global_norm: expected max_norm to be a finite number, 0 or more"
 P = "clip_by_global_norm: expected p to be a number above 0"
 CLOSURE = "needs a closure, which an update does not have; use AdamW or SGD"
@@ -419,19 +416,6 @@ ROWS += [
         lambda world: (world.params, optim.AdamW),
         fs.TrainState.create,
         "TrainState.create: expected tx to be an Optimizer, got a type; make one by fs.from_torch",
-    ),
-    *rows_of(
-        "a state with {} for its key",
-        lambda world, key: fs.TrainState.create(world.params, world.tx, key=key),
-        [
-            ("seed", f"{KEY}, got a str{MADE}"),
-            (1.5, f"{KEY}, got a float{MADE}"),
-            (True, f"{KEY}, got a bool{MADE}"),
-            (torch.zeros(()), f"{KEY}, got a float32 Tensor of shape (){MADE}"),
-            (torch.ones(2, dtype=torch.bool), f"{KEY}, got a bool Tensor of shape (2,){MADE}"),
-            (torch.Generator(), f"{KEY}, got a Generator{MADE}"),
-            (2**63, f"{CREATE} to be a number of 64 bits, from -2**63 to 2**63 - 1, got {2**63}"),
-        ],
     ),
     Row(
         "an optimizer in the middle of a chain",
