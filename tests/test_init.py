@@ -249,6 +249,24 @@ def tied():
     return module
 
 
+class Around(nn.Module):
+    """Changes what a layer has drawn that others have too."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.gain = inner, nn.Parameter(torch.empty(3))
+
+    def reset_parameters(self):
+        nn.init.normal_(self.gain)
+        with torch.no_grad():
+            self.inner.weight.mul_(0.5)
+
+
+def shared():
+    inner = nn.Linear(3, 3)
+    return nn.Sequential(Around(inner), nn.Linear(3, 3), Around(inner))
+
+
 def transposed():
     module = nn.Linear(6, 4)
     module.weight = nn.Parameter(torch.empty(6, 4).t())
@@ -265,7 +283,7 @@ MODULES = {
     **SEEDED,
     **{name: lambda draw=draw: Own(draw) for name, draw in DRAWS.items()},
     **{str(d): lambda d=d: Own(reading, d) for d in (torch.float16, torch.bfloat16, torch.float64)},
-    **{f.__name__: f for f in (GPT, tied, transposed, frozen)},
+    **{f.__name__: f for f in (GPT, tied, shared, transposed, frozen)},
     "one module twice": lambda: nn.Sequential(*[nn.Linear(3, 3)] * 2),
     "nothing": nn.ReLU,
 }
