@@ -47,12 +47,11 @@ class TopK(fs.Wrapped):
             chosen[i] = rows.gather(1, indices), indices.int()
             left = rows.scatter(1, indices, 0).view(-1)[: due.numel()].view(due.shape)
             after[i] = left.nan_to_num(0.0, 0.0, 0.0)  # what is not finite must not stay for good
-        send = [[tensor[rank] for pair in chosen.values() for tensor in pair] for rank in range(axis.size)]
-        kinds = [(tensor.shape, tensor.dtype) for tensor in send[0]]
-        received = fs.comm.all_to_all(send, [kinds] * axis.size, axis, "scatter") if chosen else []
+        send, ones = [tensor for pair in chosen.values() for tensor in pair], [1] * axis.size
+        received = fs.comm.all_to_all(send, ones, ones, axis, "scatter")
         for place, i in enumerate(chosen):
             total = after[i].new_zeros(math.prod(specs[i].local_shape))
-            for values, indices in (row[2 * place : 2 * place + 2] for row in received):
+            for values, indices in zip(*received[2 * place : 2 * place + 2]):  # of each rank
                 total.index_add_(0, indices, values)
             out[i] = total.view(specs[i].local_shape)
         return [out[i] for i in range(len(grads))], after

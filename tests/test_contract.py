@@ -399,7 +399,7 @@ DIFFERENT: dict[str, tuple[Callable[[fs.Axis], Any], Callable[[fs.Axis], Any], s
         lambda axis: fs.ragged_all_to_all(X, axis, *[[4 - axis.size + 1, *[1] * (axis.size - 1)]] * 2),
         lambda axis: fs.ragged_all_to_all(X, axis, *[[*[1] * (axis.size - 1), 4 - axis.size + 1]] * 2),
         "ragged_all_to_all",
-        "ranks differ in the bytes that they send each other",
+        "ranks differ in the rows that they send each other",
     ),
     "another call": (
         lambda axis: fs.unshard(params_of(axis)),

@@ -58,8 +58,8 @@ def _digest(facts: str) -> bytes:
 
 
 def _text(value: Any) -> str:
-    """A value as every rank that has an equal one writes it: without addresses."""
-    return re.sub(r" at 0x\w+", "", repr(value))
+    """A value as every rank that has an equal one writes it: without addresses and names of groups."""
+    return re.sub(r" at 0x\w+|, group_name='[^']*'", "", repr(value))
 
 
 def same_call(what: str, axes: Sequence[Axis], facts: str | Flat = "", failed: str = "", **told: Any) -> None:

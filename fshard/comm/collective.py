@@ -24,7 +24,7 @@ Finish = Callable[[], list[torch.Tensor]]
 # Who asks for a collective, for the recorder.
 Who = str | Label
 
-# Is called with the axis of each collective while `fs.plan` traces a step.
+# Is called with the axis of each collective; `fs.plan` refuses others than those of its mesh, else nothing is checked.
 planned: ContextVar[Callable[[Axis], object]] = ContextVar("fshard_planned", default=bool)
 
 

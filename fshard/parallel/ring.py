@@ -133,7 +133,7 @@ def backward(saved: Tensors, grads: Tensors, ring: Ring) -> Tensors:
 
 
 def _sent(tensors: Tensors, ring: Ring) -> Callable[[], Tensors]:
-    """Start to send tensors to the next rank, one by one so that none is copied; returns what waits for the last's."""
+    """Start to send tensors to the next rank, of which large ones are not copied; returns what waits for the last's."""
     axis, own = ring.axis, comm.rank(ring.axis)
     told = f"causal={ring.causal}, zigzag={ring.zigzag}, scale={ring.scale:.6g}"
     shapes = tuple((tensor.dtype, tensor.shape) for tensor in tensors)

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -27,8 +27,7 @@ class Axis:
 
     name: str
     size: int
-    # Ranks of one axis need not share it.
-    group_name: str = field(repr=False)
+    group_name: str
 
 
 class P(tuple[str | tuple[str, ...] | None, ...]):
@@ -283,7 +282,7 @@ def rebuilt(value: Any, f: Callable[[Any], Any]) -> Any:
         Another one of the results; the same object where they are those it had.
 
     >>> rebuilt(Axis("shard", 2, "0"), lambda part: 4 if part == 2 else part)
-    Axis(name='shard', size=4)
+    Axis(name='shard', size=4, group_name='0')
     """
     if type(value) is tuple:
         items = tuple(map(f, value))
