@@ -426,7 +426,11 @@ ACCEPTED = (
         "sync_buffers.buffers broadcast.tree pmax.tree ppermute.tree global_norm.tree leaf_norms.tree",
     ),
     ("trees of two dims", (*EMPTY, "a tensor of another shape", "a tensor on meta"), "all_to_all.tree"),
-    ("trees of two rows", (*EMPTY, "a tensor of integers", "another tree"), "ragged_all_to_all.tree"),
+    (
+        "trees of two rows",
+        (*EMPTY, "a tensor of integers", "a tensor on meta", "another tree"),
+        "ragged_all_to_all.tree",
+    ),
     ("empty pairs", ("an empty list", "an empty dict", "an empty text"), "ppermute.perm"),
     ("ids, and another vocabulary", ("a tensor of integers",), "vocab_parallel_embedding.ids"),
     ("another vocabulary", ("a tensor of another shape",), "vocab_parallel_embedding.weight"),

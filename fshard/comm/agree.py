@@ -20,7 +20,7 @@ from fshard import _compat
 from fshard.comm import ops
 from fshard.comm.collective import Who, all_gather, rank, serves_host
 from fshard.comm.events import Label, Verb, labelled
-from fshard.comm.failure import CollectiveError, all_fail, tell
+from fshard.comm.failure import CollectiveError, all_fail, answer, tell
 from fshard.comm.groups import World, world
 from fshard.errors import Problem, leaf_error
 from fshard.tree import Axis, Flat, flatten, is_sharded
@@ -231,12 +231,19 @@ class calling:  # noqa: N801
                     same_call(self.what, reached, failed=text)
             if own.call is self and own.broken is None and not all_fail(own, f"{self.what} {type(error).__name__}"):
                 tell(own, text)
-        # What is under way lands, so that the next call finds the connections as they were. Behind a cut nothing lands,
-        # and gloo never ends the wait for a message that has come in part.
-        for buffer in list(own.flying.values()) if own.broken is None else ():
-            with suppress(RuntimeError):
-                ops.wait(buffer)
-        own.flying.clear()
+        flying = list(own.flying.values())
+        if own.broken is None:
+            _land(flying)
+        else:
+            # gloo never ends the wait for a message that had come in part when it was cut.
+            answer(lambda: _land(flying))
+
+
+def _land(flying: Sequence[torch.Tensor]) -> None:
+    """Wait until the backend lets go of what it works on."""
+    for buffer in flying:
+        with suppress(RuntimeError):
+            ops.wait(buffer)
 
 
 def axes_in(given: Any) -> Sequence[Axis]:
