@@ -141,18 +141,15 @@ class Call:
     def output(self, use: Use, leaf: Leaf) -> torch.Tensor:
         """Return the tensor that the function gets for one leaf of an open use."""
         index, recorded = use.places[leaf], torch.is_grad_enabled()
-        if leaf.trained and not self._forward.over and (index not in use.outputs or not recorded):
-            self._refuse_reentrant(leaf)
-        if leaf.trained and recorded and index not in use.outputs:
-            use.outputs = deliver(self._receive, use)
-        return use.outputs[index] if index in use.outputs else use.tensor_of(leaf).detach()
-
-    def _refuse_reentrant(self, leaf: Leaf) -> None:
-        """Refuse a use inside a reentrant checkpoint, whose own backward would lose the gradient."""
-        if _compat.in_reentrant_checkpoint():
+        first = leaf.trained and not self._forward.over and (index not in use.outputs or not recorded)
+        if first and _compat.in_reentrant_checkpoint():
+            # Its own backward would lose the gradient.
             problem = Problem(leaf.path, "a use inside a reentrant checkpoint", "one that autograd records")
             remedy = "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
             raise leaf_error(f"{self._what}: a gradient would be lost", [problem], remedy)
+        if leaf.trained and recorded and index not in use.outputs:
+            use.outputs = deliver(self._receive, use)
+        return use.outputs[index] if index in use.outputs else use.tensor_of(leaf).detach()
 
     def _fetch(self, use: Use, index: int) -> torch.Tensor:
         """Look up a full tensor that autograd saved a handle of."""
