@@ -236,9 +236,9 @@ class _Scope(NamedTuple):
 
 
 def _units_inside(path: str, units: Sequence[ModuleUnit]) -> range | None:
-    """Numbers of the units inside a submodule, if it has several; the whole module always runs, so it has none."""
+    """Numbers of the units inside a submodule, if it has some; the whole module always runs, so it has none."""
     found = [i for i, unit in enumerate(units) if path and unit.path.startswith(f"{path}.")]
-    return range(found[0], found[-1] + 1) if len(found) > 1 else None
+    return range(found[0], found[-1] + 1) if found else None
 
 
 class _Weights(dict[str, Any]):

@@ -74,7 +74,8 @@ def value_and_grad(
     jax.value_and_grad.
 
     Every rank makes the same gathers and collectives in the same order; a rank that has no use for a unit of a model
-    passes it over. Ranks that differ end with an error on all of them. `f` runs once.
+    passes it over, except inside a checkpoint that other ranks compute again. Ranks that differ end with an error on
+    all of them. `f` runs once.
 
     Args:
         f: Called with all arguments; returns this rank's scalar loss, or (sum, count) for "weighted".

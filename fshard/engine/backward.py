@@ -9,7 +9,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.collectives import divided
-from fshard.engine.cursor import Cursor, Step
+from fshard.engine.cursor import Cursor
 from fshard.engine.forward import Forward
 from fshard.engine.leaf import Leaf
 from fshard.engine.use import Use, transform_of
@@ -24,7 +24,7 @@ class Backward:
     has passed; ranks agree on that though one has gradients there and another has none.
     """
 
-    def __init__(self, forward: Forward, *, divisor: Any, reduce: bool, last: bool, late: int = 0) -> None:
+    def __init__(self, forward: Forward, *, divisor: Any, reduce: bool, last: bool, before_derived: int = 0) -> None:
         """Begin before the first step.
 
         Args:
@@ -32,17 +32,18 @@ class Backward:
             divisor: What reduced gradients of the call's own leaves are divided by.
             reduce: Whether gradients of the call's own leaves are reduced in this backward.
             last: Whether no other forward follows, so that tensors kept from use to use may be dropped.
-            late: Number of the first use from which on plain gathers cannot have made derived leaves; the gradients of
-                those before are reduced after those of the derived leaves.
+            before_derived: How many of the first uses derived leaves may have been computed from; their gradients are
+                complete, and reduced, behind the derived leaves' own backward.
         """
         self._uses, self._divisor, self._reduces, self._last = forward.uses, divisor, reduce, last
-        steps = [Step(use, not step.needs, step.sequence) for step in reversed(forward.events) for use in [step.use]]
+        steps = forward.events[::-1]
         for number, step in enumerate(steps):
-            step.use.due = step.use.due if step.needs else number
+            if not step.needs:
+                step.use.due = number
         self._cursor = Cursor(steps, lambda: None, least=0)
-        self._late = set(forward.uses[:late])
-        self._recomputed: set[Any] = {None}
-        self._due: list[Leaf] = []
+        self._before_derived = set(forward.uses[:before_derived])
+        self._again: set[Any] = {None}
+        self._queue: list[Leaf] = []
         self._nbytes = 0
         self._flying: deque[tuple[list[Leaf], Any, int]] = deque()
         for use in forward.uses:
@@ -55,12 +56,12 @@ class Backward:
         if running is not None:
             self._pass(running + 1)
 
-    def again(self, leaves: Sequence[Leaf]) -> Use | None:
+    def recomputed(self, leaves: Sequence[Leaf]) -> Use | None:
         """Find the use to compute with again: of some leaves the last one, if possible one that is not left."""
         self.catch_up()
         found = [use for use in reversed(self._uses) if use.holds(leaves)]
         use = next((use for use in found if use.due >= self._cursor.at), found[0] if found else None)
-        self._recomputed.add(use and use.checkpoint)
+        self._again.add(use and use.checkpoint)
         return use
 
     def receive(self, use: Use, grads: Sequence[torch.Tensor | None]) -> None:
@@ -79,7 +80,7 @@ class Backward:
 
     def reduce(self, leaves: Sequence[Leaf]) -> None:
         """Reduce leaves behind all steps, and wait for it."""
-        self._owe(leaves)
+        self._enqueue(leaves)
         self._reduce_due()
 
     def release(self) -> None:
@@ -100,20 +101,20 @@ class Backward:
 
     def _leave(self, use: Use) -> None:
         """Reduce the gradients that are complete behind a use: those of leaves that the forward used here first."""
-        if (use.unit.regathered or self._last) and use.checkpoint in self._recomputed:
+        if (use.unit.regathered or self._last) and use.checkpoint in self._again:
             # Else a checkpoint may yet compute with it again on this rank.
             use.release()
-        now = self._reduces and use.unit.policy.early and use not in self._late
-        self._owe(leaf for leaf in use.trained if leaf.first is use and (leaf.derived or now))
+        now = self._reduces and use.unit.policy.early and use not in self._before_derived
+        self._enqueue(leaf for leaf in use.trained if leaf.first is use and (leaf.derived or now))
 
-    def _owe(self, leaves: Iterable[Leaf]) -> None:
+    def _enqueue(self, leaves: Iterable[Leaf]) -> None:
         for leaf in leaves:
-            self._due.append(leaf)
+            self._queue.append(leaf)
             self._nbytes += leaf.nbytes
             if self._nbytes >= max(leaf.policy.merge_bytes, comm.PACK_BYTES):
                 self._start_due()
         # Small leaves of one unit travel together.
-        if self._due and self._nbytes >= self._due[-1].policy.merge_bytes:
+        if self._queue and self._nbytes >= self._queue[-1].policy.merge_bytes:
             self._start_due()
 
     def _reduce_due(self) -> None:
@@ -123,7 +124,7 @@ class Backward:
 
     @_compat.outside_selective_checkpoint()
     def _start_due(self) -> None:
-        due, self._due, self._nbytes = self._due, [], 0
+        due, self._queue, self._nbytes = self._queue, [], 0
         # Autograd goes on from the sums of derived leaves, undivided.
         for kind in ([leaf for leaf in due if not leaf.derived], [leaf for leaf in due if leaf.derived]):
             for transform, group in grouped(kind, transform_of).items():

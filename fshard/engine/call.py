@@ -65,7 +65,6 @@ class Call:
         self._versions = _compat.versions(leaf.stored for leaf in self._own)
         self.at_end: list[Callable[[], None]] = []
         self.ended = False
-        self._begin()
 
     def _bound(self, leaf: Sharded) -> Sharded:
         return Sharded(leaf.local.detach().requires_grad_(self._trains and not leaf.spec.frozen), leaf.spec)
@@ -80,7 +79,7 @@ class Call:
         self._chain = Chain(self._catch_up)
         self._derived: list[Leaf] = []
         # The number of uses that may have made derived leaves.
-        self._late = 0
+        self._before_derived = 0
 
     def running(self) -> AbstractContextManager[None]:
         """Make the context in which `call_of` finds this call."""
@@ -97,7 +96,7 @@ class Call:
             found = self._by_tensor[id(leaf.local)] = Leaf(path, leaf, leaf.local, derived=True)
             if found.trained:
                 self._derived.append(found)
-                self._late = len(self._forward.uses)
+                self._before_derived = len(self._forward.uses)
         return found
 
     def begin_pass(self, units: Sequence[ModuleUnit], leaves: Mapping[str, Leaf]) -> Pass:
@@ -112,28 +111,25 @@ class Call:
         """
         if not self._forward.over:
             self._forward.leave_plain()
-        return Pass(self._forward, planned(tuple(units), _facts(leaves, leaves.values())), leaves, self._again)
-
-    def _leaves_of(self, paths: Sequence[str], leaves: Sequence[Any]) -> list[Leaf]:
-        pairs = zip(paths, leaves, strict=True)
-        return list(dict.fromkeys(self.leaf_of(path, leaf) for path, leaf in pairs if is_sharded(leaf)))
+        return Pass(self._forward, planned(tuple(units), _facts(leaves, leaves.values())), leaves, self._recomputed)
 
     def gather(self, paths: Sequence[str], leaves: Sequence[Sharded]) -> list[torch.Tensor]:
         """Gather leaves in a plain function, as one unit."""
-        asked = self._leaves_of(paths, leaves)
+        found = [self.leaf_of(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+        asked = list(dict.fromkeys(found))
         if self._forward.over:
-            use = self._again(asked)
+            use = self._recomputed(asked)
         else:
             use = Use(unit_of(_name(asked), _facts([leaf.path for leaf in asked], asked)), asked)
             self._forward.insert_plain(use)
-        outputs = [self.output(use, self.leaf_of(path, leaf)) for path, leaf in zip(paths, leaves, strict=True)]
+        outputs = [self.output(use, leaf) for leaf in found]
         # The function holds them.
         use.outputs = {}
         return outputs
 
-    def _again(self, leaves: Sequence[Leaf]) -> Use:
+    def _recomputed(self, leaves: Sequence[Leaf]) -> Use:
         """Find the use of leaves that a checkpoint computes with again."""
-        use = None if self._backward is None else self._backward.again(leaves)
+        use = None if self._backward is None else self._backward.recomputed(leaves)
         found = f"{_name(leaves)}, which a checkpoint makes anew"
         expect(use is not None, self._what, "leaves that the forward gathered", found, "compute them outside of it")
         return use  # type: ignore[return-value]
@@ -160,7 +156,8 @@ class Call:
         if not self._forward.over:
             # The function itself differentiates.
             self._forward.saved.watch(use)
-            self._forward.forget(use)
+            if use.left:
+                self._forward.forget(use)
         return full
 
     def _receive(self, use: Use, grads: Grads) -> None:
@@ -221,8 +218,9 @@ class Call:
         if last:
             for leaf in self._own:
                 leaf.keeper = None
-        late, before = self._late, [leaf.used for leaf in self.trained]
-        backward = self._backward = Backward(self._forward, divisor=divisor, reduce=reduce, last=last, late=late)
+        before, uses = [leaf.used for leaf in self.trained], self._before_derived
+        backward = Backward(self._forward, divisor=divisor, reduce=reduce, last=last, before_derived=uses)
+        self._backward = backward
         outputs = [out for out in (loss, *self._chain.tokens[1:]) if out.requires_grad]
         starts = [torch.ones_like(out) if out is loss else torch.zeros_like(out) for out in outputs]
         used = used_by(loss, self.trained) if self._derived else set()
@@ -243,10 +241,13 @@ class Call:
         backward.release()
         self._check_writes()
         for leaf, was in zip(self.trained, before, strict=True):
-            # Gradients come through derived leaves whether this rank uses them or not.
-            leaf.used = was or leaf in used if self._derived else leaf.used
+            if self._derived:
+                # Gradients come through derived leaves whether this rank uses them or not.
+                leaf.used = was or leaf in used
             leaf.end_microbatch(last)
         self._forward.end()
+        for leaf in self._by_tensor.values():
+            leaf.first, leaf.keeper = None, None if leaf.derived else leaf.keeper
         given = zip(self._inputs, found[len(self.trained) :], strict=False)
         return [torch.zeros_like(tensor) if grad is None else grad for tensor, grad in given]
 
@@ -270,7 +271,7 @@ class Call:
         self._forward.end()
         for release in self.at_end:
             release()
-        for leaf in self._own:
+        for leaf in self._by_tensor.values():
             leaf.keeper = leaf.first = None
         self.at_end, self._by_tensor, self._backward, self.ended = [], {}, None, True
         self._derived = []

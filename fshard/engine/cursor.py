@@ -35,8 +35,8 @@ class Cursor:
         Args:
             steps: The steps.
             make_room: Called before gathers start.
-            least: How many uses are gathered ahead at least where one is needed. One is where gradients are due, so
-                that a large use takes the place of the one before it.
+            least: How many uses are gathered ahead at least where one is needed. Where gradients are due it is always
+                one: the next use, however large, takes the place of the one that is dropped there.
         """
         self.steps, self.at, self._make_room, self._least = steps, 0, make_room, least
         # Those that are full already count among those that are gathered ahead.
@@ -56,7 +56,7 @@ class Cursor:
             step = self.steps[self.at]
             self.at += 1
             if step.needs:
-                self._passed += self._passed < len(self._gathers) and self._gathers[self._passed] is step.use
+                self._passed += not step.use.lazy
                 self._gather_ahead(step.use, self._least)
             yield step
             if not step.needs:

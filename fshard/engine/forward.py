@@ -8,7 +8,7 @@ import torch
 from fshard import _compat
 from fshard.engine.cursor import Step
 from fshard.engine.saved import Saved
-from fshard.engine.use import State, Use
+from fshard.engine.use import Use
 
 
 class Forward:
@@ -48,10 +48,7 @@ class Forward:
         Returns:
             The use, open.
         """
-        if use.state is State.ABSENT:
-            self.make_room()
-            use.start()
-        self.open(use, inside, True, outermost_checkpoint())
+        self.open(use, inside, False, outermost_checkpoint())
         return use
 
     def insert_plain(self, use: Use) -> None:
@@ -78,13 +75,15 @@ class Forward:
         before = [other for other in reversed(self.uses) if other.unit.regathered] if last and self._trains else []
         self.make_room(before[: use.unit.ahead(other.unit.nbytes for other in before)])
         self._close_all_but(inside)
-        use.checkpoint = checkpoint
+        use.checkpoint, use.lazy = checkpoint, True
         self.uses.append(use)
         self._open.append(use)
-        self.events.append(Step(use, True, _compat.next_sequence_number()))
-        # No backward reads the values of embeddings, or of what comes before all that is differentiated.
+        self.events.append(Step(use, False, _compat.next_sequence_number()))
         self._differentiated = self._differentiated or bool(use.trained)
-        use.lazy = use.unit.lookup or not (self._differentiated and torch.is_grad_enabled())
+        if self._differentiated and torch.is_grad_enabled():
+            for other in self._open:
+                # A backward reads no table of embeddings, but in a recomputation, nor what has closed before.
+                other.lazy = other.unit.lookup and other.checkpoint is None
         use.wait()
         for leaf in use.leaves:
             leaf.first = leaf.first or use
@@ -134,7 +133,7 @@ class Forward:
         kept = [use for use in self._open if use in inside or (use.checkpoint is checkpoint is not None)]
         for use in reversed(self._open):
             if use not in kept:
-                self.events.append(Step(use, False, _compat.next_sequence_number()))
+                self.events.append(Step(use, True, _compat.next_sequence_number()))
                 use.closed = True
         self._open = kept
 

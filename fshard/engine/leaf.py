@@ -59,7 +59,7 @@ class Leaf:
     def gathered(self, full: torch.Tensor) -> None:
         """Note shape, dtype and device of the full tensor, the same on every rank."""
         if self.shape is None:
-            self.shape = self.spec.shape if full.shape == self.spec.shape else full.shape
+            self.shape = full.shape
             self.dtype, self.device, self.nbytes = full.dtype, full.device, full.nbytes
 
     def wide(self, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -19,7 +19,7 @@ class Pass:
     """
 
     def __init__(
-        self, forward: Forward, plan: Plan, leaves: Mapping[str, Leaf], again: Callable[[Sequence[Leaf]], Use]
+        self, forward: Forward, plan: Plan, leaves: Mapping[str, Leaf], recomputed: Callable[[Sequence[Leaf]], Use]
     ) -> None:
         """Begin before the first unit.
 
@@ -27,9 +27,9 @@ class Pass:
             forward: The forward that it is a part of.
             plan: The units.
             leaves: The leaves by their names.
-            again: Finds the use of some leaves that a checkpoint computes with again.
+            recomputed: Finds the use of some leaves that a checkpoint computes with again.
         """
-        self._forward, self._plan, self._again = forward, plan, again
+        self._forward, self._plan, self._recomputed = forward, plan, recomputed
         self._uses = [Use(unit, [leaves[name] for name in unit.names]) for unit in plan.units]
         self._cursor = Cursor([Step(use, True) for use in self._uses], forward.make_room)
         self._open: dict[int, Use] = {}
@@ -65,7 +65,7 @@ class Pass:
         if inside is not None:
             units, _ = self._running[-1]
             # Whichever of the units inside it a rank has entered, all ranks are behind them now.
-            if not failed and not self._forward.over and self._cursor.at >= units.start:
+            if not failed and not self._forward.over:
                 self._advance(units.stop)
             self._running.pop()
             for n in [n for n in self._held if n in units]:
@@ -90,7 +90,10 @@ class Pass:
             # Of several units (tied leaves) the next that has not been opened.
             number = next((n for n in numbers if n >= self._cursor.at), numbers[0])
             self._reach(number, False)
-        return self._open[number]
+        use = self._open[number]
+        # Who reads a table outside of its module may do more than look rows up.
+        use.lazy = use.lazy and (self._forward.over or number in self._scopes)
+        return use
 
     def end(self) -> None:
         """Pass over the rest of the plan, and leave everything."""
@@ -101,11 +104,11 @@ class Pass:
         for use in self._held.values():
             self._forward.leave(use)
 
-    def _end(self, number: int, again: bool) -> None:
+    def _end(self, number: int, may_return: bool) -> None:
         """Leave a unit, or hold it while a submodule runs that may come to it again."""
         use = self._open.pop(number)
-        again = again or self._plan.unit_of.count(number) > 1
-        if again and any(number in units for units, _ in self._running[1:]):
+        may_return = may_return or self._plan.unit_of.count(number) > 1
+        if may_return and any(number in units for units, _ in self._running[1:]):
             self._held[number] = use
         else:
             self._forward.leave(use)
@@ -114,15 +117,16 @@ class Pass:
         for other in [n for n in self._open if n != number and n not in self._scopes]:
             self._end(other, False)
 
-    def _reach(self, number: int, entered: bool) -> None:
-        """Open a unit; reading a leaf before its module runs (a weight's dtype) does not move the cursor."""
+    def _reach(self, number: int, jumps: bool) -> None:
+        """Open a unit; reading a leaf moves the cursor to the next unit at most."""
         self._leave_others(number)
         if number not in self._open:
             if self._forward.over:
-                self._open[number] = self._again(self._uses[number].leaves)
+                use = self._uses[number]
+                self._open[number] = self._recomputed(use.leaves) if use.leaves else use
             elif number in self._held:
                 self._open[number] = self._held.pop(number)
-            elif number == self._cursor.at or (entered and number > self._cursor.at):
+            elif number == self._cursor.at or (jumps and number > self._cursor.at):
                 self._advance(number + 1, number)
             else:
                 use = Use(self._plan.units[number], self._uses[number].leaves)

@@ -38,11 +38,11 @@ class Unit(NamedTuple):
     last: int = -1
 
     def ahead(self, sizes: Iterable[int], least: int = 1) -> int:
-        """Count the units to gather ahead of it: as many as its policy says, or one and all that are small together.
+        """Count the units to gather ahead of it: the policy's number, or a few and more while they are small together.
 
         Args:
             sizes: The bytes of those that come next.
-            least: So many at least, where its policy names no number.
+            least: How many at least where the policy names no number; then more, up to its `ahead_bytes` together.
 
         Returns:
             How many of them.

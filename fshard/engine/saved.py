@@ -51,7 +51,7 @@ class Saved:
         if not self._known or tensor.layout is not torch.strided or _compat.is_transformed(tensor):
             return tensor
         found = self._known.get(_compat.storage_key(tensor))
-        # After its use has closed, a tensor is saved as it is: the backward needs it before it regathers the use.
+        # A node that is made after its use has closed runs before the backward gathers the use again.
         if found is None or found[1].closed:
             return tensor
         _, use, place, *kind = found

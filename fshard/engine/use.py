@@ -1,5 +1,6 @@
 """Uses: the owners of full tensors."""
 
+import operator
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
@@ -22,9 +23,8 @@ class State(Enum):
     FULL = "full"
 
 
-def transform_of(leaf: Leaf) -> Any:
-    """Find the transform by which a leaf is gathered."""
-    return leaf.spec.transform
+# The transform by which a leaf is gathered.
+transform_of = operator.attrgetter("spec.transform")
 
 
 class Use:

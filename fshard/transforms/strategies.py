@@ -208,8 +208,8 @@ def zero3(
         prefetch: How many units are gathered ahead of the one that computes; None means one, and more while they are
             together below twice `merge_bytes`. Of the last units of a forward as many stay for the backward, which
             would gather them again before all else.
-        merge_bytes: Neighbouring units are gathered together up to this many bytes, and their gradients reduced
-            together up to a quarter of it; 0 keeps both apart. None goes by the backend of the axes, as the other
+        merge_bytes: Neighbouring units are gathered together, and gradients reduced together, up to this many bytes; 0
+            keeps both apart. None goes by the backend of the axes, as the other
             strategies do: 16 MiB between hosts' processes, 48 MB between accelerators.
         min_shard_elements: Leaves of fewer elements stay whole on every rank.
         layout: What to shard with in the place of fully_shard over `axis`, such as `quantize` or one's own.

@@ -91,11 +91,6 @@ class ReshardPolicy:
         """Bytes that are gathered ahead at a time, and of gradients under way; what is larger travels alone."""
         return 2 * self.merge_bytes
 
-    @property
-    def bucket_bytes(self) -> int:
-        """Bytes from which on gradients are reduced, rather than together with those of the unit before."""
-        return self.merge_bytes // 4
-
 
 @dataclass(frozen=True)
 class ModelDtypes:
