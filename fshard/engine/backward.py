@@ -59,7 +59,7 @@ class Backward:
     def recomputed(self, leaves: Sequence[Leaf]) -> Use | None:
         """Find the use to compute with again: of some leaves the last one, if possible one that is not left."""
         self.catch_up()
-        found = [use for use in reversed(self._uses) if use.holds(leaves)]
+        found = [use for use in reversed(self._uses) if leaves and use.places.keys() >= set(leaves)]
         use = next((use for use in found if use.due >= self._cursor.at), found[0] if found else None)
         self._again.add(use and use.checkpoint)
         return use

@@ -69,18 +69,6 @@ class Call:
     def _bound(self, leaf: Sharded) -> Sharded:
         return Sharded(leaf.local.detach().requires_grad_(self._trains and not leaf.spec.frozen), leaf.spec)
 
-    def _begin(self) -> None:
-        """Prepare for a forward."""
-        self._by_tensor = {id(leaf.tensor): leaf for leaf in self._own}
-        for leaf in self._own:
-            leaf.first = None
-        self._forward = Forward(self._what, self._trains, bool(self._inputs), Saved(self._fetch))
-        self._backward: Backward | None = None
-        self._chain = Chain(self._catch_up)
-        self._derived: list[Leaf] = []
-        # The number of uses that may have made derived leaves.
-        self._before_derived = 0
-
     def running(self) -> AbstractContextManager[None]:
         """Make the context in which `call_of` finds this call."""
         return _compat.keeping_thread_object(KEY, self)
@@ -187,7 +175,13 @@ class Call:
         Raises:
             ValueError: if it calls torch.func where tensors are gathered again, or wrote to a parameter.
         """
-        self._begin()
+        self._by_tensor = {id(leaf.tensor): leaf for leaf in self._own}
+        self._forward = Forward(self._what, self._trains, bool(self._inputs), Saved(self._fetch))
+        self._backward: Backward | None = None
+        self._chain = Chain(self._catch_up)
+        self._derived: list[Leaf] = []
+        # The number of uses that may have made derived leaves.
+        self._before_derived = 0
         hooks = self._forward.saved.hooks() if self._drops else nullcontext()
         chain, grad = (chained(self._chain), torch.enable_grad()) if self._trains else (nullcontext(), nullcontext())
         try:
@@ -273,8 +267,7 @@ class Call:
             release()
         for leaf in self._by_tensor.values():
             leaf.keeper = leaf.first = None
-        self.at_end, self._by_tensor, self._backward, self.ended = [], {}, None, True
-        self._derived = []
+        self.at_end, self._derived, self._by_tensor, self._backward, self.ended = [], [], {}, None, True
         del self._forward, self._chain
 
 

@@ -59,10 +59,6 @@ class Use:
         self._finish: list[tuple[list[int], Callable[[], Sequence[torch.Tensor]]]] = []
         self._versions: list[int] = []
 
-    def holds(self, leaves: Sequence[Leaf]) -> bool:
-        """Whether it has some leaves, and there are any."""
-        return bool(leaves) and self.places.keys() >= set(leaves)
-
     @_compat.outside_selective_checkpoint()
     def start(self) -> None:
         """Start to gather, unless that is under way."""
