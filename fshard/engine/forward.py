@@ -48,7 +48,7 @@ class Forward:
         Returns:
             The use, open.
         """
-        self.open(use, inside, False, outermost_checkpoint())
+        self.open(use, inside, False, outermost_checkpoint(), torch.is_grad_enabled())
         return use
 
     def insert_plain(self, use: Use) -> None:
@@ -62,7 +62,7 @@ class Forward:
         if use is not None:
             self.leave(use)
 
-    def open(self, use: Use, inside: Sequence[Use], last: bool, checkpoint: Any) -> None:
+    def open(self, use: Use, inside: Sequence[Use], last: bool, checkpoint: Any, differentiates: bool) -> None:
         """Open a use, wait for its tensors, and close the uses that it does not lie inside.
 
         Args:
@@ -71,6 +71,7 @@ class Forward:
             last: Whether nothing is left to gather ahead: then as many uses before it stay as the backward would gather
                 first.
             checkpoint: The outermost checkpoint that computes with it again.
+            differentiates: Whether autograd records, on every rank.
         """
         before = [other for other in reversed(self.uses) if other.unit.regathered] if last and self._trains else []
         self.make_room(before[: use.unit.ahead(other.unit.nbytes for other in before)])
@@ -80,7 +81,7 @@ class Forward:
         self._open.append(use)
         self.events.append(Step(use, False, _compat.next_sequence_number()))
         self._differentiated = self._differentiated or bool(use.trained)
-        if self._differentiated and torch.is_grad_enabled():
+        if self._differentiated and differentiates:
             for other in self._open:
                 # A backward reads no table of embeddings, but in a recomputation, nor what has closed before.
                 other.lazy = other.unit.lookup and other.checkpoint is None

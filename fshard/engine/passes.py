@@ -1,7 +1,8 @@
 """Passes: applications of a model, whose units are gathered in the plan's order whichever of them a rank enters."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+
+import torch
 
 from fshard.engine.cursor import Cursor, Step
 from fshard.engine.forward import Forward, outermost_checkpoint
@@ -34,9 +35,10 @@ class Pass:
         self._cursor = Cursor([Step(use, True) for use in self._uses], forward.make_room)
         self._open: dict[int, Use] = {}
         self._held: dict[int, Use] = {}
-        # Units whose scopes last; units inside the submodules that run, with the checkpoints that these are part of.
+        # Units whose scopes last; units inside the submodules that run, with the checkpoints that these are part of and
+        # whether autograd records: what a rank that enters a unit changes, others do not know.
         self._scopes: list[int] = []
-        self._running: list[tuple[range, Any]] = [(range(len(self._uses)), outermost_checkpoint())]
+        self._running = [(range(len(self._uses)), outermost_checkpoint(), torch.is_grad_enabled())]
 
     def enter(self, number: int | None, inside: range | None) -> None:
         """Begin to run a submodule.
@@ -49,7 +51,7 @@ class Pass:
             first, last = self._plan.unit_of[inside.start], self._plan.unit_of[inside.stop - 1]
             # The last one may be part of what follows.
             units = range(first, last + (self._plan.units[last].last < inside.stop))
-            self._running.append((units, outermost_checkpoint()))
+            self._running.append((units, outermost_checkpoint(), torch.is_grad_enabled()))
         if number is not None:
             self._reach(self._plan.unit_of[number], True)
             self._scopes.append(self._plan.unit_of[number])
@@ -63,7 +65,7 @@ class Pass:
             failed: Whether an error ends it: no other rank may be at its end.
         """
         if inside is not None:
-            units, _ = self._running[-1]
+            units, *_ = self._running[-1]
             # Whichever of the units inside it a rank has entered, all ranks are behind them now.
             if not failed and not self._forward.over:
                 self._advance(units.stop)
@@ -108,7 +110,7 @@ class Pass:
         """Leave a unit, or hold it while a submodule runs that may come to it again."""
         use = self._open.pop(number)
         may_return = may_return or self._plan.unit_of.count(number) > 1
-        if may_return and any(number in units for units, _ in self._running[1:]):
+        if may_return and any(number in units for units, *_ in self._running[1:]):
             self._held[number] = use
         else:
             self._forward.leave(use)
@@ -136,9 +138,9 @@ class Pass:
         """Open units in their turn; those that this rank has not entered are held or left."""
         for step in self._cursor.advance(to):
             use, number = step.use, self._cursor.at - 1
-            units, checkpoint = next(found for found in reversed(self._running) if number in found[0])
+            units, checkpoint, grad = next(found for found in reversed(self._running) if number in found[0])
             here = outermost_checkpoint() if number == entered else checkpoint
-            self._forward.open(use, [self._uses[n] for n in use.unit.inside], self._cursor.all_begun, here)
+            self._forward.open(use, [self._uses[n] for n in use.unit.inside], self._cursor.all_begun, here, grad)
             self._open[number] = use
             if number != entered:
                 self._end(number, entered in units)

@@ -20,13 +20,14 @@ class Unit:
 
 
 class Use:
-    """A use that notes when its gather starts."""
+    """A use that notes when its gather starts, unless it is there."""
 
     def __init__(self, number, unit, log, state=State.ABSENT, lazy=False):
         self.number, self.unit, self.log, self.state, self.lazy = number, unit, log, state, lazy
 
     def start(self):
-        self.log.append(f"g{self.number}")
+        if self.state is State.ABSENT:
+            self.log.append(f"g{self.number}")
 
 
 def walked(uses, steps, log):

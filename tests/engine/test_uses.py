@@ -58,12 +58,19 @@ class Seen(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class NoGrad(Layers):
-    def forward(self, x):
-        x = self.layers[0](x)
+class NoGrad(nn.Module):
+    """Runs a part without gradients, and a layer without gradients on one rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.part, self.layer, self.last = nn.Linear(4, 4), Layers(2), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, skips=False):
+        x = self.first(x)
         with torch.no_grad():
-            x = x + self.layers[1](x)
-        return self.layers[2](x).sum()
+            x = x + self.part(x)
+            x = x if skips else x + self.layer(x)
+        return self.last(x).sum()
 
 
 @on_ranks(2)
@@ -71,7 +78,7 @@ def test_what_runs_without_gradients_is_not_gathered_again():
     model, params = model_of(NoGrad())
     with fs.comm.record() as record:
         fs.value_and_grad(lambda p: model.apply(p, torch.ones(2, 4)))(params)
-    assert gathers(record).count("layers.1") == 1
+    assert [gathers(record).count(name) for name in ("first", "part.layers.0", "part.layers.1")] == [2, 1, 1]
 
 
 @on_ranks(2)
@@ -233,6 +240,7 @@ class ChecksATable(nn.Module):
 MODULES = {
     "one layer that a rank skips": lambda: InAnotherOrder(1),
     "layers that a rank skips, in another order": lambda: InAnotherOrder(3),
+    "a layer without gradients": NoGrad,
     "a table that is read outside of its module": ReadsTheTable,
     "a frozen parameter of the whole": ReadsAFrozenNumber,
     "a table inside a checkpoint": ChecksATable,

@@ -94,6 +94,8 @@ REFUSALS: dict[str, str] = {
         for when in WHENS
         if "rank" in when
     },
+    # Units inside a checkpoint that every rank computes again.
+    **{f"around & {when}": "ranks differ in a collective\n" for when in WHENS if "rank" in when},
 }
 
 BREAK = """
