@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard import comm
+from fshard import _compat, comm
 from fshard.errors import Problem, refuse
 from fshard.optim.leaves import check_optimizer, check_state
 from fshard.shard import local_piece, unshard
@@ -205,8 +205,11 @@ def _exchanged(send: Lists, receive: Lists, axis: Axis) -> Lists:
     device = next((tensor.device for row in (*send, *receive) for tensor in row), None)
     flat = [tensor.contiguous().unsqueeze(-1).view(torch.uint8).flatten() for row in send for tensor in row]
     rows = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *flat])
-    (landed,) = comm.all_to_all([rows], away, here, axis, "whole")
-    parts = iter(landed.split([like.nbytes for row in receive for like in row]))
+    served = _compat.group_devices(axis.group_name)
+    # Numbers that optimizers keep on the processor travel from the accelerator where nothing else does.
+    way = rows if rows.device.type in served else rows.to(min(served))
+    (landed,) = comm.all_to_all([way], away, here, axis, "whole")
+    parts = iter(landed.to(rows.device).split([like.nbytes for row in receive for like in row]))
     # A part may lie unaligned in what has landed, which it must not keep alive.
     return [[next(parts).clone().view(like.dtype).view(like.shape) for like in row] for row in receive]
 
