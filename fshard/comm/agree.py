@@ -231,12 +231,9 @@ class calling:  # noqa: N801
                     same_call(self.what, reached, failed=text)
             if own.call is self and own.broken is None and not all_fail(own, f"{self.what} {type(error).__name__}"):
                 tell(own, text)
-        flying = list(own.flying.values())
-        if own.broken is None:
-            _land(flying)
-        else:
-            # gloo never ends the wait for a message that had come in part when it was cut.
-            answer(lambda: _land(flying))
+        land = functools.partial(_land, list(own.flying.values()))
+        # gloo never ends the wait for a message that had come in part when it was cut.
+        land() if own.broken is None else answer(land)
 
 
 def _land(flying: Sequence[torch.Tensor]) -> None:
