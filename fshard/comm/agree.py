@@ -169,7 +169,7 @@ def everyone(said: Any, axes: Sequence[Axis], label: Who) -> list[Any]:
 
 
 def _gathered(data: bytes, size: int, axis: Axis, label: Who) -> list[bytes]:
-    """What ranks send, filled up with spaces to a size."""
+    """Gather bytes from all ranks, each padded with spaces to a size."""
     # The processor's name comes before those of accelerators.
     device = min(_compat.group_devices(axis.group_name))
     row = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8).to(device)

@@ -88,7 +88,7 @@ def _start(op: Any, tensors: Tensors, axis: Axis, label: Who, keep: int = 0, tre
     direct, own = tree or is_direct(axis, tensors[0].device), rank(axis)
     shapes = [tensor.shape[keep:] for tensor in tensors]
     label = labelled(label, tensors, keep)
-    # Ranks pack alike, though in an all-to-all they have different numbers of rows.
+    # Packing follows from the shapes of rows: in an all-to-all the numbers of rows differ between ranks.
     copies = axis.size if keep or tree is None else 1
     groups: dict[int | torch.dtype, list[int]] = {}
     for i, tensor in enumerate(tensors):

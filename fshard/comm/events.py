@@ -221,7 +221,7 @@ class Collective(NamedTuple):
         axis, size, group, label = whose
         about, nbytes = decoded(label), sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if sizes:
-            # What is for this rank stays.
+            # A rank sends nothing to itself.
             nbytes -= nbytes // max(sum(sizes[0]), 1) * sizes[0][_compat.group_rank(group)]
         single = {"all_to_all": -1, "reduce_scatter": size}.get(op, 1)
         scalar = all(t.numel() == single for t in tensors) or about.is_comparison or about.verb == Verb.OBJECTIVE

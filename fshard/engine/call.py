@@ -219,7 +219,7 @@ class Call:
         starts = [torch.ones_like(out) if out is loss else torch.zeros_like(out) for out in outputs]
         used = used_by(loss, self.trained) if self._derived else set()
         sources = [*self._inputs, *self._chain.tokens[:1], ANY_CALL]
-        # What made derived leaves may be a part of this graph.
+        # This graph may share nodes with the graph that computed the derived leaves.
         found = self._differentiate(outputs, starts, sources, retain_graph=bool(self._derived))
         own = self._add_direct(found, divisor)
         check_direct(self._what, outputs, own, [*own, *self._derived] if self._share else [])
