@@ -3,7 +3,7 @@
 Names under `__all__` are for everybody; the others are for the rooms of fshard.
 """
 
-from fshard.comm.agree import axes_in, call, calling, disagreement, everyone, same_call
+from fshard.comm.agree import VERB, axes_in, call, calling, disagreement, everyone, same_call
 from fshard.comm.collective import (
     PACK_BYTES,
     all_gather,

@@ -179,14 +179,17 @@ def told_in(graph: Graph) -> tuple[Told, str, tuple[Axis, ...]]:
         What its verbs were told, which leaves they used and the collectives themselves; what holds before ranks have
         agreed on the leaves that any of them uses; and the axes that collectives are over.
     """
-    entries: dict[str, Any] = {"verb": repr("jit")}
+    entries: dict[str, Any] = {comm.VERB: "jit"}
     used: dict[str, Any] = {}
     sent: list[tuple[Axis, str]] = []
     number = 0
     for node in graph.nodes:
         if node.target is ops.told:
+            facts = json.loads(node.args[0])
+            if verb := facts.pop(comm.VERB, ""):
+                entries[comm.VERB] += f"\n{verb}"
             number += 1
-            for name, value in json.loads(node.args[0]).items():
+            for name, value in facts.items():
                 found = used if name == "leaves" else entries
                 found[name if found.get(name, value) == value else f"{name} of its verb {number}"] = value
         collective = sent_by(node)
