@@ -13,7 +13,7 @@ from torch import nn
 import fshard as fs
 from fshard.testing import spmd
 from tests.ranks import my_rank, on_ranks
-from tests.trees import assert_same_bits, normal, one_axis
+from tests.trees import assert_same_bits, normal, one_axis, two_axes
 
 # A call that some rank never comes to would wait for the timeout of the process group, which is minutes.
 SECONDS = 20.0
@@ -219,6 +219,19 @@ def test_jitted_ranks_that_were_told_different_things_are_all_told(name):
         differ(params)
     assert_same_bits(fs.tree_leaves(same(params)), fs.tree_leaves(expected))
     return lines_of(str(caught.value), parts)
+
+
+@on_ranks(4, timeout=4 * SECONDS)
+def test_ranks_of_two_axes_are_told_that_one_of_them_jits_something_else():
+    """Two ranks agree along each axis with all that they meet there, but for the one that differs."""
+    mesh = two_axes(4)
+    params = params_of(fs.hsdp(mesh, min_shard_elements=0))
+    step = fs.jit(lambda p, reduce: train(p, reduce=reduce), static_argnums=1)
+    expected = step(params, "mean")
+    with pytest.raises(ValueError, match=r"^jit: ranks were told different things\n  reduce: ") as caught:
+        step(params, "sum" if my_rank() == 1 else "mean")
+    assert_same_bits(fs.tree_leaves(step(params, "mean")), fs.tree_leaves(expected))
+    return lines_of(str(caught.value), ["'sum' on rank replicate=0, shard=1", "'mean' as on rank replicate=0, shard=0"])
 
 
 @on_ranks(3, timeout=6 * SECONDS)

@@ -62,7 +62,7 @@ def _text(value: Any) -> str:
     return re.sub(r" at 0x\w+|, group_name='[^']*'", "", repr(value))
 
 
-def same_call(what: str, axes: Sequence[Axis], facts: str | Flat = "", failed: str = "", **told: Any) -> None:
+def same_call(what: str, axes: Sequence[Axis], facts: Flat | Mapping[Axis, str], failed: str = "", **told: Any) -> None:
     """See that every rank begins the same call, by one message over each axis of processors.
 
     Where accelerators alone can send, ranks send none: the host would have to wait for its accelerator in every step.
@@ -71,14 +71,14 @@ def same_call(what: str, axes: Sequence[Axis], facts: str | Flat = "", failed: s
     Args:
         what: The verb that begins, and is no part of a running call.
         axes: The mesh axes that it communicates over.
-        facts: JSON of texts by the names of all that must be the same on every rank, or the tree that the verb was
-            given: of each Sharded leaf its dtype, layout, policy and transform; the other leaves decide no collective.
+        facts: The tree that the verb was given: of each Sharded leaf its dtype, layout, policy and transform; the other
+            leaves decide no collective. Or for each axis JSON of texts by the names of all that must be the same there.
         failed: The error that this rank has failed with instead, if it has.
         **told: With a tree, other arguments that decide what is sent or what sums mean.
 
     Raises:
         ValueError: on every rank, if ranks make different calls or were told different things.
-        CollectiveError: if another rank failed.
+        CollectiveError: if a rank failed.
     """
     axes = [axis for axis in axes if axis.size > 1]
     if not axes or not all(map(serves_host, axes)):
@@ -88,19 +88,18 @@ def same_call(what: str, axes: Sequence[Axis], facts: str | Flat = "", failed: s
         paths = tuple(itertools.compress(facts.paths, map(is_sharded, facts.leaves)))
         # Of thousands of leaves a few tuples are made in less time than one for each.
         columns = paths, tuple([leaf.spec for leaf in leaves]), tuple([leaf.local.dtype for leaf in leaves])
-        facts = _facts(((VERB, what), *((name, _text(value)) for name, value in told.items())), *columns)
-    if _compat.is_tracing():
-        ops.told(facts)
-        return
+        text = _facts(((VERB, what), *((name, _text(value)) for name, value in told.items())), *columns)
+        if _compat.is_tracing():
+            return ops.told(text)
+        facts = dict.fromkeys(axes, text)
     if (running := world().call) is not None:
         running.begun = True
-    ranks = _ranks_that_differ(facts or json.dumps({VERB: what}), axes, Label(Verb.START, (what,)), failed)
-    if failed or not ranks:
-        return
-    if failures := [failure for _, failure, _ in ranks if failure]:
+    failures, difference = _differing(facts, Label(Verb.START, (what,)), failed)
+    if failures:
         raise CollectiveError("\n".join([*failures, f"To fix: mend it; {what} has sent nothing yet."]))
-    remedy = "call the same verbs in the same order on every rank, with the same strategies, dtypes and arguments"
-    raise leaf_error(f"{what}: ranks were told different things", [_difference(ranks)], remedy)
+    if difference:
+        remedy = "call the same verbs in the same order on every rank, with the same strategies, dtypes and arguments"
+        raise leaf_error(f"{what}: ranks were told different things", [difference], remedy)
 
 
 def disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: Who) -> Problem | None:
@@ -115,38 +114,39 @@ def disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: Who) -
         None where all ranks agree, else the first entry that differs; the same on every rank, which then ends the call
         that runs. Entries that only some ranks have come before those whose texts differ.
     """
-    ranks = _ranks_that_differ(json.dumps(dict(entries)), axes, labelled(label))
-    return _difference(ranks) if ranks else None
+    return _differing(dict.fromkeys(axes, json.dumps(dict(entries))), labelled(label))[1]
 
 
-def _ranks_that_differ(facts: str, axes: Sequence[Axis], label: Label, failed: str = "") -> list[Any]:
-    """Compare facts; where they differ, or a rank failed, list the place, the failure and the facts of each rank."""
-    asked, digest = _asked(axes), DIFFERS if failed else _digest(facts)
+def _differing(facts: Mapping[Axis, str], label: Label, failed: str = "") -> tuple[list[str], Problem | None]:
+    """Compare facts over their axes: list all failures, and find a difference, the same on every rank."""
+    asked, differ = _asked(tuple(facts)), bool(failed)
     with _compat.outside_transforms():
         for axis in asked:
+            digest = DIFFERS if differ else _digest(facts[axis])
             # Ranks that ask for texts of another kind wait for each other.
-            rows = _gathered(digest, FIRST, axis, label._replace(parts="a digest"))
-            digest = digest if all(row == digest for row in rows) else DIFFERS
-        if digest != DIFFERS:
-            return []
+            differ |= {digest} != set(_gathered(digest, FIRST, axis, label._replace(parts="a digest")))
+        if not differ:
+            return [], None
         place = ", ".join(f"{axis.name}={rank(axis)}" for axis in asked)
-        found = everyone([place, failed, json.loads(facts)], asked, label)
+        along = [_difference(everyone([place, json.loads(facts[axis])], [axis], label)) for axis in asked]
+        found = everyone([failed, next(filter(None, along), None)], asked, label)
     # All ranks have heard why the call that runs ends.
     world().call = None
-    return found
+    difference = next((Problem(*difference) for _, difference in found if difference), None)
+    return [failure for failure, _ in found if failure], difference
 
 
-def _difference(ranks: Sequence[tuple[str, str, Mapping[str, str]]]) -> Problem:
+def _difference(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> Problem | None:
     """Find the first entry that some rank has not, or else has another of, than the first one; the verb before all."""
-    (first, _, needed), *others = ranks
-    keys = dict.fromkeys(itertools.chain(*[entries for _, _, entries in ranks]))
-    for key in sorted(keys, key=lambda key: key != VERB and all(key in entries for _, _, entries in ranks)):
-        for place, _, entries in others:
+    (first, needed), *others = ranks
+    keys = dict.fromkeys(itertools.chain(*[entries for _, entries in ranks]))
+    for key in sorted(keys, key=lambda key: key != VERB and all(key in entries for _, entries in ranks)):
+        for place, entries in others:
             sides = (side.get(key, "nothing").split("\n") for side in (entries, needed))
             for got, expected in itertools.zip_longest(*sides, fillvalue="nothing"):
                 if got != expected:
                     return Problem(key, f"{got} on rank {place}", f"{expected} as on rank {first}")
-    raise AssertionError("ranks differ in a digest alone")
+    return None
 
 
 def everyone(said: Any, axes: Sequence[Axis], label: Who) -> list[Any]:
@@ -228,7 +228,7 @@ class calling:  # noqa: N801
         if own.call is self and own.broken is None and (reached or not axes):
             if self._begins and not self.begun:
                 with suppress(Exception):
-                    same_call(self.what, reached, failed=text)
+                    same_call(self.what, reached, dict.fromkeys(reached, "{}"), failed=text)
             if own.call is self and own.broken is None and not all_fail(own, f"{self.what} {type(error).__name__}"):
                 tell(own, text)
         land = functools.partial(_land, list(own.flying.values()))

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -54,7 +54,7 @@ class _Program(NamedTuple):
         passed: For donated inputs that nothing is written to the results that they are themselves.
         in_place: Whether the graph writes them there itself.
         closed: Tensors that the function closes over, and how often they had been written to.
-        facts: What decides its collectives, and the axes that ranks compare it over.
+        facts: What decides its collectives, for each axis that ranks compare it over.
     """
 
     traced: Traced
@@ -65,7 +65,7 @@ class _Program(NamedTuple):
     passed: dict[int, int]
     in_place: bool
     closed: list[tuple[torch.Tensor, int]]
-    facts: list[tuple[Sequence[Axis], str]]
+    facts: Mapping[Axis, str]
 
 
 class Jitted:
@@ -124,8 +124,7 @@ class Jitted:
                 return self._f(*args, **kwargs)
             program = self._program(flat, tensors, args, kwargs, static)
         self._check_closed(program, flat, tensors)
-        for axes, facts in program.facts:
-            comm.same_call("jit", axes, facts)
+        comm.same_call("jit", list(program.facts), program.facts)
         with torch.no_grad():
             shared = _compat.share_memory([tensors[i] for i in program.written])
             # Such as what fs.gather returned for a leaf that ranks hold whole.
@@ -236,7 +235,7 @@ class Jitted:
         """
         if not self._programs:
             # First for failures and other verbs: a rank whose trace has failed says so and asks nothing.
-            comm.same_call("jit", axes, told)
+            comm.same_call("jit", axes, dict.fromkeys(axes, told))
             self._uses[uses.used] = agreed_uses(uses)
         return self._uses.get(uses.used, uses.used)
 

@@ -163,10 +163,10 @@ class Told(NamedTuple):
     entries: Mapping[str, Any]
     sent: Sequence[tuple[Axis, str]]
 
-    def facts(self, axes: Sequence[Axis]) -> list[tuple[Sequence[Axis], str]]:
+    def facts(self, axes: Sequence[Axis]) -> Mapping[Axis, str]:
         """Say which facts ranks of each axis compare: stages of a pipeline differ in what they send over other axes."""
         each = {axis: "\n".join(text for other, text in self.sent if other == axis) for axis in axes}
-        return [([axis], json.dumps({**self.entries, "collectives": each[axis]})) for axis in axes]
+        return {axis: json.dumps({**self.entries, "collectives": each[axis]}) for axis in axes}
 
 
 def told_in(graph: Graph) -> tuple[Told, str, tuple[Axis, ...]]:

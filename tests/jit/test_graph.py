@@ -348,7 +348,7 @@ def test_ranks_of_an_axis_compare_its_own_collectives():
     shard, pipe = fs.Axis("shard", 2, "a"), fs.Axis("pipe", 2, "b")
 
     def facts(*sent):
-        return [found for _, found in Told({}, sent).facts([shard, pipe])]
+        return list(Told({}, sent).facts([shard, pipe]).values())
 
     first, second = facts((shard, "gather"), (pipe, "send")), facts((pipe, "send"), (shard, "gather"))
     other = facts((shard, "reduce"), (pipe, "send"))
