@@ -218,9 +218,9 @@ def assert_accounts(record, params, module, layer, strategy):
     layers = [path for path, submodule in module.named_modules() if type(submodule).__name__ == layer]
     inside = {name for name in split if any(name.startswith(f"{path}.") for path in layers)}
     # Layers are gathered again, tied leaves for each module that has them. Others may be needed again, unless they come
-    # last or are embeddings, and once more where another module looks at them before.
+    # last or are embeddings; where another module looks at them before, that is a use more, gathered twice too.
     least = sum((uses[name] + (name in inside)) * nbytes for name, nbytes in split.items())
-    assert least <= moved["all_gather"] <= least + 2 * sum(split[name] for name in split if name not in inside)
+    assert least <= moved["all_gather"] <= least + 3 * sum(split[name] for name in split if name not in inside)
 
 
 def largest_difference(actual, expected):
@@ -313,16 +313,17 @@ def test_init_from_the_meta_device(name, mode):
 
 
 def test_init_holds_no_whole_model():
-    """GPT-2's embedding is drawn at first, its head at last and then dropped, its projections twice."""
+    """The outermost submodule that draws is held whole: of GPT-2 an MLP, whose second projection is drawn twice."""
     case = CASES["GPT2"]._replace(config=GPT2 | dict(n_embd=258, n_layer=8, vocab_size=1031))
     model = case.functionalize(on_meta(case))
     strategy = fs.zero3(one_axis())
     model.init(strategy, seed=0)
     peak, params = peak_bytes(lambda: model.init(strategy, seed=0))
     sizes = [leaf.local.nbytes for leaf in params.values()]
-    # What is drawn, its copy for the shard, which is whole on one rank, and a projection that waits.
-    assert sum(sizes) <= peak <= sum(sizes) + 2 * max(sizes)
-    assert 2 * max(sizes) < sum(sizes) / 4
+    drawn = sum(leaf.local.nbytes for name, leaf in params.items() if ".h.0.mlp." in name)
+    # One rank's shards are whole; the caller's generator is put back.
+    assert sum(sizes) <= peak <= sum(sizes) + drawn + torch.get_rng_state().nbytes
+    assert drawn < sum(sizes) / 10
 
 
 def test_bfloat16_llama_trains(workers):
