@@ -221,7 +221,7 @@ class Call:
         sources = [*self._inputs, *self._chain.tokens[:1], ANY_CALL]
         # This graph may share nodes with the graph that computed the derived leaves.
         found = self._differentiate(outputs, starts, sources, retain_graph=bool(self._derived))
-        own = self._add_direct(found, divisor)
+        own = [leaf for leaf, grad in zip(self.trained, found, strict=False) if grad is not None]
         check_direct(self._what, outputs, own, [*own, *self._derived] if self._share else [])
         backward.finish()
         # Reduced gradients of derived leaves go on; again where they reach full tensors of other derived leaves.
@@ -232,6 +232,8 @@ class Call:
         if reduce:
             # Leaves that were not reduced at their step, or used in earlier microbatches only.
             backward.reduce([leaf for leaf in reversed(self.trained) if leaf.owed or leaf.full is not None])
+        # Behind all reductions, whichever of them have landed by now: their order depends on sizes of units.
+        self._add_direct(found, divisor)
         backward.release()
         self._check_writes()
         for leaf, was in zip(self.trained, before, strict=True):
@@ -252,13 +254,12 @@ class Call:
             return [None] * len(sources)
         return torch.autograd.grad(outputs, sources, starts, allow_unused=True, retain_graph=retain_graph)
 
-    def _add_direct(self, grads: Grads, divisor: Any) -> list[Leaf]:
-        """Add gradients of maths on shards, which are this rank's own part of the sum; return their leaves."""
-        found = [(leaf, grad) for leaf, grad in zip(self.trained, grads, strict=False) if grad is not None]
-        for leaf, grad in found:
-            leaf.used = True
-            leaf.add_reduced(divided(leaf.sum_of_shards(grad), divisor))
-        return [leaf for leaf, _ in found]
+    def _add_direct(self, grads: Grads, divisor: Any) -> None:
+        """Add gradients of maths on shards, which are this rank's own part of the sum."""
+        for leaf, grad in zip(self.trained, grads, strict=False):
+            if grad is not None:
+                leaf.used = True
+                leaf.add_reduced(divided(leaf.sum_of_shards(grad), divisor))
 
     def end(self) -> None:
         """Drop all that the call holds, so that memory is freed without the garbage collector."""

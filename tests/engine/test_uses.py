@@ -293,3 +293,19 @@ def test_a_function_that_differentiates_inside_gathers_nothing_twice():
     with fs.comm.record() as record:
         fs.value_and_grad(loss)(params)
     assert gathers(record).count("layers.0") <= 3
+
+
+@on_ranks(2)
+def test_gradients_of_maths_on_shards_are_added_behind_all_reductions():
+    """Gradients of 2**24, 1, -2**24 and 1 show the order in which float32 adds them up, whatever the units."""
+
+    def loss_of(params, x):
+        gathered, direct = x
+        product = fs.gather({"a": params["a"]})["a"] * fs.gather({"b": params["b"]})["b"]
+        return gathered * product.sum() + direct * (params["a"].local.sum() + params["b"].local.sum())
+
+    full, microbatches = {"a": torch.ones(2), "b": torch.ones(2)}, [(2.0**23, 1.0), (-(2.0**23), 1.0)]
+    for make, options in ((fs.zero2, {}), (fs.zero3, {}), (fs.zero3, {"merge_bytes": 0})):
+        params = fs.shard(full, make(one_axis(), min_shard_elements=0, **options))
+        _, grads = fs.accumulate(loss_of, reduce="sum")(params, microbatches)
+        assert [grads[name].local.item() for name in full] == [1.0, 1.0]
