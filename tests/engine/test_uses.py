@@ -1,6 +1,9 @@
 """Uses of units: when they are gathered, awaited, kept and freed, and that ranks which compute other things agree."""
 
 import gc
+import itertools
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +85,16 @@ def test_what_runs_without_gradients_is_not_gathered_again():
 
 
 @on_ranks(2)
+def test_a_leaf_that_a_gather_names_twice_is_sent_once():
+    params = fs.shard({"a": torch.ones(4)}, zero3())
+    with fs.comm.record() as record:
+        _, grads = fs.value_and_grad(lambda p: sum(fs.gather([p["a"], p["a"]])).sum())(params)
+    sent = {entry.op: entry.bytes for entry in record if not entry.scalar}
+    assert sent == {"all_gather": 16, "reduce_scatter": 16}
+    assert fs.unshard(grads)["a"].tolist() == [2.0] * 4
+
+
+@on_ranks(2)
 def test_gathers_under_way_are_awaited_before_they_are_dropped():
     params, finished = fs.shard({"w": torch.ones(4)}, zero3()), []
     use = Use(Unit("u", ("w",), 8, PLAIN, True), [Leaf("w", params["w"], params["w"].local)])
@@ -90,6 +103,31 @@ def test_gathers_under_way_are_awaited_before_they_are_dropped():
     use._finish = [(group, lambda: finished.append(1) or finish())]
     use.release()
     assert (use.state, use._finish, finished) == (State.ABSENT, [], [1])
+
+
+@dataclass(frozen=True)
+class Notes(fs.ShardTransform):
+    """Notes a number for each reduction."""
+
+    note: Any
+    number: int
+
+    def gather(self, leaves, specs):
+        return leaves
+
+    def scatter(self, grads, specs):
+        self.note(self.number)
+        return grads
+
+
+@on_ranks(2)
+def test_bytes_of_reductions_under_way_are_bounded():
+    module, log = Layers(6), []
+    # A layer has 80 bytes: it is reduced by itself, and twice as many bytes may be under way.
+    strategy = fs.compose(Notes(log.append, -1), zero3(merge_bytes=80), Notes(log.append, 1))
+    model = fs.functionalize(module, nn.Linear)
+    fs.value_and_grad(lambda p: model.apply(p, torch.ones(2, 4)).sum())(model.init(strategy, seed=0))
+    assert max(itertools.accumulate(log)) == 2
 
 
 class Behind(nn.Module):
@@ -184,6 +222,23 @@ def test_a_leaf_that_the_first_microbatch_alone_used_through_a_derived_one_has_a
 
     _, grads = fs.accumulate(loss, reduce="sum")(params, [True, False])
     assert fs.unshard(grads)["a"].tolist() == [4.0] * 4
+
+
+class LooksFirst(nn.Linear):
+    """Reads its weight without a gradient before it reads it with one."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            size = self.weight.norm()
+        return super().forward(x).sum() / size
+
+
+@on_ranks(1, 2)
+def test_a_weight_that_is_read_without_a_gradient_first_has_one(world_size):
+    model, params = model_of(LooksFirst(4, 4))
+    _, grads = fs.value_and_grad(model.apply)(params, torch.ones(2, 4))
+    # The norm of 16 elements of 0.1 is 0.4.
+    torch.testing.assert_close(fs.unshard(grads)["weight"], torch.full((4, 4), 2 / 0.4))
 
 
 class InAnotherOrder(nn.Module):
