@@ -25,6 +25,8 @@ MIRRORS = {
     "fshard/collectives": ("tests/test_collectives.py", "tests/test_varying.py"),
     "fshard/engine": (
         "tests/engine",
+        "tests/test_accumulate.py",
+        "tests/test_tree_sums.py",
         "tests/test_units.py",
         "tests/test_units_dtypes.py",
         "tests/test_units_losses.py",
@@ -32,8 +34,17 @@ MIRRORS = {
         "tests/test_units_routing.py",
         "tests/test_units_state.py",
     ),
-    "fshard/value_and_grad.py": ("tests/test_value_and_grad.py", "tests/test_accumulate.py"),
-    "fshard/modules.py": ("tests/test_apply.py", "tests/test_apply_attributes.py", "tests/test_units_state.py"),
+    "fshard/value_and_grad.py": (
+        "tests/test_value_and_grad.py",
+        "tests/test_accumulate.py",
+        "tests/test_tree_sums.py",
+    ),
+    "fshard/modules.py": (
+        "tests/engine",
+        "tests/test_apply.py",
+        "tests/test_apply_attributes.py",
+        "tests/test_units_state.py",
+    ),
     "fshard/jit": ("tests/jit",),
     "fshard/optim": ("tests/optim",),
     "fshard/update.py": ("tests/test_update.py",),
