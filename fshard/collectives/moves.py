@@ -275,6 +275,9 @@ def _exchange_rows(tensors: Tensors, axis: Axis, label: str, send: Sequence[int]
         needed = f"send_sizes and recv_sizes to be {axis.size} whole numbers of 0 or more, one for each rank"
         remedy = "call .tolist() of a tensor of counts; a graph sends each rank its capacity of rows, by all_to_all"
         expect(whole, "ragged_all_to_all", needed, f"{list(sizes)!r:.100}", remedy)
+    rows = {len(tensor) for tensor in tensors}
+    needed = f"trees of {sum(send)} rows, as send_sizes say"
+    expect(rows <= {sum(send)}, "ragged_all_to_all", needed, f"{sorted(rows)}")
     needed = f"as many rows in recv_sizes as in send_sizes from rank {own} itself"
     expect(send[own] == receive[own], "ragged_all_to_all", needed, f"{receive[own]} and {send[own]}")
     return comm.all_to_all(tensors, send, receive, axis, label)
