@@ -57,10 +57,14 @@ class Scale(Forgetful):
 
 # Step 4: weights travel as int8, in steps of 1/127 of the largest one. Ranks must agree on the steps, so a few bytes
 # travel first. Whole numbers go through the inner gather like any others, however it splits and joins them.
-def steps_of(tensors: Tensors, levels: int, axis: fs.Axis) -> list[torch.Tensor]:
-    """What one step of the code is worth, for each tensor the same on every rank, and never zero."""
-    largest = torch.stack([torch.cat([t.detach().flatten().abs(), t.new_zeros(1)]).amax() for t in tensors])
-    (of_ranks,) = fs.comm.all_gather([largest], axis, "scales")  # (ranks, tensors)
+def steps_of(tensors: Tensors, specs: Specs, levels: int, axis: fs.Axis) -> list[torch.Tensor]:
+    """What one step of the code is worth, for each tensor the same on every rank, and never zero.
+
+    vmap puts its batch behind a leaf's dims: each member has a step of its own.
+    """
+    rows = [t.detach().abs().flatten(0, max(0, len(s.full_shape) - 1)) for t, s in zip(tensors, specs)]
+    largest = torch.stack([torch.cat([row, row.new_zeros(1, *row.shape[1:])]).amax(0) for row in rows])
+    (of_ranks,) = fs.comm.all_gather([largest], axis, "scales")  # (ranks, tensors, *batch)
     return list((of_ranks.amax(0) / levels).clamp(min=torch.finfo(largest.dtype).tiny))
 
 
@@ -71,7 +75,7 @@ def codes_of(tensors: Tensors, steps: Tensors) -> list[torch.Tensor]:
 @dataclass(frozen=True)
 class Int8Weights(fs.Wrapped):
     def gather(self, leaves: Tensors, specs: Specs) -> Tensors:
-        steps = steps_of(leaves, 127, self.axes[0])
+        steps = steps_of(leaves, specs, 127, self.axes[0])
         full = self.inner.gather(codes_of(leaves, steps), specs)
         return [codes.to(step.dtype) * step for codes, step in zip(full, steps)]
 
@@ -92,7 +96,7 @@ class Int8(Int8Weights):
 
     def scatter(self, grads: Tensors, specs: Specs, states: Tensors) -> tuple[Tensors, Tensors]:
         due = [grad + left for grad, left in zip(grads, states)]
-        steps = steps_of(due, 127 // self.axes[0].size, self.axes[0])
+        steps = steps_of(due, specs, 127 // self.axes[0].size, self.axes[0])
         codes = codes_of(due, steps)
         # What is not finite must not stay for good.
         left = [(t - code * step).nan_to_num(0.0, 0.0, 0.0) for t, code, step in zip(due, codes, steps)]

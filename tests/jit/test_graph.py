@@ -110,9 +110,10 @@ def test_collectives_are_those_of_the_eager_step_and_all_are_waited_for(prefetch
     nodes = nodes_of(program)
     names = [node.target.name().removeprefix("fshard::").removesuffix(".default") for node in starts(nodes)]
     assert [name.split(".")[0] for name in names] == [entry.op for entry in record]
-    # Each unit is gathered, and all but the last again; one reduction for each, and one of the loss.
+    # Each unit is gathered, and again but for the last and those that the backward would gather ahead of it; one
+    # reduction for each, and one of the loss.
     gathers = [entry for entry in record if entry.op == "all_gather"]
-    assert len(starts(nodes, ops.all_gather)) == len(gathers) >= 2 * UNITS - 1
+    assert len(starts(nodes, ops.all_gather)) == len(gathers) >= 2 * UNITS - 1 - prefetch
     assert len(starts(nodes, ops.reduce_scatter)) >= UNITS
     for start in starts(nodes):
         found = buffers(start)
@@ -144,12 +145,12 @@ def test_no_gathered_unit_is_held_between_its_turns():
 
 @pytest.mark.slow
 def test_reductions_start_with_their_gradients_and_are_bounded(monkeypatch):
-    """Each starts as soon as its gradient is there, and no more bytes are under way than the engine allows."""
+    """A unit's start when its gradients are there, and no more bytes are under way than the engine allows."""
     cap = 600 * 1024
     monkeypatch.setattr(ReshardPolicy, "ahead_bytes", cap)
     computed = assert_reductions_are_bounded(nodes_of(graph_of.__wrapped__(prefetch=1)[0]), cap)
     assert computed == sorted(computed)
-    assert len(set(computed)) >= 2 * UNITS
+    assert len(set(computed)) == UNITS
 
 
 @pytest.mark.parametrize("world_size", (1, 2))
@@ -279,7 +280,7 @@ def test_bytes_are_those_of_memory_that_is_new(name):
         # And a copy of the row that is sent, while this rank's own stays where it is.
         (2, False, 2 + 1 + 2 + 1),
         # All rows, those that arrive, and a sine with its cosine.
-        (3, True, 3 + 3 + 2),
+        (3, True, 3 + 2 + 2),
         # All rows and a copy of them, which alone is held from then on, and those that arrive.
         (3, False, 3 + 3 + 3),
     ],

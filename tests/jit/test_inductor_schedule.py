@@ -111,7 +111,8 @@ def test_collectives_waits_and_what_lies_between_are_those_of_the_graph():
 def test_gathers_are_ahead_and_again_in_the_backward():
     nodes = nodes_of(found().inductor)
     order, gathers = place(nodes), starts(nodes, ops.all_gather)
-    assert len(gathers) == 2 * UNITS - 1
+    # The last unit stays, and the one that the backward would gather ahead of it.
+    assert len(gathers) == 2 * UNITS - 2
     waits = [min(order[wait] for _, found in buffers(start) for wait in found) for start in gathers]
     ahead = [any(map(is_piece, nodes[order[start] : wait])) for start, wait in zip(gathers, waits)]
     assert not ahead[0]
@@ -148,7 +149,7 @@ def test_no_result_of_a_kernel_is_memory_it_was_given():
 def test_reductions_start_with_their_gradients_and_are_bounded():
     nodes = nodes_of(found().inductor)
     computed = assert_reductions_are_bounded(nodes, CAP, lambda node: is_piece(node) or computes(node))
-    assert len(set(computed)) >= 2 * UNITS
+    assert len(set(computed)) == UNITS
 
 
 def test_units_alike_share_their_kernels():
