@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard.comm.collective import EXCHANGE_BYTES, PACK_BYTES
+from fshard.comm.collective import EXCHANGE_BYTES
 from fshard.tree import flatten
 from tests.ranks import my_rank, on_ranks
 from tests.trees import FLOATING, ONE_AXIS, STRATEGIES, meshes, normal, one_axis
@@ -52,15 +52,14 @@ def leaves_of(params):
 def padded_bytes(params, ranks):
     """The n of the law, for float64 leaves.
 
-    A leaf that ranks split counts with its padding. Leaves that stay whole are summed, small ones in one buffer
-    together; a buffer that is not exchanged whole is cut in pieces, and filled up to a multiple of the ranks for that.
-    Two ranks exchange everything whole.
+    A leaf that ranks split counts with its padding. Leaves that stay whole are summed; where they are not exchanged
+    whole, because they are small together or there are two ranks, each is cut in rows and filled up for that.
     """
     leaves = leaves_of(params)
     split = [math.prod(leaf.spec.padded_shape) * 8 for leaf in leaves if leaf.spec.partition_axes()]
     whole = [leaf.local.numel() * 8 for leaf in leaves if not leaf.spec.partition_axes()]
-    buffers = [sum(n for n in whole if n < PACK_BYTES), *(n for n in whole if n >= PACK_BYTES)]
-    filled = [n if ranks == 2 or n <= EXCHANGE_BYTES else math.ceil(n / 8 / ranks) * 8 * ranks for n in buffers]
+    once = ranks == 2 or sum(whole) <= EXCHANGE_BYTES
+    filled = [n if once else math.ceil(n / 8 / ranks) * 8 * ranks for n in whole]
     return sum(split) + sum(filled)
 
 

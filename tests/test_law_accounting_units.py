@@ -284,7 +284,7 @@ ORDERS = {
     ),
     "zero3 without prefetch": (
         partial(fs.zero3, prefetch=0),
-        FORWARD + "scatter third, hook second, gather second, scatter second, hook first, scatter first",
+        FORWARD + EARLY.replace("hook second", "gather second, hook second").replace("hook f", "gather first, hook f"),
     ),
     "ddp": (fs.ddp, EARLY),
 }
