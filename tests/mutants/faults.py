@@ -180,8 +180,8 @@ FAULTS = (
         "ranks-agree-where-one-does",
         "comm and collectives",
         "fshard/comm/agree.py",
-        "digest = digest if all(row == digest for row in rows) else DIFFERS",
-        "digest = digest if any(row == digest for row in rows) else DIFFERS",
+        'differ |= {digest} != set(_gathered(digest, FIRST, axis, label._replace(parts="a digest")))',
+        'differ |= digest not in _gathered(digest, FIRST, axis, label._replace(parts="a digest"))',
         "10: ranks that were told different things get a named error",
     ),
     Fault(
