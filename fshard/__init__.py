@@ -20,7 +20,7 @@ The public names by use, as `import fshard as fs` has them:
 - **Learning rates**: `fshard.optim.schedules` as `fs.schedules`, `from_torch_scheduler`.
 - **jit**: `jit`, `make_graph`.
 - **Other axes**: `pipeline`, `tensor_parallel`, `ring_attention`, `ring_positions`, `ulysses`,
-  `vocab_parallel_embedding`, `vocab_parallel_cross_entropy`; `fshard.parallel.moe` as `fs.moe`.
+  `vocab_parallel_embedding`, `vocab_parallel_cross_entropy`; `fshard.ext.parallel.moe` as `fs.moe`.
 - **Collectives in a loss**: `psum`, `pmean`, `pmax`, `psum_invariant`, `pvary`, `all_gather`, `all_gather_invariant`,
   `reduce_scatter`, `all_to_all`, `ragged_all_to_all`, `ppermute`, `broadcast`, `axis_index`, `axis_size`.
 - **Before and during a step**: `plan`, `trace`; `fshard.comm` records what is sent.
@@ -28,7 +28,9 @@ The public names by use, as `import fshard as fs` has them:
 - **Tests**: `fshard.testing`.
 """
 
-from fshard import checkpoint, comm, testing
+from typing import TYPE_CHECKING
+
+from fshard import checkpoint, comm, extensions, testing
 from fshard.apply import Model, apply, functionalize
 from fshard.collectives import axis_index, axis_size, pvary
 from fshard.interop.dtensor import from_dtensor, to_dtensor
@@ -73,12 +75,6 @@ from fshard.outermost import (
     unshard,
     update,
 )
-from fshard.parallel import moe
-from fshard.parallel.attention import ring_attention, ring_positions
-from fshard.parallel.pipeline import pipeline
-from fshard.parallel.tensor import tensor_parallel
-from fshard.parallel.ulysses import ulysses
-from fshard.parallel.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from fshard.plan import plan
 from fshard.random import fold_in, sample_ids
 from fshard.remat import remat
@@ -103,7 +99,16 @@ from fshard.tree import Axis, P, Sharded, Spec, tree_leaves, tree_map
 from fshard.update import GradientTransformation, Optimizer, TrainState, chain
 from fshard.value_and_grad import accumulate, value_and_grad
 
+if TYPE_CHECKING:
+    from fshard.ext.parallel import moe
+    from fshard.ext.parallel.attention import ring_attention, ring_positions
+    from fshard.ext.parallel.pipeline import pipeline
+    from fshard.ext.parallel.tensor import tensor_parallel
+    from fshard.ext.parallel.ulysses import ulysses
+    from fshard.ext.parallel.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
+
 __version__ = "0.1.0"
+__getattr__ = extensions.resolver(__name__)
 
 __all__ = [
     "Axis",

@@ -58,9 +58,11 @@ def measure(text: str) -> Size:
 
 
 def room_of(path: Path) -> str:
-    """The room of a file: a folder or file of fshard; examples and benchmarks are a room each, tests not counted."""
+    """The room of a file: a folder or file of fshard or fshard/ext; examples and benchmarks are a room each."""
     folder, *inner = path.relative_to(ROOT).with_suffix("").parts
-    return folder if folder != "fshard" else inner[0]
+    if folder != "fshard":
+        return folder
+    return "/".join(inner[:2]) if inner[0] == "ext" else inner[0]
 
 
 def sizes() -> dict[str, Size]:
@@ -70,12 +72,12 @@ def sizes() -> dict[str, Size]:
         for path in sorted((ROOT / folder).rglob("*.py")):
             room = room_of(path)
             found[room] = found.get(room, Size()).plus(measure(path.read_text()))
-    return found
+    return {room: size for room, size in found.items() if size.lines}
 
 
 def rows() -> dict[str, Size]:
     """The budget of each room, as the table says."""
-    found = re.findall(r"^\| `(\w+)` \| ([\d,]+) \| ([\d,]+) \| (\d+) \|", TABLE.read_text(), re.MULTILINE)
+    found = re.findall(r"^\| `([\w/]+)` \| ([\d,]+) \| ([\d,]+) \| (\d+) \|", TABLE.read_text(), re.MULTILINE)
     return {room: Size(*(int(number.replace(",", "")) for number in numbers)) for room, *numbers in found}
 
 

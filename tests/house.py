@@ -5,6 +5,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -29,7 +30,6 @@ ROOMS = (
     "remat",
     "scatter_grads",
     "value_and_grad",
-    "parallel",
     "update",
     "optim",
     "jit",
@@ -38,16 +38,20 @@ ROOMS = (
     "interop",
     "checkpoint",
     "testing",
+    "extend",
+    "extensions",
     "outermost",
     "__main__",
 )
 DISTRIBUTED_ROOMS = {"_compat", "comm", "mesh", "interop", "testing", "__main__"}
+COMPAT = {"_compat", "ext/_compat"}
 MAX_LINES = 600
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 MUTABLE_CALLS = {
     *("list", "dict", "set", "bytearray", "Counter", "OrderedDict", "defaultdict", "deque"),
     *("WeakKeyDictionary", "WeakSet", "WeakValueDictionary"),
 }
+FACE = {"__all__", "__version__", "__getattr__"}
 NAMEDTUPLE_METHODS = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
 
 
@@ -60,7 +64,9 @@ class Source(NamedTuple):
 
     @property
     def room(self) -> str:
-        return self.parts[1] if len(self.parts) > 1 else "__init__"
+        """The file or folder in the package, or in its `ext`."""
+        inner = self.parts[1:] or ("__init__",)
+        return "/".join(inner[:2]) if inner[0] == "ext" else inner[0]
 
     def at(self, node: ast.AST) -> str:
         return f"{self.path}:{getattr(node, 'lineno', 1)}"
@@ -135,7 +141,7 @@ def import_direction(package: Path) -> list[str]:
     """A module imports only from earlier rooms, and never from the package's own face."""
     errors = []
     for source in read_sources(package):
-        if source.room == "__init__":
+        if source.room == "__init__" or source.room.startswith("ext/") or source.room == "ext":
             continue
         if source.room not in ROOMS:
             errors.append(f"{source.path}: no room is called {source.room}; give it its place in ROOMS")
@@ -150,15 +156,44 @@ def import_direction(package: Path) -> list[str]:
     return errors
 
 
+def extensions_use_the_face(package: Path) -> list[str]:
+    """An extension imports fshard's public names, those of `fshard.extend`, its own files and `ext/_compat`."""
+    errors = []
+    for source in read_sources(package):
+        if not source.room.startswith("ext/"):
+            continue
+        own = ("fshard.ext._compat", f"fshard.{source.room.replace('/', '.')}")
+        for node, name in references(source):
+            if name.split(".")[0] == "fshard" and not name.startswith(own) and not is_on_the_face(name):
+                errors.append(f"{source.at(node)}: {source.room} uses {name}, which is not public")
+    return errors
+
+
+def is_on_the_face(name: str) -> bool:
+    """Whether each part of a dotted name is a public name of the module before it, up to the first that is none."""
+    found: Any = import_module("fshard")
+    for part in name.split(".")[1:]:
+        if found.__name__ == "fshard" and part == "extend":
+            found = import_module("fshard.extend")
+            continue
+        if part not in found.__all__:
+            return False
+        found = getattr(found, part)
+        if not isinstance(found, ModuleType):
+            return True
+    return True
+
+
 def face_reexports_only(package: Path) -> list[str]:
-    """The package's own `__init__` holds a docstring, imports, `__all__`, `__version__` and `__dir__`."""
+    """The package's own `__init__` holds a docstring, imports, `__all__`, `__version__`, `__dir__`, `__getattr__`."""
     source = next(source for source in read_sources(package) if source.room == "__init__")
     errors = []
     for node in source.tree.body:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        named = isinstance(node, ast.Assign) and {ast.unparse(t) for t in node.targets} <= {"__all__", "__version__"}
+        named = isinstance(node, ast.Assign) and {ast.unparse(t) for t in node.targets} <= FACE
         named = named or (isinstance(node, ast.FunctionDef) and node.name == "__dir__")
-        if not (docstring or named or isinstance(node, ast.Import | ast.ImportFrom)):
+        typed = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if not (docstring or named or typed or isinstance(node, ast.Import | ast.ImportFrom)):
             errors.append(f"{source.at(node)}: __init__ re-exports, nothing else")
     return errors
 
@@ -174,7 +209,7 @@ def rooms_of_libraries(package: Path) -> list[str]:
                 errors[f"{source.at(node)}: {source.room} uses optree, which belongs to tree"] = None
             if parts[:2] == ["torch", "distributed"] and source.room not in DISTRIBUTED_ROOMS:
                 errors[f"{source.at(node)}: {source.room} uses torch.distributed; leave it to comm or mesh"] = None
-            if parts[0] == "torch" and private and source.room != "_compat":
+            if parts[0] == "torch" and private and source.room not in COMPAT:
                 prefix = ".".join(parts[: private + 1])
                 errors[f"{source.at(node)}: {source.room} uses {prefix}; wrap it in _compat"] = None
     return list(errors)
@@ -186,7 +221,7 @@ def private_attributes(package: Path) -> list[str]:
     own = NAMEDTUPLE_METHODS.union(*(defined_names(source.tree) for source in sources))
     errors = []
     for source in sources:
-        if source.room == "_compat":
+        if source.room in COMPAT:
             continue
         imported = {entry.name for entry in imports(source)}
         for node in ast.walk(source.tree):

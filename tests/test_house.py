@@ -44,6 +44,13 @@ BREACHES = {
         ("mesh.py", "from fshard import Spec", "1: mesh imports from __init__, a later room"),
         ("cellar.py", "", " no room is called cellar; give it its place in ROOMS"),
     ],
+    house.extensions_use_the_face: [
+        ("ext/plan.py", "from fshard.comm import world", "1: ext/plan uses fshard.comm.world, which is not public"),
+        ("ext/plan.py", "from fshard.extend import x", "1: ext/plan uses fshard.extend.x, which is not public"),
+        ("ext/plan.py", "from fshard.ext import trace", "1: ext/plan uses fshard.ext.trace, which is not public"),
+        ("ext/plan.py", "import fshard as fs\n\nx = fs.engine", "3: ext/plan uses fshard.engine, which is not public"),
+        ("ext/plan.py", "import fshard.engine", "1: ext/plan uses fshard.engine, which is not public"),
+    ],
     house.face_reexports_only: [
         ("__init__.py", "def f(): ...", REEXPORTS),
         ("__init__.py", "x, __all__ = 1, []", REEXPORTS),
@@ -111,6 +118,14 @@ def test_rule_finds_a_breach(rule, file, text, message, tmp_path):
         ("tree.py", "class A:\n    def f(self, b):\n        self._x = []\n        return b._x, b._replace()"),
         ("__init__.py", '"""Face."""\n\nfrom fshard.jit import jit\n\n__all__ = ["jit"]\n__version__ = "1"'),
         ("__init__.py", "__all__ = []\n\n\ndef __dir__() -> list[str]:\n    return __all__"),
+        (
+            "ext/plan.py",
+            "import fshard as fs\nfrom fshard.ext import _compat\nfrom fshard.extend import expect\nx = fs.psum",
+        ),
+        (
+            "ext/plan.py",
+            "from fshard import Axis\nfrom fshard.ext.plan import x\nimport fshard as fs\ny = fs.comm.rank",
+        ),
     ],
 )
 def test_rules_pass_what_is_allowed(file, text, tmp_path):
@@ -207,7 +222,7 @@ def test_documentation_rule(value: object, errors: Sequence[str]):
 
 
 def test_the_reference_groups_every_public_name():
-    grouped = re.findall(r"`(?:fshard\.)?(?:optim\.|parallel\.)?(\w+)`", fs.__doc__)
+    grouped = re.findall(r"`(?:fshard\.)?(?:optim\.|ext\.parallel\.)?(\w+)`", fs.__doc__)
     assert sorted(grouped) == sorted(fs.__all__)
 
 

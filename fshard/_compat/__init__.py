@@ -12,7 +12,6 @@ from torch.testing._comparison import default_tolerances
 # Checked on 2.13.
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
-from fshard._compat.attention import fused_attention, fused_attention_backward, fuses_attention
 from fshard._compat.autograd import (
     any_dual,
     below_autograd,

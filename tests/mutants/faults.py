@@ -50,7 +50,7 @@ MIRRORS = {
     "fshard/update.py": ("tests/test_update.py",),
     "fshard/shard.py": ("tests/test_law_round_trip.py",),
     "fshard/checkpoint": ("tests/checkpoint",),
-    "fshard/parallel": ("tests/parallel",),
+    "fshard/ext/parallel": ("tests/ext/parallel",),
     "fshard/interop": ("tests/interop",),
 }
 
@@ -387,7 +387,7 @@ FAULTS = (
     Fault(
         "rows-of-experts-not-sorted-back",
         "extensions",
-        "fshard/parallel/moe.py",
+        "fshard/ext/parallel/moe.py",
         "back = ragged_all_to_all(back[grouping.argsort()], axis, receive, send)",
         "back = ragged_all_to_all(back[grouping], axis, receive, send)",
         "2: combine is dispatch's transpose",

@@ -8,17 +8,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fshard import _compat
-from fshard.collectives import axis_index, pmax, psum_invariant, reduce_scatter
-from fshard.errors import expect
-from fshard.tree import Axis
-from fshard.tree.checks import NOT_NEGATIVE, check_axis, check_numbers, describe
+import fshard as fs
+from fshard.ext import _compat
+from fshard.extend import check_axis, describe, expect
 
 REDUCTIONS = ("mean", "sum", "none")
 
 
 def vocab_parallel_embedding(
-    ids: torch.Tensor, weight: torch.Tensor, axis: Axis, *, scatter_dim: int | None = None
+    ids: torch.Tensor, weight: torch.Tensor, axis: fs.Axis, *, scatter_dim: int | None = None
 ) -> torch.Tensor:
     """Look up embeddings of which each rank has some rows.
 
@@ -48,14 +46,14 @@ def vocab_parallel_embedding(
     _check(what, ids, weight, axis, "ids")
     own, others = _own_rows(what, ids, len(weight), axis, None)
     found = F.embedding(own, weight).masked_fill(others[..., None], 0.0)
-    return psum_invariant(found, axis) if scatter_dim is None else reduce_scatter(found, axis, dim=scatter_dim)
+    return fs.psum_invariant(found, axis) if scatter_dim is None else fs.reduce_scatter(found, axis, dim=scatter_dim)
 
 
 def vocab_parallel_cross_entropy(
     h: torch.Tensor,
     weight: torch.Tensor | None,
     targets: torch.Tensor,
-    axis: Axis,
+    axis: fs.Axis,
     *,
     reduction: str = "mean",
     ignore_index: int = -100,
@@ -104,20 +102,20 @@ def vocab_parallel_cross_entropy(
     expect(reduction in REDUCTIONS, what, f"reduction to be one of {REDUCTIONS}", f"{reduction!r:.40}")
     whole = isinstance(ignore_index, int) and not isinstance(ignore_index, bool)
     expect(whole, what, "ignore_index to be a whole number", f"{ignore_index!r:.40}")
-    check_numbers(what, NOT_NEGATIVE, label_smoothing=label_smoothing)
-    expect(label_smoothing <= 1, what, "label_smoothing to be at most 1", str(label_smoothing))
+    real = isinstance(label_smoothing, int | float) and 0 <= label_smoothing <= 1
+    expect(real, what, "label_smoothing to be a number from 0 to 1", f"{label_smoothing!r:.40}")
     logits = h if weight is None else F.linear(h, weight)
     rows = logits.shape[-1]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     own, others = _own_rows(what, targets, rows, axis, ignore_index)
     # Any shift gives the same loss; the largest logit keeps exponentials finite.
-    shift = pmax(logits.detach().amax(-1), axis)
+    shift = fs.pmax(logits.detach().amax(-1), axis)
     parts = [
         (logits - shift[..., None]).exp().sum(-1),
         logits.gather(-1, own[..., None])[..., 0].masked_fill(others, 0.0),
         *([logits.sum(-1)] if label_smoothing else []),
     ]
-    total, chosen, *everything = psum_invariant(parts, axis)
+    total, chosen, *everything = fs.psum_invariant(parts, axis)
     losses = (normalizer := total.log() + shift) - chosen
     if everything:
         uniform = normalizer - everything[0] / (rows * axis.size)
@@ -130,7 +128,7 @@ def vocab_parallel_cross_entropy(
     return losses.sum() / (~ignored).sum() if reduction == "mean" else losses.sum()
 
 
-def _check(what: str, ids: Any, weight: Any, axis: Axis, name: str) -> None:
+def _check(what: str, ids: Any, weight: Any, axis: fs.Axis, name: str) -> None:
     check_axis(what, axis)
     whole = isinstance(ids, torch.Tensor) and not ids.is_floating_point() and not ids.is_complex()
     expect(whole, what, f"{name} to be a tensor of whole numbers", describe(ids))
@@ -140,7 +138,7 @@ def _check(what: str, ids: Any, weight: Any, axis: Axis, name: str) -> None:
 
 
 def _own_rows(
-    what: str, ids: torch.Tensor, rows: int, axis: Axis, ignored: int | None
+    what: str, ids: torch.Tensor, rows: int, axis: fs.Axis, ignored: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Find ids in this rank's rows, and tell which are another rank's, or nobody's."""
     if ids.is_cpu and not _compat.is_tracing() and not _compat.is_transformed(ids):
@@ -148,6 +146,6 @@ def _own_rows(
         least, most = (int(counted.min()), int(counted.max())) if counted.numel() else (0, 0)
         known = least >= 0 and most < rows * axis.size
         expect(known, what, f"ids from 0 to {rows * axis.size - 1}", f"{least} to {most}")
-    own = ids - axis_index(axis) * rows
+    own = ids - fs.axis_index(axis) * rows
     others = (own < 0) | (own >= rows)
     return own.masked_fill(others, 0), others

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch.autograd import Function
 
 import fshard as fs
-from fshard.parallel import pipeline as module
-from fshard.parallel.ticks import Op, receiver, ticks
+from fshard.ext.parallel.ticks import Op, receiver, ticks
 from fshard.testing import RankError, assert_trees_close, check_varying, spmd
 from fshard.tree import flatten
 from tests.ranks import BreaksInBackward, BrokenError, my_rank, on_ranks
@@ -349,7 +348,7 @@ def test_check_varying(schedule, v, monkeypatch):
         check_varying(f, params, *data)
 
     spmd(program, 4)
-    monkeypatch.setattr(module, "pvary", lambda tree, axis: tree)
+    monkeypatch.setattr(fs, "pvary", lambda tree, axis: tree)
     with pytest.raises(RankError) as caught:
         spmd(program, 4)
     for name in ("embed", "head"):

@@ -3,27 +3,22 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
-from fshard import comm
-from fshard.collectives import Chain, chained, custom_call, walked
-from fshard.errors import expect
-from fshard.parallel.ticks import Op, Tick, receiver, ticks
-from fshard.tree import Axis, Tree
-from fshard.tree.checks import describe
-
-T = TypeVar("T")
+import fshard as fs
+from fshard.ext.parallel.ticks import Op, Tick, receiver, ticks
+from fshard.extend import Chain, chained, custom_call, describe, expect, walked
 
 
 class Parts(NamedTuple):
     """The arguments of `fs.pipeline`."""
 
-    stage_fn: Callable[[Tree, torch.Tensor], torch.Tensor]
-    first: Callable[[Tree, Any], torch.Tensor]
+    stage_fn: Callable[[Any, torch.Tensor], torch.Tensor]
+    first: Callable[[Any, Any], torch.Tensor]
     last: Callable[..., Any]
-    axis: Axis
+    axis: fs.Axis
     microbatches: int
     schedule: str
     virtual_stages: int
@@ -33,7 +28,7 @@ class Parts(NamedTuple):
 class Stage:
     """The parts of a model on one rank."""
 
-    def __init__(self, parts: Parts, batches: Sequence[tuple[Tree, ...]], like: torch.Tensor) -> None:
+    def __init__(self, parts: Parts, batches: Sequence[tuple[Any, ...]], like: torch.Tensor) -> None:
         """Name the parts.
 
         Args:
@@ -45,16 +40,16 @@ class Stage:
         # The loss of the last stage alone is known, and others add zeros to it.
         self._dtype = torch.promote_types(like.dtype, torch.float32)
 
-    def first(self, params: Tree, microbatch: int) -> torch.Tensor:
+    def first(self, params: Any, microbatch: int) -> torch.Tensor:
         """Make the first stage's input."""
         x = self._batches[microbatch][0]
         return self._fitting("first", self._parts.first(params, x))
 
-    def stage(self, params: Tree, h: torch.Tensor) -> torch.Tensor:
+    def stage(self, params: Any, h: torch.Tensor) -> torch.Tensor:
         """Run a stage."""
         return self._fitting("stage_fn", self._parts.stage_fn(params, h))
 
-    def last(self, params: Tree, h: torch.Tensor, microbatch: int) -> list[torch.Tensor]:
+    def last(self, params: Any, h: torch.Tensor, microbatch: int) -> list[torch.Tensor]:
         """Make of the last stage's output a part of the loss, and of the count for "weighted"."""
         parts, weighted = self._parts, self._parts.reduce == "weighted"
         out = parts.last(params, h, *self._batches[microbatch][1:])
@@ -98,7 +93,7 @@ class Run:
         self,
         parts: Parts,
         stage: Stage,
-        rebuild: Callable[[Sequence[torch.Tensor]], Tree],
+        rebuild: Callable[[Sequence[torch.Tensor]], Any],
         like: torch.Tensor,
         split: Sequence[bool],
         sums: Sequence[Callable[[torch.dtype], torch.dtype]],
@@ -115,9 +110,9 @@ class Run:
         """
         self.axis, self._parts, self._stage, self._rebuild, self._like = parts.axis, parts, stage, rebuild, like
         self._split, self._sum_dtypes = split, sums
-        self._own, self._stages = comm.rank(parts.axis), parts.axis.size
+        self._own, self._stages = fs.comm.rank(parts.axis), parts.axis.size
         told = f"{parts.schedule}, {parts.microbatches} microbatches, reduce={parts.reduce!r}"
-        self._label = comm.Label("pipeline", parts=f"{told}, {comm.described(((like.dtype, like.shape),))}")
+        self._label = fs.comm.Label("pipeline", parts=f"{told}, {like.dtype} {tuple(like.shape)}")
         self._live: dict[tuple[int, int], _Live] = {}
         self._inbox: dict[Op, Callable[[], torch.Tensor]] = {}
         self._flying: deque[Callable[[], Any]] = deque()
@@ -238,7 +233,7 @@ class Run:
         row = self._like if sent is None else sent
         send, receive = ([int(rank in ranks) for rank in range(self._stages)] for ranks in (targets, sources))
         rows = row.expand(len(targets), *row.shape)
-        finish = cache(comm.start_all_to_all([rows], send, receive, self._parts.axis, self._label))
+        finish = cache(fs.comm.start_all_to_all([rows], send, receive, self._parts.axis, self._label))
         for source, target, op in moves:
             if target == self._own:
                 self._inbox[op] = partial(_received, finish, sources.index(source))

@@ -11,7 +11,7 @@ from torch.func import grad, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
-from fshard.parallel.attention_blocks import ROWS, attend, attend_backward
+from fshard.ext.parallel.attention_blocks import ROWS, attend, attend_backward
 from fshard.testing import check_varying
 from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits, normal

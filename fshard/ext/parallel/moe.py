@@ -22,11 +22,9 @@ from typing import NamedTuple
 
 import torch
 
-from fshard import _compat
-from fshard.collectives import all_to_all, psum, ragged_all_to_all
-from fshard.errors import expect
-from fshard.tree import Axis
-from fshard.tree.checks import check_axis, describe
+import fshard as fs
+from fshard.ext import _compat
+from fshard.extend import check_axis, describe, expect
 
 __all__ = ["Routing", "Sent", "combine", "dispatch", "load_balance", "route", "z_loss"]
 
@@ -69,7 +67,7 @@ class Sent(NamedTuple):
     """
 
     routing: Routing
-    axis: Axis | None
+    axis: fs.Axis | None
     places: torch.Tensor
     capacity: int | None = None
     received: tuple[torch.Tensor, list[int], list[int]] | None = None
@@ -107,7 +105,7 @@ def route(logits: torch.Tensor, k: int = 1, *, normalize: bool = True) -> Routin
 
 
 def dispatch(
-    tokens: torch.Tensor, routing: Routing, axis: Axis | None = None, *, capacity: int | None = None
+    tokens: torch.Tensor, routing: Routing, axis: fs.Axis | None = None, *, capacity: int | None = None
 ) -> tuple[Sequence[torch.Tensor] | torch.Tensor, Sent]:
     """Send each token to the ranks that own its experts, which are spread over an axis in equal blocks.
 
@@ -156,7 +154,7 @@ def dispatch(
         places = torch.where(before < capacity, choices * capacity + before, number * capacity)
         slots = rows.new_zeros(number * capacity + 1, rows.shape[1]).index_add(0, places, rows)[:-1]
         slots = slots.unflatten(0, (number, capacity))
-        return slots if axis is None else all_to_all(slots, axis, 0, 1), Sent(routing, axis, places, capacity)
+        return slots if axis is None else fs.all_to_all(slots, axis, 0, 1), Sent(routing, axis, places, capacity)
     expect(not _compat.is_tracing(), what, "a capacity inside fs.jit, where sizes are fixed", "None", "pass capacity=")
     order = choices.argsort(stable=True)
     rows, places = rows[order], order.argsort()
@@ -164,9 +162,9 @@ def dispatch(
     if axis is None:
         return rows.split(counts.tolist()), Sent(routing, axis, places)
     # Rows for each expert of this rank, by the rank that they come from.
-    table = all_to_all(counts, axis, 0, 0).unflatten(0, (axis.size, -1))
+    table = fs.all_to_all(counts, axis, 0, 0).unflatten(0, (axis.size, -1))
     send, receive = counts.unflatten(0, (axis.size, -1)).sum(1).tolist(), table.sum(1).tolist()
-    arrived = ragged_all_to_all(rows, axis, send, receive)
+    arrived = fs.ragged_all_to_all(rows, axis, send, receive)
     experts = torch.arange(table.shape[1], device=table.device).repeat(axis.size)
     grouping = experts.repeat_interleave(table.flatten()).argsort(stable=True)
     return arrived[grouping].split(table.sum(0).tolist()), Sent(routing, axis, places, None, (grouping, send, receive))
@@ -192,17 +190,17 @@ def combine(rows: Iterable[torch.Tensor], sent: Sent) -> torch.Tensor:
     axis, weights = sent.axis, sent.routing.weights.T
     if sent.capacity is not None:
         slots = rows if isinstance(rows, torch.Tensor) else torch.stack(list(rows))
-        slots = slots if axis is None else all_to_all(slots, axis, 1, 0)
+        slots = slots if axis is None else fs.all_to_all(slots, axis, 1, 0)
         back = torch.cat([slots.flatten(0, 1), slots.new_zeros(1, slots.shape[-1])])
     else:
         back = torch.cat(list(rows))
         if axis is not None and sent.received is not None:
             grouping, send, receive = sent.received
-            back = ragged_all_to_all(back[grouping.argsort()], axis, receive, send)
+            back = fs.ragged_all_to_all(back[grouping.argsort()], axis, receive, send)
     return (back[sent.places].unflatten(0, weights.shape) * weights[:, :, None]).sum(0)
 
 
-def load_balance(routing: Routing, axes: Sequence[Axis] = ()) -> torch.Tensor:
+def load_balance(routing: Routing, axes: Sequence[fs.Axis] = ()) -> torch.Tensor:
     """Compute the loss that keeps experts equally busy, least where each gets the same number of tokens: then 1.
 
     The number of experts times the sum over experts of the fraction of choices by the mean probability (Fedus et al.,
@@ -225,7 +223,7 @@ def load_balance(routing: Routing, axes: Sequence[Axis] = ()) -> torch.Tensor:
     chosen = routing.experts.reshape(-1, 1) == torch.arange(number, device=routing.experts.device)
     counts = chosen.sum(0).to(routing.probs.dtype)
     for axis in axes:
-        counts = psum(counts, axis)
+        counts = fs.psum(counts, axis)
     fractions = counts / counts.sum().clamp(min=1)
     return number * (fractions * routing.probs.sum(0)).sum() / max(len(routing.probs), 1)
 

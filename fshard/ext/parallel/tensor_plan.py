@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fshard import _compat
-from fshard.errors import Problem, expect, refuse
-from fshard.tree import Axis, matches
+import fshard as fs
+from fshard.extend import Problem, expect, matches, refuse
 
 WHAT = "tensor_parallel"
 # By style the dim of each parameter that is split.
@@ -47,7 +46,7 @@ class Plan(NamedTuple):
     dims: Mapping[str, int]
 
 
-def plan_of(module: nn.Module, axis: Axis, given: Any, divide: str | Sequence[str] | None) -> Plan:
+def plan_of(module: nn.Module, axis: fs.Axis, given: Any, divide: str | Sequence[str] | None) -> Plan:
     """Find what a plan says of a module.
 
     Args:
@@ -128,7 +127,7 @@ def _dims(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, int | Non
     }
 
 
-def _misfit(module: nn.Module, path: str, style: Style, axis: Axis) -> tuple[str, str] | None:
+def _misfit(module: nn.Module, path: str, style: Style, axis: fs.Axis) -> tuple[str, str] | None:
     """Describe a submodule that its style is not for, and the one expected."""
     submodule, name = module.get_submodule(path), style.name
     if name == "sequence":
@@ -139,12 +138,13 @@ def _misfit(module: nn.Module, path: str, style: Style, axis: Axis) -> tuple[str
     classes = (nn.Linear, nn.Embedding) if name == "vocabulary" else (nn.Linear,)
     cls = next((cls for cls in classes if isinstance(submodule, cls)), None)
     plain = cls and type(submodule).forward is cls.forward and "forward" not in vars(submodule)
-    if not plain or not _compat.parameters_of(submodule).keys() <= {"weight", "bias"}:
+    own = dict(submodule.named_parameters(recurse=False))
+    if not plain or not own.keys() <= {"weight", "bias"}:
         needed = " or ".join(f"nn.{cls.__name__}" for cls in classes)
         return type(submodule).__name__, f"an {needed} for style {name!r}"
     if isinstance(submodule, nn.Embedding) and (submodule.max_norm is not None or submodule.scale_grad_by_freq):
         return "max_norm or scale_grad_by_freq", f"an nn.Embedding of style {name!r} without"
-    size, needs = _compat.parameters_of(submodule)["weight"].shape[name == "row"], style.parts * axis.size
+    size, needs = own["weight"].shape[name == "row"], style.parts * axis.size
     sides = {"column": "outputs", "row": "inputs", "vocabulary": "rows"}
     return (str(size), f"a multiple of {needs} {sides[name]}") if size % needs else None
 

@@ -5,14 +5,12 @@ from typing import Any
 
 import torch
 
-from fshard.collectives import all_to_all
-from fshard.errors import expect
-from fshard.parallel.attention import check_four_dims
-from fshard.tree import Axis
-from fshard.tree.checks import check_axis, describe
+import fshard as fs
+from fshard.ext.parallel.attention import check_four_dims
+from fshard.extend import check_axis, describe, expect
 
 
-def ulysses(attention: Callable[..., torch.Tensor], axis: Axis) -> Callable[..., torch.Tensor]:
+def ulysses(attention: Callable[..., torch.Tensor], axis: fs.Axis) -> Callable[..., torch.Tensor]:
     """Make attention over a sequence whose pieces ranks hold of one over whole sequences: each gets some of the heads.
 
     Two exchanges of all ranks bring the whole time of these heads and take the result back, which costs less traffic
@@ -48,8 +46,8 @@ def ulysses(attention: Callable[..., torch.Tensor], axis: Axis) -> Callable[...,
             needed = f"heads of {name}, its dim 1, to be a multiple of {axis.size}, the ranks of {axis.name!r}"
             remedy = "repeat or pad heads, or use fs.ring_attention"
             expect(tensor.shape[1] % axis.size == 0, "ulysses", needed, str(tensor.shape[1]), remedy)
-        whole = attention(*all_to_all((q, k, v), axis, 1, 2), **keywords)
+        whole = attention(*fs.all_to_all((q, k, v), axis, 1, 2), **keywords)
         check_four_dims("ulysses", "the result of attention", whole)
-        return all_to_all(whole, axis, 2, 1)
+        return fs.all_to_all(whole, axis, 2, 1)
 
     return run

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fshard import _compat
+from fshard.ext import _compat
 
 # So many queries at a time compute scores, where no fused kernel does: memory stays linear in time.
 ROWS = 512

@@ -17,7 +17,7 @@ from fshard.tree import leaves_of
 from tests.ranks import on_ranks, world_of
 from tests.trees import assert_same_bits
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 import four_dimensions as example
 
 SIZES = Namespace(

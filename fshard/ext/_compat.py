@@ -1,6 +1,9 @@
-"""Torch's fused kernel of attention on processors, with the logarithms that join blocks, checked on 2.13."""
+"""Private torch APIs that extensions use, each with the versions it was checked on."""
+
+from collections.abc import Iterable
 
 import torch
+from torch.autograd import forward_ad
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -43,3 +46,25 @@ def fused_attention_backward(
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """The kernel reads a head's numbers one after another."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def transforms_active() -> bool:
+    """Whether code runs under a torch.func transform. Checked on 2.13."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a torch.func transform holds a tensor, whose values then are not to be had. Checked on 2.13."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def any_dual(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether some tensor has a tangent of forward-mode AD. Checked on 2.13."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(not tensor.is_inference() and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def is_tracing() -> bool:
+    """Whether a program is traced by make_fx, on tensors without values. Checked on 2.13."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None

@@ -1,7 +1,7 @@
 """Pipelines: the stages of a model on the ranks of a mesh axis, microbatches passing through them.
 
 GPipe (Huang et al., arXiv:1811.06965), 1F1B (Narayanan et al., arXiv:2006.09503) and interleaved 1F1B (Narayanan et
-al., arXiv:2104.04473); `fshard.parallel.ticks` has their tables.
+al., arXiv:2104.04473); `fshard.ext.parallel.ticks` has their tables.
 """
 
 from collections.abc import Callable
@@ -10,26 +10,22 @@ from typing import Any
 
 import torch
 
-from fshard import _compat, comm
-from fshard.collectives import axis_index, ppermute, psum_invariant, pvary
-from fshard.errors import expect
-from fshard.gather import gather as fully_gathered
-from fshard.parallel.scheduled import Parts, Run, Stage, scheduled
-from fshard.parallel.ticks import SCHEDULES
-from fshard.transforms.compose import sum_dtype
-from fshard.tree import Axis, Flat, Tree, flatten, is_sharded, tensor_of, tree_leaves, tree_map, unflatten
-from fshard.tree.checks import check_axis, check_leaves, check_local, describe
+import fshard as fs
+from fshard.ext import _compat
+from fshard.ext.parallel.scheduled import Parts, Run, Stage, scheduled
+from fshard.ext.parallel.ticks import SCHEDULES
+from fshard.extend import calling, check_axis, check_leaves, describe, expect, flatten, sum_dtype, unflatten
 
 REDUCTIONS = ("mean", "sum", "weighted")
 
 
 def pipeline(
-    stage_fn: Callable[[Tree, torch.Tensor], torch.Tensor],
-    axis: Axis,
+    stage_fn: Callable[[Any, torch.Tensor], torch.Tensor],
+    axis: fs.Axis,
     *,
     microbatches: int,
     last: Callable[..., Any],
-    first: Callable[[Tree, Any], torch.Tensor] | None = None,
+    first: Callable[[Any, Any], torch.Tensor] | None = None,
     schedule: str = "1f1b",
     virtual_stages: int = 1,
     reduce: str = "mean",
@@ -102,12 +98,10 @@ def pipeline(
     expect(groups, "pipeline", needed, f"{microbatches}")
     parts = Parts(stage_fn, first or (lambda _, x: x), last, axis, microbatches, schedule, virtual_stages, reduce)
 
-    def loss_fn(params: Tree, x: Tree, *rest: Tree) -> Any:
-        with comm.calling("pipeline", lambda: [axis], begins=False):
+    def loss_fn(params: Any, x: Any, *rest: Any) -> Any:
+        with calling("pipeline", lambda: [axis], begins=False):
             return _loss(parts, params, x, rest)
 
-    # Calls of the same code are expected to have the same order of collectives, which differs between schedules.
-    loss_fn.__code__ = loss_fn.__code__.replace(co_name=_name(parts))
     return loss_fn
 
 
@@ -115,16 +109,16 @@ def _name(parts: Parts) -> str:
     return f"{parts.schedule} pipeline of {parts.microbatches} microbatches and {parts.virtual_stages} virtual stages"
 
 
-def _loss(parts: Parts, params: Tree, x: Tree, rest: tuple[Tree, ...]) -> Any:
+def _loss(parts: Parts, params: Any, x: Any, rest: tuple[Any, ...]) -> Any:
     axis, flat = parts.axis, flatten(params)
     _begin(parts, flat, (x, *rest))
-    split = [is_sharded(leaf) and leaf.spec.dim_of(axis) is not None for leaf in flat.leaves]
+    split = [isinstance(leaf, fs.Sharded) and leaf.spec.dim_of(axis) is not None for leaf in flat.leaves]
     rebuild = partial(unflatten, flat.treedef)
-    leaves = list(flatten(fully_gathered(params)).leaves)
+    leaves = list(flatten(fs.gather(params)).leaves)
     shared = [i for i, leaf in enumerate(leaves) if not split[i] and _is_varied(leaf)]
-    for i, leaf in zip(shared, pvary([leaves[i] for i in shared], axis), strict=True):
+    for i, leaf in zip(shared, fs.pvary([leaves[i] for i in shared], axis), strict=True):
         leaves[i] = leaf
-    batches = [tree_map(partial(_microbatch, parts.microbatches, i), (x, *rest)) for i in range(parts.microbatches)]
+    batches = [fs.tree_map(partial(_microbatch, parts.microbatches, i), (x, *rest)) for i in range(parts.microbatches)]
     with torch.no_grad():
         like = parts.first(rebuild(leaves), batches[0][0])
     floating = isinstance(like, torch.Tensor) and like.is_floating_point()
@@ -134,14 +128,14 @@ def _loss(parts: Parts, params: Tree, x: Tree, rest: tuple[Tree, ...]) -> Any:
         found = _gpipe(parts, stage, rebuild(leaves))
     else:
         found = scheduled(Run(parts, stage, rebuild, like, split, _sum_dtypes(flat)), leaves, _name(parts))
-    value, *counts = psum_invariant(found, axis)
+    value, *counts = fs.psum_invariant(found, axis)
     return (value, counts[0].detach()) if counts else value
 
 
-def _gpipe(parts: Parts, stage: Stage, params: Tree) -> list[torch.Tensor]:
+def _gpipe(parts: Parts, stage: Stage, params: Any) -> list[torch.Tensor]:
     """Run the same on every rank, so that their graphs are alike to any order: a rank takes what counts by `where`."""
     axis, count, stages = parts.axis, parts.microbatches, parts.axis.size
-    own, pairs = axis_index(axis), [(rank, rank + 1) for rank in range(stages - 1)]
+    own, pairs = fs.axis_index(axis), [(rank, rank + 1) for rank in range(stages - 1)]
     total, received = stage.nothing(), None
     for tick in range(count + stages - 1):
         h = stage.first(params, min(tick, count - 1))
@@ -152,7 +146,7 @@ def _gpipe(parts: Parts, stage: Stage, params: Tree) -> list[torch.Tensor]:
             parts_of_loss = stage.last(params, out, tick - stages + 1)
             total = [a + b for a, b in zip(total, parts_of_loss, strict=True)]
         if tick < count + stages - 2:
-            received = ppermute(out, axis, pairs)
+            received = fs.ppermute(out, axis, pairs)
     is_last = total[0].new_full((), own == stages - 1, dtype=torch.bool)
     return [torch.where(is_last, part, torch.zeros_like(part)) for part in total]
 
@@ -166,15 +160,15 @@ def _microbatch(count: int, i: int, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[i * rows : (i + 1) * rows]
 
 
-def _sum_dtypes(flat: Flat) -> list[Callable[[torch.dtype], torch.dtype]]:
-    return [partial(sum_dtype, leaf.spec) if is_sharded(leaf) else _unchanged for leaf in flat.leaves]
+def _sum_dtypes(flat: Any) -> list[Callable[[torch.dtype], torch.dtype]]:
+    return [partial(sum_dtype, leaf.spec) if isinstance(leaf, fs.Sharded) else _unchanged for leaf in flat.leaves]
 
 
 def _unchanged(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def _begin(parts: Parts, flat: Flat, batch: tuple[Tree, ...]) -> None:
+def _begin(parts: Parts, flat: Any, batch: tuple[Any, ...]) -> None:
     """See that every rank of the axis begins the same pipeline, with a batch and parameters that fit.
 
     Args:
@@ -185,18 +179,17 @@ def _begin(parts: Parts, flat: Flat, batch: tuple[Tree, ...]) -> None:
     Raises:
         ValueError: if they do not, or a schedule is to be differentiated in a way that it is not.
     """
-    check_local("pipeline", flat)
     _check_split(parts, flat)
     _check_shapes(parts, flatten(batch))
     _refuse_derivatives(parts, flat, batch)
 
 
-def _check_split(parts: Parts, flat: Flat) -> None:
+def _check_split(parts: Parts, flat: Any) -> None:
     """Refuse leaves of which nobody can tell whether they are split over the axis, or that are split another way."""
     axis, interleaved = parts.axis, parts.schedule == "interleaved"
 
     def misfit(leaf: Any) -> tuple[str, str] | None:
-        if not is_sharded(leaf):
+        if not isinstance(leaf, fs.Sharded):
             plain = leaf is not None and (axis.size > 1 or interleaved)
             return ("a plain tensor", "a Sharded leaf, which pipeline gathers by itself") if plain else None
         if leaf.spec.transform is not None and axis in leaf.spec.transform.axes:
@@ -211,7 +204,7 @@ def _check_split(parts: Parts, flat: Flat) -> None:
     check_leaves(f"pipeline over {axis.name!r}: leaves do not fit", flat, misfit, remedy)
 
 
-def _check_shapes(parts: Parts, flat: Flat) -> None:
+def _check_shapes(parts: Parts, flat: Any) -> None:
     """Refuse a batch whose leaves cannot be cut in microbatches."""
 
     def misfit(leaf: Any) -> tuple[str, str] | None:
@@ -222,14 +215,14 @@ def _check_shapes(parts: Parts, flat: Flat) -> None:
     check_leaves(what, flat, misfit, "pass tensors of as many rows, or another number of microbatches")
 
 
-def _refuse_derivatives(parts: Parts, flat: Flat, batch: tuple[Tree, ...]) -> None:
+def _refuse_derivatives(parts: Parts, flat: Any, batch: tuple[Any, ...]) -> None:
     """Refuse all but first derivatives of parameters by autograd, for schedules that compute no others."""
     if parts.schedule == "gpipe":
         return
-    given = [*(tensor_of(leaf) for leaf in flat.leaves if leaf is not None), *tree_leaves(batch)]
+    given = fs.tree_leaves((flat.leaves, batch))
     needed, remedy = f"no {{}} with schedule={parts.schedule!r}", 'take schedule="gpipe", which is differentiable so'
     expect(not _compat.transforms_active(), "pipeline", needed.format("transform"), "torch.func", remedy)
     dual = _compat.any_dual(given)
     expect(not dual, "pipeline", needed.format("forward-mode derivative"), "a tensor with a tangent", remedy)
-    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tree_leaves(batch))
+    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in fs.tree_leaves(batch))
     expect(not wanted, "pipeline", needed.format("gradient of the batch"), "one that requires a gradient", remedy)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import fshard as fs
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BENCHMARKS = str(ROOT / "benchmarks")
 HEADS, HEAD = 8, 64
 
@@ -69,7 +69,7 @@ def test_four_ranks_hold_less_than_half(order, tmp_path, monkeypatch):
 
     def most(ranks, times):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        command = [*torchrun, "-m", "tests.parallel.test_attention_peak", tmp_path, json.dumps(times), order]
+        command = [*torchrun, "-m", "tests.ext.parallel.test_attention_peak", tmp_path, json.dumps(times), order]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         rows = [json.loads((tmp_path / f"{ranks}-{rank}.json").read_text()) for rank in range(ranks)]

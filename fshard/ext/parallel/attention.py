@@ -12,19 +12,16 @@ from typing import Any
 
 import torch
 
-from fshard import comm
-from fshard.collectives import custom_call
-from fshard.errors import expect
-from fshard.parallel.ring import LABEL, Ring, backward, forward, plain
-from fshard.tree import Axis
-from fshard.tree.checks import Range, check_axis, check_flags, check_numbers, describe
+import fshard as fs
+from fshard.ext.parallel.ring import LABEL, Ring, backward, forward, plain
+from fshard.extend import check_axis, custom_call, describe, expect
 
 
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    axis: Axis,
+    axis: fs.Axis,
     causal: bool = True,
     *,
     order: str = "contiguous",
@@ -58,17 +55,18 @@ def ring_attention(
             of the above.
 
     >>> x = torch.ones(1, 1, 2, 4)
-    >>> ring_attention(x, x, x, Axis("cp", 1, "")).shape
+    >>> ring_attention(x, x, x, fs.Axis("cp", 1, "")).shape
     torch.Size([1, 1, 2, 4])
     """
     what = LABEL
     check_axis(what, axis)
-    check_flags(what, causal=causal)
+    expect(type(causal) is bool, f"{what}: causal", "True or False", f"{causal!r:.40}")
     _check_order(what, order)
     _check_tensors(what, q, k, v)
     if scale is not None:
         # With others torch's kernels return NaN where they mask.
-        check_numbers(what, Range("a finite number above 0", lambda number: 0 < number < math.inf), scale=scale)
+        real = isinstance(scale, int | float) and 0 < scale < math.inf
+        expect(real, what, "scale to be a finite number above 0", f"{scale!r:.40}")
     halved, zigzag = axis.size > 1 and q.shape[2] > 1, order == "zigzag"
     ring = Ring(axis, causal, zigzag, halved, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     even = f"an even number of places in time, of which each half is a chunk in {order!r} order"
@@ -79,7 +77,7 @@ def ring_attention(
     return out
 
 
-def ring_positions(axis: Axis, time: int, order: str = "contiguous") -> torch.Tensor:
+def ring_positions(axis: fs.Axis, time: int, order: str = "contiguous") -> torch.Tensor:
     """List the places of a sequence that this rank holds: x[:, positions] cuts a batch for `ring_attention`.
 
     Args:
@@ -93,7 +91,7 @@ def ring_positions(axis: Axis, time: int, order: str = "contiguous") -> torch.Te
     Raises:
         ValueError: if the ranks, each of which holds two chunks in "zigzag" order, do not divide the time.
 
-    >>> ring_positions(Axis("cp", 1, ""), 4)
+    >>> ring_positions(fs.Axis("cp", 1, ""), 4)
     tensor([0, 1, 2, 3])
     """
     check_axis("ring_positions", axis)
@@ -103,7 +101,7 @@ def ring_positions(axis: Axis, time: int, order: str = "contiguous") -> torch.Te
     needed = f"time to be a multiple of {number}, the chunks in {order!r} order of {axis.size} ranks"
     expect(whole, "ring_positions", needed, f"{time!r:.40}", "pad the sequence")
     chunks = torch.arange(time).chunk(number)
-    own = comm.rank(axis)
+    own = fs.comm.rank(axis)
     return torch.cat([chunks[i] for i in ([own] if order == "contiguous" else [own, number - 1 - own])])
 
 

@@ -14,32 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fshard.collectives import (
-    all_gather,
-    all_gather_invariant,
-    axis_index,
-    psum_invariant,
-    pvary,
-    ragged_all_to_all,
-    reduce_scatter,
-)
-from fshard.errors import expect
-from fshard.parallel.tensor_plan import WHAT, Given, plan_of
-from fshard.parallel.vocabulary import vocab_parallel_embedding
-from fshard.transforms import ShardTransform, compose, split_dim
-from fshard.transforms.compose import masked_transform
-from fshard.tree import Axis
-from fshard.tree.checks import check_axis, check_dividing, describe
+import fshard as fs
+from fshard.ext.parallel.tensor_plan import WHAT, Given, plan_of
+from fshard.ext.parallel.vocabulary import vocab_parallel_embedding
+from fshard.extend import check_axis, describe, expect
 
 
 def tensor_parallel(
     module: nn.Module,
-    axis: Axis,
+    axis: fs.Axis,
     plan: Mapping[str, Given],
     *,
     sequence_dim: int | None = None,
     divide: str | Sequence[str] | None = None,
-) -> tuple[nn.Module, ShardTransform]:
+) -> tuple[nn.Module, fs.ShardTransform]:
     """Split a module's layers over a mesh axis by a plan of their names; its forward stays as it is.
 
     The styles of a plan:
@@ -103,18 +91,18 @@ def tensor_parallel(
         # Without sequence parallelism values between layers agree.
         if name not in ("sequence", "split") or sequence_dim is not None or (inside and name == "sequence"):
             layer.module.__dict__["forward"] = layer.forward(name)
-    split: ShardTransform | None = None
+    split: fs.ShardTransform | None = None
     for dim in dict.fromkeys(dims.values()):
         names = tuple(escape(name) for name, other in dims.items() if other == dim)
-        split = masked_transform(split_dim(axis, dim=dim), names, otherwise=split)
-    return made, split or compose()
+        split = fs.masked(fs.split_dim(axis, dim=dim), names, otherwise=split)
+    return made, split or fs.compose()
 
 
 class _Layer(NamedTuple):
     """A submodule of the copy, and how its forward communicates."""
 
     module: Any
-    axis: Axis
+    axis: fs.Axis
     dim: int | None
     parts: int
     inside: bool
@@ -140,13 +128,14 @@ class _Layer(NamedTuple):
         return forward(f(x), *args[1:], **kwargs) if args else forward(**{**kwargs, name: f(x)})
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        return pvary(x, self.axis) if self.dim is None else all_gather(x, self.axis, self.dim)
+        return fs.pvary(x, self.axis) if self.dim is None else fs.all_gather(x, self.axis, self.dim)
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
         assert self.dim is not None
-        check_dividing(WHAT, x, self.axis, self.dim)
-        size = x.shape[self.dim] // self.axis.size
-        return pvary(x, self.axis).narrow(self.dim, axis_index(self.axis) * size, size)
+        size, rest = divmod(x.shape[self.dim], self.axis.size)
+        needed = f"size of dim {self.dim} to be a multiple of {self.axis.size}, the ranks of {self.axis.name!r}"
+        expect(not rest, WHAT, needed, f"{x.shape[self.dim]}", "pad the dim")
+        return fs.pvary(x, self.axis).narrow(self.dim, fs.axis_index(self.axis) * size, size)
 
     def column(self, x: torch.Tensor) -> torch.Tensor:
         out = F.linear(x if self.inside else self.enter(x), self.module.weight, self.module.bias)
@@ -154,22 +143,22 @@ class _Layer(NamedTuple):
 
     def exchanged(self, out: torch.Tensor) -> torch.Tensor:
         """Send the pieces of k matrices, of which this rank has computed k in a row, to the ranks that use them."""
-        k, n, own = self.parts, self.axis.size, axis_index(self.axis)
+        k, n, own = self.parts, self.axis.size, fs.axis_index(self.axis)
         users = [[piece % n for piece in range(rank * k, rank * k + k)] for rank in range(n)]
         pieces = out.movedim(-1, 0).chunk(k)
         rows = torch.cat([pieces[i] for i in sorted(range(k), key=lambda i: users[own][i])])
         size = len(rows) // k
         send = [size * users[own].count(rank) for rank in range(n)]
         receive = [size * users[rank].count(own) for rank in range(n)]
-        exchanged: torch.Tensor = ragged_all_to_all(rows, self.axis, send, receive)
+        exchanged: torch.Tensor = fs.ragged_all_to_all(rows, self.axis, send, receive)
         return exchanged.movedim(0, -1).contiguous()
 
     def row(self, x: torch.Tensor) -> torch.Tensor:
         out, bias = F.linear(x, self.module.weight), self.module.bias
         if self.dim is None:
-            out = psum_invariant(out, self.axis)
+            out = fs.psum_invariant(out, self.axis)
         else:
-            out, bias = reduce_scatter(out, self.axis, self.dim), bias if bias is None else pvary(bias, self.axis)
+            out, bias = fs.reduce_scatter(out, self.axis, self.dim), bias if bias is None else fs.pvary(bias, self.axis)
         return out if bias is None else out + bias
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -178,13 +167,13 @@ class _Layer(NamedTuple):
         return out if padding is None else torch.where((ids == padding)[..., None], out.detach(), out)
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
-        return all_gather_invariant(self.column(x), self.axis, x.dim() - 1)
+        return fs.all_gather_invariant(self.column(x), self.axis, x.dim() - 1)
 
     def on_pieces(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         attributes = self.module.__dict__
         whole = attributes["_parameters"]
         own = {name: tensor for name, tensor in whole.items() if tensor is not None}
-        attributes["_parameters"] = dict.fromkeys(whole) | pvary(own, self.axis)
+        attributes["_parameters"] = dict.fromkeys(whole) | fs.pvary(own, self.axis)
         try:
             return forward(*args, **kwargs)
         finally:

@@ -6,10 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard import comm
-from fshard.collectives import ppermute
-from fshard.parallel.attention_blocks import Block, attend, attend_backward, attend_plainly, joined
-from fshard.tree import Axis
+import fshard as fs
+from fshard.ext.parallel.attention_blocks import Block, attend, attend_backward, attend_plainly, joined
 
 Tensors = Sequence[torch.Tensor]
 LABEL = "ring_attention"
@@ -18,7 +16,7 @@ LABEL = "ring_attention"
 class Ring(NamedTuple):
     """The arguments of a ring, and whether a rank's time is cut in two chunks, so that blocks take less memory."""
 
-    axis: Axis
+    axis: fs.Axis
     causal: bool
     zigzag: bool
     halved: bool
@@ -41,7 +39,7 @@ class Ring(NamedTuple):
             The number of its own chunk of queries and of the other's chunk of keys, whether they are the same chunk, in
             which a query sees keys up to its own place, and whether its queries see the keys.
         """
-        own = comm.rank(self.axis)
+        own = fs.comm.rank(self.axis)
         queries, keys = self.chunks(own), self.chunks((own - step) % self.axis.size)
         numbered = [(i, j, a, b) for i, a in enumerate(queries) for j, b in enumerate(keys)]
         return [(i, j, self.causal and a == b, not self.causal or b <= a) for i, j, a, b in numbered]
@@ -52,7 +50,7 @@ def plain(tensors: Tensors, ring: Ring) -> Tensors:
     return _around(tensors, ring, attend_plainly, partial(_permuted, axis=ring.axis), skip=False)[:1]
 
 
-def forward(tensors: Tensors, ring: Ring, axis: Axis, label: str) -> tuple[Tensors, Tensors]:
+def forward(tensors: Tensors, ring: Ring, axis: fs.Axis, label: str) -> tuple[Tensors, Tensors]:
     """Compute the result, and what `backward` needs."""
     out, logs = _around(tensors, ring, attend, partial(_sent, ring=ring), skip=True)
     return [out], [*tensors, out, logs]
@@ -134,20 +132,17 @@ def backward(saved: Tensors, grads: Tensors, ring: Ring) -> Tensors:
 
 def _sent(tensors: Tensors, ring: Ring) -> Callable[[], Tensors]:
     """Start to send tensors to the next rank, of which large ones are not copied; returns what waits for the last's."""
-    axis, own = ring.axis, comm.rank(ring.axis)
+    axis, own = ring.axis, fs.comm.rank(ring.axis)
     told = f"causal={ring.causal}, zigzag={ring.zigzag}, scale={ring.scale:.6g}"
-    shapes = tuple((tensor.dtype, tensor.shape) for tensor in tensors)
+    shapes = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors)
     after, before = (own + 1) % axis.size, (own - 1) % axis.size
     send, receive = ([int(rank == other) for rank in range(axis.size)] for other in (after, before))
-    rows, label = (
-        [tensor.unsqueeze(0) for tensor in tensors],
-        comm.Label(LABEL, parts=f"{told}, {comm.described(shapes)}"),
-    )
-    finish = comm.start_all_to_all(rows, send, receive, axis, label)
+    rows, label = [tensor.unsqueeze(0) for tensor in tensors], fs.comm.Label(LABEL, parts=f"{told}, {shapes}")
+    finish = fs.comm.start_all_to_all(rows, send, receive, axis, label)
     return lambda: [row[0] for row in finish()]
 
 
-def _permuted(tensors: Tensors, axis: Axis) -> Callable[[], Tensors]:
+def _permuted(tensors: Tensors, axis: fs.Axis) -> Callable[[], Tensors]:
     around = [(rank, (rank + 1) % axis.size) for rank in range(axis.size)]
-    received: Tensors = ppermute(list(tensors), axis, around)
+    received: Tensors = fs.ppermute(list(tensors), axis, around)
     return lambda: received

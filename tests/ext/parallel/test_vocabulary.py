@@ -162,7 +162,7 @@ def test_what_varies_is_told_from_what_agrees(world_size):
         ({"targets": torch.tensor([0, 4])}, "ids from 0 to 3, got 0 to 4"),
         ({"targets": torch.tensor([-1, 0])}, "ids from 0 to 3, got -1 to 0"),
         ({"reduction": "max"}, "reduction to be one of ('mean', 'sum', 'none'), got 'max'"),
-        ({"label_smoothing": 2.0}, "label_smoothing to be at most 1, got 2.0"),
+        ({"label_smoothing": 2.0}, "label_smoothing to be a number from 0 to 1, got 2.0"),
         ({"axis": "tp"}, "axis to be an Axis, got a str"),
     ],
 )

@@ -1,0 +1,42 @@
+"""What a library on top of fshard needs and a program does not: a second tier of names, without promises.
+
+- `Problem`: a leaf that is wrong: its path, what is there and what was expected.
+- `check_axis`: refuses what is no axis of a mesh of this process.
+- `check_leaves`: refuses the leaves of a tree that are wrong, each by its path.
+- `chained`: runs collectives of a graph in one order on every rank, also in its backward.
+- `calling`: lets other ranks hear of an error that ends a call.
+- `Chain`: the tokens of the collectives that run inside `chained`.
+- `custom_call`: a differentiable function that communicates in its forward and its backward.
+- `describe`: says what a value is, for an error.
+- `expect`: refuses an argument unless it is as expected.
+- `flatten`, `unflatten`: the leaves of a tree with their paths and specs, and the tree of other leaves.
+- `matches`: whether a mask chooses a name.
+- `refuse`: refuses the leaves that are wrong, if there are any.
+- `sum_dtype`: the dtype in which gradients of a leaf are added up.
+- `walked`: lists the nodes of a graph, each once.
+"""
+
+from fshard.collectives import Chain, chained, custom_call, walked
+from fshard.comm import calling
+from fshard.errors import Problem, expect, refuse
+from fshard.transforms.compose import sum_dtype
+from fshard.tree import flatten, matches, unflatten
+from fshard.tree.checks import check_axis, check_leaves, describe
+
+__all__ = [
+    "Chain",
+    "Problem",
+    "calling",
+    "chained",
+    "check_axis",
+    "check_leaves",
+    "custom_call",
+    "describe",
+    "expect",
+    "flatten",
+    "matches",
+    "refuse",
+    "sum_dtype",
+    "unflatten",
+    "walked",
+]

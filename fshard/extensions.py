@@ -1,0 +1,42 @@
+"""Public names of extensions: the modules that hold them are imported when a name is first asked for."""
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+# By the module that shows a name and the name; a module is shown itself where its last part is the name.
+MODULES: Mapping[tuple[str, str], str] = MappingProxyType(
+    {
+        ("fshard", "moe"): "fshard.ext.parallel.moe",
+        ("fshard", "pipeline"): "fshard.ext.parallel.pipeline",
+        ("fshard", "ring_attention"): "fshard.ext.parallel.attention",
+        ("fshard", "ring_positions"): "fshard.ext.parallel.attention",
+        ("fshard", "tensor_parallel"): "fshard.ext.parallel.tensor",
+        ("fshard", "ulysses"): "fshard.ext.parallel.ulysses",
+        ("fshard", "vocab_parallel_cross_entropy"): "fshard.ext.parallel.vocabulary",
+        ("fshard", "vocab_parallel_embedding"): "fshard.ext.parallel.vocabulary",
+    }
+)
+
+
+def resolver(shown_by: str) -> Callable[[str], Any]:
+    """Make the `__getattr__` of a module that shows names of extensions.
+
+    Args:
+        shown_by: The module's name.
+
+    Returns:
+        The function, which keeps what it has found in the module.
+    """
+
+    def resolve(name: str) -> Any:
+        if (shown_by, name) not in MODULES:
+            raise AttributeError(f"module {shown_by!r} has no attribute {name!r}")
+        module = import_module(MODULES[shown_by, name])
+        found = getattr(module, name, module)
+        setattr(sys.modules[shown_by], name, found)
+        return found
+
+    return resolve
