@@ -78,7 +78,6 @@ from fshard.outermost import (
 from fshard.plan import plan
 from fshard.random import fold_in, sample_ids
 from fshard.remat import remat
-from fshard.trace import trace
 from fshard.transforms import (
     LayoutError,
     ShardTransform,
@@ -106,6 +105,7 @@ if TYPE_CHECKING:
     from fshard.ext.parallel.tensor import tensor_parallel
     from fshard.ext.parallel.ulysses import ulysses
     from fshard.ext.parallel.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
+    from fshard.ext.trace.trace import trace
 
 __version__ = "0.1.0"
 __getattr__ = extensions.resolver(__name__)

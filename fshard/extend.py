@@ -9,16 +9,20 @@
 - `custom_call`: a differentiable function that communicates in its forward and its backward.
 - `describe`: says what a value is, for an error.
 - `expect`: refuses an argument unless it is as expected.
+- `everyone`: shows every rank of some axes what each of them says.
 - `flatten`, `unflatten`: the leaves of a tree with their paths and specs, and the tree of other leaves.
 - `matches`: whether a mask chooses a name.
+- `ranks_of`: all ranks of a mesh, or of this run, as one axis.
 - `refuse`: refuses the leaves that are wrong, if there are any.
 - `sum_dtype`: the dtype in which gradients of a leaf are added up.
 - `walked`: lists the nodes of a graph, each once.
+- `Watcher`, `watched`: what is told when collectives start and land, and the context in which it is.
 """
 
 from fshard.collectives import Chain, chained, custom_call, walked
-from fshard.comm import calling
+from fshard.comm import Watcher, calling, everyone, watched
 from fshard.errors import Problem, expect, refuse
+from fshard.mesh import ranks_of
 from fshard.transforms.compose import sum_dtype
 from fshard.tree import flatten, matches, unflatten
 from fshard.tree.checks import check_axis, check_leaves, describe
@@ -26,17 +30,21 @@ from fshard.tree.checks import check_axis, check_leaves, describe
 __all__ = [
     "Chain",
     "Problem",
+    "Watcher",
     "calling",
     "chained",
     "check_axis",
     "check_leaves",
     "custom_call",
     "describe",
+    "everyone",
     "expect",
     "flatten",
     "matches",
+    "ranks_of",
     "refuse",
     "sum_dtype",
     "unflatten",
     "walked",
+    "watched",
 ]

@@ -14,6 +14,7 @@ MODULES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard", "ring_attention"): "fshard.ext.parallel.attention",
         ("fshard", "ring_positions"): "fshard.ext.parallel.attention",
         ("fshard", "tensor_parallel"): "fshard.ext.parallel.tensor",
+        ("fshard", "trace"): "fshard.ext.trace.trace",
         ("fshard", "ulysses"): "fshard.ext.parallel.ulysses",
         ("fshard", "vocab_parallel_cross_entropy"): "fshard.ext.parallel.vocabulary",
         ("fshard", "vocab_parallel_embedding"): "fshard.ext.parallel.vocabulary",

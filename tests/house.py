@@ -34,7 +34,6 @@ ROOMS = (
     "optim",
     "jit",
     "plan",
-    "trace",
     "interop",
     "checkpoint",
     "testing",

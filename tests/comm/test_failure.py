@@ -20,8 +20,8 @@ from fshard.comm.events import encoded
 from fshard.comm.groups import Link
 from fshard.testing import RankError, Workers
 from fshard.testing import workers as workers_module
+from tests.ext.trace.steps import make_step
 from tests.test_processes import ROOT, TORCHRUN
-from tests.trace.steps import make_step
 
 TIMEOUT = timedelta(seconds=3)
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fshard.trace.events import Event, Timeline
-from fshard.trace.stragglers import Kind, Matched, Span
+from fshard.ext.trace.events import Event, Timeline
+from fshard.ext.trace.stragglers import Kind, Matched, Span
 
 # The thread of a rank's process in Perfetto.
 MAIN = 0

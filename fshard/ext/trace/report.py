@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fshard.trace.events import Event, Timeline
-from fshard.trace.export import write_perfetto
-from fshard.trace.stragglers import BETWEEN, Kind, Span, match, spans
+from fshard.ext.trace.events import Event, Timeline
+from fshard.ext.trace.export import write_perfetto
+from fshard.ext.trace.stragglers import BETWEEN, Kind, Span, match, spans
 
 # Rows of collectives for no unit, and of those by which ranks compare what they do.
 OTHERS, AGREEMENT = "(no unit)", "(agreement)"

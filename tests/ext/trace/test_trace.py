@@ -10,9 +10,9 @@ import torch.distributed as dist
 import fshard as fs
 from fshard import comm
 from fshard.comm.recorder import Watchers
-from fshard.trace.stragglers import BETWEEN, spans
+from fshard.ext.trace.stragglers import BETWEEN, spans
+from tests.ext.trace.steps import UNITS, make_step
 from tests.ranks import BrokenError, on_ranks
-from tests.trace.steps import UNITS, make_step
 from tests.trees import one_axis
 
 BACKENDS = (None, "graph", "inductor")

@@ -7,11 +7,11 @@ import pytest
 
 import fshard as fs
 from fshard.comm import Collective, Label
-from fshard.trace import Report
-from fshard.trace.events import Event, Timeline, offsets, packed, unpacked
-from fshard.trace.stragglers import BETWEEN, spans
+from fshard.ext.trace import Report
+from fshard.ext.trace.events import Event, Timeline, offsets, packed, unpacked
+from fshard.ext.trace.stragglers import BETWEEN, spans
+from tests.ext.trace.steps import make_step
 from tests.ranks import my_rank, on_ranks
-from tests.trace.steps import make_step
 
 MS = 1_000_000
 

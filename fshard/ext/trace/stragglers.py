@@ -5,8 +5,8 @@ from enum import StrEnum, auto
 from itertools import zip_longest
 from typing import NamedTuple
 
-from fshard import comm
-from fshard.trace.events import Event, Timeline
+import fshard as fs
+from fshard.ext.trace.events import Event, Timeline
 
 # The time between the last gradients of a step and the begin of the next one.
 BETWEEN = "(update, between steps)"
@@ -73,7 +73,7 @@ class Kind(StrEnum):
 
 
 # The ends and begins of computing for a unit.
-RECEIVES, SENDS = (comm.Verb.GATHER, Kind.WAIT), (comm.Verb.SCATTER, Kind.START)
+RECEIVES, SENDS = (fs.comm.Verb.GATHER, Kind.WAIT), (fs.comm.Verb.SCATTER, Kind.START)
 
 
 class Span(NamedTuple):
@@ -132,14 +132,14 @@ def between(timeline: Timeline) -> Iterator[tuple[int, int]]:
     gathered = False
     sent: set[str] = set()
     for event in timeline.events:
-        gathers, units = event.who == comm.Verb.GATHER, event.collective.about.units or event.collective.about.leaves
+        gathers, units = event.who == fs.comm.Verb.GATHER, event.collective.about.units or event.collective.about.leaves
         if event.begins_step or (gathers and (not gathered or not sent.isdisjoint(units))):
             if since is not None:
                 yield since, event.begin
             since, sent = None, set()
         if gathers:
             since, gathered = None, True
-        elif event.who == comm.Verb.SCATTER:
+        elif event.who == fs.comm.Verb.SCATTER:
             since, sent = event.end, sent.union(units)
         elif event.ends_pass:
             since = event.end

@@ -6,16 +6,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from fshard import _compat, comm
-from fshard.errors import expect
-from fshard.mesh import Mesh, ranks_of, world
-from fshard.trace.events import Event, Timeline, offsets, packed, unpacked
-from fshard.trace.report import Report
-from fshard.tree import Axis
+import fshard as fs
+from fshard.ext import _compat
+from fshard.ext.trace.events import Event, Timeline, offsets, packed, unpacked
+from fshard.ext.trace.report import Report
+from fshard.extend import Watcher, everyone, expect, ranks_of, watched
 
 # Nanoseconds between two reads of the memory, which take longer than all else that is noted of a collective.
 SAMPLING = 5_000_000
@@ -57,7 +56,7 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-class Trace(comm.Watcher):
+class Trace(Watcher):
     """The record of this rank, which `report` puts together with those of the others."""
 
     def __init__(self) -> None:
@@ -70,7 +69,7 @@ class Trace(comm.Watcher):
         self._begin = self._read_at = time.perf_counter_ns()
         self._held = self._last = self._left = self._meter.read()
 
-    def report(self, alone: bool = False, mesh: Mesh | None = None) -> Report:
+    def report(self, alone: bool = False, mesh: Any | None = None) -> Report:
         """Collect the records of all ranks, and find the stragglers.
 
         Every rank calls it, also one whose trace was interrupted or recorded nothing: it exchanges clocks and sends
@@ -102,12 +101,12 @@ class Trace(comm.Watcher):
         if alone:
             return Report([self._own()], 0)
         axis = ranks_of(mesh)
-        rows = map(unpacked, comm.everyone(packed((self._own(), _exchange(axis))), [axis], LABEL))
+        rows = map(unpacked, everyone(packed((self._own(), _exchange(axis))), [axis], LABEL))
         timelines, exchanges = zip(*rows, strict=True)
         ahead, error = offsets(exchanges)
         return Report([line.shifted(n) for line, n in zip(timelines, ahead, strict=True)], error)
 
-    def starts(self, issued: comm.Issued, tensors: Sequence[torch.Tensor]) -> None:
+    def starts(self, issued: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Note that a collective is called."""
         device = tensors[0].device
         if device.type == "cuda" and self._device.type == "cpu":
@@ -119,15 +118,15 @@ class Trace(comm.Watcher):
         self._events.append(event)
         event.begin = time.perf_counter_ns()
 
-    def started(self, issued: comm.Issued) -> None:
+    def started(self, issued: Any) -> None:
         """Note that it is under way."""
         self._flying[id(issued)].issued = time.perf_counter_ns()
 
-    def waits(self, issued: comm.Issued) -> None:
+    def waits(self, issued: Any) -> None:
         """Note that one of its buffers is waited for."""
         self._waits = time.perf_counter_ns()
 
-    def landed(self, issued: comm.Issued) -> None:
+    def landed(self, issued: Any) -> None:
         """Note that the buffer has landed."""
         end = time.perf_counter_ns()
         # Collectives that were started before the trace are not in it.
@@ -154,15 +153,15 @@ class Trace(comm.Watcher):
 
     def _own(self) -> Timeline:
         about = (self._begin, self._end, (self._held, self._left), self._meter.name, self._error)
-        return Timeline(comm.rank(world()), *about, tuple(self._events))
+        return Timeline(fs.comm.rank(ranks_of(None)), *about, tuple(self._events))
 
 
-def _exchange(axis: Axis) -> list[tuple[int, int]]:
+def _exchange(axis: fs.Axis) -> list[tuple[int, int]]:
     """Exchange a number with all ranks several times, and note when each exchange began and ended here."""
     noted = []
     for _ in range(ROUNDS if axis.size > 1 else 0):
         begin = time.perf_counter_ns()
-        comm.disagreement({}, [axis], LABEL)
+        fs.comm.all_gather([torch.zeros(1)], axis, LABEL)
         noted.append((begin, time.perf_counter_ns()))
     return noted
 
@@ -194,7 +193,7 @@ def trace() -> Iterator[Trace]:
     expect(not _compat.is_tracing(), "trace", needed, "one inside, where nothing runs")
     recorded = Trace()
     try:
-        with comm.watched(recorded):
+        with watched(recorded):
             yield recorded
     except BaseException as error:
         recorded._conclude(error)

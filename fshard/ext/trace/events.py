@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from fshard import comm
+import fshard as fs
+
+# So many leaves are named.
+LEAVES = 6
 
 
 @dataclass(slots=True)
@@ -23,7 +26,7 @@ class Event:
         waits: When its buffers were waited for, and when they had landed.
     """
 
-    collective: comm.Collective
+    collective: fs.comm.Collective
     members: tuple[int, ...]
     memory: tuple[int, int]
     begin: int = 0
@@ -53,7 +56,8 @@ class Event:
     @property
     def leaves(self) -> str:
         """The paths of its leaves, or of the first of them, as text."""
-        return comm.listed(self.collective.about.leaves)
+        first, more = self.collective.about.leaves[:LEAVES], len(self.collective.about.leaves) - LEAVES
+        return ", ".join([*first, *([f"and {more} more"] if more > 0 else [])])
 
     @property
     def bytes(self) -> float:
@@ -73,12 +77,12 @@ class Event:
     @property
     def begins_step(self) -> bool:
         """Whether a step begins with it."""
-        return self.who == comm.Verb.START
+        return self.who == fs.comm.Verb.START
 
     @property
     def ends_pass(self) -> bool:
         """Whether one of a step's passes ends with it."""
-        return self.who == comm.Verb.OBJECTIVE
+        return self.who == fs.comm.Verb.OBJECTIVE
 
     @property
     def name(self) -> str:
