@@ -88,7 +88,6 @@ from fshard.transforms import (
     fully_shard,
     offload,
     own_dim,
-    quantize,
     replicate,
     split_dim,
     transform_state,
@@ -105,6 +104,7 @@ if TYPE_CHECKING:
     from fshard.ext.parallel.tensor import tensor_parallel
     from fshard.ext.parallel.ulysses import ulysses
     from fshard.ext.parallel.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
+    from fshard.ext.quantize import quantize
     from fshard.ext.trace.trace import trace
 
 __version__ = "0.1.0"

@@ -11,6 +11,7 @@
 - `expect`: refuses an argument unless it is as expected.
 - `everyone`: shows every rank of some axes what each of them says.
 - `flatten`, `unflatten`: the leaves of a tree with their paths and specs, and the tree of other leaves.
+- `FullyShard`: the transform of `fully_shard`, for one that sends otherwise.
 - `matches`: whether a mask chooses a name.
 - `ranks_of`: all ranks of a mesh, or of this run, as one axis.
 - `refuse`: refuses the leaves that are wrong, if there are any.
@@ -23,12 +24,14 @@ from fshard.collectives import Chain, chained, custom_call, walked
 from fshard.comm import Watcher, calling, everyone, watched
 from fshard.errors import Problem, expect, refuse
 from fshard.mesh import ranks_of
+from fshard.transforms.axis import _FullyShard as FullyShard
 from fshard.transforms.compose import sum_dtype
 from fshard.tree import flatten, matches, unflatten
 from fshard.tree.checks import check_axis, check_leaves, describe
 
 __all__ = [
     "Chain",
+    "FullyShard",
     "Problem",
     "Watcher",
     "calling",

@@ -11,6 +11,7 @@ MODULES: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("fshard", "moe"): "fshard.ext.parallel.moe",
         ("fshard", "pipeline"): "fshard.ext.parallel.pipeline",
+        ("fshard", "quantize"): "fshard.ext.quantize",
         ("fshard", "ring_attention"): "fshard.ext.parallel.attention",
         ("fshard", "ring_positions"): "fshard.ext.parallel.attention",
         ("fshard", "tensor_parallel"): "fshard.ext.parallel.tensor",
@@ -18,6 +19,7 @@ MODULES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard", "ulysses"): "fshard.ext.parallel.ulysses",
         ("fshard", "vocab_parallel_cross_entropy"): "fshard.ext.parallel.vocabulary",
         ("fshard", "vocab_parallel_embedding"): "fshard.ext.parallel.vocabulary",
+        ("fshard.testing", "assert_same_bits"): "fshard.ext.same_bits",
     }
 )
 

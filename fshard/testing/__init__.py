@@ -1,14 +1,20 @@
 """Tools to test sharded programs: ranks to run them on, and comparisons that name the leaf."""
 
+from typing import TYPE_CHECKING
+
+from fshard import extensions
 from fshard.testing.budget import assert_budget
 from fshard.testing.compare import Match, assert_matches_ddp, assert_trees_close, check_pure
 from fshard.testing.optimizers import check_optimizer
-from fshard.testing.same_bits import assert_same_bits
 from fshard.testing.spmd import spmd
 from fshard.testing.transforms import TransformReport, check_adjoint, check_transform
 from fshard.testing.varying import check_varying
 from fshard.testing.workers import RankError, Workers
 
+if TYPE_CHECKING:
+    from fshard.ext.same_bits import assert_same_bits
+
+__getattr__ = extensions.resolver(__name__)
 __all__ = [
     "Match",
     "RankError",

@@ -67,9 +67,9 @@ class _FullyShard(BuiltIn):
         return finish
 
     def start_scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Finish:
-        return self._start_by(self.start_sums, grads, specs)
+        return self.start_by(self.start_sums, grads, specs)
 
-    def _start_by(self, start_sums: StartSums, grads: Tensors, specs: Sequence[Spec]) -> Finish:
+    def start_by(self, start_sums: StartSums, grads: Tensors, specs: Sequence[Spec]) -> Finish:
         """Start a scatter that sums the stacks of leaves that are split by a function like `start_sums`."""
         dims = self.split_dims(specs)
         whole = [i for i in range(len(grads)) if i not in dims]

@@ -17,7 +17,7 @@ TOPICS = {
 
 # The tests that mirror a file: those of the first entry that its path begins with.
 MIRRORS = {
-    "fshard/transforms/quantize.py": ("tests/transforms", "tests/test_quantized.py"),
+    "fshard/ext/quantize.py": ("tests/transforms", "tests/test_quantized.py"),
     "fshard/transforms": ("tests/transforms",),
     "fshard/comm": ("tests/comm",),
     "fshard/collectives/moves.py": ("tests/test_moves.py", "tests/test_collectives.py"),
@@ -395,7 +395,7 @@ FAULTS = (
     Fault(
         "feedback-of-the-wrong-sign",
         "extensions",
-        "fshard/transforms/quantize.py",
+        "fshard/ext/quantize.py",
         "after[i] = torch.nan_to_num(stack - sent, nan=0.0, posinf=0.0, neginf=0.0).to(states[i].dtype)",
         "after[i] = torch.nan_to_num(sent - stack, nan=0.0, posinf=0.0, neginf=0.0).to(states[i].dtype)",
         "3: what rounding leaves out is added to the next gradients",

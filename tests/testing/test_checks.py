@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fshard as fs
+from fshard.ext.same_bits import _difference
 from fshard.testing import assert_same_bits, assert_trees_close, check_pure, check_varying
-from fshard.testing.same_bits import _difference
 from tests.ranks import my_rank, on_ranks
 from tests.trees import OF_EVERY_LEAF, normal, one_axis
 from tests.unit_models import filled

@@ -1,35 +1,37 @@
 """quantize: leaves, and if asked for gradients, travel as blocks of int8."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
-from fshard import comm
-from fshard.errors import expect
-from fshard.mesh import Mesh, axis_of
-from fshard.transforms.axis import _FullyShard, fully_shard
-from fshard.transforms.base import Finish, FinishWithStates, ShardTransform, States, Tensors
-from fshard.tree import Axis, Spec, Tree
+import fshard as fs
+from fshard.extend import FullyShard, expect
+
+Tensors = Sequence[torch.Tensor]
+States = Sequence[Any]
+Finish = Callable[[], Tensors]
+FinishWithStates = Callable[[], tuple[Tensors, States]]
 
 LARGEST = 127
 
 
 @dataclass(frozen=True)
-class _Quantize(_FullyShard):
+class _Quantize(FullyShard):
     block: int = 256
     gathers: bool = True
     scatters: bool = False
 
-    def start_rows(self, shards: Tensors, specs: Sequence[Spec]) -> Finish:
+    def start_rows(self, shards: Tensors, specs: Sequence[fs.Spec]) -> Finish:
         if self.axis.size == 1 or not self.gathers:
             return super().start_rows(shards, specs)
         lossy, exact = _by_kind(shards)
         batch = {i: shards[i].dim() - len(specs[i].full_shape) for i in lossy}
         codes = [to_codes(shards[i].unsqueeze(0), self.block, batch[i])[0] for i in lossy]
         rest = super().start_rows([shards[i] for i in exact], [specs[i] for i in exact])
-        travelling = comm.start_all_gather(codes, self.axis, "gather")
+        travelling = fs.comm.start_all_gather(codes, self.axis, "gather")
 
         def finish() -> Tensors:
             out = dict(zip(exact, rest(), strict=True))
@@ -39,19 +41,19 @@ class _Quantize(_FullyShard):
 
         return finish
 
-    def start_sums(self, stacks: Tensors, specs: Sequence[Spec]) -> Finish:
+    def start_sums(self, stacks: Tensors, specs: Sequence[fs.Spec]) -> Finish:
         if self.axis.size == 1 or not self.scatters:
             return super().start_sums(stacks, specs)
         lossy, _ = _by_kind(stacks)
         batch = {i: stacks[i].dim() - 1 - len(specs[i].full_shape) for i in lossy}
         return self.start_sums_of(stacks, specs, {i: to_codes(stacks[i], self.block, batch[i]) for i in lossy})
 
-    def start_sums_of(self, stacks: Tensors, specs: Sequence[Spec], codes: Mapping[int, torch.Tensor]) -> Finish:
+    def start_sums_of(self, stacks: Tensors, specs: Sequence[fs.Spec], codes: Mapping[int, torch.Tensor]) -> Finish:
         """Start the sums of stacks, of which some travel as bytes."""
         ones = [1] * self.axis.size
         exact = [i for i in range(len(stacks)) if i not in codes]
         rest = super().start_sums([stacks[i] for i in exact], [specs[i] for i in exact])
-        travelling = comm.start_all_to_all(list(codes.values()), ones, ones, self.axis, "scatter")
+        travelling = fs.comm.start_all_to_all(list(codes.values()), ones, ones, self.axis, "scatter")
 
         def finish() -> Tensors:
             out = dict(zip(exact, rest(), strict=True))
@@ -61,7 +63,7 @@ class _Quantize(_FullyShard):
 
         return finish
 
-    def _sum(self, rows: torch.Tensor, stack: torch.Tensor, spec: Spec) -> torch.Tensor:
+    def _sum(self, rows: torch.Tensor, stack: torch.Tensor, spec: fs.Spec) -> torch.Tensor:
         """Add what ranks sent, in their order."""
         batch = stack.dim() - 1 - len(spec.full_shape)
         total, *others = from_codes(rows, stack.shape[1:], stack.dtype, self.block, batch)
@@ -74,27 +76,27 @@ class _Quantize(_FullyShard):
 class _QuantizeWithFeedback(_Quantize):
     """Keep the error of rounding, in the shape of the stacks, and add it to the next gradient."""
 
-    def init(self, grad: torch.Tensor) -> Tree:
+    def init(self, grad: torch.Tensor) -> Any:
         if self.axis.size == 1 or not _is_lossy(grad):
             return None
         # Whether a leaf is small enough to stay whole depends on what other stages have split, and is not known here;
         # the state of one that does stays zero.
-        spec = replace(self, min_shard_elements=0).layout(Spec(tuple(grad.shape)))
+        spec = replace(self, min_shard_elements=0).layout(fs.Spec(tuple(grad.shape)))
         ((_, dim),) = self.split_dims([spec]).items()
         return torch.zeros_like(self.stack(grad, spec, dim), memory_format=torch.contiguous_format)
 
     # A transform with a state has the form with states.
     def scatter(  # type: ignore[override]
-        self, grads: Tensors, specs: Sequence[Spec], states: States
+        self, grads: Tensors, specs: Sequence[fs.Spec], states: States
     ) -> tuple[Tensors, States]:
         return self.start_scatter(grads, specs, states)()
 
     def start_scatter(  # type: ignore[override]
-        self, grads: Tensors, specs: Sequence[Spec], states: States
+        self, grads: Tensors, specs: Sequence[fs.Spec], states: States
     ) -> FinishWithStates:
         split, after = list(self.split_dims(specs)), list(states)
 
-        def start_sums(stacks: Tensors, specs: Sequence[Spec]) -> Finish:
+        def start_sums(stacks: Tensors, specs: Sequence[fs.Spec]) -> Finish:
             due, codes = list(stacks), {}
             for place, i in enumerate(split):
                 if states[i] is None:
@@ -107,7 +109,7 @@ class _QuantizeWithFeedback(_Quantize):
                 after[i] = torch.nan_to_num(stack - sent, nan=0.0, posinf=0.0, neginf=0.0).to(states[i].dtype)
             return self.start_sums_of(due, specs, codes)
 
-        finish = self._start_by(start_sums, grads, specs)
+        finish = self.start_by(start_sums, grads, specs)
         return lambda: (finish(), after)
 
 
@@ -175,7 +177,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def quantize(
-    mesh: Mesh | Axis,
+    mesh: Any,
     *,
     gather: bool = True,
     scatter: bool = False,
@@ -183,7 +185,7 @@ def quantize(
     block: int = 256,
     dim: int = 0,
     min_shard_elements: int = 0,
-) -> ShardTransform:
+) -> fs.ShardTransform:
     """Split each leaf over a mesh axis, as `fully_shard`, and let it travel as int8, a quarter of float32's bytes.
 
     Elements are rounded in blocks to 127 steps of the largest magnitude in the block, so that a gathered element is off
@@ -221,7 +223,7 @@ def quantize(
         raise ValueError(f"quantize: expected block to be a number of elements, 1 or more, got {block!r}")
     remedy = "pass one of them, or use fully_shard"
     expect(gather or scatter, "quantize", "gather or scatter to be rounded", "neither", remedy)
-    plain = fully_shard(axis_of(mesh), dim=dim, min_shard_elements=min_shard_elements)
-    assert isinstance(plain, _FullyShard)
+    plain = fs.fully_shard(fs.axis_of(mesh), dim=dim, min_shard_elements=min_shard_elements)
+    assert isinstance(plain, FullyShard)
     made = _QuantizeWithFeedback if scatter and error_feedback else _Quantize
     return made(plain.axis, dim, min_shard_elements, block, gather, scatter)

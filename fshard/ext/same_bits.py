@@ -8,16 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fshard import comm
-from fshard.errors import expect
-from fshard.mesh import init_mesh
-from fshard.microbatches import microbatches
-from fshard.shard import unshard
-from fshard.testing.spmd import spmd
-from fshard.testing.workers import Workers
-from fshard.tree import Tree, flatten
-from fshard.tree.checks import check_function, describe
-from fshard.update import TrainState
+import fshard as fs
+from fshard.extend import describe, expect, flatten
+from fshard.testing import Workers, spmd
 
 # The parts of a step's result in the order in which they are computed.
 LOSS, AUX, STATE = "loss", "aux", "state"
@@ -79,7 +72,7 @@ def assert_same_bits(
     AssertionError: assert_same_bits: step 0 (counted from 0) has other bits on 4 ranks than on 1
       loss: ...
     """
-    check_function("assert_same_bits", step)
+    expect(callable(step), "assert_same_bits", "step to be a function", describe(step))
     remedy = "pass a function of a mesh that makes the state, because each world size has its own"
     expect(callable(state), "assert_same_bits", "state to be a function", describe(state), remedy)
     known = isinstance(world_sizes, Sequence) and len(world_sizes) > 1
@@ -128,26 +121,26 @@ def _program(
         communicate: Likewise.
         keep: The number of the value that holds tensors, the last one; None leaves digests alone.
     """
-    now = state(init_mesh({"shard": -1}, device="cpu"))
+    now = state(fs.init_mesh({"shard": -1}, device="cpu"))
     rows = [_values({STATE: now}, Counter(), keep == 0)]
     for number, batch in enumerate(batches, 1):
-        share = microbatches(batch, now.params if isinstance(now, TrainState) else now, communicate)
-        with comm.record() as record:
+        share = fs.microbatches(batch, now.params if isinstance(now, fs.TrainState) else now, communicate)
+        with fs.comm.record() as record:
             out = step(now, share)
         fits = isinstance(out, tuple) and len(out) in (2, 3)
         expect(fits, "assert_same_bits", "step to return (state, loss) or (state, loss, aux)", describe(out))
         now, loss, *aux = out
-        own = (comm.Verb.SCATTER, comm.Verb.OBJECTIVE, comm.Verb.AGREE, comm.Verb.START)
+        own = (fs.comm.Verb.SCATTER, fs.comm.Verb.OBJECTIVE, fs.comm.Verb.AGREE, fs.comm.Verb.START)
         sums = (entry for entry in record if entry.op in ("all_reduce", "reduce_scatter") and entry.label not in own)
         tree = {LOSS: loss, **({AUX: aux[0]} if aux else {}), STATE: now}
         rows.append(_values(tree, Counter(entry.label for entry in sums), keep == number))
     return rows
 
 
-def _values(parts: dict[str, Tree], sums: Counter[str], whole: bool) -> _Values:
+def _values(parts: dict[str, Any], sums: Counter[str], whole: bool) -> _Values:
     leaves = {}
     for name, tree in parts.items():
-        tree = unshard(tree)
+        tree = fs.unshard(tree)
         flat = flatten(tree)
         for path, leaf in zip(flat.paths, flat.leaves, strict=True):
             # A tensor that stands for a whole tree has no path.
