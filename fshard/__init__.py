@@ -40,7 +40,7 @@ from fshard.microbatches import microbatches
 from fshard.modules import no_split
 from fshard.optim import schedules
 from fshard.optim.from_torch import from_torch
-from fshard.optim.native import adafactor, adam, adamw, lamb, lars, sgd
+from fshard.optim.native import adam, adamw, sgd
 from fshard.optim.norms import global_norm, leaf_norms
 from fshard.optim.scale import (
     add_decayed_weights,
@@ -48,11 +48,8 @@ from fshard.optim.scale import (
     clip_by_norm,
     clip_by_value,
     scale_by_adam,
-    scale_by_factored_rms,
-    scale_by_trust_ratio,
 )
 from fshard.optim.schedules import from_torch_scheduler
-from fshard.optim.whole import whole
 from fshard.optim.wrappers import dynamic_loss_scale, ema, freeze, masked, partition, skip_nonfinite
 from fshard.outermost import (
     all_gather,
@@ -98,6 +95,9 @@ from fshard.update import GradientTransformation, Optimizer, TrainState, chain
 from fshard.value_and_grad import accumulate, value_and_grad
 
 if TYPE_CHECKING:
+    from fshard.ext.optim.adafactor import adafactor, scale_by_factored_rms
+    from fshard.ext.optim.trust import lamb, lars, scale_by_trust_ratio
+    from fshard.ext.optim.whole import whole
     from fshard.ext.parallel import moe
     from fshard.ext.parallel.attention import ring_attention, ring_positions
     from fshard.ext.parallel.pipeline import pipeline

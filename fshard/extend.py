@@ -6,12 +6,16 @@
 - `chained`: runs collectives of a graph in one order on every rank, also in its backward.
 - `calling`: lets other ranks hear of an error that ends a call.
 - `Chain`: the tokens of the collectives that run inside `chained`.
+- `check_rates`: refuses hyperparameters out of the ranges that torch.optim has for them.
 - `custom_call`: a differentiable function that communicates in its forward and its backward.
 - `describe`: says what a value is, for an error.
 - `expect`: refuses an argument unless it is as expected.
 - `everyone`: shows every rank of some axes what each of them says.
 - `flatten`, `unflatten`: the leaves of a tree with their paths and specs, and the tree of other leaves.
 - `FullyShard`: the transform of `fully_shard`, for one that sends otherwise.
+- `leaf_means`: means over a dim of whole leaves, however they are split.
+- `leafwise`: new trees of old ones, by maths on the tensors of each leaf that has a gradient.
+- `local_piece`: cuts this rank's shard out of a full tensor.
 - `matches`: whether a mask chooses a name.
 - `ranks_of`: all ranks of a mesh, or of this run, as one axis.
 - `refuse`: refuses the leaves that are wrong, if there are any.
@@ -24,6 +28,10 @@ from fshard.collectives import Chain, chained, custom_call, walked
 from fshard.comm import Watcher, calling, everyone, watched
 from fshard.errors import Problem, expect, refuse
 from fshard.mesh import ranks_of
+from fshard.optim.leaves import leafwise
+from fshard.optim.norms import leaf_means
+from fshard.optim.rates import check_rates
+from fshard.shard import local_piece
 from fshard.transforms.axis import _FullyShard as FullyShard
 from fshard.transforms.compose import sum_dtype
 from fshard.tree import flatten, matches, unflatten
@@ -38,11 +46,15 @@ __all__ = [
     "chained",
     "check_axis",
     "check_leaves",
+    "check_rates",
     "custom_call",
     "describe",
     "everyone",
     "expect",
     "flatten",
+    "leaf_means",
+    "leafwise",
+    "local_piece",
     "matches",
     "ranks_of",
     "refuse",

@@ -9,16 +9,22 @@ from typing import Any
 # By the module that shows a name and the name; a module is shown itself where its last part is the name.
 MODULES: Mapping[tuple[str, str], str] = MappingProxyType(
     {
+        ("fshard", "adafactor"): "fshard.ext.optim.adafactor",
+        ("fshard", "lamb"): "fshard.ext.optim.trust",
+        ("fshard", "lars"): "fshard.ext.optim.trust",
         ("fshard", "moe"): "fshard.ext.parallel.moe",
         ("fshard", "pipeline"): "fshard.ext.parallel.pipeline",
         ("fshard", "quantize"): "fshard.ext.quantize",
         ("fshard", "ring_attention"): "fshard.ext.parallel.attention",
         ("fshard", "ring_positions"): "fshard.ext.parallel.attention",
+        ("fshard", "scale_by_factored_rms"): "fshard.ext.optim.adafactor",
+        ("fshard", "scale_by_trust_ratio"): "fshard.ext.optim.trust",
         ("fshard", "tensor_parallel"): "fshard.ext.parallel.tensor",
         ("fshard", "trace"): "fshard.ext.trace.trace",
         ("fshard", "ulysses"): "fshard.ext.parallel.ulysses",
         ("fshard", "vocab_parallel_cross_entropy"): "fshard.ext.parallel.vocabulary",
         ("fshard", "vocab_parallel_embedding"): "fshard.ext.parallel.vocabulary",
+        ("fshard", "whole"): "fshard.ext.optim.whole",
         ("fshard.testing", "assert_same_bits"): "fshard.ext.same_bits",
     }
 )

@@ -148,7 +148,7 @@ def import_direction(package: Path) -> list[str]:
         shown = for_type_checkers(source)
         for node, target, *_ in imports(source):
             root, *rest = target.split(".")
-            if root != package.name or (rest[0] == "ext" and node in shown):
+            if root != package.name or (rest[:1] == ["ext"] and node in shown):
                 continue
             room = rest[0] if rest and rest[0] in ROOMS else "__init__"
             if room == "__init__" or ROOMS.index(room) > ROOMS.index(source.room):

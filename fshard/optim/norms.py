@@ -10,7 +10,8 @@ import torch
 from fshard.collectives import all_gather_invariant, total
 from fshard.optim.element_sums import Request, element_sums
 from fshard.optim.leaves import elements_of, partition_axes, varying
-from fshard.tree import Axis, Tree, flatten, grouped, leaves_of, tensor_of, unflatten
+from fshard.shard import local_ranges
+from fshard.tree import Axis, Spec, Tree, flatten, grouped, is_sharded, leaves_of, tensor_of, unflatten
 from fshard.tree.checks import POSITIVE, Range, check_local, check_numbers, check_sums, check_tensors
 
 # Elements of a gradient that are squared at a time.
@@ -121,13 +122,34 @@ def norms_of(tree: Tree, p: float = 2.0, sums: str | None = None) -> list[torch.
     return norms
 
 
-def norms_of_both(steps: Tree, params: Tree, sums: str | None = None) -> tuple[list[Any], list[Any]]:
-    """Take the norms of leaves and of their steps; None where there is no step."""
-    rows = zip(leaves_of(params), leaves_of(steps), strict=True)
-    pairs = [(None if step is None else leaf, step) for leaf, step in rows]
-    # Both in one collective.
-    norms = norms_of([*(leaf for leaf, _ in pairs), *(step for _, step in pairs)], sums=sums)
-    return norms[: len(pairs)], norms[len(pairs) :]
+def leaf_means(
+    leaves: Sequence[Any], tensors: Sequence[torch.Tensor], dim: int, sums: str | None
+) -> list[torch.Tensor]:
+    """Take means over a dim of whole leaves, of which a rank has some; one collective for each set of axes.
+
+    Args:
+        leaves: Leaves, which say how each tensor is split.
+        tensors: The elements that this rank has, in the shapes of its shards.
+        dim: The dim, counted from the back.
+        sums: As for `global_norm`.
+
+    Returns:
+        The means, of size 1 along the dim, differentiable by maths on this rank's part.
+    """
+    specs = [leaf.spec if is_sharded(leaf) else Spec(tuple(leaf.shape)) for leaf in leaves]
+    dims = [tensor.dim() + dim for tensor in tensors]
+    over = [tuple(a for a in spec.split_axes(n) if a.size > 1) for spec, n in zip(specs, dims, strict=True)]
+    if sums is None:
+        rows = zip(specs, tensors, dims, strict=True)
+        found = [tensor.narrow(n, 0, local_ranges(spec)[n][1]).sum(n, keepdim=True) for spec, tensor, n in rows]
+        for axes, group in grouped(over, tuple).items():
+            for i, summed in zip(group, total([found[i] for i in group], axes), strict=True):
+                found[i] = summed
+    else:
+        asked = [Request(leaf, tensor, [n]) for leaf, tensor, n in zip(leaves, tensors, dims, strict=True)]
+        found = element_sums(asked, torch.Tensor.double)
+    each = zip(found, over, specs, dims, tensors, strict=True)
+    return [(varying(x, axes) / max(1, spec.full_shape[n])).to(t.dtype) for x, axes, spec, n, t in each]
 
 
 def _reduced(leaves: Sequence[Any], axes: tuple[Axis, ...], p: float, *, each: bool) -> torch.Tensor:

@@ -1,46 +1,31 @@
 """Gradient transformations: clipping, decay of weights, and the scaling of Adam, LAMB and Adafactor."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from fshard.collectives import total
-from fshard.optim.element_sums import Request, element_sums
 from fshard.optim.leaves import (
     begun,
     check_real,
     check_state,
-    for_trained,
     leafwise,
     map_gradients,
     missing,
     none_missed,
     scaled,
     stateless,
-    varying,
     zeros,
 )
-from fshard.optim.norms import check_order, global_norm, norms_of, norms_of_both
+from fshard.optim.norms import check_order, global_norm, norms_of
 from fshard.optim.rates import Number, check_rates
 from fshard.optim.wrappers import masked
-from fshard.shard import local_ranges
 from fshard.tree import (
     Mask,
-    Sharded,
-    Spec,
     Tree,
     flatten,
-    grouped,
-    is_sharded,
-    leaves_of,
-    like,
     map_leaves,
-    tensor_of,
-    tree_map,
-    unflatten,
 )
-from fshard.tree.checks import NOT_NEGATIVE, Range, check_flags, check_numbers, check_sums
+from fshard.tree.checks import NOT_NEGATIVE, check_flags, check_numbers, check_sums
 from fshard.update import GradientTransformation
 
 
@@ -225,43 +210,6 @@ def _root(square: torch.Tensor) -> torch.Tensor:
     return torch.where(zero, 0, torch.where(zero, 1, square).sqrt())
 
 
-def scale_by_trust_ratio(
-    trust_coefficient: Number = 1.0, eps: Number = 0.0, *, sums: str | None = None
-) -> GradientTransformation:
-    """Scale each leaf's gradient to the length of the leaf, but where either has none.
-
-    Follows optax.scale_by_trust_ratio. The norms span ranks: one collective for each set of axes that some leaf is
-    split over. `lamb` and `lars` are made of it.
-
-    Args:
-        trust_coefficient: How long a gradient becomes, next to the leaf.
-        eps: Added to the norm of the gradient.
-        sums: As for `clip_by_global_norm`.
-
-    Returns:
-        The transformation; its state is empty.
-
-    Raises:
-        ValueError: if a number is out of range, or `sums` is another word.
-
-    >>> import torch, fshard as fs
-    >>> tx = fs.scale_by_trust_ratio()
-    >>> params, grads = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.0, 0.01])}
-    >>> tx.update(grads, tx.init(params), params)[0]
-    {'w': tensor([0., 5.])}
-    """
-    check_sums("scale_by_trust_ratio", sums)
-    check_numbers("scale_by_trust_ratio", NOT_NEGATIVE, trust_coefficient=trust_coefficient, eps=eps)
-
-    def trusted(leaf: Any, size: Any, length: Any) -> Any:
-        if leaf is None:
-            return None
-        none = (size == 0) | (length == 0)
-        return scaled(leaf, torch.where(none, 1.0, trust_coefficient * size / torch.where(none, 1.0, length + eps)))
-
-    return stateless(lambda grads, params: map_leaves(trusted, grads, *norms_of_both(grads, params, sums)))
-
-
 def add_decayed_weights(
     weight_decay: float, mask: Mask | None = None, *, sums: str | None = None
 ) -> GradientTransformation:
@@ -297,144 +245,3 @@ def add_decayed_weights(
 
     tx: Any = stateless(lambda grads, params: map_gradients(decayed, grads, params))
     return tx if mask is None else masked(tx, mask)
-
-
-class AdafactorState(NamedTuple):
-    """State of `scale_by_factored_rms`, and of `adafactor`.
-
-    Attributes:
-        updates: Updates made: an int64 tensor of shape ().
-        row: Running mean of squared gradients over the last dim, of size 1 there, sharded as far as the leaf is; of
-            leaves of less than two dims the squares themselves.
-        column: The same over the last dim but one; None for leaves of less than two dims.
-        missed: How many of the updates each leaf had no gradient in: int64 tensors of shape ().
-    """
-
-    updates: torch.Tensor
-    row: Tree
-    column: Tree
-    missed: Tree = ()
-
-
-def scale_by_factored_rms(
-    beta2_decay: float = -0.8, eps: float | None = None, *, sums: str | None = None
-) -> GradientTransformation:
-    """Divide gradients by the root of their mean square, of which a matrix keeps one row and one column.
-
-    Follows optax.scale_by_factored_rms, and is exact however leaves are split: means over dims that are split take one
-    collective for each set of axes; none carries a matrix. `adafactor` is made of it.
-
-    Args:
-        beta2_decay: The power of the number of updates that new squares are weighed by.
-        eps: The least mean square, by default the dtype's epsilon.
-        sums: "tree" takes means in float64, of exact sums; see `clip_by_global_norm`.
-
-    Returns:
-        The transformation; its state keeps the parameters' specs, as far as rows and columns have them.
-
-    Raises:
-        ValueError: if a number is out of range, or `sums` is another word; from init, if a leaf is no real floating
-            tensor.
-
-    >>> import torch, fshard as fs
-    >>> tx = fs.scale_by_factored_rms()
-    >>> grads = {"w": torch.tensor([[1.0, 2.0], [10.0, 20.0]])}  # its squares are a column times a row
-    >>> tx.update(grads, tx.init(grads), grads)[0]
-    {'w': tensor([[1., 1.],
-            [1., 1.]])}
-    """
-    check_sums("scale_by_factored_rms", sums)
-    check_factored("scale_by_factored_rms", beta2_decay, **{} if eps is None else {"eps": eps})
-
-    def init(params: Tree) -> AdafactorState:
-        check_real("scale_by_factored_rms", flatten(params))
-        return AdafactorState(
-            torch.zeros((), dtype=torch.int64), **_rows_and_columns(params), missed=none_missed(params)
-        )
-
-    def update(grads: Tree, state: AdafactorState, params: Tree) -> tuple[Tree, AdafactorState]:
-        check_state("scale_by_factored_rms", state, AdafactorState)
-        state = begun(state, grads, lambda: _rows_and_columns(params))
-        flat, leaves = flatten(grads), leaves_of(params)
-        steps, chosen = list(flat.leaves), [i for i, grad in enumerate(flat.leaves) if grad is not None]
-        matrices = [i for i in chosen if _is_matrix(steps[i])]
-        rows, columns, missed = (leaves_of(tree) for tree in (state.row, state.column, state.missed))
-        weights = {i: updates_of(state, missed[i]) ** beta2_decay for i in chosen}
-        squares = {i: tensor_of(steps[i]) * tensor_of(steps[i]) for i in chosen}
-        means = iter(_means([(leaves[i], squares[i], dim) for i in matrices for dim in (-1, -2)], sums))
-        for i in chosen:
-            if i in matrices:
-                rows[i], columns[i] = (_towards(old, next(means), weights[i]) for old in (rows[i], columns[i]))
-            else:
-                rows[i] = _towards(rows[i], squares[i], weights[i])
-        sizes = iter(_means([(leaves[i], tensor_of(rows[i]), -2) for i in matrices], sums))
-        for i in chosen:
-            grad, variance = tensor_of(steps[i]), tensor_of(rows[i])
-            least = torch.finfo(grad.dtype).eps if eps is None else eps
-            if i in matrices:
-                variance = variance * tensor_of(columns[i]) / next(sizes).clamp(min=least)
-            variance = variance.clamp(min=least * least)
-            # Half precision rounds the root before its inverse in the last few elements of a shard alone.
-            factor = variance.rsqrt() if sums is None else variance.double().rsqrt().to(variance.dtype)
-            steps[i] = like(steps[i], factor * grad)
-        new, row, column = (unflatten(flat.treedef, found) for found in (steps, rows, columns))
-        return new, AdafactorState(state.updates + 1, row, column, missing(state.missed, grads))
-
-    return GradientTransformation(init, update)
-
-
-def check_factored(what: str, beta2_decay: float, **eps: float | None) -> None:
-    """Refuse numbers that squares cannot be weighed by."""
-    check_numbers(what, Range("a number, 0 or less", lambda number: number <= 0), beta2_decay=beta2_decay)
-    check_numbers(what, NOT_NEGATIVE, **eps)
-
-
-def _rows_and_columns(params: Tree) -> dict[str, Tree]:
-    row = for_trained(lambda leaf: _zeros(leaf, -1 if _is_matrix(leaf) else None), params)
-    return {"row": row, "column": for_trained(lambda leaf: _zeros(leaf, -2) if _is_matrix(leaf) else None, params)}
-
-
-def _is_matrix(leaf: Any) -> bool:
-    return bool(tensor_of(leaf).dim() > 1)
-
-
-def updates_of(state: AdafactorState, missed: torch.Tensor) -> torch.Tensor:
-    """Count the updates of a leaf, this one included."""
-    return (state.updates - missed + 1).double()
-
-
-def _zeros(leaf: Any, dim: int | None) -> Any:
-    """Make zeros like a leaf, or like its mean over a dim."""
-    tensor = tensor_of(leaf)
-    if dim is None:
-        return like(leaf, torch.zeros_like(tensor, requires_grad=False))
-    zeros = tensor.new_zeros([1 if k == tensor.dim() + dim else size for k, size in enumerate(tensor.shape)])
-    return Sharded(zeros, leaf.spec.reduced([tensor.dim() + dim])) if is_sharded(leaf) else zeros
-
-
-def _means(requests: Sequence[tuple[Any, torch.Tensor, int]], order: str | None) -> list[torch.Tensor]:
-    """Take means over a dim of leaves, of which a rank has some; one collective for each set of axes."""
-    specs = [leaf.spec if is_sharded(leaf) else Spec(tuple(leaf.shape)) for leaf, _, _ in requests]
-    rows = [(tensor, tensor.dim() + dim) for _, tensor, dim in requests]
-    over = [
-        tuple(axis for axis in spec.split_axes(dim) if axis.size > 1)
-        for spec, (_, dim) in zip(specs, rows, strict=True)
-    ]
-    if order is None:
-        own = [local_ranges(spec)[dim][1] for spec, (_, dim) in zip(specs, rows, strict=True)]
-        sums = [tensor.narrow(dim, 0, n).sum(dim, keepdim=True) for n, (tensor, dim) in zip(own, rows, strict=True)]
-        for axes, group in grouped(over, tuple).items():
-            for n, found in zip(group, total([sums[n] for n in group], axes), strict=True):
-                sums[n] = found
-    else:
-        asked = [Request(leaf, tensor, [dim]) for (leaf, _, _), (tensor, dim) in zip(requests, rows, strict=True)]
-        sums = element_sums(asked, torch.Tensor.double)
-    sizes = [max(1, spec.full_shape[dim]) for spec, (_, dim) in zip(specs, rows, strict=True)]
-    return [
-        (varying(found, axes) / size).to(tensor.dtype)
-        for found, axes, size, (tensor, _) in zip(sums, over, sizes, rows, strict=True)
-    ]
-
-
-def _towards(old: Any, new: torch.Tensor, weight: torch.Tensor) -> Any:
-    return tree_map(lambda tensor: tensor + weight.to(tensor.dtype) * (new - tensor), old)

@@ -5,7 +5,7 @@ import torch
 from torch import optim
 
 import fshard as fs
-from fshard.optim.whole import assign, flops_of
+from fshard.ext.optim.whole import assign, flops_of
 from fshard.tree import flatten, is_sharded
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis

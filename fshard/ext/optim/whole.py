@@ -2,29 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from fshard import _compat, comm
-from fshard.errors import Problem, refuse
-from fshard.optim.leaves import check_optimizer, check_state
-from fshard.shard import local_piece, unshard
-from fshard.tree import (
-    Axis,
-    Sharded,
-    Spec,
-    Tree,
-    flatten,
-    is_sharded,
-    is_trained,
-    leaves_of,
-    like,
-    map_leaves,
-    tensor_of,
-    unflatten,
-)
-from fshard.update import Optimizer
+import fshard as fs
+from fshard.extend import Problem, describe, expect, flatten, local_piece, refuse, unflatten
 
 
 class WholeState(NamedTuple):
@@ -35,10 +19,10 @@ class WholeState(NamedTuple):
             numbers; None for a leaf that takes no gradient.
     """
 
-    leaves: tuple[Tree, ...]
+    leaves: tuple[Any, ...]
 
 
-def whole(tx: Optimizer) -> Optimizer:
+def whole(tx: fs.Optimizer) -> fs.Optimizer:
     """Let one rank step each split leaf as a whole: for optimizers that look across its elements, such as Muon.
 
     The shards of a leaf, of its gradient and of its state go to the rank that owns it, which steps it, and come back.
@@ -68,31 +52,34 @@ def whole(tx: Optimizer) -> Optimizer:
     >>> fs.testing.spmd(program, world=2)
     [tensor([-0.6000]), tensor([-0.8000])]
     """
-    check_optimizer("whole", tx, "fs.from_torch(torch.optim.Muon)")
+    known = isinstance(tx, fs.Optimizer)
+    expect(known, "whole", "tx to be an Optimizer, such as fs.from_torch(torch.optim.Muon)", describe(tx))
 
-    def init(params: Tree) -> WholeState:
-        return WholeState(tuple(map(begin, leaves_of(params))))
+    def init(params: Any) -> WholeState:
+        return WholeState(tuple(map(begin, flatten(params).leaves)))
 
-    def begin(leaf: Any) -> Tree:
-        if not is_trained(leaf):
+    def begin(leaf: Any) -> Any:
+        if not _is_trained(leaf):
             return None
         # One leaf at a time is whole, on every rank, because a state may start from its values.
-        (full,) = leaves_of(unshard([leaf]))
-        return map_leaves(lambda value: _cut(value, leaf), tx.init({"leaf": full}))
+        (full,) = fs.unshard([leaf])
+        made = flatten(tx.init({"leaf": full}))
+        return unflatten(made.treedef, [_cut(value, leaf) for value in made.leaves])
 
-    def update(grads: Tree, state: WholeState, params: Tree) -> tuple[Tree, WholeState]:
-        check_state("whole", state, WholeState)
+    def update(grads: Any, state: WholeState, params: Any) -> tuple[Any, WholeState]:
+        remedy = "update with the optimizer that made the state"
+        expect(isinstance(state, WholeState), "whole", "a state of class WholeState", describe(state), remedy)
         flat = flatten(params)
         leaves, states = list(flat.leaves), list(state.leaves)
         each = zip(flat.paths, leaves, states, strict=True)
-        late = [path for path, leaf, kept in each if is_trained(leaf) and kept is None]
+        late = [path for path, leaf, kept in each if _is_trained(leaf) and kept is None]
         # An optimizer may keep nothing for any leaf.
         problems = [Problem(path, "none", "a state") for path in late if any(kept is not None for kept in states)]
         refuse("whole: leaves were frozen until now", problems, "make the state anew by fs.TrainState.create")
-        travelling: dict[tuple[Axis, ...], list[tuple[int, Any]]] = {}
-        for i, grad in enumerate(leaves_of(grads)):
+        travelling: dict[tuple[fs.Axis, ...], list[tuple[int, Any]]] = {}
+        for i, grad in enumerate(flatten(grads).leaves):
             leaf = leaves[i]
-            if states[i] is None and not is_trained(leaf):
+            if states[i] is None and not _is_trained(leaf):
                 continue
             if grad is None:
                 # The update counts, and a leaf may have an average; neither looks across elements.
@@ -102,24 +89,34 @@ def whole(tx: Optimizer) -> Optimizer:
                 travelling.setdefault(axes, []).append((i, grad))
             else:
                 new, states[i] = tx.update({"leaf": _full(grad)}, states[i], {"leaf": _full(leaf)})
-                leaves[i] = like(leaf, new["leaf"].reshape(tensor_of(leaf).shape))
+                leaves[i] = _like(leaf, new["leaf"])
         for axes, rows in travelling.items():
-            done = _step_at_owners(tx, axes, [(grad, leaves[i], states[i]) for i, grad in rows])
+            device = _device_of(leaves[rows[0][0]])
+            done = _step_at_owners(tx, axes, [(grad, leaves[i], states[i]) for i, grad in rows], device)
             for (i, _), (leaf, kept) in zip(rows, done, strict=True):
                 leaves[i], states[i] = leaf, kept
         return unflatten(flat.treedef, leaves), WholeState(tuple(states))
 
-    return Optimizer(init, update)
+    return fs.Optimizer(init, update)
+
+
+def _is_trained(leaf: Any) -> bool:
+    return leaf is not None and not (isinstance(leaf, fs.Sharded) and leaf.spec.frozen)
+
+
+def _like(leaf: Any, tensor: torch.Tensor) -> Any:
+    """Return a tensor as a leaf like another, in its stored shape."""
+    return fs.Sharded(tensor.reshape(leaf.local.shape), leaf.spec) if isinstance(leaf, fs.Sharded) else tensor
 
 
 def _full(leaf: Any) -> torch.Tensor:
     """Return a leaf that this rank holds whole, in its own shape: a split 0-d leaf is stored with one dim."""
-    return leaf.local.reshape(leaf.spec.shape) if is_sharded(leaf) else leaf
+    return leaf.local.reshape(leaf.spec.shape) if isinstance(leaf, fs.Sharded) else leaf
 
 
-def _route(leaf: Any) -> tuple[Axis, ...]:
+def _route(leaf: Any) -> tuple[fs.Axis, ...]:
     """List the axes over which the pieces of a leaf are put together, minor ones of a dim first."""
-    dims = range(len(leaf.spec.partition)) if is_sharded(leaf) else ()
+    dims = range(len(leaf.spec.partition)) if isinstance(leaf, fs.Sharded) else ()
     return tuple(axis for dim in dims for axis in reversed(leaf.spec.split_axes(dim)) if axis.size > 1)
 
 
@@ -130,22 +127,23 @@ def _cut(value: Any, leaf: Any) -> Any:
         return value
     spec = leaf.spec
     if value.shape != spec.shape:
-        spec = Spec(tuple(value.shape), transform=spec.transform)
+        spec = fs.Spec(tuple(value.shape), transform=spec.transform)
         for axis in reversed(axes):
             spec = spec.split(axis, 0, owned=axis in leaf.spec.owned)
-    return Sharded(local_piece(value, spec), spec)
+    return fs.Sharded(local_piece(value, spec), spec)
 
 
 Lists = Sequence[Sequence[torch.Tensor]]
-Row = tuple[Any, Any, Tree]  # a leaf's gradient, the leaf, and its state
+Row = tuple[Any, Any, Any]  # a leaf's gradient, the leaf, and its state
 
 
-def _step_at_owners(tx: Optimizer, axes: Sequence[Axis], rows: Sequence[Row]) -> list[Tree]:
+def _step_at_owners(tx: fs.Optimizer, axes: Sequence[fs.Axis], rows: Sequence[Row], device: torch.device) -> list[Any]:
     """Step leaves at their owners: for each axis three exchanges, of shards there and back, and of single numbers.
 
     Args:
         tx: The optimizer.
         axes: The axes that the leaves are still split over, in the order in which pieces are put together.
+        device: The device that sends.
         rows: The leaves, as Sharded ones of those axes.
 
     Returns:
@@ -156,38 +154,42 @@ def _step_at_owners(tx: Optimizer, axes: Sequence[Axis], rows: Sequence[Row]) ->
     axis, *rest = axes
     owners = assign([flops_of(leaf.spec.shape) for _, leaf, _ in rows], axis.size)
     owned = [[m for m, owner in enumerate(owners) if owner == rank] for rank in range(axis.size)]
-    mine = owned[comm.rank(axis)]
+    mine = owned[fs.comm.rank(axis)]
     flats = [flatten((leaf, kept)) for _, leaf, kept in rows]
-    shards = [[value for value in flat.leaves if is_sharded(value)] for flat in flats]
-    numbers = [[value for value in flat.leaves if value is not None and not is_sharded(value)] for flat in flats]
+    shards = [[value for value in flat.leaves if isinstance(value, fs.Sharded)] for flat in flats]
+    numbers = [
+        [value for value in flat.leaves if value is not None and not isinstance(value, fs.Sharded)] for flat in flats
+    ]
 
     there = [[grad.local, *(value.local for value in row)] for (grad, _, _), row in zip(rows, shards, strict=True)]
-    received = _exchanged(
-        [[t for m in some for t in there[m]] for some in owned], [[t for m in mine for t in there[m]]] * axis.size, axis
+    exchanged = partial(_exchanged, axis=axis, device=device)
+    received = exchanged(
+        [[t for m in some for t in there[m]] for some in owned], [[t for m in mine for t in there[m]]] * axis.size
     )
     pieces = zip(*received, strict=True)
     gathered: list[Row] = []
     for m in mine:
         grad = _joined(next(pieces), rows[m][1], axis)
-        values = [_joined(next(pieces), v, axis) if is_sharded(v) else v for v in flats[m].leaves]
+        values = [_joined(next(pieces), v, axis) if isinstance(v, fs.Sharded) else v for v in flats[m].leaves]
         gathered.append((grad, *unflatten(flats[m].treedef, values)))
     cut: list[Sequence[torch.Tensor]] = []
     counted: list[torch.Tensor] = []
-    for m, done in zip(mine, _step_at_owners(tx, rest, gathered), strict=True):
+    for m, done in zip(mine, _step_at_owners(tx, rest, gathered, device), strict=True):
         for old, value in zip(flats[m].leaves, flatten(done).leaves, strict=True):
-            if is_sharded(old):
+            if isinstance(old, fs.Sharded):
                 cut.append(_pieces(value.local, old, axis))
             elif old is not None:
                 counted.append(torch.as_tensor(value))
     locals_of = [[value.local for m in some for value in shards[m]] for some in owned]
-    back = _exchanged([[parts[rank] for parts in cut] for rank in range(axis.size)], locals_of, axis)
+    back = exchanged([[parts[rank] for parts in cut] for rank in range(axis.size)], locals_of)
     kinds = [[torch.as_tensor(value) for m in some for value in numbers[m]] for some in owned]
-    told = _exchanged([counted] * axis.size, kinds, axis)
+    # Numbers that optimizers keep on the processor travel with the leaves, where accelerators alone can send.
+    told = exchanged([counted] * axis.size, kinds)
     stepped, known = [iter(row) for row in back], [iter(row) for row in told]
 
     def after_of(old: Any, owner: int) -> Any:
-        if is_sharded(old):
-            return Sharded(next(stepped[owner]), old.spec)
+        if isinstance(old, fs.Sharded):
+            return fs.Sharded(next(stepped[owner]), old.spec)
         if old is None:
             return None
         number = next(known[owner])
@@ -199,31 +201,38 @@ def _step_at_owners(tx: Optimizer, axes: Sequence[Axis], rows: Sequence[Row]) ->
     ]
 
 
-def _exchanged(send: Lists, receive: Lists, axis: Axis) -> Lists:
-    """Send each rank tensors of any dtypes, as bytes, and wait for those that are like `receive`."""
+def _device_of(leaf: fs.Sharded) -> torch.device:
+    """Find the device that computes with a leaf, perhaps another than the one that keeps it."""
+    transform: Any = leaf.spec.transform
+    storage = transform and transform.storage
+    return storage.compute_device if storage else leaf.local.device
+
+
+def _exchanged(send: Lists, receive: Lists, axis: fs.Axis, device: torch.device) -> Lists:
+    """Send each rank tensors of any dtypes, as bytes of a device, and wait for those that are like `receive`."""
     away, here = ([sum(tensor.nbytes for tensor in row) for row in rows] for rows in (send, receive))
-    device = next((tensor.device for row in (*send, *receive) for tensor in row), None)
-    flat = [tensor.contiguous().unsqueeze(-1).view(torch.uint8).flatten() for row in send for tensor in row]
+    flat = [tensor.contiguous().unsqueeze(-1).view(torch.uint8).flatten().to(device) for row in send for tensor in row]
     rows = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *flat])
-    served = _compat.group_devices(axis.group_name)
-    # Numbers that optimizers keep on the processor travel from the accelerator where nothing else does.
-    way = rows if rows.device.type in served else rows.to(min(served))
-    (landed,) = comm.all_to_all([way], away, here, axis, "whole")
-    parts = iter(landed.to(rows.device).split([like.nbytes for row in receive for like in row]))
+    (landed,) = fs.comm.all_to_all([rows], away, here, axis, "whole")
+    parts = iter(landed.split([like.nbytes for row in receive for like in row]))
     # A part may lie unaligned in what has landed, which it must not keep alive.
-    return [[next(parts).clone().view(like.dtype).view(like.shape) for like in row] for row in receive]
+    return [
+        [next(parts).to(like.device, copy=True).view(like.dtype).view(like.shape) for like in row] for row in receive
+    ]
 
 
-def _stepped(tx: Optimizer, grad: Any, leaf: Any, kept: Tree) -> Tree:
+def _stepped(tx: fs.Optimizer, grad: Any, leaf: Any, kept: Any) -> Any:
     """Step a leaf whose pieces are all here."""
     flat = flatten((leaf, kept))
-    full, values = unflatten(flat.treedef, [_full(value) if is_sharded(value) else value for value in flat.leaves])
+    full, values = unflatten(
+        flat.treedef, [_full(value) if isinstance(value, fs.Sharded) else value for value in flat.leaves]
+    )
     new, after = tx.update({"leaf": _full(grad)}, values, {"leaf": full})
-    stepped = leaves_of((new["leaf"], after))
+    stepped = flatten((new["leaf"], after)).leaves
     return unflatten(
         flat.treedef,
         [
-            Sharded(v.reshape(o.local.shape), o.spec) if is_sharded(o) else v
+            fs.Sharded(v.reshape(o.local.shape), o.spec) if isinstance(o, fs.Sharded) else v
             for o, v in zip(flat.leaves, stepped, strict=True)
         ],
     )
@@ -249,15 +258,15 @@ def assign(costs: Sequence[float], ranks: int) -> list[int]:
     return owners
 
 
-def _joined(pieces: Sequence[torch.Tensor], shard: Sharded, axis: Axis) -> Sharded:
+def _joined(pieces: Sequence[torch.Tensor], shard: fs.Sharded, axis: fs.Axis) -> fs.Sharded:
     """Put the pieces of an axis's ranks together; other axes may still split the result."""
     dim = shard.spec.dim_of(axis)
     assert dim is not None
     joined = torch.cat(list(pieces), dim).narrow(dim, 0, shard.spec.shared_out(dim, axis))
-    return Sharded(joined.contiguous(), shard.spec)
+    return fs.Sharded(joined.contiguous(), shard.spec)
 
 
-def _pieces(joined: torch.Tensor, shard: Sharded, axis: Axis) -> Sequence[torch.Tensor]:
+def _pieces(joined: torch.Tensor, shard: fs.Sharded, axis: fs.Axis) -> Sequence[torch.Tensor]:
     """Cut what `_joined` put together, and pad it at the end."""
     dim = shard.spec.dim_of(axis)
     assert dim is not None

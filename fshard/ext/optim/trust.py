@@ -1,0 +1,132 @@
+"""Steps as long as their leaves: scale_by_trust_ratio, lamb and lars."""
+
+from typing import Any
+
+import torch
+
+import fshard as fs
+from fshard.ext.optim.parts import Number, Rate, check_sums, decayed, promoted, scale_by_rate
+from fshard.extend import check_rates, leafwise
+
+
+def scale_by_trust_ratio(
+    trust_coefficient: Number = 1.0, eps: Number = 0.0, *, sums: str | None = None
+) -> fs.GradientTransformation:
+    """Scale each leaf's gradient to the length of the leaf, but where either has none.
+
+    Follows optax.scale_by_trust_ratio. The norms span ranks: one collective for each set of axes that some leaf is
+    split over. `lamb` and `lars` are made of it.
+
+    Args:
+        trust_coefficient: How long a gradient becomes, next to the leaf.
+        eps: Added to the norm of the gradient.
+        sums: As for `clip_by_global_norm`.
+
+    Returns:
+        The transformation; its state is empty.
+
+    Raises:
+        ValueError: if a number is out of range, or `sums` is another word.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.scale_by_trust_ratio()
+    >>> params, grads = {"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([0.0, 0.01])}
+    >>> tx.update(grads, tx.init(params), params)[0]
+    {'w': tensor([0., 5.])}
+    """
+    check_sums("scale_by_trust_ratio", sums)
+    check_rates("scale_by_trust_ratio", 0.0, trust_coefficient=trust_coefficient, eps=eps)
+
+    def trusted(grad: Any, _: Any, size: Any, length: Any, coefficient: Any, eps: Any) -> tuple[torch.Tensor]:
+        none = (size == 0) | (length == 0)
+        ratio = torch.where(none, 1.0, coefficient * size / torch.where(none, 1.0, length + eps))
+        return (grad * ratio.to(grad.dtype),)
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        # Of leaves and gradients in one collective.
+        norms = fs.leaf_norms((params, grads), sums=sums)
+        (grads,) = leafwise(trusted, grads, [grads], norms, (trust_coefficient, eps))
+        return grads, state
+
+    return fs.GradientTransformation(lambda params: (), update)
+
+
+def lamb(
+    lr: Rate,
+    betas: tuple[Number, Number] = (0.9, 0.999),
+    eps: Number = 1e-6,
+    *,
+    weight_decay: Number = 0.0,
+    sums: str | None = None,
+) -> fs.Optimizer:
+    """Adam whose step for each leaf is as long as the leaf, times the learning rate.
+
+    Follows You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (2020), and
+    optax.lamb. The norms span ranks: one collective for each set of axes that some leaf is split over.
+
+    Args:
+        lr: Learning rate: a number, a tensor of shape (), or a schedule of the number of updates made.
+        betas: How much stays of the averages of gradients and of their squares.
+        eps: Added to the root of the squares.
+        weight_decay: How much of the parameters is added to Adam's direction.
+        sums: As for `clip_by_global_norm`.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: if a number is out of range, or `sums` is another word; from init, if a leaf is no real floating
+            tensor.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.lamb(0.1)
+    >>> params = {"w": torch.tensor([3.0, 4.0])}
+    >>> new, _ = tx.update({"w": torch.tensor([1.0, 1.0])}, tx.init(params), params)
+    >>> fs.global_norm({"w": new["w"] - params["w"]})  # a tenth of the norm of w
+    tensor(0.5000)
+    """
+    check_sums("lamb", sums)
+    check_rates("lamb", lr, betas, eps=eps, weight_decay=weight_decay)
+    direction = promoted(), fs.scale_by_adam(betas, eps), decayed(weight_decay)
+    return fs.chain(*direction, scale_by_trust_ratio(sums=sums), fs.sgd(lr))
+
+
+def lars(
+    lr: Rate,
+    momentum: Number = 0.9,
+    *,
+    weight_decay: Number = 0.0,
+    trust_coefficient: Number = 0.001,
+    eps: Number = 0.0,
+    sums: str | None = None,
+) -> fs.Optimizer:
+    """SGD with momentum whose step for each leaf is in proportion to the leaf's norm.
+
+    Follows You et al., "Large Batch Training of Convolutional Networks" (2017), and optax.lars. The norms span ranks:
+    one collective for each set of axes that some leaf is split over.
+
+    Args:
+        lr: Learning rate: a number, a tensor of shape (), or a schedule of the number of updates made.
+        momentum: How much of the last step stays.
+        weight_decay: How much of the parameters is added to their gradients.
+        trust_coefficient: How long a step is, next to the leaf.
+        eps: Added to the norm of the gradient.
+        sums: As for `clip_by_global_norm`.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: if a number is out of range, or `sums` is another word; from init, if a leaf is no real floating
+            tensor.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.lars(1.0, momentum=0.0, trust_coefficient=0.1)
+    >>> params = {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update({"w": torch.tensor([100.0, 0.0])}, tx.init(params), params)[0]  # a step of a tenth of the norm of w
+    {'w': tensor([2.5000, 4.0000])}
+    """
+    check_sums("lars", sums)
+    check_rates("lars", lr, momentum=momentum, weight_decay=weight_decay, trust_coefficient=trust_coefficient, eps=eps)
+    trust = scale_by_trust_ratio(trust_coefficient, eps, sums=sums)
+    return fs.chain(promoted(), decayed(weight_decay), trust, scale_by_rate(lr), fs.sgd(1.0, momentum))
