@@ -9,6 +9,9 @@ SHOWN = 10
 LONGEST = 1000
 
 
+Wrong = Sequence[tuple[str, str, str]]
+
+
 class Problem(NamedTuple):
     """One leaf that is wrong: its path, what is there and what was expected."""
 
@@ -26,7 +29,7 @@ def short(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[len(text) - LONGEST // 2 + 5 :]}"
 
 
-def leaf_error(what: str, problems: Sequence[Problem], remedy: str) -> ValueError:
+def leaf_error(what: str, problems: Wrong, remedy: str) -> ValueError:
     """Collect the failing leaves in one error, as JAX's shard_map does.
 
     Args:
@@ -50,7 +53,7 @@ def leaf_error(what: str, problems: Sequence[Problem], remedy: str) -> ValueErro
     return ValueError("\n".join([what, *lines, f"To fix: {remedy.rstrip('.')}."]))
 
 
-def refuse(what: str, problems: Sequence[Problem], remedy: str, error: type[Exception] = ValueError) -> None:
+def refuse(what: str, problems: Wrong, remedy: str, error: type[Exception] = ValueError) -> None:
     """Raise the text of `leaf_error` if there are failing leaves."""
     if problems:
         raise error(str(leaf_error(what, problems, remedy)))

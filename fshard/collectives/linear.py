@@ -236,16 +236,19 @@ class _Running:
     reductions = 0
 
 
-def chained(chain: Chain) -> AbstractContextManager[None]:
+@contextmanager
+def chained(chain: Chain | None = None) -> Iterator[Chain]:
     """Tie the collectives that this rank's function calls inside the context.
 
     Args:
-        chain: What ties them.
+        chain: What ties them; None makes one.
 
-    Returns:
-        The context.
+    Yields:
+        It: its first token is an input of the graph, and its last one an output, to be differentiated with zeros.
     """
-    return _running_with("chain", chain)
+    chain = chain or Chain(lambda: None)
+    with _running_with("chain", chain):
+        yield chain
 
 
 def located() -> AbstractContextManager[None]:

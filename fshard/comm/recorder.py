@@ -44,10 +44,10 @@ class Watcher:
         """That buffer has landed."""
 
 
-W = TypeVar("W", bound=Watcher)
+W = TypeVar("W")
 
 
-class Watchers(list[Watcher]):
+class Watchers(list[Any]):
     """Those who are told of one rank's collectives."""
 
     def tell(self, moment: str, *args: Any) -> None:
@@ -145,7 +145,7 @@ def watched(watcher: W) -> Iterator[W]:
     """Tell a watcher of this thread's collectives inside the context, those of a backward pass included.
 
     Args:
-        watcher: The one that is told.
+        watcher: The one that is told: a Watcher, or another object with its methods.
 
     Yields:
         The watcher.

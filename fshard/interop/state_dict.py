@@ -403,7 +403,7 @@ def read_leaves(
     entries = {f"{name} {i}": f"{entry}{entry.mark}" for name in found for i, entry in enumerate(found[name])}
     agree(label, entries | {name: layout_of(leaf) for name, leaf in needed.items()} | {"(cast)": repr(cast)})
     check_flags(label, cast=cast)
-    refuse(f"{label}: leaves do not fit", sorted(problems, key=lambda p: order[p.path]), remedy)
+    refuse(f"{label}: leaves do not fit", sorted(problems, key=lambda p: order[p[0]]), remedy)
     made = {}
     with raise_on_all_ranks(label):
         for name, leaf in needed.items():

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fshard as fs
-from fshard.extend import Problem, describe, expect, flatten, local_piece, refuse, unflatten
+from fshard.extend import describe, expect, flatten, local_piece, refuse, unflatten
 
 
 class WholeState(NamedTuple):
@@ -74,7 +74,7 @@ def whole(tx: fs.Optimizer) -> fs.Optimizer:
         each = zip(flat.paths, leaves, states, strict=True)
         late = [path for path, leaf, kept in each if _is_trained(leaf) and kept is None]
         # An optimizer may keep nothing for any leaf.
-        problems = [Problem(path, "none", "a state") for path in late if any(kept is not None for kept in states)]
+        problems = [(path, "none", "a state") for path in late if any(kept is not None for kept in states)]
         refuse("whole: leaves were frozen until now", problems, "make the state anew by fs.TrainState.create")
         travelling: dict[tuple[fs.Axis, ...], list[tuple[int, Any]]] = {}
         for i, grad in enumerate(flatten(grads).leaves):

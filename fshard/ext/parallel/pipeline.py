@@ -14,7 +14,7 @@ import fshard as fs
 from fshard.ext import _compat
 from fshard.ext.parallel.scheduled import Parts, Run, Stage, scheduled
 from fshard.ext.parallel.ticks import SCHEDULES
-from fshard.extend import calling, check_axis, check_leaves, describe, expect, flatten, sum_dtype, unflatten
+from fshard.extend import calling, check_axis, describe, expect, flatten, refuse, sum_dtype, unflatten
 
 REDUCTIONS = ("mean", "sum", "weighted")
 
@@ -201,7 +201,12 @@ def _check_split(parts: Parts, flat: Any) -> None:
         return None
 
     remedy = f"shard what stages own by a composition with split_dim over {axis.name!r}, and the rest without"
-    check_leaves(f"pipeline over {axis.name!r}: leaves do not fit", flat, misfit, remedy)
+    refuse(f"pipeline over {axis.name!r}: leaves do not fit", _problems(flat, misfit), remedy)
+
+
+def _problems(flat: Any, misfit: Callable[[Any], tuple[str, str] | None]) -> list[tuple[str, str, str]]:
+    rows = zip(flat.paths, flat.leaves, strict=True)
+    return [(path, *found) for path, leaf in rows if (found := misfit(leaf)) is not None]
 
 
 def _check_shapes(parts: Parts, flat: Any) -> None:
@@ -212,7 +217,8 @@ def _check_shapes(parts: Parts, flat: Any) -> None:
         return None if fits or leaf is None else (describe(leaf), f"a multiple of {parts.microbatches} rows")
 
     what = f"pipeline: the batch cannot be cut in {parts.microbatches} microbatches"
-    check_leaves(what, flat, misfit, "pass tensors of as many rows, or another number of microbatches")
+    remedy = "pass tensors of as many rows, or another number of microbatches"
+    refuse(what, _problems(flat, misfit), remedy)
 
 
 def _refuse_derivatives(parts: Parts, flat: Any, batch: tuple[Any, ...]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import fshard as fs
 from fshard.ext.parallel.ticks import Op, Tick, receiver, ticks
-from fshard.extend import Chain, chained, custom_call, describe, expect, walked
+from fshard.extend import chained, custom_call, describe, expect
 
 
 class Parts(NamedTuple):
@@ -165,8 +165,7 @@ class Run:
     def _forward(self, op: Op, place: int, backward: bool) -> list[torch.Tensor]:
         """Run a virtual stage forwards; returns its output, or the loss and count of the last one."""
         h, params = None, self._rebuild(self._leaves[op.chunk])
-        chain = Chain(lambda: None)
-        with chained(chain):
+        with chained() as chain:
             if place:
                 h = self._inbox.pop(op)()
                 if backward:
@@ -258,9 +257,13 @@ def _refuse_others(out: torch.Tensor, starts: Sequence[torch.Tensor]) -> None:
     """Refuse tensors that a stage closes over and that require a gradient, which nobody would compute."""
     edge = torch.autograd.graph.get_gradient_edge
     known = {edge(start).node for start in starts if start.requires_grad}
-    begin = [] if out.grad_fn is None else [out.grad_fn]
-    nodes = walked(begin, lambda node: [other for other, _ in node.next_functions if other is not None])
-    alone = not any(hasattr(node, "variable") and node not in known for node in nodes)
+    waiting: list[Any] = [out.grad_fn]
+    seen: set[Any] = {None}
+    while waiting:
+        if (node := waiting.pop()) not in seen:
+            seen.add(node)
+            waiting += [other for other, _ in node.next_functions]
+    alone = not any(hasattr(node, "variable") and node not in known for node in seen)
     remedy = 'pass it in params, or take schedule="gpipe"'
     expect(
         alone, "pipeline", "stages to compute with params and h", "a closure's tensor that requires a gradient", remedy

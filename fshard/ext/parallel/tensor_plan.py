@@ -1,12 +1,13 @@
 """Plans of tensor parallelism: the style of each submodule, the dims that it splits, and the checks of both."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import nn
 
 import fshard as fs
-from fshard.extend import Problem, expect, matches, refuse
+from fshard.extend import expect, refuse
 
 WHAT = "tensor_parallel"
 # By style the dim of each parameter that is split.
@@ -65,9 +66,9 @@ def plan_of(module: nn.Module, axis: fs.Axis, given: Any, divide: str | Sequence
     counts = _counts(module, styles, divide)
     dims = _dims(module, styles)
     problems = [
-        *(Problem(path, *found) for path, style in styles.items() if (found := _misfit(module, path, style, axis))),
-        *(Problem(name, str(n), f"a multiple of {axis.size}") for name, n in counts.items() if n % axis.size),
-        *(Problem(path, f"one inside {around!r}", "a 'gather' outside of others") for path, around in _nested(styles)),
+        *((path, *found) for path, style in styles.items() if (found := _misfit(module, path, style, axis))),
+        *((name, str(n), f"a multiple of {axis.size}") for name, n in counts.items() if n % axis.size),
+        *((path, f"one inside {around!r}", "a 'gather' outside of others") for path, around in _nested(styles)),
         *_tied(module, dims),
     ]
     refuse(f"{WHAT}: the plan does not fit the module", problems, "change the plan, or the sizes of the module")
@@ -85,7 +86,7 @@ def _styles(module: nn.Module, plan: Any) -> dict[str, Style]:
         whole = type(style[1]) is int and style[1] > 0
         fits = isinstance(style[0], str) and style[0] in STYLES and whole and (style[1] == 1 or style[0] == "column")
         expect(fits, WHAT, f"plan[{pattern!r}] to be one of {STYLES}, or ('column', k)", f"{given!r:.60}")
-        paths = [path for path, _ in module.named_modules() if path and matches(pattern, path)]
+        paths = [path for path, _ in module.named_modules() if path and fnmatchcase(path, pattern)]
         expect(paths, WHAT, f"plan[{pattern!r}] to match a submodule", "no match", "name some of named_modules()")
         for path in paths:
             before = patterns.setdefault(path, pattern)
@@ -107,14 +108,14 @@ def _counts(module: nn.Module, styles: Mapping[str, Style], divide: Any) -> dict
         if type(value) is int
     }
     for pattern in patterns:
-        found = any(matches(pattern, name) for name in numbers)
+        found = any(fnmatchcase(name, pattern) for name in numbers)
         expect(found, WHAT, "divide to match attributes that are whole numbers", f"{pattern!r}, which matches none")
     around = {path.rpartition(".")[0] for path, style in styles.items() if style.name == "column"}
     heads = [name for name in numbers if name.rpartition(".")[0] in around and name.rpartition(".")[2] in HEADS]
     remedy = "pass divide=, or divide=() where the forward takes the number of heads from shapes"
     told = divide is not None or not heads
     expect(told, WHAT, f"divide to say whether {', '.join(heads[:3])} count what is split", "None", remedy)
-    return {name: value for name, value in numbers.items() if matches(tuple(patterns), name)}
+    return {name: value for name, value in numbers.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
 def _dims(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, int | None]:
@@ -154,11 +155,11 @@ def _nested(styles: Mapping[str, Style]) -> Iterator[tuple[str, str]]:
     return ((path, around) for path in gathers for around in gathers if path.startswith(f"{around}."))
 
 
-def _tied(module: nn.Module, dims: Mapping[str, int | None]) -> Iterator[Problem]:
+def _tied(module: nn.Module, dims: Mapping[str, int | None]) -> Iterator[tuple[str, str, str]]:
     """Find parameters that one place splits otherwise than another one uses them."""
     first: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(parameter), name)
         if dims[name] != dims[other]:
             ways = ["whole" if dims[key] is None else f"split by dim {dims[key]}" for key in (name, other)]
-            yield Problem(name, ways[0], f"it {ways[1]}, as {other}, to which it is tied")
+            yield (name, ways[0], f"it {ways[1]}, as {other}, to which it is tied")

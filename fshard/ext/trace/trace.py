@@ -14,7 +14,7 @@ import fshard as fs
 from fshard.ext import _compat
 from fshard.ext.trace.events import Event, Timeline, offsets, packed, unpacked
 from fshard.ext.trace.report import Report
-from fshard.extend import Watcher, everyone, expect, ranks_of, watched
+from fshard.extend import everyone, expect, ranks_of, watched
 
 # Nanoseconds between two reads of the memory, which take longer than all else that is noted of a collective.
 SAMPLING = 5_000_000
@@ -56,7 +56,7 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-class Trace(Watcher):
+class Trace:
     """The record of this rank, which `report` puts together with those of the others."""
 
     def __init__(self) -> None:
