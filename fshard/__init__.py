@@ -72,7 +72,6 @@ from fshard.outermost import (
     unshard,
     update,
 )
-from fshard.plan import plan
 from fshard.random import fold_in, sample_ids
 from fshard.remat import remat
 from fshard.transforms import (
@@ -104,6 +103,7 @@ if TYPE_CHECKING:
     from fshard.ext.parallel.tensor import tensor_parallel
     from fshard.ext.parallel.ulysses import ulysses
     from fshard.ext.parallel.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
+    from fshard.ext.plan.plan import plan
     from fshard.ext.quantize import quantize
     from fshard.ext.trace.trace import trace
 

@@ -8,6 +8,8 @@
 - `describe`: says what a value is, for an error.
 - `expect`: refuses an argument unless it is as expected.
 - `everyone`: shows every rank of some axes what each of them says.
+- `fake_axes`: axes of any sizes whose groups cannot communicate, to trace with.
+- `fake_maker`: makes tensors without values, to trace with.
 - `flatten`, `unflatten`: the leaves of a tree with their paths and specs, and the tree of other leaves.
 - `FullyShard`: the transform of `fully_shard`, for one that sends otherwise.
 - `leaf_means`: means over a dim of whole leaves, however they are split.
@@ -15,14 +17,17 @@
 - `local_piece`: cuts this rank's shard out of a full tensor.
 - `ranks_of`: all ranks of a mesh, or of this run, as one axis.
 - `refuse`: refuses the leaves that are wrong, if there are any.
+- `select`: finds the submodules that a rule of units selects.
 - `sum_dtype`: the dtype in which gradients of a leaf are added up.
 - `watched`: tells an object with four methods when collectives start, are waited for and land.
 """
 
+from fshard._compat import fake_maker
 from fshard.collectives import chained, custom_call
-from fshard.comm import calling, everyone, watched
+from fshard.comm import calling, everyone, fake_axes, watched
 from fshard.errors import expect, refuse
 from fshard.mesh import ranks_of
+from fshard.modules import select
 from fshard.optim.leaves import leafwise
 from fshard.optim.norms import leaf_means
 from fshard.optim.rates import check_rates
@@ -42,12 +47,15 @@ __all__ = [
     "describe",
     "everyone",
     "expect",
+    "fake_axes",
+    "fake_maker",
     "flatten",
     "leaf_means",
     "leafwise",
     "local_piece",
     "ranks_of",
     "refuse",
+    "select",
     "sum_dtype",
     "unflatten",
     "watched",

@@ -14,6 +14,7 @@ MODULES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard", "lars"): "fshard.ext.optim.trust",
         ("fshard", "moe"): "fshard.ext.parallel.moe",
         ("fshard", "pipeline"): "fshard.ext.parallel.pipeline",
+        ("fshard", "plan"): "fshard.ext.plan.plan",
         ("fshard", "quantize"): "fshard.ext.quantize",
         ("fshard", "ring_attention"): "fshard.ext.parallel.attention",
         ("fshard", "ring_positions"): "fshard.ext.parallel.attention",
@@ -25,6 +26,7 @@ MODULES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard", "vocab_parallel_cross_entropy"): "fshard.ext.parallel.vocabulary",
         ("fshard", "vocab_parallel_embedding"): "fshard.ext.parallel.vocabulary",
         ("fshard", "whole"): "fshard.ext.optim.whole",
+        ("fshard.testing", "assert_budget"): "fshard.ext.plan.budget",
         ("fshard.testing", "assert_same_bits"): "fshard.ext.same_bits",
     }
 )

@@ -34,7 +34,6 @@ ROOMS = (
     "update",
     "optim",
     "jit",
-    "plan",
     "interop",
     "checkpoint",
     "testing",

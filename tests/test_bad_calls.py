@@ -23,7 +23,7 @@ from torch import nn
 import fshard as fs
 from fshard import checkpoint, testing
 from fshard.errors import short
-from fshard.plan import Rates
+from fshard.ext.plan import Rates
 from fshard.tree.checks import mark_donated
 
 # Refused calls that must be clear, of 100.

@@ -80,7 +80,6 @@ from fshard._compat.threads import (
 )
 from fshard._compat.tracing import (
     RESHAPES,
-    TO_COPY,
     WAIT_TENSOR,
     Argument,
     arguments_of,

@@ -26,7 +26,6 @@ WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
 # The operators that tensor.view() and tensor.reshape() end in. Checked on 2.13.
 RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 # What tensor.to() becomes. Checked on 2.13.
-TO_COPY = torch.ops.aten._to_copy.default
 
 
 # Operators and torch's own functions, which read their arguments without a schema. Checked on 2.13.

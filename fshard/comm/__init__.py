@@ -9,7 +9,7 @@ from fshard.comm.collective import (
     all_gather,
     all_reduce,
     all_to_all,
-    planned,
+    fake_axes,
     rank,
     reduce_scatter,
     serves_host,

@@ -7,6 +7,9 @@ from torch.autograd import forward_ad
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+# A copy to another dtype or device, and what views what nobody else has.
+TO_COPY = torch.ops.aten._to_copy.default
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

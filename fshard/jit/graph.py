@@ -1,6 +1,6 @@
 """make_graph: a function's graph to read, with what it sends and what memory it takes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -8,10 +8,11 @@ from torch.fx import Node
 
 from fshard import _compat, comm
 from fshard.jit.jit import Jitted
-from fshard.jit.memory import held_bytes
+from fshard.jit.memory import lifetimes
 from fshard.jit.passes import clean, placeholders, results, sent_by
 from fshard.jit.signature import aval, flat_arguments
 from fshard.jit.trace import Traced, trace
+from fshard.tree import unflatten
 from fshard.tree.checks import check_function
 
 
@@ -19,12 +20,14 @@ class Moment(NamedTuple):
     """One operator of a graph, when it runs.
 
     Attributes:
+        node: Its node in the graph.
         name: The node's name.
         operator: What it runs.
         bytes: Bytes that are held while it runs, beyond the arguments.
         collective: What it sends, if anything.
     """
 
+    node: Node
     name: str
     operator: str
     bytes: int
@@ -35,16 +38,21 @@ class StepGraph:
     """A traced function, as `make_graph` returns it.
 
     Attributes:
-        module: The torch.fx.GraphModule.
+        module: The torch.fx.GraphModule, each of whose inputs is a tensor of the arguments, in their order.
+        results: What the function returns, with nodes of the graph in the place of tensors.
+        memory: When each storage is taken and freed.
         moments: Its operators in their order.
     """
 
     def __init__(self, traced: Traced) -> None:
         """Look at what was traced."""
         self.module = traced.graph
+        self.memory = lifetimes(self.module.graph)
         self._paths = dict(zip(placeholders(self.module.graph), traced.paths, strict=True))
-        out_paths = [path for path, out in zip(traced.out_paths, traced.outputs, strict=True) if out is not None]
-        self._results = dict(zip(results(self.module.graph), out_paths, strict=True))
+        rest = iter(results(self.module.graph))
+        nodes = [None if out is None else next(rest) for out in traced.outputs]
+        self.results = unflatten(traced.treedef, nodes)
+        self._results = dict(zip(nodes, traced.out_paths, strict=True))
         self.moments = list(self._run())
 
     def collectives(self) -> comm.Record:
@@ -69,8 +77,16 @@ class StepGraph:
     __repr__ = __str__
 
     def _run(self) -> Iterator[Moment]:
-        for node, nbytes in held_bytes(self.module.graph):
-            yield Moment(node.name, operator_name(node), nbytes, sent_by(node))
+        held: dict[Hashable, int] = {}
+        total = 0
+        for node in self.module.graph.nodes:
+            for name, nbytes in self.memory.taken[node].items():
+                total += nbytes - held.get(name, 0)
+                held[name] = nbytes
+            if node.op == "call_function":
+                yield Moment(node, node.name, operator_name(node), total, sent_by(node))
+            for name in self.memory.freed.get(node, ()):
+                total -= held.pop(name, 0)
 
     def _lines(self) -> Iterator[str]:
         sent = f"{len(self.collectives())} collectives, {self.bytes_sent():.0f} bytes sent"
@@ -107,25 +123,13 @@ def make_graph(f: Callable[..., Any]) -> Callable[..., StepGraph]:
     check_function("make_graph", f)
 
     def run(*args: Any, **kwargs: Any) -> StepGraph:
-        return StepGraph(traced_as_run(f, args, kwargs, "make_graph"))
+        if isinstance(f, Jitted):
+            return StepGraph(f.graph_for(args, kwargs))
+        traced = trace(flat_arguments(args, kwargs, ()), lambda tree: f(*tree[0], **tree[1]), "make_graph")
+        clean(traced.graph)
+        return StepGraph(traced)
 
     return run
-
-
-def traced_as_run(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], what: str) -> Traced:
-    """Trace a function as its operators will run: where it is jitted, up to the graph that its backend is given.
-
-    Args:
-        f: As for `make_graph`.
-        args: Its arguments by position.
-        kwargs: Those by name.
-        what: Who asks, for errors.
-    """
-    if isinstance(f, Jitted):
-        return f.graph_for(args, kwargs)
-    traced = trace(flat_arguments(args, kwargs, ()), lambda tree: f(*tree[0], **tree[1]), what)
-    clean(traced.graph)
-    return traced
 
 
 def operator_name(node: Node) -> str:

@@ -78,28 +78,6 @@ def lifetimes(graph: Graph) -> Lifetimes:
     return Lifetimes(storages, given, taken, freed, flights)
 
 
-def held_bytes(graph: Graph) -> Iterator[tuple[Node, int]]:
-    """Walk through a graph.
-
-    Args:
-        graph: The graph, with results that have no values.
-
-    Yields:
-        Each operator with the bytes that are held while it runs, beyond inputs and constants.
-    """
-    life = lifetimes(graph)
-    held: Storages = {}
-    total = 0
-    for node in graph.nodes:
-        for name, nbytes in life.taken[node].items():
-            total += nbytes - held.get(name, 0)
-            held[name] = nbytes
-        if node.op == "call_function":
-            yield node, total
-        for name in life.freed.get(node, ()):
-            total -= held.pop(name, 0)
-
-
 def storages_of(nodes: Sequence[Node]) -> dict[Node, Storages]:
     """For each node the storages that its results lie in."""
     found: dict[Node, Storages] = {}

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from fshard import extensions
-from fshard.testing.budget import assert_budget
 from fshard.testing.compare import Match, assert_matches_ddp, assert_trees_close, check_pure
 from fshard.testing.optimizers import check_optimizer
 from fshard.testing.spmd import spmd
@@ -12,6 +11,7 @@ from fshard.testing.varying import check_varying
 from fshard.testing.workers import RankError, Workers
 
 if TYPE_CHECKING:
+    from fshard.ext.plan.budget import assert_budget
     from fshard.ext.same_bits import assert_same_bits
 
 __getattr__ = extensions.resolver(__name__)

@@ -11,8 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fshard as fs
 from fshard import comm
-from fshard.comm.collective import EXCHANGE_BYTES, PACK_BYTES
-from fshard.plan.plan import _fake_axes
+from fshard.comm.collective import EXCHANGE_BYTES, PACK_BYTES, fake_axes
 from tests.comm.algorithms import ALGORITHMS, sent_by
 from tests.ranks import my_rank, on_ranks
 from tests.trees import as_bytes, assert_same_bits, normal, one_axis
@@ -263,7 +262,7 @@ FAKE_CALLS = {
 @pytest.mark.parametrize("algorithm", ALGORITHMS[1:])
 @pytest.mark.parametrize("name", FAKE_CALLS)
 def test_fake_tensors_need_no_ranks(name, algorithm):
-    with sent_by(algorithm), _fake_axes({"shard": 3}, {"shard": 1}, "gloo") as axes:
+    with sent_by(algorithm), fake_axes("test", {"shard": 3}, {"shard": 1}, "gloo") as axes:
         collective, shapes, expected = FAKE_CALLS[name]
         with FakeTensorMode():
             outputs = collective([torch.ones(shape).bfloat16() for shape in shapes], axes["shard"], "test")

@@ -7,7 +7,6 @@ import fshard as fs
 from fshard.testing import assert_trees_close, check_varying
 from fshard.tree import flatten, is_sharded
 from tests.bad_input import text_of
-from tests.plan.test_record import assert_exact
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal
 
@@ -238,16 +237,3 @@ def test_wrong_uses_are_refused():
         'sums="tree": expected fully_shard, replicate, split_dim, casts and offload, got own_dim; take a strategy '
         'without it, or leave out sums="tree"'
     )
-
-
-def test_the_plan_is_the_recorded_step():
-    def make(mesh):
-        state = fs.TrainState.create(fs.shard(initial(), STRATEGIES["inside, by the same dim"](mesh)), fs.adamw(0.1))
-        return state, (*[torch.ones(8, WIDTH, dtype=torch.float64)] * 2,)
-
-    def step(state, x, y):
-        axis = state.params["experts"]["up"].spec.owned[0]
-        loss, grads = fs.value_and_grad(loss_fn)(state.params, x, y, axis)
-        return fs.update(fs.adamw(0.1), state, grads), loss
-
-    assert_exact(lambda mesh: (step, *make(mesh)), {"shard": 2, "expert": 2})

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import fshard as fs
-from fshard.plan.plan import _fake_axes
+from fshard.extend import fake_axes
 from fshard.testing import assert_trees_close, check_varying
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal
@@ -251,7 +251,7 @@ def test_one_process_needs_no_axis():
 def test_bad_arguments_are_refused():
     logits, x = torch.randn(4, 6), torch.ones(4, 2)
     routing = fs.moe.route(logits)
-    with _fake_axes({"expert": 4}, {"expert": 0}, "gloo") as axes:
+    with fake_axes("test", {"expert": 4}, {"expert": 0}, "gloo") as axes:
         for call, text in (
             (lambda: fs.moe.route(torch.ones(2, 3, 4)), "route: expected logits of shape (tokens, experts), got"),
             (lambda: fs.moe.route(logits, 7), "route: expected k to be from 1 to 6, got 7"),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fshard as fs
-from fshard.plan.plan import _fake_axes
+from fshard.extend import fake_axes
 from fshard.testing import assert_trees_close, check_varying, spmd
 from tests.ranks import on_ranks
 from tests.test_processes import ROOT
@@ -281,7 +281,7 @@ def test_llama_of_transformers():
 @contextmanager
 def one_rank_of(ranks):
     """The first rank of an axis, which has nobody to send to."""
-    with _fake_axes({"tp": ranks}, {"tp": 0}, "gloo") as axes:
+    with fake_axes("test", {"tp": ranks}, {"tp": 0}, "gloo") as axes:
         yield axes["tp"]
 
 

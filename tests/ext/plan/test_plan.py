@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 import fshard as fs
-from fshard.plan import Bytes, Rates
+from fshard.ext.plan import Bytes, Rates
 from fshard.testing import assert_budget
+from tests.ext.plan.models import Case, Masked, prepared
 from tests.jit.steps import refused
-from tests.plan.models import Case, Masked, prepared
 from tests.ranks import on_ranks
 
 
@@ -219,6 +219,14 @@ def test_a_shard_that_does_not_fit_its_spec_is_refused():
         match=re.escape("['w']: expected a local tensor of shape (8, 256), got a local tensor of shape (7, 256)"),
     ):
         fs.plan(lambda p: p, {"w": fs.Sharded(torch.zeros(7, 256), spec)}, mesh={"shard": 4})
+
+
+def test_a_state_that_was_donated_is_refused():
+    step, state, batch = prepared(Case("zero3"), one_rank())
+    step(state, *batch)
+    remedy = "pass what a step returned for a state that it was donated"
+    with pytest.raises(ValueError, match=rf"(?s)got a local tensor of shape \(0,\).*{remedy}"):
+        fs.plan(step, state, *batch, mesh={"shard": 4})
 
 
 def test_optimizers_that_ask_for_their_counts_are_planned():

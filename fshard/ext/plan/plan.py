@@ -1,26 +1,21 @@
 """plan: the cost of a step on a mesh of any size, found in one process without running it."""
 
 import math
-import uuid
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import GraphModule, Node
 
-from fshard import _compat, comm
-from fshard.errors import expect
-from fshard.jit.graph import operator_name, traced_as_run
-from fshard.jit.memory import Lifetimes, lifetimes
-from fshard.jit.passes import is_view, placeholders, results, sent_by
-from fshard.plan.report import Bytes, Moment, Plan, Rates, check_rates, flops_of, unit_of
-from fshard.transforms import transform_state
-from fshard.transforms.compose import layout_axes
-from fshard.tree import Axis, Sharded, Tree, flatten, is_sharded, rebuilt, tree_map, unflatten
-from fshard.tree.checks import check_leaves, check_local, describe
+import fshard as fs
+from fshard import comm
+from fshard.ext import _compat
+from fshard.ext.plan.report import Bytes, Moment, Plan, Rates, check_rates, flops_of, unit_of
+from fshard.extend import describe, expect, fake_axes, fake_maker, flatten, refuse, unflatten
 
 Sent = Mapping[Node, comm.Collective]
 # Names of units by the storages.
@@ -86,39 +81,16 @@ def plan(
     expect(backend in BACKENDS, "plan", f"backend to be one of {BACKENDS}", repr(backend))
     expect(callable(step), "plan", "step to be a function of (state, *batch)", describe(step))
     _check_axes((state, *batch), mesh)
-    with _fake_axes(mesh, place, backend) as axes:
-        fake, move = _compat.fake_maker(symbols=True), _mover(axes)
+    with fake_axes("plan", mesh, place, backend) as axes:
+        fake, move = fake_maker(symbols=True), _mover(axes)
         args = tuple(_laid_out(argument, fake, move) for argument in (state, *batch))
-        traced = traced_as_run(step, args, {}, "plan")
-        graph = traced.graph.graph
-        inputs = [use or "inputs" for use, leaf in uses_of(args) if is_sharded(leaf) or isinstance(leaf, torch.Tensor)]
-        outputs = [use for use, out in uses_of(unflatten(traced.treedef, traced.outputs)) if out is not None]
-        of_results = {node: use for node, use in zip(results(graph), outputs, strict=True) if use}
-        known = of_results | dict(zip(placeholders(graph), inputs, strict=True))
-        life = lifetimes(graph)
-        arguments, moments = timeline_of(graph, life, known)
-        seconds, waiting = step_seconds(moments, life, rates)
+        graph = fs.make_graph(step)(*args)
+        inputs = [use or "inputs" for use, leaf in uses_of(args) if isinstance(leaf, fs.Sharded | torch.Tensor)]
+        of_inputs = zip(graph.module.graph.find_nodes(op="placeholder"), inputs, strict=True)
+        known = {node: use for use, node in uses_of(graph.results) if use and node is not None} | dict(of_inputs)
+        arguments, moments = timeline_of(graph, known)
+        seconds, waiting = step_seconds(moments, graph.memory, rates)
         return Plan(dict(mesh), place, arguments, list(moments.values()), seconds, waiting, rates)
-
-
-@contextmanager
-def _fake_axes(sizes: Mapping[str, int], place: Mapping[str, int], backend: str) -> Iterator[dict[str, Axis]]:
-    """Let there be axes to trace with, whose groups cannot communicate, and no others to send over."""
-    # Names of their own keep them from being taken for real groups.
-    axes = {name: Axis(name, size, f"fake {name} {uuid.uuid4().hex}") for name, size in sizes.items()}
-    groups = {axis.group_name: (place[name], axis.size) for name, axis in axes.items()}
-
-    def check(axis: Axis) -> None:
-        found = f"{axis.name!r} of {axis.size} ranks, which the step closes over"
-        remedy = "pass axes as arguments, or read them from the state's leaves, as leaf.spec.axes"
-        expect(axis in axes.values(), "plan", "axes of the planned mesh", found, remedy)
-
-    token = comm.planned.set(check)
-    try:
-        with _compat.fake_process_groups(groups, backend):
-            yield axes
-    finally:
-        comm.planned.reset(token)
 
 
 def _coordinates(mesh: Any, rank: Any) -> dict[str, int]:
@@ -136,71 +108,88 @@ def _coordinates(mesh: Any, rank: Any) -> dict[str, int]:
     return place
 
 
+def _problems(
+    paths: Sequence[str], leaves: Sequence[Any], misfit: Callable[[Any], tuple[str, str] | None]
+) -> list[tuple[str, str, str]]:
+    return [(path, *found) for path, leaf in zip(paths, leaves, strict=True) if (found := misfit(leaf)) is not None]
+
+
 def _check_axes(args: Sequence[Any], mesh: Mapping[str, int]) -> None:
     """Refuse leaves that do not match their specs, and a mesh whose axes are not those that leaves live on."""
     flat = flatten(tuple(args))
-    check_local("plan", flat)
-    leaves = [leaf for leaf in flat.leaves if is_sharded(leaf)]
-    remedy = "make it by fs.shard"
-    expect(leaves, "plan", "the state of a step", "arguments without a Sharded leaf", remedy)
+
+    def misfit(leaf: Any) -> tuple[str, str] | None:
+        fits = not isinstance(leaf, fs.Sharded) or leaf.local.shape == leaf.spec.local_shape
+        found = "" if fits else f"a local tensor of shape {tuple(leaf.local.shape)}"
+        return None if fits else (found, f"a local tensor of shape {leaf.spec.local_shape}")
+
+    remedy = "keep a leaf's shape when mapping over it, and pass what a step returned for a state that it was donated"
+    refuse("plan: shards do not match their specs", _problems(flat.paths, flat.leaves, misfit), remedy)
+    leaves = [leaf for leaf in flat.leaves if isinstance(leaf, fs.Sharded)]
+    expect(leaves, "plan", "the state of a step", "arguments without a Sharded leaf", "make it by fs.shard")
     names = {axis.name for leaf in leaves for axis in _axes_of(leaf)}
     found, needed = (", ".join(map(repr, sorted(axes))) or "none" for axes in (mesh, names))
     remedy = "give each a size, or make the state with a strategy of other axes"
     expect(names == set(mesh), "plan", f"mesh to have the state's axes, {needed}", found, remedy)
 
 
-def _axes_of(leaf: Sharded) -> list[Axis]:
+def _axes_of(leaf: fs.Sharded) -> list[fs.Axis]:
     transform: Any = leaf.spec.transform
-    return [*leaf.spec.axes, *(layout_axes(transform) if transform else ())]
+    return [*leaf.spec.axes, *(transform.axes if transform else ())]
 
 
 def _laid_out(argument: Any, fake: Callable[[torch.Tensor], torch.Tensor], move: Callable[[Any], Any]) -> Any:
     """Lay an argument of a step out on another mesh: its axes in all specs, and tensors without values."""
-    if (states := getattr(argument, "transform_state", None)) is not None:
-        # It has a row for each rank of the mesh.
-        argument = argument._replace(transform_state=None)
     flat = flatten(argument)
     leaves = list(flat.leaves)
     for i, leaf in enumerate(leaves):
-        if is_sharded(leaf):
+        if isinstance(leaf, fs.Sharded):
             spec = move(leaf.spec)
-            leaves[i] = Sharded(fake(torch.empty(spec.local_shape, dtype=leaf.local.dtype, device="meta")), spec)
+            leaves[i] = fs.Sharded(fake(torch.empty(spec.local_shape, dtype=leaf.local.dtype, device="meta")), spec)
         elif isinstance(leaf, torch.Tensor):
             leaves[i] = fake(leaf.detach())
-        elif isinstance(leaf, Axis):
+        elif isinstance(leaf, fs.Axis):
             leaves[i] = move(leaf)
     argument = unflatten(flat.treedef, leaves)
 
     def misfit(leaf: Any) -> tuple[str, str] | None:
-        kept = [axis for axis in _axes_of(leaf) if move(axis) is not axis] if is_sharded(leaf) else []
+        kept = [axis for axis in _axes_of(leaf) if move(axis) is not axis] if isinstance(leaf, fs.Sharded) else []
         found = [f"a transform that communicates over {axis.name!r} of {axis.size} ranks still" for axis in kept]
         return (found[0], "an axis in a field") if found else None
 
     remedy = "keep an Axis as a field of the dataclass"
-    check_leaves("plan: transforms cannot be moved", flat._replace(leaves=leaves), misfit, remedy)
-    if states is not None:
-        argument = argument._replace(transform_state=tree_map(fake, transform_state(argument.params)))
+    refuse("plan: transforms cannot be moved", _problems(flat.paths, leaves, misfit), remedy)
+    if getattr(argument, "transform_state", None) is not None:
+        # It has a row for each rank of the mesh.
+        argument = argument._replace(transform_state=fs.tree_map(fake, fs.transform_state(argument.params)))
     return argument
 
 
-def _mover(axes: Mapping[str, Axis]) -> Callable[[Any], Any]:
+def _mover(axes: Mapping[str, fs.Axis]) -> Callable[[Any], Any]:
     """Make a function that puts axes in the place of others of their names, in all fields of dataclasses."""
     # By identity, with each value kept alive: leaves share their transforms.
     seen: dict[int, tuple[Any, Any]] = {}
 
     def move(value: Any) -> Any:
-        if isinstance(value, Axis):
+        if isinstance(value, fs.Axis):
             return axes.get(value.name, value)
-        if id(value) in seen:
-            return seen[id(value)][1]
-        moved = rebuilt(value, move)
-        seen[id(value)] = value, moved
-        return moved
+        if id(value) not in seen:
+            seen[id(value)] = value, moved(value)
+        return seen[id(value)][1]
+
+    def moved(value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(move, value))
+        if not is_dataclass(value) or isinstance(value, type):
+            return value
+        old = {part.name: getattr(value, part.name) for part in fields(value) if part.init}
+        changed = {name: new for name, part in old.items() if (new := move(part)) is not part}
+        return replace(value, **changed) if changed else value
 
     return move
 
 
-def uses_of(trees: Tree) -> Iterator[tuple[str | None, Any]]:
+def uses_of(trees: Any) -> Iterator[tuple[str | None, Any]]:
     """List the leaves of a step's arguments or results, each with its use; None where it is no field of a state."""
     uses = {"params": "parameters", "opt_state": "optimizer_state", "transform_state": "optimizer_state"}
     for tree in trees if type(trees) is tuple else (trees,):
@@ -209,19 +198,19 @@ def uses_of(trees: Tree) -> Iterator[tuple[str | None, Any]]:
                 yield uses.get(name), leaf
 
 
-def timeline_of(graph: Graph, life: Lifetimes, known: Mapping[Node, str]) -> tuple[Bytes, dict[Node, Moment]]:
+def timeline_of(graph: Any, known: Mapping[Node, str]) -> tuple[Bytes, dict[Node, Moment]]:
     """Walk through a graph.
 
     Args:
-        graph: The graph.
-        life: When its memory is taken and freed.
+        graph: The graph, as `fs.make_graph` found it.
         known: Uses of inputs and results.
 
     Returns:
         The bytes that are held all the time, and the operators in their order.
     """
-    sent = {node: entry for node in graph.nodes if node.op == "call_function" and (entry := sent_by(node))}
-    uses, units = _uses(graph, life, known, sent)
+    life, operators = graph.memory, {moment.node: moment for moment in graph.moments}
+    sent = {node: moment.collective for node, moment in operators.items() if moment.collective}
+    uses, units = _uses(graph, known, sent)
     flying: Counter[Hashable] = Counter()
     starts, waits = defaultdict[Node, list[Hashable]](list), defaultdict[Node, list[Hashable]](list)
     for flight in life.flights:
@@ -239,12 +228,12 @@ def timeline_of(graph: Graph, life: Lifetimes, known: Mapping[Node, str]) -> tup
     arguments = by_use(life.given, Bytes())
     moments: dict[Node, Moment] = {}
     held: dict[Hashable, int] = {}
-    for node in graph.nodes:
+    for node in graph.module.graph.nodes:
         held |= life.taken[node]
         flying.update(starts[node])
-        if node.op == "call_function":
+        if node in operators:
             there = tuple(dict.fromkeys(units[name] for name in held if name in units))
-            about = (node.name, operator_name(node), by_use(held, arguments), there)
+            about = (node.name, operators[node].operator, by_use(held, arguments), there)
             moments[node] = Moment(*about, sent.get(node), flops_of(node))
         flying.subtract(waits[node])
         for name in life.freed.get(node, ()):
@@ -252,12 +241,12 @@ def timeline_of(graph: Graph, life: Lifetimes, known: Mapping[Node, str]) -> tup
     return arguments, moments
 
 
-def step_seconds(moments: Mapping[Node, Moment], life: Lifetimes, rates: Rates) -> tuple[float, float]:
+def step_seconds(moments: Mapping[Node, Moment], memory: Any, rates: Rates) -> tuple[float, float]:
     """Play a graph on one device and one link, on which collectives follow each other beside the computation.
 
     Args:
         moments: The operators in their order.
-        life: Where collectives are waited for.
+        memory: The graph's, which says where collectives are waited for.
         rates: The rates.
 
     Returns:
@@ -266,7 +255,7 @@ def step_seconds(moments: Mapping[Node, Moment], life: Lifetimes, rates: Rates) 
     ends: dict[Node, float] = {}
     now = link = idle = 0.0
     waits: dict[Node, list[Node]] = {}
-    for flight in life.flights:
+    for flight in memory.flights:
         waits.setdefault(flight.wait, []).append(flight.start)
     for node, moment in moments.items():
         landed = max((ends.get(start, 0.0) for start in waits.get(node, ())), default=0.0)
@@ -274,7 +263,7 @@ def step_seconds(moments: Mapping[Node, Moment], life: Lifetimes, rates: Rates) 
         if (sent := moment.collective) is not None:
             rate = rates.link[sent.axis] if isinstance(rates.link, Mapping) else rates.link
             link = ends[node] = max(now, link) + rates.latency + sent.sent / rate
-        elif node not in waits and hasattr(node.target, "namespace") and not is_view(node):
+        elif node not in waits and hasattr(node.target, "namespace") and not _is_view(node):
             moved = sum(map(_nbytes, (*node.all_input_nodes, node)))
             now += max(moment.flops / rates.flops, moved / rates.memory)
     return max(now, link), idle + max(0.0, link - now)
@@ -285,47 +274,52 @@ def _nbytes(node: Node) -> int:
     return sum(v.nbytes for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, torch.Tensor))
 
 
-def _uses(graph: Graph, life: Lifetimes, known: Mapping[Node, str], sent: Sent) -> tuple[dict[Hashable, str], Units]:
+def _uses(graph: Any, known: Mapping[Node, str], sent: Sent) -> tuple[dict[Hashable, str], Units]:
     """Find the use of each storage, and the units of those that collectives fill."""
-    uses: dict[Hashable, str] = {}
+    memory, uses = graph.memory, dict[Hashable, str]()
     units: Units = {}
-    known = {**dict.fromkeys(_gradients(graph, sent), "gradients"), **known}
+    known = {**dict.fromkeys(_gradients(graph.module, sent), "gradients"), **known}
     for node, use in sorted(known.items(), key=lambda item: item[1] == "gradients"):
-        for name in life.storages[node]:
+        for name in memory.storages[node]:
             uses.setdefault(name, use)
-    for node in graph.nodes:
-        given = [name for source in node.all_input_nodes if _numel(source) > 1 for name in life.storages[source]]
+    for node in graph.module.graph.nodes:
+        given = [name for source in node.all_input_nodes if _numel(source) > 1 for name in memory.storages[source]]
         of_given = {uses[name] for name in given}
         use = "inputs" if node.op == "get_attr" else "activations"
         if entry := sent.get(node):
             use = _VERBS.get(entry.label, use)
-            units |= dict.fromkeys(life.storages[node], unit_of(entry))
+            units |= dict.fromkeys(memory.storages[node], unit_of(entry))
         elif of_given == {"gathered"} or (
             node.target in _MOVES and of_given and of_given <= {"gathered", "parameters"}
         ):
             use = "gathered"
             for unit in [units[name] for name in given if name in units][:1]:
-                units |= {name: units.get(name, unit) for name in life.storages[node]}
+                units |= {name: units.get(name, unit) for name in memory.storages[node]}
         elif of_given == {"gradients"} and all(_numel(a) in (1, _numel(node)) for a in node.all_input_nodes):
             use = "gradients"
-        for name in (*life.storages[node], *life.taken[node]):
-            uses.setdefault(name, use if name in life.storages[node] else "in_flight")
+        for name in (*memory.storages[node], *memory.taken[node]):
+            uses.setdefault(name, use if name in memory.storages[node] else "in_flight")
     return uses, units
 
 
-def _gradients(graph: Graph, sent: Sent) -> set[Node]:
+def _gradients(module: GraphModule, sent: Sent) -> set[Node]:
     """Find the gradients that reductions and fused optimizers are given, and those that they are copies of."""
     found: set[Node] = set()
-    for node in reversed(graph.nodes):
-        names = [argument.name for argument in _compat.arguments_of(node.target) or ()]
+    for node in reversed(module.graph.nodes):
+        named = node.normalized_arguments(module, normalize_to_only_use_kwargs=True)
         if node in sent and sent[node].label == comm.Verb.SCATTER:
             found.update(node.all_input_nodes)
-        elif "grads" in names:
-            found.update(dict(zip(names, node.args, strict=False), **node.kwargs).get("grads", ()))
-        elif node in found and (node.target in _MOVES or is_view(node)):
+        elif named and "grads" in named.kwargs:
+            found.update(named.kwargs["grads"])
+        elif node in found and (node.target in _MOVES or _is_view(node)):
             packs = node.target is aten.cat.default
             found.update(a for a in node.all_input_nodes if packs or _numel(a) == _numel(node))
     return found
+
+
+def _is_view(node: Node) -> bool:
+    """Whether a node does no more than look at memory in another way, or take one of several results."""
+    return node.target in (operator.getitem, _compat.UNSAFE_VIEW) or getattr(node.target, "is_view", False)
 
 
 def _numel(node: Node) -> int:

@@ -5,11 +5,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fshard.errors import expect
-from fshard.plan import Plan, plan
-from fshard.plan.report import bytes_from, readable
-from fshard.tree import flatten, is_sharded
-from fshard.tree.checks import describe
+import fshard as fs
+from fshard.ext.plan.plan import plan
+from fshard.ext.plan.report import Plan, bytes_from, readable
+from fshard.extend import describe, expect, flatten
 
 _OPS = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 # So many units are named that broke a budget.
@@ -48,7 +47,7 @@ def assert_budget(
     >>> params = fs.shard({"w": torch.ones(4096, 1)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
     >>> step = fs.value_and_grad(lambda params, x: (x @ fs.gather(params)["w"]).sum())
     >>> args = params, torch.ones(8, 4096)
-    >>> assert_budget(step, args, mesh={"shard": 4}, bytes_sent="20kB", collectives=1)
+    >>> fs.testing.assert_budget(step, args, mesh={"shard": 4}, bytes_sent="20kB", collectives=1)
     Traceback (most recent call last):
     AssertionError: assert_budget: the step breaks its budget on a mesh of shard 4
       bytes_sent is 24576, at most 20000 allowed; sent for ['w'] 24.58 kB
@@ -65,10 +64,9 @@ def assert_budget(
         expect(fits, "assert_budget", needed, f"{collectives!r:.100}")
     expect(limits or by_op, "assert_budget", "peak_bytes=, bytes_sent= or collectives=", "none of them")
     if mesh is None:
-        leaves = [leaf for leaf in flatten(tuple(args)).leaves if is_sharded(leaf)]
-        axes = list(dict.fromkeys(axis for leaf in leaves for axis in leaf.spec.axes))
-        mesh = {axis.name: axis.size for axis in axes}
-        if axes and "backend" not in options:
+        leaves = [leaf for leaf in flatten(tuple(args)).leaves if isinstance(leaf, fs.Sharded)]
+        mesh = {axis.name: axis.size for leaf in leaves for axis in leaf.spec.axes}
+        if mesh and "backend" not in options:
             kinds = {leaf.local.device.type for leaf in leaves}
             options["backend"] = "gloo" if kinds == {"cpu"} else "nccl"
     found = plan(step, *args, mesh=mesh, **options)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fshard as fs
-from tests.plan.models import STRATEGIES, Case, prepared, sizes_of
+from tests.ext.plan.models import STRATEGIES, Case, prepared, sizes_of
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = str(ROOT / "benchmarks")
@@ -82,7 +82,7 @@ def test_peak_is_what_the_malloc_counter_measures(cases, tmp_path, monkeypatch):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
     path = os.pathsep.join([BENCHMARKS, *sys.path])
     environment = counter.environment() | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    command = [*torchrun, "-m", "tests.plan.test_peak", json.dumps(cases), tmp_path]
+    command = [*torchrun, "-m", "tests.ext.plan.test_peak", json.dumps(cases), tmp_path]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(RANKS):

@@ -8,8 +8,9 @@ import torch
 import fshard as fs
 from fshard import comm
 from fshard.testing import spmd
+from tests.ext.plan.models import STRATEGIES, Case, prepared, sizes_of
 from tests.jit.steps import adamw, collectives, train_step, trained
-from tests.plan.models import STRATEGIES, Case, prepared, sizes_of
+from tests.transforms import test_own_dim as own_dim
 from tests.unit_models import filled
 
 
@@ -113,3 +114,17 @@ def test_tensors_split_over_another_axis_stay_so():
         return train_step(loss, tx), fs.TrainState.create(params, tx), (torch.ones(2, 48),)
 
     assert_exact(make, {"shard": 2, "tp": 2})
+
+
+def test_leaves_that_ranks_own_are_planned():
+    def make(mesh):
+        params = fs.shard(own_dim.initial(), own_dim.STRATEGIES["inside, by the same dim"](mesh))
+        batch = [torch.ones(8, own_dim.WIDTH, dtype=torch.float64)] * 2
+        return step, fs.TrainState.create(params, fs.adamw(0.1)), batch
+
+    def step(state, x, y):
+        axis = state.params["experts"]["up"].spec.owned[0]
+        loss, grads = fs.value_and_grad(own_dim.loss_fn)(state.params, x, y, axis)
+        return fs.update(fs.adamw(0.1), state, grads), loss
+
+    assert_exact(make, {"shard": 2, "expert": 2})

@@ -1,9 +1,9 @@
 """plan: the cost of a train step on a mesh of any size, without running it."""
 
-from fshard.plan.models import Workload, workload_of
-from fshard.plan.plan import plan
-from fshard.plan.report import Bytes, Moment, Plan, Rates, Traffic
-from fshard.plan.sweep import Estimate, Options, cheapest, estimate, sweep
+from fshard.ext.plan.models import Workload, workload_of
+from fshard.ext.plan.plan import plan
+from fshard.ext.plan.report import Bytes, Moment, Plan, Rates, Traffic
+from fshard.ext.plan.sweep import Estimate, Options, cheapest, estimate, sweep
 
 __all__ = [
     "Bytes",

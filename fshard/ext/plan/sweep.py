@@ -3,28 +3,19 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from inspect import signature
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fshard import _compat
-from fshard.apply import functionalize
-from fshard.errors import expect
-from fshard.jit.jit import jit
-from fshard.modules import select
-from fshard.optim.from_torch import from_torch
-from fshard.plan.models import Workload
-from fshard.plan.plan import plan
-from fshard.plan.report import Bytes, Plan, Rates, bytes_from, readable
-from fshard.random import fold_in
-from fshard.shard import laid_out
-from fshard.transforms import ShardTransform, compose, fully_shard, replicate
-from fshard.transforms.strategies import MIN_SHARD_ELEMENTS, ddp, zero1, zero2, zero3
-from fshard.tree import Axis, Sharded, Spec, Tree
-from fshard.update import TrainState, update
-from fshard.value_and_grad import value_and_grad
+import fshard as fs
+from fshard.ext.plan.models import Workload
+from fshard.ext.plan.plan import plan
+from fshard.ext.plan.report import Bytes, Plan, Rates, bytes_from, readable
+from fshard.extend import expect, fake_maker, select
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 # Depths that are traced of a deeper model.
@@ -190,7 +181,9 @@ def cheapest(estimates: Sequence[Estimate], memory: int | str) -> Estimate | Non
     return min(fits, key=lambda row: (row.seconds, math.prod(row.mesh.values())), default=None)
 
 
-def prepared(workload: Workload, options: Options, layers: int | None = None) -> tuple[Callable[..., Any], TrainState]:
+def prepared(
+    workload: Workload, options: Options, layers: int | None = None
+) -> tuple[Callable[..., Any], fs.TrainState]:
     """Make the jitted step of a workload, with AdamW and its state donated, and the state on one rank without values.
 
     Args:
@@ -203,30 +196,28 @@ def prepared(workload: Workload, options: Options, layers: int | None = None) ->
     expect(named, "plan", "units that compute activations again", "none", remedy)
     for part in map(module.get_submodule, select(module, workload.units) if options.checkpointed else ()):
         part.forward = partial(checkpoint, part.forward, use_reentrant=False)
-    model, tx = functionalize(module, workload.units), from_torch(torch.optim.AdamW, lr=1e-4, fused=True)
+    model, tx = fs.functionalize(module, workload.units), fs.from_torch(torch.optim.AdamW, lr=1e-4, fused=True)
 
-    def loss(params: Tree, buffers: Tree, key: torch.Tensor, *batch: Any) -> tuple[torch.Tensor, Tree]:
+    def loss(params: Any, buffers: Any, key: torch.Tensor, *batch: Any) -> tuple[torch.Tensor, Any]:
         return model.apply(params, *batch, buffers=buffers, key=key)
 
-    def step(state: TrainState, *batch: Any) -> tuple[TrainState, torch.Tensor]:
-        key = fold_in(0, state.step)
-        (value, buffers), grads = value_and_grad(loss, has_aux=True)(state.params, state.buffers, key, *batch)
-        return update(tx, state, grads)._replace(buffers=buffers), value
+    def step(state: fs.TrainState, *batch: Any) -> tuple[fs.TrainState, torch.Tensor]:
+        key = fs.fold_in(0, state.step)
+        (value, buffers), grads = fs.value_and_grad(loss, has_aux=True)(state.params, state.buffers, key, *batch)
+        return fs.update(tx, state, grads)._replace(buffers=buffers), value
 
     # Not on the meta device, which fused optimizers refuse.
-    strategy, fake = strategy_of(options), _compat.fake_maker()
-    params = {
-        name: Sharded(fake(p), laid_out(name, Spec(tuple(p.shape), frozen=not p.requires_grad), strategy, []))
-        for name, p in module.named_parameters()
-    }
-    return jit(step, donate_argnums=0), TrainState.create(params, tx, buffers=model.buffers)
+    fake = fake_maker()
+    whole = {name: nn.Parameter(fake(p), p.requires_grad) for name, p in module.named_parameters()}
+    params = fs.shard(whole, strategy_of(options))
+    return fs.jit(step, donate_argnums=0), fs.TrainState.create(params, tx, buffers=model.buffers)
 
 
-def strategy_of(options: Options) -> ShardTransform:
+def strategy_of(options: Options) -> fs.ShardTransform:
     """Make a strategy on axes of one rank each, which a plan gives their sizes."""
-    axis: Any = Axis("shard", 1, "")
+    axis: Any = fs.Axis("shard", 1, "")
     if options.strategy in ("ddp", "zero1", "zero2"):
-        return {"ddp": ddp, "zero1": zero1, "zero2": zero2}[options.strategy](axis)
-    inner = fully_shard(axis, min_shard_elements=MIN_SHARD_ELEMENTS)
-    layout = compose(replicate(Axis("replicate", 1, "")), inner) if options.strategy == "hsdp" else inner
-    return zero3(axis, layout=layout, regather=options.regather, param_dtype=options.param_dtype)
+        return {"ddp": fs.ddp, "zero1": fs.zero1, "zero2": fs.zero2}[options.strategy](axis)
+    inner = fs.fully_shard(axis, min_shard_elements=signature(fs.zero3).parameters["min_shard_elements"].default)
+    layout = fs.compose(fs.replicate(fs.Axis("replicate", 1, "")), inner) if options.strategy == "hsdp" else inner
+    return fs.zero3(axis, layout=layout, regather=options.regather, param_dtype=options.param_dtype)

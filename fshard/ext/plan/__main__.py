@@ -1,7 +1,7 @@
 """Plans of a model from the command line, before there is a machine to run it on.
 
-    python -m fshard.plan --model gpt-175b --world-size 4096 --strategy zero3 --memory 80GB
-    python -m fshard.plan --model my_package.models:factory --world-size 8,64 --strategy zero2,zero3
+    python -m fshard.ext.plan --model gpt-175b --world-size 4096 --strategy zero3 --memory 80GB
+    python -m fshard.ext.plan --model my_package.models:factory --world-size 8,64 --strategy zero2,zero3
 
 A factory is a function without arguments that returns (module, batch), where module(*batch) is the loss, a scalar; the
 batch is one rank's, a tuple of tensors or a tensor. It runs on the meta device, so that nothing is allocated. Where it
@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from fshard.plan.models import GPTS, Workload, workload_of
-from fshard.plan.report import Rates, bytes_from, readable
-from fshard.plan.sweep import STRATEGIES, Estimate, cheapest, sweep
+from fshard.ext.plan.models import GPTS, Workload, workload_of
+from fshard.ext.plan.report import Rates, bytes_from, readable
+from fshard.ext.plan.sweep import STRATEGIES, Estimate, cheapest, sweep
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m fshard.plan", description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser("python -m fshard.ext.plan", description=__doc__, formatter_class=raw)
 
     def add(option: str, text: str, default: Any = None, **more: Any) -> None:
         said = text if default is None else f"{text} (default: %(default)s)"
@@ -70,16 +70,14 @@ def _run(args: argparse.Namespace) -> int:
     links = _each("--link", args.link, "GB/s, or those of each axis, as replicate=40,shard=400", _link)
     link = dict(links) if "" not in dict(links) else links[0][1]
     rates = Rates(args.tflops * 1e12, args.memory_rate * 1e9, link, args.latency / 1e6)
-    (param_dtype,) = _chosen(
-        "--param-dtype", args.param_dtype, bfloat16=torch.bfloat16, float16=torch.float16, float32=None
-    )[:1]
+    dtypes = _chosen("--param-dtype", args.param_dtype, bfloat16=torch.bfloat16, float16=torch.float16, float32=None)
     estimates = sweep(
         workload,
         world_sizes=_each("--world-size", args.world_size, "whole numbers of ranks from 1, by commas", _ranks),
         strategies=_each("--strategy", args.strategy, "names by commas", str),
         regather=_chosen("--regather", args.regather, yes=True, no=False),
         checkpointed=_chosen("--activations", args.activations, kept=False, again=True),
-        param_dtype=param_dtype,
+        param_dtype=dtypes[0],
         node=args.node,
         full_depth=args.full_depth,
         rates=rates,

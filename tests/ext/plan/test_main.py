@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from fshard.plan import Options, Rates, cheapest, estimate, sweep, workload_of
-from fshard.plan.__main__ import about, main
-from fshard.plan.models import GPT, GPTS, Block, Workload
-from fshard.plan.sweep import STRATEGIES, prepared
-from tests.plan.models import Masked
+from fshard.ext.plan import Options, Rates, cheapest, estimate, sweep, workload_of
+from fshard.ext.plan.__main__ import about, main
+from fshard.ext.plan.models import GPT, GPTS, Block, Workload
+from fshard.ext.plan.sweep import STRATEGIES, prepared
+from tests.ext.plan.models import Masked
 from tests.test_processes import ROOT
 
 DEEP = 9
@@ -74,7 +74,7 @@ def test_large_models_are_planned(name, ranks, at_most):
     assert 0.9 * at_most < estimate(workload_of(name), options, {"shard": ranks}).peak.total < at_most
 
 
-HERE = "tests.plan.test_main"
+HERE = "tests.ext.plan.test_main"
 RATES = "rates: 400 TFLOP/s, memory 2500 GB/s, link 40 GB/s, latency 20 us"
 
 
@@ -164,7 +164,7 @@ def test_the_cheapest_that_fits_is_told(capsys):
 
 @pytest.mark.slow
 def test_the_package_runs():
-    command = [sys.executable, "-m", "fshard.plan", "--model", f"{HERE}:masked", "--world-size", "8"]
+    command = [sys.executable, "-m", "fshard.ext.plan", "--model", f"{HERE}:masked", "--world-size", "8"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not done.stderr

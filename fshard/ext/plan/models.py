@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fshard.errors import expect
-from fshard.tree.checks import describe
+from fshard.extend import describe, expect
 
 # Width, layers and heads: models of Brown et al. (2020), and one of 10^12 parameters.
 GPTS = MappingProxyType(

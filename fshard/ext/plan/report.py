@@ -13,8 +13,7 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from fshard import comm
-from fshard.errors import expect
-from fshard.tree.checks import NOT_NEGATIVE, POSITIVE, check_numbers, check_types
+from fshard.extend import describe, expect
 
 aten = torch.ops.aten
 _ATTENTION = "_scaled_dot_product_flash_attention"
@@ -59,10 +58,17 @@ class Rates(NamedTuple):
 
 def check_rates(rates: Any, axes: Iterable[str]) -> None:
     """Refuse rates by which nothing can be divided, or that lack an axis."""
-    check_types("plan", Rates, "a fshard.plan.Rates", rates=rates)
+    expect(isinstance(rates, Rates), "plan", "rates to be a fshard.ext.plan.Rates", describe(rates))
     missing = {f"link of {axis}": None for axis in axes} if isinstance(rates.link, Mapping) else {}
-    check_numbers("plan", POSITIVE, flops=rates.flops, memory=rates.memory, **{**missing, **rates.links()})
-    check_numbers("plan", NOT_NEGATIVE, latency=rates.latency)
+    given = {"flops": rates.flops, "memory": rates.memory, **missing, **rates.links()}
+    for name, rate in given.items():
+        expect(_is_number(rate) and rate > 0, "plan", f"{name} to be a number above 0", f"{rate!r:.40}")
+    holds = _is_number(rates.latency) and 0 <= rates.latency < math.inf
+    expect(holds, "plan", "latency to be a finite number, 0 or more", f"{rates.latency!r:.40}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def flops_of(node: Node) -> int:
@@ -219,12 +225,9 @@ class Plan:
 
     __repr__ = __str__
 
-    def _headline(self) -> str:
-        mesh = ", ".join(f"{name} {size}" for name, size in self.mesh.items())
-        return f"mesh {mesh}: {readable(self.peak_bytes)} per rank, {readable(self.bytes_sent())} sent"
-
     def _lines(self) -> Iterator[str]:
-        yield self._headline()
+        mesh = ", ".join(f"{name} {size}" for name, size in self.mesh.items())
+        yield f"mesh {mesh}: {readable(self.peak_bytes)} per rank, {readable(self.bytes_sent())} sent"
         if self.timeline:
             yield f"  peak of {self.peak_bytes} bytes at {self.at_peak.operator} ({self.at_peak.name})"
         yield from self.peak.lines()
@@ -264,6 +267,6 @@ def bytes_from(verb: str, what: str, size: Any) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B", size.strip()) if isinstance(size, str) else None
     if match is not None:
         return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
-    number = isinstance(size, int | float) and not isinstance(size, bool) and 0 <= size < math.inf
+    number = _is_number(size) and 0 <= size < math.inf
     expect(number, verb, f"{what} to be a number of bytes, 0 or more, or a text such as 80GB or 500 MiB", repr(size))
     return int(size)
