@@ -10,7 +10,6 @@ from torch.optim import lr_scheduler
 import fshard as fs
 from tests.bad_input import text_of
 from tests.optim.test_wrappers import NATIVE, WRAPPERS, sgd
-from tests.trees import one_axis
 
 NAN, INF = float("nan"), float("inf")
 W = {"w": torch.ones(2)}
@@ -158,10 +157,17 @@ def test_arguments_of_wrappers_are_refused():
 ZERO = torch.tensor(0.0, dtype=torch.float64)
 TAKES_SUMS = {
     **{"clip_by_global_norm": {"max_norm": 1.0}, "clip_by_norm": {"max_norm": 1.0}},
-    **{"scale_by_trust_ratio": {}, "scale_by_factored_rms": {}, "add_decayed_weights": {"weight_decay": 0.1}},
-    **{"lamb": {"lr": 0.1}, "lars": {"lr": 0.1}, "adafactor": {"lr": 0.1}},
-    **{"from_torch": {"cls": optim.SGD, "lr": 0.1}},
+    **{"add_decayed_weights": {"weight_decay": 0.1}, "from_torch": {"cls": optim.SGD, "lr": 0.1}},
 }
+
+
+def refused_sums(takes_sums):
+    """Calls of functions with their arguments, and the texts of their errors."""
+    for name, arguments in takes_sums.items():
+        call = partial(getattr(fs, name), **arguments, sums="pairs")
+        yield call, f"{name}: expected sums to be \"tree\" or None, got 'pairs'"
+
+
 ARGUMENTS = [
     *(
         (partial(fs.sgd, 0.1, nesterov=True, **hyper), "sgd: nesterov needs a momentum above 0 and no dampening")
@@ -178,13 +184,7 @@ ARGUMENTS = [
             ("amsgrad", {"amsgrad": True}, "a bool"),
         )
     ),
-    *(
-        (
-            partial(getattr(fs, name), **arguments, sums="pairs"),
-            f"{name}: expected sums to be \"tree\" or None, got 'pairs'",
-        )
-        for name, arguments in TAKES_SUMS.items()
-    ),
+    *refused_sums(TAKES_SUMS),
     (
         lambda: fs.clip_by_norm(1.0, 2.5, sums="tree"),
         'clip_by_norm: expected p to be 2 or inf with sums="tree", got 2.5',
@@ -193,10 +193,6 @@ ARGUMENTS = [
         lambda: fs.from_torch(optim.Adam, fused=True, sums="tree"),
         'from_torch: expected a kernel of Adam for sums="tree" that rounds alike, got fused=True; leave out fused, or '
         "sums",
-    ),
-    (
-        lambda: fs.whole(optim.Muon),
-        "whole: expected tx to be an Optimizer, such as fs.from_torch(torch.optim.Muon), got a type",
     ),
     (lambda: fs.global_norm(W, 0.0), "global_norm: expected p to be a number above 0, got 0.0"),
     (
@@ -213,42 +209,46 @@ def test_refusals():
 
 STATES = {
     **{"sgd": "SgdState", "adam": "AdamState", "adamw": "AdamState"},
-    **{"scale_by_adam": "AdamState", "scale_by_factored_rms": "AdafactorState", "whole": "WholeState"},
+    "scale_by_adam": "AdamState",
 }
-# Chains of others.
-CHECKED_BY = {"lamb": "scale_by_adam", "lars": "sgd"}
-MAKE = {name: partial(getattr(fs, name), 0.1) for name in NATIVE} | {
-    **{"scale_by_adam": fs.scale_by_adam, "scale_by_factored_rms": fs.scale_by_factored_rms},
-    "whole": lambda: fs.whole(fs.adam(0.1)),
-}
+MAKE = {name: partial(getattr(fs, name), 0.1) for name in NATIVE} | {"scale_by_adam": fs.scale_by_adam}
+
+
+def check_states_of_others_are_refused(tx, name, state):
+    end = "got a tuple; update with the optimizer that made the state"
+    assert text_of(lambda: tx.update(W, (), W)) == f"{name}: expected a state of class {state}, {end}"
 
 
 @pytest.mark.rows(8)
 @pytest.mark.parametrize("name", STATES)
 def test_states_of_others_are_refused(name):
-    tx, end = MAKE[name](), "got a tuple; update with the optimizer that made the state"
-    assert text_of(lambda: tx.update(W, (), W)) == f"{name}: expected a state of class {STATES[name]}, {end}"
+    check_states_of_others_are_refused(MAKE[name](), name, STATES[name])
+
+
+def check_leaves_and_rates_are_refused(make, checked_by, takes_complex):
+    """The optimizer of a learning rate, the name in its errors, and whether its leaves may be complex."""
+    tx = make(0.1)
+    assert text_of(lambda: tx.init({"i": torch.arange(2)})) == (
+        f"{checked_by}: leaves cannot take a gradient\n"
+        "  ['i']: expected a floating tensor, got an int64 Tensor of shape (2,)\n"
+        "To fix: shard these leaves with frozen=, or keep them out of the parameters."
+    )
+    if not takes_complex:
+        assert text_of(lambda: tx.init({"w": torch.ones(2, dtype=torch.complex64)})) == (
+            f"{checked_by}: leaves are complex\n"
+            "  ['w']: expected a real tensor, got a complex64 Tensor of shape (2,)\n"
+            "To fix: keep torch.view_as_real of them as parameters, or step them by fs.sgd."
+        )
+    for rate in (INF, torch.tensor(INF)):
+        diverging = make(lambda count, rate=rate: rate)
+        text = "update: expected the learning rate to be a finite number, got inf at count 0"
+        assert text_of(partial(diverging.update, W, diverging.init(W), W)) == text
 
 
 @pytest.mark.rows(5)
 @pytest.mark.parametrize("name", NATIVE)
 def test_leaves_and_rates_are_refused(name):
-    tx = MAKE[name]()
-    assert text_of(lambda: tx.init({"i": torch.arange(2)})) == (
-        f"{CHECKED_BY.get(name, name)}: leaves cannot take a gradient\n"
-        "  ['i']: expected a floating tensor, got an int64 Tensor of shape (2,)\n"
-        "To fix: shard these leaves with frozen=, or keep them out of the parameters."
-    )
-    if name not in ("sgd", "lars"):
-        assert text_of(lambda: tx.init({"w": torch.ones(2, dtype=torch.complex64)})) == (
-            f"{CHECKED_BY.get(name, name)}: leaves are complex\n"
-            "  ['w']: expected a real tensor, got a complex64 Tensor of shape (2,)\n"
-            "To fix: keep torch.view_as_real of them as parameters, or step them by fs.sgd."
-        )
-    for rate in (INF, torch.tensor(INF)):
-        diverging = getattr(fs, name)(lambda count, rate=rate: rate)
-        text = "update: expected the learning rate to be a finite number, got inf at count 0"
-        assert text_of(partial(diverging.update, W, diverging.init(W), W)) == text
+    check_leaves_and_rates_are_refused(getattr(fs, name), name, takes_complex=name == "sgd")
 
 
 def test_an_injected_rate_that_is_not_finite_is_refused():
@@ -263,18 +263,6 @@ def test_a_norm_of_no_tensors_is_refused():
         "global_norm: leaves are no tensors\n"
         "  ['w']: expected a Sharded leaf or a tensor, got a float\n"
         "To fix: keep other values out of the tree."
-    )
-
-
-def test_whole_refuses_a_leaf_that_was_frozen_so_far():
-    transform, tx = fs.ddp(one_axis()), fs.whole(fs.adam(0.1))
-    state = fs.TrainState.create(fs.shard({"a": torch.ones(3), "b": torch.ones(2)}, transform, frozen="a"), tx)
-    state = fs.reshard(state, transform, frozen="b")
-    grads = fs.shard({"a": torch.ones(3)}, transform) | {"b": None}
-    assert text_of(lambda: fs.update(tx, state, grads)) == (
-        "whole: leaves were frozen until now\n"
-        "  ['a']: expected a state, got none\n"
-        "To fix: make the state anew by fs.TrainState.create."
     )
 
 

@@ -1,0 +1,166 @@
+"""lamb, lars and adafactor: the arithmetic of the papers, full or sharded, and its derivatives."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard.testing import assert_trees_close
+from tests.optim import test_native as core
+from tests.optim.test_native import (
+    BETAS,
+    DTYPES,
+    ELEMENTS,
+    EPS,
+    LAYOUTS,
+    MOMENTUM,
+    SHAPES,
+    STEPS,
+    number,
+    run,
+    tree,
+)
+from tests.ranks import on_ranks
+from tests.trees import meshes, one_axis
+
+
+def slow_lamb(param, grads, lr, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0):
+    """Algorithm 2 of You et al. (2020), with phi the identity."""
+    mean, square = torch.zeros_like(param), torch.zeros_like(param)
+    for step, grad in enumerate(grads, 1):
+        mean = betas[0] * mean + (1 - betas[0]) * grad
+        square = betas[1] * square + (1 - betas[1]) * grad**2
+        direction = (mean / (1 - betas[0] ** step)) / ((square / (1 - betas[1] ** step)).sqrt() + eps)
+        direction = direction + weight_decay * param
+        size, length = param.norm(), direction.norm()
+        param = param - lr * (size / length if size > 0 and length > 0 else 1.0) * direction
+    return param
+
+
+def slow_lars(param, grads, lr, momentum=0.9, weight_decay=0.0, trust_coefficient=0.001, eps=0.0):
+    """optax.lars: decay, trust ratio, learning rate, then trace."""
+    trace = torch.zeros_like(param)
+    for grad in grads:
+        decayed = grad + weight_decay * param
+        size, length = param.norm(), decayed.norm()
+        trust = trust_coefficient * size / (length + eps) if size > 0 and length > 0 else 1.0
+        trace = -lr * trust * decayed + momentum * trace
+        param = param + trace
+    return param
+
+
+LAYERWISE = {
+    "lamb": (fs.lamb, slow_lamb, {"lr": 0.1}),
+    "lamb betas": (fs.lamb, slow_lamb, BETAS | {"weight_decay": 0.1}),
+    "lars": (fs.lars, slow_lars, {"lr": 0.1}),
+    "lars weight decay": (fs.lars, slow_lars, MOMENTUM | {"weight_decay": 0.1, "trust_coefficient": 0.5, "eps": 0.01}),
+    "lars plain": (fs.lars, slow_lars, {"lr": 0.1, "momentum": 0.0, "trust_coefficient": 1.0}),
+}
+
+
+def layers(seed):
+    """A leaf that starts from zero, one that gets no gradient and one that gets none at first."""
+    zeros = {"from zero": seed == 0, "idle": seed > 0, "late": seed in (1, 2)}
+    made = tree(seed, shapes=SHAPES | dict.fromkeys(zeros, (4,)))
+    return made | {name: torch.zeros(4, dtype=torch.float64) for name, zero in zeros.items() if zero}
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("case", LAYERWISE)
+@on_ranks(1, 2, 3)
+def test_layerwise_follows_the_papers(case):
+    ours, slow, hyper = LAYERWISE[case]
+    grads = [layers(step) for step in range(1, STEPS + 1)]
+    expected = {name: slow(param, [grad[name] for grad in grads], **hyper) for name, param in layers(0).items()}
+    # Each norm sums 15 squares and takes a root, on either side; with 16 roundings of the step itself, which is no
+    # longer than a leaf, 8 at most, times a rate of 0.1; momentum adds up to five of them.
+    tolerance = {"rtol": STEPS * EPS, "atol": STEPS * (2 * 2 * (15 + 1) + 16) * EPS * 0.1 * 8}
+    assert_trees_close(run(ours(**hyper), make=layers)[0], expected, **tolerance)
+    for make in LAYOUTS.values():
+        strategy = make(meshes())
+        params, _ = run(ours(**hyper), lambda full: fs.shard(full, strategy), layers)  # noqa: B023
+        assert_trees_close(fs.unshard(params), expected, **tolerance)
+
+
+OURS = {
+    "lamb": (fs.lamb, {"lr": 0.1, "betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.1}),
+    "lars": (fs.lars, {"lr": 0.3, "momentum": 0.7, "weight_decay": 0.1, "trust_coefficient": 0.5, "eps": 0.1}),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", OURS)
+def test_leaves_keep_their_dtype(case, dtype):
+    core.check_leaves_keep_their_dtype(OURS[case], dtype)
+
+
+@pytest.mark.parametrize("case", OURS)
+def test_gradients_of_another_dtype_leave_that_of_parameters(case):
+    core.check_gradients_of_another_dtype_leave_that_of_parameters(OURS[case])
+
+
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("updates", (1, 2))
+@pytest.mark.parametrize("case", OURS)
+def test_derivatives_of_full_trees(case, updates):
+    core.check_derivatives_of_full_trees(OURS[case], updates)
+
+
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("case", OURS)
+def test_derivatives_of_shards_are_those_of_full_trees(case, world_size, layout):
+    core.check_derivatives_of_shards_are_those_of_full_trees(OURS[case], world_size, layout)
+
+
+@pytest.mark.parametrize("weight_decay", (0.0, 0.1))
+@pytest.mark.parametrize("case", OURS)
+def test_second_derivatives_are_finite_where_gradients_are_zero(case, weight_decay):
+    core.check_second_derivatives_are_finite_where_gradients_are_zero(
+        OURS[case], weight_decay, 0.0 if case == "lars" else 1e-8
+    )
+
+
+@pytest.mark.parametrize("case", OURS)
+def test_vmap_over_states(case):
+    core.check_vmap_over_states(OURS[case])
+
+
+@pytest.mark.parametrize("case", OURS)
+def test_vmap_over_learning_rates(case):
+    # A norm of several copies at once sums up to 15 squares in another order, and takes a root, for leaves and steps; a
+    # step is no longer than a leaf, 8 at most, times the rate; momentum adds up to five of them.
+    tolerance = {"rtol": STEPS * EPS, "atol": STEPS * 2 * 2 * (15 + 1) * EPS * 0.5 * 8}
+    core.check_vmap_over_learning_rates(OURS[case], partial(assert_trees_close, **tolerance))
+
+
+def test_a_chain_of_pieces_is_the_optimizer():
+    pieces = fs.chain(fs.scale_by_adam((0.8, 0.9), 1e-3), fs.scale_by_trust_ratio(), fs.sgd(0.1))
+    core.check_a_chain_of_pieces_is_the_optimizer(pieces, fs.lamb)
+
+
+@on_ranks(2, 3)
+def test_adafactor_learns_its_rate_and_decay_on_shards(world_size):
+    numbers = {"lr": number(0.05), "weight_decay": number(0.3)}
+    full, grads = ({name: leaf for name, leaf in tree(seed).items() if leaf.numel()} for seed in (0, 1))
+
+    def loss(numbers, params, grads, close):
+        tx = fs.adafactor(**numbers)
+        return close(tx.update(grads, tx.init(params), params)[0])
+
+    def squares(params):
+        return sum((leaf**2).sum() for leaf in params.values())
+
+    expected = torch.func.grad(lambda n: loss(n, full, grads, squares))(numbers)
+    strategy = fs.zero2(one_axis(), min_shard_elements=0)
+    params, shards = fs.shard(full, strategy), fs.shard(grads, strategy)
+
+    def close(new):
+        return fs.objective(squares(fs.gather(new)), params)
+
+    found = torch.func.grad(lambda n: loss(n, params, shards, close))(numbers)
+    # Sums over all elements in another order, of terms that the largest derivative bounds.
+    largest = max(value.abs().item() for value in expected.values())
+    assert_trees_close(found, expected, rtol=0.0, atol=5 * (ELEMENTS + world_size + 16) * EPS * largest)
