@@ -13,6 +13,7 @@ from tests.jit.steps import STEPS, WORLDS, Case, adamw, assert_on_ranks, trained
 from tests.jit.test_functions import blocks, chain
 from tests.ranks import my_rank, world_of
 from tests.test_units_state import Dropped
+from tests.transforms.feedback import feedback
 from tests.trees import normal, one_axis, two_axes
 from tests.unit_models import HIDDEN, LENGTH, SEQUENCES, VOCABULARY, WIDTH, Block, Language, filled, zero3
 
@@ -210,15 +211,6 @@ def grid():
     return two_axes(one_axis().size())
 
 
-def quantized(**options):
-    def make():
-        mesh = one_axis()
-        layout = fs.quantize(mesh, block=64, min_shard_elements=20, **options)
-        return fs.zero3(mesh, layout=layout, merge_bytes=3000)
-
-    return make
-
-
 STRATEGIES = {
     "zero3": lambda: zero3()(one_axis()),
     "zero3 without prefetch": lambda: zero3(prefetch=0)(one_axis()),
@@ -232,8 +224,7 @@ STRATEGIES = {
     "zero1": lambda: fs.zero1(one_axis(), min_shard_elements=0),
     "ddp": lambda: fs.ddp(one_axis()),
     "hsdp": lambda: fs.hsdp(grid(), **EVERY),
-    "quantize": quantized(),
-    "quantize with error feedback": quantized(scatter=True),
+    "feedback": lambda: fs.zero3(one_axis(), layout=feedback(one_axis()), merge_bytes=3000),
     "offload": lambda: fs.zero3(one_axis(), layout=fs.compose(fs.offload("cpu"), fs.fully_shard(one_axis()))),
 }
 RULES = {"blocks": Block, "blocks and layers": (Block, nn.Linear), "every module": nn.Module}
@@ -244,10 +235,10 @@ def language_for(strategy):
     return filled(Language(hidden=(13, HIDDEN)), DTYPES.get(strategy, torch.float64))
 
 
-def of_units(module, strategy, rule):
+def of_units(module, make_strategy, rule):
     def make():
         model = fs.functionalize(module, RULES[rule])
-        return trained(model.apply, model.init(STRATEGIES[strategy]()), token_batches())
+        return trained(model.apply, model.init(make_strategy()), token_batches())
 
     return make
 
@@ -257,7 +248,7 @@ def of_units(module, strategy, rule):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_modules_with_units(strategy, rule, world_size, workers):
-    assert_on_ranks(of_units(language_for(strategy), strategy, rule), world_of(world_size, workers))
+    assert_on_ranks(of_units(language_for(strategy), STRATEGIES[strategy], rule), world_of(world_size, workers))
 
 
 KEY = torch.tensor(7)

@@ -11,11 +11,12 @@ from tests.jit.steps import STEPS, Case, adamw, assert_on_ranks, trained
 from tests.ranks import my_rank
 from tests.test_law_ddp import batches as whole_batches
 from tests.test_law_ddp import initial, one_rank_of, row_losses
+from tests.transforms.feedback import feedback
 from tests.transforms.laws import grid
 from tests.transforms.test_split_dim import megatron, perceptron
 from tests.trees import CASTS, STRATEGIES, meshes, normal, one_axis
 
-LAYOUTS = STRATEGIES | CASTS | {"quantize": lambda on: fs.quantize(on.line, scatter=True, block=8)}
+LAYOUTS = STRATEGIES | CASTS | {"feedback": lambda on: feedback(on.line)}
 REDUCTIONS = ("mean", "sum", "weighted")
 
 
@@ -33,18 +34,18 @@ def clipped():
     return fs.chain(fs.clip_by_global_norm(0.05), adamw())
 
 
-def of_engine(layout, reduce):
+def of_engine(make_layout, reduce):
     def loss(params, batch):
         return local(reduce, fs.gather(params), batch)
 
     return lambda: trained(
-        loss, fs.shard(initial(), LAYOUTS[layout](meshes())), this_rank_s(reduce), clipped(), reduce=reduce
+        loss, fs.shard(initial(), make_layout(meshes())), this_rank_s(reduce), clipped(), reduce=reduce
     )
 
 
-def of_verbs(layout, reduce):
+def of_verbs(make_layout, reduce):
     def make():
-        tx, params = clipped(), fs.shard(initial(), LAYOUTS[layout](meshes()))
+        tx, params = clipped(), fs.shard(initial(), make_layout(meshes()))
 
         def step(state, batch):
             full = fs.gather(state.params)
@@ -68,7 +69,7 @@ ROWS = [row for row in product(SPELLINGS, LAYOUTS, REDUCTIONS) if row[::2] != ("
 @pytest.mark.parametrize("world_size", (1, 2, 3))
 @pytest.mark.parametrize("spelling, layout, reduce", ROWS)
 def test_layouts(spelling, layout, reduce, world_size):
-    assert_on_ranks(SPELLINGS[spelling](layout, reduce), world_size)
+    assert_on_ranks(SPELLINGS[spelling](LAYOUTS[layout], reduce), world_size)
 
 
 def blocks():
@@ -154,8 +155,8 @@ def test_tensor_parallel(world_size):
 @pytest.mark.parametrize("name", ("layouts", "another layout", "accumulation"))
 def test_on_processes(name, workers):
     rows = {
-        "layouts": of_verbs("zero2 of every leaf", "mean"),
-        "another layout": of_engine("two dims", "weighted"),
+        "layouts": of_verbs(LAYOUTS["zero2 of every leaf"], "mean"),
+        "another layout": of_engine(LAYOUTS["two dims"], "weighted"),
         "accumulation": accumulated("zero3", "once", "mean"),
     }
     assert_on_ranks(rows[name], workers(2))

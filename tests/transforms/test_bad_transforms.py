@@ -58,23 +58,6 @@ HYBRID = [
     setup("hsdp with a bad option of zero3", lambda mesh: fs.hsdp(mesh, prefetch=-1), PREFETCH, GRID),
 ]
 
-BLOCK = "quantize: expected block to be a number of elements, 1 or more, got {!r}"
-NEITHER = "quantize: expected gather or scatter to be rounded, got neither; pass one of them, or use fully_shard"
-QUANTIZE = [
-    *(
-        setup(
-            f"quantize in blocks of {size!r}",
-            lambda mesh, size=size: fs.quantize(mesh, block=size),
-            BLOCK.format(size),
-            MESH,
-        )
-        for size in (0, -3, True, 2.0, "256")
-    ),
-    setup("quantize that rounds nothing", lambda mesh: fs.quantize(mesh, gather=False), NEITHER, MESH),
-    setup("quantize on a mesh of two axes", fs.quantize, ONE_AXIS, GRID),
-    setup("quantize of less than no elements", lambda mesh: fs.quantize(mesh, min_shard_elements=-1), SMALLEST, MESH),
-]
-
 FIT = "\nTo fix: pass full tensors whose shapes fit the strategy."
 ODD = "\n  ['a']: expected a multiple of 2, the size of 'shard', got size 5 of dim 0"
 SPLIT_DIM = [
@@ -113,12 +96,6 @@ SPLIT_DIM = [
         GRID,
     ),
     setup(
-        "split_dim before quantize",
-        lambda grid: fs.compose(fs.split_dim(grid["replicate"], dim=0), fs.quantize(grid["shard"])),
-        EARLY.format("split_dim", "replicate", "shard"),
-        GRID,
-    ),
-    setup(
         "split_dim in a mask before ddp",
         lambda grid: fs.compose(fs.masked(fs.split_dim(grid["replicate"], dim=0), "a"), fs.ddp(grid)),
         EARLY.format("split_dim", "replicate", "shard"),
@@ -137,22 +114,10 @@ STAY = "compose: expected one strategy, which has the reshard policy, got two; t
 NO_LAYOUT = "compose: expected transforms to be ShardTransforms such as fs.fully_shard(mesh), got a str"
 COMPOSE = [
     setup(
-        "quantize and fully_shard",
-        lambda mesh: fs.compose(fs.zero2(mesh, min_shard_elements=0), fs.quantize(mesh)),
-        TWICE.format(["shard"]),
-        MESH,
-    ),
-    setup(
         "two strategies on one axis",
         lambda mesh: fs.compose(fs.zero3(mesh), fs.zero2(mesh, min_shard_elements=0)),
         TWICE.format(["shard"]),
         MESH,
-    ),
-    setup(
-        "hsdp of quantize over both axes",
-        lambda grid: fs.compose(fs.hybrid_shard(grid), fs.quantize(grid["shard"]), fs.ddp(grid, "replicate")),
-        TWICE.format(["replicate", "shard"]),
-        GRID,
     ),
     setup(
         "two strategies, one in a mask",
@@ -178,7 +143,7 @@ COMPOSE = [
         STAY,
         GRID,
     ),
-    setup("a layout that is no transform", lambda mesh: fs.zero3(mesh, layout="quantize"), NO_LAYOUT, MESH),
+    setup("a layout that is no transform", lambda mesh: fs.zero3(mesh, layout="zero2"), NO_LAYOUT, MESH),
 ]
 
 
@@ -246,7 +211,7 @@ MASKED = [
 
 
 def test_bad_arguments_are_refused():
-    assert_all_refused([*OFFLOAD, *HYBRID, *QUANTIZE, *SPLIT_DIM, *COMPOSE, *MASKED])
+    assert_all_refused([*OFFLOAD, *HYBRID, *SPLIT_DIM, *COMPOSE, *MASKED])
 
 
 @on_ranks(2)

@@ -10,6 +10,7 @@ import fshard as fs
 from fshard.testing import check_transform
 from fshard.transforms.compose import layout_axes, masks, reduction
 from tests.ranks import my_rank, on_ranks
+from tests.transforms.feedback import feedback
 from tests.trees import assert_same_bits, normal, one_axis, two_axes
 
 
@@ -118,10 +119,10 @@ def test_what_is_read_off_the_structure():
         fs.fully_shard(mesh): (None, False, True),
         fs.zero3(mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32): (torch.float32, False, True),
         fs.compose(wide, fs.ddp(mesh), fs.cast(scatter=torch.float16)): (torch.float16, False, True),
-        fs.compose(fs.offload("cpu"), fs.quantize(mesh, scatter=True)): (None, True, True),
         fs.compose(Slots(1.0), fs.fully_shard(mesh)): (None, False, False),
         fs.Wrapped(fs.compose(fs.fully_shard(mesh), wide)): (torch.float64, False, False),
-        fs.Wrapped(fs.quantize(mesh, scatter=True)): (None, True, False),
+        fs.compose(fs.offload("cpu"), feedback(mesh)): (None, True, False),
+        fs.Wrapped(feedback(mesh)): (None, True, False),
         fs.split_dim(mesh, dim=0): (None, False, False),
         fs.compose(): (None, False, False),
     }
@@ -185,7 +186,11 @@ def test_shards_are_kept_on_the_device_of_their_storage():
 
 @on_ranks(1)
 def test_a_scatter_without_states_around_one_with_states_is_refused():
-    params = fs.shard({"w": torch.ones(4)}, Scaled(fs.quantize(one_axis(), scatter=True), 2.0))
+    check_a_scatter_without_states_around_one_with_states_is_refused(feedback(one_axis()))
+
+
+def check_a_scatter_without_states_around_one_with_states_is_refused(inner):
+    params = fs.shard({"w": torch.ones(4)}, Scaled(inner, 2.0))
     text = (
         r"^Scaled: expected scatter\(self, grads, specs, states\), got one without states around a transform that "
         r"has one; take them and hand them on$"
@@ -210,18 +215,21 @@ INNER = {
     "fully_shard": lambda mesh: fs.fully_shard(mesh["shard"]),
     "hsdp": lambda mesh: fs.hsdp(mesh, min_shard_elements=0),
     "masked": lambda mesh: fs.masked(fs.fully_shard(mesh["shard"]), "w", fs.replicate(mesh["shard"])),
-    "feedback": lambda mesh: fs.quantize(mesh["shard"], scatter=True),
+    "feedback": lambda mesh: feedback(mesh["shard"]),
 }
+
+
+def check_it_is_what_it_wraps(inner):
+    full = {"w": normal(1)(6, 5), "b": normal(2)(7)}
+    (mine, record), (plain, expected) = trained(fs.Wrapped(inner), full), trained(inner, full)
+    assert_same_bits(mine, plain)
+    assert record == expected
 
 
 @pytest.mark.parametrize("name", INNER)
 @on_ranks(4)
 def test_it_is_what_it_wraps(name):
-    full = {"w": normal(1)(6, 5), "b": normal(2)(7)}
-    inner = INNER[name](two_axes(4))
-    (mine, record), (plain, expected) = trained(fs.Wrapped(inner), full), trained(inner, full)
-    assert_same_bits(mine, plain)
-    assert record == expected
+    check_it_is_what_it_wraps(INNER[name](two_axes(4)))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Compositions of transforms: sensible ones train right in both spellings, others are refused."""
 
-from functools import cache
-
 import pytest
 import torch
 from torch import nn
@@ -10,15 +8,12 @@ import fshard as fs
 from fshard.testing import assert_trees_close, spmd
 from tests.ranks import my_rank, on_ranks
 from tests.test_law_ddp import ROWS, STEPS, Run, batches, bound, initial, one_process, one_rank_of, row_losses
+from tests.transforms.feedback import feedback
 from tests.transforms.laws import SGD
 from tests.trees import assert_same_bits, every_bit, two_axes
 from tests.unit_models import BOUND, Block, Language, filled, tokens
 
 WEIGHTS, BFLOAT16, FLOAT32 = "*.weight", torch.bfloat16, torch.float32
-
-
-def int8(axis, **options):
-    return fs.quantize(axis, scatter=True, block=8, **options)
 
 
 # By a mesh of "replicate" and "shard": what gives one process's numbers, and what rounds.
@@ -35,39 +30,17 @@ EXACT = {
     "wide sums": lambda on: fs.compose(fs.hybrid_shard(on), fs.cast(scatter=torch.float64)),
 }
 LOSSY = {
-    "hsdp of int8": lambda on: fs.zero3(on, layout=fs.compose(fs.replicate(on["replicate"]), fs.quantize(on["shard"]))),
-    "hsdp of int8 sums, cast": lambda on: fs.zero3(
-        on,
-        layout=fs.compose(fs.replicate(on["replicate"]), int8(on["shard"])),
-        param_dtype=BFLOAT16,
-        reduce_dtype=FLOAT32,
-    ),
-    "int8 behind a sum": lambda on: fs.compose(fs.replicate(on["replicate"]), int8(on["shard"])),
-    "int8 by name": lambda on: fs.compose(
-        fs.replicate(on["replicate"]), fs.masked(int8(on["shard"]), WEIGHTS, otherwise=fs.fully_shard(on["shard"]))
-    ),
-    "int8 over the inner axis": lambda on: fs.compose(fs.fully_shard(on["replicate"]), int8(on["shard"])),
-    "int8 over the outer axis": lambda on: fs.compose(int8(on["replicate"]), fs.fully_shard(on["shard"], dim=-1)),
-    "int8 over both": lambda on: fs.compose(int8(on["replicate"]), int8(on["shard"], error_feedback=False)),
-    "offloaded int8, kept": lambda on: fs.compose(
+    "offloaded, kept, cast": lambda on: fs.compose(
         fs.offload("cpu"), fs.zero3(on, regather=False, layout=fs.hybrid_shard(on)), fs.cast(scatter=BFLOAT16)
     ),
     "casts by name": lambda on: fs.compose(
         fs.masked(fs.cast(gather=BFLOAT16), WEIGHTS, otherwise=fs.cast(gather=FLOAT32)), fs.hybrid_shard(on)
     ),
 }
-# Parameters are below 4: int8 blocks move them by 4 / 254 twice over and bfloat16 by 4 / 256, gradients below 1 too,
-# by a quarter of it. As in test_law_ddp each update hands on what gradients differ by, and the next gradient what
-# parameters do.
+# Parameters are below 4: bfloat16 moves them by 4 / 256, and blocks of int8 in extensions by 4 / 254 twice over;
+# gradients below 1 too, by a quarter of it. As in test_law_ddp each update hands on what gradients differ by, and the
+# next gradient what parameters do.
 OFF = (1 + 1 / 4) * (2 * 4 / 254 + 4 / 256) * (2**STEPS - 1)
-
-
-# On eight ranks, which are slow.
-FEW = (*list(EXACT)[:2], *list(LOSSY)[1:5])
-
-
-def chosen(table, world_size):
-    return {name: make for name, make in table.items() if world_size < 8 or name in FEW}
 
 
 def axes(mesh):
@@ -89,14 +62,13 @@ def with_four_verbs(state, batch):
     return fs.update(SGD, state, grads, transform_state=after), fs.objective(loss, like=state.params)
 
 
-@cache
-def train(world_size):
-    """Every composition by both spellings, whose states must agree bit for bit on this rank."""
+def train(world_size, compositions):
+    """Each by both spellings, whose states must agree bit for bit on this rank."""
 
     def program():
         mesh, runs = two_axes(world_size), {}
         mine = [one_rank_of(batch, "mean") for batch in batches()]
-        for name, make in chosen(EXACT | LOSSY, world_size).items():
+        for name, make in compositions.items():
             ends = []
             for step in (in_one_call, with_four_verbs):
                 state, losses = fs.TrainState.create(fs.shard(initial(), make(mesh)), SGD), []
@@ -117,34 +89,40 @@ def train(world_size):
     return first
 
 
+def few(compositions, world_size, names):
+    """Some of them on eight ranks, which are slow."""
+    return {name: make for name, make in compositions.items() if world_size < 8 or name in names}
+
+
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4, 8))
 def test_exact_compositions_are_one_process(world_size):
-    runs = train(world_size)
-    found = {name: runs[name] for name in chosen(EXACT, world_size)}
+    found = train(world_size, few(EXACT, world_size, list(EXACT)[:2]))
     assert_trees_close(found, dict.fromkeys(found, one_process("SGD")), rtol=0, atol=bound("SGD"))
+
+
+def check_lossy_compositions_are_near_one_process(world_size, compositions):
+    """And no nearer than rounding allows, where there is something to send."""
+    expected = one_process("SGD")
+    for name, run in train(world_size, compositions).items():
+        assert_trees_close(run, expected, rtol=0, atol=OFF)
+        if world_size == 8:
+            off = (run.losses - expected.losses).abs().max()
+            assert ROWS * 1e-12 < off < 0.05, name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4, 8))
 def test_lossy_compositions_are_near_one_process(world_size):
-    """And no nearer than rounding allows, where there is something to send."""
-    runs, expected = train(world_size), one_process("SGD")
-    for name in chosen(LOSSY, world_size):
-        assert_trees_close(runs[name], expected, rtol=0, atol=OFF)
-        if world_size == 8:
-            off = (runs[name].losses - expected.losses).abs().max()
-            assert ROWS * 1e-12 < off < 0.05, name
+    check_lossy_compositions_are_near_one_process(world_size, LOSSY)
 
 
-@on_ranks(2, 4)
-def test_a_module_with_units_by_everything_at_once(world_size):
-    """The engine's gradients and states are those of the verbs."""
+def check_a_module_with_units_by_everything_at_once(lossy, world_size):
     module, batches = filled(Language(hidden=(13, 11))), tokens(world_size)
     mesh = two_axes(world_size)
     layout = fs.compose(
         fs.replicate(mesh["replicate"]),
-        fs.masked(int8(mesh["shard"]), ("*.weight", "*scale"), otherwise=fs.fully_shard(mesh["shard"])),
+        fs.masked(lossy(mesh["shard"]), ("*.weight", "*scale"), otherwise=fs.fully_shard(mesh["shard"])),
     )
     model = fs.functionalize(module, (Block, nn.Linear))
     params = model.init(fs.compose(fs.offload("cpu"), fs.zero3(mesh, layout=layout, merge_bytes=3000)))
@@ -158,10 +136,15 @@ def test_a_module_with_units_by_everything_at_once(world_size):
     assert_trees_close(fs.tree_leaves(states[0]), fs.tree_leaves(states[1]), rtol=0, atol=BOUND)
 
 
-@on_ranks("2 processes")
-def test_processes():
+@on_ranks(2, 4)
+def test_a_module_with_units_by_everything_at_once(world_size):
+    """The engine's gradients and states are those of the verbs."""
+    check_a_module_with_units_by_everything_at_once(feedback, world_size)
+
+
+def check_processes(make):
     mesh = fs.init_mesh({"replicate": 1, "shard": -1}, device="cpu")
-    state = fs.TrainState.create(fs.shard(initial(), LOSSY["hsdp of int8 sums, cast"](mesh)), SGD)
+    state = fs.TrainState.create(fs.shard(initial(), make(mesh)), SGD)
     ends = []
     for step in (in_one_call, with_four_verbs):
         after = state
@@ -172,3 +155,8 @@ def test_processes():
     found = fs.unshard(ends[0].params)
     assert_trees_close(found, one_process("SGD").params, rtol=0, atol=OFF)
     return every_bit(found)
+
+
+@on_ranks("2 processes")
+def test_processes():
+    return check_processes(LOSSY["casts by name"])
