@@ -235,12 +235,12 @@ def test_a_mesh_of_two_axes_saves_by_a_mesh_of_one_over_its_ranks(tmp_path):
         checkpoint.Manager(tmp_path / "grid", mesh=grid)
 
 
-@on_ranks("3 processes")
-def test_ddp_and_traces_of_some_processes():
+def check_ddp_of_some_processes():
+    """Return their mesh, or None to a rank outside."""
     mesh = some(0, 2)
     assert is_member(mesh) is (my_rank() != 1)
     if not is_member(mesh):
-        return
+        return None
     torch.manual_seed(0)
     module = network()
     model = fs.functionalize(module, units=nn.Linear)
@@ -251,19 +251,21 @@ def test_ddp_and_traces_of_some_processes():
         return fs.update(fs.sgd(0.1), state, grads), loss
 
     batches = [batch_of(number, fs.axis_index(fs.axis_of(mesh))) for number in range(2)]
-    with fs.trace() as trace:
-        assert_matches_ddp(
-            step,
-            state,
-            batches,
-            module=module,
-            loss_fn=lambda ddp, batch: functional.mse_loss(ddp(batch[0]), batch[1]),
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            mesh=mesh,
-        )
-    report = trace.report(mesh=mesh)
-    assert [line.rank for line in report.timelines] == [0, 2]
-    assert {event.members for line in report.timelines for event in line.events} == {(0, 2)}
+    assert_matches_ddp(
+        step,
+        state,
+        batches,
+        module=module,
+        loss_fn=lambda ddp, batch: functional.mse_loss(ddp(batch[0]), batch[1]),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        mesh=mesh,
+    )
+    return mesh
+
+
+@on_ranks("3 processes")
+def test_ddp_of_some_processes():
+    check_ddp_of_some_processes()
 
 
 def outside(mesh, directory):
@@ -275,9 +277,6 @@ def outside(mesh, directory):
     yield lambda: checkpoint.save(directory, {}, 1, mesh=mesh)
     yield lambda: checkpoint.restore(directory, {}, mesh=mesh)
     yield lambda: checkpoint.Manager(directory, mesh=mesh)
-    with fs.trace() as trace:
-        pass
-    yield lambda: trace.report(mesh=mesh)
 
 
 def held_by_others(params, axis):
@@ -292,7 +291,7 @@ def held_by_others(params, axis):
     yield "jit", lambda: fs.jit(lambda p: fs.gather(p))(params)
 
 
-def test_a_foreign_mesh_is_refused_at_once(tmp_path):
+def check_a_foreign_mesh_is_refused_at_once(outside):
     """Only the rank outside calls, so that a collective would never end."""
     shared = {}
 
@@ -304,7 +303,7 @@ def test_a_foreign_mesh_is_refused_at_once(tmp_path):
             shared[fs.comm.rank(everyone)] = params, fs.axis_of(mesh)
         fs.psum(torch.zeros(()), everyone)
         if not is_member(mesh):
-            for call in outside(mesh, tmp_path):
+            for call in outside(mesh):
                 with pytest.raises(ValueError, match=r"mesh's ranks \[0, 1\], got one on rank 2"):
                     call()
             for name, call in held_by_others(*shared[0]):
@@ -314,6 +313,10 @@ def test_a_foreign_mesh_is_refused_at_once(tmp_path):
         return fs.psum(torch.ones(()), everyone).item()
 
     assert spmd(program, 3) == [3.0] * 3
+
+
+def test_a_foreign_mesh_is_refused_at_once(tmp_path):
+    check_a_foreign_mesh_is_refused_at_once(partial(outside, directory=tmp_path))
 
 
 @on_ranks(3)

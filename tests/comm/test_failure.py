@@ -20,7 +20,7 @@ from fshard.comm.events import encoded
 from fshard.comm.groups import Link
 from fshard.testing import RankError, Workers
 from fshard.testing import workers as workers_module
-from tests.ext.trace.steps import make_step
+from tests.comm.steps import make_step
 from tests.test_processes import ROOT, TORCHRUN
 
 TIMEOUT = timedelta(seconds=3)

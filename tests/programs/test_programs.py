@@ -8,14 +8,14 @@ from torch import nn
 from torch.func import grad, jvp, linearize, vmap
 
 import fshard as fs
-from fshard.testing import RankError, assert_trees_close, spmd
+from fshard.testing import spmd
 from tests.programs.batches import LONGEST, rows_dense
 from tests.programs.curvature import rows_of
 from tests.programs.sides import CHOSEN, Dense, OfRank
 from tests.programs.subjects import COUNTS, ROWS, SUBJECTS, subject
 from tests.programs.table import PROGRAMS, check, expected, strategies, world_sizes
 from tests.ranks import on_ranks
-from tests.trees import meshes, normal, one_axis
+from tests.trees import meshes, one_axis
 
 CASES = [(program, name, n) for program in PROGRAMS for name in SUBJECTS for n in world_sizes(name, program)]
 
@@ -134,22 +134,3 @@ def test_remat_of_the_first_call_of_a_model():
         return fs.objective(fs.remat(lambda p, x: model.apply(p, x).square().sum())(p, torch.ones(4, 3)), like=p)
 
     assert grad(loss)(params)["bias"].local.shape == (2,)
-
-
-@pytest.mark.xfail(strict=True, raises=RankError, reason="whole sends leaves by collectives without a rule for vmap")
-def test_vmap_of_whole():
-    """An ensemble whose members' matrices travel to owners, stepped as each member alone."""
-    draw = normal(1)
-    members = [{"weight": draw(5, 3)} for _ in range(2)]
-    tx = fs.whole(fs.from_torch(torch.optim.Muon, lr=0.1))
-
-    def step(params):
-        return tx.update(params, tx.init(params), params)[0]
-
-    def program():
-        shards = [fs.shard(member, fs.zero2(one_axis(), min_shard_elements=0)) for member in members]
-        together = vmap(step)(fs.tree_map(lambda *leaves: torch.stack(leaves), *shards))
-        for i, member in enumerate(shards):
-            assert_trees_close(fs.tree_map(lambda leaf: leaf[i], together), step(member))  # noqa: B023
-
-    spmd(program, 2)

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import optim
+from torch.func import vmap
 
 import fshard as fs
 from fshard.ext.optim.whole import assign, flops_of
+from fshard.testing import RankError, assert_trees_close, spmd
 from fshard.tree import flatten, is_sharded
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
@@ -152,3 +154,22 @@ def test_leaves_over_several_axes_travel_over_one_after_another(name):
         assert len([entry for entry in record if entry.label == "whole"]) == exchanges[layout]
         local = [leaf for leaf in flatten(state.opt_state).leaves if is_sharded(leaf)]
         assert all(leaf.local.shape == leaf.spec.local_shape for leaf in local)
+
+
+@pytest.mark.xfail(strict=True, raises=RankError, reason="whole sends leaves by collectives without a rule for vmap")
+def test_vmap_of_whole():
+    """An ensemble whose members' matrices travel to owners, stepped as each member alone."""
+    draw = normal(1)
+    members = [{"weight": draw(5, 3)} for _ in range(2)]
+    tx = fs.whole(fs.from_torch(torch.optim.Muon, lr=0.1))
+
+    def step(params):
+        return tx.update(params, tx.init(params), params)[0]
+
+    def program():
+        shards = [fs.shard(member, fs.zero2(one_axis(), min_shard_elements=0)) for member in members]
+        together = vmap(step)(fs.tree_map(lambda *leaves: torch.stack(leaves), *shards))
+        for i, member in enumerate(shards):
+            assert_trees_close(fs.tree_map(lambda leaf: leaf[i], together), step(member))  # noqa: B023
+
+    spmd(program, 2)

@@ -14,6 +14,7 @@ import fshard as fs
 from fshard.ext.parallel.attention_blocks import ROWS, attend, attend_backward
 from fshard.testing import check_varying
 from tests.ranks import my_rank, on_ranks
+from tests.test_moves import check_a_rank_that_leaves_a_collective_out_is_an_error_on_every_rank
 from tests.trees import assert_same_bits, normal
 
 BATCH, HEADS, HEAD = 2, 8, 4
@@ -343,3 +344,9 @@ def test_bad_arguments():
     ):
         with pytest.raises(ValueError, match=re.escape(text)):
             call()
+
+
+@on_ranks(2, "2 processes")
+def test_a_rank_that_leaves_it_out_is_an_error_on_every_rank():
+    ring = {"ring_attention": lambda x, axis: fs.ring_attention(*[x[None, None]] * 3, axis)}
+    check_a_rank_that_leaves_a_collective_out_is_an_error_on_every_rank(ring)

@@ -10,7 +10,7 @@ from fshard.comm import Collective, Label
 from fshard.ext.trace import Report
 from fshard.ext.trace.events import Event, Timeline, offsets, packed, unpacked
 from fshard.ext.trace.stragglers import BETWEEN, spans
-from tests.ext.trace.steps import make_step
+from tests.comm.steps import make_step
 from tests.ranks import my_rank, on_ranks
 
 MS = 1_000_000

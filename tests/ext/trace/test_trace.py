@@ -11,7 +11,7 @@ import fshard as fs
 from fshard import comm
 from fshard.comm.recorder import Watchers
 from fshard.ext.trace.stragglers import BETWEEN, spans
-from tests.ext.trace.steps import UNITS, make_step
+from tests.comm.steps import UNITS, make_step
 from tests.ranks import BrokenError, on_ranks
 from tests.trees import one_axis
 

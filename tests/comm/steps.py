@@ -1,4 +1,4 @@
-"""A small model and its step, to trace."""
+"""A small model and its step, each unit gathered by itself, to watch what it sends."""
 
 import torch
 from torch import nn
