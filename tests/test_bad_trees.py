@@ -139,6 +139,28 @@ DIFFERENT = [
     ),
 ]
 
+
+def changed_shapes(verb, rest):
+    """A verb of shards whose shapes are not those of their specs; `rest` makes its other arguments."""
+    return Row(
+        f"{verb.__name__} of leaves whose shape was changed",
+        lambda world: (fs.tree_map(lambda x: x[:1], world.params), *rest(world)),
+        verb,
+        f"{verb.__name__}: shards do not match their specs\n"
+        "  ['a']: expected a local tensor of shape (3, 3), got a local tensor of shape (1, 3)\n"
+        "  ['b'][0]: expected a local tensor of shape (2,), got a local tensor of shape (1,)" + KEEP,
+    )
+
+
+def by_no_strategy(verb, tree, name):
+    return Row(
+        f"{verb.__name__} by no strategy",
+        lambda world: (getattr(world, tree), fs.zero2),
+        verb,
+        f"{verb.__name__}: expected {name} to be a ShardTransform such as fs.zero2(mesh), got a function",
+    )
+
+
 ROWS = [
     Row(
         "another value on a mesh of two axes",
@@ -173,11 +195,6 @@ ROWS = [
         "['s']: expected a strided tensor with values, got a sparse_coo tensor on device cpu",
     ),
     unfit(
-        "DTensors",
-        lambda world: ({"a": fs.to_dtensor(world.params, world.mesh)["a"]}, world.zero2),
-        "['a']: expected a tensor; from_dtensor takes DTensors over, got a float32 DTensor of shape (5, 3)",
-    ),
-    unfit(
         "a dim that some leaves lack",
         lambda world: ({"a": ones(4, 2), "b": [ones(4), ones(())]}, fs.fully_shard(world.mesh, dim=1)),
         "['b'][0]: expected a dim 1 to split over 'shard', got shape (4,)",
@@ -197,19 +214,11 @@ ROWS = [
         "To fix: choose a strategy that fits their shapes.",
     ),
     *(
-        Row(
-            f"{verb.__name__} of leaves whose shape was changed",
-            lambda world, rest=rest: (fs.tree_map(lambda x: x[:1], world.params), *rest(world)),
-            verb,
-            f"{verb.__name__}: shards do not match their specs\n"
-            "  ['a']: expected a local tensor of shape (3, 3), got a local tensor of shape (1, 3)\n"
-            "  ['b'][0]: expected a local tensor of shape (2,), got a local tensor of shape (1,)" + KEEP,
-        )
+        changed_shapes(verb, rest)
         for verb, rest in [
             (fs.gather, lambda world: ()),
             (fs.unshard, lambda world: ()),
             (fs.reshard, lambda world: (fs.ddp(world.mesh),)),
-            (fs.to_dtensor, lambda world: (world.mesh,)),
         ]
     ),
     Row(
@@ -276,39 +285,8 @@ ROWS = [
         "shard: expected a strategy over axes whose groups have their size and this process in them, got axis "
         "'shard' of 3 ranks in group {group}; make it of this process's mesh",
     ),
-    *(
-        Row(
-            f"{verb.__name__} by no strategy",
-            lambda world, tree=tree: (getattr(world, tree), fs.zero2),
-            verb,
-            f"{verb.__name__}: expected {name} to be a ShardTransform such as fs.zero2(mesh), got a function",
-        )
-        for verb, tree, name in [
-            (fs.shard, "full", "transform"),
-            (fs.reshard, "params", "transform"),
-            (fs.from_dtensor, "full", "strategy"),
-        ]
-    ),
-    Row(
-        "DTensors of another mesh",
-        lambda world: (world.params, world.other),
-        fs.to_dtensor,
-        "to_dtensor: DTensor has no such layout on this mesh\n"
-        "  ['a']: expected dims split in the order of data=2 in group {group}, unit=1 in group {group}, got "
-        "P('shard') over shard=2 in group {group}\n"
-        "  ['b'][0]: expected dims split in the order of data=2 in group {group}, unit=1 in group {group}, got "
-        "P('shard') over shard=2 in group {group}\n"
-        "To fix: pass the mesh they were sharded with, or reshard these leaves; min_shard_elements keeps small ones "
-        "whole.",
-    ),
-    Row(
-        "DTensors taken over by a strategy of another mesh",
-        lambda world: ({"a": fs.to_dtensor(world.params, world.mesh)["a"]}, fs.ddp(world.other, "data")),
-        fs.from_dtensor,
-        "from_dtensor: leaves cannot be taken over\n"
-        "  ['a']: expected data=2 in group {group}, got shard=2 in group {group}\n"
-        "To fix: use the strategy's mesh and Shard or Replicate.",
-    ),
+    by_no_strategy(fs.shard, "full", "transform"),
+    by_no_strategy(fs.reshard, "params", "transform"),
 ]
 
 

@@ -171,18 +171,6 @@ def test_unequal_tokens(launcher, ranks):
 
 
 @launched
-@pytest.mark.parametrize("statistics", ["mean", "rank0"])
-def test_resnet_learns_and_is_exported(tmp_path, launcher, ranks, statistics):
-    pytest.importorskip("transformers")
-    options = ("--steps", 60, "--statistics", statistics, "--directory", tmp_path)
-    out = run(*launcher, ROOT / "examples/resnet.py", *options)
-    right, images = re.search(r"(\d+) of (\d+) test images right", out).groups()
-    assert int(images) == 360
-    assert int(right) > 300
-    assert f"{tmp_path / 'model'}: from_pretrained gives the logits of the sharded model" in out
-
-
-@launched
 def test_diffusion_learns_and_draws(tmp_path, launcher, ranks):
     pytest.importorskip("diffusers")
     options = ("--steps", 60, "--times", 20, "--decay", 0.9, "--directory", tmp_path)

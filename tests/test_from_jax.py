@@ -13,7 +13,6 @@ import fshard as fs
 from fshard.testing import assert_trees_close, spmd
 from tests.ranks import my_rank, on_ranks
 from tests.test_custom_transforms import TopK, lossy
-from tests.test_guide import MIGRATION, section
 from tests.trees import assert_same_bits, normal, one_axis
 
 ROUNDING = {"rtol": 0.0, "atol": 1000 * torch.finfo(torch.float64).eps}
@@ -216,9 +215,3 @@ def test_state_of_transforms_belongs_to_its_number_of_ranks(tmp_path):
     (params,) = spmd(restore, 1)
     assert_same_bits(fs.tree_leaves(params), fs.tree_leaves(full()))
     assert "transform_state" in error[0]
-
-
-def test_the_guide_names_what_there_is():
-    names = set(re.findall(r"fs\.(\w+)", section(MIGRATION, "From JAX and Optax")))
-    assert names
-    assert {name for name in names if not hasattr(fs, name)} == set()

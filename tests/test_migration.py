@@ -1,7 +1,8 @@
 """From FSDP2 to fshard: the calls of an FSDP2 program and what stands for each, run side by side on two processes.
 
 Each row trains, evaluates, saves or initialises the same network twice, and what the two sides return must be equal:
-bit for bit, but where a row says how far they may be apart and why. The table of `MIGRATION.md` has these rows.
+bit for bit, but where a row says how far they may be apart and why. The table of `MIGRATION.md` has these rows, and
+those of `tests/ext/interop/test_migration.py`.
 """
 
 import tempfile
@@ -21,7 +22,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_state_dict,
@@ -346,11 +346,11 @@ class Row(NamedTuple):
 ROWS: dict[str, Row] = {}
 
 
-def row(call: str, equivalent: str, atol: float = 0.0) -> Callable[[Any], Any]:
-    """Enter a pair of programs of several lines into the table."""
+def row(call: str, equivalent: str, atol: float = 0.0, table: dict[str, Row] = ROWS) -> Callable[[Any], Any]:
+    """Enter a pair of programs of several lines into a table."""
 
     def enter(pair: Any) -> Any:
-        ROWS[call] = Row(equivalent, pair.fsdp2, pair.fshard, atol)
+        table[call] = Row(equivalent, pair.fsdp2, pair.fshard, atol)
         return pair
 
     return enter
@@ -817,35 +817,6 @@ class LoadFullStateDict:
         return train(made._replace(state=made.state._replace(params=params)))
 
 
-@row("get_model_state_dict(model), of DTensors", "fs.to_dtensor(params, mesh), fs.from_dtensor(tree, strategy)")
-class ShardedStateDict:
-    def fsdp2():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-        state_dict = get_model_state_dict(sharded(mesh=mesh))
-        taken_over = fs.from_dtensor(state_dict, zero3(mesh))
-        return {name: tensor.to_local() for name, tensor in state_dict.items()}, dict(fs.unshard(taken_over))
-
-    def fshard():
-        mesh = mesh_of_ranks()
-        params = fs.functionalize(network()).init(zero3(mesh))
-        state_dict = fs.to_dtensor(params, mesh)
-        return {name: tensor.to_local() for name, tensor in state_dict.items()}, fs.unshard(params)
-
-
-@row("get_optimizer_state_dict(model, optimizer)", "fs.checkpoint.to_optimizer_state_dict(state.opt_state, ...)")
-class OptimizerStateDict:
-    def fsdp2():
-        model = sharded()
-        train_fsdp2(model, optimizer := adamw_of(model))
-        slots = get_optimizer_state_dict(model, optimizer, options=FULL)["state"]
-        return [slots[name] for name, _ in model.named_parameters()]
-
-    def fshard():
-        (state, _), module = stepped(program()), network()
-        slots = fs.checkpoint.to_optimizer_state_dict(state.opt_state, module, adamw_of(module))["state"]
-        return list(slots.values())
-
-
 @row(
     "dcp.save(...), dcp.load(...)", "fs.checkpoint.save(directory, state), fs.checkpoint.restore(directory, like=state)"
 )
@@ -859,32 +830,6 @@ class Checkpoint:
         fs.checkpoint.save(directory := shared_directory(), state)
         fresh = program(module=others())
         return train(fresh._replace(state=fs.checkpoint.restore(directory, like=fresh.state)))
-
-
-@row(
-    "dcp.load of what an FSDP2 run saved", "fs.checkpoint.load_dcp(directory, like=state, module=module, trusted=True)"
-)
-class GoOnFromFSDP2:
-    fsdp2 = Checkpoint.fsdp2
-
-    def fshard():
-        saved_by_fsdp2(directory := shared_directory())
-        made, module = program(module=others()), network()
-        state = fs.checkpoint.load_dcp(directory, like=made.state, module=module, trusted=True)
-        return train(made._replace(state=state))
-
-
-@row(
-    "dcp.save of what FSDP2 goes on from",
-    "fs.checkpoint.save_dcp(directory, state, module=module, optimizer=optimizer)",
-)
-class GoBackToFSDP2:
-    fsdp2 = Checkpoint.fsdp2
-
-    def fshard():
-        (state, _), directory, module = stepped(program()), shared_directory(), network()
-        fs.checkpoint.save_dcp(directory, state, module=module, optimizer=adamw_of(module))
-        return go_on_by_fsdp2(directory)
 
 
 @row("model.reset_iter_state() after an error", "nothing: the state is as it was")
@@ -903,9 +848,12 @@ class AfterAnError:
         return train(made)
 
 
+def check_both_sides_are_equal(entry: Row) -> None:
+    assert_trees_close(entry.fshard(), entry.fsdp2(), rtol=0, atol=entry.atol, exact=not entry.atol)
+
+
 @pytest.mark.rows(2)
 @pytest.mark.parametrize("call", ROWS)
 @on_ranks("2 processes")
 def test_both_sides_are_equal(call):
-    entry = ROWS[call]
-    assert_trees_close(entry.fshard(), entry.fsdp2(), rtol=0, atol=entry.atol, exact=not entry.atol)
+    check_both_sides_are_equal(ROWS[call])

@@ -1,12 +1,8 @@
 """The programs of the README and of the reference run as printed."""
 
-import math
 import re
 import sys
-from collections import OrderedDict
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fshard as fs
-from fshard.testing import assert_trees_close, check_transform, spmd
+from fshard.testing import assert_trees_close, spmd
 from tests.ranks import on_ranks
 from tests.test_processes import TORCHRUN, run
 
@@ -33,15 +29,8 @@ def blocks(heading: str) -> list[str]:
     return BLOCK.findall(REFERENCE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0])
 
 
-((UNITS,), (SAME_BITS,), (MORE_AXES,), (AHEAD,), (GO_ON, BAD_SAMPLE, NO_ROWS)) = map(
-    blocks,
-    (
-        "Units of a plain function",
-        "The same bits at any number of ranks",
-        "More axes",
-        "Planning and tracing",
-        "When a rank fails",
-    ),
+((UNITS,), (SAME_BITS,), (GO_ON, BAD_SAMPLE, NO_ROWS)) = map(
+    blocks, ("Units of a plain function", "The same bits at any number of ranks", "When a rank fails")
 )
 
 
@@ -79,18 +68,6 @@ def test_both_train_steps_and_the_jitted_one_give_the_same_bits():
     results = [{"loss": scope["loss"], "state": scope["state"]} for scope in scopes]
     assert_trees_close(results[1:], results[:1] * 2, exact=True)
     return results[0]["loss"].item()
-
-
-def test_a_step_is_planned_held_to_a_budget_and_traced(tmp_path, capsys):
-    def program():
-        scope = {}
-        exec(EAGER, scope)
-        scope["batch"] = rows_of(scope)
-        exec(AHEAD.replace("step.json", str(tmp_path / f"{scope['mesh'].get_rank()}.json")), scope)
-
-    spmd(program, 2)
-    assert len(list(tmp_path.glob("*.json"))) >= 1
-    assert "parameters" in capsys.readouterr().out
 
 
 def weighted(params, rows):
@@ -191,64 +168,6 @@ def test_gradients_have_the_same_bits_at_any_number_of_ranks():
 
     found = [spmd(program, ranks)[0] for ranks in (1, 2, 4)]
     assert_trees_close(found[1:], found[:1] * 2, exact=True)
-
-
-@on_ranks(2)
-def test_functions_over_more_axes():
-    mesh = fs.init_mesh({name: -1 if name == "expert" else 1 for name in ("pipe", "cp", "tp", "expert")}, "cpu")
-    scope = {"fs": fs} | {name: fs.axis_of(mesh, name) for name in mesh.mesh_dim_names}
-    scope["x"], scope["router"] = torch.ones(6, 4), torch.ones(4, 2)
-    scope["q"] = scope["k"] = scope["v"] = torch.ones(1, 2, 6, 4)
-    scope["h"], scope["weight"], scope["targets"] = torch.ones(3, 4), torch.zeros(5, 4), torch.tensor([0, 3, 4])
-    scope["stage"], scope["embed"] = lambda params, h: h * fs.tree_leaves(params)[0], lambda params, x: x.double()
-    scope["head"] = lambda params, h: h.square().mean()
-    exec(MORE_AXES, scope)
-    assert scope["loss"].item() == pytest.approx(math.log(5))
-    assert scope["mixed"].shape == (1, 2, 6, 4)
-    # Each of 6 tokens goes to both experts, one of which each rank has.
-    assert sum(len(rows) for rows in scope["rows"]) == 12
-    params = fs.shard({"w": torch.full((1,), 3.0, dtype=torch.float64)}, fs.zero3(mesh, "expert"))
-    value, grads = fs.value_and_grad(scope["loss_fn"])(params, torch.ones(8, 1))
-    assert (value.item(), fs.unshard(grads)["w"].item()) == (9.0, 6.0)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_optimizers_of_groups_train(world_size):
-    block = nn.Sequential(OrderedDict(norm=nn.LayerNorm(8), linear=nn.Linear(8, 8)))
-    module = nn.Sequential(
-        OrderedDict(embedding=nn.Embedding(7, 8), blocks=nn.ModuleList([block]), head=nn.Linear(8, 7))
-    )
-    full = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-
-    def program():
-        scope = {"torch": torch, "fs": fs}
-        exec(OPTIMIZERS, scope)
-        strategy = fs.zero3(fs.init_mesh({"shard": -1}, device="cpu"), min_shard_elements=0)
-        state = fs.TrainState.create(fs.shard(full, strategy), scope["tx"])
-        grads = fs.shard({name: torch.ones_like(value) for name, value in full.items()}, strategy)
-        for _ in range(3):
-            state = fs.update(scope["tx"], state, grads, donate=True)
-        return fs.unshard(state.params), fs.unshard(state.opt_state.average)
-
-    for params, average in spmd(program, world_size):
-        assert all(not params[name].equal(full[name]) for name in full)
-        assert all(not average[name].equal(params[name]) for name in full)
-
-
-@on_ranks(4)
-def test_transforms_hold_their_laws(monkeypatch):
-    mesh = fs.init_mesh({"shard": 2, "tp": 2}, device="cpu")
-    # A module of each rank's own, from which its class can be pickled.
-    module = ModuleType(f"readme_of_rank_{mesh.get_rank()}")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    scope = module.__dict__
-    scope |= {"torch": torch, "fs": fs, "dataclass": dataclass, "mesh": mesh}
-    exec(TRANSFORMS, scope)
-    check_transform(scope["narrow"], [(64, 64), (5,)], error=2**-8)
-    check_transform(scope["small"], [(64, 64), (5,)], error=1 / 200)
-    params = fs.shard({"w": torch.ones(5, 3)}, scope["mixed"])
-    assert fs.gather(params)["w"].dtype is torch.bfloat16
-    assert fs.value_and_grad(lambda p: fs.gather(p)["w"].float().sum())(params)[1]["w"].local.dtype is torch.float32
 
 
 def test_testing_tools_are_there():

@@ -1,8 +1,8 @@
 """Flags are True or False: no other value opens a pickle, casts a dtype or gives up a copy."""
 
 import pickle
+from functools import partial
 
-import pytest
 import torch
 
 from fshard import checkpoint
@@ -24,8 +24,7 @@ class Writes:
         return open, (str(self.path), "w")
 
 
-@pytest.mark.parametrize("load", (checkpoint.load_dcp, checkpoint.load_torch, checkpoint.load_huggingface))
-def test_only_true_opens_a_pickle(load, tmp_path):
+def check_only_true_opens_a_pickle(load, tmp_path):
     directory, ran = tmp_path / "saved", tmp_path / "ran"
     directory.mkdir()
     for name in (".metadata", "pytorch_model.bin"):
@@ -39,26 +38,32 @@ def test_only_true_opens_a_pickle(load, tmp_path):
                 f"checkpoint.{load.__name__}: trusted: expected True or False, got {flag!r}; "
                 "pass trusted=True if you trust whoever wrote it"
             )
-    # Weights that are no pickle are not read either.
-    checkpoint.save_huggingface(directory, TREE)
-    refused(lambda: load(place, TREE, trusted="no"))
     assert not ran.exists()
+    return place
+
+
+def test_only_true_opens_a_pickle(tmp_path):
+    check_only_true_opens_a_pickle(checkpoint.load_torch, tmp_path)
+
+
+def check_a_flag_on_one_rank_is_refused_on_all(load):
+    def program():
+        trusted = "no" if torch.distributed.get_rank() else True
+        return refused(lambda: load(TREE, trusted=trusted))
+
+    (text,) = set(spmd(program, 2))
+    return text
 
 
 def test_a_flag_on_one_rank_is_refused_on_all(tmp_path):
-    checkpoint.save_dcp(tmp_path, TREE)
-
-    def program():
-        trusted = "no" if torch.distributed.get_rank() else True
-        return refused(lambda: checkpoint.load_dcp(tmp_path, TREE, trusted=trusted))
-
-    (text,) = set(spmd(program, 2))
-    assert text.startswith("checkpoint.load_dcp: trusted: expected True or False, got 'no'; ")
+    torch.save(TREE, tmp_path / "file.pt")
+    text = check_a_flag_on_one_rank_is_refused_on_all(partial(checkpoint.load_torch, tmp_path / "file.pt"))
+    assert text.startswith("checkpoint.load_torch: trusted: expected True or False, got 'no'; ")
 
 
 def calls(tmp_path):
     """Calls of every function of the package that has a flag, by the flag's name."""
-    where, module = tmp_path / "there", torch.nn.Linear(1, 1)
+    where = tmp_path / "there"
     yield "donate", "restore", lambda flag: checkpoint.restore(where, TREE, donate=flag)
     for name in ("asynchronous", "donated"):
         yield name, "save", lambda flag, name=name: checkpoint.save(tmp_path / "new", TREE, 1, **{name: flag})
@@ -67,14 +72,10 @@ def calls(tmp_path):
     yield "rank0_only", "to_state_dict", lambda flag: checkpoint.to_state_dict(TREE, rank0_only=flag)
     yield "cast", "from_state_dict", lambda flag: checkpoint.from_state_dict(TREE, TREE, cast=flag)
     torch.save(TREE, where / "file.pt")
-    checkpoint.save_huggingface(where, TREE)
     yield "cast", "load_torch", lambda flag: checkpoint.load_torch(where / "file.pt", TREE, trusted=True, cast=flag)
-    yield "cast", "load_huggingface", lambda flag: checkpoint.load_huggingface(where, TREE, cast=flag)
-    name = "flatten_optimizer_state_dict"
-    yield name, "save_dcp", lambda flag: checkpoint.save_dcp(tmp_path / "new", TREE, module=module, **{name: flag})
 
 
-def test_every_flag_of_checkpoints(tmp_path):
+def check_every_flag(calls, tmp_path):
     checkpoint.save(tmp_path / "there", TREE, 1)
     for name, function, call in calls(tmp_path):
         for flag in OTHERS:
@@ -82,3 +83,7 @@ def test_every_flag_of_checkpoints(tmp_path):
             start = f"checkpoint.{function}: {name}: expected True or False, got {flag!r}; "
             assert text.startswith(start), (function, name, flag, text)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_every_flag_of_checkpoints(tmp_path):
+    check_every_flag(calls, tmp_path)

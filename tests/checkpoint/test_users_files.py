@@ -4,14 +4,12 @@ import contextlib
 import itertools
 import os
 import shutil
-from functools import partial
 
 import pytest
 import torch
 
 from fshard import checkpoint
 from fshard.testing import spmd
-from tests.checkpoint.states import refused
 
 TREE = {"w": torch.ones(3)}
 
@@ -84,20 +82,25 @@ THEIRS = {
 }
 
 
-@pytest.mark.parametrize("theirs", THEIRS)
-def test_files_of_a_user_stay(theirs, tmp_path):
+def check_files_of_a_user_stay(theirs, tmp_path, export=lambda root: None):
+    """Also where something is exported to the same directory."""
     root, outside = tmp_path / "run", folder(tmp_path / "outside")
     root.mkdir()
     THEIRS[theirs](root, outside)
     before = contents(tmp_path)
     save(root, 1, 2, 3, ranks=2)
-    checkpoint.save_huggingface(root, TREE)
+    export(root)
     after = contents(tmp_path)
     assert {name: after.get(name) for name in before} == before
     # Ours are removed as ever.
     assert checkpoint.restore(root, TREE)["w"].equal(TREE["w"])
     ours = [path.parent.name for path in root.glob("step-*/manifest.json")]
     assert [name for name in ours if f"run/{name}" not in before] == ["step-00000003"]
+
+
+@pytest.mark.parametrize("theirs", THEIRS)
+def test_files_of_a_user_stay(theirs, tmp_path):
+    check_files_of_a_user_stay(theirs, tmp_path)
 
 
 def test_what_a_killed_save_left_is_removed(tmp_path, monkeypatch):
@@ -150,25 +153,3 @@ def test_reading_follows_links(tmp_path):
         moved.rename(tmp_path / moved.name)
         moved.symlink_to(tmp_path / moved.name)
         assert checkpoint.restore(path.parent, TREE)["w"].equal(TREE["w"])
-
-
-EXPORTS = {
-    "save_dcp": checkpoint.save_dcp,
-    "save_huggingface": checkpoint.save_huggingface,
-    "save_huggingface, several files": partial(checkpoint.save_huggingface, max_file_bytes=12),
-}
-
-
-@pytest.mark.parametrize("export", EXPORTS)
-def test_an_export_writes_over_nothing(export, tmp_path):
-    first = {"a": torch.ones(3), "b": torch.zeros(3)}
-    spmd(lambda: EXPORTS[export](tmp_path / "made", first), 2)
-    for name in os.listdir(tmp_path / "made"):
-        directory = tmp_path / f"taken{name}"
-        directory.mkdir()
-        (directory / name).write_text("mine")
-        save = partial(EXPORTS[export], directory, first)
-        text, other = spmd(partial(refused, save, checkpoint.CheckpointError), 2)
-        assert f"{directory / name}: expected no file of that name, got one; write to another directory, or" in text
-        assert other == text
-        assert contents(directory) == {name: b"mine"}

@@ -1,0 +1,39 @@
+"""An export writes its own files alone: those of a user that lie in its way stay as they are."""
+
+import os
+from functools import partial
+
+import pytest
+import torch
+
+from fshard import checkpoint
+from fshard.testing import spmd
+from tests.checkpoint.states import refused
+from tests.checkpoint.test_users_files import THEIRS, TREE, check_files_of_a_user_stay, contents
+
+
+@pytest.mark.parametrize("theirs", THEIRS)
+def test_files_of_a_user_stay(theirs, tmp_path):
+    check_files_of_a_user_stay(theirs, tmp_path, partial(checkpoint.save_huggingface, params=TREE))
+
+
+EXPORTS = {
+    "save_dcp": checkpoint.save_dcp,
+    "save_huggingface": checkpoint.save_huggingface,
+    "save_huggingface, several files": partial(checkpoint.save_huggingface, max_file_bytes=12),
+}
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+def test_an_export_writes_over_nothing(export, tmp_path):
+    first = {"a": torch.ones(3), "b": torch.zeros(3)}
+    spmd(lambda: EXPORTS[export](tmp_path / "made", first), 2)
+    for name in os.listdir(tmp_path / "made"):
+        directory = tmp_path / f"taken{name}"
+        directory.mkdir()
+        (directory / name).write_text("mine")
+        save = partial(EXPORTS[export], directory, first)
+        text, other = spmd(partial(refused, save, checkpoint.CheckpointError), 2)
+        assert f"{directory / name}: expected no file of that name, got one; write to another directory, or" in text
+        assert other == text
+        assert contents(directory) == {name: b"mine"}
