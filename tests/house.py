@@ -10,6 +10,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from fshard.extensions import MODULES
+
 # A module imports only from rooms that stand before its own.
 ROOMS = (
     "errors",
@@ -51,6 +53,16 @@ MUTABLE_CALLS = {
 }
 FACE = {"__all__", "__version__", "__getattr__"}
 NAMEDTUPLE_METHODS = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
+
+
+# Public names of extensions, by the module that shows them; the last ones are still to move.
+EXTENSIONS = {
+    *MODULES,
+    *(("fshard", name) for name in ("plan", "to_dtensor", "from_dtensor")),
+    *(("fshard.checkpoint", f"{verb}_{form}") for verb in ("load", "save") for form in ("dcp", "huggingface")),
+    *(("fshard.checkpoint", f"{way}_optimizer_state_dict") for way in ("to", "from")),
+    ("fshard.testing", "assert_budget"),
+}
 
 
 class Source(NamedTuple):
@@ -187,6 +199,11 @@ def is_on_the_face(name: str) -> bool:
         if not isinstance(found, ModuleType):
             return True
     return True
+
+
+def names_of_extensions(module: ModuleType) -> set[str]:
+    """The public names of a module that extensions hold."""
+    return {name for shown_by, name in EXTENSIONS if shown_by == module.__name__}
 
 
 def face_reexports_only(package: Path) -> list[str]:
