@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/failures.py
     OMP_NUM_THREADS=1 python benchmarks/failures.py --ranks 2 --repeats 3
 
-For each fault, and each program and place of `tests/faults.py`: seconds from the begin of the call to the error on the
-last rank, as medians and maxima on 2 and 4 processes. Then the milliseconds and bytes of the message that begins a
-call, of a tagged exchange and of its tag, a step with the watcher and without it, and the operations on the store of
-one look of the watcher, and of a rank that fails, among 4, 16 and 64 ranks.
+For each fault, and each program and place of `tests/faults.py` and `tests/ext/faults.py`: seconds from the begin of the
+call to the error on the last rank, as medians and maxima on 2 and 4 processes. Then the milliseconds and bytes of the
+message that begins a call, of a tagged exchange and of its tag, a step with the watcher and without it, and the
+operations on the store of one look of the watcher, and of a rank that fails, among 4, 16 and 64 ranks.
 """
 
 import argparse
@@ -31,7 +31,8 @@ from fshard.comm.groups import Group, Issued, World, tag_of
 from fshard.testing import Workers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.faults import PLACES, broken_program, outcomes_of_survivors
+from tests.ext.faults import PROGRAMS as OF_EXTENSIONS
+from tests.faults import PROGRAMS, broken_program, outcomes_of_survivors, places_of
 
 FAULTS = {"raises": "raise", "is killed": "kill", "exits": "exit"}
 CALLS = 100
@@ -85,7 +86,8 @@ class Setting:
 
 def times(ranks: int, fault: str) -> list[float]:
     """The seconds of each program and place; none of those whose other ranks have no more to wait for."""
-    places = [(name, place) for name, place in PLACES if name != "gather"]
+    programs = PROGRAMS | OF_EXTENSIONS
+    places = [(programs[name][0], place) for name, place in places_of(programs) if name != "gather"]
     if fault == "raise":
         with Workers(ranks) as pool:
             outcomes = [pool.run(partial(broken_program, *place, fault, "idle"), timeout=60.0) for place in places]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -98,36 +97,6 @@ def collectives(axis: fs.Axis) -> Any:
         out = (fs.all_gather(y, axis)).sum() + fs.gather({"v": params["v"]})["v"].sum()
         Hook.at("after")
         return out
-
-    return fs.value_and_grad(loss)(params_of(axis))
-
-
-def ring(axis: fs.Axis) -> Any:
-    def loss(params):
-        w = fs.gather(params)["w"].view(1, 8, 2, 2).transpose(1, 2)
-        Hook.at("before")
-        return BreaksInBackward.apply(fs.ring_attention(w, w, w, axis)).sum()
-
-    return fs.value_and_grad(loss)(params_of(axis))
-
-
-def ulysses(axis: fs.Axis) -> Any:
-    attention = fs.ulysses(F.scaled_dot_product_attention, axis)
-
-    def loss(params):
-        w = fs.gather(params)["w"].view(1, 8, 4, 1).transpose(1, 2)
-        Hook.at("before")
-        return BreaksInBackward.apply(attention(w, w, w)).sum()
-
-    return fs.value_and_grad(loss)(params_of(axis))
-
-
-def mixture(axis: fs.Axis) -> Any:
-    def loss(params):
-        w = fs.gather(params)["w"]
-        rows, sent = fs.moe.dispatch(w, fs.moe.route(w[:, : axis.size]), axis)
-        Hook.at("between")
-        return fs.moe.combine([BreaksInBackward.apply(one) for one in rows], sent).sum()
 
     return fs.value_and_grad(loss)(params_of(axis))
 
@@ -233,39 +202,15 @@ def applied(model: fs.Model, params: Any) -> Any:
     return model.apply(params, torch.ones(2, 4))
 
 
-def pipeline(axis: fs.Axis, schedule: str) -> Any:
-    def stage(params, h):
-        Hook.at("stage")
-        return BreaksInBackward.apply(h * params["layers"].flatten(0, -2).prod(0))
-
-    virtual = 2 if schedule == "interleaved" else 1
-    full = torch.ones(*([2] if virtual == 2 else []), axis.size, 4)
-    params = fs.shard({"layers": full}, fs.zero3(axis, layout=fs.split_dim(axis, dim=virtual - 1)))
-    loss = fs.pipeline(
-        stage,
-        axis,
-        microbatches=axis.size,
-        last=lambda p, h: h.square().mean(),
-        schedule=schedule,
-        virtual_stages=virtual,
-    )
-    return fs.value_and_grad(loss)(params, torch.ones(4 * axis.size, 4))
-
-
-# The places where each program may break.
-PROGRAMS: dict[str, tuple[Callable[[fs.Axis], Any], tuple[str, ...]]] = {
+# Programs, and the places where each may break.
+Programs = dict[str, tuple[Callable[[fs.Axis], Any], tuple[str, ...]]]
+PROGRAMS: Programs = {
     "collectives": (collectives, ("before", "between", "after", "backward")),
     "gather": (gather, ("gather",)),
     "finish": (finish, ("finish",)),
     "scatter_grads": (scatter_grads, ("scatter",)),
     "update": (update, ("update",)),
     "draw": (draw, ("draw",)),
-    "ring": (ring, ("before", "backward")),
-    "ulysses": (ulysses, ("before", "backward")),
-    "mixture": (mixture, ("between", "backward")),
-    "gpipe": (partial(pipeline, schedule="gpipe"), ("stage", "backward")),
-    "1f1b": (partial(pipeline, schedule="1f1b"), ("stage", "backward")),
-    "interleaved": (partial(pipeline, schedule="interleaved"), ("stage", "backward")),
 }
 PROGRAMS |= {
     "accumulate": (partial(of_model, nn.Sequential(Layer(), Layer()), accumulated), ("forward", "backward")),
@@ -277,7 +222,10 @@ PROGRAMS |= {
     ),
     "experts": (partial(of_model, Experts(), differentiated), ("forward", "backward")),
 }
-PLACES = [(name, place) for name, (_, places) in PROGRAMS.items() for place in places]
+
+
+def places_of(programs: Programs) -> list[tuple[str, str]]:
+    return [(name, place) for name, (_, places) in programs.items() for place in places]
 
 
 class BadSampleError(Exception):
@@ -323,11 +271,11 @@ def outcome(program: Callable[[], Any]) -> Outcome:
     return Outcome(*found, time.monotonic() - begin)
 
 
-def outcome_of(name: str, axis: fs.Axis, at: At) -> Outcome:
+def outcome_of(program: Callable[[fs.Axis], Any], axis: fs.Axis, at: At) -> Outcome:
     """Run one of the programs, whose places call a function."""
     Hook.at = at
     try:
-        return outcome(lambda: PROGRAMS[name][0](axis))
+        return outcome(lambda: program(axis))
     finally:
         Hook.at = nowhere
 
@@ -336,7 +284,9 @@ def axis_of_all(timeout: float = 30.0) -> fs.Axis:
     return fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu", timeout=timeout))
 
 
-def broken_program(name: str, place: str, fault: str, then: str = "next", timeout: float = 30.0) -> Outcome:
+def broken_program(
+    program: Callable[[fs.Axis], Any], place: str, fault: str, then: str = "next", timeout: float = 30.0
+) -> Outcome:
     """Run a program that a fault breaks on the last rank, which then ends, idles, or goes on to its next call."""
     axis = axis_of_all(timeout)
     victim = axis.size - 1
@@ -346,7 +296,7 @@ def broken_program(name: str, place: str, fault: str, then: str = "next", timeou
         if my_rank() == victim and reached == place:
             FAULTS[fault]()
 
-    found = outcome_of(name, axis, breaks)
+    found = outcome_of(program, axis, breaks)
     if found.error and then == "next":
         # On every rank the same error again.
         again = outcome(lambda: fs.psum(torch.ones(()), axis))

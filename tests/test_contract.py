@@ -20,12 +20,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 import fshard as fs
 from fshard.testing import Workers, spmd
 from tests.faults import (
-    PLACES,
     PROGRAMS,
     BadSampleError,
     axis_of_all,
@@ -34,6 +32,7 @@ from tests.faults import (
     outcome_of,
     outcomes_of_survivors,
     params_of,
+    places_of,
 )
 from tests.ranks import BreaksInBackward, my_rank, on_ranks, world_of
 from tests.test_processes import ROOT
@@ -79,24 +78,6 @@ def trained(loss_fn: Callable[[Any], Any], axis: fs.Axis, strategy: Any = None) 
     return fs.value_and_grad(lambda p: loss_fn(fs.gather(p)["w"]))(params)
 
 
-def attention_of(attention: Callable[..., Any], x: Any, axis: fs.Axis) -> Any:
-    heads = x.view(1, -1, 2, 2).transpose(1, 2)
-    return attention(heads, heads, heads)
-
-
-def ulysses(x: Any, axis: fs.Axis) -> Any:
-    return attention_of(fs.ulysses(F.scaled_dot_product_attention, axis), x, axis)
-
-
-def ring(x: Any, axis: fs.Axis) -> Any:
-    return attention_of(partial(fs.ring_attention, axis=axis), x, axis)
-
-
-def moe(x: Any, axis: fs.Axis) -> Any:
-    rows, _ = fs.moe.dispatch(x[:8], fs.moe.route(x[:8, :2]), axis, capacity=len(x))
-    return rows
-
-
 # Operators on this rank's x, and how errors may call them.
 OPERATORS = {
     "psum": (fs.psum, "psum|all_reduce"),
@@ -104,16 +85,10 @@ OPERATORS = {
     "ppermute": (partial(fs.ppermute, perm=[(0, 1), (1, 0)]), "ppermute"),
     "all_to_all": (partial(fs.all_to_all, split_dim=0, concat_dim=1), "all_to_all"),
     "reduce_scatter": (fs.reduce_scatter, "reduce_scatter"),
-    "ulysses": (ulysses, "ulysses|all_to_all"),
-    "ring_attention": (ring, "ring_attention"),
-    "moe.dispatch": (moe, "moe|all_to_all"),
 }
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-def test_shapes_that_differ_between_ranks_are_named_on_all(name):
-    operator, called = OPERATORS[name]
-
+def check_shapes_that_differ_between_ranks_are_named_on_all(operator, called):
     def program(axis):
         length = LENGTHS[my_rank()]
         return trained(lambda w: operator(w.expand(length, 4), axis=axis).sum(), axis)
@@ -121,37 +96,32 @@ def test_shapes_that_differ_between_ranks_are_named_on_all(name):
     assert_all_name(errors_of(program), called, *SHAPES)
 
 
+@pytest.mark.parametrize("name", OPERATORS)
+def test_shapes_that_differ_between_ranks_are_named_on_all(name):
+    check_shapes_that_differ_between_ranks_are_named_on_all(*OPERATORS[name])
+
+
 def broken(x: Any) -> Any:
     """The same, but for a backward that raises on rank 1."""
     return BreaksInBackward.apply(x, "no luck") if my_rank() == 1 else x
-
-
-def gpipe(axis: fs.Axis) -> Any:
-    params = fs.shard({"layers": torch.ones(2, 4)}, fs.zero3(axis, layout=fs.split_dim(axis, dim=0)))
-    loss_fn = fs.pipeline(
-        lambda p, h: broken(h * p["layers"].prod(0)),
-        axis,
-        microbatches=2,
-        last=lambda p, h: h.square().mean(),
-        schedule="gpipe",
-    )
-    return fs.value_and_grad(loss_fn)(params, torch.ones(4, 4))
 
 
 # Programs whose backward raises on rank 1 before a collective of the backward, for which rank 0 waits.
 BROKEN = {
     "psum": lambda axis: trained(lambda w: broken(fs.psum(w, axis)).sum(), axis),
     "ppermute": lambda axis: trained(lambda w: broken(fs.ppermute(w, axis, [(0, 1), (1, 0)])).sum(), axis),
-    "ring_attention": lambda axis: trained(lambda w: broken(ring(w.expand(6, 4), axis)).sum(), axis),
-    "gpipe": gpipe,
 }
+
+
+def check_a_backward_that_raises_on_one_rank_is_named_on_all(program):
+    first, second = errors_of(program)
+    assert_all_name([first, second], "no luck")
+    assert_all_name([first], r"rank (shard=)?1\b", "BrokenError")
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_backward_that_raises_on_one_rank_is_named_on_all(name):
-    first, second = errors_of(BROKEN[name])
-    assert_all_name([first, second], "no luck")
-    assert_all_name([first], r"rank (shard=)?1\b", "BrokenError")
+    check_a_backward_that_raises_on_one_rank_is_named_on_all(BROKEN[name])
 
 
 @dataclass(frozen=True)
@@ -210,17 +180,26 @@ def assert_named(outcomes, fault, victim):
             assert re.match(rf"rank {victim} failed in \w+: {': '.join(error)}\n", found.text), (rank, found)
 
 
+def check_a_rank_that_raises_is_named_on_all(program, place, fault, then, world):
+    """Return the ranks whose call had ended, which hear of it in the next one."""
+    found = spmd(partial(broken_program, program, place, fault, then), world, timeout=60.0)
+    assert_named(found, fault, len(found) - 1)
+    return [rank for rank, each in enumerate(found) if not each.error]
+
+
+FAULTS = [("raise", "next"), ("raise", "idle"), ("memory", "next")]
+PLACES = places_of(PROGRAMS)
+
+
 @pytest.mark.rows(5)
 @pytest.mark.parametrize("world_size", (2, "2 processes", "4 processes"))
-@pytest.mark.parametrize("fault, then", [("raise", "next"), ("raise", "idle"), ("memory", "next")])
+@pytest.mark.parametrize("fault, then", FAULTS)
 @pytest.mark.parametrize("name, place", PLACES)
 def test_a_rank_that_raises_is_named_on_all(name, place, fault, then, world_size, workers):
-    size = int(str(world_size)[0])
-    found = spmd(partial(broken_program, name, place, fault, then), world_of(world_size, workers), timeout=60.0)
-    assert_named(found, fault, size - 1)
-    # A rank whose call has ended hears of it in the next one: nothing but the gather has no later message.
-    returned = [rank for rank, each in enumerate(found) if not each.error]
-    assert returned == ([*range(size - 1)] if name == "gather" else []), found
+    world = world_of(world_size, workers)
+    returned = check_a_rank_that_raises_is_named_on_all(PROGRAMS[name][0], place, fault, then, world)
+    # Nothing but the gather has no later message.
+    assert returned == ([*range(int(str(world_size)[0]) - 1)] if name == "gather" else []), returned
 
 
 def test_ranks_that_fail_alike_go_on_with_their_mesh(workers):
@@ -270,16 +249,20 @@ def test_bad_input_of_one_rank_goes_with_the_message_that_begins_a_call():
 # (b) A rank is killed or exits.
 
 
+def check_a_rank_that_is_killed_is_named_on_all(program, place, size, fault, path, monkeypatch):
+    broken = partial(broken_program, program, place, fault, "idle")
+    for text in outcomes_of_survivors(size, broken, path, monkeypatch):
+        seconds, first, *_ = text.splitlines()
+        assert float(seconds) < 15.0, text
+        assert first == f"rank {size - 1} was killed or has ended", text
+
+
 @pytest.mark.rows(2)
 @pytest.mark.parametrize("fault", ("kill", "exit"))
 @pytest.mark.parametrize("size", (2, 4))
 @pytest.mark.parametrize("name, place", [row for row in PLACES if row[0] != "gather"])
 def test_a_rank_that_is_killed_is_named_on_all(name, place, size, fault, tmp_path, monkeypatch):
-    program = partial(broken_program, name, place, fault, "idle")
-    for text in outcomes_of_survivors(size, program, tmp_path, monkeypatch):
-        seconds, first, *_ = text.splitlines()
-        assert float(seconds) < 15.0, text
-        assert first == f"rank {size - 1} was killed or has ended", text
+    check_a_rank_that_is_killed_is_named_on_all(PROGRAMS[name][0], place, size, fault, tmp_path, monkeypatch)
 
 
 def launched_alone(script, *arguments):
@@ -329,10 +312,7 @@ def test_a_rank_whose_program_ends_by_an_error_is_named_with_it(tmp_path, lazy):
 # (c) A rank is stopped, or computes for ever.
 
 
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("size", (2, 4))
-@pytest.mark.parametrize("name, place", [("collectives", "between"), ("1f1b", "stage"), ("checkpoints", "again")])
-def test_a_rank_that_does_not_come_is_named_at_the_timeout(name, place, size):
+def check_a_rank_that_does_not_come_is_named_at_the_timeout(broken, place, size):
     def program():
         axis = axis_of_all(2.0)
         store = dist.distributed_c10d._get_default_store()
@@ -343,7 +323,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_timeout(name, place, size):
                 store.wait([f"{rank} has waited" for rank in range(size - 1)], timedelta(seconds=30))
 
         fs.psum(torch.ones(()), axis)
-        found = outcome_of(name, axis, stops)
+        found = outcome_of(broken, axis, stops)
         store.set(f"{my_rank()} has waited", "")
         return found
 
@@ -354,6 +334,13 @@ def test_a_rank_that_does_not_come_is_named_at_the_timeout(name, place, size):
         assert first == f"rank {size - 1} did not come within 2 s: it is stopped, hangs or computes", each
         assert any(re.match(r"  rank 0 waits in \w+ number \d+ \(.*\)", line) for line in rest), each
         assert each.seconds < 15.0, (rank, each)
+
+
+@pytest.mark.rows(1)
+@pytest.mark.parametrize("size", (2, 4))
+@pytest.mark.parametrize("name, place", [("collectives", "between"), ("checkpoints", "again")])
+def test_a_rank_that_does_not_come_is_named_at_the_timeout(name, place, size):
+    check_a_rank_that_does_not_come_is_named_at_the_timeout(PROGRAMS[name][0], place, size)
 
 
 # (d) Ranks do something else.
@@ -462,9 +449,8 @@ def test_ranks_that_take_axes_in_another_order_are_told():
 # (e) No alarm.
 
 
-@on_ranks("2 processes", "4 processes", timeout=90.0)
-def test_nothing_is_raised_where_a_rank_is_slow():
-    """Five seconds late, in a step with one rank jitted and another eager, over meshes of two axes and in pipelines."""
+def check_nothing_is_raised_where_a_rank_is_slow(programs):
+    """Five seconds late, in a step with one rank jitted and another eager, and over meshes of two axes."""
     size = dist.get_world_size()
     axis = axis_of_all(60.0)
     if my_rank() == size - 1:
@@ -478,12 +464,18 @@ def test_nothing_is_raised_where_a_rank_is_slow():
     # A trace sends what an eager call does, but for the messages by which ranks compare calls.
     expected = step(params)
     assert_same_bits(fs.tree_leaves(fs.jit(step)(params)), fs.tree_leaves(expected))
-    for name in ("1f1b", "interleaved", "gpipe", "mixture", "ring", "accumulate", "apply", "checkpoints", "experts"):
-        PROGRAMS[name][0](axis)
+    for program in programs:
+        program(axis)
     grid = fs.init_mesh({"replicate": 1 if size == 2 else 2, "shard": -1}, device="cpu", timeout=60.0)
     hybrid = fs.shard({"w": torch.ones(8, 4)}, fs.hsdp(grid))
     assert step(hybrid)[0].item() == 32.0
     return fs.comm.world().generation
+
+
+@on_ranks("2 processes", "4 processes", timeout=90.0)
+def test_nothing_is_raised_where_a_rank_is_slow():
+    names = ("accumulate", "apply", "checkpoints", "experts")
+    return check_nothing_is_raised_where_a_rank_is_slow([PROGRAMS[name][0] for name in names])
 
 
 # After a failure.

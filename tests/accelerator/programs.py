@@ -230,8 +230,8 @@ def drawn(device: str) -> Any:
     return fs.unshard(params)
 
 
-def observed(device: str) -> Any:
-    """The recorder, a trace and a plan of a step."""
+def to_observe(device: str) -> Any:
+    """A step that has run once, and its arguments."""
     model = fs.functionalize(network(device), units=Block)
     params = model.init(fs.zero3(mesh_of(device)))
     batch, *_ = batches(device)
@@ -240,12 +240,14 @@ def observed(device: str) -> Any:
     )(params, batch)
     step(params, batch)
     log.take()
+    return step, params, batch
+
+
+def recorded(device: str) -> Any:
+    """The recorder of a step."""
+    step, params, batch = to_observe(device)
     with fs.comm.record() as record:
         loss, _ = step(params, batch)
-    with fs.trace() as trace:
-        step(params, batch)
-    assert "unit" in str(trace.report())
-    fs.plan(step, params, batch, mesh={"shard": 2})
     return loss, torch.tensor(record.bytes_sent())
 
 
@@ -254,7 +256,7 @@ def leaves_of(tree: Any) -> list[torch.Tensor]:
     return [leaf.detach().cpu() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _optimizer(name: str, make: Callable[[], Any], alone: dict[str, int] = STATUS) -> dict[str, Program]:
+def optimizer_programs(name: str, make: Callable[[], Any], alone: dict[str, int] = STATUS) -> dict[str, Program]:
     """One optimizer, eager and jitted."""
     return {
         name: Program(lambda device: train(device, tx=make()), alone=alone),
@@ -296,24 +298,13 @@ PROGRAMS = {
     # torch's own code reads its step, and indexes by a mask.
     **_torch("ASGD", waits={"aten::_local_scalar_dense": LEAVES}, tolerance=SINGLE),
     **_torch("Rprop", waits={"index by a mask": 3 * LEAVES}),
-    **_optimizer("sgd", lambda: fs.sgd(1e-2, momentum=0.9)),
-    **_optimizer("adam", lambda: fs.adam(1e-2)),
-    **_optimizer("lamb", lambda: fs.lamb(1e-2)),
-    **_optimizer("lars", lambda: fs.lars(1e-2)),
-    **_optimizer("adafactor", lambda: fs.adafactor(1e-2)),
-    **_optimizer(
-        "muon",
-        lambda: fs.partition(
-            {("*up.weight", "*down.weight"): fs.whole(fs.from_torch(torch.optim.Muon, lr=1e-2)), "*": fs.adam(1e-2)}
-        ),
-        # The counts of updates, which torch keeps on the processor, travel too.
-        alone={"copy_": 2},
-    ),
-    **_optimizer("ema", lambda: fs.ema(fs.adam(1e-2), decay=0.9)),
-    **_optimizer("skip_nonfinite", lambda: fs.skip_nonfinite(fs.adam(1e-2))),
-    **_optimizer("loss scale", lambda: fs.dynamic_loss_scale(fs.adam(1e-2))),
-    **_optimizer("clip", lambda: fs.chain(fs.clip_by_norm(0.1), fs.clip_by_value(0.05), fs.sgd(1e-2))),
-    **_optimizer(
+    **optimizer_programs("sgd", lambda: fs.sgd(1e-2, momentum=0.9)),
+    **optimizer_programs("adam", lambda: fs.adam(1e-2)),
+    **optimizer_programs("ema", lambda: fs.ema(fs.adam(1e-2), decay=0.9)),
+    **optimizer_programs("skip_nonfinite", lambda: fs.skip_nonfinite(fs.adam(1e-2))),
+    **optimizer_programs("loss scale", lambda: fs.dynamic_loss_scale(fs.adam(1e-2))),
+    **optimizer_programs("clip", lambda: fs.chain(fs.clip_by_norm(0.1), fs.clip_by_value(0.05), fs.sgd(1e-2))),
+    **optimizer_programs(
         "schedule",
         lambda: fs.from_torch(
             torch.optim.AdamW, lr=fs.from_torch_scheduler(torch.optim.lr_scheduler.LinearLR, lr=1e-2, steps=9)
@@ -322,16 +313,6 @@ PROGRAMS = {
     "accumulate each": Program(lambda device: accumulated(device, communicate="each"), alone=STATUS),
     "accumulate once": Program(lambda device: accumulated(device, communicate="once"), alone=STATUS),
     "accumulate weighted": Program(lambda device: accumulated(device, reduce="weighted"), alone=STATUS),
-    "int8 gathers": Program(
-        lambda device: transformed(device, lambda mesh: fs.zero3(mesh, layout=fs.quantize(mesh["shard"]))),
-        tolerance=SINGLE,
-    ),
-    "int8 both ways": Program(
-        lambda device: transformed(
-            device, lambda mesh: fs.zero3(mesh, layout=fs.quantize(mesh["shard"], scatter=True)), state=True
-        ),
-        tolerance=SINGLE,
-    ),
     # Gradients are used on the processor: one wait for each reduction.
     "offloaded": Program(
         lambda device: transformed(device, lambda mesh: fs.compose(fs.offload(device), fs.zero3(mesh))),
@@ -352,19 +333,19 @@ PROGRAMS = {
     "evaluation": Program(evaluated),
     "checkpoints": Program(saved),
     "init from a seed": Program(drawn),
-    "record, trace, plan": Program(observed),
+    "record": Program(recorded),
 }
 
 
-def compare(name: str, alone: bool) -> dict[str, Any]:
+def compare(program: Program, alone: bool) -> dict[str, Any]:
     """Run a program on both devices; where there are no collectives of processors, on emu only.
 
     Returns:
         The largest difference between them, and counts of the host's waits, its copies, collectives that functions of
         torch start, and orders between streams.
     """
-    expected = [] if alone else leaves_of(PROGRAMS[name].run("cpu"))
-    out = PROGRAMS[name].run("emu")
+    expected = [] if alone else leaves_of(program.run("cpu"))
+    out = program.run("emu")
     events = [event.split(" ") for event in log.take()]
     found = leaves_of(out)
     assert alone or len(found) == len(expected)
@@ -378,7 +359,7 @@ def compare(name: str, alone: bool) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(programs: dict[str, Program]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("library", type=Path)
     parser.add_argument("result", type=Path)
@@ -400,9 +381,9 @@ def main() -> None:
     with world:
         # Before any mesh of processors, so that the process group serves both devices.
         mesh_of("emu")
-        for name in options.names or PROGRAMS:
+        for name in options.names or programs:
             try:
-                found[name] = compare(name, options.alone or options.fake)
+                found[name] = compare(programs[name], options.alone or options.fake)
             except Exception:
                 found[name] = {"error": traceback.format_exc()}
     if int(os.environ["RANK"]) == 0:
@@ -410,4 +391,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(PROGRAMS)

@@ -21,11 +21,11 @@ def library(tmp_path_factory):
     return emu.build(tmp_path_factory.mktemp("emu"))
 
 
-def run(library, *options):
+def run(library, *options, script="tests/accelerator/programs.py"):
     """Run programs on two ranks, or as the first of several in a process of its own."""
     result = library.with_name("result.json")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    script = (ROOT / "tests/accelerator/programs.py", library, result)
+    script = (ROOT / script, library, result)
     done = subprocess.run(
         [*((sys.executable,) if "--fake" in options else torchrun), *map(str, script), *options],
         cwd=ROOT,
@@ -38,13 +38,13 @@ def run(library, *options):
     return json.loads(result.read_text())
 
 
-def faults(found, alone=False):
+def faults(found, alone=False, programs=PROGRAMS):
     """List programs that failed, gave other numbers or let the host wait more often than they may."""
     for name, each in found.items():
         if "error" in each:
             yield f"{name}: {each['error']}"
             continue
-        own = PROGRAMS[name]
+        own = programs[name]
         waits = own.alone if alone and own.alone is not None else own.waits
         if each["waits"] != waits:
             yield f"{name}: the host waits {each['waits']}, expected {waits}"
@@ -80,9 +80,9 @@ def test_an_accelerator_whose_ranks_send_nothing_between_processors(library):
     assert list(faults(found, alone=True)) == []
 
 
-def check_without_values(found):
+def check_without_values(found, programs=PROGRAMS):
     """No program reads a value, as there is none, but where the table says; collectives are fused as NCCL's are."""
-    assert list(faults(found)) == []
+    assert list(faults(found, programs=programs)) == []
     fused = {f"_c10d_functional::{op}_coalesced" for op in ("all_reduce", "all_gather_into_tensor")}
     fused |= {"_c10d_functional::reduce_scatter_tensor_coalesced", "_c10d_functional::wait_tensor"}
     # torch has no form of it for several tensors.
