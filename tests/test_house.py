@@ -29,6 +29,7 @@ def python(code: str) -> str:
 
 
 REEXPORTS = "1: __init__ re-exports, nothing else"
+NAMES, OF = "a test of the core names", ", which is an extension's"
 LEAVE, WRAP = "leave it to comm or mesh", "wrap it in _compat"
 MUTABLE, READS = "is a mutable container at module level", "only mesh reads the environment"
 # For each rule files, texts, and the message that must be found.
@@ -50,6 +51,24 @@ BREACHES = {
         ("ext/plan.py", "from fshard.ext import trace", "1: ext/plan uses fshard.ext.trace, which is not public"),
         ("ext/plan.py", "import fshard as fs\n\nx = fs.engine", "3: ext/plan uses fshard.engine, which is not public"),
         ("ext/plan.py", "import fshard.engine", "1: ext/plan uses fshard.engine, which is not public"),
+    ],
+    house.core_tests_name_no_extension: [
+        ("../tests/optim/test_x.py", "import fshard as fs\n\nx = fs.lamb(0.1)", f"3: {NAMES} fshard.lamb{OF}"),
+        ("../tests/test_x.py", "import fshard as fs\nx = fs.moe.route", f"2: {NAMES} fshard.moe{OF}"),
+        ("../tests/test_x.py", "from fshard import testing, quantize", f"1: {NAMES} fshard.quantize{OF}"),
+        (
+            "../tests/test_x.py",
+            "from fshard import testing\nx = testing.assert_same_bits",
+            f"2: {NAMES} fshard.testing.assert_same_bits{OF}",
+        ),
+        (
+            "../tests/test_x.py",
+            "from fshard.testing import assert_same_bits",
+            f"1: {NAMES} fshard.testing.assert_same_bits{OF}",
+        ),
+        ("../tests/test_x.py", "import fshard.ext.trace", f"1: {NAMES} fshard.ext.trace{OF}"),
+        ("../tests/test_x.py", "from fshard import ext", f"1: {NAMES} fshard.ext{OF}"),
+        ("../tests/test_x.py", "from tests.ext.faults import PROGRAMS", f"1: {NAMES} tests.ext.faults.PROGRAMS{OF}"),
     ],
     house.face_reexports_only: [
         ("__init__.py", "def f(): ...", REEXPORTS),
@@ -126,6 +145,8 @@ def test_rule_finds_a_breach(rule, file, text, message, tmp_path):
             "ext/plan.py",
             "from fshard import Axis\nfrom fshard.ext.plan import x\nimport fshard as fs\ny = fs.comm.rank",
         ),
+        ("../tests/ext/test_x.py", "import fshard as fs\nfrom tests.ext.faults import x\ny = fs.lamb"),
+        ("../tests/test_x.py", "import fshard as fs\ny = fs.adam, fs.testing.spmd, fs.extend, fs.planned"),
     ],
 )
 def test_rules_pass_what_is_allowed(file, text, tmp_path):
@@ -136,9 +157,10 @@ def test_rules_pass_what_is_allowed(file, text, tmp_path):
 
 def write(folder: Path, file: str, text: str) -> Path:
     """Write one file of a package called fshard, whose face is empty unless it is the file."""
-    path = folder / "fshard" / file
-    path.parent.mkdir(parents=True)
+    (folder / "fshard").mkdir()
     (folder / "fshard" / "__init__.py").touch()
+    path = (folder / "fshard" / file).resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
 

@@ -17,7 +17,9 @@ TOPICS = {
 
 # The tests that mirror a file: those of the first entry that its path begins with.
 MIRRORS = {
-    "fshard/ext/quantize.py": ("tests/transforms", "tests/test_quantized.py"),
+    "fshard/ext/quantize.py": tuple(
+        f"tests/ext/test_quantize{part}.py" for part in ("", "_compositions", "_refused", "_state", "_wrapped")
+    ),
     "fshard/transforms": ("tests/transforms",),
     "fshard/comm": ("tests/comm",),
     "fshard/collectives/moves.py": ("tests/test_moves.py", "tests/test_collectives.py"),

@@ -19,10 +19,11 @@ def as_json(results: dict[str, Any]) -> str:
 
 HEAD = """# Architectures of transformers
 
-`python -m tests.architectures --seed {seed} --count {count} --timeout 250 --json tests/architectures/results.json
---table examples/ARCHITECTURES.md` made this page on {date}, with torch {torch} and transformers {transformers}. It
-draws architectures from the library's own mappings, makes their configurations small, and runs each check on two
-simulated ranks under `fs.zero3`, with the layers that the library does not split as units:
+`python -m tests.ext.architectures --seed {seed} --count {count} --timeout 250
+--json tests/ext/architectures/results.json --table examples/ARCHITECTURES.md` made this page on {date}, with torch
+{torch} and transformers {transformers}. It draws architectures from the library's own mappings, makes their
+configurations small, and runs each check on two simulated ranks under `fs.zero3`, with the layers that the library does
+not split as units:
 
 - **train**: three steps of AdamW next to one process on both batches, in float64 where the model takes it.
 - **jit**: the same steps by `fs.jit`, with the eager bits.

@@ -1,4 +1,4 @@
-"""Check architectures of transformers, drawn by a seed: python -m tests.architectures --seed 0 --count 48."""
+"""Check architectures of transformers, drawn by a seed: python -m tests.ext.architectures --seed 0 --count 48."""
 
 import argparse
 from collections import Counter
@@ -7,15 +7,15 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from tests.architectures.configs import architectures
-from tests.architectures.runner import CONTEXT, PRELOAD, examine
+from tests.ext.architectures.configs import architectures
+from tests.ext.architectures.runner import CONTEXT, PRELOAD, examine
 
 RESULTS = Path(__file__).with_name("results.json")
 
 
 def main() -> None:
-    from tests.architectures.checks import CHECKS
-    from tests.architectures.report import as_json, table
+    from tests.ext.architectures.checks import CHECKS
+    from tests.ext.architectures.report import as_json, table
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)

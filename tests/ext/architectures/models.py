@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.architectures import configs
-from tests.architectures.configs import Architecture
+from tests.ext.architectures import configs
+from tests.ext.architectures.configs import Architecture
 
 RANKS, STEPS, SEQUENCES, LENGTH = 2, 3, 2, 9
 # Epsilon is as large as gradients are, because a smaller one would hide a gradient that is wrong by a factor.

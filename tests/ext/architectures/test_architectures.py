@@ -1,11 +1,11 @@
-"""Representative architectures pass their checks; `python -m tests.architectures` runs many more."""
+"""Representative architectures pass their checks; `python -m tests.ext.architectures` runs many more."""
 
 import pytest
 
-from tests.architectures import configs
-from tests.architectures.checks import CHECKS, check
-from tests.architectures.models import UnfitError, case_of
-from tests.architectures.report import table
+from tests.ext.architectures import configs
+from tests.ext.architectures.checks import CHECKS, check
+from tests.ext.architectures.models import UnfitError, case_of
+from tests.ext.architectures.report import table
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -4,18 +4,18 @@ import multiprocessing
 import os
 from typing import Any
 
-from tests.architectures.configs import Architecture
+from tests.ext.architectures.configs import Architecture
 
 CONTEXT = multiprocessing.get_context("forkserver")
-PRELOAD = ("torch", "torch._dynamo", "transformers.modeling_utils", "fshard", "tests.architectures.checks")
+PRELOAD = ("torch", "torch._dynamo", "transformers.modeling_utils", "fshard", "tests.ext.architectures.checks")
 
 
 def run(architecture: Architecture, names: list[str], connection: Any, verbose: bool) -> None:
     """Run checks of an architecture in this process, and send each result as it comes."""
     import torch
 
-    from tests.architectures.checks import check
-    from tests.architectures.models import UnfitError, case_of
+    from tests.ext.architectures.checks import check
+    from tests.ext.architectures.models import UnfitError, case_of
 
     torch.set_num_threads(1)
     if not verbose:

@@ -13,8 +13,8 @@ from torch import nn
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
-from tests.architectures import configs
-from tests.architectures.models import ADAMW, RANKS, Case, build, seeded, short
+from tests.ext.architectures import configs
+from tests.ext.architectures.models import ADAMW, RANKS, Case, build, seeded, short
 from tests.trees import assert_same_bits, one_axis
 
 # Of one check; the process around it has less unless it is told otherwise.
