@@ -327,14 +327,24 @@ def module_level(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def public_objects(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """Every public name of a module with its object; those of public submodules too."""
+    """Every public name of a module with its object; those of public submodules too, and none of an extension."""
     for name in module.__all__:
-        value = getattr(module, name)
-        if name.startswith("__"):
-            continue
-        yield f"{module.__name__}.{name}", value
-        if isinstance(value, ModuleType):
-            yield from public_objects(value)
+        if not name.startswith("__") and name not in names_of_extensions(module):
+            yield from _public(module, name)
+
+
+def public_objects_of_extensions(*modules: ModuleType) -> Iterator[tuple[str, Any]]:
+    """The same of the names that extensions hold."""
+    for module in modules:
+        for name in sorted(names_of_extensions(module)):
+            yield from _public(module, name)
+
+
+def _public(module: ModuleType, name: str) -> Iterator[tuple[str, Any]]:
+    value = getattr(module, name)
+    yield f"{module.__name__}.{name}", value
+    if isinstance(value, ModuleType):
+        yield from public_objects(value)
 
 
 def documentation(name: str, value: Any) -> list[str]:

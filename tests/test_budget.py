@@ -9,7 +9,12 @@ PACKAGE = budget.ROOT / "fshard"
 
 
 def test_rooms_keep_their_budget():
-    errors = budget.breaches(budget.sizes(), budget.rows(), budget.most_lines())
+    """Those of the core; the whole package's is a test of extensions."""
+    sizes, rows = (
+        {room: size for room, size in table.items() if not room.startswith("ext/")}
+        for table in (budget.sizes(), budget.rows())
+    )
+    errors = budget.breaches(sizes, rows, budget.most_lines())
     assert not errors, "\n".join(errors)
 
 
