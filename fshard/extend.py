@@ -18,13 +18,14 @@
 - `ranks_of`: all ranks of a mesh, or of this run, as one axis.
 - `refuse`: refuses the leaves that are wrong, if there are any.
 - `select`: finds the submodules that a rule of units selects.
+- `serves_host`: whether the ranks of an axis can send each other tensors of the processor.
 - `sum_dtype`: the dtype in which gradients of a leaf are added up.
 - `watched`: tells an object with four methods when collectives start, are waited for and land.
 """
 
 from fshard._compat import fake_maker
 from fshard.collectives import chained, custom_call
-from fshard.comm import calling, everyone, fake_axes, watched
+from fshard.comm import calling, everyone, fake_axes, serves_host, watched
 from fshard.errors import expect, refuse
 from fshard.mesh import ranks_of
 from fshard.modules import select
@@ -56,6 +57,7 @@ __all__ = [
     "ranks_of",
     "refuse",
     "select",
+    "serves_host",
     "sum_dtype",
     "unflatten",
     "watched",

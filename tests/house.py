@@ -58,13 +58,12 @@ NAMEDTUPLE_METHODS = {"_asdict", "_field_defaults", "_fields", "_make", "_replac
 # Public names of extensions, by the module that shows them; the last ones are still to move.
 EXTENSIONS = {
     *MODULES,
-    *(("fshard", name) for name in ("plan", "to_dtensor", "from_dtensor")),
+    *(("fshard", name) for name in ("to_dtensor", "from_dtensor")),
     *(("fshard.checkpoint", f"{verb}_{form}") for verb in ("load", "save") for form in ("dcp", "huggingface")),
     *(("fshard.checkpoint", f"{way}_optimizer_state_dict") for way in ("to", "from")),
-    ("fshard.testing", "assert_budget"),
 }
-# Tests of what is still to move, and one that uses a helper of it.
-STILL_TO_MOVE = ("tests/interop/", "tests/plan/", "tests/comm/test_collective")
+# Tests of what is still to move.
+STILL_TO_MOVE = ("tests/interop/",)
 
 
 class Source(NamedTuple):

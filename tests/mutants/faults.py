@@ -390,8 +390,8 @@ FAULTS = (
         "rows-of-experts-not-sorted-back",
         "extensions",
         "fshard/ext/parallel/moe.py",
-        "back = ragged_all_to_all(back[grouping.argsort()], axis, receive, send)",
-        "back = ragged_all_to_all(back[grouping], axis, receive, send)",
+        "back = fs.ragged_all_to_all(back[grouping.argsort()], axis, receive, send)",
+        "back = fs.ragged_all_to_all(back[grouping], axis, receive, send)",
         "2: combine is dispatch's transpose",
     ),
     Fault(

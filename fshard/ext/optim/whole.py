@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fshard as fs
-from fshard.extend import describe, expect, flatten, local_piece, refuse, unflatten
+from fshard.extend import describe, expect, flatten, local_piece, refuse, serves_host, unflatten
 
 
 class WholeState(NamedTuple):
@@ -183,8 +183,9 @@ def _step_at_owners(tx: fs.Optimizer, axes: Sequence[fs.Axis], rows: Sequence[Ro
     locals_of = [[value.local for m in some for value in shards[m]] for some in owned]
     back = exchanged([[parts[rank] for parts in cut] for rank in range(axis.size)], locals_of)
     kinds = [[torch.as_tensor(value) for m in some for value in numbers[m]] for some in owned]
-    # Numbers that optimizers keep on the processor travel with the leaves, where accelerators alone can send.
-    told = exchanged([counted] * axis.size, kinds)
+    # Numbers that optimizers keep on the processor travel with the leaves where accelerators alone can send.
+    on_host = serves_host(axis) and all(value.is_cpu for row in kinds for value in row)
+    told = _exchanged([counted] * axis.size, kinds, axis, torch.device("cpu") if on_host else device)
     stepped, known = [iter(row) for row in back], [iter(row) for row in told]
 
     def after_of(old: Any, owner: int) -> Any:
@@ -209,16 +210,15 @@ def _device_of(leaf: fs.Sharded) -> torch.device:
 
 
 def _exchanged(send: Lists, receive: Lists, axis: fs.Axis, device: torch.device) -> Lists:
-    """Send each rank tensors of any dtypes, as bytes of a device, and wait for those that are like `receive`."""
+    """Send each rank tensors of any dtypes, as bytes by way of a device, and wait for those that are like `receive`."""
     away, here = ([sum(tensor.nbytes for tensor in row) for row in rows] for rows in (send, receive))
-    flat = [tensor.contiguous().unsqueeze(-1).view(torch.uint8).flatten().to(device) for row in send for tensor in row]
-    rows = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *flat])
-    (landed,) = fs.comm.all_to_all([rows], away, here, axis, "whole")
-    parts = iter(landed.split([like.nbytes for row in receive for like in row]))
+    kept = next((tensor.device for row in (*send, *receive) for tensor in row), device)
+    flat = [tensor.contiguous().unsqueeze(-1).view(torch.uint8).flatten() for row in send for tensor in row]
+    rows = torch.cat([torch.empty(0, dtype=torch.uint8, device=kept), *flat])
+    (landed,) = fs.comm.all_to_all([rows.to(device)], away, here, axis, "whole")
+    parts = iter(landed.to(kept).split([like.nbytes for row in receive for like in row]))
     # A part may lie unaligned in what has landed, which it must not keep alive.
-    return [
-        [next(parts).to(like.device, copy=True).view(like.dtype).view(like.shape) for like in row] for row in receive
-    ]
+    return [[next(parts).clone().view(like.dtype).view(like.shape) for like in row] for row in receive]
 
 
 def _stepped(tx: fs.Optimizer, grad: Any, leaf: Any, kept: Any) -> Any:
