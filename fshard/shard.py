@@ -13,7 +13,7 @@ from fshard import _compat, comm
 from fshard.errors import Problem, expect, leaf_error, refuse
 from fshard.transforms import LayoutError, ShardTransform
 from fshard.transforms.compose import at, layout_axes, masks
-from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, is_sharded, names_of, unflatten
+from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, is_sharded, unflatten
 from fshard.tree.checks import (
     check_local,
     check_matches,
@@ -52,22 +52,19 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | N
     """
     check_transform(transform, "shard")
     flat = flatten(full_tree)
-    names = names_of(flat.treedef)
-    check_matches("shard", masks(transform), names, flat.leaves)
-    chosen = [False] * len(names) if frozen is None else _chosen("shard", frozen, flat, names)
-    problems: list[Problem] = []
-    layouts: Layouts = {}
+    layouts = Layouts("shard", transform, flat.names, flat.leaves)
+    chosen = [False] * len(flat.names) if frozen is None else _chosen("shard", frozen, flat, flat.names)
     out: list[Any] = []
     entries: dict[str, str] = {}
-    for path, name, leaf, is_chosen in zip(flat.paths, names, flat.leaves, chosen, strict=True):
+    for path, name, leaf, is_chosen in zip(flat.paths, flat.names, flat.leaves, chosen, strict=True):
         misfit = unfit(leaf)
         if leaf is None or misfit:
-            problems += [Problem(path, *misfit)] if misfit else []
+            layouts.problems += [Problem(path, *misfit)] if misfit else []
             out.append(None)
             entries[path] = misfit[0] if misfit else "None"
             continue
         spec = Spec(tuple(leaf.shape), frozen=is_chosen or is_frozen(leaf))
-        spec = laid_out(path, spec, at(transform, name, leaf), problems, layouts)
+        spec = layouts.of(path, name, leaf, spec)
         out.append((leaf.detach(), spec))
         entries[path] = fingerprint(leaf, spec)
     entries["(structure)"] = outline(flat.treedef)
@@ -76,7 +73,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | N
     if difference:
         raise leaf_error("shard: ranks hold different trees", [difference], SAME_TREE)
     refuse_donated("shard", flat)
-    refuse("shard: leaves cannot be sharded", problems, "pass full tensors whose shapes fit the strategy")
+    refuse("shard: leaves cannot be sharded", layouts.problems, "pass full tensors whose shapes fit the strategy")
     return unflatten(flat.treedef, [leaf and Sharded(stored(local_piece(*leaf), leaf[1]), leaf[1]) for leaf in out])
 
 
@@ -144,34 +141,32 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | None
     flat = flatten(tree)
     check_local("reshard", flat)
     names = _names_of_parameters(tree, flat)
-    check_matches("reshard", masks(transform), names, flat.leaves)
+    layouts = Layouts("reshard", transform, names, flat.leaves)
     chosen: dict[str, bool] = {}
     if frozen is not None:
         params = flatten(getattr(tree, "params", tree))
-        known = names_of(params.treedef)
-        chosen = dict(zip(known, _chosen("reshard", frozen, params, known), strict=True))
-    problems: list[Problem] = []
+        chosen = dict(zip(params.names, _chosen("reshard", frozen, params, params.names), strict=True))
     out: list[Any] = []
-    layouts: Layouts = {}
     specs: dict[str, Spec] = {}
     for path, name, leaf in zip(flat.paths, names, flat.leaves, strict=True):
         spec = None
         if is_sharded(leaf):
             if leaf.spec.transform is None:
-                problems.append(Problem(path, "state of a transform, this rank's own", "leaves that have a transform"))
+                own = "state of a transform, this rank's own"
+                layouts.problems.append(Problem(path, own, "leaves that have a transform"))
             dims = _reduced(leaf.spec, specs.get(name))
             if dims:
                 spec = specs[name].reduced(dims)
             else:
                 whole = Spec(leaf.spec.shape, frozen=chosen.get(name, leaf.spec.frozen))
-                spec = laid_out(path, whole, at(transform, name, leaf), problems, layouts)
+                spec = layouts.of(path, name, leaf, whole)
             # A TrainState has its parameters first, and then what the optimizer keeps for each.
             specs.setdefault(name, spec)
         out.append((leaf, spec))
     if any(is_sharded(leaf) and leaf.spec.transform is None for leaf in flat.leaves):
         remedy = "reshard without it, and make it anew by fs.transform_state"
-        raise leaf_error("reshard: leaves belong to their ranks", problems, remedy)
-    refuse("reshard: leaves do not fit", problems, "choose a strategy that fits their shapes")
+        raise leaf_error("reshard: leaves belong to their ranks", layouts.problems, remedy)
+    refuse("reshard: leaves do not fit", layouts.problems, "choose a strategy that fits their shapes")
     comm.same_call("reshard", _split_over(flat), flat, transform=transform)
     leaves = [leaf if spec is None else Sharded(stored(_move(leaf, spec), spec), spec) for leaf, spec in out]
     return unflatten(flat.treedef, leaves)
@@ -250,11 +245,10 @@ def stored(piece: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 def _names_of_parameters(tree: Tree, flat: Flat) -> tuple[str, ...]:
     """The leaves' names; in a TrainState those of the parameters that they belong to."""
-    names = names_of(flat.treedef)
     if not hasattr(tree, "params"):
-        return names
-    known = sorted(names_of(flatten(tree.params).treedef), key=len, reverse=True)
-    return tuple(next((own for own in known if f".{name}".endswith(f".{own}")), name) for name in names)
+        return flat.names
+    known = sorted(flatten(tree.params).names, key=len, reverse=True)
+    return tuple(next((own for own in known if f".{name}".endswith(f".{own}")), name) for name in flat.names)
 
 
 def _reduced(spec: Spec, own: Spec | None) -> list[int]:
@@ -272,32 +266,49 @@ def _move(leaf: Sharded, spec: Spec) -> torch.Tensor:
     return local_piece(full, spec)
 
 
-Layouts = dict[tuple[int, Spec], Spec]
+class Layouts:
+    """The specs that a transform gives the leaves of a tree, by whose names it may choose.
 
-
-def laid_out(
-    path: str, spec: Spec, transform: ShardTransform, problems: list[Problem], known: Layouts | None = None
-) -> Spec:
-    """Find the spec that a transform gives a leaf.
-
-    Args:
-        path: The leaf's path.
-        spec: The leaf as a whole.
-        transform: The transform.
-        problems: A transform that cannot lay it out is noted here.
-        known: Specs of the same tree: leaves of equal ones share one object, which is found sooner than an equal one.
-
-    Returns:
-        The spec; the one given where there was a problem.
+    Attributes:
+        problems: The leaves that it cannot lay out.
     """
-    known = {} if known is None else known
-    try:
-        if (id(transform), spec) not in known:
-            known[id(transform), spec] = replace(transform.layout(spec), transform=transform)
-        return known[id(transform), spec]
-    except LayoutError as error:
-        problems.append(Problem(path, error.got, error.expected))
-        return spec
+
+    def __init__(self, what: str, transform: ShardTransform, names: Sequence[str], leaves: Sequence[Any]) -> None:
+        """Refuse masks that match none of the leaves.
+
+        Args:
+            what: The verb that asks, for an error.
+            transform: The transform.
+            names: The names of all leaves.
+            leaves: The leaves.
+        """
+        check_matches(what, masks(transform), names, leaves)
+        self.problems: list[Problem] = []
+        self._transform = transform
+        # Leaves of equal specs share one object, which is found sooner than an equal one.
+        self._known: dict[tuple[int, Spec], Spec] = {}
+
+    def of(self, path: str, name: str, leaf: Any, spec: Spec) -> Spec:
+        """Find the spec of a leaf.
+
+        Args:
+            path: The leaf's path.
+            name: Its name.
+            leaf: The leaf.
+            spec: The leaf as a whole.
+
+        Returns:
+            The spec; the one given where there was a problem.
+        """
+        transform = at(self._transform, name, leaf)
+        key = id(transform), spec
+        try:
+            if key not in self._known:
+                self._known[key] = replace(transform.layout(spec), transform=transform)
+        except LayoutError as error:
+            self.problems.append(Problem(path, error.got, error.expected))
+            return spec
+        return self._known[key]
 
 
 def is_frozen(leaf: torch.Tensor) -> bool:

@@ -13,19 +13,11 @@ from fshard.errors import Problem, expect, refuse
 from fshard.init.counter import count
 from fshard.init.drawing import Reset, blank_like, is_left_out, own_reset
 from fshard.init.replay import replay
-from fshard.shard import (
-    SAME_TREE,
-    Layouts,
-    fingerprint,
-    is_frozen,
-    laid_out,
-    stored,
-    unfit,
-)
+from fshard.shard import SAME_TREE, Layouts, fingerprint, is_frozen, stored, unfit
 from fshard.transforms import ShardTransform
-from fshard.transforms.compose import at, layout_axes, masks
+from fshard.transforms.compose import layout_axes
 from fshard.tree import Sharded, Spec
-from fshard.tree.checks import check_matches, check_seed
+from fshard.tree.checks import check_seed
 
 REMEDY = (
     "pass reset=, a function that sets the values of a submodule, or add reset_parameters to these modules, or leave "
@@ -57,7 +49,6 @@ def init(
     expect(mode in ("replay", "counter"), "model.init", 'mode to be "replay" or "counter"', repr(mode))
     check_seed("model.init", seed)
     params = dict(module.named_parameters())
-    check_matches("shard", masks(transform), list(params), list(params.values()))
     specs, misfits = _laid_out(params, transform)
     undrawn = [] if reset else _undrawn_root(module)
     entries = {name: fingerprint(leaf, specs[name], "without values") for name, leaf in params.items()}
@@ -88,15 +79,14 @@ def init(
 def _laid_out(params: Mapping[str, torch.Tensor], transform: ShardTransform) -> tuple[dict[str, Spec], list[Problem]]:
     """Find the specs of parameters, and those that cannot be sharded."""
     specs: dict[str, Spec] = {}
-    misfits: list[Problem] = []
-    layouts: Layouts = {}
+    layouts = Layouts("shard", transform, list(params), list(params.values()))
     for name, leaf in params.items():
         spec = Spec(tuple(leaf.shape), frozen=is_frozen(leaf))
         misfit = None if leaf.is_meta and leaf.layout == torch.strided else unfit(leaf)
         if misfit:
-            misfits.append(Problem(f"[{name!r}]", *misfit))
-        specs[name] = laid_out(f"[{name!r}]", spec, at(transform, name, leaf), misfits, layouts)
-    return specs, misfits
+            layouts.problems.append(Problem(f"[{name!r}]", *misfit))
+        specs[name] = layouts.of(f"[{name!r}]", name, leaf, spec)
+    return specs, layouts.problems
 
 
 def _undrawn_root(module: nn.Module) -> list[Problem]:

@@ -9,10 +9,9 @@ import torch
 
 from fshard.errors import Problem, refuse
 from fshard.mesh import Mesh, axis_of
-from fshard.shard import check_transform, laid_out, padded, without_padding
-from fshard.transforms.compose import at, layout_axes, masks
-from fshard.tree import Axis, Sharded, Spec, Tree, flatten, is_sharded, names_of, unflatten
-from fshard.tree.checks import check_leaves, check_local, check_matches, check_types
+from fshard.shard import Layouts, check_transform, padded, without_padding
+from fshard.tree import Axis, Sharded, Spec, Tree, flatten, is_sharded, unflatten
+from fshard.tree.checks import check_leaves, check_local, check_types
 
 
 def from_dtensor(tree: Tree, strategy: Any) -> Tree:
@@ -40,24 +39,25 @@ def from_dtensor(tree: Tree, strategy: Any) -> Tree:
 
     check_transform(strategy, "from_dtensor", "strategy")
     flat = flatten(tree)
-    names = names_of(flat.treedef)
-    check_matches("from_dtensor", masks(strategy), names, flat.leaves)
-    problems: list[Problem] = []
-    leaves = [
-        _from_dtensor(path, leaf, at(strategy, name, leaf), problems) if isinstance(leaf, DTensor) else leaf
-        for path, name, leaf in zip(flat.paths, names, flat.leaves, strict=True)
-    ]
+    layouts = Layouts("from_dtensor", strategy, flat.names, flat.leaves)
+    leaves = list(flat.leaves)
+    for i, (path, name, leaf) in enumerate(zip(flat.paths, flat.names, flat.leaves, strict=True)):
+        if isinstance(leaf, DTensor):
+            own = layouts.of(path, name, leaf, Spec(tuple(leaf.shape)))
+            leaves[i] = leaf if own.transform is None else _from_dtensor(path, leaf, own, layouts.problems)
     remedy = "use the strategy's mesh and Shard or Replicate"
-    refuse("from_dtensor: leaves cannot be taken over", problems, remedy)
+    refuse("from_dtensor: leaves cannot be taken over", layouts.problems, remedy)
     return unflatten(flat.treedef, leaves)
 
 
-def _from_dtensor(path: str, leaf: Any, strategy: Any, problems: list[Problem]) -> Any:
+def _from_dtensor(path: str, leaf: Any, own: Spec, problems: list[Problem]) -> Any:
+    """Take a leaf over, whose spec by the strategy alone is `own`."""
     from torch.distributed.tensor import Replicate, Shard
 
     axes = [axis_of(leaf.device_mesh, name) for name in leaf.device_mesh.mesh_dim_names or ()]
-    if set(axes) != set(layout_axes(strategy)):
-        problems.append(Problem(path, _named(axes), _named(layout_axes(strategy))))
+    needed = dict.fromkeys((*own.transform.axes, *own.axes)) if own.transform else {}
+    if set(axes) != set(needed):
+        problems.append(Problem(path, _named(axes), _named(needed)))
         return leaf
     spec = Spec(
         tuple(leaf.shape), frozen=not leaf.requires_grad and leaf.is_leaf and isinstance(leaf, torch.nn.Parameter)
@@ -75,8 +75,7 @@ def _from_dtensor(path: str, leaf: Any, strategy: Any, problems: list[Problem]) 
         return leaf
     local = padded(leaf.to_local().detach(), spec)
     # The layout is the DTensor's; how long the full tensor stays is for the strategy to say.
-    own = laid_out(path, Spec(spec.shape), strategy, problems)
-    spec = replace(spec, transform=strategy, reshard=own.reshard, model_dtypes=own.model_dtypes, owned=own.owned)
+    spec = replace(spec, transform=own.transform, reshard=own.reshard, model_dtypes=own.model_dtypes, owned=own.owned)
     whole = [axis.name for axis in own.owned if axis not in spec.partition_axes()]
     problems += [Problem(path, f"Replicate over {whole}", "Shard where each rank owns its piece")] if whole else []
     return Sharded(local, spec)

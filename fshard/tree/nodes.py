@@ -116,6 +116,11 @@ class _Flat(NamedTuple):
 class Flat(_Flat):
     """A tree taken apart: one path per leaf, the leaves (Sharded and None kept whole) and the structure."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The leaves' names: their keys, indices and fields joined by dots, as in blocks.0.norm."""
+        return names_of(self.treedef)
+
     @functools.cached_property
     def specs(self) -> tuple[Spec, ...]:
         """The specs of its Sharded leaves, each once: what they say need not be asked of thousands of leaves."""
