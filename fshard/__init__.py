@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING
 from fshard import checkpoint, comm, extensions, testing
 from fshard.apply import Model, apply, functionalize
 from fshard.collectives import axis_index, axis_size, pvary
-from fshard.interop.dtensor import from_dtensor, to_dtensor
 from fshard.jit import jit, make_graph
 from fshard.mesh import axis_of, init_mesh
 from fshard.microbatches import microbatches
@@ -94,6 +93,7 @@ from fshard.update import GradientTransformation, Optimizer, TrainState, chain
 from fshard.value_and_grad import accumulate, value_and_grad
 
 if TYPE_CHECKING:
+    from fshard.ext.interop.dtensor import from_dtensor, to_dtensor
     from fshard.ext.optim.adafactor import adafactor, scale_by_factored_rms
     from fshard.ext.optim.trust import lamb, lars, scale_by_trust_ratio
     from fshard.ext.optim.whole import whole

@@ -1,45 +1,55 @@
 """What a library on top of fshard needs and a program does not: a second tier of names, without promises.
 
-- `check_axis`: refuses what is no axis of a mesh of this process.
-- `chained`: runs collectives of a graph in one order on every rank, also in its backward.
 - `calling`: lets other ranks hear of an error that ends a call.
+- `chained`: runs collectives of a graph in one order on every rank, also in its backward.
+- `check_axis`: refuses what is no axis of a mesh of this process.
 - `check_rates`: refuses hyperparameters out of the ranges that torch.optim has for them.
 - `custom_call`: a differentiable function that communicates in its forward and its backward.
 - `describe`: says what a value is, for an error.
-- `expect`: refuses an argument unless it is as expected.
+- `Entry`: a full tensor of another format, of which an `Exchange` reads boxes.
 - `everyone`: shows every rank of some axes what each of them says.
+- `Exchange`: moves leaves to or from another format; every rank calls it alike.
+- `expect`: refuses an argument unless it is as expected.
 - `fake_axes`: axes of any sizes whose groups cannot communicate, to trace with.
 - `fake_maker`: makes tensors without values, to trace with.
-- `flatten`, `unflatten`: the leaves of a tree with their paths and specs, and the tree of other leaves.
+- `flatten`: the leaves of a tree with their paths and specs, and its `unflatten` of other leaves.
 - `FullyShard`: the transform of `fully_shard`, for one that sends otherwise.
 - `leaf_means`: means over a dim of whole leaves, however they are split.
 - `leafwise`: new trees of old ones, by maths on the tensors of each leaf that has a gradient.
 - `local_piece`: cuts this rank's shard out of a full tensor.
+- `piece_of`: the box of a leaf that this rank holds.
 - `ranks_of`: all ranks of a mesh, or of this run, as one axis.
 - `refuse`: refuses the leaves that are wrong, if there are any.
 - `select`: finds the submodules that a rule of units selects.
 - `serves_host`: whether the ranks of an axis can send each other tensors of the processor.
 - `sum_dtype`: the dtype in which gradients of a leaf are added up.
+- `TorchState`: the state of an optimizer that `from_torch` made.
 - `watched`: tells an object with four methods when collectives start, are waited for and land.
 """
 
 from fshard._compat import fake_maker
+from fshard.checkpoint.exchange import Entry, Exchange
+from fshard.checkpoint.pieces import piece_of
 from fshard.collectives import chained, custom_call
-from fshard.comm import calling, everyone, fake_axes, serves_host, watched
+from fshard.comm import calling, everyone, serves_host, watched
 from fshard.errors import expect, refuse
-from fshard.mesh import ranks_of
+from fshard.mesh import fake_axes, ranks_of
 from fshard.modules import select
+from fshard.optim.from_torch import TorchState
 from fshard.optim.leaves import leafwise
 from fshard.optim.norms import leaf_means
 from fshard.optim.rates import check_rates
 from fshard.shard import local_piece
 from fshard.transforms.axis import _FullyShard as FullyShard
 from fshard.transforms.compose import sum_dtype
-from fshard.tree import flatten, unflatten
+from fshard.tree import flatten
 from fshard.tree.checks import check_axis, describe
 
 __all__ = [
+    "Entry",
+    "Exchange",
     "FullyShard",
+    "TorchState",
     "calling",
     "chained",
     "check_axis",
@@ -54,11 +64,11 @@ __all__ = [
     "leaf_means",
     "leafwise",
     "local_piece",
+    "piece_of",
     "ranks_of",
     "refuse",
     "select",
     "serves_host",
     "sum_dtype",
-    "unflatten",
     "watched",
 ]

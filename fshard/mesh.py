@@ -4,7 +4,9 @@ import atexit
 import json
 import math
 import os
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fshard import _compat
-from fshard.comm import CollectiveError, connected
+from fshard.comm import CollectiveError, connected, refuse_other
 from fshard.comm import world as world_of_ranks
 from fshard.errors import Problem, expect, refuse
 from fshard.tree import Axis
@@ -141,6 +143,44 @@ def axis_given(mesh: Mesh | Axis, name: str | None, argument: str) -> Axis:
         )
     _compat.release_groups_at_exit(mesh)
     return Axis(name, mesh.size(names.index(name)), mesh.get_group(name).group_name)
+
+
+@contextmanager
+def fake_axes(what: str, sizes: Mapping[str, int], place: Mapping[str, int], backend: str) -> Iterator[dict[str, Axis]]:
+    """Let there be axes to trace with, whose groups cannot communicate, and no others to send over.
+
+    torch.distributed need not run, and does so undisturbed.
+
+    Args:
+        what: Who asks, for the error of a collective over another axis.
+        sizes: Ranks on each axis by its name.
+        place: This process's coordinate on each.
+        backend: "nccl" or "gloo": the backend that algorithms of collectives are chosen for.
+
+    Yields:
+        The axes by their names.
+
+    >>> import torch, fshard as fs
+    >>> from fshard.extend import fake_axes
+    >>> with fake_axes("example", {"shard": 4096}, {"shard": 0}, "nccl") as axes:
+    ...     fs.make_graph(lambda x: fs.all_gather(x, axes["shard"]))(torch.ones(2)).bytes_sent()
+    32760.0
+    """
+    # Names of their own keep them from being taken for real groups.
+    axes = {name: Axis(name, size, f"fake {name} {uuid.uuid4().hex}") for name, size in sizes.items()}
+    groups = {axis.group_name: (place[name], axis.size) for name, axis in axes.items()}
+
+    def check(axis: Axis) -> None:
+        found = f"{axis.name!r} of {axis.size} ranks, which the step closes over"
+        remedy = "pass axes as arguments, or read them from the state's leaves, as leaf.spec.axes"
+        expect(axis in axes.values(), what, "axes of the planned mesh", found, remedy)
+
+    token = refuse_other.set(check)
+    try:
+        with _compat.fake_process_groups(groups, backend):
+            yield axes
+    finally:
+        refuse_other.reset(token)
 
 
 def world() -> Axis:

@@ -36,14 +36,13 @@ ROOMS = (
     "update",
     "optim",
     "jit",
-    "interop",
     "checkpoint",
     "testing",
     "extend",
     "outermost",
     "__main__",
 )
-DISTRIBUTED_ROOMS = {"_compat", "comm", "mesh", "interop", "testing", "__main__"}
+DISTRIBUTED_ROOMS = {"_compat", "comm", "mesh", "ext/interop", "testing", "__main__"}
 COMPAT = {"_compat", "ext/_compat"}
 MAX_LINES = 600
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
@@ -53,17 +52,6 @@ MUTABLE_CALLS = {
 }
 FACE = {"__all__", "__version__", "__getattr__"}
 NAMEDTUPLE_METHODS = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
-
-
-# Public names of extensions, by the module that shows them; the last ones are still to move.
-EXTENSIONS = {
-    *MODULES,
-    *(("fshard", name) for name in ("to_dtensor", "from_dtensor")),
-    *(("fshard.checkpoint", f"{verb}_{form}") for verb in ("load", "save") for form in ("dcp", "huggingface")),
-    *(("fshard.checkpoint", f"{way}_optimizer_state_dict") for way in ("to", "from")),
-}
-# Tests of what is still to move.
-STILL_TO_MOVE = ("tests/interop/",)
 
 
 class Source(NamedTuple):
@@ -204,10 +192,10 @@ def is_on_the_face(name: str) -> bool:
 
 def core_tests_name_no_extension(package: Path) -> list[str]:
     """A test outside of `tests/ext` imports no extension, no test of one, and asks the face for no name of one."""
-    names = {"fshard.ext", "tests.ext", *(f"{module}.{name}" for module, name in EXTENSIONS)}
+    names = {"fshard.ext", "tests.ext", *(f"{module}.{name}" for module, name in MODULES)}
     errors = []
     for source in read_sources(package.parent / "tests"):
-        if source.parts[1:2] == ("ext",) or "/".join(source.parts).startswith(STILL_TO_MOVE):
+        if source.parts[1:2] == ("ext",):
             continue
         for node, name in references(source):
             # Of an attribute of an extension the extension itself stands in the tree as well.
@@ -220,7 +208,7 @@ def core_tests_name_no_extension(package: Path) -> list[str]:
 
 def names_of_extensions(module: ModuleType) -> set[str]:
     """The public names of a module that extensions hold."""
-    return {name for shown_by, name in EXTENSIONS if shown_by == module.__name__}
+    return {name for shown_by, name in MODULES if shown_by == module.__name__}
 
 
 def face_reexports_only(package: Path) -> list[str]:

@@ -71,7 +71,7 @@ from fshard._compat.modules import (
     parameters_of,
     set_flat_weights,
 )
-from fshard._compat.pretrained import initializer_of, is_pretrained_model, not_ignored, not_saved, untied
+from fshard._compat.pretrained import initializer_of, is_pretrained_model, untied
 from fshard._compat.threads import (
     ThreadedCollective,
     keeping_thread_object,

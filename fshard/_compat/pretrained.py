@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -47,21 +46,3 @@ def untied(module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
                 setattr(model.get_submodule(holder), key, own)
                 made[own] = found[source]
     return made
-
-
-def not_ignored(module: Any, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
-    """Leave out the names that a model of transformers lets files lack, and those that it lets them have besides.
-
-    Checked on transformers 5.23.
-    """
-    info = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
-    module._adjust_missing_and_unexpected_keys(info)
-    return info.missing_keys, info.unexpected_keys
-
-
-def not_saved(module: Any) -> frozenset[str]:
-    """The names that a model of transformers does not save.
-
-    Checked on transformers 5.23.
-    """
-    return frozenset(module._keys_to_ignore_on_save or ())

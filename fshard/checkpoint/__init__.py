@@ -1,14 +1,20 @@
 """Checkpoints: states on disk that survive kills, are refused by name when damaged, and fit any layout."""
 
+from typing import TYPE_CHECKING
+
+from fshard import extensions
+from fshard.checkpoint.errors import CheckpointError
 from fshard.checkpoint.manager import Manager
 from fshard.checkpoint.restore import latest, restore
 from fshard.checkpoint.save import Saving, save
-from fshard.interop.dcp import load_dcp, save_dcp
-from fshard.interop.huggingface import load_huggingface, save_huggingface
-from fshard.interop.optimizer_state import from_optimizer_state_dict, to_optimizer_state_dict
-from fshard.interop.ranks import CheckpointError
-from fshard.interop.state_dict import from_state_dict, load_torch, to_state_dict
+from fshard.checkpoint.state_dict import from_state_dict, load_torch, to_state_dict
 
+if TYPE_CHECKING:
+    from fshard.ext.interop.dcp import load_dcp, save_dcp
+    from fshard.ext.interop.huggingface import load_huggingface, save_huggingface
+    from fshard.ext.interop.optimizer_state import from_optimizer_state_dict, to_optimizer_state_dict
+
+__getattr__ = extensions.resolver(__name__)
 __all__ = [
     "CheckpointError",
     "Manager",

@@ -8,9 +8,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from fshard.checkpoint.errors import CheckpointError
+from fshard.checkpoint.files import (
+    make_temporary,
+    named,
+    read_bytes,
+    remove_leftovers,
+    sync,
+    temporary_path,
+    write_bytes,
+)
 from fshard.checkpoint.manifest import MANIFEST, digest
-from fshard.interop.files import make_temporary, named, read_bytes, remove_leftovers, sync, temporary_path, write_bytes
-from fshard.interop.ranks import CheckpointError
 
 # The step, and which of several saves of it.
 _SAVED = re.compile(r"step-([0-9]{8,18})(?:\.([0-9]{1,9}))?")

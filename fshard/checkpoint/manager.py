@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from fshard.checkpoint.exchange import Exchange
 from fshard.checkpoint.restore import latest, restore
 from fshard.checkpoint.save import Saving, checked_directory, checked_step, members, start
 from fshard.mesh import Mesh, ranks_of
@@ -56,11 +57,12 @@ class Manager:
             ValueError: if `directory` is no path, this rank is not one of the mesh's, `keep` or `every` is no positive
                 whole number, `timeout` is not above 0, or a flag is neither True nor False.
         """
-        check_flags("checkpoint.Manager", asynchronous=asynchronous, donated=donated)
+        exchange = Exchange("checkpoint.Manager")
+        exchange.check_flags(asynchronous=asynchronous, donated=donated)
         for name, value in (("keep", keep), ("every", every)):
             if (value is not None or name == "every") and (type(value) is not int or value < 1):
                 raise ValueError(f"checkpoint.Manager: expected {name} to be a whole number from 1, got {value!r}")
-        self._directory = checked_directory("checkpoint.Manager", directory)
+        self._directory = checked_directory(exchange, directory)
         check_numbers("checkpoint.Manager", POSITIVE, timeout=timeout)
         ranks_of(mesh)
         self._every, self._mesh = every, mesh

@@ -7,8 +7,8 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NamedTuple, get_args, get_origin
 
-from fshard.interop.ranks import CheckpointError
-from fshard.interop.safetensors import DTYPES
+from fshard.checkpoint.errors import CheckpointError
+from fshard.checkpoint.safetensors import DTYPES
 from fshard.tree.checks import describe
 
 NAME, VERSION = "fshard.checkpoint", 1

@@ -11,6 +11,9 @@ import torch
 
 from fshard import _compat, comm
 from fshard.checkpoint import directory as directories
+from fshard.checkpoint.errors import CheckpointError, expect_file
+from fshard.checkpoint.exchange import Exchange
+from fshard.checkpoint.files import named, open_regular, read_bytes
 from fshard.checkpoint.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -22,10 +25,7 @@ from fshard.checkpoint.manifest import (
     file_name,
     parts_of,
 )
-from fshard.checkpoint.save import members
-from fshard.errors import Problem, expect, leaf_error, refuse
-from fshard.interop.files import named, open_regular, read_bytes
-from fshard.interop.pieces import (
+from fshard.checkpoint.pieces import (
     Piece,
     byte_view,
     described,
@@ -34,24 +34,22 @@ from fshard.interop.pieces import (
     padded_with_zeros,
     piece_of,
 )
-from fshard.interop.ranks import CheckpointError, agree, check_call, check_path, expect_file, raise_on_all_ranks
-from fshard.interop.safetensors import BLOCK_BYTES, lay_out
+from fshard.checkpoint.safetensors import BLOCK_BYTES, lay_out
+from fshard.checkpoint.save import members
+from fshard.errors import Problem, expect, leaf_error, refuse
 from fshard.mesh import Mesh
 from fshard.tree import (
-    Axis,
     Flat,
     Mask,
     Sharded,
     Tree,
-    flatten,
     is_mask,
     is_sharded,
     matches,
-    names_of,
     tensor_of,
     unflatten,
 )
-from fshard.tree.checks import check_flags, check_local, check_matches, describe
+from fshard.tree.checks import check_matches, describe
 
 LABEL = "checkpoint.restore"
 
@@ -75,7 +73,7 @@ def latest(directory: str | PathLike[str]) -> int | None:
     ...     before, fs.checkpoint.latest(directory)
     (None, 10)
     """
-    root = check_path("checkpoint.latest", "directory", directory)
+    root = Exchange("checkpoint.latest").path("directory", directory)
     with named(root):
         path = directories.latest_path(root)
     return None if path is None else directories.step_of(path)
@@ -124,23 +122,22 @@ def restore(
     >>> params, params["w"].local
     ({'w': Sharded(float32[2], P('shard'), local [2])}, tensor([1., 2.]))
     """
-    ranks = members(LABEL, mesh, like)
-    with raise_on_all_ranks(LABEL, ranks=ranks):
-        root = check_path(LABEL, "directory", directory)
-        check_flags(LABEL, donate=donate)
-        flat = flatten(like)
+    exchange = Exchange(LABEL, ranks=members(LABEL, mesh, like))
+    with exchange.raise_on_all_ranks():
+        root = exchange.path("directory", directory)
+        exchange.check_flags(donate=donate)
+        flat = exchange.flat(like)
         wanted = _wanted(flat, only)
         _check_arguments(flat, wanted, step, subtree)
-    path, manifest = _open(root, step, ranks)
+    path, manifest = _open(exchange, root, step)
     names = [subtree + ("" if name == "(root)" else name) for name in flat.paths]
     needed = {names[i]: leaf for i, leaf in enumerate(flat.leaves) if wanted[i]}
-    _check_fit(needed, subtree, only is None, manifest, path, ranks)
+    _check_fit(exchange, needed, subtree, only is None, manifest, path)
     tensors = {name: leaf for name, leaf in needed.items() if is_tensor(leaf)}
     made: dict[str, Any] = {name: manifest.values[name] for name in needed if name not in tensors}
-    rank = comm.rank(ranks)
-    with raise_on_all_ranks(LABEL, path, ranks), _Reader(path, manifest) as reader:
+    with exchange.raise_on_all_ranks(path), _Reader(path, manifest) as reader:
         # The headers of files that nobody reads are checked too, by each rank its share.
-        for index in range(rank, len(manifest.files), ranks.size):
+        for index in range(exchange.rank, len(manifest.files), exchange.ranks.size):
             reader.open(index)
         made |= {name: reader.read(name, leaf, donate) for name, leaf in tensors.items()}
     return unflatten(flat.treedef, [made.get(name, leaf) for name, leaf in zip(names, flat.leaves, strict=True)])
@@ -151,17 +148,14 @@ def _wanted(flat: Flat, only: Mask | None) -> list[bool]:
     if only is None:
         return [True] * len(flat.leaves)
     expect(is_mask(only), LABEL, "only to be a pattern or several, or a function", describe(only))
-    names = names_of(flat.treedef)
-    check_matches(LABEL, [only], names, [None] * len(names))
-    return [matches(only, name) for name in names]
+    check_matches(LABEL, [only], flat.names, [None] * len(flat.names))
+    return [matches(only, name) for name in flat.names]
 
 
 def _check_arguments(flat: Flat, wanted: list[bool], step: Any, subtree: Any) -> None:
     """Refuse leaves that nothing can be read into, and arguments of other types."""
     expect(step is None or type(step) is int, LABEL, "step to be an int, or None for the latest", describe(step))
     expect(isinstance(subtree, str), LABEL, "subtree to be a path such as '.params'", describe(subtree))
-    check_call(LABEL, flat)
-    check_local(LABEL, flat)
     problems = []
     for path, leaf, take in zip(flat.paths, flat.leaves, wanted, strict=True):
         local = tensor_of(leaf) if take and is_tensor(leaf) else None
@@ -176,9 +170,9 @@ def _check_arguments(flat: Flat, wanted: list[bool], step: Any, subtree: Any) ->
     refuse(f"{LABEL}: nothing can be read into some leaves", problems, remedy)
 
 
-def _open(root: Path, step: int | None, ranks: Axis) -> tuple[Path, Manifest]:
+def _open(exchange: Exchange, root: Path, step: int | None) -> tuple[Path, Manifest]:
     """Find the checkpoint, the same on every rank, and read its manifest."""
-    with raise_on_all_ranks(LABEL, root, ranks):
+    with exchange.raise_on_all_ranks(root):
         path = directories.latest_path(root) if step is None else directories.path_of(root, step)
         if path is None:
             raise CheckpointError(f"{root}: expected a checkpoint that fs.checkpoint.save wrote, got none")
@@ -196,12 +190,12 @@ def _open(root: Path, step: int | None, ranks: Axis) -> tuple[Path, Manifest]:
             expect_file(name not in needed_files, f"{path / name}", "the file that the manifest names", "nothing")
             raise CheckpointError(f"{path / name}: found a file that the manifest does not name; move it elsewhere")
     entries = {"(checkpoint)": f"{path.name} of digest {digest(data)}"}
-    agree(LABEL, entries, "ranks read different checkpoints", "pass step=", ranks)
+    exchange.agree(entries, "ranks read different checkpoints", "pass step=")
     return path, manifest
 
 
 def _check_fit(
-    leaves: Mapping[str, Any], subtree: str, whole: bool, manifest: Manifest, path: Path, ranks: Axis
+    exchange: Exchange, leaves: Mapping[str, Any], subtree: str, whole: bool, manifest: Manifest, path: Path
 ) -> None:
     """Refuse on every rank leaves that the checkpoint lacks, or has of another dtype, shape or type."""
     found = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in manifest.tensors.items()}
@@ -213,7 +207,8 @@ def _check_fit(
         for name in (*needed, *extra)
         if found.get(name) != needed.get(name)
     ]
-    difference = comm.disagreement({p.path: f"{p.got} instead of {p.expected}" for p in problems}, [ranks], LABEL)
+    entries = {p.path: f"{p.got} instead of {p.expected}" for p in problems}
+    difference = comm.disagreement(entries, [exchange.ranks], LABEL)
     problems = [difference] if difference else problems
     if problems:
         remedy = "restore into a state built as the one that was saved; only= and subtree= read parts of it"

@@ -17,6 +17,9 @@ import torch
 
 from fshard import _compat, comm
 from fshard.checkpoint import directory as directories
+from fshard.checkpoint.errors import CheckpointError, expect_file, reason
+from fshard.checkpoint.exchange import Exchange
+from fshard.checkpoint.files import named, read_bytes, write_bytes
 from fshard.checkpoint.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -30,32 +33,21 @@ from fshard.checkpoint.manifest import (
     encode,
     file_name,
 )
-from fshard.errors import Problem, expect, refuse
-from fshard.interop.files import named, read_bytes, write_bytes
-from fshard.interop.pieces import (
+from fshard.checkpoint.pieces import (
     Piece,
     Split,
     dtype_name,
     is_tensor,
     layout_of,
     piece_of,
-    replicas,
     shape_of,
     split_of,
 )
-from fshard.interop.ranks import (
-    CheckpointError,
-    agree,
-    check_call,
-    check_path,
-    expect_file,
-    raise_on_all_ranks,
-    reason,
-)
-from fshard.interop.safetensors import lay_out, write_tensors
+from fshard.checkpoint.safetensors import lay_out, write_tensors
+from fshard.errors import Problem, expect, refuse
 from fshard.mesh import Mesh, ranks_of, world
 from fshard.tree import Axis, Flat, Tree, flatten, tensor_of
-from fshard.tree.checks import POSITIVE, check_flags, check_local, check_numbers, describe
+from fshard.tree.checks import POSITIVE, check_numbers, describe
 
 LABEL = "checkpoint.save"
 # Larger ones Python may refuse to read as text.
@@ -196,18 +188,17 @@ def start(
         staging: Buffers for copies, by path, kept from one save to the next.
         keep: How many checkpoints stay; None for all.
     """
-    with raise_on_all_ranks(LABEL, ranks=ranks):
-        check_flags(LABEL, asynchronous=asynchronous, donated=donated)
+    exchange = Exchange(LABEL, ranks=ranks)
+    with exchange.raise_on_all_ranks():
+        exchange.check_flags(asynchronous=asynchronous, donated=donated)
         check_numbers(LABEL, POSITIVE, timeout=timeout)
-        flat = flatten(state)
         number = checked_step(LABEL, state, step)
-        root = checked_directory(LABEL, directory)
-        check_call(LABEL, flat)
-        check_local(LABEL, flat)
-    tensors, values = _checked(flat, number, str(directory), ranks)
-    rank = comm.rank(ranks)
-    pieces = _own_pieces(tensors, replicas(LABEL, tensors, ranks), rank)
-    with raise_on_all_ranks(LABEL, ranks=ranks):
+        root = checked_directory(exchange, directory)
+        flat = exchange.flat(state)
+    tensors, values = _checked(exchange, flat, number, str(directory))
+    rank = exchange.rank
+    pieces = _own_pieces(tensors, exchange.replicas(tensors), rank)
+    with exchange.raise_on_all_ranks():
         if asynchronous and donated:
             pieces = {path: _aside(path, piece, {} if staging is None else staging) for path, piece in pieces.items()}
     temporary, lock = _prepare(root, number, ranks)
@@ -267,14 +258,15 @@ def checked_step(label: str, state: Tree, step: Any) -> int:
     return found
 
 
-def checked_directory(label: str, directory: Any) -> Path:
+def checked_directory(exchange: Exchange, directory: Any) -> Path:
     """Return the path of a directory, and refuse one that could be written to and not read: torch opens names of text.
 
     Raises:
         ValueError: if it is no path, or its name is no text.
     """
-    path = check_path(label, "directory", directory)
-    expect(_is_text(str(directory)), label, "directory to be a name that is text in UTF-8", repr(str(directory)))
+    path = exchange.path("directory", directory)
+    needed = "directory to be a name that is text in UTF-8"
+    expect(_is_text(str(directory)), exchange.label, needed, repr(str(directory)))
     return path
 
 
@@ -282,7 +274,7 @@ def _is_text(text: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def _checked(flat: Flat, step: int, directory: str, ranks: Axis) -> tuple[dict[str, Any], dict[str, Any]]:
+def _checked(exchange: Exchange, flat: Flat, step: int, directory: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tensors and the other leaves by path; refuse, on every rank, leaves that cannot be saved."""
     problems: list[Problem] = []
     tensors, values, entries = {}, {}, {"(step)": str(step), "(directory)": directory}
@@ -298,7 +290,7 @@ def _checked(flat: Flat, step: int, directory: str, ranks: Axis) -> tuple[dict[s
             values[path] = leaf
             entries[path] = repr(leaf)
     remedy = "make all but the values of Sharded leaves the same on every rank"
-    agree(LABEL, entries, "ranks hold different states", remedy, ranks)
+    exchange.agree(entries, "ranks hold different states", remedy)
     refuse(f"{LABEL}: leaves cannot be saved", problems, "keep them out of the state")
     return tensors, values
 
@@ -345,7 +337,7 @@ def _aside(path: str, piece: Piece, staging: MutableMapping[str, torch.Tensor]) 
     room = staging.get(path)
     if room is None or room.shape != source.shape or room.dtype != source.dtype:
         room = staging[path] = torch.empty(source.shape, dtype=source.dtype, device="cpu")
-    return Piece(piece.offset, room.copy_(source))
+    return piece._replace(tensor=room.copy_(source))
 
 
 def _prepare(directory: Path, step: int, ranks: Axis) -> tuple[Path, IO[bytes] | None]:

@@ -1,8 +1,6 @@
 """Start and finish collectives on lists of plain tensors; nothing here is differentiable."""
 
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import reduce
 from typing import Any
@@ -12,7 +10,6 @@ import torch
 from fshard import _compat
 from fshard.comm import ops
 from fshard.comm.events import Label, encoded, labelled
-from fshard.errors import expect
 from fshard.tree import Axis
 
 # A tensor smaller than this travels in one buffer with the other small ones of its dtype: below it latency costs more
@@ -63,44 +60,6 @@ def has_one_rank(axis: Axis) -> bool:
     """Whether nothing is to be sent over an axis."""
     refuse_other.get()(axis)
     return axis.size == 1
-
-
-@contextmanager
-def fake_axes(what: str, sizes: Mapping[str, int], place: Mapping[str, int], backend: str) -> Iterator[dict[str, Axis]]:
-    """Let there be axes to trace with, whose groups cannot communicate, and no others to send over.
-
-    torch.distributed need not run, and does so undisturbed.
-
-    Args:
-        what: Who asks, for the error of a collective over another axis.
-        sizes: Ranks on each axis by its name.
-        place: This process's coordinate on each.
-        backend: "nccl" or "gloo": the backend that algorithms of collectives are chosen for.
-
-    Yields:
-        The axes by their names.
-
-    >>> import torch, fshard as fs
-    >>> from fshard.extend import fake_axes
-    >>> with fake_axes("example", {"shard": 4096}, {"shard": 0}, "nccl") as axes:
-    ...     fs.make_graph(lambda x: fs.all_gather(x, axes["shard"]))(torch.ones(2)).bytes_sent()
-    32760.0
-    """
-    # Names of their own keep them from being taken for real groups.
-    axes = {name: Axis(name, size, f"fake {name} {uuid.uuid4().hex}") for name, size in sizes.items()}
-    groups = {axis.group_name: (place[name], axis.size) for name, axis in axes.items()}
-
-    def check(axis: Axis) -> None:
-        found = f"{axis.name!r} of {axis.size} ranks, which the step closes over"
-        remedy = "pass axes as arguments, or read them from the state's leaves, as leaf.spec.axes"
-        expect(axis in axes.values(), what, "axes of the planned mesh", found, remedy)
-
-    token = refuse_other.set(check)
-    try:
-        with _compat.fake_process_groups(groups, backend):
-            yield axes
-    finally:
-        refuse_other.reset(token)
 
 
 def is_direct(axis: Axis, device: torch.device) -> bool:

@@ -1,6 +1,8 @@
-"""Private torch APIs that extensions use, each with the versions it was checked on."""
+"""Private APIs of torch and transformers that extensions use, each with the versions it was checked on."""
 
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -71,3 +73,21 @@ def any_dual(tensors: Iterable[torch.Tensor]) -> bool:
 def is_tracing() -> bool:
     """Whether a program is traced by make_fx, on tensors without values. Checked on 2.13."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def not_ignored(module: Any, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
+    """Leave out the names that a model of transformers lets files lack, and those that it lets them have besides.
+
+    Checked on transformers 5.23.
+    """
+    info = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
+    module._adjust_missing_and_unexpected_keys(info)
+    return info.missing_keys, info.unexpected_keys
+
+
+def not_saved(module: Any) -> frozenset[str]:
+    """The names that a model of transformers does not save.
+
+    Checked on transformers 5.23.
+    """
+    return frozenset(module._keys_to_ignore_on_save or ())

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import torch
 from fshard import _compat
 from fshard.errors import expect
 from fshard.optim.leaves import begun, check_state, missing, none_missed, partition_axes
-from fshard.tree import Flat, Tree, flatten, is_trained, leaves_of, like, tensor_of, tensors_of, unflatten
+from fshard.tree import Flat, Tree, flatten, is_trained, leaves_of, like, map_nodes, tensor_of, tensors_of, unflatten
 from fshard.tree.checks import check_floating, check_leaves, check_sums, describe
 from fshard.update import Optimizer
 
@@ -36,6 +36,11 @@ class TorchState(NamedTuple):
     slots: dict[str, Tree]
     hyper: dict[str, torch.Tensor]
     missed: Tree = ()
+
+    @staticmethod
+    def each(f: Callable[["TorchState"], Any], tree: Tree) -> Tree:
+        """Map a function over the states of this kind in a tree; other leaves stay as they are."""
+        return map_nodes(f, tree, TorchState)
 
 
 def from_torch(

@@ -175,8 +175,7 @@ def check_leaves(what: str, flat: Flat, misfit: Callable[[Any], tuple[str, str] 
     Raises:
         ValueError: with the path of every leaf that is wrong.
     """
-    pairs = zip(flat.paths, flat.leaves, strict=True)
-    refuse(what, [Problem(path, *found) for path, leaf in pairs if (found := misfit(leaf))], remedy)
+    refuse(what, flat.problems(misfit), remedy)
 
 
 def check_matches(what: str, masks: Iterable[Mask], names: Sequence[str], leaves: Sequence[Any]) -> None:

@@ -121,6 +121,15 @@ class Flat(_Flat):
         """The leaves' names: their keys, indices and fields joined by dots, as in blocks.0.norm."""
         return names_of(self.treedef)
 
+    def unflatten(self, leaves: Iterable[Any]) -> Tree:
+        """Make the tree of other leaves."""
+        return unflatten(self.treedef, list(leaves))
+
+    def problems(self, misfit: Callable[[Any], tuple[str, str] | None]) -> list[Problem]:
+        """List the leaves that are wrong: `misfit` describes one and the leaf expected, or returns None."""
+        rows = zip(self.paths, self.leaves, strict=True)
+        return [Problem(path, *found) for path, leaf in rows if (found := misfit(leaf)) is not None]
+
     @functools.cached_property
     def specs(self) -> tuple[Spec, ...]:
         """The specs of its Sharded leaves, each once: what they say need not be asked of thousands of leaves."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import checkpoint
-from fshard.interop import safetensors
+from fshard.checkpoint import safetensors
 
 SIZE = 400_000
 

@@ -10,7 +10,7 @@ import torch
 
 import fshard as fs
 from fshard import checkpoint
-from fshard.interop import safetensors
+from fshard.checkpoint import safetensors
 from fshard.testing import RankError, spmd
 from tests.checkpoint.states import assert_same, message, refused, sampler, zeros_like
 from tests.ranks import on_ranks

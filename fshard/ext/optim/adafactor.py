@@ -7,7 +7,7 @@ import torch
 
 import fshard as fs
 from fshard.ext.optim.parts import Number, Rate, check_sums, rate_of
-from fshard.extend import check_rates, describe, expect, flatten, leaf_means, leafwise, unflatten
+from fshard.extend import check_rates, describe, expect, flatten, leaf_means, leafwise
 
 
 class AdafactorState(NamedTuple):
@@ -93,7 +93,7 @@ def scale_by_factored_rms(
             # Half precision rounds the root before its inverse in the last few elements of a shard alone.
             factor = variance.rsqrt() if sums is None else variance.double().rsqrt().to(variance.dtype)
             steps[i] = _like(steps[i], factor * grad)
-        return unflatten(flat.treedef, steps), AdafactorState(state.updates + 1, *_trees(params, kept))
+        return flat.unflatten(steps), AdafactorState(state.updates + 1, *_trees(params, kept))
 
     return fs.GradientTransformation(init, update)
 
@@ -159,7 +159,7 @@ def adafactor(
             return (param * (1 - rate * decay).to(param.dtype) - step * factor.to(step.dtype),)
 
         flat = flatten(params)
-        roots = unflatten(flat.treedef, [torch.tensor(n**0.5, dtype=torch.float64) for n in map(_numel, flat.leaves)])
+        roots = flat.unflatten([torch.tensor(n**0.5, dtype=torch.float64) for n in map(_numel, flat.leaves)])
         given = [*fs.leaf_norms((params, steps), sums=sums), roots, after.counts]
         (params,) = leafwise(moved, steps, [params], given, (rate, weight_decay))
         return params, after
@@ -223,8 +223,8 @@ def _mean_of(leaf: Any, dim: int) -> Any:
 
 
 def _trees(params: Any, kept: Any) -> tuple[Any, ...]:
-    treedef = flatten(params).treedef
-    return tuple(unflatten(treedef, list(leaves)) for leaves in zip(*kept, strict=True)) or ((), (), ())
+    flat = flatten(params)
+    return tuple(flat.unflatten(list(leaves)) for leaves in zip(*kept, strict=True)) or ((), (), ())
 
 
 def _towards(old: Any, new: torch.Tensor, weight: torch.Tensor) -> Any:

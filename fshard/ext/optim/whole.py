@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fshard as fs
-from fshard.extend import describe, expect, flatten, local_piece, refuse, serves_host, unflatten
+from fshard.extend import describe, expect, flatten, local_piece, refuse, serves_host
 
 
 class WholeState(NamedTuple):
@@ -64,7 +64,7 @@ def whole(tx: fs.Optimizer) -> fs.Optimizer:
         # One leaf at a time is whole, on every rank, because a state may start from its values.
         (full,) = fs.unshard([leaf])
         made = flatten(tx.init({"leaf": full}))
-        return unflatten(made.treedef, [_cut(value, leaf) for value in made.leaves])
+        return made.unflatten([_cut(value, leaf) for value in made.leaves])
 
     def update(grads: Any, state: WholeState, params: Any) -> tuple[Any, WholeState]:
         remedy = "update with the optimizer that made the state"
@@ -95,7 +95,7 @@ def whole(tx: fs.Optimizer) -> fs.Optimizer:
             done = _step_at_owners(tx, axes, [(grad, leaves[i], states[i]) for i, grad in rows], device)
             for (i, _), (leaf, kept) in zip(rows, done, strict=True):
                 leaves[i], states[i] = leaf, kept
-        return unflatten(flat.treedef, leaves), WholeState(tuple(states))
+        return flat.unflatten(leaves), WholeState(tuple(states))
 
     return fs.Optimizer(init, update)
 
@@ -171,7 +171,7 @@ def _step_at_owners(tx: fs.Optimizer, axes: Sequence[fs.Axis], rows: Sequence[Ro
     for m in mine:
         grad = _joined(next(pieces), rows[m][1], axis)
         values = [_joined(next(pieces), v, axis) if isinstance(v, fs.Sharded) else v for v in flats[m].leaves]
-        gathered.append((grad, *unflatten(flats[m].treedef, values)))
+        gathered.append((grad, *flats[m].unflatten(values)))
     cut: list[Sequence[torch.Tensor]] = []
     counted: list[torch.Tensor] = []
     for m, done in zip(mine, _step_at_owners(tx, rest, gathered, device), strict=True):
@@ -197,8 +197,7 @@ def _step_at_owners(tx: fs.Optimizer, axes: Sequence[fs.Axis], rows: Sequence[Ro
         return number if isinstance(old, torch.Tensor) else type(old)(number.item())
 
     return [
-        unflatten(flat.treedef, [after_of(old, owner) for old in flat.leaves])
-        for flat, owner in zip(flats, owners, strict=True)
+        flat.unflatten([after_of(old, owner) for old in flat.leaves]) for flat, owner in zip(flats, owners, strict=True)
     ]
 
 
@@ -224,13 +223,10 @@ def _exchanged(send: Lists, receive: Lists, axis: fs.Axis, device: torch.device)
 def _stepped(tx: fs.Optimizer, grad: Any, leaf: Any, kept: Any) -> Any:
     """Step a leaf whose pieces are all here."""
     flat = flatten((leaf, kept))
-    full, values = unflatten(
-        flat.treedef, [_full(value) if isinstance(value, fs.Sharded) else value for value in flat.leaves]
-    )
+    full, values = flat.unflatten([_full(value) if isinstance(value, fs.Sharded) else value for value in flat.leaves])
     new, after = tx.update({"leaf": _full(grad)}, values, {"leaf": full})
     stepped = flatten((new["leaf"], after)).leaves
-    return unflatten(
-        flat.treedef,
+    return flat.unflatten(
         [
             fs.Sharded(v.reshape(o.local.shape), o.spec) if isinstance(o, fs.Sharded) else v
             for o, v in zip(flat.leaves, stepped, strict=True)

@@ -14,7 +14,7 @@ import fshard as fs
 from fshard.ext import _compat
 from fshard.ext.parallel.scheduled import Parts, Run, Stage, scheduled
 from fshard.ext.parallel.ticks import SCHEDULES
-from fshard.extend import calling, check_axis, describe, expect, flatten, refuse, sum_dtype, unflatten
+from fshard.extend import calling, check_axis, describe, expect, flatten, refuse, sum_dtype
 
 REDUCTIONS = ("mean", "sum", "weighted")
 
@@ -113,7 +113,7 @@ def _loss(parts: Parts, params: Any, x: Any, rest: tuple[Any, ...]) -> Any:
     axis, flat = parts.axis, flatten(params)
     _begin(parts, flat, (x, *rest))
     split = [isinstance(leaf, fs.Sharded) and leaf.spec.dim_of(axis) is not None for leaf in flat.leaves]
-    rebuild = partial(unflatten, flat.treedef)
+    rebuild = flat.unflatten
     leaves = list(flatten(fs.gather(params)).leaves)
     shared = [i for i, leaf in enumerate(leaves) if not split[i] and _is_varied(leaf)]
     for i, leaf in zip(shared, fs.pvary([leaves[i] for i in shared], axis), strict=True):
@@ -201,12 +201,7 @@ def _check_split(parts: Parts, flat: Any) -> None:
         return None
 
     remedy = f"shard what stages own by a composition with split_dim over {axis.name!r}, and the rest without"
-    refuse(f"pipeline over {axis.name!r}: leaves do not fit", _problems(flat, misfit), remedy)
-
-
-def _problems(flat: Any, misfit: Callable[[Any], tuple[str, str] | None]) -> list[tuple[str, str, str]]:
-    rows = zip(flat.paths, flat.leaves, strict=True)
-    return [(path, *found) for path, leaf in rows if (found := misfit(leaf)) is not None]
+    refuse(f"pipeline over {axis.name!r}: leaves do not fit", flat.problems(misfit), remedy)
 
 
 def _check_shapes(parts: Parts, flat: Any) -> None:
@@ -218,7 +213,7 @@ def _check_shapes(parts: Parts, flat: Any) -> None:
 
     what = f"pipeline: the batch cannot be cut in {parts.microbatches} microbatches"
     remedy = "pass tensors of as many rows, or another number of microbatches"
-    refuse(what, _problems(flat, misfit), remedy)
+    refuse(what, flat.problems(misfit), remedy)
 
 
 def _refuse_derivatives(parts: Parts, flat: Any, batch: tuple[Any, ...]) -> None:

@@ -15,7 +15,7 @@ import fshard as fs
 from fshard import comm
 from fshard.ext import _compat
 from fshard.ext.plan.report import Bytes, Moment, Plan, Rates, check_rates, flops_of, unit_of
-from fshard.extend import describe, expect, fake_axes, fake_maker, flatten, refuse, unflatten
+from fshard.extend import describe, expect, fake_axes, fake_maker, flatten, refuse
 
 Sent = Mapping[Node, comm.Collective]
 # Names of units by the storages.
@@ -108,12 +108,6 @@ def _coordinates(mesh: Any, rank: Any) -> dict[str, int]:
     return place
 
 
-def _problems(
-    paths: Sequence[str], leaves: Sequence[Any], misfit: Callable[[Any], tuple[str, str] | None]
-) -> list[tuple[str, str, str]]:
-    return [(path, *found) for path, leaf in zip(paths, leaves, strict=True) if (found := misfit(leaf)) is not None]
-
-
 def _check_axes(args: Sequence[Any], mesh: Mapping[str, int]) -> None:
     """Refuse leaves that do not match their specs, and a mesh whose axes are not those that leaves live on."""
     flat = flatten(tuple(args))
@@ -124,7 +118,7 @@ def _check_axes(args: Sequence[Any], mesh: Mapping[str, int]) -> None:
         return None if fits else (found, f"a local tensor of shape {leaf.spec.local_shape}")
 
     remedy = "keep a leaf's shape when mapping over it, and pass what a step returned for a state that it was donated"
-    refuse("plan: shards do not match their specs", _problems(flat.paths, flat.leaves, misfit), remedy)
+    refuse("plan: shards do not match their specs", flat.problems(misfit), remedy)
     leaves = [leaf for leaf in flat.leaves if isinstance(leaf, fs.Sharded)]
     expect(leaves, "plan", "the state of a step", "arguments without a Sharded leaf", "make it by fs.shard")
     names = {axis.name for leaf in leaves for axis in _axes_of(leaf)}
@@ -150,7 +144,7 @@ def _laid_out(argument: Any, fake: Callable[[torch.Tensor], torch.Tensor], move:
             leaves[i] = fake(leaf.detach())
         elif isinstance(leaf, fs.Axis):
             leaves[i] = move(leaf)
-    argument = unflatten(flat.treedef, leaves)
+    argument = flat.unflatten(leaves)
 
     def misfit(leaf: Any) -> tuple[str, str] | None:
         kept = [axis for axis in _axes_of(leaf) if move(axis) is not axis] if isinstance(leaf, fs.Sharded) else []
@@ -158,7 +152,7 @@ def _laid_out(argument: Any, fake: Callable[[torch.Tensor], torch.Tensor], move:
         return (found[0], "an axis in a field") if found else None
 
     remedy = "keep an Axis as a field of the dataclass"
-    refuse("plan: transforms cannot be moved", _problems(flat.paths, leaves, misfit), remedy)
+    refuse("plan: transforms cannot be moved", flat._replace(leaves=leaves).problems(misfit), remedy)
     if getattr(argument, "transform_state", None) is not None:
         # It has a row for each rank of the mesh.
         argument = argument._replace(transform_state=fs.tree_map(fake, fs.transform_state(argument.params)))

@@ -35,10 +35,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from fshard.interop.pieces import is_tensor, piece_of, shape_of
-from fshard.interop.ranks import CheckpointError
-from fshard.interop.state_dict import Entry
-from fshard.tree.checks import describe
+import fshard as fs
+from fshard.checkpoint import CheckpointError
+from fshard.extend import Entry, describe, piece_of
 
 METADATA = ".metadata"
 
@@ -156,23 +155,26 @@ class _SavePlanner(DefaultSavePlanner):
         # Torch's offline tools nest what they read by these.
         self.mappings = {".".join(map(str, place)): place for place in content}
         self.values = {key: content[place] for key, place in self.mappings.items()}
-        self.pieces = {key: piece_of(value) for key, value in self.values.items() if is_tensor(value)}
+        self.pieces = {
+            key: piece_of(value) for key, value in self.values.items() if isinstance(value, fs.Sharded | torch.Tensor)
+        }
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
         items = []
-        for key, value in self.values.items():
+        for key in self.values:
             if key not in self.pieces:
                 items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
                 continue
-            offset, tensor = torch.Size(self.pieces[key].offset), self.pieces[key].tensor
+            piece = self.pieces[key]
+            offset, tensor = torch.Size(piece.offset), piece.tensor
             # A rank without elements has nothing to write, unless nobody has any.
-            if tensor.numel() or 0 in shape_of(value):
+            if tensor.numel() or 0 in piece.full_shape:
                 chunk = ChunkStorageMetadata(offset, tensor.shape)
                 properties = TensorProperties.create_from_tensor(tensor)
-                data = TensorWriteData(chunk, properties, torch.Size(shape_of(value)))
+                data = TensorWriteData(chunk, properties, torch.Size(piece.full_shape))
                 items.append(WriteItem(MetadataIndex(key, offset), WriteItemType.SHARD, tensor_data=data))
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan

@@ -1,18 +1,11 @@
-"""To and from plain state dicts: tied names, buffers, torch.optim's states, and what is refused."""
+"""To and from plain state dicts: tied names, buffers, and what is refused."""
 
 import pytest
 import torch
 from torch import nn
 
 import fshard as fs
-from fshard.checkpoint import (
-    CheckpointError,
-    from_optimizer_state_dict,
-    from_state_dict,
-    load_torch,
-    to_optimizer_state_dict,
-    to_state_dict,
-)
+from fshard.checkpoint import CheckpointError, from_state_dict, load_torch, to_state_dict
 from fshard.testing import RankError, spmd
 from tests.ranks import my_rank, on_ranks
 from tests.trees import TREES, assert_same_bits, every_strategy, exotic_dtypes, normal, one_axis
@@ -52,10 +45,6 @@ def sharded(module, strategy):
 
 def every_leaf(mesh):
     return fs.zero2(mesh, min_shard_elements=0)
-
-
-def batch(step):
-    return torch.randint(11, (5,), generator=torch.Generator().manual_seed(step))
 
 
 @pytest.mark.parametrize("tree", [*TREES.values(), exotic_dtypes], ids=lambda make: make.__name__)
@@ -234,113 +223,6 @@ def test_pickled_files_that_hold_something_else(tmp_path, capsys, content, messa
     with pytest.raises(CheckpointError, match=message):
         load_torch(path, {"w": torch.ones(1)}, trusted=True)
     assert capsys.readouterr().out == ""
-
-
-def trained_here(module, optimizer, steps):
-    for step in steps:
-        optimizer.zero_grad()
-        module(batch(step)).backward()
-        optimizer.step()
-
-
-def trained_there(module, tx, state, steps):
-    model = fs.functionalize(module)
-
-    def loss_fn(params, x):
-        return model.apply(params, x, buffers=state.buffers)[0]
-
-    for step in steps:
-        _, grads = fs.value_and_grad(loss_fn)(state.params, batch(step))
-        state = fs.update(tx, state, grads)
-    return state
-
-
-OPTIMIZERS = {
-    "adamw": (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True}, {}),
-    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, {"updates": 2}),
-    "plain sgd": (torch.optim.SGD, {"lr": 0.1}, {"updates": 2}),
-    "nadam": (torch.optim.NAdam, {"lr": 0.1}, {}),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@on_ranks(1, 2, 4)
-def test_training_moves_from_torch_and_back(name):
-    """Two steps in torch, two in fshard and two in torch again are six in torch, bit for bit.
-
-    All ranks have the same batch, whose gradients' mean is exact over powers of two.
-    """
-    cls, hyper, counted = OPTIMIZERS[name]
-    expected = Net().eval()
-    trained_here(expected, cls(expected.parameters(), **hyper), range(6))
-    module = Net().eval()
-    optimizer = cls(module.parameters(), **hyper)
-    trained_here(module, optimizer, range(2))
-    model, tx = fs.functionalize(module), fs.from_torch(cls, **hyper)
-    state = fs.TrainState.create(model.init(every_leaf(one_axis())), tx, buffers=model.buffers)
-    fresh = cls(module.parameters(), **hyper)
-    taken = from_optimizer_state_dict(optimizer.state_dict(), state.opt_state, module, fresh, **counted)
-    assert int(taken.updates) == 2
-    state = trained_there(module, tx, state._replace(opt_state=taken), range(2, 4))
-    given = to_optimizer_state_dict(state.opt_state, module, fresh)
-    alone = to_optimizer_state_dict(state.opt_state, module, fresh, rank0_only=True)
-    assert_same_bits(alone.get("state"), None if my_rank() else given["state"])
-    after = Net(1).eval()
-    after.load_state_dict(to_state_dict({**state.params, **state.buffers}, module=module))
-    optimizer = cls(after.parameters(), **hyper)
-    optimizer.load_state_dict(given)
-    trained_here(after, optimizer, range(4, 6))
-    assert_same_bits(dict(after.state_dict()), dict(expected.state_dict()))
-
-
-@on_ranks(2)
-def test_groups_are_parts_of_a_partition():
-    module = Net()
-    tx = fs.partition(
-        {
-            "*bias": fs.from_torch(torch.optim.AdamW, lr=0.1, inject=["lr"]),
-            "*": fs.chain(fs.clip_by_global_norm(1.0), fs.from_torch(torch.optim.AdamW, lr=0.2, inject=["lr"])),
-        }
-    )
-    named = dict(module.named_parameters())
-    biases = [parameter for name, parameter in named.items() if name.endswith("bias")]
-    others = [parameter for name, parameter in named.items() if not name.endswith("bias")]
-    params = fs.functionalize(module).init(every_leaf(one_axis()))
-    opt_state = tx.init(params)
-    for _ in range(2):
-        _, opt_state = tx.update(params, opt_state, params)
-    optimizer = torch.optim.AdamW([{"params": biases, "lr": 0.3}, {"params": others, "lr": 0.4}])
-    saved = to_optimizer_state_dict(opt_state, module, optimizer)
-    optimizer.load_state_dict(saved)
-    back = from_optimizer_state_dict(optimizer.state_dict(), tx.init(params), module, optimizer)
-    assert_same_bits(fs.unshard(back), fs.unshard(opt_state))
-    assert [group["lr"] for group in saved["param_groups"]] == [0.1, 0.2]
-    assert (float(back[0].hyper["lr"]), float(back[1][1].hyper["lr"])) == (0.1, 0.2)
-
-
-def test_optimizer_states_that_do_not_fit():
-    module = Net()
-    params = dict(module.named_parameters())
-    optimizer = torch.optim.AdamW(module.parameters())
-    other = fs.ema(fs.from_torch(torch.optim.AdamW), 0.9)
-    with pytest.raises(ValueError, match=r"torch's optimizers have no such state\n  .average\['embedding.weight'\]"):
-        to_optimizer_state_dict(other.init(params), module, optimizer)
-    with pytest.raises(ValueError, match="parameter 0 of 1, which is none of the module's; make it of"):
-        to_optimizer_state_dict((), module, torch.optim.AdamW([torch.ones(1)]))
-    state = fs.from_torch(torch.optim.AdamW).init(params)
-    with pytest.raises(
-        ValueError, match=r"embedding.weight: expected none: the torch optimizer has no such parameter, got state"
-    ):
-        to_optimizer_state_dict(state, module, torch.optim.AdamW(module.norm.parameters()))
-    trained_here(module, optimizer, range(1))
-    like = fs.from_torch(torch.optim.AdamW, amsgrad=True).init(params)
-    with pytest.raises(
-        ValueError, match=r"frozen.bias exp_avg: expected float32\[7\], got nothing\n(.*\n)+  and \d+ more\nTo fix: "
-    ):
-        from_optimizer_state_dict(optimizer.state_dict(), like, module, optimizer)
-    sgd = torch.optim.SGD(module.parameters())
-    with pytest.raises(ValueError, match="the torch class does not count its updates; pass how many there were"):
-        from_optimizer_state_dict(sgd.state_dict(), fs.from_torch(torch.optim.SGD).init(params), module, sgd)
 
 
 def test_a_rank_that_raises_alone_is_seen_by_all(tmp_path):

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 import fshard as fs
 from fshard.checkpoint import CheckpointError, load_huggingface, save_huggingface
-from fshard.interop import huggingface
-from fshard.interop.pieces import piece_of
-from fshard.interop.state_dict import Entry, Names
-from fshard.interop.transformers import Planned, from_files, planned, to_files
+from fshard.checkpoint.pieces import piece_of
+from fshard.ext.interop import huggingface
+from fshard.ext.interop.transformers import Planned, from_files, planned, to_files
+from fshard.extend import Entry, Exchange
 from fshard.testing import spmd
 from tests.test_guide import REFERENCE, section
 from tests.trees import assert_same_bits, one_axis
@@ -164,7 +164,7 @@ def test_a_rank_reads_its_rows_of_stacked_experts(tmp_path, monkeypatch):
     meta, read = case.on_meta(), huggingface._tensors
     seen = {}
 
-    def spied(path, stack):
+    def spied(exchange, path, stack):
         def entry(name, found):
             def count(box):
                 out = found.read(box)
@@ -173,7 +173,7 @@ def test_a_rank_reads_its_rows_of_stacked_experts(tmp_path, monkeypatch):
 
             return found._replace(read=count)
 
-        return {name: entry(name, found) for name, found in read(path, stack).items()}
+        return {name: entry(name, found) for name, found in read(exchange, path, stack).items()}
 
     monkeypatch.setattr(huggingface, "_tensors", spied)
 
@@ -190,7 +190,7 @@ def test_a_rank_reads_its_rows_of_stacked_experts(tmp_path, monkeypatch):
 
 def test_each_leaf_is_gathered_once(tmp_path, monkeypatch):
     """Also where many tensors of a file are made of one."""
-    monkeypatch.setattr("fshard.interop.state_dict.BUCKET_BYTES", 1)
+    monkeypatch.setattr("fshard.ext.interop.huggingface.BUCKET_BYTES", 1)
     case = CASES["Mixtral"]
     module = case.build()
     saved = {name for name, _ in module.named_parameters()}
@@ -362,12 +362,12 @@ def test_every_architecture_reads_the_names_and_shapes_that_it_writes():
         if module is None:
             continue
         made.append(name)
-        names = Names(module)
+        exchange = Exchange("test", module)
         tensors = (*module.named_parameters(), *module.named_buffers())
-        leaves = {key: tensor for key, tensor in tensors if names.saved_as(key)}
-        files = to_files(leaves, module, names, {})
+        leaves = {key: tensor for key, tensor in tensors if exchange.saved_as(key)}
+        files = to_files(exchange, leaves, module, {})
         back = from_files({key: Entry(each.dtype, tuple(each.shape), each.read) for key, each in files.items()}, module)
-        found = {names.first.get(key, key): (each.dtype, each.shape) for key, each in back.entries.items()}
+        found = {exchange.first.get(key, key): (each.dtype, each.shape) for key, each in back.entries.items()}
         needed = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in leaves.items()}
         if found != {key: each for key, each in needed.items() if key in found or key not in back.optional}:
             wrong[name] = sorted(found.items() ^ needed.items())[:4]

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -11,11 +12,10 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import nn
 
-from fshard import _compat
-from fshard.interop.pieces import shape_of
-from fshard.interop.ranks import CheckpointError
-from fshard.interop.state_dict import Entry, Names
-from fshard.tree import tensor_of, tree_leaves, tree_map
+import fshard as fs
+from fshard.checkpoint import CheckpointError
+from fshard.ext import _compat
+from fshard.extend import Entry, Exchange, piece_of
 
 Box = tuple[slice, ...]
 Read = Callable[[Box], torch.Tensor]
@@ -45,7 +45,7 @@ class Planned(torch.Tensor):
         kwargs = kwargs or {}
         out = super().__torch_function__(func, types, args, kwargs)
         outs = out if isinstance(out, tuple | list) else [out]
-        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Planned)]
+        operands = [leaf for leaf in fs.tree_leaves((args, kwargs)) if isinstance(leaf, Planned)]
         if func in _UNCHANGED and out is args[0]:
             return out
         if out is None or any(a is b for a in outs for b in operands):
@@ -131,7 +131,7 @@ def _computed(func: Any, args: Any, kwargs: Any, index: int | None) -> Read:
         return leaf.value() if isinstance(leaf, Planned) else leaf
 
     def read(box: Box) -> torch.Tensor:
-        out = func(*tree_map(value, args), **tree_map(value, kwargs))
+        out = func(*fs.tree_map(value, args), **fs.tree_map(value, kwargs))
         return (out if index is None else out[index])[box]
 
     return read
@@ -172,7 +172,9 @@ class Found(NamedTuple):
 
 def is_pretrained(module: nn.Module | None) -> TypeGuard[nn.Module]:
     """Tell whether transformers knows how to convert a module's weights: one that from_pretrained can make."""
-    return module is not None and _compat.is_pretrained_model(module)
+    # A library that nobody has imported has made no module.
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return base is not None and isinstance(module, base)
 
 
 def from_files(found: Mapping[str, Entry], module: nn.Module) -> Found:
@@ -226,13 +228,15 @@ def from_files(found: Mapping[str, Entry], module: nn.Module) -> Found:
     return Found(out, frozenset(set(needed) - set(out) - missing))
 
 
-def to_files(leaves: Mapping[str, Any], module: nn.Module, names: Names, full: Mapping[str, Any]) -> dict[str, Planned]:
+def to_files(
+    exchange: Exchange, leaves: Mapping[str, Any], module: nn.Module, full: Mapping[str, Any]
+) -> dict[str, Planned]:
     """Rename and convert the weights of a model to those of files, as save_pretrained does.
 
     Args:
+        exchange: The exchange, which has the names of the module.
         leaves: The parameters and buffers that the model saves, by the first of their names.
         module: The model of transformers, on any device; its values are not used.
-        names: The names of the module.
         full: The full leaves by name, when results are read.
 
     Returns:
@@ -247,7 +251,7 @@ def to_files(leaves: Mapping[str, Any], module: nn.Module, names: Names, full: M
         if isinstance(tensor, torch.Tensor) and name not in skipped
     }
     kept = modeling.remove_tied_weights_from_state_dict(state, module)
-    sources = {name: as_planned(leaves, names.first[name], full) for name in kept}
+    sources = {name: as_planned(leaves, exchange.first[name], full) for name in kept}
     return dict(loading.revert_weight_conversion(module, sources))
 
 
@@ -268,4 +272,5 @@ def _library(name: str) -> Any:
 
 def as_planned(leaves: Mapping[str, Any], name: str, full: Mapping[str, Any]) -> Planned:
     """Plan to read a leaf from a dict of full ones."""
-    return planned(shape_of(leaves[name]), tensor_of(leaves[name]).dtype, lambda box: full[name][box], name)
+    piece = piece_of(leaves[name])
+    return planned(piece.full_shape, piece.tensor.dtype, lambda box: full[name][box], name)

@@ -1,10 +1,12 @@
 """To and from safetensors as Hugging Face lays them out: one file, or several with an index."""
 
 import json
+import math
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,44 +15,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from fshard import comm
-from fshard.errors import Problem, expect, leaf_error, refuse
-from fshard.interop.files import new_files
-from fshard.interop.pieces import dtype_name, nbytes_of, replicas, shape_of
-from fshard.interop.ranks import (
-    TRUST,
-    CheckpointError,
-    agree,
-    check_path,
-    expect_file,
-    raise_on_all_ranks,
-    refuse_untrusted,
-)
-from fshard.interop.safetensors import DTYPES, lay_out, write_tensors
-from fshard.interop.state_dict import (
-    Entry,
-    Names,
-    by_name,
-    entry_of,
-    filled,
-    gathered_for,
-    in_groups,
-    read_pickle,
-)
-from fshard.interop.transformers import Found, Planned, as_planned, from_files, is_pretrained, to_files
-from fshard.mesh import world
-from fshard.tree import Tree
-from fshard.tree.checks import check_flags, describe
+from fshard.checkpoint import CheckpointError
+from fshard.ext.interop.transformers import Found, Planned, as_planned, from_files, is_pretrained, to_files
+from fshard.extend import Entry, Exchange, describe, expect, piece_of, refuse
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # A weight takes some 100 bytes of an index.
 MAX_INDEX_BYTES = 1 << 28
+# Leaves that one result or several small ones are made of are gathered together, up to this many bytes.
+BUCKET_BYTES = 32 << 20
+
+# Refuses a file unless it is as expected.
+expect_file = partial(expect, error=CheckpointError)
 
 
 def save_huggingface(
     directory: str | PathLike[str],
-    params: Tree,
+    params: Any,
     *,
     names: Callable[[str], str] | None = None,
     module: nn.Module | None = None,
@@ -86,43 +68,42 @@ def save_huggingface(
     ...     os.listdir(directory), load_file(f"{directory}/model.safetensors")
     (['model.safetensors'], {'w': tensor([1., 2.])})
     """
-    label = "checkpoint.save_huggingface"
+    exchange = Exchange("checkpoint.save_huggingface", module)
     whole = type(max_file_bytes) is int and max_file_bytes > 0
-    expect(whole, label, "max_file_bytes to be a whole number from 1", repr(max_file_bytes))
-    known = Names(module)
-    leaves = {name: leaf for name, leaf in by_name(label, params, known).items() if known.saved_as(name)}
-    agree(label, {"(directory)": str(directory)})
-    lacking = [name for name in known.aliases if known.saved_as(name) and name not in leaves]
-    problems = [Problem(name, "nothing", "a parameter or a buffer that the module saves") for name in lacking]
-    refuse(f"{label}: leaves do not fit", problems, "pass {**params, **buffers}")
+    expect(whole, exchange.label, "max_file_bytes to be a whole number from 1", repr(max_file_bytes))
+    leaves = {name: leaf for name, leaf in exchange.leaves(params).items() if exchange.saved_as(name)}
+    exchange.agree({"(directory)": str(directory)})
+    lacking = [name for name in exchange.aliases if exchange.saved_as(name) and name not in leaves]
+    problems = [(name, "nothing", "a parameter or a buffer that the module saves") for name in lacking]
+    refuse(f"{exchange.label}: leaves do not fit", problems, "pass {**params, **buffers}")
     full: dict[str, torch.Tensor] = {}
-    tensors: dict[str, Planned] = {}
     if names is None and is_pretrained(module):
-        with raise_on_all_ranks(label):
-            tensors = to_files(leaves, module, known, full)
+        with exchange.raise_on_all_ranks():
+            tensors = to_files(exchange, leaves, module, full)
     else:
-        tensors = _renamed(label, {name: as_planned(leaves, name, full) for name in leaves}, names)
+        tensors = _renamed(exchange.label, {name: as_planned(leaves, name, full) for name in leaves}, names)
+    known = ", ".join(map(_dtype_name, exchange.dtypes.values()))
     problems = [
-        Problem(name, f"dtype {dtype_name(tensor)}", f"one of {', '.join(DTYPES)}")
+        (name, f"dtype {_dtype_name(tensor.dtype)}", f"one of {known}")
         for name, tensor in tensors.items()
-        if dtype_name(tensor) not in DTYPES
+        if tensor.dtype not in exchange.dtypes.values()
     ]
-    refuse(f"{label}: safetensors has no such dtype", problems, "convert these leaves by fs.tree_map")
-    replicas(label, leaves, world())
-    with new_files(label, directory, (SINGLE, INDEX)) as temporary:
-        _write(temporary, leaves, tensors, full, in_groups(tensors, max_file_bytes))
+    refuse(f"{exchange.label}: safetensors has no such dtype", problems, "convert these leaves by fs.tree_map")
+    exchange.replicas(leaves)
+    with exchange.new_files(directory, (SINGLE, INDEX)) as temporary:
+        _write(exchange, temporary, leaves, tensors, full, exchange.in_groups(tensors, max_file_bytes))
 
 
 def load_huggingface(
     directory: str | PathLike[str],
-    like: Tree,
+    like: Any,
     *,
     names: Callable[[str], str] | None = None,
     module: nn.Module | None = None,
     strict: bool = True,
     cast: bool = False,
     trusted: bool = False,
-) -> Tree:
+) -> Any:
     """Read the weights of a Hugging Face model into parameters of any layout. Every rank must call this.
 
     Each rank reads the slices it keeps and no more. Where transformers has other names in files than in the model, or
@@ -161,18 +142,21 @@ def load_huggingface(
     >>> loaded, loaded["w"].local
     ({'w': Sharded(float32[2], P('shard'), local [2])}, tensor([1., 2.]))
     """
-    label = "checkpoint.load_huggingface"
-    known = Names(module)
+    exchange = Exchange("checkpoint.load_huggingface", module)
     with ExitStack() as stack:
-        found = Found({})
-        with raise_on_all_ranks(label, directory):
-            check_flags(label, TRUST, trusted=trusted)
-            check_flags(label, strict=strict)
-            found = Found(_open(check_path(label, "directory", directory), stack, trusted))
+        with exchange.raise_on_all_ranks(directory):
+            exchange.check_flags(trusted=trusted, strict=strict)
+            found = Found(_open(exchange, exchange.path("directory", directory), stack, trusted))
             if names is None and is_pretrained(module):
                 found = from_files(found.entries, module)
-        entries = _as_ours(found.entries, [*known.first, *by_name(label, like, known)], names)
-        return filled(label, entries, like, known, cast, found.optional, strict)
+        own = [*exchange.first, *exchange.leaves(like)]
+        _check_names(exchange.label, names)
+        entries = _as_ours(found.entries, own, names)
+        return exchange.fill(entries, like, cast, found.optional, strict)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_names(label: str, names: Any) -> None:
@@ -189,7 +173,7 @@ def _renamed(label: str, leaves: dict[str, Any], names: Callable[[str], str] | N
         new = names(name)
         if type(new) is not str or new in out:
             found = "the name of another leaf" if new in out else describe(new)
-            raise leaf_error(f"{label}: names do not fit", [Problem(name, found, "a name of its own")], "change names=")
+            refuse(f"{label}: names do not fit", [(name, found, "a name of its own")], "change names=")
         out[new] = leaf
     return out
 
@@ -198,13 +182,13 @@ def _as_ours(found: dict[str, Entry], own: list[str], names: Callable[[str], str
     """Return the entries of files under the names that leaves have."""
     if names is None:
         return found
-    _check_names("checkpoint.load_huggingface", names)
     ours = {names(name): name for name in own}
     # A name of the files that no leaf is called there must not pass for a leaf's own.
     return {ours.get(name, f"{name} (in the files)"): entry for name, entry in found.items()}
 
 
 def _write(
+    exchange: Exchange,
     directory: Path,
     leaves: Mapping[str, Any],
     tensors: Mapping[str, Planned],
@@ -212,23 +196,22 @@ def _write(
     groups: list[list[str]],
 ) -> None:
     """Write a file of each group on the first rank; every rank gathers all leaves, also when the first cannot write."""
-    layouts = [
-        lay_out({name: (dtype_name(tensors[name]), shape_of(tensors[name])) for name in group}, format="pt")
-        for group in groups
-    ]
+    # The order in which tensors are written.
+    groups = [sorted(group, key=lambda name: -tensors[name].dtype.itemsize) for group in groups]
     number = len(groups)
     files = [SINGLE] if number == 1 else [f"model-{i:05d}-of-{number:05d}.safetensors" for i in range(1, number + 1)]
-    order = [name for layout in layouts for name in layout.starts]
-    gathering = gathered_for({name: tensors[name].sources for name in order}, leaves, full)
+    sources = {name: tensors[name].sources for group in groups for name in group}
+    gathering = _gathered_for(exchange, sources, leaves, full)
     try:
-        if comm.rank(world()):
+        if exchange.rank:
             return
-        for name, layout in zip(files, layouts, strict=True):
-            with open(directory / name, "xb", buffering=0) as file:
-                write_tensors(file, layout.header, (tensors[next(gathering)].value() for _ in layout.starts))
+        for file, group in zip(files, groups, strict=True):
+            parts = {name: tensors[name] for name in group}
+            exchange.write_safetensors(directory / file, parts, lambda _: tensors[next(gathering)].value())
         if number > 1:
-            where = {name: file for file, layout in zip(files, layouts, strict=True) for name in layout.starts}
-            index = {"metadata": {"total_size": sum(map(nbytes_of, tensors.values()))}, "weight_map": where}
+            where = {name: file for file, group in zip(files, groups, strict=True) for name in group}
+            total = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
+            index = {"metadata": {"total_size": total}, "weight_map": where}
             with open(directory / INDEX, "xb") as listing:
                 listing.write(json.dumps(index, indent=2, sort_keys=True).encode())
                 listing.flush()
@@ -238,7 +221,39 @@ def _write(
             pass
 
 
-def _open(directory: Path, stack: ExitStack, trusted: bool) -> dict[str, Entry]:
+def _gathered_for(
+    exchange: Exchange, sources: Mapping[str, Collection[str]], leaves: Mapping[str, Any], full: dict[str, torch.Tensor]
+) -> Iterator[str]:
+    """Name one result after the other, when the leaves that it is made of are full. Every rank must take all.
+
+    Args:
+        exchange: The exchange.
+        sources: The names of the leaves of each result.
+        leaves: The leaves by name.
+        full: Where full leaves are put, those of one result or of several with small leaves at a time.
+    """
+
+    def nbytes_of(names: Collection[str]) -> int:
+        pieces = [piece_of(leaves[name]) for name in names]
+        return sum(piece.tensor.element_size() * math.prod(piece.full_shape) for piece in pieces)
+
+    buckets: list[tuple[list[str], dict[str, Any]]] = [([], {})]
+    room = BUCKET_BYTES
+    for result, names in sources.items():
+        new = [name for name in sorted(names) if name not in buckets[-1][1]]
+        if new and buckets[-1][0] and nbytes_of(new) > room:
+            buckets.append(([], {}))
+            room, new = BUCKET_BYTES, sorted(names)
+        buckets[-1][0].append(result)
+        buckets[-1][1].update({name: leaves[name] for name in new})
+        room -= nbytes_of(new)
+    for results, needed in buckets:
+        full.update(exchange.full(needed))
+        yield from results
+        full.clear()
+
+
+def _open(exchange: Exchange, directory: Path, stack: ExitStack, trusted: bool) -> dict[str, Entry]:
     """The tensors of a model's files, by name."""
     names = sorted(os.listdir(directory))
     # As transformers looks for them; other libraries have other names for the same, and pickles come last.
@@ -248,14 +263,14 @@ def _open(directory: Path, stack: ExitStack, trusted: bool) -> dict[str, Entry]:
     if not candidates:
         candidates = [name for name in PICKLED if name in names][:1]
         expect_file(candidates, str(directory), f"{SINGLE} or {INDEX}", "neither")
-        refuse_untrusted(directory / candidates[0], trusted)
+        exchange.refuse_untrusted(directory / candidates[0], trusted)
     found_names, remedy = ", ".join(candidates), "move others elsewhere"
     expect_file(len(candidates) < 2, str(directory), "one of its files of weights", found_names, remedy)
     (name,) = candidates
     where = _weight_map(directory / name) if name.endswith(".json") else {}
     found: dict[str, Entry] = {}
     for file in dict.fromkeys(where.values()) or [name]:
-        for tensor, entry in _tensors(directory / file, stack).items():
+        for tensor, entry in _tensors(exchange, directory / file, stack).items():
             expect_file(tensor not in found, f"{directory / file}", f"{tensor} in one file", "it in another too")
             found[tensor] = entry
     for tensor, file in where.items():
@@ -282,12 +297,11 @@ def _weight_map(path: Path) -> dict[str, str]:
     return where
 
 
-def _tensors(path: Path, stack: ExitStack) -> dict[str, Entry]:
+def _tensors(exchange: Exchange, path: Path, stack: ExitStack) -> dict[str, Entry]:
     _check_regular(path)
     if path.suffix == ".bin":
-        return {name: entry_of(tensor) for name, tensor in read_pickle(path).items()}
-    dtypes = {name: getattr(torch, torch_name) for torch_name, name in DTYPES.items()}
-    found = {}
+        return exchange.read_pickle(path)
+    dtypes, found = exchange.dtypes, {}
     try:
         file = stack.enter_context(safe_open(path, framework="pt"))
         for name in file.keys():  # noqa: SIM118 - it is no dict

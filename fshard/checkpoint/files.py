@@ -7,12 +7,9 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
-from os import PathLike
 from pathlib import Path
 
-from fshard import comm
-from fshard.interop.ranks import CheckpointError, check_path, expect_file, raise_on_all_ranks, reason
-from fshard.mesh import world
+from fshard.checkpoint.errors import CheckpointError, expect_file, reason
 
 EXPORTING = ".exporting"
 
@@ -102,52 +99,18 @@ def remove_leftovers(directory: Path, kind: str) -> None:
             shutil.rmtree(directory / name, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def new_files(label: str, given: str | PathLike[str], deciding: Sequence[str]) -> Iterator[Path]:
-    """Make a temporary directory, whose files are moved to another one when all ranks have ended well.
-
-    Args:
-        label: The public function, for errors.
-        given: The directory that gets the files; made where there is none.
-        deciding: Files by which a reader knows that the others are complete: moved last, and not there before.
-
-    Yields:
-        The temporary directory.
-
-    Raises:
-        CheckpointError: on every rank, if a deciding file is there, or a rank could not write.
-    """
-    first, name, directory = not comm.rank(world()), "", Path()
-    with raise_on_all_ranks(label, given):
-        directory = check_path(label, "directory", given)
-        if first:
-            directory.mkdir(parents=True, exist_ok=True)
-            _refuse_taken(directory, deciding)
-            remove_leftovers(directory, re.escape(EXPORTING))
-            name = make_temporary(directory, EXPORTING).name
-    temporary = directory / comm.everyone(name, [world()], label)[0]
-    try:
-        with raise_on_all_ranks(label, directory):
-            yield temporary
-        with raise_on_all_ranks(label, directory):
-            if first:
-                _move(temporary, directory, deciding)
-    except BaseException:
-        if first:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _refuse_taken(directory: Path, names: Sequence[str]) -> None:
+def refuse_taken(directory: Path, names: Sequence[str]) -> None:
+    """Refuse to write over files."""
     for name in names:
         remedy = "write to another directory, or remove what is there"
         expect_file(not os.path.lexists(directory / name), f"{directory / name}", "no file of that name", "one", remedy)
 
 
-def _move(temporary: Path, directory: Path, deciding: Sequence[str]) -> None:
+def move(temporary: Path, directory: Path, deciding: Sequence[str]) -> None:
+    """Move the files of a temporary directory to another one, the deciding ones last, and remove it."""
     sync(temporary)
     names = sorted(os.listdir(temporary), key=lambda name: (name in deciding, name))
-    _refuse_taken(directory, names)
+    refuse_taken(directory, names)
     moved = []
     try:
         for name in names:

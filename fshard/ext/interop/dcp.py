@@ -1,16 +1,13 @@
 """Checkpoints of torch.distributed.checkpoint, under the names that FSDP2 gives its state."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from os import PathLike
-from types import NoneType
 from typing import Any
 
 import torch
 from torch import nn
 
-from fshard.errors import expect
-from fshard.interop.files import new_files
-from fshard.interop.optimizer_state import (
+from fshard.ext.interop.optimizer_state import (
     check_updates,
     groups_of,
     optimizer_leaves,
@@ -18,19 +15,14 @@ from fshard.interop.optimizer_state import (
     rebuilt,
     states_of,
 )
-from fshard.interop.pieces import layout_of, replicas
-from fshard.interop.ranks import TRUST, agree, check_path, raise_on_all_ranks, refuse_untrusted
-from fshard.interop.state_dict import Entry, Names, by_name, read_leaves, with_leaves
-from fshard.mesh import world
-from fshard.tree import Tree
-from fshard.tree.checks import check_flags, check_types
+from fshard.extend import Exchange, describe, expect
 
 METADATA = ".metadata"
 
 
 def save_dcp(
     directory: str | PathLike[str],
-    state: Tree,
+    state: Any,
     *,
     module: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -70,51 +62,60 @@ def save_dcp(
     >>> state_dict
     {'model': {'w': tensor([1., 2.])}}
     """
-    label, names = "checkpoint.save_dcp", Names(module)
-    check_types(label, str, "a text", model_key=model_key, optimizer_key=optimizer_key)
-    check_types(label, (torch.optim.Optimizer, NoneType), "a torch optimizer or None", optimizer=optimizer)
-    with raise_on_all_ranks(label):
-        check_flags(label, flatten_optimizer_state_dict=flatten_optimizer_state_dict)
+    exchange = Exchange("checkpoint.save_dcp", module)
+    _check_keys(exchange, model_key=model_key, optimizer_key=optimizer_key)
+    known = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
+    expect(known, exchange.label, "optimizer to be a torch optimizer or None", describe(optimizer))
+    with exchange.raise_on_all_ranks():
+        exchange.check_flags(flatten_optimizer_state_dict=flatten_optimizer_state_dict)
     trained = hasattr(state, "opt_state")
     whole = not trained or (module is not None and optimizer is not None)
     needed = "module= and optimizer= too, as get_state_dict takes them"
-    expect(whole, label, needed, f"a {type(state).__name__} alone")
-    leaves = _model_leaves(label, state, names)
-    replicas(label, leaves, world())
+    expect(whole, exchange.label, needed, f"a {type(state).__name__} alone")
+    leaves = _model_leaves(exchange, state)
+    exchange.replicas(leaves)
     content: dict[tuple[str | int, ...], Any] = {
-        (*_split(model_key), alias): leaf for name, leaf in leaves.items() for alias in names.saved_as(name)
+        (*_split(model_key), alias): leaf for name, leaf in leaves.items() for alias in exchange.saved_as(name)
     }
     if trained:
         assert optimizer is not None
-        slots = optimizer_leaves(label, state.opt_state)
-        agree(label, {f"{name} {slot}": layout_of(leaf) for (name, slot), leaf in slots.items()})
-        replicas(label, {f"{name} {slot}": leaf for (name, slot), leaf in slots.items()}, world())
-        parts: dict[tuple[str | int, ...], Any] = {("state", *key): leaf for key, leaf in slots.items()}
-        order = optimizer_names(label, names, optimizer)
-        for i, group in enumerate(groups_of(state.opt_state, optimizer, order)):
-            members = [order[number] for number in group.pop("params")]
-            owners = members if flatten_optimizer_state_dict else [i]
-            parts |= {("param_groups", owner, key): group[key] for owner in owners for key in group}
-            if not flatten_optimizer_state_dict:
-                parts["param_groups", i, "params"] = members
-        for place, value in parts.items():
+        for place, value in _optimizer_content(exchange, state, optimizer, flatten_optimizer_state_dict).items():
             content[*_split(optimizer_key), *([_key(*place)] if flatten_optimizer_state_dict else place)] = value
-    with new_files(label, directory, (METADATA,)) as temporary:
-        from fshard.interop import dcp_files
+    with exchange.new_files(directory, (METADATA,)) as temporary:
+        from fshard.ext.interop import dcp_files
 
         dcp_files.write(temporary, content)
 
 
+def _optimizer_content(
+    exchange: Exchange, state: Any, optimizer: torch.optim.Optimizer, flattened: bool
+) -> dict[tuple[str | int, ...], Any]:
+    """The state and the parameter groups of an optimizer, by their places in its state dict."""
+    slots = optimizer_leaves(exchange, state.opt_state)
+    named = {f"{name} {slot}": leaf for (name, slot), leaf in slots.items()}
+    exchange.agree_on_layouts(named)
+    exchange.replicas(named)
+    content: dict[tuple[str | int, ...], Any] = {("state", *key): leaf for key, leaf in slots.items()}
+    order = optimizer_names(exchange, optimizer)
+    for i, group in enumerate(groups_of(state.opt_state, optimizer, order)):
+        members = [order[number] for number in group.pop("params")]
+        owners = members if flattened else [i]
+        content |= {("param_groups", owner, key): group[key] for owner in owners for key in group}
+        if not flattened:
+            content["param_groups", i, "params"] = members
+    return content
+
+
 def load_dcp(
     directory: str | PathLike[str],
-    like: Tree,
+    like: Any,
     *,
     module: nn.Module | None = None,
     updates: int | None = None,
     model_key: str = "model",
     optimizer_key: str = "optim",
     trusted: bool = False,
-) -> Tree:
+) -> Any:
     """Read a checkpoint of torch.distributed.checkpoint, as FSDP2 runs write it. Every rank must call this.
 
     It is what `dcp.save({"model": model_state, "optim": optimizer_state})` wrote of what `get_state_dict(module,
@@ -148,72 +149,80 @@ def load_dcp(
     ...     fs.unshard(fs.checkpoint.load_dcp(directory, like, trusted=True))
     {'w': tensor([1., 2.])}
     """
-    label, names = "checkpoint.load_dcp", Names(module)
-    check_types(label, str, "a text", model_key=model_key, optimizer_key=optimizer_key)
-    check_updates(label, updates)
-    entries: dict[str, Entry] = {}
-    values: dict[str, Callable[[], Any]] = {}
-    with raise_on_all_ranks(label, directory):
-        check_flags(label, TRUST, trusted=trusted)
-        place = check_path(label, "directory", directory)
-        refuse_untrusted(place / METADATA, trusted)
-        from fshard.interop import dcp_files
+    exchange = Exchange("checkpoint.load_dcp", module)
+    _check_keys(exchange, model_key=model_key, optimizer_key=optimizer_key)
+    check_updates(exchange, updates)
+    with exchange.raise_on_all_ranks(directory):
+        exchange.check_flags(trusted=trusted)
+        place = exchange.path("directory", directory)
+        exchange.refuse_untrusted(place / METADATA, trusted)
+        from fshard.ext.interop import dcp_files
 
         entries, values = dcp_files.contents(place)
     opt_state = getattr(like, "opt_state", None)
     states, groups = _key(optimizer_key, "state"), _key(optimizer_key, "param_groups")
-    given = _model_leaves(label, like, names)
-    model = {name: leaf for name, leaf in given.items() if names.saved_as(name)}
+    given = _model_leaves(exchange, like)
+    model = {name: leaf for name, leaf in given.items() if exchange.saved_as(name)}
     prefix = f"{model_key}." if model_key else ""
     under = [key for key in entries if key.startswith(prefix) and not key.startswith(f"{states}.")]
     # A tied parameter is there under several names.
-    keys = {name: [_key(model_key, name)] for name in model} | names.grouped({key[len(prefix) :]: key for key in under})
+    aliases = exchange.grouped({key[len(prefix) :]: key for key in under})
+    keys = {name: [_key(model_key, name)] for name in model} | aliases
     needed = {keys[name][0]: leaf for name, leaf in model.items()}
     found = {group[0]: [entries[key] for key in group] for group in keys.values() if group[0] in entries}
     if opt_state is not None:
-        needed |= {_key(states, *key): leaf for key, leaf in optimizer_leaves(label, opt_state).items()}
+        needed |= {_key(states, *key): leaf for key, leaf in optimizer_leaves(exchange, opt_state).items()}
         found |= {key: [entry] for key, entry in entries.items() if key.startswith(f"{states}.")}
     remedy = "pass a state built as the one that was saved; module= knows which names are tied or not saved"
-    made = read_leaves(label, needed, found, remedy)
+    made = exchange.read(needed, found, remedy)
     restored = given | {name: made[keys[name][0]] for name in model}
     if opt_state is None:
-        return with_leaves(like, restored)
+        return exchange.with_leaves(like, restored)
     injected = {name for state in states_of(opt_state) for name in state.hyper}
+    wanted = [key for key in values if key.startswith(f"{groups}.") and key.rpartition(".")[2] in {*injected, "params"}]
     numbers: dict[str, Any] = {}
     if injected:
-        wanted = {
-            key for key in values if key.startswith(f"{groups}.") and key.rpartition(".")[2] in {*injected, "params"}
-        }
-        with raise_on_all_ranks(label, directory):
+        with exchange.raise_on_all_ranks(directory):
             numbers = {key: values[key]() for key in wanted}
-
-    def number(owner: str, name: str) -> Any:
-        # By parameter where the state was flattened; else of the group that has the parameter, and any where a class
-        # keeps nothing, whose state does not say whose it is.
-        flat = _key(groups, owner, name)
-        members = [
-            key.removesuffix("params") for key, value in numbers.items() if key.endswith(".params") and owner in value
-        ]
-        found = (
-            [flat, *(f"{prefix}{name}" for prefix in members)]
-            if owner
-            else [k for k in numbers if k.endswith(f".{name}")]
-        )
-        return next((numbers[key] for key in found if key in numbers), None)
-
-    opt_state = rebuilt(label, opt_state, lambda name, slot: made[_key(states, name, slot)], number, updates)
+    opt_state = rebuilt(
+        exchange,
+        opt_state,
+        lambda name, slot: made[_key(states, name, slot)],
+        lambda owner, name: _number(numbers, groups, owner, name),
+        updates,
+    )
     return like._replace(
         step=torch.full_like(like.step, max((int(state.updates) for state in states_of(opt_state)), default=0)),
-        params=with_leaves(like.params, restored),
+        params=exchange.with_leaves(like.params, restored),
         opt_state=opt_state,
-        buffers=with_leaves(like.buffers, restored),
+        buffers=exchange.with_leaves(like.buffers, restored),
     )
 
 
-def _model_leaves(label: str, state: Tree, names: Names) -> dict[str, Any]:
+def _number(numbers: Mapping[str, Any], groups: str, owner: str, name: str) -> Any:
+    """The hyperparameter of a parameter: by parameter where the state was flattened, else of the group that has it.
+
+    A class that keeps nothing does not say whose its state is; then any group's is taken.
+    """
+    found = [_key(groups, owner, name)]
+    for key, value in numbers.items():
+        group, _, last = key.rpartition(".")
+        if last == "params" and owner in value:
+            found.append(f"{group}.{name}")
+        elif last == name and not owner:
+            found.append(key)
+    return next((numbers[key] for key in found if key in numbers), None)
+
+
+def _check_keys(exchange: Exchange, **keys: Any) -> None:
+    for name, key in keys.items():
+        expect(isinstance(key, str), exchange.label, f"{name} to be a text", describe(key))
+
+
+def _model_leaves(exchange: Exchange, state: Any) -> dict[str, Any]:
     if not hasattr(state, "opt_state"):
-        return by_name(label, state, names)
-    return by_name(label, state.params, names) | by_name(label, state.buffers, names)
+        return exchange.leaves(state)
+    return exchange.leaves(state.params) | exchange.leaves(state.buffers)
 
 
 def _key(*path: str | int) -> str:

@@ -6,15 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
 
-from fshard.errors import Problem, refuse
-from fshard.mesh import Mesh, axis_of
-from fshard.shard import Layouts, check_transform, padded, without_padding
-from fshard.tree import Axis, Sharded, Spec, Tree, flatten, is_sharded, unflatten
-from fshard.tree.checks import check_leaves, check_local, check_types
+import fshard as fs
+from fshard.extend import Exchange, describe, expect, flatten, piece_of, refuse
 
 
-def from_dtensor(tree: Tree, strategy: Any) -> Tree:
+def from_dtensor(tree: Any, strategy: Any) -> Any:
     """Turn DTensor leaves into Sharded ones with the layout they have, without a copy where the split is even.
 
     Args:
@@ -37,29 +36,28 @@ def from_dtensor(tree: Tree, strategy: Any) -> Tree:
     """
     from torch.distributed.tensor import DTensor
 
-    check_transform(strategy, "from_dtensor", "strategy")
     flat = flatten(tree)
-    layouts = Layouts("from_dtensor", strategy, flat.names, flat.leaves)
+    layouts = Exchange("from_dtensor").layouts(flat, strategy)
     leaves = list(flat.leaves)
     for i, (path, name, leaf) in enumerate(zip(flat.paths, flat.names, flat.leaves, strict=True)):
         if isinstance(leaf, DTensor):
-            own = layouts.of(path, name, leaf, Spec(tuple(leaf.shape)))
+            own = layouts.of(path, name, leaf, fs.Spec(tuple(leaf.shape)))
             leaves[i] = leaf if own.transform is None else _from_dtensor(path, leaf, own, layouts.problems)
     remedy = "use the strategy's mesh and Shard or Replicate"
     refuse("from_dtensor: leaves cannot be taken over", layouts.problems, remedy)
-    return unflatten(flat.treedef, leaves)
+    return flat.unflatten(leaves)
 
 
-def _from_dtensor(path: str, leaf: Any, own: Spec, problems: list[Problem]) -> Any:
+def _from_dtensor(path: str, leaf: Any, own: fs.Spec, problems: list[Any]) -> Any:
     """Take a leaf over, whose spec by the strategy alone is `own`."""
     from torch.distributed.tensor import Replicate, Shard
 
-    axes = [axis_of(leaf.device_mesh, name) for name in leaf.device_mesh.mesh_dim_names or ()]
+    axes = [fs.axis_of(leaf.device_mesh, name) for name in leaf.device_mesh.mesh_dim_names or ()]
     needed = dict.fromkeys((*own.transform.axes, *own.axes)) if own.transform else {}
     if set(axes) != set(needed):
-        problems.append(Problem(path, _named(axes), _named(needed)))
+        problems.append((path, _named(axes), _named(needed)))
         return leaf
-    spec = Spec(
+    spec = fs.Spec(
         tuple(leaf.shape), frozen=not leaf.requires_grad and leaf.is_leaf and isinstance(leaf, torch.nn.Parameter)
     )
     for axis, placement in zip(axes, leaf.placements, strict=True):
@@ -68,20 +66,22 @@ def _from_dtensor(path: str, leaf: Any, own: Spec, problems: list[Problem]) -> A
         elif type(placement) is Replicate:
             spec = spec.on(axis)
         else:
-            problems.append(Problem(path, f"placement {placement}", "Shard or Replicate"))
+            problems.append((path, f"placement {placement}", "Shard or Replicate"))
             return leaf
     if misfit := _misfit(spec, axes):
-        problems.append(Problem(path, *misfit))
+        problems.append((path, *misfit))
         return leaf
-    local = padded(leaf.to_local().detach(), spec)
     # The layout is the DTensor's; how long the full tensor stays is for the strategy to say.
     spec = replace(spec, transform=own.transform, reshard=own.reshard, model_dtypes=own.model_dtypes, owned=own.owned)
     whole = [axis.name for axis in own.owned if axis not in spec.partition_axes()]
-    problems += [Problem(path, f"Replicate over {whole}", "Shard where each rank owns its piece")] if whole else []
-    return Sharded(local, spec)
+    problems += [(path, f"Replicate over {whole}", "Shard where each rank owns its piece")] if whole else []
+    local = leaf.to_local().detach()
+    missing = [n - k for n, k in zip(spec.local_shape, local.shape, strict=True)]
+    zeros = [n for size in reversed(missing) for n in (0, size)]
+    return fs.Sharded(pad(local, zeros) if any(missing) else local, spec)
 
 
-def to_dtensor(tree: Tree, mesh: Mesh) -> Tree:
+def to_dtensor(tree: Any, mesh: DeviceMesh) -> Any:
     """Turn Sharded leaves into DTensors of the same layout, without a copy where the split is even.
 
     Args:
@@ -104,28 +104,28 @@ def to_dtensor(tree: Tree, mesh: Mesh) -> Tree:
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    flat = flatten(tree)
-    check_local("to_dtensor", flat)
-    check_types("to_dtensor", Mesh, "a DeviceMesh", mesh=mesh)
-    axes = [axis_of(mesh, name) for name in mesh.mesh_dim_names or ()]
+    flat = Exchange("to_dtensor").flat(tree, traced=True)
+    expect(isinstance(mesh, DeviceMesh), "to_dtensor", "mesh to be a DeviceMesh", describe(mesh))
+    axes = [fs.axis_of(mesh, name) for name in mesh.mesh_dim_names or ()]
     remedy = "pass the mesh they were sharded with, or reshard these leaves; min_shard_elements keeps small ones whole"
     what = "to_dtensor: DTensor has no such layout on this mesh"
-    check_leaves(what, flat, lambda leaf: _misfit(leaf.spec, axes) if is_sharded(leaf) else None, remedy)
+    misfits = flat.problems(lambda leaf: _misfit(leaf.spec, axes) if isinstance(leaf, fs.Sharded) else None)
+    refuse(what, misfits, remedy)
 
     def convert(leaf: Any) -> Any:
-        if not is_sharded(leaf):
+        if not isinstance(leaf, fs.Sharded):
             return leaf
         dims = [leaf.spec.dim_of(axis) for axis in axes]
         placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
-        local = without_padding(leaf)
+        local = leaf.local[tuple(map(slice, piece_of(leaf).shape))]
         shape = torch.Size(leaf.spec.shape)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
-    return unflatten(flat.treedef, [convert(leaf) for leaf in flat.leaves])
+    return flat.unflatten([convert(leaf) for leaf in flat.leaves])
 
 
-def _misfit(spec: Spec, axes: list[Axis]) -> tuple[str, str] | None:
+def _misfit(spec: fs.Spec, axes: list[fs.Axis]) -> tuple[str, str] | None:
     """The layout that was found and the one that was expected, where DTensor has no such one on the axes of a mesh.
 
     It splits a dim over axes in their order, a number not at all, and pads otherwise where it splits over two of them.
@@ -145,5 +145,5 @@ def _misfit(spec: Spec, axes: list[Axis]) -> tuple[str, str] | None:
     return None
 
 
-def _named(axes: Iterable[Axis]) -> str:
+def _named(axes: Iterable[fs.Axis]) -> str:
     return ", ".join(f"{axis.name}={axis.size} in group {axis.group_name!r}" for axis in axes) or "no named axes"

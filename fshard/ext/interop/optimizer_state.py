@@ -6,21 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fshard import comm
-from fshard.errors import Problem, expect, refuse
-from fshard.interop.pieces import layout_of
-from fshard.interop.ranks import agree
-from fshard.interop.state_dict import Entry, Names, entry_of, named_leaves, owned_tensors, read_leaves, with_leaves
-from fshard.mesh import world
-from fshard.optim.from_torch import TorchState
-from fshard.tree import Tree, flatten, map_nodes, tree_map
-from fshard.tree.checks import check_flags, check_leaves, check_types, describe
+import fshard as fs
+from fshard.extend import Entry, Exchange, TorchState, describe, expect, flatten, refuse
 
 StateDict = dict[str, Any]
 
 
 def to_optimizer_state_dict(
-    opt_state: Tree, module: nn.Module, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False
+    opt_state: Any, module: nn.Module, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False
 ) -> StateDict:
     """Gather the state of an optimizer made by `fs.from_torch`, for `optimizer.load_state_dict`. Every rank must call.
 
@@ -47,19 +40,19 @@ def to_optimizer_state_dict(
     >>> optimizer.state[module.weight]
     {'momentum_buffer': tensor([[1., 1.]])}
     """
-    label, names = "checkpoint.to_optimizer_state_dict", Names(module)
-    check_flags(label, rank0_only=rank0_only)
-    order = {name: i for i, name in enumerate(optimizer_names(label, names, optimizer))}
-    leaves = optimizer_leaves(label, opt_state)
-    agree(label, {f"{name} {slot}": layout_of(leaf) for (name, slot), leaf in leaves.items()})
+    exchange = Exchange("checkpoint.to_optimizer_state_dict", module)
+    exchange.check_flags(rank0_only=rank0_only)
+    order = {name: i for i, name in enumerate(optimizer_names(exchange, optimizer))}
+    leaves = optimizer_leaves(exchange, opt_state)
+    exchange.agree_on_layouts({f"{name} {slot}": leaf for (name, slot), leaf in leaves.items()})
     unknown = dict.fromkeys(name for name, _ in leaves if name not in order)
-    problems = [Problem(name, "state", "none: the torch optimizer has no such parameter") for name in unknown]
-    refuse(f"{label}: states do not fit", problems, "pass the optimizer of all that was trained")
+    problems = [(name, "state", "none: the torch optimizer has no such parameter") for name in unknown]
+    refuse(f"{exchange.label}: states do not fit", problems, "pass the optimizer of all that was trained")
     never = _never_updated(opt_state)
     # Gathering takes texts as keys.
     keys = {f"{i}": key for i, key in enumerate(leaves) if key[0] not in never}
-    full = owned_tensors({i: leaves[key] for i, key in keys.items()}, rank0_only)
-    if rank0_only and comm.rank(world()):
+    full = exchange.owned({i: leaves[key] for i, key in keys.items()}, rank0_only)
+    if rank0_only and exchange.rank:
         return {}
     state: dict[int, StateDict] = {}
     for i, tensor in full.items():
@@ -70,12 +63,12 @@ def to_optimizer_state_dict(
 
 def from_optimizer_state_dict(
     state_dict: Mapping[str, Any],
-    like: Tree,
+    like: Any,
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     updates: int | None = None,
-) -> Tree:
+) -> Any:
     """Take over the state of a torch optimizer into that of one made by `fs.from_torch`. Every rank must call this.
 
     Args:
@@ -103,25 +96,25 @@ def from_optimizer_state_dict(
     >>> state.updates
     tensor(1)
     """
-    label = "checkpoint.from_optimizer_state_dict"
-    check_updates(label, updates)
+    exchange = Exchange("checkpoint.from_optimizer_state_dict", module)
+    check_updates(exchange, updates)
     known = isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys()
     needed = "state_dict to be the state dict of a torch optimizer, with state and param_groups"
-    expect(known, label, needed, describe(state_dict))
-    order = dict(enumerate(optimizer_names(label, Names(module), optimizer)))
-    leaves = {f"{name} {slot}": leaf for (name, slot), leaf in optimizer_leaves(label, like).items()}
+    expect(known, exchange.label, needed, describe(state_dict))
+    order = dict(enumerate(optimizer_names(exchange, optimizer)))
+    leaves = {f"{name} {slot}": leaf for (name, slot), leaf in optimizer_leaves(exchange, like).items()}
     found: dict[str, list[Entry]] = {}
     for i, slots in state_dict["state"].items():
         for slot, value in slots.items():
             tensor = torch.tensor(value, dtype=torch.float32) if isinstance(value, int | float) else value
             if tensor is not None:
-                found[f"{order.get(i, f'parameter {i}')} {slot}"] = [entry_of(tensor)]
-    made = read_leaves(label, leaves, found, "pass the state of the same torch class and options, for the same module")
+                found[f"{order.get(i, f'parameter {i}')} {slot}"] = [Entry.of(tensor)]
+    made = exchange.read(leaves, found, "pass the state of the same torch class and options, for the same module")
     groups: list[StateDict] = state_dict["param_groups"]
     owners = {order[i]: group for group in groups for i in group["params"] if i in order}
     first = groups[0] if groups else {}
     return rebuilt(
-        label,
+        exchange,
         like,
         lambda name, slot: made[f"{name} {slot}"],
         lambda name, key: owners.get(name, first).get(key),
@@ -129,23 +122,24 @@ def from_optimizer_state_dict(
     )
 
 
-def check_updates(label: str, updates: Any) -> None:
+def check_updates(exchange: Exchange, updates: Any) -> None:
     """Refuse a number of updates that is no whole number."""
     whole = updates is None or (type(updates) is int and 0 <= updates < 2**63)
-    expect(whole, label, "updates to be a whole number, 0 or more, or None", f"{updates!r:.40}")
+    expect(whole, exchange.label, "updates to be a whole number, 0 or more, or None", f"{updates!r:.40}")
 
 
-def optimizer_names(label: str, names: Names, optimizer: torch.optim.Optimizer) -> list[str]:
+def optimizer_names(exchange: Exchange, optimizer: torch.optim.Optimizer) -> list[str]:
     """The names of a torch optimizer's parameters, in its order."""
-    check_types(label, torch.optim.Optimizer, "a torch optimizer", optimizer=optimizer)
+    known = isinstance(optimizer, torch.optim.Optimizer)
+    expect(known, exchange.label, "optimizer to be a torch optimizer", describe(optimizer))
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    unknown = next((i for i, param in enumerate(params) if id(param) not in names.by_tensor), None)
+    unknown = next((i for i, param in enumerate(params) if id(param) not in exchange.by_tensor), None)
     found = f"parameter {unknown} of {len(params)}, which is none of the module's"
-    expect(unknown is None, label, "optimizer to have the parameters of module", found, "make it of them")
-    return [names.by_tensor[id(param)] for param in params]
+    expect(unknown is None, exchange.label, "optimizer to have the parameters of module", found, "make it of them")
+    return [exchange.by_tensor[id(param)] for param in params]
 
 
-def optimizer_leaves(label: str, opt_state: Tree) -> dict[tuple[str, str], Any]:
+def optimizer_leaves(exchange: Exchange, opt_state: Any) -> dict[tuple[str, str], Any]:
     """The leaves of a state made by `from_torch`, by the name of the parameter and of the slot.
 
     Raises:
@@ -156,12 +150,12 @@ def optimizer_leaves(label: str, opt_state: Tree) -> dict[tuple[str, str], Any]:
         return None if leaf is None else (describe(leaf), "nothing but the state of fs.from_torch")
 
     remedy = "save it by fs.checkpoint.save, or pass the part that fs.from_torch made"
-    rest = flatten(map_nodes(lambda state: None, opt_state, TorchState))
-    check_leaves(f"{label}: torch's optimizers have no such state", rest, misfit, remedy)
+    rest = flatten(TorchState.each(lambda state: None, opt_state))
+    refuse(f"{exchange.label}: torch's optimizers have no such state", rest.problems(misfit), remedy)
     return {(name, slot): leaf for state in states_of(opt_state) for name, slot, leaf in _slots(state)}
 
 
-def groups_of(opt_state: Tree, optimizer: torch.optim.Optimizer, order: Sequence[str]) -> list[StateDict]:
+def groups_of(opt_state: Any, optimizer: torch.optim.Optimizer, order: Sequence[str]) -> list[StateDict]:
     """The parameter groups of a torch optimizer, with the numbers that a state holds for their parameters.
 
     Args:
@@ -180,16 +174,16 @@ def groups_of(opt_state: Tree, optimizer: torch.optim.Optimizer, order: Sequence
 
 
 def rebuilt(
-    label: str,
-    like: Tree,
+    exchange: Exchange,
+    like: Any,
     made: Callable[[str, str], Any],
     number: Callable[[str, str], Any],
     updates: int | None,
-) -> Tree:
+) -> Any:
     """Make a state of new leaves.
 
     Args:
-        label: The public function, for errors.
+        exchange: The exchange.
         like: The state that it replaces.
         made: The new leaf of a parameter and a slot.
         number: The hyperparameter of a parameter's group; None keeps the old one.
@@ -205,10 +199,11 @@ def rebuilt(
         if count is None:
             counts = [int(made(*key)) for key in keys if key[1] == "step"]
             if not counts:
-                raise ValueError(f"{label}: the torch class does not count its updates; pass how many there were")
+                remedy = "pass how many there were"
+                raise ValueError(f"{exchange.label}: the torch class does not count its updates; {remedy}")
             count = max(counts)
         slots = {
-            slot: with_leaves(tree, {name: made(name, slot) for name, _ in named_leaves(tree)})
+            slot: exchange.with_leaves(tree, {name: made(name, slot) for name, _ in exchange.named_leaves(tree)})
             for slot, tree in state.slots.items()
         }
         owner = keys[0][0] if keys else ""
@@ -218,30 +213,30 @@ def rebuilt(
             for name, old in state.hyper.items()
         }
         updated = torch.full_like(state.updates, count)
-        return TorchState(updated, slots, hyper, tree_map(torch.zeros_like, state.missed))
+        return TorchState(updated, slots, hyper, fs.tree_map(torch.zeros_like, state.missed))
 
-    return map_nodes(change, like, TorchState)
+    return TorchState.each(change, like)
 
 
-def states_of(opt_state: Tree) -> list[TorchState]:
+def states_of(opt_state: Any) -> list[TorchState]:
     """The states that `from_torch` made, in any parts of a state."""
     found: list[TorchState] = []
-    map_nodes(found.append, opt_state, TorchState)
+    TorchState.each(found.append, opt_state)
     return found
 
 
 def _slots(state: TorchState) -> Iterator[tuple[str, str, Any]]:
     """The name of the parameter, the slot and the leaf of each tensor that a torch class keeps."""
     for slot, tree in state.slots.items():
-        yield from ((name, slot, leaf) for name, leaf in named_leaves(tree))
+        yield from ((name, slot, leaf) for name, leaf in Exchange.named_leaves(tree))
 
 
-def _never_updated(opt_state: Tree) -> set[str]:
+def _never_updated(opt_state: Any) -> set[str]:
     """The names of parameters that no update has changed, of which torch's optimizers have no state."""
     return {
         name
         for state in states_of(opt_state)
         for tree, none in ((state.slots.get("step", {}), 0), (state.missed, int(state.updates)))
-        for name, count in named_leaves(tree)
+        for name, count in Exchange.named_leaves(tree)
         if int(count) == none
     }

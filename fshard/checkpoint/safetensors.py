@@ -10,7 +10,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from fshard.interop.pieces import bytes_of
+from fshard.checkpoint.pieces import bytes_of
 
 # The name of each dtype in files, by its name in torch.
 DTYPES = MappingProxyType(

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 
 import fshard as fs
 from fshard.checkpoint import CheckpointError, load_huggingface, save_huggingface
-from fshard.interop import huggingface
-from fshard.interop.state_dict import entry_of, read_leaves
+from fshard.ext.interop import huggingface
+from fshard.extend import Entry, Exchange
 from fshard.testing import spmd
 from fshard.tree import flatten, names_of
-from tests.interop.test_state_dict import Net, every_leaf, refusal, sharded
+from tests.checkpoint.test_state_dict import Net, every_leaf, refusal, sharded
 from tests.ranks import on_ranks
 from tests.trees import TREES, assert_same_bits, every_strategy, exotic_dtypes, normal, one_axis
 
@@ -77,7 +77,7 @@ def test_files_are_as_large_as_they_may_be(tmp_path, max_file_bytes, files):
 
 def test_buckets_hold_what_fits(tmp_path, monkeypatch):
     """One large leaf or several small ones are gathered at a time."""
-    monkeypatch.setattr("fshard.interop.state_dict.BUCKET_BYTES", 100)
+    monkeypatch.setattr("fshard.ext.interop.huggingface.BUCKET_BYTES", 100)
     full = {name: torch.full((n,), 1.0) for name, n in zip("abcde", (10, 10, 10, 40, 3))}
 
     def program():
@@ -314,7 +314,7 @@ def test_the_file_that_decides_comes_last(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         os.rename(source, target)
 
-    monkeypatch.setattr("fshard.interop.files.os.replace", killed)
+    monkeypatch.setattr("fshard.checkpoint.files.os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
         save_huggingface(tmp_path, FULL, max_file_bytes=1)
     assert moved == [*sorted(PARTS), INDEX]
@@ -391,7 +391,7 @@ def test_tensors_that_no_leaf_is_called_like_are_compared_once():
             compared.append(other)
             return str.__eq__(self, other)
 
-    surplus = {Name(f"w{i}"): [entry_of(torch.ones(1))] for i in range(300)}
+    surplus = {Name(f"w{i}"): [Entry.of(torch.ones(1))] for i in range(300)}
     with pytest.raises(ValueError, match=r"\n  w0: expected nothing, got (.*\n)*  and 2\d\d more\n"):
-        read_leaves("load", {}, surplus, "drop them")
+        Exchange("load").read({}, surplus, "drop them")
     assert len(compared) <= 2 * len(surplus)

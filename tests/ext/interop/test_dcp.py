@@ -18,7 +18,7 @@ import fshard as fs
 from fshard.checkpoint import CheckpointError, load_dcp, save_dcp
 from fshard.testing import spmd
 from tests.checkpoint.states import refused
-from tests.interop.test_state_dict import Net, every_leaf, refusal, sharded
+from tests.checkpoint.test_state_dict import Net, every_leaf, refusal, sharded
 from tests.ranks import on_ranks
 from tests.trees import TREES, assert_same_bits, every_strategy, exotic_dtypes, normal, one_axis, two_axes
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import fshard as fs
 from tests.checkpoint.states import refused
-from tests.interop.test_state_dict import every_leaf
+from tests.checkpoint.test_state_dict import every_leaf
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
 

@@ -1,0 +1,32 @@
+"""CheckpointError, and the texts of errors that every rank raises."""
+
+from functools import partial
+
+from fshard.errors import expect
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written or read; the message names the file or the leaf.
+
+    >>> import tempfile, torch, fshard as fs
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     try:
+    ...         state = fs.checkpoint.restore(directory, like={"w": torch.zeros(3)})
+    ...     except fs.checkpoint.CheckpointError as error:
+    ...         print(error)
+    checkpoint.restore: ...: expected a checkpoint that fs.checkpoint.save wrote, got none
+    """
+
+
+# Refuses a file unless it is as expected.
+expect_file = partial(expect, error=CheckpointError)
+
+# The types that a caller may handle; any other exception becomes the first of them.
+KINDS = (CheckpointError, ImportError, TypeError, ValueError, RuntimeError)
+
+
+def reason(error: BaseException, place: object = "") -> str:
+    """Return the text of an error, with the file that it is about."""
+    if isinstance(error, OSError):
+        return f"{error.filename or place}: {error.strerror or error}"
+    return str(error) or type(error).__name__

@@ -1,0 +1,121 @@
+"""Plain state dicts of modules, and files that torch.save made of them."""
+
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+
+from fshard.checkpoint.exchange import Entry, Exchange
+from fshard.errors import Problem, refuse
+from fshard.shard import hash_of
+from fshard.tree import Tree
+from fshard.tree.checks import check_types, describe
+
+
+def to_state_dict(
+    params: Tree, *, module: nn.Module | None = None, rank0_only: bool = False
+) -> dict[str, torch.Tensor]:
+    """Gather a plain state dict, for `module.load_state_dict` or `torch.save`. Every rank must call this.
+
+    Args:
+        params: Any pytree of parameters, Sharded or full; `{**params, **buffers}` has the buffers in it too.
+        module: The module whose parameters they are, on any device: a tied parameter then has all its names, and
+            buffers that are not persistent are left out, as in `module.state_dict()`.
+        rank0_only: Whether the first rank alone gets it; other ranks get an empty dict.
+
+    Returns:
+        Full tensors, of storage of their own, by their leaves' names, joined by dots.
+
+    Raises:
+        ValueError: on every rank, if a leaf is no tensor, the module has none of that name, or ranks hold
+            different leaves.
+
+    >>> import fshard as fs
+    >>> params = fs.shard({"w": torch.ones(3)}, fs.zero2(fs.init_mesh({"shard": -1}, device="cpu")))
+    >>> to_state_dict(params)
+    {'w': tensor([1., 1., 1.])}
+    """
+    exchange = Exchange("checkpoint.to_state_dict", module)
+    with exchange.raise_on_all_ranks():
+        exchange.check_flags(rank0_only=rank0_only)
+    leaves = exchange.leaves(params)
+    exchange.replicas(leaves)
+    # Names of one tensor share it, as they do in a module's own.
+    full = exchange.owned(leaves, rank0_only)
+    return {alias: tensor for name, tensor in full.items() for alias in exchange.saved_as(name)}
+
+
+def from_state_dict(
+    state_dict: Mapping[str, Any], like: Tree, *, module: nn.Module | None = None, cast: bool = False
+) -> Tree:
+    """Cut this rank's part out of each tensor of a plain state dict. Every rank must call this, with the same dict.
+
+    Args:
+        state_dict: Full tensors by name, such as `module.state_dict()`.
+        like: Parameters as they shall be, perhaps with buffers: leaves say which dtype, shape and layout; their values
+            are not used and may be on the meta device.
+        module: The module whose parameters they are, on any device: the state dict may then have a tied parameter
+            under any of its names, or under several with the same values, and need not have buffers that are not
+            persistent, which stay as they are in `like`.
+        cast: Whether to convert from one floating dtype to another.
+
+    Returns:
+        A tree of the structure, specs, dtypes and devices of `like`, in storage of its own.
+
+    Raises:
+        ValueError: on every rank, with every leaf that the state dict lacks, has otherwise or has besides, or
+            that differs between ranks, or where names that are tied have different values.
+
+    >>> from_state_dict({"w": torch.ones(3)}, {"w": torch.zeros(3)})
+    {'w': tensor([1., 1., 1.])}
+    """
+    exchange = Exchange("checkpoint.from_state_dict", module)
+    check_types(exchange.label, Mapping, "a mapping from names to tensors", state_dict=state_dict)
+    problems = [
+        Problem(str(name), describe(value), "a full tensor")
+        for name, value in state_dict.items()
+        if type(value) not in (torch.Tensor, nn.Parameter)
+    ]
+    exchange.agree({problem.path: problem.got for problem in problems})
+    refuse(f"{exchange.label}: found no plain state dict", problems, "pass full tensors by name")
+    found = {name: Entry.of(tensor, f" of hash {hash_of(tensor)}") for name, tensor in state_dict.items()}
+    return exchange.fill(found, like, cast)
+
+
+def load_torch(
+    path: str | PathLike[str], like: Tree, *, module: nn.Module | None = None, cast: bool = False, trusted: bool = False
+) -> Tree:
+    """Read a file that `torch.save` made of a state dict. Every rank must call this.
+
+    Args:
+        path: The file, which all ranks read.
+        like: As for `from_state_dict`.
+        module: As for `from_state_dict`.
+        cast: As for `from_state_dict`.
+        trusted: The file is a pickle; True says that you trust whoever wrote it. Only tensors are taken from it, but a
+            pickle can be made to run code as it is read.
+
+    Returns:
+        A tree of the structure, specs, dtypes and devices of `like`.
+
+    Raises:
+        ValueError: as `from_state_dict`.
+        CheckpointError: on every rank, if the file is not trusted or cannot be read.
+
+    >>> import tempfile, torch, fshard as fs
+    >>> like = fs.shard({"w": torch.zeros(2)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     torch.save({"w": torch.tensor([1.0, 2.0])}, f"{directory}/model.pt")
+    ...     params = fs.checkpoint.load_torch(f"{directory}/model.pt", like, trusted=True)
+    >>> params, params["w"].local
+    ({'w': Sharded(float32[2], P(), local [2])}, tensor([1., 2.]))
+    """
+    exchange = Exchange("checkpoint.load_torch", module)
+    with exchange.raise_on_all_ranks(path):
+        exchange.check_flags(trusted=trusted)
+        file = exchange.path("path", path)
+        exchange.refuse_untrusted(path, trusted)
+        found = exchange.read_pickle(file)
+    return exchange.fill(found, like, cast)

@@ -1,0 +1,1 @@
+"""State of other libraries: DTensor, torch.distributed.checkpoint, Hugging Face, torch.optim's state."""
