@@ -11,7 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fshard as fs
 from fshard import comm
-from fshard.comm.collective import EXCHANGE_BYTES, PACK_BYTES, fake_axes
+from fshard.comm.collective import EXCHANGE_BYTES, PACK_BYTES
+from fshard.extend import fake_axes
 from tests.comm.algorithms import ALGORITHMS, sent_by
 from tests.ranks import my_rank, on_ranks
 from tests.trees import as_bytes, assert_same_bits, normal, one_axis
