@@ -101,7 +101,6 @@ LEAF = fs.Sharded(torch.arange(6.0).view(2, 3), spec((5, 3), (SHARD, 0)))
 
 
 AS_A_TENSOR = {
-    "equal to a tensor": lambda leaf: torch.ones(2) == leaf,
     "float": float,
     "index": lambda leaf: [0, 1][leaf],
     "len": len,

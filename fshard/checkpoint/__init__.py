@@ -32,3 +32,7 @@ __all__ = [
     "to_optimizer_state_dict",
     "to_state_dict",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -31,3 +31,7 @@ __all__ = [
     "check_varying",
     "spmd",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
