@@ -364,3 +364,30 @@ def test_gradients_of_maths_on_shards_are_added_behind_all_reductions():
         params = fs.shard(full, make(one_axis(), min_shard_elements=0, **options))
         _, grads = fs.accumulate(loss_of, reduce="sum")(params, microbatches)
         assert [grads[name].local.item() for name in full] == [1.0, 1.0]
+
+
+def scaled_by_another(params):
+    """A leaf that is derived with the full tensor of an own one, whose gradient comes behind the derived leaf's."""
+    full = fs.gather({"a": params["a"]})["a"]
+    derived = fs.tree_map(lambda shard: shard * full.sum(), {"b": params["b"]})
+    return fs.gather(derived)["b"].square().sum() + full.square().sum()
+
+
+def derived_twice(params):
+    """A leaf that is derived with the full tensor of another derived one."""
+    first = fs.gather(fs.tree_map(lambda shard: 2 * shard, {"a": params["a"]}))["a"]
+    second = fs.tree_map(lambda shard: shard * first.sum(), {"b": params["b"]})
+    return fs.gather(second)["b"].square().sum()
+
+
+# The first derived leaf is due at its step already, with zeros, and again behind the second one's backward.
+@pytest.mark.parametrize(("f", "reductions"), [(scaled_by_another, 2), (derived_twice, 3)])
+@on_ranks(2)
+def test_gradients_behind_derived_leaves_are_those_of_torch_func(f, reductions):
+    full = {"a": torch.arange(4.0, dtype=torch.float64), "b": torch.ones(6, dtype=torch.float64)}
+    params = fs.shard(full, zero3())
+    with fs.comm.record() as record:
+        value, grads = fs.value_and_grad(f)(params)
+    assert [entry.op for entry in record].count("reduce_scatter") == reductions
+    expected, needed = torch.func.grad_and_value(lambda p: fs.objective(f(p), like=p))(params)
+    fs.testing.assert_trees_close((value, grads), (needed, expected), rtol=1e-12, atol=0.0)
