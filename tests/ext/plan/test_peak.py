@@ -14,7 +14,7 @@ import torch
 import fshard as fs
 from tests.ext.plan.models import STRATEGIES, Case, prepared, sizes_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BENCHMARKS = str(ROOT / "benchmarks")
 RANKS = 2
 TOLERANCE = 0.05
