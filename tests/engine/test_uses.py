@@ -85,6 +85,15 @@ def test_what_runs_without_gradients_is_not_gathered_again():
 
 
 @on_ranks(2)
+def test_layers_that_stay_for_the_backward_are_dropped_when_another_forward_follows():
+    model, params = model_of(Layers(4), prefetch=1)
+    with fs.comm.record() as record:
+        fs.value_and_grad(lambda p: (model.apply(p, torch.ones(2, 4)) + model.apply(p, torch.ones(2, 4))).sum())(params)
+    # The last two of the second application stay, those of the first do not.
+    assert [gathers(record).count(f"layers.{i}") for i in range(4)] == [4, 4, 3, 3]
+
+
+@on_ranks(2)
 def test_a_leaf_that_a_gather_names_twice_is_sent_once():
     params = fs.shard({"a": torch.ones(4)}, zero3())
     with fs.comm.record() as record:
@@ -280,6 +289,18 @@ class ReadsAFrozenNumber(nn.Module):
         return (x if skips else x * scale).sum()
 
 
+class RunsAFrozenLayer(nn.Module):
+    """Runs a frozen layer behind layers that are trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.frozen = Layers(), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x, skips):
+        x = self.layers(x)
+        return (x if skips else self.frozen(x)).sum()
+
+
 class ChecksATable(nn.Module):
     """Looks up embeddings inside a checkpoint."""
 
@@ -298,6 +319,7 @@ MODULES = {
     "a layer without gradients": NoGrad,
     "a table that is read outside of its module": ReadsTheTable,
     "a frozen parameter of the whole": ReadsAFrozenNumber,
+    "a frozen layer behind trained ones": RunsAFrozenLayer,
     "a table inside a checkpoint": ChecksATable,
 }
 
