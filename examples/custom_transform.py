@@ -58,7 +58,7 @@ class Scale(Forgetful):
 # Step 4: weights travel as int8, in steps of 1/127 of the largest one. Ranks must agree on the steps, so a few bytes
 # travel first. Whole numbers go through the inner gather like any others, however it splits and joins them.
 def steps_of(tensors: Tensors, specs: Specs, levels: int, axis: fs.Axis) -> list[torch.Tensor]:
-    """What one step of the code is worth, for each tensor the same on every rank, and never zero.
+    """Find the value of one step of the code for each tensor: the same on every rank, and never zero.
 
     vmap puts its batch behind a leaf's dims: each member has a step of its own.
     """

@@ -1,4 +1,4 @@
-"""What a library on top of fshard needs and a program does not: a second tier of names, without promises.
+"""A second tier of names, for libraries on top of fshard that need more than a program does; without promises.
 
 - `calling`: lets other ranks hear of an error that ends a call.
 - `chained`: runs collectives of a graph in one order on every rank, also in its backward.
@@ -8,7 +8,7 @@
 - `describe`: says what a value is, for an error.
 - `Entry`: a full tensor of another format, of which an `Exchange` reads boxes.
 - `everyone`: shows every rank of some axes what each of them says.
-- `Exchange`: moves leaves to or from another format; every rank calls it alike.
+- `Exchange`: moves leaves to or from another format; every rank makes the same calls.
 - `expect`: refuses an argument unless it is as expected.
 - `fake_axes`: axes of any sizes whose groups cannot communicate, to trace with.
 - `fake_maker`: makes tensors without values, to trace with.

@@ -10,9 +10,9 @@ from typing import Any
 MODULES: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("fshard", "adafactor"): "fshard.ext.optim.adafactor",
+        ("fshard", "from_dtensor"): "fshard.ext.interop.dtensor",
         ("fshard", "lamb"): "fshard.ext.optim.trust",
         ("fshard", "lars"): "fshard.ext.optim.trust",
-        ("fshard", "from_dtensor"): "fshard.ext.interop.dtensor",
         ("fshard", "moe"): "fshard.ext.parallel.moe",
         ("fshard", "pipeline"): "fshard.ext.parallel.pipeline",
         ("fshard", "plan"): "fshard.ext.plan.plan",
@@ -28,13 +28,13 @@ MODULES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard", "vocab_parallel_cross_entropy"): "fshard.ext.parallel.vocabulary",
         ("fshard", "vocab_parallel_embedding"): "fshard.ext.parallel.vocabulary",
         ("fshard", "whole"): "fshard.ext.optim.whole",
-        ("fshard.testing", "assert_budget"): "fshard.ext.plan.budget",
         ("fshard.checkpoint", "from_optimizer_state_dict"): "fshard.ext.interop.optimizer_state",
         ("fshard.checkpoint", "load_dcp"): "fshard.ext.interop.dcp",
         ("fshard.checkpoint", "load_huggingface"): "fshard.ext.interop.huggingface",
         ("fshard.checkpoint", "save_dcp"): "fshard.ext.interop.dcp",
         ("fshard.checkpoint", "save_huggingface"): "fshard.ext.interop.huggingface",
         ("fshard.checkpoint", "to_optimizer_state_dict"): "fshard.ext.interop.optimizer_state",
+        ("fshard.testing", "assert_budget"): "fshard.ext.plan.budget",
         ("fshard.testing", "assert_same_bits"): "fshard.ext.same_bits",
     }
 )

@@ -24,7 +24,6 @@ from fshard._compat.autograd import (
     is_differentiated,
     is_held_elsewhere,
     is_transformed,
-    negated_view,
     next_sequence_number,
     outside_selective_checkpoint,
     outside_transforms,

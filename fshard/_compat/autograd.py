@@ -162,11 +162,6 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def negated_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's negative in the same memory, by the bit that operations see to. Checked on 2.13."""
-    return torch._neg_view(tensor)
-
-
 def shares_memory(tensor: torch.Tensor) -> bool:
     """Whether anything but this tensor holds its memory: a view, its base, autograd or an array. Checked on 2.13."""
     return share_memory([tensor])[0]

@@ -1,4 +1,4 @@
-"""Exchange: leaves to and from other formats, by their names, with checks that every rank makes alike."""
+"""Exchange: leaves to and from other formats by their names, checked on every rank."""
 
 import json
 import math
@@ -66,7 +66,7 @@ class Entry(NamedTuple):
 
 
 class Exchange:
-    """Moves leaves to or from another format: every rank calls it alike.
+    """Moves leaves to or from another format: every rank makes the same calls.
 
     A tied parameter of a module has several names, of which fshard uses the first.
 

@@ -172,6 +172,6 @@ def merged(units: Sequence[Unit], ends: Sequence[int], first: int = 0, end: int 
 
 
 def _fits(units: Sequence[Unit]) -> bool:
-    """Tell whether units may be merged: one alone, or alike and at most `merge_bytes` together."""
+    """Tell whether units may be merged: one alone, or all regathered or none, and at most `merge_bytes` together."""
     alike = len({unit.regathered for unit in units}) == 1
     return len(units) == 1 or (alike and sum(unit.nbytes for unit in units) <= units[0].policy.merge_bytes)

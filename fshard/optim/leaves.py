@@ -1,6 +1,5 @@
 """Maths leaf by leaf on the tensors of trees that share the structure of the parameters."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,11 +34,6 @@ def partition_axes(leaf: Any) -> tuple[Axis, ...]:
 def elements_of(leaf: Any) -> torch.Tensor:
     """Return the elements of a leaf that this rank holds, without padding."""
     return without_padding(leaf) if is_sharded(leaf) else leaf
-
-
-def size_of(leaf: Any) -> int:
-    """Count the elements of a leaf on all ranks together."""
-    return math.prod(leaf.spec.shape if is_sharded(leaf) else leaf.shape)
 
 
 def varying(number: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:

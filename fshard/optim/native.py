@@ -1,4 +1,4 @@
-"""Optimizers of our own whose updates are differentiable: sgd, adam, adamw, lamb, lars and adafactor."""
+"""Optimizers of our own whose updates are differentiable: sgd, adam and adamw."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

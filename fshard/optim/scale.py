@@ -143,7 +143,7 @@ def clip_by_value(max_value: float) -> GradientTransformation:
 
 
 class AdamState(NamedTuple):
-    """State of `scale_by_adam`, and of `adam`, `adamw` and `lamb`.
+    """State of `scale_by_adam`, and of `adam` and `adamw`.
 
     Attributes:
         updates: Updates made: an int64 tensor of shape ().

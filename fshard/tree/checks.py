@@ -380,26 +380,6 @@ def check_axis(what: str, axis: Any) -> None:
     expect(is_reachable(axis), what, "axis of a mesh of this process", found, "call it on the ranks of that mesh")
 
 
-def check_dividing(what: str, tree: Tree, axis: Axis, dim: int) -> None:
-    """Refuse leaves whose dim is no multiple of the number of ranks.
-
-    Args:
-        what: The collective, for its error.
-        tree: Its operands, which have that dim.
-        axis: Its axis.
-        dim: The dim that it cuts.
-
-    Raises:
-        ValueError: with the path of every leaf that does not divide.
-    """
-
-    def unfit(leaf: Any) -> tuple[str, str] | None:
-        size = 0 if leaf is None else tensor_of(leaf).shape[dim]
-        return (f"size {size} of dim {dim}", f"a multiple of {axis.size}") if size % axis.size else None
-
-    check_leaves(f"{what} over {axis.name!r}: dims do not divide", flatten(tree), unfit, "pad the dim")
-
-
 def check_operands(what: str, tree: Tree, axis: Axis, dim: int | None = None, *, vary: bool | None = None) -> None:
     """Refuse what a collective over an axis cannot take.
 

@@ -11,7 +11,6 @@ from torch import nn
 from torch.func import grad, vmap
 
 import fshard as fs
-from fshard import _compat
 from fshard.jit.signature import signature
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
@@ -268,7 +267,7 @@ def test_a_call_like_the_last_one_needs_no_signature(monkeypatch):
 LOOKS = {
     "requires_grad": lambda: X.clone().requires_grad_(),
     "is_conj": lambda: torch.zeros(3, dtype=torch.complex64).conj(),
-    "is_neg": lambda: _compat.negated_view(X),
+    "is_neg": lambda: torch._neg_view(X),
     "a class": lambda: nn.Parameter(X, requires_grad=False),
     "strides": lambda: torch.zeros(6)[::2],
     "a number": lambda: 1.0,
