@@ -43,7 +43,7 @@ def main() -> None:
     with torch.device("meta"):
         # Parameters that require no gradient are frozen leaves: they have neither gradients nor optimizer state.
         module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
-    model = fs.functionalize(module, units=args.units)
+    model = fs.functionalize(fs.with_init_weights(module), units=args.units)
     # However small a leaf is, its rows are split: those of a weight and of its factor must lie on the same rank.
     strategy = fs.zero3(mesh, min_shard_elements=0)
     base = model.init(strategy, seed=args.seed)

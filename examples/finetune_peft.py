@@ -39,7 +39,7 @@ def main() -> None:
     train_text, held_out = texts(args, config.vocab_size)
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    plain = fs.functionalize(module)
+    plain = fs.functionalize(fs.with_init_weights(module))
     zero3 = fs.zero3(mesh)
     base = plain.init(zero3, seed=args.seed)
     if args.model is not None:

@@ -36,7 +36,7 @@ def main() -> None:
     with torch.device("meta"):
         module = ResNetForImageClassification(config)
     # The mode is read when a module is functionalized: one function trains, the other evaluates.
-    model = fs.functionalize(module.train(), units=fs.no_split(module))
+    model = fs.functionalize(fs.with_init_weights(module.train()), units=fs.no_split(module))
     evaluated = fs.functionalize(module.eval(), units=fs.no_split(module))
     params = model.init(fs.zero3(mesh), seed=args.seed)
 

@@ -1,6 +1,6 @@
 """Fully sharded data parallelism as pure functions for PyTorch.
 
-The public names by use, as `import fshard as fs` has them:
+The public names by use, as `import fshard as fs` has them. Those of the core:
 
 - **Ranks**: `init_mesh`, `axis_of`, `Axis`.
 - **Sharded leaves**: `shard`, `unshard`, `reshard`; `Sharded`, `Spec`, `P`; `tree_map`, `tree_leaves`.
@@ -9,23 +9,28 @@ The public names by use, as `import fshard as fs` has them:
 - **Gradients**: `value_and_grad`, `accumulate`, `objective`, `remat`; `microbatches` and `sample_ids` for the
   same bits at any number of ranks; `fold_in` for random keys.
 - **Strategies**: `ddp`, `zero1`, `zero2`, `zero3`, `hsdp`.
-- **Transforms**: `fully_shard`, `hybrid_shard`, `replicate`, `split_dim`, `own_dim`; `compose`, `cast`,
-  `quantize`, `offload`; `masked` chooses by name; `Wrapped`, `ShardTransform`, `Storage` and `LayoutError`
-  for one's own; `transform_state`.
-- **Optimizers**: `TrainState`, `from_torch`, `chain`, `partition`, `freeze`, `whole`; `sgd`, `adam`, `adamw`, `lamb`,
-  `lars`, `adafactor`; `GradientTransformation` and `Optimizer` for one's own.
+- **Transforms**: `fully_shard`, `hybrid_shard`, `replicate`, `split_dim`, `own_dim`; `compose`, `cast`, `offload`;
+  `masked` chooses by name; `Wrapped`, `ShardTransform`, `Storage` and `LayoutError` for one's own; `transform_state`.
+- **Optimizers**: `TrainState`, `from_torch`, `chain`, `partition`, `freeze`; `sgd`, `adam`, `adamw`;
+  `GradientTransformation` and `Optimizer` for one's own.
 - **Gradient transformations**: `clip_by_global_norm`, `clip_by_norm`, `clip_by_value`, `global_norm`,
-  `leaf_norms`, `add_decayed_weights`, `scale_by_adam`, `scale_by_trust_ratio`, `scale_by_factored_rms`,
-  `skip_nonfinite`, `dynamic_loss_scale`, `ema`.
+  `leaf_norms`, `add_decayed_weights`, `scale_by_adam`, `skip_nonfinite`, `dynamic_loss_scale`, `ema`.
 - **Learning rates**: `fshard.optim.schedules` as `fs.schedules`, `from_torch_scheduler`.
 - **jit**: `jit`, `make_graph`.
-- **Other axes**: `pipeline`, `tensor_parallel`, `ring_attention`, `ring_positions`, `ulysses`,
-  `vocab_parallel_embedding`, `vocab_parallel_cross_entropy`; `fshard.ext.parallel.moe` as `fs.moe`.
 - **Collectives in a loss**: `psum`, `pmean`, `pmax`, `psum_invariant`, `pvary`, `all_gather`, `all_gather_invariant`,
   `reduce_scatter`, `all_to_all`, `ragged_all_to_all`, `ppermute`, `broadcast`, `axis_index`, `axis_size`.
-- **Before and during a step**: `plan`, `trace`; `fshard.comm` records what is sent.
-- **Checkpoints and exchange**: `fshard.checkpoint`, `to_dtensor`, `from_dtensor`.
+- **What is sent**: `fshard.comm`.
+- **Checkpoints**: `fshard.checkpoint`.
 - **Tests**: `fshard.testing`.
+
+Those of extensions, which use the core as a program does and are imported when they are first asked for:
+
+- **Other axes**: `pipeline`, `tensor_parallel`, `ring_attention`, `ring_positions`, `ulysses`,
+  `vocab_parallel_embedding`, `vocab_parallel_cross_entropy`; `fshard.ext.parallel.moe` as `fs.moe`.
+- **Transforms**: `quantize`.
+- **Optimizers**: `whole`, `lamb`, `lars`, `adafactor`; `scale_by_trust_ratio`, `scale_by_factored_rms`.
+- **Before and during a step**: `plan`, `trace`.
+- **Exchange**: `to_dtensor`, `from_dtensor`; `with_init_weights` for values that models of transformers draw.
 """
 
 from typing import TYPE_CHECKING
@@ -94,6 +99,7 @@ from fshard.value_and_grad import accumulate, value_and_grad
 
 if TYPE_CHECKING:
     from fshard.ext.interop.dtensor import from_dtensor, to_dtensor
+    from fshard.ext.interop.init_weights import with_init_weights
     from fshard.ext.optim.adafactor import adafactor, scale_by_factored_rms
     from fshard.ext.optim.trust import lamb, lars, scale_by_trust_ratio
     from fshard.ext.optim.whole import whole
@@ -213,6 +219,7 @@ __all__ = [
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",
     "whole",
+    "with_init_weights",
     "zero1",
     "zero2",
     "zero3",

@@ -88,8 +88,8 @@ class Model:
         Args:
             strategy: How to shard them, such as fs.zero2(mesh).
             seed: Draw values anew with each submodule's reset_parameters, children before their parent as constructors
-                do, or with the initializer of a model of transformers. torch's generator is seeded so, and its state
-                is put back. None takes the values the module has.
+                do; `fs.with_init_weights` gives them to models of transformers. torch's generator is seeded so, and its
+                state is put back. None takes the values the module has.
             mode: "replay" draws every value on every rank, bitwise what drawing the whole module gives. "counter"
                 draws only this rank's part, each element from the seed, the parameter's name and the element's place
                 in the full tensor: other numbers, of the same distributions, and the same at every world size.

@@ -28,6 +28,7 @@ MODULES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard", "vocab_parallel_cross_entropy"): "fshard.ext.parallel.vocabulary",
         ("fshard", "vocab_parallel_embedding"): "fshard.ext.parallel.vocabulary",
         ("fshard", "whole"): "fshard.ext.optim.whole",
+        ("fshard", "with_init_weights"): "fshard.ext.interop.init_weights",
         ("fshard.checkpoint", "from_optimizer_state_dict"): "fshard.ext.interop.optimizer_state",
         ("fshard.checkpoint", "load_dcp"): "fshard.ext.interop.dcp",
         ("fshard.checkpoint", "load_huggingface"): "fshard.ext.interop.huggingface",

@@ -219,7 +219,7 @@ MODULES = [
         "  ['scale']: expected a value for each, got elements left out by reset_parameters\n"
         "  ['inner.1.extra.0']: expected a value for each, got elements left out by reset_parameters\n"
         "To fix: pass reset=, a function that sets the values of a submodule, or add reset_parameters to these "
-        "modules, or leave out seed to take the values the module has.",
+        "modules, as fs.with_init_weights does to models of transformers, or leave out seed and take their values.",
         ("shard",),
     ),
     Row(

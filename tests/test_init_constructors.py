@@ -1,8 +1,5 @@
 """A seed draws what reset_parameters or reset= draws, of parameters and buffers; other leaves are refused."""
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -41,29 +38,6 @@ class Computes(nn.Sequential):
         return super().forward(x).zero_()
 
 
-class Transformer(nn.Module):
-    """Draws its submodules' values as models of transformers do, each model its own."""
-
-    def __init__(self, layer, std=0.5):
-        super().__init__()
-        self.layer, self.std = layer(), std
-
-    def initialize_weights(self):
-        with torch.no_grad():
-            self.apply(self._init_weights)
-
-    def _init_weights(self, module):
-        if isinstance(module, nn.Linear):
-            module.weight.data.normal_(std=self.std)
-            nn.init.zeros_(module.bias)
-
-
-@pytest.fixture
-def transformers(monkeypatch):
-    """In the place of the library, whose models are known by their class."""
-    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", SimpleNamespace(PreTrainedModel=Transformer))
-
-
 def reset(module):
     """Sets the values of a submodule of GPT."""
     if isinstance(module, nn.Embedding):
@@ -76,25 +50,23 @@ def reset(module):
 
 
 REMEDY = (
-    "To fix: pass reset=, a function that sets the values of a submodule, or add reset_parameters to these modules, or "
-    "leave out seed to take the values the module has."
+    "To fix: pass reset=, a function that sets the values of a submodule, or add reset_parameters to these modules, as "
+    "fs.with_init_weights does to models of transformers, or leave out seed and take their values."
 )
 MODES = ("replay", "counter")
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.usefixtures("transformers")
-@pytest.mark.parametrize("build", (GPT, lambda: Transformer(lambda: nn.Linear(3, 3))), ids=("GPT", "initializer"))
-def test_reset_sets_the_values_of_each_submodule(build, mode):
-    """In the place of reset_parameters and of a model's own initializer, as nn.Module.apply calls it."""
+def test_reset_sets_the_values_of_each_submodule(mode):
+    """In the place of reset_parameters, as nn.Module.apply calls it."""
     with torch.random.fork_rng(), torch.no_grad():
-        module = build()
+        module = GPT()
         torch.manual_seed(3)
         module.apply(reset)
 
     def program():
         with torch.device("meta"):
-            model = fs.functionalize(build())
+            model = fs.functionalize(GPT())
         found = fs.unshard(model.init(fs.zero2(one_axis()), seed=3, mode=mode, reset=reset))
         if mode == "replay":
             assert_same_bits(found, dict(module.named_parameters()))
@@ -102,17 +74,6 @@ def test_reset_sets_the_values_of_each_submodule(build, mode):
         assert not any(leaf.isnan().any() for leaf in found.values())
 
     spmd(program, 2)
-
-
-@pytest.mark.usefixtures("transformers")
-def test_leaves_that_an_initializer_of_a_model_leaves_out_are_refused():
-    """Such as those that models of transformers draw in their constructors."""
-    with torch.device("meta"):
-        model = fs.functionalize(Transformer(lambda: nn.LayerNorm(3)))
-    with pytest.raises(ValueError, match="values cannot be drawn from a seed") as caught:
-        model.init(fs.ddp(one_axis()), seed=0)
-    assert "['layer.weight']: expected a value for each, got elements left out" in str(caught.value)
-    assert str(caught.value).endswith(REMEDY)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -154,49 +115,6 @@ def test_others_draw_what_their_constructors_do(name):
         assert_same_bits(found, dict(module.named_parameters()))
 
     spmd(program, 2)
-
-
-def children_first(module):
-    for child in module.children():
-        yield from children_first(child)
-    yield module
-
-
-def nested():
-    """A model of transformers around another, inside of a module that is none; two layers share a weight."""
-    inner = Transformer(lambda: nn.Linear(3, 3), std=2.0)
-    module = nn.Sequential(nn.Linear(2, 3), Transformer(lambda: nn.Sequential(inner, nn.Linear(3, 3))), nn.LayerNorm(3))
-    inner.layer.weight = module[1].layer[1].weight
-    module[1].all_tied_weights_keys = {"layer.1.weight": "layer.0.layer.weight"}
-    return module
-
-
-@pytest.mark.usefixtures("transformers")
-@pytest.mark.parametrize("mode", MODES)
-def test_models_of_transformers_draw_by_their_own_initializer(mode):
-    """With tied weights as if they were not tied, of which the source's is kept, as after their init_weights."""
-    oracle = nested()
-    inner = oracle[1].layer[0]
-    oracle[1].layer[1].weight = nn.Parameter(torch.empty(3, 3))
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(3)
-        oracle[0].reset_parameters()
-        for part in children_first(oracle[1]):
-            (inner if part in (inner, inner.layer) else oracle[1])._init_weights(part)
-    expected = {name: p.detach() for name, p in oracle.named_parameters() if name != "1.layer.1.weight"}
-
-    def program():
-        with torch.device("meta"):
-            model = fs.functionalize(nested())
-        found = fs.unshard(model.init(fs.zero2(one_axis(), min_shard_elements=0), seed=3, mode=mode))
-        assert found.keys() == expected.keys()
-        assert not any(leaf.isnan().any() for leaf in found.values())
-        if mode == "replay":
-            assert_same_bits(found, expected)
-        return found
-
-    first, second = spmd(program, 2)
-    assert_same_bits(first, second)
 
 
 class NanoGPT(nn.Module):

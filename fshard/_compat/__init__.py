@@ -70,7 +70,6 @@ from fshard._compat.modules import (
     parameters_of,
     set_flat_weights,
 )
-from fshard._compat.pretrained import initializer_of, is_pretrained_model, untied
 from fshard._compat.threads import (
     ThreadedCollective,
     keeping_thread_object,

@@ -161,7 +161,6 @@ def merged(units: Sequence[Unit], ends: Sequence[int], first: int = 0, end: int 
         after = ends[first]
         if not _fits(units[first:after]):
             spans += [(first, first + 1), *merged(units, ends, first + 1, after)]
-            whole = None
         elif whole is not None and _fits(units[whole:after]):
             spans[-1] = whole, after
         else:

@@ -1,10 +1,11 @@
 """Private APIs of torch and transformers that extensions use, each with the versions it was checked on."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import forward_ad
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -13,6 +14,11 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 TO_COPY = torch.ops.aten._to_copy.default
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def initializer_of(model: nn.Module) -> Callable[[nn.Module], Any] | None:
+    """The method that sets the values of a model's submodules, one after another. Checked on transformers 5.23."""
+    return getattr(model, "_init_weights", None)
 
 
 def fuses_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

@@ -122,7 +122,6 @@ def count(
         _compat.storage_key(made): Part(name, parameter, specs[name], seed)
         for (name, parameter), made in zip(module.named_parameters(), held, strict=True)
     }
-    _compat.untied(bare)
 
     def write(op: str, target: torch.Tensor, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
         part = parts.get(_compat.storage_key(target))
@@ -140,11 +139,11 @@ def count(
     def trunc_normal(own: Any, target: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         return target if write("trunc_normal_", target, args, options) else own(target, *args, **options)
 
-    run, mode = drawing.setter_of(bare, reset), drawing.Drawing(see, seed)
+    mode = drawing.Drawing(see, seed)
     for path, submodule in drawing.children_first(bare, "", set()):
         try:
             with _compat.seen_trunc_normal(trunc_normal), mode:
-                run(path, submodule)
+                drawing.set_values(submodule, reset)
         except Exception as error:
             error.add_note(f'in the reset of {path or "(root)"} without values; pass mode="replay", which runs any')
             raise

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fshard import _compat, comm
+from fshard import comm
 from fshard.errors import Problem, expect, refuse
 from fshard.init.counter import count
 from fshard.init.drawing import Reset, blank_like, is_left_out, own_reset
@@ -20,8 +20,8 @@ from fshard.tree import Sharded, Spec
 from fshard.tree.checks import check_seed
 
 REMEDY = (
-    "pass reset=, a function that sets the values of a submodule, or add reset_parameters to these modules, or leave "
-    "out seed to take the values the module has"
+    "pass reset=, a function that sets the values of a submodule, or add reset_parameters to these modules, as "
+    "fs.with_init_weights does to models of transformers, or leave out seed and take their values"
 )
 
 # torch's default generator belongs to the process, so simulated ranks take turns to seed it.
@@ -93,7 +93,7 @@ def _undrawn_root(module: nn.Module) -> list[Problem]:
     """List a module whose constructor draws its values by a method that nothing calls here."""
     methods = ("init_weights", "_init_weights", "initialize_weights")
     names = [name for name in methods if hasattr(type(module), name)]
-    if not names or _compat.is_pretrained_model(module) or own_reset(module) is not None:
+    if not names or own_reset(module) is not None:
         return []
     found = f"{type(module).__name__}, whose {names[0]} is not called"
     return [Problem("(root)", found, "a way to draw its values")]

@@ -12,8 +12,6 @@ from fshard.errors import Problem, refuse
 from fshard.tree import tree_leaves
 
 Reset = Callable[[nn.Module], Any]
-# Takes the submodule's name too.
-Setter = Callable[[str, nn.Module], Any]
 See = Callable[[Any, Any, dict[str, Any]], None]
 # One parameter: its name, this rank's shard or None where elements were left out, and the text that ranks compare.
 Drawn = tuple[str, torch.Tensor | None, str]
@@ -71,25 +69,13 @@ def refuse_blank(buffers: Mapping[str, torch.Tensor]) -> None:
     refuse("apply: buffers have no values", problems, remedy)
 
 
-def setter_of(module: nn.Module, reset: Reset | None) -> Setter:
-    """Return the function that sets the values of a submodule, or of a copy of it.
-
-    Args:
-        module: A copy of the whole module, whose tensors hold no values.
-        reset: As for `Model.init`.
-    """
-
-    def run(path: str, submodule: nn.Module) -> None:
-        initialize = _compat.initializer_of(module, path)
-        own = own_reset(submodule)
-        if reset is not None:
-            reset(submodule)
-        elif initialize is not None:
-            initialize(submodule)
-        elif own is not None:
-            own()
-
-    return run
+def set_values(submodule: nn.Module, reset: Reset | None) -> None:
+    """Set the values of a submodule by `reset`, or by its own method where that is None."""
+    own = own_reset(submodule)
+    if reset is not None:
+        reset(submodule)
+    elif own is not None:
+        own()
 
 
 def own_reset(module: nn.Module) -> Callable[[], Any] | None:

@@ -11,13 +11,12 @@ from fshard.init.drawing import (
     Drawing,
     Drawn,
     Reset,
-    Setter,
     blank_like,
     children_first,
     copied,
     has_fakes,
     is_left_out,
-    setter_of,
+    set_values,
 )
 from fshard.shard import fingerprint, local_piece
 from fshard.tree import Spec
@@ -40,15 +39,13 @@ def replay(
     """
     make = _compat.fake_maker()
     tried, bare = copied(module, make), copied(module, make)
-    paths = _outermost(tried, setter_of(tried, reset), seed)
+    paths, drawing = _outermost(tried, reset, seed), Drawing(_refuse_others, seed)
     names = {tensor: name for name, tensor in (*bare.named_parameters(), *bare.named_buffers())}
     origins: dict[Any, torch.Tensor] = dict(zip(bare.parameters(), module.parameters(), strict=True))
-    origins |= {own: origins[tied] for own, tied in _compat.untied(bare).items()}
     last = {parameter: path for path in paths for parameter in bare.get_submodule(path).parameters()}
     # Tied parameters are held from the first submodule that has them to the last.
     held: dict[Any, torch.Tensor] = {}
     others: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in names}
-    run, drawing = setter_of(bare, reset), Drawing(_refuse_others, seed)
     seen: set[nn.Module] = set()
 
     def values_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,7 +58,7 @@ def replay(
         made = copied(source, values_of, others)
         for inside, _ in children_first(source, "", seen):
             with drawing:
-                run(f"{path}.{inside}".strip("."), made.get_submodule(inside))
+                set_values(made.get_submodule(inside), reset)
         for key, buffer in source.named_buffers():
             buffers[names[buffer]] = made.get_buffer(key)
         for key, parameter in source.named_parameters():
@@ -69,7 +66,7 @@ def replay(
             value, blank = made.get_parameter(key).detach(), held.pop(parameter)
             if last[parameter] != path:
                 held[parameter] = value
-            elif parameter in names:
+            else:
                 name = names[parameter]
                 piece = None if is_left_out(value, blank) else local_piece(value, specs[name])
                 yield name, piece, fingerprint(value, specs[name])
@@ -78,7 +75,7 @@ def replay(
         yield from draw(path)
 
 
-def _outermost(module: nn.Module, run: Setter, seed: int) -> list[str]:
+def _outermost(module: nn.Module, reset: Reset | None, seed: int) -> list[str]:
     """Find the outermost submodules that draw, by calls that fail at the first operator on a tensor of theirs."""
     found: list[str] = []
     drawing = Drawing(_refuse_others, seed)
@@ -87,7 +84,7 @@ def _outermost(module: nn.Module, run: Setter, seed: int) -> list[str]:
             continue
         try:
             with drawing:
-                run(path, submodule)
+                set_values(submodule, reset)
         except Exception:
             found.append(path)
     return found

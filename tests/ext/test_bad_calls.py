@@ -54,6 +54,7 @@ CALLS = {
         ids=torch.tensor([0, 1, 4]), weight=torch.ones(5, 2), axis=w.axis, scatter_dim=0
     ),
     "whole": lambda w: dict(tx=w.tx),
+    "with_init_weights": lambda w: dict(module=torch.nn.Linear(2, 2)),
     "from_dtensor": lambda w: dict(tree=fs.to_dtensor(w.params, w.mesh), strategy=fs.zero2(w.mesh)),
     "pipeline": lambda w: dict(
         stage_fn=lambda p, h: h,

@@ -202,7 +202,7 @@ def from_meta(case: Case) -> str:
         module = cls(copy.deepcopy(case.config))
 
     def program() -> Any:
-        model = functionalize(module)
+        model = functionalize(fs.with_init_weights(module))
         params = model.init(fs.zero3(one_axis(), min_shard_elements=0), seed=0)
         return fs.unshard(params), model.buffers
 

@@ -354,7 +354,7 @@ TRANSFORMERS = ("GPT2", "Llama", "Llama tied", "BERT", "T5", "ViT", "Mixtral", "
 @pytest.mark.parametrize("max_file_bytes", [20_000, 5_000_000_000])
 def test_from_pretrained_loads_what_was_saved_and_the_other_way(tmp_path, name, max_file_bytes):
     transformers = pytest.importorskip("transformers")
-    from tests.test_transformers import CASES
+    from tests.ext.test_transformers import CASES
 
     module = CASES[name].build(torch.float32).eval()
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"

@@ -74,7 +74,7 @@ class Case(NamedTuple):
     def functionalize(self, module: torch.nn.Module) -> fs.Model:
         """With a unit for each layer."""
         layers = {type(layer) for layer in module.modules() if type(layer).__name__ == self.layer}
-        return fs.functionalize(module, units=tuple(layers))
+        return fs.functionalize(fs.with_init_weights(module), units=tuple(layers))
 
 
 TOKENS = dict(vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=0, use_cache=False)

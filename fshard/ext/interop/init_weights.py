@@ -1,0 +1,78 @@
+"""with_init_weights: submodules draw their values by the `_init_weights` of the model that they lie in."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fshard.ext import _compat
+
+Initializer = Callable[[nn.Module], Any]
+# Keys of weights that are tied to others, by the submodules that hold them.
+Tied = dict[nn.Module, tuple[str, ...]]
+
+
+def with_init_weights(module: nn.Module) -> nn.Module:
+    """Let submodules of a copy draw their values by the `_init_weights` of the innermost module that has one.
+
+    `Model.init` then draws what `init_weights` of a model of transformers does, to the bit. Tied weights are drawn as
+    if they were not tied, and the source's values are kept, as transformers does. What a constructor draws besides is
+    not drawn.
+
+    Args:
+        module: The module, with values or on the meta device, which is not changed. Each `_init_weights` in it takes a
+            submodule and sets its values.
+
+    Returns:
+        A copy of the same tensors, to be passed to `fs.functionalize`.
+
+    >>> import torch, fshard as fs
+    >>> class Model(torch.nn.Sequential):
+    ...     def _init_weights(self, submodule):
+    ...         if isinstance(submodule, torch.nn.Linear):
+    ...             torch.nn.init.constant_(submodule.weight, 0.5)
+    >>> model = fs.functionalize(fs.with_init_weights(Model(torch.nn.Linear(2, 1, bias=False))))
+    >>> model.init(fs.ddp(fs.init_mesh({"shard": -1}, device="cpu")), seed=0)["0.weight"].local
+    tensor([[0.5000, 0.5000]])
+    """
+    same: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    made, models = copy.deepcopy(module, same), dict[str, tuple[Initializer, Tied]]()
+    for path, submodule in module.named_modules():
+        initialize = _compat.initializer_of(submodule)
+        model = (initialize, _tied(submodule)) if initialize else models.get(path.rpartition(".")[0])
+        if model is not None:
+            models[path] = model
+            part = made.get_submodule(path)
+            part.__class__ = _drawing(type(part), model[0], model[1].get(submodule, ()))
+    return made
+
+
+def _drawing(cls: type[nn.Module], initialize: Initializer, tied: tuple[str, ...]) -> type[nn.Module]:
+    """Make a class whose instances draw their values by a model's method; an attribute would keep them in a cycle."""
+
+    def reset_parameters(self: nn.Module) -> None:
+        kept = {key: self.get_parameter(key) for key in tied}
+        for key, parameter in kept.items():
+            setattr(self, key, nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad))
+        try:
+            initialize(self)
+        finally:
+            for key, parameter in kept.items():
+                setattr(self, key, parameter)
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), {**names, "reset_parameters": reset_parameters})
+
+
+def _tied(model: nn.Module) -> Tied:
+    """List the weights of a model that are the same as others."""
+    found = dict(model.named_parameters(remove_duplicate=False))
+    tied: Tied = {}
+    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+        if source in found and found.get(target) is found[source]:
+            path, _, key = target.rpartition(".")
+            holder = model.get_submodule(path)
+            tied[holder] = (*tied.get(holder, ()), key)
+    return tied
