@@ -1,4 +1,8 @@
-"""Checkpoints: states on disk that survive kills, are refused by name when damaged, and fit any layout."""
+"""Checkpoints: states on disk that survive kills, are refused by name when damaged, and fit any layout.
+
+Those that read or write another library's format are of an extension: `load_dcp`, `save_dcp`, `load_huggingface`,
+`save_huggingface`, `from_optimizer_state_dict`, `to_optimizer_state_dict`. The others are the core's.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The only issuer of collectives: start and finish operators per backend, and the recorder of their events.
+"""The only issuer of collectives, of the core: start and finish operators per backend, and the recorder of events.
 
 Names under `__all__` are for everybody; the others are for the rooms of fshard.
 """

@@ -1,7 +1,7 @@
 """Schedules: hyperparameters as functions of the number of updates made.
 
 Each maps an int64 tensor of shape () to a float64 tensor of shape (), so that a jitted step reads it and never traces
-anew. They follow Optax's schedules of like names.
+anew. They follow Optax's schedules of like names, and are of the core.
 """
 
 import math

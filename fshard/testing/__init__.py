@@ -1,4 +1,7 @@
-"""Tools to test sharded programs: ranks to run them on, and comparisons that name the leaf."""
+"""Tools to test sharded programs: ranks to run them on, and comparisons that name the leaf.
+
+`assert_budget` and `assert_same_bits` are of extensions; the others are the core's.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: tokens go to the ranks that own their experts, and what the experts make of them comes back.
+"""Mixtures of experts, an extension: tokens go to the ranks that own their experts, and the experts' results come back.
 
 Follows Shazeer et al., "Outrageously Large Neural Networks" (2017), Lepikhin et al., "GShard" (2020: capacity), Fedus
 et al., "Switch Transformers" (2021), Zoph et al., "ST-MoE" (2022), and Gale et al., "MegaBlocks" (2022: no token is
