@@ -104,8 +104,8 @@ def nbytes(tree):
     return sum(leaf.nbytes for leaf in fs.tree_leaves(tree))
 
 
-def check_bytes(record, sizes, schedule, v, count, gradients):
-    """What a rank of each axis sends."""
+def sent_by_label(sizes, schedule, v, count, gradients):
+    """Bytes that this rank sends over the axis of stages."""
     shard_size, n = sizes
     own = my_rank() % n
     h = ROWS // shard_size // count * TIME * WIDTH * 8
@@ -115,9 +115,17 @@ def check_bytes(record, sizes, schedule, v, count, gradients):
         moves = (count + n - 2) * ((own < n - 1) + gradients * (own > 0))
     else:
         moves = count * (v * (1 + gradients) - (own == n - 1) - gradients * (own == 0)) if n > 1 else 0
-    assert sent(record, "pipe", "ppermute", "pipeline") == moves * h
     shared = nbytes([full["embed"], full["head"]])
-    assert sent(record, "pipe", "pvary") == gradients * 2 * shared * (n - 1) / n
+    label = "ppermute" if schedule == "gpipe" else "pipeline"
+    return {label: moves * h, "pvary": gradients * 2 * shared * (n - 1) / n}
+
+
+def check_bytes(record, sizes, schedule, v, count, gradients):
+    """What a rank of each axis sends."""
+    (shard_size, n), full = sizes, full_params()
+    for label, number in sent_by_label(sizes, schedule, v, count, gradients).items():
+        assert sent(record, "pipe", label) == number
+    shared = nbytes([full["embed"], full["head"]])
     # Leaves are padded to a multiple of the ranks.
     rows = -(-WORDS // shard_size) * shard_size
     stored = (shared * rows // WORDS + nbytes(full["layers"]) // n) * (shard_size - 1) / shard_size

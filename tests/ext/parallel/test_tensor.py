@@ -213,36 +213,46 @@ def test_what_varies_is_told_from_what_agrees(name, sequence_dim):
 @on_ranks(2, 4)
 def test_bytes(name, world_size):
     """A layer's forward and its backward sum two values each, or gather and scatter two."""
-    sent = {}
     for sequence_dim in (None, 1):
         params, batch, loss_fn = setting(name, (1, world_size), sequence_dim)
         with fs.comm.record() as record:
             fs.value_and_grad(loss_fn)(params, *batch)
-        sent[sequence_dim] = Counter()
+        sent = Counter()
         for entry in record:
-            sent[sequence_dim][str(entry.label)] += entry.sent if entry.axis == "tp" and not entry.scalar else 0
-    tokens, part = ROWS * TIME * 8, (world_size - 1) / world_size
-    values, sums = tokens * WIDTH, 2 * part * 2 * tokens  # what travels between layers; exponentials and targets
+            sent[str(entry.label)] += entry.sent if entry.axis == "tp" and not entry.scalar else 0
+        expected = sent_by_label(name, world_size, sequence_dim)
+        assert {label: sent[label] for label in PIECES} == dict.fromkeys(PIECES, 0) | expected
+
+
+PIECES = ("psum_invariant", "pvary", "pmax", "all_gather", "reduce_scatter", "ragged_all_to_all")
+
+
+def sent_by_label(name, world_size, sequence_dim, rows=ROWS):
+    """Bytes that a rank sends over "tp"."""
+    tokens, part = rows * TIME * 8, (world_size - 1) / world_size
+    # Between layers; and of each token a largest logit, the exponentials and the target.
+    values, sums, largest = tokens * WIDTH, 2 * part * 2 * tokens, (world_size - 1) * tokens
     if name == "GPT":
         # Of its three pieces of queries, keys and values a rank sends so many to others.
         exchanged = {2: 1, 4: 2}[world_size] * values / world_size
         inside, between = 0, 2 * (2 * LAYERS + 1) + 2 * LAYERS
     else:
         exchanged, inside, between = 0, LAYERS * WIDTH // HEADS * 8, 2 * LAYERS + 1
-    needed = {
-        "psum_invariant": 2 * part * (2 * LAYERS + 1) * values + sums,
-        "pvary": 2 * part * ((2 * LAYERS + 1) * values + inside),
-        "ragged_all_to_all": 2 * LAYERS * exchanged,
-    }
-    pieces = {
+    if sequence_dim is None:
+        return {
+            "psum_invariant": 2 * part * (2 * LAYERS + 1) * values + sums,
+            "pvary": 2 * part * ((2 * LAYERS + 1) * values + inside),
+            "ragged_all_to_all": 2 * LAYERS * exchanged,
+            "pmax": largest,
+        }
+    return {
         "psum_invariant": 2 * part * values + sums,
         "pvary": 2 * part * (values + between * WIDTH * 8 + inside),
         "all_gather": part * (4 * LAYERS + 1) * values,
         "reduce_scatter": part * (4 * LAYERS + 1) * values,
         "ragged_all_to_all": 2 * LAYERS * exchanged,
+        "pmax": largest,
     }
-    for sequence_dim, numbers in ((None, needed), (1, pieces)):
-        assert {label: sent[sequence_dim][label] for label in pieces} == {**dict.fromkeys(pieces, 0), **numbers}
 
 
 @pytest.mark.slow
