@@ -33,7 +33,7 @@ class Style(NamedTuple):
     parts: int
 
 
-class Plan(NamedTuple):
+class TensorPlan(NamedTuple):
     """A plan that fits its module.
 
     Attributes:
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
     dims: Mapping[str, int]
 
 
-def plan_of(module: nn.Module, axis: fs.Axis, given: Any, divide: str | Sequence[str] | None) -> Plan:
+def plan_of(module: nn.Module, axis: fs.Axis, given: Any, divide: str | Sequence[str] | None) -> TensorPlan:
     """Find what a plan says of a module.
 
     Args:
@@ -73,7 +73,7 @@ def plan_of(module: nn.Module, axis: fs.Axis, given: Any, divide: str | Sequence
     ]
     refuse(f"{WHAT}: the plan does not fit the module", problems, "change the plan, or the sizes of the module")
     own = {name: dims[name] for name, _ in module.named_parameters()}
-    return Plan(styles, counts, {name: dim for name, dim in own.items() if dim is not None})
+    return TensorPlan(styles, counts, {name: dim for name, dim in own.items() if dim is not None})
 
 
 def _styles(module: nn.Module, plan: Any) -> dict[str, Style]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fshard.ext.trace.events import Event, Timeline
-from fshard.ext.trace.stragglers import Kind, Matched, Span
+from fshard.ext.trace.stragglers import Activity, Matched, Span
 
 # The thread of a rank's process in Perfetto.
 MAIN = 0
@@ -39,7 +39,7 @@ def _of_rank(timeline: Timeline, spans: Sequence[Span]) -> Iterator[dict[str, An
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
     yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": MAIN, "args": {"name": "main thread"}}
     for span in spans:
-        kind = span.kind if span.event else Kind.COMPUTE
+        kind = span.kind if span.event else Activity.COMPUTE
         about = {"cat": kind, "name": f"{kind} {span.name}".rstrip(), "args": _about(span.event) if span.event else {}}
         yield {"ph": "X", "pid": pid, "tid": MAIN, "ts": span.begin, "dur": (span.end - span.begin) / 1e3, **about}
     for number, event in enumerate(timeline.events):

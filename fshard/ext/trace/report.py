@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fshard.ext.trace.events import Event, Timeline
 from fshard.ext.trace.export import write_perfetto
-from fshard.ext.trace.stragglers import BETWEEN, Kind, Span, match, spans
+from fshard.ext.trace.stragglers import BETWEEN, Activity, Span, match, spans
 
 # Rows of collectives for no unit, and of those by which ranks compare what they do.
 OTHERS, AGREEMENT = "(no unit)", "(agreement)"
@@ -119,16 +119,16 @@ class Report:
     __repr__ = __str__
 
     def _rank_row(self, timeline: Timeline) -> RankRow:
-        took: Counter[Kind] = Counter()
+        took: Counter[Activity] = Counter()
         for span in self.spans[timeline.rank]:
             took[span.kind] += span.end - span.begin
         last = [entry for entry in self.matched if entry.straggler == timeline.rank]
         return RankRow(
             timeline.rank,
             seconds=(timeline.end - timeline.begin) / 1e9,
-            computing=(took[Kind.COMPUTE] + took[Kind.BETWEEN]) / 1e9,
-            starting=took[Kind.START] / 1e9,
-            waiting=took[Kind.WAIT] / 1e9,
+            computing=(took[Activity.COMPUTE] + took[Activity.BETWEEN]) / 1e9,
+            starting=took[Activity.START] / 1e9,
+            waiting=took[Activity.WAIT] / 1e9,
             waiting_for_late=sum(one.waited(timeline.rank) for one in self.matched if timeline.rank in one.events)
             / 1e9,
             last=len(last),
@@ -145,8 +145,8 @@ class Report:
                 rows[_row_name(event)]["collectives"][rank] += 1
                 rows[_row_name(event)]["bytes"][rank] += event.bytes
             for span in self.spans[rank]:
-                column = "waiting" if span.kind is Kind.WAIT else "computing"
-                if span.kind is not Kind.START:
+                column = "waiting" if span.kind is Activity.WAIT else "computing"
+                if span.kind is not Activity.START:
                     name = _row_name(span.event) if span.event else span.name or OTHERS
                     rows[name][column][rank] += (span.end - span.begin) / 1e9
         for entry in self.matched:

@@ -63,7 +63,7 @@ def match(timelines: Sequence[Timeline]) -> list[Matched]:
     return sorted(matched, key=lambda entry: entry.began)
 
 
-class Kind(StrEnum):
+class Activity(StrEnum):
     """How the main thread of a rank spent a while."""
 
     COMPUTE = auto()
@@ -73,7 +73,7 @@ class Kind(StrEnum):
 
 
 # The ends and begins of computing for a unit.
-RECEIVES, SENDS = (fs.comm.Verb.GATHER, Kind.WAIT), (fs.comm.Verb.SCATTER, Kind.START)
+RECEIVES, SENDS = (fs.comm.Verb.GATHER, Activity.WAIT), (fs.comm.Verb.SCATTER, Activity.START)
 
 
 class Span(NamedTuple):
@@ -87,7 +87,7 @@ class Span(NamedTuple):
         event: The collective; None where the rank computes.
     """
 
-    kind: Kind
+    kind: Activity
     unit: str
     begin: int
     end: int
@@ -96,18 +96,18 @@ class Span(NamedTuple):
     @property
     def name(self) -> str:
         """The collective or the unit, as text."""
-        return self.event.name if self.event else BETWEEN if self.kind is Kind.BETWEEN else self.unit
+        return self.event.name if self.event else BETWEEN if self.kind is Activity.BETWEEN else self.unit
 
 
 def spans(timeline: Timeline) -> Iterator[Span]:
     """List how a rank spent its trace, in order and without gaps."""
-    calls = [Span(Kind.START, event.unit, event.begin, event.issued, event) for event in timeline.events]
-    waits = [Span(Kind.WAIT, event.unit, *wait, event) for event in timeline.events for wait in event.waits]
+    calls = [Span(Activity.START, event.unit, event.begin, event.issued, event) for event in timeline.events]
+    waits = [Span(Activity.WAIT, event.unit, *wait, event) for event in timeline.events for wait in event.waits]
     apart, at, unit = list(between(timeline)), timeline.begin, ""
 
     def computed(end: int, unit: str) -> Span:
         inside = any(begin <= at and end <= until for begin, until in apart)
-        return Span(Kind.BETWEEN, "", at, end) if inside else Span(Kind.COMPUTE, unit, at, end)
+        return Span(Activity.BETWEEN, "", at, end) if inside else Span(Activity.COMPUTE, unit, at, end)
 
     for span in sorted((*calls, *waits), key=lambda span: (span.begin, span.end)):
         who = span.event.who if span.event else ""
