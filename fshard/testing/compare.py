@@ -9,14 +9,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fshard import _compat
+from fshard import _compat, comm
 from fshard.collectives import walked
 from fshard.errors import Problem, expect, leaf_error, refuse
 from fshard.mesh import Mesh, ranks_of
 from fshard.shard import hash_of, unshard, without_padding
-from fshard.tree import Tree, flatten, is_sharded
+from fshard.tree import Axis, Tree, flatten, is_sharded
 from fshard.tree.checks import NOT_NEGATIVE, check_flags, check_numbers, describe, is_donated, same_structure
 from fshard.update import TrainState
+
+WHAT = "assert_matches_ddp"
 
 
 def assert_trees_close(
@@ -219,7 +221,7 @@ def assert_matches_ddp(
     (tensor(2), 0.0)
     """
     processes, remedy = dist.get_backend() != "threaded", "run it by spmd(f, Workers(n))"
-    expect(processes, "assert_matches_ddp", "ranks to be processes", "threads", remedy)
+    expect(processes, WHAT, "ranks to be processes", "threads", remedy)
     ranks = ranks_of(mesh)
     group = _compat.resolve_process_group(ranks.group_name)
     copied = copy.deepcopy(module)
@@ -228,10 +230,9 @@ def assert_matches_ddp(
     initial = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     loss_gap = params_gap = 0.0
     for step, batch in enumerate(batches):
-        before = {name: p.detach().clone() for name, p in copied.named_parameters() if p.requires_grad}
         loss = loss_fn(reference, batch)
         if not find_unused_parameters:
-            _check_all_used(copied, loss, step, group)
+            _check_all_used(copied, loss, step, ranks)
         expected = _step_of_ddp(reference, torch_optimizer, loss, before_step, group)
         state, objective = train_step(state, batch)
         # A state without buffers leaves those of the module as they were.
@@ -240,12 +241,11 @@ def assert_matches_ddp(
         loss_gap = max(loss_gap, float((actual["loss"] - expected["loss"]).abs()))
         params_gap = max(params_gap, _largest_gap(actual["params"], expected["params"]))
         problems = differing_leaves(actual, expected, rtol, atol, exact)
-        remedy = _cause(before, actual["params"], expected["params"], ranks.size) if problems else ""
-        _refuse_on_all_ranks(step, problems, remedy, group)
+        _refuse_on_all_ranks(step, problems, ranks)
     return Match(state, loss_gap, params_gap)
 
 
-def _check_all_used(module: nn.Module, loss: torch.Tensor, step: int, group: Any) -> None:
+def _check_all_used(module: nn.Module, loss: torch.Tensor, step: int, ranks: Axis) -> None:
     """Refuse a loss of some parameters only, before a backward in which ranks would wait for their gradients."""
     starts = [] if loss.grad_fn is None else [loss.grad_fn]
     used = set(walked(starts, lambda node: [other for other, _ in node.next_functions if other is not None]))
@@ -254,10 +254,10 @@ def _check_all_used(module: nn.Module, loss: torch.Tensor, step: int, group: Any
     unused = [name for name, parameter in trained.items() if edge(parameter).node not in used]
     problems = [
         Problem(name, f"none on rank {rank}", "a use by each rank's loss")
-        for rank, names in enumerate(_gathered(unused, group))
+        for rank, names in enumerate(comm.everyone(unused, [ranks], WHAT))
         for name in names
     ]
-    what = f"assert_matches_ddp: torch DDP would not reduce gradients in step {step} (counted from 0)"
+    what = f"{WHAT}: torch DDP would not reduce gradients in step {step} (counted from 0)"
     refuse(what, problems, "pass find_unused_parameters=True to assert_matches_ddp, and to DDP in your own program")
 
 
@@ -283,34 +283,12 @@ def _step_of_ddp(
     return {"loss": mean / dist.get_world_size(group), "params": params, "buffers": buffers}
 
 
-def _cause(before: Mapping[str, Any], actual: Mapping[str, Any], expected: Mapping[str, Any], ranks: int) -> str:
-    """Name the one ratio of a step to DDP's that fits all leaves, if there is one, as the cause of a difference."""
-    steps = [(actual[name] - start, expected[name] - start, start) for name, start in before.items() if start.numel()]
-    dot = sum(float((own * of_ddp.conj()).sum().real) for own, of_ddp, _ in steps)
-    ratio = dot / (sum(float(of_ddp.abs().square().sum()) for _, of_ddp, _ in steps) or 1.0)
-    fits = True
-    for own, of_ddp, start in steps:
-        rounding = 8 * torch.finfo(start.dtype).eps * float(start.abs().amax())
-        fits = fits and torch.allclose(own, ratio * of_ddp, rtol=1e-2, atol=rounding)
-    if not fits or abs(ratio - 1) < 0.1:
-        return "look at the first leaf that differs"
-    if abs(ratio / ranks - 1) < 0.01:
-        return f"all gradients are {ratio:.3g} x DDP's: a sum in the place of a mean"
-    return f"all gradients, or the learning rate, are {ratio:.3g} x DDP's"
-
-
-def _gathered(value: Any, group: Any) -> list[Any]:
-    found = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group)
-    return found
-
-
-def _refuse_on_all_ranks(step: int, problems: list[Problem], remedy: str, group: Any) -> None:
+def _refuse_on_all_ranks(step: int, problems: list[Problem], ranks: Axis) -> None:
     """Raise what this rank has found, or the first rank that has found anything."""
     what = f"step {step} (counted from 0) is the first that differs from DDP: trees differ"
-    text = str(leaf_error(what, problems, remedy)) if problems else None
-    for rank, found in enumerate(_gathered(text, group)):
-        if found is not None:
+    text = str(leaf_error(what, problems, "look at the first leaf that differs")) if problems else ""
+    for rank, found in enumerate(comm.everyone(text, [ranks], WHAT)):
+        if found:
             raise AssertionError(text or f"rank {rank}: {found}")
 
 

@@ -69,7 +69,7 @@ WRONG = {
     ),
     "unused on one rank": ({"branch": lambda rank: rank == 0}, [UNUSED.format(rank=1)] * 2),
     "unused on both": ({"branch": lambda rank: False, "steps": 1}, [UNUSED.format(rank=0)] * 2),
-    "a sum": ({"reduce": "sum"}, ["To fix: all gradients are 2 x DDP's: a sum in the place of a mean."] * 2),
+    "a sum": ({"reduce": "sum"}, [FIRST + "  ['params']"] * 2),
     "a loss on one rank": (
         {"added": lambda rank: float(rank)},
         ["rank 1: " + FIRST + "  ['loss']", FIRST + "  ['loss']: expected "],
