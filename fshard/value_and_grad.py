@@ -10,6 +10,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.collectives import (
+    REDUCTIONS,
     Over,
     check_agrees,
     check_not_reduced,
@@ -18,7 +19,6 @@ from fshard.collectives import (
     divided,
     named,
     reduction_axes,
-    reductions,
     shared_axes,
     total,
 )
@@ -216,14 +216,14 @@ class _Job:
 
     def _local(self, function: Function, leaves: list[Any], inputs: Sequence[Any]) -> Parts:
         """Compute this rank's loss of one microbatch, with its count and aux."""
-        before = reductions()
+        before = REDUCTIONS.get()
         out = function(unflatten(self.flat.treedef, leaves), _with_tensors(self.inputs, inputs))
         paired = not self.has_aux or (isinstance(out, tuple) and len(out) == 2)
         expect(paired, self.what, "f to return the pair (loss, aux) for has_aux=True", describe(out))
         loss, aux = out if self.has_aux else (out, None)
         check_loss(loss, self.reduce, self.what)
         value, count = loss if self.reduce == "weighted" else (loss, None)
-        if reductions() > before:
+        if REDUCTIONS.get() > before:
             check_not_reduced(value, self.axes, self.what)
         return value, count, aux
 

@@ -65,7 +65,7 @@ def test_maths_on_a_whole_leaf():
     """Its gradient would stay this rank's own part of a sum."""
     text = (
         "value_and_grad: gradients would stay unsummed\n"
-        "  ['b']: expected gather or pvary, got maths on a leaf that ranks of ['shard'] hold as one value\n"
+        "  ['b']: expected gather or pvary, got maths on a leaf that ranks of 'shard' hold whole\n"
         "To fix: gather these leaves, or hand them to each rank's own maths by fs.pvary, so that gradients are "
         "summed."
     )

@@ -1,14 +1,16 @@
 """Differentiable collectives over a named axis, each with its transpose; the objective and the typing of its values."""
 
 from fshard.collectives.linear import (
+    LOCATED,
+    REDUCTIONS,
     Chain,
+    Linear,
+    Variance,
     chained,
     custom_call,
     linear_call,
-    located,
-    maps_of,
-    operands,
-    reductions,
+    setting,
+    variance_of,
 )
 from fshard.collectives.moves import (
     all_gather,

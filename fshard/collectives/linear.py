@@ -5,7 +5,9 @@ The chain ties those that one forward calls.
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,108 +26,113 @@ Forward = Callable[[Tensors], tuple[Tensors, Tensors]]
 Backward = Callable[[Tensors, Tensors], Sequence[torch.Tensor | None]]
 
 
-class Maps(NamedTuple):
-    """The maps of a node in autograd's graph that a call below made; most are partials, whose keywords tell more."""
+class Variance(NamedTuple):
+    """Whether the operands and results of a map vary between ranks; checks of a loss read it off the loss's graph.
 
-    fun: Callable[..., Any]
-    transpose: Callable[..., Any]
+    Attributes:
+        name: The map's name.
+        axes: The axes of these ranks.
+        operand: Whether operands vary, or agree; None where each may be either, as the shards of leaves.
+        result: Whether results vary.
+    """
+
+    name: str
+    axes: Sequence[Axis]
+    operand: bool | None
+    result: bool
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear map on lists of tensors, with its transpose.
+
+    Output i may depend on input i alone, and both maps must leave trailing dims they do not know of alone: vmap puts
+    its batch there.
+
+    Attributes:
+        run: Maps the tensors to as many outputs.
+        transpose: Maps cotangents of the outputs to cotangents of the tensors.
+        variance: Which of them vary; None for a transpose, which checks of a loss pass over.
+    """
+
+    run: LinearMap
+    transpose: LinearMap
+    variance: Variance | None = None
+
+    def transposed(self) -> "Linear":
+        """Make the transpose, whose transpose is the map."""
+        return Linear(self.transpose, self.run)
 
 
 class _LinearCall(Function):
     @staticmethod
-    def forward(fun: LinearMap, transpose: LinearMap, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(linear: Linear, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = {id(tensor) for tensor in tensors}
-        # autograd needs a new tensor where fun returns its input, but no copy.
-        return tuple(out.view_as(out) if id(out) in given else out for out in fun(tensors))
+        # autograd needs a new tensor where a map returns its input, but no copy.
+        return tuple(out.view_as(out) if id(out) in given else out for out in linear.run(tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.maps = Maps(*inputs[:2])
+        ctx.linear, ctx.variance = inputs[0], inputs[0].variance
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, *_LinearCall.apply(ctx.maps.transpose, ctx.maps.fun, *grads)
+        return None, *_LinearCall.apply(ctx.linear.transposed(), *grads)
 
     @staticmethod
-    def jvp(ctx: Any, _fun: None, _transpose: None, *tangents: torch.Tensor) -> Any:
-        return _LinearCall.apply(*ctx.maps, *tangents)
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> Any:
+        return _LinearCall.apply(ctx.linear, *tangents)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], fun: LinearMap, transpose: LinearMap, *tensors: torch.Tensor) -> Any:
-        # The batch dim goes last, so that the dims that fun counts keep their numbers. All tensors get one: which
+    def vmap(info: Any, in_dims: tuple[Any, ...], linear: Linear, *tensors: torch.Tensor) -> Any:
+        # The batch dim goes last, so that the dims that the map counts keep their numbers. All tensors get one: which
         # gradients have a batch may depend on a rank's data, and ranks must send the same shapes.
         moved = [
             t.unsqueeze(-1).expand(*t.shape, info.batch_size) if d is None else t.movedim(d, -1)
-            for t, d in zip(tensors, in_dims[2:], strict=True)
+            for t, d in zip(tensors, in_dims[1:], strict=True)
         ]
-        outputs = _LinearCall.apply(fun, transpose, *moved)
+        outputs = _LinearCall.apply(linear, *moved)
         return outputs, tuple(out.dim() - 1 for out in outputs)
 
 
-def linear_call(fun: LinearMap, transpose: LinearMap, tensors: Tensors) -> list[torch.Tensor]:
+def linear_call(linear: Linear, tensors: Tensors) -> list[torch.Tensor]:
     """Call a linear map on a list of tensors, with its transpose for the backward pass.
 
-    One autograd node for the whole list. Output i may depend on input i alone, and both maps must leave trailing dims
-    they do not know of alone: vmap puts its batch there. Follows jax.custom_derivatives.linear_call.
+    One autograd node for the whole list. Follows jax.custom_derivatives.linear_call.
 
     Args:
-        fun: Maps the tensors to as many outputs.
-        transpose: Maps cotangents of the outputs to cotangents of the tensors.
+        linear: The map.
         tensors: The operands.
 
     Returns:
-        fun's outputs, differentiable to any order in both modes.
+        Its outputs, differentiable to any order in both modes.
     """
-    return _located(list(_LinearCall.apply(fun, transpose, *tensors)) if tensors else [])
+    return _located(list(_LinearCall.apply(linear, *tensors)) if tensors else [])
 
 
 def _located(out: list[torch.Tensor]) -> list[torch.Tensor]:
-    node: Any = out[0].grad_fn if out and comm.of_this_rank(_Running).located else None
+    node: Any = out[0].grad_fn if out and LOCATED.get() else None
     if node is not None:
         node.metadata["stack"] = traceback.format_stack()
     return out
 
 
-class _Custom(NamedTuple):
-    """The arguments of `custom_call` that its backward needs; `number` is that of tensors."""
-
-    forward: Forward
-    backward: Backward
-    plain: LinearMap | None
-    what: str
-    remedy: str
-    number: int
-
-    def check(self, plainly: bool) -> None:
-        """Refuse to be called plainly where there is no plain form."""
-        needed, found = "first derivatives by value_and_grad or backward()", "torch.func, a jvp or a second derivative"
-        expect(not plainly or self.plain is not None, self.what, needed, found, self.remedy)
-
-
 class _CustomCall(Function):
     @staticmethod
-    def forward(ctx: Any, custom: _Custom, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.custom, ctx.maps = custom, Maps(custom.forward, custom.backward)
+    def forward(ctx: Any, forward: Forward, given: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.given, ctx.variance = given, given[-1]
         # Graphs that it may make for itself are no part of the caller's.
         # Its name goes with the tags of what it sends: ranks that were told other things wait, and are told how.
-        with _running_with("chain", None), comm.concerning((custom.what,)):
-            outputs, saved = custom.forward(tensors)
+        with chained(), comm.concerning((ctx.variance.name,)):
+            outputs, saved = forward(tensors)
         ctx.save_for_backward(*saved)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        custom, again = ctx.custom, torch.is_grad_enabled()
-        plainly = again or _compat.transforms_active()
-        custom.check(plainly)
-        if not plainly:
-            return None, *custom.backward(ctx.saved_tensors, grads)
-        tensors = ctx.saved_tensors[: custom.number]
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
-        with torch.enable_grad():
-            outputs = custom.plain(tensors)
-            found = torch.autograd.grad(outputs, [tensors[i] for i in wanted], grads, create_graph=again)
-        return None, *(found[wanted.index(i)] if i in wanted else None for i in range(custom.number))
+        backward, refuse, _ = ctx.given
+        refuse(torch.is_grad_enabled() or _compat.transforms_active())
+        return None, None, *backward(ctx.saved_tensors, grads)
 
 
 def custom_call(
@@ -140,45 +147,48 @@ def custom_call(
 ) -> list[torch.Tensor]:
     """Call a function of tensors whose forward and backward both communicate, in the chain of the call that runs.
 
-    Both may call collectives of `comm`, or of this room, and neither is recorded by autograd. One autograd node;
-    `check_varying` knows it by the keywords `axis` and `label`, where `forward` is a partial that has them.
+    Both may call collectives of `comm`, or of this room, and neither is recorded by autograd. One autograd node.
+    Operands and outputs vary between the ranks of the axis, as `check_varying` knows.
 
     Args:
         forward: Maps the tensors to outputs, which are new, and to what is saved for the backward: inputs, outputs or
-            others. With `plain` the tensors are saved first.
+            others.
         backward: Maps what was saved, and cotangents of the outputs, to cotangents of the tensors; None for zeros.
         tensors: The operands, floating.
         what: The function's name, with all that ranks must have been told alike.
         axis: The axis that it communicates over.
         plain: The same function, made of operations that are differentiable to any order. It is called instead under
-            torch.func and with tangents, and again where the backward itself is differentiated.
-        remedy: Without `plain`, what the caller can do about the error.
+            torch.func and with tangents.
+        remedy: What the caller can do about the error.
 
     Returns:
         The outputs.
 
     Raises:
-        ValueError: without `plain`, if more than a first derivative in reverse mode is asked for.
+        ValueError: if more than a first derivative in reverse mode is asked for, but by torch.func with `plain`.
     """
-    custom = _Custom(forward, backward, plain, what, remedy, len(tensors))
-    plainly = _compat.transforms_active() or _compat.any_dual(tensors)
-    custom.check(plainly)
-    if plainly:
-        assert plain is not None
-        return list(plain(tensors))
-    return in_chain(lambda tensors: _located(list(_CustomCall.apply(custom, *tensors))), tensors, axis)
+
+    def refuse(wrong: bool) -> None:
+        needed, found = "first derivatives by value_and_grad or backward()", "torch.func, a jvp or a second derivative"
+        expect(not wrong, what, needed, found, remedy)
+
+    if _compat.transforms_active() or _compat.any_dual(tensors):
+        refuse(plain is None)
+        return list(plain(tensors))  # type: ignore[misc]
+    call = partial(_CustomCall.apply, forward, (backward, refuse, Variance(what, (axis,), True, True)))
+    return in_chain(lambda tensors: _located(list(call(*tensors))), tensors, axis)
 
 
-def maps_of(node: Any) -> Maps | None:
-    """Find the maps of a node in autograd's graph; None where neither call made it."""
-    maps = getattr(node, "maps", None)
-    return maps if isinstance(maps, Maps) else None
+def variance_of(node: Any) -> Variance:
+    """Find what varies at a node in autograd's graph: over no axes where no call above made it."""
+    found = getattr(node, "variance", None)
+    return found if isinstance(found, Variance) else Variance("", (), None, False)
 
 
-def operands(node: Any) -> Sequence[tuple[Any, int]]:
-    """List the nodes behind a node in autograd's graph, with their outputs; not what only ties collectives together."""
-    edges: Sequence[tuple[Any, int]] = node.next_functions
-    return edges[:-1] if hasattr(node, "passed") else edges
+def nodes_behind(node: Any) -> list[Any]:
+    """List the nodes behind a node in autograd's graph, without those that only tie collectives together."""
+    edges = node.next_functions[:-1] if hasattr(node, "passed") else node.next_functions
+    return [other for other, _ in edges if other is not None]
 
 
 class _Tie(Function):
@@ -210,30 +220,31 @@ class Chain:
         self.tokens: list[torch.Tensor] = []
         self._passed = passed
 
-    def call(self, run: Callable[[Tensors], list[torch.Tensor]], tensors: Tensors) -> list[torch.Tensor]:
-        """Call what makes one autograd node, tied where it is differentiated."""
-        differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        return self._tied(run(self._tied(tensors))) if differentiated else run(tensors)
-
-    def _tied(self, tensors: Tensors) -> list[torch.Tensor]:
+    def tied(self, tensors: Tensors) -> list[torch.Tensor]:
+        """Tie tensors that are differentiated to the last token."""
         self.tokens = self.tokens or [torch.zeros((), requires_grad=True)]
         *out, token = _Tie.apply(self._passed, *tensors, self.tokens[-1])
         self.tokens[1:] = [token]
         return out
 
 
-class _Running:
-    """State of the collectives that this rank's functions call now.
+# Ties the collectives of the call that runs.
+_chain: ContextVar[Chain | None] = ContextVar("fshard_chain", default=None)
+# Whether nodes in autograd's graph keep the stack that made them: torch's anomaly mode belongs to all threads of a
+# process, of which each may be a rank.
+LOCATED: ContextVar[bool] = ContextVar("fshard_located", default=False)
+# How often this rank has summed a value that varies into one that agrees.
+REDUCTIONS: ContextVar[int] = ContextVar("fshard_reductions", default=0)
 
-    Attributes:
-        chain: Ties those of a call together, if one runs.
-        located: Whether nodes in autograd's graph keep the stack that made them.
-        reductions: How often a value that varies has been summed into one that agrees.
-    """
 
-    chain: Chain | None = None
-    located = False
-    reductions = 0
+@contextmanager
+def setting(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Set a variable inside the context."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 @contextmanager
@@ -247,40 +258,17 @@ def chained(chain: Chain | None = None) -> Iterator[Chain]:
         It: its first token is an input of the graph, and its last one an output, to be differentiated with zeros.
     """
     chain = chain or Chain(lambda: None)
-    with _running_with("chain", chain):
+    with setting(_chain, chain):
         yield chain
 
 
-def located() -> AbstractContextManager[None]:
-    """Let nodes of collectives that this rank's function calls inside the context keep the stack that made them.
-
-    torch's anomaly mode does it for all nodes, but of all threads of a process, of which each may be a rank.
-
-    Returns:
-        The context.
-    """
-    return _running_with("located", True)
-
-
-@contextmanager
-def _running_with(name: str, value: Any) -> Iterator[None]:
-    running = comm.of_this_rank(_Running)
-    before = getattr(running, name)
-    setattr(running, name, value)
-    try:
-        yield
-    finally:
-        setattr(running, name, before)
-
-
-def count_reduction() -> None:
-    """Note that this rank sums a value that varies into one that agrees."""
-    comm.of_this_rank(_Running).reductions += 1
-
-
-def reductions() -> int:
-    """Count how often this rank has summed a value that varies into one that agrees."""
-    return comm.of_this_rank(_Running).reductions
+def in_chain(run: Callable[[Tensors], list[torch.Tensor]], tensors: Tensors, axis: Axis) -> list[torch.Tensor]:
+    """Call what makes one autograd node and communicates over an axis, in the chain of the call that runs, if any."""
+    chain = _chain.get()
+    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if chain is None or axis.size == 1 or not differentiated or _compat.transforms_active():
+        return run(tensors)
+    return chain.tied(run(chain.tied(tensors)))
 
 
 def collective(
@@ -292,6 +280,7 @@ def collective(
     *,
     dim: int | None = None,
     vary: bool | None = None,
+    agrees: bool = False,
 ) -> Tree:
     """Call a collective, a linear map, on all tensors of a tree, in the chain of the call that runs.
 
@@ -299,36 +288,18 @@ def collective(
         what: Its name.
         tree: The operands.
         axis: The axis that it communicates over.
-        run: Maps tensors to as many outputs: `tuple`, or a function that takes axis= and label= too.
-        back: Its transpose. One that does not communicate has label=None, by which checks of graphs know.
+        run: Maps tensors to as many outputs; called with axis= and label= too.
+        back: Its transpose, called in the same way; a partial may have another label.
         dim: As for `check_operands`.
         vary: As for `check_operands`.
+        agrees: Whether the outputs agree between ranks.
 
     Returns:
         The tree of outputs.
     """
     check_operands(what, tree, axis, dim, vary=vary)
-    fun, transpose = (_told(f, {"axis": axis, "label": what}) for f in (run, back))
-    outputs = iter(in_chain(partial(linear_call, fun, transpose), tree_leaves(tree), axis))
+    keywords = {"axis": axis, "label": what}
+    fun, transpose = (partial(f, **(keywords | getattr(f, "keywords", {}))) for f in (run, back))
+    linear = Linear(fun, transpose, Variance(what, (axis,), vary is not False, not agrees))
+    outputs = iter(in_chain(partial(linear_call, linear), tree_leaves(tree), axis))
     return tree_map(lambda _: next(outputs), tree)
-
-
-def _told(f: Callable[..., Tensors], keywords: dict[str, Any]) -> LinearMap:
-    """Bind keywords to a map, but for those that it has; the identity takes none."""
-    return f if f is tuple else partial(f, **{**keywords, **getattr(f, "keywords", {})})
-
-
-def in_chain(run: Callable[[Tensors], list[torch.Tensor]], tensors: Tensors, axis: Axis) -> list[torch.Tensor]:
-    """Call a collective in the chain of the call that runs, if there is one.
-
-    Args:
-        run: Calls it.
-        tensors: The operands.
-        axis: As for `collective`.
-
-    Returns:
-        What it returns.
-    """
-    chain = comm.of_this_rank(_Running).chain
-    shared = chain is not None and tensors and axis.size > 1 and not _compat.transforms_active()
-    return chain.call(run, tensors) if chain is not None and shared else run(tensors)

@@ -5,13 +5,10 @@ values give varying ones and are their own transposes. `psum_invariant` and `pva
 a value that agrees between ranks, the second hands such a value to each rank's own maths.
 """
 
-from typing import Any
-
 import torch
-from torch.autograd import Function
 
 from fshard import comm
-from fshard.collectives.linear import collective, count_reduction, in_chain
+from fshard.collectives.linear import REDUCTIONS, Tensors, collective
 from fshard.errors import expect
 from fshard.tree import Axis, Tree, tree_leaves, tree_map
 from fshard.tree.checks import check_operands
@@ -90,7 +87,7 @@ def pvary(tree: Tree, axis: Axis) -> Tree:
     >>> fs.testing.spmd(program, world=2)  # each rank's own loss, and the sum of both derivatives
     [(5.0, 3.0), (10.0, 3.0)]
     """
-    return collective("pvary", tree, axis, tuple, comm.all_reduce, vary=False)
+    return collective("pvary", tree, axis, _same, comm.all_reduce, vary=False)
 
 
 def psum_invariant(tree: Tree, axis: Axis) -> Tree:
@@ -115,12 +112,12 @@ def psum_invariant(tree: Tree, axis: Axis) -> Tree:
     >>> fs.testing.spmd(program, world=2)  # 1 + 4, and the derivatives of the one objective that the ranks share
     [(5.0, 2.0), (5.0, 4.0)]
     """
-    count_reduction()
-    return collective("psum_invariant", tree, axis, comm.all_reduce, tuple, vary=True)
+    REDUCTIONS.set(REDUCTIONS.get() + 1)
+    return collective("psum_invariant", tree, axis, comm.all_reduce, _same, vary=True, agrees=True)
 
 
 def pmax(tree: Tree, axis: Axis) -> Tree:
-    """Take the largest of the ranks' values, element by element; it agrees between ranks and has no derivative.
+    """Take the largest of the ranks' values, element by element; it agrees between ranks and takes no gradient.
 
     Follows jax.lax.pmax.
 
@@ -143,29 +140,13 @@ def pmax(tree: Tree, axis: Axis) -> Tree:
     [[1, 1, 0], [1, 1, 0]]
     """
     check_operands("pmax", tree, axis, vary=True)
-    tensors = tree_leaves(tree)
-    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tree_leaves(tree))
     needed, found = "tensors without derivatives", "one that is differentiated"
     remedy = "pass tensor.detach(); a shift of exponents by their largest needs no derivative"
     expect(not differentiated, "pmax", needed, found, remedy)
-    outputs = iter(in_chain(lambda tensors: list(_Max.apply(axis, *tensors)), tensors, axis) if tensors else ())
-    return tree_map(lambda _: next(outputs), tree)
+    rows = collective("pmax", tree, axis, comm.all_gather, comm.reduce_scatter, vary=True)
+    return tree_map(lambda each: each.amax(0), rows)
 
 
-class _Max(Function):
-    @staticmethod
-    def forward(axis: Axis, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(rows.amax(0) for rows in comm.all_gather(tensors, axis, "pmax"))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.mark_non_differentiable(*output)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], axis: Axis, *tensors: torch.Tensor) -> Any:
-        # All tensors get the batch, which ranks may see in different ones.
-        moved = [
-            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            for tensor, dim in zip(tensors, in_dims[1:], strict=True)
-        ]
-        return _Max.apply(axis, *moved), (0,) * len(moved)
+def _same(tensors: Tensors, axis: Axis, label: str) -> Tensors:
+    return tensors

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 
 from fshard import _compat, comm
-from fshard.collectives.linear import maps_of, operands
+from fshard.collectives.linear import nodes_behind, variance_of
 from fshard.errors import Problem, expect, refuse
 from fshard.tree import Axis, Flat, Spec
 
@@ -30,34 +30,30 @@ def refuse_unsummed(
     Raises:
         ValueError: with the path of every leaf that some way reaches without a pvary, or a gather, over each such axis.
     """
-    ends, needed = {}, {}
+    whole: dict[Axis, list[tuple[str, Any]]] = {}
     for path, spec, tensor in leaves:
-        axes = spec.transform.axes if spec.transform else ()
-        agreeing = [axis for axis in axes if axis.size > 1 and spec.dim_of(axis) is None]
-        if agreeing:
-            ends[torch.autograd.graph.get_gradient_edge(tensor).node], needed[path] = path, agreeing
-    if not ends:
-        return
-
-    def behind(place: tuple[Any, frozenset[Axis]]) -> list[tuple[Any, frozenset[Axis]]]:
-        node, varied = place
-        if node in ends or sums(node):
-            return []
-        varied = varied.union(_summed_over(node))
-        return [(other, varied) for other in _next(node)]
-
-    starts = [(output.grad_fn, frozenset[Axis]()) for output in outputs if output.grad_fn is not None]
-    reached = ((ends[node], varied) for node, varied in walked(starts, behind) if node in ends)
-    wrong = {path for path, varied in reached if not varied.issuperset(needed[path])}
-    problems = [
-        Problem(
-            path, f"maths on a leaf that ranks of {[axis.name for axis in axes]} hold as one value", "gather or pvary"
-        )
-        for path, axes in needed.items()
-        if path in wrong
-    ]
+        for axis in spec.transform.axes if spec.transform else ():
+            if axis.size > 1 and spec.dim_of(axis) is None:
+                node = torch.autograd.graph.get_gradient_edge(tensor).node
+                whole.setdefault(axis, []).append((path, node))
+    problems = []
+    for axis, ends in whole.items():
+        found = set(_reached(outputs, axis, sums))
+        got = f"maths on a leaf that ranks of {axis.name!r} hold whole"
+        problems += [Problem(path, got, "gather or pvary") for path, node in ends if node in found]
     remedy = "gather these leaves, or hand them to each rank's own maths by fs.pvary, so that gradients are summed"
     refuse(f"{what}: gradients would stay unsummed", problems, remedy)
+
+
+def _reached(outputs: Sequence[torch.Tensor], axis: Axis, sums: Callable[[Any], bool]) -> Iterator[Any]:
+    """Walk through the graph of outputs, no further than nodes whose backward sums over an axis."""
+
+    def behind(node: Any) -> Sequence[Any]:
+        found = variance_of(node)
+        summed = axis in found.axes and found.result and not found.operand
+        return () if summed or sums(node) else nodes_behind(node)
+
+    return walked({output.grad_fn for output in outputs if output.grad_fn is not None}, behind)
 
 
 def walked(starts: Iterable[Place], behind: Callable[[Place], Iterable[Place]]) -> Iterator[Place]:
@@ -85,14 +81,12 @@ def check_not_reduced(loss: torch.Tensor, axes: Sequence[Axis], what: str) -> No
 
     Behind a `pvary` the sum was handed to this rank's own maths again.
     """
-    starts = [] if loss.grad_fn is None else [loss.grad_fn]
-    nodes = walked(starts, lambda node: _next(node) if _axis_of(node, "transpose", "pvary") is None else ())
-    for axis in (_axis_of(node, "fun", "psum_invariant") for node in nodes):
-        found = f"one reduced over {axis.name!r} already, by fs.objective or fs.psum_invariant" if axis else ""
+    for axis in axes:
+        found = map(variance_of, _reached([loss], axis, lambda node: False))
+        reduced = any(one.name == "psum_invariant" and axis in one.axes for one in found)
+        got = f"one reduced over {axis.name!r} already, by fs.objective or fs.psum_invariant"
         remedy = "return the loss of its batch, which is reduced for you, or sum parts of it by fs.psum"
-        expect(
-            axis is None or axis.size == 1 or axis not in axes, what, "the loss to be this rank's own", found, remedy
-        )
+        expect(axis.size == 1 or not reduced, what, "the loss to be this rank's own", got, remedy)
 
 
 def check_agrees(value: torch.Tensor, flat: Flat, axes: Sequence[Axis], what: str) -> None:
@@ -107,38 +101,15 @@ def check_agrees(value: torch.Tensor, flat: Flat, axes: Sequence[Axis], what: st
     Raises:
         ValueError: on every rank, with the values of all.
     """
-    placed = dict.fromkeys(axis for spec in flat.specs for axis in spec.axes)
-    others = [axis for axis in placed if axis.size > 1 and axis not in axes]
-    if not others or _compat.is_transformed(value) or _compat.is_tracing():
-        return
-    for axis in others:
+    known = not _compat.is_transformed(value) and not _compat.is_tracing()
+    for axis in flat.axes if known else ():
+        if axis.size == 1 or axis in axes:
+            continue
         (rows,) = comm.all_gather([value.detach()], axis, comm.Verb.AGREE)
         tolerance = torch.finfo(value.dtype).eps ** 0.5 * rows.abs().amax()
-        if (rows - rows[0]).abs().amax() > tolerance:
-            found = ", ".join(f"{number:.6g}" for number in rows.tolist())
-            raise ValueError(
-                f"{what}: expected a loss that agrees between ranks of {axis.name!r}, over which it is not reduced, "
-                f"got {found}; sum partial results by fs.psum_invariant before they are used, or name the axis in "
-                "reduce_over if its ranks have batches of their own"
-            )
-
-
-def _next(node: Any) -> Iterator[Any]:
-    return (behind for behind, _ in operands(node) if behind is not None)
-
-
-def _summed_over(node: Any) -> Sequence[Axis]:
-    """The axes over which a node's backward sums: that of a pvary, or those of a gather under torch.func."""
-    axis = _axis_of(node, "transpose", "pvary")
-    return _keywords(node, "transpose").get("summed_over", ()) if axis is None else (axis,)
-
-
-def _axis_of(node: Any, side: str, label: str) -> Axis | None:
-    """The axis of a collective in a graph, by the label of the map on one side of its linear call."""
-    keywords = _keywords(node, side)
-    return keywords["axis"] if keywords.get("label") == label else None
-
-
-def _keywords(node: Any, side: str) -> dict[str, Any]:
-    """The keywords of the map on one side of a linear call; none where a node has no such map."""
-    return getattr(getattr(maps_of(node), side, None), "keywords", {})
+        needed = f"a loss that agrees between ranks of {axis.name!r}, over which it is not reduced"
+        remedy = (
+            "sum partial results by fs.psum_invariant, or name the axis in reduce_over if its ranks have own batches"
+        )
+        # NaN agrees with any loss.
+        expect(not (rows - rows[0]).abs().amax() > tolerance, what, needed, f"{rows.tolist()}", remedy)

@@ -1,46 +1,19 @@
 """check_varying: find where a local loss uses an invariant value as a varying one, or the other way round."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from fshard.collectives import Over, located, maps_of, reduction_axes, walked
+from fshard.collectives import LOCATED, Over, reduction_axes, setting, variance_of, walked
 from fshard.errors import Problem, refuse
 from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, unflatten
 from fshard.tree.checks import check_flags, check_function, check_local, check_transforms
 
-
-class Kind(NamedTuple):
-    """The types of a collective's operand and result.
-
-    Attributes:
-        result: Whether its result varies between the ranks of its axis.
-        operand: Whether its operand varies.
-        advice: The remedy where the result should be of the other type.
-    """
-
-    result: bool
-    operand: bool
-    advice: str
-
-
-KINDS = MappingProxyType(
-    {
-        "psum": Kind(True, True, "fs.psum_invariant, whose sum agrees"),
-        "psum_invariant": Kind(False, True, "fs.pvary of it first"),
-        "pvary": Kind(True, False, "fs.psum_invariant of a value computed from it first"),
-        "all_gather": Kind(True, True, "fs.all_gather_invariant, whose result agrees"),
-        "all_gather_invariant": Kind(False, True, "fs.pvary of it first"),
-        "all_to_all": Kind(True, True, "fs.psum_invariant of a value computed from it"),
-        "ragged_all_to_all": Kind(True, True, "fs.psum_invariant of a value computed from it"),
-        "ppermute": Kind(True, True, "fs.psum_invariant of a value computed from it"),
-        "broadcast": Kind(False, True, "fs.pvary of it first"),
-        "ring_attention": Kind(True, True, "fs.psum_invariant of a value computed from it"),
-        "reduce_scatter": Kind(True, True, "fs.psum_invariant of it first"),
-    }
+# Better advice than what follows from the types of a collective.
+ADVICE = MappingProxyType(
+    {"psum": "fs.psum_invariant, whose sum agrees", "all_gather": "fs.all_gather_invariant, whose result agrees"}
 )
 
 
@@ -95,7 +68,7 @@ def check_varying(
     check_transforms("check_varying", flat)
     reduced = reduction_axes(flat, "check_varying", reduce_over)
     leaves = [_tracked(leaf) for leaf in flat.leaves]
-    with torch.enable_grad(), located():
+    with torch.enable_grad(), setting(LOCATED, True):
         out = f(unflatten(flat.treedef, leaves), *args)
     loss = out[0] if has_aux else out
     loss = loss[0] if isinstance(loss, tuple) else loss
@@ -122,25 +95,26 @@ def _wrong_steps(loss: torch.Tensor, flat: Flat, axis: Axis, reduced: bool) -> I
         node, varies = place.node, place.varies
         if node in ends:
             return []
-        edges = node.next_functions
-        if (label := _label(node, axis)) is not None:
-            varies = KINDS[label].operand
-        elif (gathered := _gathered_over(node, place.output)) is not None:
-            # Output i comes from input i.
-            edges = [] if axis in gathered else [edges[place.output]]
+        edges, found = node.next_functions, variance_of(node)
+        if found.result and found.operand is None:
+            # Of a gather output i comes from input i, and the shards of a leaf may vary or agree.
+            edges = [] if axis in found.axes else [edges[place.output]]
+        elif axis in found.axes:
+            varies = bool(found.operand)
         return [_Place(other, output, varies) for other, output in edges if other is not None]
 
     starts = [] if loss.grad_fn is None else [_Place(loss.grad_fn, loss.output_nr, reduced)]
     for place in walked(starts, behind):
         if place.node in ends:
             yield from _wrong_leaf(*ends[place.node], axis, place.varies)
-        elif (label := _label(place.node, axis)) is not None and KINDS[label].result is not place.varies:
+            continue
+        found = variance_of(place.node)
+        if axis in found.axes and found.result is not place.varies:
+            advice = "fs.psum_invariant of a value computed from it" if found.result else "fs.pvary of it first"
             kinds = ("agrees", "varies")
-            found = f"{label} over {axis.name!r}, whose result {kinds[KINDS[label].result]}"
-            yield Problem(_line(place.node), found, f"one that {kinds[place.varies]}: {KINDS[label].advice}")
-        elif not place.varies and axis in (_gathered_over(place.node, place.output) or ()):
-            found = f"fs.gather over {axis.name!r}, whose result varies"
-            yield Problem(_line(place.node), found, "one that agrees: fs.psum_invariant of a value computed from it")
+            got = f"{found.name} over {axis.name!r}, whose result {kinds[found.result]}"
+            needed = f"one that {kinds[place.varies]}: {ADVICE.get(found.name, advice)}"
+            yield Problem(_line(place.node), got, needed)
 
 
 def _wrong_leaf(path: str, leaf: Sharded, axis: Axis, varies: bool) -> Iterator[Problem]:
@@ -153,26 +127,6 @@ def _wrong_leaf(path: str, leaf: Sharded, axis: Axis, varies: bool) -> Iterator[
     else:
         needed = "fs.gather or fs.pvary before its use with varying values"
         yield Problem(path, f"a leaf that is whole on all ranks of {axis.name!r}", needed)
-
-
-def _maps(node: Any) -> list[partial[Any]]:
-    return [side for side in maps_of(node) or () if isinstance(side, partial)]
-
-
-def _label(node: Any, axis: Axis) -> str | None:
-    """Name the collective over an axis that a node is; None for any other node."""
-    fun, *_ = [*_maps(node), None]
-    if fun is None or fun.keywords.get("axis") != axis:
-        return None
-    return fun.keywords.get("label")
-
-
-def _gathered_over(node: Any, output: int) -> tuple[Axis, ...] | None:
-    """Find the axes that `fs.gather` has gathered a leaf over; None for any other node."""
-    for side in _maps(node):
-        if "specs" in side.keywords:
-            return side.keywords["specs"][output].scattered_axes
-    return None
 
 
 def _line(node: Any) -> str:

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat
-from fshard.collectives import linear_call
-from fshard.collectives.linear import LinearMap
+from fshard.collectives import Linear, Variance, linear_call
 from fshard.errors import expect
 from fshard.transforms.axis import _SplitDim
 from fshard.transforms.base import (
@@ -446,7 +445,7 @@ def gather_by(transform: ShardTransform, leaves: Tensors, specs: Sequence[Spec])
     Returns:
         The full tensors.
     """
-    return linear_call(*_pair(transform, specs), leaves)
+    return linear_call(_linear(transform, specs), leaves)
 
 
 def scatter_by(
@@ -468,25 +467,21 @@ def scatter_by(
     if reduction(transform).has_state:
         found, states = scatter(transform, full, specs, states)
     else:
-        run, transpose = _pair(transform, specs)
-        found = linear_call(transpose, run, full)
+        found = linear_call(_linear(transform, specs).transposed(), full)
     return [grad.to(leaf.local.dtype) for leaf, grad in zip(leaves, found, strict=True)], states
 
 
-def _pair(transform: ShardTransform, specs: Sequence[Spec]) -> tuple[LinearMap, LinearMap]:
-    """Make a gather and its transpose; its keyword `summed_over` tells checks of a loss's graph that it sums."""
-    summed_over = specs[0].scattered_axes
-    scattered = partial(_scattered, transform=transform, specs=specs, summed_over=summed_over)
-    return partial(_gathered, transform=transform, specs=specs), scattered
+def _linear(transform: ShardTransform, specs: Sequence[Spec]) -> Linear:
+    """Make a gather as a linear map; shards vary or agree as their leaves are stored."""
+    run, transpose = (partial(f, transform=transform, specs=specs) for f in (_gathered, _scattered))
+    return Linear(run, transpose, Variance("fs.gather", specs[0].scattered_axes, None, True))
 
 
 def _gathered(leaves: Tensors, transform: ShardTransform, specs: Sequence[Spec]) -> Tensors:
     return _full(transform, transform.gather(leaves, specs), leaves, specs)
 
 
-def _scattered(
-    grads: Tensors, transform: ShardTransform, specs: Sequence[Spec], summed_over: tuple[Axis, ...]
-) -> Tensors:
+def _scattered(grads: Tensors, transform: ShardTransform, specs: Sequence[Spec]) -> Tensors:
     check_stateless(transform)
     return scatter(transform, grads, specs, [])[0]
 

@@ -31,8 +31,8 @@ def ring_attention(
 
     Memory grows linearly with the time of one rank. The forward sends k and v to each other rank once; the backward
     sends them again, and with them the sums of their gradients. Autograd saves q, k, v, the result and one number for
-    each query. Under torch.func, with tangents and with create_graph, the same ring runs by differentiable operations,
-    which keep the scores of a rank's queries and all keys.
+    each query. Under torch.func and with tangents the same ring runs by differentiable operations, which keep the
+    scores of a rank's queries and all keys.
 
     In "contiguous" order rank r of n computes 4 r + 3 blocks of a causal ring, of 2 n chunks of time, and all wait for
     the last rank. In "zigzag" order, in which rank r holds chunk r from the front and chunk r from the back, each rank
@@ -72,8 +72,9 @@ def ring_attention(
     even = f"an even number of places in time, of which each half is a chunk in {order!r} order"
     expect(order == "contiguous" or q.shape[2] % 2 == 0, what, even, str(q.shape[2]), "cut by fs.ring_positions")
     told = f"{what}(causal={causal}, order={order!r}, scale={ring.scale:.6g})"
-    run = partial(forward, ring=ring, axis=axis, label=LABEL)
-    (out,) = custom_call(run, partial(backward, ring=ring), [q, k, v], told, axis, plain=partial(plain, ring=ring))
+    run, back = partial(forward, ring=ring), partial(backward, ring=ring)
+    known, remedy = partial(plain, ring=ring), "take second derivatives by torch.func"
+    (out,) = custom_call(run, back, [q, k, v], told, axis, plain=known, remedy=remedy)
     return out
 
 

@@ -50,7 +50,7 @@ def plain(tensors: Tensors, ring: Ring) -> Tensors:
     return _around(tensors, ring, attend_plainly, partial(_permuted, axis=ring.axis), skip=False)[:1]
 
 
-def forward(tensors: Tensors, ring: Ring, axis: fs.Axis, label: str) -> tuple[Tensors, Tensors]:
+def forward(tensors: Tensors, ring: Ring) -> tuple[Tensors, Tensors]:
     """Compute the result, and what `backward` needs."""
     out, logs = _around(tensors, ring, attend, partial(_sent, ring=ring), skip=True)
     return [out], [*tensors, out, logs]

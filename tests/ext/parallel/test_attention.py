@@ -83,7 +83,7 @@ def test_ulysses_is_dense_attention():
 @on_ranks(1, 2, 3)
 @pytest.mark.rows(2)
 def test_other_derivatives():
-    """By torch.func and by create_graph, to the second order; tolerances for sums of 12 products."""
+    """By torch.func, to the second order; tolerances for sums of 12 products."""
     axis = fs.axis_of(cp_mesh())
     *tensors, tangent = whole(12)
     tensors = [x[:1, :2] for x in tensors]
@@ -102,10 +102,6 @@ def test_other_derivatives():
         first, second = jvp(grad(ring, (0, 1, 2)), local, directions)
         expected = jvp(grad(one, (0, 1, 2)), tuple(tensors), tangents)
         assert_near(first, [x[:, :, at] for x in expected[0]])
-        assert_near(second, [x[:, :, at] for x in expected[1]], 1e-11)
-        leaves = [x.clone().requires_grad_() for x in local]
-        first = torch.autograd.grad(ring(*leaves), leaves, create_graph=True)
-        second = torch.autograd.grad(first, leaves, directions)
         assert_near(second, [x[:, :, at] for x in expected[1]], 1e-11)
         rows = vmap(grad(ring))(*(torch.stack([x, x]) for x in local))
         assert_near(rows, [expected[0][0][:, :, at]] * 2)
@@ -303,7 +299,7 @@ def test_a_forgotten_pvary_is_named():
     text = "['w']: expected fs.gather or fs.pvary before its use with varying values, got a leaf that is whole on all"
     with pytest.raises(AssertionError, match=re.escape(text)):
         check_varying(loss, params, lambda w, axis: w, fs.psum_invariant)
-    with pytest.raises(AssertionError, match="ring_attention over 'cp', whose result varies"):
+    with pytest.raises(AssertionError, match=r"ring_attention\(.*\) over 'cp', whose result varies"):
         check_varying(loss, params, fs.pvary, lambda loss, axis: loss)
 
 
