@@ -46,16 +46,15 @@ def differentiate(params, f=loss, **keywords):
 COUNT = "scatter_grads: expected the count to be a real scalar tensor"
 REDUCE = 'expected reduce to be "mean", "sum" or "weighted"'
 FULL = "\nTo fix: pass the gradients of full leaves, as from torch.func.grad at fs.gather(like)."
-PLAIN = (
-    "plain leaves among Sharded ones\n"
-    "  ['b'][0]: expected a Sharded leaf, as ['a'] is, got a float32 Tensor of shape (4,)\n"
-    "To fix: shard the whole tree (fs.ddp keeps leaves whole), or keep other leaves out of the parameters."
+WHOLE = (
+    "To fix: shard the whole tree on these axes (zero3 takes axis=, and ddp keeps leaves whole), or leave others out."
 )
-MESHES = (
-    "leaves are reduced over different axes\n"
-    "  ['b'][0]: expected ['shard'] of one mesh, as for ['a'], got axes ['data']\n"
-    "To fix: shard the tree on one mesh."
+NEEDED = (
+    "gradients would stay unsummed\n"
+    "  ['b'][0]: expected a transform that sums gradients over ['shard'], or owns pieces there"
 )
+PLAIN = f"{NEEDED}, got a float32 Tensor of shape (4,)\n{WHOLE}"
+MESHES = f"{NEEDED}, got one over ['data']\n{WHOLE}"
 INTEGER = (
     "leaves cannot take a gradient\n"
     "  ['i']: expected a floating tensor, got an int64 Tensor of shape (2,)\n"

@@ -83,16 +83,15 @@ REFUSED = {
     "a loss that varies over an axis that nothing is reduced over": (
         different,
         {"reduce_over": "shard"},
-        "expected a loss that agrees between ranks of 'tp', over which it is not reduced, got 0, 1; sum partial "
-        "results by fs.psum_invariant before they are used, or name the axis in reduce_over if its ranks have batches "
-        "of their own",
+        "expected a loss that agrees between ranks of 'tp', over which it is not reduced, got [0.0, 1.0]; sum "
+        "partial results by fs.psum_invariant, or name the axis in reduce_over if its ranks have own batches",
     ),
     "an axis that is none": (
         loss_fn,
         {"reduce_over": ("shard", "cp")},
         "gradients would stay unsummed\n"
-        "  ['bias']: expected a transform that sums gradients over ['cp'], or owns pieces there, got gathered over "
-        "'tp', gathered over 'shard'\n",
+        "  ['bias']: expected a transform that sums gradients over ['shard', 'cp'], or owns pieces there, got one over "
+        "['tp', 'shard']\n",
     ),
     "sums in a tree": (
         loss_fn,

@@ -9,17 +9,9 @@ import torch
 
 from fshard import _compat, comm
 from fshard.collectives.sums import psum_invariant
-from fshard.errors import expect
-from fshard.tree import Axis, Flat, Tree, flatten, is_sharded, is_trained
-from fshard.tree.checks import (
-    check_axes,
-    check_leaves,
-    check_loss,
-    check_reduce,
-    check_tensors,
-    check_transforms,
-    describe,
-)
+from fshard.errors import Problem, expect, refuse
+from fshard.tree import Axis, Flat, Tree, flatten, is_sharded
+from fshard.tree.checks import check_axes, check_loss, check_reduce, check_tensors, check_transforms, describe
 
 # Axes or their names, one or several; None leaves them to the specs.
 Over = Axis | str | Sequence[Axis | str] | None
@@ -46,44 +38,31 @@ def reduction_axes(flat: Flat, what: str, over: Over = None) -> tuple[Axis, ...]
         check_tensors(what, flat)
         expect(not over, what, "reduce_over with Sharded leaves, whose specs have axes", "it with plain tensors alone")
         return ()
-    first = next(path for path, leaf in zip(flat.paths, flat.leaves, strict=True) if is_sharded(leaf))
-
-    def plain(leaf: Any) -> tuple[str, str] | None:
-        return None if is_sharded(leaf) or leaf is None else (describe(leaf), f"a Sharded leaf, as {first} is")
-
-    remedy = "shard the whole tree (fs.ddp keeps leaves whole), or keep other leaves out of the parameters"
-    check_leaves(f"{what}: plain leaves among Sharded ones", flat, plain, remedy)
-    if over is not None:
-        return _named(over, flat, what)
-    needed, *others = [spec.transform.axes for spec in flat.specs if spec.transform is not None]
-    names = [axis.name for axis in needed]
-
-    def differs(leaf: Any) -> tuple[str, str] | None:
-        axes = leaf.spec.transform.axes if is_sharded(leaf) else needed
-        pair = f"axes {[axis.name for axis in axes]}", f"{names} of one mesh, as for {first}"
-        return None if set(axes) == set(needed) else pair
-
-    if any(set(axes) != set(needed) for axes in others):
-        check_leaves(f"{what}: leaves are reduced over different axes", flat, differs, "shard the tree on one mesh")
-    return needed
-
-
-def _named(over: Over, flat: Flat, what: str) -> tuple[Axis, ...]:
-    """The axes that a caller names, each of which every leaf must account for."""
     known: dict[Any, Axis] = {axis.name: axis for spec in flat.specs for axis in spec.roles}
-    given: Any = [over] if isinstance(over, Axis | str) else over
+    first: Any = flat.specs[0].transform
+    given: Any = [over] if isinstance(over, Axis | str) else first.axes if over is None else over
     axes = tuple(dict.fromkeys(known.get(one, one) for one in given))
+    names = [getattr(axis, "name", axis) for axis in axes]
+    needed = f"a transform that sums gradients over {names}, or owns pieces there"
 
-    def unfit(leaf: Any) -> tuple[str, str] | None:
-        missing = [getattr(axis, "name", axis) for axis in axes if is_trained(leaf) and axis not in leaf.spec.roles]
-        if not missing:
-            return None
-        roles = ", ".join(f"{role} over {axis.name!r}" for axis, role in leaf.spec.roles.items()) or "no roles"
-        return roles, f"a transform that sums gradients over {missing}, or owns pieces there"
+    def takes_part(spec: Any) -> bool:
+        if over is None:
+            return {*spec.transform.axes} == {*axes}
+        return spec.frozen or spec.roles.keys() >= {*axes}
 
-    remedy = "shard these leaves on all axes of reduce_over, such as by zero3(mesh, axis=(...)), or name fewer axes"
-    check_leaves(f"{what}: gradients would stay unsummed", flat, unfit, remedy)
+    misfits = {spec for spec in flat.specs if not takes_part(spec)}
+    problems = [
+        Problem(path, _roles(leaf), needed)
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if leaf is not None and not (is_sharded(leaf) and (not misfits or leaf.spec not in misfits))
+    ]
+    remedy = "shard the whole tree on these axes (zero3 takes axis=, and ddp keeps leaves whole), or leave others out"
+    refuse(f"{what}: gradients would stay unsummed", problems, remedy)
     return axes
+
+
+def _roles(leaf: Any) -> str:
+    return f"one over {[axis.name for axis in leaf.spec.roles]}" if is_sharded(leaf) else describe(leaf)
 
 
 def shared_axes(flat: Flat, over: Sequence[Axis]) -> tuple[Axis, ...]:
@@ -152,19 +131,19 @@ class Uses:
 
     Attributes:
         used: What this rank's losses used.
-        axes: The axes of each call.
+        axes: The axes of the calls.
     """
 
     def __init__(self, agreed: Used = ()) -> None:
         """Nothing is traced yet; `agreed` says what the traces of all ranks use, once they have asked each other."""
         self.used: Used = ()
-        self.axes: list[Sequence[Axis]] = []
+        self.axes: tuple[Axis, ...] = ()
         self._agreed = agreed
 
     def take(self, used: list[bool], axes: Sequence[Axis]) -> list[bool]:
         """Note what the next call used on this rank, and return what some rank uses, as far as that is known."""
         agreed = self._agreed[len(self.used)] if self._agreed else used
-        self.used, self.axes = (*self.used, tuple(used)), [*self.axes, axes]
+        self.used, self.axes = (*self.used, tuple(used)), (*self.axes, *axes)
         return list(agreed)
 
 
@@ -178,14 +157,8 @@ def agreed_uses(uses: Uses) -> Used:
         What some rank uses, the same on every rank.
     """
     used = uses.used
-    for axis in dict.fromkeys(axis for axes in uses.axes for axis in axes if axis.size > 1):
+    for axis in dict.fromkeys(axis for axis in uses.axes if axis.size > 1):
         rows = comm.everyone(used, [axis], comm.Verb.AGREE)
-        if len({tuple(map(len, row)) for row in rows}) > 1:
-            found = ", ".join(str([len(call) for call in row]) for row in rows)
-            raise ValueError(
-                f"jit: ranks of {axis.name!r} differentiate losses of several numbers of leaves: expected the same "
-                f"numbers, got {found}; make the same calls of value_and_grad on every rank"
-            )
         used = tuple(tuple(map(any, zip(*calls, strict=True))) for calls in zip(*rows, strict=True))
     return used
 
@@ -206,26 +179,25 @@ def closed(
     """
     asked = [axis for axis in shared if axis.size > 1]
     label = comm.Label(comm.Verb.OBJECTIVE)
-    if _compat.is_tracing():
-        uses = _compat.trace_notes().get("uses")
-        used = used if uses is None else dict(zip(used, uses.take(list(used.values()), shared), strict=True))
-        said = [f"{path} {'used' if yes else 'unused'}" for path, yes in used.items()]
-        comm.ops.told(json.dumps({"leaves": "\n".join(said)}))
-        for axis in asked:
-            (value,) = comm.all_reduce([value], axis, label) if axis in axes else [value]
-        return value, used
     # Between processors where they can, or the host would wait for its accelerator; in the dtype of the loss, so
     # that both can travel in one buffer.
     device = torch.device("cpu") if all(map(comm.serves_host, asked)) else value.device
-    facts = torch.tensor(list(used.values()), dtype=value.dtype, device=device)
+    if _compat.is_tracing():
+        uses, facts = _compat.trace_notes().get("uses"), []
+        used = used if uses is None else dict(zip(used, uses.take(list(used.values()), shared), strict=True))
+        said = [f"{path} {'used' if yes else 'unused'}" for path, yes in used.items()]
+        comm.ops.told(json.dumps({"leaves": "\n".join(said)}))
+    else:
+        facts = [torch.tensor(list(used.values()), dtype=value.dtype, device=device)]
     for axis in asked:
-        if axis in axes and device == value.device:
-            value, facts = comm.all_reduce([value, facts], axis, label)
-        else:
-            # The loss agrees over other axes.
-            (value,) = comm.all_reduce([value], axis, label) if axis in axes else [value]
-            (facts,) = comm.all_reduce([facts], axis, label)
-    return value, {path: number > 0 for path, number in zip(used, facts.tolist(), strict=True)} if asked else used
+        # The loss agrees over other axes.
+        own = [value] if axis in axes else []
+        messages = [[*own, *facts]] if device == value.device else [own, facts]
+        sums = [tensor for message in messages for tensor in comm.all_reduce(message, axis, label)]
+        value, facts = (sums[0], sums[1:]) if own else (value, sums)
+    for fact in facts:
+        used = {path: number > 0 for path, number in zip(used, fact.tolist(), strict=True)}
+    return value, used
 
 
 def denominator(count: Any, axes: Sequence[Axis], reduce: str) -> Any:
