@@ -1,5 +1,6 @@
 """Private APIs of autograd, torch.func and tensors, each with the versions it was checked on."""
 
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -9,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -30,20 +31,28 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor, and those that torch.func transforms hold it by, the innermost transform's first."""
+    yield tensor
+    while is_transformed(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+        yield tensor
+
+
 def is_batched(tensor: torch.Tensor) -> bool:
     """Whether vmap holds a tensor, at any level. Checked on 2.13."""
-    while is_transformed(tensor):
-        if torch._C._functorch.is_batchedtensor(tensor):
-            return True
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return False
+    return any(map(torch._C._functorch.is_batchedtensor, _levels(tensor)))
 
 
 def is_differentiated(tensor: torch.Tensor) -> bool:
     """Whether a backward of autograd's or of any torch.func transform may reach a tensor. Checked on 2.13."""
-    while is_transformed(tensor) and not tensor.requires_grad:
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor.requires_grad and torch.is_grad_enabled()
+    return torch.is_grad_enabled() and any(level.requires_grad for level in _levels(tensor))
+
+
+def random_state() -> torch.Tensor:
+    """The state of torch's CPU generator as a plain tensor, under torch.func too. Checked on 2.13."""
+    *_, state = _levels(torch.get_rng_state())
+    return state
 
 
 def hook_of(tensor: torch.Tensor) -> str | None:
@@ -63,14 +72,6 @@ def outside_transforms() -> AbstractContextManager[object]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack() if transforms_active() else nullcontext()
-
-
-def random_state() -> torch.Tensor:
-    """The state of torch's CPU generator as a plain tensor, under torch.func too. Checked on 2.13."""
-    state = torch.get_rng_state()
-    while is_transformed(state):
-        state = torch._C._functorch.get_unwrapped(state)
-    return state
 
 
 def any_dual(tensors: Iterable[torch.Tensor]) -> bool:
@@ -101,8 +102,8 @@ def without_saved_tensor_hooks() -> Iterator[list[Any]]:
     try:
         yield [pack for pack, _ in hooks]
     finally:
-        for pack, unpack in reversed(hooks):
-            autograd._push_saved_tensors_default_hooks(pack, unpack)
+        for pair in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(*pair)
 
 
 def checkpoints() -> list[Any]:
@@ -119,10 +120,9 @@ def in_reentrant_checkpoint() -> bool:
 
     One whose arguments require gradients, and that autograd yet does not record, runs under no_grad. Checked on 2.13.
     """
-    code = CheckpointFunction.forward.__code__
-    frame = sys._getframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back  # type: ignore[assignment]
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
     if frame is None:
         return False
     given = (argument for argument in frame.f_locals["args"] if isinstance(argument, torch.Tensor))
@@ -133,18 +133,14 @@ def in_reentrant_checkpoint() -> bool:
 def outside_selective_checkpoint() -> Iterator[None]:
     """Let torch's selective checkpointing not see what runs inside, which it would count and cache. Checked on 2.13."""
     stack = _get_current_dispatch_mode_stack()
-    if not any(map(_is_selective, stack)):
+    others = [mode for mode in stack if not isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode)]
+    if others == stack:
         yield
         return
-    with _disable_current_modes(), ExitStack() as others:
-        for mode in stack:
-            if not _is_selective(mode):
-                others.enter_context(mode)
+    with _disable_current_modes(), ExitStack() as modes:
+        for mode in others:
+            modes.enter_context(mode)
         yield
-
-
-def _is_selective(mode: Any) -> bool:
-    return type(mode).__name__ in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
 
 
 def refuses_saved_tensor_hooks(error: Exception) -> bool:
@@ -162,24 +158,23 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def shares_memory(tensor: torch.Tensor) -> bool:
-    """Whether anything but this tensor holds its memory: a view, its base, autograd or an array. Checked on 2.13."""
-    return share_memory([tensor])[0]
-
-
 def share_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """For each tensor whether anything else holds its memory; under torch.func nobody can tell. Checked on 2.13."""
-    known = [tensor for tensor in tensors if not is_transformed(tensor)] if transforms_active() else tensors
-    alone = torch.empty(0)
-    storages = [tensor.untyped_storage() for tensor in (*known, alone)]
-    # Two counts of owners, those of the memory and those of Python's object for it, of which the last has one each.
-    count = torch._C._storage_Use_Count
-    uses, references = [count(storage._cdata) for storage in storages], list(map(sys.getrefcount, storages))
-    shared = [a != uses[-1] or b != references[-1] for a, b in zip(uses, references, strict=True)]
-    if known is tensors:
-        return shared[:-1]
-    found = iter(shared)
-    return [not is_transformed(tensor) and next(found) for tensor in tensors]
+    """For each tensor whether anything else holds its memory: a view, its base, autograd or an array.
+
+    Under torch.func nobody can tell. Checked on 2.13.
+    """
+    told = [not is_transformed(tensor) for tensor in tensors] if transforms_active() else [True] * len(tensors)
+    alone, count = torch.empty(0), torch._C._storage_Use_Count
+    storages = [tensor.untyped_storage() for tensor in (*itertools.compress(tensors, told), alone)]
+    # Of owners of the memory, and of Python's object for it.
+    owners = list(zip([count(storage._cdata) for storage in storages], map(sys.getrefcount, storages), strict=True))
+    found = iter([pair != owners[-1] for pair in owners])
+    return [known and next(found) for known in told]
+
+
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """The `share_memory` of one tensor. Checked on 2.13."""
+    return share_memory([tensor])[0]
 
 
 def copied_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -195,16 +190,16 @@ def divide_in_place(tensors: Sequence[torch.Tensor], divisor: Any) -> None:
     Those that a buffer was split into are divided as that one tensor.
     """
     device = divisor.device if isinstance(divisor, torch.Tensor) else None
-    together: list[torch.Tensor] = []
     buffers: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         buffers.setdefault(id(tensor if tensor._base is None else tensor._base), []).append(tensor)
+    together: list[torch.Tensor] = []
     for parts in buffers.values():
         base = parts[0]._base
         if base is not None and base.numel() == sum([part.numel() for part in parts]):
             parts = [base] if all(part.dtype is base.dtype for part in parts) else parts
         for part in parts:
-            if part.is_conj() or part.is_neg() or (device is not None and device != part.device):
+            if part.is_conj() or part.is_neg() or device not in (None, part.device):
                 part.div_(divisor)
             else:
                 together.append(part)
@@ -237,7 +232,6 @@ def shared_dual_level() -> Iterator[None]:
     tangents made under it last until this context is left.
     """
     from torch._functorch import eager_transforms
-    from torch.autograd import forward_ad
 
     with (
         forward_ad.dual_level() as level,

@@ -3,9 +3,9 @@
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,9 +20,7 @@ from torch._C._distributed_c10d import (
     _resolve_process_group,
     _unregister_process_group,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 
 Tensors = list[torch.Tensor]
 
@@ -87,19 +85,15 @@ def fake_process_groups(groups: Mapping[str, tuple[int, int]], backend: str) -> 
     Yields:
         Nothing.
     """
-    # The registry does not keep them alive.
-    registered = {}
-    try:
+    with ExitStack() as registered:
         for name, (rank, size) in groups.items():
             group = ProcessGroup(rank, size)  # type: ignore[call-arg]
             group._set_group_name(name)  # type: ignore[arg-type]
             group._set_group_desc(_FAKE + backend)
             _register_process_group(name, group)  # type: ignore[arg-type]
-            registered[name] = group
+            # The registry does not keep the group alive.
+            registered.callback(lambda name, _: _unregister_process_group(name), name, group)  # type: ignore[arg-type]
         yield
-    finally:
-        for name in registered:
-            _unregister_process_group(name)  # type: ignore[arg-type]
 
 
 def group_of_row(rows: list[list[int]], timeout: timedelta) -> ProcessGroup:
@@ -249,11 +243,6 @@ def cut(pair: Pair, own: int, size: int) -> list[int]:
     return gone
 
 
-def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Wait for the collectives registered on `tensor`'s storage and return it. Checked on 2.13."""
-    return torch.ops._c10d_functional.wait_tensor(tensor)
-
-
 def start_by_backend(op: str, tensors: Tensors, size: int, group: str, *sizes: Sequence[int]) -> Tensors:
     """Start the backend's own collective of several tensors; results in flight. Checked on 2.13."""
     operators = torch.ops._c10d_functional
@@ -267,7 +256,7 @@ def start_by_backend(op: str, tensors: Tensors, size: int, group: str, *sizes: S
     return [operators.all_to_all_single(tensor, *sizes[::-1], group) for tensor in tensors]
 
 
-def release_groups_at_exit(mesh: "DeviceMesh") -> None:
+def release_groups_at_exit(mesh: DeviceMesh) -> None:
     """Let a mesh that lives to the end of the process give up its process groups before the interpreter goes.
 
     A gloo group joins its threads when its last reference goes. A thread that is still letting go of a tensor asks for
@@ -292,25 +281,22 @@ def texts_in_store(key: str, own: int, text: str, size: int, timeout: timedelta)
     Returns:
         Every rank's text; None for one that did not come.
     """
-    store = torch.distributed.distributed_c10d._get_default_store()
+    store: Any = torch.distributed.distributed_c10d._get_default_store()
     number = store.add(f"{key}/calls of {own}", 1)
-    store.set(f"{key}/{number}/{own}", text)
-    keys = [f"{key}/{number}/{rank}" for rank in range(size)]
-    try:
-        store.wait(keys, timeout)
-    except RuntimeError:
+
+    def wait_for(what: str, limit: timedelta) -> list[str]:
+        keys = [f"{key}/{number}/{what} {rank}" for rank in range(size)]
         # A store that is a file raises no DistError.
-        return [store.get(key).decode() if store.check([key]) else None for key in keys]
-    found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]  # type: ignore[attr-defined]
+        with suppress(RuntimeError):
+            store.wait(keys, limit)
+        return keys
+
+    store.set(f"{key}/{number}/text of {own}", text)
+    found = [store.get(each).decode() if store.check([each]) else None for each in wait_for("text of", timeout)]
     store.set(f"{key}/{number}/read by {own}", "")
-    with suppress(RuntimeError):
-        # A rank that refuses what it has read may end, and the store with it.
-        store.wait([f"{key}/{number}/read by {rank}" for rank in range(size)], LINGER)
-    if number > 2:
-        # All have come to this call, and so have read what the last but one was for.
-        store.delete_key(f"{key}/{number - 2}/{own}")
-        store.delete_key(f"{key}/{number - 2}/read by {own}")
-    return [value.decode() for value in found]
+    # A rank that refuses what it has read may end, and the store with it.
+    wait_for("read by", LINGER)
+    return found
 
 
 def default_store() -> Any:

@@ -12,17 +12,13 @@ _GROUPED = torch.ops.aten._grouped_mm.default
 # Rows of its result start at multiples of this.
 _ALIGNMENT_BYTES = 16
 
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+# The operators that tensor.view() and tensor.reshape() end in. Checked on 2.13.
+RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 # Their kernels give the result the layout of the first operand, their Python forms that of the second.
-_FIRST_DECIDES = (
-    torch.ops.aten.copysign.Tensor,
-    torch.ops.aten.hardsigmoid_backward.default,
-    torch.ops.aten.hardswish_backward.default,
-    torch.ops.aten.hardtanh_backward.default,
-    torch.ops.aten.logit_backward.default,
-    torch.ops.aten.softplus_backward.default,
-    torch.ops.aten.xlogy.Tensor,
+_FIRST_DECIDES = tuple(
+    getattr(torch.ops.aten, f"{name}_backward").default
+    for name in ("hardsigmoid", "hardswish", "hardtanh", "logit", "softplus")
 )
 
 
@@ -50,7 +46,7 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     def grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented if a.dtype == torch.bfloat16 or a.dtype != b.dtype else product(a, b, *args, **kwargs)
 
-    found: dict[Any, Callable[..., Any]] = {_GROUPED: grouped_mm, **dict.fromkeys(_VIEWS, _view)}
+    found: dict[Any, Callable[..., Any]] = {_GROUPED: grouped_mm, **dict.fromkeys(RESHAPES, _view)}
     for operator in _FIRST_DECIDES:
         found[operator] = _where_layouts_differ(own(operator, operator.__name__.partition(".")[0], _as_first))
     return MappingProxyType(found)

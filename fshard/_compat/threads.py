@@ -111,13 +111,7 @@ def threaded_process_groups(join: Callable[[ThreadedCollective], None]) -> Itera
 def _kind(operation: Any, data: Any) -> str:
     """Name an operation, its arguments, and the tensors whose shapes must be the same on every rank."""
     arguments = ", ".join(f"{name}={getattr(value, 'op', value)}" for name, value in vars(operation).items())
-    kind = f"{type(operation).__name__}({arguments})"
-    match type(operation).__name__:
-        case "AllReduce" | "Broadcast":
-            same = data
-        case "ReduceScatter":
-            same = data[1]
-        case _:
-            return kind
-    tensors = torch.utils._pytree.tree_leaves(same)
-    return f"{kind} of {', '.join(f'{tensor.dtype} {tuple(tensor.shape)}' for tensor in tensors)}"
+    name = type(operation).__name__
+    same = data if name in ("AllReduce", "Broadcast") else data[1] if name == "ReduceScatter" else ()
+    shapes = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in torch.utils._pytree.tree_leaves(same))
+    return f"{name}({arguments})" + (f" of {shapes}" if shapes else "")

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -17,17 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fshard._compat.fake import is_fake
 from fshard._compat.layouts import decompositions
 
-if TYPE_CHECKING:
-    from torch.fx import GraphModule
-
-
 # Checked on 2.13.
 WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
-# The operators that tensor.view() and tensor.reshape() end in. Checked on 2.13.
-RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-# What tensor.to() becomes. Checked on 2.13.
-
-
 # Operators and torch's own functions, which read their arguments without a schema. Checked on 2.13.
 _PYTHON_FUNCTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
@@ -164,7 +155,9 @@ def sees_programs() -> bool:
     return not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
 
-def make_graph_of(f: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> tuple["GraphModule", list[torch.Tensor]]:
+def make_graph_of(
+    f: Callable[..., Any], tensors: Sequence[torch.Tensor]
+) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
     """Trace a function by make_fx, on tensors without values; those it closes over are constants. Checked on 2.13.
 
     Returns:

@@ -130,11 +130,11 @@ def landed(buffer: torch.Tensor) -> torch.Tensor:
     """
     issued = buffer.__dict__.pop("issued", None)
     if issued is None:
-        return _compat.wait_tensor(buffer)
+        return _compat.WAIT_TENSOR(buffer)
     watchers = of_this_rank(Watchers)
     issued.world.flying.pop(id(buffer), None)
     watchers.tell("waits", issued)
-    out = _waiting(issued, RuntimeError, lambda: _compat.wait_tensor(buffer))
+    out = _waiting(issued, RuntimeError, lambda: _compat.WAIT_TENSOR(buffer))
     issued.left -= 1
     watchers.tell("landed", issued)
     return out
