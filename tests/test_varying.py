@@ -48,6 +48,18 @@ def test_a_loss_that_is_reduced_already(strategy):
         fs.accumulate(lambda p, _: fs.objective(squares(p), like=p))(params, [0, 1])
 
 
+@on_ranks(4)
+def test_a_pvary_over_another_axis_hides_no_reduction():
+    mesh = two_axes(4)
+    tp, shard = fs.axis_of(mesh["replicate"]), fs.axis_of(mesh["shard"])
+    params = fs.shard(FULL, fs.fully_shard(mesh["shard"], min_shard_elements=0))
+
+    def summed_again(p):
+        return fs.psum_invariant(fs.pvary(fs.psum_invariant(squares(p), shard), tp), tp)
+
+    refused(summed_again, params, "the loss to be this rank's own, got one reduced over 'shard' already")
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(3)
 def test_sums_that_a_rank_goes_on_with_are_right(strategy):
