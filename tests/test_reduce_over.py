@@ -136,3 +136,18 @@ def test_several_axes_split_a_dim_as_partitions_do():
         leaf = fs.shard(FULL, make(mesh, axis=("shard", "tp"), min_shard_elements=0))["down"]
         assert leaf.spec.partition == fs.P(("shard", "tp"))
         assert_same_bits(leaf.local, FULL["down"].chunk(4)[place])
+
+
+@on_ranks(2)
+def test_frozen_leaves_need_no_part_in_a_reduction():
+    mesh, *_ = axes()
+    trained = fs.shard({"up": FULL["up"]}, fs.zero3(mesh, axis=("shard", "tp")))
+    frozen = fs.shard({"down": FULL["down"]}, fs.fully_shard(mesh["shard"]), frozen="down")
+
+    def total(p):
+        full = fs.gather(p)
+        return full["up"].sum() * full["down"].sum()
+
+    value, grads = fs.value_and_grad(total, reduce_over=("shard", "tp"))(trained | frozen)
+    assert grads["down"] is None
+    assert_trees_close(value, FULL["up"].sum() * FULL["down"].sum())
