@@ -45,13 +45,13 @@ def main() -> None:
     if args.model is not None:
         base = fs.checkpoint.load_huggingface(args.model, like=base, module=module, cast=True)
     numbers = sum(leaf.local.nbytes for leaf in base.values())
-    stored = fs.reshard(base, zero3, frozen=lambda path: True)
+    stored = fs.reshard(base, zero3, frozen="*")
     del base
     in_bytes = fs.compose(zero3, Dequantize(torch.float32, args.bits))
     for name, leaf in stored.items():
         if fits(leaf.spec.shape):
             full = fs.unshard({name: leaf})
-            stored |= fs.shard({name: quantized(full[name], args.bits)}, in_bytes, frozen=lambda path: True)
+            stored |= fs.shard({name: quantized(full[name], args.bits)}, in_bytes, frozen="*")
 
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     wrapped = get_peft_model(module, LoraConfig(r=args.rank, lora_alpha=args.alpha, target_modules=args.targets))

@@ -56,7 +56,7 @@ def gather(tree: Tree) -> Tree:
 def _gathered_with(leaf: Sharded) -> tuple[ShardTransform, bool]:
     """Find the transform of a leaf, and whether it takes no gradient: leaves that are equal in both share a node."""
     differentiable = leaf.local.is_floating_point() or leaf.local.is_complex()
-    return leaf.spec.transform, leaf.spec.frozen or not differentiable  # type: ignore[return-value]
+    return leaf.spec.transform, leaf.spec.frozen or not differentiable
 
 
 def _gathered(key: Any, paths: list[str], shards: list[Sharded]) -> Sequence[Any]:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fshard import _compat
 from fshard.comm import CollectiveError, connected, refuse_other
 from fshard.comm import world as world_of_ranks
-from fshard.errors import Problem, expect, refuse
+from fshard.errors import expect
 from fshard.tree import Axis
 from fshard.tree.checks import describe
 
@@ -51,8 +51,7 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
 
     Raises:
         ValueError: before torch.distributed is started, if the sizes do not multiply to the number of ranks, there is
-            no such device, `timeout` is not positive, torch.distributed runs already on a backend that does not serve
-            the device, or the environment is half a launcher's; before any group is made, and on every rank, if ranks
+            no such device, or `timeout` is not positive; before any group is made, and on every rank, if ranks
             ask for different meshes.
         CollectiveError: if a rank does not come within the timeout.
 
@@ -62,10 +61,10 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
     limit = timedelta(seconds=TIMEOUT)
     try:
         device = _device(device)
-        seconds = type(timeout) in (int, float) and 0 < timeout < float("inf")
+        seconds = type(timeout) in (int, float) and 0 < timeout < math.inf
         expect(seconds, "init_mesh", "timeout to be a positive number of seconds", f"{timeout!r:.40}")
         limit = timedelta(seconds=timeout)
-        sizes = _sizes(shape, dist.get_world_size() if dist.is_initialized() else _launched())
+        sizes = _sizes(shape, dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1)))
     except ValueError as error:
         # Others may have asked for what they can have, and wait.
         _compare(str(error), limit)
@@ -106,41 +105,18 @@ def axis_of(mesh: Mesh | Axis, name: str | None = None) -> Axis:
     ('tp', 'shard')
     >>> fs.axis_of(mesh)
     Traceback (most recent call last):
-    ValueError: expected mesh to have one axis, got ('shard', 'tp'); name one, as in mesh['shard']
-    """
-    return axis_given(mesh, name, "name")
-
-
-def axis_given(mesh: Mesh | Axis, name: str | None, argument: str) -> Axis:
-    """As `axis_of`, for a function that takes the axis's name by an argument of its own.
-
-    Args:
-        mesh: As for `axis_of`.
-        name: As for `axis_of`.
-        argument: What the function calls it.
-
-    Returns:
-        As `axis_of`.
-
-    Raises:
-        ValueError: as `axis_of` does.
+    ValueError: mesh: expected one axis, got ('shard', 'tp'); name one, as in mesh['shard']
     """
     if isinstance(mesh, Axis):
         return mesh
-    if not isinstance(mesh, Mesh):
-        raise ValueError(f"expected mesh to be a DeviceMesh or an Axis, got {describe(mesh)}; make one by fs.init_mesh")
-    names = mesh.mesh_dim_names or ()
-    if name is None and len(names) != 1:
-        raise ValueError(f"expected mesh to have one axis, got {names}; name one, as in mesh['shard']")
+    expect(isinstance(mesh, Mesh), "mesh", "a DeviceMesh or an Axis", describe(mesh), "make one by fs.init_mesh")
+    names = tuple(mesh.mesh_dim_names or ())
+    expect(name is not None or len(names) == 1, "mesh", "one axis", f"{names}", "name one, as in mesh['shard']")
     name = names[0] if name is None else name
-    if name not in names:
-        remedy = f"pass {argument}= or name it in init_mesh"
-        raise ValueError(f"expected {argument} to be one of {names}, got {name!r:.40}; {remedy}")
+    expect(name in names, "mesh", f"axis to be one of {names}", f"{name!r:.40}", "name it in init_mesh")
     if mesh.get_coordinate() is None:
-        ranks, remedy = mesh.mesh.flatten().tolist(), "call it where mesh.get_coordinate() is not None"
-        raise ValueError(
-            f"expected a call on one of the mesh's ranks {ranks}, got one on rank {dist.get_rank()}; {remedy}"
-        )
+        needed = f"one of the mesh's ranks {mesh.mesh.flatten().tolist()}"
+        expect(False, "mesh", needed, f"rank {dist.get_rank()}", "call it on these alone")
     _compat.release_groups_at_exit(mesh)
     return Axis(name, mesh.size(names.index(name)), mesh.get_group(name).group_name)
 
@@ -209,12 +185,10 @@ def ranks_of(mesh: Mesh | Axis | None) -> Axis:
     names = mesh.mesh_dim_names or () if isinstance(mesh, Mesh) else ()
     if isinstance(mesh, Axis) or len(names) < 2:
         return axis_of(mesh)
-    everyone, size = world(), mesh.size()
-    if size != everyone.size:
-        remedy = "pass one of its axes, as mesh['shard'], or a DeviceMesh of one axis over its ranks"
-        needed = f"one axis or all {everyone.size} ranks"
-        raise ValueError(f"expected mesh to have {needed}, got axes {names} of {size} ranks; {remedy}")
-    return Axis("+".join(names), size, everyone.group_name)
+    everyone, remedy = world(), "pass one of its axes, as mesh['shard'], or a DeviceMesh of one axis over its ranks"
+    needed = f"one axis or all {everyone.size} ranks"
+    expect(mesh.size() == everyone.size, "mesh", needed, f"axes {names} of {mesh.size()} ranks", remedy)
+    return Axis("+".join(names), everyone.size, everyone.group_name)
 
 
 def _device(device: str | None) -> str:
@@ -226,12 +200,6 @@ def _device(device: str | None) -> str:
         own = dist.Backend.default_device_backend_map.get(known[-1], "gloo") != "gloo"
         device = known[-1] if own else "cpu"
     expect(device in known, "init_mesh", f"device to be one of {known}, which torch finds here", f"{device!r:.100}")
-    if dist.is_initialized():
-        # Pairs such as "cpu:gloo,cuda:nccl".
-        serves = [pair.split(":")[0] for pair in dist.get_backend_config().split(",")]
-        got = f"one that runs on {dist.get_backend()!r} already and serves {serves}"
-        remedy = "call torch.distributed.destroy_process_group() first or pass another device"
-        expect(device in serves, "init_mesh", f"a torch.distributed that serves {device!r}", got, remedy)
     return device
 
 
@@ -243,41 +211,27 @@ def _compare(asked: str, limit: timedelta) -> None:
     text = json.dumps([asked, own.generation + (own.broken is not None)])
     said = _compat.texts_in_store("fshard/init_mesh", dist.get_rank(), text, dist.get_world_size(), limit)
     absent = [rank for rank, text in enumerate(said) if text is None]
-    remedy = "every rank must call init_mesh, and several in the same order"
-    got = f"nothing from ranks {absent}"
-    expect(not absent, "init_mesh", f"all {len(said)} ranks", got, remedy, CollectiveError)
-    found, generations = zip(*(json.loads(text) for text in said if text is not None), strict=True)
+    found, remedy = f"nothing from ranks {absent}", "every rank must call init_mesh, and several in the same order"
+    expect(not absent, "init_mesh", f"all {len(said)} ranks", found, remedy, CollectiveError)
+    asking, generations = zip(*(json.loads(text) for text in said if text is not None), strict=True)
     if max(generations) > own.generation:
         # Where one rank has a group that is broken, all make their groups anew.
         own.renew(max(generations))
-    others = [(rank, text) for rank, text in enumerate(found) if text != found[0]][:1]
-    problems = [Problem("mesh", f"{text} on rank {rank}", f"{found[0]} as on rank 0") for rank, text in others]
-    remedy = "make the same meshes on every rank, in the same order"
-    refuse("init_mesh: ranks ask for different meshes", problems, remedy)
+    other = next((rank for rank, text in enumerate(asking) if text != asking[0]), 0)
+    needed, remedy = f"the same mesh on every rank, {asking[0]} as on rank 0", "make the same meshes in the same order"
+    expect(not other, "init_mesh", needed, f"{asking[other]} on rank {other}", remedy)
 
 
 def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:
     named = isinstance(shape, Mapping) and all(isinstance(name, str) and name for name in shape)
-    needed = "shape to be a mapping from names of axes to their sizes"
-    expect(named, "init_mesh", needed, f"{shape!r:.100}")
-    sizes = list(shape.values())
+    sizes = list(shape.values()) if named else []
     whole = all(type(size) is int and (size > 0 or size == -1) for size in sizes)
-    needed = "shape to be positive whole sizes, one of which may be -1"
-    expect(sizes and whole and sizes.count(-1) <= 1, "init_mesh", needed, f"{dict(shape)}")
+    needed = "shape to be a mapping from names of axes to positive whole sizes, one of which may be -1"
+    expect(sizes and whole and sizes.count(-1) <= 1, "init_mesh", needed, f"{shape!r:.100}")
     known = math.prod(size for size in sizes if size != -1)
-    count = f"a multiple of {known}" if -1 in sizes else str(known)
-    needed = f"the number of ranks to be {count} for {dict(shape)}"
-    remedy = "choose sizes whose product is the number of ranks, or -1 for one of them"
-    expect(not ranks % known and (-1 in sizes or known == ranks), "init_mesh", needed, f"{ranks}", remedy)
+    fits = not ranks % known if -1 in sizes else known == ranks
+    expect(fits, "init_mesh", f"shape to have sizes whose product is {ranks}, the number of ranks", f"{dict(shape)}")
     return tuple(ranks // known if size == -1 else size for size in sizes)
-
-
-def _launched() -> int:
-    """The number of ranks that a launcher started, 1 without one."""
-    given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
-    remedy = "run under torchrun, which sets both, or unset it"
-    expect(len(given) != 1, "init_mesh", "RANK and WORLD_SIZE in the environment", f"{''.join(given)} alone", remedy)
-    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _start(device: str, limit: timedelta) -> None:
@@ -286,11 +240,11 @@ def _start(device: str, limit: timedelta) -> None:
         # Ranks compare what they do by messages between processors, for which no host waits for its accelerator.
         backend = f"cpu:gloo,{device}:{backend}"
     found: tuple[Any, int, int] = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
-    if "RANK" in os.environ:
+    if os.environ.keys() & {"RANK", "WORLD_SIZE"}:
         try:
             found = next(iter(dist.rendezvous("env://", timeout=limit)))  # type: ignore[attr-defined]
         except dist.DistError as error:
-            raise CollectiveError(f"init_mesh: expected all {_launched()} ranks to start, got: {error}") from error
+            raise CollectiveError(f"init_mesh: expected all ranks to start, got: {error}") from error
     # Where torchrun restarts the ranks of its one node, its store has the addresses of ranks that were killed, and a
     # rank that reads one before it is written anew cannot connect (pytorch#135712). Several nodes count differently.
     one_node = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") == "1"
@@ -298,9 +252,4 @@ def _start(device: str, limit: timedelta) -> None:
     store, rank, ranks = found
     store = dist.PrefixStore(f"restart {restarts}", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
-    atexit.register(_stop)
-
-
-def _stop() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())

@@ -3,41 +3,49 @@
 import ctypes
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
 from fshard import _compat, comm
-from fshard.errors import Problem, expect, leaf_error, refuse
+from fshard.errors import Problem, expect, refuse
 from fshard.transforms import LayoutError, ShardTransform
+from fshard.transforms.axis import _FullyShard
+from fshard.transforms.base import Finish
 from fshard.transforms.compose import at, layout_axes, masks
-from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, is_sharded, unflatten
-from fshard.tree.checks import (
-    check_local,
-    check_matches,
-    describe,
-    is_reachable,
-    outline,
-    refuse_donated,
+from fshard.tree import (
+    MASK,
+    Axis,
+    Flat,
+    Mask,
+    Sharded,
+    Spec,
+    Tree,
+    flatten,
+    grouped,
+    is_mask,
+    is_sharded,
+    matches,
+    unflatten,
 )
-from fshard.tree.masks import MASK, Mask, TreeMask, as_mask, is_mask, matches, reads_leaves
+from fshard.tree.checks import check_local, check_matches, describe, is_reachable, named, outline, refuse_donated
 
 SAME_TREE = (
     "build the same tree on every rank, from one seed; simulated ranks share a generator, so build it before they start"
 )
 
 
-def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | None = None) -> Tree:
+def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None) -> Tree:
     """Keep this rank's piece of every tensor, after checking that all ranks hold the same tree and values.
 
     Args:
         full_tree: Pytree of full tensors, the same on every rank; None leaves stay None.
             Fake tensors, of torch's FakeTensorMode, give leaves without values, to plan with.
         transform: A strategy or any other ShardTransform.
-        frozen: Which leaves take no gradient, as `masked` takes a mask; but a function of one argument gets a leaf's
-            path, such as "['w']". Parameters that do not require a gradient are frozen too.
+        frozen: Which leaves take no gradient: a glob pattern of their names, such as "blocks.*.weight", several, or a
+            function of (name, leaf), as `masked` takes it. Parameters that do not require a gradient are frozen too.
 
     Returns:
         The tree with Sharded leaves that own their storage.
@@ -53,28 +61,25 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | N
     check_transform(transform, "shard")
     flat = flatten(full_tree)
     layouts = Layouts("shard", transform, flat.names, flat.leaves)
-    chosen = [False] * len(flat.names) if frozen is None else _chosen("shard", frozen, flat, flat.names)
-    out: list[Any] = []
-    entries: dict[str, str] = {}
-    for path, name, leaf, is_chosen in zip(flat.paths, flat.names, flat.leaves, chosen, strict=True):
+    chosen = _chosen("shard", frozen, flat)
+    out: list[Sharded | None] = []
+    entries = {"(structure)": outline(flat.treedef)}
+    for path, name, leaf in zip(flat.paths, flat.names, flat.leaves, strict=True):
         misfit = unfit(leaf)
         if leaf is None or misfit:
             layouts.problems += [Problem(path, *misfit)] if misfit else []
-            out.append(None)
             entries[path] = misfit[0] if misfit else "None"
+            out.append(None)
             continue
-        spec = Spec(tuple(leaf.shape), frozen=is_chosen or is_frozen(leaf))
-        spec = layouts.of(path, name, leaf, spec)
-        out.append((leaf.detach(), spec))
+        spec = layouts.of(path, name, leaf, Spec(tuple(leaf.shape), frozen=chosen[name] or is_frozen(leaf)))
         entries[path] = fingerprint(leaf, spec)
-    entries["(structure)"] = outline(flat.treedef)
+        out.append(Sharded(leaf.detach(), spec))
     # Ranks compare before any of them refuses its tree: a tree may be wrong on one rank alone.
     difference = comm.disagreement(entries, layout_axes(transform), "shard")
-    if difference:
-        raise leaf_error("shard: ranks hold different trees", [difference], SAME_TREE)
+    refuse("shard: ranks hold different trees", [difference] if difference else [], SAME_TREE)
     refuse_donated("shard", flat)
     refuse("shard: leaves cannot be sharded", layouts.problems, "pass full tensors whose shapes fit the strategy")
-    return unflatten(flat.treedef, [leaf and Sharded(stored(local_piece(*leaf), leaf[1]), leaf[1]) for leaf in out])
+    return unflatten(flat.treedef, [leaf and stored(local_piece(leaf.local, leaf.spec), leaf.spec) for leaf in out])
 
 
 def unshard(tree: Tree) -> Tree:
@@ -99,17 +104,12 @@ def unshard(tree: Tree) -> Tree:
     """
     flat = flatten(tree)
     check_local("unshard", flat)
-    if any(_compat.is_batched(leaf.local) for leaf in flat.leaves if is_sharded(leaf)):
-        raise ValueError("unshard: expected one tree, got a batch of them, by vmap; call fs.gather there")
-    sharded = [i for i, leaf in enumerate(flat.leaves) if is_sharded(leaf)]
     comm.same_call("unshard", _split_over(flat), flat)
-    leaves = list(flat.leaves)
-    for i, tensor in zip(sharded, unsharded([leaves[i] for i in sharded]), strict=True):
-        leaves[i] = tensor
-    return unflatten(flat.treedef, leaves)
+    full = iter(unsharded([leaf for leaf in flat.leaves if is_sharded(leaf)]))
+    return unflatten(flat.treedef, [next(full) if is_sharded(leaf) else leaf for leaf in flat.leaves])
 
 
-def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | None = None) -> Tree:
+def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None) -> Tree:
     """Move Sharded leaves to another layout, strategy or mesh of the same ranks, bitwise; one leaf is full at a time.
 
     Works on parameters, optimizer state, or a whole TrainState.
@@ -125,8 +125,8 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | None
         The tree with the same values in the new layout, in storage of its own.
 
     Raises:
-        ValueError: if a leaf's shape does not match its spec or does not fit the transform, a leaf has no transform,
-            as the state of one has not, or `frozen` matches names where it is asked for paths.
+        ValueError: if a leaf's shape does not match its spec or does not fit the transform, or a leaf has no transform,
+            as the state of one has not.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -138,38 +138,32 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | Tree | None
     [([[0, 1]], [[0], [2]]), ([[2, 3]], [[1], [3]])]
     """
     check_transform(transform, "reshard")
-    flat = flatten(tree)
+    flat, params = flatten(tree), flatten(getattr(tree, "params", tree))
     check_local("reshard", flat)
-    names = _names_of_parameters(tree, flat)
+    # In a TrainState the names of the parameters that leaves belong to.
+    known = sorted(params.names, key=len, reverse=True)
+    names = [next((own for own in known if f".{name}".endswith(f".{own}")), name) for name in flat.names]
     layouts = Layouts("reshard", transform, names, flat.leaves)
-    chosen: dict[str, bool] = {}
-    if frozen is not None:
-        params = flatten(getattr(tree, "params", tree))
-        chosen = dict(zip(params.names, _chosen("reshard", frozen, params, params.names), strict=True))
-    out: list[Any] = []
+    chosen = {} if frozen is None else _chosen("reshard", frozen, params)
     specs: dict[str, Spec] = {}
+    out: list[Spec | None] = []
     for path, name, leaf in zip(flat.paths, names, flat.leaves, strict=True):
-        spec = None
-        if is_sharded(leaf):
-            if leaf.spec.transform is None:
-                own = "state of a transform, this rank's own"
-                layouts.problems.append(Problem(path, own, "leaves that have a transform"))
-            dims = _reduced(leaf.spec, specs.get(name))
-            if dims:
-                spec = specs[name].reduced(dims)
-            else:
-                whole = Spec(leaf.spec.shape, frozen=chosen.get(name, leaf.spec.frozen))
-                spec = layouts.of(path, name, leaf, whole)
-            # A TrainState has its parameters first, and then what the optimizer keeps for each.
-            specs.setdefault(name, spec)
-        out.append((leaf, spec))
-    if any(is_sharded(leaf) and leaf.spec.transform is None for leaf in flat.leaves):
-        remedy = "reshard without it, and make it anew by fs.transform_state"
-        raise leaf_error("reshard: leaves belong to their ranks", layouts.problems, remedy)
+        if not is_sharded(leaf):
+            out.append(None)
+            continue
+        if leaf.spec.transform is None:
+            own = "state of a transform, which fs.transform_state makes anew"
+            layouts.problems.append(Problem(path, own, "leaves that have a transform"))
+        whole = Spec(leaf.spec.shape, frozen=chosen.get(name, leaf.spec.frozen))
+        dims = _reduced(leaf.spec, specs.get(name))
+        spec = specs[name].reduced(dims) if dims else layouts.of(path, name, leaf, whole)
+        # A TrainState has its parameters first, and then what the optimizer keeps for each.
+        specs.setdefault(name, spec)
+        out.append(spec)
     refuse("reshard: leaves do not fit", layouts.problems, "choose a strategy that fits their shapes")
     comm.same_call("reshard", _split_over(flat), flat, transform=transform)
-    leaves = [leaf if spec is None else Sharded(stored(_move(leaf, spec), spec), spec) for leaf, spec in out]
-    return unflatten(flat.treedef, leaves)
+    pairs = zip(flat.leaves, out, strict=True)
+    return unflatten(flat.treedef, [leaf if spec is None else stored(_move(leaf, spec), spec) for leaf, spec in pairs])
 
 
 def local_piece(full: torch.Tensor, spec: Spec) -> torch.Tensor:
@@ -213,42 +207,33 @@ def _split_over(flat: Flat) -> tuple[Axis, ...]:
     return tuple(dict.fromkeys(axis for spec in flat.specs for axis in spec.partition_axes()))
 
 
+@dataclass(frozen=True)
+class _Unshard(_FullyShard):
+    def start_rows(self, shards: Sequence[torch.Tensor], specs: Sequence[Spec]) -> Finish:
+        return comm.start_all_gather(shards, self.axis, "unshard")
+
+
 def unsharded(leaves: Sequence[Any]) -> list[torch.Tensor]:
     """Full tensors of Sharded leaves, as `unshard` makes them, for callers whose ranks have agreed to it."""
-    out, specs = [leaf.local for leaf in leaves], [leaf.spec for leaf in leaves]
-    # Minor axes first within a dim; leaves whose next axis is the same travel together.
-    plans = [
-        [(axis, dim) for dim in range(len(spec.partition)) for axis in reversed(spec.split_axes(dim))] for spec in specs
-    ]
-    while any(plans):
-        axis = next(plan[0][0] for plan in plans if plan)
-        together = [i for i, plan in enumerate(plans) if plan and plan[0][0] == axis]
-        stacks = comm.all_gather([out[i] for i in together], axis, "unshard")
-        for i, rows in zip(together, stacks, strict=True):
-            _, dim = plans[i].pop(0)
-            out[i] = rows.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, specs[i].shared_out(dim, axis))
-    for i, spec in enumerate(specs):
-        out[i] = out[i].reshape(spec.shape)
-    return out
+    out = [leaf.local for leaf in leaves]
+    for axes, group in grouped(leaves, lambda leaf: leaf.spec.partition_axes()).items():
+        specs = [leaves[i].spec for i in group]
+        # Minor axes first within a dim.
+        for axis in reversed(axes):
+            for i, full in zip(group, _Unshard(axis, 0, 0).gather([out[i] for i in group], specs), strict=True):
+                out[i] = full
+    # Views, so that memory which leaves and full tensors share is seen to be shared.
+    return [full.reshape(leaf.spec.shape) for full, leaf in zip(out, leaves, strict=True)]
 
 
-def stored(piece: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Bring a new shard to the device that its transform keeps it on."""
-    transform: Any = spec.transform
-    storage = transform and transform.storage
+def stored(piece: torch.Tensor, spec: Spec) -> Sharded:
+    """Make a new shard, on the device that its transform keeps shards on."""
+    storage = spec.transform and spec.transform.storage
     if storage is None:
-        return piece
+        return Sharded(piece, spec)
     kept = piece.to(storage.device)
     # Only from pinned memory does a copy run beside what computes.
-    return kept.pin_memory() if kept.device.type == "cpu" != storage.compute_device.type else kept
-
-
-def _names_of_parameters(tree: Tree, flat: Flat) -> tuple[str, ...]:
-    """The leaves' names; in a TrainState those of the parameters that they belong to."""
-    if not hasattr(tree, "params"):
-        return flat.names
-    known = sorted(flatten(tree.params).names, key=len, reverse=True)
-    return tuple(next((own for own in known if f".{name}".endswith(f".{own}")), name) for name in flat.names)
+    return Sharded(kept.pin_memory() if kept.device.type == "cpu" != storage.compute_device.type else kept, spec)
 
 
 def _reduced(spec: Spec, own: Spec | None) -> list[int]:
@@ -301,14 +286,12 @@ class Layouts:
             The spec; the one given where there was a problem.
         """
         transform = at(self._transform, name, leaf)
-        key = id(transform), spec
         try:
-            if key not in self._known:
-                self._known[key] = replace(transform.layout(spec), transform=transform)
+            if (id(transform), spec) not in self._known:
+                self._known[id(transform), spec] = replace(transform.layout(spec), transform=transform)
         except LayoutError as error:
             self.problems.append(Problem(path, error.got, error.expected))
-            return spec
-        return self._known[key]
+        return self._known.get((id(transform), spec), spec)
 
 
 def is_frozen(leaf: torch.Tensor) -> bool:
@@ -316,39 +299,24 @@ def is_frozen(leaf: torch.Tensor) -> bool:
     return isinstance(leaf, torch.nn.Parameter) and not leaf.requires_grad
 
 
-def _chosen(what: str, frozen: Mask | Tree, flat: Flat, names: Sequence[str]) -> list[bool]:
-    """Tell which leaves are to be frozen."""
-    if isinstance(frozen, tuple | list) and not frozen:
-        return [False] * len(names)
-    mask = as_mask(frozen)
-    expect(is_mask(mask), what, f"frozen to be {MASK}", describe(frozen))
-    is_function = callable(mask) and not isinstance(mask, TreeMask)
-    if not is_function:
-        check_matches(what, [mask], names, flat.leaves)
-    if not is_function or reads_leaves(mask):
-        return [matches(mask, name, leaf) for name, leaf in zip(names, flat.leaves, strict=True)]
-    chosen = [bool(mask(path)) for path in flat.paths]
-    if not any(chosen) and any(map(mask, names)):
-        path, name = next(pair for pair in zip(flat.paths, names, strict=True) if mask(pair[1]))
-        remedy = f'test for paths such as "{path}", or pass a glob pattern or a function of (name, leaf)'
-        expect(False, what, "frozen to match some paths", f"a function that matches names such as {name!r}", remedy)
-    return chosen
+def _chosen(what: str, frozen: Mask | None, flat: Flat) -> dict[str, bool]:
+    """Tell by name which leaves are to be frozen."""
+    if frozen is None or frozen in ((), []):
+        return dict.fromkeys(flat.names, False)
+    expect(is_mask(frozen), what, f"frozen to be {MASK}", describe(frozen))
+    check_matches(what, [frozen], flat.names, flat.leaves)
+    return {name: matches(frozen, name, leaf) for name, leaf in zip(flat.names, flat.leaves, strict=True)}
 
 
 def unfit(leaf: Any) -> tuple[str, str] | None:
     """Describe a leaf that cannot be cut, and the leaf expected."""
-    if is_sharded(leaf):
-        return "a Sharded leaf", "a full tensor; reshard changes layouts"
-    if leaf is not None and type(leaf) not in (torch.Tensor, torch.nn.Parameter) and not _compat.is_fake(leaf):
-        return describe(leaf), "a tensor" + (
-            "; from_dtensor takes DTensors over" if isinstance(leaf, torch.Tensor) else ""
-        )
-    if leaf is not None and _compat.is_transformed(leaf):
-        return "a tensor of a torch.func transform", "one outside of it; shard constants before"
-    if leaf is not None and (leaf.is_meta or leaf.layout != torch.strided):
-        layout = str(leaf.layout).removeprefix("torch.")
-        return f"a {layout} tensor on device {leaf.device}", "a strided tensor with values"
-    return None
+    if leaf is None:
+        return None
+    if type(leaf) not in (torch.Tensor, torch.nn.Parameter) and not _compat.is_fake(leaf):
+        return describe(leaf), "a plain full tensor"
+    place = "in a torch.func transform" if _compat.is_transformed(leaf) else f"on device {leaf.device}"
+    fits = not _compat.is_transformed(leaf) and not leaf.is_meta and leaf.layout == torch.strided
+    return None if fits else (f"a {leaf.layout} tensor {place}", "a strided tensor with values")
 
 
 def fingerprint(leaf: torch.Tensor, spec: Spec, origin: str | None = None) -> str:
@@ -372,7 +340,6 @@ def check_transform(transform: Any, verb: str, argument: str = "transform") -> N
     """Refuse what is no transform, or one of another mesh than this process is on."""
     needed = f"{argument} to be a ShardTransform such as fs.zero2(mesh)"
     expect(isinstance(transform, ShardTransform), verb, needed, describe(transform))
-    needed = "a strategy over axes whose groups have their size and this process in them"
-    for axis in layout_axes(transform):
-        found = f"axis {axis.name!r} of {axis.size} ranks in group {axis.group_name!r}"
-        expect(is_reachable(axis), verb, needed, found, "make it of this process's mesh")
+    away = [named(axis) for axis in layout_axes(transform) if not is_reachable(axis)]
+    needed = f"{argument} over axes whose groups have their size and this process in them"
+    expect(not away, verb, needed, ", ".join(away), "make it of this process's mesh")

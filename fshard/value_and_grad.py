@@ -25,8 +25,8 @@ from fshard.collectives import (
 from fshard.engine import Call
 from fshard.errors import expect
 from fshard.microbatches import Share, check_batches, order_of, share_of, tree_total
+from fshard.transforms.compose import in_tree
 from fshard.transforms.state import ABSENT, Absent, joined, states_of
-from fshard.transforms.tree_sums import in_tree
 from fshard.tree import (
     Sharded,
     Tree,
@@ -181,7 +181,7 @@ class _Job:
         self.shared = shared_axes(self.flat, self.axes)
         for each in (self.flat, flatten(self.inputs)):
             check_floating(self.what, each)
-            check_differentiable(self.what, each)
+        check_differentiable(self.what)
         self.states = states_of(self.what, self.flat, self.transform_state)
         self.share: Share | None = None
         self.told: dict[str, Any] = {"reduce": self.reduce, **named(self.axes, self.over)}

@@ -43,7 +43,8 @@ FIXED = full_params()["fixed"]
 
 
 def shard(transform, full=None):
-    return fs.shard(full or full_params(), transform, frozen=lambda path: "fixed" in path)
+    full = full or full_params()
+    return fs.shard(full, transform, frozen="fixed" if "fixed" in full else ())
 
 
 def batch():

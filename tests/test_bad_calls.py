@@ -25,7 +25,7 @@ from torch import nn
 import fshard as fs
 from fshard import checkpoint, testing
 from fshard.errors import short
-from fshard.tree.checks import mark_donated
+from fshard.jit.donation import mark_donated
 from tests import house
 
 # Seconds that one call may take.
@@ -159,12 +159,12 @@ CALLS = {
     "psum_invariant": lambda w: dict(tree=torch.ones(2), axis=w.axis),
     "reduce_scatter": lambda w: dict(tree=torch.ones(2), axis=w.axis, dim=0),
     "replicate": lambda w: dict(mesh=w.mesh),
-    "reshard": lambda w: dict(tree=w.params, transform=fs.ddp(w.mesh), frozen=lambda path: False),
+    "reshard": lambda w: dict(tree=w.params, transform=fs.ddp(w.mesh), frozen=()),
     "sample_ids": lambda w: dict(step=1, key=2, samples=10, batch=3),
     "scale_by_adam": lambda w: dict(betas=(0.9, 0.99), eps=1e-8),
     "scatter_grads": lambda w: dict(grads=w.full, like=w.params, reduce="mean"),
     "sgd": lambda w: dict(lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0),
-    "shard": lambda w: dict(full_tree=w.full, transform=fs.zero2(w.mesh), frozen=lambda path: False),
+    "shard": lambda w: dict(full_tree=w.full, transform=fs.zero2(w.mesh), frozen=()),
     "skip_nonfinite": lambda w: dict(tx=w.tx),
     "own_dim": lambda w: dict(mesh=w.mesh, dim=0),
     "split_dim": lambda w: dict(mesh=w.mesh, dim=0),

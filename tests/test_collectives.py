@@ -220,7 +220,7 @@ ROWS += [
         verb,
         f"{verb.__name__} over 'shard': leaves do not fit\n"
         "  ['b']: expected a tensor, got a float\n"
-        "To fix: pass tensors.",
+        "To fix: pass such tensors.",
     )
     for verb in SUMS
 ]
@@ -229,7 +229,7 @@ ROWS += [
         f"{verb.__name__} along dim {dim}",
         lambda world, dim=dim: ({"a": torch.ones(2, 2, 2), "b": torch.ones(2)}, fs.axis_of(world.mesh), dim),
         verb,
-        f"{verb.__name__} over 'shard': leaves do not fit\n{lines}To fix: pass tensors of more dims, or another dim.",
+        f"{verb.__name__} over 'shard': leaves do not fit\n{lines}To fix: pass such tensors.",
     )
     for verb in ALONG_A_DIM
     for dim, lines in [
@@ -249,7 +249,7 @@ ROWS += [
         to_all,
         "all_to_all over 'shard': leaves do not fit\n"
         "  (root): expected a tensor with a dim 1, counted from the front, got a float32 Tensor of shape (2,)\n"
-        "To fix: pass tensors of more dims, or another dim.",
+        "To fix: pass such tensors.",
     ),
     *rows_of(
         "ragged_all_to_all by the sizes {}",
@@ -284,7 +284,7 @@ ROWS += [
         fs.sync_buffers,
         "sync_buffers over 'shard': leaves do not fit\n"
         "  ['count']: expected a tensor, got an int\n"
-        "To fix: pass tensors.",
+        "To fix: pass such tensors.",
     ),
     Row(
         "sync_buffers by another word",

@@ -146,7 +146,7 @@ class TooShortInTheEnd(fs.Wrapped):
 # How a transform joins one that reduces gradients, and the shapes of what its scatter is to return and does on rank 1.
 SCATTERS = {
     # Its result is reduced, for which rank 0 waits.
-    "before a reduction": (lambda shard: fs.compose(shard, TooShort()), r"\(4,\)", r"\(2,\)"),
+    "before a reduction": (lambda shard: fs.compose(shard, TooShort()), r"\(2, 2\)", r"\(2, 1\)"),
     # Its result is the gradient, and nothing finds it.
     "behind a reduction": (TooShortInTheEnd, r"\(2,\)", r"\(1,\)"),
 }

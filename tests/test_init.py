@@ -350,7 +350,7 @@ def test_frozen_parameters_stay_frozen():
 
 
 BAD = [
-    (dict(seed="0"), "model.init: expected seed to be a whole number of 64 bits, got a str"),
+    (dict(seed="0"), "model.init: expected seed to be a whole number of 64 bits, got '0'"),
     (dict(seed=True), "model.init: expected seed to be a whole number of 64 bits, got True"),
     (dict(seed=0, mode="dense"), 'model.init: expected mode to be "replay" or "counter", got \'dense\''),
     (dict(mode="counter"), "model.init: expected a seed for mode='counter', got none; pass seed="),

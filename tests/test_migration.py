@@ -653,7 +653,7 @@ class Thawed:
     def fshard():
         made = program(module=half_frozen())
         state, _ = stepped(made)
-        return train(made._replace(state=fs.reshard(state, zero3(), frozen=lambda path: False)))
+        return train(made._replace(state=fs.reshard(state, zero3(), frozen=())))
 
 
 @row("fully_shard(model, ignored_params=...)", "fs.masked(fs.zero3(mesh), names, otherwise=fs.ddp(mesh))")
@@ -671,7 +671,9 @@ class Ignored:
         return train_fsdp2(model, between=mean_of_the_ignored)
 
     def fshard():
-        strategy = fs.masked(zero3(), lambda name: not name.startswith("head."), otherwise=fs.ddp(mesh_of_ranks()))
+        strategy = fs.masked(
+            zero3(), lambda name, leaf: not name.startswith("head."), otherwise=fs.ddp(mesh_of_ranks())
+        )
         return train(program(strategy))
 
 

@@ -248,5 +248,9 @@ def test_a_map_takes_none_and_scalars_beside_leaves():
     assert fs.tree_map(torch.add, {"w": None}, {"w": LEAF}) == {"w": None}
     halved = fs.tree_map(torch.div, {"w": LEAF}, {"w": torch.tensor(2.0)})["w"]
     assert (halved.spec, halved.local.tolist()) == (LEAF.spec, (LEAF.local / 2).tolist())
-    with pytest.raises(ValueError, match="expected rest to have the structure of tree"):
-        fs.tree_map(torch.add, {"w": LEAF}, {"w": torch.ones(LEAF.spec.shape)})
+    with pytest.raises(
+        ValueError, match=r"specs differ\n  \['w'\]: expected Spec\(.*frozen=False.*got Spec\(.*frozen=True"
+    ):
+        fs.tree_map(torch.add, {"w": LEAF}, {"w": fs.Sharded(LEAF.local, replace(LEAF.spec, frozen=True))})
+    with pytest.raises(ValueError, match=r"trees differ in structure\n  \['v'\]: expected nothing, got a leaf"):
+        fs.tree_map(torch.add, {"w": LEAF}, {"w": LEAF, "v": LEAF})

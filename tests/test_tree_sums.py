@@ -13,7 +13,7 @@ from torch import nn
 import fshard as fs
 from fshard.microbatches import TreeSum, tree_total
 from fshard.testing import spmd
-from fshard.transforms.tree_sums import in_tree
+from fshard.transforms.compose import in_tree
 from tests.ranks import BrokenError, my_rank, on_ranks
 from tests.trees import as_bytes, assert_same_bits, normal, one_axis
 
@@ -305,7 +305,7 @@ REFUSED = (
     ),
     (
         lambda: fs.accumulate(summed, sums="tree")(sharded(lambda on: Halved(fs.fully_shard(on))), [0, 1]),
-        'sums="tree": expected fully_shard, replicate, split_dim, casts and offload, got Halved of FullyShard; take a '
+        'sums="tree": expected fully_shard, replicate, split_dim, casts and offload, got Halved; take a '
         'strategy without it, or leave out sums="tree"',
     ),
     (

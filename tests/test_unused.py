@@ -23,7 +23,7 @@ def values():
 
 
 def shard(strategy):
-    return fs.shard(values(), strategy, frozen=lambda path: "frozen" in path)
+    return fs.shard(values(), strategy, frozen="*frozen*")
 
 
 def loss_of(params, batch):

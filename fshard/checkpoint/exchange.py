@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
-from types import MappingProxyType, NoneType
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -38,7 +38,7 @@ from fshard.errors import Problem, expect, leaf_error, refuse
 from fshard.mesh import world
 from fshard.shard import Layouts, check_transform, hash_of, unsharded
 from fshard.tree import Axis, Flat, Tree, flatten, is_sharded, tensor_of, tree_map, unflatten
-from fshard.tree.checks import check_local, check_types, describe
+from fshard.tree.checks import check_local, describe
 
 Value = TypeVar("Value")
 
@@ -91,7 +91,8 @@ class Exchange:
             module: The module whose tensors are moved; None leaves every name as it is.
             ranks: Those that call; None for all of this run.
         """
-        check_types(label, (nn.Module, NoneType), "a torch module or None", module=module)
+        known = module is None or isinstance(module, nn.Module)
+        expect(known, label, "module to be a torch module or None", describe(module))
         self.label, self.ranks, self._known = label, ranks or world(), module is not None
         self.first: dict[str, str] = {}
         self.aliases: dict[str, list[str]] = {}

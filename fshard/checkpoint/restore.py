@@ -39,6 +39,7 @@ from fshard.checkpoint.save import members
 from fshard.errors import Problem, expect, leaf_error, refuse
 from fshard.mesh import Mesh
 from fshard.tree import (
+    MASK,
     Flat,
     Mask,
     Sharded,
@@ -99,8 +100,8 @@ def restore(
             may be on the meta device, which stands for the default one.
         step: Which checkpoint; None takes the one saved last.
         subtree: The path under which `like` lies in what was saved, such as ".params" of a TrainState.
-        only: Which leaves of `like` to read, by a pattern of their names such as "head.*", several, or a function of a
-            name; others stay as they are. None reads all, and refuses a checkpoint that has more.
+        only: Which leaves of `like` to read, by a pattern of their names such as "head.*", several, or a function of
+            (name, leaf); others stay as they are. None reads all, and refuses a checkpoint that has more.
         donate: Read into the memory of `like`, whose values are lost, also where reading fails half-way; otherwise
             there is room for both.
         mesh: The mesh of one axis over the ranks that read; None where all ranks of this run do.
@@ -147,9 +148,9 @@ def _wanted(flat: Flat, only: Mask | None) -> list[bool]:
     """For each leaf whether to read it."""
     if only is None:
         return [True] * len(flat.leaves)
-    expect(is_mask(only), LABEL, "only to be a pattern or several, or a function", describe(only))
-    check_matches(LABEL, [only], flat.names, [None] * len(flat.names))
-    return [matches(only, name) for name in flat.names]
+    expect(is_mask(only), LABEL, f"only to be {MASK}", describe(only))
+    check_matches(LABEL, [only], flat.names, flat.leaves)
+    return [matches(only, name, leaf) for name, leaf in zip(flat.names, flat.leaves, strict=True)]
 
 
 def _check_arguments(flat: Flat, wanted: list[bool], step: Any, subtree: Any) -> None:

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from fshard.checkpoint.exchange import Entry, Exchange
-from fshard.errors import Problem, refuse
+from fshard.errors import Problem, expect, refuse
 from fshard.shard import hash_of
 from fshard.tree import Tree
-from fshard.tree.checks import check_types, describe
+from fshard.tree.checks import describe
 
 
 def to_state_dict(
@@ -72,7 +72,8 @@ def from_state_dict(
     {'w': tensor([1., 1., 1.])}
     """
     exchange = Exchange("checkpoint.from_state_dict", module)
-    check_types(exchange.label, Mapping, "a mapping from names to tensors", state_dict=state_dict)
+    needed = "state_dict to be a mapping from names to tensors"
+    expect(isinstance(state_dict, Mapping), exchange.label, needed, describe(state_dict))
     problems = [
         Problem(str(name), describe(value), "a full tensor")
         for name, value in state_dict.items()

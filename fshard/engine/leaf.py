@@ -47,7 +47,7 @@ class Leaf:
         self.stored = stored.detach() if stored.requires_grad else stored
         self.trained, self.policy = leaf.local.requires_grad, leaf.spec.reshard or PLAIN
         if derived and self.trained:
-            check_stateless(leaf.spec.transform)  # type: ignore[arg-type]
+            check_stateless(leaf.spec.transform)
         self.accumulated = self.owed = self.used = False
         self.keeper: Use | None = None
         self.first: Use | None = None

@@ -10,7 +10,6 @@ import torch
 from fshard import _compat, comm
 from fshard.engine.leaf import Leaf
 from fshard.engine.plan import Unit
-from fshard.transforms.compose import start_gather
 from fshard.tree import grouped
 from fshard.tree.checks import check_versions, writes_counted
 
@@ -72,7 +71,7 @@ class Use:
         paths = [leaf.path for leaf in missing if leaf is not None]
         with writes_counted(), torch.no_grad(), comm.concerning([self.unit.name], paths):
             self._finish = [
-                (group, start_gather(transform, [leaves[i].stored for i in group], [leaves[i].spec for i in group]))
+                (group, transform.start_gather([leaves[i].stored for i in group], [leaves[i].spec for i in group]))
                 for transform, group in grouped(missing, transform_of).items()
             ]
 

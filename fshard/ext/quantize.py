@@ -86,11 +86,6 @@ class _QuantizeWithFeedback(_Quantize):
         return torch.zeros_like(self.stack(grad, spec, dim), memory_format=torch.contiguous_format)
 
     # A transform with a state has the form with states.
-    def scatter(  # type: ignore[override]
-        self, grads: Tensors, specs: Sequence[fs.Spec], states: States
-    ) -> tuple[Tensors, States]:
-        return self.start_scatter(grads, specs, states)()
-
     def start_scatter(  # type: ignore[override]
         self, grads: Tensors, specs: Sequence[fs.Spec], states: States
     ) -> FinishWithStates:

@@ -17,7 +17,7 @@ from fshard.shard import SAME_TREE, Layouts, fingerprint, is_frozen, stored, unf
 from fshard.transforms import ShardTransform
 from fshard.transforms.compose import layout_axes
 from fshard.tree import Sharded, Spec
-from fshard.tree.checks import check_seed
+from fshard.tree.checks import SEED, check_arguments
 
 REMEDY = (
     "pass reset=, a function that sets the values of a submodule, or add reset_parameters to these modules, as "
@@ -47,7 +47,7 @@ def init(
         ValueError: as `Model.init`.
     """
     expect(mode in ("replay", "counter"), "model.init", 'mode to be "replay" or "counter"', repr(mode))
-    check_seed("model.init", seed)
+    check_arguments("model.init", SEED, seed=seed)
     params = dict(module.named_parameters())
     specs, misfits = _laid_out(params, transform)
     undrawn = [] if reset else _undrawn_root(module)
@@ -62,7 +62,7 @@ def init(
             for name, piece, entry in draw(module, after, specs, seed, reset):
                 entries[name] = entry
                 if piece is not None:
-                    shards[name] = Sharded(stored(piece, specs[name]), specs[name])
+                    shards[name] = stored(piece, specs[name])
     axes = layout_axes(transform)
     problem = comm.disagreement({f"[{name!r}]": entry for name, entry in entries.items()}, axes, "shard")
     refuse("shard: ranks hold different trees", [problem] if problem else [], SAME_TREE)

@@ -9,7 +9,8 @@ from fshard import _compat
 from fshard.errors import Problem, leaf_error, refuse
 from fshard.jit.passes import placeholders, results
 from fshard.jit.trace import Traced
-from fshard.tree import Flat, is_sharded, subtrees, tensor_of
+from fshard.tree import Flat, is_sharded, tensor_of
+from fshard.tree.checks import DONATED
 
 
 def argument_of(path: str) -> int | None:
@@ -31,7 +32,7 @@ def pairs_of(traced: Traced, flat: Flat, donated: Sequence[int]) -> tuple[dict[i
     given_as = dict(zip(inputs, (id(tensor_of(leaf)) for leaf in flat.leaves if _is_tensor(leaf)), strict=True))
     pairs: dict[int, int] = {}
     passed: dict[int, int] = {}
-    structures = {argument: subtrees(subtrees(flat.treedef)[0])[argument] for argument in donated}
+    structures = {argument: flat.treedef.children()[0].children()[argument] for argument in donated}
     taken: set[int] = set()
     # A state before a part of it: the gradients look like the state's parameters.
     for argument, structure in sorted(structures.items(), key=lambda item: -item[1].num_leaves):
@@ -59,7 +60,7 @@ def pairs_of(traced: Traced, flat: Flat, donated: Sequence[int]) -> tuple[dict[i
 def _parts(treedef: Any) -> list[tuple[int, Any]]:
     """The whole structure and its children, each with the number of its first leaf."""
     found, start = [(0, treedef)], 0
-    for child in subtrees(treedef):
+    for child in treedef.children():
         found.append((start, child))
         start += child.num_leaves
     return found
@@ -132,3 +133,22 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
     if tensor.is_contiguous():
         return False
     return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def mark_donated(leaves: Sequence[Any]) -> list[torch.Tensor]:
+    """Hand over the memory of donated leaves, whose tensors are left empty and say so.
+
+    Leaves that share a tensor hand over one for all.
+    """
+    empty: dict[Any, torch.Tensor] = {}
+    moved: dict[int, torch.Tensor] = {}
+    for tensor in map(tensor_of, leaves):
+        if id(tensor) not in moved:
+            # There may be thousands, and a device is slow to make and to hash.
+            kind = tensor.dtype if tensor.is_cpu else (tensor.dtype, tensor.device)
+            if kind not in empty:
+                empty[kind] = tensor.new_empty(0)
+            # By no operator.
+            moved[id(tensor)], tensor.data = tensor.data, empty[kind]
+            tensor.__dict__[DONATED] = True
+    return [moved[id(tensor_of(leaf))] for leaf in leaves]

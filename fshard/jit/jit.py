@@ -12,7 +12,7 @@ from fshard import _compat, comm
 from fshard.collectives import Used, Uses, agreed_uses
 from fshard.errors import Problem, expect, refuse
 from fshard.jit.backends import BACKENDS, Backend, ready, writes_in_place
-from fshard.jit.donation import argument_of, pairs_of, refuse_closed, refuse_shared, write
+from fshard.jit.donation import argument_of, mark_donated, pairs_of, refuse_closed, refuse_shared, write
 from fshard.jit.early import update_early
 from fshard.jit.passes import (
     Told,
@@ -36,7 +36,7 @@ from fshard.jit.signature import (
 )
 from fshard.jit.trace import Traced, trace
 from fshard.tree import Axis, Flat, Sharded, unflatten
-from fshard.tree.checks import check_axes, describe, mark_donated, refuse_donated
+from fshard.tree.checks import check_axes, describe, refuse_donated
 
 # Leaves that hold a tensor.
 _HELD = (Sharded, torch.Tensor)
@@ -138,8 +138,6 @@ class Jitted:
             outputs = list(program.run(*tensors))
             if not program.in_place:
                 write(program.pairs, tensors, outputs)
-            # Only the arguments refer to them now, unless the caller does.
-            del tensors
             taken = program.pairs | program.passed
             for k in taken.values():
                 outputs[k] = None

@@ -28,7 +28,6 @@ from fshard.tree import (
     Mask,
     Tree,
     Treedef,
-    as_mask,
     flatten,
     is_mask,
     is_sharded,
@@ -37,7 +36,6 @@ from fshard.tree import (
     map_leaves,
     matches,
     names_of,
-    reads_leaves,
     tensor_of,
     tree_map,
     unflatten,
@@ -269,16 +267,15 @@ def _has_values() -> bool:
     return not (_compat.transforms_active() or _compat.is_tracing())
 
 
-def masked(tx: Any, mask: Mask | Tree, otherwise: ShardTransform | None = None) -> Any:
+def masked(tx: Any, mask: Mask, otherwise: ShardTransform | None = None) -> Any:
     """Apply a transformation, an optimizer or a sharding transform to some leaves, as in Optax.
 
     Args:
         tx: The GradientTransformation, Optimizer or ShardTransform. Others' gradients pass through the first; the
             second does not change their parameters; the third leaves them to `otherwise`.
         mask: Which leaves: a glob pattern of their names or several, where a name is a leaf's keys joined by dots, such
-            as "blocks.0.norm.weight", and `*` stands for anything; a function of the name; a function of (name, leaf),
-            which gets a tensor of the leaf's full shape and dtype without values, as in
-            `lambda name, leaf: leaf.dim() >= 2`; or a tree of bools, one for each leaf or for all below it.
+            as "blocks.0.norm.weight", and `*` stands for anything; or a function of (name, leaf), which gets a tensor
+            of the leaf's full shape and dtype without values, as in `lambda name, leaf: leaf.dim() >= 2`.
         otherwise: For a ShardTransform: that of all other leaves, over the same axes; None changes nothing in them.
 
     Returns:
@@ -303,7 +300,7 @@ def masked(tx: Any, mask: Mask | Tree, otherwise: ShardTransform | None = None) 
     return _partition("masked", [mask, "*"], [tx, _unchanged("masked", tx)])
 
 
-def freeze(tx: Any, mask: Mask | Tree) -> Any:
+def freeze(tx: Any, mask: Mask) -> Any:
     """Keep some parameters as they are, and update the others.
 
     Unlike leaves that are sharded as frozen, these have gradients, which are not used.
@@ -331,8 +328,8 @@ def partition(parts: Mapping[Mask, Any]) -> Any:
     """Give each leaf to the first part that matches it: parameter groups.
 
     Args:
-        parts: GradientTransformations, or Optimizers, by masks as `masked` takes them, but for trees. One must match
-            every leaf; `"*"` matches all that are left.
+        parts: GradientTransformations, or Optimizers, by masks as `masked` takes them. One must match every leaf; `"*"`
+            matches all that are left.
 
     Returns:
         The Optimizer, or the GradientTransformation; its state is a tuple of those of the parts, in their order.
@@ -357,10 +354,9 @@ def _partition(what: str, masks: Sequence[Mask], members: Sequence[Any]) -> Any:
     one_kind = any(members and all(isinstance(m, cls) for m in members) for cls in (Optimizer, GradientTransformation))
     found = ", ".join(map(describe, members)) or "nothing"
     expect(one_kind, what, "parts of Optimizers alone or GradientTransformations alone", found)
-    masks = [as_mask(mask) for mask in masks]
     for mask in masks:
         expect(is_mask(mask), what, f"the mask to be {MASK}", describe(mask))
-    by_leaves = any(map(reads_leaves, masks))
+    by_leaves = any(map(callable, masks))
 
     @lru_cache(maxsize=16)
     def numbered(treedef: Treedef, kinds: tuple[tuple[Any, ...] | None, ...]) -> tuple[int | None, ...]:

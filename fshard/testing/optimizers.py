@@ -67,7 +67,7 @@ def check_optimizer(
     known = isinstance(tx, Optimizer | GradientTransformation)
     expect(known, "check_optimizer", "tx to be an Optimizer or a GradientTransformation", checks.describe(tx))
     checks.check_numbers("check_optimizer", checks.NOT_NEGATIVE, error=error)
-    checks.check_seed("check_optimizer", seed)
+    checks.check_arguments("check_optimizer", checks.SEED, seed=seed)
     flat = flatten(params)
     checks.check_tensors("check_optimizer", flat)
     checks.check_local("check_optimizer", flat)

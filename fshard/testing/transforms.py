@@ -18,9 +18,9 @@ from fshard.scatter_grads import scatter_grads
 from fshard.shard import check_transform as check_argument
 from fshard.shard import shard, unshard
 from fshard.transforms import ShardTransform
-from fshard.transforms.compose import layout_axes, reduction, scatter, summed_axes
+from fshard.transforms.compose import layout_axes, reduction, start_scatter, summed_axes
 from fshard.tree import Axis, Spec, Tree, flatten, grouped, tree_map
-from fshard.tree.checks import NOT_NEGATIVE, check_numbers, check_seed, describe
+from fshard.tree.checks import NOT_NEGATIVE, SEED, check_arguments, check_numbers, describe
 from fshard.update import TrainState, update
 from fshard.value_and_grad import value_and_grad
 
@@ -75,7 +75,8 @@ def check_adjoint(
     grads = [tensor.clone() for tensor in cotangents]
 
     def scattered_by(transform: Any, of: Callable[..., Any], specs: Sequence[Spec]) -> Any:
-        return scatter(transform, of(grads), specs, [transform.init(torch.zeros_like(grad)) for grad in of(grads)])[0]
+        states = [transform.init(torch.zeros_like(grad)) for grad in of(grads)]
+        return start_scatter(transform, of(grads), specs, states)()[0]
 
     scattered = _by_transform(specs, scattered_by)
     problems = []
@@ -222,9 +223,9 @@ class _Trial:
         states = [self.transform.init(torch.zeros_like(grad)) for grad in grads]
         given, before = [grad.clone() for grad in grads], tree_map(torch.clone, states)
         with comm.record() as record:
-            once, after = scatter(self.transform, grads, self.specs, states)
+            once, after = start_scatter(self.transform, grads, self.specs, states)()
         self.scatter_bytes = record.bytes_sent()
-        twice, again = scatter(self.transform, grads, self.specs, states)
+        twice, again = start_scatter(self.transform, grads, self.specs, states)()
         self.claim("scatter twice: differing leaves", _differing([once, after], [twice, again]), 0.0)
         self.claim("scatter's inputs: leaves it wrote to", _differing([given, before], [grads, states]), 0.0)
         if not reduction(self.transform).has_state:
@@ -232,7 +233,7 @@ class _Trial:
         if self.error and any(state is not None for state in states):
             # If the state stays the same, the rounding errors of all gradients are lost.
             for _ in range(STEPS - 1):
-                after = scatter(self.transform, grads, self.specs, after)[1]
+                after = start_scatter(self.transform, grads, self.specs, after)()[1]
             kept = _differing(after, before) == 0
             self.claim(f"states of a lossy scatter: as they were, {STEPS} scatters later", float(kept), 0.0)
         shapes = [tuple(a.shape) == tuple(b.shape) for a, b in zip(once, self.stored, strict=True)]
@@ -342,7 +343,7 @@ def _check_trial(what: str, transform: Any, shapes: Any, dtype: Any, seed: Any, 
     expect(sizes, what, "shapes to be a list of tuples of sizes", f"{shapes!r:.40}")
     floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
     expect(floating, what, "dtype to be a floating torch.dtype", f"{dtype!r:.40}")
-    check_seed(what, seed)
+    check_arguments(what, SEED, seed=seed)
     check_numbers(what, NOT_NEGATIVE, error=error)
 
 

@@ -1,30 +1,31 @@
 """Transforms over one mesh axis: fully_shard, replicate, split_dim and own_dim."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import pad
 
 from fshard import comm
 from fshard.mesh import Mesh, axis_of
-from fshard.transforms.base import BuiltIn, Finish, LayoutError, ShardTransform, Tensors
+from fshard.transforms.base import BuiltIn, Finish, LayoutError, ShardTransform, Specs, Tensors
 from fshard.tree import Axis, Spec
-from fshard.tree.checks import Range, check_dim, check_numbers
+from fshard.tree.checks import WHOLE, Range, check_arguments, check_numbers
 
-StartSums = Callable[[Tensors, Sequence[Spec]], Finish]
+StartSums = Callable[[Tensors, Specs], Finish]
 
 
 @dataclass(frozen=True)
 class _FullyShard(BuiltIn):
-    """Split leaves; a transform that only sends otherwise overrides `start_rows` and `start_sums`."""
+    """Split leaves over an axis, and keep small ones whole.
+
+    A transform that only sends otherwise overrides `start_rows` and `start_sums`.
+    """
 
     axis: Axis
     dim: int
-    min_shard_elements: int
-    # Whether sums over ranks are in one binary tree.
-    tree: bool = field(default=False, kw_only=True, repr=False)
+    min_shard_elements: float
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -33,49 +34,39 @@ class _FullyShard(BuiltIn):
     def layout(self, spec: Spec) -> Spec:
         if math.prod(spec.shape) < self.min_shard_elements:
             return spec.on(self.axis)
-        dims = max(len(spec.shape), 1)
-        if not -dims <= self.dim < dims:
-            raise LayoutError(f"shape {spec.shape}", f"a dim {self.dim} to split over {self.axis.name!r}")
-        return spec.split(self.axis, self.dim % dims)
+        return spec.split(self.axis, _counted(self.dim, max(len(spec.shape), 1), spec, self.axis))
 
-    def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
-        return self.start_gather(leaves, specs)()
-
-    def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
-        return self.start_scatter(grads, specs)()
-
-    def start_rows(self, shards: Tensors, specs: Sequence[Spec]) -> Finish:
+    def start_rows(self, shards: Tensors, specs: Specs) -> Finish:
         """Start sending every rank all shards; finished, each has the ranks' rows as its first dim."""
         return comm.start_all_gather(shards, self.axis, "gather")
 
-    def start_sums(self, stacks: Tensors, specs: Sequence[Spec]) -> Finish:
+    def start_sums(self, stacks: Tensors, specs: Specs) -> Finish:
         """Start sending each rank its row of every stack; finished, each is the sum of what ranks sent."""
-        return comm.start_reduce_scatter(stacks, self.axis, "scatter", self.tree)
+        return comm.start_reduce_scatter(stacks, self.axis, "scatter", _in_tree(specs))
 
-    def start_gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Finish:
+    def start_gather(self, leaves: Tensors, specs: Specs) -> Finish:
         dims = self.split_dims(specs)
         gathering = self.start_rows([leaves[i] for i in dims], [specs[i] for i in dims])
-        whole = {i: leaf for i, leaf in enumerate(leaves) if i not in dims}
 
         def finish() -> Tensors:
-            out = dict(whole)
+            out = list(leaves)
             for (i, dim), rows in zip(dims.items(), gathering(), strict=True):
-                full = _joined(rows, dim, specs[i].shared_out(dim, self.axis))
+                full = joined(rows, dim, specs[i].shared_out(dim, self.axis))
                 out[i] = full if specs[i].shape or not self._outermost(specs[i], dim) else full.select(0, 0)
-            return [out[i] for i in range(len(out))]
+            return out
 
         return finish
 
-    def start_scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Finish:
+    def start_scatter(self, grads: Tensors, specs: Specs) -> Finish:
         return self.start_by(self.start_sums, grads, specs)
 
-    def start_by(self, start_sums: StartSums, grads: Tensors, specs: Sequence[Spec]) -> Finish:
+    def start_by(self, start_sums: StartSums, grads: Tensors, specs: Specs) -> Finish:
         """Start a scatter that sums the stacks of leaves that are split by a function like `start_sums`."""
         dims = self.split_dims(specs)
         whole = [i for i in range(len(grads)) if i not in dims]
         stacks = [self.stack(grads[i], specs[i], dim) for i, dim in dims.items()]
         scattering = start_sums(stacks, [specs[i] for i in dims])
-        summing = _start_whole_sums(self, [grads[i] for i in whole])
+        summing = comm.start_all_reduce([grads[i] for i in whole], self.axis, "scatter", _in_tree(specs))
 
         def finish() -> Tensors:
             out = dict(zip((*dims, *whole), (*scattering(), *summing()), strict=True))
@@ -85,15 +76,15 @@ class _FullyShard(BuiltIn):
 
     def stack(self, grad: torch.Tensor, spec: Spec, dim: int) -> torch.Tensor:
         """Cut a gradient in the ranks' pieces along a new first dim."""
-        if self._outermost(spec, dim):
-            grad = grad if spec.shape else grad.unsqueeze(0)
+        if not spec.shape and self._outermost(spec, dim):
+            grad = grad.unsqueeze(0)
         missing = -grad.shape[dim] % self.axis.size
         grad = pad(grad, (0, 0) * (grad.dim() - dim - 1) + (0, missing)) if missing else grad
         sizes, rows = grad.shape, grad.shape[dim] // self.axis.size
         pieces = grad.reshape((*sizes[:dim], self.axis.size, rows, *sizes[dim + 1 :]))
         return pieces.movedim(dim, 0) if dim else pieces
 
-    def split_dims(self, specs: Sequence[Spec]) -> dict[int, int]:
+    def split_dims(self, specs: Specs) -> dict[int, int]:
         """List the leaves that are split over this axis with the dim of each; the others are replicated."""
         return {i: dim for i, spec in enumerate(specs) if (dim := spec.dim_of(self.axis)) is not None}
 
@@ -102,16 +93,22 @@ class _FullyShard(BuiltIn):
         return spec.partition.names(dim)[0] == self.axis.name
 
 
-def _joined(rows: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+def _in_tree(specs: Specs) -> bool:
+    """Whether leaves of one transform sum over ranks in one binary tree."""
+    return any(spec.reshard is not None and spec.reshard.tree for spec in specs[:1])
+
+
+def _counted(dim: int, dims: int, spec: Spec, axis: Axis) -> int:
+    """Count a dim from the front, and refuse one that a leaf does not have."""
+    if not -dims <= dim < dims:
+        raise LayoutError(f"shape {spec.shape}", f"a dim {dim} to split over {axis.name!r}")
+    return dim % dims
+
+
+def joined(rows: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """Put every rank's piece side by side along `dim` and cut them to `size`, row-major: kernels round by strides."""
-    length = rows.shape[dim + 1]
-    if dim == 0:
-        joined = rows.flatten(0, 1)
-        return (joined if len(joined) == size else joined.narrow(0, 0, size)).contiguous()
-    if size == len(rows) * length:
-        return rows.movedim(0, dim).flatten(dim, dim + 1).contiguous()
-    kept = (min(max(size - i * length, 0), length) for i in range(len(rows)))
-    return torch.cat([row.narrow(dim, 0, n) for row, n in zip(rows, kept, strict=True)], dim)
+    full = (rows.movedim(0, dim) if dim else rows).flatten(dim, dim + 1)
+    return (full if full.shape[dim] == size else full.narrow(dim, 0, size)).contiguous()
 
 
 def fully_shard(mesh: Mesh | Axis, *, dim: int = 0, min_shard_elements: int = 0) -> ShardTransform:
@@ -139,32 +136,8 @@ def fully_shard(mesh: Mesh | Axis, *, dim: int = 0, min_shard_elements: int = 0)
     [[1.0, 2.0], [3.0, 0.0]]
     """
     check_numbers("fully_shard", Range("0 or more", lambda number: number >= 0), min_shard_elements=min_shard_elements)
-    check_dim("fully_shard", dim)
+    check_arguments("fully_shard", WHOLE, dim=dim)
     return _FullyShard(axis_of(mesh), dim, min_shard_elements)
-
-
-@dataclass(frozen=True)
-class _Replicate(BuiltIn):
-    axis: Axis
-    tree: bool = field(default=False, kw_only=True, repr=False)
-
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        return (self.axis,)
-
-    def layout(self, spec: Spec) -> Spec:
-        return spec.on(self.axis)
-
-    def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
-        return self.start_scatter(grads, specs)()
-
-    def start_scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Finish:
-        return _start_whole_sums(self, grads)
-
-
-def _start_whole_sums(transform: _FullyShard | _Replicate, grads: Tensors) -> Finish:
-    """Start summing gradients of leaves that every rank of the axis has whole."""
-    return comm.start_all_reduce(grads, transform.axis, "scatter", transform.tree)
 
 
 def replicate(mesh: Mesh | Axis) -> ShardTransform:
@@ -188,7 +161,8 @@ def replicate(mesh: Mesh | Axis) -> ShardTransform:
     >>> fs.testing.spmd(program, world=3)  # 0 + 1 + 2 times each
     [[3.0, 9.0], [3.0, 9.0], [3.0, 9.0]]
     """
-    return _Replicate(axis_of(mesh))
+    # No leaf is large enough to be split.
+    return _FullyShard(axis_of(mesh), 0, math.inf)
 
 
 @dataclass(frozen=True)
@@ -203,14 +177,11 @@ class _SplitDim(BuiltIn):
     def axes(self) -> tuple[Axis, ...]:
         return (self.axis,) if self.brings_data else ()
 
-    def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
+    def scatter(self, grads: Tensors, specs: Specs) -> Tensors:
         return grads
 
     def layout(self, spec: Spec) -> Spec:
-        dims = len(spec.shape)
-        if not -dims <= self.dim < dims:
-            raise LayoutError(f"shape {spec.shape}", f"a dim {self.dim} to split over {self.axis.name!r}")
-        dim = self.dim % dims
+        dim = _counted(self.dim, len(spec.shape), spec, self.axis)
         size = spec.local_shape[dim]
         if size % self.axis.size:
             needed = f"a multiple of {self.axis.size}, the size of {self.axis.name!r}"
@@ -244,7 +215,7 @@ def split_dim(mesh: Mesh | Axis, *, dim: int) -> ShardTransform:
     >>> fs.testing.spmd(program, world=2)  # each rank computes with its own column
     [[[0.0], [2.0]], [[1.0], [3.0]]]
     """
-    check_dim("split_dim", dim)
+    check_arguments("split_dim", WHOLE, dim=dim)
     return _SplitDim(axis_of(mesh), dim)
 
 
@@ -278,5 +249,5 @@ def own_dim(mesh: Mesh | Axis, dim: int = 0) -> ShardTransform:
     >>> fs.testing.spmd(program, world=2)  # the sum of both losses, and of each piece its own gradient
     [(9.0, [[1.0, 1.0, 1.0]]), (9.0, [[2.0, 2.0, 2.0]])]
     """
-    check_dim("own_dim", dim)
+    check_arguments("own_dim", WHOLE, dim=dim)
     return _SplitDim(axis_of(mesh), dim, brings_data=True)

@@ -1,15 +1,17 @@
 """ShardTransform, the one extension point, and Wrapped, the ground for transforms that change a part of another."""
 
-import inspect
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from fshard.errors import expect
 from fshard.tree import Axis, Spec, Tree
 
 Tensors = Sequence[torch.Tensor]
+Specs = Sequence[Spec]
 States = Sequence[Tree]
 Finish = Callable[[], Tensors]
 FinishWithStates = Callable[[], tuple[Tensors, States]]
@@ -57,6 +59,17 @@ class Storage(NamedTuple):
     compute_device: torch.device
 
 
+def _other_half(run: Callable[..., Any], starts: bool) -> Callable[..., Any]:
+    """Make of a form that starts the one that does all at once, or the other way round."""
+
+    @functools.wraps(run)
+    def other(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = run(self, *args, **kwargs)
+        return found() if starts else lambda: found
+
+    return other
+
+
 @dataclass(frozen=True)
 class ShardTransform:
     """A pure pair: gather turns stored tensors into the ones computed with, scatter is its transpose for gradients.
@@ -69,8 +82,9 @@ class ShardTransform:
     its scatter takes and returns states. Gather has no state: it runs as often as a strategy wants.
 
     The members are `axes`, `storage`, `layout`, `gather`, `scatter`, `start_gather`, `start_scatter` and `init`. Fields
-    and helpers are a subclass's own. A class with half of a pair is
-    refused by a TypeError when it is made.
+    and helpers are a subclass's own. Of gather and start_gather a class defines one or both, and so of scatter: where
+    it defines one, the other follows from it. A class that changes leaves without a scatter is refused by a TypeError
+    when it is made.
 
     >>> import torch, fshard as fs
     >>> class Rounded(fs.ShardTransform):
@@ -85,10 +99,20 @@ class ShardTransform:
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse a class that would not do what it says."""
+        """Complete both pairs of a class, and refuse one that would not do what it says."""
         super().__init_subclass__(**kwargs)
-        if problem := _half(cls):
-            raise TypeError(f"{cls.__name__}: {problem}")
+        own = vars(cls)
+        for name, start in (("gather", "start_gather"), ("scatter", "start_scatter")):
+            if name in own and start not in own:
+                setattr(cls, start, _other_half(own[name], False))
+            elif start in own and name not in own:
+                setattr(cls, name, _other_half(own[start], True))
+        changed = [
+            name for name in ("gather", "axes", "init") if getattr(cls, name) is not getattr(ShardTransform, name)
+        ]
+        remedy = "define scatter as gather's transpose, with the sum over axes; let it return grads that pass through"
+        given = cls.scatter is not ShardTransform.scatter or not changed
+        expect(given, cls.__name__, f"scatter beside {changed[:1]}", "none", remedy, TypeError)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -118,7 +142,7 @@ class ShardTransform:
         """
         return spec
 
-    def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
+    def gather(self, leaves: Tensors, specs: Specs) -> Tensors:
         """Turn stored tensors into the ones to the right of this transform.
 
         Args:
@@ -147,7 +171,7 @@ class ShardTransform:
         """
         return args[0]
 
-    def start_gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Finish:
+    def start_gather(self, leaves: Tensors, specs: Specs) -> Finish:
         """Start a gather whose communication may overlap what runs until it is finished.
 
         Args:
@@ -186,41 +210,6 @@ class ShardTransform:
         return None
 
 
-def _half(cls: type[ShardTransform]) -> str | None:
-    """Find a member that makes no sense without another one."""
-    own = vars(cls)
-
-    def changed(name: str) -> bool:
-        return getattr(cls, name) is not getattr(ShardTransform, name)
-
-    for name in ("gather", "scatter"):
-        start = f"start_{name}"
-        if start in own and name not in own:
-            return f"expected {name} beside {start}, got {start} alone; define both, so that they do the same"
-        if name in own and start not in own and changed(start):
-            return f"expected {start} beside {name}, got that of a base class; define both, so that they do the same"
-    if not changed("scatter"):
-        for name in ("gather", "axes", "init"):
-            if changed(name):
-                remedy = "define scatter as gather's transpose, with the sum over axes; let it return grads as they are"
-                return f"expected scatter beside {name}, got {name} alone; {remedy} where they pass straight through"
-    for name in ("scatter", "start_scatter"):
-        if "init" in own and not takes(getattr(cls, name), 3):
-            return f"expected {name}(self, grads, specs, states) beside init, got {name} without states; add states"
-        if name in own and not changed("init") and not takes(own[name], 2):
-            return f"expected init beside {name} with states, got {name} alone; define init, which makes the states"
-    return None
-
-
-def takes(method: Any, count: int) -> bool:
-    """Tell whether a class's method takes a number of arguments beside self."""
-    try:
-        inspect.signature(method).bind(*range(count + 1))
-    except TypeError:
-        return False
-    return True
-
-
 @dataclass(frozen=True)
 class Wrapped(ShardTransform):
     """Does all that another transform does; subclass it to do a part otherwise, such as how gradients are summed.
@@ -242,14 +231,6 @@ class Wrapped(ShardTransform):
 
     inner: ShardTransform
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Start what a subclass defines by the definition, not by the other transform."""
-        for name in ("gather", "scatter"):
-            start = f"start_{name}"
-            if name in vars(cls) and start not in vars(cls) and getattr(cls, start) is getattr(Wrapped, start):
-                setattr(cls, start, getattr(ShardTransform, start))
-        super().__init_subclass__(**kwargs)
-
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The mesh axes that the other transform communicates over."""
@@ -264,20 +245,12 @@ class Wrapped(ShardTransform):
         """Store a leaf as the other transform does."""
         return self.inner.layout(spec)
 
-    def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
-        """Gather as the other transform does."""
-        return self.inner.gather(leaves, specs)
-
-    def scatter(self, *args: Any, **kwargs: Any) -> Any:
-        """Scatter as the other transform does."""
-        return self.inner.scatter(*args, **kwargs)
-
-    def start_gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Finish:
-        """Start the other transform's gather."""
+    def start_gather(self, leaves: Tensors, specs: Specs) -> Finish:
+        """Start to gather as the other transform does."""
         return self.inner.start_gather(leaves, specs)
 
     def start_scatter(self, *args: Any, **kwargs: Any) -> Callable[[], Any]:
-        """Start the other transform's scatter."""
+        """Start to scatter as the other transform does."""
         return self.inner.start_scatter(*args, **kwargs)
 
     def init(self, grad: torch.Tensor) -> Tree:

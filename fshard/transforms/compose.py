@@ -11,20 +11,20 @@ import torch
 from fshard import _compat
 from fshard.collectives import Linear, Variance, linear_call
 from fshard.errors import expect
-from fshard.transforms.axis import _SplitDim
+from fshard.transforms.axis import _FullyShard, _SplitDim
 from fshard.transforms.base import (
     BuiltIn,
     Finish,
     FinishWithStates,
     ShardTransform,
+    Specs,
     States,
     Storage,
     Tensors,
     Wrapped,
-    takes,
 )
-from fshard.transforms.local import _Cast
-from fshard.tree import MASK, Axis, Mask, ModelDtypes, ReshardPolicy, Spec, Tree, as_mask, is_mask, matches, rebuilt
+from fshard.transforms.local import _Cast, _Offload
+from fshard.tree import MASK, Axis, Mask, ModelDtypes, ReshardPolicy, Spec, Tree, is_mask, matches
 from fshard.tree.checks import describe
 
 _NOTHING = ShardTransform()
@@ -32,6 +32,8 @@ _NOTHING = ShardTransform()
 
 @dataclass(frozen=True)
 class _Composed(ShardTransform):
+    """Transforms one after another, storage first."""
+
     stages: tuple[ShardTransform, ...]
     reshard: ReshardPolicy | None = None
     model_dtypes: ModelDtypes | None = None
@@ -42,7 +44,7 @@ class _Composed(ShardTransform):
 
     @property
     def storage(self) -> Storage | None:
-        return self.stages[0].storage
+        return next((stage.storage for stage in self.stages if stage.storage), None)
 
     def layout(self, spec: Spec) -> Spec:
         for stage in reversed(self.stages):
@@ -61,60 +63,51 @@ class _Composed(ShardTransform):
             grad = grad.new_zeros(()).expand(spec.local_shape)
         return None if all(state is None for state in states) else tuple(reversed(states))
 
-    def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
-        for stage in self.stages:
-            leaves = stage.gather(leaves, specs)
-        return leaves
-
-    def start_gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Finish:
-        last = max((i for i, stage in enumerate(self.stages) if _communicates(stage)), default=len(self.stages) - 1)
+    def start_gather(self, leaves: Tensors, specs: Specs) -> Finish:
         device = self.storage.compute_device if self.storage else torch.device("cpu")
         # A graph runs on one stream.
         stream = None if device.type == "cpu" or _compat.is_tracing() else torch.Stream(device)
+        last = self._last
         with nullcontext() if stream is None else stream:
             for stage in self.stages[:last]:
                 leaves = stage.gather(leaves, specs)
             finish = self.stages[last].start_gather(leaves, specs)
 
         def finish_all() -> Tensors:
-            gathered = finish()
-            if stream is not None:
-                gathered = _handed_over(gathered, stream)
+            gathered = finish() if stream is None else _handed_over(finish(), stream)
             for stage in self.stages[last + 1 :]:
                 gathered = stage.gather(gathered, specs)
             return gathered
 
         return finish_all
 
-    def scatter(self, grads: Tensors, specs: Sequence[Spec], *given: States) -> Any:
-        return self.start_scatter(grads, specs, *given)()
-
-    def start_scatter(self, grads: Tensors, specs: Sequence[Spec], *given: States) -> Callable[[], Any]:
+    def start_scatter(self, grads: Tensors, specs: Specs, *given: States) -> Callable[[], Any]:
         if not given:
             check_stateless(self)
-        states = given[0] if given else [None] * len(grads)
-        stages = self.stages[::-1]
-        first = next((i for i, stage in enumerate(stages) if _communicates(stage)), 0)
-        # One column for each stage, in the order of scatter.
-        columns: list[States] = [
-            [None if state is None else state[i] for state in states] for i in reversed(range(len(stages)))
-        ]
-        for i in range(first):
-            grads, columns[i] = _start_scatter(stages[i], grads, specs, columns[i])()
-            if not isinstance(stages[i], BuiltIn):
-                shapes = [computed_shape(spec, grads[0].dtype, spec.gathered_shape, without=i + 1) for spec in specs]
-                _check_shapes(stages[i], "scatter", grads, shapes)
-        finish = _start_scatter(stages[first], grads, specs, columns[first])
+        states, last = given[0] if given else [None] * len(grads), self._last
+        # For each stage the states of all leaves.
+        columns: list[States] = [[state and state[i] for state in states] for i in range(len(self.stages))]
+
+        def run(grads: Tensors, numbers: range) -> Tensors:
+            for i in numbers:
+                grads, columns[i] = _start_scatter(self.stages[i], grads, specs, columns[i])()
+            return grads
+
+        grads = run(grads, range(len(self.stages) - 1, last, -1))
+        finish = _start_scatter(self.stages[last], grads, specs, columns[last])
 
         def finish_all() -> Any:
-            scattered, columns[first] = finish()
-            for i in range(first + 1, len(stages)):
-                scattered, columns[i] = _start_scatter(stages[i], scattered, specs, columns[i])()
-            rows = zip(*reversed(columns), strict=True)
-            after = [None if state is None else row for state, row in zip(states, rows, strict=True)]
+            scattered, columns[last] = finish()
+            scattered = run(scattered, range(last - 1, -1, -1))
+            after = [state and row for state, row in zip(states, zip(*columns, strict=True), strict=True)]
             return (scattered, after) if given else scattered
 
         return finish_all
+
+    @property
+    def _last(self) -> int:
+        """The number of the stage that communicates last in a gather, and first in a scatter."""
+        return max((i for i, stage in enumerate(self.stages) if _communicates(stage)), default=len(self.stages) - 1)
 
 
 def _handed_over(tensors: Tensors, stream: torch.Stream) -> Tensors:
@@ -136,6 +129,8 @@ def _sums(stage: ShardTransform) -> bool:
 
 @dataclass(frozen=True)
 class _Masked(ShardTransform):
+    """One transform for the leaves that a mask matches and another for the rest; see `at`."""
+
     transform: ShardTransform
     mask: Mask
     otherwise: ShardTransform
@@ -146,8 +141,7 @@ class _Masked(ShardTransform):
 
     def layout(self, *_: Any, **__: Any) -> Any:
         raise ValueError(
-            "masked: leaves are meant by their names, which only fs.shard, fs.reshard and model.init know; each leaf's "
-            "spec has its own transform"
+            "masked: fs.shard, fs.reshard and model.init choose by names; call the transform of a leaf's spec"
         )
 
     gather = scatter = layout
@@ -163,9 +157,8 @@ def compose(*transforms: ShardTransform) -> ShardTransform:
         Their composition, equal to any other of equal parts; without any, a transform that changes nothing.
 
     Raises:
-        ValueError: if two of them use the same mesh axis or have a reshard policy, one that moves shards to another
-            device is not the first, a dim would be split anew before it has been gathered, or something is no
-            transform.
+        ValueError: if two of them use the same mesh axis or have a reshard policy, a dim would be split anew before it
+            has been gathered, or something is no transform.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -198,35 +191,28 @@ def composed(
     for transform in transforms:
         needed = "transforms to be ShardTransforms such as fs.fully_shard(mesh)"
         expect(isinstance(transform, ShardTransform), "compose", needed, describe(transform))
-    policies = [(reshard, model_dtypes)] if reshard else []
-    policies += [(t.reshard, t.model_dtypes) for t in transforms if isinstance(t, _Composed) and t.reshard]
     stages = tuple(s for t in transforms for s in (t.stages if isinstance(t, _Composed) else (t,)) if s != _NOTHING)
-    if not stages:
-        return _NOTHING
     # What depends on a leaf's name may be for other leaves; it is looked at again for each.
     names = [axis.name for stage in stages for axis in (stage.axes if masks(stage) else layout_axes(stage))]
     twice = sorted({name for name in names if names.count(name) > 1})
     expect(not twice, "compose", "one transform for each axis", f"two for the axes {twice}", "drop one of the two")
     for i, stage in enumerate(stages):
         gathered = list(dict.fromkeys(axis.name for behind in stages[i + 1 :] for axis in summed_axes(behind)))
-        for node in nodes(stage):
-            needed = "offload first, as it says where shards are stored"
-            expect(not (i and node.storage), "compose", needed, "it behind others")
-            if gathered and isinstance(node, _SplitDim):
-                name = "own_dim" if node.brings_data else "split_dim"
-                found = f"expected {name} over {node.axis.name!r} behind what gathers over {gathered}"
-                raise ValueError(f"compose: {found}, got it before")
-    strategies = [s for s in stages if any(isinstance(node, _Composed) and node.reshard for node in nodes(s))]
+        kept = [node.axis.name for node in nodes(stage) if gathered and isinstance(node, _SplitDim)]
+        expect(not kept, "compose", f"split_dim and own_dim behind what gathers over {gathered}", f"{kept} before it")
+    strategies = [t for t in transforms if any(isinstance(node, _Composed) and node.reshard for node in nodes(t))]
     needed, remedy = "one strategy, which has the reshard policy", "take the other's parts by themselves"
-    expect(len(policies) + len(strategies) <= 1, "compose", needed, "two", remedy)
-    return _Composed(stages, *(policies[0] if policies else ()))
+    expect(len(strategies) + bool(reshard) <= 1, "compose", needed, "two", remedy)
+    if strategies and isinstance(strategies[0], _Composed):
+        reshard, model_dtypes = strategies[0].reshard, strategies[0].model_dtypes
+    return _Composed(stages, reshard, model_dtypes) if stages else _NOTHING
 
 
 def masked_transform(transform: ShardTransform, mask: Mask, otherwise: ShardTransform | None = None) -> ShardTransform:
     """Use a transform for some leaves; `fs.masked` is its public name.
 
     Args:
-        transform: The transform of the leaves that are meant.
+        transform: The transform of the leaves that match.
         mask: Which leaves; see `fs.masked`.
         otherwise: The transform of the others; None changes nothing in them.
 
@@ -234,17 +220,11 @@ def masked_transform(transform: ShardTransform, mask: Mask, otherwise: ShardTran
         The transform, which `shard` resolves leaf by leaf.
 
     Raises:
-        ValueError: if `mask` is no mask, or the two transforms sum gradients over different axes.
+        ValueError: if `mask` is no mask.
     """
-    otherwise = _NOTHING if otherwise is None else otherwise
-    expect(isinstance(otherwise, ShardTransform), "masked", "otherwise to be a ShardTransform", describe(otherwise))
-    mask = as_mask(mask)
     expect(is_mask(mask), "masked", f"the mask to be {MASK}", describe(mask))
-    other, axes = ([axis.name for axis in t.axes] for t in (otherwise, transform))
-    needed = f"other leaves to be reduced over the axes {axes}"
-    remedy = "give otherwise= a transform over these, such as fs.replicate"
-    expect(set(transform.axes) == set(otherwise.axes), "masked", needed, f"{other}", remedy)
-    return _Masked(transform, mask, otherwise)
+    # A list cannot be hashed.
+    return _Masked(transform, tuple(mask) if isinstance(mask, list) else mask, otherwise or _NOTHING)
 
 
 def _held(transform: ShardTransform) -> Iterator[Any]:
@@ -254,15 +234,11 @@ def _held(transform: ShardTransform) -> Iterator[Any]:
         yield from value if type(value) is tuple else (value,)
 
 
-def parts(transform: ShardTransform) -> list[ShardTransform]:
-    """List the transforms that a transform is made of, storage first."""
-    return [value for value in _held(transform) if isinstance(value, ShardTransform)]
-
-
 def nodes(transform: ShardTransform) -> Iterator[ShardTransform]:
     """List all transforms in a transform, and at last itself."""
-    for part in parts(transform):
-        yield from nodes(part)
+    for part in _held(transform):
+        if isinstance(part, ShardTransform):
+            yield from nodes(part)
     yield transform
 
 
@@ -273,21 +249,17 @@ def masks(transform: ShardTransform) -> tuple[Mask, ...]:
 
 def layout_axes(transform: ShardTransform) -> tuple[Axis, ...]:
     """List the mesh axes that leaves are placed on: those of `axes`, and those that leaves stay split over."""
-    held = ((*(value for value in _held(node) if isinstance(value, Axis)), *node.axes) for node in nodes(transform))
-    return tuple(dict.fromkeys(axis for axes in held for axis in axes))
+    held = (value for node in nodes(transform) for value in (*_held(node), *node.axes))
+    return tuple(dict.fromkeys(value for value in held if isinstance(value, Axis)))
 
 
 def summed_axes(transform: ShardTransform) -> tuple[Axis, ...]:
     """List the mesh axes that scatter sums over: those of `axes` that no part of the transform leaves alone."""
-
-    def own(node: ShardTransform) -> list[Axis]:
-        inner = {axis for part in parts(node) for axis in part.axes}
-        return [axis for axis in node.axes if axis not in inner] if _sums(node) else []
-
-    return tuple(dict.fromkeys(axis for node in nodes(transform) for axis in own(node)))
+    own = [node.axis for node in nodes(transform) if isinstance(node, _SplitDim)]
+    return tuple(axis for axis in transform.axes if axis not in own)
 
 
-def at(transform: ShardTransform, name: str, leaf: Any) -> ShardTransform:
+def at(transform: Any, name: str, leaf: Any) -> ShardTransform:
     """Choose the transform of one leaf.
 
     Args:
@@ -298,43 +270,20 @@ def at(transform: ShardTransform, name: str, leaf: Any) -> ShardTransform:
     Returns:
         The transform without masks; leaves of equal ones share one object.
     """
+    if not masks(transform):
+        return transform
     if isinstance(transform, _Masked):
-        chosen_part = transform.transform if matches(transform.mask, name, leaf) else transform.otherwise
-        return at(chosen_part, name, leaf)
-
-    def chosen(value: Any) -> Any:
-        return at(value, name, leaf) if isinstance(value, ShardTransform) else rebuilt(value, chosen)
-
-    found = rebuilt(transform, chosen)
-    return _shared(found) if isinstance(found, _Composed) and found is not transform else found
+        return at(transform.transform if matches(transform.mask, name, leaf) else transform.otherwise, name, leaf)
+    if isinstance(transform, Wrapped):
+        return replace(transform, inner=at(transform.inner, name, leaf))
+    expect(isinstance(transform, _Composed), type(transform).__name__, "masks in what fs.Wrapped wraps", "others")
+    return _shared(replace(transform, stages=tuple(at(stage, name, leaf) for stage in transform.stages)))
 
 
 @lru_cache(maxsize=64)
 def _shared(chosen: _Composed) -> ShardTransform:
-    """Compose anew, as parts may be compositions now; one object, as leaves are grouped by transform."""
+    """Compose anew, as stages may be compositions now; one object, as leaves are grouped by transform."""
     return composed(chosen.stages, chosen.reshard, chosen.model_dtypes)
-
-
-@lru_cache(maxsize=1024)
-def computed_shape(spec: Spec, dtype: torch.dtype, shape: tuple[int, ...], *, without: int = 0) -> tuple[int, ...]:
-    """Find the shape that a model computes with, where parts of a transform that use no axis gather another one.
-
-    Args:
-        spec: The leaf's spec.
-        dtype: What it is stored as.
-        shape: What the parts that use axes gather.
-        without: How many of the last parts are left out.
-
-    Returns:
-        The shape; the one given where no such part changes it.
-    """
-    transform: Any = spec.transform
-    stages = transform.stages if isinstance(transform, _Composed) else (transform,)
-    tensor = torch.empty(shape, dtype=dtype, device="meta")
-    for stage in stages[: len(stages) - without]:
-        if isinstance(stage, ShardTransform) and not (isinstance(stage, BuiltIn) or stage.axes):
-            (tensor,) = stage.gather([tensor], [spec])
-    return tuple(tensor.shape)
 
 
 class Reduction(NamedTuple):
@@ -361,53 +310,32 @@ def reduction(transform: Any) -> Reduction:
 
     Returns:
         The facts.
-
-    Raises:
-        ValueError: if a transform is wrapped whose state the outer scatter does not take.
     """
     if transform is None:
         return Reduction()
     found: Reduction | None = transform.__dict__.get("_reduction")
     if found is None:
         foreign = any(not isinstance(node, BuiltIn | _Composed) for node in nodes(transform))
-        found = Reduction(_dtype(transform), _has_state(transform), _is_new(transform), foreign)
+        # Of this package none keeps a tensor that it returns; others may, which nobody can see from here.
+        new = not foreign and any(axis.size > 1 for axis in summed_axes(transform))
+        found = Reduction(_dtype(transform), any(map(_has_own_state, nodes(transform))), new, foreign)
         transform.__dict__["_reduction"] = found
     return found
 
 
 def _dtype(transform: ShardTransform) -> torch.dtype | None:
-    if isinstance(transform, _Cast):
-        return transform.scatter_dtype
     found = None
     # Scatter runs from the last part to the first; a cast behind the reduction does not change its dtype.
-    for part in reversed(parts(transform)):
-        found = _dtype(part) or found
-        if _sums(part):
+    for node in reversed([*nodes(transform)]):
+        if isinstance(node, _Cast):
+            found = node.scatter_dtype or found
+        elif _sums(node) and next(nodes(node)) is node:
             break
     return found
 
 
-def _has_state(transform: ShardTransform) -> bool:
-    cls = type(transform)
-    if cls.init is ShardTransform.init:
-        return False
-    if cls.init is not Wrapped.init:
-        return cls is not _Composed or any(map(_has_state, parts(transform)))
-    inner = any(map(_has_state, parts(transform)))
-    found, remedy = "one without states around a transform that has one", "take them and hand them on"
-    expect(not inner or takes(cls.scatter, 3), cls.__name__, "scatter(self, grads, specs, states)", found, remedy)
-    return inner
-
-
-def _is_new(transform: ShardTransform) -> bool:
-    # Storage first: scatter's results come from the first stages. Stages of this package keep no tensor, so that from
-    # one that communicates on all are new; others may return a tensor that they keep, which nobody can see from here.
-    for stage in transform.stages if isinstance(transform, _Composed) else (transform,):
-        if not isinstance(stage, BuiltIn):
-            return False
-        if _communicates(stage):
-            return True
-    return False
+def _has_own_state(node: ShardTransform) -> bool:
+    return type(node).init not in (ShardTransform.init, Wrapped.init, _Composed.init)
 
 
 def sum_dtype(spec: Spec, dtype: torch.dtype) -> torch.dtype:
@@ -424,17 +352,39 @@ def sum_dtype(spec: Spec, dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, reduced) if reduced and dtype.is_floating_point else dtype
 
 
+@lru_cache(maxsize=4096)
+def in_tree(spec: Spec, axes: tuple[Axis, ...]) -> Spec:
+    """Let a leaf's transform sum gradients in the tree of a job's microbatches.
+
+    Args:
+        spec: The leaf's spec.
+        axes: The axes that it sums over, in the order of all leaves.
+
+    Returns:
+        The spec, with sums in the tree.
+
+    Raises:
+        ValueError: if the transform does something whose bits depend on how many ranks there are.
+    """
+    remedy = 'take a strategy without it, or leave out sums="tree"'
+    needed, found = ([axis.name for axis in order if axis.size > 1] for order in (axes, spec.transform.axes))
+    expect(found == needed, 'sums="tree"', f"transforms that sum over {needed} in this order", f"{found}", remedy)
+    known = _Composed, _FullyShard, _Cast, _Offload, _SplitDim, ShardTransform
+    odd = [type(node).__name__.strip("_") for node in nodes(spec.transform) if type(node) not in known]
+    odd += ["own_dim" for node in nodes(spec.transform) if isinstance(node, _SplitDim) and node.brings_data]
+    expect(not odd, 'sums="tree"', "fully_shard, replicate, split_dim, casts and offload", ", ".join(odd), remedy)
+    return replace(spec, reshard=replace(spec.reshard or ReshardPolicy(), tree=True))
+
+
 def check_stateless(transform: ShardTransform) -> None:
     """Refuse a transform with a state where nobody can carry one."""
     if reduction(transform).has_state:
-        name = next(type(node).__name__.strip("_") for node in nodes(transform) if _has_state(node))
-        raise ValueError(
-            f"scatter: {name} has a state, which autograd cannot carry through fs.gather; differentiate at "
-            "gathered parameters and call fs.scatter_grads with transform_state=, or use fs.value_and_grad"
-        )
+        name = next(type(node).__name__.strip("_") for node in nodes(transform) if _has_own_state(node))
+        remedy = "call fs.scatter_grads with transform_state= at gathered parameters, or fs.value_and_grad"
+        raise ValueError(f"scatter: {name} has a state, which autograd cannot carry through fs.gather; {remedy}")
 
 
-def gather_by(transform: ShardTransform, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
+def gather_by(transform: ShardTransform, leaves: Tensors, specs: Specs) -> Tensors:
     """Gather differentiably, as one node of autograd's, whose backward scatters; that refuses a transform with a state.
 
     Args:
@@ -457,7 +407,7 @@ def scatter_by(
         transform: The transform.
         leaves: The leaves.
         grads: Their full gradients; None counts as zeros.
-        states: As for `scatter`.
+        states: As for `start_scatter`.
 
     Returns:
         The shards, in the leaves' dtypes, and the new states.
@@ -465,44 +415,29 @@ def scatter_by(
     specs, pairs = [leaf.spec for leaf in leaves], zip(leaves, grads, strict=True)
     full = [leaf.local.new_zeros(leaf.spec.gathered_shape) if grad is None else grad for leaf, grad in pairs]
     if reduction(transform).has_state:
-        found, states = scatter(transform, full, specs, states)
+        found, states = start_scatter(transform, full, specs, states)()
     else:
         found = linear_call(_linear(transform, specs).transposed(), full)
     return [grad.to(leaf.local.dtype) for leaf, grad in zip(leaves, found, strict=True)], states
 
 
-def _linear(transform: ShardTransform, specs: Sequence[Spec]) -> Linear:
+def _linear(transform: ShardTransform, specs: Specs) -> Linear:
     """Make a gather as a linear map; shards vary or agree as their leaves are stored."""
     run, transpose = (partial(f, transform=transform, specs=specs) for f in (_gathered, _scattered))
     return Linear(run, transpose, Variance("fs.gather", specs[0].scattered_axes, None, True))
 
 
-def _gathered(leaves: Tensors, transform: ShardTransform, specs: Sequence[Spec]) -> Tensors:
-    return _full(transform, transform.gather(leaves, specs), leaves, specs)
+def _gathered(leaves: Tensors, transform: ShardTransform, specs: Specs) -> Tensors:
+    return transform.gather(leaves, specs)
 
 
-def _scattered(grads: Tensors, transform: ShardTransform, specs: Sequence[Spec]) -> Tensors:
+def _scattered(grads: Tensors, transform: ShardTransform, specs: Specs) -> Tensors:
     check_stateless(transform)
-    return scatter(transform, grads, specs, [])[0]
+    return start_scatter(transform, grads, specs, [])()[0]
 
 
-def start_gather(transform: ShardTransform, leaves: Tensors, specs: Sequence[Spec]) -> Finish:
-    """Start to gather by a transform.
-
-    Args:
-        transform: The transform.
-        leaves: One shard per leaf.
-        specs: The leaves' specs.
-
-    Returns:
-        A function that finishes and returns the full tensors.
-    """
-    finish = transform.start_gather(leaves, specs)
-    return lambda: _full(transform, finish(), leaves, specs)
-
-
-def scatter(transform: ShardTransform, grads: Tensors, specs: Sequence[Spec], states: States) -> tuple[Tensors, States]:
-    """Scatter by a transform with or without a state.
+def start_scatter(transform: ShardTransform, grads: Tensors, specs: Specs, states: States) -> FinishWithStates:
+    """Start to scatter by a transform with or without a state.
 
     Args:
         transform: The transform.
@@ -511,58 +446,25 @@ def scatter(transform: ShardTransform, grads: Tensors, specs: Sequence[Spec], st
         states: One state per leaf, None where the transform has none.
 
     Returns:
-        What scatter returns, and the new states.
-    """
-    return start_scatter(transform, grads, specs, states)()
-
-
-def start_scatter(transform: ShardTransform, grads: Tensors, specs: Sequence[Spec], states: States) -> FinishWithStates:
-    """Start what `scatter` does.
-
-    Args:
-        transform: As for `scatter`.
-        grads: As for `scatter`.
-        specs: As for `scatter`.
-        states: As for `scatter`.
-
-    Returns:
-        A function that finishes and returns scatter's result.
+        A function that finishes and returns what scatter returns, and the new states.
     """
     finish = _start_scatter(transform, grads, specs, states)
 
     def finish_checked() -> tuple[Tensors, States]:
         found, after = finish()
-        if reduction(transform).is_foreign:
-            _check_shapes(transform, "scatter", found, [spec.local_shape for spec in specs])
+        needed = [spec.local_shape for spec in specs]
+        # A batch of vmap's comes last.
+        got = [tuple(tensor.shape)[: len(shape)] for tensor, shape in zip(found, needed, strict=False)]
+        fits, name = got == needed and len(found) == len(needed), type(transform).__name__
+        expect(fits, f"scatter of {name}", f"tensors of shapes {needed}", f"{[tuple(x.shape) for x in found]}")
         return found, after
 
-    return finish_checked
+    return finish_checked if reduction(transform).is_foreign else finish
 
 
-def _start_scatter(
-    transform: ShardTransform, grads: Tensors, specs: Sequence[Spec], states: States
-) -> FinishWithStates:
+def _start_scatter(transform: ShardTransform, grads: Tensors, specs: Specs, states: States) -> FinishWithStates:
+    """Bring the two forms of scatter into one."""
     if reduction(transform).has_state:
         return transform.start_scatter(grads, specs, states)
     finish = transform.start_scatter(grads, specs)
     return lambda: (finish(), states)
-
-
-def _full(transform: ShardTransform, found: Tensors, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
-    if reduction(transform).is_foreign:
-        pairs = zip(specs, leaves, strict=True)
-        needed = [computed_shape(spec, leaf.dtype, spec.gathered_shape) for spec, leaf in pairs]
-        _check_shapes(transform, "gather", found, needed)
-    return found
-
-
-def _check_shapes(
-    transform: ShardTransform, verb: str, found: Sequence[torch.Tensor], needed: Sequence[tuple[int, ...]]
-) -> None:
-    """Refuse tensors of a transform that do not fit, before anybody uses them: of one rank alone, others would wait."""
-    got = [tuple(tensor.shape) for tensor in found]
-    # A batch of vmap's comes last.
-    fits = len(got) == len(needed) and all(g[: len(n)] == n for g, n in zip(got, needed, strict=True))
-    names = [type(n).__name__ for n in nodes(transform) if not isinstance(n, BuiltIn | _Composed)]
-    remedy = "return one tensor for each leaf, in their order"
-    expect(fits, f"{verb} of {', '.join(names)}", f"tensors of shapes {list(needed)}", f"{got}", remedy)

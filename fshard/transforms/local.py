@@ -1,14 +1,12 @@
 """Transforms that communicate nothing: cast to other dtypes, offload to CPU memory."""
 
-import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fshard import _compat
-from fshard.transforms.base import BuiltIn, ShardTransform, Storage, Tensors
-from fshard.tree import Spec
+from fshard.transforms.base import BuiltIn, ShardTransform, Specs, Storage, Tensors
+from fshard.tree.checks import FLOATING, check_arguments
 
 
 @dataclass(frozen=True)
@@ -16,10 +14,10 @@ class _Cast(BuiltIn):
     gather_dtype: torch.dtype | None
     scatter_dtype: torch.dtype | None
 
-    def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
+    def gather(self, leaves: Tensors, specs: Specs) -> Tensors:
         return _to(leaves, self.gather_dtype)
 
-    def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
+    def scatter(self, grads: Tensors, specs: Specs) -> Tensors:
         return _to(grads, self.scatter_dtype)
 
 
@@ -47,11 +45,7 @@ def cast(*, gather: torch.dtype | None = None, scatter: torch.dtype | None = Non
     >>> mixed == cast(gather=torch.bfloat16)
     True
     """
-    for name, dtype in (("gather", gather), ("scatter", scatter)):
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(
-                f"cast: expected {name}= to be a floating torch.dtype such as torch.bfloat16, got {dtype!r:.40}"
-            )
+    check_arguments("cast", FLOATING, gather=gather, scatter=scatter)
     return _Cast(gather, scatter)
 
 
@@ -63,10 +57,10 @@ class _Offload(BuiltIn):
     def storage(self) -> Storage:
         return Storage(torch.device("cpu"), self.device)
 
-    def gather(self, leaves: Tensors, specs: Sequence[Spec]) -> Tensors:
+    def gather(self, leaves: Tensors, specs: Specs) -> Tensors:
         return [leaf.to(self.device, non_blocking=True) for leaf in leaves]
 
-    def scatter(self, grads: Tensors, specs: Sequence[Spec]) -> Tensors:
+    def scatter(self, grads: Tensors, specs: Specs) -> Tensors:
         if self.device.type == "cpu" or _compat.is_tracing():
             # A graph has no operator that waits for a stream: each of its copies waits.
             return [grad.to("cpu") for grad in grads]
@@ -86,10 +80,10 @@ def offload(device: torch.device | str | None = None) -> ShardTransform:
         device: Where leaves are computed with; None takes the accelerator that there is.
 
     Returns:
-        The transform. Without an accelerator it changes nothing, and warns of that.
+        The transform. Without an accelerator it changes nothing.
 
     Raises:
-        ValueError: if torch knows no such device.
+        RuntimeError: of torch's, if it knows no such device.
 
     >>> import fshard as fs
     >>> strategy = fs.compose(fs.offload("cuda"), fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
@@ -97,14 +91,5 @@ def offload(device: torch.device | str | None = None) -> ShardTransform:
     Storage(device=device(type='cpu'), compute_device=device(type='cuda'))
     """
     if device is None:
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        if found is None:
-            warnings.warn(
-                "offload: this machine has no accelerator, so parameters are in CPU memory anyway and nothing is moved",
-                stacklevel=2,
-            )
-        device = found or torch.device("cpu")
-    try:
-        return _Offload(torch.device(device))
-    except (RuntimeError, TypeError, ValueError):
-        raise ValueError(f'offload: expected device to be a device such as "cuda", or None, got {device!r}') from None
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    return _Offload(torch.device(device))

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from fshard.errors import Problem, leaf_error, refuse
+from fshard.errors import Problem, refuse
 from fshard.transforms.compose import reduction
-from fshard.tree import Flat, P, Sharded, Spec, Tree, flatten, is_sharded, unflatten
-from fshard.tree.checks import check_local, describe
+from fshard.tree import Flat, Sharded, Spec, Tree, flatten, is_sharded, map_leaves, unflatten
+from fshard.tree.checks import check_leaves, check_local, describe
 
 
 class Absent(enum.Enum):
@@ -50,11 +50,9 @@ def transform_state(params: Tree) -> Tree:
     """
     flat = flatten(params)
     check_local("transform_state", flat)
-    if not any(_has_state(leaf) for leaf in flat.leaves):
+    if not any(map(_has_state, flat.specs)):
         return None
-    states = [
-        _init(leaf.spec, leaf.local.dtype, leaf.local.device) if _has_state(leaf) else None for leaf in flat.leaves
-    ]
+    states = [_init(leaf.spec, leaf.local.detach().new_zeros(())) if is_sharded(leaf) else None for leaf in flat.leaves]
     return joined(flat, states)
 
 
@@ -75,26 +73,19 @@ def states_of(what: str, flat: Flat, state: Tree | Absent) -> list[Tree]:
     """
     remedy = "pass transform_state=, first as fs.transform_state(params) makes it, then as this verb returns it"
     if state is ABSENT or state is None:
-        if any(map(_spec_has_state, flat.specs)):
-            pairs = zip(flat.paths, flat.leaves, strict=True)
-            problems = [Problem(path, "no state", "that of its transform") for path, leaf in pairs if _has_state(leaf)]
-            raise leaf_error(f"{what}: transforms need their state", problems, remedy)
+        if any(map(_has_state, flat.specs)):
+            check_leaves(f"{what}: transforms need their state", flat, _without_state, remedy)
         return [None] * len(flat.leaves)
+    check_local(f"{what} with transform_state", flatten(state))
     try:
         parts = flat.treedef.flatten_up_to(state)
     except ValueError:
-        found = flatten(state).paths
-        raise ValueError(
-            f"{what}: expected transform_state to have the structure of the parameters, got leaves "
-            f"{', '.join(found[:4])}{', ...' * (len(found) > 4)}; {remedy}"
-        ) from None
-    problems = [
-        Problem(path, *misfit)
-        for path, leaf, part in zip(flat.paths, flat.leaves, parts, strict=True)
-        if (misfit := _misfit(leaf, part))
-    ]
+        raise ValueError(f"{what}: expected transform_state of the structure of the parameters; {remedy}") from None
+    kinds = [_needed(leaf.spec, leaf.local.dtype) if is_sharded(leaf) else _kind(None) for leaf in flat.leaves]
+    rows = zip(flat.paths, map(_kind, parts), kinds, strict=True)
+    problems = [Problem(path, found, needed) for path, found, needed in rows if found != needed]
     refuse(f"{what}: transform_state does not fit the parameters", problems, remedy)
-    return [_unwrapped(part) for part in parts]
+    return [map_leaves(lambda row: row and row.local[0], part) for part in parts]
 
 
 def joined(flat: Flat, states: Sequence[Tree], like: Tree = ()) -> Tree:
@@ -110,69 +101,49 @@ def joined(flat: Flat, states: Sequence[Tree], like: Tree = ()) -> Tree:
     """
     if like is None:
         return None
-    rows = [
-        None if state is None else _wrapped(state, leaf.spec) for leaf, state in zip(flat.leaves, states, strict=True)
-    ]
+    rows = [None if state is None else _rows(leaf.spec, state) for leaf, state in zip(flat.leaves, states, strict=True)]
     return unflatten(flat.treedef, rows)
 
 
-def _has_state(leaf: Any) -> bool:
-    return is_sharded(leaf) and _spec_has_state(leaf.spec)
-
-
-def _spec_has_state(spec: Spec) -> bool:
-    return spec.transform is not None and not spec.frozen and reduction(spec.transform).has_state
-
-
-def _wrapped(state: Tree, spec: Spec) -> Tree:
-    """Each rank's tensors as rows of Sharded leaves."""
-    flat = flatten(state)
-    leaves = [
-        tensor if tensor is None else Sharded(tensor.detach().unsqueeze(0), _row(tensor, spec))
-        for tensor in flat.leaves
-    ]
-    return unflatten(flat.treedef, leaves)
-
-
-def _row(tensor: torch.Tensor, spec: Spec) -> Spec:
-    ranks = math.prod(axis.size for axis in spec.axes)
-    names = tuple(axis.name for axis in spec.axes)
-    partition = P(names if len(names) > 1 else names[0]) if names else P()
-    return Spec((ranks, *tensor.shape), partition, spec.axes)
-
-
-def _unwrapped(state: Tree) -> Tree:
-    flat = flatten(state)
-    return unflatten(flat.treedef, [leaf if leaf is None else leaf.local[0] for leaf in flat.leaves])
-
-
-def _misfit(leaf: Any, part: Tree) -> tuple[str, str] | None:
-    """Describe a state that does not fit its leaf, and the one expected."""
-    if not _has_state(leaf):
-        return None if part is None else (describe(part), "None, because its transform has no state")
-    rows, made = flatten(part), _made_by_init(leaf.spec, leaf.local.dtype, leaf.local.device)
-    needed = f"leaves that are Sharded over {[axis.name for axis in leaf.spec.axes]}, a row for each rank"
-    if rows.treedef != made.treedef:
-        return describe(part), needed
-    for row, shape in zip(rows.leaves, made.leaves, strict=True):
-        if shape is None or row is None:
-            if row is not shape:
-                return describe(row), "None" if shape is None else needed
-        elif not is_sharded(row) or row.spec.axes != leaf.spec.axes:
-            return describe(row), needed
-        elif tuple(row.local.shape) != (1, *shape):
-            return f"rows of shape {tuple(row.local.shape)[1:]}", f"rows of shape {shape}"
-    return None
-
-
-def _init(spec: Spec, dtype: torch.dtype, device: torch.device) -> Tree:
-    # Zeros that take no memory.
-    grad = torch.zeros((), dtype=dtype, device=device).expand(spec.gathered_shape)
-    return spec.transform.init(grad)  # type: ignore[union-attr]
+def _rows(spec: Spec, state: Tree) -> Tree:
+    """Make the tensors of a leaf's state this rank's rows."""
+    return map_leaves(
+        lambda x: x if x is None else Sharded(x.detach().unsqueeze(0), _spec_of_rows(spec, x.shape)), state
+    )
 
 
 @lru_cache(maxsize=4096)
-def _made_by_init(spec: Spec, dtype: torch.dtype, device: torch.device) -> Flat:
-    """The state of a leaf of this kind, with shapes in the place of tensors."""
-    flat = flatten(_init(spec, dtype, device))
-    return flat._replace(leaves=[None if leaf is None else tuple(leaf.shape) for leaf in flat.leaves])
+def _spec_of_rows(spec: Spec, shape: tuple[int, ...]) -> Spec:
+    found = Spec((math.prod(axis.size for axis in spec.axes), *shape))
+    for axis in spec.axes:
+        found = found.split(axis, 0)
+    return found
+
+
+def _has_state(spec: Spec) -> bool:
+    return spec.transform is not None and not spec.frozen and reduction(spec.transform).has_state
+
+
+def _without_state(leaf: Any) -> tuple[str, str] | None:
+    lacks = is_sharded(leaf) and _has_state(leaf.spec)
+    return ("no state", "that of its transform") if lacks else None
+
+
+def _init(spec: Spec, zero: torch.Tensor) -> Tree:
+    # Zeros that take no memory.
+    return spec.transform.init(zero.expand(spec.gathered_shape)) if _has_state(spec) else None
+
+
+@lru_cache(maxsize=4096)
+def _needed(spec: Spec, dtype: torch.dtype) -> str:
+    """The kind of state that the transform of a leaf needs."""
+    return _kind(_rows(spec, _init(spec, torch.zeros((), dtype=dtype))))
+
+
+def _kind(state: Tree) -> str:
+    """Describe the state of a leaf, without values."""
+
+    def said(leaf: Any) -> str:
+        return f"rows of {leaf.spec.shape} split by {leaf.spec.partition!r}" if is_sharded(leaf) else describe(leaf)
+
+    return f"{map_leaves(said, state)}"

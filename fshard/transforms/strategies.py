@@ -1,6 +1,7 @@
 """Strategies: compositions of transforms under the field's names, with no mechanism of their own."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,36 +9,28 @@ import torch
 
 from fshard import _compat
 from fshard.errors import expect
-from fshard.mesh import Mesh, axis_given
+from fshard.mesh import Mesh, axis_of
 from fshard.transforms import ShardTransform, cast, compose, fully_shard
 from fshard.transforms import replicate as replicated
 from fshard.transforms.compose import composed
-from fshard.tree import Axis, ModelDtypes, ReshardPolicy
+from fshard.tree import Axis, ModelDtypes, ReshardPolicy, is_mask
+from fshard.tree.checks import COUNT, FLOATING, check_arguments
 
 # Leaves below this stay whole: a bias or a norm costs more to gather than to keep.
-MIN_SHARD_ELEMENTS = 1024
+SMALL = 1024
 
 # Bytes up to which units are gathered together, sixteen times what a link carries in the latency of a collective:
 # between processes on one machine by gloo (0.5 ms, 2 GiB/s), and between accelerators on one machine (30 us, 100 GB/s).
 HOST_BYTES, ACCELERATOR_BYTES = 16 * 1024 * 1024, 48_000_000
 
 
-def ddp(
-    mesh: Mesh,
-    axis: str | Sequence[str] = "shard",
-    *,
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    output_dtype: torch.dtype | None = None,
-) -> ShardTransform:
+def ddp(mesh: Mesh, axis: str | Sequence[str] = "shard", **dtypes: Any) -> ShardTransform:
     """Distributed data parallelism: everything whole on every rank, gradients summed as they appear.
 
     Args:
         mesh: The device mesh.
         axis: The mesh axis that batches are split over; several where they are split over each.
-        param_dtype: As for `zero3`.
-        reduce_dtype: As for `zero3`.
-        output_dtype: As for `zero3`.
+        **dtypes: `param_dtype`, `reduce_dtype` and `output_dtype`, as for `zero3`.
 
     Returns:
         The transform to `shard` parameters with.
@@ -54,19 +47,11 @@ def ddp(
     >>> fs.testing.spmd(program, world=2)[0]  # one sum for each of two microbatches
     (P(), ['all_reduce', 'all_reduce'])
     """
-    layout = _over(mesh, axis, replicated)
-    policy = ReshardPolicy(False, merge_bytes=_merge_bytes(layout))
-    return _typed("ddp", layout, policy, param_dtype, reduce_dtype, output_dtype)
+    return _strategy("ddp", _over(mesh, axis, replicated), ReshardPolicy(False), **dtypes)
 
 
 def zero1(
-    mesh: Mesh,
-    axis: str | Sequence[str] = "shard",
-    *,
-    min_shard_elements: int = MIN_SHARD_ELEMENTS,
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    output_dtype: torch.dtype | None = None,
+    mesh: Mesh, axis: str | Sequence[str] = "shard", *, min_shard_elements: int = SMALL, **dtypes: Any
 ) -> ShardTransform:
     """ZeRO-1: stored parameters and optimizer state sharded; gathered once a step, and reduced after the backward.
 
@@ -76,9 +61,7 @@ def zero1(
         mesh: The device mesh.
         axis: As for `zero3`.
         min_shard_elements: Leaves of fewer elements stay whole on every rank.
-        param_dtype: As for `zero3`.
-        reduce_dtype: As for `zero3`.
-        output_dtype: As for `zero3`.
+        **dtypes: `param_dtype`, `reduce_dtype` and `output_dtype`, as for `zero3`.
 
     Returns:
         The transform to `shard` parameters with.
@@ -96,18 +79,11 @@ def zero1(
     (P('shard'), ['all_gather', 'reduce_scatter'])
     """
     layout = _over(mesh, axis, partial(fully_shard, min_shard_elements=min_shard_elements))
-    policy = ReshardPolicy(False, merge_bytes=_merge_bytes(layout), early=False)
-    return _typed("zero1", layout, policy, param_dtype, reduce_dtype, output_dtype)
+    return _strategy("zero1", layout, ReshardPolicy(False, early=False), **dtypes)
 
 
 def zero2(
-    mesh: Mesh,
-    axis: str | Sequence[str] = "shard",
-    *,
-    min_shard_elements: int = MIN_SHARD_ELEMENTS,
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    output_dtype: torch.dtype | None = None,
+    mesh: Mesh, axis: str | Sequence[str] = "shard", *, min_shard_elements: int = SMALL, **dtypes: Any
 ) -> ShardTransform:
     """ZeRO-2: as ZeRO-1, with each gradient reduced as it appears, so that only shards of them are held.
 
@@ -117,9 +93,7 @@ def zero2(
         mesh: The device mesh.
         axis: As for `zero3`.
         min_shard_elements: Leaves of fewer elements stay whole on every rank.
-        param_dtype: As for `zero3`.
-        reduce_dtype: As for `zero3`.
-        output_dtype: As for `zero3`.
+        **dtypes: `param_dtype`, `reduce_dtype` and `output_dtype`, as for `zero3`.
 
     Returns:
         The transform to `shard` parameters with.
@@ -137,42 +111,38 @@ def zero2(
     (P('shard'), ['all_gather', 'reduce_scatter', 'reduce_scatter'])
     """
     layout = _over(mesh, axis, partial(fully_shard, min_shard_elements=min_shard_elements))
-    policy = ReshardPolicy(False, merge_bytes=_merge_bytes(layout), early=True)
-    return _typed("zero2", layout, policy, param_dtype, reduce_dtype, output_dtype)
+    return _strategy("zero2", layout, ReshardPolicy(False), **dtypes)
 
 
 def _over(mesh: Mesh, axis: str | Sequence[str], make: Callable[[Axis], ShardTransform]) -> ShardTransform:
     """Make a transform over each axis; of several that split a dim, the first is the major one."""
     names = axis if isinstance(axis, list | tuple) and axis else (axis,)
-    return compose(*(make(axis_given(mesh, name, "axis")) for name in reversed(names)))
+    return compose(*(make(axis_of(mesh, name)) for name in reversed(names)))
 
 
-def _typed(
+def _strategy(
     what: str,
     layout: ShardTransform,
     policy: ReshardPolicy,
-    param_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-    output_dtype: torch.dtype | None,
+    merge_bytes: int | None = None,
+    *,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
 ) -> ShardTransform:
     """Add a reshard policy and casts to a layout."""
-    floating = isinstance(output_dtype, torch.dtype) and output_dtype.is_floating_point
-    needed = "output_dtype to be a floating torch.dtype such as torch.bfloat16"
-    expect(output_dtype is None or floating, what, needed, repr(output_dtype))
+    check_arguments(what, FLOATING, param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=output_dtype)
+    # What is no transform is refused where transforms are composed.
+    sizes = map(_bytes_over, getattr(layout, "axes", ()))
+    sized = max(sizes, default=0) if merge_bytes is None else merge_bytes
     casts_in = [cast(gather=param_dtype)] if param_dtype else []
     casts_out = [cast(scatter=reduce_dtype)] if reduce_dtype else []
     dtypes = ModelDtypes(param_dtype, output_dtype) if param_dtype or output_dtype else None
-    return composed([*casts_in, layout, *casts_out], policy, dtypes)
-
-
-def _merge_bytes(layout: ShardTransform) -> int:
-    """Size messages by the backend that needs the largest."""
-    # What is no transform is refused where transforms are composed.
-    axes = layout.axes if isinstance(layout, ShardTransform) else ()
-    return max((_bytes_over(axis) for axis in axes), default=0)
+    return composed([*casts_in, layout, *casts_out], replace(policy, merge_bytes=sized), dtypes)
 
 
 def _bytes_over(axis: Axis) -> int:
+    """Size messages by the backend that needs the largest."""
     known = axis.size > 1 and _compat.group_size(axis.group_name)
     backends = _compat.group_devices(axis.group_name) if known else {}
     return ACCELERATOR_BYTES if set(backends.values()) - {backends.get("cpu")} else HOST_BYTES
@@ -188,7 +158,7 @@ def zero3(
     output_dtype: torch.dtype | None = None,
     prefetch: int | None = None,
     merge_bytes: int | None = None,
-    min_shard_elements: int = MIN_SHARD_ELEMENTS,
+    min_shard_elements: int = SMALL,
     layout: ShardTransform | None = None,
 ) -> ShardTransform:
     """ZeRO-3: parameters too are held as shards, and full only unit by unit, while a unit computes.
@@ -229,28 +199,20 @@ def zero3(
     >>> fs.testing.spmd(program, world=2)[0]
     (P('shard'), ['all_gather', 'reduce_scatter', 'all_gather', 'reduce_scatter'])
     """
-    for name, unit, number in (("prefetch", "units", prefetch), ("merge_bytes", "bytes", merge_bytes)):
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
-            raise ValueError(f"zero3: expected {name} to be a number of {unit}, 0 or more, got {number!r}")
-    patterns = regather if isinstance(regather, tuple) else (regather,)
-    if not (isinstance(regather, bool) or callable(regather) or all(isinstance(p, str) for p in patterns)):
-        needed = "a bool, glob patterns of units' names, or a function of the name"
-        raise ValueError(f"zero3: expected regather to be {needed}, got {regather!r}")
+    check_arguments("zero3", COUNT, prefetch=prefetch, merge_bytes=merge_bytes)
+    needed = "regather to be a bool, glob patterns of units' names, or a function of the name"
+    expect(isinstance(regather, bool) or is_mask(regather), "zero3", needed, f"{regather!r:.40}")
+    alone = layout is None or min_shard_elements == SMALL
+    expect(alone, "zero3", "min_shard_elements or layout", "both", "give it to the layout")
     if layout is None:
         layout = _over(mesh, axis, partial(fully_shard, min_shard_elements=min_shard_elements))
-    elif min_shard_elements != MIN_SHARD_ELEMENTS:
-        raise ValueError("zero3: expected min_shard_elements or layout, got both; give it to the layout")
-    policy = ReshardPolicy(regather, prefetch, _merge_bytes(layout) if merge_bytes is None else merge_bytes)
-    return _typed("zero3", layout, policy, param_dtype, reduce_dtype, output_dtype)
+    policy = ReshardPolicy(tuple(regather) if isinstance(regather, list) else regather, prefetch)
+    dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "output_dtype": output_dtype}
+    return _strategy("zero3", layout, policy, merge_bytes, **dtypes)
 
 
 def hsdp(
-    mesh: Mesh,
-    axis: str = "shard",
-    replicate: str = "replicate",
-    *,
-    min_shard_elements: int = MIN_SHARD_ELEMENTS,
-    **options: Any,
+    mesh: Mesh, axis: str = "shard", replicate: str = "replicate", *, min_shard_elements: int = SMALL, **options: Any
 ) -> ShardTransform:
     """Hybrid sharding: ZeRO-3 inside a node, whose shards every node holds.
 
@@ -279,18 +241,12 @@ def hsdp(
     >>> fs.testing.spmd(program, world=4)[0]
     [('all_gather', 'shard'), ('reduce_scatter', 'shard'), ('all_reduce', 'replicate')]
     """
-    expect("layout" not in options, "hsdp", "no layout", "one", "use zero3(mesh, layout=...)")
     layout = hybrid_shard(mesh, axis, replicate, min_shard_elements=min_shard_elements)
     return zero3(mesh, axis, layout=layout, **options)
 
 
 def hybrid_shard(
-    mesh: Mesh,
-    axis: str = "shard",
-    replicate: str = "replicate",
-    *,
-    dim: int = 0,
-    min_shard_elements: int = 0,
+    mesh: Mesh, axis: str = "shard", replicate: str = "replicate", *, dim: int = 0, min_shard_elements: int = 0
 ) -> ShardTransform:
     """Split each leaf over one mesh axis and keep the pieces the same over another (HSDP).
 
@@ -317,5 +273,5 @@ def hybrid_shard(
     >>> fs.testing.spmd(program, world=4)
     [[0.0, 1.0], [2.0, 3.0], [0.0, 1.0], [2.0, 3.0]]
     """
-    inner = fully_shard(axis_given(mesh, axis, "axis"), dim=dim, min_shard_elements=min_shard_elements)
-    return compose(replicated(axis_given(mesh, replicate, "replicate")), inner)
+    inner = fully_shard(axis_of(mesh, axis), dim=dim, min_shard_elements=min_shard_elements)
+    return compose(replicated(axis_of(mesh, replicate)), inner)

@@ -3,8 +3,8 @@
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -55,18 +55,6 @@ class P(tuple[str | tuple[str, ...] | None, ...]):
         return () if entry is None else (entry,) if isinstance(entry, str) else entry
 
 
-class Transform(Protocol):
-    """The part of a ShardTransform that a spec uses; the class itself is defined in a later room."""
-
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        """The mesh axes that batches are split over, and so gradients are summed over."""
-
-
-# The role of an axis for a leaf: gathered (split, made full), summed (whole), or owned (split, used as the piece).
-Role = Literal["gathered", "summed", "owned"]
-
-
 @dataclass(frozen=True)
 class ReshardPolicy:
     """How long full tensors stay, inside `value_and_grad` and in forward passes of sharded parameters.
@@ -79,12 +67,14 @@ class ReshardPolicy:
         merge_bytes: Neighbours are gathered together up to this many bytes, because latency would cost more than the
             transfer.
         early: Whether gradients are reduced as they appear, rather than after the backward.
+        tree: Whether sums over ranks are in one binary tree.
     """
 
     regather: bool | str | tuple[str, ...] | Callable[[str], bool] = True
     prefetch: int | None = None
     merge_bytes: int = 16 * 1024 * 1024
     early: bool = True
+    tree: bool = False
 
     @property
     def ahead_bytes(self) -> int:
@@ -129,7 +119,7 @@ class Spec:
     partition: P = P()
     axes: tuple[Axis, ...] = ()
     frozen: bool = False
-    transform: Transform | None = None
+    transform: Any = None
     reshard: ReshardPolicy | None = None
     model_dtypes: ModelDtypes | None = None
     owned: tuple[Axis, ...] = ()
@@ -182,8 +172,11 @@ class Spec:
         return {name: dim for dim in range(len(self.partition)) for name in self.partition.names(dim)}
 
     @functools.cached_property
-    def roles(self) -> Mapping[Axis, Role]:
-        """What each axis is to the leaf; an axis that the leaf is whole on and nothing is summed over is left out."""
+    def roles(self) -> Mapping[Axis, str]:
+        """What each axis is to the leaf: gathered (split, made full), summed (whole) or owned (split, used as a piece).
+
+        An axis that the leaf is whole on and nothing is summed over is left out.
+        """
         summed, split = self.transform.axes if self.transform else (), self.partition_axes()
         return {
             axis: "owned" if axis in self.owned or axis not in summed else "gathered" if axis in split else "summed"
@@ -226,9 +219,8 @@ class Spec:
         """
         entries = [self.partition.names(d) for d in range(max(len(self.partition), dim + 1))]
         entries[dim] = (*entries[dim], axis.name)
-        partition = P(*(names if len(names) > 1 else names[0] if names else None for names in entries))
         pieces = (*self.owned, axis) if owned else self.owned
-        return replace(self, partition=partition, owned=pieces).on(axis)
+        return replace(self, partition=_partition(entries), owned=pieces).on(axis)
 
     def reduced(self, dims: Iterable[int]) -> "Spec":
         """Describe a mean of the leaf over some dims, which keep a size of 1 that no axis splits.
@@ -245,11 +237,9 @@ class Spec:
         (P('shard'), P(), (1, 8))
         """
         chosen = tuple(dims)
-        entries = [None if dim in chosen else entry for dim, entry in enumerate(self.partition)]
-        while entries and entries[-1] is None:
-            entries.pop()
+        entries = [() if dim in chosen else self.partition.names(dim) for dim in range(len(self.partition))]
         shape = tuple(1 if dim in chosen else size for dim, size in enumerate(self.shape))
-        return replace(self, shape=shape, partition=P(*entries))
+        return replace(self, shape=shape, partition=_partition(entries))
 
     def on(self, axis: Axis) -> "Spec":
         """Place the leaf on `axis` too, without splitting it.
@@ -266,24 +256,8 @@ class Spec:
         return tuple(math.prod(axis.size for axis in self.split_axes(d)) for d in range(len(self.full_shape)))
 
 
-def rebuilt(value: Any, f: Callable[[Any], Any]) -> Any:
-    """Apply a function to the items of a tuple or the fields of a dataclass.
-
-    Args:
-        value: The tuple or dataclass; anything else stays as it is.
-        f: Called with each item or field.
-
-    Returns:
-        Another one of the results; the same object where they are those it had.
-
-    >>> rebuilt(Axis("shard", 2, "0"), lambda part: 4 if part == 2 else part)
-    Axis(name='shard', size=4, group_name='0')
-    """
-    if type(value) is tuple:
-        items = tuple(map(f, value))
-        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
-    if not is_dataclass(value) or isinstance(value, type):
-        return value
-    old = {part.name: getattr(value, part.name) for part in fields(value) if part.init}
-    changed = {name: new for name, part in old.items() if (new := f(part)) is not part}
-    return replace(value, **changed) if changed else value
+def _partition(entries: list[tuple[str, ...]]) -> P:
+    """Write the axes of each dim as a partition."""
+    while entries and not entries[-1]:
+        entries.pop()
+    return P(*(names if len(names) > 1 else names[0] if names else None for names in entries))

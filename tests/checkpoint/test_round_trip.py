@@ -259,7 +259,7 @@ def test_parts_by_subtree_and_by_name(tmp_path):
     # A part that is not read may be of any kind.
     mixed = {"w": params["w"], "new": torch.ones(3), "other": object()}
     assert_same(checkpoint.restore(tmp_path, mixed, subtree=".params", only="w")["w"], state.params["w"])
-    by_function = checkpoint.restore(tmp_path, zeros_like(state), only=lambda name: name.startswith("params."))
+    by_function = checkpoint.restore(tmp_path, zeros_like(state), only=lambda name, leaf: name.startswith("params."))
     assert_same(by_function.params, state.params)
     assert by_function.step == 0
 

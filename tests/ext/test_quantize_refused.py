@@ -27,7 +27,7 @@ QUANTIZE = [
     setup(
         "split_dim before quantize",
         lambda grid: fs.compose(fs.split_dim(grid["replicate"], dim=0), fs.quantize(grid["shard"])),
-        EARLY.format("split_dim", "replicate", "shard"),
+        EARLY.format("replicate", "shard"),
         GRID,
     ),
     setup(

@@ -299,7 +299,7 @@ def is_frozen(leaf):
 def test_frozen_parameters_and_their_average_stay_one_tensor(backend):
     """They are not copied, jitted or eager; and both leaves of the old state say that they were donated."""
     full = {"frozen": normal()(5, 3), "trained": normal(1)(5, 3)}
-    params = fs.shard(full, fs.zero3(one_axis(), min_shard_elements=0), frozen=lambda path: "frozen" in path)
+    params = fs.shard(full, fs.zero3(one_axis(), min_shard_elements=0), frozen="*frozen*")
     tx = fs.ema(fs.adamw(0.1), 0.9)
 
     def step(state):
@@ -330,13 +330,11 @@ def test_frozen_parameters_and_their_average_stay_one_tensor(backend):
 
 
 def test_a_tensor_that_the_caller_holds_is_emptied_and_others_go_on():
-    """Only the leaf is emptied of a tensor that nobody else refers to: thousands of tensors are made anew otherwise."""
     mesh = fs.init_mesh({"shard": 1}, device="cpu")
     old = fs.shard({"a": X, "b": X}, fs.zero3(mesh))
-    held, number = old["b"].local, id(old["a"].local)
+    held = old["b"].local
     new = fs.jit(lambda tree: fs.tree_map(lambda leaf: leaf + 1, tree), donate_argnums=0)(old)
     assert_alike(fs.unshard(new), {"a": X + 1, "b": X + 1})
-    assert id(new["a"].local) == number
     assert [tensor.shape for tensor in (held, old["a"].local, old["b"].local)] == [(0,)] * 3
 
 

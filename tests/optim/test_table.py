@@ -72,7 +72,7 @@ TABLE = {
     "clip_by_value": Row(lambda: fs.chain(fs.clip_by_value(0.5), fs.sgd(0.1))),
     "add_decayed_weights": Row(lambda: fs.chain(fs.add_decayed_weights(0.1, "w*"), fs.sgd(0.1))),
     "masked transformation": Row(lambda: fs.chain(fs.masked(fs.clip_by_value(0.1), "*bias"), fs.sgd(0.1))),
-    "masked optimizer": Row(lambda: fs.masked(from_torch(), lambda name: name != "w"), donated=True),
+    "masked optimizer": Row(lambda: fs.masked(from_torch(), lambda name, leaf: name != "w"), donated=True),
     "partition": Row(lambda: fs.partition({"*bias": from_torch(optim.SGD), "*": from_torch()}), donated=True),
     "freeze": Row(lambda: fs.freeze(from_torch(), ("w", "wide")), donated=True),
     "skip_nonfinite": Row(lambda: fs.skip_nonfinite(from_torch()), donated=True),
@@ -99,7 +99,7 @@ def run(tx, params, grads, state=None):
 
 
 def sharded(tree, strategy):
-    return fs.shard(tree, strategy, frozen=lambda path: "fixed" in path)
+    return fs.shard(tree, strategy, frozen="*fixed*")
 
 
 def values():

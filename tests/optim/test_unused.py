@@ -169,7 +169,7 @@ def check_a_leaf_that_is_frozen_for_some_steps_is_as_one_without_a_gradient(make
             if state is None:
                 state = fs.TrainState.create(fs.shard(values(), transform, frozen=still or None), tx)
             elif still != before:
-                state = fs.reshard(state, transform, frozen=still or (lambda path: False))
+                state = fs.reshard(state, transform, frozen=still)
                 assert {k for k, leaf in state.params.items() if leaf.spec.frozen} == set(still)
             if begun and still != before and history in ("late start", "not both") and full["a"] is not None:
                 break

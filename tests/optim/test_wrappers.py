@@ -271,7 +271,7 @@ def check_frozen_and_absent_leaves_pass_through(make, donate):
     full = {"fixed": draw(5, 3), "trained": draw(1), "absent": None}
     grads = [draw(1) for _ in range(2)]
     strategy = fs.zero2(one_axis(), min_shard_elements=0)
-    params = fs.shard(full, strategy, frozen=lambda path: "fixed" in path)
+    params = fs.shard(full, strategy, frozen="*fixed*")
     fixed = params["fixed"]
     state = fs.TrainState.create(params, tx)
     alone, alone_state = full["trained"], tx.init(full["trained"])
@@ -300,7 +300,7 @@ def test_frozen_and_absent_leaves_pass_through(case, donate):
 
 def check_nothing_to_train(tx):
     """The state after an update of no leaves."""
-    frozen = fs.shard({"w": torch.ones(3)}, fs.ddp(one_axis()), frozen=lambda path: True)
+    frozen = fs.shard({"w": torch.ones(3)}, fs.ddp(one_axis()), frozen="*")
     states = []
     for params, grads in (({}, {}), (frozen, {"w": None})):
         for update in (tx.update, tx.update_donated or tx.update):

@@ -69,7 +69,7 @@ def every_kind() -> dict[str, torch.Tensor]:
 
 
 def shard_kinds(transform: fs.ShardTransform) -> dict[str, fs.Sharded]:
-    return fs.shard(every_kind(), transform, frozen=lambda path: path[2:-2] in FROZEN)
+    return fs.shard(every_kind(), transform, frozen=FROZEN)
 
 
 def squares(params: Any) -> torch.Tensor:

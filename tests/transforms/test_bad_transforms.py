@@ -16,42 +16,18 @@ from tests.trees import one_axis
 MESH, GRID, ZERO2 = map(attrgetter, ("mesh", "grid", "zero2"))
 BFLOAT16 = fs.cast(gather=torch.bfloat16)
 
-ONE_AXIS = "expected mesh to have one axis, got ('replicate', 'shard'); name one, as in mesh['shard']"
+ONE_AXIS = "mesh: expected one axis, got ('replicate', 'shard'); name one, as in mesh['shard']"
 SMALLEST = "fully_shard: expected min_shard_elements to be 0 or more, got -1"
 TWICE = "compose: expected one transform for each axis, got two for the axes {}; drop one of the two"
-EARLY = "compose: expected {} over '{}' behind what gathers over ['{}'], got it before"
+EARLY = "compose: expected split_dim and own_dim behind what gathers over ['{1}'], got ['{0}'] before it"
 
-BEHIND = "compose: expected offload first, as it says where shards are stored, got it behind others"
-DEVICE = 'offload: expected device to be a device such as "cuda", or None, got {}'
-OFFLOAD = [
-    setup("offload after a strategy", fs.compose, BEHIND, ZERO2, fs.offload("cpu")),
-    setup("offload after a cast", fs.compose, BEHIND, BFLOAT16, fs.offload("cpu")),
-    setup("offload twice", fs.compose, BEHIND, fs.offload("cpu"), fs.offload("cpu")),
-    setup(
-        "offload within zero3, after its cast",
-        lambda mesh: fs.zero3(
-            mesh, param_dtype=torch.bfloat16, layout=fs.compose(fs.offload("cpu"), fs.fully_shard(mesh))
-        ),
-        BEHIND,
-        MESH,
-    ),
-    setup(
-        "offload within a mask",
-        lambda mesh: fs.compose(BFLOAT16, fs.masked(fs.compose(fs.offload("cpu"), fs.ddp(mesh)), "a", fs.ddp(mesh))),
-        BEHIND,
-        MESH,
-    ),
-    setup("offload to no such device", fs.offload, DEVICE.format("'tpv'"), "tpv"),
-    setup("offload to no device", fs.offload, DEVICE.format("2.5"), 2.5),
-]
-
-LACKS = "expected {1} to be one of ('shard',), got {0!r}; pass {1}= or name it in init_mesh"
-NO_MESH = "expected mesh to be a DeviceMesh or an Axis, got a str; make one by fs.init_mesh"
-PREFETCH = "zero3: expected prefetch to be a number of units, 0 or more, got -1"
+LACKS = "mesh: expected axis to be one of ('shard',), got {!r}; name it in init_mesh"
+NO_MESH = "mesh: expected a DeviceMesh or an Axis, got a str; make one by fs.init_mesh"
+PREFETCH = "zero3: expected prefetch to be a whole number, 0 or more, or None, got -1"
 HYBRID = [
-    setup("hybrid_shard on a mesh of one axis", fs.hybrid_shard, LACKS.format("replicate", "replicate"), MESH),
-    setup("hsdp on a mesh of one axis", fs.hsdp, LACKS.format("replicate", "replicate"), MESH),
-    setup("hybrid_shard on another axis", fs.hybrid_shard, LACKS.format("node", "axis"), MESH, "node"),
+    setup("hybrid_shard on a mesh of one axis", fs.hybrid_shard, LACKS.format("replicate"), MESH),
+    setup("hsdp on a mesh of one axis", fs.hsdp, LACKS.format("replicate"), MESH),
+    setup("hybrid_shard on another axis", fs.hybrid_shard, LACKS.format("node"), MESH, "node"),
     setup("hybrid_shard with one axis for both", fs.hybrid_shard, TWICE.format(["shard"]), GRID, "shard", "shard"),
     setup("hsdp of less than no elements", lambda mesh: fs.hsdp(mesh, min_shard_elements=-1), SMALLEST, GRID),
     setup("hybrid_shard on no mesh", fs.hybrid_shard, NO_MESH, "replicate"),
@@ -86,19 +62,19 @@ SPLIT_DIM = [
     setup(
         "split_dim before what gathers",
         lambda grid: fs.compose(fs.split_dim(grid["shard"], dim=0), fs.ddp(grid, "replicate")),
-        EARLY.format("split_dim", "shard", "replicate"),
+        EARLY.format("shard", "replicate"),
         GRID,
     ),
     setup(
         "own_dim before what gathers",
         lambda grid: fs.compose(fs.own_dim(grid["shard"]), fs.ddp(grid, "replicate")),
-        EARLY.format("own_dim", "shard", "replicate"),
+        EARLY.format("shard", "replicate"),
         GRID,
     ),
     setup(
         "split_dim in a mask before ddp",
         lambda grid: fs.compose(fs.masked(fs.split_dim(grid["replicate"], dim=0), "a"), fs.ddp(grid)),
-        EARLY.format("split_dim", "replicate", "shard"),
+        EARLY.format("replicate", "shard"),
         GRID,
     ),
     setup(
@@ -152,20 +128,9 @@ def bfloat16_of(mask, strategy):
 
 
 NO_LEAF = "the mask {!r} matches no leaf of a, b.0; name some of these"
-AXES = (
-    "masked: expected other leaves to be reduced over the axes {}, got {}; give otherwise= a transform over these, "
-    "such as fs.replicate"
-)
-MASK = (
-    "masked: expected the mask to be a glob pattern of leaves' names, several, a function of the name or of (name, "
-    "leaf), or a tree of bools, got {}"
-)
-OTHERWISE = "masked: expected otherwise to be a ShardTransform, got a str"
+MASK = "masked: expected the mask to be a glob pattern of leaves' names, several, or a function of (name, leaf), got {}"
 OPTIMIZER = "masked: otherwise is for ShardTransforms, not for an Optimizer; partition has parts"
-NAMELESS = (
-    "masked: leaves are meant by their names, which only fs.shard, fs.reshard and model.init know; each leaf's spec "
-    "has its own transform"
-)
+NAMELESS = "masked: fs.shard, fs.reshard and model.init choose by names; call the transform of a leaf's spec"
 MASKED = [
     *(
         Row(
@@ -188,14 +153,6 @@ MASKED = [
         fs.shard,
         "shard: " + NO_LEAF.format("c"),
     ),
-    setup("others reduced over nothing", fs.masked, AXES.format(["shard"], []), ZERO2, "a"),
-    setup(
-        "others reduced over another axis",
-        lambda world: fs.masked(world.zero2, "a", fs.ddp(world.other, "data")),
-        AXES.format(["shard"], ["data"]),
-        lambda world: world,
-    ),
-    setup("otherwise of no transform", fs.masked, OTHERWISE, fs.cast(), "a", "b"),
     setup("otherwise of an optimizer", fs.masked, OPTIMIZER, SGD, "a", fs.cast()),
     *(
         setup(f"a mask of {mask!r}", fs.masked, MASK.format(found), fs.cast(), mask)
@@ -211,7 +168,7 @@ MASKED = [
 
 
 def test_bad_arguments_are_refused():
-    assert_all_refused([*OFFLOAD, *HYBRID, *SPLIT_DIM, *COMPOSE, *MASKED])
+    assert_all_refused([*HYBRID, *SPLIT_DIM, *COMPOSE, *MASKED])
 
 
 @on_ranks(2)

@@ -14,7 +14,7 @@ from tests.trees import WORLD_SIZES, Meshes, assert_same_bits, every_bit, meshes
 from tests.unit_models import Block, Language, assert_one_process, filled, tokens
 
 
-def odd(name):
+def odd(name, leaf):
     """A mask that selects some leaves of every tree."""
     return len(name) % 2 == 1
 

@@ -26,7 +26,7 @@ def full_params():
 
 
 def make_params(make, mesh):
-    return fs.shard(full_params(), make(mesh), frozen=lambda path: "fixed" in path)
+    return fs.shard(full_params(), make(mesh), frozen="*fixed*")
 
 
 def loss(params, x):
@@ -97,7 +97,7 @@ def check_it_survives_a_round_trip_and_training_goes_on_with_the_same_bits(make,
     mesh, (x,) = two_axes(world_size), microbatches(1)
     inner, outer = make(mesh["shard"]), make(mesh["replicate"])
     for transform in (inner, fs.compose(fs.replicate(mesh["replicate"]), inner), fs.compose(outer, inner)):
-        params = fs.shard(full_params(), transform, frozen=lambda path: "fixed" in path)
+        params = fs.shard(full_params(), transform, frozen="*fixed*")
         state = step_of(fs.TrainState.create(params, SGD), x)
         rows, whole = state.transform_state, fs.unshard(state.transform_state)
         pairs = zip(sharded_leaves(rows), fs.tree_leaves(whole), strict=True)
@@ -190,10 +190,10 @@ class Made:
 
 
 REMEDY = "pass transform_state=, first as fs.transform_state(params) makes it, then as this verb returns it"
-NEEDED = "leaves that are Sharded over ['shard'], a row for each rank"
+STRUCTURE = f"expected transform_state of the structure of the parameters; {REMEDY}"
 
 
-OWN = "expected leaves that have a transform, got state of a transform, this rank's own"
+OWN = "expected leaves that have a transform, got state of a transform, which fs.transform_state makes anew"
 
 
 def missing(verb):
@@ -224,9 +224,12 @@ def derived(made):
 def bad_rows(make, name, w, b):
     """Bad calls with a transform of this name, whose states of the leaves w and b have these shapes."""
     carried = (
-        f"scatter: {name} has a state, which autograd cannot carry through fs.gather; differentiate at gathered "
-        "parameters and call fs.scatter_grads with transform_state=, or use fs.value_and_grad"
+        f"scatter: {name} has a state, which autograd cannot carry through fs.gather; call fs.scatter_grads with "
+        "transform_state= at gathered parameters, or fs.value_and_grad"
     )
+
+    def rows(shape):
+        return f"rows of {(2, *shape)} split by P('shard')"
 
     def row(name, call, error, issued=()):
         return Row(name, lambda world: (Made(make, world.mesh),), call, error, issued)
@@ -240,41 +243,37 @@ def bad_rows(make, name, w, b):
         row(
             "another structure",
             lambda m: scatter(m, {"w": m.state["w"]}),
-            "scatter_grads: expected transform_state to have the structure of the parameters, got leaves ['w']; "
-            f"{REMEDY}",
+            f"scatter_grads: {STRUCTURE}",
         ),
         row(
             "a number",
             lambda m: differentiate(m, 0.0),
-            "value_and_grad: expected transform_state to have the structure of the parameters, got leaves (root); "
-            f"{REMEDY}",
+            f"value_and_grad: {STRUCTURE}",
         ),
         row(
             "None for one leaf",
             lambda m: differentiate(m, m.state | {"w": None}),
-            unfit("value_and_grad", f"  ['w']: expected {NEEDED}, got None"),
+            unfit("value_and_grad", f"  ['w']: expected {rows(w)}, got None"),
         ),
         row(
             "full rows",
             lambda m: scatter(m, m.state | {"w": torch.zeros(w)}),
-            unfit("scatter_grads", f"  ['w']: expected {NEEDED}, got a float32 Tensor of shape {w}"),
+            unfit("scatter_grads", f"  ['w']: expected {rows(w)}, got a float32 Tensor of shape {w}"),
         ),
         row(
             "rows of another leaf",
             lambda m: scatter(m, m.state | {"w": m.state["b"][0]}),
-            unfit("scatter_grads", f"  ['w']: expected rows of shape {w}, got rows of shape {b}"),
+            unfit("scatter_grads", f"  ['w']: expected {rows(w)}, got {rows(b)}"),
         ),
         row(
             "a tuple of rows",
             lambda m: scatter(m, m.state | {"w": (m.state["w"],)}),
-            unfit("scatter_grads", f"  ['w']: expected {NEEDED}, got a tuple"),
+            unfit("scatter_grads", f"  ['w']: expected {rows(w)}, got (\"{rows(w)}\",)"),
         ),
         row(
             "a state for a frozen leaf",
             lambda m: scatter(m, m.state | {"fixed": m.state["w"]}),
-            unfit(
-                "scatter_grads", "  ['fixed']: expected None, because its transform has no state, got a Sharded leaf"
-            ),
+            unfit("scatter_grads", f"  ['fixed']: expected None, got {rows(w)}"),
         ),
         Row(
             "a state where none is needed",
@@ -282,8 +281,8 @@ def bad_rows(make, name, w, b):
             lambda grads, like: fs.scatter_grads(grads, like=like, transform_state=fs.tree_map(torch.clone, like)),
             unfit(
                 "scatter_grads",
-                "  ['a']: expected None, because its transform has no state, got a Sharded leaf",
-                "  ['b'][0]: expected None, because its transform has no state, got a Sharded leaf",
+                "  ['a']: expected None, got rows of (5, 3) split by P('shard')",
+                "  ['b'][0]: expected None, got rows of (4,) split by P('shard')",
             ),
         ),
         row(
@@ -306,11 +305,11 @@ def bad_rows(make, name, w, b):
         row(
             "reshard of a TrainState",
             lambda m: fs.reshard(fs.TrainState.create(m.params, SGD), m.params["w"].spec.transform),
-            "reshard: leaves belong to their ranks\n  .transform_state['b'][0]: "
+            "reshard: leaves do not fit\n  .transform_state['b'][0]: "
             + OWN
             + "\n  .transform_state['w']: "
             + OWN
-            + "\nTo fix: reshard without it, and make it anew by fs.transform_state.",
+            + "\nTo fix: choose a strategy that fits their shapes.",
         ),
     ]
 

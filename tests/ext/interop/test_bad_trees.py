@@ -8,7 +8,7 @@ ROWS = [
     unfit(
         "DTensors",
         lambda world: ({"a": fs.to_dtensor(world.params, world.mesh)["a"]}, world.zero2),
-        "['a']: expected a tensor; from_dtensor takes DTensors over, got a float32 DTensor of shape (5, 3)",
+        "['a']: expected a plain full tensor, got a float32 DTensor of shape (5, 3)",
     ),
     changed_shapes(fs.to_dtensor, lambda world: (world.mesh,)),
     by_no_strategy(fs.from_dtensor, "full", "strategy"),

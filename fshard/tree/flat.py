@@ -1,0 +1,115 @@
+"""Pytrees taken apart: leaves with their paths and names, specs and axes."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from fshard.errors import Problem
+from fshard.tree.nodes import is_sharded
+from fshard.tree.specs import Axis, Spec
+
+Tree = Any
+Treedef = optree.PyTreeSpec
+
+
+class _Flat(NamedTuple):
+    paths: list[str]
+    leaves: list[Any]
+    treedef: Treedef
+
+
+class Flat(_Flat):
+    """A tree taken apart: one path per leaf, the leaves (Sharded and None kept whole) and the structure."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The leaves' names: their keys, indices and fields joined by dots, as in blocks.0.norm."""
+        return names_of(self.treedef)
+
+    def unflatten(self, leaves: Iterable[Any]) -> Tree:
+        """Make the tree of other leaves."""
+        return unflatten(self.treedef, list(leaves))
+
+    def problems(self, misfit: Callable[[Any], tuple[str, str] | None]) -> list[Problem]:
+        """List the leaves that are wrong: `misfit` describes one and the leaf expected, or returns None."""
+        rows = zip(self.paths, self.leaves, strict=True)
+        return [Problem(path, *found) for path, leaf in rows if (found := misfit(leaf)) is not None]
+
+    @functools.cached_property
+    def specs(self) -> tuple[Spec, ...]:
+        """The specs of its Sharded leaves, each once: what they say need not be asked of thousands of leaves."""
+        return tuple(dict.fromkeys(self.spec_objects()))
+
+    @functools.cached_property
+    def axes(self) -> tuple[Axis, ...]:
+        """The mesh axes that they live on, each once."""
+        # Of specs that are refused too, because a transform cannot be hashed.
+        return tuple(dict.fromkeys(axis for spec in self.spec_objects() for axis in spec.axes))
+
+    def spec_objects(self) -> Iterable[Spec]:
+        """The specs of its Sharded leaves, each object once: most leaves share theirs, and specs are slow to hash."""
+        return {id(leaf.spec): leaf.spec for leaf in self.leaves if is_sharded(leaf)}.values()
+
+
+def flatten(tree: Tree) -> Flat:
+    """Take a tree apart without looking inside Sharded leaves; None counts as a leaf."""
+    if torch.compiler.is_dynamo_compiling():
+        raise RuntimeError("torch.compile cannot trace fshard's functions; use fs.jit, or compile the model's blocks")
+    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
+    return Flat(list(_paths(treedef)), leaves, treedef)
+
+
+def leaves_of(tree: Tree) -> list[Any]:
+    """List the leaves that `flatten` finds, Sharded and None kept whole."""
+    return optree.tree_leaves(tree, is_leaf=is_sharded, none_is_leaf=True)
+
+
+def unflatten(treedef: Treedef, leaves: list[Any]) -> Tree:
+    """Put leaves back into the structure that `flatten` returned."""
+    return optree.tree_unflatten(treedef, leaves)
+
+
+def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[int]]:
+    """Group the positions of items by a key, such as leaves by transform or axes; items that are None are left out.
+
+    >>> grouped(["a", "bb", None, "c"], len)
+    {1: [0, 3], 2: [1]}
+    """
+    groups: dict[Any, list[int]] = {}
+    # Most items share one key object, and keys are slow to hash. A key that is held here keeps its id.
+    known: dict[int, tuple[Any, list[int]]] = {}
+    for i, item in enumerate(items):
+        if item is not None:
+            found = key(item)
+            if id(found) not in known:
+                known[id(found)] = found, groups.setdefault(found, [])
+            known[id(found)][1].append(i)
+    return groups
+
+
+@functools.lru_cache(maxsize=256)
+def names_of(treedef: Treedef) -> tuple[str, ...]:
+    """The leaves' names: their keys, indices and fields joined by dots, as in blocks.0.norm."""
+    return tuple(".".join(map(_key, accessor)) for accessor in optree.treespec_accessors(treedef))
+
+
+def _key(entry: Any) -> str:
+    return str(getattr(entry, "field", getattr(entry, "name", entry.entry)))
+
+
+@functools.lru_cache(maxsize=256)
+def _paths(treedef: Treedef) -> tuple[str, ...]:
+    """Spell out the leaves' paths, as in ['blocks'][0]; slow enough to remember."""
+    return tuple(accessor.codify("") or "(root)" for accessor in optree.treespec_accessors(treedef))
+
+
+@functools.lru_cache(maxsize=256)
+def has_plain_keys(treedef: Treedef) -> bool:
+    """Tell whether equal structures are the same: 1, 1.0 and True are one key, and the user's own nodes have data."""
+    if treedef.kind == optree.PyTreeKind.CUSTOM:
+        return False
+    keys = treedef.entries() if treedef.type is not None and issubclass(treedef.type, dict) else ()
+    return all(type(key) is str for key in keys) and all(map(has_plain_keys, treedef.children()))
