@@ -44,15 +44,17 @@ from fshard.microbatches import microbatches
 from fshard.modules import no_split
 from fshard.optim import schedules
 from fshard.optim.from_torch import from_torch
-from fshard.optim.native import adam, adamw, sgd
-from fshard.optim.norms import global_norm, leaf_norms
-from fshard.optim.scale import (
+from fshard.optim.native import (
+    adam,
+    adamw,
     add_decayed_weights,
     clip_by_global_norm,
     clip_by_norm,
     clip_by_value,
     scale_by_adam,
+    sgd,
 )
+from fshard.optim.norms import global_norm, leaf_norms
 from fshard.optim.schedules import from_torch_scheduler
 from fshard.optim.wrappers import dynamic_loss_scale, ema, freeze, masked, partition, skip_nonfinite
 from fshard.outermost import (

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from fshard.gather import gather
 from fshard.mesh import Mesh, init_mesh
-from fshard.optim.native import adamw
-from fshard.optim.scale import clip_by_global_norm
+from fshard.optim.native import adamw, clip_by_global_norm
 from fshard.shard import shard, unshard
 from fshard.testing import Workers, assert_trees_close, spmd
 from fshard.transforms.strategies import zero3

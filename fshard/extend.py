@@ -37,8 +37,8 @@ from fshard.mesh import fake_axes, ranks_of
 from fshard.modules import select
 from fshard.optim.from_torch import TorchState
 from fshard.optim.leaves import leafwise
+from fshard.optim.native import check_rates
 from fshard.optim.norms import leaf_means
-from fshard.optim.rates import check_rates
 from fshard.shard import local_piece
 from fshard.transforms.axis import _FullyShard as FullyShard
 from fshard.transforms.compose import sum_dtype

@@ -150,4 +150,4 @@ def check_batches(what: str, batches: Any) -> None:
     """Refuse what is no sequence of microbatches."""
     given = isinstance(batches, Sequence)
     found = "none" if given else describe(batches)
-    expect(given and len(batches) > 0, what, "the microbatches to be a sequence of one or more", found)
+    expect(given and len(batches) > 0, what, "batches to be a sequence of one or more microbatches", found)

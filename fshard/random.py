@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -38,12 +39,13 @@ def fold_in(key: torch.Tensor | int, data: torch.Tensor | int | Axis) -> torch.T
     >>> fold_in(0, 1).equal(fold_in(0, 1)), fold_in(0, 1).equal(fold_in(0, 2))
     (True, False)
     """
-    number = torch.tensor(comm.rank(data)) if isinstance(data, Axis) else torch.as_tensor(data)
+    number = torch.tensor(comm.rank(data)) if isinstance(data, Axis) else _integers(data)
     needed, remedy = (
         "data to be a whole number, a tensor of integers, or an Axis",
         "take an Axis from a mesh by fs.axis_of",
     )
-    expect(_holds_integers(number), "fold_in", needed, describe(data), remedy)
+    expect(number is not None, "fold_in", needed, describe(data), remedy)
+    assert number is not None
     return _mix(_mix(key_of("fold_in", key)) + number.to(torch.int64) - 0x61C8864680B583EB)
 
 
@@ -59,15 +61,21 @@ def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
-def _holds_integers(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+def _integers(value: Any) -> torch.Tensor | None:
+    """Make a tensor of a whole number of 64 bits, or of a tensor of integers; None of all else."""
+    if type(value) is int and -(2**63) <= value < 2**63:
+        return torch.tensor(value)
+    if not isinstance(value, torch.Tensor):
+        return None
+    return None if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool else value
 
 
 def key_of(what: str, key: torch.Tensor | int) -> torch.Tensor:
     """Make a tensor of a key, which a step may take and return; refuse what is no whole number of 64 bits."""
-    made = torch.as_tensor(key)
-    needed = "key to be an int64 tensor of shape () or a whole number"
-    expect(made.dtype == torch.int64 and not made.dim(), what, needed, describe(key), "make one by fs.fold_in")
+    made, needed = _integers(key), "key to be an int64 tensor of shape () or a whole number"
+    fits = made is not None and made.dtype == torch.int64 and not made.dim()
+    expect(fits, what, needed, describe(key), "make one by fs.fold_in")
+    assert made is not None
     return made
 
 

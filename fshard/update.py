@@ -1,31 +1,22 @@
 """Verb 4: update, the pure optimizers and gradient transformations that it runs, and the state that it makes anew."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from fshard import _compat
-from fshard.errors import Problem, expect, refuse
+from fshard.errors import expect, refuse
 from fshard.transforms import transform_state
 from fshard.transforms.state import ABSENT, Absent
-from fshard.tree import (
-    Flat,
-    Sharded,
-    Spec,
-    Tree,
-    dcp_error,
-    flatten,
-    is_sharded,
-    is_trained,
-    leaves_of,
-    like,
-    map_leaves,
-    tensor_of,
-    tensors_of,
-)
+from fshard.tree import Flat, Spec, Tree, flatten, is_sharded, is_trained, leaves_of, like, map_leaves
 from fshard.tree.checks import check_flags, describe, refuse_donated, same_structure
+from fshard.tree.nodes import tensor_of, tensors_of
+
+Updated = tuple[Tree, Any]
+Update = Callable[[Tree, Tree, Tree], Updated]
 
 
 class Optimizer(NamedTuple):
@@ -47,8 +38,8 @@ class Optimizer(NamedTuple):
     """
 
     init: Callable[[Tree], Tree]
-    update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
-    update_donated: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]] | None = None
+    update: Update
+    update_donated: Update | None = None
 
 
 class GradientTransformation(NamedTuple):
@@ -71,7 +62,11 @@ class GradientTransformation(NamedTuple):
     """
 
     init: Callable[[Tree], Tree]
-    update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+    update: Update
+
+
+# The remedy where there is no optimizer.
+CHAINED = "end the chain with one, such as fs.from_torch"
 
 
 class TrainState(NamedTuple):
@@ -124,8 +119,7 @@ class TrainState(NamedTuple):
         >>> state.opt_state.average
         {'w': Sharded(float32[2], P('shard'), local [2])}
         """
-        is_optimizer, remedy = callable(getattr(tx, "init", None)), "make one by fs.from_torch"
-        expect(is_optimizer, "TrainState.create", "tx to be an Optimizer", describe(tx), remedy)
+        expect(isinstance(tx, Optimizer), "TrainState.create", "tx to be an Optimizer", describe(tx), CHAINED)
         key = None if key is None else torch.as_tensor(key)
         step = torch.zeros((), dtype=torch.int64)
         return cls(step, params, tx.init(params), buffers, key, transform_state(params))
@@ -138,15 +132,11 @@ class TrainState(NamedTuple):
             AttributeError: where no leaf is Sharded, and nothing would be lost.
         """
         flat = flatten(self)
-        sharded = [(path, leaf) for path, leaf in zip(flat.paths, flat.leaves, strict=True) if is_sharded(leaf)]
+        sharded = [pair for pair in zip(flat.paths, flat.leaves, strict=True) if is_sharded(pair[1])]
         if not sharded:
             raise AttributeError("__create_write_items__")
         path, leaf = sharded[0]
-
-        def refuse(fqn: str, _: object) -> list[Any]:
-            raise dcp_error(fqn + path, repr(leaf))
-
-        return refuse
+        return lambda fqn, found: leaf.__create_write_items__(fqn + path, found)
 
 
 def update(
@@ -173,7 +163,7 @@ def update(
 
     Raises:
         ValueError: before any collective, if the gradients are not those of state.params, or tx is no optimizer;
-            if its update does not return the pair (params, state).
+            if its update returns other parameters.
 
     >>> import torch, fshard as fs
     >>> tx = fs.sgd(0.1)
@@ -184,10 +174,8 @@ def update(
     >>> state.step, state.params["w"].local
     (tensor(1), tensor([0.9000, 0.9000]))
     """
-    remedy = "end the chain with one, such as fs.from_torch"
-    expect(isinstance(tx, Optimizer), "update", "tx to be an Optimizer", describe(tx), remedy)
-    remedy = "make one by fs.TrainState.create"
-    expect(isinstance(state, TrainState), "update", "state to be a TrainState", describe(state), remedy)
+    expect(isinstance(tx, Optimizer), "update", "tx to be an Optimizer", describe(tx), CHAINED)
+    expect(isinstance(state, TrainState), "update", "state to be a TrainState", describe(state))
     check_flags("update", donate=donate)
     needed = flatten(state.params)
     _check_gradients(grads, needed)
@@ -195,41 +183,30 @@ def update(
     step = step_of(tx, donate and not _compat.is_tracing())
     if step is tx.update_donated:
         state = state._replace(**_owned(state))
-    params, opt_state = pair_of("params", step(grads, state.opt_state, state.params))
+    params, opt_state = step(grads, state.opt_state, state.params)
     same_structure("update: tx.update returns (params, state), and its params", flatten(params), needed)
     after = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
     return after if transform_state is ABSENT else after._replace(transform_state=transform_state)
 
 
-def step_of(tx: Optimizer | GradientTransformation, donate: bool) -> Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]:
+def step_of(tx: Any, donate: bool) -> Update:
     """Return the update of a transformation: an optimizer's donated one, where `donate` is set and there is one."""
-    donated = tx.update_donated if donate and isinstance(tx, Optimizer) else None
-    return donated or tx.update
-
-
-def pair_of(name: str, out: Any) -> tuple[Tree, Tree]:
-    """Refuse a result of an update that is no pair of a tree, which has a name, and the state."""
-    fits, remedy = isinstance(out, tuple) and len(out) == 2, "return both, the state also where it is empty"
-    expect(fits, "update", f"tx.update to return the pair ({name}, state)", describe(out), remedy)
-    return out
+    return (getattr(tx, "update_donated", None) if donate else None) or tx.update
 
 
 def _owned(state: TrainState) -> dict[str, Tree]:
     """Copy the tensors that an update writes to where other tensors share their memory, as those of fs.gather do."""
     written = {"params": state.params, "opt_state": state.opt_state}
-    # The average of a frozen parameter is that parameter itself, and nothing is written to it.
-    params = leaves_of(state.params)
-    frozen = {id(leaf.local) for leaf in params if isinstance(leaf, Sharded) and leaf.spec.frozen}
-    tensors = tensors_of(leaves_of(written))
-    tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and id(tensor) not in frozen]
-    pairs = zip(tensors, _compat.share_memory(tensors), strict=True)
-    copies = {id(tensor): tensor.detach().clone() for tensor, shared in pairs if shared}
+    # Frozen leaves are not written to, and their averages are they themselves.
+    tensors = tensors_of(filter(is_trained, leaves_of(written)))
+    tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    shared = {id(tensor) for tensor, yes in zip(tensors, _compat.share_memory(tensors), strict=True) if yes}
 
     def owned(leaf: Any) -> Any:
-        copy = copies.get(id(tensor_of(leaf)))
-        return leaf if copy is None else like(leaf, copy)
+        tensor = tensor_of(leaf)
+        return like(leaf, tensor.detach().clone()) if id(tensor) in shared else leaf
 
-    return map_leaves(owned, written) if copies else written
+    return map_leaves(owned, written) if shared else written
 
 
 def chain(*transformations: GradientTransformation | Optimizer) -> Any:
@@ -250,44 +227,37 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
     >>> tx.update({"w": torch.tensor([5.0, -0.5])}, tx.init(params), params)[0]
     {'w': tensor([0.9000, 1.0500])}
     """
-    for part in transformations:
-        known = isinstance(part, GradientTransformation | Optimizer)
-        expect(known, "chain", "gradient transformations and an Optimizer at the end", describe(part))
-    last = not any(isinstance(part, Optimizer) for part in transformations[:-1])
-    remedy = "it returns parameters, not gradients"
-    expect(last, "chain", "an optimizer at the end alone", "one before it", remedy)
+    ends = bool(transformations) and isinstance(transformations[-1], Optimizer)
+    before = transformations[:-1] if ends else transformations
+    fits = all(isinstance(part, GradientTransformation) for part in before)
+    needed = "transformations to be GradientTransformations, with an Optimizer at the end alone"
+    expect(fits, "chain", needed, ", ".join(map(describe, transformations)))
 
     def init(params: Tree) -> Tree:
         return tuple(part.init(params) for part in transformations)
 
-    def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> tuple[Tree, Tree]:
+    def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> Updated:
         check_states("chain", state, len(transformations))
         states = []
-        for part, part_state in zip(transformations, state, strict=True):
-            name = "params" if isinstance(part, Optimizer) else "grads"
-            grads, part_state = pair_of(name, step_of(part, donate)(grads, part_state, params))
-            states.append(part_state)
+        for part, kept in zip(transformations, state, strict=True):
+            grads, kept = step_of(part, donate)(grads, kept, params)
+            states.append(kept)
         return grads, tuple(states)
 
-    if transformations and isinstance(transformations[-1], Optimizer):
-        return Optimizer(init, run, partial(run, donate=True))
-    return GradientTransformation(init, run)
+    return Optimizer(init, run, partial(run, donate=True)) if ends else GradientTransformation(init, run)
 
 
 def check_states(what: str, state: Any, number: int) -> None:
-    """Refuse a state that is no tuple of as many states as there are parts."""
-    found = f"a tuple of {len(state)}" if isinstance(state, tuple) else describe(state)
-    fits, remedy = isinstance(state, tuple) and len(state) == number, "update with the optimizer that made the state"
-    expect(fits, what, f"the state to be a tuple of {number}", found, remedy)
+    """Refuse a state that does not hold as many states as there are parts."""
+    remedy = "update with the optimizer that made the state"
+    expect(len(state) == number, what, f"the state to be a tuple of {number}", f"one of {len(state)}", remedy)
 
 
 def _check_gradients(grads: Tree, needed: Flat) -> None:
     found = flatten(grads)
     same_structure("update with gradients", found, needed)
-    rows = zip(found.paths, found.leaves, needed.leaves, strict=True)
-    problems = [
-        Problem(path, *misfit) for path, grad, param in rows if grad is not None and (misfit := _misfit(grad, param))
-    ]
+    pairs = found._replace(leaves=[*zip(found.leaves, needed.leaves, strict=True)])
+    problems = pairs.problems(lambda pair: _misfit(*pair))
     if problems:
         refuse_donated("update", needed)
     remedy = "pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned"
@@ -296,29 +266,16 @@ def _check_gradients(grads: Tree, needed: Flat) -> None:
 
 def _misfit(grad: Any, param: Any) -> tuple[str, str] | None:
     """Describe a gradient that does not fit its parameter, and the one expected."""
-    if isinstance(param, Sharded) and isinstance(grad, Sharded) and not param.spec.frozen:
-        if grad.spec is not param.spec and grad.spec != param.spec:
-            return _differences(grad.spec, param.spec)
-        found, needed = grad.local, param.local
-        same = found.shape == needed.shape and found.dtype == needed.dtype
-        return None if same else (f"{describe(found)} as shard", describe(needed))
+    if grad is None:
+        return None
     if not is_trained(param):
         return "a gradient", f"None for {'None' if param is None else 'a frozen leaf'}"
-    same = not is_sharded(param) and isinstance(grad, torch.Tensor) and grad.shape == param.shape
-    return None if same else (describe(grad), describe(param))
-
-
-def _differences(found: Spec, needed: Spec) -> tuple[str, str]:
-    """Describe where two specs differ; their transforms, which are long, only where nothing else does."""
-
-    def parts(spec: Spec) -> list[str]:
-        axes = ", ".join(f"{axis.name}={axis.size} in group {axis.group_name!r}" for axis in spec.axes)
-        return [f"shape {spec.shape}", f"{spec.partition!r}", f"axes {axes}", f"frozen={spec.frozen}"]
-
-    pairs = [(a, b) for a, b in zip(parts(found), parts(needed), strict=True) if a != b]
-    texts = f"transform {found.transform}", f"transform {needed.transform}"
-    if texts[0] == texts[1]:
-        remedy = "define its class once, outside of functions, as a frozen dataclass"
-        texts = f"an unequal one of the same text ({remedy})", texts[1]
-    pairs = pairs or [texts]
-    return tuple("; ".join(side) for side in zip(*pairs, strict=True))  # type: ignore[return-value]
+    if is_sharded(grad) != is_sharded(param):
+        return describe(grad), describe(param)
+    if is_sharded(grad) and grad.spec is not param.spec and grad.spec != param.spec:
+        names = [field.name for field in fields(Spec)]
+        first = next(name for name in names if getattr(grad.spec, name) != getattr(param.spec, name))
+        return f"{first}={getattr(grad.spec, first)!r}", f"{first}={getattr(param.spec, first)!r}"
+    found, needed = tensor_of(grad), tensor_of(param)
+    same = isinstance(found, torch.Tensor) and (found.shape, found.dtype) == (needed.shape, needed.dtype)
+    return None if same else (describe(found), describe(needed))

@@ -304,7 +304,7 @@ def test_under_torch_func_it_is_the_same():
     assert_trees_close(found, expected, rtol=ATOL, atol=ATOL)
 
 
-MICRO = "accumulate: expected the microbatches to be a sequence of one or more, got"
+MICRO = "accumulate: expected batches to be a sequence of one or more microbatches, got"
 ROWS = [
     *rows_of(
         "accumulate with {}",

@@ -43,11 +43,6 @@ def out_of_range(rates, with_betas):
                 (("a", 0.9), "betas[0]", "'a'"),
             )
         ),
-        *(
-            (make, {"lr": 0.1, "betas": betas}, f"expected betas to be two numbers, got {betas!r}")
-            for make in with_betas
-            for betas in (0.9, None, (0.9,), "ab")
-        ),
     ]
 
 
@@ -76,7 +71,7 @@ OUT_OF_RANGE = [
     (
         fs.from_torch_scheduler,
         {"cls": torch.optim.lr_scheduler.StepLR, "lr": 0.1, "steps": 10**30, "step_size": 1},
-        "from_torch_scheduler: expected steps to be at most 10,000,000, got 1000000000000000000000000000000; later",
+        "from_torch_scheduler: expected steps to be a number of updates, 1 to 10,000,000, got 1000000000",
     ),
     (fs.partition, {"parts": None}, "partition: expected parts to be a mapping from masks to their parts, got None"),
     (fs.freeze, {"tx": fs.sgd(0.1), "mask": []}, "freeze: expected the mask to be a glob pattern"),

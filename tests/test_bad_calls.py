@@ -240,6 +240,7 @@ ACCEPTED = (
         "adam.eps adam.weight_decay adamw.eps adamw.weight_decay add_decayed_weights.weight_decay "
         "clip_by_global_norm.max_norm clip_by_norm.max_norm clip_by_norm.p clip_by_value.max_value "
         "dynamic_loss_scale.init_scale dynamic_loss_scale.growth_factor dynamic_loss_scale.growth_interval "
+        "dynamic_loss_scale.backoff_factor "
         "from_torch_scheduler.lr from_torch_scheduler.momentum fully_shard.min_shard_elements "
         "scale_by_adam.eps sgd.momentum sgd.weight_decay zero1.min_shard_elements zero2.min_shard_elements "
         "zero3.prefetch zero3.merge_bytes zero3.min_shard_elements hsdp.min_shard_elements "

@@ -1,6 +1,5 @@
 """Bad losses, gradients, optimizers and states: what the verbs from the loss to the update refuse."""
 
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -26,13 +25,6 @@ def on_two_meshes(world):
 
 def with_integer_leaf(world):
     return {"a": world.params["a"], "i": fs.shard(torch.arange(4), world.zero2)}
-
-
-def made_anew(mesh):
-    @dataclass(frozen=True)
-    class Made(fs.Wrapped): ...
-
-    return Made(fs.fully_shard(mesh, min_shard_elements=0))
 
 
 def scatter(grads, like, **keywords):
@@ -282,8 +274,8 @@ def on_axis_data(world, tree):
 
 MAX_NORM = "clip_by_global_norm: expected max_norm to be a finite number, 0 or more"
 P = "clip_by_global_norm: expected p to be a number above 0"
-CLOSURE = "needs a closure, which an update does not have; use AdamW or SGD"
 CLASS = "from_torch: expected cls to be a torch.optim class, got"
+CHAIN = "chain: expected transformations to be GradientTransformations, with an Optimizer at the end alone, got"
 
 
 ROWS += [
@@ -318,32 +310,31 @@ ROWS += [
     update_with(
         "another layout",
         lambda world: {"a": world.grads["a"], "b": fs.reshard(world.grads["b"], fs.ddp(world.mesh))},
-        ": gradients do not fit the parameters\n  ['b'][0]: expected P('shard'), got P()" + FROM,
+        ": gradients do not fit the parameters\n  ['b'][0]: expected partition=P('shard'), got partition=P()" + FROM,
     ),
     update_with(
         "another mesh",
         lambda world: {"a": world.grads["a"], "b": on_axis_data(world, world.grads["b"])},
         ": gradients do not fit the parameters\n"
-        "  ['b'][0]: expected P('shard'); axes shard=2 in group {group}, got P('data'); axes data=2 in group "
-        "{group}" + FROM,
+        "  ['b'][0]: expected partition=P('shard'), got partition=P('data')" + FROM,
     ),
     update_with(
         "another global shape",
         lambda world: fs.shard({"a": torch.ones(6, 3), "b": [torch.ones(4)]}, world.zero2),
-        ": gradients do not fit the parameters\n  ['a']: expected shape (5, 3), got shape (6, 3)" + FROM,
+        ": gradients do not fit the parameters\n  ['a']: expected shape=(5, 3), got shape=(6, 3)" + FROM,
     ),
     update_with(
         "another local shape",
         lambda world: fs.tree_map(lambda x: x[:1], world.grads),
         ": gradients do not fit the parameters\n"
-        "  ['a']: expected a float32 Tensor of shape (3, 3), got a float32 Tensor of shape (1, 3) as shard\n"
-        "  ['b'][0]: expected a float32 Tensor of shape (2,), got a float32 Tensor of shape (1,) as shard" + FROM,
+        "  ['a']: expected a float32 Tensor of shape (3, 3), got a float32 Tensor of shape (1, 3)\n"
+        "  ['b'][0]: expected a float32 Tensor of shape (2,), got a float32 Tensor of shape (1,)" + FROM,
     ),
     update_with(
         "another dtype",
         lambda world: {"a": fs.tree_map(torch.Tensor.double, world.grads["a"]), "b": world.grads["b"]},
         ": gradients do not fit the parameters\n"
-        "  ['a']: expected a float32 Tensor of shape (3, 3), got a float64 Tensor of shape (3, 3) as shard" + FROM,
+        "  ['a']: expected a float32 Tensor of shape (3, 3), got a float64 Tensor of shape (3, 3)" + FROM,
     ),
     Row(
         "update: gradients of frozen leaves",
@@ -365,20 +356,8 @@ ROWS += [
         fs.update,
         "update: gradients do not fit the parameters\n"
         + "".join(
-            f"  {path}: expected transform _Composed(stages=({STAGES},), {POLICY}), got transform "
+            f"  {path}: expected transform=_Composed(stages=({STAGES},), {POLICY}), got transform="
             f"_Composed(stages=(_Cast(gather_dtype=None, scatter_dtype=torch.float32), {STAGES}), {POLICY})\n"
-            for path in ("['a']", "['b'][0]")
-        ).rstrip()
-        + FROM,
-    ),
-    Row(
-        "update: gradient transforms of a class that a function makes at each call",
-        lambda world: (world.tx, *(fs.reshard(tree, made_anew(world.mesh)) for tree in (world.state, world.grads))),
-        fs.update,
-        "update: gradients do not fit the parameters\n"
-        + "".join(
-            f"  {path}: expected transform made_anew.<locals>.Made(inner={STAGES}), got "
-            "an unequal one of the same text (define its class once, outside of functions, as a frozen dataclass)\n"
             for path in ("['a']", "['b'][0]")
         ).rstrip()
         + FROM,
@@ -393,40 +372,28 @@ ROWS += [
         for tx, kind in [(fs.clip_by_global_norm(1.0), "a GradientTransformation"), (optim.AdamW, "a type")]
     ),
     Row(
-        "update of no state",
-        lambda world: (world.tx, world.params, world.grads),
-        fs.update,
-        "update: expected state to be a TrainState, got a dict; make one by fs.TrainState.create",
-    ),
-    Row(
-        "update of a state of a chain",
-        lambda world: (fs.from_torch(optim.AdamW), world.state, world.grads),
-        fs.update,
-        f"from_torch: expected a state of class TorchState, got a tuple; {OTHER_STATE}",
-    ),
-    Row(
         "update of a state of another chain",
         lambda world: (fs.chain(world.tx), world.state, world.grads),
         fs.update,
-        f"chain: expected the state to be a tuple of 1, got a tuple of 2; {OTHER_STATE}",
+        f"chain: expected the state to be a tuple of 1, got one of 2; {OTHER_STATE}",
     ),
     Row(
         "a state of a torch class",
         lambda world: (world.params, optim.AdamW),
         fs.TrainState.create,
-        "TrainState.create: expected tx to be an Optimizer, got a type; make one by fs.from_torch",
+        "TrainState.create: expected tx to be an Optimizer, got a type; end the chain with one, such as fs.from_torch",
     ),
     Row(
         "an optimizer in the middle of a chain",
         lambda world: (world.tx, fs.clip_by_global_norm(1.0)),
         fs.chain,
-        "chain: expected an optimizer at the end alone, got one before it; it returns parameters, not gradients",
+        f"{CHAIN} an Optimizer, a GradientTransformation",
     ),
     Row(
         "a chain with a number",
         lambda world: (1.0, world.tx),
         fs.chain,
-        "chain: expected gradient transformations and an Optimizer at the end, got a float",
+        f"{CHAIN} a float, an Optimizer",
     ),
     *rows_of(
         "clip_by_global_norm{}",
@@ -444,9 +411,6 @@ ROWS += [
         "from_torch of {}",
         lambda _, cls: fs.from_torch(cls),
         [
-            (optim.LBFGS, f"from_torch: LBFGS {CLOSURE}"),
-            (type("MyLBFGS", (optim.LBFGS,), {}), f"from_torch: MyLBFGS {CLOSURE}"),
-            (optim.SparseAdam, f"from_torch: SparseAdam {CLOSURE.replace('a closure', 'sparse gradients')}"),
             (optim.SGD([torch.zeros(1)], lr=1.0), f"{CLASS} a SGD; pass its arguments by name"),
             ("AdamW", f"{CLASS} a str; pass its arguments by name"),
         ],
@@ -475,8 +439,8 @@ ROWS += [
         ),
         fs.TrainState.create,
         f"from_torch: {cls.__name__} looks across the elements of a leaf\n"
-        "  ['a']: expected a whole one, got a leaf split over ['shard']\n"
-        "  ['b']: expected a whole one, got a leaf split over ['shard']\n"
+        "  ['a']: expected a whole one, got a leaf that is split\n"
+        "  ['b']: expected a whole one, got a leaf that is split\n"
         "To fix: keep leaves whole with fs.ddp, or choose an elementwise optimizer.",
     )
     for cls, hyper in ACROSS

@@ -329,7 +329,7 @@ REFUSED = (
         "jit: expected torch's own kernels for sums=\"tree\", got Inductor's, whose bits depend on what it joins them "
         'with; take backend="graph", or leave out sums="tree"',
     ),
-    (lambda: fs.microbatches([], sharded(fs.ddp)), "to be a sequence of one or more, got none"),
+    (lambda: fs.microbatches([], sharded(fs.ddp)), "to be a sequence of one or more microbatches, got none"),
 )
 
 

@@ -246,6 +246,7 @@ def axis_size(axis: Axis) -> int:
     >>> fs.testing.spmd(program, world=2)
     [(1, 2), (1, 2)]
     """
+    check_axis("axis_size", axis)
     return axis.size
 
 

@@ -1,7 +1,5 @@
 """from_torch: any elementwise torch.optim class as a pure optimizer."""
 
-import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -11,13 +9,15 @@ import torch
 
 from fshard import _compat
 from fshard.errors import expect
-from fshard.optim.leaves import begun, check_state, missing, none_missed, partition_axes
-from fshard.tree import Flat, Tree, flatten, is_trained, leaves_of, like, map_nodes, tensor_of, tensors_of, unflatten
+from fshard.optim.leaves import counted, no_updates, partition_axes, torch_says, zero
+from fshard.tree import Flat, Tree, flatten, is_trained, leaves_of, like, map_leaves, map_nodes, tensor_of
 from fshard.tree.checks import check_floating, check_leaves, check_sums, describe
-from fshard.update import Optimizer
+from fshard.update import Optimizer, Updated
 
 Hyper = dict[str, Any]
 State = dict[str, Any]
+Tensors = Sequence[torch.Tensor]
+Make = partial[torch.optim.Optimizer]
 
 
 class TorchState(NamedTuple):
@@ -28,14 +28,13 @@ class TorchState(NamedTuple):
         slots: State that the torch class keeps for each parameter, by its names (exp_avg, momentum_buffer, ...): trees
             in the structure of the parameters, Sharded as they are.
         hyper: Hyperparameters that were injected, by name: float64 tensors of shape (), which a caller may replace.
-        missed: For classes whose first step is of its own kind and which keep no count: how many of the updates each
-            leaf had no gradient in, int64 tensors of shape ().
+        counts: For classes whose first step is of its own kind: updates made of each leaf, int64 tensors of shape ().
     """
 
     updates: torch.Tensor
     slots: dict[str, Tree]
     hyper: dict[str, torch.Tensor]
-    missed: Tree = ()
+    counts: Tree = ()
 
     @staticmethod
     def each(f: Callable[["TorchState"], Any], tree: Tree) -> Tree:
@@ -62,11 +61,9 @@ def from_torch(
         The optimizer. Its state keeps the parameters' specs.
 
     Raises:
-        ValueError: if the class cannot work without a closure or on dense gradients, refuses its arguments, or an
-            injected argument is no number, or with sums="tree" the kernel is fused;
-            from init, if a leaf cannot take a gradient, or the class looks across the elements of one that is sharded,
-            or with sums="tree" rounds elements by where they stand;
-            from update, if the class asks for a number that vmap has many of.
+        ValueError: if `cls` is no such class, refuses its arguments, or cannot step without a closure or on dense
+            gradients; from init, if a leaf cannot take a gradient, or the class looks across the elements of one that
+            is sharded, or with sums="tree" rounds elements by where they stand.
 
     >>> import fshard as fs
     >>> tx = from_torch(torch.optim.SGD, lr=lambda count: 0.1 * 0.5**count)
@@ -76,354 +73,189 @@ def from_torch(
     """
     known = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
     expect(known, "from_torch", "cls to be a torch.optim class", describe(cls), "pass its arguments by name")
-    if issubclass(cls, torch.optim.LBFGS | torch.optim.SparseAdam):
-        needs = "a closure" if issubclass(cls, torch.optim.LBFGS) else "sparse gradients"
-        raise ValueError(f"from_torch: {cls.__name__} needs {needs}, which an update does not have; use AdamW or SGD")
     check_sums("from_torch", sums)
-    remedy = "leave out fused, or sums"
-    exact = sums is None or not hyper.get("fused")
-    expect(exact, "from_torch", f'a kernel of {cls.__name__} for sums="tree" that rounds alike', "fused=True", remedy)
-    start = torch.zeros((), dtype=torch.int64)
-    initial = evaluated(hyper, start, {})
-    injected = _injected(inject, hyper, initial)
-    try:
-        habits = observe(cls, initial)
-    except Exception as error:
-        given = ", ".join(f"{name}={value!r:.40}" for name, value in hyper.items()) or "none"
-        expected = f"arguments that {cls.__name__} takes"
-        raise ValueError(f"from_torch: expected {expected}, got {given}, of which torch says: {error}") from error
+    initial = hyper | evaluated(hyper, zero(), {})
+    make = partial(cls, **initial)
+    # A class refuses `capturable` on small CPU tensors.
+    trial = partial(cls, **{name: value for name, value in initial.items() if name != "capturable"})
+    with torch_says("from_torch", cls, hyper):
+        scalars, late, anew, writes = observe(trial)
     # By other values than those observed, a class may write to gradients; its rate never decides that.
-    computed = any(callable(hyper[name]) or name in injected for name in hyper if name != "lr")
+    writes = writes or any(callable(hyper[name]) or name in inject for name in hyper if name != "lr")
 
     def init(params: Tree) -> TorchState:
         flat = flatten(params)
         check_floating("from_torch", flat)
+        _refuse_split(trial, flat, sums)
         trained = [i for i, leaf in enumerate(flat.leaves) if is_trained(leaf)]
-        tensors = [copied(tensor_of(flat.leaves[i])) for i in trained]
-        values = evaluated(hyper, start, {})
-        refuse_across_elements(cls, values, flat)
-        if sums is not None:
-            _refuse_inexact(cls, values, flat)
-        optimizer = build(cls, values, tensors, [torch.zeros_like(tensor) for tensor in tensors])
-        start_state(optimizer, tensors, habits.late)
-        states = {i: optimizer.state[tensor] for i, tensor in zip(trained, tensors, strict=True)}
-        missed = none_missed(params) if habits.withheld else ()
-        return TorchState(start.clone(), _slots(states, flat, habits.scalars, {}), dict(injected), missed)
+        states = start_states(make, [owned(tensor_of(flat.leaves[i])) for i in trained], late)
+        held = {name: torch.tensor(float(initial[name]), dtype=torch.float64) for name in inject}
+        slots = _slots({}, flat, trained, states, scalars)
+        return TorchState(zero(), slots, held, no_updates(params) if anew else ())
 
-    def update(grads: Tree, state: TorchState, params: Tree, donate: bool = False) -> tuple[Tree, TorchState]:
-        check_state("from_torch", state, TorchState)
-        if habits.withheld:
-            state = begun(state, grads, lambda: {"missed": none_missed(params)})
-        flat, gradients = flatten(params), tensors_of(leaves_of(grads))
+    def update(grads: Tree, state: TorchState, params: Tree, donate: bool = False) -> Updated:
+        flat, now = flatten(params), evaluated(hyper, state.updates, state.hyper)
+        trained = [grad if is_trained(leaf) else None for grad, leaf in zip(leaves_of(grads), flat.leaves, strict=True)]
+        given = {i: tensor_of(grad) for i, grad in enumerate(trained) if grad is not None}
         before = {name: leaves_of(slot) for name, slot in state.slots.items()}
-        slots = {name: tensors_of(slot) for name, slot in before.items()}
-        chosen = [i for i, grad in enumerate(gradients) if grad is not None and is_trained(flat.leaves[i])]
-        tensors = [tensor_of(flat.leaves[i]) for i in chosen]
-        donate = donate and _can_be_written([*tensors, *itertools.chain(*slots.values())])
-        new = [_plain(tensor) if donate else copied(tensor) for tensor in tensors]
-        kept = [{name: slot[i] for name, slot in slots.items() if slot[i] is not None} for i in chosen]
-        if not donate:
-            kept = [{name: copied(value) for name, value in states.items()} for states in kept]
-        first = _first_steps(state, chosen, kept, habits.withheld) if habits.withheld else []
-        values = evaluated(hyper, state.updates, state.hyper)
+        tensors = [owned(tensor_of(flat.leaves[i]), donate) for i in given]
+        states = [{n: owned(tensor_of(x[i]), donate) for n, x in before.items() if x[i] is not None} for i in given]
         # As autograd accumulates gradients: classes read the memory of complex ones, without lazy bits.
-        taken = [_plain(gradients[i]).resolve_conj().resolve_neg().contiguous() for i in chosen]
-        if habits.writes or computed:
-            taken = list(map(copied, taken))
-        optimizer = build(cls, values, new, taken, first, habits.filled)
-        optimizer.state.update(zip(new, kept, strict=True))
-        _step(optimizer, new)
-        after = [optimizer.state[tensor] for tensor in new]
-        held = {
-            name: torch.as_tensor(values[name], dtype=torch.float64).detach() if callable(hyper[name]) else tensor
-            for name, tensor in state.hyper.items()
-        }
-        missed = missing(state.missed, grads) if habits.withheld else ()
-        if donate and all(_in_place(states, i, slots) for states, i in zip(after, chosen, strict=True)):
-            return params, TorchState(state.updates + 1, state.slots, held, missed)
-        leaves = list(flat.leaves)
-        for i, tensor in zip(chosen, new, strict=True):
-            leaves[i] = like(leaves[i], tensor)
-        new_slots = _slots(dict(zip(chosen, after, strict=True)), flat, habits.scalars, before)
-        return unflatten(flat.treedef, leaves), TorchState(state.updates + 1, new_slots, held, missed)
+        taken = [grad.detach().resolve_conj().resolve_neg().contiguous() for grad in given.values()]
+        taken = [*map(owned, taken)] if writes else taken
+        counts = counted(state.counts, grads) if anew else ()
+        numbers = leaves_of(counts)
+        states = [{} if anew and int(numbers[i]) == 1 else kept for i, kept in zip(given, states, strict=True)]
+        states = stepped(make, tensors, taken, states, now)
+        slots = _slots(before, flat, [*given], states, scalars)
+        new = dict(zip(given, tensors, strict=True))
+        leaves = [like(leaf, new[i]) if i in new else leaf for i, leaf in enumerate(flat.leaves)]
+        held = {name: torch.as_tensor(now[name], dtype=torch.float64).detach() for name in state.hyper}
+        return flat.unflatten(leaves), TorchState(state.updates + 1, slots, held, counts)
 
     return Optimizer(init, update, partial(update, donate=True))
 
 
-def _injected(names: Sequence[str], hyper: State, values: State) -> dict[str, torch.Tensor]:
-    for name in names:
-        value = values.get(name)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        found = "not among its arguments" if name not in hyper else describe(value)
-        expect(number, "from_torch", "inject to name numbers", f"{name!r}, which is {found}")
-    return {name: torch.tensor(float(values[name]), dtype=torch.float64) for name in names}
-
-
-def _first_steps(
-    state: TorchState, chosen: Sequence[int], kept: Sequence[State], withheld: frozenset[str]
-) -> list[bool]:
-    """Tell which leaves make their first step, and take the placeholders out of torch's states of these."""
-    counts = leaves_of(state.missed)
-    first = [int(counts[i]) == int(state.updates) for i in chosen]
-    for states, yes in zip(kept, first, strict=True):
-        for name in withheld if yes else ():
-            states.pop(name, None)
-    return first
-
-
-def _step(optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]) -> None:
-    """Step, and drop the gradients, which would live as long as the tensors."""
-    try:
-        with torch.no_grad():
-            optimizer.step()
-    except RuntimeError as error:
-        numbers = [value for states in optimizer.state.values() for value in states.values()]
-        if any(isinstance(x, torch.Tensor) and not x.dim() and _compat.is_transformed(x) for x in numbers):
-            found = f"{type(optimizer).__name__}, which reads its step count as a number"
-            remedy = "use fs.adamw, fs.adam or fs.sgd"
-            raise ValueError(f"from_torch: expected maths alone under vmap, got {found}; {remedy}") from error
-        raise
-    finally:
-        for tensor in tensors:
-            tensor.grad = None
-
-
-def _in_place(states: State, i: int, slots: Mapping[str, Sequence[Any]]) -> bool:
-    """Tell whether a class wrote to its state of a leaf in place, and put no other objects into it."""
-    return states.keys() <= slots.keys() and all(states.get(name) is slot[i] for name, slot in slots.items())
-
-
-def _can_be_written(values: Sequence[Any]) -> bool:
-    """Tell whether tensors can be stepped in place: none is there twice or has strides, which fused kernels ignore."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return len(set(map(id, tensors))) == len(tensors) and all(map(torch.Tensor.is_contiguous, tensors))
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same tensor, or another in its memory where autograd knows it."""
-    return tensor.detach() if tensor.requires_grad or tensor.grad is not None else tensor
-
-
 def _slots(
-    states: dict[int, State], flat: Flat, scalars: frozenset[str], before: dict[str, list[Any]]
+    before: Mapping[str, Sequence[Any]], flat: Flat, numbers: Sequence[int], states: Sequence[State], scalars: set[str]
 ) -> dict[str, Tree]:
-    """Turn torch's states of leaves, by their numbers, into a tree for each name; other leaves keep theirs."""
-    slots = {}
-    for name in dict.fromkeys((*before, *(name for state in states.values() for name in state))):
-        leaves = list(before.get(name, [None] * len(flat.leaves)))
-        for i, state in states.items():
-            value = state.get(name)
+    """Turn torch's states of some leaves into a tree for each name; other leaves keep theirs."""
+    slots = {name: list(leaves) for name, leaves in before.items()}
+    for i, state in zip(numbers, states, strict=True):
+        for name, value in state.items():
             per_element = isinstance(value, torch.Tensor) and name not in scalars
-            leaves[i] = like(flat.leaves[i], value) if per_element else value
-        slots[name] = unflatten(flat.treedef, leaves)
-    return slots
+            slot = slots.setdefault(name, [None] * len(flat.leaves))
+            slot[i] = like(flat.leaves[i], value) if per_element else value
+    return {name: flat.unflatten(leaves) for name, leaves in slots.items()}
 
 
-def copied(value: Any) -> Any:
-    """Copy a tensor for torch to write to; contiguous, because CPU fused kernels ignore strides."""
+def owned(value: Any, donated: bool = False) -> Any:
+    """Return a tensor for torch to write to: the same memory, or a copy; CPU fused kernels ignore strides."""
     if not isinstance(value, torch.Tensor):
         return value
+    if donated:
+        return value.detach().contiguous()
     return value.detach().clone(memory_format=torch.contiguous_format)
 
 
-def evaluated(hyper: Hyper, count: torch.Tensor, held: Mapping[str, torch.Tensor]) -> Hyper:
-    """Evaluate hyperparameters after some updates: schedules are called, others may be held by the state."""
-    values = dict(hyper)
-    for name, value in hyper.items():
-        computed = callable(value) or name in held
-        value = value(count) if callable(value) else held.get(name, value)
-        # Torch's classes take numbers everywhere, tensors not; a trace has no value yet.
-        if computed and isinstance(value, torch.Tensor) and not (hyper.get("capturable") or _compat.is_tracing()):
-            value = value.item()
-        if isinstance(value, float) and not math.isfinite(value):
-            found = f"{value} at count {int(count)}"
-            expect(False, "from_torch", f"{name} to be a finite number", found, "mend the schedule")
-        values[name] = value
-    return values
+def evaluated(hyper: Hyper, count: torch.Tensor, held: Hyper) -> Hyper:
+    """Evaluate the hyperparameters that change: schedules are called, others may be held by the state."""
+    values = held | {name: value(count) for name, value in hyper.items() if callable(value)}
+    # Torch's classes take numbers everywhere, tensors not; a trace has no value yet.
+    if hyper.get("capturable") or _compat.is_tracing():
+        return values
+    return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
 
 
-def build(
-    cls: type[torch.optim.Optimizer],
-    hyper: Hyper,
-    tensors: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    first: Sequence[bool] = (),
-    filled: bool = False,
-) -> torch.optim.Optimizer:
-    """Make a torch optimizer of some tensors, with their gradients in place.
-
-    Args:
-        cls: The class.
-        hyper: Its arguments.
-        tensors: The tensors that it steps.
-        grads: Their gradients.
-        first: Which of them make their first step. They are a group of their own, because fused SGD takes no list of
-            which some tensors have a momentum.
-        filled: Whether the tensors are filled in after construction, which takes much less time of many.
-    """
+def built(make: Make, tensors: Tensors, grads: Tensors, now: Hyper) -> torch.optim.Optimizer:
+    """Make a torch optimizer of some tensors, with their gradients and hyperparameters in place."""
     for tensor, grad in zip(tensors, grads, strict=True):
-        # Torch refuses a tensor as its own gradient.
-        tensor.grad = grad.detach() if grad is tensor else grad
-    # A class checks its numbers when it is made, for which a trace has no values yet.
-    traced = {name: value for name, value in hyper.items() if isinstance(value, torch.Tensor) and _compat.is_tracing()}
-    parts = [list(tensors)]
-    if any(first) and not all(first):
-        pairs = list(zip(tensors, first, strict=True))
-        parts = [[tensor for tensor, yes in pairs if yes is which] for which in (True, False)]
-    # As groups, because torch refuses an empty list of parameters; here all leaves may be frozen.
-    groups = [{"params": [] if filled else part} for part in parts]
-    optimizer = cls(groups, **{name: hyper[name] for name in hyper if name not in traced})
-    for group, part in zip(optimizer.param_groups, parts, strict=True):
-        group["params"][:] = part
-        group.update(traced)
+        tensor.grad = grad
+    # As a group, because torch refuses an empty list of parameters; here all leaves may be frozen.
+    optimizer = make([{"params": [*tensors]}])
+    (group,) = optimizer.param_groups
+    for name, value in now.items():
+        expect(name in group, "from_torch", "schedules of what the class keeps in its groups", name)
+        group[name] = value
     return optimizer
 
 
-class Habits(NamedTuple):
-    """How a class keeps its state.
+@torch.no_grad()
+def stepped(make: Make, tensors: Tensors, grads: Tensors, states: Sequence[State], now: Hyper) -> list[State]:
+    """Step tensors in place, and return the class's states of them."""
+    after = list(states)
+    # Apart, because fused SGD takes no list of which some tensors have a momentum.
+    begun, fresh = [i for i, state in enumerate(states) if state], [i for i, state in enumerate(states) if not state]
+    for part in filter(None, (begun, fresh)):
+        optimizer = built(make, [tensors[i] for i in part], [grads[i] for i in part], now)
+        optimizer.state.update({tensors[i]: states[i] for i in part if states[i]})
+        optimizer.step()
+        for i in part:
+            # It would live as long as the tensor.
+            tensors[i].grad = None
+            after[i] = optimizer.state[tensors[i]]
+    return after
 
-    Attributes:
-        scalars: Names of state that is one number for a whole leaf, such as a step count.
-        late: Names of state that it makes in its first step.
-        withheld: Names of late state whose placeholders must not reach the first step.
-        filled: Whether its step is the same when its tensors are filled in after construction.
-        writes: Whether its step writes to gradients, as nesterov does with foreach, or would on an accelerator.
+
+@torch.no_grad()
+def start_states(make: Make, tensors: Tensors, late: bool) -> list[State]:
+    """Make states as before the first step, with zeros where a class makes its state only in that step.
+
+    Without them the state would change its structure. This writes to the tensors.
     """
+    optimizer = built(make, tensors, [torch.zeros_like(tensor) for tensor in tensors], {})
+    _compat.init_optimizer_state(optimizer)
+    early = [map_leaves(owned, dict(optimizer.state[tensor])) for tensor in tensors]
+    if late:
+        optimizer.step()
+    states = [optimizer.state[tensor] for tensor in tensors]
+    return [map_leaves(_zero_like, dict(state)) | own for state, own in zip(states, early, strict=True)]
 
-    scalars: frozenset[str]
-    late: frozenset[str]
-    withheld: frozenset[str]
-    filled: bool
-    writes: bool
+
+def _zero_like(value: Any) -> Any:
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
 
 
-def observe(cls: type[torch.optim.Optimizer], hyper: Hyper) -> Habits:
-    """Observe one step of a small matrix, from no state, from placeholders and with tensors filled in."""
-    hyper = _on_cpu(hyper)
-    tensor = torch.zeros(2, 2)
-    optimizer = build(cls, hyper, [tensor], [torch.zeros_like(tensor)])
-    with torch.no_grad():
-        _compat.init_optimizer_state(optimizer)
-    early, written = set(optimizer.state[tensor]), []
+def observe(make: Make) -> tuple[set[str], bool, bool, bool]:
+    """Observe first steps of a small matrix: from no state, and from zeros.
 
-    def run(start: State, filled: bool = False, **changes: Any) -> State:
-        tensor = torch.linspace(-1.0, 1.0, 4).reshape(2, 2)
-        grad = torch.cos(tensor)
-        before = grad.clone()
-        optimizer = build(cls, hyper, [tensor], [grad], filled=filled)
-        optimizer.param_groups[0].update(changes)
-        optimizer.state[tensor].update({name: copied(value) for name, value in start.items()})
-        with torch.no_grad():
-            optimizer.step()
-        written.append(not grad.equal(before))
-        return {**optimizer.state[tensor], "": tensor}
+    Args:
+        make: Makes an optimizer of groups of parameters.
 
-    def same(again: State) -> bool:
-        return all(x.equal(again[n]) if isinstance(x, torch.Tensor) else x == again[n] for n, x in state.items())
+    Returns:
+        Names of state that is one number for a whole leaf, such as a step count; whether the class makes state in its
+        first step; whether this is another one from zeros than from no state; and whether a step writes to gradients,
+        as nesterov does with foreach, or would on an accelerator.
+    """
+    start, wrote = torch.linspace(-1.0, 1.0, 4).reshape(2, 2), []
 
-    state = run({})
-    late = frozenset(state) - early - {""}
-    start_state(optimizer, [tensor], late)
-    start = optimizer.state[tensor]
-    withheld = frozenset() if same(run(start)) else late
-    filled = False
+    def run(state: State, make: Make = make) -> State:
+        tensor, grad = start.clone(), start.cos()
+        (after,) = stepped(make, [tensor], [grad], [map_leaves(owned, state)], {})
+        wrote.append(not grad.equal(start.cos()))
+        return {**after, "": tensor}
+
+    first = run({})
+    (early,) = start_states(make, [start.clone()], late=False)
+    late = len(early) + 1 < len(first)
+    (zeros,) = start_states(make, [start.clone()], late)
+    again = run(zeros)
+    same = [x.equal(again[name]) if isinstance(x, torch.Tensor) else x == again[name] for name, x in first.items()]
+    # On accelerators torch chooses foreach by itself.
     with suppress(Exception):
-        filled = same(run({name: value for name, value in start.items() if name not in withheld}, filled=True))
-    if optimizer.defaults.get("foreach", True) is None and not optimizer.defaults.get("fused"):
-        # On accelerators torch chooses foreach by itself.
-        with suppress(Exception):
-            run({}, foreach=True)
-    scalars = frozenset(name for name, value in state.items() if isinstance(value, torch.Tensor) and not value.dim())
-    return Habits(scalars, late, withheld, filled, any(written))
+        run({}, partial(make, foreach=make.keywords.get("foreach") is not False))
+    scalars = {name for name, value in first.items() if isinstance(value, torch.Tensor) and not value.dim()}
+    return scalars, late, not all(same), any(wrote)
 
 
-def start_state(optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor], late: frozenset[str]) -> None:
-    """Make state as before the first step, with zeros where torch makes it only in that step.
-
-    Without them the state would change its structure. This writes to the parameters where there is late state.
-    """
-    with torch.no_grad():
-        _compat.init_optimizer_state(optimizer)
-        early = {tensor: {name: copied(value) for name, value in optimizer.state[tensor].items()} for tensor in tensors}
-        if late:
-            optimizer.step()
-    for tensor in tensors:
-        state = optimizer.state[tensor]
-        for name, value in state.items():
-            zero = torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
-            state[name] = early[tensor].get(name, zero)
-
-
-def refuse_across_elements(cls: type[torch.optim.Optimizer], hyper: Hyper, flat: Flat) -> None:
-    """Refuse leaves that are split where the class looks across their elements."""
-
-    def misfit(leaf: Any) -> tuple[str, str] | None:
-        axes = [axis.name for axis in partition_axes(leaf)]
-        return (f"a leaf split over {axes}", "a whole one") if axes else None
-
-    if any(map(partition_axes, flat.leaves)) and not _is_elementwise(cls, _on_cpu(hyper)):
-        remedy = "keep leaves whole with fs.ddp, or choose an elementwise optimizer"
-        check_leaves(f"from_torch: {cls.__name__} looks across the elements of a leaf", flat, misfit, remedy)
-
-
-def _is_elementwise(cls: type[torch.optim.Optimizer], hyper: Hyper) -> bool:
-    """Try whether an optimizer steps the halves of a matrix, cut either way, as it steps the matrix."""
-    # A schedule that starts from 0 would hide the difference.
-    hyper = hyper | {name: 1.0 for name in hyper if name == "lr"}
-    start = torch.linspace(-1.0, 1.0, 16, dtype=torch.float64).reshape(4, 4)
-
-    def run(part: torch.Tensor) -> torch.Tensor:
-        tensor = copied(part)
-        optimizer = build(cls, hyper, [tensor], [torch.zeros_like(tensor)])
-        for scale in (1e-3, 1.0, 1e3):
-            tensor.grad = (scale * torch.cos(5.0 * part)).contiguous()
-            with torch.no_grad():
-                optimizer.step()
-        return tensor
-
-    whole = run(start)
-    halves = (torch.cat([run(half) for half in start.split(2, dim)], dim) for dim in (0, 1))
-    return all(torch.allclose(whole, parts, rtol=1e-9, atol=1e-12) for parts in halves)
-
-
-def _refuse_inexact(cls: type[torch.optim.Optimizer], hyper: Hyper, flat: Flat) -> None:
-    """Refuse leaves whose elements the class rounds by where they stand."""
-    dtypes = dict.fromkeys(tensor_of(leaf).dtype for leaf in flat.leaves if is_trained(leaf))
-    # A class that looks across elements has its leaves whole at any world size.
-    if not dtypes or not _is_elementwise(cls, _on_cpu(hyper)):
+def _refuse_split(make: Make, flat: Flat, sums: str | None) -> None:
+    """Refuse leaves that are split where a class looks across elements, or rounds them by where they stand."""
+    if sums is None and not any(map(partition_axes, flat.leaves)):
         return
-    # Most kernels of half precision round the last few elements otherwise, some too rarely for a trial to show it.
-    inexact = [d for d in dtypes if d.itemsize < 4 or not _rounds_alike(cls, _on_cpu(hyper), d)]
-
-    def misfit(leaf: Any) -> tuple[str, str] | None:
-        wrong = is_trained(leaf) and tensor_of(leaf).dtype in inexact
-        return (describe(tensor_of(leaf)), "a dtype without such kernels") if wrong else None
-
-    what = f'from_torch: {cls.__name__} rounds elements by where they stand in a shard, which sums="tree" excludes'
-    remedy = "step them by fs.adamw, or keep parameters in float32 and gather them by fs.cast(gather=torch.bfloat16)"
-    check_leaves(what, flat, misfit, remedy)
-
-
-def _rounds_alike(cls: type[torch.optim.Optimizer], hyper: Hyper, dtype: torch.dtype) -> bool:
-    """Try whether elements get the same bits in a long vector as in pieces too short for a vector register."""
-    hyper = hyper | {name: 0.1 for name in hyper if name == "lr"}
-    start = torch.linspace(-3.0, 3.0, 7 * 96, dtype=torch.float64)
-    turned = (1 + 0.7j) if dtype.is_complex else 1.0
-    values = [(turned * x).to(dtype) for x in (start, *(scale * torch.sin(7.0 * start) for scale in (0.1, 1.0, 3.0)))]
-
-    def run(first: Sequence[torch.Tensor], *grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        tensors = [copied(part) for part in first]
-        optimizer = build(cls, hyper, tensors, [torch.zeros_like(tensor) for tensor in tensors])
-        for parts in grads:
-            for tensor, grad in zip(tensors, parts, strict=True):
-                tensor.grad = grad.clone()
-            with torch.no_grad():
-                optimizer.step()
-        return torch.cat(tensors)
-
-    return run(*([value] for value in values)).equal(run(*(value.split(7) for value in values)))
+    run, name = partial(_in_parts, make), make.func.__name__
+    whole, parts = run(torch.float64), [run(torch.float64, 1, dim) for dim in (0, 1)]
+    if not all(torch.allclose(whole, part, rtol=1e-9, atol=1e-12) for part in parts):
+        remedy = "keep leaves whole with fs.ddp, or choose an elementwise optimizer"
+        pair = "a leaf that is split", "a whole one"
+        what = f"from_torch: {name} looks across the elements of a leaf"
+        check_leaves(what, flat, lambda leaf: pair if partition_axes(leaf) else None, remedy)
+    elif sums is not None:
+        # Most kernels of half precision round the last few elements otherwise, some too rarely for a trial to show it.
+        dtypes = {tensor_of(leaf).dtype for leaf in flat.leaves if is_trained(leaf)}
+        inexact = [str(d) for d in dtypes if d.itemsize < 4 or not run(d).equal(run(d, 1))]
+        needed = f'kernels of {name} that round an element alike wherever it stands, for sums="tree"'
+        remedy = "step such leaves by fs.adamw, or keep float32 and gather by fs.cast(gather=torch.bfloat16)"
+        expect(not inexact, "from_torch", needed, f"others for {', '.join(inexact)}", remedy)
 
 
-def _on_cpu(hyper: Hyper) -> Hyper:
-    """Leave out `capturable`, which a class refuses in trials on small CPU tensors."""
-    return {name: value for name, value in hyper.items() if name != "capturable"}
+def _in_parts(make: Make, dtype: torch.dtype, size: int = 96, dim: int = 0) -> torch.Tensor:
+    """Step a matrix by some gradients, in parts of some columns, or of rows too short for a vector register."""
+    # A schedule that starts from 0 would hide a difference.
+    make = partial(make, lr=0.1) if "lr" in make.keywords else make
+    start = torch.linspace(-3.0, 3.0, 96 * 7, dtype=torch.float64).reshape(96, 7)
+    values = start, 0.01 * start.sin(), start.cos(), 30.0 * start.sin()
+    parts, *steps = (value.to(dtype).split(size, dim) for value in values)
+    tensors, states = [*map(owned, parts)], [dict[str, Any]() for _ in parts]
+    for grads in steps:
+        states = stepped(make, tensors, [*map(owned, grads)], states, {})
+    return torch.cat(tensors, dim)

@@ -1,28 +1,18 @@
 """Maths leaf by leaf on the tensors of trees that share the structure of the parameters."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 
-from fshard._compat import is_tracing
 from fshard.collectives import pvary
 from fshard.errors import expect
-from fshard.shard import without_padding
-from fshard.tree import (
-    Axis,
-    Flat,
-    Tree,
-    flatten,
-    is_sharded,
-    is_trained,
-    leaves_of,
-    like,
-    map_leaves,
-    tensor_of,
-    unflatten,
-)
-from fshard.tree.checks import check_floating, check_leaves, describe
+from fshard.shard import local_ranges
+from fshard.tree import Axis, Flat, Spec, Tree, flatten, is_sharded, is_trained, leaves_of, like, map_leaves, tensor_of
+from fshard.tree.checks import check_leaves, describe
 from fshard.update import GradientTransformation, Optimizer
 
 
@@ -31,9 +21,15 @@ def partition_axes(leaf: Any) -> tuple[Axis, ...]:
     return tuple(axis for axis in leaf.spec.partition_axes() if axis.size > 1) if is_sharded(leaf) else ()
 
 
-def elements_of(leaf: Any) -> torch.Tensor:
-    """Return the elements of a leaf that this rank holds, without padding."""
-    return without_padding(leaf) if is_sharded(leaf) else leaf
+def along(leaf: Any, dim: int | None) -> tuple[torch.Tensor, tuple[Axis, ...], int]:
+    """Return a leaf's elements without padding along a dim, or None for all, the axes that split it, and its size."""
+    spec, tensor = leaf.spec if is_sharded(leaf) else Spec(tuple(leaf.shape)), tensor_of(leaf)
+    dims = range(tensor.dim()) if dim is None else [tensor.dim() + dim]
+    ranges = local_ranges(spec)
+    for i in dims:
+        tensor = tensor.narrow(i, 0, ranges[i][1])
+    axes = tuple(axis for i in dims for axis in spec.split_axes(i) if axis.size > 1)
+    return tensor, axes, math.prod(spec.full_shape[i] for i in dims)
 
 
 def varying(number: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
@@ -43,14 +39,11 @@ def varying(number: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
     return number
 
 
-def scaled(leaf: Any, number: torch.Tensor) -> Any:
-    """Scale a leaf by a number that agrees between ranks."""
-    tensor = tensor_of(leaf)
-    return like(leaf, tensor * varying(number, partition_axes(leaf)).to(tensor.dtype))
+Maths = Callable[..., tuple[torch.Tensor, ...]]
 
 
 def leafwise(
-    f: Callable[..., tuple[torch.Tensor, ...]],
+    f: Maths,
     grads: Tree,
     old: Sequence[Tree],
     given: Sequence[Tree] = (),
@@ -63,29 +56,29 @@ def leafwise(
             tensors of the new trees.
         grads: The tree that says where; other leaves stay as they are.
         old: The trees that the new ones replace: they decide their dtypes, because a number of another dtype would
-            widen tensors of shape ().
+            widen tensors of shape (). A leaf that was frozen until now, and is None there, begins as zeros.
         given: Trees that are only read.
         numbers: Those that are tensors agree between ranks; their cotangents are summed where ranks use them on shards.
 
     Returns:
         As many trees as there are old ones.
     """
-    by_axes: dict[tuple[Axis, ...], list[Any]] = {}
 
-    def new(grad: Any, *leaves: Any) -> tuple[Any, ...]:
-        kept = leaves[: len(old)]
+    @cache
+    def at(axes: tuple[Axis, ...]) -> list[Any]:
+        return [varying(n, axes) if isinstance(n, torch.Tensor) else n for n in numbers]
+
+    def new(grad: Any, *leaves: Any) -> Sequence[Any]:
+        kept, rest = leaves[: len(old)], leaves[len(old) :]
         if grad is None:
             return kept
-        axes = partition_axes(grad)
-        if axes not in by_axes:
-            by_axes[axes] = [varying(n, axes) if isinstance(n, torch.Tensor) else n for n in numbers]
-        made = f(*map(tensor_of, (grad, *leaves)), *by_axes[axes])
-        return tuple(like(leaf, x.to(tensor_of(leaf).dtype)) for leaf, x in zip(kept, made, strict=True))
+        kept = tuple(_zeros(grad) if leaf is None else leaf for leaf in kept)
+        made = f(*map(tensor_of, (grad, *kept, *rest)), *at(partition_axes(grad)))
+        return [like(leaf, x.to(tensor_of(leaf).dtype)) for leaf, x in zip(kept, made, strict=True)]
 
-    flats = [flatten(tree) for tree in old]
-    others = [leaves_of(tree) for tree in given]
-    rows = [new(*row) for row in zip(leaves_of(grads), *(flat.leaves for flat in flats), *others, strict=True)]
-    return tuple(unflatten(flat.treedef, [row[k] for row in rows]) for k, flat in enumerate(flats))
+    flat = flatten(old[0])
+    rows = [new(*row) for row in zip(*map(leaves_of, (grads, *old, *given)), strict=True)]
+    return tuple(flat.unflatten(row[k] for row in rows) for k in range(len(old)))
 
 
 def map_gradients(f: Callable[..., torch.Tensor], grads: Tree, *given: Tree, numbers: Sequence[Any] = ()) -> Tree:
@@ -99,76 +92,74 @@ def stateless(f: Callable[[Tree, Tree], Tree]) -> GradientTransformation:
     return GradientTransformation(lambda params: (), lambda grads, state, params: (f(grads, params), state))
 
 
+def stateful(kept: Any, maths: Maths, numbers: Sequence[Any], check: Callable[[Flat], None]) -> GradientTransformation:
+    """Make a transformation whose state is a count for each leaf and trees of zeros at first.
+
+    Args:
+        kept: The class of the state, a NamedTuple whose first field is the counts.
+        maths: Called with a leaf's gradient, twice, its tensors in the trees, its count and the numbers; returns the
+            new gradient and tensors.
+        numbers: As for `leafwise`.
+        check: Refuses parameters that it cannot keep a state for.
+    """
+
+    def init(params: Tree) -> Any:
+        check(flatten(params))
+        return kept(no_updates(params), *(for_trained(_zeros, params) for _ in kept._fields[1:]))
+
+    def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+        counts = counted(state[0], grads)
+        grads, *trees = leafwise(maths, grads, (grads, *state[1:]), [counts], numbers)
+        return grads, kept(counts, *trees)
+
+    return GradientTransformation(init, update)
+
+
 def for_trained(f: Callable[[Any], Any], params: Tree) -> Tree:
     """Map over the leaves that take a gradient; None in the place of others."""
     return map_leaves(lambda leaf: f(leaf) if is_trained(leaf) else None, params)
 
 
-def zeros(params: Tree) -> Tree:
-    """Make zeros for every leaf that takes a gradient, with its spec."""
-    return for_trained(lambda leaf: like(leaf, torch.zeros_like(tensor_of(leaf), requires_grad=False)), params)
+def _zeros(leaf: Any) -> Any:
+    return like(leaf, torch.zeros_like(tensor_of(leaf), requires_grad=False))
 
 
-def none_missed(params: Tree) -> Tree:
-    """Start the counts of updates in which each leaf had no gradient."""
-    return for_trained(lambda _: torch.zeros((), dtype=torch.int64), params)
+def zero() -> torch.Tensor:
+    """Make a count of no updates."""
+    return torch.zeros((), dtype=torch.int64)
 
 
-def missing(missed: Tree, grads: Tree) -> Tree:
-    """Count one more update for leaves without a gradient."""
-
-    def count(before: Any, grad: Any) -> Any:
-        if before is None or grad is None:
-            return before if before is None else before + 1
-        # A graph says by itself whose memory its results have.
-        return before if is_tracing() else before.clone()
-
-    return map_leaves(count, missed, grads)
+def no_updates(params: Tree) -> Tree:
+    """Make a count for each leaf that takes a gradient."""
+    return for_trained(lambda _: zero(), params)
 
 
-def begun(state: Any, grads: Tree, make: Callable[[], dict[str, Tree]]) -> Any:
-    """Begin the state of leaves that have their first gradient after they were frozen, as torch.optim does.
+def counted(counts: Tree, grads: Tree) -> Tree:
+    """Count an update of each leaf that has a gradient."""
+    return map_leaves(lambda n, grad: n if grad is None else (zero() if n is None else n) + 1, counts, grads)
 
-    Args:
-        state: A NamedTuple, whose first field counts updates, and `missed` those that each leaf had no gradient in.
-        grads: The gradients.
-        make: Returns new trees for fields of the state that are None where a leaf was frozen.
 
-    Returns:
-        The state with these leaves.
-    """
-    first = next(name for name in ("missed", "momentum") if name in state._fields)
-    pairs = zip(leaves_of(getattr(state, first)), leaves_of(grads), strict=True)
-    if all(kept is not None or grad is None for kept, grad in pairs):
-        return state
-
-    def filled(old: Tree, new: Tree) -> Tree:
-        return map_leaves(lambda kept, made: made if kept is None else kept, old, new)
-
-    trees = make()
-    if "missed" in state._fields:
-        trees["missed"] = for_trained(lambda _: state[0].clone(), next(iter(trees.values())))
-    return state._replace(**{name: filled(getattr(state, name), tree) for name, tree in trees.items()})
+@contextmanager
+def torch_says(what: str, cls: Any, given: Any) -> Iterator[None]:
+    """Name the arguments that a class of torch, or a function like one, refuses."""
+    try:
+        yield
+    except Exception as error:
+        found = f"{given!r:.200}; torch says: {error}"
+        raise ValueError(f"{what}: expected arguments that {cls!r:.60} takes, got {found}") from error
 
 
 def check_real(what: str, flat: Flat) -> None:
     """Refuse leaves that take a gradient and are no real floating tensors."""
 
     def misfit(leaf: Any) -> tuple[str, str] | None:
-        tensor = tensor_of(leaf)
-        return (describe(tensor), "a real tensor") if is_trained(leaf) and tensor.is_complex() else None
+        wrong = is_trained(leaf) and not tensor_of(leaf).is_floating_point()
+        return (describe(tensor_of(leaf)), "a real floating tensor") if wrong else None
 
-    check_floating(what, flat)
-    remedy = "keep torch.view_as_real of them as parameters, or step them by fs.sgd"
-    check_leaves(f"{what}: leaves are complex", flat, misfit, remedy)
-
-
-def check_state(what: str, state: Any, needed: type) -> None:
-    """Refuse a state that another optimizer has made."""
-    remedy = "update with the optimizer that made the state"
-    expect(isinstance(state, needed), what, f"a state of class {needed.__name__}", describe(state), remedy)
+    remedy = "keep torch.view_as_real of complex ones, or step them by fs.sgd; freeze others"
+    check_leaves(f"{what}: leaves are no real floating tensors", flat, misfit, remedy)
 
 
-def check_optimizer(what: str, tx: Any, such_as: str = "fs.from_torch or an fs.chain with one") -> None:
+def check_optimizer(what: str, tx: Any) -> None:
     """Refuse a transformation to wrap that is no optimizer."""
-    expect(isinstance(tx, Optimizer), what, f"tx to be an Optimizer, such as {such_as}", describe(tx))
+    expect(isinstance(tx, Optimizer), what, "tx to be an Optimizer, such as fs.from_torch", describe(tx))

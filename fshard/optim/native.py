@@ -1,50 +1,262 @@
-"""Optimizers of our own whose updates are differentiable: sgd, adam and adamw."""
+"""Gradient transformations, and the optimizers sgd, adam and adamw as chains of them; all are differentiable."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from fshard.optim.leaves import (
-    begun,
-    check_real,
-    check_state,
-    leafwise,
-    map_gradients,
-    missing,
-    none_missed,
-    stateless,
-    zeros,
-)
-from fshard.optim.rates import Number, Rate, check_rates, value_of
-from fshard.optim.scale import (
-    AdamState,
-    scale_by_adam,
-)
-from fshard.tree import (
-    Flat,
-    Tree,
-    flatten,
-    like,
-    map_leaves,
-    tensor_of,
-)
-from fshard.tree.checks import FINITE, check_floating, check_numbers
-from fshard.update import GradientTransformation, Optimizer
+from fshard.errors import expect
+from fshard.optim.leaves import check_real, leafwise, map_gradients, stateful, stateless, zero
+from fshard.optim.norms import check_order, global_norm, leaf_norms
+from fshard.optim.wrappers import masked
+from fshard.tree import Mask, Tree, flatten
+from fshard.tree.checks import FINITE, FRACTION, NOT_NEGATIVE, check_flags, check_floating, check_numbers, check_sums
+from fshard.update import GradientTransformation, Optimizer, Updated, chain
+
+Number = float | torch.Tensor
+Rate = Number | Callable[[torch.Tensor], Number]
 
 
-class SgdState(NamedTuple):
-    """State of `sgd`.
+def check_rates(what: str, lr: Rate, betas: Any = (0.0, 0.0), **numbers: Number) -> None:
+    """Refuse hyperparameters out of the ranges that torch.optim has for them.
+
+    Args:
+        what: The optimizer, for its error.
+        lr: The learning rate; a schedule is not checked.
+        betas: How much stays of averages, if the optimizer keeps some.
+        numbers: Other hyperparameters, 0 or more, by name.
+
+    Raises:
+        ValueError: with the name and the value of the first one that is out of range.
+    """
+    pair = isinstance(betas, Sequence) and len(betas) == 2
+    expect(pair, what, "betas to be two numbers", f"{betas!r:.40}")
+    check_numbers(what, FRACTION, **{f"betas[{i}]": beta for i, beta in enumerate(betas)})
+    check_numbers(what, NOT_NEGATIVE, **({} if callable(lr) else {"lr": lr}), **numbers)
+
+
+class ClipState(NamedTuple):
+    """State of `clip_by_global_norm` with keep_norm=True.
+
+    Attributes:
+        norm: Of the last gradients, before they were scaled: a float64 tensor of shape (), 0 before the first update.
+    """
+
+    norm: torch.Tensor
+
+
+def clip_by_global_norm(
+    max_norm: float, p: float = 2.0, *, sums: str | None = None, keep_norm: bool = False
+) -> GradientTransformation:
+    """Scale gradients down so that the norm of all of them together is at most `max_norm`.
+
+    Follows torch.nn.utils.clip_grad_norm_ on full gradients, with the norm taken in float64: each element counts
+    once, however many ranks store it, and padding does not count. Costs one collective of a single number over each
+    axis that gradients are split over, for each set of axes that some leaf is split over; with sums="tree" two, of four
+    numbers for each leaf.
+
+    Args:
+        max_norm: The largest norm to let through, 0 or more.
+        p: The order of the norm, above 0; float("inf") for the largest magnitude.
+        sums: "tree" adds up exactly, so that the norm has the same bits at any world size, under any strategy and in
+            every precision. `p` is then 2 or inf, and the norm has no derivative.
+        keep_norm: Whether the state holds the norm, for logging.
+
+    Returns:
+        The transformation; its state is empty, or a ClipState.
+
+    Raises:
+        ValueError: if `max_norm` is negative or not finite, `p` is not positive, or `sums` is another word.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.clip_by_global_norm(1.0, keep_norm=True)
+    >>> grads = {"w": torch.tensor([3.0]), "b": torch.tensor([4.0])}
+    >>> clipped, state = tx.update(grads, tx.init(grads), grads)
+    >>> clipped, state.norm
+    ({'w': tensor([0.6000]), 'b': tensor([0.8000])}, tensor(5., dtype=torch.float64))
+    """
+    check_numbers("clip_by_global_norm", NOT_NEGATIVE, max_norm=max_norm)
+    check_order("clip_by_global_norm", p, sums)
+    check_flags("clip_by_global_norm", keep_norm=keep_norm)
+
+    def init(params: Tree) -> Tree:
+        return ClipState(torch.zeros((), dtype=torch.float64)) if keep_norm else ()
+
+    def update(grads: Tree, state: Tree, params: Tree) -> Updated:
+        norm = global_norm(grads, p, sums=sums)
+        # torch.nn.utils.clip_grad_norm_ adds the same 1e-6, and multiplies by 1 where nothing is to be clipped.
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        clipped = map_gradients(lambda grad, scale: grad * scale.to(grad.dtype), grads, numbers=(scale,))
+        return clipped, ClipState(norm.double()) if keep_norm else state
+
+    return GradientTransformation(init, update)
+
+
+def clip_by_norm(max_norm: float, p: float = 2.0, *, sums: str | None = None) -> GradientTransformation:
+    """Scale each leaf's gradient down so that its own norm is at most `max_norm`; see `clip_by_global_norm`.
+
+    Follows torch.nn.utils.clip_grad_norm_, called for each parameter by itself. Costs one collective for
+    each set of axes that some leaf is split over, of one number for each leaf.
+
+    Args:
+        max_norm: The largest norm to let through, 0 or more.
+        p: The order of the norm, above 0; float("inf") for the largest magnitude.
+        sums: As for `clip_by_global_norm`.
+
+    Returns:
+        The transformation; its state is empty.
+
+    Raises:
+        ValueError: if `max_norm` is negative or not finite, `p` is not positive, or `sums` is another word.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.clip_by_norm(1.0)
+    >>> grads = {"w": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.5])}
+    >>> tx.update(grads, tx.init(grads), grads)[0]
+    {'w': tensor([0.6000, 0.8000]), 'b': tensor([0.5000])}
+    """
+    check_numbers("clip_by_norm", NOT_NEGATIVE, max_norm=max_norm)
+    check_order("clip_by_norm", p, sums)
+
+    def clipped(grad: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        return grad * (max_norm / (norm + 1e-6)).clamp(max=1.0).to(grad.dtype)
+
+    return stateless(lambda grads, params: map_gradients(clipped, grads, leaf_norms(grads, p, sums=sums)))
+
+
+def clip_by_value(max_value: float) -> GradientTransformation:
+    """Clamp each element of a gradient between -max_value and max_value.
+
+    Follows torch.nn.utils.clip_grad_value_.
+
+    Args:
+        max_value: The largest magnitude to let through, 0 or more.
+
+    Returns:
+        The transformation; its state is empty.
+
+    Raises:
+        ValueError: if `max_value` is negative or not finite.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.clip_by_value(1.0)
+    >>> grads = {"w": torch.tensor([3.0, -4.0, 0.5])}
+    >>> tx.update(grads, tx.init(grads), grads)[0]
+    {'w': tensor([ 1.0000, -1.0000,  0.5000])}
+    """
+    check_numbers("clip_by_value", NOT_NEGATIVE, max_value=max_value)
+    return stateless(lambda grads, params: map_gradients(lambda grad: grad.clamp(-max_value, max_value), grads))
+
+
+class AdamState(NamedTuple):
+    """State of `scale_by_adam`.
+
+    Attributes:
+        counts: Updates made of each leaf: int64 tensors of shape ().
+        mean: Running average of the gradients, sharded as they are.
+        square: Running average of their squares.
+    """
+
+    counts: Tree
+    mean: Tree
+    square: Tree
+
+
+def scale_by_adam(betas: tuple[Number, Number] = (0.9, 0.999), eps: Number = 1e-8) -> GradientTransformation:
+    """Replace gradients by Adam's direction: their average over the root of the average of their squares.
+
+    Follows optax.scale_by_adam. `adam`, `adamw` and `lamb` are made of it.
+
+    Args:
+        betas: How much stays of the averages of gradients and of their squares.
+        eps: Added to the root of the squares.
+
+    Returns:
+        The transformation; its state keeps the parameters' specs.
+
+    Raises:
+        ValueError: if a number is out of range; from init, if a leaf is no real floating tensor.
+
+    >>> import fshard as fs
+    >>> tx = fs.chain(scale_by_adam(), fs.sgd(0.1))
+    >>> tx.update({"w": torch.ones(2)}, tx.init({"w": torch.ones(2)}), {"w": torch.ones(2)})[0]
+    {'w': tensor([0.9000, 0.9000])}
+    """
+    check_rates("scale_by_adam", 0.0, betas, eps=eps)
+
+    def direction(
+        grad: Any, _: Any, mean: Any, square: Any, count: Any, beta1: Any, beta2: Any, eps: Any
+    ) -> tuple[torch.Tensor, ...]:
+        count = count.double()
+        bias1, bias2 = 1 - beta1**count, (1 - beta2**count).sqrt()
+        mean = mean + (1 - beta1) * (grad - mean)
+        square = beta2 * square + (1 - beta2) * grad * grad
+        # The root has a derivative of zero at zero rather than none.
+        flat = square == 0
+        root = torch.where(flat, 0, torch.where(flat, 1, square).sqrt())
+        return mean / bias1.to(mean.dtype) / (root / bias2.to(mean.dtype) + eps), mean, square
+
+    return stateful(AdamState, direction, (*betas, eps), partial(check_real, "scale_by_adam"))
+
+
+def add_decayed_weights(
+    weight_decay: Number, mask: Mask | None = None, *, sums: str | None = None
+) -> GradientTransformation:
+    """Add a multiple of the parameters to their gradients; before an optimizer that is L2 regularisation.
+
+    Follows optax.add_decayed_weights and the weight_decay of torch.optim.SGD and Adam.
+
+    Args:
+        weight_decay: The multiple, 0 or more; with sums="tree" also a tensor that is differentiated.
+        mask: Which leaves decay, as `masked` takes it; None for all.
+        sums: "tree" rounds the multiple before it is added: kernels of half precision do so only for the last few
+            elements of a shard, whose bits would depend on the world size.
+
+    Returns:
+        The transformation; its state is empty.
+
+    Raises:
+        ValueError: if `weight_decay` is negative or not finite, or `sums` is another word; from init, if `mask` matches
+            no leaf.
+
+    >>> import torch, fshard as fs
+    >>> tx = fs.add_decayed_weights(0.5, mask="*weight")
+    >>> params = {"weight": torch.ones(2), "bias": torch.ones(1)}
+    >>> grads = {"weight": torch.zeros(2), "bias": torch.zeros(1)}
+    >>> tx.update(grads, tx.init(params), params)[0]
+    {'weight': tensor([0.5000, 0.5000]), 'bias': tensor([0.])}
+    """
+    check_sums("add_decayed_weights", sums)
+    check_numbers("add_decayed_weights", NOT_NEGATIVE, weight_decay=weight_decay)
+
+    def decayed(grad: torch.Tensor, param: torch.Tensor, decay: Any) -> torch.Tensor:
+        return grad.add(param, alpha=decay) if sums is None else grad + decay * param
+
+    tx: Any = stateless(lambda grads, params: map_gradients(decayed, grads, params, numbers=(weight_decay,)))
+    return tx if mask is None else masked(tx, mask)
+
+
+class MomentumState(NamedTuple):
+    """State of `sgd` with momentum.
+
+    Attributes:
+        counts: Updates made of each leaf: int64 tensors of shape ().
+        momentum: The momentum of each leaf, sharded as it is.
+    """
+
+    counts: Tree
+    momentum: Tree
+
+
+class DescentState(NamedTuple):
+    """State of the last part of `sgd`, `adam` and `adamw`.
 
     Attributes:
         updates: Updates made: an int64 tensor of shape ().
-        momentum: The momentum of each leaf, sharded as it is; () without momentum.
-        missed: With momentum, how many of the updates each leaf had no gradient in: int64 tensors of shape ().
     """
 
     updates: torch.Tensor
-    momentum: Tree
-    missed: Tree = ()
 
 
 def sgd(
@@ -88,26 +300,15 @@ def sgd(
     if nesterov and (not has_momentum or isinstance(dampening, torch.Tensor) or dampening != 0):
         raise ValueError("sgd: nesterov needs a momentum above 0 and no dampening")
 
-    def init(params: Tree) -> SgdState:
-        count = torch.zeros((), dtype=torch.int64)
-        return SgdState(count, zeros(params), none_missed(params)) if has_momentum else SgdState(count, ())
+    def heavy(
+        grad: torch.Tensor, _: Any, old: torch.Tensor, count: torch.Tensor, momentum: Any, dampening: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        new = torch.where(count == 1, grad, momentum * old + (1 - dampening) * grad)
+        return grad + momentum * new if nesterov else new, new
 
-    def scale(grads: Tree, state: SgdState, params: Tree) -> tuple[Tree, SgdState]:
-        def heavy(
-            grad: Any, _: Any, old: Any, missed: Any, momentum: Any, dampening: Any
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            new = torch.where(state.updates == missed, grad, momentum * old + (1 - dampening) * grad)
-            return grad + momentum * new if nesterov else new, new
-
-        if not has_momentum:
-            return grads, SgdState(state.updates + 1, ())
-        state = begun(state, grads, lambda: {"momentum": zeros(params)})
-        old, numbers = (grads, state.momentum), (momentum, dampening)
-        grads, kept = leafwise(heavy, grads, old, [state.missed], numbers)
-        return grads, SgdState(state.updates + 1, kept, missing(state.missed, grads))
-
-    scaling = GradientTransformation(init, scale)
-    return _descent("sgd", lr, scaling, SgdState, before=[_decayed(weight_decay)], check=check_floating)
+    decay = add_decayed_weights(weight_decay, sums="tree")
+    trace = stateful(MomentumState, heavy, (momentum, dampening), partial(check_floating, "sgd"))
+    return chain(decay, *([trace] if has_momentum else []), _descent(lr))
 
 
 def adam(
@@ -135,8 +336,8 @@ def adam(
     >>> tx.update({"w": torch.tensor([5.0, -0.01])}, tx.init(params), params)[0]
     {'w': tensor([0.9000, 2.1000])}
     """
-    check_rates("adam", lr, betas, eps=eps, weight_decay=weight_decay)
-    return _descent("adam", lr, scale_by_adam(betas, eps), AdamState, before=[_decayed(weight_decay)])
+    check_rates("adam", lr, weight_decay=weight_decay)
+    return chain(add_decayed_weights(weight_decay, sums="tree"), scale_by_adam(betas, eps), _descent(lr))
 
 
 def adamw(
@@ -164,70 +365,23 @@ def adamw(
     >>> tx.update({"w": torch.zeros(2)}, tx.init(params), params)[0]  # shrinks by 0.1 * 0.5
     {'w': tensor([0.9500, 1.9000])}
     """
-    check_rates("adamw", lr, betas, eps=eps, weight_decay=weight_decay)
-    return _descent("adamw", lr, scale_by_adam(betas, eps), AdamState, decay=weight_decay)
+    check_rates("adamw", lr, weight_decay=weight_decay)
+    return chain(scale_by_adam(betas, eps), _descent(lr, weight_decay))
 
 
-def _decayed(decay: Number) -> GradientTransformation:
-    """Add a multiple of the parameters, which may be a tensor; `add_decayed_weights` rounds in another way."""
-    return stateless(
-        lambda grads, params: map_gradients(
-            lambda grad, param, decay: grad + decay * param, grads, params, numbers=(decay,)
-        )
-    )
+def _descent(lr: Rate, decay: Number | None = None) -> Optimizer:
+    """Subtract gradients times the learning rate from the parameters, which shrink first where there is a decay."""
 
+    def init(params: Tree) -> DescentState:
+        check_floating("sgd", flatten(params))
+        return DescentState(zero())
 
-def _descent(
-    what: str,
-    lr: Rate | None,
-    scaling: GradientTransformation,
-    kept: type,
-    *,
-    before: Sequence[GradientTransformation] = (),
-    after: Sequence[GradientTransformation] = (),
-    decay: Number | None = None,
-    check: Callable[[str, Flat], None] = check_real,
-) -> Optimizer:
-    """Chain transformations to an optimizer, which subtracts from the parameters the gradients that come out of them.
+    def step(grad: torch.Tensor, param: torch.Tensor, rate: Any, decay: Any) -> tuple[torch.Tensor]:
+        return ((param if decay is None else param * (1 - rate * decay)) - rate * grad,)
 
-    Args:
-        what: The optimizer, for errors.
-        lr: Learning rate that the gradients are multiplied by; None leaves them as they are.
-        scaling: The one transformation with a state, which is the optimizer's.
-        kept: The class of that state.
-        before: The transformations before it, which have none.
-        after: The transformations behind it, which have none.
-        decay: How much parameters shrink, times the learning rate.
-        check: Refuses leaves that the optimizer cannot step.
-    """
-
-    def init(params: Tree) -> Tree:
-        check(what, flatten(params))
-        return scaling.init(params)
-
-    def update(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Tree]:
-        check_state(what, state, kept)
-        rate = None if lr is None else value_of(lr, state.updates)
-
-        def step(grad: Any, param: Any, rate: Any, decay: Any) -> tuple[torch.Tensor, ...]:
-            if decay is not None:
-                param = param * (1 - rate * decay)
-            return (param - (grad if rate is None else rate * grad),)
-
-        grads = map_leaves(_promoted, grads, params)
-        for part in before:
-            grads, _ = part.update(grads, (), params)
-        grads, state = scaling.update(grads, state, params)
-        for part in after:
-            grads, _ = part.update(grads, (), params)
+    def update(grads: Tree, state: DescentState, params: Tree) -> Updated:
+        rate = lr(state.updates) if callable(lr) else lr
         (params,) = leafwise(step, grads, [params], numbers=(rate, decay))
-        return params, state
+        return params, DescentState(state.updates + 1)
 
     return Optimizer(init, update)
-
-
-def _promoted(grad: Any, param: Any) -> Any:
-    """Compute in the wider dtype of a gradient and its parameter."""
-    if grad is None:
-        return None
-    return like(grad, tensor_of(grad).to(torch.promote_types(tensor_of(grad).dtype, tensor_of(param).dtype)))

@@ -1,30 +1,41 @@
-"""Norms of sharded trees over ranks: of all leaves together, or of each."""
+"""Norms and means of sharded trees over ranks: of all leaves together, or of each; and sums that are exact.
+
+Exact sums have the same bits however leaves are split. Terms are cut in two digits: whole numbers of BITS bits, counted
+from the largest term, whose sums are exact in whatever order they are added. They have no derivative.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
 import torch
 
+from fshard import _compat
 from fshard.collectives import all_gather_invariant, total
-from fshard.optim.element_sums import Request, element_sums
-from fshard.optim.leaves import elements_of, partition_axes, varying
-from fshard.shard import local_ranges
-from fshard.tree import Axis, Spec, Tree, flatten, grouped, is_sharded, leaves_of, tensor_of, unflatten
-from fshard.tree.checks import POSITIVE, Range, check_local, check_numbers, check_sums, check_tensors
+from fshard.errors import expect
+from fshard.optim.leaves import along, partition_axes, varying
+from fshard.tree import Axis, Sharded, Tree, flatten, grouped, is_sharded, leaves_of, map_leaves, tensor_of
+from fshard.tree.checks import POSITIVE, check_local, check_numbers, check_sums, check_tensors
 
-# Elements of a gradient that are squared at a time.
-PIECE = 1 << 16
+# Elements that become float64 numbers at a time, in a processor's cache: of a norm, and of an exact sum.
+PIECE, EXACT_PIECE = 1 << 16, 1 << 14
+# Elsewhere so many at a time, whose first digits float64 adds exactly.
+MOST = 1 << 24
+
+# Bits of a digit: two make up those of a float64.
+BITS = 27
+
+Axes = tuple[Axis, ...]
+Terms = Callable[[torch.Tensor], torch.Tensor]
 
 
 def check_order(what: str, p: float, sums: str | None) -> None:
     """Refuse the order of a norm, and an unknown order of its sums."""
     check_numbers(what, POSITIVE, p=p)
     check_sums(what, sums)
-    if sums is not None:
-        # Other powers are rounded by what stands beside an element.
-        check_numbers(what, Range('2 or inf with sums="tree"', lambda number: number in (2, math.inf)), p=p)
+    # Other powers are rounded by what stands beside an element.
+    expect(sums is None or p in (2, math.inf), what, 'p to be 2 or inf with sums="tree"', f"{p}")
 
 
 def global_norm(tree: Tree, p: float = 2.0, *, sums: str | None = None) -> torch.Tensor:
@@ -50,20 +61,12 @@ def global_norm(tree: Tree, p: float = 2.0, *, sums: str | None = None) -> torch
     >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor([4.0]), "frozen": None})
     tensor(5.)
     """
-    check_order("global_norm", p, sums)
-    flat = flatten(tree)
-    check_tensors("global_norm", flat)
-    check_local("global_norm", flat)
-    leaves = [leaf for leaf in leaves_of(tree) if leaf is not None]
+    leaves = _checked("global_norm", tree, p, sums)
     if not leaves:
         return torch.zeros(())
     # The norm of complex numbers is real.
     dtype = reduce(torch.promote_types, (tensor_of(leaf).dtype.to_real() for leaf in leaves), torch.float32)
-    if sums is not None and not math.isinf(p):
-        return _rooted(torch.stack(_exact_squares(leaves)).sum(), p).to(dtype)
-    groups = grouped(leaves, partition_axes).items()
-    parts = torch.stack([_reduced([leaves[i] for i in group], axes, p, each=False) for axes, group in groups])
-    return (parts.amax() if math.isinf(p) else _rooted(parts.sum(), p)).to(dtype)
+    return _rooted(_joined(torch.stack(_powers(leaves, p, sums)), p), p).to(dtype)
 
 
 def leaf_norms(tree: Tree, p: float = 2.0, *, sums: str | None = None) -> Tree:
@@ -93,112 +96,166 @@ def leaf_norms(tree: Tree, p: float = 2.0, *, sums: str | None = None) -> Tree:
     >>> fs.tree_map(lambda grad, norm: grad / norm, grads, norms)
     {'w': tensor([0.6000, 0.8000]), 'frozen': None}
     """
-    check_order("leaf_norms", p, sums)
-    flat = flatten(tree)
-    check_tensors("leaf_norms", flat)
-    check_local("leaf_norms", flat)
+    leaves = _checked("leaf_norms", tree, p, sums)
+    powers = iter(_powers(leaves, p, sums, each=True))
 
-    def scalar(leaf: Any, norm: torch.Tensor | None) -> torch.Tensor | None:
-        dtype = None if leaf is None else torch.promote_types(tensor_of(leaf).dtype.to_real(), torch.float32)
-        return None if norm is None else varying(norm.to(dtype), partition_axes(leaf))
+    def norm(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        dtype = torch.promote_types(tensor_of(leaf).dtype.to_real(), torch.float32)
+        return varying(_rooted(next(powers), p).to(dtype), partition_axes(leaf))
 
-    norms = map(scalar, flat.leaves, norms_of(flat.leaves, p, sums))
-    return unflatten(flat.treedef, list(norms))
-
-
-def norms_of(tree: Tree, p: float = 2.0, sums: str | None = None) -> list[torch.Tensor | None]:
-    """Take the norms of `leaf_norms` as a list, in float64 and not yet handed to each rank's own maths."""
-    leaves = leaves_of(tree)
-    norms: list[torch.Tensor | None] = [None] * len(leaves)
-    if sums is not None and not math.isinf(p):
-        chosen = [i for i, leaf in enumerate(leaves) if leaf is not None]
-        for i, power in zip(chosen, _exact_squares([leaves[i] for i in chosen]), strict=True):
-            norms[i] = _rooted(power, p)
-        return norms
-    for axes, group in grouped(leaves, partition_axes).items():
-        found = _reduced([leaves[i] for i in group], axes, p, each=True)
-        for i, norm in zip(group, (found if math.isinf(p) else _rooted(found, p)).unbind(), strict=True):
-            norms[i] = norm
-    return norms
+    return map_leaves(norm, tree)
 
 
-def leaf_means(
-    leaves: Sequence[Any], tensors: Sequence[torch.Tensor], dim: int, sums: str | None
-) -> list[torch.Tensor]:
+def leaf_means(tree: Tree, dim: int, sums: str | None = None) -> Tree:
     """Take means over a dim of whole leaves, of which a rank has some; one collective for each set of axes.
 
     Args:
-        leaves: Leaves, which say how each tensor is split.
-        tensors: The elements that this rank has, in the shapes of its shards.
+        tree: Pytree of Sharded or full tensors.
         dim: The dim, counted from the back.
         sums: As for `global_norm`.
 
     Returns:
-        The means, of size 1 along the dim, differentiable by maths on this rank's part.
+        A tree of the same structure: the means, of size 1 along the dim and split as far as the leaf is, differentiable
+        by maths on this rank's part; None for None and for leaves of fewer than two dims.
     """
-    specs = [leaf.spec if is_sharded(leaf) else Spec(tuple(leaf.shape)) for leaf in leaves]
-    dims = [tensor.dim() + dim for tensor in tensors]
-    over = [tuple(a for a in spec.split_axes(n) if a.size > 1) for spec, n in zip(specs, dims, strict=True)]
+    leaves = [leaf for leaf in leaves_of(tree) if leaf is not None and tensor_of(leaf).dim() > 1]
+    parts = [along(leaf, dim) for leaf in leaves]
     if sums is None:
-        rows = zip(specs, tensors, dims, strict=True)
-        found = [tensor.narrow(n, 0, local_ranges(spec)[n][1]).sum(n, keepdim=True) for spec, tensor, n in rows]
-        for axes, group in grouped(over, tuple).items():
-            for i, summed in zip(group, total([found[i] for i in group], axes), strict=True):
-                found[i] = summed
+        local = [tensor.sum(dim, keepdim=True) for tensor, *_ in parts]
+        found = _reduced(local, [axes for _, axes, _ in parts], 1.0)
     else:
-        asked = [Request(leaf, tensor, [n]) for leaf, tensor, n in zip(leaves, tensors, dims, strict=True)]
-        found = element_sums(asked, torch.Tensor.double)
-    each = zip(found, over, specs, dims, tensors, strict=True)
-    return [(varying(x, axes) / max(1, spec.full_shape[n])).to(t.dtype) for x, axes, spec, n, t in each]
+        found = element_sums(leaves, torch.Tensor.double, dim)
+    rows = iter(zip(found, parts, strict=True))
+
+    def mean(leaf: Any) -> Any:
+        if leaf is None or tensor_of(leaf).dim() < 2:
+            return None
+        summed, (tensor, axes, count) = next(rows)
+        value = (varying(summed, axes) / max(1, count)).to(tensor.dtype)
+        return Sharded(value, leaf.spec.reduced([value.dim() + dim])) if is_sharded(leaf) else value
+
+    return map_leaves(mean, tree)
 
 
-def _reduced(leaves: Sequence[Any], axes: tuple[Axis, ...], p: float, *, each: bool) -> torch.Tensor:
-    """Reduce p-th powers, or largest magnitudes, over ranks: of each leaf, or of all together."""
-    tensors = [elements_of(leaf) for leaf in leaves]
+def _checked(what: str, tree: Tree, p: float, sums: str | None) -> list[Any]:
+    check_order(what, p, sums)
+    flat = flatten(tree)
+    check_tensors(what, flat)
+    check_local(what, flat)
+    return [leaf for leaf in flat.leaves if leaf is not None]
+
+
+def _powers(leaves: Sequence[Any], p: float, sums: str | None, *, each: bool = False) -> list[torch.Tensor]:
+    """Sum p-th powers of elements over ranks, or find the largest: of each leaf, or of leaves split alike."""
+    if sums is not None and not math.isinf(p):
+        return element_sums(leaves, _squares)
+    groups = [[i] for i in range(len(leaves))] if each else list(grouped(leaves, partition_axes).values())
+    values = [_joined(torch.cat([_local_powers(leaves[i], p) for i in group]), p) for group in groups]
+    return _reduced(values, [partition_axes(leaves[group[0]]) for group in groups], p)
+
+
+def _local_powers(leaf: Any, p: float) -> torch.Tensor:
+    """Sum p-th powers of this rank's elements, piece by piece, or find the largest magnitude."""
+    tensor = along(leaf, None)[0].reshape(-1)
     if math.isinf(p):
-        largest = torch.stack([_largest(tensor) for tensor in tensors])
-        return _agreed(largest if each else largest.amax(), axes)
-    powers = [_powers(tensor, p) for tensor in tensors]
-    if each:
-        return total(torch.stack([torch.stack(part).sum() for part in powers]), axes)
-    return total(torch.stack([power for part in powers for power in part]).sum(), axes)
+        # A zero in front, because no elements have no largest one.
+        return torch.cat([tensor.new_zeros(1), tensor]).abs().amax().double()[None]
+    # A CPU is nine times faster at it by pieces whose float64 copies stay in its cache.
+    pieces = tensor.split(PIECE if tensor.is_cpu else max(1, tensor.numel()))
+    # A complex number counts by its magnitude, whose square is a product.
+    doubles = [piece.to(torch.complex128).abs() if piece.is_complex() else piece.double() for piece in pieces]
+    return torch.stack([piece.dot(piece) if p == 2 else (piece.abs() ** p).sum() for piece in doubles])
 
 
-def _exact_squares(leaves: Sequence[Any]) -> list[torch.Tensor]:
-    """Sum the squares of each leaf's magnitudes exactly."""
+def _squares(piece: torch.Tensor) -> torch.Tensor:
+    # By products alone: powers of vectors are rounded otherwise than those of the last few elements.
+    if not piece.is_complex():
+        return piece.double() * piece.double()
+    real, imaginary = torch.view_as_real(piece.resolve_conj()).unbind(-1)
+    return _squares(real) + _squares(imaginary)
 
-    def squares(piece: torch.Tensor) -> torch.Tensor:
-        # By products alone: powers of vectors are rounded otherwise than those of the last few elements.
-        if not piece.is_complex():
-            return piece.double() * piece.double()
-        real, imaginary = torch.view_as_real(piece.resolve_conj()).double().unbind(-1)
-        return real * real + imaginary * imaginary
 
-    requests = [Request(leaf, tensor_of(leaf), range(tensor_of(leaf).dim())) for leaf in leaves]
-    return [power.reshape(()) for power in element_sums(requests, squares)]
+def _joined(powers: torch.Tensor, p: float) -> torch.Tensor:
+    return powers.amax() if math.isinf(p) else powers.sum()
 
 
 def _rooted(power: torch.Tensor, p: float) -> torch.Tensor:
     # The root of zero has no finite derivative.
-    return torch.where(power == 0, 0.0, torch.where(power == 0, 1.0, power) ** (1 / p))
+    zero = power == 0
+    return power if math.isinf(p) else torch.where(zero, 0.0, torch.where(zero, 1.0, power) ** (1 / p))
 
 
-def _powers(tensor: torch.Tensor, p: float) -> list[torch.Tensor]:
-    # A CPU is nine times faster at it by pieces whose float64 copies stay in its cache.
-    pieces = tensor.reshape(-1).split(PIECE if tensor.is_cpu else max(1, tensor.numel()))
-    # A complex number counts by its magnitude, whose square is a product.
-    doubles = [piece.to(torch.complex128).abs() if piece.is_complex() else piece.double() for piece in pieces]
-    return [piece.dot(piece) if p == 2 else (piece.abs() ** p).sum() for piece in doubles]
+def _reduced(values: Sequence[torch.Tensor], over: Sequence[Axes], p: float) -> list[torch.Tensor]:
+    """Sum values over axes, each over its own, or find the largest: one collective for each set of axes and axis."""
+    found = list(values)
+    for axes, group in grouped(over, tuple).items():
+        part = [found[i] for i in group]
+        if not math.isinf(p):
+            part = total(part, axes)
+        for axis in axes if math.isinf(p) else ():
+            part = [rows.amax(0) for rows in all_gather_invariant([value[None] for value in part], axis)]
+        for i, value in zip(group, part, strict=True):
+            found[i] = value
+    return found
 
 
-def _largest(tensor: torch.Tensor) -> torch.Tensor:
-    # A zero in front, because no elements have no largest one.
-    magnitudes = tensor.reshape(-1).abs()
-    return torch.cat([magnitudes.new_zeros(1), magnitudes]).amax().double()
+def element_sums(leaves: Sequence[Any], terms: Terms, dim: int | None = None) -> list[torch.Tensor]:
+    """Sum terms of the elements of leaves exactly, by two collectives over each axis for each set of axes.
+
+    Args:
+        leaves: Sharded or full tensors.
+        terms: Maps a piece of a tensor to float64 numbers, element by element: 0 or more, 0 for 0, and no less for a
+            number of larger magnitude.
+        dim: The dim to sum over, counted from the back; None sums over all of them.
+
+    Returns:
+        The sums in float64, equal on the ranks that split the elements: of shape (), or of size 1 along the dim.
+
+    Raises:
+        ValueError: if a tensor is differentiated.
+    """
+    tensors = [tensor_of(leaf) for leaf in leaves]
+    differentiated = any(map(_compat.is_differentiated, tensors)) or _compat.any_dual(tensors)
+    remedy = "leave out sums where updates are differentiated"
+    expect(not differentiated, 'sums="tree"', "tensors without derivatives", "one that is differentiated", remedy)
+    parts = [along(leaf, dim) for leaf in leaves]
+    over = [axes for _, axes, _ in parts]
+    rows = [tensor.reshape(-1) if dim is None else tensor.movedim(dim, 0) for tensor, *_ in parts]
+    bounds = _reduced([_bound(row, terms) for row in rows], over, math.inf)
+    # Powers of two above the bounds, within what their inverses can be.
+    powers = [torch.frexp(bound).exponent.clamp(-1000, 1022).long() for bound in bounds]
+    digits = [_digits(row, _power_of_two(-power), terms) for row, power in zip(rows, powers, strict=True)]
+    sums = []
+    for digit, power, bound in zip(_reduced(digits, over, 1.0), powers, bounds, strict=True):
+        high, low = digit.double() * 2.0**-BITS
+        # Not a number, or infinity, is the bound itself.
+        exact = torch.where(bound.isfinite(), (high + low * 2.0**-BITS) * _power_of_two(power), bound)
+        sums.append(exact if dim is None else exact.unsqueeze(dim))
+    return sums
 
 
-def _agreed(norms: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
-    """Take the largest of every rank's norms."""
-    for axis in axes:
-        norms = all_gather_invariant(norms[None], axis).amax(0)
-    return norms
+def _bound(rows: torch.Tensor, terms: Terms) -> torch.Tensor:
+    """Find the largest term along dim 0, or for complex numbers a larger one."""
+    if not len(rows):
+        return rows.new_zeros(rows.shape[1:], dtype=torch.float64)
+    real = torch.view_as_real(rows.resolve_conj()) if rows.is_complex() else rows.unsqueeze(-1)
+    largest = torch.maximum(real.amax((0, -1)), -real.amin((0, -1)))
+    return terms(torch.complex(largest, largest) if rows.is_complex() else largest)
+
+
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """Make float64 numbers of their exponents alone, exact wherever an element stands."""
+    return ((exponent + 1023) << 52).view(torch.float64)
+
+
+def _digits(rows: torch.Tensor, scale: torch.Tensor, terms: Terms) -> torch.Tensor:
+    """Sum both digits of the terms along dim 0."""
+    size, found = EXACT_PIECE if rows.is_cpu else MOST, []
+    for piece in rows.split(max(1, size // max(1, rows[:1].numel()))):
+        left = terms(piece) * (scale * 2.0**BITS)
+        high = left.floor()
+        low = left.sub_(high).mul_(2.0**BITS).floor()
+        found.append(torch.stack([high.sum(0), low.sum(0)]).long())
+    return torch.stack(found).sum(0)

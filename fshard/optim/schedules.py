@@ -6,12 +6,14 @@ anew. They follow Optax's schedules of like names, and are of the core.
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from fshard.errors import expect
-from fshard.tree.checks import FINITE, NOT_NEGATIVE, check_function, check_numbers, describe
+from fshard.optim.leaves import torch_says
+from fshard.tree.checks import FINITE, NOT_NEGATIVE, Range, check_numbers, describe
 
 __all__ = ["constant", "cosine", "from_torch_scheduler", "join", "linear", "warmup_cosine"]
 
@@ -19,6 +21,9 @@ __all__ = ["constant", "cosine", "from_torch_scheduler", "join", "linear", "warm
 MAX_STEPS = 10_000_000
 
 Schedule = Callable[[torch.Tensor], torch.Tensor]
+
+UPDATES = Range("a number of updates, 1 or more", lambda number: isinstance(number, int) and number > 0)
+TABLE = Range(f"a number of updates, 1 to {MAX_STEPS:,}", lambda n: isinstance(n, int) and 0 < n <= MAX_STEPS)
 
 
 def constant(value: float) -> Schedule:
@@ -39,7 +44,7 @@ def constant(value: float) -> Schedule:
     [0.1, 0.1]
     """
     check_numbers("schedules.constant", FINITE, value=value)
-    return lambda count: _checked(count).double() * 0 + value
+    return lambda count: count.double() * 0 + value
 
 
 def linear(start: float, end: float, steps: int) -> Schedule:
@@ -63,7 +68,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     [0.0, 0.25, 1.0, 1.0]
     """
     check_numbers("schedules.linear", FINITE, start=start, end=end)
-    _check_steps("linear", "steps", steps, 1)
+    check_numbers("schedules.linear", UPDATES, steps=steps)
     return lambda count: start + (end - start) * _fraction(count, steps)
 
 
@@ -88,7 +93,7 @@ def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
     [1.0, 0.8536, 0.5, 0.0, 0.0]
     """
     check_numbers("schedules.cosine", FINITE, start=start, end=end)
-    _check_steps("cosine", "steps", steps, 1)
+    check_numbers("schedules.cosine", UPDATES, steps=steps)
     return lambda count: end + (start - end) * (1 + torch.cos(math.pi * _fraction(count, steps))) / 2
 
 
@@ -114,8 +119,6 @@ def warmup_cosine(peak: float, warmup: int, steps: int, start: float = 0.0, end:
     >>> [round(float(schedule(torch.tensor(count))), 4) for count in (0, 1, 2, 4, 6, 9)]
     [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
     """
-    _check_steps("warmup_cosine", "warmup", warmup, 0)
-    _check_steps("warmup_cosine", "steps", steps, warmup + 1)
     falling = cosine(peak, steps - warmup, end)
     return join([linear(start, peak, warmup), falling], [warmup]) if warmup else falling
 
@@ -139,40 +142,22 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     >>> [float(schedule(torch.tensor(count))) for count in (99, 100)]
     [1.0, 0.1]
     """
-    for schedule in schedules:
-        check_function("schedules.join", schedule)
-    fits = len(schedules) > 0 and len(boundaries) == len(schedules) - 1
-    needed = "one boundary between two schedules"
-    expect(fits, "schedules.join", needed, f"boundaries: {len(boundaries)}, schedules: {len(schedules)}")
-    for i, boundary in enumerate(boundaries):
-        _check_steps("join", f"boundaries[{i}]", boundary, boundaries[i - 1] + 1 if i else 1)
     starts = [0, *boundaries]
+    rising = len(starts) == len(schedules) and all(first < second for first, second in pairwise(starts))
+    needed = "a boundary between any two schedules, in rising order"
+    expect(rising, "schedules.join", needed, f"boundaries {boundaries!r:.40} of {len(schedules)} schedules")
 
     def joined(count: torch.Tensor) -> torch.Tensor:
-        _checked(count)
         value = schedules[0](count)
-        for start, schedule in zip(starts[1:], schedules[1:], strict=True):
+        for start, schedule in zip(boundaries, schedules[1:], strict=True):
             value = torch.where(count < start, value, schedule((count - start).clamp(min=0)))
         return value
 
     return joined
 
 
-def _check_steps(what: str, name: str, steps: Any, least: int) -> None:
-    whole = isinstance(steps, int) and not isinstance(steps, bool) and steps >= least
-    expect(whole, f"schedules.{what}", f"{name} to be a number of updates, {least} or more", f"{steps!r:.40}")
-
-
-def _checked(count: Any) -> torch.Tensor:
-    """Refuse a count that is no tensor."""
-    needed = "the count to be an int64 tensor of shape ()"
-    expect(isinstance(count, torch.Tensor), "schedule", needed, describe(count))
-    assert isinstance(count, torch.Tensor)
-    return count
-
-
 def _fraction(count: torch.Tensor, steps: int) -> torch.Tensor:
-    return _checked(count).clamp(0, steps).double() / steps
+    return count.clamp(0, steps).double() / steps
 
 
 def from_torch_scheduler(
@@ -195,42 +180,30 @@ def from_torch_scheduler(
         The schedule: it maps the number of updates made, an int64 tensor of shape (), to a float64 tensor of shape ().
 
     Raises:
-        ValueError: if it needs a metric, an argument is out of range, or a value is not finite.
+        ValueError: if it needs a metric, or an argument is out of range.
 
     >>> import torch
     >>> schedule = from_torch_scheduler(torch.optim.lr_scheduler.StepLR, lr=1.0, steps=4, step_size=2, gamma=0.5)
     >>> [float(schedule(torch.tensor(count))) for count in range(5)]
     [1.0, 1.0, 0.5, 0.5, 0.5]
     """
-    verb, whole = "from_torch_scheduler", isinstance(steps, int) and not isinstance(steps, bool)
-    expect(whole and steps > 0, verb, "steps to be a number of updates, 1 or more", repr(steps))
-    remedy = f"later updates get the last value, so that a schedule needs none beyond {MAX_STEPS:,}"
-    expect(steps <= MAX_STEPS, verb, f"steps to be at most {MAX_STEPS:,}", f"{steps!r:.40}", remedy)
-    expect(callable(cls), verb, "cls to be a class or a function", describe(cls))
-    expect(name in ("lr", "momentum"), verb, 'name to be "lr" or "momentum"', f"{name!r:.40}")
-    check_numbers(verb, NOT_NEGATIVE, lr=lr, momentum=momentum)
-    if cls is torch.optim.lr_scheduler.ReduceLROnPlateau:
-        remedy = "keep the learning rate in the state instead, by from_torch(..., inject=['lr'])"
-        raise ValueError(f"from_torch_scheduler: ReduceLROnPlateau needs a metric at every step; {remedy}")
+    expect(callable(cls), "from_torch_scheduler", "cls to be a class or a function", describe(cls))
+    expect(name in ("lr", "momentum"), "from_torch_scheduler", 'name to be "lr" or "momentum"', f"{name!r:.40}")
+    check_numbers("from_torch_scheduler", TABLE, steps=steps)
+    check_numbers("from_torch_scheduler", NOT_NEGATIVE, lr=lr, momentum=momentum)
     optimizer = torch.optim.SGD([torch.zeros(())], lr=lr, momentum=momentum)
-    values: list[float] = []
-    try:
+    values = []
+    with torch_says("from_torch_scheduler", cls, arguments):
         scheduler = cls(optimizer, **arguments)
-        while len(values) < steps and all(map(math.isfinite, values[-1:])):
-            if values:
+        for count in range(steps):
+            if count:
                 optimizer.step()
                 scheduler.step()
             values.append(float(optimizer.param_groups[0][name]))
-    except Exception as error:
-        given = ", ".join(f"{key}={value!r:.40}" for key, value in arguments.items()) or "none"
-        found = f"{cls!r:.60} and {given}, of which torch says: {error}"
-        raise ValueError(f"{verb}: expected cls to be a scheduler and arguments that it takes, got {found}") from error
-    found = f"{values[-1]} at count {len(values) - 1}"
-    expect(math.isfinite(values[-1]), verb, f"{name} to be a finite number", found)
     table = torch.tensor(values, dtype=torch.float64)
 
     def schedule(count: torch.Tensor) -> torch.Tensor:
         # Indexing by a tensor of shape () would ask for its value, which a trace does not have.
-        return table.to(_checked(count).device).index_select(0, count.clamp(0, steps - 1).reshape(1)).reshape(())
+        return table.to(count.device).index_select(0, count.clamp(0, steps - 1).reshape(1)).reshape(())
 
     return schedule

@@ -1,9 +1,7 @@
 """Optimizers around optimizers: parts of a tree, updates that are skipped or collected, an average of parameters."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
-from itertools import repeat
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,37 +9,13 @@ import torch
 from fshard import _compat
 from fshard.collectives import total
 from fshard.errors import expect
-from fshard.optim.leaves import (
-    check_optimizer,
-    check_state,
-    elements_of,
-    for_trained,
-    leafwise,
-    map_gradients,
-    stateless,
-)
+from fshard.optim.leaves import along, check_optimizer, for_trained, leafwise, map_gradients, zero
 from fshard.transforms import ShardTransform, masked_transform
-from fshard.tree import (
-    MASK,
-    Axis,
-    Flat,
-    Mask,
-    Tree,
-    Treedef,
-    flatten,
-    is_mask,
-    is_sharded,
-    leaves_of,
-    like,
-    map_leaves,
-    matches,
-    names_of,
-    tensor_of,
-    tree_map,
-    unflatten,
-)
+from fshard.tree import Tree, flatten, is_sharded, is_trained, leaves_of, like, map_leaves, tree_map
 from fshard.tree.checks import POSITIVE, Range, check_matches, check_numbers, describe
-from fshard.update import GradientTransformation, Optimizer, check_states, step_of
+from fshard.tree.masks import MASK, Mask, is_mask, matches
+from fshard.tree.nodes import tensor_of
+from fshard.update import GradientTransformation, Optimizer, Updated, check_states, step_of
 
 
 class SkipState(NamedTuple):
@@ -80,16 +54,18 @@ def skip_nonfinite(tx: Optimizer) -> Optimizer:
     """
     check_optimizer("skip_nonfinite", tx)
 
-    def run(grads: Tree, state: SkipState, params: Tree, donate: bool = False) -> tuple[Tree, SkipState]:
-        check_state("skip_nonfinite", state, SkipState)
+    def run(grads: Tree, state: SkipState, params: Tree, donate: bool = False) -> Updated:
         finite, step = all_finite(grads), step_of(tx, donate)
-        params, inner = either(finite, lambda: step(grads, state.inner, params), lambda: (params, state.inner))
+        kept = params, state.inner
+        # A torch.func transform and a trace have no values.
+        if finite.is_cpu and not (_compat.transforms_active() or _compat.is_tracing()):
+            params, inner = step(grads, state.inner, params) if finite else kept
+        else:
+            new = step(grads, state.inner, params)
+            params, inner = tree_map(lambda a, b: torch.where(finite, a, b), new, kept)
         return params, SkipState(state.skipped + (~finite).long(), inner)
 
-    def init(params: Tree) -> SkipState:
-        return SkipState(torch.zeros((), dtype=torch.int64), tx.init(params))
-
-    return Optimizer(init, run, partial(run, donate=True))
+    return Optimizer(lambda params: SkipState(zero(), tx.init(params)), run, partial(run, donate=True))
 
 
 class ScaleState(NamedTuple):
@@ -98,19 +74,12 @@ class ScaleState(NamedTuple):
     Attributes:
         scale: The factor of the loss: a float32 tensor of shape ().
         good: Updates since the scale was changed or one was skipped: an int64 tensor of shape ().
-        skipped: Updates that were skipped: an int64 tensor of shape ().
-        inner: The state of the optimizer inside.
+        inner: The state of the optimizer inside, which counts the updates that were `skipped`.
     """
 
     scale: torch.Tensor
     good: torch.Tensor
-    skipped: torch.Tensor
     inner: Tree
-
-
-def _in_float32(number: Any) -> torch.Tensor:
-    """Round a number to float32; torch.tensor takes no whole number beyond int64."""
-    return torch.tensor(float(number), dtype=torch.float64).float()
 
 
 def dynamic_loss_scale(
@@ -136,7 +105,7 @@ def dynamic_loss_scale(
         The optimizer; its state holds the `scale`.
 
     Raises:
-        ValueError: if a number is out of range; from an update of processors outside of jit, if the scale becomes 0.
+        ValueError: if a number is out of range.
 
     >>> import torch, fshard as fs
     >>> tx = fs.dynamic_loss_scale(fs.sgd(0.1), init_scale=4.0)
@@ -147,37 +116,28 @@ def dynamic_loss_scale(
     >>> params, state.scale
     ({'w': tensor([0.9000])}, tensor(2.))
     """
-    check_optimizer("dynamic_loss_scale", tx)
-    # As the scale is kept.
-    kept = Range("a number above 0, finite in float32", lambda number: 0 < float(_in_float32(number)) < math.inf)
-    check_numbers("dynamic_loss_scale", kept, init_scale=init_scale)
-    start = _in_float32(init_scale)
-    above, between = Range("a number above 1", lambda n: n > 1), Range("a number between 0 and 1", lambda n: 0 < n < 1)
-    check_numbers("dynamic_loss_scale", above, growth_factor=growth_factor)
-    check_numbers("dynamic_loss_scale", between, backoff_factor=backoff_factor)
-    check_numbers("dynamic_loss_scale", POSITIVE, growth_interval=growth_interval)
+    numbers = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, "growth_interval": growth_interval}
+    check_numbers("dynamic_loss_scale", POSITIVE, init_scale=init_scale, **numbers)
+    skipping = skip_nonfinite(tx)
 
     def init(params: Tree) -> ScaleState:
         device = next((tensor_of(leaf).device for leaf in leaves_of(params) if leaf is not None), None)
-        zero = torch.zeros((), dtype=torch.int64, device=device)
-        return ScaleState(start.clone().to(zero.device), zero, zero.clone(), tx.init(params))
+        # torch.tensor takes no whole number beyond int64.
+        scale = torch.tensor(float(init_scale), dtype=torch.float64, device=device).float()
+        return ScaleState(scale, zero().to(device), skipping.init(params))
 
-    def run(grads: Tree, state: ScaleState, params: Tree, donate: bool = False) -> tuple[Tree, ScaleState]:
-        check_state("dynamic_loss_scale", state, ScaleState)
+    def run(grads: Tree, state: ScaleState, params: Tree, donate: bool = False) -> Updated:
         # As GradScaler does: the inverse in float64, and one multiplication.
-        inverse = state.scale.double().reciprocal().float()
+        inverse, scale = state.scale.double().reciprocal().float(), state.scale.double()
         grads = map_gradients(lambda grad: grad.to(torch.promote_types(grad.dtype, torch.float32)) * inverse, grads)
-        finite, step = all_finite(grads), step_of(tx, donate)
+        params, inner = step_of(skipping, donate)(grads, state.inner, params)
+        finite = inner.skipped == state.inner.skipped
         good = torch.where(finite, state.good + 1, 0)
-        grown, one = good == growth_interval, torch.ones((), dtype=torch.float64, device=finite.device)
-        factor = torch.where(finite, torch.where(grown, growth_factor * one, one), backoff_factor * one)
-        scale = (state.scale * factor).float()
-        scale = torch.where(torch.isinf(scale), state.scale, scale)
-        if scale.is_cpu and _has_values() and scale == 0:
-            raise ValueError("dynamic_loss_scale: expected a scale above 0, got 0; look for a nan in the loss itself")
-        params, inner = either(finite, lambda: step(grads, state.inner, params), lambda: (params, state.inner))
-        good = torch.where(grown, 0, good)
-        return params, ScaleState(scale, good, state.skipped + (~finite).long(), inner)
+        grown = good == growth_interval
+        larger = torch.where(grown, scale * growth_factor, scale)
+        scale = torch.where(finite, larger, scale * backoff_factor).float()
+        scale = torch.where(scale.isinf(), state.scale, scale)
+        return params, ScaleState(scale, torch.where(grown, 0, good), inner)
 
     return Optimizer(init, run, partial(run, donate=True))
 
@@ -217,16 +177,14 @@ def ema(tx: Optimizer, decay: float) -> Optimizer:
     >>> params, state.average
     ({'w': tensor([0.])}, {'w': tensor([0.5000])})
     """
-    check_optimizer("ema", tx, "fs.from_torch")
+    check_optimizer("ema", tx)
     check_numbers("ema", Range("a number from 0 to 1", lambda number: 0 <= number <= 1), decay=decay)
 
     def init(params: Tree) -> EmaState:
-        copied = for_trained(lambda leaf: like(leaf, tensor_of(leaf).detach().clone()), params)
-        average = map_leaves(lambda copy, leaf: leaf if copy is None else copy, copied, params)
+        average = map_leaves(lambda x: like(x, tensor_of(x).detach().clone()) if is_trained(x) else x, params)
         return EmaState(average, tx.init(params))
 
-    def run(grads: Tree, state: EmaState, params: Tree, donate: bool = False) -> tuple[Tree, EmaState]:
-        check_state("ema", state, EmaState)
+    def run(grads: Tree, state: EmaState, params: Tree, donate: bool = False) -> Updated:
         params, inner = step_of(tx, donate)(grads, state.inner, params)
         lerp = torch.Tensor.lerp_ if donate else torch.Tensor.lerp
         # A leaf without a gradient has not moved, and its average moves on towards it.
@@ -238,33 +196,11 @@ def ema(tx: Optimizer, decay: float) -> Optimizer:
 
 
 def all_finite(grads: Tree) -> torch.Tensor:
-    """Tell whether every element of every gradient is finite on every rank.
-
-    Args:
-        grads: Gradients; None leaves are passed over.
-
-    Returns:
-        A bool tensor of shape (), equal on every rank.
-    """
+    """Tell whether every element of every gradient is finite on every rank, by a bool tensor of shape ()."""
     leaves = [leaf for leaf in leaves_of(grads) if leaf is not None]
-    parts = [torch.isfinite(elements_of(leaf)).all() for leaf in leaves]
-    if not parts:
-        return torch.tensor(True)
-    bad = (~torch.stack(parts)).any().long()
-    axes: dict[Axis, None] = dict.fromkeys(axis for leaf in leaves if is_sharded(leaf) for axis in leaf.spec.axes)
+    bad = sum(((~along(leaf, None)[0].isfinite()).any().long() for leaf in leaves), zero())
+    axes = dict.fromkeys(axis for leaf in leaves if is_sharded(leaf) for axis in leaf.spec.axes)
     return total(bad, tuple(axes)) == 0
-
-
-def either(flag: torch.Tensor, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
-    """Return one of two trees by a flag: both are computed where its value is not known, or only to an accelerator."""
-    if flag.is_cpu and _has_values():
-        return yes() if bool(flag) else no()
-    return tree_map(lambda a, b: torch.where(flag, a, b), yes(), no())
-
-
-def _has_values() -> bool:
-    """Tell whether tensors can be read now: a torch.func transform and a trace have none."""
-    return not (_compat.transforms_active() or _compat.is_tracing())
 
 
 def masked(tx: Any, mask: Mask, otherwise: ShardTransform | None = None) -> Any:
@@ -297,7 +233,7 @@ def masked(tx: Any, mask: Mask, otherwise: ShardTransform | None = None) -> Any:
         return masked_transform(tx, mask, otherwise)
     if otherwise is not None:
         raise ValueError(f"masked: otherwise is for ShardTransforms, not for {describe(tx)}; partition has parts")
-    return _partition("masked", [mask, "*"], [tx, _unchanged("masked", tx)])
+    return _partition("masked", [mask, "*"], [tx, None])
 
 
 def freeze(tx: Any, mask: Mask) -> Any:
@@ -321,7 +257,7 @@ def freeze(tx: Any, mask: Mask) -> Any:
     >>> tx.update(params, tx.init(params), params)[0]
     {'body': {'w': tensor([1.])}, 'head': {'w': tensor([0.9000])}}
     """
-    return _partition("freeze", [mask, "*"], [_unchanged("freeze", tx), tx])
+    return _partition("freeze", [mask, "*"], [None, tx])
 
 
 def partition(parts: Mapping[Mask, Any]) -> Any:
@@ -344,78 +280,47 @@ def partition(parts: Mapping[Mask, Any]) -> Any:
     >>> tx.update({"weight": torch.ones(1), "bias": torch.ones(1)}, tx.init(params), params)[0]
     {'weight': tensor([-0.1000]), 'bias': tensor([-1.])}
     """
-    needed, remedy = "parts to be a mapping from masks to their parts", 'pass one such as {"*bias": tx, "*": other}'
-    expect(isinstance(parts, Mapping), "partition", needed, describe(parts), remedy)
+    expect(isinstance(parts, Mapping), "partition", "parts to be a mapping from masks to their parts", describe(parts))
     return _partition("partition", list(parts), list(parts.values()))
 
 
 def _partition(what: str, masks: Sequence[Mask], members: Sequence[Any]) -> Any:
-    """Give each leaf to the first member whose mask matches it."""
-    one_kind = any(members and all(isinstance(m, cls) for m in members) for cls in (Optimizer, GradientTransformation))
+    """Give each leaf to the first member whose mask matches it; None leaves it as it is."""
+    kinds = {type(member) for member in members if member is not None}
     found = ", ".join(map(describe, members)) or "nothing"
-    expect(one_kind, what, "parts of Optimizers alone or GradientTransformations alone", found)
+    needed = "parts, or tx, of Optimizers alone or GradientTransformations alone"
+    expect(kinds in ({Optimizer}, {GradientTransformation}), what, needed, found)
     for mask in masks:
         expect(is_mask(mask), what, f"the mask to be {MASK}", describe(mask))
-    by_leaves = any(map(callable, masks))
 
-    @lru_cache(maxsize=16)
-    def numbered(treedef: Treedef, kinds: tuple[tuple[Any, ...] | None, ...]) -> tuple[int | None, ...]:
-        """Number, for each leaf of a kind, the first member whose mask matches it."""
-        leaves = [kind and torch.empty(kind[0], dtype=kind[1], device="meta") for kind in kinds] or repeat(None)
-        pairs = zip(names_of(treedef), leaves, strict=False)
-        return tuple(
-            next((i for i, mask in enumerate(masks) if matches(mask, name, leaf)), None) for name, leaf in pairs
-        )
-
-    def owners(flat: Flat) -> tuple[int | None, ...]:
+    def owners(params: Tree) -> Tree:
         """Number, for each leaf, the first member whose mask matches it."""
-        return numbered(flat.treedef, tuple(map(_kind_of, flat.leaves)) if by_leaves else ())
+        flat = flatten(params)
+        rows = zip(flat.names, flat.leaves, strict=True)
+        return flat.unflatten(next((i for i, m in enumerate(masks) if matches(m, name, x)), None) for name, x in rows)
 
-    def parts_of(tree: Tree, found: Sequence[int | None]) -> list[Tree]:
-        """Take a tree apart: for each member its leaves, and None in the place of others."""
-        flat = flatten(tree)
-        pairs = list(zip(flat.leaves, found, strict=True))
-        return [
-            unflatten(flat.treedef, [leaf if owner == i else None for leaf, owner in pairs])
-            for i in range(len(members))
-        ]
+    def part(tree: Tree, found: Tree, i: int) -> Tree:
+        """Keep the leaves of a member, and None in the place of others."""
+        return map_leaves(lambda leaf, owner: leaf if owner == i else None, tree, found)
 
     def init(params: Tree) -> Tree:
-        flat = flatten(params)
-        names, found = names_of(flat.treedef), owners(flat)
-        check_matches(what, masks, names, flat.leaves)
-        rows = zip(names, found, flat.leaves, strict=True)
+        flat, found = flatten(params), owners(params)
+        check_matches(what, masks, flat.names, flat.leaves)
+        rows = zip(flat.names, leaves_of(found), flat.leaves, strict=True)
         left = [name for name, owner, leaf in rows if owner is None and leaf is not None]
-        if left:
-            shown = ", ".join(left[:4])
-            raise ValueError(f'{what}: no mask matches {shown}; add one for "*", which matches all that are left')
-        return tuple(member.init(part) for member, part in zip(members, parts_of(params, found), strict=True))
+        expect(not left, what, "a mask for every leaf", f"none for {', '.join(left[:4])}", 'add one for "*"')
+        return tuple(member.init(part(params, found, i)) if member else () for i, member in enumerate(members))
 
-    def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> tuple[Tree, Tree]:
+    def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> Updated:
         check_states(what, state, len(members))
-        flat = flatten(params)
-        found = owners(flat)
-        parts = zip(members, parts_of(grads, found), state, parts_of(params, found), strict=True)
-        outs, states = zip(*(step_of(member, donate)(*part) for member, *part in parts), strict=True)
-        leaves = [leaves_of(out) for out in outs]
-        return unflatten(flat.treedef, [None if i is None else leaves[i][n] for n, i in enumerate(found)]), states
+        found, states = owners(params), list(state)
+        out = params if kinds == {Optimizer} else grads
+        for i, member in enumerate(members):
+            if member is not None:
+                new, states[i] = step_of(member, donate)(part(grads, found, i), state[i], part(params, found, i))
+                out = map_leaves(lambda new, old, owner, i=i: new if owner == i else old, new, out, found)
+        return out, tuple(states)
 
-    if isinstance(members[0], Optimizer):
+    if kinds == {Optimizer}:
         return Optimizer(init, run, partial(run, donate=True))
     return GradientTransformation(init, run)
-
-
-def _kind_of(leaf: Any) -> tuple[Any, ...] | None:
-    """Return the full shape and the dtype of a leaf; None where it has none."""
-    if leaf is None:
-        return None
-    return tuple(leaf.spec.shape if is_sharded(leaf) else leaf.shape), tensor_of(leaf).dtype
-
-
-def _unchanged(what: str, tx: Any) -> Any:
-    """Make an optimizer, or a transformation, that changes nothing."""
-    if isinstance(tx, Optimizer):
-        return Optimizer(lambda params: (), lambda grads, state, params: (params, state))
-    needed = "tx to be an Optimizer or a GradientTransformation"
-    expect(isinstance(tx, GradientTransformation), what, needed, describe(tx), "make one by fs.from_torch")
-    return stateless(lambda grads, params: grads)

@@ -298,6 +298,7 @@ def check_operands(what: str, tree: Tree, axis: Axis, dim: int | None = None, *,
             where it should not.
     """
     check_axis(what, axis)
+    expect(dim is None or type(dim) is int, what, "dim to be a whole number", describe(dim))
 
     def misfit(leaf: Any) -> Misfit:
         tensor = tensor_of(leaf)

@@ -357,17 +357,17 @@ FAULTS = (
     Fault(
         "adam-counts-updates-that-a-leaf-missed",
         "optim and state",
-        "fshard/optim/scale.py",
-        "count = (state.updates - missed + 1).double()",
-        "count = (state.updates + 1).double()",
+        "fshard/optim/leaves.py",
+        "return map_leaves(lambda n, grad: n if grad is None else (zero() if n is None else n) + 1, counts, grads)",
+        "return map_leaves(lambda n, grad: n if n is None else n + 1, counts, grads)",
         "9: what the optimizer keeps for a leaf without a gradient stays, as under torch.optim",
     ),
     Fault(
         "gradient-of-the-rate-is-this-rank's",
         "optim and state",
         "fshard/optim/leaves.py",
-        "by_axes[axes] = [varying(n, axes) if isinstance(n, torch.Tensor) else n for n in numbers]",
-        "by_axes[axes] = list(numbers)",
+        "return [varying(n, axes) if isinstance(n, torch.Tensor) else n for n in numbers]",
+        "return list(numbers)",
         "5: derivatives through an update are those of all shards",
     ),
     Fault(

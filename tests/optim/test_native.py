@@ -26,8 +26,8 @@ def tree(seed, dtype=torch.float64, shapes=SHAPES):
 
 
 def as_chain(state):
-    """The states of an optimizer's parts."""
-    return state if type(state) is tuple else (state,)
+    """The states of an optimizer's parts, and of theirs."""
+    return [part for parts in state for part in as_chain(parts)] if type(state) is tuple else [state]
 
 
 def run(tx, place=lambda full: full, make=tree):

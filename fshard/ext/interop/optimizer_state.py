@@ -213,7 +213,8 @@ def rebuilt(
             for name, old in state.hyper.items()
         }
         updated = torch.full_like(state.updates, count)
-        return TorchState(updated, slots, hyper, fs.tree_map(torch.zeros_like, state.missed))
+        counts = fs.tree_map(lambda number: torch.full_like(number, count), state.counts)
+        return TorchState(updated, slots, hyper, counts)
 
     return TorchState.each(change, like)
 
@@ -236,7 +237,7 @@ def _never_updated(opt_state: Any) -> set[str]:
     return {
         name
         for state in states_of(opt_state)
-        for tree, none in ((state.slots.get("step", {}), 0), (state.missed, int(state.updates)))
+        for tree in (state.slots.get("step", {}), state.counts)
         for name, count in Exchange.named_leaves(tree)
-        if int(count) == none
+        if not int(count)
     }

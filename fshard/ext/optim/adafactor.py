@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fshard as fs
-from fshard.ext.optim.parts import Number, Rate, check_sums, rate_of
+from fshard.ext.optim.parts import Number, Rate, check_sums
 from fshard.extend import check_rates, describe, expect, flatten, leaf_means, leafwise
 
 
@@ -58,44 +58,48 @@ def scale_by_factored_rms(
     _check("scale_by_factored_rms", beta2_decay, **{} if eps is None else {"eps": eps})
 
     def init(params: Any) -> AdafactorState:
-        rows = [
-            _begun(leaf) if _is_trained(leaf) else (None, None, None) for leaf in _real("scale_by_factored_rms", params)
-        ]
-        return AdafactorState(torch.zeros((), dtype=torch.int64), *_trees(params, rows))
+        flat = flatten(params)
+        leaves = [leaf if _is_trained(leaf) else None for leaf in flat.leaves]
+        refused = [_tensor(leaf) for leaf in leaves if leaf is not None and not _tensor(leaf).is_floating_point()]
+        expect(not refused, "scale_by_factored_rms", "real floating leaves", ", ".join(map(describe, refused)))
+        row, column = (flat.unflatten([_begun(leaf, dim) for leaf in leaves]) for dim in (-1, -2))
+        zero = torch.zeros((), dtype=torch.int64)
+        counts = flat.unflatten([None if leaf is None else zero.clone() for leaf in leaves])
+        return AdafactorState(zero, row, column, counts)
 
     def update(grads: Any, state: AdafactorState, params: Any) -> tuple[Any, AdafactorState]:
-        _check_state("scale_by_factored_rms", state)
-        flat, leaves = flatten(grads), flatten(params).leaves
-        kept = [list(row) for row in zip(*(flatten(tree).leaves for tree in state[1:]), strict=True)]
-        steps, chosen = list(flat.leaves), [i for i, grad in enumerate(flat.leaves) if grad is not None]
-        for i in chosen:
+        def counted(count: Any, grad: Any) -> Any:
             # A leaf that was frozen until now begins here.
-            row, column, count = kept[i] if kept[i][2] is not None else _begun(leaves[i])
-            kept[i] = [row, column, count + 1]
-        weights = {i: kept[i][2].double() ** beta2_decay for i in chosen}
-        squares = {i: _tensor(steps[i]) * _tensor(steps[i]) for i in chosen}
-        matrices = [i for i in chosen if _tensor(steps[i]).dim() > 1]
-        for place, dim in enumerate((-1, -2)):
-            means = leaf_means([leaves[i] for i in matrices], [squares[i] for i in matrices], dim, sums)
-            for i, mean in zip(matrices, means, strict=True):
-                kept[i][place] = _towards(kept[i][place], mean, weights[i])
-        for i in chosen:
-            if i not in matrices:
-                kept[i][0] = _towards(kept[i][0], squares[i], weights[i])
-        rows = [_tensor(kept[i][0]) for i in matrices]
-        sizes = dict(zip(matrices, leaf_means([leaves[i] for i in matrices], rows, -2, sums), strict=True))
-        for i in chosen:
-            grad, variance = _tensor(steps[i]), _tensor(kept[i][0])
-            least = torch.finfo(grad.dtype).eps if eps is None else eps
-            if i in sizes:
-                variance = variance * _tensor(kept[i][1]) / sizes[i].clamp(min=least)
-            variance = variance.clamp(min=least * least)
-            # Half precision rounds the root before its inverse in the last few elements of a shard alone.
-            factor = variance.rsqrt() if sums is None else variance.double().rsqrt().to(variance.dtype)
-            steps[i] = _like(steps[i], factor * grad)
-        return flat.unflatten(steps), AdafactorState(state.updates + 1, *_trees(params, kept))
+            return count if grad is None else 1 + (torch.zeros_like(state.updates) if count is None else count)
+
+        flat = flatten(grads)
+        counts = flat.unflatten(map(counted, flatten(state.counts).leaves, flat.leaves))
+        squares = fs.tree_map(lambda grad: grad * grad, grads)
+        columns, rows = leaf_means(squares, -2, sums), flatten(leaf_means(squares, -1, sums)).leaves
+        whole = zip(rows, flatten(squares).leaves, strict=True)
+        rows = flat.unflatten([square if mean is None else mean for mean, square in whole])
+        (row,) = leafwise(_towards, rows, [state.row], [counts], (beta2_decay,))
+        (column,) = leafwise(_towards, columns, [state.column], [counts], (beta2_decay,))
+        sizes = leaf_means(row, -2, sums)
+        (grads,) = leafwise(_direction, grads, [grads], [row, column, sizes], (eps, sums))
+        return grads, AdafactorState(state.updates + 1, row, column, counts)
 
     return fs.GradientTransformation(init, update)
+
+
+def _towards(new: torch.Tensor, old: torch.Tensor, count: torch.Tensor, power: float) -> tuple[torch.Tensor]:
+    return (old + (count.double() ** power).to(new.dtype) * (new - old),)
+
+
+def _direction(
+    grad: torch.Tensor, _: Any, row: Any, column: Any, size: Any, eps: float | None, sums: str | None
+) -> tuple[torch.Tensor]:
+    least = torch.finfo(grad.dtype).eps if eps is None else eps
+    variance = row if size is None else row * column / size.clamp(min=least)
+    variance = variance.clamp(min=least * least)
+    # Half precision rounds the root before its inverse in the last few elements of a shard alone.
+    factor = variance.rsqrt() if sums is None else variance.double().rsqrt().to(variance.dtype)
+    return (factor * grad,)
 
 
 def adafactor(
@@ -135,22 +139,15 @@ def adafactor(
     >>> new["w"][0], [tuple(leaf.shape) for leaf in fs.tree_leaves(state)]  # a row and a column
     (tensor([0.9000, 0.9000, 0.9000]), [(), (2, 1), (1, 3), ()])
     """
-    check_sums("adafactor", sums)
     check_rates("adafactor", lr, weight_decay=weight_decay)
     pair = isinstance(eps, list | tuple) and len(eps) == 2
     expect(pair, "adafactor", "eps to be two numbers", f"{eps!r:.40}")
-    expect(
-        isinstance(d, int | float) and 1 <= d < math.inf,
-        "adafactor",
-        "d to be a finite number, 1 or more",
-        f"{d!r:.40}",
-    )
+    known = isinstance(d, int | float) and 1 <= d < math.inf
+    expect(known, "adafactor", "d to be a finite number, 1 or more", f"{d!r:.40}")
     _check("adafactor", beta2_decay, **{f"eps[{i}]": x for i, x in enumerate(eps) if i or x is not None})
     scaling = scale_by_factored_rms(beta2_decay, eps[0], sums=sums)
 
     def update(grads: Any, state: AdafactorState, params: Any) -> tuple[Any, Any]:
-        _check_state("adafactor", state)
-        rate = torch.as_tensor(rate_of(lr, state.updates), dtype=torch.float64)
         steps, after = scaling.update(grads, state, params)
 
         def moved(step: Any, param: Any, size: Any, length: Any, root: Any, count: Any, rate: Any, decay: Any) -> Any:
@@ -161,33 +158,18 @@ def adafactor(
         flat = flatten(params)
         roots = flat.unflatten([torch.tensor(n**0.5, dtype=torch.float64) for n in map(_numel, flat.leaves)])
         given = [*fs.leaf_norms((params, steps), sums=sums), roots, after.counts]
-        (params,) = leafwise(moved, steps, [params], given, (rate, weight_decay))
+        rate = lr(state.updates) if callable(lr) else lr
+        numbers = torch.as_tensor(rate, dtype=torch.float64), weight_decay
+        (params,) = leafwise(moved, steps, [params], given, numbers)
         return params, after
 
-    def init(params: Any) -> AdafactorState:
-        _real("adafactor", params)
-        return scaling.init(params)
-
-    return fs.Optimizer(init, update)
+    return fs.Optimizer(scaling.init, update)
 
 
 def _check(what: str, beta2_decay: float, **eps: float | None) -> None:
     known = isinstance(beta2_decay, int | float) and beta2_decay <= 0
     expect(known, what, "beta2_decay to be a number, 0 or less", f"{beta2_decay!r:.40}")
     check_rates(what, 0.0, **eps)  # type: ignore[arg-type]
-
-
-def _check_state(what: str, state: Any) -> None:
-    remedy = "update with the optimizer that made the state"
-    expect(isinstance(state, AdafactorState), what, "a state of class AdafactorState", describe(state), remedy)
-
-
-def _real(what: str, params: Any) -> list[Any]:
-    """Return the leaves, none of which that takes a gradient may be complex or of whole numbers."""
-    leaves: list[Any] = flatten(params).leaves
-    for leaf in filter(_is_trained, leaves):
-        expect(_tensor(leaf).is_floating_point(), what, "real floating leaves", describe(_tensor(leaf)))
-    return leaves
 
 
 def _is_trained(leaf: Any) -> bool:
@@ -198,34 +180,16 @@ def _tensor(leaf: Any) -> Any:
     return leaf.local if isinstance(leaf, fs.Sharded) else leaf
 
 
-def _like(leaf: Any, tensor: torch.Tensor) -> Any:
-    return fs.Sharded(tensor, leaf.spec) if isinstance(leaf, fs.Sharded) else tensor
-
-
 def _numel(leaf: Any) -> int:
     shape = () if leaf is None else leaf.spec.shape if isinstance(leaf, fs.Sharded) else leaf.shape
     return max(1, math.prod(shape))
 
 
-def _begun(leaf: Any) -> tuple[Any, Any, torch.Tensor]:
-    """Make the averages of a leaf before its first update, and its count."""
-    count = torch.zeros((), dtype=torch.int64)
-    if _tensor(leaf).dim() < 2:
-        return _like(leaf, torch.zeros_like(_tensor(leaf), requires_grad=False)), None, count
-    return _mean_of(leaf, -1), _mean_of(leaf, -2), count
-
-
-def _mean_of(leaf: Any, dim: int) -> Any:
+def _begun(leaf: Any, dim: int) -> Any:
+    """Make the mean of a leaf over a dim before its first update; of a vector the squares, and no column."""
     tensor = _tensor(leaf)
-    place = tensor.dim() + dim
-    zeros = tensor.new_zeros([1 if k == place else size for k, size in enumerate(tensor.shape)])
-    return fs.Sharded(zeros, leaf.spec.reduced([place])) if isinstance(leaf, fs.Sharded) else zeros
-
-
-def _trees(params: Any, kept: Any) -> tuple[Any, ...]:
-    flat = flatten(params)
-    return tuple(flat.unflatten(list(leaves)) for leaves in zip(*kept, strict=True)) or ((), (), ())
-
-
-def _towards(old: Any, new: torch.Tensor, weight: torch.Tensor) -> Any:
-    return _like(old, _tensor(old) + weight.to(new.dtype) * (new - _tensor(old)))
+    if leaf is None or (tensor.dim() < 2 and dim == -2):
+        return None
+    place = [tensor.dim() + dim] if tensor.dim() > 1 else []
+    zeros = tensor.new_zeros([1 if k in place else size for k, size in enumerate(tensor.shape)])
+    return fs.Sharded(zeros, leaf.spec.reduced(place)) if isinstance(leaf, fs.Sharded) else zeros

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 import fshard as fs
-from fshard.ext.optim.parts import Number, Rate, check_sums, decayed, promoted, scale_by_rate
+from fshard.ext.optim.parts import Number, Rate, check_sums
 from fshard.extend import check_rates, leafwise
 
 
@@ -85,10 +85,9 @@ def lamb(
     >>> fs.global_norm({"w": new["w"] - params["w"]})  # a tenth of the norm of w
     tensor(0.5000)
     """
-    check_sums("lamb", sums)
     check_rates("lamb", lr, betas, eps=eps, weight_decay=weight_decay)
-    direction = promoted(), fs.scale_by_adam(betas, eps), decayed(weight_decay)
-    return fs.chain(*direction, scale_by_trust_ratio(sums=sums), fs.sgd(lr))
+    decay = fs.add_decayed_weights(weight_decay, sums="tree")
+    return fs.chain(fs.scale_by_adam(betas, eps), decay, scale_by_trust_ratio(sums=sums), fs.sgd(lr))
 
 
 def lars(
@@ -126,7 +125,18 @@ def lars(
     >>> tx.update({"w": torch.tensor([100.0, 0.0])}, tx.init(params), params)[0]  # a step of a tenth of the norm of w
     {'w': tensor([2.5000, 4.0000])}
     """
-    check_sums("lars", sums)
     check_rates("lars", lr, momentum=momentum, weight_decay=weight_decay, trust_coefficient=trust_coefficient, eps=eps)
+    decay = fs.add_decayed_weights(weight_decay, sums="tree")
     trust = scale_by_trust_ratio(trust_coefficient, eps, sums=sums)
-    return fs.chain(promoted(), decayed(weight_decay), trust, scale_by_rate(lr), fs.sgd(1.0, momentum))
+    return fs.chain(decay, trust, _scale_by_rate(lr), fs.sgd(1.0, momentum))
+
+
+def _scale_by_rate(lr: Rate) -> fs.GradientTransformation:
+    """Multiply gradients by a learning rate; the state counts updates."""
+
+    def update(grads: Any, count: torch.Tensor, params: Any) -> tuple[Any, torch.Tensor]:
+        rate = lr(count) if callable(lr) else lr
+        (grads,) = leafwise(lambda g, _, rate: (rate * g,), grads, [grads], numbers=(rate,))
+        return grads, count + 1
+
+    return fs.GradientTransformation(lambda params: torch.zeros((), dtype=torch.int64), update)

@@ -67,8 +67,6 @@ def whole(tx: fs.Optimizer) -> fs.Optimizer:
         return made.unflatten([_cut(value, leaf) for value in made.leaves])
 
     def update(grads: Any, state: WholeState, params: Any) -> tuple[Any, WholeState]:
-        remedy = "update with the optimizer that made the state"
-        expect(isinstance(state, WholeState), "whole", "a state of class WholeState", describe(state), remedy)
         flat = flatten(params)
         leaves, states = list(flat.leaves), list(state.leaves)
         each = zip(flat.paths, leaves, states, strict=True)

@@ -6,17 +6,10 @@ from torch import optim
 
 import fshard as fs
 from tests.bad_input import text_of
-from tests.optim.test_refused import (
-    check_leaves_and_rates_are_refused,
-    check_states_of_others_are_refused,
-    refused_sums,
-)
+from tests.optim.test_refused import check_leaves_are_refused, refused_sums
 from tests.trees import one_axis
 
-TAKES_SUMS = {
-    **{"scale_by_trust_ratio": {}, "scale_by_factored_rms": {}},
-    **{"lamb": {"lr": 0.1}, "lars": {"lr": 0.1}, "adafactor": {"lr": 0.1}},
-}
+TAKES_SUMS = {"scale_by_trust_ratio": {}, "scale_by_factored_rms": {}}
 ARGUMENTS = [
     *refused_sums(TAKES_SUMS),
     (
@@ -31,25 +24,13 @@ def test_refusals():
         assert text_of(call) == text
 
 
-STATES = {
-    "scale_by_factored_rms": (fs.scale_by_factored_rms, "AdafactorState"),
-    "whole": (lambda: fs.whole(fs.adam(0.1)), "WholeState"),
-}
-
-
-@pytest.mark.parametrize("name", STATES)
-def test_states_of_others_are_refused(name):
-    make, state = STATES[name]
-    check_states_of_others_are_refused(make(), name, state)
-
-
 # Chains of others.
 CHECKED_BY = {"lamb": "scale_by_adam", "lars": "sgd"}
 
 
 @pytest.mark.parametrize("name", CHECKED_BY)
-def test_leaves_and_rates_are_refused(name):
-    check_leaves_and_rates_are_refused(getattr(fs, name), CHECKED_BY[name], takes_complex=name == "lars")
+def test_leaves_are_refused(name):
+    check_leaves_are_refused(getattr(fs, name), CHECKED_BY[name], takes_complex=name == "lars")
 
 
 def test_whole_refuses_a_leaf_that_was_frozen_so_far():

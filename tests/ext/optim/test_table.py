@@ -25,7 +25,7 @@ TABLE = {
     "whole": Row(lambda: fs.whole(fs.adam(0.1))),
     # Adafactor keeps rows and columns, which `whole` splits along their first dim; it cannot step no elements.
     "whole Adafactor": Row(
-        lambda: fs.masked(fs.whole(core.from_torch(optim.Adafactor)), lambda n: n != "empty"), reduced=True
+        lambda: fs.masked(fs.whole(core.from_torch(optim.Adafactor)), lambda n, _: n != "empty"), reduced=True
     ),
     "whole Muon": Row(lambda: with_matrices(fs.whole(core.from_torch(optim.Muon)))),
 }
