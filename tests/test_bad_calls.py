@@ -25,7 +25,7 @@ from torch import nn
 import fshard as fs
 from fshard import checkpoint, testing
 from fshard.errors import short
-from fshard.jit.donation import mark_donated
+from fshard.jit.writes import mark_donated
 from tests import house
 
 # Seconds that one call may take.
@@ -274,7 +274,7 @@ ACCEPTED = (
     ("false to Python", (*EMPTY, "an empty text"), "value_and_grad.has_aux"),
     ("a number in range", (*NUMBERS, "a negative number"), "sgd.dampening"),
     ("places, or none", (*NUMBERS, "an empty list"), "jit.donate_argnums jit.static_argnums"),
-    ("names, or none", ("an empty list",), "jit.static_argnames"),
+    ("names, or none", ("an empty list", "an empty text", "a text"), "jit.static_argnames"),
     ("seeds and keys", ("a number", "a negative number"), "fold_in.key sample_ids.key"),
     ("seeds and keys", ("a number", "a negative number"), "testing.check_adjoint.seed testing.check_transform.seed"),
     ("seeds and keys", ("a number", "a negative number", "a tensor of integers"), "fold_in.data"),

@@ -9,8 +9,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fshard import _compat
-from fshard.jit.lower import lowered
-from fshard.jit.passes import finish_waits, is_impure, is_random, is_view, placeholders, replace
+from fshard.comm import ops
+from fshard.jit.passes import is_impure, is_random, is_view, placeholders
 from fshard.jit.signature import aval
 from fshard.jit.trace import TRACING
 
@@ -19,11 +19,6 @@ BACKENDS = ("graph", "inductor")
 
 # glibc's DEFAULT_MMAP_THRESHOLD_MAX, less what a block takes beyond its bytes.
 MAPPED_BYTES = 2**25 - 2**16
-
-
-def writes_in_place(backend: Backend) -> bool:
-    """Whether a backend keeps the order of what reads and writes an input, so that results may be written there."""
-    return not callable(backend)
 
 
 def ready(module: Any, backend: Backend) -> Callable[..., Any]:
@@ -36,23 +31,24 @@ def ready(module: Any, backend: Backend) -> Callable[..., Any]:
     Returns:
         A function of its inputs.
     """
-    _let_freed_memory_stay()
+    # Keeps glibc from giving the memory of a step back to the system, which is slow to hand it out again in the next.
+    # It keeps twice the largest block that it has given back, up to this size; a model of small tensors has none such.
+    # This one is never touched, and so takes no memory.
+    torch.empty(MAPPED_BYTES, dtype=torch.uint8, device="cpu")
     if callable(backend):
         return backend(module, [node.meta["val"] for node in placeholders(module.graph)])
     if backend == "inductor":
         with TRACING:
             compile_pieces(module)
-    finish_waits(module)
-    return lowered(module)
-
-
-def _let_freed_memory_stay() -> None:
-    """Keep glibc from giving the memory of a step back to the system, which is slow to hand it out again in the next.
-
-    It keeps twice the largest block that it has given back, up to this size. A model of small tensors has no such
-    block. The one made here is never touched, and so takes no memory.
-    """
-    torch.empty(MAPPED_BYTES, dtype=torch.uint8, device="cpu")
+    graph = Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        # As eager code does, for the backend to let go of its tensors too.
+        node.target = ops.wait if node.target is _compat.WAIT_TENSOR else node.target
+        node.target = _compat.python_function(node.target, node.args) or node.target
+        # The first graph keeps what is known of results.
+        node.meta = {}
+    return GraphModule(module, graph)
 
 
 def compile_pieces(module: GraphModule) -> None:
@@ -64,52 +60,46 @@ def compile_pieces(module: GraphModule) -> None:
     """
     graph = module.graph
     compiled: dict[Any, Callable[..., Any]] = {}
-    stands_for: dict[Node, Node] = {}
-    inner: list[Node] = []
     for piece, stop in list(_pieces(graph)):
         inside = set(piece)
-        inputs = list(dict.fromkeys(given for node in piece for given in node.all_input_nodes if given not in inside))
-        outs, views = _results(piece, inside)
+        spot = _views_outside(graph, piece, inside, stop)
+        outs = [node for node in piece if _is_tensor(node) and _users(node, inside)]
         if not outs or sum(not is_view(node) for node in piece) < 2:
             # There is nothing to fuse.
             continue
+        inputs = list(dict.fromkeys(given for node in piece for given in node.all_input_nodes if given not in inside))
         cut = _cut(piece, inputs, outs)
-        key = _key(cut.graph)
+        key = tuple(aval(node.meta["val"]) for node in inputs), str(cut.graph)
         if key not in compiled:
             compiled[key] = _compat.compile_by_inductor(cut, [node.meta["val"] for node in inputs])
-        with graph.inserting_before(stop):
+        with graph.inserting_before(spot):
             call = graph.call_function(compiled[key], tuple(inputs))
+            call.meta["val"] = [out.meta["val"] for out in outs]
             for n, out in enumerate(outs):
-                stands_for[out] = graph.call_function(operator.getitem, (call, n))
-            for view in views:
-                stands_for[view] = graph.node_copy(view, lambda given: stands_for.get(given, given))
-        for node in (*outs, *views):
-            stands_for[node].meta["val"] = node.meta["val"]
-        call.meta["val"] = [out.meta["val"] for out in outs]
-        inner += inside.difference(outs, views)
-    replace(graph, stands_for)
-    for node in sorted(inner, reverse=True):
-        graph.erase_node(node)
+                result = graph.call_function(operator.getitem, (call, n))
+                result.meta["val"] = out.meta["val"]
+                for user in _users(out, inside):
+                    user.replace_input_with(out, result)
+    graph.eliminate_dead_code(is_impure)
 
 
-def _results(piece: Sequence[Node], inside: set[Node]) -> tuple[list[Node], list[Node]]:
-    """Find the results of a piece that are used outside, and such views of them, which are made outside."""
-    wanted = {node for node in piece if not inside.issuperset(node.users)}
-    outs, views = [], []
+def _users(node: Node, inside: set[Node]) -> list[Node]:
+    """The nodes outside of a piece that are given a node's result."""
+    return [user for user in node.users if user not in inside]
+
+
+def _views_outside(graph: Graph, piece: Sequence[Node], inside: set[Node], stop: Node) -> Node:
+    """Make views of a piece's results outside of it, where they are used there; return what follows the piece."""
     for node in reversed(piece):
-        if node in wanted:
-            if _is_view(node):
-                wanted.update(inside.intersection(node.all_input_nodes))
-                views.append(node)
-            elif _is_tensor(node):
-                outs.append(node)
-    return outs[::-1], views[::-1]
-
-
-def _is_view(node: Node) -> bool:
-    """Whether a node's result is memory of what it is given, rather than new, as one of several results may be."""
-    given = node.args[0] if node.target is operator.getitem else node
-    return isinstance(given, Node) and given.target is not operator.getitem and is_view(given)
+        # Rather than new memory, as one of several results may be.
+        given = node.args[0] if node.target is operator.getitem else node
+        is_memory = isinstance(given, Node) and given.target is not operator.getitem and is_view(given)
+        if is_memory and (outside := _users(node, inside)):
+            with graph.inserting_before(stop):
+                stop = graph.node_copy(node)
+            for user in outside:
+                user.replace_input_with(node, stop)
+    return stop
 
 
 def _pieces(graph: Graph) -> Iterator[tuple[list[Node], Node]]:
@@ -156,9 +146,3 @@ def _cut(piece: Sequence[Node], inputs: Sequence[Node], outs: Sequence[Node]) ->
         copies[node].meta["val"] = node.meta["val"]
     graph.output([copies[node] for node in outs])
     return GraphModule(torch.nn.Module(), graph)
-
-
-def _key(graph: Graph) -> Any:
-    """Return a key that is equal for pieces that compute the same of equal inputs."""
-    avals = tuple(aval(node.meta["val"]) for node in placeholders(graph))
-    return avals, tuple((str(node.target), repr(node.args), repr(node.kwargs)) for node in graph.nodes)

@@ -1,34 +1,66 @@
 """make_graph: a function's graph to read, with what it sends and what memory it takes."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from fshard import _compat, comm
+from fshard.comm import ops
 from fshard.jit.jit import Jitted
-from fshard.jit.memory import lifetimes
-from fshard.jit.passes import clean, placeholders, results, sent_by
-from fshard.jit.signature import aval, flat_arguments
+from fshard.jit.passes import Storages, clean, is_wait, last_uses, results, sent_by, storages_of
 from fshard.jit.trace import Traced, trace
-from fshard.tree import unflatten
+from fshard.tree import flatten, unflatten
 from fshard.tree.checks import check_function
 
 
-class Moment(NamedTuple):
+class Flight(NamedTuple):
+    """One buffer of a collective under way.
+
+    Attributes:
+        start: The collective.
+        wait: What waits for the buffer.
+        buffer: The buffer's name.
+        source: What is held of the tensor that was sent.
+    """
+
+    start: Node
+    wait: Node
+    buffer: Hashable
+    source: Storages
+
+
+class Lifetimes(NamedTuple):
+    """When a graph's memory is taken and freed.
+
+    Attributes:
+        storages: For each node the storages that its results lie in.
+        given: Those of inputs and constants, which are there all the time.
+        taken: For each node what is held from when it runs.
+        freed: For each node what nobody needs once it has run.
+        flights: Buffers of collectives.
+    """
+
+    storages: dict[Node, Storages]
+    given: Storages
+    taken: dict[Node, Storages]
+    freed: dict[Node, list[Hashable]]
+    flights: list[Flight]
+
+
+class Operation(NamedTuple):
     """One operator of a graph, when it runs.
 
     Attributes:
         node: Its node in the graph.
-        name: The node's name.
         operator: What it runs.
         bytes: Bytes that are held while it runs, beyond the arguments.
         collective: What it sends, if anything.
     """
 
     node: Node
-    name: str
     operator: str
     bytes: int
     collective: comm.Collective | None
@@ -48,11 +80,7 @@ class StepGraph:
         """Look at what was traced."""
         self.module = traced.graph
         self.memory = lifetimes(self.module.graph)
-        self._paths = dict(zip(placeholders(self.module.graph), traced.paths, strict=True))
-        rest = iter(results(self.module.graph))
-        nodes = [None if out is None else next(rest) for out in traced.outputs]
-        self.results = unflatten(traced.treedef, nodes)
-        self._results = dict(zip(nodes, traced.out_paths, strict=True))
+        self.results = unflatten(traced.treedef, results(self.module.graph))
         self.moments = list(self._run())
 
     def collectives(self) -> comm.Record:
@@ -72,40 +100,32 @@ class StepGraph:
         return max((moment.bytes for moment in self.moments), default=0)
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        sent = f"{len(self.collectives())} collectives, {self.bytes_sent():.0f} bytes sent"
+        first = f"{len(self.moments)} operators, {sent}, {self.peak_bytes()} bytes at most"
+        return f"{first}\n{self.module.print_readable(print_output=False)}"
 
     __repr__ = __str__
 
-    def _run(self) -> Iterator[Moment]:
+    def _run(self) -> Iterator[Operation]:
         held: dict[Hashable, int] = {}
         total = 0
         for node in self.module.graph.nodes:
-            for name, nbytes in self.memory.taken[node].items():
-                total += nbytes - held.get(name, 0)
-                held[name] = nbytes
+            for storage, nbytes in self.memory.taken[node].items():
+                total += nbytes - held.get(storage, 0)
+                held[storage] = nbytes
             if node.op == "call_function":
-                yield Moment(node, node.name, operator_name(node), total, sent_by(node))
-            for name in self.memory.freed.get(node, ()):
-                total -= held.pop(name, 0)
-
-    def _lines(self) -> Iterator[str]:
-        sent = f"{len(self.collectives())} collectives, {self.bytes_sent():.0f} bytes sent"
-        yield f"{len(self.moments)} operators, {sent}, {self.peak_bytes()} bytes at most"
-        for node in self.module.graph.nodes:
-            path = f"  -> {self._results[node]}" if node in self._results else ""
-            if node.op == "placeholder":
-                yield f"  {node.name}: {_shape(node)} = {self._paths[node]}{path}"
-            elif node.op == "call_function":
-                arguments = ", ".join(_written(argument) for argument in _readable(node))
-                yield f"  {node.name}: {_shape(node)} = {operator_name(node)}({arguments}){path}"
+                name = str(node.target) if _compat.arguments_of(node.target) else node.target.__name__
+                name = name.removesuffix(".default").removesuffix(".Tensor")
+                yield Operation(node, name, total, sent_by(node))
+            for storage in self.memory.freed.get(node, ()):
+                total -= held.pop(storage, 0)
 
 
 def make_graph(f: Callable[..., Any]) -> Callable[..., StepGraph]:
     """Make a function that traces `f` for its arguments rather than run it, as jax.make_jaxpr does.
 
     Args:
-        f: As for `jit`; or what `jit` returned, whose graph is the one that its backend is given, with results written
-            to donated arguments where the backend does not copy them there at the end.
+        f: As for `jit`; or what `jit` returned, whose graph is the one that its backend is given.
 
     Returns:
         A function of f's arguments that returns the graph: it prints readably, and tells collectives, bytes sent and
@@ -114,47 +134,56 @@ def make_graph(f: Callable[..., Any]) -> Callable[..., StepGraph]:
     Raises:
         ValueError: if `f` is no function; by the function returned, as by what `jit` returns.
 
-    >>> print(make_graph(lambda x: x.sin() + 1)(torch.zeros(2)))
-    2 operators, 0 collectives, 0 bytes sent, 16 bytes at most
-      arg0_1: float32[2] = [0][0]
-      sin: float32[2] = aten.sin(arg0_1)
-      add: float32[2] = aten.add(sin, 1)  -> (root)
+    >>> import torch
+    >>> graph = make_graph(lambda x: x.sin() + 1)(torch.zeros(2))
+    >>> graph.peak_bytes(), [moment.operator for moment in graph.moments]
+    (16, ['aten.sin', 'aten.add'])
     """
     check_function("make_graph", f)
 
     def run(*args: Any, **kwargs: Any) -> StepGraph:
         if isinstance(f, Jitted):
             return StepGraph(f.graph_for(args, kwargs))
-        traced = trace(flat_arguments(args, kwargs, ()), lambda tree: f(*tree[0], **tree[1]), "make_graph")
-        clean(traced.graph)
+        traced = trace(flatten((args, kwargs)), f)
+        clean(traced.graph.graph)
         return StepGraph(traced)
 
     return run
 
 
-def operator_name(node: Node) -> str:
-    """Name the operator that a node of a graph runs."""
-    if _compat.arguments_of(node.target) is None:
-        return getattr(node.target, "__name__", str(node.target))
-    return str(node.target).removesuffix(".default").removesuffix(".Tensor")
+def lifetimes(graph: Graph) -> Lifetimes:
+    """Find out when a graph's memory is taken and freed, each result held until nobody needs it or a view of it.
+
+    Args:
+        graph: The graph, with results that have no values.
+    """
+    storages = storages_of(graph.nodes)
+    flights = list(_flights(storages))
+    given: Storages = {}
+    taken: dict[Node, Storages] = {node: {} for node in storages}
+    for node, found in storages.items():
+        part = given if node.op in ("placeholder", "get_attr") else taken[node]
+        part |= {name: nbytes for name, nbytes in found.items() if name not in given}
+    sources = defaultdict[Node, Storages](dict)
+    for flight in flights:
+        sources[flight.wait] |= flight.source
+        taken[flight.start] |= {name: nbytes for name, nbytes in flight.source.items() if name not in given}
+    freed = defaultdict[Node, list[Hashable]](list)
+    for name, node in last_uses(storages, sources).items():
+        if name not in given:
+            freed[node].append(name)
+    return Lifetimes(storages, given, taken, freed, flights)
 
 
-def _shape(node: Node) -> str:
-    value = node.meta.get("val")
-    values = value if isinstance(value, list | tuple) else [value]
-    return ", ".join(str(aval(v)).split(" on ")[0] if isinstance(v, torch.Tensor) else str(v) for v in values)
-
-
-def _readable(node: Node) -> list[Any]:
-    """The arguments of a node, with labels of collectives as text."""
-    arguments = list(node.args)
-    if sent_by(node):
-        # The last one of each collective.
-        arguments[-1] = str(comm.decoded(str(arguments[-1])))
-    return arguments
-
-
-def _written(argument: Any) -> str:
-    if isinstance(argument, list | tuple):
-        return f"[{', '.join(map(_written, argument))}]"
-    return str(argument)
+def _flights(storages: Mapping[Node, Storages]) -> Iterator[Flight]:
+    """Every buffer of a collective."""
+    waits = {name: node for node in storages if is_wait(node) for name in storages[node]}
+    for node in storages:
+        values = map_arg(node.args, lambda given: given.meta.get("val"))
+        for i, copied in enumerate(ops.held_in_flight(node.target, values)):
+            source: Storages = {(node, i): copied} if copied else {}
+            if copied == 0:
+                given: Any = node.args[0]
+                source = storages[given[i]]
+            buffer = list(storages[node])[i]
+            yield Flight(node, waits.get(buffer, node), buffer, source)

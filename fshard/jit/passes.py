@@ -1,9 +1,10 @@
-"""Passes over a traced graph: what it may not do, what it need not do, and writing into donated inputs."""
+"""Passes over a traced graph: what its operators do, what it may not do, and what it need not do."""
 
 import json
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -11,61 +12,41 @@ from torch.fx.node import map_arg
 
 from fshard import _compat, comm, random
 from fshard.comm import ops
-from fshard.errors import Problem, refuse
+from fshard.errors import Problem, expect, refuse
 from fshard.tree import Axis
 
+# Bytes of storages by their names.
+Storages = dict[Hashable, int]
+
 aten = torch.ops.aten
-# They return what they are given, as far as a graph without autograd can tell.
-_NOTHING = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
-# Which do nothing where the result looks as before.
-_VIEWS = (aten.view.default, aten.slice.Tensor, aten.expand.default)
 COPIES = (aten.clone.default, aten.lift_fresh_copy.default)
 
 
-def roots(graph: Graph) -> dict[Node, frozenset[Node]]:
-    """For each node the inputs, constants and copies whose memory its result may be."""
-    found: dict[Node, frozenset[Node]] = {}
-    for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr") or node.target in COPIES:
-            found[node] = frozenset([node])
-        elif node.op == "call_function":
-            found[node] = frozenset().union(*(found[given] for given in _aliased(node)))
-    return found
+def placeholders(graph: Graph) -> list[Node]:
+    """The inputs, in their order."""
+    return [node for node in graph.nodes if node.op == "placeholder"]
 
 
-def _aliased(node: Node) -> Iterator[Node]:
-    """List the nodes that a node's result may share memory with."""
-    given = arguments(node)
-    if given is None or node.target is _compat.WAIT_TENSOR:
-        # Of a list that an operator has returned, or of what was waited for.
-        yield from node.all_input_nodes
-        return
-    for argument, value in given:
-        if argument.aliased:
-            yield from _nodes(value)
+def results(graph: Graph) -> list[Any]:
+    """The results, in their order; None for leaves that are None."""
+    return list(graph.output_node().args[0])  # type: ignore[arg-type]
 
 
-def arguments(node: Node) -> list[tuple[_compat.Argument, Any]] | None:
-    """The arguments of an operator with what is given for them."""
-    arguments = _compat.arguments_of(node.target)
-    if arguments is None:
-        return None
-    given = (node.args[i] if i < len(node.args) else node.kwargs.get(a.name) for i, a in enumerate(arguments))
-    return list(zip(arguments, given, strict=True))
-
-
-def _nodes(given: Any) -> list[Node]:
-    several = given if isinstance(given, list | tuple) else [given]
-    return [node for node in several if isinstance(node, Node)]
+def arguments(node: Node) -> list[tuple[_compat.Argument, Any]]:
+    """The arguments of an operator with what is given for them; none of what is no operator of torch's."""
+    found = _compat.arguments_of(node.target) or []
+    given = (node.args[i] if i < len(node.args) else node.kwargs.get(a.name) for i, a in enumerate(found))
+    return list(zip(found, given, strict=True))
 
 
 def written(node: Node) -> list[Node]:
-    """What a node writes to."""
+    """The nodes that a node writes to."""
     found: list[Node] = []
-    for argument, value in arguments(node) or ():
+    for argument, value in arguments(node):
         # Fused optimizers declare that they write to gradients, and do where there is a scale for them.
         if argument.written and not (argument.name == "grads" and node.kwargs.get("grad_scale") is None):
-            found += _nodes(value)
+            several = value if isinstance(value, list | tuple) else [value]
+            found += [given for given in several if isinstance(given, Node)]
     return found
 
 
@@ -74,20 +55,151 @@ def sent_by(node: Node) -> comm.Collective | None:
     return ops.collective_of(node.target, map_arg(node.args, lambda given: given.meta.get("val")))
 
 
-def refuse_writes(graph: Graph, paths: Sequence[str], donated: Sequence[bool]) -> None:
-    """Refuse a graph that writes to inputs which are not donated, or to what the function closes over."""
-    inputs = {node: i for i, node in enumerate(placeholders(graph))}
-    found = roots(graph)
-    problems: dict[str, Problem] = {}
-    for node, target in [(writer, target) for writer in graph.nodes for target in written(writer)]:
-        for root in found[target]:
-            if root.op == "get_attr":
-                problems["(closure)"] = Problem(
-                    "(closure)", f"{node.target} on a tensor it closes over", "none; pass it"
-                )
-            elif root in inputs and not donated[inputs[root]]:
-                path = paths[inputs[root]]
-                problems[path] = Problem(path, f"{node.target} on an argument", "a new tensor, or donate_argnums")
+def is_view(node: Node) -> bool:
+    """Whether a node does no more than look at memory in another way, or take one of several results."""
+    aliased = any(argument.aliased for argument, _ in arguments(node))
+    return node.target is operator.getitem or (aliased and not written(node))
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node draws random numbers; kernels of attention may, and do not where they drop nothing."""
+    tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    if not tagged or str(node.target).startswith("fshard."):
+        return False
+    return not any(argument.name == "dropout_p" and value in (None, 0.0) for argument, value in arguments(node))
+
+
+def is_impure(node: Node) -> bool:
+    """Whether a node must stay though nobody uses its result."""
+    if node.op in ("placeholder", "output"):
+        return True
+    # A collective is there for the other ranks too, and must have ended before its buffers go.
+    if is_wait(node) or node.target in random.EFFECTS:
+        return True
+    effect = node.target is not ops.told and _compat.is_effect(node.target)
+    return effect or bool(written(node))
+
+
+def is_wait(node: Node) -> bool:
+    """Whether a node waits for a buffer of a collective."""
+    return node.target in (_compat.WAIT_TENSOR, ops.wait)
+
+
+def storages_of(nodes: Iterable[Node]) -> dict[Node, Storages]:
+    """For each node the storages that its results lie in."""
+    found: dict[Node, Storages] = {}
+    names: dict[int, Hashable] = {}
+    for node in nodes:
+        value = node.meta.get("val")
+        lender = _lender(node)
+        found[node] = {}
+        for tensor in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(tensor, torch.Tensor):
+                # Traces give what a wait returns, and what is written in the place of a copy, other storages.
+                key = _compat.storage_key(tensor)
+                name = names.setdefault(key, key if lender is None else next(iter(found[lender])))
+                found[node][name] = tensor.untyped_storage().nbytes()
+    return found
+
+
+def _lender(node: Node) -> Node | None:
+    """The argument in whose memory an operator's result lies; None where it does not say so."""
+    arguments = _compat.arguments_of(node.target)
+    lends = is_wait(node) or (arguments and arguments[0].aliased)
+    return node.args[0] if lends and isinstance(node.args[0], Node) else None
+
+
+def last_uses(storages: Mapping[Node, Storages], besides: Mapping[Node, Storages]) -> dict[Hashable, Node]:
+    """Find for each storage the last node that makes it, or is given something that lies in it.
+
+    Args:
+        storages: Those of each node.
+        besides: What nodes use besides.
+    """
+    last: dict[Hashable, Node] = {}
+    for node, made in storages.items():
+        used = [storages[given] for given in node.all_input_nodes]
+        last |= dict.fromkeys(chain(made, *used, besides.get(node, ())), node)
+    return last
+
+
+def clean(graph: Graph) -> None:
+    """Take out views that look at memory as something before them does, views of views, and what nobody uses."""
+    stands_for: dict[Node, Node] = {}
+    # For each tensor what looks at its memory on the way to it, by how it does.
+    known: dict[Node, dict[Any, Node]] = {}
+    for node in () if any(_compat.changes_geometry(node.target) for node in graph.nodes) else graph.nodes:
+        how = _looks(node)
+        if how is None:
+            continue
+        given = node.all_input_nodes
+        before = known.get(given[0], {}) if is_view(node) and len(given) == 1 else {}
+        if how in before:
+            stands_for[node] = before[how]
+        elif node.target in _compat.RESHAPES and given[0].target in _compat.RESHAPES:
+            source = given[0].all_input_nodes[0]
+            if source.meta["val"].is_contiguous():
+                node.args = (source, *node.args[1:])
+        known[node] = {how: node} | before
+    replace(graph, stands_for)
+    graph.eliminate_dead_code(is_impure)
+
+
+def _looks(node: Node) -> Any:
+    """How a tensor looks at its memory; None of others, and of sizes that are known when it runs."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    numbers = (*value.shape, *value.stride(), value.storage_offset())
+    known = all(isinstance(number, int) for number in numbers)
+    return (numbers, value.dtype, value.is_conj(), value.is_neg()) if known else None
+
+
+def replace(graph: Graph, stands_for: Mapping[Node, Node]) -> None:
+    """Let nodes take the place of others, all at once: a fused optimizer takes every leaf, and is written once."""
+    for user in dict.fromkeys(user for node in stands_for for user in node.users):
+        user.args = map_arg(user.args, lambda node: stands_for.get(node, node))
+        user.kwargs = map_arg(user.kwargs, lambda node: stands_for.get(node, node))
+    for node in stands_for:
+        graph.erase_node(node)
+
+
+def told_in(graph: Graph) -> tuple[dict[str, str], dict[Axis, list[str]]]:
+    """Find the facts that decide the collectives of a graph, before it is cleaned.
+
+    Args:
+        graph: As it was traced.
+
+    Returns:
+        What its verbs were told, by name, and which leaves they used; and for each axis the texts of its collectives.
+    """
+    told: dict[str, dict[str, None]] = {comm.VERB: {"jit": None}}
+    sent: dict[Axis, list[str]] = {}
+    for node in graph.nodes:
+        if node.target is ops.told:
+            for name, value in json.loads(node.args[0]).items():
+                told.setdefault(name, {})[value] = None
+        elif (collective := sent_by(node)) is not None:
+            name, size, group = node.args[-4:-1]
+            # Each rank has its own part of an exchange.
+            is_exchange = collective.op == "all_to_all"
+            what = "" if is_exchange else f" of {collective.tensors} tensors, {collective.bytes} bytes"
+            text = f"{collective.op} ({collective.label} {collective.unit}) over {name!r}{what}"
+            sent.setdefault(Axis(name, size, group), []).append(text)
+    return {name: "\n".join(values) for name, values in told.items()}, sent
+
+
+def refuse_writes(graph: Graph, inputs: Mapping[Node, str]) -> None:
+    """Refuse a graph that writes to what the function closes over, or to some inputs, whose paths are given."""
+    storages = storages_of(graph.nodes)
+    kept = [*inputs.items(), *((node, "(closure)") for node in graph.nodes if node.op == "get_attr")]
+    owners = {name: path for node, path in kept for name in storages[node]}
+    problems = {
+        owners[name]: Problem(owners[name], f"a write by {node.target}", "a new tensor")
+        for node in graph.nodes
+        for target in written(node)
+        for name in owners.keys() & storages[target]
+    }
     remedy = "return what is new; a jitted function writes to donated arguments alone"
     refuse("jit: the function writes to tensors", list(problems.values()), remedy)
 
@@ -103,10 +215,8 @@ def refuse_ambient_random(graph: Graph) -> None:
         elif node.target is random.set_random_state:
             keyed = at.get(node.args[0], False)
         elif not keyed and (drawing := next(filter(is_random, _with_branches(node)), None)):
-            raise ValueError(
-                f"jit: expected random numbers with a key, got {drawing.target} without one; pass "
-                "model.apply(..., key=...) a key of each step by fs.fold_in(state.key, state.step)"
-            )
+            remedy = "pass model.apply(..., key=...) a key of each step by fs.fold_in(state.key, state.step)"
+            expect(False, "jit", "random numbers with a key", f"{drawing.target} without one", remedy)
 
 
 def _with_branches(node: Node) -> Iterator[Node]:
@@ -118,215 +228,20 @@ def _with_branches(node: Node) -> Iterator[Node]:
             yield from _with_branches(inner)
 
 
-def refuse_foreign_collectives(graph: Graph) -> None:
-    """Refuse collectives of torch's own, which have no transpose, and whose group a graph cannot hold."""
+def refuse_operators(graph: Graph, by_inductor: bool) -> None:
+    """Refuse operators whose effect a graph cannot keep, before it is cleaned.
+
+    Such are collectives of torch's own, which have no transpose, and whose group a graph cannot hold; and sums="tree"
+    where the bits of kernels depend on what Inductor joins them with.
+    """
     for node in graph.nodes:
         name = str(node.target)
-        if name.startswith(("c10d.", "_c10d_functional.")) and node.target is not _compat.WAIT_TENSOR:
-            raise ValueError(
-                f"jit: expected collectives of fshard alone, got {name} of torch.distributed; call fs.psum, "
-                "fs.pmean, fs.all_gather or fs.reduce_scatter over an axis of the mesh, or call it outside"
-            )
-
-
-def refuse_hidden_results(graph: Graph) -> None:
-    """Refuse oneDNN's recurrent kernel, whose backward needs what its forward keeps out of a trace."""
-    if any(str(node.target).startswith("aten.mkldnn_rnn_layer_backward") for node in graph.nodes):
-        remedy = "call torch.backends.mkldnn.set_flags(False) first, for eager steps too"
-        raise ValueError(f"jit: expected torch's own kernel for nn.LSTM, got oneDNN's, which has no trace; {remedy}")
-
-
-def refuse_tree_sums(graph: Graph) -> None:
-    """Refuse sums="tree" in a graph whose kernels are not torch's own, before it is cleaned."""
-    if any("sums" in json.loads(node.args[0]) for node in graph.nodes if node.target is ops.told):
+        foreign = name.startswith(("c10d.", "_c10d_functional.")) and node.target is not _compat.WAIT_TENSOR
+        remedy = (
+            "call fs.psum, fs.pmean, fs.all_gather or fs.reduce_scatter over an axis of the mesh, or call it outside"
+        )
+        expect(not foreign, "jit", "collectives of fshard alone", f"{name} of torch.distributed", remedy)
+        in_tree = by_inductor and node.target is ops.told and "sums" in json.loads(node.args[0])
         found = "Inductor's, whose bits depend on what it joins them with"
         remedy = 'take backend="graph", or leave out sums="tree"'
-        raise ValueError(f'jit: expected torch\'s own kernels for sums="tree", got {found}; {remedy}')
-
-
-def is_random(node: Node) -> bool:
-    """Whether a node draws random numbers; kernels of attention may, and do not where they drop nothing."""
-    tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    if not tagged or str(node.target).startswith("fshard."):
-        return False
-    return not any(argument.name == "dropout_p" and value in (None, 0.0) for argument, value in arguments(node) or ())
-
-
-class Told(NamedTuple):
-    """What decides the collectives of a graph.
-
-    Attributes:
-        entries: What its verbs were told, and which leaves they used.
-        sent: The axis and the text of each collective.
-    """
-
-    entries: Mapping[str, Any]
-    sent: Sequence[tuple[Axis, str]]
-
-    def facts(self, axes: Sequence[Axis]) -> Mapping[Axis, str]:
-        """Say which facts ranks of each axis compare: stages of a pipeline differ in what they send over other axes."""
-        each = {axis: "\n".join(text for other, text in self.sent if other == axis) for axis in axes}
-        return {axis: json.dumps({**self.entries, "collectives": each[axis]}) for axis in axes}
-
-
-def told_in(graph: Graph) -> tuple[Told, str, tuple[Axis, ...]]:
-    """Find the facts that decide the collectives of a graph, before it is cleaned.
-
-    Args:
-        graph: As it was traced.
-
-    Returns:
-        What its verbs were told, which leaves they used and the collectives themselves; what holds before ranks have
-        agreed on the leaves that any of them uses; and the axes that collectives are over.
-    """
-    entries: dict[str, Any] = {comm.VERB: "jit"}
-    used: dict[str, Any] = {}
-    sent: list[tuple[Axis, str]] = []
-    number = 0
-    for node in graph.nodes:
-        if node.target is ops.told:
-            facts = json.loads(node.args[0])
-            if verb := facts.pop(comm.VERB, ""):
-                entries[comm.VERB] += f"\n{verb}"
-            number += 1
-            for name, value in facts.items():
-                found = used if name == "leaves" else entries
-                found[name if found.get(name, value) == value else f"{name} of its verb {number}"] = value
-        collective = sent_by(node)
-        if collective is not None:
-            name, size, group = node.args[-4:-1]
-            # Each rank has its own part of an exchange.
-            said = (
-                "" if collective.op == "all_to_all" else f" of {collective.tensors} tensors, {collective.bytes} bytes"
-            )
-            text = f"{collective.op} ({collective.label} {collective.unit}) over {name!r}{said}"
-            sent.append((Axis(name, size, group), text))
-    told = Told({**entries, **used}, sent)
-    return told, json.dumps(entries), tuple(dict.fromkeys(axis for axis, _ in sent))
-
-
-def placeholders(graph: Graph) -> list[Node]:
-    """The inputs, in their order."""
-    return [node for node in graph.nodes if node.op == "placeholder"]
-
-
-def results(graph: Graph) -> list[Node]:
-    """The results, in their order."""
-    return list(next(iter(reversed(graph.nodes))).args[0])
-
-
-def clean(module: GraphModule) -> None:
-    """Take out what does nothing, and what nobody uses."""
-    graph = module.graph
-    stands_for: dict[Node, Node] = {}
-    for node in graph.nodes:
-        if node.target in _NOTHING or node.target in _VIEWS:
-            before = stands_for.get(node.args[0], node.args[0])
-            if node.target in _NOTHING or _is_same(before, node):
-                stands_for[node] = before
-    replace(graph, stands_for)
-    graph.eliminate_dead_code(is_impure)
-
-
-def replace(graph: Graph, stands_for: Mapping[Node, Node]) -> None:
-    """Let nodes take the place of others, all at once: a fused optimizer takes every leaf, and is written once."""
-    for user in dict.fromkeys(user for node in stands_for for user in node.users):
-        user.args = map_arg(user.args, lambda node: stands_for.get(node, node))
-        user.kwargs = map_arg(user.kwargs, lambda node: stands_for.get(node, node))
-    for node in stands_for:
-        graph.erase_node(node)
-
-
-def is_view(node: Node) -> bool:
-    """Whether a node does no more than look at memory in another way, or take one of several results."""
-    if node.target is operator.getitem:
-        return True
-    given = [argument for argument, _ in arguments(node) or ()]
-    return any(argument.aliased for argument in given) and not any(argument.written for argument in given)
-
-
-def is_impure(node: Node) -> bool:
-    """Whether a node must stay though nobody uses its result."""
-    if node.op in ("placeholder", "output"):
-        return True
-    # A collective is there for the other ranks too, and must have ended before its buffers go.
-    if node.target in (_compat.WAIT_TENSOR, ops.wait, *random.EFFECTS):
-        return True
-    if node.target is not ops.told and _compat.is_effect(node.target):
-        return True
-    return any(argument.written for argument, _ in arguments(node) or ())
-
-
-def _is_same(before_node: Node, after_node: Node) -> bool:
-    before, after = before_node.meta["val"], after_node.meta["val"]
-    return before.shape == after.shape and before.stride() == after.stride() and before.dtype is after.dtype
-
-
-def donate(module: GraphModule, pairs: Mapping[int, int]) -> None:
-    """Let results be written to inputs, each as soon as nothing needs what was there.
-
-    Args:
-        module: The graph.
-        pairs: For numbers of donated inputs those of the results that take their place.
-    """
-    graph, inputs, outs = module.graph, placeholders(module.graph), results(module.graph)
-    order: dict[Node, float] = {node: n for n, node in enumerate(graph.nodes)}
-    found = roots(graph)
-    last = {root: root for root in found if root in found[root]}
-    for node, memory in found.items():
-        for user in (user for user in node.users if user.op != "output"):
-            for root in memory:
-                last[root] = max(last[root], user, key=order.__getitem__)
-    # Copies that have been taken out, and the inputs that are written to in their place.
-    stands_for: dict[Node, Node] = {}
-    for i, k in pairs.items():
-        given, result = inputs[i], stands_for.get(outs[k], outs[k])
-        copied = _written_root(result)
-        copied = stands_for.get(copied, copied)
-        if copied is given:
-            outs[k] = given
-            continue
-        if copied.target in COPIES and copied.args[0] is given and last[given] is copied:
-            # A copy that was made to be written to: the input itself may be.
-            last[given], stands_for[copied] = max(last[copied], given, key=order.__getitem__), given
-            outs[k] = given
-            continue
-        if any(stands_for.get(root, root).op != "call_function" for root in found[result]):
-            # What lies in another input, or elsewhere in this one, may be overwritten before it is read.
-            with graph.inserting_after(result):
-                copy = graph.call_function(aten.clone.default, (result,))
-            # Nodes are numbered by whole numbers, between which there is room for one that reads.
-            copy.meta["val"], order[copy] = result.meta["val"], order[result] + 0.5
-            for root in (stands_for.get(root, root) for root in found[result]):
-                last[root] = max(last[root], copy, key=order.__getitem__)
-            result = copy
-        with graph.inserting_after(max(result, last[given], key=order.__getitem__)):
-            graph.call_function(aten.copy_.default, (given, result)).meta["val"] = given.meta["val"]
-        outs[k] = given
-    next(iter(reversed(graph.nodes))).args = (outs,)
-    replace(graph, stands_for)
-    graph.eliminate_dead_code(is_impure)
-
-
-def _written_root(node: Node) -> Node:
-    """Find the node whose memory operators in place have written to."""
-    while True:
-        first = next(iter(arguments(node) or ()), None)
-        if first is None or not first[0].written or not isinstance(first[1], Node):
-            return node
-        node = first[1]
-
-
-def finish_waits(module: GraphModule) -> None:
-    """Wait as eager code does, for the backend to let go of its tensors too."""
-    for node in module.graph.nodes:
-        if node.target is _compat.WAIT_TENSOR:
-            node.target = ops.wait
-    module.graph.lint()
-
-
-def constants(module: GraphModule) -> list[torch.Tensor]:
-    """The tensors that the function closes over."""
-    names = dict.fromkeys(node.target for node in module.graph.nodes if node.op == "get_attr")
-    tensors = [getattr(module, str(name)) for name in names]
-    return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+        expect(not in_tree, "jit", 'torch\'s own kernels for sums="tree"', found, remedy)

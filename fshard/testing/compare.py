@@ -117,17 +117,17 @@ def check_pure(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     trees = [(f"argument {i}", arg) for i, arg in enumerate(args)]
     flats = [(name, flatten(tree)) for name, tree in (*trees, *kwargs.items())]
     tensors = [
-        (f"{name}{path}", tensor)
+        (f"{name}{path}", leaf, tensor)
         for name, flat in flats
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
         if isinstance(tensor := leaf.local if is_sharded(leaf) else leaf, torch.Tensor)
     ]
-    before = [_digest(tensor) for _, tensor in tensors]
+    before = [_digest(tensor) for *_, tensor in tensors]
     out = step(*args, **kwargs)
     problems = [
         Problem(path, "other values after the step", "those before it")
-        for (path, tensor), digest in zip(tensors, before, strict=True)
-        if not is_donated(tensor) and _digest(tensor) != digest
+        for (path, leaf, tensor), digest in zip(tensors, before, strict=True)
+        if not is_donated(leaf) and _digest(tensor) != digest
     ]
     remedy = "find the write in place to these tensors or to a view of them, and compute a new tensor instead"
     refuse("check_pure: the step changed its arguments", problems, remedy, AssertionError)

@@ -33,14 +33,14 @@ CALLS = {
     "values": [((X,), None), ((X + 1,), None), ((X.clone().requires_grad_().detach(),), None)],
     "shapes": [
         ((X,), None),
-        ((X[:2].clone(),), "[0][0] was float32[3] on cpu and is float32[2] on cpu"),
+        ((X[:2].clone(),), "[0][0]: shape was torch.Size([3]) and is torch.Size([2])"),
         ((X,), None),
         ((X[:2].clone(),), None),
     ],
-    "dtypes": [((X,), None), ((X.double(),), "[0][0] was float32[3] on cpu and is float64[3] on cpu")],
+    "dtypes": [((X,), None), ((X.double(),), "[0][0]: dtype was torch.float32 and is torch.float64")],
     "leaves": [
         (({"a": X, "b": X + 1},), None),
-        (({"a": X, "b": X.int()},), "[0][0]['b'] was float32[3] on cpu and is int32[3] on cpu"),
+        (({"a": X, "b": X.int()},), "[0][0]['b']: dtype was torch.float32 and is torch.int32"),
     ],
     "structure": [
         (({"a": X},), None),
@@ -80,8 +80,8 @@ def test_static_values_have_a_trace_each():
     assert calls == [(2, "power"), (3, "power"), (3, "product")]
     assert jitted.traces == [
         FIRST,
-        "static argument 1 was 2 and is 3",
-        "static argument 2 was 'power' and is 'product'",
+        "[0][1] was 2 and is 3",
+        "[0][2] was 'power' and is 'product'",
     ]
 
 
@@ -97,14 +97,14 @@ def test_static_names_hold_by_keyword_and_by_position():
             assert jitted(X, "exp").equal(X.exp())
     assert jitted(X, "exp", times=3).equal(X.exp() * 3)
     assert jitted(X, "exp", times=4).equal(X.exp() * 4)
-    assert jitted.traces[-1] == "static argument times was 3 and is 4"
+    assert jitted.traces[-1] == "[1]['times'] was 3 and is 4"
     assert [len(jitted.traces), len(set(jitted.traces))] == [5, 5]
 
 
 def test_static_numbers_hold_by_keyword():
     jitted = fs.jit(lambda x, n: x**n, static_argnums=1)
     assert [jitted(X, n=n).equal(X**n) for n in (2, 3, 2)] == [True] * 3
-    assert jitted.traces == [FIRST, "static argument n was 2 and is 3"]
+    assert jitted.traces == [FIRST, "[1]['n'] was 2 and is 3"]
 
 
 def test_a_transform_with_another_field_is_named():
@@ -113,10 +113,7 @@ def test_a_transform_with_another_field_is_named():
     jitted = fs.jit(lambda p: fs.tree_map(torch.sin, p))
     for merge_bytes in (0, 1):
         jitted(fs.shard(full, fs.zero3(mesh, merge_bytes=merge_bytes)))
-    before, after = jitted.traces[1].split(" and is ")
-    assert before.startswith("[0][0]['w'] was float64[4, 6] on cpu, a shard of [4, 6] by P(")
-    assert before.replace("merge_bytes=0", "merge_bytes=1").endswith(after)
-    assert before != after
+    assert re.fullmatch(r"\[0\]\[0\]\['w'\]: spec was .*merge_bytes=0.* and is .*merge_bytes=1.*", jitted.traces[1])
 
 
 @on_ranks(2)
@@ -128,11 +125,9 @@ def test_specs_have_a_trace_each():
         out = jitted(params)
         assert out["w"].spec == params["w"].spec
         assert_same_bits(fs.unshard(out)["w"], full["w"].sin())
-    assert jitted.traces == [
-        FIRST,
-        "[0][0]['w'] was float64[2, 6] on cpu, a shard of [4, 6] by P('shard') over shard=2 and is "
-        "float64[4, 3] on cpu, a shard of [4, 6] by P(None, 'shard') over shard=2",
-    ]
+    first, second = jitted.traces
+    assert (first, second.count(";")) == (FIRST, 2)
+    assert re.search(r"\['w'\]: spec was .*P\('shard'\).* and is .*P\(None, 'shard'\)", second)
 
 
 def test_modes_have_a_trace_each():
@@ -143,9 +138,9 @@ def test_modes_have_a_trace_each():
     with torch.autocast("cpu", torch.bfloat16):
         jitted(X)
     first, second, third = jitted.traces
-    assert (first, second) == (FIRST, "grad mode was True and is False")
+    assert (first, second) == (FIRST, "is_grad_enabled was True and is False")
     # Builds of torch with an accelerator name its dtype too.
-    assert re.fullmatch(r"grad mode was False .*; autocast was \(None,.*\) and is \(torch.bfloat16,.*\)", third)
+    assert re.fullmatch(r"is_grad_enabled was False .*; autocast was \(None,.*\) and is \(torch.bfloat16,.*\)", third)
 
 
 def test_keywords_are_arguments():
@@ -265,7 +260,6 @@ def test_a_call_like_the_last_one_needs_no_signature(monkeypatch):
 
 # Tensors that guards of shapes and strides alone would take for the one before.
 LOOKS = {
-    "requires_grad": lambda: X.clone().requires_grad_(),
     "is_conj": lambda: torch.zeros(3, dtype=torch.complex64).conj(),
     "is_neg": lambda: torch._neg_view(X),
     "a class": lambda: nn.Parameter(X, requires_grad=False),

@@ -64,8 +64,8 @@ def test_arguments_that_are_donated_take_no_part_of_the_result_twice(order):
 
     number = (0, 1)[::order].index(1)
     text = (
-        f"jit: argument {number} is donated, but no part of the result that another donated argument does not take has "
-        "its structure; return its successor, such as the new state, or do not donate it"
+        "jit: expected the result to have a part of its own with the structure of donated argument "
+        f"{number}, got none; return its successor, such as the new state, or do not donate it"
     )
     with pytest.raises(ValueError, match=f"^{text}$"):
         fs.jit(update, donate_argnums=(0, 1))(*(state, grads)[::order])
@@ -162,7 +162,13 @@ def test_values_are_read_before_they_are_written_over(name):
         where = places(given)
         found = fs.jit(f, donate_argnums=0, backend=backend)(given)
         assert_alike(found, expected)
-        assert places(found) == where
+        # Others may not keep the order of what reads and writes an input.
+        assert (places(found) == where) or backend != "graph"
+
+
+def test_what_is_returned_beside_its_successor_keeps_its_values():
+    new, old = fs.jit(lambda x: ({"x": x + 1}, x), donate_argnums=0)(X.clone())
+    assert_alike((new["x"], old), (X + 1, X))
 
 
 @pytest.mark.parametrize("backend", ("graph", lambda graph, inputs: graph), ids=("graph", "a function"))
@@ -194,24 +200,22 @@ def test_a_returned_argument_stays_a_tensor_of_its_own():
     assert jitted(x)[0].data_ptr() == eager(x)[0].data_ptr() == x.data_ptr()
 
 
-SHARED = {
-    "donated and kept": (lambda x: ((x, x), {}), "[0][0]", "[0][1]"),
-    "donated twice": (lambda x: (({"a": x, "b": x}, X), {}), "[0][0]['a']", "[0][0]['b']"),
-}
+SHARED = {"donated and kept": lambda x: (x, x), "donated twice": lambda x: ({"a": x, "b": x}, X)}
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_memory_that_is_given_up_belongs_to_one_tensor(name):
-    """Else it would be written to while it is still read."""
-    (args, kwargs), first, second = SHARED[name][0](x := X.clone()), *SHARED[name][1:]
-    text = (
-        "jit: arguments share memory that is donated\n"
-        f"  {second}: expected tensors of their own, got memory that {first} has too, and one of them is donated\n"
-        "To fix: clone one of them."
-    )
-    with refused(text):
-        fs.jit(lambda a, b: (fs.tree_map(lambda leaf: leaf + 1, a), b * 3), donate_argnums=0)(*args, **kwargs)
-    assert x.equal(X)
+def test_a_tensor_that_is_given_twice_is_copied_before_it_is_written_to(name):
+    """And consumed: the one that was kept is the same."""
+
+    def f(a, b):
+        return fs.tree_map(lambda leaf: leaf + 1, a), b * 3
+
+    x = X.clone()
+    found = fs.jit(f, donate_argnums=0)(*SHARED[name](x))
+    assert_alike(found, f(*SHARED[name](X)))
+    assert len(set(places(found))) == len(places(found))
+    with refused(given_up("value_and_grad", ["['x']"])):
+        fs.value_and_grad(lambda tree: tree["x"].sum())({"x": x})
 
 
 OVERLAPS = {
@@ -240,8 +244,8 @@ def test_what_the_function_closes_over_is_not_given_up():
     """The next call would read it again."""
     text = (
         "jit: donated leaves would be read again in the next call\n"
-        "  [0][0]['kept']: expected one that it takes from its arguments alone, got a tensor that the function closes "
-        "over too\nTo fix: read it from the argument inside of the function, such as state.buffers, or close over a "
+        "  [0][0]['kept']: expected one of the arguments alone, got a tensor that the function closes over too\n"
+        "To fix: read it from the argument inside of the function, such as state.buffers, or close over a "
         "clone."
     )
     mine = X.clone()
@@ -259,15 +263,12 @@ def test_what_the_function_closes_over_is_not_given_up():
     assert jitted(first, X)[1].equal(X * X)
 
 
-def test_memory_that_elements_share_is_not_given_up():
+def test_memory_that_elements_share_is_not_written_to():
     """Such as counts that torch.func.vmap makes of a number."""
-    text = (
-        "jit: arguments share memory that is donated\n"
-        "  [0][0]['count']: expected memory for each, got elements that share their memory, as expand has them\n"
-        "To fix: clone one of them."
-    )
-    with refused(text):
-        fs.jit(lambda tree: fs.tree_map(lambda leaf: leaf + 1, tree), donate_argnums=0)({"count": X[:1].expand(4)})
+    count = X[1:2].expand(4)
+    found = fs.jit(lambda tree: fs.tree_map(lambda leaf: leaf + 1, tree), donate_argnums=0)({"count": count})
+    assert_alike(found, {"count": torch.full((4,), 2.0)})
+    assert X.equal(torch.arange(3.0))
 
 
 def test_parts_of_one_tensor_that_do_not_overlap_may_be_given_up():
@@ -299,7 +300,7 @@ def is_frozen(leaf):
 def test_frozen_parameters_and_their_average_stay_one_tensor(backend):
     """They are not copied, jitted or eager; and both leaves of the old state say that they were donated."""
     full = {"frozen": normal()(5, 3), "trained": normal(1)(5, 3)}
-    params = fs.shard(full, fs.zero3(one_axis(), min_shard_elements=0), frozen="*frozen*")
+    params = fs.shard(full, fs.zero3(one_axis(), min_shard_elements=0), frozen="frozen")
     tx = fs.ema(fs.adamw(0.1), 0.9)
 
     def step(state):
@@ -329,13 +330,15 @@ def test_frozen_parameters_and_their_average_stay_one_tensor(backend):
     assert_alike(fs.unshard(state.params)["frozen"], full["frozen"])
 
 
-def test_a_tensor_that_the_caller_holds_is_emptied_and_others_go_on():
+def test_donated_leaves_let_go_of_their_tensors():
+    """A Sharded leaf's goes on in the new state, also where the caller holds it; a plain leaf is emptied."""
     mesh = fs.init_mesh({"shard": 1}, device="cpu")
-    old = fs.shard({"a": X, "b": X}, fs.zero3(mesh))
-    held = old["b"].local
+    old = {"sharded": fs.shard({"a": X}, fs.zero3(mesh)), "plain": X.clone()}
+    held, plain = old["sharded"]["a"].local, old["plain"]
     new = fs.jit(lambda tree: fs.tree_map(lambda leaf: leaf + 1, tree), donate_argnums=0)(old)
-    assert_alike(fs.unshard(new), {"a": X + 1, "b": X + 1})
-    assert [tensor.shape for tensor in (held, old["a"].local, old["b"].local)] == [(0,)] * 3
+    assert_alike(fs.unshard(new), {"sharded": {"a": X + 1}, "plain": X + 1})
+    assert new["sharded"]["a"].local is held
+    assert [tensor.shape for tensor in (plain, old["sharded"]["a"].local)] == [(0,)] * 2
 
 
 @on_ranks(2)

