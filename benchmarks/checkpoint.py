@@ -8,8 +8,7 @@ systems are interleaved in each round, shuffled, each writes to a new directory,
 disk (sync). A save ends when its files are on the disk (fsync), with torch's file system writer by its default; torch's
 Hugging Face writer has no such thing. fshard computes and compares checksums, torch does not. Times are those of the
 slowest rank; ratios are medians over rounds of the ratio to torch's file system writer in the same round. A restore
-reads what was just written, from the page cache; torch's reads into tensors that are there, as fshard's of a donated
-tree does.
+reads what was just written, from the page cache; torch's reads into tensors that are there.
 
 An asynchronous save is timed until it returns. fshard's is of a state that no step writes over, and of one that is
 copied aside because it is donated, to the buffers that a Manager keeps; torch's copies the state too.
@@ -35,6 +34,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import fshard as fs
+from fshard.checkpoint.save import Options
 from fshard.checkpoint.save import start as start_to_save
 
 REFERENCE = "torch file system"
@@ -87,9 +87,7 @@ def systems_of(mesh: Any, megabytes: int) -> dict[str, System]:
     staging: dict[str, torch.Tensor] = {}
 
     def start(directory: Path, donated: bool) -> Callable[[], Any]:
-        return start_to_save(
-            directory, state, 1, asynchronous=True, donated=donated, timeout=600.0, staging=staging
-        ).wait
+        return start_to_save(Options(directory, True, donated, 600.0, None, staging=staging), state, 1).wait
 
     def hugging_face(directory: Path) -> dcp.HuggingFaceStorageWriter:
         return dcp.HuggingFaceStorageWriter(str(directory), save_distributed=True)
@@ -102,7 +100,7 @@ def systems_of(mesh: Any, megabytes: int) -> dict[str, System]:
         ),
         "fshard donated": System(
             lambda directory: fs.checkpoint.save(directory, state, step=1),
-            lambda directory: fs.checkpoint.restore(directory, like, donate=True),
+            lambda directory: fs.checkpoint.restore(directory, fs.tree_map(torch.empty_like, like), donate=True),
             lambda directory: start(directory, True),
         ),
         REFERENCE: System(

@@ -28,8 +28,7 @@
 """
 
 from fshard._compat import fake_maker
-from fshard.checkpoint.exchange import Entry, Exchange
-from fshard.checkpoint.pieces import piece_of
+from fshard.checkpoint.exchange import Entry, Exchange, piece_of
 from fshard.collectives import chained, custom_call
 from fshard.comm import calling, everyone, serves_host, watched
 from fshard.errors import expect, refuse

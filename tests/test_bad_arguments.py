@@ -123,7 +123,6 @@ def test_arguments_of_transforms_jit_update_and_checkpoints():
         (lambda: checkpoint.save(None, {"w": x}, 1), "checkpoint.save: expected directory to be a path, got None"),
         (lambda: checkpoint.restore(None, {"w": x}), "checkpoint.restore: expected directory to be a path, got None"),
         (lambda: checkpoint.latest(None), "checkpoint.latest: expected directory to be a path, got None"),
-        (lambda: checkpoint.latest("a\0b"), r"checkpoint.latest: expected directory to be a path, got 'a\x00b'"),
         (lambda: fs.jit(lambda x: x, donate_argnums=5)(x), "expected donate_argnums to be numbers of arguments by"),
         (lambda: fs.update(fs.sgd(0.1), state, params, donate="x"), "update: donate: expected True or False, got 'x'"),
     ]

@@ -25,7 +25,7 @@ from torch import nn
 import fshard as fs
 from fshard import checkpoint, testing
 from fshard.errors import short
-from fshard.jit.writes import mark_donated
+from fshard.tree.checks import mark_donated
 from tests import house
 
 # Seconds that one call may take.

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from fshard import extensions
 from fshard.checkpoint.errors import CheckpointError
-from fshard.checkpoint.manager import Manager
 from fshard.checkpoint.restore import latest, restore
-from fshard.checkpoint.save import Saving, save
+from fshard.checkpoint.save import Manager, Saving, save
 from fshard.checkpoint.state_dict import from_state_dict, load_torch, to_state_dict
 
 if TYPE_CHECKING:

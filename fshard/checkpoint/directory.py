@@ -3,39 +3,85 @@
 import fcntl
 import os
 import re
+import secrets
 import shutil
+import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
-from fshard.checkpoint.errors import CheckpointError
-from fshard.checkpoint.files import (
-    make_temporary,
-    named,
-    read_bytes,
-    remove_leftovers,
-    sync,
-    temporary_path,
-    write_bytes,
-)
-from fshard.checkpoint.manifest import MANIFEST, digest
+from fshard.checkpoint.errors import expect_file
+from fshard.checkpoint.files import MANIFEST, digest
 
 # The step, and which of several saves of it.
 _SAVED = re.compile(r"step-([0-9]{8,18})(?:\.([0-9]{1,9}))?")
 # Directories that are being made, or removed.
-_LEFTOVERS = r"\.(?:saving|old)-.*"
+_LEFTOVER = re.compile(r"\.(?:saving|old)-.*-[0-9a-f]{16}")
 LATEST, LOCK = "latest", ".lock"
+
+
+def check_regular(path: Path) -> None:
+    """Refuse a pipe or a device, which might never end; links are followed."""
+    expect_file(stat.S_ISREG(path.stat().st_mode), str(path), "a regular file", "something else")
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """Read a regular file of at most so many bytes."""
+    check_regular(path)
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        expect_file(size <= limit, str(path), f"at most {limit} bytes", str(size))
+        # A read of the limit would take memory for all of it.
+        return file.read(size)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file that is there as a whole or not at all; `sync` of its directory has it stay when power fails."""
+    beside = path.with_name(f".{path.name}.part")
+    # A kill may have left one, and writing follows no link.
+    beside.unlink(missing_ok=True)
+    with open(beside, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def sync(path: Path) -> None:
+    """Have the content of a directory on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def saved(directory: Path) -> dict[tuple[int, int], Path]:
     """Complete checkpoints, by step and save, in order: a directory has its name only once it is complete."""
-    try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
-        return {}
+    names = os.listdir(directory) if directory.exists() else []
     keys = [(int(match[1]), int(match[2] or 0)) for match in map(_SAVED.fullmatch, names) if match]
     # Numbers have other spellings, which no save writes.
     return {key: directory / _name(*key) for key in sorted(keys) if _name(*key) in names}
+
+
+def find(directory: Path, step: int | None = None) -> Path | None:
+    """Return the checkpoint that was saved last, in all or of a step; None where there is none at all.
+
+    Raises:
+        CheckpointError: if there is none of the step, or the file that names the last one is damaged.
+    """
+    checkpoints, latest = saved(directory), directory / LATEST
+    found, needed = list(checkpoints.values()), ""
+    if step is not None:
+        found = [path for (number, _), path in checkpoints.items() if number == step]
+        needed = f"a checkpoint of step {step}"
+    # A kill between the first checkpoint and the file leaves no file.
+    elif os.path.lexists(latest):
+        data = read_bytes(latest, 1000)
+        found = [path for path in found if _naming(path) == data]
+        needed = f"{latest} to name a checkpoint"
+    steps = ", ".join(dict.fromkeys(f"{step}" for step, _ in checkpoints)) or "none"
+    expect_file(found or not needed, f"{directory}", needed, f"steps {steps}", "pass step= one that is there")
+    return found[-1] if found else None
 
 
 def step_of(path: Path) -> int:
@@ -43,120 +89,71 @@ def step_of(path: Path) -> int:
     return int(path.name[len("step-") :].partition(".")[0])
 
 
-def latest_path(directory: Path) -> Path | None:
-    """The checkpoint that was saved last.
-
-    Raises:
-        CheckpointError: if the file that names it is damaged.
-    """
-    checkpoints = saved(directory)
-    try:
-        data = read_bytes(directory / LATEST, 1000)
-    except FileNotFoundError:
-        # A kill between the first checkpoint and the file leaves one checkpoint.
-        return list(checkpoints.values())[-1] if checkpoints else None
-    for path in checkpoints.values():
-        if data == _naming(path.name):
-            return path
-    remedy = f"pass step= one of those that are there: {_steps(checkpoints)}"
-    raise CheckpointError(f"{directory / LATEST}: expected the name of a checkpoint, got {data!r:.100}; {remedy}")
-
-
-def path_of(directory: Path, step: int) -> Path:
-    """The checkpoint that was saved last of a step.
-
-    Raises:
-        CheckpointError: if there is none.
-    """
-    checkpoints = saved(directory)
-    found = [path for (number, _), path in checkpoints.items() if number == step]
-    if not found:
-        raise CheckpointError(f"{directory}: found no checkpoint of step {step}, only of {_steps(checkpoints)}")
-    return found[-1]
-
-
-def _steps(checkpoints: dict[tuple[int, int], Path]) -> str:
-    return ", ".join(dict.fromkeys(str(step) for step, _ in checkpoints)) or "none"
-
-
 def _name(step: int, number: int) -> str:
     return f"step-{step:08d}" + (f".{number}" if number else "")
 
 
-def _naming(name: str) -> bytes:
+def _naming(path: Path) -> bytes:
     """The content of `latest`; the digest tells a damaged name from another one's."""
-    return f"{name} {digest(name.encode())}\n".encode()
+    return f"{path.name} {digest(path.name.encode())}\n".encode()
 
 
-def lock(directory: Path) -> IO[bytes]:
-    """Make the directory where there is none, and become the only one that writes to it until the file is closed.
+def begin(directory: Path, step: int) -> tuple[int, str]:
+    """Become the only one that saves to a directory until `unlock`, and make the directory of a new checkpoint in it.
+
+    Returns:
+        The lock, and the name of the new directory.
 
     Raises:
-        CheckpointError: if another process, or another save of this one, is writing to it.
+        CheckpointError: if another process, or another save of this one, is writing there.
     """
     directory.mkdir(parents=True, exist_ok=True)
     # Writing follows no link.
-    descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
-    file = os.fdopen(descriptor, "ab+", buffering=0)
+    lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         # The kernel gives the lock back when a process is killed.
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.seek(0)
-        by = file.read(100).decode(errors="replace").strip() or "another process"
-        file.close()
-        remedy = "which is saving there; wait for it, or save to another directory"
-        raise CheckpointError(f"{directory}: expected to be alone, got {by}, {remedy}") from None
-    try:
-        file.truncate(0)
-        file.write(f"process {os.getpid()} of {os.uname().nodename}".encode())
-        remove_leftovers(directory, _LEFTOVERS)
-    except BaseException:
-        unlock(file)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for name in filter(_LEFTOVER.fullmatch, os.listdir(directory)):
+            # One that cannot be removed stays, and so does a link.
+            shutil.rmtree(directory / name, ignore_errors=True)
+        made = _temporary(directory, f".saving-{step:08d}")
+        made.mkdir()
+    except BaseException as error:
+        os.close(lock)
+        is_busy, remedy = isinstance(error, BlockingIOError), "wait for it, or save to another directory"
+        expect_file(not is_busy, str(directory), "no other save to be under way there", "one", remedy)
         raise
-    return file
+    return lock, made.name
 
 
-def unlock(file: IO[bytes]) -> None:
+def unlock(lock: int) -> None:
     """Give the directory back, also where a process forked meanwhile has the file open still."""
-    fcntl.flock(file, fcntl.LOCK_UN)
-    file.close()
-
-
-def make(directory: Path, step: int) -> Path:
-    """Make the directory of a checkpoint that is not complete yet."""
-    return make_temporary(directory, f".saving-{step:08d}")
-
-
-def is_ours(path: Path) -> bool:
-    """Whether a directory is a checkpoint, by its manifest; a link to one is not."""
-    return not path.is_symlink() and (path / MANIFEST).is_file()
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
 
 
 def publish(temporary: Path, directory: Path, step: int) -> Path:
     """Give a complete checkpoint its name, and make it the latest."""
     number = max((save for (there, save) in saved(directory) if there == step), default=-1) + 1
     path = directory / _name(step, number)
-    with named(path):
-        sync(temporary)
-        os.rename(temporary, path)
-        sync(directory)
-    write_bytes(directory / LATEST, _naming(path.name))
-    with named(directory / LATEST):
-        sync(directory)
+    sync(temporary)
+    os.rename(temporary, path)
+    sync(directory)
+    write_bytes(directory / LATEST, _naming(path))
+    sync(directory)
     return path
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Remove all but a number of checkpoints: of those no later than the latest the newest are kept."""
-    newest = latest_path(directory)
-    ours = {key: path for key, path in saved(directory).items() if is_ours(path)}
+def prune(directory: Path, latest: Path, keep: int) -> None:
+    """Remove all but a number of checkpoints; directories without a manifest, and links, are none of ours."""
+    ours = {
+        key: path for key, path in saved(directory).items() if not path.is_symlink() and (path / MANIFEST).is_file()
+    }
     # Of a step that was saved more than once only the last can be asked for.
     steps = list({step: path for (step, _), path in ours.items()}.values())
+    behind = steps.index(latest) + 1
     # Where a run went back, the checkpoints ahead of it are abandoned and go first.
-    behind = steps.index(newest) + 1 if newest else 0
-    kept = steps[:behind][-keep:]
-    kept += steps[behind:][: keep - len(kept)]
+    kept = [*reversed(steps[behind:]), *steps[:behind]][-keep:]
     for path in ours.values():
         if path not in kept:
             remove(path)
@@ -164,8 +161,12 @@ def prune(directory: Path, keep: int) -> None:
 
 def remove(path: Path) -> None:
     """Remove a checkpoint, which loses its name first, so that no half of one is ever taken for one."""
-    doomed = temporary_path(path.parent, f".old-{path.name}")
+    doomed = _temporary(path.parent, f".old-{path.name.lstrip('.')}")
     # Where it cannot be, nothing is lost.
     with suppress(OSError):
         os.rename(path, doomed)
         shutil.rmtree(doomed)
+
+
+def _temporary(directory: Path, kind: str) -> Path:
+    return directory / f"{kind}-{secrets.token_hex(8)}"

@@ -21,9 +21,6 @@ class CheckpointError(ValueError):
 # Refuses a file unless it is as expected.
 expect_file = partial(expect, error=CheckpointError)
 
-# The types that a caller may handle; any other exception becomes the first of them.
-KINDS = (CheckpointError, ImportError, TypeError, ValueError, RuntimeError)
-
 
 def reason(error: BaseException, place: object = "") -> str:
     """Return the text of an error, with the file that it is about."""

@@ -1,125 +1,241 @@
-"""Files that appear whole or not at all, and directories in the making, which a later call removes after a kill."""
+"""The format of a checkpoint: a manifest, and files of safetensors; FORMAT.md describes it.
 
-import contextlib
+Files are written in one pass, where the package's own writer needs all tensors of a file at once.
+"""
+
+import hashlib
+import json
+import math
 import os
-import re
-import secrets
-import shutil
-import stat
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise, product
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from fshard.checkpoint.errors import CheckpointError, expect_file, reason
+import torch
 
-EXPORTING = ".exporting"
+from fshard.checkpoint.errors import CheckpointError, expect_file
+
+NAME, VERSION = "fshard.checkpoint", 1
+MANIFEST = "manifest.json"
+# A manifest has about 100 bytes for each chunk; a reader would believe nothing in a larger one.
+MAX_MANIFEST_BYTES = 1 << 30
+# Bytes that are hashed and then written, or read and then hashed, while the processor still has them at hand.
+BLOCK_BYTES = 8 << 20
+# The name of each dtype in files, by its name in torch.
+DTYPES = MappingProxyType(
+    {
+        **{"bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32"},
+        **{"int32": "I32", "uint64": "U64", "int64": "I64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
+        **{"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64"},
+    }
+)
+# The header of a file, the place where each tensor begins, in their order, and the size of the file.
+Layout = tuple[bytes, dict[str, int], int]
+# Complex numbers are stored as pairs.
+SAVED = tuple(dict.fromkeys((*DTYPES, "complex128")))
 
 
-@contextlib.contextmanager
-def named(path: Path) -> Iterator[None]:
-    """Name the file in an error of the system."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(reason(error, path)) from error
+class Chunk(NamedTuple):
+    """A box of a leaf's elements in a file.
 
-
-def open_regular(path: Path) -> int:
-    """Open a regular file for reading, where another kind of file might never end.
-
-    Raises:
-        CheckpointError: if it is a pipe, a device or a directory.
+    Attributes:
+        file: Index of the file.
+        offset: Where the box starts along each dim of the leaf.
+        shape: The size of the box along each dim.
+        checksum: CRC-32 of its bytes.
     """
-    # Not to block on a pipe.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CheckpointError(f"{path}: expected a regular file, got something else")
-    return descriptor
+
+    file: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    checksum: int
 
 
-def read_bytes(path: Path, limit: int) -> bytes:
-    """Read a regular file of at most so many bytes.
+class StoredLeaf(NamedTuple):
+    """A leaf that is a tensor: the name of its dtype in torch, its global shape, and chunks that tile it."""
 
-    Raises:
-        CheckpointError: if it is larger, or no file.
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...] = ()
+
+
+class Manifest(NamedTuple):
+    """The content of a manifest.
+
+    Attributes:
+        step: The step of the state.
+        tensors: Leaves that are tensors, by path.
+        values: Other leaves, by path: None, a bool, an int, a float or a str.
+        files: In the order of the ranks that wrote them the size of each file and a digest of its header.
     """
-    descriptor = open_regular(path)
-    with os.fdopen(descriptor, "rb") as file:
-        size = os.fstat(descriptor).st_size
-        expect_file(size <= limit, str(path), f"at most {limit} bytes", str(size))
-        # A read of the limit would take memory for all of it.
-        return file.read(size)
+
+    step: int
+    tensors: Mapping[str, StoredLeaf]
+    values: Mapping[str, Any]
+    files: tuple[tuple[int, str], ...] = ()
 
 
-def write_bytes(path: Path, data: bytes, durable: bool = True) -> None:
-    """Write a file that is there as a whole or not at all; `sync` of its directory has it stay when power fails."""
-    beside = path.with_name(f".{path.name}.part")
-    with named(path):
-        # A kill may have left one.
-        beside.unlink(missing_ok=True)
-        with open(beside, "xb") as file:
-            file.write(data)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        os.replace(beside, path)
+def file_name(rank: int) -> str:
+    """The name of the file that a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
 
 
-def sync(path: Path) -> None:
-    """Have the content of a file or a directory on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def digest(data: bytes) -> str:
+    """A digest of bytes, as manifests hold it."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def make_temporary(directory: Path, kind: str) -> Path:
-    """Make a directory inside another one, so that a move between them is a rename."""
-    path = temporary_path(directory, kind)
-    path.mkdir()
-    return path
+def encode(manifest: Manifest) -> bytes:
+    """Write a manifest as JSON."""
+    # JSON has no infinity and other rules for numbers; repr is exact.
+    values = {path: {"float": repr(v)} if isinstance(v, float) else v for path, v in manifest.values.items()}
+    body = json.dumps({**manifest._asdict(), "values": values})
+    head = f'{{"format": "{NAME}",\n "version": {VERSION},\n "digest": "{digest(body.encode())}"'
+    return f'{head},\n "body": {body}}}\n'.encode()
 
 
-def temporary_path(directory: Path, kind: str) -> Path:
-    """A new path of a directory in the making, or of one that is being removed."""
-    return directory / f"{kind}-{secrets.token_hex(8)}"
-
-
-def remove_leftovers(directory: Path, kind: str) -> None:
-    """Remove temporary directories that killed calls left; no link is followed.
+def decode(data: bytes, place: object = MANIFEST) -> Manifest:
+    """Read a manifest.
 
     Args:
-        directory: The directory that has them in it.
-        kind: A regular expression of how their names begin.
+        data: The content of its file.
+        place: The file, for errors.
+
+    Raises:
+        CheckpointError: if `encode` did not write it.
     """
-    for name in os.listdir(directory):
-        if re.fullmatch(rf"{kind}-[0-9a-f]{{16}}", name):
-            # One that cannot be removed stays, and so does a link.
-            shutil.rmtree(directory / name, ignore_errors=True)
-
-
-def refuse_taken(directory: Path, names: Sequence[str]) -> None:
-    """Refuse to write over files."""
-    for name in names:
-        remedy = "write to another directory, or remove what is there"
-        expect_file(not os.path.lexists(directory / name), f"{directory / name}", "no file of that name", "one", remedy)
-
-
-def move(temporary: Path, directory: Path, deciding: Sequence[str]) -> None:
-    """Move the files of a temporary directory to another one, the deciding ones last, and remove it."""
-    sync(temporary)
-    names = sorted(os.listdir(temporary), key=lambda name: (name in deciding, name))
-    refuse_taken(directory, names)
-    moved = []
     try:
-        for name in names:
-            os.replace(temporary / name, directory / name)
-            moved.append(name)
-    except BaseException:
-        # Else they would be in the way of the next export.
-        for name in moved:
-            os.rename(directory / name, temporary / name)
-        raise
-    temporary.rmdir()
-    sync(directory)
+        document = json.loads(data)
+        version = f"{document['version']!r:.40}"
+        manifest = _manifest(document["body"]) if version == f"{VERSION}" else None
+        # Byte for byte, so that nothing can change unnoticed: neither an entry nor its spelling.
+        is_whole = manifest is not None and encode(manifest) == data
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{place}: it is no manifest that fshard wrote ({type(error).__name__})") from None
+    if manifest is None:
+        raise CheckpointError(
+            f"{place}: expected version {VERSION}, got {version}; read it by the fshard that wrote it"
+        )
+    if not is_whole:
+        raise CheckpointError(f"{place}: its digest does not match, so it was damaged or edited")
+    check_tiles(manifest, place)
+    return manifest
+
+
+def _manifest(body: Any) -> Manifest:
+    """Take apart what JSON made of a body; `encode` makes other bytes of entries of other types."""
+
+    def chunk(file: Any, offset: Any, shape: Any, checksum: Any) -> Chunk:
+        return Chunk(file, tuple(offset), tuple(shape), checksum)
+
+    tensors = {
+        path: StoredLeaf(dtype, tuple(shape), tuple(chunk(*each) for each in chunks))
+        for path, (dtype, shape, chunks) in body["tensors"].items()
+    }
+    values = {path: float(v["float"]) if isinstance(v, dict) else v for path, v in body["values"].items()}
+    return Manifest(body["step"], tensors, values, tuple((size, header) for size, header in body["files"]))
+
+
+def check_tiles(manifest: Manifest, place: object) -> None:
+    """Refuse a leaf whose chunks do not cover each of its elements once.
+
+    Chunks form a grid, as pieces of shards do, so that the check takes time and memory linear in their number.
+
+    Raises:
+        CheckpointError: if an element is missing or there twice.
+    """
+    for path, leaf in manifest.tensors.items():
+        fits = leaf.dtype in SAVED and _tile(leaf, len(manifest.files))
+        found = f"{leaf.dtype!r:.40} in {len(leaf.chunks)} chunks"
+        expect_file(fits, f"{place}", f"chunks that cover each element of {path:.100} once", found)
+
+
+def _tile(leaf: StoredLeaf, files: int) -> bool:
+    dims, chunks = len(leaf.shape), leaf.chunks
+    numbers = [*leaf.shape, *(n for chunk in chunks for n in (chunk.file, *chunk.offset, *chunk.shape))]
+    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers):
+        return False
+    if any((len(chunk.offset), len(chunk.shape)) != (dims, dims) or chunk.file >= files for chunk in chunks):
+        return False
+    cuts = [sorted({0, size, *(chunk.offset[dim] for chunk in chunks)}) for dim, size in enumerate(leaf.shape)]
+    sizes = [[(start, stop - start) for start, stop in pairwise(cut)] for cut in cuts]
+    boxes = {tuple(zip(chunk.offset, chunk.shape, strict=True)) for chunk in chunks}
+    # One part of a leaf in each file.
+    is_grid = len({chunk.file for chunk in chunks}) == len(chunks) == math.prod(map(len, sizes))
+    return is_grid and boxes == set(product(*sizes))
+
+
+def lay_out(tensors: Mapping[str, tuple[str, Sequence[int]]], *, pairs: bool = False, **metadata: str) -> Layout:
+    """Lay out the tensors of a file: larger elements first, so that each is aligned, from a multiple of 64 bytes on.
+
+    Args:
+        tensors: The name in torch of each tensor's dtype and its shape, by the tensor's name.
+        pairs: Whether complex numbers are written as pairs of real ones.
+        metadata: Texts that the file says of itself.
+
+    Returns:
+        The header of the file, the place where each tensor begins, in their order, and the size of the file.
+    """
+    entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    starts, end = {}, 0
+    dtypes = {name: getattr(torch, dtype) for name, (dtype, _) in tensors.items()}
+    for name in sorted(tensors, key=lambda name: -dtypes[name].itemsize):
+        dtype, shape = dtypes[name], list(tensors[name][1])
+        if pairs and dtype.is_complex:
+            dtype, shape = dtype.to_real(), [*shape, 2]
+        starts[name], end = end, end + dtype.itemsize * math.prod(shape)
+        entries[name] = {"dtype": DTYPES[name_of(dtype)], "shape": shape, "data_offsets": [starts[name], end]}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-(8 + len(header)) % 64)
+    header = len(header).to_bytes(8, "little") + header
+    return header, {name: len(header) + start for name, start in starts.items()}, len(header) + end
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype in torch."""
+    return str(dtype).removeprefix("torch.")
+
+
+def write_file(path: Path, header: bytes, tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Write a header and tensors to a new file, and have them on the disk.
+
+    Args:
+        path: The file.
+        header: The header.
+        tensors: The tensors, in the order of the layout; each is taken when the one before it is written.
+
+    Returns:
+        The CRC-32 of each tensor's bytes.
+    """
+    checksums = []
+    with open(path, "xb", buffering=0) as file:
+        write_all(file.fileno(), memoryview(header))
+        for tensor in tensors:
+            data, checksum = bytes_of(tensor), 0
+            for start in range(0, len(data), BLOCK_BYTES):
+                block = data[start : start + BLOCK_BYTES]
+                checksum = zlib.crc32(block, checksum)
+                write_all(file.fileno(), block)
+            checksums.append(checksum)
+        os.fsync(file.fileno())
+    return checksums
+
+
+def write_all(descriptor: int, data: memoryview) -> None:
+    """Write all of some bytes, of which one call of the system may write a part."""
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The elements of a tensor as bytes on the host."""
+    return byte_view(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    # A single element counts as contiguous whatever its stride, which a view as bytes does not allow.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data

@@ -1,62 +1,49 @@
-"""save: write a state so that a kill at any moment leaves the last checkpoint whole."""
+"""save and Manager: write states so that a kill at any moment leaves the last checkpoint whole."""
 
-import fcntl
 import json
-import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from threading import Event, Thread, main_thread
-from typing import IO, Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fshard import _compat, comm
+from fshard import comm
 from fshard.checkpoint import directory as directories
 from fshard.checkpoint.errors import CheckpointError, expect_file, reason
-from fshard.checkpoint.exchange import Exchange
-from fshard.checkpoint.files import named, read_bytes, write_bytes
-from fshard.checkpoint.manifest import (
+from fshard.checkpoint.exchange import Exchange, Piece, is_tensor, piece_of, shape_of
+from fshard.checkpoint.files import (
     MANIFEST,
-    MAX_MANIFEST_BYTES,
     SAVED,
     Chunk,
-    File,
-    Leaf,
     Manifest,
+    StoredLeaf,
     check_tiles,
     digest,
     encode,
     file_name,
+    lay_out,
+    name_of,
+    write_file,
 )
-from fshard.checkpoint.pieces import (
-    Piece,
-    Split,
-    dtype_name,
-    is_tensor,
-    layout_of,
-    piece_of,
-    shape_of,
-    split_of,
-)
-from fshard.checkpoint.safetensors import lay_out, write_tensors
-from fshard.errors import Problem, expect, refuse
-from fshard.mesh import Mesh, ranks_of, world
-from fshard.tree import Axis, Flat, Tree, flatten, tensor_of
-from fshard.tree.checks import POSITIVE, check_numbers, describe
+from fshard.checkpoint.restore import latest, restore
+from fshard.errors import expect, refuse
+from fshard.mesh import Mesh, ranks_of
+from fshard.tree import Axis, Tree, tensor_of
+from fshard.tree.checks import POSITIVE, check_flags, check_numbers, describe
+
+T = TypeVar("T")
 
 LABEL = "checkpoint.save"
-# Larger ones Python may refuse to read as text.
-MAX_INT_BITS = 2000
 # Seconds between two looks for other ranks' parts.
 LOOK_EVERY = 0.002
 # Seconds that the end of the program waits for ranks that may be dead.
 PATIENCE_AT_EXIT = 30.0
-T = TypeVar("T")
 
 
 class Saving:
@@ -73,12 +60,12 @@ class Saving:
     """
 
     def __init__(
-        self, step: int, ranks: Axis, written: "Future[None]", joined: "Future[Path] | None", patience: "_Wait"
+        self, step: int, ranks: Axis, written: "Future[None]", joined: "Future[Path] | None", given_up: Event
     ) -> None:
         """Keep this rank's part that is being written, and on the first rank the joining of all parts."""
-        self.step = step
-        self._ranks, self._written, self._joined, self._patience = ranks, written, joined, patience
-        self._outcome: Path | CheckpointError | None = None
+        self.step, self._ranks = step, ranks
+        self._written, self._joined, self._given_up = written, joined, given_up
+        self._told: tuple[str, list[str]] | None = None
 
     def wait(self) -> Path:
         """Wait until the checkpoint is complete. Every rank must call this, as it does a collective.
@@ -89,24 +76,20 @@ class Saving:
         Raises:
             CheckpointError: on every rank, if any of them failed; checkpoints from before are as they were.
         """
-        if self._outcome is None:
-            self._outcome = self._finish()
-        if isinstance(self._outcome, CheckpointError):
-            raise self._outcome
-        return self._outcome
-
-    def _finish(self) -> Path | CheckpointError:
-        failures = [text for text in comm.everyone(_failure(self._written), [self._ranks], LABEL) if text]
+        self._told = self._told or self._finish()
+        path, failures = self._told
         if failures:
-            self._patience.given_up.set()
-        failure, path = "", ""
-        if self._joined is not None:
-            failure = _failure(self._joined)
-            path = "" if failure else str(self._joined.result())
-        failure, path = comm.everyone([failure, path], [self._ranks], LABEL)[0]
-        if failures or failure:
-            return CheckpointError(f"{LABEL}: step {self.step} was not saved: {[*failures, failure][0]}")
+            raise CheckpointError(f"{LABEL}: step {self.step} was not saved: {failures[0]}")
         return Path(path)
+
+    def _finish(self) -> tuple[str, list[str]]:
+        """Return the checkpoint's path and all failures, the same on every rank."""
+        # By this message a rank hears of one that has failed or is dead, before it waits for the part of that one.
+        failures = comm.everyone(_outcome(self._written)[1], [self._ranks], LABEL)
+        if any(failures):
+            self._given_up.set()
+        path, failure = comm.everyone(_outcome(self._joined), [self._ranks], LABEL)[0]
+        return path, list(filter(None, [*failures, failure]))
 
 
 def save(
@@ -152,186 +135,246 @@ def save(
     >>> checkpoint.restore(directory, like={"w": torch.zeros(3)})
     {'w': tensor([1., 1., 1.])}
     """
-    return start(
-        directory,
-        state,
-        step,
-        asynchronous=asynchronous,
-        donated=donated,
-        timeout=timeout,
-        ranks=members(LABEL, mesh, state),
-    )
+    return start(Options(directory, asynchronous, donated, timeout, mesh), state, step)
 
 
-def start(
-    directory: str | PathLike[str],
-    state: Tree,
-    step: int | None,
-    *,
-    asynchronous: bool,
-    donated: bool,
-    timeout: float,
-    ranks: Axis,
-    staging: MutableMapping[str, torch.Tensor] | None = None,
-    keep: int | None = None,
-) -> Saving:
-    """Save as `save` does.
+class Options(NamedTuple):
+    """How states are saved: the arguments of `save` and `Manager`, and buffers for copies."""
 
-    Args:
-        directory: As for `save`, and so on, up to `timeout`.
-        state: The state.
-        step: Its step.
-        asynchronous: Whether to return before the checkpoint is complete.
-        donated: Whether a later step may write over the state.
-        timeout: Seconds to wait for other ranks.
-        ranks: Those that save.
-        staging: Buffers for copies, by path, kept from one save to the next.
-        keep: How many checkpoints stay; None for all.
-    """
-    exchange = Exchange(LABEL, ranks=ranks)
+    directory: str | PathLike[str]
+    asynchronous: bool
+    donated: bool
+    timeout: float
+    mesh: Mesh | None
+    keep: int | None = None
+    staging: dict[str, torch.Tensor] | None = None
+
+    def check(self, exchange: Exchange) -> Path:
+        """Return the directory, and refuse arguments of other types."""
+        check_flags(exchange.label, asynchronous=self.asynchronous, donated=self.donated)
+        check_numbers(exchange.label, POSITIVE, timeout=self.timeout)
+        return exchange.path("directory", self.directory)
+
+
+def start(options: Options, state: Tree, step: int | None) -> Saving:
+    """Save a state as `save` does."""
+    exchange = Exchange(LABEL, ranks=ranks_of(options.mesh))
+    rank, ranks = exchange.rank, exchange.ranks
     with exchange.raise_on_all_ranks():
-        exchange.check_flags(asynchronous=asynchronous, donated=donated)
-        check_numbers(LABEL, POSITIVE, timeout=timeout)
+        root = options.check(exchange)
         number = checked_step(LABEL, state, step)
-        root = checked_directory(exchange, directory)
-        flat = exchange.flat(state)
-    tensors, values = _checked(exchange, flat, number, str(directory))
-    rank = exchange.rank
-    pieces = _own_pieces(tensors, exchange.replicas(tensors), rank)
-    with exchange.raise_on_all_ranks():
-        if asynchronous and donated:
-            pieces = {path: _aside(path, piece, {} if staging is None else staging) for path, piece in pieces.items()}
-    temporary, lock = _prepare(root, number, ranks)
-    patience = _Wait(timeout)
-    leaves = {path: Leaf(dtype_name(tensor_of(leaf)), shape_of(leaf), ()) for path, leaf in tensors.items()}
+        tensors, values = _checked(exchange, state)
+    same = {"(step)": f"{number}", "(directory)": f"{root}"} | {path: repr(value) for path, value in values.items()}
+    pieces = _own_pieces(tensors, exchange.replicas(tensors, same), rank)
+    if options.asynchronous and options.donated:
+        staging = {} if options.staging is None else options.staging
+        pieces = {path: _aside(path, piece, staging) for path, piece in pieces.items()}
+    temporary, lock = _prepare(exchange, root, number)
+    dtypes = {path: name_of(tensor_of(leaf).dtype) for path, leaf in tensors.items()}
+    leaves = {path: StoredLeaf(dtypes[path], shape_of(leaf)) for path, leaf in tensors.items()}
 
-    def write() -> None:
-        _write_part(temporary, rank, pieces)
+    given_up, part = Event(), temporary / file_name(rank)
 
     def join() -> Path:
-        assert lock is not None
         try:
-            _join_parts(temporary, ranks.size, Manifest(number, leaves, values, ()), patience)
+            _join_parts(temporary, ranks.size, Manifest(number, leaves, values), options.timeout, given_up)
             path = directories.publish(temporary, root, number)
-            if keep is not None:
-                directories.prune(root, keep)
+            if options.keep is not None:
+                directories.prune(root, path, options.keep)
             return path
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
             directories.unlock(lock)
 
-    written = _in_background(write)
-    saving = Saving(number, ranks, written, _in_background(join) if lock is not None else None, patience)
-    if not asynchronous:
+    written = _in_background(lambda: _write_part(part, pieces), part)
+    saving = Saving(number, ranks, written, None if rank else _in_background(join, root), given_up)
+    if not options.asynchronous:
         saving.wait()
     return saving
 
 
-def members(label: str, mesh: Mesh | None, tree: Tree) -> Axis:
-    """Return the ranks of a call, before any collective of it, and refuse a tree of others."""
-    ranks = ranks_of(mesh)
-    allowed = _compat.group_ranks(ranks.group_name) if ranks.size < world().size else []
-    axes: Sequence[Axis] = ()
-    # A tree that is none is refused later.
-    with suppress(Exception):
-        axes = flatten(tree).axes if allowed else ()
-    for axis in axes:
-        if _compat.group_size(axis.group_name) is not None:
-            found = _compat.group_ranks(axis.group_name)
-            needed, got = f"leaves on a mesh of ranks {allowed}", f"axis {axis.name!r} of ranks {found}"
-            expect(set(found) <= set(allowed), label, needed, got, "pass mesh=, a mesh of their ranks")
-    return ranks
+def _in_background(work: Callable[[], T], place: Path) -> "Future[T]":
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(CheckpointError(reason(error, place)))
+
+    # No daemon, so that the end of the program waits for it.
+    Thread(target=run, name=LABEL).start()
+    return future
+
+
+def _outcome(future: "Future[Any] | None") -> tuple[str, str]:
+    """Wait for what runs in the background, and return its result or its failure as texts."""
+    error = future.exception() if future else None
+    return ("", f"{error}") if error else (f"{future.result() if future else ''}", "")
+
+
+class Manager:
+    """Saves a run's states: every so many steps, beside the steps, the newest kept.
+
+    Used in a with statement, or closed at the end, so that the last save is complete.
+
+    >>> import tempfile
+    >>> import fshard as fs
+    >>> with Manager(tempfile.mkdtemp(), keep=2, every=10) as manager:
+    ...     [manager.save({"w": torch.ones(3)}, step=step) for step in (5, 10, 20, 30)]
+    ...     manager.save({"w": torch.ones(3)}, step=34, force=True)  # the last step, whatever its number
+    ...     manager.wait()
+    ...     manager.latest()
+    [False, True, True, True]
+    True
+    34
+    """
+
+    def __init__(
+        self,
+        directory: str | PathLike[str],
+        *,
+        keep: int | None = None,
+        every: int = 1,
+        asynchronous: bool = True,
+        donated: bool = True,
+        timeout: float = 1800.0,
+        mesh: Mesh | None = None,
+    ) -> None:
+        """Keep the directory and the options.
+
+        Args:
+            directory: Where checkpoints are kept, a file system that all ranks share.
+            keep: How many checkpoints stay, None for all; directories without a manifest stay, and do not count.
+            every: Steps from one save to the next.
+            asynchronous: Write while the next steps run.
+            donated: Whether steps may write over a state that was saved, as for `save`; copies then go to buffers that
+                are kept from one save to the next.
+            timeout: Seconds that the first rank waits for the others to have written.
+            mesh: As for `save`.
+
+        Raises:
+            ValueError: if `directory` is no path, this rank is not one of the mesh's, `keep` or `every` is no positive
+                whole number, `timeout` is not above 0, or a flag is no bool.
+        """
+        exchange = Exchange("checkpoint.Manager", ranks=ranks_of(mesh))
+        # Copies go to buffers that are kept from one save to the next.
+        self._staging: dict[str, torch.Tensor] = {}
+        self._options = Options(directory, asynchronous, donated, timeout, mesh, keep, self._staging)
+        for name, value in {"keep": 1 if keep is None else keep, "every": every}.items():
+            is_whole = type(value) is int and value > 0
+            expect(is_whole, exchange.label, f"{name} to be a whole number from 1", f"{value!r:.40}")
+        self._directory, self._every = self._options.check(exchange), every
+        self._saving: Saving | None = None
+
+    def save(self, state: Tree, step: int | None = None, *, force: bool = False) -> bool:
+        """Save a state if its step is one to be saved; waits for the save before this one.
+
+        Args:
+            state: As for `save`.
+            step: As for `save`.
+            force: Whether to save it whatever its step is, as at the end of a run.
+
+        Returns:
+            Whether it was one to be saved.
+
+        Raises:
+            ValueError: as for `save`.
+            CheckpointError: if the save before this one failed, or this one cannot start.
+        """
+        if checked_step("checkpoint.Manager", state, step) % self._every and not force:
+            return False
+        self.wait()
+        self._saving = start(self._options, state, step)
+        return True
+
+    def wait(self) -> None:
+        """Wait for the last save to be complete. Every rank must call this.
+
+        Raises:
+            CheckpointError: on every rank, if it failed.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+
+    def latest(self) -> int | None:
+        """The step of the checkpoint that was saved last, as `fs.checkpoint.latest` says it."""
+        return latest(self._directory)
+
+    def restore(self, like: Tree, **arguments: Any) -> Tree:
+        """Read a checkpoint, as `fs.checkpoint.restore` does, after waiting for the save under way.
+
+        >>> import tempfile, torch, fshard as fs
+        >>> with tempfile.TemporaryDirectory() as directory, fs.checkpoint.Manager(directory) as manager:
+        ...     saved = manager.save({"w": torch.ones(2)}, step=1)
+        ...     manager.restore(like={"w": torch.zeros(2)})
+        {'w': tensor([1., 1.])}
+        """
+        self.wait()
+        return restore(self._directory, like, mesh=self._options.mesh, **arguments)
+
+    def close(self) -> None:
+        """Wait for the last save; the buffers of copies are given back."""
+        self.wait()
+        self._staging.clear()
+
+    def __enter__(self) -> "Manager":
+        return self
+
+    def __exit__(self, kind_of_error: object, *error: object) -> None:
+        # Ranks that failed do not wait for each other.
+        if kind_of_error is None:
+            self.close()
 
 
 def checked_step(label: str, state: Tree, step: Any) -> int:
-    """Return the step to save a state as.
-
-    Raises:
-        ValueError: if it is no whole number.
-    """
+    """Return the step to save a state as, and refuse it unless it is a whole number."""
     found: Any = getattr(state, "step", None) if step is None else step
-    if type(found) is torch.Tensor and not (found.dim() or found.is_meta or _compat.is_transformed(found)):
+    if isinstance(found, torch.Tensor) and found.numel() == 1:
         found = found.item()
     is_step, remedy = type(found) is int and 0 <= found < 10**18, "pass step=, or a state that has one"
-    shown = describe(found) if isinstance(found, torch.Tensor) else repr(found)[:40]
-    expect(is_step, label, "step to be a whole number from 0", shown, remedy)
+    expect(is_step, label, "step to be a whole number from 0", f"{found!r:.40}", remedy)
     return found
 
 
-def checked_directory(exchange: Exchange, directory: Any) -> Path:
-    """Return the path of a directory, and refuse one that could be written to and not read: torch opens names of text.
-
-    Raises:
-        ValueError: if it is no path, or its name is no text.
-    """
-    path = exchange.path("directory", directory)
-    needed = "directory to be a name that is text in UTF-8"
-    expect(_is_text(str(directory)), exchange.label, needed, repr(str(directory)))
-    return path
-
-
-def _is_text(text: str) -> bool:
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
-def _checked(exchange: Exchange, flat: Flat, step: int, directory: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors and the other leaves by path; refuse, on every rank, leaves that cannot be saved."""
-    problems: list[Problem] = []
-    tensors, values, entries = {}, {}, {"(step)": str(step), "(directory)": directory}
-    # Sorted, because the order of a dict's entries is no part of a state, and may differ between ranks.
-    for path, leaf in sorted(zip(flat.paths, flat.leaves, strict=True), key=lambda pair: pair[0]):
-        if unfit := _unfit(leaf):
-            problems.append(Problem(path, *unfit))
-            entries[path] = unfit[0]
-        elif is_tensor(leaf):
-            tensors[path] = leaf
-            entries[path] = layout_of(leaf)
-        else:
-            values[path] = leaf
-            entries[path] = repr(leaf)
-    remedy = "make all but the values of Sharded leaves the same on every rank"
-    exchange.agree(entries, "ranks hold different states", remedy)
-    refuse(f"{LABEL}: leaves cannot be saved", problems, "keep them out of the state")
-    return tensors, values
+def _checked(exchange: Exchange, state: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tensors and the other leaves by path, and refuse leaves that cannot be saved."""
+    flat = exchange.flat(state)
+    refuse(f"{LABEL}: leaves cannot be saved", flat.problems(_unfit), "keep them out of the state")
+    # The order of a dict's entries is no part of a state, and may differ between ranks.
+    leaves = dict(sorted(zip(flat.paths, flat.leaves, strict=True)))
+    tensors = {path: leaf for path, leaf in leaves.items() if is_tensor(leaf)}
+    return tensors, {path: leaf for path, leaf in leaves.items() if path not in tensors}
 
 
 def _unfit(leaf: Any) -> tuple[str, str] | None:
     """Describe a leaf that cannot be saved, and the leaf expected in its place."""
-    if type(leaf) is int and leaf.bit_length() > MAX_INT_BITS:
-        return f"an int of {leaf.bit_length()} bits", f"at most {MAX_INT_BITS}"
-    if type(leaf) is str and not _is_text(leaf):
-        return "a str with surrogates", "one that is text; encode it otherwise"
-    if leaf is None or type(leaf) in (bool, int, float, str):
-        return None
     local = tensor_of(leaf)
     if type(local) not in (torch.Tensor, torch.nn.Parameter):
-        return describe(leaf), "a tensor, or None, bool, int, float or str"
-    if _compat.is_transformed(local) or local.is_meta or local.layout != torch.strided:
-        return (
-            f"{describe(local)} without values of its own",
-            "a strided tensor with values, outside of torch.func and jit",
-        )
-    if dtype_name(local) not in SAVED:
-        return f"dtype {dtype_name(local)}", f"one of {', '.join(SAVED)}"
-    return None
+        is_plain = local is None or type(local) in (bool, int, float, str)
+        return None if is_plain else (describe(local), "a plain tensor, or None, bool, int, float or str")
+    fits = local.layout == torch.strided and not local.is_meta and name_of(local.dtype) in SAVED
+    needed = f"a strided tensor with values, of dtype {', '.join(SAVED)}"
+    return None if fits else (f"{describe(local)}, {local.layout} on {local.device}", needed)
 
 
-def _own_pieces(tensors: Mapping[str, Any], replicas: Mapping[Split, list[int]], rank: int) -> dict[str, Piece]:
+def _own_pieces(tensors: Mapping[str, Any], replicas: Mapping[str, list[int]], rank: int) -> dict[str, Piece]:
     """The parts that this rank writes: of those that several ranks hold each rank writes some, in turns by bytes."""
-    loads = {split: [0] * len(ranks) for split, ranks in replicas.items()}
+    # Of the same ranks, so that each of these makes the same choice.
+    loads = Counter[tuple[str, int]]()
     pieces = {}
-    for path, leaf in tensors.items():
-        load = loads[split_of(leaf)]
-        turn = load.index(min(load))
+    for path, ranks in replicas.items():
+        writer = min(ranks, key=lambda each: loads[f"{ranks}", each])
         # The same number on every rank: parts differ in padding alone.
-        load[turn] += tensor_of(leaf).nbytes
-        piece = piece_of(leaf)
-        if replicas[split_of(leaf)][turn] == rank and piece.tensor.numel():
+        loads[f"{ranks}", writer] += tensor_of(tensors[path]).nbytes
+        piece = piece_of(tensors[path])
+        if writer == rank and piece.tensor.numel():
             pieces[path] = piece
     return pieces
 
 
-def _aside(path: str, piece: Piece, staging: MutableMapping[str, torch.Tensor]) -> Piece:
+def _aside(path: str, piece: Piece, staging: dict[str, torch.Tensor]) -> Piece:
     """Copy a part into the buffer that is kept for it, because to touch new memory takes longer than to copy."""
     source = piece.tensor
     room = staging.get(path)
@@ -340,118 +383,50 @@ def _aside(path: str, piece: Piece, staging: MutableMapping[str, torch.Tensor]) 
     return piece._replace(tensor=room.copy_(source))
 
 
-def _prepare(directory: Path, step: int, ranks: Axis) -> tuple[Path, IO[bytes] | None]:
+def _prepare(exchange: Exchange, directory: Path, step: int) -> tuple[Path, int]:
     """Have the first rank lock the directory and make one for the checkpoint, whose name all ranks return."""
-    lock, name, failure = None, "", ""
-    if not comm.rank(ranks):
-        try:
-            lock = directories.lock(directory)
-            name = directories.make(directory, step).name
-        except (OSError, ValueError) as error:
-            failure = reason(error, directory)
-    name, failure = comm.everyone([name, failure], [ranks], LABEL)[0]
-    if failure:
-        if lock is not None:
-            directories.unlock(lock)
-        raise CheckpointError(f"{LABEL}: step {step} was not saved: {failure}")
-    return directory / name, lock
+    lock, name = -1, ""
+    with exchange.raise_on_all_ranks(directory):
+        if not exchange.rank:
+            lock, name = directories.begin(directory, step)
+    return directory / comm.everyone(name, [exchange.ranks], LABEL)[0], lock
 
 
-def _in_background(work: Callable[[], T]) -> "Future[T]":
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    # No daemon, so that the end of the program waits for it.
-    Thread(target=run, name=LABEL).start()
-    return future
-
-
-def _failure(future: "Future[Any]") -> str:
-    error = future.exception()
-    return reason(error) if error else ""
-
-
-def _write_part(directory: Path, rank: int, pieces: Mapping[str, Piece]) -> None:
+def _write_part(path: Path, pieces: Mapping[str, Piece]) -> None:
     """Write the parts of this rank, and then the list of them, by which the first rank knows that they are complete."""
-    layout = lay_out({path: (dtype_name(piece.tensor), piece.shape) for path, piece in pieces.items()}, pairs=True)
-    part = directory / file_name(rank)
-    with named(part), open(part, "xb", buffering=0) as file:
-        # The kernel gives it back when this process is killed, by which the first rank knows; some disks have no locks.
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        checksums = write_tensors(file, layout.header, (pieces[path].tensor for path in layout.starts))
-        chunks = {
-            path: (pieces[path].offset, pieces[path].shape, checksum)
-            for path, checksum in zip(layout.starts, checksums, strict=True)
-        }
-        listing = json.dumps([layout.size, digest(layout.header), chunks]).encode()
-        # The last call, because the first rank may rename the directory once it sees the list.
-        write_bytes(_listing(directory, rank), listing, durable=False)
+    parts = {path: (name_of(piece.tensor.dtype), piece.tensor.shape) for path, piece in pieces.items()}
+    header, starts, size = lay_out(parts, pairs=True)
+    checksums = write_file(path, header, (pieces[name].tensor for name in starts))
+    chunks = {
+        name: (pieces[name].offset, pieces[name].tensor.shape, checksum)
+        for name, checksum in zip(starts, checksums, strict=True)
+    }
+    # The last call, because the first rank may rename the directory once it sees the list.
+    directories.write_bytes(path.with_suffix(".json"), json.dumps([size, digest(header), chunks]).encode())
 
 
-def _join_parts(directory: Path, ranks: int, manifest: Manifest, wait: "_Wait") -> None:
+def _join_parts(directory: Path, ranks: int, manifest: Manifest, timeout: float, given_up: Event) -> None:
     """Wait for the parts of all ranks, add their files and chunks to the manifest, and write it.
 
     Raises:
         CheckpointError: if a part does not come, or parts do not make whole leaves.
     """
-    files, chunks = [], dict[str, list[Chunk]]()
-    listings = [_listing(directory, rank) for rank in range(ranks)]
-    for rank, listing in enumerate(listings):
-        wait(listing, directory / file_name(rank))
-        size, header, parts = json.loads(read_bytes(listing, MAX_MANIFEST_BYTES))
-        files.append(File(size, header))
-        for path, (offset, shape, checksum) in parts.items():
-            chunks.setdefault(path, []).append(Chunk(rank, tuple(offset), tuple(shape), checksum))
-    tensors = {path: leaf._replace(chunks=tuple(chunks.get(path, ()))) for path, leaf in manifest.tensors.items()}
-    for path, leaf in tensors.items():
-        check_tiles(path, leaf)
-    write_bytes(directory / MANIFEST, encode(manifest._replace(tensors=tensors, files=tuple(files))))
-    for listing in listings:
-        os.remove(listing)
-
-
-def _listing(directory: Path, rank: int) -> Path:
-    return directory / f"rank-{rank:05d}.json"
-
-
-class _Wait:
-    """Waits for a file that another rank writes, until a time is over or `given_up` is set."""
-
-    def __init__(self, seconds: float) -> None:
-        self.given_up = Event()
-        self._seconds = seconds
-        self._deadline = time.monotonic() + seconds
-
-    def __call__(self, path: Path, part: Path) -> None:
-        """Wait until the file `path` is there; its writer has `part` locked until then.
-
-        Raises:
-            CheckpointError: if it does not come.
-        """
+    found, chunks = [], dict[str, list[Chunk]]()
+    deadline = time.monotonic() + timeout
+    for rank in range(ranks):
+        path = (directory / file_name(rank)).with_suffix(".json")
         while not path.exists():
             if not main_thread().is_alive():
-                # The lock is free once the file is there, too.
-                is_coming = not _is_free(part) or path.exists()
-                expect_file(is_coming, str(part), "a rank to write it", "one that is gone", "see why it ended")
-                self._deadline = min(self._deadline, time.monotonic() + PATIENCE_AT_EXIT)
-            if time.monotonic() > self._deadline:
-                remedy = "see that every rank is alive and that all share the directory"
-                raise CheckpointError(f"{path}: found nothing after {self._seconds:.0f} s; {remedy}")
-            if self.given_up.wait(LOOK_EVERY):
-                raise CheckpointError("another rank failed")
-
-
-def _is_free(part: Path) -> bool:
-    """Whether a file is there and nobody has it locked."""
-    try:
-        with open(part, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+                deadline = min(deadline, time.monotonic() + PATIENCE_AT_EXIT)
+            in_time, remedy = time.monotonic() < deadline, "see that every rank is alive and shares the directory"
+            expect_file(in_time, f"{path}", "the list of a rank's parts", f"nothing after {timeout:.0f} s", remedy)
+            expect_file(not given_up.wait(LOOK_EVERY), f"{path}", "the list of a rank's parts", "a rank that failed")
+        size, header, parts = json.loads(path.read_bytes())
+        path.unlink()
+        found.append((size, header))
+        for leaf, (offset, shape, checksum) in parts.items():
+            chunks.setdefault(leaf, []).append(Chunk(rank, tuple(offset), tuple(shape), checksum))
+    tensors = {path: leaf._replace(chunks=tuple(chunks.get(path, ()))) for path, leaf in manifest.tensors.items()}
+    manifest = manifest._replace(tensors=tensors, files=tuple(found))
+    check_tiles(manifest, directory)
+    directories.write_bytes(directory / MANIFEST, encode(manifest))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fshard.checkpoint.exchange import Entry, Exchange
-from fshard.errors import Problem, expect, refuse
+from fshard.errors import expect, refuse
 from fshard.shard import hash_of
 from fshard.tree import Tree
 from fshard.tree.checks import describe
@@ -38,12 +38,10 @@ def to_state_dict(
     {'w': tensor([1., 1., 1.])}
     """
     exchange = Exchange("checkpoint.to_state_dict", module)
-    with exchange.raise_on_all_ranks():
-        exchange.check_flags(rank0_only=rank0_only)
-    leaves = exchange.leaves(params)
-    exchange.replicas(leaves)
+    leaves = exchange.leaves(params, rank0_only=rank0_only)
+    exchange.replicas(leaves, {})
     # Names of one tensor share it, as they do in a module's own.
-    full = exchange.owned(leaves, rank0_only)
+    full = exchange.gathered(leaves, rank0_only)
     return {alias: tensor for name, tensor in full.items() for alias in exchange.saved_as(name)}
 
 
@@ -72,17 +70,15 @@ def from_state_dict(
     {'w': tensor([1., 1., 1.])}
     """
     exchange = Exchange("checkpoint.from_state_dict", module)
-    needed = "state_dict to be a mapping from names to tensors"
-    expect(isinstance(state_dict, Mapping), exchange.label, needed, describe(state_dict))
-    problems = [
-        Problem(str(name), describe(value), "a full tensor")
-        for name, value in state_dict.items()
-        if type(value) not in (torch.Tensor, nn.Parameter)
-    ]
-    exchange.agree({problem.path: problem.got for problem in problems})
-    refuse(f"{exchange.label}: found no plain state dict", problems, "pass full tensors by name")
-    found = {name: Entry.of(tensor, f" of hash {hash_of(tensor)}") for name, tensor in state_dict.items()}
-    return exchange.fill(found, like, cast)
+    with exchange.raise_on_all_ranks():
+        expect(isinstance(state_dict, Mapping), exchange.label, "state_dict to be a mapping", describe(state_dict))
+        others = {n: each for n, each in state_dict.items() if type(each) not in (torch.Tensor, nn.Parameter)}
+        problems = [(f"{name}", describe(each), "a full tensor") for name, each in others.items()]
+        refuse(f"{exchange.label}: found no plain state dict", problems, "pass full tensors by name")
+    hashes = {name: f"hash {hash_of(tensor)}" for name, tensor in state_dict.items()}
+    exchange.agree(hashes, "ranks hold different leaves", "read the same state dict on every rank")
+    found = {name: Entry.of(tensor) for name, tensor in state_dict.items()}
+    return exchange.with_leaves(like, exchange.fill(found, exchange.leaves(like, cast=cast), cast))
 
 
 def load_torch(
@@ -115,8 +111,5 @@ def load_torch(
     """
     exchange = Exchange("checkpoint.load_torch", module)
     with exchange.raise_on_all_ranks(path):
-        exchange.check_flags(trusted=trusted)
-        file = exchange.path("path", path)
-        exchange.refuse_untrusted(path, trusted)
-        found = exchange.read_pickle(file)
-    return exchange.fill(found, like, cast)
+        found = exchange.read_pickle(exchange.path("path", path), trusted)
+    return exchange.with_leaves(like, exchange.fill(found, exchange.leaves(like, cast=cast), cast))

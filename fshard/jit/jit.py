@@ -22,9 +22,9 @@ from fshard.jit.passes import (
 )
 from fshard.jit.signature import Signature, changes, exact, outline, signature
 from fshard.jit.trace import Traced, trace
-from fshard.jit.writes import donate, mark_donated, pairs_of, schedule, twins_of
+from fshard.jit.writes import donate, pairs_of, schedule, twins_of
 from fshard.tree import Axis, Exact, Flat, Sharded, flatten, tensors_of, unflatten
-from fshard.tree.checks import check_axes, describe, refuse_donated
+from fshard.tree.checks import check_axes, describe, mark_donated, refuse_donated
 
 
 class _Program(NamedTuple):

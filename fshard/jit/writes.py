@@ -24,8 +24,7 @@ from fshard.jit.passes import (
     written,
 )
 from fshard.jit.trace import Traced
-from fshard.tree import Flat, Sharded, Treedef, tensor_of
-from fshard.tree.checks import DONATED
+from fshard.tree import Flat, Treedef, tensor_of
 
 aten = torch.ops.aten
 
@@ -259,32 +258,3 @@ def _times(nodes: Sequence[Node], numbers: Sequence[int], limits: Mapping[Node, 
         for m in before[n]:
             times[m] = min(times[m], times[n])
     return times
-
-
-def mark_donated(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
-    """Leave donated leaves with an empty tensor that says so.
-
-    Args:
-        leaves: The leaves. A Sharded one lets go of its tensor, which goes on as it is; a plain one is emptied itself.
-
-    Returns:
-        For the plain ones, by their identity, new tensors that have their memory.
-    """
-    empty: dict[Any, torch.Tensor] = {}
-    moved: dict[int, torch.Tensor] = {}
-    put = object.__setattr__
-    for leaf in leaves:
-        tensor = tensor_of(leaf)
-        # There may be thousands, and a device is slow to make and to hash.
-        kind = tensor.dtype if tensor.is_cpu else (tensor.dtype, tensor.device)
-        gone = empty.get(kind)
-        if gone is None:
-            gone = empty[kind] = tensor.new_empty(0)
-            gone.__dict__[DONATED] = True
-        if isinstance(leaf, Sharded):
-            put(leaf, "local", gone)
-        elif id(tensor) not in moved:
-            # By no operator.
-            moved[id(tensor)], tensor.data = tensor.data, gone
-            tensor.__dict__[DONATED] = True
-    return moved

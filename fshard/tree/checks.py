@@ -142,6 +142,35 @@ def named(axis: Axis) -> str:
     return f"axis {axis.name!r} of {axis.size} ranks in group {axis.group_name!r}"
 
 
+def mark_donated(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
+    """Leave donated leaves with an empty tensor that says so.
+
+    Args:
+        leaves: The leaves. A Sharded one lets go of its tensor, which goes on as it is; a plain one is emptied itself.
+
+    Returns:
+        For the plain ones, by their identity, new tensors that have their memory.
+    """
+    empty: dict[Any, torch.Tensor] = {}
+    moved: dict[int, torch.Tensor] = {}
+    put = object.__setattr__
+    for leaf in leaves:
+        tensor = tensor_of(leaf)
+        # There may be thousands, and a device is slow to make and to hash.
+        kind = tensor.dtype if tensor.is_cpu else (tensor.dtype, tensor.device)
+        gone = empty.get(kind)
+        if gone is None:
+            gone = empty[kind] = tensor.new_empty(0)
+            gone.__dict__[DONATED] = True
+        if isinstance(leaf, Sharded):
+            put(leaf, "local", gone)
+        elif id(tensor) not in moved:
+            # By no operator.
+            moved[id(tensor)], tensor.data = tensor.data, gone
+            tensor.__dict__[DONATED] = True
+    return moved
+
+
 def is_donated(leaf: Any) -> bool:
     """Tell whether a leaf's tensor was donated; it is empty then, of shape (0,)."""
     return getattr(leaf.local if isinstance(leaf, Sharded) else leaf, DONATED, None) is True

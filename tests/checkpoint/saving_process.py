@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import checkpoint
-from fshard.checkpoint import safetensors
+from fshard.checkpoint import files
 
 SIZE = 400_000
 
@@ -55,7 +55,7 @@ def wait_for(path):
 def change_last_part(directory, rank, ranks, last_part):
     """Have the last rank write its part otherwise, and the first one end as soon as the part is there."""
     over = Path(f"{directory}.over")
-    inner = safetensors.write_all
+    inner = files.write_all
 
     def write_all(descriptor, data):
         if last_part == "killed":
@@ -68,15 +68,15 @@ def change_last_part(directory, rank, ranks, last_part):
         over.touch()
 
     if rank == ranks - 1:
-        safetensors.write_all = write_all
+        files.write_all = write_all
     elif not rank:
         threading.Thread(target=tell).start()
 
 
 def run(directory, rank, ranks, asynchronous, start, last_part, store):
     torch.set_num_threads(1)
-    # With a last part of its own no time ends a wait.
-    sys.modules["fshard.checkpoint.save"].PATIENCE_AT_EXIT = 1e4 if last_part else 0.5
+    # For a part that comes late no time ends the wait.
+    sys.modules["fshard.checkpoint.save"].PATIENCE_AT_EXIT = 1e4 if last_part == "late" else 0.5
     if ranks > 1:
         limit = timedelta(seconds=20)
         dist.init_process_group("gloo", f"file://{store}", world_size=ranks, rank=rank, timeout=limit)

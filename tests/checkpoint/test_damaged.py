@@ -118,18 +118,15 @@ def test_where_each_kind_of_damage_is_found(tmp_path):
     manifest = directory / "manifest.json"
     text = manifest.read_text()
     for old, new, message in (
-        ("fshard.checkpoint", "fshard.checkpoinr", "it is not of a checkpoint of fshard"),
-        ('"version": 1', '"version": 2', "expected version 1, got 2; read it with the fshard that wrote it"),
+        ("fshard.checkpoint", "fshard.checkpoinr", "its digest does not match, so it was damaged or edited"),
+        ('"version": 1', '"version": 2', "expected version 1, got 2; read it by the fshard that wrote it"),
         ('"step": 2', '"step": 3', "its digest does not match, so it was damaged or edited"),
-        ("[3, 2]", "[2, 3]", "['w']: expected chunks that cover each element of [2, 3] once, got others"),
+        ("[3, 2]", "[2, 3]", "its digest does not match, so it was damaged or edited"),
         (" ", "  ", "its digest does not match, so it was damaged or edited"),
         ("}\n", "}", "its digest does not match, so it was damaged or edited"),
         ('"digest": "', '"digest": "0', "its digest does not match, so it was damaged or edited"),
-        (
-            "float32",
-            "float31",
-            "['w']: expected a dtype of torch, in chunks of files of the manifest, got 'float31' in 1 chunks",
-        ),
+        ("float32", "float31", "its digest does not match, so it was damaged or edited"),
+        ("{", "", "it is no manifest that fshard wrote (JSONDecodeError)"),
         ('"0.1"', '"0.2"', "its digest does not match, so it was damaged or edited"),
         ("true", "null", "its digest does not match, so it was damaged or edited"),
     ):
@@ -190,7 +187,7 @@ def grown(name):
 
 NO_FILE = "expected a regular file, got something else"
 OTHER_STEP = f"{THIRD}: expected step 3 as its name says, got step 1"
-NO_NAME = "expected the name of a checkpoint, got"
+NO_NAME = "/latest to name a checkpoint, got steps 1, 2, 3; pass step= one that is there"
 FAULTS = {
     "swapped files": (swapped(PART, f"{THIRD}/rank-00001.safetensors"), FILE),
     "stale file": (stale(FILE), FILE),
@@ -209,7 +206,7 @@ FAULTS = {
     "directory": (replaced(PART, os.mkdir), f"{FILE}: {NO_FILE}"),
     "checkpoint that is a file": (replaced(THIRD, Path.touch), f"{THIRD}/{MANIFEST}: Not a directory"),
     "checkpoint that is empty": (replaced(THIRD, os.mkdir), f"{THIRD}/{MANIFEST}: No such file or directory"),
-    "removed checkpoint": (lambda root: shutil.rmtree(root / THIRD), "; pass step= one of those that are there: 1, 2"),
+    "removed checkpoint": (lambda root: shutil.rmtree(root / THIRD), "got steps 1, 2; pass step= one that is there"),
     "latest that is a directory": (replaced("latest", os.mkdir), f"latest: {NO_FILE}"),
     "latest that is a pipe": (replaced("latest", os.mkfifo), f"latest: {NO_FILE}"),
     "latest that leads elsewhere": (lambda root: (root / "latest").write_text(f"../../{THIRD}"), NO_NAME),
@@ -263,7 +260,7 @@ def test_what_is_beside_checkpoints_is_of_no_matter(three):
     (three / "latest").unlink()
     # As after a kill between the first checkpoint and the file.
     assert checkpoint.latest(three) == 3
-    with pytest.raises(checkpoint.CheckpointError, match="found no checkpoint of step 9, only of 1, 2, 3"):
+    with pytest.raises(checkpoint.CheckpointError, match="expected a checkpoint of step 9, got steps 1, 2, 3"):
         checkpoint.restore(three, {}, step=9)
     save(three, lambda on: split(state()), 2, step=4)
     there = {path.name for path in three.iterdir()}

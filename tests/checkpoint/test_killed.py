@@ -209,8 +209,8 @@ def test_a_rank_whose_peer_is_dead_ends(saving, tmp_path):
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("ranks", (2, 3))
-def test_a_rank_does_not_wait_for_a_part_whose_writer_was_killed(ranks, saving, tmp_path):
-    """At the end of its program; no time would end the wait here."""
+def test_a_rank_does_not_wait_long_for_a_part_whose_writer_was_killed(ranks, saving, tmp_path):
+    """At the end of its program."""
     directory = tmp_path / "run"
     saving.start(directory, ranks, True, 0, "killed")
     lines = saving.until("ended")

@@ -16,6 +16,7 @@ import torch
 import fshard as fs
 from fshard import checkpoint
 from fshard.testing import RankError, spmd
+from fshard.tree import MASK
 from tests.checkpoint.states import assert_same, message, refused
 from tests.ranks import my_rank
 from tests.trees import normal, one_axis
@@ -66,8 +67,6 @@ STEP = "pass step=, or a state that has one"
         (torch.tensor(2.5), "2.5"),
         (torch.tensor(True), "True"),
         (torch.tensor(-3), "-3"),
-        (torch.ones(1, dtype=torch.int64), "an int64 Tensor of shape (1,)"),
-        (torch.tensor(1, device="meta"), "an int64 Tensor of shape ()"),
     ],
 )
 @pytest.mark.parametrize("function", ("save", "Manager"))
@@ -83,8 +82,8 @@ def test_a_bad_step_on_one_rank(tmp_path):
     assert text == f"checkpoint.save: expected step to be a whole number from 0, got 'x'; {STEP}"
 
 
-PLAIN = "a tensor, or None, bool, int, float or str"
-OUTSIDE = "a strided tensor with values, outside of torch.func and jit"
+PLAIN = "a plain tensor, or None, bool, int, float or str"
+VALUES = "a strided tensor with values, of dtype bool, uint8"
 
 
 @pytest.mark.parametrize(
@@ -99,28 +98,21 @@ OUTSIDE = "a strided tensor with values, outside of torch.func and jit"
         (torch.float32, "a dtype", PLAIN),
         (torch.device("cpu"), "a device", PLAIN),
         (torch.nn.Linear(1, 1), "a Linear", PLAIN),
-        (torch.ones(3, device="meta"), "a float32 Tensor of shape (3,) without values of its own", OUTSIDE),
-        (torch.ones(3).to_sparse(), "a float32 Tensor of shape (3,) without values of its own", OUTSIDE),
-        (torch.empty(3, dtype=torch.float8_e4m3fnuz), "dtype float8_e4m3fnuz", None),
-        (10**700, "an int of 2326 bits", "at most 2000"),
-        ("\ud83d\ude00", "a str with surrogates", "one that is text; encode it otherwise"),
+        (torch.ones(3, device="meta"), "a float32 Tensor of shape (3,), torch.strided on meta", VALUES),
+        (torch.ones(3).to_sparse(), "a float32 Tensor of shape (3,), torch.sparse_coo on cpu", VALUES),
+        (torch.empty(3, dtype=torch.float8_e4m3fnuz), "a float8_e4m3fnuz Tensor of shape (3,), torch.strided", VALUES),
     ],
 )
 @pytest.mark.parametrize("on", ("all", "one"))
 def test_leaves_that_cannot_be_saved(leaf, found, needed, on, tmp_path):
     if on == "all":
         text = refused(lambda: checkpoint.save(tmp_path, {"ok": torch.ones(1), "bad": [None, leaf]}, 1))
-        if needed:
-            assert text == (
-                "checkpoint.save: leaves cannot be saved\n"
-                f"  ['bad'][1]: expected {needed}, got {found}\n"
-                "To fix: keep them out of the state."
-            )
-        assert f", got {found}\n" in text
+        assert text.startswith(f"checkpoint.save: leaves cannot be saved\n  ['bad'][1]: expected {needed}")
     else:
         text = refused_everywhere(lambda: checkpoint.save(tmp_path, {"bad": leaf if my_rank() else 3}, 1))
-        first = "checkpoint.save: ranks hold different states\n  ['bad']: expected 3 as on rank world=0"
-        assert text.startswith(f"{first}, got {found} on rank world=1")
+        assert text.startswith(f"checkpoint.save: leaves cannot be saved\n  ['bad']: expected {needed}")
+    assert f", got {found}" in text
+    assert text.endswith("\nTo fix: keep them out of the state.")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -134,9 +126,6 @@ def test_tensors_of_other_classes(tmp_path):
     for leaf, name in ((fake, "FakeTensor"), (shard, "DTensor")):
         text = refused(lambda: checkpoint.save(tmp_path, {"w": leaf}, 1))  # noqa: B023
         assert f"  ['w']: expected {PLAIN}, got a float32 {name} of shape (3,)" in text
-    checkpoint.save(tmp_path, {"w": torch.ones(3)}, 1)
-    text = refused(lambda: checkpoint.restore(tmp_path, {"w": shard}))
-    assert "  ['w']: expected a plain strided tensor, got a float32 DTensor of shape (3,), strided\n" in text
     # The attribute holds the mode alive otherwise.
     del fake
 
@@ -160,9 +149,9 @@ def test_calls_where_nothing_has_a_value(inside, call, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_leaves_of_one_path(tmp_path):
+def test_leaves_of_one_name(tmp_path):
     tree = {Tag(1): torch.ones(1), Tag(2): torch.zeros(1)}
-    end = "leaves of one path\n  [tag]: expected one of each path, got 2 leaves\n"
+    end = "leaves of one name\n  tag: expected one of each name, got 2 leaves\n"
     end += "To fix: give keys that print differently."
     assert refused(lambda: checkpoint.save(tmp_path, tree, 1)) == f"checkpoint.save: {end}"
     checkpoint.save(tmp_path, {Tag(1): torch.ones(1)}, 1)
@@ -184,10 +173,15 @@ def in_dtype(dtype):
         (lambda: {"a": float("nan") if my_rank() else 0.0}, "['a']", "0.0", "nan"),
         (lambda: {"a": True if my_rank() else 1}, "['a']", "1", "True"),
         (lambda: my_rank() + 4, "(step)", "4", "5"),
-        (lambda: {"mean": torch.zeros(2 + my_rank())}, "['mean']", "float32[2]", "float32[3]"),
+        (
+            lambda: {"mean": torch.zeros(2 + my_rank())},
+            "['mean']",
+            "float32[2]",
+            "float32[3]",
+        ),
         (
             lambda: {"w": in_dtype(torch.float64 if my_rank() else None)},
-            *("['w']", "float32[4] split by P('shard')", "float64[4] split by P('shard')"),
+            *("['w']", "float32[4]", "float64[4]"),
         ),
     ],
 )
@@ -200,14 +194,14 @@ def test_ranks_with_different_states(make, path, first, second, tmp_path):
 
     text = refused_everywhere(save)
     line = f"{path}: expected {first} as on rank world=0, got {second} on rank world=1"
-    assert text.startswith(f"checkpoint.save: ranks hold different states\n  {line}")
+    assert text.startswith(f"checkpoint.save: ranks hold different leaves\n  {line}")
     assert text.endswith(REMEDY)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_tensors_that_ranks_hold_whole_and_that_differ(tmp_path):
     text = refused_everywhere(lambda: checkpoint.save(tmp_path, {"mean": torch.full((2,), float(my_rank()))}, 1))
-    line = "['mean']: expected the same on both, got other values on rank 1 than on rank 0"
+    line = "['mean']: expected the same on all ranks, got other values on rank 1"
     start = f"checkpoint.save: ranks hold different values of one leaf\n  {line}\nTo fix: make them the same, "
     assert text.startswith(start)
     assert list(tmp_path.iterdir()) == []
@@ -231,7 +225,7 @@ def test_a_shard_of_another_shape_on_one_rank(tmp_path):
 
     assert refused_everywhere(program) == (
         "checkpoint.save: shards do not match their specs\n"
-        "  ['w']: expected a local tensor of shape (2, 2), got a local tensor of shape (1, 2)\n"
+        "  ['w']: expected a local tensor of shape (2, 2), got a float64 Tensor of shape (1, 2) as local tensor\n"
         "To fix: keep a leaf's shape when mapping over it."
     )
 
@@ -258,13 +252,13 @@ GENERIC = "To fix: restore into a state built as the one that was saved; only= a
         ({"w": torch.ones(3, 2), "n": torch.ones(())}, ["['n']: expected float32[], got an int"]),
         ({"w": None, "n": 1}, ["['w']: expected None, got float32[3, 2]"]),
         ({"w": numpy.ones((3, 2)), "n": 1}, ["['w']: expected a ndarray, got float32[3, 2]"]),
-        ({}, ["['n']: expected nothing, got an int", "['w']: expected nothing, got float32[3, 2]"]),
+        ({}, ["['w']: expected nothing, got float32[3, 2]", "['n']: expected nothing, got an int"]),
         (
             torch.ones(3, 2),
             [
                 "(root): expected float32[3, 2], got nothing",
-                "['n']: expected nothing, got an int",
                 "['w']: expected nothing, got float32[3, 2]",
+                "['n']: expected nothing, got an int",
             ],
         ),
         (
@@ -277,7 +271,7 @@ def test_a_state_that_does_not_fit(like, lines, tmp_path):
     checkpoint.save(tmp_path, {"w": torch.ones(3, 2), "n": 1}, 1)
     text = refused(lambda: checkpoint.restore(tmp_path, like))
     body = "".join(f"  {line}\n" for line in lines)
-    assert text == f"checkpoint.restore: step-00000001 does not fit\n{body}{GENERIC}"
+    assert text == f"checkpoint.restore: leaves do not fit\n{body}{GENERIC}"
 
 
 def test_a_state_that_does_not_fit_on_one_rank(tmp_path):
@@ -286,19 +280,7 @@ def test_a_state_that_does_not_fit_on_one_rank(tmp_path):
         checkpoint.restore(tmp_path, {"w": torch.ones(4 if my_rank() == 1 else 3)})
 
     text = refused_everywhere(program, 3)
-    assert "  ['w']: expected nothing as on rank world=0, got float32[3] instead of float32[4] on rank world=1" in text
-
-
-@pytest.mark.parametrize("subtree", ("", "params", ".opt_state", ".nothing"))
-def test_the_remedy_names_the_right_subtree(subtree, tmp_path):
-    state = saved_state(tmp_path)
-    text = refused(lambda: checkpoint.restore(tmp_path, state.params, subtree=subtree))
-    assert text.endswith("To fix: pass subtree='.params', where the checkpoint has such leaves.")
-    text = refused(lambda: checkpoint.restore(tmp_path, state.opt_state, subtree=subtree + ".no"))
-    assert text.endswith("To fix: pass subtree='.opt_state', where the checkpoint has such leaves.")
-    # Where no subtree has all of the leaves, none is named.
-    text = refused(lambda: checkpoint.restore(tmp_path, {**state.params, "new": torch.ones(1)}, subtree=subtree))
-    assert text.endswith(GENERIC)
+    assert "  ['w']: expected float32[4], got float32[3]\n" in text
 
 
 def test_a_subtree_is_no_prefix_of_a_name(tmp_path):
@@ -319,14 +301,12 @@ def test_no_checkpoint(ranks, tmp_path):
 
 def test_an_unknown_step(tmp_path):
     text = refused(lambda: checkpoint.restore(tmp_path, {}, step=1), checkpoint.CheckpointError)
-    assert text == f"checkpoint.restore: {tmp_path}: found no checkpoint of step 1, only of none"
+    remedy = "pass step= one that is there"
+    assert text == f"checkpoint.restore: {tmp_path}: expected a checkpoint of step 1, got steps none; {remedy}"
     for step in (3, 5, 5):
         checkpoint.save(tmp_path, {}, step)
     text = refused(lambda: checkpoint.restore(tmp_path, {}, step=4), checkpoint.CheckpointError)
-    assert text == f"checkpoint.restore: {tmp_path}: found no checkpoint of step 4, only of 3, 5"
-    for step, shown in (("3", "a str"), (True, "a bool"), (3.0, "a float")):
-        text = refused(lambda: checkpoint.restore(tmp_path, {}, step=step))  # noqa: B023
-        assert text == f"checkpoint.restore: expected step to be an int, or None for the latest, got {shown}"
+    assert text == f"checkpoint.restore: {tmp_path}: expected a checkpoint of step 4, got steps 3, 5; {remedy}"
 
 
 def test_masks_and_subtrees_that_mean_nothing(tmp_path):
@@ -336,18 +316,7 @@ def test_masks_and_subtrees_that_mean_nothing(tmp_path):
     assert text == "checkpoint.restore: the mask 'head.*' matches no leaf of a, b, c, d, ...; name some of these"
     for only, shown in ((3, "an int"), ((), "a tuple"), ((1,), "a tuple"), (True, "a bool")):
         text = refused(lambda: checkpoint.restore(tmp_path, tree, only=only))  # noqa: B023
-        assert text == f"checkpoint.restore: expected only to be a pattern or several, or a function, got {shown}"
-    text = refused(lambda: checkpoint.restore(tmp_path, tree, subtree=None))
-    assert text == "checkpoint.restore: expected subtree to be a path such as '.params', got None"
-
-
-def test_no_room_for_values(tmp_path):
-    checkpoint.save(tmp_path, {"w": torch.ones(3)}, 1)
-    with torch.device("meta"):
-        text = refused(lambda: checkpoint.restore(tmp_path, {"w": torch.ones(3)}))
-    assert "['w']: expected room for values, got a meta tensor where the default device is meta too" in text
-    text = refused(lambda: checkpoint.restore(tmp_path, {"w": torch.ones(3).to_sparse()}))
-    assert "['w']: expected a plain strided tensor, got a float32 Tensor of shape (3,), sparse_coo" in text
+        assert text == f"checkpoint.restore: expected only to be {MASK}, got {shown}"
 
 
 def save_refused(directory, ranks=2):
@@ -359,15 +328,17 @@ def save_refused(directory, ranks=2):
 def test_directories_that_cannot_be_written_to(tmp_path):
     file = tmp_path / "file"
     file.write_text("mine")
-    assert save_refused(file) == f"checkpoint.save: step 1 was not saved: {file}: File exists"
-    assert save_refused(file / "in") == f"checkpoint.save: step 1 was not saved: {file}/in: Not a directory"
+    assert save_refused(file) == f"checkpoint.save: {file}: File exists"
+    assert save_refused(file / "in") == f"checkpoint.save: {file}/in: Not a directory"
     assert file.read_text() == "mine"
     # Not even root makes a directory there.
     text = save_refused("/proc/checkpoints")
-    assert text == "checkpoint.save: step 1 was not saved: /proc/checkpoints: No such file or directory"
+    assert text == "checkpoint.save: /proc/checkpoints: No such file or directory"
     assert save_refused(f"{tmp_path}/{'x' * 300}").endswith("x: File name too long")
-    for call in (lambda: checkpoint.restore(file, {}), lambda: checkpoint.latest(file)):
-        assert refused(call, checkpoint.CheckpointError).endswith(f"{file}: Not a directory")
+    text = refused(lambda: checkpoint.restore(file, {}), checkpoint.CheckpointError)
+    assert text == f"checkpoint.restore: {file}: Not a directory"
+    with pytest.raises(NotADirectoryError, match=f"{file}"):
+        checkpoint.latest(file)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -383,8 +354,9 @@ def test_a_directory_whose_name_is_no_text(tmp_path):
     directory = os.fsdecode(bytes(tmp_path) + b"/\xff\xfe")
     text = refused_everywhere(lambda: checkpoint.restore(directory, {}), 2, checkpoint.CheckpointError)
     assert text.startswith(f"checkpoint.restore: {directory}: expected a checkpoint")
-    text = refused_everywhere(lambda: checkpoint.save(directory, {"w": torch.ones(3)}, 1))
-    assert text == f"checkpoint.save: expected directory to be a name that is text in UTF-8, got {directory!r}"
+    assert text.endswith("got none")
+    spmd(lambda: checkpoint.save(directory, {"w": torch.ones(3)}, 1), 2)
+    assert checkpoint.restore(directory, {"w": torch.zeros(3)})["w"].sum() == 3
 
 
 @pytest.mark.parametrize("name", (".lock", ".latest.part"))
@@ -396,7 +368,7 @@ def test_links_that_a_writer_would_follow(name, tmp_path):
     (directory / name).symlink_to(outside)
     if name == ".lock":
         text = save_refused(directory)
-        assert text == f"checkpoint.save: step 1 was not saved: {directory}/.lock: Too many levels of symbolic links"
+        assert text == f"checkpoint.save: {directory}/.lock: Too many levels of symbolic links"
     else:
         checkpoint.save(directory, {}, 1)
     assert outside.read_text() == "mine"
@@ -408,7 +380,7 @@ FULL_DISK = """
     directory = sys.argv[1]
     small, large = ({"w": torch.full((n,), 3.0)} for n in (10, 100_000))
     checkpoint.save(directory, small, 1)
-    # In the first file of all, in the header, in the data, and no more.
+    # In the header, in the data, and no more.
     for size in (0, 60, 100_000, -1):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, -1))
         try:
@@ -425,11 +397,9 @@ FULL_DISK = """
 def test_files_that_cannot_grow(tmp_path):
     lines = python(FULL_DISK, tmp_path).splitlines()
     assert len(lines) == 3
-    assert lines[0].endswith(f"{tmp_path}: File too large")
     for line in lines:
         assert line.startswith("checkpoint.save: step 2 was not saved: ")
-        assert line.endswith(": File too large")
-    assert all("rank-00000.safetensors" in line for line in lines[1:])
+        assert line.endswith("/rank-00000.safetensors: File too large")
     there = sorted(path.name for path in tmp_path.iterdir())
     assert there == [".lock", "latest", "step-00000001", "step-00000002"]
 
@@ -452,7 +422,7 @@ WRITERS = """
             checkpoint.save(directory, {"w": torch.full((1000,), float(value)), "writer": value, "step": step}, step)
             saved += 1
         except checkpoint.CheckpointError as error:
-            assert "which is saving there; wait for it, or save to another directory" in str(error), error
+            assert "expected no other save to be under way there, got one; wait for it" in str(error), error
             refused += 1
     os.write(1, f"{saved} {refused}\\n".encode())
     assert not child or os.waitpid(child, 0)[1] == 0
@@ -483,7 +453,7 @@ def test_threads_at_once(tmp_path):
                 checkpoint.save(tmp_path, {"w": torch.full((1000,), float(value))}, step)
                 outcomes.append("saved")
             except checkpoint.CheckpointError as error:
-                outcomes.append(f"process {os.getpid()}" in str(error) or "another process" in str(error))
+                outcomes.append("expected no other save to be under way there" in str(error))
 
     threads = [threading.Thread(target=write, args=(value,)) for value in range(4)]
     for thread in threads:

@@ -10,7 +10,7 @@ import torch
 
 import fshard as fs
 from fshard import checkpoint
-from fshard.checkpoint import safetensors
+from fshard.checkpoint import directory, files
 from fshard.testing import RankError, spmd
 from tests.checkpoint.states import assert_same, message, refused, sampler, zeros_like
 from tests.ranks import on_ranks
@@ -38,13 +38,13 @@ def full(step):
 def held(monkeypatch):
     """Writes wait until the event is set."""
     event = threading.Event()
-    inner = safetensors.write_all
+    inner = files.write_all
 
     def write_all(descriptor, data):
         assert event.wait(SECONDS)
         inner(descriptor, data)
 
-    monkeypatch.setattr(safetensors, "write_all", write_all)
+    monkeypatch.setattr(files, "write_all", write_all)
     yield event
     event.set()
 
@@ -105,10 +105,9 @@ def test_a_default_device_without_values_changes_nothing(tmp_path):
 
 def test_a_second_save_while_one_is_under_way(held, tmp_path):
     saving = checkpoint.save(tmp_path, full(1), 1, asynchronous=True)
-    place = f"process {os.getpid()} of {os.uname().nodename}"
     assert refused(lambda: checkpoint.save(tmp_path, full(2), 2), checkpoint.CheckpointError) == (
-        f"checkpoint.save: step 2 was not saved: {tmp_path}: expected to be alone, got {place}, which is saving "
-        "there; wait for it, or save to another directory"
+        f"checkpoint.save: {tmp_path}: expected no other save to be under way there, got one; "
+        "wait for it, or save to another directory"
     )
     held.set()
     saving.wait()
@@ -136,8 +135,8 @@ def test_a_process_forked_meanwhile_does_not_keep_the_directory(held, tmp_path):
     assert list_steps(tmp_path) == [1, 2]
 
 
-def list_steps(directory):
-    return sorted(int(path.name[5:].partition(".")[0]) for path in directory.glob("step-*"))
+def list_steps(root):
+    return sorted(int(path.name[5:].partition(".")[0]) for path in root.glob("step-*"))
 
 
 def names(directory):
@@ -150,7 +149,7 @@ def names(directory):
 def test_a_failing_write_is_told_on_every_rank_and_loses_nothing(
     asynchronous, failing, world_size, tmp_path, monkeypatch
 ):
-    inner = safetensors.write_all
+    inner = files.write_all
     name = f"rank-{failing % world_size:05d}.safetensors"
     broken = threading.Event()
 
@@ -159,7 +158,7 @@ def test_a_failing_write_is_told_on_every_rank_and_loses_nothing(
             raise OSError(28, "No space left on device")
         inner(descriptor, data)
 
-    monkeypatch.setattr(safetensors, "write_all", write_all)
+    monkeypatch.setattr(files, "write_all", write_all)
 
     def program():
         state = new_state()
@@ -190,7 +189,7 @@ def test_a_failing_write_is_told_on_every_rank_and_loses_nothing(
 
 
 def test_waiting_twice_fails_twice(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors, "write_all", lambda *_: 1 / 0)
+    monkeypatch.setattr(files, "write_all", lambda *_: 1 / 0)
     saving = checkpoint.save(tmp_path, full(1), 1, asynchronous=True)
     for _ in range(2):
         text = refused(saving.wait, checkpoint.CheckpointError)
@@ -221,23 +220,23 @@ def test_a_failure_of_the_last_files(file, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("manager", (False, True))
 def test_the_first_rank_gives_up_on_one_that_writes_nothing(manager, tmp_path, monkeypatch):
-    save = sys.modules["fshard.checkpoint.save"]
-    inner = save.write_bytes
+    inner = directory.write_bytes
 
-    def write_bytes(path, data, **arguments):
+    def write_bytes(path, data):
         if path.name != "rank-00001.json":
-            inner(path, data, **arguments)
+            inner(path, data)
 
     def program():
         if not manager:
             return checkpoint.save(tmp_path, full(1), 1, timeout=0.1)
         return checkpoint.Manager(tmp_path, asynchronous=False, timeout=0.1).save(full(1), 1)
 
-    monkeypatch.setattr(save, "write_bytes", write_bytes)
+    monkeypatch.setattr(directory, "write_bytes", write_bytes)
     with pytest.raises(RankError) as error:
         spmd(program, 2)
-    remedy = "see that every rank is alive and that all share the directory"
-    assert message(error).endswith(f"/rank-00001.json: found nothing after 0 s; {remedy}")
+    remedy = "see that every rank is alive and shares the directory"
+    text = f"expected the list of a rank's parts, got nothing after 0 s; {remedy}"
+    assert message(error).endswith(f"/rank-00001.json: {text}")
     assert names(tmp_path) == [".lock"]
 
 
@@ -256,7 +255,7 @@ def test_files_are_on_the_disk_before_they_have_their_names(synced, tmp_path, mo
     checkpoint.save(tmp_path, full(1), 1)
     short = [event if isinstance(event, tuple) else os.path.basename(event)[:8] for event in events]
     assert short == [
-        *("rank-000", (".rank", "rank-00000.json")),
+        *("rank-000", ".rank-00", (".rank", "rank-00000.json")),
         *(".manifes", (".manifest.json.part", "manifest.json")),
         *(".saving-", (".saving", "step-00000001"), tmp_path.name[:8]),
         *(".latest.", (".latest.part", "latest"), tmp_path.name[:8]),
@@ -308,8 +307,6 @@ def test_the_last_step_is_saved_when_forced(tmp_path):
 
 def test_pruning_is_last(tmp_path, monkeypatch):
     """When the new one has its name, and `latest` names it, the old ones are there still."""
-    from fshard.checkpoint import directory
-
     seen = []
     inner = directory.remove
 
@@ -360,7 +357,7 @@ def test_manager_waits_for_the_save_before_it_restores(held, tmp_path):
 def test_manager_tells_of_a_failure_once_and_goes_on(tmp_path, monkeypatch):
     manager = checkpoint.Manager(tmp_path)
     with monkeypatch.context() as broken:
-        broken.setattr(safetensors, "write_all", lambda *_: 1 / 0)
+        broken.setattr(files, "write_all", lambda *_: 1 / 0)
         manager.save(full(1), 1)
         with pytest.raises(checkpoint.CheckpointError, match=r"^checkpoint\.save: step 1 was not saved"):
             manager.wait()

@@ -169,6 +169,13 @@ ACCEPTED = (
         "to_dtensor.tree",
     ),
     ("any tree, of whatever leaves", tuple(WRONG), "from_dtensor.tree"),
+    ("only True opens a pickle", tuple(WRONG), "checkpoint.load_huggingface.trusted"),
+    ("true or false to Python", tuple(WRONG), "checkpoint.save_dcp.flatten_optimizer_state_dict"),
+    (
+        "true or false to Python",
+        tuple(x for x in WRONG if not x.startswith("a tensor")),
+        "checkpoint.to_optimizer_state_dict.rank0_only",
+    ),
     ("no leaves", EMPTY, "checkpoint.save_dcp.state"),
     ("no leaves", EMPTY, "checkpoint.to_optimizer_state_dict.opt_state"),
 )

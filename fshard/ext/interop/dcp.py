@@ -1,12 +1,14 @@
 """Checkpoints of torch.distributed.checkpoint, under the names that FSDP2 gives its state."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import nn
 
+from fshard.ext.interop.export import new_files
 from fshard.ext.interop.optimizer_state import (
     check_updates,
     groups_of,
@@ -63,46 +65,42 @@ def save_dcp(
     {'model': {'w': tensor([1., 2.])}}
     """
     exchange = Exchange("checkpoint.save_dcp", module)
-    _check_keys(exchange, model_key=model_key, optimizer_key=optimizer_key)
-    known = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
-    expect(known, exchange.label, "optimizer to be a torch optimizer or None", describe(optimizer))
-    with exchange.raise_on_all_ranks():
-        exchange.check_flags(flatten_optimizer_state_dict=flatten_optimizer_state_dict)
     trained = hasattr(state, "opt_state")
-    whole = not trained or (module is not None and optimizer is not None)
-    needed = "module= and optimizer= too, as get_state_dict takes them"
-    expect(whole, exchange.label, needed, f"a {type(state).__name__} alone")
+    with exchange.raise_on_all_ranks():
+        _check_keys(exchange, model_key=model_key, optimizer_key=optimizer_key)
+        known = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
+        expect(known, exchange.label, "optimizer to be a torch optimizer or None", describe(optimizer))
+        is_whole = not trained or (module is not None and optimizer is not None)
+        needed = "module= and optimizer= too, as get_state_dict takes them"
+        expect(is_whole, exchange.label, needed, f"a {type(state).__name__} alone")
     leaves = _model_leaves(exchange, state)
-    exchange.replicas(leaves)
+    exchange.replicas(leaves, {})
     content: dict[tuple[str | int, ...], Any] = {
         (*_split(model_key), alias): leaf for name, leaf in leaves.items() for alias in exchange.saved_as(name)
     }
-    if trained:
-        assert optimizer is not None
-        for place, value in _optimizer_content(exchange, state, optimizer, flatten_optimizer_state_dict).items():
-            content[*_split(optimizer_key), *([_key(*place)] if flatten_optimizer_state_dict else place)] = value
-    with exchange.new_files(directory, (METADATA,)) as temporary:
+    if trained and optimizer is not None:
+        is_flat = flatten_optimizer_state_dict
+        for place, value in _optimizer_content(exchange, state.opt_state, optimizer, is_flat).items():
+            content[*_split(optimizer_key), *([_key(*place)] if is_flat else place)] = value
+    with new_files(exchange, directory, (METADATA,)) as temporary:
         from fshard.ext.interop import dcp_files
 
         dcp_files.write(temporary, content)
 
 
 def _optimizer_content(
-    exchange: Exchange, state: Any, optimizer: torch.optim.Optimizer, flattened: bool
+    exchange: Exchange, opt_state: Any, optimizer: torch.optim.Optimizer, is_flat: bool
 ) -> dict[tuple[str | int, ...], Any]:
     """The state and the parameter groups of an optimizer, by their places in its state dict."""
-    slots = optimizer_leaves(exchange, state.opt_state)
-    named = {f"{name} {slot}": leaf for (name, slot), leaf in slots.items()}
-    exchange.agree_on_layouts(named)
-    exchange.replicas(named)
+    slots = optimizer_leaves(exchange, opt_state)
+    exchange.replicas({f"{name} {slot}": leaf for (name, slot), leaf in slots.items()}, {})
     content: dict[tuple[str | int, ...], Any] = {("state", *key): leaf for key, leaf in slots.items()}
     order = optimizer_names(exchange, optimizer)
-    for i, group in enumerate(groups_of(state.opt_state, optimizer, order)):
+    for i, group in enumerate(groups_of(opt_state, optimizer, order)):
         members = [order[number] for number in group.pop("params")]
-        owners = members if flattened else [i]
+        owners: list[Any] = members if is_flat else [i]
+        group |= {} if is_flat else {"params": members}
         content |= {("param_groups", owner, key): group[key] for owner in owners for key in group}
-        if not flattened:
-            content["param_groups", i, "params"] = members
     return content
 
 
@@ -150,68 +148,51 @@ def load_dcp(
     {'w': tensor([1., 2.])}
     """
     exchange = Exchange("checkpoint.load_dcp", module)
-    _check_keys(exchange, model_key=model_key, optimizer_key=optimizer_key)
-    check_updates(exchange, updates)
     with exchange.raise_on_all_ranks(directory):
-        exchange.check_flags(trusted=trusted)
+        _check_keys(exchange, model_key=model_key, optimizer_key=optimizer_key)
+        check_updates(exchange, updates)
         place = exchange.path("directory", directory)
         exchange.refuse_untrusted(place / METADATA, trusted)
         from fshard.ext.interop import dcp_files
 
         entries, values = dcp_files.contents(place)
-    opt_state = getattr(like, "opt_state", None)
-    states, groups = _key(optimizer_key, "state"), _key(optimizer_key, "param_groups")
-    given = _model_leaves(exchange, like)
-    model = {name: leaf for name, leaf in given.items() if exchange.saved_as(name)}
-    prefix = f"{model_key}." if model_key else ""
-    under = [key for key in entries if key.startswith(prefix) and not key.startswith(f"{states}.")]
-    # A tied parameter is there under several names.
-    aliases = exchange.grouped({key[len(prefix) :]: key for key in under})
-    keys = {name: [_key(model_key, name)] for name in model} | aliases
-    needed = {keys[name][0]: leaf for name, leaf in model.items()}
-    found = {group[0]: [entries[key] for key in group] for group in keys.values() if group[0] in entries}
-    if opt_state is not None:
-        needed |= {_key(states, *key): leaf for key, leaf in optimizer_leaves(exchange, opt_state).items()}
-        found |= {key: [entry] for key, entry in entries.items() if key.startswith(f"{states}.")}
-    remedy = "pass a state built as the one that was saved; module= knows which names are tied or not saved"
-    made = exchange.read(needed, found, remedy)
-    restored = given | {name: made[keys[name][0]] for name in model}
-    if opt_state is None:
-        return exchange.with_leaves(like, restored)
-    injected = {name for state in states_of(opt_state) for name in state.hyper}
-    wanted = [key for key in values if key.startswith(f"{groups}.") and key.rpartition(".")[2] in {*injected, "params"}]
-    numbers: dict[str, Any] = {}
-    if injected:
-        with exchange.raise_on_all_ranks(directory):
-            numbers = {key: values[key]() for key in wanted}
-    opt_state = rebuilt(
-        exchange,
-        opt_state,
-        lambda name, slot: made[_key(states, name, slot)],
-        lambda owner, name: _number(numbers, groups, owner, name),
-        updates,
-    )
+    groups, prefix = _key(optimizer_key, "param_groups"), f"{model_key}." if model_key else ""
+    states = f"{_key(optimizer_key, 'state')}."
+    weights = {
+        key[len(prefix) :]: entries[key] for key in entries if key.startswith(prefix) and not key.startswith(states)
+    }
+    made = exchange.fill(weights, _model_leaves(exchange, like))
+    if not hasattr(like, "opt_state"):
+        return exchange.with_leaves(like, made)
+    slots = {key[len(states) :]: entry for key, entry in entries.items() if key.startswith(states)}
+    injected = {name for state in states_of(like.opt_state) for name in state.hyper}
+    with exchange.raise_on_all_ranks(directory):
+        numbers = _numbers(values, groups, {*injected, "params"}) if injected else {}
+    number = partial(_number, numbers, groups)
+    opt_state = rebuilt(exchange, like.opt_state, slots, number, updates)
     return like._replace(
         step=torch.full_like(like.step, max((int(state.updates) for state in states_of(opt_state)), default=0)),
-        params=exchange.with_leaves(like.params, restored),
+        params=exchange.with_leaves(like.params, made),
         opt_state=opt_state,
-        buffers=exchange.with_leaves(like.buffers, restored),
+        buffers=exchange.with_leaves(like.buffers, made),
     )
 
 
-def _number(numbers: Mapping[str, Any], groups: str, owner: str, name: str) -> Any:
-    """The hyperparameter of a parameter: by parameter where the state was flattened, else of the group that has it.
+def _numbers(values: Mapping[str, Callable[[], Any]], groups: str, names: set[str]) -> dict[str, dict[str, Any]]:
+    """Read values of parameter groups, or of parameters where the state was flattened, by their names."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, read in values.items():
+        group, _, name = key.rpartition(".")
+        if group.startswith(f"{groups}.") and name in names:
+            found.setdefault(group, {})[name] = read()
+    return found
 
-    A class that keeps nothing does not say whose its state is; then any group's is taken.
-    """
-    found = [_key(groups, owner, name)]
-    for key, value in numbers.items():
-        group, _, last = key.rpartition(".")
-        if last == "params" and owner in value:
-            found.append(f"{group}.{name}")
-        elif last == name and not owner:
-            found.append(key)
-    return next((numbers[key] for key in found if key in numbers), None)
+
+def _number(numbers: Mapping[str, dict[str, Any]], groups: str, owner: str, name: str) -> Any:
+    """The hyperparameter of a parameter, or of any where a class that keeps nothing does not say whose its state is."""
+    own = f"{groups}.{owner}"
+    found = [held for key, held in numbers.items() if key == own or owner in held.get("params", ()) or not owner]
+    return found[0].get(name) if found else None
 
 
 def _check_keys(exchange: Exchange, **keys: Any) -> None:

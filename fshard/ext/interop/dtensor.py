@@ -1,6 +1,5 @@
 """To and from torch's DTensor, the leaf type of FSDP2; torch.distributed.tensor is imported on first use."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -38,43 +37,43 @@ def from_dtensor(tree: Any, strategy: Any) -> Any:
 
     flat = flatten(tree)
     layouts = Exchange("from_dtensor").layouts(flat, strategy)
-    leaves = list(flat.leaves)
+    leaves, problems = list(flat.leaves), list[tuple[str, str, str]]()
     for i, (path, name, leaf) in enumerate(zip(flat.paths, flat.names, flat.leaves, strict=True)):
-        if isinstance(leaf, DTensor):
-            own = layouts.of(path, name, leaf, fs.Spec(tuple(leaf.shape)))
-            leaves[i] = leaf if own.transform is None else _from_dtensor(path, leaf, own, layouts.problems)
+        own = layouts.of(path, name, leaf, fs.Spec(tuple(leaf.shape))) if isinstance(leaf, DTensor) else None
+        if own and own.transform:
+            spec = _spec_of(leaf, own)
+            if isinstance(spec, fs.Spec):
+                leaves[i] = _sharded(leaf, spec)
+            else:
+                problems.append((path, *spec))
     remedy = "use the strategy's mesh and Shard or Replicate"
-    refuse("from_dtensor: leaves cannot be taken over", layouts.problems, remedy)
+    refuse("from_dtensor: leaves cannot be taken over", [*problems, *layouts.problems], remedy)
     return flat.unflatten(leaves)
 
 
-def _from_dtensor(path: str, leaf: Any, own: fs.Spec, problems: list[Any]) -> Any:
-    """Take a leaf over, whose spec by the strategy alone is `own`."""
+def _spec_of(leaf: Any, own: fs.Spec) -> fs.Spec | tuple[str, str]:
+    """The spec of a DTensor whose spec by the strategy alone is `own`, or what was found and what was expected."""
     from torch.distributed.tensor import Replicate, Shard
 
     axes = [fs.axis_of(leaf.device_mesh, name) for name in leaf.device_mesh.mesh_dim_names or ()]
     needed = dict.fromkeys((*own.transform.axes, *own.axes)) if own.transform else {}
     if set(axes) != set(needed):
-        problems.append((path, _named(axes), _named(needed)))
-        return leaf
-    spec = fs.Spec(
-        tuple(leaf.shape), frozen=not leaf.requires_grad and leaf.is_leaf and isinstance(leaf, torch.nn.Parameter)
-    )
+        return _named(axes), _named(needed)
+    is_frozen = not leaf.requires_grad and leaf.is_leaf and isinstance(leaf, torch.nn.Parameter)
+    spec = fs.Spec(tuple(leaf.shape), frozen=is_frozen)
     for axis, placement in zip(axes, leaf.placements, strict=True):
-        if type(placement) is Shard:
-            spec = spec.split(axis, placement.dim)
-        elif type(placement) is Replicate:
-            spec = spec.on(axis)
-        else:
-            problems.append((path, f"placement {placement}", "Shard or Replicate"))
-            return leaf
-    if misfit := _misfit(spec, axes):
-        problems.append((path, *misfit))
-        return leaf
-    # The layout is the DTensor's; how long the full tensor stays is for the strategy to say.
-    spec = replace(spec, transform=own.transform, reshard=own.reshard, model_dtypes=own.model_dtypes, owned=own.owned)
+        if type(placement) not in (Shard, Replicate):
+            return f"placement {placement}", "Shard or Replicate"
+        spec = spec.split(axis, placement.dim) if type(placement) is Shard else spec.on(axis)
     whole = [axis.name for axis in own.owned if axis not in spec.partition_axes()]
-    problems += [(path, f"Replicate over {whole}", "Shard where each rank owns its piece")] if whole else []
+    if whole:
+        return f"Replicate over {whole}", "Shard where each rank owns its piece"
+    # The layout is the DTensor's; how long the full tensor stays is for the strategy to say.
+    taken = replace(spec, transform=own.transform, reshard=own.reshard, model_dtypes=own.model_dtypes, owned=own.owned)
+    return _misfit(spec, axes) or taken
+
+
+def _sharded(leaf: Any, spec: fs.Spec) -> fs.Sharded:
     local = leaf.to_local().detach()
     missing = [n - k for n, k in zip(spec.local_shape, local.shape, strict=True)]
     zeros = [n for size in reversed(missing) for n in (0, size)]
@@ -104,7 +103,7 @@ def to_dtensor(tree: Any, mesh: DeviceMesh) -> Any:
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    flat = Exchange("to_dtensor").flat(tree, traced=True)
+    flat = Exchange("to_dtensor").flat(tree)
     expect(isinstance(mesh, DeviceMesh), "to_dtensor", "mesh to be a DeviceMesh", describe(mesh))
     axes = [fs.axis_of(mesh, name) for name in mesh.mesh_dim_names or ()]
     remedy = "pass the mesh they were sharded with, or reshard these leaves; min_shard_elements keeps small ones whole"
@@ -117,7 +116,7 @@ def to_dtensor(tree: Any, mesh: DeviceMesh) -> Any:
             return leaf
         dims = [leaf.spec.dim_of(axis) for axis in axes]
         placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
-        local = leaf.local[tuple(map(slice, piece_of(leaf).shape))]
+        local = leaf.local[tuple(map(slice, piece_of(leaf).tensor.shape))]
         shape = torch.Size(leaf.spec.shape)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -130,19 +129,14 @@ def _misfit(spec: fs.Spec, axes: list[fs.Axis]) -> tuple[str, str] | None:
 
     It splits a dim over axes in their order, a number not at all, and pads otherwise where it splits over two of them.
     """
-    splits = [spec.split_axes(dim) for dim in range(len(spec.shape))]
-    ordered = all([axis for axis in axes if axis in split] == list(split) for split in splits)
-    if not ordered or not set(spec.axes) <= set(axes):
-        return f"{spec.partition!r} over {_named(spec.axes)}", f"dims split in the order of {_named(axes)}"
-    if spec.partition and not spec.shape:
-        return f"a 0-d leaf split as {spec.partition!r}", "a whole one"
-    for dim, split in enumerate(splits):
-        several = [axis for axis in split if axis.size > 1]
-        if len(several) > 1 and spec.shape[dim] != spec.padded_shape[dim]:
-            ranks = math.prod(axis.size for axis in several)
-            found = f"dim {dim} of size {spec.shape[dim]} over {[axis.name for axis in several]}"
-            return found, f"a multiple of {ranks}"
-    return None
+    fits = set(spec.axes) <= set(axes) and bool(spec.shape or not spec.partition)
+    for dim, size in enumerate(spec.shape):
+        split = list(spec.split_axes(dim))
+        several = sum(axis.size > 1 for axis in split) > 1
+        fits = fits and split == [axis for axis in axes if axis in split]
+        fits = fits and not (several and size != spec.padded_shape[dim])
+    found = f"{spec.partition!r} of shape {spec.shape} over {_named(spec.axes)}"
+    return None if fits else (found, f"dims split evenly, in the order of {_named(axes)}, and numbers whole")
 
 
 def _named(axes: Iterable[fs.Axis]) -> str:

@@ -1,12 +1,12 @@
 """To and from safetensors as Hugging Face lays them out: one file, or several with an index."""
 
 import json
-import math
 import os
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+import fshard as fs
 from fshard.checkpoint import CheckpointError
-from fshard.ext.interop.transformers import Found, Planned, as_planned, from_files, is_pretrained, to_files
-from fshard.extend import Entry, Exchange, describe, expect, piece_of, refuse
+from fshard.ext.interop.export import new_files
+from fshard.ext.interop.transformers import Planned, as_planned, from_files, is_pretrained, to_files
+from fshard.extend import Entry, Exchange, describe, expect, refuse
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-# A weight takes some 100 bytes of an index.
-MAX_INDEX_BYTES = 1 << 28
-# Leaves that one result or several small ones are made of are gathered together, up to this many bytes.
-BUCKET_BYTES = 32 << 20
 
 # Refuses a file unless it is as expected.
 expect_file = partial(expect, error=CheckpointError)
@@ -69,29 +67,34 @@ def save_huggingface(
     (['model.safetensors'], {'w': tensor([1., 2.])})
     """
     exchange = Exchange("checkpoint.save_huggingface", module)
-    whole = type(max_file_bytes) is int and max_file_bytes > 0
-    expect(whole, exchange.label, "max_file_bytes to be a whole number from 1", repr(max_file_bytes))
     leaves = {name: leaf for name, leaf in exchange.leaves(params).items() if exchange.saved_as(name)}
-    exchange.agree({"(directory)": str(directory)})
-    lacking = [name for name in exchange.aliases if exchange.saved_as(name) and name not in leaves]
-    problems = [(name, "nothing", "a parameter or a buffer that the module saves") for name in lacking]
-    refuse(f"{exchange.label}: leaves do not fit", problems, "pass {**params, **buffers}")
     full: dict[str, torch.Tensor] = {}
-    if names is None and is_pretrained(module):
-        with exchange.raise_on_all_ranks():
+    with exchange.raise_on_all_ranks():
+        is_whole = type(max_file_bytes) is int and max_file_bytes > 0
+        expect(is_whole, exchange.label, "max_file_bytes to be a whole number from 1", repr(max_file_bytes))
+        needed, lacking = "a parameter or a buffer that the module saves", exchange.saved.keys() - leaves.keys()
+        problems = [(name, "nothing", needed) for name in sorted(lacking)]
+        refuse(f"{exchange.label}: leaves do not fit", problems, "pass {**params, **buffers}")
+        if names is None and is_pretrained(module):
             tensors = to_files(exchange, leaves, module, full)
-    else:
-        tensors = _renamed(exchange.label, {name: as_planned(leaves, name, full) for name in leaves}, names)
-    known = ", ".join(map(_dtype_name, exchange.dtypes.values()))
-    problems = [
-        (name, f"dtype {_dtype_name(tensor.dtype)}", f"one of {known}")
-        for name, tensor in tensors.items()
-        if tensor.dtype not in exchange.dtypes.values()
-    ]
-    refuse(f"{exchange.label}: safetensors has no such dtype", problems, "convert these leaves by fs.tree_map")
-    exchange.replicas(leaves)
-    with exchange.new_files(directory, (SINGLE, INDEX)) as temporary:
-        _write(exchange, temporary, leaves, tensors, full, exchange.in_groups(tensors, max_file_bytes))
+        else:
+            tensors = _renamed(exchange.label, {name: as_planned(leaves, name, full) for name in leaves}, names)
+        known = exchange.dtypes.values()
+        needed = f"one of {', '.join(map(str, known))}"
+        problems = [(name, f"{each.dtype}", needed) for name, each in tensors.items() if each.dtype not in known]
+        remedy = "convert these leaves by fs.tree_map"
+        refuse(f"{exchange.label}: safetensors has no such dtype", problems, remedy)
+    exchange.replicas(leaves, {"(directory)": f"{directory}"})
+    with new_files(exchange, directory, (SINGLE, INDEX)) as temporary:
+        groups = _in_groups(tensors, max_file_bytes)
+        gathering = _gathered(leaves, [tensors[name] for group in groups for name in group], full)
+        try:
+            if not exchange.rank:
+                _write(exchange, temporary, tensors, groups, gathering)
+        finally:
+            # Every rank gathers all leaves, also when the first cannot write.
+            for _ in gathering:
+                pass
 
 
 def load_huggingface(
@@ -107,9 +110,9 @@ def load_huggingface(
     """Read the weights of a Hugging Face model into parameters of any layout. Every rank must call this.
 
     Each rank reads the slices it keeps and no more. Where transformers has other names in files than in the model, or
-    other weights (experts one by one, which the model stacks), its own conversion runs, as in `from_pretrained`. A
-    conversion that stacks, joins, cuts or transposes reads only the slices that a rank needs too; any other is done in
-    full, one leaf at a time.
+    other weights (experts one by one, which the model stacks), its own conversion runs, as in `from_pretrained`. Of
+    weights that it stacks or joins a rank reads only what it needs; any other conversion is done in full, one leaf at a
+    time.
 
     Args:
         directory: Where the weights are: one safetensors file, or several with an index.
@@ -145,32 +148,32 @@ def load_huggingface(
     exchange = Exchange("checkpoint.load_huggingface", module)
     with ExitStack() as stack:
         with exchange.raise_on_all_ranks(directory):
-            exchange.check_flags(trusted=trusted, strict=strict)
-            found = Found(_open(exchange, exchange.path("directory", directory), stack, trusted))
+            found = _open(exchange, exchange.path("directory", directory), stack, trusted)
+            optional: Container[str] = ()
             if names is None and is_pretrained(module):
-                found = from_files(found.entries, module)
-        own = [*exchange.first, *exchange.leaves(like)]
-        _check_names(exchange.label, names)
-        entries = _as_ours(found.entries, own, names)
-        return exchange.fill(entries, like, cast, found.optional, strict)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+                found, optional = from_files(found, module)
+        leaves = exchange.leaves(like, cast=cast, strict=strict)
+        if names is not None:
+            _check_names(exchange.label, names)
+            ours = {names(name): name for name in (*exchange.first, *leaves)}
+            # A name of the files that no leaf is called there must not pass for a leaf's own.
+            found = {ours.get(name, f"{name} (in the files)"): entry for name, entry in found.items()}
+        if not strict:
+            optional = leaves
+            found = {name: entry for name, entry in found.items() if exchange.first.get(name, name) in leaves}
+            expect(found or not leaves, exchange.label, "names of leaves among those in the files", "none of them")
+        return exchange.with_leaves(like, exchange.fill(found, leaves, cast, optional))
 
 
 def _check_names(label: str, names: Any) -> None:
-    known = names is None or callable(names)
-    expect(known, label, "names to be a function of a name, or None", describe(names))
+    expect(names is None or callable(names), label, "names to be a function of a name, or None", describe(names))
 
 
 def _renamed(label: str, leaves: dict[str, Any], names: Callable[[str], str] | None) -> dict[str, Any]:
-    if names is None:
-        return leaves
     _check_names(label, names)
     out: dict[str, Any] = {}
     for name, leaf in leaves.items():
-        new = names(name)
+        new = name if names is None else names(name)
         if type(new) is not str or new in out:
             found = "the name of another leaf" if new in out else describe(new)
             refuse(f"{label}: names do not fit", [(name, found, "a name of its own")], "change names=")
@@ -178,99 +181,69 @@ def _renamed(label: str, leaves: dict[str, Any], names: Callable[[str], str] | N
     return out
 
 
-def _as_ours(found: dict[str, Entry], own: list[str], names: Callable[[str], str] | None) -> dict[str, Entry]:
-    """Return the entries of files under the names that leaves have."""
-    if names is None:
-        return found
-    ours = {names(name): name for name in own}
-    # A name of the files that no leaf is called there must not pass for a leaf's own.
-    return {ours.get(name, f"{name} (in the files)"): entry for name, entry in found.items()}
+def _in_groups(tensors: Mapping[str, Planned], nbytes: int) -> list[list[str]]:
+    """Names in groups of at most so many bytes, or of one tensor, in the order in which a file has them."""
+    groups: list[list[str]] = [[]]
+    room = nbytes
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.dtype.itemsize
+        if groups[-1] and size > room:
+            groups.append([])
+            room = nbytes
+        groups[-1].append(name)
+        room -= size
+    return [sorted(group, key=lambda name: -tensors[name].dtype.itemsize) for group in groups]
+
+
+def _gathered(
+    leaves: Mapping[str, Any], results: Sequence[Planned], full: dict[str, torch.Tensor]
+) -> Iterator[Planned]:
+    """Give one result after the other, when the leaves that it is made of are full. Every rank must take all."""
+    for result in results:
+        for name in full.keys() - result.sources:
+            del full[name]
+        full.update(fs.unshard({name: leaves[name] for name in sorted(result.sources) if name not in full}))
+        yield result
 
 
 def _write(
     exchange: Exchange,
     directory: Path,
-    leaves: Mapping[str, Any],
     tensors: Mapping[str, Planned],
-    full: dict[str, torch.Tensor],
     groups: list[list[str]],
+    gathering: Iterator[Planned],
 ) -> None:
-    """Write a file of each group on the first rank; every rank gathers all leaves, also when the first cannot write."""
-    # The order in which tensors are written.
-    groups = [sorted(group, key=lambda name: -tensors[name].dtype.itemsize) for group in groups]
+    """Write a file of each group."""
     number = len(groups)
-    files = [SINGLE] if number == 1 else [f"model-{i:05d}-of-{number:05d}.safetensors" for i in range(1, number + 1)]
-    sources = {name: tensors[name].sources for group in groups for name in group}
-    gathering = _gathered_for(exchange, sources, leaves, full)
-    try:
-        if exchange.rank:
-            return
-        for file, group in zip(files, groups, strict=True):
-            parts = {name: tensors[name] for name in group}
-            exchange.write_safetensors(directory / file, parts, lambda _: tensors[next(gathering)].value())
-        if number > 1:
-            where = {name: file for file, group in zip(files, groups, strict=True) for name in group}
-            total = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
-            index = {"metadata": {"total_size": total}, "weight_map": where}
-            with open(directory / INDEX, "xb") as listing:
-                listing.write(json.dumps(index, indent=2, sort_keys=True).encode())
-                listing.flush()
-                os.fsync(listing.fileno())
-    finally:
-        for _ in gathering:
-            pass
-
-
-def _gathered_for(
-    exchange: Exchange, sources: Mapping[str, Collection[str]], leaves: Mapping[str, Any], full: dict[str, torch.Tensor]
-) -> Iterator[str]:
-    """Name one result after the other, when the leaves that it is made of are full. Every rank must take all.
-
-    Args:
-        exchange: The exchange.
-        sources: The names of the leaves of each result.
-        leaves: The leaves by name.
-        full: Where full leaves are put, those of one result or of several with small leaves at a time.
-    """
-
-    def nbytes_of(names: Collection[str]) -> int:
-        pieces = [piece_of(leaves[name]) for name in names]
-        return sum(piece.tensor.element_size() * math.prod(piece.full_shape) for piece in pieces)
-
-    buckets: list[tuple[list[str], dict[str, Any]]] = [([], {})]
-    room = BUCKET_BYTES
-    for result, names in sources.items():
-        new = [name for name in sorted(names) if name not in buckets[-1][1]]
-        if new and buckets[-1][0] and nbytes_of(new) > room:
-            buckets.append(([], {}))
-            room, new = BUCKET_BYTES, sorted(names)
-        buckets[-1][0].append(result)
-        buckets[-1][1].update({name: leaves[name] for name in new})
-        room -= nbytes_of(new)
-    for results, needed in buckets:
-        full.update(exchange.full(needed))
-        yield from results
-        full.clear()
+    where: dict[str, str] = {}
+    for i, group in enumerate(groups, 1):
+        file = SINGLE if number == 1 else f"model-{i:05d}-of-{number:05d}.safetensors"
+        values = map(Planned.value, islice(gathering, len(group)))
+        exchange.write_safetensors(directory / file, {name: tensors[name] for name in group}, values)
+        where |= dict.fromkeys(group, file)
+    if number > 1:
+        total = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
 def _open(exchange: Exchange, directory: Path, stack: ExitStack, trusted: bool) -> dict[str, Entry]:
     """The tensors of a model's files, by name."""
     names = sorted(os.listdir(directory))
     # As transformers looks for them; other libraries have other names for the same, and pickles come last.
-    candidates = [name for name in (SINGLE, INDEX) if name in names][:1]
-    candidates = candidates or [name for name in names if name.endswith(".safetensors.index.json")]
-    candidates = candidates or [name for name in names if name.endswith(".safetensors")]
-    if not candidates:
-        candidates = [name for name in PICKLED if name in names][:1]
-        expect_file(candidates, str(directory), f"{SINGLE} or {INDEX}", "neither")
-        exchange.refuse_untrusted(directory / candidates[0], trusted)
-    found_names, remedy = ", ".join(candidates), "move others elsewhere"
-    expect_file(len(candidates) < 2, str(directory), "one of its files of weights", found_names, remedy)
+    candidates = (
+        [name for name in (SINGLE, INDEX) if name in names][:1]
+        or [name for name in names if name.endswith(".safetensors.index.json")]
+        or [name for name in names if name.endswith(".safetensors")]
+        or [name for name in PICKLED if name in names][:1]
+    )
+    found_names, remedy = ", ".join(candidates) or "none", "move others elsewhere"
+    expect_file(len(candidates) == 1, f"{directory}", f"{SINGLE}, {INDEX} or one file of weights", found_names, remedy)
     (name,) = candidates
     where = _weight_map(directory / name) if name.endswith(".json") else {}
     found: dict[str, Entry] = {}
     for file in dict.fromkeys(where.values()) or [name]:
-        for tensor, entry in _tensors(exchange, directory / file, stack).items():
+        for tensor, entry in _tensors(exchange, directory / file, stack, trusted).items():
             expect_file(tensor not in found, f"{directory / file}", f"{tensor} in one file", "it in another too")
             found[tensor] = entry
     for tensor, file in where.items():
@@ -280,34 +253,34 @@ def _open(exchange: Exchange, directory: Path, stack: ExitStack, trusted: bool) 
 
 def _weight_map(path: Path) -> dict[str, str]:
     _check_regular(path)
-    size = path.stat().st_size
-    expect_file(size <= MAX_INDEX_BYTES, str(path), f"at most {MAX_INDEX_BYTES} bytes", str(size))
     try:
-        document = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: it is no JSON ({error})") from None
-    where = document.get("weight_map") if isinstance(document, dict) else None
-    expect_file(isinstance(where, dict) and where, str(path), "a weight_map from tensors to files", "none")
-    assert isinstance(where, dict)
+        where = json.loads(path.read_bytes())["weight_map"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"{path}: found no map from tensors to files ({type(error).__name__})") from None
+    expect_file(isinstance(where, dict) and where, f"{path}", "a map from tensors to files", "none")
     suffix = path.name.removesuffix(".index.json").rpartition(".")[2]
     for tensor, file in where.items():
-        plain = isinstance(file, str) and file == os.path.basename(file) and "\0" not in file
-        beside = plain and file.endswith(f".{suffix}")
-        expect_file(beside, str(path), f"a .{suffix} file beside the index", f"{file!r} for {tensor}")
-    return where
+        is_plain = isinstance(file, str) and file == os.path.basename(file) and "\0" not in file
+        expect_file(
+            is_plain and file.endswith(f".{suffix}"),
+            f"{path}",
+            f"a .{suffix} file beside the index",
+            f"{file!r} for {tensor}",
+        )
+    return dict(where)
 
 
-def _tensors(exchange: Exchange, path: Path, stack: ExitStack) -> dict[str, Entry]:
+def _tensors(exchange: Exchange, path: Path, stack: ExitStack, trusted: bool) -> dict[str, Entry]:
     _check_regular(path)
     if path.suffix == ".bin":
-        return exchange.read_pickle(path)
+        return exchange.read_pickle(path, trusted)
     dtypes, found = exchange.dtypes, {}
     try:
         file = stack.enter_context(safe_open(path, framework="pt"))
         for name in file.keys():  # noqa: SIM118 - it is no dict
             part = file.get_slice(name)
             stored = part.get_dtype()
-            expect_file(stored in dtypes, str(path), f"{name} to have a dtype of {list(dtypes)}", stored)
+            expect_file(stored in dtypes, f"{path}", f"{name} to have a dtype of {list(dtypes)}", stored)
             found[name] = Entry(dtypes[stored], tuple(part.get_shape()), part.__getitem__)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: {error}") from None
@@ -316,4 +289,4 @@ def _tensors(exchange: Exchange, path: Path, stack: ExitStack) -> dict[str, Entr
 
 def _check_regular(path: Path) -> None:
     # Links are followed: the cache of huggingface_hub is made of them.
-    expect_file(stat.S_ISREG(path.stat().st_mode), str(path), "a regular file", "something else")
+    expect_file(stat.S_ISREG(path.stat().st_mode), f"{path}", "a regular file", "something else")

@@ -41,22 +41,18 @@ def to_optimizer_state_dict(
     {'momentum_buffer': tensor([[1., 1.]])}
     """
     exchange = Exchange("checkpoint.to_optimizer_state_dict", module)
-    exchange.check_flags(rank0_only=rank0_only)
     order = {name: i for i, name in enumerate(optimizer_names(exchange, optimizer))}
     leaves = optimizer_leaves(exchange, opt_state)
-    exchange.agree_on_layouts({f"{name} {slot}": leaf for (name, slot), leaf in leaves.items()})
+    exchange.replicas({f"{name}.{slot}": leaf for (name, slot), leaf in leaves.items()}, {})
     unknown = dict.fromkeys(name for name, _ in leaves if name not in order)
     problems = [(name, "state", "none: the torch optimizer has no such parameter") for name in unknown]
     refuse(f"{exchange.label}: states do not fit", problems, "pass the optimizer of all that was trained")
     never = _never_updated(opt_state)
-    # Gathering takes texts as keys.
-    keys = {f"{i}": key for i, key in enumerate(leaves) if key[0] not in never}
-    full = exchange.owned({i: leaves[key] for i, key in keys.items()}, rank0_only)
+    full = exchange.gathered({key: leaf for key, leaf in leaves.items() if key[0] not in never}, rank0_only)
     if rank0_only and exchange.rank:
         return {}
     state: dict[int, StateDict] = {}
-    for i, tensor in full.items():
-        name, slot = keys[i]
+    for (name, slot), tensor in full.items():
         state.setdefault(order[name], {})[slot] = tensor
     return {"state": dict(sorted(state.items())), "param_groups": groups_of(opt_state, optimizer, list(order))}
 
@@ -102,24 +98,16 @@ def from_optimizer_state_dict(
     needed = "state_dict to be the state dict of a torch optimizer, with state and param_groups"
     expect(known, exchange.label, needed, describe(state_dict))
     order = dict(enumerate(optimizer_names(exchange, optimizer)))
-    leaves = {f"{name} {slot}": leaf for (name, slot), leaf in optimizer_leaves(exchange, like).items()}
-    found: dict[str, list[Entry]] = {}
+    found: dict[str, Entry] = {}
     for i, slots in state_dict["state"].items():
         for slot, value in slots.items():
             tensor = torch.tensor(value, dtype=torch.float32) if isinstance(value, int | float) else value
             if tensor is not None:
-                found[f"{order.get(i, f'parameter {i}')} {slot}"] = [Entry.of(tensor)]
-    made = exchange.read(leaves, found, "pass the state of the same torch class and options, for the same module")
+                found[f"{order.get(i, f'parameter {i}')}.{slot}"] = Entry.of(tensor)
     groups: list[StateDict] = state_dict["param_groups"]
     owners = {order[i]: group for group in groups for i in group["params"] if i in order}
     first = groups[0] if groups else {}
-    return rebuilt(
-        exchange,
-        like,
-        lambda name, slot: made[f"{name} {slot}"],
-        lambda name, key: owners.get(name, first).get(key),
-        updates,
-    )
+    return rebuilt(exchange, like, found, lambda name, key: owners.get(name, first).get(key), updates)
 
 
 def check_updates(exchange: Exchange, updates: Any) -> None:
@@ -176,45 +164,44 @@ def groups_of(opt_state: Any, optimizer: torch.optim.Optimizer, order: Sequence[
 def rebuilt(
     exchange: Exchange,
     like: Any,
-    made: Callable[[str, str], Any],
+    found: Mapping[str, Entry],
     number: Callable[[str, str], Any],
     updates: int | None,
 ) -> Any:
-    """Make a state of new leaves.
+    """Read a state.
 
     Args:
         exchange: The exchange.
-        like: The state that it replaces.
-        made: The new leaf of a parameter and a slot.
+        like: The state as it shall be.
+        found: The entry of each parameter and slot, by their names with a dot between.
         number: The hyperparameter of a parameter's group; None keeps the old one.
         updates: How many updates were made; None takes the class's own count.
 
     Raises:
         ValueError: if the number of updates is not known.
     """
+    leaves = {f"{name}.{slot}": leaf for (name, slot), leaf in optimizer_leaves(exchange, like).items()}
+    remedy = "pass the state of the same torch class and options, for the same module"
+    made = exchange.read(leaves, {key: [entry] for key, entry in found.items()}, remedy)
 
     def change(state: TorchState) -> TorchState:
-        keys = [(name, slot) for name, slot, _ in _slots(state)]
-        count = updates
-        if count is None:
-            counts = [int(made(*key)) for key in keys if key[1] == "step"]
-            if not counts:
-                remedy = "pass how many there were"
-                raise ValueError(f"{exchange.label}: the torch class does not count its updates; {remedy}")
-            count = max(counts)
+        owners = [name for name, *_ in _slots(state)]
+        own = [int(made[f"{name}.step"]) for name, _ in _named(state.slots.get("step", {}))]
+        counts = own if updates is None else [updates]
+        if not counts:
+            remedy = "pass how many there were"
+            raise ValueError(f"{exchange.label}: the torch class does not count its updates; {remedy}")
         slots = {
-            slot: exchange.with_leaves(tree, {name: made(name, slot) for name, _ in exchange.named_leaves(tree)})
+            slot: exchange.with_leaves(tree, {name: made[f"{name}.{slot}"] for name, _ in _named(tree)})
             for slot, tree in state.slots.items()
         }
-        owner = keys[0][0] if keys else ""
-        found = {name: number(owner, name) for name in state.hyper}
-        hyper = {
-            name: old.clone() if found[name] is None else torch.full_like(old, float(found[name]))
-            for name, old in state.hyper.items()
-        }
-        updated = torch.full_like(state.updates, count)
-        counts = fs.tree_map(lambda number: torch.full_like(number, count), state.counts)
-        return TorchState(updated, slots, hyper, counts)
+        hyper = {}
+        for name, old in state.hyper.items():
+            new = number(owners[0] if owners else "", name)
+            hyper[name] = old.clone() if new is None else torch.full_like(old, float(new))
+        updated = torch.full_like(state.updates, max(counts))
+        each = fs.tree_map(lambda count: torch.full_like(count, max(counts)), state.counts)
+        return TorchState(updated, slots, hyper, each)
 
     return TorchState.each(change, like)
 
@@ -226,10 +213,16 @@ def states_of(opt_state: Any) -> list[TorchState]:
     return found
 
 
+def _named(tree: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of a tree that are not None, with their names."""
+    flat = flatten(tree)
+    return ((name, leaf) for name, leaf in zip(flat.names, flat.leaves, strict=True) if leaf is not None)
+
+
 def _slots(state: TorchState) -> Iterator[tuple[str, str, Any]]:
     """The name of the parameter, the slot and the leaf of each tensor that a torch class keeps."""
     for slot, tree in state.slots.items():
-        yield from ((name, slot, leaf) for name, leaf in Exchange.named_leaves(tree))
+        yield from ((name, slot, leaf) for name, leaf in _named(tree))
 
 
 def _never_updated(opt_state: Any) -> set[str]:
@@ -238,6 +231,6 @@ def _never_updated(opt_state: Any) -> set[str]:
         name
         for state in states_of(opt_state)
         for tree in (state.slots.get("step", {}), state.counts)
-        for name, count in Exchange.named_leaves(tree)
+        for name, count in _named(tree)
         if not int(count)
     }

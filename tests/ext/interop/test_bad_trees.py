@@ -17,10 +17,10 @@ ROWS = [
         lambda world: (world.params, world.other),
         fs.to_dtensor,
         "to_dtensor: DTensor has no such layout on this mesh\n"
-        "  ['a']: expected dims split in the order of data=2 in group {group}, unit=1 in group {group}, got "
-        "P('shard') over shard=2 in group {group}\n"
-        "  ['b'][0]: expected dims split in the order of data=2 in group {group}, unit=1 in group {group}, got "
-        "P('shard') over shard=2 in group {group}\n"
+        "  ['a']: expected dims split evenly, in the order of data=2 in group {group}, unit=1 in group {group}, and "
+        "numbers whole, got P('shard') of shape (5, 3) over shard=2 in group {group}\n"
+        "  ['b'][0]: expected dims split evenly, in the order of data=2 in group {group}, unit=1 in group {group}, and "
+        "numbers whole, got P('shard') of shape (4,) over shard=2 in group {group}\n"
         "To fix: pass the mesh they were sharded with, or reshard these leaves; min_shard_elements keeps small ones "
         "whole.",
     ),

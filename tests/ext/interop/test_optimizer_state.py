@@ -113,7 +113,7 @@ def test_optimizer_states_that_do_not_fit():
     trained_here(module, optimizer, range(1))
     like = fs.from_torch(torch.optim.AdamW, amsgrad=True).init(params)
     with pytest.raises(
-        ValueError, match=r"frozen.bias exp_avg: expected float32\[7\], got nothing\n(.*\n)+  and \d+ more\nTo fix: "
+        ValueError, match=r"frozen.bias.exp_avg: expected float32\[7\], got nothing\n(.*\n)+  and \d+ more\nTo fix: "
     ):
         from_optimizer_state_dict(optimizer.state_dict(), like, module, optimizer)
     sgd = torch.optim.SGD(module.parameters())
