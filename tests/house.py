@@ -280,6 +280,19 @@ def file_lengths(package: Path) -> list[str]:
     return errors
 
 
+def class_names(package: Path) -> list[str]:
+    """One word has one meaning: a class name stands in one place."""
+    found: set[str] = set()
+    errors = []
+    for source in read_sources(package):
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef):
+                if node.name in found:
+                    errors.append(f"{source.at(node)}: class {node.name} stands in another place too")
+                found.add(node.name)
+    return errors
+
+
 def module_state(package: Path) -> list[str]:
     """No mutable containers at module level, no `global`, and no environment outside mesh."""
     errors = []

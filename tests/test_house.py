@@ -100,6 +100,7 @@ BREACHES = {
         ("tree.py", "def f(x): return x._version", f"1: tree uses x._version; {WRAP}"),
         ("tree.py", "def f(x): return x.untyped_storage()._cdata", f"1: tree uses x.untyped_storage()._cdata; {WRAP}"),
     ],
+    house.class_names: [("tree.py", "class A: ...\nclass A: ...", "2: class A stands in another place too")],
     house.file_lengths: [("tree.py", "\n" * 601, " 601 lines, at most 600 without a reason in its docstring")],
     house.module_state: [
         ("tree.py", "cache: dict[str, int] = {}", f"1: cache {MUTABLE}"),

@@ -135,10 +135,10 @@ def save(
     >>> checkpoint.restore(directory, like={"w": torch.zeros(3)})
     {'w': tensor([1., 1., 1.])}
     """
-    return start(Options(directory, asynchronous, donated, timeout, mesh), state, step)
+    return start(SaveOptions(directory, asynchronous, donated, timeout, mesh), state, step)
 
 
-class Options(NamedTuple):
+class SaveOptions(NamedTuple):
     """How states are saved: the arguments of `save` and `Manager`, and buffers for copies."""
 
     directory: str | PathLike[str]
@@ -156,7 +156,7 @@ class Options(NamedTuple):
         return exchange.path("directory", self.directory)
 
 
-def start(options: Options, state: Tree, step: int | None) -> Saving:
+def start(options: SaveOptions, state: Tree, step: int | None) -> Saving:
     """Save a state as `save` does."""
     exchange = Exchange(LABEL, ranks=ranks_of(options.mesh))
     rank, ranks = exchange.rank, exchange.ranks
@@ -260,7 +260,7 @@ class Manager:
         exchange = Exchange("checkpoint.Manager", ranks=ranks_of(mesh))
         # Copies go to buffers that are kept from one save to the next.
         self._staging: dict[str, torch.Tensor] = {}
-        self._options = Options(directory, asynchronous, donated, timeout, mesh, keep, self._staging)
+        self._options = SaveOptions(directory, asynchronous, donated, timeout, mesh, keep, self._staging)
         for name, value in {"keep": 1 if keep is None else keep, "every": every}.items():
             is_whole = type(value) is int and value > 0
             expect(is_whole, exchange.label, f"{name} to be a whole number from 1", f"{value!r:.40}")

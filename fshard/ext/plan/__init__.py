@@ -2,7 +2,7 @@
 
 from fshard.ext.plan.models import Workload, workload_of
 from fshard.ext.plan.plan import plan
-from fshard.ext.plan.report import Bytes, Moment, Plan, Rates, Traffic
+from fshard.ext.plan.report import Bytes, Moment, Rates, StepPlan, Traffic
 from fshard.ext.plan.sweep import Estimate, Options, cheapest, estimate, sweep
 
 __all__ = [
@@ -10,8 +10,8 @@ __all__ = [
     "Estimate",
     "Moment",
     "Options",
-    "Plan",
     "Rates",
+    "StepPlan",
     "Traffic",
     "Workload",
     "cheapest",

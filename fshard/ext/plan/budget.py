@@ -7,7 +7,7 @@ from typing import Any
 
 import fshard as fs
 from fshard.ext.plan.plan import plan
-from fshard.ext.plan.report import Plan, bytes_from, readable
+from fshard.ext.plan.report import StepPlan, bytes_from, readable
 from fshard.extend import describe, expect, flatten
 
 _OPS = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
@@ -24,7 +24,7 @@ def assert_budget(
     collectives: int | Mapping[str, int] | None = None,
     mesh: Mapping[str, int] | None = None,
     **options: Any,
-) -> Plan:
+) -> StepPlan:
     """Assert that a train step stays in a budget of memory and communication; nothing is run.
 
     Args:
@@ -77,7 +77,7 @@ def assert_budget(
     return found
 
 
-def _broken(found: Plan, limits: Mapping[str, int], by_op: Mapping[str, int]) -> Iterator[str]:
+def _broken(found: StepPlan, limits: Mapping[str, int], by_op: Mapping[str, int]) -> Iterator[str]:
     """Write a line for each budget that is broken, with the units that break it."""
     if found.peak_bytes > limits.get("peak_bytes", math.inf):
         held = {name.replace("_", " "): size for name, size in found.peak._asdict().items()}

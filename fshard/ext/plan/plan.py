@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 import fshard as fs
 from fshard import comm
 from fshard.ext import _compat
-from fshard.ext.plan.report import Bytes, Moment, Plan, Rates, check_rates, flops_of, unit_of
+from fshard.ext.plan.report import Bytes, Moment, Rates, StepPlan, check_rates, flops_of, unit_of
 from fshard.extend import describe, expect, fake_axes, fake_maker, flatten, refuse
 
 Sent = Mapping[Node, comm.Collective]
@@ -41,7 +41,7 @@ def plan(
     rank: int = 0,
     backend: str = "nccl",
     rates: Rates = Rates(),  # noqa: B008
-) -> Plan:
+) -> StepPlan:
     """Find the memory, traffic and arithmetic of a train step on a mesh of any size, and estimate its time.
 
     The step is traced on tensors without values, as `fs.make_graph` does, with the state laid out on that mesh: axes
@@ -90,7 +90,7 @@ def plan(
         known = {node: use for use, node in uses_of(graph.results) if use and node is not None} | dict(of_inputs)
         arguments, moments = timeline_of(graph, known)
         seconds, waiting = step_seconds(moments, graph.memory, rates)
-        return Plan(dict(mesh), place, arguments, list(moments.values()), seconds, waiting, rates)
+        return StepPlan(dict(mesh), place, arguments, list(moments.values()), seconds, waiting, rates)
 
 
 def _coordinates(mesh: Any, rank: Any) -> dict[str, int]:

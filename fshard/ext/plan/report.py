@@ -157,7 +157,7 @@ def unit_of(collective: comm.Collective) -> str:
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Plan:
+class StepPlan:
     """The memory, traffic and time of one step of one rank, as `fs.plan` found them without running anything.
 
     Attributes:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard.ext.plan.models import Workload
 from fshard.ext.plan.plan import plan
-from fshard.ext.plan.report import Bytes, Plan, Rates, bytes_from, readable
+from fshard.ext.plan.report import Bytes, Rates, StepPlan, bytes_from, readable
 from fshard.extend import expect, fake_maker, select
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
@@ -101,7 +101,7 @@ def estimate(
 
     def row(layers: int | None) -> tuple[float, ...]:
         step, state = prepared(workload, options, layers)
-        found: Plan = plan(step, state, *workload.batch, mesh=mesh, backend=backend, rates=rates)
+        found: StepPlan = plan(step, state, *workload.batch, mesh=mesh, backend=backend, rates=rates)
         return (*found.peak, found.bytes_sent(), len(found.collectives()), found.flops, found.seconds)
 
     deeper = 0 if full_depth or workload.layers is None else max(0, workload.layers - DEPTHS[-1])
