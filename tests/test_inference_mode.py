@@ -82,7 +82,7 @@ def loss(params, x):
 
 
 REFUSED = (
-    "expected a call outside of torch.inference_mode(), where autograd records nothing, got one inside it; "
+    "expected a call outside of torch.inference_mode(), got one inside it; "
     "call it outside, and evaluate with model.apply inside"
 )
 
@@ -110,7 +110,8 @@ def test_differentiation_is_refused():
             assert_same_bits(fs.unshard(run(params)), fs.unshard(expected))
             with torch.inference_mode():
                 doubled = fs.tree_map(lambda leaf: 2 * leaf, params)
-            with pytest.raises(ValueError, match=r"\['w'\]: .*a tensor made in torch.inference_mode\(\)"):
+            # Autograd says so of tensors made there.
+            with pytest.raises(RuntimeError, match="requires_grad=True on inference tensor"):
                 run(doubled)
             cloned = fs.tree_map(torch.clone, doubled)
             with torch.no_grad():

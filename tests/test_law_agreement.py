@@ -356,7 +356,7 @@ MESHES = {
     "shape": ({"a": 2, "b": -1}, {"a": 1, "b": -1}, ["'a': 2", "'a': 1"]),
     "names": ({"shard": -1}, {"data": -1}, ["'shard'", "'data'"]),
     "order of axes": ({"a": -1, "b": 1}, {"b": 1, "a": -1}, ["'a'", "'b'"]),
-    "one that cannot be": ({"shard": -1}, {"shard": 3}, ["'shard': 4", "the number of ranks to be 3"]),
+    "one that cannot be": ({"shard": -1}, {"shard": 3}, ["'shard': 4", "'shard': 3"]),
 }
 
 
@@ -368,7 +368,7 @@ def test_meshes_of_other_shapes_are_refused_before_groups_are_made():
         with pytest.raises(ValueError, match=r"^init_mesh: expected the same mesh on every rank, ") as caught:
             fs.init_mesh(other if rank == size - 1 else common, device="cpu")
         found.append(str(caught.value))
-        assert all(part in found[-1].splitlines()[1] for part in parts), found[-1]
+        assert all(part in found[-1] for part in parts), found[-1]
         # What some ask for by -1 and others by a number is the same.
         mesh = fs.init_mesh({"shard": -1 if rank else size}, device="cpu")
         assert fs.comm.all_gather([torch.ones(1)], fs.axis_of(mesh), "test")[0].sum() == size

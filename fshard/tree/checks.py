@@ -93,13 +93,10 @@ def check_numbers(what: str, allowed: Range, **given: Any) -> None:
     """
     for name, value in given.items():
         if isinstance(value, torch.Tensor):
-            holds, shown = (
-                value.numel() == 1 and not value.is_complex() and value.dtype is not torch.bool,
-                describe(value),
-            )
+            holds = value.numel() == 1 and not value.is_complex() and value.dtype is not torch.bool
         else:
-            real = isinstance(value, Real) and not isinstance(value, bool)
-            holds, shown = real and allowed.holds(value), f"{value!r:.40}"
+            holds = isinstance(value, Real) and not isinstance(value, bool) and allowed.holds(value)
+        shown = describe(value) if isinstance(value, torch.Tensor) else f"{value!r:.40}"
         expect(holds, what, f"{name} to be {allowed.expected}", shown)
 
 
