@@ -18,7 +18,7 @@ from fshard.random import seeded
 from fshard.shard import check_transform, shard
 from fshard.transforms import ShardTransform
 from fshard.transforms.compose import reduction
-from fshard.tree import Flat, ModelDtypes, Tree, flatten, is_sharded, tensors_of, tree_leaves, tree_map, unflatten
+from fshard.tree import Flat, ModelDtypes, Tree, flatten, is_sharded, tensor_of, tree_leaves, tree_map, unflatten
 from fshard.tree.checks import (
     check_local,
     check_operands,
@@ -176,7 +176,7 @@ class Model:
         given = self.buffers if buffers is None else buffers
         same_structure("apply: buffers", flatten(given), flatten(self.buffers))
         check_tensors("apply: buffers", flatten(given))
-        if not all(tensor.is_meta for tensor in tensors_of(flat.leaves)):
+        if not all(tensor.is_meta for tensor in map(tensor_of, flat.leaves)):
             refuse_blank(given)
         with writes_counted():
             copies = {name: buffer.clone() for name, buffer in given.items()}
@@ -214,7 +214,7 @@ class Model:
         full = gather(dict(params))
         skeleton = self._skeleton()
         skeleton.bind(full, buffers)
-        owned = tensors_of(params[name] for name in full)
+        owned = [tensor_of(params[name]) for name in full]
         with refuse_writes("apply", [f"[{name!r}]" for name in full], list(full.values()), owned):
             out = skeleton.module(*args, **kwargs)
         after = skeleton.buffers()

@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -114,9 +113,8 @@ def axis_of(mesh: Mesh | Axis, name: str | None = None) -> Axis:
     expect(name is not None or len(names) == 1, "mesh", "one axis", f"{names}", "name one, as in mesh['shard']")
     name = names[0] if name is None else name
     expect(name in names, "mesh", f"axis to be one of {names}", f"{name!r:.40}", "name it in init_mesh")
-    if mesh.get_coordinate() is None:
-        needed = f"one of the mesh's ranks {mesh.mesh.flatten().tolist()}"
-        expect(False, "mesh", needed, f"rank {dist.get_rank()}", "call it on these alone")
+    needed = f"one of the mesh's ranks {mesh.mesh.flatten().tolist()}"
+    expect(mesh.get_coordinate() is not None, "mesh", needed, f"rank {dist.get_rank()}", "call it on these alone")
     _compat.release_groups_at_exit(mesh)
     return Axis(name, mesh.size(names.index(name)), mesh.get_group(name).group_name)
 
@@ -239,17 +237,16 @@ def _start(device: str, limit: timedelta) -> None:
     if device != "cpu":
         # Ranks compare what they do by messages between processors, for which no host waits for its accelerator.
         backend = f"cpu:gloo,{device}:{backend}"
-    found: tuple[Any, int, int] = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
+    store, rank, ranks = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
     if os.environ.keys() & {"RANK", "WORLD_SIZE"}:
         try:
-            found = next(iter(dist.rendezvous("env://", timeout=limit)))  # type: ignore[attr-defined]
+            store, rank, ranks = next(iter(dist.rendezvous("env://", timeout=limit)))  # type: ignore[attr-defined]
         except dist.DistError as error:
             raise CollectiveError(f"init_mesh: expected all ranks to start, got: {error}") from error
     # Where torchrun restarts the ranks of its one node, its store has the addresses of ranks that were killed, and a
     # rank that reads one before it is written anew cannot connect (pytorch#135712). Several nodes count differently.
     one_node = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") == "1"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_node else "0"
-    store, rank, ranks = found
-    store = dist.PrefixStore(f"restart {restarts}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+    own = dist.PrefixStore(f"restart {restarts}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=limit)
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())

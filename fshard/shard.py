@@ -314,9 +314,9 @@ def unfit(leaf: Any) -> tuple[str, str] | None:
         return None
     if type(leaf) not in (torch.Tensor, torch.nn.Parameter) and not _compat.is_fake(leaf):
         return describe(leaf), "a plain full tensor"
-    place = "in a torch.func transform" if _compat.is_transformed(leaf) else f"on device {leaf.device}"
-    fits = not _compat.is_transformed(leaf) and not leaf.is_meta and leaf.layout == torch.strided
-    return None if fits else (f"a {leaf.layout} tensor {place}", "a strided tensor with values")
+    if _compat.is_transformed(leaf) or leaf.is_meta or leaf.layout != torch.strided:
+        return f"a {leaf.layout} tensor on device {leaf.device}", "a plain strided tensor with values"
+    return None
 
 
 def fingerprint(leaf: torch.Tensor, spec: Spec, origin: str | None = None) -> str:

@@ -225,8 +225,8 @@ MODULES = [
         lambda world: (nn.Linear(3, 2, device="meta"), world.zero2),
         lambda module, strategy: fs.functionalize(module).init(strategy),
         "shard: leaves cannot be sharded\n"
-        "  ['bias']: expected a strided tensor with values, got a torch.strided tensor on device meta\n"
-        "  ['weight']: expected a strided tensor with values, got a torch.strided tensor on device meta\n"
+        "  ['bias']: expected a plain strided tensor with values, got a torch.strided tensor on device meta\n"
+        "  ['weight']: expected a plain strided tensor with values, got a torch.strided tensor on device meta\n"
         "To fix: pass full tensors whose shapes fit the strategy.",
         ("shard",),
     ),

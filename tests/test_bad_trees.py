@@ -190,8 +190,8 @@ ROWS = [
     unfit(
         "tensors that cannot be cut",
         lambda world: ({"m": ones(2, device="meta"), "s": torch.eye(2).to_sparse(), "w": ones(2)}, world.zero2),
-        "['m']: expected a strided tensor with values, got a torch.strided tensor on device meta",
-        "['s']: expected a strided tensor with values, got a torch.sparse_coo tensor on device cpu",
+        "['m']: expected a plain strided tensor with values, got a torch.strided tensor on device meta",
+        "['s']: expected a plain strided tensor with values, got a torch.sparse_coo tensor on device cpu",
     ),
     unfit(
         "a dim that some leaves lack",

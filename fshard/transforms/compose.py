@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -423,17 +423,13 @@ def scatter_by(
 
 def _linear(transform: ShardTransform, specs: Specs) -> Linear:
     """Make a gather as a linear map; shards vary or agree as their leaves are stored."""
-    run, transpose = (partial(f, transform=transform, specs=specs) for f in (_gathered, _scattered))
-    return Linear(run, transpose, Variance("fs.gather", specs[0].scattered_axes, None, True))
 
+    def scattered(grads: Tensors) -> Tensors:
+        check_stateless(transform)
+        return start_scatter(transform, grads, specs, [])()[0]
 
-def _gathered(leaves: Tensors, transform: ShardTransform, specs: Specs) -> Tensors:
-    return transform.gather(leaves, specs)
-
-
-def _scattered(grads: Tensors, transform: ShardTransform, specs: Specs) -> Tensors:
-    check_stateless(transform)
-    return start_scatter(transform, grads, specs, [])()[0]
+    variance = Variance("fs.gather", specs[0].scattered_axes, None, True)
+    return Linear(lambda leaves: transform.gather(leaves, specs), scattered, variance)
 
 
 def start_scatter(transform: ShardTransform, grads: Tensors, specs: Specs, states: States) -> FinishWithStates:

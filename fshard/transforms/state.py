@@ -11,7 +11,7 @@ import torch
 from fshard.errors import Problem, refuse
 from fshard.transforms.compose import reduction
 from fshard.tree import Flat, Sharded, Spec, Tree, flatten, is_sharded, map_leaves, unflatten
-from fshard.tree.checks import check_leaves, check_local, describe
+from fshard.tree.checks import check_local, describe
 
 
 class Absent(enum.Enum):
@@ -73,15 +73,15 @@ def states_of(what: str, flat: Flat, state: Tree | Absent) -> list[Tree]:
     """
     remedy = "pass transform_state=, first as fs.transform_state(params) makes it, then as this verb returns it"
     if state is ABSENT or state is None:
-        if any(map(_has_state, flat.specs)):
-            check_leaves(f"{what}: transforms need their state", flat, _without_state, remedy)
-        return [None] * len(flat.leaves)
+        if not any(map(_has_state, flat.specs)):
+            return [None] * len(flat.leaves)
+        state = flat.unflatten([None] * len(flat.leaves))
     check_local(f"{what} with transform_state", flatten(state))
     try:
         parts = flat.treedef.flatten_up_to(state)
     except ValueError:
         raise ValueError(f"{what}: expected transform_state of the structure of the parameters; {remedy}") from None
-    kinds = [_needed(leaf.spec, leaf.local.dtype) if is_sharded(leaf) else _kind(None) for leaf in flat.leaves]
+    kinds = [_needed(leaf.spec, leaf.local.dtype) if is_sharded(leaf) else "None" for leaf in flat.leaves]
     rows = zip(flat.paths, map(_kind, parts), kinds, strict=True)
     problems = [Problem(path, found, needed) for path, found, needed in rows if found != needed]
     refuse(f"{what}: transform_state does not fit the parameters", problems, remedy)
@@ -122,11 +122,6 @@ def _spec_of_rows(spec: Spec, shape: tuple[int, ...]) -> Spec:
 
 def _has_state(spec: Spec) -> bool:
     return spec.transform is not None and not spec.frozen and reduction(spec.transform).has_state
-
-
-def _without_state(leaf: Any) -> tuple[str, str] | None:
-    lacks = is_sharded(leaf) and _has_state(leaf.spec)
-    return ("no state", "that of its transform") if lacks else None
 
 
 def _init(spec: Spec, zero: torch.Tensor) -> Tree:

@@ -4,5 +4,5 @@ from fshard.tree.exact import Exact
 from fshard.tree.flat import Flat, Tree, Treedef, flatten, grouped, has_plain_keys, leaves_of, names_of, unflatten
 from fshard.tree.maps import map_leaves, map_nodes, tree_leaves, tree_map
 from fshard.tree.masks import MASK, Mask, is_mask, matches
-from fshard.tree.nodes import Sharded, dcp_error, is_sharded, is_trained, like, tensor_of, tensors_of
+from fshard.tree.nodes import Sharded, is_sharded, is_trained, like, tensor_of, tensors_of
 from fshard.tree.specs import Axis, ModelDtypes, P, ReshardPolicy, Spec

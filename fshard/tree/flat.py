@@ -40,18 +40,13 @@ class Flat(_Flat):
 
     @functools.cached_property
     def specs(self) -> tuple[Spec, ...]:
-        """The specs of its Sharded leaves, each once: what they say need not be asked of thousands of leaves."""
-        return tuple(dict.fromkeys(self.spec_objects()))
+        """The specs of its Sharded leaves, each object once: thousands of leaves share theirs."""
+        return tuple({id(leaf.spec): leaf.spec for leaf in self.leaves if is_sharded(leaf)}.values())
 
     @functools.cached_property
     def axes(self) -> tuple[Axis, ...]:
         """The mesh axes that they live on, each once."""
-        # Of specs that are refused too, because a transform cannot be hashed.
-        return tuple(dict.fromkeys(axis for spec in self.spec_objects() for axis in spec.axes))
-
-    def spec_objects(self) -> Iterable[Spec]:
-        """The specs of its Sharded leaves, each object once: most leaves share theirs, and specs are slow to hash."""
-        return {id(leaf.spec): leaf.spec for leaf in self.leaves if is_sharded(leaf)}.values()
+        return tuple(dict.fromkeys(axis for spec in self.specs for axis in spec.axes))
 
 
 def flatten(tree: Tree) -> Flat:

@@ -50,14 +50,9 @@ class Sharded:
         Raises:
             ValueError: always.
         """
-        raise dcp_error(fqn, repr(self))
-
-
-def dcp_error(fqn: str, found: str) -> ValueError:
-    """Make the error of torch.distributed.checkpoint.save for shards, of which it would write those of one rank."""
-    remedy = "pass fs.to_dtensor(params, mesh), or use fs.checkpoint.save or fs.checkpoint.save_dcp"
-    what = "torch.distributed.checkpoint.save: shards of all ranks but one would be lost"
-    return leaf_error(what, [Problem(fqn, found, "tensors or DTensors")], remedy)
+        remedy = "pass fs.to_dtensor(params, mesh), or use fs.checkpoint.save or fs.checkpoint.save_dcp"
+        what = "torch.distributed.checkpoint.save: shards of all ranks but one would be lost"
+        raise leaf_error(what, [Problem(fqn, repr(self), "tensors or DTensors")], remedy)
 
 
 # Users' own optree calls must see into Sharded too, hence optree's global namespace.

@@ -196,11 +196,6 @@ STRUCTURE = f"expected transform_state of the structure of the parameters; {REME
 OWN = "expected leaves that have a transform, got state of a transform, which fs.transform_state makes anew"
 
 
-def missing(verb):
-    lines = (f"  ['{name}']: expected that of its transform, got no state" for name in ("b'][0", "w"))
-    return "\n".join([f"{verb}: transforms need their state", *lines]).replace("0']", "0]") + f"\nTo fix: {REMEDY}."
-
-
 def unfit(verb, *lines):
     return "\n".join([f"{verb}: transform_state does not fit the parameters", *lines, f"To fix: {REMEDY}."])
 
@@ -230,6 +225,9 @@ def bad_rows(make, name, w, b):
 
     def rows(shape):
         return f"rows of {(2, *shape)} split by P('shard')"
+
+    def missing(verb):
+        return unfit(verb, f"  ['b'][0]: expected {rows(b)}, got None", f"  ['w']: expected {rows(w)}, got None")
 
     def row(name, call, error, issued=()):
         return Row(name, lambda world: (Made(make, world.mesh),), call, error, issued)
