@@ -94,26 +94,48 @@ def from_torch(
         return TorchState(zero(), slots, held, no_updates(params) if anew else ())
 
     def update(grads: Tree, state: TorchState, params: Tree, donate: bool = False) -> Updated:
-        flat, now = flatten(params), evaluated(hyper, state.updates, state.hyper)
-        trained = [grad if is_trained(leaf) else None for grad, leaf in zip(leaves_of(grads), flat.leaves, strict=True)]
-        given = {i: tensor_of(grad) for i, grad in enumerate(trained) if grad is not None}
+        flat = flatten(params)
+        now = evaluated(hyper, state.updates, state.hyper)
         before = {name: leaves_of(slot) for name, slot in state.slots.items()}
-        tensors = [owned(tensor_of(flat.leaves[i]), donate) for i in given]
-        states = [{n: owned(tensor_of(x[i]), donate) for n, x in before.items() if x[i] is not None} for i in given]
-        # As autograd accumulates gradients: classes read the memory of complex ones, without lazy bits.
-        taken = [grad.detach().resolve_conj().resolve_neg().contiguous() for grad in given.values()]
-        taken = [*map(owned, taken)] if writes else taken
         counts = counted(state.counts, grads) if anew else ()
         numbers = leaves_of(counts)
-        states = [{} if anew and int(numbers[i]) == 1 else kept for i, kept in zip(given, states, strict=True)]
-        states = stepped(make, tensors, taken, states, now)
-        slots = _slots(before, flat, [*given], states, scalars)
-        new = dict(zip(given, tensors, strict=True))
-        leaves = [like(leaf, new[i]) if i in new else leaf for i, leaf in enumerate(flat.leaves)]
+
+        def kept(i: int) -> State:
+            if anew and int(numbers[i]) == 1:
+                return {}
+            slots = {name: slot[i] for name, slot in before.items()}
+            return {name: owned(tensor_of(leaf), donate) for name, leaf in slots.items() if leaf is not None}
+
+        taken = _taken(grads, flat, writes)
+        tensors = [owned(tensor_of(flat.leaves[i]), donate) for i in taken]
+        states = stepped(make, tensors, [*taken.values()], [*map(kept, taken)], now)
+        slots = _slots(before, flat, [*taken], states, scalars)
         held = {name: torch.as_tensor(now[name], dtype=torch.float64).detach() for name in state.hyper}
-        return flat.unflatten(leaves), TorchState(state.updates + 1, slots, held, counts)
+        return _replaced(flat, [*taken], tensors), TorchState(state.updates + 1, slots, held, counts)
 
     return Optimizer(init, update, partial(update, donate=True))
+
+
+def _taken(grads: Tree, flat: Flat, copies: bool) -> dict[int, torch.Tensor]:
+    """Return the gradients of trained leaves by the leaves' numbers, as autograd accumulates gradients.
+
+    Classes read the memory of complex ones, without lazy bits.
+    """
+    taken = {}
+    for i, (grad, leaf) in enumerate(zip(leaves_of(grads), flat.leaves, strict=True)):
+        if grad is not None and is_trained(leaf):
+            plain = tensor_of(grad).detach().resolve_conj().resolve_neg()
+            taken[i] = owned(plain) if copies else plain.contiguous()
+    return taken
+
+
+def _replaced(flat: Flat, numbers: Sequence[int], tensors: Tensors) -> Tree:
+    """Put tensors into leaves that have others."""
+    leaves = list(flat.leaves)
+    for i, tensor in zip(numbers, tensors, strict=True):
+        if tensor is not tensor_of(leaves[i]):
+            leaves[i] = like(leaves[i], tensor)
+    return flat.unflatten(leaves)
 
 
 def _slots(
@@ -125,7 +147,8 @@ def _slots(
         for name, value in state.items():
             per_element = isinstance(value, torch.Tensor) and name not in scalars
             slot = slots.setdefault(name, [None] * len(flat.leaves))
-            slot[i] = like(flat.leaves[i], value) if per_element else value
+            if tensor_of(slot[i]) is not value:
+                slot[i] = like(flat.leaves[i], value) if per_element else value
     return {name: flat.unflatten(leaves) for name, leaves in slots.items()}
 
 
@@ -134,7 +157,7 @@ def owned(value: Any, donated: bool = False) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if donated:
-        return value.detach().contiguous()
+        return (value.detach() if value.requires_grad else value).contiguous()
     return value.detach().clone(memory_format=torch.contiguous_format)
 
 
@@ -165,7 +188,8 @@ def stepped(make: Make, tensors: Tensors, grads: Tensors, states: Sequence[State
     """Step tensors in place, and return the class's states of them."""
     after = list(states)
     # Apart, because fused SGD takes no list of which some tensors have a momentum.
-    begun, fresh = [i for i, state in enumerate(states) if state], [i for i, state in enumerate(states) if not state]
+    begun = [i for i, state in enumerate(states) if state]
+    fresh = [i for i, state in enumerate(states) if not state]
     for part in filter(None, (begun, fresh)):
         optimizer = built(make, [tensors[i] for i in part], [grads[i] for i in part], now)
         optimizer.state.update({tensors[i]: states[i] for i in part if states[i]})
@@ -207,7 +231,8 @@ def observe(make: Make) -> tuple[set[str], bool, bool, bool]:
         first step; whether this is another one from zeros than from no state; and whether a step writes to gradients,
         as nesterov does with foreach, or would on an accelerator.
     """
-    start, wrote = torch.linspace(-1.0, 1.0, 4).reshape(2, 2), []
+    start = torch.linspace(-1.0, 1.0, 4).reshape(2, 2)
+    wrote = []
 
     def run(state: State, make: Make = make) -> State:
         tensor, grad = start.clone(), start.cos()
@@ -232,8 +257,10 @@ def _refuse_split(make: Make, flat: Flat, sums: str | None) -> None:
     """Refuse leaves that are split where a class looks across elements, or rounds them by where they stand."""
     if sums is None and not any(map(partition_axes, flat.leaves)):
         return
-    run, name = partial(_in_parts, make), make.func.__name__
-    whole, parts = run(torch.float64), [run(torch.float64, 1, dim) for dim in (0, 1)]
+    name = make.func.__name__
+    run = partial(_in_parts, make)
+    whole = run(torch.float64)
+    parts = [run(torch.float64, 1, dim) for dim in (0, 1)]
     if not all(torch.allclose(whole, part, rtol=1e-9, atol=1e-12) for part in parts):
         remedy = "keep leaves whole with fs.ddp, or choose an elementwise optimizer"
         pair = "a leaf that is split", "a whole one"
@@ -255,7 +282,8 @@ def _in_parts(make: Make, dtype: torch.dtype, size: int = 96, dim: int = 0) -> t
     start = torch.linspace(-3.0, 3.0, 96 * 7, dtype=torch.float64).reshape(96, 7)
     values = start, 0.01 * start.sin(), start.cos(), 30.0 * start.sin()
     parts, *steps = (value.to(dtype).split(size, dim) for value in values)
-    tensors, states = [*map(owned, parts)], [dict[str, Any]() for _ in parts]
+    tensors = [*map(owned, parts)]
+    states: list[State] = [{} for _ in parts]
     for grads in steps:
         states = stepped(make, tensors, [*map(owned, grads)], states, {})
     return torch.cat(tensors, dim)

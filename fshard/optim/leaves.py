@@ -10,7 +10,7 @@ import torch
 
 from fshard.collectives import pvary
 from fshard.errors import expect
-from fshard.shard import local_ranges
+from fshard.shard import local_ranges, without_padding
 from fshard.tree import Axis, Flat, Spec, Tree, flatten, is_sharded, is_trained, leaves_of, like, map_leaves, tensor_of
 from fshard.tree.checks import check_leaves, describe
 from fshard.update import GradientTransformation, Optimizer
@@ -19,6 +19,11 @@ from fshard.update import GradientTransformation, Optimizer
 def partition_axes(leaf: Any) -> tuple[Axis, ...]:
     """Return the axes whose ranks hold different elements of a leaf."""
     return tuple(axis for axis in leaf.spec.partition_axes() if axis.size > 1) if is_sharded(leaf) else ()
+
+
+def elements_of(leaf: Any) -> torch.Tensor:
+    """Return the elements of a leaf that this rank holds, without padding."""
+    return without_padding(leaf) if is_sharded(leaf) else leaf
 
 
 def along(leaf: Any, dim: int | None) -> tuple[torch.Tensor, tuple[Axis, ...], int]:

@@ -6,7 +6,7 @@ from the largest term, whose sums are exact in whatever order they are added. Th
 
 import math
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ import torch
 from fshard import _compat
 from fshard.collectives import all_gather_invariant, total
 from fshard.errors import expect
-from fshard.optim.leaves import along, partition_axes, varying
-from fshard.tree import Axis, Sharded, Tree, flatten, grouped, is_sharded, leaves_of, map_leaves, tensor_of
+from fshard.optim.leaves import along, elements_of, partition_axes, varying
+from fshard.tree import Axis, Sharded, Spec, Tree, flatten, grouped, is_sharded, leaves_of, map_leaves, tensor_of
 from fshard.tree.checks import POSITIVE, check_local, check_numbers, check_sums, check_tensors
 
 # Elements that become float64 numbers at a time, in a processor's cache: of a norm, and of an exact sum.
@@ -129,12 +129,16 @@ def leaf_means(tree: Tree, dim: int, sums: str | None = None) -> Tree:
         found = element_sums(leaves, torch.Tensor.double, dim)
     rows = iter(zip(found, parts, strict=True))
 
+    @cache
+    def reduced(spec: Spec) -> Spec:
+        return spec.reduced([len(spec.full_shape) + dim])
+
     def mean(leaf: Any) -> Any:
         if leaf is None or tensor_of(leaf).dim() < 2:
             return None
         summed, (tensor, axes, count) = next(rows)
         value = (varying(summed, axes) / max(1, count)).to(tensor.dtype)
-        return Sharded(value, leaf.spec.reduced([value.dim() + dim])) if is_sharded(leaf) else value
+        return Sharded(value, reduced(leaf.spec)) if is_sharded(leaf) else value
 
     return map_leaves(mean, tree)
 
@@ -158,7 +162,7 @@ def _powers(leaves: Sequence[Any], p: float, sums: str | None, *, each: bool = F
 
 def _local_powers(leaf: Any, p: float) -> torch.Tensor:
     """Sum p-th powers of this rank's elements, piece by piece, or find the largest magnitude."""
-    tensor = along(leaf, None)[0].reshape(-1)
+    tensor = elements_of(leaf).reshape(-1)
     if math.isinf(p):
         # A zero in front, because no elements have no largest one.
         return torch.cat([tensor.new_zeros(1), tensor]).abs().amax().double()[None]

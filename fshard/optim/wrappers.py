@@ -9,9 +9,9 @@ import torch
 from fshard import _compat
 from fshard.collectives import total
 from fshard.errors import expect
-from fshard.optim.leaves import along, check_optimizer, for_trained, leafwise, map_gradients, zero
+from fshard.optim.leaves import check_optimizer, elements_of, for_trained, leafwise, map_gradients, zero
 from fshard.transforms import ShardTransform, masked_transform
-from fshard.tree import Tree, flatten, is_sharded, is_trained, leaves_of, like, map_leaves, tree_map
+from fshard.tree import Flat, Tree, flatten, is_sharded, is_trained, leaves_of, like, map_leaves, tree_map
 from fshard.tree.checks import POSITIVE, Range, check_matches, check_numbers, describe
 from fshard.tree.masks import MASK, Mask, is_mask, matches
 from fshard.tree.nodes import tensor_of
@@ -198,7 +198,7 @@ def ema(tx: Optimizer, decay: float) -> Optimizer:
 def all_finite(grads: Tree) -> torch.Tensor:
     """Tell whether every element of every gradient is finite on every rank, by a bool tensor of shape ()."""
     leaves = [leaf for leaf in leaves_of(grads) if leaf is not None]
-    bad = sum(((~along(leaf, None)[0].isfinite()).any().long() for leaf in leaves), zero())
+    bad = sum(((~elements_of(leaf).isfinite()).any().long() for leaf in leaves), zero())
     axes = dict.fromkeys(axis for leaf in leaves if is_sharded(leaf) for axis in leaf.spec.axes)
     return total(bad, tuple(axes)) == 0
 
@@ -293,33 +293,37 @@ def _partition(what: str, masks: Sequence[Mask], members: Sequence[Any]) -> Any:
     for mask in masks:
         expect(is_mask(mask), what, f"the mask to be {MASK}", describe(mask))
 
-    def owners(params: Tree) -> Tree:
+    def owners(flat: Flat) -> list[int | None]:
         """Number, for each leaf, the first member whose mask matches it."""
-        flat = flatten(params)
         rows = zip(flat.names, flat.leaves, strict=True)
-        return flat.unflatten(next((i for i, m in enumerate(masks) if matches(m, name, x)), None) for name, x in rows)
+        return [next((i for i, mask in enumerate(masks) if matches(mask, name, x)), None) for name, x in rows]
 
-    def part(tree: Tree, found: Tree, i: int) -> Tree:
-        """Keep the leaves of a member, and None in the place of others."""
-        return map_leaves(lambda leaf, owner: leaf if owner == i else None, tree, found)
+    def parts(tree: Tree, found: Sequence[int | None]) -> list[Tree]:
+        """Take a tree apart: for each member its leaves, and None in the place of others."""
+        flat = flatten(tree)
+        pairs = list(zip(flat.leaves, found, strict=True))
+        return [flat.unflatten(leaf if owner == i else None for leaf, owner in pairs) for i in range(len(members))]
 
     def init(params: Tree) -> Tree:
-        flat, found = flatten(params), owners(params)
+        flat = flatten(params)
+        found = owners(flat)
         check_matches(what, masks, flat.names, flat.leaves)
-        rows = zip(flat.names, leaves_of(found), flat.leaves, strict=True)
+        rows = zip(flat.names, found, flat.leaves, strict=True)
         left = [name for name, owner, leaf in rows if owner is None and leaf is not None]
         expect(not left, what, "a mask for every leaf", f"none for {', '.join(left[:4])}", 'add one for "*"')
-        return tuple(member.init(part(params, found, i)) if member else () for i, member in enumerate(members))
+        return tuple(tx.init(part) if tx else () for tx, part in zip(members, parts(params, found), strict=True))
 
     def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> Updated:
         check_states(what, state, len(members))
-        found, states = owners(params), list(state)
-        out = params if kinds == {Optimizer} else grads
-        for i, member in enumerate(members):
+        found, states = owners(flatten(params)), list(state)
+        flat = flatten(params if kinds == {Optimizer} else grads)
+        rows = zip(members, parts(grads, found), state, parts(params, found), strict=True)
+        for i, (member, *given) in enumerate(rows):
             if member is not None:
-                new, states[i] = step_of(member, donate)(part(grads, found, i), state[i], part(params, found, i))
-                out = map_leaves(lambda new, old, owner, i=i: new if owner == i else old, new, out, found)
-        return out, tuple(states)
+                new, states[i] = step_of(member, donate)(*given)
+                for n, leaf in enumerate(leaves_of(new)):
+                    flat.leaves[n] = leaf if found[n] == i else flat.leaves[n]
+        return flat.unflatten(flat.leaves), tuple(states)
 
     if kinds == {Optimizer}:
         return Optimizer(init, run, partial(run, donate=True))
