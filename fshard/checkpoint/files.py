@@ -187,7 +187,9 @@ def lay_out(tensors: Mapping[str, tuple[str, Sequence[int]]], *, pairs: bool = F
         if pairs and dtype.is_complex:
             dtype, shape = dtype.to_real(), [*shape, 2]
         starts[name], end = end, end + dtype.itemsize * math.prod(shape)
-        entries[name] = {"dtype": DTYPES[name_of(dtype)], "shape": shape, "data_offsets": [starts[name], end]}
+        stored = DTYPES.get(name_of(dtype))
+        expect_file(stored, name, "a dtype that safetensors has", f"{dtype}")
+        entries[name] = {"dtype": stored, "shape": shape, "data_offsets": [starts[name], end]}
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-(8 + len(header)) % 64)
     header = len(header).to_bytes(8, "little") + header

@@ -169,6 +169,7 @@ ACCEPTED = (
         "to_dtensor.tree",
     ),
     ("any tree, of whatever leaves", tuple(WRONG), "from_dtensor.tree"),
+    ("not used for parameters alone", tuple(WRONG), "checkpoint.save_dcp.optimizer"),
     ("only True opens a pickle", tuple(WRONG), "checkpoint.load_huggingface.trusted"),
     ("true or false to Python", tuple(WRONG), "checkpoint.save_dcp.flatten_optimizer_state_dict"),
     (

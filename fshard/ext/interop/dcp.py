@@ -17,9 +17,13 @@ from fshard.ext.interop.optimizer_state import (
     rebuilt,
     states_of,
 )
-from fshard.extend import Exchange, describe, expect
+from fshard.extend import Entry, Exchange, describe, expect
 
 METADATA = ".metadata"
+# Leaves and other values, by their places in nested dicts.
+Content = dict[tuple[str | int, ...], Any]
+# Values of parameter groups, by the key of the group and their names.
+Numbers = dict[str, dict[str, Any]]
 
 
 def save_dcp(
@@ -68,14 +72,12 @@ def save_dcp(
     trained = hasattr(state, "opt_state")
     with exchange.raise_on_all_ranks():
         _check_keys(exchange, model_key=model_key, optimizer_key=optimizer_key)
-        known = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
-        expect(known, exchange.label, "optimizer to be a torch optimizer or None", describe(optimizer))
         is_whole = not trained or (module is not None and optimizer is not None)
         needed = "module= and optimizer= too, as get_state_dict takes them"
         expect(is_whole, exchange.label, needed, f"a {type(state).__name__} alone")
     leaves = _model_leaves(exchange, state)
     exchange.replicas(leaves, {})
-    content: dict[tuple[str | int, ...], Any] = {
+    content: Content = {
         (*_split(model_key), alias): leaf for name, leaf in leaves.items() for alias in exchange.saved_as(name)
     }
     if trained and optimizer is not None:
@@ -88,13 +90,11 @@ def save_dcp(
         dcp_files.write(temporary, content)
 
 
-def _optimizer_content(
-    exchange: Exchange, opt_state: Any, optimizer: torch.optim.Optimizer, is_flat: bool
-) -> dict[tuple[str | int, ...], Any]:
+def _optimizer_content(exchange: Exchange, opt_state: Any, optimizer: torch.optim.Optimizer, is_flat: bool) -> Content:
     """The state and the parameter groups of an optimizer, by their places in its state dict."""
     slots = optimizer_leaves(exchange, opt_state)
     exchange.replicas({f"{name} {slot}": leaf for (name, slot), leaf in slots.items()}, {})
-    content: dict[tuple[str | int, ...], Any] = {("state", *key): leaf for key, leaf in slots.items()}
+    content: Content = {("state", *key): leaf for key, leaf in slots.items()}
     order = optimizer_names(exchange, optimizer)
     for i, group in enumerate(groups_of(opt_state, optimizer, order)):
         members = [order[number] for number in group.pop("params")]
@@ -158,29 +158,38 @@ def load_dcp(
         entries, values = dcp_files.contents(place)
     groups, prefix = _key(optimizer_key, "param_groups"), f"{model_key}." if model_key else ""
     states = f"{_key(optimizer_key, 'state')}."
-    weights = {
-        key[len(prefix) :]: entries[key] for key in entries if key.startswith(prefix) and not key.startswith(states)
-    }
+    weights, slots = _parted(entries, prefix, states)
     made = exchange.fill(weights, _model_leaves(exchange, like))
     if not hasattr(like, "opt_state"):
         return exchange.with_leaves(like, made)
-    slots = {key[len(states) :]: entry for key, entry in entries.items() if key.startswith(states)}
     injected = {name for state in states_of(like.opt_state) for name in state.hyper}
     with exchange.raise_on_all_ranks(directory):
         numbers = _numbers(values, groups, {*injected, "params"}) if injected else {}
     number = partial(_number, numbers, groups)
     opt_state = rebuilt(exchange, like.opt_state, slots, number, updates)
+    made_updates = [int(state.updates) for state in states_of(opt_state)]
     return like._replace(
-        step=torch.full_like(like.step, max((int(state.updates) for state in states_of(opt_state)), default=0)),
+        step=torch.full_like(like.step, max(made_updates, default=0)),
         params=exchange.with_leaves(like.params, made),
         opt_state=opt_state,
         buffers=exchange.with_leaves(like.buffers, made),
     )
 
 
-def _numbers(values: Mapping[str, Callable[[], Any]], groups: str, names: set[str]) -> dict[str, dict[str, Any]]:
+def _parted(entries: Mapping[str, Entry], prefix: str, states: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
+    """The weights of a module, whose keys begin in one way, and the states of an optimizer, whose begin in another."""
+    weights, slots = {}, {}
+    for key, entry in entries.items():
+        if key.startswith(states):
+            slots[key[len(states) :]] = entry
+        elif key.startswith(prefix):
+            weights[key[len(prefix) :]] = entry
+    return weights, slots
+
+
+def _numbers(values: Mapping[str, Callable[[], Any]], groups: str, names: set[str]) -> Numbers:
     """Read values of parameter groups, or of parameters where the state was flattened, by their names."""
-    found: dict[str, dict[str, Any]] = {}
+    found: Numbers = {}
     for key, read in values.items():
         group, _, name = key.rpartition(".")
         if group.startswith(f"{groups}.") and name in names:
@@ -188,11 +197,12 @@ def _numbers(values: Mapping[str, Callable[[], Any]], groups: str, names: set[st
     return found
 
 
-def _number(numbers: Mapping[str, dict[str, Any]], groups: str, owner: str, name: str) -> Any:
+def _number(numbers: Numbers, groups: str, owner: str, name: str) -> Any:
     """The hyperparameter of a parameter, or of any where a class that keeps nothing does not say whose its state is."""
-    own = f"{groups}.{owner}"
-    found = [held for key, held in numbers.items() if key == own or owner in held.get("params", ()) or not owner]
-    return found[0].get(name) if found else None
+    for key, held in numbers.items():
+        if not owner or key == f"{groups}.{owner}" or owner in held.get("params", ()):
+            return held.get(name)
+    return None
 
 
 def _check_keys(exchange: Exchange, **keys: Any) -> None:

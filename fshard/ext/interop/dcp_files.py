@@ -85,7 +85,8 @@ def _read_box(reader: Any, key: str, found: metadata.TensorStorageMetadata, box:
 
 def _read_value(reader: Any, key: str) -> Any:
     index, nothing = metadata.MetadataIndex(key), torch.Size((0,))
-    item, into = planner.ReadItem(planner.LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing), _LoadPlanner()
+    item = planner.ReadItem(planner.LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+    into = _LoadPlanner()
     with _damaged(reader.path, key):
         reader.read_data(planner.LoadPlan([item]), into).wait()
     return into.value
@@ -124,25 +125,28 @@ class _SavePlanner(default_planner.DefaultSavePlanner):
         # Torch's offline tools nest what they read by these.
         self.mappings = {".".join(map(str, place)): place for place in content}
         self.values = {key: content[place] for key, place in self.mappings.items()}
-        tensors = {key: value for key, value in self.values.items() if isinstance(value, fs.Sharded | torch.Tensor)}
-        self.pieces = {key: piece_of(value) for key, value in tensors.items()}
+        is_tensor = {key: isinstance(value, fs.Sharded | torch.Tensor) for key, value in self.values.items()}
+        self.pieces = {key: piece_of(self.values[key]) for key in self.values if is_tensor[key]}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> planner.SavePlan:
-        others = [key for key in self.values if key not in self.pieces]
-        items = [planner.WriteItem(metadata.MetadataIndex(key), planner.WriteItemType.BYTE_IO) for key in others]
-        for key, (offset, tensor, shape) in self.pieces.items():
+        items = []
+        for key in self.values:
+            piece = self.pieces.get(key)
+            if piece is None:
+                items.append(planner.WriteItem(metadata.MetadataIndex(key), planner.WriteItemType.BYTE_IO))
             # A rank without elements has nothing to write, unless nobody has any.
-            if tensor.numel() or 0 in shape:
-                chunk = metadata.ChunkStorageMetadata(torch.Size(offset), tensor.shape)
-                properties = metadata.TensorProperties.create_from_tensor(tensor)
-                data = planner.TensorWriteData(chunk, properties, torch.Size(shape))
-                index = metadata.MetadataIndex(key, torch.Size(offset))
+            elif piece.tensor.numel() or 0 in piece.full_shape:
+                chunk = metadata.ChunkStorageMetadata(torch.Size(piece.offset), piece.tensor.shape)
+                properties = metadata.TensorProperties.create_from_tensor(piece.tensor)
+                data = planner.TensorWriteData(chunk, properties, torch.Size(piece.full_shape))
+                index = metadata.MetadataIndex(key, chunk.offsets)
                 items.append(planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data))
         self.plan = planner.SavePlan(items, planner_data=self.mappings)
         return self.plan
 
     def lookup_object(self, index: metadata.MetadataIndex) -> Any:
-        return self.pieces[index.fqn].tensor if index.fqn in self.pieces else self.values[index.fqn]
+        piece = self.pieces.get(index.fqn)
+        return self.values[index.fqn] if piece is None else piece.tensor

@@ -38,14 +38,16 @@ def from_dtensor(tree: Any, strategy: Any) -> Any:
     flat = flatten(tree)
     layouts = Exchange("from_dtensor").layouts(flat, strategy)
     leaves, problems = list(flat.leaves), list[tuple[str, str, str]]()
-    for i, (path, name, leaf) in enumerate(zip(flat.paths, flat.names, flat.leaves, strict=True)):
-        own = layouts.of(path, name, leaf, fs.Spec(tuple(leaf.shape))) if isinstance(leaf, DTensor) else None
-        if own and own.transform:
-            spec = _spec_of(leaf, own)
-            if isinstance(spec, fs.Spec):
-                leaves[i] = _sharded(leaf, spec)
-            else:
-                problems.append((path, *spec))
+    for i, (path, name) in enumerate(zip(flat.paths, flat.names, strict=True)):
+        leaf = leaves[i]
+        if not isinstance(leaf, DTensor):
+            continue
+        own = layouts.of(path, name, leaf, fs.Spec(tuple(leaf.shape)))
+        spec = _spec_of(leaf, own) if own.transform else None
+        if isinstance(spec, fs.Spec):
+            leaves[i] = _sharded(leaf, spec)
+        elif spec:
+            problems.append((path, *spec))
     remedy = "use the strategy's mesh and Shard or Replicate"
     refuse("from_dtensor: leaves cannot be taken over", [*problems, *layouts.problems], remedy)
     return flat.unflatten(leaves)

@@ -67,7 +67,8 @@ def save_huggingface(
     (['model.safetensors'], {'w': tensor([1., 2.])})
     """
     exchange = Exchange("checkpoint.save_huggingface", module)
-    leaves = {name: leaf for name, leaf in exchange.leaves(params).items() if exchange.saved_as(name)}
+    given = exchange.leaves(params)
+    leaves = {name: leaf for name, leaf in given.items() if exchange.saved_as(name)}
     full: dict[str, torch.Tensor] = {}
     with exchange.raise_on_all_ranks():
         is_whole = type(max_file_bytes) is int and max_file_bytes > 0
@@ -79,11 +80,6 @@ def save_huggingface(
             tensors = to_files(exchange, leaves, module, full)
         else:
             tensors = _renamed(exchange.label, {name: as_planned(leaves, name, full) for name in leaves}, names)
-        known = exchange.dtypes.values()
-        needed = f"one of {', '.join(map(str, known))}"
-        problems = [(name, f"{each.dtype}", needed) for name, each in tensors.items() if each.dtype not in known]
-        remedy = "convert these leaves by fs.tree_map"
-        refuse(f"{exchange.label}: safetensors has no such dtype", problems, remedy)
     exchange.replicas(leaves, {"(directory)": f"{directory}"})
     with new_files(exchange, directory, (SINGLE, INDEX)) as temporary:
         groups = _in_groups(tensors, max_file_bytes)
@@ -202,7 +198,8 @@ def _gathered(
     for result in results:
         for name in full.keys() - result.sources:
             del full[name]
-        full.update(fs.unshard({name: leaves[name] for name in sorted(result.sources) if name not in full}))
+        new = {name: leaves[name] for name in sorted(result.sources - full.keys())}
+        full.update(fs.unshard(new))
         yield result
 
 

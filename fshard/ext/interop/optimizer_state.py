@@ -48,13 +48,15 @@ def to_optimizer_state_dict(
     problems = [(name, "state", "none: the torch optimizer has no such parameter") for name in unknown]
     refuse(f"{exchange.label}: states do not fit", problems, "pass the optimizer of all that was trained")
     never = _never_updated(opt_state)
-    full = exchange.gathered({key: leaf for key, leaf in leaves.items() if key[0] not in never}, rank0_only)
+    kept = {key: leaf for key, leaf in leaves.items() if key[0] not in never}
+    full = exchange.gathered(kept, rank0_only)
     if rank0_only and exchange.rank:
         return {}
     state: dict[int, StateDict] = {}
     for (name, slot), tensor in full.items():
         state.setdefault(order[name], {})[slot] = tensor
-    return {"state": dict(sorted(state.items())), "param_groups": groups_of(opt_state, optimizer, list(order))}
+    groups = groups_of(opt_state, optimizer, list(order))
+    return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 
 def from_optimizer_state_dict(
@@ -156,8 +158,10 @@ def groups_of(opt_state: Any, optimizer: torch.optim.Optimizer, order: Sequence[
         # The state of a class that keeps nothing does not say whose it is.
         owners = {name for name, *_ in _slots(state)} or set(order)
         for group in groups:
-            if owners & {order[i] for i in group["params"]}:
-                group.update({name: float(value) for name, value in state.hyper.items() if name in group})
+            if owners.isdisjoint(order[i] for i in group["params"]):
+                continue
+            for name in group.keys() & state.hyper.keys():
+                group[name] = float(state.hyper[name])
     return groups
 
 
@@ -216,7 +220,9 @@ def states_of(opt_state: Any) -> list[TorchState]:
 def _named(tree: Any) -> Iterator[tuple[str, Any]]:
     """The leaves of a tree that are not None, with their names."""
     flat = flatten(tree)
-    return ((name, leaf) for name, leaf in zip(flat.names, flat.leaves, strict=True) if leaf is not None)
+    for name, leaf in zip(flat.names, flat.leaves, strict=True):
+        if leaf is not None:
+            yield name, leaf
 
 
 def _slots(state: TorchState) -> Iterator[tuple[str, str, Any]]:

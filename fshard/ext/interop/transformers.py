@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import torch
@@ -51,7 +50,9 @@ class Planned(torch.Tensor):
             raise NotImplementedError(f"{getattr(func, '__name__', func)} writes to a weight, which cannot be planned")
         if not any(isinstance(each, Planned) for each in outs):
             return out
-        plan, sources = _PLANS.get(func), frozenset().union(*(operand.sources for operand in operands))
+        # Of these no more is read than a box needs.
+        plan = {torch.stack: _stacked, torch.cat: _joined}.get(func)
+        sources = frozenset().union(*(operand.sources for operand in operands))
 
         def read(index: int | None, box: Box) -> torch.Tensor:
             return plan(box, *args, **kwargs) if plan else _computed(func, args, kwargs, index)[box]
@@ -74,13 +75,16 @@ def planned(entry: Entry, source: str) -> Planned:
 
 def _stacked(box: Box, tensors: Sequence[Planned], dim: int = 0) -> torch.Tensor:
     dim %= tensors[0].dim() + 1
-    return torch.stack([each.read(box[:dim] + box[dim + 1 :]) for each in tensors[box[dim]]], dim)
+    inner = box[:dim] + box[dim + 1 :]
+    return torch.stack([each.read(inner) for each in tensors[box[dim]]], dim)
 
 
 def _joined(box: Box, tensors: Sequence[Planned], dim: int = 0) -> torch.Tensor:
     dim %= tensors[0].dim()
-    parts = [each.read((*box[:dim], slice(0, each.shape[dim]), *box[dim + 1 :])) for each in tensors]
-    return torch.cat(parts, dim).narrow(dim, box[dim].start, box[dim].stop - box[dim].start)
+    before, part, behind = box[:dim], box[dim], box[dim + 1 :]
+    whole = [(*before, slice(0, each.shape[dim]), *behind) for each in tensors]
+    parts = [each.read(inner) for each, inner in zip(tensors, whole, strict=True)]
+    return torch.cat(parts, dim).narrow(dim, part.start, part.stop - part.start)
 
 
 def _computed(func: Any, args: Any, kwargs: Any, index: int | None) -> torch.Tensor:
@@ -89,10 +93,6 @@ def _computed(func: Any, args: Any, kwargs: Any, index: int | None) -> torch.Ten
 
     out = func(*fs.tree_map(value, args), **fs.tree_map(value, kwargs))
     return out if index is None else out[index]
-
-
-# Functions that read no more than a box needs.
-_PLANS: Mapping[Any, Callable[..., torch.Tensor]] = MappingProxyType({torch.stack: _stacked, torch.cat: _joined})
 
 
 def is_pretrained(module: nn.Module | None) -> TypeGuard[nn.Module]:
