@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import fshard as fs
-from fshard.checkpoint.save import Options
+from fshard.checkpoint.save import SaveOptions
 from fshard.checkpoint.save import start as start_to_save
 
 REFERENCE = "torch file system"
@@ -87,7 +87,7 @@ def systems_of(mesh: Any, megabytes: int) -> dict[str, System]:
     staging: dict[str, torch.Tensor] = {}
 
     def start(directory: Path, donated: bool) -> Callable[[], Any]:
-        return start_to_save(Options(directory, True, donated, 600.0, None, staging=staging), state, 1).wait
+        return start_to_save(SaveOptions(directory, True, donated, 600.0, None, staging=staging), state, 1).wait
 
     def hugging_face(directory: Path) -> dcp.HuggingFaceStorageWriter:
         return dcp.HuggingFaceStorageWriter(str(directory), save_distributed=True)
