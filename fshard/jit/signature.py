@@ -95,7 +95,8 @@ def aval(tensor: torch.Tensor) -> tuple[tuple[str, Any], ...]:
     """Return the properties of a tensor without its values, each with its name; JAX's abstract value."""
     about = {
         "shape": tensor.shape,
-        "stride": tensor.stride(),
+        # An empty tensor is viewed in the same way whatever its strides.
+        "stride": tensor.stride() if tensor.numel() else (),
         "dtype": tensor.dtype,
         "device": tensor.device,
         "class": type(tensor),

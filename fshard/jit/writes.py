@@ -85,7 +85,7 @@ def _fits(out: Any, spec: Any, leaf: Any) -> bool:
     if out is None or spec != getattr(leaf, "spec", None):
         return False
     value, given = out.meta["val"], tensor_of(leaf)
-    alone = all(stride or size == 1 for size, stride in zip(given.shape, given.stride(), strict=True))
+    alone = not given.numel() or all(step or n == 1 for n, step in zip(given.shape, given.stride(), strict=True))
     return alone and (value.shape, value.dtype, value.device) == (given.shape, given.dtype, given.device)
 
 
