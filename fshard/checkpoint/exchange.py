@@ -224,9 +224,7 @@ class Exchange:
         for path, (here, _), held in zip(leaves, own, columns, strict=True):
             # Parts of the same place are the same part.
             first: dict[str, str] = {}
-            others = [
-                rank for rank, (offset, value) in enumerate(held) if first.setdefault(f"{offset}", value) != value
-            ]
+            others = [rank for rank, (at, value) in enumerate(held) if first.setdefault(f"{at}", value) != value]
             problems += [Problem(path, f"other values on rank {rank}", "the same on all ranks") for rank in others[:1]]
             replicas[path] = [rank for rank, (at, _) in enumerate(held) if at == here]
         remedy = "make them the same, buffers by fs.sync_buffers, or store a row of one leaf for each rank"
@@ -363,7 +361,8 @@ def _read(
     name: str, entries: Sequence[Entry], spec: Spec | None, box: Box, shape: torch.Size, device: torch.device
 ) -> Any:
     """This rank's part of a leaf, whose entries must have the same values."""
-    first, *others = [entry.read(box) if math.prod(shape) else torch.empty(shape) for entry in entries]
+    nothing = torch.empty(shape, device="cpu") if 0 in shape else None
+    first, *others = [entry.read(box) if nothing is None else nothing for entry in entries]
     if any(bytes_of(other) != bytes_of(first) for other in others):
         found = f"expected {name} to have the same values under all its names, got others"
         raise CheckpointError(f"{found}; untie the module's, so that each has its own")

@@ -85,9 +85,12 @@ class Saving:
     def _finish(self) -> tuple[str, list[str]]:
         """Return the checkpoint's path and all failures, the same on every rank."""
         # By this message a rank hears of one that has failed or is dead, before it waits for the part of that one.
-        failures = comm.everyone(_outcome(self._written)[1], [self._ranks], LABEL)
-        if any(failures):
-            self._given_up.set()
+        failures = ["ranks are lost"]
+        try:
+            failures = comm.everyone(_outcome(self._written)[1], [self._ranks], LABEL)
+        finally:
+            if any(failures):
+                self._given_up.set()
         path, failure = comm.everyone(_outcome(self._joined), [self._ranks], LABEL)[0]
         return path, list(filter(None, [*failures, failure]))
 
@@ -386,10 +389,15 @@ def _aside(path: str, piece: Piece, staging: dict[str, torch.Tensor]) -> Piece:
 def _prepare(exchange: Exchange, directory: Path, step: int) -> tuple[Path, int]:
     """Have the first rank lock the directory and make one for the checkpoint, whose name all ranks return."""
     lock, name = -1, ""
-    with exchange.raise_on_all_ranks(directory):
-        if not exchange.rank:
-            lock, name = directories.begin(directory, step)
-    return directory / comm.everyone(name, [exchange.ranks], LABEL)[0], lock
+    try:
+        with exchange.raise_on_all_ranks(directory):
+            if not exchange.rank:
+                lock, name = directories.begin(directory, step)
+        return directory / comm.everyone(name, [exchange.ranks], LABEL)[0], lock
+    except BaseException:
+        if lock >= 0:
+            directories.unlock(lock)
+        raise
 
 
 def _write_part(path: Path, pieces: Mapping[str, Piece]) -> None:

@@ -115,6 +115,55 @@ def test_a_second_save_while_one_is_under_way(held, tmp_path):
     assert list_steps(tmp_path) == [1, 2]
 
 
+def saved_within(root, step):
+    """Save as soon as the directory is free."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        try:
+            return checkpoint.save(root, full(step), step)
+        except checkpoint.CheckpointError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_a_rank_that_is_lost_leaves_the_directory_free(tmp_path, monkeypatch):
+    """The first rank does not wait for its part until the time is over."""
+    inner, event = files.write_all, threading.Event()
+
+    def write_all(descriptor, data):
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("rank-00001.safetensors"):
+            event.wait(SECONDS)
+        inner(descriptor, data)
+
+    def program():
+        saving = checkpoint.save(tmp_path, full(1), 1, asynchronous=True)
+        if torch.distributed.get_rank():
+            raise KeyError("lost")
+        saving.wait()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "write_all", write_all)
+        with pytest.raises(RankError, match="lost"):
+            spmd(program, 2)
+        saved_within(tmp_path, 2)
+        event.set()
+    assert list_steps(tmp_path) == [2]
+
+
+def test_a_message_that_fails_leaves_the_directory_free(tmp_path, monkeypatch):
+    inner = fs.comm.agree.everyone
+
+    def everyone(said, axes, label):
+        if f"{said}".startswith(".saving"):
+            raise RuntimeError("lost")
+        return inner(said, axes, label)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.modules["fshard.comm"], "everyone", everyone)
+        refused(lambda: checkpoint.save(tmp_path, full(1), 1), RuntimeError)
+    checkpoint.save(tmp_path, full(2), 2)
+
+
 def test_a_process_forked_meanwhile_does_not_keep_the_directory(held, tmp_path):
     saving = checkpoint.save(tmp_path, full(1), 1, asynchronous=True)
     reader, writer = os.pipe()
