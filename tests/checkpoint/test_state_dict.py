@@ -265,3 +265,11 @@ def test_buffers_that_are_not_persistent_make_the_round_trip():
     back = from_state_dict(saved, full, module=module)
     assert_same_bits(fs.unshard(back), fs.unshard(full))
     assert back["cache"].data_ptr() != full["cache"].data_ptr()
+
+
+@on_ranks(2)
+def test_a_default_device_without_values_changes_nothing():
+    like = fs.shard({"w": torch.ones(1)}, every_leaf(one_axis()))
+    with torch.device("meta"):
+        back = from_state_dict({"w": torch.full((1,), 2.0, device="cpu")}, like)
+    assert fs.unshard(back)["w"].item() == 2
