@@ -11,7 +11,7 @@ from fshard import _compat
 from fshard.errors import expect, refuse
 from fshard.transforms import transform_state
 from fshard.transforms.state import ABSENT, Absent
-from fshard.tree import Flat, Spec, Tree, flatten, is_sharded, is_trained, leaves_of, like, map_leaves
+from fshard.tree import Flat, Spec, Tree, flatten, is_sharded, is_trained, leaves_of, like, map_leaves, tensors_of
 from fshard.tree.checks import check_flags, describe, refuse_donated, same_structure
 from fshard.tree.nodes import tensor_of
 
@@ -198,7 +198,7 @@ def _owned(state: TrainState) -> dict[str, Tree]:
     """Copy the tensors that an update writes to where other tensors share their memory, as those of fs.gather do."""
     written = {"params": state.params, "opt_state": state.opt_state}
     # Frozen leaves are not written to, and their averages are they themselves.
-    tensors = [tensor_of(leaf) for leaf in leaves_of(written) if is_trained(leaf)]
+    tensors = tensors_of(filter(is_trained, leaves_of(written)))
     tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
     shared = {id(tensor) for tensor, yes in zip(tensors, _compat.share_memory(tensors), strict=True) if yes}
 

@@ -10,7 +10,7 @@ import torch
 from fshard import _compat
 from fshard.errors import expect
 from fshard.optim.leaves import counted, no_updates, partition_axes, torch_says, zero
-from fshard.tree import Flat, Tree, flatten, is_trained, leaves_of, like, map_leaves, map_nodes, tensor_of
+from fshard.tree import Flat, Tree, flatten, is_trained, leaves_of, like, map_leaves, map_nodes, tensor_of, tensors_of
 from fshard.tree.checks import check_floating, check_leaves, check_sums, describe
 from fshard.update import Optimizer, Updated
 
@@ -99,17 +99,16 @@ def from_torch(
         before = {name: leaves_of(slot) for name, slot in state.slots.items()}
         counts = counted(state.counts, grads) if anew else ()
         numbers = leaves_of(counts)
-
-        def kept(i: int) -> State:
-            if anew and int(numbers[i]) == 1:
-                return {}
-            slots = {name: slot[i] for name, slot in before.items()}
-            return {name: owned(tensor_of(leaf), donate) for name, leaf in slots.items() if leaf is not None}
-
         taken = _taken(grads, flat, writes)
+        begun = [not anew or int(numbers[i]) > 1 for i in taken]
+        kept: list[State] = [{} for _ in taken]
+        for name, slot in before.items():
+            for own, i, later in zip(kept, taken, begun, strict=True):
+                if later and slot[i] is not None:
+                    own[name] = owned(tensor_of(slot[i]), donate)
         tensors = [owned(tensor_of(flat.leaves[i]), donate) for i in taken]
-        states = stepped(make, tensors, [*taken.values()], [*map(kept, taken)], now)
-        slots = _slots(before, flat, [*taken], states, scalars)
+        states = stepped(make, tensors, [*taken.values()], kept, now)
+        slots = state.slots | _slots(before, flat, [*taken], states, scalars)
         held = {name: torch.as_tensor(now[name], dtype=torch.float64).detach() for name in state.hyper}
         return _replaced(flat, [*taken], tensors), TorchState(state.updates + 1, slots, held, counts)
 
@@ -141,15 +140,19 @@ def _replaced(flat: Flat, numbers: Sequence[int], tensors: Tensors) -> Tree:
 def _slots(
     before: Mapping[str, Sequence[Any]], flat: Flat, numbers: Sequence[int], states: Sequence[State], scalars: set[str]
 ) -> dict[str, Tree]:
-    """Turn torch's states of some leaves into a tree for each name; other leaves keep theirs."""
-    slots = {name: list(leaves) for name, leaves in before.items()}
-    for i, state in zip(numbers, states, strict=True):
-        for name, value in state.items():
-            per_element = isinstance(value, torch.Tensor) and name not in scalars
-            slot = slots.setdefault(name, [None] * len(flat.leaves))
-            if tensor_of(slot[i]) is not value:
-                slot[i] = like(flat.leaves[i], value) if per_element else value
-    return {name: flat.unflatten(leaves) for name, leaves in slots.items()}
+    """Turn torch's states of some leaves into trees, for each name whose values are new; other leaves keep theirs."""
+    slots = {}
+    for name in dict.fromkeys(name for state in states for name in state):
+        leaves = before.get(name) or [None] * len(flat.leaves)
+        old, new = tensors_of(leaves), {}
+        for i, state in zip(numbers, states, strict=True):
+            value = state.get(name, old[i])
+            if value is not old[i]:
+                per_element = isinstance(value, torch.Tensor) and name not in scalars
+                new[i] = like(flat.leaves[i], value) if per_element else value
+        if new or name not in before:
+            slots[name] = flat.unflatten(new.get(i, leaf) for i, leaf in enumerate(leaves))
+    return slots
 
 
 def owned(value: Any, donated: bool = False) -> Any:
