@@ -40,10 +40,8 @@ def fold_in(key: torch.Tensor | int, data: torch.Tensor | int | Axis) -> torch.T
     (True, False)
     """
     number = torch.tensor(comm.rank(data)) if isinstance(data, Axis) else _integers(data)
-    needed, remedy = (
-        "data to be a whole number, a tensor of integers, or an Axis",
-        "take an Axis from a mesh by fs.axis_of",
-    )
+    needed = "data to be a whole number, a tensor of integers, or an Axis"
+    remedy = "take an Axis from a mesh by fs.axis_of"
     expect(number is not None, "fold_in", needed, describe(data), remedy)
     assert number is not None
     return _mix(_mix(key_of("fold_in", key)) + number.to(torch.int64) - 0x61C8864680B583EB)
@@ -103,10 +101,9 @@ def seeded(key: torch.Tensor | int | None) -> Iterator[None]:
         yield
         return
     key = key_of("apply", key)
-    if _compat.is_batched(key):
-        found = "a batch of keys, by vmap"
-        remedy = "loop over the keys, or draw before vmap and pass what was drawn"
-        raise ValueError(f"apply: expected one key, from which torch's generator draws, got {found}; {remedy}")
+    needed = "one key, from which torch's generator draws"
+    remedy = "loop over the keys, or draw before vmap and pass what was drawn"
+    expect(not _compat.is_batched(key), "apply", needed, "a batch of keys, by vmap", remedy)
     if _compat.is_tracing():
         before = random_state()
         # A sum, because an operator of constants alone would run now.

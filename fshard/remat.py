@@ -55,7 +55,14 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
             structure[:] = [tree_map(lambda leaf: _PLACE if isinstance(leaf, torch.Tensor) else leaf, out)]
             return tuple(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
 
-        outputs = iter(_Remat.apply(flat, _drawing_from(flat, _compat.random_state()), *leaves))
+        state = _compat.random_state()
+
+        def again(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.set_state(state)
+                return flat(*tensors)
+
+        outputs = iter(_Remat.apply(flat, again, *leaves))
         return tree_map(lambda leaf: next(outputs) if leaf is _PLACE else leaf, structure[0])
 
     return run
@@ -83,20 +90,6 @@ class _ArgumentsOnly(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _drawing_from(flat: Flat, state: torch.Tensor) -> Flat:
-    """Run a function with torch's CPU generator in an earlier state."""
-
-    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        now = _compat.random_state()
-        torch.default_generator.set_state(state)
-        try:
-            return flat(*tensors)
-        finally:
-            torch.default_generator.set_state(now)
-
-    return run
-
-
 class _Remat(Function):
     @staticmethod
     def forward(flat: Flat, again: Flat, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -117,17 +110,13 @@ class _Remat(Function):
         trained = [i for i, tensor in enumerate(tensors) if _is_differentiable(tensor)]
 
         def run(*some: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            given = list(tensors)
-            for i, tensor in zip(trained, some, strict=True):
-                given[i] = tensor
-            return tuple(tensor for tensor in ctx.again(*given) if _is_differentiable(tensor))
+            given = dict(enumerate(tensors)) | dict(zip(trained, some, strict=True))
+            return tuple(tensor for tensor in ctx.again(*given.values()) if _is_differentiable(tensor))
 
         outputs, pull_back, *_ = torch.func.vjp(run, *(tensors[i] for i in trained))
         wanted = [grad for grad in grads if grad is not None and _is_differentiable(grad)]
-        found: list[torch.Tensor | None] = [None] * len(tensors)
-        for i, grad in zip(trained, pull_back(tuple(wanted[: len(outputs)])), strict=True):
-            found[i] = grad
-        return None, None, *found
+        found = dict(zip(trained, pull_back(tuple(wanted[: len(outputs)])), strict=True))
+        return None, None, *map(found.get, range(len(tensors)))
 
     @staticmethod
     def jvp(ctx: Any, _flat: None, _again: None, *tangents: torch.Tensor | None) -> Any:

@@ -12,6 +12,12 @@ from torch.testing._comparison import default_tolerances
 # Checked on 2.13.
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
+# Checked on 2.13. Runs without dispatch modes, which a trace would write down.
+from torch.utils._python_dispatch import _disable_current_modes as outside_modes
+
+# Checked on 2.13. Makes a class a node of torch's own pytrees, which torch.func maps over.
+from torch.utils._pytree import register_pytree_node as register_torch_pytree
+
 from fshard._compat.autograd import *
 from fshard._compat.collectives import *
 from fshard._compat.fake import *

@@ -2,7 +2,7 @@
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -26,9 +26,12 @@ def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a torch.func transform holds a tensor, whose storage then is not to be had. Checked on 2.13."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+# Whether a torch.func transform holds a tensor, whose storage then is not to be had. Checked on 2.13.
+is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+# The number that autograd will give its next node; a backward runs nodes from high to low. Checked on 2.13.
+next_sequence_number = torch._C._autograd._get_sequence_nr
+# Compute as kernels do, in a context, so that a view holds no reference to its base. Checked on 2.13.
+below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -79,11 +82,6 @@ def any_dual(tensors: Iterable[torch.Tensor]) -> bool:
     if forward_ad._current_level < 0:
         return False
     return any(not tensor.is_inference() and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
-
-
-def next_sequence_number() -> int:
-    """The number that autograd will give its next node; a backward runs nodes from high to low. Checked on 2.13."""
-    return torch._C._autograd._get_sequence_nr()
 
 
 def running_sequence_number() -> int | None:
@@ -148,11 +146,6 @@ def refuses_saved_tensor_hooks(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error)
 
 
-def below_autograd() -> AbstractContextManager[None]:
-    """Compute as kernels do, so that a view holds no reference to its base. Checked on 2.13."""
-    return torch._C._AutoDispatchBelowAutograd()
-
-
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that all views of the same memory share, as long as a StorageWeakRef to it lives. Checked on 2.13."""
     return tensor.untyped_storage()._cdata
@@ -170,11 +163,6 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
     owners = list(zip([count(storage._cdata) for storage in storages], map(sys.getrefcount, storages), strict=True))
     found = iter([pair != owners[-1] for pair in owners])
     return [known and next(found) for known in told]
-
-
-def shares_memory(tensor: torch.Tensor) -> bool:
-    """The `share_memory` of one tensor. Checked on 2.13."""
-    return share_memory([tensor])[0]
 
 
 def copied_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -210,17 +198,6 @@ def divide_in_place(tensors: Sequence[torch.Tensor], divisor: Any) -> None:
 def is_held_elsewhere(tensor: torch.Tensor) -> bool:
     """Whether torch's own code holds a tensor beside Python. Checked on 2.13."""
     return tensor._use_count() > 1  # type: ignore[attr-defined]
-
-
-def register_torch_pytree(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., Any], name: str) -> None:
-    """Make `cls` a node of torch's own pytrees, which torch.func maps over. Checked on 2.13."""
-    from torch.utils._pytree import GetAttrKey, register_pytree_node
-
-    def flatten_with_keys(node: Any) -> Any:
-        children, context = flatten(node)
-        return [(GetAttrKey("local"), child) for child in children], context
-
-    register_pytree_node(cls, flatten, unflatten, serialized_type_name=name, flatten_with_keys_fn=flatten_with_keys)
 
 
 @contextmanager

@@ -77,14 +77,8 @@ def _as_first(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> to
 
 def _product(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, *args: Any) -> torch.Tensor:
     """Make the result without values: rows of a by group, columns of b by group, or a product for each group."""
-    if a.dim() == 2 and b.dim() == 2:
-        assert offs is not None
-        shape: tuple[int, ...] = (offs.shape[0], a.shape[0], b.shape[1])
-    elif a.dim() == 2 or b.dim() == 2:
-        shape = (a.shape[-2], b.shape[-1])
-    else:
-        shape = (a.shape[0], a.shape[1], b.shape[2])
-    step = _ALIGNMENT_BYTES // a.element_size()
-    width = -(-shape[-1] // step) * step
-    strides = (width, 1) if len(shape) == 2 else (shape[-2] * width, width, 1)
-    return a.new_empty_strided(shape, strides)
+    products = () if a.dim() != b.dim() else a.shape[:-2] if offs is None else offs.shape
+    rows, columns, step = a.shape[-2], b.shape[-1], _ALIGNMENT_BYTES // a.element_size()
+    width = -(-columns // step) * step
+    strides = (rows * width, width, 1) if products else (width, 1)
+    return a.new_empty_strided((*products, rows, columns), strides)

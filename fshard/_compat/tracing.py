@@ -3,7 +3,7 @@
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -12,42 +12,28 @@ import torch
 from torch._C import _TorchDispatchModeKey
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fshard._compat.fake import is_fake
 from fshard._compat.layouts import decompositions
 
 # Checked on 2.13.
 WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
-# Operators and torch's own functions, which read their arguments without a schema. Checked on 2.13.
+# Operators that torch has functions for, which read their arguments without a schema. Checked on 2.13.
+_WITH_FUNCTIONS = (
+    *("_scaled_dot_product_flash_attention_for_cpu.default", "add.Tensor", "addmm.default", "as_strided.default"),
+    *("bmm.default", "cat.default", "clone.default", "copy_.default", "embedding.default", "gelu.default"),
+    *("mm.default", "mul.Tensor", "native_layer_norm.default", "permute.default", "relu.default"),
+    *("split_with_sizes.default", "stack.default", "sum.dim_IntList", "t.default", "tanh.default", "transpose.int"),
+    *("unbind.int", "view.default"),
+)
+
+
+def _function_of(name: str) -> Callable[..., Any]:
+    return next(getattr(home, name) for home in (torch, torch._C._nn, torch.Tensor) if hasattr(home, name))
+
+
 _PYTHON_FUNCTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
-    {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (
-            torch._scaled_dot_product_flash_attention_for_cpu
-        ),
-        torch.ops.aten.add.Tensor: torch.add,
-        torch.ops.aten.addmm.default: torch.addmm,
-        torch.ops.aten.as_strided.default: torch.as_strided,
-        torch.ops.aten.bmm.default: torch.bmm,
-        torch.ops.aten.cat.default: torch.cat,
-        torch.ops.aten.clone.default: torch.clone,
-        torch.ops.aten.copy_.default: torch.Tensor.copy_,
-        torch.ops.aten.embedding.default: torch.embedding,
-        torch.ops.aten.gelu.default: torch._C._nn.gelu,
-        torch.ops.aten.mm.default: torch.mm,
-        torch.ops.aten.mul.Tensor: torch.mul,
-        torch.ops.aten.native_layer_norm.default: torch.native_layer_norm,
-        torch.ops.aten.permute.default: torch.permute,
-        torch.ops.aten.relu.default: torch.relu,
-        torch.ops.aten.split_with_sizes.default: torch.split_with_sizes,
-        torch.ops.aten.stack.default: torch.stack,
-        torch.ops.aten.sum.dim_IntList: torch.sum,
-        torch.ops.aten.t.default: torch.t,
-        torch.ops.aten.tanh.default: torch.tanh,
-        torch.ops.aten.transpose.int: torch.transpose,
-        torch.ops.aten.unbind.int: torch.unbind,
-        torch.ops.aten.view.default: torch.Tensor.view,
-    }
+    {attrgetter(name)(torch.ops.aten): _function_of(name.partition(".")[0]) for name in _WITH_FUNCTIONS}
 )
 
 
@@ -138,11 +124,6 @@ def is_linearizing() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def outside_modes() -> AbstractContextManager[object]:
-    """Run without dispatch modes, which a trace would write down. Checked on 2.13."""
-    return _disable_current_modes()
 
 
 def sees_programs() -> bool:

@@ -102,14 +102,12 @@ class ShardTransform:
         """Complete both pairs of a class, and refuse one that would not do what it says."""
         super().__init_subclass__(**kwargs)
         own = vars(cls)
-        for name, start in (("gather", "start_gather"), ("scatter", "start_scatter")):
-            if name in own and start not in own:
-                setattr(cls, start, _other_half(own[name], False))
-            elif start in own and name not in own:
-                setattr(cls, name, _other_half(own[start], True))
-        changed = [
-            name for name in ("gather", "axes", "init") if getattr(cls, name) is not getattr(ShardTransform, name)
-        ]
+        pairs = [("gather", "start_gather"), ("scatter", "start_scatter")]
+        for name, other in (*pairs, *(pair[::-1] for pair in pairs)):
+            if name in own and other not in own:
+                setattr(cls, other, _other_half(own[name], name.startswith("start")))
+        members = ("gather", "axes", "init")
+        changed = [name for name in members if getattr(cls, name) is not getattr(ShardTransform, name)]
         remedy = "define scatter as gather's transpose, with the sum over axes; let it return grads that pass through"
         given = cls.scatter is not ShardTransform.scatter or not changed
         expect(given, cls.__name__, f"scatter beside {changed[:1]}", "none", remedy, TypeError)

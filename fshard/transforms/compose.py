@@ -107,7 +107,8 @@ class _Composed(ShardTransform):
     @property
     def _last(self) -> int:
         """The number of the stage that communicates last in a gather, and first in a scatter."""
-        return max((i for i, stage in enumerate(self.stages) if _communicates(stage)), default=len(self.stages) - 1)
+        senders = (i for i, s in enumerate(self.stages) if _sums(s) and any(axis.size > 1 for axis in s.axes))
+        return max(senders, default=len(self.stages) - 1)
 
 
 def _handed_over(tensors: Tensors, stream: torch.Stream) -> Tensors:
@@ -117,10 +118,6 @@ def _handed_over(tensors: Tensors, stream: torch.Stream) -> Tensors:
     for tensor in tensors:
         tensor.record_stream(current)
     return tensors
-
-
-def _communicates(stage: ShardTransform) -> bool:
-    return _sums(stage) and any(axis.size > 1 for axis in stage.axes)
 
 
 def _sums(stage: ShardTransform) -> bool:

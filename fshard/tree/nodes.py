@@ -64,10 +64,7 @@ optree.register_pytree_node(
     namespace=GLOBAL_NAMESPACE,
 )
 _compat.register_torch_pytree(
-    Sharded,
-    lambda node: ((node.local,), node.spec),
-    lambda children, spec: Sharded(children[0], spec),
-    "fshard.Sharded",
+    Sharded, lambda node: ([node.local], node.spec), lambda children, spec: Sharded(next(iter(children)), spec)
 )
 
 

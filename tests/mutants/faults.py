@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 # Numbers of faults by topic.
 TOPICS = {
-    "transforms": 6,
+    "tree and init": 2,
+    "transforms": 8,
     "comm and collectives": 6,
     "engine": 15,
     "jit": 5,
@@ -19,6 +20,13 @@ TOPICS = {
 MIRRORS = {
     "fshard/ext/quantize.py": tuple(
         f"tests/ext/test_quantize{part}.py" for part in ("", "_compositions", "_refused", "_state", "_wrapped")
+    ),
+    "fshard/tree": ("tests/test_tree.py", "tests/test_law_round_trip.py"),
+    "fshard/init": (
+        "tests/test_init.py",
+        "tests/test_init_constructors.py",
+        "tests/test_init_counter.py",
+        "tests/test_init_memory.py",
     ),
     "fshard/transforms": ("tests/transforms",),
     "fshard/comm": ("tests/comm",),
@@ -90,6 +98,38 @@ class Fault(NamedTuple):
 
 
 FAULTS = (
+    Fault(
+        "share-counted-by-the-minor-axes",
+        "tree and init",
+        "fshard/tree/specs.py",
+        "return -(-self.full_shape[dim] // math.prod(major.size for major in axes[: axes.index(axis)]))",
+        "return -(-self.full_shape[dim] // math.prod(major.size for major in axes[axes.index(axis) + 1 :]))",
+        "1: round trip of a dim that several axes split unevenly",
+    ),
+    Fault(
+        "elements-counted-from-the-shard",
+        "tree and init",
+        "fshard/init/counter.py",
+        "index = index * size + start + at",
+        "index = index * size + at",
+        "9: a drawn element depends on the seed and its place, not on the rank that has it",
+    ),
+    Fault(
+        "axes-of-a-strategy-in-order-of-names",
+        "transforms",
+        "fshard/transforms/strategies.py",
+        "return compose(*(make(axis_of(mesh, name)) for name in reversed(names)))",
+        "return compose(*(make(axis_of(mesh, name)) for name in names))",
+        "1: of several axes that split a dim the first is the major one",
+    ),
+    Fault(
+        "state-of-a-piece-cut-again",
+        "transforms",
+        "fshard/transforms/compose.py",
+        "spec = stage.layout(spec) if _sums(stage) else spec",
+        "spec = stage.layout(spec)",
+        "9: a state has the shape of the gradients that its part is given",
+    ),
     Fault(
         "gradient-padded-in-front",
         "transforms",
