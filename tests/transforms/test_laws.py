@@ -19,10 +19,6 @@ def odd(name, leaf):
     return len(name) % 2 == 1
 
 
-def offloaded(strategy):
-    return fs.compose(fs.offload("cpu"), strategy)
-
-
 def plain(on):
     return fs.fully_shard(on.line)
 
@@ -32,65 +28,54 @@ def nested(on):
     return fs.compose(fs.fully_shard(on.grid["replicate"]), fs.fully_shard(on.grid["shard"]))
 
 
+def mixed(on, mask):
+    return fs.masked(fs.zero3(on.line, min_shard_elements=0), mask, otherwise=fs.ddp(on.line))
+
+
+def one_dim_or_another(on):
+    return fs.masked(plain(on), odd, fs.fully_shard(on.line, dim=-1))
+
+
 Pair = tuple[fs.ShardTransform, fs.ShardTransform | None]
 
 # A transform, and a plain one whose sums have the same order, if there is one.
 EXACT: dict[str, Callable[[Meshes], Pair]] = {
-    "split or whole": lambda on: (fs.masked(plain(on), odd, fs.replicate(on.line)), plain(on)),
-    "one dim or another": lambda on: (fs.masked(plain(on), odd, fs.fully_shard(on.line, dim=-1)), plain(on)),
-    "mask of strategies": lambda on: (
-        fs.masked(fs.zero3(on.line, min_shard_elements=0), odd, otherwise=fs.ddp(on.line)),
+    "one dim or another": lambda on: (one_dim_or_another(on), plain(on)),
+    "mask of strategies": lambda on: (mixed(on, odd), plain(on)),
+    "mask in a mask, of a composition": lambda on: (
+        fs.compose(fs.offload("cpu"), fs.masked(fs.masked(plain(on), odd, fs.replicate(on.line)), "*"), fs.cast()),
         plain(on),
     ),
-    "mask in a mask": lambda on: (
-        fs.masked(fs.masked(plain(on), "*", fs.replicate(on.line)), "*", otherwise=fs.fully_shard(on.line, dim=-1)),
-        plain(on),
-    ),
-    "mask in a composition": lambda on: (
-        fs.compose(fs.offload("cpu"), fs.masked(plain(on), odd, fs.replicate(on.line)), fs.cast()),
-        plain(on),
-    ),
-    "offload": lambda on: (offloaded(plain(on)), plain(on)),
-    "offload of zero3": lambda on: (offloaded(fs.zero3(on.line, min_shard_elements=6)), plain(on)),
-    "hybrid_shard": lambda on: (fs.hybrid_shard(on.grid), nested(on)),
-    "hybrid_shard of the last dim": lambda on: (fs.hybrid_shard(on.grid, dim=-1), nested(on)),
+    "offload": lambda on: (fs.compose(fs.offload("cpu"), fs.zero3(on.line, min_shard_elements=6)), plain(on)),
+    "hsdp of the last dim": lambda on: (fs.hybrid_shard(on.grid, dim=-1), nested(on)),
     "hsdp": lambda on: (fs.hsdp(on.grid, min_shard_elements=0), nested(on)),
-    "hybrid_shard, small leaves whole": lambda on: (fs.hybrid_shard(on.grid, min_shard_elements=6), None),
-    "hybrid_shard, axes turned around": lambda on: (fs.hybrid_shard(on.grid, "replicate", "shard"), None),
+    "hybrid_shard, small leaves whole, axes turned around": lambda on: (
+        fs.hybrid_shard(on.grid, "replicate", "shard", min_shard_elements=6),
+        None,
+    ),
 }
 
 
 @pytest.mark.rows(6)
 @pytest.mark.parametrize("name", EXACT)
 @on_ranks(*WORLD_SIZES)
-def test_laws_and_gradients(name, world_size):
+def test_laws_and_gradients(name):
     on = meshes()
     transform, same = EXACT[name](on)
     assert_laws(transform)
     if same is not None:
-        expected = gradients(same)
-        assert_same_bits(gradients(transform), expected)
-        if same == nested(on) and world_size < 4:
-            assert_same_bits(expected, gradients(plain(on)))
-
-
-def one_node(on):
-    return fs.init_mesh({"replicate": 1, "shard": -1}, device="cpu")
+        assert_same_bits(gradients(transform), gradients(same))
 
 
 TRAINED: dict[str, Callable[[Meshes], Pair]] = {
-    "mask of strategies": lambda on: (
-        fs.masked(fs.zero3(on.line, min_shard_elements=0), "*.weight", otherwise=fs.ddp(on.line)),
-        fs.zero2(on.line),
-    ),
-    "one dim or another": lambda on: (EXACT["one dim or another"](on)[0], fs.zero2(on.line)),
-    "offload": lambda on: (offloaded(fs.zero3(on.line, min_shard_elements=6)), plain(on)),
+    "mask of strategies": lambda on: (mixed(on, "*.weight"), fs.zero2(on.line)),
+    "one dim or another": lambda on: (one_dim_or_another(on), fs.zero2(on.line)),
+    "offload": EXACT["offload"],
     "hsdp": lambda on: (fs.hsdp(on.grid, min_shard_elements=0), fs.hybrid_shard(on.grid)),
-    "hsdp in one node": lambda on: (fs.hsdp(one_node(on), min_shard_elements=0), fs.ddp(on.line)),
 }
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("name", TRAINED)
 @on_ranks(*WORLD_SIZES, "2 processes")
 def test_training_is_that_of_the_plain_transform_and_of_one_process(name):
@@ -101,24 +86,19 @@ def test_training_is_that_of_the_plain_transform_and_of_one_process(name):
     return every_bit(runs)
 
 
-def zero3(mesh, **options):
-    return fs.zero3(mesh, min_shard_elements=0, **options)
-
-
 def hsdp(mesh, **options):
     return fs.hsdp(two_axes(mesh.size()), min_shard_elements=0, **options)
 
 
-OF_UNITS = {
-    "by name": lambda mesh: fs.masked(zero3(mesh, merge_bytes=0), ("*.weight", "*scale"), otherwise=fs.ddp(mesh)),
-    "offload": lambda mesh: offloaded(zero3(mesh, merge_bytes=0)),
-    "hsdp, units apart": lambda mesh: hsdp(mesh, merge_bytes=0),
-    "hsdp, units merged": hsdp,
-    "hsdp, units kept": lambda mesh: hsdp(mesh, regather=False),
-}
+def by_name(mesh):
+    split = fs.zero3(mesh, min_shard_elements=0, merge_bytes=0)
+    return fs.compose(fs.offload("cpu"), fs.masked(split, ("*.weight", "*scale"), otherwise=fs.ddp(mesh)))
 
 
-@pytest.mark.rows(4)
+OF_UNITS = {"by name, offloaded": by_name, "hsdp": hsdp, "hsdp, kept": lambda mesh: hsdp(mesh, regather=False)}
+
+
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4))
 @pytest.mark.parametrize("name", OF_UNITS)
 def test_modules_with_units(name, world_size):
