@@ -12,7 +12,7 @@ from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 import fshard as fs
 from fshard.collectives import custom_call
 from fshard.testing import check_varying, spmd
-from tests.bad_input import Row, assert_all_refused, rows_of
+from tests.bad_input import Row, assert_all_refused
 from tests.ranks import on_ranks
 from tests.trees import WORLD_SIZES, assert_same_bits, one_axis
 
@@ -119,75 +119,48 @@ def operands(name):
     )
 
 
-def over_collectives(test):
-    by_name = pytest.mark.parametrize("name", COLLECTIVES)
-    return by_name(pytest.mark.parametrize("world_size", WORLD_SIZES)(test))
-
-
-@over_collectives
-def test_collectives_have_equal_inner_products(name, world_size):
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_collectives_have_equal_inner_products(world_size):
     def program():
-        run, transpose, x, _, y = operands(name)
-        return (run(x) * y).sum().item(), (x * transpose(y)).sum().item()
+        found = []
+        for run, transpose, x, _, y in map(operands, COLLECTIVES):
+            found.append(((run(x) * y).sum().item(), (x * transpose(y)).sum().item()))
+        return found
 
-    left, right = zip(*spmd(program, world_size))
-    assert sum(left[: 1 if name in INVARIANT_OUTPUT else None]) == sum(right[: 1 if name in INVARIANT_INPUT else None])
-
-
-@pytest.mark.rows(8)
-@over_collectives
-@on_ranks()
-def test_backward_is_the_transpose_and_forward_the_map_itself(name):
-    run, transpose, x, t, y = operands(name)
-    out, pull_back = vjp(run, x)
-    assert_same_bits(out, run(x))
-    assert_same_bits(pull_back(y), (transpose(y),))
-    assert_same_bits(jvp(run, (x,), (t,)), (run(x), run(t)))
-    # One column of the transpose for each row of the map, by vmap over reverse and over forward mode.
-    assert_same_bits(jacrev(run)(x), jacfwd(transpose)(y).permute(2, 3, 0, 1))
-
-
-@over_collectives
-@on_ranks()
-def test_vmap_is_a_loop(name):
-    run, _, x, t, _ = operands(name)
-    batch = [x, t, x * t, x - t, -x]
-    looped = torch.stack([run(example) for example in batch])
-    for dim in (0, 1, 2):
-        assert_same_bits(vmap(run, in_dims=dim)(torch.stack(batch, dim)), looped)
-    pairs = vmap(run, in_dims=((0, None),))((torch.stack(batch), x))
-    assert_same_bits(pairs, (looped, run(x).expand_as(looped)))
-
-
-@over_collectives
-@on_ranks()
-def test_second_derivatives(name):
-    """Of sum(y run(x)^3): its Hessian maps t to transpose(6 y run(x) run(t))."""
-    run, transpose, x, t, y = operands(name)
-    gradient = grad(lambda x: (y * run(x) ** 3).sum())
-    assert_same_bits(gradient(x), transpose(3 * y * run(x) ** 2))
-    expected = transpose(6 * y * run(x) * run(t))
-    assert_same_bits(jvp(gradient, (x,), (t,))[1], expected)
-    assert_same_bits(grad(lambda x: (gradient(x) * t).sum())(x), expected)
+    for name, rows in zip(COLLECTIVES, zip(*spmd(program, world_size))):
+        left, right = zip(*rows)
+        assert sum(left[: 1 if name in INVARIANT_OUTPUT else None]) == sum(
+            right[: 1 if name in INVARIANT_INPUT else None]
+        ), name
 
 
 @on_ranks(*WORLD_SIZES)
-def test_collectives_take_trees():
+def test_backward_is_the_transpose_and_forward_the_map_itself():
+    """To the second order, and vmap is a loop."""
+    for run, transpose, x, t, y in map(operands, COLLECTIVES):
+        out, pull_back = vjp(run, x)
+        assert_same_bits(out, run(x))
+        assert_same_bits(pull_back(y), (transpose(y),))
+        assert_same_bits(jvp(run, (x,), (t,)), (run(x), run(t)))
+        # One column of the transpose for each row of the map, by vmap over reverse and over forward mode.
+        assert_same_bits(jacrev(run)(x), jacfwd(transpose)(y).permute(2, 3, 0, 1))
+        batch = [x, t, x * t, x - t, -x]
+        looped = torch.stack([run(example) for example in batch])
+        for dim in (0, 1, 2):
+            assert_same_bits(vmap(run, in_dims=dim)(torch.stack(batch, dim)), looped)
+        pairs = vmap(run, in_dims=((0, None),))((torch.stack(batch), x))
+        assert_same_bits(pairs, (looped, run(x).expand_as(looped)))
+        # The Hessian of sum(y run(x)^3) maps t to transpose(6 y run(x) run(t)).
+        gradient = grad(lambda x, run=run, y=y: (y * run(x) ** 3).sum())
+        assert_same_bits(gradient(x), transpose(3 * y * run(x) ** 2))
+        expected = transpose(6 * y * run(x) * run(t))
+        assert_same_bits(jvp(gradient, (x,), (t,))[1], expected)
+        assert_same_bits(grad(lambda x, f=gradient, t=t: (f(x) * t).sum())(x), expected)
     axis = fs.axis_of(one_axis())
     params = fs.shard({"w": torch.ones(24, 2), "none": None}, fs.zero2(one_axis(), min_shard_elements=0))
-    tree = (params, [torch.ones(2)])
-    summed = fs.psum(tree, axis)
+    summed = fs.psum((params, [torch.ones(2)]), axis)
     assert summed[0]["w"].spec is params["w"].spec
-    assert_same_bits(fs.tree_leaves(summed), [axis.size * leaf for leaf in fs.tree_leaves(tree)])
-
-
-AXIS = "take it from a mesh by fs.axis_of"
-SIZES = "ragged_all_to_all: expected send_sizes and recv_sizes to be 2 whole numbers of 0 or more, one for each rank"
-COUNTS = "call .tolist() of a tensor of counts; a graph sends each rank its capacity of rows, by all_to_all"
-PAIRS = "ppermute: expected perm to have each source and each destination once, from 0 to 1"
-FALL_OFF = "leave out pairs that fall off the end of the axis"
-SUMS = [fs.psum, fs.pmean, fs.pvary, fs.psum_invariant, fs.pmax, fs.broadcast]
-ALONG_A_DIM = [fs.all_gather, fs.reduce_scatter]
+    assert all(leaf.eq(axis.size).all() for leaf in fs.tree_leaves(summed))
 
 
 def to_all(tree, axis, split_dim=0, concat_dim=0):
@@ -202,95 +175,74 @@ def permute(tree, axis, perm=((0, 1), (1, 0))):
     return fs.ppermute(tree, axis, perm)
 
 
-MOVES = {"all_to_all": to_all, "ragged_all_to_all": rows_to_all, "ppermute": permute}
-VERBS = {verb.__name__: verb for verb in SUMS + ALONG_A_DIM} | MOVES
-ROWS = [
-    Row(
-        f"{name} over a name",
-        lambda _: (torch.ones(2), "shard"),
-        verb,
-        f"{name}: expected axis to be an Axis, got a str; {AXIS}",
-    )
-    for name, verb in VERBS.items()
-]
-ROWS += [
-    Row(
-        f"{verb.__name__} of a number",
-        lambda world: ({"a": torch.ones(2), "b": 1.0}, fs.axis_of(world.mesh)),
-        verb,
-        f"{verb.__name__} over 'shard': leaves do not fit\n"
-        "  ['b']: expected a tensor, got a float\n"
-        "To fix: pass such tensors.",
-    )
-    for verb in SUMS
-]
-ROWS += [
-    Row(
-        f"{verb.__name__} along dim {dim}",
-        lambda world, dim=dim: ({"a": torch.ones(2, 2, 2), "b": torch.ones(2)}, fs.axis_of(world.mesh), dim),
-        verb,
-        f"{verb.__name__} over 'shard': leaves do not fit\n{lines}To fix: pass such tensors.",
-    )
-    for verb in ALONG_A_DIM
-    for dim, lines in [
-        (1, "  ['b']: expected a tensor with a dim 1, counted from the front, got a float32 Tensor of shape (2,)\n"),
-        (
-            -1,
-            "  ['a']: expected a tensor with a dim -1, counted from the front, got a float32 Tensor of shape (2, "
-            "2, 2)\n"
-            "  ['b']: expected a tensor with a dim -1, counted from the front, got a float32 Tensor of shape (2,)\n",
-        ),
-    ]
-]
-ROWS += [
-    Row(
-        "all_to_all to a dim that is none",
-        lambda world: (torch.ones(2), fs.axis_of(world.mesh), 0, 1),
-        to_all,
-        "all_to_all over 'shard': leaves do not fit\n"
-        "  (root): expected a tensor with a dim 1, counted from the front, got a float32 Tensor of shape (2,)\n"
-        "To fix: pass such tensors.",
+SUMS = [fs.psum, fs.pmean, fs.pvary, fs.psum_invariant, fs.pmax, fs.broadcast]
+VERBS = {verb.__name__: verb for verb in (*SUMS, fs.all_gather, fs.reduce_scatter)}
+VERBS |= {"all_to_all": to_all, "ragged_all_to_all": rows_to_all, "ppermute": permute}
+SIZES = "expected send_sizes and recv_sizes to be 2 whole numbers of 0 or more, one for each rank"
+COUNTS = "call .tolist() of a tensor of counts; a graph sends each rank its capacity of rows, by all_to_all"
+PAIRS = "expected perm to have each source and each destination once, from 0 to 1"
+FALL_OFF = "leave out pairs that fall off the end of the axis"
+X = torch.ones(2)
+
+
+def no_tensor(name, leaf):
+    return f" over 'shard': leaves do not fit\n  ['{name}']: expected a tensor, got {leaf}\nTo fix: pass such tensors."
+
+
+def no_dim(dim, **shapes):
+    needed = f"expected a tensor with a dim {dim}, counted from the front, got a float32 Tensor of shape"
+    lines = "".join(f"  ['{name}']: {needed} {shape}\n" for name, shape in shapes.items())
+    return f" over 'shard': leaves do not fit\n{lines}To fix: pass such tensors."
+
+
+# A verb with its arguments, the axis aside, and the error behind the verb's name.
+OPERANDS = [
+    *((verb.__name__, ({"a": X, "b": 1.0},), no_tensor("b", "a float")) for verb in SUMS),
+    *(
+        (name, ({"a": torch.ones(2, 2, 2), "b": X}, *dims), no_dim(dims[-1], **shapes))
+        for name, dims, shapes in (
+            ("all_gather", (1,), {"b": (2,)}),
+            ("reduce_scatter", (-1,), {"a": (2, 2, 2), "b": (2,)}),
+            ("all_to_all", (0, 1), {"b": (2,)}),
+        )
     ),
-    *rows_of(
-        "ragged_all_to_all by the sizes {}",
-        lambda world, sizes: rows_to_all(torch.ones(2), fs.axis_of(world.mesh), *sizes),
-        [
-            ((torch.ones(2), (1, 1)), f"{SIZES}, got tensor([1., 1.]) and (1, 1); {COUNTS}"),
-            (((2,), (1, 1)), f"{SIZES}, got (2,) and (1, 1); {COUNTS}"),
-            (((1, 1), (3, -1)), f"{SIZES}, got (1, 1) and (3, -1); {COUNTS}"),
-        ],
+    *(
+        ("ragged_all_to_all", (X, *sizes), f": {SIZES}, got {sizes[0]} and {sizes[1]}; {COUNTS}")
+        for sizes in ((X, (1, 1)), ((2,), (1, 1)), ((1, 1), (3, -1)))
     ),
-    *rows_of(
-        "ppermute by {}",
-        lambda world, perm: permute(torch.ones(2), fs.axis_of(world.mesh), perm),
-        [(perm, f"{PAIRS}, got {perm}; {FALL_OFF}") for perm in ([(0, 1), (1, 2)], [(0, 1), (1, 1)])],
-    ),
-    Row(
-        "broadcast from a rank that is none",
-        lambda world: (torch.ones(2), fs.axis_of(world.mesh), 2),
-        fs.broadcast,
-        "broadcast: expected root to be a coordinate from 0 to 1, got 2",
-    ),
-    Row(
-        "pmax of what is differentiated",
-        lambda world: (torch.ones(2, requires_grad=True), fs.axis_of(world.mesh)),
-        fs.pmax,
-        "pmax: expected tensors without derivatives, got one that is differentiated; pass tensor.detach(); a shift of "
+    *(("ppermute", (X, perm), f": {PAIRS}, got {perm}; {FALL_OFF}") for perm in ([(0, 1), (1, 2)], [(0, 1), (1, 1)])),
+    ("broadcast", (X, 2), ": expected root to be a coordinate from 0 to 1, got 2"),
+    (
+        "pmax",
+        (torch.ones(2, requires_grad=True),),
+        ": expected tensors without derivatives, got one that is differentiated; pass tensor.detach(); a shift of "
         "exponents by their largest needs no derivative",
     ),
-    Row(
-        "sync_buffers of a number",
-        lambda world: ({"count": 3}, world.params),
-        fs.sync_buffers,
-        "sync_buffers over 'shard': leaves do not fit\n"
-        "  ['count']: expected a tensor, got an int\n"
-        "To fix: pass such tensors.",
+]
+NO_AXIS = "expected axis to be an Axis, got a str; take it from a mesh by fs.axis_of"
+BUFFERS = {
+    "of a number": (({"count": 3},), no_tensor("count", "an int")),
+    "by another word": (({"m": X}, "max"), ': expected by to be "rank0" or "mean", got \'max\''),
+}
+ROWS = [
+    *(Row(f"{name} over a name", lambda _: (X, "shard"), verb, f"{name}: {NO_AXIS}") for name, verb in VERBS.items()),
+    *(
+        Row(
+            f"{name}{given}",
+            lambda world, given=given: (given[0], fs.axis_of(world.mesh), *given[1:]),
+            VERBS[name],
+            name + error,
+        )
+        for name, given, error in OPERANDS
     ),
-    Row(
-        "sync_buffers by another word",
-        lambda world: ({"m": torch.ones(2)}, world.params, "max"),
-        fs.sync_buffers,
-        'sync_buffers: expected by to be "rank0" or "mean", got \'max\'',
+    *(
+        Row(
+            f"sync_buffers {what}",
+            lambda world, given=given: (given[0], world.params, *given[1:]),
+            fs.sync_buffers,
+            f"sync_buffers{error}",
+        )
+        for what, (given, error) in BUFFERS.items()
     ),
 ]
 
@@ -356,12 +308,6 @@ def test_derivatives_of_any_order():
         assert not cubes(leaf, axis).requires_grad
     with pytest.raises(ValueError, match=TEXT):
         torch.autograd.grad(cubes(leaf, axis).sum(), leaf, create_graph=True)
-
-
-@on_ranks(2)
-def test_what_has_no_plain_form_is_refused():
-    axis = fs.axis_of(one_axis())
-    x = row(axis)
     with pytest.raises(ValueError, match=TEXT):
         grad(lambda x: cubes(x, axis, plain=False).sum())(x)
     with pytest.raises(ValueError, match=TEXT), torch.autograd.forward_ad.dual_level():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.testing import check_adjoint, spmd
+from fshard.testing import check_adjoint
 from fshard.tree import flatten
 from tests.ranks import on_ranks
 from tests.trees import (
@@ -20,7 +20,6 @@ from tests.trees import (
     meshes,
     normal,
     one_axis,
-    uneven,
 )
 
 # A cast stores leaves as it is given them.
@@ -39,47 +38,25 @@ def test_unshard_undoes_shard(strategy, tree):
 
 
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_views_round_trip(strategy):
+def test_views_round_trip_and_shards_own_their_storage():
     """Strides other than a new tensor's, also of a single element; conjugates and negatives, which torch puts off."""
     base = normal()(6, 8)
     full = {
-        "t": base.T,
-        "step": base[::2, 1::3],
-        "one": base[2:3, ::8],
-        "item": base[:, 0][5],
-        "same": base[0, 0].expand(5, 3),
-        "conjugate": torch.complex(base, -base).conj(),
+        **{"t": base.T, "step": base[::2, 1::3], "one": base[2:3, ::8], "item": base[:, 0][5]},
+        **{"same": base[0, 0].expand(5, 3), "conjugate": torch.complex(base, -base).conj()},
         "negative": torch.complex(base, -base).conj().imag,
     }
-    params = fs.shard(full, STRATEGIES[strategy](meshes()))
-    assert_same_bits(fs.unshard(params), full)
-    assert_same_bits(fs.gather(params), full)
-    # Kernels may round otherwise on other strides, so every strategy hands a model the same ones.
-    assert all(tensor.is_contiguous() for tensor in fs.gather(params).values())
-
-
-@on_ranks(1, 2, 3)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_shards_own_their_storage_and_no_more(strategy):
-    """Else a shard would change with the tensor it was cut from, or keep all of it in memory."""
-    full = uneven()
-    params = fs.shard(full, STRATEGIES[strategy](meshes()))
-    before = [as_bytes(local).clone() for local in fs.tree_leaves(params)]
-    for tensor in full.values():
-        tensor.fill_(torch.nan)
-    for local, bits in zip(fs.tree_leaves(params), before):
-        assert as_bytes(local).equal(bits)
-        assert local.is_contiguous()
-        assert local.untyped_storage().nbytes() == local.numel() * local.element_size()
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_even_shards_tile_the_tensor(world_size):
-    full = {"w": torch.arange(24 * 24).view(24, 24)}
-    for strategy, dim in (("zero2 of every leaf", 0), ("last dim", 1)):
-        shards = spmd(lambda: fs.shard(full, STRATEGIES[strategy](meshes()))["w"], world_size)  # noqa: B023
-        assert torch.cat([shard.local for shard in shards], dim).equal(full["w"])
+    needed = fs.tree_map(torch.clone, full)
+    trees = [fs.shard(full, strategy) for _, strategy in every_strategy()]
+    # Else a shard would change with the tensor it was cut from, or keep all of it in memory.
+    base.fill_(torch.nan)
+    for params in trees:
+        assert_same_bits(fs.unshard(params), needed)
+        assert_same_bits(fs.gather(params), needed)
+        # Kernels may round otherwise on other strides, so every strategy hands a model the same ones.
+        assert all(tensor.is_contiguous() for tensor in fs.gather(params).values())
+        for local in fs.tree_leaves(params):
+            assert local.untyped_storage().nbytes() == local.numel() * local.element_size()
 
 
 @on_ranks(*WORLD_SIZES)
@@ -92,24 +69,12 @@ def test_reshard_between_every_two_layouts(start):
         # A shard of the result is the shard that `shard` itself would cut, padding included.
         assert_same_bits(fs.tree_leaves(moved), fs.tree_leaves(fs.shard(full, strategy)))
         assert_same_bits(fs.unshard(moved), full)
-
-
-@on_ranks(1, 2, 3)
-def test_reshard_gives_storage_of_its_own():
-    params = fs.shard(uneven(), fs.zero2(one_axis()))
-    for _, strategy in every_strategy():
-        moved = fs.tree_leaves(fs.reshard(params, strategy))
-        assert not {t.data_ptr() for t in moved} & {t.data_ptr() for t in fs.tree_leaves(params)}
-
-
-@on_ranks(*WORLD_SIZES)
-def test_reshard_keeps_what_is_frozen_and_passes_over_full_tensors():
-    full = normal()(5, 3)
-    tree = {"params": fs.shard({"w": full, "v": full}, fs.ddp(one_axis()), frozen="w")}
-    moved = fs.reshard(tree | {"step": full}, fs.zero2(one_axis(), min_shard_elements=0))
-    assert moved["params"]["w"].spec.frozen
-    assert not moved["params"]["v"].spec.frozen
-    assert moved["step"] is full
+        assert not {t.data_ptr() for t in fs.tree_leaves(moved)} & {t.data_ptr() for t in fs.tree_leaves(params)} - {0}
+    # What is frozen stays so, and full tensors are passed over.
+    tree = {"params": fs.shard({"w": full["w"], "v": full["w"]}, fs.ddp(one_axis()), frozen="w"), "step": full["w"]}
+    moved = fs.reshard(tree, fs.zero2(one_axis(), min_shard_elements=0))
+    assert [leaf.spec.frozen for leaf in moved["params"].values()] == [True, False]
+    assert moved["step"] is full["w"]
 
 
 TX = fs.from_torch(torch.optim.AdamW, lr=0.1)
