@@ -6,48 +6,8 @@ from torch import nn
 
 import fshard as fs
 from fshard.testing import spmd
+from tests.bad_input import text_of
 from tests.trees import assert_same_bits, one_axis
-
-
-class GPT(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.head, self.norm = nn.Embedding(11, 6), nn.Linear(6, 11), nn.LayerNorm(6)
-        self.apply(self._init_weights)
-
-    def _init_weights(self, module):
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            torch.nn.init.normal_(module.weight, std=0.02)
-
-
-class Resets(GPT):
-    """The same constructor, and a way to do again what it does."""
-
-    def reset_parameters(self):
-        self.apply(self._init_weights)
-
-
-class Computes(nn.Sequential):
-    """Writes in place in its forward, and in its constructor to nothing."""
-
-    def __init__(self):
-        super().__init__(nn.Linear(3, 3), nn.ReLU(inplace=True))
-        self.requires_grad_(True)
-
-    def forward(self, x):
-        return super().forward(x).zero_()
-
-
-def reset(module):
-    """Sets the values of a submodule of GPT."""
-    if isinstance(module, nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
-    elif isinstance(module, nn.Linear):
-        nn.init.kaiming_uniform_(module.weight)
-        nn.init.ones_(module.bias)
-    elif isinstance(module, nn.LayerNorm):
-        module.reset_parameters()
-
 
 REMEDY = (
     "To fix: pass reset=, a function that sets the values of a submodule, or add reset_parameters to these modules, as "
@@ -56,167 +16,72 @@ REMEDY = (
 MODES = ("replay", "counter")
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_reset_sets_the_values_of_each_submodule(mode):
-    """In the place of reset_parameters, as nn.Module.apply calls it."""
-    with torch.random.fork_rng(), torch.no_grad():
-        module = GPT()
-        torch.manual_seed(3)
-        module.apply(reset)
+class GPT(nn.Module):
+    """As nanoGPT: a root that draws by self.apply, projections into the residual path anew, a tied head."""
 
-    def program():
-        with torch.device("meta"):
-            model = fs.functionalize(GPT())
-        found = fs.unshard(model.init(fs.zero2(one_axis()), seed=3, mode=mode, reset=reset))
-        if mode == "replay":
-            assert_same_bits(found, dict(module.named_parameters()))
-        assert all(leaf.eq(1).all() for name, leaf in found.items() if name.endswith("head.bias"))
-        assert not any(leaf.isnan().any() for leaf in found.values())
-
-    spmd(program, 2)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_initializer_of_a_root_that_nobody_calls_is_refused(mode):
-    model = fs.functionalize(GPT())
-    with pytest.raises(ValueError, match="values cannot be drawn from a seed") as caught:
-        model.init(fs.ddp(one_axis()), seed=0, mode=mode)
-    assert str(caught.value) == (
-        "model.init: values cannot be drawn from a seed\n"
-        f"  (root): expected a way to draw its values, got GPT, whose _init_weights is not called\n{REMEDY}"
-    )
-
-
-def test_a_leaf_that_reset_leaves_out_is_refused():
-    model = fs.functionalize(GPT())
-    with pytest.raises(ValueError, match="values cannot be drawn from a seed") as caught:
-        model.init(fs.ddp(one_axis()), seed=0, reset=GPT()._init_weights)
-    lines = [f"  ['{name}']: expected" for name in ("head.bias", "norm.bias", "norm.weight")]
-    assert all(line in str(caught.value) for line in lines)
-    assert str(caught.value).endswith(REMEDY)
-
-
-PASSED = {
-    "reset_parameters of its own": Resets,
-    "no write": Computes,
-    "torch's": lambda: nn.TransformerEncoderLayer(4, 2, 8),
-}
-
-
-@pytest.mark.parametrize("name", PASSED)
-def test_others_draw_what_their_constructors_do(name):
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        module = PASSED[name]()
-
-    def program():
-        model = fs.functionalize(module)
-        found = fs.unshard(model.init(fs.zero2(one_axis()), seed=3))
-        assert_same_bits(found, dict(module.named_parameters()))
-
-    spmd(program, 2)
-
-
-class NanoGPT(nn.Module):
-    """Karpathy's: a root that draws by self.apply, projections into the residual path anew, a tied head."""
-
-    def __init__(self, layers=2):
+    def __init__(self):
         super().__init__()
-        self.layers = layers
-        blocks = nn.ModuleList(nn.ModuleDict({"c_attn": nn.Linear(6, 18), "c_proj": nn.Linear(6, 6)}) for _ in range(2))
-        self.transformer = nn.ModuleDict({"wte": nn.Embedding(11, 6), "h": blocks, "ln_f": nn.LayerNorm(6)})
-        self.lm_head = nn.Linear(6, 11, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight
+        self.tokens, self.c_proj = nn.Embedding(11, 6), nn.Linear(6, 6)
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 11, bias=False)
+        self.tokens.weight = self.head.weight
         self.apply(self._init_weights)
-        self._init_projections()
-
-    def _init_projections(self):
-        for name, parameter in self.named_parameters():
-            if name.endswith("c_proj.weight"):
-                nn.init.normal_(parameter, mean=0.0, std=0.02 / (2 * self.layers) ** 0.5)
+        nn.init.normal_(self.c_proj.weight, std=0.01)
 
     def _init_weights(self, module):
-        if isinstance(module, nn.Linear):
+        if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, mean=0.0, std=0.02)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, mean=0.0, std=0.02)
+        if getattr(module, "bias", None) is not None and isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
 
 
 def reset_gpt(module):
     """What the root does, written down as reset=."""
-    NanoGPT._init_weights(module, module)
+    GPT._init_weights(module, module)
     if isinstance(module, nn.LayerNorm):
         module.reset_parameters()
-    if isinstance(module, NanoGPT):
-        module._init_projections()
-
-
-class Bottleneck(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
-        self.conv2, self.bn2 = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
-
-    def forward(self, x):
-        return x + self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))
+    if isinstance(module, GPT):
+        nn.init.normal_(module.c_proj.weight, std=0.01)
 
 
 class ResNet(nn.Module):
     """Of torchvision's kind: the constructor of the root draws convolutions over what theirs have drawn."""
 
-    def __init__(self, zero_init_residual=True):
+    def __init__(self):
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4)
-        self.layer1 = nn.Sequential(Bottleneck(), Bottleneck())
         self.fc = nn.Linear(4, 3)
         self.apply(reset_convolution)
-        self.apply(reset_residual)
-
-    def forward(self, x):
-        return self.fc(self.layer1(self.bn1(self.conv1(x))).mean((2, 3)))
+        nn.init.constant_(self.bn1.weight, 0)
 
 
 def reset_convolution(module):
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-    elif isinstance(module, nn.BatchNorm2d):
-        nn.init.constant_(module.weight, 1)
-        nn.init.constant_(module.bias, 0)
-
-
-def reset_residual(module):
-    if isinstance(module, Bottleneck):
-        nn.init.constant_(module.bn2.weight, 0)
 
 
 def reset_resnet(module):
     if isinstance(module, (nn.Linear, nn.BatchNorm2d)):
         module.reset_parameters()
     reset_convolution(module)
-    reset_residual(module)
-
-
-RESETS = {"nanoGPT": (NanoGPT, reset_gpt), "ResNet": (ResNet, reset_resnet)}
+    if isinstance(module, ResNet):
+        nn.init.constant_(module.bn1.weight, 0)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", RESETS)
-def test_a_root_that_draws_in_its_constructor_is_drawn_by_reset(name, mode):
+@pytest.mark.parametrize("build, reset", [(GPT, reset_gpt), (ResNet, reset_resnet)])
+def test_reset_sets_the_values_of_each_submodule(build, reset, mode):
     """With the bits of nn.Module.apply of the same function, and the same values at every world size."""
-    build, set_values = RESETS[name]
     with torch.random.fork_rng():
         module = build()
         torch.manual_seed(3)
         with torch.no_grad():
-            module.apply(set_values)
+            module.apply(reset)
     with torch.device("meta"):
         bare = build()
 
     def program():
         model = fs.functionalize(bare)
-        params = model.init(fs.zero3(one_axis(), min_shard_elements=0), seed=3, mode=mode, reset=set_values)
+        params = model.init(fs.zero3(one_axis(), min_shard_elements=0), seed=3, mode=mode, reset=reset)
         return fs.unshard(params), model.buffers
 
     ranks = [found for size in (1, 2, 3) for found in spmd(program, size)]
@@ -225,14 +90,33 @@ def test_a_root_that_draws_in_its_constructor_is_drawn_by_reset(name, mode):
         assert_same_bits(buffers, dict(module.named_buffers()))
         if mode == "replay":
             assert_same_bits(params, {name: p.detach() for name, p in module.named_parameters()})
-    assert name != "ResNet" or not ranks[0][0]["layer1.1.bn2.weight"].any()
+    if build is ResNet:
+        assert not ranks[0][0]["bn1.weight"].any()
 
 
-def test_a_root_that_draws_in_its_constructor_is_refused_without_reset():
-    with pytest.raises(
-        ValueError, match=r"\(root\): expected a way to draw its values, got NanoGPT, whose _init_weights"
-    ):
-        fs.functionalize(NanoGPT()).init(fs.ddp(one_axis()), seed=0)
+def test_what_nobody_draws_is_refused():
+    model, strategy, what = (
+        fs.functionalize(GPT()),
+        fs.ddp(one_axis()),
+        "model.init: values cannot be drawn from a seed",
+    )
+    root = "(root): expected a way to draw its values, got GPT, whose _init_weights is not called"
+    for mode in MODES:
+        assert text_of(lambda m=mode: model.init(strategy, seed=0, mode=m)) == f"{what}\n  {root}\n{REMEDY}"
+    lines = [f"  ['norm.{name}']: expected a value for each, got elements left out" for name in ("weight", "bias")]
+    text = text_of(lambda: model.init(strategy, seed=0, reset=GPT()._init_weights))
+    assert all(line in text for line in (what, *lines, REMEDY))
+
+    class Copies(nn.Linear):
+        def reset_parameters(self):
+            with torch.no_grad():
+                self.weight.copy_(self.other[0].weight if hasattr(self, "other") else torch.ones(2, 2))
+                self.bias.zero_()
+
+    module = nn.Sequential(nn.Linear(2, 2), Copies(2, 2))
+    module[1].other = [module[0]]
+    with pytest.raises(ValueError, match="expected reset to use tensors of the submodule that it was given"):
+        fs.functionalize(module).init(strategy, seed=0)
 
 
 class Constant(nn.Module):
@@ -274,19 +158,6 @@ def test_values_of_a_constructor_are_refused_by_name_or_kept(mode, device):
             model.apply(params, torch.ones(1, 2))
 
 
-def test_a_reset_that_uses_tensors_of_another_submodule_is_refused():
-    class Copies(nn.Linear):
-        def reset_parameters(self):
-            with torch.no_grad():
-                self.weight.copy_(self.other[0].weight if hasattr(self, "other") else torch.ones(2, 2))
-                self.bias.zero_()
-
-    module = nn.Sequential(nn.Linear(2, 2), Copies(2, 2))
-    module[1].other = [module[0]]
-    with pytest.raises(ValueError, match="expected reset to use tensors of the submodule that it was given"):
-        fs.functionalize(module).init(fs.ddp(one_axis()), seed=0)
-
-
 class Rotary(nn.Module):
     """A buffer that is never saved, one that is drawn at random, and one that the constructor alone makes."""
 
@@ -322,9 +193,9 @@ def make(device, **options):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("world_size", (1, 3))
-def test_buffers_that_are_drawn_have_values(mode, world_size):
-    module = make("meta")
+def test_buffers_that_are_drawn_have_values(mode):
+    """In turn with parameters, from one generator, as constructing does; those that have values keep them."""
+    module, built = make("meta"), make("cpu")
 
     def program():
         model = fs.functionalize(module)
@@ -337,26 +208,21 @@ def test_buffers_that_are_drawn_have_values(mode, world_size):
         out, after = model.apply(params, torch.ones(5, 4), buffers=first)
         return fs.unshard(params), first, out, after
 
-    for params, buffers, out, after in spmd(program, world_size):
-        assert buffers.keys() == dict(module.named_buffers()).keys()
-        assert_same_bits(buffers["2.frequencies"], Rotary.computed())
-        assert buffers["2.positions"].tolist() == [0, 1, 2, 3]
-        assert buffers["1.running_mean"].tolist() == [0] * 4
-        assert buffers["1.running_var"].tolist() == [1] * 4
-        assert int(buffers["1.num_batches_tracked"]) == 0
+    for params, buffers, out, after in spmd(program, 3):
+        needed = dict(built.named_buffers())
+        assert_same_bits(buffers, needed if mode == "replay" else needed | {"2.features": buffers["2.features"]})
+        if mode == "replay":
+            assert_same_bits(params, {name: p.detach() for name, p in built.named_parameters()})
         assert int(after["1.num_batches_tracked"]) == 1
         expected = torch.func.functional_call(make("cpu"), {**params, **buffers}, torch.ones(5, 4))
         assert_same_bits(out, expected.detach())
     assert all(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()])
-
-
-def test_replay_draws_buffers_as_constructing_does():
-    """In turn with parameters, from one generator."""
-    model = fs.functionalize(make("meta"))
-    params = model.init(fs.ddp(one_axis()), seed=3)
-    module = make("cpu")
-    assert_same_bits(fs.unshard(params), {name: p.detach() for name, p in module.named_parameters()})
-    assert_same_bits(model.buffers, dict(module.named_buffers()))
+    with torch.no_grad():
+        for buffer in built.buffers():
+            buffer.fill_(7)
+    model = fs.functionalize(built)
+    model.init(fs.ddp(one_axis()), seed=3, mode=mode)
+    assert all(buffer.eq(7).all() for buffer in [*model.buffers.values(), *built.buffers()])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -364,9 +230,7 @@ def test_buffers_that_nobody_draws_are_asked_for(mode):
     model = fs.functionalize(make("meta", has_mask=True))
     params = model.init(fs.ddp(one_axis()), seed=3, mode=mode)
     for buffers in ({}, {"buffers": model.buffers}):
-        with pytest.raises(ValueError, match="have no values") as caught:
-            model.apply(params, torch.ones(5, 4), **buffers)
-        assert str(caught.value) == (
+        assert text_of(lambda b=buffers: model.apply(params, torch.ones(5, 4), **b)) == (
             "apply: buffers have no values\n"
             "  ['2.mask']: expected a tensor with values, got a tensor on the meta device\n"
             "To fix: pass buffers= with values for them, such as buffers=state.buffers inside fs.plan, or write to "
@@ -379,20 +243,8 @@ def test_buffers_that_nobody_draws_are_asked_for(mode):
 
 def test_a_model_without_values_is_run_on_the_meta_device():
     module = make("meta").eval()
-    model = fs.functionalize(module)
-    out = model.apply(dict(module.named_parameters()), torch.ones(5, 4, device="meta"))
+    out = fs.functionalize(module).apply(dict(module.named_parameters()), torch.ones(5, 4, device="meta"))
     assert (out.is_meta, out.shape) == (True, (5, 4))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_buffers_with_values_keep_them(mode):
-    module = make("cpu")
-    with torch.no_grad():
-        for buffer in module.buffers():
-            buffer.fill_(7)
-    model = fs.functionalize(module)
-    model.init(fs.ddp(one_axis()), seed=3, mode=mode)
-    assert all(buffer.eq(7).all() for buffer in [*model.buffers.values(), *module.buffers()])
 
 
 def test_a_buffer_computed_from_parameters():

@@ -11,6 +11,7 @@ import fshard as fs
 from fshard.shard import without_padding
 from fshard.testing import spmd
 from fshard.transforms.compose import layout_axes
+from tests.bad_input import text_of
 from tests.ranks import on_ranks
 from tests.test_init import GPT, SEEDED, Own, frozen, tied, transposed
 from tests.trees import assert_same_bits, every_strategy, one_axis
@@ -42,11 +43,8 @@ def truncated_cdf(mean, std, a, b):
 
 DISTRIBUTIONS = {
     "uniform": (lambda w: nn.init.uniform_(w, -0.3, 0.7), uniform_cdf(-0.3, 0.7)),
-    "normal": (lambda w: nn.init.normal_(w, 2.0, 0.5), lambda x: normal_cdf((x - 2) / 0.5)),
     "truncated": (lambda w: nn.init.trunc_normal_(w, 1.0, 2.0, -1.0, 4.0), truncated_cdf(1.0, 2.0, -1.0, 4.0)),
     "upper tail": (lambda w: nn.init.trunc_normal_(w, 0.0, 1.0, 3.0, 9.0), truncated_cdf(0.0, 1.0, 3.0, 9.0)),
-    "lower tail": (lambda w: nn.init.trunc_normal_(w, 0.0, 1.0, -9.0, -3.0), truncated_cdf(0.0, 1.0, -9.0, -3.0)),
-    "xavier": (nn.init.xavier_uniform_, uniform_cdf(-math.sqrt(6 / (ROWS + COLUMNS)), math.sqrt(6 / (ROWS + COLUMNS)))),
     "kaiming": (nn.init.kaiming_normal_, lambda x: normal_cdf(x / math.sqrt(2 / COLUMNS))),
     "scaled": (lambda w: w.data.normal_().mul_(0.5).add_(2.0), lambda x: normal_cdf((x - 2) / 0.5)),
 }
@@ -56,7 +54,7 @@ SIGMAS = 5
 
 
 @pytest.mark.filterwarnings("ignore:mean is more than 2 std")
-@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_values_have_their_distribution(name, dtype):
     """Kolmogorov and Smirnov's distance, to which rounding adds at most a step of the dtype."""
@@ -66,20 +64,9 @@ def test_values_have_their_distribution(name, dtype):
     rounding = cdf(x + x.abs() * torch.finfo(dtype).eps) - cdf(x - x.abs() * torch.finfo(dtype).eps)
     above = torch.searchsorted(x, x, right=True) / n - cdf(x)
     below = cdf(x) - torch.searchsorted(x, x) / n
-    distance = (torch.maximum(above, below) - rounding).max()
     # The distance exceeds z / sqrt(n) with a probability of 2 exp(-2 z^2): here as seldom as SIGMAS deviations.
     bound = math.sqrt(-math.log(math.erfc(SIGMAS / math.sqrt(2)) / 2) / 2 / n)
-    assert distance < bound
-
-
-def test_moments_of_normal_numbers():
-    x = sampled(nn.init.normal_).flatten()
-    n = len(x)
-    # The k-th moment's variance is m(2k) - m(k)^2 over n.
-    for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
-        assert abs((x**power).mean() - moment) < SIGMAS * math.sqrt(variance / n), power
-    # The largest of n is about sqrt(2 log n), and no truncation shows.
-    assert 4 < x.abs().max() < 6.5
+    assert (torch.maximum(above, below) - rounding).max() < bound
 
 
 def correlation(x, y):
@@ -89,9 +76,8 @@ def correlation(x, y):
 def test_numbers_do_not_depend_on_each_other():
     """Not neighbours in a row or column, nor elements of other parameters, seeds or draws of the same one."""
     x = sampled(nn.init.normal_)
-    other = Own(lambda module: None)
+    other = Own(lambda module: [nn.init.normal_(p) for p in (module.weight, module.bias)])
     other.weight, other.bias = (nn.Parameter(torch.empty(ROWS, COLUMNS, device="meta")) for _ in range(2))
-    other.draw = lambda module: [nn.init.normal_(p) for p in (module.weight, module.bias)]
     params = fs.functionalize(other).init(fs.ddp(one_axis()), seed=0, mode="counter")
     assert_same_bits(params["weight"].local.double(), x)
     halves = sampled(lambda w: (w.data.normal_(), w.data[:100].normal_()))
@@ -99,14 +85,11 @@ def test_numbers_do_not_depend_on_each_other():
     pairs = {
         "row": (x[:, 1:], x[:, :-1]),
         "column": (x[1:], x[:-1]),
-        "two apart": (x[:, 2:], x[:, :-2]),
         "power of two": (x.flatten()[4096:], x.flatten()[:-4096]),
         "squares": ((x[:, 1:] ** 2 - 1) / 2, x[:, :-1] ** 2 - 1),
         "parameter": (x, params["bias"].local.double()),
-        "seed": (x, sampled(nn.init.normal_, seed=1)),
-        "far seed": (x, sampled(nn.init.normal_, seed=2**63 + 5)),
-        "negative seed": (x, sampled(nn.init.normal_, seed=-1)),
         "draw": (x[:100], halves[:100]),
+        **{f"seed {seed}": (x, sampled(nn.init.normal_, seed=seed)) for seed in (1, 2**63 + 5, -1)},
     }
     for name, (a, b) in pairs.items():
         assert abs(correlation(a, b)) < SIGMAS, name
@@ -175,34 +158,23 @@ def test_views_are_followed():
     assert full["high"].max() == 1
 
 
-MODULES = {
-    **{name: SEEDED[name] for name in ("convolution", "recurrent", "attention")},
-    **{f.__name__: f for f in (GPT, tied, transposed, frozen, Assorted)},
-    "nothing": nn.ReLU,
-}
-
-
-@pytest.mark.parametrize("world_size", (1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)))
-@pytest.mark.slow
+@pytest.mark.parametrize("world_size", (2, 3, pytest.param(4, marks=pytest.mark.slow)))
 def test_every_world_size_and_strategy_draws_the_same(world_size):
-    modules = {}
-    for name, make in MODULES.items():
-        with torch.device("meta"):
-            modules[name] = make()
-    expected = {}
-    for name, module in modules.items():
-        params = fs.functionalize(module).init(fs.ddp(one_axis()), seed=7, mode="counter")
-        expected[name] = fs.unshard(params)
+    with torch.device("meta"):
+        modules = [SEEDED[name]() for name in ("convolution", "recurrent", "attention")]
+        modules += [make() for make in (GPT, tied, transposed, frozen, Assorted, nn.ReLU)]
+    models = [fs.functionalize(module) for module in modules]
+    expected = [fs.unshard(model.init(fs.ddp(one_axis()), seed=7, mode="counter")) for model in models]
 
     def program():
-        for name, module in modules.items():
+        for module, needed in zip(modules, expected):
             for _, strategy in every_strategy():
                 with fs.comm.record() as record:
                     params = fs.functionalize(module).init(strategy, seed=7, mode="counter")
                 assert len(record) <= 4 * sum(axis.size > 1 for axis in layout_axes(strategy))
                 for leaf in params.values():
                     assert leaf.local.count_nonzero() == without_padding(leaf).count_nonzero()
-                assert_same_bits(fs.unshard(params), expected[name])
+                assert_same_bits(fs.unshard(params), needed)
 
     state = torch.get_rng_state()
     spmd(program, world_size)
@@ -211,57 +183,47 @@ def test_every_world_size_and_strategy_draws_the_same(world_size):
 
 EXPECTED = "model.init: expected operators on each element by itself, got"
 COMPUTED = "aten._local_scalar_dense.default"
+
+
 REFUSED = {
     "orthogonal": (lambda m: nn.init.orthogonal_(m.weight), f"{EXPECTED} copy_ on ['1.weight']"),
-    "eye": (lambda m: nn.init.eye_(m.weight), f"{EXPECTED} eye on ['1.weight']"),
-    "sparse": (lambda m: nn.init.sparse_(m.weight, 0.3), f"{EXPECTED} index_put_ on ['1.weight']"),
-    "a table": (lambda m: m.weight.data.copy_(torch.ones(7, 5)), f"{EXPECTED} copy_ on ['1.weight']"),
     "another parameter": (lambda m: m.weight.data.copy_(m.inner.weight.mean()), COMPUTED),
-    "its own numbers": (
-        lambda m: m.weight.data.normal_(generator=torch.Generator()),
-        f"{EXPECTED} normal_ on ['1.weight']",
-    ),
+    "a value": (lambda m: m.weight.data.div_(m.weight.max().item()), COMPUTED),
     "exponential": (lambda m: m.bias.data.exponential_(), f"{EXPECTED} exponential_ on ['1.bias']"),
     "rounding": (lambda m: m.bias.data.div_(2, rounding_mode="floor"), f"{EXPECTED} div_ on ['1.bias']"),
     "a list": (lambda m: torch._foreach_mul_([m.bias.data], 2), f"{EXPECTED} _foreach_mul_ on ['1.bias']"),
     "out": (lambda m: torch.mul(m.bias.data, 2, out=m.bias.data), f"{EXPECTED} mul on ['1.bias']"),
-    "a value": (lambda m: m.weight.data.div_(m.weight.max().item()), COMPUTED),
+    "its own numbers": (
+        lambda m: m.weight.data.normal_(generator=torch.Generator()),
+        f"{EXPECTED} normal_ on ['1.weight']",
+    ),
 }
 
 
-@pytest.mark.rows(11)
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_element_by_element_is_refused(name):
-    draw, expected = REFUSED[name]
-    model = fs.functionalize(nn.Sequential(nn.Linear(2, 2), Own(draw)))
-    with pytest.raises(Exception, match=re.escape(expected)) as caught:
-        model.init(fs.ddp(one_axis()), seed=0, mode="counter")
-    assert str(caught.value) == expected
-    assert caught.value.__notes__ == ['in the reset of 1 without values; pass mode="replay", which runs any']
-
-
-def test_a_tensor_put_in_the_place_of_a_parameter_is_refused():
+def test_what_is_not_element_by_element_is_refused():
+    for draw, expected in REFUSED.values():
+        model = fs.functionalize(nn.Sequential(nn.Linear(2, 2), Own(draw)))
+        with pytest.raises(Exception, match=re.escape(expected)) as caught:
+            model.init(fs.ddp(one_axis()), seed=0, mode="counter")
+        assert str(caught.value) == expected
+        assert caught.value.__notes__ == ['in the reset of 1 without values; pass mode="replay", which runs any']
     model = fs.functionalize(Own(lambda module: setattr(module.bias, "data", torch.zeros(6))))
     with pytest.raises(ValueError, match=r"\['bias'\]: expected a value for each, got elements left out"):
         model.init(fs.ddp(one_axis()), seed=0, mode="counter")
 
 
-class HalfDrawn(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(8, 3))
-
+class HalfDrawn(nn.Linear):
     def reset_parameters(self):
         nn.init.normal_(self.weight.data[:2])
 
 
-@pytest.mark.parametrize("mode", ("replay", "counter"))
 @on_ranks(4)
-def test_what_no_rank_draws_is_refused_on_all(mode):
+def test_what_no_rank_draws_is_refused_on_all():
     """Under "counter" only the ranks that have these elements see it."""
-    with pytest.raises(ValueError, match="elements left out by reset_parameters") as caught:
-        fs.functionalize(HalfDrawn()).init(fs.zero2(one_axis(), min_shard_elements=0), seed=0, mode=mode)
-    return str(caught.value)
+    model, strategy = fs.functionalize(HalfDrawn(3, 8, bias=False)), fs.zero2(one_axis(), min_shard_elements=0)
+    texts = [text_of(lambda m=mode: model.init(strategy, seed=0, mode=m)) for mode in ("replay", "counter")]
+    assert all("elements left out by reset_parameters" in text for text in texts)
+    return texts
 
 
 @on_ranks(2)
