@@ -1,5 +1,6 @@
 """init_mesh and the axes of its meshes, of all ranks and of some: a trainer beside a reference model."""
 
+import itertools
 from datetime import timedelta
 from functools import partial
 
@@ -18,46 +19,33 @@ from tests.ranks import my_rank, on_ranks, world_of
 TX = fs.from_torch(torch.optim.AdamW, lr=0.05, fused=False)
 
 
-@pytest.mark.parametrize(
-    "shape, world_size, sizes",
-    [
-        ({"shard": -1}, 1, (1,)),
-        ({"shard": -1}, 6, (6,)),
-        ({"shard": 6}, 6, (6,)),
-        ({"replicate": 2, "shard": -1}, 6, (2, 3)),
-        ({"replicate": -1, "shard": 2}, 6, (3, 2)),
-        ({"a": 1, "b": 2, "c": -1}, 4, (1, 2, 2)),
-        ({"a": 6, "b": -1}, 6, (6, 1)),
-    ],
-)
-@on_ranks()
-def test_sizes(shape, sizes):
-    mesh = fs.init_mesh(shape, device="cpu")
-    assert isinstance(mesh, DeviceMesh)
-    assert mesh.mesh_dim_names == tuple(shape)
-    assert [fs.axis_of(mesh, name).size for name in shape] == list(sizes)
-    assert tuple(mesh.shape) == sizes
+SIZES = {
+    6: [({"shard": -1}, (6,)), ({"replicate": 2, "shard": -1}, (2, 3)), ({"replicate": -1, "shard": 2}, (3, 2))],
+    4: [({"a": 1, "b": 2, "c": -1}, (1, 2, 2)), ({"a": 4, "b": -1}, (4, 1))],
+    1: [({"shard": -1}, (1,))],
+}
+
+
+@on_ranks(*SIZES)
+def test_sizes(world_size):
+    for shape, sizes in SIZES[world_size]:
+        mesh = fs.init_mesh(shape, device="cpu")
+        assert isinstance(mesh, DeviceMesh)
+        assert (mesh.mesh_dim_names, tuple(mesh.shape)) == (tuple(shape), sizes)
+        assert tuple(fs.axis_of(mesh, name).size for name in shape) == sizes
 
 
 @on_ranks(6)
-def test_axes_group_the_ranks_of_a_row():
-    """The outermost axis first: ranks 0, 1, 2 share the inner axis and 0, 3 the outer one."""
-    mesh, rank = fs.init_mesh({"outer": 2, "inner": 3}, device="cpu"), my_rank()
-    outer, inner = (
-        fs.comm.all_gather([torch.tensor([rank])], fs.axis_of(mesh, name), "test")[0] for name in ("outer", "inner")
-    )
-    assert outer.flatten().tolist() == [rank % 3, rank % 3 + 3]
-    assert inner.flatten().tolist() == [rank // 3 * 3 + k for k in range(3)]
-
-
-@on_ranks(4)
 def test_axis_of_a_whole_mesh_of_a_part_and_of_an_axis():
-    line, grid = fs.init_mesh({"shard": -1}, device="cpu"), fs.init_mesh({"a": 2, "b": 2}, device="cpu")
-    axis = fs.axis_of(line)
-    assert (axis.name, axis.size) == ("shard", 4)
+    """The outermost axis first: ranks 0, 1, 2 share the inner axis and 0, 3 the outer one."""
+    line, grid = fs.init_mesh({"shard": -1}, device="cpu"), fs.init_mesh({"outer": 2, "inner": 3}, device="cpu")
+    axis, rank = fs.axis_of(line), my_rank()
+    assert (axis.name, axis.size) == ("shard", 6)
     assert fs.axis_of(line, "shard") == axis == fs.axis_of(axis)
-    assert fs.axis_of(grid["b"]) == fs.axis_of(grid, "b")
-    assert len({axis, fs.axis_of(grid, "a"), fs.axis_of(grid, "b")}) == 3
+    assert fs.axis_of(grid["inner"]) == fs.axis_of(grid, "inner")
+    outer, inner = (fs.all_gather(torch.tensor([rank]), fs.axis_of(grid, name)).tolist() for name in ("outer", "inner"))
+    assert outer == [rank % 3, rank % 3 + 3]
+    assert inner == [rank // 3 * 3 + k for k in range(3)]
 
 
 @on_ranks(2, "2 processes")
@@ -77,41 +65,29 @@ def timeouts_of(axis):
     return [backend.options._timeout for backend in (*backends, *(own.pair if own else ()))]
 
 
-@pytest.mark.parametrize("given", [{}, {"timeout": 7.5}])
-@pytest.mark.parametrize("shape", [{"shard": -1}, {"replicate": 2, "shard": -1}])
-@pytest.mark.rows(100)
-@on_ranks("2 processes", "4 processes")
-def test_every_group_of_a_mesh_has_its_timeout(shape, given):
-    mesh = fs.init_mesh(shape, device="cpu", **given)
-    for name in shape:
-        axis = fs.axis_of(mesh, name)
-        fs.psum(torch.ones(()), axis)
-        assert timeouts_of(axis) == [timedelta(seconds=given.get("timeout", 300))] * (3 if axis.size > 1 else 1)
-    if len(shape) == 1:
-        assert fs.axis_of(mesh) == fs.axis_of(fs.init_mesh(shape, device="cpu", **given))
-
-
 @on_ranks("2 processes", pytest.param("4 processes", marks=pytest.mark.slow))
-def test_a_rank_waits_for_its_mesh_as_long_as_it_was_told(world_size):
-    """Not as long as the default group, which others made and which waits for a day."""
-    shape = {"shard": -1} if world_size == 2 else {"replicate": 2, "shard": -1}
-    mesh, store = fs.init_mesh(shape, device="cpu", timeout=2.5), dist.distributed_c10d._get_default_store()
+def test_every_group_of_a_mesh_has_its_timeout(world_size):
+    """And a rank waits so long, not as long as the default group, which others made and which waits for a day."""
+    shapes = [{"shard": -1}, {"replicate": 2, "shard": -1}]
+    for shape, given in itertools.product(shapes, ({}, {"timeout": 2.5})):
+        mesh = fs.init_mesh(shape, device="cpu", **given)
+        for axis in (fs.axis_of(mesh, name) for name in shape):
+            fs.psum(torch.ones(()), axis)
+            needed = timedelta(seconds=given.get("timeout", 300))
+            assert timeouts_of(axis) == [needed] * (3 if axis.size > 1 else 1)
+    store, first = dist.distributed_c10d._get_default_store(), fs.axis_of(mesh, "replicate")
     if my_rank() == 0:
         with pytest.raises(fs.comm.CollectiveError, match=r"did not come within [23] s"):
-            fs.psum(torch.ones(()), fs.axis_of(mesh, next(iter(shape))))
+            fs.psum(torch.ones(()), first)
         store.set("waited", "")
     store.wait(["waited"])
 
 
 @on_ranks(2)
-def test_timeouts_are_positive_seconds():
+def test_timeouts_that_are_refused():
     for timeout in (0, -1.0, float("inf"), float("nan"), None, "1", timedelta(seconds=1), True):
         with pytest.raises(ValueError, match=r"^init_mesh: expected timeout to be a positive number of seconds, got "):
             fs.init_mesh({"shard": -1}, device="cpu", timeout=timeout)
-
-
-@on_ranks(2)
-def test_ranks_that_ask_for_other_timeouts_all_refuse():
     with pytest.raises(ValueError, match=r"expected the same mesh on every rank, .*timeout 1 .*timeout 2 "):
         fs.init_mesh({"shard": -1}, device="cpu", timeout=1 + my_rank())
 
@@ -138,82 +114,57 @@ def is_member(mesh):
     return mesh.get_coordinate() is not None
 
 
-def trained(mesh, wrap=fs.jit):
+def trained(mesh):
     """Train on a mesh by three steps: the state, and what does not depend on where ranks are."""
     model = fs.functionalize(network(), units=nn.Linear)
     state = fs.TrainState.create(model.init(fs.zero3(mesh, axis=None), seed=0), TX)
-    axis = fs.axis_of(mesh)
-
-    def step(state, batch):
-        loss, grads = fs.value_and_grad(partial(loss_of, model))(state.params, batch)
-        return fs.update(TX, state, grads), loss
-
-    step, losses = wrap(step), []
+    losses = []
     for number in range(3):
-        state, loss = step(state, batch_of(number, fs.axis_index(axis)))
+        batch = batch_of(number, fs.axis_index(fs.axis_of(mesh)))
+        loss, grads = fs.value_and_grad(partial(loss_of, model))(state.params, batch)
+        state = fs.update(TX, state, grads)
         losses.append(loss)
     return state, (losses, fs.unshard(state.params))
 
 
-def evaluated(mesh, params):
-    model, axis = fs.functionalize(network(), units=nn.Linear), fs.axis_of(mesh)
-    return fs.objective(loss_of(model, params, batch_of(9, fs.axis_index(axis))), like=params)
-
-
-def trainer_and_reference(world_size, directory, wrap):
+def trainer_and_reference(world_size, directory):
     """Train on ranks 0 and 1, beside which the others evaluate; then evaluate there the state that was saved."""
     everyone = fs.axis_of(fs.init_mesh({"all": -1}, device="cpu"))
     trainer, reference = some(0, 1, name="train"), some(*range(2, world_size), name="eval")
+    model = fs.functionalize(network(), units=nn.Linear)
     with fs.comm.record() as events:
         if is_member(trainer):
-            state, found = trained(trainer, wrap)
+            state, found = trained(trainer)
             checkpoint.save(directory, state, mesh=trainer)
         else:
-            model = fs.functionalize(network(), units=nn.Linear)
             params = model.init(fs.zero3(reference, axis=None), seed=1)
-            # Other calls than the trainer's, and another number of them.
-            found = [evaluated(reference, params) for _ in range(5)]
+            # Other calls than the trainer's.
             fs.value_and_grad(partial(loss_of, model))(params, batch_of(0, 0))
     fs.psum(torch.zeros(()), everyone)
     if is_member(reference):
         with fs.comm.record() as later:
             params = checkpoint.restore(directory, params, subtree=".params", mesh=reference)
-            found = evaluated(reference, params), fs.unshard(params)
+            batch = batch_of(9, fs.axis_index(fs.axis_of(reference)))
+            found = fs.objective(loss_of(model, params, batch), like=params), fs.unshard(params)
         events += later
-    return found, {event.axis for event in events}
+    return found, {event.axis for event in events}, fs.broadcast(torch.tensor(my_rank()), everyone, root=1).item()
 
 
-@pytest.mark.parametrize(
-    ("world", "wrap"),
-    [(3, fs.jit), (4, lambda step: step), ("3 processes", lambda step: step)],
-    ids=["3", "4", "3 processes"],
-)
-def test_trainer_and_reference(world, wrap, workers, tmp_path):
+@pytest.mark.parametrize("world", (4, "3 processes"))
+def test_trainer_and_reference(world, workers, tmp_path):
     size = int(str(world)[0])
-    (losses, params), _ = spmd(lambda: trained(fs.init_mesh({"train": -1}, device="cpu"), wrap)[1], 2)
-    found = spmd(partial(trainer_and_reference, size, tmp_path, wrap), world_of(world, workers))
-    for (got, full), axes in found[:2]:
-        assert_trees_close((got, full), (losses, params), exact=True)
+    _, needed = spmd(lambda: trained(fs.init_mesh({"train": -1}, device="cpu")), 2)[0]
+    found = spmd(partial(trainer_and_reference, size, tmp_path), world_of(world, workers))
+    assert [root for *_, root in found] == [1] * size
+    for got, axes, _ in found[:2]:
+        assert_trees_close(got, needed, exact=True)
         assert axes == {"train"}
-    model = fs.functionalize(network())
-    needed = sum(loss_of(model, params, batch_of(9, place)) for place in range(size - 2)) / (size - 2)
-    for (loss, full), axes in found[2:]:
+    model, params = fs.functionalize(network()), needed[1]
+    value = sum(loss_of(model, params, batch_of(9, place)) for place in range(size - 2)) / (size - 2)
+    for (loss, full), axes, _ in found[2:]:
         assert_trees_close(full, params, exact=True)
-        assert_trees_close(loss, needed, rtol=0, atol=1e-12)
+        assert_trees_close(loss, value, rtol=0, atol=1e-12)
         assert axes == ({"eval"} if size == 4 else set())
-
-
-@on_ranks(4)
-def test_values_pass_by_broadcast_over_all_ranks():
-    everyone = fs.axis_of(fs.init_mesh({"all": -1}, device="cpu"))
-    trainer, reference = some(1, 2), some(0, 3)
-    full = {"w": torch.zeros(3), "b": torch.zeros(())}
-    if is_member(trainer):
-        full = fs.unshard(fs.shard({"w": torch.arange(3.0), "b": torch.ones(())}, fs.zero3(trainer)))
-    full = fs.broadcast(full, everyone, root=1)
-    if is_member(reference):
-        full = fs.unshard(fs.shard(full, fs.zero3(reference)))
-    assert_trees_close(full, {"w": torch.arange(3.0), "b": torch.ones(())}, exact=True)
 
 
 @on_ranks(5)
@@ -221,6 +172,7 @@ def test_a_mesh_of_two_axes_saves_by_a_mesh_of_one_over_its_ranks(tmp_path):
     """Members save in the background by a Manager, and a rank outside waits for nothing."""
     grid, line = DeviceMesh("cpu", [[0, 1], [3, 4]], mesh_dim_names=("replicate", "shard")), some(0, 1, 3, 4)
     assert is_member(grid) is is_member(line) is (my_rank() != 2)
+    wide = fs.shard(torch.ones(5), fs.zero3(fs.init_mesh({"all": -1}, device="cpu"), "all", min_shard_elements=0))
     if not is_member(grid):
         return
     params = fs.shard({"w": torch.arange(6.0)}, fs.hsdp(grid, min_shard_elements=0))
@@ -233,6 +185,8 @@ def test_a_mesh_of_two_axes_saves_by_a_mesh_of_one_over_its_ranks(tmp_path):
     assert fs.unshard(found)["w"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     with pytest.raises(ValueError, match=r"one axis or all 5 ranks, got axes .* of 4 ranks; pass"):
         checkpoint.Manager(tmp_path / "grid", mesh=grid)
+    with pytest.raises(ValueError, match=r"chunks that cover each element of \['w'\] once, got 'float32' in 4 chunks"):
+        checkpoint.save(tmp_path / "wide", {"w": wide}, 1, mesh=line)
 
 
 def check_ddp_of_some_processes():
@@ -287,7 +241,6 @@ def held_by_others(params, axis):
     yield "scatter_grads", lambda: fs.scatter_grads({"w": torch.ones(4)}, like=params)
     yield "objective", lambda: fs.objective(torch.ones(()), like=params)
     yield "psum", lambda: fs.psum(torch.ones(2), axis)
-    yield "broadcast", lambda: fs.broadcast(torch.ones(2), axis)
     yield "jit", lambda: fs.jit(lambda p: fs.gather(p))(params)
 
 
@@ -317,13 +270,3 @@ def check_a_foreign_mesh_is_refused_at_once(outside):
 
 def test_a_foreign_mesh_is_refused_at_once(tmp_path):
     check_a_foreign_mesh_is_refused_at_once(partial(outside, directory=tmp_path))
-
-
-@on_ranks(3)
-def test_a_checkpoint_refuses_leaves_of_other_ranks_than_it_is_told(tmp_path):
-    mesh, line = some(0, 2), fs.init_mesh({"shard": -1}, device="cpu")
-    wide = fs.shard({"w": torch.ones(4)}, fs.zero3(line, min_shard_elements=0))
-    needed = r"expected chunks that cover each element of \['w'\] once, got 'float32' in 1 chunks"
-    if is_member(mesh):
-        with pytest.raises(ValueError, match=needed):
-            checkpoint.save(tmp_path, wide, 1, mesh=mesh)
