@@ -1,17 +1,15 @@
 """Leaves sharded over two axes: a tensor-parallel transformer under ZeRO-3 is the transformer of one process."""
 
-import math
 import re
 from collections import Counter
 from functools import cache
 
 import pytest
 import torch
-from torch.func import grad, grad_and_value, jvp
+from torch.func import grad_and_value
 
 import fshard as fs
 from fshard.testing import assert_trees_close
-from fshard.tree import flatten
 from tests.parallel_transformer import (
     LAYERS,
     ROWS,
@@ -27,10 +25,7 @@ from tests.parallel_transformer import (
 )
 from tests.ranks import my_rank, on_ranks
 from tests.test_processes import ROOT, TORCHRUN, run
-from tests.trees import normal
 
-MESHES = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (2, 4))  # sizes of "shard" and "tp"
-EVERY_MESH = pytest.mark.parametrize("world_size, sizes", [(math.prod(sizes), sizes) for sizes in MESHES], ids=str)
 STEPS, MAX_NORM = 3, 0.1
 ADAMW = dict(lr=0.01, eps=0.01, weight_decay=0.1)
 
@@ -39,11 +34,10 @@ ADAMW = dict(lr=0.01, eps=0.01, weight_decay=0.1)
 FIRST = sum(ROWS[1]) * TIME * torch.finfo(torch.float64).eps
 LAST = FIRST * ((1 + 2 * ADAMW["lr"] / ADAMW["eps"]) ** STEPS - 1)
 
-# Whether every leaf is split over "shard" too, or biases and norms are not.
-EVERY, LARGE = (dict(merge_bytes=0, min_shard_elements=n) for n in (0, 50))
+
 STRATEGIES = {
-    "every leaf": lambda mesh: strategy(mesh, **EVERY),
-    "large leaves": lambda mesh: strategy(mesh, **LARGE),
+    "every leaf": lambda mesh: strategy(mesh, merge_bytes=0, min_shard_elements=0),
+    "large leaves": lambda mesh: strategy(mesh, merge_bytes=0, min_shard_elements=50),
     "zero2": lambda mesh: strategy(mesh, fs.zero2, min_shard_elements=50),
 }
 
@@ -75,99 +69,34 @@ def by_four_verbs(params, x, y, tp):
     return fs.objective((value, count), like=params, reduce="weighted"), grads
 
 
-def train_and_compare(sizes, transform, gradients=by_value_and_grad):
-    """Run the steps on this rank and hold them against one process."""
-    mesh = mesh_of(sizes)
-    tx = fs.chain(fs.clip_by_global_norm(MAX_NORM), fs.adamw(**ADAMW))
-    state, losses, first = fs.TrainState.create(fs.shard(full_params(sizes[1]), transform(mesh)), tx), [], None
-    for step in range(STEPS):
-        loss, grads = gradients(state.params, *mine(mesh, step), fs.axis_of(mesh, "tp"))
-        assert flatten(grads).treedef == flatten(state.params).treedef
-        first = first or grads
-        state = fs.update(tx, state, grads)
-        losses.append(loss)
-    found = torch.stack(losses), fs.unshard(first), fs.unshard(state.params)
-    for part, needed, atol in zip(found, one_process(sizes[1]), (LAST, FIRST, LAST)):
-        assert_trees_close(part, needed, rtol=0.0, atol=atol)
+MESHES = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 4: [(2, 2)], 6: [(3, 2), (2, 3)], 8: [(2, 4)]}  # of "shard" and "tp"
 
 
-@pytest.mark.rows(1)
-@pytest.mark.parametrize(
-    "name, gradients",
-    [*((name, by_value_and_grad) for name in STRATEGIES), ("large leaves", by_four_verbs)],
-    ids=lambda part: part if isinstance(part, str) else part.__name__,
-)
-@EVERY_MESH
-@on_ranks()
-def test_training_is_that_of_one_process(name, gradients, sizes):
+@pytest.mark.rows(2)
+@on_ranks(*MESHES, "2 processes")
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_training_is_that_of_one_process(name, world_size):
     """Losses, gradients, and parameters after steps of AdamW that are clipped by the norm of all gradients."""
-    train_and_compare(sizes, STRATEGIES[name], gradients)
+    tx = fs.chain(fs.clip_by_global_norm(MAX_NORM), fs.adamw(**ADAMW))
+    for sizes in MESHES[world_size]:
+        mesh, gradients = mesh_of(sizes), by_four_verbs if name == "large leaves" else by_value_and_grad
+        params, losses, first = fs.shard(full_params(sizes[1]), STRATEGIES[name](mesh)), [], None
+        state = fs.TrainState.create(params, tx)
+        for step in range(STEPS):
+            loss, grads = gradients(state.params, *mine(mesh, step), fs.axis_of(mesh, "tp"))
+            first = first or grads
+            state = fs.update(tx, state, grads)
+            losses.append(loss)
+        found = torch.stack(losses), fs.unshard(first), fs.unshard(state.params)
+        for part, needed, atol in zip(found, one_process(sizes[1]), (LAST, FIRST, LAST)):
+            assert_trees_close(part, needed, rtol=0.0, atol=atol)
+        assert_trees_close(fs.reshard(fs.reshard(params, fs.ddp(mesh)), STRATEGIES[name](mesh)), params, exact=True)
 
 
-@on_ranks("2 processes")
-def test_processes_train_alike():
-    train_and_compare((1, 2), STRATEGIES["every leaf"])
-
-
-@on_ranks(6)
-def test_specs_say_both_axes():
-    params = fs.shard(full_params(2), STRATEGIES["large leaves"](mesh_of((3, 2))))
-    block = params["blocks"][0]
-    for leaf, partition, gathered, local in (
-        (block["attention"]["q"], fs.P(("tp", "shard")), (6, 7), (2, 7)),
-        (block["attention"]["out"], fs.P("shard", "tp"), (7, 6), (3, 6)),
-        (block["up"]["weight"], fs.P(("tp", "shard")), (10, 7), (4, 7)),
-        (block["up"]["bias"], fs.P("tp"), (10,), (10,)),
-        (block["norm"]["bias"], fs.P(), (7,), (7,)),
-        (params["positions"], fs.P(), (4, 7), (4, 7)),
-    ):
-        assert (leaf.spec.partition, leaf.spec.gathered_shape, leaf.local.shape) == (partition, gathered, local)
-
-
-@pytest.mark.rows(2)
-@EVERY_MESH
-@on_ranks()
-def test_unshard_gives_back_the_matrices(sizes):
-    full, mesh = full_params(sizes[1]), mesh_of(sizes)
-    params = fs.shard(full, STRATEGIES["every leaf"](mesh))
-    assert_trees_close(fs.unshard(params), full, exact=True)
-    whole = fs.reshard(params, fs.ddp(mesh))
-    assert_trees_close(fs.gather(whole), full, exact=True)
-    assert_trees_close(fs.reshard(whole, STRATEGIES["large leaves"](mesh)), params, exact=True)
-
-
-@pytest.mark.slow
-@EVERY_MESH
-@on_ranks()
-def test_derivatives_are_those_of_one_process(sizes):
-    full, draw = full_params(sizes[1]), normal(7)
-    tangent = fs.tree_map(lambda leaf: draw(*leaf.shape), full)
-    # A product with the direction adds up a term for each parameter.
-    tolerance = dict(rtol=0.0, atol=sum(leaf.numel() for leaf in fs.tree_leaves(full)) * FIRST)
-
-    def dense(p):
-        return dense_loss(p, *batch())
-
-    slope = jvp(dense, (full,), (tangent,))[1]
-    expected, product = jvp(grad(dense), (full,), (tangent,))
-    mesh = mesh_of(sizes)
-    transform, own, tp = STRATEGIES["every leaf"](mesh), mine(mesh), fs.axis_of(mesh, "tp")
-    params, direction = fs.shard(full, transform), fs.shard(tangent, transform)
-
-    def sharded(p):
-        return fs.objective(loss_fn(p, *own, tp), like=p, reduce="weighted")
-
-    assert_trees_close(jvp(sharded, (params,), (direction,))[1], slope, **tolerance)
-    found = jvp(grad(sharded), (params,), (direction,))
-    for part, needed in zip(found, (expected, product)):
-        assert_trees_close(fs.unshard(part), needed, **tolerance)
-
-
-@pytest.mark.rows(2)
-@EVERY_MESH
-@on_ranks()
-def test_each_axis_carries_its_own(sizes):
+@on_ranks(4, 6)
+def test_each_axis_carries_its_own(world_size):
     """Over "shard" this rank's share of the parameters, over "tp" activations alone."""
+    sizes = MESHES[world_size][0]
     mesh = mesh_of(sizes)
     params = fs.shard(full_params(sizes[1]), STRATEGIES["every leaf"](mesh))
     with fs.comm.record() as record:
@@ -175,16 +104,14 @@ def test_each_axis_carries_its_own(sizes):
     moved, expected = Counter(), Counter()
     for entry in record:
         moved[entry.axis, entry.label] += 0 if entry.scalar else entry.bytes
-    if sizes[0] > 1:
-        nbytes = {name: sum(leaf.nbytes for leaf in fs.tree_leaves(params[name])) * sizes[0] for name in params}
-        # All that the schedule names twice, and the table at its last use, which is kept till the backward.
-        expected["shard", "gather"] = 2 * sum(nbytes.values()) + nbytes["tokens"]
-        expected["shard", "scatter"] = sum(nbytes.values())
-    if sizes[1] > 1:
-        numbers = ROWS[sizes[0]][my_rank() // sizes[1]] * TIME * 8
-        # Twice a block: what goes in and what comes out; the embedding and logits; two numbers of each loss.
-        expected["tp", "psum_invariant"] = (2 * LAYERS + 1) * WIDTH * numbers + 2 * numbers
-        expected["tp", "pvary"] = (2 * LAYERS + 1) * WIDTH * numbers
+    nbytes = {name: sum(leaf.nbytes for leaf in fs.tree_leaves(params[name])) * sizes[0] for name in params}
+    # All that the schedule names twice, and the table at its last use, which is kept till the backward.
+    expected["shard", "gather"] = 2 * sum(nbytes.values()) + nbytes["tokens"]
+    expected["shard", "scatter"] = sum(nbytes.values())
+    numbers = ROWS[sizes[0]][my_rank() // sizes[1]] * TIME * 8
+    # Twice a block: what goes in and what comes out; the embedding and logits; two numbers of each loss.
+    expected["tp", "psum_invariant"] = (2 * LAYERS + 1) * WIDTH * numbers + 2 * numbers
+    expected["tp", "pvary"] = (2 * LAYERS + 1) * WIDTH * numbers
     assert +moved == expected
 
 
