@@ -23,24 +23,6 @@ SEEDED = {
 }
 
 
-class HalfDrawn(nn.Linear):
-    """Adds a parameter that Linear's reset_parameters knows nothing of."""
-
-    def __init__(self):
-        super().__init__(2, 2)
-        self.scale = nn.Parameter(torch.ones(2))
-
-
-def test_what_a_seed_would_leave_undrawn_is_refused():
-    model = fs.functionalize(nn.Sequential(nn.Linear(2, 2), HalfDrawn()))
-    assert text_of(lambda: model.init(fs.ddp(one_axis()), seed=0)) == (
-        "model.init: values cannot be drawn from a seed\n"
-        "  ['1.scale']: expected a value for each, got elements left out by reset_parameters\n"
-        "To fix: pass reset=, a function that sets the values of a submodule, or add reset_parameters to these "
-        "modules, as fs.with_init_weights does to models of transformers, or leave out seed and take their values."
-    )
-
-
 def children_first(module, seen):
     if module not in seen:
         seen.add(module)
@@ -201,7 +183,6 @@ MODULES = {
     "truncated": lambda: Own(lambda module: nn.init.trunc_normal_(module.weight, std=2.0)),
     "float16": lambda: Own(reading, torch.float16),
     **{f.__name__: f for f in (GPT, tied, shared, transposed, frozen)},
-    "one module twice": lambda: nn.Sequential(*[nn.Linear(3, 3)] * 2),
     "nothing": nn.ReLU,
 }
 
