@@ -15,22 +15,9 @@ from fshard.transforms import LayoutError, ShardTransform
 from fshard.transforms.axis import _FullyShard
 from fshard.transforms.base import Finish
 from fshard.transforms.compose import at, layout_axes, masks
-from fshard.tree import (
-    MASK,
-    Axis,
-    Flat,
-    Mask,
-    Sharded,
-    Spec,
-    Tree,
-    flatten,
-    grouped,
-    is_mask,
-    is_sharded,
-    matches,
-    unflatten,
-)
+from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, grouped, is_sharded, unflatten
 from fshard.tree.checks import check_local, check_matches, describe, is_reachable, named, outline, refuse_donated
+from fshard.tree.masks import MASK, Mask, is_mask, matches
 
 SAME_TREE = (
     "build the same tree on every rank, from one seed; simulated ranks share a generator, so build it before they start"

@@ -14,12 +14,7 @@ import torch
 import torch.distributed.nn.functional
 
 # Checked on 2.13.
-from torch._C._distributed_c10d import (
-    ProcessGroup,
-    _register_process_group,
-    _resolve_process_group,
-    _unregister_process_group,
-)
+from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _unregister_process_group
 from torch.distributed.device_mesh import DeviceMesh
 
 Tensors = list[torch.Tensor]
@@ -41,7 +36,7 @@ Pair = tuple[Any, Any]
 
 
 # The process group of a name, on this thread. Checked on 2.13.
-resolve_process_group: Callable[[str], ProcessGroup] = _resolve_process_group  # type: ignore[assignment]
+resolve_process_group: Callable[[str], ProcessGroup] = torch._C._distributed_c10d._resolve_process_group  # type: ignore[assignment]
 
 
 def group_size(name: str) -> int | None:

@@ -1,17 +1,6 @@
 """Differentiable collectives over a named axis, each with its transpose; the objective and the typing of its values."""
 
-from fshard.collectives.linear import (
-    LOCATED,
-    REDUCTIONS,
-    Chain,
-    Linear,
-    Variance,
-    chained,
-    custom_call,
-    linear_call,
-    setting,
-    variance_of,
-)
+from fshard.collectives.linear import LOCATED, REDUCTIONS, Chain, chained, custom_call, setting, variance_of
 from fshard.collectives.moves import (
     all_gather,
     all_gather_invariant,

@@ -7,17 +7,8 @@ import torch
 from torch import nn
 
 from fshard import _compat
-from fshard.init.drawing import (
-    Drawing,
-    Drawn,
-    Reset,
-    blank_like,
-    children_first,
-    copied,
-    has_fakes,
-    is_left_out,
-    set_values,
-)
+from fshard.init import drawing
+from fshard.init.drawing import Drawing, Drawn, Reset, blank_like, children_first, copied, is_left_out
 from fshard.shard import fingerprint, local_piece
 from fshard.tree import Spec
 
@@ -39,7 +30,7 @@ def replay(
     """
     make = _compat.fake_maker()
     tried, bare = copied(module, make), copied(module, make)
-    paths, drawing = _outermost(tried, reset, seed), Drawing(_refuse_others, seed)
+    paths, mode = _outermost(tried, reset, seed), Drawing(_refuse_others, seed)
     names = {tensor: name for name, tensor in (*bare.named_parameters(), *bare.named_buffers())}
     origins: dict[Any, torch.Tensor] = dict(zip(bare.parameters(), module.parameters(), strict=True))
     last = {parameter: path for path in paths for parameter in bare.get_submodule(path).parameters()}
@@ -57,8 +48,8 @@ def replay(
         source = bare.get_submodule(path)
         made = copied(source, values_of, others)
         for inside, _ in children_first(source, "", seen):
-            with drawing:
-                set_values(made.get_submodule(inside), reset)
+            with mode:
+                drawing.set_values(made.get_submodule(inside), reset)
         for key, buffer in source.named_buffers():
             buffers[names[buffer]] = made.get_buffer(key)
         for key, parameter in source.named_parameters():
@@ -78,13 +69,13 @@ def replay(
 def _outermost(module: nn.Module, reset: Reset | None, seed: int) -> list[str]:
     """Find the outermost submodules that draw, by calls that fail at the first operator on a tensor of theirs."""
     found: list[str] = []
-    drawing = Drawing(_refuse_others, seed)
+    mode = Drawing(_refuse_others, seed)
     for path, submodule in module.named_modules():
         if found and (not found[-1] or path.startswith(f"{found[-1]}.")):
             continue
         try:
-            with drawing:
-                set_values(submodule, reset)
+            with mode:
+                drawing.set_values(submodule, reset)
         except Exception:
             found.append(path)
     return found
@@ -92,7 +83,7 @@ def _outermost(module: nn.Module, reset: Reset | None, seed: int) -> list[str]:
 
 def _refuse_others(func: Any, args: Any, kwargs: Any) -> None:
     """Refuse tensors without values, such as those that another submodule draws."""
-    if has_fakes(args, kwargs):
+    if drawing.has_fakes(args, kwargs):
         raise ValueError(
             "model.init: expected reset to use tensors of the submodule that it was given, got those of another; set "
             "their values together in the reset_parameters of a module around both"

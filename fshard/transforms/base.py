@@ -14,7 +14,6 @@ Tensors = Sequence[torch.Tensor]
 Specs = Sequence[Spec]
 States = Sequence[Tree]
 Finish = Callable[[], Tensors]
-FinishWithStates = Callable[[], tuple[Tensors, States]]
 
 
 class LayoutError(ValueError):

@@ -9,23 +9,15 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat
-from fshard.collectives import Linear, Variance, linear_call
+from fshard.collectives.linear import Linear, Variance, linear_call
 from fshard.errors import expect
 from fshard.transforms.axis import _FullyShard, _SplitDim
-from fshard.transforms.base import (
-    BuiltIn,
-    Finish,
-    FinishWithStates,
-    ShardTransform,
-    Specs,
-    States,
-    Storage,
-    Tensors,
-    Wrapped,
-)
+from fshard.transforms.base import BuiltIn, Finish, ShardTransform, Specs, States, Storage, Tensors, Wrapped
 from fshard.transforms.local import _Cast, _Offload
 from fshard.tree import MASK, Axis, Mask, ModelDtypes, ReshardPolicy, Spec, Tree, is_mask, matches
 from fshard.tree.checks import describe
+
+FinishWithStates = Callable[[], tuple[Tensors, States]]
 
 _NOTHING = ShardTransform()
 

@@ -25,6 +25,10 @@ EXACT = {
         fs.masked(fs.fully_shard(on["replicate"]), WEIGHTS, otherwise=fs.replicate(on["replicate"])),
         fs.zero3(on, min_shard_elements=0),
     ),
+    "split one way or another": lambda on: fs.compose(
+        fs.replicate(on["replicate"]),
+        fs.masked(fs.fully_shard(on["shard"]), WEIGHTS, otherwise=fs.fully_shard(on["shard"], dim=-1)),
+    ),
     "both dims": lambda on: fs.compose(fs.fully_shard(on["replicate"]), fs.fully_shard(on["shard"], dim=-1)),
     "wide sums": lambda on: fs.compose(fs.offload("cpu"), fs.hybrid_shard(on), fs.cast(scatter=torch.float64)),
 }
@@ -85,7 +89,7 @@ def few(compositions, world_size, names):
     return {name: make for name, make in compositions.items() if world_size < 8 or name in names}
 
 
-@pytest.mark.rows(1)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4, 8))
 def test_exact_compositions_are_one_process(world_size):
     found = train(world_size, few(EXACT, world_size, list(EXACT)[:2]))

@@ -6,11 +6,9 @@ import pytest
 from torch import nn
 
 import fshard as fs
-from fshard.testing import assert_trees_close
 from tests.ranks import on_ranks
-from tests.test_law_ddp import bound, one_process
-from tests.transforms.laws import assert_laws, gradients, trained
-from tests.trees import WORLD_SIZES, Meshes, assert_same_bits, every_bit, meshes, two_axes
+from tests.transforms.laws import assert_laws, gradients
+from tests.trees import WORLD_SIZES, Meshes, assert_same_bits, meshes, two_axes
 from tests.unit_models import Block, Language, assert_one_process, filled, tokens
 
 
@@ -65,25 +63,6 @@ def test_laws_and_gradients(name):
     assert_laws(transform)
     if same is not None:
         assert_same_bits(gradients(transform), gradients(same))
-
-
-TRAINED: dict[str, Callable[[Meshes], Pair]] = {
-    "mask of strategies": lambda on: (mixed(on, "*.weight"), fs.zero2(on.line)),
-    "one dim or another": lambda on: (one_dim_or_another(on), fs.zero2(on.line)),
-    "offload": EXACT["offload"],
-    "hsdp": lambda on: (fs.hsdp(on.grid, min_shard_elements=0), fs.hybrid_shard(on.grid)),
-}
-
-
-@pytest.mark.rows(3)
-@pytest.mark.parametrize("name", TRAINED)
-@on_ranks(*WORLD_SIZES, "2 processes")
-def test_training_is_that_of_the_plain_transform_and_of_one_process(name):
-    transform, same = TRAINED[name](meshes())
-    runs = [trained(transform, reduce=reduce) for reduce in (("mean", "weighted") if name == "hsdp" else ("mean",))]
-    assert_same_bits(runs[0], trained(same))
-    assert_trees_close(runs, [one_process("SGD")] * len(runs), rtol=0, atol=bound("SGD"))
-    return every_bit(runs)
 
 
 def hsdp(mesh, **options):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard.testing import RankError, check_adjoint
+from fshard.testing import check_adjoint
 from tests.ranks import my_rank, on_ranks
 from tests.test_law_purity import unchanged
 from tests.transforms.laws import grid
@@ -110,13 +110,3 @@ def perceptron():
 def megatron(mesh, strategy):
     rows = fs.masked(fs.split_dim(mesh["tp"], dim=1), "second.weight")
     return fs.compose(strategy, fs.masked(fs.split_dim(mesh["tp"], dim=0), "first.*", otherwise=rows))
-
-
-@pytest.mark.xfail(strict=True, raises=RankError, reason="apply asks gathered parameters for the module's full shapes")
-@on_ranks(2)
-def test_apply_takes_gathered_pieces_as_it_takes_shards():
-    module = perceptron()
-    mesh, model = grid(2), fs.functionalize(module)
-    params, tp = model.init(megatron(mesh, fs.fully_shard(mesh["shard"]))), fs.axis_of(mesh, "tp")
-    x = normal(1)(ROWS, 5)
-    assert_same_bits(model.apply(fs.gather(params), x, tp), model.apply(params, x, tp))
