@@ -82,11 +82,11 @@ class _Composed(ShardTransform):
 
         def run(grads: Tensors, numbers: range) -> Tensors:
             for i in numbers:
-                grads, columns[i] = _start_scatter(self.stages[i], grads, specs, columns[i])()
+                grads, columns[i] = start_scatter(self.stages[i], grads, specs, columns[i])()
             return grads
 
         grads = run(grads, range(len(self.stages) - 1, last, -1))
-        finish = _start_scatter(self.stages[last], grads, specs, columns[last])
+        finish = start_scatter(self.stages[last], grads, specs, columns[last])
 
         def finish_all() -> Any:
             scattered, columns[last] = finish()
@@ -431,24 +431,8 @@ def start_scatter(transform: ShardTransform, grads: Tensors, specs: Specs, state
         states: One state per leaf, None where the transform has none.
 
     Returns:
-        A function that finishes and returns what scatter returns, and the new states.
+        A function that finishes and returns what scatter returns, and the new states: the two forms of it in one.
     """
-    finish = _start_scatter(transform, grads, specs, states)
-
-    def finish_checked() -> tuple[Tensors, States]:
-        found, after = finish()
-        needed = [spec.local_shape for spec in specs]
-        # A batch of vmap's comes last.
-        got = [tuple(tensor.shape)[: len(shape)] for tensor, shape in zip(found, needed, strict=False)]
-        fits, name = got == needed and len(found) == len(needed), type(transform).__name__
-        expect(fits, f"scatter of {name}", f"tensors of shapes {needed}", f"{[tuple(x.shape) for x in found]}")
-        return found, after
-
-    return finish_checked if reduction(transform).is_foreign else finish
-
-
-def _start_scatter(transform: ShardTransform, grads: Tensors, specs: Specs, states: States) -> FinishWithStates:
-    """Bring the two forms of scatter into one."""
     if reduction(transform).has_state:
         return transform.start_scatter(grads, specs, states)
     finish = transform.start_scatter(grads, specs)
