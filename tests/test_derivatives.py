@@ -1,4 +1,4 @@
-"""Derivatives that a function takes of itself, also under saved-tensor hooks of its own; by inputs; of each sample."""
+"""Derivatives that a function takes of itself, also under saved-tensor hooks of its own, and by inputs."""
 
 import re
 
@@ -6,15 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.func import grad, grad_and_value, vmap
+from torch.func import grad, grad_and_value
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.testing import assert_trees_close
-from tests import losses, trees
-from tests.losses import FIXED, errors, full_params, shard, specs
 from tests.ranks import my_rank, on_ranks
-from tests.trees import assert_same_bits, meshes, normal, one_axis
+from tests.trees import assert_same_bits, normal, one_axis
 
 # Gradients of gradients: a few hundred sums and products of numbers around one, in float64.
 ATOL = 1e-12
@@ -152,22 +150,6 @@ def test_torch_func_inside_is_refused_where_weights_are_gathered_again(world_siz
 
 
 @on_ranks(2)
-def test_torch_func_over_value_and_grad_is_torch_func_twice():
-    x = batch()
-    params = fs.shard(full_values(), strategies(one_axis())["zero3"])
-
-    def by_torch(params):
-        found, _ = grad_and_value(lambda p: fs.objective(perceptron(p, x), like=p))(params)
-        return sum(tensor.square().sum() for tensor in fs.tree_leaves(found))
-
-    def by_fshard(params):
-        _, found = fs.value_and_grad(perceptron)(params, x)
-        return sum(tensor.square().sum() for tensor in fs.tree_leaves(found))
-
-    assert_trees_close(grad(by_fshard)(params), grad(by_torch)(params), rtol=ATOL, atol=ATOL)
-
-
-@on_ranks(2)
 def test_a_model_of_units_in_a_gradient_penalty():
     """Units are found again while the function differentiates, before its own backward."""
     module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 2)).double()
@@ -216,41 +198,3 @@ def test_gradients_of_inputs_are_those_of_one_process(world_size):
         assert_trees_close(outer, by_inputs[rank], rtol=0, atol=ATOL)
     with pytest.raises(ValueError, match=r"\[1\]: expected a floating tensor, got an int64 Tensor"):
         fs.value_and_grad(lambda p, x: loss_of(p, {"x": x.double()}), argnums=(0, 1))(params, torch.ones(2, 3).long())
-
-
-TRANSFORMED = ("ddp", "zero2 of every leaf", "last dim", "hsdp", "two dims")
-
-
-def trained_only(full):
-    return {name: full[name] for name in ("w1", "b1", "w2", "scale")}
-
-
-def dense_loss(p, x, target):
-    return errors(p | {"fixed": FIXED}, x, target)
-
-
-def sharded_loss(p, x, target):
-    return dense_loss(fs.gather(p), x, target)
-
-
-@on_ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("strategy", TRANSFORMED)
-def test_gradients_of_each_sample(strategy, world_size):
-    """Of full parameters they are the rank's own; through gather those of equal places in the ranks' batches add up."""
-    full, samples, draw = trained_only(full_params()), 3, normal(1)
-    batches = [(draw(samples, 5), draw(samples, 3)) for _ in range(world_size)]
-
-    def one(loss):
-        return lambda p, x, target: loss(p, x[None], target[None])[0]
-
-    dense = [vmap(grad(one(dense_loss)), in_dims=(None, 0, 0))(full, *args) for args in batches]
-    expected = fs.tree_map(lambda *leaves: sum(leaves), *dense)
-
-    params, rank = shard(trees.STRATEGIES[strategy](meshes()), full), my_rank()
-    own = vmap(grad(one(dense_loss)), in_dims=(None, 0, 0))(fs.gather(params), *batches[rank])
-    assert_trees_close(own, dense[rank], rtol=0.0, atol=losses.ATOL)
-    summed = vmap(grad(one(sharded_loss)), in_dims=(None, 0, 0))(params, *batches[rank])
-    assert specs(summed) == specs(params)
-    for sample in range(samples):
-        found = fs.unshard(fs.tree_map(lambda leaf: leaf[sample], summed))  # noqa: B023
-        assert_trees_close(found, fs.tree_map(lambda leaf: leaf[sample], expected), rtol=0.0, atol=losses.ATOL)  # noqa: B023

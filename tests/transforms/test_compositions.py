@@ -61,24 +61,21 @@ def with_four_verbs(state, batch):
     return fs.update(SGD, state, grads, transform_state=after), fs.objective(loss, like=state.params)
 
 
+def both_ways(transform):
+    """A run by both spellings, whose states must agree bit for bit on this rank."""
+    ends = []
+    for step in (in_one_call, with_four_verbs):
+        state, losses = fs.TrainState.create(fs.shard(initial(), transform), SGD), []
+        for batch in batches():
+            state, loss = step(state, one_rank_of(batch, "mean"))
+            losses.append(loss)
+        ends.append((state, torch.stack(losses)))
+    assert_same_bits(fs.tree_leaves(ends[0]), fs.tree_leaves(ends[1]))
+    return Run(losses=ends[0][1], params=fs.unshard(ends[0][0].params))
+
+
 def train(world_size, compositions):
-    """Each by both spellings, whose states must agree bit for bit on this rank."""
-
-    def program():
-        mesh, runs = two_axes(world_size), {}
-        mine = [one_rank_of(batch, "mean") for batch in batches()]
-        for name, make in compositions.items():
-            ends = []
-            for step in (in_one_call, with_four_verbs):
-                state, losses = fs.TrainState.create(fs.shard(initial(), make(mesh)), SGD), []
-                for batch in mine:
-                    state, loss = step(state, batch)
-                    losses.append(loss)
-                ends.append((state, torch.stack(losses)))
-            assert_same_bits(fs.tree_leaves(ends[0]), fs.tree_leaves(ends[1]))
-            runs[name] = Run(losses=ends[0][1], params=fs.unshard(ends[0][0].params))
-        return runs
-
+    program = lambda: {name: both_ways(make(two_axes(world_size))) for name, make in compositions.items()}  # noqa: E731
     first, *others = spmd(program, world_size)
     assert_same_bits(others, [first] * len(others))
     return first
@@ -138,16 +135,7 @@ def test_a_module_with_units_by_everything_at_once(world_size):
 
 
 def check_processes(make):
-    mesh = fs.init_mesh({"replicate": 1, "shard": -1}, device="cpu")
-    state = fs.TrainState.create(fs.shard(initial(), make(mesh)), SGD)
-    ends = []
-    for step in (in_one_call, with_four_verbs):
-        after = state
-        for batch in batches():
-            after, _ = step(after, one_rank_of(batch, "mean"))
-        ends.append(after)
-    assert_same_bits(fs.tree_leaves(ends[0]), fs.tree_leaves(ends[1]))
-    found = fs.unshard(ends[0].params)
+    found = both_ways(make(fs.init_mesh({"replicate": 1, "shard": -1}, device="cpu"))).params
     assert_trees_close(found, one_process("SGD").params, rtol=0, atol=OFF)
     return every_bit(found)
 
