@@ -1,8 +1,8 @@
 """Strategies: compositions of transforms under the field's names, with no mechanism of their own."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +47,8 @@ def ddp(mesh: Mesh, axis: str | Sequence[str] = "shard", **dtypes: Any) -> Shard
     >>> fs.testing.spmd(program, world=2)[0]  # one sum for each of two microbatches
     (P(), ['all_reduce', 'all_reduce'])
     """
-    return _strategy("ddp", _over(mesh, axis, replicated), ReshardPolicy(False), **dtypes)
+    # No leaf is large enough to be split.
+    return _strategy("ddp", _over(mesh, axis, math.inf), ReshardPolicy(False), **dtypes)
 
 
 def zero1(
@@ -78,8 +79,7 @@ def zero1(
     >>> fs.testing.spmd(program, world=2)[0]  # once for both microbatches
     (P('shard'), ['all_gather', 'reduce_scatter'])
     """
-    layout = _over(mesh, axis, partial(fully_shard, min_shard_elements=min_shard_elements))
-    return _strategy("zero1", layout, ReshardPolicy(False, early=False), **dtypes)
+    return _strategy("zero1", _over(mesh, axis, min_shard_elements), ReshardPolicy(False, early=False), **dtypes)
 
 
 def zero2(
@@ -110,14 +110,13 @@ def zero2(
     >>> fs.testing.spmd(program, world=2)[0]  # the gradient of each of two microbatches
     (P('shard'), ['all_gather', 'reduce_scatter', 'reduce_scatter'])
     """
-    layout = _over(mesh, axis, partial(fully_shard, min_shard_elements=min_shard_elements))
-    return _strategy("zero2", layout, ReshardPolicy(False), **dtypes)
+    return _strategy("zero2", _over(mesh, axis, min_shard_elements), ReshardPolicy(False), **dtypes)
 
 
-def _over(mesh: Mesh, axis: str | Sequence[str], make: Callable[[Axis], ShardTransform]) -> ShardTransform:
-    """Make a transform over each axis; of several that split a dim, the first is the major one."""
+def _over(mesh: Mesh, axis: str | Sequence[str], smallest: Any) -> ShardTransform:
+    """Split leaves of so many elements over each axis, of several over the first as the major one."""
     names = axis if isinstance(axis, list | tuple) and axis else (axis,)
-    return compose(*(make(axis_of(mesh, name)) for name in reversed(names)))
+    return compose(*(fully_shard(axis_of(mesh, name), min_shard_elements=smallest) for name in reversed(names)))
 
 
 def _strategy(
@@ -205,7 +204,7 @@ def zero3(
     alone = layout is None or min_shard_elements == SMALL
     expect(alone, "zero3", "min_shard_elements or layout", "both", "give it to the layout")
     if layout is None:
-        layout = _over(mesh, axis, partial(fully_shard, min_shard_elements=min_shard_elements))
+        layout = _over(mesh, axis, min_shard_elements)
     policy = ReshardPolicy(tuple(regather) if isinstance(regather, list) else regather, prefetch)
     dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "output_dtype": output_dtype}
     return _strategy("zero3", layout, policy, merge_bytes, **dtypes)
