@@ -26,18 +26,9 @@ class Collective(NamedTuple):
     result: Callable[[int], tuple[int, ...]] = lambda _: (4, 3)
 
 
-def ring(axis, back=False):
-    pairs = [(rank, (rank + 1) % axis.size) for rank in range(axis.size)]
-    return [(target, source) for source, target in pairs] if back else pairs
-
-
-def around(tree, axis, back=False):
-    return fs.ppermute(tree, axis, ring(axis, back))
-
-
-def along(tree, axis, back=False):
-    line = [(rank, rank + 1) for rank in range(axis.size - 1)]
-    return fs.ppermute(tree, axis, [pair[::-1] for pair in line] if back else line)
+def around(tree, axis, back=False, closed=True):
+    pairs = [(rank, (rank + 1) % axis.size) for rank in range(axis.size if closed else axis.size - 1)]
+    return fs.ppermute(tree, axis, [pair[::-1] for pair in pairs] if back else pairs)
 
 
 def sizes(axis, back=False):
@@ -74,7 +65,7 @@ COLLECTIVES = {
         partial(fs.reduce_scatter, dim=1), partial(fs.all_gather, dim=1), given=lambda n: (4, 3 * n)
     ),
     "ppermute around": Collective(around, partial(around, back=True)),
-    "ppermute along": Collective(along, partial(along, back=True)),
+    "ppermute along": Collective(partial(around, closed=False), partial(around, closed=False, back=True)),
     "all_to_all": Collective(
         partial(fs.all_to_all, split_dim=0, concat_dim=1),
         partial(fs.all_to_all, split_dim=1, concat_dim=0),
@@ -89,18 +80,11 @@ COLLECTIVES = {
 INVARIANT_INPUT, INVARIANT_OUTPUT = ("pvary",), ("psum_invariant", "broadcast")
 
 
-class Operands(NamedTuple):
-    """A collective and its transpose over this rank's axis; an input, a tangent of it and a cotangent of the output."""
-
-    run: Callable
-    transpose: Callable
-    x: torch.Tensor
-    t: torch.Tensor
-    y: torch.Tensor
-
-
 def operands(name):
-    """Small multiples of the number of ranks, whose sums, products and means are exact in any order."""
+    """A collective and its transpose over this rank's axis; an input, a tangent of it and a cotangent of the output.
+
+    Small multiples of the number of ranks, whose sums, products and means are exact in any order.
+    """
     axis, collective = fs.axis_of(one_axis()), COLLECTIVES[name]
     rank = fs.comm.rank(axis)
 
@@ -110,13 +94,8 @@ def operands(name):
 
     given, result = collective.given(axis.size), collective.result(axis.size)
     varying_in, varying_out = (0 if name in invariant else rank for invariant in (INVARIANT_INPUT, INVARIANT_OUTPUT))
-    return Operands(
-        partial(collective.run, axis=axis),
-        partial(collective.transpose, axis=axis),
-        x=whole(varying_in, given),
-        t=whole(100 + varying_in, given),
-        y=whole(200 + varying_out, result),
-    )
+    tensors = whole(varying_in, given), whole(100 + varying_in, given), whole(200 + varying_out, result)
+    return partial(collective.run, axis=axis), partial(collective.transpose, axis=axis), *tensors
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -163,21 +142,10 @@ def test_backward_is_the_transpose_and_forward_the_map_itself():
     assert all(leaf.eq(axis.size).all() for leaf in fs.tree_leaves(summed))
 
 
-def to_all(tree, axis, split_dim=0, concat_dim=0):
-    return fs.all_to_all(tree, axis, split_dim, concat_dim)
-
-
-def rows_to_all(tree, axis, send=(1, 1), receive=(1, 1)):
-    return fs.ragged_all_to_all(tree, axis, send, receive)
-
-
-def permute(tree, axis, perm=((0, 1), (1, 0))):
-    return fs.ppermute(tree, axis, perm)
-
-
-SUMS = [fs.psum, fs.pmean, fs.pvary, fs.psum_invariant, fs.pmax, fs.broadcast]
-VERBS = {verb.__name__: verb for verb in (*SUMS, fs.all_gather, fs.reduce_scatter)}
-VERBS |= {"all_to_all": to_all, "ragged_all_to_all": rows_to_all, "ppermute": permute}
+SUMS = ("psum", "pmean", "pvary", "psum_invariant", "pmax", "broadcast")
+# And the arguments that others take beside an axis.
+VERBS = {**dict.fromkeys((*SUMS, "all_gather", "reduce_scatter"), ()), "all_to_all": (0, 0)}
+VERBS |= {"ragged_all_to_all": ((1, 1), (1, 1)), "ppermute": ([],)}
 SIZES = "expected send_sizes and recv_sizes to be 2 whole numbers of 0 or more, one for each rank"
 COUNTS = "call .tolist() of a tensor of counts; a graph sends each rank its capacity of rows, by all_to_all"
 PAIRS = "expected perm to have each source and each destination once, from 0 to 1"
@@ -197,7 +165,7 @@ def no_dim(dim, **shapes):
 
 # A verb with its arguments, the axis aside, and the error behind the verb's name.
 OPERANDS = [
-    *((verb.__name__, ({"a": X, "b": 1.0},), no_tensor("b", "a float")) for verb in SUMS),
+    *((name, ({"a": X, "b": 1.0},), no_tensor("b", "a float")) for name in SUMS),
     *(
         (name, ({"a": torch.ones(2, 2, 2), "b": X}, *dims), no_dim(dims[-1], **shapes))
         for name, dims, shapes in (
@@ -225,12 +193,15 @@ BUFFERS = {
     "by another word": (({"m": X}, "max"), ': expected by to be "rank0" or "mean", got \'max\''),
 }
 ROWS = [
-    *(Row(f"{name} over a name", lambda _: (X, "shard"), verb, f"{name}: {NO_AXIS}") for name, verb in VERBS.items()),
+    *(
+        Row(f"{name} over a name", lambda _, rest=rest: (X, "shard", *rest), getattr(fs, name), f"{name}: {NO_AXIS}")
+        for name, rest in VERBS.items()
+    ),
     *(
         Row(
             f"{name}{given}",
             lambda world, given=given: (given[0], fs.axis_of(world.mesh), *given[1:]),
-            VERBS[name],
+            getattr(fs, name),
             name + error,
         )
         for name, given, error in OPERANDS
