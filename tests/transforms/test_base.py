@@ -207,8 +207,10 @@ def test_a_cast_leaves_other_leaves_than_floating_ones_as_they_are():
     """Indices would be rounded, and imaginary parts lost."""
     full = {"w": torch.linspace(0, 1, 5), "index": torch.arange(300, 307), "mask": torch.arange(5) % 2 == 0}
     full["phase"] = torch.complex(torch.ones(3), torch.arange(3.0))
-    found = fs.gather(fs.shard(full, fs.zero3(one_axis(), param_dtype=torch.bfloat16, min_shard_elements=0)))
+    params = fs.shard(full, fs.zero3(one_axis(), param_dtype=torch.bfloat16, min_shard_elements=0))
+    found, precise = fs.gather(params), torch.full((5,), 1 + 2**-10)
     assert found.pop("w").dtype == torch.bfloat16
+    assert_same_bits(fs.unshard(fs.scatter_grads({"w": precise}, like={"w": params["w"]}))["w"], precise)
     assert_same_bits(found, {name: full[name] for name in found})
 
 
