@@ -87,7 +87,7 @@ def systems_of(mesh: Any, megabytes: int) -> dict[str, System]:
     staging: dict[str, torch.Tensor] = {}
 
     def start(directory: Path, donated: bool) -> Callable[[], Any]:
-        return start_to_save(SaveOptions(directory, True, donated, 600.0, None, staging=staging), state, 1).wait
+        return start_to_save(SaveOptions(directory, True, donated, None, None, staging), state, 1).wait
 
     def hugging_face(directory: Path) -> dcp.HuggingFaceStorageWriter:
         return dcp.HuggingFaceStorageWriter(str(directory), save_distributed=True)

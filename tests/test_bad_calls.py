@@ -79,7 +79,6 @@ class World:
     saves = MappingProxyType(
         {
             "run": lambda place, w: checkpoint.save(place, w.state, 1),
-            "torch": lambda place, w: torch.save(w.module.state_dict(), place),
         }
     )
 
@@ -197,11 +196,10 @@ METHODS = {
 }
 CHECKPOINTS = {
     "Manager": lambda w: dict(
-        directory=w.directory / "managed", keep=2, every=1, asynchronous=False, donated=True, timeout=10.0, mesh=w.grid
+        directory=w.directory / "managed", keep=2, every=1, asynchronous=False, donated=True, mesh=w.grid
     ),
     "from_state_dict": lambda w: dict(state_dict=w.module.state_dict(), like=w.weights, module=w.module, cast=False),
     "latest": lambda w: dict(directory=w.saved("run")),
-    "load_torch": lambda w: dict(path=w.saved("torch"), like=w.weights, module=w.module, cast=False, trusted=True),
     "restore": lambda w: dict(
         directory=w.saved("run"), like=w.state, step=1, subtree="", only="*", donate=False, mesh=w.grid
     ),
@@ -211,7 +209,6 @@ CHECKPOINTS = {
         step=1,
         asynchronous=False,
         donated=True,
-        timeout=10.0,
         mesh=w.grid,
     ),
     "to_state_dict": lambda w: dict(params=w.weights, module=w.module, rank0_only=False),
@@ -305,7 +302,7 @@ ACCEPTED = (
     (
         "modules that have the leaves, or none",
         ("None", "a module"),
-        "checkpoint.from_state_dict.module checkpoint.load_torch.module checkpoint.to_state_dict.module",
+        "checkpoint.from_state_dict.module checkpoint.to_state_dict.module",
     ),
     (
         "directories may be made; any sequence holds microbatches",

@@ -10,7 +10,7 @@ from fshard import extensions
 from fshard.checkpoint.errors import CheckpointError
 from fshard.checkpoint.restore import latest, restore
 from fshard.checkpoint.save import Manager, Saving, save
-from fshard.checkpoint.state_dict import from_state_dict, load_torch, to_state_dict
+from fshard.checkpoint.state_dict import from_state_dict, to_state_dict
 
 if TYPE_CHECKING:
     from fshard.ext.interop.dcp import load_dcp, save_dcp
@@ -18,23 +18,10 @@ if TYPE_CHECKING:
     from fshard.ext.interop.optimizer_state import from_optimizer_state_dict, to_optimizer_state_dict
 
 __getattr__ = extensions.resolver(__name__)
-__all__ = [
-    "CheckpointError",
-    "Manager",
-    "Saving",
-    "from_optimizer_state_dict",
-    "from_state_dict",
-    "latest",
-    "load_dcp",
-    "load_huggingface",
-    "load_torch",
-    "restore",
-    "save",
-    "save_dcp",
-    "save_huggingface",
-    "to_optimizer_state_dict",
-    "to_state_dict",
-]
+__all__ = ["CheckpointError", "Manager", "Saving", "latest", "restore", "save"]
+__all__ += ["from_state_dict", "to_state_dict"]
+__all__ += ["from_optimizer_state_dict", "load_dcp", "load_huggingface"]
+__all__ += ["save_dcp", "save_huggingface", "to_optimizer_state_dict"]
 
 
 def __dir__() -> list[str]:

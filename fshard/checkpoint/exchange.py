@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 from zipfile import is_zipfile
 
 import torch
@@ -16,14 +16,15 @@ from torch import nn
 from fshard import _compat, comm
 from fshard.checkpoint.errors import CheckpointError, expect_file, reason
 from fshard.checkpoint.files import DTYPES, bytes_of, lay_out, name_of, write_file
-from fshard.errors import Problem, expect, refuse
+from fshard.errors import expect, refuse
 from fshard.mesh import world
 from fshard.shard import Layouts, check_transform, hash_of, local_ranges, padded, unsharded, without_padding
-from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, is_sharded, tensor_of, tree_map
+from fshard.tree import Axis, Flat, Sharded, Tree, flatten, is_sharded, tensor_of, tree_map
 from fshard.tree.checks import check_flags, check_local, describe, mark_donated
 
-# Where a part of a tensor starts and ends along each dim.
+# Where a part of a tensor starts and ends along each dim; or where it starts, and its size.
 Box = tuple[slice, ...]
+Place = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Piece(NamedTuple):
@@ -102,9 +103,7 @@ class Exchange:
         dtypes: The dtypes that safetensors has, by their names in files.
     """
 
-    dtypes: ClassVar[Mapping[str, torch.dtype]] = MappingProxyType(
-        {stored: getattr(torch, name) for name, stored in DTYPES.items()}
-    )
+    dtypes = MappingProxyType({stored: getattr(torch, name) for name, stored in DTYPES.items()})
 
     def __init__(self, label: str, module: nn.Module | None = None, ranks: Axis | None = None) -> None:
         """Read the names of a module.
@@ -114,21 +113,16 @@ class Exchange:
             module: The module whose tensors are moved; None leaves every name as it is.
             ranks: Those that call; None for all of this run.
         """
-        known = module is None or isinstance(module, nn.Module)
-        expect(known, label, "module to be a torch module or None", describe(module))
         self.label, self.ranks, self._known = label, ranks or world(), module is not None
         self.rank = comm.rank(self.ranks)
-        named: dict[str, torch.Tensor] = {}
-        if module is not None:
-            named |= module.named_parameters(remove_duplicate=False)
-            named |= module.named_buffers(remove_duplicate=False)
+        given = nn.Module() if module is None else module
+        expect(isinstance(given, nn.Module), label, "module to be a torch module or None", describe(module))
+        named = dict(given.named_parameters(remove_duplicate=False)) | dict(given.named_buffers(remove_duplicate=False))
         self.by_tensor = {id(tensor): name for name, tensor in reversed(named.items())}
         self.first = {name: self.by_tensor[id(tensor)] for name, tensor in named.items()}
-        saved = module.state_dict() if module is not None else {}
         self.saved: dict[str, list[str]] = {}
-        for name, first in self.first.items():
-            if name in saved:
-                self.saved.setdefault(first, []).append(name)
+        for name in filter(given.state_dict().__contains__, named):
+            self.saved.setdefault(self.first[name], []).append(name)
 
     def saved_as(self, name: str) -> list[str]:
         """The names under which a state dict has a leaf; none for a buffer that is not persistent."""
@@ -146,8 +140,12 @@ class Exchange:
             yield
         except Exception as error:
             failure, said = error, [type(error) is ValueError, reason(error, place)]
-        for is_argument, text in filter(None, comm.everyone(said, [self.ranks], self.label)):
+        for is_argument, text in filter(None, self.everyone(said)):
             raise (ValueError(text) if is_argument else CheckpointError(f"{self.label}: {text}")) from failure
+
+    def everyone(self, said: Any) -> list[Any]:
+        """What each rank says, in their order."""
+        return comm.everyone(said, [self.ranks], self.label)
 
     def agree(self, entries: Mapping[str, str], what: str, remedy: str) -> None:
         """Refuse on every rank entries that differ between ranks."""
@@ -168,7 +166,7 @@ class Exchange:
         flat = flatten(tree)
         plain = not (_compat.is_tracing() or _compat.transforms_active())
         expect(plain, self.label, "a call outside of fs.jit and torch.func, on their results", "one inside")
-        problems = [Problem(n, f"{k} leaves", "one of each name") for n, k in Counter(flat.names).items() if k > 1]
+        problems = [(n, f"{k} leaves", "one of each name") for n, k in Counter(flat.names).items() if k > 1]
         refuse(f"{self.label}: leaves of one name", problems, "give keys that print differently")
         check_local(self.label, flat)
         return flat
@@ -194,8 +192,8 @@ class Exchange:
             refuse(f"{self.label}: leaves do not fit", problems, "pass the parameters and buffers of this module")
         return leaves
 
-    def replicas(self, leaves: Mapping[str, Any], values: Mapping[str, str]) -> dict[str, list[int]]:
-        """Find the ranks that hold the same part of a leaf as this one, and refuse different values of one part.
+    def replicas(self, leaves: Mapping[str, Any], values: Mapping[str, str]) -> dict[str, dict[Place, list[int]]]:
+        """Find the ranks that hold each part of each leaf, and refuse different values of one part.
 
         Each rank hashes the parts that several ranks hold, which takes less time than to copy them.
 
@@ -204,7 +202,7 @@ class Exchange:
             values: Texts of all else that must be the same on every rank.
 
         Returns:
-            The ranks, by path.
+            The ranks, by path and by the place of a part.
 
         Raises:
             ValueError: on every rank, with the first leaf of another dtype or shape, or every leaf whose values differ.
@@ -214,19 +212,18 @@ class Exchange:
         self.agree({**same, **values}, "ranks hold different leaves", remedy)
         own = []
         for leaf in leaves.values():
-            piece, parts = piece_of(leaf), 1
-            if is_sharded(leaf):
-                parts = math.prod(axis.size for axis in leaf.spec.partition_axes())
-            place = [*piece.offset, *piece.tensor.shape]
-            own.append([place, hash_of(piece.tensor) if parts < self.ranks.size else ""])
-        replicas, problems = {}, []
-        columns = zip(*comm.everyone(own, [self.ranks], self.label), strict=True)
-        for path, (here, _), held in zip(leaves, own, columns, strict=True):
-            # Parts of the same place are the same part.
-            first: dict[str, str] = {}
-            others = [rank for rank, (at, value) in enumerate(held) if first.setdefault(f"{at}", value) != value]
-            problems += [Problem(path, f"other values on rank {rank}", "the same on all ranks") for rank in others[:1]]
-            replicas[path] = [rank for rank, (at, _) in enumerate(held) if at == here]
+            offset, tensor, _ = piece_of(leaf)
+            parts = math.prod(axis.size for axis in leaf.spec.partition_axes()) if is_sharded(leaf) else 1
+            own.append([offset, tensor.shape, hash_of(tensor) if parts < self.ranks.size else ""])
+        problems, replicas = [], {}
+        for path, rows in zip(leaves, zip(*self.everyone(own), strict=True), strict=True):
+            held: dict[Place, list[int]] = {}
+            for rank, (offset, shape, _) in enumerate(rows):
+                held.setdefault((tuple(offset), tuple(shape)), []).append(rank)
+            pairs = [(rank, ranks[0]) for ranks in held.values() for rank in ranks]
+            others = sorted(rank for rank, first in pairs if rows[rank] != rows[first])
+            problems += [(path, f"other values on rank {rank}", "the same on all ranks") for rank in others[:1]]
+            replicas[path] = held
         remedy = "make them the same, buffers by fs.sync_buffers, or store a row of one leaf for each rank"
         refuse(f"{self.label}: ranks hold different values of one leaf", problems, remedy)
         return replicas
@@ -255,20 +252,20 @@ class Exchange:
             New leaves by name.
         """
         groups: dict[str, list[Entry]] = {}
-        for name in sorted(found, key=lambda name: self.first.get(name, name) != name):
-            entry, first = found[name], self.first.get(name, name)
-            dtype = tensor_of(leaves[first]).dtype if first in leaves else entry.dtype
-            if cast and dtype.is_floating_point and entry.dtype.is_floating_point:
+        for name, entry in found.items():
+            first = self.first.get(name, name)
+            dtype = tensor_of(leaves[first]).dtype if cast and first in leaves else entry.dtype
+            if dtype.is_floating_point and entry.dtype.is_floating_point:
                 entry = entry._replace(dtype=dtype)
             groups.setdefault(first, []).append(entry)
-
-        def stays(name: str, leaf: Any) -> bool:
+        kept, needed = {}, {}
+        for name, leaf in leaves.items():
             # A state dict has no buffers that are not persistent, which stay as they are.
-            is_optional = name in optional and not tensor_of(leaf).is_meta
-            return name not in groups and (is_optional or not self.saved_as(name))
-
-        kept = {name: tree_map(torch.clone, leaf) for name, leaf in leaves.items() if stays(name, leaf)}
-        needed = {name: leaf for name, leaf in leaves.items() if name not in kept}
+            stays = not self.saved_as(name) or (name in optional and not tensor_of(leaf).is_meta)
+            if name in groups or not stays:
+                needed[name] = leaf
+            else:
+                kept[name] = tree_map(torch.clone, leaf)
         remedy = "pass a tree of the same names; module= knows which are tied or not saved, cast=True changes dtypes"
         return kept | self.read(needed, groups, remedy)
 
@@ -298,18 +295,18 @@ class Exchange:
             CheckpointError: on every rank, if an entry cannot be read, or the entries of a leaf differ.
         """
         with self.raise_on_all_ranks():
-            problems: list[Problem] = []
+            problems = []
             for name in dict.fromkeys((*needed, *found)):
                 expected = described(needed[name]) if name in needed else "nothing"
                 got = map(described, found[name]) if name in found else ["nothing"]
-                problems += [Problem(name, each, expected) for each in got if each != expected]
+                problems += [(name, each, expected) for each in got if each != expected]
             refuse(f"{self.label}: leaves do not fit", problems, remedy)
-            places = {name: _place(leaf) for name, leaf in needed.items() if is_tensor(leaf)}
-            made = {name: found[name][0] for name in needed if name not in places}
-            for name, place in places.items():
+            made = {name: found[name][0] for name in needed}
+            readers = {name: _reader(name, leaf, found[name]) for name, leaf in needed.items() if is_tensor(leaf)}
+            for name, read in readers.items():
                 if donated:
                     mark_donated([needed[name]])
-                made[name] = _read(name, found[name], *place)
+                made[name] = read()
             return made
 
     def refuse_untrusted(self, path: Path, trusted: bool) -> None:
@@ -346,27 +343,24 @@ class Exchange:
             tensors: Their dtypes and shapes, by name.
             values: The tensors in their order, but those of larger elements first.
         """
-        parts = {name: (name_of(each.dtype), each.shape) for name, each in tensors.items()}
+        parts = {name: (each.dtype, each.shape) for name, each in tensors.items()}
         write_file(path, lay_out(parts, format="pt")[0], values)
 
 
-def _place(leaf: Any) -> tuple[Spec | None, Box, torch.Size, torch.device]:
-    """The spec of a leaf, where this rank's part of it lies, the shape in which it is stored, and the device for it."""
+def _reader(name: str, leaf: Any, entries: Sequence[Entry]) -> Callable[[], Any]:
+    """Prepare to read this rank's part of a leaf, whose memory may be gone by then."""
+    box, spec = piece_of(leaf).box, leaf.spec if is_sharded(leaf) else None
     local = without_padding(leaf) if is_sharded(leaf) else leaf
-    device = torch.get_default_device() if local.is_meta else local.device
-    return getattr(leaf, "spec", None), piece_of(leaf).box, local.shape, device
+    shape, device = local.shape, torch.get_default_device() if local.is_meta else local.device
 
+    def read() -> Any:
+        parts = [torch.empty(shape, device="cpu") if 0 in shape else entry.read(box) for entry in entries]
+        if any(bytes_of(part) != bytes_of(parts[0]) for part in parts[1:]):
+            found = f"expected {name} to have the same values under all its names, got others"
+            raise CheckpointError(f"{found}; untie the module's, so that each has its own")
+        local = parts[0].to(device, entries[0].dtype).reshape(shape)
+        if not local.is_contiguous() or local.untyped_storage().nbytes() != local.nbytes:
+            local = local.clone(memory_format=torch.contiguous_format)
+        return Sharded(padded(local, spec), spec) if spec else local
 
-def _read(
-    name: str, entries: Sequence[Entry], spec: Spec | None, box: Box, shape: torch.Size, device: torch.device
-) -> Any:
-    """This rank's part of a leaf, whose entries must have the same values."""
-    nothing = torch.empty(shape, device="cpu") if 0 in shape else None
-    first, *others = [entry.read(box) if nothing is None else nothing for entry in entries]
-    if any(bytes_of(other) != bytes_of(first) for other in others):
-        found = f"expected {name} to have the same values under all its names, got others"
-        raise CheckpointError(f"{found}; untie the module's, so that each has its own")
-    local = first.to(device, entries[0].dtype).reshape(shape)
-    if not local.is_contiguous() or local.untyped_storage().nbytes() != local.nbytes:
-        local = local.clone(memory_format=torch.contiguous_format)
-    return Sharded(padded(local, spec), spec) if spec else local
+    return read

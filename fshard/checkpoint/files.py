@@ -32,10 +32,8 @@ DTYPES = MappingProxyType(
         **{"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64"},
     }
 )
-# The header of a file, the place where each tensor begins, in their order, and the size of the file.
-Layout = tuple[bytes, dict[str, int], int]
 # Complex numbers are stored as pairs.
-SAVED = tuple(dict.fromkeys((*DTYPES, "complex128")))
+SAVED = (*DTYPES, "complex128")
 
 
 class Chunk(NamedTuple):
@@ -59,7 +57,7 @@ class StoredLeaf(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...] = ()
+    chunks: tuple[Chunk, ...]
 
 
 class Manifest(NamedTuple):
@@ -75,7 +73,7 @@ class Manifest(NamedTuple):
     step: int
     tensors: Mapping[str, StoredLeaf]
     values: Mapping[str, Any]
-    files: tuple[tuple[int, str], ...] = ()
+    files: tuple[tuple[int, str], ...]
 
 
 def file_name(rank: int) -> str:
@@ -110,15 +108,13 @@ def decode(data: bytes, place: object = MANIFEST) -> Manifest:
     try:
         document = json.loads(data)
         version = f"{document['version']!r:.40}"
-        manifest = _manifest(document["body"]) if version == f"{VERSION}" else None
+        is_known = version == f"{VERSION}"
+        manifest = _manifest(document["body"]) if is_known else Manifest(0, {}, {}, ())
         # Byte for byte, so that nothing can change unnoticed: neither an entry nor its spelling.
-        is_whole = manifest is not None and encode(manifest) == data
+        is_whole = encode(manifest) == data
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{place}: it is no manifest that fshard wrote ({type(error).__name__})") from None
-    if manifest is None:
-        raise CheckpointError(
-            f"{place}: expected version {VERSION}, got {version}; read it by the fshard that wrote it"
-        )
+    expect_file(is_known, f"{place}", f"version {VERSION}", version, "read it by the fshard that wrote it")
     if not is_whole:
         raise CheckpointError(f"{place}: its digest does not match, so it was damaged or edited")
     check_tiles(manifest, place)
@@ -127,12 +123,8 @@ def decode(data: bytes, place: object = MANIFEST) -> Manifest:
 
 def _manifest(body: Any) -> Manifest:
     """Take apart what JSON made of a body; `encode` makes other bytes of entries of other types."""
-
-    def chunk(file: Any, offset: Any, shape: Any, checksum: Any) -> Chunk:
-        return Chunk(file, tuple(offset), tuple(shape), checksum)
-
     tensors = {
-        path: StoredLeaf(dtype, tuple(shape), tuple(chunk(*each) for each in chunks))
+        path: StoredLeaf(dtype, tuple(shape), tuple(Chunk(f, tuple(at), tuple(n), crc) for f, at, n, crc in chunks))
         for path, (dtype, shape, chunks) in body["tensors"].items()
     }
     values = {path: float(v["float"]) if isinstance(v, dict) else v for path, v in body["values"].items()}
@@ -148,19 +140,18 @@ def check_tiles(manifest: Manifest, place: object) -> None:
         CheckpointError: if an element is missing or there twice.
     """
     for path, leaf in manifest.tensors.items():
-        fits = leaf.dtype in SAVED and _tile(leaf, len(manifest.files))
         found = f"{leaf.dtype!r:.40} in {len(leaf.chunks)} chunks"
+        fits = leaf.dtype in SAVED and _tile(leaf.shape, leaf.chunks, len(manifest.files))
         expect_file(fits, f"{place}", f"chunks that cover each element of {path:.100} once", found)
 
 
-def _tile(leaf: StoredLeaf, files: int) -> bool:
-    dims, chunks = len(leaf.shape), leaf.chunks
-    numbers = [*leaf.shape, *(n for chunk in chunks for n in (chunk.file, *chunk.offset, *chunk.shape))]
+def _tile(shape: tuple[int, ...], chunks: Sequence[Chunk], files: int) -> bool:
+    numbers = [*shape, *(n for chunk in chunks for n in (chunk.file, *chunk.offset, *chunk.shape))]
     if any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers):
         return False
-    if any((len(chunk.offset), len(chunk.shape)) != (dims, dims) or chunk.file >= files for chunk in chunks):
+    if any(not len(chunk.offset) == len(chunk.shape) == len(shape) or chunk.file >= files for chunk in chunks):
         return False
-    cuts = [sorted({0, size, *(chunk.offset[dim] for chunk in chunks)}) for dim, size in enumerate(leaf.shape)]
+    cuts = [sorted({0, size, *(chunk.offset[dim] for chunk in chunks)}) for dim, size in enumerate(shape)]
     sizes = [[(start, stop - start) for start, stop in pairwise(cut)] for cut in cuts]
     boxes = {tuple(zip(chunk.offset, chunk.shape, strict=True)) for chunk in chunks}
     # One part of a leaf in each file.
@@ -168,11 +159,13 @@ def _tile(leaf: StoredLeaf, files: int) -> bool:
     return is_grid and boxes == set(product(*sizes))
 
 
-def lay_out(tensors: Mapping[str, tuple[str, Sequence[int]]], *, pairs: bool = False, **metadata: str) -> Layout:
+def lay_out(
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], *, pairs: bool = False, **metadata: str
+) -> tuple[bytes, dict[str, int], int]:
     """Lay out the tensors of a file: larger elements first, so that each is aligned, from a multiple of 64 bytes on.
 
     Args:
-        tensors: The name in torch of each tensor's dtype and its shape, by the tensor's name.
+        tensors: The dtype of each tensor and its shape, by the tensor's name.
         pairs: Whether complex numbers are written as pairs of real ones.
         metadata: Texts that the file says of itself.
 
@@ -181,15 +174,14 @@ def lay_out(tensors: Mapping[str, tuple[str, Sequence[int]]], *, pairs: bool = F
     """
     entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     starts, end = {}, 0
-    dtypes = {name: getattr(torch, dtype) for name, (dtype, _) in tensors.items()}
-    for name in sorted(tensors, key=lambda name: -dtypes[name].itemsize):
-        dtype, shape = dtypes[name], list(tensors[name][1])
+    for name in sorted(tensors, key=lambda name: -tensors[name][0].itemsize):
+        dtype, shape = tensors[name]
         if pairs and dtype.is_complex:
-            dtype, shape = dtype.to_real(), [*shape, 2]
+            dtype, shape = dtype.to_real(), (*shape, 2)
         starts[name], end = end, end + dtype.itemsize * math.prod(shape)
         stored = DTYPES.get(name_of(dtype))
         expect_file(stored, name, "a dtype that safetensors has", f"{dtype}")
-        entries[name] = {"dtype": stored, "shape": shape, "data_offsets": [starts[name], end]}
+        entries[name] = {"dtype": stored, "shape": shape, "data_offsets": (starts[name], end)}
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-(8 + len(header)) % 64)
     header = len(header).to_bytes(8, "little") + header
@@ -201,7 +193,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def write_file(path: Path, header: bytes, tensors: Iterable[torch.Tensor]) -> list[int]:
+def write_file(path: Path, header: bytes, tensors: Iterable[torch.Tensor] = ()) -> list[int]:
     """Write a header and tensors to a new file, and have them on the disk.
 
     Args:
@@ -213,23 +205,18 @@ def write_file(path: Path, header: bytes, tensors: Iterable[torch.Tensor]) -> li
         The CRC-32 of each tensor's bytes.
     """
     checksums = []
-    with open(path, "xb", buffering=0) as file:
-        write_all(file.fileno(), memoryview(header))
+    with open(path, "xb") as file:
+        file.write(header)
         for tensor in tensors:
             data, checksum = bytes_of(tensor), 0
             for start in range(0, len(data), BLOCK_BYTES):
                 block = data[start : start + BLOCK_BYTES]
                 checksum = zlib.crc32(block, checksum)
-                write_all(file.fileno(), block)
+                file.write(block)
             checksums.append(checksum)
+        file.flush()
         os.fsync(file.fileno())
     return checksums
-
-
-def write_all(descriptor: int, data: memoryview) -> None:
-    """Write all of some bytes, of which one call of the system may write a part."""
-    while data:
-        data = data[os.write(descriptor, data) :]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -5,27 +5,17 @@ import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from io import BufferedReader
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fshard.checkpoint.directory import check_regular, find, read_bytes, step_of
+from fshard.checkpoint import files
+from fshard.checkpoint.directory import find, open_regular, read_bytes
 from fshard.checkpoint.errors import CheckpointError, expect_file
 from fshard.checkpoint.exchange import Box, Entry, Exchange
-from fshard.checkpoint.files import (
-    BLOCK_BYTES,
-    MANIFEST,
-    MAX_MANIFEST_BYTES,
-    Chunk,
-    StoredLeaf,
-    byte_view,
-    decode,
-    digest,
-    file_name,
-    lay_out,
-)
 from fshard.errors import expect
 from fshard.mesh import Mesh, ranks_of
 from fshard.tree import MASK, Flat, Mask, Tree, is_mask, matches
@@ -53,8 +43,8 @@ def latest(directory: str | PathLike[str]) -> int | None:
     ...     before, fs.checkpoint.latest(directory)
     (None, 10)
     """
-    path = find(Exchange("checkpoint.latest").path("directory", directory))
-    return None if path is None else step_of(path)
+    found = find(Exchange("checkpoint.latest").path("directory", directory))
+    return found and found[0]
 
 
 def restore(
@@ -108,7 +98,7 @@ def restore(
             expect(step is None or type(step) is int, LABEL, "step to be a whole number or None", describe(step))
             expect(isinstance(subtree, str), LABEL, "subtree to be a path such as '.params'", describe(subtree))
             flat = exchange.flat(like)
-            wanted = [True] * len(flat.leaves) if only is None else _matched(only, flat)
+            wanted = _wanted(only, flat)
             reader = _Reader(root, step, stack)
             # The headers of files that nobody reads are checked too, by each rank its share.
             for index in range(exchange.rank, len(reader.manifest.files), exchange.ranks.size):
@@ -117,15 +107,20 @@ def restore(
         # The path of a tree that is one leaf is that of the subtree.
         names = [subtree + ("" if subtree and name == "(root)" else name) for name in flat.paths]
         needed = {name: leaf for name, leaf, take in zip(names, flat.leaves, wanted, strict=True) if take}
-        there = reader.entries().items()
-        found = {name: [each] for name, each in there if (only is None and _is_under(name, subtree)) or name in needed}
+        found = {
+            name: [each]
+            for name, each in reader.entries().items()
+            if name in needed or (only is None and _is_under(name, subtree))
+        }
         remedy = "restore into a state built as the one that was saved; only= and subtree= read parts of it"
         made = exchange.read(needed, found, remedy, donate)
     return flat.unflatten([made.get(name, leaf) for name, leaf in zip(names, flat.leaves, strict=True)])
 
 
-def _matched(only: Mask, flat: Flat) -> list[bool]:
+def _wanted(only: Mask | None, flat: Flat) -> list[bool]:
     """For each leaf whether to read it."""
+    if only is None:
+        return [True] * len(flat.leaves)
     expect(is_mask(only), LABEL, f"only to be {MASK}", describe(only))
     check_matches(LABEL, [only], flat.names, flat.leaves)
     return [matches(only, name, leaf) for name, leaf in zip(flat.names, flat.leaves, strict=True)]
@@ -148,78 +143,78 @@ class _Reader:
 
     def __init__(self, directory: Path, step: int | None, stack: ExitStack) -> None:
         """Find the checkpoint that was saved last, or of a step, and read its manifest."""
-        path = find(directory, step)
-        if path is None:
+        last = find(directory, step)
+        if last is None:
             raise CheckpointError(f"{directory}: expected a checkpoint that fs.checkpoint.save wrote, got none")
-        data = read_bytes(path / MANIFEST, MAX_MANIFEST_BYTES)
-        self.manifest = manifest = decode(data, path / MANIFEST)
-        self.mark = f"{path.name} of digest {digest(data)}"
+        step, path = last
+        data = read_bytes(path / files.MANIFEST, files.MAX_MANIFEST_BYTES)
+        self.manifest = manifest = files.decode(data, path / files.MANIFEST)
+        self.mark = f"{path.name} of digest {files.digest(data)}"
         self._path, self._stack = path, stack
         self._parts: list[dict[str, Any]] = [{} for _ in manifest.files]
         for name, leaf in manifest.tensors.items():
             for chunk in leaf.chunks:
-                self._parts[chunk.file][name] = leaf.dtype, chunk.shape
-        self._open: dict[int, Any] = {}
-        step = step_of(path)
+                self._parts[chunk.file][name] = getattr(torch, leaf.dtype), chunk.shape
+        self._open: dict[int, tuple[BufferedReader, dict[str, int]]] = {}
         found, remedy = f"step {manifest.step}", "give it its own name back"
         expect_file(manifest.step == step, f"{path}", f"step {step} as its name says", found, remedy)
-        needed = {MANIFEST, *map(file_name, range(len(manifest.files)))}
+        needed = {files.MANIFEST, *map(files.file_name, range(len(manifest.files)))}
         for name in sorted(needed ^ set(os.listdir(path))):
             expect_file(name not in needed, f"{path / name}", "the file that the manifest names", "nothing")
             raise CheckpointError(f"{path / name}: found a file that the manifest does not name; move it elsewhere")
 
     def entries(self) -> dict[str, Any]:
         """The leaves of the checkpoint by path: an entry of each that is a tensor, and the values of others."""
-        tensors = {
-            name: Entry(getattr(torch, leaf.dtype), leaf.shape, partial(self._read, name, leaf))
-            for name, leaf in self.manifest.tensors.items()
-        }
-        return {**tensors, **self.manifest.values}
+        entries: dict[str, Any] = {}
+        for name, leaf in self.manifest.tensors.items():
+            entries[name] = Entry(getattr(torch, leaf.dtype), leaf.shape, partial(self._read, name, leaf))
+        return entries | dict(self.manifest.values)
 
-    def open(self, index: int) -> tuple[int, dict[str, int]]:
+    def open(self, index: int) -> tuple[BufferedReader, dict[str, int]]:
         """Open a file, and compare its size and its header, which follows from the manifest, byte for byte."""
         if index not in self._open:
-            path, (needed, seal) = self._path / file_name(index), self.manifest.files[index]
-            header, starts, expected = lay_out(self._parts[index], pairs=True)
-            check_regular(path)
-            descriptor = os.open(path, os.O_RDONLY)
-            self._stack.callback(os.close, descriptor)
-            size = os.fstat(descriptor).st_size
+            path, (needed, seal) = self._path / files.file_name(index), self.manifest.files[index]
+            header, starts, expected = files.lay_out(self._parts[index], pairs=True)
+            file = self._stack.enter_context(open_regular(path))
+            size = os.fstat(file.fileno()).st_size
             expect_file(size == needed, f"{path}", f"{needed} bytes", f"{size}")
-            if (os.pread(descriptor, len(header), 0), seal, size) != (header, digest(header), expected):
+            if (file.read(len(header)), seal, size) != (header, files.digest(header), expected):
                 raise CheckpointError(f"{path}: its header does not match its digest, so it was damaged")
-            self._open[index] = descriptor, starts
+            self._open[index] = file, starts
         return self._open[index]
 
-    def _read(self, name: str, leaf: StoredLeaf, box: Box) -> torch.Tensor:
+    def _read(self, name: str, leaf: files.StoredLeaf, box: Box) -> torch.Tensor:
         """Read a box of a leaf from the chunks that have elements of it."""
         dtype = getattr(torch, leaf.dtype)
-        out = torch.empty([part.stop - part.start for part in box], dtype=dtype, device="cpu")
+        out = torch.empty([side.stop - side.start for side in box], dtype=dtype, device="cpu")
         for chunk in leaf.chunks:
-            there = tuple(slice(a, a + n) for a, n in zip(chunk.offset, chunk.shape, strict=True))
-            both = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(there, box, strict=True)]
-            if there == box:
-                self._read_chunk(name, chunk, out)
-            elif all(part.start < part.stop for part in both):
-                room = torch.empty(chunk.shape, dtype=dtype, device="cpu")
-                self._read_chunk(name, chunk, room)
-                out[_within(both, box)] = room[_within(both, there)]
+            sides = zip(chunk.offset, chunk.shape, box, strict=True)
+            both = [slice(max(a, side.start), min(a + n, side.stop)) for a, n, side in sides]
+            if any(side.start >= side.stop for side in both):
+                continue
+            target = out[_within(both, [side.start for side in box])]
+            if target.shape == chunk.shape and target.is_contiguous():
+                self._read_chunk(name, chunk, target)
+            else:
+                whole = torch.empty(chunk.shape, dtype=dtype, device="cpu")
+                self._read_chunk(name, chunk, whole)
+                target.copy_(whole[_within(both, chunk.offset)])
         return out
 
-    def _read_chunk(self, name: str, chunk: Chunk, into: torch.Tensor) -> None:
+    def _read_chunk(self, name: str, chunk: files.Chunk, into: torch.Tensor) -> None:
         """Read a chunk into contiguous memory on the host."""
-        path, (descriptor, starts) = self._path / file_name(chunk.file), self.open(chunk.file)
-        data, checksum, at = byte_view(into), 0, starts[name]
-        while data:
-            count = os.preadv(descriptor, [data[:BLOCK_BYTES]], at)
-            if not count:
+        path, (file, starts) = self._path / files.file_name(chunk.file), self.open(chunk.file)
+        data, checksum = files.byte_view(into), 0
+        file.seek(starts[name])
+        for start in range(0, len(data), files.BLOCK_BYTES):
+            block = data[start : start + files.BLOCK_BYTES]
+            if file.readinto(block) < len(block):
                 raise CheckpointError(f"{path}: it was cut short while it was read")
-            checksum = zlib.crc32(data[:count], checksum)
-            data, at = data[count:], at + count
+            checksum = zlib.crc32(block, checksum)
         if checksum != chunk.checksum:
             raise CheckpointError(f"{path}: the elements of {name} do not match their checksum, so it was damaged")
 
 
-def _within(part: Sequence[slice], box: Sequence[slice]) -> Box:
-    """A part of a box, counted from its start."""
-    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(part, box, strict=True))
+def _within(box: Sequence[slice], start: Sequence[int]) -> Box:
+    """A box, counted from where another one starts."""
+    return tuple(slice(side.start - a, side.stop - a) for side, a in zip(box, start, strict=True))

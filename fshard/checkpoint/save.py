@@ -1,49 +1,36 @@
 """save and Manager: write states so that a kill at any moment leaves the last checkpoint whole."""
 
 import json
-import shutil
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
+from functools import cache
 from os import PathLike
 from pathlib import Path
-from threading import Event, Thread, main_thread
-from typing import Any, NamedTuple, TypeVar
+from threading import Thread, main_thread
+from typing import Any, NamedTuple
 
 import torch
 
-from fshard import comm
 from fshard.checkpoint import directory as directories
+from fshard.checkpoint import files
 from fshard.checkpoint.errors import CheckpointError, expect_file, reason
-from fshard.checkpoint.exchange import Exchange, Piece, is_tensor, piece_of, shape_of
-from fshard.checkpoint.files import (
-    MANIFEST,
-    SAVED,
-    Chunk,
-    Manifest,
-    StoredLeaf,
-    check_tiles,
-    digest,
-    encode,
-    file_name,
-    lay_out,
-    name_of,
-    write_file,
-)
+from fshard.checkpoint.exchange import Exchange, is_tensor, piece_of, shape_of
 from fshard.checkpoint.restore import latest, restore
 from fshard.errors import expect, refuse
 from fshard.mesh import Mesh, ranks_of
-from fshard.tree import Axis, Tree, tensor_of
-from fshard.tree.checks import POSITIVE, check_flags, check_numbers, describe
-
-T = TypeVar("T")
+from fshard.tree import Tree, tensor_of
+from fshard.tree.checks import Range, check_arguments, check_flags, describe
 
 LABEL = "checkpoint.save"
 # Seconds between two looks for other ranks' parts.
 LOOK_EVERY = 0.002
-# Seconds that the end of the program waits for ranks that may be dead.
-PATIENCE_AT_EXIT = 30.0
+# Seconds that the first rank waits for parts that ranks say are written, or whose ranks may be dead.
+PATIENCE = 30.0
+NUMBER = Range("a whole number from 1", lambda number: type(number) is int and number > 0)
 
 
 class Saving:
@@ -59,13 +46,9 @@ class Saving:
     (7, 'step-00000007')
     """
 
-    def __init__(
-        self, step: int, ranks: Axis, written: "Future[None]", joined: "Future[Path] | None", given_up: Event
-    ) -> None:
-        """Keep this rank's part that is being written, and on the first rank the joining of all parts."""
-        self.step, self._ranks = step, ranks
-        self._written, self._joined, self._given_up = written, joined, given_up
-        self._told: tuple[str, list[str]] | None = None
+    def __init__(self, step: int, finish: Callable[[], tuple[str, str]]) -> None:
+        """Keep the step, and what waits for all ranks and returns the checkpoint's path and the first failure."""
+        self.step, self._finish = step, cache(finish)
 
     def wait(self) -> Path:
         """Wait until the checkpoint is complete. Every rank must call this, as it does a collective.
@@ -76,23 +59,10 @@ class Saving:
         Raises:
             CheckpointError: on every rank, if any of them failed; checkpoints from before are as they were.
         """
-        self._told = self._told or self._finish()
-        path, failures = self._told
-        if failures:
-            raise CheckpointError(f"{LABEL}: step {self.step} was not saved: {failures[0]}")
+        path, failure = self._finish()
+        if failure:
+            raise CheckpointError(f"{LABEL}: step {self.step} was not saved: {failure}")
         return Path(path)
-
-    def _finish(self) -> tuple[str, list[str]]:
-        """Return the checkpoint's path and all failures, the same on every rank."""
-        # By this message a rank hears of one that has failed or is dead, before it waits for the part of that one.
-        failures = ["ranks are lost"]
-        try:
-            failures = comm.everyone(_outcome(self._written)[1], [self._ranks], LABEL)
-        finally:
-            if any(failures):
-                self._given_up.set()
-        path, failure = comm.everyone(_outcome(self._joined), [self._ranks], LABEL)[0]
-        return path, list(filter(None, [*failures, failure]))
 
 
 def save(
@@ -102,7 +72,6 @@ def save(
     *,
     asynchronous: bool = False,
     donated: bool = True,
-    timeout: float = 1800.0,
     mesh: Mesh | None = None,
 ) -> Saving:
     """Write a checkpoint of a state: each rank its shards, replicated leaves once. Every rank must call this.
@@ -119,7 +88,6 @@ def save(
             complete at some time after; `Saving.wait` waits for it.
         donated: Whether a later step may write over the state, as one does that was jitted with donate_argnums: an
             asynchronous save then copies it aside before it returns.
-        timeout: Seconds that the first rank waits for the others to have written.
         mesh: The mesh of one axis over the ranks that save; None where all ranks of this run do.
 
     Returns:
@@ -138,7 +106,7 @@ def save(
     >>> checkpoint.restore(directory, like={"w": torch.zeros(3)})
     {'w': tensor([1., 1., 1.])}
     """
-    return start(SaveOptions(directory, asynchronous, donated, timeout, mesh), state, step)
+    return start(SaveOptions(directory, asynchronous, donated, mesh, None, {}), state, step)
 
 
 class SaveOptions(NamedTuple):
@@ -147,73 +115,77 @@ class SaveOptions(NamedTuple):
     directory: str | PathLike[str]
     asynchronous: bool
     donated: bool
-    timeout: float
     mesh: Mesh | None
-    keep: int | None = None
-    staging: dict[str, torch.Tensor] | None = None
+    keep: int | None
+    staging: dict[str, torch.Tensor]
 
     def check(self, exchange: Exchange) -> Path:
         """Return the directory, and refuse arguments of other types."""
         check_flags(exchange.label, asynchronous=self.asynchronous, donated=self.donated)
-        check_numbers(exchange.label, POSITIVE, timeout=self.timeout)
         return exchange.path("directory", self.directory)
 
 
 def start(options: SaveOptions, state: Tree, step: int | None) -> Saving:
     """Save a state as `save` does."""
     exchange = Exchange(LABEL, ranks=ranks_of(options.mesh))
-    rank, ranks = exchange.rank, exchange.ranks
     with exchange.raise_on_all_ranks():
-        root = options.check(exchange)
-        number = checked_step(LABEL, state, step)
+        root, step = options.check(exchange), checked_step(LABEL, state, step)
         tensors, values = _checked(exchange, state)
-    same = {"(step)": f"{number}", "(directory)": f"{root}"} | {path: repr(value) for path, value in values.items()}
-    pieces = _own_pieces(tensors, exchange.replicas(tensors, same), rank)
+    same = {"(step)": f"{step}", "(directory)": f"{root}"} | {path: repr(value) for path, value in values.items()}
+    own, stored = _shared_out(exchange, tensors, same)
     if options.asynchronous and options.donated:
-        staging = {} if options.staging is None else options.staging
-        pieces = {path: _aside(path, piece, staging) for path, piece in pieces.items()}
-    temporary, lock = _prepare(exchange, root, number)
-    dtypes = {path: name_of(tensor_of(leaf).dtype) for path, leaf in tensors.items()}
-    leaves = {path: StoredLeaf(dtypes[path], shape_of(leaf)) for path, leaf in tensors.items()}
-
-    given_up, part = Event(), temporary / file_name(rank)
+        own = {path: _aside(path, tensor, options.staging) for path, tensor in own.items()}
+    manifest = files.Manifest(step, stored, values, ())
+    # The state may go while this writes.
+    del tensors, state
+    with ExitStack() as stack:
+        with exchange.raise_on_all_ranks(root):
+            name = "" if exchange.rank else stack.enter_context(directories.begun(root, step))
+        temporary, held = root / exchange.everyone(name)[0], stack.pop_all()
+    # Until when the first rank waits for the lists of parts.
+    limit = [math.inf]
 
     def join() -> Path:
-        try:
-            _join_parts(temporary, ranks.size, Manifest(number, leaves, values), options.timeout, given_up)
-            path = directories.publish(temporary, root, number)
+        with held:
+            lists = [_await_list(temporary / files.file_name(rank), limit) for rank in range(exchange.ranks.size)]
+            _write_manifest(temporary / files.MANIFEST, manifest, lists)
+            path = directories.publish(temporary, root, step)
             if options.keep is not None:
                 directories.prune(root, path, options.keep)
             return path
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-            directories.unlock(lock)
 
-    written = _in_background(lambda: _write_part(part, pieces), part)
-    saving = Saving(number, ranks, written, None if rank else _in_background(join, root), given_up)
+    def finish() -> tuple[str, str]:
+        # By this message a rank hears of one that has failed or is dead, before it waits for the part of that one.
+        failures = ["ranks are lost"]
+        try:
+            failures = exchange.everyone(written.result()[1])
+        finally:
+            limit[0] = 0.0 if any(failures) else time.monotonic() + PATIENCE
+        path, failure = exchange.everyone(joined.result())[0]
+        return path, next(filter(None, [*failures, failure]), "")
+
+    part = temporary / files.file_name(exchange.rank)
+    written = _in_background(lambda: _write_part(part, own), part)
+    joined = _in_background(join, root) if not exchange.rank else written
+    saving = Saving(step, finish)
     if not options.asynchronous:
         saving.wait()
     return saving
 
 
-def _in_background(work: Callable[[], T], place: Path) -> "Future[T]":
-    future: Future[T] = Future()
+def _in_background(work: Callable[[], object], place: Path) -> "Future[tuple[str, str]]":
+    """Start work whose result will be the text of its result, or that of its failure."""
+    future: Future[tuple[str, str]] = Future()
 
     def run() -> None:
         try:
-            future.set_result(work())
+            future.set_result((f"{work()}", ""))
         except BaseException as error:
-            future.set_exception(CheckpointError(reason(error, place)))
+            future.set_result(("", reason(error, place)))
 
     # No daemon, so that the end of the program waits for it.
     Thread(target=run, name=LABEL).start()
     return future
-
-
-def _outcome(future: "Future[Any] | None") -> tuple[str, str]:
-    """Wait for what runs in the background, and return its result or its failure as texts."""
-    error = future.exception() if future else None
-    return ("", f"{error}") if error else (f"{future.result() if future else ''}", "")
 
 
 class Manager:
@@ -241,7 +213,6 @@ class Manager:
         every: int = 1,
         asynchronous: bool = True,
         donated: bool = True,
-        timeout: float = 1800.0,
         mesh: Mesh | None = None,
     ) -> None:
         """Keep the directory and the options.
@@ -253,20 +224,16 @@ class Manager:
             asynchronous: Write while the next steps run.
             donated: Whether steps may write over a state that was saved, as for `save`; copies then go to buffers that
                 are kept from one save to the next.
-            timeout: Seconds that the first rank waits for the others to have written.
             mesh: As for `save`.
 
         Raises:
             ValueError: if `directory` is no path, this rank is not one of the mesh's, `keep` or `every` is no positive
-                whole number, `timeout` is not above 0, or a flag is no bool.
+                whole number, or a flag is no bool.
         """
         exchange = Exchange("checkpoint.Manager", ranks=ranks_of(mesh))
         # Copies go to buffers that are kept from one save to the next.
-        self._staging: dict[str, torch.Tensor] = {}
-        self._options = SaveOptions(directory, asynchronous, donated, timeout, mesh, keep, self._staging)
-        for name, value in {"keep": 1 if keep is None else keep, "every": every}.items():
-            is_whole = type(value) is int and value > 0
-            expect(is_whole, exchange.label, f"{name} to be a whole number from 1", f"{value!r:.40}")
+        self._options = SaveOptions(directory, asynchronous, donated, mesh, keep, {})
+        check_arguments(exchange.label, NUMBER, keep=1 if keep is None else keep, every=every)
         self._directory, self._every = self._options.check(exchange), every
         self._saving: Saving | None = None
 
@@ -320,7 +287,7 @@ class Manager:
     def close(self) -> None:
         """Wait for the last save; the buffers of copies are given back."""
         self.wait()
-        self._staging.clear()
+        self._options.staging.clear()
 
     def __enter__(self) -> "Manager":
         return self
@@ -357,84 +324,69 @@ def _unfit(leaf: Any) -> tuple[str, str] | None:
     if type(local) not in (torch.Tensor, torch.nn.Parameter):
         is_plain = local is None or type(local) in (bool, int, float, str)
         return None if is_plain else (describe(local), "a plain tensor, or None, bool, int, float or str")
-    fits = local.layout == torch.strided and not local.is_meta and name_of(local.dtype) in SAVED
-    needed = f"a strided tensor with values, of dtype {', '.join(SAVED)}"
+    fits = local.layout == torch.strided and not local.is_meta and files.name_of(local.dtype) in files.SAVED
+    needed = f"a strided tensor with values, of dtype {', '.join(files.SAVED)}"
     return None if fits else (f"{describe(local)}, {local.layout} on {local.device}", needed)
 
 
-def _own_pieces(tensors: Mapping[str, Any], replicas: Mapping[str, list[int]], rank: int) -> dict[str, Piece]:
-    """The parts that this rank writes: of those that several ranks hold each rank writes some, in turns by bytes."""
-    # Of the same ranks, so that each of these makes the same choice.
-    loads = Counter[tuple[str, int]]()
-    pieces = {}
-    for path, ranks in replicas.items():
-        writer = min(ranks, key=lambda each: loads[f"{ranks}", each])
-        # The same number on every rank: parts differ in padding alone.
-        loads[f"{ranks}", writer] += tensor_of(tensors[path]).nbytes
-        piece = piece_of(tensors[path])
-        if writer == rank and piece.tensor.numel():
-            pieces[path] = piece
-    return pieces
+def _shared_out(
+    exchange: Exchange, tensors: Mapping[str, Any], same: Mapping[str, str]
+) -> tuple[dict[str, torch.Tensor], dict[str, files.StoredLeaf]]:
+    """Return the parts that this rank writes, and what a manifest says of all, but for checksums.
+
+    Each part is written by one of the ranks that hold it: one that writes least so far.
+    """
+    written, own, stored = Counter[int](), {}, {}
+    for path, held in exchange.replicas(tensors, same).items():
+        leaf, chunks = tensors[path], []
+        for (offset, shape), ranks in held.items():
+            if 0 not in shape:
+                writer = min(ranks, key=written.__getitem__)
+                written[writer] += math.prod(shape) * tensor_of(leaf).itemsize
+                chunks.append(files.Chunk(writer, offset, shape, 0))
+                if writer == exchange.rank:
+                    own[path] = piece_of(leaf).tensor
+        stored[path] = files.StoredLeaf(files.name_of(tensor_of(leaf).dtype), shape_of(leaf), tuple(chunks))
+    return own, stored
 
 
-def _aside(path: str, piece: Piece, staging: dict[str, torch.Tensor]) -> Piece:
+def _aside(path: str, source: torch.Tensor, staging: dict[str, torch.Tensor]) -> torch.Tensor:
     """Copy a part into the buffer that is kept for it, because to touch new memory takes longer than to copy."""
-    source = piece.tensor
     room = staging.get(path)
     if room is None or room.shape != source.shape or room.dtype != source.dtype:
         room = staging[path] = torch.empty(source.shape, dtype=source.dtype, device="cpu")
-    return piece._replace(tensor=room.copy_(source))
+    return room.copy_(source)
 
 
-def _prepare(exchange: Exchange, directory: Path, step: int) -> tuple[Path, int]:
-    """Have the first rank lock the directory and make one for the checkpoint, whose name all ranks return."""
-    lock, name = -1, ""
-    try:
-        with exchange.raise_on_all_ranks(directory):
-            if not exchange.rank:
-                lock, name = directories.begin(directory, step)
-        return directory / comm.everyone(name, [exchange.ranks], LABEL)[0], lock
-    except BaseException:
-        if lock >= 0:
-            directories.unlock(lock)
-        raise
-
-
-def _write_part(path: Path, pieces: Mapping[str, Piece]) -> None:
-    """Write the parts of this rank, and then the list of them, by which the first rank knows that they are complete."""
-    parts = {path: (name_of(piece.tensor.dtype), piece.tensor.shape) for path, piece in pieces.items()}
-    header, starts, size = lay_out(parts, pairs=True)
-    checksums = write_file(path, header, (pieces[name].tensor for name in starts))
-    chunks = {
-        name: (pieces[name].offset, pieces[name].tensor.shape, checksum)
-        for name, checksum in zip(starts, checksums, strict=True)
-    }
+def _write_part(path: Path, own: Mapping[str, torch.Tensor]) -> None:
+    """Write the parts of this rank, and then their checksums, by which the first rank knows that they are complete."""
+    header, starts, size = files.lay_out({name: (x.dtype, x.shape) for name, x in own.items()}, pairs=True)
+    checksums = files.write_file(path, header, map(own.__getitem__, starts))
+    found = [size, files.digest(header), dict(zip(starts, checksums, strict=True))]
     # The last call, because the first rank may rename the directory once it sees the list.
-    directories.write_bytes(path.with_suffix(".json"), json.dumps([size, digest(header), chunks]).encode())
+    directories.write_bytes(path.with_suffix(".json"), json.dumps(found).encode())
 
 
-def _join_parts(directory: Path, ranks: int, manifest: Manifest, timeout: float, given_up: Event) -> None:
-    """Wait for the parts of all ranks, add their files and chunks to the manifest, and write it.
+def _await_list(part: Path, limit: list[float]) -> Any:
+    """Wait for the list of a rank's parts, and take it away."""
+    path = part.with_suffix(".json")
+    while not path.exists():
+        if not main_thread().is_alive():
+            limit[0] = min(limit[0], time.monotonic() + PATIENCE)
+        in_time, remedy = time.monotonic() < limit[0], "see that every rank is alive and shares the directory"
+        expect_file(in_time, f"{path}", "the list of a rank's parts", "nothing", remedy)
+        time.sleep(LOOK_EVERY)
+    found = json.loads(path.read_bytes())
+    path.unlink()
+    return found
 
-    Raises:
-        CheckpointError: if a part does not come, or parts do not make whole leaves.
-    """
-    found, chunks = [], dict[str, list[Chunk]]()
-    deadline = time.monotonic() + timeout
-    for rank in range(ranks):
-        path = (directory / file_name(rank)).with_suffix(".json")
-        while not path.exists():
-            if not main_thread().is_alive():
-                deadline = min(deadline, time.monotonic() + PATIENCE_AT_EXIT)
-            in_time, remedy = time.monotonic() < deadline, "see that every rank is alive and shares the directory"
-            expect_file(in_time, f"{path}", "the list of a rank's parts", f"nothing after {timeout:.0f} s", remedy)
-            expect_file(not given_up.wait(LOOK_EVERY), f"{path}", "the list of a rank's parts", "a rank that failed")
-        size, header, parts = json.loads(path.read_bytes())
-        path.unlink()
-        found.append((size, header))
-        for leaf, (offset, shape, checksum) in parts.items():
-            chunks.setdefault(leaf, []).append(Chunk(rank, tuple(offset), tuple(shape), checksum))
-    tensors = {path: leaf._replace(chunks=tuple(chunks.get(path, ()))) for path, leaf in manifest.tensors.items()}
-    manifest = manifest._replace(tensors=tensors, files=tuple(found))
-    check_tiles(manifest, directory)
-    directories.write_bytes(directory / MANIFEST, encode(manifest))
+
+def _write_manifest(path: Path, manifest: files.Manifest, lists: list[Any]) -> None:
+    """Write a manifest with what the lists of all ranks say, unless parts do not make whole leaves."""
+    tensors = {}
+    for name, leaf in manifest.tensors.items():
+        chunks = tuple(chunk._replace(checksum=lists[chunk.file][2][name]) for chunk in leaf.chunks)
+        tensors[name] = leaf._replace(chunks=chunks)
+    manifest = manifest._replace(tensors=tensors, files=tuple((size, header) for size, header, _ in lists))
+    files.check_tiles(manifest, path.parent)
+    directories.write_bytes(path, files.encode(manifest))

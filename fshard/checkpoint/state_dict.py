@@ -1,7 +1,6 @@
-"""Plain state dicts of modules, and files that torch.save made of them."""
+"""Plain state dicts of modules, from and to sharded trees."""
 
 from collections.abc import Mapping
-from os import PathLike
 from typing import Any
 
 import torch
@@ -78,38 +77,4 @@ def from_state_dict(
     hashes = {name: f"hash {hash_of(tensor)}" for name, tensor in state_dict.items()}
     exchange.agree(hashes, "ranks hold different leaves", "read the same state dict on every rank")
     found = {name: Entry.of(tensor) for name, tensor in state_dict.items()}
-    return exchange.with_leaves(like, exchange.fill(found, exchange.leaves(like, cast=cast), cast))
-
-
-def load_torch(
-    path: str | PathLike[str], like: Tree, *, module: nn.Module | None = None, cast: bool = False, trusted: bool = False
-) -> Tree:
-    """Read a file that `torch.save` made of a state dict. Every rank must call this.
-
-    Args:
-        path: The file, which all ranks read.
-        like: As for `from_state_dict`.
-        module: As for `from_state_dict`.
-        cast: As for `from_state_dict`.
-        trusted: The file is a pickle; True says that you trust whoever wrote it. Only tensors are taken from it, but a
-            pickle can be made to run code as it is read.
-
-    Returns:
-        A tree of the structure, specs, dtypes and devices of `like`.
-
-    Raises:
-        ValueError: as `from_state_dict`.
-        CheckpointError: on every rank, if the file is not trusted or cannot be read.
-
-    >>> import tempfile, torch, fshard as fs
-    >>> like = fs.shard({"w": torch.zeros(2)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     torch.save({"w": torch.tensor([1.0, 2.0])}, f"{directory}/model.pt")
-    ...     params = fs.checkpoint.load_torch(f"{directory}/model.pt", like, trusted=True)
-    >>> params, params["w"].local
-    ({'w': Sharded(float32[2], P(), local [2])}, tensor([1., 2.]))
-    """
-    exchange = Exchange("checkpoint.load_torch", module)
-    with exchange.raise_on_all_ranks(path):
-        found = exchange.read_pickle(exchange.path("path", path), trusted)
     return exchange.with_leaves(like, exchange.fill(found, exchange.leaves(like, cast=cast), cast))

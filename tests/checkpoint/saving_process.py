@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import checkpoint
-from fshard.checkpoint import files
 
 SIZE = 400_000
 
@@ -55,20 +54,20 @@ def wait_for(path):
 def change_last_part(directory, rank, ranks, last_part):
     """Have the last rank write its part otherwise, and the first one end as soon as the part is there."""
     over = Path(f"{directory}.over")
-    inner = files.write_all
+    inner = os.fsync
 
-    def write_all(descriptor, data):
+    def fsync(descriptor):
         if last_part == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         wait_for(over)
-        inner(descriptor, data)
+        inner(descriptor)
 
     def tell():
         threading.main_thread().join()
         over.touch()
 
     if rank == ranks - 1:
-        files.write_all = write_all
+        os.fsync = fsync
     elif not rank:
         threading.Thread(target=tell).start()
 
@@ -76,7 +75,7 @@ def change_last_part(directory, rank, ranks, last_part):
 def run(directory, rank, ranks, asynchronous, start, last_part, store):
     torch.set_num_threads(1)
     # For a part that comes late no time ends the wait.
-    sys.modules["fshard.checkpoint.save"].PATIENCE_AT_EXIT = 1e4 if last_part == "late" else 0.5
+    sys.modules["fshard.checkpoint.save"].PATIENCE = 1e4 if last_part == "late" else 0.5
     if ranks > 1:
         limit = timedelta(seconds=20)
         dist.init_process_group("gloo", f"file://{store}", world_size=ranks, rank=rank, timeout=limit)

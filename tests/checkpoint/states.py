@@ -96,13 +96,9 @@ def assert_same(actual, expected):
             assert (type(a), repr(a)) == (type(b), repr(b)), path
 
 
-def save(directory, make, world_size, step=1, **arguments):
+def save(directory, make, world_size, step=1):
     """Save what `make` makes of the meshes of each rank; the path of the checkpoint."""
-
-    def program():
-        return checkpoint.save(directory, make(meshes()), step, **arguments).wait()
-
-    return spmd(program, world_size)[0]
+    return spmd(lambda: checkpoint.save(directory, make(meshes()), step).wait(), world_size)[0]
 
 
 def sampler(seed):
@@ -118,6 +114,7 @@ def refused(call, kind=ValueError):
     return str(error.value)
 
 
-def message(error):
-    """What an error says on each rank; that of a rank's error is the cause."""
-    return str(error.value.__cause__ or error.value)
+def refused_everywhere(program, ranks=2, kind=ValueError):
+    """The text of an error that each rank raises, which must be one."""
+    (text,) = set(spmd(lambda: refused(program, kind), ranks))
+    return text

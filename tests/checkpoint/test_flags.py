@@ -1,7 +1,6 @@
 """Flags are True or False: no other value opens a pickle, casts a dtype or gives up a copy."""
 
 import pickle
-from functools import partial
 
 import torch
 
@@ -30,16 +29,11 @@ def check_only_true_opens_a_pickle(load, tmp_path):
     directory.mkdir()
     for name in (".metadata", "pytorch_model.bin"):
         (directory / name).write_bytes(pickle.dumps(Writes(ran)))
-    place = directory / "pytorch_model.bin" if load is checkpoint.load_torch else directory
     for flag in OTHERS:
-        text = refused(lambda: load(place, TREE, trusted=flag), CheckpointError)  # noqa: B023
+        text = refused(lambda: load(directory, TREE, trusted=flag), CheckpointError)  # noqa: B023
         assert text.startswith(f"checkpoint.{load.__name__}: {directory}/")
         assert " is pickled, and reading it can run code of its author; pass trusted=True if you trust" in text
     assert not ran.exists()
-
-
-def test_only_true_opens_a_pickle(tmp_path):
-    check_only_true_opens_a_pickle(checkpoint.load_torch, tmp_path)
 
 
 def check_a_flag_on_one_rank_is_refused_on_all(load):
@@ -51,23 +45,14 @@ def check_a_flag_on_one_rank_is_refused_on_all(load):
     assert "is pickled" in text
 
 
-def test_a_flag_on_one_rank_is_refused_on_all(tmp_path):
-    torch.save(TREE, tmp_path / "file.pt")
-    check_a_flag_on_one_rank_is_refused_on_all(partial(checkpoint.load_torch, tmp_path / "file.pt"))
-
-
 def calls(tmp_path):
     """Calls of every function of the package that has a flag, by the flag's name."""
-    where = tmp_path / "there"
-    yield "donate", "restore", lambda flag: checkpoint.restore(where, TREE, donate=flag)
+    yield "donate", "restore", lambda flag: checkpoint.restore(tmp_path / "there", TREE, donate=flag)
     for name in ("asynchronous", "donated"):
         yield name, "save", lambda flag, name=name: checkpoint.save(tmp_path / "new", TREE, 1, **{name: flag})
-    for name in ("asynchronous", "donated"):
         yield name, "Manager", lambda flag, name=name: checkpoint.Manager(tmp_path / "new", **{name: flag})
     yield "rank0_only", "to_state_dict", lambda flag: checkpoint.to_state_dict(TREE, rank0_only=flag)
     yield "cast", "from_state_dict", lambda flag: checkpoint.from_state_dict(TREE, TREE, cast=flag)
-    torch.save(TREE, where / "file.pt")
-    yield "cast", "load_torch", lambda flag: checkpoint.load_torch(where / "file.pt", TREE, trusted=True, cast=flag)
 
 
 def check_every_flag(calls, tmp_path):
