@@ -7,54 +7,43 @@ import fshard as fs
 from tests.ranks import on_ranks
 from tests.trees import normal, one_axis
 
-SHAPES = {"blocks": [{"weight": (5, 3), "bias": (3,)}, {"weight": (4, 4), "bias": (4,)}], "head": (2, 3)}
+FULL = {"blocks": [{"weight": normal()(5, 3), "bias": normal()(3)}] * 2, "head": normal()(2, 3)}
+MASKS = ("blocks.*.weight", ("blocks.0.weight", "blocks.1.weight"), lambda name, x: x.dim() == 2 and name != "head")
 
 
-def full():
-    return _drawn(SHAPES, normal())
-
-
-def _drawn(shapes, draw):
-    if isinstance(shapes, dict):
-        return {name: _drawn(each, draw) for name, each in shapes.items()}
-    return [_drawn(each, draw) for each in shapes] if isinstance(shapes, list) else draw(*shapes)
-
-
-MASKS = {
-    "a pattern": "blocks.*.weight",
-    "patterns": ("blocks.0.weight", "blocks.1.weight"),
-    "a function of name and leaf": lambda name, leaf: leaf.dim() == 2 and name != "head",
-}
+def frozen_in(tree):
+    return [leaf.spec.frozen for leaf in fs.tree.flatten(tree).leaves]
 
 
 @on_ranks(2)
 def test_masks_say_which_leaves_are_frozen():
-    expected = {"blocks": [{"weight": True, "bias": False}] * 2, "head": False}
-    for name, mask in MASKS.items():
-        params = fs.shard(full(), fs.zero3(one_axis(), min_shard_elements=0), frozen=mask)
-        assert frozen_in(params) == expected, name
+    names = fs.tree.flatten(FULL).names
+    for mask in MASKS:
+        params = fs.shard(FULL, fs.zero3(one_axis(), min_shard_elements=0), frozen=mask)
+        expected = [name.endswith("weight") for name in names]
+        assert frozen_in(params) == expected
         for none in ((), []):
-            assert not any(fs.tree_leaves(frozen_in(fs.reshard(params, fs.ddp(one_axis()), frozen=none)))), name
-        trained = fs.shard(full(), fs.ddp(one_axis()))
-        state = fs.TrainState.create(trained, fs.ema(fs.adamw(0.1), 0.9))
+            assert not any(frozen_in(fs.reshard(params, fs.ddp(one_axis()), frozen=none)))
+        state = fs.TrainState.create(fs.shard(FULL, fs.ddp(one_axis())), fs.ema(fs.adamw(0.1), 0.9))
         state = fs.reshard(state, fs.zero3(one_axis()), frozen=mask)
         for tree in (state.params, state.opt_state.average, state.opt_state.inner[0].mean):
-            assert frozen_in(tree) == expected, name
-
-
-def frozen_in(tree):
-    leaves, treedef = fs.tree.flatten(tree).leaves, fs.tree.flatten(tree).treedef
-    return fs.tree.unflatten(treedef, [leaf.spec.frozen for leaf in leaves])
+            assert frozen_in(tree) == expected
 
 
 def test_frozen_is_a_mask_that_matches_a_leaf():
-    with pytest.raises(ValueError, match=r"shard: the mask 'blocks\.7\.\*' matches no leaf of blocks\.0\.bias"):
-        fs.shard(full(), fs.ddp(one_axis()), frozen="blocks.7.*")
-    with pytest.raises(ValueError, match=r"shard: expected frozen to be a glob pattern .*, got an int"):
-        fs.shard(full(), fs.ddp(one_axis()), frozen=3)
-    params = fs.shard(full(), fs.ddp(one_axis()))
-    with pytest.raises(ValueError, match=r"reshard: expected frozen to be a glob pattern .*, got a dict"):
-        fs.reshard(params, fs.ddp(one_axis()), frozen={"blocks": True})
+    strategy = fs.ddp(one_axis())
+    params = fs.shard(FULL, strategy)
+    for call, frozen, text in (
+        (
+            lambda mask: fs.shard(FULL, strategy, frozen=mask),
+            "blocks.7.*",
+            r"shard: the mask 'blocks\.7\.\*' matches no",
+        ),
+        (lambda mask: fs.shard(FULL, strategy, frozen=mask), 3, r"shard: expected frozen to be a glob .*, got an int"),
+        (lambda mask: fs.reshard(params, strategy, frozen=mask), {}, r"reshard: expected frozen to be .*, got a dict"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call(frozen)
 
 
 @pytest.mark.parametrize("jitted", (False, True))
@@ -88,8 +77,6 @@ def test_fine_tuning_by_stages_is_torch_s(jitted):
             module(x).square().mean().backward()
             optimizer.step()
             rate.step()
-        torch.testing.assert_close(
-            fs.unshard(state.params), {k: v.detach() for k, v in module.named_parameters()}, rtol=1e-12, atol=1e-12
-        )
-    assert int(state.step) == 9
+        expected = {name: parameter.detach() for name, parameter in module.named_parameters()}
+        torch.testing.assert_close(fs.unshard(state.params), expected, rtol=1e-12, atol=1e-12)
     assert int(state.opt_state.inner.slots["step"]["0.weight"]) == 3

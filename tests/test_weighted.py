@@ -1,12 +1,10 @@
 """Weighted objectives: however unequally tokens are spread, the gradient is that of the mean over all of them."""
 
-import copy
 import re
 from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import fshard as fs
 from fshard.testing import assert_trees_close
@@ -18,15 +16,11 @@ from tests.unequal_tokens import (
     IGNORED,
     LENGTHS,
     STRATEGIES,
-    all_tokens,
     in_one_process,
     setup,
     stack,
-    token_mean,
     token_sum,
 )
-
-STEPS = 3
 
 
 def of_empty_batch(forward, params, pair):
@@ -63,46 +57,6 @@ def test_every_form_is_the_mean_over_all_tokens(strategy, loss, world_size):
         assert_trees_close((value, fs.unshard(grads)), expected, rtol=0.0, atol=ATOL)
 
 
-@pytest.mark.rows(1)
-@on_ranks(*LENGTHS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_training_is_that_of_one_process(strategy, world_size):
-    """With momentum, and other lengths on a rank in every step."""
-    module, options = stack(), {"lr": 0.5, "momentum": 0.9}
-    trained = copy.deepcopy(module)
-    optimizer = torch.optim.SGD(trained.parameters(), **options)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        x, y = all_tokens(world_size, step)
-        F.cross_entropy(trained(x), y, ignore_index=IGNORED).backward()
-        optimizer.step()
-    expected = {name: parameter.detach() for name, parameter in trained.named_parameters()}
-    params, forward, batches = setup(module, strategy, "module")
-    tx = fs.from_torch(torch.optim.SGD, **options)
-    for form in FORMS.values():
-        state = fs.TrainState.create(params, tx)
-        for step in range(STEPS):
-            _, grads = form(partial(token_sum, forward), state.params, batches(step))
-            state = fs.update(tx, state, grads)
-        assert_trees_close(fs.unshard(state.params), expected, rtol=0.0, atol=10 * STEPS * ATOL)
-
-
-@on_ranks(*LENGTHS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_means_of_means_are_something_else(strategy, world_size):
-    module = stack()
-    value, grads = in_one_process(module, world_size)
-    params, forward, batches = setup(module, strategy, "module")
-    mean = partial(token_mean, forward)
-    found = [fs.accumulate(mean, communicate=communicate)(params, batches()) for communicate in ("each", "once")]
-    if world_size > 1:
-        found.append(fs.value_and_grad(mean)(params, torch.cat(batches(), dim=1)))
-    for other, other_grads in found:
-        assert abs(other - value) > 0.1
-        gaps = fs.tree_map(lambda a, b: (a - b).abs().max(), fs.unshard(other_grads), grads)
-        assert all(gap > 0.01 for gap in fs.tree_leaves(gaps))
-
-
 @pytest.mark.parametrize("form", FORMS)
 @on_ranks(2)
 def test_no_tokens_at_all_are_not_a_number(form):
@@ -120,25 +74,6 @@ def test_no_tokens_at_all_are_not_a_number(form):
         tx = fs.skip_nonfinite(fs.from_torch(torch.optim.SGD, lr=0.1))
         state = fs.update(tx, fs.TrainState.create(params, tx), grads)
         assert_same_bits(fs.unshard(state.params), fs.unshard(params))
-
-
-@pytest.mark.rows(2)
-@pytest.mark.parametrize("kind", ("int32", "float32", "float64"))
-@pytest.mark.parametrize("form", FORMS)
-@on_ranks(3)
-def test_counts_of_any_kind_give_the_same_bits(form, kind):
-    module = stack()
-    factor = torch.ones((), dtype=getattr(torch, kind))
-    for strategy in STRATEGIES:
-        params, forward, batches = setup(module, strategy, "plain")
-
-        def loss_of(params, pair, forward=forward):
-            value, count = token_sum(forward, params, pair)
-            return value, count.to(factor.dtype) * factor
-
-        found = FORMS[form](loss_of, params, batches())
-        expected = FORMS[form](partial(token_sum, forward), params, batches())
-        assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
 
 
 def accumulated(count, microbatches=2):

@@ -1,6 +1,5 @@
 """Maths leaf by leaf on the tensors of trees that share the structure of the parameters."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -10,8 +9,8 @@ import torch
 
 from fshard.collectives import pvary
 from fshard.errors import expect
-from fshard.shard import local_ranges, without_padding
-from fshard.tree import Axis, Flat, Spec, Tree, flatten, is_sharded, is_trained, leaves_of, like, map_leaves, tensor_of
+from fshard.shard import without_padding
+from fshard.tree import Axis, Flat, Tree, flatten, is_sharded, is_trained, leaves_of, like, map_leaves, tensor_of
 from fshard.tree.checks import check_leaves, describe
 from fshard.update import GradientTransformation, Optimizer
 
@@ -24,17 +23,6 @@ def partition_axes(leaf: Any) -> tuple[Axis, ...]:
 def elements_of(leaf: Any) -> torch.Tensor:
     """Return the elements of a leaf that this rank holds, without padding."""
     return without_padding(leaf) if is_sharded(leaf) else leaf
-
-
-def along(leaf: Any, dim: int | None) -> tuple[torch.Tensor, tuple[Axis, ...], int]:
-    """Return a leaf's elements without padding along a dim, or None for all, the axes that split it, and its size."""
-    spec, tensor = leaf.spec if is_sharded(leaf) else Spec(tuple(leaf.shape)), tensor_of(leaf)
-    dims = range(tensor.dim()) if dim is None else [tensor.dim() + dim]
-    ranges = local_ranges(spec)
-    for i in dims:
-        tensor = tensor.narrow(i, 0, ranges[i][1])
-    axes = tuple(axis for i in dims for axis in spec.split_axes(i) if axis.size > 1)
-    return tensor, axes, math.prod(spec.full_shape[i] for i in dims)
 
 
 def varying(number: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:

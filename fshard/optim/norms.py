@@ -14,7 +14,8 @@ import torch
 from fshard import _compat
 from fshard.collectives import all_gather_invariant, total
 from fshard.errors import expect
-from fshard.optim.leaves import along, elements_of, partition_axes, varying
+from fshard.optim.leaves import elements_of, partition_axes, varying
+from fshard.shard import local_ranges
 from fshard.tree import Axis, Sharded, Spec, Tree, flatten, grouped, is_sharded, leaves_of, map_leaves, tensor_of
 from fshard.tree.checks import POSITIVE, check_local, check_numbers, check_sums, check_tensors
 
@@ -121,13 +122,12 @@ def leaf_means(tree: Tree, dim: int, sums: str | None = None) -> Tree:
         by maths on this rank's part; None for None and for leaves of fewer than two dims.
     """
     leaves = [leaf for leaf in leaves_of(tree) if leaf is not None and tensor_of(leaf).dim() > 1]
-    parts = [along(leaf, dim) for leaf in leaves]
+    tensors, over = _along(leaves, dim)
     if sums is None:
-        local = [tensor.sum(dim, keepdim=True) for tensor, *_ in parts]
-        found = _reduced(local, [axes for _, axes, _ in parts], 1.0)
+        found = _reduced([tensor.sum(dim, keepdim=True) for tensor in tensors], over)
     else:
         found = element_sums(leaves, torch.Tensor.double, dim)
-    rows = iter(zip(found, parts, strict=True))
+    rows = iter(zip(found, over, strict=True))
 
     @cache
     def reduced(spec: Spec) -> Spec:
@@ -136,11 +136,26 @@ def leaf_means(tree: Tree, dim: int, sums: str | None = None) -> Tree:
     def mean(leaf: Any) -> Any:
         if leaf is None or tensor_of(leaf).dim() < 2:
             return None
-        summed, (tensor, axes, count) = next(rows)
-        value = (varying(summed, axes) / max(1, count)).to(tensor.dtype)
+        value, axes = next(rows)
+        count = (leaf.spec.full_shape if is_sharded(leaf) else leaf.shape)[dim]
+        value = (varying(value, axes) / max(1, count)).to(tensor_of(leaf).dtype)
         return Sharded(value, reduced(leaf.spec)) if is_sharded(leaf) else value
 
     return map_leaves(mean, tree)
+
+
+def _along(leaves: Sequence[Any], dim: int | None) -> tuple[list[torch.Tensor], list[Axes]]:
+    """List leaves' elements without padding along a dim, or None for all, and the axes that split them."""
+    tensors, over = [], []
+    for leaf in leaves:
+        tensor, axes = tensor_of(leaf), []
+        for i in range(tensor.dim()) if dim is None else [tensor.dim() + dim]:
+            if is_sharded(leaf):
+                tensor = tensor.narrow(i, 0, local_ranges(leaf.spec)[i][1])
+                axes += [axis for axis in leaf.spec.split_axes(i) if axis.size > 1]
+        tensors.append(tensor)
+        over.append(tuple(axes))
+    return tensors, over
 
 
 def _checked(what: str, tree: Tree, p: float, sums: str | None) -> list[Any]:
@@ -154,7 +169,8 @@ def _checked(what: str, tree: Tree, p: float, sums: str | None) -> list[Any]:
 def _powers(leaves: Sequence[Any], p: float, sums: str | None, *, each: bool = False) -> list[torch.Tensor]:
     """Sum p-th powers of elements over ranks, or find the largest: of each leaf, or of leaves split alike."""
     if sums is not None and not math.isinf(p):
-        return element_sums(leaves, _squares)
+        # By products alone: powers of vectors are rounded otherwise than those of the last few elements.
+        return element_sums(leaves, lambda piece: piece.double() * piece.double())
     groups = [[i] for i in range(len(leaves))] if each else list(grouped(leaves, partition_axes).values())
     values = [_joined(torch.cat([_local_powers(leaves[i], p) for i in group]), p) for group in groups]
     return _reduced(values, [partition_axes(leaves[group[0]]) for group in groups], p)
@@ -174,14 +190,6 @@ def _local_powers(leaf: Any, p: float) -> torch.Tensor:
     return torch.stack(powers) if len(powers) > 1 else powers[0][None]
 
 
-def _squares(piece: torch.Tensor) -> torch.Tensor:
-    # By products alone: powers of vectors are rounded otherwise than those of the last few elements.
-    if not piece.is_complex():
-        return piece.double() * piece.double()
-    real, imaginary = torch.view_as_real(piece.resolve_conj()).unbind(-1)
-    return _squares(real) + _squares(imaginary)
-
-
 def _joined(powers: torch.Tensor, p: float) -> torch.Tensor:
     return powers.amax() if math.isinf(p) else powers.sum()
 
@@ -192,14 +200,14 @@ def _rooted(power: torch.Tensor, p: float) -> torch.Tensor:
     return power if math.isinf(p) else torch.where(zero, 0.0, torch.where(zero, 1.0, power) ** (1 / p))
 
 
-def _reduced(values: Sequence[torch.Tensor], over: Sequence[Axes], p: float) -> list[torch.Tensor]:
+def _reduced(values: Sequence[torch.Tensor], over: Sequence[Axes], p: float = 1.0) -> list[torch.Tensor]:
     """Sum values over axes, each over its own, or find the largest: one collective for each set of axes and axis."""
     found = list(values)
     for axes, group in grouped(over, tuple).items():
         part = [found[i] for i in group]
         if not math.isinf(p):
-            part = total(part, axes)
-        for axis in axes if math.isinf(p) else ():
+            part, axes = total(part, axes), ()
+        for axis in axes:
             part = [rows.amax(0) for rows in all_gather_invariant([value[None] for value in part], axis)]
         for i, value in zip(group, part, strict=True):
             found[i] = value
@@ -221,19 +229,19 @@ def element_sums(leaves: Sequence[Any], terms: Terms, dim: int | None = None) ->
     Raises:
         ValueError: if a tensor is differentiated.
     """
-    tensors = [tensor_of(leaf) for leaf in leaves]
+    tensors, over = _along(leaves, dim)
     differentiated = any(map(_compat.is_differentiated, tensors)) or _compat.any_dual(tensors)
     remedy = "leave out sums where updates are differentiated"
     expect(not differentiated, 'sums="tree"', "tensors without derivatives", "one that is differentiated", remedy)
-    parts = [along(leaf, dim) for leaf in leaves]
-    over = [axes for _, axes, _ in parts]
-    rows = [tensor.reshape(-1) if dim is None else tensor.movedim(dim, 0) for tensor, *_ in parts]
+    # A complex number counts as two real ones.
+    parts = [torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in tensors]
+    rows = [part.reshape(-1) if dim is None else part.movedim(dim, 0) for part in parts]
     bounds = _reduced([_bound(row, terms) for row in rows], over, math.inf)
     # Powers of two above the bounds, within what their inverses can be.
     powers = [torch.frexp(bound).exponent.clamp(-1000, 1022).long() for bound in bounds]
     digits = [_digits(row, _power_of_two(-power), terms) for row, power in zip(rows, powers, strict=True)]
     sums = []
-    for digit, power, bound in zip(_reduced(digits, over, 1.0), powers, bounds, strict=True):
+    for digit, power, bound in zip(_reduced(digits, over), powers, bounds, strict=True):
         high, low = digit.double() * 2.0**-BITS
         # Not a number, or infinity, is the bound itself.
         exact = torch.where(bound.isfinite(), (high + low * 2.0**-BITS) * _power_of_two(power), bound)
@@ -242,12 +250,10 @@ def element_sums(leaves: Sequence[Any], terms: Terms, dim: int | None = None) ->
 
 
 def _bound(rows: torch.Tensor, terms: Terms) -> torch.Tensor:
-    """Find the largest term along dim 0, or for complex numbers a larger one."""
+    """Find the largest term along dim 0."""
     if not len(rows):
         return rows.new_zeros(rows.shape[1:], dtype=torch.float64)
-    real = torch.view_as_real(rows.resolve_conj()) if rows.is_complex() else rows.unsqueeze(-1)
-    largest = torch.maximum(real.amax((0, -1)), -real.amin((0, -1)))
-    return terms(torch.complex(largest, largest) if rows.is_complex() else largest)
+    return terms(torch.maximum(rows.amax(0), -rows.amin(0)))
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:

@@ -6,24 +6,19 @@ anew. They follow Optax's schedules of like names, and are of the core.
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from fshard.errors import expect
 from fshard.optim.leaves import torch_says
-from fshard.tree.checks import FINITE, NOT_NEGATIVE, Range, check_numbers, describe
+from fshard.tree.checks import FINITE, NOT_NEGATIVE, Range, check_numbers
 
 __all__ = ["constant", "cosine", "from_torch_scheduler", "join", "linear", "warmup_cosine"]
-
-# A table of so many values takes 80 MB and about three minutes to write down.
-MAX_STEPS = 10_000_000
 
 Schedule = Callable[[torch.Tensor], torch.Tensor]
 
 UPDATES = Range("a number of updates, 1 or more", lambda number: isinstance(number, int) and number > 0)
-TABLE = Range(f"a number of updates, 1 to {MAX_STEPS:,}", lambda n: isinstance(n, int) and 0 < n <= MAX_STEPS)
 
 
 def constant(value: float) -> Schedule:
@@ -143,7 +138,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     [1.0, 0.1]
     """
     starts = [0, *boundaries]
-    rising = len(starts) == len(schedules) and all(first < second for first, second in pairwise(starts))
+    rising = len(starts) == len(schedules) and starts == sorted(set(starts))
     needed = "a boundary between any two schedules, in rising order"
     expect(rising, "schedules.join", needed, f"boundaries {boundaries!r:.40} of {len(schedules)} schedules")
 
@@ -187,9 +182,8 @@ def from_torch_scheduler(
     >>> [float(schedule(torch.tensor(count))) for count in range(5)]
     [1.0, 1.0, 0.5, 0.5, 0.5]
     """
-    expect(callable(cls), "from_torch_scheduler", "cls to be a class or a function", describe(cls))
     expect(name in ("lr", "momentum"), "from_torch_scheduler", 'name to be "lr" or "momentum"', f"{name!r:.40}")
-    check_numbers("from_torch_scheduler", TABLE, steps=steps)
+    check_numbers("from_torch_scheduler", UPDATES, steps=steps)
     check_numbers("from_torch_scheduler", NOT_NEGATIVE, lr=lr, momentum=momentum)
     optimizer = torch.optim.SGD([torch.zeros(())], lr=lr, momentum=momentum)
     values = []

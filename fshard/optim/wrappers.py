@@ -298,11 +298,9 @@ def _partition(what: str, masks: Sequence[Mask], members: Sequence[Any]) -> Any:
         rows = zip(flat.names, flat.leaves, strict=True)
         return [next((i for i, mask in enumerate(masks) if matches(mask, name, x)), None) for name, x in rows]
 
-    def parts(tree: Tree, found: Sequence[int | None]) -> list[Tree]:
-        """Take a tree apart: for each member its leaves, and None in the place of others."""
-        flat = flatten(tree)
-        pairs = list(zip(flat.leaves, found, strict=True))
-        return [flat.unflatten(leaf if owner == i else None for leaf, owner in pairs) for i in range(len(members))]
+    def part(flat: Flat, found: list[int | None], i: int) -> Tree:
+        """Make a tree of the leaves of one member, and None in the place of others."""
+        return flat.unflatten(leaf if owner == i else None for leaf, owner in zip(flat.leaves, found, strict=True))
 
     def init(params: Tree) -> Tree:
         flat = flatten(params)
@@ -311,19 +309,19 @@ def _partition(what: str, masks: Sequence[Mask], members: Sequence[Any]) -> Any:
         rows = zip(flat.names, found, flat.leaves, strict=True)
         left = [name for name, owner, leaf in rows if owner is None and leaf is not None]
         expect(not left, what, "a mask for every leaf", f"none for {', '.join(left[:4])}", 'add one for "*"')
-        return tuple(tx.init(part) if tx else () for tx, part in zip(members, parts(params, found), strict=True))
+        return tuple(tx.init(part(flat, found, i)) if tx else () for i, tx in enumerate(members))
 
     def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> Updated:
         check_states(what, state, len(members))
-        found, states = owners(flatten(params)), list(state)
-        flat = flatten(params if kinds == {Optimizer} else grads)
-        rows = zip(members, parts(grads, found), state, parts(params, found), strict=True)
-        for i, (member, *given) in enumerate(rows):
+        given, flat = flatten(grads), flatten(params)
+        found, states = owners(flat), list(state)
+        leaves = list(flat.leaves if kinds == {Optimizer} else given.leaves)
+        for i, member in enumerate(members):
             if member is not None:
-                new, states[i] = step_of(member, donate)(*given)
-                for n, leaf in enumerate(leaves_of(new)):
-                    flat.leaves[n] = leaf if found[n] == i else flat.leaves[n]
-        return flat.unflatten(flat.leaves), tuple(states)
+                own = part(given, found, i), state[i], part(flat, found, i)
+                new, states[i] = step_of(member, donate)(*own)
+                leaves = [old if owner != i else x for x, old, owner in zip(leaves_of(new), leaves, found, strict=True)]
+        return flat.unflatten(leaves), tuple(states)
 
     if kinds == {Optimizer}:
         return Optimizer(init, run, partial(run, donate=True))

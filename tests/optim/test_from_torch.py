@@ -2,18 +2,16 @@
 
 import inspect
 import itertools
-import math
 
 import pytest
 import torch
 from torch import optim
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 import fshard as fs
 from fshard.testing import assert_trees_close
 from fshard.tree import flatten, is_sharded
 from tests.ranks import on_ranks
-from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
+from tests.trees import STRATEGIES, assert_same_bits, meshes, normal
 
 STEPS = 5
 
@@ -76,27 +74,24 @@ def tree(case, seed):
     return {f"{dtype} {name}": draw(*shape, dtype=dtype) for dtype in dtypes for name, shape in SHAPES.items()}
 
 
-def stateful(case, scheduler=None):
+def stateful(case):
     """What the class itself makes of the parameters in STEPS steps: they and its state, by the state's names."""
     cls, hyper = CASES[case]
     params = {name: torch.nn.Parameter(value) for name, value in tree(case, 0).items()}
     optimizer = cls(list(params.values()), **hyper)
-    schedule = scheduler and scheduler(optimizer)
     for step in range(1, STEPS + 1):
         for name, grad in tree(case, step).items():
             params[name].grad = grad
         optimizer.step()
-        if schedule:
-            schedule.step()
     names = next(iter(optimizer.state.values()), {})
     state = {name: {path: optimizer.state[param][name] for path, param in params.items()} for name in names}
     return {path: param.detach() for path, param in params.items()}, state
 
 
-def functional(case, place=lambda full: full, **changes):
+def functional(case, place=lambda full: full):
     """What from_torch makes of them: parameters and the states after 0 to STEPS steps."""
     cls, hyper = CASES[case]
-    tx = fs.from_torch(cls, **hyper | changes)
+    tx = fs.from_torch(cls, **hyper)
     params = place(tree(case, 0))
     states = [tx.init(params)]
     for step in range(1, STEPS + 1):
@@ -164,44 +159,6 @@ def test_shards_get_the_bits_of_full_trees(case, world_size):
         for slot, values in ({"params": dense} | dense_states[-1].slots).items():
             for path, value in values.items():
                 assert_equal_arithmetic(full[slot][path], value, exact=not differs_in_vectors(case, path))
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(4)
-def test_resharded_state_is_the_state_of_resharded_parameters(strategy):
-    cls, hyper = CASES["AdamW, foreach"]
-    on = meshes()
-    params = fs.shard({name: torch.ones(shape) for name, shape in SHAPES.items()}, STRATEGIES[strategy](on))
-    tx = fs.from_torch(cls, **hyper)
-    state = tx.init(params)
-    assert_state_fits(state, params)
-    for make in STRATEGIES.values():
-        moved, moved_state = fs.reshard((params, state), make(on))
-        assert flatten(moved_state).treedef == flatten(tx.init(moved)).treedef
-        assert_state_fits(moved_state, moved)
-
-
-@pytest.mark.parametrize("sharded", (False, True))
-@pytest.mark.parametrize("case", CASES)
-def test_update_changes_no_input_and_shares_no_memory(case, sharded):
-    cls, hyper = CASES[case]
-    tx = fs.from_torch(cls, **hyper)
-    strategy = fs.zero2(one_axis(), min_shard_elements=0)
-    params, first, second = (fs.shard(tree(case, seed), strategy) if sharded else tree(case, seed) for seed in range(3))
-    state = tx.init(params)
-    for grads in (first, second):
-        inputs = (grads, state, params)
-        tensors = [leaf for leaf in fs.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        before = [(leaf.clone(), leaf._version) for leaf in tensors]
-        outputs = tx.update(*inputs)
-        assert_same_bits(tensors, [value for value, _ in before])
-        assert [leaf._version for leaf in tensors] == [version for _, version in before]
-        assert all(leaf.grad is None and not leaf.requires_grad for leaf in tensors)
-        made = [leaf for leaf in fs.tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.numel()]
-        assert not {leaf.data_ptr() for leaf in made} & {leaf.data_ptr() for leaf in tensors if leaf.numel()}
-        assert_same_bits(fs.unshard(tx.update(*inputs)[0]), fs.unshard(outputs[0]))
-        params, state = outputs
 
 
 class Decaying(Lion):
@@ -281,68 +238,6 @@ def test_strides_do_not_matter(case):
     for place in (torch.Tensor.contiguous, column_major, every_other):
         for place_gradient in (torch.Tensor.contiguous, column_major, every_other):
             assert_same_bits(run(place, place_gradient), expected)
-
-
-def decay(count):
-    return 0.5 ** int(count)
-
-
-SCHEDULERS = {
-    "lambda": lambda optimizer: LambdaLR(optimizer, decay),
-    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=STEPS, eta_min=0.01),
-}
-
-
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("case", CASES)
-def test_schedule_of_the_scheduler_s_values(case, scheduler):
-    base = CASES[case][1]["lr"]
-    reference = SCHEDULERS[scheduler](optim.SGD([torch.zeros(1)], lr=base))
-    values, counts = [], []
-    for _ in range(STEPS):
-        values.append(reference.get_last_lr()[0])
-        reference.optimizer.step()
-        reference.step()
-    assert len(set(values)) == STEPS
-
-    def schedule(count):
-        assert (count.dtype, count.shape) == (torch.int64, ())
-        counts.append(int(count))
-        return values[int(count)]
-
-    params, _ = functional(case, lr=schedule)
-    assert counts[-STEPS:] == list(range(STEPS))
-    assert set(counts[:-STEPS]) <= {0}
-    assert_same_bits(params, stateful(case, scheduler=SCHEDULERS[scheduler])[0])
-
-
-def test_schedule_by_formula():
-    def cosine(count):
-        return 0.01 + (0.1 - 0.01) * (1 + math.cos(math.pi * int(count) / STEPS)) / 2
-
-    params, _ = functional("SGD, foreach", lr=cosine)
-    expected, _ = stateful("SGD, foreach", scheduler=SCHEDULERS["cosine"])
-    for path, value in expected.items():
-        # torch computes a rate from the one before, by some 8 roundings in Python's floats; then STEPS times such rates
-        # times gradients of up to 5 are added up and rounded.
-        eps = torch.finfo(value.dtype).eps
-        atol = STEPS * eps * value.abs().sum().item() + STEPS * STEPS * 8 * eps * 0.1 * 5
-        assert_trees_close(params[path], value, rtol=0.0, atol=atol)
-
-
-def test_schedule_of_other_hyperparameters():
-    momenta = [0.9, 0.5, 0.0, 0.7, 0.8]
-    tx = fs.from_torch(optim.SGD, lr=0.1, momentum=lambda count: momenta[int(count)])
-    param = torch.nn.Parameter(torch.ones(3))
-    optimizer = optim.SGD([param], lr=0.1, momentum=0.9)
-    params = torch.ones(3)
-    state = tx.init(params)
-    for momentum in momenta[:2]:
-        optimizer.param_groups[0]["momentum"] = momentum
-        param.grad = torch.arange(3.0)
-        optimizer.step()
-        params, state = tx.update(torch.arange(3.0), state, params)
-    assert_same_bits(params, param.detach())
 
 
 @pytest.mark.parametrize("cls", (optim.Adam, optim.RMSprop, optim.SGD))

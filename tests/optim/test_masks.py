@@ -4,9 +4,8 @@ import torch
 from torch import nn, optim
 
 import fshard as fs
-from fshard.tree import flatten, names_of
 from tests.ranks import on_ranks
-from tests.trees import Layer, assert_same_bits, normal, one_axis
+from tests.trees import assert_same_bits, normal, one_axis
 
 STEPS = 3
 
@@ -48,13 +47,6 @@ def test_groups_are_those_of_torch_bit_for_bit():
         optimizer.step()
         state = fs.update(tx, state, fs.shard(gradients(step), strategy), donate=step > 1)
     assert_same_bits(fs.unshard(state.params), {name: param.detach() for name, param in params.items()})
-
-
-def test_names_are_keys_joined_by_dots():
-    tree = {"blocks": [Layer(1, None), Layer(2, 3)], "head.weight": 4}
-    assert list(names_of(flatten(tree).treedef)) == [
-        *("blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "blocks.1.bias", "head.weight")
-    ]
 
 
 def test_frozen_leaves_keep_their_bits_and_have_no_state():

@@ -97,17 +97,6 @@ def test_complex_leaves_follow_torch(hyper):
     assert_trees_close(params, expected, rtol=STEPS * EPS, atol=STEPS * 8 * EPS)
 
 
-@pytest.mark.parametrize("case", AGAINST_TORCH)
-@on_ranks(1, 2, 3)
-def test_shards_get_the_bits_of_full_trees(case):
-    ours, _, hyper = AGAINST_TORCH[case]
-    params, state = run(ours(**hyper))
-    for make in LAYOUTS.values():
-        strategy = make(meshes())
-        found = run(ours(**hyper), lambda full: fs.shard(full, strategy))  # noqa: B023
-        assert_same_bits(fs.unshard(found), (params, state))
-
-
 def number(value):
     return torch.tensor(value, dtype=torch.float64)
 

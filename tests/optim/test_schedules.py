@@ -132,27 +132,6 @@ def test_cycled_momentum_gets_the_bits_of_torch():
         assert_same_bits(ours, param.detach())
 
 
-def test_later_counts_get_the_last_value():
-    schedule = fs.from_torch_scheduler(lr_scheduler.ExponentialLR, lr=1.0, steps=3, gamma=0.5)
-    counts = [0, 1, 2, 3, 4, 10**12]
-    assert [float(schedule(torch.tensor(count))) for count in counts] == [1.0, 0.5, 0.25, 0.25, 0.25, 0.25]
-
-
-@pytest.mark.parametrize("case", SCHEDULERS)
-def test_no_rate_is_negative(case):
-    """A count beyond the steps must not leave the range of the schedule."""
-    cls, arguments = SCHEDULERS[case]
-    arguments = arguments | ({"total_steps": STEPS} if "total_steps" in arguments else {})
-    schedule = fs.from_torch_scheduler(cls, 0.1, STEPS, **arguments)
-    assert all(float(schedule(torch.tensor(count))) >= 0 for count in range(STEPS + 3))
-
-
-def test_look_up_is_a_trace_s():
-    schedule = fs.from_torch_scheduler(lr_scheduler.ExponentialLR, lr=1.0, steps=3, gamma=0.5)
-    found = torch.func.vmap(schedule)(torch.arange(5))
-    assert_same_bits(found, torch.tensor([1.0, 0.5, 0.25, 0.25, 0.25], dtype=torch.float64))
-
-
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adadelta, torch.optim.AdamW])
 def test_a_jitted_update_follows_the_schedule(cls):
     """An index that is a tensor of shape () is asked for its value, which a trace does not have."""

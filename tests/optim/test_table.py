@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import numpy
 import pytest
 import torch
 from torch import optim
@@ -217,23 +216,6 @@ def test_a_donated_update_has_the_same_bits_and_the_same_addresses(name):
 def addresses(tree):
     """Where the tensors of Sharded leaves lie."""
     return [leaf.local.data_ptr() for leaf in flatten(tree).leaves if is_sharded(leaf)]
-
-
-def check_state_survives_numpy(row):
-    params, grads = on_shards(every_leaf())
-    tx = row.make()
-    params, state = run(tx, params, grads[:2])
-    arrays = fs.tree_map(lambda x: x.numpy().copy() if isinstance(x, torch.Tensor) else x, (params, state))
-    assert any(isinstance(x, numpy.ndarray) for x in fs.tree_leaves(arrays))
-    back = fs.tree_map(lambda x: torch.from_numpy(x) if isinstance(x, numpy.ndarray) else x, arrays)
-    again = run(tx, back[0], grads[2:], back[1])
-    assert_same_bits(fs.tree_leaves(again), fs.tree_leaves(run(tx, params, grads[2:], state)))
-
-
-@pytest.mark.parametrize("name", TABLE)
-@on_ranks(2)
-def test_state_survives_numpy(name):
-    check_state_survives_numpy(TABLE[name])
 
 
 def check_padding_is_never_looked_at(row, layout):

@@ -165,24 +165,6 @@ def test_half_precision_keeps_gradients_of_a_large_scale():
     assert_same_shards(tx.update(grads, tx.init(params), params)[0], torch.full_like(params, -(2.0**-12)))
 
 
-@on_ranks(2)
-def test_clipping_inside_sees_true_gradients():
-    def clipped():
-        return fs.chain(fs.clip_by_global_norm(0.5), fs.from_torch(optim.SGD, lr=1.0))
-
-    tx, plain = fs.dynamic_loss_scale(clipped(), init_scale=2.0**10), clipped()
-    params, grads = (fs.shard(tree(k), fs.zero2(one_axis(), min_shard_elements=0)) for k in (0, 1))
-    scaled = fs.tree_map(lambda grad: grad * 2.0**10, grads)
-    assert_same_shards(
-        tx.update(scaled, tx.init(params), params)[0], plain.update(grads, plain.init(params), params)[0]
-    )
-
-
-def test_a_scale_may_be_a_whole_number_beyond_int64():
-    tx = fs.dynamic_loss_scale(fs.sgd(0.1), init_scale=10**30)
-    assert torch.equal(tx.init({"w": torch.ones(2)}).scale, torch.tensor(1e30))
-
-
 def test_a_scale_does_not_grow_to_infinity():
     tx = fs.dynamic_loss_scale(fs.sgd(0.1), init_scale=2.0**126, growth_interval=1)
     params = tree(0)
@@ -252,39 +234,6 @@ OPTIMIZERS = {
 
 
 EVERY = OPTIMIZERS | {f"from_torch {row}": partial(fs.from_torch, cls, **how) for row, (cls, how) in CASES.items()}
-
-
-def check_frozen_and_absent_leaves_pass_through(make, donate):
-    tx, draw = make(), normal()
-    # A length that does not divide: its norm must not see the padding, and its bits do not depend on the order of sums.
-    full = {"fixed": draw(5, 3), "trained": draw(1), "absent": None}
-    grads = [draw(1) for _ in range(2)]
-    strategy = fs.zero2(one_axis(), min_shard_elements=0)
-    params = fs.shard(full, strategy, frozen="*fixed*")
-    fixed = params["fixed"]
-    state = fs.TrainState.create(params, tx)
-    alone, alone_state = full["trained"], tx.init(full["trained"])
-    for grad in grads:
-        gradients = {"fixed": None, "trained": fs.shard(grad, strategy), "absent": None}
-        state = fs.update(tx, state, gradients, donate=donate)
-        alone, alone_state = tx.update(grad, alone_state, alone)
-    assert state.step.item() == 2
-    assert state.params["fixed"] is fixed
-    assert_same_bits(fs.unshard(fixed), full["fixed"])
-    if hasattr(state.opt_state, "average"):
-        assert state.opt_state.average["fixed"] is fixed
-    assert state.params["absent"] is None
-    assert_same_bits(fs.unshard(state.params)["trained"], alone)
-    for slot in getattr(state.opt_state, "slots", {}).values():
-        assert slot["fixed"] is slot["absent"] is None
-        assert slot["trained"] is not None
-
-
-@pytest.mark.parametrize("donate", (False, True))
-@pytest.mark.parametrize("case", EVERY)
-@on_ranks(2)
-def test_frozen_and_absent_leaves_pass_through(case, donate):
-    check_frozen_and_absent_leaves_pass_through(EVERY[case], donate)
 
 
 def check_nothing_to_train(tx):

@@ -1,4 +1,4 @@
-"""What the optimizers of extensions do with leaves that are frozen or absent."""
+"""What the optimizers of extensions do where there is nothing to train."""
 
 from functools import partial
 
@@ -6,17 +6,9 @@ import pytest
 
 import fshard as fs
 from tests.optim.test_native import as_chain
-from tests.optim.test_wrappers import check_frozen_and_absent_leaves_pass_through, check_nothing_to_train
-from tests.ranks import on_ranks
+from tests.optim.test_wrappers import check_nothing_to_train
 
 OPTIMIZERS = {"lamb": partial(fs.lamb, 0.1), "lars": partial(fs.lars, 0.1)}
-
-
-@pytest.mark.parametrize("donate", (False, True))
-@pytest.mark.parametrize("case", OPTIMIZERS)
-@on_ranks(2)
-def test_frozen_and_absent_leaves_pass_through(case, donate):
-    check_frozen_and_absent_leaves_pass_through(OPTIMIZERS[case], donate)
 
 
 @pytest.mark.parametrize("case", OPTIMIZERS)

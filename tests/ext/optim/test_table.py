@@ -56,12 +56,6 @@ def test_a_donated_update_has_the_same_bits_and_the_same_addresses(name):
     core.check_a_donated_update_has_the_same_bits_and_the_same_addresses(TABLE[name])
 
 
-@pytest.mark.parametrize("name", TABLE)
-@on_ranks(2)
-def test_state_survives_numpy(name):
-    core.check_state_survives_numpy(TABLE[name])
-
-
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("layout", ("zero2 of every leaf", "last dim", "hsdp", "two dims"))
 @pytest.mark.parametrize("name", TABLE)
