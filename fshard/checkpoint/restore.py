@@ -3,9 +3,7 @@
 import os
 import zlib
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
-from io import BufferedReader
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -91,29 +89,28 @@ def restore(
     ({'w': Sharded(float32[2], P('shard'), local [2])}, tensor([1., 2.]))
     """
     exchange = Exchange(LABEL, ranks=ranks_of(mesh))
-    with ExitStack() as stack:
-        with exchange.raise_on_all_ranks(directory):
-            root = exchange.path("directory", directory)
-            check_flags(LABEL, donate=donate)
-            expect(step is None or type(step) is int, LABEL, "step to be a whole number or None", describe(step))
-            expect(isinstance(subtree, str), LABEL, "subtree to be a path such as '.params'", describe(subtree))
-            flat = exchange.flat(like)
-            wanted = _wanted(only, flat)
-            reader = _Reader(root, step, stack)
-            # The headers of files that nobody reads are checked too, by each rank its share.
-            for index in range(exchange.rank, len(reader.manifest.files), exchange.ranks.size):
-                reader.open(index)
-        exchange.agree({"(checkpoint)": reader.mark}, "ranks read different checkpoints", "pass step=")
-        # The path of a tree that is one leaf is that of the subtree.
-        names = [subtree + ("" if subtree and name == "(root)" else name) for name in flat.paths]
-        needed = {name: leaf for name, leaf, take in zip(names, flat.leaves, wanted, strict=True) if take}
-        found = {
-            name: [each]
-            for name, each in reader.entries().items()
-            if name in needed or (only is None and _is_under(name, subtree))
-        }
-        remedy = "restore into a state built as the one that was saved; only= and subtree= read parts of it"
-        made = exchange.read(needed, found, remedy, donate)
+    with exchange.raise_on_all_ranks(directory):
+        root = exchange.path("directory", directory)
+        check_flags(LABEL, donate=donate)
+        expect(step is None or type(step) is int, LABEL, "step to be a whole number or None", describe(step))
+        expect(isinstance(subtree, str), LABEL, "subtree to be a path such as '.params'", describe(subtree))
+        flat = exchange.flat(like)
+        wanted = _wanted(only, flat)
+        reader = _Reader(root, step)
+        # The headers of files that nobody reads are checked too, by each rank its share.
+        for index in range(exchange.rank, len(reader.manifest.files), exchange.ranks.size):
+            reader.starts(index)
+    exchange.agree({"(checkpoint)": reader.mark}, "ranks read different checkpoints", "pass step=")
+    # The path of a tree that is one leaf is that of the subtree.
+    names = [subtree + ("" if subtree and name == "(root)" else name) for name in flat.paths]
+    needed = {name: leaf for name, leaf, take in zip(names, flat.leaves, wanted, strict=True) if take}
+    found = {
+        name: [each]
+        for name, each in reader.entries().items()
+        if name in needed or (only is None and _is_under(name, subtree))
+    }
+    remedy = "restore into a state built as the one that was saved; only= and subtree= read parts of it"
+    made = exchange.read(needed, found, remedy, donate)
     return flat.unflatten([made.get(name, leaf) for name, leaf in zip(names, flat.leaves, strict=True)])
 
 
@@ -131,7 +128,7 @@ def _is_under(name: str, subtree: str) -> bool:
 
 
 class _Reader:
-    """The files of a checkpoint, each opened and checked when it is first needed.
+    """The files of a checkpoint, each checked when it is first needed.
 
     It reads into the memory of the result and compares as it goes, where maps of files, as readers of safetensors make
     them, cost a fault for each page and end the process when a file is cut short.
@@ -141,7 +138,7 @@ class _Reader:
         mark: The name of the checkpoint, and the digest of its manifest.
     """
 
-    def __init__(self, directory: Path, step: int | None, stack: ExitStack) -> None:
+    def __init__(self, directory: Path, step: int | None) -> None:
         """Find the checkpoint that was saved last, or of a step, and read its manifest."""
         last = find(directory, step)
         if last is None:
@@ -150,12 +147,12 @@ class _Reader:
         data = read_bytes(path / files.MANIFEST, files.MAX_MANIFEST_BYTES)
         self.manifest = manifest = files.decode(data, path / files.MANIFEST)
         self.mark = f"{path.name} of digest {files.digest(data)}"
-        self._path, self._stack = path, stack
+        self._path = path
         self._parts: list[dict[str, Any]] = [{} for _ in manifest.files]
         for name, leaf in manifest.tensors.items():
             for chunk in leaf.chunks:
                 self._parts[chunk.file][name] = getattr(torch, leaf.dtype), chunk.shape
-        self._open: dict[int, tuple[BufferedReader, dict[str, int]]] = {}
+        self._starts: dict[int, dict[str, int]] = {}
         found, remedy = f"step {manifest.step}", "give it its own name back"
         expect_file(manifest.step == step, f"{path}", f"step {step} as its name says", found, remedy)
         needed = {files.MANIFEST, *map(files.file_name, range(len(manifest.files)))}
@@ -170,18 +167,17 @@ class _Reader:
             entries[name] = Entry(getattr(torch, leaf.dtype), leaf.shape, partial(self._read, name, leaf))
         return entries | dict(self.manifest.values)
 
-    def open(self, index: int) -> tuple[BufferedReader, dict[str, int]]:
-        """Open a file, and compare its size and its header, which follows from the manifest, byte for byte."""
-        if index not in self._open:
+    def starts(self, index: int) -> dict[str, int]:
+        """Return where parts begin in a file, whose size and header follow from the manifest, byte for byte."""
+        if index not in self._starts:
             path, (needed, seal) = self._path / files.file_name(index), self.manifest.files[index]
-            header, starts, expected = files.lay_out(self._parts[index], pairs=True)
-            file = self._stack.enter_context(open_regular(path))
-            size = os.fstat(file.fileno()).st_size
+            header, self._starts[index], expected = files.lay_out(self._parts[index], pairs=True)
+            with open_regular(path) as file:
+                size, found = os.fstat(file.fileno()).st_size, file.read(len(header))
             expect_file(size == needed, f"{path}", f"{needed} bytes", f"{size}")
-            if (file.read(len(header)), seal, size) != (header, files.digest(header), expected):
+            if (found, seal, size) != (header, files.digest(header), expected):
                 raise CheckpointError(f"{path}: its header does not match its digest, so it was damaged")
-            self._open[index] = file, starts
-        return self._open[index]
+        return self._starts[index]
 
     def _read(self, name: str, leaf: files.StoredLeaf, box: Box) -> torch.Tensor:
         """Read a box of a leaf from the chunks that have elements of it."""
@@ -203,14 +199,15 @@ class _Reader:
 
     def _read_chunk(self, name: str, chunk: files.Chunk, into: torch.Tensor) -> None:
         """Read a chunk into contiguous memory on the host."""
-        path, (file, starts) = self._path / files.file_name(chunk.file), self.open(chunk.file)
+        path, start = self._path / files.file_name(chunk.file), self.starts(chunk.file)[name]
         data, checksum = files.byte_view(into), 0
-        file.seek(starts[name])
-        for start in range(0, len(data), files.BLOCK_BYTES):
-            block = data[start : start + files.BLOCK_BYTES]
-            if file.readinto(block) < len(block):
-                raise CheckpointError(f"{path}: it was cut short while it was read")
-            checksum = zlib.crc32(block, checksum)
+        with open_regular(path) as file:
+            file.seek(start)
+            for at in range(0, len(data), files.BLOCK_BYTES):
+                block = data[at : at + files.BLOCK_BYTES]
+                if file.readinto(block) < len(block):
+                    raise CheckpointError(f"{path}: it was cut short while it was read")
+                checksum = zlib.crc32(block, checksum)
         if checksum != chunk.checksum:
             raise CheckpointError(f"{path}: the elements of {name} do not match their checksum, so it was damaged")
 

@@ -7,7 +7,6 @@ import torch
 
 import fshard as fs
 from fshard.optim.norms import global_norm
-from fshard.shard import without_padding
 from fshard.testing import assert_trees_close
 from tests.ranks import on_ranks
 from tests.trees import ONE_AXIS, STRATEGIES, assert_same_bits, every_bit, meshes, normal, one_axis, padded_with
@@ -84,61 +83,44 @@ def specs(tree):
     return [leaf for leaf in tree.values() if leaf is not None]
 
 
-@pytest.mark.parametrize("p", ORDERS)
 @on_ranks(1, 2)
-def test_each_leaf_is_clipped_by_a_norm_of_its_own(p):
+def test_each_leaf_is_clipped_by_a_norm_of_its_own():
     full = gradients()
-    expected = {
-        name: grad if grad is None else torch_clip({name: grad}, 0.5, p)[0][name] for name, grad in full.items()
-    }
-    for make in LAYOUTS.values():
-        clipped, _ = fs.clip_by_norm(0.5, p).update(fs.shard(full, make(meshes())), (), None)
-        assert_trees_close(fs.unshard(clipped), expected, rtol=rounding(torch.float64, p) + 1e-15, atol=0.0)
+    for p in ORDERS:
+        expected = dict(full)
+        for name in SHAPES:
+            expected[name] = torch_clip({name: full[name]}, 0.5, p)[0][name]
+        for make in LAYOUTS.values():
+            clipped, _ = fs.clip_by_norm(0.5, p).update(fs.shard(full, make(meshes())), (), None)
+            assert_trees_close(fs.unshard(clipped), expected, rtol=rounding(torch.float64, p) + 1e-15, atol=0.0)
 
 
-@pytest.mark.parametrize("p", (1.0, 2.0, math.inf))
-@on_ranks(2)
-def test_complex_gradients_count_by_their_magnitudes(p):
-    full = {name: grad if grad is None else torch.complex(grad, 2 * grad) for name, grad in gradients().items()}
-    on = meshes()
-    for strategy in LAYOUTS.values():
-        assert_clipped_as_by_torch(fs.unshard(clip(fs.shard(full, strategy(on)), 0.5, p)), full, 0.5, p)
-
-
-@pytest.mark.parametrize("poison", (math.nan, math.inf, 1e30))
 @pytest.mark.parametrize("p", ORDERS)
 @on_ranks(4)
-def test_padding_does_not_count(p, poison):
-    full, on, padding = gradients(), meshes(), 0
+def test_odd_elements_count_as_with_torch(p):
+    """Complex ones by their magnitudes, and those that are not finite, zeros, and none at all."""
+    full, on = gradients(), meshes()
+    trees = [fs.tree_map(lambda grad: torch.complex(grad, 2 * grad), full), fs.tree_map(torch.zeros_like, full)]
+    for bad in (math.nan, math.inf):
+        trees.append(fs.tree_map(torch.clone, full))
+        trees[-1]["wide"][2, 5] = bad
+    for tree in trees:
+        for name in ("ddp", *ALL_SPLIT):
+            assert_clipped_as_by_torch(fs.unshard(clip(fs.shard(tree, STRATEGIES[name](on)), 0.5, p)), tree, 0.5, p)
+    for tree in ({}, {"frozen": None}):
+        assert clip(tree, 1.0, p) == tree
+        assert global_norm(tree, p).item() == 0.0
+
+
+@pytest.mark.parametrize("p", ORDERS)
+@on_ranks(4)
+def test_padding_does_not_count(p):
+    full, on = gradients(), meshes()
     for name in ALL_SPLIT:
         clean = fs.shard(full, STRATEGIES[name](on))
-        grads = {path: leaf if leaf is None else padded_with(leaf, poison) for path, leaf in clean.items()}
-        padding += sum(leaf.local.numel() - without_padding(leaf).numel() for leaf in specs(grads))
-        assert_same_bits(fs.unshard(clip(grads, 0.5, p)), fs.unshard(clip(clean, 0.5, p)))
-    # On every rank there was some to poison but for the first, whose shards are full.
-    assert padding or torch.distributed.get_rank() == 0
-
-
-@pytest.mark.parametrize("p", ORDERS)
-@on_ranks(3)
-def test_no_gradients_and_zeros(p):
-    zeros = fs.tree_map(torch.zeros_like, gradients())
-    grads = fs.shard(zeros, fs.zero2(one_axis(), min_shard_elements=0))
-    for tree in ({}, {"frozen": None}, grads):
-        for max_norm in (0.0, 1.0):
-            clipped = clip(tree, max_norm, p)
-            assert_same_bits(fs.tree_leaves(clipped), fs.tree_leaves(tree))
-            assert global_norm(tree, p).item() == 0.0
-
-
-@pytest.mark.parametrize("p", ORDERS)
-@pytest.mark.parametrize("bad", (math.nan, math.inf))
-@on_ranks(4)
-def test_what_is_not_finite_spreads_as_with_torch(bad, p):
-    full = gradients()
-    full["wide"][2, 5] = bad
-    for name in ("ddp", *ALL_SPLIT):
-        assert_clipped_as_by_torch(fs.unshard(clip(fs.shard(full, STRATEGIES[name](meshes())), 0.5, p)), full, 0.5, p)
+        for poison in (math.nan, 1e30):
+            grads = {path: leaf if leaf is None else padded_with(leaf, poison) for path, leaf in clean.items()}
+            assert_same_bits(fs.unshard(clip(grads, 0.5, p)), fs.unshard(clip(clean, 0.5, p)))
 
 
 @on_ranks(2)

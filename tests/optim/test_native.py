@@ -1,7 +1,5 @@
 """sgd, adam and adamw: the arithmetic of torch, full or sharded, and its derivatives."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import optim
@@ -45,24 +43,19 @@ SGD, ADAM, ADAMW = (fs.sgd, optim.SGD), (fs.adam, optim.Adam), (fs.adamw, optim.
 MOMENTUM, BETAS = {"lr": 0.1, "momentum": 0.9}, {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3}
 
 AGAINST_TORCH = {
-    "sgd": (*SGD, {"lr": 0.1}),
-    "sgd weight decay": (*SGD, {"lr": 0.1, "weight_decay": 0.1}),
+    "sgd": (*SGD, {"lr": 0.1, "weight_decay": 0.1}),
     "sgd momentum": (*SGD, MOMENTUM),
     "sgd dampening": (*SGD, MOMENTUM | {"dampening": 0.5, "weight_decay": 0.1}),
-    "sgd nesterov": (*SGD, MOMENTUM | {"nesterov": True}),
-    "sgd nesterov weight decay": (*SGD, MOMENTUM | {"nesterov": True, "weight_decay": 0.1}),
+    "sgd nesterov": (*SGD, MOMENTUM | {"nesterov": True, "weight_decay": 0.1}),
     "adam": (*ADAM, {"lr": 0.1}),
-    "adam betas": (*ADAM, BETAS),
-    "adam weight decay": (*ADAM, BETAS | {"weight_decay": 0.1}),
+    "adam betas": (*ADAM, BETAS | {"weight_decay": 0.1}),
     "adamw": (*ADAMW, {"lr": 0.1}),
-    "adamw without decay": (*ADAMW, {"lr": 0.1, "weight_decay": 0.0}),
     "adamw betas": (*ADAMW, BETAS | {"weight_decay": 0.1}),
 }
 SCHEDULES = {
     "constant": lambda count: 0.1,
     "numbers": lambda count: 0.1 * 0.5 ** int(count),
-    "tensors": lambda count: 0.1 / (1 + count.double()),
-    "from zero": lambda count: 0.05 * count.double(),
+    "tensors": lambda count: 0.05 * count.double(),
 }
 
 
@@ -77,24 +70,20 @@ def with_torch(cls, hyper, rate, make=tree):
     return {name: param.detach() for name, param in params.items()}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("case", AGAINST_TORCH)
-def test_full_trees_follow_torch(case, schedule):
+def assert_follows_torch(case, schedule, make=tree):
     ours, cls, hyper = AGAINST_TORCH[case]
-    params, _ = run(ours(**hyper | {"lr": SCHEDULES[schedule]}))
+    params, _ = run(ours(**hyper | {"lr": SCHEDULES[schedule]}), make=make)
     # A step rounds the parameter; its change, below 1, comes of some 8 roundings.
-    expected = with_torch(cls, hyper, SCHEDULES[schedule])
+    expected = with_torch(cls, hyper, SCHEDULES[schedule], make)
     assert_trees_close(params, expected, rtol=STEPS * EPS, atol=STEPS * 8 * EPS)
 
 
-@pytest.mark.parametrize("hyper", ({"lr": 0.1}, MOMENTUM | {"nesterov": True, "weight_decay": 0.1}))
-def test_complex_leaves_follow_torch(hyper):
-    def make(seed):
-        return {"w": torch.view_as_complex(normal(seed)(5, 3, 2))}
-
-    params, _ = run(fs.sgd(**hyper), make=make)
-    expected = with_torch(optim.SGD, hyper, SCHEDULES["constant"], make)
-    assert_trees_close(params, expected, rtol=STEPS * EPS, atol=STEPS * 8 * EPS)
+@pytest.mark.parametrize("case", AGAINST_TORCH)
+def test_full_trees_follow_torch(case):
+    for schedule in SCHEDULES:
+        assert_follows_torch(case, schedule)
+    if case.startswith("sgd"):
+        assert_follows_torch(case, "constant", lambda seed: {"w": torch.view_as_complex(normal(seed)(5, 3, 2))})
 
 
 def number(value):
@@ -107,7 +96,6 @@ OURS = {
     "adam": (fs.adam, {"lr": 0.1, "betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.1}),
     "adamw": (fs.adamw, {"lr": 0.1, "betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.1}),
 }
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 def dtypes_of(params, state):
@@ -115,31 +103,21 @@ def dtypes_of(params, state):
     return {leaf.dtype for leaf in fs.tree_leaves((params, state)) if leaf.dtype != torch.int64}
 
 
-def check_leaves_keep_their_dtype(row, dtype):
+def check_leaves_keep_their_dtype(row):
+    """A schedule from torch gives float64, which must not widen a leaf of shape (); nor do gradients narrow one."""
     ours, hyper = row
-    for lr in (0.1, number(0.1), SCHEDULES["tensors"]):
-        params, state = run(ours(**hyper | {"lr": lr}), make=lambda seed: tree(seed, dtype))
-        assert dtypes_of(params, state) == {dtype}
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", OURS)
-def test_leaves_keep_their_dtype(case, dtype):
-    """A schedule from torch gives float64, which must not widen a leaf of shape ()."""
-    check_leaves_keep_their_dtype(OURS[case], dtype)
-
-
-def check_gradients_of_another_dtype_leave_that_of_parameters(row):
-    ours, hyper = row
-    tx = ours(**hyper)
-    params, grads = tree(0, torch.float32), tree(1, torch.bfloat16)
+    for dtype in (torch.float32, torch.bfloat16):
+        for lr in (0.1, number(0.1), SCHEDULES["tensors"]):
+            params, state = run(ours(**hyper | {"lr": lr}), make=lambda seed: tree(seed, dtype))  # noqa: B023
+            assert dtypes_of(params, state) == {dtype}
+    params, grads, tx = tree(0, torch.float32), tree(1, torch.bfloat16), ours(**hyper)
     new, state = tx.update(grads, tx.init(params), params)
     assert dtypes_of(new, state) == {torch.float32}
 
 
 @pytest.mark.parametrize("case", OURS)
-def test_gradients_of_another_dtype_leave_that_of_parameters(case):
-    check_gradients_of_another_dtype_leave_that_of_parameters(OURS[case])
+def test_leaves_keep_their_dtype(case):
+    check_leaves_keep_their_dtype(OURS[case])
 
 
 def check_a_chain_of_pieces_is_the_optimizer(tx, whole):
@@ -252,26 +230,10 @@ def check_second_derivatives_are_finite_where_gradients_are_zero(row, weight_dec
         assert torch.func.jacrev(torch.func.jacrev(loss))(param).isfinite().all()
 
 
-@pytest.mark.parametrize("weight_decay", (0.0, 0.1))
 @pytest.mark.parametrize("case", OURS)
-def test_second_derivatives_are_finite_where_gradients_are_zero(case, weight_decay):
-    check_second_derivatives_are_finite_where_gradients_are_zero(OURS[case], weight_decay)
-
-
-def check_vmap_over_states(row):
-    ours, hyper = row
-    tx, members = ours(**hyper), [tree(seed, shapes={"w": (5, 3)}) for seed in range(2)]
-    stack = partial(fs.tree_map, lambda *leaves: torch.stack(leaves))
-    params, state = stack(*members), stack(*map(tx.init, members))
-    found = torch.func.vmap(tx.update)(params, state, params)
-    expected = stack(*(tx.update(member, tx.init(member), member) for member in members))
-    # A norm of 15 numbers, in another order.
-    assert_trees_close(found, expected, rtol=15 * EPS, atol=15 * EPS)
-
-
-@pytest.mark.parametrize("case", OURS)
-def test_vmap_over_states(case):
-    check_vmap_over_states(OURS[case])
+def test_second_derivatives_are_finite_where_gradients_are_zero(case):
+    for weight_decay in (0.0, 0.1):
+        check_second_derivatives_are_finite_where_gradients_are_zero(OURS[case], weight_decay)
 
 
 def check_vmap_over_learning_rates(row, assert_close=assert_same_bits):

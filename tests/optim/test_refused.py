@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import pytest
 import torch
 from torch import optim
 from torch.optim import lr_scheduler
@@ -10,6 +9,7 @@ from torch.optim import lr_scheduler
 import fshard as fs
 from tests.bad_input import text_of
 from tests.optim.test_wrappers import NATIVE, WRAPPERS, sgd
+from tests.trees import assert_same_bits
 
 NAN, INF = float("nan"), float("inf")
 W = {"w": torch.ones(2)}
@@ -147,11 +147,27 @@ def check_leaves_are_refused(make, checked_by, takes_complex):
         assert f"\n  ['w']: expected {needed}, {found}\n" in text
 
 
-@pytest.mark.rows(5)
-@pytest.mark.parametrize("name", NATIVE)
-def test_leaves_are_refused(name):
-    checked_by = "sgd" if name == "sgd" else "scale_by_adam"
-    check_leaves_are_refused(getattr(fs, name), checked_by, takes_complex=name == "sgd")
+def test_leaves_are_refused():
+    for name in NATIVE:
+        checked_by = "sgd" if name == "sgd" else "scale_by_adam"
+        check_leaves_are_refused(getattr(fs, name), checked_by, takes_complex=name == "sgd")
+
+
+MISFITS = (
+    lambda g: {"a": g["a"]},
+    lambda g: {**g, "a": g["a"][:1]},
+    lambda g: {**g, "a": g["a"].double()},
+    lambda g: {**g, "b": (g["b"],)},
+)
+
+
+def test_gradients_that_do_not_fit_are_refused_with_the_state_whole():
+    tx = fs.from_torch(optim.AdamW, lr=0.1)
+    state = fs.TrainState.create(fs.tree_map(torch.clone, PARAMS), tx)
+    before = fs.tree_map(torch.clone, state)
+    for misfit in MISFITS:
+        assert text_of(lambda: fs.update(tx, state, misfit(PARAMS), donate=True)).startswith("update")  # noqa: B023
+        assert_same_bits(fs.tree_leaves(state), fs.tree_leaves(before))
 
 
 def test_an_update_that_returns_its_results_in_another_order_is_refused():

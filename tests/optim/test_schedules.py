@@ -11,10 +11,10 @@ from tests.trees import assert_same_bits, normal
 STEPS = 12
 
 
-def warmed_up(optimizer, warmup):
+def warmed_up(optimizer, warmup, start_factor=0.1):
     """A function for several schedulers: a linear warm-up, then a cosine."""
     parts = [
-        lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=warmup),
+        lr_scheduler.LinearLR(optimizer, start_factor, total_iters=warmup),
         lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS - warmup),
     ]
     return lr_scheduler.SequentialLR(optimizer, parts, milestones=[warmup])
@@ -29,26 +29,18 @@ def both(optimizer, gamma):
 SCHEDULERS = {
     "StepLR": (lr_scheduler.StepLR, {"step_size": 3, "gamma": 0.3}),
     "MultiStepLR": (lr_scheduler.MultiStepLR, {"milestones": [2, 7], "gamma": 0.3}),
-    "CosineAnnealingLR": (lr_scheduler.CosineAnnealingLR, {"T_max": STEPS, "eta_min": 0.01}),
     "CosineAnnealingLR that ends early": (lr_scheduler.CosineAnnealingLR, {"T_max": 5}),
     "CosineAnnealingWarmRestarts": (lr_scheduler.CosineAnnealingWarmRestarts, {"T_0": 3, "T_mult": 2}),
     "OneCycleLR": (lr_scheduler.OneCycleLR, {"max_lr": 0.5, "total_steps": STEPS}),
-    "OneCycleLR, linear": (
-        lr_scheduler.OneCycleLR,
-        {"max_lr": 0.5, "total_steps": STEPS + 1, "anneal_strategy": "linear", "three_phase": True},
-    ),
     "CyclicLR": (lr_scheduler.CyclicLR, {"base_lr": 0.1, "max_lr": 0.5, "step_size_up": 4}),
     "LinearLR": (lr_scheduler.LinearLR, {"start_factor": 0.1, "total_iters": 5}),
-    "ExponentialLR": (lr_scheduler.ExponentialLR, {"gamma": 0.7}),
     "PolynomialLR": (lr_scheduler.PolynomialLR, {"total_iters": 9, "power": 2.0}),
     "LambdaLR": (lr_scheduler.LambdaLR, {"lr_lambda": lambda count: 1 / (1 + count)}),
-    "MultiplicativeLR": (lr_scheduler.MultiplicativeLR, {"lr_lambda": lambda count: 0.9}),
-    "ConstantLR": (lr_scheduler.ConstantLR, {"factor": 0.3, "total_iters": 4}),
     "SequentialLR": (warmed_up, {"warmup": 4}),
     "ChainedScheduler": (both, {"gamma": 0.9}),
 }
 # Those that cycle the momentum too, by the name it has in SGD.
-CYCLES = ("OneCycleLR", "OneCycleLR, linear", "CyclicLR")
+CYCLES = ("OneCycleLR", "CyclicLR")
 
 
 def taken_down(case, name, lr=0.1, momentum=0.9):
@@ -64,32 +56,32 @@ def taken_down(case, name, lr=0.1, momentum=0.9):
     return values
 
 
-@pytest.mark.parametrize(
-    "case, name", [*((case, "lr") for case in SCHEDULERS), *((case, "momentum") for case in CYCLES)]
-)
-def test_values_are_those_of_torch(case, name):
-    cls, arguments = SCHEDULERS[case]
-    expected = taken_down(case, name)
-    assert len(set(expected)) > 1
-    schedule = fs.from_torch_scheduler(cls, 0.1, STEPS, name=name, **arguments)
-    for count, value in enumerate(expected):
-        found = schedule(torch.tensor(count))
-        assert (found.dtype, found.shape) == (torch.float64, ())
-        assert float(found) == value, count
+def test_values_are_those_of_torch():
+    for case, name in (*((case, "lr") for case in SCHEDULERS), *((case, "momentum") for case in CYCLES)):
+        cls, arguments = SCHEDULERS[case]
+        expected = taken_down(case, name)
+        assert len(set(expected)) > 1
+        schedule = fs.from_torch_scheduler(cls, 0.1, STEPS, name=name, **arguments)
+        found = [schedule(torch.tensor(count)) for count in (*range(STEPS), 10**12)]
+        assert {(value.dtype, value.shape) for value in found} == {(torch.float64, ())}
+        assert [*map(float, found)] == [*expected, expected[-1]]
 
 
-@pytest.mark.parametrize("name, value", [("lr", 0.3), ("momentum", 0.8)])
-def test_starts_from_the_given_value(name, value):
-    cls, arguments = SCHEDULERS["CyclicLR"] if name == "momentum" else SCHEDULERS["StepLR"]
-    arguments = arguments | ({"cycle_momentum": False} if name == "momentum" else {})
-    schedule = fs.from_torch_scheduler(cls, lr=0.3, steps=2, momentum=0.8, name=name, **arguments)
-    assert float(schedule(torch.tensor(0))) == value
+def test_starts_from_the_given_value():
+    for name, value, case, more in (
+        ("lr", 0.3, "StepLR", {}),
+        ("momentum", 0.8, "CyclicLR", {"cycle_momentum": False}),
+    ):
+        cls, arguments = SCHEDULERS[case]
+        schedule = fs.from_torch_scheduler(cls, lr=0.3, steps=2, momentum=0.8, name=name, **arguments | more)
+        assert float(schedule(torch.tensor(0))) == value
 
 
 # By whether torch keeps the learning rate as a tensor in a kernel of its own.
 IMPLEMENTATIONS = {"plain": {}, "foreach": {"foreach": True}, "for-loop": {"foreach": False}, "fused": {"fused": True}}
 
 
+@pytest.mark.rows(12)
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
 @pytest.mark.parametrize("optimizer", (optim.AdamW, optim.SGD))
 @pytest.mark.parametrize("case", SCHEDULERS)
@@ -132,10 +124,9 @@ def test_cycled_momentum_gets_the_bits_of_torch():
         assert_same_bits(ours, param.detach())
 
 
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adadelta, torch.optim.AdamW])
-def test_a_jitted_update_follows_the_schedule(cls):
+def test_a_jitted_update_follows_the_schedule():
     """An index that is a tensor of shape () is asked for its value, which a trace does not have."""
-    tx = fs.from_torch(cls, lr=fs.from_torch_scheduler(lr_scheduler.StepLR, 0.1, STEPS, step_size=1, gamma=0.7))
+    tx = fs.from_torch(optim.AdamW, lr=fs.from_torch_scheduler(lr_scheduler.StepLR, 0.1, STEPS, step_size=1, gamma=0.7))
     params, grads = {"w": torch.ones(4)}, {"w": torch.arange(4.0)}
     jitted = fs.jit(lambda grads, state, params: tx.update(grads, state, params))
     eager = traced = (params, tx.init(params))
@@ -156,18 +147,7 @@ def test_schedules_in_closed_form():
         lr_scheduler.LinearLR, 0.4, STEPS + 1, start_factor=0.25, end_factor=1.0, total_iters=7
     )
     half = fs.from_torch_scheduler(lr_scheduler.CosineAnnealingLR, 0.4, STEPS + 1, T_max=STEPS, eta_min=0.1)
-    both = fs.from_torch_scheduler(
-        lambda optimizer: lr_scheduler.SequentialLR(
-            optimizer,
-            [
-                lr_scheduler.LinearLR(optimizer, start_factor=0.25, total_iters=4),
-                lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS - 4),
-            ],
-            milestones=[4],
-        ),
-        0.4,
-        STEPS + 1,
-    )
+    both = fs.from_torch_scheduler(warmed_up, 0.4, STEPS + 1, warmup=4, start_factor=0.25)
     pairs = (
         (fs.schedules.linear(0.1, 0.4, 7), line),
         (fs.schedules.cosine(0.4, STEPS, end=0.1), half),

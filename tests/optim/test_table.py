@@ -52,17 +52,14 @@ def from_torch(cls=optim.AdamW, **hyper):
 # Norms add up the squares of each leaf, rank by rank.
 NORM = sum(torch.Size(shape).numel() for shape in SHAPES.values())
 TABLE = {
-    "sgd": Row(lambda: fs.sgd(0.1, weight_decay=0.1)),
     "sgd dampening": Row(lambda: fs.sgd(0.1, 0.9, dampening=0.2, weight_decay=0.1)),
     "sgd momentum": Row(lambda: fs.sgd(0.1, 0.9, nesterov=True, weight_decay=0.1)),
     "adam": Row(lambda: fs.adam(0.1, weight_decay=0.1)),
     "adamw": Row(lambda: fs.adamw(lambda count: 0.1 / (1 + count))),
-    "scale_by_adam": Row(lambda: fs.chain(fs.scale_by_adam(), fs.sgd(0.1))),
     "from_torch SGD": Row(lambda: from_torch(optim.SGD, momentum=0.9), donated=True),
     # Fused kernels round the elements behind their last full vector in another way, a few times an update.
     "from_torch AdamW fused": Row(lambda: from_torch(fused=True), donated=True, rounds=8),
     "from_torch Adam foreach": Row(lambda: from_torch(optim.Adam, foreach=True, amsgrad=True), donated=True),
-    "from_torch RMSprop": Row(lambda: from_torch(optim.RMSprop, centered=True), donated=True),
     "clip_by_global_norm": Row(
         lambda: fs.chain(fs.clip_by_global_norm(0.5), from_torch(fused=True)), donated=True, rounds=NORM
     ),
@@ -70,7 +67,6 @@ TABLE = {
     "clip_by_norm of order inf": Row(lambda: fs.chain(fs.clip_by_norm(0.5, float("inf")), fs.sgd(0.1))),
     "clip_by_value": Row(lambda: fs.chain(fs.clip_by_value(0.5), fs.sgd(0.1))),
     "add_decayed_weights": Row(lambda: fs.chain(fs.add_decayed_weights(0.1, "w*"), fs.sgd(0.1))),
-    "masked transformation": Row(lambda: fs.chain(fs.masked(fs.clip_by_value(0.1), "*bias"), fs.sgd(0.1))),
     "masked optimizer": Row(lambda: fs.masked(from_torch(), lambda name, leaf: name != "w"), donated=True),
     "partition": Row(lambda: fs.partition({"*bias": from_torch(optim.SGD), "*": from_torch()}), donated=True),
     "freeze": Row(lambda: fs.freeze(from_torch(), ("w", "wide")), donated=True),

@@ -97,11 +97,11 @@ def test_good_gradients_update_as_without():
         assert_same_shards((new, state.inner), plain.update(grads, plain.init(params), params))
 
 
-@pytest.mark.parametrize("value", (math.inf, math.nan))
 @on_ranks(3)
-def test_padding_does_not_count(value):
+def test_padding_does_not_count():
     leaf = fs.shard(torch.ones(5), fs.zero2(one_axis(), min_shard_elements=0))
-    assert all_finite({"w": padded_with(leaf, value), "frozen": None}).item() is True
+    for value in (math.inf, math.nan):
+        assert all_finite({"w": padded_with(leaf, value), "frozen": None}).item() is True
 
 
 @on_ranks(2)
@@ -225,14 +225,9 @@ NATIVE = ("sgd", "adam", "adamw")
 OPTIMIZERS = {
     **{name: lambda wrap=wrap: wrap(sgd()) for name, wrap in WRAPPERS.items()},
     **{name: lambda name=name: getattr(fs, name)(0.1) for name in NATIVE},
-    "sgd momentum": lambda: fs.sgd(0.1, 0.9),
-    "clip_by_norm": lambda: fs.chain(fs.clip_by_norm(0.5), sgd()),
-    "clip_by_value": lambda: fs.chain(fs.clip_by_value(0.5), sgd()),
-    "add_decayed_weights": lambda: fs.chain(fs.add_decayed_weights(0.1), sgd()),
+    "clip_by_norm": lambda: fs.chain(fs.clip_by_norm(0.5), fs.clip_by_value(0.5), fs.add_decayed_weights(0.1), sgd()),
     "all at once": lambda: fs.ema(fs.skip_nonfinite(fs.dynamic_loss_scale(fs.adamw(0.1))), 0.5),
 }
-
-
 EVERY = OPTIMIZERS | {f"from_torch {row}": partial(fs.from_torch, cls, **how) for row, (cls, how) in CASES.items()}
 
 
@@ -248,10 +243,10 @@ def check_nothing_to_train(tx):
     return states
 
 
-@pytest.mark.parametrize("case", EVERY)
-def test_nothing_to_train(case):
-    for state in check_nothing_to_train(EVERY[case]()):
-        if case not in OPTIMIZERS:
-            assert state[:3] == (torch.tensor(1), {}, {})
-        elif case in NATIVE:
-            assert state[-1].updates.item() == 1
+def test_nothing_to_train():
+    for case, make in EVERY.items():
+        for state in check_nothing_to_train(make()):
+            if case not in OPTIMIZERS:
+                assert state[:3] == (torch.tensor(1), {}, {})
+            elif case in NATIVE:
+                assert state[-1].updates.item() == 1
