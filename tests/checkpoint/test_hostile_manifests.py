@@ -4,9 +4,6 @@ import builtins
 import hashlib
 import json
 import os
-import subprocess
-import sys
-import textwrap
 import tracemalloc
 from pathlib import Path
 
@@ -213,20 +210,9 @@ def header(entries, length=None):
     return (len(text) if length is None else length).to_bytes(8, "little") + text
 
 
-def entry(start=0, stop=24, shape=(2, 3), dtype="F32"):
-    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
-
-
-ENTRIES = (
-    *(entry(4, 28), entry(-24, 0), entry(0, 1 << 63), entry(24, 0), entry(shape=[1 << 62, 1 << 62])),
-    *(entry(shape=[3, 2]), entry(shape=[1, 2, 3]), entry(dtype="I32"), entry(dtype="OBJECT")),
-)
 HEADERS = (
     *(header(b"{}", 1 << 63), header(b"{}", (1 << 64) - 1), header(b"{}" + b" " * 100, 130), header(b"import os")),
-    *(header(b"[" * 100_000), header(b'{"\xff": 1}'), header(b"[]"), header({"w": entry()})),
-    *(header({"['w']": made}) for made in ENTRIES),
-    header(b"{\"['w']\": " + json.dumps(entry()).encode() + b", \"['w']\": {}}"),
-    *(header({"['w']": entry(), "x": entry(0, 24)}), header({"__metadata__": 1, "['w']": entry()})),
+    *(header(b"[" * 100_000), header(b'{"\xff": 1}'), header(b"[]"), header({"__metadata__": 1})),
 )
 
 
@@ -250,38 +236,6 @@ def test_hostile_files(saved):
         assert f"{saved / FILE}: {HEADER}" in text
     with_file(saved, whole)
     assert checkpoint.restore(saved.parent, LIKE)["w"].equal(W)
-
-
-SPARSE = """
-    import json, os, resource, sys, torch
-    from fshard import checkpoint
-    from tests.checkpoint.test_hostile_manifests import LIKE, body_of, sealed
-    from pathlib import Path
-    path = Path(sys.argv[1])
-    resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
-    # A header as long as the file, which takes nothing on the disk.
-    size = 1 << 42
-    file = path / "rank-00000.safetensors"
-    os.truncate(file, 0)
-    with open(file, "r+b") as f:
-        f.write((size - 8).to_bytes(8, "little"))
-        f.truncate(size)
-    (path / "manifest.json").write_bytes(sealed(body_of(path) | {"files": [[size, "0" * 32]]}))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    try:
-        checkpoint.restore(path.parent, LIKE)
-    except checkpoint.CheckpointError as error:
-        print(str(error)[:200])
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 << 10
-"""
-
-
-@pytest.mark.slow
-def test_sparse_files_take_no_memory(saved):
-    command = [sys.executable, "-c", textwrap.dedent(SPARSE), str(saved)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip().endswith(f"{FILE}: {HEADER}")
 
 
 TOKENS = [

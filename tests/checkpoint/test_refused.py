@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 from functools import partial
 from pathlib import Path
 
@@ -257,41 +256,11 @@ def test_links_that_a_writer_would_follow(tmp_path):
     assert (tmp_path / "outside").read_text() == "mine"
 
 
-FULL_DISK = """
-    import resource, sys, torch
-    from fshard import checkpoint
-    directory = sys.argv[1]
-    small, large = ({"w": torch.full((n,), 3.0)} for n in (10, 100_000))
-    checkpoint.save(directory, small, 1)
-    # In the header, in the data, and no more.
-    for size in (0, 60, 100_000, -1):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, -1))
-        try:
-            checkpoint.save(directory, large, 2)
-        except checkpoint.CheckpointError as error:
-            print(error)
-            assert checkpoint.restore(directory, small)["w"].equal(small["w"])
-            assert checkpoint.latest(directory) == 1
-    assert checkpoint.restore(directory, large)["w"].equal(large["w"])
-"""
-
-
 def python(code, *arguments):
     command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     return result.stdout
-
-
-@pytest.mark.slow
-def test_files_that_cannot_grow(tmp_path):
-    lines = python(FULL_DISK, tmp_path).splitlines()
-    assert len(lines) == 3
-    for line in lines:
-        assert line.startswith("checkpoint.save: step 2 was not saved: ")
-        assert line.endswith("/rank-00000.safetensors: File too large")
-    there = sorted(path.name for path in tmp_path.iterdir())
-    assert there == [".lock", "latest", "step-00000001", "step-00000002"]
 
 
 WRITERS = """
@@ -323,31 +292,6 @@ def test_two_processes_at_once(tmp_path):
         assert state["step"] == step
         assert state["w"].eq(state["writer"]).all()
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".saving")]
-
-
-def test_threads_at_once(tmp_path):
-    outcomes, begin = [], threading.Barrier(4)
-
-    def write(value):
-        begin.wait(30)
-        for step in range(10):
-            try:
-                checkpoint.save(tmp_path, {"w": torch.full((1000,), float(value))}, step)
-                outcomes.append("saved")
-            except CheckpointError as error:
-                outcomes.append("expected no other save to be under way there" in str(error))
-
-    threads = [threading.Thread(target=write, args=(value,)) for value in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(outcomes) == 40
-    assert False not in outcomes
-    for step in {int(path.name[5:13]) for path in tmp_path.glob("step-*")}:
-        values = checkpoint.restore(tmp_path, {"w": torch.zeros(1000)}, step=step)["w"]
-        assert values.unique().numel() == 1
-    assert len(list(tmp_path.glob("step-*"))) == outcomes.count("saved")
 
 
 def test_ranks_that_see_different_checkpoints(tmp_path):

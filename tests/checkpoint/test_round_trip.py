@@ -10,9 +10,7 @@ import torch
 import fshard as fs
 from fshard import checkpoint
 from fshard.checkpoint.files import decode
-from fshard.shard import local_piece
 from fshard.testing import assert_trees_close, spmd
-from fshard.tree import flatten
 from tests.checkpoint.states import (
     ALL_TREES,
     CHOOSY,
@@ -267,21 +265,6 @@ def test_order_of_entries_is_no_part_of_a_state(tmp_path):
     state = OrderedDict((name, torch.full((4,), float(ord(name)))) for name in names)
     checkpoint.save(tmp_path, state, 1)
     assert_same(checkpoint.restore(tmp_path, zeros_like(state)), state)
-
-
-def test_every_leaf_of_a_shard_is_where_shard_puts_it(tmp_path):
-    """The oracle: what `local_piece` cuts from the full tensor."""
-    full = ALL_TREES["uneven"]()
-    checkpoint.save(tmp_path, full, 1)
-
-    def program():
-        for layout in LAYOUTS.keys() - set(CHOOSY):
-            params = fs.shard(full, LAYOUTS[layout](meshes()))
-            flat = flatten(checkpoint.restore(tmp_path, zeros_like(params)))
-            for path, leaf in zip(flat.paths, flat.leaves):
-                assert leaf.local.equal(local_piece(full[path[2:-2]], leaf.spec)), (layout, path)
-
-    spmd(program, 4)
 
 
 @on_ranks(3)

@@ -12,7 +12,7 @@ import fshard as fs
 from fshard import checkpoint
 from fshard.checkpoint import CheckpointError, directory
 from fshard.testing import RankError, spmd
-from tests.checkpoint.states import assert_same, refused, refused_everywhere, sampler, zeros_like
+from tests.checkpoint.states import assert_same, refused, refused_everywhere, zeros_like
 from tests.ranks import my_rank, on_ranks
 from tests.trees import normal, one_axis
 
@@ -374,19 +374,3 @@ def test_leaving_by_an_error_does_not_wait(held, tmp_path):
     # It ends by itself.
     manager.wait()
     assert checkpoint.latest(tmp_path) == 1
-
-
-def test_states_of_random_runs(tmp_path):
-    """Whatever is saved in whatever order, each checkpoint that is kept is the one that was saved."""
-    draw = sampler(3)
-    for run in range(4):
-        saved, root, keep = {}, tmp_path / str(run), draw.choice((1, 2, 4))
-        with checkpoint.Manager(root, keep=keep) as manager:
-            for value in range(10):
-                step = draw.randrange(9)
-                manager.save(full(value), step)
-                saved[step] = value
-                assert manager.restore(full(0))["step"] == value
-                assert 1 <= len(names(root)) - 2 <= keep
-                for step in set(list_steps(root)):
-                    assert checkpoint.restore(root, full(0), step=step)["step"] == saved[step]

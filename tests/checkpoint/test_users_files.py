@@ -1,7 +1,6 @@
 """A save writes and removes its own files alone: those of a user that lie in its way stay as they are."""
 
 import contextlib
-import itertools
 import os
 import shutil
 
@@ -96,37 +95,6 @@ def check_files_of_a_user_stay(theirs, tmp_path, export=lambda root: None):
 def test_files_of_a_user_stay(tmp_path):
     for theirs in THEIRS:
         check_files_of_a_user_stay(theirs, tmp_path / theirs)
-
-
-def test_what_a_killed_save_left_is_removed(tmp_path, monkeypatch):
-    """No change that a save makes to the disk comes after some moment, not even to tidy up, as after a kill."""
-    save(tmp_path, 1)
-    for moment in itertools.count():
-        changes, late = itertools.count(), []
-
-        def until(inner):
-            def call(*arguments, **keywords):
-                if next(changes) >= moment:  # noqa: B023
-                    late.append(inner)  # noqa: B023
-                    raise OSError(5, "killed")
-                return inner(*arguments, **keywords)
-
-            return call
-
-        with monkeypatch.context() as killed:
-            killed.setattr(shutil, "rmtree", lambda *_, **__: None)
-            for name in ("mkdir", "fsync", "replace", "rename", "unlink", "remove", "rmdir"):
-                killed.setattr(os, name, until(getattr(os, name)))
-            with contextlib.suppress(checkpoint.CheckpointError), checkpoint.Manager(tmp_path, keep=1) as manager:
-                manager.save(TREE, 2)
-        if not late:
-            break
-        save(tmp_path, 2)
-        hidden = [name for name in os.listdir(tmp_path) if name.startswith(".")]
-        assert hidden == [".lock"], (moment, hidden)
-        shutil.rmtree(tmp_path)
-        save(tmp_path, 1)
-    assert moment > 10
 
 
 def test_what_is_written_follows_no_link(tmp_path):

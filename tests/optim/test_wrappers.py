@@ -121,7 +121,6 @@ def test_transforms_look_at_every_rank():
 SCALES = {
     "powers of two": {"init_scale": 2.0**4, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2},
     "others": {"init_scale": 11.0, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 1},
-    "torch's own": {"init_scale": 2.0**16},
 }
 FINITE = (True, True, False, True, True, True, False, False, True, True, True, True)
 
@@ -158,14 +157,11 @@ def test_loss_scale_is_that_of_torch(case, dtype, cls, hyper):
     assert all(state.inner.skipped.item() == FINITE.count(False) for _, state in ours.values())
 
 
-def test_half_precision_keeps_gradients_of_a_large_scale():
-    """The inverse of 2 ** 26 is no number of float16, and yet gradients times it are."""
+def test_scales_at_the_ends_of_their_range():
+    """The inverse of 2 ** 26 is no number of float16, and yet gradients times it are; no scale grows to infinity."""
     tx = fs.dynamic_loss_scale(fs.sgd(1.0), init_scale=2.0**26)
     grads, params = torch.full((3,), 2.0**14, dtype=torch.float16), torch.zeros(3, dtype=torch.float16)
     assert_same_shards(tx.update(grads, tx.init(params), params)[0], torch.full_like(params, -(2.0**-12)))
-
-
-def test_a_scale_does_not_grow_to_infinity():
     tx = fs.dynamic_loss_scale(fs.sgd(0.1), init_scale=2.0**126, growth_interval=1)
     params = tree(0)
     state, scales = tx.init(params), []
