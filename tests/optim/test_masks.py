@@ -76,8 +76,9 @@ def trained(mask):
     strategy = fs.zero2(one_axis(), min_shard_elements=0)
     tx = fs.chain(fs.add_decayed_weights(0.1, mask), fs.freeze(fs.sgd(0.1, momentum=0.9), "1.*"))
     state = fs.TrainState.create(fs.shard(dict(module().named_parameters()), strategy), tx)
+    update = fs.jit(lambda s, grads: fs.update(tx, s, grads))
     for step in range(1, STEPS + 1):
-        state = fs.jit(lambda s, grads: fs.update(tx, s, grads))(state, fs.shard(gradients(step), strategy))
+        state = update(state, fs.shard(gradients(step), strategy))
     return fs.unshard(state.params)
 
 

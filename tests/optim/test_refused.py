@@ -12,72 +12,44 @@ from tests.optim.test_wrappers import NATIVE, WRAPPERS, sgd
 from tests.trees import assert_same_bits
 
 NAN, INF = float("nan"), float("inf")
-W = {"w": torch.ones(2)}
-
+W, SGD = {"w": torch.ones(2)}, fs.sgd(0.1)
 PARAMS = {"a": torch.ones(2), "b": torch.ones(2)}
-MASK = "expected the mask to be a glob pattern of leaves' names, several, or a function of (name, leaf)"
+MASK = "expected the mask to be a glob pattern of leaves' names, several, or a function of (name, leaf), got"
+KINDS = "expected parts, or tx, of Optimizers alone or GradientTransformations alone, got"
+NONE = "matches no leaf of a, b; name some of these"
+LEFT = 'expected a mask for every leaf, got none for b; add one for "*"'
+OTHER = "expected the state to be a tuple of 2, got one of 1; update with the optimizer that made the state"
 MASKS = [
-    (lambda: fs.freeze(fs.sgd(0.1), {"a": 1, "b": 0}), f"freeze: {MASK}, got a dict"),
+    (lambda: fs.freeze(SGD, {"a": 1, "b": 0}), f"freeze: {MASK} a dict"),
+    (lambda: fs.freeze(SGD, ()), f"freeze: {MASK} a tuple"),
+    (lambda: fs.masked(SGD, 3), f"masked: {MASK} an int"),
+    (lambda: fs.masked(SGD, "bias").init(PARAMS), f"masked: the mask 'bias' {NONE}"),
+    (lambda: fs.partition({"a": SGD, "c*": SGD, "*": SGD}).init(PARAMS), f"partition: the mask 'c*' {NONE}"),
+    (lambda: fs.chain(fs.add_decayed_weights(0.1, "w*"), SGD).init(PARAMS), f"masked: the mask 'w*' {NONE}"),
+    (lambda: fs.partition({"a": SGD}).init(PARAMS), f"partition: {LEFT}"),
+    (lambda: fs.partition({}), f"partition: {KINDS} nothing"),
     (
-        lambda: fs.masked(fs.sgd(0.1), "bias").init(PARAMS),
-        "masked: the mask 'bias' matches no leaf of a, b; name some of these",
+        lambda: fs.partition({"a": SGD, "*": fs.clip_by_value(1.0)}),
+        f"partition: {KINDS} an Optimizer, a GradientTransformation",
     ),
-    (
-        lambda: fs.partition({"a": fs.sgd(0.1), "c*": fs.sgd(0.1), "*": fs.sgd(0.1)}).init(PARAMS),
-        "partition: the mask 'c*' matches no leaf of a, b; name some of these",
-    ),
-    (
-        lambda: fs.chain(fs.add_decayed_weights(0.1, "w*"), fs.sgd(0.1)).init(PARAMS),
-        "masked: the mask 'w*' matches no leaf of a, b; name some of these",
-    ),
-    (lambda: fs.freeze(fs.sgd(0.1), ()).init(PARAMS), f"freeze: {MASK}, got a tuple"),
-    (
-        lambda: fs.partition({"a": fs.sgd(0.1)}).init(PARAMS),
-        'partition: expected a mask for every leaf, got none for b; add one for "*"',
-    ),
-    (
-        lambda: fs.partition({}),
-        "partition: expected parts, or tx, of Optimizers alone or GradientTransformations alone, got nothing",
-    ),
-    (
-        lambda: fs.partition({"a": fs.sgd(0.1), "*": fs.clip_by_value(1.0)}),
-        "partition: expected parts, or tx, of Optimizers alone or GradientTransformations alone, got an Optimizer, a "
-        "GradientTransformation",
-    ),
-    (
-        lambda: fs.masked(optim.AdamW, "a"),
-        "masked: expected parts, or tx, of Optimizers alone or GradientTransformations alone, got a type, None",
-    ),
-    (lambda: fs.masked(fs.sgd(0.1), 3), f"masked: {MASK}, got an int"),
-    (
-        lambda: fs.masked(fs.sgd(0.1), "a").update(PARAMS, fs.sgd(0.1).init(PARAMS)[:1], PARAMS),
-        "masked: expected the state to be a tuple of 2, got one of 1; update with the optimizer that made the state",
-    ),
+    (lambda: fs.masked(optim.AdamW, "a"), f"masked: {KINDS} a type, None"),
+    (lambda: fs.masked(SGD, "a").update(PARAMS, SGD.init(PARAMS)[:1], PARAMS), f"masked: {OTHER}"),
 ]
 
 
 UPDATES = "expected steps to be a number of updates, 1 or more, got"
-TABLE = "from_torch_scheduler: expected steps to be a number of updates, 1 or more, got"
 STEP = partial(fs.from_torch_scheduler, lr_scheduler.StepLR, step_size=2)
-
-
 CONSTANT = fs.schedules.constant(1.0)
 BOUNDARIES = "schedules.join: expected a boundary between any two schedules, in rising order, got boundaries"
 SCHEDULES = [
-    *((partial(STEP, lr=0.1, steps=n), f"{TABLE} {n!r}") for n in (0, -1, 2.0, True)),
+    *((partial(STEP, lr=0.1, steps=n), f"from_torch_scheduler: {UPDATES} {n!r}") for n in (0, -1, 2.0)),
     (lambda: fs.schedules.constant(NAN), "schedules.constant: expected value to be a finite number, got nan"),
     (lambda: fs.schedules.linear(0.0, INF, 3), "schedules.linear: expected end to be a finite number, got inf"),
     (lambda: fs.schedules.linear(0.0, 1.0, 0), f"schedules.linear: {UPDATES} 0"),
     (lambda: fs.schedules.cosine(1.0, 2.5), f"schedules.cosine: {UPDATES} 2.5"),
     (lambda: fs.schedules.warmup_cosine(1.0, 5, 5), f"schedules.cosine: {UPDATES} 0"),
-    (
-        lambda: fs.schedules.join([CONSTANT], [3]),
-        f"{BOUNDARIES} [3] of 1 schedules",
-    ),
-    (
-        lambda: fs.schedules.join([CONSTANT] * 3, [3, 3]),
-        f"{BOUNDARIES} [3, 3] of 3 schedules",
-    ),
+    (lambda: fs.schedules.join([CONSTANT], [3]), f"{BOUNDARIES} [3] of 1 schedules"),
+    (lambda: fs.schedules.join([CONSTANT] * 3, [3, 3]), f"{BOUNDARIES} [3, 3] of 3 schedules"),
 ]
 
 

@@ -107,23 +107,6 @@ def test_training_gets_the_bits_of_torch(case, optimizer, how):
         assert_same_bits(ours, {name: param.detach() for name, param in params.items()})
 
 
-def test_cycled_momentum_gets_the_bits_of_torch():
-    cls, arguments = SCHEDULERS["OneCycleLR"]
-    lr, momentum = (fs.from_torch_scheduler(cls, 0.1, STEPS, name=name, **arguments) for name in ("lr", "momentum"))
-    param = torch.nn.Parameter(torch.ones(3))
-    theirs = optim.SGD([param], lr=0.1, momentum=0.9)
-    scheduler = cls(theirs, **arguments)
-    tx = fs.from_torch(optim.SGD, lr=lr, momentum=momentum)
-    ours = torch.ones(3)
-    state = tx.init(ours)
-    for step in range(STEPS):
-        param.grad = normal(step)(3, dtype=torch.float32)
-        ours, state = tx.update(param.grad.clone(), state, ours)
-        theirs.step()
-        scheduler.step()
-        assert_same_bits(ours, param.detach())
-
-
 def test_a_jitted_update_follows_the_schedule():
     """An index that is a tensor of shape () is asked for its value, which a trace does not have."""
     tx = fs.from_torch(optim.AdamW, lr=fs.from_torch_scheduler(lr_scheduler.StepLR, 0.1, STEPS, step_size=1, gamma=0.7))

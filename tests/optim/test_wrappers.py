@@ -171,18 +171,6 @@ def test_scales_at_the_ends_of_their_range():
     assert scales == [2.0**127] * 3
 
 
-@on_ranks(2)
-def test_updates_in_a_vmap_are_skipped_alike():
-    params = fs.shard({"w": torch.ones(5, 3)}, fs.zero2(one_axis(), min_shard_elements=0))
-    tx = fs.skip_nonfinite(fs.sgd(0.1))
-
-    def step(scale):
-        return tx.update(fs.tree_map(lambda x: x * scale, params), tx.init(params), params)[0]["w"].local
-
-    found = torch.func.vmap(step)(torch.tensor([1.0, math.inf]))[:, 0, 0]
-    assert found.tolist() == [torch.tensor(0.9).item(), 1.0]
-
-
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("donate", (False, True))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
