@@ -29,7 +29,6 @@ from rivals import SYSTEMS, make
 
 import fshard as fs
 from fshard.comm.groups import Group
-from fshard.comm.recorder import Watchers
 
 # Ways to run a step.
 OFF, AGAIN, TRACED, RECORDED = "off", "off again", "traced", "recorded"
@@ -138,7 +137,7 @@ def look_seconds() -> float:
     """Seconds of one look at what this thread is to tell, and whom."""
     start = time.perf_counter()
     for _ in range(LOOKS):
-        for _ in fs.comm.of_this_rank(Watchers):
+        for _ in fs.comm.watchers():
             pass
     return (time.perf_counter() - start) / LOOKS
 

@@ -1,6 +1,5 @@
 """value_and_grad and accumulate: the loss and its sharded, reduced gradients in one call."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -199,8 +198,6 @@ class _Job:
             The objective, each function's aux, the gradients of parameters and of inputs, and the new state where one
             was passed.
         """
-        if self.share and _compat.is_tracing():
-            comm.ops.told(json.dumps({"sums": "tree"}))
         tensors = tree_leaves((self.params, self.inputs))
         outer = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         # The result must be differentiable itself, or there is nothing to gather.

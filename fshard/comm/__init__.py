@@ -18,10 +18,10 @@ from fshard.comm.collective import (
     start_all_to_all,
     start_reduce_scatter,
 )
-from fshard.comm.events import Collective, Label, Record, Verb, concerning, decoded, described, of_this_rank
+from fshard.comm.events import Collective, Label, Record, Verb, concerning, decoded, described
 from fshard.comm.failure import CollectiveError, Position, connected, unequal
 from fshard.comm.groups import Issued, World, world
-from fshard.comm.recorder import Watcher, record, watched
+from fshard.comm.recorder import record, watched, watchers
 
 __all__ = [
     "Collective",

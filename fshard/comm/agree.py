@@ -80,8 +80,8 @@ def same_call(what: str, axes: Sequence[Axis], facts: Flat | Mapping[Axis, str],
         ValueError: on every rank, if ranks make different calls or were told different things.
         CollectiveError: if a rank failed.
     """
-    axes = [axis for axis in axes if axis.size > 1]
-    if not axes or not all(map(serves_host, axes)):
+    axes, tracing = [axis for axis in axes if axis.size > 1], _compat.is_tracing()
+    if not tracing and not (axes and all(map(serves_host, axes))):
         return
     if isinstance(facts, Flat):
         leaves = [leaf for leaf in facts.leaves if is_sharded(leaf)]
@@ -89,7 +89,7 @@ def same_call(what: str, axes: Sequence[Axis], facts: Flat | Mapping[Axis, str],
         # Of thousands of leaves a few tuples are made in less time than one for each.
         columns = paths, tuple([leaf.spec for leaf in leaves]), tuple([leaf.local.dtype for leaf in leaves])
         text = _facts(((VERB, what), *((name, _text(value)) for name, value in told.items())), *columns)
-        if _compat.is_tracing():
+        if tracing:
             return ops.told(text)
         facts = dict.fromkeys(axes, text)
     if (running := world().call) is not None:

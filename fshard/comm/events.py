@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from enum import StrEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,43 +17,13 @@ from fshard import _compat
 # So many leaves of a unit are printed, which may have hundreds, and so many characters of the names of units.
 LEAVES, WIDTH = 6, 200
 
-# Under which threads that run a backward pass find the objects of the rank whose pass it is.
-KEY = "fshard rank"
-_objects: ContextVar[dict[type, Any] | None] = ContextVar("fshard_objects_of_this_rank", default=None)
-
 # The units and leaves that collectives which start now are for.
 _subject: ContextVar[tuple[Any, ...]] = ContextVar("fshard_subject", default=())
 
-T = TypeVar("T")
 # The dtypes and shapes of tensors.
 Shapes = tuple[tuple[torch.dtype, torch.Size], ...]
 # The axis of a collective, its size and group, and the encoded label.
 Whose = tuple[str, int, str, str]
-
-
-class _Objects(dict[type, Any]):
-    def __missing__(self, kind: type) -> Any:
-        return self.setdefault(kind, kind())
-
-
-def of_this_rank(kind: type[T]) -> T:
-    """Find this rank's object of a class: ranks are processes, or threads of one, whose states must not mix.
-
-    Args:
-        kind: The class, which makes one without arguments at the first call.
-
-    Returns:
-        The same object at each call of this thread; while `watched` also on threads that run its backward passes.
-    """
-    found: T = objects_of_this_rank()[kind]
-    return found
-
-
-def objects_of_this_rank() -> dict[type, Any]:
-    """Find all objects that `of_this_rank` keeps, by their classes."""
-    if (found := _compat.thread_object(KEY) or _objects.get()) is None:
-        _objects.set(found := _Objects())
-    return found
 
 
 class Verb(StrEnum):

@@ -14,14 +14,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from fshard import _compat
 from fshard.comm.groups import TEXT, Group, Issued, Link, World
-
-T = TypeVar("T")
 
 # Seconds: for a call of the store, which may hang with the rank that holds it; until a note may be there where a
 # connection ended; in which all ranks may fail; that a rank lingers; between two questions.
@@ -136,12 +134,12 @@ def _behind(rank: int, positions: Positions) -> set[int]:
     return {r for r in position.groups[name][0] if started.get(r, 0) < number}
 
 
-def answer(ask: Callable[[], T], seconds: float = 0.0) -> T | None:
+def answer(ask: Callable[[], Any], seconds: float = 0.0) -> Any:
     """Ask the store, again and again for some seconds until it finds something; None where it does not answer.
 
     It may be gone, or hang with the rank that holds it.
     """
-    found: list[T] = []
+    found: list[Any] = []
 
     def run() -> None:
         deadline = time.monotonic() + seconds

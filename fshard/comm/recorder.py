@@ -4,56 +4,38 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm.events import (
-    KEY,
-    Collective,
-    Record,
-    Shapes,
-    Whose,
-    decoded,
-    described,
-    objects_of_this_rank,
-    of_this_rank,
-)
+from fshard.comm.events import Collective, Record, Shapes, Whose, decoded, described
 from fshard.comm.failure import connected, ended, failure
 from fshard.comm.groups import Group, Issued, Link, world
 
-T = TypeVar("T")
 Tensors = list[torch.Tensor]
 
 
-class Watcher:
-    """Base of those who are told of a rank's collectives as they start and land."""
-
-    def starts(self, issued: Issued, tensors: Sequence[torch.Tensor]) -> None:
-        """A collective of these tensors is about to start."""
-
-    def started(self, issued: Issued) -> None:
-        """It is under way."""
-
-    def waits(self, issued: Issued) -> None:
-        """One of its buffers is about to be waited for."""
-
-    def landed(self, issued: Issued) -> None:
-        """That buffer has landed."""
+# Under which threads that run a backward pass find the watchers of the rank whose pass it is.
+KEY = "fshard watchers"
+_watchers: ContextVar[list[Any] | None] = ContextVar("fshard_watchers", default=None)
 
 
-W = TypeVar("W")
+def watchers() -> list[Any]:
+    """Find the list of those who are told of this rank's collectives: ranks are processes, or threads of one."""
+    found: list[Any] | None = _compat.thread_object(KEY)
+    if found is None and (found := _watchers.get()) is None:
+        _watchers.set(found := [])
+    return found
 
 
-class Watchers(list[Any]):
-    """Those who are told of one rank's collectives."""
-
-    def tell(self, moment: str, *args: Any) -> None:
-        """Call a method of each."""
-        for watcher in self:
-            getattr(watcher, moment)(*args)
+def _tell(watchers: Sequence[Any], moment: str, *args: Any) -> None:
+    """Call the method of a name of all that have it."""
+    for watcher in watchers:
+        if method := getattr(watcher, moment, None):
+            method(*args)
 
 
 def started(
@@ -74,27 +56,27 @@ def started(
     Raises:
         CollectiveError: if it cannot start, or the group is broken.
     """
-    watchers, own, (axis, _, name, label) = of_this_rank(Watchers), world(), whose
+    watching, own, (axis, _, name, label) = watchers(), world(), whose
     if own.broken is not None:
         raise failure(own)
     group = connected(own, name)
     hashed, text = _texts(op, axis, label, tuple((tensor.dtype, tensor.shape[len(sizes) > 0 :]) for tensor in tensors))
     text = f"{text} in {own.call.what}" if own.call is not None else text
     step = group.enter(op, hashed, text, *sizes)
-    entry = Collective.of(op, tensors, sizes, whose) if watchers else None
+    entry = Collective.of(op, tensors, sizes, whose) if watching else None
     issued = Issued(entry, own, group, step)
-    watchers.tell("starts", issued, tensors)
+    _tell(watching, "starts", issued, tensors)
     # Other errors are not of the connections, and pass through.
-    buffers = _waiting(issued, dist.DistError, lambda: kernel(step, group))
+    buffers: Tensors = _waiting(issued, dist.DistError, lambda: kernel(step, group))
     issued.left = len(buffers)
     for buffer in buffers:
         buffer.__dict__["issued"] = issued
         own.flying[id(buffer)] = buffer
-    watchers.tell("started", issued)
+    _tell(watching, "started", issued)
     return buffers
 
 
-def _waiting(issued: Issued, kind: type[Exception], run: Callable[[], T]) -> T:
+def _waiting(issued: Issued, kind: type[Exception], run: Callable[[], Any]) -> Any:
     """Run what may wait for other ranks, and say why where it fails."""
     own = issued.world
     own.waiting, issued.since = issued, time.monotonic()
@@ -131,35 +113,37 @@ def landed(buffer: torch.Tensor) -> torch.Tensor:
     issued = buffer.__dict__.pop("issued", None)
     if issued is None:
         return _compat.WAIT_TENSOR(buffer)
-    watchers = of_this_rank(Watchers)
+    watching = watchers()
     issued.world.flying.pop(id(buffer), None)
-    watchers.tell("waits", issued)
-    out = _waiting(issued, RuntimeError, lambda: _compat.WAIT_TENSOR(buffer))
+    _tell(watching, "waits", issued)
+    out: torch.Tensor = _waiting(issued, RuntimeError, lambda: _compat.WAIT_TENSOR(buffer))
     issued.left -= 1
-    watchers.tell("landed", issued)
+    _tell(watching, "landed", issued)
     return out
 
 
 @contextmanager
-def watched(watcher: W) -> Iterator[W]:
+def watched(watcher: Any) -> Iterator[Any]:
     """Tell a watcher of this thread's collectives inside the context, those of a backward pass included.
 
     Args:
-        watcher: The one that is told: a Watcher, or another object with its methods.
+        watcher: The one that is told, by those that it has of four methods: `starts(issued, tensors)` as a collective
+            is about to start, `started(issued)` when it is under way, `waits(issued)` before a buffer is waited for,
+            and `landed(issued)`.
 
     Yields:
         The watcher.
     """
-    watchers = of_this_rank(Watchers)
-    watchers.append(watcher)
+    told = watchers()
+    told.append(watcher)
     try:
-        with _compat.keeping_thread_object(KEY, objects_of_this_rank()):
+        with _compat.keeping_thread_object(KEY, told):
             yield watcher
     finally:
-        watchers[:] = [other for other in watchers if other is not watcher]
+        told[:] = [other for other in told if other is not watcher]
 
 
-class _Recording(Record, Watcher):
+class _Recording(Record):
     def starts(self, issued: Issued, _: Sequence[torch.Tensor]) -> None:
         self.append(issued.collective)
 

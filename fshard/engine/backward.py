@@ -24,24 +24,21 @@ class Backward:
     has passed; ranks agree on that though one has gradients there and another has none.
     """
 
-    def __init__(self, forward: Forward, *, divisor: Any, reduce: bool, last: bool, before_derived: int = 0) -> None:
+    def __init__(self, forward: Forward, *, divisor: Any, early: bool, last: bool) -> None:
         """Begin before the first step.
 
         Args:
             forward: The forward.
             divisor: What reduced gradients of the call's own leaves are divided by.
-            reduce: Whether gradients of the call's own leaves are reduced in this backward.
+            early: Whether gradients of the call's own leaves are reduced as they appear, where their policies say so.
             last: Whether no other forward follows, so that tensors kept from use to use may be dropped.
-            before_derived: How many of the first uses derived leaves may have been computed from; their gradients are
-                complete, and reduced, behind the derived leaves' own backward.
         """
-        self._uses, self._divisor, self._reduces, self._last = forward.uses, divisor, reduce, last
+        self._uses, self._divisor, self._early, self._last = forward.uses, divisor, early, last
         steps = forward.events[::-1]
         for number, step in enumerate(steps):
             if not step.needs:
                 step.use.due = number
         self._cursor = Cursor(steps, lambda: None, least=0)
-        self._before_derived = set(forward.uses[:before_derived])
         self._again: set[Any] = {None}
         self._queue: list[Leaf] = []
         self._nbytes = 0
@@ -104,7 +101,7 @@ class Backward:
         if (use.unit.regathered or self._last) and use.checkpoint in self._again:
             # Else a checkpoint may yet compute with it again on this rank.
             use.release()
-        now = self._reduces and use.unit.policy.early and use not in self._before_derived
+        now = self._early and use.unit.policy.early
         self._enqueue(leaf for leaf in use.trained if leaf.first is use and (leaf.derived or now))
 
     def _enqueue(self, leaves: Iterable[Leaf]) -> None:
@@ -126,9 +123,11 @@ class Backward:
     def _start_due(self) -> None:
         due, self._queue, self._nbytes = self._queue, [], 0
         # Autograd goes on from the sums of derived leaves, undivided.
-        for kind in ([leaf for leaf in due if not leaf.derived], [leaf for leaf in due if leaf.derived]):
-            for transform, group in grouped(kind, transform_of).items():
-                self._start(transform, [kind[i] for i in group])
+        for kind in (False, True):
+            for transform, group in grouped(
+                [leaf if leaf.derived is kind else None for leaf in due], transform_of
+            ).items():
+                self._start(transform, [due[i] for i in group])
 
     def _start(self, transform: Any, leaves: list[Leaf]) -> None:
         grads, nbytes = [leaf.take_full() for leaf in leaves], sum([leaf.nbytes for leaf in leaves])
@@ -144,7 +143,7 @@ class Backward:
         leaves, finish, _ = self._flying.popleft()
         with torch.no_grad():
             grads, states = finish()
-            grads = [leaf.sum_of_shards(grad) for leaf, grad in zip(leaves, grads, strict=True)]
+            grads = [leaf.wide(grad) for leaf, grad in zip(leaves, grads, strict=True)]
             # Now, while they are in the processor's cache.
             divisor = 1 if leaves[0].derived else self._divisor
             if reduction(leaves[0].spec.transform).is_new and not (isinstance(divisor, int) and divisor == 1):

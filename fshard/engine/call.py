@@ -1,8 +1,7 @@
 """One run of `value_and_grad`, or of a model: binds leaves, runs forwards and backwards, ends."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from fshard.collectives import Chain, chained, divided
 from fshard.engine.backward import Backward
 from fshard.engine.forward import Forward
 from fshard.engine.graph import ANY_CALL, Grads, check_direct, deliver, graph_outlived, used_by
-from fshard.engine.leaf import Leaf, TreeLeaf
+from fshard.engine.leaf import Leaf
 from fshard.engine.passes import Pass
 from fshard.engine.plan import Facts, ModuleUnit, planned, unit_of
 from fshard.engine.saved import Saved
@@ -54,20 +53,21 @@ class Call:
         """
         comm.same_call(what, axes, flat, **told)
         self._what, self._trains, self._inputs, self._share = what, trains, inputs, share
-        self.bound = [self._bound(leaf) if is_sharded(leaf) else leaf for leaf in flat.leaves]
-        kind = Leaf if share is None else partial(TreeLeaf, share=share)
-        given = zip(flat.paths, self.bound, flat.leaves, strict=True)
-        self.leaves = [kind(path, leaf, own.local) if is_sharded(leaf) else None for path, leaf, own in given]
+        self.bound, self.leaves = list(flat.leaves), list[Leaf | None]()
+        for i, (path, own) in enumerate(zip(flat.paths, flat.leaves, strict=True)):
+            if is_sharded(own):
+                bound = self.bound[i] = Sharded(own.local.detach(), own.spec)
+                bound.local.requires_grad_(trains and not own.spec.frozen)
+                self.leaves.append(Leaf(path, bound, own.local, share=share))
+            else:
+                self.leaves.append(None)
         self._own = [leaf for leaf in self.leaves if leaf is not None]
         self.trained = [leaf for leaf in self._own if leaf.trained]
-        drops = any(leaf.policy.regather is not False for leaf in self._own)
-        self._drops = trains and drops and any(axis.size > 1 for axis in axes)
+        drops = trains and any(axis.size > 1 for axis in axes)
+        self._drops = drops and any(leaf.policy.regather is not False for leaf in self._own)
         self._versions = _compat.versions(leaf.stored for leaf in self._own)
         self.at_end: list[Callable[[], None]] = []
         self.ended = False
-
-    def _bound(self, leaf: Sharded) -> Sharded:
-        return Sharded(leaf.local.detach().requires_grad_(self._trains and not leaf.spec.frozen), leaf.spec)
 
     def running(self) -> AbstractContextManager[None]:
         """Make the context in which `call_of` finds this call."""
@@ -84,7 +84,6 @@ class Call:
             found = self._by_tensor[id(leaf.local)] = Leaf(path, leaf, leaf.local, derived=True)
             if found.trained:
                 self._derived.append(found)
-                self._before_derived = len(self._forward.uses)
         return found
 
     def begin_pass(self, units: Sequence[ModuleUnit], leaves: Mapping[str, Leaf]) -> Pass:
@@ -99,7 +98,7 @@ class Call:
         """
         if not self._forward.over:
             self._forward.leave_plain()
-        return Pass(self._forward, planned(tuple(units), _facts(leaves, leaves.values())), leaves, self._recomputed)
+        return Pass(self._forward, planned(tuple(units), _facts(leaves)), leaves, self._recomputed)
 
     def gather(self, paths: Sequence[str], leaves: Sequence[Sharded]) -> list[torch.Tensor]:
         """Gather leaves in a plain function, as one unit."""
@@ -108,7 +107,7 @@ class Call:
         if self._forward.over:
             use = self._recomputed(asked)
         else:
-            use = Use(unit_of(_name(asked), _facts([leaf.path for leaf in asked], asked)), asked)
+            use = Use(unit_of(_name(asked), _facts({leaf.path: leaf for leaf in asked})), asked)
             self._forward.insert_plain(use)
         outputs = [self.output(use, leaf) for leaf in found]
         # The function holds them.
@@ -180,8 +179,6 @@ class Call:
         self._backward: Backward | None = None
         self._chain = Chain(self._catch_up)
         self._derived: list[Leaf] = []
-        # The number of uses that may have made derived leaves.
-        self._before_derived = 0
         hooks = self._forward.saved.hooks() if self._drops else nullcontext()
         chain, grad = (chained(self._chain), torch.enable_grad()) if self._trains else (nullcontext(), nullcontext())
         try:
@@ -212,9 +209,10 @@ class Call:
         if last:
             for leaf in self._own:
                 leaf.keeper = None
-        before, uses = [leaf.used for leaf in self.trained], self._before_derived
-        backward = Backward(self._forward, divisor=divisor, reduce=reduce, last=last, before_derived=uses)
-        self._backward = backward
+        before = [leaf.used for leaf in self.trained]
+        # Gradients of leaves that derived ones may have been computed from come behind the derived leaves' own.
+        early = reduce and not self._derived
+        self._backward = backward = Backward(self._forward, divisor=divisor, early=early, last=last)
         outputs = [out for out in (loss, *self._chain.tokens[1:]) if out.requires_grad]
         starts = [torch.ones_like(out) if out is loss else torch.zeros_like(out) for out in outputs]
         used = used_by(loss, self.trained) if self._derived else set()
@@ -259,7 +257,7 @@ class Call:
         for leaf, grad in zip(self.trained, grads, strict=False):
             if grad is not None:
                 leaf.used = True
-                leaf.add_reduced(divided(leaf.sum_of_shards(grad), divisor))
+                leaf.add_reduced(divided(leaf.wide(grad), divisor))
 
     def end(self) -> None:
         """Drop all that the call holds, so that memory is freed without the garbage collector."""
@@ -276,10 +274,9 @@ def _name(leaves: Sequence[Leaf]) -> str:
     return ", ".join([leaf.path for leaf in leaves])
 
 
-def _facts(names: Iterable[str], leaves: Iterable[Leaf]) -> tuple[Facts, ...]:
+def _facts(leaves: Mapping[str, Leaf]) -> tuple[Facts, ...]:
     """Describe leaves by values."""
-    pairs = zip(names, leaves, strict=True)
-    return tuple([(name, leaf.spec, leaf.stored.element_size()) for name, leaf in pairs])
+    return tuple([(name, leaf.spec, leaf.stored.element_size()) for name, leaf in leaves.items()])
 
 
 def call_of(flat: Flat) -> Call | None:

@@ -32,16 +32,20 @@ class Leaf:
         owed: Whether a reduction is due on every rank, whether this one has used the leaf or not.
         used: Whether this rank's loss used it.
         state: The state of its transform, if that has one.
+        tree: The sum over all microbatches of the job in one binary tree; None where they are added up in turn.
+        once: Whether full gradients enter the tree, to be reduced together, rather than reduced ones.
         full: This rank's full gradient, not yet reduced.
         reduced: The reduced gradient.
     """
 
     __slots__ = (
-        *("full", "reduced", "accumulated", "derived", "device", "dtype", "first", "keeper", "nbytes", "owed"),
-        *("path", "policy", "shape", "spec", "state", "stored", "tensor", "trained", "used"),
+        *("full", "reduced", "accumulated", "derived", "device", "dtype", "first", "keeper", "nbytes", "once"),
+        *("owed", "path", "policy", "shape", "spec", "state", "stored", "tensor", "trained", "tree", "used"),
     )
 
-    def __init__(self, path: str, leaf: Sharded, stored: torch.Tensor, derived: bool = False) -> None:
+    def __init__(
+        self, path: str, leaf: Sharded, stored: torch.Tensor, *, derived: bool = False, share: Share | None = None
+    ) -> None:
         """Take a leaf in."""
         self.path, self.spec, self.tensor, self.derived = path, leaf.spec, leaf.local, derived
         self.stored = stored.detach() if stored.requires_grad else stored
@@ -52,6 +56,8 @@ class Leaf:
         self.keeper: Use | None = None
         self.first: Use | None = None
         self.state: Any = None
+        self.tree = TreeSum() if share else None
+        self.once = share is not None and share.communicate == "once"
         self.shape: Sequence[int] | None = None
         self.full: torch.Tensor | None = None
         self.reduced: torch.Tensor | None = None
@@ -62,9 +68,14 @@ class Leaf:
             self.shape = full.shape
             self.dtype, self.device, self.nbytes = full.dtype, full.device, full.nbytes
 
-    def wide(self, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Cast to the dtype in which gradients are added up: of microbatches at least that of the reduction."""
-        wanted = sum_dtype(self.spec, dtype) if self.accumulated else dtype
+    def wide(self, grad: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Cast to the dtype in which gradients, by default of shards, are added up.
+
+        Those of microbatches are added up in at least the dtype of the reduction.
+        """
+        wanted = dtype or self.stored.dtype
+        if self.accumulated:
+            wanted = sum_dtype(self.spec, wanted)
         # Most gradients have that dtype, and an operator takes longer to find that out.
         return grad if grad.dtype is wanted else grad.to(wanted)
 
@@ -74,16 +85,15 @@ class Leaf:
         self.full = grad if self.full is None else self.wide(self.full, grad.dtype) + grad
 
     def take_full(self) -> torch.Tensor:
-        """Hand over this rank's full gradient; zeros where it has none."""
+        """Hand over this rank's full gradient, of this microbatch or of all; zeros where it has none."""
         full, self.full, self.owed = self.full, None, False
+        if self.tree is not None and self.once:
+            self._enter(full)
+            full = self.tree.total()
         if full is None:
             assert self.shape is not None
             full = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        return full
-
-    def sum_of_shards(self, grad: torch.Tensor) -> torch.Tensor:
-        """Cast a part of the reduced gradient to the dtype in which such parts are added up."""
-        return self.wide(grad, self.stored.dtype)
+        return self._in_tree(full) if self.once else full
 
     def add_reduced(self, grad: torch.Tensor) -> None:
         """Add to the reduced gradient."""
@@ -97,47 +107,22 @@ class Leaf:
     def take_grad(self, divisor: Any = 1) -> torch.Tensor:
         """Hand over the reduced gradient, divided and in the stored dtype; zeros where there is none."""
         reduced = self.take_reduced()
+        if self.tree is not None and not self.once and (reduced := self.tree.total()) is not None:
+            reduced = self.wide(reduced)
         return torch.zeros_like(self.stored) if reduced is None else divided(reduced, divisor).to(self.stored.dtype)
 
     def end_microbatch(self, last: bool) -> None:
-        """The backward of a microbatch has ended."""
-
-
-class TreeLeaf(Leaf):
-    """A leaf whose gradients of all microbatches of a job are added up in one binary tree."""
-
-    __slots__ = ("_early", "_tree")
-
-    def __init__(self, path: str, leaf: Sharded, stored: torch.Tensor, share: Share) -> None:
-        """Take a leaf in."""
-        super().__init__(path, leaf, stored)
-        self._early, self._tree = share.communicate == "each", TreeSum()
-
-    def take_full(self) -> torch.Tensor:
-        """Hand over this rank's full gradient, of this microbatch or of all."""
-        if self._early:
-            return super().take_full()
-        self._enter(self.full)
-        self.full = self._tree.total()
-        return self._in_tree(super().take_full())
-
-    def end_microbatch(self, last: bool) -> None:
         """Take the gradient of a microbatch into the tree."""
-        if self._early:
+        if self.tree is not None and not self.once:
             self._enter(self.take_reduced())
-        elif not last:
+        elif self.tree is not None and not last:
             self._enter(self.full)
             self.full = None
 
     def _enter(self, part: torch.Tensor | None) -> None:
-        self._tree.add(None if part is None else self._in_tree(part))
+        assert self.tree is not None
+        self.tree.add(None if part is None else self._in_tree(part))
 
     def _in_tree(self, grad: torch.Tensor) -> torch.Tensor:
         """Cast to the dtype of all sums over microbatches: that of the reduction, or else of full gradients."""
         return grad.to(reduction(self.spec.transform).dtype or self.dtype)
-
-    def take_grad(self, divisor: Any = 1) -> torch.Tensor:
-        """Hand over the reduced gradient; see `Leaf`."""
-        if self._early and (total := self._tree.total()) is not None:
-            self.reduced = self.sum_of_shards(total)
-        return super().take_grad(divisor)

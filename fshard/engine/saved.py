@@ -39,7 +39,7 @@ class Saved:
         """Register a use's tensors, except those that share memory with stored shards."""
         if not self._hooked or not use.unit.regathered:
             return
-        for place, (leaf, tensor) in enumerate(zip(use.leaves, use.full, strict=True)):
+        for place, (leaf, tensor) in enumerate(zip(use.leaves, use.wait(), strict=True)):
             key = _compat.storage_key(tensor)
             if key != _compat.storage_key(leaf.stored) and not (tensor.is_conj() or tensor.is_neg()):
                 alive = _compat.StorageWeakRef(tensor.untyped_storage())

@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -12,15 +11,6 @@ from fshard.engine.leaf import Leaf
 from fshard.engine.plan import Unit
 from fshard.tree import grouped
 from fshard.tree.checks import check_versions, writes_counted
-
-
-class State(Enum):
-    """Where the full tensors of a use are."""
-
-    ABSENT = "absent"
-    GATHERING = "gathering"
-    FULL = "full"
-
 
 # The transform by which a leaf is gathered.
 transform_of = operator.attrgetter("spec.transform")
@@ -34,8 +24,8 @@ class Use:
         leaves: Its leaves.
         trained: Those that take a gradient.
         places: The number of each.
-        state: Where its full tensors are.
-        full: The full tensors, by leaf.
+        begun: Whether its full tensors are under way or there.
+        full: The full tensors, by leaf; None until they have been waited for.
         outputs: Tensors handed out to the function, by leaf, while its scope lasts; autograd knows them.
         left: Whether its scope has ended.
         checkpoint: The outermost checkpoint that computes with it again, until whose end it stays open.
@@ -49,11 +39,11 @@ class Use:
         self.unit, self.leaves = unit, leaves
         self.places = {leaf: i for i, leaf in enumerate(leaves)}
         self.trained = [leaf for leaf in leaves if leaf.trained]
-        self.state, self.due = State.ABSENT, -1
+        self.due = -1
         self.checkpoint: Any = None
-        self.full: list[torch.Tensor] = []
+        self.full: list[torch.Tensor] | None = None
         self.outputs: dict[int, torch.Tensor] = {}
-        self.left = self.closed = self.lazy = False
+        self.begun = self.left = self.closed = self.lazy = False
         self._holders: list[tuple[dict[str, Any], str]] = []
         self._finish: list[tuple[list[int], Callable[[], Sequence[torch.Tensor]]]] = []
         self._versions: list[int] = []
@@ -61,9 +51,9 @@ class Use:
     @_compat.outside_selective_checkpoint()
     def start(self) -> None:
         """Start to gather, unless that is under way."""
-        if self.state is not State.ABSENT:
+        if self.begun:
             return
-        leaves, self.state = self.leaves, State.GATHERING
+        leaves, self.begun = self.leaves, True
         missing = [leaf if leaf.keeper is None else None for leaf in leaves]
         if not self.unit.regathered:
             for leaf in leaves:
@@ -78,7 +68,7 @@ class Use:
     @_compat.outside_selective_checkpoint()
     def wait(self) -> list[torch.Tensor]:
         """Wait for the full tensors, and gather them if need be."""
-        if self.state is not State.FULL:
+        if self.full is None:
             self.start()
             found: dict[int, torch.Tensor] = {}
             finishing, self._finish = self._finish, []
@@ -91,7 +81,7 @@ class Use:
             ]
             for leaf, tensor in zip(self.leaves, full, strict=True):
                 leaf.gathered(tensor)
-            self.full, self.state, self._versions = full, State.FULL, _compat.versions(full)
+            self.full, self._versions = full, _compat.versions(full)
         return self.full
 
     def tensor_of(self, leaf: Leaf) -> torch.Tensor:
@@ -100,9 +90,9 @@ class Use:
 
     def release(self) -> None:
         """Drop all full tensors; those that are under way come first."""
-        if self.state is State.GATHERING:
+        if self.begun:
             self.wait()
-        self.full, self.state = [], State.ABSENT
+        self.full, self.begun = None, False
 
     def hand_out(self, holder: dict[str, Any], key: str) -> None:
         """Note where an output was put, so that it is taken back when the use's scope ends."""
@@ -116,6 +106,6 @@ class Use:
 
     def check_writes(self, what: str) -> None:
         """Refuse in-place writes to full tensors, which would not reach the parameters, or reach them unseen."""
-        if self.state is State.FULL:
+        if self.full is not None:
             paths, stored = [leaf.path for leaf in self.leaves], [leaf.stored for leaf in self.leaves]
             check_versions(what, paths, self.full, self._versions, stored)

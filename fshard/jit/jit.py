@@ -12,14 +12,7 @@ from fshard import _compat, comm
 from fshard.collectives import Used, Uses, agreed_uses
 from fshard.errors import Problem, expect, refuse
 from fshard.jit.backends import BACKENDS, Backend, ready
-from fshard.jit.passes import (
-    clean,
-    placeholders,
-    refuse_ambient_random,
-    refuse_operators,
-    refuse_writes,
-    told_in,
-)
+from fshard.jit.passes import clean, placeholders, refuse_ambient_random, refuse_operators, refuse_writes, told_in
 from fshard.jit.signature import Signature, changes, exact, outline, signature
 from fshard.jit.trace import Traced, trace
 from fshard.jit.writes import donate, pairs_of, schedule, twins_of
@@ -126,7 +119,8 @@ class Jitted:
         return program
 
     def _traced(self, key: Signature, flat: Flat) -> _Program:
-        found = changes(next(reversed(self._programs)), key, flat.paths) if self._programs else {}
+        before = next(reversed(self._programs), None)
+        found = {} if before is None else changes(before, key, flat.paths)
         problems = [
             Problem(path, "{1}, a leaf that is no tensor and was {0} before".format(*found[path]), "a tensor")
             for path, leaf in zip(flat.paths, flat.leaves, strict=True)
@@ -223,14 +217,16 @@ def jit(
     """
     donated, static = _numbers("donate", donate_argnums), _numbers("static", static_argnums)
     names = tuple(static_argnames) if isinstance(static_argnames, list | tuple) else (static_argnames,)
-    if not all(isinstance(name, str) for name in names):
-        raise ValueError(f"jit: expected static_argnames to be names of arguments, got {static_argnames!r}")
-    if not callable(backend) and backend not in BACKENDS:
-        raise ValueError(f"jit: expected backend to be one of {BACKENDS} or a function, got {backend!r}")
-    if f is None:
-        return lambda g: Jitted(g, donated, static, names, backend)
-    expect(callable(f), "jit", "f to be a function", describe(f))
-    return Jitted(f, donated, static, names, backend)
+    named = all(isinstance(name, str) for name in names)
+    expect(named, "jit", "static_argnames to be names of arguments", repr(static_argnames))
+    known = callable(backend) or backend in BACKENDS
+    expect(known, "jit", f"backend to be one of {BACKENDS} or a function", repr(backend))
+    expect(f is None or callable(f), "jit", "f to be a function", describe(f))
+
+    def made(f: Callable[..., Any]) -> Jitted:
+        return Jitted(f, donated, static, names, backend)
+
+    return made if f is None else made(f)
 
 
 def _run(program: _Program, flat: Flat, tensors: list[torch.Tensor]) -> Any:
@@ -274,6 +270,6 @@ def _positional(f: Callable[..., Any]) -> list[str]:
 
 def _numbers(name: str, value: Any) -> tuple[int, ...]:
     numbers = tuple(value) if isinstance(value, list | tuple) else (value,)
-    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
-        raise ValueError(f"jit: expected {name}_argnums to be numbers of arguments by position, from 0, got {value!r}")
+    fit = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers)
+    expect(fit, "jit", f"{name}_argnums to be numbers of arguments by position, from 0", repr(value))
     return numbers

@@ -1,6 +1,5 @@
 """Trace: a function of pytrees written down as one graph, on tensors without values."""
 
-import gc
 import sys
 import threading
 import traceback
@@ -99,8 +98,7 @@ def trace(flat: Flat, f: Callable[..., Any], uses: Uses | None = None) -> Traced
 def _tracing() -> Iterator[None]:
     """Trace alone and outside of modes such as the recorder's and inference mode, which are for what runs.
 
-    torch.utils.checkpoint keeps the generator's state in the graph, so that it draws the same masks again. Python's
-    collector does not go through a growing graph again and again: what is traced stays anyway.
+    torch.utils.checkpoint keeps the generator's state in the graph, so that it draws the same masks again.
     """
     get, put = torch.get_rng_state, torch.set_rng_state
     with (
@@ -114,13 +112,7 @@ def _tracing() -> Iterator[None]:
             set_rng_state=lambda state: random.set_random_state(state) if _compat.is_tracing() else put(state),
         ),
     ):
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if collects:
-                gc.enable()
+        yield
 
 
 def _misfit(leaf: Any) -> tuple[str, str] | None:

@@ -1,7 +1,5 @@
 """The recorder and its events: one for each operator of this thread, with a label that is text only where printed."""
 
-import threading
-
 import pytest
 import torch
 
@@ -63,15 +61,6 @@ def test_graphs_know_labels():
     graph = fs.make_graph(f)(torch.ones(2))
     (entry,) = graph.collectives()
     assert entry.about == Label("gather", ("layer",), ("['w']",))
-
-
-def test_each_thread_has_objects_of_its_own():
-    mine, others = comm.of_this_rank(list), []
-    thread = threading.Thread(target=lambda: others.append(comm.of_this_rank(list)))
-    thread.start()
-    thread.join()
-    assert comm.of_this_rank(list) is mine
-    assert others[0] is not mine
 
 
 @pytest.mark.parametrize("algorithm, packed", [("direct", 3), ("by the backend", 4)])

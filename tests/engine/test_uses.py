@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard.engine.leaf import Leaf
 from fshard.engine.plan import PLAIN, Unit
-from fshard.engine.use import State, Use
+from fshard.engine.use import Use
 from tests.ranks import on_ranks
 from tests.trees import one_axis
 
@@ -111,7 +111,7 @@ def test_gathers_under_way_are_awaited_before_they_are_dropped():
     ((group, finish),) = use._finish
     use._finish = [(group, lambda: finished.append(1) or finish())]
     use.release()
-    assert (use.state, use._finish, finished) == (State.ABSENT, [], [1])
+    assert (use.begun, use.full, finished) == (False, None, [1])
 
 
 @dataclass(frozen=True)

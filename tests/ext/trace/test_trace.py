@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard import comm
-from fshard.comm.recorder import Watchers
 from fshard.ext.trace.stragglers import BETWEEN, spans
 from tests.comm.steps import UNITS, make_step
 from tests.ranks import BrokenError, on_ranks
@@ -92,7 +91,7 @@ def test_what_is_done_between_steps_counts_for_no_unit(jitted):
     trace.report()
 
 
-class Signals(comm.Watcher):
+class Signals:
     """Tells the other ranks when this one waits for a unit."""
 
     def __init__(self, unit, signal):
@@ -202,7 +201,7 @@ def test_collectives_before_and_after_are_not_recorded():
     (inside, behind) = trace.report().timelines[0].events
     assert (inside.who, len(inside.waits)) == ("inside", 1)
     assert (behind.who, behind.waits, behind.end) == ("not waited for", [], behind.issued)
-    assert comm.of_this_rank(Watchers) == []
+    assert comm.watchers() == []
 
 
 @on_ranks(2)
