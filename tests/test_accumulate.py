@@ -5,8 +5,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.func import grad
-from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.testing import assert_trees_close
@@ -14,7 +12,6 @@ from tests.bad_input import assert_all_refused, loss, rows_of
 from tests.ranks import my_rank, on_ranks
 from tests.test_law_accounting_units import stack, unit_bytes
 from tests.trees import assert_same_bits, normal, one_axis, two_axes
-from tests.unit_models import filled
 
 # A few hundred products of numbers around one, summed in another order, in float64.
 ATOL = 1e-12
@@ -186,71 +183,6 @@ def test_gradients_are_added_up_in_the_dtype_of_the_reduction(world_size, stored
                 assert off <= 1, f"{leaf} by {name}, communicate={communicate!r}: {off:.3g} times the bound"
 
 
-class Tower(nn.Module):
-    """Blocks of two units each, of which a checkpoint is taken around each unit, inside it, or around some."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.how = how
-        self.first = nn.Linear(5, 5)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 11), nn.Tanh(), nn.Linear(11, 5)) for _ in range(3))
-
-    def forward(self, x):
-        x = self.first(x)
-        if self.how == "around several":
-            x = checkpoint(lambda x: self.blocks[0](self.blocks[2](x)), x, use_reentrant=False)
-        for block in self.blocks:
-            x = x + self.run(block, x)
-        return x.square().mean()
-
-    def run(self, block, x):
-        if self.how == "inside units":
-            return checkpoint(lambda x: block[2](block[1](block[0](x))), x, use_reentrant=False)
-        if self.how == "fs.remat":
-            return fs.remat(block)(x)
-        return block(x) if self.how == "around several" else checkpoint(block, x, use_reentrant=False)
-
-
-@pytest.mark.rows(1)
-@on_ranks(1, 2)
-@pytest.mark.parametrize("how", ("around units", "inside units", "around several", "fs.remat"))
-def test_checkpoints(how, world_size):
-    """What a microbatch computes again, it computes with the tensors of that microbatch, reduced in it or not."""
-    module, mesh = filled(Tower(how)), one_axis()
-    ranks = [[normal(1 + 3 * rank + i)(2, 5) for i in range(MICROBATCHES)] for rank in range(world_size)]
-    value = sum(module(x) for batches in ranks for x in batches) / MICROBATCHES / world_size
-    grads = torch.autograd.grad(value, list(module.parameters()))
-    expected = value.detach(), dict(zip(dict(module.named_parameters()), grads))
-    # Neighbours are merged up to some bytes, but not units inside units.
-    model = fs.functionalize(module, units=nn.Module)
-    apart = dict(min_shard_elements=0, merge_bytes=0)
-    table = {name: strategies(mesh)[name] for name in ("zero3", "zero3 that keeps", "zero2", "zero1", "ddp")} | {
-        "zero3 that keeps some": fs.zero3(mesh, regather="blocks.1*", **apart),
-        "hsdp": fs.hsdp(two_axes(world_size), **apart),
-    }
-    for name, transform in table.items():
-        params = model.init(transform)
-        for communicate in ("each", "once"):
-            try:
-                found = fs.accumulate(model.apply, communicate=communicate)(params, ranks[mesh.get_rank()])
-                assert_trees_close((found[0], fs.unshard(found[1])), expected, rtol=ATOL, atol=ATOL)
-            except Exception as error:
-                error.add_note(f"{name}, communicate={communicate!r}")
-                raise
-
-
-@on_ranks(2)
-def test_frozen_units_have_no_gradient():
-    module, model = modelled(frozen=3)
-    value, grads = in_one_process(module, "mean", 2)
-    for transform in strategies(one_axis()).values():
-        for communicate in ("each", "once"):
-            f = fs.accumulate(partial(local, model.apply, "mean"), communicate=communicate)
-            found = f(model.init(transform), microbatches())
-            assert found[1]["3.weight"] is None
-            assert_trees_close((found[0], fs.unshard(found[1])), (value, grads), rtol=ATOL, atol=ATOL)
-
-
 @on_ranks(2)
 def test_every_microbatch_has_its_aux_and_other_arguments_are_passed_on():
     params = fs.shard({"w": normal()(5, 3)}, fs.zero3(one_axis(), min_shard_elements=0))
@@ -267,41 +199,6 @@ def test_every_microbatch_has_its_aux_and_other_arguments_are_passed_on():
     assert not any(aux["value"].requires_grad for aux in auxes)
     assert_trees_close(value, 4 * total + 15, rtol=ATOL, atol=ATOL)
     assert_trees_close(fs.unshard(grads)["w"], torch.full((5, 3), 4.0).double(), rtol=ATOL, atol=ATOL)
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("communicate", ("each", "once"))
-@on_ranks(2)
-def test_maths_on_shards(communicate):
-    """What autograd returns for the shards themselves is summed too."""
-    full = {"a": normal()(5, 3), "b": normal(1)(3, 4)}
-    x = [normal(2 + 3 * my_rank() + i)(2, 5) for i in range(MICROBATCHES)]
-    for transform in strategies(one_axis()).values():
-        params = fs.shard(full, transform)
-
-        def f(params, x):
-            a = fs.tree_map(lambda a, b: a + 0.5 * b, params["a"], params["a"])
-            return torch.tanh(x @ fs.gather(a) @ fs.gather(params["b"])).sum() + (fs.gather(params["a"])).sum()
-
-        found = fs.accumulate(f, communicate=communicate)(params, x)
-        mean = fs.value_and_grad(lambda p, f=f: sum(f(p, part) for part in x) / MICROBATCHES)(params)
-        assert_trees_close(found, mean, rtol=ATOL, atol=ATOL)
-
-
-@on_ranks(2)
-def test_under_torch_func_it_is_the_same():
-    params = fs.shard({"w": normal()(5, 3)}, fs.zero3(one_axis(), min_shard_elements=0))
-    x = [normal(1 + 3 * my_rank() + i)(2, 5) for i in range(MICROBATCHES)]
-
-    def f(params, x):
-        return torch.tanh(x @ fs.gather(params)["w"]).square().sum()
-
-    def length(step, *args):
-        return lambda params: step(params, *args)[1]["w"].local.square().sum()
-
-    mean = fs.value_and_grad(lambda p: sum(f(p, part) for part in x) / MICROBATCHES)
-    found, expected = grad(length(fs.accumulate(f), x))(params), grad(length(mean))(params)
-    assert_trees_close(found, expected, rtol=ATOL, atol=ATOL)
 
 
 MICRO = "accumulate: expected batches to be a sequence of one or more microbatches, got"
@@ -328,42 +225,3 @@ ROWS = [
 
 def test_bad_arguments_are_refused():
     assert_all_refused(ROWS)
-
-
-class SometimesTied(nn.Module):
-    """A layer that some microbatches leave out, before a head that shares its weight with a unit that was left."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(7, 5)
-        self.always, self.sometimes, self.head = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 7, bias=False)
-        self.head.weight = self.embedding.weight
-        filled(self)
-
-    def forward(self, tokens, with_layer):
-        hidden = self.always(self.embedding(tokens))
-        hidden = hidden + self.sometimes(hidden) if with_layer else hidden
-        return self.head(hidden)
-
-
-@pytest.mark.parametrize("communicate", ("each", "once"))
-@on_ranks(2, 3)
-def test_each_rank_may_leave_out_units_of_its_own_in_each_microbatch(world_size, communicate):
-    rows = ((True, True), (True, False), (False, True), (False, False))
-    for n in range(len(rows)):
-        choices = [rows[(n + rank) % len(rows)] for rank in range(world_size)]
-        module = SometimesTied()
-        full = dict(module.named_parameters())
-        losses = [
-            torch.func.functional_call(module, full, (tokens(rank, i), choice)).square().mean()
-            for rank, row in enumerate(choices)
-            for i, choice in enumerate(row)
-        ]
-        wanted = torch.autograd.grad(sum(losses) / len(losses), list(full.values()), allow_unused=True)
-        model = fs.functionalize(SometimesTied(), units=nn.Linear)
-        params = model.init(fs.zero3(one_axis(), min_shard_elements=0, merge_bytes=0))
-        step = fs.accumulate(lambda p, batch: model.apply(p, *batch).square().mean(), communicate=communicate)  # noqa: B023
-        mine = [(tokens(my_rank(), i), choice) for i, choice in enumerate(choices[my_rank()])]
-        for _ in range(3):
-            _, grads = step(params, mine)
-            assert_trees_close(fs.unshard(grads), dict(zip(full, wanted)), rtol=0.0, atol=ATOL)

@@ -141,16 +141,6 @@ def test_frozen_units_are_gathered_and_never_reduced(frozen, again):
 
 
 @on_ranks(2, 3)
-def test_evaluation_gathers_each_unit_once():
-    model = fs.functionalize(stack(), units=(nn.Embedding, nn.Linear))
-    params = model.init(every_leaf(one_axis()))
-    with fs.comm.record() as record:
-        model.apply(params, torch.arange(4))
-    sizes = unit_bytes(params)
-    assert [entry.bytes for entry in told(record)] == [sizes[unit] for unit in UNITS]
-
-
-@on_ranks(2, 3)
 def test_a_unit_that_a_rank_skips_is_gathered_and_reduced_in_its_turn():
     """And is gathered again for those that did not skip it."""
 
@@ -194,71 +184,6 @@ def test_small_neighbours_are_gathered_together(merge_bytes, groups):
     assert bytes_of(record, "gather") == found + [n for n, stays in zip(again, fits) if not stays][::-1]
 
 
-class Held(nn.Module):
-    """Layers in a module that holds them, beside one that they lie next to."""
-
-    def __init__(self, holder):
-        super().__init__()
-        self.first, self.layers = nn.Linear(12, 12), holder([nn.Linear(12, 12), nn.Linear(12, 12)])
-
-    def forward(self, x):
-        x = self.first(x)
-        for layer in getattr(self.layers, "inner", self.layers):
-            x = layer(x)
-        return x
-
-
-class Own(nn.Module):
-    """May run its layers in an order of its own."""
-
-    def __init__(self, layers):
-        super().__init__()
-        self.inner = nn.ModuleList(layers)
-
-
-HOLDERS = {
-    "a list": nn.ModuleList,
-    "a Sequential": lambda layers: nn.Sequential(*layers),
-    "a module with a forward of its own": Own,
-}
-
-
-@pytest.mark.parametrize("holder", HOLDERS)
-@on_ranks(2)
-def test_units_are_merged_whatever_holds_them(holder):
-    model = fs.functionalize(filled(Held(HOLDERS[holder])), units=nn.Linear)
-    params = model.init(every_leaf(one_axis(), merge_bytes=2**20))
-    with fs.comm.record() as record:
-        model.apply(params, torch.ones(2, 12, dtype=torch.float64))
-    assert len(told(record)) == 1
-
-
-@pytest.mark.parametrize("rule", ("1", ("0", "1"), lambda name: name == "1"), ids=("pattern", "patterns", "function"))
-@on_ranks(2)
-def test_a_rule_knows_small_units_by_their_own_names(rule):
-    """They travel together only with those that it treats alike."""
-    module = even()
-    merged, sizes = recorded(module, every_leaf(one_axis(), regather=rule, prefetch=0, merge_bytes=2**20))
-    alone, _ = recorded(module, every_leaf(one_axis(), regather=rule, prefetch=0))
-    again = sum(bytes_of(merged, "gather")) - sum(sizes.values())
-    assert sizes["1"] <= again <= sizes["0"] + sizes["1"]
-    assert again >= sum(bytes_of(alone, "gather")) - sum(sizes.values())
-
-
-@on_ranks(2)
-def test_tied_weights_are_gathered_with_every_unit_and_reduced_once():
-    """With zero2, which keeps them, they are gathered once."""
-    module = nn.Sequential(nn.Embedding(12, 24), nn.Linear(24, 24, bias=False), nn.Linear(24, 12, bias=False))
-    module[2].weight = module[0].weight
-    module, tied, inner = filled(module), 12 * 24 * 8, 24 * 24 * 8
-    record, _ = recorded(module, every_leaf(one_axis()))
-    assert bytes_of(record, "gather") == [tied, inner, tied]
-    assert sum(bytes_of(record, "scatter")) == tied + inner
-    record, _ = recorded(module, fs.zero2(one_axis(), min_shard_elements=0))
-    assert sum(bytes_of(record, "gather")) == tied + inner
-    assert sum(bytes_of(record, "scatter")) == tied + inner
-
-
 # Three leaves large enough to be reduced by themselves where messages are so small, of sizes that tell them apart.
 SMALL = 16_000
 
@@ -269,7 +194,6 @@ def small_messages(monkeypatch):
 
 
 LARGE = {"first": (64, 512), "second": (512, 128), "third": (128, 257)}
-FIRST, SECOND, THIRD = (("{}", name) for name in LARGE)
 
 # What is issued in the forward, and in the backward around the hooks of the activations between the leaves. Behind the
 # gradient of a large leaf the one before it is gathered, in its place.
@@ -312,47 +236,3 @@ def test_gradients_are_reduced_as_they_appear_except_by_zero1(strategy):
         fs.value_and_grad(f)(params)
     entries = [e for e in record if isinstance(e, str) or not e.scalar]
     assert ", ".join(e if isinstance(e, str) else f"{e.label} {names[e.bytes]}" for e in entries) == order
-
-
-@on_ranks(2)
-def test_gradients_of_one_unit_are_reduced_when_autograd_leaves_it():
-    """In every call alike, in as many messages as their bytes need."""
-
-    class Noted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            # Each too large to share a message with others.
-            self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(3))
-
-        def forward(self, x, record):
-            for i, layer in enumerate(self.layers):
-                x = layer(x)
-                x.register_hook(lambda _, i=i: record.append(f"hook {i}"))
-            return x.square().mean()
-
-    model = fs.functionalize(filled(Noted()), units=None)
-    params, orders = model.init(fs.zero3(one_axis(), merge_bytes=SMALL)), []
-    for _ in range(3):
-        with fs.comm.record() as record:
-            fs.value_and_grad(lambda p, record=record: model.apply(p, torch.ones(3, 256).double(), record))(params)
-        orders.append([e if isinstance(e, str) else e.label for e in record if isinstance(e, str) or not e.scalar])
-    assert orders == [["gather", "hook 2", "hook 1", "hook 0", *["scatter"] * 3]] * 3
-
-
-@pytest.mark.usefixtures("small_messages")
-@on_ranks(2)
-def test_a_unit_of_a_tree_of_several_strategies_is_reduced_when_its_own_strategy_says(world_size):
-    mesh = one_axis()
-    full = {"late": torch.ones(4, 256), "soon": torch.ones(4, 512)}
-    strategies = {"late": fs.zero1(mesh), "soon": fs.zero2(mesh)}
-    params = {name: fs.shard({name: full[name]}, strategy)[name] for name, strategy in strategies.items()}
-
-    def loss(params):
-        first = fs.gather({"soon": params["soon"]})["soon"].square().sum()
-        return first * fs.gather({"late": params["late"]})["late"].square().sum()
-
-    with fs.comm.record() as record:
-        fs.value_and_grad(loss)(params)
-    # The backward comes to the leaf of ZeRO-1 first, which waits for its end.
-    sent = [entry.bytes for entry in record if entry.op == "reduce_scatter"]
-    assert sent == [full[name].nbytes for name in ("soon", "late")]

@@ -64,14 +64,6 @@ def test_a_result_that_one_rank_does_not_use_is_reduced_all_the_same():
                 assert_trees_close(found, expected, rtol=0.0, atol=1e-9)
 
 
-def test_a_jitted_step_has_the_transposes_too():
-    mesh = one_axis()
-    axis, params = fs.axis_of(mesh), fs.shard(FULL, STRATEGIES["zero3"](mesh))
-    f = partial(loss_of, call=COLLECTIVES["psum"], axis=axis, use="neither", skip=True)
-    step = fs.value_and_grad(f)
-    assert_trees_close(fs.jit(step)(params), step(params), rtol=0.0, atol=0.0)
-
-
 @on_ranks(2, timeout=SECONDS)
 def test_an_operand_that_needs_no_gradient_on_one_rank_is_named_on_every_rank():
     mesh = one_axis()

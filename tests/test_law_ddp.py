@@ -12,9 +12,8 @@ from torch.nn.functional import cross_entropy, gelu
 
 import fshard as fs
 from fshard.testing import assert_matches_ddp, assert_trees_close, spmd
-from tests.ranks import my_rank, on_ranks
+from tests.ranks import on_ranks
 from tests.trees import (
-    CASTS,
     ONE_AXIS,
     STRATEGIES,
     TWO_AXES,
@@ -195,66 +194,6 @@ def test_strategies_and_spellings_agree_bitwise(algorithm, max_norm, reduce, wor
             assert_same_bits(other, first)
 
 
-# What computes in bfloat16 and sums gradients there too.
-HALF = {
-    "half ddp": lambda on: fs.compose(fs.cast(gather=torch.bfloat16), fs.ddp(on.line)),
-    "half zero2": lambda on: fs.compose(fs.cast(gather=torch.bfloat16), fs.zero2(on.line, min_shard_elements=0)),
-}
-
-
-@pytest.mark.rows(2)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("table", (CASTS, HALF))
-def test_mixed_precision_strategies_agree_bitwise(table, world_size):
-    """Computing in bfloat16 is one thing, sharding another; gradients arrive in float32, as parameters are stored."""
-
-    def program():
-        on, batch, runs = meshes(), one_rank_of(batches()[0], "mean"), []
-        x, y = (tensor.bfloat16() for tensor in batch)
-
-        def loss_fn(params):
-            return row_losses(fs.gather(params), (x, y)).float().mean()
-
-        for strategy in table.values():
-            params = fs.shard(fs.tree_map(torch.Tensor.float, initial()), strategy(on))
-            loss, grads = fs.value_and_grad(loss_fn)(params)
-            local = torch.func.grad(loss_fn)(fs.gather(params))
-            assert {grad.dtype for grad in fs.tree_leaves(local)} == {torch.bfloat16}
-            for result in (grads, fs.scatter_grads(local, like=params)):
-                assert {grad.dtype for grad in fs.tree_leaves(result)} == {torch.float32}
-                runs.append(fs.unshard((loss, result)))
-        return runs
-
-    runs = [run for rank in spmd(program, world_size) for run in rank]
-    for run in runs:
-        assert_same_bits(run, runs[0])
-    # The forward rounds about ten times, relatively by eps / 2 of bfloat16 each, terms of magnitude below 2.
-    expected = row_losses(initial(), batches()[0]).mean()
-    assert abs(runs[0][0] - expected) < 10 * 2 * torch.finfo(torch.bfloat16).eps / 2
-
-
-@on_ranks(*WORLD_SIZES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_leaf_that_only_one_rank_uses(strategy, world_size):
-    """Its gradient is the mean with zeros of the other ranks, however the program says that it is unused."""
-    # Whole numbers, so that the sum of equal gradients over any number of ranks is exact.
-    full = {"all": torch.arange(15.0).view(5, 3), "last": torch.arange(15.0, 30.0).view(5, 3)}
-    params = fs.shard(full, STRATEGIES[strategy](meshes()))
-    is_last = my_rank() == world_size - 1
-
-    def loss_fn(params):
-        full = fs.gather(params)
-        return (full["all"] ** 2).sum() + ((full["last"] ** 2).sum() if is_last else 0.0)
-
-    expected = {"all": 2 * full["all"], "last": 2 * full["last"] / world_size}
-    _, grads = fs.value_and_grad(loss_fn)(params)
-    local = torch.func.grad(loss_fn)(fs.gather(params))
-    assert_same_bits(fs.unshard(grads), expected)
-    for unused in (torch.zeros(5, 3), None):
-        grads = fs.scatter_grads(local if is_last else {**local, "last": unused}, like=params)
-        assert_same_bits(fs.unshard(grads), expected)
-
-
 SEQUENCES, LENGTH, VOCABULARY, WIDTH = 24, 4, 11, 6
 LEARNING_RATE, MOMENTUM = 0.1, 0.9
 
@@ -409,35 +348,3 @@ def test_two_processes_are_ddp_bitwise(workers, optimizer, dtype):
 def test_two_processes_that_clip_are_ddp_within_the_bound(workers):
     """The norm adds leaves in the order of their names and split ones by rank, torch's in the order of the module."""
     matches_ddp(workers(2), STRATEGIES, "SGD", max_norm=0.1, rtol=0, atol=BOUND)
-
-
-@pytest.mark.slow
-def test_three_processes_are_ddp_within_the_bound(workers):
-    """A third of each of three gradients is rounded before DDP sums them, and again after fshard has summed them."""
-    matches_ddp(workers(3), STRATEGIES, "SGD", rtol=0, atol=BOUND)
-    matches_ddp(workers(3), ["ddp", "zero2 of every leaf"], "SGD", max_norm=0.1, rtol=0, atol=BOUND)
-
-
-def test_unequal_token_counts_on_processes(workers):
-    """reduce="weighted" is the mean over all tokens, not the mean of the ranks' means."""
-    module, (tokens, targets) = network(), token_batches()[0]
-    ignored = torch.arange(SEQUENCES).unsqueeze(1) < SEQUENCES // 2
-    targets = targets.masked_fill(ignored & (tokens % 2 == 0), -100)
-    loss = loss_of(module(tokens), targets)
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    expected = dict(zip(trained, torch.autograd.grad(loss, trained.values()))) | {"positions": None}
-
-    def program():
-        on, model = meshes(), fs.functionalize(module)
-
-        def loss_fn(params, tokens, targets):
-            return loss_of(model.apply(params, tokens), targets, reduction="sum"), (targets != -100).sum()
-
-        for strategy in ONE_AXIS.values():
-            params = model.init(strategy(on))
-            objective, grads = fs.value_and_grad(loss_fn, reduce="weighted")(params, *mine((tokens, targets)))
-            assert_trees_close((objective, grads), (loss.detach(), expected), rtol=0, atol=BOUND)
-        return int((mine((tokens, targets))[1] != -100).sum())
-
-    counts = spmd(program, workers(3))
-    assert len(set(counts)) > 1

@@ -33,7 +33,7 @@ def chain(step, params, x):
     return x.square().sum()
 
 
-def transforms(step):
+def transformed(step):
     """What is computed of a chain of steps by every transform that is stated to work."""
     params, x, t = full_values(), normal(1)(2, 5), normal(2)(2, 5)
 
@@ -41,185 +41,129 @@ def transforms(step):
         return chain(step, params, x)
 
     return {
-        "grad": lambda: grad(lambda p: chain(step, p, x))(params),
-        "grad of an input": lambda: grad(of_x)(x),
-        "grad and value": lambda: grad_and_value(lambda p: chain(step, p, x))(params),
-        "vjp": lambda: vjp(lambda p, x: chain(step, p, x), params, x)[1](torch.tensor(2.0).double()),
-        "jvp": lambda: jvp(of_x, (x,), (t,)),
-        "jvp of parameters": lambda: jvp(
-            lambda p: chain(step, p, x), (params,), (fs.tree_map(torch.ones_like, params),)
-        ),
-        "jacobian": lambda: jacrev(lambda x: step(params["blocks"][0], x))(x),
-        "grad of grad": lambda: grad(lambda x: grad(of_x)(x).square().sum())(x),
-        "jvp of grad": lambda: jvp(grad(of_x), (x,), (t,)),
-        "grad of jvp": lambda: grad(lambda x: jvp(of_x, (x,), (t,))[1])(x),
-        "hessian": lambda: hessian(of_x)(x),
-        "vmap": lambda: vmap(lambda row: step(params["blocks"][0], row))(x),
-        "vmap of grad": lambda: vmap(grad(of_x))(x),
-        "grad of vmap": lambda: grad(lambda p: vmap(lambda row: chain(step, p, row))(x).sum())(params),
+        "grad and value": grad_and_value(lambda p: chain(step, p, x))(params),
+        "vjp": vjp(lambda p, x: chain(step, p, x), params, x)[1](torch.tensor(2.0).double()),
+        "jvp": jvp(of_x, (x,), (t,)),
+        "jvp of parameters": jvp(lambda p: chain(step, p, x), (params,), (fs.tree_map(torch.ones_like, params),)),
+        "jacobian": jacrev(lambda x: step(params["blocks"][0], x))(x),
+        "grad of grad": grad(lambda x: grad(of_x)(x).square().sum())(x),
+        "jvp of grad": jvp(grad(of_x), (x,), (t,)),
+        "grad of jvp": grad(lambda x: jvp(of_x, (x,), (t,))[1])(x),
+        "hessian": hessian(of_x)(x),
+        "vmap": vmap(lambda row: step(params["blocks"][0], row))(x),
+        "vmap of grad": vmap(grad(of_x))(x),
+        "grad of vmap": grad(lambda p: vmap(lambda row: chain(step, p, row))(x).sum())(params),
     }
-
-
-@pytest.mark.parametrize("name", transforms(block))
-def test_under_torch_func_it_is_the_function(name):
-    found, expected = transforms(fs.remat(block))[name](), transforms(block)[name]()
-    assert_trees_close(found, expected, rtol=ATOL, atol=ATOL)
 
 
 def by_autograd(step, x):
     params = fs.tree_map(lambda tensor: tensor.requires_grad_(), full_values())
-    value = chain(step, params, x)
-    return value.detach(), *torch.autograd.grad(value, fs.tree_leaves(params))
+    return torch.autograd.grad(chain(step, params, x), fs.tree_leaves(params))
 
 
-def test_under_autograd_it_is_the_function():
-    x = normal(1)(2, 5)
-    assert_same_bits(by_autograd(fs.remat(block), x), by_autograd(block, x))
-
-
-def by_func(step, x):
-    return grad(lambda p: chain(step, p, x))(full_values())
-
-
-@pytest.mark.parametrize("differentiate", (by_autograd, by_func))
-def test_it_is_called_once_in_the_forward_and_once_in_the_backward(differentiate):
-    """Also where nothing is differentiated: once."""
-    counted = Mock(wraps=block)
-    differentiate(fs.remat(counted), normal(1)(2, 5))
+def test_it_is_the_function_called_once_in_the_forward_and_once_in_the_backward():
+    """Where nothing is differentiated: once."""
+    assert_trees_close(transformed(fs.remat(block)), transformed(block), rtol=ATOL, atol=ATOL)
+    x, counted = normal(1)(2, 5), Mock(wraps=block)
+    assert_same_bits(by_autograd(fs.remat(counted), x), by_autograd(block, x))
     assert counted.call_count == 2 * 3
+    grad(lambda p: chain(fs.remat(counted), p, x))(full_values())
+    assert counted.call_count == 4 * 3
     with torch.no_grad():
-        chain(fs.remat(counted), full_values(), normal(1)(2, 5))
-    assert counted.call_count == 3 * 3
+        chain(fs.remat(counted), full_values(), x)
+    assert counted.call_count == 5 * 3
+    w = normal()(3).requires_grad_()
+    fs.remat(lambda: w * w)().sum().backward()
+    assert_same_bits(w.grad, 2 * w)
 
 
-@pytest.mark.parametrize("remat, kept", [(lambda f: f, True), (fs.remat, False)], ids=("as it is", "remat"))
-def test_what_it_computes_on_the_way_is_not_kept(remat, kept):
+def test_what_it_computes_on_the_way_is_not_kept():
     """When the forward has ended, what it saved is gone."""
-    weight, x, found = normal()(5, 7), normal(1)(2, 5), []
+    weight, x, found = normal()(5, 7), normal(1)(2, 5).requires_grad_(), []
 
     def wide(x):
         h = torch.tanh(x @ weight)
         found.append(_compat.StorageWeakRef(h.untyped_storage()))
         return h.sum()
 
-    value = remat(wide)(x.requires_grad_())
-    assert found[0].expired() is not kept
-    value.backward()
+    plain, value = wide(x), fs.remat(wide)(x)
+    assert [ref.expired() for ref in found] == [False, True]
+    (plain + value).backward()
 
 
 def test_trees_flags_and_none_pass():
-    """As arguments and as results, by position or by name."""
+    """As arguments and as results, by position or by name; an argument may be returned as it is."""
 
     def f(tree, flag, *, scale, nothing=None):
         x, (y, text) = tree["x"], tree["pair"]
         assert (flag, text, nothing) == (True, "text", None)
-        return {"product": x * y * scale, "shape": x.shape, "nothing": None, "sums": [x.sum(), y.sum()]}
+        return {"product": x * y * scale, "shape": x.shape, "nothing": None, "same": [x, y]}
 
     def run(f, x):
         out = f({"x": x, "pair": (torch.arange(3), "text")}, True, scale=torch.tensor(2.0))
         assert (out["shape"], out["nothing"]) == (x.shape, None)
-        return out["product"].sum() + out["sums"][0]
+        return out["product"].sum() + out["same"][0].sum()
 
     x = normal()(3)
     for g in (f, fs.remat(f)):
         assert_trees_close(grad(lambda x, g=g: run(g, x))(x), 2.0 * torch.arange(3) + 1, rtol=ATOL, atol=ATOL)
-    x.requires_grad_()
-    run(fs.remat(f), x).backward()
-    assert_trees_close(x.grad, 2.0 * torch.arange(3) + 1, rtol=ATOL, atol=ATOL)
-
-
-def test_an_argument_may_be_returned_as_it_is():
-    def f(x, y):
-        return x, y, x * y
-
-    x = normal()(3)
-    found = grad(lambda x: sum(out.sum() for out in fs.remat(f)(x, 2 * x)))(x)
-    assert_trees_close(found, 3 + 4 * x, rtol=ATOL, atol=ATOL)
 
 
 def test_random_numbers_are_drawn_again_as_they_were():
     """So that the gradient of a mask is the mask."""
-    x = torch.ones(1000, dtype=torch.float64)
-
-    def masked(x):
-        return nn.functional.dropout(x, 0.5)
-
+    x, weights = torch.ones(1000, dtype=torch.float64), torch.arange(1000)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        found, out = grad_and_value(lambda x: (fs.remat(masked)(x) * torch.arange(1000)).sum())(x)
+        found, out = grad_and_value(lambda x: (fs.remat(nn.functional.dropout)(x) * weights).sum())(x)
         torch.manual_seed(0)
-        expected = masked(x)
-    assert_trees_close(found, expected * torch.arange(1000), rtol=ATOL, atol=ATOL)
-    assert_trees_close(out, (expected * torch.arange(1000)).sum(), rtol=ATOL, atol=ATOL)
+        expected = nn.functional.dropout(x) * weights
+    assert_trees_close((found, out), (expected, expected.sum()), rtol=ATOL, atol=ATOL)
 
 
-CLOSURES = {
-    "grad": lambda f, w: grad(lambda w: f(w)().sum())(w),
-    "vjp": lambda f, w: vjp(lambda w: f(w)(), w)[1](torch.ones(3).double()),
-    "jvp": lambda f, w: jvp(lambda w: f(w)(), (w,), (w,)),
-    "vmap of grad": lambda f, w: vmap(grad(lambda w: f(w)().sum()))(w[None]),
-}
-
-
-@pytest.mark.parametrize("name", CLOSURES)
-def test_what_is_differentiated_and_no_argument_is_refused_under_torch_func(name):
+def test_what_is_differentiated_and_no_argument_is_refused_under_torch_func():
     """Its gradient would be lost; a tensor that is not differentiated may be anywhere."""
-    with pytest.raises(
-        ValueError, match=r"remat: expected all that is differentiated among the arguments of f, got .* that f reaches"
+    text = r"remat: expected all that is differentiated among the arguments of f, got .* that f reaches"
+    for closure in (
+        lambda f, w: grad(lambda w: f(w)().sum())(w),
+        lambda f, w: jvp(lambda w: f(w)(), (w,), (w,)),
+        lambda f, w: vmap(grad(lambda w: f(w)().sum()))(w[None]),
     ):
-        CLOSURES[name](lambda w: fs.remat(lambda: w * w), normal()(3))
+        with pytest.raises(ValueError, match=text):
+            closure(lambda w: fs.remat(lambda: w * w), normal()(3))
     other = normal(1)(3)
-    found = grad(lambda w: fs.remat(lambda w: w * other)(w).sum())(normal()(3))
-    assert_same_bits(found, other)
-
-
-def test_a_closure_is_fine_under_autograd():
-    w = normal()(3).requires_grad_()
-    fs.remat(lambda: w * w)().sum().backward()
-    assert_same_bits(w.grad, 2 * w)
+    assert_same_bits(grad(lambda w: fs.remat(lambda w: w * other)(w).sum())(normal()(3)), other)
 
 
 def gathering(part, x):
     return block(fs.gather(part), x)
 
 
-@on_ranks(1, 2, 3)
-@pytest.mark.parametrize("strategy", OF_EVERY_LEAF)
-def test_inside_value_and_grad_it_is_the_function(strategy):
+@on_ranks(1, 3)
+def test_inside_value_and_grad_it_is_the_function(world_size):
     """Gathering inside, or passed what was gathered outside; and as torch's own checkpoint does."""
 
     def outside(step):
         return lambda part, x: step(fs.gather(part), x)
 
-    spellings = {
-        "remat around": fs.remat(gathering),
-        "remat inside": outside(fs.remat(block)),
-        "checkpoint around": lambda part, x: checkpoint(gathering, part, x, use_reentrant=False),
-        "remat twice": fs.remat(lambda part, x: fs.remat(gathering)(part, x)),
-        "remat in remat": fs.remat(outside(fs.remat(block))),
-    }
+    spellings = [
+        fs.remat(gathering),
+        outside(fs.remat(block)),
+        lambda part, x: checkpoint(gathering, part, x, use_reentrant=False),
+        fs.remat(lambda part, x: fs.remat(gathering)(part, x)),
+        fs.remat(outside(fs.remat(block))),
+    ]
     mesh = one_axis()
     x = normal(1 + fs.comm.rank(fs.axis_of(mesh)))(2, 5)
-    params = fs.shard(full_values(), OF_EVERY_LEAF[strategy](mesh))
-    expected = fs.value_and_grad(lambda p: chain(gathering, p, x))(params)
-    for step in spellings.values():
-        found = fs.value_and_grad(lambda p, s=step: chain(s, p, x))(params)
-        assert_same_bits(fs.tree_leaves(found), fs.tree_leaves(expected))
-    whole = fs.value_and_grad(fs.remat(lambda p: chain(gathering, p, x)))(params)
-    assert_same_bits(fs.tree_leaves(whole), fs.tree_leaves(expected))
-
-
-@on_ranks(1, 2, 3)
-def test_gathering_under_torch_func_is_computed_and_gathered_again(world_size):
-    """The reference of value_and_grad, which keeps what it gathered, does not with remat."""
-    mesh = one_axis()
-    x = normal(1 + fs.comm.rank(fs.axis_of(mesh)))(2, 5)
-    params = fs.shard(full_values(), OF_EVERY_LEAF["zero3"](mesh))
-    counts, results = [], []
+    for strategy in OF_EVERY_LEAF.values():
+        params = fs.shard(full_values(), strategy(mesh))
+        expected = fs.value_and_grad(lambda p: chain(gathering, p, x))(params)
+        whole = fs.remat(lambda p: chain(gathering, p, x))
+        for f in (whole, *(lambda p, s=step: chain(s, p, x) for step in spellings)):
+            assert_same_bits(fs.tree_leaves(fs.value_and_grad(f)(params)), fs.tree_leaves(expected))
+    # The reference of value_and_grad, which keeps what it gathered, does not with remat.
+    params, counts = fs.shard(full_values(), OF_EVERY_LEAF["zero3"](mesh)), []
     for step in (gathering, fs.remat(gathering)):
         with fs.comm.record() as record:
-            found = grad_and_value(lambda p, s=step: fs.objective(chain(s, p, x), like=p))(params)
+            grad(lambda p, s=step: fs.objective(chain(s, p, x), like=p))(params)
         counts.append([entry.label for entry in record].count("gather"))
-        results.append(found)
-    assert_trees_close(results[1], results[0], rtol=ATOL, atol=ATOL)
     assert counts == ([3, 6] if world_size > 1 else [0, 0])

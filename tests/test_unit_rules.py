@@ -5,11 +5,7 @@ import torch
 from torch import nn
 
 import fshard as fs
-from fshard.testing import assert_trees_close
 from tests.bad_input import Row, assert_all_refused
-from tests.ranks import my_rank, on_ranks
-from tests.trees import one_axis
-from tests.unit_models import filled
 
 
 class Block(nn.Module):
@@ -136,55 +132,12 @@ def test_units_that_a_model_declares():
     assert fs.no_split(Declared("Declared", "Block", tail=None)) == (Block,)
 
 
-@pytest.mark.parametrize("module, got", [(Tower(), "[]"), (Declared("LSTM", tail=None), "['LSTM']")])
-def test_models_that_declare_no_units_are_refused(module, got):
-    needed = f"{type(module).__name__} to declare _no_split_modules that it has"
-    with pytest.raises(ValueError, match="no_split") as caught:
-        fs.no_split(module)
-    assert str(caught.value) == f"no_split: expected {needed}, got {got}; pass units= another rule"
-
-
-def test_a_unit_ends_where_the_first_one_outside_it_begins():
-    units = fs.functionalize(Tower(), units="blocks.?.mlp")._units
-    assert [(unit.path, unit.end) for unit in units] == [
-        ("embed", 1),
-        ("blocks.0", 4),
-        ("blocks.0.mixer", 3),
-        ("blocks.0.mlp", 4),
-        ("blocks.1", 7),
-        ("blocks.1.mixer", 6),
-        ("blocks.1.mlp", 7),
-        ("head", 8),
-    ]
-
-
-def test_a_module_without_parameters_has_no_units():
-    for units in (None, nn.ReLU, "0"):
-        assert selected(nn.Sequential(nn.ReLU()), units) == []
-
-
 def test_tied_modules_are_one_unit_and_tied_parameters_are_in_many():
     """A submodule under two names is entered under either of them."""
     shared, other = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
     other.weight = shared.weight
     module = nn.Sequential(shared, shared, other)
     assert selected(module, nn.Linear) == [("0", ["0.weight", "0.bias"]), ("2", ["0.weight"])]
-
-
-@pytest.mark.parametrize("rule", RULES)
-@on_ranks(2)
-def test_every_rule_computes_the_same(rule):
-    """Whichever units there are, and in whichever order they are gathered."""
-    module, units = filled(Tower()), RULES[rule][0]
-    strategy = fs.zero3(one_axis(), merge_bytes=0, min_shard_elements=0)
-    tokens = torch.arange(5) + my_rank()
-    results = []
-    for model in (fs.functionalize(module), fs.functionalize(module, units=units)):
-        params = model.init(strategy)
-        out = model.apply(params, tokens[:2])
-        value, grads = fs.value_and_grad(lambda p, m=model: m.apply(p, tokens).square().mean())(params)
-        results.append((out, value, fs.unshard(grads)))
-    assert_trees_close(results[1], results[0], rtol=1e-12, atol=1e-12)
 
 
 # Rules that functionalize refuses, and with what.
@@ -211,11 +164,3 @@ def refusal_of(rule):
 
 def test_bad_rules_are_refused():
     assert_all_refused([refusal_of(rule) for rule in REFUSED])
-
-
-def test_what_a_function_raises_passes():
-    def rule(name, module):
-        raise KeyError(name)
-
-    with pytest.raises(KeyError):
-        fs.functionalize(Tower(), units=rule)

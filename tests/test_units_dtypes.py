@@ -1,6 +1,5 @@
 """Several dtypes in a unit, casts, autocast and views of weights: one process's numbers, rounded as they are."""
 
-import copy
 from contextlib import nullcontext
 from functools import partial
 
@@ -12,10 +11,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
 from tests.ranks import on_ranks
-from tests.trees import meshes, normal, one_axis
-from tests.unit_models import HIDDEN, MORE_RULES, WIDTH, Block, Language, filled, full, tokens, vectors, zero3
+from tests.trees import normal, one_axis
+from tests.unit_models import HIDDEN, WIDTH, Block, Language, filled, full, tokens, vectors, zero3
 
 
 class Mixed(Block):
@@ -31,22 +30,17 @@ class Mixed(Block):
         return self.perceptron.outer(h.float()) + x
 
 
-class MixedLanguage(Language):
-    """A language model of float32 whose blocks hold float64 as well; `wrap` is how each is called."""
+class Checkpointed(Language):
+    """A language model of some blocks, which are checkpointed."""
 
-    def __init__(self, wrap=lambda block, h: block(h)):
+    def __init__(self, block):
         super().__init__()
-        self.blocks = nn.ModuleList(map(Mixed, (13, HIDDEN, 11)))
-        self.wrap = wrap
+        self.blocks = nn.ModuleList(map(block, (13, HIDDEN, 11)))
 
     def hidden(self, h):
         for block in self.blocks:
-            h = self.wrap(block, h)
+            h = checkpoint(block, h, use_reentrant=False)
         return h
-
-
-def again(block, h):
-    return checkpoint(block, h, use_reentrant=False)
 
 
 def by_rank(module, batches, context=nullcontext, dtype=None):
@@ -71,141 +65,88 @@ def mean(ranks, dtype=None):
     return sum(losses) / len(ranks), summed
 
 
-def assert_rounded_once(found, expected, dtypes):
-    """Assert that leaves differ by no more than sums over ranks round, each in its dtype."""
-    value, grads = found
-    assert {name: grad.dtype for name, grad in grads.items()} == dtypes
-    for dtype in set(dtypes.values()):
-        names = [name for name in dtypes if dtypes[name] is dtype]
-        pair = ({name: grads[name] for name in names}, {name: expected[1][name] for name in names})
-        assert_trees_close(*pair, rtol=0, atol=HIDDEN * torch.finfo(dtype).eps)
-    assert_trees_close(value, expected[0], rtol=4 * torch.finfo(expected[0].dtype).eps, atol=0)
+def runs(module, batch, units, strategies, context=nullcontext, around=nullcontext):
+    """This rank's loss and full gradients by several strategies."""
+    model = fs.functionalize(module, units)
 
+    def loss(params):
+        with context():
+            return model.apply(params, *batch)
 
-def runs(module, batches, rule, strategies, context=nullcontext, around=nullcontext):
-    """Each rank's loss and full gradients by several strategies."""
-
-    def program():
-        mesh, model = one_axis(), fs.functionalize(module, MORE_RULES[rule])
-        batch, found = batches[mesh.get_rank()], []
-
-        def loss(params):
-            with context():
-                return model.apply(params, *batch)
-
-        for strategy in strategies:
-            with around():
-                found.append(full(fs.value_and_grad(loss)(model.init(strategy(mesh)))))
-        return found
-
-    return [found for rank in spmd(program, len(batches)) for found in rank]
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("wrap", (None, again))
-@pytest.mark.parametrize("rule", ("one unit", "every module"))
-@pytest.mark.parametrize("world_size", (1, 2, 3))
-def test_a_unit_of_two_dtypes(world_size, rule, wrap):
-    module = filled(MixedLanguage(wrap) if wrap else MixedLanguage(), dtype=None)
-    dtypes = {name: p.dtype for name, p in module.named_parameters()}
-    assert set(dtypes.values()) == {torch.float32, torch.float64}
-    batches = tokens(world_size)
-    expected = mean(by_rank(module, batches))
-    strategies = (zero3(prefetch=0), zero3(), lambda mesh: fs.zero2(mesh, min_shard_elements=0))
-    for found in runs(module, batches, rule, strategies):
-        assert_rounded_once(found, expected, dtypes)
+    for strategy in strategies:
+        with around():
+            yield full(fs.value_and_grad(loss)(model.init(strategy(one_axis()))))
 
 
 def autocast():
     return torch.autocast("cpu", torch.bfloat16)
 
 
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("checkpointed", (False, True))
-@pytest.mark.parametrize("where", ("inside the loss", "around it all"))
-@pytest.mark.parametrize("rule", ("a pattern", "every module"))
-@pytest.mark.parametrize("world_size", (1, 3))
-def test_autocast(world_size, rule, where, checkpointed):
+@on_ranks(1, 3)
+def test_units_of_two_dtypes_and_autocast(world_size):
     """The same casts in the same places, so that only the sums over ranks are rounded in another order."""
-    model = Language()
-    if checkpointed:
-        model.blocks = nn.ModuleList(Checkpointed(hidden) for hidden in (13, HIDDEN, 11))
-    module = filled(model, torch.float32)
-    batches = tokens(world_size)
-    expected = mean(by_rank(module, batches, autocast))
-    contexts = {"inside the loss": dict(context=autocast), "around it all": dict(around=autocast)}
-    strategies = (zero3(prefetch=0), zero3(), lambda mesh: fs.zero2(mesh, min_shard_elements=0))
-    for found in runs(module, batches, rule, strategies, **contexts[where]):
-        assert_rounded_once(found, expected, dict.fromkeys(expected[1], torch.float32))
-
-
-class Checkpointed(Block):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
+    mixed, single = filled(Checkpointed(Mixed), None), filled(Checkpointed(Block), torch.float32)
+    strategies, batches = (zero3(prefetch=0), partial(fs.zero2, min_shard_elements=0)), tokens(world_size)
+    batch = batches[one_axis().get_rank()]
+    for module, units, contexts in (
+        (mixed, None, {}),
+        (mixed, nn.Module, {}),
+        (single, "blocks.*.perceptron", {"context": autocast}),
+        (single, nn.Module, {"around": autocast}),
+    ):
+        dtypes = {name: p.dtype for name, p in module.named_parameters()}
+        expected = mean(by_rank(module, batches, next(iter(contexts.values()), nullcontext)))
+        for value, grads in runs(module, batch, units, strategies, **contexts):
+            assert {name: grad.dtype for name, grad in grads.items()} == dtypes
+            for name, dtype in dtypes.items():
+                atol = HIDDEN * torch.finfo(dtype).eps
+                torch.testing.assert_close(grads[name], expected[1][name], rtol=0, atol=atol)
+            assert_trees_close(value, expected[0], rtol=4 * torch.finfo(expected[0].dtype).eps, atol=0)
 
 
 class Regression(nn.Module):
-    """Blocks of floating inputs; notes the dtypes that it computes with."""
+    """Blocks of floating inputs."""
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(map(Block, (13, HIDDEN, 11)))
-        self.seen = set()
+        self.blocks = nn.Sequential(*map(Block, (13, HIDDEN, 11)))
 
     def forward(self, x):
-        self.seen |= {x.dtype, self.blocks[0].scale.dtype}
-        for block in self.blocks:
-            x = block(x)
-            self.seen.add(x.dtype)
-        return torch.tanh(x).square().mean()
-
-    def __deepcopy__(self, memo):
-        made = Regression.__new__(Regression)
-        nn.Module.__init__(made)
-        made.blocks, made.seen = copy.deepcopy(self.blocks, memo), self.seen
-        return made
+        return torch.tanh(self.blocks(x)).square().mean()
 
 
-POLICIES = {
-    "bf16, sums in float32": dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    "bf16": dict(param_dtype=torch.bfloat16),
-    "bf16 and outputs": dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float64),
-    "sums in float64": dict(reduce_dtype=torch.float64),
-    "float64": dict(param_dtype=torch.float64, reduce_dtype=torch.float32, output_dtype=torch.float32),
-}
+POLICIES = [
+    dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    dict(param_dtype=torch.bfloat16),
+    dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float64),
+    dict(reduce_dtype=torch.float64),
+    dict(param_dtype=torch.float64, reduce_dtype=torch.float32, output_dtype=torch.float32),
+]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("rule", ("a pattern", "every module"))
-@pytest.mark.parametrize("world_size", (1, 3))
-def test_casts_by_the_strategy(world_size, rule, policy):
+@on_ranks(1, 3)
+def test_casts_by_the_strategy(world_size):
     """Parameters and inputs are cast, gradients computed in that dtype, added up in another and finished in a third."""
-    options = POLICIES[policy]
     module, batches = filled(Regression(), torch.float32), [(x.float(),) for (x,) in vectors(world_size)]
-    computed, output = options.get("param_dtype", torch.float32), options.get("output_dtype")
-    ranks = by_rank(module, batches, dtype=computed)
-    ranks = [(loss.to(output) if output else loss, grads) for loss, grads in ranks]
-    assert module.seen == {computed}
-    reduced = options.get("reduce_dtype", computed)
-    expected = mean(ranks, reduced)
-    dtypes = dict.fromkeys(expected[1], torch.float32)
-    whole = (partial(fs.ddp, **options), *(partial(f, min_shard_elements=0, **options) for f in (fs.zero1, fs.zero2)))
-    for found in runs(module, batches, rule, (zero3(**options), zero3(**options, prefetch=0, regather=False), *whole)):
-        assert found[0].dtype is expected[0].dtype
-        assert {name: grad.dtype for name, grad in found[1].items()} == dtypes
-        largest = {name: max(grads[name].abs().max().item() for _, grads in ranks) for name in dtypes}
-        for name, grad in found[1].items():
-            # Each addition rounds once, and so does the division.
-            atol = (world_size + 1) * world_size * torch.finfo(reduced).eps * largest[name]
-            assert_trees_close(
-                {name: grad}, {name: expected[1][name].float()}, rtol=torch.finfo(torch.float32).eps, atol=atol
-            )
-        assert_trees_close(found[0], expected[0], rtol=world_size * torch.finfo(found[0].dtype).eps, atol=0)
-    assert module.seen == {computed}
+    for options in POLICIES:
+        computed, output = options.get("param_dtype", torch.float32), options.get("output_dtype")
+        ranks = [(cast(loss, output), grads) for loss, grads in by_rank(module, batches, dtype=computed)]
+        reduced = options.get("reduce_dtype", computed)
+        expected = mean(ranks, reduced)
+        strategies = [zero3(**options), zero3(**options, prefetch=0, regather=False), partial(fs.ddp, **options)]
+        strategies += [partial(f, min_shard_elements=0, **options) for f in (fs.zero1, fs.zero2)]
+        for value, grads in runs(module, batches[one_axis().get_rank()], nn.Module, strategies):
+            assert value.dtype is expected[0].dtype
+            assert_trees_close(value, expected[0], rtol=world_size * torch.finfo(value.dtype).eps, atol=0)
+            for name, grad in grads.items():
+                # Each addition rounds once, and so does the division.
+                largest = max(grads[name].abs().max().item() for _, grads in ranks)
+                atol = (world_size + 1) * world_size * torch.finfo(reduced).eps * largest
+                rtol = torch.finfo(torch.float32).eps
+                torch.testing.assert_close(grad, expected[1][name].float(), rtol=rtol, atol=atol)
 
 
 # Autograd saves views of gathered weights in every form; gathered again, they are the very same tensors.
-
 SIDE = 6
 
 
@@ -217,39 +158,20 @@ class Subclass(torch.Tensor):
 VIEWS = {
     "plain": lambda w: w,
     "conj": lambda w: w.conj(),
-    "mH": lambda w: w.mH,
     "part of mH": lambda w: w.mH[1:, ::2],
-    "real": lambda w: w.real,
-    "imag": lambda w: w.imag,
     "conj imag": lambda w: w.conj().imag,
-    "neg view": torch._neg_view,
     "neg view of conj": lambda w: torch._neg_view(w.conj()),
     "view as real": lambda w: torch.view_as_real(w)[..., 1],
     "conj of view as complex": lambda w: torch.view_as_complex(torch.view_as_real(w)).conj(),
     "dtype": lambda w: w.view(w.real.dtype),
     "subclass": lambda w: w.conj().as_subclass(Subclass),
 }
-REAL_VIEWS = {
-    "plain": lambda w: w,
-    "neg view": torch._neg_view,
-    "complex": lambda w: torch.view_as_complex(w.reshape(-1, 2)[:SIDE]),
-    "conj of complex": lambda w: torch.view_as_complex(w.reshape(-1, 2)).conj(),
-}
-CASES = [(dtype, name) for dtype in (torch.complex64, torch.complex128) for name in VIEWS]
-CASES += [(torch.float64, name) for name in REAL_VIEWS]
-VIEW_STRATEGIES = {
-    "zero3": lambda on: fs.zero3(on.line, min_shard_elements=0, merge_bytes=0),
-    "zero2": lambda on: fs.zero2(on.line, min_shard_elements=0),
-    "ddp": lambda on: fs.ddp(on.line),
-    "hsdp": lambda on: fs.hsdp(on.grid, min_shard_elements=0, merge_bytes=0),
-}
 
 
-def initial(dtype):
+def initial():
     draw = normal(1)
     tree = {name: draw(SIDE, SIDE) + 1j * draw(SIDE, SIDE) for name in ("first", "second")}
-    tree = {**tree, "scale": draw() + 1j * draw()}
-    return {name: value.to(dtype) if dtype.is_complex else value.real.clone() for name, value in tree.items()}
+    return {**tree, "scale": draw() + 1j * draw()}
 
 
 def loss_of(view, params, x):
@@ -258,37 +180,22 @@ def loss_of(view, params, x):
         w, scale = fs.gather({"w": params[name], "scale": params["scale"]}).values()
         seen = view(w)
         x = torch.sin(x @ w / SIDE) * (x.abs().mean() * seen).abs().square().mean() + (x.sum() * seen).sum().abs()
-        x = x * (torch.view_as_real(scale)[1] if scale.is_complex() else scale)
+        x = x * torch.view_as_real(scale)[1]
     return x.abs().square().sum()
 
 
-@pytest.mark.rows(1)
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
 @on_ranks(1, 2)
 def test_views_of_gathered_weights(world_size):
-    expected = {}
-    batches = [normal(2 + rank)(2, SIDE) for rank in range(world_size)]
-    for dtype, name in CASES:
-        loss = partial(loss_of, (VIEWS if dtype.is_complex else REAL_VIEWS)[name])
-
-        def objective(p, loss=loss, dtype=dtype):
-            return sum(loss(p, x.to(dtype)) for x in batches)
-
-        expected[dtype, name] = loss, *grad_and_value(objective)(initial(dtype))
-    on = meshes()
-    for (dtype, name), (loss, grads, value) in expected.items():
-        x = batches[on.line.get_rank()].to(dtype)
+    batches = [normal(2 + rank)(2, SIDE).to(torch.complex128) for rank in range(world_size)]
+    for name, view in VIEWS.items():
+        loss = partial(loss_of, view)
+        grads, value = grad_and_value(lambda p, loss=loss: sum(loss(p, x) for x in batches))(initial())
         # Sums over two ranks round once more than one process does.
-        bound = 16 * torch.finfo(dtype).eps * max(g.abs().max().item() for g in grads.values())
-        for strategy, make in VIEW_STRATEGIES.items():
-            params = fs.shard(initial(dtype), make(on))
+        bound = 16 * torch.finfo(torch.float64).eps * max(g.abs().max().item() for g in grads.values())
+        for strategy in (zero3(), partial(fs.zero2, min_shard_elements=0), fs.ddp):
+            params = fs.shard(initial(), strategy(one_axis()))
             run = fs.value_and_grad(loss, reduce="sum")
-            # A trace takes its time, and none takes a subclass.
-            jitted = dtype is torch.complex128 and strategy == "zero3" and name != "subclass"
-            for form in (run, fs.jit(run)) if jitted and world_size > 1 else (run,):
-                found = form(params, x)
-                try:
-                    assert_trees_close((found[0], fs.unshard(found[1])), (value, grads), rtol=0, atol=bound)
-                except Exception as error:
-                    error.add_note(f"{dtype}, {name}, {strategy}, {'eager' if form is run else 'jitted'}")
-                    raise
+            for form in (run, fs.jit(run)) if name in ("conj", "part of mH") and world_size > 1 else (run,):
+                found = full(form(params, batches[one_axis().get_rank()]))
+                assert_trees_close(found, (value, grads), rtol=0, atol=bound)

@@ -106,8 +106,7 @@ def noted(module, world_size, evaluated=False, **options):
 
 
 @pytest.mark.parametrize("checkpointed", (False, True))
-@pytest.mark.parametrize("prefetch", (0, 1, 2))
-@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("world_size, prefetch", [(2, 0), (3, 1), (2, 2)])
 def test_a_unit_s_weight_is_freed_after_its_turn(world_size, prefetch, checkpointed):
     """In the forward and the backward, but for units gathered ahead; gradients go as they are reduced."""
     for log, _, _ in noted(filled(Layers(checkpointed)), world_size, prefetch=prefetch):
@@ -153,17 +152,6 @@ def test_units_are_kept_by_rule(regather, again):
         assert Counter(layer for layer, _ in log.gathered) == Counter({n: 1 + (n in again) for n in range(LAYERS)})
 
 
-@pytest.mark.parametrize("world_size", (1, 2, 3))
-def test_nothing_is_held_after_evaluation(world_size):
-    for log, _, _ in noted(filled(Layers()), world_size, evaluated=True):
-        for event, layer, weights, _ in log.notes:
-            # One rank needs no copies: what it gathers is what it stores.
-            if event in ("begin", "end") and world_size > 1:
-                assert weights <= {layer, layer + 1}, (event, layer, weights)
-        assert [layer for layer, _ in log.gathered] == list(range(LAYERS))
-        assert log.notes[-1][2] == set() or world_size == 1
-
-
 FROZEN = {
     "a unit": {2},
     "the first units": {0, 1, 2},
@@ -174,7 +162,7 @@ FROZEN = {
 
 
 @pytest.mark.parametrize("frozen", FROZEN)
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@pytest.mark.parametrize("world_size", (1, 2))
 def test_frozen_units_cost_no_gradient(world_size, frozen):
     """No gradient is held or reduced, and what nobody differentiates through is not gathered again."""
     module, numbers = filled(Layers()), FROZEN[frozen]

@@ -1,14 +1,13 @@
 """Buffers and random numbers of models cut into units, and evaluation outside value_and_grad."""
 
 import copy
+from itertools import product
 
-import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
+from fshard.testing import assert_trees_close
 from tests.ranks import on_ranks
 from tests.trees import assert_same_bits, one_axis
 from tests.unit_models import (
@@ -17,10 +16,10 @@ from tests.unit_models import (
     RULES,
     WIDTH,
     Block,
+    Dropped,
     Language,
     filled,
     full,
-    one_process,
     tokens,
     vectors,
     zero3,
@@ -80,25 +79,19 @@ def in_one_process(module, batches):
         yield sum(losses).detach() / len(ranks), dict(zip(dict(module.named_parameters()), means)), buffers
 
 
-@pytest.mark.parametrize("rule", RULES)
 @on_ranks(1, 2, 3)
-def test_buffers_go_in_and_out(world_size, rule):
+def test_buffers_go_in_and_out(world_size):
     """Over several steps each rank's buffers are those of one process that runs its batches, bit by bit."""
-    module = filled(Normalised())
+    module, mesh = filled(Normalised()), one_axis()
     batches = [vectors(world_size * STEPS)[step::STEPS] for step in range(STEPS)]
-    expected = list(in_one_process(module, batches))
-    mesh, model = one_axis(), fs.functionalize(module, RULES[rule])
-    rank = mesh.get_rank()
-
-    def loss(params, buffers, x):
-        return model.apply(params, x, buffers=buffers)
-
-    for strategy in CHOSEN[world_size].values():
+    expected, rank = list(in_one_process(module, batches)), mesh.get_rank()
+    for rule, strategy in product(RULES.values(), CHOSEN[world_size].values()):
+        model = fs.functionalize(module, rule)
+        run = fs.value_and_grad(lambda p, b, x, m=model: m.apply(p, x, buffers=b), has_aux=True)
         params, buffers = model.init(strategy(mesh)), model.buffers
         assert {"counter.scale", "counter.calls", "blocks.1.counter.mean", "norm.running_var"} <= set(buffers)
         for step, (value, grads, after) in zip(batches, expected):
-            found = fs.value_and_grad(loss, has_aux=True)(params, buffers, *step[rank])
-            (objective, buffers), sharded = found
+            (objective, buffers), sharded = run(params, buffers, *step[rank])
             assert_trees_close(full((objective, sharded)), (value, grads), rtol=0, atol=BOUND)
             assert_same_bits(buffers, after[rank])
 
@@ -110,92 +103,28 @@ class Evaluated(Language):
         return self.logits(self.hidden(self.embedding(tokens)))
 
 
-@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode, torch.enable_grad))
-@pytest.mark.parametrize("rule", RULES)
 @on_ranks(1, 2, 3)
-def test_evaluation(world_size, rule, mode):
+def test_evaluation(world_size):
     """Outside value_and_grad units are gathered once each, whatever the mode."""
-    module = filled(Evaluated())
-    batches = tokens(world_size)
-    expected = [module(*batch).detach() for batch in batches]
-    mesh, model = one_axis(), fs.functionalize(module, RULES[rule])
-    rank = mesh.get_rank()
-    for strategy in CHOSEN[world_size].values():
+    module, mesh = filled(Evaluated()), one_axis()
+    batch = tokens(world_size)[mesh.get_rank()]
+    expected = module(*batch).detach()
+    for rule, strategy in product(RULES.values(), CHOSEN[world_size].values()):
+        model = fs.functionalize(module, rule)
         params = model.init(strategy(mesh))
-        with mode():
-            outputs = [model.apply(params, *batches[rank]) for _ in range(2)]
-        assert_same_bits(outputs, [expected[rank]] * 2)
-        assert not any(out.requires_grad for out in outputs)
-        with fs.comm.record() as record:
-            model.apply(params, *batches[rank])
-        padded = sum(leaf.local.numel() * leaf.local.element_size() * world_size for leaf in params.values())
-        assert sum(entry.bytes for entry in record if not entry.scalar) == (padded if world_size > 1 else 0)
-
-
-class Inputs(nn.Module):
-    def __init__(self, checkpointed):
-        super().__init__()
-        self.blocks = nn.ModuleList(map(Block, (13, 12, 11)))
-        self.checkpointed = checkpointed
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return x.square().mean()
-
-
-@pytest.mark.parametrize("rule", RULES)
-@on_ranks(1, 2, 3)
-def test_gradients_of_inputs_outside_value_and_grad(world_size, rule):
-    """As for saliency maps: the caller differentiates what was evaluated, with parameters that take no gradient."""
-    module = filled(Inputs(checkpointed=False))
-    batches = vectors(world_size)
-    inputs = [x.clone().requires_grad_() for (x,) in batches]
-    expected = [torch.autograd.grad(module(x), x) for x in inputs]
-    mesh, model = one_axis(), fs.functionalize(module, RULES[rule])
-    rank = mesh.get_rank()
-    for strategy in CHOSEN[world_size].values():
-        params = model.init(strategy(mesh))
-        x = batches[rank][0].clone().requires_grad_()
-        found = torch.autograd.grad(model.apply(params, x), x)
-        assert_trees_close(found, expected[rank], rtol=0, atol=BOUND)
-
-
-@pytest.mark.parametrize("checkpointed", (False, True))
-@on_ranks(1, 2, 3)
-def test_a_graph_of_the_caller(world_size, checkpointed):
-    """Parameters that take part in a graph of the caller's own are differentiated by it."""
-    module = filled(Inputs(checkpointed))
-    batches = vectors(world_size)
-    value, grads = one_process(module, batches, lambda apply, p, b: sum(apply(p, *x) for x in b) / world_size)
-    mesh, model = one_axis(), fs.functionalize(module, Block)
-    (x,) = batches[mesh.get_rank()]
-    params = fs.tree_map(lambda leaf: leaf.requires_grad_(), model.init(zero3()(mesh)))
-    loss = fs.objective(model.apply(params, x), like=params)
-    found = iter(torch.autograd.grad(loss, fs.tree_leaves(params)))
-    assert_trees_close(
-        full((loss.detach(), fs.tree_map(lambda _: next(found), params))), (value, grads), rtol=0, atol=BOUND
-    )
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            with mode(), fs.comm.record() as record:
+                out = model.apply(params, *batch)
+            assert not out.requires_grad
+            assert_same_bits(out, expected)
+            padded = sum(leaf.local.nbytes * world_size for leaf in params.values())
+            assert sum(entry.bytes for entry in record if not entry.scalar) == (padded if world_size > 1 else 0)
 
 
 # Random numbers, from explicit keys: on processes, because a generator belongs to one.
 
 KEY = 7
 PROCESSES = 2
-
-
-class Dropped(Block):
-    """A block with dropout; `checkpointed` computes it again in the backward."""
-
-    def __init__(self, hidden, checkpointed):
-        super().__init__(hidden)
-        self.dropout, self.checkpointed = nn.Dropout(0.5), checkpointed
-
-    def run(self, x):
-        return self.dropout(super().forward(self.dropout(x)))
-
-    def forward(self, x):
-        return checkpoint(self.run, x, use_reentrant=False) if self.checkpointed else self.run(x)
 
 
 class Network(nn.Module):
@@ -216,9 +145,6 @@ class Network(nn.Module):
         return self.dropout(x).square().mean(), mask
 
 
-KEY_RULES = {"one unit": None, "blocks": Block, "every module": nn.Module}
-
-
 def network(checkpointed=False):
     return filled(Network(checkpointed))
 
@@ -233,82 +159,26 @@ def with_keys(module, keys):
     return (loss.detach(), dict(zip(leaves, grads))), [mask for _, mask in outputs]
 
 
-@pytest.mark.rows(2)
-@pytest.mark.parametrize("prefetch", (0, 1, 2))
-@pytest.mark.parametrize("checkpointed", (False, True))
-@pytest.mark.parametrize("folded", (False, True))
 @on_ranks("2 processes")
-def test_keys_decide_the_masks(folded, checkpointed, prefetch):
+def test_keys_decide_the_masks():
     """One key gives every rank the same masks, and a key for each rank others, by each rule and in each call."""
-    # A number stands for a rank as its axis does.
-    expected, masks = with_keys(network(), [fs.fold_in(KEY, rank) if folded else KEY for rank in range(PROCESSES)])
-    assert masks[0].equal(masks[1]) is not folded
-    mesh, module = one_axis(), network(checkpointed)
-    (x,) = vectors(PROCESSES)[mesh.get_rank()]
-    key = fs.fold_in(KEY, fs.axis_of(mesh)) if folded else KEY
-    torch.manual_seed(mesh.get_rank())
+    mesh, modules = one_axis(), [network(checkpointed) for checkpointed in (False, True)]
+    (x,), rank = vectors(PROCESSES)[mesh.get_rank()], mesh.get_rank()
+    torch.manual_seed(rank)
     state = torch.get_rng_state()
-    for rule in KEY_RULES.values():
+    for folded, module, rule in product((False, True), modules, (None, Block, nn.Module)):
+        # A number stands for a rank as its axis does.
+        expected, masks = with_keys(modules[0], [fs.fold_in(KEY, n) if folded else KEY for n in range(PROCESSES)])
+        assert masks[0].equal(masks[1]) is not folded
+        key = fs.fold_in(KEY, fs.axis_of(mesh)) if folded else KEY
         model = fs.functionalize(module, rule)
-        params = model.init(zero3(prefetch=prefetch)(mesh))
-        run = fs.value_and_grad(lambda p: model.apply(p, x, key=key), has_aux=True)  # noqa: B023
+        params = model.init(zero3()(mesh))
+        run = fs.value_and_grad(lambda p, m=model, key=key: m.apply(p, x, key=key), has_aux=True)
         (value, mask), grads = run(params)
         found = full((value, grads))
         assert_trees_close(found, expected, rtol=0, atol=BOUND)
-        assert_same_bits(mask, masks[mesh.get_rank()])
+        assert_same_bits(mask, masks[rank])
         (value, mask), grads = run(params)
-        assert_same_bits((full((value, grads)), mask), (found, masks[mesh.get_rank()]))
+        assert_same_bits((full((value, grads)), mask), (found, masks[rank]))
     # A key changes nothing of the generator that code without keys draws from.
     assert torch.get_rng_state().equal(state)
-
-
-def test_another_key_gives_other_masks():
-    module = network()
-    masks = [with_keys(module, [key])[1][0] for key in (KEY, KEY + 1, fs.fold_in(KEY, 0), fs.fold_in(KEY, 1))]
-    assert len({tuple(mask.tolist()) for mask in masks}) == len(masks)
-    assert_same_bits(with_keys(module, [torch.tensor(KEY)])[1][0], masks[0])
-
-
-@on_ranks("2 processes")
-def test_calls_in_one_loss_draw_from_their_keys():
-    """The order of calls does not matter, nor what is drawn in between."""
-    module = network()
-    mesh, model = one_axis(), fs.functionalize(module, Block)
-    params = model.init(zero3()(mesh))
-    (x,) = vectors(PROCESSES)[mesh.get_rank()]
-
-    def loss(p, order):
-        found = {}
-        for key in order:
-            torch.rand(3)
-            found[key] = model.apply(p, x, key=key)
-        return found[1][0] - 2 * found[2][0], (found[1][1], found[2][1])
-
-    run = fs.value_and_grad(loss, has_aux=True)
-    (one, masks), grads = run(params, (1, 2))
-    (two, again), others = run(params, (2, 1))
-    assert_same_bits(masks, again)
-    assert not masks[0].equal(masks[1])
-    assert_trees_close((one, grads), (two, others), rtol=0, atol=BOUND)
-
-
-def test_without_a_key_masks_come_from_the_ambient_generator(workers):
-    """And those of a unit that is computed again are the same."""
-    plain, again = network(), network(checkpointed=True)
-
-    def program():
-        mesh, results = one_axis(), []
-        (x,) = vectors(PROCESSES)[mesh.get_rank()]
-        for module in (plain, again, copy.deepcopy(plain)):
-            model = fs.functionalize(module, KEY_RULES["every module"])
-            torch.manual_seed(mesh.get_rank())
-            (value, mask), grads = fs.value_and_grad(lambda p: model.apply(p, x), has_aux=True)(  # noqa: B023
-                model.init(zero3()(mesh))
-            )
-            results.append((value, mask, fs.unshard(grads)))
-        for result in results[1:]:
-            assert_same_bits(result, results[0])
-        return results[0][1]
-
-    first, second = spmd(program, workers(PROCESSES))
-    assert not first.equal(second)

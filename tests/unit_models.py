@@ -1,13 +1,13 @@
 """Modules cut into units in every way, whose forward returns this rank's loss, and the numbers of one process."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.testing import assert_trees_close, spmd
@@ -41,6 +41,24 @@ class Block(nn.Module):
 
     def forward(self, x):
         return self.perceptron(self.norm(x * self.scale)) * self.scale
+
+
+class Dropped(Block):
+    """A block with dropout; `checkpointed` computes it again in the backward."""
+
+    def __init__(self, hidden, checkpointed):
+        super().__init__(hidden)
+        self.dropout, self.checkpointed = nn.Dropout(0.5), checkpointed
+
+    def run(self, x):
+        return self.dropout(super().forward(self.dropout(x)))
+
+    def forward(self, x):
+        return checkpoint(self.run, x, use_reentrant=False) if self.checkpointed else self.run(x)
+
+
+def tie_head(model):
+    model.head.weight = model.embedding.weight
 
 
 class Language(nn.Module):
@@ -127,16 +145,6 @@ CHOSEN = {
     2: {name: STRATEGIES[name] for name in ("prefetch 0", "merged")},
     3: {"some kept, prefetch 2": STRATEGIES["some kept, prefetch 2"]},
 }
-EVERY = dict.fromkeys((1, 2, RANKS), STRATEGIES)
-
-
-def by_strategies(column: str, few: Iterable[str], all_of_them: Iterable[str]) -> pytest.MarkDecorator:
-    """Rows of another column and strategies: few with those that are chosen, and all of them with every one, slow."""
-    chosen = [pytest.param(name, CHOSEN, id=f"{name}-chosen") for name in few]
-    every = [pytest.param(name, EVERY, id=f"{name}-every", marks=pytest.mark.slow) for name in all_of_them]
-    return pytest.mark.parametrize(f"{column}, strategies", chosen + every)
-
-
 Loss = Callable[..., torch.Tensor]
 
 
@@ -161,64 +169,73 @@ def one_process(
     return value.detach(), dict.fromkeys(leaves) | dict(zip(trained, grads))
 
 
-def assert_one_process(
-    module: nn.Module,
-    batches: Batches,
-    units: Any,
-    strategies: dict[str, Strategy],
-    *,
-    loss: Loss = of_module,
-    objective: Callable[..., torch.Tensor] | None = None,
-    reference: nn.Module | None = None,
-    again: bool = False,
-) -> None:
-    """Assert that every rank has one process's objective and gradients.
+class Row(NamedTuple):
+    """A model that is cut into units, and what it must come to.
 
-    Args:
+    Attributes:
         module: The model.
-        batches: The arguments of each rank.
         units: The rule.
-        strategies: To try.
+        batches: The arguments of each rank, by the number of ranks.
         loss: A rank's loss, of a function that applies the module to parameters, the parameters and the batch.
         objective: What one process computes from all batches; by default the mean of their losses.
         reference: What one process runs, of the same values; by default the model.
+    """
+
+    module: nn.Module
+    units: Any
+    batches: Callable[[int], Batches] = tokens
+    loss: Loss = of_module
+    objective: Callable[..., torch.Tensor] | None = None
+    reference: nn.Module | None = None
+
+
+def assert_each_is_one_process(
+    rows: dict[str, Row], ranks: int, strategies: dict[str, Strategy], again: bool = False
+) -> None:
+    """Assert that every rank has one process's objective and gradients, of all rows in one run of ranks.
+
+    Args:
+        rows: The models.
+        ranks: How many ranks there are.
+        strategies: To try with each.
         again: Whether to run each twice, for the same bits by the same collectives on every rank.
     """
-    expected = one_process(reference or module, batches, objective or mean_of(loss))
+    expected = {
+        name: one_process(row.reference or row.module, row.batches(ranks), row.objective or mean_of(row.loss))
+        for name, row in rows.items()
+    }
 
     def program():
-        mesh, model = one_axis(), fs.functionalize(module, units)
-        batch, records = batches[mesh.get_rank()], []
-        run = fs.value_and_grad(lambda p: loss(model.apply, p, *batch))
-        for name, strategy in strategies.items():
-            try:
-                params = model.init(strategy(mesh))
-                found = full(run(params))
-                assert_trees_close(found, expected, rtol=0, atol=BOUND)
-                if again:
-                    with fs.comm.record() as record:
-                        second = run(params)
-                    assert_same_bits(full(second), found)
-                    records.append(record)
-            except Exception as error:
-                error.add_note(f"strategy: {name}")
-                raise
+        mesh, records = one_axis(), []
+        for name, row in rows.items():
+            model, batch = fs.functionalize(row.module, row.units), row.batches(ranks)[mesh.get_rank()]
+            run = fs.value_and_grad(lambda p: row.loss(model.apply, p, *batch))  # noqa: B023
+            for way, strategy in strategies.items():
+                try:
+                    params = model.init(strategy(mesh))
+                    found = full(run(params))
+                    assert_trees_close(found, expected[name], rtol=0, atol=BOUND)
+                    if again:
+                        with fs.comm.record() as record:
+                            second = run(params)
+                        assert_same_bits(full(second), found)
+                        records.append(record)
+                except Exception as error:
+                    error.add_note(f"{name}, by {way}")
+                    raise
         return records
 
-    first, *others = spmd(program, len(batches))
+    first, *others = spmd(program, ranks, timeout=600.0)
     assert all(records == first for records in others)
 
 
-def assert_one_process_on_ranks(
-    module: nn.Module,
-    batches: Callable[[int], Batches],
-    units: Any,
-    strategies: dict[int, dict[str, Strategy]],
-    **options: Any,
+def assert_one_process(
+    module: nn.Module, batches: Batches, units: Any, strategies: dict[str, Strategy], **options: Any
 ) -> None:
-    """The same for each number of ranks that strategies are given for, and with all of them twice."""
-    for ranks, table in strategies.items():
-        assert_one_process(module, batches(ranks), units, table, again=strategies is EVERY, **options)
+    """Assert the same of one model."""
+    again = options.pop("again", False)
+    row = Row(module, units, lambda _: batches, **options)
+    assert_each_is_one_process({"the model": row}, len(batches), strategies, again)
 
 
 def full(result: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:

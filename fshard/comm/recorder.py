@@ -60,7 +60,8 @@ def started(
     if own.broken is not None:
         raise failure(own)
     group = connected(own, name)
-    hashed, text = _texts(op, axis, label, tuple((tensor.dtype, tensor.shape[len(sizes) > 0 :]) for tensor in tensors))
+    shapes = tuple((tensor.dtype, tensor.shape[len(sizes) > 0 :]) for tensor in tensors)
+    hashed, text = _texts(op, axis, label, shapes)
     text = f"{text} in {own.call.what}" if own.call is not None else text
     step = group.enter(op, hashed, text, *sizes)
     entry = Collective.of(op, tensors, sizes, whose) if watching else None

@@ -64,12 +64,14 @@ class Pass:
             inside: As for `enter`.
             failed: Whether an error ends it: no other rank may be at its end.
         """
+        stop = 0 if number is None else self._plan.unit_of[self._plan.ends[number] - 1] + 1
         if inside is not None:
-            units, *_ = self._running[-1]
-            # Whichever of the units inside it a rank has entered, all ranks are behind them now.
-            if not failed and not self._forward.over:
-                self._advance(units.stop)
-            self._running.pop()
+            stop = self._running[-1][0].stop
+        # Whichever of the units inside it a rank has entered, all ranks are behind them now.
+        if not failed and not self._forward.over:
+            self._advance(stop)
+        if inside is not None:
+            units, *_ = self._running.pop()
             for n in [n for n in self._held if n in units]:
                 self._forward.leave(self._held.pop(n))
         if number is not None and self._scopes:

@@ -2,15 +2,9 @@
 
 from dataclasses import replace
 
-import pytest
-
 import fshard as fs
 from fshard.engine.plan import ModuleUnit, Unit, merged, planned, unit_of
 from fshard.tree import ReshardPolicy
-
-
-def unit(nbytes, limit, regathered=True):
-    return Unit("unit", (), nbytes, ReshardPolicy(merge_bytes=limit), regathered)
 
 
 def chain(n):
@@ -19,51 +13,50 @@ def chain(n):
 
 
 # Sizes of units and where those inside each end, the limit, and the first and last unit of each run that is merged.
-MERGED = {
-    "a chain below the limit": (chain(4), 100, "0-3"),
-    "a chain above the limit": (chain(4), 8, "0-1 2-3"),
-    "no merging": (chain(3), 0, "0-0 1-1 2-2"),
-    "one that is too large": ([(4, 1), (50, 2), (4, 3)], 10, "0-0 1-1 2-2"),
-    "nothing to move": ([(4, 1), (0, 2), (4, 3)], 4, "0-1 2-2"),
-    "nested": ([(4, 3), (4, 2), (4, 3), (4, 4)], 100, "0-3"),
-    "nested, and too large together": ([(9, 3), (4, 2), (4, 3), (4, 4)], 16, "0-0 1-2 3-3"),
-    "the last of a nest and its neighbour": ([(9, 2), (9, 2), (9, 4), (9, 4)], 17, "0-0 1-1 2-2 3-3"),
-    "nests next to each other": ([(4, 2), (4, 2), (4, 4), (4, 4), (9, 5)], 16, "0-3 4-4"),
-    "nested twice": ([(9, 4), (4, 3), (4, 3), (9, 4)], 17, "0-0 1-3"),
-    "none": ([], 100, ""),
-}
+MERGED = [
+    (chain(4), 100, "0-3"),
+    (chain(4), 8, "0-1 2-3"),
+    (chain(3), 0, "0-0 1-1 2-2"),
+    ([(4, 1), (50, 2), (4, 3)], 10, "0-0 1-1 2-2"),
+    ([(4, 1), (0, 2), (4, 3)], 4, "0-1 2-2"),
+    # Units inside others.
+    ([(4, 3), (4, 2), (4, 3), (4, 4)], 100, "0-3"),
+    ([(9, 3), (4, 2), (4, 3), (4, 4)], 16, "0-0 1-2 3-3"),
+    ([(9, 2), (9, 2), (9, 4), (9, 4)], 17, "0-0 1-1 2-2 3-3"),
+    ([(4, 2), (4, 2), (4, 4), (4, 4), (9, 5)], 16, "0-3 4-4"),
+    ([(9, 4), (4, 3), (4, 3), (9, 4)], 17, "0-0 1-3"),
+    ([], 100, ""),
+]
 
 
-@pytest.mark.parametrize("name", MERGED)
-def test_merged(name):
-    sizes, limit, expected = MERGED[name]
-    spans = merged([unit(nbytes, limit) for nbytes, _ in sizes], [end for _, end in sizes])
-    assert " ".join(f"{first}-{end - 1}" for first, end in spans) == expected
-    # Each unit is in one of them.
-    assert [n for first, end in spans for n in range(first, end)] == list(range(len(sizes)))
+def test_merged():
+    for sizes, limit, expected in MERGED:
+        units = [Unit("unit", (), nbytes, ReshardPolicy(merge_bytes=limit), True) for nbytes, _ in sizes]
+        spans = merged(units, [end for _, end in sizes])
+        assert " ".join(f"{first}-{end - 1}" for first, end in spans) == expected
+        # Each unit is in one of them.
+        assert [n for first, end in spans for n in range(first, end)] == list(range(len(sizes)))
+    units = [Unit("unit", (), 4, ReshardPolicy(merge_bytes=100), i != 1) for i in range(4)]
+    assert merged(units, [1, 2, 3, 4]) == [(0, 1), (1, 2), (2, 4)]
 
 
-def test_units_that_are_kept_are_not_merged_with_others():
-    assert merged([unit(4, 100, i != 1) for i in range(4)], [1, 2, 3, 4]) == [(0, 1), (1, 2), (2, 4)]
+# A policy, bytes of the units that come next, and how many of them are gathered ahead: of those that the policy
+# does not number at least one, and as many as fit, which is twice what is merged.
+AHEAD = [
+    (ReshardPolicy(prefetch=0), (4, 4), 0),
+    (ReshardPolicy(prefetch=1), (4, 4), 1),
+    (ReshardPolicy(merge_bytes=4), (9, 4), 1),
+    (ReshardPolicy(merge_bytes=4), (4, 4, 4), 2),
+    (ReshardPolicy(merge_bytes=4), (4, 9, 0), 1),
+    (ReshardPolicy(prefetch=0), (0, 0, 4), 2),
+    (ReshardPolicy(prefetch=9), (4, 4), 2),
+    (ReshardPolicy(merge_bytes=4), (), 0),
+]
 
 
-# A policy, bytes of the units that come next, and how many of them are gathered ahead.
-AHEAD = {
-    "none": (ReshardPolicy(prefetch=0), (4, 4), 0),
-    "one": (ReshardPolicy(prefetch=1), (4, 4), 1),
-    "one, however large": (ReshardPolicy(merge_bytes=4), (9, 4), 1),
-    "as many as fit, which is twice what is merged": (ReshardPolicy(merge_bytes=4), (4, 4, 4), 2),
-    "none behind one that does not fit": (ReshardPolicy(merge_bytes=4), (4, 9, 0), 1),
-    "nothing to move": (ReshardPolicy(prefetch=0), (0, 0, 4), 2),
-    "all": (ReshardPolicy(prefetch=9), (4, 4), 2),
-    "at the end": (ReshardPolicy(merge_bytes=4), (), 0),
-}
-
-
-@pytest.mark.parametrize("name", AHEAD)
-def test_ahead(name):
-    policy, sizes, expected = AHEAD[name]
-    assert Unit("unit", (), 4, policy, True).ahead(sizes) == expected
+def test_ahead():
+    for policy, sizes, expected in AHEAD:
+        assert Unit("unit", (), 4, policy, True).ahead(sizes) == expected
 
 
 # A model of three blocks, the second of which holds two layers, and a head that is tied to the embedding.
@@ -76,28 +69,19 @@ MODULE = (
     ModuleUnit("head", ("embedding", "head"), 6, False),
 )
 SHAPES = {"embedding": (5, 4), "first": (4, 4), "second": (3,), "second.0": (4, 4), "second.1": (8, 4), "head": (6, 2)}
-
-
-def specs_of(ranks=2, **policy):
-    """Specs of two ranks, which fill up dims of odd sizes."""
-    axis = fs.Axis("shard", ranks, "group")
-    strategy, reshard = fs.zero3(axis, min_shard_elements=0), ReshardPolicy(**policy)
-    return {
-        name: replace(fs.Spec(shape).split(axis, 0), transform=strategy, reshard=reshard)
-        for name, shape in SHAPES.items()
-    }
-
-
-def plan_of(ranks=2, **policy):
-    specs = specs_of(ranks, **policy)
-    return planned(MODULE, tuple([(name, spec, 8) for name, spec in specs.items()]))
-
-
 # Padded bytes of the units; the tied leaf counts in both of those that use it, and a plain leaf in none.
 BYTES = {"embedding": 192, "first": 128, "second": 32, "second.0": 128, "second.1": 256, "head": 96 + 192}
 
 
-def test_a_plan_without_merging():
+def plan_of(ranks=2, **policy):
+    """A plan of two ranks, which fill up dims of odd sizes."""
+    axis = fs.Axis("shard", ranks, "group")
+    strategy, reshard = fs.zero3(axis, min_shard_elements=0), ReshardPolicy(**policy)
+    specs = [replace(fs.Spec(s).split(axis, 0), transform=strategy, reshard=reshard) for s in SHAPES.values()]
+    return planned(MODULE, tuple([(name, spec, 8) for name, spec in zip(SHAPES, specs)]))
+
+
+def test_a_plan():
     plan = plan_of(merge_bytes=0)
     assert {unit.name: unit.nbytes for unit in plan.units} == BYTES
     assert [unit.names for unit in plan.units[2:]] == [("second",), ("second.0",), ("second.1",), ("embedding", "head")]
@@ -106,6 +90,10 @@ def test_a_plan_without_merging():
     assert [unit.last for unit in plan.units] == [*plan.unit_of] == [0, 1, 2, 3, 4, 5]
     assert plan.ends == (1, 2, 5, 4, 5, 6)
     assert all(unit.regathered for unit in plan.units)
+    assert not any(unit.regathered for unit in plan_of(ranks=1, merge_bytes=0).units)
+    # It depends on values alone: a call only looks it up.
+    assert plan_of(merge_bytes=0) is plan
+    assert unit_of("unit", ()) == Unit("unit", (), 0, ReshardPolicy(), False)
 
 
 def test_a_plan_of_merged_units():
@@ -122,23 +110,7 @@ def test_a_plan_of_merged_units():
     plan = plan_of(merge_bytes=sum(BYTES.values()))
     assert [(unit.name, unit.nbytes) for unit in plan.units] == [("embedding to head", sum(BYTES.values()) - 192)]
     assert plan.units[0].names == tuple(SHAPES)
-
-
-def test_a_rule_decides_by_the_names_of_units_before_they_are_merged():
+    # A rule decides by the names of units before they are merged.
     plan = plan_of(regather=("second", "second.*"), merge_bytes=2**20)
-    assert [(unit.name, unit.regathered) for unit in plan.units] == [
-        ("embedding to first", False),
-        ("second to second.1", True),
-        ("head", False),
-    ]
-
-
-def test_one_rank_gathers_nothing_again():
-    assert not any(unit.regathered for unit in plan_of(ranks=1, merge_bytes=0).units)
-
-
-def test_equal_values_have_one_plan():
-    """Which depends on nothing else: a call only looks it up."""
-    assert plan_of(merge_bytes=0) is plan_of(merge_bytes=0)
-    assert plan_of(merge_bytes=0) != plan_of(merge_bytes=2**20)
-    assert unit_of("unit", ()) == Unit("unit", (), 0, ReshardPolicy(), False)
+    found = {unit.name: unit.regathered for unit in plan.units}
+    assert found == {"embedding to first": False, "second to second.1": True, "head": False}

@@ -20,13 +20,18 @@ from fshard.engine.use import Use
 from tests.ranks import on_ranks
 from tests.trees import one_axis
 
+X = torch.ones(2, 4)
+
 
 def zero3(**options):
     return fs.zero3(one_axis(), **{"min_shard_elements": 0, "merge_bytes": 0, "prefetch": 0, **options})
 
 
-def gathers(record):
-    return [entry.unit for entry in record if entry.op == "all_gather" and not entry.scalar]
+def gathers(f, *args):
+    """The units that a call gathers, and what it returns."""
+    with fs.comm.record() as record:
+        found = f(*args)
+    return [entry.unit for entry in record if entry.op == "all_gather" and not entry.scalar], found
 
 
 def model_of(module, **options):
@@ -76,31 +81,60 @@ class NoGrad(nn.Module):
         return self.last(x).sum()
 
 
+class Behind(nn.Module):
+    """The last layer inside is gathered together with what follows."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.head = Layers(3), nn.Linear(4, 4)
+
+    def forward(self, x, skipped):
+        return self.head(self.inside(x, skipped)).sum()
+
+
 @on_ranks(2)
-def test_what_runs_without_gradients_is_not_gathered_again():
+def test_what_is_gathered_how_often():
+    """Nothing again of what runs without gradients, nor for a function that differentiates inside."""
     model, params = model_of(NoGrad())
-    with fs.comm.record() as record:
-        fs.value_and_grad(lambda p: model.apply(p, torch.ones(2, 4)))(params)
-    assert [gathers(record).count(name) for name in ("first", "part.layers.0", "part.layers.1")] == [2, 1, 1]
+    found, _ = gathers(fs.value_and_grad(lambda p: model.apply(p, X)), params)
+    assert [found.count(name) for name in ("first", "part.layers.0", "part.layers.1")] == [2, 1, 1]
+    # Layers that stay for the backward are dropped where another forward follows: the last two of the second stay.
+    layers, params = model_of(Layers(4), prefetch=1)
+    found, _ = gathers(fs.value_and_grad(lambda p: (layers.apply(p, X) + layers.apply(p, X)).sum()), params)
+    assert [found.count(f"layers.{i}") for i in range(4)] == [4, 4, 3, 3]
+    one, params = model_of(Layers(1))
+
+    def slope(p):
+        x = X.clone().requires_grad_()
+        return torch.autograd.grad(one.apply(p, x).sum(), x)[0].sum() + one.apply(p, x).sum()
+
+    assert len(gathers(fs.value_and_grad(slope), params)[0]) <= 3
+    # A rank skips a layer that is gathered with what follows. A layer has 20 elements: two of them are merged.
+    behind, params = model_of(Behind(), merge_bytes=160)
+    found, _ = gathers(behind.apply, params, X, (2,) if dist.get_rank() == 0 else ())
+    assert found == ["inside.layers.0 to inside.layers.1", "inside.layers.2 to head"]
 
 
 @on_ranks(2)
-def test_layers_that_stay_for_the_backward_are_dropped_when_another_forward_follows():
-    model, params = model_of(Layers(4), prefetch=1)
+def test_plain_gathers():
+    params = fs.shard({"a": torch.ones(4), "b": torch.ones(4)}, zero3(prefetch=None))
     with fs.comm.record() as record:
-        fs.value_and_grad(lambda p: (model.apply(p, torch.ones(2, 4)) + model.apply(p, torch.ones(2, 4))).sum())(params)
-    # The last two of the second application stay, those of the first do not.
-    assert [gathers(record).count(f"layers.{i}") for i in range(4)] == [4, 4, 3, 3]
-
-
-@on_ranks(2)
-def test_a_leaf_that_a_gather_names_twice_is_sent_once():
-    params = fs.shard({"a": torch.ones(4)}, zero3())
-    with fs.comm.record() as record:
-        _, grads = fs.value_and_grad(lambda p: sum(fs.gather([p["a"], p["a"]])).sum())(params)
+        _, grads = fs.value_and_grad(lambda p: sum(fs.gather([p["a"], p["a"]])).sum())({"a": params["a"]})
+    # A leaf that a gather names twice is sent once.
     sent = {entry.op: entry.bytes for entry in record if not entry.scalar}
     assert sent == {"all_gather": 16, "reduce_scatter": 16}
     assert fs.unshard(grads)["a"].tolist() == [2.0] * 4
+
+    def loss(p):
+        def both(x):
+            y = fs.gather([p["a"]])[0] * x
+            y = y + fs.gather([p["b"]])[0]
+            # Nobody differentiates the sine, so that the sum behind b is the first to run, and needs nothing again.
+            return y, y.sin()
+
+        return checkpoint(both, torch.ones(4), use_reentrant=False)[0].sum()
+
+    assert len(gathers(fs.value_and_grad(loss), params)[0]) == 3
 
 
 @on_ranks(2)
@@ -130,107 +164,45 @@ class Notes(fs.ShardTransform):
 
 
 @on_ranks(2)
-def test_bytes_of_reductions_under_way_are_bounded():
+def test_bytes_of_reductions_under_way_are_bounded_and_units_freed_one_by_one():
     module, log = Layers(6), []
     # A layer has 80 bytes: it is reduced by itself, and twice as many bytes may be under way.
     strategy = fs.compose(Notes(log.append, -1), zero3(merge_bytes=80), Notes(log.append, 1))
     model = fs.functionalize(module, nn.Linear)
-    fs.value_and_grad(lambda p: model.apply(p, torch.ones(2, 4)).sum())(model.init(strategy, seed=0))
+    fs.value_and_grad(lambda p: model.apply(p, X).sum())(model.init(strategy, seed=0))
     assert max(itertools.accumulate(log)) == 2
-
-
-class Behind(nn.Module):
-    """The last layer inside is gathered together with what follows."""
-
-    def __init__(self):
-        super().__init__()
-        self.inside, self.head = Layers(3), nn.Linear(4, 4)
-
-    def forward(self, x, skipped):
-        return self.head(self.inside(x, skipped)).sum()
-
-
-@on_ranks(2)
-def test_a_rank_skips_a_layer_that_is_gathered_with_what_follows():
-    # A layer has 20 elements: two of them are merged.
-    model, params = model_of(Behind(), merge_bytes=160)
-    with fs.comm.record() as record:
-        model.apply(params, torch.ones(2, 4), (2,) if dist.get_rank() == 0 else ())
-    assert gathers(record) == ["inside.layers.0 to inside.layers.1", "inside.layers.2 to head"]
-
-
-@on_ranks(2)
-def test_units_inside_a_submodule_that_runs_are_freed_one_by_one():
-    model, params = model_of(nn.Sequential(Layers(4)))
+    inside, params = model_of(nn.Sequential(Layers(4)))
     with Seen() as seen:
-        fs.value_and_grad(lambda p: model.apply(p, torch.ones(2, 4)).sum())(params)
+        fs.value_and_grad(lambda p: inside.apply(p, X).sum())(params)
     assert seen.alive == [1, 1, 1, 1]
 
 
-@on_ranks(2)
-def test_a_checkpoint_computes_again_with_a_weight_whose_gradient_is_there():
-    params = fs.shard({"a": torch.ones(4), "b": torch.ones(4)}, zero3(prefetch=None))
+def test_weights_that_are_kept_and_derived_leaves_are_freed_without_the_collector():
+    """After apply, and after each microbatch."""
 
-    def loss(p):
-        def both(x):
-            y = fs.gather([p["a"]])[0] * x
-            y = y + fs.gather([p["b"]])[0]
-            # Nobody differentiates the sine, so that the sum behind b is the first to run, and needs nothing again.
-            return y, y.sin()
-
-        return checkpoint(both, torch.ones(4), use_reentrant=False)[0].sum()
-
-    with fs.comm.record() as record:
-        fs.value_and_grad(loss)(params)
-    assert len(gathers(record)) == 3
-
-
-def without_collector(program):
-    gc.collect()
-    gc.disable()
-    try:
-        return fs.testing.spmd(program, world=2)
-    finally:
-        gc.enable()
-
-
-def test_weights_that_are_kept_are_freed_after_apply():
     def program():
         model, params = model_of(Layers(), regather=False)
         with Seen() as seen, torch.no_grad():
-            model.apply(params, torch.ones(2, 4))
-        return [weight.expired() for weight in seen.weights]
+            model.apply(params, X)
+        held = seen.weights
+        for strategy in (fs.zero3, fs.zero1, fs.ddp):
+            params = fs.shard({"a": torch.ones(4)}, strategy(one_axis()))
 
-    assert without_collector(program) == [[True] * 3] * 2
+            def loss(p, _):
+                merged = fs.tree_map(lambda local: 2 * local, p["a"])
+                full = fs.gather(merged)
+                held.extend(StorageWeakRef(each.untyped_storage()) for each in (merged.local, full))
+                return full.sum()
 
+            fs.accumulate(loss)(params, [0, 1, 2])
+        return [each.expired() for each in held]
 
-@pytest.mark.parametrize("strategy", (fs.zero3, fs.zero1, fs.ddp))
-def test_derived_leaves_are_freed_after_each_microbatch(strategy):
-    def program():
-        params, seen = fs.shard({"a": torch.ones(4)}, strategy(one_axis())), []
-
-        def loss(p, _):
-            merged = fs.tree_map(lambda local: 2 * local, p["a"])
-            full = fs.gather(merged)
-            seen.extend(StorageWeakRef(each.untyped_storage()) for each in (merged.local, full))
-            return full.sum()
-
-        fs.accumulate(loss)(params, [0, 1, 2])
-        return [each.expired() for each in seen]
-
-    assert without_collector(program) == [[True] * 6] * 2
-
-
-@on_ranks(2)
-def test_a_leaf_that_the_first_microbatch_alone_used_through_a_derived_one_has_a_gradient():
-    params = fs.shard({"a": torch.ones(4), "b": torch.ones(4)}, zero3())
-
-    def loss(p, uses):
-        doubled = fs.gather(fs.tree_map(lambda local: 2 * local, p["a"]))
-        return (doubled if uses else fs.gather(p["b"])).sum()
-
-    _, grads = fs.accumulate(loss, reduce="sum")(params, [True, False])
-    assert fs.unshard(grads)["a"].tolist() == [4.0] * 4
+    gc.collect()
+    gc.disable()
+    try:
+        assert fs.testing.spmd(program, world=2) == [[True] * (3 + 3 * 6)] * 2
+    finally:
+        gc.enable()
 
 
 class LooksFirst(nn.Linear):
@@ -245,7 +217,7 @@ class LooksFirst(nn.Linear):
 @on_ranks(1, 2)
 def test_a_weight_that_is_read_without_a_gradient_first_has_one(world_size):
     model, params = model_of(LooksFirst(4, 4))
-    _, grads = fs.value_and_grad(model.apply)(params, torch.ones(2, 4))
+    _, grads = fs.value_and_grad(model.apply)(params, X)
     # The norm of 16 elements of 0.1 is 0.4.
     torch.testing.assert_close(fs.unshard(grads)["weight"], torch.full((4, 4), 2 / 0.4))
 
@@ -264,41 +236,19 @@ class InAnotherOrder(nn.Module):
 
 
 class ReadsTheTable(nn.Module):
-    """Multiplies by a table of embeddings, outside of its module."""
+    """Multiplies by a table of embeddings, outside of its module; and by a frozen number behind trained layers."""
 
     def __init__(self):
         super().__init__()
         self.table, self.layers = nn.Embedding(8, 4), Layers()
-
-    def forward(self, x, skips):
-        x = self.layers(x + self.table(torch.arange(2)))
-        logits = F.linear(x, self.table.weight)
-        return self.layers(x).sum() + (0 if skips else logits.sum())
-
-
-class ReadsAFrozenNumber(nn.Module):
-    """Multiplies by a frozen parameter of the whole module, behind layers that are trained."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.layers = nn.Parameter(torch.ones(4), requires_grad=False), Layers()
+        self.scale, self.frozen = nn.Parameter(torch.ones(8), False), nn.Linear(4, 4).requires_grad_(False)
 
     def forward(self, x, skips):
         scale = self.scale
+        x = self.layers(x + self.table(torch.arange(2)))
+        logits = F.linear(x, self.table.weight)
         x = self.layers(x)
-        return (x if skips else x * scale).sum()
-
-
-class RunsAFrozenLayer(nn.Module):
-    """Runs a frozen layer behind layers that are trained."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers, self.frozen = Layers(), nn.Linear(4, 4).requires_grad_(False)
-
-    def forward(self, x, skips):
-        x = self.layers(x)
-        return (x if skips else self.frozen(x)).sum()
+        return x.sum() if skips else self.frozen(x).sum() + (logits * scale).sum()
 
 
 class ChecksATable(nn.Module):
@@ -313,63 +263,22 @@ class ChecksATable(nn.Module):
         return self.head(x).sum() + (0 if skips else h.sum())
 
 
-MODULES = {
-    "one layer that a rank skips": lambda: InAnotherOrder(1),
-    "layers that a rank skips, in another order": lambda: InAnotherOrder(3),
-    "a layer without gradients": NoGrad,
-    "a table that is read outside of its module": ReadsTheTable,
-    "a frozen parameter of the whole": ReadsAFrozenNumber,
-    "a frozen layer behind trained ones": RunsAFrozenLayer,
-    "a table inside a checkpoint": ChecksATable,
-}
-
-
-@pytest.mark.parametrize("prefetch", (0, None))
-@pytest.mark.parametrize("name", MODULES)
-def test_a_rank_whose_loss_needs_less_sends_the_same(name, prefetch):
-    def program(skips):
-        model, params = model_of(MODULES[name](), prefetch=prefetch)
-        local = skips and dist.get_rank() == 0
-        with fs.comm.record() as record:
-            # A second application follows.
-            loss = fs.value_and_grad(
-                lambda p: model.apply(p, torch.ones(2, 4), local) + model.apply(p, torch.ones(2, 4), 0)
-            )
-            loss(params)
-        return [(entry.op, entry.unit) for entry in record]
-
-    both, one = (fs.testing.spmd(lambda skips=skips: program(skips), world=2) for skips in (False, True))
-    assert one[0] == one[1] == both[0]
+MODULES = (lambda: InAnotherOrder(1), lambda: InAnotherOrder(3), NoGrad, ReadsTheTable, ChecksATable)
 
 
 @on_ranks(2)
-def test_a_unit_of_plain_tensors_inside_a_checkpoint_needs_no_gather():
-    class Checked(Layers):
-        def forward(self, x):
-            return checkpoint(super().forward, x, use_reentrant=False).sum()
-
-    model, params = model_of(Checked())
-    plain = {name: fs.unshard({"": leaf})[""] for name, leaf in params.items() if "layers.1" in name}
-    value, grads = fs.value_and_grad(lambda p: model.apply({**p, **plain}, torch.ones(2, 4)))(params)
-    whole, expected = fs.value_and_grad(lambda p: model.apply(p, torch.ones(2, 4)))(params)
-    assert torch.equal(value, whole)
-    assert all(grads[name] is None for name in plain)
-    for name in params.keys() - plain.keys():
-        assert torch.equal(grads[name].local, expected[name].local)
-
-
-@on_ranks(2)
-def test_a_function_that_differentiates_inside_gathers_nothing_twice():
-    model, params = model_of(Layers(1))
-
-    def loss(p):
-        x = torch.ones(2, 4, requires_grad=True)
-        (slope,) = torch.autograd.grad(model.apply(p, x).sum(), x)
-        return slope.sum() + model.apply(p, x).sum()
-
-    with fs.comm.record() as record:
-        fs.value_and_grad(loss)(params)
-    assert gathers(record).count("layers.0") <= 3
+def test_a_rank_whose_loss_needs_less_sends_the_same():
+    sent = []
+    for make, prefetch in itertools.product(MODULES, (0, None)):
+        for skips in (False, True):
+            model, params = model_of(make(), prefetch=prefetch)
+            local = skips and dist.get_rank() == 0
+            with fs.comm.record() as record:
+                # A second application follows.
+                fs.value_and_grad(lambda p, m=model, skips=local: m.apply(p, X, skips) + m.apply(p, X, 0))(params)
+            sent.append([(entry.op, entry.unit) for entry in record])
+    assert sent[::2] == sent[1::2]
+    return sent
 
 
 @on_ranks(2)
@@ -386,6 +295,14 @@ def test_gradients_of_maths_on_shards_are_added_behind_all_reductions():
         params = fs.shard(full, make(one_axis(), min_shard_elements=0, **options))
         _, grads = fs.accumulate(loss_of, reduce="sum")(params, microbatches)
         assert [grads[name].local.item() for name in full] == [1.0, 1.0]
+
+    def derived(p, uses):
+        doubled = fs.gather(fs.tree_map(lambda local: 2 * local, p["a"]))
+        return (doubled if uses else fs.gather(p["b"])).sum()
+
+    # A leaf that the first microbatch alone used through a derived one has a gradient.
+    _, grads = fs.accumulate(derived, reduce="sum")(fs.shard(full, zero3()), [True, False])
+    assert fs.unshard(grads)["a"].tolist() == [4.0] * 2
 
 
 def scaled_by_another(params):

@@ -12,19 +12,26 @@ import fshard as fs
 from tests.jit.steps import STEPS, WORLDS, Case, adamw, assert_on_ranks, trained
 from tests.jit.test_functions import blocks, chain
 from tests.ranks import my_rank, world_of
-from tests.test_units_state import Dropped
 from tests.transforms.feedback import feedback
 from tests.trees import normal, one_axis, two_axes
-from tests.unit_models import HIDDEN, LENGTH, SEQUENCES, VOCABULARY, WIDTH, Block, Language, filled, zero3
+from tests.unit_models import (
+    HIDDEN,
+    LENGTH,
+    SEQUENCES,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Dropped,
+    Language,
+    filled,
+    tie_head,
+    zero3,
+)
 
 
 def inputs():
     draw = normal(1 + my_rank())
     return [(draw(2, 4, WIDTH),) for _ in range(STEPS)]
-
-
-def strategy(**options):
-    return zero3(**options)(one_axis())
 
 
 class Stack(nn.Module):
@@ -47,21 +54,10 @@ def checkpointed(block, x):
     return checkpoint(block, x, use_reentrant=False)
 
 
-def inside(module, units=Block, **options):
+def inside(module, units=Block, wrap=lambda f: f, **options):
     def make():
         model = fs.functionalize(module, units)
-        return trained(model.apply, model.init(strategy(**options)), inputs())
-
-    return make
-
-
-def around(wrap):
-    """The model's whole forward computed again."""
-    module = filled(Stack())
-
-    def make():
-        model = fs.functionalize(module, Block)
-        return trained(lambda p, x: wrap(model.apply)(p, x), model.init(strategy()), inputs())
+        return trained(lambda p, x: wrap(model.apply)(p, x), model.init(zero3(**options)(one_axis())), inputs())
 
     return make
 
@@ -86,14 +82,10 @@ def buffers(by):
             (value, new), grads = run(state.params)
             return fs.update(tx, state._replace(buffers=fs.sync_buffers(new, state.params, by)), grads), value
 
-        state = fs.TrainState.create(model.init(strategy()), tx, buffers=model.buffers)
+        state = fs.TrainState.create(model.init(zero3()(one_axis())), tx, buffers=model.buffers)
         return Case(step, state, inputs())
 
     return make
-
-
-def tie(model):
-    model.head.weight = model.embedding.weight
 
 
 def freeze(model):
@@ -101,16 +93,8 @@ def freeze(model):
     model.embedding.requires_grad_(False)
 
 
-def language(change):
-    module = filled(Language(change, hidden=(13, 11)))
-
-    def make():
-        generator = torch.Generator().manual_seed(my_rank())
-        batches = [(torch.randint(1001, (2, 4), generator=generator),) for _ in range(STEPS)]
-        model = fs.functionalize(module, (Block, nn.Linear))
-        return trained(model.apply, model.init(strategy()), batches)
-
-    return make
+def language_for(strategy, change=lambda model: None):
+    return filled(Language(change, hidden=(13, HIDDEN)), DTYPES.get(strategy, torch.float64))
 
 
 def on_function(step):
@@ -154,36 +138,50 @@ def through_a_step(tx, state, x):
     return fs.update(tx, state, grads), value
 
 
-def with_remat(tx, state, x):
-    def loss(params):
-        y = x
-        for part in params["blocks"]:
-            y = fs.remat(lambda p, y: torch.tanh(y @ fs.gather(p)["w"]))(part, y)
-        return (y @ fs.gather(params["head"])).square().mean()
+EVERY = {"min_shard_elements": 0, "merge_bytes": 0}
+STRATEGIES = {
+    "zero3, two ahead, some kept": lambda: zero3(prefetch=2, regather=("*1*", "*head*"))(one_axis()),
+    "zero3 that keeps": lambda: zero3(regather=False)(one_axis()),
+    "zero3 of merged units": lambda: fs.zero3(one_axis(), min_shard_elements=50, merge_bytes=3000),
+    "zero3 in mixed precision": lambda: zero3(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+    )(one_axis()),
+    "zero1": lambda: fs.zero1(one_axis(), min_shard_elements=0),
+    "ddp": lambda: fs.ddp(one_axis()),
+    "hsdp": lambda: fs.hsdp(two_axes(one_axis().size()), **EVERY),
+    "feedback": lambda: fs.zero3(one_axis(), layout=feedback(one_axis()), merge_bytes=3000),
+    "offload": lambda: fs.zero3(one_axis(), layout=fs.compose(fs.offload("cpu"), fs.fully_shard(one_axis()))),
+}
+RULES = {"blocks": Block, "blocks and layers": (Block, nn.Linear), "every module": nn.Module}
+DTYPES = {"zero3 in mixed precision": torch.float32}
 
-    value, grads = fs.value_and_grad(loss)(state.params)
-    return fs.update(tx, state, grads), value
+
+def of_units(module, make_strategy, rule):
+    def make():
+        model, generator = fs.functionalize(module, RULES[rule]), torch.Generator().manual_seed(1 + my_rank())
+        tokens = [(torch.randint(VOCABULARY, (SEQUENCES, LENGTH), generator=generator),) for _ in range(STEPS)]
+        return trained(model.apply, model.init(make_strategy()), tokens)
+
+    return make
 
 
 ROWS = {
     "checkpoint in the model": inside(filled(Stack(checkpointed))),
     "remat in the model": inside(filled(Stack(rematerialized))),
     "checkpoint in units": inside(filled(Stack(dropped=True)).eval()),
-    "checkpoint of the model": around(lambda f: partial(checkpoint, f, use_reentrant=False)),
-    "remat of the model": around(fs.remat),
+    "checkpoint of the model": inside(filled(Stack()), wrap=lambda f: partial(checkpoint, f, use_reentrant=False)),
     "every module": inside(filled(Stack(checkpointed)), nn.Module, prefetch=2),
-    "batch norm, of a rank": buffers("rank0"),
     "batch norm, averaged": buffers("mean"),
-    "tied": language(tie),
-    "frozen": language(freeze),
+    "tied": of_units(language_for("", tie_head), lambda: zero3()(one_axis()), "blocks and layers"),
+    "frozen": of_units(language_for("", freeze), lambda: zero3()(one_axis()), "blocks and layers"),
     "products": on_function(with_products),
     "rows": on_function(per_row),
     "MAML": on_function(through_a_step),
-    "remat": on_function(with_remat),
+    **{name: of_units(language_for(name), make, "every module") for name, make in STRATEGIES.items()},
 }
 
 
-@pytest.mark.rows(1)
+@pytest.mark.rows(8)
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("name", ROWS)
 def test_steps(name, world_size, workers):
@@ -193,68 +191,14 @@ def test_steps(name, world_size, workers):
 def test_functional_call_is_traced_as_it_is():
     module = filled(Normalized()).eval()
     leaves = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    leaves = {name: leaf.detach() for name, leaf in leaves.items()}
+    leaves, run = {name: leaf.detach() for name, leaf in leaves.items()}, partial(functional_call, module)
     x = normal()(4, WIDTH)
-    run = partial(functional_call, module)
     assert fs.jit(lambda leaves, x: run(leaves, (x,)))(leaves, x).equal(run(leaves, (x,)).detach())
-
-
-EVERY = {"min_shard_elements": 0, "merge_bytes": 0}
-
-
-def token_batches():
-    generator = torch.Generator().manual_seed(1 + my_rank())
-    return [(torch.randint(VOCABULARY, (SEQUENCES, LENGTH), generator=generator),) for _ in range(STEPS)]
-
-
-def grid():
-    return two_axes(one_axis().size())
-
-
-STRATEGIES = {
-    "zero3": lambda: zero3()(one_axis()),
-    "zero3 without prefetch": lambda: zero3(prefetch=0)(one_axis()),
-    "zero3, two ahead, some kept": lambda: zero3(prefetch=2, regather=("*1*", "*head*"))(one_axis()),
-    "zero3 that keeps": lambda: zero3(regather=False)(one_axis()),
-    "zero3 of merged units": lambda: fs.zero3(one_axis(), min_shard_elements=50, merge_bytes=3000),
-    "zero3 in mixed precision": lambda: zero3(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
-    )(one_axis()),
-    "zero2": lambda: fs.zero2(one_axis(), min_shard_elements=0),
-    "zero1": lambda: fs.zero1(one_axis(), min_shard_elements=0),
-    "ddp": lambda: fs.ddp(one_axis()),
-    "hsdp": lambda: fs.hsdp(grid(), **EVERY),
-    "feedback": lambda: fs.zero3(one_axis(), layout=feedback(one_axis()), merge_bytes=3000),
-    "offload": lambda: fs.zero3(one_axis(), layout=fs.compose(fs.offload("cpu"), fs.fully_shard(one_axis()))),
-}
-RULES = {"blocks": Block, "blocks and layers": (Block, nn.Linear), "every module": nn.Module}
-DTYPES = {"zero3 in mixed precision": torch.float32}
-
-
-def language_for(strategy):
-    return filled(Language(hidden=(13, HIDDEN)), DTYPES.get(strategy, torch.float64))
-
-
-def of_units(module, make_strategy, rule):
-    def make():
-        model = fs.functionalize(module, RULES[rule])
-        return trained(model.apply, model.init(make_strategy()), token_batches())
-
-    return make
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_modules_with_units(strategy, rule, world_size, workers):
-    assert_on_ranks(of_units(language_for(strategy), STRATEGIES[strategy], rule), world_of(world_size, workers))
 
 
 KEY = torch.tensor(7)
 
 
-# Random numbers of a key: those of the eager step, other ones in each step.
 def dropout(module):
     """With masks of each step and rank by the state's key."""
 
@@ -266,66 +210,36 @@ def dropout(module):
             value, grads = fs.value_and_grad(lambda p: model.apply(p, x, key=key))(state.params)
             return fs.update(tx, state, grads), value
 
-        return Case(step, fs.TrainState.create(model.init(strategy()), tx, key=KEY), inputs() + inputs()[:1])
+        state = fs.TrainState.create(model.init(zero3()(one_axis())), tx, key=KEY)
+        return Case(step, state, inputs() + inputs()[:1])
 
     return make
 
 
-RANDOM = {
-    "dropout": dropout(filled(Stack(dropped=False))),
-    "dropout in checkpoints": dropout(filled(Stack(dropped=True))),
-    "dropout around checkpoints": dropout(filled(Stack(checkpointed, dropped=False))),
-    "dropout in remat": dropout(filled(Stack(rematerialized, dropped=False))),
-}
-
-
 # Threads share the generator that a key seeds.
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RANDOM)
-def test_steps_on_processes(name, workers):
-    assert_on_ranks(RANDOM[name], workers(2))
-
-
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("name", RANDOM)
-def test_random_numbers_on_one_rank(name):
-    assert_on_ranks(RANDOM[name], 1)
-
-
-@pytest.mark.parametrize("key", (7, -(2**63), 2**63 - 1))
-def test_a_run_keeps_a_number_as_a_tensor(key):
-    params = {"w": torch.ones(())}
-    state = fs.TrainState.create(params, adamw(), key=key)
-    assert state.key.dtype == torch.int64
-    assert state.key.equal(torch.tensor(key))
-    assert fs.jit(lambda s: fs.fold_in(s.key, s.step))(state).equal(fs.fold_in(key, 0))
-
-
-def test_a_run_keeps_a_tensor_of_integers_as_it_is():
-    for key in (None, KEY, torch.arange(2, dtype=torch.int32)):
-        assert fs.TrainState.create({"w": torch.ones(())}, adamw(), key=key).key is key
+@pytest.mark.parametrize("world_size", ("2 processes", 1))
+@pytest.mark.parametrize("wrap, dropped", [(rematerialized, False), (checkpointed, False), (lambda f, x: f(x), True)])
+def test_random_numbers_of_a_key_are_those_of_eager_code(wrap, dropped, world_size, workers):
+    assert_on_ranks(dropout(filled(Stack(wrap, dropped=dropped))), world_of(world_size, workers))
 
 
 def test_a_key_gives_new_masks_each_step_and_leaves_the_generator_alone():
-    module, x = nn.Dropout(0.5), torch.ones(64)
-    model = fs.functionalize(module)
+    for key in (7, -(2**63), 2**63 - 1):
+        state = fs.TrainState.create({"w": torch.ones(())}, adamw(), key=key)
+        assert state.key.equal(torch.tensor(key))
+        assert fs.jit(lambda s: fs.fold_in(s.key, s.step))(state).equal(fs.fold_in(key, 0))
+    model, x, before = fs.functionalize(nn.Dropout(0.5)), torch.ones(64), torch.get_rng_state()
     jitted = fs.jit(lambda key, count: model.apply({}, x, key=fs.fold_in(key, count)))
-    before = torch.get_rng_state()
     masks = [jitted(KEY, torch.tensor(count)) for count in (0, 1, 2, 0)]
     assert torch.get_rng_state().equal(before)
     assert masks[0].equal(masks[3])
     assert len({tuple(mask.tolist()) for mask in masks}) == 3
     assert masks[0].equal(model.apply({}, x, key=fs.fold_in(KEY, 0)))
     assert jitted.traces == ["the first call"]
-
-
-def test_a_trace_with_a_number_as_key_leaves_the_generator_alone():
-    model, x = fs.functionalize(nn.Dropout(0.5)), torch.ones(64)
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        before = torch.get_rng_state()
-        fs.jit(lambda x: model.apply({}, x, key=3), backend=lambda graph, inputs: lambda *given: given)(x)
-        assert torch.get_rng_state().equal(before)
+    # So does a trace with a number as key.
+    fs.jit(lambda x: model.apply({}, x, key=3), backend=lambda graph, inputs: lambda *given: given)(x)
+    assert torch.get_rng_state().equal(before)
 
 
 @pytest.mark.xfail(strict=True, reason="remat under torch.func takes the generator's state itself, not by operators")
@@ -333,5 +247,4 @@ def test_remat_under_torch_func():
     def f(x):
         return grad(lambda x: fs.remat(lambda x: x.sin() * x)(x).sum())(x)
 
-    x = normal()(5)
-    assert fs.jit(f)(x).equal(f(x))
+    assert fs.jit(f)(normal()(5)).equal(f(normal()(5)))

@@ -65,7 +65,7 @@ SPELLINGS = {"value_and_grad": of_engine, "verbs": of_verbs}
 ROWS = [row for row in product(SPELLINGS, LAYOUTS, REDUCTIONS) if row[::2] != ("verbs", "weighted")]
 
 
-@pytest.mark.rows(1)
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("world_size", (1, 2, 3))
 @pytest.mark.parametrize("spelling, layout, reduce", ROWS)
 def test_layouts(spelling, layout, reduce, world_size):
@@ -84,31 +84,9 @@ def chain(params, x):
     return (x @ fs.gather(params["head"])).square().mean()
 
 
-STRATEGIES = {
-    "zero3": lambda mesh: fs.zero3(mesh, min_shard_elements=0, merge_bytes=0),
-    "zero3 that keeps": lambda mesh: fs.zero3(mesh, min_shard_elements=0, merge_bytes=0, regather=False),
-    "zero2": lambda mesh: fs.zero2(mesh, min_shard_elements=0),
-    "ddp": fs.ddp,
-}
-
-
-def rows_of(x, count=STEPS):
-    draw = normal(x + my_rank())
-    return [(draw(2, 5),) for _ in range(count)]
-
-
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (1, 2, 3))
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gathers_in_turn(strategy, world_size):
-    assert_on_ranks(
-        lambda: trained(chain, fs.shard(blocks(), STRATEGIES[strategy](one_axis())), rows_of(1)), world_size
-    )
-
-
 def accumulated(strategy, communicate, reduce):
     def make():
-        tx, params = adamw(), fs.shard(blocks(), STRATEGIES[strategy](one_axis()))
+        tx, params = adamw(), fs.shard(blocks(), strategy(one_axis(), min_shard_elements=0))
 
         def loss(params, x):
             return (chain(params, x), torch.ones(len(x)).sum()) if reduce == "weighted" else chain(params, x)
@@ -118,19 +96,10 @@ def accumulated(strategy, communicate, reduce):
             value, grads, transform_state = run(state.params, microbatches)
             return fs.update(tx, state, grads, transform_state=transform_state), value
 
-        batches = [([x for (x,) in rows_of(10 * number, 3)],) for number in range(STEPS)]
-        return Case(step, fs.TrainState.create(params, tx), batches)
+        draw = normal(my_rank())
+        return Case(step, fs.TrainState.create(params, tx), [([draw(2, 5) for _ in range(3)],) for _ in range(STEPS)])
 
     return make
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", (1, 2, 3))
-@pytest.mark.parametrize("reduce", REDUCTIONS)
-@pytest.mark.parametrize("communicate", ("each", "once"))
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_accumulation(strategy, communicate, reduce, world_size):
-    assert_on_ranks(accumulated(strategy, communicate, reduce), world_size)
 
 
 def tensor_parallel(module):
@@ -145,10 +114,10 @@ def tensor_parallel(module):
     return make
 
 
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("world_size", (1, 2, 4))
-def test_tensor_parallel(world_size):
-    assert_on_ranks(tensor_parallel(perceptron()), world_size)
+def test_accumulation_and_tensor_parallel():
+    assert_on_ranks(accumulated(fs.zero3, "once", "mean"), 3)
+    assert_on_ranks(accumulated(fs.zero2, "each", "weighted"), 2)
+    assert_on_ranks(tensor_parallel(perceptron()), 4)
 
 
 @pytest.mark.slow
@@ -157,6 +126,6 @@ def test_on_processes(name, workers):
     rows = {
         "layouts": of_verbs(LAYOUTS["zero2 of every leaf"], "mean"),
         "another layout": of_engine(LAYOUTS["two dims"], "weighted"),
-        "accumulation": accumulated("zero3", "once", "mean"),
+        "accumulation": accumulated(fs.zero3, "once", "mean"),
     }
     assert_on_ranks(rows[name], workers(2))

@@ -1,11 +1,17 @@
-"""The Inductor backend: the eager step within rounding, donated in place, with the same random numbers."""
+"""The Inductor backend: the eager step within rounding, donated in place, whose kernels hold no collective."""
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
 
 import fshard as fs
+from fshard import _compat
+from fshard.comm import ops
+from fshard.jit.passes import is_view, placeholders
 from fshard.testing import assert_trees_close, spmd
+from tests.jit.test_graph import STARTS, UNITS, buffers, graph_of, is_wait, most_gathered, nodes_of, starts
 from tests.trees import normal, one_axis
 
 # Inductor and what it imports warn of their own.
@@ -51,33 +57,65 @@ def test_processes(workers):
     spmd(assert_close_to_eager, workers(2), timeout=240.0)
 
 
-def test_random_numbers_are_those_of_eager_code():
+def write(x):
+    """Writes to what a view of a kernel's result looks at."""
+    y = x.sin() * 2
+    columns = y.t()
+    y.add_(1)
+    return columns * 3 + columns.cos(), y
+
+
+def ahead(x):
+    """A view into an argument, which Inductor must begin where it does."""
+    part = x[1, 1:].as_strided((5,), (2,))
+    return part.sin() * part.cos() + 1
+
+
+def test_views_share_memory_and_random_numbers_are_those_of_eager_code():
+    atol = 10 * torch.finfo(X.dtype).eps
+    for f, x in ((write, X), (ahead, normal(4)(3, 10))):
+        assert_trees_close(fs.jit(f, backend="inductor")(x), f(x), rtol=0.0, atol=atol)
     model, key = fs.functionalize(nn.Sequential(nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.1))), fs.fold_in(0, 1)
     jitted = fs.jit(lambda x, key: model.apply({}, x, key=key).sin(), backend="inductor")
-    # A few roundings of numbers below a few ones each.
-    atol = 10 * torch.finfo(X.dtype).eps
     for n in range(2):
         expected = model.apply({}, X, key=fs.fold_in(key, n)).sin()
         torch.testing.assert_close(jitted(X, fs.fold_in(key, n)), expected, rtol=0.0, atol=atol)
 
 
-def test_views_of_what_a_kernel_computes_share_its_memory():
-    def write(x):
-        y = x.sin() * 2
-        columns = y.t()
-        y.add_(1)
-        return columns * 3 + columns.cos(), y
-
-    found, expected = fs.jit(write, backend="inductor")(X), write(X)
-    assert_trees_close(found, expected, rtol=0.0, atol=10 * torch.finfo(X.dtype).eps)
+def is_piece(node):
+    return (
+        node.op == "call_function" and getattr(node.target, "__module__", "") == _compat.compile_by_inductor.__module__
+    )
 
 
-def test_views_into_arguments_begin_where_they_do():
-    base = normal(4)(3, 10)
+def events(nodes):
+    """Starts and waits in their order, and between each two whether something is computed."""
+    names = {item: (n, k) for n, start in enumerate(starts(nodes)) for k, (item, _) in enumerate(buffers(start))}
+    order, between = [], [False]
+    for node in nodes:
+        if node.target in STARTS or is_wait(node):
+            order.append(names[node.args[0]] if is_wait(node) else str(node.target))
+            between.append(False)
+        elif node.op == "call_function":
+            between[-1] |= not is_view(node)
+    return order, between
 
-    def ahead(x):
-        part = x[1, 1:].as_strided((5,), (2,))
-        return part.sin() * part.cos() + 1
 
-    found, expected = fs.jit(ahead, backend="inductor")(base), ahead(base)
-    assert_trees_close(found, expected, rtol=0.0, atol=10 * torch.finfo(X.dtype).eps)
+@pytest.mark.slow
+def test_kernels_lie_between_the_collectives_of_the_graph():
+    graph, *_ = graph_of(prefetch=1)
+    # Else there is no code where an earlier run has left its kernels.
+    with config.patch(fx_graph_cache=False):
+        (inductor, *_), code = run_and_get_code(lambda: graph_of(backend="inductor", prefetch=1))
+    assert code
+    for text in code:
+        assert not any(word in text for word in ("fshard", "_c10d_functional", "wait_tensor", "copy_(", "_fused_adamw"))
+    nodes = nodes_of(inductor)
+    assert events(nodes) == events(nodes_of(graph))
+    # The last unit stays, and the one that the backward would gather ahead of it.
+    assert (len(starts(nodes, ops.all_gather)), most_gathered(nodes)) == (2 * UNITS - 2, 2)
+    # Units alike share their kernels, and donated leaves are written in their place.
+    pieces = [node.target for node in nodes if is_piece(node)]
+    assert len(set(pieces)) <= len(pieces) - (UNITS - 2)
+    given = placeholders(inductor.traced.graph.graph)
+    assert len({out for out in nodes[-1].args[0] if out in given}) == len(given) - 1

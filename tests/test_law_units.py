@@ -1,0 +1,739 @@
+"""Law 3 for units: models cut in every way, checkpointed, routed and differentiated, have one process's numbers."""
+
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from operator import attrgetter
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import lookup_backend
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
+
+import fshard as fs
+from fshard.testing import assert_trees_close
+from tests.ranks import on_ranks
+from tests.trees import normal, one_axis
+from tests.unit_models import (
+    BOUND,
+    CHOSEN,
+    HIDDEN,
+    MORE_RULES,
+    STRATEGIES,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Language,
+    Perceptron,
+    Row,
+    assert_each_is_one_process,
+    filled,
+    full,
+    mean_of,
+    of_module,
+    one_process,
+    tie_head,
+    tokens,
+    vectors,
+    zero3,
+)
+
+kept = partial(checkpoint, use_reentrant=False)
+# Keeps the products of matrices and computes the rest again.
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+selective = partial(kept, context_fn=partial(create_selective_checkpoint_contexts, PRODUCTS))
+
+
+def tie_blocks(model):
+    """Units that share a leaf: one next to the other, and one far away."""
+    first, second, third = (block.perceptron for block in model.blocks)
+    third.inner.weight, third.outer.weight = first.inner.weight, first.outer.weight
+    model.blocks[1].norm = model.blocks[0].norm
+    second.outer.bias = first.outer.bias
+    model.blocks[2].scale = model.norm.weight
+
+
+def share_block(model):
+    model.blocks = nn.ModuleList([model.blocks[0], model.blocks[1], model.blocks[0]])
+
+
+class ReadsAhead(Language):
+    """Reads weights of units before, after and inside their turns, and the head's as the embedding's."""
+
+    def hidden(self, h):
+        h = h.to(self.blocks[2].perceptron.inner.weight.dtype)
+        for i, block in enumerate(self.blocks):
+            h = block(h) + self.blocks[i - 1].scale
+        return h * self.blocks[1].perceptron.outer.bias
+
+    def logits(self, h):
+        return F.linear(self.norm(h), self.embedding.weight)
+
+
+class InOrder(Language):
+    """Enters its blocks in an order that may not be the one of their registration, so many times."""
+
+    def __init__(self, order, tie=lambda model: None):
+        super().__init__(tie)
+        self.order = order
+
+    def hidden(self, h):
+        for i in self.order:
+            h = self.blocks[i](h)
+        return h
+
+
+class ComputesAside(Language):
+    """Uses a unit's outputs after others have run, and one unit inside another's forward."""
+
+    def hidden(self, h):
+        first, second, third = self.blocks
+        early = first(h)
+        return second(third(early)) + early * first.scale
+
+
+class LooksFirst(Block):
+    """Reads each weight without a gradient before it reads it with one."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            size = sum(parameter.square().mean() for parameter in self.parameters())
+        return super().forward(x) * torch.cos(size)
+
+
+def look_first(model):
+    model.blocks = nn.ModuleList([LooksFirst(13), LooksFirst(11), Block(5)])
+
+
+def freeze(*paths, tie=lambda model: None):
+    """Freeze some submodules and parameters of a model, once others are tied."""
+
+    def apply(model):
+        tie(model)
+        for path in paths:
+            attrgetter(path)(model).requires_grad_(False)
+
+    return apply
+
+
+def add_unused(model):
+    model.blocks.insert(1, Block(5))
+    model.blocks[3].register_parameter("unused", nn.Parameter(torch.empty(3, 5)))
+    model.register_parameter("unused", nn.Parameter(torch.empty(2)))
+
+
+LEAVES = "embedding.weight", "blocks.0.scale", "blocks.1.perceptron.inner.weight", "norm.bias"
+LANGUAGES = {
+    "language": Language,
+    "tied": lambda: Language(tie_head),
+    "tied blocks": lambda: Language(tie_blocks, hidden=(13, 11, 13)),
+    "shared block": lambda: Language(share_block),
+    "reads ahead": ReadsAhead,
+    "twice in a row": lambda: InOrder((0, 0, 1, 1, 2, 2)),
+    "twice around, tied": lambda: InOrder((0, 1, 2) * 2, tie_head),
+    "backwards": lambda: InOrder((2, 1, 0)),
+    "computes aside": ComputesAside,
+    "read without a gradient first": lambda: Language(look_first),
+    "frozen leaves": lambda: Language(freeze(*LEAVES)),
+    "frozen units": lambda: Language(freeze("blocks.0", "blocks.2.perceptron", "norm")),
+    "frozen front": lambda: Language(freeze("embedding", "blocks.0", "blocks.1")),
+    "frozen and tied": lambda: Language(freeze("embedding.weight", tie=tie_head)),
+    "unused": lambda: InOrder((0, 2, 3), add_unused),
+}
+
+
+class Inside(Block):
+    """Checkpoints one of its submodules, or what it computes with a parameter of its own."""
+
+    def __init__(self, hidden, run, own):
+        super().__init__(hidden)
+        self.run, self.own = run, own
+
+    def forward(self, x):
+        if self.own:
+            return self.run(super().forward, x)
+        return self.run(self.perceptron, self.norm(x * self.scale)) * self.scale
+
+
+class Around(Language):
+    """Checkpoints its blocks: each of them, some together, or all with what comes before and after."""
+
+    def __init__(self, run, several="", tie=lambda model: None):
+        super().__init__(tie)
+        self.run, self.several = run, several
+
+    def hidden(self, h):
+        a, b, c = self.blocks
+        match self.several:
+            case "all":
+                return self.run(super().hidden, h)
+            case "nested":
+                return self.run(lambda h: self.run(b, self.run(a, h)), c(h))
+            case "pairs":
+                return c(self.run(lambda h: b(a(h)), h))
+            case "again":
+                # A unit used twice in one checkpoint, and once more after it.
+                return a(self.run(lambda h: a(b(a(h))), h))
+            case "some":
+                return c(self.run(b, a(h)))
+        return self.run(c, self.run(b, self.run(a, h)))
+
+    def logits(self, h):
+        return self.run(super().logits, h) if self.several in ("all", "nested") else super().logits(h)
+
+
+def inside(run, own):
+    model = Language()
+    model.blocks = nn.ModuleList(Inside(hidden, run, own) for hidden in (13, HIDDEN, 11))
+    return model
+
+
+class Whole(Language):
+    """Checkpoints its forward, from embedding to loss; and in it what is no module, with a weight used outside too."""
+
+    def logits(self, h):
+        return kept(lambda h: F.linear(self.norm(h) * self.blocks[1].scale, self.embedding.weight), h)
+
+    def forward(self, tokens):
+        # One input must take a gradient, and tokens do not.
+        start = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        return kept(lambda start: super(Whole, self).forward(tokens) + start, start)
+
+
+CHECKPOINTED = {
+    **{f"{run}, {own}": partial(inside, run, own) for run in (kept, selective) for own in (False, True)},
+    **{f"{run}, {several}": partial(Around, run, several) for run in (kept, selective) for several in ("", "all")},
+    **{several: partial(Around, kept, several) for several in ("some", "pairs", "nested", "again")},
+    "all, tied": partial(Around, kept, "all", tie_head),
+    "whole": Whole,
+}
+
+
+class Critic(nn.Module):
+    """Scores vectors, by a head that is frozen, or returns a loss; may checkpoint its blocks."""
+
+    def __init__(self, run=lambda block, x: block(x), scores=True):
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Block, (13, HIDDEN, 11)))
+        self.head, self.scale = nn.Linear(WIDTH, 1).requires_grad_(False), nn.Parameter(torch.empty(WIDTH))
+        self.run, self.scores = run, scores
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = self.run(block, x)
+        y = torch.tanh(x * self.scale)
+        return self.head(y).square() if self.scores else y.square().mean()
+
+
+class Penalised(Critic):
+    """Differentiates itself in its forward."""
+
+    def forward(self, x):
+        return penalised(super().forward, x)
+
+
+def penalised(run, x):
+    """WGAN-GP: the gradient with respect to the inputs is part of the loss."""
+    x = x.detach().requires_grad_()
+    score = run(x)
+    (grad,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+    return score.mean() + (grad.square().sum(-1) - 1).square().mean()
+
+
+def penalised_twice(run, x):
+    """A gradient of a gradient, next to other uses of the same units."""
+    x = x.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(grad.square().sum(), x, create_graph=True)
+    return run(x).mean() + grad.square().mean() + second.square().mean()
+
+
+def first_order(run, x):
+    """Adversarial inputs: a gradient that the loss is not differentiated through."""
+    x = x.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(run(x).sum(), x)
+    return run(x + 0.1 * grad.sign()).mean()
+
+
+def jacobian_vector(run, x):
+    """The product of a Jacobian with a vector, by differentiating twice."""
+    x, y = x.detach().requires_grad_(), torch.ones((*x.shape[:-1], 1), dtype=x.dtype, requires_grad=True)
+    (pulled,) = torch.autograd.grad(run(x), x, y, create_graph=True)
+    (pushed,) = torch.autograd.grad(pulled, y, torch.ones_like(pulled), create_graph=True)
+    return pushed.square().mean()
+
+
+def without_gradient(run, x):
+    with torch.no_grad():
+        return run(x).mean()
+
+
+def in_a_checkpoint(function, x):
+    return kept(function, x.clone().requires_grad_()).mean()
+
+
+checked = partial(Critic, kept)
+# Each with the model that it runs.
+LOSSES = {
+    "penalised": (Critic, penalised),
+    "penalised, checkpointed": (checked, penalised),
+    "penalised inside": (Penalised, lambda run, x: run(x)),
+    "penalised twice": (Critic, penalised_twice),
+    "first order, checkpointed": (checked, first_order),
+    "jacobian times vector": (Critic, jacobian_vector),
+    "twice": (Critic, lambda run, x: run(x).mean() + run(x.flip(0) * 2).square().mean()),
+    "twice, one unused": (Critic, lambda run, x: (run(x), run(2 * x))[1].mean()),
+    "thrice, checkpointed": (checked, lambda run, x: run(x * run(x * run(x))).mean()),
+    "twice in a checkpoint": (Critic, lambda run, x: in_a_checkpoint(lambda x: run(x * run(x)), x)),
+    "its own weight": (Critic, lambda run, x: (run(x).detach() * run(x)).mean()),
+    "without gradient": (Critic, lambda run, x: run(x).mean() + without_gradient(run, x)),
+}
+
+
+def critic(name):
+    build, loss_of = LOSSES[name]
+    return Row(filled(build()), None, vectors, lambda apply, p, x: loss_of(lambda x: apply(p, x), x))
+
+
+def scaled(params, names=("",)):
+    """Some parameters made anew of what they are."""
+    chosen = {name: leaf for name, leaf in params.items() if any(part in name for part in names)}
+    return dict(params) | fs.tree_map(lambda x: 1.5 * torch.tanh(x), chosen)
+
+
+RATE = 0.1
+
+
+def squares(params):
+    """Each rank's part of the sum of squares; padding is zero."""
+    return RATE * sum(leaf.square().sum() for leaf in fs.tree_leaves(params) if leaf.requires_grad)
+
+
+def adapted_inside(apply, params, x):
+    """MAML, by a train step inside the loss: the inner gradients are those of the sum over ranks."""
+    _, grads = fs.value_and_grad(lambda p: apply(p, x), reduce="sum")(params)
+    return apply(fs.tree_map(lambda p, g: p if g is None else p - RATE * g, params, grads), x)
+
+
+def adapted(apply, params, batches):
+    inner = {name: leaf for name, leaf in params.items() if leaf.requires_grad}
+    loss = sum(apply(params, *batch) for batch in batches)
+    found = torch.autograd.grad(loss, list(inner.values()), create_graph=True, allow_unused=True)
+    moved = {name: leaf if g is None else leaf - RATE * g for (name, leaf), g in zip(inner.items(), found)}
+    return mean_of(of_module)(apply, params | moved, batches)
+
+
+# Losses of parameters that are made of shards, and where it is another the objective of one process.
+OF_SHARDS: dict[str, tuple[Callable, Callable | None]] = {
+    "all of them": (lambda apply, p, *x: apply(scaled(p), *x), None),
+    "some of them": (lambda apply, p, *x: apply(scaled(p, ["blocks.1", "scale"]), *x), None),
+    "and as they are": (lambda apply, p, *x: apply(scaled(p), *x) + apply(p, *x), None),
+    "twice": (lambda apply, p, *x: apply(q := scaled(p), *x) * apply(q, *x) ** 2, None),
+    "of what was made": (lambda apply, p, *x: apply(scaled(scaled(p)), *x), None),
+    "target without gradient": (
+        lambda apply, p, *x: (apply(p, *x) - apply(fs.tree_map(lambda x: x.detach() * 0.9, p), *x)) ** 2,
+        None,
+    ),
+    "gathered after maths": (lambda apply, p, *x: apply(scaled(fs.gather(scaled(p))), *x), None),
+    # Ranks' parts add up to one regulariser, so the mean of the losses has a part of it.
+    "regularised": (
+        lambda apply, p, *x: apply(p, *x) + squares(p),
+        lambda apply, p, batches: mean_of(of_module)(apply, p, batches) + squares(p) / len(batches),
+    ),
+    "adapted": (adapted_inside, adapted),
+}
+# functional_call puts parameters back before a checkpoint computes again, so one process goes without checkpoints.
+SHARDED = {
+    "tied": (partial(Language, tie_head), partial(Language, tie_head), tokens),
+    "checkpointed": (partial(checked, scores=False), partial(Critic, scores=False), vectors),
+}
+
+
+def of_shards(name, model):
+    (loss, objective), (build, plain, batches) = OF_SHARDS[name], SHARDED[model]
+    return Row(filled(build()), (Block, nn.Linear), batches, loss, objective, filled(plain()))
+
+
+EXPERTS = 3
+# For each rank the experts of two layers, in the order of their use.
+ROUTINGS = {
+    "different": [([0, 1], [2]), ([1], [0, 2]), ([0, 2], [1])],
+    "in another order": [([0, 1], [2]), ([2, 0], [1]), ([1], [2, 0])],
+    "first ranks have none": [([], []), ([], [1]), ([2, 1, 0], [])],
+    "nobody has some": [([1], []), ([], []), ([1], [])],
+    "backwards": [([2, 1, 0], [2, 1, 0]), ([0, 1, 2], [1, 0]), ([1, 2, 0], [0])],
+    "the same": [([0, 2], [1])] * 3,
+}
+
+
+class Mixture(nn.Module):
+    """Experts whose gate is registered before or after them, and used before."""
+
+    def __init__(self, gate_last, checkpointed=False):
+        super().__init__()
+        if not gate_last:
+            self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(Perceptron(hidden) for hidden in (13, HIDDEN, 11))
+        if gate_last:
+            self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.bias, self.checkpointed = nn.Parameter(torch.empty(WIDTH)), checkpointed
+
+    def picked(self, x, weights, picks):
+        return sum((weights[..., e : e + 1] * self.experts[e](x) for e in picks), torch.zeros_like(x))
+
+    def forward(self, x, picks):
+        weights, out = F.softmax(self.gate(x), -1), x
+        if self.checkpointed == "together":
+            return out + kept(self.picked, x, weights, picks) + self.bias
+        for e in picks:
+            y = kept(self.experts[e], x) if self.checkpointed else self.experts[e](x)
+            out = out + weights[..., e : e + 1] * y
+        return out + self.bias
+
+
+class Switching(nn.Module):
+    """A language model of two mixtures, with a layer and a parameter that only some ranks use."""
+
+    def __init__(self, gate_last=False, tied=False, inner=False, outer=False, around=False):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.first, self.second = Mixture(gate_last, inner), Mixture(gate_last, inner)
+        self.some = Perceptron()
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+            self.second.experts[0].inner.weight = self.first.experts[0].inner.weight
+            self.second.experts[2].outer.bias = self.some.outer.bias
+        self.outer, self.around = outer, around
+
+    def hidden(self, h, picks):
+        for mixture, picked in zip((self.first, self.second), picks):
+            h = kept(mixture, h, picked) if self.outer else mixture(h, picked)
+        return h
+
+    def forward(self, tokens, picks):
+        h = self.embedding(tokens)
+        h = kept(self.hidden, h, picks) if self.around else self.hidden(h, picks)
+        if len(picks[0]) != 1:
+            h = self.some(h)
+        return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), tokens.flatten())
+
+
+SWITCHING = {
+    "gate first": {},
+    "tied": dict(tied=True, gate_last=True),
+    "each expert checkpointed": dict(inner=True),
+    "experts checkpointed together": dict(inner="together"),
+    "experts checkpointed in a checkpoint": dict(inner=True, around=True),
+    "each mixture checkpointed": dict(outer=True),
+    "both mixtures checkpointed together": dict(around=True, gate_last=True),
+}
+SWITCHING_RULES = {
+    "experts": Perceptron,
+    "mixtures and experts": (Mixture, Perceptron),
+    "every module": nn.Module,
+    "one unit": None,
+    "parts of experts": "*.experts.*.*",
+}
+
+
+def is_supported(model, rule, routing):
+    """Whether all ranks, where they compute a checkpoint again, go through the same units in one order.
+
+    Or, if not all of them enter it, whether it holds no more than one unit, and those that do come to it in one order.
+    In "each expert checkpointed" and "together", checkpoints begin inside a mixture's own forward.
+    """
+    if model not in ("each expert checkpointed", "experts checkpointed together"):
+        return True
+    one_unit = model.startswith("each") and rule in ("experts", "mixtures and experts")
+    return rule == "one unit" or routing == "the same" or (one_unit and routing in ("different", "nobody has some"))
+
+
+def picks(routing, ranks):
+    return [(batch, picks) for (batch,), picks in zip(tokens(ranks), ROUTINGS[routing])]
+
+
+ROUTED = [
+    (model, rule, routing)
+    for model, rule, routing in itertools.product(SWITCHING, SWITCHING_RULES, ROUTINGS)
+    if is_supported(model, rule, routing)
+]
+
+
+def routed(model, rule, routing, **options):
+    return Row(filled(Switching(**SWITCHING[model])), SWITCHING_RULES[rule], partial(picks, routing), **options)
+
+
+def made_of_shards(model):
+    """Gradients that autograd goes on from are finished on every rank in the same order, whatever it has used."""
+    plain = filled(Switching(**SWITCHING[model] | dict(inner=False, outer=False, around=False)))
+    routing = "different" if is_supported(model, "experts", "different") else "the same"
+    return routed(model, "experts", routing, loss=OF_SHARDS["all of them"][0], reference=plain)
+
+
+class Stages(nn.Module):
+    """Blocks of which a rank runs the first few; and it may read parameters behind the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList(Perceptron(hidden) for hidden in (13, HIDDEN, 11))
+        self.scale, self.wide = nn.Parameter(torch.empty(WIDTH)), nn.Parameter(torch.empty(WIDTH, 5001))
+
+    def forward(self, x, depth):
+        for stage in self.stages[:depth]:
+            x = stage(x)
+        return (torch.tanh(x * self.scale) @ self.wide if depth > 1 else x).square().mean()
+
+
+def depths(ranks):
+    return [(x, depth) for (x,), depth in zip(vectors(ranks), (2, 3, 1))]
+
+
+def some_computed(apply, params, *batch):
+    """Gradients of computed leaves are reduced at once, and take none with them that this rank alone has."""
+    return apply(params | fs.tree_map(torch.tanh, {n: leaf for n, leaf in params.items() if "stages.0" in n}), *batch)
+
+
+def by_rules(built, rules, batches=tokens):
+    """A row of each model with one rule after another, and rows of all with all."""
+    few = zip(built.items(), itertools.cycle(rules.items()))
+    return (
+        {f"{name} by {rule}": Row(filled(build()), units, batches) for (name, build), (rule, units) in few},
+        lambda: {
+            f"{name} by {rule}": Row(filled(build()), units, batches)
+            for (name, build), (rule, units) in itertools.product(built.items(), rules.items())
+        },
+    )
+
+
+CRITIC_RULES = MORE_RULES | {"a list": MORE_RULES["a list"][1:-1]}
+FEW_ROUTED = [row for i, row in enumerate(ROUTED) if row[1:] == ("experts", "different") or i % 17 == 0]
+# For each table some rows, and all.
+TABLES = {
+    "languages": lambda: by_rules(LANGUAGES, dict(reversed(MORE_RULES.items()))),
+    "checkpointed": lambda: by_rules(CHECKPOINTED, MORE_RULES),
+    "losses": lambda: (
+        {n: critic(n)._replace(units=u) for n, u in zip(LOSSES, itertools.cycle(CRITIC_RULES.values()))},
+        lambda: {f"{n} by {r}": critic(n)._replace(units=u) for n in LOSSES for r, u in CRITIC_RULES.items()},
+    ),
+    "of shards": lambda: (
+        {f"{n}, {model}": of_shards(n, model) for n, model in zip(OF_SHARDS, itertools.cycle(SHARDED))},
+        lambda: {f"{n}, {model}": of_shards(n, model) for n in OF_SHARDS for model in SHARDED},
+    ),
+    "routing": lambda: (
+        {f"{row}": routed(*row) for row in FEW_ROUTED}
+        | {f"{model}, of shards": made_of_shards(model) for model in SWITCHING}
+        | {"stages": Row(filled(Stages()), Perceptron, depths)}
+        | {"stages, computed": Row(filled(Stages()), Perceptron, depths, some_computed)},
+        lambda: {f"{row}": routed(*row) for row in ROUTED},
+    ),
+}
+
+
+@pytest.mark.rows(len(TABLES))
+@pytest.mark.parametrize("table", TABLES)
+def test_units_are_one_process(table):
+    few, _ = TABLES[table]()
+    for ranks, strategies in CHOSEN.items():
+        assert_each_is_one_process(few, ranks, strategies, again=ranks == 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", (1, 2, 3))
+@pytest.mark.parametrize("table", TABLES)
+def test_units_are_one_process_by_every_rule_and_strategy(table, ranks):
+    _, make = TABLES[table]()
+    assert_each_is_one_process(make(), ranks, STRATEGIES, again=True)
+
+
+def test_every_strategy_and_order():
+    """Of a model that does it all at once; and units that a list names in the order in which they are entered."""
+    everything = {"everything": Row(filled(ReadsAhead(tie_head)), nn.Module)}
+    assert_each_is_one_process(everything, 3, STRATEGIES, again=True)
+    order = ["embedding", "blocks.2", "blocks.1", "blocks.0", "norm", "head"]
+    ahead = {f"{n}": zero3(prefetch=n) for n in (0, 2)}
+    assert_each_is_one_process({"in order": Row(filled(InOrder((2, 1, 0))), order)}, 3, ahead, again=True)
+    # The tables test what they say.
+    shapes = {parameter.shape[0] for parameter in Language().parameters()}
+    assert all(any(size % ranks for size in shapes) for ranks in (2, 3))
+
+
+def test_checkpoints_that_run_to_their_end():
+    """They read weights again whose gradients are finished, and which the backward no longer needs."""
+    rows = {name: Row(filled(CHECKPOINTED[name]()), Block) for name in ("nested", "again")}
+    rows |= {f"{row}": routed(*row) for row in ROUTED if row[1:] == ("experts", "different")}
+    with set_checkpoint_early_stop(False):
+        assert_each_is_one_process(rows, 3, {name: STRATEGIES[name] for name in ("prefetch 1", "zero2")}, again=True)
+
+
+@on_ranks(2)
+def test_ranks_that_compute_other_units_again_in_a_checkpoint_are_told():
+    """The first rank comes to the last expert first, the other one to the first."""
+    mesh, model = one_axis(), fs.functionalize(filled(Switching(inner="together")), Perceptron)
+    params = model.init(STRATEGIES["prefetch 0"](mesh))
+    batch, chosen = picks("different", 2)[mesh.get_rank()]
+    with pytest.raises(fs.comm.CollectiveError) as caught:
+        fs.value_and_grad(lambda p: model.apply(p, batch, chosen))(params)
+    # Rows of a rank, of two weights and two biases: six and four of the expert with 11, seven and four of that with 13.
+    first, other = (
+        f"all_gather number N (gather of second.experts.{e}) over 'shard' of float64 ({n},), {8 * n} bytes in "
+        "value_and_grad"
+        for e, n in ((2, 6 * 8 + 6 + 4 * 11 + 4), (0, 7 * 8 + 7 + 4 * 13 + 4))
+    )
+    text = re.sub(r"number \d+", "number N", str(caught.value))
+    assert text.startswith(f"ranks differ in a collective\n  rank 0: {first}\n  rank 1: {other}\n")
+
+
+@on_ranks(2, 3)
+def test_reductions_do_not_overtake_a_collective_of_the_loss(world_size):
+    mesh, module = one_axis(), filled(Stages())
+    axis = fs.axis_of(mesh)
+    module.stages[1].forward = lambda x: fs.pmean(torch.tanh(x), axis)
+    model, (x, depth) = fs.functionalize(module, Perceptron), depths(world_size)[mesh.get_rank()]
+    for strategy in CHOSEN[world_size].values():
+        params = model.init(strategy(mesh))
+        expected = fs.value_and_grad(lambda p: model.apply(fs.gather(p), x, max(depth, 2)))(params)
+        assert_trees_close(fs.value_and_grad(lambda p: model.apply(p, x, max(depth, 2)))(params), expected)
+
+
+class Reentrant(nn.Module):
+    """Two units, the second in a reentrant checkpoint, with or without an input that takes a gradient."""
+
+    def __init__(self, grad_in):
+        super().__init__()
+        self.first, self.second, self.grad_in = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), grad_in
+
+    def forward(self, x):
+        x = checkpoint(self.second, self.first(x) if self.grad_in else x, use_reentrant=True)
+        return (x if self.grad_in else self.first(x)).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@on_ranks(1, 2)
+def test_reentrant_checkpoints_are_refused(world_size):
+    """By the name of a leaf whose gradient torch would leave out, on every rank; not where none is asked for."""
+    mesh = one_axis()
+    (x,) = vectors(world_size)[mesh.get_rank()]
+    for grad_in, strategy in itertools.product((False, True), (STRATEGIES["prefetch 1"], fs.ddp)):
+        model = fs.functionalize(filled(Reentrant(grad_in)), nn.Linear)
+        params = model.init(strategy(mesh))
+        run = fs.value_and_grad(model.apply)
+        for form, given in ((run, x), (fs.accumulate(model.apply), [x, x]), (fs.jit(run), x)):
+            with pytest.raises(ValueError, match=r"(?s)\['second\..*reentrant.*use_reentrant=False"):
+                form(params, given)
+
+        def distilled(p, x, model=model):
+            with torch.no_grad():
+                teacher = model.apply(fs.gather(p), x)
+            return F.linear(x, *fs.gather([p["first.weight"], p["first.bias"]])).mean() * teacher
+
+        _, grads = fs.value_and_grad(distilled)(params, x)
+        assert fs.unshard(grads)["first.weight"].count_nonzero() == WIDTH**2
+        with torch.no_grad():
+            model.apply(params, x)
+
+
+def distil(student, teacher, x):
+    """Both are trained, and a unit of one runs between units of the other."""
+    return (student(x) - teacher(x)).square().mean() + student(teacher(x) * x).mean()
+
+
+@on_ranks(1, 2, 3)
+def test_two_models_in_one_loss(world_size):
+    """Their parameters are one tree, or two arguments."""
+    modules = {"student": filled(Critic()), "teacher": filled(nn.Sequential(Block(), Perceptron()))}
+    batches, mesh = vectors(world_size), one_axis()
+    (x,) = batches[mesh.get_rank()]
+
+    def by_model(leaves):
+        return {n: {k.removeprefix(f"{n}."): v for k, v in leaves.items() if k.startswith(n)} for n in modules}
+
+    def objective(apply, leaves, batches):
+        runs = [
+            lambda x, n=n, part=part: functional_call(modules[n], part, (x,)) for n, part in by_model(leaves).items()
+        ]
+        return sum(distil(*runs, x) for (x,) in batches) / len(batches)
+
+    value, grads = one_process(nn.ModuleDict(modules), batches, objective)
+    expected, models = (value, by_model(grads)), {n: fs.functionalize(m, Block) for n, m in modules.items()}
+
+    def loss(student, teacher):
+        params = {"student": student, "teacher": teacher}
+        return distil(*(lambda x, n=n: models[n].apply(params[n], x) for n in models), x)
+
+    for prefetch in (0, 2):
+        params = {name: model.init(zero3(prefetch=prefetch)(mesh)) for name, model in models.items()}
+        assert_trees_close(full(fs.value_and_grad(lambda p: loss(**p))(params)), expected, rtol=0, atol=BOUND)
+        found, pair = full(fs.value_and_grad(loss, argnums=(0, 1))(*params.values()))
+        assert_trees_close((found, dict(zip(models, pair))), expected, rtol=0, atol=BOUND)
+
+
+@pytest.mark.parametrize("which", ("trained", "frozen", "no argument"))
+@on_ranks(1, 2, 3)
+def test_low_rank_adaptation(which, world_size):
+    """LoRA: rows of a weight and of its adapter are split alike, so each rank merges its own."""
+    module, draw = filled(Critic(scores=False)), normal(5)
+    base = {name: p.detach() for name, p in module.named_parameters() if "head" not in name}
+    names = [name for name in base if base[name].dim() == 2]
+    adapters = {name: {"a": draw(base[name].shape[0], 2), "b": draw(2, base[name].shape[1]) / 8} for name in names}
+    batches, mesh, model = vectors(world_size), one_axis(), fs.functionalize(module, Block)
+    head = {name: p.detach() for name, p in module.named_parameters() if "head" in name}
+
+    def objective(base, adapters):
+        merged = base | head | {name: base[name] + ab["a"] @ ab["b"] for name, ab in adapters.items()}
+        return sum(functional_call(module, merged, batch) for batch in batches) / len(batches)
+
+    grads, expected = torch.func.grad_and_value(objective, argnums=(0, 1))(base, adapters)
+    expected = expected, (grads[0] if which == "trained" else dict.fromkeys(base), grads[1])
+    (x,) = batches[mesh.get_rank()]
+
+    def merge(w, a, b):
+        # A frozen leaf that something trained was added to is no longer frozen.
+        return replace(w, local=w.local + a.local @ b, spec=replace(w.spec, frozen=False))
+
+    for strategy in CHOSEN[world_size].values():
+        params = fs.shard(base, strategy(mesh), frozen=() if which == "trained" else "*")
+        still, delta = fs.shard(head, strategy(mesh), frozen="*"), fs.shard(adapters, strategy(mesh))
+
+        def loss(base, adapters, still=still):
+            b = fs.gather({name: ab["b"] for name, ab in adapters.items()})
+            merged = {name: merge(base[name], ab["a"], b[name]) for name, ab in adapters.items()}
+            return model.apply(base | still | merged, x)
+
+        if which == "no argument":
+            value, grads = fs.value_and_grad(lambda a, p=params, f=loss: f(p, a))(delta)
+            found = value, (dict.fromkeys(base), grads)
+        else:
+            found = fs.value_and_grad(loss, argnums=(0, 1))(params, delta)
+        assert_trees_close(full(found), expected, rtol=0, atol=BOUND)
+
+
+# The compiler itself looks at the gradient of whatever a block is called on.
+COMPILES = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+@COMPILES
+@on_ranks(1)
+def test_blocks_are_compiled_once():
+    """The same code runs in every call and in the backward, not a fresh one for each gathered weight."""
+    torch._dynamo.reset()
+    graphs, counts = [], []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    module = filled(Language())
+    for i, block in enumerate(module.blocks):
+        module.blocks[i] = torch.compile(block, backend=counting, dynamic=False)
+    model = fs.functionalize(module, Block)
+    params = model.init(zero3(prefetch=1)(one_axis()))
+    for batch in tokens(3):
+        fs.value_and_grad(lambda p, batch=batch: model.apply(p, *batch))(params)
+        counts.append(len(graphs))
+    assert counts == [len(module.blocks)] * 3
