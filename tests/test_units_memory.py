@@ -1,7 +1,8 @@
-"""What is held when: gathered weights are freed as soon as their unit has run, and frozen leaves cost no gradient."""
+"""What is held when: gathered weights are freed as soon as their unit has run."""
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -86,8 +87,8 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-def noted(module, world_size, evaluated=False, **options):
-    """What each rank noted, with everything that it logged, and its gradients unless it only evaluated."""
+def noted(module, world_size, **options):
+    """What each rank noted, with everything that it logged, and its gradients."""
     batches = vectors(world_size)
 
     def program():
@@ -95,12 +96,9 @@ def noted(module, world_size, evaluated=False, **options):
         model = fs.functionalize(module, Layer)
         params = model.init(fs.compose(zero3(**options)(mesh), Watched(log)))
         (x,) = batches[mesh.get_rank()]
-        with fs.comm.record() as record:
-            run = model.apply if evaluated else fs.value_and_grad(model.apply)
-            result = run(params, x, log)
-        grads = None if evaluated else result[1]
+        _, grads = fs.value_and_grad(model.apply)(params, x, log)
         log.note("returned", -1)
-        return log, record, grads
+        return log, grads
 
     return spmd(program, world_size)
 
@@ -109,7 +107,7 @@ def noted(module, world_size, evaluated=False, **options):
 @pytest.mark.parametrize("world_size, prefetch", [(2, 0), (3, 1), (2, 2)])
 def test_a_unit_s_weight_is_freed_after_its_turn(world_size, prefetch, checkpointed):
     """In the forward and the backward, but for units gathered ahead; gradients go as they are reduced."""
-    for log, _, _ in noted(filled(Layers(checkpointed)), world_size, prefetch=prefetch):
+    for log, _ in noted(filled(Layers(checkpointed)), world_size, prefetch=prefetch):
         events = [(event, layer) for event, layer, _, _ in log.notes]
         assert events[-1] == ("returned", -1)
         assert {("backward begins", n) for n in range(LAYERS)} < set(events)
@@ -131,18 +129,14 @@ def test_a_unit_s_weight_is_freed_after_its_turn(world_size, prefetch, checkpoin
         assert Counter(layer for layer, _ in log.gathered) == Counter([*range(LAYERS), *twice])
 
 
-@pytest.mark.parametrize(
-    "regather, again",
-    [
-        (False, set()),
-        ("layers.[024]", {0, 2, 4}),
-        (("layers.1", "layers.2"), {1, 2}),
-        (lambda name: name == "layers.3", {3}),
-    ],
-)
-def test_units_are_kept_by_rule(regather, again):
+# Rules, and the layers that they gather again.
+KEPT = [(False, ""), ("layers.[024]", "024"), (("layers.1", "layers.2"), "12"), (lambda name: name == "layers.3", "3")]
+
+
+def test_units_are_kept_by_rule():
     """Those that are not gathered again are held until the backward is through with them."""
-    for log, _, _ in noted(filled(Layers()), 2, regather=regather, prefetch=0):
+    for (regather, names), rank in product(KEPT, (0, 1)):
+        again, (log, _) = set(map(int, names)), noted(filled(Layers()), 2, regather=regather, prefetch=0)[rank]
         for event, layer, weights, _ in log.notes:
             if event == "begin":
                 assert weights == {n for n in range(layer) if n not in again} | {layer}, (event, layer, weights)
@@ -150,37 +144,3 @@ def test_units_are_kept_by_rule(regather, again):
                 assert {n for n in range(layer) if n not in again} <= weights
                 assert not any(n in weights for n in range(layer + 1, LAYERS)), (event, layer, weights)
         assert Counter(layer for layer, _ in log.gathered) == Counter({n: 1 + (n in again) for n in range(LAYERS)})
-
-
-FROZEN = {
-    "a unit": {2},
-    "the first units": {0, 1, 2},
-    "the last unit": {5},
-    "every other": {0, 2, 4},
-    "all": set(range(LAYERS)),
-}
-
-
-@pytest.mark.parametrize("frozen", FROZEN)
-@pytest.mark.parametrize("world_size", (1, 2))
-def test_frozen_units_cost_no_gradient(world_size, frozen):
-    """No gradient is held or reduced, and what nobody differentiates through is not gathered again."""
-    module, numbers = filled(Layers()), FROZEN[frozen]
-    for number in numbers:
-        module.layers[number].requires_grad_(False)
-    trained = [n for n in range(LAYERS) if n not in numbers]
-    for log, record, grads in noted(module, world_size):
-        assert {name for name, grad in grads.items() if grad is None} == {
-            f"layers.{n}.{leaf}" for n in numbers for leaf in ("weight", "bias")
-        }
-        assert [layer for layer, _ in log.grads] == trained[::-1]
-        assert not any(layer in numbers for _, _, _, held in log.notes for layer in held)
-        scattered = [entry.bytes for entry in record if entry.op != "all_gather" and not entry.scalar]
-        rows = [
-            -(-(100 + n) // world_size) * world_size + -(-WIDTH // world_size) * world_size / WIDTH for n in trained
-        ]
-        assert sum(scattered) == (sum(rows) * WIDTH * 8 if world_size > 1 else 0)
-        # Before the first trained layer nothing is differentiated; the last two layers stay.
-        differentiated = range(min(trained, default=LAYERS), LAYERS - 2)
-        again = Counter(range(LAYERS)) + Counter(differentiated)
-        assert Counter(layer for layer, _ in log.gathered) == (again if world_size > 1 else Counter(range(LAYERS)))

@@ -38,23 +38,11 @@ class Forward:
         self._left: list[Use] = []
         self._plain: Use | None = None
 
-    def insert(self, use: Use, inside: Sequence[Use]) -> Use:
-        """Gather on demand a use that no plan has next.
-
-        Args:
-            use: The use.
-            inside: The open uses that it lies inside.
-
-        Returns:
-            The use, open.
-        """
-        self.open(use, inside, False, outermost_checkpoint(), torch.is_grad_enabled())
-        return use
-
     def insert_plain(self, use: Use) -> None:
         """Gather for a plain function; the scope of the plain gather before it ends."""
         self.leave_plain()
-        self._plain = self.insert(use, [other for other in self._open if not other.left])
+        self._plain = use
+        self.open(use, [other for other in self._open if not other.left])
 
     def leave_plain(self) -> None:
         """End the scope of the last plain gather."""
@@ -62,7 +50,7 @@ class Forward:
         if use is not None:
             self.leave(use)
 
-    def open(self, use: Use, inside: Sequence[Use], last: bool, checkpoint: Any, differentiates: bool) -> None:
+    def open(self, use: Use, inside: Sequence[Use], last: bool = False, running: Any = None) -> None:
         """Open a use, wait for its tensors, and close the uses that it does not lie inside.
 
         Args:
@@ -70,9 +58,10 @@ class Forward:
             inside: The uses that it lies inside, which stay open.
             last: Whether nothing is left to gather ahead: then as many uses before it stay as the backward would gather
                 first.
-            checkpoint: The outermost checkpoint that computes with it again.
-            differentiates: Whether autograd records, on every rank.
+            running: The outermost checkpoint that computes with it again, and whether autograd records, on every rank;
+                None takes the ones of this rank.
         """
+        checkpoint, differentiates = running or (outermost_checkpoint(), torch.is_grad_enabled())
         before = [other for other in reversed(self.uses) if other.unit.regathered] if last and self._trains else []
         self.make_room(before[: use.unit.ahead(other.unit.nbytes for other in before)])
         self._close_all_but(inside)

@@ -68,7 +68,7 @@ class Pass:
         if inside is not None:
             stop = self._running[-1][0].stop
         # Whichever of the units inside it a rank has entered, all ranks are behind them now.
-        if not failed and not self._forward.over:
+        if self._cursor.at < stop and not failed and not self._forward.over:
             self._advance(stop)
         if inside is not None:
             units, *_ = self._running.pop()
@@ -133,8 +133,10 @@ class Pass:
             elif number == self._cursor.at or (jumps and number > self._cursor.at):
                 self._advance(number + 1, number)
             else:
+                # It is gathered on demand.
                 use = Use(self._plan.units[number], self._uses[number].leaves)
-                self._open[number] = self._forward.insert(use, [self._open[n] for n in self._scopes])
+                self._forward.open(use, [self._open[n] for n in self._scopes])
+                self._open[number] = use
 
     def _advance(self, to: int, entered: int = -1) -> None:
         """Open units in their turn; those that this rank has not entered are held or left."""
@@ -142,7 +144,8 @@ class Pass:
             use, number = step.use, self._cursor.at - 1
             units, checkpoint, grad = next(found for found in reversed(self._running) if number in found[0])
             here = outermost_checkpoint() if number == entered else checkpoint
-            self._forward.open(use, [self._uses[n] for n in use.unit.inside], self._cursor.all_begun, here, grad)
+            around = [self._uses[n] for n in use.unit.inside]
+            self._forward.open(use, around, self._cursor.all_begun, (here, grad))
             self._open[number] = use
             if number != entered:
                 self._end(number, entered in units)

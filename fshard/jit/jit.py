@@ -12,7 +12,7 @@ from fshard import _compat, comm
 from fshard.collectives import Used, Uses, agreed_uses
 from fshard.errors import Problem, expect, refuse
 from fshard.jit.backends import BACKENDS, Backend, ready
-from fshard.jit.passes import clean, placeholders, refuse_ambient_random, refuse_operators, refuse_writes, told_in
+from fshard.jit.passes import clean, placeholders, refuse_ambient_random, refuse_writes, told_in
 from fshard.jit.signature import Signature, changes, exact, outline, signature
 from fshard.jit.trace import Traced, trace
 from fshard.jit.writes import donate, pairs_of, schedule, twins_of
@@ -154,8 +154,11 @@ class Jitted:
     def _graph(self, flat: Flat, uses: Uses | None = None) -> _Program:
         traced = trace(flat, self._f, uses)
         graph = traced.graph.graph
-        refuse_operators(graph, self._backend == "inductor")
         told, sent = told_in(graph)
+        found = "Inductor's, whose bits depend on what it joins them with"
+        remedy = 'take backend="graph", or leave out sums="tree"'
+        own = self._backend != "inductor" or "sums" not in told
+        expect(own, "jit", 'torch\'s own kernels for sums="tree"', found, remedy)
         # A rank whose trace fails knows the axes of its arguments alone.
         each = {axis: "\n".join(sent.get(axis, ())) for axis in flat.axes or sent}
         # Ranks of each axis compare its own: stages of a pipeline differ in what they send over other axes.

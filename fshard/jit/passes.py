@@ -172,6 +172,10 @@ def told_in(graph: Graph) -> tuple[dict[str, str], dict[Axis, list[str]]]:
 
     Returns:
         What its verbs were told, by name, and which leaves they used; and for each axis the texts of its collectives.
+
+    Raises:
+        ValueError: if there are collectives of torch's own, which have no transpose, and whose group a graph cannot
+            hold.
     """
     told: dict[str, dict[str, None]] = {comm.VERB: {"jit": None}}
     sent: dict[Axis, list[str]] = {}
@@ -186,6 +190,12 @@ def told_in(graph: Graph) -> tuple[dict[str, str], dict[Axis, list[str]]]:
             what = "" if is_exchange else f" of {collective.tensors} tensors, {collective.bytes} bytes"
             text = f"{collective.op} ({collective.label} {collective.unit}) over {name!r}{what}"
             sent.setdefault(Axis(name, size, group), []).append(text)
+        elif node.target is not _compat.WAIT_TENSOR:
+            name = str(node.target)
+            own = "fs.psum, fs.pmean, fs.all_gather or fs.reduce_scatter"
+            remedy = f"call {own} over an axis of the mesh, or call it outside"
+            foreign = name.startswith(("c10d.", "_c10d_functional."))
+            expect(not foreign, "jit", "collectives of fshard alone", f"{name} of torch.distributed", remedy)
     return {name: "\n".join(values) for name, values in told.items()}, sent
 
 
@@ -226,22 +236,3 @@ def _with_branches(node: Node) -> Iterator[Node]:
         module = getattr(node.graph.owning_module, str(given.target)) if given.op == "get_attr" else None
         for inner in module.graph.nodes if isinstance(module, GraphModule) else ():
             yield from _with_branches(inner)
-
-
-def refuse_operators(graph: Graph, by_inductor: bool) -> None:
-    """Refuse operators whose effect a graph cannot keep, before it is cleaned.
-
-    Such are collectives of torch's own, which have no transpose, and whose group a graph cannot hold; and sums="tree"
-    where the bits of kernels depend on what Inductor joins them with.
-    """
-    for node in graph.nodes:
-        name = str(node.target)
-        foreign = name.startswith(("c10d.", "_c10d_functional.")) and node.target is not _compat.WAIT_TENSOR
-        remedy = (
-            "call fs.psum, fs.pmean, fs.all_gather or fs.reduce_scatter over an axis of the mesh, or call it outside"
-        )
-        expect(not foreign, "jit", "collectives of fshard alone", f"{name} of torch.distributed", remedy)
-        in_tree = by_inductor and node.target is ops.told and "sums" in json.loads(node.args[0])
-        found = "Inductor's, whose bits depend on what it joins them with"
-        remedy = 'take backend="graph", or leave out sums="tree"'
-        expect(not in_tree, "jit", 'torch\'s own kernels for sums="tree"', found, remedy)

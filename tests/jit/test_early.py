@@ -19,8 +19,8 @@ adamw = partial(fs.from_torch, torch.optim.AdamW, lr=1e-3)
 # Each optimizer with a strategy.
 STEPS = {
     "fused": (fs.zero3, partial(adamw, fused=True)),
-    "foreach": (fs.zero2, partial(adamw, foreach=True)),
-    "schedule": (fs.ddp, lambda: adamw(lr=fs.schedules.cosine(1e-3, 9), fused=True)),
+    "foreach": (fs.ddp, partial(adamw, foreach=True)),
+    "schedule": (fs.zero2, lambda: adamw(lr=fs.schedules.cosine(1e-3, 9), fused=True)),
     "native": (fs.ddp, lambda: fs.adamw(1e-3)),
     "clipped": (fs.zero3, lambda: fs.chain(fs.clip_by_global_norm(0.1), adamw(fused=True))),
     "average": (fs.zero1, lambda: fs.ema(adamw(fused=True), decay=0.9)),
@@ -66,6 +66,7 @@ def places(graph, word):
     return [n for n, node in enumerate(graph.module.graph.nodes) if word in str(node.target)]
 
 
+@pytest.mark.rows(len(STEPS))
 @pytest.mark.parametrize("name", STEPS)
 @on_ranks(2)
 def test_bits_are_those_of_the_eager_step(name):
